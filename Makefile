@@ -1,0 +1,53 @@
+# `make help` lists what there is. Every target sets up what it needs; the environment is made once.
+
+PYTHON ?= python3
+VENV ?= .venv
+# Versions of torch and friends; empty (`make report CONSTRAINTS=`) takes what pyproject.toml allows.
+CONSTRAINTS ?= constraints.txt
+PROFILE ?= quick
+LABS ?=
+
+BIN := $(VENV)/bin
+PIP_CONSTRAINTS := $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS))
+INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_CONSTRAINTS)
+
+.DEFAULT_GOAL := help
+.PHONY: help install report test lab lint clean
+
+help: ## this list
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+
+install: $(VENV)/installed ## labkit and what it needs, in .venv
+
+report: install ## measure and write reports/index.html; PROFILE=quick, LABS="all_reduce ..." picks some
+	$(BIN)/labkit report $(LABS) --profile $(PROFILE)
+
+test: $(VENV)/installed-test lint ## lint, types and all tests
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/installed-test ## style and types only
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+lab: $(VENV)/installed-lab ## JupyterLab on the notebooks
+	$(BIN)/jupyter lab --notebook-dir notebooks
+
+clean: ## remove the environment and the pages; runs are kept
+	rm -rf $(VENV) reports
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/installed: pyproject.toml $(wildcard constraints.txt) | $(VENV)/bin/python
+	@echo "installing labkit into $(VENV) (once; a few minutes)"
+	$(INSTALL) --editable .
+	@touch $@
+
+$(VENV)/installed-test: $(VENV)/installed
+	$(INSTALL) --editable '.[test]'
+	@touch $@
+
+$(VENV)/installed-lab: $(VENV)/installed
+	$(INSTALL) --editable '.[lab]'
+	@touch $@

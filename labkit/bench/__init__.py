@@ -1,0 +1,1 @@
+"""Instruments: clocks, memory meters, statistics. They know nothing of what they measure."""

@@ -1,0 +1,60 @@
+"""How long something takes: warm-up apart, alternatives interleaved, the device's own clock.
+
+CPU time is `time.perf_counter`; CUDA time is a pair of events on the current stream, which measures the
+device and not the queueing of work to it. A caller on several ranks passes a barrier as `before`; each rank
+then times itself, and whoever reads the samples takes the slowest rank of each repeat.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+Action = Callable[[], Any]
+
+
+def time_interleaved(
+    alternatives: Mapping[str, Action],
+    *,
+    warmup: int,
+    repeats: int,
+    device: str = "cpu",
+    before: Action | None = None,
+) -> dict[str, list[float]]:
+    """Seconds of each call, alternatives taking turns (A B A B ...), in the order of the mapping.
+
+    Taking turns lets every alternative see the same drift of the machine, so that the ratio of two of them
+    holds even where their absolute times do not. `before` runs ahead of every call, outside the timed region
+    (fresh inputs, a barrier). Returns `repeats` samples a name; the `warmup` rounds are thrown away.
+    """
+    if not alternatives:
+        raise ValueError("expected at least one alternative to time")
+    if warmup < 0 or repeats < 1:
+        raise ValueError(f"expected warmup >= 0 and repeats >= 1, got {warmup} and {repeats}")
+    time_once = _time_cuda if torch.device(device).type == "cuda" else _time_cpu
+    samples: dict[str, list[float]] = {name: [] for name in alternatives}
+    for repeat in range(-warmup, repeats):
+        for name, action in alternatives.items():
+            if before is not None:
+                before()
+            seconds = time_once(action)
+            if repeat >= 0:
+                samples[name].append(seconds)
+    return samples
+
+
+def _time_cpu(action: Action) -> float:
+    start = time.perf_counter()
+    action()
+    return time.perf_counter() - start
+
+
+def _time_cuda(action: Action) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    start.record()
+    action()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1000

@@ -1,0 +1,57 @@
+"""How much memory something takes: the peak of this process's resident set, or of CUDA's allocator."""
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+_STATUS = Path("/proc/self/status")
+_CLEAR_REFS = Path("/proc/self/clear_refs")
+
+
+@dataclass
+class PeakMemory:
+    """Bytes by which memory rose above where it stood at the start; None where it cannot be measured."""
+
+    growth_bytes: int | None = None
+
+
+@contextmanager
+def peak_memory_growth(device: str = "cpu") -> Iterator[PeakMemory]:
+    """Measure the highest memory use inside the block, above the use on entering it.
+
+    CUDA: bytes of the caching allocator. CPU: the resident set as Linux counts it, which includes memory
+    that C++ libraries take (gloo's buffers, say) and is granular to pages; None on other systems. Memory that
+    is resident already and used again does not count: release kept buffers first if they are to be seen.
+    """
+    peak = PeakMemory()
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        yield peak
+        torch.cuda.synchronize()
+        peak.growth_bytes = torch.cuda.max_memory_allocated() - before
+        return
+    gc.collect()
+    resident = _reset_peak_resident()
+    yield peak
+    if resident is not None:
+        peak.growth_bytes = max(0, _resident_bytes("VmHWM") - resident)
+
+
+def _reset_peak_resident() -> int | None:
+    """Set the kernel's high-water mark back to the present resident set; returns that, in bytes."""
+    try:
+        _CLEAR_REFS.write_text("5")  # proc(5): "5" resets the peak resident set size
+        return _resident_bytes("VmRSS")
+    except OSError:
+        return None
+
+
+def _resident_bytes(field: str) -> int:
+    line = next(line for line in _STATUS.read_text().splitlines() if line.startswith(field + ":"))
+    return int(line.split()[1]) * 1024

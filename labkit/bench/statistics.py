@@ -1,0 +1,141 @@
+"""What samples say and what they do not: medians with intervals, and a verdict between two alternatives.
+
+Intervals are percentile bootstrap intervals (Efron 1979) of the median, from a fixed seed, so that a page
+drawn twice from one run says the same. They cover what varied *within* the run.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from math import comb
+from typing import Literal
+
+import numpy as np
+import pandas as pd
+
+Verdict = Literal["faster", "slower", "no difference shown"]
+
+CONFIDENCE = 0.95
+RESAMPLES = 2000
+# Below six samples no interval of order statistics covers the median with 95 %: 2 * 0.5**5 > 0.05.
+FEWEST_SAMPLES = 6
+# Repeats that follow one another resemble one another more than repeats of another run do, so a within-run
+# interval is too narrow; a difference smaller than this is not claimed even where it excludes 1.
+LEAST_RELEVANT_DIFFERENCE = 0.03
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Order statistics of one set of samples; `low` and `high` bound the median (NaN: too few samples)."""
+
+    n: int
+    median: float
+    mean: float
+    std: float
+    p90: float
+    p95: float
+    p99: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Ratio of two medians, a over b, with its interval. For times, below 1 means that a is faster."""
+
+    ratio: float
+    low: float
+    high: float
+    verdict: Verdict
+
+    def __str__(self) -> str:
+        if np.isnan(self.low):
+            return f"{self.ratio:.2f}x (too few samples for an interval)"
+        return f"{self.ratio:.2f}x [{self.low:.2f}, {self.high:.2f}]"
+
+
+def summarize(samples: Iterable[float]) -> Summary:
+    """Describe samples. ValueError when there are none or one is not finite."""
+    values = _finite(samples)
+    low, high = _median_interval(values)
+    return Summary(
+        n=len(values),
+        median=float(np.median(values)),
+        mean=float(values.mean()),
+        std=float(values.std(ddof=1)) if len(values) > 1 else float("nan"),
+        p90=float(np.percentile(values, 90)),
+        p95=float(np.percentile(values, 95)),
+        p99=float(np.percentile(values, 99)),
+        low=low,
+        high=high,
+    )
+
+
+def compare(a: Iterable[float], b: Iterable[float]) -> Comparison:
+    """Is a faster than b? Both are times; same length means interleaved, and the repeats stay paired.
+
+    Pairing resamples whole repeats, so that a slow moment that hit both does not widen the interval.
+    """
+    first, second = _finite(a), _finite(b)
+    ratio = float(np.median(first) / np.median(second))
+    if min(len(first), len(second)) < FEWEST_SAMPLES:
+        return Comparison(ratio, float("nan"), float("nan"), "no difference shown")
+    generator = np.random.default_rng(0)
+    rows_a = generator.integers(0, len(first), (RESAMPLES, len(first)))
+    paired = len(first) == len(second)
+    rows_b = rows_a if paired else generator.integers(0, len(second), (RESAMPLES, len(second)))
+    ratios = np.median(first[rows_a], axis=1) / np.median(second[rows_b], axis=1)
+    low, high = _percentiles(ratios)
+    return Comparison(ratio, low, high, _verdict(low, high))
+
+
+def beyond_chance(shown: int, settings: int, *, tries: int = 1) -> bool:
+    """Whether a verdict in one direction in `shown` of `settings` is more than chance would give.
+
+    Where nothing differs, a 95 % interval still lies wholly on one given side of 1 in 2.5 % of comparisons, and
+    at least one of `tries` alternatives that are compared in one setting does in at most 1 - 0.975**tries. True
+    if that gives `shown` or more settings with a probability below 5 % (binomial tail).
+    """
+    chance = 1 - (1 - (1 - CONFIDENCE) / 2) ** tries
+    fewer = sum(comb(settings, k) * chance**k * (1 - chance) ** (settings - k) for k in range(shown))
+    return 1 - fewer < 1 - CONFIDENCE
+
+
+def summarize_groups(frame: pd.DataFrame, value: str, by: Sequence[str]) -> pd.DataFrame:
+    """One row a group of `by`, with the fields of `Summary` over the column `value`."""
+    rows = []
+    for key, group in frame.groupby(list(by), sort=True, dropna=False):
+        rows.append(dict(zip(by, key, strict=True)) | asdict(summarize(group[value])))
+    return pd.DataFrame(rows, columns=[*by, *Summary.__dataclass_fields__])
+
+
+def slowest_rank(frame: pd.DataFrame, value: str, by: Sequence[str]) -> pd.DataFrame:
+    """The largest `value` among the ranks of each repeat: a collective is over when its last rank is."""
+    return frame.groupby([*by, "repeat"], dropna=False)[value].max().reset_index()
+
+
+def _verdict(low: float, high: float) -> Verdict:
+    if high < 1 - LEAST_RELEVANT_DIFFERENCE:
+        return "faster"
+    if low > 1 + LEAST_RELEVANT_DIFFERENCE:
+        return "slower"
+    return "no difference shown"
+
+
+def _median_interval(values: np.ndarray) -> tuple[float, float]:
+    if len(values) < FEWEST_SAMPLES:
+        return float("nan"), float("nan")
+    rows = np.random.default_rng(0).integers(0, len(values), (RESAMPLES, len(values)))
+    return _percentiles(np.median(values[rows], axis=1))
+
+
+def _percentiles(resampled: np.ndarray) -> tuple[float, float]:
+    tail = 100 * (1 - CONFIDENCE) / 2
+    low, high = np.percentile(resampled, [tail, 100 - tail])
+    return float(low), float(high)
+
+
+def _finite(samples: Iterable[float]) -> np.ndarray:
+    values = np.array(list(samples), dtype=np.float64)
+    if values.ndim != 1 or len(values) == 0 or not np.isfinite(values).all():
+        raise ValueError(f"expected a non-empty sequence of finite numbers, got {samples!r}")
+    return values

@@ -1,0 +1,124 @@
+"""Predictions as formulas: what an operation should cost before anybody measures it.
+
+All-reduce follows the alpha-beta model (Hockney 1994): a message of n bytes takes alpha + n * beta seconds,
+and an algorithm is known by how many messages follow one another and how many bytes a rank sends.
+
+Legend: p ranks, n bytes in the reduced tensor, alpha seconds a message, beta seconds a byte.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class MessageCost:
+    """What one rank on the critical path does: messages that follow one another, and bytes sent in them."""
+
+    messages: float
+    n_bytes: float
+
+    def __add__(self, other: "MessageCost") -> "MessageCost":
+        return MessageCost(self.messages + other.messages, self.n_bytes + other.n_bytes)
+
+
+@dataclass(frozen=True)
+class AlphaBeta:
+    """A fitted or assumed alpha-beta model; the errors are relative, |predicted / measured - 1|."""
+
+    alpha_s: float
+    beta_s_per_byte: float
+    median_error: float = float("nan")
+    largest_error: float = float("nan")
+
+    def predict_s(self, cost: MessageCost) -> float:
+        return cost.messages * self.alpha_s + cost.n_bytes * self.beta_s_per_byte
+
+
+def ring(world_size: int, n_bytes: float) -> MessageCost:
+    """Reduce-scatter, then all-gather, around a ring: 2(p-1) messages of n/p bytes."""
+    steps = 2 * (world_size - 1)
+    return MessageCost(steps, steps * n_bytes / world_size)
+
+
+def butterfly(world_size: int, n_bytes: float) -> MessageCost:
+    """Direct exchange: everybody sends everybody a chunk, twice; the p-1 messages of a round go at once."""
+    if world_size == 1:
+        return MessageCost(0, 0)
+    return MessageCost(2, 2 * n_bytes * (world_size - 1) / world_size)
+
+
+def recursive_doubling(world_size: int, n_bytes: float) -> MessageCost:
+    """log2(p) exchanges of the whole tensor; ranks beyond a power of two fold in before and out after."""
+    rounds = world_size.bit_length() - 1
+    return MessageCost(rounds, rounds * n_bytes) + _folding(world_size, n_bytes)
+
+
+def halving_doubling(world_size: int, n_bytes: float) -> MessageCost:
+    """Reduce-scatter by halving, all-gather by doubling: 2 log2(p) messages, 2n(p-1)/p bytes."""
+    rounds = world_size.bit_length() - 1
+    power = 2**rounds
+    return MessageCost(2 * rounds, 2 * n_bytes * (power - 1) / power) + _folding(world_size, n_bytes)
+
+
+def _folding(world_size: int, n_bytes: float) -> MessageCost:
+    is_power_of_two = world_size & (world_size - 1) == 0
+    return MessageCost(0, 0) if is_power_of_two else MessageCost(2, 2 * n_bytes)
+
+
+ALL_REDUCE_COSTS: Mapping[str, Callable[[int, float], MessageCost]] = {
+    "ring": ring,
+    "butterfly": butterfly,
+    "recursive_doubling": recursive_doubling,
+    "halving_doubling": halving_doubling,
+}
+
+
+def algorithm_bandwidth(n_bytes: float, seconds: float) -> float:
+    """algbw in bytes/s: the tensor's bytes over the time of the all-reduce."""
+    return n_bytes / seconds
+
+
+def bus_bandwidth(world_size: int, n_bytes: float, seconds: float) -> float:
+    """busbw in bytes/s, algbw * 2(p-1)/p: what a link carries, comparable across world sizes (nccl-tests)."""
+    return algorithm_bandwidth(n_bytes, seconds) * 2 * (world_size - 1) / world_size
+
+
+def fit_alpha_beta(costs: Sequence[MessageCost], seconds: Sequence[float]) -> AlphaBeta:
+    """Least squares on the *relative* error, alpha and beta not below zero.
+
+    Absolute least squares would fit the largest messages alone: one at 100 MB outweighs all at 4 KB by ten
+    orders of magnitude. ValueError with fewer than two measurements or a time that is not positive.
+    """
+    times = np.asarray(seconds, dtype=np.float64)
+    if len(costs) != len(times) or len(times) < 2 or not (times > 0).all():
+        raise ValueError(f"expected two or more positive times, one a cost: {len(times)} for {len(costs)}")
+    work = np.array([[cost.messages, cost.n_bytes] for cost in costs]) / times[:, None]
+    alpha, beta = _non_negative_least_squares(work, np.ones(len(times)))
+    errors = np.abs(work @ [alpha, beta] - 1)
+    return AlphaBeta(alpha, beta, float(np.median(errors)), float(errors.max()))
+
+
+def _non_negative_least_squares(matrix: np.ndarray, target: np.ndarray) -> tuple[float, float]:
+    """Two unknowns: if the free solution has a negative one, the optimum lies where that one is zero."""
+    scale = np.maximum(np.abs(matrix).max(axis=0), np.finfo(np.float64).tiny)  # alpha and beta differ by 1e5
+    free, *_ = np.linalg.lstsq(matrix / scale, target, rcond=None)
+    if (free >= 0).all():
+        first, second = free / scale
+        return float(first), float(second)
+    alone = [max(0.0, float(column @ target / max(column @ column, 1e-300))) for column in matrix.T]
+    candidates = [(alone[0], 0.0), (0.0, alone[1])]
+    return min(candidates, key=lambda pair: float(np.square(matrix @ pair - target).sum()))
+
+
+def crossover_bytes(first: str, second: str, world_size: int, model: AlphaBeta) -> float | None:
+    """The size from which `second` is predicted to beat `first`, in bytes; None where it never does.
+
+    Both costs are linear in n, so the predicted times cross at most once.
+    """
+    of_first, of_second = (ALL_REDUCE_COSTS[name](world_size, 1) for name in (first, second))
+    slower_a_byte = model.beta_s_per_byte * (of_first.n_bytes - of_second.n_bytes)
+    if slower_a_byte <= 0:
+        return None
+    return max(0.0, model.alpha_s * (of_second.messages - of_first.messages) / slower_a_byte)

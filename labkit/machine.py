@@ -1,0 +1,170 @@
+"""What this computer is: devices, memory, known peak rates, software versions, state of the source tree.
+
+Everything a reader needs to judge a number that was measured here, and nothing that is guessed:
+an unknown device has no peak rate, a version that cannot be read is None.
+"""
+
+import os
+import platform
+import re
+import subprocess
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+
+import psutil
+import torch
+from pydantic import BaseModel, ConfigDict
+
+GIB = 2**30
+
+# Dense bf16 tensor-core peaks in TFLOP/s, from the vendor's data sheets. Matched as a substring of the
+# device name; the first match counts, so that "H100 PCIe" comes before "H100".
+DENSE_BF16_PEAK_TFLOPS = {
+    "H100 PCIe": 756.0,
+    "H100": 989.0,
+    "H200": 989.0,
+    "A100": 312.0,
+    "L40S": 362.0,
+    "RTX 4090": 165.0,
+    "B200": 2250.0,
+}
+
+VERSIONED_PACKAGES = ("torch", "triton", "numpy", "pandas", "papermill", "nbconvert")
+
+
+class Gpu(BaseModel):
+    """One CUDA device."""
+
+    model_config = ConfigDict(frozen=True)
+
+    name: str
+    memory_bytes: int
+    compute_capability: str
+    dense_bf16_peak_tflops: float | None
+    """Data-sheet peak, None for a device that is not listed."""
+
+
+class GitState(BaseModel):
+    """Which source measured: the commit, and whether files differed from it."""
+
+    model_config = ConfigDict(frozen=True)
+
+    commit: str
+    dirty: bool
+
+    def __str__(self) -> str:
+        return self.commit[:12] + (" with local changes" if self.dirty else "")
+
+
+class Machine(BaseModel):
+    """Provenance of a run. Sizes in bytes; `cores` are those this process may use."""
+
+    model_config = ConfigDict(frozen=True)
+
+    host: str
+    cpu: str
+    cores: int
+    memory_bytes: int
+    gpus: list[Gpu]
+    system: str
+    python: str
+    versions: dict[str, str | None]
+    git: GitState | None
+
+    @property
+    def label(self) -> str:
+        """A short name for figures and tables, e.g. "NVIDIA H200" or "2-core AMD EPYC"."""
+        if self.gpus:
+            count = f"{len(self.gpus)}x " if len(self.gpus) > 1 else ""
+            return count + self.gpus[0].name
+        return f"{self.cores}-core {self.cpu}"
+
+    @property
+    def slug(self) -> str:
+        """The label as it appears in file names."""
+        return re.sub(r"[^a-z0-9]+", "-", self.label.lower()).strip("-")[:40]
+
+
+@cache
+def describe_machine() -> Machine:
+    """The machine this process runs on. Cached: nothing in it changes while a process lives."""
+    return Machine(
+        host=platform.node(),
+        cpu=_cpu_model(),
+        cores=available_cores(),
+        memory_bytes=psutil.virtual_memory().total,
+        gpus=[_gpu(i) for i in range(torch.cuda.device_count())],
+        system=f"{platform.system()} {platform.release()}",
+        python=platform.python_version(),
+        versions={name: _version(name) for name in VERSIONED_PACKAGES},
+        git=_git_state(Path(__file__).resolve().parent),
+    )
+
+
+def available_cores() -> int:
+    """Cores this process may run on: the affinity mask where the system has one."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def available_memory_bytes() -> int:
+    """Main memory that can still be had without swapping, in bytes; honors a cgroup limit (containers)."""
+    available = psutil.virtual_memory().available
+    limit, used = _cgroup_bytes("memory.max"), _cgroup_bytes("memory.current")
+    if limit is not None and used is not None:
+        available = min(available, max(0, limit - used))
+    return available
+
+
+def dense_bf16_peak_tflops(device_name: str) -> float | None:
+    """Data-sheet peak of a device in TFLOP/s, or None: an unlisted device gets no number."""
+    matches = (peak for name, peak in DENSE_BF16_PEAK_TFLOPS.items() if name in device_name)
+    return next(matches, None)
+
+
+def _gpu(index: int) -> Gpu:
+    properties = torch.cuda.get_device_properties(index)
+    return Gpu(
+        name=properties.name,
+        memory_bytes=properties.total_memory,
+        compute_capability=f"{properties.major}.{properties.minor}",
+        dense_bf16_peak_tflops=dense_bf16_peak_tflops(properties.name),
+    )
+
+
+def _cpu_model() -> str:
+    try:
+        match = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:
+        match = None
+    return match.group(1).strip() if match else (platform.processor() or platform.machine())
+
+
+def _cgroup_bytes(file: str) -> int | None:
+    try:
+        return int(Path("/sys/fs/cgroup", file).read_text())
+    except (OSError, ValueError):  # no cgroup v2, or the word "max": no limit
+        return None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _git_state(directory: Path) -> GitState | None:
+    """State of the checkout that holds `directory`; None outside one or without git."""
+    try:
+        commit = _git(directory, "rev-parse", "HEAD")
+        return GitState(commit=commit, dirty=bool(_git(directory, "status", "--porcelain")))
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _git(directory: Path, *arguments: str) -> str:
+    command = ["git", "-C", str(directory), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()

@@ -1,0 +1,72 @@
+"""Verdicts: claimed where the samples show it, and not where they do not."""
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from labkit.bench.statistics import beyond_chance, compare, slowest_rank, summarize, summarize_groups
+
+
+def _noisy(median, n=30, spread=0.1, seed=0):
+    return median * np.exp(np.random.default_rng(seed).normal(0, spread, n))
+
+
+def test_summary_of_known_samples():
+    summary = summarize(range(1, 102))
+    assert (summary.n, summary.median, summary.mean) == (101, 51, 51)
+    assert (summary.p90, summary.p95, summary.p99) == (91, 96, 100)
+    assert summary.low < 51 < summary.high
+
+
+def test_too_few_samples_have_no_interval_and_no_verdict():
+    assert np.isnan(summarize([1.0] * 5).low)
+    assert compare([1.0] * 5, [2.0] * 5).verdict == "no difference shown"
+    assert "too few" in str(compare([1.0], [2.0]))
+
+
+def test_a_clear_difference_is_shown_in_its_direction():
+    assert compare(_noisy(1.0), _noisy(2.0, seed=1)).verdict == "faster"
+    assert compare(_noisy(2.0), _noisy(1.0, seed=1)).verdict == "slower"
+
+
+def test_no_difference_is_claimed_between_samples_of_one_distribution():
+    verdicts = [compare(_noisy(1, seed=i), _noisy(1, seed=1000 + i)).verdict for i in range(40)]
+    assert verdicts.count("no difference shown") >= 38
+
+
+def test_a_difference_too_small_to_matter_is_not_claimed():
+    assert compare([1.01] * 20, [1.0] * 20).verdict == "no difference shown"
+
+
+def test_pairing_removes_drift_that_hits_both():
+    drift = np.linspace(1, 3, 30)
+    assert compare(0.9 * drift, drift).verdict == "faster"
+    assert compare(0.9 * drift, drift[:-1]).verdict == "no difference shown"  # unpaired: the drift hides it
+
+
+@pytest.mark.parametrize("samples", [[], [1.0, float("nan")], [float("inf")]])
+def test_bad_samples_are_refused(samples):
+    with pytest.raises(ValueError, match="finite"):
+        summarize(samples)
+
+
+def test_the_interval_covers_the_true_median_about_as_often_as_it_says():
+    covered = 0
+    for seed in range(200):
+        summary = summarize(_noisy(1.0, n=20, seed=seed))
+        covered += summary.low <= 1.0 <= summary.high
+    assert covered >= 180
+
+
+def test_slowest_rank_counts():
+    frame = pd.DataFrame({"size": 1, "rank": [0, 1, 0, 1], "repeat": [0, 0, 1, 1], "seconds": [1.0, 3.0, 4.0, 2.0]})
+    assert slowest_rank(frame, "seconds", ["size"])["seconds"].tolist() == [3.0, 4.0]
+    assert summarize_groups(frame, "seconds", ["rank"])["median"].tolist() == [2.5, 2.5]
+
+
+def test_a_few_verdicts_among_many_comparisons_are_chance():
+    assert beyond_chance(1, 1)
+    assert not beyond_chance(0, 10)
+    assert not beyond_chance(1, 20)
+    assert not beyond_chance(2, 40)
+    assert beyond_chance(6, 40)

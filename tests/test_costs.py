@@ -1,0 +1,76 @@
+"""Formulas against worked values, and the fit against models it must find again."""
+
+import pytest
+
+from labkit.costs import (
+    ALL_REDUCE_COSTS,
+    AlphaBeta,
+    MessageCost,
+    bus_bandwidth,
+    butterfly,
+    crossover_bytes,
+    fit_alpha_beta,
+    halving_doubling,
+    recursive_doubling,
+    ring,
+)
+
+
+@pytest.mark.parametrize(
+    ("cost", "world_size", "messages", "n_bytes"),
+    [
+        (ring, 4, 6, 1500),
+        (butterfly, 4, 2, 1500),
+        (recursive_doubling, 4, 2, 2000),
+        (halving_doubling, 4, 4, 1500),
+        (recursive_doubling, 5, 4, 4000),  # as 4 ranks, and 1000 bytes folded in and out
+        (halving_doubling, 6, 6, 3500),
+        *[(cost, 1, 0, 0) for cost in ALL_REDUCE_COSTS.values()],
+    ],
+)
+def test_costs_of_a_thousand_bytes(cost, world_size, messages, n_bytes):
+    assert cost(world_size, 1000) == MessageCost(messages, n_bytes)
+
+
+def test_bus_bandwidth_counts_what_a_link_carries():
+    assert bus_bandwidth(4, 1e9, 1.0) == 1.5e9
+
+
+def test_the_fit_finds_a_model_again():
+    model = AlphaBeta(1e-4, 5e-10)
+    costs = [ALL_REDUCE_COSTS[name](4, n) for name in ALL_REDUCE_COSTS for n in (1e3, 1e5, 1e8)]
+    fitted = fit_alpha_beta(costs, [model.predict_s(cost) for cost in costs])
+    assert fitted.alpha_s == pytest.approx(1e-4)
+    assert fitted.beta_s_per_byte == pytest.approx(5e-10)
+    assert fitted.largest_error == pytest.approx(0, abs=1e-9)
+
+
+def test_the_fit_weighs_small_messages_as_much_as_large_ones():
+    costs = [MessageCost(1, n) for n in (1e3, 1e4, 1e8)]
+    times = [1e-4, 1e-4, 0.06]
+    assert fit_alpha_beta(costs, times).alpha_s == pytest.approx(1e-4, rel=0.05)
+
+
+def test_the_fit_does_not_go_below_zero():
+    fitted = fit_alpha_beta([MessageCost(1, n) for n in (1e3, 1e6)], [1e-3, 1e-4])
+    assert fitted.beta_s_per_byte == 0
+    assert fitted.alpha_s > 0
+
+
+@pytest.mark.parametrize("times", [[1.0], [1.0, 0.0], [1.0, -1.0]])
+def test_the_fit_refuses_what_it_cannot_use(times):
+    with pytest.raises(ValueError, match="two or more positive times"):
+        fit_alpha_beta([MessageCost(1, 1)] * len(times), times)
+
+
+def test_crossover_is_where_predicted_times_are_equal():
+    model = AlphaBeta(1e-4, 1e-9)
+    n = crossover_bytes("recursive_doubling", "ring", 4, model)
+    times = [model.predict_s(ALL_REDUCE_COSTS[name](4, n)) for name in ("recursive_doubling", "ring")]
+    assert times[0] == pytest.approx(times[1])
+
+
+def test_no_crossover_where_the_second_never_wins():
+    model = AlphaBeta(1e-4, 1e-9)
+    assert crossover_bytes("ring", "recursive_doubling", 4, model) is None
+    assert crossover_bytes("recursive_doubling", "ring", 2, model) is None  # both send n bytes; one message fewer
