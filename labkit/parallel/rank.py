@@ -1,0 +1,269 @@
+"""What runs inside one rank: get ready, then do each point the parent asks for.
+
+The order in `main` matters. First whatever keeps a rank from outliving its parent, then its output and its
+environment, and only then torch, the worker and the process group. That is why this module imports nothing
+but the standard library at its top: under spawn, torch is imported by a rank that already watches its parent.
+
+A rank answers over its pipe with JSON, one message each: ``ready`` (with its facts), ``row``, ``done`` or
+``failed``. After ``failed`` it stays where it is, connections open, until it is killed: were it to leave, its
+peers would report the lost connection, and the parent would have to guess which came first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import multiprocessing
+import multiprocessing.forkserver
+import os
+import pickle
+import shutil
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing import connection
+from pathlib import Path
+from typing import Any
+
+from labkit.parallel.outcome import reads_as_consequence, reads_as_out_of_memory
+
+Worker = Callable[[Any], Iterable[Mapping[str, Any]] | None]
+
+STACKS_SIGNAL = signal.SIGUSR1
+# 32 ranks under spawn were ready after 18 s on two cores; a cold disk takes longer to give torch away.
+START_TIMEOUT_S = 120.0
+# Between one deadline and the next that is there in case the first did not do.
+MARGIN_S = 5.0
+
+
+@dataclass(frozen=True)
+class GroupPlan:
+    """All that a group of ranks is told when it starts; checked before, by `launch`."""
+
+    payload: bytes
+    """The worker and the points, by cloudpickle."""
+    world_size: int
+    backend: str | None
+    scheduling: str
+    threads: int
+    timeout_s: float
+    environment: Mapping[str, str]
+
+    @property
+    def collective_timeout_s(self) -> float:
+        """Time-out of the process group: the parent's deadline comes first, and dumps the stacks of every rank."""
+        return self.timeout_s + MARGIN_S
+
+
+def log_path(directory: Path, rank: int) -> Path:
+    """Where a rank's stdout and stderr go."""
+    return directory / f"rank-{rank}.log"
+
+
+def stacks_path(directory: Path, rank: int) -> Path:
+    """Where a rank dumps its Python stacks when it is told to, and when it crashes."""
+    return directory / f"rank-{rank}.stacks"
+
+
+def main(plan: GroupPlan, rank: int, directory: Path, parent: connection.Connection[Any, Any]) -> None:
+    """The life of one rank, from its first instruction to its last."""
+    _die_with_parent(directory)
+    _redirect_output(directory, rank)
+    os.environ.clear()
+    os.environ.update(plan.environment)
+    try:
+        worker, points = pickle.loads(plan.payload)
+        _send(parent, "ready", facts=_join_group(plan, rank, directory))
+        while (index := parent.recv()) is not None:
+            for values in rows_of(worker, points[index]):
+                _send(parent, "row", values=values)
+            _flush_output()
+            _send(parent, "done")
+        _leave_group()
+    except BaseException as error:  # SystemExit too: whatever a worker raises is its answer
+        _flush_output()
+        with contextlib.suppress(EOFError, OSError):  # the parent may have closed its end, and want no answer
+            _send(parent, "failed", **described(error))
+            parent.recv()  # until killed
+
+
+def rows_of(worker: Worker, point: Any) -> Iterator[dict[str, Any]]:
+    """What the worker yields for a point, each row checked and made plain as it comes."""
+    rows = worker(point)
+    if rows is None:
+        return
+    if isinstance(rows, Mapping) or not isinstance(rows, Iterable):
+        raise TypeError(f"a worker yields rows or returns a list of them, but it returned a {_kind(rows)}")
+    for row in rows:
+        yield plain_row(row)
+
+
+def plain_row(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The row as JSON has it: scalars of numpy and torch become numbers, tuples become lists.
+
+    NaN and infinities pass. Raises TypeError naming the value that JSON cannot carry. A tensor or array with
+    dimensions is such a value, even with one element: the worker says what number it means.
+    """
+    if not isinstance(row, Mapping):
+        raise TypeError(f"a row is a mapping from names to values, but the worker yielded a {_kind(row)}: {row!r:.80}")
+    for name, value in row.items():
+        if not isinstance(name, str):
+            raise TypeError(f"a row's names are strings, but the worker yielded {name!r:.80}")
+        try:
+            json.dumps(value, default=_number)
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"row value {name!r} is not JSON-able: {error} ({value!r:.80})") from None
+    return json.loads(json.dumps(row, default=_number))
+
+
+def described(error: BaseException) -> dict[str, Any]:
+    """An exception as it travels: one line, the traceback, and what sort of thing it is."""
+    name, text = type(error).__qualname__, str(error).strip()
+    first_line = text.splitlines()[0] if text else ""
+    return {
+        "message": f"{name}: {first_line}" if first_line else name,
+        "traceback": "".join(traceback.format_exception(error)),
+        "oom": _is_out_of_memory(error),
+        "consequence": _is_consequence(error),
+    }
+
+
+def use_scheduling(scheduling: str) -> str:
+    """Put every thread of this process under the policy asked for; return the one now in force.
+
+    SCHED_BATCH where the system has it: gloo's event loop pre-empts the thread it waits for, and then spins
+    until the next scheduler tick; a batch thread does not pre-empt (4 KB, 4 ranks: 4.9 ms against 1.0 ms).
+    Linux schedules threads, not processes, and new ones inherit: those that exist already are set one by one.
+    """
+    if not hasattr(os, "SCHED_BATCH"):  # Linux has it
+        return "default"
+    policy = os.SCHED_BATCH if scheduling == "batch" else os.SCHED_OTHER
+    for thread in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # a thread that has just ended, or a system that says no
+            os.sched_setscheduler(int(thread.name), policy, os.sched_param(0))
+    return "batch" if os.sched_getscheduler(0) == os.SCHED_BATCH else "default"
+
+
+def call_once(function: Callable[..., Any], arguments: tuple[Any, ...], _point: None) -> list[dict[str, Any]]:
+    """The worker behind `run_ranks`: one call, one row."""
+    return [{"result": function(*arguments)}]
+
+
+def _die_with_parent(directory: Path) -> None:
+    """Leave nothing behind when the parent goes, however it goes and whatever this rank is doing.
+
+    * Interrupts belong to the parent, which then kills its ranks.
+    * A thread waits for the end of the parent: it runs also while the main thread is inside a collective.
+    * A stopped rank runs no threads. But a rank is its own process group, and when the process that links it
+      to the session (the fork server, or the parent itself) exits, the kernel continues a stopped group, with
+      a hang-up signal that is ignored here. So the fork server must not wait for its ranks, as it would
+      while they hold the write end of its "alive" pipe.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    os.setpgid(0, 0)  # before the thread, which kills the group it is in
+    server = getattr(multiprocessing.forkserver, "_forkserver", None)
+    if (alive := getattr(server, "_forkserver_alive_fd", None)) is not None:
+        os.close(alive)
+    socket = Path(getattr(server, "_forkserver_address", None) or directory / "no-server")
+    arguments = (directory, socket)
+    threading.Thread(target=_outlive_parent, args=arguments, name="labkit-watch-parent", daemon=True).start()
+
+
+def _outlive_parent(directory: Path, server_socket: Path) -> None:
+    """Wait for the end of the parent, remove what it can no longer remove, and end this rank."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "a rank is a child process"
+    connection.wait([parent.sentinel])
+    for _ in range(100):  # the other ranks are at the same directory: an entry may go or come under our hands
+        shutil.rmtree(directory, ignore_errors=True)
+        if not directory.exists():
+            break
+    with contextlib.suppress(OSError):  # not there, or the directory holds more than the socket
+        server_socket.unlink(missing_ok=True)
+        server_socket.parent.rmdir()
+    os.killpg(0, signal.SIGKILL)  # this rank, and whatever its worker has started
+
+
+def _redirect_output(directory: Path, rank: int) -> None:
+    """Send what Python, C++ and child processes write to this rank's file, and stacks to another."""
+    log = os.open(log_path(directory, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    for descriptor in (1, 2):
+        os.dup2(log, descriptor)
+    os.close(log)
+    # new objects: those inherited may be missing, and buffer blocks where a line should be seen at once
+    sys.stdout = os.fdopen(1, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
+    stacks = stacks_path(directory, rank).open("w")  # faulthandler keeps it open
+    faulthandler.enable(file=stacks)
+    faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True)
+
+
+def _join_group(plan: GroupPlan, rank: int, directory: Path) -> dict[str, Any]:
+    """Set scheduling and threads, make the process group, and say what is in force."""
+    scheduling = use_scheduling(plan.scheduling)  # first: the threads of the process group inherit it
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(plan.threads)
+    if plan.backend is not None:
+        if plan.backend == "nccl":
+            torch.cuda.set_device(rank)
+        dist.set_debug_level_from_env()  # type: ignore[attr-defined]  # torch read the fork server's environment, not this one
+        dist.init_process_group(
+            plan.backend,
+            store=dist.FileStore(str(directory / "store"), plan.world_size),  # type: ignore[attr-defined]
+            rank=rank,
+            world_size=plan.world_size,
+            timeout=timedelta(seconds=plan.collective_timeout_s),
+        )
+    return {"threads": torch.get_num_threads(), "scheduling": scheduling}
+
+
+def _leave_group() -> None:
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()  # without it, leaving aborts now and then
+
+
+def _send(parent: connection.Connection[Any, Any], kind: str, **body: Any) -> None:
+    parent.send_bytes(json.dumps({"kind": kind, "at": time.monotonic(), **body}).encode())
+
+
+def _flush_output() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+
+
+def _number(value: Any) -> Any:
+    """JSON's way out for what it does not know: a scalar of numpy or torch is a number."""
+    if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
+        return value.item()
+    raise TypeError(f"it holds a {_kind(value)}")
+
+
+def _kind(value: Any) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # the latter is torch's
+        return True
+    return isinstance(error, RuntimeError) and reads_as_out_of_memory(str(error))
+
+
+def _is_consequence(error: BaseException | None) -> bool:
+    """Whether this, or what it was raised from, is the loss of another rank."""
+    while error is not None:
+        if isinstance(error, RuntimeError | OSError) and reads_as_consequence(str(error)):
+            return True
+        error = error.__cause__
+    return False

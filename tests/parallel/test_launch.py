@@ -1,0 +1,434 @@
+"""What a caller of `launch` sees: rows, ends, and the first failure. What is left behind: test_leftovers.py."""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from labkit.parallel.launch import PointEnd, RankError, Row, launch, run_ranks
+
+
+def drain(worker: Any, points: list[Any], **options: Any) -> tuple[list[Row], list[PointEnd]]:
+    """All rows and all ends."""
+    rows, ends = [], []
+    for item in launch(worker, points, **options):
+        rows.append(item) if isinstance(item, Row) else ends.append(item)
+    return rows, ends
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return condition()
+
+
+def is_gone(pid: int) -> bool:
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _workers_travel_by_value() -> Iterator[None]:
+    """So that ranks need not import this module, and pytest with it."""
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    yield
+    cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
+
+
+# Rows and points
+
+
+def test_rows_arrive_while_the_worker_still_runs(tmp_path: Path) -> None:
+    seen = tmp_path / "seen"
+
+    def worker(point: str) -> Iterator[dict[str, Any]]:
+        yield {"step": 1}
+        while not seen.exists():  # the caller makes it once it has the row
+            time.sleep(0.01)
+        yield {"step": 2}
+
+    items = launch(worker, ["a point"], world_size=1, timeout_s=30)
+    assert next(items) == Row(0, 0, {"step": 1})
+    seen.touch()
+    assert next(items) == Row(0, 0, {"step": 2})
+    end = next(items)
+    assert isinstance(end, PointEnd)
+    assert end.status == "ok"
+    assert list(items) == []
+
+
+def test_one_group_serves_all_points() -> None:
+    def worker(point: int) -> Iterator[dict[str, Any]]:
+        total = torch.tensor(float(point + dist.get_rank()))
+        dist.all_reduce(total)
+        yield {"pid": os.getpid(), "total": total.item()}
+
+    rows, ends = drain(worker, [10, 20, 30], world_size=2)
+    assert [end.status for end in ends] == ["ok"] * 3
+    assert [end.index for end in ends] == [0, 1, 2]
+    assert {row.values["total"] for row in rows if row.index == 1} == {41.0}
+    assert len({(row.rank, row.values["pid"]) for row in rows}) == 2
+    assert os.getpid() not in {row.values["pid"] for row in rows}
+
+
+def test_a_worker_may_be_a_lambda_and_return_nothing() -> None:
+    rows, ends = drain(lambda point: None, [None], world_size=1, backend=None)
+    assert rows == []
+    assert [end.status for end in ends] == ["ok"]
+
+
+def test_no_points_start_nothing() -> None:
+    assert list(launch(lambda point: None, [], world_size=2)) == []
+
+
+def test_scalars_become_numbers_and_tuples_lists() -> None:
+    def worker(point: None) -> list[dict[str, Any]]:
+        return [{"float": np.float32(1.5), "int": np.int64(7), "tensor": torch.tensor(2.0), "shape": (3, 4)}]
+
+    rows, _ = drain(worker, [None], world_size=1, backend=None)
+    assert rows[0].values == {"float": 1.5, "int": 7, "tensor": 2.0, "shape": [3, 4]}
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"good": 1, "bad": {1, 2}}, r"rank 0: TypeError: row value 'bad' is not JSON-able: it holds a set"),
+        ({"bad": torch.ones(2)}, r"row value 'bad' is not JSON-able: it holds a torch.Tensor"),
+        ({1: "one"}, r"names are strings, but the worker yielded 1"),
+        ("row", r"a row is a mapping .* but the worker yielded a str"),
+    ],
+)
+def test_a_row_that_is_not_json_says_which_value(row: Any, reason: str) -> None:
+    _, ends = drain(lambda point: [row], [None], world_size=1, backend=None)
+    assert ends[0].status == "failed"
+    assert ends[0].reason is not None
+    assert re.search(reason, ends[0].reason)
+
+
+def test_the_facts_say_what_was_in_force() -> None:
+    def worker(point: None) -> Iterator[dict[str, Any]]:
+        batch = hasattr(os, "SCHED_BATCH") and os.sched_getscheduler(0) == os.SCHED_BATCH
+        yield {"batch": batch, "threads": torch.get_num_threads()}
+
+    for scheduling in ("batch", "default"):
+        rows, ends = drain(worker, [None], world_size=2, threads=3, scheduling=scheduling)
+        facts = ends[0].facts
+        assert facts["world_size"] == 2
+        assert facts["backend"] == "gloo"
+        assert facts["start_method"] == "forkserver"
+        assert facts["threads"] == rows[0].values["threads"] == 3
+        assert (facts["scheduling"] == "batch") == rows[0].values["batch"]
+        assert facts["start_s"] > 0
+        assert facts["scheduling"] == scheduling or not hasattr(os, "SCHED_BATCH")
+
+
+def test_spawn_where_there_is_no_fork_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(multiprocessing, "get_all_start_methods", lambda: ["spawn"])
+    rows, ends = drain(lambda point: [{"rank": dist.get_rank()}], [None], world_size=2)
+    assert sorted(row.values["rank"] for row in rows) == [0, 1]
+    assert ends[0].facts["start_method"] == "spawn"
+
+
+# What reaches the ranks
+
+
+def test_the_environment_of_this_moment_reaches_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def variables() -> list[str | None]:
+        return [os.environ.get(name) for name in ("LABKIT_A", "LABKIT_B", "OMP_NUM_THREADS")]
+
+    monkeypatch.setenv("LABKIT_A", "first")
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    assert run_ranks(variables, world_size=1) == [["first", None, "5"]]
+    monkeypatch.setenv("LABKIT_A", "second")
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    assert run_ranks(variables, world_size=1, environment={"LABKIT_B": "b"}) == [["second", "b", None]]
+    assert "OMP_NUM_THREADS" not in os.environ
+
+
+def test_an_edited_module_takes_effect_in_the_next_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = tmp_path / "labkit_edited_module.py"
+    module.write_text("def answer(): return 'before'\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    function = importlib.import_module("labkit_edited_module").answer
+    assert run_ranks(function, world_size=1) == ["before"]
+    module.write_text("import os\ndef answer(): return ['after', os.getcwd()]\n")
+    assert run_ranks(function, world_size=1) == [["after", str(tmp_path)]]
+    del sys.modules["labkit_edited_module"]
+
+
+def test_the_main_module_is_left_in_place() -> None:
+    before = sys.modules["__main__"]
+    assert run_ranks(lambda: "__file__" in vars(sys.modules["__main__"]), world_size=1) == [False]
+    assert sys.modules["__main__"] is before
+
+
+# Failures
+
+
+def failing(how: Callable[[], None]) -> Callable[[str], Iterator[dict[str, Any]]]:
+    """A worker that yields a row, then does that on rank 1 while rank 0 waits for it in a collective."""
+
+    def worker(point: str) -> Iterator[dict[str, Any]]:
+        yield {"pid": os.getpid()}
+        if point == "fails" and dist.get_rank() == 1:
+            how()
+        dist.barrier()
+
+    return worker
+
+
+def raise_error() -> None:
+    print("a last word", flush=True)
+    raise ValueError("a bad size\nand more")
+
+
+def run_out_of_memory() -> None:
+    torch.empty(1 << 60, dtype=torch.uint8)
+
+
+def raise_memory_error() -> None:
+    raise MemoryError
+
+
+def exit_3() -> None:
+    os._exit(3)
+
+
+def leave() -> None:
+    sys.exit("enough")
+
+
+def get_killed() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def lose_peer() -> None:
+    raise RuntimeError("Connection closed by peer [127.0.0.1]:4711")
+
+
+@pytest.mark.parametrize(
+    ("how", "status", "kind", "reason"),
+    [
+        (raise_error, "failed", "exception", "rank 1: ValueError: a bad size"),
+        (leave, "failed", "exception", "rank 1: SystemExit: enough"),
+        (lose_peer, "failed", "exception", "rank 1: RuntimeError: Connection closed by peer [127.0.0.1]:4711"),
+        (exit_3, "failed", "exited", "rank 1 exited with code 3"),
+        (get_killed, "failed", "killed", "rank 1 was killed by SIGKILL"),
+        (raise_memory_error, "oom", "oom", "rank 1: MemoryError"),
+        (run_out_of_memory, "oom", "oom", None),
+    ],
+)
+def test_a_failure_costs_its_point_and_the_next_gets_new_ranks(
+    how: Callable[[], None], status: str, kind: str, reason: str | None
+) -> None:
+    rows, ends = drain(failing(how), ["works", "fails", "works"], world_size=2)
+    assert [end.status for end in ends] == ["ok", status, "ok"]
+    failed = ends[1]
+    assert failed.failure is not None
+    assert (failed.failure.rank, failed.failure.kind) == (1, kind)
+    assert failed.reason == failed.failure.message
+    assert reason is None or failed.reason == reason
+    pids = [{row.values["pid"] for row in rows if row.index == index} for index in range(3)]
+    assert pids[0] == pids[1]  # and the rows of the failed point were handed over
+    assert not pids[1] & pids[2]
+    assert all(is_gone(pid) for pid in pids[0] | pids[2])
+
+
+def test_an_exception_comes_with_its_traceback_and_the_last_output() -> None:
+    lines: list[str] = []
+    _, ends = drain(failing(raise_error), ["fails"], world_size=2, on_output=lines.append)
+    failure = ends[0].failure
+    assert failure is not None
+    assert "in raise_error" in failure.traceback
+    assert "ValueError: a bad size\nand more" in failure.traceback
+    assert failure.output_tail == "a last word"
+    assert lines == ["[rank 1] a last word"]
+
+
+@pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_kill_in_mid_collective_is_the_cause_and_not_its_consequence(signal_number: signal.Signals) -> None:
+    def worker(point: str) -> Iterator[dict[str, Any]]:
+        yield {"pid": os.getpid()}
+        if point == "blocks":
+            dist.recv(torch.ones(1), src=1 - dist.get_rank())  # each waits for the other
+
+    ends = []
+    for item in launch(worker, ["blocks", "works"], world_size=2, timeout_s=30):
+        if isinstance(item, PointEnd):
+            ends.append(item)
+        elif item.index == 0 and item.rank == 1:
+            time.sleep(0.05)  # until it blocks, most likely; if not yet, the kill is just as good
+            os.kill(item.values["pid"], signal_number)
+    assert [end.status for end in ends] == ["failed", "ok"]
+    assert ends[0].reason == f"rank 1 was killed by {signal_number.name}"
+
+
+def test_an_abort_in_cpp_says_why() -> None:
+    def worker(point: None) -> None:
+        rank = dist.get_rank()
+        if rank == 0:
+            dist.send(torch.ones(1000), dst=1)
+        else:
+            dist.recv(torch.ones(1), src=0)
+
+    _, ends = drain(worker, [None], world_size=2, timeout_s=30)
+    assert ends[0].status == "failed"
+    assert ends[0].reason is not None
+    assert re.match(r"rank 1 was killed by SIGABRT: .*4000 vs 4", ends[0].reason)
+    assert ends[0].failure is not None
+    assert "Fatal Python error: Aborted" in ends[0].failure.traceback
+
+
+def test_a_hang_ends_at_the_deadline_with_the_stacks_of_all_ranks() -> None:
+    def sleep_for_long() -> None:
+        time.sleep(1000)
+
+    def worker(point: str) -> Iterator[dict[str, Any]]:
+        yield {"point": point}
+        if point == "hangs":
+            dist.barrier() if dist.get_rank() == 0 else sleep_for_long()
+
+    rows, ends = drain(worker, ["hangs", "works"], world_size=2, timeout_s=1)
+    assert len(rows) == 4
+    assert [end.status for end in ends] == ["timeout", "ok"]
+    assert ends[0].reason == "ranks 0, 1 still running after 1 s"
+    failure = ends[0].failure
+    assert failure is not None
+    assert failure.rank is None
+    stacks = failure.traceback.split("rank 1:")
+    assert "in barrier" in stacks[0]
+    assert "in sleep_for_long" in stacks[1]
+
+
+def test_the_time_a_caller_takes_over_a_row_is_not_the_point_s() -> None:
+    def worker(point: None) -> Iterator[dict[str, Any]]:
+        for step in range(4):
+            yield {"step": step}
+
+    ends = []
+    for item in launch(worker, [None], world_size=1, timeout_s=0.5):
+        if isinstance(item, PointEnd):
+            ends.append(item.status)
+        else:
+            time.sleep(0.3)
+    assert ends == ["ok"]
+
+
+def test_a_rank_that_dies_between_two_points_costs_none() -> None:
+    def die_soon() -> None:
+        time.sleep(0.2)
+        os._exit(1)
+
+    def worker(point: str) -> Iterator[dict[str, Any]]:
+        yield {"pid": os.getpid()}
+        if point == "dies later":
+            threading.Thread(target=die_soon).start()
+
+    lines: list[str] = []
+    items = launch(worker, ["dies later", "works"], world_size=1, on_output=lines.append)
+    row, end = next(items), next(items)
+    assert isinstance(row, Row)
+    assert isinstance(end, PointEnd)
+    assert end.status == "ok"
+    assert wait_until(lambda: not psutil.pid_exists(row.values["pid"]))
+    assert [item.status for item in items if isinstance(item, PointEnd)] == ["ok"]
+    assert lines == ["[rank 0] ended between two points"]
+
+
+def test_ranks_that_cannot_start_end_every_point() -> None:
+    _, ends = drain(lambda point: None, [1, 2, 3], world_size=2, environment={"GLOO_SOCKET_IFNAME": "nowhere0"})
+    assert [(end.index, end.status) for end in ends] == [(0, "failed"), (1, "failed"), (2, "failed")]
+    assert ends[2].reason is not None
+    assert ends[2].reason.startswith("the ranks did not start, twice: rank ")
+    assert "nowhere0" in ends[2].reason
+
+
+# Output
+
+
+def test_much_output_is_cut_and_counted() -> None:
+    def worker(point: None) -> Iterator[dict[str, Any]]:
+        for number in range(200_000):
+            print(f"line {number:6} of a rank that prints ten megabytes")
+        sys.stdout.write("not a line yet")
+        yield {}
+
+    lines: list[str] = []
+    _, ends = drain(worker, [1, 2], world_size=1, on_output=lines.append)
+    assert [end.status for end in ends] == ["ok", "ok"]
+    assert lines[0] == "[rank 0] line      0 of a rank that prints ten megabytes"
+    assert lines[20] == "[rank 0] ... 199960 lines left out"
+    assert lines[40] == "[rank 0] line 199999 of a rank that prints ten megabytes"
+    assert lines[41].startswith("[rank 0] not a line yetline      0")
+    assert lines[-1] == "[rank 0] not a line yet"
+    assert len(lines) < 100
+
+
+def test_output_of_cpp_and_child_processes_is_caught_too(capfd: pytest.CaptureFixture[str]) -> None:
+    def worker(point: None) -> None:
+        os.system("echo from a child")
+        os.write(2, b"progress 1\rprogress 2\n")
+
+    drain(worker, [None], world_size=1)
+    said = capfd.readouterr()
+    assert said.out == ""
+    assert said.err.splitlines() == ["[rank 0] from a child", "[rank 0] progress 2"]
+
+
+# run_ranks and arguments
+
+
+def test_run_ranks_returns_the_results_by_rank() -> None:
+    assert run_ranks(lambda a, b: [a + b, dist.get_rank()], 1, 2, world_size=3) == [[3, 0], [3, 1], [3, 2]]
+
+
+def test_run_ranks_raises_what_went_wrong() -> None:
+    with pytest.raises(RankError, match=r"(?s)rank 0: ValueError: a bad size.*in raise_error.*a last word") as caught:
+        run_ranks(raise_error, world_size=1)
+    assert caught.value.failure.rank == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"world_size": 0}, "world_size: expected a whole number of ranks, 1 or more, got 0"),
+        ({"world_size": "2"}, "world_size: .* got '2'"),
+        ({"world_size": True}, "world_size: .* got True"),
+        ({"world_size": 2, "backend": "mpi"}, "backend: expected 'gloo', 'nccl' or None, got 'mpi'"),
+        ({"world_size": 2, "backend": None}, "backend: expected 'gloo' or 'nccl' for 2 ranks"),
+        ({"world_size": 1000, "backend": "nccl"}, "expected"),
+        ({"world_size": 2, "scheduling": "fifo"}, "scheduling: expected 'batch' or 'default', got 'fifo'"),
+        ({"world_size": 2, "threads": 0}, "threads: expected a whole number"),
+        ({"world_size": 2, "timeout_s": 0}, "timeout_s: expected a positive number of seconds, got 0"),
+        ({"world_size": 2, "timeout_s": float("nan")}, "timeout_s: .* got nan"),
+        ({"world_size": 2, "environment": {"A": 1}}, "environment: expected names and values to be strings"),
+    ],
+)
+def test_wrong_arguments_stop_before_anything_starts(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        launch(lambda point: None, [None], **options)
+
+
+def test_what_cannot_be_sent_stops_before_anything_starts() -> None:
+    lock = threading.Lock()
+    with pytest.raises(ValueError, match=r"expected what cloudpickle can send to a rank: .*lock"):
+        launch(lambda point: lock, [None], world_size=1)
+    with pytest.raises(ValueError, match="worker: expected a function of one point"):
+        launch("all_reduce", [None], world_size=1)  # type: ignore[arg-type]

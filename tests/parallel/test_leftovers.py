@@ -1,0 +1,236 @@
+"""Whatever ends a launch, it leaves no process and no directory behind, and nobody outside can connect."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch.distributed as dist
+
+from labkit.parallel.launch import PointEnd, Row, launch
+
+MARK = "LABKIT_TEST_MARK"
+
+# Two ranks report that they are there, then do for ever what the test asks. No guard, no closing: as in a
+# first notebook cell.
+SCRIPT = """
+import os, sys, time
+import psutil, torch, torch.distributed as dist
+from labkit.parallel.launch import launch, run_ranks
+
+def worker(how):
+    yield {"pid": os.getpid()}
+    if how == "asleep":
+        time.sleep(1000)
+    if how == "blocked":
+        dist.recv(torch.ones(1), src=1 - dist.get_rank())
+    if how == "child":
+        os.system("sleep 1000")
+
+print(run_ranks(lambda: "ready", world_size=2), flush=True)
+print({os.getpgid(child.pid) == os.getpgrp() for child in psutil.Process().children()})
+for item in launch(worker, sys.argv[1:], world_size=2):
+    print(item, flush=True)
+"""
+
+
+class Script:
+    """A Python process of its own that launches ranks, with all that descends from it."""
+
+    def __init__(self, directory: Path) -> None:
+        self.temporary = directory / "tmp"
+        self.temporary.mkdir()
+        self._path = directory / "script.py"
+        self._path.write_text(SCRIPT)
+        self._mark = uuid.uuid4().hex
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        environment = {**os.environ, MARK: self._mark, "TMPDIR": str(self.temporary)}
+        command = [sys.executable, str(self._path), *arguments]
+        self.process = subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        )
+        return self.process
+
+    def wait_for_rows(self, number: int) -> list[int]:
+        """Read its output until it has printed so many rows; the pids of the ranks."""
+        assert self.process.stdout is not None
+        rows: list[int] = []
+        while len(rows) < number:
+            line = self.process.stdout.readline()
+            assert line, self.process.communicate()[1]
+            if line.startswith("Row("):
+                rows.append(int(line.split("'pid': ")[1].split("}")[0]))
+        return rows
+
+    def survivors(self) -> list[str]:
+        """Processes that carry this script's mark, and directories it made."""
+        return [*self._processes(), *(str(path) for path in self.temporary.iterdir())]
+
+    def _processes(self) -> Iterator[str]:
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                if process.environ().get(MARK) == self._mark and process.status() != psutil.STATUS_ZOMBIE:
+                    yield f"{process.pid} {process.cmdline()}"
+
+    def kill(self) -> None:
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                if process.environ().get(MARK) == self._mark:
+                    process.kill()
+        self.process.communicate()
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Iterator[Script]:
+    script = Script(tmp_path)
+    yield script
+    script.kill()
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return condition()
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def test_a_script_without_a_guard_works_and_leaves_nothing(script: Script) -> None:
+    output, errors = script.start("works").communicate(timeout=60)
+    assert script.process.returncode == 0, errors
+    assert output.splitlines()[0] == "['ready', 'ready']"
+    assert output.splitlines()[1] == "{False}"  # a kernel waits at its end for children in its own process group
+    assert "status='ok'" in output
+    assert wait_until(lambda: not script.survivors()), script.survivors()
+
+
+@pytest.mark.parametrize(
+    ("number", "how"),
+    [
+        (signal.SIGKILL, "blocked"),
+        (signal.SIGKILL, "asleep"),
+        (signal.SIGKILL, "child"),
+        (signal.SIGTERM, "blocked"),
+        (signal.SIGINT, "asleep"),
+    ],
+)
+def test_nothing_survives_the_parent(script: Script, number: signal.Signals, how: str) -> None:
+    script.start(how)
+    script.wait_for_rows(2)
+    script.process.send_signal(number)
+    script.process.wait(20)
+    assert script.process.returncode == -number
+    assert wait_until(lambda: not script.survivors()), script.survivors()
+
+
+def test_nothing_survives_a_ctrl_c_that_reaches_every_process(script: Script) -> None:
+    script.start("blocked")
+    script.wait_for_rows(2)
+    os.killpg(script.process.pid, signal.SIGINT)
+    _, errors = script.process.communicate(timeout=20)
+    assert errors.count("Traceback") == 1, errors
+    assert wait_until(lambda: not script.survivors()), script.survivors()
+
+
+@pytest.mark.parametrize("stopped", [slice(0, 1), slice(0, 2)], ids=["one stopped", "all stopped"])
+def test_stopped_ranks_do_not_survive_either(script: Script, stopped: slice) -> None:
+    script.start("blocked")
+    for pid in script.wait_for_rows(2)[stopped]:
+        os.kill(pid, signal.SIGSTOP)
+    script.process.kill()
+    assert wait_until(lambda: not script.survivors()), script.survivors()
+
+
+def test_nothing_survives_the_fork_server(script: Script) -> None:
+    """A kernel that is shut down may kill all its children first."""
+    script.start("blocked", "works")
+    script.wait_for_rows(2)
+    for child in psutil.Process(script.process.pid).children():
+        if "forkserver" in " ".join(child.cmdline()):
+            child.kill()
+    output, errors = script.process.communicate(timeout=60)
+    assert "status='failed'" in output
+    assert "status='ok'" in output, errors  # with a new server
+    assert wait_until(lambda: not script.survivors()), script.survivors()
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the ranks of this test have their directories."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def report_and_sleep(point: None) -> Iterator[dict[str, Any]]:
+    child = subprocess.Popen(["sleep", "1000"])
+    yield {"pid": os.getpid(), "child": child.pid}
+    time.sleep(1000)
+
+
+@pytest.mark.parametrize("finish", ["close", "drop", "raise"])
+def test_a_caller_that_stops_early_leaves_nothing(temporary: Path, finish: str) -> None:
+    items = launch(report_and_sleep, [None], world_size=2)
+    rows = [row for row in (next(items), next(items)) if isinstance(row, Row)]
+    assert [path.stat().st_mode & 0o777 for path in temporary.glob("labkit-*")] == [0o700]
+    if finish == "close":
+        items.close()
+    if finish == "drop":
+        del items
+    if finish == "raise":
+        with pytest.raises(KeyboardInterrupt), closing(items):
+            items.throw(KeyboardInterrupt)
+    assert len(rows) == 2
+    assert all(wait_until(lambda row=row: is_gone(row.values["pid"])) for row in rows)  # type: ignore[misc]
+    assert all(wait_until(lambda row=row: is_gone(row.values["child"])) for row in rows)  # type: ignore[misc]
+    assert not list(temporary.glob("labkit-*"))
+
+
+def test_a_sweep_leaves_nothing(temporary: Path) -> None:
+    def worker(point: int) -> None:
+        assert point != 2
+
+    open_files = []
+    for _ in range(3):
+        ends = [item for item in launch(worker, [1, 2, 3], world_size=2) if isinstance(item, PointEnd)]
+        assert [end.status for end in ends] == ["ok", "failed", "ok"]
+        assert not list(temporary.glob("labkit-*"))
+        open_files.append(psutil.Process().num_fds())
+    assert open_files[1] == open_files[2]
+
+
+def test_nothing_listens_beyond_loopback() -> None:
+    def worker(point: None) -> Iterator[dict[str, Any]]:
+        dist.barrier()
+        yield {"pid": os.getpid()}
+        time.sleep(1000)
+
+    with closing(launch(worker, [None], world_size=2)) as items:
+        rows = [row for row in (next(items), next(items)) if isinstance(row, Row)]
+        tree = [psutil.Process(row.values["pid"]) for row in rows]
+        sockets = [socket for process in tree for socket in process.net_connections("inet")]
+        ours = [
+            socket
+            for process in psutil.Process().children(recursive=True)
+            for socket in process.net_connections("inet")
+        ]
+    listening = [socket for socket in [*sockets, *ours] if socket.status == psutil.CONN_LISTEN]
+    assert listening  # gloo's, one a rank
+    assert {socket.laddr.ip for socket in listening} <= {"127.0.0.1", "::1"}
