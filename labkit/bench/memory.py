@@ -1,6 +1,7 @@
 """How much memory something takes: the peak of this process's resident set, or of CUDA's allocator."""
 
-import gc
+import ctypes
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,8 +25,8 @@ def peak_memory_growth(device: str = "cpu") -> Iterator[PeakMemory]:
     """Measure the highest memory use inside the block, above the use on entering it.
 
     CUDA: bytes of the caching allocator. CPU: the resident set as Linux counts it, which includes memory
-    that C++ libraries take (gloo's buffers, say) and is granular to pages; None on other systems. Memory that
-    is resident already and used again does not count: release kept buffers first if they are to be seen.
+    that C++ libraries take (gloo's buffers, say) and is granular to pages; None on other systems. Buffers that
+    somebody keeps and uses again do not count: release them first if they are to be seen.
     """
     peak = PeakMemory()
     if torch.device(device).type == "cuda":
@@ -36,11 +37,20 @@ def peak_memory_growth(device: str = "cpu") -> Iterator[PeakMemory]:
         torch.cuda.synchronize()
         peak.growth_bytes = torch.cuda.max_memory_allocated() - before
         return
-    gc.collect()
+    _return_free_memory()
     resident = _reset_peak_resident()
     yield peak
     if resident is not None:
         peak.growth_bytes = max(0, _resident_bytes("VmHWM") - resident)
+
+
+def _return_free_memory() -> None:
+    """Give what the C library keeps for later back to the system: reused, it would not be seen.
+
+    No garbage collection: in a rank that was forked it writes to every object, and so copies every page of them.
+    """
+    if sys.platform == "linux" and hasattr(library := ctypes.CDLL(None), "malloc_trim"):  # glibc
+        library.malloc_trim(0)
 
 
 def _reset_peak_resident() -> int | None:

@@ -1,0 +1,161 @@
+"""The command line: `labkit` or `python -m labkit`. Nothing but arguments, messages and exit codes."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from labkit.lab.config import PROFILES, ParameterError, parse_assignments
+from labkit.studies import LABS, load_study
+
+if TYPE_CHECKING:
+    from labkit.lab.measure import Progress
+    from labkit.lab.study import Study
+
+app = typer.Typer(
+    help="Measure what the systems side of training costs on this machine, and read the answers.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+out = Console(highlight=False)
+err = Console(stderr=True, highlight=False)
+
+LabName = Annotated[str, typer.Argument(help=f"One of: {', '.join(LABS)}.", show_default=False)]
+Profile = Annotated[str, typer.Option(help=f"How much to measure: {', '.join(PROFILES)}.")]
+Settings = Annotated[
+    list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Change a parameter; may be repeated.")
+]
+
+
+def main() -> None:
+    """Entry point: a mistake of the caller is one line and exit status 2, never a traceback."""
+    from labkit.lab.store import RunFileError
+
+    try:
+        app()
+    except (ParameterError, RunFileError) as error:
+        err.print(f"[bold red]error:[/] {_plain(error)}", soft_wrap=True)
+        raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        err.print("interrupted; what was measured is kept, and `labkit measure LAB --resume RUN` goes on from there")
+        raise SystemExit(130) from None
+
+
+@app.command("list")
+def list_labs() -> None:
+    """The labs, one line each."""
+    table = Table(box=None, show_header=False, pad_edge=False)
+    for lab in LABS:
+        table.add_row(f"[bold]{lab}[/]", load_study(lab).summary)
+    out.print(table)
+
+
+@app.command()
+def doctor() -> None:
+    """What this machine is, which labs and profiles it can run, and why not."""
+    from labkit.lab.doctor import lab_rows, machine_rows
+
+    machine = Table(box=None, show_header=False, pad_edge=False)
+    for name, value in machine_rows():
+        machine.add_row(f"[bold]{name}[/]", _plain(value))
+    out.print(machine, "")
+    labs = Table("lab", "profile", "points", "can run", "why not", box=None, pad_edge=False)
+    for row in lab_rows(load_study(lab) for lab in LABS):
+        labs.add_row(*(_plain(cell) for cell in row))
+    out.print(labs)
+
+
+@app.command()
+def measure(
+    lab: LabName,
+    profile: Profile = "quick",
+    settings: Settings = None,
+    resume: Annotated[str | None, typer.Option(metavar="RUN", help="Measure what this run still lacks.")] = None,
+) -> None:
+    """Measure a lab into a new run under data/runs/; no notebook."""
+    from labkit.lab import measure as measuring
+    from labkit.lab.config import resolve_config
+    from labkit.lab.project import relative_to_project, runs_directory
+    from labkit.lab.store import find_run
+
+    study = load_study(lab)
+    if resume is not None and settings:
+        raise ParameterError("--resume takes its parameters from the run: leave out --set")
+    config = resolve_config(lab, study.profiles, profile, parse_assignments(settings or []))
+    with _progress(lab) as show:
+        if resume is None:
+            run = measuring.measure(study, config, profile=profile, on_progress=show, on_output=_print_output)
+        else:
+            path = find_run([runs_directory() / lab], resume)
+            run = measuring.resume(study, path, on_progress=show, on_output=_print_output)
+    coverage = run.coverage()
+    counts = coverage["status"].value_counts().to_dict()
+    described = ", ".join(f"{count} {status}" for status, count in counts.items())
+    out.print(f"{lab}: {described}; {relative_to_project(run.path)}", soft_wrap=True)
+    failed = coverage[coverage["status"].isin(["failed", "timeout"])]
+    for reason, count in failed["reason"].value_counts().items():
+        err.print(f"  {count} not measured: {_plain(reason)}", soft_wrap=True)
+    raise typer.Exit(0 if failed.empty else 1)
+
+
+@app.command()
+def report(
+    labs: Annotated[list[str] | None, typer.Argument(metavar="[LAB]...", show_default="all")] = None,
+    profile: Annotated[str | None, typer.Option(help=f"How much to measure: {', '.join(PROFILES)}.")] = None,
+    settings: Settings = None,
+    run: Annotated[str | None, typer.Option(metavar="RUN", help="Draw this run instead of measuring.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Folder of the pages.", show_default="reports/")] = None,
+) -> None:
+    """Execute notebooks and write HTML pages and an index."""
+    from labkit.lab.project import relative_to_project, reports_directory
+    from labkit.lab.report import check_report, report_lab, write_index
+    from labkit.lab.units import format_seconds
+
+    studies = [load_study(lab) for lab in (labs or LABS)]
+    if run is not None and len(studies) != 1:
+        raise ParameterError("--run draws one run: name its lab, for example `labkit report all_reduce --run RUN`")
+    parameters: dict[str, Any] = parse_assignments(settings or [])
+    parameters |= {name: value for name, value in (("profile", profile), ("run", run)) if value is not None}
+    check_report(studies, parameters)
+    output = output or reports_directory()
+    results = []
+    for study in studies:
+        with _progress(study.name) as show:
+            result = report_lab(study, parameters, output, show)
+        results.append(result)
+        outcome = f"[bold red]failed:[/] {_plain(result.error)}" if result.error else "ok"
+        page = relative_to_project(result.page)
+        out.print(f"{study.name}: {outcome}, in {format_seconds(result.elapsed_s)}; {page}", soft_wrap=True)
+    index = write_index(_all_studies(), output)
+    out.print(f"index: {relative_to_project(index)}", soft_wrap=True)
+    raise typer.Exit(1 if any(result.error for result in results) else 0)
+
+
+def _all_studies() -> "Iterator[Study]":
+    return (load_study(lab) for lab in LABS)
+
+
+@contextmanager
+def _progress(lab: str) -> "Iterator[Callable[[Progress], None]]":
+    """A line in the terminal that says how far a lab is; nothing where there is no terminal."""
+    with err.status(f"{lab}: starting") as status:
+        yield lambda progress: status.update(f"{lab}: {progress.done} of {progress.total}  {_plain(progress.text)}")
+
+
+def _print_output(line: str) -> None:
+    """What the ranks print, above the progress line."""
+    err.print(_plain(line), soft_wrap=True)
+
+
+def _plain(value: object) -> str:
+    """Text that rich shows as it is: brackets are not markup."""
+    return str(value).replace("[", r"\[")
+
+
+if __name__ == "__main__":
+    main()

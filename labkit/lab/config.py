@@ -1,0 +1,89 @@
+"""Parameters of a lab: checked before anything runs, with a message that says what was meant.
+
+The notebook's parameters cell, `--set name=value` and papermill's own options all end in `resolve_config`.
+"""
+
+import ast
+import difflib
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+PROFILES = ("smoke", "quick", "standard", "paper")
+
+
+class ParameterError(ValueError):
+    """A parameter that a lab does not have or cannot use; the message names it and what was expected."""
+
+
+class LabConfig(BaseModel):
+    """What a reader may set. One subclass a study, one instance a profile.
+
+    Strict: "[2, 4]" is a string, not a list, and stops there instead of being measured letter by letter.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+def resolve_config(
+    lab: str, profiles: Mapping[str, LabConfig], profile: str, overrides: Mapping[str, Any]
+) -> LabConfig:
+    """The profile's parameters with `overrides` in their place; None leaves the profile's value.
+
+    ParameterError for an unknown profile or name (with the nearest valid one), a wrong type or value.
+    """
+    if not isinstance(profile, str) or profile not in profiles:
+        raise ParameterError(
+            f"{lab}: unknown profile {profile!r}{nearest(profile, profiles)}; the profiles are {', '.join(profiles)}"
+        )
+    base = profiles[profile]
+    names = type(base).model_fields
+    for name in overrides:
+        if name not in names:
+            raise ParameterError(
+                f"{lab}: unknown parameter {name!r}{nearest(name, names)}; the parameters are {', '.join(names)}"
+            )
+    given = {name: value for name, value in overrides.items() if value is not None}
+    try:
+        return type(base).model_validate(base.model_dump() | given)
+    except ValidationError as error:
+        raise ParameterError(f"{lab}: {_describe(error)}") from None
+
+
+def parse_assignments(assignments: Iterable[str]) -> dict[str, Any]:
+    """["world_sizes=[2, 4]", "dtype=bfloat16"] -> values. JSON or a Python literal; else the text itself."""
+    values = {}
+    for assignment in assignments:
+        name, separator, text = assignment.partition("=")
+        if not separator or not name.strip():
+            raise ParameterError(f"expected name=value, for example world_sizes=[2,4], got {assignment!r}")
+        values[name.strip()] = _parse_value(text.strip())
+    return values
+
+
+def nearest(name: Any, valid: Iterable[str]) -> str:
+    """`; did you mean 'x'?` for the most similar valid name, or nothing."""
+    close = difflib.get_close_matches(str(name), list(valid), n=1, cutoff=0.5)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def _parse_value(text: str) -> Any:
+    for parse in (json.loads, ast.literal_eval):
+        try:
+            return parse(text)
+        except (ValueError, SyntaxError):
+            continue
+    return text
+
+
+def _describe(error: ValidationError) -> str:
+    """Pydantic's findings as one line: which parameter, what is wrong, what was given."""
+    findings = []
+    for finding in error.errors(include_url=False):
+        name, *inside = [str(part) for part in finding["loc"]] or ["parameters"]
+        place = f" (item {inside[0]})" if inside else ""
+        message = finding["msg"].removeprefix("Value error, ").removeprefix("Input ")
+        findings.append(f"parameter {name!r}{place} {message}, got {finding['input']!r}")
+    return "; ".join(findings)

@@ -1,0 +1,40 @@
+"""What this machine is and what it can run: the tables of `labkit doctor`."""
+
+from collections.abc import Iterable, Iterator
+
+import torch.distributed as dist
+
+from labkit.lab.config import PROFILES
+from labkit.lab.study import Study
+from labkit.lab.units import format_bytes
+from labkit.machine import available_memory_bytes, describe_machine
+
+
+def machine_rows() -> list[tuple[str, str]]:
+    """(name, value) of what matters for measuring here."""
+    machine = describe_machine()
+    memory = f"{format_bytes(machine.memory_bytes)}, {format_bytes(available_memory_bytes())} available"
+    gpus = [f"{gpu.name}, {format_bytes(gpu.memory_bytes)}" for gpu in machine.gpus]
+    backends = [name for name, has in (("gloo", dist.is_gloo_available), ("nccl", dist.is_nccl_available)) if has()]
+    versions = ", ".join(f"{name} {version or 'not installed'}" for name, version in machine.versions.items())
+    return [
+        ("machine", machine.label),
+        ("processor", f"{machine.cpu}, {machine.cores} cores available"),
+        ("memory", memory),
+        ("gpu", "; ".join(gpus) or "none: labs run on the CPU, points that need a GPU are skipped"),
+        ("backends", ", ".join(backends)),
+        ("system", f"{machine.system}, Python {machine.python}"),
+        ("versions", versions),
+        ("source", f"commit {machine.git}" if machine.git else "not a git checkout"),
+    ]
+
+
+def lab_rows(studies: Iterable[Study]) -> Iterator[tuple[str, str, str, str, str]]:
+    """(lab, profile, planned points, points this machine can run, the commonest reason why not)."""
+    machine = describe_machine()
+    for study in studies:
+        for profile in PROFILES:
+            points = study.points(study.profiles[profile], machine)
+            reasons = [reason for point in points if (reason := study.skip_reason(point, machine))]
+            commonest = max(set(reasons), key=reasons.count) if reasons else ""
+            yield study.name, profile, str(len(points)), str(len(points) - len(reasons)), commonest

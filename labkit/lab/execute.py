@@ -1,0 +1,120 @@
+"""Executing a notebook strictly: parameters checked first, failures kept, progress passed on.
+
+papermill only warns of an unknown parameter and does not mark every failure in the notebook it saves; here the
+parameters are checked against the lab before a kernel starts, and success is judged by the exception.
+"""
+
+import ast
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import papermill
+from jupyter_client.manager import AsyncKernelManager
+from nbclient.exceptions import CellExecutionError
+from papermill.clientwrap import PapermillNotebookClient
+from papermill.engines import Engine, papermill_engines
+from papermill.exceptions import PapermillExecutionError
+from papermill.log import logger
+from traitlets import default
+
+from labkit.lab.config import ParameterError
+from labkit.lab.measure import Progress
+from labkit.lab.notebook import PROGRESS_MIME, check_parameters, literal_assignments
+from labkit.lab.study import Study
+
+ENGINE = "labkit"
+
+
+class NotebookFailed(RuntimeError):
+    """A notebook did not run to its end. The message is the error in one line; the notebook is saved."""
+
+
+class EncryptedKernelManager(AsyncKernelManager):
+    """ipykernel warns of its unencrypted TCP ports unless the manager offers encryption."""
+
+    @default("transport_encryption")
+    def _encrypt(self) -> str:
+        return "auto"
+
+
+class _Client(PapermillNotebookClient):
+    """papermill's client, which shows the progress line of a lab to somebody outside the notebook."""
+
+    def __init__(self, notebook_manager: Any, on_progress: Callable[[Progress], None], **options: Any):
+        super().__init__(notebook_manager, **options)
+        self._on_progress = on_progress
+
+    def process_message(self, message: dict[str, Any], *arguments: Any, **options: Any) -> Any:
+        record = message["content"].get("data", {}).get(PROGRESS_MIME)
+        if record:
+            self._on_progress(Progress(**record))
+        return super().process_message(message, *arguments, **options)
+
+
+class _LabEngine(Engine):
+    @classmethod
+    def execute_managed_notebook(
+        cls, notebook_manager: Any, kernel_name: str, *, on_progress: Callable[[Progress], None], **_: Any
+    ) -> Any:
+        client = _Client(
+            notebook_manager,
+            on_progress,
+            kernel_name=kernel_name,
+            kernel_manager_class=EncryptedKernelManager,
+            timeout=None,  # a lab has deadlines of its own, one a point
+            startup_timeout=60,
+            log=logger,
+        )
+        return client.execute()
+
+
+def execute_notebook(
+    study: Study,
+    source: Path,
+    target: Path,
+    parameters: Mapping[str, Any],
+    *,
+    on_progress: Callable[[Progress], None] = lambda progress: None,
+) -> None:
+    """Run a lab's notebook with `parameters` and save it, outputs included, as `target`.
+
+    Raises:
+        ParameterError: before a kernel starts, if a parameter is not the notebook's or not valid.
+        NotebookFailed: a cell failed or the kernel died; `target` holds the notebook up to there.
+    """
+    check_parameters(study, notebook_parameters(source) | dict(parameters))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    running = target.with_suffix(".running.ipynb")
+    papermill_engines.register(ENGINE, _LabEngine)
+    try:
+        papermill.execute_notebook(
+            source,
+            running,
+            parameters=dict(parameters),
+            engine_name=ENGINE,
+            kernel_name="python3",  # this interpreter, whatever kernels are registered
+            progress_bar=False,
+            on_progress=on_progress,
+        )
+    except PapermillExecutionError as error:
+        raise NotebookFailed(f"{error.ename}: {error.evalue}") from error
+    except CellExecutionError as error:
+        raise NotebookFailed(str(error).strip().splitlines()[-1]) from error
+    except RuntimeError as error:  # nbclient: the kernel died
+        raise NotebookFailed(str(error) or type(error).__name__) from error
+    finally:
+        if running.exists():
+            running.replace(target)
+
+
+def notebook_parameters(path: Path) -> dict[str, Any]:
+    """The defaults in the cell tagged `parameters`. ParameterError if there is no such cell of literals."""
+    for cell in nbformat.read(path, as_version=4).cells:
+        if "parameters" in cell.metadata.get("tags", []):
+            values = literal_assignments(cell.source)
+            if values or not ast.parse(cell.source).body:
+                return values
+            raise ParameterError(f"{path.name}: the parameters cell holds more than `name = literal` lines")
+    raise ParameterError(f"{path.name}: no cell is tagged `parameters`")

@@ -1,0 +1,220 @@
+"""Measuring: the pending points of a study on their ranks, every row into the run as it comes."""
+
+import shlex
+import sys
+from collections.abc import Callable, Generator, Iterable
+from contextlib import closing
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from labkit.lab.config import LabConfig, resolve_config
+from labkit.lab.point import Point
+from labkit.lab.project import runs_directory
+from labkit.lab.store import Run, RunFileError, RunHeader, RunWriter
+from labkit.lab.study import Study
+from labkit.machine import describe_machine
+from labkit.parallel.joined import agree, is_joined, joined_rank
+from labkit.parallel.launch import PointEnd, Row, launch
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a measurement stands: `done` of `total` points, and what is being measured now."""
+
+    done: int
+    total: int
+    text: str
+
+
+ShowProgress = Callable[[Progress], None]
+
+
+def measure(
+    study: Study,
+    config: LabConfig,
+    *,
+    profile: str,
+    directory: Path | None = None,
+    on_progress: ShowProgress = lambda progress: None,
+    on_start: Callable[[Path], None] = lambda path: None,
+    on_output: Callable[[str], None] | None = None,
+) -> Run:
+    """Measure every point of `config` into a new run in `data/runs/<lab>/`; returns it, complete.
+
+    Points that fail are recorded with their reason and do not stop the others. Interrupted at any moment, the
+    run keeps what was measured and can be resumed. `on_start` gets the run's path before anything is measured.
+    """
+    machine = describe_machine()
+    points = list(study.points(config, machine))
+    header = RunHeader(
+        lab=study.name,
+        profile=profile,
+        config=config.model_dump(mode="json"),
+        machine=machine,
+        command=shlex.join(sys.orig_argv),
+        started=datetime.now(UTC),
+        planned={point.id: point.describe() for point in points},
+    )
+    if len(header.planned) != len(points):
+        raise ValueError(f"{study.name}: the plan names a point twice")
+    if joined_rank() > 0:  # under torchrun the first rank writes; the others only take part
+        _take_part(study, points)
+        raise SystemExit(0)
+    with RunWriter.create(directory or runs_directory() / study.name, header) as writer:
+        on_start(writer.path)
+        _measure_points(study, points, len(points), writer, on_progress, on_output)
+    return Run.load(writer.path)
+
+
+def resume(
+    study: Study,
+    path: Path,
+    *,
+    on_progress: ShowProgress = lambda progress: None,
+    on_output: Callable[[str], None] | None = None,
+) -> Run:
+    """Measure the points of a run that have not ended. RunFileError if the run is not of this study."""
+    run = Run.load(path)
+    points = _replan(study, run)
+    pending = set(run.pending)
+    remaining = [point for point in points if point.id in pending]
+    if joined_rank() > 0:
+        _take_part(study, remaining)
+        raise SystemExit(0)
+    with RunWriter.resume(path, shlex.join(sys.orig_argv)) as writer:
+        _measure_points(study, remaining, len(points), writer, on_progress, on_output)
+    return Run.load(path)
+
+
+def _replan(study: Study, run: Run) -> list[Point]:
+    """The points of a run, planned again from its config; they must be the ones in its header."""
+    header = run.header
+    if header.lab != study.name:
+        raise RunFileError(f"{run.path}: a run of the lab {header.lab!r}, not of {study.name!r}")
+    config = resolve_config(study.name, study.profiles, header.profile, header.config)
+    points = list(study.points(config, header.machine))
+    if {point.id: point.describe() for point in points} != header.planned:
+        raise RunFileError(f"{run.path}: this version of labkit plans other points; measure a new run")
+    return points
+
+
+def _measure_points(
+    study: Study,
+    points: list[Point],
+    total: int,
+    writer: RunWriter,
+    on_progress: ShowProgress,
+    on_output: Callable[[str], None] | None,
+) -> None:
+    done = total - len(points)
+    exhausted: dict[Any, float] = {}  # series -> the size at which it ran out of memory
+    for same_ranks in _by_ranks(points):
+        while same_ranks:
+            same_ranks, skipped = _skip(study, same_ranks, exhausted)
+            agree([point.id for point in same_ranks])
+            for point, reason in skipped:
+                writer.end_point(point, "skipped", reason=reason)
+            done += len(skipped)
+            if not same_ranks:
+                break
+            on_progress(Progress(done, total, same_ranks[0].title()))
+            ended = _measure_group(study, same_ranks, writer, exhausted, on_output, on_progress, done, total)
+            done += ended
+            same_ranks = same_ranks[ended:]
+    on_progress(Progress(done, total, ""))
+
+
+def _measure_group(
+    study: Study,
+    points: list[Point],
+    writer: RunWriter,
+    exhausted: dict[Any, float],
+    on_output: Callable[[str], None] | None,
+    on_progress: ShowProgress,
+    done: int,
+    total: int,
+) -> int:
+    """Measure points of one group of ranks, until all ended or one ran out of memory; returns how many."""
+    ended = 0
+    # closing: an interrupt must end the ranks now, not when a traceback lets go of the generator
+    with closing(_launch(study, points, on_output)) as events:
+        for event in events:
+            point = points[event.index]
+            if isinstance(event, Row):
+                writer.add_row(point, event.rank, event.values)
+                continue
+            _record_end(writer, point, event)
+            ended += 1
+            if ended < len(points):
+                on_progress(Progress(done + ended, total, points[ended].title()))
+            if event.status == "oom" and (series := study.series(point)) is not None:
+                exhausted[series[0]] = series[1]
+                if not is_joined():  # the ranks of a torchrun job all go on to the next point
+                    break
+    return ended
+
+
+def _launch(
+    study: Study, points: list[Point], on_output: Callable[[str], None] | None
+) -> Generator[Row | PointEnd, None, None]:
+    first = points[0]
+    return launch(
+        type(study).worker,
+        points,
+        world_size=first.world_size,
+        backend=first.backend,
+        scheduling=first.scheduling,
+        timeout_s=first.timeout_s,
+        on_output=on_output,
+    )
+
+
+def _record_end(writer: RunWriter, point: Point, end: PointEnd) -> None:
+    details = ""
+    if end.failure is not None:
+        parts = (end.failure.traceback, end.failure.output_tail)
+        details = "\n".join(part.strip() for part in parts if part.strip())
+    writer.end_point(point, end.status, reason=end.reason, elapsed_s=end.elapsed_s, facts=end.facts, details=details)
+
+
+def _skip(
+    study: Study, points: list[Point], exhausted: dict[Any, float]
+) -> tuple[list[Point], list[tuple[Point, str]]]:
+    """Split points into those to measure and those this machine cannot, with the reason."""
+    machine = describe_machine()
+    remaining, skipped = [], []
+    for point in points:
+        reason = study.skip_reason(point, machine) or _exhausted_reason(study, point, exhausted)
+        if reason is None:
+            remaining.append(point)
+        else:
+            skipped.append((point, reason))
+    return remaining, skipped
+
+
+def _exhausted_reason(study: Study, point: Point, exhausted: dict[Any, float]) -> str | None:
+    series = study.series(point)
+    if series is None or series[0] not in exhausted or series[1] < exhausted[series[0]]:
+        return None
+    return "a smaller point of this series ran out of memory"
+
+
+def _by_ranks(points: Iterable[Point]) -> list[list[Point]]:
+    """Neighbors that can share one group of ranks."""
+    return [list(group) for _, group in groupby(points, key=_rank_key)]
+
+
+def _rank_key(point: Point) -> tuple[Any, ...]:
+    return point.world_size, point.backend, point.scheduling, point.timeout_s
+
+
+def _take_part(study: Study, points: list[Point]) -> None:
+    """A rank of torchrun other than the first: the points that the first one chooses, nothing written."""
+    for same_ranks in _by_ranks(points):
+        chosen = set(agree(None))
+        if to_measure := [point for point in same_ranks if point.id in chosen]:
+            for _ in _launch(study, to_measure, None):
+                pass

@@ -1,0 +1,227 @@
+"""What a notebook calls: open the lab, measure, show figures and tables, answer, close.
+
+Everything shown is escaped HTML and PNG that reads the same in JupyterLab, in papermill's notebook and on the
+exported page; no scripts, nothing fetched.
+"""
+
+import ast
+import base64
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from IPython.display import DisplayHandle, display
+
+from labkit.lab import cards
+from labkit.lab.answers import Answer, check_complete
+from labkit.lab.config import LabConfig, ParameterError, nearest, resolve_config
+from labkit.lab.figures import Plot
+from labkit.lab.measure import Progress, measure
+from labkit.lab.project import figures_directory, recorded_directory, relative_to_project, runs_directory
+from labkit.lab.store import Run, find_run
+from labkit.lab.study import Study
+from labkit.machine import Machine, describe_machine
+
+# Every notebook has these two beside the parameters of its lab.
+COMMON_PARAMETERS = ("profile", "run")
+PAGE_MIME = "application/vnd.labkit.page+json"
+PROGRESS_MIME = "application/vnd.labkit.progress+json"
+
+
+def open_lab(study: Study, namespace: Mapping[str, Any]) -> "Lab":
+    """The lab of a study with the notebook's parameters; `namespace` is the notebook's `globals()`.
+
+    ParameterError for an unknown name in the parameters cell (or in the one that papermill adds below it), a
+    wrong type or an impossible value: before anything is measured.
+    """
+    return Lab(study, check_parameters(study, given_parameters(namespace)))
+
+
+def check_parameters(study: Study, given: Mapping[str, Any]) -> "Parameters":
+    """Validate the parameters of a notebook: `profile`, `run`, and those of the lab's config."""
+    fields = type(next(iter(study.profiles.values()))).model_fields
+    known = (*COMMON_PARAMETERS, *fields)
+    for parameter in given:
+        if parameter not in known:
+            raise ParameterError(
+                f"{study.name}: unknown parameter {parameter!r}{nearest(parameter, known)}; "
+                f"the parameters are {', '.join(known)}"
+            )
+    profile, run = given.get("profile", "quick"), given.get("run")
+    if run is not None and not isinstance(run, str):
+        raise ParameterError(f"{study.name}: parameter 'run' should be the path of a run, got {run!r}")
+    if run is not None:
+        locate_run(study, run)
+    overrides = {name: value for name, value in given.items() if name in fields}
+    return Parameters(profile, run, resolve_config(study.name, study.profiles, profile, overrides))
+
+
+def locate_run(study: Study, text: str) -> Path:
+    """A run of a lab by its path, or by its name among the recorded ones and this machine's own."""
+    return find_run([parent / study.name for parent in (recorded_directory(), runs_directory())], text)
+
+
+class Parameters:
+    """Checked parameters: the profile, the run to draw instead of measuring (or None), the config."""
+
+    def __init__(self, profile: str, run: str | None, config: LabConfig):
+        self.profile = profile
+        self.run = run
+        self.config = config
+
+
+def given_parameters(namespace: Mapping[str, Any]) -> dict[str, Any]:
+    """Parameters by the cells that set them: the last parameters cell and the last one papermill added.
+
+    Read from the kernel's history and not from all globals, so that a mistyped name is found wherever it was
+    set, and a reader's own variables are left alone.
+    """
+    own: set[str] = set()
+    injected: set[str] = set()
+    for source in namespace.get("In", []):
+        names = literal_assignments(source)
+        if source.lstrip().startswith("# Parameters"):  # papermill's own mark
+            injected = set(names)
+        elif "profile" in names:
+            own, injected = set(names), set()
+    return {name: namespace[name] for name in sorted(own | injected) if name in namespace}
+
+
+def literal_assignments(source: str) -> dict[str, Any]:
+    """`name = literal` statements of a cell that holds nothing else; {} for any other cell."""
+    values = {}
+    try:
+        for statement in ast.parse(source).body:
+            if not isinstance(statement, ast.Assign) or not isinstance(statement.targets[0], ast.Name):
+                return {}
+            values[statement.targets[0].id] = ast.literal_eval(statement.value)
+    except (SyntaxError, ValueError):
+        return {}
+    return values
+
+
+class Lab:
+    """One lab inside one notebook: the parameters, the run once there is one, what was shown."""
+
+    def __init__(self, study: Study, parameters: Parameters):
+        self.study = study
+        self.parameters = parameters
+        self._run: Run | None = None
+        self._answers: dict[str, Answer] = {}
+        self._figures: dict[str, str] = {}
+
+    @property
+    def config(self) -> LabConfig:
+        return self.parameters.config
+
+    @property
+    def run(self) -> Run:
+        """The run that was measured or read. ValueError before `measure()`."""
+        if self._run is None:
+            raise ValueError("nothing is measured yet: call lab.measure() first")
+        return self._run
+
+    @property
+    def machine(self) -> Machine:
+        """The machine of the run: this one, unless a recorded run is drawn."""
+        return self._run.header.machine if self._run else describe_machine()
+
+    def machine_card(self) -> None:
+        """Show what is measured on."""
+        if self.parameters.run is not None and self._run is None:
+            self._run = self._load(self.parameters.run)
+        display(cards.machine_card(self.machine, recorded=self.parameters.run is not None))
+
+    def measure(self) -> pd.DataFrame:
+        """Measure, or read the run that the parameter `run` names; show the coverage; return the frame.
+
+        The frame is long: one row a (point, rank, repeat), units in the column names.
+        """
+        if self.parameters.run is not None:
+            self._run = self._run or self._load(self.parameters.run)
+        else:
+            self._run = self._measure()
+        self._answers = {}
+        return self.run.frame()
+
+    def table(self, frame: pd.DataFrame, caption: str = "") -> None:
+        """Show a frame as an aligned table, values with their units."""
+        display(cards.table(frame, caption))
+
+    def show(self, plot: Plot, name: str, caption: str = "") -> None:
+        """Show a figure with its caption as alternative text; save it and its points under `figures/`."""
+        plot.save(figures_directory() / self.study.name / self.run.name / name)
+        self._figures[name] = caption
+        png = base64.b64encode(plot.png()).decode()
+        display({"image/png": png}, raw=True, metadata={"image/png": {"alt": caption or name}})
+        if caption:
+            display(cards.caption(caption))
+
+    def answer(self, question_id: str) -> None:
+        """Show the answer to one of the lab's questions, from this run."""
+        answers = self.answers()
+        if question_id not in answers:
+            raise ValueError(f"no question {question_id!r}{nearest(question_id, answers)}")
+        display(cards.answer(answers[question_id]))
+
+    def answers(self) -> dict[str, Answer]:
+        """All answers by the id of their question."""
+        if not self._answers:
+            given = self.study.answers(self.run.frame(), self.run.coverage())
+            self._answers = {a.question.id: a for a in check_complete(self.study.questions, given)}
+        return self._answers
+
+    def close(self) -> None:
+        """Show where the numbers come from and how to get them again; leave the answers for the index."""
+        coverage = self.run.coverage()
+        page = {
+            "lab": self.study.name,
+            "title": self.study.title,
+            "summary": self.study.summary,
+            "run": relative_to_project(self.run.path),
+            "profile": self.run.header.profile,
+            "recorded": self.parameters.run is not None,
+            "machine": self.machine.label,
+            "started": self.run.header.started.isoformat(timespec="seconds"),
+            "coverage": coverage["status"].value_counts().to_dict(),
+            "duration_s": float(coverage["elapsed_s"].sum()),
+            "figures": self._figures,
+            "answers": [cards.answer_record(answer) for answer in self.answers().values()],
+        }
+        card = cards.provenance(self.study, self.run)
+        display({PAGE_MIME: page, "text/html": card, "text/plain": self.run.name}, raw=True)
+
+    def _load(self, text: str) -> Run:
+        run = Run.load(locate_run(self.study, text))
+        if run.header.lab != self.study.name:
+            raise ParameterError(f"{text} is a run of {run.header.lab!r}, not of {self.study.name!r}")
+        return run
+
+    def _measure(self) -> Run:
+        line = _ProgressLine()
+        run = measure(
+            self.study, self.config, profile=self.parameters.profile, on_progress=line.update, on_output=print
+        )
+        line.finish(run)
+        return run
+
+
+class _ProgressLine:
+    """One line that is replaced in place, and in the end says what was covered."""
+
+    def __init__(self) -> None:
+        self._handle: DisplayHandle | None = None
+
+    def update(self, progress: Progress) -> None:
+        self._show(cards.progress(progress), {"done": progress.done, "total": progress.total, "text": progress.text})
+
+    def finish(self, run: Run) -> None:
+        self._show(cards.coverage(run), {})
+
+    def _show(self, html: str, record: dict[str, Any]) -> None:
+        bundle = {"text/html": html, "text/plain": "", PROGRESS_MIME: record}
+        if self._handle is None:
+            self._handle = display(bundle, raw=True, display_id=True)
+        elif self._handle is not None:
+            self._handle.update(bundle, raw=True)

@@ -1,0 +1,42 @@
+"""A point: one thing to measure, described completely.
+
+The measuring function gets the point and nothing else, and the same point is what is recorded, so that the
+record and the run cannot differ. Imports nothing heavy: every rank loads this module.
+"""
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """What every point says, whatever it measures. A study adds its own fields; all must be JSON-able.
+
+    Lists are tuples here (a point is hashable) and come back from a run's file as lists.
+    """
+
+    world_size: int = 1
+    """Ranks that measure it together."""
+    backend: str | None = None
+    """Process-group backend, "gloo" or "nccl"; None: no process group."""
+    scheduling: str = "batch"
+    """Scheduling policy of CPU ranks, "batch" (SCHED_BATCH) or "default"."""
+    timeout_s: float = 120.0
+    """After this the ranks are ended and the point is recorded as `timeout`."""
+
+    @property
+    def id(self) -> str:
+        """Twelve hexadecimal digits that identify the description, in every process and on every machine."""
+        text = json.dumps(self.describe(), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+    def describe(self) -> dict[str, Any]:
+        """The point as JSON has it: fields by name, tuples as lists."""
+        fields: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        return fields
+
+    def title(self) -> str:
+        """A few words for a progress line."""
+        return f"{self.world_size} rank{'s' if self.world_size > 1 else ''}"

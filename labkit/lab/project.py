@@ -1,0 +1,51 @@
+"""Where things are: the project's folders, found from the package, never from the working directory."""
+
+from pathlib import Path
+
+
+def project_root() -> Path:
+    """The checkout that holds this package; the working directory for a package installed elsewhere."""
+    package = Path(__file__).resolve()
+    for directory in package.parents:
+        if (directory / "pyproject.toml").is_file() and (directory / "notebooks").is_dir():
+            return directory
+    return Path.cwd()
+
+
+def runs_directory() -> Path:
+    """This machine's runs, ignored by git."""
+    return project_root() / "data" / "runs"
+
+
+def recorded_directory() -> Path:
+    """Runs worth keeping, committed."""
+    return project_root() / "data" / "recorded"
+
+
+def reference_directory() -> Path:
+    """Published measurements."""
+    return project_root() / "data" / "reference"
+
+
+def figures_directory() -> Path:
+    return project_root() / "figures"
+
+
+def reports_directory() -> Path:
+    return project_root() / "reports"
+
+
+def notebook_path(lab: str) -> Path:
+    """The notebook of a lab: `notebooks/<number>_<lab>.ipynb`. FileNotFoundError if there is none."""
+    matches = sorted((project_root() / "notebooks").glob(f"[0-9][0-9]_{lab}.ipynb"))
+    if not matches:
+        raise FileNotFoundError(f"no notebook for the lab {lab!r} in {project_root() / 'notebooks'}")
+    return matches[0]
+
+
+def relative_to_project(path: Path) -> str:
+    """A path as a reader of a page can use it: relative to the project where it lies inside."""
+    try:
+        return str(path.resolve().relative_to(project_root()))
+    except ValueError:
+        return str(path)

@@ -1,0 +1,57 @@
+"""Numbers as people read them: times, sizes and rates with a unit and three digits."""
+
+import math
+from collections.abc import Callable
+
+_TIME_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
+_SIZE_UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
+
+
+def format_seconds(seconds: float) -> str:
+    """0.00123 -> "1.23 ms". Above two minutes as minutes and seconds."""
+    if math.isnan(seconds):
+        return "not measured"
+    if seconds >= 120:
+        return f"{int(seconds // 60)} min {seconds % 60:.0f} s"
+    scale, unit = next((entry for entry in _TIME_UNITS if abs(seconds) >= entry[0]), _TIME_UNITS[-1])
+    return f"{_three_digits(seconds / scale)} {unit}"
+
+
+def format_bytes(n_bytes: float) -> str:
+    """65536 -> "64 KiB"; binary units, as sizes of tensors usually are."""
+    if math.isnan(n_bytes):
+        return "not measured"
+    for scale, unit in _SIZE_UNITS:
+        if abs(n_bytes) >= scale:
+            return f"{_three_digits(n_bytes / scale)} {unit}"
+    return f"{n_bytes:.0f} B"
+
+
+def format_rate(bytes_per_s: float) -> str:
+    """1.5e9 -> "1.5 GB/s"; decimal units, as bandwidths usually are."""
+    if math.isnan(bytes_per_s):
+        return "not measured"
+    for scale, unit in ((1e9, "GB/s"), (1e6, "MB/s"), (1e3, "kB/s")):
+        if abs(bytes_per_s) >= scale:
+            return f"{_three_digits(bytes_per_s / scale)} {unit}"
+    return f"{bytes_per_s:.0f} B/s"
+
+
+def formatter_of(column: str) -> Callable[[float], str]:
+    """How values of a column are shown: its name ends in the unit, as in `step_s`, `peak_bytes`."""
+    if column == "seconds" or (column.endswith("_s") and not column.endswith("_per_s")):
+        return format_seconds
+    if column.endswith("bytes_per_s"):
+        return format_rate
+    return format_bytes if column.endswith("bytes") else "{:.3g}".format
+
+
+def join_words(words: list[str]) -> str:
+    """["a", "b", "c"] -> "a, b and c"."""
+    if len(words) < 2:
+        return "".join(words)
+    return f"{', '.join(words[:-1])} and {words[-1]}"
+
+
+def _three_digits(value: float) -> str:
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"

@@ -1,0 +1,43 @@
+"""Pieces of a page: units, and nothing that a run or a parameter holds gets into the HTML unescaped."""
+
+import pandas as pd
+
+from labkit.lab import cards
+from labkit.lab.answers import Answer, Question
+from labkit.lab.measure import Progress, measure
+from labkit.machine import describe_machine
+from tests.lab.fake_study import FAKE, FakeConfig
+
+EVIL = "<script>alert(1)</script>"
+
+
+def test_everything_is_escaped():
+    answer = Answer(Question(EVIL, EVIL), EVIL, EVIL, recommendation=EVIL)
+    pieces = [
+        cards.answer(answer).data,
+        cards.caption(EVIL).data,
+        cards.progress(Progress(1, 2, EVIL)),
+        cards.table(pd.DataFrame({EVIL: [EVIL]}), EVIL).data,
+        cards.machine_card(describe_machine().model_copy(update={"cpu": EVIL}), recorded=False).data,
+    ]
+    for piece in pieces:
+        assert "<script" not in piece
+        assert "&lt;script" in piece
+
+
+def test_what_a_run_holds_is_escaped(tmp_path):
+    run = measure(FAKE, FakeConfig(actions=["skip", EVIL], world_size=1), profile="smoke", directory=tmp_path)
+    assert "<script" not in cards.coverage(run) + cards.provenance(FAKE, run)
+    assert "1 skipped: needs what this machine has not" in cards.coverage(run)
+
+
+def test_the_command_that_measures_again_has_the_changed_parameters(tmp_path):
+    run = measure(FAKE, FakeConfig(actions=["fine"], world_size=1), profile="smoke", directory=tmp_path)
+    assert "labkit report fake --profile smoke --set world_size=1<" in cards.provenance(FAKE, run)
+
+
+def test_cells_have_units_and_missing_values_a_dash():
+    frame = pd.DataFrame({"n_bytes": [65536], "seconds": [0.00123], "error": [float("nan")], "busbw_gb_per_s": [1.5]})
+    html = cards.table(frame).data
+    for text in ("64 KiB", "1.23 ms", "–", "1.5"):
+        assert f">{text}<" in html

@@ -1,0 +1,72 @@
+"""A sweep ends with every point accounted for, whatever happens to its ranks."""
+
+import pytest
+
+from labkit.lab.measure import measure, resume
+from labkit.lab.store import Run, RunFileError
+from tests.lab.fake_study import FAKE, FakeConfig
+
+
+def _measure(tmp_path, *actions, world_size=2, **options):
+    config = FakeConfig(actions=list(actions), world_size=world_size)
+    return measure(FAKE, config, profile="smoke", directory=tmp_path, **options)
+
+
+def test_every_point_ends_with_a_status_and_a_reason(tmp_path):
+    run = _measure(tmp_path, "fine", "raise", "die", "skip", "fine")
+    coverage = run.coverage()
+    assert coverage["status"].tolist() == ["ok", "failed", "failed", "skipped", "ok"]
+    reasons = coverage["reason"].tolist()
+    assert "rank 1" in reasons[1]
+    assert "deliberate" in reasons[1]
+    assert "SIGKILL" in reasons[2]
+    assert reasons[3] == "needs what this machine has not"
+    assert run.pending == []
+
+
+def test_the_frame_has_every_rank_and_repeat_of_the_points_that_worked(tmp_path):
+    frame = _measure(tmp_path, "fine", "raise", "fine").frame()
+    assert sorted(zip(frame["size"], frame["rank"], frame["repeat"], strict=True)) == [
+        (size, rank, repeat) for size in (1, 3) for rank in (0, 1) for repeat in (0, 1)
+    ]
+
+
+def test_larger_points_are_skipped_once_memory_ran_out(tmp_path):
+    run = _measure(tmp_path, "fine", "oom", "fine", "fine")
+    assert run.coverage()["status"].tolist() == ["ok", "oom", "skipped", "skipped"]
+    assert "no room for 2" in run.coverage()["reason"].tolist()[1]
+
+
+def test_one_rank_without_a_process_group(tmp_path):
+    assert _measure(tmp_path, "fine", world_size=1).coverage()["status"].tolist() == ["ok"]
+
+
+def test_progress_counts_every_point_once(tmp_path):
+    seen = []
+    _measure(tmp_path, "fine", "skip", "raise", "fine", on_progress=lambda p: seen.append((p.done, p.total)))
+    assert seen[-1] == (4, 4)
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+
+
+def test_an_interrupt_keeps_what_was_measured_and_resume_measures_the_rest(tmp_path):
+    def interrupt(progress):
+        if progress.done == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        _measure(tmp_path, "fine", "fine", "fine", "fine", on_progress=interrupt)
+    (path,) = tmp_path.glob("*.jsonl")
+    before = Run.load(path)
+    assert before.coverage()["status"].tolist() == ["ok", "ok", "pending", "pending"]
+    run = resume(FAKE, path)
+    assert run.coverage()["status"].tolist() == ["ok"] * 4
+    assert len(run.frame()) == 16
+    ends = [line for line in path.read_text().splitlines() if '"kind":"end"' in line]
+    assert len(ends) == 4
+
+
+def test_a_run_of_another_plan_is_not_resumed(tmp_path):
+    path = _measure(tmp_path, "fine").path
+    path.write_text(path.read_text().replace('"timeout_s":20', '"timeout_s":21'))
+    with pytest.raises(RunFileError, match="plans other points"):
+        resume(FAKE, path)

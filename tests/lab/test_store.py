@@ -1,0 +1,139 @@
+"""Runs on disk: nothing measured is lost, and nothing foreign is taken for a run."""
+
+import json
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+import pytest
+
+from labkit.lab.point import Point
+from labkit.lab.store import Run, RunFileError, RunHeader, RunWriter, find_run
+from labkit.machine import describe_machine
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Point(Point):
+    size: int
+    kinds: tuple[str, ...] = ("a", "b")
+
+
+POINTS = [_Point(size=size) for size in (1, 2, 3)]
+
+
+def _header(**changes):
+    fields = {
+        "lab": "a_lab",
+        "profile": "quick",
+        "config": {"sizes": [1, 2, 3]},
+        "machine": describe_machine(),
+        "command": "labkit measure a_lab",
+        "started": datetime(2030, 1, 2, 3, 4, 5, tzinfo=UTC),
+        "planned": {point.id: point.describe() for point in POINTS},
+    }
+    return RunHeader(**(fields | changes))
+
+
+@pytest.fixture
+def writer(tmp_path):
+    with RunWriter.create(tmp_path, _header()) as writer:
+        yield writer
+
+
+def test_a_run_comes_back_as_it_was_written(writer):
+    writer.add_row(POINTS[0], 0, {"kind": "a", "seconds": [1.0, 2.0]})
+    writer.add_row(POINTS[0], 1, {"kind": "a", "seconds": [3.0, 4.0]})
+    writer.end_point(POINTS[0], "ok", elapsed_s=5.0)
+    writer.end_point(POINTS[1], "skipped", reason="too large")
+    run = Run.load(writer.path)
+    assert run.header == _header()
+    frame = run.frame()
+    assert frame[["rank", "repeat", "seconds"]].values.tolist() == [[0, 0, 1], [0, 1, 2], [1, 0, 3], [1, 1, 4]]
+    assert set(frame["size"]) == {1}
+    assert "kinds" not in frame
+    coverage = run.coverage()
+    assert coverage["status"].tolist() == ["ok", "skipped", "pending"]
+    assert coverage["reason"].tolist()[1] == "too large"
+    assert run.pending == [POINTS[2].id]
+
+
+def test_the_name_says_when_and_where_and_a_taken_name_gets_a_number(writer, tmp_path):
+    assert writer.path.name == f"20300102T030405Z-{describe_machine().slug}-quick.jsonl"
+    with RunWriter.create(tmp_path, _header()) as second:
+        assert second.path.stem == writer.path.stem + "-2"
+
+
+def test_rows_of_a_point_that_failed_or_did_not_end_give_no_numbers(writer):
+    writer.add_row(POINTS[0], 0, {"seconds": [1.0]})
+    writer.end_point(POINTS[0], "failed", reason="rank 1 was killed")
+    writer.add_row(POINTS[1], 0, {"seconds": [1.0]})
+    assert Run.load(writer.path).frame().empty
+
+
+def test_a_torn_line_is_passed_over_and_dropped_on_resuming(writer):
+    writer.end_point(POINTS[0], "ok")
+    writer.add_row(POINTS[1], 0, {"seconds": [1.0]})
+    with writer.path.open("a") as file:
+        file.write('{"kind": "row", "po')
+    assert Run.load(writer.path).pending == [POINTS[1].id, POINTS[2].id]
+    writer.close()
+    with RunWriter.resume(writer.path, "again") as again:
+        again.add_row(POINTS[1], 0, {"seconds": [2.0]})
+        again.end_point(POINTS[1], "ok")
+    run = Run.load(writer.path)
+    assert run.frame()["seconds"].tolist() == [2.0]  # not the row of the attempt that was cut off
+    assert run.pending == [POINTS[2].id]
+
+
+def test_two_writers_of_one_run_are_refused(writer):
+    with pytest.raises(RunFileError, match="another process is writing"):
+        RunWriter.resume(writer.path, "again")
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "header"),
+        (b"\x00\xff\n", "line 1"),
+        (b'{"kind": "row"}\n', "header"),
+        (b'{"kind": "header", "format_version": 99}\n', "format 99"),
+        (b'{"kind": "header", "format_version": 1}\n', "damaged header"),
+        (b"[1, 2]\n", "not an object"),
+    ],
+)
+def test_a_foreign_or_damaged_file_is_refused_by_name(tmp_path, content, words):
+    path = tmp_path / "run.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(RunFileError, match=words) as caught:
+        Run.load(path)
+    assert str(path) in str(caught.value)
+
+
+def test_a_damaged_line_in_the_middle_is_named(writer):
+    with writer.path.open("a") as file:
+        file.write("garbage\n")
+    writer.end_point(POINTS[0], "ok")
+    with pytest.raises(RunFileError, match="line 2"):
+        Run.load(writer.path)
+
+
+def test_an_end_needs_a_reason_unless_it_is_ok(writer):
+    for status, reason in (("failed", None), ("ok", "fine"), ("lost", "x")):
+        with pytest.raises(ValueError, match="expected a status"):
+            writer.end_point(POINTS[0], status, reason=reason)
+
+
+def test_a_run_is_found_by_path_and_by_the_beginning_of_its_name(writer, tmp_path):
+    assert find_run([tmp_path], str(writer.path)) == writer.path
+    assert find_run([tmp_path], "20300102") == writer.path
+    with pytest.raises(RunFileError, match="matches: none"):
+        find_run([tmp_path], "1999")
+
+
+def test_every_line_of_a_run_is_json(writer):
+    writer.end_point(POINTS[0], "ok")
+    assert [json.loads(line)["kind"] for line in writer.path.read_text().splitlines()] == ["header", "end"]
+
+
+def test_ids_do_not_depend_on_the_process_and_tell_points_apart():
+    assert len({point.id for point in POINTS}) == 3
+    assert _Point(size=1).id == POINTS[0].id

@@ -1,0 +1,41 @@
+"""Numbers as people read them."""
+
+import pytest
+
+from labkit.lab.units import format_bytes, format_rate, format_seconds, formatter_of, join_words
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(1.5, "1.5 s"), (0.00123, "1.23 ms"), (4.56e-6, "4.56 µs"), (0, "0 ns"), (125, "2 min 5 s"), (0.999, "999 ms")],
+)
+def test_seconds(value, text):
+    assert format_seconds(value) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(0, "0 B"), (1023, "1023 B"), (65536, "64 KiB"), (1.5 * 2**30, "1.5 GiB"), (2**20, "1 MiB")]
+)
+def test_bytes(value, text):
+    assert format_bytes(value) == text
+
+
+@pytest.mark.parametrize(("value", "text"), [(1.5e9, "1.5 GB/s"), (200e6, "200 MB/s"), (12, "12 B/s")])
+def test_rates(value, text):
+    assert format_rate(value) == text
+
+
+def test_a_missing_value_has_no_number():
+    assert {show(float("nan")) for show in (format_seconds, format_bytes, format_rate)} == {"not measured"}
+
+
+@pytest.mark.parametrize(
+    ("column", "text"),
+    [("seconds", "2 s"), ("step_s", "2 s"), ("peak_bytes", "2 B"), ("gb_per_s", "2"), ("copy_bytes_per_s", "2 B/s")],
+)
+def test_the_name_of_a_column_decides_the_unit(column, text):
+    assert formatter_of(column)(2.0) == text
+
+
+def test_words_are_joined_as_in_a_sentence():
+    assert [join_words(words) for words in ([], ["a"], ["a", "b"], list("abc"))] == ["", "a", "a and b", "a, b and c"]

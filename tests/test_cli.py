@@ -1,0 +1,55 @@
+"""The command line as a user meets it: messages in one line, and exit codes that say what happened."""
+
+import subprocess
+import sys
+
+import pytest
+
+from labkit.lab.project import runs_directory
+
+
+def labkit(*arguments, cwd=None):
+    command = [sys.executable, "-m", "labkit", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=300)
+
+
+def _runs():
+    return set(runs_directory().glob("*/*.jsonl"))
+
+
+def test_list_names_every_lab_from_any_directory(tmp_path):
+    result = labkit("list", cwd=tmp_path)
+    assert result.returncode == 0
+    assert "all_reduce" in result.stdout
+
+
+def test_doctor_says_what_runs_here_and_why_the_rest_does_not():
+    result = labkit("doctor")
+    assert result.returncode == 0
+    for word in ("processor", "backends", "all_reduce", "smoke", "paper"):
+        assert word in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["measure", "all_reduce", "--set", "wrold_sizes=[2]"], ["'wrold_sizes'", "did you mean 'world_sizes'"]),
+        (["report", "all_reduce", "--set", "wrold_sizes=[2]"], ["'wrold_sizes'", "did you mean 'world_sizes'"]),
+        (["measure", "all_reduce", "--set", "world_sizes=2 4"], ["'world_sizes'", "list", "'2 4'"]),
+        (["report", "all_reduce", "--set", "sizes_bytes=[-1]"], ["'sizes_bytes'", "greater than or equal to 1", "-1"]),
+        (["report", "all_reduce", "--profile", "quik"], ["'quik'", "did you mean 'quick'"]),
+        (["measure", "al_reduce"], ["'al_reduce'", "did you mean 'all_reduce'"]),
+        (["report", "../all_reduce"], ["'../all_reduce'", "the labs are"]),
+        (["report", "all_reduce", "--run", "no-such-run"], ["no-such-run", "matches: none"]),
+        (["measure", "all_reduce", "--resume", "no-such-run"], ["no-such-run", "matches: none"]),
+    ],
+)
+def test_a_mistake_stops_before_measuring_with_one_message(arguments, words):
+    before = _runs()
+    result = labkit(*arguments)
+    assert result.returncode == 2
+    assert len(result.stderr.strip().splitlines()) == 1
+    assert "Traceback" not in result.stderr
+    for word in words:
+        assert word in result.stderr
+    assert _runs() == before

@@ -1,0 +1,162 @@
+"""Notebooks through the users' own path: `labkit report`, papermill's command line, a browser.
+
+Every lab is executed once, at profile `smoke`; the tests look at what it left.
+"""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+
+from labkit.lab.execute import notebook_parameters
+from labkit.lab.export import page_record
+from labkit.lab.notebook import COMMON_PARAMETERS
+from labkit.lab.project import notebook_path, project_root, runs_directory
+from labkit.studies import LABS, load_study
+from tests.test_cli import labkit
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+def _papermill(notebook, output, *arguments, cwd):
+    command = [sys.executable, "-m", "papermill", str(notebook), str(output), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=300)
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory):
+    """The folder of a report over all labs, and what the command said."""
+    output = tmp_path_factory.mktemp("report")
+    result = labkit("report", "--profile", "smoke", "--output", str(output))
+    assert result.returncode == 0, result.stdout + result.stderr
+    return output
+
+
+@pytest.fixture(scope="module")
+def page_visit(report):
+    """Opens a page of the report in a browser; returns its requests, console errors and text."""
+    if CHROMIUM is None:
+        pytest.skip("no chromium to open the pages with")
+    playwright = pytest.importorskip("playwright.sync_api")
+    with playwright.sync_playwright() as browsers:
+        browser = browsers.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+
+        def visit(name, **context):
+            page = browser.new_context(**context).new_page()
+            requests, errors = [], []
+            page.on("request", lambda request: requests.append(request.url))
+            page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+            page.on("pageerror", lambda error: errors.append(str(error)))
+            page.goto((report / name).as_uri())
+            return page, requests, errors
+
+        yield visit
+        browser.close()
+
+
+@pytest.mark.parametrize("lab", LABS)
+def test_the_parameters_cell_has_exactly_the_parameters_of_the_lab(lab):
+    study = load_study(lab)
+    fields = type(study.profiles["quick"]).model_fields
+    assert list(notebook_parameters(notebook_path(lab))) == [*COMMON_PARAMETERS, *fields]
+
+
+@pytest.mark.parametrize("lab", LABS)
+def test_every_question_is_answered_on_the_page_and_shown_by_a_figure(lab, report):
+    record = page_record(report / "notebooks" / f"{lab}.ipynb")
+    html = (report / f"{lab}.html").read_text()
+    assert [answer["question"]["id"] for answer in record["answers"]] == [q.id for q in load_study(lab).questions]
+    for answer in record["answers"]:
+        assert f'id="answer-{answer["question"]["id"]}"' in html
+        assert answer["figure"] is None or answer["figure"] in record["figures"]
+    assert record["coverage"].get("failed", 0) == 0
+
+
+@pytest.mark.parametrize("lab", LABS)
+def test_the_executed_notebook_has_no_error_and_no_noise(lab, report):
+    notebook = nbformat.read(report / "notebooks" / f"{lab}.ipynb", as_version=4)
+    kinds = {output.output_type for cell in notebook.cells for output in cell.get("outputs", [])}
+    assert "error" not in kinds
+    assert "stream" not in kinds
+
+
+@pytest.mark.parametrize("name", ["index", *LABS])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_page_opens_offline_without_requests_and_errors(name, scheme, report, page_visit):
+    page, requests, errors = page_visit(f"{name}.html", color_scheme=scheme)
+    assert [url for url in requests if not url.startswith("data:")] == [(report / f"{name}.html").as_uri()]
+    assert errors == []
+    assert page.title()
+
+
+@pytest.mark.parametrize("name", ["index", *LABS])
+def test_a_page_fits_a_narrow_screen(name, page_visit):
+    page, _, _ = page_visit(f"{name}.html", viewport={"width": 380, "height": 800})
+    assert page.evaluate("document.documentElement.scrollWidth") <= 380
+
+
+@pytest.mark.parametrize("lab", LABS)
+def test_every_image_of_a_page_says_what_it_shows(lab, page_visit):
+    page, _, _ = page_visit(f"{lab}.html")
+    texts = page.evaluate("[...document.images].map(image => image.alt)")
+    assert texts
+    assert all(texts)
+
+
+def test_no_formula_is_left_as_tex(report):
+    for lab in LABS:
+        html = (report / f"{lab}.html").read_text()
+        assert "$\\" not in html
+        assert "\\frac" not in html
+
+
+def test_the_recorded_run_of_a_report_is_drawn_again_without_measuring(report, tmp_path):
+    run = page_record(report / "notebooks" / "all_reduce.ipynb")["run"]
+    before = set(runs_directory().glob("all_reduce/*"))
+    result = labkit("report", "all_reduce", "--run", str(project_root() / run), "--output", str(tmp_path))
+    assert result.returncode == 0, result.stderr
+    drawn = page_record(tmp_path / "notebooks" / "all_reduce.ipynb")
+    first = page_record(report / "notebooks" / "all_reduce.ipynb")
+    assert drawn["answers"] == first["answers"]
+    assert drawn["recorded"]
+    assert set(runs_directory().glob("all_reduce/*")) == before
+
+
+def test_papermill_works_from_any_directory(tmp_path):
+    result = _papermill(notebook_path("all_reduce"), "out.ipynb", "-y", "profile: smoke", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert page_record(tmp_path / "out.ipynb")["profile"] == "smoke"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["-y", "wrold_sizes: [2]"], ["unknown parameter 'wrold_sizes'", "did you mean 'world_sizes'"]),
+        (["-p", "world_sizes", "[2,4]"], ["parameter 'world_sizes'", "valid list", "'[2,4]'"]),
+        (["-y", "sizes_bytes: [-1]"], ["parameter 'sizes_bytes'", "greater than or equal to 1"]),
+    ],
+)
+def test_papermill_with_a_wrong_parameter_stops_before_measuring(arguments, words, tmp_path):
+    before = set(runs_directory().glob("all_reduce/*"))
+    notebook = notebook_path("all_reduce")
+    result = _papermill(notebook, tmp_path / "out.ipynb", "-p", "profile", "smoke", *arguments, cwd=tmp_path)
+    assert result.returncode != 0
+    for word in words:
+        assert word in result.stderr
+    assert set(runs_directory().glob("all_reduce/*")) == before
+
+
+def test_a_failed_lab_is_named_its_page_shows_the_failure_and_the_others_still_run(tmp_path):
+    """The run to draw is damaged, which only the notebook finds out."""
+    run = tmp_path / "broken.jsonl"
+    run.write_text(json.dumps({"kind": "header", "format_version": 1}) + "\n")
+    result = labkit("report", "all_reduce", "--run", str(run), "--output", str(tmp_path / "out"))
+    assert result.returncode == 1
+    assert "all_reduce: failed" in result.stdout
+    assert "damaged header" in (tmp_path / "out" / "all_reduce.html").read_text()
+    assert "damaged header" in (tmp_path / "out" / "index.html").read_text()
+    assert not list(Path(tmp_path / "out" / "notebooks").glob("*.running*"))
