@@ -122,8 +122,21 @@ def test_the_recorded_run_of_a_report_is_drawn_again_without_measuring(report, t
     drawn = page_record(tmp_path / "notebooks" / "all_reduce.ipynb")
     first = page_record(report / "notebooks" / "all_reduce.ipynb")
     assert drawn["answers"] == first["answers"]
-    assert drawn["recorded"]
+    assert not drawn["recorded"]  # it is of this machine
     assert set(runs_directory().glob("all_reduce/*")) == before
+
+
+def test_a_run_of_another_machine_is_labeled(report, tmp_path):
+    run = project_root() / page_record(report / "notebooks" / "all_reduce.ipynb")["run"]
+    other = tmp_path / "other.jsonl"
+    header, *rest = run.read_text().splitlines(keepends=True)
+    header = json.loads(header)
+    header["machine"] |= {"host": "elsewhere", "cpu": "Some Other CPU"}
+    other.write_text(json.dumps(header) + "\n" + "".join(rest))
+    assert labkit("report", "all_reduce", "--run", str(other), "--output", str(tmp_path)).returncode == 0
+    assert "Some Other CPU (a recorded run, not measured here)" in (tmp_path / "all_reduce.html").read_text()
+    assert "(recorded)" in (tmp_path / "index.html").read_text()
+    assert 'id="recommendations"' not in (tmp_path / "index.html").read_text()
 
 
 def test_papermill_works_from_any_directory(tmp_path):

@@ -26,7 +26,7 @@ STYLE = """<style>
 .labkit-card td { overflow-wrap: anywhere; }
 .labkit-card table, .labkit-table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 .labkit-card th, .labkit-card td { text-align: left; padding: .1em 1.2em .1em 0; border: 0; vertical-align: top; }
-.labkit-scroll { overflow-x: auto; }
+.labkit-scroll { overflow-x: auto; margin: .8em 0; }
 .labkit-table caption { text-align: left; padding: .2em 0; font-style: italic; }
 .labkit-table th, .labkit-table td { text-align: right; padding: .15em .7em; border: 0;
   border-bottom: 1px solid #8883; white-space: nowrap; }
@@ -39,10 +39,8 @@ STYLE = """<style>
 .labkit-progress { font-variant-numeric: tabular-nums; }
 </style>"""
 
-_RANKS_SHARE_A_GPU = "several ranks on one GPU: not a scaling result"
 
-
-def machine_card(machine: Machine, *, recorded: bool) -> HTML:
+def machine_card(machine: Machine, *, elsewhere: bool) -> HTML:
     """What was measured on; says so when that is not the reader's machine."""
     gpus = [
         f"{gpu.name}, {format_bytes(gpu.memory_bytes)}, compute capability {gpu.compute_capability}"
@@ -50,7 +48,7 @@ def machine_card(machine: Machine, *, recorded: bool) -> HTML:
     ]
     versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items() if version)
     rows = {
-        "Machine": machine.label + (" (a recorded run, not measured here)" if recorded else ""),
+        "Machine": machine.label + (" (a recorded run, not measured here)" if elsewhere else ""),
         "Processor": f"{machine.cpu}, {machine.cores} cores available, {format_bytes(machine.memory_bytes)}",
         "GPU": "; ".join(gpus) or "none",
         "System": f"{machine.system}, Python {machine.python}",

@@ -21,6 +21,7 @@ PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 PANEL_WIDTH, PANEL_HEIGHT, DPI = 3.4, 3.3, 130
 SINGLE_PANEL_WIDTH = 7.0
+FEW_PLACES = 4  # on the x axis: each gets a tick of its own
 
 # Column names as axis titles; a name that is not listed is shown with blanks for underscores.
 AXIS_TITLES = {
@@ -94,7 +95,7 @@ def lines(
     for axis, value in zip(axes, panels, strict=True):
         panel = data if facet is None else data[data[facet] == value]
         _draw_panel(axis, panel, x, y, hue, styles)
-        _finish_panel(axis, x, log, level)
+        _finish_panel(axis, x, sorted(set(data[x])), log, level)
         if facet is not None:
             axis.set_title(_facet_title(facet, value), fontsize=10)
     axes[0].set_ylabel(y_title or axis_title(y))
@@ -153,7 +154,7 @@ def _error_bars(series: pd.DataFrame, y: str) -> Any:
     return [below, above]
 
 
-def _finish_panel(axis: Axes, x: str, log: str, level: float | None) -> None:
+def _finish_panel(axis: Axes, x: str, places: Sequence[Any], log: str, level: float | None) -> None:
     if "x" in log:
         axis.set_xscale("log", base=2 if x in ("n_bytes", "world_size") else 10)
     if "y" in log:
@@ -165,6 +166,8 @@ def _finish_panel(axis: Axes, x: str, log: str, level: float | None) -> None:
     axis.spines[["top", "right"]].set_visible(False)
     axis.set_xlabel(axis_title(x))
     _format_axis(axis.xaxis, x, "x" in log)
+    if len(places) <= FEW_PLACES:
+        axis.set_xticks(places)
 
 
 def _format_axis(axis: Any, column: str, is_log: bool) -> None:
@@ -188,7 +191,8 @@ def _legend(figure: Figure, axes: Sequence[Axes], hue: str) -> None:
     for axis in axes:
         for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
             entries.setdefault(label, handle)
-    columns = min(len(entries), 3 * len(axes) if len(axes) > 1 else 4)
+    widest = max((len(label) for label in entries), default=1)
+    columns = min(len(entries), int(figure.get_figwidth() * 14 / (widest + 8)))
     figure.legend(
         entries.values(),
         entries.keys(),

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from IPython.display import DisplayHandle, display
+from IPython.display import HTML, DisplayHandle, display
 
 from labkit.lab import cards
 from labkit.lab.answers import Answer, check_complete
@@ -131,7 +131,7 @@ class Lab:
         """Show what is measured on."""
         if self.parameters.run is not None and self._run is None:
             self._run = self._load(self.parameters.run)
-        display(cards.machine_card(self.machine, recorded=self.parameters.run is not None))
+        display(cards.machine_card(self.machine, elsewhere=self._is_of_another_machine()))
 
     def measure(self) -> pd.DataFrame:
         """Measure, or read the run that the parameter `run` names; show the coverage; return the frame.
@@ -140,6 +140,7 @@ class Lab:
         """
         if self.parameters.run is not None:
             self._run = self._run or self._load(self.parameters.run)
+            display(HTML(cards.coverage(self._run)))
         else:
             self._run = self._measure()
         self._answers = {}
@@ -181,7 +182,7 @@ class Lab:
             "summary": self.study.summary,
             "run": relative_to_project(self.run.path),
             "profile": self.run.header.profile,
-            "recorded": self.parameters.run is not None,
+            "recorded": self._is_of_another_machine(),
             "machine": self.machine.label,
             "started": self.run.header.started.isoformat(timespec="seconds"),
             "coverage": coverage["status"].value_counts().to_dict(),
@@ -191,6 +192,10 @@ class Lab:
         }
         card = cards.provenance(self.study, self.run)
         display({PAGE_MIME: page, "text/html": card, "text/plain": self.run.name}, raw=True)
+
+    def _is_of_another_machine(self) -> bool:
+        here = describe_machine()
+        return (self.machine.host, self.machine.label) != (here.host, here.label)
 
     def _load(self, text: str) -> Run:
         run = Run.load(locate_run(self.study, text))

@@ -70,7 +70,7 @@ def write_index(studies: Iterable[Study], output: Path) -> Path:
     templates = Environment(loader=FileSystemLoader(TEMPLATES), autoescape=True)
     html = templates.get_template("index_page.html.j2").render(
         style=style_sheet(),
-        machine_card=cards.machine_card(describe_machine(), recorded=False).data,
+        machine_card=cards.machine_card(describe_machine(), elsewhere=False).data,
         recommendations=recommendations,
         labs=labs,
     )

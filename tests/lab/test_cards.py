@@ -18,7 +18,7 @@ def test_everything_is_escaped():
         cards.caption(EVIL).data,
         cards.progress(Progress(1, 2, EVIL)),
         cards.table(pd.DataFrame({EVIL: [EVIL]}), EVIL).data,
-        cards.machine_card(describe_machine().model_copy(update={"cpu": EVIL}), recorded=False).data,
+        cards.machine_card(describe_machine().model_copy(update={"cpu": EVIL}), elsewhere=False).data,
     ]
     for piece in pieces:
         assert "<script" not in piece

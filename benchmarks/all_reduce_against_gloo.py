@@ -1,0 +1,137 @@
+"""Time of labkit's all-reduce over time of gloo's `dist.all_reduce`, on this machine; float32 sums, CPU.
+
+    python benchmarks/all_reduce_against_gloo.py                      # the promises: exits 1 if one is missed
+    python benchmarks/all_reduce_against_gloo.py --algorithms all     # every algorithm, for the chooser's thresholds
+    python benchmarks/all_reduce_against_gloo.py --worlds 8,16 --sizes 4096,1048576
+
+Each algorithm is interleaved with gloo (A B A B) on ranks under SCHED_BATCH, one thread each. A barrier before every
+call; the slowest rank counts; medians of the repeats. On a busy machine the ratios mean little.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from labkit.parallel.collectives import ALGORITHMS, all_reduce
+from labkit.parallel.launch import run_ranks
+
+CHOOSER = "chooser"
+# size in bytes -> the largest ratio promised, for 2 and 4 ranks on 2 cores
+PROMISES = {4 << 10: 0.5, 64 << 10: 0.7, 1 << 20: 0.9, 10 << 20: 1.1, 100 << 20: 1.1}
+PROMISED_WORLDS = (2, 4)
+WARMUP = 3
+
+
+def measure(names: list[str], sizes: list[int], budget_s: float) -> list[dict[str, Any]]:
+    """On every rank: for each size and algorithm, median seconds of it and of gloo, and their ratio."""
+    rows = []
+    for n_bytes in sizes:
+        for name in names:
+            own = all_reduce if name == CHOOSER else ALGORITHMS[name]
+            own_s, gloo_s = _interleave(own, n_bytes, budget_s)
+            ratio = own_s / gloo_s
+            rows.append({"algorithm": name, "n_bytes": n_bytes, "own_s": own_s, "gloo_s": gloo_s, "ratio": ratio})
+    return rows
+
+
+def _interleave(own: Callable[..., None], n_bytes: int, budget_s: float) -> tuple[float, float]:
+    mine, theirs = torch.ones(n_bytes // 4), torch.ones(n_bytes // 4)
+    own_s: list[float] = []
+    gloo_s: list[float] = []
+    start, repeats = time.perf_counter(), WARMUP
+    for number in range(1000):
+        if number == WARMUP:
+            repeats = _agree_on_repeats((time.perf_counter() - start) / WARMUP, budget_s)
+        if number >= WARMUP + repeats:
+            break
+        gloo_s.append(_time(dist.all_reduce, theirs))
+        own_s.append(_time(lambda tensor: own(tensor, op="sum"), mine))
+    return _median_of_slowest(own_s[WARMUP:]), _median_of_slowest(gloo_s[WARMUP:])
+
+
+def _agree_on_repeats(pair_s: float, budget_s: float) -> int:
+    repeats = torch.tensor([min(400, max(7, int(budget_s / pair_s)))])
+    dist.broadcast(repeats, 0)
+    return int(repeats)
+
+
+def _time(call: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> float:
+    tensor.fill_(1.0)
+    dist.barrier()
+    start = time.perf_counter()
+    call(tensor)
+    elapsed_s = time.perf_counter() - start
+    assert tensor[-1] == dist.get_world_size(), "a wrong answer gets no time"
+    return elapsed_s
+
+
+def _median_of_slowest(samples_s: list[float]) -> float:
+    slowest = torch.tensor(samples_s, dtype=torch.float64)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return statistics.median(slowest.tolist())
+
+
+def main() -> int:
+    options = _parse()
+    has_missed = False
+    for world_size in options.worlds:
+        results = run_ranks(
+            measure,
+            options.algorithms,
+            options.sizes,
+            options.budget_s,
+            world_size=world_size,
+            threads=1,
+            timeout_s=1800,
+        )
+        for row in results[0]:
+            promise = PROMISES.get(row["n_bytes"]) if row["algorithm"] == CHOOSER else None
+            if world_size not in PROMISED_WORLDS:
+                promise = None
+            has_missed |= promise is not None and row["ratio"] > promise
+            print(_line(world_size, row, promise), flush=True)
+    return int(has_missed)
+
+
+def _line(world_size: int, row: dict[str, Any], promise: float | None) -> str:
+    verdict = "" if promise is None else f"  promised {promise}: {'kept' if row['ratio'] <= promise else 'MISSED'}"
+    times = f"own {row['own_s'] * 1e3:9.3f} ms   gloo {row['gloo_s'] * 1e3:9.3f} ms"
+    return (
+        f"{world_size:3} ranks {row['n_bytes'] / 1024:9.0f} KiB  {row['algorithm']:18} {times}"
+        f"   ratio {row['ratio']:.2f}{verdict}"
+    )
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--worlds", type=_whole_numbers, default=list(PROMISED_WORLDS), help="numbers of ranks: 2,4")
+    parser.add_argument("--sizes", type=_whole_numbers, default=list(PROMISES), help="bytes: 4096,65536")
+    parser.add_argument(
+        "--algorithms", type=_names, default=[CHOOSER], help=f'"all", {CHOOSER}, {", ".join(ALGORITHMS)}'
+    )
+    parser.add_argument("--budget-s", type=float, default=1.5, help="seconds for a size and algorithm")
+    return parser.parse_args()
+
+
+def _whole_numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
+
+
+def _names(text: str) -> list[str]:
+    names = [*ALGORITHMS, CHOOSER] if text == "all" else text.split(",")
+    for name in names:
+        if name not in ALGORITHMS and name != CHOOSER:
+            raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join([*ALGORITHMS, CHOOSER])}")
+    return names
+
+
+if __name__ == "__main__":
+    sys.exit(main())

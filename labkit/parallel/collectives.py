@@ -1,0 +1,308 @@
+"""All-reduce from point-to-point messages: four algorithms, and a chooser among them.
+
+Every rank of a group calls with a tensor of one shape; afterwards every rank's tensor holds the sum or the mean,
+bitwise the same everywhere, because each element is either computed once and copied, or computed everywhere from
+the same two operands. Each function works in place. Any number of ranks, any length, contiguous or not.
+
+Letters: p ranks, r this rank, n bytes a rank; a seconds a message, b seconds a byte; q the largest power of two <= p.
+
+    algorithm            messages in a row    bytes sent a rank     time
+    ring                 2 (p-1)              2 n (p-1)/p           2 (p-1) a + 2 n (p-1)/p b
+    butterfly (direct)   2                    2 n (p-1)/p           2 a' + 2 n (p-1)/p b      a': p-1 messages at once
+    recursive doubling   log2 q (+2)          n log2 q (+n)         log2 q (a + n b)          (+2 (a + n b))
+    halving-doubling     2 log2 q (+2)        2 n (q-1)/q (+n)      2 log2 q a + 2 n (q-1)/q b  (+2 (a + n b))
+
+(In brackets: what is added if p is not a power of two.) No rank can send less than 2 n (p-1)/p bytes in an
+algorithm that uses all of them alike, and none can know everything after fewer than log2 p messages in a row: the
+first matters for long tensors, the second for short ones.
+
+Precision. Every addition is rounded to the tensor's type, once, and partial sums travel in that type, as in torch's
+gloo backend. With u its unit roundoff (2^-53, 2^-24, 2^-11, 2^-8 for float64, float32, float16, bfloat16) and D
+additions in a row (p-1 for ring and butterfly, ceil(log2 p) for the two others), to first order
+
+    |sum - exact| <= D u sum|x_r|         |mean - exact| <= (D+1) u mean|x_r|
+
+float16 alone divides before it adds, so that the mean cannot overflow on the way (as DistributedDataParallel does);
+what falls below its smallest normal number then costs up to p 2^-25 more. A float16 *sum* overflows above 65504.
+
+Memory. Scratch of at most `Transport.scratch_limit_bytes` a group (2 MiB on CPU), kept between calls whatever n is;
+a tensor that is not contiguous, or that gloo has to move for a GPU, is copied for the duration of the call.
+
+Sources: Patarasuk & Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations" (ring);
+Thakur, Rabenseifner & Gropp 2005, "Optimization of collective communication operations in MPICH" (the two others).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from labkit.parallel.transport import Step, Transport, find_transport, group_transports
+
+FLOAT_TYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+class AllReduce(Protocol):
+    """In place: `tensor` becomes the sum or the mean over the ranks of `group`."""
+
+    def __call__(self, tensor: torch.Tensor, group: dist.ProcessGroup | None = None, op: str = "mean") -> None: ...
+
+
+def ring_all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup | None = None, op: str = "mean") -> None:
+    """Ranks stand in a ring; each sends to its right neighbor only. Best for long tensors (Patarasuk & Yuan 2009).
+
+    The vector is cut into p chunks.
+
+    Phase 1, reduce-scatter, p-1 rounds: in round s, rank r sends chunk r-s to the right and adds what comes from the
+    left to chunk r-s-1. A chunk so collects one rank's share a round, and ends complete on rank r as chunk r+1.
+
+    Phase 2, all-gather, p-1 rounds: in round s, rank r sends chunk r+1-s on, and stores what comes as chunk r-s.
+
+    Long chunks are cut into pieces, all ranks alike. A round needs of the round before only the same piece, so
+    two pieces are in flight at any time, across rounds: one is being added while the other arrives.
+
+    2 (p-1) messages in a row, 2 n (p-1)/p bytes sent a rank, time 2 (p-1) a + 2 n (p-1)/p b.
+    """
+    with _Reduction(tensor, group, op) as (vector, transport, divisor):
+        p, r = transport.world_size, transport.rank
+        right, left = (r + 1) % p, (r - 1) % p
+        chunks = vector.tensor_split(p)
+        number = _count_pieces(chunks[0], transport)
+        pieces = [chunk.tensor_split(number) for chunk in chunks] if number > 1 else [(chunk,) for chunk in chunks]
+        rounds = [(s, i) for s in range(p - 1) for i in range(number)]
+        depth = min(2, number)
+        # Phase 1: reduce-scatter
+        steps = [Step(pieces[(r - s) % p][i], right, pieces[(r - s - 1) % p][i], left, True) for s, i in rounds]
+        transport.run(steps, depth)
+        _divide(chunks[right], divisor)
+        # Phase 2: all-gather
+        steps = [Step(pieces[(r + 1 - s) % p][i], right, pieces[(r - s) % p][i], left, False) for s, i in rounds]
+        transport.run(steps, depth)
+
+
+def butterfly_all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup | None = None, op: str = "mean") -> None:
+    """Direct exchange, published as "butterfly": rank i averages chunk i and sends it to all. Best in the middle.
+
+    Not what textbooks call butterfly: that is `recursive_doubling_all_reduce`. The vector is cut into p chunks.
+
+    Phase 1, reduce-scatter: rank r sends chunk r+s to rank r+s, for every s from 1 to p-1, and adds up the p-1
+    versions of chunk r that come in.
+
+    Phase 2, all-gather: rank r sends chunk r, now complete, to all others, and stores theirs.
+
+    All messages of a phase are independent, so as many are in flight as there is scratch memory for; rank r turns to
+    rank r+s in step s, so that at no time everybody sends to the same rank.
+
+    2 messages in a row (p-1 at a time), 2 n (p-1)/p bytes sent a rank, time 2 a' + 2 n (p-1)/p b.
+    """
+    with _Reduction(tensor, group, op) as (vector, transport, divisor):
+        p, r = transport.world_size, transport.rank
+        chunks = vector.tensor_split(p)
+        number = _count_pieces(chunks[0], transport)
+        pieces = [chunk.tensor_split(number) for chunk in chunks] if number > 1 else [(chunk,) for chunk in chunks]
+        turns = [((r + s) % p, (r - s) % p, i) for i in range(number) for s in range(1, p)]
+        # Phase 1: reduce-scatter
+        steps = [Step(pieces[target][i], target, pieces[r][i], source, True) for target, source, i in turns]
+        transport.run(steps, depth=p)
+        _divide(chunks[r], divisor)
+        # Phase 2: all-gather
+        steps = [Step(pieces[r][i], target, pieces[source][i], source, False) for target, source, i in turns]
+        transport.run(steps, depth=p)
+
+
+def recursive_doubling_all_reduce(
+    tensor: torch.Tensor, group: dist.ProcessGroup | None = None, op: str = "mean"
+) -> None:
+    """The textbook butterfly: whole vectors between partners 1, 2, 4, ... apart. Best for short tensors.
+
+    Fold in: ranks beyond the largest power of two q hand their vector to rank r-q, which adds it.
+
+    Exchange, log2 q rounds: for distance d = 1, 2, 4, ..., q/2, rank r and rank r XOR d send each other all they
+    have and add. After a round with distance d, 2d ranks hold the same partial sum.
+
+    Fold out: the ranks that were folded in receive the result.
+
+    log2 p messages in a row, n log2 p bytes sent a rank, time log2 p (a + n b) (Thakur et al. 2005, section 4.2);
+    folding adds 2 messages of n bytes in a row.
+    """
+    with _Reduction(tensor, group, op) as (vector, transport, divisor):
+        p, r = transport.world_size, transport.rank
+        q = 1 << (p.bit_length() - 1)  # the largest power of two up to p
+        # Fold in
+        if q < p:
+            _fold_in(vector, transport, q)
+        # Exchange
+        if r < q:
+            distance = 1
+            while distance < q:
+                _swap(transport, r ^ distance, vector, vector, add=True)
+                distance *= 2
+            _divide(vector, divisor)
+        # Fold out
+        if q < p:
+            _fold_out(vector, transport, q)
+
+
+def halving_doubling_all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup | None = None, op: str = "mean") -> None:
+    """Rabenseifner's algorithm: the few messages of doubling and the few bytes of the ring.
+
+    Fold in: ranks beyond the largest power of two q hand their vector to rank r-q, which adds it.
+
+    Phase 1, reduce-scatter by recursive halving: for distance d = q/2, ..., 2, 1, rank r and rank r XOR d cut the
+    range both are responsible for into halves; the rank with bit d set keeps the upper half, the other the lower.
+    Each sends the half it gives up, and adds what comes to the half it keeps.
+
+    Phase 2, all-gather by recursive doubling: the same partners in reverse order send each other the range they have
+    complete, which doubles it.
+
+    Fold out: the ranks that were folded in receive the result.
+
+    2 log2 p messages in a row, 2 n (p-1)/p bytes sent a rank, time 2 log2 p a + 2 n (p-1)/p b (Thakur et al. 2005,
+    section 4.2); folding adds 2 messages of n bytes in a row.
+    """
+    with _Reduction(tensor, group, op) as (vector, transport, divisor):
+        p, r = transport.world_size, transport.rank
+        q = 1 << (p.bit_length() - 1)  # the largest power of two up to p
+        # Fold in
+        if q < p:
+            _fold_in(vector, transport, q)
+        if r < q:
+            # Phase 1: reduce-scatter by recursive halving
+            mine, given = vector, []
+            distance = q // 2
+            while distance:
+                lower, upper = mine.tensor_split(2)
+                mine, other = (upper, lower) if r & distance else (lower, upper)
+                _swap(transport, r ^ distance, other, mine, add=True)
+                given.append((distance, mine, other))
+                distance //= 2
+            _divide(mine, divisor)
+            # Phase 2: all-gather by recursive doubling
+            for distance, mine, other in reversed(given):
+                _swap(transport, r ^ distance, mine, other, add=False)
+        # Fold out
+        if q < p:
+            _fold_out(vector, transport, q)
+
+
+ALGORITHMS: Mapping[str, AllReduce] = MappingProxyType(
+    {
+        "ring": ring_all_reduce,
+        "butterfly": butterfly_all_reduce,
+        "recursive_doubling": recursive_doubling_all_reduce,
+        "halving_doubling": halving_doubling_all_reduce,
+    }
+)
+
+
+def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup | None = None, op: str = "mean") -> None:
+    """Sum or mean over the ranks of `group`, in place, by the algorithm that suits size and ranks.
+
+    Raises:
+        ValueError: an `op` other than "mean" and "sum", a tensor that is not of a float type or whose elements
+            share memory, or a group this rank is not in.
+    """
+    world_size = find_transport(group, tensor.device).world_size
+    ALGORITHMS[choose_algorithm(tensor.numel() * tensor.itemsize, world_size)](tensor, group, op)
+
+
+def choose_algorithm(n_bytes: int, world_size: int) -> str:
+    """Name of the algorithm for `n_bytes` a rank."""
+    if n_bytes <= 256 << 10:
+        return "recursive_doubling"
+    return "ring"
+
+
+def scratch_bytes(group: dist.ProcessGroup | None = None) -> int:
+    """Bytes of scratch memory kept for `group` now."""
+    return sum(transport.scratch_bytes() for transport in group_transports(group))
+
+
+def release_scratch(group: dist.ProcessGroup | None = None) -> None:
+    """Give the scratch memory of `group` back; the next all-reduce makes it again."""
+    for transport in group_transports(group):
+        transport.release_scratch()
+
+
+class _Reduction:
+    """The tensor as a vector the transport can move, the transport, and what to divide the sum by.
+
+    The vector is the tensor's own memory if that is contiguous and where the transport works; otherwise a copy, copied
+    back at the end. Autograd sees nothing of it.
+    """
+
+    # A class, not a generator: at 4 KB every 10 us of Python count, and code that runs once a call is never warm.
+    __slots__ = ("copy_to", "divisor", "transport", "vector")
+
+    def __init__(self, tensor: torch.Tensor, group: dist.ProcessGroup | None, op: str) -> None:
+        _check(tensor, op)
+        self.transport = find_transport(group, tensor.device)
+        if tensor.requires_grad:
+            tensor = tensor.detach()
+        self.copy_to: torch.Tensor | None = None
+        if tensor.is_contiguous() and tensor.device == self.transport.device:
+            self.vector = tensor if tensor.dim() == 1 else tensor.view(-1)
+        else:
+            self.copy_to = tensor
+            self.vector = tensor.to(self.transport.device).contiguous().view(-1)
+        self.divisor = self.transport.world_size if op == "mean" else 1
+        if self.divisor > 1 and tensor.dtype == torch.float16:
+            self.vector.div_(self.divisor)
+            self.divisor = 1
+
+    def __enter__(self) -> tuple[torch.Tensor, Transport, int]:
+        return self.vector, self.transport, self.divisor
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if kind is None and self.copy_to is not None:
+            self.copy_to.copy_(self.vector.view(self.copy_to.shape))
+
+
+def _check(tensor: torch.Tensor, op: str) -> None:
+    if op not in ("mean", "sum"):
+        raise ValueError(f'op must be "mean" or "sum", got {op!r}')
+    if tensor.dtype not in FLOAT_TYPES or tensor.layout != torch.strided:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOAT_TYPES)
+        raise ValueError(f"tensor must be dense, of one of the types {names}; got {tensor.dtype}, {tensor.layout}")
+    if not tensor.is_contiguous() and 0 in tensor.stride() and tensor.numel() > 1:
+        raise ValueError("several elements of tensor share memory, as after expand(); clone() it first")
+
+
+def _divide(vector: torch.Tensor, divisor: int) -> None:
+    if divisor > 1:
+        vector.div_(divisor)
+
+
+def _count_pieces(longest: torch.Tensor, transport: Transport) -> int:
+    return max(1, -(-longest.nbytes // transport.piece_bytes))
+
+
+def _swap(transport: Transport, partner: int, outgoing: torch.Tensor, incoming: torch.Tensor, *, add: bool) -> None:
+    """Send and receive one vector each, in pieces if they are long; two are in flight."""
+    longest_bytes = max(outgoing.nbytes, incoming.nbytes)
+    if longest_bytes <= transport.piece_bytes:
+        transport.run([Step(outgoing, partner, incoming, partner, add)])
+        return
+    number = -(-longest_bytes // transport.piece_bytes)
+    pairs = zip(outgoing.tensor_split(number), incoming.tensor_split(number), strict=True)
+    transport.run([Step(sent, partner, received, partner, add) for sent, received in pairs], depth=2)
+
+
+def _fold_in(vector: torch.Tensor, transport: Transport, q: int) -> None:
+    rank, nothing = transport.rank, vector[:0]
+    if rank >= q:
+        _swap(transport, rank - q, vector, nothing, add=False)
+    elif rank + q < transport.world_size:
+        _swap(transport, rank + q, nothing, vector, add=True)
+
+
+def _fold_out(vector: torch.Tensor, transport: Transport, q: int) -> None:
+    rank, nothing = transport.rank, vector[:0]
+    if rank >= q:
+        _swap(transport, rank - q, nothing, vector, add=False)
+    elif rank + q < transport.world_size:
+        _swap(transport, rank + q, vector, nothing, add=False)

@@ -1,0 +1,298 @@
+"""How ranks exchange memory: the one operation under every all-reduce of `collectives.py`.
+
+An algorithm is a list of steps. A step sends a part of a vector to one rank and receives a part from another,
+which is stored or added to what is there. `run` carries the steps out, several at a time where the algorithm
+allows it, so that adding overlaps receiving. Everything else is the transport's: calls that cannot deadlock,
+scratch memory, what a message is. An algorithm is written once; a transport needs `run` and `piece_bytes` only.
+
+    StreamTransport   gloo, CPU memory: each message is a call of its own, moved in the background
+    BatchTransport    NCCL, CUDA memory: messages that wait for each other must be launched as one batch
+
+What an algorithm promises:
+
+* A message has the same step number on both sides. So among the oldest unfinished steps of all ranks there is always
+  one that both its sides have started, and nothing waits for ever.
+* Both sides know its length. An empty part is not sent at all.
+* With `depth` steps in flight, a step reads and writes nothing that the `depth - 1` steps before it write, and writes
+  nothing that they send. Within a step the same memory may be sent and added to (recursive doubling does so).
+
+What a transport promises:
+
+* Messages between two ranks arrive in the order sent, so ranks may run ahead of each other through any number of
+  calls. One call at a time on a group and a rank, however: two threads need two groups.
+* Scratch memory is made on first use and kept between calls, because touching fresh pages costs as much as copying the
+  data. It is bounded whatever the size of the tensors, and it goes when the group goes.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+
+# Keeps our messages apart from the caller's own send/recv on the same group, which count from tag 0.
+TAG = 0x6C6B
+
+ALIGNMENT_BYTES = 64
+
+
+class Step(NamedTuple):
+    """Send `outgoing` to group rank `target`; receive `incoming` from group rank `source`, and add it if `add`.
+
+    Parts are contiguous vectors; None is no message.
+    """
+
+    outgoing: torch.Tensor | None
+    target: int
+    incoming: torch.Tensor | None
+    source: int
+    add: bool
+
+
+class Transport(Protocol):
+    """What an all-reduce needs of the machinery below it."""
+
+    rank: int
+    world_size: int
+    device: torch.device  # of the memory it moves
+    piece_bytes: int  # parts up to this size move best
+
+    def run(self, steps: Sequence[Step], depth: int = 1) -> None:
+        """Carry out `steps`; one starts as soon as the one `depth` before it is complete, or later."""
+
+    def scratch_bytes(self) -> int:
+        """Bytes of scratch memory kept now."""
+
+    def release_scratch(self) -> None:
+        """Give the scratch memory back; the next call that needs some makes it again."""
+
+
+class Scratch:
+    """Memory kept between calls: one allocation, cut into equal slots of whatever type is asked for."""
+
+    def __init__(self, device: torch.device, limit_bytes: int) -> None:
+        self._device = device
+        self._limit_bytes = limit_bytes
+        self._memory = torch.empty(0, dtype=torch.uint8, device=device)
+        self._slots: list[torch.Tensor] = []
+        self._shape: tuple[int, int, torch.dtype] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self._memory.numel()
+
+    def slots(self, count: int, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
+        """Vectors of `numel` elements: `count`, or as many as fit into the limit, and one at least."""
+        if self._shape != (count, numel, dtype):  # cutting takes 10 us, a tenth of a small all-reduce
+            self._shape = (count, numel, dtype)
+            self._slots = self._cut(count, numel, dtype)
+        return self._slots
+
+    def release(self) -> None:
+        self._memory = self._memory.new_empty(0)
+        self._slots = []
+        self._shape = None
+
+    def _cut(self, count: int, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
+        slot_bytes = -(-numel * dtype.itemsize // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        count = max(1, min(count, self._limit_bytes // slot_bytes))
+        if self.nbytes < count * slot_bytes:
+            # Made in inference mode, the memory could not be written to outside it.
+            with torch.inference_mode(False):
+                self._memory = torch.empty(count * slot_bytes, dtype=torch.uint8, device=self._device)
+        slots = self._memory[: count * slot_bytes].view(dtype).split(slot_bytes // dtype.itemsize)
+        return [slot[:numel] for slot in slots]
+
+
+class _GroupTransport:
+    """What the two transports over torch.distributed have in common."""
+
+    piece_bytes: int
+    scratch_limit_bytes: int
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.rank = group.rank()
+        self.world_size = group.size()
+        self.device = device
+        self._scratch = Scratch(device, self.scratch_limit_bytes)
+
+    def scratch_bytes(self) -> int:
+        return self._scratch.nbytes
+
+    def release_scratch(self) -> None:
+        self._scratch.release()
+
+    def _slots(self, steps: Sequence[Step], depth: int) -> list[torch.Tensor]:
+        if (
+            len(steps) == 1
+            and (only := steps[0]).add
+            and only.incoming is not None
+            and (numel := only.incoming.numel())
+        ):
+            return self._scratch.slots(1, numel, only.incoming.dtype)
+        added = [step.incoming for step in steps if step.add and step.incoming is not None]
+        numel = max([part.numel() for part in added], default=0)
+        return self._scratch.slots(min(depth, len(steps)), numel, added[0].dtype) if numel else []
+
+
+class StreamTransport(_GroupTransport):
+    """Messages that move in the background, each on its own: gloo.
+
+    The receive of a step is posted before its send: gloo moves a message when both sides have announced it, and
+    a receive that already waits saves a round trip.
+    """
+
+    piece_bytes = 1 << 20
+    scratch_limit_bytes = 2 * piece_bytes
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        device = torch.device("cpu")
+        super().__init__(group, device)
+        # The backend's own methods take group ranks and skip the dispatcher and the checks of `dist.isend`.
+        backend: Any = group._get_backend(device)  # torch types it as the base class, which has neither
+        self._send, self._receive = backend.send, backend.recv
+
+    def run(self, steps: Sequence[Step], depth: int = 1) -> None:
+        slots = self._slots(steps, depth)
+        if len(steps) == 1:  # short vectors: the same without the queue
+            self._start(steps[0], slots[0] if slots else None).finish()
+            return
+        depth = len(slots) or depth
+        in_flight: deque[_Started] = deque()
+        for number, step in enumerate(steps):
+            if number >= depth:
+                in_flight.popleft().finish()
+            in_flight.append(self._start(step, slots[number % depth] if slots else None))
+        for started in in_flight:
+            started.finish()
+
+    def _start(self, step: Step, slot: torch.Tensor | None) -> _Started:
+        outgoing, target, incoming, source, add = step
+        landing = _landing(step, slot)
+        arrival = None if landing is None else self._receive([landing], source, TAG)
+        is_empty = outgoing is None or outgoing.numel() == 0
+        departure = None if is_empty else self._send([outgoing], target, TAG)
+        return _Started(departure, arrival, landing, incoming if add else None)
+
+
+class BatchTransport(_GroupTransport):
+    """Messages launched together and moved by the GPU, in the order of its streams: NCCL.
+
+    Steps that may be in flight together are one batch. Waiting makes the GPU's stream wait, not the CPU.
+    """
+
+    piece_bytes = 16 << 20  # a GPU adds faster than links deliver: pieces only bound the scratch memory here
+    scratch_limit_bytes = 2 * piece_bytes
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        super().__init__(group, device)
+        self._group = weakref.ref(group)
+        # NCCL wants every rank of the group in its first batch; the first step of an algorithm may leave some out.
+        token = torch.zeros(2, device=device)
+        right, left = (self.rank + 1) % self.world_size, (self.rank - 1) % self.world_size
+        if self.world_size > 1:
+            self.run([Step(token[:1], right, token[1:], left, False)])
+
+    def run(self, steps: Sequence[Step], depth: int = 1) -> None:
+        # Ranks must cut their steps alike, so a rank's own lengths may not count.
+        depth = min(depth, self.scratch_limit_bytes // self.piece_bytes)
+        slots = self._slots(steps, depth)
+        for start in range(0, len(steps), depth):
+            self._run_batch(steps[start : start + depth], slots)
+
+    def _run_batch(self, steps: Sequence[Step], slots: Sequence[torch.Tensor]) -> None:
+        group = self._group()
+        messages: list[dist.P2POp] = []
+        totals: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for number, step in enumerate(steps):
+            landing = _landing(step, slots[number] if slots else None)
+            if landing is not None:
+                messages.append(dist.P2POp(dist.irecv, landing, group=group, tag=TAG, group_peer=step.source))
+                if step.add and step.incoming is not None:
+                    totals.append((step.incoming, landing))
+            if step.outgoing is not None and step.outgoing.numel():
+                messages.append(dist.P2POp(dist.isend, step.outgoing, group=group, tag=TAG, group_peer=step.target))
+        for work in dist.batch_isend_irecv(messages) if messages else []:
+            work.wait()
+        for total, landing in totals:
+            total.add_(landing)
+
+
+class _Started(NamedTuple):
+    """A step whose messages are on their way."""
+
+    departure: dist.Work | None
+    arrival: dist.Work | None
+    landing: torch.Tensor | None
+    total: torch.Tensor | None
+
+    def finish(self) -> None:
+        # Each wait() once: a second one would not return before gloo's time-out.
+        if self.departure is not None:
+            self.departure.wait()
+        if self.arrival is not None:
+            self.arrival.wait()
+            if self.total is not None and self.landing is not None:
+                self.total.add_(self.landing)
+
+
+def _landing(step: Step, slot: torch.Tensor | None) -> torch.Tensor | None:
+    """Where the message of a step arrives: its own place, or a slot if it is to be added; None if there is none."""
+    incoming = step.incoming
+    if incoming is None or incoming.numel() == 0:
+        return None
+    if not step.add:
+        return incoming
+    assert slot is not None
+    return slot if slot.numel() == incoming.numel() else slot[: incoming.numel()]
+
+
+# Per group, because scratch memory outlives a call; weak, because it may not outlive the group.
+_transports: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, Transport]] = weakref.WeakKeyDictionary()
+
+
+def find_transport(group: dist.ProcessGroup | None, device: torch.device) -> Transport:
+    """The transport that serves tensors on `device` in `group` (all ranks, if None).
+
+    NCCL serves CUDA tensors in place. Everything else goes through CPU memory: gloo's send and recv know no other.
+
+    Raises:
+        ValueError: no process group, this rank is not in it, or it has no backend for the device.
+    """
+    group = _member_group(group)
+    known = _transports.get(group)
+    if known is None:
+        known = _transports[group] = {}
+    return known.get(device) or known.setdefault(device, _make_transport(group, device, known))
+
+
+def group_transports(group: dist.ProcessGroup | None) -> set[Transport]:
+    """The transports made for `group` so far."""
+    return set(_transports.get(_member_group(group), {}).values())
+
+
+def _member_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    if group is None:
+        if not dist.is_initialized():
+            raise ValueError("there is no process group: call torch.distributed.init_process_group first")
+        group = dist.group.WORLD
+    if not isinstance(group, dist.ProcessGroup):
+        raise ValueError(
+            f"group must be a process group that this rank belongs to, or None for all ranks; got {group!r}"
+        )
+    return group
+
+
+def _make_transport(group: dist.ProcessGroup, device: torch.device, known: dict[torch.device, Transport]) -> Transport:
+    host = torch.device("cpu")
+    try:
+        backend = group._get_backend(device).name()
+    except RuntimeError as error:
+        raise ValueError(f"the process group has no backend for {device.type} tensors") from error
+    if backend == "nccl":
+        return BatchTransport(group, device)
+    return known.get(host) or StreamTransport(group)

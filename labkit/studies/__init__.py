@@ -1,0 +1,22 @@
+"""The labs: one package each, same name as its notebook and its page. Studies never import one another.
+
+Imports nothing by itself: a rank that measures a point imports `labkit.studies.<lab>.worker` through here.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from labkit.lab.study import Study
+
+LABS = ("all_reduce",)
+
+
+def load_study(lab: str) -> "Study":
+    """The study of a lab, imported on demand. ParameterError for a name that is no lab's."""
+    from labkit.lab.config import ParameterError, nearest
+
+    if lab not in LABS:
+        raise ParameterError(f"unknown lab {lab!r}{nearest(lab, LABS)}; the labs are {', '.join(LABS)}")
+    study: Study = import_module(f"labkit.studies.{lab}.study").STUDY
+    return study

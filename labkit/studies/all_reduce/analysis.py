@@ -1,0 +1,205 @@
+"""From the frame of an all-reduce run to the tables its answers and figures are made of.
+
+Every table is tidy and carries units in its names. Times are of the slowest rank of each repeat.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+
+import pandas as pd
+
+from labkit.bench.statistics import compare, slowest_rank, summarize_groups
+from labkit.costs import (
+    ALL_REDUCE_COSTS,
+    AlphaBeta,
+    MessageCost,
+    algorithm_bandwidth,
+    bus_bandwidth,
+    crossover_bytes,
+    fit_alpha_beta,
+)
+from labkit.lab.project import reference_directory
+from labkit.studies.all_reduce.worker import CHOSEN, OWN, TORCH
+
+SETTING = ["sweep", "backend", "scheduling", "world_size", "n_bytes"]
+MIB = 2**20
+ALGORITHM_ORDER = (TORCH, *OWN)
+# Pairs of which the first sends fewer messages and the second fewer bytes.
+OVERTAKING = (("recursive_doubling", "ring"), ("recursive_doubling", "halving_doubling"))
+
+
+def samples(frame: pd.DataFrame, *sweeps: str) -> pd.DataFrame:
+    """`seconds` of the slowest rank, one row a repeat of each (setting, algorithm)."""
+    if frame.empty or "seconds" not in frame:
+        return pd.DataFrame(columns=[*SETTING, "algorithm", "repeat", "seconds"])
+    timed = frame[frame["sweep"].isin(sweeps or ("sizes", "ranks"))].dropna(subset="seconds")
+    return slowest_rank(timed, "seconds", [*SETTING, "algorithm"])
+
+
+def times(frame: pd.DataFrame, *sweeps: str) -> pd.DataFrame:
+    """Median seconds with interval, algbw and busbw in GB/s, one row a (setting, algorithm)."""
+    table = summarize_groups(samples(frame, *sweeps), "seconds", [*SETTING, "algorithm"])
+    table = table.rename(columns={"median": "seconds"})
+    algbw = [algorithm_bandwidth(n, s) / 1e9 for n, s in zip(table.n_bytes, table.seconds, strict=True)]
+    busbw = [
+        bus_bandwidth(p, n, s) / 1e9 for p, n, s in zip(table.world_size, table.n_bytes, table.seconds, strict=True)
+    ]
+    return table.assign(algbw_gb_per_s=algbw, busbw_gb_per_s=busbw)
+
+
+def against_torch(frame: pd.DataFrame, *sweeps: str) -> pd.DataFrame:
+    """Each algorithm's time over torch's, from the same interleaved repeats, with interval and verdict."""
+    return ratios(samples(frame, *sweeps), SETTING, "algorithm", TORCH)
+
+
+def batch_against_default(frame: pd.DataFrame) -> pd.DataFrame:
+    """Time under SCHED_BATCH over time under the system's default policy."""
+    setting = ["backend", "world_size", "n_bytes", "algorithm"]
+    return ratios(samples(frame, "scheduling"), setting, "scheduling", "default")
+
+
+def ratios(table: pd.DataFrame, setting: Sequence[str], column: str, baseline: str) -> pd.DataFrame:
+    """Within each setting, the time of every value of `column` over that of `baseline`, with the verdict."""
+    rows = []
+    for key, group in table.groupby(list(setting), sort=True):
+        base = group.loc[group[column] == baseline, "seconds"]
+        if base.empty:
+            continue
+        for name, seconds in group[group[column] != baseline].groupby(column)["seconds"]:
+            ratio = compare(seconds, base)
+            rows.append(
+                dict(zip(setting, key, strict=True))
+                | {column: name, "ratio": ratio.ratio, "low": ratio.low, "high": ratio.high}
+                | {"verdict": ratio.verdict}
+            )
+    return pd.DataFrame(rows, columns=[*setting, column, "ratio", "low", "high", "verdict"])
+
+
+def predictions(frame: pd.DataFrame) -> pd.DataFrame:
+    """What single exchange steps, measured before, say an algorithm should take; and what it took.
+
+    Columns: setting, algorithm, `predicted_s`, `seconds`, `measured_over_predicted`.
+    """
+    rows = []
+    measured = times(frame, "sizes")
+    for (backend, world_size), steps in times(frame, "exchange").groupby(["backend", "world_size"]):
+        if len(steps) < 2:
+            continue
+        model = fit_alpha_beta([MessageCost(1, n) for n in steps["n_bytes"]], steps["seconds"].tolist())
+        here = measured[(measured["backend"] == backend) & (measured["world_size"] == world_size)]
+        rows += [
+            {
+                **{name: row[name] for name in (*SETTING, "algorithm", "seconds")},
+                "predicted_s": model.predict_s(ALL_REDUCE_COSTS[row["algorithm"]](world_size, row["n_bytes"])),
+            }
+            for row in here.to_dict("records")
+            if row["algorithm"] in ALL_REDUCE_COSTS
+        ]
+    table = pd.DataFrame(rows, columns=[*SETTING, "algorithm", "seconds", "predicted_s"])
+    return table.assign(measured_over_predicted=table["seconds"] / table["predicted_s"])
+
+
+def fits(frame: pd.DataFrame) -> dict[tuple[str, int], AlphaBeta]:
+    """One alpha and beta for all four algorithms together, by (backend, world size)."""
+    table = times(frame, "sizes")
+    table = table[table["algorithm"].isin(list(ALL_REDUCE_COSTS)) & (table["world_size"] > 1)]
+    models = {}
+    for (backend, world_size), group in table.groupby(["backend", "world_size"]):
+        costs = [
+            ALL_REDUCE_COSTS[name](world_size, n) for name, n in zip(group["algorithm"], group["n_bytes"], strict=True)
+        ]
+        if len(set(costs)) >= 2:
+            models[str(backend), int(world_size)] = fit_alpha_beta(costs, group["seconds"].tolist())
+    return models
+
+
+def fit_table(frame: pd.DataFrame) -> pd.DataFrame:
+    """The fits as a table: alpha in seconds, beta in ns a byte, relative errors in percent."""
+    rows = [
+        {
+            "backend": backend,
+            "world_size": world_size,
+            "alpha_s": model.alpha_s,
+            "beta_ns_per_byte": model.beta_s_per_byte * 1e9,
+            "median_error_percent": model.median_error * 100,
+            "largest_error_percent": model.largest_error * 100,
+        }
+        for (backend, world_size), model in fits(frame).items()
+    ]
+    columns = ["backend", "world_size", "alpha_s", "beta_ns_per_byte"]
+    return pd.DataFrame(rows, columns=[*columns, "median_error_percent", "largest_error_percent"])
+
+
+def crossover_table(frame: pd.DataFrame) -> pd.DataFrame:
+    """Where the fitted model says one algorithm overtakes another, and between which measured sizes it does.
+
+    One row a (backend, world size, pair). `wins_until_bytes` and `overtaken_from_bytes` are the last size at
+    which the first algorithm is shown to be faster and the first at which the second is; NaN: at none. The
+    prediction "holds" if it lies between them, or says never and the second never wins; it is "open" where no
+    size is small enough to show the first one ahead.
+    """
+    rows = []
+    table = samples(frame, "sizes")
+    for (backend, world_size), model in fits(frame).items():
+        here = table[(table["backend"] == backend) & (table["world_size"] == world_size)]
+        for first, second in OVERTAKING:
+            pair = ratios(here[here["algorithm"].isin([first, second])], SETTING, "algorithm", first)
+            predicted = crossover_bytes(first, second, world_size, model)
+            until = pair.loc[pair["verdict"] == "slower", "n_bytes"].max()
+            start = pair.loc[pair["verdict"] == "faster", "n_bytes"].min()
+            row = {"backend": backend, "world_size": world_size, "first": first, "then": second}
+            row |= {"predicted_bytes": predicted, "wins_until_bytes": until, "overtaken_from_bytes": start}
+            rows.append(row | {"prediction": _crossover_holds(predicted, until, start)})
+    names = ["backend", "world_size", "first", "then", "predicted_bytes", "wins_until_bytes"]
+    return pd.DataFrame(rows, columns=[*names, "overtaken_from_bytes", "prediction"])
+
+
+def _crossover_holds(predicted: float | None, until: float, start: float) -> str:
+    if pd.isna(start):  # the second is nowhere shown to win
+        if pd.isna(until):
+            return "open"
+        return "holds" if predicted is None or predicted > until else "does not hold"
+    if predicted is None:
+        return "does not hold"
+    if pd.isna(until):
+        return "open" if predicted <= start else "does not hold"
+    return "holds" if until <= predicted <= start else "does not hold"
+
+
+def errors_and_memory(frame: pd.DataFrame) -> pd.DataFrame:
+    """Largest error against the exact mean and largest extra memory of any rank, by algorithm and setting."""
+    if frame.empty or "error" not in frame:
+        return pd.DataFrame(columns=[*SETTING, "algorithm", "error", "extra_bytes", "scratch_bytes", "gate"])
+    checked = frame[frame["sweep"].isin(["sizes", "ranks"])]
+    worst = {"error": "max", "extra_bytes": "max", "scratch_bytes": "max", "gate": "max"}
+    return checked.groupby([*SETTING, "algorithm"]).agg(worst).reset_index()
+
+
+@cache
+def published_by_size() -> pd.DataFrame:
+    """`allreduce_gloo_nccl.csv` as (backend, world_size, n_bytes, seconds of the slowest rank)."""
+    table = pd.read_csv(reference_directory() / "allreduce_gloo_nccl.csv")
+    slowest = table.groupby(["backend", "world_size", "size_mb"])["seconds"].max().reset_index()
+    return slowest.assign(n_bytes=slowest["size_mb"] * MIB)
+
+
+@cache
+def published_ring_against(other: str) -> pd.DataFrame:
+    """`allreduce_ring_vs_<other>.csv` in long form: world_size, elements, algorithm, seconds, error."""
+    table = pd.read_csv(reference_directory() / f"allreduce_ring_vs_{other}.csv")
+    return pd.concat(
+        [
+            table[["world_size", "elements"]].assign(
+                algorithm=name, seconds=table[f"{name}_max_s"], error=table[f"{name}_error"]
+            )
+            for name in ("ring", other)
+        ],
+        ignore_index=True,
+    )
+
+
+def best(frame: pd.DataFrame) -> pd.DataFrame:
+    """The algorithm with the smallest median at each setting, `chosen` (which is one of the others) aside."""
+    table = times(frame, "sizes")
+    table = table[table["algorithm"] != CHOSEN]
+    return table.loc[table.groupby(SETTING)["seconds"].idxmin()].sort_values(SETTING)

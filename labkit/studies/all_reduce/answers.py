@@ -1,0 +1,312 @@
+"""What an all-reduce run says: one answer to each question, nothing the intervals do not show."""
+
+from collections.abc import Iterator
+from itertools import groupby, pairwise
+
+import pandas as pd
+
+from labkit.bench.statistics import beyond_chance
+from labkit.costs import ALL_REDUCE_COSTS
+from labkit.lab.answers import Answer, Question, Verdict, not_measured
+from labkit.lab.units import format_bytes, format_rate, format_seconds, join_words
+from labkit.studies.all_reduce import analysis
+from labkit.studies.all_reduce.worker import CHOSEN, OWN, TORCH
+
+SIZE_AND_RANKS = Question(
+    "size_and_ranks",
+    "How does the time of an all-reduce grow with its size and with the number of ranks?",
+)
+ALGORITHMS = Question(
+    "algorithms_against_torch",
+    "Ring, butterfly, recursive doubling, halving-doubling against torch: which is fastest, at what error?",
+)
+RING = Question("ring_against_torch", "Is a ring of point-to-point calls as fast as torch's all-reduce?")
+ALPHA_BETA = Question(
+    "alpha_beta",
+    "Does an alpha-beta model explain the times, and does one algorithm overtake another where it says?",
+)
+SCHEDULING = Question("scheduling", "What does the scheduling policy of the ranks do to small all-reduces?")
+PUBLISHED = Question("published_trends", "Do the published trends hold on this machine?")
+QUESTIONS = (SIZE_AND_RANKS, ALGORITHMS, RING, ALPHA_BETA, SCHEDULING, PUBLISHED)
+
+
+def answer_all(frame: pd.DataFrame, coverage: pd.DataFrame) -> list[Answer]:
+    """An answer to every question; a question whose rows are missing says so."""
+    answers = {
+        SIZE_AND_RANKS: size_and_ranks,
+        ALGORITHMS: algorithms_against_torch,
+        RING: ring_against_torch,
+        ALPHA_BETA: alpha_beta,
+        SCHEDULING: scheduling,
+        PUBLISHED: published_trends,
+    }
+    return [
+        find(frame) or not_measured(question, coverage, "no row of this run holds the times it needs")
+        for question, find in answers.items()
+    ]
+
+
+def size_and_ranks(frame: pd.DataFrame) -> Answer | None:
+    table = analysis.times(frame, "sizes")
+    table = table[(table["algorithm"] == TORCH) & (table["world_size"] > 1)]
+    if table.empty:
+        return None
+    sentences = []
+    for backend, of_backend in table.groupby("backend"):
+        for world_size, series in of_backend.groupby("world_size"):
+            small, large = series.loc[series["n_bytes"].idxmin()], series.loc[series["n_bytes"].idxmax()]
+            sentences.append(
+                f"{backend}, {world_size} ranks: {_time(small)} for {format_bytes(small['n_bytes'])}, "
+                f"{_time(large)} for {format_bytes(large['n_bytes'])}, where a link carries "
+                f"{format_rate(large['busbw_gb_per_s'] * 1e9)} (bus bandwidth)."
+            )
+        growth = _growth_with_ranks(of_backend)
+        sentences += [growth] if growth else []
+    return Answer(SIZE_AND_RANKS, "measured", " ".join(sentences), figure="time_by_size")
+
+
+def _growth_with_ranks(table: pd.DataFrame) -> str | None:
+    """How much longer the largest common size takes with the most ranks than with the fewest."""
+    fewest, most = table["world_size"].min(), table["world_size"].max()
+    common = set(table.loc[table["world_size"] == fewest, "n_bytes"])
+    common &= set(table.loc[table["world_size"] == most, "n_bytes"])
+    if fewest == most or not common:
+        return None
+    at = table[table["n_bytes"] == max(common)].set_index("world_size")
+    before, after = at.loc[fewest], at.loc[most]
+    where = f"At {format_bytes(max(common))}, {most} ranks take"
+    if after["low"] <= before["high"] or before["low"] != before["low"]:
+        return f"{where} no longer than {fewest}, as far as is shown."
+    expected = (2 * (most - 1) / most) / (2 * (fewest - 1) / fewest)
+    factor = after["seconds"] / before["seconds"]
+    return f"{where} {factor:.1f} times as long as {fewest}; by the bytes a rank sends it would be {expected:.1f}."
+
+
+def algorithms_against_torch(frame: pd.DataFrame) -> Answer | None:
+    ratios = analysis.against_torch(frame, "sizes")
+    ratios = ratios[(ratios["world_size"] > 1) & ratios["algorithm"].isin(list(OWN))]
+    if ratios.empty:
+        return None
+    faster, _ = _shown(ratios[ratios["algorithm"] != CHOSEN])
+    sentences = [_winners(faster, world_size) for world_size in sorted(ratios["world_size"].unique())]
+    sentences.append(_error_sentence(frame))
+    wins, settings = faster.groupby(analysis.SETTING).ngroups, ratios.groupby(analysis.SETTING).ngroups
+    verdict: Verdict = "yes" if wins == settings else "mixed" if wins else "no"
+    if not wins and _verdict(*_shown(ratios)) == "no difference shown":
+        verdict = "no difference shown"
+    text = " ".join(sentence for sentence in sentences if sentence)
+    return Answer(ALGORITHMS, verdict, text, "against_torch", _chooser_recommendation(ratios))
+
+
+def _winners(faster: pd.DataFrame, world_size: int) -> str:
+    """Which own algorithm beats torch from which size to which, for one world size."""
+    here = faster[faster["world_size"] == world_size]
+    if here.empty:
+        return f"With {world_size} ranks no algorithm is shown to be faster than torch."
+    best = here.loc[here.groupby("n_bytes")["ratio"].idxmin()].sort_values("n_bytes")
+    parts = []
+    for name, group in groupby(best.to_dict("records"), key=lambda row: row["algorithm"]):
+        rows = list(group)
+        sizes = join_words([format_bytes(row["n_bytes"]) for row in (rows[0], rows[-1])[: len(rows)]])
+        place = f"between {sizes}" if len(rows) > 1 else f"at {sizes}"
+        ratios = dict.fromkeys(f"{pick(row['ratio'] for row in rows):.2f}" for pick in (min, max))
+        parts.append(f"{_name(name)} {place} ({' to '.join(ratios)} of torch's time)")
+    return f"With {world_size} ranks torch is beaten by {join_words(parts)}."
+
+
+def _error_sentence(frame: pd.DataFrame) -> str:
+    checked = analysis.errors_and_memory(frame)
+    if checked.empty:
+        return ""
+    wrong = checked[checked["gate"] != "ok"]
+    if not wrong.empty:
+        names = join_words(sorted({_name(name) for name in wrong["algorithm"]}))
+        return f"WRONG RESULTS, and therefore no times, from {names} in {len(wrong)} settings."
+    worst = checked.groupby("algorithm")["error"].max()
+    own, torch = worst.drop(TORCH, errors="ignore"), worst.get(TORCH)
+    beside = f" (torch: {torch:.1e})" if torch is not None else ""
+    return f"All agree with the exact mean: the largest relative error of any is {own.max():.1e}{beside}."
+
+
+def _chooser_recommendation(ratios: pd.DataFrame) -> str | None:
+    chosen = ratios[(ratios["algorithm"] == CHOSEN) & (ratios["backend"] == "gloo")]
+    if chosen.empty:
+        return None
+    faster, slower = _shown(chosen)
+    if faster.empty and slower.empty:
+        return "labkit's all_reduce or torch's: no difference is shown beyond chance."
+    parts = []
+    if not faster.empty:
+        gain = f"{faster['ratio'].min():.2f} to {faster['ratio'].max():.2f} of torch's time"
+        parts.append(f"labkit's all_reduce is faster in {len(faster)} of {len(chosen)} settings ({gain})")
+    if not slower.empty:
+        worst = slower.loc[slower["ratio"].idxmax()]
+        where = f"{worst['ratio']:.2f}x at {format_bytes(worst['n_bytes'])}, {worst['world_size']} ranks"
+        parts.append(f"slower in {len(slower)} (at worst {where})")
+    return f"{'; '.join(parts)}."
+
+
+def ring_against_torch(frame: pd.DataFrame) -> Answer | None:
+    ratios = analysis.against_torch(frame)
+    ratios = ratios[(ratios["algorithm"] == "ring") & (ratios["world_size"] > 1)]
+    if ratios.empty:
+        return None
+    counts = ratios["verdict"].value_counts()
+    text = (
+        f"Over {len(ratios)} settings the ring is faster in {counts.get('faster', 0)}, slower in "
+        f"{counts.get('slower', 0)}, and no difference is shown in {counts.get('no difference shown', 0)}."
+    )
+    faster, slower = _shown(ratios)
+    for word, some, at in (("best", faster, "idxmin"), ("worst", slower, "idxmax")):
+        if not some.empty:
+            row = some.loc[getattr(some["ratio"], at)()]
+            text += (
+                f" At {word} it takes {row['ratio']:.2f} [{row['low']:.2f}, {row['high']:.2f}] of torch's time "
+                f"({format_bytes(row['n_bytes'])}, {row['world_size']} ranks, {row['backend']})."
+            )
+    return Answer(RING, _verdict(faster, slower), text, "many_ranks")
+
+
+def _shown(ratios: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Rows shown to be faster, and slower; none of a kind if they are no more than chance would give."""
+    setting = [name for name in ("backend", "world_size", "n_bytes") if name in ratios]
+    settings = ratios.groupby(setting).ngroups
+    tries = -(-len(ratios) // max(1, settings))
+    kinds = []
+    for verdict in ("faster", "slower"):
+        some = ratios[ratios["verdict"] == verdict]
+        shown = some.groupby(setting).ngroups
+        kinds.append(some if beyond_chance(shown, settings, tries=tries) else some.iloc[:0])
+    return kinds[0], kinds[1]
+
+
+def _verdict(faster: pd.DataFrame, slower: pd.DataFrame) -> Verdict:
+    """Is it faster: yes, no, both, or not shown."""
+    if faster.empty and slower.empty:
+        return "no difference shown"
+    return "mixed" if len(faster) and len(slower) else "yes" if len(faster) else "no"
+
+
+def alpha_beta(frame: pd.DataFrame) -> Answer | None:
+    fitted = analysis.fits(frame)
+    if not fitted:
+        return None
+    typical = [model.median_error for model in fitted.values()]
+    worst = max(model.largest_error for model in fitted.values())
+    sentences = [
+        "Fitted to all four algorithms of a world size together, alpha and beta leave half of the times within "
+        f"{max(typical):.0%} and the worst off by {worst:.0%}."
+    ]
+    predicted = analysis.predictions(frame)["measured_over_predicted"].dropna()
+    if not predicted.empty:
+        sentences.append(
+            "Predicted from single exchange steps before measuring, the median of measured over predicted is "
+            f"{predicted.median():.2f} (from {predicted.min():.2f} to {predicted.max():.2f})."
+        )
+    held = analysis.crossover_table(frame)["prediction"].value_counts()
+    decided = held.get("holds", 0) + held.get("does not hold", 0)
+    if decided:
+        sentences.append(
+            f"Of {decided} predictions of where one algorithm overtakes another that the measurements can decide, "
+            f"{held.get('holds', 0)} hold."
+        )
+    else:
+        sentences.append("Where one algorithm overtakes another, the measurements do not decide.")
+    verdict: Verdict = "measured"
+    if decided:
+        verdict = "yes" if held.get("holds", 0) == decided else "mixed" if held.get("holds", 0) else "no"
+    return Answer(ALPHA_BETA, verdict, " ".join(sentences), figure="predicted")
+
+
+def scheduling(frame: pd.DataFrame) -> Answer | None:
+    ratios = analysis.batch_against_default(frame)
+    ratios = ratios[ratios["scheduling"] == "batch"]
+    if ratios.empty:
+        return None
+    faster, slower = _shown(ratios)
+    text = (
+        f"SCHED_BATCH is shown to be faster in {len(faster)} of {len(ratios)} settings and slower in {len(slower)}; "
+        f"its time over the default policy's is {ratios['ratio'].median():.2f} in the middle, from "
+        f"{ratios['ratio'].min():.2f} to {ratios['ratio'].max():.2f}."
+    )
+    verdict = _verdict(faster, slower)
+    advice = {
+        "yes": f"run CPU ranks under SCHED_BATCH: faster in {len(faster)} of {len(ratios)} settings.",
+        "no": "leave the default scheduling policy: SCHED_BATCH is nowhere shown to be faster.",
+        "mixed": f"SCHED_BATCH helps in {len(faster)} and hurts in {len(slower)} of {len(ratios)} settings.",
+        "no difference shown": "the scheduling policy does not matter here, as far as is shown.",
+    }
+    return Answer(SCHEDULING, verdict, text, "scheduling", advice[verdict])
+
+
+def published_trends(frame: pd.DataFrame) -> Answer | None:
+    checks = [check for check in (_linear_in_size(frame), _slow_with_ranks(frame), *_ring_trends(frame)) if check]
+    if not checks:
+        return None
+    held = [holds for _, holds in checks]
+    verdict: Verdict = "yes" if all(held) else "mixed" if any(held) else "no"
+    sentences = [f"{claim}: {'holds here' if holds else 'not shown here'}." for claim, holds in checks]
+    return Answer(PUBLISHED, verdict, " ".join(sentences), figure="time_by_size")
+
+
+def _torch_gloo(frame: pd.DataFrame) -> pd.DataFrame:
+    table = analysis.times(frame, "sizes")
+    return table[(table["algorithm"] == TORCH) & (table["backend"] == "gloo")]
+
+
+def _linear_in_size(frame: pd.DataFrame) -> tuple[str, bool] | None:
+    """Published: from 10 MB to 1 GB gloo's time grows about as the size does (a tenth more a byte at most)."""
+    table = _torch_gloo(frame)
+    table = table[table["n_bytes"] >= 10 * analysis.MIB].sort_values("n_bytes")
+    steps = [
+        (group["seconds"].iloc[-1] / group["seconds"].iloc[0]) / (group["n_bytes"].iloc[-1] / group["n_bytes"].iloc[0])
+        for _, group in table.groupby("world_size")
+        if len(group) > 1
+    ]
+    if not steps:
+        return None
+    seen = f"{min(steps):.2f} to {max(steps):.2f}"
+    claim = f"From 10 MB on, gloo's time grows in proportion to the size (time ratio over size ratio: {seen})"
+    return claim, all(0.75 <= step <= 1.33 for step in steps)
+
+
+def _slow_with_ranks(frame: pd.DataFrame) -> tuple[str, bool] | None:
+    """Published: at every size, more ranks take longer."""
+    table = _torch_gloo(frame)
+    table = table[table["n_bytes"] >= analysis.MIB]
+    pairs = [
+        later["low"] > earlier["high"]
+        for _, group in table.groupby("n_bytes")
+        for earlier, later in pairwise(group.sort_values("world_size").to_dict("records"))
+    ]
+    if not pairs:
+        return None
+    return f"From 1 MB on, more ranks take longer ({sum(pairs)} of {len(pairs)} steps shown)", all(pairs)
+
+
+def _ring_trends(frame: pd.DataFrame) -> Iterator[tuple[str, bool]]:
+    """Published: butterfly ahead of ring from 4 ranks on; ring behind torch at the most elements."""
+    ranks = analysis.samples(frame, "ranks")
+    ranks = ranks[(ranks["backend"] == "gloo") & (ranks["world_size"] >= 4)]
+    smallest = ranks[ranks["n_bytes"] == ranks["n_bytes"].min()]
+    butterfly = analysis.ratios(smallest, analysis.SETTING, "algorithm", "ring")
+    butterfly = butterfly[butterfly["algorithm"] == "butterfly"]
+    if not butterfly.empty:
+        faster = (butterfly["verdict"] == "faster").sum()
+        claim = f"Butterfly is faster than ring at few elements, from 4 ranks on ({faster} of {len(butterfly)})"
+        yield claim, faster == len(butterfly)
+    largest = ranks[ranks["n_bytes"] == ranks["n_bytes"].max()]
+    ring = analysis.ratios(largest, analysis.SETTING, "algorithm", TORCH)
+    ring = ring[(ring["algorithm"] == "ring") & (ring["world_size"] == 16)]
+    if not ring.empty:
+        yield "At 16 ranks and 100,000 elements or so torch is faster than ring", (ring["verdict"].iloc[0] == "slower")
+
+
+def _time(row: pd.Series) -> str:
+    if row["low"] != row["low"]:
+        return f"{format_seconds(row['seconds'])} (too few repeats for an interval)"
+    return f"{format_seconds(row['seconds'])} [{format_seconds(row['low'])}, {format_seconds(row['high'])}]"
+
+
+def _name(algorithm: str) -> str:
+    return algorithm.replace("_", " ") if algorithm in ALL_REDUCE_COSTS else algorithm

@@ -1,0 +1,184 @@
+"""The all-reduce lab: its parameters, the points it measures, and what it expects of them."""
+
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Annotated, Any, Literal
+
+import pandas as pd
+from pydantic import Field
+
+from labkit.lab.answers import Answer, check_complete
+from labkit.lab.config import LabConfig
+from labkit.lab.study import Study
+from labkit.lab.units import format_bytes
+from labkit.machine import Machine, available_memory_bytes
+from labkit.studies.all_reduce import answers as answering
+from labkit.studies.all_reduce.worker import CHOSEN, OWN, TORCH, AllReducePoint, measure_point, torch_dtype
+
+KIB, MIB, GIB = 2**10, 2**20, 2**30
+# From here on a round of all alternatives takes a second on two cores, and fewer repeats must do.
+LARGE_BYTES, LARGE_WORLD = 8 * MIB, 8
+RANK_BYTES = 160 * MIB  # a rank's own resident memory, torch included
+COPIES = 4  # of the tensor on each rank: base, input, the reduced tensor, room for an algorithm's scratch
+
+Algorithm = Literal["torch", "ring", "butterfly", "recursive_doubling", "halving_doubling", "chosen"]
+PositiveInt = Annotated[int, Field(ge=1)]
+
+
+class AllReduceConfig(LabConfig):
+    """What a reader may set. Sizes are of the whole tensor, in bytes."""
+
+    world_sizes: Annotated[list[PositiveInt], Field(min_length=1)]
+    """Ranks of the sweep over sizes."""
+    sizes_bytes: Annotated[list[PositiveInt], Field(min_length=1)]
+    many_world_sizes: list[PositiveInt]
+    """Ranks of the sweep over ranks, at few sizes."""
+    many_elements: list[PositiveInt]
+    algorithms: Annotated[list[Algorithm], Field(min_length=1)] = [TORCH, *OWN]  # type: ignore[list-item]
+    backends: Annotated[list[Literal["gloo", "nccl"]], Field(min_length=1)] = ["gloo", "nccl"]
+    dtype: Literal["float64", "float32", "bfloat16", "float16"] = "float32"
+    scheduling_sizes_bytes: list[PositiveInt] = [4 * KIB, 64 * KIB]
+    """Sizes at which the system's default scheduling policy is compared with SCHED_BATCH."""
+    warmup: Annotated[int, Field(ge=0)] = 2
+    repeats: PositiveInt = 20
+    repeats_large: PositiveInt = 7
+    """Repeats from 8 MiB or 8 ranks on. Below six there is no interval, and so no verdict."""
+    most_bytes: PositiveInt | None = None
+    """Larger points, all ranks' tensors together, are left out; None: only what does not fit into memory is."""
+    seed: Annotated[int, Field(ge=0)] = 0
+    timeout_s: Annotated[float, Field(gt=0)] = 120.0
+
+
+class AllReduceStudy(Study):
+    """How long an all-reduce takes, by size, ranks, backend and algorithm."""
+
+    name = "all_reduce"
+    title = "All-reduce"
+    summary = "What averaging a tensor over ranks costs, and which algorithm does it best."
+    questions = answering.QUESTIONS
+    profiles = {
+        "smoke": AllReduceConfig(
+            world_sizes=[2],
+            sizes_bytes=[4 * KIB, MIB],
+            many_world_sizes=[1, 3],
+            many_elements=[1000],
+            scheduling_sizes_bytes=[4 * KIB],
+            warmup=1,
+            repeats=6,
+        ),
+        "quick": AllReduceConfig(
+            world_sizes=[2, 4, 6],
+            sizes_bytes=[KIB, 4 * KIB, 64 * KIB, 256 * KIB, MIB, 10 * MIB, 100 * MIB],
+            many_world_sizes=[1, 2, 4, 8, 16, 32],
+            many_elements=[1000, 100_000],
+            repeats_large=6,
+            most_bytes=GIB,
+        ),
+        "standard": AllReduceConfig(
+            world_sizes=[2, 4, 6],
+            sizes_bytes=[2**k * KIB for k in range(0, 17, 2)] + [10 * MIB, 100 * MIB, GIB],
+            many_world_sizes=[1, 2, 4, 8, 16, 32],
+            many_elements=[1000, 10_000, 100_000, 1_000_000],
+            repeats=50,
+            repeats_large=10,
+        ),
+        "paper": AllReduceConfig(
+            world_sizes=[2, 4, 6],
+            sizes_bytes=[KIB, 4 * KIB, 64 * KIB, MIB, 10 * MIB, 100 * MIB, GIB],
+            many_world_sizes=[1, 2, 4, 8, 16, 32],
+            many_elements=[1, 32, 1024, 2048, 4096, 16384, 131_072],
+            repeats=50,
+            repeats_large=10,
+            timeout_s=600.0,
+        ),
+    }
+    worker = staticmethod(measure_point)
+
+    def points(self, config: AllReduceConfig, machine: Machine) -> Sequence[AllReducePoint]:
+        """By backend and world size: exchange steps (for the prediction), then the two sweeps."""
+        worlds = sorted({*config.world_sizes, *config.many_world_sizes})
+        points = [
+            point
+            for backend in config.backends
+            for world_size in worlds
+            for point in _points_of_world(config, world_size, backend)
+        ]
+        if "gloo" in config.backends:
+            points += _scheduling_points(config)
+        return list({point.id: point for point in points}.values())
+
+    def skip_reason(self, point: AllReducePoint, machine: Machine) -> str | None:
+        total = point.world_size * point.n_bytes
+        if point.most_bytes is not None and total > point.most_bytes:
+            return f"{format_bytes(total)} on all ranks, more than most_bytes, {format_bytes(point.most_bytes)}"
+        if point.backend == "nccl":
+            gpus = len(machine.gpus)
+            if point.world_size > gpus:
+                return f"NCCL needs a GPU a rank, and there are {gpus} here"
+            needed, available = COPIES * point.n_bytes, min(gpu.memory_bytes for gpu in machine.gpus)
+        else:
+            needed = point.world_size * (RANK_BYTES + COPIES * point.n_bytes)
+            available = available_memory_bytes()
+        if needed > available:
+            return f"needs {format_bytes(needed)}, {format_bytes(available)} available"
+        return None
+
+    def series(self, point: AllReducePoint) -> tuple[Hashable, float]:
+        return (point.backend, point.world_size, point.scheduling), point.n_bytes
+
+    def answers(self, frame: pd.DataFrame, coverage: pd.DataFrame) -> Sequence[Answer]:
+        return check_complete(self.questions, answering.answer_all(frame, coverage))
+
+
+def _points_of_world(config: AllReduceConfig, world_size: int, backend: str) -> Iterator[AllReducePoint]:
+    algorithms = tuple(config.algorithms)
+    if world_size in config.world_sizes:
+        if world_size > 1:
+            for n_bytes in config.sizes_bytes:
+                yield _point(config, world_size, backend, "exchange", n_bytes, ())
+        for n_bytes in config.sizes_bytes:
+            yield _point(config, world_size, backend, "sizes", n_bytes, algorithms)
+    if world_size in config.many_world_sizes:
+        for elements in config.many_elements:
+            n_bytes = elements * torch_dtype(config.dtype).itemsize
+            yield _point(config, world_size, backend, "ranks", n_bytes, algorithms)
+
+
+def _scheduling_points(config: AllReduceConfig) -> list[AllReducePoint]:
+    """The same small all-reduces under both policies."""
+    algorithms = tuple(name for name in (TORCH, CHOSEN) if name in config.algorithms)
+    return [
+        _point(config, world_size, "gloo", "scheduling", n_bytes, algorithms, scheduling=policy)
+        for world_size in config.world_sizes
+        if world_size > 1 and algorithms
+        for policy in ("batch", "default")
+        for n_bytes in config.scheduling_sizes_bytes
+    ]
+
+
+def _point(
+    config: AllReduceConfig,
+    world_size: int,
+    backend: str,
+    sweep: str,
+    n_bytes: int,
+    algorithms: tuple[str, ...],
+    **others: Any,
+) -> AllReducePoint:
+    is_large = n_bytes >= LARGE_BYTES or world_size >= LARGE_WORLD
+    return AllReducePoint(
+        world_size=world_size,
+        backend=backend,
+        sweep=sweep,
+        n_elements=max(1, n_bytes // torch_dtype(config.dtype).itemsize),
+        dtype=config.dtype,
+        algorithms=algorithms,
+        warmup=min(1, config.warmup) if is_large else config.warmup,
+        repeats=config.repeats_large if is_large else config.repeats,
+        most_bytes=config.most_bytes,
+        seed=config.seed,
+        timeout_s=config.timeout_s,
+        **others,
+    )
+
+
+STUDY = AllReduceStudy()

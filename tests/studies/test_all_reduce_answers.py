@@ -1,0 +1,171 @@
+"""Answers of the all-reduce lab on made-up frames: textbook, contrary, noisy, and with rows missing."""
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from labkit.costs import ALL_REDUCE_COSTS, AlphaBeta, MessageCost
+from labkit.studies.all_reduce import analysis
+from labkit.studies.all_reduce.study import STUDY
+
+KIB, MIB = 2**10, 2**20
+SIZES = [KIB, 64 * KIB, MIB, 10 * MIB, 100 * MIB]
+MODEL = AlphaBeta(1e-4, 5e-10)
+
+
+def _textbook(algorithm, world_size, n_bytes, _scheduling):
+    if algorithm == "exchange":
+        return MODEL.predict_s(MessageCost(1, n_bytes))
+    if algorithm in ("torch", "chosen"):
+        algorithm = "ring"
+    return MODEL.predict_s(ALL_REDUCE_COSTS[algorithm](world_size, n_bytes))
+
+
+def _frame(seconds=_textbook, *, noise=0.01, repeats=12, worlds=(2, 4), sizes=SIZES, gate="ok", seed=0):
+    """Rows as a run would have them: two ranks report, the second is the slower one."""
+    generator = np.random.default_rng(seed)
+    settings = [("exchange", "exchange", p, n, "batch") for p in worlds for n in sizes]
+    names = ["torch", *ALL_REDUCE_COSTS, "chosen"]
+    settings += [("sizes", name, p, n, "batch") for name in names for p in worlds for n in sizes]
+    settings += [("ranks", name, p, n, "batch") for name in names for p in (4, 16) for n in (4000, 400_000)]
+    settings += [
+        ("scheduling", name, p, 4 * KIB, policy)
+        for name in ("torch", "chosen")
+        for p in worlds
+        for policy in ("batch", "default")
+    ]
+    rows = []
+    for sweep, name, world_size, n_bytes, policy in settings:
+        base = {"sweep": sweep, "algorithm": name, "world_size": world_size, "n_bytes": n_bytes}
+        base |= {"backend": "gloo", "scheduling": policy, "error": 1e-8, "extra_bytes": 0, "scratch_bytes": 0}
+        for repeat in range(repeats):
+            factor = np.exp(generator.normal(0, noise))
+            slowest = seconds(name, world_size, n_bytes, policy) * factor
+            rows += [
+                base | {"gate": gate, "rank": r, "repeat": repeat, "seconds": slowest * (0.5 + r / 2)} for r in (0, 1)
+            ]
+    return pd.DataFrame(rows)
+
+
+def _coverage(*reasons):
+    return pd.DataFrame({"status": ["skipped"] * len(reasons), "reason": list(reasons)})
+
+
+def _answers(frame, coverage=None):
+    found = STUDY.answers(frame, _coverage() if coverage is None else coverage)
+    return {answer.question.id: answer for answer in found}
+
+
+def test_every_question_is_answered_from_a_full_frame():
+    assert all(answer.verdict != "not measured" for answer in _answers(_frame()).values())
+
+
+@pytest.mark.parametrize("frame", [pd.DataFrame(), _frame().iloc[:0]], ids=["no columns", "no rows"])
+def test_without_rows_every_question_is_not_measured_and_says_why(frame):
+    answers = _answers(frame, _coverage("needs 51 GiB, 22 GiB available"))
+    assert {answer.verdict for answer in answers.values()} == {"not measured"}
+    assert all("needs 51 GiB" in answer.text for answer in answers.values())
+
+
+def test_the_slowest_rank_counts():
+    times = analysis.times(_frame(noise=0), "sizes")
+    row = times[(times["algorithm"] == "ring") & (times["world_size"] == 4) & (times["n_bytes"] == MIB)].iloc[0]
+    assert row["seconds"] == pytest.approx(_textbook("ring", 4, MIB, None))
+    assert row["busbw_gb_per_s"] == pytest.approx(1.5 * MIB / row["seconds"] / 1e9)
+
+
+def test_numbers_in_the_text_come_from_the_frame():
+    text = _answers(_frame(lambda name, p, n, _: 0.001 * p * n / KIB, noise=0))["size_and_ranks"].text
+    assert "gloo, 2 ranks: 2 ms [2 ms, 2 ms] for 1 KiB, 3 min 25 s [3 min 25 s, 3 min 25 s] for 100 MiB" in text
+    assert "4 ranks take 2.0 times as long as 2; by the bytes a rank sends it would be 1.5" in text
+
+
+def test_the_model_of_a_textbook_machine_is_found_and_its_predictions_hold():
+    answer = _answers(_frame(noise=0.001))["alpha_beta"]
+    assert answer.verdict == "yes"
+    table = analysis.fit_table(_frame(noise=0.001))
+    assert table["alpha_s"].tolist() == pytest.approx([1e-4, 1e-4], rel=0.02)
+    assert table["beta_ns_per_byte"].tolist() == pytest.approx([0.5, 0.5], rel=0.02)
+    assert analysis.predictions(_frame(noise=0))["measured_over_predicted"].tolist() == pytest.approx([1.0] * 40)
+
+
+def test_a_machine_that_contradicts_the_model_is_not_talked_round():
+    """Recursive doubling wins at 100 MB here, and ring at 1 KB: the reverse of what messages and bytes say."""
+
+    def contrary(algorithm, world_size, n_bytes, policy):
+        time = _textbook(algorithm, world_size, n_bytes, policy)
+        if algorithm == "ring":
+            return time * (0.1 if n_bytes < MIB else 5)
+        return time
+
+    assert _answers(_frame(contrary))["alpha_beta"].verdict in ("no", "mixed")
+    assert _answers(_frame(contrary))["ring_against_torch"].verdict == "mixed"
+
+
+def test_algorithms_equal_to_torch_but_for_noise_show_no_difference():
+    answers = _answers(_frame(lambda name, p, n, _: 1e-3, noise=0.3))
+    assert answers["ring_against_torch"].verdict == "no difference shown"
+    assert answers["scheduling"].verdict == "no difference shown"
+    assert "does not matter" in answers["scheduling"].recommendation
+    assert answers["algorithms_against_torch"].verdict == "no difference shown"
+    assert "no difference is shown" in answers["algorithms_against_torch"].recommendation
+
+
+def test_a_faster_chooser_is_recommended_with_its_gain_and_a_slower_one_is_not():
+    fast = _answers(_frame(lambda name, *rest: (0.5 if name == "chosen" else 1) * _textbook("torch", *rest)))
+    assert "faster in 10 of 10 settings (0.49 to 0.51" in fast["algorithms_against_torch"].recommendation
+    slow = _answers(_frame(lambda name, *rest: (2 if name == "chosen" else 1) * _textbook("torch", *rest)))
+    assert "faster" not in slow["algorithms_against_torch"].recommendation
+    assert "2.0" in slow["algorithms_against_torch"].recommendation
+
+
+def test_a_ring_that_is_slower_everywhere_is_a_no():
+    answer = _answers(_frame(lambda name, *rest: (2 if name == "ring" else 1) * 1e-3))["ring_against_torch"]
+    assert answer.verdict == "no"
+    assert "faster in 0" in answer.text
+
+
+def test_wrong_results_are_shouted():
+    frame = _frame()
+    frame.loc[frame["algorithm"] == "butterfly", "gate"] = "wrong: error 1e+00, at most 1e-06 expected"
+    assert "WRONG RESULTS, and therefore no times, from butterfly" in _answers(frame)["algorithms_against_torch"].text
+
+
+def test_scheduling_that_helps_hurts_or_does_both():
+    def scaled(factor_of_batch):
+        return lambda name, p, n, policy: 1e-3 * (factor_of_batch(p) if policy == "batch" else 1)
+
+    verdicts = {
+        "yes": scaled(lambda p: 0.3),
+        "no": scaled(lambda p: 3.0),
+        "mixed": scaled(lambda p: 0.3 if p <= 4 else 3.0),
+    }
+    for verdict, seconds in verdicts.items():
+        assert _answers(_frame(seconds, worlds=(2, 4, 6, 8)))["scheduling"].verdict == verdict
+
+
+def test_published_trends_hold_or_not():
+    held = _answers(
+        _frame(lambda name, p, n, _: (0.5 if name == "butterfly" else 1.0 if name == "torch" else 2.0) * p * n)
+    )
+    assert held["published_trends"].verdict == "yes"
+    flat = _answers(_frame(lambda name, p, n, _: 1e-3))["published_trends"]
+    assert flat.verdict == "no"
+    assert "not shown here" in flat.text
+
+
+def test_few_repeats_claim_nothing():
+    answers = _answers(_frame(lambda name, *rest: (0.5 if name == "chosen" else 1) * 1e-3, repeats=3))
+    assert answers["algorithms_against_torch"].verdict == "no difference shown"
+    assert "too few repeats" in answers["size_and_ranks"].text
+
+
+def test_the_question_ids_are_the_published_ones():
+    assert [question.id for question in STUDY.questions] == [
+        "size_and_ranks",
+        "algorithms_against_torch",
+        "ring_against_torch",
+        "alpha_beta",
+        "scheduling",
+        "published_trends",
+    ]

@@ -1,0 +1,86 @@
+"""What a rank measures of an all-reduce: gate first, and a wrong algorithm gets no time."""
+
+from contextlib import closing
+from itertools import pairwise
+
+import pytest
+
+from labkit.machine import describe_machine
+from labkit.parallel.launch import Row, launch
+from labkit.studies.all_reduce import worker
+from labkit.studies.all_reduce.study import STUDY, AllReduceConfig
+from labkit.studies.all_reduce.worker import AllReducePoint, measure_point
+
+SMALL = AllReducePoint(
+    world_size=2,
+    backend="gloo",
+    sweep="sizes",
+    n_elements=1000,
+    algorithms=("torch", *worker.OWN),
+    warmup=1,
+    repeats=3,
+)
+
+
+def _broken(tensor, group=None, op="mean"):
+    """Leaves out the other rank's contribution."""
+
+
+def _measure_with_a_broken_ring(point):
+    worker.ALGORITHMS = {**worker.ALGORITHMS, "ring": _broken}
+    yield from measure_point(point)
+
+
+def _rows(measure, point):
+    with closing(launch(measure, [point], world_size=point.world_size, timeout_s=60)) as events:
+        seen = list(events)
+    assert seen[-1].status == "ok", seen[-1].reason
+    return [event.values for event in seen if isinstance(event, Row)]
+
+
+def test_every_alternative_is_checked_and_timed_on_every_rank():
+    rows = _rows(measure_point, SMALL)
+    assert sorted(row["algorithm"] for row in rows) == sorted(2 * list(SMALL.algorithms))
+    for row in rows:
+        assert row["gate"] == "ok"
+        assert row["error"] < 1e-6
+        assert len(row["seconds"]) == SMALL.repeats
+        assert all(second > 0 for second in row["seconds"])
+        assert row["n_bytes"] == 4000
+
+
+def test_a_wrong_algorithm_gets_no_time_and_the_others_do():
+    rows = _rows(_measure_with_a_broken_ring, SMALL)
+    wrong = [row for row in rows if row["algorithm"] == "ring"]
+    assert all("wrong: error" in row["gate"] and "seconds" not in row for row in wrong)
+    assert len(wrong) == 2
+    assert all("seconds" in row for row in rows if row["algorithm"] != "ring")
+
+
+def test_an_exchange_step_is_timed():
+    point = AllReducePoint(world_size=3, backend="gloo", sweep="exchange", n_elements=1000, repeats=3)
+    rows = _rows(measure_point, point)
+    assert [len(row["seconds"]) for row in rows] == [3, 3, 3]
+
+
+@pytest.mark.parametrize("profile", ["smoke", "quick", "standard", "paper"])
+def test_no_point_is_planned_twice_and_neighbors_share_ranks(profile):
+    points = STUDY.points(STUDY.profiles[profile], describe_machine())
+    assert len({point.id for point in points}) == len(points)
+    keys = [(point.backend, point.world_size, point.scheduling) for point in points]
+    changes = sum(before != after for before, after in pairwise(keys))
+    assert changes <= 2 * len(set(keys))
+
+
+def test_what_does_not_fit_is_skipped_with_both_sizes():
+    machine = describe_machine()
+    point = AllReducePoint(world_size=64, backend="gloo", sweep="sizes", n_elements=2**40)
+    assert "needs" in STUDY.skip_reason(point, machine)
+    assert "available" in STUDY.skip_reason(point, machine)
+    nccl = AllReducePoint(world_size=64, backend="nccl", sweep="sizes", n_elements=1)
+    assert "NCCL needs a GPU a rank" in STUDY.skip_reason(nccl, machine)
+
+
+def test_half_an_element_is_not_planned():
+    config = AllReduceConfig(world_sizes=[2], sizes_bytes=[1], many_world_sizes=[], many_elements=[])
+    assert {point.n_elements for point in STUDY.points(config, describe_machine()) if point.sweep == "sizes"} == {1}
