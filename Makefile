@@ -9,7 +9,7 @@ LABS ?=
 
 BIN := $(VENV)/bin
 PIP_CONSTRAINTS := $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS))
-INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_CONSTRAINTS)
+INSTALL = $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check $(PIP_CONSTRAINTS)
 
 .DEFAULT_GOAL := help
 .PHONY: help install report test lab lint clean

@@ -4,8 +4,9 @@
     python benchmarks/all_reduce_against_gloo.py --algorithms all     # every algorithm, for the chooser's thresholds
     python benchmarks/all_reduce_against_gloo.py --worlds 8,16 --sizes 4096,1048576
 
-Each algorithm is interleaved with gloo (A B A B) on ranks under SCHED_BATCH, one thread each. A barrier before every
-call; the slowest rank counts; medians of the repeats. On a busy machine the ratios mean little.
+The algorithms take turns with gloo (A B A B, or A B C A B C) on ranks under SCHED_BATCH, one thread each. A barrier
+before every call; the slowest rank counts; medians of the repeats. Who takes part matters: what ran before decides
+what is in the caches and which core a thread is on. On a busy machine the ratios mean little.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from labkit.parallel.collectives import ALGORITHMS, all_reduce
 from labkit.parallel.launch import run_ranks
 
 CHOOSER = "chooser"
+GLOO = "gloo"
 # size in bytes -> the largest ratio promised, for 2 and 4 ranks on 2 cores
 PROMISES = {4 << 10: 0.5, 64 << 10: 0.7, 1 << 20: 0.9, 10 << 20: 1.1, 100 << 20: 1.1}
 PROMISED_WORLDS = (2, 4)
@@ -34,31 +36,35 @@ def measure(names: list[str], sizes: list[int], budget_s: float) -> list[dict[st
     """On every rank: for each size and algorithm, median seconds of it and of gloo, and their ratio."""
     rows = []
     for n_bytes in sizes:
+        seconds = _interleave(names, n_bytes, budget_s)
         for name in names:
-            own = all_reduce if name == CHOOSER else ALGORITHMS[name]
-            own_s, gloo_s = _interleave(own, n_bytes, budget_s)
-            ratio = own_s / gloo_s
-            rows.append({"algorithm": name, "n_bytes": n_bytes, "own_s": own_s, "gloo_s": gloo_s, "ratio": ratio})
+            times = {"own_s": seconds[name], "gloo_s": seconds[GLOO], "ratio": seconds[name] / seconds[GLOO]}
+            rows.append({"algorithm": name, "n_bytes": n_bytes, **times})
     return rows
 
 
-def _interleave(own: Callable[..., None], n_bytes: int, budget_s: float) -> tuple[float, float]:
-    mine, theirs = torch.ones(n_bytes // 4), torch.ones(n_bytes // 4)
-    own_s: list[float] = []
-    gloo_s: list[float] = []
+def _interleave(names: list[str], n_bytes: int, budget_s: float) -> dict[str, float]:
+    calls = {GLOO: dist.all_reduce, **{name: _summing(name) for name in names}}
+    tensors = {name: torch.ones(n_bytes // 4) for name in calls}
+    samples_s: dict[str, list[float]] = {name: [] for name in calls}
     start, repeats = time.perf_counter(), WARMUP
     for number in range(1000):
         if number == WARMUP:
-            repeats = _agree_on_repeats((time.perf_counter() - start) / WARMUP, budget_s)
+            repeats = _agree_on_repeats((time.perf_counter() - start) / WARMUP, budget_s * len(calls))
         if number >= WARMUP + repeats:
             break
-        gloo_s.append(_time(dist.all_reduce, theirs))
-        own_s.append(_time(lambda tensor: own(tensor, op="sum"), mine))
-    return _median_of_slowest(own_s[WARMUP:]), _median_of_slowest(gloo_s[WARMUP:])
+        for name, call in calls.items():
+            samples_s[name].append(_time(call, tensors[name]))
+    return {name: _median_of_slowest(samples_s[name][WARMUP:]) for name in calls}
 
 
-def _agree_on_repeats(pair_s: float, budget_s: float) -> int:
-    repeats = torch.tensor([min(400, max(7, int(budget_s / pair_s)))])
+def _summing(name: str) -> Callable[[torch.Tensor], None]:
+    function = all_reduce if name == CHOOSER else ALGORITHMS[name]
+    return lambda tensor: function(tensor, op="sum")
+
+
+def _agree_on_repeats(round_s: float, budget_s: float) -> int:
+    repeats = torch.tensor([min(400, max(7, int(budget_s / round_s)))])
     dist.broadcast(repeats, 0)
     return int(repeats)
 

