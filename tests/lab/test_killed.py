@@ -1,0 +1,127 @@
+"""A measurement that is killed: no rank survives it, nothing measured is lost, `--resume` does the rest.
+
+Through the command line, with the all-reduce lab, whose ranks are inside collectives most of the time.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections import Counter
+from contextlib import suppress
+
+import psutil
+import pytest
+
+from labkit.lab.project import runs_directory
+from labkit.lab.store import Run
+from tests.test_cli import labkit
+
+MARK = "LABKIT_TEST_MARK"
+# Enough repeats that the run is still going when it is killed.
+COMMAND = ["measure", "all_reduce", "--profile", "smoke", "--set", "repeats=100", "--set", "backends=['gloo']"]
+
+
+def _until(condition, deadline_s=60.0):
+    end = time.monotonic() + deadline_s
+    while not (value := condition()):
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.02)
+    return value
+
+
+class _Measurement:
+    """A running `labkit measure`, the run it writes, and every process that descends from it."""
+
+    def __init__(self):
+        before = set(runs_directory().glob("all_reduce/*"))
+        self._mark = uuid.uuid4().hex
+        environment = os.environ | {MARK: self._mark}
+        command = [sys.executable, "-m", "labkit", *COMMAND]
+        self.process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        self.path = _until(lambda: next(iter(set(runs_directory().glob("all_reduce/*")) - before), None))
+
+    def family(self):
+        found = []
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                if process.environ().get(MARK) == self._mark:
+                    found.append(process)
+        return found
+
+    def wait_for_points(self, number):
+        _until(lambda: self.path.stat().st_size and self.path.read_text().count('"kind":"end"') >= number)
+
+
+@pytest.fixture
+def measurement():
+    running = _Measurement()
+    yield running
+    for process in running.family():
+        process.kill()
+    running.process.wait()
+    running.path.unlink()
+
+
+def test_kill_9_of_the_measuring_process_loses_nothing_and_resume_does_the_rest(measurement):
+    measurement.wait_for_points(2)
+    measurement.process.send_signal(signal.SIGKILL)
+    measurement.process.wait()
+    _until(lambda: not measurement.family())
+    ended = [point for point in Run.load(measurement.path).header.planned if point not in _pending(measurement)]
+    assert len(ended) >= 2
+    assert _pending(measurement)
+    lines_before = measurement.path.read_text().splitlines()
+    result = labkit("measure", "all_reduce", "--resume", str(measurement.path))
+    assert result.returncode == 0, result.stderr
+    assert _pending(measurement) == []
+    ends = Counter(line.split('"point":"')[1][:12] for line in _lines(measurement) if '"kind":"end"' in line)
+    assert set(ends.values()) == {1}
+    assert [line for line in lines_before if '"kind":"end"' in line] == [
+        line for line in _lines(measurement) if '"kind":"end"' in line
+    ][: len(ended)]
+
+
+def test_kill_9_of_a_rank_costs_its_point_and_the_sweep_goes_on(measurement):
+    measurement.wait_for_points(1)
+    ranks = _until(lambda: _ranks(measurement))
+    ranks[-1].kill()
+    output, _ = measurement.process.communicate(timeout=120)
+    coverage = Run.load(measurement.path).coverage()
+    counts = coverage["status"].value_counts().to_dict()
+    assert counts.pop("failed") == 1, output
+    assert set(counts) == {"ok"}
+    assert measurement.process.returncode == 1
+    (reason,) = coverage.loc[coverage["status"] == "failed", "reason"]
+    assert "was killed by SIGKILL" in reason
+    _until(lambda: not measurement.family())
+
+
+def test_nothing_listens_beyond_loopback_while_a_lab_runs(measurement):
+    measurement.wait_for_points(1)
+    listening = set()
+    while measurement.process.poll() is None:
+        for process in measurement.family():
+            with suppress(psutil.Error):
+                listening |= {c.laddr.ip for c in process.net_connections() if c.status == psutil.CONN_LISTEN}
+    assert listening <= {"127.0.0.1", "::1"}
+
+
+def _ranks(measurement):
+    """The processes with a pair of gloo's sockets: ranks that have made their process group."""
+    busy = []
+    for process in measurement.family():
+        with suppress(psutil.Error):
+            connections = [c for c in process.net_connections() if c.status == psutil.CONN_ESTABLISHED]
+            busy += [process] if connections else []
+    return busy if len(busy) >= 2 else None
+
+
+def _pending(measurement):
+    return Run.load(measurement.path).pending
+
+
+def _lines(measurement):
+    return measurement.path.read_text().splitlines()
