@@ -25,8 +25,8 @@ additions in a row (p-1 for ring and butterfly, ceil(log2 p) for the two others)
 float16 alone divides before it adds, so that the mean cannot overflow on the way (as DistributedDataParallel does);
 what falls below its smallest normal number then costs up to p 2^-25 more. A float16 *sum* overflows above 65504.
 
-Memory. Scratch of at most `Transport.scratch_limit_bytes` a group (2 MiB on CPU), kept between calls whatever n is;
-a tensor that is not contiguous, or that gloo has to move for a GPU, is copied for the duration of the call.
+Memory. Scratch of at most two pieces a group (2 MiB on CPU) whatever n is, kept between calls, and never more than a
+chunk for the ring. A tensor that is not contiguous, or that gloo has to move for a GPU, is copied during the call.
 
 Sources: Patarasuk & Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations" (ring);
 Thakur, Rabenseifner & Gropp 2005, "Optimization of collective communication operations in MPICH" (the two others).
@@ -34,22 +34,17 @@ Thakur, Rabenseifner & Gropp 2005, "Optimization of collective communication ope
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
 from labkit.parallel.transport import Step, Transport, find_transport, group_transports
 
+AllReduce = Callable[..., None]  # (tensor, group=None, op="mean")
+
 FLOAT_TYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-
-
-class AllReduce(Protocol):
-    """In place: `tensor` becomes the sum or the mean over the ranks of `group`."""
-
-    def __call__(self, tensor: torch.Tensor, group: dist.ProcessGroup | None = None, op: str = "mean") -> None: ...
 
 
 def ring_all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup | None = None, op: str = "mean") -> None:
@@ -71,8 +66,8 @@ def ring_all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup | None = None
         p, r = transport.world_size, transport.rank
         right, left = (r + 1) % p, (r - 1) % p
         chunks = vector.tensor_split(p)
-        number = _count_pieces(chunks[0], transport)
-        pieces = [chunk.tensor_split(number) for chunk in chunks] if number > 1 else [(chunk,) for chunk in chunks]
+        pieces = _cut(chunks, transport)
+        number = len(pieces[0])
         rounds = [(s, i) for s in range(p - 1) for i in range(number)]
         depth = min(2, number)
         # Phase 1: reduce-scatter
@@ -102,8 +97,8 @@ def butterfly_all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup | None =
     with _Reduction(tensor, group, op) as (vector, transport, divisor):
         p, r = transport.world_size, transport.rank
         chunks = vector.tensor_split(p)
-        number = _count_pieces(chunks[0], transport)
-        pieces = [chunk.tensor_split(number) for chunk in chunks] if number > 1 else [(chunk,) for chunk in chunks]
+        pieces = _cut(chunks, transport)
+        number = len(pieces[0])
         turns = [((r + s) % p, (r - s) % p, i) for i in range(number) for s in range(1, p)]
         # Phase 1: reduce-scatter
         steps = [Step(pieces[target][i], target, pieces[r][i], source, True) for target, source, i in turns]
@@ -119,7 +114,7 @@ def recursive_doubling_all_reduce(
 ) -> None:
     """The textbook butterfly: whole vectors between partners 1, 2, 4, ... apart. Best for short tensors.
 
-    Fold in: ranks beyond the largest power of two q hand their vector to rank r-q, which adds it.
+    Fold in: ranks from q, the largest power of two, on hand their vector to rank r-q, which adds it.
 
     Exchange, log2 q rounds: for distance d = 1, 2, 4, ..., q/2, rank r and rank r XOR d send each other all they
     have and add. After a round with distance d, 2d ranks hold the same partial sum.
@@ -131,10 +126,10 @@ def recursive_doubling_all_reduce(
     """
     with _Reduction(tensor, group, op) as (vector, transport, divisor):
         p, r = transport.world_size, transport.rank
-        q = 1 << (p.bit_length() - 1)  # the largest power of two up to p
+        q = 1 << (p.bit_length() - 1)
         # Fold in
         if q < p:
-            _fold_in(vector, transport, q)
+            _fold(vector, transport, q, inward=True)
         # Exchange
         if r < q:
             distance = 1
@@ -144,13 +139,13 @@ def recursive_doubling_all_reduce(
             _divide(vector, divisor)
         # Fold out
         if q < p:
-            _fold_out(vector, transport, q)
+            _fold(vector, transport, q, inward=False)
 
 
 def halving_doubling_all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup | None = None, op: str = "mean") -> None:
     """Rabenseifner's algorithm: the few messages of doubling and the few bytes of the ring.
 
-    Fold in: ranks beyond the largest power of two q hand their vector to rank r-q, which adds it.
+    Fold in: ranks from q, the largest power of two, on hand their vector to rank r-q, which adds it.
 
     Phase 1, reduce-scatter by recursive halving: for distance d = q/2, ..., 2, 1, rank r and rank r XOR d cut the
     range both are responsible for into halves; the rank with bit d set keeps the upper half, the other the lower.
@@ -166,10 +161,10 @@ def halving_doubling_all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup |
     """
     with _Reduction(tensor, group, op) as (vector, transport, divisor):
         p, r = transport.world_size, transport.rank
-        q = 1 << (p.bit_length() - 1)  # the largest power of two up to p
+        q = 1 << (p.bit_length() - 1)
         # Fold in
         if q < p:
-            _fold_in(vector, transport, q)
+            _fold(vector, transport, q, inward=True)
         if r < q:
             # Phase 1: reduce-scatter by recursive halving
             mine, given = vector, []
@@ -186,7 +181,7 @@ def halving_doubling_all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup |
                 _swap(transport, r ^ distance, mine, other, add=False)
         # Fold out
         if q < p:
-            _fold_out(vector, transport, q)
+            _fold(vector, transport, q, inward=False)
 
 
 ALGORITHMS: Mapping[str, AllReduce] = MappingProxyType(
@@ -210,16 +205,17 @@ def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup | None = None, op:
     ALGORITHMS[choose_algorithm(tensor.numel() * tensor.itemsize, world_size)](tensor, group, op)
 
 
-# Where one algorithm overtakes another. Time over gloo's `dist.all_reduce`, medians, 2 cores, SCHED_BATCH
-# (benchmarks/all_reduce_against_gloo.py --algorithms all; RD recursive doubling, D direct, R ring, HD halving-doubling):
+# Where one algorithm overtakes another: time over gloo's `dist.all_reduce`, medians, 2 cores, SCHED_BATCH, from
+# benchmarks/all_reduce_against_gloo.py (RD recursive doubling, D direct exchange, R ring, HD halving-doubling).
 #
-#     ranks    2                     4                     8                     16
-#     64 KiB   RD .58 D .94 R .96    RD .45 D .75 R .91    RD .33 D .73 R .94    RD .33 D .74 R 1.2
-#     256 KiB  RD .64 HD .94 R .93   RD .59 HD .91 R 1.0   RD .45 HD .66 R .95   RD .48 HD .53 R 1.0
-#     1 MiB    D .92 RD .93 R .99    D .94 RD .95 R 1.1    D .90 RD 1.0 R 1.0    D .78 RD 1.2 R 1.1
-#     10 MiB   R .98 D 1.0 HD 1.0    R 1.0 D 1.1 HD 1.2    R 1.1 D 1.2 HD 1.3    D 1.1 HD 1.2 R 1.2
+#     ranks     2                       4                        8                        16
+#     64 KiB    RD .58  D .94  R .96    RD .45  D .75  R .91     RD .33  D .73  R .94     RD .33  D .74  R 1.2
+#     256 KiB   RD .64  HD .94 R .93    RD .59  HD .91 R 1.0     RD .45  HD .66 R .95     RD .48  HD .53 R 1.0
+#     1 MiB     RD 1.0  D 1.0  R 1.0    RD .91  D .84  R .94     RD 1.0  D .90  R 1.0     RD 1.2  D .78  R 1.1
+#     10 MiB    HD .94  D .91  R .95    HD 1.3  D 1.0  R 1.1     HD 1.3  D 1.2  R 1.1     HD 1.2  D 1.1  R 1.2
+#     100 MiB   HD .98  D .96  R .92    HD 1.2  D 1.0  R 1.0
 SHORT_BYTES = 256 << 10
-MIDDLE_BYTES = 2 << 20
+MIDDLE_BYTES = 16 << 20
 
 
 def choose_algorithm(n_bytes: int, world_size: int) -> str:
@@ -285,7 +281,9 @@ def _check(tensor: torch.Tensor, op: str) -> None:
     if tensor.dtype not in FLOAT_TYPES or tensor.layout != torch.strided:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOAT_TYPES)
         raise ValueError(f"tensor must be dense, of one of the types {names}; got {tensor.dtype}, {tensor.layout}")
-    if not tensor.is_contiguous() and 0 in tensor.stride() and tensor.numel() > 1:
+    if not tensor.is_contiguous() and any(
+        stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
+    ):
         raise ValueError("several elements of tensor share memory, as after expand(); clone() it first")
 
 
@@ -294,32 +292,28 @@ def _divide(vector: torch.Tensor, divisor: int) -> None:
         vector.div_(divisor)
 
 
-def _count_pieces(longest: torch.Tensor, transport: Transport) -> int:
-    return max(1, -(-longest.nbytes // transport.piece_bytes))
+def _cut(chunks: Sequence[torch.Tensor], transport: Transport) -> list[tuple[torch.Tensor, ...]]:
+    """Each chunk in as many pieces as the longest, the first, needs."""
+    number = -(-chunks[0].nbytes // transport.piece_bytes)
+    return [chunk.tensor_split(number) if number > 1 else (chunk,) for chunk in chunks]
 
 
 def _swap(transport: Transport, partner: int, outgoing: torch.Tensor, incoming: torch.Tensor, *, add: bool) -> None:
     """Send and receive one vector each, in pieces if they are long; two are in flight."""
-    longest_bytes = max(outgoing.nbytes, incoming.nbytes)
-    if longest_bytes <= transport.piece_bytes:
+    number = -(-max(outgoing.nbytes, incoming.nbytes) // transport.piece_bytes)
+    if number <= 1:
         transport.run([Step(outgoing, partner, incoming, partner, add)])
         return
-    number = -(-longest_bytes // transport.piece_bytes)
     pairs = zip(outgoing.tensor_split(number), incoming.tensor_split(number), strict=True)
     transport.run([Step(sent, partner, received, partner, add) for sent, received in pairs], depth=2)
 
 
-def _fold_in(vector: torch.Tensor, transport: Transport, q: int) -> None:
+def _fold(vector: torch.Tensor, transport: Transport, q: int, *, inward: bool) -> None:
+    """Inward, ranks from q on send their vector to rank r-q, which adds it; outward, they get the result from it."""
     rank, nothing = transport.rank, vector[:0]
     if rank >= q:
-        _swap(transport, rank - q, vector, nothing, add=False)
+        sent, received = (vector, nothing) if inward else (nothing, vector)
+        _swap(transport, rank - q, sent, received, add=False)
     elif rank + q < transport.world_size:
-        _swap(transport, rank + q, nothing, vector, add=True)
-
-
-def _fold_out(vector: torch.Tensor, transport: Transport, q: int) -> None:
-    rank, nothing = transport.rank, vector[:0]
-    if rank >= q:
-        _swap(transport, rank - q, nothing, vector, add=False)
-    elif rank + q < transport.world_size:
-        _swap(transport, rank + q, vector, nothing, add=False)
+        sent, received = (nothing, vector) if inward else (vector, nothing)
+        _swap(transport, rank + q, sent, received, add=inward)
