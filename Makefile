@@ -37,7 +37,7 @@ clean: ## remove the environment and the pages; runs are kept
 	rm -rf $(VENV) reports
 
 $(VENV)/bin/python:
-	$(PYTHON) -m venv $(VENV)
+	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }  # half an environment would be taken for a whole one
 
 $(VENV)/installed: pyproject.toml $(wildcard constraints.txt) | $(VENV)/bin/python
 	@echo "installing labkit into $(VENV) (once; a few minutes)"

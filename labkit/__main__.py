@@ -26,7 +26,6 @@ out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
 
 LabName = Annotated[str, typer.Argument(help=f"One of: {', '.join(LABS)}.", show_default=False)]
-Profile = Annotated[str, typer.Option(help=f"How much to measure: {', '.join(PROFILES)}.")]
 Settings = Annotated[
     list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Change a parameter; may be repeated.")
 ]
@@ -73,7 +72,9 @@ def doctor() -> None:
 @app.command()
 def measure(
     lab: LabName,
-    profile: Profile = "quick",
+    profile: Annotated[
+        str | None, typer.Option(help=f"How much to measure: {', '.join(PROFILES)}.", show_default="quick")
+    ] = None,
     settings: Settings = None,
     resume: Annotated[str | None, typer.Option(metavar="RUN", help="Measure what this run still lacks.")] = None,
 ) -> None:
@@ -84,8 +85,9 @@ def measure(
     from labkit.lab.store import find_run
 
     study = load_study(lab)
-    if resume is not None and settings:
-        raise ParameterError("--resume takes its parameters from the run: leave out --set")
+    if resume is not None and (settings or profile is not None):
+        raise ParameterError("--resume takes its parameters from the run: leave out --profile and --set")
+    profile = profile or "quick"
     config = resolve_config(lab, study.profiles, profile, parse_assignments(settings or []))
     with _progress(lab) as show:
         if resume is None:

@@ -18,16 +18,17 @@ from pydantic import BaseModel, ConfigDict
 
 GIB = 2**30
 
-# Dense bf16 tensor-core peaks in TFLOP/s, from the vendor's data sheets. Matched as a substring of the
-# device name; the first match counts, so that "H100 PCIe" comes before "H100".
+# Dense bf16 tensor-core peaks in TFLOP/s, from the vendor's data sheets, by the whole device name as the driver
+# gives it (patterns, because memory and connector are part of it). A near name is another device: an H100 NVL, a
+# laptop's RTX 4090 and a GB200 have peaks of their own.
 DENSE_BF16_PEAK_TFLOPS = {
-    "H100 PCIe": 756.0,
-    "H100": 989.0,
-    "H200": 989.0,
-    "A100": 312.0,
-    "L40S": 362.0,
-    "RTX 4090": 165.0,
-    "B200": 2250.0,
+    r"H100( 80GB HBM3)?": 989.0,
+    r"H100 PCIe": 756.0,
+    r"H200": 989.0,
+    r"A100[- ](SXM4|PCIE|PG509)?[- ]?[48]0GB( PCIe)?": 312.0,
+    r"L40S": 362.0,
+    r"GeForce RTX 4090": 165.0,
+    r"B200": 2250.0,
 }
 
 VERSIONED_PACKAGES = ("torch", "triton", "numpy", "pandas", "papermill", "nbconvert")
@@ -120,7 +121,8 @@ def available_memory_bytes() -> int:
 
 def dense_bf16_peak_tflops(device_name: str) -> float | None:
     """Data-sheet peak of a device in TFLOP/s, or None: an unlisted device gets no number."""
-    matches = (peak for name, peak in DENSE_BF16_PEAK_TFLOPS.items() if name in device_name)
+    name = device_name.removeprefix("NVIDIA ")
+    matches = (peak for pattern, peak in DENSE_BF16_PEAK_TFLOPS.items() if re.fullmatch(pattern, name))
     return next(matches, None)
 
 

@@ -15,7 +15,10 @@ def test_known_devices_have_their_own_peak_and_unknown_ones_none():
     assert machine.dense_bf16_peak_tflops("NVIDIA H100 PCIe") == 756
     assert machine.dense_bf16_peak_tflops("NVIDIA H100 80GB HBM3") == 989
     assert machine.dense_bf16_peak_tflops("NVIDIA H200") == 989
-    assert machine.dense_bf16_peak_tflops("A Graphics Card") is None
+    assert machine.dense_bf16_peak_tflops("NVIDIA A100-SXM4-80GB") == 312
+    assert machine.dense_bf16_peak_tflops("NVIDIA GeForce RTX 4090") == 165
+    for near in ("A Graphics Card", "NVIDIA H100 NVL", "NVIDIA GB200", "NVIDIA GeForce RTX 4090 Laptop GPU"):
+        assert machine.dense_bf16_peak_tflops(near) is None
 
 
 def test_a_package_that_is_not_installed_has_no_version():

@@ -70,19 +70,21 @@ def summarize(samples: Iterable[float]) -> Summary:
     )
 
 
-def compare(a: Iterable[float], b: Iterable[float]) -> Comparison:
-    """Is a faster than b? Both are times; same length means interleaved, and the repeats stay paired.
+def compare(a: Iterable[float], b: Iterable[float], *, interleaved: bool) -> Comparison:
+    """Is a faster than b? Both are times.
 
-    Pairing resamples whole repeats, so that a slow moment that hit both does not widen the interval.
+    `interleaved` means that repeat i of both was measured in the same round: then whole rounds are resampled, so
+    that a slow moment that hit both does not widen the interval. ValueError if their numbers differ all the same.
     """
     first, second = _finite(a), _finite(b)
+    if interleaved and len(first) != len(second):
+        raise ValueError(f"expected as many samples of both, since they took turns: {len(first)} and {len(second)}")
     ratio = float(np.median(first) / np.median(second))
     if min(len(first), len(second)) < FEWEST_SAMPLES:
         return Comparison(ratio, float("nan"), float("nan"), "no difference shown")
     generator = np.random.default_rng(0)
     rows_a = generator.integers(0, len(first), (RESAMPLES, len(first)))
-    paired = len(first) == len(second)
-    rows_b = rows_a if paired else generator.integers(0, len(second), (RESAMPLES, len(second)))
+    rows_b = rows_a if interleaved else generator.integers(0, len(second), (RESAMPLES, len(second)))
     ratios = np.median(first[rows_a], axis=1) / np.median(second[rows_b], axis=1)
     low, high = _percentiles(ratios)
     return Comparison(ratio, low, high, _verdict(low, high))

@@ -4,6 +4,8 @@ The same snippets serve JupyterLab and the exported page: a small style sheet tr
 uses the colors of whatever surrounds it. All text is escaped here, and only here.
 """
 
+import json
+import shlex
 from collections.abc import Mapping
 from dataclasses import asdict
 from html import escape
@@ -129,7 +131,7 @@ def _changed(study: Study, run: Run) -> str:
     """The --set options that lead from the profile to the config of the run."""
     profile = study.profiles[run.header.profile].model_dump(mode="json")
     changed = {name: value for name, value in run.header.config.items() if profile.get(name) != value}
-    return "".join(f" --set {name}={str(value).replace(' ', '')}" for name, value in changed.items())
+    return "".join(f" --set {shlex.quote(f'{name}={json.dumps(value)}')}" for name, value in changed.items())
 
 
 def _ranks(run: Run) -> str:

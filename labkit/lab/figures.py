@@ -21,6 +21,7 @@ PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 PANEL_WIDTH, PANEL_HEIGHT, DPI = 3.4, 3.3, 130
 SINGLE_PANEL_WIDTH = 7.0
+MEASURED = "measured here"
 FEW_PLACES = 4  # on the x axis: each gets a tick of its own
 
 # Column names as axis titles; a name that is not listed is shown with blanks for underscores.
@@ -69,20 +70,21 @@ def lines(
     y_title: str | None = None,
     reference: pd.DataFrame | None = None,
     reference_label: str = "published",
+    source: str = MEASURED,
 ) -> Plot:
     """One line a value of `hue`, one panel a value of `facet`, the interval as error bars.
 
     `frame` is tidy and aggregated: one row a plotted point, with `low` and `high` where there is an interval.
     `hue_order` names all values that may occur, so that each keeps its color from figure to figure.
     `level` draws a horizontal line (1 for a ratio). `reference` holds the same columns and is drawn dashed and
-    hollow under `reference_label`. A frame without rows gives an empty plot that says so. ValueError if a
-    column is missing.
+    hollow under `reference_label`; so is `frame` itself if `source` says that it is not from here. A frame
+    without rows gives an empty plot that says so. ValueError if a column is missing.
     """
     columns = [column for column in (x, y, hue, facet) if column is not None]
     _require(frame, columns)
     if frame.empty:
         return _nothing_to_draw(frame[columns])
-    own = frame.assign(source="measured here")
+    own = frame.assign(source=source)
     pieces = [own] if reference is None else [own, reference.assign(source=reference_label)]
     intervals = [column for column in ("low", "high") if column in frame]
     data = pd.concat(pieces, ignore_index=True)[[*columns, *intervals, "source"]]
@@ -121,7 +123,7 @@ def _nothing_to_draw(data: pd.DataFrame) -> Plot:
 
 
 def _draw_panel(axis: Axes, panel: pd.DataFrame, x: str, y: str, hue: str, styles: dict[Any, int]) -> None:
-    for source in dict.fromkeys(["measured here", *panel["source"]]):
+    for source in dict.fromkeys([MEASURED, *panel["source"]]):
         for value, index in styles.items():
             series = panel[(panel["source"] == source) & (panel[hue] == value)]
             if not series.empty:
@@ -129,7 +131,7 @@ def _draw_panel(axis: Axes, panel: pd.DataFrame, x: str, y: str, hue: str, style
 
 
 def _draw_line(axis: Axes, series: pd.DataFrame, x: str, y: str, value: Any, index: int, source: str) -> None:
-    here = source == "measured here"
+    here = source == MEASURED
     axis.errorbar(
         series[x],
         series[y],
@@ -180,6 +182,8 @@ def _format_axis(axis: Any, column: str, is_log: bool) -> None:
 
 
 def _facet_title(facet: str, value: Any) -> str:
+    if isinstance(value, tuple):  # (backend, world size)
+        return f"{value[0]}, {value[1]} ranks"
     if facet.endswith("bytes"):
         return format_bytes(value)
     return f"{value} ranks" if facet == "world_size" else f"{value}"

@@ -76,7 +76,7 @@ def resume(
     on_progress: ShowProgress = lambda progress: None,
     on_output: Callable[[str], None] | None = None,
 ) -> Run:
-    """Measure the points of a run that have not ended. RunFileError if the run is not of this study."""
+    """Measure the points of a run that have not ended. RunFileError if it is of another lab or machine."""
     run = Run.load(path)
     points = _replan(study, run)
     pending = set(run.pending)
@@ -94,6 +94,10 @@ def _replan(study: Study, run: Run) -> list[Point]:
     header = run.header
     if header.lab != study.name:
         raise RunFileError(f"{run.path}: a run of the lab {header.lab!r}, not of {study.name!r}")
+    here = describe_machine()
+    if (header.machine.host, header.machine.label) != (here.host, here.label):
+        there = f"{header.machine.label} ({header.machine.host})"
+        raise RunFileError(f"{run.path}: measured on {there}, and numbers of two machines do not mix")
     config = resolve_config(study.name, study.profiles, header.profile, header.config)
     points = list(study.points(config, header.machine))
     if {point.id: point.describe() for point in points} != header.planned:

@@ -205,7 +205,8 @@ def find_run(directories: Iterable[Path], text: str) -> Path:
     if given.is_file():
         return given
     runs = [path for directory in directories for path in sorted(directory.glob("*.jsonl"))]
-    matches = [path for path in runs if path.stem.startswith(given.name.removesuffix(".jsonl"))]
+    name = given.name.removesuffix(".jsonl")
+    matches = [path for path in runs if path.stem == name] or [path for path in runs if path.stem.startswith(name)]
     if len(matches) != 1:
         found = ", ".join(path.stem for path in matches) or "none"
         raise RunFileError(f"expected a run file or the beginning of a name, got {text!r} (matches: {found})")

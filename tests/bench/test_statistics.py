@@ -20,28 +20,33 @@ def test_summary_of_known_samples():
 
 def test_too_few_samples_have_no_interval_and_no_verdict():
     assert np.isnan(summarize([1.0] * 5).low)
-    assert compare([1.0] * 5, [2.0] * 5).verdict == "no difference shown"
-    assert "too few" in str(compare([1.0], [2.0]))
+    assert compare([1.0] * 5, [2.0] * 5, interleaved=False).verdict == "no difference shown"
+    assert "too few" in str(compare([1.0], [2.0], interleaved=False))
 
 
 def test_a_clear_difference_is_shown_in_its_direction():
-    assert compare(_noisy(1.0), _noisy(2.0, seed=1)).verdict == "faster"
-    assert compare(_noisy(2.0), _noisy(1.0, seed=1)).verdict == "slower"
+    assert compare(_noisy(1.0), _noisy(2.0, seed=1), interleaved=False).verdict == "faster"
+    assert compare(_noisy(2.0), _noisy(1.0, seed=1), interleaved=False).verdict == "slower"
 
 
 def test_no_difference_is_claimed_between_samples_of_one_distribution():
-    verdicts = [compare(_noisy(1, seed=i), _noisy(1, seed=1000 + i)).verdict for i in range(40)]
+    verdicts = [compare(_noisy(1, seed=i), _noisy(1, seed=1000 + i), interleaved=False).verdict for i in range(40)]
     assert verdicts.count("no difference shown") >= 38
 
 
 def test_a_difference_too_small_to_matter_is_not_claimed():
-    assert compare([1.01] * 20, [1.0] * 20).verdict == "no difference shown"
+    assert compare([1.01] * 20, [1.0] * 20, interleaved=False).verdict == "no difference shown"
 
 
 def test_pairing_removes_drift_that_hits_both():
     drift = np.linspace(1, 3, 30)
-    assert compare(0.9 * drift, drift).verdict == "faster"
-    assert compare(0.9 * drift, drift[:-1]).verdict == "no difference shown"  # unpaired: the drift hides it
+    assert compare(0.9 * drift, drift, interleaved=True).verdict == "faster"
+    assert compare(0.9 * drift, drift, interleaved=False).verdict == "no difference shown"  # the drift hides it
+
+
+def test_what_took_turns_has_as_many_samples():
+    with pytest.raises(ValueError, match="3 and 2"):
+        compare([1.0] * 3, [1.0] * 2, interleaved=True)
 
 
 @pytest.mark.parametrize("samples", [[], [1.0, float("nan")], [float("inf")]])

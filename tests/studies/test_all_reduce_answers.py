@@ -144,14 +144,41 @@ def test_scheduling_that_helps_hurts_or_does_both():
         assert _answers(_frame(seconds, worlds=(2, 4, 6, 8)))["scheduling"].verdict == verdict
 
 
-def test_published_trends_hold_or_not():
-    held = _answers(
-        _frame(lambda name, p, n, _: (0.5 if name == "butterfly" else 1.0 if name == "torch" else 2.0) * p * n)
-    )
-    assert held["published_trends"].verdict == "yes"
-    flat = _answers(_frame(lambda name, p, n, _: 1e-3))["published_trends"]
-    assert flat.verdict == "no"
-    assert "not shown here" in flat.text
+def test_published_trends_hold_are_contradicted_or_not_shown():
+    def published(name, p, n, _):
+        return {"butterfly": 0.5, "torch": 1.0}.get(name, 2.0) * p * n
+
+    held = _answers(_frame(published))["published_trends"]
+    assert held.verdict == "yes", held.text
+    reverse = _answers(_frame(lambda name, p, n, _: {"butterfly": 4, "torch": 3}.get(name, 1) * n**2 / p))
+    assert reverse["published_trends"].verdict == "no", reverse["published_trends"].text
+    assert "is contradicted here" in reverse["published_trends"].text
+    noise = _answers(_frame(lambda name, p, n, _: 1e-9 * n, noise=0.1, seed=1))["published_trends"]
+    assert "From 1 MB on, more ranks take longer (0 of 3 steps shown): is not shown here" in noise.text
+    few = _answers(_frame(published, repeats=3))["published_trends"]
+    assert few.verdict == "no difference shown"
+
+
+def test_a_range_of_sizes_ends_where_torch_wins():
+    def gaps(name, p, n, _):
+        return 1e-3 * (0.5 if name == "ring" and n in (KIB, 100 * MIB) else 2 if name not in ("torch", "chosen") else 1)
+
+    text = _answers(_frame(gaps))["algorithms_against_torch"].text
+    assert "gloo, 2 ranks: torch is beaten by ring at 1 KiB" in text
+    assert "and ring at 100 MiB" in text
+
+
+def test_the_chooser_alone_is_judged_itself():
+    frame = _frame(lambda name, *rest: 1e-3 * (0.5 if name == "chosen" else 1))
+    answer = _answers(frame[frame["algorithm"].isin(["torch", "chosen"])])["algorithms_against_torch"]
+    assert answer.verdict == "yes"
+    assert "beaten by chosen from 1 KiB to 100 MiB" in answer.text
+
+
+def test_fewer_repeats_at_one_end_claim_no_growth():
+    frame = _frame(lambda name, p, n, _: 1e-3 * p)
+    few = frame[(frame["world_size"] != 4) | (frame["repeat"] < 3)]
+    assert "no longer than 2, as far as is shown" in _answers(few)["size_and_ranks"].text
 
 
 def test_few_repeats_claim_nothing():

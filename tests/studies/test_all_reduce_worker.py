@@ -4,6 +4,7 @@ from contextlib import closing
 from itertools import pairwise
 
 import pytest
+import torch.distributed as dist
 
 from labkit.machine import describe_machine
 from labkit.parallel.launch import Row, launch
@@ -55,6 +56,24 @@ def test_a_wrong_algorithm_gets_no_time_and_the_others_do():
     assert all("wrong: error" in row["gate"] and "seconds" not in row for row in wrong)
     assert len(wrong) == 2
     assert all("seconds" in row for row in rows if row["algorithm"] != "ring")
+
+
+def _broken_on_one_rank(tensor, group=None, op="mean"):
+    worker.all_reduce(tensor, group, op)
+    if dist.get_rank() == 1:
+        tensor[0] += 1
+
+
+def _measure_with_a_ring_that_is_wrong_on_one_rank(point):
+    worker.ALGORITHMS = {**worker.ALGORITHMS, "ring": _broken_on_one_rank}
+    yield from measure_point(point)
+
+
+def test_ranks_agree_on_what_is_wrong():
+    rows = _rows(_measure_with_a_ring_that_is_wrong_on_one_rank, SMALL)
+    wrong = [row for row in rows if "wrong" in row["gate"]]
+    assert [row["algorithm"] for row in wrong] == ["ring", "ring"]
+    assert all("seconds" in row for row in rows if row not in wrong)
 
 
 def test_an_exchange_step_is_timed():

@@ -19,7 +19,7 @@ from labkit.costs import (
     fit_alpha_beta,
 )
 from labkit.lab.project import reference_directory
-from labkit.studies.all_reduce.worker import CHOSEN, OWN, TORCH
+from labkit.studies.all_reduce.worker import OWN, TORCH
 
 SETTING = ["sweep", "backend", "scheduling", "world_size", "n_bytes"]
 MIB = 2**20
@@ -44,21 +44,28 @@ def times(frame: pd.DataFrame, *sweeps: str) -> pd.DataFrame:
     busbw = [
         bus_bandwidth(p, n, s) / 1e9 for p, n, s in zip(table.world_size, table.n_bytes, table.seconds, strict=True)
     ]
-    return table.assign(algbw_gb_per_s=algbw, busbw_gb_per_s=busbw)
+    return with_panel(table.assign(algbw_gb_per_s=algbw, busbw_gb_per_s=busbw))
+
+
+def with_panel(table: pd.DataFrame) -> pd.DataFrame:
+    """Add `panel`, (backend, world size): figures draw one panel each, so that no line joins two backends."""
+    return table.assign(panel=list(zip(table["backend"], table["world_size"], strict=True)))
 
 
 def against_torch(frame: pd.DataFrame, *sweeps: str) -> pd.DataFrame:
     """Each algorithm's time over torch's, from the same interleaved repeats, with interval and verdict."""
-    return ratios(samples(frame, *sweeps), SETTING, "algorithm", TORCH)
+    return with_panel(ratios(samples(frame, *sweeps), SETTING, "algorithm", TORCH))
 
 
 def batch_against_default(frame: pd.DataFrame) -> pd.DataFrame:
-    """Time under SCHED_BATCH over time under the system's default policy."""
+    """Time under SCHED_BATCH over time under the system's default policy: other ranks, one after the other."""
     setting = ["backend", "world_size", "n_bytes", "algorithm"]
-    return ratios(samples(frame, "scheduling"), setting, "scheduling", "default")
+    return with_panel(ratios(samples(frame, "scheduling"), setting, "scheduling", "default", interleaved=False))
 
 
-def ratios(table: pd.DataFrame, setting: Sequence[str], column: str, baseline: str) -> pd.DataFrame:
+def ratios(
+    table: pd.DataFrame, setting: Sequence[str], column: str, baseline: str, *, interleaved: bool = True
+) -> pd.DataFrame:
     """Within each setting, the time of every value of `column` over that of `baseline`, with the verdict."""
     rows = []
     for key, group in table.groupby(list(setting), sort=True):
@@ -66,7 +73,7 @@ def ratios(table: pd.DataFrame, setting: Sequence[str], column: str, baseline: s
         if base.empty:
             continue
         for name, seconds in group[group[column] != baseline].groupby(column)["seconds"]:
-            ratio = compare(seconds, base)
+            ratio = compare(seconds, base, interleaved=interleaved)
             rows.append(
                 dict(zip(setting, key, strict=True))
                 | {column: name, "ratio": ratio.ratio, "low": ratio.low, "high": ratio.high}
@@ -75,27 +82,30 @@ def ratios(table: pd.DataFrame, setting: Sequence[str], column: str, baseline: s
     return pd.DataFrame(rows, columns=[*setting, column, "ratio", "low", "high", "verdict"])
 
 
+def exchange_models(frame: pd.DataFrame) -> dict[tuple[str, int], AlphaBeta]:
+    """Alpha and beta from single exchange steps, measured before any all-reduce, by (backend, world size)."""
+    return {
+        (str(backend), int(world_size)): fit_alpha_beta(
+            [MessageCost(1, n) for n in steps["n_bytes"]], steps["seconds"].tolist()
+        )
+        for (backend, world_size), steps in times(frame, "exchange").groupby(["backend", "world_size"])
+        if len(steps) >= 2
+    }
+
+
 def predictions(frame: pd.DataFrame) -> pd.DataFrame:
     """What single exchange steps, measured before, say an algorithm should take; and what it took.
 
-    Columns: setting, algorithm, `predicted_s`, `seconds`, `measured_over_predicted`.
+    Columns: setting, algorithm, `seconds`, `predicted_s`, `measured_over_predicted`.
     """
-    rows = []
-    measured = times(frame, "sizes")
-    for (backend, world_size), steps in times(frame, "exchange").groupby(["backend", "world_size"]):
-        if len(steps) < 2:
-            continue
-        model = fit_alpha_beta([MessageCost(1, n) for n in steps["n_bytes"]], steps["seconds"].tolist())
-        here = measured[(measured["backend"] == backend) & (measured["world_size"] == world_size)]
-        rows += [
-            {
-                **{name: row[name] for name in (*SETTING, "algorithm", "seconds")},
-                "predicted_s": model.predict_s(ALL_REDUCE_COSTS[row["algorithm"]](world_size, row["n_bytes"])),
-            }
-            for row in here.to_dict("records")
-            if row["algorithm"] in ALL_REDUCE_COSTS
-        ]
-    table = pd.DataFrame(rows, columns=[*SETTING, "algorithm", "seconds", "predicted_s"])
+    models = exchange_models(frame)
+    rows = [
+        {name: row[name] for name in (*SETTING, "panel", "algorithm", "seconds")}
+        | {"predicted_s": models[key].predict_s(ALL_REDUCE_COSTS[row["algorithm"]](key[1], row["n_bytes"]))}
+        for row in times(frame, "sizes").to_dict("records")
+        if row["algorithm"] in ALL_REDUCE_COSTS and (key := (row["backend"], row["world_size"])) in models
+    ]
+    table = pd.DataFrame(rows, columns=[*SETTING, "panel", "algorithm", "seconds", "predicted_s"])
     return table.assign(measured_over_predicted=table["seconds"] / table["predicted_s"])
 
 
@@ -131,26 +141,41 @@ def fit_table(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def crossover_table(frame: pd.DataFrame) -> pd.DataFrame:
-    """Where the fitted model says one algorithm overtakes another, and between which measured sizes it does.
+    """Where one algorithm should overtake another, and between which measured sizes it does.
 
-    One row a (backend, world size, pair). `wins_until_bytes` and `overtaken_from_bytes` are the last size at
-    which the first algorithm is shown to be faster and the first at which the second is; NaN: at none. The
-    prediction "holds" if it lies between them, or says never and the second never wins; it is "open" where no
-    size is small enough to show the first one ahead.
+    One row a (backend, world size, pair). `predicted_bytes` is by single exchange steps, measured before;
+    `fitted_bytes` by the model fitted to the all-reduces themselves, afterwards. `wins_until_bytes` and
+    `overtaken_from_bytes` are the last size at which the first algorithm is shown to be faster and the first at
+    which the second is; NaN: at none. The prediction "holds" if it lies between them, or says never and the second
+    never wins; it is "open" where no size is small enough to show the first one ahead.
     """
     rows = []
     table = samples(frame, "sizes")
-    for (backend, world_size), model in fits(frame).items():
+    fitted = fits(frame)
+    for (backend, world_size), model in exchange_models(frame).items():
         here = table[(table["backend"] == backend) & (table["world_size"] == world_size)]
         for first, second in OVERTAKING:
             pair = ratios(here[here["algorithm"].isin([first, second])], SETTING, "algorithm", first)
+            if pair.empty:
+                continue
             predicted = crossover_bytes(first, second, world_size, model)
             until = pair.loc[pair["verdict"] == "slower", "n_bytes"].max()
             start = pair.loc[pair["verdict"] == "faster", "n_bytes"].min()
-            row = {"backend": backend, "world_size": world_size, "first": first, "then": second}
-            row |= {"predicted_bytes": predicted, "wins_until_bytes": until, "overtaken_from_bytes": start}
-            rows.append(row | {"prediction": _crossover_holds(predicted, until, start)})
-    names = ["backend", "world_size", "first", "then", "predicted_bytes", "wins_until_bytes"]
+            afterwards = fitted.get((backend, world_size))
+            rows.append(
+                {
+                    "backend": backend,
+                    "world_size": world_size,
+                    "first": first,
+                    "then": second,
+                    "predicted_bytes": predicted,
+                    "fitted_bytes": afterwards and crossover_bytes(first, second, world_size, afterwards),
+                    "wins_until_bytes": until,
+                    "overtaken_from_bytes": start,
+                    "prediction": _crossover_holds(predicted, until, start),
+                }
+            )
+    names = ["backend", "world_size", "first", "then", "predicted_bytes", "fitted_bytes", "wins_until_bytes"]
     return pd.DataFrame(rows, columns=[*names, "overtaken_from_bytes", "prediction"])
 
 
@@ -184,22 +209,12 @@ def published_by_size() -> pd.DataFrame:
 
 
 @cache
-def published_ring_against(other: str) -> pd.DataFrame:
-    """`allreduce_ring_vs_<other>.csv` in long form: world_size, elements, algorithm, seconds, error."""
-    table = pd.read_csv(reference_directory() / f"allreduce_ring_vs_{other}.csv")
-    return pd.concat(
-        [
-            table[["world_size", "elements"]].assign(
-                algorithm=name, seconds=table[f"{name}_max_s"], error=table[f"{name}_error"]
-            )
-            for name in ("ring", other)
-        ],
-        ignore_index=True,
-    )
-
-
-def best(frame: pd.DataFrame) -> pd.DataFrame:
-    """The algorithm with the smallest median at each setting, `chosen` (which is one of the others) aside."""
-    table = times(frame, "sizes")
-    table = table[table["algorithm"] != CHOSEN]
-    return table.loc[table.groupby(SETTING)["seconds"].idxmin()].sort_values(SETTING)
+def published_by_ranks() -> pd.DataFrame:
+    """Both `allreduce_ring_vs_*.csv` in long form: comparison, world_size, elements, algorithm, seconds."""
+    tables = []
+    for other in ("butterfly", "torch"):
+        table = pd.read_csv(reference_directory() / f"allreduce_ring_vs_{other}.csv")
+        for name in ("ring", other):
+            rows = table[["world_size", "elements"]].assign(algorithm=name, seconds=table[f"{name}_max_s"])
+            tables.append(rows.assign(comparison=f"published: ring and {other}"))
+    return pd.concat(tables, ignore_index=True)

@@ -1,7 +1,6 @@
 """What an all-reduce run says: one answer to each question, nothing the intervals do not show."""
 
-from collections.abc import Iterator
-from itertools import groupby, pairwise
+from itertools import groupby
 
 import pandas as pd
 
@@ -9,7 +8,7 @@ from labkit.bench.statistics import beyond_chance
 from labkit.costs import ALL_REDUCE_COSTS
 from labkit.lab.answers import Answer, Question, Verdict, not_measured
 from labkit.lab.units import format_bytes, format_rate, format_seconds, join_words
-from labkit.studies.all_reduce import analysis
+from labkit.studies.all_reduce import analysis, trends
 from labkit.studies.all_reduce.worker import CHOSEN, OWN, TORCH
 
 SIZE_AND_RANKS = Question(
@@ -75,11 +74,14 @@ def _growth_with_ranks(table: pd.DataFrame) -> str | None:
     at = table[table["n_bytes"] == max(common)].set_index("world_size")
     before, after = at.loc[fewest], at.loc[most]
     where = f"At {format_bytes(max(common))}, {most} ranks take"
-    if after["low"] <= before["high"] or before["low"] != before["low"]:
-        return f"{where} no longer than {fewest}, as far as is shown."
-    expected = (2 * (most - 1) / most) / (2 * (fewest - 1) / fewest)
     factor = after["seconds"] / before["seconds"]
-    return f"{where} {factor:.1f} times as long as {fewest}; by the bytes a rank sends it would be {expected:.1f}."
+    expected = (2 * (most - 1) / most) / (2 * (fewest - 1) / fewest)
+    told = f"by the bytes a rank sends it would be {expected:.1f}"
+    if after["low"] > before["high"]:
+        return f"{where} {factor:.1f} times as long as {fewest}; {told}."
+    if after["high"] < before["low"]:
+        return f"{where} only {factor:.2f} of the time of {fewest}; {told}."
+    return f"{where} no longer than {fewest}, as far as is shown."
 
 
 def algorithms_against_torch(frame: pd.DataFrame) -> Answer | None:
@@ -87,31 +89,41 @@ def algorithms_against_torch(frame: pd.DataFrame) -> Answer | None:
     ratios = ratios[(ratios["world_size"] > 1) & ratios["algorithm"].isin(list(OWN))]
     if ratios.empty:
         return None
-    faster, _ = _shown(ratios[ratios["algorithm"] != CHOSEN])
-    sentences = [_winners(faster, world_size) for world_size in sorted(ratios["world_size"].unique())]
+    compared = ratios[ratios["algorithm"] != CHOSEN]
+    compared = ratios if compared.empty else compared  # it is one of the others, where they were measured
+    faster, _ = _shown(compared)
+    sentences = [
+        _winners(of_world, faster, f"{backend}, {world_size} ranks")
+        for (backend, world_size), of_world in compared.groupby(["backend", "world_size"])
+    ]
     sentences.append(_error_sentence(frame))
-    wins, settings = faster.groupby(analysis.SETTING).ngroups, ratios.groupby(analysis.SETTING).ngroups
+    wins, settings = faster.groupby(analysis.SETTING).ngroups, compared.groupby(analysis.SETTING).ngroups
     verdict: Verdict = "yes" if wins == settings else "mixed" if wins else "no"
-    if not wins and _verdict(*_shown(ratios)) == "no difference shown":
+    if not wins and _verdict(*_shown(compared)) == "no difference shown":
         verdict = "no difference shown"
     text = " ".join(sentence for sentence in sentences if sentence)
     return Answer(ALGORITHMS, verdict, text, "against_torch", _chooser_recommendation(ratios))
 
 
-def _winners(faster: pd.DataFrame, world_size: int) -> str:
-    """Which own algorithm beats torch from which size to which, for one world size."""
-    here = faster[faster["world_size"] == world_size]
-    if here.empty:
-        return f"With {world_size} ranks no algorithm is shown to be faster than torch."
-    best = here.loc[here.groupby("n_bytes")["ratio"].idxmin()].sort_values("n_bytes")
+def _winners(compared: pd.DataFrame, faster: pd.DataFrame, where: str) -> str:
+    """Which own algorithm beats torch from which size to which; sizes at which none does end a range."""
+    rows = faster[faster.index.isin(compared.index)]
+    best = {n: group.loc[group["ratio"].idxmin()] for n, group in rows.groupby("n_bytes")}
+    sizes = sorted(compared["n_bytes"].unique())
     parts = []
-    for name, group in groupby(best.to_dict("records"), key=lambda row: row["algorithm"]):
-        rows = list(group)
-        sizes = join_words([format_bytes(row["n_bytes"]) for row in (rows[0], rows[-1])[: len(rows)]])
-        place = f"between {sizes}" if len(rows) > 1 else f"at {sizes}"
-        ratios = dict.fromkeys(f"{pick(row['ratio'] for row in rows):.2f}" for pick in (min, max))
-        parts.append(f"{_name(name)} {place} ({' to '.join(ratios)} of torch's time)")
-    return f"With {world_size} ranks torch is beaten by {join_words(parts)}."
+    for name, run in groupby(sizes, key=lambda n: best[n]["algorithm"] if n in best else None):
+        if name is None:
+            continue
+        won = list(run)
+        place = f"at {format_bytes(won[0])}"
+        if len(won) > 1:
+            place = f"from {format_bytes(won[0])} to {format_bytes(won[-1])}"
+        ratios = [best[n]["ratio"] for n in won]
+        span = dict.fromkeys(f"{pick(ratios):.2f}" for pick in (min, max))
+        parts.append(f"{_name(name)} {place} ({' to '.join(span)} of torch's time)")
+    if not parts:
+        return f"{where}: no algorithm is shown to be faster than torch."
+    return f"{where}: torch is beaten by {join_words(parts)}."
 
 
 def _error_sentence(frame: pd.DataFrame) -> str:
@@ -240,66 +252,18 @@ def scheduling(frame: pd.DataFrame) -> Answer | None:
 
 
 def published_trends(frame: pd.DataFrame) -> Answer | None:
-    checks = [check for check in (_linear_in_size(frame), _slow_with_ranks(frame), *_ring_trends(frame)) if check]
-    if not checks:
+    found = trends.published_trends(frame)
+    if not found:
         return None
-    held = [holds for _, holds in checks]
-    verdict: Verdict = "yes" if all(held) else "mixed" if any(held) else "no"
-    sentences = [f"{claim}: {'holds here' if holds else 'not shown here'}." for claim, holds in checks]
-    return Answer(PUBLISHED, verdict, " ".join(sentences), figure="time_by_size")
-
-
-def _torch_gloo(frame: pd.DataFrame) -> pd.DataFrame:
-    table = analysis.times(frame, "sizes")
-    return table[(table["algorithm"] == TORCH) & (table["backend"] == "gloo")]
-
-
-def _linear_in_size(frame: pd.DataFrame) -> tuple[str, bool] | None:
-    """Published: from 10 MB to 1 GB gloo's time grows about as the size does (a tenth more a byte at most)."""
-    table = _torch_gloo(frame)
-    table = table[table["n_bytes"] >= 10 * analysis.MIB].sort_values("n_bytes")
-    steps = [
-        (group["seconds"].iloc[-1] / group["seconds"].iloc[0]) / (group["n_bytes"].iloc[-1] / group["n_bytes"].iloc[0])
-        for _, group in table.groupby("world_size")
-        if len(group) > 1
-    ]
-    if not steps:
-        return None
-    seen = f"{min(steps):.2f} to {max(steps):.2f}"
-    claim = f"From 10 MB on, gloo's time grows in proportion to the size (time ratio over size ratio: {seen})"
-    return claim, all(0.75 <= step <= 1.33 for step in steps)
-
-
-def _slow_with_ranks(frame: pd.DataFrame) -> tuple[str, bool] | None:
-    """Published: at every size, more ranks take longer."""
-    table = _torch_gloo(frame)
-    table = table[table["n_bytes"] >= analysis.MIB]
-    pairs = [
-        later["low"] > earlier["high"]
-        for _, group in table.groupby("n_bytes")
-        for earlier, later in pairwise(group.sort_values("world_size").to_dict("records"))
-    ]
-    if not pairs:
-        return None
-    return f"From 1 MB on, more ranks take longer ({sum(pairs)} of {len(pairs)} steps shown)", all(pairs)
-
-
-def _ring_trends(frame: pd.DataFrame) -> Iterator[tuple[str, bool]]:
-    """Published: butterfly ahead of ring from 4 ranks on; ring behind torch at the most elements."""
-    ranks = analysis.samples(frame, "ranks")
-    ranks = ranks[(ranks["backend"] == "gloo") & (ranks["world_size"] >= 4)]
-    smallest = ranks[ranks["n_bytes"] == ranks["n_bytes"].min()]
-    butterfly = analysis.ratios(smallest, analysis.SETTING, "algorithm", "ring")
-    butterfly = butterfly[butterfly["algorithm"] == "butterfly"]
-    if not butterfly.empty:
-        faster = (butterfly["verdict"] == "faster").sum()
-        claim = f"Butterfly is faster than ring at few elements, from 4 ranks on ({faster} of {len(butterfly)})"
-        yield claim, faster == len(butterfly)
-    largest = ranks[ranks["n_bytes"] == ranks["n_bytes"].max()]
-    ring = analysis.ratios(largest, analysis.SETTING, "algorithm", TORCH)
-    ring = ring[(ring["algorithm"] == "ring") & (ring["world_size"] == 16)]
-    if not ring.empty:
-        yield "At 16 ranks and 100,000 elements or so torch is faster than ring", (ring["verdict"].iloc[0] == "slower")
+    outcomes = {trend.outcome for trend in found}
+    verdict: Verdict = "mixed"
+    if outcomes == {"holds here"}:
+        verdict = "yes"
+    elif outcomes == {"is not shown here"}:
+        verdict = "no difference shown"
+    elif "holds here" not in outcomes:
+        verdict = "no"
+    return Answer(PUBLISHED, verdict, " ".join(str(trend) for trend in found), figure="time_by_size")
 
 
 def _time(row: pd.Series) -> str:

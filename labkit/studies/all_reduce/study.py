@@ -21,16 +21,18 @@ RANK_BYTES = 160 * MIB  # a rank's own resident memory, torch included
 COPIES = 4  # of the tensor on each rank: base, input, the reduced tensor, room for an algorithm's scratch
 
 Algorithm = Literal["torch", "ring", "butterfly", "recursive_doubling", "halving_doubling", "chosen"]
-PositiveInt = Annotated[int, Field(ge=1)]
+PositiveInt = Annotated[int, Field(ge=1, lt=2**48)]
+Repeats = Annotated[int, Field(ge=1, le=100_000)]
+Ranks = Annotated[int, Field(ge=1, le=1024)]
 
 
 class AllReduceConfig(LabConfig):
     """What a reader may set. Sizes are of the whole tensor, in bytes."""
 
-    world_sizes: Annotated[list[PositiveInt], Field(min_length=1)]
+    world_sizes: Annotated[list[Ranks], Field(min_length=1)]
     """Ranks of the sweep over sizes."""
     sizes_bytes: Annotated[list[PositiveInt], Field(min_length=1)]
-    many_world_sizes: list[PositiveInt]
+    many_world_sizes: list[Ranks]
     """Ranks of the sweep over ranks, at few sizes."""
     many_elements: list[PositiveInt]
     algorithms: Annotated[list[Algorithm], Field(min_length=1)] = [TORCH, *OWN]  # type: ignore[list-item]
@@ -38,14 +40,14 @@ class AllReduceConfig(LabConfig):
     dtype: Literal["float64", "float32", "bfloat16", "float16"] = "float32"
     scheduling_sizes_bytes: list[PositiveInt] = [4 * KIB, 64 * KIB]
     """Sizes at which the system's default scheduling policy is compared with SCHED_BATCH."""
-    warmup: Annotated[int, Field(ge=0)] = 2
-    repeats: PositiveInt = 20
-    repeats_large: PositiveInt = 7
+    warmup: Annotated[int, Field(ge=0, le=10_000)] = 2
+    repeats: Repeats = 20
+    repeats_large: Repeats = 8
     """Repeats from 8 MiB or 8 ranks on. Below six there is no interval, and so no verdict."""
-    most_bytes: PositiveInt | None = None
-    """Larger points, all ranks' tensors together, are left out; None: only what does not fit into memory is."""
-    seed: Annotated[int, Field(ge=0)] = 0
-    timeout_s: Annotated[float, Field(gt=0)] = 120.0
+    most_bytes: Annotated[int, Field(ge=0)] = 0
+    """Larger points, all ranks' tensors together, are left out; 0: only what does not fit into memory is."""
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    timeout_s: Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)] = 120.0
 
 
 class AllReduceStudy(Study):
@@ -108,7 +110,7 @@ class AllReduceStudy(Study):
 
     def skip_reason(self, point: AllReducePoint, machine: Machine) -> str | None:
         total = point.world_size * point.n_bytes
-        if point.most_bytes is not None and total > point.most_bytes:
+        if 0 < point.most_bytes < total:
             return f"{format_bytes(total)} on all ranks, more than most_bytes, {format_bytes(point.most_bytes)}"
         if point.backend == "nccl":
             gpus = len(machine.gpus)
@@ -150,8 +152,8 @@ def _scheduling_points(config: AllReduceConfig) -> list[AllReducePoint]:
         _point(config, world_size, "gloo", "scheduling", n_bytes, algorithms, scheduling=policy)
         for world_size in config.world_sizes
         if world_size > 1 and algorithms
-        for policy in ("batch", "default")
         for n_bytes in config.scheduling_sizes_bytes
+        for policy in ("batch", "default")
     ]
 
 

@@ -5,6 +5,7 @@ the base times one known number, exactly, in float64, without knowing the other 
 that is missing, doubled or of the wrong chunk is off by far more than rounding.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -34,7 +35,7 @@ class AllReducePoint(Point):
     algorithms: tuple[str, ...] = ()
     warmup: int = 2
     repeats: int = 10
-    most_bytes: int | None = None
+    most_bytes: int = 0
     seed: int = 0
 
     @property
@@ -103,7 +104,7 @@ def _check(point: AllReducePoint, name: str, base: torch.Tensor, tensor: torch.T
     dist.barrier()
     with peak_memory_growth(_device(point)) as memory:
         _collective(name)(tensor, op="mean")
-    error = _relative_error(tensor, base)
+    error = _worst(_relative_error(tensor, base))
     # one rounding a sum and one for the scaling, each at most eps/2 of the largest partial result; doubled
     bound = (dist.get_world_size() + 1) * torch.finfo(tensor.dtype).eps
     return {
@@ -116,6 +117,13 @@ def _check(point: AllReducePoint, name: str, base: torch.Tensor, tensor: torch.T
     }
 
 
+def _worst(error: float) -> float:
+    """The largest error of any rank, on all ranks: they must agree on what gets no time."""
+    worst = torch.tensor(error, dtype=torch.float64, device="cuda" if dist.get_backend() == "nccl" else "cpu")
+    dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+    return float(worst)
+
+
 def _relative_error(result: torch.Tensor, base: torch.Tensor) -> float:
     """Largest deviation from the exact mean over the largest mean; NaN counts as infinite."""
     ranks = dist.get_world_size()
@@ -123,7 +131,7 @@ def _relative_error(result: torch.Tensor, base: torch.Tensor) -> float:
     deviation = 0.0
     for got, of_base in zip(result.split(CHECKED_AT_ONCE), base.split(CHECKED_AT_ONCE), strict=True):
         difference = float((got.double() - of_base.double() * factor).abs_().max())
-        deviation = max(deviation, difference if difference == difference else float("inf"))
+        deviation = max(deviation, math.inf if math.isnan(difference) else difference)
     largest = factor * float(base.abs().max())
     return deviation / largest if largest else deviation
 
@@ -153,6 +161,7 @@ def _time_exchange(point: AllReducePoint, own: torch.Tensor) -> dict[str, Any]:
     """One step around a ring: send to the right neighbor while receiving from the left."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     received = torch.empty_like(own)
+    expected = own * (_multiple((rank - 1) % ranks) / _multiple(rank))  # powers of two: exact
 
     def exchange() -> None:
         operations = [
@@ -162,6 +171,10 @@ def _time_exchange(point: AllReducePoint, own: torch.Tensor) -> dict[str, Any]:
         for work in dist.batch_isend_irecv(operations):
             work.wait()
 
+    exchange()
+    row = {"algorithm": "exchange", "n_bytes": point.n_bytes}
+    if _worst(0.0 if torch.equal(received, expected) else math.inf):
+        return row | {"gate": "wrong: the neighbor's tensor did not arrive"}
     samples = time_interleaved(
         {"exchange": exchange},
         warmup=point.warmup,
@@ -169,4 +182,4 @@ def _time_exchange(point: AllReducePoint, own: torch.Tensor) -> dict[str, Any]:
         device=_device(point),
         before=dist.barrier,
     )
-    return {"algorithm": "exchange", "n_bytes": point.n_bytes, "gate": "ok", "seconds": samples["exchange"]}
+    return row | {"gate": "ok", "seconds": samples["exchange"]}
