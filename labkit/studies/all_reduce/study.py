@@ -72,6 +72,7 @@ class AllReduceStudy(Study):
             sizes_bytes=[KIB, 4 * KIB, 64 * KIB, 256 * KIB, MIB, 10 * MIB, 100 * MIB],
             many_world_sizes=[1, 2, 4, 8, 16, 32],
             many_elements=[1000, 100_000],
+            repeats=15,
             repeats_large=6,
             most_bytes=GIB,
         ),
