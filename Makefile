@@ -36,8 +36,9 @@ lab: $(VENV)/installed-lab ## JupyterLab on the notebooks
 clean: ## remove the environment and the pages; runs are kept
 	rm -rf $(VENV) reports
 
+# Half an environment would be taken for a whole one by the next make.
 $(VENV)/bin/python:
-	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }  # half an environment would be taken for a whole one
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
 
 $(VENV)/installed: pyproject.toml $(wildcard constraints.txt) | $(VENV)/bin/python
 	@echo "installing labkit into $(VENV) (once; a few minutes)"
