@@ -1,0 +1,222 @@
+"""Triton kernel of the FlashAttention-2 forward pass, and what the backward kernels share with it.
+
+Source: Dao 2023, FlashAttention-2 (arXiv:2307.08691), algorithm 1.  `flash_backward_kernels.py` is algorithm 2,
+`flash_attention.py` launches both and `flash_tiles.py` holds their tile sizes.  `tiled_attention.py` is the same
+in plain PyTorch, with the same names; read it first.
+
+Dimension letters (see `attention.py` for the definition of causal):
+
+    Q  queries    BLOCK_Q  queries in a tile      D  head dimension, HEAD_DIM
+    K  keys       BLOCK_K  keys in a tile         BLOCK_D  the power of two that holds it
+
+All tensors are contiguous: (heads, Q, D) or (heads, K, D), with `heads` all leading dimensions in one; a query has
+one logsumexp and one delta, (heads, Q) in float32.  Plain masked pointers only: Triton 3.6 to 3.9.
+
+What makes them fast, beyond the algorithm:
+
+* exp2: the hardware's exponential has base 2, so scores are scaled by scale * log2(e) in the subtraction of the
+  maximum (one fused multiply-add).  The logsumexp that leaves a kernel is a natural logarithm.
+* Hidden blocks, those above the diagonal, are not visited, and the longest rows start first.
+* Masks only at the edges: a loop over full blocks that neither masks scores nor checks bounds, then one over the
+  diagonal and the ragged end.
+* Operands of `tl.dot` keep their dtype (tensor cores); everything else is float32.
+"""
+
+# mypy: ignore-errors
+# Triton's language is typed for its compiler, not for mypy: inside a kernel everything is a tl.tensor.
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+
+LENGTHS = ("queries", "keys", "tuning_length")
+"""Arguments that a kernel is not compiled anew for: nothing is gained, since HEAD_DIM alone aligns the rows."""
+
+
+# ------------------------------------------------------------------------------------------ helpers
+
+
+@triton.jit
+def program(length, BLOCK: tl.constexpr, LAST_FIRST: tl.constexpr):
+    """This program's start within the sequence, and its head.  Programs of a head are neighbors: they share L2."""
+    blocks = tl.cdiv(length, BLOCK)
+    program = tl.program_id(0)
+    block = program % blocks
+    if LAST_FIRST:
+        block = blocks - 1 - block
+    return block * BLOCK, (program // blocks).to(tl.int64)
+
+
+@triton.jit
+def tile_offsets(start, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Of the rows start.. of one head, (BLOCK, BLOCK_D)."""
+    return (start + tl.arange(0, BLOCK))[:, None] * HEAD_DIM + tl.arange(0, BLOCK_D)[None, :]
+
+
+@triton.jit
+def in_bounds(start, length, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, RAGGED: tl.constexpr):
+    """Which of these elements there are: not those beyond the last row (if RAGGED) and in the padded dimensions."""
+    rows = (start + tl.arange(0, BLOCK))[:, None]
+    dims = tl.arange(0, BLOCK_D)[None, :]
+    if RAGGED and BLOCK_D != HEAD_DIM:
+        return (rows < length) & (dims < HEAD_DIM)
+    elif RAGGED:
+        return rows < length
+    else:
+        return dims < HEAD_DIM
+
+
+@triton.jit
+def load_tile(
+    pointer, start, length, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, RAGGED: tl.constexpr
+):
+    """Rows start.. of one head, (BLOCK, BLOCK_D), zero where there is nothing.  Without RAGGED all rows must exist."""
+    pointers = pointer + tile_offsets(start, BLOCK, HEAD_DIM, BLOCK_D)
+    if RAGGED or BLOCK_D != HEAD_DIM:
+        return tl.load(pointers, mask=in_bounds(start, length, BLOCK, HEAD_DIM, BLOCK_D, RAGGED), other=0.0)
+    else:
+        return tl.load(pointers)
+
+
+@triton.jit
+def load_rows(pointer, start, length, other, BLOCK: tl.constexpr, RAGGED: tl.constexpr):
+    """One float32 a row, (BLOCK,); `other` beyond the end."""
+    rows = start + tl.arange(0, BLOCK)
+    if RAGGED:
+        return tl.load(pointer + rows, mask=rows < length, other=other)
+    else:
+        return tl.load(pointer + rows)
+
+
+@triton.jit
+def store_tile(
+    pointer, values, start, length, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, INTERPRETED: tl.constexpr
+):
+    BLOCK: tl.constexpr = values.shape[0]
+    values = rounded(values, pointer.dtype.element_ty, INTERPRETED)
+    exists = in_bounds(start, length, BLOCK, HEAD_DIM, BLOCK_D, True)
+    tl.store(pointer + tile_offsets(start, BLOCK, HEAD_DIM, BLOCK_D), values, mask=exists)
+
+
+@triton.jit
+def rounded(x, dtype: tl.constexpr, INTERPRETED: tl.constexpr):
+    """x in `dtype`; compiled, that is all.
+
+    The interpreter's bfloat16 can neither round nor be multiplied: there, round by hand and stay in float32.
+    """
+    if not INTERPRETED:
+        return x.to(dtype)
+    elif dtype == tl.bfloat16:
+        bits = x.to(tl.float32).to(tl.uint32, bitcast=True)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000  # to nearest, ties to even
+        return bits.to(tl.float32, bitcast=True)
+    else:
+        return x.to(dtype).to(tl.float32)
+
+
+@triton.jit
+def dot(a, b, accumulator, dtype: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr):
+    """accumulator + a b, with the operands rounded to `dtype`; PRECISION matters for float32 only."""
+    a = rounded(a, dtype, INTERPRETED)
+    b = rounded(b, dtype, INTERPRETED)
+    return tl.dot(a, b, accumulator, input_precision=PRECISION)
+
+
+# ------------------------------------------------------------------------------------------ forward
+
+
+@triton.jit
+def _forward_blocks(
+    accumulator, row_max, row_sum, q, k_ptr, v_ptr, first, last, q_start, keys, exponent_scale,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    CAUSAL: tl.constexpr, MASKED: tl.constexpr, EXP2: tl.constexpr,
+    PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """Carry the online softmax over the key blocks [first, last)."""
+    dtype: tl.constexpr = k_ptr.dtype.element_ty
+    for k_start in range(first, last, BLOCK_K):
+        k = load_tile(k_ptr, k_start, keys, BLOCK_K, HEAD_DIM, BLOCK_D, MASKED)
+        scores = tl.zeros((BLOCK_Q, BLOCK_K), tl.float32)
+        scores = dot(q, tl.trans(k), scores, dtype, PRECISION, INTERPRETED)
+        if MASKED:
+            scores = tl.where(is_visible(q_start, k_start, keys, BLOCK_Q, BLOCK_K, CAUSAL), scores, -float("inf"))
+        new_max = tl.maximum(row_max, tl.max(scores, 1) * exponent_scale)
+        probabilities = exponential(scores * exponent_scale - new_max[:, None], EXP2)  # not normalized yet
+        rescale = exponential(row_max - new_max, EXP2)
+        row_max = new_max
+        row_sum = row_sum * rescale + tl.sum(probabilities, 1)
+        v = load_tile(v_ptr, k_start, keys, BLOCK_K, HEAD_DIM, BLOCK_D, MASKED)
+        accumulator = accumulator * rescale[:, None]
+        accumulator = dot(probabilities, v, accumulator, dtype, PRECISION, INTERPRETED)
+    return accumulator, row_max, row_sum
+
+
+@triton.jit
+def is_visible(q_start, k_start, keys, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, CAUSAL: tl.constexpr):
+    """Which keys of a tile its queries see, (BLOCK_Q, BLOCK_K) or (1, BLOCK_K)."""
+    columns = k_start + tl.arange(0, BLOCK_K)[None, :]
+    visible = columns < keys
+    if CAUSAL:
+        visible = visible & (columns <= q_start + tl.arange(0, BLOCK_Q)[:, None])
+    return visible
+
+
+@triton.jit
+def exponential(x, EXP2: tl.constexpr):
+    if EXP2:
+        return tl.exp2(x)
+    else:
+        return tl.exp(x)
+
+
+@triton.jit
+def key_ranges(q_start, keys, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, CAUSAL: tl.constexpr):
+    """For a block of queries: the end of the key blocks that need no mask, and the end of the visible keys."""
+    if CAUSAL:
+        return tl.minimum(q_start, keys) // BLOCK_K * BLOCK_K, tl.minimum(q_start + BLOCK_Q, keys)
+    else:
+        return keys // BLOCK_K * BLOCK_K, keys
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def forward_kernel(
+    q_ptr, k_ptr, v_ptr, output_ptr, logsumexp_ptr, queries, keys, scale, tuning_length,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    CAUSAL: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
+    EXP2: tl.constexpr = True, SKIP_HIDDEN: tl.constexpr = True, MASK_ONLY_EDGES: tl.constexpr = True,
+):  # fmt: skip
+    """One program: the output and logsumexp of BLOCK_Q queries.  The last three switches are for ablations."""
+    q_start, head = program(queries, BLOCK_Q, LAST_FIRST=CAUSAL)
+    q_ptr += head * queries * HEAD_DIM
+    k_ptr += head * keys * HEAD_DIM
+    v_ptr += head * keys * HEAD_DIM
+
+    q = load_tile(q_ptr, q_start, queries, BLOCK_Q, HEAD_DIM, BLOCK_D, RAGGED=True)
+    accumulator = tl.zeros((BLOCK_Q, BLOCK_D), tl.float32)
+    row_max = tl.full((BLOCK_Q,), -float("inf"), tl.float32)  # of the scaled scores
+    row_sum = tl.zeros((BLOCK_Q,), tl.float32)
+    exponent_scale = scale * LOG2_E if EXP2 else scale
+
+    # Every query sees key 0, which is in the first block visited: row_max is finite from there on.
+    full_end, visible_end = key_ranges(q_start, keys, BLOCK_Q, BLOCK_K, CAUSAL)
+    if not MASK_ONLY_EDGES:
+        full_end = 0
+    if not SKIP_HIDDEN:
+        visible_end = keys
+    accumulator, row_max, row_sum = _forward_blocks(
+        accumulator, row_max, row_sum, q, k_ptr, v_ptr, 0, full_end, q_start, keys, exponent_scale,
+        HEAD_DIM, BLOCK_D, BLOCK_Q, BLOCK_K, CAUSAL, False, EXP2, PRECISION, INTERPRETED,
+    )  # fmt: skip
+    accumulator, row_max, row_sum = _forward_blocks(
+        accumulator, row_max, row_sum, q, k_ptr, v_ptr, full_end, visible_end, q_start, keys, exponent_scale,
+        HEAD_DIM, BLOCK_D, BLOCK_Q, BLOCK_K, CAUSAL, True, EXP2, PRECISION, INTERPRETED,
+    )  # fmt: skip
+
+    output = accumulator / row_sum[:, None]
+    output_ptr += head * queries * HEAD_DIM
+    store_tile(output_ptr, output, q_start, queries, HEAD_DIM, BLOCK_D, INTERPRETED)
+    logsumexp = (row_max + tl.log2(row_sum)) * LN_2 if EXP2 else row_max + tl.log(row_sum)
+    rows = q_start + tl.arange(0, BLOCK_Q)
+    tl.store(logsumexp_ptr + head * queries + rows, logsumexp, mask=rows < queries)
