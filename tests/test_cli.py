@@ -27,6 +27,16 @@ def test_list_names_every_lab_from_any_directory(tmp_path):
     assert "all_reduce" in result.stdout
 
 
+def test_a_run_holds_the_command_and_no_path_of_the_machine():
+    arguments = ["measure", "all_reduce", "--profile", "smoke", "--set", "backends=['gloo']", "--set", "seed=7"]
+    for earlier in _runs_by(arguments):
+        earlier.unlink()
+    assert labkit(*arguments).returncode == 0
+    (path,) = _runs_by(arguments)
+    assert Run.load(path).header.command == shlex.join(["labkit", *arguments])
+    path.unlink()
+
+
 def test_doctor_says_what_runs_here_and_why_the_rest_does_not():
     result = labkit("doctor")
     assert result.returncode == 0

@@ -54,7 +54,7 @@ def measure(
         profile=profile,
         config=config.model_dump(mode="json"),
         machine=machine,
-        command=shlex.join(sys.orig_argv),
+        command=_command(),
         started=datetime.now(UTC),
         planned={point.id: point.describe() for point in points},
     )
@@ -84,9 +84,18 @@ def resume(
     if joined_rank() > 0:
         _take_part(study, remaining)
         raise SystemExit(0)
-    with RunWriter.resume(path, shlex.join(sys.orig_argv)) as writer:
+    with RunWriter.resume(path, _command()) as writer:
         _measure_points(study, remaining, len(points), writer, on_progress, on_output)
     return Run.load(path)
+
+
+def _command() -> str:
+    """What the user typed, without the paths of this machine; "notebook" inside a kernel."""
+    program = Path(sys.argv[0]).name
+    if program.startswith("ipykernel") or "ipykernel" in sys.modules:
+        return "notebook"
+    is_labkit = program in ("labkit", "__main__.py")
+    return shlex.join(["labkit", *sys.argv[1:]] if is_labkit else [program])
 
 
 def _replan(study: Study, run: Run) -> list[Point]:
