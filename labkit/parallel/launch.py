@@ -28,6 +28,7 @@ import cloudpickle
 import torch
 import torch.distributed as dist
 
+from labkit.machine import available_cores
 from labkit.parallel import joined
 from labkit.parallel.outcome import PointEnd, RankError, RankFailure, Row
 from labkit.parallel.rank import GroupPlan, Worker, call_once
@@ -78,7 +79,7 @@ def launch(
         world_size=world_size,
         backend=backend,
         scheduling=scheduling,
-        threads=threads or max(1, _available_cores() // _ranks_here(world_size)),
+        threads=threads or max(1, available_cores() // _ranks_here(world_size)),
         timeout_s=timeout_s,
         environment=_rank_environment(environment or {}),
     )
@@ -199,11 +200,6 @@ def _packed(worker: Worker, points: list[Any]) -> bytes:
         return cloudpickle.dumps((worker, points))
     except Exception as error:
         raise ValueError(f"worker, points: expected what cloudpickle can send to a rank: {error}") from error
-
-
-def _available_cores() -> int:
-    """Cores this process may use; a container or `taskset` may have given it fewer than there are."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _ranks_here(world_size: int) -> int:
