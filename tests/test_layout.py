@@ -22,7 +22,7 @@ ALLOWED = {
     "nn": {"nn", "machine", "costs"},
     "parallel": {"parallel", "machine", "costs"},
     "bench": {"bench"},
-    "costs": set(),
+    "costs": {"costs"},
     "machine": set(),
     "__init__": set(),
 }

@@ -110,6 +110,32 @@ def summarize_groups(frame: pd.DataFrame, value: str, by: Sequence[str]) -> pd.D
     return pd.DataFrame(rows, columns=[*by, *Summary.__dataclass_fields__])
 
 
+def compare_groups(
+    frame: pd.DataFrame,
+    value: str,
+    setting: Sequence[str],
+    column: str,
+    baseline: str,
+    *,
+    interleaved: bool = True,
+) -> pd.DataFrame:
+    """Within each setting, `value` (a time) of every alternative in `column` over that of `baseline`.
+
+    One row a (setting, alternative) with `ratio`, its interval `low`, `high`, and `verdict`. Settings without the
+    baseline are left out. `interleaved` as in `compare`: the rows of a setting and alternative are in the order
+    of their repeats.
+    """
+    rows = []
+    for key, group in frame.groupby(list(setting), sort=True, dropna=False):
+        base = group.loc[group[column] == baseline, value]
+        if base.empty:
+            continue
+        for name, samples in group[group[column] != baseline].groupby(column)[value]:
+            ratio = asdict(compare(samples, base, interleaved=interleaved))
+            rows.append(dict(zip(setting, key, strict=True)) | {column: name} | ratio)
+    return pd.DataFrame(rows, columns=[*setting, column, *Comparison.__dataclass_fields__])
+
+
 def slowest_rank(frame: pd.DataFrame, value: str, by: Sequence[str]) -> pd.DataFrame:
     """The largest `value` among the ranks of each repeat: a collective is over when its last rank is."""
     return frame.groupby([*by, "repeat"], dropna=False)[value].max().reset_index()

@@ -13,6 +13,8 @@ def format_seconds(seconds: float) -> str:
         return "not measured"
     if seconds >= 120:
         return f"{int(seconds // 60)} min {seconds % 60:.0f} s"
+    if seconds == 0:
+        return "0 s"
     scale, unit = next((entry for entry in _TIME_UNITS if abs(seconds) >= entry[0]), _TIME_UNITS[-1])
     return f"{_three_digits(seconds / scale)} {unit}"
 

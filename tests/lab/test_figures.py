@@ -3,7 +3,7 @@
 import pandas as pd
 import pytest
 
-from labkit.lab.figures import lines
+from labkit.lab.figures import areas, bars, lines, timeline
 
 FRAME = pd.DataFrame(
     {
@@ -59,3 +59,65 @@ def test_nothing_measured_is_said_and_a_missing_column_is_named():
     )
     with pytest.raises(ValueError, match="no column rank"):
         lines(FRAME, x="n_bytes", y="seconds", hue="rank")
+
+
+STEPS = pd.DataFrame(
+    {
+        "model": ["nano", "nano", "mini", "mini"],
+        "phase": ["forward", "backward"] * 2,
+        "seconds": [1.0, 2.0, 10.0, 20.0],
+        "low": [0.9, 1.9, 9.0, 19.0],
+        "high": [1.1, 2.1, 11.0, 21.0],
+    }
+)
+
+
+def _heights(axis):
+    return sorted(patch.get_height() for patch in axis.patches)
+
+
+def test_bars_stand_side_by_side_or_on_one_another():
+    beside = bars(STEPS, x="model", y="seconds", hue="phase")
+    assert _heights(beside.figure.axes[0]) == [1, 2, 10, 20]
+    assert {patch.get_y() for patch in beside.figure.axes[0].patches} == {0}
+    stacked = bars(STEPS, x="model", y="seconds", hue="phase", stacked=True)
+    assert {patch.get_y() for patch in stacked.figure.axes[0].patches} == {0, 1, 10}
+
+
+def test_published_bars_get_a_panel_of_their_own_with_their_own_categories(tmp_path):
+    published = STEPS.assign(model=STEPS["model"].replace({"nano": "xl"}))
+    plot = bars(STEPS, x="model", y="seconds", hue="phase", reference=published, reference_label="published, H100")
+    plot.save(tmp_path / "figure")
+    assert set(pd.read_csv(tmp_path / "figure.csv")["source"]) == {"measured here", "published, H100"}
+    names = [[label.get_text() for label in axis.get_xticklabels()] for axis in plot.figure.axes]
+    assert names == [["nano", "mini"], ["xl", "mini"]]
+    assert plot.figure.axes[1].get_title() == "published, H100"
+
+
+def test_areas_are_steps_that_add_up():
+    frame = pd.DataFrame({"at_s": [0, 1, 1, 2], "kind": ["a", "a", "b", "a"], "bytes": [1.0, 2.0, 5.0, 3.0]})
+    axis = areas(frame, x="at_s", y="bytes", hue="kind", hue_order=["a", "b"]).figure.axes[0]
+    tops = [collection.get_paths()[0].vertices[:, 1].max() for collection in axis.collections]
+    assert tops == [3.0, 7.0]
+
+
+def test_a_timeline_starts_at_its_first_box():
+    frame = pd.DataFrame({"start_s": [5.0, 6.0], "duration_s": [1.0, 0.5], "lane": ["x", "y"], "kind": ["m", "m"]})
+    plot = timeline(frame, start="start_s", duration="duration_s", lane="lane", hue="kind")
+    assert plot.data["start_s"].tolist() == [0, 1]
+    assert [label.get_text() for label in plot.figure.axes[0].get_yticklabels()] == ["x", "y"]
+
+
+@pytest.mark.parametrize(
+    ("draw", "columns"),
+    [
+        (bars, {"x": "model", "y": "seconds", "hue": "phase"}),
+        (areas, {"x": "seconds", "y": "low", "hue": "phase"}),
+        (timeline, {"start": "low", "duration": "seconds", "lane": "phase", "hue": "model"}),
+    ],
+)
+def test_every_figure_says_that_nothing_was_measured_and_draws_the_same_twice(draw, columns):
+    assert "nothing was measured" in draw(STEPS.iloc[:0], **columns).figure.texts[0].get_text()
+    assert draw(STEPS, **columns).png() == draw(STEPS, **columns).png()
+    with pytest.raises(ValueError, match="no column"):
+        draw(STEPS.drop(columns="phase"), **columns)

@@ -7,7 +7,7 @@ from labkit.lab.units import format_bytes, format_rate, format_seconds, formatte
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(1.5, "1.5 s"), (0.00123, "1.23 ms"), (4.56e-6, "4.56 µs"), (0, "0 ns"), (125, "2 min 5 s"), (0.999, "999 ms")],
+    [(1.5, "1.5 s"), (0.00123, "1.23 ms"), (4.56e-6, "4.56 µs"), (0, "0 s"), (125, "2 min 5 s"), (0.999, "999 ms")],
 )
 def test_seconds(value, text):
     assert format_seconds(value) == text

@@ -4,7 +4,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from labkit.costs import ALL_REDUCE_COSTS, AlphaBeta, MessageCost
+from labkit.costs.communication import ALL_REDUCE_COSTS, AlphaBeta, MessageCost
 from labkit.studies.all_reduce import analysis
 from labkit.studies.all_reduce.study import STUDY
 

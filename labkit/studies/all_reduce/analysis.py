@@ -3,13 +3,12 @@
 Every table is tidy and carries units in its names. Times are of the slowest rank of each repeat.
 """
 
-from collections.abc import Sequence
 from functools import cache
 
 import pandas as pd
 
-from labkit.bench.statistics import compare, slowest_rank, summarize_groups
-from labkit.costs import (
+from labkit.bench.statistics import compare_groups, slowest_rank, summarize_groups
+from labkit.costs.communication import (
     ALL_REDUCE_COSTS,
     AlphaBeta,
     MessageCost,
@@ -54,32 +53,14 @@ def with_panel(table: pd.DataFrame) -> pd.DataFrame:
 
 def against_torch(frame: pd.DataFrame, *sweeps: str) -> pd.DataFrame:
     """Each algorithm's time over torch's, from the same interleaved repeats, with interval and verdict."""
-    return with_panel(ratios(samples(frame, *sweeps), SETTING, "algorithm", TORCH))
+    return with_panel(compare_groups(samples(frame, *sweeps), "seconds", SETTING, "algorithm", TORCH))
 
 
 def batch_against_default(frame: pd.DataFrame) -> pd.DataFrame:
     """Time under SCHED_BATCH over time under the system's default policy: other ranks, one after the other."""
     setting = ["backend", "world_size", "n_bytes", "algorithm"]
-    return with_panel(ratios(samples(frame, "scheduling"), setting, "scheduling", "default", interleaved=False))
-
-
-def ratios(
-    table: pd.DataFrame, setting: Sequence[str], column: str, baseline: str, *, interleaved: bool = True
-) -> pd.DataFrame:
-    """Within each setting, the time of every value of `column` over that of `baseline`, with the verdict."""
-    rows = []
-    for key, group in table.groupby(list(setting), sort=True):
-        base = group.loc[group[column] == baseline, "seconds"]
-        if base.empty:
-            continue
-        for name, seconds in group[group[column] != baseline].groupby(column)["seconds"]:
-            ratio = compare(seconds, base, interleaved=interleaved)
-            rows.append(
-                dict(zip(setting, key, strict=True))
-                | {column: name, "ratio": ratio.ratio, "low": ratio.low, "high": ratio.high}
-                | {"verdict": ratio.verdict}
-            )
-    return pd.DataFrame(rows, columns=[*setting, column, "ratio", "low", "high", "verdict"])
+    table = samples(frame, "scheduling")
+    return with_panel(compare_groups(table, "seconds", setting, "scheduling", "default", interleaved=False))
 
 
 def exchange_models(frame: pd.DataFrame) -> dict[tuple[str, int], AlphaBeta]:
@@ -155,7 +136,8 @@ def crossover_table(frame: pd.DataFrame) -> pd.DataFrame:
     for (backend, world_size), model in exchange_models(frame).items():
         here = table[(table["backend"] == backend) & (table["world_size"] == world_size)]
         for first, second in OVERTAKING:
-            pair = ratios(here[here["algorithm"].isin([first, second])], SETTING, "algorithm", first)
+            both = here[here["algorithm"].isin([first, second])]
+            pair = compare_groups(both, "seconds", SETTING, "algorithm", first)
             if pair.empty:
                 continue
             predicted = crossover_bytes(first, second, world_size, model)

@@ -4,10 +4,11 @@ from itertools import groupby
 
 import pandas as pd
 
-from labkit.bench.statistics import beyond_chance
-from labkit.costs import ALL_REDUCE_COSTS
+from labkit.costs.communication import ALL_REDUCE_COSTS
 from labkit.lab.answers import Answer, Question, Verdict, not_measured
-from labkit.lab.units import format_bytes, format_rate, format_seconds, join_words
+from labkit.lab.evidence import shown, verdict_of, with_interval
+from labkit.lab.trends import trends_verdict
+from labkit.lab.units import format_bytes, format_rate, join_words
 from labkit.studies.all_reduce import analysis, trends
 from labkit.studies.all_reduce.worker import CHOSEN, OWN, TORCH
 
@@ -55,8 +56,8 @@ def size_and_ranks(frame: pd.DataFrame) -> Answer | None:
         for world_size, series in of_backend.groupby("world_size"):
             small, large = series.loc[series["n_bytes"].idxmin()], series.loc[series["n_bytes"].idxmax()]
             sentences.append(
-                f"{backend}, {world_size} ranks: {_time(small)} for {format_bytes(small['n_bytes'])}, "
-                f"{_time(large)} for {format_bytes(large['n_bytes'])}, where a link carries "
+                f"{backend}, {world_size} ranks: {with_interval(small)} for {format_bytes(small['n_bytes'])}, "
+                f"{with_interval(large)} for {format_bytes(large['n_bytes'])}, where a link carries "
                 f"{format_rate(large['busbw_gb_per_s'] * 1e9)} (bus bandwidth)."
             )
         growth = _growth_with_ranks(of_backend)
@@ -99,10 +100,14 @@ def algorithms_against_torch(frame: pd.DataFrame) -> Answer | None:
     sentences.append(_error_sentence(frame))
     wins, settings = faster.groupby(analysis.SETTING).ngroups, compared.groupby(analysis.SETTING).ngroups
     verdict: Verdict = "yes" if wins == settings else "mixed" if wins else "no"
-    if not wins and _verdict(*_shown(compared)) == "no difference shown":
+    if not wins and verdict_of(*_shown(compared)) == "no difference shown":
         verdict = "no difference shown"
     text = " ".join(sentence for sentence in sentences if sentence)
     return Answer(ALGORITHMS, verdict, text, "against_torch", _chooser_recommendation(ratios))
+
+
+def _shown(ratios: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
+    return shown(ratios, [name for name in ("backend", "world_size", "n_bytes") if name in ratios])
 
 
 def _winners(compared: pd.DataFrame, faster: pd.DataFrame, where: str) -> str:
@@ -176,27 +181,7 @@ def ring_against_torch(frame: pd.DataFrame) -> Answer | None:
                 f" At {word} it takes {row['ratio']:.2f} [{row['low']:.2f}, {row['high']:.2f}] of torch's time "
                 f"({format_bytes(row['n_bytes'])}, {row['world_size']} ranks, {row['backend']})."
             )
-    return Answer(RING, _verdict(faster, slower), text, "many_ranks")
-
-
-def _shown(ratios: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Rows shown to be faster, and slower; none of a kind if they are no more than chance would give."""
-    setting = [name for name in ("backend", "world_size", "n_bytes") if name in ratios]
-    settings = ratios.groupby(setting).ngroups
-    tries = -(-len(ratios) // max(1, settings))
-    kinds = []
-    for verdict in ("faster", "slower"):
-        some = ratios[ratios["verdict"] == verdict]
-        shown = some.groupby(setting).ngroups
-        kinds.append(some if beyond_chance(shown, settings, tries=tries) else some.iloc[:0])
-    return kinds[0], kinds[1]
-
-
-def _verdict(faster: pd.DataFrame, slower: pd.DataFrame) -> Verdict:
-    """Is it faster: yes, no, both, or not shown."""
-    if faster.empty and slower.empty:
-        return "no difference shown"
-    return "mixed" if len(faster) and len(slower) else "yes" if len(faster) else "no"
+    return Answer(RING, verdict_of(faster, slower), text, "many_ranks")
 
 
 def alpha_beta(frame: pd.DataFrame) -> Answer | None:
@@ -241,7 +226,7 @@ def scheduling(frame: pd.DataFrame) -> Answer | None:
         f"its time over the default policy's is {ratios['ratio'].median():.2f} in the middle, from "
         f"{ratios['ratio'].min():.2f} to {ratios['ratio'].max():.2f}."
     )
-    verdict = _verdict(faster, slower)
+    verdict = verdict_of(faster, slower)
     advice = {
         "yes": f"run CPU ranks under SCHED_BATCH: faster in {len(faster)} of {len(ratios)} settings.",
         "no": "leave the default scheduling policy: SCHED_BATCH is nowhere shown to be faster.",
@@ -255,21 +240,7 @@ def published_trends(frame: pd.DataFrame) -> Answer | None:
     found = trends.published_trends(frame)
     if not found:
         return None
-    outcomes = {trend.outcome for trend in found}
-    verdict: Verdict = "mixed"
-    if outcomes == {"holds here"}:
-        verdict = "yes"
-    elif outcomes == {"is not shown here"}:
-        verdict = "no difference shown"
-    elif "holds here" not in outcomes:
-        verdict = "no"
-    return Answer(PUBLISHED, verdict, " ".join(str(trend) for trend in found), figure="time_by_size")
-
-
-def _time(row: pd.Series) -> str:
-    if row["low"] != row["low"]:
-        return f"{format_seconds(row['seconds'])} (too few repeats for an interval)"
-    return f"{format_seconds(row['seconds'])} [{format_seconds(row['low'])}, {format_seconds(row['high'])}]"
+    return Answer(PUBLISHED, trends_verdict(found), " ".join(map(str, found)), figure="time_by_size")
 
 
 def _name(algorithm: str) -> str:

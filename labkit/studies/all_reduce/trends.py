@@ -1,45 +1,27 @@
 """Whether the published trends of all-reduce hold in a run: they do, they are contradicted, or neither is shown."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any
 
 import pandas as pd
 
+from labkit.bench.statistics import compare_groups
+from labkit.lab.trends import Trend
 from labkit.lab.units import format_bytes
 from labkit.studies.all_reduce import analysis
 from labkit.studies.all_reduce.worker import TORCH
 
 KIB, MIB = 2**10, 2**20
 
-Outcome = Literal["holds here", "is contradicted here", "is not shown here"]
-
 # "In proportion": the published time ratios over size ratios are 0.9 to 1.12.
 PROPORTIONAL = (2 / 3, 3 / 2)
-
-
-@dataclass(frozen=True)
-class Trend:
-    """A published claim and what this machine's intervals say of it."""
-
-    claim: str
-    outcome: Outcome
-
-    def __str__(self) -> str:
-        return f"{self.claim}: {self.outcome}."
 
 
 def published_trends(frame: pd.DataFrame) -> list[Trend]:
     """The trends that this run has the rows to check."""
     found = [*_linear_in_size(frame), *_slower_with_ranks(frame), *_butterfly_ahead(frame), *_ring_behind(frame)]
     return list(found)
-
-
-def _outcome(shown: list[bool], contradicted: list[bool]) -> Outcome:
-    if any(contradicted):
-        return "is contradicted here"
-    return "holds here" if all(shown) else "is not shown here"
 
 
 def _torch_gloo(frame: pd.DataFrame, least_bytes: int) -> pd.DataFrame:
@@ -63,7 +45,7 @@ def _linear_in_size(frame: pd.DataFrame) -> Iterator[Trend]:
     if growths:
         seen = f"{min(growths):.2f} to {max(growths):.2f} times the size's growth"
         claim = f"From 10 MB on, gloo's time grows in proportion to the size ({seen})"
-        yield Trend(claim, _outcome(shown, contradicted))
+        yield Trend.judged(claim, shown, contradicted)
 
 
 def _slower_with_ranks(frame: pd.DataFrame) -> Iterator[Trend]:
@@ -75,33 +57,33 @@ def _slower_with_ranks(frame: pd.DataFrame) -> Iterator[Trend]:
         shown = [more["low"] > fewer["high"] for fewer, more in steps]
         contradicted = [more["high"] < fewer["low"] for fewer, more in steps]
         claim = f"From 1 MB on, more ranks take longer ({sum(shown)} of {len(steps)} steps shown)"
-        yield Trend(claim, _outcome(shown, contradicted))
+        yield Trend.judged(claim, shown, contradicted)
 
 
 def _butterfly_ahead(frame: pd.DataFrame) -> Iterator[Trend]:
     """`allreduce_ring_vs_butterfly.csv`: butterfly is ahead of ring from 8 ranks on, at one element a rank."""
     ranks = _many_ranks(frame, least_ranks=8)
     ranks = ranks[ranks["n_bytes"] == ranks["n_bytes"].min()]
-    table = analysis.ratios(ranks, analysis.SETTING, "algorithm", "ring")
+    table = compare_groups(ranks, "seconds", analysis.SETTING, "algorithm", "ring")
     table = table[table["algorithm"] == "butterfly"]
     if not table.empty:
         size = format_bytes(table["n_bytes"].iloc[0])
         verdicts = table["verdict"]
         claim = f"From 8 ranks on butterfly is faster than ring (published at 8 to 32 elements, here at {size})"
-        yield Trend(claim, _outcome(list(verdicts == "faster"), list(verdicts == "slower")))
+        yield Trend.judged(claim, list(verdicts == "faster"), list(verdicts == "slower"))
 
 
 def _ring_behind(frame: pd.DataFrame) -> Iterator[Trend]:
     """`allreduce_ring_vs_torch.csv`: ring is behind torch with 16 ranks and 131,072 elements."""
     ranks = _many_ranks(frame, least_ranks=16)
     near = (ranks["world_size"] == 16) & ranks["n_bytes"].between(256 * KIB, 2 * MIB)
-    table = analysis.ratios(ranks[near], analysis.SETTING, "algorithm", TORCH)
+    table = compare_groups(ranks[near], "seconds", analysis.SETTING, "algorithm", TORCH)
     table = table[table["algorithm"] == "ring"]
     if not table.empty:
         size = format_bytes(table["n_bytes"].iloc[0])
         verdicts = table["verdict"]
         claim = f"With 16 ranks torch is faster than ring (published at 131,072 elements, here at {size})"
-        yield Trend(claim, _outcome(list(verdicts == "slower"), list(verdicts == "faster")))
+        yield Trend.judged(claim, list(verdicts == "slower"), list(verdicts == "faster"))
 
 
 def _many_ranks(frame: pd.DataFrame, least_ranks: int) -> pd.DataFrame:

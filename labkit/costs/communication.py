@@ -1,4 +1,4 @@
-"""Predictions as formulas: what an operation should cost before anybody measures it.
+"""What an all-reduce should cost: messages and bytes by algorithm, the alpha-beta model, its fit.
 
 All-reduce follows the alpha-beta model (Hockney 1994): a message of n bytes takes alpha + n * beta seconds,
 and an algorithm is known by how many messages follow one another and how many bytes a rank sends.

@@ -2,7 +2,7 @@
 
 import pytest
 
-from labkit.costs import (
+from labkit.costs.communication import (
     ALL_REDUCE_COSTS,
     AlphaBeta,
     MessageCost,

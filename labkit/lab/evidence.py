@@ -1,0 +1,43 @@
+"""From rows with intervals to claims: which differences are more than chance, and how a number is quoted."""
+
+from collections.abc import Callable, Sequence
+
+import pandas as pd
+
+from labkit.bench.statistics import beyond_chance
+from labkit.lab.answers import Verdict
+from labkit.lab.units import format_seconds
+
+
+def shown(ratios: pd.DataFrame, setting: Sequence[str]) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Rows of `compare_groups` shown to be faster, and slower; none of a kind that chance alone would give.
+
+    `setting` names the columns that make one setting; the rows of one setting are so many tries.
+    """
+    settings = ratios.groupby(list(setting), dropna=False).ngroups
+    tries = -(-len(ratios) // max(1, settings))
+    kinds = []
+    for verdict in ("faster", "slower"):
+        some = ratios[ratios["verdict"] == verdict]
+        found = some.groupby(list(setting), dropna=False).ngroups
+        kinds.append(some if beyond_chance(found, settings, tries=tries) else some.iloc[:0])
+    return kinds[0], kinds[1]
+
+
+def verdict_of(faster: pd.DataFrame, slower: pd.DataFrame) -> Verdict:
+    """Is it faster: yes, no, both, or not shown."""
+    if faster.empty and slower.empty:
+        return "no difference shown"
+    return "mixed" if len(faster) and len(slower) else "yes" if len(faster) else "no"
+
+
+def with_interval(row: pd.Series, value: str = "seconds", form: Callable[[float], str] = format_seconds) -> str:
+    """A median and its interval, "366 µs [299 µs, 436 µs]", from a row with `low` and `high`."""
+    if row["low"] != row["low"]:
+        return f"{form(row[value])} (too few repeats for an interval)"
+    return f"{form(row[value])} [{form(row['low'])}, {form(row['high'])}]"
+
+
+def ratio_text(row: pd.Series) -> str:
+    """A ratio and its interval, "0.82 [0.79, 0.85]"."""
+    return with_interval(row, "ratio", "{:.2f}".format)

@@ -1,0 +1,117 @@
+"""Lines over a numeric axis, one panel a facet, intervals as error bars."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from labkit.lab.figures.style import (
+    DOUBLING,
+    FEW_PLACES,
+    MARKERS,
+    MEASURED,
+    PALETTE,
+    PANEL_HEIGHT,
+    PANEL_WIDTH,
+    SINGLE_PANEL_WIDTH,
+    Plot,
+    axis_title,
+    error_bars,
+    facet_title,
+    finish_axes,
+    format_axis,
+    legend,
+    nothing_to_draw,
+    require_columns,
+)
+
+
+def lines(
+    frame: pd.DataFrame,
+    *,
+    x: str,
+    y: str,
+    hue: str,
+    hue_order: Sequence[Any] | None = None,
+    facet: str | None = None,
+    log: str = "xy",
+    level: float | None = None,
+    y_title: str | None = None,
+    reference: pd.DataFrame | None = None,
+    reference_label: str = "published",
+    source: str = MEASURED,
+) -> Plot:
+    """One line a value of `hue`, one panel a value of `facet`, the interval as error bars.
+
+    `frame` is tidy and aggregated: one row a plotted point, with `low` and `high` where there is an interval.
+    `hue_order` names all values that may occur, so that each keeps its color from figure to figure.
+    `level` draws a horizontal line (1 for a ratio). `reference` holds the same columns and is drawn dashed and
+    hollow under `reference_label`; so is `frame` itself if `source` says that it is not from here. A frame
+    without rows gives an empty plot that says so. ValueError if a column is missing.
+    """
+    columns = [column for column in (x, y, hue, facet) if column is not None]
+    require_columns(frame, columns)
+    if frame.empty:
+        return nothing_to_draw(frame[columns])
+    own = frame.assign(source=source)
+    pieces = [own] if reference is None else [own, reference.assign(source=reference_label)]
+    intervals = [column for column in ("low", "high") if column in frame]
+    data = pd.concat(pieces, ignore_index=True)[[*columns, *intervals, "source"]]
+    data = data.dropna(subset=[y]).sort_values([*columns, "source"], ignore_index=True)
+    panels: Sequence[Any] = [None] if facet is None else sorted(set(data[facet]))
+    width = SINGLE_PANEL_WIDTH if len(panels) == 1 else PANEL_WIDTH * len(panels)
+    figure = Figure(figsize=(width, PANEL_HEIGHT + 0.6), layout="constrained")
+    axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    styles = {value: index for index, value in enumerate(hue_order or sorted(set(data[hue])))}
+    for axis, value in zip(axes, panels, strict=True):
+        panel = data if facet is None else data[data[facet] == value]
+        _draw_panel(axis, panel, x, y, hue, styles)
+        _finish_panel(axis, x, sorted(set(data[x])), log, level)
+        if facet is not None:
+            axis.set_title(facet_title(facet, value), fontsize=10)
+    axes[0].set_ylabel(y_title or axis_title(y))
+    format_axis(axes[0].yaxis, y, "y" in log)
+    legend(figure, axes, hue)
+    return Plot(figure, data)
+
+
+def _draw_panel(axis: Axes, panel: pd.DataFrame, x: str, y: str, hue: str, styles: dict[Any, int]) -> None:
+    for source in dict.fromkeys([MEASURED, *panel["source"]]):
+        for value, index in styles.items():
+            series = panel[(panel["source"] == source) & (panel[hue] == value)]
+            if not series.empty:
+                _draw_line(axis, series, x, y, value, index, source)
+
+
+def _draw_line(axis: Axes, series: pd.DataFrame, x: str, y: str, value: Any, index: int, source: str) -> None:
+    here = source == MEASURED
+    axis.errorbar(
+        series[x],
+        series[y],
+        yerr=error_bars(series, y) if here else None,
+        color=PALETTE[index % len(PALETTE)],
+        marker=MARKERS[index % len(MARKERS)],
+        markerfacecolor=None if here else "white",
+        linestyle="-" if here else "--",
+        linewidth=1.5 if here else 1.0,
+        markersize=5,
+        capsize=2,
+        alpha=1.0 if here else 0.7,
+        label=str(value).replace("_", " ") if here else f"{value}, {source}".replace("_", " "),
+    )
+
+
+def _finish_panel(axis: Axes, x: str, places: Sequence[Any], log: str, level: float | None) -> None:
+    if "x" in log:
+        axis.set_xscale("log", base=2 if x in DOUBLING else 10)
+    if "y" in log:
+        axis.set_yscale("log")
+    if level is not None:
+        axis.axhline(level, color="#444444", linewidth=1.0, linestyle=":")
+    finish_axes(axis)
+    axis.set_xlabel(axis_title(x))
+    format_axis(axis.xaxis, x, "x" in log)
+    if len(places) <= FEW_PLACES:
+        axis.set_xticks(places)
