@@ -15,10 +15,12 @@ import torch
 
 pytest.importorskip("triton")
 
+from labkit.costs.transformer import TransformerShape
 from labkit.nn import flash_attention
-from labkit.nn.attention import IMPLEMENTATIONS
+from labkit.nn.attention import IMPLEMENTATIONS, explicit_attention
 from labkit.nn.flash_attention import FlashAttention, Techniques, flash_backward, flash_forward
 from labkit.nn.flash_tiles import Tile
+from labkit.nn.training import TrainingStep, gradients
 from tests.nn.against_oracle import (
     BAD_INPUTS,
     Case,
@@ -155,3 +157,18 @@ def test_a_cpu_is_refused() -> None:
     with pytest.raises(ValueError, match="need a CUDA GPU"):
         FlashAttention.apply(x, x, x, False)
     assert "need a CUDA GPU" in str(IMPLEMENTATIONS["flash"].why_unavailable(torch.device("cpu"), F32, 64))
+
+
+@runs_kernels
+def test_a_step_of_the_transformer_with_flash_equals_one_with_explicit() -> None:
+    """In float32 both round sums of the same terms; the gradients differ by a few units of the largest of each."""
+    shape, found = TransformerShape(d_model=64, d_ff=96, n_layers=2, n_heads=2, vocabulary=50), []
+    for attend in (explicit_attention, IMPLEMENTATIONS["flash"].attend):
+        step = TrainingStep(shape, batch=2, context_length=40, device=DEVICE, attention=attend)
+        loss = step.forward().detach()
+        step.backward()
+        found.append({"loss": loss, **gradients(step.model)})
+    expected, got = found
+    for name, value in expected.items():
+        limit = 64 * torch.finfo(torch.float32).eps * float(value.abs().max())
+        torch.testing.assert_close(got[name], value, rtol=0, atol=limit, msg=lambda text, name=name: f"{name}: {text}")

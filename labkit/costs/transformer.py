@@ -1,0 +1,75 @@
+"""What the Transformer should cost: its parameters, and the FLOPs of its matrix multiplications by part.
+
+A multiplication of (m, k) by (k, n) is 2*m*k*n FLOPs. Everything else (norms, softmax, rotations, activations,
+the optimizer) is left out: it is bound by memory, not by arithmetic, and FLOP counters leave it out too.
+
+Legend: B batch, S sequence, T = B*S tokens, d d_model, f d_ff, L layers, V vocabulary.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+BACKWARD_OVER_FORWARD = 2
+"""A product y = x w is differentiated by two of the same size: with respect to x, and with respect to w."""
+
+ADAMW_STATES = 2
+"""AdamW keeps two numbers a parameter: the running means of the gradient and of its square."""
+
+
+@dataclass(frozen=True)
+class TransformerShape:
+    """Sizes of a Transformer language model (`labkit.nn.transformer` builds it)."""
+
+    d_model: int
+    d_ff: int
+    n_layers: int
+    n_heads: int
+    vocabulary: int = 10_000
+
+    def __post_init__(self) -> None:
+        if min(self.d_model, self.d_ff, self.n_layers, self.n_heads, self.vocabulary) < 1:
+            raise ValueError(f"expected positive sizes, got {self}")
+        if self.d_model % (2 * self.n_heads):
+            raise ValueError(f"expected d_model to be n_heads times an even head dimension, got {self}")
+
+    @property
+    def head_dim(self) -> int:
+        return self.d_model // self.n_heads
+
+
+def parameters_by_part(shape: TransformerShape) -> Mapping[str, int]:
+    """Parameters: embedding and output V*d each, a layer 4*d^2 + 3*d*f and two norms of d, one norm at the end."""
+    d, layers = shape.d_model, shape.n_layers
+    return {
+        "embedding": shape.vocabulary * d,
+        "attention": layers * 4 * d**2,
+        "feed_forward": layers * 3 * d * shape.d_ff,
+        "norms": (2 * layers + 1) * d,
+        "output": shape.vocabulary * d,
+    }
+
+
+def n_parameters(shape: TransformerShape) -> int:
+    return sum(parameters_by_part(shape).values())
+
+
+def forward_flops(shape: TransformerShape, batch: int, sequence: int) -> Mapping[str, int]:
+    """FLOPs of one forward pass by part; causal masking saves nothing here, since the whole matrix is computed."""
+    tokens, d, layers = batch * sequence, shape.d_model, shape.n_layers
+    return {
+        "projections": layers * 4 * 2 * tokens * d**2,
+        "scores": layers * 2 * tokens * sequence * d,
+        "values": layers * 2 * tokens * sequence * d,
+        "feed_forward": layers * 3 * 2 * tokens * d * shape.d_ff,
+        "output": 2 * tokens * d * shape.vocabulary,
+    }
+
+
+def backward_flops(shape: TransformerShape, batch: int, sequence: int) -> Mapping[str, int]:
+    """FLOPs of one backward pass by part, without recomputation."""
+    return {part: BACKWARD_OVER_FORWARD * n for part, n in forward_flops(shape, batch, sequence).items()}
+
+
+def softmax_flops(shape: TransformerShape, batch: int, sequence: int) -> int:
+    """Operations of all softmaxes, 5 an element: find the maximum, subtract, exponentiate, sum, divide."""
+    return shape.n_layers * 5 * batch * shape.n_heads * sequence**2

@@ -1,0 +1,204 @@
+"""The Transformer language model under study, and its named sizes. The attention is an argument.
+
+    x = embedding(tokens)
+    for each layer:   x = x + attend(norm(x));   x = x + swiglu(norm(x))          (pre-norm)
+    logits = output(norm(x))
+
+RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467), rotary positions (Su et al. 2021, arXiv:2104.09864), SwiGLU
+(Shazeer 2020, arXiv:2002.05202), no biases, embedding and output not tied.
+
+Dimension letters:
+
+    B  batch        H  heads               d  d_model      f  d_ff
+    S  sequence     D  head dimension      V  vocabulary
+"""
+
+import math
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, silu
+from torch.utils.checkpoint import checkpoint
+
+from labkit.costs.transformer import TransformerShape
+from labkit.nn.attention import Attention, explicit_attention
+
+SIZES: Mapping[str, TransformerShape] = MappingProxyType(
+    {
+        "nano": TransformerShape(d_model=128, d_ff=512, n_layers=4, n_heads=4),
+        "mini": TransformerShape(d_model=384, d_ff=1536, n_layers=6, n_heads=6),
+        "small": TransformerShape(d_model=768, d_ff=3072, n_layers=12, n_heads=12),
+        "medium": TransformerShape(d_model=1024, d_ff=4096, n_layers=24, n_heads=16),
+        "large": TransformerShape(d_model=1280, d_ff=5120, n_layers=36, n_heads=20),
+        "xl": TransformerShape(d_model=1600, d_ff=6400, n_layers=48, n_heads=25),
+        "2.7B": TransformerShape(d_model=2560, d_ff=10240, n_layers=32, n_heads=32),
+        "10B": TransformerShape(d_model=4608, d_ff=12288, n_layers=50, n_heads=36),
+    }
+)
+"""The published sizes, and two small ones that a CPU trains in a fraction of a second a step."""
+
+ROPE_BASE = 10_000.0
+
+
+def shape_named(name: str) -> TransformerShape:
+    """Look a size up; ValueError that lists the names there are."""
+    if name not in SIZES:
+        raise ValueError(f"no model size {name!r}; there are {', '.join(SIZES)}")
+    return SIZES[name]
+
+
+class Transformer(nn.Module):
+    """Tokens (B, S), int64, to logits (B, S, V).
+
+    `attention` is any function (q, k, v, causal) -> output of `labkit.nn.attention`. With `checkpoint_segment`
+    n > 0, only every n-th layer's input is kept for the backward pass, and the layers between are computed again
+    (Chen et al. 2016, arXiv:1604.06174). Built on the default device and in the default dtype (`with
+    torch.device("cuda"): ...`); lower precision comes from autocast, not from casting the module, whose rotation
+    tables would be cast too.
+    """
+
+    def __init__(
+        self,
+        shape: TransformerShape,
+        *,
+        context_length: int,
+        attention: Attention = explicit_attention,
+        checkpoint_segment: int = 0,
+    ):
+        super().__init__()
+        if context_length < 1 or checkpoint_segment < 0:
+            raise ValueError(
+                f"expected context_length >= 1 and checkpoint_segment >= 0, got {context_length}, {checkpoint_segment}"
+            )
+        self.shape = shape
+        self.checkpoint_segment = checkpoint_segment
+        self.embedding = nn.Embedding(shape.vocabulary, shape.d_model)
+        self.positions = RotaryPositions(context_length, shape.head_dim)
+        layers = (TransformerLayer(shape, self.positions, attention) for _ in range(shape.n_layers))
+        self.layers = nn.ModuleList(layers)
+        self.norm = RMSNorm(shape.d_model)
+        self.output = linear(shape.d_model, shape.vocabulary)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        context_length = self.positions.cosines.shape[0]
+        if tokens.dim() != 2 or tokens.dtype != torch.int64 or not 1 <= tokens.shape[1] <= context_length:
+            got = f"{tuple(tokens.shape)}, {tokens.dtype}"
+            raise ValueError(f"expected int64 tokens (batch, 1 to {context_length} positions), got {got}")
+        x = self.embedding(tokens)  # (B, S, d)
+        if self.checkpoint_segment and torch.is_grad_enabled():
+            for start in range(0, len(self.layers), self.checkpoint_segment):
+                x = checkpoint(self._run_layers, x, start, start + self.checkpoint_segment, use_reentrant=False)
+        else:
+            x = self._run_layers(x, 0, len(self.layers))
+        logits: Tensor = self.output(self.norm(x))
+        return logits
+
+    def _run_layers(self, x: Tensor, start: int, end: int) -> Tensor:
+        for layer in self.layers[start:end]:
+            x = layer(x)
+        return x
+
+
+class TransformerLayer(nn.Module):
+    """Attention and feed-forward, each behind a norm and added to the residual stream, (B, S, d)."""
+
+    def __init__(self, shape: TransformerShape, positions: "RotaryPositions", attention: Attention):
+        super().__init__()
+        self.attention_norm = RMSNorm(shape.d_model)
+        self.attention = SelfAttention(shape, positions, attention)
+        self.feed_forward_norm = RMSNorm(shape.d_model)
+        self.feed_forward = SwiGLU(shape.d_model, shape.d_ff)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        x = x + self.feed_forward(self.feed_forward_norm(x))
+        return x
+
+
+class SelfAttention(nn.Module):
+    """Causal multi-head attention with rotary positions, (B, S, d) to (B, S, d)."""
+
+    def __init__(self, shape: TransformerShape, positions: "RotaryPositions", attention: Attention):
+        super().__init__()
+        self.n_heads = shape.n_heads
+        self.rotate = positions.forward  # shared by all layers, hence not a child module
+        self.attend = attention
+        d = shape.d_model
+        self.queries, self.keys, self.values, self.output = (linear(d, d) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (self._split_heads(project(x)) for project in (self.queries, self.keys, self.values))
+        heads = self.attend(self.rotate(q), self.rotate(k), v, True)  # (B, H, S, D)
+        joined: Tensor = self.output(heads.transpose(1, 2).flatten(2))
+        return joined
+
+    def _split_heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (self.n_heads, -1)).transpose(1, 2)  # (B, H, S, D)
+
+
+class SwiGLU(nn.Module):
+    """(silu(x gate) * (x up)) down, (B, S, d) to (B, S, d)."""
+
+    def __init__(self, d_model: int, d_ff: int):
+        super().__init__()
+        self.gate = linear(d_model, d_ff)
+        self.up = linear(d_model, d_ff)
+        self.down = linear(d_ff, d_model)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.down(silu(self.gate(x)) * self.up(x))
+        return result
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) * gain over the last dimension, in at least float32, returned in the dtype of x."""
+
+    def __init__(self, d_model: int, *, eps: float = 1e-5):
+        super().__init__()
+        self.eps = eps
+        self.gain = nn.Parameter(torch.ones(d_model))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))  # squares overflow in float16
+        scale = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + self.eps)
+        return (wide * scale * self.gain).to(x.dtype)
+
+
+class RotaryPositions(nn.Module):
+    """Rotates each pair (x_2i, x_2i+1) of a head at position s by the angle s * base^(-2i/D).
+
+    (..., S, D) to the same shape and dtype. No parameters; the tables of cosines and sines, (context, D/2), are made
+    in float64 and kept in the default dtype, and no `state_dict` holds them.
+    """
+
+    cosines: Tensor
+    sines: Tensor
+
+    def __init__(self, context_length: int, head_dim: int):
+        super().__init__()
+        pairs = torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu")  # not every device has float64
+        positions = torch.arange(context_length, dtype=torch.float64, device="cpu")
+        angles = torch.outer(positions, ROPE_BASE ** (-pairs / head_dim))
+        device, dtype = torch.get_default_device(), torch.get_default_dtype()
+        self.register_buffer("cosines", angles.cos().to(device, dtype), persistent=False)
+        self.register_buffer("sines", angles.sin().to(device, dtype), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        cosines, sines = self.cosines[: x.shape[-2]], self.sines[: x.shape[-2]]
+        even, odd = x[..., 0::2], x[..., 1::2]
+        rotated = torch.stack([even * cosines - odd * sines, even * sines + odd * cosines], dim=-1)
+        return rotated.flatten(-2).to(x.dtype)  # the tables' dtype is the wider one under autocast
+
+
+def linear(n_in: int, n_out: int) -> nn.Linear:
+    """A matrix without bias, normal with variance 2 / (n_in + n_out) (Glorot and Bengio 2010)."""
+    layer = nn.utils.skip_init(nn.Linear, n_in, n_out, bias=False, device=torch.get_default_device())
+    nn.init.normal_(layer.weight, std=math.sqrt(2 / (n_in + n_out)))
+    return layer
+
+
+def language_model_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross-entropy of logits (B, S, V) against targets (B, S), a scalar."""
+    return cross_entropy(logits.flatten(0, 1), targets.flatten())

@@ -1,0 +1,232 @@
+"""The Transformer against a plain reference in float64, its parts on their own, and every attention inside it."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from labkit.costs.transformer import (
+    TransformerShape,
+    backward_flops,
+    forward_flops,
+    n_parameters,
+    parameters_by_part,
+)
+from labkit.nn.attention import IMPLEMENTATIONS, explicit_attention
+from labkit.nn.tiled_attention import TiledAttention
+from labkit.nn.training import TrainingStep, gradients
+from labkit.nn.transformer import SIZES, RMSNorm, RotaryPositions, Transformer, language_model_loss, shape_named
+
+TINY = TransformerShape(d_model=24, d_ff=40, n_layers=3, n_heads=2, vocabulary=50)
+
+
+@pytest.fixture
+def float64_default():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def _model(shape=TINY, *, seed=0, **options):
+    torch.manual_seed(seed)
+    model = Transformer(shape, context_length=16, **options)
+    for name, parameter in model.named_parameters():  # gains of one would hide a gain that is not applied
+        if name.endswith("gain"):
+            nn.init.uniform_(parameter, 0.5, 1.5)
+    return model
+
+
+def _batch(shape=TINY, sequence=12):
+    tokens = torch.randint(shape.vocabulary, (2, sequence + 1), generator=torch.Generator().manual_seed(1))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def _reference_loss(weights, shape, tokens, targets):
+    """The same model written out token by token and head by head, on nothing but a dictionary of matrices."""
+
+    def norm(x, gain):
+        return x / ((x**2).sum(-1, keepdim=True) / x.shape[-1] + 1e-5) ** 0.5 * gain
+
+    def rotate(row, position):
+        pairs = []
+        for i in range(len(row) // 2):
+            angle = position / 10_000 ** (2 * i / len(row))
+            a, b = row[2 * i], row[2 * i + 1]
+            pairs += [a * math.cos(angle) - b * math.sin(angle), a * math.sin(angle) + b * math.cos(angle)]
+        return torch.stack(pairs)
+
+    def attend(x, prefix):
+        q, k, v = (x @ weights[f"{prefix}.{name}.weight"].T for name in ("queries", "keys", "values"))
+        size, heads = shape.d_model // shape.n_heads, []
+        for head in range(shape.n_heads):
+            part = slice(head * size, (head + 1) * size)
+            rotated_q = [rotate(row, i) for i, row in enumerate(q[:, part])]
+            rotated_k = [rotate(row, i) for i, row in enumerate(k[:, part])]
+            rows = []
+            for i, query in enumerate(rotated_q):
+                scores = torch.stack([query @ key for key in rotated_k[: i + 1]]) / math.sqrt(size)
+                weight = torch.exp(scores - scores.max())
+                rows.append((weight / weight.sum()) @ v[: i + 1, part])
+            heads.append(torch.stack(rows))
+        return torch.cat(heads, dim=1) @ weights[f"{prefix}.output.weight"].T
+
+    def feed_forward(x, prefix):
+        gate, up = (x @ weights[f"{prefix}.{name}.weight"].T for name in ("gate", "up"))
+        return (gate / (1 + torch.exp(-gate)) * up) @ weights[f"{prefix}.down.weight"].T
+
+    losses = []
+    for sequence, wanted in zip(tokens, targets, strict=True):
+        x = weights["embedding.weight"][sequence]
+        for i in range(shape.n_layers):
+            x = x + attend(norm(x, weights[f"layers.{i}.attention_norm.gain"]), f"layers.{i}.attention")
+            x = x + feed_forward(norm(x, weights[f"layers.{i}.feed_forward_norm.gain"]), f"layers.{i}.feed_forward")
+        logits = norm(x, weights["norm.gain"]) @ weights["output.weight"].T
+        losses += [-(row[token] - torch.logsumexp(row, 0)) for row, token in zip(logits, wanted, strict=True)]
+    return torch.stack(losses).mean()
+
+
+@pytest.mark.parametrize("checkpoint_segment", [0, 1, 2, 5])
+def test_loss_and_gradients_equal_a_plain_reference(float64_default, checkpoint_segment):
+    model = _model(checkpoint_segment=checkpoint_segment)
+    tokens, targets = _batch()
+    loss = language_model_loss(model(tokens), targets)
+    loss.backward()
+    weights = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
+    expected = _reference_loss(weights, TINY, tokens, targets)
+    expected.backward()
+    torch.testing.assert_close(loss, expected, rtol=0, atol=1e-10)
+    for name, gradient in gradients(model).items():
+        torch.testing.assert_close(gradient, weights[name].grad, rtol=0, atol=1e-10, msg=name)
+    assert len(gradients(model)) == len(weights)
+
+
+@pytest.mark.parametrize("name", list(SIZES))
+def test_parameters_of_every_named_size_equal_the_closed_formula(name):
+    with torch.device("meta"):
+        model = Transformer(SIZES[name], context_length=128)
+    assert sum(p.numel() for p in model.parameters()) == n_parameters(SIZES[name])
+    by_part = parameters_by_part(SIZES[name])
+    assert sum(p.numel() for p in model.layers.parameters()) == (
+        by_part["attention"] + by_part["feed_forward"] + by_part["norms"] - SIZES[name].d_model
+    )
+
+
+@pytest.mark.parametrize("shape", [SIZES["nano"], TINY])
+@pytest.mark.parametrize("sequence", [1, 16])
+def test_predicted_flops_equal_torchs_count_exactly(shape, sequence):
+    model, (tokens, targets) = _model(shape), _batch(shape, sequence)
+    with FlopCounterMode(display=False) as forward:
+        loss = language_model_loss(model(tokens), targets)
+    with FlopCounterMode(display=False) as backward:
+        loss.backward()
+    assert sum(forward_flops(shape, 2, sequence).values()) == forward.get_total_flops()
+    assert sum(backward_flops(shape, 2, sequence).values()) == backward.get_total_flops()
+
+
+def test_a_token_sees_itself_and_what_came_before(float64_default):
+    model, (tokens, _) = _model(), _batch()
+    before = model(tokens)
+    changed = tokens.clone()
+    changed[:, 7] = (changed[:, 7] + 1) % TINY.vocabulary
+    difference = (model(changed) - before).abs().amax(dim=(0, 2))
+    assert (difference[:7] == 0).all()
+    assert (difference[7:] > 1e-6).all()
+
+
+def test_rotation_keeps_lengths_and_makes_scores_depend_on_distance_alone(float64_default):
+    rotate = RotaryPositions(64, 16)
+    q, k = torch.randn(2, 1, 16, generator=torch.Generator().manual_seed(0))
+    rotated_q, rotated_k = rotate(q.expand(64, 16)), rotate(k.expand(64, 16))
+    torch.testing.assert_close(rotated_q.norm(dim=-1), q.norm().expand(64))
+    torch.testing.assert_close(rotated_q[0], q[0])
+    scores = rotated_q @ rotated_k.T
+    for distance in (-20, -3, 0, 1, 40):
+        diagonal = scores.diagonal(distance)
+        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal))
+    assert not torch.allclose(scores.diagonal(1), scores.diagonal(2)[:1])
+
+
+def test_rotation_by_the_published_angles(float64_default):
+    rotated = RotaryPositions(8, 4)(torch.tensor([[1.0, 0.0, 1.0, 0.0]]).expand(8, 4))
+    position = torch.arange(8.0)
+    angles = torch.stack([position, position / 100], dim=1)  # base 10,000, two pairs
+    torch.testing.assert_close(rotated, torch.stack([angles.cos(), angles.sin()], dim=-1).flatten(1))
+
+
+def test_rms_norm_has_unit_mean_square_times_its_gain():
+    norm = RMSNorm(64)
+    nn.init.constant_(norm.gain, 3.0)
+    x = torch.randn(5, 64) * torch.tensor([1e-1, 1.0, 10.0, 100.0, 1e4])[:, None]
+    torch.testing.assert_close(norm(x).square().mean(-1).sqrt(), torch.full((5,), 3.0), rtol=1e-3, atol=0)
+
+
+def test_rms_norm_of_float16_does_not_overflow_and_keeps_its_dtype():
+    x = torch.full((2, 64), 300.0, dtype=torch.float16)  # 300^2 is beyond float16's 65504
+    y = RMSNorm(64).half()(x)
+    assert y.dtype == torch.float16
+    torch.testing.assert_close(y, torch.ones_like(x))
+
+
+@pytest.mark.parametrize("name", ["tiled", "compiled", "sdpa", "sdpa_math"])
+def test_a_step_with_any_attention_equals_a_step_with_explicit(name, float64_default):
+    implementation = IMPLEMENTATIONS[name]
+    if reason := implementation.why_unavailable(torch.device("cpu"), torch.float64, TINY.head_dim):
+        pytest.skip(reason)
+    (tokens, targets), found = _batch(), []
+    for attend in (explicit_attention, implementation.attend):
+        model = _model(attention=attend)
+        loss = language_model_loss(model(tokens), targets)
+        loss.backward()
+        found.append([loss.detach(), *gradients(model).values()])
+    for expected, got in zip(*found, strict=True):
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-10)
+
+
+def test_attention_classes_are_taken_as_they_are():
+    loss = language_model_loss(_model(attention=TiledAttention.apply)(_batch()[0]), _batch()[1])
+    torch.testing.assert_close(loss, language_model_loss(_model()(_batch()[0]), _batch()[1]))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        (torch.zeros(2, 17, dtype=torch.int64), "1 to 16 positions"),
+        (torch.zeros(2, 0, dtype=torch.int64), "1 to 16 positions"),
+        (torch.zeros(16, dtype=torch.int64), "got \\(16,\\)"),
+        (torch.zeros(2, 4), "expected int64 tokens"),
+    ],
+)
+def test_tokens_that_do_not_fit_are_refused(tokens, message):
+    with pytest.raises(ValueError, match=message):
+        _model()(tokens)
+
+
+def test_sizes_that_do_not_exist_or_fit_together_are_refused():
+    with pytest.raises(ValueError, match="no model size 'huge'; there are nano, mini"):
+        shape_named("huge")
+    with pytest.raises(ValueError, match="even head dimension"):
+        TransformerShape(d_model=15, d_ff=8, n_layers=1, n_heads=5)
+    with pytest.raises(ValueError, match="positive sizes"):
+        TransformerShape(d_model=16, d_ff=8, n_layers=0, n_heads=2)
+    with pytest.raises(ValueError, match="context_length >= 1"):
+        Transformer(TINY, context_length=0)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "float16"])
+def test_steps_learn_the_batch(precision):
+    step = TrainingStep(TINY, batch=2, context_length=8, precision=precision)
+    step.optimizer.param_groups[0]["lr"] = 1e-2
+    first = float(step.infer())
+    for _ in range(20):
+        step.run()
+    assert float(step.infer()) < first / 2
+    assert all(p.dtype == torch.float32 and p.grad is None for p in step.model.parameters())
+
+
+def test_a_step_refuses_what_it_does_not_know():
+    with pytest.raises(ValueError, match="expected a precision among float32, bfloat16, float16"):
+        TrainingStep(TINY, batch=2, context_length=8, precision="int8")
+    with pytest.raises(ValueError, match="batch >= 1"):
+        TrainingStep(TINY, batch=0, context_length=8)
