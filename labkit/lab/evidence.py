@@ -1,6 +1,6 @@
 """From rows with intervals to claims: which differences are more than chance, and how a number is quoted."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import pandas as pd
 
@@ -41,3 +41,9 @@ def with_interval(row: pd.Series, value: str = "seconds", form: Callable[[float]
 def ratio_text(row: pd.Series) -> str:
     """A ratio and its interval, "0.82 [0.79, 0.85]"."""
     return with_interval(row, "ratio", "{:.2f}".format)
+
+
+def span_text(values: Iterable[float], form: Callable[[float], str] = "{:.2f}".format) -> str:
+    """From the smallest to the largest, "0.74 to 0.91"; one number where they read the same."""
+    numbers = list(values)
+    return " to ".join(dict.fromkeys(form(pick(numbers)) for pick in (min, max)))

@@ -201,6 +201,8 @@ def _skip(
     remaining, skipped = [], []
     for point in points:
         reason = study.skip_reason(point, machine) or _exhausted_reason(study, point, exhausted)
+        if point.fresh_ranks and is_joined():
+            reason = "needs new processes, and the ranks of a torchrun job are there already"
         if reason is None:
             remaining.append(point)
         else:
@@ -221,7 +223,8 @@ def _by_ranks(points: Iterable[Point]) -> list[list[Point]]:
 
 
 def _rank_key(point: Point) -> tuple[Any, ...]:
-    return point.world_size, point.backend, point.scheduling, point.timeout_s
+    shared = (point.world_size, point.backend, point.scheduling, point.timeout_s)
+    return (*shared, point.id) if point.fresh_ranks else shared
 
 
 def _take_part(study: Study, points: list[Point]) -> None:

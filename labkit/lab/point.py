@@ -26,6 +26,9 @@ class Point:
     timeout_s: float = 120.0
     """After this the ranks are ended and the point is recorded as `timeout`."""
 
+    fresh_ranks: bool = False
+    """Whether new processes measure it: for what happens once in the life of a process."""
+
     @property
     def id(self) -> str:
         """Twelve hexadecimal digits that identify the description, in every process and on every machine."""

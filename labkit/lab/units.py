@@ -39,13 +39,32 @@ def format_rate(bytes_per_s: float) -> str:
     return f"{bytes_per_s:.0f} B/s"
 
 
+def format_flops(flops: float) -> str:
+    """2.5e9 -> "2.5 GFLOP"."""
+    if math.isnan(flops):
+        return "not measured"
+    for scale, unit in ((1e15, "PFLOP"), (1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP")):
+        if abs(flops) >= scale:
+            return f"{_three_digits(flops / scale)} {unit}"
+    return f"{flops:.0f} FLOP"
+
+
+def format_number(value: float) -> str:
+    """Three digits, and from a thousand on whole numbers with separators: 0.784, 1,822."""
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.3g}"
+
+
 def formatter_of(column: str) -> Callable[[float], str]:
     """How values of a column are shown: its name ends in the unit, as in `step_s`, `peak_bytes`."""
     if column == "seconds" or (column.endswith("_s") and not column.endswith("_per_s")):
         return format_seconds
     if column.endswith("bytes_per_s"):
         return format_rate
-    return format_bytes if column.endswith("bytes") else "{:.3g}".format
+    if column.endswith("flops_per_s"):
+        return lambda flops_per_s: f"{format_flops(flops_per_s)}/s"
+    if column.endswith("flops"):
+        return format_flops
+    return format_bytes if column.endswith("bytes") else format_number
 
 
 def join_words(words: list[str]) -> str:

@@ -21,6 +21,7 @@ import pickle
 import shutil
 import signal
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -77,6 +78,7 @@ def main(plan: GroupPlan, rank: int, directory: Path, parent: connection.Connect
     _redirect_output(directory, rank)
     os.environ.clear()
     os.environ.update(plan.environment)
+    _use_own_temporary_directory(directory)
     try:
         worker, points = pickle.loads(plan.payload)
         _send(parent, "ready", facts=_join_group(plan, rank, directory))
@@ -189,6 +191,14 @@ def _outlive_parent(directory: Path, server_socket: Path) -> None:
         server_socket.unlink(missing_ok=True)
         server_socket.parent.rmdir()
     os.killpg(0, signal.SIGKILL)  # this rank, and whatever its worker has started
+
+
+def _use_own_temporary_directory(directory: Path) -> None:
+    """What torch.compile and others leave in the temporary directory goes when the group's own directory does."""
+    temporary = directory / "tmp"
+    temporary.mkdir(exist_ok=True)
+    os.environ["TMPDIR"] = str(temporary)
+    tempfile.tempdir = None  # read again
 
 
 def _redirect_output(directory: Path, rank: int) -> None:

@@ -21,7 +21,7 @@ class FakePoint(Point):
 
 def measure_point(point):
     rank = dist.get_rank() if dist.is_initialized() else 0
-    yield {"seconds": [0.1 * point.size, 0.2 * point.size], "half": 1}
+    yield {"seconds": [0.1 * point.size, 0.2 * point.size], "half": 1, "pid": os.getpid()}
     if rank == point.world_size - 1:
         _act(point)
     if dist.is_initialized():
@@ -53,7 +53,14 @@ class FakeStudy(Study):
     def points(self, config, machine):
         backend = "gloo" if config.world_size > 1 else None
         return [
-            FakePoint(world_size=config.world_size, backend=backend, action=action, size=size, timeout_s=20)
+            FakePoint(
+                world_size=config.world_size,
+                backend=backend,
+                action=action,
+                size=size,
+                timeout_s=20,
+                fresh_ranks=action == "fresh",
+            )
             for size, action in enumerate(config.actions, start=1)
         ]
 

@@ -41,6 +41,13 @@ def test_one_rank_without_a_process_group(tmp_path):
     assert _measure(tmp_path, "fine", world_size=1).coverage()["status"].tolist() == ["ok"]
 
 
+def test_points_share_their_ranks_unless_one_asks_for_new_ones(tmp_path):
+    frame = _measure(tmp_path, "fine", "fine", "fresh", "fresh", "fine", world_size=1).frame()
+    pids = frame.groupby("size")["pid"].first().tolist()
+    assert pids[0] == pids[1]
+    assert len(set(pids)) == 4
+
+
 def test_progress_counts_every_point_once(tmp_path):
     seen = []
     _measure(tmp_path, "fine", "skip", "raise", "fine", on_progress=lambda p: seen.append((p.done, p.total)))

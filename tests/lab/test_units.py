@@ -2,7 +2,15 @@
 
 import pytest
 
-from labkit.lab.units import format_bytes, format_rate, format_seconds, formatter_of, join_words
+from labkit.lab.units import (
+    format_bytes,
+    format_flops,
+    format_number,
+    format_rate,
+    format_seconds,
+    formatter_of,
+    join_words,
+)
 
 
 @pytest.mark.parametrize(
@@ -31,10 +39,28 @@ def test_a_missing_value_has_no_number():
 
 @pytest.mark.parametrize(
     ("column", "text"),
-    [("seconds", "2 s"), ("step_s", "2 s"), ("peak_bytes", "2 B"), ("gb_per_s", "2"), ("copy_bytes_per_s", "2 B/s")],
+    [
+        ("seconds", "2 s"),
+        ("step_s", "2 s"),
+        ("peak_bytes", "2 B"),
+        ("gb_per_s", "2"),
+        ("copy_bytes_per_s", "2 B/s"),
+        ("flops", "2 FLOP"),
+        ("matmul_flops_per_s", "2 FLOP/s"),
+    ],
 )
 def test_the_name_of_a_column_decides_the_unit(column, text):
     assert formatter_of(column)(2.0) == text
+
+
+@pytest.mark.parametrize(("value", "text"), [(2.5e9, "2.5 GFLOP"), (1.2e15, "1.2 PFLOP"), (999, "999 FLOP")])
+def test_flops(value, text):
+    assert format_flops(value) == text
+
+
+@pytest.mark.parametrize(("value", "text"), [(0.78412, "0.784"), (1822.4, "1,822"), (-12.34, "-12.3"), (2e12, "2e+12")])
+def test_numbers(value, text):
+    assert format_number(value) == text
 
 
 def test_words_are_joined_as_in_a_sentence():

@@ -203,6 +203,18 @@ def test_a_caller_that_stops_early_leaves_nothing(temporary: Path, finish: str) 
     assert not list(temporary.glob("labkit-*"))
 
 
+def test_temporary_files_of_a_rank_go_with_its_group(temporary: Path) -> None:
+    def worker(_: None) -> Iterator[dict[str, Any]]:
+        yield {"folder": tempfile.mkdtemp(), "inherited": os.environ["TMPDIR"]}
+
+    folders = [Path(item.values["folder"]) for item in launch(worker, [None], world_size=2) if isinstance(item, Row)]
+    assert len(folders) == 2
+    for folder in folders:
+        assert temporary in folder.parents
+        assert not folder.exists()
+    assert not list(temporary.glob("labkit-*"))
+
+
 def test_a_sweep_leaves_nothing(temporary: Path) -> None:
     def worker(point: int) -> None:
         assert point != 2

@@ -1,0 +1,7 @@
+"""The end-to-end lab: what a training step of the Transformer costs, part by part, predicted and measured.
+
+``worker``    what the rank runs
+``study``     parameters, points
+``analysis``  from samples to tables
+``answers``   what the measurements say
+"""

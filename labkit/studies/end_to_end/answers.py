@@ -1,0 +1,206 @@
+"""What an end-to-end run says: one answer to each question, nothing the intervals do not show."""
+
+from collections.abc import Iterator
+
+import pandas as pd
+
+from labkit.lab.answers import Answer, Question, Verdict, not_measured
+from labkit.lab.evidence import ratio_text, shown, span_text, verdict_of, with_interval
+from labkit.lab.trends import Trend, trends_verdict
+from labkit.lab.units import format_seconds, join_words
+from labkit.studies.end_to_end import analysis
+
+STEP_TIMES = Question(
+    "step_times", "How long do forward, backward and optimizer step take, and how large is the spread?"
+)
+WARMUP = Question("warmup", "What changes with 0, 1 or 2 warm-up steps, and why?")
+PREDICTED = Question("predicted", "Does a count of FLOPs and bytes predict the times?")
+COMPILE = Question("compile", "What does torch.compile of the whole model buy, and after how many steps?")
+PUBLISHED = Question("published_trends", "Do the published trends hold on this machine?")
+QUESTIONS = (STEP_TIMES, WARMUP, PREDICTED, COMPILE, PUBLISHED)
+
+# A count of operations leaves out launches, memory traffic and small shapes: within a factor of two it is a guide.
+CLOSE = (0.5, 2.0)
+# Published: backward over forward is 2.06; two matrix products for one, give or take what is not a product.
+TWICE = (1.5, 2.5)
+SMALL_SPREAD_PERCENT = 2.0  # published: 1.7 of 517 ms
+
+
+def answer_all(frame: pd.DataFrame, coverage: pd.DataFrame) -> list[Answer]:
+    """An answer to every question; a question whose rows are missing says so."""
+    answers = {
+        STEP_TIMES: step_times,
+        WARMUP: warmup,
+        PREDICTED: predicted,
+        COMPILE: compiling,
+        PUBLISHED: published_trends,
+    }
+    return [
+        find(frame) or not_measured(question, coverage, "no row of this run holds the times it needs")
+        for question, find in answers.items()
+    ]
+
+
+def step_times(frame: pd.DataFrame) -> Answer | None:
+    table = analysis.phases(frame)
+    if table.empty:
+        return None
+    sentences = []
+    for key, of_model in table.groupby(analysis.MODEL, sort=False):
+        parts = [
+            f"{row['phase']} {with_interval(row)}" for _, row in of_model.iterrows() if row["phase"] != "inference"
+        ]
+        sentences.append(f"{_model(key, table)}: {join_words(parts)}.")
+    spreads = table.dropna(subset="spread_percent")
+    if not spreads.empty:
+        widest = spreads.loc[spreads["spread_percent"].idxmax()]
+        sentences.append(
+            f"The standard deviation is {spreads['spread_percent'].median():.1f} % of the mean in the middle and "
+            f"{widest['spread_percent']:.0f} % at most ({widest['phase']} of {widest['size']})."
+        )
+    return Answer(STEP_TIMES, "measured", " ".join(sentences), "phases")
+
+
+def _model(key: tuple[str, str, str], table: pd.DataFrame) -> str:
+    """The model's size, with device and precision only where there are several."""
+    device, precision, size = key
+    several = [name for name, value in (("device", device), ("precision", precision)) if table[name].nunique() > 1]
+    values = {"device": device, "precision": precision}
+    return ", ".join([size, *(values[name] for name in several)])
+
+
+def warmup(frame: pd.DataFrame) -> Answer | None:
+    steps, effect = analysis.first_steps(frame), analysis.warmup_effect(frame)
+    if steps.empty or effect.empty:
+        return None
+    sentences = []
+    for key, of_model in effect.groupby(analysis.MODEL, sort=False):
+        first = steps[(steps[analysis.MODEL] == list(key)).all(axis=1)].sort_values("step_number")
+        steady = of_model.loc[of_model["warmup"].idxmax()]
+        sentences.append(
+            f"{_model(key, effect)}: the first step of a process takes {with_interval(first.iloc[0])}, a mean of "
+            f"{analysis.STEPS_AVERAGED} steps after {steady['warmup']} warm-up steps "
+            f"{format_seconds(steady['mean_s'])} ± {format_seconds(steady['std_s'])}."
+        )
+        for row in of_model[of_model["warmup"] < steady["warmup"]].to_dict("records"):
+            ratio = {"ratio": row["over_steady"], "low": row["ratio_low"], "high": row["ratio_high"]}
+            sentences.append(
+                f"After {row['warmup']} it is {ratio_text(pd.Series(ratio))} times that, with a standard deviation "
+                f"of {format_seconds(row['std_s'])}."
+            )
+    earlier = effect[effect["warmup"] < effect["warmup"].max()]
+    slower = shown(earlier, [*analysis.MODEL, "warmup"])[1]
+    if slower.empty:
+        sentences.append("No number of warm-up steps is shown to change the mean beyond chance.")
+        return Answer(WARMUP, "no difference shown", " ".join(sentences), "first_steps")
+    enough = earlier.loc[~earlier["warmup"].isin(slower["warmup"]), "warmup"]
+    needed = int(enough.min() if len(enough) else effect["warmup"].max())
+    advice = f"throw away the first {f'{needed} steps' if needed > 1 else 'step'} of a measurement."
+    sentences.append(
+        "The first step pays for what happens once: memory asked from the system, threads started, libraries that "
+        "choose their kernels, the optimizer's state made."
+    )
+    return Answer(WARMUP, "yes", " ".join(sentences), "first_steps", advice)
+
+
+def predicted(frame: pd.DataFrame) -> Answer | None:
+    table = analysis.predictions(frame)
+    if table.empty:
+        return None
+    sentences = []
+    for key, of_model in table.groupby(analysis.MODEL, sort=False):
+        ratios = [f"{row['phase']} {row['measured_over_predicted']:.1f}" for row in of_model.to_dict("records")]
+        sentences.append(f"{_model(key, table)}, measured over predicted: {join_words(ratios)}.")
+    mfu = table.dropna(subset="mfu_percent")
+    mfu = mfu[mfu["phase"] == "step"]
+    if mfu.empty:
+        sentences.append("No data-sheet peak is used: the device has none here, or the precision is not the peak's.")
+    else:
+        best = mfu.loc[mfu["mfu_percent"].idxmax()]
+        sentences.append(
+            f"The step reaches {best['mfu_percent']:.0f} % of the data-sheet peak at best ({best['size']})."
+        )
+    close = table["measured_over_predicted"].between(*CLOSE)
+    sentences.append(f"{close.sum()} of {len(table)} times are within a factor of two of their prediction.")
+    verdict: Verdict = "yes" if close.all() else "mixed" if close.any() else "no"
+    return Answer(PREDICTED, verdict, " ".join(sentences), "predicted")
+
+
+def compiling(frame: pd.DataFrame) -> Answer | None:
+    bad = analysis.wrong(frame)
+    table = analysis.compiled_against_eager(frame)
+    if table.empty and bad.empty:
+        return None
+    sentences = []
+    if not bad.empty:
+        sentences.append(f"WRONG RESULTS, and therefore no times: {join_words(sorted(set(bad['gate'])))}.")
+    for row in table.to_dict("records"):
+        key = tuple(row[name] for name in analysis.MODEL)
+        text = f"{_model(key, table)}, {row['phase']}: compiled takes {ratio_text(pd.Series(row))} of eager's time"
+        text += f"; compiling took {format_seconds(row['compile_s'])}"
+        if row["worth_it_after"] == row["worth_it_after"]:
+            text += f", earned back after {row['worth_it_after']:,.0f} of them"
+        sentences.append(f"{text}.")
+    if table.empty:
+        return Answer(COMPILE, "not measured", " ".join(sentences))
+    faster, slower = shown(table, [*analysis.MODEL, "phase"])
+    verdict = verdict_of(faster, slower)
+    return Answer(COMPILE, verdict, " ".join(sentences), "compiled", _compile_advice(verdict, faster, slower))
+
+
+def _compile_advice(verdict: Verdict, faster: pd.DataFrame, slower: pd.DataFrame) -> str:
+    if verdict == "yes":
+        steps = faster[faster["phase"] == "step"]
+        if steps.empty:
+            return "compile for inference; for training no gain is shown."
+        worth = steps["worth_it_after"].max()
+        return (
+            f"compile the model: a training step takes {span_text(steps['ratio'])} of eager's time "
+            f"({join_words(list(dict.fromkeys(steps['size'])))}); compiling is earned back after {worth:,.0f} steps."
+        )
+    if verdict == "no":
+        return f"do not compile: it is shown to be slower, {slower['ratio'].max():.2f} times eager's time at worst."
+    if verdict == "mixed":
+        where = join_words([f"{row['size']}, {row['phase']}" for row in faster.to_dict("records")])
+        return f"compile only where it was shown to help ({where})."
+    return "compile or not: no difference is shown here, and compiling takes its time."
+
+
+def published_trends(frame: pd.DataFrame) -> Answer | None:
+    found = [*_backward_twice_forward(frame), *_small_spread(frame), *_compiled_faster(frame)]
+    if not found:
+        return None
+    return Answer(PUBLISHED, trends_verdict(found), " ".join(map(str, found)), "published_compile")
+
+
+def _backward_twice_forward(frame: pd.DataFrame) -> Iterator[Trend]:
+    """`end_to_end.csv`: backward 347.7 ms, forward 169.1 ms."""
+    table = analysis.phases(frame)
+    both = [of_model.set_index("phase") for _, of_model in table.groupby(analysis.MODEL)]
+    pairs = [(rows.loc["backward"], rows.loc["forward"]) for rows in both if {"backward", "forward"} <= set(rows.index)]
+    if pairs:
+        bounds = [(b["low"] / f["high"], b["high"] / f["low"]) for b, f in pairs]
+        ratios = [b["seconds"] / f["seconds"] for b, f in pairs]
+        claim = f"Backward takes about twice as long as forward ({min(ratios):.2f} to {max(ratios):.2f} times here)"
+        held = [TWICE[0] <= low and high <= TWICE[1] for low, high in bounds]
+        yield Trend.judged(claim, held, [high < TWICE[0] or low > TWICE[1] for low, high in bounds])
+
+
+def _small_spread(frame: pd.DataFrame) -> Iterator[Trend]:
+    """`end_to_end.csv`: the standard deviation is 0.3 % of the mean."""
+    table = analysis.phases(frame)
+    spreads = table.loc[table["phase"] == "step", "spread_percent"].dropna()
+    if not spreads.empty:
+        seen = f"{spreads.min():.1f} to {spreads.max():.1f} % here"
+        claim = f"The spread of a step is small, below {SMALL_SPREAD_PERCENT:.0f} % of its mean ({seen})"
+        yield Trend.judged(claim, spreads < SMALL_SPREAD_PERCENT, spreads >= SMALL_SPREAD_PERCENT)
+
+
+def _compiled_faster(frame: pd.DataFrame) -> Iterator[Trend]:
+    """`transformer_compile.csv`: forward and full step are faster compiled, at every size."""
+    table = analysis.compiled_against_eager(frame)
+    for phase, of_phase in table.groupby("phase"):
+        name = {"inference": "Forward alone"}.get(str(phase), "A full step")
+        seen = join_words([f"{row['ratio']:.2f} for {row['size']}" for row in of_phase.to_dict("records")])
+        claim = f"{name} is faster compiled ({seen})"
+        yield Trend.judged(claim, of_phase["verdict"] == "faster", of_phase["verdict"] == "slower")

@@ -1,0 +1,151 @@
+"""The end-to-end lab: its parameters and the points it measures."""
+
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Annotated, Any, Literal
+
+import pandas as pd
+from pydantic import Field
+
+from labkit.costs.transformer import n_parameters
+from labkit.lab.answers import Answer, check_complete
+from labkit.lab.config import LabConfig
+from labkit.lab.study import Study
+from labkit.lab.units import format_bytes
+from labkit.machine import Machine, available_memory_bytes
+from labkit.nn.transformer import SIZES
+from labkit.studies.end_to_end import answers as answering
+from labkit.studies.end_to_end.worker import EndToEndPoint, measure_point
+
+Size = Literal["nano", "mini", "small", "medium", "large", "xl", "2.7B", "10B"]
+Precision = Literal["float32", "bfloat16"]
+Repeats = Annotated[int, Field(ge=1, le=100_000)]
+Count = Annotated[int, Field(ge=1, lt=2**31)]
+
+# Parameters, gradients and AdamW's two states, float32; what activations need comes on top.
+BYTES_A_PARAMETER = 16
+# From here on a step takes seconds on two cores, and fewer repeats must do.
+LARGE_PARAMETERS = 100_000_000
+
+
+class EndToEndConfig(LabConfig):
+    """What a reader may set."""
+
+    sizes: Annotated[list[Size], Field(min_length=1)]
+    """Models whose phases are timed."""
+    warmup_sizes: list[Size]
+    """Models whose first steps are timed, in new processes."""
+    compile_sizes: list[Size]
+    """Models that are compiled."""
+    precisions: Annotated[list[Precision], Field(min_length=1)] = ["float32"]
+    mode: Literal["forward", "forward_backward", "step"] = "step"
+    """How far a step goes."""
+    batch: Count = 4
+    context_length: Count = 128
+    warmup: Annotated[int, Field(ge=0, le=10_000)] = 5
+    repeats: Repeats = 10
+    repeats_large: Repeats = 10
+    """Repeats from 100 million parameters on."""
+    trials: Repeats = 6
+    """New processes whose first steps are timed. Below six there is no interval, and so no verdict."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    timeout_s: Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)] = 600.0
+
+
+class EndToEndStudy(Study):
+    """Forward, backward and optimizer step of the Transformer; the first steps; eager against compiled."""
+
+    name = "end_to_end"
+    title = "A training step, end to end"
+    summary = "What a training step costs, part by part; what warm-up and torch.compile change."
+    questions = answering.QUESTIONS
+    profiles = {
+        "smoke": EndToEndConfig(
+            sizes=["nano"], warmup_sizes=["nano"], compile_sizes=[], warmup=1, repeats=6, trials=2, context_length=32
+        ),
+        "quick": EndToEndConfig(
+            sizes=["nano", "mini", "small"], warmup_sizes=["nano"], compile_sizes=["nano"], repeats_large=6
+        ),
+        "standard": EndToEndConfig(
+            sizes=["nano", "mini", "small", "medium", "large"],
+            warmup_sizes=["nano", "mini", "small"],
+            compile_sizes=["nano", "mini", "small"],
+            precisions=["float32", "bfloat16"],
+        ),
+        "paper": EndToEndConfig(
+            sizes=["small", "medium", "large", "xl", "2.7B", "10B"],
+            warmup_sizes=["small", "medium", "large"],
+            compile_sizes=["small", "medium", "large", "xl"],
+            precisions=["float32", "bfloat16"],
+            timeout_s=1800.0,
+        ),
+    }
+    worker = staticmethod(measure_point)
+
+    def points(self, config: EndToEndConfig, machine: Machine) -> Sequence[EndToEndPoint]:
+        """Rates first, since they are the prediction; then the phases, the first steps, and compilation."""
+        points = [
+            *(_point(config, machine, "rates", precision=precision) for precision in config.precisions),
+            *_by_size(config, machine, "phases", config.sizes),
+            *_first_steps(config, machine),
+            *_by_size(config, machine, "compile", config.compile_sizes),
+        ]
+        return list({point.id: point for point in points}.values())
+
+    def skip_reason(self, point: EndToEndPoint, machine: Machine) -> str | None:
+        if point.device == "cuda" and not machine.gpus:
+            return "needs a CUDA device, and there is none"
+        if not point.size:
+            return None
+        copies = 2 if point.sweep == "compile" else 1
+        needed = copies * BYTES_A_PARAMETER * n_parameters(point.shape)
+        is_cuda = point.device == "cuda"
+        available = machine.gpus[0].memory_bytes if is_cuda else available_memory_bytes()
+        if needed > available:
+            what = "parameters, gradients and optimizer state alone"
+            return f"{what} need {format_bytes(needed)}, {format_bytes(available)} available"
+        return None
+
+    def series(self, point: EndToEndPoint) -> tuple[Hashable, float]:
+        size = n_parameters(point.shape) if point.size else 0
+        return (point.sweep, point.precision, point.device), size
+
+    def answers(self, frame: pd.DataFrame, coverage: pd.DataFrame) -> Sequence[Answer]:
+        return check_complete(self.questions, answering.answer_all(frame, coverage))
+
+
+def _by_size(config: EndToEndConfig, machine: Machine, sweep: str, sizes: Sequence[Size]) -> Iterator[EndToEndPoint]:
+    for precision in config.precisions:
+        for size in sorted(set(sizes), key=list(SIZES).index):
+            yield _point(config, machine, sweep, size=size, precision=precision, mode=_mode(config, sweep))
+
+
+def _mode(config: EndToEndConfig, sweep: str) -> str:
+    return config.mode if sweep == "phases" else "step"
+
+
+def _first_steps(config: EndToEndConfig, machine: Machine) -> Iterator[EndToEndPoint]:
+    """As many steps as the published protocol takes, warm-up included, from the first one of a process on."""
+    steps = config.warmup + config.repeats
+    for size in config.warmup_sizes:
+        for trial in range(config.trials):
+            yield _point(config, machine, "warmup", size=size, trial=trial, fresh_ranks=True, warmup=0, repeats=steps)
+
+
+def _point(config: EndToEndConfig, machine: Machine, sweep: str, **given: Any) -> EndToEndPoint:
+    device = config.device if config.device != "auto" else "cuda" if machine.gpus else "cpu"
+    peak = machine.gpus[0].dense_bf16_peak_tflops if device == "cuda" and machine.gpus else None
+    is_large = bool(given.get("size")) and n_parameters(SIZES[given["size"]]) >= LARGE_PARAMETERS
+    fields = {
+        "batch": config.batch,
+        "context_length": config.context_length,
+        "warmup": min(1, config.warmup) if is_large and device == "cpu" else config.warmup,
+        "repeats": config.repeats_large if is_large else config.repeats,
+        "peak_flops_per_s": peak and peak * 1e12,
+        "seed": config.seed,
+        "timeout_s": config.timeout_s,
+    }
+    return EndToEndPoint(sweep=sweep, device=device, **(fields | given))
+
+
+STUDY = EndToEndStudy()

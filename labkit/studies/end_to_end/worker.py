@@ -1,0 +1,183 @@
+"""What a rank runs to measure one point of the end-to-end lab. Imports torch, the model and the instruments only."""
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from labkit.bench.clock import time_interleaved
+from labkit.bench.rates import copy_bytes_per_s, matmul_flops_per_s
+from labkit.costs.transformer import TransformerShape
+from labkit.lab.point import Point
+from labkit.nn.training import AUTOCAST_DTYPES, TrainingStep, gradients
+from labkit.nn.transformer import shape_named
+
+# In the order in which they follow one another; "inference" is a forward pass that keeps nothing.
+PHASES = ("inference", "forward", "backward", "optimizer")
+PHASES_OF_MODE = {"forward": PHASES[:2], "forward_backward": PHASES[:3], "step": PHASES}
+
+# Gradients of eager and compiled differ by the order of sums and by fused roundings, relative to the largest of a
+# tensor: some hundred units of float32 in 12 layers; a wrong kernel is off by the size of the gradient itself.
+FLOAT32_TOLERANCE = 1e-3
+HALF_TOLERANCE = 5e-2  # bfloat16 has 8 bits: an ulp is 0.8 %, and a fused kernel leaves out roundings
+
+
+@dataclass(frozen=True, kw_only=True)
+class EndToEndPoint(Point):
+    """One of: device rates, the phases of a step, the first steps of a new process, eager against compiled."""
+
+    sweep: str
+    device: str
+    size: str = ""
+    precision: str = "float32"
+    batch: int = 4
+    context_length: int = 128
+    mode: str = "step"
+    trial: int = 0
+    warmup: int = 5
+    repeats: int = 10
+    peak_flops_per_s: float | None = None
+    """The device's data-sheet peak, dense bfloat16; None where none is known."""
+    seed: int = 0
+
+    @property
+    def shape(self) -> TransformerShape:
+        return shape_named(self.size)
+
+    def title(self) -> str:
+        what = {"rates": "rates of the device", "warmup": f"first steps, try {self.trial + 1}"}
+        return " ".join(filter(None, [what.get(self.sweep, self.sweep), self.size, self.precision]))
+
+
+def measure_point(point: EndToEndPoint) -> Iterator[dict[str, Any]]:
+    """Rows of one point: samples by phase, the first steps in order, or both implementations in turn."""
+    if point.sweep == "rates":
+        yield from _rates(point)
+    elif point.sweep == "phases":
+        yield from _phases(point)
+    elif point.sweep == "warmup":
+        yield _first_steps(point)
+    else:
+        yield from _compiled_against_eager(point)
+
+
+def _rates(point: EndToEndPoint) -> Iterator[dict[str, Any]]:
+    dtype = AUTOCAST_DTYPES[point.precision] or torch.float32
+    yield {"rate": "matmul", "per_s": matmul_flops_per_s(point.device, dtype, repeats=point.repeats)}
+    yield {"rate": "copy", "per_s": copy_bytes_per_s(point.device, repeats=point.repeats)}
+
+
+def _phases(point: EndToEndPoint) -> Iterator[dict[str, Any]]:
+    step = _training_step(point)
+    samples = time_interleaved(
+        _actions(step, PHASES_OF_MODE[point.mode]),
+        warmup=point.warmup,
+        repeats=point.repeats,
+        device=point.device,
+        before=None if point.mode == "step" else _forgetting(step, point.mode),
+    )
+    loss = float(step.infer())
+    for phase, seconds in samples.items():
+        yield {"phase": phase, "seconds": seconds, "loss": loss, "gate": _finite(loss)}
+
+
+def _actions(step: TrainingStep, phases: tuple[str, ...]) -> dict[str, Callable[[], Any]]:
+    """The phases as alternatives that take turns: in this order they are the parts of one step."""
+    actions = {
+        "inference": step.infer,
+        "forward": step.forward,
+        "backward": step.backward,
+        "optimizer": step.optimizer_step,
+    }
+    return {phase: actions[phase] for phase in phases}
+
+
+def _forgetting(step: TrainingStep, mode: str) -> Callable[[], None]:
+    """Without the optimizer's step nobody drops the gradients (or the graph); done outside the timed region."""
+
+    def forget() -> None:
+        if mode == "forward" or step.loss is None:  # between forward and backward the graph is needed
+            step.drop_gradients()
+
+    return forget
+
+
+def _first_steps(point: EndToEndPoint) -> dict[str, Any]:
+    """Every step of a new process from the first one on, in order; the point asks for fresh ranks."""
+    step = _training_step(point)
+    samples = time_interleaved({"step": step.run}, warmup=0, repeats=point.repeats, device=point.device)
+    return {"phase": "step", "seconds": samples["step"], "gate": _finite(float(step.infer()))}
+
+
+def _compiled_against_eager(point: EndToEndPoint) -> Iterator[dict[str, Any]]:
+    """Compile time apart (the first calls, with an empty cache), then both take turns, forward and full step."""
+    from torch._inductor.utils import fresh_cache  # seconds, which a rank that compiles nothing need not spend
+
+    torch._dynamo.reset()
+    with fresh_cache():
+        steps = {"eager": _training_step(point), "compiled": _training_step(point, compiled=True)}
+        error = _largest_difference(steps["compiled"], steps["eager"])
+        compile_s = {"inference": _first_call(steps["compiled"].infer), "step": error.compile_s}
+        bound = FLOAT32_TOLERANCE if point.precision == "float32" else HALF_TOLERANCE
+        gate = "ok" if error.relative <= bound else f"wrong: error {error.relative:.1e}, at most {bound:.1e} expected"
+        if gate != "ok":
+            yield {"implementation": "compiled", "error": error.relative, "gate": gate}
+            return
+        for phase in ("inference", "step"):
+            actions = {name: step.infer if phase == "inference" else step.run for name, step in steps.items()}
+            samples = time_interleaved(actions, warmup=point.warmup, repeats=point.repeats, device=point.device)
+            for name, seconds in samples.items():
+                compiling = {"compile_s": compile_s[phase], "error": error.relative} if name == "compiled" else {}
+                yield {"implementation": name, "phase": phase, "seconds": seconds, "gate": gate} | compiling
+
+
+@dataclass(frozen=True)
+class _Difference:
+    relative: float
+    compile_s: float
+
+
+def _largest_difference(compiled: TrainingStep, eager: TrainingStep) -> _Difference:
+    """Largest deviation of a gradient over the largest gradient of its tensor; the first call's time with it.
+
+    Both steps hold the same parameters and tokens, being made from one seed.
+    """
+
+    def forward_backward(step: TrainingStep) -> None:
+        step.forward()
+        step.backward()
+
+    compile_s = _first_call(lambda: forward_backward(compiled))
+    forward_backward(eager)
+    expected, got = gradients(eager.model), gradients(compiled.model)
+    worst = max(float((got[name] - g).abs().max() / g.abs().max()) for name, g in expected.items())
+    for step in (compiled, eager):
+        step.optimizer_step()
+    return _Difference(math.inf if math.isnan(worst) else worst, compile_s)
+
+
+def _first_call(action: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    action()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def _training_step(point: EndToEndPoint, *, compiled: bool = False) -> TrainingStep:
+    return TrainingStep(
+        point.shape,
+        batch=point.batch,
+        context_length=point.context_length,
+        device=point.device,
+        precision=point.precision,
+        compiled=compiled,
+        seed=point.seed,
+    )
+
+
+def _finite(loss: float) -> str:
+    return "ok" if math.isfinite(loss) else f"wrong: the loss is {loss}"

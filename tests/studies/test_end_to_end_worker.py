@@ -1,0 +1,71 @@
+"""The worker of the end-to-end lab, in this process, on the smallest model."""
+
+import pytest
+import torch
+
+from labkit.machine import describe_machine
+from labkit.studies.end_to_end import study as study_module
+from labkit.studies.end_to_end.study import STUDY
+from labkit.studies.end_to_end.worker import EndToEndPoint, measure_point
+
+
+def _measure(sweep, **options):
+    fields = {"device": "cpu", "size": "nano", "batch": 1, "context_length": 8, "warmup": 1, "repeats": 2}
+    return list(measure_point(EndToEndPoint(sweep=sweep, **(fields | options))))
+
+
+@pytest.mark.parametrize(
+    ("mode", "phases"),
+    [
+        ("forward", ["inference", "forward"]),
+        ("forward_backward", ["inference", "forward", "backward"]),
+        ("step", ["inference", "forward", "backward", "optimizer"]),
+    ],
+)
+def test_a_mode_says_how_far_a_step_goes(mode, phases):
+    rows = _measure("phases", mode=mode)
+    assert [row["phase"] for row in rows] == phases
+    assert all(len(row["seconds"]) == 2 and row["gate"] == "ok" for row in rows)
+
+
+def test_a_loss_that_is_not_finite_is_wrong(monkeypatch):
+    from labkit.nn import training
+
+    monkeypatch.setattr(training, "language_model_loss", lambda logits, _: logits.sum() * torch.nan)
+    assert _measure("warmup")[0]["gate"] == "wrong: the loss is nan"
+
+
+def test_rates_are_measured_for_the_precision():
+    assert [row["rate"] for row in _measure("rates", precision="bfloat16")] == ["matmul", "copy"]
+
+
+def test_compiled_code_is_gated_timed_in_turn_and_its_compiling_told_apart():
+    rows = _measure("compile")
+    assert [(row["implementation"], row["phase"]) for row in rows] == [
+        (name, phase) for phase in ("inference", "step") for name in ("eager", "compiled")
+    ]
+    assert all(row["gate"] == "ok" and len(row["seconds"]) == 2 for row in rows)
+    assert all(("compile_s" in row) == (row["implementation"] == "compiled") for row in rows)
+
+
+def test_compiled_code_that_computes_something_else_gets_no_time(monkeypatch):
+    from labkit.nn import training
+
+    def compile_wrongly(model, **_):
+        return lambda tokens: model(tokens) * 2
+
+    monkeypatch.setattr(training.torch, "compile", compile_wrongly)
+    (row,) = _measure("compile")
+    assert row["gate"].startswith("wrong: error")
+    assert "seconds" not in row
+
+
+def test_a_model_that_does_not_fit_is_skipped_with_what_it_needs(monkeypatch):
+    monkeypatch.setattr(study_module, "available_memory_bytes", lambda: 2**30)
+    machine = describe_machine().model_copy(update={"gpus": []})
+    config = STUDY.profiles["paper"].model_copy(update={"device": "cpu"})
+    reasons = [STUDY.skip_reason(point, machine) for point in STUDY.points(config, machine)]
+    assert "parameters, gradients and optimizer state alone need 1.92 GiB, 1 GiB available" in reasons
+    assert STUDY.skip_reason(EndToEndPoint(sweep="phases", device="cuda", size="nano"), machine) == (
+        "needs a CUDA device, and there is none"
+    )
