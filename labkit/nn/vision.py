@@ -1,0 +1,63 @@
+"""Image classifiers under study: ResNet-50, in the layout that everybody's checkpoints have.
+
+He et al. 2016, "Deep residual learning" (arXiv:1512.03385); the stride of a block is in its 3x3 convolution
+(version 1.5), as in the common implementations. Names of modules are theirs, so that a `state_dict` fits.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import relu
+
+EXPANSION = 4
+RESNET50_BLOCKS = (3, 4, 6, 3)
+
+
+class Bottleneck(nn.Module):
+    """1x1, 3x3, 1x1 convolutions added to the input, (N, C, H, W) to (N, 4*width, H/stride, W/stride)."""
+
+    def __init__(self, channels: int, width: int, stride: int):
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels, width, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.conv2 = nn.Conv2d(width, width, 3, stride=stride, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(width)
+        self.conv3 = nn.Conv2d(width, EXPANSION * width, 1, bias=False)
+        self.bn3 = nn.BatchNorm2d(EXPANSION * width)
+        self.downsample: nn.Module = nn.Identity()
+        if stride != 1 or channels != EXPANSION * width:
+            shortcut = nn.Conv2d(channels, EXPANSION * width, 1, stride=stride, bias=False)
+            self.downsample = nn.Sequential(shortcut, nn.BatchNorm2d(EXPANSION * width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = relu(self.bn1(self.conv1(x)))
+        y = relu(self.bn2(self.conv2(y)))
+        y = self.bn3(self.conv3(y))
+        return relu(y + self.downsample(x))
+
+
+class ResNet50(nn.Module):
+    """Images (N, 3, H, W) to logits (N, classes); 25,557,032 parameters in 161 tensors for 1000 classes."""
+
+    def __init__(self, classes: int = 1000):
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, 64, 7, stride=2, padding=3, bias=False)
+        self.bn1 = nn.BatchNorm2d(64)
+        self.maxpool = nn.MaxPool2d(3, stride=2, padding=1)
+        channels, stages = 64, []
+        for stage, blocks in enumerate(RESNET50_BLOCKS):
+            width, layers = 64 * 2**stage, []
+            for block in range(blocks):
+                layers.append(Bottleneck(channels, width, stride=2 if block == 0 and stage > 0 else 1))
+                channels = EXPANSION * width
+            stages.append(nn.Sequential(*layers))
+        self.layer1, self.layer2, self.layer3, self.layer4 = stages
+        self.fc = nn.Linear(channels, classes)
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.maxpool(relu(self.bn1(self.conv1(x))))
+        x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
+        logits: Tensor = self.fc(torch.flatten(x.mean(dim=(2, 3)), 1))
+        return logits

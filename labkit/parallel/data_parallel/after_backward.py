@@ -1,0 +1,40 @@
+"""Gradients averaged when backward is over: simple, and nothing is hidden behind it."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from labkit.parallel.data_parallel.contract import DataParallel, flat_view, gradient_in_layout
+
+
+class _AfterBackward(DataParallel):
+    """Does nothing while backward runs."""
+
+    def _gradient_ready(self, index: int) -> None:
+        pass
+
+    def _settle(self) -> None:
+        pass
+
+
+class NaiveDDP(_AfterBackward):
+    """One collective a parameter, one after the other, after backward: as many latencies as parameters."""
+
+    def _finish(self, missing: list[int]) -> None:
+        for parameter in self._parameters_in_order:
+            gradient = gradient_in_layout(parameter).div_(self.world_size)
+            dist.all_reduce(flat_view(gradient), group=self.group)
+
+
+class FlatDDP(_AfterBackward):
+    """All gradients of a dtype copied into one tensor, one collective, copied back: twice the memory."""
+
+    def _finish(self, missing: list[int]) -> None:
+        alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+        for parameter in self._parameters_in_order:
+            gradient = gradient_in_layout(parameter)
+            alike.setdefault((gradient.dtype, gradient.device), []).append(flat_view(gradient))
+        for gradients in alike.values():
+            flat = torch.cat(gradients).div_(self.world_size)
+            dist.all_reduce(flat, group=self.group)
+            torch._foreach_copy_(gradients, flat.split([gradient.numel() for gradient in gradients]))

@@ -1,0 +1,51 @@
+"""Buckets: gradients that are averaged together, in one flat buffer that lives as long as the wrapper."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from labkit.parallel.data_parallel.contract import strides_like
+
+MIB = 2**20
+
+
+class Bucket:
+    """Some parameters, by index, and a flat buffer with a view for the gradient of each."""
+
+    def __init__(self, indices: Sequence[int], parameters: Sequence[Tensor]):
+        """`parameters` are those of the indices, of one dtype and device."""
+        self.indices = tuple(indices)
+        self.buffer = torch.zeros(
+            sum(p.numel() for p in parameters), dtype=parameters[0].dtype, device=parameters[0].device
+        )
+        self.views: dict[int, Tensor] = {}
+        offset = 0
+        for index, parameter in zip(indices, parameters, strict=True):
+            self.views[index] = self.buffer.as_strided(parameter.shape, strides_like(parameter), offset)
+            offset += parameter.numel()
+        self.missing = len(self.indices)
+        """Gradients of this pass that have not come yet."""
+
+
+def assign_to_buckets(parameters: Sequence[Tensor], bucket_mb: float, first_bucket_mb: float) -> list[list[int]]:
+    """Indices by bucket, in the given order; a bucket is full once it holds `bucket_mb` MiB of gradients or more.
+
+    One dtype and device a bucket. The first bucket of each is full at `first_bucket_mb`, so that communication
+    begins early; a parameter larger than a bucket has one of its own or ends one. As torch's
+    `_compute_bucket_assignment_by_size`. Buckets come in the order in which they are full.
+    """
+    if not (bucket_mb > 0 and first_bucket_mb > 0):
+        raise ValueError(f"expected bucket sizes above 0 MB, got {bucket_mb} and {first_bucket_mb}")
+    done: list[list[int]] = []
+    begun: set[tuple[torch.dtype, torch.device]] = set()
+    filling: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for index, parameter in enumerate(parameters):
+        key = (parameter.dtype, parameter.device)
+        bucket = filling.setdefault(key, [])
+        bucket.append(index)
+        n_bytes = sum(parameters[i].numel() * parameters[i].element_size() for i in bucket)
+        if n_bytes >= MIB * (bucket_mb if key in begun else min(first_bucket_mb, bucket_mb)):
+            done.append(filling.pop(key))
+            begun.add(key)
+    return done + sorted(filling.values())

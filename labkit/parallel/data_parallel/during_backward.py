@@ -1,0 +1,119 @@
+"""Gradients averaged while backward still runs: communication hides behind computation, where there is room."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from labkit.parallel.data_parallel.buckets import Bucket, assign_to_buckets
+from labkit.parallel.data_parallel.contract import DataParallel, gradient_in_layout, start_all_reduce
+
+Wait = Callable[[], object]
+
+
+class OverlappedDDP(DataParallel):
+    """One collective a parameter, begun as soon as its gradient is there.
+
+    Ranks must begin collectives in one order. Gradients may become ready in another, and not in the same one
+    everywhere: each waits until all before it have begun.
+    """
+
+    def __init__(self, module: nn.Module, **options: Any):
+        self._begun: list[tuple[Tensor, Wait]] = []
+        super().__init__(module, **options)
+
+    def _gradient_ready(self, index: int) -> None:
+        while (next_one := len(self._begun)) < len(self._heard) and self._heard[next_one]:
+            self._begin(self._parameters_in_order[next_one])
+
+    def _finish(self, missing: list[int]) -> None:
+        for parameter in self._parameters_in_order[len(self._begun) :]:
+            self._begin(parameter)
+        self._settle()
+
+    def _begin(self, parameter: Tensor) -> None:
+        gradient = gradient_in_layout(parameter).div_(self.world_size)
+        self._begun.append((gradient, start_all_reduce(gradient, self.group)))
+
+    def _settle(self) -> None:
+        for _, wait in self._begun:
+            wait()
+
+    def _forget_pass(self) -> None:
+        super()._forget_pass()
+        self._begun = []
+
+
+class BucketedDDP(DataParallel):
+    """One collective a bucket, begun as soon as the bucket's last gradient is there. Gradients are views of buckets.
+
+    Args:
+        bucket_mb: a bucket is full from so many MiB of gradients on.
+        first_bucket_mb: the same for the first bucket.
+        overlap: if False, the collectives begin when backward is over.
+
+    Other arguments as `DataParallel`; ValueError for sizes that are not positive.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        bucket_mb: float = 25.0,
+        first_bucket_mb: float = 1.0,
+        overlap: bool = True,
+        **options: Any,
+    ):
+        self._buckets: list[Bucket] = []
+        self._waits: list[Wait] = []
+        super().__init__(module, **options)
+        self.overlap = overlap
+        parameters = self._parameters_in_order
+        for indices in assign_to_buckets(parameters, bucket_mb, first_bucket_mb):
+            self._buckets.append(Bucket(indices, [parameters[index] for index in indices]))
+        self._bucket_of = {index: bucket for bucket in self._buckets for index in bucket.indices}
+
+    @property
+    def bucket_bytes(self) -> list[int]:
+        """Sizes of the buckets, in the order in which they are averaged."""
+        return [bucket.buffer.nbytes for bucket in self._buckets]
+
+    def _gradient_ready(self, index: int) -> None:
+        self._put(index)
+        self._bucket_of[index].missing -= 1
+        if self.overlap:
+            self._begin_full()
+
+    def _finish(self, missing: list[int]) -> None:
+        for index in missing:
+            self._put(index)
+            self._bucket_of[index].missing -= 1
+        self._begin_full()
+        self._settle()
+
+    def _put(self, index: int) -> None:
+        """The gradient, divided by the number of ranks, into its view; `p.grad` is the view from now on."""
+        parameter, view = self._parameters_in_order[index], self._bucket_of[index].views[index]
+        if parameter.grad is None:
+            view.zero_()
+        elif parameter.grad is view:
+            view.div_(self.world_size)
+        else:
+            torch.div(parameter.grad, self.world_size, out=view)
+        parameter.grad = view
+
+    def _begin_full(self) -> None:
+        """Begin buckets that are full, in their order: every rank must begin them in the same one."""
+        while (next_one := len(self._waits)) < len(self._buckets) and self._buckets[next_one].missing == 0:
+            self._waits.append(start_all_reduce(self._buckets[next_one].buffer, self.group))
+
+    def _settle(self) -> None:
+        for wait in self._waits:
+            wait()
+
+    def _forget_pass(self) -> None:
+        super()._forget_pass()
+        self._waits = []
+        for bucket in self._buckets:
+            bucket.missing = len(bucket.indices)

@@ -1,0 +1,253 @@
+"""Training runs that every wrapper must get right, each as the ranks run it and as one process does on all shards."""
+
+import hashlib
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from labkit.costs.transformer import TransformerShape
+from labkit.nn.transformer import Transformer, language_model_loss
+from labkit.parallel.data_parallel import BucketedDDP, FlatDDP, NaiveDDP, OverlappedDDP
+
+STEPS, ROWS, WIDTH = 5, 3, 6
+
+WRAPPERS: dict[str, Callable[..., nn.Module]] = {
+    "naive": NaiveDDP,
+    "flat": FlatDDP,
+    "overlapped": OverlappedDDP,
+    # buckets of a few hundred bytes, so that these small models fill several
+    "bucketed": lambda module, **options: BucketedDDP(module, bucket_mb=3e-4, first_bucket_mb=1e-4, **options),
+    "one bucket": BucketedDDP,
+    "bucketed, no overlap": lambda module, **options: BucketedDDP(module, bucket_mb=3e-4, overlap=False, **options),
+}
+
+
+class Tied(nn.Module):
+    """The first and the last matrix are one parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.last.weight = self.first.weight
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.first(x)))
+
+
+class WithBuffer(nn.Module):
+    """Scales by a buffer that each forward pass changes by the data it sees, as running statistics are."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("scale", torch.ones(WIDTH))
+        self.register_buffer("count", torch.tensor(0))
+
+    def forward(self, x):
+        result = self.linear(x * self.scale)
+        self.scale.mul_(1 + 0.1 * x[:ROWS].mean(0).tanh())
+        self.count.add_(1)
+        return result
+
+
+class MixedDtypes(nn.Module):
+    """A layer in float64, one in float32, one in float64."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(
+            [nn.Linear(WIDTH, WIDTH, dtype=d) for d in (torch.double, torch.float, torch.double)]
+        )
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x.to(layer.weight.dtype)))
+        return x.double()
+
+
+class TwoHeads(nn.Module):
+    """`head` says which of two heads is used; the other, and sometimes a layer, gets no gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(WIDTH, WIDTH)
+        self.heads = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(3)])
+
+    def forward(self, x, head):
+        return self.heads[head](torch.tanh(self.body(x)))
+
+
+def plain():
+    return nn.Sequential(nn.Linear(WIDTH, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, WIDTH))
+
+
+def frozen():
+    model = plain()
+    model[2].weight.requires_grad_(False)
+    return model
+
+
+def channels_last():
+    convolutions = nn.Sequential(nn.Conv2d(2, 8, 3), nn.Tanh(), nn.Conv2d(8, 4, 1), nn.Flatten())
+    return convolutions.to(memory_format=torch.channels_last)
+
+
+def transformer():
+    shape = TransformerShape(d_model=8, d_ff=12, n_layers=2, n_heads=2, vocabulary=11)
+    return Transformer(shape, context_length=WIDTH, checkpoint_segment=1)
+
+
+def _square(model, x, shard, step):
+    return model(x).square().mean()
+
+
+def _images(model, x, shard, step):
+    return model(x.view(1, 1, ROWS, WIDTH).expand(1, 2, ROWS, WIDTH)).square().mean()
+
+
+def _tokens(model, x, shard, step):
+    tokens = (x * 100).long().abs() % 11
+    return language_model_loss(model(tokens), tokens.flip(1))
+
+
+def _one_head(model, x, shard, step):
+    """Every rank uses another head in some steps, none uses the last one, and the first step is the same for all."""
+    return model(x, (shard + step) % 2 if step else 0).square().mean()
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and how it is trained; the loss of one shard."""
+
+    build: Callable[[], nn.Module]
+    loss: Callable[..., Tensor] = _square
+    dtype: torch.dtype = torch.float64
+    losses: int = 1
+    micro_batches: int = 1
+    fails_in: int | None = None
+    """Step in which an exception ends a `no_sync` block."""
+    set_to_none: bool = True
+    adamw: bool = False
+    whole_batch: bool = False
+    """The reference sees all shards in one forward pass, not one after the other."""
+    options: dict[str, Any] = field(default_factory=dict)
+    tolerance: float = 1e-10
+
+
+# float32: a gradient is a mean of some tens of terms, its rounding some eps; five steps of 0.1 add up to less than
+# 64 eps of the largest parameter, which is below 2.
+FLOAT32 = 128 * torch.finfo(torch.float32).eps
+
+CASES = {
+    "plain": Case(plain),
+    "plain float32": Case(plain, dtype=torch.float32, tolerance=FLOAT32),
+    "set_to_none=False": Case(plain, set_to_none=False),
+    "AdamW": Case(plain, adamw=True),
+    "AdamW, set_to_none=False": Case(plain, adamw=True, set_to_none=False),
+    "tied weights": Case(Tied),
+    "a frozen parameter": Case(frozen),
+    "buffers": Case(WithBuffer, whole_batch=True),
+    "mixed dtypes": Case(MixedDtypes, tolerance=FLOAT32),
+    "parameters unused": Case(TwoHeads, _one_head, options={"find_unused": True}),
+    "unused, set_to_none=False": Case(TwoHeads, _one_head, options={"find_unused": True}, set_to_none=False),
+    "unused, accumulated": Case(TwoHeads, _one_head, options={"find_unused": True}, micro_batches=3),
+    "two losses": Case(plain, losses=2),
+    "accumulation": Case(plain, micro_batches=3),
+    "accumulation, set_to_none=False": Case(plain, micro_batches=3, set_to_none=False),
+    "exception inside no_sync": Case(plain, micro_batches=2, fails_in=2),
+    "channels last": Case(channels_last, _images),
+    "transformer, checkpointed": Case(transformer, _tokens),
+}
+
+
+def data(case: Case, step: int, micro_batch: int, shard: int) -> Tensor:
+    """(ROWS, WIDTH), another for every step, micro-batch and shard."""
+    generator = torch.Generator().manual_seed(1000 * step + 100 * micro_batch + shard)
+    return torch.randn(ROWS, WIDTH, generator=generator, dtype=torch.float64).to(case.dtype)
+
+
+def train(case: Case, model: nn.Module, shards: list[int], after_step: Callable[[], None]) -> None:
+    """Five steps on the given shards: one for a rank, all of them for the reference."""
+    optimizer = _optimizer(case, model)
+    for step in range(STEPS):
+        for micro_batch in range(case.micro_batches):
+            is_last = micro_batch == case.micro_batches - 1
+            with _synchronizing(model, is_last):
+                batches = [(shard, data(case, step, micro_batch, shard)) for shard in shards]
+                if case.whole_batch:
+                    batches = [(0, torch.cat([inputs for _, inputs in batches]))]
+                for shard, inputs in batches:
+                    total = case.loss(model, inputs, shard, step) / len(batches)
+                    for n in range(case.losses):
+                        (total * (n + 1)).backward(retain_graph=n < case.losses - 1)
+            if case.fails_in == step and not is_last:
+                _fail_inside_no_sync(case, model)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=case.set_to_none)
+        after_step()
+
+
+def _optimizer(case: Case, model: nn.Module) -> torch.optim.Optimizer:
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if case.adamw:
+        return torch.optim.AdamW(parameters, lr=1e-2)
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.5)
+
+
+def _synchronizing(model: nn.Module, is_last: bool) -> Any:
+    return nullcontext() if is_last or not hasattr(model, "no_sync") else model.no_sync()
+
+
+def _fail_inside_no_sync(case: Case, model: nn.Module) -> None:
+    if not hasattr(model, "no_sync"):
+        return
+    try:
+        with model.no_sync():
+            model(data(case, 9, 9, 9))
+            raise KeyError("deliberate")
+    except KeyError:
+        pass
+
+
+def built(case: Case, seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    torch.set_default_dtype(case.dtype)
+    try:
+        return case.build()
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def state_of(model: nn.Module) -> dict[str, list[float]]:
+    module = getattr(model, "module", model)
+    return {name: value.double().flatten().tolist() for name, value in module.state_dict().items()}
+
+
+def digest_of(model: nn.Module) -> str:
+    """Of every bit of every parameter."""
+    parts = [p.detach().reshape(-1).view(torch.uint8).numpy().tobytes() for p in model.parameters()]
+    return hashlib.sha256(b"".join(parts)).hexdigest()
+
+
+def run_on_ranks(wrapper: str) -> dict[str, dict[str, Any]]:
+    """On a rank: every case; by name the trained state and a digest of the parameters after each step."""
+    rank, found = dist.get_rank(), {}
+    for name, case in CASES.items():
+        model = WRAPPERS[wrapper](built(case, seed=rank), **case.options)
+        digests: list[str] = []
+        train(case, model, [rank], lambda model=model, digests=digests: digests.append(digest_of(model)))
+        found[name] = {"state": state_of(model), "digests": digests}
+    return found
+
+
+def reference(name: str, world_size: int) -> dict[str, list[float]]:
+    """The same training by one process, on the shards of all ranks, from rank 0's seed."""
+    case = CASES[name]
+    model = built(case, seed=0)
+    train(case, model, list(range(world_size)), lambda: None)
+    return state_of(model)

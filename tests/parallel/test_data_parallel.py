@@ -1,0 +1,216 @@
+"""Every wrapper trains as one process on the full batch would; what it refuses; what it costs in collectives."""
+
+from functools import cache
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from labkit.parallel.data_parallel import BucketedDDP, FlatDDP, NaiveDDP, OverlappedDDP, UnusedParameterError
+from labkit.parallel.data_parallel.buckets import assign_to_buckets
+from labkit.parallel.launch import run_ranks
+from tests.parallel.data_parallel_cases import CASES, WRAPPERS, TwoHeads, built, plain, reference, run_on_ranks
+
+
+@cache
+def _trained(wrapper, world_size):
+    return run_ranks(run_on_ranks, wrapper, world_size=world_size, timeout_s=120)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_five_steps_equal_one_process_on_the_full_batch(wrapper, world_size, case):
+    ranks = [found[case] for found in _trained(wrapper, world_size)]
+    for digests in zip(*(rank["digests"] for rank in ranks), strict=True):
+        assert len(set(digests)) == 1, "parameters differ between ranks"
+    expected, got = reference(case, world_size), ranks[0]["state"]
+    assert got.keys() == expected.keys()
+    for name, values in expected.items():
+        assert got[name] == pytest.approx(values, rel=0, abs=CASES[case].tolerance), name
+
+
+def test_the_cases_can_fail():
+    """Without synchronization, ranks differ and are far from the reference: the tolerances would see it."""
+    state = {name: reference(name, 2) for name in CASES}
+    alone = {name: reference(name, 1) for name in CASES}
+    for name, case in CASES.items():
+        worst = max(abs(a - b) for key in state[name] for a, b in zip(state[name][key], alone[name][key], strict=True))
+        assert worst > 100 * case.tolerance, name
+
+
+def _refusals():
+    told = {}
+
+    def attempt(name, function):
+        try:
+            function()
+            told[name] = None
+        except (ValueError, UnusedParameterError) as error:
+            told[name] = f"{type(error).__name__}: {error}"
+
+    other = nn.Linear(3, 4 if dist.get_rank() else 5)
+    more = nn.Sequential(*[nn.Linear(2, 2) for _ in range(1 + dist.get_rank())])
+    attempt("shapes", lambda: BucketedDDP(other))
+    attempt("number", lambda: NaiveDDP(more))
+    attempt("nothing to train", lambda: FlatDDP(nn.ReLU()))
+    attempt("bucket size", lambda: BucketedDDP(nn.Linear(2, 2), bucket_mb=0))
+    for kind in (NaiveDDP, FlatDDP, OverlappedDDP, BucketedDDP):
+        model = kind(TwoHeads())
+        attempt(f"unused {kind.__name__}", lambda m=model: m(torch.ones(1, 6), 1).sum().backward())
+        # the wrapper is usable afterwards
+        sum(model(torch.ones(1, 6), head).sum() for head in range(3)).backward()
+        told[f"after {kind.__name__}"] = [float(p.grad.abs().sum()) > 0 for p in model.parameters()]
+    sparse = OverlappedDDP(nn.Embedding(4, 2, sparse=True))
+    attempt("sparse", lambda: sparse(torch.tensor([1])).sum().backward())
+    return told
+
+
+@pytest.fixture(scope="module")
+def refusals():
+    return run_ranks(_refusals, world_size=2, timeout_s=60)
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("shapes", "ValueError: expected the same model on every rank; they differ at weight: "),
+        ("number", "ValueError: expected the same model on every rank, got 2 to 4 parameters and buffers"),
+        ("nothing to train", "ValueError: expected a module with at least one parameter that requires a gradient"),
+        ("bucket size", "ValueError: expected bucket sizes above 0 MB"),
+        ("sparse", "ValueError: expected dense gradients, got a sparse one for weight"),
+        *(
+            (f"unused {kind}", "UnusedParameterError: the backward pass gave no gradient to heads.0.weight, ")
+            for kind in ("NaiveDDP", "FlatDDP", "OverlappedDDP", "BucketedDDP")
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused_on_every_rank(refusals, what, words):
+    for told in refusals:
+        assert told[what] is not None
+        assert told[what].startswith(words)
+
+
+@pytest.mark.parametrize("kind", ["NaiveDDP", "FlatDDP", "OverlappedDDP", "BucketedDDP"])
+def test_a_wrapper_is_usable_after_a_refused_step(refusals, kind):
+    assert all(all(told[f"after {kind}"]) for told in refusals)
+
+
+def _contract(wrapper):
+    """What a wrapper promises besides its numbers."""
+    model = WRAPPERS[wrapper](plain())
+    inputs = torch.randn(3, 6)
+    model(inputs).sum().backward()
+    gradients = [p.grad.clone() for p in model.parameters()]
+    model.finish_gradient_synchronization()
+    model.finish_gradient_synchronization()
+    unchanged = all(torch.equal(g, p.grad) for g, p in zip(gradients, model.parameters(), strict=True))
+    model.zero_grad()
+    with model.no_sync():
+        loss = model(inputs * (1 + dist.get_rank())).sum()
+    loss.backward()  # as with torch's, the forward pass decides
+    local = [float(p.grad.sum()) for p in model.parameters()]
+    deferred = WRAPPERS[wrapper](plain(), finish_in_backward=False)
+    deferred(inputs).sum().backward()
+    deferred.finish_gradient_synchronization()
+    later = [float(p.grad.double().sum()) for p in deferred.parameters()]
+    with torch.no_grad():
+        evaluated = model.eval()(inputs).shape
+    return {
+        "unchanged": unchanged,
+        "local": local,
+        "later": later,
+        "names": list(model.state_dict()),
+        "evaluated": list(evaluated),
+    }
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_the_rest_of_the_contract(wrapper):
+    first, second = run_ranks(_contract, wrapper, world_size=2, timeout_s=60)
+    assert first["unchanged"]
+    assert second["unchanged"]
+    assert first["local"] != second["local"]
+    assert first["later"] == second["later"]
+    assert first["names"] == [f"module.{name}" for name in plain().state_dict()]
+    assert first["evaluated"] == [3, 6]
+
+
+def _collectives(wrapper, overlap_of):
+    """Names of the all-reduces of one backward pass, and whether each began before the last gradient was there."""
+    calls, heard = [], []
+    all_reduce = dist.all_reduce
+
+    def counting(tensor, *args, **kwargs):
+        calls.append((tensor.numel(), len(heard)))
+        return all_reduce(tensor, *args, **kwargs)
+
+    model = WRAPPERS[wrapper](plain(), **overlap_of)
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(heard.append)
+    dist.all_reduce = counting
+    try:
+        model(torch.randn(3, 6)).sum().backward()
+    finally:
+        dist.all_reduce = all_reduce
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "collectives"),
+    [("naive", 6), ("flat", 1), ("overlapped", 6), ("bucketed", 3), ("one bucket", 1), ("bucketed, no overlap", 3)],
+)
+def test_collectives_are_counted_and_begin_when_they_should(wrapper, collectives):
+    calls = run_ranks(_collectives, wrapper, {}, world_size=2, timeout_s=60)[0]
+    elements = sum(p.numel() for p in plain().parameters())
+    assert len(calls) == collectives
+    assert sum(n for n, _ in calls) == elements
+    begun_early = [heard < 6 for _, heard in calls]
+    if wrapper in ("overlapped", "bucketed"):
+        assert any(begun_early)
+    else:
+        assert not any(begun_early) or wrapper == "one bucket"  # which is full with the last gradient
+
+
+def test_buckets_are_filled_in_order_by_bytes_and_dtype():
+    mib = 2**20 // 4
+    sizes = [mib // 2, mib // 2, 3 * mib, mib, mib, 8 * mib, mib // 4]
+    parameters = [torch.empty(n, device="meta") for n in sizes]
+    assert assign_to_buckets(parameters, 4, 1) == [[0, 1], [2, 3], [4, 5], [6]]
+    assert assign_to_buckets(parameters, 1000, 1000) == [list(range(7))]
+    assert assign_to_buckets(parameters, 0.001, 0.001) == [[index] for index in range(7)]
+    mixed = [p.to(torch.bfloat16) if index % 2 else p for index, p in enumerate(parameters)]
+    for bucket in assign_to_buckets(mixed, 4, 1):
+        assert len({mixed[index].dtype for index in bucket}) == 1
+
+
+def test_gradients_are_views_of_the_buckets():
+    def share():
+        model = BucketedDDP(plain(), bucket_mb=3e-4)
+        found = []
+        for _ in range(2):
+            model(torch.randn(3, 6)).sum().backward()
+            storages = {bucket.buffer.untyped_storage().data_ptr() for bucket in model._buckets}
+            found.append(all(p.grad.untyped_storage().data_ptr() in storages for p in model.parameters()))
+            model.zero_grad(set_to_none=False)
+        return found, model.bucket_bytes
+
+    (found, sizes), _ = run_ranks(share, world_size=2, timeout_s=60)
+    assert found == [True, True]
+    assert sum(sizes) == 4 * sum(p.numel() for p in plain().parameters())
+
+
+def test_a_subgroup_averages_among_its_own():
+    def train():
+        group = dist.new_group([1, 2])
+        if dist.get_rank() not in (1, 2):
+            return None
+        model = BucketedDDP(built(CASES["plain"], seed=dist.get_rank()), group=group)
+        model(torch.full((1, 6), float(dist.get_rank()), dtype=torch.float64)).sum().backward()
+        return [float(p.detach().sum()) for p in model.parameters()], [float(p.grad.sum()) for p in model.parameters()]
+
+    found = run_ranks(train, world_size=3, timeout_s=60)
+    assert found[1] == found[2]
+    expected = [float(p.detach().sum()) for p in built(CASES["plain"], seed=1).parameters()]
+    assert found[1][0] == expected
