@@ -36,6 +36,7 @@ def lines(
     hue: str,
     hue_order: Sequence[Any] | None = None,
     facet: str | None = None,
+    facet_order: Sequence[Any] | None = None,
     log: str = "xy",
     level: float | None = None,
     y_title: str | None = None,
@@ -47,9 +48,10 @@ def lines(
 
     `frame` is tidy and aggregated: one row a plotted point, with `low` and `high` where there is an interval.
     `hue_order` names all values that may occur, so that each keeps its color from figure to figure.
-    `level` draws a horizontal line (1 for a ratio). `reference` holds the same columns and is drawn dashed and
-    hollow under `reference_label`; so is `frame` itself if `source` says that it is not from here. A frame
-    without rows gives an empty plot that says so. ValueError if a column is missing.
+    `facet_order` does the same for the panels, which are otherwise sorted. `level` draws a horizontal line (1 for
+    a ratio). `reference` holds the same columns and is drawn dashed and hollow under `reference_label`; so is `frame`
+    itself if `source` says that it is not from here. A frame without rows gives an empty plot that says so.
+    ValueError if a column is missing.
     """
     columns = [column for column in (x, y, hue, facet) if column is not None]
     require_columns(frame, columns)
@@ -60,7 +62,7 @@ def lines(
     intervals = [column for column in ("low", "high") if column in frame]
     data = pd.concat(pieces, ignore_index=True)[[*columns, *intervals, "source"]]
     data = data.dropna(subset=[y]).sort_values([*columns, "source"], ignore_index=True)
-    panels: Sequence[Any] = [None] if facet is None else sorted(set(data[facet]))
+    panels: Sequence[Any] = [None] if facet is None else _in_order(data[facet], facet_order)
     width = SINGLE_PANEL_WIDTH if len(panels) == 1 else PANEL_WIDTH * len(panels)
     figure = Figure(figsize=(width, PANEL_HEIGHT + 0.6), layout="constrained")
     axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
@@ -75,6 +77,11 @@ def lines(
     format_axis(axes[0].yaxis, y, "y" in log)
     legend(figure, axes, hue)
     return Plot(figure, data)
+
+
+def _in_order(values: pd.Series, order: Sequence[Any] | None) -> list[Any]:
+    found = set(values)
+    return sorted(found) if order is None else [value for value in order if value in found]
 
 
 def _draw_panel(axis: Axes, panel: pd.DataFrame, x: str, y: str, hue: str, styles: dict[Any, int]) -> None:

@@ -1,0 +1,67 @@
+"""Parts of a whole over a numeric axis, stacked."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pandas as pd
+from matplotlib.figure import Figure
+
+from labkit.lab.figures.style import (
+    PALETTE,
+    PANEL_HEIGHT,
+    PANEL_WIDTH,
+    SINGLE_PANEL_WIDTH,
+    Plot,
+    axis_title,
+    facet_title,
+    finish_axes,
+    format_axis,
+    legend,
+    nothing_to_draw,
+    require_columns,
+)
+
+
+def areas(
+    frame: pd.DataFrame,
+    *,
+    x: str,
+    y: str,
+    hue: str,
+    hue_order: Sequence[Any] | None = None,
+    facet: str | None = None,
+    y_title: str | None = None,
+) -> Plot:
+    """One layer a value of `hue`, from the bottom up in `hue_order`, one panel a value of `facet`.
+
+    `frame` has one row a (facet, x, hue); a part without a row at some x is 0 there. A value holds until the next
+    x (steps, not slopes: memory jumps). ValueError if a column is missing.
+    """
+    columns = [column for column in (x, y, hue, facet) if column is not None]
+    require_columns(frame, columns)
+    data = frame[columns].dropna(subset=[y])
+    if data.empty:
+        return nothing_to_draw(data)
+    panels: Sequence[Any] = [None] if facet is None else list(dict.fromkeys(data[facet]))
+    width = SINGLE_PANEL_WIDTH if len(panels) == 1 else PANEL_WIDTH * 1.3 * len(panels)
+    figure = Figure(figsize=(width, PANEL_HEIGHT + 0.6), layout="constrained")
+    axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    layers = [value for value in hue_order or dict.fromkeys(data[hue]) if value in set(data[hue])]
+    colors = {value: PALETTE[index % len(PALETTE)] for index, value in enumerate(hue_order or layers)}
+    for axis, value in zip(axes, panels, strict=True):
+        panel = data if facet is None else data[data[facet] == value]
+        table = panel.pivot_table(index=x, columns=hue, values=y, aggfunc="sum", fill_value=0.0)
+        table = table.reindex(columns=layers, fill_value=0.0)
+        names = [str(layer).replace("_", " ") for layer in layers]
+        colored = [colors[layer] for layer in layers]
+        axis.stackplot(table.index, table.to_numpy().T, labels=names, colors=colored, step="post", linewidth=0)
+        finish_axes(axis)
+        axis.set_xlim(table.index.min(), table.index.max())
+        axis.set_xlabel(axis_title(x))
+        format_axis(axis.xaxis, x, False)
+        if facet is not None:
+            axis.set_title(facet_title(facet, value), fontsize=10)
+    format_axis(axes[0].yaxis, y, False)
+    axes[0].set_ylabel(y_title or axis_title(y))
+    legend(figure, axes, hue)
+    return Plot(figure, data)

@@ -1,0 +1,150 @@
+"""What all figures share: palette, axis titles with units, panels, the legend, and how a figure is saved.
+
+Colors are Okabe and Ito's, safe for color-blind readers, with a marker each; the background is opaque white, so
+that a figure reads well on a dark page. Saved files are bit-reproducible.
+"""
+
+import io
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, Locator, LogLocator, NullFormatter
+
+from labkit.lab.units import format_bytes, formatter_of
+
+PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#7F7F7F", "#8C564B", "#17BECF")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "<", ">")
+PANEL_WIDTH, PANEL_HEIGHT, DPI = 3.4, 3.3, 130
+SINGLE_PANEL_WIDTH = 7.0
+MEASURED = "measured here"
+FEW_PLACES = 4  # on the x axis: each gets a tick of its own
+
+# Column names as axis titles; a name that is not listed is shown with blanks for underscores.
+AXIS_TITLES = {
+    "n_bytes": "size of the tensor",
+    "world_size": "ranks",
+    "seconds": "time",
+    "sequence": "sequence length (tokens)",
+    "context_length": "context length (tokens)",
+    "bytes": "memory",
+    "busbw_gb_per_s": "bus bandwidth (GB/s)",
+    "algbw_gb_per_s": "algorithm bandwidth (GB/s)",
+    "elements": "elements",
+    "ratio": "ratio of times",
+}
+
+# Axes on which values double: ticks at powers of two.
+DOUBLING = ("n_bytes", "world_size", "sequence", "context_length")
+
+
+class _PowersOfTwo(Locator):
+    """About six ticks, a power of two apart, as sizes in KiB and MiB are read."""
+
+    def __call__(self) -> Sequence[float]:
+        assert self.axis is not None, "a locator belongs to an axis once it is asked"
+        return self.tick_values(*self.axis.get_view_interval())
+
+    def tick_values(self, vmin: float, vmax: float) -> Sequence[float]:
+        step = 2.0 ** math.ceil(math.log2(max(vmax - vmin, 1e-9) / 6))
+        return [step * index for index in range(math.ceil(vmin / step), math.floor(vmax / step) + 1)]
+
+
+def _log_ticks(column: str) -> Locator:
+    if column.endswith("bytes"):
+        return LogLocator(base=32 if column == "n_bytes" else 2, numticks=8)
+    return LogLocator(base=2) if column in DOUBLING else LogLocator(subs=(1, 2, 5), numticks=12)
+
+
+@dataclass(frozen=True)
+class Plot:
+    """A figure and the frame of exactly what it shows."""
+
+    figure: Figure
+    data: pd.DataFrame
+
+    def png(self) -> bytes:
+        buffer = io.BytesIO()
+        self.figure.savefig(buffer, format="png", dpi=DPI, metadata={"Software": None})
+        return buffer.getvalue()
+
+    def save(self, stem: Path) -> None:
+        """Write `<stem>.png` and, beside it, `<stem>.csv` with the plotted points."""
+        stem.parent.mkdir(parents=True, exist_ok=True)
+        stem.with_suffix(".png").write_bytes(self.png())
+        self.data.to_csv(stem.with_suffix(".csv"), index=False)
+
+
+def finish_axes(axis: Axes, *, grid: str = "both") -> None:
+    """A light grid behind the data, no frame above and to the right."""
+    axis.grid(visible=True, axis=grid, which="major", color="#DDDDDD", linewidth=0.6)  # type: ignore[arg-type]
+    axis.set_axisbelow(True)
+    axis.spines[["top", "right"]].set_visible(False)
+
+
+def axis_title(column: str) -> str:
+    return AXIS_TITLES.get(column, column.replace("_", " "))
+
+
+def require_columns(frame: pd.DataFrame, columns: Sequence[str]) -> None:
+    missing = [column for column in columns if column not in frame]
+    if missing:
+        raise ValueError(f"no column {', '.join(missing)}; the frame has {', '.join(map(str, frame.columns))}")
+
+
+def nothing_to_draw(data: pd.DataFrame) -> Plot:
+    figure = Figure(figsize=(PANEL_WIDTH * 1.6, 1.0), layout="constrained")
+    figure.text(0.5, 0.5, "nothing was measured to draw here", ha="center", va="center", fontsize=10)
+    return Plot(figure, data)
+
+
+def error_bars(series: pd.DataFrame, y: str) -> Any:
+    if not {"low", "high"} <= set(series.columns) or series["low"].isna().all():
+        return None
+    below = (series[y] - series["low"]).clip(lower=0).fillna(0)
+    above = (series["high"] - series[y]).clip(lower=0).fillna(0)
+    return [below, above]
+
+
+def format_axis(axis: Any, column: str, is_log: bool) -> None:
+    """Ticks with units where the column's name says what it is."""
+    formatter = formatter_of(column)
+    if not is_log and column.endswith("bytes"):
+        axis.set_major_locator(_PowersOfTwo())
+    if is_log:
+        axis.set_major_locator(_log_ticks(column))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: formatter(value)))
+    axis.set_minor_formatter(NullFormatter())
+
+
+def facet_title(facet: str, value: Any) -> str:
+    if isinstance(value, tuple):  # (backend, world size)
+        return f"{value[0]}, {value[1]} ranks"
+    if facet.endswith("bytes"):
+        return format_bytes(value)
+    return f"{value} ranks" if facet == "world_size" else f"{value}"
+
+
+def legend(figure: Figure, axes: Sequence[Axes], hue: str) -> None:
+    """One legend for all panels, below them, so that it never covers a line."""
+    entries: dict[str, Any] = {}
+    for axis in axes:
+        for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
+            entries.setdefault(label, handle)
+    widest = max((len(label) for label in entries), default=1)
+    columns = min(len(entries), int(figure.get_figwidth() * 14 / (widest + 8)))
+    figure.legend(
+        entries.values(),
+        entries.keys(),
+        title=axis_title(hue),
+        loc="outside lower center",
+        ncols=max(1, columns),
+        frameon=False,
+        fontsize=8,
+        title_fontsize=8,
+    )
