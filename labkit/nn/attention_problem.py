@@ -107,16 +107,16 @@ class Passes:
 
 
 def check(problem: AttentionProblem, found: list[Tensor]) -> Checked:
-    """Compare what `Passes.run_checked` returned with float64, one sequence of the batch after another."""
+    """Compare with float64 what `Passes.run_checked` returned, or the output alone; one sequence after another."""
     rows = problem.checked_rows()
-    sums = torch.zeros(3, 4, dtype=torch.float64)  # squares of: error, math SDPA's error, truth
+    sums = torch.zeros(3, len(found), dtype=torch.float64)  # squares of: error, math SDPA's error, truth
     flat = [x.detach().reshape(-1, *x.shape[-2:]) for x in (*problem.inputs, problem.grad_output, *found)]
-    for q, k, v, grad, output, grad_q, grad_k, grad_v in zip(*flat, strict=True):
+    for q, k, v, grad, *ours in zip(*flat, strict=True):
         inputs = [q[rows], k, v, grad[rows]]
         truth = _oracle([x.double() for x in inputs], rows, problem.causal)
         math_sdpa = _math_sdpa(inputs, rows, problem.causal)
-        ours = [output[rows], grad_q[rows], grad_k, grad_v]
-        for index, (mine, theirs, exact) in enumerate(zip(ours, math_sdpa, truth, strict=True)):
+        ours[:2] = [x[rows] for x in ours[:2]]  # output and gradient of q
+        for index, (mine, theirs, exact) in enumerate(zip(ours, math_sdpa, truth, strict=False)):
             squares = [mine.double() - exact, theirs.double() - exact, exact]
             sums[:, index] += torch.tensor([float(x.square().sum()) for x in squares], dtype=torch.float64)
     error, yardstick = (float((sums[i] / sums[2]).sqrt().max()) for i in (0, 1))

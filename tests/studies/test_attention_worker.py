@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from labkit.lab import passes
 from labkit.machine import describe_machine
 from labkit.nn.attention import IMPLEMENTATIONS, Implementation, explicit_attention
-from labkit.studies.attention import worker
 from labkit.studies.attention.study import STUDY
 from labkit.studies.attention.worker import AttentionPoint, measure_point
 
@@ -22,7 +22,7 @@ def _rows(point, phase=None):
 
 def _pretend(monkeypatch, name, attend, reason=None):
     fake = Implementation(name, "", attend, lambda *_: reason)
-    monkeypatch.setattr(worker, "attention_named", lambda wanted: fake if wanted == name else IMPLEMENTATIONS[wanted])
+    monkeypatch.setattr(passes, "attention_named", lambda wanted: fake if wanted == name else IMPLEMENTATIONS[wanted])
 
 
 def test_each_implementation_is_checked_counted_and_timed():
@@ -60,7 +60,7 @@ def test_one_that_cannot_run_here_is_a_row_with_its_reason(monkeypatch):
 
 
 def test_one_that_does_not_fit_is_a_row_with_both_sizes(monkeypatch):
-    monkeypatch.setattr(worker, "_available_bytes", lambda device: 100_000)
+    monkeypatch.setattr(passes, "_available_bytes", lambda device: 100_000)
     rows = _rows(SMALL, "both")
     assert rows[0]["gate"].startswith("needs ")
     assert rows[0]["gate"].endswith("97.7 KiB available")

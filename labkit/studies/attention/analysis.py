@@ -8,12 +8,14 @@ from functools import cache
 import numpy as np
 import pandas as pd
 
-from labkit.bench.statistics import CONFIDENCE, FEWEST_SAMPLES, compare_groups, summarize_groups
+from labkit.bench.statistics import CONFIDENCE, FEWEST_SAMPLES, compare_groups
 from labkit.costs.attention import explicit_peak, explicit_saved, matrix_bytes, tiled_saved
+from labkit.lab.passes_tables import SETTING, against, empty, refused, samples, times, with_width
 from labkit.lab.project import reference_directory
 from labkit.studies.attention.worker import EXPLICIT, IMPLEMENTATIONS, MARGIN, TILED
 
-SETTING = ["sweep", "device", "dtype", "batch", "head_dim", "sequence"]
+__all__ = ["refused", "times"]  # for the notebook and the answers, beside what is defined here
+
 ORDER = IMPLEMENTATIONS
 PUBLISHED_BATCH = 8
 GIB = 2**30
@@ -22,37 +24,10 @@ LARGEST_RESIDUAL = 0.25  # relative, of a power law that is said to hold
 RESAMPLES = 400
 
 
-def _empty(*columns: str) -> pd.DataFrame:
-    return pd.DataFrame(columns=[*SETTING, "implementation", *columns])
-
-
-def samples(frame: pd.DataFrame, sweep: str | None = None) -> pd.DataFrame:
-    """`seconds` of each repeat by (setting, implementation, phase); phase "both" is the sum of a round."""
-    if frame.empty or "seconds" not in frame:
-        return _empty("phase", "repeat", "seconds")
-    timed = frame[frame["phase"].isin(["forward", "backward"])].dropna(subset="seconds")
-    timed = timed if sweep is None else timed[timed["sweep"] == sweep]
-    columns = [*SETTING, "implementation", "repeat"]
-    both = timed.groupby(columns, sort=False)["seconds"].sum().reset_index().assign(phase="both")
-    return pd.concat([timed[[*columns, "phase", "seconds"]], both], ignore_index=True)
-
-
-def times(frame: pd.DataFrame, sweep: str | None = None) -> pd.DataFrame:
-    """Median seconds with interval, one row a (setting, implementation, phase)."""
-    table = summarize_groups(samples(frame, sweep), "seconds", [*SETTING, "implementation", "phase"])
-    return with_panel(table.rename(columns={"median": "seconds"}))
-
-
-def with_panel(table: pd.DataFrame) -> pd.DataFrame:
-    """Add `width`, the head dimension in words, for legends and panels."""
-    return table.assign(width=[f"head dim {d:3.0f}" for d in table["head_dim"]])
-
-
-def against_explicit(frame: pd.DataFrame, implementation: str, sweep: str | None = None) -> pd.DataFrame:
+def against_explicit(frame: pd.DataFrame, implementation: str, sweep: str) -> pd.DataFrame:
     """Time of an implementation over that of the explicit one in the same rounds, with interval and verdict."""
-    both = samples(frame, sweep)
-    both = both[both["implementation"].isin([implementation, EXPLICIT])]
-    return with_panel(compare_groups(both, "seconds", [*SETTING, "phase"], "implementation", EXPLICIT))
+    ratios = against(frame, sweep)
+    return ratios[ratios["implementation"] == implementation]
 
 
 def memory(frame: pd.DataFrame) -> pd.DataFrame:
@@ -61,14 +36,14 @@ def memory(frame: pd.DataFrame) -> pd.DataFrame:
     `peak_bytes` is the growth above the inputs. The prediction is that of the explicit version, or of tiling.
     """
     if frame.empty or "saved_bytes" not in frame:
-        return _empty("saved_bytes", "peak_bytes", "predicted_saved_bytes", "predicted_peak_bytes", "width")
+        return empty("saved_bytes", "peak_bytes", "predicted_saved_bytes", "predicted_peak_bytes", "width")
     by = [*SETTING, "implementation"]
     saved = frame[frame["phase"] == "saved"].groupby(by)["saved_bytes"].sum()
     peaks = frame[frame["phase"] == "both"].groupby(by)["peak_bytes"].max()
     table = pd.concat([saved, peaks], axis=1).dropna(subset="saved_bytes").reset_index()
     predicted = [_predicted(row) for row in table.to_dict("records")]
     table[["predicted_saved_bytes", "predicted_peak_bytes"]] = pd.DataFrame(predicted, columns=["saved", "peak"])
-    return with_panel(table)
+    return with_width(table)
 
 
 def _predicted(row: dict[str, object]) -> tuple[float, float]:
@@ -97,14 +72,6 @@ def memory_table(frame: pd.DataFrame) -> pd.DataFrame:
     ratio = largest["saved_bytes"] / largest["predicted_saved_bytes"]
     names = ["head_dim", "sequence", "implementation", "predicted_saved_bytes", "saved_bytes"]
     return largest[names].assign(measured_over_predicted=ratio)
-
-
-def refused(frame: pd.DataFrame) -> pd.DataFrame:
-    """Implementations that did not run at a point, one row each, with the reason in `gate`; wrong ones too."""
-    if frame.empty or "gate" not in frame:
-        return _empty("gate")
-    table = frame[(frame["phase"] == "both") & (frame["gate"] != "ok")]
-    return table[[*SETTING, "implementation", "gate"]].reset_index(drop=True)
 
 
 def smallest_too_large(frame: pd.DataFrame) -> dict[str, int] | None:
@@ -210,14 +177,14 @@ def published() -> pd.DataFrame:
         for name, word in ((EXPLICIT, "eager"), ("compiled", "compiled"))
         for phase, column in (("forward", f"{word}_forward_ms"), ("backward", f"{word}_backward_ms"))
     ]
-    return with_panel(pd.concat(rows, ignore_index=True).rename(columns={"seq_len": "sequence"}))
+    return with_width(pd.concat(rows, ignore_index=True).rename(columns={"seq_len": "sequence"}))
 
 
 @cache
 def published_ratios() -> pd.DataFrame:
     """Compiled over eager, published."""
     table = published().pivot(index=["sequence", "head_dim", "phase"], columns="implementation", values="seconds")
-    return with_panel((table["compiled"] / table[EXPLICIT]).rename("ratio").reset_index())
+    return with_width((table["compiled"] / table[EXPLICIT]).rename("ratio").reset_index())
 
 
 @cache
@@ -227,4 +194,4 @@ def published_memory() -> pd.DataFrame:
     held = table["memory_gib"] * GIB
     matrices = held / [matrix_bytes(PUBLISHED_BATCH, s, 4) for s in table["sequence"]]
     keep = table[["sequence", "head_dim"]].assign(implementation=EXPLICIT, saved_bytes=held, matrices=matrices)
-    return with_panel(keep)
+    return with_width(keep)
