@@ -10,6 +10,7 @@ import pandas as pd
 
 from labkit.bench.statistics import compare, compare_groups
 from labkit.costs.attention import BACKWARD_OVER_FORWARD, forward_flops
+from labkit.lab.evidence import shown
 from labkit.lab.passes import EXPLICIT, FLASH
 from labkit.lab.passes_tables import SETTING, against, empty, refused, samples, times, with_width
 from labkit.lab.project import reference_directory
@@ -57,7 +58,8 @@ def beats_from(frame: pd.DataFrame) -> pd.DataFrame:
     rows = []
     for (dtype, name), group in ratios(frame).groupby(["dtype", "implementation"]):
         starts = sorted(group["sequence"].unique())
-        won = [s for s in starts if (group.loc[group["sequence"] >= s, "verdict"] == "faster").all()]
+        faster = set(shown(group, ["head_dim", "sequence"])[0].index)
+        won = [s for s in starts if set(group.index[group["sequence"] >= s]) <= faster]
         beyond = group[group["sequence"] >= won[0]] if won else group.iloc[:0]
         row = {"dtype": dtype, "implementation": name, "from_sequence": won[0] if won else float("nan")}
         row |= {"least_ratio": beyond["ratio"].min(), "most_ratio": beyond["ratio"].max(), "longest": starts[-1]}
@@ -153,9 +155,9 @@ def with_recorded(frame: pd.DataFrame, recorded: RecordedRun | None) -> tuple[pd
         return own.iloc[:0], "recorded"
     table = times(recorded.frame, "lengths")
     wanted = own["head_dim"].max() if len(own) else table["head_dim"].max()
-    shown = (table["phase"] == "both") & (table["implementation"] == FLASH) & (table["head_dim"] == wanted)
-    shown &= table["dtype"].isin(own["dtype"]) if len(own) else True
-    return table[shown], recorded.label
+    kept = (table["phase"] == "both") & (table["implementation"] == FLASH) & (table["head_dim"] == wanted)
+    kept &= table["dtype"].isin(own["dtype"]) if len(own) else True
+    return table[kept], recorded.label
 
 
 @cache

@@ -64,16 +64,26 @@ def crossover(frame: pd.DataFrame) -> Answer | None:
 
 
 def _crossovers(dtype: str, rows: pd.DataFrame) -> str:
+    longest = rows["longest"].max()
     won = rows[rows["from_sequence"].notna()].sort_values(["from_sequence", "least_ratio"])
     parts = [
-        f"{_name(row['implementation'])} from {row['from_sequence']:.0f} tokens on ({_span(row)} of its time)"
+        f"{_name(row['implementation'])} {_from(row, longest)} ({_span(row)} of its time)"
         for row in won.to_dict("records")
     ]
     lost = [_name(name) for name in rows.loc[rows["from_sequence"].isna(), "implementation"]]
-    sentence = f"{dtype}, up to {rows['longest'].max()} tokens: explicit is beaten by {join_words(parts)}"
+    sentence = f"{dtype}, up to {longest} tokens: explicit is beaten by {join_words(parts)}"
     if not parts:
-        return f"{dtype}, up to {rows['longest'].max()} tokens: none is shown to beat explicit up to the longest."
+        return f"{dtype}, up to {longest} tokens: none is shown to beat explicit up to the longest."
     return sentence + (f"; {join_words(lost)} not up to the longest, as far as is shown." if lost else ".")
+
+
+def _from(row: dict[str, float], longest: int) -> str:
+    """Where it wins; a range if it was not compared up to the longest length."""
+    if row["longest"] == longest:
+        return f"from {row['from_sequence']:.0f} tokens on"
+    if row["longest"] == row["from_sequence"]:
+        return f"at {row['longest']} tokens, the only or longest length it was compared at"
+    return f"from {row['from_sequence']:.0f} to {row['longest']} tokens, where it was compared"
 
 
 def _span(row: dict[str, float]) -> str:
@@ -83,7 +93,8 @@ def _span(row: dict[str, float]) -> str:
 def _recommendation(frame: pd.DataFrame, table: pd.DataFrame) -> str | None:
     """By dtype, of those that beat explicit the fastest at the longest length, and from where on."""
     parts = []
-    for dtype, rows in table[table["from_sequence"].notna()].groupby("dtype", sort=False):
+    whole = table["longest"] == table.groupby("dtype")["longest"].transform("max")
+    for dtype, rows in table[table["from_sequence"].notna() & whole].groupby("dtype", sort=False):
         name = _fastest(frame, str(dtype), list(rows["implementation"]))
         row = rows[rows["implementation"] == name].iloc[0].to_dict()
         parts.append(f"{_name(name)} from {row['from_sequence']:.0f} tokens on in {dtype} ({_span(row)} of the time)")
@@ -120,6 +131,8 @@ def matmul_share(frame: pd.DataFrame) -> Answer | None:
         where = f"at {at['sequence'].iloc[0]} tokens and head dimension {at['head_dim'].iloc[0]}"
         told = f"{dtype}: a large matmul does {rate:.3g} TFLOP/s here; of that, {where}, reach"
         sentences.append(f"{told} {'; '.join(parts)}.")
+        if (at["low"] > 100).any():
+            sentences.append("A share above 100 % says that the machine was busier during the matmul, measured first.")
     return Answer(SHARE, "measured", " ".join(sentences), "matmul_share")
 
 
@@ -136,7 +149,7 @@ def peak_memory(frame: pd.DataFrame) -> Answer | None:
         rows = rows[rows["head_dim"] == rows["head_dim"].max()]
         explicit = rows[rows["implementation"] == EXPLICIT]
         length = (explicit if len(explicit) else rows)["sequence"].max()
-        at = rows[rows["sequence"] == length].sort_values("peak_bytes")
+        at = rows[rows["sequence"] == length].sort_values("peak_bytes", kind="stable")
         each = [f"{_name(r['implementation'])} {format_bytes(r['peak_bytes'])}" for r in at.to_dict("records")]
         longest = rows["sequence"].max()
         sentences.append(f"{dtype}, {length} tokens: {join_words(each)}.")
@@ -160,7 +173,7 @@ def triton_kernel(frame: pd.DataFrame) -> Answer | None:
     if run is None:
         return None
     text = f"Not measured here: {_why_no_kernel(frame)}. On another machine ({run.label}): {_kernel_text(run.frame)}"
-    return Answer(KERNEL, "not measured", text, "time_by_length")
+    return Answer(KERNEL, "not measured", text, "triton_kernel")
 
 
 def _why_no_kernel(frame: pd.DataFrame) -> str:

@@ -4,7 +4,7 @@ By `sweep`: "lengths", the passes of all implementations; "matmul", the rate of 
 are held; "techniques", the forward kernel with one technique left out; "hidden", tiled attention causal and full.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -100,7 +100,7 @@ def _hidden(point: FlashPoint) -> Iterator[dict[str, Any]]:
 
 
 def _checked_and_timed(
-    point: FlashPoint, contenders: dict[str, tuple[AttentionProblem, Callable[[], Any]]]
+    point: FlashPoint, contenders: Mapping[str, tuple[AttentionProblem, Callable[[], Any]]]
 ) -> Iterator[dict[str, Any]]:
     """Gate each output, then time those that are right in turns."""
     rows = {}
