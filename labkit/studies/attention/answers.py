@@ -175,7 +175,7 @@ def tiling(frame: pd.DataFrame) -> Answer | None:
     faster, slower = shown(both, ["sequence"])
     advice = None
     if len(faster) and slower.empty:
-        gain = f"{faster['ratio'].min():.2f} to {faster['ratio'].max():.2f} of the time"
+        gain = " to ".join(dict.fromkeys(f"{pick(faster['ratio']):.2f}" for pick in (min, max))) + " of the time"
         start = faster["sequence"].min()
         advice = f"tile instead of building the matrix from {start} tokens on: less memory, and {gain}."
     return Answer(TILING, "measured", text.strip(), "tiling_memory", advice)

@@ -85,9 +85,9 @@ class AttentionStudy(Study):
         ),
         "standard": AttentionConfig(
             sequences=[256, 512, 1024, 2048, 4096, 8192, 16384],
-            head_dims=[16, 64, 128],
+            head_dims=[16, 64],
             compiled_sequences=[256, 512, 1024, 2048, 4096, 8192, 16384],
-            compiled_head_dims=[16, 64, 128],
+            compiled_head_dims=[16, 64],
             tiling_sequences=[1024, 2048, 4096, 8192, 16384],
             repeats=20,
             timeout_s=600.0,

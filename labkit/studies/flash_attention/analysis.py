@@ -4,6 +4,7 @@ Every table is tidy and carries units in its names. "both" is forward and backwa
 """
 
 from functools import cache
+from textwrap import shorten
 from typing import Any
 
 import pandas as pd
@@ -24,13 +25,14 @@ ORDER = (
     "compiled",
     "tiled",
     FLASH,
-    "sdpa_math",
+    "sdpa",
     "sdpa_flash",
     "sdpa_efficient",
     "sdpa_cudnn",
-    "sdpa",
+    "sdpa_math",
 )
 FLOPS_OF_FORWARD = {"forward": 1.0, "backward": BACKWARD_OVER_FORWARD, "both": 1 + BACKWARD_OVER_FORWARD}
+REASON_WIDTH = 75  # characters; the whole reason is in the run
 # What is left of the kernel's time with a technique, at best: if nothing but the work it saves took time.
 # exp2 saves one of six operations on a score outside the matrix units (scale, maximum, subtraction, exponential,
 # sum, conversion); masks only at edges save comparison and selection, two of eight; half of all blocks are hidden.
@@ -109,8 +111,9 @@ def peaks(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def reasons(frame: pd.DataFrame) -> pd.DataFrame:
-    """Why implementations did not run: one row a reason, with the lengths it holds for."""
+    """Why implementations did not run: one row a reason, cut to a line, with the lengths it holds for."""
     table = refused(frame)
+    table = table.assign(gate=[shorten(text, REASON_WIDTH, placeholder=" …") for text in table["gate"]])
     grouped = table.groupby(["implementation", "dtype", "gate"], sort=False)["sequence"].agg(["min", "max", "size"])
     grouped = grouped.reset_index().rename(columns={"min": "from", "max": "to", "size": "points", "gate": "reason"})
     return grouped[["implementation", "dtype", "from", "to", "points", "reason"]]

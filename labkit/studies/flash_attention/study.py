@@ -42,12 +42,12 @@ class FlashConfig(LabConfig):
         "compiled",
         "tiled",
         "flash",
-        "sdpa_math",
+        "sdpa",
         "sdpa_flash",
         "sdpa_efficient",
         "sdpa_cudnn",
-        "sdpa",
     ]
+    """sdpa_math, unfused, is there for whoever wants it: it is the yardstick of the gate."""
     compiled_sequences: list[Length]
     """Of `sequences`, those at which the compiled version takes part: each shape costs seconds to compile."""
     technique_sequences: list[Length]
