@@ -53,6 +53,7 @@ def test_tiled_attention_is_timed_with_and_without_hidden_tiles():
     rows = {row["implementation"]: row for row in measure_point(replace(SMALL, sweep="hidden"))}
     assert set(rows) == {worker.FULL, worker.CAUSAL}
     assert all(row["gate"] == "ok" and len(row["seconds"]) == 2 for row in rows.values())
+    assert all(row["tiles"] >= 1 for row in rows.values())
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")

@@ -15,6 +15,7 @@ from labkit.bench.clock import time_interleaved
 from labkit.lab.passes import PassesPoint, measure_passes, problem_of
 from labkit.nn.attention import attention_named
 from labkit.nn.attention_problem import AttentionProblem, check
+from labkit.nn.tiled_attention import tile_side
 
 ALL_TECHNIQUES = "all techniques"
 TECHNIQUES = ("exp2", "skip_hidden", "mask_only_edges")
@@ -96,7 +97,9 @@ def _hidden(point: FlashPoint) -> Iterator[dict[str, Any]]:
         problem = AttentionProblem(shape, point.torch_dtype, point.device, causal=causal, seed=point.seed)
         q, k, v = (x.detach() for x in problem.inputs)
         contenders[name] = problem, partial(attend, q, k, v, causal)
-    yield from _checked_and_timed(point, contenders)
+    tiles = max(1.0, point.sequence / tile_side(q))
+    for row in _checked_and_timed(point, contenders):
+        yield row | {"tiles": tiles}
 
 
 def _checked_and_timed(
