@@ -1,6 +1,7 @@
 """Whether the published trends of explicit attention hold in a run."""
 
 from collections.abc import Iterator
+from math import log
 
 import pandas as pd
 
@@ -10,6 +11,7 @@ from labkit.studies.attention.worker import COMPILED, EXPLICIT
 
 # Published, from 8192 to 16384 tokens forward and backward take 3.6 to 4.3 times as long.
 QUADRATIC = (1.75, 2.25)
+LONG = 4096
 
 
 def published_trends(frame: pd.DataFrame) -> list[Trend]:
@@ -19,14 +21,23 @@ def published_trends(frame: pd.DataFrame) -> list[Trend]:
 
 def _quadratic(frame: pd.DataFrame) -> Iterator[Trend]:
     """`attention_eager.csv`: from 4096 tokens on times grow with the square of the length."""
-    laws = analysis.power_laws(frame)
-    laws = laws[(laws["implementation"] == EXPLICIT) & laws["phase"].isin(["forward", "backward"])]
-    if not laws.empty:
-        inside = (laws["low"] >= QUADRATIC[0]) & (laws["high"] <= QUADRATIC[1])
-        outside = (laws["high"] < QUADRATIC[0]) | (laws["low"] > QUADRATIC[1])
-        seen = f"{laws['exponent'].min():.2f} to {laws['exponent'].max():.2f} here"
-        claim = f"The time of explicit attention grows with the square of a long sequence (exponents {seen})"
-        yield Trend.judged(claim, list(inside), list(outside))
+    table = analysis.times(frame)
+    table = table[(table["implementation"] == EXPLICIT) & (table["phase"] != "both") & (table["sequence"] >= LONG)]
+    exponents, shown, contradicted = [], [], []
+    for _, group in table.groupby(["sweep", "head_dim", "phase"]):
+        if len(group) < 2:
+            continue
+        rows = group.sort_values("sequence").to_dict("records")
+        first, last = rows[0], rows[-1]
+        longer = log(last["sequence"] / first["sequence"])
+        low, high = log(last["low"] / first["high"]) / longer, log(last["high"] / first["low"]) / longer
+        exponents.append(log(last["seconds"] / first["seconds"]) / longer)
+        shown.append(QUADRATIC[0] <= low and high <= QUADRATIC[1])
+        contradicted.append(high < QUADRATIC[0] or low > QUADRATIC[1])
+    if exponents:
+        seen = f"exponents {min(exponents):.2f} to {max(exponents):.2f} here"
+        claim = f"From {LONG} tokens on the time of explicit attention grows with the square of the length ({seen})"
+        yield Trend.judged(claim, shown, contradicted)
 
 
 def _backward_longer(frame: pd.DataFrame) -> Iterator[Trend]:
