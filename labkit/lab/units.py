@@ -4,6 +4,8 @@ import math
 from collections.abc import Callable
 
 _TIME_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
+# Columns of whole numbers, of which a reader wants all digits: 4096, not 4.1e+03.
+COUNTS = ("sequence", "context_length", "head_dim", "batch")
 _SIZE_UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
 
@@ -60,6 +62,8 @@ def formatter_of(column: str) -> Callable[[float], str]:
         return format_seconds
     if column.endswith("bytes_per_s"):
         return format_rate
+    if column in COUNTS:
+        return "{:.0f}".format
     if column.endswith("flops_per_s"):
         return lambda flops_per_s: f"{format_flops(flops_per_s)}/s"
     if column.endswith("flops"):

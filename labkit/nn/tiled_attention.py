@@ -52,7 +52,7 @@ def tiled_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> tupl
     q, k, v = _flatten(q), _flatten(k), _flatten(v)  # (B, Q, D), (B, K, D)
     output = torch.empty_like(q, memory_format=torch.contiguous_format)
     logsumexp = torch.empty(q.shape[:2], dtype=dtype, device=q.device)
-    side = _tile_side(q)
+    side = tile_side(q)
     scores_buffer = _tile_buffer(q, side, dtype)
 
     with torch.autocast(q.device.type, enabled=False):
@@ -92,7 +92,7 @@ def tiled_backward(
     grad_k, grad_v = (torch.empty_like(k, memory_format=torch.contiguous_format) for _ in range(2))
     minus_logsumexp = logsumexp.reshape(*q.shape[:2], 1).neg()
     minus_delta = _rowsum_of_product(grad_output, output, dtype).neg_()
-    side = _tile_side(q)
+    side = tile_side(q)
     p_buffer, ds_buffer = _tile_buffer(q, side, dtype), _tile_buffer(q, side, dtype)
 
     with torch.autocast(q.device.type, enabled=False):
@@ -144,12 +144,12 @@ def _hide_future(scores: Tensor, rows: slice, columns: slice) -> None:
 def _rowsum_of_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     """rowsum(a * b) as (B, Q, 1), by blocks of queries: widening needs memory for one block only."""
     sums = torch.empty(*a.shape[:2], 1, dtype=dtype, device=a.device)
-    for rows in _blocks(0, a.shape[1], _tile_side(a)):
+    for rows in _blocks(0, a.shape[1], tile_side(a)):
         sums[:, rows] = (a[:, rows].to(dtype) * b[:, rows]).sum(-1, keepdim=True)
     return sums
 
 
-def _tile_side(q: Tensor) -> int:
+def tile_side(q: Tensor) -> int:
     """Queries and keys in a tile: a power of two such that all B tiles together are a buffer of fixed size.
 
     CPU: 2**19 scores, 2 MiB in float32, stay in the second-level cache of two cores; the side is kept between

@@ -31,7 +31,7 @@ def test_matches_the_oracle(case: Case, device: str) -> None:
 
 @pytest.mark.parametrize("side", [16, 32])
 def test_matches_the_oracle_with_many_small_tiles(side: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiled_attention, "_tile_side", lambda q: side)
+    monkeypatch.setattr(tiled_attention, "tile_side", lambda q: side)
     for queries, keys in ((100, 100), (96, 160), (160, 96)):
         for causal in (False, True):
             check_against_oracle(TiledAttention.apply, tiled_forward, Case(queries, keys, 16, causal), "cpu")
@@ -57,7 +57,7 @@ def test_saves_one_logsumexp(dtype: torch.dtype) -> None:
 
 def test_hidden_tiles_are_not_visited(monkeypatch: pytest.MonkeyPatch) -> None:
     visited = []
-    monkeypatch.setattr(tiled_attention, "_tile_side", lambda q: 16)
+    monkeypatch.setattr(tiled_attention, "tile_side", lambda q: 16)
     monkeypatch.setattr(
         tiled_attention, "_hide_future", lambda _, rows, columns: visited.append((rows.start, columns.start))
     )
@@ -72,7 +72,7 @@ def test_hidden_tiles_are_not_visited(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_batch_does_not_change_the_memory_of_its_tiles() -> None:
     for heads in (1, 8, 48, 96):
-        side = tiled_attention._tile_side(torch.empty(heads, 1, 1))
+        side = tiled_attention.tile_side(torch.empty(heads, 1, 1))
         assert 64 <= side <= 512
         assert heads * side**2 <= 2**19
 

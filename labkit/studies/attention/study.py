@@ -1,0 +1,170 @@
+"""The attention lab: its parameters and the points it measures."""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+from typing import Annotated, Literal
+
+import pandas as pd
+from pydantic import Field
+
+from labkit.costs.attention import matrix_bytes
+from labkit.lab.answers import Answer, check_complete
+from labkit.lab.config import LabConfig
+from labkit.lab.study import Study
+from labkit.lab.units import format_bytes
+from labkit.machine import Machine, available_memory_bytes
+from labkit.studies.attention import answers as answering
+from labkit.studies.attention.worker import COMPILED, EXPLICIT, MARGIN, TILED, AttentionPoint, measure_point
+
+MIB, GIB = 2**20, 2**30
+# A matrix of scores from which a round takes a good part of a second on two cores, and fewer repeats must do.
+LARGE_BYTES = 128 * MIB
+
+PositiveInt = Annotated[int, Field(ge=1, lt=2**31)]
+# below, gradients are sums of so few terms that their relative error means nothing
+Length = Annotated[int, Field(ge=16, lt=2**31)]
+HeadDim = Annotated[int, Field(ge=1, le=1024)]
+Repeats = Annotated[int, Field(ge=1, le=100_000)]
+
+
+class AttentionConfig(LabConfig):
+    """What a reader may set."""
+
+    sequences: Annotated[list[Length], Field(min_length=1)]
+    """Tokens of the grid."""
+    head_dims: Annotated[list[HeadDim], Field(min_length=1)]
+    compiled_sequences: list[Length]
+    """Of `sequences`, those at which the compiled version takes part: each shape costs seconds to compile."""
+    compiled_head_dims: list[HeadDim]
+    tiling_sequences: list[Length]
+    """Tokens of the comparison of explicit and tiled attention, one sequence of head dimension 64."""
+    memory_sequences: list[Length] = []
+    """The same, memory only: too long to be timed often."""
+    batch: PositiveInt = 8
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: CUDA if there is a GPU."""
+    warmup: Annotated[int, Field(ge=0, le=10_000)] = 2
+    repeats: Repeats = 15
+    repeats_large: Repeats = 6
+    """Repeats from matrices of 128 MiB on, on a CPU. Below six there is no interval, and so no verdict."""
+    most_bytes: Annotated[int, Field(ge=0)] = 0
+    """Larger problems are left out; 0: only what does not fit into memory is."""
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    timeout_s: Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)] = 300.0
+
+
+class AttentionStudy(Study):
+    """Time and memory of explicit attention, eager and compiled, and of tiled attention beside it."""
+
+    name = "attention"
+    title = "Attention"
+    summary = "What explicit attention costs in time and memory, and what compiling or tiling it changes."
+    questions = answering.QUESTIONS
+    profiles = {
+        "smoke": AttentionConfig(
+            sequences=[64, 128, 256],
+            head_dims=[16, 32],
+            compiled_sequences=[],  # a first shape takes 10 s to compile and more
+            compiled_head_dims=[],
+            tiling_sequences=[512],
+            batch=2,
+            warmup=1,
+            repeats=6,
+        ),
+        "quick": AttentionConfig(
+            sequences=[256, 512, 1024, 2048],
+            head_dims=[16, 64],
+            compiled_sequences=[256, 1024, 2048],
+            compiled_head_dims=[64],
+            tiling_sequences=[4096, 8192],
+            memory_sequences=[16384],
+            warmup=1,
+            repeats=10,
+            most_bytes=6 * GIB,
+        ),
+        "standard": AttentionConfig(
+            sequences=[256, 512, 1024, 2048, 4096, 8192, 16384],
+            head_dims=[16, 64],
+            compiled_sequences=[256, 512, 1024, 2048, 4096, 8192, 16384],
+            compiled_head_dims=[16, 64],
+            tiling_sequences=[1024, 2048, 4096, 8192, 16384],
+            repeats=20,
+            timeout_s=600.0,
+        ),
+        "paper": AttentionConfig(
+            sequences=[256, 1024, 4096, 8192, 16384],
+            head_dims=[16, 32, 64, 128],
+            compiled_sequences=[256, 1024, 4096, 8192, 16384],
+            compiled_head_dims=[16, 32, 64, 128],
+            tiling_sequences=[4096, 8192, 16384],
+            warmup=10,
+            repeats=100,
+            timeout_s=3600.0,
+        ),
+    }
+    worker = staticmethod(measure_point)
+
+    def points(self, config: AttentionConfig, machine: Machine) -> Sequence[AttentionPoint]:
+        """The grid, short sequences first; one long sequence explicit and tiled; and the first that cannot fit."""
+        device = config.device if config.device != "auto" else "cuda" if machine.gpus else "cpu"
+        points = [
+            _point(config, device, "grid", sequence, head_dim)
+            for sequence in sorted(config.sequences)
+            for head_dim in config.head_dims
+        ]
+        for sequence in sorted({*config.tiling_sequences, *config.memory_sequences}):
+            points.append(_point(config, device, "tiling", sequence, 64))
+        points.append(_too_large(config, device, machine))
+        return list({point.id: point for point in points}.values())
+
+    def skip_reason(self, point: AttentionPoint, machine: Machine) -> str | None:
+        """Only where nothing fits; an implementation that does not becomes a row of its point."""
+        if point.device == "cuda" and not machine.gpus:
+            return "there is no CUDA device here"
+        available = machine.gpus[0].memory_bytes if point.device == "cuda" else available_memory_bytes()
+        needed = MARGIN * min(point.needed_bytes(name) for name in point.implementations)
+        if needed > available:
+            return f"needs {format_bytes(needed)}, {format_bytes(available)} available"
+        return None
+
+    def series(self, point: AttentionPoint) -> tuple[Hashable, float]:
+        return (point.sweep, point.device, point.batch, point.head_dim), point.sequence
+
+    def answers(self, frame: pd.DataFrame, coverage: pd.DataFrame) -> Sequence[Answer]:
+        return check_complete(self.questions, answering.answer_all(frame, coverage))
+
+
+def _point(config: AttentionConfig, device: str, sweep: str, sequence: int, head_dim: int) -> AttentionPoint:
+    grid = sweep == "grid"
+    batch = config.batch if grid else 1
+    compiled = grid and sequence in config.compiled_sequences and head_dim in config.compiled_head_dims
+    large = device == "cpu" and matrix_bytes(batch, sequence, 4) >= LARGE_BYTES
+    repeats = config.repeats_large if large else config.repeats
+    return AttentionPoint(
+        sweep=sweep,
+        batch=batch,
+        sequence=sequence,
+        head_dim=head_dim,
+        dtype=config.dtype,
+        device=device,
+        implementations=(EXPLICIT, TILED, COMPILED) if compiled else (EXPLICIT, TILED),
+        warmup=min(1, config.warmup) if large else config.warmup,
+        repeats=repeats if grid or sequence in config.tiling_sequences else 0,
+        most_bytes=config.most_bytes,
+        seed=config.seed,
+        timeout_s=config.timeout_s,
+    )
+
+
+def _too_large(config: AttentionConfig, device: str, machine: Machine) -> AttentionPoint:
+    """The shortest power of two whose explicit attention is larger than the whole memory: a row that says why."""
+    total = machine.gpus[0].memory_bytes if device == "cuda" and machine.gpus else machine.memory_bytes
+    for exponent in range(6, 31):
+        point = _point(config, device, "grid", 2**exponent, max(config.head_dims))
+        if MARGIN * point.needed_bytes(EXPLICIT) > total:
+            break
+    return replace(point, sweep="limit", implementations=(EXPLICIT,))
+
+
+STUDY = AttentionStudy()

@@ -1,0 +1,19 @@
+"""What is run to measure one point of the attention lab. Imports torch and the instruments only."""
+
+from dataclasses import dataclass
+
+from labkit.lab.passes import COMPILED, EXPLICIT, MARGIN, TILED, PassesPoint, measure_passes
+
+__all__ = ["COMPILED", "EXPLICIT", "IMPLEMENTATIONS", "MARGIN", "TILED", "AttentionPoint", "measure_point"]
+
+IMPLEMENTATIONS = (EXPLICIT, COMPILED, TILED)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionPoint(PassesPoint):
+    """Explicit attention and what takes turns with it, without a mask."""
+
+    implementations: tuple[str, ...] = IMPLEMENTATIONS
+
+
+measure_point = measure_passes

@@ -1,0 +1,175 @@
+"""The FlashAttention lab: its parameters and the points it measures."""
+
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Annotated, Literal
+
+import pandas as pd
+from pydantic import Field
+
+from labkit.costs.attention import matrix_bytes
+from labkit.lab.answers import Answer, check_complete
+from labkit.lab.config import LabConfig
+from labkit.lab.passes import COMPILED, FLASH, MARGIN, TILED
+from labkit.lab.study import Study
+from labkit.lab.units import format_bytes
+from labkit.machine import Machine, available_memory_bytes
+from labkit.studies.flash_attention import answers as answering
+from labkit.studies.flash_attention.worker import FlashPoint, measure_point
+
+MIB = 2**20
+# A matrix of scores from which a round takes a good part of a second on two cores, and fewer repeats must do.
+LARGE_BYTES = 64 * MIB
+MATMUL_SIDES = {"cpu": 2048, "cuda": 8192}
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+Name = Literal[
+    "explicit", "compiled", "tiled", "flash", "sdpa_math", "sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "sdpa"
+]
+# below 16, gradients are sums of so few terms that their relative error means nothing
+Length = Annotated[int, Field(ge=16, lt=2**31)]
+HeadDim = Annotated[int, Field(ge=1, le=1024)]
+Repeats = Annotated[int, Field(ge=1, le=100_000)]
+
+
+class FlashConfig(LabConfig):
+    """What a reader may set."""
+
+    sequences: Annotated[list[Length], Field(min_length=1)]
+    head_dims: Annotated[list[HeadDim], Field(min_length=1)]
+    dtypes: Annotated[list[Dtype], Field(min_length=1)] = ["float32", "bfloat16"]
+    implementations: Annotated[list[Name], Field(min_length=1)] = [
+        "explicit",
+        "compiled",
+        "tiled",
+        "flash",
+        "sdpa",
+        "sdpa_flash",
+        "sdpa_efficient",
+        "sdpa_cudnn",
+    ]
+    """sdpa_math, unfused, is there for whoever wants it: it is the yardstick of the gate."""
+    compiled_sequences: list[Length]
+    """Of `sequences`, those at which the compiled version takes part: each shape costs seconds to compile."""
+    technique_sequences: list[Length]
+    """Tokens at which the techniques of the kernel are left out one by one."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: CUDA if there is a GPU."""
+    warmup: Annotated[int, Field(ge=0, le=10_000)] = 2
+    repeats: Repeats = 15
+    repeats_large: Repeats = 6
+    """Repeats from matrices of 64 MiB on, on a CPU. Below six there is no interval, and so no verdict."""
+    most_bytes: Annotated[int, Field(ge=0)] = 0
+    """An implementation that needs more is left out; 0: only what does not fit into memory is."""
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    timeout_s: Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)] = 300.0
+
+
+class FlashStudy(Study):
+    """Which implementation of causal attention is fastest here, from which length on, and why."""
+
+    name = "flash_attention"
+    title = "FlashAttention"
+    summary = "Every implementation of causal attention that runs here: which to use, and from which length on."
+    questions = answering.QUESTIONS
+    profiles = {
+        "smoke": FlashConfig(
+            sequences=[64, 256],
+            head_dims=[32],
+            compiled_sequences=[],  # a first shape takes 10 s to compile and more
+            technique_sequences=[256],
+            warmup=1,
+            repeats=6,
+        ),
+        "quick": FlashConfig(
+            sequences=[128, 512, 1024, 2048, 4096, 8192],
+            head_dims=[64],
+            compiled_sequences=[1024],
+            technique_sequences=[4096],
+            warmup=1,
+            repeats=10,
+            most_bytes=512 * MIB,
+        ),
+        "standard": FlashConfig(
+            sequences=[128, 512, 1024, 2048, 4096, 8192, 16384],
+            head_dims=[64, 128],
+            compiled_sequences=[512, 2048, 8192],
+            technique_sequences=[4096, 16384],
+            repeats=20,
+            timeout_s=600.0,
+        ),
+        "paper": FlashConfig(
+            sequences=[2**k for k in range(7, 17)],
+            head_dims=[16, 32, 64, 128],
+            compiled_sequences=[2**k for k in range(7, 17)],
+            technique_sequences=[4096, 16384, 65536],
+            warmup=3,
+            repeats=30,
+            timeout_s=3600.0,
+        ),
+    }
+    worker = staticmethod(measure_point)
+
+    def points(self, config: FlashConfig, machine: Machine) -> Sequence[FlashPoint]:
+        """First the rate of the device, then all lengths, then what the techniques of the kernel are worth."""
+        device = config.device if config.device != "auto" else "cuda" if machine.gpus else "cpu"
+        points = [*_lengths(config, device), *_techniques(config, device)]
+        return list({point.id: point for point in points}.values())
+
+    def skip_reason(self, point: FlashPoint, machine: Machine) -> str | None:
+        """Only where nothing fits; an implementation that does not becomes a row of its point."""
+        if point.device == "cuda" and not machine.gpus:
+            return "there is no CUDA device here"
+        available = machine.gpus[0].memory_bytes if point.device == "cuda" else available_memory_bytes()
+        if point.sweep == "matmul":
+            needed = 3.0 * matrix_bytes(1, point.sequence, point.torch_dtype.itemsize)
+        else:
+            needed = MARGIN * min(point.needed_bytes(name) for name in point.implementations)
+        if needed > available:
+            return f"needs {format_bytes(needed)}, {format_bytes(available)} available"
+        return None
+
+    def series(self, point: FlashPoint) -> tuple[Hashable, float]:
+        return (point.sweep, point.device, point.dtype, point.head_dim), point.sequence
+
+    def answers(self, frame: pd.DataFrame, coverage: pd.DataFrame) -> Sequence[Answer]:
+        return check_complete(self.questions, answering.answer_all(frame, coverage))
+
+
+def _lengths(config: FlashConfig, device: str) -> Iterator[FlashPoint]:
+    for dtype in config.dtypes:
+        yield _point(config, device, "matmul", dtype, MATMUL_SIDES[device], 0, ())
+        for sequence in sorted(config.sequences):
+            names = tuple(n for n in config.implementations if n != COMPILED or sequence in config.compiled_sequences)
+            for head_dim in config.head_dims:
+                yield _point(config, device, "lengths", dtype, sequence, head_dim, names)
+
+
+def _techniques(config: FlashConfig, device: str) -> Iterator[FlashPoint]:
+    """Of the kernel in the dtype it was made for, and of tiled attention in float32."""
+    dtype = next((name for name in config.dtypes if name != "float32"), config.dtypes[0])
+    head_dim = max(config.head_dims)
+    for sequence in config.technique_sequences:
+        yield _point(config, device, "techniques", dtype, sequence, head_dim, (FLASH,))
+        yield _point(config, device, "hidden", "float32", sequence, head_dim, (TILED,))
+
+
+def _point(
+    config: FlashConfig, device: str, sweep: str, dtype: str, sequence: int, head_dim: int, names: tuple[str, ...]
+) -> FlashPoint:
+    large = device == "cpu" and sweep == "lengths" and matrix_bytes(1, sequence, 4) >= LARGE_BYTES
+    return FlashPoint(
+        sweep=sweep,
+        sequence=sequence,
+        head_dim=head_dim,
+        dtype=dtype,
+        device=device,
+        implementations=names,
+        warmup=min(1, config.warmup) if large else config.warmup,
+        repeats=config.repeats_large if large else config.repeats,
+        most_bytes=config.most_bytes,
+        seed=config.seed,
+        timeout_s=config.timeout_s,
+    )
+
+
+STUDY = FlashStudy()

@@ -1,0 +1,117 @@
+"""What is run to measure one point of the FlashAttention lab. Imports torch and the instruments only.
+
+By `sweep`: "lengths", the passes of all implementations; "matmul", the rate of a large product, against which they
+are held; "techniques", the forward kernel with one technique left out; "hidden", tiled attention causal and full.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from labkit.bench.clock import time_interleaved
+from labkit.lab.passes import PassesPoint, measure_passes, problem_of
+from labkit.nn.attention import attention_named
+from labkit.nn.attention_problem import AttentionProblem, check
+from labkit.nn.tiled_attention import tile_side
+
+ALL_TECHNIQUES = "all techniques"
+TECHNIQUES = ("exp2", "skip_hidden", "mask_only_edges")
+"""Fields of `labkit.nn.flash_attention.Techniques`; that module needs Triton, which not every machine has."""
+FULL, CAUSAL = "tiled, full", "tiled, causal"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlashPoint(PassesPoint):
+    """Causal attention of one sequence; for "matmul" `sequence` is the side of the square matrices."""
+
+    batch: int = 1
+    causal: bool = True
+
+    def title(self) -> str:
+        return super().title() if self.sweep == "lengths" else f"{self.sweep}, {super().title()}"
+
+
+def measure_point(point: FlashPoint) -> Iterator[dict[str, Any]]:
+    """Rows of the sweep that the point belongs to."""
+    match point.sweep:
+        case "matmul":
+            yield _matmul(point)
+        case "techniques":
+            yield from _techniques(point)
+        case "hidden":
+            yield from _hidden(point)
+        case _:
+            yield from measure_passes(point)
+
+
+def _matmul(point: FlashPoint) -> dict[str, Any]:
+    """Seconds of a product of two square matrices, the fastest thing this device does with numbers."""
+    side, device = point.sequence, point.device
+    generator = torch.Generator().manual_seed(point.seed)
+    a, b = (torch.randn(side, side, generator=generator).to(device, point.torch_dtype) for _ in range(2))
+    product = torch.empty_like(a)
+    seconds = _timed({"matmul": lambda: torch.mm(a, b, out=product)}, point)["matmul"]
+    row = int(torch.randint(side, (), generator=generator))
+    exact = a[row].double() @ b.double()
+    error = float((product[row].double() - exact).norm() / exact.norm())
+    # a float32 product may run on TF32 units where somebody has allowed it: that is 2**-11 and seen here
+    limit = 8 * torch.finfo(point.torch_dtype).eps
+    gate = "ok" if error <= limit else f"wrong: error {error:.1e}, at most {limit:.1e} expected"
+    row_of = {"implementation": "matmul", "phase": "matmul", "gate": gate, "error": error}
+    return row_of | ({"seconds": seconds} if gate == "ok" else {})
+
+
+def _timed(actions: dict[str, Callable[[], Any]], point: FlashPoint) -> dict[str, list[float]]:
+    return time_interleaved(actions, warmup=max(1, point.warmup), repeats=point.repeats, device=point.device)
+
+
+def _techniques(point: FlashPoint) -> Iterator[dict[str, Any]]:
+    """The forward kernel whole, and with each technique left out, in turns; each is checked first."""
+    flash = attention_named("flash")
+    reason = flash.why_unavailable(torch.device(point.device), point.torch_dtype, point.head_dim)
+    if reason is not None:
+        yield {"implementation": "flash", "phase": "kernel", "gate": reason}
+        return
+    from labkit.nn.flash_attention import Techniques, flash_forward
+
+    problem = problem_of(point)
+    q, k, v = (x.detach() for x in problem.inputs)
+    variants = {ALL_TECHNIQUES: Techniques()}
+    variants |= {f"without {name}": Techniques(**{name: False}) for name in TECHNIQUES}
+    contenders = {
+        name: (problem, partial(flash_forward, q, k, v, point.causal, techniques=chosen))
+        for name, chosen in variants.items()
+    }
+    yield from _checked_and_timed(point, contenders)
+
+
+def _hidden(point: FlashPoint) -> Iterator[dict[str, Any]]:
+    """The forward pass of tiled attention with the mask, where hidden tiles are skipped, and without."""
+    attend = attention_named("tiled").attend
+    contenders: dict[str, tuple[AttentionProblem, Callable[[], Any]]] = {}
+    for name, causal in ((FULL, False), (CAUSAL, True)):
+        shape = (point.batch, point.sequence, point.head_dim)
+        problem = AttentionProblem(shape, point.torch_dtype, point.device, causal=causal, seed=point.seed)
+        q, k, v = (x.detach() for x in problem.inputs)
+        contenders[name] = problem, partial(attend, q, k, v, causal)
+    tiles = max(1.0, point.sequence / tile_side(q))
+    for row in _checked_and_timed(point, contenders):
+        yield row | {"tiles": tiles}
+
+
+def _checked_and_timed(
+    point: FlashPoint, contenders: Mapping[str, tuple[AttentionProblem, Callable[[], Any]]]
+) -> Iterator[dict[str, Any]]:
+    """Gate each output, then time those that are right in turns."""
+    rows = {}
+    for name, (problem, action) in contenders.items():
+        result = action()  # flash_forward gives the logsumexp as well
+        checked = check(problem, [result[0] if isinstance(result, tuple) else result])
+        rows[name] = {"implementation": name, "phase": "kernel", "gate": checked.gate, "error": checked.error}
+    right = {name: contenders[name][1] for name, row in rows.items() if row["gate"] == "ok"}
+    samples = _timed(right, point) if right else {}
+    for name, row in rows.items():
+        yield row | ({"seconds": samples[name]} if name in samples else {})

@@ -1,0 +1,56 @@
+"""Formulas for attention against numbers worked out by hand, and against what autograd saves."""
+
+import pytest
+import torch
+
+from labkit.bench.saved_tensors import saved_for_backward
+from labkit.costs.attention import (
+    backward_flops,
+    explicit_peak,
+    explicit_saved,
+    forward_flops,
+    matrix_bytes,
+    tiled_saved,
+    visited_share,
+)
+from labkit.nn.attention import explicit_attention
+from labkit.nn.tiled_attention import TiledAttention
+
+
+def test_flops_of_the_textbook_case():
+    """16 heads, 16384 tokens, head dimension 64: 2 products of 2 s^2 d operations a head."""
+    full = forward_flops(16, 16384, 64, causal=False)
+    assert full == 16 * 2 * 2 * 16384**2 * 64
+    assert forward_flops(16, 16384, 64, causal=True) == full / 2
+    assert backward_flops(16, 16384, 64, causal=False) == 2.5 * full
+
+
+def test_more_than_half_of_the_tiles_are_visited_since_those_on_the_diagonal_are_whole():
+    assert visited_share(1) == 1
+    assert visited_share(2) == 3 / 4
+    assert visited_share(1000) == pytest.approx(0.5, abs=1e-3)
+
+
+def test_a_matrix_of_the_published_largest_problem_is_8_gib():
+    assert matrix_bytes(8, 16384, 4) == 8 * 2**30
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_explicit_attention_saves_is_what_autograd_counts(causal, dtype):
+    q, k, v = (torch.randn(3, 40, 16, dtype=dtype).requires_grad_() for _ in range(3))
+    _, saved = saved_for_backward(lambda: explicit_attention(q, k, v, causal))
+    expected = explicit_saved(3, 40, 16, dtype.itemsize, causal=causal)
+    assert sorted(tensor.n_bytes for tensor in saved) == sorted(expected.values())
+
+
+def test_what_tiled_attention_saves_is_what_autograd_counts():
+    q, k, v = (torch.randn(3, 40, 16).requires_grad_() for _ in range(3))
+    _, saved = saved_for_backward(lambda: TiledAttention.apply(q, k, v, False))
+    assert sorted(tensor.n_bytes for tensor in saved) == sorted(tiled_saved(3, 40, 16, 4).values())
+
+
+def test_the_peak_holds_three_matrices_and_what_was_saved():
+    peak = explicit_peak(2, 100, 8, 4, causal=False)
+    assert sum(n == matrix_bytes(2, 100, 4) for n in peak.values()) == 3
+    assert explicit_saved(2, 100, 8, 4, causal=False).items() <= peak.items()

@@ -1,0 +1,100 @@
+"""What is measured at one point of the attention lab: gate first, reasons in rows, and the plan."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from labkit.lab import passes
+from labkit.machine import describe_machine
+from labkit.nn.attention import IMPLEMENTATIONS, Implementation, explicit_attention
+from labkit.studies.attention.study import STUDY
+from labkit.studies.attention.worker import AttentionPoint, measure_point
+
+SMALL = AttentionPoint(
+    sweep="grid", batch=2, sequence=64, head_dim=16, implementations=("explicit", "tiled"), warmup=0, repeats=2
+)
+
+
+def _rows(point, phase=None):
+    return [row for row in measure_point(point) if phase is None or row["phase"] == phase]
+
+
+def _pretend(monkeypatch, name, attend, reason=None):
+    fake = Implementation(name, "", attend, lambda *_: reason)
+    monkeypatch.setattr(passes, "attention_named", lambda wanted: fake if wanted == name else IMPLEMENTATIONS[wanted])
+
+
+def test_each_implementation_is_checked_counted_and_timed():
+    rows = _rows(SMALL)
+    assert {(row["implementation"], row["phase"]) for row in rows} == {
+        (name, phase) for name in ("explicit", "tiled") for phase in ("both", "saved", "forward", "backward")
+    }
+    assert all(len(row["seconds"]) == 2 for row in rows if row["phase"] in ("forward", "backward"))
+    both = [row for row in rows if row["phase"] == "both"]
+    assert all(row["gate"] == "ok" and row["error"] < 1e-5 and row["available_bytes"] > 0 for row in both)
+
+
+def test_what_is_kept_is_named():
+    saved = {(row["implementation"], row["tensor"]): row["saved_bytes"] for row in _rows(SMALL, "saved")}
+    assert saved["explicit", "probabilities"] == 2 * 64 * 64 * 4
+    assert saved["tiled", "logsumexp"] == 2 * 64 * 4
+    assert saved["tiled", "q"] == saved["explicit", "v"] == 2 * 64 * 16 * 4
+
+
+def test_memory_only_has_no_times():
+    assert not [row for row in _rows(replace(SMALL, repeats=0)) if "seconds" in row]
+
+
+def test_a_wrong_implementation_gets_no_time(monkeypatch):
+    _pretend(monkeypatch, "tiled", lambda q, k, v, causal: explicit_attention(q, k, v, True))
+    rows = _rows(SMALL)
+    assert [row["gate"][:5] for row in rows if row["implementation"] == "tiled" and row["phase"] == "both"] == ["wrong"]
+    assert {row["implementation"] for row in rows if "seconds" in row} == {"explicit"}
+
+
+def test_one_that_cannot_run_here_is_a_row_with_its_reason(monkeypatch):
+    _pretend(monkeypatch, "tiled", None, "no such thing here")
+    rows = [row for row in _rows(SMALL) if row["implementation"] == "tiled"]
+    assert rows == [{"implementation": "tiled", "phase": "both", "gate": "no such thing here"}]
+
+
+def test_one_that_does_not_fit_is_a_row_with_both_sizes(monkeypatch):
+    monkeypatch.setattr(passes, "_available_bytes", lambda device: 100_000)
+    rows = _rows(SMALL, "both")
+    assert rows[0]["gate"].startswith("needs ")
+    assert rows[0]["gate"].endswith("97.7 KiB available")
+
+
+def test_one_that_runs_out_of_memory_all_the_same_leaves_the_others_alone(monkeypatch):
+    def exhausted(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 51 GiB")
+
+    _pretend(monkeypatch, "explicit", exhausted)
+    rows = _rows(SMALL)
+    assert rows[0]["gate"].startswith("out of memory: CUDA out of memory")
+    assert {row["implementation"] for row in rows if "seconds" in row} == {"tiled"}
+
+
+def test_any_other_error_is_not_hidden(monkeypatch):
+    def broken(*_):
+        raise RuntimeError("a bug")
+
+    _pretend(monkeypatch, "explicit", broken)
+    with pytest.raises(RuntimeError, match="a bug"):
+        _rows(SMALL)
+
+
+@pytest.mark.parametrize("profile", ["smoke", "quick", "standard", "paper"])
+def test_no_point_is_planned_twice_and_one_shows_what_does_not_fit(profile):
+    machine = describe_machine()
+    points = STUDY.points(STUDY.profiles[profile], machine)
+    assert len({point.id for point in points}) == len(points)
+    reason = STUDY.skip_reason(points[-1], machine)
+    assert "needs" in reason
+    assert "available" in reason
+
+
+def test_a_gpu_that_is_not_there_is_a_reason():
+    machine = describe_machine().model_copy(update={"gpus": []})
+    assert "no CUDA device" in STUDY.skip_reason(replace(SMALL, device="cuda"), machine)
