@@ -18,6 +18,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -99,6 +100,14 @@ class TraceEvent:
         return next((name for name in reversed(self.ranges) if name in wanted), "")
 
 
+@dataclass
+class Sum:
+    """Of some events: their own time in seconds, and how many there are."""
+
+    seconds: float = 0.0
+    calls: int = 0
+
+
 @dataclass(frozen=True)
 class Profile:
     """One profiled call."""
@@ -170,6 +179,7 @@ def host_seconds(trace: Trace) -> float:
     return total / 1e6
 
 
+@cache
 def family_of(name: str) -> str:
     """The family of an operator ("aten::mm") or kernel, by its name; "other" for a name that no rule knows.
 
@@ -178,6 +188,7 @@ def family_of(name: str) -> str:
     return next((family for family, pattern in _RULES if re.search(pattern, name, re.IGNORECASE)), "other")
 
 
+@cache
 def short_name(name: str) -> str:
     """A kernel's name without common namespaces, template arguments and parameters, at most 100 characters."""
     name = name.removeprefix("void ").replace("(anonymous namespace)::", "").replace("at::native::", "")
@@ -202,7 +213,8 @@ def decode_trace(text: str) -> Trace:
 
 def _without_names_of_the_machine(trace: Trace) -> Trace:
     """What a viewer needs, without the names of the host and of temporary files."""
-    return {name: trace[name] for name in ("schemaVersion", "deviceProperties", "displayTimeUnit", "traceEvents")}
+    needed = ("schemaVersion", "deviceProperties", "displayTimeUnit", "traceEvents")
+    return {name: trace[name] for name in needed if name in trace}
 
 
 def _self_times(events: list[Mapping[str, Any]]) -> list[float]:
@@ -237,7 +249,7 @@ def _ranges_at(times: list[float], ranges: list[Mapping[str, Any]]) -> list[tupl
     return found
 
 
-def sum_up(events: Iterable[TraceEvent], key: Callable[[TraceEvent], tuple[str, ...]]) -> dict[tuple[str, ...], "Sum"]:
+def sum_up(events: Iterable[TraceEvent], key: Callable[[TraceEvent], tuple[str, ...]]) -> dict[tuple[str, ...], Sum]:
     """Own seconds and number of the events of each `key`."""
     sums: dict[tuple[str, ...], Sum] = {}
     for event in events:
@@ -245,14 +257,6 @@ def sum_up(events: Iterable[TraceEvent], key: Callable[[TraceEvent], tuple[str, 
         entry.seconds += event.self_s
         entry.calls += 1
     return sums
-
-
-@dataclass
-class Sum:
-    """Of some events: their own time in seconds, and how many there are."""
-
-    seconds: float = 0.0
-    calls: int = 0
 
 
 def longest(events: Iterable[TraceEvent], most: int) -> Iterator[TraceEvent]:

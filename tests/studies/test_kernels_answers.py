@@ -88,7 +88,8 @@ def test_every_table_of_an_empty_frame_is_empty_and_has_its_columns():
 def test_without_operators_only_the_clock_is_left():
     frame = _frame()
     left = _answers(frame[frame["record"] != "operator"])
-    assert [name for name, answer in left.items() if answer.verdict != "not measured"] == ["profiler_and_clock"]
+    measured = [name for name, answer in left.items() if answer.verdict != "not measured"]
+    assert measured == ["profiler_and_clock", "published_trends"]
     left = _answers(frame[frame["record"] != "clock"])
     assert left["profiler_and_clock"].verdict == "not measured"
     assert left["matmul_share"].verdict == "yes"
@@ -103,6 +104,9 @@ def test_what_recording_costs_is_told_where_it_is_shown():
     equal = _answers(_frame(overhead=1.0, noise=0.1))["profiler_and_clock"].text
     assert "That the profiler slows the pass is not shown" in equal
     assert "recording" not in equal
+    assert "by the profiler's events (published: 0.73 of the clock's): is contradicted here" in (
+        _answers(_frame())["published_trends"].text
+    )
     faster = _answers(_frame(overhead=0.5))["profiler_and_clock"].text
     assert "With the profiler on, the clock shows less" in faster
 
@@ -113,7 +117,7 @@ def test_a_gpu_that_waits_is_told_by_kernels_and_host():
     frame.loc[is_clock, "events_s"] *= 0.25
     text = _answers(frame)["profiler_and_clock"].text
     assert "the profiler's kernels add up to 25 ms, 0.38" in text
-    assert "cover 25% of the clock's time; the rest is the GPU waiting, while the host takes 100 ms to launch." in text
+    assert "cover 25% of the clock's time; in the rest no kernel runs (the host is in the pass for 100 ms)." in text
 
 
 def test_the_largest_operator_is_the_one_of_the_frame_with_its_calls():
@@ -180,7 +184,8 @@ def test_softmax_against_products_by_time_and_flops():
 
 
 def test_published_observations_hold_on_a_textbook_machine_and_few_passes_show_nothing():
-    assert _answers(_frame())["published_trends"].verdict == "yes", _answers(_frame())["published_trends"].text
+    textbook = _answers(_frame(overhead=0.9))["published_trends"]
+    assert textbook.verdict == "yes", textbook.text
     few = _answers(_frame(repeats=3))
     assert few["published_trends"].verdict == "no difference shown"
     assert few["matmul_share"].verdict == "no difference shown"

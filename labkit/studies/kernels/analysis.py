@@ -28,6 +28,7 @@ VIEWS = {
 }
 SETTING = ["device", "model", "mode"]
 ATTENTION = ("matrix products", "scale and mask", "softmax")
+MEASURES = {"clock_s": "clock", "profiled_s": "clock, profiler on", "events_s": "sum over events"}
 TIMELINE_EVENTS = 1500
 # Families below this share of every bar are drawn as "other".
 LEAST_DRAWN = 0.01
@@ -120,11 +121,10 @@ def top_operators(frame: pd.DataFrame, most: int = 5) -> pd.DataFrame:
 def clocks(frame: pd.DataFrame) -> pd.DataFrame:
     """Seconds of a pass by the clock, by the clock with the profiler on, and of all recorded events, with intervals."""
     table = records(frame, "clock", "clock_s", "profiled_s", "events_s")
-    measures = {"clock_s": "clock", "profiled_s": "clock, profiler on", "events_s": "sum over events"}
-    long = table.melt([*SETTING, "repeat"], list(measures), "measure", "seconds")
-    long = long.assign(measure=long["measure"].map(measures), seconds=long["seconds"].astype(float))
+    long = table.melt([*SETTING, "repeat"], list(MEASURES), "measure", "seconds")
+    long = long.assign(measure=long["measure"].map(MEASURES), seconds=long["seconds"].astype(float))
     found = summarize_groups(long, "seconds", [*SETTING, "measure"]).rename(columns={"median": "seconds"})
-    return _in_order(found, "measure", tuple(measures.values()))
+    return _in_order(found, "measure", tuple(MEASURES.values()))
 
 
 def against_clock(frame: pd.DataFrame) -> pd.DataFrame:
@@ -230,6 +230,15 @@ def nsight_note(frame: pd.DataFrame) -> str:
     call = f"from labkit.studies.kernels.worker import run_with_nvtx; run_with_nvtx('{table['model'].iloc[0]}')"
     command = f'nsys profile --trace=cuda,nvtx --output=kernels python -c "{call}"'
     return f"Nsight Systems is on this machine. The same ranges, as NVTX:\n\n```sh\n{command}\n```"
+
+
+@cache
+def published_clocks() -> pd.DataFrame:
+    """`end_to_end.csv`: one forward pass by a host timer and by a GPU profiler, an H100; seconds, as `clocks`."""
+    table = pd.read_csv(reference_directory() / "end_to_end.csv")
+    measures = {"timer": MEASURES["clock_s"], "nsys": MEASURES["events_s"]}
+    table = table[(table["phase"] == "forward") & (table["model"] == "medium")]
+    return table.assign(mode=FORWARD, measure=table["method"].map(measures), seconds=table["mean_ms"] / 1000)
 
 
 @cache

@@ -83,7 +83,7 @@ def _two_totals(where: str, profiled: pd.Series, events: pd.Series, on_gpu: bool
     covered = events["events_s"] / events["profiled_s"]
     rest = f"Under the profiler, its events cover {covered:.0%} of the clock's time"
     if on_gpu:
-        rest += f"; the rest is the GPU waiting, while the host takes {times['host_s']} to launch"
+        rest += f"; in the rest no kernel runs (the host is in the pass for {times['host_s']})"
     return [first, recording, f"{rest}."]
 
 
