@@ -113,7 +113,7 @@ def test_the_sources_of_an_error_are_told_apart():
     text = _answers(_frame())["accumulation"].text
     assert "1000 additions should come to 10; they come to 10.000134 in fp32, 9.953125 in fp16" in text
     assert "In fp16, +0.00214 of the error is the term" in text
-    assert "-0.049 is the rounding of the sum; in an fp32 sum it is +0" in text
+    assert "-0.049 is the rounding of the sum; in an fp32 sum it is 0." in text
     assert "The sum in bf16 stands still at 4, from at most 500 additions on." in text
     assert "fp16 stands still" not in text
 

@@ -71,9 +71,13 @@ def _spoken(variant: str) -> str:
 def _sources(low: str, alone: dict[str, float], mixed: dict[str, float]) -> str:
     """Where the error comes from, and what of it an fp32 sum leaves."""
     return (
-        f"In {low}, {alone['term_error']:+.3g} of the error is the term, which {low} does not hold exactly, and "
-        f"{alone['sum_error']:+.3g} is the rounding of the sum; in an fp32 sum it is {mixed['sum_error']:+.3g}."
+        f"In {low}, {_signed(alone['term_error'])} of the error is the term, which {low} does not hold exactly, and "
+        f"{_signed(alone['sum_error'])} is the rounding of the sum; in an fp32 sum it is {_signed(mixed['sum_error'])}."
     )
+
+
+def _signed(value: float) -> str:
+    return f"{value:+.3g}" if value else "0"
 
 
 def _standstills(frame: pd.DataFrame, device: str) -> list[str]:
