@@ -162,7 +162,8 @@ def _cell(column: str, value: Any) -> str:
     if value is None or (isinstance(value, float) and value != value):
         return "–"
     if not isinstance(value, int | float):
-        return str(value).replace("_", " ")
+        text = str(value)
+        return text if "::" in text or "/" in text else text.replace("_", " ")  # operators and paths are spelled out
     if isinstance(value, int) and not column.endswith("bytes"):  # a count keeps all its digits
         return str(value)
     return formatter_of(column)(value)

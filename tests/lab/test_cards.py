@@ -41,3 +41,10 @@ def test_cells_have_units_and_missing_values_a_dash():
     html = cards.table(frame).data
     for text in ("64 KiB", "1.23 ms", "–", "1.5"):
         assert f">{text}<" in html
+
+
+def test_names_of_operators_and_paths_are_spelled_out_and_other_names_read_as_words():
+    frame = pd.DataFrame({"name": ["aten::_softmax", "figures/my_lab/a_file.png", "recursive_doubling"]})
+    html = cards.table(frame).data
+    for text in ("aten::_softmax", "figures/my_lab/a_file.png", "recursive doubling"):
+        assert f">{text}<" in html

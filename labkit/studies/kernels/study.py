@@ -1,0 +1,110 @@
+"""The kernels lab: its parameters and the points it measures."""
+
+from collections.abc import Hashable, Sequence
+from typing import Annotated, Literal
+
+import pandas as pd
+from pydantic import Field
+
+from labkit.costs.transformer import ADAMW_STATES, n_parameters
+from labkit.lab.answers import Answer, check_complete
+from labkit.lab.config import LabConfig
+from labkit.lab.study import Study
+from labkit.lab.units import format_bytes
+from labkit.machine import Machine, available_memory_bytes
+from labkit.nn.transformer import shape_named
+from labkit.studies.kernels import answers as answering
+from labkit.studies.kernels.worker import KernelsPoint, measure_point
+
+# Parameters, gradients, AdamW's states: four bytes each; its temporaries once more.
+BYTES_A_PARAMETER = 4 * (2 + ADAMW_STATES + 1)
+
+Size = Literal["nano", "mini", "small", "medium", "large", "xl", "2.7B", "10B"]
+
+
+class KernelsConfig(LabConfig):
+    """What a reader may set."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: the GPU if there is one."""
+    models: Annotated[list[Size], Field(min_length=1)]
+    batch: Annotated[int, Field(ge=1, le=2**16)] = 4
+    context_length: Annotated[int, Field(ge=1, le=2**20)] = 128
+    warmup: Annotated[int, Field(ge=0, le=1000)] = 2
+    passes: Annotated[int, Field(ge=1, le=1000)] = 8
+    """Profiled passes of each mode. Below six there is no interval, and so no verdict."""
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    timeout_s: Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)] = 600.0
+
+
+class KernelsStudy(Study):
+    """Where the time of the Transformer goes, by operator or kernel."""
+
+    name = "kernels"
+    title = "Kernels"
+    summary = "Where the time of a forward pass and of a training step goes, by operator or GPU kernel."
+    questions = answering.QUESTIONS
+    profiles = {
+        "smoke": KernelsConfig(models=["nano"], batch=2, context_length=32, warmup=1, passes=6),
+        "quick": KernelsConfig(models=["nano", "mini"]),
+        "standard": KernelsConfig(models=["nano", "mini", "small", "medium"]),
+        "paper": KernelsConfig(models=["small", "medium", "large", "xl", "2.7B"], warmup=5),
+    }
+    worker = staticmethod(measure_point)
+
+    def points(self, config: KernelsConfig, machine: Machine) -> Sequence[KernelsPoint]:
+        """The rate of matrix products, for the prediction; then models from small to large."""
+        device = config.device if config.device != "auto" else "cuda" if machine.gpus else "cpu"
+        ordered = sorted(dict.fromkeys(config.models), key=lambda name: n_parameters(shape_named(name)))
+        rates = KernelsPoint(
+            part="rates",
+            device=device,
+            warmup=config.warmup,
+            passes=config.passes,
+            seed=config.seed,
+            timeout_s=config.timeout_s,
+        )
+        return [rates, *(_profile_point(config, device, model, model == ordered[0]) for model in ordered)]
+
+    def skip_reason(self, point: KernelsPoint, machine: Machine) -> str | None:
+        if point.device == "cuda" and not machine.gpus:
+            return "there is no CUDA device here"
+        if point.part == "profile":
+            needed = _needed_bytes(point)
+            available = machine.gpus[0].memory_bytes if point.device == "cuda" else available_memory_bytes()
+            if needed > available:
+                return f"needs {format_bytes(needed)}, {format_bytes(available)} available"
+        return None
+
+    def series(self, point: KernelsPoint) -> tuple[Hashable, float] | None:
+        return (point.device, n_parameters(shape_named(point.model))) if point.part == "profile" else None
+
+    def answers(self, frame: pd.DataFrame, coverage: pd.DataFrame) -> Sequence[Answer]:
+        return check_complete(self.questions, answering.answer_all(frame, coverage))
+
+
+def _profile_point(config: KernelsConfig, device: str, model: str, keep_trace: bool) -> KernelsPoint:
+    return KernelsPoint(
+        part="profile",
+        device=device,
+        model=model,
+        batch=config.batch,
+        context_length=config.context_length,
+        warmup=config.warmup,
+        passes=config.passes,
+        keep_trace=keep_trace,
+        seed=config.seed,
+        timeout_s=config.timeout_s,
+    )
+
+
+def _needed_bytes(point: KernelsPoint) -> int:
+    """Parameters with their optimizer states, and about what a forward pass keeps for its backward pass."""
+    shape = shape_named(point.model)
+    tokens = point.batch * point.context_length
+    matrices = 5 * point.batch * shape.n_heads * point.context_length**2  # scores, mask, softmax, and copies
+    layer = tokens * (20 * shape.d_model + 4 * shape.d_ff) + matrices
+    return BYTES_A_PARAMETER * n_parameters(shape) + 4 * (shape.n_layers * layer + 3 * tokens * shape.vocabulary)
+
+
+STUDY = KernelsStudy()

@@ -1,0 +1,256 @@
+"""What a precision run says: one answer to each question, nothing the intervals do not show."""
+
+import pandas as pd
+
+from labkit.lab.answers import Answer, Question, not_measured
+from labkit.lab.evidence import ratio_text, shown, verdict_of
+from labkit.lab.trends import trends_verdict
+from labkit.lab.units import join_words
+from labkit.studies.precision import analysis, trends
+from labkit.studies.precision.numerics import ACCUMULATIONS
+from labkit.studies.precision.worker import BOTH, FULL
+
+ACCUMULATION = Question(
+    "accumulation",
+    "What does adding 0.01 a thousand times come to in fp32, fp16, bf16, and with an fp32 sum of 16-bit terms?",
+)
+DTYPES = Question(
+    "dtypes", "Under autocast, which dtype do parameters, activations, norm, logits, loss and gradients have?"
+)
+NORM = Question("layer_norm", "Which step of a layer norm loses digits or overflows in fp16 and in bf16?")
+SPEED = Question(
+    "autocast_speed", "Is bf16 autocast faster than fp32, and is there a trend with the size of the model?"
+)
+PUBLISHED = Question("published_trends", "Do the published results hold on this machine?")
+QUESTIONS = (ACCUMULATION, DTYPES, NORM, SPEED, PUBLISHED)
+
+
+def answer_all(frame: pd.DataFrame, coverage: pd.DataFrame) -> list[Answer]:
+    """An answer to every question; a question whose rows are missing says so."""
+    answers = {
+        ACCUMULATION: accumulation,
+        DTYPES: dtypes,
+        NORM: layer_norm,
+        SPEED: autocast_speed,
+        PUBLISHED: published_trends,
+    }
+    return [
+        find(frame) or not_measured(question, coverage, "no row of this run holds what it needs")
+        for question, find in answers.items()
+    ]
+
+
+def accumulation(frame: pd.DataFrame) -> Answer | None:
+    table = analysis.final_sums(frame)
+    if table.empty:
+        return None
+    device = analysis.first_device(table)
+    rows = {row["variant"]: row for row in table[table["device"] == device].to_dict("records")}
+    sums = join_words([f"{row['sum']:.8g} in {_spoken(name)}" for name, row in rows.items()])
+    first = next(iter(rows.values()))
+    sentences = [f"{first['additions']} additions should come to {first['exact_sum']:g}; they come to {sums}."]
+    for low, mixed in (("fp16", "fp16_into_fp32"), ("bf16", "bf16_into_fp32")):
+        if low in rows and mixed in rows:
+            sentences.append(_sources(low, rows[low], rows[mixed]))
+    sentences += _standstills(frame, device)
+    differing = table.groupby("variant")["sum"].nunique()
+    if table["device"].nunique() > 1:
+        others = [_spoken(str(name)) for name in differing[differing > 1].index]
+        sentences.append(f"Devices differ in {join_words(others)}." if others else "All devices give the same sums.")
+    return Answer(ACCUMULATION, "measured", " ".join(sentences), figure="accumulation")
+
+
+def _spoken(variant: str) -> str:
+    how = ACCUMULATIONS.get(variant)
+    if how is None or how.sum_dtype == how.term_dtype:
+        return variant
+    cast = ", each cast first" if how.cast else ""
+    return f"an fp32 sum of {variant.split('_')[0]} terms{cast}"
+
+
+def _sources(low: str, alone: dict[str, float], mixed: dict[str, float]) -> str:
+    """Where the error comes from, and what of it an fp32 sum leaves."""
+    return (
+        f"In {low}, {_signed(alone['term_error'])} of the error is the term, which {low} does not hold exactly, and "
+        f"{_signed(alone['sum_error'])} is the rounding of the sum; in an fp32 sum it is {_signed(mixed['sum_error'])}."
+    )
+
+
+def _signed(value: float) -> str:
+    return f"{value:+.3g}" if value else "0"
+
+
+def _standstills(frame: pd.DataFrame, device: str) -> list[str]:
+    """Sums that no longer move although terms are added."""
+    table = analysis.accumulation(frame)
+    table = table[table["device"] == device]
+    found = []
+    for variant, group in table.groupby("variant", sort=False):
+        last = group["sum"].iloc[-1]
+        since = group.loc[group["sum"] == last, "additions"].min()
+        if since < group["additions"].max():
+            found.append(
+                f"The sum in {_spoken(str(variant))} stands still at {last:g}, from at most {since} additions on."
+            )
+    return found
+
+
+def dtypes(frame: pd.DataFrame) -> Answer | None:
+    table = analysis.dtypes(frame)
+    mixed = table[table["autocast"] != FULL]
+    if mixed.empty:
+        return None
+    quantities = [name for name in table.columns if name not in ("device", "model", "autocast")]
+    sentences = []
+    for (autocast, device), group in mixed.groupby(["autocast", "device"]):
+        parts = [f"the {row['model']} has {_by_dtype(row, quantities)}" for row in group.to_dict("records")]
+        sentences.append(f"Under autocast to {autocast} on {device}, {'; '.join(parts)}.")
+    sentences += _devices_that_differ(mixed, quantities)
+    return Answer(DTYPES, "measured", " ".join(sentences))
+
+
+def _by_dtype(row: dict[str, str], quantities: list[str]) -> str:
+    """ "float32 for parameters and loss, bfloat16 for logits"."""
+    groups: dict[str, list[str]] = {}
+    for quantity in quantities:
+        if isinstance(row[quantity], str):
+            groups.setdefault(row[quantity], []).append(quantity)
+    return ", ".join(f"{dtype} for {join_words(names)}" for dtype, names in groups.items())
+
+
+def _devices_that_differ(table: pd.DataFrame, quantities: list[str]) -> list[str]:
+    found = []
+    for (model, autocast), group in table.groupby(["model", "autocast"]):
+        differing = [name for name in quantities if group[name].nunique() > 1]
+        if differing:
+            found.append(f"Devices differ for {model} under {autocast}: {join_words(differing)}.")
+    return found
+
+
+def layer_norm(frame: pd.DataFrame) -> Answer | None:
+    table = analysis.norm_in_its_dtype(frame)
+    if table.empty:
+        return None
+    sentences = []
+    for dtype, of_dtype in table.groupby("precision"):
+        told = [*_breakdowns(of_dtype), *_largest_loss(of_dtype)]
+        sentences.append(f"{dtype}: {'; '.join(told)}.")
+    return Answer(NORM, "measured", " ".join(sentences), "layer_norm", _norm_recommendation(frame))
+
+
+def _breakdowns(table: pd.DataFrame) -> list[str]:
+    """The first step that overflows, and the first in which most values underflow, for each kind of inputs."""
+    found = []
+    for inputs, steps in table.groupby("inputs", sort=False):
+        over, under = steps[steps["overflowed"] > 0], steps[steps["underflowed"] > 0.5]
+        if not over.empty:
+            row = over.iloc[0]
+            found.append(f"the {row['step']} overflow{_s(row)} for inputs {inputs} ({row['overflowed']:.0%} of values)")
+        elif not under.empty:
+            row = under.iloc[0]
+            found.append(
+                f"the {row['step']} underflow{_s(row)} for inputs {inputs} ({row['underflowed']:.0%} become zero)"
+            )
+    return found or ["no step overflows, and none underflows"]
+
+
+def _s(row: pd.Series) -> str:
+    """The verb's ending: the variance overflows, the squares overflow."""
+    return "" if row["step"] == "squares" else "s"
+
+
+def _largest_loss(table: pd.DataFrame) -> list[str]:
+    """The step at which most correct digits go, among inputs that do not overflow."""
+    steps = []
+    for _, group in table.groupby("inputs", sort=False):
+        if not (group["overflowed"] > 0).any():
+            steps.append(group.assign(lost=-group["digits"].diff(), before=group["digits"].shift()))
+    if not steps or pd.concat(steps)["lost"].isna().all():
+        return []
+    every = pd.concat(steps, ignore_index=True)
+    row = every.loc[every["lost"].idxmax()]
+    if row["lost"] <= 0:
+        return ["no step has fewer correct digits than the one before"]
+    why = " (the step itself is exact: it uncovers the rounding before it)" if row["own_error"] == 0 else ""
+    told = f"from {row['before']:.1f} to {row['digits']:.1f}{why}"
+    return [f"most digits go in the step {row['step']} for inputs {row['inputs']}, {told}"]
+
+
+def _norm_recommendation(frame: pd.DataFrame) -> str | None:
+    table = analysis.norm_outputs(frame).dropna()
+    parts = []
+    for dtype, group in table.groupby("precision"):
+        own, wide = group["in_its_dtype"].min(), group["in_float32"].min()
+        if wide > own:
+            parts.append(f"{wide:.1f} instead of {own:.1f} correct digits of the output in {dtype}")
+    if not parts:
+        return None
+    return f"compute norms in float32: at worst that keeps {join_words(parts)}."
+
+
+def autocast_speed(frame: pd.DataFrame) -> Answer | None:
+    table = analysis.ratios(frame)
+    if table.empty:
+        wrong = analysis.errors(frame)
+        names = join_words(sorted(set(wrong.loc[wrong["gate"] != "ok", "alternative"])))
+        return Answer(SPEED, "not measured", f"WRONG RESULTS, and therefore no times, from {names}.") if names else None
+    faster, slower = shown(table, analysis.SETTING)
+    sentences = []
+    for (device, alternative, mode), group in table.groupby(["device", "alternative", "mode"]):
+        sizes = [f"{row['model']} {ratio_text(row)}" for _, row in group.iterrows()]
+        where = f"{mode} on {device}, {alternative} over float32"
+        sentences.append(f"{where[0].upper()}{where[1:]}: {', '.join(sizes)}. {_trend(group)}")
+    sentences.append(
+        f"Beyond chance, autocast is faster in {len(faster)} and slower in {len(slower)} of {len(table)} comparisons."
+    )
+    wrong = analysis.errors(frame)
+    if (wrong["gate"] != "ok").any():
+        sentences.append("WRONG RESULTS, and therefore no times, in some settings: see the table of errors.")
+    return Answer(SPEED, verdict_of(faster, slower), " ".join(sentences), "ratio_by_size", _precision_advice(table))
+
+
+def _trend(group: pd.DataFrame) -> str:
+    """From the smallest to the largest size: the intervals lie apart, or no trend is shown."""
+    small, large = group.iloc[0], group.iloc[-1]
+    if len(group) < 2:
+        return "One size shows no trend."
+    if large["high"] < small["low"]:
+        return f"The larger model ({large['model']}) is shown to gain more."
+    if large["low"] > small["high"]:
+        return f"The larger model ({large['model']}) is shown to gain less."
+    return "No trend with size is shown."
+
+
+def _precision_advice(table: pd.DataFrame) -> str:
+    """Which precision to train in, by what is shown of forward and backward together."""
+    steps = table[table["mode"] == BOTH]
+    faster, slower = shown(steps, analysis.SETTING)
+    if faster.empty and slower.empty:
+        return "no difference is shown beyond chance: stay with float32, which has more digits."
+    parts = []
+    if not faster.empty:
+        gain = f"{faster['ratio'].min():.2f} to {faster['ratio'].max():.2f} of the time"
+        parts.append(f"train under autocast to {_places(faster)} ({gain})")
+    if not slower.empty:
+        loss = f"{slower['ratio'].min():.2f} to {slower['ratio'].max():.2f} times as long"
+        parts.append(f"stay with float32 rather than {_places(slower)} ({loss})")
+    open_ones = len(steps) - len(faster) - len(slower)
+    rest = f"; in {open_ones} of {len(steps)} comparisons no difference is shown beyond chance" if open_ones else ""
+    return "; ".join(parts) + rest + "."
+
+
+def _places(table: pd.DataFrame) -> str:
+    """ "bfloat16 for nano and mini on cpu"."""
+    return join_words(
+        [
+            f"{alternative} for {join_words(list(dict.fromkeys(group['model'])))} on {device}"
+            for (alternative, device), group in table.groupby(["alternative", "device"])
+        ]
+    )
+
+
+def published_trends(frame: pd.DataFrame) -> Answer | None:
+    found = trends.published_trends(frame)
+    if not found:
+        return None
+    return Answer(PUBLISHED, trends_verdict(found), " ".join(map(str, found)), figure="time_by_size")

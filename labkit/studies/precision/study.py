@@ -1,0 +1,156 @@
+"""The precision lab: its parameters and the points it measures."""
+
+from collections.abc import Hashable, Sequence
+from typing import Annotated, Any, Literal
+
+import pandas as pd
+from pydantic import Field
+
+from labkit.costs.transformer import n_parameters
+from labkit.lab.answers import Answer, check_complete
+from labkit.lab.config import LabConfig
+from labkit.lab.study import Study
+from labkit.lab.units import format_bytes
+from labkit.machine import Machine, available_memory_bytes
+from labkit.nn.transformer import shape_named
+from labkit.studies.precision import answers as answering
+from labkit.studies.precision.worker import FULL, PrecisionPoint, measure_point
+
+# From this size on a round takes seconds on two cores, and fewer repeats must do.
+LARGE_PARAMETERS = 50e6
+# Parameters, their gradients, those of the check, and the copies that autocast makes.
+BYTES_A_PARAMETER = 4 + 4 + 4 + 2
+
+Size = Literal["nano", "mini", "small", "medium", "large", "xl", "2.7B", "10B"]
+Low = Literal["bfloat16", "float16"]
+Repeats = Annotated[int, Field(ge=1, le=100_000)]
+Pair = Annotated[list[Annotated[float, Field(allow_inf_nan=False)]], Field(min_length=2, max_length=2)]
+
+
+class PrecisionConfig(LabConfig):
+    """What a reader may set."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: sums, norms and dtypes on every device there is, times on the GPU if there is one."""
+    models: Annotated[list[Size], Field(min_length=1)]
+    precisions: Annotated[list[Low], Field(min_length=1)] = ["bfloat16"]
+    """Autocast dtypes that are timed against float32."""
+    batch: Annotated[int, Field(ge=1, le=2**16)] = 4
+    context_length: Annotated[int, Field(ge=1, le=2**20)] = 128
+    term: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 0.01
+    """What is added again and again."""
+    additions: Annotated[int, Field(ge=2, le=10_000_000)] = 1000
+    norm_inputs: Annotated[list[Pair], Field(min_length=1)] = [
+        [0.0, 1.0],
+        [0.0, 1e-4],
+        [0.0, 300.0],
+        [30.0, 1.0],
+        [1000.0, 1.0],
+    ]
+    """[offset, scale] of the inputs of the layer norm."""
+    warmup: Annotated[int, Field(ge=0, le=10_000)] = 2
+    repeats: Repeats = 20
+    repeats_large: Repeats = 6
+    """Repeats of models from 50 million parameters on. Below six there is no interval, and so no verdict."""
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    timeout_s: Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)] = 300.0
+
+
+class PrecisionStudy(Study):
+    """What 16-bit formats do to numbers, and what they save in time."""
+
+    name = "precision"
+    title = "Precision"
+    summary = "What 16-bit formats do to sums, norms and dtypes, and what bf16 autocast saves by model size."
+    questions = answering.QUESTIONS
+    profiles = {
+        "smoke": PrecisionConfig(models=["nano"], context_length=32, warmup=1, repeats=6),
+        "quick": PrecisionConfig(models=["nano", "mini", "small"]),
+        "standard": PrecisionConfig(models=["nano", "mini", "small", "medium", "large"], repeats_large=8),
+        "paper": PrecisionConfig(models=["small", "medium", "large", "xl", "2.7B"], warmup=5, repeats_large=10),
+    }
+    worker = staticmethod(measure_point)
+
+    def points(self, config: PrecisionConfig, machine: Machine) -> Sequence[PrecisionPoint]:
+        """Numbers on every device first, then rates for the prediction, then models from small to large."""
+        present = ["cpu", "cuda"] if machine.gpus else ["cpu"]
+        devices = present if config.device == "auto" else [config.device]
+        numbers = [point for device in devices for point in _number_points(config, device)]
+        ordered = sorted(dict.fromkeys(config.models), key=lambda name: n_parameters(shape_named(name)))
+        return [*numbers, _rates_point(config, devices[-1])] + [
+            _speed_point(config, devices[-1], model) for model in ordered
+        ]
+
+    def skip_reason(self, point: PrecisionPoint, machine: Machine) -> str | None:
+        if point.device == "cuda" and not machine.gpus:
+            return "there is no CUDA device here"
+        if point.part == "speed":
+            needed = _needed_bytes(point)
+            available = machine.gpus[0].memory_bytes if point.device == "cuda" else available_memory_bytes()
+            if needed > available:
+                return f"needs {format_bytes(needed)}, {format_bytes(available)} available"
+        return None
+
+    def series(self, point: PrecisionPoint) -> tuple[Hashable, float] | None:
+        if point.part != "speed":
+            return None
+        return (point.part, point.device), n_parameters(shape_named(point.model))
+
+    def answers(self, frame: pd.DataFrame, coverage: pd.DataFrame) -> Sequence[Answer]:
+        return check_complete(self.questions, answering.answer_all(frame, coverage))
+
+
+def _number_points(config: PrecisionConfig, device: str) -> list[PrecisionPoint]:
+    common: dict[str, Any] = {"device": device, "seed": config.seed, "timeout_s": config.timeout_s}
+    points = [PrecisionPoint(part="accumulation", term=config.term, additions=config.additions, **common)]
+    points += [PrecisionPoint(part="dtypes", precision=name, **common) for name in (FULL, "bfloat16", "float16")]
+    points += [
+        PrecisionPoint(part="norm", precision=name, offset=offset, scale=scale, **common)
+        for name in ("bfloat16", "float16")
+        for offset, scale in dict.fromkeys(map(tuple, config.norm_inputs))
+    ]
+    return points
+
+
+def _rates_point(config: PrecisionConfig, device: str) -> PrecisionPoint:
+    return PrecisionPoint(
+        part="rates",
+        device=device,
+        precisions=_alternatives(config),
+        warmup=config.warmup,
+        repeats=config.repeats,
+        seed=config.seed,
+        timeout_s=config.timeout_s,
+    )
+
+
+def _speed_point(config: PrecisionConfig, device: str, model: str) -> PrecisionPoint:
+    is_large = n_parameters(shape_named(model)) >= LARGE_PARAMETERS
+    return PrecisionPoint(
+        part="speed",
+        device=device,
+        precisions=_alternatives(config),
+        model=model,
+        batch=config.batch,
+        context_length=config.context_length,
+        warmup=min(1, config.warmup) if is_large and device == "cpu" else config.warmup,
+        repeats=config.repeats_large if is_large else config.repeats,
+        seed=config.seed,
+        timeout_s=config.timeout_s,
+    )
+
+
+def _alternatives(config: PrecisionConfig) -> tuple[str, ...]:
+    return (FULL, *dict.fromkeys(config.precisions))
+
+
+def _needed_bytes(point: PrecisionPoint) -> int:
+    """Parameters with all their copies, and about what a forward pass in float32 keeps for its backward pass."""
+    shape = shape_named(point.model)
+    tokens = point.batch * point.context_length
+    matrices = 5 * point.batch * shape.n_heads * point.context_length**2  # scores, mask, softmax, and copies
+    layer = tokens * (20 * shape.d_model + 4 * shape.d_ff) + matrices
+    return BYTES_A_PARAMETER * n_parameters(shape) + 4 * (shape.n_layers * layer + 3 * tokens * shape.vocabulary)
+
+
+STUDY = PrecisionStudy()
