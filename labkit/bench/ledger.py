@@ -1,10 +1,14 @@
 """A ledger of tensor memory: every storage from its birth to its end, with size, operator and line of code.
 
     with FakeTensorMode(), AllocationLedger(source="labkit/nn") as ledger:      # or without FakeTensorMode
+        step = ...
+        ledger.label("parameters", step.model.parameters())
+        start = ledger.moment
+        with ledger.phase("forward"):
+            step.forward()
+        ledger.label_alive("activations", "forward")
         ...
-        with ledger.phase("forward"): ...
-        ledger.label("parameters", model.parameters())
-    peak = peak_between(ledger.allocations, start, end)
+    peak_between(ledger.allocations, start, ledger.moment).by_category()
 
 Under `FakeTensorMode` tensors have shapes and no memory, so that a step of any size can be counted on any machine.
 What is seen is what operators return to PyTorch's dispatcher: a kernel's own scratch, and what a library takes for
@@ -25,8 +29,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-CUDA_GRANULARITY = 512
-"""CUDA's caching allocator hands out multiples of this many bytes (c10/cuda/CUDACachingAllocator.cpp)."""
+_NUMBERS: Any = torch.autograd  # its numbers of nodes are exported to PyTorch's own tracing only
 
 
 @dataclass
@@ -64,17 +67,16 @@ class Peak:
 class AllocationLedger(TorchDispatchMode):
     """Follows every storage that operators make on `device` while it is active.
 
-    `source` is the part of a path by which a frame is recognized as the code under study. Sizes are rounded up to
-    multiples of `granularity`.
+    `source` is the part of a path by which a frame is recognized as the code under study. Sizes are what was asked
+    for, before an allocator rounds them up.
     """
 
-    def __init__(self, *, device: str = "cpu", source: str = "", granularity: int = 1):
+    def __init__(self, *, device: str = "cpu", source: str = ""):
         super().__init__()
         self.allocations: list[Allocation] = []
         self.moment = 0
         self._device_type = torch.device(device).type
         self._source = source
-        self._granularity = granularity
         self._phase = ""
         self._alive: dict[int, tuple[weakref.ref[Any], Allocation]] = {}
         self._lines: dict[int, str] = {}  # sequence number of an autograd node -> line of the forward pass
@@ -120,8 +122,7 @@ class AllocationLedger(TorchDispatchMode):
         return result
 
     def _add(self, storage: torch.UntypedStorage, operator: str, line: str) -> None:
-        n_bytes = -(-storage.nbytes() // self._granularity) * self._granularity
-        if n_bytes == 0:
+        if not (n_bytes := storage.nbytes()):
             return
         recomputed = torch.is_grad_enabled() and torch._C._current_autograd_node() is not None
         allocation = Allocation(n_bytes, self.moment, operator, line, self._phase, recomputed)
@@ -143,7 +144,7 @@ class AllocationLedger(TorchDispatchMode):
         line = _calling_line(self._source)
         if torch.is_grad_enabled():
             # a node of the graph is numbered just before its operator runs
-            self._lines.setdefault(torch.autograd._get_sequence_nr() - 1, line)
+            self._lines.setdefault(_NUMBERS._get_sequence_nr() - 1, line)
         return line
 
 
@@ -162,7 +163,7 @@ def peak_between(allocations: Sequence[Allocation], start: int, end: int) -> Pea
     """The highest sum of live bytes at any moment from `start` (before its event) up to `end` (not included)."""
     total = sum(a.n_bytes for a in allocations if a.born < start and not _over(a, start))
     highest, moment = total, start - 1
-    for at, change in _events(allocations, start, end):
+    for at, change, _ in _events(allocations, start, end):
         total += change
         if total > highest:
             highest, moment = total, at
@@ -180,17 +181,10 @@ def timeline_between(
         if a.born < start and not _over(a, start):
             live[a.category] += a.n_bytes
     stretch = max(1, (end - start) // points)
-    changes: dict[int, list[tuple[str, int]]] = {}
-    for a in allocations:
-        if start <= a.born < end:
-            changes.setdefault(a.born, []).append((a.category, a.n_bytes))
-        if a.freed is not None and start <= a.freed < end:
-            changes.setdefault(a.freed, []).append((a.category, -a.n_bytes))
     kept: list[tuple[int, dict[str, int]]] = [(start, dict(live))]
     best: tuple[int, dict[str, int]] | None = None
-    for at in range(start, end):
-        for category, change in changes.get(at, ()):
-            live[category] += change
+    for at, change, allocation in _events(allocations, start, end):
+        live[allocation.category] += change
         if best is None or sum(live.values()) > sum(best[1].values()):
             best = (at, dict(live))
         if (at - start + 1) % stretch == 0 or at == end - 1:
@@ -199,10 +193,11 @@ def timeline_between(
     return kept
 
 
-def _events(allocations: Sequence[Allocation], start: int, end: int) -> list[tuple[int, int]]:
-    births = [(a.born, a.n_bytes) for a in allocations if start <= a.born < end]
-    ends = [(a.freed, -a.n_bytes) for a in allocations if a.freed is not None and start <= a.freed < end]
-    return sorted(births + ends)
+def _events(allocations: Sequence[Allocation], start: int, end: int) -> list[tuple[int, int, Allocation]]:
+    """(moment, change in bytes, storage) in order; every moment is one event."""
+    births = [(a.born, a.n_bytes, a) for a in allocations if start <= a.born < end]
+    ends = [(a.freed, -a.n_bytes, a) for a in allocations if a.freed is not None and start <= a.freed < end]
+    return sorted(births + ends, key=lambda event: event[0])
 
 
 def _over(allocation: Allocation, moment: int) -> bool:
