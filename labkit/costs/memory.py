@@ -9,7 +9,7 @@ Legend: B batch, S sequence, T = B*S tokens, d d_model, f d_ff, H heads, L layer
 import math
 from collections.abc import Mapping
 
-from labkit.costs.transformer import ADAMW_STATES, TransformerShape, n_parameters
+from labkit.costs.transformer import ADAMW_STATES, TransformerShape, n_parameters, parameters_by_part
 
 FLOAT32 = 4
 LOW_PRECISION = 2
@@ -95,12 +95,14 @@ def peak_bytes(
     """
     states = state_bytes(shape)
     logits = FLOAT32 * batch * sequence * shape.vocabulary
+    # the loss reads float32 logits: under autocast a copy, beside the ones in low precision
+    read = logits if precision == "float32" else logits + logits * LOW_PRECISION // FLOAT32
     if phase == "inference":
-        copies = 0 if precision == "float32" else states["parameters"] // 2  # autocast keeps them until it ends
-        return states["parameters"] + copies + max(2 * logits, _inside_a_layer(shape, batch, sequence))
+        copies = 0 if precision == "float32" else LOW_PRECISION * _matrix_parameters(shape)  # kept until autocast ends
+        return states["parameters"] + copies + max(read + logits, _inside_a_layer(shape, batch, sequence))
     kept = activation_bytes(shape, batch, sequence, precision, checkpoint_segment)
     if phase == "forward":
-        return states["parameters"] + kept + logits
+        return states["parameters"] + kept + read
     if phase != "full_step":
         raise ValueError(f"expected a phase among {', '.join(PHASES)}, got {phase!r}")
     resting = states["parameters"] + states["optimizer"]
@@ -122,6 +124,11 @@ def best_segment(shape: TransformerShape, batch: int, sequence: int, precision: 
     """
     layer = sum(saved_by_layer(shape, batch, sequence, precision).values())
     return math.sqrt(shape.n_layers * residual_stream_bytes(shape, batch, sequence) / layer)
+
+
+def _matrix_parameters(shape: TransformerShape) -> int:
+    parts = parameters_by_part(shape)
+    return n_parameters(shape) - parts["embedding"] - parts["norms"]
 
 
 def _inside_a_layer(shape: TransformerShape, batch: int, sequence: int) -> int:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from labkit.lab.study import Study
 
-LABS = ("all_reduce",)
+LABS = ("memory", "all_reduce")
 
 
 def load_study(lab: str) -> "Study":

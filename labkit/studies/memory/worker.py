@@ -43,6 +43,9 @@ class MemoryPoint(Point):
     segments: tuple[int, ...] = ()
     """Of a checkpoint point: the lengths to compare, `WITHOUT` first."""
     detail: bool = False
+    """Of a counted point: its full step's timeline and largest allocations too."""
+    machine_bytes: int = 0
+    """Memory of the device that would have to hold it."""
     warmup: int = 1
     repeats: int = 2
     seed: int = 0
