@@ -110,6 +110,8 @@ class AllocationLedger(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        if not isinstance(result, Tensor | tuple | list):
+            return result
         line: str | None = None
         for value in tree_leaves(result):
             if isinstance(value, Tensor) and value.device.type == self._device_type:

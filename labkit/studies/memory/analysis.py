@@ -59,13 +59,18 @@ def by_context(frame: pd.DataFrame, *sizes: str) -> pd.DataFrame:
     table = peaks(frame)
     table = table[table["size"].isin(sizes)] if sizes else table
     table = table.sort_values("method", ascending=False, kind="stable").drop_duplicates(SETTING)  # measured first
-    return table.assign(panel=table["size"] + ", " + table["precision"]).sort_values(["panel", "context_length"])
+    table = table.assign(panel=table["size"] + ", " + table["precision"], width=_widths(table["size"]))
+    return table.sort_values(["width", "precision", "context_length"], ascending=[True, False, True], ignore_index=True)
 
 
 def measured_sizes(frame: pd.DataFrame) -> list[str]:
     """Sizes with a measured peak, the smallest first."""
     table = of_method(frame, "measured")
     return sorted(set(table["size"]), key=lambda size: shape_named(size).d_model)
+
+
+def _widths(sizes: pd.Series) -> list[int]:
+    return [shape_named(size).d_model for size in sizes]
 
 
 def big_sizes(frame: pd.DataFrame) -> list[str]:
@@ -83,6 +88,7 @@ def parts_of_peaks(frame: pd.DataFrame) -> pd.DataFrame:
     long = table.melt([*SETTING, "peak_bytes"], PART_COLUMNS, "part", "bytes")
     long["part"] = long["part"].str.removesuffix("_bytes")
     long["share"] = long["bytes"] / long["peak_bytes"]
+    long = long.assign(width=_widths(long["size"])).sort_values(["width", "context_length"], kind="stable")
     return long.assign(place=long["size"] + ", " + long["context_length"].astype(str))
 
 
@@ -108,8 +114,7 @@ def saved_by_operator(frame: pd.DataFrame) -> pd.DataFrame:
     """Bytes that one block keeps for backward, by the operator that made or first kept them, and precision."""
     columns = ["size", "context_length", "precision", "operator", "n_bytes"]
     rows = rows_of(frame, "saved", *columns)[columns].dropna(subset=["n_bytes"])
-    grouped = rows.groupby(columns[:-1])["n_bytes"].agg(["sum", "size"]).reset_index()
-    grouped = grouped.rename(columns={"sum": "bytes", "size": "tensors"})
+    grouped = rows.groupby(columns[:-1]).agg(bytes=("n_bytes", "sum"), tensors=("n_bytes", "count")).reset_index()
     return grouped.sort_values(["precision", "bytes"], ascending=[False, False], ignore_index=True)
 
 
@@ -123,12 +128,12 @@ def blocks(frame: pd.DataFrame) -> pd.DataFrame:
 def checkpoints(frame: pd.DataFrame) -> pd.DataFrame:
     """Full-step peak by segment length (0: without), measured beside counted, or counted alone.
 
-    One row a (source, size, context, segment); `seconds` with interval where it was timed.
+    One row a (method, size, context, segment); `seconds` with interval where it was timed.
     """
     columns = ["size", "context_length", "batch", "segment", "peak_bytes", "counted_bytes", "seconds", "gate"]
     rows = rows_of(frame, "checkpoint", *columns)[columns].dropna(subset=["peak_bytes"])
     keys = ["size", "context_length", "batch", "segment"]
-    measured = rows.drop_duplicates(keys)[[*keys, "peak_bytes"]].assign(source="measured")
+    measured = rows.drop_duplicates(keys)[[*keys, "peak_bytes"]].assign(method="measured")
     again = rows.drop_duplicates(keys)[[*keys, "counted_bytes"]].rename(columns={"counted_bytes": "peak_bytes"})
     names = ["size", "context_length", "batch", "checkpoint_segment", "peak_bytes", "method", "precision", "phase"]
     counted = rows_of(frame, "peak", *names)[names]
@@ -136,11 +141,11 @@ def checkpoints(frame: pd.DataFrame) -> pd.DataFrame:
     lengths = counted.groupby(["size", "context_length"])["checkpoint_segment"].transform("nunique")
     counted = counted[(lengths > 1) & (counted["precision"] == "float32")]
     counted = counted.rename(columns={"checkpoint_segment": "segment"})[[*keys, "peak_bytes"]]
-    table = pd.concat([measured, again.assign(source="counted"), counted.assign(source="counted")], ignore_index=True)
-    table = table.drop_duplicates(["source", *keys]).astype({"segment": "int64"})
+    table = pd.concat([measured, again.assign(method="counted"), counted.assign(method="counted")], ignore_index=True)
+    table = table.drop_duplicates(["method", *keys]).astype({"segment": "int64"})
     panel = table["size"] + ", " + table["context_length"].astype(str) + " tokens"
     table = table.assign(panel=panel, segment_length=table["segment"].map(segment_name))
-    return table.sort_values(["size", "context_length", "source", "segment"], ignore_index=True)
+    return table.sort_values(["size", "context_length", "method", "segment"], ignore_index=True)
 
 
 def segment_name(segment: int) -> str:
@@ -164,9 +169,9 @@ def checkpoint_ratios(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def best_segments(frame: pd.DataFrame) -> pd.DataFrame:
-    """Where the peak is lowest, by (source, size, context): segment length, its peak, the peak without; predictions."""
+    """Where the peak is lowest, by (method, size, context): segment length, its peak, the peak without; predictions."""
     rows = []
-    for (source, size, context), group in checkpoints(frame).groupby(["source", "size", "context_length"]):
+    for (method, size, context), group in checkpoints(frame).groupby(["method", "size", "context_length"]):
         without, some = group[group["segment"] == WITHOUT], group[group["segment"] != WITHOUT]
         if without.empty or some.empty:
             continue
@@ -174,7 +179,7 @@ def best_segments(frame: pd.DataFrame) -> pd.DataFrame:
         shape = shape_named(str(size))
         rows.append(
             {
-                "source": source,
+                "method": method,
                 "size": size,
                 "context_length": context,
                 "layers": shape.n_layers,
@@ -186,7 +191,7 @@ def best_segments(frame: pd.DataFrame) -> pd.DataFrame:
                 "predicted_best": best_segment(shape, int(best["batch"]), int(context)),
             }
         )
-    names = ["source", "size", "context_length", "layers", "best_segment", "peak_bytes", "without_bytes"]
+    names = ["method", "size", "context_length", "layers", "best_segment", "peak_bytes", "without_bytes"]
     return pd.DataFrame(rows, columns=[*names, "highest_bytes", "root_of_layers", "predicted_best"])
 
 
@@ -224,4 +229,5 @@ def beside_published(frame: pd.DataFrame) -> pd.DataFrame:
     both = both.rename(columns={"peak_bytes": "counted_bytes", "peak_bytes_published": "published_bytes"})
     both = both.assign(counted_over_published=both["counted_bytes"] / both["published_bytes"])
     names = [*SETTING, "counted_bytes", "published_bytes", "counted_over_published", *PART_COLUMNS]
-    return both[names].sort_values(["phase", "precision", "context_length"], ignore_index=True)
+    order = {"by": ["phase", "precision", "context_length"], "ascending": [True, False, True]}
+    return both[names].sort_values(**order, ignore_index=True)

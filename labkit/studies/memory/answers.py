@@ -60,8 +60,10 @@ def answer_all(frame: pd.DataFrame, coverage: pd.DataFrame) -> list[Answer]:
 
 
 def peak_by_context(frame: pd.DataFrame) -> Answer | None:
+    table = analysis.by_context(frame, *_shown_sizes(frame))
+    wide = table[table["precision"] == "float32"]
     sentences = []
-    for panel, group in analysis.by_context(frame, *_shown_sizes(frame)).groupby("panel", sort=False):
+    for size, group in wide.groupby("size", sort=False):
         parts = []
         for phase, rows in group.groupby("phase", sort=False):
             ends = rows.sort_values("context_length").iloc[[0, -1]].drop_duplicates("context_length")
@@ -69,10 +71,25 @@ def peak_by_context(frame: pd.DataFrame) -> Answer | None:
                 f"{format_bytes(r.peak_bytes)} at {r.context_length} tokens ({r.method})" for r in ends.itertuples()
             ]
             parts.append(f"{_phase(str(phase))} {' and '.join(told)}")
-        sentences.append(f"{panel}: {'; '.join(parts)}.")
+        sentences.append(f"{size} in float32: {'; '.join(parts)}.")
+    if low := _low_precision(table):
+        sentences.append(low)
     if not sentences:
         return None
     return Answer(PEAK_BY_CONTEXT, "measured", " ".join(sentences), "peak_by_context")
+
+
+def _low_precision(table: pd.DataFrame) -> str | None:
+    """By how much autocast changes the peaks of a full step, and of inference."""
+    keys = ["size", "context_length"]
+    parts = []
+    for phase in ("full_step", "inference"):
+        rows = table[table["phase"] == phase].pivot_table(index=keys, columns="precision", values="peak_bytes")
+        if {"float32", "bfloat16"} <= set(rows.columns):
+            ratios = (rows["bfloat16"] / rows["float32"]).dropna()
+            if len(ratios):
+                parts.append(f"{ratios.min():.2f} to {ratios.max():.2f} of float32's peak in {_phase(phase)}")
+    return f"bf16 autocast takes {join_words(parts)}; float32 parameters stay." if parts else None
 
 
 def where_it_goes(frame: pd.DataFrame) -> Answer | None:
@@ -82,7 +99,7 @@ def where_it_goes(frame: pd.DataFrame) -> Answer | None:
     for size, of_size in table.groupby("size", sort=False):
         for context in sorted({of_size["context_length"].min(), of_size["context_length"].max()}):
             at = of_size[of_size["context_length"] == context].sort_values("share", ascending=False)
-            most = [f"{_part(row.part)} {row.share:.0%}" for row in at.itertuples() if row.share >= 0.005]
+            most = [f"{_part(row.part)} {_percent(row.share)}" for row in at.itertuples() if row.share >= 0.005]
             peak = format_bytes(at["peak_bytes"].iloc[0])
             sentences.append(f"{size} at {context} tokens, {peak} (counted): {join_words(most)}.")
     if not sentences:
@@ -177,11 +194,11 @@ def checkpointing(frame: pd.DataFrame) -> Answer | None:
 def _is_told(row: dict[str, object], table: pd.DataFrame) -> bool:
     """A setting that was measured is not told a second time as counted."""
     same = table[(table["size"] == row["size"]) & (table["context_length"] == row["context_length"])]
-    return row["source"] == "measured" or "measured" not in set(same["source"])
+    return row["method"] == "measured" or "measured" not in set(same["method"])
 
 
 def _best_segment(row: dict[str, float], gain: bool) -> str:
-    where = f"{row['size']}, {row['layers']} layers, {row['context_length']} tokens ({row['source']})"
+    where = f"{row['size']}, {row['layers']} layers, {row['context_length']} tokens ({row['method']})"
     without, lowest = format_bytes(row["without_bytes"]), format_bytes(row["peak_bytes"])
     if not gain:
         return f"{where}: no segment length lowers the peak of {without}."
@@ -198,10 +215,11 @@ def _recommend_segment(table: pd.DataFrame, gains: pd.Series) -> str | None:
         return None
     row = table[gains].iloc[(table[gains]["peak_bytes"] / table[gains]["without_bytes"]).argmin()]
     flat = row["highest_bytes"] <= (1 + trends.LEAST) * row["peak_bytes"]
-    length = "any number of" if flat else f"every {row['best_segment']:.0f}"
+    every = "every layer" if row["best_segment"] == 1 else f"every {row['best_segment']:.0f} layers"
     return (
-        f"if memory is short, checkpoint {length} layers: {row['peak_bytes'] / row['without_bytes']:.0%} of the peak "
-        f"is left for {row['size']} at {row['context_length']} tokens ({row['source']})."
+        f"if memory is short, checkpoint {'any number of layers' if flat else every}: "
+        f"{_percent(row['peak_bytes'] / row['without_bytes'])} of the peak is "
+        f"left for {row['size']} at {row['context_length']} tokens ({row['method']})."
     )
 
 
@@ -242,9 +260,9 @@ def counted_against_measured(frame: pd.DataFrame) -> Answer | None:
     formula = table["predicted_over_measured"]
     text = (
         f"In {near} of {len(table)} settings the counted peak is within {_percent(TOLERANCE)} of the measured one; the "
-        f"largest difference is {_percent(off.max())} ({worst['size']}, {worst['context_length']} tokens, {worst['precision']}, "
-        f"{_phase(worst['phase'])}). The formula alone gives {formula.min():.2f} to {formula.max():.2f} of the "
-        "measured peak."
+        f"largest difference is {_percent(off.max())} ({worst['size']}, {worst['context_length']} tokens, "
+        f"{worst['precision']}, {_phase(worst['phase'])}). The formulas alone, known before anything ran, give "
+        f"{formula.min():.3f} to {formula.max():.3f} of the measured peak."
     )
     return Answer(COUNTED, verdict, text, "counted_against_measured")
 
@@ -275,5 +293,7 @@ def _part(part: str) -> str:
 
 
 def _percent(share: float) -> str:
-    """Small shares with the digits that they have."""
-    return "0 %" if share == 0 else f"{share * 100:.2g} %"
+    """Whole percents, and what is less than one."""
+    if share >= 0.01 or share == 0:
+        return f"{share * 100:.0f} %"
+    return f"{share * 100:.1g} %" if share >= 1e-4 else "below 0.01 %"
