@@ -45,9 +45,9 @@ def test_predicted_peaks_are_near_the_counted_ones(phase, precision, context):
 @pytest.mark.parametrize("segment", [1, 2, 4])
 def test_predicted_peaks_with_checkpointing_are_near_the_counted_ones(segment):
     shape = shape_named("nano")
-    counted = count_phases(
-        ("full_step",), shape=shape, batch=4, context_length=512, checkpoint_segment=segment
-    ).peak("full_step")
+    counted = count_phases(("full_step",), shape=shape, batch=4, context_length=512, checkpoint_segment=segment).peak(
+        "full_step"
+    )
     assert peak_bytes(shape, 4, 512, checkpoint_segment=segment) == pytest.approx(counted.n_bytes, rel=0.1)
 
 

@@ -14,6 +14,7 @@ from labkit.studies.memory.worker import WITHOUT
 SETTING = ["size", "context_length", "precision", "phase"]
 PART_COLUMNS = [f"{part}_bytes" for part in PARTS]
 PART_ORDER = PARTS
+SEEN = 0.005
 FIT_SHARE = 0.9
 """Of a machine's memory that a step may take: the rest is for everything else."""
 PRECISIONS = {"fp32": "float32", "bf16": "bfloat16"}
@@ -89,17 +90,25 @@ def parts_of_peaks(frame: pd.DataFrame) -> pd.DataFrame:
     long["part"] = long["part"].str.removesuffix("_bytes")
     long["share"] = long["bytes"] / long["peak_bytes"]
     long = long.assign(width=_widths(long["size"])).sort_values(["width", "context_length"], kind="stable")
-    return long.assign(place=long["size"] + ", " + long["context_length"].astype(str))
+    long = long[_seen(long)]
+    return long.assign(size_and_context=long["size"] + ", " + long["context_length"].astype(str))
 
 
-def timeline(frame: pd.DataFrame, part_of_step: str | None = None) -> pd.DataFrame:
+def timeline(frame: pd.DataFrame) -> pd.DataFrame:
     """Live bytes by part over the events of one full step; `panel` names the model."""
     columns = ["size", "context_length", "moment", "part_of_step", *PART_COLUMNS]
     rows = rows_of(frame, "timeline", *columns)[columns].dropna(subset=["moment"])
     long = rows.melt(columns[:4], PART_COLUMNS, "part", "bytes")
     long["part"] = long["part"].str.removesuffix("_bytes")
     panel = long["size"] + ", " + long["context_length"].astype(str) + " tokens"
-    return long.assign(panel=panel, allocations_and_frees=long["moment"])
+    long = long.assign(panel=panel, allocations_and_frees=long["moment"], width=_widths(long["size"]))
+    return long[_seen(long)].sort_values(["width", "moment"], kind="stable", ignore_index=True)
+
+
+def _seen(parts: pd.DataFrame) -> pd.Series:
+    """Rows of the parts that reach a visible share of the largest anywhere."""
+    most = parts.groupby("part")["bytes"].transform("max")
+    return most >= SEEN * parts["bytes"].max()
 
 
 def allocations(frame: pd.DataFrame) -> pd.DataFrame:
@@ -107,7 +116,9 @@ def allocations(frame: pd.DataFrame) -> pd.DataFrame:
     columns = ["size", "context_length", "operator", "line", "part_of_step", "category", "n_bytes", "times"]
     columns += ["at_peak_bytes"]
     rows = rows_of(frame, "allocation", *columns)[columns].dropna(subset=["n_bytes"])
-    return rows.sort_values(["size", "n_bytes", "times"], ascending=[True, False, False], ignore_index=True)
+    rows = rows.assign(width=_widths(rows["size"]), operator=rows["operator"].str.lstrip("_"))
+    order = {"by": ["width", "n_bytes", "times"], "ascending": [True, False, False]}
+    return rows.sort_values(**order, ignore_index=True)
 
 
 def saved_by_operator(frame: pd.DataFrame) -> pd.DataFrame:

@@ -179,16 +179,16 @@ def checkpointing(frame: pd.DataFrame) -> Answer | None:
     ]
     ratios = analysis.checkpoint_ratios(frame)
     faster, slower = shown(ratios, ["size", "context_length", "segment_length"])
-    cost = "no difference in time is shown"
+    cost = "no more time, as far as is shown"
     if len(slower):
         worst = slower.loc[slower["ratio"].idxmax()]
-        cost = f"up to {ratio_text(worst)} times the time, with segments of {worst['segment_length']}"
+        cost = f"up to {ratio_text(worst)} times as long, with segments of {worst['segment_length']}"
     elif len(faster):
-        cost = "it is even faster, as far as is shown"
+        cost = "less time, as far as is shown"
     if len(ratios):
-        sentences.append(f"A step of {ratios['size'].iloc[0]} with checkpointing takes: {cost}.")
+        sentences.append(f"A step of {ratios['size'].iloc[0]} with checkpointing takes {cost}.")
     verdict: Verdict = "yes" if gains.all() else "mixed" if gains.any() else "no"
-    return Answer(CHECKPOINTING, verdict, " ".join(sentences), "checkpoint_peak", _recommend_segment(table, gains))
+    return Answer(CHECKPOINTING, verdict, " ".join(sentences), "checkpoint_time", _recommend_segment(table, gains))
 
 
 def _is_told(row: dict[str, object], table: pd.DataFrame) -> bool:

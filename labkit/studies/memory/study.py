@@ -81,7 +81,7 @@ class MemoryStudy(Study):
         "quick": MemoryConfig(
             sizes=["nano", "mini"],
             contexts=[64, 128],
-            counted_contexts=[256, 512],
+            counted_contexts=[512],
             big_contexts=[128, 256, 512, 2048],
             big_low_precision_contexts=[512],
             fitted_sizes=list(SIZES),  # type: ignore[arg-type]
