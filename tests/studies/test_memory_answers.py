@@ -140,9 +140,9 @@ def test_the_best_segment_is_where_the_peak_is_lowest_whatever_the_textbook_says
 
 def test_the_time_of_checkpointing_is_told_with_its_interval_or_not_at_all():
     assert "1.3" in _answers(_frame())["checkpointing"].text
-    assert "no more time, as far as is shown" in _answers(_frame(noise=1.0))["checkpointing"].text
-    assert "no more time, as far as is shown" in _answers(_frame(repeats=3))["checkpointing"].text
-    assert "less time" in _answers(_frame(seconds=lambda segment, _: 0.5 if segment else 1))["checkpointing"].text
+    assert "no difference beyond chance" in _answers(_frame(noise=1.0))["checkpointing"].text
+    assert "no difference beyond chance" in _answers(_frame(repeats=3))["checkpointing"].text
+    assert "to 0.5" in _answers(_frame(seconds=lambda segment, _: 0.5 if segment else 1))["checkpointing"].text
 
 
 def test_published_trends_hold_or_are_contradicted():

@@ -179,12 +179,13 @@ def checkpointing(frame: pd.DataFrame) -> Answer | None:
     ]
     ratios = analysis.checkpoint_ratios(frame)
     faster, slower = shown(ratios, ["size", "context_length", "segment_length"])
-    cost = "no more time, as far as is shown"
+    span = f"{ratios['ratio'].min():.2f} to {ratios['ratio'].max():.2f}"
+    cost = f"{span} of the time without, which is no difference beyond chance"
     if len(slower):
         worst = slower.loc[slower["ratio"].idxmax()]
-        cost = f"up to {ratio_text(worst)} times as long, with segments of {worst['segment_length']}"
+        cost = f"up to {ratio_text(worst)} of the time without, with segments of {worst['segment_length']}"
     elif len(faster):
-        cost = "less time, as far as is shown"
+        cost = f"{span} of the time without"
     if len(ratios):
         sentences.append(f"A step of {ratios['size'].iloc[0]} with checkpointing takes {cost}.")
     verdict: Verdict = "yes" if gains.all() else "mixed" if gains.any() else "no"
@@ -239,7 +240,7 @@ def largest_model(frame: pd.DataFrame) -> Answer | None:
             f"{best['size']}: a full step with {setting} needs {format_bytes(best['peak_bytes'])} of {memory}."
         )
         advice = (
-            f"{best['size']} is the largest size that trains in the {memory} of this machine (batch "
+            f"{best['size']} is the largest size whose full step fits into the {memory} of this machine (batch "
             f"{best['batch']:.0f}, {best['context_length']} tokens, float32, AdamW), with "
             f"{format_bytes(best['peak_bytes'])}."
         )

@@ -25,7 +25,7 @@ def beside_published(frame: pd.DataFrame) -> list[str]:
         return []
     size = str(table["size"].iloc[0])
     sentences = [
-        f"{row['phase'].replace('_', ' ')}, {row['precision']}, {row['context_length']} tokens: "
+        f"{row['phase'].replace('_', ' ').capitalize()}, {row['precision']}, {row['context_length']} tokens: "
         f"{_gigabytes(row['counted_bytes'])} counted, {_gigabytes(row['published_bytes'])} published."
         for row in table.to_dict("records")
     ]
