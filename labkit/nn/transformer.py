@@ -194,7 +194,8 @@ class RotaryPositions(nn.Module):
 
 def linear(n_in: int, n_out: int) -> nn.Linear:
     """A matrix without bias, normal with variance 2 / (n_in + n_out) (Glorot and Bengio 2010)."""
-    layer = nn.utils.skip_init(nn.Linear, n_in, n_out, bias=False, device=torch.get_default_device())
+    layer = nn.Linear(n_in, n_out, bias=False, device="meta")  # without its own random numbers
+    layer.weight = nn.Parameter(torch.empty(n_out, n_in))  # plain, so that it works under FakeTensorMode
     nn.init.normal_(layer.weight, std=math.sqrt(2 / (n_in + n_out)))
     return layer
 

@@ -1,0 +1,206 @@
+"""A ledger of tensor memory: every storage from its birth to its end, with size, operator and line of code.
+
+    with FakeTensorMode(), AllocationLedger(source="labkit/nn") as ledger:      # or without FakeTensorMode
+        step = ...
+        ledger.label("parameters", step.model.parameters())
+        start = ledger.moment
+        with ledger.phase("forward"):
+            step.forward()
+        ledger.label_alive("activations", "forward")
+        ...
+    peak_between(ledger.allocations, start, ledger.moment).by_category()
+
+Under `FakeTensorMode` tensors have shapes and no memory, so that a step of any size can be counted on any machine.
+What is seen is what operators return to PyTorch's dispatcher: a kernel's own scratch, and what a library takes for
+itself, is not. Storages are counted, not tensors: views share theirs. (torch.distributed._tools.mem_tracker follows
+storages in the same way; here each keeps its whole life, from which the peak, its parts and a timeline follow.)
+"""
+
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+_NUMBERS: Any = torch.autograd  # its numbers of nodes are exported to PyTorch's own tracing only
+
+
+@dataclass
+class Allocation:
+    """One storage. Moments are numbers of events (births and ends), counted from 0."""
+
+    n_bytes: int
+    born: int
+    operator: str
+    line: str
+    """Where the forward pass called for it, "file.py:12"; in a backward pass, the line that is differentiated."""
+    phase: str
+    recomputed: bool
+    """Made inside a backward pass with gradients enabled: by activation checkpointing, which runs a part again."""
+    freed: int | None = None
+    category: str = ""
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The highest sum of live storages, when it is first reached, and the storages that make it up."""
+
+    n_bytes: int
+    moment: int
+    live: Sequence[Allocation]
+
+    def by_category(self) -> dict[str, int]:
+        """Bytes by category."""
+        parts: dict[str, int] = {}
+        for allocation in self.live:
+            parts[allocation.category] = parts.get(allocation.category, 0) + allocation.n_bytes
+        return parts
+
+
+class AllocationLedger(TorchDispatchMode):
+    """Follows every storage that operators make on `device` while it is active.
+
+    `source` is the part of a path by which a frame is recognized as the code under study. Sizes are what was asked
+    for, before an allocator rounds them up.
+    """
+
+    def __init__(self, *, device: str = "cpu", source: str = ""):
+        super().__init__()
+        self.allocations: list[Allocation] = []
+        self.moment = 0
+        self._device_type = torch.device(device).type
+        self._source = source
+        self._phase = ""
+        self._alive: dict[int, tuple[weakref.ref[Any], Allocation]] = {}
+        self._lines: dict[int, str] = {}  # sequence number of an autograd node -> line of the forward pass
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Name what happens inside."""
+        self._phase = name
+        try:
+            yield
+        finally:
+            self._phase = ""
+
+    def label(self, category: str, tensors: Iterable[Tensor]) -> None:
+        """Put the storages of `tensors` into a category, for the whole of their lives."""
+        for tensor in tensors:
+            found = self._alive.get(tensor.untyped_storage()._cdata)
+            if found is not None:
+                found[1].category = category
+
+    def label_alive(self, category: str, phase: str) -> None:
+        """Put what was made in `phase`, is alive now and has no category yet, into one."""
+        for _, allocation in self._alive.values():
+            if allocation.phase == phase and not allocation.category:
+                allocation.category = category
+
+    def label_rest(self, choose: Callable[[Allocation], str]) -> None:
+        """Choose a category for every storage that has none."""
+        for allocation in self.allocations:
+            allocation.category = allocation.category or choose(allocation)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not isinstance(result, Tensor | tuple | list):
+            return result
+        line: str | None = None
+        for value in tree_leaves(result):
+            if isinstance(value, Tensor) and value.device.type == self._device_type:
+                storage = value.untyped_storage()
+                if storage._cdata not in self._alive:
+                    line = line or self._line()
+                    self._add(storage, str(func.overloadpacket).removeprefix("aten."), line)
+        if line is None and torch.is_grad_enabled():
+            self._line()
+        return result
+
+    def _add(self, storage: torch.UntypedStorage, operator: str, line: str) -> None:
+        if not (n_bytes := storage.nbytes()):
+            return
+        recomputed = torch.is_grad_enabled() and torch._C._current_autograd_node() is not None
+        allocation = Allocation(n_bytes, self.moment, operator, line, self._phase, recomputed)
+        self.moment += 1
+        self.allocations.append(allocation)
+        key = storage._cdata
+        self._alive[key] = (weakref.ref(storage, partial(self._end, key, allocation)), allocation)
+
+    def _end(self, key: int, allocation: Allocation, _: Any) -> None:
+        allocation.freed = self.moment
+        self.moment += 1
+        del self._alive[key]
+
+    def _line(self) -> str:
+        """The line under study that runs now; remembered for the backward pass of the operator it calls."""
+        node = torch._C._current_autograd_node()
+        if node is not None and not torch.is_grad_enabled():
+            return self._lines.get(node._sequence_nr(), "")
+        line = _calling_line(self._source)
+        if torch.is_grad_enabled():
+            # a node of the graph is numbered just before its operator runs
+            self._lines.setdefault(_NUMBERS._get_sequence_nr() - 1, line)
+        return line
+
+
+def _calling_line(source: str) -> str:
+    """The innermost frame whose file has `source` in its path, as "file.py:12"; "" if there is none."""
+    frame: Any = sys._getframe(2)
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if source in path and path != __file__:
+            return f"{path.rpartition('/')[2]}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+def peak_between(allocations: Sequence[Allocation], start: int, end: int) -> Peak:
+    """The highest sum of live bytes at any moment from `start` (before its event) up to `end` (not included)."""
+    total = sum(a.n_bytes for a in allocations if a.born < start and not _over(a, start))
+    highest, moment = total, start - 1
+    for at, change, _ in _events(allocations, start, end):
+        total += change
+        if total > highest:
+            highest, moment = total, at
+    live = [a for a in allocations if a.born <= moment and not _over(a, moment + 1)]
+    return Peak(highest, moment, live)
+
+
+def timeline_between(
+    allocations: Sequence[Allocation], start: int, end: int, points: int = 200
+) -> list[tuple[int, dict[str, int]]]:
+    """(moment, live bytes by category), at most about `points` of them: of each stretch, the highest moment."""
+    categories = {a.category for a in allocations}
+    live = dict.fromkeys(categories, 0)
+    for a in allocations:
+        if a.born < start and not _over(a, start):
+            live[a.category] += a.n_bytes
+    stretch = max(1, (end - start) // points)
+    kept: list[tuple[int, dict[str, int]]] = [(start, dict(live))]
+    best: tuple[int, dict[str, int]] | None = None
+    for at, change, allocation in _events(allocations, start, end):
+        live[allocation.category] += change
+        if best is None or sum(live.values()) > sum(best[1].values()):
+            best = (at, dict(live))
+        if (at - start + 1) % stretch == 0 or at == end - 1:
+            kept.append(best)
+            best = None
+    return kept
+
+
+def _events(allocations: Sequence[Allocation], start: int, end: int) -> list[tuple[int, int, Allocation]]:
+    """(moment, change in bytes, storage) in order; every moment is one event."""
+    births = [(a.born, a.n_bytes, a) for a in allocations if start <= a.born < end]
+    ends = [(a.freed, -a.n_bytes, a) for a in allocations if a.freed is not None and start <= a.freed < end]
+    return sorted(births + ends, key=lambda event: event[0])
+
+
+def _over(allocation: Allocation, moment: int) -> bool:
+    return allocation.freed is not None and allocation.freed < moment

@@ -1,0 +1,138 @@
+"""What a training step of the Transformer should hold in memory: formulas, tensor by tensor.
+
+Parameters, gradients and AdamW's two states are float32: 4, 4 and 8 bytes a parameter. What a layer keeps for its
+backward pass follows from its operators, with explicit attention; `saved_by_layer` names every tensor.
+
+Legend: B batch, S sequence, T = B*S tokens, d d_model, f d_ff, H heads, L layers, V vocabulary, N parameters.
+"""
+
+import math
+from collections.abc import Mapping
+
+from labkit.costs.transformer import ADAMW_STATES, TransformerShape, n_parameters, parameters_by_part
+
+FLOAT32 = 4
+LOW_PRECISION = 2
+PHASES = ("inference", "forward", "full_step")
+
+
+def state_bytes(shape: TransformerShape) -> Mapping[str, int]:
+    """Bytes that depend on the parameters alone: themselves, their gradients, AdamW's two running means."""
+    n = n_parameters(shape)
+    return {"parameters": FLOAT32 * n, "gradients": FLOAT32 * n, "optimizer": ADAMW_STATES * FLOAT32 * n}
+
+
+def residual_stream_bytes(shape: TransformerShape, batch: int, sequence: int) -> int:
+    """B*S*d float32 numbers: what a layer passes to the next. Autocast leaves it in float32."""
+    return FLOAT32 * batch * sequence * shape.d_model
+
+
+def saved_by_layer(
+    shape: TransformerShape, batch: int, sequence: int, precision: str = "float32", *, softmax_in_float32: bool = False
+) -> Mapping[str, int]:
+    """Bytes that one layer keeps for its backward pass, by tensor; its input, the residual stream, among them.
+
+    A norm keeps its input, the scaled input (for the gain) and the scale of each token; a matrix product keeps its
+    input; softmax keeps its result, which the product with the values shares; `silu(gate) * up` keeps gate, silu
+    and up. Under autocast, what a matrix product reads is a copy in `precision`: of the input once a product, and of
+    every weight. CPU autocast takes the softmax in `precision`, CUDA's in float32 (`softmax_in_float32`), with a
+    copy for the product.
+    """
+    tokens, d, f = batch * sequence, shape.d_model, shape.d_ff
+    low = FLOAT32 if precision == "float32" else LOW_PRECISION
+    copies = precision != "float32"
+    scores = batch * shape.n_heads * sequence**2
+    softmax = FLOAT32 + LOW_PRECISION if copies and softmax_in_float32 else low
+    return {
+        "norms: inputs": 2 * FLOAT32 * tokens * d,
+        "norms: scaled inputs": 2 * FLOAT32 * tokens * d,
+        "norms: scales": 2 * FLOAT32 * tokens,
+        "input of q, k, v": (3 if copies else 1) * low * tokens * d,
+        "rotated q, k, and v": 3 * low * tokens * d,
+        "attention probabilities": softmax * scores,
+        "causal mask": sequence**2,
+        "input of the attention output": low * tokens * d,
+        "input of gate and up": (2 if copies else 1) * low * tokens * d,
+        "gate, silu, up, product": 4 * low * tokens * f,
+        "copies of weights": LOW_PRECISION * (4 * d**2 + 3 * d * f) if copies else 0,
+    }
+
+
+def saved_by_head(shape: TransformerShape, batch: int, sequence: int, precision: str = "float32") -> int:
+    """Bytes kept by the last norm, the output matrix and the loss: float32 log-probabilities (T, V) above all."""
+    tokens, d = batch * sequence, shape.d_model
+    low = FLOAT32 if precision == "float32" else LOW_PRECISION
+    copy = 0 if precision == "float32" else LOW_PRECISION * shape.vocabulary * d
+    return FLOAT32 * tokens * (2 * d + 1 + shape.vocabulary) + low * tokens * d + copy
+
+
+def activation_bytes(
+    shape: TransformerShape, batch: int, sequence: int, precision: str = "float32", checkpoint_segment: int = 0
+) -> int:
+    """Bytes alive between forward and backward. With checkpointing, one residual stream a segment, and the head."""
+    head = saved_by_head(shape, batch, sequence, precision)
+    if checkpoint_segment:
+        kept = math.ceil(shape.n_layers / checkpoint_segment) * residual_stream_bytes(shape, batch, sequence)
+        return kept + head
+    return head + shape.n_layers * sum(saved_by_layer(shape, batch, sequence, precision).values())
+
+
+def peak_bytes(
+    shape: TransformerShape,
+    batch: int,
+    sequence: int,
+    *,
+    phase: str = "full_step",
+    precision: str = "float32",
+    checkpoint_segment: int = 0,
+) -> int:
+    """The predicted peak of a phase of `PHASES`; a full step has AdamW's states from an earlier one.
+
+    A forward pass peaks at the loss, above what it keeps, or inside a layer if nothing is kept. A full step peaks
+    either as backward begins, with all activations and two gradients of the logits; or, with checkpointing, in the
+    segment that is computed again; or in the optimizer, with all gradients. Gradients that come while activations go
+    are left out, so that the truth is a little higher: a few percent, tested.
+    """
+    states = state_bytes(shape)
+    logits = FLOAT32 * batch * sequence * shape.vocabulary
+    # the loss reads float32 logits: under autocast a copy, beside the ones in low precision
+    read = logits if precision == "float32" else logits + logits * LOW_PRECISION // FLOAT32
+    if phase == "inference":
+        copies = 0 if precision == "float32" else LOW_PRECISION * _matrix_parameters(shape)  # kept until autocast ends
+        return states["parameters"] + copies + max(read + logits, _inside_a_layer(shape, batch, sequence))
+    kept = activation_bytes(shape, batch, sequence, precision, checkpoint_segment)
+    if phase == "forward":
+        return states["parameters"] + kept + read
+    if phase != "full_step":
+        raise ValueError(f"expected a phase among {', '.join(PHASES)}, got {phase!r}")
+    resting = states["parameters"] + states["optimizer"]
+    again = 0
+    if checkpoint_segment:
+        layer = sum(saved_by_layer(shape, batch, sequence, precision).values())
+        head = saved_by_head(shape, batch, sequence, precision)
+        again = kept - head + min(checkpoint_segment, shape.n_layers) * layer
+    largest = max(shape.vocabulary * shape.d_model, shape.d_ff * shape.d_model)
+    optimizing = states["gradients"] + 2 * FLOAT32 * largest
+    return resting + max(kept + 2 * logits, again, optimizing)
+
+
+def best_segment(shape: TransformerShape, batch: int, sequence: int, precision: str = "float32") -> float:
+    """The segment length n that makes kept residual streams, L/n of them, and n layers computed again smallest.
+
+    L/n * residual + n * layer is smallest at n = sqrt(L * residual / layer): the textbook's sqrt(L) only if a layer
+    kept no more than what it passes on.
+    """
+    layer = sum(saved_by_layer(shape, batch, sequence, precision).values())
+    return math.sqrt(shape.n_layers * residual_stream_bytes(shape, batch, sequence) / layer)
+
+
+def _matrix_parameters(shape: TransformerShape) -> int:
+    parts = parameters_by_part(shape)
+    return n_parameters(shape) - parts["embedding"] - parts["norms"]
+
+
+def _inside_a_layer(shape: TransformerShape, batch: int, sequence: int) -> int:
+    """What lives at once in a layer of which nothing is kept: two matrices of scores, or three of the feed-forward."""
+    tokens, d = batch * sequence, shape.d_model
+    attention = 2 * batch * shape.n_heads * sequence**2 + 7 * tokens * d
+    return FLOAT32 * max(attention, tokens * (2 * d + 3 * shape.d_ff))

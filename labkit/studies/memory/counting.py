@@ -1,0 +1,155 @@
+"""The counted side of the memory lab: a step on fake tensors, every storage in a ledger.
+
+Nothing is allocated, so that a model that this machine could never hold is counted on it. The same functions run on
+real tensors, which the tests use to show that a fake step and a real one make the same storages.
+"""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from labkit.bench.ledger import Allocation, AllocationLedger, Peak, peak_between, timeline_between
+from labkit.bench.memory import peak_memory_growth
+from labkit.nn.training import TrainingStep
+
+PARTS = ("parameters", "optimizer", "gradients", "activations", "recomputed", "temporaries", "inputs")
+"""Of the bytes at a peak. `recomputed`: what checkpointing makes again during backward. `inputs`: tokens and tables."""
+
+SOURCE = "labkit/nn/"
+LISTED = 10  # of the largest allocations
+
+
+class CountedStep:
+    """Phases of one training step, followed by a ledger: where each begins and ends, and its peak."""
+
+    def __init__(self, ledger: AllocationLedger, step: TrainingStep):
+        self.ledger = ledger
+        self.step = step
+        self.spans: dict[str, tuple[int, int]] = {}
+        """Moments by phase; "full_step" also has the begin of its parts, "backward" and "optimizer"."""
+        ledger.label("parameters", step.model.parameters())
+        ledger.label("inputs", [step.tokens, step.targets, *step.model.buffers()])
+
+    def infer(self) -> None:
+        start = self.ledger.moment
+        with self.ledger.phase("inference"):
+            self.step.infer()
+        self.spans["inference"] = (start, self.ledger.moment)
+
+    def forward(self) -> None:
+        start = self.ledger.moment
+        self._forward()
+        self.spans["forward"] = (start, self.ledger.moment)
+        self.step.drop_gradients()
+
+    def full_step(self) -> None:
+        """One step with AdamW's states in place, as every step but the first has them."""
+        for parameter in self.step.model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        self.step.optimizer_step()
+        states = (value for state in self.step.optimizer.state.values() for value in state.values())
+        self.ledger.label("optimizer", (value for value in states if isinstance(value, torch.Tensor)))
+        start = self.ledger.moment
+        self._forward()
+        backward = self.ledger.moment
+        with self.ledger.phase("backward"):
+            self.step.backward()
+        self.ledger.label("gradients", (p.grad for p in self.step.model.parameters() if p.grad is not None))
+        optimizer = self.ledger.moment
+        with self.ledger.phase("optimizer"):
+            self.step.optimizer_step()
+        end = self.ledger.moment
+        self.spans |= {"full_step": (start, end), "backward": (backward, optimizer), "optimizer": (optimizer, end)}
+
+    def peak(self, phase: str) -> Peak:
+        return peak_between(self.ledger.allocations, *self.spans[phase])
+
+    def part_of_step(self, moment: int) -> str:
+        """forward, backward or optimizer."""
+        begun = [part for part in ("backward", "optimizer") if part in self.spans and moment >= self.spans[part][0]]
+        return begun[-1] if begun else "forward"
+
+    def _forward(self) -> None:
+        with self.ledger.phase("forward"):
+            self.step.forward()
+        self.ledger.label_alive("activations", "forward")
+
+
+def count_phases(phases: Sequence[str], *, fake: bool = True, **arguments: Any) -> CountedStep:
+    """Build a `TrainingStep(**arguments)` and run `phases` of it under a ledger, on fake tensors or on real ones."""
+    mode: AbstractContextManager[Any] = FakeTensorMode() if fake else nullcontext()
+    with mode, AllocationLedger(device=arguments.get("device", "cpu"), source=SOURCE) as ledger:
+        counted = CountedStep(ledger, TrainingStep(**arguments))
+        run = {"inference": counted.infer, "forward": counted.forward, "full_step": counted.full_step}
+        for phase in run:  # in this order: a full step leaves AdamW's states behind
+            if phase in phases:
+                run[phase]()
+        ledger.label_rest(_category)
+    return counted
+
+
+def _category(allocation: Allocation) -> str:
+    if allocation.recomputed:
+        return "recomputed"
+    return "temporaries" if allocation.phase else "inputs"
+
+
+def count_rows(phases: Sequence[str], *, detail: bool, **arguments: Any) -> Iterator[dict[str, Any]]:
+    """A row a phase: its peak, the parts of it, how long counting took and what it needed of this machine's memory.
+
+    With `detail`, also the full step's timeline and its largest allocations.
+    """
+    with peak_memory_growth("cpu") as host:
+        start = time.perf_counter()
+        counted = count_phases(phases, **arguments)
+        count_s = time.perf_counter() - start
+    for phase in phases:
+        peak = counted.peak(phase)
+        yield {
+            "table": "peak",
+            "method": "counted",
+            "phase": phase,
+            "peak_bytes": peak.n_bytes,
+            "peak_during": counted.part_of_step(peak.moment) if phase == "full_step" else phase,
+            "count_s": count_s,
+            "host_bytes": host.growth_bytes,
+        } | _parts(peak.by_category())
+    if detail:
+        yield from _timeline_rows(counted)
+        yield from _allocation_rows(counted)
+
+
+def _parts(by_category: Mapping[str, int]) -> dict[str, int]:
+    return {f"{part}_bytes": by_category.get(part, 0) for part in PARTS}
+
+
+def _timeline_rows(counted: CountedStep) -> Iterator[dict[str, Any]]:
+    start, end = counted.spans["full_step"]
+    for moment, live in timeline_between(counted.ledger.allocations, start, end):
+        part = counted.part_of_step(moment)
+        yield {"table": "timeline", "moment": moment - start, "part_of_step": part} | _parts(live)
+
+
+def _allocation_rows(counted: CountedStep) -> Iterator[dict[str, Any]]:
+    """Allocations of one operator, line, size and category together; those that are largest singly, or at the peak."""
+    start, end = counted.spans["full_step"]
+    at_peak = {id(allocation) for allocation in counted.peak("full_step").live}
+    groups: dict[tuple[Any, ...], list[Allocation]] = {}
+    for allocation in counted.ledger.allocations:
+        if start <= allocation.born < end:
+            key = (allocation.operator, allocation.line, allocation.phase, allocation.category, allocation.n_bytes)
+            groups.setdefault(key, []).append(allocation)
+    rows = [
+        dict(zip(("operator", "line", "part_of_step", "category", "n_bytes"), key, strict=True))
+        | {"times": len(group), "at_peak_bytes": sum(a.n_bytes for a in group if id(a) in at_peak)}
+        for key, group in groups.items()
+    ]
+    largest = sorted(rows, key=lambda row: -row["n_bytes"])[:LISTED]
+    heaviest = sorted(rows, key=lambda row: -row["at_peak_bytes"])[:LISTED]
+    for row in rows:
+        if row in largest or row in heaviest:
+            yield {"table": "allocation"} | row

@@ -1,0 +1,227 @@
+"""The memory lab: its parameters, the points it measures and counts, and which of them this machine cannot hold."""
+
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Annotated, Any, Literal
+
+import pandas as pd
+from pydantic import Field
+
+from labkit.costs.memory import PHASES, saved_by_layer, state_bytes
+from labkit.lab.answers import Answer, check_complete
+from labkit.lab.config import LabConfig
+from labkit.lab.study import Study
+from labkit.lab.units import format_bytes
+from labkit.machine import Machine, available_memory_bytes
+from labkit.nn.transformer import SIZES, shape_named
+from labkit.studies.memory import answers as answering
+from labkit.studies.memory.worker import WITHOUT, MemoryPoint, measure_point, predicted_bytes
+
+RANK_BYTES = 400 * 2**20  # a rank's own resident memory, torch and the profiler's events included
+HEADROOM = 1.1  # over the prediction, which leaves out what comes while something else goes
+
+Size = Literal["nano", "mini", "small", "medium", "large", "xl", "2.7B", "10B"]
+Context = Annotated[int, Field(ge=1, le=2**20)]
+Precision = Literal["float32", "bfloat16"]
+Phase = Literal["inference", "forward", "full_step"]
+
+
+class MemoryConfig(LabConfig):
+    """What a reader may set. Contexts in tokens."""
+
+    sizes: Annotated[list[Size], Field(min_length=1)]
+    """Measured and counted, at `contexts`; counted alone at `counted_contexts`."""
+    contexts: Annotated[list[Context], Field(min_length=1)]
+    counted_contexts: list[Context]
+    big_size: Size = "2.7B"
+    """Counted beside the published peaks."""
+    big_contexts: list[Context]
+    big_low_precision_contexts: list[Context]
+    """Where the big size is also counted in the other precisions than float32."""
+    fitted_sizes: list[Size]
+    """Counted at `fitted_context` to see which fit into this machine."""
+    fitted_context: Context = 128
+    precisions: Annotated[list[Precision], Field(min_length=1)] = ["float32", "bfloat16"]
+    phases: Annotated[list[Phase], Field(min_length=1)] = list(PHASES)  # type: ignore[arg-type]
+    checkpoint_size: Size
+    """Measured and timed with each segment length of checkpointing that divides its layers."""
+    checkpoint_context: Context
+    counted_checkpoint_size: Size
+    counted_checkpoint_context: Context
+    batch: Annotated[int, Field(ge=1, le=4096)] = 4
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    warmup: Annotated[int, Field(ge=0, le=1000)] = 1
+    repeats: Annotated[int, Field(ge=1, le=10_000)] = 6
+    """Of timed steps. Below six there is no interval, and so no verdict."""
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    timeout_s: Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)] = 300.0
+
+
+class MemoryStudy(Study):
+    """Where the memory of a training step goes, measured where it fits and counted where it does not."""
+
+    name = "memory"
+    title = "Memory"
+    summary = "Where the memory of a training step goes, and the largest model that fits."
+    questions = answering.QUESTIONS
+    profiles = {
+        "smoke": MemoryConfig(
+            sizes=["nano"],
+            contexts=[16, 32],
+            counted_contexts=[],
+            big_size="small",
+            big_contexts=[16],
+            big_low_precision_contexts=[],
+            fitted_sizes=["nano", "small"],
+            fitted_context=16,
+            checkpoint_size="nano",
+            checkpoint_context=16,
+            counted_checkpoint_size="nano",
+            counted_checkpoint_context=32,
+        ),
+        "quick": MemoryConfig(
+            sizes=["nano", "mini"],
+            contexts=[64, 128],
+            counted_contexts=[512],
+            big_contexts=[128, 256, 512, 2048],
+            big_low_precision_contexts=[512],
+            fitted_sizes=list(SIZES),  # type: ignore[arg-type]
+            checkpoint_size="nano",
+            checkpoint_context=256,
+            counted_checkpoint_size="small",
+            counted_checkpoint_context=512,
+        ),
+        "standard": MemoryConfig(
+            sizes=["nano", "mini", "small"],
+            contexts=[64, 128, 256, 512],
+            counted_contexts=[1024, 2048],
+            big_contexts=[128, 256, 512, 1024, 2048],
+            big_low_precision_contexts=[128, 256, 512],
+            fitted_sizes=list(SIZES),  # type: ignore[arg-type]
+            checkpoint_size="mini",
+            checkpoint_context=256,
+            counted_checkpoint_size="2.7B",
+            counted_checkpoint_context=512,
+        ),
+        "paper": MemoryConfig(
+            sizes=["small", "medium", "large", "xl", "2.7B"],
+            contexts=[128, 256, 512],
+            counted_contexts=[1024, 2048],
+            big_contexts=[128, 256, 512, 1024, 2048],
+            big_low_precision_contexts=[128, 256, 512, 1024, 2048],
+            fitted_sizes=list(SIZES),  # type: ignore[arg-type]
+            checkpoint_size="xl",
+            checkpoint_context=512,
+            counted_checkpoint_size="2.7B",
+            counted_checkpoint_context=2048,
+            repeats=10,
+            timeout_s=900.0,
+        ),
+    }
+    worker = staticmethod(measure_point)
+
+    def points(self, config: MemoryConfig, machine: Machine) -> Sequence[MemoryPoint]:
+        """Counting first, which is cheap and predicts; then blocks, peaks by growing size, checkpointing."""
+        points = [*_counted(config, machine), *_blocks(config, machine), *_measured(config, machine)]
+        points += _checkpointing(config, machine)
+        return list({point.id: point for point in points}.values())
+
+    def skip_reason(self, point: MemoryPoint, machine: Machine) -> str | None:
+        if point.device == "cuda" and not machine.gpus:
+            return "there is no GPU here"
+        needed = needed_bytes(point)
+        if needed == 0:
+            return None
+        available = machine.gpus[0].memory_bytes if point.device == "cuda" else available_memory_bytes()
+        if needed > available:
+            return f"needs {format_bytes(needed)} (predicted), {format_bytes(available)} available"
+        return None
+
+    def series(self, point: MemoryPoint) -> tuple[Hashable, float]:
+        return (point.kind, point.size, point.precision, point.phases), point.context_length
+
+    def answers(self, frame: pd.DataFrame, coverage: pd.DataFrame) -> Sequence[Answer]:
+        return check_complete(self.questions, answering.answer_all(frame, coverage))
+
+
+def needed_bytes(point: MemoryPoint) -> int:
+    """Memory that a point takes of its device, by the formulas; 0 for counted ones, whose tensors take none."""
+    shape = shape_named(point.size)
+    if point.kind == "counted":
+        return 0
+    if point.kind == "block":
+        states = state_bytes(shape)["parameters"] // shape.n_layers
+        saved = sum(saved_by_layer(shape, point.batch, point.context_length, point.precision).values())
+        return RANK_BYTES + round(HEADROOM * (2 * states + 2 * saved))
+    if point.kind == "checkpoint":  # the gate holds two more sets of gradients
+        peak = predicted_bytes(point, "full_step") + 2 * state_bytes(shape)["gradients"]
+    else:
+        peak = predicted_bytes(point, point.phases[0])
+    return RANK_BYTES + round(HEADROOM * peak)
+
+
+def segment_lengths(n_layers: int) -> tuple[int, ...]:
+    """No checkpointing, then every length that divides the layers evenly."""
+    return (WITHOUT, *(length for length in range(1, n_layers + 1) if n_layers % length == 0))
+
+
+def _counted(config: MemoryConfig, machine: Machine) -> Iterator[MemoryPoint]:
+    phases = tuple(phase for phase in PHASES if phase in config.phases)
+    contexts = sorted({*config.contexts, *config.counted_contexts})
+    shown = (config.sizes[-1], max(config.contexts), "float32")  # its timeline is drawn
+    settings = [(s, c, p) for s in config.sizes for p in config.precisions for c in contexts]
+    settings += [(config.big_size, context, "float32") for context in config.big_contexts]
+    low = [precision for precision in config.precisions if precision != "float32"]
+    settings += [(config.big_size, context, p) for p in low for context in config.big_low_precision_contexts]
+    last = (config.big_size, max(config.big_contexts, default=0), "float32")
+    for setting in dict.fromkeys(settings):
+        yield _point(config, machine, "counted", *setting, phases=phases, detail=setting in (shown, last))
+    for size in config.fitted_sizes:
+        if (setting := (size, config.fitted_context, "float32")) not in settings:
+            yield _point(config, machine, "counted", *setting, phases=("full_step",))
+    size, context = config.counted_checkpoint_size, config.counted_checkpoint_context
+    for segment in segment_lengths(shape_named(size).n_layers):
+        yield _point(
+            config, machine, "counted", size, context, "float32", phases=("full_step",), checkpoint_segment=segment
+        )
+
+
+def _blocks(config: MemoryConfig, machine: Machine) -> Iterator[MemoryPoint]:
+    for precision in config.precisions:
+        yield _point(config, machine, "block", config.sizes[-1], max(config.contexts), precision)
+
+
+def _measured(config: MemoryConfig, machine: Machine) -> Iterator[MemoryPoint]:
+    for size in config.sizes:
+        for precision in config.precisions:
+            for phase in config.phases:
+                for context in sorted(config.contexts):
+                    yield _point(config, machine, "measured", size, context, precision, phases=(phase,), repeats=2)
+
+
+def _checkpointing(config: MemoryConfig, machine: Machine) -> Iterator[MemoryPoint]:
+    segments = segment_lengths(shape_named(config.checkpoint_size).n_layers)
+    size, context = config.checkpoint_size, config.checkpoint_context
+    yield _point(config, machine, "checkpoint", size, context, "float32", segments=segments, repeats=config.repeats)
+
+
+def _point(
+    config: MemoryConfig, machine: Machine, kind: str, size: str, context: int, precision: str, **others: Any
+) -> MemoryPoint:
+    device = ("cuda" if machine.gpus else "cpu") if config.device == "auto" else config.device
+    in_all = machine.gpus[0].memory_bytes if device == "cuda" and machine.gpus else machine.memory_bytes
+    return MemoryPoint(
+        kind=kind,
+        size=size,
+        context_length=context,
+        precision=precision,
+        batch=config.batch,
+        device=device,
+        machine_bytes=in_all,
+        warmup=config.warmup,
+        seed=config.seed,
+        timeout_s=config.timeout_s,
+        **others,
+    )
+
+
+STUDY = MemoryStudy()

@@ -1,0 +1,234 @@
+"""What a rank runs to measure or count one point of the memory lab. Imports torch and the instruments only.
+
+``measured``    the peak that the allocator saw, of one phase
+``counted``     the same on fake tensors (`counting.py`), parts and timeline included
+``block``       what one layer keeps for backward, by operator
+``checkpoint``  peak and time of a full step by segment length of activation checkpointing
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from labkit.bench.allocator import record_allocations
+from labkit.bench.clock import time_interleaved
+from labkit.bench.saved_by_operator import saved_by_operator
+from labkit.costs import memory as costs
+from labkit.lab.point import Point
+from labkit.nn.attention import explicit_attention
+from labkit.nn.training import AUTOCAST_DTYPES, TrainingStep, gradients
+from labkit.nn.transformer import RotaryPositions, TransformerLayer, shape_named
+from labkit.studies.memory.counting import count_phases, count_rows
+
+WITHOUT = 0
+"""The segment length that stands for no checkpointing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryPoint(Point):
+    """One kind of look at one model size, context length and precision."""
+
+    kind: str
+    size: str
+    context_length: int
+    batch: int = 4
+    precision: str = "float32"
+    device: str = "cpu"
+    phases: tuple[str, ...] = ()
+    """Of a measured point, exactly one."""
+    checkpoint_segment: int = WITHOUT
+    segments: tuple[int, ...] = ()
+    """Of a checkpoint point: the lengths to compare, `WITHOUT` first."""
+    detail: bool = False
+    """Of a counted point: its full step's timeline and largest allocations too."""
+    machine_bytes: int = 0
+    """Memory of the device that would have to hold it."""
+    warmup: int = 1
+    repeats: int = 2
+    seed: int = 0
+
+    def title(self) -> str:
+        return f"{self.kind} {self.size}, context {self.context_length}, {self.precision}"
+
+
+def measure_point(point: MemoryPoint) -> Iterator[dict[str, Any]]:
+    """The rows of a point, predictions first among their columns."""
+    kinds: dict[str, Callable[[MemoryPoint], Iterator[dict[str, Any]]]] = {
+        "measured": _measured,
+        "counted": _counted,
+        "block": _block,
+        "checkpoint": _checkpoint,
+    }
+    yield from kinds[point.kind](point)
+
+
+def predicted_bytes(point: MemoryPoint, phase: str) -> int:
+    """What the formulas say of a phase."""
+    return costs.peak_bytes(
+        shape_named(point.size),
+        point.batch,
+        point.context_length,
+        phase=phase,
+        precision=point.precision,
+        checkpoint_segment=point.checkpoint_segment,
+    )
+
+
+def _arguments(point: MemoryPoint) -> dict[str, Any]:
+    """Of the `TrainingStep` that a point describes."""
+    return {
+        "shape": shape_named(point.size),
+        "batch": point.batch,
+        "context_length": point.context_length,
+        "device": point.device,
+        "precision": point.precision,
+        "checkpoint_segment": point.checkpoint_segment,
+        "seed": point.seed,
+    }
+
+
+def _measured(point: MemoryPoint) -> Iterator[dict[str, Any]]:
+    """One row: the peak of each repeat of the phase, after a first run of it that warms up and is left out."""
+    (phase,) = point.phases
+    predicted = predicted_bytes(point, phase)
+    _warm_up(point.device)
+    with record_allocations(point.device) as record:
+        step = TrainingStep(**_arguments(point))
+        run = {"inference": step.infer, "forward": step.forward, "full_step": step.run}[phase]
+        run()
+        step.drop_gradients()
+        for repeat in range(point.repeats):
+            with record.window(str(repeat)):
+                run()
+            step.drop_gradients()
+        del step, run
+    windows = record.windows.values()
+    yield {
+        "table": "peak",
+        "method": "measured",
+        "phase": phase,
+        "predicted_bytes": predicted,
+        "peak_bytes": [window.peak_bytes for window in windows],
+        "reserved_bytes": max((w.reserved_bytes for w in windows if w.reserved_bytes is not None), default=None),
+    }
+
+
+def _warm_up(device: str) -> None:
+    """On CUDA, let the libraries take their workspaces, for forward and backward, before anything is recorded."""
+    if torch.device(device).type == "cuda":
+        for precision in AUTOCAST_DTYPES:
+            TrainingStep(shape_named("nano"), batch=1, context_length=16, device=device, precision=precision).run()
+
+
+def _counted(point: MemoryPoint) -> Iterator[dict[str, Any]]:
+    for row in count_rows(point.phases, detail=point.detail, **_arguments(point)):
+        if row["table"] == "peak":
+            row["predicted_bytes"] = predicted_bytes(point, row["phase"])
+        yield row
+
+
+def _block(point: MemoryPoint) -> Iterator[dict[str, Any]]:
+    """A row an operator and tensor kept; one row of totals, with what was predicted and the gradients it produces."""
+    shape = shape_named(point.size)
+    dtype = AUTOCAST_DTYPES[point.precision]
+    on_cuda = torch.device(point.device).type == "cuda"
+    predicted = costs.saved_by_layer(
+        shape, point.batch, point.context_length, point.precision, softmax_in_float32=on_cuda
+    )
+    torch.manual_seed(point.seed)
+    with torch.device(point.device):
+        positions = RotaryPositions(point.context_length, shape.head_dim)
+        layer = TransformerLayer(shape, positions, explicit_attention)
+        x = torch.randn(point.batch, point.context_length, shape.d_model, requires_grad=True)
+
+    def forward() -> torch.Tensor:
+        with torch.autocast(torch.device(point.device).type, dtype=dtype, enabled=dtype is not None):
+            output: torch.Tensor = layer(x)
+        return output
+
+    output, saved = saved_by_operator(forward, own=[*layer.parameters(), *positions.buffers()], inputs=[x])
+    for storage in saved:
+        name = storage.operators[-1] if storage.operators else ""
+        yield {"table": "saved", "operator": name, "n_bytes": storage.n_bytes, "readers": " ".join(storage.operators)}
+    output.sum().backward()
+    yield {
+        "table": "block",
+        "saved_bytes": sum(storage.n_bytes for storage in saved),
+        "predicted_bytes": sum(predicted.values()),
+        "input_bytes": sum(storage.n_bytes for storage in saved if storage.is_input),
+        "residual_bytes": output.untyped_storage().nbytes(),
+        "predicted_residual_bytes": costs.residual_stream_bytes(shape, point.batch, point.context_length),
+        "parameter_gradients_bytes": sum(grad.nbytes for grad in gradients(layer).values()),
+        "input_gradient_bytes": x.grad.nbytes if x.grad is not None else 0,
+    }
+
+
+def _checkpoint(point: MemoryPoint) -> Iterator[dict[str, Any]]:
+    """A row a segment length: error against no checkpointing, peak as measured and as counted, seconds a step."""
+    peaks = {segment: _peak_of_segment(point, segment) for segment in point.segments}
+    step = TrainingStep(**_arguments(point))
+    errors = _gradient_errors(step, point.segments)
+    right = [segment for segment in point.segments if errors[segment] <= 1e-4]
+
+    def call(segment: int) -> Callable[[], None]:
+        def run() -> None:
+            step.model.checkpoint_segment = segment
+            step.run()
+
+        return run
+
+    seconds = time_interleaved(
+        {str(segment): call(segment) for segment in right},
+        warmup=point.warmup,
+        repeats=point.repeats,
+        device=point.device,
+    )
+    for segment in point.segments:
+        row = {"table": "checkpoint", "segment": segment, "error": errors[segment], "peak_bytes": peaks[segment]}
+        row["counted_bytes"] = _counted_peak(point, segment)
+        if segment in right:
+            yield row | {"gate": "ok", "seconds": seconds[str(segment)]}
+        else:
+            yield row | {"gate": f"wrong: gradients differ by {errors[segment]:.1e}, at most 1e-4 expected"}
+
+
+def _peak_of_segment(point: MemoryPoint, segment: int) -> int:
+    _warm_up(point.device)
+    with record_allocations(point.device) as record:
+        step = TrainingStep(**_arguments(point) | {"checkpoint_segment": segment})
+        step.run()
+        with record.window("step"):
+            step.run()
+        del step
+    return record.windows["step"].peak_bytes
+
+
+def _counted_peak(point: MemoryPoint, segment: int) -> int:
+    counted = count_phases(("full_step",), **_arguments(point) | {"checkpoint_segment": segment})
+    return counted.peak("full_step").n_bytes
+
+
+def _gradient_errors(step: TrainingStep, segments: tuple[int, ...]) -> dict[int, float]:
+    """Largest difference of any gradient from that without checkpointing, over its largest value."""
+    expected = _gradients_with(step, WITHOUT)
+    errors = {}
+    for segment in segments:
+        found = _gradients_with(step, segment)
+        parts = [
+            float((found[name] - expected[name]).abs().max() / expected[name].abs().max().clamp_min(1e-30))
+            for name in expected
+        ]
+        errors[segment] = max(math.inf if math.isnan(part) else part for part in parts)
+    return errors
+
+
+def _gradients_with(step: TrainingStep, segment: int) -> dict[str, torch.Tensor]:
+    step.model.checkpoint_segment = segment
+    step.forward()
+    step.backward()
+    found = {name: gradient.clone() for name, gradient in gradients(step.model).items()}
+    step.drop_gradients()
+    return found

@@ -1,0 +1,139 @@
+"""What a rank measures and counts of memory; what does not fit is a row with its reason."""
+
+import resource
+from contextlib import closing
+
+import psutil
+import pytest
+
+from labkit.bench.ledger import peak_between
+from labkit.lab.measure import measure
+from labkit.machine import describe_machine
+from labkit.nn.transformer import shape_named
+from labkit.parallel.launch import Row, launch
+from labkit.studies.memory import study
+from labkit.studies.memory.counting import PARTS, count_phases
+from labkit.studies.memory.study import STUDY, needed_bytes, segment_lengths
+from labkit.studies.memory.worker import MemoryPoint, measure_point
+
+MIB, GIB = 2**20, 2**30
+
+
+def _rows(kind, size="nano", context_length=32, **others):
+    return list(measure_point(MemoryPoint(kind=kind, size=size, context_length=context_length, **others)))
+
+
+@pytest.mark.parametrize("size", ["nano", "mini"])
+@pytest.mark.parametrize("context", [16, 48])
+def test_the_counted_peak_is_the_measured_one(size, context):
+    counted = {row["phase"]: row for row in _rows("counted", size, context, phases=("inference", "full_step"))}
+    for phase, row in counted.items():
+        (measured,) = _rows("measured", size, context, phases=(phase,))
+        assert len(set(measured["peak_bytes"])) == 1, "the same to the byte in every repeat"
+        assert row["peak_bytes"] == pytest.approx(measured["peak_bytes"][0], rel=0.05)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_a_fake_step_makes_the_storages_of_a_real_one(precision):
+    arguments = {"shape": shape_named("nano"), "batch": 2, "context_length": 16, "precision": precision}
+    fake, real = (count_phases(("full_step",), fake=fake, **arguments) for fake in (True, False))
+    assert fake.peak("full_step").by_category() == real.peak("full_step").by_category()
+    assert [a.n_bytes for a in fake.ledger.allocations] == [a.n_bytes for a in real.ledger.allocations]
+
+
+def test_parts_add_up_and_parameters_gradients_and_states_are_whole():
+    rows = _rows("counted", context_length=64, phases=("forward", "full_step"), detail=True)
+    for row in rows:
+        if row["table"] == "peak":
+            assert sum(row[f"{part}_bytes"] for part in PARTS) == row["peak_bytes"]
+    full = next(row for row in rows if row.get("phase") == "full_step")
+    assert full["optimizer_bytes"] == pytest.approx(2 * full["parameters_bytes"], rel=1e-4)  # and a step counter
+    steps = [row for row in rows if row["table"] == "timeline"]
+    assert max(row["gradients_bytes"] for row in steps) == full["parameters_bytes"]
+    assert max(sum(row[f"{part}_bytes"] for part in PARTS) for row in steps) == full["peak_bytes"]
+    largest = [row for row in rows if row["table"] == "allocation"]
+    assert all(row["line"].endswith(tuple("0123456789")) for row in largest)
+    assert max(row["n_bytes"] for row in largest) == 4 * 4 * 64 * 10_000  # the logits
+
+
+def test_a_model_of_gigabytes_is_counted_with_little_memory_and_time():
+    row = _rows("counted", "large", 128, phases=("full_step",))[0]
+    assert row["peak_bytes"] > 10 * GIB
+    assert row["host_bytes"] is None or row["host_bytes"] < GIB
+    assert row["count_s"] < 60
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_a_block_saves_what_is_predicted_to_the_byte(precision):
+    *saved, total = _rows("block", precision=precision)
+    assert total["saved_bytes"] == total["predicted_bytes"] == sum(row["n_bytes"] for row in saved)
+    assert total["residual_bytes"] == total["predicted_residual_bytes"] == 4 * 32 * 128 * 4
+    assert {"softmax", "mm", "silu", "rsqrt"} <= {row["operator"] for row in saved}
+
+
+def test_checkpointing_keeps_the_gradients_and_lowers_the_peak():
+    rows = {row["segment"]: row for row in _rows("checkpoint", context_length=64, segments=(0, 1), repeats=2)}
+    assert all(row["gate"] == "ok" and row["error"] < 1e-6 and len(row["seconds"]) == 2 for row in rows.values())
+    assert rows[1]["peak_bytes"] < 0.9 * rows[0]["peak_bytes"]
+    for row in rows.values():
+        assert row["counted_bytes"] == pytest.approx(row["peak_bytes"], rel=0.05)
+
+
+def test_recomputed_activations_are_told_apart():
+    for segment in (0, 4):
+        arguments = {"shape": shape_named("nano"), "batch": 1, "context_length": 32, "checkpoint_segment": segment}
+        counted = count_phases(("full_step",), **arguments)
+        assert any(a.recomputed and a.category == "recomputed" for a in counted.ledger.allocations) == (segment > 0)
+
+
+def test_what_does_not_fit_is_skipped_with_both_sizes_and_the_sweep_goes_on(monkeypatch, tmp_path):
+    monkeypatch.setattr(study, "available_memory_bytes", lambda: 0)
+    config = STUDY.profiles["smoke"].model_copy(update={"fitted_sizes": [], "precisions": ["float32"]})
+    coverage = measure(STUDY, config, profile="smoke", directory=tmp_path).coverage()
+    skipped = coverage[coverage["kind"] != "counted"]
+    assert set(skipped["status"]) == {"skipped"}
+    assert all("(predicted), 0 B available" in reason for reason in skipped["reason"])
+    assert set(coverage.loc[coverage["kind"] == "counted", "status"]) == {"ok"}
+
+
+def _measure_with_little_memory(point):
+    if point.size != "nano":
+        used = psutil.Process().memory_info().vms
+        resource.setrlimit(resource.RLIMIT_AS, (used + 64 * MIB, resource.RLIM_INFINITY))
+    yield from measure_point(point)
+
+
+def test_running_out_of_memory_is_recorded_and_the_next_point_is_measured():
+    settings = {"kind": "measured", "context_length": 16, "phases": ("full_step",)}
+    points = [MemoryPoint(size="small", **settings), MemoryPoint(size="nano", **settings)]
+    with closing(launch(_measure_with_little_memory, points, world_size=1, timeout_s=120)) as events:
+        seen = list(events)
+    ends = [event for event in seen if not isinstance(event, Row)]
+    assert [end.status for end in ends] == ["oom", "ok"], [end.reason for end in ends]
+
+
+def test_a_counted_point_needs_no_memory_and_a_measured_one_what_is_predicted():
+    assert needed_bytes(MemoryPoint(kind="counted", size="10B", context_length=2048, phases=("full_step",))) == 0
+    point = MemoryPoint(kind="measured", size="10B", context_length=128, phases=("full_step",))
+    assert needed_bytes(point) > 100 * GIB
+    assert "available" in STUDY.skip_reason(point, describe_machine())
+
+
+def test_a_gpu_that_is_not_there_is_a_reason():
+    machine = describe_machine().model_copy(update={"gpus": []})
+    point = MemoryPoint(kind="measured", size="nano", context_length=16, phases=("full_step",), device="cuda")
+    assert "no GPU" in STUDY.skip_reason(point, machine)
+
+
+@pytest.mark.parametrize("profile", ["smoke", "quick", "standard", "paper"])
+def test_no_point_is_planned_twice(profile):
+    points = STUDY.points(STUDY.profiles[profile], describe_machine())
+    assert len({point.id for point in points}) == len(points)
+
+
+def test_segment_lengths_divide_the_layers():
+    assert segment_lengths(12) == (0, 1, 2, 3, 4, 6, 12)
+
+
+def test_a_peak_needs_no_allocation():
+    assert peak_between([], 0, 0).n_bytes == 0
