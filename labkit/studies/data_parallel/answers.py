@@ -1,0 +1,225 @@
+"""What a data-parallel run says: one answer to each question, nothing the intervals do not show."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pandas as pd
+
+from labkit.bench.statistics import compare_groups
+from labkit.lab.answers import Answer, Question, Verdict, not_measured
+from labkit.lab.evidence import ratio_text, shown, span_text, verdict_of, with_interval
+from labkit.lab.trends import Trend, trends_verdict
+from labkit.lab.units import format_bytes, join_words
+from labkit.parallel.data_parallel.implementations import TORCH
+from labkit.studies.data_parallel import analysis
+from labkit.studies.data_parallel.worker import DEFAULT_MB
+
+FASTEST = Question("fastest", "Which way of averaging gradients is the fastest, and how far from torch's is each?")
+BUCKETS = Question("bucket_size", "Does the bucket size matter here?")
+OVERLAP = Question("overlap", "How much of the communication hides behind the backward pass?")
+MEMORY = Question("memory", "What does each need at its peak?")
+ACCUMULATION = Question("accumulation", "What does `no_sync` save when gradients are accumulated?")
+PUBLISHED = Question("published_trends", "Do the published trends hold on this machine?")
+QUESTIONS = (FASTEST, BUCKETS, OVERLAP, MEMORY, ACCUMULATION, PUBLISHED)
+
+ALMOST_NOTHING_PERCENT = 10.0
+
+
+def answer_all(frame: pd.DataFrame, coverage: pd.DataFrame) -> list[Answer]:
+    """An answer to every question; a question whose rows are missing says so."""
+    answers = {
+        FASTEST: fastest,
+        BUCKETS: bucket_size,
+        OVERLAP: overlap,
+        MEMORY: memory,
+        ACCUMULATION: accumulation,
+        PUBLISHED: published_trends,
+    }
+    return [
+        find(frame) or not_measured(question, coverage, "no row of this run holds what it needs")
+        for question, find in answers.items()
+    ]
+
+
+def _where(row: Mapping[str, Any] | pd.Series) -> str:
+    shared = ", ranks share a GPU: not a scaling result" if (row["device"], row["backend"]) == ("cuda", "gloo") else ""
+    return f"{row['workload']}, {row['world_size']} ranks, {row['backend']}{shared}"
+
+
+def _name(implementation: str) -> str:
+    return {"bucketed_sync": "bucketed after backward", TORCH: "torch's"}.get(implementation, implementation)
+
+
+def fastest(frame: pd.DataFrame) -> Answer | None:
+    ratios, times = analysis.against_torch(frame), analysis.phases(frame)
+    bad = analysis.wrong(frame)
+    if ratios.empty and bad.empty:
+        return None
+    sentences = []
+    if not bad.empty:
+        names = join_words(sorted({_name(name) for name in bad["implementation"]}))
+        sentences.append(f"WRONG GRADIENTS, and therefore no times, from {names}.")
+    for _, of_setting in ratios.groupby(analysis.SETTING):
+        first = of_setting.iloc[0]
+        torch = times[(times[analysis.SETTING] == first[analysis.SETTING]).all(axis=1)]
+        torch = torch[(torch["implementation"] == TORCH) & (torch["phase"] == analysis.BACKWARD)].iloc[0]
+        others = [
+            f"{_name(row['implementation'])} {ratio_text(pd.Series(row))}" for row in of_setting.to_dict("records")
+        ]
+        sentences.append(
+            f"{_where(first)}: a backward pass with torch's wrapper takes {with_interval(torch)}; "
+            f"over that, {join_words(others)}."
+        )
+    if ratios.empty:
+        return Answer(FASTEST, "not measured", " ".join(sentences))
+    faster, slower = shown(ratios, analysis.SETTING)
+    verdict: Verdict = verdict_of(faster, slower)
+    return Answer(FASTEST, verdict, " ".join(sentences), "backward", _advice(ratios, faster, slower))
+
+
+def _advice(ratios: pd.DataFrame, faster: pd.DataFrame, slower: pd.DataFrame) -> str:
+    settings = ratios.groupby(analysis.SETTING).ngroups
+    for name in faster["implementation"].drop_duplicates():
+        wins = faster[faster["implementation"] == name]
+        if len(wins) == settings:
+            return f"average gradients by labkit's {_name(name)}: {span_text(wins['ratio'])} of torch's backward."
+    worst = slower.groupby("implementation")["ratio"].max().sort_values(ascending=False)
+    avoid = [f"{_name(str(name))} (up to {ratio:.2f} times)" for name, ratio in worst.items()]
+    start = "torch's DistributedDataParallel: nothing is shown to be faster everywhere"
+    return f"{start}; avoid {join_words(avoid)}." if avoid else f"{start}, nor slower."
+
+
+def bucket_size(frame: pd.DataFrame) -> Answer | None:
+    table, own = analysis.buckets(frame), analysis.own_against_torch_by_bucket(frame)
+    own = own[own["implementation"] == "bucketed"]
+    if table.empty and own.empty:
+        return None
+    sentences = []
+    for (name, *_), some in table.groupby(["implementation", *analysis.SETTING]):
+        values = [f"{row['ratio']:.2f} at {format_bytes(row['bucket_bytes'])}" for row in some.to_dict("records")]
+        where = _where(some.iloc[0])
+        sentences.append(f"{where}, {_name(name)}: {join_words(values)} of torch's backward at {DEFAULT_MB:g} MiB.")
+    if not own.empty:
+        span = span_text(own["ratio"])
+        sentences.append(f"At equal bucket sizes labkit's bucketed wrapper takes {span} of torch's backward.")
+    faster, slower = shown(table, [*analysis.SETTING, "bucket_mb"])
+    mine = table[table["implementation"].isin([TORCH, "bucketed"])]
+    moved = pd.concat([faster, slower])
+    moved = moved[moved["implementation"].isin([TORCH, "bucketed"])]
+    if moved.empty:
+        advice = f"keep {DEFAULT_MB:g} MiB buckets: no size is shown to change a backward pass beyond chance."
+        return Answer(BUCKETS, "no difference shown", " ".join(sentences), "buckets", advice)
+    best = mine.loc[mine["ratio"].idxmin()]
+    if best["verdict"] == "faster" and not faster.empty:
+        advice = (
+            f"buckets of {format_bytes(best['bucket_bytes'])}: {ratio_text(best)} of torch's backward at the default."
+        )
+    else:
+        bad = join_words(sorted({format_bytes(size) for size in moved["bucket_bytes"]}))
+        advice = f"keep {DEFAULT_MB:g} MiB buckets: none is shown to be faster, and {bad} slower."
+    return Answer(BUCKETS, "yes", " ".join(sentences), "buckets", advice)
+
+
+def overlap(frame: pd.DataFrame) -> Answer | None:
+    table, seen = analysis.exposed(frame), analysis.overlap(frame)
+    if table.empty:
+        return None
+    sentences = []
+    for _, of_setting in table.groupby(analysis.SETTING):
+        parts = []
+        for row in of_setting.to_dict("records"):
+            text = f"{_name(row['implementation'])} {with_interval(pd.Series(row))}"
+            if (
+                row["implementation"] in (TORCH, "overlapped", "bucketed")
+                and row["hidden_percent"] == row["hidden_percent"]
+            ):
+                text += f" ({max(0.0, row['hidden_percent']):.0f} % hidden)"
+            parts.append(text)
+        sentences.append(
+            f"{_where(of_setting.iloc[0])}: a backward pass waits for communication for {join_words(parts)}."
+        )
+    for row in seen.to_dict("records"):
+        if row["implementation"] in ("naive", "overlapped", "bucketed"):
+            sentences.append(
+                f"In the profile of one step, {row['begun_during_backward']} of {row['collectives']} collectives of "
+                f"{_name(row['implementation'])} run during backward ({row['during_percent']:.0f} % of their time)."
+            )
+    hidden = table[table["implementation"].isin([TORCH, "overlapped", "bucketed"])].dropna(subset="hidden_percent")
+    if hidden.empty:
+        return Answer(OVERLAP, "measured", " ".join(sentences), "exposed")
+    best = hidden.groupby("implementation")["hidden_percent"].median().max()
+    if best < ALMOST_NOTHING_PERCENT:
+        sentences.append("Almost nothing hides: whoever carries the bytes takes the cores that backward needs.")
+        return Answer(OVERLAP, "no", " ".join(sentences), "exposed")
+    return Answer(OVERLAP, "measured", " ".join(sentences), "exposed")
+
+
+def memory(frame: pd.DataFrame) -> Answer | None:
+    table = analysis.memory(frame)
+    if table.empty:
+        return None
+    sentences = []
+    for _, of_setting in table.groupby(analysis.SETTING):
+        parts = [
+            f"{_name(row['implementation'])} {format_bytes(row['peak_bytes'])}"
+            + (f" ({row['over_torch']:.2f} times torch's)" if row["implementation"] != TORCH else "")
+            for row in of_setting.to_dict("records")
+        ]
+        sentences.append(f"{_where(of_setting.iloc[0])}: {join_words(parts)}.")
+    return Answer(MEMORY, "measured", " ".join(sentences), "memory")
+
+
+def accumulation(frame: pd.DataFrame) -> Answer | None:
+    table = analysis.accumulation(frame)
+    if table.empty:
+        return None
+    sentences = [
+        f"{_where(row)}, {_name(row['implementation'])}: a step of {row['micro_batches']} micro-batches takes "
+        f"{ratio_text(pd.Series(row))} of the time when only the last one is synchronized."
+        for row in table.to_dict("records")
+    ]
+    faster, slower = shown(table, [*analysis.SETTING, "implementation"])
+    verdict = verdict_of(faster, slower)
+    advice = None
+    if verdict == "yes":
+        advice = (
+            f"accumulate under no_sync: {span_text(faster['ratio'])} of the time of synchronizing every micro-batch."
+        )
+    return Answer(ACCUMULATION, verdict, " ".join(sentences), "accumulation", advice)
+
+
+def published_trends(frame: pd.DataFrame) -> Answer | None:
+    found = [*_torch_is_ahead(frame), *_after_backward_is_slower(frame), *_size_does_not_matter_to_torch(frame)]
+    if not found:
+        return None
+    return Answer(PUBLISHED, trends_verdict(found), " ".join(map(str, found)), "published")
+
+
+def _torch_is_ahead(frame: pd.DataFrame) -> Iterator[Trend]:
+    """`ddp_compare_resnet50.csv`: the overlapping Python wrapper takes 1.02 to 1.13 of torch's backward."""
+    ratios = analysis.against_torch(frame)
+    ratios = ratios[ratios["implementation"] == "bucketed"]
+    if not ratios.empty:
+        claim = f"Bucketing in Python is a little slower than torch's ({span_text(ratios['ratio'])} here)"
+        yield Trend.judged(claim, ratios["verdict"] == "slower", ratios["verdict"] == "faster")
+
+
+def _after_backward_is_slower(frame: pd.DataFrame) -> Iterator[Trend]:
+    """`ddp_compare_resnet50.csv`: reduced after backward it is 1.20 of torch's, and slower than overlapping."""
+    rows = analysis.samples(frame, "implementations")
+    rows = rows[rows["phase"] == analysis.BACKWARD]
+    ratios = compare_groups(rows, "seconds", analysis.SETTING, "implementation", "bucketed")
+    ratios = ratios[ratios["implementation"] == "bucketed_sync"]
+    if not ratios.empty:
+        claim = f"Reducing after backward is slower than during it ({span_text(ratios['ratio'])} here)"
+        yield Trend.judged(claim, ratios["verdict"] == "slower", ratios["verdict"] == "faster")
+
+
+def _size_does_not_matter_to_torch(frame: pd.DataFrame) -> Iterator[Trend]:
+    """`ddp_compare_resnet50.csv`: torch's backward stays within 3 % over buckets of 3 to 27 MB."""
+    table = analysis.buckets(frame)
+    table = table[(table["implementation"] == TORCH) & (table["bucket_mb"] != DEFAULT_MB)]
+    if not table.empty:
+        claim = f"torch's backward hardly depends on the bucket size ({span_text(table['ratio'])} of the default here)"
+        near = (table["low"] > 0.95) & (table["high"] < 1.05)
+        yield Trend.judged(claim, near, (table["high"] < 0.95) | (table["low"] > 1.05))

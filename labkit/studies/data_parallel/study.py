@@ -1,0 +1,183 @@
+"""The data-parallel lab: its parameters and the points it measures."""
+
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Annotated, Any, Literal, get_args
+
+import pandas as pd
+from pydantic import Field
+
+from labkit.lab.answers import Answer, check_complete
+from labkit.lab.config import LabConfig
+from labkit.lab.study import Study
+from labkit.lab.units import format_bytes
+from labkit.machine import Machine, available_memory_bytes
+from labkit.nn.workloads import workload_parameters
+from labkit.parallel.data_parallel.implementations import BUCKETED, IMPLEMENTATIONS, TORCH
+from labkit.studies.data_parallel import answers as answering
+from labkit.studies.data_parallel.worker import DEFAULT_MB, LOCAL, DataParallelPoint, measure_point
+
+MIB = 2**20
+RANK_BYTES = 200 * MIB  # a rank's own resident memory, torch included
+COPIES = 3  # of the parameters, for each alternative: parameters, gradients, what is on its way
+
+WorkloadName = Literal["resnet50", "nano", "mini", "small", "medium", "large", "xl"]
+Implementation = Literal["torch", "naive", "flat", "overlapped", "bucketed", "bucketed_sync"]
+Count = Annotated[int, Field(ge=1, lt=2**31)]
+Repeats = Annotated[int, Field(ge=1, le=100_000)]
+Megabytes = Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]
+
+
+class DataParallelConfig(LabConfig):
+    """What a reader may set. Bucket sizes are in MiB on every side."""
+
+    workloads: Annotated[list[WorkloadName], Field(min_length=1)]
+    world_sizes: Annotated[list[Annotated[int, Field(ge=2, le=1024)]], Field(min_length=1)] = [2]
+    implementations: Annotated[list[Implementation], Field(min_length=1)] = list(get_args(Implementation))
+    buckets_mb: list[Megabytes]
+    """Sizes of the sweep over buckets; 25 is the default everywhere else."""
+    bucket_workloads: list[WorkloadName]
+    accumulation_workloads: list[WorkloadName]
+    micro_batches: Annotated[int, Field(ge=2, le=1024)] = 4
+    batch: Count = 4
+    image_size: Annotated[int, Field(ge=32, le=4096)] = 224
+    context_length: Count = 128
+    warmup: Annotated[int, Field(ge=0, le=10_000)] = 2
+    repeats: Repeats = 10
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    timeout_s: Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)] = 600.0
+
+
+class DataParallelStudy(Study):
+    """Six ways to average gradients, on ResNet-50 and a Transformer."""
+
+    name = "data_parallel"
+    title = "Data-parallel training"
+    summary = "How to average gradients over ranks on this machine, with which bucket size, and what it costs a step."
+    questions = answering.QUESTIONS
+    profiles = {
+        "smoke": DataParallelConfig(
+            workloads=["nano"],
+            buckets_mb=[1.0],
+            bucket_workloads=["nano"],
+            accumulation_workloads=["nano"],
+            micro_batches=2,
+            batch=1,
+            image_size=32,
+            context_length=16,
+            warmup=1,
+            repeats=6,
+        ),
+        "quick": DataParallelConfig(
+            workloads=["resnet50", "mini"],
+            buckets_mb=[1.0, 100.0],
+            bucket_workloads=["resnet50"],
+            accumulation_workloads=["resnet50"],
+            micro_batches=2,
+            batch=2,
+            image_size=32,
+            context_length=32,
+            warmup=1,
+            repeats=6,
+        ),
+        "standard": DataParallelConfig(
+            workloads=["resnet50", "mini"],
+            world_sizes=[2, 4],
+            buckets_mb=[1.0, 5.0, 10.0, 25.0, 100.0],
+            bucket_workloads=["resnet50", "mini"],
+            accumulation_workloads=["resnet50", "mini"],
+            image_size=64,
+            context_length=64,
+            repeats=15,
+        ),
+        "paper": DataParallelConfig(
+            workloads=["resnet50", "xl"],
+            buckets_mb=[4.0 * elements for elements in range(3, 28, 2)],
+            bucket_workloads=["resnet50"],
+            accumulation_workloads=["resnet50"],
+            batch=32,
+            warmup=20,
+            repeats=20,
+            timeout_s=3600.0,
+        ),
+    }
+    worker = staticmethod(measure_point)
+
+    def points(self, config: DataParallelConfig, machine: Machine) -> Sequence[DataParallelPoint]:
+        """By world size: all implementations, the bucket sizes, accumulation, a timeline, the memory."""
+        points = [
+            point
+            for world_size in sorted(set(config.world_sizes))
+            for point in _points_of_world(config, world_size, machine)
+        ]
+        return list({point.id: point for point in points}.values())
+
+    def skip_reason(self, point: DataParallelPoint, machine: Machine) -> str | None:
+        if point.device == "cuda" and not machine.gpus:
+            return "needs a CUDA device, and there is none"
+        alone = point.sweep in ("memory", "timeline")
+        copies = COPIES * (1 if alone else len(point.alternatives) + 1)
+        needed = point.world_size * (RANK_BYTES + copies * 4 * workload_parameters(point.workload))
+        available = available_memory_bytes()
+        if point.device == "cuda":
+            available = sum(gpu.memory_bytes for gpu in machine.gpus[: point.world_size])
+        if needed > available:
+            return f"{len(point.alternatives)} copies need {format_bytes(needed)}, {format_bytes(available)} available"
+        return None
+
+    def series(self, point: DataParallelPoint) -> tuple[Hashable, float]:
+        return (point.sweep, point.world_size), workload_parameters(point.workload)
+
+    def answers(self, frame: pd.DataFrame, coverage: pd.DataFrame) -> Sequence[Answer]:
+        return check_complete(self.questions, answering.answer_all(frame, coverage))
+
+
+def _points_of_world(config: DataParallelConfig, world_size: int, machine: Machine) -> Iterator[DataParallelPoint]:
+    all_of_them = tuple(name for name in IMPLEMENTATIONS if name in config.implementations)
+    bucketed = tuple(name for name in all_of_them if name in BUCKETED)
+    for workload in config.workloads:
+        yield _point(config, machine, world_size, workload, "implementations", (LOCAL, *all_of_them))
+    for workload in config.bucket_workloads:
+        for bucket_mb in sorted(set(config.buckets_mb)):
+            # torch's default is in every comparison, so that bucket sizes can be compared through it
+            names = (f"{TORCH}@{DEFAULT_MB:g}", *(f"{name}@{bucket_mb:g}" for name in bucketed))
+            names = tuple(dict.fromkeys(names))
+            yield _point(config, machine, world_size, workload, "buckets", names, bucket_mb=bucket_mb)
+    for workload in config.accumulation_workloads:
+        some = tuple(name for name in (TORCH, "bucketed") if name in all_of_them)
+        yield _point(config, machine, world_size, workload, "accumulation", some, micro_batches=config.micro_batches)
+    for workload in config.workloads[:1]:
+        yield _point(config, machine, world_size, workload, "timeline", all_of_them)
+        yield _point(config, machine, world_size, workload, "memory", all_of_them)
+
+
+def _point(
+    config: DataParallelConfig,
+    machine: Machine,
+    world_size: int,
+    workload: str,
+    sweep: str,
+    alternatives: tuple[str, ...],
+    **others: Any,
+) -> DataParallelPoint:
+    device = config.device if config.device != "auto" else "cuda" if machine.gpus else "cpu"
+    has_gpu_a_rank = device == "cuda" and len(machine.gpus) >= world_size
+    return DataParallelPoint(
+        world_size=world_size,
+        backend="nccl" if has_gpu_a_rank else "gloo",
+        sweep=sweep,
+        workload=workload,
+        alternatives=alternatives,
+        device=device,
+        batch=config.batch,
+        image_size=config.image_size,
+        context_length=config.context_length,
+        warmup=config.warmup,
+        repeats=config.repeats,
+        seed=config.seed,
+        timeout_s=config.timeout_s,
+        **others,
+    )
+
+
+STUDY = DataParallelStudy()

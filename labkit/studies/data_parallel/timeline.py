@@ -1,0 +1,74 @@
+"""One training step as the profiler sees it: when backward computes, when collectives run, what is waited for."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch.distributed as dist
+from torch.profiler import record_function
+
+from labkit.bench.trace import Profile, TraceEvent, profile_call
+
+# Events of a collective at work, not of the call that begins it.
+COLLECTIVES = ("gloo:all_reduce", "nccl:all_reduce", "ncclDevKernel_AllReduce", "ncclKernel_AllReduce")
+LAST_GRADIENT = "torch::autograd::AccumulateGrad"
+WARMUP_STEPS = 2
+
+
+class Step(Protocol):
+    """What is profiled."""
+
+    implementation: str
+
+    @property
+    def forward(self) -> Callable[[], None]: ...
+    @property
+    def backward(self) -> Callable[[], None]: ...
+    @property
+    def step(self) -> Callable[[], None]: ...
+
+
+def timeline_rows(alternative: str, step: Step, device: str) -> Iterator[dict[str, Any]]:
+    """One row a box: `lane` (forward, backward, all-reduce, optimizer), `start_s`, `duration_s` within the step.
+
+    Backward ends where the last gradient is there; `during_s` of a collective is how much of it ran before that.
+    """
+    for _ in range(WARMUP_STEPS):
+        _run(step)
+    dist.barrier()
+    profile = profile_call(lambda: _run(step), device=device)
+    boxes = _boxes(profile)
+    start = boxes["forward"][0][0]
+    end_of_backward = boxes["backward"][-1][1]
+    for lane, spans in boxes.items():
+        for begin, end in spans:
+            row: dict[str, Any] = {"implementation": step.implementation, "lane": lane, "gate": "ok"}
+            row |= {"start_s": begin - start, "duration_s": end - begin}
+            if lane == "all-reduce":
+                row |= {"during_s": max(0.0, min(end, end_of_backward) - begin)}
+            yield row
+
+
+def _run(step: Step) -> None:
+    with record_function("forward"):
+        step.forward()
+    with record_function("backward"):
+        step.backward()
+    with record_function("optimizer"):
+        step.step()
+
+
+def _boxes(profile: Profile) -> dict[str, list[tuple[float, float]]]:
+    """(start, end) in seconds, by lane. On a CPU the last gradient ends backward, on a GPU its last other kernel."""
+    collectives = [event for event in profile.events if event.name.startswith(COLLECTIVES)]
+    others = [event for event in profile.events if not event.name.startswith(COLLECTIVES)]
+    boxes = {
+        phase: [_around([event for event in others if phase in event.ranges])]
+        for phase in ("forward", "backward", "optimizer")
+    }
+    if last := [event for event in others if event.name == LAST_GRADIENT]:
+        boxes["backward"] = [(boxes["backward"][0][0], _around(last)[1])]
+    return boxes | {"all-reduce": [_around([event]) for event in collectives]}
+
+
+def _around(events: Sequence[TraceEvent]) -> tuple[float, float]:
+    return min(event.start_s for event in events), max(event.start_s + event.duration_s for event in events)

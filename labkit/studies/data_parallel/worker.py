@@ -1,0 +1,229 @@
+"""What a rank runs to measure one point of the data-parallel lab. Imports torch, the wrappers and the instruments.
+
+Alternatives are named "implementation@bucket size in MiB" and take turns, each with a copy of the model and an
+optimizer of its own. "local" is the bare model: the same step without communication.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from labkit.bench.allocator import record_allocations
+from labkit.bench.clock import Stopwatch, time_interleaved
+from labkit.lab.point import Point
+from labkit.nn.workloads import Workload, workload_named
+from labkit.parallel.data_parallel.implementations import wrap
+from labkit.studies.data_parallel.timeline import timeline_rows
+
+LOCAL = "local"
+PHASES = ("forward", "backward", "optimizer")
+DEFAULT_MB = 25.0
+
+# A contribution that is missing or counted twice changes a mean over 2 ranks by half of it; the order of sums, and of
+# atomic additions on a GPU, by some hundred units of float32, relative to the largest gradient of a tensor.
+TOLERANCE = 1e-3
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataParallelPoint(Point):
+    """A workload and the alternatives that are compared on it."""
+
+    sweep: str
+    workload: str
+    alternatives: tuple[str, ...]
+    bucket_mb: float = DEFAULT_MB
+    device: str = "cpu"
+    """ "cpu" or "cuda"; several ranks may share one CUDA device."""
+    batch: int = 4
+    context_length: int = 128
+    image_size: int = 224
+    micro_batches: int = 1
+    warmup: int = 2
+    repeats: int = 10
+    seed: int = 0
+
+    def title(self) -> str:
+        return f"{super().title()}, {self.workload}, {self.sweep}"
+
+
+def split_name(alternative: str) -> tuple[str, float]:
+    """ "torch@25" -> ("torch", 25.0); without a size the default."""
+    name, _, bucket_mb = alternative.partition("@")
+    return name, float(bucket_mb or DEFAULT_MB)
+
+
+def measure_point(point: DataParallelPoint) -> Iterator[dict[str, Any]]:
+    """Rows of one point: seconds by alternative and phase, peak bytes, or boxes of a timeline."""
+    device = _device(point)
+    workload = workload_named(
+        point.workload,
+        batch=point.batch,
+        context_length=point.context_length,
+        image_size=point.image_size,
+        device=device,
+        seed=1000 * point.seed + dist.get_rank(),
+    )
+    if point.sweep == "memory":
+        yield from _memory(point, workload, device)
+    elif point.sweep == "timeline":
+        for name in point.alternatives:
+            yield from timeline_rows(name, Alternative(name, workload, device), device)
+    elif point.sweep == "accumulation":
+        yield from _accumulation(point, workload, device)
+    else:
+        yield from _phases(point, workload, device)
+
+
+class Alternative:
+    """One way to train the workload: a copy of the model under its wrapper, and plain SGD."""
+
+    def __init__(self, name: str, workload: Workload, device: str):
+        self.implementation, self.bucket_mb = split_name(name)
+        model = workload.build()
+        self.model: Any = model
+        if self.implementation != LOCAL:
+            # labkit's wrappers finish when told to, so that the waiting can be told apart
+            self.model = wrap(self.implementation, model, bucket_mb=self.bucket_mb, finish_in_backward=False)
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+        self._finish = getattr(self.model, "finish_gradient_synchronization", None)
+        self.waiting = Stopwatch(device)
+        self._loss_of = workload.loss
+        self._loss: Tensor | None = None
+
+    def forward(self) -> None:
+        self._loss = self._loss_of(self.model)
+
+    def backward(self) -> None:
+        """When it returns, gradients are averaged; `waiting` has the time from the end of the pass on."""
+        assert self._loss is not None, "forward comes first"
+        self._loss.backward()
+        self._loss = None
+        if self._finish is not None:  # torch's has finished already
+            self.waiting.start()
+            self._finish()
+            self.waiting.stop()
+
+    def step(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def gradients(self) -> list[Tensor]:
+        return [p.grad for p in self.model.parameters() if p.grad is not None]
+
+
+def _device(point: DataParallelPoint) -> str:
+    return "cpu" if point.device == "cpu" else f"cuda:{dist.get_rank() % torch.cuda.device_count()}"
+
+
+def _phases(point: DataParallelPoint, workload: Workload, device: str) -> Iterator[dict[str, Any]]:
+    alternatives, wrong = _right_ones(point, workload, device)
+    yield from wrong
+    actions: dict[str, Callable[[], None]] = {}
+    for name, alternative in alternatives.items():
+        steps = (alternative.forward, alternative.backward, alternative.step)
+        actions |= {f"{name} {phase}": step for phase, step in zip(PHASES, steps, strict=True)}
+    times = time_interleaved(actions, warmup=point.warmup, repeats=point.repeats, device=device, before=dist.barrier)
+    for name, alternative in alternatives.items():
+        about = {"implementation": alternative.implementation, "of_bucket_mb": alternative.bucket_mb, "gate": "ok"}
+        for phase in PHASES:
+            yield about | {"phase": phase, "seconds": times[f"{name} {phase}"]}
+        if laps := alternative.waiting.seconds[-point.repeats :]:
+            yield about | {"phase": "waiting", "seconds": laps}
+
+
+def _right_ones(
+    point: DataParallelPoint, workload: Workload, device: str
+) -> tuple[dict[str, Alternative], list[dict[str, Any]]]:
+    """The gate: alternatives whose gradients are the mean of all ranks' local ones; rows for those that are wrong."""
+    expected = _mean_gradients(Alternative(LOCAL, workload, device))
+    right, wrong = {}, []
+    for name in point.alternatives:
+        alternative = Alternative(name, workload, device)
+        if alternative.implementation != LOCAL:
+            error = _largest_error(alternative, expected)
+            if not error <= TOLERANCE:
+                gate = f"wrong: error {error:.1e}, at most {TOLERANCE:.1e} expected"
+                wrong.append({"implementation": alternative.implementation, "gate": gate})
+                continue
+        right[name] = alternative
+    return right, wrong
+
+
+def _mean_gradients(local: Alternative) -> list[Tensor]:
+    """What every wrapper should arrive at: local gradients, summed in float64."""
+    local.forward()
+    local.backward()
+    means = [gradient.double() for gradient in local.gradients()]
+    for mean in means:
+        dist.all_reduce(mean)
+        mean /= dist.get_world_size()
+    return means
+
+
+def _largest_error(alternative: Alternative, expected: list[Tensor]) -> float:
+    """Largest deviation over the largest gradient of the tensor, of any rank: all must agree on what is timed."""
+    alternative.forward()
+    alternative.backward()
+    scales = [mean.abs().max().clamp_min(1e-30) for mean in expected]
+    errors = [
+        (got.double() - mean).abs().max() / scale
+        for got, mean, scale in zip(alternative.gradients(), expected, scales, strict=True)
+    ]
+    alternative.optimizer.zero_grad(set_to_none=True)
+    worst = torch.stack(errors).nan_to_num(torch.inf).max()
+    dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+    return float(worst)
+
+
+def _accumulation(point: DataParallelPoint, workload: Workload, device: str) -> Iterator[dict[str, Any]]:
+    """A step over several micro-batches: gradients averaged after each, or (`no_sync`) after the last one only."""
+    actions, alternatives = {}, {}
+    for name in point.alternatives:
+        for kind in ("every", "last"):
+            alternative = Alternative(name, workload, device)
+            alternatives[f"{name} {kind}"] = alternative
+            actions[f"{name} {kind}"] = _accumulating(alternative, point.micro_batches, only_last=kind == "last")
+    times = time_interleaved(actions, warmup=point.warmup, repeats=point.repeats, device=device, before=dist.barrier)
+    for key, seconds in times.items():
+        implementation = alternatives[key].implementation
+        yield {"implementation": implementation, "synchronized": key.split()[1], "seconds": seconds, "gate": "ok"}
+
+
+def _accumulating(alternative: Alternative, micro_batches: int, *, only_last: bool) -> Callable[[], None]:
+    def step() -> None:
+        for micro_batch in range(micro_batches):
+            if only_last and micro_batch < micro_batches - 1:
+                with alternative.model.no_sync():
+                    alternative.forward()
+                    alternative.backward()
+            else:
+                alternative.forward()
+                alternative.backward()
+        alternative.step()
+
+    return step
+
+
+def _memory(point: DataParallelPoint, workload: Workload, device: str) -> Iterator[dict[str, Any]]:
+    """Peak of the allocator over a step, model and optimizer included, one implementation at a time."""
+    for name in point.alternatives:
+        dist.barrier()
+        with record_allocations(device) as record:
+            alternative = Alternative(name, workload, device)
+            _one_step(alternative)  # the first one makes what stays
+            with record.window("step"):
+                _one_step(alternative)
+            implementation, bucket_mb = alternative.implementation, alternative.bucket_mb
+            del alternative
+        peak_bytes = record.windows["step"].peak_bytes
+        yield {"implementation": implementation, "of_bucket_mb": bucket_mb, "peak_bytes": peak_bytes, "gate": "ok"}
+
+
+def _one_step(alternative: Alternative) -> None:
+    alternative.forward()
+    alternative.backward()
+    alternative.step()
