@@ -40,7 +40,7 @@ def samples(frame: pd.DataFrame, sweep: str) -> pd.DataFrame:
     if rows.empty:
         return pd.DataFrame(columns=[*columns, "repeat", "seconds"])
     parts = rows[rows["phase"].isin(PHASES)]
-    of_rank = [*columns, "rank", "repeat"]
+    of_rank = [*(name for name in columns if name != "phase"), "rank", "repeat"]
     steps = parts.groupby(of_rank, dropna=False, as_index=False)["seconds"].sum().assign(phase=STEP)
     return slowest_rank(pd.concat([rows, steps]), "seconds", columns)
 
@@ -55,7 +55,7 @@ def phases(frame: pd.DataFrame) -> pd.DataFrame:
     torch = table.loc[table["implementation"] == TORCH, [*SETTING, "phase", "seconds"]]
     table = table.merge(torch.rename(columns={"seconds": "torch_s"}), how="left")
     table = table.assign(to_torch_percent=100 * (table["seconds"] / table["torch_s"] - 1)).drop(columns="torch_s")
-    return in_order(table)
+    return in_order(table).sort_values(["workload", "world_size", "phase"], kind="stable", ignore_index=True)
 
 
 def in_order(table: pd.DataFrame) -> pd.DataFrame:
@@ -161,7 +161,7 @@ def timeline(frame: pd.DataFrame) -> pd.DataFrame:
     rows = frame[(frame["sweep"] == "timeline") & (frame["rank"] == 0)].dropna(subset="lane")
     fewest = rows["world_size"].min()
     rows = in_order(rows[rows["world_size"] == fewest])
-    return rows.assign(row=rows["implementation"] + ", " + rows["lane"].replace({"all-reduce": "all-reduce"}))
+    return rows.assign(row=rows["implementation"] + ", " + rows["lane"])
 
 
 def overlap(frame: pd.DataFrame) -> pd.DataFrame:

@@ -72,17 +72,17 @@ def fastest(frame: pd.DataFrame) -> Answer | None:
         )
     if ratios.empty:
         return Answer(FASTEST, "not measured", " ".join(sentences))
-    faster, slower = shown(ratios, analysis.SETTING)
+    faster, slower = shown(ratios, [*analysis.SETTING, "implementation"])
     verdict: Verdict = verdict_of(faster, slower)
     return Answer(FASTEST, verdict, " ".join(sentences), "backward", _advice(ratios, faster, slower))
 
 
 def _advice(ratios: pd.DataFrame, faster: pd.DataFrame, slower: pd.DataFrame) -> str:
     settings = ratios.groupby(analysis.SETTING).ngroups
-    for name in faster["implementation"].drop_duplicates():
-        wins = faster[faster["implementation"] == name]
-        if len(wins) == settings:
-            return f"average gradients by labkit's {_name(name)}: {span_text(wins['ratio'])} of torch's backward."
+    ahead = {name: wins for name, wins in faster.groupby("implementation") if len(wins) == settings}
+    if ahead:
+        name, wins = min(ahead.items(), key=lambda item: float(item[1]["ratio"].median()))
+        return f"average gradients by labkit's {_name(str(name))}: {span_text(wins['ratio'])} of torch's backward."
     worst = slower.groupby("implementation")["ratio"].max().sort_values(ascending=False)
     avoid = [f"{_name(str(name))} (up to {ratio:.2f} times)" for name, ratio in worst.items()]
     start = "torch's DistributedDataParallel: nothing is shown to be faster everywhere"
@@ -102,7 +102,7 @@ def bucket_size(frame: pd.DataFrame) -> Answer | None:
     if not own.empty:
         span = span_text(own["ratio"])
         sentences.append(f"At equal bucket sizes labkit's bucketed wrapper takes {span} of torch's backward.")
-    faster, slower = shown(table, [*analysis.SETTING, "bucket_mb"])
+    faster, slower = shown(table, [*analysis.SETTING, "bucket_mb", "implementation"])
     mine = table[table["implementation"].isin([TORCH, "bucketed"])]
     moved = pd.concat([faster, slower])
     moved = moved[moved["implementation"].isin([TORCH, "bucketed"])]

@@ -1,0 +1,163 @@
+"""Answers of the data-parallel lab on made-up frames: textbook, contrary, noisy, and with rows missing."""
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from labkit.studies.data_parallel import analysis
+from labkit.studies.data_parallel.study import STUDY
+
+BASE = {"workload": "resnet50", "world_size": 2, "backend": "gloo", "device": "cpu", "gate": "ok", "bucket_mb": 25.0}
+LOCAL_S, FORWARD_S, OPTIMIZER_S = 0.10, 0.05, 0.01
+# What a pass waits for, if communication of 60 ms hides behind backward where it can.
+TEXTBOOK = {"local": 0, "torch": 0.02, "naive": 0.08, "flat": 0.10, "overlapped": 0.03, "bucketed": 0.02}
+TEXTBOOK |= {"bucketed_sync": 0.06}
+SWEEPS = ("implementations", "buckets", "accumulation", "timeline", "memory")
+
+
+def _frame(
+    exposed=TEXTBOOK, *, noise=0.002, repeats=12, size_factor=lambda mb: 1.0, saved=0.7, sweeps=SWEEPS, gate=None
+):
+    generator = np.random.default_rng(0)
+    rows = []
+
+    def add(sweep, seconds, **fields):
+        for repeat in range(repeats):
+            slowest = seconds * np.exp(generator.normal(0, noise))
+            rows.extend(
+                BASE | fields | {"sweep": sweep, "rank": rank, "repeat": repeat, "seconds": slowest * (0.9 + rank / 10)}
+                for rank in (0, 1)
+            )
+
+    for name, waits in exposed.items():
+        about = {"implementation": name, "of_bucket_mb": 25.0}
+        add("implementations", FORWARD_S, phase="forward", **about)
+        add("implementations", LOCAL_S + waits, phase="backward", **about)
+        add("implementations", OPTIMIZER_S, phase="optimizer", **about)
+        if name not in ("local", "torch"):
+            add("implementations", max(waits, 1e-4), phase="waiting", **about)
+    for mb in (1.0, 5.0, 100.0):
+        for name, of_mb in (("torch", 25.0), ("torch", mb), ("bucketed", mb), ("bucketed_sync", mb)):
+            factor = size_factor(of_mb)
+            seconds = (LOCAL_S + exposed[name]) * factor
+            add("buckets", seconds, implementation=name, of_bucket_mb=of_mb, bucket_mb=mb, phase="backward")
+    for name in ("torch", "bucketed"):
+        for kind, factor in (("every", 1.0), ("last", saved)):
+            add("accumulation", 0.6 * factor, implementation=name, synchronized=kind, micro_batches=4, phase=None)
+    for name, during in (("naive", 0.0), ("bucketed", 0.015)):
+        point = BASE | {"sweep": "timeline", "implementation": name, "rank": 0}
+        rows.append(point | {"lane": "backward", "start_s": 0.05, "duration_s": 0.1})
+        rows += [point | {"lane": "all-reduce", "start_s": 0.06, "duration_s": 0.02, "during_s": during}] * 4
+    for name, peak in (("torch", 200), ("flat", 300), ("bucketed", 200)):
+        rows.append(BASE | {"sweep": "memory", "implementation": name, "rank": 0, "peak_bytes": peak * 2**20})
+    frame = pd.DataFrame(rows)
+    if gate:
+        frame.loc[frame["implementation"] == gate, "gate"] = "wrong: error 5e-01, at most 1e-03 expected"
+    return frame[frame["sweep"].isin(sweeps)]
+
+
+def _answers(frame, *reasons):
+    coverage = pd.DataFrame({"status": ["skipped"] * len(reasons), "reason": list(reasons)})
+    return {answer.question.id: answer for answer in STUDY.answers(frame, coverage)}
+
+
+def test_a_textbook_machine_is_answered_in_full():
+    answers = _answers(_frame())
+    assert all(answer.verdict != "not measured" for answer in answers.values())
+    assert "naive 1.50" in answers["fastest"].text
+    assert "avoid flat (up to 1.67 times), naive (up to 1.50 times)" in answers["fastest"].recommendation
+    assert "waits for communication for torch's 20 ms [" in answers["overlap"].text
+    assert "(67 % hidden)" in answers["overlap"].text
+    assert "4 of 4 collectives of bucketed run during backward (75 % of their time)" in answers["overlap"].text
+    assert "0 of 4 collectives of naive run during backward" in answers["overlap"].text
+    assert "flat 300 MiB (1.50 times torch's)" in answers["memory"].text
+    assert "accumulate under no_sync: 0.70" in answers["accumulation"].recommendation
+
+
+@pytest.mark.parametrize("frame", [pd.DataFrame(), _frame().iloc[:0]], ids=["no columns", "no rows"])
+def test_without_rows_every_question_is_not_measured_and_says_why(frame):
+    answers = _answers(frame, "8 copies need 51 GiB, 22 GiB available")
+    assert {answer.verdict for answer in answers.values()} == {"not measured"}
+    assert all("51 GiB" in answer.text for answer in answers.values())
+
+
+@pytest.mark.parametrize("missing", SWEEPS)
+def test_a_missing_sweep_leaves_the_other_answers(missing):
+    answers = _answers(_frame(sweeps=[sweep for sweep in SWEEPS if sweep != missing]))
+    silent = {
+        "implementations": {"fastest", "overlap"},
+        "buckets": {"bucket_size"},
+        "accumulation": {"accumulation"},
+        "timeline": set(),
+        "memory": {"memory"},
+    }[missing]
+    assert {key for key, answer in answers.items() if answer.verdict == "not measured"} == silent
+
+
+def test_a_step_is_the_sum_of_its_phases_on_the_slowest_rank():
+    table = analysis.phases(_frame(noise=0)).set_index(["implementation", "phase"])["seconds"]
+    assert table["torch", "step"] == pytest.approx(FORWARD_S + LOCAL_S + TEXTBOOK["torch"] + OPTIMIZER_S)
+    assert table["naive", "waiting"] == pytest.approx(TEXTBOOK["naive"])
+
+
+def test_exposed_communication_is_backward_less_the_same_without():
+    table = analysis.exposed(_frame(noise=0)).set_index("implementation")
+    assert table.loc["naive", "seconds"] == pytest.approx(0.08)
+    assert table.loc["bucketed", "communication_s"] == pytest.approx(0.06)
+    assert table.loc["bucketed", "hidden_percent"] == pytest.approx(100 * 2 / 3)
+    assert table.loc["bucketed", "of_step_percent"] == pytest.approx(100 * 0.02 / 0.18)
+
+
+def test_where_nothing_hides_the_answer_is_no():
+    answer = _answers(_frame(TEXTBOOK | {"torch": 0.06, "bucketed": 0.06, "overlapped": 0.08}))["overlap"]
+    assert answer.verdict == "no"
+    assert "Almost nothing hides" in answer.text
+
+
+def test_a_wrapper_that_is_faster_than_torch_is_recommended_and_noise_recommends_nothing():
+    fast = _answers(_frame(TEXTBOOK | {"torch": 0.05}))["fastest"]
+    assert fast.verdict == "mixed"
+    assert fast.recommendation.startswith("average gradients by labkit's bucketed: 0.80")
+    noisy = _answers(_frame(dict.fromkeys(TEXTBOOK, 0.02), noise=0.5))["fastest"]
+    assert noisy.verdict == "no difference shown"
+    assert "nothing is shown to be faster everywhere, nor slower" in noisy.recommendation
+
+
+def test_wrong_gradients_are_shouted():
+    assert "WRONG GRADIENTS, and therefore no times, from flat" in _answers(_frame(gate="flat"))["fastest"].text
+
+
+def test_bucket_sizes_that_do_not_matter_help_or_hurt():
+    assert _answers(_frame())["bucket_size"].recommendation.startswith("keep 25 MiB buckets: no size is shown")
+    hurts = _answers(_frame(size_factor=lambda mb: 1.5 if mb == 1.0 else 1.0))["bucket_size"]
+    assert hurts.verdict == "yes"
+    assert hurts.recommendation == "keep 25 MiB buckets: none is shown to be faster, and 1 MiB slower."
+    helps = _answers(_frame(size_factor=lambda mb: 0.5 if mb == 5.0 else 1.0))["bucket_size"]
+    assert helps.recommendation.startswith("buckets of 5 MiB: 0.50")
+
+
+def test_no_sync_that_saves_nothing_is_not_recommended():
+    answer = _answers(_frame(saved=1.0))["accumulation"]
+    assert answer.verdict == "no difference shown"
+    assert answer.recommendation is None
+
+
+def test_published_trends_hold_are_contradicted_or_not_shown():
+    slower = TEXTBOOK | {"bucketed": 0.04, "bucketed_sync": 0.06}
+    assert _answers(_frame(slower))["published_trends"].verdict == "yes"
+    contrary = TEXTBOOK | {"bucketed": 0.0, "bucketed_sync": -0.05}
+    text = _answers(_frame(contrary, size_factor=lambda mb: mb / 25))["published_trends"].text
+    assert text.count("is contradicted here") == 3
+    assert "holds here" not in _answers(_frame(dict.fromkeys(TEXTBOOK, 0.02), noise=0.5))["published_trends"].text
+
+
+def test_ranks_that_share_a_gpu_are_labeled():
+    frame = _frame().assign(device="cuda")
+    assert "ranks share a GPU: not a scaling result" in _answers(frame)["fastest"].text
+
+
+def test_published_bucket_sizes_are_in_bytes_on_every_side():
+    table = analysis.published()
+    first = table[table["buffer_melements"] == 3].drop_duplicates("implementation").set_index("implementation")
+    assert first.loc["torch", "bucket_bytes"] == 3 * 2**20
+    assert first.loc["bucketed", "bucket_bytes"] == 12 * 2**20
