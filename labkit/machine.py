@@ -81,6 +81,16 @@ class Machine(BaseModel):
             return count + self.gpus[0].name
         return f"{self.cores}-core {self.cpu}"
 
+    def device(self, wanted: str) -> str:
+        """ "cpu" or "cuda"; "auto" is CUDA where there is a GPU."""
+        if wanted != "auto":
+            return wanted
+        return "cuda" if self.gpus else "cpu"
+
+    def why_no_device(self, device: str) -> str | None:
+        """Why nothing can be measured on `device` here, or None."""
+        return "needs a CUDA device, and there is none" if device == "cuda" and not self.gpus else None
+
     @property
     def slug(self) -> str:
         """The label as it appears in file names."""

@@ -1,10 +1,11 @@
-"""What autograd keeps from the forward pass for the backward pass, counted and not estimated."""
+"""What autograd keeps from a forward pass for the backward pass, counted and not estimated: in all, or by operator."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 Result = TypeVar("Result")
 
@@ -28,7 +29,7 @@ def saved_for_backward(function: Callable[[], Result]) -> tuple[Result, list[Sav
     """
     by_address: dict[int, SavedTensor] = {}
 
-    def note(tensor: torch.Tensor) -> torch.Tensor:
+    def note(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if storage.nbytes():
             dtype = str(tensor.dtype).removeprefix("torch.")
@@ -39,3 +40,70 @@ def saved_for_backward(function: Callable[[], Result]) -> tuple[Result, list[Sav
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         result = function()
     return result, list(by_address.values())
+
+
+@dataclass(frozen=True)
+class SavedStorage:
+    """One piece of memory that the backward pass will read."""
+
+    n_bytes: int
+    operators: tuple[str, ...]
+    """Whose backward reads it, nearest to the output first: ("bmm", "softmax")."""
+    is_input: bool
+    """It was there before the forward pass: the input itself."""
+
+
+def saved_by_operator(
+    function: Callable[[], Tensor], *, own: Iterable[Tensor] = (), inputs: Iterable[Tensor] = ()
+) -> tuple[Tensor, list[SavedStorage]]:
+    """Call `function` and list the storages that its operators saved; storages of `own` (parameters) are left out.
+
+    Every saved tensor passes the hooks and gets a number; reading the `_saved_...` attributes of the graph's nodes
+    afterwards tells which node has which. What an autograd.Function keeps has no such attribute: its operator is "".
+    """
+    saved: list[Tensor] = []
+    read: list[int] = []
+
+    def pack(tensor: Tensor) -> int:
+        saved.append(tensor)
+        return len(saved) - 1
+
+    def unpack(number: int) -> Tensor:
+        read.append(number)
+        return saved[number]
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        output = function()
+    known = {_key(tensor) for tensor in own}
+    given = {_key(tensor) for tensor in inputs}
+    sizes = {_key(tensor): tensor.untyped_storage().nbytes() for tensor in saved if _key(tensor) not in known}
+    names: dict[int, list[str]] = {key: [] for key in sizes}
+    for node in _nodes(output.grad_fn):
+        read.clear()
+        for attribute in dir(node):
+            if attribute.startswith("_saved_"):
+                getattr(node, attribute)
+        for key in {_key(saved[number]) for number in read} & set(sizes):
+            names[key].append(_operator(node))
+    listed = [SavedStorage(n, tuple(names[key]), key in given) for key, n in sizes.items()]
+    return output, listed
+
+
+def _key(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _nodes(root: Any) -> list[Any]:
+    """The nodes of a graph, each once, breadth first from the output."""
+    found, waiting = dict[Any, None](), [root]
+    while waiting:
+        node = waiting.pop(0)
+        if node is not None and node not in found:
+            found[node] = None
+            waiting += [following for following, _ in node.next_functions]
+    return list(found)
+
+
+def _operator(node: Any) -> str:
+    """ "MulBackward0" -> "mul"."""
+    return str(node.name()).rpartition("::")[2].partition("Backward")[0].lower()

@@ -1,6 +1,6 @@
 """Answers: a question, a few sentences whose numbers come from the measured frame, a verdict, the evidence."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -30,6 +30,19 @@ class Answer:
     text: str
     figure: str | None = None
     recommendation: str | None = None
+
+
+Find = Callable[[pd.DataFrame], Answer | None]
+
+
+def answer_each(
+    finders: Mapping[Question, Find],
+    frame: pd.DataFrame,
+    coverage: pd.DataFrame,
+    missing: str = "no row of this run holds what it needs",
+) -> list[Answer]:
+    """The answer each finder gives from the frame; where it gives None, what is `missing`, and the reasons."""
+    return [find(frame) or not_measured(question, coverage, missing) for question, find in finders.items()]
 
 
 def not_measured(question: Question, coverage: pd.DataFrame, missing: str) -> Answer:

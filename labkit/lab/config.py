@@ -7,9 +7,19 @@ import ast
 import difflib
 import json
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+# What several labs let a reader set, each with the bounds of what can be meant.
+Count = Annotated[int, Field(ge=1, lt=2**31)]
+Repeats = Annotated[int, Field(ge=1, le=100_000)]
+"""Timed calls. Below six there is no interval, and so no verdict."""
+Warmup = Annotated[int, Field(ge=0, le=10_000)]
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
+TimeoutSeconds = Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)]
+Device = Literal["auto", "cpu", "cuda"]
+""" "auto": CUDA where there is a GPU."""
 
 PROFILES = ("smoke", "quick", "standard", "paper")
 

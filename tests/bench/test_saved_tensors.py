@@ -1,8 +1,8 @@
-"""Counting what autograd keeps."""
+"""Counting what autograd keeps, in all and by operator."""
 
 import torch
 
-from labkit.bench.saved_tensors import saved_for_backward
+from labkit.bench.saved_tensors import saved_by_operator, saved_for_backward
 
 
 def test_a_storage_saved_twice_counts_once():
@@ -22,3 +22,20 @@ def test_a_view_counts_with_all_its_memory():
 
 def test_nothing_is_kept_without_a_gradient():
     assert saved_for_backward(lambda: torch.randn(5).exp())[1] == []
+
+
+def test_what_is_saved_is_named_by_its_operators():
+    x = torch.randn(8, 8, requires_grad=True)
+    w = torch.randn(8, 8, requires_grad=True)
+    _, saved = saved_by_operator(lambda: torch.softmax(x @ w, -1).exp(), own=[w], inputs=[x])
+    assert {storage.operators: (storage.n_bytes, storage.is_input) for storage in saved} == {
+        ("mm",): (256, True),
+        ("softmax",): (256, False),
+        ("exp",): (256, False),
+    }
+
+
+def test_a_storage_that_two_operators_read_counts_once():
+    x = torch.randn(8, requires_grad=True)
+    _, saved = saved_by_operator(lambda: (x * 2).exp().square(), inputs=[x])
+    assert [(storage.n_bytes, storage.operators) for storage in saved] == [(32, ("pow", "exp"))]

@@ -5,7 +5,7 @@ from itertools import groupby
 import pandas as pd
 
 from labkit.costs.communication import ALL_REDUCE_COSTS
-from labkit.lab.answers import Answer, Question, Verdict, not_measured
+from labkit.lab.answers import Answer, Question, Verdict, answer_each
 from labkit.lab.evidence import shown, verdict_of, with_interval
 from labkit.lab.trends import trends_verdict
 from labkit.lab.units import format_bytes, format_rate, join_words
@@ -32,7 +32,7 @@ QUESTIONS = (SIZE_AND_RANKS, ALGORITHMS, RING, ALPHA_BETA, SCHEDULING, PUBLISHED
 
 def answer_all(frame: pd.DataFrame, coverage: pd.DataFrame) -> list[Answer]:
     """An answer to every question; a question whose rows are missing says so."""
-    answers = {
+    finders = {
         SIZE_AND_RANKS: size_and_ranks,
         ALGORITHMS: algorithms_against_torch,
         RING: ring_against_torch,
@@ -40,10 +40,7 @@ def answer_all(frame: pd.DataFrame, coverage: pd.DataFrame) -> list[Answer]:
         SCHEDULING: scheduling,
         PUBLISHED: published_trends,
     }
-    return [
-        find(frame) or not_measured(question, coverage, "no row of this run holds the times it needs")
-        for question, find in answers.items()
-    ]
+    return answer_each(finders, frame, coverage, "no row of this run holds the times it needs")
 
 
 def size_and_ranks(frame: pd.DataFrame) -> Answer | None:

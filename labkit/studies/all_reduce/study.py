@@ -7,7 +7,7 @@ import pandas as pd
 from pydantic import Field
 
 from labkit.lab.answers import Answer, check_complete
-from labkit.lab.config import LabConfig
+from labkit.lab.config import LabConfig, Repeats, Seed, TimeoutSeconds, Warmup
 from labkit.lab.study import Study
 from labkit.lab.units import format_bytes
 from labkit.machine import Machine, available_memory_bytes
@@ -22,7 +22,6 @@ COPIES = 4  # of the tensor on each rank: base, input, the reduced tensor, room 
 
 Algorithm = Literal["torch", "ring", "butterfly", "recursive_doubling", "halving_doubling", "chosen"]
 PositiveInt = Annotated[int, Field(ge=1, lt=2**48)]
-Repeats = Annotated[int, Field(ge=1, le=100_000)]
 Ranks = Annotated[int, Field(ge=1, le=1024)]
 
 
@@ -40,14 +39,14 @@ class AllReduceConfig(LabConfig):
     dtype: Literal["float64", "float32", "bfloat16", "float16"] = "float32"
     scheduling_sizes_bytes: list[PositiveInt] = [4 * KIB, 64 * KIB]
     """Sizes at which the system's default scheduling policy is compared with SCHED_BATCH."""
-    warmup: Annotated[int, Field(ge=0, le=10_000)] = 2
+    warmup: Warmup = 2
     repeats: Repeats = 20
     repeats_large: Repeats = 8
     """Repeats from 8 MiB or 8 ranks on. Below six there is no interval, and so no verdict."""
     most_bytes: Annotated[int, Field(ge=0)] = 0
     """Larger points, all ranks' tensors together, are left out; 0: only what does not fit into memory is."""
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    timeout_s: Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)] = 120.0
+    seed: Seed = 0
+    timeout_s: TimeoutSeconds = 120.0
 
 
 class AllReduceStudy(Study):

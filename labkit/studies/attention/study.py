@@ -9,7 +9,7 @@ from pydantic import Field
 
 from labkit.costs.attention import matrix_bytes
 from labkit.lab.answers import Answer, check_complete
-from labkit.lab.config import LabConfig
+from labkit.lab.config import Count, Device, LabConfig, Repeats, Seed, TimeoutSeconds, Warmup
 from labkit.lab.study import Study
 from labkit.lab.units import format_bytes
 from labkit.machine import Machine, available_memory_bytes
@@ -20,11 +20,9 @@ MIB, GIB = 2**20, 2**30
 # A matrix of scores from which a round takes a good part of a second on two cores, and fewer repeats must do.
 LARGE_BYTES = 128 * MIB
 
-PositiveInt = Annotated[int, Field(ge=1, lt=2**31)]
 # below, gradients are sums of so few terms that their relative error means nothing
 Length = Annotated[int, Field(ge=16, lt=2**31)]
 HeadDim = Annotated[int, Field(ge=1, le=1024)]
-Repeats = Annotated[int, Field(ge=1, le=100_000)]
 
 
 class AttentionConfig(LabConfig):
@@ -40,18 +38,18 @@ class AttentionConfig(LabConfig):
     """Tokens of the comparison of explicit and tiled attention, one sequence of head dimension 64."""
     memory_sequences: list[Length] = []
     """The same, memory only: too long to be timed often."""
-    batch: PositiveInt = 8
+    batch: Count = 8
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Device = "auto"
     """auto: CUDA if there is a GPU."""
-    warmup: Annotated[int, Field(ge=0, le=10_000)] = 2
+    warmup: Warmup = 2
     repeats: Repeats = 15
     repeats_large: Repeats = 6
     """Repeats from matrices of 128 MiB on, on a CPU. Below six there is no interval, and so no verdict."""
     most_bytes: Annotated[int, Field(ge=0)] = 0
     """Larger problems are left out; 0: only what does not fit into memory is."""
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    timeout_s: Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)] = 300.0
+    seed: Seed = 0
+    timeout_s: TimeoutSeconds = 300.0
 
 
 class AttentionStudy(Study):
@@ -107,7 +105,7 @@ class AttentionStudy(Study):
 
     def points(self, config: AttentionConfig, machine: Machine) -> Sequence[AttentionPoint]:
         """The grid, short sequences first; one long sequence explicit and tiled; and the first that cannot fit."""
-        device = config.device if config.device != "auto" else "cuda" if machine.gpus else "cpu"
+        device = machine.device(config.device)
         points = [
             _point(config, device, "grid", sequence, head_dim)
             for sequence in sorted(config.sequences)

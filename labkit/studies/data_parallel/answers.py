@@ -6,7 +6,7 @@ from typing import Any
 import pandas as pd
 
 from labkit.bench.statistics import compare_groups
-from labkit.lab.answers import Answer, Question, Verdict, not_measured
+from labkit.lab.answers import Answer, Question, Verdict, answer_each
 from labkit.lab.evidence import ratio_text, shown, span_text, verdict_of, with_interval
 from labkit.lab.trends import Trend, trends_verdict
 from labkit.lab.units import format_bytes, join_words
@@ -27,7 +27,7 @@ ALMOST_NOTHING_PERCENT = 10.0
 
 def answer_all(frame: pd.DataFrame, coverage: pd.DataFrame) -> list[Answer]:
     """An answer to every question; a question whose rows are missing says so."""
-    answers = {
+    finders = {
         FASTEST: fastest,
         BUCKETS: bucket_size,
         OVERLAP: overlap,
@@ -35,10 +35,7 @@ def answer_all(frame: pd.DataFrame, coverage: pd.DataFrame) -> list[Answer]:
         ACCUMULATION: accumulation,
         PUBLISHED: published_trends,
     }
-    return [
-        find(frame) or not_measured(question, coverage, "no row of this run holds what it needs")
-        for question, find in answers.items()
-    ]
+    return answer_each(finders, frame, coverage)
 
 
 def _where(row: Mapping[str, Any] | pd.Series) -> str:

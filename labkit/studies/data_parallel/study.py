@@ -7,7 +7,7 @@ import pandas as pd
 from pydantic import Field
 
 from labkit.lab.answers import Answer, check_complete
-from labkit.lab.config import LabConfig
+from labkit.lab.config import Count, Device, LabConfig, Repeats, Seed, TimeoutSeconds, Warmup
 from labkit.lab.study import Study
 from labkit.lab.units import format_bytes
 from labkit.machine import Machine, available_memory_bytes
@@ -22,8 +22,6 @@ COPIES = 3  # of the parameters, for each alternative: parameters, gradients, wh
 
 WorkloadName = Literal["resnet50", "nano", "mini", "small", "medium", "large", "xl"]
 Implementation = Literal["torch", "naive", "flat", "overlapped", "bucketed", "bucketed_sync"]
-Count = Annotated[int, Field(ge=1, lt=2**31)]
-Repeats = Annotated[int, Field(ge=1, le=100_000)]
 Megabytes = Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]
 
 
@@ -41,11 +39,11 @@ class DataParallelConfig(LabConfig):
     batch: Count = 4
     image_size: Annotated[int, Field(ge=32, le=4096)] = 224
     context_length: Count = 128
-    warmup: Annotated[int, Field(ge=0, le=10_000)] = 2
+    warmup: Warmup = 2
     repeats: Repeats = 10
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
-    timeout_s: Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)] = 600.0
+    device: Device = "auto"
+    seed: Seed = 0
+    timeout_s: TimeoutSeconds = 600.0
 
 
 class DataParallelStudy(Study):
@@ -113,8 +111,8 @@ class DataParallelStudy(Study):
         return list({point.id: point for point in points}.values())
 
     def skip_reason(self, point: DataParallelPoint, machine: Machine) -> str | None:
-        if point.device == "cuda" and not machine.gpus:
-            return "needs a CUDA device, and there is none"
+        if reason := machine.why_no_device(point.device):
+            return reason
         alone = point.sweep in ("memory", "timeline")
         copies = COPIES * (1 if alone else len(point.alternatives) + 1)
         needed = point.world_size * (RANK_BYTES + copies * 4 * workload_parameters(point.workload))
@@ -160,7 +158,7 @@ def _point(
     alternatives: tuple[str, ...],
     **others: Any,
 ) -> DataParallelPoint:
-    device = config.device if config.device != "auto" else "cuda" if machine.gpus else "cpu"
+    device = machine.device(config.device)
     has_gpu_a_rank = device == "cuda" and len(machine.gpus) >= world_size
     return DataParallelPoint(
         world_size=world_size,

@@ -65,7 +65,7 @@ def measure_point(point: DataParallelPoint) -> Iterator[dict[str, Any]]:
         context_length=point.context_length,
         image_size=point.image_size,
         device=device,
-        seed=1000 * point.seed + dist.get_rank(),
+        seed=(1000 * point.seed + dist.get_rank()) % 2**63,
     )
     if point.sweep == "memory":
         yield from _memory(point, workload, device)

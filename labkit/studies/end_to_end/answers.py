@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pandas as pd
 
-from labkit.lab.answers import Answer, Question, Verdict, not_measured
+from labkit.lab.answers import Answer, Question, Verdict, answer_each
 from labkit.lab.evidence import ratio_text, shown, span_text, verdict_of, with_interval
 from labkit.lab.trends import Trend, trends_verdict
 from labkit.lab.units import format_seconds, join_words
@@ -28,17 +28,14 @@ SMALL_SPREAD_PERCENT = 2.0  # published: 1.7 of 517 ms
 
 def answer_all(frame: pd.DataFrame, coverage: pd.DataFrame) -> list[Answer]:
     """An answer to every question; a question whose rows are missing says so."""
-    answers = {
+    finders = {
         STEP_TIMES: step_times,
         WARMUP: warmup,
         PREDICTED: predicted,
         COMPILE: compiling,
         PUBLISHED: published_trends,
     }
-    return [
-        find(frame) or not_measured(question, coverage, "no row of this run holds the times it needs")
-        for question, find in answers.items()
-    ]
+    return answer_each(finders, frame, coverage, "no row of this run holds the times it needs")
 
 
 def step_times(frame: pd.DataFrame) -> Answer | None:

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from labkit.costs.transformer import n_parameters
 from labkit.lab.answers import Answer, check_complete
-from labkit.lab.config import LabConfig
+from labkit.lab.config import Count, Device, LabConfig, Repeats, Seed, TimeoutSeconds, Warmup
 from labkit.lab.study import Study
 from labkit.lab.units import format_bytes
 from labkit.machine import Machine, available_memory_bytes
@@ -18,8 +18,6 @@ from labkit.studies.end_to_end.worker import EndToEndPoint, measure_point
 
 Size = Literal["nano", "mini", "small", "medium", "large", "xl", "2.7B", "10B"]
 Precision = Literal["float32", "bfloat16"]
-Repeats = Annotated[int, Field(ge=1, le=100_000)]
-Count = Annotated[int, Field(ge=1, lt=2**31)]
 
 # Parameters, gradients and AdamW's two states, float32; what activations need comes on top.
 BYTES_A_PARAMETER = 16
@@ -41,15 +39,15 @@ class EndToEndConfig(LabConfig):
     """How far a step goes."""
     batch: Count = 4
     context_length: Count = 128
-    warmup: Annotated[int, Field(ge=0, le=10_000)] = 5
+    warmup: Warmup = 5
     repeats: Repeats = 10
     repeats_large: Repeats = 10
     """Repeats from 100 million parameters on."""
     trials: Repeats = 6
     """New processes whose first steps are timed. Below six there is no interval, and so no verdict."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    timeout_s: Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)] = 600.0
+    device: Device = "auto"
+    seed: Seed = 0
+    timeout_s: TimeoutSeconds = 600.0
 
 
 class EndToEndStudy(Study):
@@ -93,8 +91,8 @@ class EndToEndStudy(Study):
         return list({point.id: point for point in points}.values())
 
     def skip_reason(self, point: EndToEndPoint, machine: Machine) -> str | None:
-        if point.device == "cuda" and not machine.gpus:
-            return "needs a CUDA device, and there is none"
+        if reason := machine.why_no_device(point.device):
+            return reason
         if not point.size:
             return None
         copies = 2 if point.sweep == "compile" else 1
@@ -133,7 +131,7 @@ def _first_steps(config: EndToEndConfig, machine: Machine) -> Iterator[EndToEndP
 
 
 def _point(config: EndToEndConfig, machine: Machine, sweep: str, **given: Any) -> EndToEndPoint:
-    device = config.device if config.device != "auto" else "cuda" if machine.gpus else "cpu"
+    device = machine.device(config.device)
     peak = machine.gpus[0].dense_bf16_peak_tflops if device == "cuda" and machine.gpus else None
     is_large = bool(given.get("size")) and n_parameters(SIZES[given["size"]]) >= LARGE_PARAMETERS
     fields = {

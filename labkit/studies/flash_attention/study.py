@@ -8,7 +8,7 @@ from pydantic import Field
 
 from labkit.costs.attention import matrix_bytes
 from labkit.lab.answers import Answer, check_complete
-from labkit.lab.config import LabConfig
+from labkit.lab.config import Device, LabConfig, Repeats, Seed, TimeoutSeconds, Warmup
 from labkit.lab.passes import COMPILED, FLASH, MARGIN, TILED
 from labkit.lab.study import Study
 from labkit.lab.units import format_bytes
@@ -28,7 +28,6 @@ Name = Literal[
 # below 16, gradients are sums of so few terms that their relative error means nothing
 Length = Annotated[int, Field(ge=16, lt=2**31)]
 HeadDim = Annotated[int, Field(ge=1, le=1024)]
-Repeats = Annotated[int, Field(ge=1, le=100_000)]
 
 
 class FlashConfig(LabConfig):
@@ -52,16 +51,16 @@ class FlashConfig(LabConfig):
     """Of `sequences`, those at which the compiled version takes part: each shape costs seconds to compile."""
     technique_sequences: list[Length]
     """Tokens at which the techniques of the kernel are left out one by one."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Device = "auto"
     """auto: CUDA if there is a GPU."""
-    warmup: Annotated[int, Field(ge=0, le=10_000)] = 2
+    warmup: Warmup = 2
     repeats: Repeats = 15
     repeats_large: Repeats = 6
     """Repeats from matrices of 64 MiB on, on a CPU. Below six there is no interval, and so no verdict."""
     most_bytes: Annotated[int, Field(ge=0)] = 0
     """An implementation that needs more is left out; 0: only what does not fit into memory is."""
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    timeout_s: Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)] = 300.0
+    seed: Seed = 0
+    timeout_s: TimeoutSeconds = 300.0
 
 
 class FlashStudy(Study):
@@ -111,7 +110,7 @@ class FlashStudy(Study):
 
     def points(self, config: FlashConfig, machine: Machine) -> Sequence[FlashPoint]:
         """First the rate of the device, then all lengths, then what the techniques of the kernel are worth."""
-        device = config.device if config.device != "auto" else "cuda" if machine.gpus else "cpu"
+        device = machine.device(config.device)
         points = [*_lengths(config, device), *_techniques(config, device)]
         return list({point.id: point for point in points}.values())
 

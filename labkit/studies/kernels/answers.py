@@ -2,7 +2,7 @@
 
 import pandas as pd
 
-from labkit.lab.answers import Answer, Question, Verdict, not_measured
+from labkit.lab.answers import Answer, Question, Verdict, answer_each
 from labkit.lab.evidence import ratio_text, shown, with_interval
 from labkit.lab.trends import trends_verdict
 from labkit.lab.units import format_seconds, join_words
@@ -35,7 +35,7 @@ WORTH_NAMING = 0.05
 
 def answer_all(frame: pd.DataFrame, coverage: pd.DataFrame) -> list[Answer]:
     """An answer to every question; a question whose rows are missing says so."""
-    answers = {
+    finders = {
         CLOCK: profiler_and_clock,
         LARGEST: largest_operator,
         BESIDE: beside_matmul,
@@ -43,10 +43,7 @@ def answer_all(frame: pd.DataFrame, coverage: pd.DataFrame) -> list[Answer]:
         SOFTMAX: softmax_in_attention,
         PUBLISHED: published_trends,
     }
-    return [
-        find(frame) or not_measured(question, coverage, "no row of this run holds what it needs")
-        for question, find in answers.items()
-    ]
+    return answer_each(finders, frame, coverage)
 
 
 def profiler_and_clock(frame: pd.DataFrame) -> Answer | None:

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from labkit.costs.transformer import ADAMW_STATES, n_parameters
 from labkit.lab.answers import Answer, check_complete
-from labkit.lab.config import LabConfig
+from labkit.lab.config import Device, LabConfig, Seed, TimeoutSeconds
 from labkit.lab.study import Study
 from labkit.lab.units import format_bytes
 from labkit.machine import Machine, available_memory_bytes
@@ -25,7 +25,7 @@ Size = Literal["nano", "mini", "small", "medium", "large", "xl", "2.7B", "10B"]
 class KernelsConfig(LabConfig):
     """What a reader may set."""
 
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Device = "auto"
     """auto: the GPU if there is one."""
     models: Annotated[list[Size], Field(min_length=1)]
     batch: Annotated[int, Field(ge=1, le=2**16)] = 4
@@ -33,8 +33,8 @@ class KernelsConfig(LabConfig):
     warmup: Annotated[int, Field(ge=0, le=1000)] = 2
     passes: Annotated[int, Field(ge=1, le=1000)] = 8
     """Profiled passes of each mode. Below six there is no interval, and so no verdict."""
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    timeout_s: Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)] = 600.0
+    seed: Seed = 0
+    timeout_s: TimeoutSeconds = 600.0
 
 
 class KernelsStudy(Study):
@@ -54,7 +54,7 @@ class KernelsStudy(Study):
 
     def points(self, config: KernelsConfig, machine: Machine) -> Sequence[KernelsPoint]:
         """The rate of matrix products, for the prediction; then models from small to large."""
-        device = config.device if config.device != "auto" else "cuda" if machine.gpus else "cpu"
+        device = machine.device(config.device)
         ordered = sorted(dict.fromkeys(config.models), key=lambda name: n_parameters(shape_named(name)))
         rates = KernelsPoint(
             part="rates",

@@ -5,7 +5,7 @@ Bytes come out the same in every repeat, so that most answers need no interval; 
 
 import pandas as pd
 
-from labkit.lab.answers import Answer, Question, Verdict, not_measured
+from labkit.lab.answers import Answer, Question, Verdict, answer_each
 from labkit.lab.evidence import ratio_text, shown
 from labkit.lab.trends import trends_verdict
 from labkit.lab.units import format_bytes, join_words
@@ -41,7 +41,7 @@ TOLERANCE = 0.05
 
 def answer_all(frame: pd.DataFrame, coverage: pd.DataFrame) -> list[Answer]:
     """An answer to every question; a question whose rows are missing says so."""
-    answers = {
+    finders = {
         PEAK_BY_CONTEXT: peak_by_context,
         WHERE_IT_GOES: where_it_goes,
         RESIDUAL_STREAM: residual_stream,
@@ -53,10 +53,7 @@ def answer_all(frame: pd.DataFrame, coverage: pd.DataFrame) -> list[Answer]:
         PUBLISHED_PEAKS: published_peaks,
         TRENDS: published_trends,
     }
-    return [
-        find(frame) or not_measured(question, coverage, "no row of this run holds the bytes it needs")
-        for question, find in answers.items()
-    ]
+    return answer_each(finders, frame, coverage, "no row of this run holds the bytes it needs")
 
 
 def peak_by_context(frame: pd.DataFrame) -> Answer | None:

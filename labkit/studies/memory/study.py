@@ -8,7 +8,7 @@ from pydantic import Field
 
 from labkit.costs.memory import PHASES, saved_by_layer, state_bytes
 from labkit.lab.answers import Answer, check_complete
-from labkit.lab.config import LabConfig
+from labkit.lab.config import Device, LabConfig, Seed, TimeoutSeconds
 from labkit.lab.study import Study
 from labkit.lab.units import format_bytes
 from labkit.machine import Machine, available_memory_bytes
@@ -48,12 +48,12 @@ class MemoryConfig(LabConfig):
     counted_checkpoint_size: Size
     counted_checkpoint_context: Context
     batch: Annotated[int, Field(ge=1, le=4096)] = 4
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Device = "auto"
     warmup: Annotated[int, Field(ge=0, le=1000)] = 1
     repeats: Annotated[int, Field(ge=1, le=10_000)] = 6
     """Of timed steps. Below six there is no interval, and so no verdict."""
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    timeout_s: Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)] = 300.0
+    seed: Seed = 0
+    timeout_s: TimeoutSeconds = 300.0
 
 
 class MemoryStudy(Study):
@@ -208,7 +208,7 @@ def _checkpointing(config: MemoryConfig, machine: Machine) -> Iterator[MemoryPoi
 def _point(
     config: MemoryConfig, machine: Machine, kind: str, size: str, context: int, precision: str, **others: Any
 ) -> MemoryPoint:
-    device = ("cuda" if machine.gpus else "cpu") if config.device == "auto" else config.device
+    device = machine.device(config.device)
     in_all = machine.gpus[0].memory_bytes if device == "cuda" and machine.gpus else machine.memory_bytes
     return MemoryPoint(
         kind=kind,

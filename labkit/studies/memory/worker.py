@@ -15,7 +15,7 @@ import torch
 
 from labkit.bench.allocator import record_allocations
 from labkit.bench.clock import time_interleaved
-from labkit.bench.saved_by_operator import saved_by_operator
+from labkit.bench.saved_tensors import saved_by_operator
 from labkit.costs import memory as costs
 from labkit.lab.point import Point
 from labkit.nn.attention import explicit_attention

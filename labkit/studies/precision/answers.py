@@ -2,7 +2,7 @@
 
 import pandas as pd
 
-from labkit.lab.answers import Answer, Question, not_measured
+from labkit.lab.answers import Answer, Question, answer_each
 from labkit.lab.evidence import ratio_text, shown, verdict_of
 from labkit.lab.trends import trends_verdict
 from labkit.lab.units import join_words
@@ -27,17 +27,14 @@ QUESTIONS = (ACCUMULATION, DTYPES, NORM, SPEED, PUBLISHED)
 
 def answer_all(frame: pd.DataFrame, coverage: pd.DataFrame) -> list[Answer]:
     """An answer to every question; a question whose rows are missing says so."""
-    answers = {
+    finders = {
         ACCUMULATION: accumulation,
         DTYPES: dtypes,
         NORM: layer_norm,
         SPEED: autocast_speed,
         PUBLISHED: published_trends,
     }
-    return [
-        find(frame) or not_measured(question, coverage, "no row of this run holds what it needs")
-        for question, find in answers.items()
-    ]
+    return answer_each(finders, frame, coverage)
 
 
 def accumulation(frame: pd.DataFrame) -> Answer | None:

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from labkit.costs.transformer import n_parameters
 from labkit.lab.answers import Answer, check_complete
-from labkit.lab.config import LabConfig
+from labkit.lab.config import Device, LabConfig, Repeats, Seed, TimeoutSeconds, Warmup
 from labkit.lab.study import Study
 from labkit.lab.units import format_bytes
 from labkit.machine import Machine, available_memory_bytes
@@ -23,14 +23,13 @@ BYTES_A_PARAMETER = 4 + 4 + 4 + 2
 
 Size = Literal["nano", "mini", "small", "medium", "large", "xl", "2.7B", "10B"]
 Low = Literal["bfloat16", "float16"]
-Repeats = Annotated[int, Field(ge=1, le=100_000)]
 Pair = Annotated[list[Annotated[float, Field(allow_inf_nan=False)]], Field(min_length=2, max_length=2)]
 
 
 class PrecisionConfig(LabConfig):
     """What a reader may set."""
 
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Device = "auto"
     """auto: sums, norms and dtypes on every device there is, times on the GPU if there is one."""
     models: Annotated[list[Size], Field(min_length=1)]
     precisions: Annotated[list[Low], Field(min_length=1)] = ["bfloat16"]
@@ -48,12 +47,12 @@ class PrecisionConfig(LabConfig):
         [1000.0, 1.0],
     ]
     """[offset, scale] of the inputs of the layer norm."""
-    warmup: Annotated[int, Field(ge=0, le=10_000)] = 2
+    warmup: Warmup = 2
     repeats: Repeats = 20
     repeats_large: Repeats = 6
     """Repeats of models from 50 million parameters on. Below six there is no interval, and so no verdict."""
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    timeout_s: Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)] = 300.0
+    seed: Seed = 0
+    timeout_s: TimeoutSeconds = 300.0
 
 
 class PrecisionStudy(Study):
