@@ -141,7 +141,9 @@ def largest_allocations(frame: pd.DataFrame) -> Answer | None:
             )
     if not sentences:
         return None
-    return Answer(LARGEST_ALLOCATIONS, "measured", " ".join(sentences), "timeline")
+    sizes = analysis.timeline(frame)["size"]  # a figure each
+    figure = f"timeline_{sizes.iloc[-1]}" if len(sizes) else None
+    return Answer(LARGEST_ALLOCATIONS, "measured", " ".join(sentences), figure)
 
 
 def saved_by_a_block(frame: pd.DataFrame) -> Answer | None:
