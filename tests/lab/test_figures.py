@@ -94,6 +94,15 @@ def test_published_bars_get_a_panel_of_their_own_with_their_own_categories(tmp_p
     assert plot.figure.axes[1].get_title() == "published, H100"
 
 
+def test_bars_that_would_hide_one_another_or_be_left_out_are_refused():
+    both = pd.concat([STEPS.assign(precision="float32"), STEPS.assign(precision="bfloat16")])
+    with pytest.raises(ValueError, match=r"one row a bar, got several for .*nano"):
+        bars(both, x="model", y="seconds", hue="phase")
+    assert len(bars(both, x="model", y="seconds", hue="phase", facet="precision").figure.axes) == 2
+    with pytest.raises(ValueError, match="expected values of phase among"):
+        bars(STEPS, x="model", y="seconds", hue="phase", hue_order=["forward"])
+
+
 def test_areas_are_steps_that_add_up():
     frame = pd.DataFrame({"at_s": [0, 1, 1, 2], "kind": ["a", "a", "b", "a"], "bytes": [1.0, 2.0, 5.0, 3.0]})
     axis = areas(frame, x="at_s", y="bytes", hue="kind", hue_order=["a", "b"]).figure.axes[0]

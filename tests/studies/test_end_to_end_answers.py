@@ -5,6 +5,7 @@ import pandas as pd
 import pytest
 
 from labkit.costs.transformer import backward_flops, forward_flops, n_parameters
+from labkit.lab import figures
 from labkit.nn.transformer import SIZES
 from labkit.studies.end_to_end import analysis
 from labkit.studies.end_to_end.study import STUDY
@@ -117,7 +118,7 @@ def test_the_step_is_the_sum_of_its_parts_repeat_by_repeat():
 
 def test_predictions_are_flops_and_bytes_over_measured_rates():
     table = analysis.predictions(_frame(noise=0))
-    assert table["measured_over_predicted"].tolist() == pytest.approx([1.0] * 10)
+    assert table["measured_over_predicted"].tolist() == pytest.approx([1.0] * 12)
     assert table["mfu_percent"].isna().all()
 
 
@@ -131,13 +132,54 @@ def test_utilization_is_shown_only_against_the_peak_of_its_precision():
 def test_a_machine_that_contradicts_the_prediction_is_not_talked_round():
     answer = _answers(_frame(lambda size, phase: 10 * _textbook(size, phase)))["predicted"]
     assert answer.verdict == "no"
-    assert "0 of 10 times" in answer.text
+    assert "0 of 12 times" in answer.text
 
 
 def test_first_steps_that_are_not_slower_show_no_difference_and_advise_nothing():
     answer = _answers(_frame(first=1.0))["warmup"]
     assert answer.verdict == "no difference shown"
     assert answer.recommendation is None
+
+
+def test_first_steps_that_are_faster_are_a_difference_too():
+    answer = _answers(_frame(first=0.1))["warmup"]
+    assert answer.verdict == "yes"
+    assert "Early steps are faster than later ones" in answer.text
+    assert "pays for what happens once" not in answer.text
+
+
+def test_a_loss_that_is_not_finite_is_shouted_where_it_was_measured():
+    bad = POINT | {"sweep": "phases", "size": "mini", "gate": "wrong: the loss is nan"}
+    frame = _frame(sizes=("nano",), sweeps=["phases"])
+    answer = _answers(pd.concat([frame, pd.DataFrame([bad])], ignore_index=True))["step_times"]
+    assert answer.text.startswith("WRONG RESULTS, and therefore no times: mini: wrong: the loss is nan. nano: forward")
+    only_bad = _answers(pd.DataFrame([bad]))["step_times"]
+    assert only_bad.verdict == "not measured"
+    assert "the loss is nan" in only_bad.text
+
+
+def test_utilization_is_told_however_far_a_step_goes():
+    frame = _frame(precision="bfloat16", peak=4 * RATE)
+    forward_only = frame[frame["phase"].isin(["inference", "forward"]) | (frame["sweep"] == "rates")]
+    assert "25 % of the data-sheet peak" in _answers(forward_only)["predicted"].text
+
+
+def test_many_models_are_told_by_the_smallest_and_the_largest():
+    text = _answers(_frame(sizes=("nano", "mini", "small", "medium")))["step_times"].text
+    assert "nano: forward" in text
+    assert "medium: forward" in text
+    assert "mini: forward" not in text
+
+
+def test_figures_can_be_drawn_from_two_precisions():
+    frame = pd.concat([_frame(), _frame(precision="bfloat16")], ignore_index=True)
+    for table, y in (
+        (analysis.phases(frame), "seconds"),
+        (analysis.predictions(frame), "measured_over_predicted"),
+        (analysis.compiled_against_eager(frame), "ratio"),
+    ):
+        plot = figures.bars(table, x="size", y=y, hue="phase", hue_order=analysis.PHASE_ORDER, facet="precision")
+        assert len(plot.figure.axes) == 2
 
 
 def test_slower_compiled_code_is_advised_against_and_noise_shows_nothing():
@@ -154,7 +196,7 @@ def test_wrong_results_of_compiled_code_are_shouted():
     bad = POINT | {"sweep": "compile", "size": "nano", "implementation": "compiled", "gate": "wrong: error 1e+00"}
     answer = _answers(pd.concat([frame, pd.DataFrame([bad])], ignore_index=True))["compile"]
     assert answer.verdict == "not measured"
-    assert "WRONG RESULTS, and therefore no times: wrong: error 1e+00" in answer.text
+    assert "WRONG RESULTS, and therefore no times: nano: wrong: error 1e+00" in answer.text
 
 
 def test_published_trends_are_contradicted_where_they_are():

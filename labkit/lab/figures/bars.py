@@ -51,7 +51,8 @@ def bars(
     and `hue_order` name all values that may occur, in their order; otherwise it is that of the rows. `reference`
     has the same columns and gets panels of its own, hatched, titled `reference_label`: its categories may be
     others. Panels share the y axis if `log`, and otherwise only if there is no reference: published absolute
-    values are rarely of the same size. ValueError if a column is missing.
+    values are rarely of the same size. ValueError if a column is missing, two rows are the same bar, or an order
+    lacks a value.
     """
     columns = [column for column in (x, y, hue, facet) if column is not None]
     require_columns(frame, columns)
@@ -62,6 +63,7 @@ def bars(
         pieces.append(reference.assign(source=reference_label))
     kept = [*columns, *(name for name in ("low", "high") if name in frame and not stacked), "source"]
     data = pd.concat([piece.reindex(columns=kept) for piece in pieces], ignore_index=True).dropna(subset=[y])
+    _require_one_row_a_bar(data, [name for name in (x, hue, facet) if name], {x: x_order, hue: hue_order})
     panels = list(_panels(data, facet))
     if not panels:
         return nothing_to_draw(data)
@@ -75,6 +77,16 @@ def bars(
     axes[0].set_ylabel(y_title or axis_title(y))
     legend(figure, axes, hue)
     return Plot(figure, data)
+
+
+def _require_one_row_a_bar(data: pd.DataFrame, keys: list[str], orders: dict[str, Sequence[Any] | None]) -> None:
+    """ValueError for what would be drawn over one another, or left out without a word."""
+    twice = data[data.duplicated([*keys, "source"])]
+    if not twice.empty:
+        raise ValueError(f"expected one row a bar, got several for {twice[keys].iloc[0].to_dict()}: name a facet")
+    for column, order in orders.items():
+        if order is not None and (unknown := set(data[column]) - set(order)):
+            raise ValueError(f"expected values of {column} among {list(order)}, got {sorted(map(str, unknown))}")
 
 
 def _panels(data: pd.DataFrame, facet: str | None) -> list[tuple[Any, pd.DataFrame]]:

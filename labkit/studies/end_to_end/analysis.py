@@ -8,7 +8,7 @@ from functools import cache
 import numpy as np
 import pandas as pd
 
-from labkit.bench.statistics import compare_groups, summarize_groups
+from labkit.bench.statistics import FEWEST_SAMPLES, RESAMPLES, compare_groups, summarize_groups
 from labkit.costs.transformer import ADAMW_STATES, backward_flops, forward_flops, n_parameters
 from labkit.lab.project import reference_directory
 from labkit.nn.transformer import SIZES
@@ -16,8 +16,10 @@ from labkit.studies.end_to_end.worker import PHASES
 
 MODEL = ["device", "precision", "size"]
 SIZE_ORDER = list(SIZES)
-PHASE_ORDER = [*PHASES, "step"]
-PUBLISHED_PHASE = {"forward_backward": "forward + backward"}
+BOTH = "forward + backward"
+PHASE_ORDER = [*PHASES[:3], BOTH, *PHASES[3:], "step"]
+SUMS = {BOTH: ("forward", "backward"), "step": ("forward", "backward", "optimizer")}
+PUBLISHED_PHASE = {"forward_backward": BOTH}
 WARMUPS = (0, 1, 2, 5)
 STEPS_AVERAGED = 10
 
@@ -39,15 +41,36 @@ def by_size(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def phases(frame: pd.DataFrame) -> pd.DataFrame:
-    """Median, mean, std and interval by (model, phase), `step` being forward + backward + optimizer of one repeat."""
+    """Median, mean, std and interval by (model, phase); `SUMS` of phases are added up repeat by repeat.
+
+    `spread_percent` is the standard deviation over the mean, with a bootstrap interval `spread_low`, `spread_high`.
+    """
     rows = of_sweep(frame, "phases")
-    parts = rows[rows["phase"].isin(PHASES[1:])]
-    complete = parts.groupby([*MODEL, "repeat"]).filter(lambda group: len(group) == len(PHASES) - 1)
-    steps = complete.groupby([*MODEL, "repeat"], as_index=False)["seconds"].sum().assign(phase="step")
-    table = summarize_groups(pd.concat([rows, steps]), "seconds", [*MODEL, "phase"])
+    pieces = [rows, *(_summed(rows, name, parts) for name, parts in SUMS.items())]
+    samples = pd.concat([piece for piece in pieces if len(piece)] or [rows])
+    table = summarize_groups(samples, "seconds", [*MODEL, "phase"])
     table = table.rename(columns={"median": "seconds", "mean": "mean_s", "std": "std_s"})
     table = table.assign(spread_percent=100 * table["std_s"] / table["mean_s"])
+    by_phase = samples.groupby([*MODEL, "phase"])["seconds"]
+    bounds = {key: _spread_interval(seconds.to_numpy()) for key, seconds in by_phase}
+    keys = list(table[[*MODEL, "phase"]].itertuples(index=False, name=None))
+    table = table.assign(spread_low=[bounds[key][0] for key in keys], spread_high=[bounds[key][1] for key in keys])
     return by_size(table.sort_values("phase", key=lambda names: names.map(PHASE_ORDER.index), kind="stable"))
+
+
+def _summed(rows: pd.DataFrame, name: str, parts: tuple[str, ...]) -> pd.DataFrame:
+    some = rows[rows["phase"].isin(parts)]
+    complete = some.groupby([*MODEL, "repeat"]).filter(lambda group: len(group) == len(parts))
+    return complete.groupby([*MODEL, "repeat"], as_index=False)["seconds"].sum().assign(phase=name)
+
+
+def _spread_interval(seconds: np.ndarray) -> tuple[float, float]:
+    """95 % percentile bootstrap of std over mean, in percent; NaN where there are too few samples."""
+    if len(seconds) < FEWEST_SAMPLES:
+        return float("nan"), float("nan")
+    resampled = seconds[np.random.default_rng(0).integers(0, len(seconds), (RESAMPLES, len(seconds)))]
+    low, high = np.percentile(100 * resampled.std(axis=1, ddof=1) / resampled.mean(axis=1), [2.5, 97.5])
+    return float(low), float(high)
 
 
 def rates(frame: pd.DataFrame) -> pd.DataFrame:
@@ -94,6 +117,7 @@ def _work(size: str, phase: str, batch: int, sequence: int) -> tuple[int, int]:
         "inference": (forward, 0),
         "forward": (forward, 0),
         "backward": (backward, 0),
+        BOTH: (forward + backward, 0),
         "optimizer": (0, update),
         "step": (forward + backward, update),
     }[phase]
@@ -161,7 +185,7 @@ def wrong(frame: pd.DataFrame) -> pd.DataFrame:
 
 @cache
 def published_steps() -> pd.DataFrame:
-    """`end_to_end.csv` (H100, host timer): size, phase, seconds, std_s."""
+    """`end_to_end.csv` (H100, host timer): size, phase, seconds."""
     table = pd.read_csv(reference_directory() / "end_to_end.csv")
     table = table[table["method"] != "nsys"]
     names = table["phase"].replace(PUBLISHED_PHASE)
@@ -171,7 +195,6 @@ def published_steps() -> pd.DataFrame:
                 "size": table["model"],
                 "phase": names,
                 "seconds": table["mean_ms"] / 1e3,
-                "std_s": table["std_ms"] / 1e3,
             }
         )
     )

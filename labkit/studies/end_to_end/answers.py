@@ -1,6 +1,7 @@
 """What an end-to-end run says: one answer to each question, nothing the intervals do not show."""
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
+from typing import Any
 
 import pandas as pd
 
@@ -23,6 +24,7 @@ QUESTIONS = (STEP_TIMES, WARMUP, PREDICTED, COMPILE, PUBLISHED)
 CLOSE = (0.5, 2.0)
 # Published: backward over forward is 2.06; two matrix products for one, give or take what is not a product.
 TWICE = (1.5, 2.5)
+TOLD = ("forward", "backward", "optimizer", "step")
 SMALL_SPREAD_PERCENT = 2.0  # published: 1.7 of 517 ms
 
 
@@ -39,14 +41,12 @@ def answer_all(frame: pd.DataFrame, coverage: pd.DataFrame) -> list[Answer]:
 
 
 def step_times(frame: pd.DataFrame) -> Answer | None:
-    table = analysis.phases(frame)
+    table, bad = analysis.phases(frame), _wrong(frame, "phases")
     if table.empty:
-        return None
-    sentences = []
-    for key, of_model in table.groupby(analysis.MODEL, sort=False):
-        parts = [
-            f"{row['phase']} {with_interval(row)}" for _, row in of_model.iterrows() if row["phase"] != "inference"
-        ]
+        return Answer(STEP_TIMES, "not measured", bad) if bad else None
+    sentences = [bad] if bad else []
+    for key, of_model in _smallest_and_largest(table):
+        parts = [f"{row['phase']} {with_interval(row)}" for _, row in of_model.iterrows() if row["phase"] in TOLD]
         sentences.append(f"{_model(key, table)}: {join_words(parts)}.")
     spreads = table.dropna(subset="spread_percent")
     if not spreads.empty:
@@ -56,6 +56,27 @@ def step_times(frame: pd.DataFrame) -> Answer | None:
             f"{widest['spread_percent']:.0f} % at most ({widest['phase']} of {widest['size']})."
         )
     return Answer(STEP_TIMES, "measured", " ".join(sentences), "phases")
+
+
+def _smallest_and_largest(table: pd.DataFrame) -> list[tuple[tuple[str, str, str], pd.DataFrame]]:
+    """Rows by (device, precision, size), of the smallest and the largest model of each; the tables have the rest."""
+    found = []
+    for _, rows in table.groupby(["device", "precision"], sort=False):
+        sizes = list(dict.fromkeys(rows["size"]))
+        for size in dict.fromkeys([sizes[0], sizes[-1]]):
+            of_model = rows[rows["size"] == size]
+            found.append((tuple(of_model[analysis.MODEL].iloc[0]), of_model))
+    return found
+
+
+def _wrong(frame: pd.DataFrame, sweep: str) -> str:
+    """What did not pass its gate in a sweep, shouted; "" if all did."""
+    bad = analysis.wrong(frame)
+    bad = bad[bad["sweep"] == sweep] if len(bad) else bad
+    if bad.empty:
+        return ""
+    reasons = join_words(sorted({f"{row['size']}: {row['gate']}" for row in bad.to_dict("records")}))
+    return f"WRONG RESULTS, and therefore no times: {reasons}."
 
 
 def _model(key: tuple[str, str, str], table: pd.DataFrame) -> str:
@@ -69,35 +90,43 @@ def _model(key: tuple[str, str, str], table: pd.DataFrame) -> str:
 def warmup(frame: pd.DataFrame) -> Answer | None:
     steps, effect = analysis.first_steps(frame), analysis.warmup_effect(frame)
     if steps.empty or effect.empty:
-        return None
+        bad = _wrong(frame, "warmup")
+        return Answer(WARMUP, "not measured", bad) if bad else None
     sentences = []
-    for key, of_model in effect.groupby(analysis.MODEL, sort=False):
-        first = steps[(steps[analysis.MODEL] == list(key)).all(axis=1)].sort_values("step_number")
-        steady = of_model.loc[of_model["warmup"].idxmax()]
-        sentences.append(
-            f"{_model(key, effect)}: the first step of a process takes {with_interval(first.iloc[0])}, a mean of "
-            f"{analysis.STEPS_AVERAGED} steps after {steady['warmup']} warm-up steps "
-            f"{format_seconds(steady['mean_s'])} ± {format_seconds(steady['std_s'])}."
-        )
-        for row in of_model[of_model["warmup"] < steady["warmup"]].to_dict("records"):
-            ratio = {"ratio": row["over_steady"], "low": row["ratio_low"], "high": row["ratio_high"]}
-            sentences.append(
-                f"After {row['warmup']} it is {ratio_text(pd.Series(ratio))} times that, with a standard deviation "
-                f"of {format_seconds(row['std_s'])}."
-            )
+    for key, of_model in _smallest_and_largest(effect):
+        first = steps[(steps[analysis.MODEL] == list(key)).all(axis=1)].sort_values("step_number").iloc[0]
+        sentences.append(_warming(_model(key, effect), first, of_model))
     earlier = effect[effect["warmup"] < effect["warmup"].max()]
-    slower = shown(earlier, [*analysis.MODEL, "warmup"])[1]
-    if slower.empty:
+    faster, slower = shown(earlier, [*analysis.MODEL, "warmup"])
+    if slower.empty and faster.empty:
         sentences.append("No number of warm-up steps is shown to change the mean beyond chance.")
         return Answer(WARMUP, "no difference shown", " ".join(sentences), "first_steps")
-    enough = earlier.loc[~earlier["warmup"].isin(slower["warmup"]), "warmup"]
-    needed = int(enough.min() if len(enough) else effect["warmup"].max())
+    if 0 in set(slower["warmup"]):
+        sentences.append(
+            "The first step pays for what happens once: memory asked from the system, threads started, libraries that "
+            "choose their kernels, the optimizer's state made."
+        )
+    if not faster.empty:
+        sentences.append("Early steps are faster than later ones: the machine slows down under load.")
+    moved = set(slower["warmup"]) | set(faster["warmup"])
+    enough = [n for n in sorted(set(effect["warmup"])) if not any(m >= n for m in moved)]
+    needed = int(enough[0])
     advice = f"throw away the first {f'{needed} steps' if needed > 1 else 'step'} of a measurement."
-    sentences.append(
-        "The first step pays for what happens once: memory asked from the system, threads started, libraries that "
-        "choose their kernels, the optimizer's state made."
-    )
     return Answer(WARMUP, "yes", " ".join(sentences), "first_steps", advice)
+
+
+def _warming(model: str, first: pd.Series, effect: pd.DataFrame) -> str:
+    """One model: its first step, ten steps after the most warm-up steps, and the same after fewer."""
+    steady = effect.loc[effect["warmup"].idxmax()]
+    fewer = []
+    for row in effect[effect["warmup"] < steady["warmup"]].to_dict("records"):
+        ratio = pd.Series({"ratio": row["over_steady"], "low": row["ratio_low"], "high": row["ratio_high"]})
+        fewer.append(f"{ratio_text(ratio)} after {row['warmup']}")
+    return (
+        f"{model}: the first step of a process takes {with_interval(first)}; a mean of {analysis.STEPS_AVERAGED} steps "
+        f"after {steady['warmup']} warm-up steps is {format_seconds(steady['mean_s'])}, with a standard deviation of "
+        f"{format_seconds(steady['std_s'])}; over that, {join_words(fewer)}."
+    )
 
 
 def predicted(frame: pd.DataFrame) -> Answer | None:
@@ -105,17 +134,17 @@ def predicted(frame: pd.DataFrame) -> Answer | None:
     if table.empty:
         return None
     sentences = []
-    for key, of_model in table.groupby(analysis.MODEL, sort=False):
+    for key, of_model in _smallest_and_largest(table):
         ratios = [f"{row['phase']} {row['measured_over_predicted']:.1f}" for row in of_model.to_dict("records")]
         sentences.append(f"{_model(key, table)}, measured over predicted: {join_words(ratios)}.")
     mfu = table.dropna(subset="mfu_percent")
-    mfu = mfu[mfu["phase"] == "step"]
     if mfu.empty:
         sentences.append("No data-sheet peak is used: the device has none here, or the precision is not the peak's.")
     else:
         best = mfu.loc[mfu["mfu_percent"].idxmax()]
         sentences.append(
-            f"The step reaches {best['mfu_percent']:.0f} % of the data-sheet peak at best ({best['size']})."
+            f"At best {best['mfu_percent']:.0f} % of the data-sheet peak is reached "
+            f"({best['phase']} of {best['size']})."
         )
     close = table["measured_over_predicted"].between(*CLOSE)
     sentences.append(f"{close.sum()} of {len(table)} times are within a factor of two of their prediction.")
@@ -124,25 +153,23 @@ def predicted(frame: pd.DataFrame) -> Answer | None:
 
 
 def compiling(frame: pd.DataFrame) -> Answer | None:
-    bad = analysis.wrong(frame)
-    table = analysis.compiled_against_eager(frame)
-    if table.empty and bad.empty:
-        return None
-    sentences = []
-    if not bad.empty:
-        sentences.append(f"WRONG RESULTS, and therefore no times: {join_words(sorted(set(bad['gate'])))}.")
-    for row in table.to_dict("records"):
-        key = tuple(row[name] for name in analysis.MODEL)
-        text = f"{_model(key, table)}, {row['phase']}: compiled takes {ratio_text(pd.Series(row))} of eager's time"
-        text += f"; compiling took {format_seconds(row['compile_s'])}"
-        if row["worth_it_after"] == row["worth_it_after"]:
-            text += f", earned back after {row['worth_it_after']:,.0f} of them"
-        sentences.append(f"{text}.")
+    bad, table = _wrong(frame, "compile"), analysis.compiled_against_eager(frame)
     if table.empty:
-        return Answer(COMPILE, "not measured", " ".join(sentences))
+        return Answer(COMPILE, "not measured", bad) if bad else None
+    sentences = [bad] if bad else []
+    for key, of_model in _smallest_and_largest(table):
+        parts = [_compiled_text(row) for row in of_model.to_dict("records")]
+        sentences.append(f"{_model(key, table)}, compiled over eager: {'; '.join(parts)}.")
     faster, slower = shown(table, [*analysis.MODEL, "phase"])
     verdict = verdict_of(faster, slower)
     return Answer(COMPILE, verdict, " ".join(sentences), "compiled", _compile_advice(verdict, faster, slower))
+
+
+def _compiled_text(row: dict[Hashable, Any]) -> str:
+    text = f"{row['phase']} {ratio_text(pd.Series(row))}, {format_seconds(row['compile_s'])} to compile"
+    if row["worth_it_after"] == row["worth_it_after"]:
+        text += f", earned back after {row['worth_it_after']:,.0f} of them"
+    return text
 
 
 def _compile_advice(verdict: Verdict, faster: pd.DataFrame, slower: pd.DataFrame) -> str:
@@ -184,13 +211,14 @@ def _backward_twice_forward(frame: pd.DataFrame) -> Iterator[Trend]:
 
 
 def _small_spread(frame: pd.DataFrame) -> Iterator[Trend]:
-    """`end_to_end.csv`: the standard deviation is 0.3 % of the mean."""
+    """`end_to_end.csv`: the standard deviation of forward + backward is 0.3 % of the mean."""
     table = analysis.phases(frame)
-    spreads = table.loc[table["phase"] == "step", "spread_percent"].dropna()
-    if not spreads.empty:
-        seen = f"{spreads.min():.1f} to {spreads.max():.1f} % here"
-        claim = f"The spread of a step is small, below {SMALL_SPREAD_PERCENT:.0f} % of its mean ({seen})"
-        yield Trend.judged(claim, spreads < SMALL_SPREAD_PERCENT, spreads >= SMALL_SPREAD_PERCENT)
+    table = table[table["phase"] == analysis.BOTH].dropna(subset="spread_low")
+    if not table.empty:
+        seen = span_text(table["spread_percent"], "{:.1f}".format)
+        claim = f"The spread of forward and backward is below {SMALL_SPREAD_PERCENT:.0f} % of the mean ({seen} % here)"
+        within, beyond = table["spread_high"] < SMALL_SPREAD_PERCENT, table["spread_low"] > SMALL_SPREAD_PERCENT
+        yield Trend.judged(claim, within, beyond)
 
 
 def _compiled_faster(frame: pd.DataFrame) -> Iterator[Trend]:

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 import pandas as pd
 from pydantic import Field
 
+from labkit.costs.memory import peak_bytes
 from labkit.costs.transformer import n_parameters
 from labkit.lab.answers import Answer, check_complete
 from labkit.lab.config import Count, Device, LabConfig, Repeats, Seed, TimeoutSeconds, Warmup
@@ -19,8 +20,6 @@ from labkit.studies.end_to_end.worker import EndToEndPoint, measure_point
 Size = Literal["nano", "mini", "small", "medium", "large", "xl", "2.7B", "10B"]
 Precision = Literal["float32", "bfloat16"]
 
-# Parameters, gradients and AdamW's two states, float32; what activations need comes on top.
-BYTES_A_PARAMETER = 16
 # From here on a step takes seconds on two cores, and fewer repeats must do.
 LARGE_PARAMETERS = 100_000_000
 
@@ -96,12 +95,13 @@ class EndToEndStudy(Study):
         if not point.size:
             return None
         copies = 2 if point.sweep == "compile" else 1
-        needed = copies * BYTES_A_PARAMETER * n_parameters(point.shape)
-        is_cuda = point.device == "cuda"
-        available = machine.gpus[0].memory_bytes if is_cuda else available_memory_bytes()
+        phase = "full_step" if point.mode == "step" else "forward"
+        needed = copies * peak_bytes(
+            point.shape, point.batch, point.context_length, phase=phase, precision=point.precision
+        )
+        available = machine.gpus[0].memory_bytes if point.device == "cuda" else available_memory_bytes()
         if needed > available:
-            what = "parameters, gradients and optimizer state alone"
-            return f"{what} need {format_bytes(needed)}, {format_bytes(available)} available"
+            return f"needs {format_bytes(needed)}, {format_bytes(available)} available"
         return None
 
     def series(self, point: EndToEndPoint) -> tuple[Hashable, float]:

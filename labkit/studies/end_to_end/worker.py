@@ -80,8 +80,11 @@ def _phases(point: EndToEndPoint) -> Iterator[dict[str, Any]]:
         before=None if point.mode == "step" else _forgetting(step, point.mode),
     )
     loss = float(step.infer())
+    if (gate := _finite(loss)) != "ok":
+        yield {"gate": gate}
+        return
     for phase, seconds in samples.items():
-        yield {"phase": phase, "seconds": seconds, "loss": loss, "gate": _finite(loss)}
+        yield {"phase": phase, "seconds": seconds, "loss": loss, "gate": gate}
 
 
 def _actions(step: TrainingStep, phases: tuple[str, ...]) -> dict[str, Callable[[], Any]]:
@@ -109,7 +112,8 @@ def _first_steps(point: EndToEndPoint) -> dict[str, Any]:
     """Every step of a new process from the first one on, in order; the point asks for fresh ranks."""
     step = _training_step(point)
     samples = time_interleaved({"step": step.run}, warmup=0, repeats=point.repeats, device=point.device)
-    return {"phase": "step", "seconds": samples["step"], "gate": _finite(float(step.infer()))}
+    gate = _finite(float(step.infer()))
+    return {"phase": "step", "seconds": samples["step"], "gate": gate} if gate == "ok" else {"gate": gate}
 
 
 def _compiled_against_eager(point: EndToEndPoint) -> Iterator[dict[str, Any]]:
@@ -153,10 +157,11 @@ def _largest_difference(compiled: TrainingStep, eager: TrainingStep) -> _Differe
     compile_s = _first_call(lambda: forward_backward(compiled))
     forward_backward(eager)
     expected, got = gradients(eager.model), gradients(compiled.model)
-    worst = max(float((got[name] - g).abs().max() / g.abs().max()) for name, g in expected.items())
+    errors = [float((got[name] - g).abs().max() / g.abs().max()) for name, g in expected.items()]
+    worst = math.inf if any(map(math.isnan, errors)) else max(errors)  # max alone passes over NaN
     for step in (compiled, eager):
         step.optimizer_step()
-    return _Difference(math.inf if math.isnan(worst) else worst, compile_s)
+    return _Difference(worst, compile_s)
 
 
 def _first_call(action: Callable[[], Any]) -> float:
