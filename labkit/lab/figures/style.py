@@ -30,6 +30,7 @@ AXIS_TITLES = {
     "n_bytes": "size of the tensor",
     "world_size": "ranks",
     "bucket_bytes": "bucket size",
+    "bucket_mb": "bucket size (MiB)",
     "buckets": "number of buckets",
     "seconds": "time",
     "sequence": "sequence length (tokens)",

@@ -89,12 +89,16 @@ def pairs(frame: pd.DataFrame, quantity: str = "step_s") -> pd.DataFrame:
     """
     table = steps(frame)
     found = []
-    for smaller in sorted(set(table["bucket_mb"])):
+    for smaller in sorted(set(table["bucket_mb"]))[:-1]:
         larger = table[table["bucket_mb"] >= smaller]
         ratios = compare_groups(larger, quantity, SETTING, "bucket_mb", smaller)
         found.append(ratios.assign(smaller_mb=smaller))
-    columns = [*SETTING, "bucket_mb", "smaller_mb", "ratio", "low", "high", "verdict"]
-    return pd.concat(found, ignore_index=True)[columns] if found else pd.DataFrame(columns=columns)
+    columns = [*SETTING, "bucket_mb", "smaller_mb", "bucket_bytes", "smaller_bytes", "ratio", "low", "high", "verdict"]
+    if not found:
+        return pd.DataFrame(columns=columns)
+    ratios = pd.concat(found, ignore_index=True).astype({"batch": int, "sequence": int, "world_size": int})
+    ratios = ratios.assign(bucket_bytes=ratios["bucket_mb"] * MIB, smaller_bytes=ratios["smaller_mb"] * MIB)
+    return ratios.sort_values([*SETTING, "smaller_mb"], ignore_index=True)[columns]
 
 
 def spread(frame: pd.DataFrame, quantity: str = "step_s") -> pd.DataFrame:

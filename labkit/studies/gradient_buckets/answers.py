@@ -3,8 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
+from labkit.bench.statistics import beyond_chance, summarize
 from labkit.lab.answers import Answer, Question, Verdict, not_measured
 from labkit.lab.evidence import ratio_text, shown, span_text, verdict_of
 from labkit.lab.trends import trends_verdict
@@ -24,6 +26,10 @@ QUESTIONS = (WAITING, BUCKET_SIZE, MORE_WORK, MODEL, PUBLISHED)
 
 EXPLAINS_PERCENT = 25.0
 """A fit that leaves half of the waiting times further off than this explains nothing."""
+TWOFOLD = 2.0
+"""Nor does a prediction that half of them miss by more than this factor."""
+FEWEST_NUMBERS = 3
+ALIKE_PERCENT = 5.0
 SMALL_PERCENT = 3.0
 """Of a step: what a difference must exceed to be claimed at all."""
 
@@ -90,16 +96,24 @@ def _waits(samples: pd.DataFrame) -> str:
 
 
 def _beside(frame: pd.DataFrame) -> str | None:
-    """Where the step is longer by more, or by less, than what it waits for: only if intervals show it throughout."""
+    """Where intervals show that the step is longer by more, or by less, than what it waits for."""
     table = analysis.by_bucket(frame, "beside_s")
-    if table.empty:
-        return None
-    span = span_text(table["beside_s"].abs(), format_seconds)
-    if (table["low"] > 0).all():
-        return f"That is {span} more than the waiting: communication also slows the backward pass it runs beside."
-    if (table["high"] < 0).all():
-        return f"That is {span} less than the waiting, which is partly waiting for a slower rank."
+    more, less = table[table["low"] > 0], table[table["high"] < 0]
+    if beyond_chance(len(more), len(table)):
+        return (
+            f"With buckets of {_sizes(more)} that is {span_text(more['beside_s'], format_seconds)} more than the "
+            "waiting: communication, and filling the buckets, slow down the backward pass that they run beside."
+        )
+    if beyond_chance(len(less), len(table)):
+        return (
+            f"With buckets of {_sizes(less)} that is {span_text(-less['beside_s'], format_seconds)} less than the "
+            "waiting, which is partly waiting for a slower rank."
+        )
     return None
+
+
+def _sizes(table: pd.DataFrame) -> str:
+    return join_words([_size(size) for size in sorted(set(table["bucket_mb"]))])
 
 
 def bucket_size(frame: pd.DataFrame) -> Answer | None:
@@ -112,13 +126,12 @@ def bucket_size(frame: pd.DataFrame) -> Answer | None:
         sentences.append(f"{where}: the slowest size is {row['spread_percent']:.1f} % above the fastest.")
     if ratios["low"].isna().all():
         sentences.append("Too few repeats for an interval, so that no size is claimed to be better than another.")
-    faster, slower = shown(ratios, SETTING)
-    clear = pd.concat([faster, slower])
+    clear = _clear(ratios)
     if clear.empty:
         sentences.append(
             f"Of {len(ratios)} comparisons of two sizes, none is shown to differ beyond chance: no optimum."
         )
-        return Answer(BUCKET_SIZE, "no difference shown", " ".join(sentences), "step", _it_does_not_matter(frame))
+        return Answer(BUCKET_SIZE, "no difference shown", " ".join(sentences), "step", _keep(frame, ratios))
     sentences.append(f"{len(clear)} of {len(ratios)} comparisons of two sizes are shown to differ.")
     extreme = clear.loc[(clear["ratio"] - 1).abs().idxmax()]
     sentences.append(
@@ -126,6 +139,12 @@ def bucket_size(frame: pd.DataFrame) -> Answer | None:
         f"{ratio_text(extreme)} of the time of one with {_size(extreme['smaller_mb'])}."
     )
     return Answer(BUCKET_SIZE, "yes", " ".join(sentences), "step", _advice(clear, ratios))
+
+
+def _clear(ratios: pd.DataFrame) -> pd.DataFrame:
+    """Comparisons of two sizes that show a difference, in either direction, beyond chance."""
+    faster, slower = shown(ratios, SETTING)
+    return ratios.loc[[*faster.index, *slower.index]]
 
 
 def _never_slower(clear: pd.DataFrame, ratios: pd.DataFrame) -> list[float]:
@@ -146,9 +165,41 @@ def _advice(clear: pd.DataFrame, ratios: pd.DataFrame) -> str:
     return f"buckets of {join_words([_size(size) for size in best])}, between which no difference is shown; {avoid}."
 
 
-def _it_does_not_matter(frame: pd.DataFrame) -> str:
-    """The reason is given only where single all-reduces say that calls are cheap."""
-    text = "it does not matter here: keep what you have"
+def _keep(frame: pd.DataFrame, ratios: pd.DataFrame) -> str:
+    """What to do where no difference is shown. That it does not matter is said only if all intervals are narrow."""
+    most = 100 * max(ratios["high"].max(), 1 / ratios["low"].min()) - 100
+    text = "keep the size you have: none is shown to be better"
+    if most < ALIKE_PERCENT and ratios["low"].notna().all():
+        text = f"it does not matter here: by all intervals, no two sizes differ by more than {most:.1f} %"
+    if reason := _paid_in_backward(frame) or _calls_are_cheap(frame):
+        return f"{text}. {reason}."
+    return f"{text}."
+
+
+def _paid_in_backward(frame: pd.DataFrame) -> str | None:
+    """Where a size is shown to wait less than another, and backward beside its communication to be slower instead."""
+    clear = _clear(analysis.pairs(frame, "waiting_s"))
+    if clear.empty:
+        return None
+    clearest = clear.loc[np.log(clear["ratio"]).abs().idxmax()]
+    short, long = clearest["bucket_mb"], clearest["smaller_mb"]
+    if clearest["ratio"] > 1:
+        short, long = long, short
+    steps = analysis.steps(frame)
+    here = steps[(steps[SETTING] == clearest[SETTING]).all(axis=1)]
+    by_size = here.pivot_table(index="repeat", columns="bucket_mb", values=["waiting_s", "beside_s"])
+    if "beside_s" not in by_size or not summarize(by_size["beside_s", short] - by_size["beside_s", long]).low > 0:
+        return None
+    medians = by_size.median().map(format_seconds)
+    return (
+        f"What a step does not wait for, its backward pass pays: with {_setting(clearest)}, buckets of {_size(short)} "
+        f"wait for {medians['waiting_s', short]} and slow the rest of the step by {medians['beside_s', short]}, those "
+        f"of {_size(long)} wait for {medians['waiting_s', long]} and slow it by {medians['beside_s', long]}"
+    )
+
+
+def _calls_are_cheap(frame: pd.DataFrame) -> str | None:
+    """By the time of a single small all-reduce, the most calls are a small part of a step."""
     before, steps = model.predicted(frame), analysis.by_bucket(frame, "step_s")
     calls = [
         (100 * before[key].alpha_s * row["buckets"] / row["step_s"], row["buckets"])
@@ -156,10 +207,10 @@ def _it_does_not_matter(frame: pd.DataFrame) -> str:
         if (key := tuple(row[name] for name in MACHINE)) in before
     ]
     if not calls or (most := max(calls))[0] > SMALL_PERCENT:
-        return f"{text}."
+        return None
     return (
-        f"{text}, because the bytes stay the same and calls are cheap: by the time of a single small all-reduce, "
-        f"the {most[1]} calls of the smallest buckets are {most[0]:.1f} % of a step."
+        "The bytes stay the same and calls are cheap: by the time of a single small all-reduce, "
+        f"the {most[1]} calls of the smallest buckets are {most[0]:.1f} % of a step"
     )
 
 
@@ -190,23 +241,33 @@ def explained(frame: pd.DataFrame) -> Answer | None:
         return None
     sentences = [_constants_text(row) for row in constants.to_dict("records")]
     table = model.against_measured(frame)
-    if not (ratios := table["measured_over_predicted"].dropna()).empty:
+    ratios = table["measured_over_predicted"].dropna()
+    if not ratios.empty:
         sentences.append(f"Measured waiting is {span_text(ratios)} times the predicted one.")
-    fits = constants[constants["model"] == model.FITTED]
-    good = not fits.empty and bool((fits["median_error_percent"] <= EXPLAINS_PERCENT).all())
     largest = table.loc[table["buckets"].idxmax()]
+    share = float(constants["gradient_bytes"].iloc[0] / largest["buckets"])
     sentences.append(
         f"With {largest['buckets']} buckets the last one, which nothing can hide, holds "
-        f"{format_bytes(largest['last_bucket_bytes'])}; the model has {format_bytes(_equal_share(largest, constants))}."
+        f"{format_bytes(largest['last_bucket_bytes'])}, and {format_bytes(share)} in the model."
     )
     held, text = _best_held(frame, table)
     sentences.append(text)
-    verdict: Verdict
+    if held and _clear(analysis.pairs(frame)).empty:
+        sentences.append("That is the waiting alone: of the whole step, no size is shown to be better than another.")
+    if table.groupby(MACHINE)["buckets"].nunique().min() < FEWEST_NUMBERS:
+        sentences.append("Fewer than three numbers of buckets cannot test a formula with two constants.")
+        return Answer(MODEL, "measured", " ".join(sentences), "model")
+    fits = constants.loc[constants["model"] == model.FITTED, "median_error_percent"]
+    explains = not fits.empty and bool((fits <= EXPLAINS_PERCENT).all())
+    if not ratios.empty:
+        explains &= 1 / TWOFOLD <= float(ratios.median()) <= TWOFOLD
+    return Answer(MODEL, _model_verdict(held, explains), " ".join(sentences), "model")
+
+
+def _model_verdict(held: bool | None, explains: bool) -> Verdict:
     if held is None:
-        verdict = "no difference shown" if good else "no"
-    else:
-        verdict = "mixed" if held != good else "yes" if good else "no"
-    return Answer(MODEL, verdict, " ".join(sentences), "model")
+        return "no difference shown" if explains else "no"
+    return "mixed" if held != explains else "yes" if explains else "no"
 
 
 def _constants_text(row: Mapping[str, Any]) -> str:
@@ -220,10 +281,6 @@ def _constants_text(row: Mapping[str, Any]) -> str:
     )
 
 
-def _equal_share(row: pd.Series, constants: pd.DataFrame) -> float:
-    return float(constants["gradient_bytes"].iloc[0] / row["buckets"])
-
-
 def _best_held(frame: pd.DataFrame, table: pd.DataFrame) -> tuple[bool | None, str]:
     """Is the measured size of which the model predicts the shortest waiting shown to be beaten? None: undecided."""
     expected = table.groupby("bucket_mb")["predicted_s"].mean().dropna()
@@ -231,15 +288,14 @@ def _best_held(frame: pd.DataFrame, table: pd.DataFrame) -> tuple[bool | None, s
         return None, "Without single all-reduces there is no prediction."
     size = float(expected.idxmin())
     ratios = analysis.pairs(frame, "waiting_s")
-    clear = pd.concat(shown(ratios, SETTING))
+    clear = _clear(ratios)
     start = f"Of the measured sizes it predicts the shortest waiting for {_size(size)}"
     if clear.empty:
         return None, f"{start}; no measured difference in waiting is beyond chance."
     best = _never_slower(clear, ratios)
-    if size in best:
-        return True, f"{start}, and none is shown to wait less."
-    names = join_words([_size(other) for other in best]) or "others"
-    return False, f"{start}, but it is shown to wait longer than others; not so {names}."
+    names = join_words([_size(other) for other in best])
+    left = f"the measurements leave {names} as the shortest" if best else "no size waits least everywhere"
+    return size in best, f"{start}; {left}."
 
 
 def trends(frame: pd.DataFrame) -> Answer | None:

@@ -78,7 +78,7 @@ def _errors(model: AlphaBeta | None) -> dict[str, float]:
 def against_measured(frame: pd.DataFrame) -> pd.DataFrame:
     """Waiting by bucket size beside what both models say, and measured over predicted.
 
-    `last_s`: the prediction with the bytes that the last bucket really has, in place of an equal share.
+    `with_real_last_s`: the prediction with the bytes that the last bucket really has, in place of an equal share.
     """
     before, after = predicted(frame), fitted(frame)
     rows = []
@@ -91,19 +91,19 @@ def against_measured(frame: pd.DataFrame) -> pd.DataFrame:
             {name: row[name] for name in (*SETTING, "bucket_mb", "bucket_bytes", "buckets", "last_bucket_bytes")}
             | {"waiting_s": row["waiting_s"]}
             | {"predicted_s": before[key].predict_s(cost) if key in before else nothing}
-            | {"last_s": before[key].predict_s(real) if key in before else nothing}
+            | {"with_real_last_s": before[key].predict_s(real) if key in before else nothing}
             | {"fitted_s": after[key].predict_s(cost) if key in after else nothing}
         )
     columns = [*SETTING, "bucket_mb", "bucket_bytes", "buckets", "last_bucket_bytes", "waiting_s"]
-    table = pd.DataFrame(rows, columns=[*columns, "predicted_s", "last_s", "fitted_s"])
+    table = pd.DataFrame(rows, columns=[*columns, "predicted_s", "with_real_last_s", "fitted_s"])
     return table.assign(measured_over_predicted=table["waiting_s"] / table["predicted_s"])
 
 
 def waiting_by_buckets(frame: pd.DataFrame) -> pd.DataFrame:
-    """Measured waiting with `buckets`, for the figure: `curve` names batch and sequence length."""
+    """Measured waiting with `buckets`, for the figure: `batch_x_sequence` names the line."""
     table = analysis.by_bucket(frame, "waiting_s")
-    curves = [f"{batch} x {sequence} tokens" for batch, sequence in zip(table.batch, table.sequence, strict=True)]
-    return table.assign(curve=curves, ranks=[f"{ranks} ranks" for ranks in table["world_size"]])
+    curves = [f"{batch} x {sequence}" for batch, sequence in zip(table.batch, table.sequence, strict=True)]
+    return table.assign(batch_x_sequence=curves, ranks=[f"{ranks} ranks" for ranks in table["world_size"]])
 
 
 def curves(frame: pd.DataFrame) -> pd.DataFrame:
@@ -117,7 +117,7 @@ def curves(frame: pd.DataFrame) -> pd.DataFrame:
             buckets = float(most[key]) ** (step / (CURVE_POINTS - 1))
             seconds = model.predict_s(bucket_overhead(buckets, row["gradient_bytes"]))
             rows.append(
-                {"curve": row["model"], "ranks": f"{row['world_size']} ranks", "buckets": buckets}
+                {"batch_x_sequence": row["model"], "ranks": f"{row['world_size']} ranks", "buckets": buckets}
                 | {"waiting_s": seconds}
             )
-    return pd.DataFrame(rows, columns=["curve", "ranks", "buckets", "waiting_s"])
+    return pd.DataFrame(rows, columns=["batch_x_sequence", "ranks", "buckets", "waiting_s"])

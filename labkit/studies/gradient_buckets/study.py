@@ -75,7 +75,7 @@ class GradientBucketsStudy(Study):
             workload="mini",
             buckets_mb=[1.0, 10.0, 100.0],
             batches=[2],
-            sequences=[32, 64],
+            sequences=[16, 64],
             probe_bytes=[4096, 25 * MIB],
         ),
         "standard": BucketsConfig(
