@@ -87,7 +87,7 @@ def pairs(frame: pd.DataFrame, quantity: str = "step_s") -> pd.DataFrame:
 
     Columns: setting, `bucket_mb` over `smaller_mb`. Sizes that make the same buckets are compared like any others.
     """
-    table = steps(frame)
+    table = steps(frame).dropna(subset=quantity)
     found = []
     for smaller in sorted(set(table["bucket_mb"]))[:-1]:
         larger = table[table["bucket_mb"] >= smaller]
@@ -114,7 +114,7 @@ def with_more_work(frame: pd.DataFrame, quantity: str = "waiting_percent") -> pd
     Columns: machine, `bucket_mb`, `grows` ("sequence" or "batch"), `fixed` (the other's value), `before`, `after`.
     Settings are measured one after the other, so that drift of the machine between them is in the ratio.
     """
-    table = steps(frame)
+    table = steps(frame).dropna(subset=quantity)
     found = []
     for grows, other in (("sequence", "batch"), ("batch", "sequence")):
         for key, group in table.groupby([*MACHINE, "bucket_mb", other]):
