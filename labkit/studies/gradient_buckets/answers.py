@@ -27,11 +27,13 @@ QUESTIONS = (WAITING, BUCKET_SIZE, MORE_WORK, MODEL, PUBLISHED)
 EXPLAINS_PERCENT = 25.0
 """A fit that leaves half of the waiting times further off than this explains nothing."""
 TWOFOLD = 2.0
-"""Nor does a prediction that half of them miss by more than this factor."""
+"""A prediction foretells the waiting if no bucket size misses it by more than this factor."""
 FEWEST_NUMBERS = 3
+"""Of buckets, to test a formula with two constants."""
 ALIKE_PERCENT = 5.0
+"""Sizes whose intervals all stay below this difference do not matter; wider ones leave it open."""
 SMALL_PERCENT = 3.0
-"""Of a step: what a difference must exceed to be claimed at all."""
+"""Calls that take less than this share of a step are cheap."""
 
 
 def answer_all(frame: pd.DataFrame, coverage: pd.DataFrame) -> list[Answer]:
@@ -259,15 +261,15 @@ def explained(frame: pd.DataFrame) -> Answer | None:
         return Answer(MODEL, "measured", " ".join(sentences), "model")
     fits = constants.loc[constants["model"] == model.FITTED, "median_error_percent"]
     explains = not fits.empty and bool((fits <= EXPLAINS_PERCENT).all())
-    if not ratios.empty:
-        explains &= 1 / TWOFOLD <= float(ratios.median()) <= TWOFOLD
-    return Answer(MODEL, _model_verdict(held, explains), " ".join(sentences), "model")
+    foretold = bool(ratios.between(1 / TWOFOLD, TWOFOLD).all()) if len(ratios) else explains
+    return Answer(MODEL, _model_verdict(held, explains, foretold), " ".join(sentences), "model")
 
 
-def _model_verdict(held: bool | None, explains: bool) -> Verdict:
+def _model_verdict(held: bool | None, explains: bool, foretold: bool) -> Verdict:
     if held is None:
         return "no difference shown" if explains else "no"
-    return "mixed" if held != explains else "yes" if explains else "no"
+    kept = (held, explains, foretold)
+    return "yes" if all(kept) else "mixed" if any(kept) else "no"
 
 
 def _constants_text(row: Mapping[str, Any]) -> str:

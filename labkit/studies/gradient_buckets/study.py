@@ -39,7 +39,7 @@ class BucketsConfig(LabConfig):
     """Tokens of a sequence."""
     probe_bytes: Annotated[list[Annotated[int, Field(ge=4, le=2**40, multiple_of=4)]], Field(min_length=2)]
     """Two sizes or more of single all-reduces, which give bandwidth and cost of a call."""
-    probe_repeats: Repeats = 20
+    probe_repeats: Repeats = 40
     warmup: Annotated[int, Field(ge=0, le=10_000)] = 2
     repeats: Repeats = 10
     device: Literal["auto", "cpu", "cuda"] = "auto"

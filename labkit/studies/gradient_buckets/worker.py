@@ -2,7 +2,7 @@
 
 Bucket sizes take turns on one model: each has parameters, buckets, hooks and an optimizer of its own, but all share
 the memory of the weights, so that a model that barely fits is there once. "local" is the same step without
-communication.
+communication. Its updates let the weights of the ranks drift apart, after the gate; times do not depend on them.
 """
 
 from collections.abc import Callable, Iterator
