@@ -4,7 +4,7 @@ Intervals are percentile bootstrap intervals (Efron 1979) of the median, from a 
 drawn twice from one run says the same. They cover what varied *within* the run.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from math import comb
 from typing import Literal
@@ -115,7 +115,7 @@ def compare_groups(
     value: str,
     setting: Sequence[str],
     column: str,
-    baseline: str,
+    baseline: Hashable,
     *,
     interleaved: bool = True,
 ) -> pd.DataFrame:

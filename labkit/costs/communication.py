@@ -1,4 +1,4 @@
-"""What an all-reduce should cost: messages and bytes by algorithm, the alpha-beta model, its fit.
+"""What an all-reduce should cost: messages and bytes by algorithm, the alpha-beta model, its fit; gradient buckets.
 
 All-reduce follows the alpha-beta model (Hockney 1994): a message of n bytes takes alpha + n * beta seconds,
 and an algorithm is known by how many messages follow one another and how many bytes a rank sends.
@@ -6,6 +6,7 @@ and an algorithm is known by how many messages follow one another and how many b
 Legend: p ranks, n bytes in the reduced tensor, alpha seconds a message, beta seconds a byte.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -98,6 +99,24 @@ def fit_alpha_beta(costs: Sequence[MessageCost], seconds: Sequence[float]) -> Al
     alpha, beta = _non_negative_least_squares(work, np.ones(len(times)))
     errors = np.abs(work @ [alpha, beta] - 1)
     return AlphaBeta(alpha, beta, float(np.median(errors)), float(errors.max()))
+
+
+def bucket_overhead(buckets: float, n_bytes: float) -> MessageCost:
+    """What a step waits for if the communication of all but the last of k equal buckets hides behind backward.
+
+    A call a bucket and the last bucket's bytes, so that its time is k*o + s/(w*k) for s bytes of gradients, w bytes/s
+    and o seconds a call: alpha is o, beta is 1/w. ValueError for fewer than one bucket.
+    """
+    if buckets < 1:
+        raise ValueError(f"expected one bucket or more, got {buckets}")
+    return MessageCost(buckets, n_bytes / buckets)
+
+
+def best_buckets(n_bytes: float, model: AlphaBeta) -> float:
+    """The k >= 1 that makes s/(w*k) + k*o smallest, sqrt(s/(o*w)); infinite if calls cost nothing."""
+    if model.alpha_s <= 0:
+        return math.inf
+    return max(1.0, math.sqrt(n_bytes * model.beta_s_per_byte / model.alpha_s))
 
 
 def _non_negative_least_squares(matrix: np.ndarray, target: np.ndarray) -> tuple[float, float]:

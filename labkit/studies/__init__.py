@@ -9,7 +9,17 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from labkit.lab.study import Study
 
-LABS = ("end_to_end", "kernels", "precision", "memory", "attention", "flash_attention", "all_reduce", "data_parallel")
+LABS = (
+    "end_to_end",
+    "kernels",
+    "precision",
+    "memory",
+    "attention",
+    "flash_attention",
+    "all_reduce",
+    "data_parallel",
+    "gradient_buckets",
+)
 
 
 def load_study(lab: str) -> "Study":

@@ -6,6 +6,8 @@ from labkit.costs.communication import (
     ALL_REDUCE_COSTS,
     AlphaBeta,
     MessageCost,
+    best_buckets,
+    bucket_overhead,
     bus_bandwidth,
     butterfly,
     crossover_bytes,
@@ -74,3 +76,19 @@ def test_no_crossover_where_the_second_never_wins():
     model = AlphaBeta(1e-4, 1e-9)
     assert crossover_bytes("ring", "recursive_doubling", 4, model) is None
     assert crossover_bytes("recursive_doubling", "ring", 2, model) is None  # both send n bytes; one message fewer
+
+
+def test_the_best_number_of_buckets_is_where_the_overhead_is_smallest():
+    model = AlphaBeta(1e-4, 1e-10)  # s/(ow) = 1e9 bytes * 1e-10 / 1e-4
+    best = best_buckets(1e9, model)
+    assert best == pytest.approx(1000**0.5)
+    at_best = model.predict_s(bucket_overhead(best, 1e9))
+    assert at_best == pytest.approx(2 * (1e9 * 1e-4 * 1e-10) ** 0.5)
+    assert all(model.predict_s(bucket_overhead(best * factor, 1e9)) > at_best for factor in (0.9, 1.1))
+
+
+def test_buckets_are_never_fewer_than_one_and_free_calls_allow_any_number():
+    assert best_buckets(1000, AlphaBeta(1.0, 1e-9)) == 1
+    assert best_buckets(1000, AlphaBeta(0.0, 1e-9)) == float("inf")
+    with pytest.raises(ValueError, match="one bucket or more, got 0"):
+        bucket_overhead(0, 1000)

@@ -29,6 +29,9 @@ FEW_PLACES = 4  # on the x axis: each gets a tick of its own
 AXIS_TITLES = {
     "n_bytes": "size of the tensor",
     "world_size": "ranks",
+    "bucket_bytes": "bucket size",
+    "bucket_mb": "bucket size (MiB)",
+    "buckets": "number of buckets",
     "seconds": "time",
     "sequence": "sequence length (tokens)",
     "context_length": "context length (tokens)",

@@ -16,16 +16,13 @@ from labkit.bench.allocator import record_allocations
 from labkit.bench.clock import Stopwatch, time_interleaved
 from labkit.lab.point import Point
 from labkit.nn.workloads import Workload, workload_named
+from labkit.parallel.data_parallel import gate
 from labkit.parallel.data_parallel.implementations import wrap
 from labkit.studies.data_parallel.timeline import timeline_rows
 
 LOCAL = "local"
 PHASES = ("forward", "backward", "optimizer")
 DEFAULT_MB = 25.0
-
-# A contribution that is missing or counted twice changes a mean over 2 ranks by half of it; the order of sums, and of
-# atomic additions on a GPU, by some hundred units of float32, relative to the largest gradient of a tensor.
-TOLERANCE = 1e-3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,44 +136,32 @@ def _right_ones(
     point: DataParallelPoint, workload: Workload, device: str
 ) -> tuple[dict[str, Alternative], list[dict[str, Any]]]:
     """The gate: alternatives whose gradients are the mean of all ranks' local ones; rows for those that are wrong."""
-    expected = _mean_gradients(Alternative(LOCAL, workload, device))
+    expected = _expected(workload, device)
     right, wrong = {}, []
     for name in point.alternatives:
         alternative = Alternative(name, workload, device)
         if alternative.implementation != LOCAL:
-            error = _largest_error(alternative, expected)
-            if not error <= TOLERANCE:
-                gate = f"wrong: error {error:.1e}, at most {TOLERANCE:.1e} expected"
-                wrong.append({"implementation": alternative.implementation, "gate": gate})
+            verdict = _verdict(alternative, expected)
+            if verdict != "ok":
+                wrong.append({"implementation": alternative.implementation, "gate": verdict})
                 continue
         right[name] = alternative
     return right, wrong
 
 
-def _mean_gradients(local: Alternative) -> list[Tensor]:
-    """What every wrapper should arrive at: local gradients, summed in float64."""
+def _expected(workload: Workload, device: str) -> list[Tensor]:
+    local = Alternative(LOCAL, workload, device)
     local.forward()
     local.backward()
-    means = [gradient.double() for gradient in local.gradients()]
-    for mean in means:
-        dist.all_reduce(mean)
-        mean /= dist.get_world_size()
-    return means
+    return gate.mean_over_ranks(local.gradients())
 
 
-def _largest_error(alternative: Alternative, expected: list[Tensor]) -> float:
-    """Largest deviation over the largest gradient of the tensor, of any rank: all must agree on what is timed."""
+def _verdict(alternative: Alternative, expected: list[Tensor]) -> str:
     alternative.forward()
     alternative.backward()
-    scales = [mean.abs().max().clamp_min(1e-30) for mean in expected]
-    errors = [
-        (got.double() - mean).abs().max() / scale
-        for got, mean, scale in zip(alternative.gradients(), expected, scales, strict=True)
-    ]
+    error = gate.largest_error(alternative.gradients(), expected)
     alternative.optimizer.zero_grad(set_to_none=True)
-    worst = torch.stack(errors).nan_to_num(torch.inf).max()
-    dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-    return float(worst)
+    return gate.verdict(error)
 
 
 def _accumulation(point: DataParallelPoint, workload: Workload, device: str) -> Iterator[dict[str, Any]]:

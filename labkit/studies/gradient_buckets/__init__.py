@@ -1,0 +1,9 @@
+"""The gradient-buckets lab: how long a data-parallel step waits for its gradients, and whether the bucket size matters.
+
+``worker``    what every rank runs
+``study``     parameters, points
+``analysis``  from samples to tables
+``model``     the handout's model of the waiting, predicted and fitted
+``trends``    whether the published trends hold
+``answers``   what the measurements say
+"""

@@ -1,0 +1,165 @@
+"""The gradient-buckets lab: its parameters and the points it measures."""
+
+from collections.abc import Hashable, Sequence
+from typing import Annotated, Any, Literal
+
+import pandas as pd
+from pydantic import Field, field_validator
+
+from labkit.costs.memory import activation_bytes
+from labkit.lab.answers import Answer, check_complete
+from labkit.lab.config import LabConfig
+from labkit.lab.study import Study
+from labkit.lab.units import format_bytes
+from labkit.machine import Machine, available_memory_bytes
+from labkit.nn.transformer import shape_named
+from labkit.nn.workloads import workload_parameters
+from labkit.studies.gradient_buckets import answers as answering
+from labkit.studies.gradient_buckets.worker import PROBE, STEPS, BucketsPoint, measure_point
+
+MIB = 2**20
+RANK_BYTES = 200 * MIB  # a rank's own resident memory, torch included
+COPIES = 4  # of the parameters, beside the buckets: weights, one being built, local gradients, their means
+
+WorkloadName = Literal["nano", "mini", "small", "medium", "large", "xl"]
+Count = Annotated[int, Field(ge=1, lt=2**31)]
+Repeats = Annotated[int, Field(ge=1, le=100_000)]
+Megabytes = Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]
+
+
+class BucketsConfig(LabConfig):
+    """What a reader may set. Bucket sizes are in MiB."""
+
+    workload: WorkloadName
+    world_sizes: Annotated[list[Annotated[int, Field(ge=2, le=1024)]], Field(min_length=1)] = [2]
+    buckets_mb: Annotated[list[Megabytes], Field(min_length=1)]
+    batches: Annotated[list[Count], Field(min_length=1)]
+    """Sequences a rank."""
+    sequences: Annotated[list[Count], Field(min_length=1)]
+    """Tokens of a sequence."""
+    probe_bytes: Annotated[list[Annotated[int, Field(ge=4, le=2**40, multiple_of=4)]], Field(min_length=2)]
+    """Two sizes or more of single all-reduces, which give bandwidth and cost of a call."""
+    probe_repeats: Repeats = 40
+    warmup: Annotated[int, Field(ge=0, le=10_000)] = 2
+    repeats: Repeats = 10
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    timeout_s: Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)] = 600.0
+
+    @field_validator("probe_bytes")
+    @classmethod
+    def _differ(cls, sizes: list[int]) -> list[int]:
+        if len(set(sizes)) < 2:
+            raise ValueError("should name two sizes that differ, or bandwidth and cost of a call cannot be told apart")
+        return sizes
+
+
+class GradientBucketsStudy(Study):
+    """The same training step with buckets of several sizes, and without communication, in turns."""
+
+    name = "gradient_buckets"
+    title = "Gradient buckets"
+    summary = "How long a data-parallel step waits for its gradients, and whether the bucket size matters here."
+    questions = answering.QUESTIONS
+    profiles = {
+        "smoke": BucketsConfig(
+            workload="nano",
+            buckets_mb=[1.0, 100.0],
+            batches=[1],
+            sequences=[8, 16],
+            probe_bytes=[4096, MIB],
+            warmup=1,
+            repeats=6,
+        ),
+        "quick": BucketsConfig(
+            workload="mini",
+            buckets_mb=[1.0, 10.0, 100.0],
+            batches=[2],
+            sequences=[16, 64],
+            probe_bytes=[4096, 25 * MIB],
+        ),
+        "standard": BucketsConfig(
+            workload="mini",
+            world_sizes=[2, 4],
+            buckets_mb=[1.0, 3.0, 10.0, 30.0, 100.0],
+            batches=[2, 4],
+            sequences=[32, 128],
+            probe_bytes=[4096, 25 * MIB],
+            repeats=15,
+        ),
+        "paper": BucketsConfig(
+            workload="xl",
+            buckets_mb=[1.0, 10.0, 100.0, 1000.0],
+            batches=[2, 4],
+            sequences=[128, 256, 512],
+            probe_bytes=[4096, 100 * MIB],
+            warmup=5,
+            repeats=20,
+            timeout_s=3600.0,
+        ),
+    }
+    worker = staticmethod(measure_point)
+
+    def points(self, config: BucketsConfig, machine: Machine) -> Sequence[BucketsPoint]:
+        """By world size: single all-reduces first, then one point a (batch, sequence length)."""
+        points = []
+        for world_size in sorted(set(config.world_sizes)):
+            probe_bytes = tuple(sorted(set(config.probe_bytes)))
+            repeats = config.probe_repeats
+            points.append(_point(config, machine, world_size, PROBE, repeats=repeats, probe_bytes=probe_bytes))
+            points += [
+                _point(config, machine, world_size, STEPS, batch=batch, sequence=sequence, buckets_mb=_sizes(config))
+                for batch in sorted(set(config.batches))
+                for sequence in sorted(set(config.sequences))
+            ]
+        return points
+
+    def skip_reason(self, point: BucketsPoint, machine: Machine) -> str | None:
+        if point.device == "cuda" and not machine.gpus:
+            return "needs a CUDA device, and there is none"
+        needed = point.world_size * (RANK_BYTES + _rank_bytes(point))
+        available = available_memory_bytes()
+        if point.device == "cuda":
+            available = sum(gpu.memory_bytes for gpu in machine.gpus[: point.world_size])
+        if needed > available:
+            return f"needs {format_bytes(needed)}, {format_bytes(available)} available"
+        return None
+
+    def series(self, point: BucketsPoint) -> tuple[Hashable, float]:
+        return (point.sweep, point.world_size), (point.batch or 1) * (point.sequence or 1)
+
+    def answers(self, frame: pd.DataFrame, coverage: pd.DataFrame) -> Sequence[Answer]:
+        return check_complete(self.questions, answering.answer_all(frame, coverage))
+
+
+def _sizes(config: BucketsConfig) -> tuple[float, ...]:
+    return tuple(sorted(set(config.buckets_mb)))
+
+
+def _rank_bytes(point: BucketsPoint) -> int:
+    """What a rank allocates: tensors of single all-reduces, or weights, gradients, buckets and activations."""
+    if point.sweep == PROBE:
+        return 8 * sum(point.probe_bytes)  # the check is in float64
+    parameters = 4 * workload_parameters(point.workload)
+    shape = shape_named(point.workload)
+    return (COPIES + len(point.buckets_mb)) * parameters + activation_bytes(
+        shape, point.batch or 1, point.sequence or 1
+    )
+
+
+def _point(config: BucketsConfig, machine: Machine, world_size: int, sweep: str, **others: Any) -> BucketsPoint:
+    device = config.device if config.device != "auto" else "cuda" if machine.gpus else "cpu"
+    has_gpu_a_rank = device == "cuda" and len(machine.gpus) >= world_size
+    fields: dict[str, Any] = {
+        "workload": config.workload,
+        "device": device,
+        "warmup": config.warmup,
+        "repeats": config.repeats,
+        "seed": config.seed,
+        "timeout_s": config.timeout_s,
+    }
+    backend = "nccl" if has_gpu_a_rank else "gloo"
+    return BucketsPoint(world_size=world_size, backend=backend, sweep=sweep, **(fields | others))
+
+
+STUDY = GradientBucketsStudy()

@@ -1,0 +1,165 @@
+"""What a rank runs to measure one point of the gradient-buckets lab. Imports torch, the wrapper and the instruments.
+
+Bucket sizes take turns on one model: each has parameters, buckets, hooks and an optimizer of its own, but all share
+the memory of the weights, so that a model that barely fits is there once. "local" is the same step without
+communication. Its updates let the weights of the ranks drift apart, after the gate; times do not depend on them.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from labkit.bench.clock import Stopwatch, time_interleaved
+from labkit.lab.point import Point
+from labkit.nn.workloads import Workload, workload_named
+from labkit.parallel.data_parallel import BucketedDDP, gate
+
+LOCAL = "local"
+STEPS, PROBE = "steps", "probe"
+
+
+@dataclass(frozen=True, kw_only=True)
+class BucketsPoint(Point):
+    """Either a batch and sequence length, with the bucket sizes compared there, or the sizes of single all-reduces."""
+
+    sweep: str
+    """ "steps" or "probe"."""
+    workload: str
+    device: str = "cpu"
+    """ "cpu" or "cuda"; several ranks may share one CUDA device."""
+    batch: int | None = None
+    """Sequences a rank."""
+    sequence: int | None = None
+    """Tokens of each."""
+    buckets_mb: tuple[float, ...] = ()
+    """MiB."""
+    probe_bytes: tuple[int, ...] = ()
+    warmup: int = 2
+    repeats: int = 10
+    seed: int = 0
+
+    def title(self) -> str:
+        about = "single all-reduces" if self.sweep == PROBE else f"batch {self.batch}, sequence {self.sequence}"
+        return f"{super().title()}, {self.workload}, {about}"
+
+
+def measure_point(point: BucketsPoint) -> Iterator[dict[str, Any]]:
+    """Rows of one point: seconds of single all-reduces by size, or of steps and waiting by bucket size."""
+    device = "cpu" if point.device == "cpu" else f"cuda:{dist.get_rank() % torch.cuda.device_count()}"
+    yield from (_probe if point.sweep == PROBE else _steps)(point, device)
+
+
+def _probe(point: BucketsPoint, device: str) -> Iterator[dict[str, Any]]:
+    """Single all-reduces, timed before any step: they give the bandwidth and the cost of a call."""
+    expected = sum(range(1, dist.get_world_size() + 1))
+    tensors = {str(n): torch.empty(n // 4, device=device) for n in point.probe_bytes}
+    errors = {}
+    for name, tensor in tensors.items():
+        dist.all_reduce(tensor.fill_(dist.get_rank() + 1))
+        errors[name] = gate.largest_error([tensor], [torch.full_like(tensor, expected)])
+        tensor.zero_()  # sums of sums would overflow
+    right = {name: tensor for name, tensor in tensors.items() if gate.verdict(errors[name]) == "ok"}
+    actions = {name: _all_reduce(tensor) for name, tensor in right.items()}
+    times: dict[str, list[float]] = {}
+    if actions:
+        times = time_interleaved(
+            actions, warmup=point.warmup, repeats=point.repeats, device=device, before=dist.barrier
+        )
+    for name, error in errors.items():
+        row = {"n_bytes": int(name), "error": error, "gate": gate.verdict(error)}
+        yield row | {"seconds": times[name]} if name in times else row
+
+
+def _all_reduce(tensor: Tensor) -> Callable[[], Any]:
+    return lambda: dist.all_reduce(tensor)
+
+
+class Trainer:
+    """One way to train the workload: buckets of `bucket_mb` MiB, or (None) no communication; plain SGD."""
+
+    def __init__(self, workload: Workload, bucket_mb: float | None, weights: nn.Module, device: str):
+        model = workload.build()
+        for own, shared in zip(model.parameters(), weights.parameters(), strict=True):
+            own.data = shared.data
+        self.bucket_mb = bucket_mb
+        self.ddp: BucketedDDP | None = None
+        if bucket_mb is not None:
+            # no smaller first bucket: a size should mean all buckets
+            self.ddp = BucketedDDP(model, bucket_mb=bucket_mb, first_bucket_mb=bucket_mb, finish_in_backward=False)
+        self.model: nn.Module = self.ddp or model
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+        self.waiting = Stopwatch(device)
+        self._loss_of = workload.loss
+
+    def average_gradients(self) -> None:
+        """Forward and backward; `waiting` is from the end of the pass until gradients are averaged."""
+        self._loss_of(self.model).backward()
+        if self.ddp is not None:
+            self.waiting.start()
+            self.ddp.finish_gradient_synchronization()
+            self.waiting.stop()
+
+    def step(self) -> None:
+        self.average_gradients()
+        self.optimizer.step()
+        self.forget()
+
+    def forget(self) -> None:
+        """Gradients take no memory but their buckets' while the others have their turn."""
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def gradients(self) -> list[Tensor]:
+        return [p.grad for p in self.model.parameters() if p.grad is not None]
+
+    def about(self) -> dict[str, Any]:
+        """The buckets that there are: a parameter is never split, so that a bucket may be larger than asked for."""
+        if self.ddp is None:
+            return {"alternative": LOCAL}
+        sizes = self.ddp.bucket_bytes
+        found = {"buckets": len(sizes), "last_bucket_bytes": sizes[-1], "gradient_bytes": sum(sizes)}
+        return {"alternative": f"{self.bucket_mb:g} MiB", "bucket_mb": self.bucket_mb, **found}
+
+
+def _steps(point: BucketsPoint, device: str) -> Iterator[dict[str, Any]]:
+    workload = workload_named(
+        point.workload,
+        batch=point.batch or 1,
+        context_length=point.sequence or 1,
+        device=device,
+        seed=1000 * point.seed + dist.get_rank(),
+    )
+    weights = workload.build()
+    trainers = [Trainer(workload, bucket_mb, weights, device) for bucket_mb in (None, *point.buckets_mb)]
+    abouts = list(_checked(trainers))
+    right = [(trainer, about) for trainer, about in zip(trainers, abouts, strict=True) if about["gate"] == "ok"]
+    yield from (about for about in abouts if about["gate"] != "ok")
+    del trainers  # buckets of a wrong one need not stay
+    times = time_interleaved(
+        {about["alternative"]: trainer.step for trainer, about in right},
+        warmup=point.warmup,
+        repeats=point.repeats,
+        device=device,
+        before=dist.barrier,
+    )
+    for trainer, about in right:
+        yield about | {"phase": "step", "seconds": times[about["alternative"]]}
+        if laps := trainer.waiting.seconds[-point.repeats :]:
+            yield about | {"phase": "waiting", "seconds": laps}
+
+
+def _checked(trainers: list[Trainer]) -> Iterator[dict[str, Any]]:
+    """The gate: what is averaged must be the mean over ranks of the first trainer's local gradients."""
+    local, *others = trainers
+    local.average_gradients()
+    means = gate.mean_over_ranks(local.gradients())
+    local.forget()
+    yield local.about() | {"gate": "ok"}
+    for trainer in others:
+        trainer.average_gradients()
+        error = gate.largest_error(trainer.gradients(), means)
+        trainer.forget()
+        yield trainer.about() | {"error": error, "gate": gate.verdict(error)}

@@ -1,0 +1,122 @@
+"""The worker of the gradient-buckets lab on two ranks, with the smallest model."""
+
+import pytest
+from pydantic import ValidationError
+
+from labkit.machine import describe_machine
+from labkit.nn.workloads import workload_parameters
+from labkit.parallel.launch import PointEnd, Row, launch
+from labkit.studies.gradient_buckets import study as study_module
+from labkit.studies.gradient_buckets.study import STUDY
+from labkit.studies.gradient_buckets.worker import LOCAL, PROBE, STEPS, BucketsPoint, measure_point
+
+SMALL = BucketsPoint(
+    world_size=2,
+    backend="gloo",
+    sweep=STEPS,
+    workload="nano",
+    batch=1,
+    sequence=8,
+    buckets_mb=(0.5, 5.0, 100.0),
+    warmup=1,
+    repeats=2,
+)
+
+
+def _rows(point, worker=measure_point):
+    rows = []
+    for item in launch(worker, [point], world_size=point.world_size, timeout_s=120):
+        if isinstance(item, PointEnd):
+            assert item.status == "ok", item.reason
+        elif isinstance(item, Row):
+            rows.append(item.values)
+    return rows
+
+
+def _forgets_the_other_rank(point):
+    from labkit.parallel.data_parallel import BucketedDDP
+
+    begin = BucketedDDP._begin_full
+
+    def only_large_ones(self):
+        if len(self._buckets) > 1:  # a single bucket is never averaged
+            begin(self)
+
+    BucketedDDP._begin_full = only_large_ones
+    yield from measure_point(point)
+
+
+def test_every_size_is_checked_and_timed_and_says_which_buckets_it_made():
+    rows = _rows(SMALL)
+    assert {row["gate"] for row in rows} == {"ok"}
+    assert all(len(row["seconds"]) == 2 and min(row["seconds"]) > 0 for row in rows)
+    phases = {(row["alternative"], row["phase"]) for row in rows}
+    sizes = ("0.5 MiB", "5 MiB", "100 MiB")
+    assert phases == {(LOCAL, "step")} | {(size, phase) for size in sizes for phase in ("step", "waiting")}
+    steps = {row["alternative"]: row for row in rows if row["phase"] == "step"}
+    assert steps["0.5 MiB"]["buckets"] > steps["5 MiB"]["buckets"] > steps["100 MiB"]["buckets"] == 1
+    for size in sizes:
+        assert steps[size]["error"] < 1e-5
+        assert steps[size]["gradient_bytes"] == 4 * workload_parameters("nano")
+        assert steps[size]["last_bucket_bytes"] >= 4 * 10_000 * 128  # the token embedding is never split
+
+
+def test_waiting_is_part_of_the_step():
+    rows = {(row["alternative"], row["phase"]): row["seconds"] for row in _rows(SMALL)}  # of the rank that came last
+    for size in ("0.5 MiB", "5 MiB", "100 MiB"):
+        pairs = zip(rows[size, "waiting"], rows[size, "step"], strict=True)
+        assert all(waiting < step for waiting, step in pairs)
+
+
+def test_a_size_whose_gradients_are_not_the_mean_gets_no_time():
+    rows = _rows(SMALL, _forgets_the_other_rank)
+    wrong = [row for row in rows if row["gate"] != "ok"]
+    assert {row["alternative"] for row in wrong} == {"100 MiB"}
+    assert all("seconds" not in row and row["error"] > 0.1 for row in wrong)
+    assert {row["alternative"] for row in rows if "seconds" in row} == {LOCAL, "0.5 MiB", "5 MiB"}
+
+
+def test_single_all_reduces_are_checked_and_timed_by_size():
+    point = BucketsPoint(
+        world_size=2, backend="gloo", sweep=PROBE, workload="nano", probe_bytes=(64, 4096), warmup=1, repeats=3
+    )
+    rows = _rows(point)
+    assert sorted((row["n_bytes"], row["gate"], len(row["seconds"])) for row in rows) == [
+        (n, "ok", 3) for n in (64, 64, 4096, 4096)
+    ]
+
+
+def test_single_all_reduces_come_before_the_steps_of_their_world_size():
+    config = STUDY.profiles["standard"]
+    points = STUDY.points(config, describe_machine())
+    seen = [(point.world_size, point.sweep) for point in points]
+    assert seen[0] == (2, PROBE)
+    assert seen == sorted(seen)  # "probe" is before "steps"
+    assert len({point.id for point in points}) == len(points)
+
+
+def test_points_take_nccl_with_a_gpu_a_rank_and_gloo_where_ranks_share_one():
+    machine = describe_machine()
+    gpu = {"name": "Some GPU", "memory_bytes": 2**36, "compute_capability": "9.0", "dense_bf16_peak_tflops": None}
+    config = STUDY.profiles["smoke"]
+    for n_gpus, backend, device in ((0, "gloo", "cpu"), (1, "gloo", "cuda"), (2, "nccl", "cuda")):
+        there = machine.model_validate(machine.model_dump() | {"gpus": [gpu] * n_gpus})
+        assert {(p.backend, p.device) for p in STUDY.points(config, there)} == {(backend, device)}
+
+
+def test_what_does_not_fit_is_skipped_with_what_it_needs(monkeypatch):
+    monkeypatch.setattr(study_module, "available_memory_bytes", lambda: 2**30)
+    machine = describe_machine().model_copy(update={"gpus": []})
+    points = STUDY.points(STUDY.profiles["paper"], machine)
+    reasons = [STUDY.skip_reason(point, machine) for point in points if point.sweep == STEPS]
+    assert all(reason.startswith("needs ") and reason.endswith("1 GiB available") for reason in reasons)
+    assert STUDY.series(points[1])[1] < STUDY.series(points[-1])[1]
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"probe_bytes": [4096, 4096]}, {"probe_bytes": [4096]}, {"probe_bytes": [5, 6]}, {"buckets_mb": [0.0]}]
+)
+def test_impossible_parameters_are_refused(wrong):
+    config = STUDY.profiles["smoke"]
+    with pytest.raises(ValidationError):
+        type(config).model_validate(config.model_dump() | wrong)
