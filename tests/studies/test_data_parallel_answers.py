@@ -4,6 +4,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from labkit.lab import figures
 from labkit.studies.data_parallel import analysis
 from labkit.studies.data_parallel.study import STUDY
 
@@ -161,3 +162,16 @@ def test_published_bucket_sizes_are_in_bytes_on_every_side():
     first = table[table["buffer_melements"] == 3].drop_duplicates("implementation").set_index("implementation")
     assert first.loc["torch", "bucket_bytes"] == 3 * 2**20
     assert first.loc["bucketed", "bucket_bytes"] == 12 * 2**20
+
+
+def test_figures_can_be_drawn_from_two_worlds():
+    frame = pd.concat([_frame(), _frame().assign(world_size=4)], ignore_index=True)
+    for table, y in (
+        (analysis.phases(frame).query("phase == 'backward'"), "seconds"),
+        (analysis.exposed(frame), "seconds"),
+        (analysis.memory(frame), "peak_bytes"),
+        (analysis.accumulation(frame), "ratio"),
+    ):
+        options = {"x": "implementation", "x_order": analysis.ORDER, "hue": "workload", "facet": "world_size"}
+        assert len(figures.bars(table, y=y, **options).figure.axes) == 2
+    assert analysis.buckets(frame)["panel"].nunique() == 2

@@ -20,6 +20,11 @@ STEP = "step"
 PUBLISHED_NAMES = {"torch_ddp": TORCH, "python_async": "bucketed", "python_sync": "bucketed_sync"}
 PERCENTILES = {"mean": "mean_s", "median": "seconds", "p90": "p90_s", "p95": "p95_s", "p99": "p99_s"}
 
+# What tables show.
+PHASE_COLUMNS = ["workload", "world_size", "implementation", "phase", *PERCENTILES.values(), "to_torch_percent"]
+EXPOSED_COLUMNS = ["workload", "world_size", "implementation", "seconds", "communication_s"]
+EXPOSED_COLUMNS += ["hidden_percent", "of_step_percent"]
+
 # Whose waiting after backward is the communication of these, with nothing else to do.
 SAME_COLLECTIVES = {
     TORCH: "bucketed_sync",
@@ -116,7 +121,8 @@ def buckets(frame: pd.DataFrame) -> pd.DataFrame:
         _named(TORCH, DEFAULT_MB),
     )
     parts = table["alternative"].str.split("@")
-    table = table.assign(implementation=parts.str[0], bucket_bytes=table["bucket_mb"] * 2**20)
+    panels = [f"{name}, {ranks} ranks" for name, ranks in zip(table["workload"], table["world_size"], strict=True)]
+    table = table.assign(implementation=parts.str[0], bucket_bytes=table["bucket_mb"] * 2**20, panel=panels)
     return table[parts.str[1].astype(float) == table["bucket_mb"]].reset_index(drop=True)
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 
 from labkit.bench.statistics import beyond_chance, summarize
-from labkit.lab.answers import Answer, Question, Verdict, not_measured
+from labkit.lab.answers import Answer, Question, Verdict, answer_each
 from labkit.lab.evidence import ratio_text, shown, span_text, verdict_of
 from labkit.lab.trends import trends_verdict
 from labkit.lab.units import format_bytes, format_rate, format_seconds, join_words
@@ -38,17 +38,14 @@ SMALL_PERCENT = 3.0
 
 def answer_all(frame: pd.DataFrame, coverage: pd.DataFrame) -> list[Answer]:
     """An answer to every question; a question whose rows are missing says so."""
-    answers = {
+    finders = {
         WAITING: waiting,
         BUCKET_SIZE: bucket_size,
         MORE_WORK: batch_and_length,
         MODEL: explained,
         PUBLISHED: trends,
     }
-    return [
-        find(frame) or not_measured(question, coverage, "no row of this run holds what it needs")
-        for question, find in answers.items()
-    ]
+    return answer_each(finders, frame, coverage)
 
 
 def _where(row: Mapping[str, Any] | pd.Series) -> str:

@@ -8,7 +8,7 @@ from pydantic import Field, field_validator
 
 from labkit.costs.memory import activation_bytes
 from labkit.lab.answers import Answer, check_complete
-from labkit.lab.config import LabConfig
+from labkit.lab.config import Count, Device, LabConfig, Repeats, Seed, TimeoutSeconds, Warmup
 from labkit.lab.study import Study
 from labkit.lab.units import format_bytes
 from labkit.machine import Machine, available_memory_bytes
@@ -22,8 +22,6 @@ RANK_BYTES = 200 * MIB  # a rank's own resident memory, torch included
 COPIES = 4  # of the parameters, beside the buckets: weights, one being built, local gradients, their means
 
 WorkloadName = Literal["nano", "mini", "small", "medium", "large", "xl"]
-Count = Annotated[int, Field(ge=1, lt=2**31)]
-Repeats = Annotated[int, Field(ge=1, le=100_000)]
 Megabytes = Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]
 
 
@@ -40,11 +38,11 @@ class BucketsConfig(LabConfig):
     probe_bytes: Annotated[list[Annotated[int, Field(ge=4, le=2**40, multiple_of=4)]], Field(min_length=2)]
     """Two sizes or more of single all-reduces, which give bandwidth and cost of a call."""
     probe_repeats: Repeats = 40
-    warmup: Annotated[int, Field(ge=0, le=10_000)] = 2
+    warmup: Warmup = 2
     repeats: Repeats = 10
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
-    timeout_s: Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)] = 600.0
+    device: Device = "auto"
+    seed: Seed = 0
+    timeout_s: TimeoutSeconds = 600.0
 
     @field_validator("probe_bytes")
     @classmethod
@@ -115,8 +113,8 @@ class GradientBucketsStudy(Study):
         return points
 
     def skip_reason(self, point: BucketsPoint, machine: Machine) -> str | None:
-        if point.device == "cuda" and not machine.gpus:
-            return "needs a CUDA device, and there is none"
+        if reason := machine.why_no_device(point.device):
+            return reason
         needed = point.world_size * (RANK_BYTES + _rank_bytes(point))
         available = available_memory_bytes()
         if point.device == "cuda":
@@ -148,7 +146,7 @@ def _rank_bytes(point: BucketsPoint) -> int:
 
 
 def _point(config: BucketsConfig, machine: Machine, world_size: int, sweep: str, **others: Any) -> BucketsPoint:
-    device = config.device if config.device != "auto" else "cuda" if machine.gpus else "cpu"
+    device = machine.device(config.device)
     has_gpu_a_rank = device == "cuda" and len(machine.gpus) >= world_size
     fields: dict[str, Any] = {
         "workload": config.workload,
