@@ -187,12 +187,17 @@ def _always(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | No
     return None if dtype in ALL_DTYPES else f"not defined for {_dtype_name(dtype)}"
 
 
-def _why_no_compiled(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-    if device.type == "cuda" and importlib.util.find_spec("triton") is None:
+def why_nothing_compiles(device_type: str) -> str | None:
+    """Why `torch.compile` has nothing to compile with on "cpu" or "cuda", or None."""
+    if device_type == "cuda" and importlib.util.find_spec("triton") is None:
         return "torch.compile needs Triton on a GPU; it is not installed"
-    if device.type == "cpu" and not any(map(shutil.which, ("c++", "g++", "clang++", "cl"))):
+    if device_type == "cpu" and not any(map(shutil.which, ("c++", "g++", "clang++", "cl"))):
         return "torch.compile needs a C++ compiler on a CPU; there is none on the path"
-    return _always(device, dtype, head_dim)
+    return None
+
+
+def _why_no_compiled(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    return why_nothing_compiles(device.type) or _always(device, dtype, head_dim)
 
 
 def _why_no_flash(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from labkit.machine import describe_machine
+from labkit.nn.attention import why_nothing_compiles
 from labkit.studies.end_to_end import study as study_module
 from labkit.studies.end_to_end.study import STUDY
 from labkit.studies.end_to_end.worker import EndToEndPoint, measure_point
@@ -40,6 +41,15 @@ def test_rates_are_measured_for_the_precision():
     assert [row["rate"] for row in _measure("rates", precision="bfloat16")] == ["matmul", "copy"]
 
 
+def test_without_a_compiler_the_point_says_so(monkeypatch):
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    point = EndToEndPoint(sweep="compile", device="cpu", size="nano")
+    assert STUDY.skip_reason(point, describe_machine()) == (
+        "torch.compile needs a C++ compiler on a CPU; there is none on the path"
+    )
+
+
+@pytest.mark.skipif(why_nothing_compiles("cpu") is not None, reason=str(why_nothing_compiles("cpu")))
 def test_compiled_code_is_gated_timed_in_turn_and_its_compiling_told_apart():
     rows = _measure("compile")
     assert [(row["implementation"], row["phase"]) for row in rows] == [

@@ -13,6 +13,7 @@ from labkit.lab.config import Count, Device, LabConfig, Repeats, Seed, TimeoutSe
 from labkit.lab.study import Study
 from labkit.lab.units import format_bytes
 from labkit.machine import Machine, available_memory_bytes
+from labkit.nn.attention import why_nothing_compiles
 from labkit.nn.transformer import SIZES
 from labkit.studies.end_to_end import answers as answering
 from labkit.studies.end_to_end.worker import EndToEndPoint, measure_point
@@ -94,6 +95,8 @@ class EndToEndStudy(Study):
             return reason
         if not point.size:
             return None
+        if point.sweep == "compile" and (reason := why_nothing_compiles(point.device)):
+            return reason
         copies = 2 if point.sweep == "compile" else 1
         phase = "full_step" if point.mode == "step" else "forward"
         needed = copies * peak_bytes(
