@@ -9,12 +9,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from labkit.costs.transformer import TransformerShape
 from labkit.nn.transformer import Transformer, language_model_loss
 from labkit.parallel.data_parallel import BucketedDDP, FlatDDP, NaiveDDP, OverlappedDDP
 
 STEPS, ROWS, WIDTH = 5, 3, 6
+SHARDS_OF_REFERENCE = [1]
+"""Over how many shards the one process of the reference averages a loss that a case differentiates by itself."""
 
 WRAPPERS: dict[str, Callable[..., nn.Module]] = {
     "naive": NaiveDDP,
@@ -82,6 +85,30 @@ class TwoHeads(nn.Module):
         return self.heads[head](torch.tanh(self.body(x)))
 
 
+class Reentrant(nn.Module):
+    """Its middle is computed again by a backward pass inside of the backward pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(3)])
+
+    def forward(self, x):
+        x = torch.tanh(self.layers[0](x))
+        x = checkpoint(lambda y: torch.tanh(self.layers[1](y)), x, use_reentrant=True)
+        return self.layers[2](x)
+
+
+class TwoOutputs(nn.Module):
+    """Two outputs without a parameter in common."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.first(x), self.second(x)
+
+
 def plain():
     return nn.Sequential(nn.Linear(WIDTH, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, WIDTH))
 
@@ -118,6 +145,13 @@ def _tokens(model, x, shard, step):
 def _one_head(model, x, shard, step):
     """Every rank uses another head in some steps, none uses the last one, and the first step is the same for all."""
     return model(x, (shard + step) % 2 if step else 0).square().mean()
+
+
+def _first_apart(model, x, shard, step):
+    """The first output has a backward pass of its own; the second one is the loss."""
+    first, second = model(x)
+    (first.square().mean() / (1 if hasattr(model, "module") else SHARDS_OF_REFERENCE[0])).backward()
+    return second.square().mean()
 
 
 @dataclass(frozen=True)
@@ -160,6 +194,8 @@ CASES = {
     "accumulation": Case(plain, micro_batches=3),
     "accumulation, set_to_none=False": Case(plain, micro_batches=3, set_to_none=False),
     "exception inside no_sync": Case(plain, micro_batches=2, fails_in=2),
+    "re-entrant checkpointing": Case(Reentrant, options={"find_unused": True}),
+    "a backward pass an output": Case(TwoOutputs, _first_apart, options={"find_unused": True}),
     "channels last": Case(channels_last, _images),
     "transformer, checkpointed": Case(transformer, _tokens),
 }
@@ -249,5 +285,6 @@ def reference(name: str, world_size: int) -> dict[str, list[float]]:
     """The same training by one process, on the shards of all ranks, from rank 0's seed."""
     case = CASES[name]
     model = built(case, seed=0)
+    SHARDS_OF_REFERENCE[0] = world_size
     train(case, model, list(range(world_size)), lambda: None)
     return state_of(model)

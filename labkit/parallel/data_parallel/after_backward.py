@@ -13,7 +13,7 @@ class _AfterBackward(DataParallel):
     def _gradient_ready(self, index: int) -> None:
         pass
 
-    def _settle(self) -> None:
+    def _abandon(self) -> None:
         pass
 
 

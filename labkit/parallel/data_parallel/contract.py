@@ -14,10 +14,16 @@ wrapper finishes, so that nobody has to call anything.
 What is averaged is `p.grad` as it stands. Gradients accumulated under `no_sync` are in it; what an earlier
 backward pass has averaged already is equal on all ranks, and its mean is itself. So several losses, each with a
 backward pass of its own, need no extra care.
+
+One difference from torch's: it waits until every parameter has been heard of since the forward pass, and complains
+at the next one. Here each backward pass is looked at by itself, so that a parameter without a gradient is named before
+the optimizer uses the others. Passes that reach only a part of the model (a loss a head, re-entrant checkpointing) need
+`find_unused=True` therefore.
 """
 
 import contextlib
 import hashlib
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -27,6 +33,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.utils.hooks import RemovableHandle
 
 COALESCED_BYTES = 2**26
 """Copies made for a broadcast take no more memory than this."""
@@ -46,7 +53,7 @@ class DataParallel(nn.Module, ABC):
             It costs one small collective a pass. Without it such a pass raises UnusedParameterError.
         broadcast_buffers: before each forward pass in training mode, buffers become those of rank 0.
         finish_in_backward: if False, `backward()` may return before the gradients are averaged, and the caller
-            calls `finish_gradient_synchronization()`: for measuring what a step waits for.
+            calls `finish_gradient_synchronization()` after each: for measuring what a step waits for.
 
     Raises ValueError if no parameter is trained, a parameter or buffer differs between ranks in name, shape or
     dtype, or gradients would be sparse.
@@ -78,18 +85,26 @@ class DataParallel(nn.Module, ABC):
         self._heard: list[bool] = []
         self._forget_pass()
         _broadcast([*module.parameters(), *module.buffers()], group)
-        self._hooks = [
-            p.register_post_accumulate_grad_hook(partial(self._hear, index))
+        self._broadcast_before_forward = True
+        # Weakly: a parameter holds its hooks where the garbage collector does not look.
+        hooks = [
+            p.register_post_accumulate_grad_hook(partial(_tell, weakref.ref(self), index))
             for index, p in enumerate(self._parameters_in_order)
         ]
+        weakref.finalize(self, _remove, hooks)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's. Whether the next backward pass synchronizes is decided here, as with torch's."""
+        """The module's. Whether the next backward pass synchronizes is decided here, as with torch's.
+
+        Buffers become those of rank 0 before it if the pass before it could have changed them: in training, and
+        once in evaluation after training.
+        """
         if torch.is_grad_enabled():
-            self._forget_pass()
+            self._leave_unfinished_pass()
             self._synchronize_this_pass = self._synchronize
-        if self.training and self.broadcast_buffers and self._synchronize:
+        if self.broadcast_buffers and self._broadcast_before_forward:
             _broadcast(list(self.module.buffers()), self.group)
+        self._broadcast_before_forward = torch.is_grad_enabled() and self._synchronize
         return self.module(*args, **kwargs)
 
     @contextlib.contextmanager
@@ -106,17 +121,15 @@ class DataParallel(nn.Module, ABC):
         """Return once every gradient of the last backward pass is the mean over ranks. Again: does nothing."""
         if self._backward_pass is None:
             return
-        try:
-            missing = [index for index, heard in enumerate(self._heard) if not heard]
-            if missing and not self.find_unused:
-                self._settle()
-                raise UnusedParameterError(self._unused_message(missing))
-            has_gradient = [p.grad is not None for p in self._parameters_in_order]
-            self._finish(missing)
-            if self.find_unused:  # last: every rank begins the same collectives in the same order
-                self._drop_gradients_of_nobody(has_gradient)
-        finally:
-            self._forget_pass()
+        missing = [index for index, heard in enumerate(self._heard) if not heard]
+        if missing and not self.find_unused:
+            # nothing is waited for: ranks on which nothing is missing have begun other collectives
+            raise UnusedParameterError(self._unused_message(missing))
+        has_gradient = [p.grad is not None for p in self._parameters_in_order]
+        self._finish(missing)
+        if self.find_unused:  # last: every rank begins the same collectives in the same order
+            self._drop_gradients_of_nobody(has_gradient)
+        self._forget_pass()
 
     @abstractmethod
     def _gradient_ready(self, index: int) -> None:
@@ -127,8 +140,8 @@ class DataParallel(nn.Module, ABC):
         """Average what is not averaged yet. Parameters at `missing` were not visited on this rank in this pass."""
 
     @abstractmethod
-    def _settle(self) -> None:
-        """Wait for collectives that are under way; nothing is kept of them."""
+    def _abandon(self) -> None:
+        """Wait for collectives under way; gradients that are in none are left as this rank's own."""
 
     def _hear(self, index: int, parameter: Tensor) -> None:
         """The hook: note the gradient, and on a pass's first one ask to be called back at its end."""
@@ -139,14 +152,25 @@ class DataParallel(nn.Module, ABC):
         if gradient.is_sparse:
             raise ValueError(f"expected dense gradients, got a sparse one for {self._names[index]}")
         backward_pass = torch._C._current_graph_task_id()
-        if self._backward_pass != backward_pass:  # a new pass; one that an exception ended is forgotten
-            self._forget_pass()
+        if self._backward_pass != backward_pass:
+            self._leave_unfinished_pass()
             self._backward_pass = backward_pass
             if self.finish_in_backward:
                 Variable._execution_engine.queue_callback(self.finish_gradient_synchronization)
         self._heard[index] = True
         with torch.no_grad():
             self._gradient_ready(index)
+
+    def _leave_unfinished_pass(self) -> None:
+        """Before a new pass: one that an exception ended is forgotten, once its collectives are over.
+
+        RuntimeError if it is unfinished because nobody finished it.
+        """
+        if self._backward_pass is not None:
+            if not self.finish_in_backward:
+                raise RuntimeError("call finish_gradient_synchronization() after each backward pass")
+            self._abandon()
+        self._forget_pass()
 
     def _forget_pass(self) -> None:
         self._backward_pass = None
@@ -165,8 +189,19 @@ class DataParallel(nn.Module, ABC):
         shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
         return (
             f"the backward pass gave no gradient to {shown}: use every parameter in every step, "
-            "freeze it before wrapping, or pass find_unused=True"
+            "freeze it before wrapping, or pass find_unused=True (for backward passes of parts of the model, too)"
         )
+
+
+def _tell(wrapper: "weakref.ref[DataParallel]", index: int, parameter: Tensor) -> None:
+    """The hook on a parameter: its wrapper hears of it, if there still is one."""
+    if (alive := wrapper()) is not None:
+        alive._hear(index, parameter)
+
+
+def _remove(hooks: list[RemovableHandle]) -> None:
+    for hook in hooks:
+        hook.remove()
 
 
 def gradient_in_layout(parameter: Tensor) -> Tensor:

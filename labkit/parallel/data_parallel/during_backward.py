@@ -30,13 +30,13 @@ class OverlappedDDP(DataParallel):
     def _finish(self, missing: list[int]) -> None:
         for parameter in self._parameters_in_order[len(self._begun) :]:
             self._begin(parameter)
-        self._settle()
+        self._abandon()
 
     def _begin(self, parameter: Tensor) -> None:
         gradient = gradient_in_layout(parameter).div_(self.world_size)
         self._begun.append((gradient, start_all_reduce(gradient, self.group)))
 
-    def _settle(self) -> None:
+    def _abandon(self) -> None:
         for _, wait in self._begun:
             wait()
 
@@ -90,7 +90,7 @@ class BucketedDDP(DataParallel):
             self._put(index)
             self._bucket_of[index].missing -= 1
         self._begin_full()
-        self._settle()
+        self._wait()
 
     def _put(self, index: int) -> None:
         """The gradient, divided by the number of ranks, into its view; `p.grad` is the view from now on."""
@@ -108,9 +108,16 @@ class BucketedDDP(DataParallel):
         while (next_one := len(self._waits)) < len(self._buckets) and self._buckets[next_one].missing == 0:
             self._waits.append(start_all_reduce(self._buckets[next_one].buffer, self.group))
 
-    def _settle(self) -> None:
+    def _wait(self) -> None:
         for wait in self._waits:
             wait()
+
+    def _abandon(self) -> None:
+        self._wait()
+        for bucket in self._buckets[len(self._waits) :]:
+            for index in bucket.indices:
+                if self._heard[index]:  # was divided when it was put
+                    bucket.views[index].mul_(self.world_size)
 
     def _forget_pass(self) -> None:
         super()._forget_pass()
