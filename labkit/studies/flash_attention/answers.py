@@ -4,8 +4,8 @@ import pandas as pd
 
 from labkit.bench.statistics import compare_groups
 from labkit.lab.answers import Answer, Question, Verdict, not_measured
+from labkit.lab.attention_passes import EXPLICIT, FLASH
 from labkit.lab.evidence import ratio_text, with_interval
-from labkit.lab.passes import EXPLICIT, FLASH
 from labkit.lab.trends import trends_verdict
 from labkit.lab.units import format_bytes, join_words
 from labkit.studies.flash_attention import analysis, recorded, trends

@@ -8,8 +8,8 @@ from pydantic import Field
 
 from labkit.costs.attention import matrix_bytes
 from labkit.lab.answers import Answer, check_complete
+from labkit.lab.attention_passes import COMPILED, FLASH, MARGIN, TILED
 from labkit.lab.config import Device, LabConfig, Repeats, Seed, TimeoutSeconds, Warmup
-from labkit.lab.passes import COMPILED, FLASH, MARGIN, TILED
 from labkit.lab.study import Study
 from labkit.lab.units import format_bytes
 from labkit.machine import Machine, available_memory_bytes

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from labkit.bench.clock import time_interleaved
-from labkit.lab.passes import PassesPoint, measure_passes, problem_of
+from labkit.lab.attention_passes import PassesPoint, measure_passes, problem_of
 from labkit.nn.attention import attention_named
 from labkit.nn.attention_problem import AttentionProblem, check
 from labkit.nn.tiled_attention import tile_side
