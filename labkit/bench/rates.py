@@ -59,7 +59,7 @@ def _rounding(dtype: torch.dtype, size: int) -> float:
 
     A sum of K rounded terms, added one after another, is off by about sqrt(K)/6 units: every partial sum is rounded,
     by at most half a unit and in either direction. Three times that is allowed, and at least eight units for whoever
-    adds in blocks and rounds once more. TF32, where somebody has allowed it for float32, is off by about 2**-12 and seen.
+    adds in blocks and rounds once more. TF32, where somebody has allowed it for float32, is off by about 2**-12: seen.
     """
     return float(torch.finfo(dtype).eps) * max(8.0, size**0.5 / 2)
 

@@ -13,7 +13,7 @@ def test_a_matmul_rate_is_flops_over_seconds(monkeypatch, dtype):
     def timed(actions, **_):
         for action in actions.values():
             action()
-        return dict.fromkeys(actions, [0.5, 0.25])
+        return {name: [0.5, 0.25] for name in actions}
 
     monkeypatch.setattr(rates, "time_interleaved", timed)
     assert rates.matmul_flops_per_s("cpu", dtype, size=8) == [2 * 8**3 / 0.5, 2 * 8**3 / 0.25]

@@ -1,6 +1,7 @@
 """What a rank measures of the kernels lab: sums that add up, ranges where they should be, a trace that opens."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -100,10 +101,31 @@ def test_a_trace_that_is_too_large_is_left_out_with_a_reason(monkeypatch):
     assert "more than the 1000 B" in row["left_out"]
 
 
+class _WrongGradient(torch.autograd.Function):
+    """The identity, with a gradient that is off."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 1.5 * grad
+
+
 def test_a_wrong_attention_gets_no_time(monkeypatch):
-    monkeypatch.setattr(worker, "_attention_error", lambda point: 0.5)
+    def wrong(q, k, v, causal):
+        return attention_in_parts(q, k, _WrongGradient.apply(v), causal)
+
+    monkeypatch.setattr(worker, "attention_in_parts", wrong)
     (row,) = measure_point(SMALL)
     assert row["gate"].startswith("wrong: attention in parts is off by 5.0e-01")
+
+
+def test_nan_is_wrong(monkeypatch):
+    monkeypatch.setattr(worker, "attention_in_parts", lambda *inputs: math.nan * attention_in_parts(*inputs))
+    (row,) = measure_point(SMALL)
+    assert row["gate"] == "wrong: attention in parts is off by nan"
 
 
 def test_rates_are_measured(monkeypatch):
