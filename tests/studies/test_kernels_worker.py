@@ -2,18 +2,20 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
+from labkit.bench.allocator import record_allocations
 from labkit.bench.trace import FAMILIES, decode_trace, read_events
 from labkit.machine import describe_machine
 from labkit.nn.attention import explicit_attention
-from labkit.nn.training import PHASES
+from labkit.nn.training import PHASES, TrainingStep
 from labkit.nn.transformer import shape_named
 from labkit.studies.kernels import worker
 from labkit.studies.kernels.attention import PARTS, attention_in_parts
-from labkit.studies.kernels.study import STUDY, KernelsConfig
+from labkit.studies.kernels.study import STUDY, KernelsConfig, needed_bytes
 from labkit.studies.kernels.worker import INFERENCE, OTHERS, STEP, KernelsPoint, measure_point, run_with_nvtx
 
 SMALL = KernelsPoint(
@@ -150,6 +152,18 @@ def test_no_point_is_planned_twice_and_the_smallest_model_keeps_its_trace(profil
     models = [point for point in points if point.part == "profile"]
     assert [point.keep_trace for point in models] == [True] + [False] * (len(models) - 1)
     assert [STUDY.series(point)[1] for point in models] == sorted(STUDY.series(point)[1] for point in models)
+
+
+@pytest.mark.parametrize("context", [8, 512])
+def test_what_a_model_needs_is_predicted(context):
+    point = replace(SMALL, context_length=context)
+    with record_allocations("cpu") as record:
+        step = TrainingStep(shape_named("nano"), batch=1, context_length=context, attention=attention_in_parts)
+        step.run()
+        with record.window("step"):
+            step.run()
+        del step
+    assert 0.8 * needed_bytes(point) <= record.windows["step"].peak_bytes <= needed_bytes(point)
 
 
 def test_what_this_machine_cannot_do_has_a_reason():
