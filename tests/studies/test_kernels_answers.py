@@ -243,6 +243,19 @@ def test_no_command_for_a_gpu_stands_on_a_page_of_a_cpu():
     assert "nsys profile" not in note
 
 
+def test_of_many_models_the_smallest_and_the_largest_are_told():
+    frame = _frame(models=("nano", "mini", "small", "medium"))
+    answers = _answers(frame)
+    for name in ("profiler_and_clock", "largest_operator", "beside_matmul", "softmax_in_attention"):
+        text = answers[name].text
+        assert "nano on cpu" in text
+        assert "medium on cpu" in text
+        assert "mini" not in text
+        assert "small on" not in text
+        assert len(text.split(". ")) <= 6, text
+    assert set(analysis.clocks(frame)["model"]) == {"nano", "mini", "small", "medium"}, "the figure has all"
+
+
 def test_the_question_ids_are_the_published_ones():
     assert [question.id for question in STUDY.questions] == [
         "profiler_and_clock",
