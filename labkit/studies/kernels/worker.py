@@ -163,12 +163,11 @@ def _attention_error(point: KernelsPoint) -> float:
     """
     shape = shape_named(point.model)
     size = (4, point.batch, shape.n_heads, point.context_length, shape.head_dim)
-    *inputs, grad_output = torch.randn(size, device=point.device)
-    for x in inputs:
-        x.requires_grad_()
+    q, k, v, grad_output = torch.randn(size, device=point.device)
+    inputs = [x.requires_grad_() for x in (q, k, v)]
     found, expected = (
         (output, *torch.autograd.grad(output, inputs, grad_output))
-        for output in (attend(*inputs, True) for attend in (attention_in_parts, explicit_attention))
+        for output in (attend(q, k, v, True) for attend in (attention_in_parts, explicit_attention))
     )
     pairs = zip(found, expected, strict=True)
     errors = [(own - oracle).detach().abs().max() / oracle.detach().abs().max() for own, oracle in pairs]

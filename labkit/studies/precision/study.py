@@ -149,9 +149,9 @@ def needed_bytes(point: PrecisionPoint) -> int:
     What a forward pass leaves, and two sets of gradients: its own, and those that the check holds them against.
     """
     shape = shape_named(point.model)
-    options = {"phase": "forward", "device": point.device}
+    size, device = (shape, point.batch, point.context_length), point.device
     forward = max(
-        peak_bytes(shape, point.batch, point.context_length, precision=precision, **options)
+        peak_bytes(*size, phase="forward", precision=precision, device=device)
         for precision in (FULL, *point.precisions)
     )
     return round(HEADROOM * (forward + 2 * state_bytes(shape)["gradients"]))
