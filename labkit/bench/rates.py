@@ -3,6 +3,8 @@
 The yardsticks for everything that is predicted: a data sheet's peak exists for few devices and is reached on none.
 """
 
+from dataclasses import dataclass
+
 import torch
 
 from labkit.bench.clock import time_interleaved
@@ -12,17 +14,64 @@ MATMUL_SIZE = {"cpu": 1024, "cuda": 8192}
 COPY_BYTES = {"cpu": 2**28, "cuda": 2**30}
 
 
-def matmul_flops_per_s(
-    device: str, dtype: torch.dtype, *, size: int | None = None, warmup: int = 3, repeats: int = 10
-) -> list[float]:
-    """FLOP/s of each of `repeats` products of two square matrices of `size` (2 * size^3 FLOPs each)."""
+@dataclass(frozen=True)
+class MatmulTimes:
+    """Products of two square matrices: seconds of each, and the relative error of one row against float64."""
+
+    size: int
+    seconds: list[float]
+    error: float
+    limit: float
+    """The largest error that rounding explains."""
+
+    @property
+    def gate(self) -> str:
+        """ "ok", or what is wrong; a NaN is."""
+        if self.error <= self.limit:
+            return "ok"
+        return f"wrong: error {self.error:.1e}, at most {self.limit:.1e} expected"
+
+    @property
+    def flops_per_s(self) -> list[float]:
+        """Of each product, 2 * size^3 FLOPs in all."""
+        return [2 * self.size**3 / seconds for seconds in self.seconds]
+
+
+def time_matmul(
+    device: str, dtype: torch.dtype, *, size: int | None = None, warmup: int = 3, repeats: int = 10, seed: int = 0
+) -> MatmulTimes:
+    """Time `repeats` products of two normal square matrices of `size`; None: that of the device."""
     size = size or MATMUL_SIZE[torch.device(device).type]
-    a, b = torch.randn(2, size, size, device=device).to(dtype)
+    generator = torch.Generator(device).manual_seed(seed)
+    a, b = torch.randn(2, size, size, device=device, generator=generator).to(dtype)
     out = torch.empty_like(a)
     samples = time_interleaved(
         {"matmul": lambda: torch.mm(a, b, out=out)}, warmup=warmup, repeats=repeats, device=device
     )
-    return [2 * size**3 / seconds for seconds in samples["matmul"]]
+    row = size // 2
+    exact = a[row].double() @ b.double()
+    error = float((out[row].double() - exact).norm() / exact.norm())
+    return MatmulTimes(size, samples["matmul"], error, _rounding(dtype, size))
+
+
+def _rounding(dtype: torch.dtype, size: int) -> float:
+    """How far rounding may put a product of `size` terms off, relative.
+
+    A sum of K rounded terms, added one after another, is off by about sqrt(K)/6 units: every partial sum is rounded,
+    by at most half a unit and in either direction. Three times that is allowed, and at least eight units for whoever
+    adds in blocks and rounds once more. TF32, where somebody has allowed it for float32, is off by about 2**-12: seen.
+    """
+    return float(torch.finfo(dtype).eps) * max(8.0, size**0.5 / 2)
+
+
+def matmul_flops_per_s(
+    device: str, dtype: torch.dtype, *, size: int | None = None, warmup: int = 3, repeats: int = 10
+) -> list[float]:
+    """FLOP/s of each of `repeats` products of two square matrices of `size`; ArithmeticError for wrong ones."""
+    times = time_matmul(device, dtype, size=size, warmup=warmup, repeats=repeats)
+    if times.gate != "ok":
+        raise ArithmeticError(f"a product of two {dtype} matrices is {times.gate}")
+    return times.flops_per_s
 
 
 def copy_bytes_per_s(device: str, *, n_bytes: int | None = None, warmup: int = 2, repeats: int = 10) -> list[float]:

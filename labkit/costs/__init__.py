@@ -3,4 +3,5 @@
 ``communication``  all-reduce, by the alpha-beta model
 ``attention``      FLOPs and bytes of softmax attention
 ``transformer``    parameters, FLOPs and bytes of the Transformer
+``memory``         what a training step of the Transformer holds in memory, tensor by tensor
 """

@@ -1,7 +1,8 @@
 """What a training step of the Transformer should hold in memory: formulas, tensor by tensor.
 
 Parameters, gradients and AdamW's two states are float32: 4, 4 and 8 bytes a parameter. What a layer keeps for its
-backward pass follows from its operators, with explicit attention; `saved_by_layer` names every tensor.
+backward pass follows from its operators, with explicit attention; `saved_by_layer` names every tensor. `device` is
+"cpu" or "cuda": CUDA's autocast takes the softmax in float32, and its AdamW updates all parameters together.
 
 Legend: B batch, S sequence, T = B*S tokens, d d_model, f d_ff, H heads, L layers, V vocabulary, N parameters.
 """
@@ -28,21 +29,20 @@ def residual_stream_bytes(shape: TransformerShape, batch: int, sequence: int) ->
 
 
 def saved_by_layer(
-    shape: TransformerShape, batch: int, sequence: int, precision: str = "float32", *, softmax_in_float32: bool = False
+    shape: TransformerShape, batch: int, sequence: int, precision: str = "float32", *, device: str = "cpu"
 ) -> Mapping[str, int]:
     """Bytes that one layer keeps for its backward pass, by tensor; its input, the residual stream, among them.
 
     A norm keeps its input, the scaled input (for the gain) and the scale of each token; a matrix product keeps its
     input; softmax keeps its result, which the product with the values shares; `silu(gate) * up` keeps gate, silu
     and up. Under autocast, what a matrix product reads is a copy in `precision`: of the input once a product, and of
-    every weight. CPU autocast takes the softmax in `precision`, CUDA's in float32 (`softmax_in_float32`), with a
-    copy for the product.
+    every weight. CPU autocast takes the softmax in `precision`, CUDA's in float32, with a copy for the product.
     """
     tokens, d, f = batch * sequence, shape.d_model, shape.d_ff
     low = FLOAT32 if precision == "float32" else LOW_PRECISION
     copies = precision != "float32"
     scores = batch * shape.n_heads * sequence**2
-    softmax = FLOAT32 + LOW_PRECISION if copies and softmax_in_float32 else low
+    softmax = FLOAT32 + LOW_PRECISION if copies and _on_cuda(device) else low
     return {
         "norms: inputs": 2 * FLOAT32 * tokens * d,
         "norms: scaled inputs": 2 * FLOAT32 * tokens * d,
@@ -67,14 +67,20 @@ def saved_by_head(shape: TransformerShape, batch: int, sequence: int, precision:
 
 
 def activation_bytes(
-    shape: TransformerShape, batch: int, sequence: int, precision: str = "float32", checkpoint_segment: int = 0
+    shape: TransformerShape,
+    batch: int,
+    sequence: int,
+    precision: str = "float32",
+    checkpoint_segment: int = 0,
+    *,
+    device: str = "cpu",
 ) -> int:
     """Bytes alive between forward and backward. With checkpointing, one residual stream a segment, and the head."""
     head = saved_by_head(shape, batch, sequence, precision)
     if checkpoint_segment:
         kept = math.ceil(shape.n_layers / checkpoint_segment) * residual_stream_bytes(shape, batch, sequence)
         return kept + head
-    return head + shape.n_layers * sum(saved_by_layer(shape, batch, sequence, precision).values())
+    return head + shape.n_layers * sum(saved_by_layer(shape, batch, sequence, precision, device=device).values())
 
 
 def peak_bytes(
@@ -85,13 +91,15 @@ def peak_bytes(
     phase: str = "full_step",
     precision: str = "float32",
     checkpoint_segment: int = 0,
+    device: str = "cpu",
 ) -> int:
     """The predicted peak of a phase of `PHASES`; a full step has AdamW's states from an earlier one.
 
     A forward pass peaks at the loss, above what it keeps, or inside a layer if nothing is kept. A full step peaks
     either as backward begins, with all activations and two gradients of the logits; or, with checkpointing, in the
-    segment that is computed again; or in the optimizer, with all gradients. Gradients that come while activations go
-    are left out, so that the truth is a little higher: a few percent, tested.
+    segment that is computed again; or in the optimizer, with all gradients and AdamW's temporaries: two of the largest
+    parameter's size where parameters take turns, one of every parameter's on CUDA, where they are updated together.
+    Gradients that come while activations go are left out, so that the truth is a little higher: a few percent, tested.
     """
     states = state_bytes(shape)
     logits = FLOAT32 * batch * sequence * shape.vocabulary
@@ -100,7 +108,7 @@ def peak_bytes(
     if phase == "inference":
         copies = 0 if precision == "float32" else LOW_PRECISION * _matrix_parameters(shape)  # kept until autocast ends
         return states["parameters"] + copies + max(read + logits, _inside_a_layer(shape, batch, sequence))
-    kept = activation_bytes(shape, batch, sequence, precision, checkpoint_segment)
+    kept = activation_bytes(shape, batch, sequence, precision, checkpoint_segment, device=device)
     if phase == "forward":
         return states["parameters"] + kept + read
     if phase != "full_step":
@@ -108,22 +116,29 @@ def peak_bytes(
     resting = states["parameters"] + states["optimizer"]
     again = 0
     if checkpoint_segment:
-        layer = sum(saved_by_layer(shape, batch, sequence, precision).values())
+        layer = sum(saved_by_layer(shape, batch, sequence, precision, device=device).values())
         head = saved_by_head(shape, batch, sequence, precision)
         again = kept - head + min(checkpoint_segment, shape.n_layers) * layer
     largest = max(shape.vocabulary * shape.d_model, shape.d_ff * shape.d_model)
-    optimizing = states["gradients"] + 2 * FLOAT32 * largest
+    temporaries = states["parameters"] if _on_cuda(device) else 2 * FLOAT32 * largest
+    optimizing = states["gradients"] + temporaries
     return resting + max(kept + 2 * logits, again, optimizing)
 
 
-def best_segment(shape: TransformerShape, batch: int, sequence: int, precision: str = "float32") -> float:
+def best_segment(
+    shape: TransformerShape, batch: int, sequence: int, precision: str = "float32", *, device: str = "cpu"
+) -> float:
     """The segment length n that makes kept residual streams, L/n of them, and n layers computed again smallest.
 
     L/n * residual + n * layer is smallest at n = sqrt(L * residual / layer): the textbook's sqrt(L) only if a layer
     kept no more than what it passes on.
     """
-    layer = sum(saved_by_layer(shape, batch, sequence, precision).values())
+    layer = sum(saved_by_layer(shape, batch, sequence, precision, device=device).values())
     return math.sqrt(shape.n_layers * residual_stream_bytes(shape, batch, sequence) / layer)
+
+
+def _on_cuda(device: str) -> bool:
+    return device.partition(":")[0] == "cuda"
 
 
 def _matrix_parameters(shape: TransformerShape) -> int:

@@ -7,7 +7,7 @@ The three phases are named ranges ("forward", "backward", "optimizer") for `torc
 `torch.autograd.profiler.emit_nvtx()`, for Nsight Systems.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -62,7 +62,7 @@ class TrainingStep:
         self.call: Callable[[Tensor], Tensor] = self.model
         if compiled:
             self.call = torch.compile(self.model, dynamic=False)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
+        self.optimizer = adamw(self.model.parameters(), self.device)
         self.loss: Tensor | None = None
 
     def infer(self) -> Tensor:
@@ -103,6 +103,14 @@ class TrainingStep:
     def _compute_loss(self) -> Tensor:
         with torch.autocast(self.device.type, dtype=self.autocast_dtype, enabled=self.autocast_dtype is not None):
             return language_model_loss(self.call(self.tokens), self.targets)
+
+
+def adamw(parameters: Iterable[nn.Parameter], device: torch.device) -> torch.optim.AdamW:
+    """AdamW as it runs by default on `device`: on CUDA on lists of parameters (foreach), elsewhere one by one.
+
+    Said here and not left to torch, which takes lists only of real tensors: a step on fake ones would be another.
+    """
+    return torch.optim.AdamW(parameters, lr=1e-4, foreach=device.type == "cuda")
 
 
 def gradients(module: nn.Module) -> dict[str, Tensor]:

@@ -108,6 +108,16 @@ def reads_as_out_of_memory(text: str) -> bool:
     return _OUT_OF_MEMORY.search(text) is not None
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory ran out, by its type or, for a RuntimeError, by its text.
+
+    Not every RuntimeError that speaks of memory does: "an illegal memory access was encountered" is a bug.
+    """
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # the latter is torch's
+        return True
+    return isinstance(error, RuntimeError) and reads_as_out_of_memory(str(error))
+
+
 def reads_as_consequence(text: str) -> bool:
     """Whether the text of an error says that a peer was lost."""
     return _CONSEQUENCE.search(text) is not None

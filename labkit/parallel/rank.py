@@ -32,7 +32,7 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
-from labkit.parallel.outcome import reads_as_consequence, reads_as_out_of_memory
+from labkit.parallel.outcome import is_out_of_memory, reads_as_consequence
 
 Worker = Callable[[Any], Iterable[Mapping[str, Any]] | None]
 
@@ -131,7 +131,7 @@ def described(error: BaseException) -> dict[str, Any]:
     return {
         "message": f"{name}: {first_line}" if first_line else name,
         "traceback": "".join(traceback.format_exception(error)),
-        "oom": _is_out_of_memory(error),
+        "oom": is_out_of_memory(error),
         "consequence": _is_consequence(error),
     }
 
@@ -262,12 +262,6 @@ def _number(value: Any) -> Any:
 
 def _kind(value: Any) -> str:
     return f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # the latter is torch's
-        return True
-    return isinstance(error, RuntimeError) and reads_as_out_of_memory(str(error))
 
 
 def _is_consequence(error: BaseException | None) -> bool:

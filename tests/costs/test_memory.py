@@ -1,6 +1,9 @@
 """The formulas of memory against what autograd saves and what the ledger counts."""
 
+import math
+
 import pytest
+import torch
 
 from labkit.costs.memory import (
     PHASES,
@@ -12,10 +15,31 @@ from labkit.costs.memory import (
     state_bytes,
 )
 from labkit.costs.transformer import TransformerShape, n_parameters
+from labkit.nn import training
+from labkit.nn.attention import softmax_scale
 from labkit.nn.transformer import shape_named
 from labkit.studies.memory.counting import count_phases
 
 SHAPE = TransformerShape(d_model=48, d_ff=112, n_layers=2, n_heads=3, vocabulary=300)
+
+
+def _softmax_in_float32(q, k, v, causal):
+    """Explicit attention as CUDA's autocast has it, which CPU autocast leaves to whoever casts."""
+    scores = (q @ k.transpose(-2, -1)) * softmax_scale(q)
+    seen = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+    return torch.softmax(scores.masked_fill(~seen, -math.inf).float(), dim=-1) @ v
+
+
+def _count(phase="full_step", precision="float32", shape=SHAPE, batch=2, context_length=24, **others):
+    return count_phases(
+        (phase,), shape=shape, batch=batch, context_length=context_length, precision=precision, **others
+    )
+
+
+def _activations(counted):
+    start = counted.spans["backward"][0]
+    alive = [a for a in counted.ledger.allocations if a.born < start and (a.freed is None or a.freed >= start)]
+    return sum(a.n_bytes for a in alive if a.category == "activations")
 
 
 def test_sixteen_bytes_a_parameter():
@@ -24,12 +48,34 @@ def test_sixteen_bytes_a_parameter():
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_activations_are_counted_tensor_by_tensor(precision):
-    counted = count_phases(("full_step",), shape=SHAPE, batch=2, context_length=24, precision=precision)
-    start = counted.spans["backward"][0]
-    alive = [a for a in counted.ledger.allocations if a.born < start and (a.freed is None or a.freed >= start)]
-    activations = sum(a.n_bytes for a in alive if a.category == "activations")
     expected = activation_bytes(SHAPE, 2, 24, precision)
-    assert 0 <= activations - expected <= 16  # the loss and its total weight
+    assert 0 <= _activations(_count(precision=precision)) - expected <= 16  # the loss and its total weight
+
+
+def test_on_cuda_autocast_keeps_the_softmax_in_float32_and_a_copy():
+    counted = _count(precision="bfloat16", attention=_softmax_in_float32)
+    expected = activation_bytes(SHAPE, 2, 24, "bfloat16", device="cuda")
+    assert 0 <= _activations(counted) - expected <= 16
+    assert expected > activation_bytes(SHAPE, 2, 24, "bfloat16")
+    assert activation_bytes(SHAPE, 2, 24, device="cuda") == activation_bytes(SHAPE, 2, 24)
+    assert best_segment(SHAPE, 2, 24, "bfloat16", device="cuda") < best_segment(SHAPE, 2, 24, "bfloat16")
+    long = {"batch": 4, "sequence": 512, "precision": "bfloat16"}
+    peak = _count(
+        precision="bfloat16", shape=shape_named("nano"), batch=4, context_length=512, attention=_softmax_in_float32
+    )
+    assert peak_bytes(shape_named("nano"), **long, device="cuda") == pytest.approx(
+        peak.peak("full_step").n_bytes, rel=0.02
+    )
+
+
+def test_the_optimizer_of_cuda_has_temporaries_of_all_parameters(monkeypatch):
+    own = training.adamw
+    monkeypatch.setattr(training, "adamw", lambda parameters, device: own(parameters, torch.device("cuda")))
+    counted = _count()
+    assert counted.part_of_step(counted.peak("full_step").moment) == "optimizer"
+    expected = peak_bytes(SHAPE, 2, 24, device="cuda")
+    assert expected >= 20 * n_parameters(SHAPE)
+    assert counted.peak("full_step").n_bytes == pytest.approx(expected, rel=0.01)
 
 
 @pytest.mark.parametrize("phase", PHASES)

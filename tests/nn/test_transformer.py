@@ -16,7 +16,7 @@ from labkit.costs.transformer import (
 )
 from labkit.nn.attention import IMPLEMENTATIONS, explicit_attention
 from labkit.nn.tiled_attention import TiledAttention
-from labkit.nn.training import TrainingStep, gradients
+from labkit.nn.training import TrainingStep, adamw, gradients
 from labkit.nn.transformer import SIZES, RMSNorm, RotaryPositions, Transformer, language_model_loss, shape_named
 
 TINY = TransformerShape(d_model=24, d_ff=40, n_layers=3, n_heads=2, vocabulary=50)
@@ -230,3 +230,9 @@ def test_a_step_refuses_what_it_does_not_know():
         TrainingStep(TINY, batch=2, context_length=8, precision="int8")
     with pytest.raises(ValueError, match="batch >= 1"):
         TrainingStep(TINY, batch=0, context_length=8)
+
+
+def test_the_kind_of_adamw_is_said_and_not_left_to_what_the_tensors_are():
+    step = TrainingStep(TINY, batch=2, context_length=8)
+    assert step.optimizer.defaults["foreach"] is False
+    assert adamw(step.model.parameters(), torch.device("cuda")).defaults["foreach"] is True

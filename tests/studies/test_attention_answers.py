@@ -130,6 +130,34 @@ def test_tiling_that_is_faster_is_recommended_and_one_that_is_not_is_not():
     assert "(slower)" in slow.text
 
 
+def _tiling_rows(ratios, peaks=(1, 8)):
+    """Rows of the tiling sweep alone: time of tiled over explicit by length; peaks of tiled and explicit in GiB."""
+    frame = _frame(lambda *_: 1e-3)
+    at = frame[(frame["sweep"] == "tiling") & (frame["sequence"] == 4096)]
+    tiled = at["implementation"] == "tiled"
+    at = at.assign(peak_bytes=at["peak_bytes"].where(at["peak_bytes"].isna(), np.where(tiled, *peaks) * GIB))
+    return pd.concat(
+        [at.assign(sequence=s, seconds=at["seconds"] * np.where(tiled, ratio, 1.0)) for s, ratio in ratios.items()]
+    )
+
+
+def test_tiling_is_recommended_from_where_every_longer_sequence_gains():
+    gap = _answers(_tiling_rows({4096: 0.5, 8192: 1.0, 16384: 0.6}))["tiling"]
+    assert (
+        gap.recommendation
+        == "tile instead of building the matrix from 16384 tokens on: less memory, and 0.60 of the time."
+    )
+    slow = _answers(_tiling_rows({4096: 2.0, 8192: 0.5, 16384: 0.6}))["tiling"]
+    assert "from 8192 tokens on: less memory, and 0.50 to 0.60 of the time." in slow.recommendation
+    late = _answers(_tiling_rows({4096: 0.5, 8192: 0.5, 16384: 1.0}))["tiling"]
+    assert late.recommendation is None
+
+
+def test_tiling_that_takes_more_memory_is_not_said_to_take_less():
+    answer = _answers(_tiling_rows({4096: 0.5, 8192: 0.5}, peaks=(9, 8)))["tiling"]
+    assert answer.recommendation == "tile instead of building the matrix from 4096 tokens on: 0.50 of the time."
+
+
 def test_memory_only_is_an_answer_without_times():
     frame = _frame()
     answer = _answers(frame[(frame["sweep"] == "grid") | frame["phase"].isin(["both", "saved"])])["tiling"]

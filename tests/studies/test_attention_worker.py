@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from labkit.lab import passes
+from labkit.lab import attention_passes
 from labkit.machine import describe_machine
 from labkit.nn.attention import IMPLEMENTATIONS, Implementation, explicit_attention
 from labkit.studies.attention.study import STUDY
@@ -22,7 +22,9 @@ def _rows(point, phase=None):
 
 def _pretend(monkeypatch, name, attend, reason=None):
     fake = Implementation(name, "", attend, lambda *_: reason)
-    monkeypatch.setattr(passes, "attention_named", lambda wanted: fake if wanted == name else IMPLEMENTATIONS[wanted])
+    monkeypatch.setattr(
+        attention_passes, "attention_named", lambda wanted: fake if wanted == name else IMPLEMENTATIONS[wanted]
+    )
 
 
 def test_each_implementation_is_checked_counted_and_timed():
@@ -60,7 +62,7 @@ def test_one_that_cannot_run_here_is_a_row_with_its_reason(monkeypatch):
 
 
 def test_one_that_does_not_fit_is_a_row_with_both_sizes(monkeypatch):
-    monkeypatch.setattr(passes, "_available_bytes", lambda device: 100_000)
+    monkeypatch.setattr(attention_passes, "_available_bytes", lambda device: 100_000)
     rows = _rows(SMALL, "both")
     assert rows[0]["gate"].startswith("needs ")
     assert rows[0]["gate"].endswith("97.7 KiB available")
@@ -76,12 +78,13 @@ def test_one_that_runs_out_of_memory_all_the_same_leaves_the_others_alone(monkey
     assert {row["implementation"] for row in rows if "seconds" in row} == {"tiled"}
 
 
-def test_any_other_error_is_not_hidden(monkeypatch):
+@pytest.mark.parametrize("text", ["a bug", "CUDA error: an illegal memory access was encountered"])
+def test_any_other_error_is_not_hidden(monkeypatch, text):
     def broken(*_):
-        raise RuntimeError("a bug")
+        raise RuntimeError(text)
 
     _pretend(monkeypatch, "explicit", broken)
-    with pytest.raises(RuntimeError, match="a bug"):
+    with pytest.raises(RuntimeError, match=text):
         _rows(SMALL)
 
 

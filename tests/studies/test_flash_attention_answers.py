@@ -170,6 +170,24 @@ def test_what_explicit_cannot_do_is_told_with_its_reason():
     assert table["reason"].tolist() == ["needs 3 GiB, 2 GiB available"] * 2
 
 
+def test_techniques_take_a_sentence_each_with_the_shortest_and_the_longest_sequence():
+    frame = _frame()
+    kernels = frame["sweep"].isin(["techniques", "hidden"])
+    more = [frame[kernels].assign(sequence=sequence) for sequence in (8192, 16384)]
+    text = _answers(pd.concat([frame, *more]))["techniques"].text
+    assert text.count("with exp2 over without") == text.count("causal over full") == 1
+    assert "; at 16384 tokens 0.83 predicted at best" in text
+    assert "8192" not in text
+
+
+def test_the_kernel_is_held_against_all_in_one_sentence_a_setting():
+    frame = _frame(explicit_until=10**9)
+    sdpa = frame[frame["implementation"] == "sdpa"]
+    text = _answers(pd.concat([frame, sdpa.assign(implementation="sdpa_flash")]))["triton_kernel"].text
+    assert text.count("the time of the kernel is") == 2, "one a dtype"
+    assert text.count("of that of explicit (faster) and") == text.count("of that of sdpa flash (") == 2
+
+
 def test_techniques_on_a_gpu_are_judged_one_by_one():
     text = _answers(_frame())["techniques"].text
     assert "with exp2 over without: 0.83 predicted at best" in text

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from labkit.bench.rates import MATMUL_SIZE
 from labkit.machine import describe_machine
 from labkit.studies.flash_attention import worker
 from labkit.studies.flash_attention.study import STUDY
@@ -81,6 +82,8 @@ def test_no_point_is_planned_twice_and_the_rate_comes_before_what_is_held_agains
     for index, point in enumerate(points):
         first.setdefault((point.sweep, point.dtype), index)
     assert all(first["matmul", d] < first["lengths", d] for d in STUDY.profiles[profile].dtypes)
+    products = [point for point in points if point.sweep == "matmul"]
+    assert {point.sequence for point in products} == {MATMUL_SIZE[products[0].device]}, "of one size in all labs"
 
 
 def test_what_does_not_fit_at_all_is_skipped_with_both_sizes():

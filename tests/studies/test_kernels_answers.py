@@ -230,8 +230,30 @@ def test_the_trace_is_written_and_drawn(tmp_path):
 
 
 def test_the_command_for_nsight_is_given_where_it_is_installed():
-    assert "is not on this machine" in analysis.nsight_note(_frame())
-    assert "nsys profile --trace=cuda,nvtx" in analysis.nsight_note(_frame().assign(nsys=True))
+    cuda = _frame(device="cuda")
+    assert "is not on this machine" in analysis.nsight_note(cuda)
+    command = analysis.nsight_note(cuda.assign(nsys=True, batch=8, context_length=256))
+    assert "nsys profile --trace=cuda,nvtx" in command
+    assert "run_with_nvtx('nano', batch=8, context_length=256)" in command, "the run's own sizes"
+
+
+def test_no_command_for_a_gpu_stands_on_a_page_of_a_cpu():
+    note = analysis.nsight_note(_frame().assign(nsys=True))
+    assert "this run used none" in note
+    assert "nsys profile" not in note
+
+
+def test_of_many_models_the_smallest_and_the_largest_are_told():
+    frame = _frame(models=("nano", "mini", "small", "medium"))
+    answers = _answers(frame)
+    for name in ("profiler_and_clock", "largest_operator", "beside_matmul", "softmax_in_attention"):
+        text = answers[name].text
+        assert "nano on cpu" in text
+        assert "medium on cpu" in text
+        assert "mini" not in text
+        assert "small on" not in text
+        assert len(text.split(". ")) <= 6, text
+    assert set(analysis.clocks(frame)["model"]) == {"nano", "mini", "small", "medium"}, "the figure has all"
 
 
 def test_the_question_ids_are_the_published_ones():

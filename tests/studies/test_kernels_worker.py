@@ -1,18 +1,21 @@
 """What a rank measures of the kernels lab: sums that add up, ranges where they should be, a trace that opens."""
 
 import json
+import math
+from dataclasses import replace
 
 import pytest
 import torch
 
+from labkit.bench.allocator import record_allocations
 from labkit.bench.trace import FAMILIES, decode_trace, read_events
 from labkit.machine import describe_machine
 from labkit.nn.attention import explicit_attention
-from labkit.nn.training import PHASES
+from labkit.nn.training import PHASES, TrainingStep
 from labkit.nn.transformer import shape_named
 from labkit.studies.kernels import worker
 from labkit.studies.kernels.attention import PARTS, attention_in_parts
-from labkit.studies.kernels.study import STUDY, KernelsConfig
+from labkit.studies.kernels.study import STUDY, KernelsConfig, needed_bytes
 from labkit.studies.kernels.worker import INFERENCE, OTHERS, STEP, KernelsPoint, measure_point, run_with_nvtx
 
 SMALL = KernelsPoint(
@@ -100,10 +103,31 @@ def test_a_trace_that_is_too_large_is_left_out_with_a_reason(monkeypatch):
     assert "more than the 1000 B" in row["left_out"]
 
 
+class _WrongGradient(torch.autograd.Function):
+    """The identity, with a gradient that is off."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 1.5 * grad
+
+
 def test_a_wrong_attention_gets_no_time(monkeypatch):
-    monkeypatch.setattr(worker, "_attention_error", lambda point: 0.5)
+    def wrong(q, k, v, causal):
+        return attention_in_parts(q, k, _WrongGradient.apply(v), causal)
+
+    monkeypatch.setattr(worker, "attention_in_parts", wrong)
     (row,) = measure_point(SMALL)
     assert row["gate"].startswith("wrong: attention in parts is off by 5.0e-01")
+
+
+def test_nan_is_wrong(monkeypatch):
+    monkeypatch.setattr(worker, "attention_in_parts", lambda *inputs: math.nan * attention_in_parts(*inputs))
+    (row,) = measure_point(SMALL)
+    assert row["gate"] == "wrong: attention in parts is off by nan"
 
 
 def test_rates_are_measured(monkeypatch):
@@ -128,6 +152,18 @@ def test_no_point_is_planned_twice_and_the_smallest_model_keeps_its_trace(profil
     models = [point for point in points if point.part == "profile"]
     assert [point.keep_trace for point in models] == [True] + [False] * (len(models) - 1)
     assert [STUDY.series(point)[1] for point in models] == sorted(STUDY.series(point)[1] for point in models)
+
+
+@pytest.mark.parametrize("context", [8, 512])
+def test_what_a_model_needs_is_predicted(context):
+    point = replace(SMALL, context_length=context)
+    with record_allocations("cpu") as record:
+        step = TrainingStep(shape_named("nano"), batch=1, context_length=context, attention=attention_in_parts)
+        step.run()
+        with record.window("step"):
+            step.run()
+        del step
+    assert 0.8 * needed_bytes(point) <= record.windows["step"].peak_bytes <= needed_bytes(point)
 
 
 def test_what_this_machine_cannot_do_has_a_reason():

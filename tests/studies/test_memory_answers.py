@@ -6,7 +6,6 @@ import pytest
 
 from labkit.costs.memory import PHASES, peak_bytes, residual_stream_bytes, saved_by_layer, state_bytes
 from labkit.nn.transformer import shape_named
-from labkit.studies.memory import analysis
 from labkit.studies.memory.counting import PARTS
 from labkit.studies.memory.study import STUDY
 
@@ -36,7 +35,8 @@ def _frame(peak=_peak, *, counted=1.0, seconds=None, noise=0.02, repeats=8, mach
             parts = dict.fromkeys((f"{part}_bytes" for part in PARTS), 0)
             parts |= {"parameters_bytes": states["parameters"], "activations_bytes": n - states["parameters"]}
             about = point | {"phase": phase, "predicted_bytes": _peak(size, context, precision, phase)}
-            rows.append(about | parts | {"method": "counted", "peak_bytes": n * counted, "count_s": 1.0})
+            cost = {"count_s": n / GIB / 100, "host_bytes": n / 1024}
+            rows.append(about | parts | cost | {"method": "counted", "peak_bytes": n * counted})
             if size == "mini":
                 rows += [about | {"method": "measured", "peak_bytes": n, "repeat": r} for r in range(2)]
     return pd.DataFrame(rows + _others(peak, seconds, generator, noise, repeats, saved))
@@ -86,13 +86,31 @@ def test_without_rows_every_question_is_not_measured_and_says_why(frame):
     assert all("needs 51 GiB" in answer.text for answer in answers.values())
 
 
-@pytest.mark.parametrize("table", ["peak", "checkpoint", "saved", "block", "allocation", "timeline"])
-def test_a_missing_table_leaves_the_other_answers(table):
+OF_PEAKS = {"peak_by_context", "where_it_goes", "largest_model", "counted_against_measured"}
+
+
+@pytest.mark.parametrize(
+    ("table", "silent"),
+    [
+        ("peak", OF_PEAKS | {"published_peaks", "published_trends"}),
+        ("checkpoint", {"checkpointing"}),
+        ("saved", set()),
+        ("block", {"residual_stream", "saved_by_a_block"}),
+        ("allocation", {"largest_allocations"}),
+        ("timeline", set()),
+    ],
+)
+def test_a_missing_table_silences_the_answers_that_need_it_and_no_other(table, silent):
     frame = _frame()
     answers = _answers(frame[frame["table"] != table])
-    missing = sum(answer.verdict == "not measured" for answer in answers.values())
-    assert missing < len(answers)
-    assert analysis.timeline(frame[frame["table"] != table]) is not None
+    assert {name for name, answer in answers.items() if answer.verdict == "not measured"} == silent
+
+
+def test_what_counting_costs_is_told_of_the_largest_step():
+    text = _answers(_frame())["counted_against_measured"].text
+    assert "Counting the largest, 2.7B at 2048 tokens with a peak of 168 GiB, took 1.68 s and 168 MiB of main" in text
+    unknown = _answers(_frame().drop(columns="host_bytes"))["counted_against_measured"].text
+    assert unknown.endswith("took 1.68 s.")
 
 
 def test_counted_alone_answers_what_it_can():

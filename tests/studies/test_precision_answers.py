@@ -157,7 +157,8 @@ def test_no_norm_in_float32_is_recommended_where_it_gains_nothing():
 def test_a_textbook_machine_gains_with_size():
     answer = _answers(_frame())["autocast_speed"]
     assert answer.verdict == "mixed"
-    assert "The larger model (small) is shown to gain more." in answer.text
+    told = "The ratio is shown to be smaller at the largest size, small, than at the smallest, nano"
+    assert f"{told}, and time is saved there." in answer.text
     assert "autocast to bfloat16 for mini and small on cpu" in answer.recommendation
     assert "in 1 of 3 comparisons no difference is shown beyond chance" in answer.recommendation
     trends = _answers(_frame())["published_trends"].text
@@ -176,9 +177,22 @@ def test_a_trend_in_the_other_direction_contradicts_the_published_one():
     gains = {"nano": 0.3, "mini": 0.6, "small": 0.9}
     frame = _frame(_speed(lambda model, mode, p: gains[model] if p == "bfloat16" else 1.0))
     answers = _answers(frame)
-    assert "The larger model (small) is shown to gain less." in answers["autocast_speed"].text
+    told = "The ratio is shown to be larger at the largest size, small, than at the smallest, nano."
+    assert told in answers["autocast_speed"].text
     assert "The larger the model" in answers["published_trends"].text
     assert "0 of 2 steps from a size to the next shown): is contradicted here" in answers["published_trends"].text
+
+
+def test_a_loss_that_shrinks_with_size_is_no_gain():
+    losses = {"nano": 4.0, "mini": 3.0, "small": 2.0}
+    answers = _answers(_frame(_speed(lambda model, mode, p: losses[model] if p == "bfloat16" else 1.0)))
+    speed, trends = answers["autocast_speed"], answers["published_trends"].text
+    assert speed.verdict == "no"
+    assert (
+        "smaller at the largest size, small, than at the smallest, nano, and time is lost there all the" in speed.text
+    )
+    assert "gain" not in speed.text
+    assert "0 of 2 steps from a size to the next shown): is not shown here" in trends
 
 
 def test_equal_times_but_for_noise_show_no_difference():

@@ -1,16 +1,20 @@
 """What a rank measures of the precision lab: the numbers are known by hand, and a wrong precision gets no time."""
 
 import math
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
 import torch
 
+from labkit.bench.allocator import record_allocations
 from labkit.machine import describe_machine
+from labkit.nn.training import TrainingStep
+from labkit.nn.transformer import shape_named
 from labkit.studies.precision import worker
 from labkit.studies.precision.dtypes import QUANTITIES, observed_dtypes
 from labkit.studies.precision.numerics import ACCUMULATIONS, NORM_STEPS, accumulate, checkpoints, norm_steps
-from labkit.studies.precision.study import STUDY, PrecisionConfig
+from labkit.studies.precision.study import STUDY, PrecisionConfig, needed_bytes
 from labkit.studies.precision.worker import BOTH, FORWARD, PrecisionPoint, measure_point
 
 SPEED = PrecisionPoint(
@@ -119,6 +123,18 @@ def test_a_wrong_precision_gets_no_time(monkeypatch):
     assert wrong[0]["gate"].startswith("wrong: loss off by")
     assert "seconds" not in wrong[0]
     assert len(rows) == 3
+
+
+@pytest.mark.parametrize(("model", "context"), [("mini", 8), ("nano", 256)])
+def test_what_the_check_needs_is_predicted(model, context):
+    """At few tokens the sets of gradients decide: a third one would not fit into the prediction."""
+    point = replace(SPEED, model=model, context_length=context)
+    with record_allocations("cpu") as record:
+        step = TrainingStep(shape_named(model), batch=1, context_length=context)
+        with record.window("check"):
+            assert [row["gate"] for row in worker._check(step, point.precisions)] == ["ok", "ok"]
+        del step
+    assert 0.8 * needed_bytes(point) <= record.windows["check"].peak_bytes <= needed_bytes(point)
 
 
 def test_rates_are_measured_in_every_precision(monkeypatch):

@@ -10,7 +10,7 @@ import pandas as pd
 
 from labkit.bench.statistics import CONFIDENCE, FEWEST_SAMPLES, compare_groups
 from labkit.costs.attention import explicit_peak, explicit_saved, matrix_bytes, tiled_saved
-from labkit.lab.passes_tables import SETTING, against, empty, refused, samples, times, with_width
+from labkit.lab.attention_tables import SETTING, against, empty, refused, samples, times, with_width
 from labkit.lab.project import reference_directory
 from labkit.studies.attention.worker import EXPLICIT, IMPLEMENTATIONS, MARGIN, TILED
 

@@ -3,7 +3,7 @@
 import pandas as pd
 
 from labkit.lab.answers import Answer, Question, Verdict, not_measured
-from labkit.lab.evidence import ratio_text, shown, verdict_of, with_interval
+from labkit.lab.evidence import ratio_text, shown, span_text, verdict_of, with_interval
 from labkit.lab.trends import trends_verdict
 from labkit.lab.units import format_bytes, format_seconds, join_words
 from labkit.studies.attention import analysis, trends
@@ -171,14 +171,21 @@ def tiling(frame: pd.DataFrame) -> Answer | None:
         f"where explicit attention takes {format_bytes(explicit)}, {explicit / max(tiled, 1):.0f} times as much. "
         f"{_tiling_times(ratios)}"
     )
-    both = ratios[ratios["phase"] == "both"]
-    faster, slower = shown(both, ["sequence"])
-    advice = None
-    if len(faster) and slower.empty:
-        gain = " to ".join(dict.fromkeys(f"{pick(faster['ratio']):.2f}" for pick in (min, max))) + " of the time"
-        start = faster["sequence"].min()
-        advice = f"tile instead of building the matrix from {start} tokens on: less memory, and {gain}."
+    advice = _tiling_advice(ratios[ratios["phase"] == "both"], peaks)
     return Answer(TILING, "measured", text.strip(), "tiling_memory", advice)
+
+
+def _tiling_advice(ratios: pd.DataFrame, peaks: pd.DataFrame) -> str | None:
+    """From the first length from which on every measured one is shown to be faster; memory as far as it was seen."""
+    faster = shown(ratios, ["sequence"])[0]
+    lengths = sorted(ratios["sequence"].unique())
+    starts = [s for s in lengths if set(ratios.index[ratios["sequence"] >= s]) <= set(faster.index)]
+    if not starts:
+        return None
+    gain = f"{span_text(faster.loc[faster['sequence'] >= starts[0], 'ratio'])} of the time"
+    beyond = peaks[peaks.index >= starts[0]]
+    less = "less memory, and " if len(beyond) and (beyond[TILED] < beyond[EXPLICIT]).all() else ""
+    return f"tile instead of building the matrix from {starts[0]} tokens on: {less}{gain}."
 
 
 def _tiling_times(ratios: pd.DataFrame) -> str:

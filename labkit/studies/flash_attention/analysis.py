@@ -11,9 +11,9 @@ import pandas as pd
 
 from labkit.bench.statistics import compare, compare_groups
 from labkit.costs.attention import BACKWARD_OVER_FORWARD, forward_flops, visited_share
+from labkit.lab.attention_passes import EXPLICIT, FLASH
+from labkit.lab.attention_tables import SETTING, against, empty, refused, samples, times, with_width
 from labkit.lab.evidence import shown
-from labkit.lab.passes import EXPLICIT, FLASH
-from labkit.lab.passes_tables import SETTING, against, empty, refused, samples, times, with_width
 from labkit.lab.project import reference_directory
 from labkit.studies.flash_attention.recorded import RecordedRun, has_flash
 from labkit.studies.flash_attention.worker import ALL_TECHNIQUES, CAUSAL, FULL, TECHNIQUES

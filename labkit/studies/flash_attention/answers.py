@@ -4,8 +4,8 @@ import pandas as pd
 
 from labkit.bench.statistics import compare_groups
 from labkit.lab.answers import Answer, Question, Verdict, not_measured
+from labkit.lab.attention_passes import EXPLICIT, FLASH
 from labkit.lab.evidence import ratio_text, with_interval
-from labkit.lab.passes import EXPLICIT, FLASH
 from labkit.lab.trends import trends_verdict
 from labkit.lab.units import format_bytes, join_words
 from labkit.studies.flash_attention import analysis, recorded, trends
@@ -183,30 +183,27 @@ def _why_no_kernel(frame: pd.DataFrame) -> str:
 
 
 def _kernel_text(frame: pd.DataFrame) -> str:
-    """The kernel against explicit and against SDPA at the longest length of each dtype."""
-    sentences = []
+    """The kernel against explicit and against SDPA, a sentence a dtype and the longest length both ran at."""
+    parts: dict[str, list[str]] = {}
     for baseline in (EXPLICIT, "sdpa_flash", "sdpa_cudnn", "sdpa_efficient"):
         table = analysis.against(frame, "lengths", baseline)
         table = table[(table["implementation"] == FLASH) & (table["phase"] == "both")]
         for dtype, rows in table.groupby("dtype", sort=False):
             row = rows.sort_values(["sequence", "head_dim"]).iloc[-1]
-            sentences.append(
-                f"{dtype}, {row['sequence']} tokens, head dimension {row['head_dim']}: the kernel takes "
-                f"{ratio_text(row)} of the time of {_name(baseline)} ({row['verdict']})."
-            )
+            where = f"{dtype}, {row['sequence']} tokens, head dimension {row['head_dim']}"
+            parts.setdefault(where, []).append(f"{ratio_text(row)} of that of {_name(baseline)} ({row['verdict']})")
+    sentences = [f"{where}: the time of the kernel is {join_words(told)}." for where, told in parts.items()]
     return " ".join(sentences) or "the kernel was timed alone."
 
 
 def techniques(frame: pd.DataFrame) -> Answer | None:
     own = analysis.techniques(frame)
-    hidden = [_technique_text(row, "tiled attention") for _, row in analysis.hidden(frame).iterrows()]
+    hidden = _technique_texts(analysis.hidden(frame), "tiled attention")
     if not own.empty:
-        text = " ".join([_technique_text(row, "the kernel") for _, row in own.iterrows()] + hidden)
+        text = " ".join(_technique_texts(own, "the kernel") + hidden)
         return Answer(TECHNIQUES, "measured", text, "techniques")
     run = recorded.recorded_gpu_run()
-    elsewhere = (
-        [] if run is None else [_technique_text(r, "the kernel") for _, r in analysis.techniques(run.frame).iterrows()]
-    )
+    elsewhere = [] if run is None else _technique_texts(analysis.techniques(run.frame), "the kernel")
     if not hidden and not elsewhere:
         return None
     told = f"The kernel's techniques were not measured here: {_why_no_kernel(frame)}"
@@ -217,13 +214,23 @@ def techniques(frame: pd.DataFrame) -> Answer | None:
     return Answer(TECHNIQUES, "measured", " ".join([told, also, *hidden]), "hidden")
 
 
-def _technique_text(row: pd.Series, what: str) -> str:
-    name = str(row["technique"]).replace("_", " ")
-    compared = "causal over full" if what == "tiled attention" else f"with {name} over without"
-    expected = f"{row['predicted']:.2f} predicted" + ("" if what == "tiled attention" else " at best")
+def _technique_texts(table: pd.DataFrame, what: str) -> list[str]:
+    """A sentence a technique: the shortest and the longest sequence; the rest is in the table."""
+    sentences = []
+    for (technique, dtype), rows in table.groupby(["technique", "dtype"], sort=False):
+        name = str(technique).replace("_", " ")
+        compared = "causal over full" if what == "tiled attention" else f"with {name} over without"
+        ends = rows.sort_values("sequence").iloc[[0, -1]].drop_duplicates("sequence")
+        told = [_technique_row(row, " at best" * (what != "tiled attention")) for _, row in ends.iterrows()]
+        where = f"{ends['sequence'].iloc[0]} tokens, {dtype}, {what}, {compared}"
+        also = [f"; at {s} tokens {text}" for s, text in zip(ends["sequence"].iloc[1:], told[1:], strict=True)]
+        sentences.append(f"{where}: {told[0]}{''.join(also)}.")
+    return sentences
+
+
+def _technique_row(row: pd.Series, at_best: str) -> str:
     verdict = {"faster": "it pays", "slower": "it costs"}.get(row["verdict"], row["verdict"])
-    where = f"{row['sequence']} tokens, {row['dtype']}, {what}, {compared}"
-    return f"{where}: {expected}, {ratio_text(row)} measured ({verdict})."
+    return f"{row['predicted']:.2f} predicted{at_best}, {ratio_text(row)} measured ({verdict})"
 
 
 def published_trends(frame: pd.DataFrame) -> Answer | None:

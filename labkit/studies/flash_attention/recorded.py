@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pandas as pd
 
-from labkit.lab.passes import FLASH
-from labkit.lab.passes_tables import times
+from labkit.lab.attention_passes import FLASH
+from labkit.lab.attention_tables import times
 from labkit.lab.project import recorded_directory
 from labkit.lab.store import Run
 

@@ -6,10 +6,11 @@ from typing import Annotated, Literal
 import pandas as pd
 from pydantic import Field
 
+from labkit.bench.rates import MATMUL_SIZE
 from labkit.costs.attention import matrix_bytes
 from labkit.lab.answers import Answer, check_complete
+from labkit.lab.attention_passes import COMPILED, FLASH, MARGIN, TILED
 from labkit.lab.config import Device, LabConfig, Repeats, Seed, TimeoutSeconds, Warmup
-from labkit.lab.passes import COMPILED, FLASH, MARGIN, TILED
 from labkit.lab.study import Study
 from labkit.lab.units import format_bytes
 from labkit.machine import Machine, available_memory_bytes
@@ -19,7 +20,6 @@ from labkit.studies.flash_attention.worker import FlashPoint, measure_point
 MIB = 2**20
 # A matrix of scores from which a round takes a good part of a second on two cores, and fewer repeats must do.
 LARGE_BYTES = 64 * MIB
-MATMUL_SIDES = {"cpu": 2048, "cuda": 8192}
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 Name = Literal[
@@ -120,7 +120,8 @@ class FlashStudy(Study):
             return "there is no CUDA device here"
         available = machine.gpus[0].memory_bytes if point.device == "cuda" else available_memory_bytes()
         if point.sweep == "matmul":
-            needed = 3.0 * matrix_bytes(1, point.sequence, point.torch_dtype.itemsize)
+            # three matrices, and one of them in float64 for the check
+            needed = 1.0 * matrix_bytes(1, point.sequence, 3 * point.torch_dtype.itemsize + 8)
         else:
             needed = MARGIN * min(point.needed_bytes(name) for name in point.implementations)
         if needed > available:
@@ -136,7 +137,7 @@ class FlashStudy(Study):
 
 def _lengths(config: FlashConfig, device: str) -> Iterator[FlashPoint]:
     for dtype in config.dtypes:
-        yield _point(config, device, "matmul", dtype, MATMUL_SIDES[device], 0, ())
+        yield _point(config, device, "matmul", dtype, MATMUL_SIZE[device], 0, ())
         for sequence in sorted(config.sequences):
             names = tuple(n for n in config.implementations if n != COMPILED or sequence in config.compiled_sequences)
             for head_dim in config.head_dims:

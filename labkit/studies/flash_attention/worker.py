@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from labkit.bench.clock import time_interleaved
-from labkit.lab.passes import PassesPoint, measure_passes, problem_of
+from labkit.bench.rates import time_matmul
+from labkit.lab.attention_passes import PassesPoint, measure_passes, problem_of
 from labkit.nn.attention import attention_named
 from labkit.nn.attention_problem import AttentionProblem, check
 from labkit.nn.tiled_attention import tile_side
@@ -49,19 +50,10 @@ def measure_point(point: FlashPoint) -> Iterator[dict[str, Any]]:
 
 def _matmul(point: FlashPoint) -> dict[str, Any]:
     """Seconds of a product of two square matrices, the fastest thing this device does with numbers."""
-    side, device = point.sequence, point.device
-    generator = torch.Generator().manual_seed(point.seed)
-    a, b = (torch.randn(side, side, generator=generator).to(device, point.torch_dtype) for _ in range(2))
-    product = torch.empty_like(a)
-    seconds = _timed({"matmul": lambda: torch.mm(a, b, out=product)}, point)["matmul"]
-    row = int(torch.randint(side, (), generator=generator))
-    exact = a[row].double() @ b.double()
-    error = float((product[row].double() - exact).norm() / exact.norm())
-    # a float32 product may run on TF32 units where somebody has allowed it: that is 2**-11 and seen here
-    limit = 8 * torch.finfo(point.torch_dtype).eps
-    gate = "ok" if error <= limit else f"wrong: error {error:.1e}, at most {limit:.1e} expected"
-    row_of = {"implementation": "matmul", "phase": "matmul", "gate": gate, "error": error}
-    return row_of | ({"seconds": seconds} if gate == "ok" else {})
+    options = {"size": point.sequence, "warmup": max(1, point.warmup), "repeats": point.repeats, "seed": point.seed}
+    times = time_matmul(point.device, point.torch_dtype, **options)
+    row = {"implementation": "matmul", "phase": "matmul", "gate": times.gate, "error": times.error}
+    return row | ({"seconds": times.seconds} if times.gate == "ok" else {})
 
 
 def _timed(actions: dict[str, Callable[[], Any]], point: FlashPoint) -> dict[str, list[float]]:

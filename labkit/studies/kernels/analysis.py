@@ -223,11 +223,16 @@ def save_trace(frame: pd.DataFrame, directory: Path) -> pd.DataFrame:
 
 
 def nsight_note(frame: pd.DataFrame) -> str:
-    """How to see the same ranges in Nsight Systems, where the measured machine has it; Markdown."""
+    """How to see the same ranges in Nsight Systems, where a GPU was measured that has it; Markdown."""
     table = records(frame, "clock", "nsys", "model")
-    if table.empty or not table["nsys"].astype(bool).any():
+    table = table[table["device"] == "cuda"]
+    if table.empty:
+        return "Nsight Systems (`nsys`) shows what a GPU does; this run used none. Nothing on this page needs it."
+    if not table["nsys"].astype(bool).any():
         return "Nsight Systems (`nsys`) is not on this machine. Nothing on this page needs it."
-    call = f"from labkit.studies.kernels.worker import run_with_nvtx; run_with_nvtx('{table['model'].iloc[0]}')"
+    row = table.iloc[0]
+    sizes = f"'{row['model']}', batch={row['batch']:.0f}, context_length={row['context_length']:.0f}"
+    call = f"from labkit.studies.kernels.worker import run_with_nvtx; run_with_nvtx({sizes})"
     command = f'nsys profile --trace=cuda,nvtx --output=kernels python -c "{call}"'
     return f"Nsight Systems is on this machine. The same ranges, as NVTX:\n\n```sh\n{command}\n```"
 

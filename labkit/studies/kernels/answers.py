@@ -2,10 +2,12 @@
 
 import pandas as pd
 
+from labkit.costs.transformer import n_parameters
 from labkit.lab.answers import Answer, Question, Verdict, answer_each
 from labkit.lab.evidence import ratio_text, shown, with_interval
 from labkit.lab.trends import trends_verdict
 from labkit.lab.units import format_seconds, join_words
+from labkit.nn.transformer import SIZES
 from labkit.studies.kernels import analysis, trends
 from labkit.studies.kernels.analysis import BOTH, FORWARD
 from labkit.studies.kernels.worker import INFERENCE, STEP
@@ -52,11 +54,18 @@ def profiler_and_clock(frame: pd.DataFrame) -> Answer | None:
     if table.empty:
         return None
     sentences = []
-    for (device, model), group in table.groupby(["device", "model"], sort=False):
+    for (device, model), group in _ends(table).groupby(["device", "model"], sort=False):
         rows = {row["measure"]: row for _, row in group.iterrows()}
         if {"profiled_s", "events_s"} <= set(rows):
             sentences += _two_totals(f"{model} on {device}", rows["profiled_s"], rows["events_s"], device == "cuda")
     return Answer(CLOCK, "measured", " ".join(sentences), figure="clock_and_profiler") if sentences else None
+
+
+def _ends(table: pd.DataFrame) -> pd.DataFrame:
+    """The rows of each device's smallest and largest model, which an answer tells; figures and tables have all."""
+    size = table["model"].map(lambda model: n_parameters(SIZES[model]))
+    by_device = size.groupby(table["device"])
+    return table[(size == by_device.transform("min")) | (size == by_device.transform("max"))]
 
 
 def _two_totals(where: str, profiled: pd.Series, events: pd.Series, on_gpu: bool) -> list[str]:
@@ -90,7 +99,7 @@ def largest_operator(frame: pd.DataFrame) -> Answer | None:
     if table.empty:
         return None
     sentences = []
-    for (device, model), group in table.groupby(["device", "model"], sort=False):
+    for (device, model), group in _ends(table).groupby(["device", "model"], sort=False):
         parts, names = [], []
         for mode, of_mode in group.groupby("mode", sort=False):
             ranked = of_mode.sort_values("self_s", ascending=False)
@@ -121,7 +130,7 @@ def beside_matmul(frame: pd.DataFrame) -> Answer | None:
     others = table[table["family"] != "matmul"]
     worth = others[others["low"] > WORTH_NAMING]
     sentences = []
-    for (device, model, mode), _ in table.groupby(["device", "model", "mode"], sort=False):
+    for (device, model, mode), _ in _ends(table).groupby(["device", "model", "mode"], sort=False):
         here = worth[(worth["device"] == device) & (worth["model"] == model) & (worth["mode"] == mode)]
         named = [f"{row['family']} {_percent(row)}" for _, row in here.sort_values("share", ascending=False).iterrows()]
         what = join_words(named) if named else f"nothing is shown to be above {WORTH_NAMING:.0%}"
@@ -163,7 +172,7 @@ def softmax_in_attention(frame: pd.DataFrame) -> Answer | None:
     if table[table["part"] == "softmax"].empty:
         return None
     sentences = []
-    for (device, model), group in table.groupby(["device", "model"], sort=False):
+    for (device, model), group in _ends(table).groupby(["device", "model"], sort=False):
         parts = {row["part"]: row for _, row in group.iterrows()}
         if "softmax" not in parts:
             continue

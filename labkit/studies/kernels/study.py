@@ -6,7 +6,8 @@ from typing import Annotated, Literal
 import pandas as pd
 from pydantic import Field
 
-from labkit.costs.transformer import ADAMW_STATES, n_parameters
+from labkit.costs.memory import peak_bytes
+from labkit.costs.transformer import n_parameters
 from labkit.lab.answers import Answer, check_complete
 from labkit.lab.config import Device, LabConfig, Seed, TimeoutSeconds
 from labkit.lab.study import Study
@@ -16,8 +17,7 @@ from labkit.nn.transformer import shape_named
 from labkit.studies.kernels import answers as answering
 from labkit.studies.kernels.worker import KernelsPoint, measure_point
 
-# Parameters, gradients, AdamW's states: four bytes each; its temporaries once more.
-BYTES_A_PARAMETER = 4 * (2 + ADAMW_STATES + 1)
+HEADROOM = 1.1  # over the formulas, which leave out what comes while something else goes
 
 Size = Literal["nano", "mini", "small", "medium", "large", "xl", "2.7B", "10B"]
 
@@ -70,7 +70,7 @@ class KernelsStudy(Study):
         if point.device == "cuda" and not machine.gpus:
             return "there is no CUDA device here"
         if point.part == "profile":
-            needed = _needed_bytes(point)
+            needed = needed_bytes(point)
             available = machine.gpus[0].memory_bytes if point.device == "cuda" else available_memory_bytes()
             if needed > available:
                 return f"needs {format_bytes(needed)}, {format_bytes(available)} available"
@@ -98,13 +98,10 @@ def _profile_point(config: KernelsConfig, device: str, model: str, keep_trace: b
     )
 
 
-def _needed_bytes(point: KernelsPoint) -> int:
-    """Parameters with their optimizer states, and about what a forward pass keeps for its backward pass."""
-    shape = shape_named(point.model)
-    tokens = point.batch * point.context_length
-    matrices = 5 * point.batch * shape.n_heads * point.context_length**2  # scores, mask, softmax, and copies
-    layer = tokens * (20 * shape.d_model + 4 * shape.d_ff) + matrices
-    return BYTES_A_PARAMETER * n_parameters(shape) + 4 * (shape.n_layers * layer + 3 * tokens * shape.vocabulary)
+def needed_bytes(point: KernelsPoint) -> int:
+    """Memory of a full step, which needs more than inference, by the formulas."""
+    peak = peak_bytes(shape_named(point.model), point.batch, point.context_length, device=point.device)
+    return round(HEADROOM * peak)
 
 
 STUDY = KernelsStudy()

@@ -84,7 +84,8 @@ def measure_point(point: KernelsPoint) -> Iterator[dict[str, Any]]:
         attention=attention_in_parts,
         seed=point.seed,
     )
-    if (error := _attention_error(point)) > ERROR_BOUND:
+    error = _attention_error(point)
+    if not error <= ERROR_BOUND:  # NaN is not
         yield {"record": "gate", "error": error, "gate": f"wrong: attention in parts is off by {error:.1e}"}
         return
     by_mode = _measure(point, {INFERENCE: step.infer, STEP: step.run})
@@ -156,8 +157,18 @@ def _trace_row(trace: Trace) -> dict[str, Any]:
 
 
 def _attention_error(point: KernelsPoint) -> float:
-    """Largest deviation of the attention in parts from the oracle, on inputs of the model's shape."""
+    """Largest deviation of the attention in parts from the oracle, output and gradients, on the model's shape.
+
+    Each relative to the largest value of the oracle's; NaN where there is one anywhere.
+    """
     shape = shape_named(point.model)
-    size = (3, point.batch, shape.n_heads, point.context_length, shape.head_dim)
-    q, k, v = torch.randn(size, device=point.device)
-    return float((attention_in_parts(q, k, v, True) - explicit_attention(q, k, v, True)).abs().max())
+    size = (4, point.batch, shape.n_heads, point.context_length, shape.head_dim)
+    q, k, v, grad_output = torch.randn(size, device=point.device)
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    found, expected = (
+        (output, *torch.autograd.grad(output, inputs, grad_output))
+        for output in (attend(q, k, v, True) for attend in (attention_in_parts, explicit_attention))
+    )
+    pairs = zip(found, expected, strict=True)
+    errors = [(own - oracle).detach().abs().max() / oracle.detach().abs().max() for own, oracle in pairs]
+    return float(torch.stack(errors).max())

@@ -8,7 +8,7 @@ import pandas as pd
 from labkit.lab.answers import Answer, Question, Verdict, answer_each
 from labkit.lab.evidence import ratio_text, shown
 from labkit.lab.trends import trends_verdict
-from labkit.lab.units import format_bytes, join_words
+from labkit.lab.units import format_bytes, format_seconds, join_words
 from labkit.studies.memory import analysis, trends
 
 PEAK_BY_CONTEXT = Question("peak_by_context", "How high is the peak of a forward pass and of a full step, by context?")
@@ -264,7 +264,20 @@ def counted_against_measured(frame: pd.DataFrame) -> Answer | None:
         f"{worst['precision']}, {_phase(worst['phase'])}). The formulas alone, known before anything ran, "
         f"are off by at most {_percent(formula)}."
     )
-    return Answer(COUNTED, verdict, text, "counted_against_measured")
+    return Answer(COUNTED, verdict, f"{text} {_cost_of_counting(frame)}".strip(), "counted_against_measured")
+
+
+def _cost_of_counting(frame: pd.DataFrame) -> str:
+    """Time and main memory that it took to count the largest step of all."""
+    table = analysis.of_method(frame, "counted").dropna(subset=["count_s"])
+    if table.empty:
+        return ""
+    row = table.loc[table["peak_bytes"].astype(float).idxmax()]
+    host = f" and {format_bytes(row['host_bytes'])} of main memory" if pd.notna(row["host_bytes"]) else ""
+    return (
+        f"Counting the largest, {row['size']} at {row['context_length']} tokens with a peak of "
+        f"{format_bytes(row['peak_bytes'])}, took {format_seconds(row['count_s'])}{host}."
+    )
 
 
 def published_peaks(frame: pd.DataFrame) -> Answer | None:

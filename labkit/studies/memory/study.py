@@ -151,8 +151,8 @@ def needed_bytes(point: MemoryPoint) -> int:
         return 0
     if point.kind == "block":
         states = state_bytes(shape)["parameters"] // shape.n_layers
-        saved = sum(saved_by_layer(shape, point.batch, point.context_length, point.precision).values())
-        return RANK_BYTES + round(HEADROOM * (2 * states + 2 * saved))
+        saved = saved_by_layer(shape, point.batch, point.context_length, point.precision, device=point.device)
+        return RANK_BYTES + round(HEADROOM * (2 * states + 2 * sum(saved.values())))
     if point.kind == "checkpoint":  # the gate holds two more sets of gradients
         peak = predicted_bytes(point, "full_step") + 2 * state_bytes(shape)["gradients"]
     else:

@@ -74,6 +74,7 @@ def predicted_bytes(point: MemoryPoint, phase: str) -> int:
         phase=phase,
         precision=point.precision,
         checkpoint_segment=point.checkpoint_segment,
+        device=point.device,
     )
 
 
@@ -134,10 +135,7 @@ def _block(point: MemoryPoint) -> Iterator[dict[str, Any]]:
     """A row an operator and tensor kept; one row of totals, with what was predicted and the gradients it produces."""
     shape = shape_named(point.size)
     dtype = AUTOCAST_DTYPES[point.precision]
-    on_cuda = torch.device(point.device).type == "cuda"
-    predicted = costs.saved_by_layer(
-        shape, point.batch, point.context_length, point.precision, softmax_in_float32=on_cuda
-    )
+    predicted = costs.saved_by_layer(shape, point.batch, point.context_length, point.precision, device=point.device)
     torch.manual_seed(point.seed)
     with torch.device(point.device):
         positions = RotaryPositions(point.context_length, shape.head_dim)

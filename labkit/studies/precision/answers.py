@@ -211,11 +211,20 @@ def _trend(group: pd.DataFrame) -> str:
     small, large = group.iloc[0], group.iloc[-1]
     if len(group) < 2:
         return "One size shows no trend."
+    where = f"at the largest size, {large['model']}, than at the smallest, {small['model']}"
     if large["high"] < small["low"]:
-        return f"The larger model ({large['model']}) is shown to gain more."
+        told = f"The ratio is shown to be smaller {where}"
+        return f"{told}, and {_is_gain(large)}."
     if large["low"] > small["high"]:
-        return f"The larger model ({large['model']}) is shown to gain less."
+        return f"The ratio is shown to be larger {where}."
     return "No trend with size is shown."
+
+
+def _is_gain(large: pd.Series) -> str:
+    """Whether a ratio that falls with size ends below 1, where time is saved."""
+    if large["high"] < 1:
+        return "time is saved there"
+    return "time is lost there all the same" if large["low"] > 1 else "it is not shown that time is saved there"
 
 
 def _precision_advice(table: pd.DataFrame) -> str:

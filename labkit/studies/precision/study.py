@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 import pandas as pd
 from pydantic import Field
 
+from labkit.costs.memory import peak_bytes, state_bytes
 from labkit.costs.transformer import n_parameters
 from labkit.lab.answers import Answer, check_complete
 from labkit.lab.config import Device, LabConfig, Repeats, Seed, TimeoutSeconds, Warmup
@@ -18,8 +19,7 @@ from labkit.studies.precision.worker import FULL, PrecisionPoint, measure_point
 
 # From this size on a round takes seconds on two cores, and fewer repeats must do.
 LARGE_PARAMETERS = 50e6
-# Parameters, their gradients, those of the check, and the copies that autocast makes.
-BYTES_A_PARAMETER = 4 + 4 + 4 + 2
+HEADROOM = 1.1  # over the formulas, which leave out what comes while something else goes
 
 Size = Literal["nano", "mini", "small", "medium", "large", "xl", "2.7B", "10B"]
 Low = Literal["bfloat16", "float16"]
@@ -84,7 +84,7 @@ class PrecisionStudy(Study):
         if point.device == "cuda" and not machine.gpus:
             return "there is no CUDA device here"
         if point.part == "speed":
-            needed = _needed_bytes(point)
+            needed = needed_bytes(point)
             available = machine.gpus[0].memory_bytes if point.device == "cuda" else available_memory_bytes()
             if needed > available:
                 return f"needs {format_bytes(needed)}, {format_bytes(available)} available"
@@ -143,13 +143,18 @@ def _alternatives(config: PrecisionConfig) -> tuple[str, ...]:
     return (FULL, *dict.fromkeys(config.precisions))
 
 
-def _needed_bytes(point: PrecisionPoint) -> int:
-    """Parameters with all their copies, and about what a forward pass in float32 keeps for its backward pass."""
+def needed_bytes(point: PrecisionPoint) -> int:
+    """Memory of a step without its optimizer, in the precision that needs most, by the formulas.
+
+    What a forward pass leaves, and two sets of gradients: its own, and those that the check holds them against.
+    """
     shape = shape_named(point.model)
-    tokens = point.batch * point.context_length
-    matrices = 5 * point.batch * shape.n_heads * point.context_length**2  # scores, mask, softmax, and copies
-    layer = tokens * (20 * shape.d_model + 4 * shape.d_ff) + matrices
-    return BYTES_A_PARAMETER * n_parameters(shape) + 4 * (shape.n_layers * layer + 3 * tokens * shape.vocabulary)
+    size, device = (shape, point.batch, point.context_length), point.device
+    forward = max(
+        peak_bytes(*size, phase="forward", precision=precision, device=device)
+        for precision in (FULL, *point.precisions)
+    )
+    return round(HEADROOM * (forward + 2 * state_bytes(shape)["gradients"]))
 
 
 STUDY = PrecisionStudy()

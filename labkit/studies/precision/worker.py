@@ -124,6 +124,7 @@ def _check(step: TrainingStep, precisions: tuple[str, ...]) -> Iterator[dict[str
         own_loss, own = _loss_and_gradients(step, name)
         loss_error = abs(own_loss - loss) / abs(loss)
         difference = sum(float((own[key] - grad).double().square().sum()) for key, grad in reference.items())
+        del own  # before the next ones come: at most two sets of gradients at once
         size = sum(float(grad.double().square().sum()) for grad in reference.values())
         error = (difference / size) ** 0.5
         right = loss_error <= LOSS_BOUND and error <= GRADIENT_BOUND  # False for NaN
@@ -133,7 +134,7 @@ def _check(step: TrainingStep, precisions: tuple[str, ...]) -> Iterator[dict[str
 
 
 def _loss_and_gradients(step: TrainingStep, precision: str) -> tuple[float, dict[str, Tensor]]:
-    step.drop_gradients()
+    step.drop_gradients()  # what somebody keeps of them stays
     step.autocast_dtype = AUTOCAST_DTYPES[precision]
     loss = float(step.forward().detach())
     step.backward()

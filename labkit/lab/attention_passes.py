@@ -20,6 +20,7 @@ from labkit.lab.point import Point
 from labkit.lab.units import format_bytes
 from labkit.nn.attention import attention_named
 from labkit.nn.attention_problem import AttentionProblem, Passes, check
+from labkit.parallel.outcome import is_out_of_memory
 
 EXPLICIT, COMPILED, TILED, FLASH = "explicit", "compiled", "tiled", "flash"
 WHOLE_MATRIX = (EXPLICIT, COMPILED, "sdpa_math")
@@ -121,9 +122,9 @@ def _available_bytes(device: str) -> int:
 
 def _out_of_memory(error: BaseException) -> str:
     """The reason of an implementation that ran out of memory after all; any other error goes on its way."""
-    text = str(error).splitlines()[0] if str(error) else type(error).__name__
-    if "memory" not in text.lower() and not isinstance(error, MemoryError):
+    if not is_out_of_memory(error):
         raise error
+    text = str(error).splitlines()[0] if str(error) else type(error).__name__
     return f"out of memory: {text}"
 
 
