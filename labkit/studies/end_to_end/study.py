@@ -100,7 +100,7 @@ class EndToEndStudy(Study):
         copies = 2 if point.sweep == "compile" else 1
         phase = "full_step" if point.mode == "step" else "forward"
         needed = copies * peak_bytes(
-            point.shape, point.batch, point.context_length, phase=phase, precision=point.precision
+            point.shape, point.batch, point.context_length, phase=phase, precision=point.precision, device=point.device
         )
         available = machine.gpus[0].memory_bytes if point.device == "cuda" else available_memory_bytes()
         if needed > available:
