@@ -160,7 +160,8 @@ class _Normalize(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, group: dist.ProcessGroup | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        deviations, local_center = _deviations_from_local_mean(x)
+        dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+        deviations, local_center = _deviations_from_local_mean(x, dtype)
         count = x.numel() // x.shape[1]
         statistics = _local_statistics(deviations, local_center, count)
         total, mean, m2 = _combine(_gather(statistics, group))
@@ -172,10 +173,11 @@ class _Normalize(torch.autograd.Function):
         shift = (local_center - mean) * scale
         if bias is not None:
             shift += bias
-        output = deviations.mul_(_along_channels(scale, deviations)).add_(_along_channels(shift, deviations))
-        center = mean.to(deviations.dtype)
-        rest = mean - center
-        ctx.save_for_backward(x, weight, center, rest.to(center.dtype), inverse_std.to(center.dtype), total)
+        # To the dtype first: mixed ones are several times slower on a CPU.
+        scale, shift = scale.to(dtype), shift.to(dtype)
+        output = deviations.mul_(_along_channels(scale, x)).add_(_along_channels(shift, x))
+        center = mean.to(dtype)
+        ctx.save_for_backward(x, weight, center, (mean - center).to(dtype), inverse_std.to(dtype), total)
         ctx.group = group
         variance = m2 / (total - 1)
         ctx.mark_non_differentiable(mean, variance)
@@ -186,25 +188,28 @@ class _Normalize(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor, *_: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         x, weight, center, rest, inverse_std, total = ctx.saved_tensors
         dy = dy if dy.stride() == x.stride() else torch.empty_like(x).copy_(dy)
-        sum_dy, sum_dy_deviation = _channel_sums(dy, x, center)
-        sums = torch.stack([sum_dy, (sum_dy_deviation - rest * sum_dy) * inverse_std])  # S1 and S2 of this rank
+        s1, s2 = _channel_sums(dy, x, center)
+        s2 = s2.addcmul_(rest, s1, value=-1).mul_(inverse_std)
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        d_weight = sums[1].to(weight.dtype, copy=True) if needs_weight else None
-        d_bias = sums[0].to(weight.dtype, copy=True) if needs_bias else None
+        d_weight = s2.to(weight.dtype) if needs_weight else None
+        d_bias = s1.to(weight.dtype) if needs_bias else None
         if not needs_x:
             return None, d_weight, d_bias, None, None
+        sums = torch.stack([s1, s2])
         dist.all_reduce(sums, group=ctx.group)
-        scale = inverse_std if weight is None else weight * inverse_std
-        slope = -scale * inverse_std * sums[1] / total
-        constant = -scale * sums[0] / total - slope * rest
-        dx = (x - _along_channels(center, x)).mul_(_along_channels(slope, x)).add_(_along_channels(constant, x))
+        # dx = scale dy + slope (x - center) + constant
+        scale = inverse_std if weight is None else (weight * inverse_std).to(center.dtype)
+        constant, slope = sums.mul_(scale / -total)
+        slope *= inverse_std
+        constant.addcmul_(slope, rest, value=-1)
+        dx = x - _along_channels(center, x)
+        dx.mul_(_along_channels(slope, x)).add_(_along_channels(constant, x))
         dx.addcmul_(dy, _along_channels(scale, x))
         return dx.to(x.dtype), d_weight, d_bias, None, None
 
 
-def _deviations_from_local_mean(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x minus the mean of its channel, in the statistics' dtype and a new tensor; and that mean, (C,), as rounded."""
-    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+def _deviations_from_local_mean(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """x minus the mean of its channel, in a new tensor of the dtype; and that mean, (C,), as rounded."""
     axes = [axis for axis in range(x.dim()) if axis != 1]
     center = x.mean(axes, dtype=dtype) if x.numel() else torch.zeros(x.shape[1], dtype=dtype, device=x.device)
     return x - _along_channels(center, x), center
@@ -214,7 +219,9 @@ def _local_statistics(deviations: Tensor, center: Tensor, count: int) -> Tensor:
     """[count, mean, M2], (2C+1,) in float64, given deviations from about the mean."""
     total, squares = (part.double() for part in _channel_sums(deviations, deviations, torch.zeros_like(center)))
     correction = total / max(count, 1)
-    m2 = (squares - correction * total).clamp_min(0)  # rounding may fall below for a channel of equal values
+    m2 = squares.addcmul_(correction, total, value=-1).clamp_min_(
+        0
+    )  # rounding may fall below for a channel of equal values
     return torch.cat([total.new_full((1,), count), center + correction, m2])
 
 
@@ -250,4 +257,4 @@ def _channel_sums(dy: Tensor, x: Tensor, center: Tensor) -> tuple[Tensor, Tensor
 
 def _along_channels(vector: Tensor, like: Tensor) -> Tensor:
     """(C,) as (C, 1, ...), to be broadcast over a tensor (batch, C, ...)."""
-    return vector.view(-1, *[1] * (like.dim() - 2))
+    return vector if like.dim() == 2 else vector.view(-1, *[1] * (like.dim() - 2))

@@ -77,6 +77,7 @@ CASES = {
     "track_running_stats=False": Case((4,), (6,), options={"track_running_stats": False}),
     "eps=0.1": Case((4,), (6,), options={"eps": 0.1}),
     "mean 1e4, float32": Case((32,), (64,), torch.float32, mean=1e4, options={"momentum": 1.0}),
+    "mean 1e6, float32": Case((32,), (64,), torch.float32, mean=1e6, options={"momentum": 1.0}),
     "mean 1e4, unequal, float32": Case((100, 1), (8,), torch.float32, mean=1e4, options={"momentum": 1.0}),
     "mean 1e4, NCHW, float32": Case((16,), (4, 8, 8), torch.float32, mean=1e4, options={"momentum": 1.0}),
 }

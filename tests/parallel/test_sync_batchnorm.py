@@ -55,7 +55,8 @@ def test_the_cases_can_fail(world_size):
     for name, case in cases.items():
         for rank in ranks:
             for quantity, error in rank[name].get("local", {}).items():
-                if quantity == "num_batches_tracked":  # the same without synchronization
+                # Counts are the same without synchronization; a mean of 1e6 dwarfs what ranks differ by.
+                if quantity == "num_batches_tracked" or (case.mean and quantity == "running_mean"):
                     continue
                 shaped, rest = case.tolerances
                 assert error > 3 * (shaped if quantity in SHAPED_LIKE_INPUT else rest), (name, quantity)
