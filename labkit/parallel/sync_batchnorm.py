@@ -219,9 +219,8 @@ def _local_statistics(deviations: Tensor, center: Tensor, count: int) -> Tensor:
     """[count, mean, M2], (2C+1,) in float64, given deviations from about the mean."""
     total, squares = (part.double() for part in _channel_sums(deviations, deviations, torch.zeros_like(center)))
     correction = total / max(count, 1)
-    m2 = squares.addcmul_(correction, total, value=-1).clamp_min_(
-        0
-    )  # rounding may fall below for a channel of equal values
+    # Clamped, since rounding may take a channel of equal values below zero.
+    m2 = squares.addcmul_(correction, total, value=-1).clamp_min_(0)
     return torch.cat([total.new_full((1,), count), center + correction, m2])
 
 
