@@ -1,0 +1,259 @@
+"""Batch normalization over the batches of all ranks: one collective forward, one backward, on CPU and CUDA.
+
+    model = convert_sync_batchnorm(model)         every BatchNorm of the model now sees the whole batch
+    model = BucketedDDP(model)                    which averages the gradients of weight and bias
+
+Behavior is that of torch.nn.SyncBatchNorm (which refuses CPU tensors); what differs is said where it does.
+
+Letters: C channels; n_r values a channel on rank r, N on all ranks; m_r, M2_r local mean and sum of squared deviations;
+w, b weight and bias; x' the normalized input; dy the gradient of the output. Sums run over a channel's values.
+
+Forward. Each rank gathers [n_r, m_r, M2_r] from all, 2C+1 numbers, and combines them:
+
+    N = sum n_r     mean = sum n_r m_r / N     M2 = sum M2_r + sum n_r (m_r - mean)^2     variance = M2 / N
+
+Counts travel along, so ranks may have batches of any size, or none. No square of a large number is subtracted from
+another: a mean that is large beside the standard deviation costs no digits. For that, deviations are taken from the
+local mean as the input's type has it, and what this one lacks is corrected for (the corrected two-pass algorithm).
+
+Backward. Each rank knows its part of S1 = sum dy and S2 = sum dy x', 2C numbers; these are summed over ranks. With
+x' = (x - mean) / std, in which both mean and std depend on every x,
+
+    dx = w / std (dy - S1 / N - x' S2 / N)        db = S1 and dw = S2 of this rank's values only
+
+Numbers of length C are float64 where they are combined. The mean is kept as two numbers of the input's precision,
+the nearest one (`center`) and what it lacks (`rest`): x - center is small and nearly exact, x - mean as good.
+
+Memory. The output is made in place of the deviations, the gradient of the input too. Saved for backward: the input,
+by reference, and 4C+1 numbers.
+
+Sources: Ioffe & Szegedy 2015 (arXiv:1502.03167); Chan, Golub & LeVeque 1983, "Algorithms for computing the sample
+variance", for the combination and for the correction.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import is_lazy
+
+# Newer versions of torch warn of the older name.
+_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class SyncBatchNorm(_BatchNorm):
+    """Batch normalization of (batch, C, *) over the batches of all ranks of a group; statistics are float32 or float64.
+
+    In training mode with more than one rank; else it is plain batch normalization, without a collective. Every rank of
+    the group calls it, in the same order, those with an empty batch included, and either all or none of the inputs
+    require a gradient. Parameters, buffers and `state_dict` are those of torch's BatchNorm.
+
+    Args:
+        num_features: C.
+        eps: added to the variance.
+        momentum: weight of this batch in the running statistics; None: all batches weigh alike.
+        affine: with a weight and a bias for each channel. Their gradients are local, as torch's are.
+        track_running_stats: without, evaluation normalizes by the statistics of the local batch.
+        process_group: whose batches count together; None: all ranks.
+        bias: if False, only the weight is there.
+
+    Raises ValueError, when called, for an input that is not floating-point or not (batch, num_features, *), for less
+    than two values a channel in training (torch's lets these pass), and on a rank that is not of the group.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        bias: bool = True,
+    ):
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
+        self.process_group = process_group
+        if not bias:
+            self.register_parameter("bias", None)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(batch, C, *) -> the same shape, dtype and memory format."""
+        self._check_input_dim(input)
+        if not (self.training and self._world_size() > 1):
+            return super().forward(input)
+        output, mean, variance = _Normalize.apply(input, self.weight, self.bias, self.eps, self.process_group)
+        if self.track_running_stats:
+            self._track(mean, variance)
+        return output
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        shape = tuple(input.shape)
+        if input.dim() < 2 or shape[1] != self.num_features or not self.num_features:
+            raise ValueError(f"expected an input of shape (batch, {self.num_features}, ...), got {shape}")
+        if not input.is_floating_point():
+            raise ValueError(f"expected a floating-point input, got {input.dtype}")
+
+    def _world_size(self) -> int:
+        """Ranks whose batches count; 1 where there is no process group at all."""
+        if not (dist.is_available() and dist.is_initialized()):
+            return 1
+        world_size = dist.get_world_size(self.process_group)
+        if world_size < 1:
+            raise ValueError("expected to be called on ranks of process_group only; this rank is not one of them")
+        return world_size
+
+    @torch.no_grad()
+    def _track(self, mean: Tensor, variance: Tensor) -> None:
+        """Running statistics move towards those of this batch."""
+        momentum = self.momentum or 0.0
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            if self.momentum is None:
+                momentum = 1.0 / float(self.num_batches_tracked)
+        for running, value in ((self.running_mean, mean), (self.running_var, variance)):
+            if running is not None:
+                running.lerp_(value.to(running.dtype), momentum)
+
+
+def convert_sync_batchnorm(module: nn.Module, group: dist.ProcessGroup | None = None) -> nn.Module:
+    """Replace every BatchNorm in `module`, torch's of any dimension or synchronized, by a `SyncBatchNorm`.
+
+    Parameters and buffers are the very same tensors, so an optimizer that has them keeps working; mode and options
+    stay. A layer that is used in several places stays one layer (torch's conversion misses all but the first).
+    Hooks of replaced layers are lost, as with torch's. Changes `module` and returns it, or the new layer if it is
+    itself a BatchNorm. Raises ValueError for a lazy BatchNorm that has seen no input.
+    """
+    return _converted(module, group, {})
+
+
+def _converted(module: nn.Module, group: dist.ProcessGroup | None, done: dict[nn.Module, nn.Module]) -> nn.Module:
+    if module not in done:
+        done[module] = _synchronized(module, group) if isinstance(module, _BatchNorm) else module
+        for name, child in module._modules.items():
+            if child is not None:
+                done[module]._modules[name] = _converted(child, group, done)
+    return done[module]
+
+
+def _synchronized(layer: _BatchNorm, group: dist.ProcessGroup | None) -> SyncBatchNorm:
+    tensors = {**layer._parameters, **layer._buffers}
+    if any(tensor is not None and is_lazy(tensor) for tensor in tensors.values()):
+        raise ValueError(f"expected layers that know their number of features: run a batch through {layer} first")
+    options = (layer.num_features, layer.eps, layer.momentum, layer.affine, layer.track_running_stats, group)
+    converted = SyncBatchNorm(*options, device="meta")
+    for name, tensor in tensors.items():
+        setattr(converted, name, tensor)
+    return converted.train(layer.training)
+
+
+class _Normalize(torch.autograd.Function):
+    """(input, weight, bias, eps, group) -> output; mean and unbiased variance of the whole batch, (C,) in float64."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, group: dist.ProcessGroup | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+        deviations, local_center = _deviations_from_local_mean(x, dtype)
+        count = x.numel() // x.shape[1]
+        statistics = _local_statistics(deviations, local_center, count)
+        total, mean, m2 = _combine(_gather(statistics, group))
+        # Looking at a number on a GPU waits for it: only where the sum can be that small.
+        if count < 2 and total < 2:
+            raise ValueError(f"expected more than one value per channel in training, got {int(total)} on all ranks")
+        inverse_std = torch.rsqrt(m2 / total + eps)
+        scale = inverse_std if weight is None else weight * inverse_std
+        shift = (local_center - mean) * scale
+        if bias is not None:
+            shift += bias
+        # To the dtype first: mixed ones are several times slower on a CPU.
+        scale, shift = scale.to(dtype), shift.to(dtype)
+        output = deviations.mul_(_along_channels(scale, x)).add_(_along_channels(shift, x))
+        center = mean.to(dtype)
+        ctx.save_for_backward(x, weight, center, (mean - center).to(dtype), inverse_std.to(dtype), total)
+        ctx.group = group
+        variance = m2 / (total - 1)
+        ctx.mark_non_differentiable(mean, variance)
+        return output.to(x.dtype), mean, variance
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor, *_: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+        x, weight, center, rest, inverse_std, total = ctx.saved_tensors
+        dy = dy if dy.stride() == x.stride() else torch.empty_like(x).copy_(dy)
+        s1, s2 = _channel_sums(dy, x, center)
+        s2 = s2.addcmul_(rest, s1, value=-1).mul_(inverse_std)
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        d_weight = s2.to(weight.dtype) if needs_weight else None
+        d_bias = s1.to(weight.dtype) if needs_bias else None
+        if not needs_x:
+            return None, d_weight, d_bias, None, None
+        sums = torch.stack([s1, s2])
+        dist.all_reduce(sums, group=ctx.group)
+        # dx = scale dy + slope (x - center) + constant
+        scale = inverse_std if weight is None else (weight * inverse_std).to(center.dtype)
+        constant, slope = sums.mul_(scale / -total)
+        slope *= inverse_std
+        constant.addcmul_(slope, rest, value=-1)
+        dx = x - _along_channels(center, x)
+        dx.mul_(_along_channels(slope, x)).add_(_along_channels(constant, x))
+        dx.addcmul_(dy, _along_channels(scale, x))
+        return dx.to(x.dtype), d_weight, d_bias, None, None
+
+
+def _deviations_from_local_mean(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """x minus the mean of its channel, in a new tensor of the dtype; and that mean, (C,), as rounded."""
+    axes = [axis for axis in range(x.dim()) if axis != 1]
+    center = x.mean(axes, dtype=dtype) if x.numel() else torch.zeros(x.shape[1], dtype=dtype, device=x.device)
+    return x - _along_channels(center, x), center
+
+
+def _local_statistics(deviations: Tensor, center: Tensor, count: int) -> Tensor:
+    """[count, mean, M2], (2C+1,) in float64, given deviations from about the mean."""
+    total, squares = (part.double() for part in _channel_sums(deviations, deviations, torch.zeros_like(center)))
+    correction = total / max(count, 1)
+    # Clamped, since rounding may take a channel of equal values below zero.
+    m2 = squares.addcmul_(correction, total, value=-1).clamp_min_(0)
+    return torch.cat([total.new_full((1,), count), center + correction, m2])
+
+
+def _gather(statistics: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """The vectors of all ranks, (ranks, length): the collective of the forward pass."""
+    ranks = dist.get_world_size(group)
+    gathered = statistics.new_empty(ranks * len(statistics))
+    _all_gather(gathered, statistics, group=group)
+    return gathered.view(ranks, -1)
+
+
+def _combine(statistics: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Count (), mean and M2 (C,) of the union of sets, from [count, mean, M2] of each, (sets, 2C+1)."""
+    channels = statistics.shape[1] // 2
+    count, means, m2s = statistics.split([1, channels, channels], dim=1)
+    total = count.sum()
+    mean = (count * means).sum(0) / total
+    return total, mean, (m2s + count * (means - mean).square()).sum(0)
+
+
+def _channel_sums(dy: Tensor, x: Tensor, center: Tensor) -> tuple[Tensor, Tensor]:
+    """Sums of dy and of dy (x - center) over each channel, (C,) in the dtype of center.
+
+    In one pass and without a product the size of x: the part of torch's batch norm backward for bias and weight.
+    """
+    if not x.numel():
+        return torch.zeros_like(center), torch.zeros_like(center)
+    ones = torch.ones_like(center)
+    arguments = (dy, x, ones, None, None, center, ones, True, 0.0, [False, True, True])
+    _, weighted, plain = torch.ops.aten.native_batch_norm_backward(*arguments)
+    return plain, weighted
+
+
+def _along_channels(vector: Tensor, like: Tensor) -> Tensor:
+    """(C,) as (C, 1, ...), to be broadcast over a tensor (batch, C, ...)."""
+    return vector if like.dim() == 2 else vector.view(-1, *[1] * (like.dim() - 2))

@@ -1,0 +1,313 @@
+"""SyncBatchNorm on several ranks is BatchNorm on the whole batch; what it costs; what it refuses; conversion."""
+
+import copy
+from functools import cache
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from labkit.bench.saved_tensors import saved_for_backward
+from labkit.parallel.data_parallel import BucketedDDP
+from labkit.parallel.launch import run_ranks
+from labkit.parallel.sync_batchnorm import SyncBatchNorm, convert_sync_batchnorm
+from tests.parallel.sync_batchnorm_cases import CASES, Case, built, collectives_of, errors, grid, train
+
+SHAPED_LIKE_INPUT = ("output", "dx")
+
+
+@cache
+def _errors(world_size):
+    cases = grid(world_size) | (CASES if world_size > 1 else {})
+    return cases, run_ranks(errors, cases, world_size=world_size, timeout_s=60)
+
+
+def _assert_within_tolerance(case, found):
+    shaped, rest = case.tolerances
+    for name, error in found.items():
+        assert error <= (shaped if name in SHAPED_LIKE_INPUT else rest), name
+
+
+@pytest.mark.parametrize("name", grid(1))
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_equals_batchnorm_on_the_whole_batch(world_size, name):
+    cases, ranks = _errors(world_size)
+    for rank in ranks:
+        found = rank[name]["synchronized"]
+        assert {"output", "dx", "d_weight", "d_bias", "running_mean", "running_var"} < found.keys()
+        _assert_within_tolerance(cases[name], found)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_equals_batchnorm_whatever_the_input_and_options(world_size, name):
+    cases, ranks = _errors(world_size)
+    for rank in ranks:
+        _assert_within_tolerance(cases[name], rank[name]["synchronized"])
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_the_cases_can_fail(world_size):
+    """BatchNorm on the local batch alone is far outside the tolerances, in everything that is compared."""
+    cases, ranks = _errors(world_size)
+    compared = 0
+    for name, case in cases.items():
+        for rank in ranks:
+            for quantity, error in rank[name].get("local", {}).items():
+                # Counts are the same without synchronization; a mean of 1e6 dwarfs what ranks differ by.
+                if quantity == "num_batches_tracked" or (case.mean and quantity == "running_mean"):
+                    continue
+                shaped, rest = case.tolerances
+                assert error > 3 * (shaped if quantity in SHAPED_LIKE_INPUT else rest), (name, quantity)
+                compared += 1
+    assert compared > 100
+
+
+def test_a_sum_of_squares_would_lose_the_variance_at_mean_1e4():
+    """What the cases with mean 1e4 guard against: this much is lost in float32 by the textbook formula."""
+    x = torch.cat(Case((32,), (64,), torch.float32, mean=1e4).batches(0, 2))
+    naive = x.square().mean(0) - x.mean(0).square()
+    assert float((naive - x.double().var(0, correction=0)).abs().max()) > 0.5
+
+
+def _gradients_and_differences():
+    """Of the sum over ranks of weighted outputs, by every input of every rank and by weight and bias."""
+    rank, rows = dist.get_rank(), (3, 2, 0)
+    generator = torch.Generator().manual_seed(rank)
+    x, weights = torch.randn(2, rows[rank], 2, 2, generator=generator, dtype=torch.float64)
+    layer = SyncBatchNorm(2, dtype=torch.float64)
+    layer.load_state_dict(layer.state_dict() | {"weight": torch.tensor([0.7, -1.3]), "bias": torch.tensor([0.2, 0.1])})
+
+    def total():
+        loss = (layer(x) * weights).sum().detach().clone()
+        dist.all_reduce(loss)
+        return float(loss)
+
+    def difference(values, index, owner, step=1e-5):
+        found = []
+        for sign in (1, -1):
+            if rank == owner or owner is None:
+                values.view(-1)[index] += sign * step
+            found.append(total())
+            if rank == owner or owner is None:
+                values.view(-1)[index] -= sign * step
+        return (found[0] - found[1]) / (2 * step)
+
+    x.requires_grad_()
+    (layer(x) * weights).sum().backward()
+    gradients = [x.grad.flatten().tolist()]
+    for parameter in layer.parameters():
+        dist.all_reduce(parameter.grad)
+        gradients.append(parameter.grad.tolist())
+    with torch.no_grad():
+        by_input = [[difference(x, index, owner) for index in range(4 * n)] for owner, n in enumerate(rows)]
+        by_parameter = [[difference(p, index, None) for index in range(2)] for p in (layer.weight, layer.bias)]
+    return gradients, [by_input[rank], *by_parameter]
+
+
+def test_gradients_are_those_of_finite_differences():
+    ranks = run_ranks(_gradients_and_differences, world_size=3, timeout_s=60)
+    assert [len(gradients[0]) for gradients, _ in ranks] == [12, 8, 0]
+    for gradients, differences in ranks:
+        for got, expected in zip(gradients, differences, strict=True):
+            assert got == pytest.approx(expected, rel=1e-6, abs=1e-8)
+
+
+def _collectives():
+    x = torch.randn(4, 3, requires_grad=dist.get_rank() < 9)
+    layer = SyncBatchNorm(3)
+    output, forward = collectives_of(lambda: layer(x))
+    _, backward = collectives_of(lambda: output.sum().backward())
+    _, empty_forward = collectives_of(lambda: layer(x[: 4 * dist.get_rank()]))
+    constant, _ = collectives_of(lambda: layer(x.detach()))
+    _, without_input = collectives_of(lambda: constant.square().sum().backward())
+    _, evaluated = collectives_of(lambda: layer.eval()(x))
+    _, control = collectives_of(dist.barrier)
+    return {
+        "forward": forward,
+        "backward": backward,
+        "forward, one batch empty": empty_forward,
+        "backward, only the parameters": without_input,
+        "evaluation": evaluated,
+        "control": control,
+    }
+
+
+def test_one_collective_forward_and_one_backward():
+    for seen in run_ranks(_collectives, world_size=2, timeout_s=60):
+        assert seen["control"] == ["barrier"]
+        assert len(seen["forward"]) == len(seen["forward, one batch empty"]) == 1
+        assert "gather" in seen["forward"][0]
+        assert seen["backward"] == ["allreduce_"]
+        assert seen["backward, only the parameters"] == seen["evaluation"] == []
+
+
+def _saved():
+    found = {}
+    for name, x in {
+        "float32": torch.randn(64, 8, 4, requires_grad=True),
+        "bfloat16": torch.randn(64, 8, 4).bfloat16().requires_grad_(),
+        "strided": torch.randn(64, 8, 4, requires_grad=True).transpose(0, 2),
+    }.items():
+        _, saved = saved_for_backward(lambda x=x: SyncBatchNorm(x.shape[1])(x))
+        other = [s.n_bytes for s in saved if s.address != x.untyped_storage().data_ptr()]
+        found[name] = {"saved": len(saved), "other": sum(other), "others": len(other)}
+    return found
+
+
+def test_saves_the_input_and_a_few_numbers_a_feature():
+    for rank in run_ranks(_saved, world_size=2, timeout_s=60):
+        for found in rank.values():
+            assert found["others"] == found["saved"] - 1, "the input itself, by reference"
+            assert found["other"] <= 4 * 8 * 4 + 8  # 4C numbers and the count
+
+
+def _in_groups():
+    """Ranks 0 and 1 share a batch, 2 and 3 another; then a rank calls a layer that is not its own."""
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    rank = dist.get_rank()
+    x = torch.randn(3, 5, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
+    layer = SyncBatchNorm(5, momentum=1.0, process_group=groups[rank // 2], dtype=torch.float64)
+    x.requires_grad_()
+    output = layer(x)
+    (output * torch.arange(1.0, 6.0).cumsum(0) * (x.detach() > 0)).sum().backward()
+    try:
+        SyncBatchNorm(5, process_group=groups[1 - rank // 2], dtype=torch.float64)(x)
+    except ValueError as error:
+        return output.tolist(), x.grad.tolist(), str(error)
+
+
+def test_a_group_shares_a_batch_of_its_own():
+    ranks = run_ranks(_in_groups, world_size=4, timeout_s=60)
+    for pair in (0, 2):
+        generators = [torch.Generator().manual_seed(rank) for rank in (pair, pair + 1)]
+        x = torch.cat([torch.randn(3, 5, generator=g, dtype=torch.float64) for g in generators]).requires_grad_()
+        output = nn.BatchNorm1d(5, dtype=torch.float64)(x)
+        (output * torch.arange(1.0, 6.0).cumsum(0) * (x.detach() > 0)).sum().backward()
+        got = torch.tensor([ranks[pair][:2], ranks[pair + 1][:2]], dtype=torch.float64)
+        torch.testing.assert_close(got[:, 0].flatten(0, 1), output, rtol=0, atol=1e-10)
+        torch.testing.assert_close(got[:, 1].flatten(0, 1), x.grad, rtol=0, atol=1e-10)
+    assert all("this rank is not one of them" in error for _, _, error in ranks)
+
+
+def _too_small():
+    layer, told = SyncBatchNorm(3), []
+    for rows in ((1, 0), (0, 0)):
+        try:
+            layer(torch.randn(rows[dist.get_rank()], 3))
+        except ValueError as error:
+            told.append(str(error))
+    unchanged = int(layer.num_batches_tracked) == 0 and float(layer.running_var.sum()) == 3
+    constant = layer(torch.full((2, 3), 0.1)).abs().max()
+    again = torch.randn(2, 3, requires_grad=True)
+    (gradient,) = torch.autograd.grad(layer(again).square().sum(), again, create_graph=True)
+    try:
+        gradient.sum().backward()
+    except RuntimeError as error:
+        told.append(str(error))
+    return told, unchanged, float(constant)
+
+
+def test_less_than_two_values_a_channel_are_refused_on_every_rank():
+    for told, unchanged, constant in run_ranks(_too_small, world_size=2, timeout_s=60):
+        for values, message in zip((1, 0), told, strict=False):
+            assert message == f"expected more than one value per channel in training, got {values} on all ranks"
+        assert unchanged
+        assert constant < 1e-5
+        assert "once_differentiable" in told[2], "no silent second derivative"
+
+
+@pytest.mark.parametrize(
+    ("x", "words"),
+    [
+        (torch.zeros(3), r"expected an input of shape \(batch, 3, ...\), got \(3,\)"),
+        (torch.zeros(4, 2), r"expected an input of shape \(batch, 3, ...\), got \(4, 2\)"),
+        (torch.zeros(4, 3, dtype=torch.int64), "expected a floating-point input, got torch.int64"),
+        (torch.zeros(1, 3), "Expected more than 1 value per channel"),
+    ],
+)
+def test_input_that_does_not_fit_is_refused(x, words):
+    with pytest.raises(ValueError, match=words):
+        SyncBatchNorm(3)(x)
+
+
+def test_without_ranks_it_is_plain_batchnorm():
+    x = torch.randn(4, 3, 5)
+    for options in ({}, {"momentum": None}, {"affine": False}, {"track_running_stats": False}, {"bias": False}):
+        plain, own = nn.BatchNorm1d(3, **options), SyncBatchNorm(3, **options)
+        assert torch.equal(own(x), plain(x))
+        assert torch.equal(own.eval()(x), plain.eval()(x))
+        assert {k: v.tolist() for k, v in own.state_dict().items()} == {
+            k: v.tolist() for k, v in plain.state_dict().items()
+        }
+
+
+def _model():
+    shared = nn.BatchNorm1d(4)
+    return nn.Sequential(
+        nn.Linear(4, 4),
+        nn.BatchNorm1d(4, eps=0.1, momentum=None, dtype=torch.float64).eval(),
+        nn.ModuleDict({"2d": nn.BatchNorm2d(3, affine=False), "3d": nn.BatchNorm3d(3, track_running_stats=False)}),
+        nn.SyncBatchNorm(5, momentum=0.3),
+        shared,
+        nn.Sequential(shared, nn.BatchNorm2d(2, bias=False).requires_grad_(False)),
+    )
+
+
+def test_conversion_keeps_tensors_options_and_names():
+    model = _model()
+    before = {"parameters": dict(model.named_parameters()), "buffers": dict(model.named_buffers())}
+    layers = {name: layer for name, layer in model.named_modules(remove_duplicate=False) if hasattr(layer, "eps")}
+    converted = convert_sync_batchnorm(model)
+    assert converted is model
+    assert len(layers) == 7
+    for name, old in layers.items():
+        new = converted.get_submodule(name)
+        assert type(new) is SyncBatchNorm
+        assert new.extra_repr() == old.extra_repr()
+        assert new.training == old.training
+    assert converted[4] is converted[5][0], "a shared layer stays one"
+    for kind, found in before.items():
+        after = dict(getattr(converted, f"named_{kind}")())
+        assert after.keys() == found.keys()
+        assert all(after[name] is tensor for name, tensor in found.items())
+
+
+def test_checkpoints_load_both_ways():
+    plain, converted = _model(), convert_sync_batchnorm(_model())
+    for tensor in plain.state_dict().values():
+        tensor.copy_(torch.arange(tensor.numel()).view(tensor.shape))
+    converted.load_state_dict(plain.state_dict())
+    assert list(converted.state_dict()) == list(plain.state_dict())
+    again = _model()
+    again.load_state_dict(converted.state_dict())
+    for name, tensor in plain.state_dict().items():
+        assert torch.equal(again.state_dict()[name], tensor)
+
+
+def test_conversion_of_a_layer_of_an_own_one_and_of_a_lazy_one():
+    layer = nn.BatchNorm2d(3)
+    converted = convert_sync_batchnorm(layer)
+    assert type(converted) is SyncBatchNorm
+    assert converted.weight is layer.weight
+    assert copy.deepcopy(convert_sync_batchnorm(converted)).num_features == 3
+    with pytest.raises(ValueError, match="run a batch through LazyBatchNorm1d"):
+        convert_sync_batchnorm(nn.Sequential(nn.LazyBatchNorm1d()))
+
+
+def _trained(synchronized):
+    rank = dist.get_rank()
+    model = built(seed=rank)
+    return train(BucketedDDP(convert_sync_batchnorm(model) if synchronized else model), slice(4 * rank, 4 * rank + 4))
+
+
+def test_two_ranks_train_as_one_process_with_batchnorm_on_the_whole_batch():
+    expected = train(built(seed=0), slice(0, 8))
+    got = run_ranks(_trained, True, world_size=2, timeout_s=60)
+    alone = run_ranks(_trained, False, world_size=2, timeout_s=60)
+    for state in got:
+        assert state.keys() == expected.keys()
+        for name, values in expected.items():
+            assert state[name] == pytest.approx(values, rel=0, abs=1e-10), name
+    assert alone[0]["layers.0.weight"] != pytest.approx(expected["layers.0.weight"], rel=0, abs=1e-5)
