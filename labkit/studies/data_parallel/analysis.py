@@ -26,7 +26,7 @@ PERCENTILES = {"mean": "mean_s", "median": "seconds", "p90": "p90_s", "p95": "p9
 # What tables show.
 PHASE_COLUMNS = ["workload", "world_size", "implementation", "phase", *PERCENTILES.values(), "to_torch_percent"]
 EXPOSED_COLUMNS = ["workload", "world_size", "implementation", "seconds", "backward_s", "communication_s"]
-EXPOSED_COLUMNS += ["hidden_percent", "hidden_low", "hidden_high", "of_step_percent"]
+EXPOSED_COLUMNS += ["hidden_percent", "of_step_percent"]
 
 # The wrapper whose waiting after backward is the communication of these, with nothing else to do.
 SAME_COLLECTIVES = {
@@ -86,8 +86,8 @@ def exposed(frame: pd.DataFrame) -> pd.DataFrame:
     `seconds`           exposed, median, with `low` and `high`; what forward broadcasts is in it
     `backward_s`        the same of the backward pass alone
     `communication_s`   the same collectives with nothing else to do
-    `hidden_percent`    of those, what backward does not wait for, 0 to 100, with `hidden_low` and `hidden_high` from
-                        the interval of `backward_s`
+    `hidden_percent`    of those, what backward does not wait for, 0 to 100; `hidden_low_percent` and
+                        `hidden_high_percent` are from the interval of `backward_s`
     `of_step_percent`   exposed over the whole step
     """
     rows, alone = samples(frame, "implementations"), _communication(frame)
@@ -105,12 +105,14 @@ def exposed(frame: pd.DataFrame) -> pd.DataFrame:
                 | {"implementation": name, "seconds": step.median, "low": step.low, "high": step.high}
                 | {"backward_s": backward.median, "communication_s": communication_s}
                 | {"hidden_percent": _hidden(backward.median, communication_s)}
-                | {"hidden_low": _hidden(backward.high, communication_s)}
-                | {"hidden_high": _hidden(backward.low, communication_s)}
+                | {"hidden_low_percent": _hidden(backward.high, communication_s)}
+                | {"hidden_high_percent": _hidden(backward.low, communication_s)}
                 | {"of_step_percent": 100 * step.median / table[name, STEP].median()}
             )
     columns = [*SETTING, "implementation", "seconds", "low", "high", "backward_s", "communication_s"]
-    return pd.DataFrame(found, columns=[*columns, "hidden_percent", "hidden_low", "hidden_high", "of_step_percent"])
+    return pd.DataFrame(
+        found, columns=[*columns, "hidden_percent", "hidden_low_percent", "hidden_high_percent", "of_step_percent"]
+    )
 
 
 def _communication(frame: pd.DataFrame) -> dict[Hashable, float]:

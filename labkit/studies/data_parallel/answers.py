@@ -157,6 +157,8 @@ def overlap(frame: pd.DataFrame) -> Answer | None:
         sentences.append(
             f"{_where(of_setting.iloc[0])}: a step takes longer than one without communication by {join_words(parts)}."
         )
+    if table["hidden_percent"].notna().any():
+        sentences.append("Hidden is the share of the communication that backward does not wait for.")
     for row in seen.to_dict("records"):
         if row["implementation"] in ("naive", "overlapped", "bucketed"):
             sentences.append(
@@ -164,7 +166,7 @@ def overlap(frame: pd.DataFrame) -> Answer | None:
                 f"{_name(row['implementation'])} run during backward ({row['during_percent']:.0f} % of their time)."
             )
     hidden = table[table["implementation"].isin(OVERLAPPING)].dropna(subset="hidden_percent")
-    if hidden.empty or not (hidden["hidden_high"] < ALMOST_NOTHING_PERCENT).all():
+    if hidden.empty or not (hidden["hidden_high_percent"] < ALMOST_NOTHING_PERCENT).all():
         return Answer(OVERLAP, "measured", " ".join(sentences), "exposed")
     cause = ": whoever carries the bytes takes the cores that backward needs" if _on_cpu(hidden) else ""
     sentences.append(f"Almost nothing hides{cause}.")
@@ -177,9 +179,9 @@ def _exposed(row: pd.Series) -> str:
     within = [f"backward by {format_seconds(row['backward_s'])}"]
     if row["implementation"] in OVERLAPPING and row["hidden_percent"] == row["hidden_percent"]:
         hidden = f"{row['hidden_percent']:.0f} %"
-        if row["hidden_low"] == row["hidden_low"]:
-            hidden += f" [{row['hidden_low']:.0f}, {row['hidden_high']:.0f}]"
-        within.append(f"{hidden} of the communication hidden")
+        if row["hidden_low_percent"] == row["hidden_low_percent"]:
+            hidden += f" [{row['hidden_low_percent']:.0f}, {row['hidden_high_percent']:.0f}]"
+        within.append(f"{hidden} hidden")
     return f"{text} ({', '.join(within)})"
 
 
