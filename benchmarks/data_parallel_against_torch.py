@@ -14,17 +14,18 @@ import pandas as pd
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from labkit.bench.clock import time_interleaved
 from labkit.bench.statistics import compare, slowest_rank
 from labkit.costs.transformer import TransformerShape
 from labkit.nn.transformer import Transformer, language_model_loss
 from labkit.nn.vision import ResNet50
-from labkit.parallel.data_parallel import BucketedDDP
+from labkit.parallel.data_parallel.implementations import DEFAULT_LAYOUT, wrap
 from labkit.parallel.launch import Row, launch
 
-BUCKETS_MB = (1, 5, 10, 25, 100)
+DEFAULT = "default"
+BUCKETS = (DEFAULT, "1", "5", "10", "25", "100")  # sizes of every bucket in MiB, the first one's too
+IMPLEMENTATIONS = {"torch": "torch", "labkit": "bucketed"}
 ABOUT_100_MB = TransformerShape(d_model=384, d_ff=1536, n_layers=8, n_heads=6, vocabulary=8_000)
 
 
@@ -49,10 +50,11 @@ def measure(point: tuple[str, int]) -> Iterator[dict[str, Any]]:
     name, repeats = point
     torch.manual_seed(dist.get_rank())
     losses, actions, wrappers = {}, {}, {}
-    for bucket_mb in BUCKETS_MB:
-        for kind in ("torch", "labkit"):
+    for bucket_mb in BUCKETS:
+        for kind in IMPLEMENTATIONS:
             model, loss_of = models()[name]()
-            wrapper = _wrap(kind, model, bucket_mb)
+            size = None if bucket_mb == DEFAULT else float(bucket_mb)
+            wrapper = wrap(IMPLEMENTATIONS[kind], model, bucket_mb=size)
             wrappers[kind, bucket_mb] = (wrapper, loss_of)
             actions[f"{kind} {bucket_mb}"] = _backward(losses, kind, bucket_mb)
     order = iter(list(wrappers) * (repeats + 3))
@@ -66,17 +68,15 @@ def measure(point: tuple[str, int]) -> Iterator[dict[str, Any]]:
 
     for key, seconds in time_interleaved(actions, warmup=3, repeats=repeats, before=forward).items():
         kind, bucket_mb = key.split()
-        yield {"implementation": kind, "bucket_mb": int(bucket_mb), "seconds": seconds}
+        yield {"implementation": kind, "bucket_mb": bucket_mb, "seconds": seconds}
 
 
-def _wrap(kind: str, model: nn.Module, bucket_mb: int) -> nn.Module:
-    if kind == "labkit":
-        return BucketedDDP(model, bucket_mb=bucket_mb)
-    return DistributedDataParallel(model, bucket_cap_mb=bucket_mb, gradient_as_bucket_view=True)
-
-
-def _backward(losses: dict[tuple[str, int], Tensor], kind: str, bucket_mb: int) -> Callable[[], None]:
+def _backward(losses: dict[tuple[str, str], Tensor], kind: str, bucket_mb: str) -> Callable[[], None]:
     return lambda: losses.pop((kind, bucket_mb)).backward()
+
+
+def _named(bucket_mb: str) -> str:
+    return bucket_mb if bucket_mb == DEFAULT else f"{bucket_mb} MiB"
 
 
 def main() -> None:
@@ -95,10 +95,11 @@ def main() -> None:
             raise SystemExit(item.failure.traceback)
     times = slowest_rank(pd.DataFrame(rows), "seconds", ["implementation", "bucket_mb"])
     by_key = {key: group["seconds"].tolist() for key, group in times.groupby(["implementation", "bucket_mb"])}
-    for bucket_mb in BUCKETS_MB:
+    print(f"{DEFAULT}: {DEFAULT_LAYOUT}; a size is that of every bucket")
+    for bucket_mb in BUCKETS:
         own, theirs = by_key["labkit", bucket_mb], by_key["torch", bucket_mb]
         print(
-            f"{bucket_mb:4d} MB: torch {pd.Series(theirs).median() * 1e3:6.1f} ms, "
+            f"{_named(bucket_mb):>8}: torch {pd.Series(theirs).median() * 1e3:6.1f} ms, "
             f"labkit {compare(own, theirs, interleaved=True)}"
         )
     best = {
@@ -106,7 +107,7 @@ def main() -> None:
         for kind in ("torch", "labkit")
     }
     ratio = compare(by_key[best["labkit"]], by_key[best["torch"]], interleaved=True)
-    print(f"best against best ({best['labkit'][1]} MB, torch {best['torch'][1]} MB): labkit {ratio}")
+    print(f"best against best ({_named(best['labkit'][1])}, torch {_named(best['torch'][1])}): labkit {ratio}")
 
 
 if __name__ == "__main__":

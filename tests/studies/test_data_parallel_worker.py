@@ -2,12 +2,17 @@
 
 import pytest
 
+from labkit.bench.trace import Profile, read_events
+from labkit.lab.units import format_bytes
 from labkit.machine import describe_machine
+from labkit.nn.workloads import workload_parameters
 from labkit.parallel.data_parallel.implementations import IMPLEMENTATIONS
 from labkit.parallel.launch import PointEnd, Row, launch
 from labkit.studies.data_parallel import study as study_module
+from labkit.studies.data_parallel import timeline, worker
 from labkit.studies.data_parallel.study import STUDY
 from labkit.studies.data_parallel.worker import LOCAL, DataParallelPoint, measure_point
+from labkit.studies.gradient_buckets import worker as gradient_buckets
 
 
 def _point(sweep, alternatives, **options):
@@ -54,9 +59,38 @@ def test_a_wrapper_whose_gradients_are_not_the_mean_gets_no_time():
 
 
 def test_alternatives_carry_their_bucket_size():
-    rows = _measure(_point("buckets", ["torch@25", "torch@0.5", "bucketed@0.5"], bucket_mb=0.5))
+    rows = _measure(_point("buckets", ["torch", "torch@0.5", "bucketed@0.5"], bucket_mb=0.5))
     sizes = {(row["implementation"], row["of_bucket_mb"]) for row in rows}
-    assert sizes == {("torch", 25.0), ("torch", 0.5), ("bucketed", 0.5)}
+    assert sizes == {("torch", None), ("torch", 0.5), ("bucketed", 0.5)}
+
+
+def _layouts(point):
+    """Sizes of the buckets after a step, of torch's wrapper and of labkit's, with and without a size."""
+    from labkit.nn.workloads import workload_named
+    from labkit.studies.data_parallel.worker import Alternative, _one_step
+
+    workload = workload_named("nano", batch=1, context_length=8)
+    for name in point.alternatives:
+        alternative = Alternative(name, workload, "cpu")
+        for _ in range(3):  # torch's puts gradients into buckets anew after the first, and then says so
+            _one_step(alternative)
+        if hasattr(alternative.model, "bucket_bytes"):
+            sizes = alternative.model.bucket_bytes
+        else:
+            text = alternative.model._get_ddp_logging_data()["rebuilt_bucket_sizes"]
+            sizes = [int(size) for size in text.split(",")]
+        yield {"name": name, "sizes": sizes}
+
+
+def test_buckets_of_one_size_are_the_same_buckets_on_both_sides():
+    rows = _measure(
+        _point("buckets", ["torch", "bucketed", "torch@2", "bucketed@2", "torch@25", "bucketed@25"]), _layouts
+    )
+    sizes = {row["name"]: row["sizes"] for row in rows}
+    assert sizes["bucketed@2"] == sizes["torch@2"]
+    assert sizes["bucketed"] == sizes["torch"]
+    assert sizes["bucketed@25"] == sizes["torch@25"]
+    assert len(sizes["torch"]) > len(sizes["torch@25"])  # the default's first bucket is smaller
 
 
 def test_collectives_run_during_backward_for_overlapping_wrappers_and_not_for_the_others():
@@ -95,6 +129,87 @@ def test_accumulation_compares_every_with_last():
     ]
 
 
+def _forgets_micro_batches(point):
+    """Under no_sync, what was accumulated is lost."""
+    from contextlib import contextmanager
+
+    from labkit.parallel.data_parallel import BucketedDDP
+
+    @contextmanager
+    def no_sync(self):
+        yield
+        self.zero_grad()
+
+    BucketedDDP.no_sync = no_sync
+    yield from measure_point(point)
+
+
+def test_an_accumulated_step_that_is_not_the_mean_gets_no_time():
+    rows = _measure(_point("accumulation", ["torch", "bucketed"], micro_batches=2), _forgets_micro_batches)
+    (wrong,) = [row for row in rows if row["gate"] != "ok"]
+    assert (wrong["implementation"], wrong["synchronized"]) == ("bucketed", "last")
+    assert wrong["gate"].startswith("wrong: error")
+    assert "seconds" not in wrong
+
+
+@pytest.mark.parametrize(
+    ("module", "point"),
+    [
+        (worker, _point("memory", ["torch"], device="cuda", world_size=4)),
+        (
+            gradient_buckets,
+            gradient_buckets.BucketsPoint(sweep="steps", workload="nano", backend="gloo", device="cuda", world_size=4),
+        ),
+    ],
+    ids=["data_parallel", "gradient_buckets"],
+)
+def test_ranks_that_share_gpus_work_on_their_own_one(monkeypatch, module, point):
+    """Clocks put their marks into the current device's stream."""
+
+    class Reached(Exception):
+        pass
+
+    def set_device(device):
+        raise Reached(device)
+
+    monkeypatch.setattr(module.dist, "get_rank", lambda: 3)
+    monkeypatch.setattr(module.torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(module.torch.cuda, "set_device", set_device)
+    with pytest.raises(Reached, match="cuda:1"):
+        list(module.measure_point(point))
+
+
+def test_on_a_gpu_backward_ends_before_what_the_wrapper_launches_when_it_finishes():
+    """Microseconds of a made-up step of naive: backward's kernel, then a copy and a collective."""
+
+    def event(name, cat, ts, dur, **args):
+        return {"ph": "X", "name": name, "cat": cat, "ts": ts, "dur": dur, "args": args}
+
+    def kernel(name, launched, ts, dur):
+        return [
+            event("cudaLaunchKernel", "cuda_runtime", launched, 1, correlation=launched),
+            event(name, "kernel", ts, dur, correlation=launched),
+        ]
+
+    events = [
+        event("forward", "user_annotation", 0, 10),
+        event("backward", "user_annotation", 10, 50),
+        event(timeline.FINISH, "user_annotation", 30, 30),
+        event("optimizer", "user_annotation", 60, 10),
+        *kernel("gemm", 1, 2, 10),
+        *kernel("gemm", 11, 12, 20),
+        *kernel("vectorized_elementwise_kernel", 31, 35, 5),
+        *kernel("ncclDevKernel_AllReduce_Sum_f32", 32, 40, 40),
+        *kernel("vectorized_elementwise_kernel", 33, 80, 5),
+        *kernel("multi_tensor_apply_kernel", 61, 85, 5),
+    ]
+    trace = {"traceEvents": events}
+    boxes = timeline._boxes(Profile(trace, 1e-4, read_events(trace)))
+    (backward,), (collective,) = boxes["backward"], boxes["all-reduce"]
+    assert backward[1] - backward[0] == pytest.approx(20e-6)
+    assert collective[0] - backward[1] == pytest.approx(8e-6)
+
+
 def test_points_take_nccl_with_a_gpu_a_rank_and_gloo_where_ranks_share_one():
     machine = describe_machine()
     gpu = {"name": "Some GPU", "memory_bytes": 2**36, "compute_capability": "9.0", "dense_bf16_peak_tflops": None}
@@ -109,7 +224,27 @@ def test_copies_that_do_not_fit_are_skipped_with_what_they_need(monkeypatch):
     machine = describe_machine().model_copy(update={"gpus": []})
     points = STUDY.points(STUDY.profiles["quick"], machine)
     reasons = [STUDY.skip_reason(point, machine) for point in points]
-    assert reasons[0] == "7 copies need 4.96 GiB, 1 GiB available"
+    assert reasons[0] == "8 copies need 4.96 GiB, 1 GiB available"
+    (accumulating,) = [point for point in points if point.sweep == "accumulation"]
+    needed = 2 * (study_module.RANK_BYTES + 5 * 3 * 4 * workload_parameters("resnet50"))  # two of each, and the gate's
+    assert STUDY.skip_reason(accumulating, machine) == f"5 copies need {format_bytes(needed)}, 1 GiB available"
+
+
+def test_the_published_grid_fits_on_two_gpus_of_80_gb():
+    gpu = {"name": "Some GPU", "memory_bytes": 80 * 10**9, "compute_capability": "9.0", "dense_bf16_peak_tflops": None}
+    machine = describe_machine()
+    machine = machine.model_validate(machine.model_dump() | {"gpus": [gpu] * 2})
+    points = STUDY.points(STUDY.profiles["paper"], machine)
+    assert {STUDY.skip_reason(point, machine) for point in points} == {None}
+
+
+def test_a_subset_of_implementations_makes_only_points_that_compare_something():
+    config, machine = STUDY.profiles["smoke"], describe_machine()
+    points = STUDY.points(config.model_copy(update={"implementations": ["naive"]}), machine)
+    assert [point.sweep for point in points] == ["implementations", "timeline", "memory"]
+    points = STUDY.points(config.model_copy(update={"implementations": ["bucketed"]}), machine)
+    (swept,) = [point for point in points if point.sweep == "buckets"]
+    assert swept.alternatives == ("bucketed", "bucketed@1.0")
 
 
 def test_a_point_refuses_a_device_that_is_not_there():
@@ -119,7 +254,7 @@ def test_a_point_refuses_a_device_that_is_not_there():
     )
 
 
-@pytest.mark.parametrize(("text", "name", "size"), [("torch@5", "torch", 5.0), ("naive", "naive", 25.0)])
+@pytest.mark.parametrize(("text", "name", "size"), [("torch@5", "torch", 5.0), ("naive", "naive", None)])
 def test_names_of_alternatives(text, name, size):
     from labkit.studies.data_parallel.worker import split_name
 

@@ -1,5 +1,7 @@
 """Answers of the gradient-buckets lab on made-up frames: textbook, contrary, noisy, and with rows missing."""
 
+import re
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -138,7 +140,8 @@ def test_waiting_that_is_only_moved_into_backward_is_no_gain():
 
 def test_a_rank_that_waits_for_a_slower_one_is_told_from_communication():
     text = _answers(_frame(lambda *_: 0.08, lambda *_: -0.05))["waiting"].text
-    assert "50 ms less than the waiting, which is partly waiting for a slower rank" in text or "partly waiting" in text
+    (less,) = re.findall(r"that is ([\d.]+)(?: ms)? to ([\d.]+) ms less than the waiting, which is partly", text)
+    assert [float(number) for number in less] == pytest.approx([50, 50], abs=1)
 
 
 def test_a_machine_that_contradicts_the_model_is_not_talked_round():
@@ -156,6 +159,34 @@ def test_a_machine_that_contradicts_the_model_is_not_talked_round():
 def test_a_share_that_rises_with_the_sequence_is_said_to():
     answer = _answers(_frame(lambda size, batch, sequence: 0.001 * (batch * sequence) ** 1.0))["batch_and_length"]
     assert answer.verdict == "no"
+
+
+@pytest.mark.parametrize("slow", [1.0, 10.0, 100.0])
+def test_one_setting_is_enough_to_see_a_size_that_is_far_slower(slow):
+    frame = _frame(lambda size, *_: 34 * 0.3 if size == slow else 0.01, sizes=(1.0, 10.0, 100.0), settings=[(2, 128)])
+    answer = _answers(frame)["bucket_size"]
+    assert answer.verdict == "yes"
+    assert answer.recommendation.endswith(f"{slow:.0f} MiB is shown to be slower.")
+
+
+@pytest.mark.parametrize(
+    ("call_s", "bandwidth", "what", "best"),
+    [
+        (0.0, 10e9, "calls cost nothing and w = 10 GB/s", "as many buckets as there can be"),
+        (1e-4, np.inf, "o = 100 µs and bytes cost nothing", "a single bucket"),
+        (0.0, np.inf, "neither calls nor bytes cost anything", "any number of buckets"),
+    ],
+)
+def test_a_fit_with_one_constant_is_put_in_words(call_s, bandwidth, what, best):
+    row = {"call_s": call_s, "bandwidth_bytes_per_s": bandwidth, "best_buckets": 1.0, "best_bucket_bytes": 1.0}
+    assert model.costs_and_best(row) == (what, best)
+
+
+def test_waiting_that_depends_on_bytes_alone_fits_no_infinite_number_of_buckets():
+    frame = _frame(lambda size, *_: GRADIENTS / BUCKETS[size] / 10e9, noise=0)
+    text = _answers(frame)["model"].text
+    assert "inf" not in text
+    assert "as many buckets as there can be" in text
 
 
 def test_too_few_repeats_claim_nothing():

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
+from typing import Any
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -11,7 +12,7 @@ from labkit.parallel.data_parallel.during_backward import BucketedDDP, Overlappe
 
 TORCH = "torch"
 
-_WRAPPERS: Mapping[str, Callable[[nn.Module, float, bool], nn.Module]] = MappingProxyType(
+_WRAPPERS: Mapping[str, Callable[[nn.Module, float | None, bool], nn.Module]] = MappingProxyType(
     {
         TORCH: lambda module, bucket_mb, _: DistributedDataParallel(
             module, bucket_cap_mb=bucket_mb, gradient_as_bucket_view=True
@@ -20,10 +21,10 @@ _WRAPPERS: Mapping[str, Callable[[nn.Module, float, bool], nn.Module]] = Mapping
         "flat": lambda module, _, finish: FlatDDP(module, finish_in_backward=finish),
         "overlapped": lambda module, _, finish: OverlappedDDP(module, finish_in_backward=finish),
         "bucketed": lambda module, bucket_mb, finish: BucketedDDP(
-            module, bucket_mb=bucket_mb, finish_in_backward=finish
+            module, finish_in_backward=finish, **_sizes(bucket_mb)
         ),
         "bucketed_sync": lambda module, bucket_mb, finish: BucketedDDP(
-            module, bucket_mb=bucket_mb, overlap=False, finish_in_backward=finish
+            module, overlap=False, finish_in_backward=finish, **_sizes(bucket_mb)
         ),
     }
 )
@@ -32,8 +33,20 @@ BUCKETED = (TORCH, "bucketed", "bucketed_sync")
 """Those to which a bucket size means something."""
 
 
-def wrap(name: str, module: nn.Module, *, bucket_mb: float = 25.0, finish_in_backward: bool = True) -> nn.Module:
-    """The module under a wrapper. `bucket_mb` is in MiB on every side; torch's finishes in backward always.
+DEFAULT_LAYOUT = "25 MiB, the first one 1 MiB"
+"""The buckets without a size, of labkit's wrappers as of torch's."""
+
+
+def _sizes(bucket_mb: float | None) -> dict[str, Any]:
+    """Without a size labkit's defaults, which are torch's."""
+    return {} if bucket_mb is None else {"bucket_mb": bucket_mb, "first_bucket_mb": bucket_mb}
+
+
+def wrap(name: str, module: nn.Module, *, bucket_mb: float | None = None, finish_in_backward: bool = True) -> nn.Module:
+    """The module under a wrapper; torch's finishes in backward always.
+
+    `bucket_mb`, in MiB, is the size of every bucket, the first one's too, on every side. None: `DEFAULT_LAYOUT`.
+    torch makes its first bucket smaller only where no size is given, and so it is done for labkit's.
 
     ValueError for a name that is none of `IMPLEMENTATIONS`.
     """

@@ -3,29 +3,32 @@
 Every table is tidy and carries units in its names. Times are of the slowest rank of each repeat.
 """
 
+from collections.abc import Hashable
 from functools import cache
 
+import numpy as np
 import pandas as pd
 
 from labkit.bench.statistics import compare_groups, slowest_rank, summarize, summarize_groups
 from labkit.lab.project import reference_directory
 from labkit.parallel.data_parallel.implementations import BUCKETED, IMPLEMENTATIONS, TORCH
-from labkit.studies.data_parallel.worker import DEFAULT_MB, LOCAL, PHASES
+from labkit.studies.data_parallel.worker import LOCAL, PHASES
 
 SETTING = ["workload", "world_size", "backend", "device"]
 ORDER = (LOCAL, *IMPLEMENTATIONS)
 LANES = ("forward", "backward", "all-reduce", "optimizer")
 BACKWARD = "backward"
 STEP = "step"
+DEFAULT = "default"
 PUBLISHED_NAMES = {"torch_ddp": TORCH, "python_async": "bucketed", "python_sync": "bucketed_sync"}
 PERCENTILES = {"mean": "mean_s", "median": "seconds", "p90": "p90_s", "p95": "p95_s", "p99": "p99_s"}
 
 # What tables show.
 PHASE_COLUMNS = ["workload", "world_size", "implementation", "phase", *PERCENTILES.values(), "to_torch_percent"]
-EXPOSED_COLUMNS = ["workload", "world_size", "implementation", "seconds", "communication_s"]
+EXPOSED_COLUMNS = ["workload", "world_size", "implementation", "seconds", "backward_s", "communication_s"]
 EXPOSED_COLUMNS += ["hidden_percent", "of_step_percent"]
 
-# Whose waiting after backward is the communication of these, with nothing else to do.
+# The wrapper whose waiting after backward is the communication of these, with nothing else to do.
 SAME_COLLECTIVES = {
     TORCH: "bucketed_sync",
     "bucketed": "bucketed_sync",
@@ -51,7 +54,7 @@ def samples(frame: pd.DataFrame, sweep: str) -> pd.DataFrame:
 
 
 def phases(frame: pd.DataFrame) -> pd.DataFrame:
-    """Mean, median, p90, p95, p99 and interval by (setting, implementation, phase), all at the default bucket size.
+    """Mean, median, p90, p95, p99 and interval by (setting, implementation, phase), all with the default buckets.
 
     `to_torch_percent`: the median over that of torch's wrapper, as a difference in percent.
     """
@@ -77,65 +80,78 @@ def against_torch(frame: pd.DataFrame, phase: str = BACKWARD) -> pd.DataFrame:
 
 
 def exposed(frame: pd.DataFrame) -> pd.DataFrame:
-    """Communication that a step waits for: a backward pass less the same one without communication.
+    """Communication that a step waits for: a step less the same one without communication, repeat by repeat.
 
-    Columns: setting, implementation, `seconds` (exposed, median, with low and high), `communication_s` (the same
-    collectives with nothing else to do), `hidden_percent` of it, and `of_step_percent`: exposed over the whole step.
+    Columns: setting, implementation, and
+    `seconds`           exposed, median, with `low` and `high`; what forward broadcasts is in it
+    `backward_s`        the same of the backward pass alone
+    `communication_s`   the same collectives with nothing else to do
+    `hidden_percent`    of those, what backward does not wait for, 0 to 100; `hidden_low_percent` and
+                        `hidden_high_percent` are from the interval of `backward_s`
+    `of_step_percent`   exposed over the whole step
     """
-    rows = samples(frame, "implementations")
+    rows, alone = samples(frame, "implementations"), _communication(frame)
     found = []
     for key, here in rows.groupby(SETTING):
         table = here.pivot_table(index="repeat", columns=["implementation", "phase"], values="seconds")
         if (LOCAL, BACKWARD) not in table:
             continue
         for name in (name for name in IMPLEMENTATIONS if (name, BACKWARD) in table):
-            summary = summarize(table[name, BACKWARD] - table[LOCAL, BACKWARD])
-            alone = (SAME_COLLECTIVES[name], "waiting")
-            communication_s = table[alone].median() if alone in table else float("nan")
+            step = summarize(table[name, STEP] - table[LOCAL, STEP])
+            backward = summarize(table[name, BACKWARD] - table[LOCAL, BACKWARD])
+            communication_s = alone.get((*key, SAME_COLLECTIVES[name]), float("nan"))
             found.append(
                 dict(zip(SETTING, key, strict=True))
-                | {"implementation": name, "seconds": summary.median, "low": summary.low, "high": summary.high}
-                | {"communication_s": communication_s, "step_s": table[name, STEP].median()}
+                | {"implementation": name, "seconds": step.median, "low": step.low, "high": step.high}
+                | {"backward_s": backward.median, "communication_s": communication_s}
+                | {"hidden_percent": _hidden(backward.median, communication_s)}
+                | {"hidden_low_percent": _hidden(backward.high, communication_s)}
+                | {"hidden_high_percent": _hidden(backward.low, communication_s)}
+                | {"of_step_percent": 100 * step.median / table[name, STEP].median()}
             )
-    columns = [*SETTING, "implementation", "seconds", "low", "high", "communication_s", "step_s"]
-    result = pd.DataFrame(found, columns=columns)
-    return result.assign(
-        hidden_percent=100 * (1 - result["seconds"] / result["communication_s"]),
-        of_step_percent=100 * result["seconds"] / result["step_s"],
+    columns = [*SETTING, "implementation", "seconds", "low", "high", "backward_s", "communication_s"]
+    return pd.DataFrame(
+        found, columns=[*columns, "hidden_percent", "hidden_low_percent", "hidden_high_percent", "of_step_percent"]
     )
+
+
+def _communication(frame: pd.DataFrame) -> dict[Hashable, float]:
+    """Median seconds of collectives after backward, by (setting, implementation).
+
+    Of the rank that waits least: the others also wait for that one, which came last.
+    """
+    if frame.empty or "phase" not in frame or "seconds" not in frame:
+        return {}
+    rows = frame[(frame["sweep"] == "implementations") & (frame["phase"] == "waiting")].dropna(subset="seconds")
+    by = [*SETTING, "implementation"]
+    shortest = rows.groupby([*by, "repeat"], as_index=False)["seconds"].min()
+    return shortest.groupby(by)["seconds"].median().to_dict()
+
+
+def _hidden(waited_s: float, communication_s: float) -> float:
+    """Percent of the communication that is not waited for; noise below none and above all is cut off."""
+    return float(np.clip(100 * (1 - waited_s / communication_s), 0, 100))
 
 
 def buckets(frame: pd.DataFrame) -> pd.DataFrame:
-    """Backward by bucket size over torch's at its default size, measured in the same turns: `ratio`, verdict.
+    """Backward by bucket size over the same wrapper's with its default buckets, from the same turns.
 
-    `bucket_bytes` is in bytes on every side.
+    Columns: setting, `bucket_mb`, `implementation`, `ratio`, interval, verdict, and `bucket_bytes`.
     """
     rows = samples(frame, "buckets")
     rows = rows[rows["phase"] == BACKWARD]
-    names = [_named(*pair) for pair in zip(rows["implementation"], rows["of_bucket_mb"], strict=True)]
-    table = compare_groups(
-        rows.assign(alternative=names),
-        "seconds",
-        [*SETTING, "bucket_mb"],
-        "alternative",
-        _named(TORCH, DEFAULT_MB),
-    )
-    parts = table["alternative"].str.split("@")
+    rows = rows.assign(layout=rows["of_bucket_mb"].isna().map({True: DEFAULT, False: "sized"}))
+    table = compare_groups(rows, "seconds", [*SETTING, "bucket_mb", "implementation"], "layout", DEFAULT)
     panels = [f"{name}, {ranks} ranks" for name, ranks in zip(table["workload"], table["world_size"], strict=True)]
-    table = table.assign(implementation=parts.str[0], bucket_bytes=table["bucket_mb"] * 2**20, panel=panels)
-    return table[parts.str[1].astype(float) == table["bucket_mb"]].reset_index(drop=True)
+    return in_order(table.drop(columns="layout").assign(bucket_bytes=table["bucket_mb"] * 2**20, panel=panels))
 
 
 def own_against_torch_by_bucket(frame: pd.DataFrame) -> pd.DataFrame:
-    """labkit's bucketed wrapper over torch's at the same bucket size, backward."""
+    """labkit's bucketed wrapper over torch's with every bucket, the first one too, of the same size; backward."""
     rows = samples(frame, "buckets")
     rows = rows[(rows["phase"] == BACKWARD) & (rows["of_bucket_mb"] == rows["bucket_mb"])]
     table = compare_groups(rows, "seconds", [*SETTING, "bucket_mb"], "implementation", TORCH)
     return table.assign(bucket_bytes=table["bucket_mb"] * 2**20)
-
-
-def _named(implementation: str, bucket_mb: float) -> str:
-    return f"{implementation}@{bucket_mb:g}"
 
 
 def accumulation(frame: pd.DataFrame) -> pd.DataFrame:

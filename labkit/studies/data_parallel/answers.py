@@ -9,10 +9,10 @@ from labkit.bench.statistics import compare_groups
 from labkit.lab.answers import Answer, Question, Verdict, answer_each
 from labkit.lab.evidence import ratio_text, shown, span_text, verdict_of, with_interval
 from labkit.lab.trends import Trend, trends_verdict
-from labkit.lab.units import format_bytes, join_words
-from labkit.parallel.data_parallel.implementations import TORCH
+from labkit.lab.units import format_bytes, format_seconds, join_words
+from labkit.parallel.data_parallel.implementations import DEFAULT_LAYOUT, TORCH
 from labkit.studies.data_parallel import analysis
-from labkit.studies.data_parallel.worker import DEFAULT_MB
+from labkit.studies.data_parallel.worker import LOCAL
 
 FASTEST = Question("fastest", "Which way of averaging gradients is the fastest, and how far from torch's is each?")
 BUCKETS = Question("bucket_size", "Does the bucket size matter here?")
@@ -23,6 +23,8 @@ PUBLISHED = Question("published_trends", "Do the published trends hold on this m
 QUESTIONS = (FASTEST, BUCKETS, OVERLAP, MEMORY, ACCUMULATION, PUBLISHED)
 
 ALMOST_NOTHING_PERCENT = 10.0
+OVERLAPPING = (TORCH, "overlapped", "bucketed")
+MIB = 2**20
 
 
 def answer_all(frame: pd.DataFrame, coverage: pd.DataFrame) -> list[Answer]:
@@ -48,30 +50,41 @@ def _name(implementation: str) -> str:
 
 
 def fastest(frame: pd.DataFrame) -> Answer | None:
-    ratios, times = analysis.against_torch(frame), analysis.phases(frame)
-    bad = analysis.wrong(frame)
-    if ratios.empty and bad.empty:
+    ratios, times, bad = analysis.against_torch(frame), _backward_times(frame), analysis.wrong(frame)
+    if times.empty and bad.empty:
         return None
     sentences = []
     if not bad.empty:
         names = join_words(sorted({_name(name) for name in bad["implementation"]}))
         sentences.append(f"WRONG GRADIENTS, and therefore no times, from {names}.")
-    for _, of_setting in ratios.groupby(analysis.SETTING):
-        first = of_setting.iloc[0]
-        torch = times[(times[analysis.SETTING] == first[analysis.SETTING]).all(axis=1)]
-        torch = torch[(torch["implementation"] == TORCH) & (torch["phase"] == analysis.BACKWARD)].iloc[0]
-        others = [
-            f"{_name(row['implementation'])} {ratio_text(pd.Series(row))}" for row in of_setting.to_dict("records")
-        ]
-        sentences.append(
-            f"{_where(first)}: a backward pass with torch's wrapper takes {with_interval(torch)}; "
-            f"over that, {join_words(others)}."
-        )
+    for key, of_setting in times.groupby(analysis.SETTING):
+        others = ratios[(ratios[analysis.SETTING] == list(key)).all(axis=1)]
+        sentences.append(_against_torch(of_setting, others) if len(others) else _alone(of_setting))
     if ratios.empty:
-        return Answer(FASTEST, "not measured", " ".join(sentences))
+        return Answer(FASTEST, "not measured" if times.empty else "measured", " ".join(sentences), "backward")
     faster, slower = shown(ratios, [*analysis.SETTING, "implementation"])
     verdict: Verdict = verdict_of(faster, slower)
     return Answer(FASTEST, verdict, " ".join(sentences), "backward", _advice(ratios, faster, slower))
+
+
+def _backward_times(frame: pd.DataFrame) -> pd.DataFrame:
+    times = analysis.phases(frame)
+    return times[(times["phase"] == analysis.BACKWARD) & (times["implementation"] != LOCAL)]
+
+
+def _against_torch(times: pd.DataFrame, ratios: pd.DataFrame) -> str:
+    torch = times[times["implementation"] == TORCH].iloc[0]
+    others = [f"{_name(row['implementation'])} {ratio_text(pd.Series(row))}" for row in ratios.to_dict("records")]
+    return (
+        f"{_where(torch)}: a backward pass with torch's wrapper takes {with_interval(torch)}; over that, "
+        f"{join_words(others)}."
+    )
+
+
+def _alone(times: pd.DataFrame) -> str:
+    """Where there is nothing to compare with: medians."""
+    parts = [f"{_name(row['implementation'])} {with_interval(pd.Series(row))}" for row in times.to_dict("records")]
+    return f"{_where(times.iloc[0])}: a backward pass takes with {join_words(parts)}."
 
 
 def _advice(ratios: pd.DataFrame, faster: pd.DataFrame, slower: pd.DataFrame) -> str:
@@ -88,33 +101,50 @@ def _advice(ratios: pd.DataFrame, faster: pd.DataFrame, slower: pd.DataFrame) ->
 
 def bucket_size(frame: pd.DataFrame) -> Answer | None:
     table, own = analysis.buckets(frame), analysis.own_against_torch_by_bucket(frame)
-    own = own[own["implementation"] == "bucketed"]
     if table.empty and own.empty:
         return None
     sentences = []
     for (name, *_), some in table.groupby(["implementation", *analysis.SETTING]):
         values = [f"{row['ratio']:.2f} at {format_bytes(row['bucket_bytes'])}" for row in some.to_dict("records")]
-        where = _where(some.iloc[0])
-        sentences.append(f"{where}, {_name(name)}: {join_words(values)} of torch's backward at {DEFAULT_MB:g} MiB.")
+        sentences.append(
+            f"{_where(some.iloc[0])}, {_name(name)}: {join_words(values)} of its backward with the default buckets "
+            f"({DEFAULT_LAYOUT})."
+        )
     if not own.empty:
         span = span_text(own["ratio"])
-        sentences.append(f"At equal bucket sizes labkit's bucketed wrapper takes {span} of torch's backward.")
+        sentences.append(f"With equal buckets labkit's bucketed wrapper takes {span} of torch's backward.")
     faster, slower = shown(table, [*analysis.SETTING, "bucket_mb", "implementation"])
-    mine = table[table["implementation"].isin([TORCH, "bucketed"])]
-    moved = pd.concat([faster, slower])
-    moved = moved[moved["implementation"].isin([TORCH, "bucketed"])]
-    if moved.empty:
-        advice = f"keep {DEFAULT_MB:g} MiB buckets: no size is shown to change a backward pass beyond chance."
-        return Answer(BUCKETS, "no difference shown", " ".join(sentences), "buckets", advice)
-    best = mine.loc[mine["ratio"].idxmin()]
-    if best["verdict"] == "faster" and not faster.empty:
-        advice = (
-            f"buckets of {format_bytes(best['bucket_bytes'])}: {ratio_text(best)} of torch's backward at the default."
-        )
-    else:
-        bad = join_words(sorted({format_bytes(size) for size in moved["bucket_bytes"]}))
-        advice = f"keep {DEFAULT_MB:g} MiB buckets: none is shown to be faster, and {bad} slower."
-    return Answer(BUCKETS, "yes", " ".join(sentences), "buckets", advice)
+    verdict: Verdict = "no difference shown" if faster.empty and slower.empty else "yes"
+    return Answer(BUCKETS, verdict, " ".join(sentences), "buckets", _size_advice(table, faster, slower))
+
+
+def _size_advice(table: pd.DataFrame, faster: pd.DataFrame, slower: pd.DataFrame) -> str:
+    """A size is recommended that is shown to be faster, and that not one comparison finds slower."""
+    keep = f"keep the default buckets ({DEFAULT_LAYOUT})"
+    if faster.empty and slower.empty:
+        return f"{keep}: no size is shown to change a backward pass beyond chance."
+    if faster.empty:
+        return f"{keep}: none is shown to be faster, and {_sizes(slower)} slower."
+    doubtful = table.loc[table["verdict"] == "slower", "bucket_mb"]
+    sound = faster[~faster["bucket_mb"].isin(doubtful)]
+    if sound.empty:
+        return f"{keep}: {_sizes(faster)} {_is(faster)} faster in one setting and slower in another."
+    wins = sound.groupby("bucket_mb")["ratio"].agg(["size", "median"])
+    best = wins.sort_values(["size", "median"], ascending=[False, True]).index[0]
+    ratios = sound.loc[sound["bucket_mb"] == best, "ratio"]
+    compared = int((table["bucket_mb"] == best).sum())
+    return (
+        f"buckets of {format_bytes(best * MIB)}: {span_text(ratios)} of the backward with the default buckets, shown "
+        f"in {len(ratios)} of {compared} comparisons and contradicted in none."
+    )
+
+
+def _sizes(table: pd.DataFrame) -> str:
+    return join_words([format_bytes(size * MIB) for size in sorted(set(table["bucket_mb"]))])
+
+
+def _is(table: pd.DataFrame) -> str:
+    return "is" if table["bucket_mb"].nunique() == 1 else "are"
 
 
 def overlap(frame: pd.DataFrame) -> Answer | None:
@@ -123,32 +153,40 @@ def overlap(frame: pd.DataFrame) -> Answer | None:
         return None
     sentences = []
     for _, of_setting in table.groupby(analysis.SETTING):
-        parts = []
-        for row in of_setting.to_dict("records"):
-            text = f"{_name(row['implementation'])} {with_interval(pd.Series(row))}"
-            if (
-                row["implementation"] in (TORCH, "overlapped", "bucketed")
-                and row["hidden_percent"] == row["hidden_percent"]
-            ):
-                text += f" ({max(0.0, row['hidden_percent']):.0f} % hidden)"
-            parts.append(text)
+        parts = [_exposed(pd.Series(row)) for row in of_setting.to_dict("records")]
         sentences.append(
-            f"{_where(of_setting.iloc[0])}: a backward pass waits for communication for {join_words(parts)}."
+            f"{_where(of_setting.iloc[0])}: a step takes longer than one without communication by {join_words(parts)}."
         )
+    if table["hidden_percent"].notna().any():
+        sentences.append("Hidden is the share of the communication that backward does not wait for.")
     for row in seen.to_dict("records"):
         if row["implementation"] in ("naive", "overlapped", "bucketed"):
             sentences.append(
                 f"In the profile of one step, {row['begun_during_backward']} of {row['collectives']} collectives of "
                 f"{_name(row['implementation'])} run during backward ({row['during_percent']:.0f} % of their time)."
             )
-    hidden = table[table["implementation"].isin([TORCH, "overlapped", "bucketed"])].dropna(subset="hidden_percent")
-    if hidden.empty:
+    hidden = table[table["implementation"].isin(OVERLAPPING)].dropna(subset="hidden_percent")
+    if hidden.empty or not (hidden["hidden_high_percent"] < ALMOST_NOTHING_PERCENT).all():
         return Answer(OVERLAP, "measured", " ".join(sentences), "exposed")
-    best = hidden.groupby("implementation")["hidden_percent"].median().max()
-    if best < ALMOST_NOTHING_PERCENT:
-        sentences.append("Almost nothing hides: whoever carries the bytes takes the cores that backward needs.")
-        return Answer(OVERLAP, "no", " ".join(sentences), "exposed")
-    return Answer(OVERLAP, "measured", " ".join(sentences), "exposed")
+    cause = ": whoever carries the bytes takes the cores that backward needs" if _on_cpu(hidden) else ""
+    sentences.append(f"Almost nothing hides{cause}.")
+    return Answer(OVERLAP, "no", " ".join(sentences), "exposed")
+
+
+def _exposed(row: pd.Series) -> str:
+    """One wrapper: the step, its backward pass, and what of the communication hides, if it can."""
+    text = f"{_name(row['implementation'])} {with_interval(row)}"
+    within = [f"backward by {format_seconds(row['backward_s'])}"]
+    if row["implementation"] in OVERLAPPING and row["hidden_percent"] == row["hidden_percent"]:
+        hidden = f"{row['hidden_percent']:.0f} %"
+        if row["hidden_low_percent"] == row["hidden_low_percent"]:
+            hidden += f" [{row['hidden_low_percent']:.0f}, {row['hidden_high_percent']:.0f}]"
+        within.append(f"{hidden} hidden")
+    return f"{text} ({', '.join(within)})"
+
+
+def _on_cpu(table: pd.DataFrame) -> bool:
+    return bool((table["device"] == "cpu").all())
 
 
 def memory(frame: pd.DataFrame) -> Answer | None:
@@ -215,7 +253,7 @@ def _after_backward_is_slower(frame: pd.DataFrame) -> Iterator[Trend]:
 def _size_does_not_matter_to_torch(frame: pd.DataFrame) -> Iterator[Trend]:
     """`ddp_compare_resnet50.csv`: torch's backward stays within 3 % over buckets of 3 to 27 MB."""
     table = analysis.buckets(frame)
-    table = table[(table["implementation"] == TORCH) & (table["bucket_mb"] != DEFAULT_MB)]
+    table = table[table["implementation"] == TORCH]
     if not table.empty:
         claim = f"torch's backward hardly depends on the bucket size ({span_text(table['ratio'])} of the default here)"
         near = (table["low"] > 0.95) & (table["high"] < 1.05)

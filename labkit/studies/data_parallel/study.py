@@ -12,9 +12,9 @@ from labkit.lab.study import Study
 from labkit.lab.units import format_bytes
 from labkit.machine import Machine, available_memory_bytes
 from labkit.nn.workloads import workload_parameters
-from labkit.parallel.data_parallel.implementations import BUCKETED, IMPLEMENTATIONS, TORCH
+from labkit.parallel.data_parallel.implementations import IMPLEMENTATIONS, TORCH
 from labkit.studies.data_parallel import answers as answering
-from labkit.studies.data_parallel.worker import DEFAULT_MB, LOCAL, DataParallelPoint, measure_point
+from labkit.studies.data_parallel.worker import LOCAL, DataParallelPoint, measure_point
 
 MIB = 2**20
 RANK_BYTES = 200 * MIB  # a rank's own resident memory, torch included
@@ -32,7 +32,7 @@ class DataParallelConfig(LabConfig):
     world_sizes: Annotated[list[Annotated[int, Field(ge=2, le=1024)]], Field(min_length=1)] = [2]
     implementations: Annotated[list[Implementation], Field(min_length=1)] = list(get_args(Implementation))
     buckets_mb: list[Megabytes]
-    """Sizes of the sweep over buckets; 25 is the default everywhere else."""
+    """Sizes of every bucket in the sweep; everywhere else buckets are as without a size."""
     bucket_workloads: list[WorkloadName]
     accumulation_workloads: list[WorkloadName]
     micro_batches: Annotated[int, Field(ge=2, le=1024)] = 4
@@ -89,7 +89,7 @@ class DataParallelStudy(Study):
             repeats=15,
         ),
         "paper": DataParallelConfig(
-            workloads=["resnet50", "xl"],
+            workloads=["resnet50", "medium"],
             buckets_mb=[4.0 * elements for elements in range(3, 28, 2)],
             bucket_workloads=["resnet50"],
             accumulation_workloads=["resnet50"],
@@ -113,14 +113,13 @@ class DataParallelStudy(Study):
     def skip_reason(self, point: DataParallelPoint, machine: Machine) -> str | None:
         if reason := machine.why_no_device(point.device):
             return reason
-        alone = point.sweep in ("memory", "timeline")
-        copies = COPIES * (1 if alone else len(point.alternatives) + 1)
+        copies = COPIES * _copies(point)
         needed = point.world_size * (RANK_BYTES + copies * 4 * workload_parameters(point.workload))
         available = available_memory_bytes()
         if point.device == "cuda":
             available = sum(gpu.memory_bytes for gpu in machine.gpus[: point.world_size])
         if needed > available:
-            return f"{len(point.alternatives)} copies need {format_bytes(needed)}, {format_bytes(available)} available"
+            return f"{_copies(point)} copies need {format_bytes(needed)}, {format_bytes(available)} available"
         return None
 
     def series(self, point: DataParallelPoint) -> tuple[Hashable, float]:
@@ -130,20 +129,26 @@ class DataParallelStudy(Study):
         return check_complete(self.questions, answering.answer_all(frame, coverage))
 
 
+def _copies(point: DataParallelPoint) -> int:
+    """Models there at once: one each, and in turns the one whose gradients are what is expected."""
+    if point.sweep in ("memory", "timeline"):
+        return 1
+    each = 2 if point.sweep == "accumulation" else 1  # with no_sync and without
+    return each * len(point.alternatives) + 1
+
+
 def _points_of_world(config: DataParallelConfig, world_size: int, machine: Machine) -> Iterator[DataParallelPoint]:
     all_of_them = tuple(name for name in IMPLEMENTATIONS if name in config.implementations)
-    bucketed = tuple(name for name in all_of_them if name in BUCKETED)
+    swept = tuple(name for name in (TORCH, "bucketed") if name in all_of_them)
     for workload in config.workloads:
         yield _point(config, machine, world_size, workload, "implementations", (LOCAL, *all_of_them))
-    for workload in config.bucket_workloads:
+    for workload in config.bucket_workloads if swept else []:
         for bucket_mb in sorted(set(config.buckets_mb)):
-            # torch's default is in every comparison, so that bucket sizes can be compared through it
-            names = (f"{TORCH}@{DEFAULT_MB:g}", *(f"{name}@{bucket_mb:g}" for name in bucketed))
-            names = tuple(dict.fromkeys(names))
+            # the default is in every comparison, so that bucket sizes can be compared through it
+            names = tuple(alternative for name in swept for alternative in (name, f"{name}@{bucket_mb!r}"))
             yield _point(config, machine, world_size, workload, "buckets", names, bucket_mb=bucket_mb)
-    for workload in config.accumulation_workloads:
-        some = tuple(name for name in (TORCH, "bucketed") if name in all_of_them)
-        yield _point(config, machine, world_size, workload, "accumulation", some, micro_batches=config.micro_batches)
+    for workload in config.accumulation_workloads if swept else []:
+        yield _point(config, machine, world_size, workload, "accumulation", swept, micro_batches=config.micro_batches)
     for workload in config.workloads[:1]:
         yield _point(config, machine, world_size, workload, "timeline", all_of_them)
         yield _point(config, machine, world_size, workload, "memory", all_of_them)

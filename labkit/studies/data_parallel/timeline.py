@@ -12,6 +12,8 @@ from labkit.bench.trace import Profile, TraceEvent, profile_call
 COLLECTIVES = ("gloo:all_reduce", "nccl:all_reduce", "ncclDevKernel_AllReduce", "ncclKernel_AllReduce")
 LAST_GRADIENT = "torch::autograd::AccumulateGrad"
 WARMUP_STEPS = 2
+FINISH = "finish"
+"""The range around what a wrapper does after its backward pass: waiting, and collectives that it begins there."""
 
 
 class Step(Protocol):
@@ -58,9 +60,13 @@ def _run(step: Step) -> None:
 
 
 def _boxes(profile: Profile) -> dict[str, list[tuple[float, float]]]:
-    """(start, end) in seconds, by lane. On a CPU the last gradient ends backward, on a GPU its last other kernel."""
+    """(start, end) in seconds, by lane. On a CPU the last gradient ends backward, on a GPU its last other kernel.
+
+    What the wrapper launches when it finishes is no part of backward.
+    """
     collectives = [event for event in profile.events if event.name.startswith(COLLECTIVES)]
     others = [event for event in profile.events if not event.name.startswith(COLLECTIVES)]
+    others = [event for event in others if FINISH not in event.ranges]
     boxes = {
         phase: [_around([event for event in others if phase in event.ranges])]
         for phase in ("forward", "backward", "optimizer")

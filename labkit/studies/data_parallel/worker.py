@@ -1,16 +1,20 @@
 """What a rank runs to measure one point of the data-parallel lab. Imports torch, the wrappers and the instruments.
 
-Alternatives are named "implementation@bucket size in MiB" and take turns, each with a copy of the model and an
-optimizer of its own. "local" is the bare model: the same step without communication.
+Alternatives are named "implementation@size of every bucket in MiB", or "implementation" with the default buckets,
+and take turns, each with a copy of the model and an optimizer of its own. "local" is the bare model: the same step
+without communication.
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.profiler import record_function
 
 from labkit.bench.allocator import record_allocations
 from labkit.bench.clock import Stopwatch, time_interleaved
@@ -18,11 +22,10 @@ from labkit.lab.point import Point
 from labkit.nn.workloads import Workload, workload_named
 from labkit.parallel.data_parallel import gate
 from labkit.parallel.data_parallel.implementations import wrap
-from labkit.studies.data_parallel.timeline import timeline_rows
+from labkit.studies.data_parallel.timeline import FINISH, timeline_rows
 
 LOCAL = "local"
 PHASES = ("forward", "backward", "optimizer")
-DEFAULT_MB = 25.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +35,8 @@ class DataParallelPoint(Point):
     sweep: str
     workload: str
     alternatives: tuple[str, ...]
-    bucket_mb: float = DEFAULT_MB
+    bucket_mb: float | None = None
+    """The size that a point of the bucket sweep compares with the default, in MiB."""
     device: str = "cpu"
     """ "cpu" or "cuda"; several ranks may share one CUDA device."""
     batch: int = 4
@@ -47,15 +51,17 @@ class DataParallelPoint(Point):
         return f"{super().title()}, {self.workload}, {self.sweep}"
 
 
-def split_name(alternative: str) -> tuple[str, float]:
-    """ "torch@25" -> ("torch", 25.0); without a size the default."""
+def split_name(alternative: str) -> tuple[str, float | None]:
+    """ "torch@25" -> ("torch", 25.0); None for the default buckets."""
     name, _, bucket_mb = alternative.partition("@")
-    return name, float(bucket_mb or DEFAULT_MB)
+    return name, float(bucket_mb) if bucket_mb else None
 
 
 def measure_point(point: DataParallelPoint) -> Iterator[dict[str, Any]]:
     """Rows of one point: seconds by alternative and phase, peak bytes, or boxes of a timeline."""
     device = _device(point)
+    if point.device == "cuda":
+        torch.cuda.set_device(device)  # clocks mark its stream, whichever ranks share it
     workload = workload_named(
         point.workload,
         batch=point.batch,
@@ -100,9 +106,10 @@ class Alternative:
         self._loss.backward()
         self._loss = None
         if self._finish is not None:  # torch's has finished already
-            self.waiting.start()
-            self._finish()
-            self.waiting.stop()
+            with record_function(FINISH):
+                self.waiting.start()
+                self._finish()
+                self.waiting.stop()
 
     def step(self) -> None:
         self.optimizer.step()
@@ -141,7 +148,7 @@ def _right_ones(
     for name in point.alternatives:
         alternative = Alternative(name, workload, device)
         if alternative.implementation != LOCAL:
-            verdict = _verdict(alternative, expected)
+            verdict = _verdict(alternative, expected, partial(_accumulate, alternative, 1, only_last=False))
             if verdict != "ok":
                 wrong.append({"implementation": alternative.implementation, "gate": verdict})
                 continue
@@ -149,48 +156,57 @@ def _right_ones(
     return right, wrong
 
 
-def _expected(workload: Workload, device: str) -> list[Tensor]:
+def _expected(workload: Workload, device: str, micro_batches: int = 1) -> list[Tensor]:
     local = Alternative(LOCAL, workload, device)
-    local.forward()
-    local.backward()
+    _accumulate(local, micro_batches, only_last=False)
     return gate.mean_over_ranks(local.gradients())
 
 
-def _verdict(alternative: Alternative, expected: list[Tensor]) -> str:
-    alternative.forward()
-    alternative.backward()
+def _verdict(alternative: Alternative, expected: list[Tensor], run: Callable[[], None]) -> str:
+    run()
     error = gate.largest_error(alternative.gradients(), expected)
     alternative.optimizer.zero_grad(set_to_none=True)
     return gate.verdict(error)
 
 
 def _accumulation(point: DataParallelPoint, workload: Workload, device: str) -> Iterator[dict[str, Any]]:
-    """A step over several micro-batches: gradients averaged after each, or (`no_sync`) after the last one only."""
-    actions, alternatives = {}, {}
+    """A step over several micro-batches: gradients averaged after each, or (`no_sync`) after the last one only.
+
+    The gate: either way they are the mean over ranks of what every rank accumulates by itself.
+    """
+    expected = _expected(workload, device, point.micro_batches)
+    actions: dict[str, Callable[[], None]] = {}
+    abouts = {}
     for name in point.alternatives:
         for kind in ("every", "last"):
             alternative = Alternative(name, workload, device)
-            alternatives[f"{name} {kind}"] = alternative
-            actions[f"{name} {kind}"] = _accumulating(alternative, point.micro_batches, only_last=kind == "last")
-    times = time_interleaved(actions, warmup=point.warmup, repeats=point.repeats, device=device, before=dist.barrier)
-    for key, seconds in times.items():
-        implementation = alternatives[key].implementation
-        yield {"implementation": implementation, "synchronized": key.split()[1], "seconds": seconds, "gate": "ok"}
-
-
-def _accumulating(alternative: Alternative, micro_batches: int, *, only_last: bool) -> Callable[[], None]:
-    def step() -> None:
-        for micro_batch in range(micro_batches):
-            if only_last and micro_batch < micro_batches - 1:
-                with alternative.model.no_sync():
-                    alternative.forward()
-                    alternative.backward()
+            about = {"implementation": alternative.implementation, "synchronized": kind}
+            accumulate = partial(_accumulate, alternative, point.micro_batches, only_last=kind == "last")
+            about["gate"] = _verdict(alternative, expected, accumulate)
+            if about["gate"] == "ok":
+                abouts[f"{name} {kind}"] = about
+                actions[f"{name} {kind}"] = partial(_accumulated_step, alternative, accumulate)
             else:
-                alternative.forward()
-                alternative.backward()
-        alternative.step()
+                yield about
+    if actions:
+        times = time_interleaved(
+            actions, warmup=point.warmup, repeats=point.repeats, device=device, before=dist.barrier
+        )
+        for key, seconds in times.items():
+            yield abouts[key] | {"seconds": seconds}
 
-    return step
+
+def _accumulate(alternative: Alternative, micro_batches: int, *, only_last: bool) -> None:
+    for micro_batch in range(micro_batches):
+        silent = only_last and micro_batch < micro_batches - 1
+        with alternative.model.no_sync() if silent else nullcontext():
+            alternative.forward()
+            alternative.backward()
+
+
+def _accumulated_step(alternative: Alternative, accumulate: Callable[[], None]) -> None:
+    accumulate()
+    alternative.step()
 
 
 def _memory(point: DataParallelPoint, workload: Workload, device: str) -> Iterator[dict[str, Any]]:

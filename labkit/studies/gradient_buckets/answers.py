@@ -10,7 +10,7 @@ from labkit.bench.statistics import beyond_chance, summarize
 from labkit.lab.answers import Answer, Question, Verdict, answer_each
 from labkit.lab.evidence import ratio_text, shown, span_text, verdict_of
 from labkit.lab.trends import trends_verdict
-from labkit.lab.units import format_bytes, format_rate, format_seconds, join_words
+from labkit.lab.units import format_bytes, format_seconds, join_words
 from labkit.studies.gradient_buckets import analysis, model
 from labkit.studies.gradient_buckets.analysis import MACHINE, MIB, SETTING
 from labkit.studies.gradient_buckets.trends import published_trends
@@ -141,9 +141,12 @@ def bucket_size(frame: pd.DataFrame) -> Answer | None:
 
 
 def _clear(ratios: pd.DataFrame) -> pd.DataFrame:
-    """Comparisons of two sizes that show a difference, in either direction, beyond chance."""
-    faster, slower = shown(ratios, SETTING)
-    return ratios.loc[[*faster.index, *slower.index]]
+    """Comparisons of two sizes that show a difference, if there are more of them than chance would give.
+
+    Each pair is a comparison of its own, and which size is over which means nothing: two directions, two tries.
+    """
+    clear = ratios[ratios["verdict"] != "no difference shown"]
+    return clear if beyond_chance(len(clear), len(ratios), tries=2) else clear.iloc[:0]
 
 
 def _never_slower(clear: pd.DataFrame, ratios: pd.DataFrame) -> list[float]:
@@ -270,8 +273,7 @@ def _model_verdict(held: bool | None, explains: bool, foretold: bool) -> Verdict
 
 
 def _constants_text(row: Mapping[str, Any]) -> str:
-    what = f"o = {format_seconds(row['call_s'])} and w = {format_rate(row['bandwidth_bytes_per_s'])}"
-    best = f"{row['best_buckets']:.1f} buckets of {format_bytes(row['best_bucket_bytes'])}"
+    what, best = model.costs_and_best(row)
     if row["model"] == model.PREDICTED:
         return f"{_where(row)}: from single all-reduces, timed first, {what}; the best would be {best}."
     return (

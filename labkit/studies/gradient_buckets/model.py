@@ -4,10 +4,15 @@ s bytes of gradients, w bytes/s, k buckets, o seconds a call. All but the last b
 backward pass, and all buckets to be of one size.
 """
 
+from collections.abc import Mapping
+from math import isfinite
+from typing import Any
+
 import pandas as pd
 
 from labkit.bench.statistics import slowest_rank, summarize_groups
 from labkit.costs.communication import AlphaBeta, MessageCost, best_buckets, bucket_overhead, fit_alpha_beta
+from labkit.lab.units import format_bytes, format_rate, format_seconds
 from labkit.studies.gradient_buckets import analysis
 from labkit.studies.gradient_buckets.analysis import MACHINE, SETTING
 from labkit.studies.gradient_buckets.worker import PROBE
@@ -65,6 +70,20 @@ def constants(frame: pd.DataFrame) -> pd.DataFrame:
             )
     columns = [*MACHINE, "model", "call_s", "bandwidth_bytes_per_s", "best_buckets", "best_bucket_bytes"]
     return pd.DataFrame(rows, columns=[*columns, "gradient_bytes", "median_error_percent", "largest_error_percent"])
+
+
+def costs_and_best(row: Mapping[str, Any]) -> tuple[str, str]:
+    """In words, from a row of `constants`: o and w, and the best buckets. Without one of the two there is none."""
+    bandwidth, call = format_rate(row["bandwidth_bytes_per_s"]), format_seconds(row["call_s"])
+    calls_cost, bytes_cost = row["call_s"] > 0, isfinite(row["bandwidth_bytes_per_s"])
+    if calls_cost and bytes_cost:
+        best = f"{row['best_buckets']:.1f} buckets of {format_bytes(row['best_bucket_bytes'])}"
+        return f"o = {call} and w = {bandwidth}", best
+    if bytes_cost:
+        return f"calls cost nothing and w = {bandwidth}", "as many buckets as there can be"
+    if calls_cost:
+        return f"o = {call} and bytes cost nothing", "a single bucket"
+    return "neither calls nor bytes cost anything", "any number of buckets"
 
 
 def _errors(model: AlphaBeta | None) -> dict[str, float]:

@@ -50,6 +50,8 @@ class BucketsPoint(Point):
 def measure_point(point: BucketsPoint) -> Iterator[dict[str, Any]]:
     """Rows of one point: seconds of single all-reduces by size, or of steps and waiting by bucket size."""
     device = "cpu" if point.device == "cpu" else f"cuda:{dist.get_rank() % torch.cuda.device_count()}"
+    if point.device == "cuda":
+        torch.cuda.set_device(device)  # clocks mark its stream, whichever ranks share it
     yield from (_probe if point.sweep == PROBE else _steps)(point, device)
 
 
