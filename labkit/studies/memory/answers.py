@@ -247,7 +247,7 @@ def largest_model(frame: pd.DataFrame) -> Answer | None:
         least = not_fit.iloc[0]
         sentences.append(f"{least['size']} would need {format_bytes(least['peak_bytes'])}.")
     sentences.append(f"Counted; {_percent(1 - analysis.FIT_SHARE)} of the memory is left for everything else.")
-    return Answer(LARGEST_MODEL, "no" if fit.empty else "measured", " ".join(sentences), "fits", advice)
+    return Answer(LARGEST_MODEL, "no" if fit.empty else "measured", " ".join(sentences), None, advice)
 
 
 def counted_against_measured(frame: pd.DataFrame) -> Answer | None:
@@ -264,7 +264,7 @@ def counted_against_measured(frame: pd.DataFrame) -> Answer | None:
         f"{worst['precision']}, {_phase(worst['phase'])}). The formulas alone, known before anything ran, "
         f"are off by at most {_percent(formula)}."
     )
-    return Answer(COUNTED, verdict, f"{text} {_cost_of_counting(frame)}".strip(), "counted_against_measured")
+    return Answer(COUNTED, verdict, f"{text} {_cost_of_counting(frame)}".strip())
 
 
 def _cost_of_counting(frame: pd.DataFrame) -> str:
