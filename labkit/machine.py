@@ -87,6 +87,10 @@ class Machine(BaseModel):
             return wanted
         return "cuda" if self.gpus else "cpu"
 
+    def backend(self, device: str, world_size: int) -> str:
+        """ "nccl" if every rank has a GPU to itself, else "gloo": ranks on a CPU, or that share a GPU."""
+        return "nccl" if device == "cuda" and len(self.gpus) >= world_size else "gloo"
+
     def why_no_device(self, device: str) -> str | None:
         """Why nothing can be measured on `device` here, or None."""
         return "needs a CUDA device, and there is none" if device == "cuda" and not self.gpus else None

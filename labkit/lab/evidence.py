@@ -1,6 +1,7 @@
 """From rows with intervals to claims: which differences are more than chance, and how a number is quoted."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import pandas as pd
 
@@ -47,3 +48,14 @@ def span_text(values: Iterable[float], form: Callable[[float], str] = "{:.2f}".f
     """From the smallest to the largest, "0.74 to 0.91"; one number where they read the same."""
     numbers = list(values)
     return " to ".join(dict.fromkeys(form(pick(numbers)) for pick in (min, max)))
+
+
+def ranks_text(row: Mapping[str, Any] | pd.Series) -> str:
+    """Where ranks measured, "mini, 2 ranks, gloo", from `workload`, `world_size`, `backend` and `device`."""
+    shared = ", ranks share a GPU: not a scaling result" if (row["device"], row["backend"]) == ("cuda", "gloo") else ""
+    return f"{row['workload']}, {row['world_size']:.0f} ranks, {row['backend']}{shared}"
+
+
+def wrong_rows(frame: pd.DataFrame) -> pd.DataFrame:
+    """Rows that did not pass their gate."""
+    return frame[frame["gate"].fillna("ok") != "ok"] if "gate" in frame else frame.iloc[:0]

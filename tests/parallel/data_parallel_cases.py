@@ -16,8 +16,6 @@ from labkit.nn.transformer import Transformer, language_model_loss
 from labkit.parallel.data_parallel import BucketedDDP, FlatDDP, NaiveDDP, OverlappedDDP
 
 STEPS, ROWS, WIDTH = 5, 3, 6
-SHARDS_OF_REFERENCE = [1]
-"""Over how many shards the one process of the reference averages a loss that a case differentiates by itself."""
 
 WRAPPERS: dict[str, Callable[..., nn.Module]] = {
     "naive": NaiveDDP,
@@ -147,11 +145,9 @@ def _one_head(model, x, shard, step):
     return model(x, (shard + step) % 2 if step else 0).square().mean()
 
 
-def _first_apart(model, x, shard, step):
-    """The first output has a backward pass of its own; the second one is the loss."""
-    first, second = model(x)
-    (first.square().mean() / (1 if hasattr(model, "module") else SHARDS_OF_REFERENCE[0])).backward()
-    return second.square().mean()
+def _each_output(model, x, shard, step):
+    """A loss an output, each with a backward pass of its own."""
+    return tuple(output.square().mean() for output in model(x))
 
 
 @dataclass(frozen=True)
@@ -159,7 +155,7 @@ class Case:
     """A model and how it is trained; the loss of one shard."""
 
     build: Callable[[], nn.Module]
-    loss: Callable[..., Tensor] = _square
+    loss: Callable[..., Tensor | tuple[Tensor, ...]] = _square
     dtype: torch.dtype = torch.float64
     losses: int = 1
     micro_batches: int = 1
@@ -195,7 +191,7 @@ CASES = {
     "accumulation, set_to_none=False": Case(plain, micro_batches=3, set_to_none=False),
     "exception inside no_sync": Case(plain, micro_batches=2, fails_in=2),
     "re-entrant checkpointing": Case(Reentrant, options={"find_unused": True}),
-    "a backward pass an output": Case(TwoOutputs, _first_apart, options={"find_unused": True}),
+    "a backward pass an output": Case(TwoOutputs, _each_output, options={"find_unused": True}),
     "channels last": Case(channels_last, _images),
     "transformer, checkpointed": Case(transformer, _tokens),
 }
@@ -218,9 +214,11 @@ def train(case: Case, model: nn.Module, shards: list[int], after_step: Callable[
                 if case.whole_batch:
                     batches = [(0, torch.cat([inputs for _, inputs in batches]))]
                 for shard, inputs in batches:
-                    total = case.loss(model, inputs, shard, step) / len(batches)
-                    for n in range(case.losses):
-                        (total * (n + 1)).backward(retain_graph=n < case.losses - 1)
+                    found = case.loss(model, inputs, shard, step)
+                    for loss in found if isinstance(found, tuple) else (found,):
+                        for n in range(case.losses):
+                            scaled = loss * (n + 1) / len(batches)
+                            scaled.backward(retain_graph=n < case.losses - 1)
             if case.fails_in == step and not is_last:
                 _fail_inside_no_sync(case, model)
         optimizer.step()
@@ -285,6 +283,5 @@ def reference(name: str, world_size: int) -> dict[str, list[float]]:
     """The same training by one process, on the shards of all ranks, from rank 0's seed."""
     case = CASES[name]
     model = built(case, seed=0)
-    SHARDS_OF_REFERENCE[0] = world_size
     train(case, model, list(range(world_size)), lambda: None)
     return state_of(model)

@@ -216,7 +216,7 @@ def test_evaluation_after_training_uses_the_buffers_that_torchs_would():
         assert told["labkit"] == pytest.approx(told["torch"], abs=1e-6)
 
 
-def _collectives(wrapper, overlap_of):
+def _collectives(wrapper):
     """Names of the all-reduces of one backward pass, and whether each began before the last gradient was there."""
     calls, heard = [], []
     all_reduce = dist.all_reduce
@@ -225,7 +225,7 @@ def _collectives(wrapper, overlap_of):
         calls.append((tensor.numel(), len(heard)))
         return all_reduce(tensor, *args, **kwargs)
 
-    model = WRAPPERS[wrapper](plain(), **overlap_of)
+    model = WRAPPERS[wrapper](plain())
     for p in model.parameters():
         p.register_post_accumulate_grad_hook(heard.append)
     dist.all_reduce = counting
@@ -241,7 +241,7 @@ def _collectives(wrapper, overlap_of):
     [("naive", 6), ("flat", 1), ("overlapped", 6), ("bucketed", 3), ("one bucket", 1), ("bucketed, no overlap", 3)],
 )
 def test_collectives_are_counted_and_begin_when_they_should(wrapper, collectives):
-    calls = run_ranks(_collectives, wrapper, {}, world_size=2, timeout_s=60)[0]
+    calls = run_ranks(_collectives, wrapper, world_size=2, timeout_s=60)[0]
     elements = sum(p.numel() for p in plain().parameters())
     assert len(calls) == collectives
     assert sum(n for n, _ in calls) == elements

@@ -205,11 +205,6 @@ def overlap(frame: pd.DataFrame) -> pd.DataFrame:
     return in_order(pd.DataFrame(found, columns=columns))
 
 
-def wrong(frame: pd.DataFrame) -> pd.DataFrame:
-    """Rows that did not pass their gate."""
-    return frame[frame["gate"].fillna("ok") != "ok"] if "gate" in frame else frame.iloc[:0]
-
-
 @cache
 def published() -> pd.DataFrame:
     """`ddp_compare_resnet50.csv`, buckets in bytes: torch's sizes were megabytes, the Python wrapper's Mi elements."""

@@ -1,13 +1,12 @@
 """What a data-parallel run says: one answer to each question, nothing the intervals do not show."""
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 import pandas as pd
 
 from labkit.bench.statistics import compare_groups
 from labkit.lab.answers import Answer, Question, Verdict, answer_each
-from labkit.lab.evidence import ratio_text, shown, span_text, verdict_of, with_interval
+from labkit.lab.evidence import ranks_text, ratio_text, shown, span_text, verdict_of, with_interval, wrong_rows
 from labkit.lab.trends import Trend, trends_verdict
 from labkit.lab.units import format_bytes, format_seconds, join_words
 from labkit.parallel.data_parallel.implementations import DEFAULT_LAYOUT, TORCH
@@ -40,17 +39,12 @@ def answer_all(frame: pd.DataFrame, coverage: pd.DataFrame) -> list[Answer]:
     return answer_each(finders, frame, coverage)
 
 
-def _where(row: Mapping[str, Any] | pd.Series) -> str:
-    shared = ", ranks share a GPU: not a scaling result" if (row["device"], row["backend"]) == ("cuda", "gloo") else ""
-    return f"{row['workload']}, {row['world_size']} ranks, {row['backend']}{shared}"
-
-
 def _name(implementation: str) -> str:
     return {"bucketed_sync": "bucketed after backward", TORCH: "torch's"}.get(implementation, implementation)
 
 
 def fastest(frame: pd.DataFrame) -> Answer | None:
-    ratios, times, bad = analysis.against_torch(frame), _backward_times(frame), analysis.wrong(frame)
+    ratios, times, bad = analysis.against_torch(frame), _backward_times(frame), wrong_rows(frame)
     if times.empty and bad.empty:
         return None
     sentences = []
@@ -76,7 +70,7 @@ def _against_torch(times: pd.DataFrame, ratios: pd.DataFrame) -> str:
     torch = times[times["implementation"] == TORCH].iloc[0]
     others = [f"{_name(row['implementation'])} {ratio_text(pd.Series(row))}" for row in ratios.to_dict("records")]
     return (
-        f"{_where(torch)}: a backward pass with torch's wrapper takes {with_interval(torch)}; over that, "
+        f"{ranks_text(torch)}: a backward pass with torch's wrapper takes {with_interval(torch)}; over that, "
         f"{join_words(others)}."
     )
 
@@ -84,7 +78,7 @@ def _against_torch(times: pd.DataFrame, ratios: pd.DataFrame) -> str:
 def _alone(times: pd.DataFrame) -> str:
     """Where there is nothing to compare with: medians."""
     parts = [f"{_name(row['implementation'])} {with_interval(pd.Series(row))}" for row in times.to_dict("records")]
-    return f"{_where(times.iloc[0])}: a backward pass takes with {join_words(parts)}."
+    return f"{ranks_text(times.iloc[0])}: a backward pass takes with {join_words(parts)}."
 
 
 def _advice(ratios: pd.DataFrame, faster: pd.DataFrame, slower: pd.DataFrame) -> str:
@@ -107,7 +101,7 @@ def bucket_size(frame: pd.DataFrame) -> Answer | None:
     for (name, *_), some in table.groupby(["implementation", *analysis.SETTING]):
         values = [f"{row['ratio']:.2f} at {format_bytes(row['bucket_bytes'])}" for row in some.to_dict("records")]
         sentences.append(
-            f"{_where(some.iloc[0])}, {_name(name)}: {join_words(values)} of its backward with the default buckets "
+            f"{ranks_text(some.iloc[0])}, {_name(name)}: {join_words(values)} of its backward with the default buckets "
             f"({DEFAULT_LAYOUT})."
         )
     if not own.empty:
@@ -155,7 +149,8 @@ def overlap(frame: pd.DataFrame) -> Answer | None:
     for _, of_setting in table.groupby(analysis.SETTING):
         parts = [_exposed(pd.Series(row)) for row in of_setting.to_dict("records")]
         sentences.append(
-            f"{_where(of_setting.iloc[0])}: a step takes longer than one without communication by {join_words(parts)}."
+            f"{ranks_text(of_setting.iloc[0])}: a step takes longer than one without communication by "
+            f"{join_words(parts)}."
         )
     if table["hidden_percent"].notna().any():
         sentences.append("Hidden is the share of the communication that backward does not wait for.")
@@ -200,7 +195,7 @@ def memory(frame: pd.DataFrame) -> Answer | None:
             + (f" ({row['over_torch']:.2f} times torch's)" if row["implementation"] != TORCH else "")
             for row in of_setting.to_dict("records")
         ]
-        sentences.append(f"{_where(of_setting.iloc[0])}: {join_words(parts)}.")
+        sentences.append(f"{ranks_text(of_setting.iloc[0])}: {join_words(parts)}.")
     return Answer(MEMORY, "measured", " ".join(sentences), "memory")
 
 
@@ -209,7 +204,7 @@ def accumulation(frame: pd.DataFrame) -> Answer | None:
     if table.empty:
         return None
     sentences = [
-        f"{_where(row)}, {_name(row['implementation'])}: a step of {row['micro_batches']} micro-batches takes "
+        f"{ranks_text(row)}, {_name(row['implementation'])}: a step of {row['micro_batches']} micro-batches takes "
         f"{ratio_text(pd.Series(row))} of the time when only the last one is synchronized."
         for row in table.to_dict("records")
     ]

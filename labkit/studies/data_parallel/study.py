@@ -164,10 +164,9 @@ def _point(
     **others: Any,
 ) -> DataParallelPoint:
     device = machine.device(config.device)
-    has_gpu_a_rank = device == "cuda" and len(machine.gpus) >= world_size
     return DataParallelPoint(
         world_size=world_size,
-        backend="nccl" if has_gpu_a_rank else "gloo",
+        backend=machine.backend(device, world_size),
         sweep=sweep,
         workload=workload,
         alternatives=alternatives,

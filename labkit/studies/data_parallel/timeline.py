@@ -29,7 +29,7 @@ class Step(Protocol):
     def step(self) -> Callable[[], None]: ...
 
 
-def timeline_rows(alternative: str, step: Step, device: str) -> Iterator[dict[str, Any]]:
+def timeline_rows(step: Step, device: str) -> Iterator[dict[str, Any]]:
     """One row a box: `lane` (forward, backward, all-reduce, optimizer), `start_s`, `duration_s` within the step.
 
     Backward ends where the last gradient is there; `during_s` of a collective is how much of it ran before that.

@@ -74,7 +74,7 @@ def measure_point(point: DataParallelPoint) -> Iterator[dict[str, Any]]:
         yield from _memory(point, workload, device)
     elif point.sweep == "timeline":
         for name in point.alternatives:
-            yield from timeline_rows(name, Alternative(name, workload, device), device)
+            yield from timeline_rows(Alternative(name, workload, device), device)
     elif point.sweep == "accumulation":
         yield from _accumulation(point, workload, device)
     else:

@@ -178,11 +178,6 @@ def compiled_against_eager(frame: pd.DataFrame) -> pd.DataFrame:
     return by_size(table.assign(worth_it_after=(table["compile_s"] / gain).where(table["verdict"] == "faster")))
 
 
-def wrong(frame: pd.DataFrame) -> pd.DataFrame:
-    """Rows that did not pass their gate."""
-    return frame[frame["gate"].fillna("ok") != "ok"] if "gate" in frame else frame.iloc[:0]
-
-
 @cache
 def published_steps() -> pd.DataFrame:
     """`end_to_end.csv` (H100, host timer): size, phase, seconds."""

@@ -6,7 +6,7 @@ from typing import Any
 import pandas as pd
 
 from labkit.lab.answers import Answer, Question, Verdict, answer_each
-from labkit.lab.evidence import ratio_text, shown, span_text, verdict_of, with_interval
+from labkit.lab.evidence import ratio_text, shown, span_text, verdict_of, with_interval, wrong_rows
 from labkit.lab.trends import Trend, trends_verdict
 from labkit.lab.units import format_seconds, join_words
 from labkit.studies.end_to_end import analysis
@@ -71,7 +71,7 @@ def _smallest_and_largest(table: pd.DataFrame) -> list[tuple[tuple[str, str, str
 
 def _wrong(frame: pd.DataFrame, sweep: str) -> str:
     """What did not pass its gate in a sweep, shouted; "" if all did."""
-    bad = analysis.wrong(frame)
+    bad = wrong_rows(frame)
     bad = bad[bad["sweep"] == sweep] if len(bad) else bad
     if bad.empty:
         return ""

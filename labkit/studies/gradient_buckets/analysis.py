@@ -128,11 +128,6 @@ def with_more_work(frame: pd.DataFrame, quantity: str = "waiting_percent") -> pd
     return pd.DataFrame(found, columns=columns)
 
 
-def wrong(frame: pd.DataFrame) -> pd.DataFrame:
-    """Rows that did not pass their gate."""
-    return frame[frame["gate"].fillna("ok") != "ok"] if "gate" in frame else frame.iloc[:0]
-
-
 @cache
 def published() -> pd.DataFrame:
     """`ddp_bucketed_xl_2gpu.csv` in the columns of `by_bucket`."""

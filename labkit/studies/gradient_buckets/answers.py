@@ -8,7 +8,7 @@ import pandas as pd
 
 from labkit.bench.statistics import beyond_chance, summarize
 from labkit.lab.answers import Answer, Question, Verdict, answer_each
-from labkit.lab.evidence import ratio_text, shown, span_text, verdict_of
+from labkit.lab.evidence import ranks_text, ratio_text, shown, span_text, verdict_of, wrong_rows
 from labkit.lab.trends import trends_verdict
 from labkit.lab.units import format_bytes, format_seconds, join_words
 from labkit.studies.gradient_buckets import analysis, model
@@ -48,11 +48,6 @@ def answer_all(frame: pd.DataFrame, coverage: pd.DataFrame) -> list[Answer]:
     return answer_each(finders, frame, coverage)
 
 
-def _where(row: Mapping[str, Any] | pd.Series) -> str:
-    shared = ", ranks share a GPU: not a scaling result" if (row["device"], row["backend"]) == ("cuda", "gloo") else ""
-    return f"{row['workload']}, {row['world_size']:.0f} ranks, {row['backend']}{shared}"
-
-
 def _setting(row: Mapping[str, Any] | pd.Series) -> str:
     return f"batch {row['batch']:.0f}, sequence {row['sequence']:.0f}"
 
@@ -62,7 +57,7 @@ def _size(bucket_mb: float) -> str:
 
 
 def waiting(frame: pd.DataFrame) -> Answer | None:
-    table, bad = analysis.overview(frame), analysis.wrong(frame)
+    table, bad = analysis.overview(frame), wrong_rows(frame)
     sentences = []
     if not bad.empty:
         names = join_words(sorted({str(name) for name in bad.get("alternative", pd.Series(["an all-reduce"]))}))
@@ -74,7 +69,7 @@ def waiting(frame: pd.DataFrame) -> Answer | None:
         first = of_machine.iloc[0]
         n_bytes = format_bytes(first["gradient_bytes"])
         parts = [_waits(some) for _, some in of_machine.groupby(SETTING)]
-        sentences.append(f"{_where(first)}, {n_bytes} of gradients, over all bucket sizes: {'; '.join(parts)}.")
+        sentences.append(f"{ranks_text(first)}, {n_bytes} of gradients, over all bucket sizes: {'; '.join(parts)}.")
     if remark := _beside(frame):
         sentences.append(remark)
     return Answer(WAITING, "measured", " ".join(sentences), "waiting")
@@ -121,7 +116,7 @@ def bucket_size(frame: pd.DataFrame) -> Answer | None:
         return None
     sentences = []
     for row in analysis.spread(frame).to_dict("records"):
-        where = f"{_where(row)}, {_setting(row)}"
+        where = f"{ranks_text(row)}, {_setting(row)}"
         sentences.append(f"{where}: the slowest size is {row['spread_percent']:.1f} % above the fastest.")
     if ratios["low"].isna().all():
         sentences.append("Too few repeats for an interval, so that no size is claimed to be better than another.")
@@ -228,7 +223,7 @@ def batch_and_length(frame: pd.DataFrame) -> Answer | None:
             f"{span_text(values, '{:.0f}'.format)} % with batch {batch}, sequence {sequence}"
             for (batch, sequence), values in medians
         ]
-        sentences.append(f"{_where(some.iloc[0])}: a step waits for {join_words(parts)}.")
+        sentences.append(f"{ranks_text(some.iloc[0])}: a step waits for {join_words(parts)}.")
     falls, rises = shown(table, [*MACHINE, "grows", "fixed", "before", "bucket_mb"])
     sentences.append(
         f"In {len(falls)} of {len(table)} comparisons the share is shown to fall with more tokens, in {len(rises)} to "
@@ -275,7 +270,7 @@ def _model_verdict(held: bool | None, explains: bool, foretold: bool) -> Verdict
 def _constants_text(row: Mapping[str, Any]) -> str:
     what, best = model.costs_and_best(row)
     if row["model"] == model.PREDICTED:
-        return f"{_where(row)}: from single all-reduces, timed first, {what}; the best would be {best}."
+        return f"{ranks_text(row)}: from single all-reduces, timed first, {what}; the best would be {best}."
     return (
         f"Fitted to the waiting itself, {what}, and {best}; half of the times are within "
         f"{row['median_error_percent']:.0f} % of the fit, the worst is off by {row['largest_error_percent']:.0f} %."

@@ -147,7 +147,6 @@ def _rank_bytes(point: BucketsPoint) -> int:
 
 def _point(config: BucketsConfig, machine: Machine, world_size: int, sweep: str, **others: Any) -> BucketsPoint:
     device = machine.device(config.device)
-    has_gpu_a_rank = device == "cuda" and len(machine.gpus) >= world_size
     fields: dict[str, Any] = {
         "workload": config.workload,
         "device": device,
@@ -156,7 +155,7 @@ def _point(config: BucketsConfig, machine: Machine, world_size: int, sweep: str,
         "seed": config.seed,
         "timeout_s": config.timeout_s,
     }
-    backend = "nccl" if has_gpu_a_rank else "gloo"
+    backend = machine.backend(device, world_size)
     return BucketsPoint(world_size=world_size, backend=backend, sweep=sweep, **(fields | others))
 
 

@@ -4,7 +4,7 @@ from functools import cache
 
 import pandas as pd
 
-from labkit.bench.statistics import compare_groups, summarize_groups
+from labkit.bench.statistics import compare_groups
 from labkit.costs.memory import best_segment
 from labkit.lab.project import reference_directory
 from labkit.nn.transformer import shape_named
@@ -161,14 +161,6 @@ def checkpoints(frame: pd.DataFrame) -> pd.DataFrame:
 
 def segment_name(segment: int) -> str:
     return "none" if segment == WITHOUT else str(segment)
-
-
-def checkpoint_times(frame: pd.DataFrame) -> pd.DataFrame:
-    """Median seconds of a full step by segment length, with interval."""
-    keys = ["size", "context_length", "segment"]
-    rows = rows_of(frame, "checkpoint", *keys, "seconds").dropna(subset=["seconds"])
-    table = summarize_groups(rows, "seconds", keys).rename(columns={"median": "seconds"})
-    return table.assign(segment_length=[segment_name(int(segment)) for segment in table["segment"]])
 
 
 def checkpoint_ratios(frame: pd.DataFrame) -> pd.DataFrame:
