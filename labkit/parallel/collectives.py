@@ -1,4 +1,4 @@
-"""All-reduce from point-to-point messages: four algorithms, and a chooser among them.
+"""All-reduce from messages between two ranks: four algorithms, and a chooser among them.
 
 Every rank of a group calls with a tensor of one shape; afterwards every rank's tensor holds the sum or the mean,
 bitwise the same everywhere, because each element is either computed once and copied, or computed everywhere from
@@ -25,8 +25,13 @@ additions in a row (p-1 for ring and butterfly, ceil(log2 p) for the two others)
 float16 alone divides before it adds, so that the mean cannot overflow on the way (as DistributedDataParallel does);
 what falls below its smallest normal number then costs up to p 2^-25 more. A float16 *sum* overflows above 65504.
 
-Memory. Scratch of at most two pieces a group (2 MiB on CPU) whatever n is, kept between calls, and never more than a
-chunk for the ring. A tensor that is not contiguous, or that gloo has to move for a GPU, is copied during the call.
+Transport. The messages travel point to point, by torch.distributed's send and recv, or through shared memory, which
+serves CPU tensors of ranks on one host. `transport="auto"` takes shared memory where there is some for all ranks of
+the group; "point_to_point" and "shared" are what they say. Algorithms are the same and so are results, to the bit.
+
+Memory. Scratch of at most two pieces a group and rank (2 MiB on CPU) whatever n is, kept between calls, and never more
+than a chunk for the ring; an outbox of 2 MiB a rank in shared memory. A tensor that is not contiguous, or that gloo
+has to move for a GPU, is copied during the call.
 
 Sources: Patarasuk & Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations" (ring);
 Thakur, Rabenseifner & Gropp 2005, "Optimization of collective communication operations in MPICH" (the two others).
@@ -34,20 +39,22 @@ Thakur, Rabenseifner & Gropp 2005, "Optimization of collective communication ope
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
 
-from labkit.parallel.transport import Step, Transport, find_transport, group_transports
+from labkit.parallel.reduction import Reduction, cut
+from labkit.parallel.transport.choice import AUTO, find_transport, group_transports
+from labkit.parallel.transport.contract import Step, Transport
 
 AllReduce = Callable[..., None]  # (tensor, group=None, op="mean")
 
-FLOAT_TYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
-
-def ring_all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup | None = None, op: str = "mean") -> None:
+def ring_all_reduce(
+    tensor: torch.Tensor, group: dist.ProcessGroup | None = None, op: str = "mean", *, transport: str = AUTO
+) -> None:
     """Ranks stand in a ring; each sends to its right neighbor only. Best for long tensors (Patarasuk & Yuan 2009).
 
     The vector is cut into p chunks.
@@ -62,24 +69,28 @@ def ring_all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup | None = None
 
     2 (p-1) messages in a row, 2 n (p-1)/p bytes sent a rank, time 2 (p-1) a + 2 n (p-1)/p b.
     """
-    with _Reduction(tensor, group, op) as (vector, transport, divisor):
-        p, r = transport.world_size, transport.rank
+    with Reduction(tensor, group, op, transport) as (vector, via, divisor):
+        p, r = via.world_size, via.rank
         right, left = (r + 1) % p, (r - 1) % p
         chunks = vector.tensor_split(p)
-        pieces = _cut(chunks, transport)
+        pieces = cut(chunks, via)
         number = len(pieces[0])
         rounds = [(s, i) for s in range(p - 1) for i in range(number)]
         depth = min(2, number)
         # Phase 1: reduce-scatter
-        steps = [Step(pieces[(r - s) % p][i], right, pieces[(r - s - 1) % p][i], left, True) for s, i in rounds]
-        transport.run(steps, depth)
-        _divide(chunks[right], divisor)
+        steps = [
+            Step(pieces[(r - s) % p][i], right, pieces[(r - s - 1) % p][i], left, True, divisor if s == p - 2 else 1)
+            for s, i in rounds
+        ]
+        via.run(steps, depth)
         # Phase 2: all-gather
         steps = [Step(pieces[(r + 1 - s) % p][i], right, pieces[(r - s) % p][i], left, False) for s, i in rounds]
-        transport.run(steps, depth)
+        via.run(steps, depth)
 
 
-def butterfly_all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup | None = None, op: str = "mean") -> None:
+def butterfly_all_reduce(
+    tensor: torch.Tensor, group: dist.ProcessGroup | None = None, op: str = "mean", *, transport: str = AUTO
+) -> None:
     """Direct exchange, published as "butterfly": rank i averages chunk i and sends it to all. Best in the middle.
 
     Not what textbooks call butterfly: that is `recursive_doubling_all_reduce`. The vector is cut into p chunks.
@@ -94,23 +105,26 @@ def butterfly_all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup | None =
 
     2 messages in a row (p-1 at a time), 2 n (p-1)/p bytes sent a rank, time 2 a' + 2 n (p-1)/p b.
     """
-    with _Reduction(tensor, group, op) as (vector, transport, divisor):
-        p, r = transport.world_size, transport.rank
+    with Reduction(tensor, group, op, transport) as (vector, via, divisor):
+        p, r = via.world_size, via.rank
         chunks = vector.tensor_split(p)
-        pieces = _cut(chunks, transport)
+        pieces = cut(chunks, via)
         number = len(pieces[0])
         turns = [((r + s) % p, (r - s) % p, i) for i in range(number) for s in range(1, p)]
         # Phase 1: reduce-scatter
-        steps = [Step(pieces[target][i], target, pieces[r][i], source, True) for target, source, i in turns]
-        transport.run(steps, depth=p)
-        _divide(chunks[r], divisor)
+        last = (r + 1) % p
+        steps = [
+            Step(pieces[target][i], target, pieces[r][i], source, True, divisor if source == last else 1)
+            for target, source, i in turns
+        ]
+        via.run(steps, depth=p)
         # Phase 2: all-gather
         steps = [Step(pieces[r][i], target, pieces[source][i], source, False) for target, source, i in turns]
-        transport.run(steps, depth=p)
+        via.run(steps, depth=p)
 
 
 def recursive_doubling_all_reduce(
-    tensor: torch.Tensor, group: dist.ProcessGroup | None = None, op: str = "mean"
+    tensor: torch.Tensor, group: dist.ProcessGroup | None = None, op: str = "mean", *, transport: str = AUTO
 ) -> None:
     """The textbook butterfly: whole vectors between partners 1, 2, 4, ... apart. Best for short tensors.
 
@@ -124,25 +138,27 @@ def recursive_doubling_all_reduce(
     log2 p messages in a row, n log2 p bytes sent a rank, time log2 p (a + n b) (Thakur et al. 2005, section 4.2);
     folding adds 2 messages of n bytes in a row.
     """
-    with _Reduction(tensor, group, op) as (vector, transport, divisor):
-        p, r = transport.world_size, transport.rank
+    with Reduction(tensor, group, op, transport) as (vector, via, divisor):
+        p, r = via.world_size, via.rank
         q = 1 << (p.bit_length() - 1)
         # Fold in
         if q < p:
-            _fold(vector, transport, q, inward=True)
+            _fold(vector, via, q, inward=True)
         # Exchange
         if r < q:
             distance = 1
             while distance < q:
-                _swap(transport, r ^ distance, vector, vector, add=True)
+                is_last = 2 * distance == q
+                _swap(via, r ^ distance, vector, vector, add=True, divisor=divisor if is_last else 1)
                 distance *= 2
-            _divide(vector, divisor)
         # Fold out
         if q < p:
-            _fold(vector, transport, q, inward=False)
+            _fold(vector, via, q, inward=False)
 
 
-def halving_doubling_all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup | None = None, op: str = "mean") -> None:
+def halving_doubling_all_reduce(
+    tensor: torch.Tensor, group: dist.ProcessGroup | None = None, op: str = "mean", *, transport: str = AUTO
+) -> None:
     """Rabenseifner's algorithm: the few messages of doubling and the few bytes of the ring.
 
     Fold in: ranks from q, the largest power of two, on hand their vector to rank r-q, which adds it.
@@ -159,12 +175,12 @@ def halving_doubling_all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup |
     2 log2 p messages in a row, 2 n (p-1)/p bytes sent a rank, time 2 log2 p a + 2 n (p-1)/p b (Thakur et al. 2005,
     section 4.2); folding adds 2 messages of n bytes in a row.
     """
-    with _Reduction(tensor, group, op) as (vector, transport, divisor):
-        p, r = transport.world_size, transport.rank
+    with Reduction(tensor, group, op, transport) as (vector, via, divisor):
+        p, r = via.world_size, via.rank
         q = 1 << (p.bit_length() - 1)
         # Fold in
         if q < p:
-            _fold(vector, transport, q, inward=True)
+            _fold(vector, via, q, inward=True)
         if r < q:
             # Phase 1: reduce-scatter by recursive halving
             mine, given = vector, []
@@ -172,16 +188,15 @@ def halving_doubling_all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup |
             while distance:
                 lower, upper = mine.tensor_split(2)
                 mine, other = (upper, lower) if r & distance else (lower, upper)
-                _swap(transport, r ^ distance, other, mine, add=True)
+                _swap(via, r ^ distance, other, mine, add=True, divisor=divisor if distance == 1 else 1)
                 given.append((distance, mine, other))
                 distance //= 2
-            _divide(mine, divisor)
             # Phase 2: all-gather by recursive doubling
             for distance, mine, other in reversed(given):
-                _swap(transport, r ^ distance, mine, other, add=False)
+                _swap(via, r ^ distance, mine, other, add=False)
         # Fold out
         if q < p:
-            _fold(vector, transport, q, inward=False)
+            _fold(vector, via, q, inward=False)
 
 
 ALGORITHMS: Mapping[str, AllReduce] = MappingProxyType(
@@ -194,15 +209,18 @@ ALGORITHMS: Mapping[str, AllReduce] = MappingProxyType(
 )
 
 
-def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup | None = None, op: str = "mean") -> None:
+def all_reduce(
+    tensor: torch.Tensor, group: dist.ProcessGroup | None = None, op: str = "mean", *, transport: str = AUTO
+) -> None:
     """Sum or mean over the ranks of `group`, in place, by the algorithm that suits size and ranks.
 
     Raises:
         ValueError: an `op` other than "mean" and "sum", a tensor that is not of a float type or whose elements
             share memory, or a group this rank is not in.
     """
-    world_size = find_transport(group, tensor.device).world_size
-    ALGORITHMS[choose_algorithm(tensor.numel() * tensor.itemsize, world_size)](tensor, group, op)
+    via = find_transport(group, tensor.device, transport)
+    algorithm = ALGORITHMS[choose_algorithm(tensor.numel() * tensor.itemsize, via.world_size)]
+    algorithm(tensor, group, op, transport=transport)
 
 
 # Where one algorithm overtakes another: time over gloo's `dist.all_reduce`, medians, 2 cores, SCHED_BATCH, from
@@ -242,79 +260,24 @@ def release_scratch(group: dist.ProcessGroup | None = None) -> None:
         transport.release_scratch()
 
 
-class _Reduction:
-    """The tensor as a vector the transport can move, the transport, and what to divide the sum by.
-
-    The vector is the tensor's own memory if that is contiguous and where the transport works; otherwise a copy, copied
-    back at the end. Autograd sees nothing of it.
-    """
-
-    # A class, not a generator: at 4 KB every 10 us of Python count, and code that runs once a call is never warm.
-    __slots__ = ("copy_to", "divisor", "transport", "vector")
-
-    def __init__(self, tensor: torch.Tensor, group: dist.ProcessGroup | None, op: str) -> None:
-        _check(tensor, op)
-        self.transport = find_transport(group, tensor.device)
-        if tensor.requires_grad:
-            tensor = tensor.detach()
-        self.copy_to: torch.Tensor | None = None
-        if tensor.is_contiguous() and tensor.device == self.transport.device:
-            self.vector = tensor if tensor.dim() == 1 else tensor.view(-1)
-        else:
-            self.copy_to = tensor
-            self.vector = tensor.to(self.transport.device).contiguous().view(-1)
-        self.divisor = self.transport.world_size if op == "mean" else 1
-        if self.divisor > 1 and tensor.dtype == torch.float16:
-            self.vector.div_(self.divisor)
-            self.divisor = 1
-
-    def __enter__(self) -> tuple[torch.Tensor, Transport, int]:
-        return self.vector, self.transport, self.divisor
-
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
-        if kind is None and self.copy_to is not None:
-            self.copy_to.copy_(self.vector.view(self.copy_to.shape))
-
-
-def _check(tensor: torch.Tensor, op: str) -> None:
-    if op not in ("mean", "sum"):
-        raise ValueError(f'op must be "mean" or "sum", got {op!r}')
-    if tensor.dtype not in FLOAT_TYPES or tensor.layout != torch.strided:
-        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOAT_TYPES)
-        raise ValueError(f"tensor must be dense, of one of the types {names}; got {tensor.dtype}, {tensor.layout}")
-    if not tensor.is_contiguous() and any(
-        stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
-    ):
-        raise ValueError("several elements of tensor share memory, as after expand(); clone() it first")
-
-
-def _divide(vector: torch.Tensor, divisor: int) -> None:
-    if divisor > 1:
-        vector.div_(divisor)
-
-
-def _cut(chunks: Sequence[torch.Tensor], transport: Transport) -> list[tuple[torch.Tensor, ...]]:
-    """Each chunk in as many pieces as the longest, the first, needs."""
-    number = -(-chunks[0].nbytes // transport.piece_bytes)
-    return [chunk.tensor_split(number) if number > 1 else (chunk,) for chunk in chunks]
-
-
-def _swap(transport: Transport, partner: int, outgoing: torch.Tensor, incoming: torch.Tensor, *, add: bool) -> None:
+def _swap(
+    via: Transport, partner: int, outgoing: torch.Tensor, incoming: torch.Tensor, *, add: bool, divisor: int = 1
+) -> None:
     """Send and receive one vector each, in pieces if they are long; two are in flight."""
-    number = -(-max(outgoing.nbytes, incoming.nbytes) // transport.piece_bytes)
+    number = -(-max(outgoing.nbytes, incoming.nbytes) // via.piece_bytes)
     if number <= 1:
-        transport.run([Step(outgoing, partner, incoming, partner, add)])
+        via.run([Step(outgoing, partner, incoming, partner, add, divisor)])
         return
     pairs = zip(outgoing.tensor_split(number), incoming.tensor_split(number), strict=True)
-    transport.run([Step(sent, partner, received, partner, add) for sent, received in pairs], depth=2)
+    via.run([Step(sent, partner, received, partner, add, divisor) for sent, received in pairs], depth=2)
 
 
-def _fold(vector: torch.Tensor, transport: Transport, q: int, *, inward: bool) -> None:
+def _fold(vector: torch.Tensor, via: Transport, q: int, *, inward: bool) -> None:
     """Inward, ranks from q on send their vector to rank r-q, which adds it; outward, they get the result from it."""
-    rank, nothing = transport.rank, vector[:0]
+    rank, nothing = via.rank, vector[:0]
     if rank >= q:
         sent, received = (vector, nothing) if inward else (nothing, vector)
-        _swap(transport, rank - q, sent, received, add=False)
-    elif rank + q < transport.world_size:
+        _swap(via, rank - q, sent, received, add=False)
+    elif rank + q < via.world_size:
         sent, received = (nothing, vector) if inward else (vector, nothing)
-        _swap(transport, rank + q, sent, received, add=inward)
+        _swap(via, rank + q, sent, received, add=inward)

@@ -10,6 +10,7 @@ import sys
 import time
 import zlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import cloudpickle
@@ -17,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from labkit.parallel import collectives, transport
+from labkit.parallel import reduction
 from labkit.parallel.collectives import (
     ALGORITHMS,
     all_reduce,
@@ -27,9 +28,16 @@ from labkit.parallel.collectives import (
     scratch_bytes,
 )
 from labkit.parallel.launch import run_ranks
+from labkit.parallel.transport import POINT_TO_POINT, TRANSPORTS, choice, find_transport
+from labkit.parallel.transport.process_group import BatchTransport, StreamTransport
 
 LENGTHS = (0, 1, 3, 1000, 2**20 + 1)
-FUNCTIONS = {**ALGORITHMS, "chooser": all_reduce}
+ALL = {**ALGORITHMS, "chooser": all_reduce}
+FUNCTIONS = {
+    f"{name} {transport}": partial(function, transport=transport)
+    for name, function in ALL.items()
+    for transport in TRANSPORTS
+}
 # Largest whole number that 8 ranks can add without rounding, over 8.
 EXACT_BELOW = {torch.float64: 2**49, torch.float32: 2**21, torch.float16: 2**8, torch.bfloat16: 2**5}
 TYPES = tuple(EXACT_BELOW)
@@ -124,7 +132,7 @@ def _check_bound() -> list[str]:
             for name, function in FUNCTIONS.items():
                 x = inputs[rank].clone()
                 function(x)
-                doubling = name in ("recursive_doubling", "halving_doubling")
+                doubling = "doubling" in name
                 additions = math.ceil(math.log2(p)) if doubling else p - 1
                 unit = torch.finfo(dtype).eps / 2
                 # The bound is of first order: 1 % for the rest; and the reference itself rounds in float64.
@@ -279,26 +287,27 @@ def test_scratch_memory_is_bounded_kept_and_given_back(world_size: int) -> None:
 
 def _check_scratch() -> list[str]:
     p = dist.get_world_size()
-    limit = transport.StreamTransport.scratch_limit_bytes
+    ring = partial(ring_all_reduce, transport=POINT_TO_POINT)
+    limit = StreamTransport.scratch_limit_bytes
     found = {"before": scratch_bytes() == 0}
     for length in (1000, 400_000, 4_000_000):
         release_scratch()
-        ring_all_reduce(torch.ones(length))
+        ring(torch.ones(length))
         chunk_bytes = -(-length // p) * 4
         # one chunk, and two pieces of it at the most, whatever its size; slots are rounded up to 64 bytes
         found[f"ring {length}"] = 0 < scratch_bytes() <= min(chunk_bytes + 2 * 64, limit)
-    for name, function in FUNCTIONS.items():
-        function(torch.ones(4_000_000))
+    for name, function in ALL.items():
+        function(torch.ones(4_000_000), transport=POINT_TO_POINT)
         found[f"{name} bounded"] = scratch_bytes() <= limit
-    memory = transport.find_transport(None, torch.device("cpu"))._scratch._memory.data_ptr()  # type: ignore[attr-defined]
-    ring_all_reduce(torch.ones(100))
-    ring_all_reduce(torch.ones(4_000_000))
-    kept = transport.find_transport(None, torch.device("cpu"))._scratch._memory.data_ptr()  # type: ignore[attr-defined]
+    memory = find_transport(None, torch.device("cpu"), POINT_TO_POINT)._scratch._memory.data_ptr()  # type: ignore[attr-defined]
+    ring(torch.ones(100))
+    ring(torch.ones(4_000_000))
+    kept = find_transport(None, torch.device("cpu"), POINT_TO_POINT)._scratch._memory.data_ptr()  # type: ignore[attr-defined]
     found["kept"] = memory == kept
     release_scratch()
     found["released"] = scratch_bytes() == 0
     x = torch.ones(1000)
-    ring_all_reduce(x, op="sum")
+    ring(x, op="sum")
     found["made again"] = scratch_bytes() > 0 and torch.equal(x, torch.full((1000,), float(p)))
     return [f"rank {dist.get_rank()}: {name}" for name, is_right in found.items() if not is_right]
 
@@ -310,10 +319,10 @@ def test_scratch_memory_goes_with_its_group() -> None:
 def _check_group_lifetime() -> list[str]:
     group = dist.new_group([0, 1])
     ring_all_reduce(torch.ones(1000), group)
-    before = len(transport._transports)
+    before = len(choice._found)
     dist.destroy_process_group(group)
     del group
-    return [] if (before, len(transport._transports)) == (1, 0) else ["the group's scratch memory is still kept"]
+    return [] if (before, len(choice._found)) == (1, 0) else ["the group's scratch memory is still kept"]
 
 
 # Batches, as NCCL needs them. gloo takes them too, and blocks where NCCL would: after each batch.
@@ -329,10 +338,10 @@ def _check_batches() -> list[str]:
     rank, p = dist.get_rank(), dist.get_world_size()
     group = dist.group.WORLD
     assert group is not None
-    transport.BatchTransport.piece_bytes = 4096
-    transport.BatchTransport.scratch_limit_bytes = 2 * 4096
-    batches = transport.BatchTransport(group, torch.device("cpu"))
-    collectives.find_transport = lambda group, device: batches
+    BatchTransport.piece_bytes = 4096
+    BatchTransport.scratch_limit_bytes = 2 * 4096
+    batches = BatchTransport(group, torch.device("cpu"))
+    reduction.find_transport = lambda group, device, wish: batches
     for name, function in ALGORITHMS.items():
         for length in (0, 1, 3, 1000, 30_001):
             x = torch.arange(float(length)) + rank

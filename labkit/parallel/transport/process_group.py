@@ -1,27 +1,7 @@
-"""How ranks exchange memory: the one operation under every all-reduce of `collectives.py`.
+"""Messages by torch.distributed's own send and recv, between ranks on any machines.
 
-An algorithm is a list of steps. A step sends a part of a vector to one rank and receives a part from another,
-which is stored or added to what is there. `run` carries the steps out, several at a time where the algorithm
-allows it, so that adding overlaps receiving. Everything else is the transport's: calls that cannot deadlock,
-scratch memory, what a message is. An algorithm is written once; a transport needs `run` and `piece_bytes` only.
-
-    StreamTransport   gloo, CPU memory: each message is a call of its own, moved in the background
-    BatchTransport    NCCL, CUDA memory: messages that wait for each other must be launched as one batch
-
-What an algorithm promises:
-
-* A message has the same step number on both sides. So among the oldest unfinished steps of all ranks there is always
-  one that both its sides have started, and nothing waits for ever.
-* Both sides know its length. An empty part is not sent at all.
-* With `depth` steps in flight, a step reads and writes nothing that the `depth - 1` steps before it write, and writes
-  nothing that they send. Within a step the same memory may be sent and added to (recursive doubling does so).
-
-What a transport promises:
-
-* Messages between two ranks arrive in the order sent, so ranks may run ahead of each other through any number of
-  calls. One call at a time on a group and a rank, however: two threads need two groups.
-* Scratch memory is made on first use and kept between calls, because touching fresh pages costs as much as copying the
-  data. It is bounded whatever the size of the tensors, and it goes when the group goes.
+StreamTransport   gloo, CPU memory: each message is a call of its own, moved in the background
+BatchTransport    NCCL, CUDA memory: messages that wait for each other must be launched as one batch
 """
 
 from __future__ import annotations
@@ -29,46 +9,17 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+
+from labkit.parallel.transport.contract import POINT_TO_POINT, Step
 
 # Keeps our messages apart from the caller's own send/recv on the same group, which count from tag 0.
 TAG = 0x6C6B
 
 ALIGNMENT_BYTES = 64
-
-
-class Step(NamedTuple):
-    """Send `outgoing` to group rank `target`; receive `incoming` from group rank `source`, and add it if `add`.
-
-    Parts are contiguous vectors; None is no message.
-    """
-
-    outgoing: torch.Tensor | None
-    target: int
-    incoming: torch.Tensor | None
-    source: int
-    add: bool
-
-
-class Transport(Protocol):
-    """What an all-reduce needs of the machinery below it."""
-
-    rank: int
-    world_size: int
-    device: torch.device  # of the memory it moves
-    piece_bytes: int  # parts up to this size move best
-
-    def run(self, steps: Sequence[Step], depth: int = 1) -> None:
-        """Carry out `steps`; one starts as soon as the one `depth` before it is complete, or later."""
-
-    def scratch_bytes(self) -> int:
-        """Bytes of scratch memory kept now."""
-
-    def release_scratch(self) -> None:
-        """Give the scratch memory back; the next call that needs some makes it again."""
 
 
 class Scratch:
@@ -111,6 +62,7 @@ class Scratch:
 class _GroupTransport:
     """What the two transports over torch.distributed have in common."""
 
+    name = POINT_TO_POINT
     piece_bytes: int
     scratch_limit_bytes: int
 
@@ -169,12 +121,12 @@ class StreamTransport(_GroupTransport):
             started.finish()
 
     def _start(self, step: Step, slot: torch.Tensor | None) -> _Started:
-        outgoing, target, incoming, source, add = step
+        outgoing, target, incoming, source, add, divisor = step
         landing = _landing(step, slot)
         arrival = None if landing is None else self._receive([landing], source, TAG)
         is_empty = outgoing is None or outgoing.numel() == 0
         departure = None if is_empty else self._send([outgoing], target, TAG)
-        return _Started(departure, arrival, landing, incoming if add else None)
+        return _Started(departure, arrival, incoming, landing if add else None, divisor)
 
 
 class BatchTransport(_GroupTransport):
@@ -205,19 +157,18 @@ class BatchTransport(_GroupTransport):
     def _run_batch(self, steps: Sequence[Step], slots: Sequence[torch.Tensor]) -> None:
         group = self._group()
         messages: list[dist.P2POp] = []
-        totals: list[tuple[torch.Tensor, torch.Tensor]] = []
+        received: list[tuple[Step, torch.Tensor]] = []
         for number, step in enumerate(steps):
             landing = _landing(step, slots[number] if slots else None)
             if landing is not None:
                 messages.append(dist.P2POp(dist.irecv, landing, group=group, tag=TAG, group_peer=step.source))
-                if step.add and step.incoming is not None:
-                    totals.append((step.incoming, landing))
+                received.append((step, landing))
             if step.outgoing is not None and step.outgoing.numel():
                 messages.append(dist.P2POp(dist.isend, step.outgoing, group=group, tag=TAG, group_peer=step.target))
         for work in dist.batch_isend_irecv(messages) if messages else []:
             work.wait()
-        for total, landing in totals:
-            total.add_(landing)
+        for step, landing in received:
+            _settle(step.incoming, landing if step.add else None, step.divisor)
 
 
 class _Started(NamedTuple):
@@ -225,8 +176,9 @@ class _Started(NamedTuple):
 
     departure: dist.Work | None
     arrival: dist.Work | None
-    landing: torch.Tensor | None
-    total: torch.Tensor | None
+    incoming: torch.Tensor | None
+    to_add: torch.Tensor | None
+    divisor: int
 
     def finish(self) -> None:
         # Each wait() once: a second one would not return before gloo's time-out.
@@ -234,8 +186,7 @@ class _Started(NamedTuple):
             self.departure.wait()
         if self.arrival is not None:
             self.arrival.wait()
-            if self.total is not None and self.landing is not None:
-                self.total.add_(self.landing)
+            _settle(self.incoming, self.to_add, self.divisor)
 
 
 def _landing(step: Step, slot: torch.Tensor | None) -> torch.Tensor | None:
@@ -249,48 +200,11 @@ def _landing(step: Step, slot: torch.Tensor | None) -> torch.Tensor | None:
     return slot if slot.numel() == incoming.numel() else slot[: incoming.numel()]
 
 
-# Per group, because scratch memory outlives a call; weak, because it may not outlive the group.
-_transports: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, Transport]] = weakref.WeakKeyDictionary()
-
-
-def find_transport(group: dist.ProcessGroup | None, device: torch.device) -> Transport:
-    """The transport that serves tensors on `device` in `group` (all ranks, if None).
-
-    NCCL serves CUDA tensors in place. Everything else goes through CPU memory: gloo's send and recv know no other.
-
-    Raises:
-        ValueError: no process group, this rank is not in it, or it has no backend for the device.
-    """
-    group = _member_group(group)
-    known = _transports.get(group)
-    if known is None:
-        known = _transports[group] = {}
-    return known.get(device) or known.setdefault(device, _make_transport(group, device, known))
-
-
-def group_transports(group: dist.ProcessGroup | None) -> set[Transport]:
-    """The transports made for `group` so far."""
-    return set(_transports.get(_member_group(group), {}).values())
-
-
-def _member_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    if group is None:
-        if not dist.is_initialized():
-            raise ValueError("there is no process group: call torch.distributed.init_process_group first")
-        group = dist.group.WORLD
-    if not isinstance(group, dist.ProcessGroup):
-        raise ValueError(
-            f"group must be a process group that this rank belongs to, or None for all ranks; got {group!r}"
-        )
-    return group
-
-
-def _make_transport(group: dist.ProcessGroup, device: torch.device, known: dict[torch.device, Transport]) -> Transport:
-    host = torch.device("cpu")
-    try:
-        backend = group._get_backend(device).name()
-    except RuntimeError as error:
-        raise ValueError(f"the process group has no backend for {device.type} tensors") from error
-    if backend == "nccl":
-        return BatchTransport(group, device)
-    return known.get(host) or StreamTransport(group)
+def _settle(incoming: torch.Tensor | None, to_add: torch.Tensor | None, divisor: int) -> None:
+    """What is left to do when a message has come."""
+    if incoming is None:
+        return
+    if to_add is not None:
+        incoming.add_(to_add)
+    if divisor > 1:
+        incoming.div_(divisor)

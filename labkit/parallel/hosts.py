@@ -1,0 +1,27 @@
+"""Which ranks share a host: found out, not assumed from their numbers.
+
+Two processes share a host here if they run under one boot of one kernel and see the same processes and the same
+network. So containers, and network namespaces with addresses of their own, are hosts of their own: what passes
+between them is meant to pass over their network.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import socket
+from functools import cache
+from pathlib import Path
+
+
+@cache
+def host_identity() -> str:
+    """The same 16 hex digits for all processes of a host, others elsewhere."""
+    parts = [socket.gethostname()]
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    if boot.exists():
+        parts.append(boot.read_text().strip())
+    for kind in ("pid", "net"):
+        namespace = Path("/proc/self/ns") / kind
+        if namespace.exists():
+            parts.append(str(namespace.stat().st_ino))
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]

@@ -1,0 +1,141 @@
+"""Which transport serves a tensor: found once for a group, a device and a wish, and kept as long as the group."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from labkit.parallel.transport.contract import POINT_TO_POINT, SHARED, TRANSPORTS, Transport
+from labkit.parallel.transport.mapping import SharedMemoryUnavailable
+from labkit.parallel.transport.process_group import BatchTransport, StreamTransport
+from labkit.parallel.transport.shared import SharedTransport
+
+AUTO = "auto"
+"""Shared memory where all ranks of the group can share it, else point to point."""
+CHOICES = (AUTO, *TRANSPORTS)
+
+_HOST = torch.device("cpu")
+_DEFAULT_TIMEOUT_S = 1800.0
+
+
+class _Found(NamedTuple):
+    transport: Transport
+    why: str
+
+
+# Per group, because scratch memory outlives a call; weak, because it may not outlive the group.
+_found: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[torch.device, str], _Found]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def find_transport(group: dist.ProcessGroup | None, device: torch.device, wish: str = AUTO) -> Transport:
+    """The transport that serves tensors on `device` in `group` (all ranks, if None). The first call is a collective.
+
+    NCCL serves CUDA tensors in place. Everything else goes through CPU memory: gloo's send and recv know no other.
+
+    Raises:
+        ValueError: no process group, this rank is not in it, it has no backend for the device, a `wish` that is none
+            of "auto", "point_to_point" and "shared", or "shared" where the ranks cannot share memory.
+    """
+    return _find(group, device, wish).transport
+
+
+def transport_in_use(
+    group: dist.ProcessGroup | None = None, device: torch.device = _HOST, wish: str = AUTO
+) -> tuple[str, str]:
+    """The name of the transport that `wish` means in `group`, and why it is this one, if it is not the fastest."""
+    found = _find(group, device, wish)
+    return found.transport.name, found.why
+
+
+def group_transports(group: dist.ProcessGroup | None) -> set[Transport]:
+    """The transports made for `group` so far."""
+    return {found.transport for found in _found.get(_member_group(group), {}).values()}
+
+
+def empty_for_all_reduce(
+    numel: int,
+    dtype: torch.dtype,
+    device: torch.device = _HOST,
+    group: dist.ProcessGroup | None = None,
+    wish: str = AUTO,
+) -> torch.Tensor:
+    """A vector, (numel,), that an all-reduce of `group` moves without copying it first. A collective, sizes alike.
+
+    For buffers that are reduced again and again. Shared memory where the transport is that and there is enough of it,
+    else a tensor like any other.
+    """
+    transport = find_transport(group, device, wish)
+    if isinstance(transport, SharedTransport) and device == _HOST and numel:
+        try:
+            return transport.allocate(numel * dtype.itemsize).view(dtype)
+        except SharedMemoryUnavailable:
+            pass  # a copy more for each call
+    return torch.empty(numel, dtype=dtype, device=device)
+
+
+def _find(group: dist.ProcessGroup | None, device: torch.device, wish: str) -> _Found:
+    group = _member_group(group)
+    known = _found.get(group)
+    if known is None:
+        known = _found[group] = {}
+    found = known.get((device, wish))
+    if found is None:
+        found = known[device, wish] = _make(group, device, wish, known)
+    return found
+
+
+def _make(
+    group: dist.ProcessGroup, device: torch.device, wish: str, known: dict[tuple[torch.device, str], _Found]
+) -> _Found:
+    if wish not in CHOICES:
+        raise ValueError(f"transport must be one of {', '.join(CHOICES)}; got {wish!r}")
+    try:
+        backend: Any = group._get_backend(device)
+    except RuntimeError as error:
+        raise ValueError(f"the process group has no backend for {device.type} tensors") from error
+    if backend.name() == "nccl":
+        if wish == SHARED:
+            raise ValueError("shared memory serves CPU tensors; these are moved by NCCL")
+        return _Found(BatchTransport(group, device), "NCCL moves CUDA tensors")
+    if wish == AUTO and group.size() == 1:
+        return _found_in(known, group, POINT_TO_POINT, "one rank alone sends nothing")
+    if wish == POINT_TO_POINT:
+        return _found_in(known, group, POINT_TO_POINT, "asked for")
+    try:
+        return _found_in(known, group, SHARED, "")
+    except SharedMemoryUnavailable as error:
+        if wish == SHARED:
+            raise ValueError(f"the ranks of this group cannot share memory: {error}") from error
+        return _found_in(known, group, POINT_TO_POINT, str(error))
+
+
+def _found_in(known: dict[tuple[torch.device, str], _Found], group: dist.ProcessGroup, name: str, why: str) -> _Found:
+    """One transport of a kind serves all who ask for it, by name or because it is the best."""
+    for found in known.values():
+        if found.transport.name == name and found.transport.device == _HOST:
+            return _Found(found.transport, why)
+    transport = StreamTransport(group) if name == POINT_TO_POINT else SharedTransport(group, _timeout_s(group))
+    return _Found(transport, why)
+
+
+def _timeout_s(group: dist.ProcessGroup) -> float:
+    options = getattr(group._get_backend(_HOST), "options", None)
+    timeout = getattr(options, "_timeout", None)
+    return timeout.total_seconds() if timeout is not None else _DEFAULT_TIMEOUT_S
+
+
+def _member_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    if group is None:
+        if not dist.is_initialized():
+            raise ValueError("there is no process group: call torch.distributed.init_process_group first")
+        group = dist.group.WORLD
+    if not isinstance(group, dist.ProcessGroup):
+        raise ValueError(
+            f"group must be a process group that this rank belongs to, or None for all ranks; got {group!r}"
+        )
+    return group

@@ -1,0 +1,62 @@
+"""What an algorithm and a transport promise each other.
+
+What an algorithm promises:
+
+* A message has the same step number on both sides. So among the oldest unfinished steps of all ranks there is always
+  one that both its sides have started, and nothing waits for ever.
+* Both sides know its length. An empty part is not sent at all.
+* With `depth` steps in flight, a step reads and writes nothing that the `depth - 1` steps before it write, and writes
+  nothing that they send. Within a step the same memory may be sent and added to (recursive doubling does so).
+
+What a transport promises:
+
+* Messages between two ranks arrive in the order sent, so ranks may run ahead of each other through any number of
+  calls. One call at a time on a group and a rank, however: two threads need two groups.
+* Scratch memory is made on first use and kept between calls, because touching fresh pages costs as much as copying the
+  data. It is bounded whatever the size of the tensors, and it goes when the group goes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+
+POINT_TO_POINT = "point_to_point"
+SHARED = "shared"
+TRANSPORTS = (POINT_TO_POINT, SHARED)
+
+
+class Step(NamedTuple):
+    """Send `outgoing` to group rank `target`; receive `incoming` from group rank `source`, and add it if `add`.
+
+    Parts are contiguous vectors; None is no message. Once it has been received, `incoming` is divided by `divisor`:
+    here, because now it is in the cache.
+    """
+
+    outgoing: torch.Tensor | None
+    target: int
+    incoming: torch.Tensor | None
+    source: int
+    add: bool
+    divisor: int = 1
+
+
+class Transport(Protocol):
+    """What an all-reduce needs of the machinery below it."""
+
+    name: str
+    rank: int
+    world_size: int
+    device: torch.device  # of the memory it moves
+    piece_bytes: int  # parts up to this size move best
+
+    def run(self, steps: Sequence[Step], depth: int = 1) -> None:
+        """Carry out `steps`; one starts as soon as the one `depth` before it is complete, or later."""
+
+    def scratch_bytes(self) -> int:
+        """Bytes of scratch memory kept now."""
+
+    def release_scratch(self) -> None:
+        """Give back what scratch memory can be made again by this rank alone."""

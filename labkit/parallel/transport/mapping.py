@@ -1,0 +1,141 @@
+"""Memory that all ranks of a group map, without a name anywhere.
+
+Each rank makes an anonymous file (`memfd_create`) and tells the others its process id and descriptor; they open it
+through /proc and map it. Once everybody has, all descriptors are closed. From then on the memory exists as long as
+one process maps it: when all have exited, in whatever way, the kernel has taken it back. Nothing is ever in
+/dev/shm, and a small or full /dev/shm does not matter.
+
+Pages are reserved before anybody touches them. A file that could not be backed by memory would otherwise end the
+process with SIGBUS in the middle of a copy.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import sys
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+import torch.distributed as dist
+
+from labkit.parallel.hosts import host_identity
+
+_NOTE_BYTES = 512
+
+
+class SharedMemoryUnavailable(RuntimeError):
+    """The ranks of a group cannot share memory; the message says why, the same on every rank."""
+
+
+def map_together(group: dist.ProcessGroup, n_bytes: int, unfit: str = "") -> tuple[list[mmap.mmap], list[int]]:
+    """Each rank of `group` gives `n_bytes` of zeroed memory; everybody's, and process ids, by rank. A collective.
+
+    `unfit`: why this rank cannot take part, if so. Raises SharedMemoryUnavailable on all ranks or on none.
+    """
+    own, memory = -1, None
+    if not unfit:
+        try:
+            own, memory = _make(n_bytes)
+        except OSError as error:
+            unfit = f"{n_bytes / 2**20:.0f} MiB of shared memory could not be had: {error.strerror or error}"
+    try:
+        inode = os.fstat(own).st_ino if own >= 0 else 0
+        notes = _exchange(
+            group, {"host": host_identity(), "pid": os.getpid(), "fd": own, "inode": inode, "unfit": unfit}
+        )
+        _agree([note["unfit"] for note in notes])
+        if len({note["host"] for note in notes}) > 1:
+            raise SharedMemoryUnavailable("the ranks are on several hosts")
+        mapped: list[mmap.mmap] = []
+        failure = ""
+        try:
+            for rank, note in enumerate(notes):
+                assert memory is not None
+                mapped.append(memory if rank == group.rank() else _open(note, n_bytes))
+        except (OSError, ValueError) as error:
+            failure = f"rank {group.rank()} cannot map the memory of rank {len(mapped)}: {error}"
+        _agree([note["unfit"] for note in _exchange(group, {"unfit": failure})])
+        return mapped, [note["pid"] for note in notes]
+    finally:
+        if own >= 0:
+            os.close(own)
+
+
+def _make(n_bytes: int) -> tuple[int, mmap.mmap]:
+    """An anonymous file of `n_bytes`, its pages in memory, and a mapping of it. Raises OSError."""
+    if not sys.platform.startswith("linux"):
+        raise OSError(f"{sys.platform} has no anonymous files")
+    available = psutil.virtual_memory().available
+    if n_bytes > available:
+        raise OSError(f"{available / 2**20:.0f} MiB are available")
+    descriptor = os.memfd_create("labkit", os.MFD_CLOEXEC)
+    try:
+        os.posix_fallocate(descriptor, 0, n_bytes)
+        return descriptor, _map(descriptor, n_bytes)
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def _open(note: dict[str, Any], n_bytes: int) -> mmap.mmap:
+    """Map the file that another rank has announced."""
+    descriptor = os.open(f"/proc/{note['pid']}/fd/{note['fd']}", os.O_RDWR | os.O_CLOEXEC)
+    try:
+        if os.fstat(descriptor).st_ino != note["inode"]:
+            raise OSError("another file than was announced")
+        return _map(descriptor, n_bytes)
+    finally:
+        os.close(descriptor)
+
+
+def _map(descriptor: int, n_bytes: int) -> mmap.mmap:
+    # Populated: all page faults now, none in the first collective.
+    return mmap.mmap(descriptor, n_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+
+
+def _exchange(group: dist.ProcessGroup, note: dict[str, Any]) -> list[dict[str, Any]]:
+    """Every rank's note, by group rank: JSON in tensors of one length, since a pickle runs code."""
+    note = {**note, "unfit": note["unfit"][: _NOTE_BYTES // 2]}
+    text = json.dumps(note).encode("ascii", "replace").ljust(_NOTE_BYTES)
+    mine = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    everybody = [torch.empty_like(mine) for _ in range(group.size())]
+    dist.all_gather(everybody, mine, group=group)
+    return [json.loads(bytes(of_rank.tolist())) for of_rank in everybody]
+
+
+def _agree(reasons: list[str]) -> None:
+    for rank, reason in enumerate(reasons):
+        if reason:
+            raise SharedMemoryUnavailable(reason if "rank" in reason else f"rank {rank}: {reason}")
+
+
+class Allocation:
+    """Memory of equal size on every rank, as vectors of bytes; this rank's part can be lent."""
+
+    def __init__(self, memories: Sequence[mmap.mmap], own_rank: int, offset: int) -> None:
+        """`offset`: where in each mapping it begins."""
+        self._arrays = [np.frombuffer(memory, dtype=np.uint8)[offset:] for memory in memories]
+        self._own = self._arrays[own_rank]
+        self._lent: weakref.ref[Any] | None = None
+        with torch.inference_mode(False):
+            self.of_rank = [torch.from_numpy(array) for array in self._arrays]
+        self.n_bytes = self._own.nbytes
+        self.pointer = self.of_rank[own_rank].data_ptr()
+
+    def lend(self) -> torch.Tensor:
+        """This rank's memory, (n_bytes,) uint8."""
+        # A tensor made from an array holds it as long as any tensor of that storage lives.
+        array = self._own[:]
+        self._lent = weakref.ref(array)
+        with torch.inference_mode(False):
+            return torch.from_numpy(array)
+
+    def is_used(self) -> bool:
+        """Whether a tensor of what was lent last still lives on this rank."""
+        return self._lent is not None and self._lent() is not None

@@ -1,0 +1,292 @@
+"""Messages between ranks of one host, through memory that all of them map.
+
+Each rank has a mailbox: one file, mapped by all (`mapping.py`). In it, for each other rank, two semaphores and a
+ring of notes; and an outbox, which is memory for messages.
+
+    send      copy the part into a free slot of the own outbox, write a note (where, how many bytes) for the target,
+              post its semaphore `filled`
+    receive   wait for `filled`, read the note, copy or add from the sender's memory straight into place,
+              post `taken`
+
+A slot is free again when every rank it was sent to has posted `taken`. A part that lies in shared memory already
+(`allocate`: the buckets of a data-parallel wrapper) is not copied: the note points to it, and the step is complete
+when it has been taken. Either way an addition reads the other rank's memory directly.
+
+Why no rank reads what is half written. All that passes between two ranks is ordered by two semaphores, of which
+POSIX and the C library promise that what happened before a post is seen after the wait that took it
+(`semaphores.py`):
+
+* Note and message are written before `filled` is posted, and read after it has been taken.
+* They are written again only after `taken` has been taken, which the reader posts when it has read them.
+
+The counters of either side are its own and never shared. Nothing depends on the order in which a processor makes
+stores visible, nor on how many bytes it stores at once.
+
+Why nothing waits for ever. A rank blocks only for the step that is its oldest unfinished one: for that step's
+message, or for the slot or note its own message needs, which older messages hold until their readers, at older steps
+still, have taken them. So of all ranks the one whose oldest unfinished step is the oldest can always go on. Sends of
+later steps, up to `depth`, are tried, never waited for.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import time
+import weakref
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from labkit.parallel.transport.contract import SHARED, Step
+from labkit.parallel.transport.mapping import Allocation, map_together
+from labkit.parallel.transport.semaphores import SEMAPHORE_BYTES, Semaphores
+
+NOTES = 16  # from one rank to another, not yet taken
+NOTE_WORDS = 8  # of 8 bytes, so that no two notes share a cache line: allocation, offset, bytes
+SLOTS = 4
+# Sent by reference from this size on: below, a copy costs less than waiting until the message has been taken.
+REFERENCE_BYTES = 32 << 10
+KEPT_VIEWS = 4096
+OUTBOXES = 0  # the allocation that comes with the mailboxes
+
+
+class Sent(NamedTuple):
+    """A message that may not have been taken yet: to which rank, and the how-manieth to it."""
+
+    target: int
+    number: int
+
+
+class Staged(NamedTuple):
+    """A part copied into a slot of the outbox at a step, and the messages that point there."""
+
+    part: torch.Tensor | None
+    at_step: int
+    slot: int
+    messages: list[Sent]
+
+
+NOTHING_STAGED = Staged(None, 0, 0, [])
+
+
+class SharedTransport:
+    """Ranks of one host, CPU memory: see the module."""
+
+    name = SHARED
+    piece_bytes = 512 << 10
+
+    def __init__(self, group: dist.ProcessGroup, timeout_s: float) -> None:
+        """A collective. SharedMemoryUnavailable, on all ranks alike, where they cannot share memory."""
+        self.rank, self.world_size = group.rank(), group.size()
+        self.device = torch.device("cpu")
+        self._group = weakref.ref(group)
+        self._timeout_s = timeout_s
+        p = self.world_size
+        notes_at = 2 * p * SEMAPHORE_BYTES
+        notes_bytes = p * NOTES * NOTE_WORDS * 8
+        outbox_at = -(-(notes_at + notes_bytes) // 4096) * 4096
+        unfit = Semaphores.unavailable()
+        mailboxes, pids = map_together(group, outbox_at + SLOTS * self.piece_bytes, unfit)
+        # In the mailbox of r: `filled` for each target, then `taken` by each target.
+        spin = p <= len(os.sched_getaffinity(0))
+        self._semaphores = [Semaphores(mailbox, 2 * p, spin=spin) for mailbox in mailboxes]
+        self._semaphores[self.rank].make()
+        self._notes = [memoryview(mailbox)[notes_at : notes_at + notes_bytes].cast("q") for mailbox in mailboxes]
+        dist.barrier(group=group)  # nobody posts what is not made yet
+        self._peers = _Peers(pids, self.rank)
+        self._allocations = {OUTBOXES: Allocation(mailboxes, self.rank, outbox_at)}
+        self._sent, self._taken, self._received = [0] * p, [0] * p, [0] * p
+        self._free_slots = deque(range(SLOTS))
+        self._used_slots: deque[tuple[int, list[Sent]]] = deque()
+        self._staged = NOTHING_STAGED
+        self._referenced: deque[tuple[int, Sent]] = deque()
+        self._views: dict[tuple[int, int, int, int, torch.dtype], torch.Tensor] = {}
+        self._is_between_calls = True
+
+    def scratch_bytes(self) -> int:
+        return SLOTS * self.piece_bytes
+
+    def release_scratch(self) -> None:
+        """Nothing: the outbox is part of the mailbox, which other ranks map."""
+
+    def allocate(self, n_bytes: int) -> torch.Tensor:
+        """Memory of this rank, (n_bytes,) uint8, that is sent without being copied. A collective, sizes alike.
+
+        It is given back, or used again, at a later call once no rank has a tensor in it any more. Raises
+        SharedMemoryUnavailable, on all ranks alike.
+        """
+        group = self._group()
+        assert group is not None, "a transport is found by its group"
+        kept = [number for number in self._allocations if number != OUTBOXES]
+        is_free = torch.tensor([not self._allocations[number].is_used() for number in kept], dtype=torch.int32)
+        dist.all_reduce(is_free, op=dist.ReduceOp.MIN, group=group)
+        for number, free_everywhere in zip(kept, is_free.tolist(), strict=True):
+            if free_everywhere and self._allocations[number].n_bytes == n_bytes:
+                return self._allocations[number].lend()
+            if free_everywhere:
+                del self._allocations[number]
+        self._views.clear()
+        memories, _ = map_together(group, n_bytes)
+        number = max(self._allocations) + 1
+        self._allocations[number] = Allocation(memories, self.rank, 0)
+        return self._allocations[number].lend()
+
+    def run(self, steps: Sequence[Step], depth: int = 1) -> None:
+        if not self._is_between_calls:
+            raise RuntimeError("an earlier call on this group was left before its end; its messages are still there")
+        self._is_between_calls = False
+        self._staged = NOTHING_STAGED
+        sent = 0
+        for number, step in enumerate(steps):
+            while sent <= number:
+                self._send(steps[sent], sent, depth, wait=True)
+                sent += 1
+            while sent < min(len(steps), number + depth) and self._send(steps[sent], sent, depth, wait=False):
+                sent += 1
+            # What this step writes may have been sent by one that should be complete by now.
+            while self._referenced and self._referenced[0][0] <= number - depth:
+                self._is_taken(self._referenced.popleft()[1], wait=True)
+            self._receive(step)
+        while self._referenced:
+            self._is_taken(self._referenced.popleft()[1], wait=True)
+        self._is_between_calls = True
+
+    # Sending
+
+    def _send(self, step: Step, number: int, depth: int, *, wait: bool) -> bool:
+        """Send the part of a step, if there is one; False if that would mean to wait, and `wait` is False."""
+        part = step.outgoing
+        if part is None or not (n_bytes := part.nbytes):
+            return True
+        target = step.target
+        if not self._is_taken(Sent(target, self._sent[target] - NOTES), wait=wait):
+            return False
+        place = self._place(step) if n_bytes >= REFERENCE_BYTES and len(self._allocations) > 1 else None
+        if place is not None:
+            self._referenced.append((number, self._post(target, *place, n_bytes)))
+            return True
+        if part is not self._staged.part or number - self._staged.at_step >= depth:
+            if n_bytes > self.piece_bytes:
+                raise ValueError(f"expected a part of at most {self.piece_bytes} bytes, got {n_bytes}")
+            slot = self._free_slot(wait=wait)
+            if slot is None:
+                return False
+            self._view(self.rank, OUTBOXES, slot * self.piece_bytes, n_bytes, part.dtype).copy_(part)
+            self._staged = Staged(part, number, slot, [])
+            self._used_slots.append((slot, self._staged.messages))
+        # One copy serves all targets; the steps between cannot have changed the part.
+        self._staged.messages.append(self._post(target, OUTBOXES, self._staged.slot * self.piece_bytes, n_bytes))
+        return True
+
+    def _post(self, target: int, allocation: int, offset: int, n_bytes: int) -> Sent:
+        """Tell a rank of a message, which is where it says."""
+        notes, count = self._notes[self.rank], self._sent[target]
+        at = (target * NOTES + count % NOTES) * NOTE_WORDS
+        notes[at], notes[at + 1], notes[at + 2] = allocation, offset, n_bytes
+        self._semaphores[self.rank].post(target)
+        self._sent[target] = count + 1
+        return Sent(target, count)
+
+    def _place(self, step: Step) -> tuple[int, int] | None:
+        """Allocation and offset of the outgoing part, if it lies in shared memory and this step does not change it."""
+        assert step.outgoing is not None
+        pointer = step.outgoing.data_ptr()
+        if step.incoming is not None and step.incoming.data_ptr() == pointer:
+            return None
+        for number, allocation in self._allocations.items():
+            if 0 <= (offset := pointer - allocation.pointer) < allocation.n_bytes:
+                return number, offset
+        return None
+
+    def _free_slot(self, *, wait: bool) -> int | None:
+        """A slot of the outbox that nobody reads any more."""
+        if not self._free_slots:
+            slot, messages = self._used_slots[0]
+            if not all(self._is_taken(sent, wait=wait) for sent in messages):
+                return None
+            self._used_slots.popleft()
+            return slot
+        return self._free_slots.popleft()
+
+    def _is_taken(self, sent: Sent, *, wait: bool) -> bool:
+        """Whether a message has been taken; if `wait`, once it has."""
+        target, number = sent
+        while self._taken[target] <= number:
+            if wait:
+                self._wait(self.rank, self.world_size + target, target)
+            elif not self._semaphores[self.rank].take(self.world_size + target):
+                return False
+            self._taken[target] += 1
+        return True
+
+    # Receiving
+
+    def _receive(self, step: Step) -> None:
+        incoming, source = step.incoming, step.source
+        if incoming is None or not (n_bytes := incoming.nbytes):
+            return
+        self._wait(source, self.rank, source)
+        notes = self._notes[source]
+        at = (self.rank * NOTES + self._received[source] % NOTES) * NOTE_WORDS
+        if notes[at + 2] != n_bytes:
+            raise RuntimeError(
+                f"rank {source} sent {notes[at + 2]} bytes to rank {self.rank}, which expected {n_bytes}: "
+                "every rank must call with a tensor of one shape and type"
+            )
+        message = self._view(source, notes[at], notes[at + 1], n_bytes, incoming.dtype)
+        if step.add:
+            incoming.add_(message)
+        else:
+            incoming.copy_(message)
+        self._semaphores[source].post(self.world_size + self.rank)
+        self._received[source] += 1
+        if step.divisor > 1:
+            incoming.div_(step.divisor)
+
+    def _view(self, rank: int, allocation: int, offset: int, n_bytes: int, dtype: torch.dtype) -> torch.Tensor:
+        """A rank's memory as a vector; kept, since making it takes as long as a short message."""
+        key = (rank, allocation, offset, n_bytes, dtype)
+        view = self._views.get(key)
+        if view is None:
+            if len(self._views) >= KEPT_VIEWS:
+                self._views.clear()
+            # Made in inference mode, it could not be written to outside it.
+            with torch.inference_mode(False):
+                view = self._allocations[allocation].of_rank[rank][offset : offset + n_bytes].view(dtype)
+            self._views[key] = view
+        return view
+
+    def _wait(self, owner: int, number: int, peer: int) -> None:
+        semaphores = self._semaphores[owner]
+        if not semaphores.take(number):
+            end = time.monotonic() + self._timeout_s
+            semaphores.wait(number, lambda: self._peers.check(peer, end))
+
+
+class _Peers:
+    """The processes of the other ranks: whether they live."""
+
+    def __init__(self, pids: Sequence[int], own_rank: int) -> None:
+        self._descriptors = {rank: os.pidfd_open(pid) for rank, pid in enumerate(pids) if rank != own_rank}
+        weakref.finalize(self, _close, tuple(self._descriptors.values()))
+
+    def check(self, waited_for: int, end: float) -> None:
+        """Raises RuntimeError if a peer has died, TimeoutError after `end` of the monotonic clock."""
+        poll = select.poll()
+        for descriptor in self._descriptors.values():
+            poll.register(descriptor, select.POLLIN)
+        ended = {descriptor for descriptor, _ in poll.poll(0)}
+        for rank, descriptor in self._descriptors.items():
+            if descriptor in ended:
+                raise RuntimeError(f"rank {rank} ended while others waited for it")
+        if time.monotonic() > end:
+            raise TimeoutError(f"waited too long for rank {waited_for}")
+
+
+def _close(descriptors: Iterable[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
