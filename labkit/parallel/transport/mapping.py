@@ -1,9 +1,8 @@
 """Memory that all ranks of a group map, without a name anywhere.
 
 Each rank makes an anonymous file (`memfd_create`) and tells the others its process id and descriptor; they open it
-through /proc and map it. Once everybody has, all descriptors are closed. From then on the memory exists as long as
-one process maps it: when all have exited, in whatever way, the kernel has taken it back. Nothing is ever in
-/dev/shm, and a small or full /dev/shm does not matter.
+through /proc and map it. The memory exists as long as one process has it open or mapped: when all have exited, in
+whatever way, the kernel has taken it back. Nothing is ever in /dev/shm, and a small or full /dev/shm does not matter.
 
 Pages are reserved before anybody touches them. A file that could not be backed by memory would otherwise end the
 process with SIGBUS in the middle of a copy.
