@@ -53,7 +53,7 @@ AllReduce = Callable[..., None]  # (tensor, group=None, op="mean")
 
 
 def ring_all_reduce(
-    tensor: torch.Tensor, group: dist.ProcessGroup | None = None, op: str = "mean", *, transport: str = AUTO
+    tensor: torch.Tensor, group: dist.ProcessGroup | None = None, op: str = "mean", *, transport: str | Transport = AUTO
 ) -> None:
     """Ranks stand in a ring; each sends to its right neighbor only. Best for long tensors (Patarasuk & Yuan 2009).
 
@@ -89,7 +89,7 @@ def ring_all_reduce(
 
 
 def butterfly_all_reduce(
-    tensor: torch.Tensor, group: dist.ProcessGroup | None = None, op: str = "mean", *, transport: str = AUTO
+    tensor: torch.Tensor, group: dist.ProcessGroup | None = None, op: str = "mean", *, transport: str | Transport = AUTO
 ) -> None:
     """Direct exchange, published as "butterfly": rank i averages chunk i and sends it to all. Best in the middle.
 
@@ -124,7 +124,7 @@ def butterfly_all_reduce(
 
 
 def recursive_doubling_all_reduce(
-    tensor: torch.Tensor, group: dist.ProcessGroup | None = None, op: str = "mean", *, transport: str = AUTO
+    tensor: torch.Tensor, group: dist.ProcessGroup | None = None, op: str = "mean", *, transport: str | Transport = AUTO
 ) -> None:
     """The textbook butterfly: whole vectors between partners 1, 2, 4, ... apart. Best for short tensors.
 
@@ -157,7 +157,7 @@ def recursive_doubling_all_reduce(
 
 
 def halving_doubling_all_reduce(
-    tensor: torch.Tensor, group: dist.ProcessGroup | None = None, op: str = "mean", *, transport: str = AUTO
+    tensor: torch.Tensor, group: dist.ProcessGroup | None = None, op: str = "mean", *, transport: str | Transport = AUTO
 ) -> None:
     """Rabenseifner's algorithm: the few messages of doubling and the few bytes of the ring.
 
@@ -210,7 +210,7 @@ ALGORITHMS: Mapping[str, AllReduce] = MappingProxyType(
 
 
 def all_reduce(
-    tensor: torch.Tensor, group: dist.ProcessGroup | None = None, op: str = "mean", *, transport: str = AUTO
+    tensor: torch.Tensor, group: dist.ProcessGroup | None = None, op: str = "mean", *, transport: str | Transport = AUTO
 ) -> None:
     """Sum or mean over the ranks of `group`, in place, by the algorithm that suits size and ranks.
 

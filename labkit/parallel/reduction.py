@@ -23,7 +23,9 @@ class Reduction:
     # A class, not a generator: at 4 KB every 10 us of Python count, and code that runs once a call is never warm.
     __slots__ = ("copy_to", "divisor", "transport", "vector")
 
-    def __init__(self, tensor: torch.Tensor, group: dist.ProcessGroup | None, op: str, transport: str) -> None:
+    def __init__(
+        self, tensor: torch.Tensor, group: dist.ProcessGroup | None, op: str, transport: str | Transport
+    ) -> None:
         _check(tensor, op)
         self.transport = find_transport(group, tensor.device, transport)
         if tensor.requires_grad:

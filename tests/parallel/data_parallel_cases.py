@@ -24,6 +24,13 @@ WRAPPERS: dict[str, Callable[..., nn.Module]] = {
     # buckets of a few hundred bytes, so that these small models fill several
     "bucketed": lambda module, **options: BucketedDDP(module, bucket_mb=3e-4, first_bucket_mb=1e-4, **options),
     "one bucket": BucketedDDP,
+    "naive, shared memory": lambda module, **options: NaiveDDP(module, all_reduce="shared", **options),
+    "bucketed, shared memory": lambda module, **options: BucketedDDP(
+        module, bucket_mb=3e-4, first_bucket_mb=1e-4, all_reduce="shared", **options
+    ),
+    "overlapped, point to point": lambda module, **options: OverlappedDDP(
+        module, all_reduce="point_to_point", **options
+    ),
     "bucketed, no overlap": lambda module, **options: BucketedDDP(module, bucket_mb=3e-4, overlap=False, **options),
 }
 

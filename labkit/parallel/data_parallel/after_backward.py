@@ -1,7 +1,6 @@
 """Gradients averaged when backward is over: simple, and nothing is hidden behind it."""
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from labkit.parallel.data_parallel.contract import DataParallel, flat_view, gradient_in_layout
@@ -22,8 +21,7 @@ class NaiveDDP(_AfterBackward):
 
     def _finish(self, missing: list[int]) -> None:
         for parameter in self._parameters_in_order:
-            gradient = gradient_in_layout(parameter).div_(self.world_size)
-            dist.all_reduce(flat_view(gradient), group=self.group)
+            self._average.run(flat_view(gradient_in_layout(parameter)), "mean")
 
 
 class FlatDDP(_AfterBackward):
@@ -35,6 +33,6 @@ class FlatDDP(_AfterBackward):
             gradient = gradient_in_layout(parameter)
             alike.setdefault((gradient.dtype, gradient.device), []).append(flat_view(gradient))
         for gradients in alike.values():
-            flat = torch.cat(gradients).div_(self.world_size)
-            dist.all_reduce(flat, group=self.group)
+            flat = torch.cat(gradients)
+            self._average.run(flat, "mean")
             torch._foreach_copy_(gradients, flat.split([gradient.numel() for gradient in gradients]))

@@ -5,27 +5,44 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from labkit.parallel.data_parallel.averaging import Average
 from labkit.parallel.data_parallel.contract import strides_like
 
 MIB = 2**20
+ALIGNMENT = 16  # elements: 64 bytes of float32
 
 
 class Bucket:
     """Some parameters, by index, and a flat buffer with a view for the gradient of each."""
 
-    def __init__(self, indices: Sequence[int], parameters: Sequence[Tensor]):
-        """`parameters` are those of the indices, of one dtype and device."""
+    def __init__(self, indices: Sequence[int], parameters: Sequence[Tensor], buffer: Tensor):
+        """`parameters` are those of the indices, of one dtype and device; `buffer` holds as many elements."""
         self.indices = tuple(indices)
-        self.buffer = torch.zeros(
-            sum(p.numel() for p in parameters), dtype=parameters[0].dtype, device=parameters[0].device
-        )
+        self.buffer = buffer.zero_()
         self.views: dict[int, Tensor] = {}
         offset = 0
         for index, parameter in zip(indices, parameters, strict=True):
-            self.views[index] = self.buffer.as_strided(parameter.shape, strides_like(parameter), offset)
+            self.views[index] = self.buffer.as_strided(
+                parameter.shape, strides_like(parameter), buffer.storage_offset() + offset
+            )
             offset += parameter.numel()
         self.missing = len(self.indices)
         """Gradients of this pass that have not come yet."""
+
+
+def make_buckets(assigned: Sequence[Sequence[int]], parameters: Sequence[Tensor], average: Average) -> list[Bucket]:
+    """Buckets of these parameters by index; those of a dtype and device lie in one piece of the average's memory."""
+    sizes = [sum(parameters[index].numel() for index in indices) for indices in assigned]
+    kinds = [(parameters[indices[0]].dtype, parameters[indices[0]].device) for indices in assigned]
+    buckets: dict[int, Bucket] = {}
+    for kind in dict.fromkeys(kinds):
+        numbers = [number for number, of_bucket in enumerate(kinds) if of_bucket == kind]
+        aligned = [-(-sizes[number] // ALIGNMENT) * ALIGNMENT for number in numbers]
+        memory = average.empty(sum(aligned), *kind)
+        for number, part in zip(numbers, memory.split(aligned), strict=True):
+            indices = assigned[number]
+            buckets[number] = Bucket(indices, [parameters[index] for index in indices], part[: sizes[number]])
+    return [buckets[number] for number in range(len(assigned))]
 
 
 def assign_to_buckets(parameters: Sequence[Tensor], bucket_mb: float, first_bucket_mb: float) -> list[list[int]]:

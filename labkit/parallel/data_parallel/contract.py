@@ -25,7 +25,7 @@ import contextlib
 import hashlib
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -34,6 +34,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
+
+from labkit.parallel.data_parallel.averaging import TORCH, average_named
 
 COALESCED_BYTES = 2**26
 """Copies made for a broadcast take no more memory than this."""
@@ -54,6 +56,8 @@ class DataParallel(nn.Module, ABC):
         broadcast_buffers: before each forward pass in training mode, buffers become those of rank 0.
         finish_in_backward: if False, `backward()` may return before the gradients are averaged, and the caller
             calls `finish_gradient_synchronization()` after each: for measuring what a step waits for.
+        all_reduce: who sums: "torch" (torch.distributed), or labkit's own all-reduce over a transport: "shared" (memory
+            that the ranks of one host map), "point_to_point", or "auto", which is shared where that is possible.
 
     Raises ValueError if no parameter is trained, a parameter or buffer differs between ranks in name, shape or
     dtype, or gradients would be sparse.
@@ -67,6 +71,7 @@ class DataParallel(nn.Module, ABC):
         find_unused: bool = False,
         broadcast_buffers: bool = True,
         finish_in_backward: bool = True,
+        all_reduce: str = TORCH,
     ):
         super().__init__()
         self.module = module
@@ -79,6 +84,8 @@ class DataParallel(nn.Module, ABC):
         _check_model(module, trained, group)
         # Backward visits a model from its end: in this order gradients become ready, more or less.
         self._names, self._parameters_in_order = map(list, zip(*reversed(trained), strict=True))
+        # In an order that is the same on every rank.
+        self._average = average_named(all_reduce, group, dict.fromkeys(p.device for p in self._parameters_in_order))
         self._synchronize = True
         self._synchronize_this_pass = True
         self._backward_pass: int | None = None
@@ -221,13 +228,6 @@ def strides_like(parameter: Tensor) -> tuple[int, ...]:
 def flat_view(dense: Tensor) -> Tensor:
     """All elements of a dense tensor in the order in which they lie in memory, (n,): collectives want that."""
     return dense.as_strided((dense.numel(),), (1,), dense.storage_offset())
-
-
-def start_all_reduce(tensor: Tensor, group: dist.ProcessGroup | None) -> Callable[[], object]:
-    """Begin to sum a dense tensor over ranks, in place; returns what waits for the end."""
-    work = dist.all_reduce(flat_view(tensor), group=group, async_op=True)
-    assert work is not None, "async_op=True returns the work"
-    return work.wait
 
 
 def _check_model(module: nn.Module, trained: list[tuple[str, nn.Parameter]], group: dist.ProcessGroup | None) -> None:

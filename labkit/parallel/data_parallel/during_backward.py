@@ -1,15 +1,13 @@
 """Gradients averaged while backward still runs: communication hides behind computation, where there is room."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from labkit.parallel.data_parallel.buckets import Bucket, assign_to_buckets
-from labkit.parallel.data_parallel.contract import DataParallel, gradient_in_layout, start_all_reduce
-
-Wait = Callable[[], object]
+from labkit.parallel.data_parallel.averaging import Wait
+from labkit.parallel.data_parallel.buckets import Bucket, assign_to_buckets, make_buckets
+from labkit.parallel.data_parallel.contract import DataParallel, flat_view, gradient_in_layout
 
 
 class OverlappedDDP(DataParallel):
@@ -33,8 +31,8 @@ class OverlappedDDP(DataParallel):
         self._abandon()
 
     def _begin(self, parameter: Tensor) -> None:
-        gradient = gradient_in_layout(parameter).div_(self.world_size)
-        self._begun.append((gradient, start_all_reduce(gradient, self.group)))
+        gradient = gradient_in_layout(parameter)
+        self._begun.append((gradient, self._average.start(flat_view(gradient), "mean")))
 
     def _abandon(self) -> None:
         for _, wait in self._begun:
@@ -70,8 +68,9 @@ class BucketedDDP(DataParallel):
         super().__init__(module, **options)
         self.overlap = overlap
         parameters = self._parameters_in_order
-        for indices in assign_to_buckets(parameters, bucket_mb, first_bucket_mb):
-            self._buckets.append(Bucket(indices, [parameters[index] for index in indices]))
+        self._buckets = make_buckets(
+            assign_to_buckets(parameters, bucket_mb, first_bucket_mb), parameters, self._average
+        )
         self._bucket_of = {index: bucket for bucket in self._buckets for index in bucket.indices}
 
     @property
@@ -106,7 +105,7 @@ class BucketedDDP(DataParallel):
     def _begin_full(self) -> None:
         """Begin buckets that are full, in their order: every rank must begin them in the same one."""
         while (next_one := len(self._waits)) < len(self._buckets) and self._buckets[next_one].missing == 0:
-            self._waits.append(start_all_reduce(self._buckets[next_one].buffer, self.group))
+            self._waits.append(self._average.start(self._buckets[next_one].buffer, "sum"))
 
     def _wait(self) -> None:
         for wait in self._waits:

@@ -9,6 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from labkit.parallel.data_parallel.after_backward import FlatDDP, NaiveDDP
 from labkit.parallel.data_parallel.during_backward import BucketedDDP, OverlappedDDP
+from labkit.parallel.transport import SHARED
 
 TORCH = "torch"
 
@@ -23,13 +24,17 @@ _WRAPPERS: Mapping[str, Callable[[nn.Module, float | None, bool], nn.Module]] = 
         "bucketed": lambda module, bucket_mb, finish: BucketedDDP(
             module, finish_in_backward=finish, **_sizes(bucket_mb)
         ),
+        "bucketed_shared": lambda module, bucket_mb, finish: BucketedDDP(
+            module, finish_in_backward=finish, all_reduce=SHARED, **_sizes(bucket_mb)
+        ),
+        "naive_shared": lambda module, _, finish: NaiveDDP(module, finish_in_backward=finish, all_reduce=SHARED),
         "bucketed_sync": lambda module, bucket_mb, finish: BucketedDDP(
             module, overlap=False, finish_in_backward=finish, **_sizes(bucket_mb)
         ),
     }
 )
 IMPLEMENTATIONS = tuple(_WRAPPERS)
-BUCKETED = (TORCH, "bucketed", "bucketed_sync")
+BUCKETED = (TORCH, "bucketed", "bucketed_shared", "bucketed_sync")
 """Those to which a bucket size means something."""
 
 

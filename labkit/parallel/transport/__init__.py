@@ -17,7 +17,7 @@ scratch memory, what a message is. An algorithm is written once, and runs over e
     choice.py          which of them serves a tensor
 """
 
-from labkit.parallel.transport.choice import AUTO, empty_for_all_reduce, find_transport, transport_in_use
+from labkit.parallel.transport.choice import AUTO, empty_for_all_reduce, find_transport, own_transport, transport_in_use
 from labkit.parallel.transport.contract import POINT_TO_POINT, SHARED, TRANSPORTS
 
 __all__ = [
@@ -27,5 +27,6 @@ __all__ = [
     "TRANSPORTS",
     "empty_for_all_reduce",
     "find_transport",
+    "own_transport",
     "transport_in_use",
 ]

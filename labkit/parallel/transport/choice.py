@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from labkit.parallel.transport.contract import POINT_TO_POINT, SHARED, TRANSPORTS, Transport
 from labkit.parallel.transport.mapping import SharedMemoryUnavailable
-from labkit.parallel.transport.process_group import BatchTransport, StreamTransport
+from labkit.parallel.transport.process_group import TAG, BatchTransport, StreamTransport
 from labkit.parallel.transport.shared import SharedTransport
 
 AUTO = "auto"
@@ -30,18 +30,31 @@ class _Found(NamedTuple):
 _found: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[torch.device, str], _Found]] = (
     weakref.WeakKeyDictionary()
 )
+_own_made: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
-def find_transport(group: dist.ProcessGroup | None, device: torch.device, wish: str = AUTO) -> Transport:
+def find_transport(group: dist.ProcessGroup | None, device: torch.device, wish: str | Transport = AUTO) -> Transport:
     """The transport that serves tensors on `device` in `group` (all ranks, if None). The first call is a collective.
+
+    `wish` is one of "auto", "point_to_point" and "shared", or a transport, which is then the answer.
 
     NCCL serves CUDA tensors in place. Everything else goes through CPU memory: gloo's send and recv know no other.
 
     Raises:
-        ValueError: no process group, this rank is not in it, it has no backend for the device, a `wish` that is none
-            of "auto", "point_to_point" and "shared", or "shared" where the ranks cannot share memory.
+        ValueError: no process group, this rank is not in it, it has no backend for the device, a `wish` of another
+            name, or "shared" where the ranks cannot share memory.
     """
-    return _find(group, device, wish).transport
+    return _find(group, device, wish).transport if isinstance(wish, str) else wish
+
+
+def own_transport(group: dist.ProcessGroup | None, device: torch.device, wish: str = AUTO) -> Transport:
+    """One more transport, for a caller whose messages may be under way at the same time as others of the group.
+
+    Errors as `find_transport`. A collective.
+    """
+    group = _member_group(group)
+    _own_made[group] = number = _own_made.get(group, 0) + 1
+    return _make(group, device, wish, {}, TAG + number).transport
 
 
 def transport_in_use(
@@ -70,12 +83,9 @@ def empty_for_all_reduce(
     else a tensor like any other.
     """
     transport = find_transport(group, device, wish)
-    if isinstance(transport, SharedTransport) and device == _HOST and numel:
-        try:
-            return transport.allocate(numel * dtype.itemsize).view(dtype)
-        except SharedMemoryUnavailable:
-            pass  # a copy more for each call
-    return torch.empty(numel, dtype=dtype, device=device)
+    if transport.device != device:
+        return torch.empty(numel, dtype=dtype, device=device)
+    return transport.empty(numel, dtype)
 
 
 def _find(group: dist.ProcessGroup | None, device: torch.device, wish: str) -> _Found:
@@ -85,12 +95,12 @@ def _find(group: dist.ProcessGroup | None, device: torch.device, wish: str) -> _
         known = _found[group] = {}
     found = known.get((device, wish))
     if found is None:
-        found = known[device, wish] = _make(group, device, wish, known)
+        found = known[device, wish] = _make(group, device, wish, known, TAG)
     return found
 
 
 def _make(
-    group: dist.ProcessGroup, device: torch.device, wish: str, known: dict[tuple[torch.device, str], _Found]
+    group: dist.ProcessGroup, device: torch.device, wish: str, known: dict[tuple[torch.device, str], _Found], tag: int
 ) -> _Found:
     if wish not in CHOICES:
         raise ValueError(f"transport must be one of {', '.join(CHOICES)}; got {wish!r}")
@@ -103,24 +113,27 @@ def _make(
             raise ValueError("shared memory serves CPU tensors; these are moved by NCCL")
         return _Found(BatchTransport(group, device), "NCCL moves CUDA tensors")
     if wish == AUTO and group.size() == 1:
-        return _found_in(known, group, POINT_TO_POINT, "one rank alone sends nothing")
+        return _found_in(known, group, POINT_TO_POINT, tag, "one rank alone sends nothing")
     if wish == POINT_TO_POINT:
-        return _found_in(known, group, POINT_TO_POINT, "asked for")
+        return _found_in(known, group, POINT_TO_POINT, tag, "asked for")
     try:
-        return _found_in(known, group, SHARED, "")
+        return _found_in(known, group, SHARED, tag, "")
     except SharedMemoryUnavailable as error:
         if wish == SHARED:
             raise ValueError(f"the ranks of this group cannot share memory: {error}") from error
-        return _found_in(known, group, POINT_TO_POINT, str(error))
+        return _found_in(known, group, POINT_TO_POINT, tag, str(error))
 
 
-def _found_in(known: dict[tuple[torch.device, str], _Found], group: dist.ProcessGroup, name: str, why: str) -> _Found:
+def _found_in(
+    known: dict[tuple[torch.device, str], _Found], group: dist.ProcessGroup, name: str, tag: int, why: str
+) -> _Found:
     """One transport of a kind serves all who ask for it, by name or because it is the best."""
     for found in known.values():
         if found.transport.name == name and found.transport.device == _HOST:
             return _Found(found.transport, why)
-    transport = StreamTransport(group) if name == POINT_TO_POINT else SharedTransport(group, _timeout_s(group))
-    return _Found(transport, why)
+    if name == POINT_TO_POINT:
+        return _Found(StreamTransport(group, tag), why)
+    return _Found(SharedTransport(group, _timeout_s(group)), why)
 
 
 def _timeout_s(group: dist.ProcessGroup) -> float:

@@ -55,6 +55,9 @@ class Transport(Protocol):
     def run(self, steps: Sequence[Step], depth: int = 1) -> None:
         """Carry out `steps`; one starts as soon as the one `depth` before it is complete, or later."""
 
+    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A vector, (numel,), in the memory that it sends best. A collective, sizes alike."""
+
     def scratch_bytes(self) -> int:
         """Bytes of scratch memory kept now."""
 

@@ -72,6 +72,9 @@ class _GroupTransport:
         self.device = device
         self._scratch = Scratch(device, self.scratch_limit_bytes)
 
+    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(numel, dtype=dtype, device=self.device)
+
     def scratch_bytes(self) -> int:
         return self._scratch.nbytes
 
@@ -99,9 +102,10 @@ class StreamTransport(_GroupTransport):
     piece_bytes = 1 << 20
     scratch_limit_bytes = 2 * piece_bytes
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, tag: int = TAG) -> None:
         device = torch.device("cpu")
         super().__init__(group, device)
+        self._tag = tag
         # The backend's own methods take group ranks and skip the dispatcher and the checks of `dist.isend`.
         backend: Any = group._get_backend(device)  # torch types it as the base class, which has neither
         self._send, self._receive = backend.send, backend.recv
@@ -123,9 +127,9 @@ class StreamTransport(_GroupTransport):
     def _start(self, step: Step, slot: torch.Tensor | None) -> _Started:
         outgoing, target, incoming, source, add, divisor = step
         landing = _landing(step, slot)
-        arrival = None if landing is None else self._receive([landing], source, TAG)
+        arrival = None if landing is None else self._receive([landing], source, self._tag)
         is_empty = outgoing is None or outgoing.numel() == 0
-        departure = None if is_empty else self._send([outgoing], target, TAG)
+        departure = None if is_empty else self._send([outgoing], target, self._tag)
         return _Started(departure, arrival, incoming, landing if add else None, divisor)
 
 

@@ -30,6 +30,7 @@ later steps, up to `depth`, are tried, never waited for.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import time
@@ -42,7 +43,7 @@ import torch
 import torch.distributed as dist
 
 from labkit.parallel.transport.contract import SHARED, Step
-from labkit.parallel.transport.mapping import Allocation, map_together
+from labkit.parallel.transport.mapping import Allocation, SharedMemoryUnavailable, map_together
 from labkit.parallel.transport.semaphores import SEMAPHORE_BYTES, Semaphores
 
 NOTES = 16  # from one rank to another, not yet taken
@@ -112,6 +113,12 @@ class SharedTransport:
 
     def release_scratch(self) -> None:
         """Nothing: the outbox is part of the mailbox, which other ranks map."""
+
+    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        if numel:
+            with contextlib.suppress(SharedMemoryUnavailable):
+                return self.allocate(numel * dtype.itemsize).view(dtype)
+        return torch.empty(numel, dtype=dtype)  # a copy more each time it is sent
 
     def allocate(self, n_bytes: int) -> torch.Tensor:
         """Memory of this rank, (n_bytes,) uint8, that is sent without being copied. A collective, sizes alike.

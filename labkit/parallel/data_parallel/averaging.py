@@ -1,0 +1,131 @@
+"""How a wrapper's gradients are summed over ranks: by torch.distributed, or by labkit's own all-reduce.
+
+    torch            dist.all_reduce, which gloo and NCCL carry out in the background
+    auto, shared, point_to_point    labkit.parallel.collectives over that transport; on a CPU a thread carries it out
+
+Both know two calls: `run` returns when a tensor is averaged, `start` returns at once what waits for it.
+"""
+
+import queue
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from labkit.parallel.collectives import all_reduce
+from labkit.parallel.transport import own_transport
+from labkit.parallel.transport.choice import CHOICES
+
+TORCH = "torch"
+AVERAGES = (TORCH, *CHOICES)
+
+Wait = Callable[[], object]
+
+
+class Average(Protocol):
+    """Sums or averages dense vectors over the ranks of a group, in place, in the order of the calls."""
+
+    def run(self, vector: Tensor, op: str) -> None:
+        """Return when it is done. `op` is "sum" or "mean"."""
+
+    def start(self, vector: Tensor, op: str) -> Wait:
+        """Begin; call what is returned to wait for the end."""
+
+    def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for what will be averaged again and again. A collective."""
+
+
+def average_named(name: str, group: dist.ProcessGroup | None, devices: Iterable[torch.device]) -> Average:
+    """For tensors on `devices`. ValueError for a name that is none of `AVERAGES`. A collective."""
+    if name not in AVERAGES:
+        raise ValueError(f"all_reduce must be one of {', '.join(AVERAGES)}; got {name!r}")
+    return TorchAverage(group) if name == TORCH else OwnAverage(group, name, devices)
+
+
+class TorchAverage:
+    """`dist.all_reduce`."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self._group = group
+        self._world_size = dist.get_world_size(group)
+
+    def run(self, vector: Tensor, op: str) -> None:
+        self.start(vector, op)()
+
+    def start(self, vector: Tensor, op: str) -> Wait:
+        if op == "mean":
+            vector.div_(self._world_size)
+        work = dist.all_reduce(vector, group=self._group, async_op=True)
+        assert work is not None, "async_op=True returns the work"
+        return work.wait
+
+    def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(numel, dtype=dtype, device=device)
+
+
+class OwnAverage:
+    """labkit's `all_reduce`, over a transport that nobody else uses.
+
+    Nobody else, because a thread calls it while backward goes on: a layer that synchronizes there (SyncBatchNorm) would
+    meet its messages. Kernels on a GPU run in the background anyway, so CUDA tensors need no thread.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, wish: str, devices: Iterable[torch.device]) -> None:
+        self._group = group
+        # Now: made in the middle of backward, ranks would not make them at the same moment.
+        self._transports = {device: own_transport(group, device, wish) for device in devices}
+        self._tasks: queue.SimpleQueue[_Task | None] | None = None
+
+    def run(self, vector: Tensor, op: str) -> None:
+        all_reduce(vector, self._group, op, transport=self._transports[vector.device])
+
+    def start(self, vector: Tensor, op: str) -> Wait:
+        transport = self._transports[vector.device]
+        task = _Task(lambda: all_reduce(vector, self._group, op, transport=transport))
+        if vector.device.type != "cpu":
+            task.do()
+            return task.wait
+        if self._tasks is None:
+            self._tasks = queue.SimpleQueue()
+            threading.Thread(target=_work, args=(self._tasks, torch.get_num_threads()), daemon=True).start()
+            weakref.finalize(self, self._tasks.put, None)
+        self._tasks.put(task)
+        return task.wait
+
+    def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        transport = self._transports[device]
+        if transport.device != device:  # it goes through the host
+            return torch.empty(numel, dtype=dtype, device=device)
+        return transport.empty(numel, dtype)
+
+
+class _Task:
+    """Something a thread does, and its end."""
+
+    def __init__(self, action: Callable[[], None]) -> None:
+        self._action = action
+        self._is_done = threading.Event()
+        self._error: BaseException | None = None
+
+    def do(self) -> None:
+        try:
+            with torch.no_grad():  # each thread has a mode of its own
+                self._action()
+        except BaseException as error:
+            self._error = error
+        self._is_done.set()
+
+    def wait(self) -> None:
+        self._is_done.wait()
+        if self._error is not None:
+            raise self._error
+
+
+def _work(tasks: "queue.SimpleQueue[_Task | None]", threads: int) -> None:
+    torch.set_num_threads(threads)  # OpenMP counts for each thread anew
+    while (task := tasks.get()) is not None:
+        task.do()
