@@ -41,8 +41,11 @@ from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
+from labkit.parallel.all_gather import all_gather
+from labkit.parallel.collectives import all_reduce
+
 # Newer versions of torch warn of the older name.
-_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_torch_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -196,7 +199,7 @@ class _Normalize(torch.autograd.Function):
         if not needs_x:
             return None, d_weight, d_bias, None, None
         sums = torch.stack([s1, s2])
-        dist.all_reduce(sums, group=ctx.group)
+        _sum_over_ranks(sums, ctx.group)
         # dx = scale dy + slope (x - center) + constant
         scale = inverse_std if weight is None else (weight * inverse_std).to(center.dtype)
         constant, slope = sums.mul_(scale / -total)
@@ -226,10 +229,20 @@ def _local_statistics(deviations: Tensor, center: Tensor, count: int) -> Tensor:
 
 def _gather(statistics: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """The vectors of all ranks, (ranks, length): the collective of the forward pass."""
+    if statistics.device.type == "cpu":  # vectors as short as these wait for gloo, not for their bytes
+        return all_gather(statistics, group)
     ranks = dist.get_world_size(group)
     gathered = statistics.new_empty(ranks * len(statistics))
-    _all_gather(gathered, statistics, group=group)
+    _torch_all_gather(gathered, statistics, group=group)
     return gathered.view(ranks, -1)
+
+
+def _sum_over_ranks(sums: Tensor, group: dist.ProcessGroup | None) -> None:
+    """In place: the collective of the backward pass."""
+    if sums.device.type == "cpu":
+        all_reduce(sums, group, op="sum")
+    else:
+        dist.all_reduce(sums, group=group)
 
 
 def _combine(statistics: Tensor) -> tuple[Tensor, Tensor, Tensor]:

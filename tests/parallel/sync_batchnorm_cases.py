@@ -4,12 +4,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from labkit.parallel.sync_batchnorm import SyncBatchNorm
+from labkit.parallel.transport.process_group import StreamTransport
+from labkit.parallel.transport.shared import SharedTransport
 
 STEPS = 2
 
@@ -173,7 +176,7 @@ def _error(got: Tensor, expected: Tensor) -> float:
 
 
 class CollectivesSeen(TorchDispatchMode):
-    """Names of the collectives that run while this is entered, whatever function begins them."""
+    """What ranks exchange while this is entered: torch's collectives by name, and runs of labkit's transports."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -186,10 +189,20 @@ class CollectivesSeen(TorchDispatchMode):
 
 
 def collectives_of(function: Callable[[], Any]) -> tuple[Any, list[str]]:
-    """What the function returns, and the collectives it runs."""
-    with CollectivesSeen() as seen:
+    """What the function returns, and the collectives it runs; on two ranks labkit's own are one run each."""
+    with CollectivesSeen() as seen, pytest.MonkeyPatch.context() as patch:
+        for kind in (SharedTransport, StreamTransport):
+            patch.setattr(kind, "run", _noted(kind.run, seen.names))
         result = function()
     return result, seen.names
+
+
+def _noted(run: Callable[..., None], names: list[str]) -> Callable[..., None]:
+    def noting(transport: Any, steps: Any, depth: int = 1) -> None:
+        names.append(f"{len(steps)} message{'s' if len(steps) > 1 else ''}")
+        run(transport, steps, depth)
+
+    return noting
 
 
 class ConvolutionalNet(nn.Module):

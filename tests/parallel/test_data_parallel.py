@@ -1,6 +1,8 @@
 """Every wrapper trains as one process on the full batch would; what it refuses; what it costs in collectives."""
 
 import gc
+import threading
+import time
 import weakref
 from functools import cache
 
@@ -13,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from labkit.parallel.data_parallel import BucketedDDP, FlatDDP, NaiveDDP, OverlappedDDP, UnusedParameterError
 from labkit.parallel.data_parallel.buckets import assign_to_buckets
 from labkit.parallel.launch import run_ranks
+from labkit.parallel.sync_batchnorm import SyncBatchNorm
 from tests.parallel.data_parallel_cases import CASES, WRAPPERS, TwoHeads, built, plain, reference, run_on_ranks
 
 
@@ -293,3 +296,64 @@ def test_a_subgroup_averages_among_its_own():
     assert found[1] == found[2]
     expected = [float(p.detach().sum()) for p in built(CASES["plain"], seed=1).parameters()]
     assert found[1][0] == expected
+
+
+def test_buckets_in_a_thread_do_not_meet_the_messages_of_layers_that_synchronize_in_backward():
+    """SyncBatchNorm exchanges sums in the middle of backward, while a thread averages buckets of the same group."""
+
+    def train(all_reduce):
+        torch.manual_seed(0)
+        layers = [layer for _ in range(6) for layer in (nn.Linear(64, 64), SyncBatchNorm(64), nn.Tanh())]
+        model = BucketedDDP(
+            nn.Sequential(*layers).double(), bucket_mb=0.02, first_bucket_mb=0.02, all_reduce=all_reduce
+        )
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(8):
+            torch.manual_seed(100 * step + dist.get_rank())
+            optimizer.zero_grad()
+            model(torch.randn(5, 64, dtype=torch.float64)).square().sum().backward()
+            optimizer.step()
+        return [p.detach().flatten()[:50].tolist() for p in model.parameters()]
+
+    expected = run_ranks(train, "torch", world_size=3, timeout_s=60)
+    for transport in ("shared", "point_to_point"):
+        ranks = run_ranks(train, transport, world_size=3, timeout_s=60)
+        assert ranks[0] == ranks[1] == ranks[2]
+        for got, wanted in zip(ranks[0], expected[0], strict=True):
+            assert got == pytest.approx(wanted, rel=1e-9, abs=1e-12)
+
+
+def test_an_unknown_all_reduce_is_refused_and_an_error_in_the_thread_reaches_the_caller():
+    def attempt():
+        told = []
+        try:
+            NaiveDDP(nn.Linear(2, 2), all_reduce="pigeon")
+        except ValueError as error:
+            told.append(str(error))
+        model = BucketedDDP(nn.Linear(2, 2), all_reduce="shared")
+        model._average._transports[torch.device("cpu")].run = None  # calling it is an error
+        try:
+            model(torch.ones(1, 2)).sum().backward()
+        except TypeError as error:
+            told.append(str(error))
+        return told
+
+    for told in run_ranks(attempt, world_size=2, timeout_s=60):
+        assert "torch, auto, point_to_point, shared" in told[0]
+        assert "not callable" in told[1]
+
+
+def test_a_wrapper_that_is_gone_leaves_no_thread_behind():
+    def use():
+        before = threading.active_count()
+        model = BucketedDDP(nn.Linear(2, 2), all_reduce="shared")
+        model(torch.ones(1, 2)).sum().backward()
+        during = threading.active_count()
+        del model
+        gc.collect()
+        end = time.monotonic() + 10
+        while threading.active_count() > before and time.monotonic() < end:
+            time.sleep(0.01)
+        return during - before, threading.active_count() - before
+
+    assert run_ranks(use, world_size=2, timeout_s=60) == [[1, 0], [1, 0]]

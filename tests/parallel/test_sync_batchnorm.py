@@ -117,6 +117,7 @@ def test_gradients_are_those_of_finite_differences():
 def _collectives():
     x = torch.randn(4, 3, requires_grad=dist.get_rank() < 9)
     layer = SyncBatchNorm(3)
+    layer(x.detach())  # the first one finds out how the ranks exchange memory
     output, forward = collectives_of(lambda: layer(x))
     _, backward = collectives_of(lambda: output.sum().backward())
     _, empty_forward = collectives_of(lambda: layer(x[: 4 * dist.get_rank()]))
@@ -137,9 +138,7 @@ def _collectives():
 def test_one_collective_forward_and_one_backward():
     for seen in run_ranks(_collectives, world_size=2, timeout_s=60):
         assert seen["control"] == ["barrier"]
-        assert len(seen["forward"]) == len(seen["forward, one batch empty"]) == 1
-        assert "gather" in seen["forward"][0]
-        assert seen["backward"] == ["allreduce_"]
+        assert seen["forward"] == seen["forward, one batch empty"] == seen["backward"] == ["1 message"]
         assert seen["backward, only the parameters"] == seen["evaluation"] == []
 
 

@@ -10,6 +10,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -84,8 +85,7 @@ class OwnAverage:
         all_reduce(vector, self._group, op, transport=self._transports[vector.device])
 
     def start(self, vector: Tensor, op: str) -> Wait:
-        transport = self._transports[vector.device]
-        task = _Task(lambda: all_reduce(vector, self._group, op, transport=transport))
+        task = _Task(partial(all_reduce, vector, self._group, op, transport=self._transports[vector.device]))
         if vector.device.type != "cpu":
             task.do()
             return task.wait
@@ -127,5 +127,9 @@ class _Task:
 
 def _work(tasks: "queue.SimpleQueue[_Task | None]", threads: int) -> None:
     torch.set_num_threads(threads)  # OpenMP counts for each thread anew
-    while (task := tasks.get()) is not None:
+    while True:
+        task = tasks.get()
+        if task is None:
+            return
         task.do()
+        del task  # while the thread waits for the next, it keeps no tensor and no transport alive
