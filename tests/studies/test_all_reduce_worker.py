@@ -8,8 +8,11 @@ import torch.distributed as dist
 
 from labkit.machine import describe_machine
 from labkit.parallel.launch import Row, launch
+from labkit.parallel.transport.semaphores import Semaphores
+from labkit.parallel.transport.shared import SharedTransport
 from labkit.studies.all_reduce import worker
 from labkit.studies.all_reduce.study import STUDY, AllReduceConfig
+from labkit.studies.all_reduce.transports import ROUTES, alternative
 from labkit.studies.all_reduce.worker import AllReducePoint, measure_point
 
 SMALL = AllReducePoint(
@@ -23,7 +26,7 @@ SMALL = AllReducePoint(
 )
 
 
-def _broken(tensor, group=None, op="mean"):
+def _broken(tensor, group=None, op="mean", transport=None):
     """Leaves out the other rank's contribution."""
 
 
@@ -58,7 +61,7 @@ def test_a_wrong_algorithm_gets_no_time_and_the_others_do():
     assert all("seconds" in row for row in rows if row["algorithm"] != "ring")
 
 
-def _broken_on_one_rank(tensor, group=None, op="mean"):
+def _broken_on_one_rank(tensor, group=None, op="mean", transport=None):
     worker.all_reduce(tensor, group, op)
     if dist.get_rank() == 1:
         tensor[0] += 1
@@ -103,3 +106,55 @@ def test_what_does_not_fit_is_skipped_with_both_sizes():
 def test_half_an_element_is_not_planned():
     config = AllReduceConfig(world_sizes=[2], sizes_bytes=[1], many_world_sizes=[], many_elements=[])
     assert {point.n_elements for point in STUDY.points(config, describe_machine()) if point.sweep == "sizes"} == {1}
+
+
+TRANSPORTS = AllReducePoint(
+    world_size=2,
+    backend="gloo",
+    sweep="transports",
+    n_elements=20_000,
+    algorithms=("torch", *(alternative(name, route) for name in ("chosen", "ring") for route in ROUTES), "copy"),
+    warmup=1,
+    repeats=3,
+)
+
+
+def test_transports_are_checked_and_timed_beside_the_floor():
+    rows = _rows(measure_point, TRANSPORTS)
+    assert len(rows) == 2 * len(TRANSPORTS.algorithms)
+    assert {(row["algorithm"], row["transport"]) for row in rows} == {
+        ("torch", "torch"),
+        ("copy", "copy"),
+        *((name, route) for name in ("chosen", "ring") for route in ROUTES),
+    }
+    for row in rows:
+        assert len(row["seconds"]) == 3
+        assert row["algorithm"] == "copy" or (row["gate"] == "ok" and row["error"] < 1e-6)
+
+
+def _measure_with_broken_shared_memory(point):
+    def add_nothing(transport, steps, depth=1):
+        pass
+
+    SharedTransport.run = add_nothing
+    yield from measure_point(point)
+
+
+def test_a_transport_that_loses_messages_gets_no_time_and_the_others_do():
+    rows = _rows(_measure_with_broken_shared_memory, TRANSPORTS)
+    wrong = [row for row in rows if "seconds" not in row]
+    assert {row["transport"] for row in wrong} == {"shared", "registered"}
+    assert all("wrong: error" in row["gate"] for row in wrong)
+    assert {row["transport"] for row in rows if row not in wrong} == {"torch", "messages", "copy"}
+
+
+def _measure_without_shared_memory(point):
+    Semaphores.unavailable = staticmethod(lambda: "none here")
+    yield from measure_point(point)
+
+
+def test_where_memory_cannot_be_shared_the_rows_say_why():
+    rows = _rows(_measure_without_shared_memory, TRANSPORTS)
+    refused = [row for row in rows if "seconds" not in row]
+    assert {row["transport"] for row in refused} == {"shared", "registered"}
+    assert all("none here" in row["not_measured"] for row in refused)

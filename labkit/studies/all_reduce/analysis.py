@@ -18,7 +18,8 @@ from labkit.costs.communication import (
     fit_alpha_beta,
 )
 from labkit.lab.project import reference_directory
-from labkit.studies.all_reduce.worker import OWN, TORCH
+from labkit.studies.all_reduce.transports import TORCH
+from labkit.studies.all_reduce.worker import OWN
 
 SETTING = ["sweep", "backend", "scheduling", "world_size", "n_bytes"]
 MIB = 2**20

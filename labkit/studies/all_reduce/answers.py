@@ -10,7 +10,9 @@ from labkit.lab.evidence import shown, verdict_of, with_interval
 from labkit.lab.trends import trends_verdict
 from labkit.lab.units import format_bytes, format_rate, join_words
 from labkit.studies.all_reduce import analysis, trends
-from labkit.studies.all_reduce.worker import CHOSEN, OWN, TORCH
+from labkit.studies.all_reduce.transport_tables import TRANSPORTS, transports
+from labkit.studies.all_reduce.transports import CHOSEN, TORCH
+from labkit.studies.all_reduce.worker import OWN
 
 SIZE_AND_RANKS = Question(
     "size_and_ranks",
@@ -27,7 +29,7 @@ ALPHA_BETA = Question(
 )
 SCHEDULING = Question("scheduling", "What does the scheduling policy of the ranks do to small all-reduces?")
 PUBLISHED = Question("published_trends", "Do the published trends hold on this machine?")
-QUESTIONS = (SIZE_AND_RANKS, ALGORITHMS, RING, ALPHA_BETA, SCHEDULING, PUBLISHED)
+QUESTIONS = (SIZE_AND_RANKS, ALGORITHMS, RING, ALPHA_BETA, TRANSPORTS, SCHEDULING, PUBLISHED)
 
 
 def answer_all(frame: pd.DataFrame, coverage: pd.DataFrame) -> list[Answer]:
@@ -37,6 +39,7 @@ def answer_all(frame: pd.DataFrame, coverage: pd.DataFrame) -> list[Answer]:
         ALGORITHMS: algorithms_against_torch,
         RING: ring_against_torch,
         ALPHA_BETA: alpha_beta,
+        TRANSPORTS: transports,
         SCHEDULING: scheduling,
         PUBLISHED: published_trends,
     }

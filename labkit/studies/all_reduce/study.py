@@ -12,15 +12,17 @@ from labkit.lab.study import Study
 from labkit.lab.units import format_bytes
 from labkit.machine import Machine, available_memory_bytes
 from labkit.studies.all_reduce import answers as answering
-from labkit.studies.all_reduce.worker import CHOSEN, OWN, TORCH, AllReducePoint, measure_point, torch_dtype
+from labkit.studies.all_reduce.transports import CHOSEN, COPY, ROUTES, TORCH, alternative
+from labkit.studies.all_reduce.worker import OWN, AllReducePoint, measure_point, torch_dtype
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 # From here on a round of all alternatives takes a second on two cores, and fewer repeats must do.
 LARGE_BYTES, LARGE_WORLD = 8 * MIB, 8
 RANK_BYTES = 160 * MIB  # a rank's own resident memory, torch included
-COPIES = 4  # of the tensor on each rank: base, input, the reduced tensor, room for an algorithm's scratch
+COPIES = 5  # of the tensor on each rank: base, input, two or three that are reduced, an algorithm's scratch
 
 Algorithm = Literal["torch", "ring", "butterfly", "recursive_doubling", "halving_doubling", "chosen"]
+OwnAlgorithm = Literal["ring", "butterfly", "recursive_doubling", "halving_doubling", "chosen"]
 PositiveInt = Annotated[int, Field(ge=1, lt=2**48)]
 Ranks = Annotated[int, Field(ge=1, le=1024)]
 
@@ -39,6 +41,11 @@ class AllReduceConfig(LabConfig):
     dtype: Literal["float64", "float32", "bfloat16", "float16"] = "float32"
     scheduling_sizes_bytes: list[PositiveInt] = [4 * KIB, 64 * KIB]
     """Sizes at which the system's default scheduling policy is compared with SCHED_BATCH."""
+    transport_world_sizes: list[Ranks] = [2, 4]
+    """Ranks of the comparison of transports, on the CPU."""
+    transport_sizes_bytes: list[PositiveInt] = [4 * KIB, 64 * KIB, MIB, 10 * MIB, 100 * MIB]
+    transport_algorithms: list[OwnAlgorithm] = ["chosen"]
+    """Each of them is measured over messages, over shared memory, and on a tensor that lies there."""
     warmup: Warmup = 2
     repeats: Repeats = 20
     repeats_large: Repeats = 8
@@ -63,6 +70,8 @@ class AllReduceStudy(Study):
             many_world_sizes=[1, 3],
             many_elements=[1000],
             scheduling_sizes_bytes=[4 * KIB],
+            transport_world_sizes=[2],
+            transport_sizes_bytes=[4 * KIB, MIB],
             warmup=1,
             repeats=6,
         ),
@@ -80,6 +89,8 @@ class AllReduceStudy(Study):
             sizes_bytes=[2**k * KIB for k in range(0, 17, 2)] + [10 * MIB, 100 * MIB, GIB],
             many_world_sizes=[1, 2, 4, 8, 16, 32],
             many_elements=[1000, 10_000, 100_000, 1_000_000],
+            transport_world_sizes=[2, 4, 8],
+            transport_algorithms=list(OWN),  # type: ignore[arg-type]
             repeats=50,
             repeats_large=10,
         ),
@@ -88,6 +99,8 @@ class AllReduceStudy(Study):
             sizes_bytes=[KIB, 4 * KIB, 64 * KIB, MIB, 10 * MIB, 100 * MIB, GIB],
             many_world_sizes=[1, 2, 4, 8, 16, 32],
             many_elements=[1, 32, 1024, 2048, 4096, 16384, 131_072],
+            transport_world_sizes=[2, 4, 8],
+            transport_algorithms=list(OWN),  # type: ignore[arg-type]
             repeats=50,
             repeats_large=10,
             timeout_s=600.0,
@@ -105,6 +118,7 @@ class AllReduceStudy(Study):
             for point in _points_of_world(config, world_size, backend)
         ]
         if "gloo" in config.backends:
+            points += _transport_points(config)
             points += _scheduling_points(config)
         return list({point.id: point for point in points}.values())
 
@@ -143,6 +157,17 @@ def _points_of_world(config: AllReduceConfig, world_size: int, backend: str) -> 
         for elements in config.many_elements:
             n_bytes = elements * torch_dtype(config.dtype).itemsize
             yield _point(config, world_size, backend, "ranks", n_bytes, algorithms)
+
+
+def _transport_points(config: AllReduceConfig) -> list[AllReducePoint]:
+    """gloo, the floor, and labkit's algorithms over every transport."""
+    own = [alternative(name, route) for name in config.transport_algorithms for route in ROUTES]
+    return [
+        _point(config, world_size, "gloo", "transports", n_bytes, (TORCH, *own, COPY))
+        for world_size in config.transport_world_sizes
+        if world_size > 1 and own
+        for n_bytes in config.transport_sizes_bytes
+    ]
 
 
 def _scheduling_points(config: AllReduceConfig) -> list[AllReducePoint]:

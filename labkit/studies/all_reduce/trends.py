@@ -10,7 +10,7 @@ from labkit.bench.statistics import compare_groups
 from labkit.lab.trends import Trend
 from labkit.lab.units import format_bytes
 from labkit.studies.all_reduce import analysis
-from labkit.studies.all_reduce.worker import TORCH
+from labkit.studies.all_reduce.transports import TORCH
 
 KIB, MIB = 2**10, 2**20
 

@@ -1,13 +1,9 @@
-"""What a rank runs to measure one point of the all-reduce lab. Imports torch and the instruments only.
-
-Inputs: every rank holds the same random base vector times its own power of two, so that the mean over ranks is
-the base times one known number, exactly, in float64, without knowing the other ranks' tensors. A contribution
-that is missing, doubled or of the wrong chunk is off by far more than rounding.
-"""
+"""What a rank runs to measure one point of the all-reduce lab. Imports torch and the instruments only."""
 
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,16 +14,20 @@ from labkit.bench.memory import peak_memory_growth
 from labkit.lab.point import Point
 from labkit.lab.units import format_bytes
 from labkit.parallel.collectives import ALGORITHMS, all_reduce, release_scratch, scratch_bytes
+from labkit.parallel.transport import POINT_TO_POINT
+from labkit.studies.all_reduce.exact import gate, inputs, multiple, worst
+from labkit.studies.all_reduce.transports import CHOSEN, TORCH, measure_transports, torch_all_reduce
 
-TORCH = "torch"
-CHOSEN = "chosen"
 OWN = (*ALGORITHMS, CHOSEN)
-CHECKED_AT_ONCE = 2**16  # elements compared with the oracle at a time, so that their float64 copies stay in cache
 
 
 @dataclass(frozen=True, kw_only=True)
 class AllReducePoint(Point):
-    """Alternatives to time in turn on the same tensor, or (`sweep="exchange"`) one step around a ring."""
+    """Alternatives to time in turn on the same tensor, or (`sweep="exchange"`) one step around a ring.
+
+    In `sweep="transports"` an alternative is an algorithm and where its messages travel, "ring over shared", or the
+    floor: copying as many bytes as an all-reduce must move.
+    """
 
     sweep: str
     n_elements: int
@@ -53,9 +53,12 @@ def torch_dtype(name: str) -> torch.dtype:
 
 def measure_point(point: AllReducePoint) -> Iterator[dict[str, Any]]:
     """One row an alternative: seconds of each repeat on this rank, error, memory; "wrong" gets no time."""
-    base, own = _inputs(point)
+    base, own = inputs(point.n_elements, torch_dtype(point.dtype), _device(point), point.seed)
     if point.sweep == "exchange":
         yield _time_exchange(point, own)
+        return
+    if point.sweep == "transports":
+        yield from measure_transports(point.algorithms, base, own, warmup=point.warmup, repeats=point.repeats)
         return
     right, tensor = {}, torch.empty_like(own)
     for name in point.algorithms:
@@ -69,33 +72,14 @@ def measure_point(point: AllReducePoint) -> Iterator[dict[str, Any]]:
             yield right[name] | {"seconds": seconds}
 
 
-def _inputs(point: AllReducePoint) -> tuple[torch.Tensor, torch.Tensor]:
-    """The base vector and this rank's multiple of it."""
-    generator = torch.Generator().manual_seed(point.seed)
-    base = torch.rand(point.n_elements, generator=generator).sub_(0.5).to(torch_dtype(point.dtype))
-    base = base.to(_device(point))
-    return base, base * _multiple(dist.get_rank())
-
-
-def _multiple(rank: int) -> float:
-    """1, 1/2, ... 1/128, 1, ...: multiplying by it is exact."""
-    return 2.0 ** -(rank % 8)
-
-
 def _device(point: AllReducePoint) -> str:
     return f"cuda:{dist.get_rank() % torch.cuda.device_count()}" if point.backend == "nccl" else "cpu"
 
 
 def _collective(name: str) -> Callable[..., None]:
     if name == TORCH:
-        return _torch_all_reduce
-    return all_reduce if name == CHOSEN else ALGORITHMS[name]
-
-
-def _torch_all_reduce(tensor: torch.Tensor, *, op: str) -> None:
-    dist.all_reduce(tensor)
-    if op == "mean":
-        tensor.div_(dist.get_world_size())
+        return torch_all_reduce
+    return partial(all_reduce if name == CHOSEN else ALGORITHMS[name], transport=POINT_TO_POINT)
 
 
 def _check(point: AllReducePoint, name: str, base: torch.Tensor, tensor: torch.Tensor) -> dict[str, Any]:
@@ -104,36 +88,15 @@ def _check(point: AllReducePoint, name: str, base: torch.Tensor, tensor: torch.T
     dist.barrier()
     with peak_memory_growth(_device(point)) as memory:
         _collective(name)(tensor, op="mean")
-    error = _worst(_relative_error(tensor, base))
-    # one rounding a sum and one for the scaling, each at most eps/2 of the largest partial result; doubled
-    bound = (dist.get_world_size() + 1) * torch.finfo(tensor.dtype).eps
+    error, verdict = gate(tensor, base)
     return {
         "algorithm": name,
         "n_bytes": point.n_bytes,
         "error": error,
         "extra_bytes": memory.growth_bytes,
         "scratch_bytes": scratch_bytes() if name in OWN else None,
-        "gate": "ok" if error <= bound else f"wrong: error {error:.1e}, at most {bound:.1e} expected",
+        "gate": verdict,
     }
-
-
-def _worst(error: float) -> float:
-    """The largest error of any rank, on all ranks: they must agree on what gets no time."""
-    worst = torch.tensor(error, dtype=torch.float64, device="cuda" if dist.get_backend() == "nccl" else "cpu")
-    dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-    return float(worst)
-
-
-def _relative_error(result: torch.Tensor, base: torch.Tensor) -> float:
-    """Largest deviation from the exact mean over the largest mean; NaN counts as infinite."""
-    ranks = dist.get_world_size()
-    factor = sum(_multiple(rank) for rank in range(ranks)) / ranks
-    deviation = 0.0
-    for got, of_base in zip(result.split(CHECKED_AT_ONCE), base.split(CHECKED_AT_ONCE), strict=True):
-        difference = float((got.double() - of_base.double() * factor).abs_().max())
-        deviation = max(deviation, math.inf if math.isnan(difference) else difference)
-    largest = factor * float(base.abs().max())
-    return deviation / largest if largest else deviation
 
 
 def _time(point: AllReducePoint, names: list[str], own: torch.Tensor, tensor: torch.Tensor) -> dict[str, list[float]]:
@@ -161,7 +124,7 @@ def _time_exchange(point: AllReducePoint, own: torch.Tensor) -> dict[str, Any]:
     """One step around a ring: send to the right neighbor while receiving from the left."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     received = torch.empty_like(own)
-    expected = own * (_multiple((rank - 1) % ranks) / _multiple(rank))  # powers of two: exact
+    expected = own * (multiple((rank - 1) % ranks) / multiple(rank))  # powers of two: exact
 
     def exchange() -> None:
         operations = [
@@ -173,7 +136,7 @@ def _time_exchange(point: AllReducePoint, own: torch.Tensor) -> dict[str, Any]:
 
     exchange()
     row = {"algorithm": "exchange", "n_bytes": point.n_bytes}
-    if _worst(0.0 if torch.equal(received, expected) else math.inf):
+    if worst(0.0 if torch.equal(received, expected) else math.inf):
         return row | {"gate": "wrong: the neighbor's tensor did not arrive"}
     samples = time_interleaved(
         {"exchange": exchange},

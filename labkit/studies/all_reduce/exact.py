@@ -1,0 +1,52 @@
+"""Inputs whose mean over ranks is known exactly, and the gate: is a result that mean?
+
+Every rank holds the same random base vector times its own power of two, so that the mean over ranks is the base
+times one known number, exactly, in float64, without knowing the other ranks' tensors. A contribution that is missing,
+doubled or of the wrong chunk is off by far more than rounding.
+"""
+
+import math
+
+import torch
+import torch.distributed as dist
+
+CHECKED_AT_ONCE = 2**16  # elements compared with the oracle at a time, so that their float64 copies stay in cache
+
+
+def inputs(n_elements: int, dtype: torch.dtype, device: str, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The base vector and this rank's multiple of it, (n_elements,)."""
+    generator = torch.Generator().manual_seed(seed)
+    base = torch.rand(n_elements, generator=generator).sub_(0.5).to(dtype).to(device)
+    return base, base * multiple(dist.get_rank())
+
+
+def multiple(rank: int) -> float:
+    """1, 1/2, ... 1/128, 1, ...: multiplying by it is exact."""
+    return 2.0 ** -(rank % 8)
+
+
+def gate(result: torch.Tensor, base: torch.Tensor) -> tuple[float, str]:
+    """The largest relative error of any rank's mean, and "ok" or what is wrong. All ranks get the same."""
+    error = worst(_relative_error(result, base))
+    # one rounding a sum and one for the scaling, each at most eps/2 of the largest partial result; doubled
+    bound = (dist.get_world_size() + 1) * torch.finfo(result.dtype).eps
+    return error, "ok" if error <= bound else f"wrong: error {error:.1e}, at most {bound:.1e} expected"
+
+
+def worst(error: float) -> float:
+    """The largest error of any rank, on all ranks: they must agree on what gets no time."""
+    largest = torch.tensor(error, dtype=torch.float64, device="cuda" if dist.get_backend() == "nccl" else "cpu")
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return float(largest)
+
+
+def _relative_error(result: torch.Tensor, base: torch.Tensor) -> float:
+    """Largest deviation from the exact mean over the largest mean; NaN counts as infinite."""
+    ranks = dist.get_world_size()
+    factor = sum(multiple(rank) for rank in range(ranks)) / ranks
+    deviation = 0.0
+    for got, of_base in zip(result.split(CHECKED_AT_ONCE), base.split(CHECKED_AT_ONCE), strict=True):
+        difference = float((got.double() - of_base.double() * factor).abs_().max())
+        deviation = max(deviation, math.inf if math.isnan(difference) else difference)
+    largest = factor * float(base.abs().max())
+    return deviation / largest if largest else deviation
