@@ -196,7 +196,7 @@ class _Normalize(torch.autograd.Function):
         if not needs_x:
             return None, d_weight, d_bias, None, None
         sums = torch.stack([s1, s2])
-        dist.all_reduce(sums, group=ctx.group)
+        _sum_over_ranks(sums, ctx.group)
         # dx = scale dy + slope (x - center) + constant
         scale = inverse_std if weight is None else (weight * inverse_std).to(center.dtype)
         constant, slope = sums.mul_(scale / -total)
@@ -230,6 +230,11 @@ def _gather(statistics: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     gathered = statistics.new_empty(ranks * len(statistics))
     _all_gather(gathered, statistics, group=group)
     return gathered.view(ranks, -1)
+
+
+def _sum_over_ranks(sums: Tensor, group: dist.ProcessGroup | None) -> None:
+    """In place: the collective of the backward pass."""
+    dist.all_reduce(sums, group=group)
 
 
 def _combine(statistics: Tensor) -> tuple[Tensor, Tensor, Tensor]:
