@@ -44,6 +44,16 @@ def with_panel(table: pd.DataFrame) -> pd.DataFrame:
     return table.assign(panel=panels)
 
 
+def phase_table(frame: pd.DataFrame) -> pd.DataFrame:
+    """Of the largest batch with the most features, medians by phase side by side, and the interval of both together."""
+    table = times(frame)
+    table = table[(table["batch"] == table["batch"].max()) & (table["features"] == table["features"].max())]
+    keys = ["world_size", "batch", "features", "alternative"]
+    medians = table.pivot_table(index=keys, columns="phase", values="seconds").reindex(columns=list(PHASES))
+    both = table[table["phase"] == BOTH].set_index(keys)[["low", "high"]].add_prefix("both_")
+    return medians.join(both).add_suffix("_s").reset_index().sort_values(["world_size", "forward_s"])
+
+
 def ratios(frame: pd.DataFrame, baseline: str) -> pd.DataFrame:
     """Each alternative's time over the baseline's, from the same turns, with interval and verdict."""
     return with_panel(compare_groups(samples(frame), "seconds", KEYS, "alternative", baseline))

@@ -81,7 +81,7 @@ def _growth_text(grows: str, some: pd.DataFrame) -> str:
     verdict = [f"shown to be more in {grown} of {len(some)}"] if beyond_chance(grown, len(some)) else []
     verdict += [f"shown to be less in {shrunk} of {len(some)}"] if beyond_chance(shrunk, len(some)) else []
     return (
-        f"With {last} {GROWS[grows]} instead of {first} that is {span_text(some['ratio'])} times as much "
+        f"With {last} {GROWS[grows]} instead of {first} it adds {span_text(some['ratio'])} times as much "
         f"({join_words(verdict) or 'no difference shown'})."
     )
 
@@ -214,8 +214,21 @@ def memory(frame: pd.DataFrame) -> Answer | None:
         if other in wide:
             ratios = (wide[OWN] / wide[other]).dropna()
             if len(ratios):
-                sentences.append(f"Its peak is {span_text(ratios)} times that of {_name(other)}.")
+                sentences.append(f"Labkit's peak is {span_text(ratios)} times that of {_name(other)}.")
+    if beside_published := _beside_published(own):
+        sentences.append(beside_published)
     return Answer(MEMORY, "measured", " ".join(sentences), "memory")
+
+
+def _beside_published(own: pd.DataFrame) -> str | None:
+    """Peaks of the same sizes on other hardware: an allocator counts the same bytes there."""
+    keys = ["world_size", "batch", "features"]
+    both = own.merge(analysis.published()[[*keys, "alternative", "peak_bytes"]], on=keys, suffixes=("", "_published"))
+    if both.empty:
+        return None
+    over = (both["peak_bytes"] / both["peak_bytes_published"]).groupby(both["alternative_published"])
+    spans = [f"{span_text(ratios)} times that of the {name} one" for name, ratios in over]
+    return f"Of the published peaks at the same sizes, with two GPUs, it is {join_words(spans)}."
 
 
 def predicted(frame: pd.DataFrame) -> Answer | None:
