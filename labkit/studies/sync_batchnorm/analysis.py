@@ -22,19 +22,23 @@ PARTS = (COLLECTIVE, ARITHMETIC, REST)
 PUBLISHED_SELFMADE = "self-made"
 
 
-def samples(frame: pd.DataFrame) -> pd.DataFrame:
-    """`seconds` of the slowest rank, one row a (setting, phase, alternative, repeat)."""
+def samples(frame: pd.DataFrame, *alternatives: str, phase: str | None = None) -> pd.DataFrame:
+    """`seconds` of the slowest rank, one row a (setting, phase, alternative, repeat); of all, or of those named."""
     columns = [*KEYS, "alternative", "repeat", "seconds"]
     if frame.empty or not {"sweep", "phase", "seconds"} <= set(frame.columns):
         return pd.DataFrame(columns=columns)
     rows = frame[frame["sweep"] == LAYER].dropna(subset=["phase", "seconds"])
+    if alternatives:
+        rows = rows[rows["alternative"].isin(alternatives)]
+    if phase:
+        rows = rows[rows["phase"] == phase]
     table = slowest_rank(rows, "seconds", [*KEYS, "alternative"])[columns]
     return table.astype(dict.fromkeys(("world_size", "batch", "features"), int))
 
 
-def times(frame: pd.DataFrame) -> pd.DataFrame:
-    """Median `seconds` with interval, one row a (setting, phase, alternative)."""
-    table = summarize_groups(samples(frame), "seconds", [*KEYS, "alternative"])
+def times(frame: pd.DataFrame, *alternatives: str, phase: str | None = None) -> pd.DataFrame:
+    """Median `seconds` with interval, one row a (setting, phase, alternative); of all, or of those named."""
+    table = summarize_groups(samples(frame, *alternatives, phase=phase), "seconds", [*KEYS, "alternative"])
     return with_panel(table.rename(columns={"median": "seconds"}))
 
 
@@ -46,20 +50,23 @@ def with_panel(table: pd.DataFrame) -> pd.DataFrame:
 
 def phase_table(frame: pd.DataFrame) -> pd.DataFrame:
     """Of the largest batch with the most features, medians by phase side by side, and the interval of both together."""
-    table = times(frame)
-    table = table[(table["batch"] == table["batch"].max()) & (table["features"] == table["features"].max())]
+    if frame.empty or "features" not in frame:
+        return pd.DataFrame(columns=["world_size", "batch", "features", "alternative"])
+    largest = (frame["batch"] == frame["batch"].max()) & (frame["features"] == frame["features"].max())
+    table = times(frame[largest])
     keys = ["world_size", "batch", "features", "alternative"]
     medians = table.pivot_table(index=keys, columns="phase", values="seconds").reindex(columns=list(PHASES))
     both = table[table["phase"] == BOTH].set_index(keys)[["low", "high"]].add_prefix("both_")
     return medians.join(both).add_suffix("_s").reset_index().sort_values(["world_size", "forward_s"])
 
 
-def ratios(frame: pd.DataFrame, baseline: str) -> pd.DataFrame:
-    """Each alternative's time over the baseline's, from the same turns, with interval and verdict."""
-    return with_panel(compare_groups(samples(frame), "seconds", KEYS, "alternative", baseline))
+def ratios(frame: pd.DataFrame, alternative: str, baseline: str, phase: str | None = BOTH) -> pd.DataFrame:
+    """The alternative's time over the baseline's, from the same turns, with interval and verdict. None: every phase."""
+    both = samples(frame, alternative, baseline, phase=phase)
+    return with_panel(compare_groups(both, "seconds", KEYS, "alternative", baseline))
 
 
-def price_samples(frame: pd.DataFrame) -> pd.DataFrame:
+def price_samples(frame: pd.DataFrame, phase: str = BOTH) -> pd.DataFrame:
     """What synchronizing adds to plain BatchNorm on the local batch, and its parts, turn by turn.
 
     Columns: setting, phase, `repeat`, and in seconds
@@ -69,7 +76,7 @@ def price_samples(frame: pd.DataFrame) -> pd.DataFrame:
     `waiting and waking`   what is left: a rank waits for a slower one, threads and caches are cold after it
     Below zero where it is so.
     """
-    table = samples(frame)
+    table = samples(frame, OWN, LOCAL, COLLECTIVES, ALONE, phase=phase)
     wide = table.pivot_table(index=[*KEYS, "repeat"], columns="alternative", values="seconds")
     wide = wide.reindex(columns=[OWN, LOCAL, COLLECTIVES, ALONE])
     price, arithmetic = wide[OWN] - wide[LOCAL], wide[ALONE] - wide[LOCAL]
@@ -78,10 +85,10 @@ def price_samples(frame: pd.DataFrame) -> pd.DataFrame:
     return found.dropna(subset=PRICE).reset_index()
 
 
-def prices(frame: pd.DataFrame) -> pd.DataFrame:
+def prices(frame: pd.DataFrame, phase: str = BOTH) -> pd.DataFrame:
     """Median `seconds` of the price and of its parts with interval; one row a (setting, phase, `part`)."""
     names = [PRICE, *PARTS]
-    long = price_samples(frame).melt([*KEYS, "repeat"], names, "part", "seconds").dropna(subset="seconds")
+    long = price_samples(frame, phase).melt([*KEYS, "repeat"], names, "part", "seconds").dropna(subset="seconds")
     table = summarize_groups(long, "seconds", [*KEYS, "part"]).rename(columns={"median": "seconds"})
     order = {name: index for index, name in enumerate(names)}
     table = table.sort_values([*KEYS, "part"], key=lambda c: c.map(order) if c.name == "part" else c)
@@ -90,8 +97,7 @@ def prices(frame: pd.DataFrame) -> pd.DataFrame:
 
 def price_table(frame: pd.DataFrame, phase: str = BOTH) -> pd.DataFrame:
     """Median seconds of the price and its parts side by side, one row a setting."""
-    table = prices(frame)
-    wide = table[table["phase"] == phase].pivot_table(index=SETTING, columns="part", values="seconds")
+    wide = prices(frame, phase).pivot_table(index=SETTING, columns="part", values="seconds")
     return wide.reindex(columns=[PRICE, *PARTS]).add_suffix("_s").reset_index().drop(columns=["backend", "device"])
 
 
@@ -106,12 +112,10 @@ def growth(frame: pd.DataFrame) -> pd.DataFrame:
 
 def time_growth(frame: pd.DataFrame, alternative: str = OWN) -> pd.DataFrame:
     """As `growth`, of the time of an alternative."""
-    table = samples(frame)
-    return _growth(table[table["alternative"] == alternative])
+    return _growth(samples(frame, alternative, phase=BOTH))
 
 
 def _growth(table: pd.DataFrame) -> pd.DataFrame:
-    table = table[table["phase"] == BOTH]
     found = []
     for grows in ("features", "batch", "world_size"):
         fixed = [name for name in SETTING if name != grows]
@@ -133,10 +137,8 @@ def bounds(frame: pd.DataFrame) -> pd.DataFrame:
 
     `ratio`, interval and verdict by setting, from the same turns.
     """
-    table = samples(frame)
-    wide = table[table["phase"] == BOTH].pivot_table(
-        index=[*SETTING, "repeat"], columns="alternative", values="seconds"
-    )
+    table = samples(frame, OWN, LOCAL, ALL_REDUCES, phase=BOTH)
+    wide = table.pivot_table(index=[*SETTING, "repeat"], columns="alternative", values="seconds")
     wide = wide.reindex(columns=[OWN, LOCAL, ALL_REDUCES]).dropna()
     bound = wide[LOCAL] + 2 * wide[ALL_REDUCES]
     pieces = [wide[OWN].rename("seconds").reset_index(), bound.rename("seconds").reset_index()]

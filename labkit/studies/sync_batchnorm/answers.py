@@ -52,16 +52,16 @@ def _name(alternative: str) -> str:
 
 
 def price(frame: pd.DataFrame) -> Answer | None:
-    times, bad = analysis.times(frame), wrong_rows(frame)
+    bad = wrong_rows(frame)
     sentences = []
     if not bad.empty:
         names = join_words(sorted({_name(name) for name in bad["alternative"]}))
         sentences.append(f"WRONG RESULTS, and therefore no times: {names}.")
     costs = analysis.prices(frame)
-    costs = costs[(costs["part"] == PRICE) & (costs["phase"] == BOTH)]
+    costs = costs[costs["part"] == PRICE]
     if costs.empty:
         return Answer(COST, "not measured", " ".join(sentences)) if sentences else None
-    both = times[times["phase"] == BOTH]
+    both = analysis.times(frame, OWN, LOCAL, WHOLE, phase=BOTH)
     for machine, some in costs.groupby(MACHINE):
         here = both[(both[MACHINE] == list(machine)).all(axis=1)]
         medians = {name: span_text(rows["seconds"], format_seconds) for name, rows in here.groupby("alternative")}
@@ -87,8 +87,7 @@ def _growth_text(grows: str, some: pd.DataFrame) -> str:
 
 
 def _advice(frame: pd.DataFrame, costs: pd.DataFrame) -> str:
-    ratios = analysis.ratios(frame, LOCAL)
-    _, slower = shown(ratios[(ratios["alternative"] == OWN) & (ratios["phase"] == BOTH)], SETTING)
+    _, slower = shown(analysis.ratios(frame, OWN, LOCAL), SETTING)
     if len(slower) < len(costs):
         return "synchronize where it helps the model: its price is not shown in every setting measured here."
     fewest = costs["world_size"].min()
@@ -101,7 +100,6 @@ def _advice(frame: pd.DataFrame, costs: pd.DataFrame) -> str:
 
 def split(frame: pd.DataFrame) -> Answer | None:
     table = analysis.prices(frame)
-    table = table[table["phase"] == BOTH]
     if not set(PARTS) <= set(table["part"]):
         return None
     sentences = []
@@ -140,8 +138,7 @@ def _largest_part(some: pd.DataFrame) -> list[str]:
 
 
 def one_collective(frame: pd.DataFrame) -> Answer | None:
-    ratios = analysis.ratios(frame, TWO_COLLECTIVES)
-    ratios = ratios[ratios["alternative"] == OWN]
+    ratios = analysis.ratios(frame, OWN, TWO_COLLECTIVES, phase=None)
     forward = ratios[ratios["phase"] == "forward"]
     if forward.empty:
         return None
@@ -163,8 +160,7 @@ def one_collective(frame: pd.DataFrame) -> Answer | None:
 
 def _saved(frame: pd.DataFrame) -> str | None:
     """Seconds saved forward, beside the time of one bare collective."""
-    forward = analysis.times(frame)
-    forward = forward[forward["phase"] == "forward"]
+    forward = analysis.times(frame, OWN, TWO_COLLECTIVES, COLLECTIVES, phase="forward")
     wide = forward.pivot_table(index=SETTING, columns="alternative", values="seconds")
     wide = wide.reindex(columns=[OWN, TWO_COLLECTIVES, COLLECTIVES]).dropna()
     if wide.empty:
@@ -178,8 +174,7 @@ def _span(seconds: pd.Series) -> str:
 
 
 def against_torch(frame: pd.DataFrame) -> Answer | None:
-    ratios = analysis.ratios(frame, TORCH)
-    ratios = ratios[(ratios["alternative"] == OWN) & (ratios["phase"] == BOTH)]
+    ratios = analysis.ratios(frame, OWN, TORCH)
     if ratios.empty:
         if refused := analysis.refusals(frame):
             text = f"Not measured: torch's layer refuses this input (“{'; '.join(refused)}”). It runs on GPUs only."
@@ -233,7 +228,6 @@ def _beside_published(own: pd.DataFrame) -> str | None:
 
 def predicted(frame: pd.DataFrame) -> Answer | None:
     table = predictions(frame)
-    table = table[table["phase"] == BOTH]
     own = table[table["alternative"] == OWN]["measured_over_predicted"]
     if own.empty:
         return None

@@ -68,16 +68,20 @@ def cost_table(frame: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["world_size", "of", "alpha_s", "beta_ns_per_byte", "median_error_percent"])
 
 
-def predictions(frame: pd.DataFrame) -> pd.DataFrame:
+def predictions(frame: pd.DataFrame, phase: str = analysis.BOTH) -> pd.DataFrame:
     """Setting, phase, alternative, `operators`, `moved_bytes`, `seconds`, `predicted_s`, `measured_over_predicted`."""
     columns = [*KEYS, "panel", "alternative", "operators", "moved_bytes", "seconds", "predicted_s"]
     known, counted = costs(frame), _counts(frame)
     if not known or counted.empty:
         return pd.DataFrame(columns=[*columns, "measured_over_predicted"])
     rows = []
-    for row in analysis.times(frame).merge(counted, on=[*KEYS, "alternative"], how="left").to_dict("records"):
+    for row in (
+        analysis.times(frame, *PREDICTED, phase=phase)
+        .merge(counted, on=[*KEYS, "alternative"], how="left")
+        .to_dict("records")
+    ):
         machine = (row["world_size"], row["backend"], row["device"])
-        if machine in known and row["alternative"] in PREDICTED:
+        if machine in known:
             rows.append({name: row[name] for name in columns[:-1]} | {"predicted_s": _predict(row, known[machine])})
     table = pd.DataFrame(rows, columns=columns).dropna(subset="predicted_s")
     return table.assign(measured_over_predicted=table["seconds"] / table["predicted_s"])

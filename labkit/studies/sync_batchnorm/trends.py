@@ -58,8 +58,7 @@ def _peak_grows_with_size(frame: pd.DataFrame) -> Iterator[Trend]:
 
 def _against_torch(frame: pd.DataFrame) -> Iterator[Trend]:
     """Published, of the self-made layer: faster than torch's in every setting, at 2.4 to 2.8 times its peak memory."""
-    ratios = analysis.ratios(frame, TORCH)
-    ratios = ratios[(ratios["alternative"] == OWN) & (ratios["phase"] == analysis.BOTH)]
+    ratios = analysis.ratios(frame, OWN, TORCH)
     ratios = ratios[ratios["world_size"] == PUBLISHED_RANKS]
     if not ratios.empty:
         claim = f"A self-made layer is faster than torch's ({span_text(ratios['ratio'])} of its time here)"
