@@ -76,14 +76,16 @@ def test_what_torch_says_of_a_cpu_is_recorded():
 
 
 def test_memory_is_the_input_and_a_few_numbers_a_feature():
-    rows = {(rank, row["alternative"]): row for rank, row in _small() if "saved_bytes" in row}
-    for rank, n in ((0, 4), (1, 5)):
-        own = rows[rank, OWN]
-        assert own["saved_bytes"] - own["beside_input_bytes"] == 4 * n * 6
-        assert own["beside_input_bytes"] <= 4 * 4 * 6 + 8
-        assert own["peak_bytes"] >= 4 * 4 * n * 6  # input, output and both gradients
-    assert rows[0, WHOLE]["saved_bytes"] - rows[0, WHOLE]["beside_input_bytes"] == 4 * 9 * 6
-    assert (1, WHOLE) not in rows
+    ranks, rows = zip(*[(rank, row) for rank, row in _small() if "saved_bytes" in row], strict=True)
+    assert set(ranks) == {0}
+    found = {row["alternative"]: row for row in rows}
+    assert set(found) == set(LAYERS) - {TORCH}
+    for name, row in found.items():
+        n = 9 if name == WHOLE else 4
+        assert row["saved_bytes"] - row["beside_input_bytes"] == 4 * n * 6
+        assert row["beside_input_bytes"] <= 5 * 4 * 6 + 8
+        assert row["peak_bytes"] >= 4 * 4 * n * 6  # input, output and both gradients
+    assert found[OWN]["beside_input_bytes"] <= 4 * 4 * 6 + 8
 
 
 def test_operators_and_bytes_sent_are_counted_by_phase():

@@ -147,7 +147,7 @@ def bounds(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def memory(frame: pd.DataFrame) -> pd.DataFrame:
-    """Bytes saved for backward (in all, beside the input) and the peak, of the rank with the most; by alternative."""
+    """Bytes saved for backward (in all, beside the input) and the peak, of the first rank, by alternative."""
     names = ["saved_bytes", "beside_input_bytes", "peak_bytes"]
     columns = [*SETTING, "alternative", *names]
     if frame.empty or "saved_bytes" not in frame:

@@ -113,7 +113,11 @@ def _layers(point: SyncBatchNormPoint, device: str) -> Iterator[dict[str, Any]]:
             if not _is_idle(name):
                 yield abouts[name] | {"phase": phase, "seconds": times[f"{name} {phase}"]} | counts[phase]
         if isinstance(one, Layer) and not _is_idle(name):
-            yield abouts[name] | _memory(name, batch, device)
+            # one rank tells, the others take part: a profiler in every rank costs more than all timing
+            if dist.get_rank() == 0:
+                yield abouts[name] | _memory(name, batch, device)
+            else:
+                _take_part(name, batch)
 
 
 def _refusal(name: str, batch: Batch) -> str | None:
@@ -195,3 +199,11 @@ def _memory(name: str, batch: Batch, device: str) -> dict[str, Any]:
         "beside_input_bytes": sum(one.n_bytes for one in saved if one.address != input_address),
         "peak_bytes": record.windows["step"].peak_bytes,
     }
+
+
+def _take_part(name: str, batch: Batch) -> None:
+    """The collectives of `_memory`, for the rank that measures it."""
+    layer = Layer(name, batch)
+    for _ in range(2):
+        layer.forward()
+        layer.backward()
