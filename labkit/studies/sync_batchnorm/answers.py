@@ -108,7 +108,7 @@ def split(frame: pd.DataFrame) -> Answer | None:
         if wide.empty:
             continue
         spans = [
-            f"{name} {_span(wide[name])} ({span_text(100 * wide[name] / wide[PRICE], '{:.0f}'.format)} %)"
+            f"{name} {_span(wide[name])} ({span_text((100 * wide[name] / wide[PRICE]).round() + 0.0, '{:.0f}'.format)} %)"
             for name in PARTS
         ]
         sentences.append(f"{_where(machine)}: of what synchronizing adds, {join_words(spans)}.")
