@@ -107,10 +107,8 @@ def split(frame: pd.DataFrame) -> Answer | None:
         wide = some.pivot_table(index=SETTING, columns="part", values="seconds").dropna()
         if wide.empty:
             continue
-        spans = [
-            f"{name} {_span(wide[name])} ({span_text((100 * wide[name] / wide[PRICE]).round() + 0.0, '{:.0f}'.format)} %)"
-            for name in PARTS
-        ]
+        shares = (100 * wide.div(wide[PRICE], axis=0)).round() + 0.0  # no "-0"
+        spans = [f"{name} {_span(wide[name])} ({span_text(shares[name], '{:.0f}'.format)} %)" for name in PARTS]
         sentences.append(f"{_where(machine)}: of what synchronizing adds, {join_words(spans)}.")
         sentences += _largest_part(some)
     bounds = analysis.bounds(frame)

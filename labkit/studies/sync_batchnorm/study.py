@@ -66,7 +66,7 @@ class SyncBatchNormStudy(Study):
             warmup=1,
             repeats=6,
         ),
-        "quick": SyncBatchNormConfig(probe_bytes=[KIB, 16 * KIB, 256 * KIB], calls=2, repeats=15),
+        "quick": SyncBatchNormConfig(probe_bytes=[KIB, 16 * KIB, 256 * KIB], calls=2, repeats=20),
         "standard": SyncBatchNormConfig(probe_bytes=[KIB, 4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB], repeats=200),
         "paper": SyncBatchNormConfig(
             probe_bytes=[KIB, 4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB],
