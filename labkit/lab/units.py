@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 _TIME_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
 # Columns of whole numbers, of which a reader wants all digits: 4096, not 4.1e+03.
-COUNTS = ("sequence", "context_length", "head_dim", "batch")
+COUNTS = ("sequence", "context_length", "head_dim", "batch", "features")
 _SIZE_UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
 

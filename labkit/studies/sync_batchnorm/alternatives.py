@@ -1,0 +1,231 @@
+"""What takes turns in the SyncBatchNorm lab: layers on one batch, bare collectives of the same bytes, and the gate.
+
+The batch is that of all ranks together; each rank has its rows of it. The loss is the sum of the outputs of the first
+half of the batch, so that some ranks have a gradient of ones and others of zeros: backward begins with that gradient,
+and computing the loss itself is no part of any time. Rows of rank r are shifted by r: statistics of one rank's rows are
+far from those of the whole batch.
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from labkit.parallel import sync_batchnorm
+from labkit.parallel.sync_batchnorm import SyncBatchNorm
+
+OWN, TWO_COLLECTIVES, ALONE, TORCH = "labkit", "labkit_two_collectives", "labkit_without_collectives", "torch"
+LOCAL, WHOLE = "plain_local_batch", "plain_whole_batch"
+LAYERS = (OWN, TWO_COLLECTIVES, ALONE, TORCH, LOCAL, WHOLE)
+COLLECTIVES, ALL_REDUCES = "bare_collectives", "bare_all_reduces"
+BARE = (COLLECTIVES, ALL_REDUCES)
+ALTERNATIVES = (*LAYERS, *BARE)
+BY_LOCAL_BATCH = (ALONE, LOCAL)
+
+# Relative to the largest expected value, which counts as at least 1. Float32 and a few rows a rank stay far below it;
+# statistics of the wrong rows are off by a tenth or more.
+TOLERANCE = 1e-4
+
+# What labkit's layer sends through, as it is: `_sending` puts something else in its place.
+_gather, _sum_over_ranks = sync_batchnorm._gather, sync_batchnorm._sum_over_ranks
+
+
+def _gather_in_two(statistics: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Counts and means first, deviations after them: two collectives instead of one, the same numbers.
+
+    Whoever takes deviations from the mean of the whole batch needs two, the first for the mean.
+    """
+    first = len(statistics) // 2 + 1
+    return torch.cat([_gather(part, group) for part in (statistics[:first], statistics[first:])], dim=1)
+
+
+def _gather_nothing(statistics: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """This rank's statistics as if there were no others."""
+    return statistics.view(1, -1)
+
+
+def _sum_nothing(sums: Tensor, group: dist.ProcessGroup | None) -> None:
+    pass
+
+
+@contextmanager
+def _sending(name: str) -> Iterator[None]:
+    """Inside, labkit's layer sends as the alternative does; its arithmetic stays the same."""
+    if name == TWO_COLLECTIVES:
+        sync_batchnorm._gather = _gather_in_two
+    elif name == ALONE:
+        sync_batchnorm._gather, sync_batchnorm._sum_over_ranks = _gather_nothing, _sum_nothing
+    try:
+        yield
+    finally:
+        sync_batchnorm._gather, sync_batchnorm._sum_over_ranks = _gather, _sum_over_ranks
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The input of all ranks and the gradient of its output, (batch, features) in float32; `mine`: this rank's rows."""
+
+    whole: Tensor
+    gradient: Tensor
+    mine: slice
+
+    @staticmethod
+    def of_rank(batch: int, features: int, *, seed: int, device: str) -> "Batch":
+        """The same whole batch on every rank, from the seed."""
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        generator = torch.Generator().manual_seed(seed)
+        whole = torch.randn(batch, features, generator=generator)
+        bounds = [batch * index // ranks for index in range(ranks + 1)]
+        for index in range(ranks):
+            whole[bounds[index] : bounds[index + 1]] += index
+        gradient = torch.zeros(batch, features)
+        gradient[: batch // 2] = 1
+        return Batch(whole.to(device), gradient.to(device), slice(bounds[rank], bounds[rank + 1]))
+
+    def rows_for(self, alternative: str) -> slice:
+        """What an alternative normalizes on this rank: its own rows, or all."""
+        return slice(None) if alternative == WHOLE else self.mine
+
+
+class Layer:
+    """A batch-norm layer, its input and its output's gradient. `forward` and `backward` are what is timed."""
+
+    def __init__(self, name: str, batch: Batch):
+        self.name = name
+        rows = batch.rows_for(name)
+        # the lab's input, not a view of the whole batch: what is saved by reference is this alone
+        self.x = batch.whole[rows].clone().requires_grad_()
+        self.gradient = batch.gradient[rows].clone()
+        self.layer = _build(name, self.x.shape[1]).to(self.x.device)
+        self._inputs = [self.x, *self.layer.parameters()]
+        self._outputs: list[Tensor] = []
+
+    def forward(self) -> None:
+        with _sending(self.name):
+            self._outputs.append(self.layer(self.x))
+
+    def backward(self) -> None:
+        """Of the last forward pass that has not had its backward."""
+        self.gradients()
+
+    def gradients(self) -> tuple[Tensor, ...]:
+        with _sending(self.name):
+            return torch.autograd.grad(self._outputs.pop(), self._inputs, self.gradient)
+
+
+def _build(name: str, features: int) -> nn.Module:
+    kinds = {TORCH: nn.SyncBatchNorm, LOCAL: nn.BatchNorm1d, WHOLE: nn.BatchNorm1d}
+    layer: nn.Module = kinds.get(name, SyncBatchNorm)(features)
+    return _with_affine(layer)
+
+
+def _with_affine(layer: nn.Module) -> nn.Module:
+    """Weights and biases that differ between channels, some negative; sixteenths, which every type has exactly."""
+    generator = torch.Generator().manual_seed(99)
+    for parameter in layer.parameters():
+        values = torch.randint(-32, 32, parameter.shape, generator=generator)
+        parameter.data.copy_(values / 16 + 1 / 32)
+    return layer
+
+
+class Bare:
+    """The collectives alone, of as many numbers of the same types as the layer sends: [count, mean, M2], [S1, S2].
+
+    `bare_collectives` runs what the layer runs, `bare_all_reduces` the backend's all-reduce both times.
+    """
+
+    def __init__(self, name: str, features: int, device: str):
+        self.name = name
+        self.statistics = torch.zeros(2 * features + 1, dtype=torch.float64, device=device)
+        self.sums = torch.zeros(2 * features, dtype=torch.float32, device=device)
+
+    def forward(self) -> None:
+        if self.name == COLLECTIVES:
+            _gather(self.statistics, None)
+        else:
+            dist.all_reduce(self.statistics)
+
+    def backward(self) -> None:
+        if self.name == COLLECTIVES:
+            _sum_over_ranks(self.sums, None)
+        else:
+            dist.all_reduce(self.sums)
+
+    @property
+    def sent_bytes(self) -> dict[str, int]:
+        """Of a rank, by phase."""
+        sizes = {"forward": self.statistics, "backward": self.sums}
+        return {phase: tensor.numel() * tensor.itemsize for phase, tensor in sizes.items()}
+
+
+def layer_error(layer: Layer, batch: Batch) -> float:
+    """Largest error of any rank against BatchNorm in float64: output, gradients of input, weight, bias, statistics.
+
+    What normalizes by the local batch is held against that, all others against the whole batch, whose gradients of
+    weight and bias are the sums over ranks. Every rank gets the same number.
+    """
+    layer.forward()
+    output = layer._outputs[-1].detach()
+    dx, *affine = layer.gradients()
+    if layer.name not in (*BY_LOCAL_BATCH, WHOLE):
+        for gradient in affine:
+            dist.all_reduce(gradient)
+    found = [output, dx, *affine, *_running_statistics(layer.layer)]
+    error = max(_largest(got, exact) for got, exact in zip(found, _exact(layer, batch), strict=True))
+    return worst_of_ranks(error)
+
+
+def _exact(layer: Layer, batch: Batch) -> list[Tensor]:
+    """What `layer_error` compares with, in its order."""
+    rows = batch.mine if layer.name in BY_LOCAL_BATCH else slice(None)
+    x, gradient = batch.whole[rows].double().requires_grad_(), batch.gradient[rows].double()
+    reference = _with_affine(nn.BatchNorm1d(x.shape[1], dtype=torch.float64)).to(x.device)
+    output = reference(x)
+    dx, *affine = torch.autograd.grad(output, [x, *reference.parameters()], gradient)
+    shown = slice(None) if layer.name in BY_LOCAL_BATCH else batch.rows_for(layer.name)
+    return [output.detach()[shown], dx[shown], *affine, *_running_statistics(reference)]
+
+
+def _running_statistics(layer: nn.Module) -> list[Tensor]:
+    return [layer.get_buffer("running_mean"), layer.get_buffer("running_var")]
+
+
+def bare_error(bare: Bare) -> float:
+    """Largest error of any rank in what the bare collectives return, which whole numbers make exact."""
+    ranks = dist.get_world_size()
+    expected = ranks * (ranks + 1) / 2
+    bare.statistics.fill_(dist.get_rank() + 1)
+    bare.sums.fill_(dist.get_rank() + 1)
+    if bare.name == COLLECTIVES:
+        summed = _gather(bare.statistics, None).sum(0)
+    else:
+        bare.forward()
+        summed = bare.statistics
+    bare.backward()
+    error = max(float((got - expected).abs().max()) for got in (summed, bare.sums))
+    bare.statistics.zero_()  # sums of sums would overflow
+    bare.sums.zero_()
+    return worst_of_ranks(error)
+
+
+def verdict(error: float) -> str:
+    """ "ok", or what is wrong."""
+    return "ok" if error <= TOLERANCE else f"wrong: error {error:.1e}, at most {TOLERANCE:.1e} expected"
+
+
+def _largest(got: Tensor, exact: Tensor) -> float:
+    """Largest difference over the largest exact value, which counts as at least 1; NaN counts as infinite."""
+    difference = float((got.double() - exact).abs().max() / exact.abs().max().clamp_min(1))
+    return math.inf if math.isnan(difference) else difference
+
+
+def worst_of_ranks(error: float) -> float:
+    """The largest error of any rank, on all: they must agree on what gets no time."""
+    worst: Any = torch.tensor(error, dtype=torch.float64, device="cuda" if dist.get_backend() == "nccl" else "cpu")
+    dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+    return float(worst)

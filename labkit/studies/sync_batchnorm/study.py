@@ -1,0 +1,139 @@
+"""The SyncBatchNorm lab: its parameters and the points it measures."""
+
+from collections.abc import Hashable, Sequence
+from typing import Annotated, Any
+
+import pandas as pd
+from pydantic import Field, field_validator
+
+from labkit.lab.answers import Answer, check_complete
+from labkit.lab.config import Count, Device, LabConfig, Repeats, Seed, TimeoutSeconds, Warmup
+from labkit.lab.study import Study
+from labkit.lab.units import format_bytes
+from labkit.machine import Machine, available_memory_bytes
+from labkit.studies.sync_batchnorm import answers as answering
+from labkit.studies.sync_batchnorm.alternatives import ALTERNATIVES
+from labkit.studies.sync_batchnorm.worker import LAYER, PROBE, SyncBatchNormPoint, measure_point
+
+RANK_BYTES = 200 * 2**20  # a rank's own resident memory, torch included
+# Of the whole batch in float32, on a rank, beside those that wait for their backward: every alternative's input and
+# gradient, and the exact results in float64.
+COPIES = 30
+
+
+class SyncBatchNormConfig(LabConfig):
+    """What a reader may set."""
+
+    world_sizes: Annotated[list[Annotated[int, Field(ge=2, le=1024)]], Field(min_length=1)] = [2, 4]
+    batches: Annotated[list[Annotated[int, Field(ge=4, lt=2**31)]], Field(min_length=1)] = [32, 64]
+    """Rows of all ranks together."""
+    features: Annotated[list[Count], Field(min_length=1)] = [128, 256, 512, 1024]
+    probe_bytes: Annotated[list[Annotated[int, Field(ge=16, le=2**40, multiple_of=16)]], Field(min_length=2)]
+    """Sizes of single collectives and copies, which give what a call and a byte cost."""
+    calls: Annotated[int, Field(ge=1, le=10_000)] = 5
+    """Of which one sample is the mean."""
+    warmup: Warmup = 2
+    repeats: Repeats = 20
+    device: Device = "auto"
+    seed: Seed = 0
+    timeout_s: TimeoutSeconds = 300.0
+
+    @field_validator("probe_bytes")
+    @classmethod
+    def _differ(cls, sizes: list[int]) -> list[int]:
+        if len(set(sizes)) < 2:
+            raise ValueError("should name two sizes that differ, or a call and a byte cannot be told apart")
+        return sizes
+
+
+KIB = 2**10
+
+
+class SyncBatchNormStudy(Study):
+    """Layers synchronized and not, and their collectives alone, in turns."""
+
+    name = "sync_batchnorm"
+    title = "SyncBatchNorm"
+    summary = "What normalizing by the batch of all ranks costs a layer, and where that goes."
+    questions = answering.QUESTIONS
+    profiles = {
+        "smoke": SyncBatchNormConfig(
+            world_sizes=[2],
+            batches=[32, 64],
+            features=[128, 1024],
+            probe_bytes=[KIB, 64 * KIB],
+            calls=2,
+            warmup=1,
+            repeats=6,
+        ),
+        "quick": SyncBatchNormConfig(probe_bytes=[KIB, 16 * KIB, 256 * KIB], calls=2, repeats=20),
+        "standard": SyncBatchNormConfig(probe_bytes=[KIB, 4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB], repeats=200),
+        "paper": SyncBatchNormConfig(
+            probe_bytes=[KIB, 4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB],
+            calls=10,
+            warmup=10,
+            repeats=1000,
+            timeout_s=3600.0,
+        ),
+    }
+    worker = staticmethod(measure_point)
+
+    def points(self, config: SyncBatchNormConfig, machine: Machine) -> Sequence[SyncBatchNormPoint]:
+        """By world size: single collectives and copies first, then one point a (batch, features)."""
+        points = []
+        for world_size in sorted(set(config.world_sizes)):
+            sizes = tuple(sorted(set(config.probe_bytes)))
+            points.append(_point(config, machine, world_size, PROBE, probe_bytes=sizes))
+            points += [
+                _point(config, machine, world_size, LAYER, batch=batch, features=features, alternatives=ALTERNATIVES)
+                for batch in sorted(set(config.batches))
+                for features in sorted(set(config.features))
+            ]
+        return points
+
+    def skip_reason(self, point: SyncBatchNormPoint, machine: Machine) -> str | None:
+        if reason := machine.why_no_device(point.device):
+            return reason
+        if point.batch is not None and point.batch < 2 * point.world_size:
+            return "plain BatchNorm needs two rows a rank, and there are fewer"
+        needed = point.world_size * (RANK_BYTES + _rank_bytes(point))
+        available = available_memory_bytes()
+        if point.device == "cuda":
+            available = sum(gpu.memory_bytes for gpu in machine.gpus[: point.world_size])
+        if needed > available:
+            return f"needs {format_bytes(needed)}, {format_bytes(available)} available"
+        return None
+
+    def series(self, point: SyncBatchNormPoint) -> tuple[Hashable, float]:
+        return (point.sweep, point.world_size), (point.batch or 1) * (point.features or 1)
+
+    def answers(self, frame: pd.DataFrame, coverage: pd.DataFrame) -> Sequence[Answer]:
+        return check_complete(self.questions, answering.answer_all(frame, coverage))
+
+
+def _rank_bytes(point: SyncBatchNormPoint) -> int:
+    """What a rank allocates: inputs, gradients, exact results, and the outputs that wait for their backward."""
+    if point.sweep == PROBE:
+        return 8 * sum(point.probe_bytes) * point.world_size
+    return (COPIES + 2 * point.calls) * 4 * (point.batch or 1) * (point.features or 1)
+
+
+def _point(
+    config: SyncBatchNormConfig, machine: Machine, world_size: int, sweep: str, **others: Any
+) -> SyncBatchNormPoint:
+    device = machine.device(config.device)
+    return SyncBatchNormPoint(
+        world_size=world_size,
+        backend=machine.backend(device, world_size),
+        sweep=sweep,
+        device=device,
+        calls=config.calls,
+        warmup=config.warmup,
+        repeats=config.repeats,
+        seed=config.seed,
+        timeout_s=config.timeout_s,
+        **others,
+    )
+
+
+STUDY = SyncBatchNormStudy()

@@ -1,0 +1,209 @@
+"""What a rank runs to measure one point of the SyncBatchNorm lab. Imports torch, the layers and the instruments.
+
+A call takes a millisecond or less, so that a sample is the mean of several calls behind one barrier.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from labkit.bench.allocator import record_allocations
+from labkit.bench.clock import time_interleaved
+from labkit.bench.operators import OperatorCount
+from labkit.bench.saved_tensors import saved_for_backward
+from labkit.lab.point import Point
+from labkit.studies.sync_batchnorm.alternatives import (
+    BARE,
+    COLLECTIVES,
+    TORCH,
+    WHOLE,
+    Bare,
+    Batch,
+    Layer,
+    bare_error,
+    layer_error,
+    verdict,
+)
+
+LAYER, PROBE = "layer", "probe"
+PHASES = ("forward", "backward", "both")
+COPY = "copy"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncBatchNormPoint(Point):
+    """Either a batch with the alternatives compared on it, or the sizes of single collectives and copies."""
+
+    sweep: str
+    """ "layer" or "probe"."""
+    device: str = "cpu"
+    """ "cpu" or "cuda"; several ranks may share one CUDA device."""
+    batch: int | None = None
+    """Rows of all ranks together."""
+    features: int | None = None
+    alternatives: tuple[str, ...] = ()
+    probe_bytes: tuple[int, ...] = ()
+    calls: int = 5
+    """Of which one sample is the mean."""
+    warmup: int = 2
+    repeats: int = 20
+    seed: int = 0
+
+    def title(self) -> str:
+        about = "single collectives" if self.sweep == PROBE else f"{self.batch} x {self.features}"
+        return f"{super().title()}, {about}"
+
+
+def measure_point(point: SyncBatchNormPoint) -> Iterator[dict[str, Any]]:
+    """Rows of one point: seconds of single collectives and copies, or of every alternative and phase, and memory."""
+    device = "cpu" if point.device == "cpu" else f"cuda:{dist.get_rank() % torch.cuda.device_count()}"
+    if point.device == "cuda":
+        torch.cuda.set_device(device)  # clocks mark its stream, whichever ranks share it
+    yield from (_probe if point.sweep == PROBE else _layers)(point, device)
+
+
+def _probe(point: SyncBatchNormPoint, device: str) -> Iterator[dict[str, Any]]:
+    """The layer's collectives and a copy at a few sizes, before any layer: they give what calls and bytes cost."""
+    actions: dict[str, Callable[[], Any]] = {}
+    abouts = {}
+    for n_bytes in point.probe_bytes:
+        bare = Bare(COLLECTIVES, n_bytes // 16, device)  # 2C + 1 numbers of 8 bytes, 2C of 4
+        gate = verdict(bare_error(bare))
+        for phase, size in bare.sent_bytes.items():
+            abouts[f"{phase} {n_bytes}"] = {
+                "alternative": COLLECTIVES,
+                "phase": phase,
+                "sent_bytes": size,
+                "gate": gate,
+            }
+        if gate == "ok":
+            actions |= {f"forward {n_bytes}": bare.forward, f"backward {n_bytes}": bare.backward}
+        source, target = torch.zeros(2, n_bytes // 4, device=device)
+        abouts[f"copy {n_bytes}"] = {"alternative": COPY, "moved_bytes": 2 * n_bytes, "gate": "ok"}
+        actions[f"copy {n_bytes}"] = partial(target.copy_, source)
+    times = _time(point, actions, device)
+    for name, about in abouts.items():
+        yield about | {"seconds": times[name]} if name in times else about
+
+
+def _layers(point: SyncBatchNormPoint, device: str) -> Iterator[dict[str, Any]]:
+    batch = Batch.of_rank(point.batch or 2, point.features or 1, seed=point.seed, device=device)
+    right: dict[str, Layer | Bare] = {}
+    abouts: dict[str, dict[str, Any]] = {}
+    for name in point.alternatives:
+        if refusal := _refusal(name, batch):
+            yield {"alternative": name, "refused": refusal}
+            continue
+        candidate: Layer | Bare = Bare(name, point.features or 1, device) if name in BARE else Layer(name, batch)
+        error = layer_error(candidate, batch) if isinstance(candidate, Layer) else bare_error(candidate)
+        abouts[name] = {"alternative": name, "error": error, "gate": verdict(error)}
+        if abouts[name]["gate"] == "ok":
+            right[name] = candidate
+        else:
+            yield abouts[name]
+    actions = {f"{name} {phase}": action for name, one in right.items() for phase, action in _actions(one)}
+    times = _time(point, actions, device)
+    for name, one in right.items():
+        counts = _counts(one)
+        for phase in PHASES:
+            if not _is_idle(name):
+                yield abouts[name] | {"phase": phase, "seconds": times[f"{name} {phase}"]} | counts[phase]
+        if isinstance(one, Layer) and not _is_idle(name):
+            # one rank tells, the others take part: a profiler in every rank costs more than all timing
+            if dist.get_rank() == 0:
+                yield abouts[name] | _memory(name, batch, device)
+            else:
+                _take_part(name, batch)
+
+
+def _refusal(name: str, batch: Batch) -> str | None:
+    """What torch says where it does not take the input: its SyncBatchNorm is for GPUs."""
+    if name != TORCH or batch.whole.is_cuda:
+        return None
+    try:
+        Layer(name, batch).forward()
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    return None
+
+
+def _is_idle(name: str) -> bool:
+    """The whole batch in one process is the first rank's work; the others wait for it."""
+    return name == WHOLE and dist.get_rank() != 0
+
+
+def _actions(one: Layer | Bare) -> list[tuple[str, Callable[[], None]]]:
+    if _is_idle(one.name):
+        return [(phase, _nothing) for phase in PHASES]
+
+    def both() -> None:
+        one.forward()
+        one.backward()
+
+    return list(zip(PHASES, (one.forward, one.backward, both), strict=True))
+
+
+def _nothing() -> None:
+    pass
+
+
+def _time(point: SyncBatchNormPoint, actions: dict[str, Callable[[], Any]], device: str) -> dict[str, list[float]]:
+    """Seconds a call; every sample is the mean of `calls` of them, one after another."""
+    if not actions:
+        return {}
+
+    def repeated(action: Callable[[], Any]) -> None:
+        for _ in range(point.calls):
+            action()
+
+    times = time_interleaved(
+        {name: partial(repeated, action) for name, action in actions.items()},
+        warmup=point.warmup,
+        repeats=point.repeats,
+        device=device,
+        before=dist.barrier,
+    )
+    return {name: [seconds / point.calls for seconds in samples] for name, samples in times.items()}
+
+
+def _counts(one: Layer | Bare) -> dict[str, dict[str, int]]:
+    """By phase: operators and the bytes they move, or the bytes that are sent."""
+    if isinstance(one, Bare):
+        sent = one.sent_bytes
+        return {phase: {"sent_bytes": sent.get(phase, sum(sent.values()))} for phase in PHASES}
+    counts = {}
+    for phase, action in _actions(one):
+        with OperatorCount() as count:
+            action()
+        counts[phase] = {"operators": count.operators, "moved_bytes": count.moved_bytes}
+    return counts
+
+
+def _memory(name: str, batch: Batch, device: str) -> dict[str, Any]:
+    """Bytes saved for backward, and the allocator's peak over forward and backward, layer and input included."""
+    with record_allocations(device) as record:
+        layer = Layer(name, batch)
+        _, saved = saved_for_backward(layer.forward)
+        layer.backward()
+        with record.window("step"):
+            layer.forward()
+            layer.backward()
+        input_address = layer.x.untyped_storage().data_ptr()
+        del layer
+    return {
+        "saved_bytes": sum(one.n_bytes for one in saved),
+        "beside_input_bytes": sum(one.n_bytes for one in saved if one.address != input_address),
+        "peak_bytes": record.windows["step"].peak_bytes,
+    }
+
+
+def _take_part(name: str, batch: Batch) -> None:
+    """The collectives of `_memory`, for the rank that measures it."""
+    layer = Layer(name, batch)
+    for _ in range(2):
+        layer.forward()
+        layer.backward()
