@@ -7,7 +7,7 @@ import pandas as pd
 
 from labkit.bench.statistics import beyond_chance
 from labkit.lab.answers import Verdict
-from labkit.lab.units import format_seconds
+from labkit.lab.units import format_seconds, join_words
 
 
 def shown(ratios: pd.DataFrame, setting: Sequence[str]) -> tuple[pd.DataFrame, pd.DataFrame]:
@@ -59,3 +59,14 @@ def ranks_text(row: Mapping[str, Any] | pd.Series) -> str:
 def wrong_rows(frame: pd.DataFrame) -> pd.DataFrame:
     """Rows that did not pass their gate."""
     return frame[frame["gate"].fillna("ok") != "ok"] if "gate" in frame else frame.iloc[:0]
+
+
+def not_measured_text(frame: pd.DataFrame, name: str) -> str:
+    """What ranks could not measure, and why: a sentence, or nothing. `name` is the column that names it."""
+    if "not_measured" not in frame or (refused := frame.dropna(subset="not_measured")).empty:
+        return ""
+    parts = [
+        f"{join_words(sorted(set(rows[name])))} ({reason})"
+        for reason, rows in refused.groupby("not_measured", sort=False)
+    ]
+    return f"Not measured: {join_words(parts)}."

@@ -237,6 +237,6 @@ def test_transports_without_shared_memory_give_the_reason():
     refused = {"sweep": "transports", "algorithm": "chosen", "transport": "shared", "world_size": 2, "n_bytes": 1000}
     frame = pd.concat([frame, pd.DataFrame([refused | {"not_measured": "the ranks are on several hosts"}])])
     answer = _answers(frame)["transports"]
-    assert "not measured: the ranks are on several hosts" in answer.text
+    assert "Not measured: shared (the ranks are on several hosts)." in answer.text
     assert answer.recommendation is None
     assert _answers(_frame(routes={}))["transports"].verdict == "not measured"

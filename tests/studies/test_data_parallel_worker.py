@@ -4,10 +4,11 @@ import pytest
 
 from labkit.bench.trace import Profile, read_events
 from labkit.lab.units import format_bytes
-from labkit.machine import describe_machine
+from labkit.machine import Gpu, describe_machine
 from labkit.nn.workloads import workload_parameters
-from labkit.parallel.data_parallel.implementations import IMPLEMENTATIONS
+from labkit.parallel.data_parallel.implementations import IMPLEMENTATIONS, OVER_SHARED_MEMORY
 from labkit.parallel.launch import PointEnd, Row, launch
+from labkit.parallel.transport.semaphores import Semaphores
 from labkit.studies.data_parallel import study as study_module
 from labkit.studies.data_parallel import timeline, worker
 from labkit.studies.data_parallel.study import STUDY
@@ -224,7 +225,7 @@ def test_copies_that_do_not_fit_are_skipped_with_what_they_need(monkeypatch):
     machine = describe_machine().model_copy(update={"gpus": []})
     points = STUDY.points(STUDY.profiles["quick"], machine)
     reasons = [STUDY.skip_reason(point, machine) for point in points]
-    assert reasons[0] == "8 copies need 4.96 GiB, 1 GiB available"
+    assert reasons[0] == "10 copies need 6.1 GiB, 1 GiB available"
     (accumulating,) = [point for point in points if point.sweep == "accumulation"]
     needed = 2 * (study_module.RANK_BYTES + 5 * 3 * 4 * workload_parameters("resnet50"))  # two of each, and the gate's
     assert STUDY.skip_reason(accumulating, machine) == f"5 copies need {format_bytes(needed)}, 1 GiB available"
@@ -259,3 +260,25 @@ def test_names_of_alternatives(text, name, size):
     from labkit.studies.data_parallel.worker import split_name
 
     assert split_name(text) == (name, size)
+
+
+def _measure_without_shared_memory(point):
+    Semaphores.unavailable = staticmethod(lambda: "none here")
+    yield from measure_point(point)
+
+
+def test_wrappers_over_shared_memory_say_why_where_there_is_none():
+    point = _point("implementations", [LOCAL, "naive", *OVER_SHARED_MEMORY])
+    rows = _measure(point, _measure_without_shared_memory)
+    refused = [row for row in rows if "seconds" not in row]
+    assert {row["implementation"] for row in refused} == set(OVER_SHARED_MEMORY)
+    assert all("none here" in row["not_measured"] for row in refused)
+    assert {row["implementation"] for row in rows if row not in refused} == {LOCAL, "naive"}
+
+
+def test_shared_memory_is_not_planned_for_gpus():
+    gpu = Gpu(name="H100", memory_bytes=80 * 2**30, compute_capability="9.0", dense_bf16_peak_tflops=None)
+    machine = describe_machine().model_copy(update={"gpus": [gpu, gpu]})
+    planned = {name for point in STUDY.points(STUDY.profiles["quick"], machine) for name in point.alternatives}
+    assert planned
+    assert not planned & set(OVER_SHARED_MEMORY)

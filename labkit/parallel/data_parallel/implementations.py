@@ -34,6 +34,8 @@ _WRAPPERS: Mapping[str, Callable[[nn.Module, float | None, bool], nn.Module]] = 
     }
 )
 IMPLEMENTATIONS = tuple(_WRAPPERS)
+OVER_SHARED_MEMORY = ("bucketed_shared", "naive_shared")
+"""Those for CPU tensors of ranks on one host only."""
 BUCKETED = (TORCH, "bucketed", "bucketed_shared", "bucketed_sync")
 """Those to which a bucket size means something."""
 

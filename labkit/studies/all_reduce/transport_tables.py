@@ -4,7 +4,7 @@ import pandas as pd
 
 from labkit.bench.statistics import compare_groups, slowest_rank, summarize_groups
 from labkit.lab.answers import Answer, Question, Verdict
-from labkit.lab.evidence import ratio_text, shown, span_text, wrong_rows
+from labkit.lab.evidence import not_measured_text, ratio_text, shown, span_text, wrong_rows
 from labkit.lab.units import format_bytes, join_words
 from labkit.studies.all_reduce.transports import CHOSEN, COPY, MESSAGES, REGISTERED, SHARED_MEMORY, TORCH
 
@@ -45,7 +45,7 @@ def transports(frame: pd.DataFrame) -> Answer | None:
     shared = own[own["transport"] == SHARED_MEMORY]
     compared = own if shared.empty else shared
     faster, slower = shown(compared, SETTING)
-    sentences = [_wrong(frame), _refused(frame)] + [
+    sentences = [_wrong(frame), not_measured_text(frame, "transport")] + [
         _of_ranks(own, over(frame, COPY), ranks) for ranks in sorted(own["world_size"].unique())
     ]
     text = " ".join(sentence for sentence in sentences if sentence)
@@ -89,12 +89,6 @@ def _wrong(frame: pd.DataFrame) -> str:
     if wrong.empty:
         return ""
     return f"WRONG RESULTS, and therefore no times, over {join_words(sorted(wrong['transport'].unique()))}."
-
-
-def _refused(frame: pd.DataFrame) -> str:
-    if "not_measured" not in frame or (reasons := frame["not_measured"].dropna()).empty:
-        return ""
-    return f"Shared memory was not measured: {reasons.iloc[0]}."
 
 
 def _advice(shared: pd.DataFrame) -> str | None:

@@ -35,6 +35,7 @@ SAME_COLLECTIVES = {
     "bucketed_sync": "bucketed_sync",
     "overlapped": "naive",
     "naive": "naive",
+    "naive_shared": "naive_shared",
     "flat": "flat",
 }
 
@@ -99,7 +100,7 @@ def exposed(frame: pd.DataFrame) -> pd.DataFrame:
         for name in (name for name in IMPLEMENTATIONS if (name, BACKWARD) in table):
             step = summarize(table[name, STEP] - table[LOCAL, STEP])
             backward = summarize(table[name, BACKWARD] - table[LOCAL, BACKWARD])
-            communication_s = alone.get((*key, SAME_COLLECTIVES[name]), float("nan"))
+            communication_s = alone.get((*key, SAME_COLLECTIVES.get(name)), float("nan"))
             found.append(
                 dict(zip(SETTING, key, strict=True))
                 | {"implementation": name, "seconds": step.median, "low": step.low, "high": step.high}

@@ -6,7 +6,16 @@ import pandas as pd
 
 from labkit.bench.statistics import compare_groups
 from labkit.lab.answers import Answer, Question, Verdict, answer_each
-from labkit.lab.evidence import ranks_text, ratio_text, shown, span_text, verdict_of, with_interval, wrong_rows
+from labkit.lab.evidence import (
+    not_measured_text,
+    ranks_text,
+    ratio_text,
+    shown,
+    span_text,
+    verdict_of,
+    with_interval,
+    wrong_rows,
+)
 from labkit.lab.trends import Trend, trends_verdict
 from labkit.lab.units import format_bytes, format_seconds, join_words
 from labkit.parallel.data_parallel.implementations import DEFAULT_LAYOUT, TORCH
@@ -40,7 +49,13 @@ def answer_all(frame: pd.DataFrame, coverage: pd.DataFrame) -> list[Answer]:
 
 
 def _name(implementation: str) -> str:
-    return {"bucketed_sync": "bucketed after backward", TORCH: "torch's"}.get(implementation, implementation)
+    names = {
+        TORCH: "torch's",
+        "bucketed_sync": "bucketed after backward",
+        "bucketed_shared": "bucketed over shared memory",
+        "naive_shared": "naive over shared memory",
+    }
+    return names.get(implementation, implementation)
 
 
 def fastest(frame: pd.DataFrame) -> Answer | None:
@@ -51,6 +66,8 @@ def fastest(frame: pd.DataFrame) -> Answer | None:
     if not bad.empty:
         names = join_words(sorted({_name(name) for name in bad["implementation"]}))
         sentences.append(f"WRONG GRADIENTS, and therefore no times, from {names}.")
+    if refused := not_measured_text(frame, "implementation"):
+        sentences.append(refused)
     for key, of_setting in times.groupby(analysis.SETTING):
         others = ratios[(ratios[analysis.SETTING] == list(key)).all(axis=1)]
         sentences.append(_against_torch(of_setting, others) if len(others) else _alone(of_setting))

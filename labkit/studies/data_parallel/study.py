@@ -12,7 +12,7 @@ from labkit.lab.study import Study
 from labkit.lab.units import format_bytes
 from labkit.machine import Machine, available_memory_bytes
 from labkit.nn.workloads import workload_parameters
-from labkit.parallel.data_parallel.implementations import IMPLEMENTATIONS, TORCH
+from labkit.parallel.data_parallel.implementations import IMPLEMENTATIONS, OVER_SHARED_MEMORY, TORCH
 from labkit.studies.data_parallel import answers as answering
 from labkit.studies.data_parallel.worker import LOCAL, DataParallelPoint, measure_point
 
@@ -21,7 +21,9 @@ RANK_BYTES = 200 * MIB  # a rank's own resident memory, torch included
 COPIES = 3  # of the parameters, for each alternative: parameters, gradients, what is on its way
 
 WorkloadName = Literal["resnet50", "nano", "mini", "small", "medium", "large", "xl"]
-Implementation = Literal["torch", "naive", "flat", "overlapped", "bucketed", "bucketed_sync"]
+Implementation = Literal[
+    "torch", "naive", "flat", "overlapped", "bucketed", "bucketed_shared", "naive_shared", "bucketed_sync"
+]
 Megabytes = Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]
 
 
@@ -47,7 +49,7 @@ class DataParallelConfig(LabConfig):
 
 
 class DataParallelStudy(Study):
-    """Six ways to average gradients, on ResNet-50 and a Transformer."""
+    """Ways to average gradients, on ResNet-50 and a Transformer."""
 
     name = "data_parallel"
     title = "Data-parallel training"
@@ -138,7 +140,10 @@ def _copies(point: DataParallelPoint) -> int:
 
 
 def _points_of_world(config: DataParallelConfig, world_size: int, machine: Machine) -> Iterator[DataParallelPoint]:
-    all_of_them = tuple(name for name in IMPLEMENTATIONS if name in config.implementations)
+    possible = [
+        name for name in IMPLEMENTATIONS if machine.device(config.device) == "cpu" or name not in OVER_SHARED_MEMORY
+    ]
+    all_of_them = tuple(name for name in possible if name in config.implementations)
     swept = tuple(name for name in (TORCH, "bucketed") if name in all_of_them)
     for workload in config.workloads:
         yield _point(config, machine, world_size, workload, "implementations", (LOCAL, *all_of_them))
@@ -149,9 +154,11 @@ def _points_of_world(config: DataParallelConfig, world_size: int, machine: Machi
             yield _point(config, machine, world_size, workload, "buckets", names, bucket_mb=bucket_mb)
     for workload in config.accumulation_workloads if swept else []:
         yield _point(config, machine, world_size, workload, "accumulation", swept, micro_batches=config.micro_batches)
-    for workload in config.workloads[:1]:
-        yield _point(config, machine, world_size, workload, "timeline", all_of_them)
-        yield _point(config, machine, world_size, workload, "memory", all_of_them)
+    # Neither the profiler nor the allocator knows of shared memory: it is copied by a thread, and mapped.
+    seen = tuple(name for name in all_of_them if name not in OVER_SHARED_MEMORY)
+    for workload in config.workloads[:1] if seen else []:
+        yield _point(config, machine, world_size, workload, "timeline", seen)
+        yield _point(config, machine, world_size, workload, "memory", seen)
 
 
 def _point(

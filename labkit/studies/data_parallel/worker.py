@@ -21,7 +21,8 @@ from labkit.bench.clock import Stopwatch, time_interleaved
 from labkit.lab.point import Point
 from labkit.nn.workloads import Workload, workload_named
 from labkit.parallel.data_parallel import gate
-from labkit.parallel.data_parallel.implementations import wrap
+from labkit.parallel.data_parallel.implementations import OVER_SHARED_MEMORY, wrap
+from labkit.parallel.transport import SHARED, transport_in_use
 from labkit.studies.data_parallel.timeline import FINISH, timeline_rows
 
 LOCAL = "local"
@@ -142,10 +143,13 @@ def _phases(point: DataParallelPoint, workload: Workload, device: str) -> Iterat
 def _right_ones(
     point: DataParallelPoint, workload: Workload, device: str
 ) -> tuple[dict[str, Alternative], list[dict[str, Any]]]:
-    """The gate: alternatives whose gradients are the mean of all ranks' local ones; rows for those that are wrong."""
+    """The gate: alternatives whose gradients are the mean of all ranks' local ones; rows for the others."""
     expected = _expected(workload, device)
     right, wrong = {}, []
     for name in point.alternatives:
+        if split_name(name)[0] in OVER_SHARED_MEMORY and transport_in_use()[0] != SHARED:
+            wrong.append({"implementation": name, "not_measured": transport_in_use()[1]})
+            continue
         alternative = Alternative(name, workload, device)
         if alternative.implementation != LOCAL:
             verdict = _verdict(alternative, expected, partial(_accumulate, alternative, 1, only_last=False))
