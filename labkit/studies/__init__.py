@@ -19,6 +19,7 @@ LABS = (
     "all_reduce",
     "data_parallel",
     "gradient_buckets",
+    "cifar100",
 )
 
 
