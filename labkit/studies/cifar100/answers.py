@@ -170,14 +170,17 @@ def sync_batchnorm(frame: pd.DataFrame) -> Answer | None:
             )
         sentences.append(f"{text}.")
     accuracy = table[table["metric"] == "accuracy"]
+    has_interval = bool(accuracy["low"].notna().all())
     better, worse = accuracy["low"] > 0, accuracy["high"] < 0  # all pairs must agree, which chance hardly does
     verdict: Verdict = "yes" if better.all() else "no" if worse.all() else "no difference shown"
-    return Answer(SYNC, verdict, " ".join(sentences), "synchronized", _advice(frame, verdict, ratios))
+    return Answer(
+        SYNC, verdict, " ".join(sentences), "synchronized", _advice(frame, verdict, ratios, has_interval=has_interval)
+    )
 
 
-def _advice(frame: pd.DataFrame, verdict: Verdict, ratios: pd.DataFrame) -> str | None:
+def _advice(frame: pd.DataFrame, verdict: Verdict, ratios: pd.DataFrame, *, has_interval: bool) -> str | None:
     about = analysis.setting(frame)
-    if about is None or ratios.empty:
+    if about is None or ratios.empty or not has_interval:
         return None
     here = f"{about['batch']:.0f} images a rank and {about['dataset']}"
     slower = f", for {span_text(ratios['ratio'])} of the time" if (ratios["verdict"] == "slower").all() else ""

@@ -24,7 +24,7 @@ RANK_BYTES = 300 * MIB  # a rank's own resident memory, torch and what is traine
 IMAGES = {DIGITS: 1797, CIFAR100: 60_000}
 COPIES = 3  # of the images on rank 0: the archive's members, the tensors, what is handed out
 
-Implementation = Literal["own, synchronized", "own, local", "torch, synchronized", "torch, local"]
+Implementation = Literal["own + SyncBatchNorm", "own + BatchNorm", "torch + SyncBatchNorm", "torch + BatchNorm"]
 Positive = Annotated[float, Field(gt=0, le=100, allow_inf_nan=False)]
 
 

@@ -22,8 +22,8 @@ from labkit.nn.vision import SmallConvNet
 from labkit.parallel.data_parallel import BucketedDDP
 from labkit.parallel.sync_batchnorm import convert_sync_batchnorm
 
-OWN_SYNC, OWN_LOCAL = "own, synchronized", "own, local"
-TORCH_SYNC, TORCH_LOCAL = "torch, synchronized", "torch, local"
+OWN_SYNC, OWN_LOCAL = "own + SyncBatchNorm", "own + BatchNorm"
+TORCH_SYNC, TORCH_LOCAL = "torch + SyncBatchNorm", "torch + BatchNorm"
 ALONE = "one process"
 MOST_VALIDATED = 500  # images in one forward pass
 

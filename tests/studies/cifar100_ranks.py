@@ -1,0 +1,97 @@
+"""What ranks do in the tests of the CIFAR-100 lab's training."""
+
+import hashlib
+
+import torch
+import torch.distributed as dist
+
+from labkit.studies.cifar100.training import ALONE, SYNCHRONIZED, Recipe, Trainer, updates_of
+
+RECIPE = Recipe(classes=10, batch=4, accumulation=3, dropout=False, dtype=torch.float64, learning_rate=0.05)
+
+
+def random_images(number, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    images = torch.randint(0, 256, (number, 3, 32, 32), generator=generator, dtype=torch.uint8)
+    return images, torch.randint(0, 10, (number,), generator=generator)
+
+
+def weights(trainer):
+    return torch.cat([parameter.detach().flatten() for parameter in trainer.net.parameters()])
+
+
+def run_updates(trainer, recipe, images, labels, number, of_rank):
+    """The first so many updates of `recipe`'s epochs; what `of_rank` picks of each."""
+    epoch = 0
+    while number:
+        epoch += 1
+        for update in list(updates_of(len(images), recipe, 0, epoch, dist.get_world_size()))[:number]:
+            mine = of_rank(update).flatten()
+            trainer.update(images[mine], labels[mine])
+            number -= 1
+
+
+def deviation_from_one_process(name, reference_batch=None):
+    """After 20 updates: the largest deviation of a weight, and the largest change of one since the start."""
+    from dataclasses import replace
+
+    images, labels = random_images(100)
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    whole = reference_batch or (ranks * RECIPE.batch if name in SYNCHRONIZED else RECIPE.batch)
+    trainer, alone = Trainer(name, RECIPE, 0), Trainer(ALONE, replace(RECIPE, batch=whole), 0)
+    start = weights(alone)
+    run_updates(trainer, RECIPE, images, labels, 20, lambda update: update[:, rank])
+    run_updates(alone, RECIPE, images, labels, 20, lambda update: update)
+    statistics = {key: value for key, value in trainer.net.state_dict().items() if "running" in key}
+    expected = alone.net.state_dict()
+    of_statistics = max(float((value - expected[key]).abs().max()) for key, value in statistics.items())
+    return (
+        float((weights(trainer) - weights(alone)).abs().max()),
+        float((weights(alone) - start).abs().max()),
+        of_statistics,
+    )
+
+
+def digest(trainer):
+    """Of everything the next epoch depends on, bit by bit."""
+    state = trainer.state()
+    tensors = [*state["net"].values(), *(slot["momentum_buffer"] for slot in state["optimizer"]["state"].values())]
+    return hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in tensors)).hexdigest()
+
+
+def interrupted_and_not(name):
+    """Digests after three epochs with dropout: in one go, and going on from a state after the first in a new trainer."""
+    from dataclasses import replace
+    from io import BytesIO
+
+    recipe = replace(RECIPE, dropout=True, dtype=torch.float32)
+    data, shard = random_images(60), random_images(6, seed=1 + dist.get_rank())
+    digests = []
+    for stops_after in (3, 1):
+        trainer, losses = Trainer(name, recipe, 7), []
+        for epoch in (1, 2, 3):
+            if epoch == stops_after + 1:
+                file = BytesIO()
+                torch.save(trainer.state(), file)
+                torch.manual_seed(epoch)  # whatever happened in between
+                trainer = Trainer(name, recipe, 7)
+                trainer.load(torch.load(BytesIO(file.getvalue()), weights_only=True))
+            total, seen = trainer.epoch(*data, 7, epoch)
+            losses.append([float(total), seen, *trainer.validate(*shard, 6 * dist.get_world_size())])
+        digests.append([digest(trainer), losses])
+    return digests
+
+
+def validated(sizes):
+    """(loss, accuracy) over shards of these sizes, and those of one process over all of them."""
+    images, labels = random_images(sum(sizes), seed=3)
+    trainer = Trainer("own + SyncBatchNorm", RECIPE, 0)
+    trainer.epoch(*random_images(40), 0, 1)
+    rank = dist.get_rank()
+    own = [part.split(sizes)[rank] for part in (images, labels)]
+    found = trainer.validate(*own, sum(sizes))
+    trainer.net.eval()
+    with torch.no_grad():
+        logits = trainer.net((images.double() - 127.5) / 127.5)
+    loss = torch.nn.functional.cross_entropy(logits, labels)
+    return list(found), [float(loss), float((logits.argmax(1) == labels).double().mean())]

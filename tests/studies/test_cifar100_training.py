@@ -1,0 +1,76 @@
+"""The CIFAR-100 lab's training: the same weights as one process, an order that all agree on, going on as if never stopped."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from labkit.nn.vision import SmallConvNet
+from labkit.parallel.launch import run_ranks
+from labkit.studies.cifar100.training import OWN_LOCAL, OWN_SYNC, TORCH_LOCAL, Recipe, seed_of, updates_of
+from tests.studies import cifar100_ranks as ranks
+
+RECIPE = Recipe(classes=10, batch=4, accumulation=3)
+
+
+def test_two_ranks_train_to_the_weights_of_one_process_on_the_whole_batch():
+    """20 updates of three micro-batches, float64, no dropout."""
+    for deviation, change, of_statistics in run_ranks(ranks.deviation_from_one_process, OWN_SYNC, world_size=2):
+        assert change > 0.05
+        assert deviation < 1e-12 * change * 1e3
+        assert of_statistics < 1e-10
+
+
+@pytest.mark.parametrize("name", [OWN_LOCAL, TORCH_LOCAL])
+def test_local_batch_norm_trains_as_one_process_that_takes_micro_batches_one_by_one(name):
+    for deviation, change, _ in run_ranks(ranks.deviation_from_one_process, name, world_size=2):
+        assert deviation < 1e-9 * change
+
+
+def test_the_comparison_can_fail():
+    """Local batch norm is far from one process on the whole batch."""
+    for deviation, change, _ in run_ranks(ranks.deviation_from_one_process, OWN_LOCAL, 8, world_size=2):
+        assert deviation > 1e-3 * change
+
+
+@pytest.mark.parametrize("name", [OWN_SYNC, OWN_LOCAL, TORCH_LOCAL])
+def test_a_training_that_goes_on_ends_bit_by_bit_as_one_in_one_go(name):
+    results = run_ranks(ranks.interrupted_and_not, name, world_size=2)
+    for in_one_go, interrupted in results:
+        assert in_one_go == interrupted
+    assert results[0][0][0] == results[1][0][0]  # and ranks end alike
+
+
+@pytest.mark.parametrize("sizes", [[5, 5], [5, 4], [3, 0]])
+def test_validation_over_shards_is_that_of_one_process(sizes):
+    for found, expected in run_ranks(ranks.validated, sizes, world_size=2):
+        assert found == pytest.approx(expected, rel=1e-12)
+
+
+def test_each_epoch_has_an_order_of_its_own_and_every_image_at_most_once():
+    first, again, second = (torch.cat(list(updates_of(50, RECIPE, 3, epoch, 2))) for epoch in (1, 1, 2))
+    assert first.shape == (6, 2, 4)  # micro-batches, ranks, images; two images are left over
+    assert torch.equal(first, again)
+    assert not torch.equal(first, second)
+    assert len(set(first.flatten().tolist())) == first.numel()
+    assert [len(update) for update in updates_of(50, replace(RECIPE, accumulation=4), 3, 1, 2)] == [4, 2]
+
+
+def test_a_batch_is_no_larger_than_what_there_is():
+    (update,) = updates_of(7, RECIPE, 0, 1, 2)
+    assert update.shape == (1, 2, 3)
+    with pytest.raises(ValueError, match="expected at least two images a rank, got 3 for 2 ranks"):
+        list(updates_of(3, RECIPE, 0, 1, 2))
+
+
+def test_seeds_of_different_things_differ():
+    seeds = [seed_of(seed, what, epoch) for seed in range(3) for what in ("order", "dropout") for epoch in range(3)]
+    assert len(set(seeds)) == len(seeds)
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_the_net_is_the_published_one():
+    net = SmallConvNet()
+    assert sum(p.numel() for p in net.parameters()) == 825_988
+    assert net.fc1.in_features == 6272
+    assert net(torch.zeros(2, 3, 32, 32)).shape == (2, 100)
