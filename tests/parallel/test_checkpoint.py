@@ -59,8 +59,8 @@ class _Executed:
 def test_a_checkpoint_cannot_execute_anything(tmp_path):
     path = tmp_path / "checkpoint.pt"
     path.write_bytes(pickle.dumps(_Executed()))
-    with pytest.raises(RankError, match="weights_only|Weights only"):
+    with pytest.raises(RankError, match=r"weights_only|Weights only"):
         run_ranks(checkpoint.load, path, world_size=1)
     torch.save({"it": _Executed()}, path)
-    with pytest.raises(RankError, match="weights_only|Weights only"):
+    with pytest.raises(RankError, match=r"weights_only|Weights only"):
         run_ranks(checkpoint.load, path, world_size=1)

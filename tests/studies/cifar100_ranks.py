@@ -1,13 +1,15 @@
 """What ranks do in the tests of the CIFAR-100 lab's training."""
 
 import hashlib
+from dataclasses import replace
+from io import BytesIO
 
 import torch
 import torch.distributed as dist
 
 from labkit.studies.cifar100.training import ALONE, SYNCHRONIZED, Recipe, Trainer, updates_of
 
-RECIPE = Recipe(classes=10, batch=4, accumulation=3, dropout=False, dtype=torch.float64, learning_rate=0.05)
+RECIPE = Recipe(classes=10, batch=4, accumulation=2, dropout=False, dtype=torch.float64, learning_rate=0.05)
 
 
 def random_images(number, seed=0):
@@ -32,10 +34,8 @@ def run_updates(trainer, recipe, images, labels, number, of_rank):
 
 
 def deviation_from_one_process(name, reference_batch=None):
-    """After 20 updates: the largest deviation of a weight, and the largest change of one since the start."""
-    from dataclasses import replace
-
-    images, labels = random_images(100)
+    """After 20 updates: how far weights are from one process's, how far they went, how far statistics are."""
+    images, labels = random_images(60)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     whole = reference_batch or (ranks * RECIPE.batch if name in SYNCHRONIZED else RECIPE.batch)
     trainer, alone = Trainer(name, RECIPE, 0), Trainer(ALONE, replace(RECIPE, batch=whole), 0)
@@ -45,11 +45,12 @@ def deviation_from_one_process(name, reference_batch=None):
     statistics = {key: value for key, value in trainer.net.state_dict().items() if "running" in key}
     expected = alone.net.state_dict()
     of_statistics = max(float((value - expected[key]).abs().max()) for key, value in statistics.items())
-    return (
-        float((weights(trainer) - weights(alone)).abs().max()),
-        float((weights(alone) - start).abs().max()),
-        of_statistics,
-    )
+    deviation, change = (float((weights(alone) - other).abs().max()) for other in (weights(trainer), start))
+    return deviation, change, of_statistics
+
+
+def deviations(cases):
+    return [deviation_from_one_process(*case) for case in cases]
 
 
 def digest(trainer):
@@ -59,13 +60,14 @@ def digest(trainer):
     return hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in tensors)).hexdigest()
 
 
-def interrupted_and_not(name):
-    """Digests after three epochs with dropout: in one go, and going on from a state after the first in a new trainer."""
-    from dataclasses import replace
-    from io import BytesIO
+def all_interrupted_and_not(names):
+    return {name: interrupted_and_not(name) for name in names}
 
+
+def interrupted_and_not(name):
+    """Digests after three epochs with dropout: in one go, and by a new trainer from the state after the first one."""
     recipe = replace(RECIPE, dropout=True, dtype=torch.float32)
-    data, shard = random_images(60), random_images(6, seed=1 + dist.get_rank())
+    data, shard = random_images(24), random_images(6, seed=1 + dist.get_rank())
     digests = []
     for stops_after in (3, 1):
         trainer, losses = Trainer(name, recipe, 7), []
@@ -80,6 +82,10 @@ def interrupted_and_not(name):
             losses.append([float(total), seen, *trainer.validate(*shard, 6 * dist.get_world_size())])
         digests.append([digest(trainer), losses])
     return digests
+
+
+def all_validated(cases):
+    return [validated(sizes) for sizes in cases]
 
 
 def validated(sizes):
