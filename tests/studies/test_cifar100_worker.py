@@ -3,12 +3,10 @@
 from dataclasses import replace
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from labkit.lab.config import ParameterError, resolve_config
-from labkit.lab.measure import measure, resume
-from labkit.lab.store import Run
+from labkit.lab.measure import measure
 from labkit.machine import describe_machine
 from labkit.nn import datasets
 from labkit.parallel.launch import PointEnd, Row, launch, run_ranks
@@ -167,30 +165,3 @@ def test_without_a_network_points_are_skipped_with_what_to_do(tmp_path, monkeypa
 def test_digits_try_no_network(tmp_path, monkeypatch):
     monkeypatch.setattr(study_module, "fetch_cifar100", lambda *_: pytest.fail("tried the network"))
     assert STUDY.prepare(_config(), lambda text: None) is None
-
-
-def test_an_interrupted_training_goes_on_from_its_last_epoch(archive, tmp_path):
-    changes = {"archive": str(archive), "train_images": 16, "batch": 8, "seeds": [0], "epochs": 4}
-    config = _config(**changes, implementations=[OWN_SYNC, TORCH_LOCAL])
-
-    def interrupt(progress):
-        if "epoch 2 of 4, torch" in progress.text:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        measure(STUDY, config, profile="smoke", directory=tmp_path, on_progress=interrupt)
-    (path,) = tmp_path.glob("*.jsonl")
-    (point,) = path.with_suffix(".checkpoints").iterdir()
-    state = torch.load(point / "checkpoint.pt", weights_only=True)
-    assert state["epochs_done"] >= 2
-    kept = [row for row in state["rows"][0] if row["phase"] == EPOCH]
-    frame = resume(STUDY, path).frame()
-    whole = measure(STUDY, config, profile="smoke", directory=tmp_path / "whole").frame()
-    told = ["implementation", "epoch", "train_loss", "validation_loss", "accuracy"]
-    metrics, expected = (f.dropna(subset="accuracy")[told].reset_index(drop=True) for f in (frame, whole))
-    assert metrics.equals(expected)  # bit by bit
-    assert len(metrics) == 8
-    seconds = frame.dropna(subset="accuracy").set_index(["implementation", "epoch"])["epoch_s"]
-    assert all(seconds[row["implementation"], row["epoch"]] == row["epoch_s"] for row in kept)  # not measured again
-    assert not path.with_suffix(".checkpoints").exists()
-    assert Run.load(path).pending == []
