@@ -54,15 +54,21 @@ def setting(frame: pd.DataFrame) -> pd.Series | None:
 
 
 def images(frame: pd.DataFrame) -> pd.DataFrame:
-    """One row: what the images are, how many, how many classes, the size of an update."""
+    """One row: how many images and classes, the size of an update."""
     found = setting(frame)
     if found is None:
         return pd.DataFrame()
-    columns = {"source": "images", "classes": "classes", "trained": "trained on", "validated": "validated on"}
+    columns = {"classes": "classes", "trained": "trained on", "validated": "validated on"}
     row = {column: found[name] for name, column in columns.items()}
     row |= {"ranks": found["world_size"], "micro-batch": found["batch"], "accumulation": found["accumulation"]}
     row["images an update"] = found["world_size"] * found["batch"] * found["accumulation"]
-    return pd.DataFrame([{k: int(v) if isinstance(v, float) else v for k, v in row.items()}])
+    return pd.DataFrame([{name: int(value) for name, value in row.items()}])
+
+
+def source(frame: pd.DataFrame) -> str:
+    """What the images are, in words."""
+    found = setting(frame)
+    return "Nothing was trained." if found is None else f"The images: {found['source']}."
 
 
 def metrics(frame: pd.DataFrame) -> pd.DataFrame:
@@ -183,7 +189,7 @@ def memory(frame: pd.DataFrame) -> pd.DataFrame:
 def synchronizing(frame: pd.DataFrame) -> pd.DataFrame:
     """What an epoch takes longer with batch norm over all ranks, and what its collectives alone take.
 
-    `extra_s`      median over (seed, epoch) of synchronized less local, with `low` and `high`
+    `extra_s`      median over (seed, epoch) of synchronized less local, with `low_s` and `high_s`
     `predicted_s`  micro-batches times a forward and a backward collective, timed with nothing else to do
     """
     rows, samples, about = [], times(frame), setting(frame)
@@ -198,7 +204,7 @@ def synchronizing(frame: pd.DataFrame) -> pd.DataFrame:
         table = table.reindex(columns=[name, other]).dropna()
         if len(table):
             found, predicted_s = summarize(table[name] - table[other]), about["micro_batches"] * pair_s
-            row = {"implementation": name, "extra_s": found.median, "low": found.low, "high": found.high}
+            row = {"implementation": name, "extra_s": found.median, "low_s": found.low, "high_s": found.high}
             row |= {"predicted_s": predicted_s, "measured_over_predicted": found.median / predicted_s}
             rows.append(row)
     return pd.DataFrame(rows)

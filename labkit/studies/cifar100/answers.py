@@ -13,7 +13,9 @@ from labkit.studies.cifar100 import analysis
 from labkit.studies.cifar100.training import TORCH_SYNC
 
 LEARNED = Question("learned", "How well does the net learn, and how much does that depend on the seed?")
-SAME = Question("same_training", "Do the own wrapper and SyncBatchNorm train as well as torch's?")
+SAME = Question(
+    "same_training", "Do the own wrapper and, where torch's runs, the own SyncBatchNorm train as well as torch's?"
+)
 TIME = Question("time", "Does an epoch take longer with the own parts than with torch's?")
 MEMORY = Question("memory", "What does each need at its peak?")
 SYNC = Question(
@@ -129,7 +131,7 @@ def time(frame: pd.DataFrame) -> Answer | None:
     if table.empty:
         return None
     times = [f"{row['implementation']} {with_interval(pd.Series(row), 'epoch_s')}" for row in table.to_dict("records")]
-    text = f"An epoch takes {'; '.join(times)}."
+    text = f"An epoch takes, by implementation: {'; '.join(times)}."
     if ratios.empty:
         return Answer(TIME, "measured", text, "time")
     for row in ratios.to_dict("records"):
@@ -169,26 +171,42 @@ def sync_batchnorm(frame: pd.DataFrame) -> Answer | None:
                 f"{format_seconds(cost['predicted_s'])}"
             )
         sentences.append(f"{text}.")
-    accuracy = table[table["metric"] == "accuracy"]
-    has_interval = bool(accuracy["low"].notna().all())
-    better, worse = accuracy["low"] > 0, accuracy["high"] < 0  # all pairs must agree, which chance hardly does
-    verdict: Verdict = "yes" if better.all() else "no" if worse.all() else "no difference shown"
-    return Answer(
-        SYNC, verdict, " ".join(sentences), "synchronized", _advice(frame, verdict, ratios, has_interval=has_interval)
-    )
+    better, worse = _shown(table, 1), _shown(table, -1)
+    verdict: Verdict = "mixed" if better and worse else "yes" if better else "no" if worse else "no difference shown"
+    if set(table["verdict"]) == {"the same"}:
+        verdict = "no"
+    return Answer(SYNC, verdict, " ".join(sentences), "synchronized", _advice(frame, table, better, worse, ratios))
 
 
-def _advice(frame: pd.DataFrame, verdict: Verdict, ratios: pd.DataFrame, *, has_interval: bool) -> str | None:
+def _shown(table: pd.DataFrame, sign: int) -> list[str]:
+    """What synchronizing is shown to better (1) or worsen (-1), by more than the margin and with every wrapper."""
+    found = []
+    for metric, good in (("accuracy", 1), ("validation loss", -1)):
+        wanted = "higher" if sign == good else "lower"
+        if (table.loc[table["metric"] == metric, "verdict"] == wanted).all():
+            found.append(f"a {wanted} {metric}")
+    return found
+
+
+def _advice(
+    frame: pd.DataFrame, table: pd.DataFrame, better: list[str], worse: list[str], ratios: pd.DataFrame
+) -> str | None:
     about = analysis.setting(frame)
-    if about is None or ratios.empty or not has_interval:
+    if about is None or ratios.empty or table["low"].isna().any() or (better and worse):
         return None
     here = f"{about['batch']:.0f} images a rank and {about['dataset']}"
     slower = f", for {span_text(ratios['ratio'])} of the time" if (ratios["verdict"] == "slower").all() else ""
-    if verdict == "yes":
-        return f"synchronize batch norm with {here}: a better accuracy is shown{slower}."
-    reason = "a worse accuracy with synchronizing is shown" if verdict == "no" else "no gain in accuracy is shown"
-    saved = f", and an epoch with synchronizing takes {span_text(ratios['ratio'])} of the time" if slower else ""
+    if better:
+        return f"synchronize batch norm with {here}: {join_words(better)} {_is(better)} shown{slower}."
+    reason = (
+        f"{join_words(worse)} with synchronizing {_is(worse)} shown" if worse else "no gain with synchronizing is shown"
+    )
+    saved = f", and an epoch with it takes {span_text(ratios['ratio'])} of the time" if slower else ""
     return f"local batch norm does with {here}: {reason}{saved}."
+
+
+def _is(things: list[str]) -> str:
+    return "is" if len(things) == 1 else "are"
 
 
 def published_trends(frame: pd.DataFrame) -> Answer | None:
