@@ -7,7 +7,9 @@ from io import BytesIO
 import torch
 import torch.distributed as dist
 
-from labkit.studies.cifar100.training import ALONE, SYNCHRONIZED, Recipe, Trainer, updates_of
+from labkit.nn.vision import SmallConvNet
+from labkit.studies.cifar100.training import Recipe, Trainer, updates_of
+from tests.parallel.sync_batchnorm_cases import collectives_of
 
 RECIPE = Recipe(classes=10, batch=4, accumulation=2, dropout=False, dtype=torch.float64, learning_rate=0.05)
 
@@ -18,39 +20,65 @@ def random_images(number, seed=0):
     return images, torch.randint(0, 10, (number,), generator=generator)
 
 
-def weights(trainer):
-    return torch.cat([parameter.detach().flatten() for parameter in trainer.net.parameters()])
+def weights(net):
+    return torch.cat([parameter.detach().flatten() for parameter in net.parameters()])
 
 
-def run_updates(trainer, recipe, images, labels, number, of_rank):
-    """The first so many updates of `recipe`'s epochs; what `of_rank` picks of each."""
-    epoch = 0
-    while number:
+def first_updates(number, images):
+    """(micro-batches, ranks, images) of the first so many updates of the recipe's epochs."""
+    updates, epoch = [], 0
+    while len(updates) < number:
         epoch += 1
-        for update in list(updates_of(len(images), recipe, 0, epoch, dist.get_world_size()))[:number]:
-            mine = of_rank(update).flatten()
-            trainer.update(images[mine], labels[mine])
-            number -= 1
+        updates += updates_of(images, RECIPE, 0, epoch, dist.get_world_size())
+    return updates[:number]
 
 
-def deviation_from_one_process(name, reference_batch=None):
+def one_process(net, images, labels, updates, batch):
+    """Plain PyTorch: each update is one step down the mean loss of its images, which pass the net `batch` at a time."""
+    optimizer = torch.optim.SGD(net.parameters(), lr=RECIPE.learning_rate, momentum=RECIPE.momentum)
+    for update in updates:
+        everybody = update.flatten()
+        parts = ((images[everybody].double() - 127.5) / 127.5).split(batch)
+        logits = torch.cat([net(part) for part in parts])
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(logits, labels[everybody]).backward()
+        optimizer.step()
+
+
+def deviation_from_one_process(name, batch):
     """After 20 updates: how far weights are from one process's, how far they went, how far statistics are."""
     images, labels = random_images(60)
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    whole = reference_batch or (ranks * RECIPE.batch if name in SYNCHRONIZED else RECIPE.batch)
-    trainer, alone = Trainer(name, RECIPE, 0), Trainer(ALONE, replace(RECIPE, batch=whole), 0)
+    updates = first_updates(20, len(images))
+    trainer, alone = Trainer(name, RECIPE, 0), SmallConvNet(RECIPE.classes, dropout=(0.0, 0.0)).double()
+    alone.load_state_dict(trainer.net.state_dict())
     start = weights(alone)
-    run_updates(trainer, RECIPE, images, labels, 20, lambda update: update[:, rank])
-    run_updates(alone, RECIPE, images, labels, 20, lambda update: update)
+    for update in updates:
+        mine = update[:, dist.get_rank()].flatten()
+        trainer.update(images[mine], labels[mine])
+    one_process(alone, images, labels, updates, batch)
     statistics = {key: value for key, value in trainer.net.state_dict().items() if "running" in key}
-    expected = alone.net.state_dict()
+    expected = alone.state_dict()
     of_statistics = max(float((value - expected[key]).abs().max()) for key, value in statistics.items())
-    deviation, change = (float((weights(alone) - other).abs().max()) for other in (weights(trainer), start))
+    deviation, change = (float((weights(alone) - other).abs().max()) for other in (weights(trainer.net), start))
     return deviation, change, of_statistics
 
 
 def deviations(cases):
     return [deviation_from_one_process(*case) for case in cases]
+
+
+def collectives_by_micro_batches(names):
+    """Of one update, by implementation, with one, two and four micro-batches."""
+    images, labels = random_images(16)
+    found = {}
+    for name in names:
+        trainer = Trainer(name, RECIPE, 0)
+        trainer.update(images[:8], labels[:8])  # what is done once
+        trainer.update(images[:8], labels[:8])
+        found[name] = [
+            sorted(collectives_of(lambda n=n, t=trainer: t.update(images[:n], labels[:n]))[1]) for n in (4, 8, 16)
+        ]
+    return found
 
 
 def digest(trainer):

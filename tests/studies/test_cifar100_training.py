@@ -12,19 +12,21 @@ from labkit.studies.cifar100.training import OWN_LOCAL, OWN_SYNC, TORCH_LOCAL, R
 from tests.studies import cifar100_ranks as ranks
 
 RECIPE = Recipe(classes=10, batch=4, accumulation=3)
+# What one process passes through the net at a time: a micro-batch of both ranks, or that of one.
+WHOLE, EACH = 2 * ranks.RECIPE.batch, ranks.RECIPE.batch
 
 
 @cache
 def _deviations():
     """By case, for each rank: (deviation from one process, change of the weights, deviation of running statistics)."""
-    cases = [(OWN_SYNC,), (OWN_LOCAL,), (TORCH_LOCAL,), (OWN_LOCAL, 2 * ranks.RECIPE.batch)]
+    cases = [(OWN_SYNC, WHOLE), (OWN_LOCAL, EACH), (TORCH_LOCAL, EACH), (OWN_LOCAL, WHOLE)]
     of_ranks = run_ranks(ranks.deviations, cases, world_size=2)
     return {case: [of_rank[index] for of_rank in of_ranks] for index, case in enumerate(cases)}
 
 
 def test_two_ranks_train_to_the_weights_of_one_process_on_the_whole_batch():
     """20 updates of two micro-batches, float64, no dropout."""
-    for deviation, change, of_statistics in _deviations()[OWN_SYNC,]:
+    for deviation, change, of_statistics in _deviations()[OWN_SYNC, WHOLE]:
         assert change > 0.05
         assert deviation < 1e-9 * change
         assert of_statistics < 1e-10
@@ -32,14 +34,28 @@ def test_two_ranks_train_to_the_weights_of_one_process_on_the_whole_batch():
 
 @pytest.mark.parametrize("name", [OWN_LOCAL, TORCH_LOCAL])
 def test_local_batch_norm_trains_as_one_process_that_takes_micro_batches_one_by_one(name):
-    for deviation, change, _ in _deviations()[name,]:
+    for deviation, change, _ in _deviations()[name, EACH]:
         assert deviation < 1e-9 * change
 
 
 def test_the_comparison_can_fail():
     """Local batch norm is far from one process on the whole batch."""
-    for deviation, change, _ in _deviations()[OWN_LOCAL, 2 * ranks.RECIPE.batch]:
+    for deviation, change, _ in _deviations()[OWN_LOCAL, WHOLE]:
         assert deviation > 1e-3 * change
+
+
+def test_ranks_synchronize_once_an_update_however_many_micro_batches():
+    for rank in run_ranks(ranks.collectives_by_micro_batches, [OWN_SYNC, OWN_LOCAL, TORCH_LOCAL], world_size=2):
+        for name in (OWN_LOCAL, TORCH_LOCAL):
+            one, two, four = rank[name]
+            assert one == two == four
+            assert one.count("allreduce_") == 2  # the first bucket, and the rest of the gradients
+        counts = [(names.count("_allgather_base_"), names.count("allreduce_")) for names in rank[OWN_SYNC]]
+        assert counts == [
+            (1, 3),
+            (2, 4),
+            (4, 6),
+        ]  # batch norm gathers in each forward pass and reduces in each backward
 
 
 def test_a_training_that_goes_on_ends_bit_by_bit_as_one_in_one_go():
