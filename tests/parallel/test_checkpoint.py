@@ -52,15 +52,19 @@ def test_a_write_that_is_interrupted_leaves_the_checkpoint_before_it(tmp_path):
 
 
 class _Executed:
+    def __init__(self, proof):
+        self.proof = proof
+
     def __reduce__(self):
-        return Path.touch, (Path("/tmp/labkit-was-executed"),)
+        return Path.touch, (self.proof,)
 
 
 def test_a_checkpoint_cannot_execute_anything(tmp_path):
-    path = tmp_path / "checkpoint.pt"
-    path.write_bytes(pickle.dumps(_Executed()))
+    path, proof = tmp_path / "checkpoint.pt", tmp_path / "executed"
+    path.write_bytes(pickle.dumps(_Executed(proof)))
     with pytest.raises(RankError, match=r"weights_only|Weights only"):
         run_ranks(checkpoint.load, path, world_size=1)
-    torch.save({"it": _Executed()}, path)
+    torch.save({"it": _Executed(proof)}, path)
     with pytest.raises(RankError, match=r"weights_only|Weights only"):
         run_ranks(checkpoint.load, path, world_size=1)
+    assert not proof.exists()
