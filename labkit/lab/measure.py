@@ -1,16 +1,18 @@
 """Measuring: the pending points of a study on their ranks, every row into the run as it comes."""
 
 import shlex
+import shutil
 import sys
 from collections.abc import Callable, Generator, Iterable
 from contextlib import closing
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from labkit.lab.config import LabConfig, resolve_config
+from labkit.lab.config import LabConfig, ParameterError, resolve_config
 from labkit.lab.point import Point
 from labkit.lab.project import runs_directory
 from labkit.lab.store import Run, RunFileError, RunHeader, RunWriter
@@ -48,6 +50,7 @@ def measure(
     run keeps what was measured and can be resumed. `on_start` gets the run's path before anything is measured.
     """
     machine = describe_machine()
+    unavailable = _prepare(study, config, on_progress)
     points = list(study.points(config, machine))
     header = RunHeader(
         lab=study.name,
@@ -61,11 +64,15 @@ def measure(
     if len(header.planned) != len(points):
         raise ValueError(f"{study.name}: the plan names a point twice")
     if joined_rank() > 0:  # under torchrun the first rank writes; the others only take part
-        _take_part(study, points)
+        _take_part(study, [] if unavailable else points)
         raise SystemExit(0)
     with RunWriter.create(directory or runs_directory() / study.name, header) as writer:
         on_start(writer.path)
-        _measure_points(study, points, len(points), writer, on_progress, on_output)
+        if unavailable:
+            for point in points:
+                writer.end_point(point, "skipped", reason=unavailable)
+        else:
+            _measure_points(study, points, len(points), writer, on_progress, on_output)
     return Run.load(writer.path)
 
 
@@ -76,9 +83,15 @@ def resume(
     on_progress: ShowProgress = lambda progress: None,
     on_output: Callable[[str], None] | None = None,
 ) -> Run:
-    """Measure the points of a run that have not ended. RunFileError if it is of another lab or machine."""
+    """Measure the points of a run that have not ended. RunFileError if it is of another lab or machine.
+
+    ParameterError if what they need is no longer to be had.
+    """
     run = Run.load(path)
     points = _replan(study, run)
+    config = resolve_config(study.name, study.profiles, run.header.profile, run.header.config)
+    if run.pending and (unavailable := _prepare(study, config, on_progress)):
+        raise ParameterError(f"{path}: cannot go on: {unavailable}")
     pending = set(run.pending)
     remaining = [point for point in points if point.id in pending]
     if joined_rank() > 0:
@@ -87,6 +100,20 @@ def resume(
     with RunWriter.resume(path, _command()) as writer:
         _measure_points(study, remaining, len(points), writer, on_progress, on_output)
     return Run.load(path)
+
+
+def _prepare(study: Study, config: LabConfig, on_progress: ShowProgress) -> str | None:
+    """What the study fetches and checks first, on the first rank; every rank hears the reason why not, or raises."""
+    reason, error = None, None
+    if joined_rank() == 0:
+        try:
+            reason = study.prepare(config, lambda text: on_progress(Progress(0, 1, text)))
+        except ParameterError as found:
+            error = str(found)
+    reason, error = agree([reason, error])
+    if error is not None:
+        raise ParameterError(error)
+    return reason
 
 
 def _command() -> str:
@@ -137,6 +164,7 @@ def _measure_points(
             ended = _measure_group(study, same_ranks, writer, exhausted, on_output, on_progress, done, total)
             done += ended
             same_ranks = same_ranks[ended:]
+    shutil.rmtree(_checkpoints(writer), ignore_errors=True)
     on_progress(Progress(done, total, ""))
 
 
@@ -153,13 +181,16 @@ def _measure_group(
     """Measure points of one group of ranks, until all ended or one ran out of memory; returns how many."""
     ended = 0
     # closing: an interrupt must end the ranks now, not when a traceback lets go of the generator
-    with closing(_launch(study, points, on_output)) as events:
+    with closing(_launch(study, points, on_output, _checkpoints(writer))) as events:
         for event in events:
             point = points[event.index]
             if isinstance(event, Row):
                 writer.add_row(point, event.rank, event.values)
+                if event.rank == 0 and (text := study.progress(point, event.values)):
+                    on_progress(Progress(done + ended, total, f"{point.title()}: {text}"))
                 continue
             _record_end(writer, point, event)
+            shutil.rmtree(_checkpoints(writer) / point.id, ignore_errors=True)
             ended += 1
             if ended < len(points):
                 on_progress(Progress(done + ended, total, points[ended].title()))
@@ -170,12 +201,18 @@ def _measure_group(
     return ended
 
 
+def _checkpoints(writer: RunWriter) -> Path:
+    """Where the workers of a run keep what an interrupted point goes on from; not there once the run is complete."""
+    return writer.path.with_suffix(".checkpoints")
+
+
 def _launch(
-    study: Study, points: list[Point], on_output: Callable[[str], None] | None
+    study: Study, points: list[Point], on_output: Callable[[str], None] | None, checkpoints: Path | None = None
 ) -> Generator[Row | PointEnd, None, None]:
     first = points[0]
+    worker: Any = type(study).worker
     return launch(
-        type(study).worker,
+        partial(worker, checkpoints=checkpoints) if study.keeps_checkpoints else worker,
         points,
         world_size=first.world_size,
         backend=first.backend,

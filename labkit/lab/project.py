@@ -27,6 +27,11 @@ def reference_directory() -> Path:
     return project_root() / "data" / "reference"
 
 
+def datasets_directory() -> Path:
+    """What was fetched to train on, ignored by git."""
+    return project_root() / "data" / "datasets"
+
+
 def figures_directory() -> Path:
     return project_root() / "figures"
 

@@ -5,7 +5,7 @@ To add a lab: a package `labkit/studies/<lab>/` whose `study.py` defines `STUDY`
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import pandas as pd
@@ -34,6 +34,12 @@ class Study(ABC):
         """Runs on every rank and yields rows. Assign `staticmethod(function)`, from a module that imports nothing
         heavy: each rank imports it anew."""
 
+    keeps_checkpoints: ClassVar[bool] = False
+    """Whether the worker goes on with an interrupted point. It then gets a second argument, `checkpoints`: a directory
+    of the run, in which `<point.id>/` is the point's and is removed when the point has ended; None on ranks that are
+    not to write. Rows of an interrupted attempt are dropped: the worker keeps them in its checkpoint, and yields them.
+    """
+
     @abstractmethod
     def points(self, config: Any, machine: Machine) -> Sequence[Point]:
         """What to measure, in order; points of one world size next to one another share their ranks."""
@@ -41,6 +47,17 @@ class Study(ABC):
     @abstractmethod
     def answers(self, frame: pd.DataFrame, coverage: pd.DataFrame) -> Sequence[Answer]:
         """One answer to each question, from `Run.frame()` and `Run.coverage()` alone; either may be empty."""
+
+    def prepare(self, config: Any, say: Callable[[str], None]) -> str | None:
+        """Fetch and check what all points need, before anything is measured; `say` shows how far it is.
+
+        Returns why nothing can be measured here (no network), or None. ParameterError for what the caller must change.
+        """
+        return None
+
+    def progress(self, point: Any, values: Mapping[str, Any]) -> str | None:
+        """A few words for the progress line from a row of rank 0 that has just come in, or None."""
+        return None
 
     def skip_reason(self, point: Any, machine: Machine) -> str | None:
         """Why this machine cannot measure the point ("needs 51 GiB, 22 GiB available"), or None."""

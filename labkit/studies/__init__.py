@@ -20,6 +20,7 @@ LABS = (
     "data_parallel",
     "gradient_buckets",
     "sync_batchnorm",
+    "cifar100",
 )
 
 

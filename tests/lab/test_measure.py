@@ -2,6 +2,7 @@
 
 import pytest
 
+from labkit.lab.config import ParameterError
 from labkit.lab.measure import measure, resume
 from labkit.lab.store import Run, RunFileError
 from tests.lab.fake_study import FAKE, FakeConfig
@@ -77,3 +78,56 @@ def test_a_run_of_another_plan_is_not_resumed(tmp_path):
     path.write_text(path.read_text().replace('"timeout_s":20', '"timeout_s":21'))
     with pytest.raises(RunFileError, match="plans other points"):
         resume(FAKE, path)
+
+
+def test_what_cannot_be_prepared_is_skipped_with_the_reason_and_nothing_runs(tmp_path, monkeypatch):
+    said = []
+    monkeypatch.setattr(type(FAKE), "prepare", lambda self, config, say: say("looking") or "no network")
+    run = _measure(tmp_path, "fine", "die", on_progress=lambda progress: said.append(progress.text))
+    assert run.coverage()["status"].tolist() == ["skipped", "skipped"]
+    assert set(run.coverage()["reason"]) == {"no network"}
+    assert "looking" in said
+
+
+def test_what_the_caller_must_change_stops_before_there_is_a_run(tmp_path, monkeypatch):
+    def refuse(self, config, say):
+        raise ParameterError("fake: the file is damaged")
+
+    monkeypatch.setattr(type(FAKE), "prepare", refuse)
+    with pytest.raises(ParameterError, match="damaged"):
+        _measure(tmp_path, "fine")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_row_of_rank_0_may_say_how_far_it_is(tmp_path, monkeypatch):
+    said = []
+    monkeypatch.setattr(type(FAKE), "progress", lambda self, point, values: f"half is {values['half']}")
+    _measure(tmp_path, "fine", "fine", on_progress=lambda progress: said.append(progress.text))
+    assert said.count("2 ranks: half is 1") == 2  # not from rank 1
+
+
+def _count_attempts(point, checkpoints):
+    """How often the point was begun before, by what its checkpoint says."""
+    file = checkpoints / point.id / "attempts"
+    attempts = int(file.read_text()) if file.exists() else 0
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(str(attempts + 1))
+    yield {"attempts": attempts, "half": 1}
+
+
+def test_a_worker_that_keeps_checkpoints_finds_them_when_the_run_is_resumed(tmp_path, monkeypatch):
+    monkeypatch.setattr(type(FAKE), "worker", staticmethod(_count_attempts))
+    monkeypatch.setattr(type(FAKE), "keeps_checkpoints", True)
+
+    def interrupt(self, point, values):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(type(FAKE), "progress", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            _measure(tmp_path, "fine", world_size=1)
+    (path,) = tmp_path.glob("*.jsonl")
+    checkpoints = path.with_suffix(".checkpoints")
+    assert [file.name for file in checkpoints.iterdir()] == Run.load(path).pending
+    assert resume(FAKE, path).frame()["attempts"].tolist() == [1]
+    assert not checkpoints.exists()

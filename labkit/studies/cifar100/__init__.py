@@ -1,0 +1,9 @@
+"""The CIFAR-100 lab: whole trainings with the own wrapper and the own SyncBatchNorm, beside torch's.
+
+``training``  how one implementation trains: order of images, updates, validation
+``data``      images handed out by rank 0
+``worker``    what every rank runs
+``study``     parameters, points
+``analysis``  from samples to tables
+``answers``   what the measurements say
+"""

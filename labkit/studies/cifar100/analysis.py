@@ -1,0 +1,242 @@
+"""From the frame of a CIFAR-100 run to the tables its answers and figures are made of.
+
+Implementations are compared seed by seed: with one seed they begin with the same weights and see the same images in
+the same order under the same dropout masks. Intervals are of the median over seeds; an epoch is over when its slowest
+rank is.
+"""
+
+from functools import cache
+from typing import Any
+
+import pandas as pd
+
+from labkit.bench.statistics import compare, slowest_rank, summarize, summarize_groups
+from labkit.lab.project import reference_directory
+from labkit.studies.cifar100.training import IMPLEMENTATIONS, OWN_LOCAL, OWN_SYNC, TORCH_LOCAL, TORCH_SYNC
+from labkit.studies.cifar100.worker import EPOCH, MEMORY, PROBE
+
+# The same arithmetic by own parts and by torch's; and what synchronizing changes in one of them.
+SAME = ((OWN_SYNC, TORCH_SYNC), (OWN_LOCAL, TORCH_LOCAL))
+SYNC = ((OWN_SYNC, OWN_LOCAL), (TORCH_SYNC, TORCH_LOCAL))
+# Smaller differences at the end of training are taken for none: points of accuracy, percent of a loss.
+MARGINS = {"accuracy": 1.0, "validation loss": 3.0, "training loss": 3.0}
+UNITS = {"accuracy": "points", "validation loss": "%", "training loss": "%"}
+METRICS = {"accuracy": "accuracy_percent", "validation loss": "validation_loss", "training loss": "train_loss"}
+PUBLISHED_EPOCHS = 16
+PUBLISHED_NAMES = {"selfmade": OWN_SYNC, "torch": TORCH_SYNC}
+RECIPE = ["world_size", "batch", "accumulation", "epochs", "learning_rate", "momentum"]
+SETTING = ["dataset", "source", "md5", "backend", "device", *RECIPE]
+PUBLISHED_RECIPE = (2, 64, 4, 16, 0.01, 0.5)  # in that order
+
+DIFFERENCES = ["implementation", "than", "metric", "unit", "difference", "low", "high", "margin", "seeds", "verdict"]
+DIFFERENCES += ["quantity"]
+RATIOS = ["implementation", "over", "ratio", "low", "high", "verdict"]
+
+
+def _of_phase(frame: pd.DataFrame, phase: str) -> pd.DataFrame:
+    """Rows of one kind that passed their gate."""
+    if frame.empty or "phase" not in frame:
+        return pd.DataFrame(columns=["implementation", "seed", "epoch", "rank", *METRICS.values()])
+    return frame[(frame["phase"] == phase) & (frame["gate"] == "ok")]
+
+
+def in_order(table: pd.DataFrame) -> pd.DataFrame:
+    return table.sort_values("implementation", key=lambda names: names.map(IMPLEMENTATIONS.index), kind="stable")
+
+
+def setting(frame: pd.DataFrame) -> pd.Series | None:
+    """What was trained on and how, from a run's rows: all its points share it. None without an epoch."""
+    rows = _of_phase(frame, EPOCH)
+    rows = rows.dropna(subset="trained") if "trained" in rows else rows.iloc[:0]
+    if rows.empty:
+        return None
+    return rows.iloc[0][[*SETTING, "classes", "trained", "validated", "micro_batches"]]
+
+
+def images(frame: pd.DataFrame) -> pd.DataFrame:
+    """One row: how many images and classes, the size of an update."""
+    found = setting(frame)
+    if found is None:
+        return pd.DataFrame()
+    columns = {"classes": "classes", "trained": "trained on", "validated": "validated on"}
+    row = {column: found[name] for name, column in columns.items()}
+    row |= {"ranks": found["world_size"], "micro-batch": found["batch"], "accumulation": found["accumulation"]}
+    row["images an update"] = found["world_size"] * found["batch"] * found["accumulation"]
+    return pd.DataFrame([{name: int(value) for name, value in row.items()}])
+
+
+def source(frame: pd.DataFrame) -> str:
+    """What the images are, in words."""
+    found = setting(frame)
+    return "Nothing was trained." if found is None else f"The images: {found['source']}."
+
+
+def metrics(frame: pd.DataFrame) -> pd.DataFrame:
+    """By (implementation, seed, epoch): `train_loss`, `validation_loss`, `accuracy_percent`, as rank 0 tells."""
+    rows = _of_phase(frame, EPOCH)
+    if "accuracy" not in rows:
+        return pd.DataFrame(columns=["implementation", "seed", "epoch", *METRICS.values()])
+    rows = rows.dropna(subset="accuracy").assign(accuracy_percent=lambda table: 100 * table["accuracy"])
+    return in_order(rows[["implementation", "seed", "epoch", *METRICS.values()]])
+
+
+def by_epoch(frame: pd.DataFrame, metric: str) -> pd.DataFrame:
+    """Median over seeds and its interval by (implementation, epoch), in the column of the metric."""
+    column = METRICS[metric]
+    table = summarize_groups(metrics(frame), column, ["implementation", "epoch"])
+    return in_order(table.rename(columns={"median": column}))[["implementation", "epoch", column, "low", "high", "n"]]
+
+
+def losses_by_epoch(frame: pd.DataFrame) -> pd.DataFrame:
+    """Training and validation loss by epoch, `loss`, one panel each."""
+    parts = [
+        by_epoch(frame, metric).rename(columns={METRICS[metric]: "loss"}).assign(panel=metric)
+        for metric in ("training loss", "validation loss")
+    ]
+    return pd.concat(parts, ignore_index=True)
+
+
+def last_epoch(frame: pd.DataFrame) -> pd.DataFrame:
+    """Metrics of the last epoch that all seeds have, by (implementation, seed)."""
+    table = metrics(frame)
+    return table[table["epoch"] == table["epoch"].max()]
+
+
+def outcome(frame: pd.DataFrame) -> pd.DataFrame:
+    """By implementation, after the last epoch: median accuracy, interval, smallest, largest; median losses; error."""
+    rows, last = [], last_epoch(frame)
+    errors = _of_phase(frame, EPOCH)
+    for name, of_name in last.groupby("implementation", sort=False):
+        found = summarize(of_name["accuracy_percent"])
+        accuracies = {"accuracy_percent": found.median, "low": found.low, "high": found.high}
+        accuracies |= {"smallest": of_name["accuracy_percent"].min(), "largest": of_name["accuracy_percent"].max()}
+        losses = {column: of_name[column].median() for column in ("train_loss", "validation_loss")}
+        error = errors.loc[errors["implementation"] == name, "error"].max() if "error" in errors else float("nan")
+        rows.append({"implementation": name, "seeds": found.n} | accuracies | losses | {"error": error})
+    columns = ["implementation", "seeds", "accuracy_percent", "low", "high", "smallest", "largest"]
+    return pd.DataFrame(rows, columns=[*columns, "train_loss", "validation_loss", "error"])
+
+
+def differences(frame: pd.DataFrame, pairs: tuple[tuple[str, str], ...]) -> pd.DataFrame:
+    """After the last epoch, seed by seed: the first of a pair less the second; points of accuracy, percent of a loss.
+
+    `verdict`: "the same" if the interval lies within the margin, "higher" or "lower" if wholly beyond it, "not shown".
+    """
+    rows, last = [], last_epoch(frame)
+    for (name, other), (metric, column) in ((pair, item) for pair in pairs for item in METRICS.items()):
+        table = last.pivot_table(index="seed", columns="implementation", values=column).reindex(columns=[name, other])
+        table = table.dropna()
+        if table.empty:
+            continue
+        change = table[name] - table[other]
+        if UNITS[metric] == "%":
+            change = 100 * change / table[other]
+        found, margin = summarize(change), MARGINS[metric]
+        row: dict[str, Any] = {"implementation": name, "than": other, "metric": metric, "unit": UNITS[metric]}
+        row |= {"difference": found.median, "low": found.low, "high": found.high, "margin": margin, "seeds": found.n}
+        row["quantity"] = f"{metric} ({UNITS[metric]})"
+        rows.append(row | {"verdict": _verdict(found.low, found.high, margin)})
+    return pd.DataFrame(rows, columns=DIFFERENCES)
+
+
+def _verdict(low: float, high: float, margin: float) -> str:
+    if -margin <= low and high <= margin:
+        return "the same"
+    return "higher" if low > margin else "lower" if high < -margin else "not shown"
+
+
+def times(frame: pd.DataFrame) -> pd.DataFrame:
+    """`epoch_s` of the slowest rank by (implementation, seed, epoch); without epoch 1 if there are more."""
+    rows = _of_phase(frame, EPOCH)
+    if rows.empty or "epoch_s" not in rows:
+        return pd.DataFrame(columns=["implementation", "seed", "epoch", "epoch_s"])
+    rows = rows[rows["epoch"] > 1] if (rows["epoch"] > 1).any() else rows
+    table = slowest_rank(rows, "epoch_s", ["implementation", "seed", "epoch"])
+    return in_order(table.drop(columns="repeat").sort_values(["seed", "epoch"]))
+
+
+def time_summary(frame: pd.DataFrame) -> pd.DataFrame:
+    """Median time of an epoch with its interval, by implementation."""
+    table = summarize_groups(times(frame), "epoch_s", ["implementation"]).rename(columns={"median": "epoch_s"})
+    device = None if table.empty else frame["device"].iloc[0]
+    return in_order(table)[["implementation", "epoch_s", "low", "high", "n"]].assign(device=device)
+
+
+def time_ratios(frame: pd.DataFrame, pairs: tuple[tuple[str, str], ...]) -> pd.DataFrame:
+    """Time of an epoch by the first of a pair over that by the second, of the same seeds and epochs."""
+    rows, samples = [], times(frame)
+    for name, other in pairs:
+        table = samples.pivot_table(index=["seed", "epoch"], columns="implementation", values="epoch_s")
+        table = table.reindex(columns=[name, other]).dropna()
+        if len(table):
+            found = compare(table[name], table[other], interleaved=True)
+            row = {"implementation": name, "over": other, "ratio": found.ratio, "low": found.low, "high": found.high}
+            rows.append(row | {"verdict": found.verdict})
+    return pd.DataFrame(rows, columns=RATIOS)
+
+
+def memory(frame: pd.DataFrame) -> pd.DataFrame:
+    """Peak of an update by implementation, of the rank with the highest; and over that of torch's counterpart."""
+    rows = _of_phase(frame, MEMORY)
+    if rows.empty or "peak_bytes" not in rows:
+        return pd.DataFrame(columns=["implementation", "peak_bytes", "over_torch", "device"])
+    table = in_order(rows.groupby("implementation", as_index=False)["peak_bytes"].max())
+    peaks = table.set_index("implementation")["peak_bytes"]
+    torch_bytes = [peaks.get(dict(SAME).get(name, name), float("nan")) for name in table["implementation"]]
+    return table.assign(over_torch=table["peak_bytes"] / torch_bytes, device=rows["device"].iloc[0])
+
+
+def synchronizing(frame: pd.DataFrame) -> pd.DataFrame:
+    """What an epoch takes longer with batch norm over all ranks, and what its collectives alone take.
+
+    `extra_s`      median over (seed, epoch) of synchronized less local, with `low_s` and `high_s`
+    `predicted_s`  micro-batches times a forward and a backward collective, timed with nothing else to do
+    """
+    rows, samples, about = [], times(frame), setting(frame)
+    probes = _of_phase(frame, PROBE)
+    if about is None or probes.empty:
+        return pd.DataFrame(
+            columns=["implementation", "extra_s", "low", "high", "predicted_s", "measured_over_predicted"]
+        )
+    pair_s = slowest_rank(probes, "seconds", ["seed"])["seconds"].median()
+    for name, other in SYNC:
+        table = samples.pivot_table(index=["seed", "epoch"], columns="implementation", values="epoch_s")
+        table = table.reindex(columns=[name, other]).dropna()
+        if len(table):
+            found, predicted_s = summarize(table[name] - table[other]), about["micro_batches"] * pair_s
+            row = {"implementation": name, "extra_s": found.median, "low_s": found.low, "high_s": found.high}
+            row |= {"predicted_s": predicted_s, "measured_over_predicted": found.median / predicted_s}
+            rows.append(row)
+    return pd.DataFrame(rows)
+
+
+@cache
+def published() -> pd.DataFrame:
+    """`cifar100_training_2gpu.csv`: by implementation, the slower rank's time, the larger memory, loss, accuracy."""
+    table = pd.read_csv(reference_directory() / "cifar100_training_2gpu.csv")
+    table = table.assign(implementation=table["implementation"].map(PUBLISHED_NAMES))
+    worst = table.groupby("implementation", as_index=False)[["time_s", "max_memory_bytes", "loss", "accuracy"]].max()
+    worst = worst.rename(columns={"time_s": "training_s", "max_memory_bytes": "peak_bytes"})
+    worst = worst.assign(accuracy_percent=100 * worst["accuracy"], epoch_s=worst["training_s"] / PUBLISHED_EPOCHS)
+    return worst.assign(device="2 GPUs").drop(columns="accuracy")
+
+
+def published_ratio(column: str) -> float:
+    """Of the own parts over torch's."""
+    own, torch = (published().set_index("implementation").loc[name, column] for name in (OWN_SYNC, TORCH_SYNC))
+    return float(own / torch)
+
+
+def own_over_torch(frame: pd.DataFrame) -> pd.DataFrame:
+    """`ratio` of own over torch's by quantity, time of an epoch (with interval) and peak memory."""
+    epochs = time_ratios(frame, SAME).assign(quantity="time of an epoch")
+    peaks = memory(frame).dropna(subset="over_torch")
+    peaks = peaks[peaks["implementation"].isin(dict(SAME))].rename(columns={"over_torch": "ratio"})
+    both = pd.concat([epochs, peaks.assign(quantity="peak memory")], ignore_index=True)
+    return both.reindex(columns=["quantity", "implementation", "ratio", "low", "high"])
+
+
+def published_own_over_torch() -> pd.DataFrame:
+    """The same of the published training."""
+    rows = [("time of an epoch", published_ratio("epoch_s")), ("peak memory", published_ratio("peak_bytes"))]
+    return pd.DataFrame(rows, columns=["quantity", "ratio"]).assign(implementation=OWN_SYNC)

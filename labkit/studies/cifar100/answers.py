@@ -1,0 +1,263 @@
+"""What a CIFAR-100 run says: one answer to each question, nothing the intervals do not show."""
+
+from collections.abc import Iterable
+
+import pandas as pd
+
+from labkit.lab.answers import Answer, Question, Verdict, answer_each
+from labkit.lab.evidence import ratio_text, span_text, with_interval, wrong_rows
+from labkit.lab.trends import Trend, trends_verdict
+from labkit.lab.units import format_bytes, format_seconds, join_words
+from labkit.nn.datasets import CIFAR100_MD5
+from labkit.studies.cifar100 import analysis
+from labkit.studies.cifar100.training import TORCH_SYNC
+
+LEARNED = Question("learned", "How well does the net learn, and how much does that depend on the seed?")
+SAME = Question(
+    "same_training", "Do the own wrapper and, where torch's runs, the own SyncBatchNorm train as well as torch's?"
+)
+TIME = Question("time", "Does an epoch take longer with the own parts than with torch's?")
+MEMORY = Question("memory", "What does each need at its peak?")
+SYNC = Question(
+    "sync_batchnorm", "Does batch norm over all ranks train better than local batch norm, and what does it cost?"
+)
+PUBLISHED = Question("published_trends", "Do the published trends hold on this machine?")
+QUESTIONS = (LEARNED, SAME, TIME, MEMORY, SYNC, PUBLISHED)
+
+REFUSED = (
+    "torch's SyncBatchNorm refuses CPU tensors: the wrappers are compared with local batch norm on both sides, and the "
+    "own SyncBatchNorm with one process that has the whole batch, before training."
+)
+
+
+def answer_all(frame: pd.DataFrame, coverage: pd.DataFrame) -> list[Answer]:
+    """An answer to every question; a question whose rows are missing says so."""
+    finders = {
+        LEARNED: learned,
+        SAME: same_training,
+        TIME: time,
+        MEMORY: memory,
+        SYNC: sync_batchnorm,
+        PUBLISHED: published_trends,
+    }
+    return answer_each(finders, frame, coverage)
+
+
+def learned(frame: pd.DataFrame) -> Answer | None:
+    table, about = analysis.outcome(frame), analysis.setting(frame)
+    wrong = wrong_rows(frame)
+    if about is None and wrong.empty:
+        return None
+    sentences = []
+    if len(wrong):
+        names = join_words(sorted(set(wrong["implementation"])))
+        sentences.append(f"WRONG WEIGHTS after the first updates, and therefore no training, by {names}.")
+    if about is None:
+        return Answer(LEARNED, "not measured", " ".join(sentences))
+    sentences.append(
+        f"Trained on {about['trained']:.0f} images: {about['source']}. Of {about['classes']:.0f} classes a guess is "
+        f"right in {100 / about['classes']:.0f} %. After epoch {frame['epoch'].max():.0f}, over {_seeds(table)}:"
+    )
+    parts = [
+        f"{row['implementation']} {_percent_with_interval(row)}, {_spread(row)}" for row in table.to_dict("records")
+    ]
+    return Answer(LEARNED, "measured", f"{' '.join(sentences)} {'; '.join(parts)}.", "accuracy")
+
+
+def _seeds(table: pd.DataFrame) -> str:
+    return f"{span_text(table['seeds'], '{:.0f}'.format)} seeds"
+
+
+def _percent(value: float) -> str:
+    return f"{value:.1f} %"
+
+
+def _percent_with_interval(row: dict[str, float]) -> str:
+    if row["low"] != row["low"]:
+        return f"{_percent(row['accuracy_percent'])} (too few seeds for an interval)"
+    return f"{_percent(row['accuracy_percent'])} [{_percent(row['low'])}, {_percent(row['high'])}]"
+
+
+def _spread(row: dict[str, float]) -> str:
+    return f"seeds from {_percent(row['smallest'])} to {_percent(row['largest'])}"
+
+
+def same_training(frame: pd.DataFrame) -> Answer | None:
+    table = analysis.differences(frame, analysis.SAME)
+    if table.empty:
+        return None
+    sentences = [_compared(name, other, some) for (name, other), some in _pairs(table)]
+    if TORCH_SYNC not in set(table["than"]) and (frame["device"] == "cpu").all():
+        sentences.append(REFUSED)
+    return Answer(SAME, _sameness(table["verdict"]), " ".join(sentences), "differences")
+
+
+def _pairs(table: pd.DataFrame) -> Iterable[tuple[tuple[str, str], pd.DataFrame]]:
+    for key, some in table.groupby(["implementation", "than"], sort=False):
+        yield (str(key[0]), str(key[1])), some
+
+
+def _sameness(verdicts: Iterable[str]) -> Verdict:
+    """Yes if everything is shown to be the same within its margin, no if anything is shown to be beyond it."""
+    found = set(verdicts)
+    if found & {"higher", "lower"}:
+        return "no"
+    return "yes" if found == {"the same"} else "no difference shown"
+
+
+def _compared(name: str, other: str, some: pd.DataFrame) -> str:
+    """One pair: every metric with its interval and what it shows."""
+    parts = []
+    for row in some.to_dict("records"):
+        unit = analysis.UNITS[row["metric"]]
+        text = f"{row['metric']} {_signed(row['difference'])} {unit}"
+        if row["low"] != row["low"]:
+            parts.append(f"{text} (too few seeds for an interval)")
+            continue
+        says = {
+            "the same": f"within the {row['margin']:g} that count as the same",
+            "not shown": f"neither shown to be within {row['margin']:g} nor beyond",
+        }.get(row["verdict"], f"{row['verdict']} by more than {row['margin']:g}")
+        parts.append(f"{text} [{_signed(row['low'])}, {_signed(row['high'])}], {says}")
+    return f"{name} less {other}, seed by seed: {'; '.join(parts)}."
+
+
+def _signed(value: float) -> str:
+    return f"{value:+.2f}" if round(value, 2) else "0.00"
+
+
+def time(frame: pd.DataFrame) -> Answer | None:
+    table, ratios = analysis.time_summary(frame), analysis.time_ratios(frame, analysis.SAME)
+    if table.empty:
+        return None
+    times = [f"{row['implementation']} {with_interval(pd.Series(row), 'epoch_s')}" for row in table.to_dict("records")]
+    text = f"An epoch takes, by implementation: {'; '.join(times)}."
+    if ratios.empty:
+        return Answer(TIME, "measured", text, "time")
+    for row in ratios.to_dict("records"):
+        text += f" {row['implementation']} over {row['over']}: {ratio_text(pd.Series(row))}."
+    slower, faster = (list(ratios.loc[ratios["verdict"] == verdict, "over"]) for verdict in ("slower", "faster"))
+    verdict: Verdict = "mixed" if slower and faster else "yes" if slower else "no" if faster else "no difference shown"
+    return Answer(TIME, verdict, text, "time")
+
+
+def memory(frame: pd.DataFrame) -> Answer | None:
+    table = analysis.memory(frame)
+    if table.empty:
+        return None
+    parts = []
+    for row in table.to_dict("records"):
+        ratio = row["over_torch"]
+        beside = (
+            f" ({ratio:.3f} of torch's)" if ratio == ratio and not row["implementation"].startswith("torch") else ""
+        )
+        parts.append(f"{row['implementation']} {format_bytes(row['peak_bytes'])}{beside}")
+    text = f"At the peak of an update, model, gradients and momentum included: {join_words(parts)}."
+    return Answer(MEMORY, "measured", text, "memory")
+
+
+def sync_batchnorm(frame: pd.DataFrame) -> Answer | None:
+    table, ratios = analysis.differences(frame, analysis.SYNC), analysis.time_ratios(frame, analysis.SYNC)
+    if table.empty:
+        return None
+    sentences = [_compared(name, other, some) for (name, other), some in _pairs(table)]
+    costs = analysis.synchronizing(frame).set_index("implementation")
+    for row in ratios.to_dict("records"):
+        text = f"An epoch of {row['implementation']} takes {ratio_text(pd.Series(row))} of one of {row['over']}"
+        if row["implementation"] in costs.index:
+            cost = costs.loc[row["implementation"]]
+            text += (
+                f", {format_seconds(cost['extra_s'])} more; the collectives alone should take "
+                f"{format_seconds(cost['predicted_s'])}"
+            )
+        sentences.append(f"{text}.")
+    better, worse = _shown(table, 1), _shown(table, -1)
+    verdict: Verdict = "mixed" if better and worse else "yes" if better else "no" if worse else "no difference shown"
+    if set(table["verdict"]) == {"the same"}:
+        verdict = "no"
+    return Answer(SYNC, verdict, " ".join(sentences), "synchronized", _advice(frame, table, better, worse, ratios))
+
+
+def _shown(table: pd.DataFrame, sign: int) -> list[str]:
+    """What synchronizing is shown to better (1) or worsen (-1), by more than the margin and with every wrapper."""
+    found = []
+    for metric, good in (("accuracy", 1), ("validation loss", -1)):
+        wanted = "higher" if sign == good else "lower"
+        if (table.loc[table["metric"] == metric, "verdict"] == wanted).all():
+            found.append(f"a {wanted} {metric}")
+    return found
+
+
+def _advice(
+    frame: pd.DataFrame, table: pd.DataFrame, better: list[str], worse: list[str], ratios: pd.DataFrame
+) -> str | None:
+    about = analysis.setting(frame)
+    if about is None or ratios.empty or table["low"].isna().any() or (better and worse):
+        return None
+    here = f"{about['batch']:.0f} images a rank and {about['dataset']}"
+    slower = f", for {span_text(ratios['ratio'])} of the time" if (ratios["verdict"] == "slower").all() else ""
+    if better:
+        return f"synchronize batch norm with {here}: {join_words(better)} {_is(better)} shown{slower}."
+    reason = (
+        f"{join_words(worse)} with synchronizing {_is(worse)} shown" if worse else "no gain with synchronizing is shown"
+    )
+    saved = f", and an epoch with it takes {span_text(ratios['ratio'])} of the time" if slower else ""
+    return f"local batch norm does with {here}: {reason}{saved}."
+
+
+def _is(things: list[str]) -> str:
+    return "is" if len(things) == 1 else "are"
+
+
+def published_trends(frame: pd.DataFrame) -> Answer | None:
+    found = [*_as_fast(frame), *_smaller(frame), *_as_good(frame)]
+    if not found:
+        return None
+    return Answer(PUBLISHED, trends_verdict(found), f"{' '.join(map(str, found))} {_reached(frame)}", "published")
+
+
+def _as_fast(frame: pd.DataFrame) -> Iterable[Trend]:
+    """`cifar100_training_2gpu.csv`: 29.6 s against 29.3 s."""
+    ratios = analysis.time_ratios(frame, analysis.SAME)
+    if len(ratios):
+        claim = (
+            "Training with the own parts takes about as long as with torch's "
+            f"({analysis.published_ratio('epoch_s'):.2f} of it published, {span_text(ratios['ratio'])} here)"
+        )
+        yield Trend.judged(
+            claim, (ratios["low"] > 0.95) & (ratios["high"] < 1.05), (ratios["high"] < 0.95) | (ratios["low"] > 1.05)
+        )
+
+
+def _smaller(frame: pd.DataFrame) -> Iterable[Trend]:
+    """`cifar100_training_2gpu.csv`: 170.1 MB against 174.1 MB."""
+    table = analysis.memory(frame).dropna()
+    table = table[~table["implementation"].str.startswith("torch")]
+    if len(table):
+        claim = (
+            f"It needs a little less memory ({analysis.published_ratio('peak_bytes'):.2f} published, "
+            f"{span_text(table['over_torch'], '{:.3f}'.format)} here)"
+        )
+        yield Trend.judged(claim, table["over_torch"] < 0.99, table["over_torch"] > 1.01)
+
+
+def _as_good(frame: pd.DataFrame) -> Iterable[Trend]:
+    """`cifar100_training_2gpu.csv`: 27.3 % against 27.7 %, one training each."""
+    table = analysis.differences(frame, analysis.SAME)
+    table = table[table["metric"] == "accuracy"]
+    if len(table):
+        own, torch = (
+            analysis.published().set_index("implementation").loc[name, "accuracy_percent"] for name in analysis.SAME[0]
+        )
+        claim = f"Both train equally well ({_percent(own)} and {_percent(torch)} published)"
+        yield Trend.judged(claim, table["verdict"] == "the same", table["verdict"].isin(["higher", "lower"]))
+
+
+def _reached(frame: pd.DataFrame) -> str:
+    """Whether the published accuracy itself can be compared with one from here."""
+    about, table = analysis.setting(frame), analysis.outcome(frame)
+    same_recipe = about is not None and tuple(about[analysis.RECIPE]) == analysis.PUBLISHED_RECIPE
+    if about is None or not same_recipe or about["md5"] != CIFAR100_MD5:
+        return "Accuracies themselves cannot be compared: images or recipe are others."
+    best = table.set_index("implementation")["accuracy_percent"]
+    return f"Here it is {span_text(best, _percent)} after as many epochs of the same recipe."

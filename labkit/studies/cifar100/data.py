@@ -1,0 +1,87 @@
+"""The images of a point: rank 0 reads and checks them; every rank gets the training set and a validation shard."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from labkit.lab.project import datasets_directory
+from labkit.nn.datasets import CIFAR100_FILE, DatasetError, Images, digits, read_cifar100
+
+DIGITS, CIFAR100 = "digits", "cifar100"
+# Shape and dtype of an image and of a class.
+PARTS: tuple[tuple[tuple[int, ...], torch.dtype], ...] = (((3, 32, 32), torch.uint8), ((), torch.int64))
+
+
+@dataclass(frozen=True)
+class RankData:
+    """What one rank works with: images (N, 3, 32, 32) in uint8 and classes (N,) in int64, on the CPU."""
+
+    classes: int
+    training: tuple[Tensor, Tensor]
+    """All of them, on every rank: which of them a rank sees is another choice every epoch."""
+    validation: tuple[Tensor, Tensor]
+    """The shard of this rank."""
+    validated: int
+    """Images in the shards of all ranks."""
+
+
+def load_images(dataset: str, archive: str | None) -> Images:
+    """The digits; or CIFAR-100 from the archive named, else from the one fetched. DatasetError if it is not good."""
+    if dataset == DIGITS:
+        return digits()
+    return read_cifar100(Path(archive) if archive else datasets_directory() / CIFAR100_FILE)
+
+
+def hand_out(dataset: str, archive: str | None, most_images: int | None, device: str) -> RankData:
+    """Read on rank 0, broadcast the training set (its first `most_images`), scatter the validation set.
+
+    DatasetError on every rank if rank 0 cannot read it. The transfers are on the device: NCCL wants that.
+    """
+    images: Images | None = None
+    about: dict[str, Any] = {}
+    if dist.get_rank() == 0:
+        try:
+            images = load_images(dataset, archive)
+            count = len(images.training[1][:most_images])
+            about = {"classes": images.classes, "trained": count, "validated": len(images.validation[1])}
+        except DatasetError as error:
+            about = {"error": str(error)}
+    told = [about]
+    dist.broadcast_object_list(told)
+    about = told[0]
+    if "error" in about:
+        raise DatasetError(about["error"])
+    training = [
+        _broadcast(images.training[part][:most_images] if images else None, (about["trained"], *shape), dtype, device)
+        for part, (shape, dtype) in enumerate(PARTS)
+    ]
+    validation = [
+        _scatter(images.validation[part] if images else None, (about["validated"], *shape), dtype, device)
+        for part, (shape, dtype) in enumerate(PARTS)
+    ]
+    return RankData(about["classes"], (training[0], training[1]), (validation[0], validation[1]), about["validated"])
+
+
+def _broadcast(tensor: Tensor | None, shape: Sequence[int], dtype: torch.dtype, device: str) -> Tensor:
+    """Rank 0's tensor, on every rank."""
+    travels = torch.empty(tuple(shape), dtype=dtype, device=device) if tensor is None else tensor.to(device)
+    dist.broadcast(travels.contiguous(), src=0)
+    return travels.cpu()
+
+
+def _scatter(tensor: Tensor | None, shape: Sequence[int], dtype: torch.dtype, device: str) -> Tensor:
+    """This rank's shard of rank 0's tensor, ceil(N / ranks) rows; the last ranks may have fewer, or none."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    rows = -(-shape[0] // ranks)
+    shard = torch.empty((rows, *shape[1:]), dtype=dtype, device=device)
+    pieces = None
+    if tensor is not None:  # equal pieces travel; what fills up the last ones is cut off
+        filled = torch.cat([tensor, tensor.new_zeros(rows * ranks - shape[0], *shape[1:])])
+        pieces = list(filled.to(device).split(rows))
+    dist.scatter(shard, pieces, src=0)
+    return shard[: max(0, min(rows, shape[0] - rank * rows))].cpu()

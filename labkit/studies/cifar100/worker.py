@@ -1,0 +1,214 @@
+"""What a rank runs to measure one point of the CIFAR-100 lab: one seed, all implementations, epoch by epoch.
+
+Implementations are trained side by side, epoch 1 of each, then epoch 2 of each, so that whatever else the machine does
+hits all alike. After each epoch rank 0 writes a checkpoint with the state of all of them and the rows so far; a point
+that was interrupted goes on from it, and yields the rows again that are in it.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from labkit.bench.allocator import record_allocations
+from labkit.bench.clock import Stopwatch, time_interleaved
+from labkit.lab.point import Point
+from labkit.nn.vision import SmallConvNet
+from labkit.parallel import checkpoint
+from labkit.parallel.data_parallel import gate
+from labkit.studies.cifar100.data import RankData, hand_out
+from labkit.studies.cifar100.training import ALONE, SYNCHRONIZED, Recipe, Trainer, updates_of
+
+EPOCH, MEMORY, PROBE = "epoch", "memory", "probe"
+PROBES = 30
+GATE_UPDATES = 2
+# Enough to be wrong, few enough to be quick. Batch norm over two images is so steep that rounding alone grows large.
+GATE_BATCH, GATE_ACCUMULATION = 4, 2
+TOLERANCE = 1e-6  # in float64, relative to the largest change of a weight; rounding leaves some 1e-12
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingPoint(Point):
+    """One seed: the data, the recipe, and the implementations that are trained side by side."""
+
+    dataset: str
+    """ "digits" or "cifar100"."""
+    source: str
+    """What the images are, in words."""
+    archive: str | None = None
+    """Path of the archive; None: the one fetched, or none is needed."""
+    md5: str | None = None
+    """Of the archive, so that a training goes on with the same one only."""
+    train_images: int | None = None
+    """The first so many; None: all."""
+    implementations: tuple[str, ...]
+    epochs: int
+    batch: int
+    accumulation: int
+    learning_rate: float
+    momentum: float
+    device: str = "cpu"
+    """ "cpu" or "cuda"; several ranks may share one CUDA device."""
+    seed: int = 0
+
+    def title(self) -> str:
+        return f"{super().title()}, {self.dataset}, seed {self.seed}"
+
+
+def train_point(point: TrainingPoint, checkpoints: Path | None = None) -> Iterator[dict[str, Any]]:
+    """Rows of one seed: peak memory of each implementation; the time of each epoch and, from rank 0, how good it is."""
+    device = "cpu" if point.device == "cpu" else f"cuda:{dist.get_rank() % torch.cuda.device_count()}"
+    if point.device == "cuda":
+        torch.cuda.set_device(device)  # clocks mark its stream, whichever ranks share it
+    data = hand_out(point.dataset, point.archive, point.train_images, device)
+    recipe = Recipe(
+        classes=data.classes,
+        batch=point.batch,
+        accumulation=point.accumulation,
+        learning_rate=point.learning_rate,
+        momentum=point.momentum,
+        device=device,
+    )
+    small = replace(recipe, batch=GATE_BATCH, accumulation=GATE_ACCUMULATION)
+    errors = {name: first_updates_error(name, small, data, point.seed) for name in point.implementations}
+    right = [name for name, error in errors.items() if error <= TOLERANCE]
+    yield from (
+        {"implementation": name, "phase": EPOCH, "error": error, "gate": f"wrong: error {error:.1e} of the weights"}
+        for name, error in errors.items()
+        if name not in right
+    )
+    training = _Training(point, recipe, data, right)
+    path = checkpoints / point.id / "checkpoint.pt" if checkpoints else None
+    rows = training.resume(checkpoint.load(path))
+    if not rows:
+        rows = [_peak_memory(name, recipe, data, point.seed) for name in right]
+        rows.append(_collectives_of_one_layer(device))
+    yield from rows
+    while training.epochs_done < point.epochs:
+        found = [row | {"error": errors[row["implementation"]]} for row in training.epoch()]
+        rows += found
+        checkpoint.save(path, training.state(rows))
+        yield from found
+
+
+class _Training:
+    """All implementations of one seed, epoch by epoch."""
+
+    def __init__(self, point: TrainingPoint, recipe: Recipe, data: RankData, names: list[str]):
+        self.point, self.data = point, data
+        self.epochs_done = 0
+        self._trainers = [Trainer(name, recipe, point.seed) for name in names]
+        self._watch = Stopwatch(recipe.device)
+
+    def epoch(self) -> list[dict[str, Any]]:
+        """The next epoch of every implementation; who begins changes from epoch to epoch."""
+        epoch, first = self.epochs_done + 1, self.epochs_done % max(1, len(self._trainers))
+        in_turn = [*self._trainers[first:], *self._trainers[:first]]
+        rows = [self._one_epoch(trainer, epoch) for trainer in in_turn]
+        self.epochs_done = epoch
+        return rows
+
+    def _one_epoch(self, trainer: Trainer, epoch: int) -> dict[str, Any]:
+        dist.barrier()
+        self._watch.start()
+        total, seen = trainer.epoch(*self.data.training, self.point.seed, epoch)
+        self._watch.stop()
+        sums = torch.stack([total, torch.tensor(seen).to(total)])
+        dist.all_reduce(sums)
+        loss, accuracy = trainer.validate(*self.data.validation, self.data.validated)
+        row = {"implementation": trainer.implementation, "phase": EPOCH, "gate": "ok", "epoch": epoch}
+        row["epoch_s"] = self._watch.seconds[-1]
+        if dist.get_rank() == 0:  # equal on all ranks: one tells
+            row |= {"train_loss": float(sums[0] / sums[1]), "validation_loss": loss, "accuracy": accuracy}
+            row |= {"classes": self.data.classes, "trained": int(sums[1]), "validated": self.data.validated}
+            row |= {"micro_batches": -(-seen // self.point.batch)}
+        return row
+
+    def state(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
+        """For the checkpoint: the trainers', and the rows of every rank."""
+        of_ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, rows)
+        trainers = {trainer.implementation: trainer.state() for trainer in self._trainers}
+        return {"point": self.point.id, "epochs_done": self.epochs_done, "trainers": trainers, "rows": of_ranks}
+
+    def resume(self, state: dict[str, Any] | None) -> list[dict[str, Any]]:
+        """Go on from a checkpoint, if there is one for these implementations; the rows of this rank that it holds."""
+        if state is None or state["point"] != self.point.id:
+            return []
+        if state["trainers"].keys() != {trainer.implementation for trainer in self._trainers}:
+            return []
+        for trainer in self._trainers:
+            trainer.load(state["trainers"][trainer.implementation])
+        self.epochs_done = state["epochs_done"]
+        rows: list[dict[str, Any]] = state["rows"][dist.get_rank()]
+        return rows
+
+
+def first_updates_error(name: str, recipe: Recipe, data: RankData, seed: int, updates: int = GATE_UPDATES) -> float:
+    """The gate: how far the first updates are from those of one process that has the images of all ranks.
+
+    In float64 and without dropout. Largest deviation of a weight over the largest change of any, on the worst rank.
+    Batch norm over all ranks is that of one process on the whole micro-batch; local batch norm that of one process
+    which takes the ranks' micro-batches one by one.
+    """
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    recipe = replace(recipe, dropout=False, dtype=torch.float64)
+    alone = replace(recipe, batch=ranks * recipe.batch) if name in SYNCHRONIZED else recipe
+    trainer, reference = Trainer(name, recipe, seed), Trainer(ALONE, alone, seed)
+    before = _weights(reference)
+    images, labels = data.training
+    for update in _first(updates, len(images), recipe, seed):
+        mine, everybody = update[:, rank].flatten(), update.flatten()
+        trainer.update(images[mine], labels[mine])
+        reference.update(images[everybody], labels[everybody])
+    return gate.largest_error([_weights(trainer) - before], [_weights(reference) - before])
+
+
+def _first(updates: int, images: int, recipe: Recipe, seed: int) -> Iterator[Tensor]:
+    """So many updates, over as many epochs as that takes."""
+    epoch = 1
+    while updates > 0:
+        for update in updates_of(images, recipe, seed, epoch, dist.get_world_size()):
+            if updates > 0:
+                yield update
+            updates -= 1
+        epoch += 1
+
+
+def _weights(trainer: Trainer) -> Tensor:
+    """All in one: the bias before the batch norm has a gradient of zero, and rounding makes of that no measure."""
+    return torch.cat([parameter.detach().flatten() for parameter in trainer.net.parameters()])
+
+
+def _collectives_of_one_layer(device: str) -> dict[str, Any]:
+    """Seconds of the two collectives of a synchronized batch norm over 128 channels, with nothing else to do."""
+    channels = SmallConvNet().bn1.num_features
+    statistics = torch.zeros(2 * channels + 1, dtype=torch.float64, device=device)
+    gathered = [torch.empty_like(statistics) for _ in range(dist.get_world_size())]
+    sums = torch.zeros(2, channels, device=device)
+
+    def both() -> None:
+        dist.all_gather(gathered, statistics)
+        dist.all_reduce(sums)
+
+    times = time_interleaved({PROBE: both}, warmup=5, repeats=PROBES, device=device, before=dist.barrier)
+    return {"phase": PROBE, "gate": "ok", "seconds": times[PROBE]}
+
+
+def _peak_memory(name: str, recipe: Recipe, data: RankData, seed: int) -> dict[str, Any]:
+    """Peak of the allocator over an update, model and optimizer included, one implementation at a time."""
+    update = next(updates_of(len(data.training[0]), recipe, seed, 1, dist.get_world_size()))
+    mine = update[:, dist.get_rank()].flatten()
+    images, labels = (part[mine] for part in data.training)
+    dist.barrier()
+    with record_allocations(recipe.device) as record:
+        trainer = Trainer(name, recipe, seed)
+        trainer.update(images, labels)  # the first one makes what stays
+        with record.window("update"):
+            trainer.update(images, labels)
+        del trainer
+    return {"implementation": name, "phase": MEMORY, "gate": "ok", "peak_bytes": record.windows["update"].peak_bytes}

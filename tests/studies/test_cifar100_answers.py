@@ -1,0 +1,207 @@
+"""Answers of the CIFAR-100 lab on made-up frames: as published, contrary, noisy, and with rows missing."""
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from labkit.nn.datasets import CIFAR100_MD5
+from labkit.studies.cifar100 import analysis
+from labkit.studies.cifar100.study import STUDY
+from labkit.studies.cifar100.training import IMPLEMENTATIONS, OWN_LOCAL, OWN_SYNC, TORCH_LOCAL, TORCH_SYNC
+from labkit.studies.cifar100.worker import EPOCH, MEMORY, PROBE
+
+MIB = 2**20
+ON_CPU = (OWN_SYNC, OWN_LOCAL, TORCH_LOCAL)
+ALIKE = dict.fromkeys(IMPLEMENTATIONS, 0.0)
+SECONDS = {OWN_SYNC: 1.85, OWN_LOCAL: 1.65, TORCH_SYNC: 1.83, TORCH_LOCAL: 1.63}
+SETTING = {
+    "world_size": 2,
+    "backend": "nccl",
+    "device": "cuda",
+    "dataset": "cifar100",
+    "source": "CIFAR-100, the official archive",
+    "md5": CIFAR100_MD5,
+    "epochs": 16,
+    "batch": 64,
+    "accumulation": 4,
+    "learning_rate": 0.01,
+    "momentum": 0.5,
+    "gate": "ok",
+}
+DIGITS = {"device": "cpu", "backend": "gloo", "dataset": "digits", "source": "digits", "md5": None}
+
+
+def _frame(
+    gains=ALIKE, *, names=IMPLEMENTATIONS, seconds=SECONDS, seeds=8, scatter=0.05, noise=0.005, epochs=16, **setting
+):
+    """Rows as a run has them: `gains` are points of accuracy over the seed's own, `scatter` their spread."""
+    generator = np.random.default_rng(0)
+    rows = []
+    for seed in range(seeds):
+        here = SETTING | setting | {"seed": seed, "repeat": 0}
+        of_seed = generator.normal(0, 1)  # seeds differ by far more than implementations of one
+        for name in names:
+            peak = (162 if name.startswith("own") else 166) * MIB
+            rows += [
+                here | {"phase": MEMORY, "implementation": name, "rank": rank, "peak_bytes": peak} for rank in (0, 1)
+            ]
+        rows += [here | {"phase": PROBE, "rank": 0, "repeat": n, "seconds": 1e-4} for n in range(30)]
+        for epoch in range(1, epochs + 1):
+            for name in names:
+                gain = gains[name] + generator.normal(0, scatter)
+                row = here | {"phase": EPOCH, "implementation": name, "epoch": epoch, "error": 1e-14}
+                slowest = seconds[name] * np.exp(generator.normal(0, noise))
+                rows.append(row | {"rank": 1, "epoch_s": 0.9 * slowest})
+                told = {"accuracy": (epoch * 1.5 + of_seed + gain) / 100, "train_loss": 3.3 - gain / 50}
+                told |= {"validation_loss": 3.2 - gain / 50, "classes": 100, "trained": 49_920, "validated": 10_000}
+                rows.append(row | told | {"rank": 0, "epoch_s": slowest, "micro_batches": 390})
+    return pd.DataFrame(rows)
+
+
+def _coverage(*reasons):
+    return pd.DataFrame({"status": ["skipped"] * len(reasons), "reason": list(reasons)})
+
+
+def _answers(frame, coverage=None):
+    found = STUDY.answers(frame, _coverage() if coverage is None else coverage)
+    return {answer.question.id: answer for answer in found}
+
+
+def test_every_question_is_answered_from_a_full_frame():
+    assert all(answer.verdict != "not measured" for answer in _answers(_frame()).values())
+
+
+@pytest.mark.parametrize("frame", [pd.DataFrame(), _frame().iloc[:0]], ids=["no columns", "no rows"])
+def test_without_rows_every_question_is_not_measured_and_says_why(frame):
+    answers = _answers(frame, _coverage("no network"))
+    assert {answer.verdict for answer in answers.values()} == {"not measured"}
+    assert all("no network" in answer.text for answer in answers.values())
+
+
+def test_trainings_that_agree_are_shown_to_be_the_same():
+    answers = _answers(_frame())
+    assert answers["same_training"].verdict == "yes"
+    assert "within the 1 that count as the same" in answers["same_training"].text
+    assert answers["published_trends"].verdict == "yes"
+    assert "after as many epochs of the same recipe" in answers["published_trends"].text
+
+
+def test_an_own_wrapper_that_trains_worse_is_said_to():
+    answers = _answers(_frame(ALIKE | {OWN_SYNC: -4.0}))
+    assert answers["same_training"].verdict == "no"
+    assert "lower by more than 1" in answers["same_training"].text
+    assert "Both train equally well" in answers["published_trends"].text
+    assert "is contradicted here" in answers["published_trends"].text
+
+
+def test_noise_shows_neither_sameness_nor_a_difference():
+    answers = _answers(_frame(scatter=4.0))
+    assert answers["same_training"].verdict == "no difference shown"
+    assert "neither shown to be within 1 nor beyond" in answers["same_training"].text
+    assert answers["sync_batchnorm"].verdict == "no difference shown"
+    assert answers["sync_batchnorm"].recommendation.startswith("local batch norm does")
+
+
+def test_a_difference_within_a_seed_is_seen_although_seeds_differ_more():
+    gains = ALIKE | {OWN_SYNC: 1.5, TORCH_SYNC: 1.5}
+    answers = _answers(_frame(gains))
+    assert answers["sync_batchnorm"].verdict == "yes"
+    advice = answers["sync_batchnorm"].recommendation
+    assert advice.startswith(
+        "synchronize batch norm with 64 images a rank and cifar100: a higher accuracy is shown, for 1.1"
+    )
+    assert answers["same_training"].verdict == "yes"
+
+
+def test_synchronizing_that_harms_is_a_no():
+    answer = _answers(_frame(ALIKE | {OWN_SYNC: -8.0, TORCH_SYNC: -8.0}))["sync_batchnorm"]
+    assert answer.verdict == "no"
+    assert "a lower accuracy and a higher validation loss with synchronizing are shown" in answer.recommendation
+
+
+def test_what_is_shown_but_within_the_margin_counts_as_the_same():
+    answer = _answers(_frame(ALIKE | {OWN_SYNC: 0.6, TORCH_SYNC: 0.6}))["sync_batchnorm"]
+    assert answer.verdict == "no"
+    assert "within the 1 that count as the same" in answer.text
+    assert "no gain with synchronizing is shown" in answer.recommendation
+
+
+def test_one_wrapper_alone_does_not_show_what_synchronizing_does():
+    assert _answers(_frame(ALIKE | {OWN_SYNC: 2.0}))["sync_batchnorm"].verdict == "no difference shown"
+
+
+def test_on_a_cpu_wrappers_are_compared_with_local_batch_norm_and_the_page_says_so():
+    frame = _frame(names=ON_CPU, **DIGITS)
+    answers = _answers(frame)
+    assert set(analysis.differences(frame, analysis.SAME)["implementation"]) == {OWN_LOCAL}
+    assert "torch's SyncBatchNorm refuses CPU tensors" in answers["same_training"].text
+    assert "cannot be compared: images or recipe are others" in answers["published_trends"].text
+    assert answers["sync_batchnorm"].verdict == "no"
+
+
+@pytest.mark.parametrize(
+    ("factor", "verdict"), [(1.0, "no difference shown"), (1.2, "yes"), (0.8, "no")], ids=["alike", "slower", "faster"]
+)
+def test_time_is_judged_by_the_ratio_within_a_seed_and_epoch(factor, verdict):
+    seconds = dict.fromkeys(IMPLEMENTATIONS, 1.0) | {OWN_SYNC: factor, OWN_LOCAL: factor}
+    assert _answers(_frame(seconds=seconds))["time"].verdict == verdict
+
+
+def test_the_slowest_rank_counts_and_the_first_epoch_does_not():
+    table = analysis.times(_frame(noise=0.0))
+    assert sorted(set(table["epoch"])) == list(range(2, 17))
+    assert table.loc[table["implementation"] == OWN_LOCAL, "epoch_s"].tolist() == pytest.approx([1.65] * 8 * 15)
+
+
+def test_what_synchronizing_costs_is_beside_what_its_collectives_should_cost():
+    table = analysis.synchronizing(_frame(noise=0.0)).set_index("implementation")
+    assert table["predicted_s"].tolist() == pytest.approx([390e-4] * 2)
+    assert table.loc[OWN_SYNC, "extra_s"] == pytest.approx(0.2)
+
+
+def test_numbers_in_the_text_come_from_the_frame():
+    answers = _answers(_frame(scatter=0.0, noise=0.0, seeds=7))
+    table = analysis.outcome(_frame(scatter=0.0, noise=0.0, seeds=7))
+    assert f"{OWN_SYNC} {table['accuracy_percent'][0]:.1f} %" in answers["learned"].text
+    assert "over 7 seeds" in answers["learned"].text
+    assert "a guess is right in 1 %" in answers["learned"].text
+    assert f"{OWN_SYNC} 162 MiB (0.976 of torch's)" in answers["memory"].text
+    assert f"{OWN_SYNC} 1.85 s [1.85 s, 1.85 s]" in answers["time"].text
+
+
+def test_few_seeds_give_no_verdict_and_no_advice():
+    answers = _answers(_frame(ALIKE | {OWN_SYNC: 5.0, TORCH_SYNC: 5.0}, seeds=3, epochs=2))
+    assert answers["same_training"].verdict == "no difference shown"
+    assert "too few seeds for an interval" in answers["same_training"].text
+    assert answers["sync_batchnorm"].verdict == "no difference shown"
+    assert answers["sync_batchnorm"].recommendation is None
+
+
+def test_seeds_that_lack_an_implementation_are_left_out_of_its_comparison():
+    frame = _frame()
+    frame = frame[~((frame["seed"] == 0) & (frame["implementation"] == TORCH_SYNC))]
+    seeds = analysis.differences(frame, analysis.SAME).set_index(["implementation", "metric"])["seeds"]
+    assert seeds[OWN_SYNC, "accuracy"] == 7
+    assert seeds[OWN_LOCAL, "accuracy"] == 8
+
+
+def test_one_implementation_alone_has_times_and_no_comparison():
+    answers = _answers(_frame(names=(OWN_SYNC,)))
+    assert answers["time"].verdict == "measured"
+    assert answers["same_training"].verdict == answers["sync_batchnorm"].verdict == "not measured"
+
+
+def test_a_wrong_implementation_is_named():
+    wrong = SETTING | {"phase": EPOCH, "implementation": OWN_SYNC, "gate": "wrong: error 1", "seed": 0, "rank": 0}
+    frame = pd.concat([_frame(names=(OWN_LOCAL, TORCH_LOCAL)), pd.DataFrame([wrong])], ignore_index=True)
+    assert "WRONG WEIGHTS" in _answers(frame)["learned"].text
+    alone = _answers(pd.DataFrame([wrong]))
+    assert alone["learned"].verdict == "not measured"
+    assert OWN_SYNC in alone["learned"].text
+
+
+def test_published_values_are_read_from_the_table():
+    table = analysis.published().set_index("implementation")
+    assert table.loc[OWN_SYNC, "training_s"] == 29.632  # of the slower rank
+    assert table.loc[TORCH_SYNC, "peak_bytes"] == 174062592
+    assert analysis.published_ratio("epoch_s") == pytest.approx(29.632 / 29.279)
