@@ -1,6 +1,7 @@
 """Time of labkit's all-reduce over time of gloo's `dist.all_reduce`, on this machine; float32 sums, CPU.
 
     python benchmarks/all_reduce_against_gloo.py                      # the promises: exits 1 if one is missed
+    python benchmarks/all_reduce_against_gloo.py --transport point_to_point
     python benchmarks/all_reduce_against_gloo.py --algorithms all     # every algorithm, for the chooser's thresholds
     python benchmarks/all_reduce_against_gloo.py --worlds 8,16 --sizes 4096,1048576
 
@@ -16,6 +17,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,28 +25,32 @@ import torch.distributed as dist
 
 from labkit.parallel.collectives import ALGORITHMS, all_reduce
 from labkit.parallel.launch import run_ranks
+from labkit.parallel.transport import POINT_TO_POINT, SHARED
 
 CHOOSER = "chooser"
 GLOO = "gloo"
-# size in bytes -> the largest ratio promised, for 2 and 4 ranks on 2 cores
-PROMISES = {4 << 10: 0.5, 64 << 10: 0.7, 1 << 20: 0.9, 10 << 20: 1.1, 100 << 20: 1.1}
-PROMISED_WORLDS = (2, 4)
+SIZES = (4 << 10, 64 << 10, 1 << 20, 10 << 20, 100 << 20)
+# transport -> ranks -> the largest ratio promised on 2 cores, for each size
+PROMISES = {
+    POINT_TO_POINT: {2: (0.5, 0.7, 0.9, 1.1, 1.1), 4: (0.5, 0.7, 0.9, 1.1, 1.1)},
+    SHARED: {2: (0.2, 0.2, 0.25, 0.3, 0.3), 4: (0.2, 0.2, 0.25, 0.3, 0.3), 8: (0.6,) * 5},
+}
 WARMUP = 3
 
 
-def measure(names: list[str], sizes: list[int], budget_s: float) -> list[dict[str, Any]]:
+def measure(names: list[str], transport: str, sizes: list[int], budget_s: float) -> list[dict[str, Any]]:
     """On every rank: for each size and algorithm, median seconds of it and of gloo, and their ratio."""
     rows = []
     for n_bytes in sizes:
-        seconds = _interleave(names, n_bytes, budget_s)
+        seconds = _interleave(names, transport, n_bytes, budget_s)
         for name in names:
             times = {"own_s": seconds[name], "gloo_s": seconds[GLOO], "ratio": seconds[name] / seconds[GLOO]}
             rows.append({"algorithm": name, "n_bytes": n_bytes, **times})
     return rows
 
 
-def _interleave(names: list[str], n_bytes: int, budget_s: float) -> dict[str, float]:
-    calls = {GLOO: dist.all_reduce, **{name: _summing(name) for name in names}}
+def _interleave(names: list[str], transport: str, n_bytes: int, budget_s: float) -> dict[str, float]:
+    calls = {GLOO: dist.all_reduce, **{name: _summing(name, transport) for name in names}}
     tensors = {name: torch.ones(n_bytes // 4) for name in calls}
     samples_s: dict[str, list[float]] = {name: [] for name in calls}
     start, repeats = time.perf_counter(), WARMUP
@@ -58,9 +64,8 @@ def _interleave(names: list[str], n_bytes: int, budget_s: float) -> dict[str, fl
     return {name: _median_of_slowest(samples_s[name][WARMUP:]) for name in calls}
 
 
-def _summing(name: str) -> Callable[[torch.Tensor], None]:
-    function = all_reduce if name == CHOOSER else ALGORITHMS[name]
-    return lambda tensor: function(tensor, op="sum")
+def _summing(name: str, transport: str) -> Callable[[torch.Tensor], None]:
+    return partial(all_reduce if name == CHOOSER else ALGORITHMS[name], op="sum", transport=transport)
 
 
 def _agree_on_repeats(round_s: float, budget_s: float) -> int:
@@ -92,6 +97,7 @@ def main() -> int:
         results = run_ranks(
             measure,
             options.algorithms,
+            options.transport,
             options.sizes,
             options.budget_s,
             world_size=world_size,
@@ -99,9 +105,8 @@ def main() -> int:
             timeout_s=1800,
         )
         for row in results[0]:
-            promise = PROMISES.get(row["n_bytes"]) if row["algorithm"] == CHOOSER else None
-            if world_size not in PROMISED_WORLDS:
-                promise = None
+            promises = dict(zip(SIZES, PROMISES[options.transport].get(world_size, ()), strict=False))
+            promise = promises.get(row["n_bytes"]) if row["algorithm"] == CHOOSER else None
             has_missed |= promise is not None and row["ratio"] > promise
             print(_line(world_size, row, promise), flush=True)
     return int(has_missed)
@@ -118,13 +123,16 @@ def _line(world_size: int, row: dict[str, Any], promise: float | None) -> str:
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--worlds", type=_whole_numbers, default=list(PROMISED_WORLDS), help="numbers of ranks: 2,4")
-    parser.add_argument("--sizes", type=_whole_numbers, default=list(PROMISES), help="bytes: 4096,65536")
+    parser.add_argument("--transport", choices=list(PROMISES), default=SHARED)
+    parser.add_argument("--worlds", type=_whole_numbers, help="numbers of ranks: 2,4; default: those with a promise")
+    parser.add_argument("--sizes", type=_whole_numbers, default=list(SIZES), help="bytes: 4096,65536")
     parser.add_argument(
         "--algorithms", type=_names, default=[CHOOSER], help=f'"all", {CHOOSER}, {", ".join(ALGORITHMS)}'
     )
     parser.add_argument("--budget-s", type=float, default=1.5, help="seconds for a size and algorithm")
-    return parser.parse_args()
+    options = parser.parse_args()
+    options.worlds = options.worlds or list(PROMISES[options.transport])
+    return options
 
 
 def _whole_numbers(text: str) -> list[int]:
