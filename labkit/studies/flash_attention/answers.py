@@ -64,7 +64,8 @@ def crossover(frame: pd.DataFrame) -> Answer | None:
         sentences.append("There are too few repeats for intervals.")
     advice = _recommendation(frame, table)
     ratios = analysis.ratios(frame)
-    longest = ratios[ratios["sequence"] == ratios["sequence"].max()]
+    worth = table.loc[won, "implementation"] if won.any() else table["implementation"]
+    longest = ratios[(ratios["sequence"] == ratios["sequence"].max()) & ratios["implementation"].isin(worth)]
     evidence = ratios_text(longest, lambda row: f"{_name(row['implementation'])}, {_place(row)}")
     text = " ".join(sentences)
     return Answer(CROSSOVER, verdict, text, "against_explicit", advice, advice is not None, evidence)
