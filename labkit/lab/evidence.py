@@ -46,11 +46,16 @@ def ratio_text(row: pd.Series) -> str:
 
 
 def ratios_text(ratios: pd.DataFrame, place: Callable[[pd.Series], str], most: int = 3) -> str | None:
-    """The clearest ratios of a table, each with its place and interval: "mini: 0.82 [0.79, 0.85]; and 4 more"."""
+    """A table's ratios, each with its place and interval: "mini: 0.82 [0.79, 0.85]; and 4 more".
+
+    The smallest first if one is shown to be faster, and otherwise those furthest from 1.
+    """
     if ratios.empty:
         return None
-    clearest = ratios.iloc[np.argsort(-np.abs(np.log(ratios["ratio"].to_numpy(dtype=float))), kind="stable")]
-    parts = [f"{place(row)}: {ratio_text(row)}" for _, row in clearest.head(most).iterrows()]
+    distance = np.log(ratios["ratio"].to_numpy(dtype=float))
+    order = distance if (ratios["verdict"] == "faster").any() else -np.abs(distance)
+    ordered = ratios.iloc[np.argsort(order, kind="stable")]
+    parts = [f"{place(row)}: {ratio_text(row)}" for _, row in ordered.head(most).iterrows()]
     left = len(ratios) - most
     return "; ".join(parts) + (f"; and {left} more" if left > 0 else "")
 

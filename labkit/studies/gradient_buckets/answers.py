@@ -126,7 +126,7 @@ def bucket_size(frame: pd.DataFrame) -> Answer | None:
             f"Of {len(ratios)} comparisons of two sizes, none is shown to differ beyond chance: no optimum."
         )
         text, advice = " ".join(sentences), _keep(frame, ratios)
-        return Answer(BUCKET_SIZE, "no difference shown", text, "step", advice, evidence=evidence)
+        return Answer(BUCKET_SIZE, "no difference shown", text, "step", advice, _are_alike(ratios), evidence)
     sentences.append(f"{len(clear)} of {len(ratios)} comparisons of two sizes are shown to differ.")
     extreme = clear.loc[(clear["ratio"] - 1).abs().idxmax()]
     sentences.append(
@@ -167,11 +167,21 @@ def _advice(clear: pd.DataFrame, ratios: pd.DataFrame) -> str:
     return f"buckets of {join_words([_size(size) for size in best])}, between which no difference is shown; {avoid}."
 
 
+def _most_percent(ratios: pd.DataFrame) -> float:
+    """By how much two sizes differ at most, by the ends of all intervals."""
+    return float(100 * max(ratios["high"].max(), 1 / ratios["low"].min()) - 100)
+
+
+def _are_alike(ratios: pd.DataFrame) -> bool:
+    """Whether the intervals show that the size does not matter."""
+    return bool(ratios["low"].notna().all()) and _most_percent(ratios) < ALIKE_PERCENT
+
+
 def _keep(frame: pd.DataFrame, ratios: pd.DataFrame) -> str:
     """What to do where no difference is shown. That it does not matter is said only if all intervals are narrow."""
-    most = 100 * max(ratios["high"].max(), 1 / ratios["low"].min()) - 100
     text = "keep the size you have: none is shown to be better"
-    if most < ALIKE_PERCENT and ratios["low"].notna().all():
+    if _are_alike(ratios):
+        most = _most_percent(ratios)
         text = f"it does not matter here: by all intervals, no two sizes differ by more than {most:.1f} %"
     if reason := _paid_in_backward(frame) or _calls_are_cheap(frame):
         return f"{text}. {reason}."
