@@ -94,8 +94,9 @@ def figure(
     """
     found = None
     if finding is not None:
-        text = f"More on: {finding.question.text}" if adds_to else finding.headline
-        found = {"id": finding.question.id, "verdict": finding.verdict, "text": text}
+        label = "Finding" if finding.verdict == "measured" else f"Finding ({finding.verdict})"
+        text = finding.question.text if adds_to else finding.headline
+        found = {"id": finding.question.id, "label": "More on" if adds_to else label, "text": text}
     alt = " ".join(part for part in (drawn or file, found["text"] if found and not adds_to else "") if part)
     html = piece("figure", image=png, inches=inches, alt=alt, drawn=drawn, finding=found, csv=csv, file=file)
     return html, alt

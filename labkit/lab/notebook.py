@@ -180,7 +180,7 @@ class Lab:
         png, csv = plot.png(), plot.csv().encode()
         finding, adds_to = self._answer_of(name)
         self._figures[name] = caption
-        if finding is not None and not adds_to:
+        if finding is not None:
             self._thumbnails[name] = base64.b64encode(thumbnail(png)).decode()
         html, alt = cards.figure(
             base64.b64encode(png).decode(),
@@ -195,11 +195,16 @@ class Lab:
         display(bundle, raw=True, metadata={"image/png": {"alt": alt}})
 
     def _answer_of(self, figure: str) -> tuple[Answer | None, bool]:
-        """The first answer that names the figure, or else one that it adds to, and which of the two it is."""
+        """The first answer that names the figure, and whether its headline is something else than the figure shows.
+
+        That is so for an answer which the figure only adds to, and for one on several published claims.
+        """
         answers = list(self.answers().values())
-        named = next((answer for answer in answers if answer.figure == figure), None)
-        more = next((answer for answer in answers if figure in answer.more_figures), None)
-        return (named, False) if named is not None else (more, True)
+        named = [answer for answer in answers if answer.figure == figure]
+        if about := [answer for answer in named if not answer.trends]:
+            return about[0], False
+        more = [answer for answer in answers if figure in answer.more_figures]
+        return next(iter([*more, *named]), None), True
 
     def answer(self, question_id: str) -> None:
         """Show the answer to one of the lab's questions, from this run."""

@@ -62,11 +62,11 @@ def test_the_caption_of_a_figure_states_the_finding_and_links_to_the_answer():
         Question("which", "Which?"), "yes", "Ring is 0.80 [0.75, 0.85] of torch's. The rest is slower.", "times"
     )
     html, alt = cards.figure("AAAA", 7.0, "Times by size.", answer, "YSxi", "lab_times")
-    assert '<a href="#answer-which">yes</a> Ring is 0.80 [0.75, 0.85] of torch&#39;s.</p>' in html
+    assert '<a href="#answer-which">Finding (yes)</a>: Ring is 0.80 [0.75, 0.85] of torch&#39;s.</p>' in html
     assert '<a download="lab_times.csv" href="data:text/csv;base64,YSxi">' in html
     assert alt == "Times by size. Ring is 0.80 [0.75, 0.85] of torch's."
     html, alt = cards.figure("AAAA", 7.0, "More times.", answer, None, "lab_more", adds_to=True)
-    assert "More on: Which?" in html
+    assert ">More on</a>: Which?" in html
     assert "data:text/csv" not in html
     assert alt == "More times."
 

@@ -68,7 +68,9 @@ def crossover(frame: pd.DataFrame) -> Answer | None:
     longest = ratios[(ratios["sequence"] == ratios["sequence"].max()) & ratios["implementation"].isin(worth)]
     evidence = ratios_text(longest, lambda row: f"{_name(row['implementation'])}, {_place(row)}")
     text = " ".join(sentences)
-    return Answer(CROSSOVER, verdict, text, "against_explicit", advice, advice is not None, evidence)
+    return Answer(
+        CROSSOVER, verdict, text, "against_explicit", advice, advice is not None, evidence, ("time_by_length",)
+    )
 
 
 def _place(row: pd.Series) -> str:

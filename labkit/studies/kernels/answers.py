@@ -107,7 +107,7 @@ def largest_operator(frame: pd.DataFrame) -> Answer | None:
             parts.append(f"{mode}, {_leader(ranked)}")
         both = " The same operator leads in both." if len(names) == 2 and len(set(names)) == 1 else ""
         sentences.append(f"{model} on {device}: {'; '.join(parts)}.{both}")
-    return Answer(LARGEST, "measured", " ".join(sentences), figure="families")
+    return Answer(LARGEST, "measured", " ".join(sentences), more_figures=("timeline",))
 
 
 def _leader(ranked: pd.DataFrame) -> str:

@@ -121,7 +121,7 @@ def residual_stream(frame: pd.DataFrame) -> Answer | None:
         text += f" It is the same under {join_words(sorted(table['precision']))}: autocast leaves it in float32."
     kept = row["saved_bytes"] / row["residual_bytes"]
     text += f" One block keeps {kept:.1f} times as much for its backward pass."
-    return Answer(RESIDUAL_STREAM, "yes" if equal else "no", text, "saved")
+    return Answer(RESIDUAL_STREAM, "yes" if equal else "no", text)
 
 
 def largest_allocations(frame: pd.DataFrame) -> Answer | None:
@@ -192,7 +192,9 @@ def checkpointing(frame: pd.DataFrame) -> Answer | None:
     verdict: Verdict = "yes" if gains.all() else "mixed" if gains.any() else "no"
     evidence = ratios_text(ratios, lambda row: f"time with segments of {row['segment_length']}, {row['size']}")
     advice, text = _recommend_segment(table, gains), " ".join(sentences)
-    return Answer(CHECKPOINTING, verdict, text, "checkpoint_time", advice, advice is not None, evidence)
+    first = next(row for row in table.to_dict("records") if _is_told(row, table))
+    figure = f"checkpoint_{first['size']}_{first['context_length']}_tokens"
+    return Answer(CHECKPOINTING, verdict, text, figure, advice, advice is not None, evidence, ("checkpoint_time",))
 
 
 def _is_told(row: dict[str, object], table: pd.DataFrame) -> bool:

@@ -206,11 +206,11 @@ def autocast_speed(frame: pd.DataFrame) -> Answer | None:
     wrong = analysis.errors(frame)
     if (wrong["gate"] != "ok").any():
         sentences.append("WRONG RESULTS, and therefore no times, in some settings: see the table of errors.")
-    text, verdict = " ".join(sentences), verdict_of(faster, slower)
+    text, verdict, more = " ".join(sentences), verdict_of(faster, slower), ("time_by_size",)
     steps = table[table["mode"] == BOTH]
     is_shown = any(len(some) for some in shown(steps, analysis.SETTING))
     evidence = ratios_text(steps, lambda row: f"{row['alternative']}, {row['model']} on {row['device']}")
-    return Answer(SPEED, verdict, text, "ratio_by_size", _precision_advice(steps), is_shown, evidence)
+    return Answer(SPEED, verdict, text, "ratio_by_size", _precision_advice(steps), is_shown, evidence, more)
 
 
 def _trend(group: pd.DataFrame) -> str:
