@@ -112,7 +112,8 @@ def test_the_index_has_every_answer_and_is_made_of_pages_alone(report, tmp_path)
     for lab in LABS:
         shutil.copy(report / f"{lab}.html", tmp_path)
     index = write_index([load_study(lab) for lab in LABS], tmp_path).read_text()
-    assert index.split("<main")[1] == (report / "index.html").read_text().split("<main")[1]
+    start = '<h2 id="recommendations">'  # above it: this machine, whose source may have changed since
+    assert index.split(start)[1] == (report / "index.html").read_text().split(start)[1]
     for lab in LABS:
         for question in load_study(lab).questions:
             assert f'href="{lab}.html#answer-{question.id}"' in index

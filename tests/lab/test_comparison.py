@@ -202,3 +202,10 @@ def test_what_is_no_run_is_named(tmp_path):
         load_runs([str(tmp_path / "foreign.jsonl")])
     with pytest.raises(ParameterError, match="empty: it holds no run"):
         load_runs([str(tmp_path / "empty")])
+
+
+def test_repeats_of_different_runs_are_not_paired(tmp_path):
+    """Both runs vary in step; paired, the ratio would be 1.5 at every repeat and its interval of no width."""
+    runs = [run_file(tmp_path / f"{n}.jsonl", cpu=f"cpu {n}", factor=1 + n / 2, noise=0.4) for n in (0, 1)]
+    (found,) = compare_runs(runs)
+    assert ((found.rows["high"] - found.rows["low"]) > 0.2).all()
