@@ -10,6 +10,7 @@ from labkit.lab.comparison import compare_runs, machine_names, overview
 from labkit.lab.config import ParameterError
 from labkit.lab.store import Run, RunFileError
 from labkit.machine import describe_machine
+from tests.test_notebooks import CHROMIUM, CONTRASTS
 
 EVIL = "<script>alert(1)</script>"
 SIZES = (1024, 4096, 16384, 65536, 262144, 1048576)
@@ -209,3 +210,25 @@ def test_repeats_of_different_runs_are_not_paired(tmp_path):
     runs = [run_file(tmp_path / f"{n}.jsonl", cpu=f"cpu {n}", factor=1 + n / 2, noise=0.4) for n in (0, 1)]
     (found,) = compare_runs(runs)
     assert ((found.rows["high"] - found.rows["low"]) > 0.2).all()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_page_opens_offline_fits_a_narrow_screen_and_can_be_read(scheme, tmp_path):
+    if CHROMIUM is None:
+        pytest.skip("no chromium to open the page with")
+    playwright = pytest.importorskip("playwright.sync_api")
+    runs = [run_file(tmp_path / f"{n}.jsonl", cpu=f"CPU {n}", factor=1 + n, seed=n) for n in range(3)]
+    write_comparison(compare_runs(runs), "labkit compare", tmp_path / "compare.html")
+    requests, errors = [], []
+    with playwright.sync_playwright() as browsers:
+        browser = browsers.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+        page = browser.new_context(color_scheme=scheme, viewport={"width": 380, "height": 800}).new_page()
+        page.on("request", lambda request: requests.append(request.url))
+        page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+        page.goto((tmp_path / "compare.html").as_uri())
+        assert page.evaluate("document.documentElement.scrollWidth") <= 380
+        assert page.evaluate(CONTRASTS) == []
+        assert all(page.evaluate("[...document.images].map(image => image.alt)"))
+        browser.close()
+    assert [url for url in requests if not url.startswith("data:")] == [(tmp_path / "compare.html").as_uri()]
+    assert errors == []
