@@ -145,7 +145,7 @@ def largest_allocations(frame: pd.DataFrame) -> Answer | None:
         return None
     sizes = analysis.timeline(frame)["size"]  # a figure each
     figure = f"timeline_{sizes.iloc[-1]}" if len(sizes) else None
-    return Answer(LARGEST_ALLOCATIONS, "measured", " ".join(sentences), figure)
+    return Answer(LARGEST_ALLOCATIONS, "measured", " ".join(sentences), more_figures=(figure,))
 
 
 def saved_by_a_block(frame: pd.DataFrame) -> Answer | None:
