@@ -144,8 +144,8 @@ def largest_allocations(frame: pd.DataFrame) -> Answer | None:
     if not sentences:
         return None
     sizes = analysis.timeline(frame)["size"]  # a figure each
-    figure = f"timeline_{sizes.iloc[-1]}" if len(sizes) else None
-    return Answer(LARGEST_ALLOCATIONS, "measured", " ".join(sentences), more_figures=(figure,))
+    figures = (f"timeline_{sizes.iloc[-1]}",) if len(sizes) else ()
+    return Answer(LARGEST_ALLOCATIONS, "measured", " ".join(sentences), more_figures=figures)
 
 
 def saved_by_a_block(frame: pd.DataFrame) -> Answer | None:
