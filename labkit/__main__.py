@@ -138,6 +138,29 @@ def report(
     raise typer.Exit(1 if any(result.error for result in results) else 0)
 
 
+@app.command("compare")
+def compare_command(
+    runs: Annotated[list[str], typer.Argument(metavar="RUN RUN...", help="Files, names, folders of runs, or reports.")],
+    output: Annotated[Path | None, typer.Option(help="File of the page.", show_default="reports/compare.html")] = None,
+) -> None:
+    """Put runs of several machines or commits side by side, on the points they share; the first is the baseline."""
+    import shlex
+
+    from labkit.lab.compare_page import load_runs, write_comparison
+    from labkit.lab.comparison import compare_runs
+    from labkit.lab.project import relative_to_project, reports_directory
+
+    page = output or reports_directory() / "compare.html"
+    if page.is_dir():
+        raise ParameterError(f"--output names the file of the page, and {page} is a folder")
+    table = write_comparison(compare_runs(load_runs(runs)), shlex.join(["labkit", "compare", *runs]), page)
+    for row in table.to_dict("records"):
+        counts = ", ".join(f"{row[verdict]} {verdict}" for verdict in ("faster", "slower", "no difference shown"))
+        line = f"{row['lab']}: {row['machine']} against {row['against']}: {row['verdict']} ({counts})"
+        out.print(_plain(line), soft_wrap=True)
+    out.print(f"page: {_plain(relative_to_project(page))}", soft_wrap=True)
+
+
 def _all_studies() -> "Iterator[Study]":
     return (load_study(lab) for lab in LABS)
 

@@ -1,5 +1,6 @@
 """Answers: a question, a few sentences whose numbers come from the measured frame, a verdict, the evidence."""
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -7,14 +8,60 @@ from typing import Literal
 import pandas as pd
 
 Verdict = Literal["yes", "no", "mixed", "measured", "no difference shown", "not measured"]
+Outcome = Literal["holds here", "is contradicted here", "is not shown here"]
+
+TOPICS = {
+    "precision": "Precision",
+    "attention": "Attention, and from which length on",
+    "compile": "Compile or not",
+    "synchronization": "Gradient synchronization",
+    "bucket_size": "Bucket size",
+    "all_reduce": "All-reduce algorithm",
+    "transport": "Messages or shared memory",
+    "scheduling": "Scheduling of CPU ranks",
+    "largest_model": "Largest model that fits",
+    "checkpointing": "Checkpoint segment",
+    "batch_norm": "Batch norm over all ranks",
+}
+"""What a report recommends for its machine, in this order; a question names the topic it is asked for."""
+
+LONGEST_HEADLINE = 240  # characters: three lines below a figure
+_SENTENCE_END = re.compile(r"(?<=[\w)%\]][.!?])\s+")
 
 
 @dataclass(frozen=True)
 class Question:
-    """What a lab is asked. The id stays the same for ever; the text may be reworded."""
+    """What a lab is asked. The id stays the same for ever; the text may be reworded.
+
+    `topic` is a key of `TOPICS` if the answer recommends something there. ValueError for any other.
+    """
 
     id: str
     text: str
+    topic: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.topic is not None and self.topic not in TOPICS:
+            raise ValueError(f"expected a topic among {', '.join(TOPICS)}, got {self.topic!r}")
+
+
+@dataclass(frozen=True)
+class Trend:
+    """A published claim and what this machine's intervals say of it."""
+
+    claim: str
+    outcome: Outcome
+
+    @classmethod
+    def judged(cls, claim: str, shown: Iterable[bool], contradicted: Iterable[bool]) -> "Trend":
+        """The outcome over several settings: one that contradicts is enough, and all must show it to hold."""
+        if any(contradicted):
+            return cls(claim, "is contradicted here")
+        cases = list(shown)
+        return cls(claim, "holds here" if cases and all(cases) else "is not shown here")
+
+    def __str__(self) -> str:
+        return f"{self.claim}: {self.outcome}."
 
 
 @dataclass(frozen=True)
@@ -22,7 +69,9 @@ class Answer:
     """One question, answered from one run.
 
     `verdict` is what the statistics allow: "yes"/"no"/"mixed" for a claim, "measured" where the question asks
-    for a number. `figure` names the figure that shows it, `recommendation` what to do on this machine.
+    for a number. `figure` names the figure that shows it, `more_figures` those that add to it; `recommendation` is
+    what to do on this machine, `is_shown` whether intervals (or counts, which are exact) show that it is worth
+    doing, and `evidence` the numbers behind it with their intervals. `trends` are the published claims it judges.
     """
 
     question: Question
@@ -30,6 +79,20 @@ class Answer:
     text: str
     figure: str | None = None
     recommendation: str | None = None
+    is_shown: bool = False
+    evidence: str | None = None
+    more_figures: tuple[str, ...] = ()
+    trends: tuple[Trend, ...] = ()
+
+    @property
+    def headline(self) -> str:
+        """The first sentence, for the caption of a figure; a long one ends at a comma or semicolon."""
+        first = _SENTENCE_END.split(self.text, maxsplit=1)[0]
+        if len(first) <= LONGEST_HEADLINE:
+            return first
+        cut = max(first.rfind(mark, 0, LONGEST_HEADLINE) for mark in ("; ", ", ", " "))
+        clause = max(first.rfind(mark, LONGEST_HEADLINE // 3, LONGEST_HEADLINE) for mark in ("; ", ", "))
+        return f"{first[: clause if clause > 0 else cut]} …"
 
 
 Find = Callable[[pd.DataFrame], Answer | None]

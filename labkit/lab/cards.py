@@ -1,20 +1,19 @@
-"""Pieces of a page as HTML: machine card, coverage line, table, answer, provenance.
+"""Pieces of a page as HTML: machine card, coverage line, table, figure, answer, provenance.
 
-The same snippets serve JupyterLab and the exported page: a small style sheet travels with the machine card and
-uses the colors of whatever surrounds it. All text is escaped here, and only here.
+The same pieces serve JupyterLab and the exported page: a small style sheet travels with the machine card and uses
+the colors of whatever surrounds it. All text passes the templates, which escape it.
 """
 
 import json
 import shlex
-from collections.abc import Mapping
 from dataclasses import asdict
-from html import escape
 from typing import Any
 
 import pandas as pd
 from IPython.display import HTML
 
 from labkit.lab.answers import Answer
+from labkit.lab.html import piece, piece_style
 from labkit.lab.measure import Progress
 from labkit.lab.project import relative_to_project
 from labkit.lab.store import Run
@@ -22,34 +21,20 @@ from labkit.lab.study import Study
 from labkit.lab.units import format_bytes, format_seconds, formatter_of
 from labkit.machine import Machine
 
-STYLE = """<style>
-.labkit-card { border: 1px solid #8885; border-radius: 6px; padding: .6em .9em; margin: .6em 0;
-  overflow-x: auto; }
-.labkit-card td { overflow-wrap: anywhere; }
-.labkit-card table, .labkit-table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-.labkit-card th, .labkit-card td { text-align: left; padding: .1em 1.2em .1em 0; border: 0; vertical-align: top; }
-.labkit-scroll { overflow-x: auto; margin: .8em 0; }
-.labkit-table caption { text-align: left; padding: .2em 0; font-style: italic; }
-.labkit-table th, .labkit-table td { text-align: right; padding: .15em .7em; border: 0;
-  border-bottom: 1px solid #8883; white-space: nowrap; }
-.labkit-answer { border-left: 4px solid #0072b2; padding: .3em .9em; margin: .8em 0; }
-.labkit-answer p { margin: .35em 0; }
-.labkit-verdict { font-size: .8em; font-weight: 600; padding: .1em .5em; border: 1px solid #8888;
-  border-radius: 1em; margin-left: .5em; white-space: nowrap; }
-.labkit-recommendation::before { content: "On this machine: "; font-weight: 600; }
-.labkit-caption { font-size: .92em; opacity: .85; margin: .1em 0 .8em; }
-.labkit-progress { font-variant-numeric: tabular-nums; }
-</style>"""
-
 
 def machine_card(machine: Machine, *, elsewhere: bool) -> HTML:
     """What was measured on; says so when that is not the reader's machine."""
+    return HTML(piece("machine", style=piece_style(), rows=machine_rows(machine, elsewhere=elsewhere).items()))
+
+
+def machine_rows(machine: Machine, *, elsewhere: bool) -> dict[str, str]:
+    """The facts of a machine card by their names."""
     gpus = [
         f"{gpu.name}, {format_bytes(gpu.memory_bytes)}, compute capability {gpu.compute_capability}"
         for gpu in machine.gpus
     ]
     versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items() if version)
-    rows = {
+    return {
         "Machine": machine.label + (" (a recorded run, not measured here)" if elsewhere else ""),
         "Processor": f"{machine.cpu}, {machine.cores} cores available, {format_bytes(machine.memory_bytes)}",
         "GPU": "; ".join(gpus) or "none",
@@ -57,14 +42,12 @@ def machine_card(machine: Machine, *, elsewhere: bool) -> HTML:
         "Versions": versions,
         "Source": f"commit {machine.git}" if machine.git else "not a git checkout",
     }
-    return HTML(f'{STYLE}<div class="labkit-card">{_definition_table(rows)}</div>')
 
 
 def progress(state: Progress) -> str:
     filled = round(20 * state.done / max(1, state.total))
     bar = "█" * filled + "░" * (20 - filled)
-    text = escape(f"{bar} {state.done} of {state.total} points   {state.text}")
-    return f'<div class="labkit-progress"><code>{text}</code></div>'
+    return piece("progress", text=f"{bar} {state.done} of {state.total} points   {state.text}")
 
 
 def coverage(run: Run) -> str:
@@ -74,57 +57,76 @@ def coverage(run: Run) -> str:
     line = f"{len(table)} points planned, {counts.pop('ok', 0)} measured"
     line += "".join(f", {count} {status}" for status, count in counts.items())
     line += f", in {format_seconds(table['elapsed_s'].sum())}."
+    return piece("coverage", line=line, reasons=not_measured(run))
+
+
+def not_measured(run: Run) -> list[dict[str, Any]]:
+    """How many points ended other than `ok`, by `status` and `reason`, the most frequent first."""
+    table = run.coverage()
     others = table[table["status"] != "ok"]
     reasons = others.groupby(["status", "reason"], dropna=False).size().sort_values(ascending=False)
-    items = "".join(
-        f"<li>{count} {escape(str(status))}: {escape(str(reason))}</li>" for (status, reason), count in reasons.items()
-    )
-    details = f"<details><summary>What was not measured, and why</summary><ul>{items}</ul></details>"
-    return f'<div class="labkit-card">{escape(line)}{details if items else ""}</div>'
+    return [
+        {"status": str(status), "reason": str(reason), "count": int(count)}
+        for (status, reason), count in reasons.items()
+    ]
 
 
 def table(frame: pd.DataFrame, caption: str = "") -> HTML:
     """A frame as an aligned table; a column's name decides the unit its values are shown in."""
-    shown = pd.DataFrame({_heading(name): [_cell(name, v) for v in frame[name]] for name in frame.columns})
-    body = shown.to_html(index=False, border=0, classes="labkit-table", escape=True)
-    if caption:
-        body = body.replace("<thead>", f"<caption>{escape(caption)}</caption><thead>", 1)
-    return HTML(f'<div class="labkit-scroll">{body}</div>')
+    numbers = [_is_number(frame[name]) for name in frame.columns]
+    headings = [
+        {"text": _heading(str(name)), "number": number} for name, number in zip(frame.columns, numbers, strict=True)
+    ]
+    columns = [[_cell(str(name), value) for value in frame[name]] for name in frame.columns]
+    for column, number in zip(columns, numbers, strict=True):
+        for cell in column:
+            cell["number"] = number
+    return HTML(piece("table", headings=headings, rows=list(zip(*columns, strict=True)), caption=caption))
 
 
-def caption(text: str) -> HTML:
-    return HTML(f'<p class="labkit-caption">{escape(text)}</p>')
+def figure(
+    png: str, inches: float, drawn: str, finding: Answer | None, csv: str | None, file: str, *, adds_to: bool = False
+) -> tuple[str, str]:
+    """A figure with its caption, and its alternative text; `png` and `csv` are base64.
+
+    The caption states what the answer found that the figure belongs to, then what is drawn. A figure that only
+    `adds_to` an answer points at it.
+    """
+    found = None
+    if finding is not None:
+        label = "Finding" if finding.verdict == "measured" else f"Finding ({finding.verdict})"
+        text = finding.question.text if adds_to else finding.headline
+        found = {"id": finding.question.id, "label": "More on" if adds_to else label, "text": text}
+    alt = " ".join(part for part in (drawn or file, found["text"] if found and not adds_to else "") if part)
+    html = piece("figure", image=png, inches=inches, alt=alt, drawn=drawn, finding=found, csv=csv, file=file)
+    return html, alt
 
 
 def answer(given: Answer) -> HTML:
-    recommendation = (
-        f'<p class="labkit-recommendation">{escape(given.recommendation)}</p>' if given.recommendation else ""
-    )
-    return HTML(
-        f'<div class="labkit-answer" id="answer-{escape(given.question.id)}">'
-        f"<p><strong>{escape(given.question.text)}</strong>"
-        f'<span class="labkit-verdict">{escape(given.verdict)}</span></p>'
-        f"<p>{escape(given.text)}</p>{recommendation}</div>"
-    )
+    return HTML(piece("answer", given=given))
 
 
 def answer_record(given: Answer) -> dict[str, Any]:
     """An answer as JSON, for the index page."""
-    return asdict(given)
+    return asdict(given) | {"headline": given.headline}
 
 
 def provenance(study: Study, run: Run) -> str:
     """Where the page's numbers are, and the commands that draw or measure it again."""
+    return piece("provenance", rows=provenance_rows(study, run).items())
+
+
+def provenance_rows(study: Study, run: Run) -> dict[str, str]:
+    """The facts of the provenance card by their names."""
     path = relative_to_project(run.path)
-    rows = {
+    return {
         "Run": path,
         "Started": f"{run.header.started:%Y-%m-%d %H:%M:%S} UTC",
         "Measured by": run.header.command,
-        "Draw again": f"labkit report {study.name} --run {path}",
+        "Draw again": f"labkit report {study.name} --run {shlex.quote(path)}",
         "Measure again": f"labkit report {study.name} --profile {run.header.profile}" + _changed(study, run),
         "Ranks": _ranks(run),
     }
-    return f'<div class="labkit-card">{_definition_table(rows)}</div>'
 
 
 def _changed(study: Study, run: Run) -> str:
@@ -145,11 +147,6 @@ def _ranks(run: Run) -> str:
     return "; ".join(sorted(described, key=lambda text: int(text.split()[0]))) or "none"
 
 
-def _definition_table(rows: Mapping[str, str]) -> str:
-    cells = "".join(f"<tr><th>{escape(name)}</th><td>{escape(str(value))}</td></tr>" for name, value in rows.items())
-    return f"<table>{cells}</table>"
-
-
 def _heading(column: str) -> str:
     """Headings without the unit where the cells carry it, and with it where they do not."""
     for suffix, shown in (("_bytes", ""), ("_s", ""), ("_percent", " (%)"), ("_ns_per_byte", " (ns/byte)")):
@@ -158,8 +155,24 @@ def _heading(column: str) -> str:
     return {"n_bytes": "size", "world_size": "ranks"}.get(column, column.replace("_", " "))
 
 
-def _cell(column: str, value: Any) -> str:
-    if value is None or (isinstance(value, float) and value != value):
+def _is_number(values: pd.Series) -> bool:
+    """Whether a column holds numbers, which are aligned at their right."""
+    known = [value for value in values if not _is_missing(value)]
+    return bool(known) and all(isinstance(value, int | float) and not isinstance(value, bool) for value in known)
+
+
+def _is_missing(value: Any) -> bool:
+    return value is None or (isinstance(value, float) and value != value)
+
+
+def _cell(column: str, value: Any) -> dict[str, Any]:
+    """What a cell shows, and the number it is sorted by."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and not _is_missing(value)
+    return {"text": _text(column, value), "sort": f"{value:.12g}" if is_number else None, "href": None}
+
+
+def _text(column: str, value: Any) -> str:
+    if _is_missing(value):
         return "–"
     if not isinstance(value, int | float):
         text = str(value)

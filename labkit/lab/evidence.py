@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from labkit.bench.statistics import beyond_chance
@@ -42,6 +43,21 @@ def with_interval(row: pd.Series, value: str = "seconds", form: Callable[[float]
 def ratio_text(row: pd.Series) -> str:
     """A ratio and its interval, "0.82 [0.79, 0.85]"."""
     return with_interval(row, "ratio", "{:.2f}".format)
+
+
+def ratios_text(ratios: pd.DataFrame, place: Callable[[pd.Series], str], most: int = 3) -> str | None:
+    """A table's ratios, each with its place and interval: "mini: 0.82 [0.79, 0.85]; and 4 more".
+
+    The smallest first if one is shown to be faster, and otherwise those furthest from 1.
+    """
+    if ratios.empty:
+        return None
+    distance = np.log(ratios["ratio"].to_numpy(dtype=float))
+    order = distance if (ratios["verdict"] == "faster").any() else -np.abs(distance)
+    ordered = ratios.iloc[np.argsort(order, kind="stable")]
+    parts = [f"{place(row)}: {ratio_text(row)}" for _, row in ordered.head(most).iterrows()]
+    left = len(ratios) - most
+    return "; ".join(parts) + (f"; and {left} more" if left > 0 else "")
 
 
 def span_text(values: Iterable[float], form: Callable[[float], str] = "{:.2f}".format) -> str:

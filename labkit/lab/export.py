@@ -1,8 +1,11 @@
 """An executed notebook as one HTML file that opens anywhere, offline, and makes no request.
 
-The page has its own template and style sheet; formulas become MathML, images are embedded, no script is needed.
+The page has its own template and style sheet; formulas become MathML, images are embedded, and without its script
+only the sorting of tables is missing. It carries its record (answers, coverage, provenance) as JSON, so that an index
+can be made of nothing but pages.
 """
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -12,12 +15,13 @@ from jinja2 import pass_context
 from latex2mathml.converter import convert as latex_to_mathml
 from nbconvert import HTMLExporter
 from nbconvert.filters.markdown_mistune import IPythonRenderer, MarkdownWithMath
-from pygments.formatters import HtmlFormatter
 
+from labkit.lab.html import TEMPLATES, code_style, render, script, style_sheet
 from labkit.lab.notebook import PAGE_MIME
 
-TEMPLATES = Path(__file__).parent / "templates"
-_HEADING = re.compile(r'<h2 id="([^"]*)">(.*?)<', re.DOTALL)
+_HEADING = re.compile(r'<h2 id="([^"]*)">(.*?)</h2>', re.DOTALL)
+_CONTENTS = "<!-- contents -->"
+_RECORD = re.compile(r'<script [^>]*id="labkit-record"[^>]*>(.*?)</script>', re.DOTALL)
 
 
 class _Renderer(IPythonRenderer):
@@ -25,6 +29,9 @@ class _Renderer(IPythonRenderer):
 
     def heading(self, text: str, level: int, **_: Any) -> str:
         return f'<h{level} id="{_anchor(text)}">{text}</h{level}>\n'
+
+    def table(self, text: str) -> str:
+        return f'<div class="scroll" role="region" tabindex="0" aria-label="table"><table>{text}</table></div>\n'
 
     def block_math(self, body: str) -> str:
         return latex_to_mathml(body, display="block")
@@ -46,13 +53,24 @@ class PageExporter(HTMLExporter):
         return MarkdownWithMath(renderer=renderer).render(source)
 
 
-def export_page(notebook: Path, page: Path, *, title: str) -> None:
-    """Write the HTML page of an executed notebook."""
-    body, _ = PageExporter().from_filename(
-        str(notebook), resources={"labkit": {"title": title, "style": style_sheet(), "code_style": code_style()}}
-    )
+def export_page(notebook: Path, page: Path, *, lab: str, title: str, error: str | None = None) -> None:
+    """Write the HTML page of an executed notebook; `error` is why it did not run to its end."""
+    record = page_record(notebook)
+    about = {
+        "title": title,
+        "head": render("head.html.j2"),
+        "style": style_sheet(),
+        "code_style": code_style(),
+        "script": script(),
+        "summary": render("page_summary.html.j2", record=record, error=error),
+        "footer": render("page_footer.html.j2", record=record, error=error),
+        "record": embed_json({"lab": lab, "title": title, "error": error, "record": record}),
+        "hidden_mime": PAGE_MIME,
+    }
+    body, _ = PageExporter().from_filename(str(notebook), resources={"labkit": about})
+    entries = [{"anchor": anchor, "html": text} for anchor, text in _HEADING.findall(body)]
     page.parent.mkdir(parents=True, exist_ok=True)
-    page.write_text(body.replace("<!-- contents -->", _contents(body)), encoding="utf-8")
+    page.write_text(body.replace(_CONTENTS, render("page_contents.html.j2", entries=entries), 1), encoding="utf-8")
 
 
 def page_record(notebook: Path) -> dict[str, Any] | None:
@@ -65,22 +83,23 @@ def page_record(notebook: Path) -> dict[str, Any] | None:
     return None
 
 
-def style_sheet() -> str:
-    return (TEMPLATES / "style.css").read_text()
+def embed_json(value: Any) -> str:
+    """JSON that may stand inside a script element: nothing in it ends the element or begins a comment."""
+    return json.dumps(value).replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def code_style() -> str:
-    """Pygments' colors for a light and for a dark page."""
-    light = HtmlFormatter(style="default").get_style_defs(".highlight")
-    dark = HtmlFormatter(style="github-dark").get_style_defs(".highlight")
-    return f"{light}\n@media (prefers-color-scheme: dark) {{ {dark} }}"
+def read_page(page: Path) -> dict[str, Any] | None:
+    """What a page says of itself: `lab`, `title`, `error` and `record`; None for a file that is no page of a lab."""
+    match = _RECORD.search(page.read_text(encoding="utf-8", errors="replace"))
+    if match is None:
+        return None
+    try:
+        found = json.loads(match.group(1))
+    except ValueError:
+        return None
+    return dict(found) if isinstance(found, dict) and {"lab", "title", "error", "record"} <= set(found) else None
 
 
 def _anchor(heading: str) -> str:
     """ "1. Size and ranks" -> "1-size-and-ranks"."""
     return re.sub(r"[^a-z0-9]+", "-", re.sub(r"<[^>]*>", "", heading).lower()).strip("-")
-
-
-def _contents(body: str) -> str:
-    entries = [f'<li><a href="#{anchor}">{text}</a></li>' for anchor, text in _HEADING.findall(body)]
-    return f'<nav aria-label="Contents"><ul>{"".join(entries)}</ul></nav>' if entries else ""

@@ -1,7 +1,7 @@
 """What a notebook calls: open the lab, measure, show figures and tables, answer, close.
 
 Everything shown is escaped HTML and PNG that reads the same in JupyterLab, in papermill's notebook and on the
-exported page; no scripts, nothing fetched.
+exported page; nothing fetched.
 """
 
 import ast
@@ -17,6 +17,7 @@ from labkit.lab import cards
 from labkit.lab.answers import Answer, check_complete
 from labkit.lab.config import LabConfig, ParameterError, nearest, resolve_config
 from labkit.lab.figures import Plot
+from labkit.lab.figures.style import thumbnail
 from labkit.lab.measure import Progress, measure
 from labkit.lab.project import figures_directory, recorded_directory, relative_to_project, runs_directory
 from labkit.lab.store import Run, find_run
@@ -27,6 +28,7 @@ from labkit.machine import Machine, describe_machine
 COMMON_PARAMETERS = ("profile", "run")
 PAGE_MIME = "application/vnd.labkit.page+json"
 PROGRESS_MIME = "application/vnd.labkit.progress+json"
+MOST_CSV_BYTES = 2**18  # embedded in a page; longer tables stay beside the figure's file
 
 
 def open_lab(study: Study, namespace: Mapping[str, Any]) -> "Lab":
@@ -127,6 +129,7 @@ class Lab:
         self._run: Run | None = None
         self._answers: dict[str, Answer] = {}
         self._figures: dict[str, str] = {}
+        self._thumbnails: dict[str, str] = {}
 
     @property
     def config(self) -> LabConfig:
@@ -168,13 +171,40 @@ class Lab:
         display(cards.table(frame, caption))
 
     def show(self, plot: Plot, name: str, caption: str = "") -> None:
-        """Show a figure with its caption as alternative text; save it and its points under `figures/`."""
+        """Show a figure; save it and its points under `figures/`.
+
+        `caption` says what is drawn. The finding above it is the headline of the first answer that names the figure;
+        both are the alternative text. The plotted points travel along as a link to save them.
+        """
         plot.save(figures_directory() / self.study.name / self.run.name / name)
+        png, csv = plot.png(), plot.csv().encode()
+        finding, adds_to = self._answer_of(name)
         self._figures[name] = caption
-        png = base64.b64encode(plot.png()).decode()
-        display({"image/png": png}, raw=True, metadata={"image/png": {"alt": caption or name}})
-        if caption:
-            display(cards.caption(caption))
+        if finding is not None:
+            self._thumbnails[name] = base64.b64encode(thumbnail(png)).decode()
+        html, alt = cards.figure(
+            base64.b64encode(png).decode(),
+            plot.figure.get_figwidth(),
+            caption,
+            finding,
+            base64.b64encode(csv).decode() if len(csv) <= MOST_CSV_BYTES else None,
+            f"{self.study.name}_{name}",
+            adds_to=adds_to,
+        )
+        bundle = {"text/html": html, "image/png": base64.b64encode(png).decode(), "text/plain": alt}
+        display(bundle, raw=True, metadata={"image/png": {"alt": alt}})
+
+    def _answer_of(self, figure: str) -> tuple[Answer | None, bool]:
+        """The first answer that names the figure, and whether its headline is something else than the figure shows.
+
+        That is so for an answer which the figure only adds to, and for one on several published claims.
+        """
+        answers = list(self.answers().values())
+        named = [answer for answer in answers if answer.figure == figure]
+        if about := [answer for answer in named if not answer.trends]:
+            return about[0], False
+        more = [answer for answer in answers if figure in answer.more_figures]
+        return next(iter([*more, *named]), None), True
 
     def answer(self, question_id: str) -> None:
         """Show the answer to one of the lab's questions, from this run."""
@@ -201,10 +231,15 @@ class Lab:
             "profile": self.run.header.profile,
             "recorded": self._is_of_another_machine(),
             "machine": self.machine.label,
+            # pairs, because a saved notebook has the keys of its dictionaries in another order
+            "machine_rows": list(cards.machine_rows(self.machine, elsewhere=self._is_of_another_machine()).items()),
+            "provenance": list(cards.provenance_rows(self.study, self.run).items()),
             "started": self.run.header.started.isoformat(timespec="seconds"),
             "coverage": coverage["status"].value_counts().to_dict(),
             "duration_s": float(coverage["elapsed_s"].sum()),
+            "not_measured": cards.not_measured(self.run),
             "figures": self._figures,
+            "thumbnails": self._thumbnails,
             "answers": [cards.answer_record(answer) for answer in self.answers().values()],
         }
         card = cards.provenance(self.study, self.run)

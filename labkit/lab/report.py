@@ -1,23 +1,25 @@
 """The report: every asked-for lab executed and exported, and an index page over all pages of the folder."""
 
-import json
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader
+import pandas as pd
 
 from labkit.lab import cards
 from labkit.lab.execute import NotebookFailed, execute_notebook, notebook_parameters
-from labkit.lab.export import TEMPLATES, export_page, page_record, style_sheet
+from labkit.lab.export import export_page, read_page
+from labkit.lab.html import render, script, style_sheet
 from labkit.lab.measure import Progress
 from labkit.lab.notebook import check_parameters
 from labkit.lab.project import notebook_path
+from labkit.lab.recommendations import further_advice, published_trends, recommendations
 from labkit.lab.study import Study
-from labkit.lab.units import format_seconds
 from labkit.machine import describe_machine
+
+FAILED = ("failed", "timeout")
 
 
 @dataclass(frozen=True)
@@ -45,68 +47,63 @@ def report_lab(
 ) -> LabResult:
     """Execute one lab's notebook and write `<output>/<lab>.html`; a failure is in the result and on the page."""
     start = time.monotonic()
-    notebook, page = _executed(output, study.name), output / f"{study.name}.html"
+    notebook, page = output / "notebooks" / f"{study.name}.ipynb", output / f"{study.name}.html"
     error = None
     try:
         execute_notebook(study, notebook_path(study.name), notebook, parameters, on_progress=on_progress)
     except NotebookFailed as failure:
         error = str(failure)
-    _remember(notebook, error)
-    export_page(notebook, page, title=study.title)
+    export_page(notebook, page, lab=study.name, title=study.title, error=error)
     return LabResult(study, page, time.monotonic() - start, error)
 
 
 def write_index(studies: Iterable[Study], output: Path) -> Path:
-    """Write `<output>/index.html` over the pages that are in `output`, in the order of `studies`."""
-    labs = [_index_entry(study, output) for study in studies if _executed(output, study.name).is_file()]
-    recommendations = [
-        {"text": answer["recommendation"], "href": f"{lab['page']}#answer-{answer['question']['id']}"}
-        for lab in labs
-        if lab["record"] and not lab["record"]["recorded"]
-        for answer in lab["record"]["answers"]
-        if answer["recommendation"]
-    ]
-    page = output / "index.html"
-    templates = Environment(loader=FileSystemLoader(TEMPLATES), autoescape=True)
-    html = templates.get_template("index_page.html.j2").render(
+    """Write `<output>/index.html` over the pages that are in `output`, in the order of `studies`.
+
+    Pages carry all that it needs: an index can be made of pages that were measured or copied there one by one.
+    """
+    known = list(studies)
+    labs = [entry for study in known if (entry := _index_entry(study, output)) is not None]
+    html = render(
+        "index_page.html.j2",
         style=style_sheet(),
-        machine_card=cards.machine_card(describe_machine(), elsewhere=False).data,
-        recommendations=recommendations,
+        script=script(),
+        machine=cards.machine_rows(describe_machine(), elsewhere=False).items(),
+        topics=recommendations(known, {lab["name"]: lab for lab in labs}),
+        further=further_advice(labs),
+        trends=published_trends(labs),
         labs=labs,
+        missing=[study.name for study in known if study.name not in {lab["name"] for lab in labs}],
+        coverage=cards.table(_coverage_frame(labs)).data if labs else "",
     )
+    page = output / "index.html"
     page.write_text(html, encoding="utf-8")
     return page
 
 
-def _executed(output: Path, lab: str) -> Path:
-    return output / "notebooks" / f"{lab}.ipynb"
+def _index_entry(study: Study, output: Path) -> dict[str, Any] | None:
+    """What the index shows of a lab; None if there is no page of it."""
+    page = output / f"{study.name}.html"
+    found = read_page(page) if page.is_file() else None
+    if found is None:
+        return None
+    record = found["record"]
+    failed = [entry for entry in record["not_measured"] if entry["status"] in FAILED] if record else []
+    about = {"name": study.name, "title": study.title, "summary": study.summary, "page": page.name}
+    return about | {"record": record, "error": found["error"], "failed": failed}
 
 
-def _failure_file(notebook: Path) -> Path:
-    return notebook.with_suffix(".failure.json")
-
-
-def _remember(notebook: Path, error: str | None) -> None:
-    """Keep a failure beside the notebook: a later report of other labs still shows it on the index."""
-    if error is None:
-        _failure_file(notebook).unlink(missing_ok=True)
-    else:
-        _failure_file(notebook).write_text(json.dumps({"error": error}))
-
-
-def _index_entry(study: Study, output: Path) -> dict[str, Any]:
-    notebook = _executed(output, study.name)
-    failure = _failure_file(notebook)
-    record = page_record(notebook)
-    counts = record["coverage"] if record else {}
-    measured = f"{counts.get('ok', 0)} of {sum(counts.values())} points measured"
-    others = "".join(f", {count} {status}" for status, count in counts.items() if status != "ok")
-    return {
-        "title": study.title,
-        "summary": study.summary,
-        "page": f"{study.name}.html",
-        "record": record,
-        "error": json.loads(failure.read_text())["error"] if failure.is_file() else None,
-        "coverage": measured + others,
-        "duration": format_seconds(record["duration_s"]) if record else "",
-    }
+def _coverage_frame(labs: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
+    """One row a lab: points by status, time, profile, machine."""
+    rows = []
+    for lab in labs:
+        record = lab["record"]
+        counts = record["coverage"] if record else {}
+        row = {"lab": lab["name"], "planned": sum(counts.values()), "measured": counts.get("ok", 0)}
+        row |= {status: counts.get(status, 0) for status in ("skipped", "oom", "failed", "timeout")}
+        row["duration_s"] = record["duration_s"] if record else None
+        row["profile"] = record["profile"] if record else "failed"
+        row["machine"] = record["machine"] + (" (recorded)" if record["recorded"] else "") if record else ""
+        row["started"] = record["started"][:16].replace("T", " ") if record else ""
+        rows.append(row)
+    return pd.DataFrame(rows)

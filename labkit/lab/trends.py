@@ -1,31 +1,10 @@
 """Published trends: a claim from other hardware, and whether it holds in a run from here."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Sequence
 
-from labkit.lab.answers import Verdict
+from labkit.lab.answers import Answer, Outcome, Question, Trend, Verdict
 
-Outcome = Literal["holds here", "is contradicted here", "is not shown here"]
-
-
-@dataclass(frozen=True)
-class Trend:
-    """A published claim and what this machine's intervals say of it."""
-
-    claim: str
-    outcome: Outcome
-
-    @classmethod
-    def judged(cls, claim: str, shown: Iterable[bool], contradicted: Iterable[bool]) -> "Trend":
-        """The outcome over several settings: one that contradicts is enough, and all must show it to hold."""
-        if any(contradicted):
-            return cls(claim, "is contradicted here")
-        cases = list(shown)
-        return cls(claim, "holds here" if cases and all(cases) else "is not shown here")
-
-    def __str__(self) -> str:
-        return f"{self.claim}: {self.outcome}."
+__all__ = ["Outcome", "Trend", "trends_answer", "trends_verdict"]
 
 
 def trends_verdict(trends: Sequence[Trend]) -> Verdict:
@@ -36,3 +15,13 @@ def trends_verdict(trends: Sequence[Trend]) -> Verdict:
     if outcomes == {"is not shown here"}:
         return "no difference shown"
     return "mixed" if "holds here" in outcomes else "no"
+
+
+def trends_answer(
+    question: Question, found: Sequence[Trend], figure: str | None = None, more_figures: tuple[str, ...] = ()
+) -> Answer | None:
+    """The answer that tells each trend and its outcome; None if the run has the rows to check none of them."""
+    if not found:
+        return None
+    text = " ".join(map(str, found))
+    return Answer(question, trends_verdict(found), text, figure, more_figures=more_figures, trends=tuple(found))

@@ -12,10 +12,10 @@ EVIL = "<script>alert(1)</script>"
 
 
 def test_everything_is_escaped():
-    answer = Answer(Question(EVIL, EVIL), EVIL, EVIL, recommendation=EVIL)
+    answer = Answer(Question(EVIL, EVIL), EVIL, EVIL, recommendation=EVIL, evidence=EVIL)
     pieces = [
         cards.answer(answer).data,
-        cards.caption(EVIL).data,
+        cards.figure("", 7.0, EVIL, answer, "", EVIL)[0],
         cards.progress(Progress(1, 2, EVIL)),
         cards.table(pd.DataFrame({EVIL: [EVIL]}), EVIL).data,
         cards.machine_card(describe_machine().model_copy(update={"cpu": EVIL}), elsewhere=False).data,
@@ -48,3 +48,33 @@ def test_names_of_operators_and_paths_are_spelled_out_and_other_names_read_as_wo
     html = cards.table(frame).data
     for text in ("aten::_softmax", "figures/my_lab/a_file.png", "recursive doubling"):
         assert f">{text}<" in html
+
+
+def test_numbers_are_aligned_and_sorted_by_value_and_text_is_not():
+    html = cards.table(pd.DataFrame({"name": ["b", "a"], "seconds": [0.002, 1.5], "fits": [True, False]})).data
+    assert html.count('class="text"') == 2 * 3  # two of the three columns, with their headings
+    assert '<td data-sort="0.002">2 ms</td><td class="text">True</td>' in html
+    assert '<td data-sort="1.5">1.5 s</td>' in html
+
+
+def test_the_caption_of_a_figure_states_the_finding_and_links_to_the_answer():
+    answer = Answer(
+        Question("which", "Which?"), "yes", "Ring is 0.80 [0.75, 0.85] of torch's. The rest is slower.", "times"
+    )
+    html, alt = cards.figure("AAAA", 7.0, "Times by size.", answer, "YSxi", "lab_times")
+    assert '<a href="#answer-which">Finding (yes)</a>: Ring is 0.80 [0.75, 0.85] of torch&#39;s.</p>' in html
+    assert '<a download="lab_times.csv" href="data:text/csv;base64,YSxi">' in html
+    assert alt == "Times by size. Ring is 0.80 [0.75, 0.85] of torch's."
+    html, alt = cards.figure("AAAA", 7.0, "More times.", answer, None, "lab_more", adds_to=True)
+    assert ">More on</a>: Which?" in html
+    assert "data:text/csv" not in html
+    assert alt == "More times."
+
+
+def test_a_headline_is_the_first_sentence_and_a_long_one_ends_at_a_clause():
+    question = Question("which", "Which?")
+    assert Answer(question, "yes", "It took 1.5 s [1.4 s, 1.6 s]. The rest is longer.").headline == (
+        "It took 1.5 s [1.4 s, 1.6 s]."
+    )
+    long = Answer(question, "yes", f"First {'a' * 100}; second {'b' * 100}; third {'c' * 100}.")
+    assert long.headline == f"First {'a' * 100}; second {'b' * 100} …"

@@ -121,11 +121,15 @@ def test_algorithms_equal_to_torch_but_for_noise_show_no_difference():
     assert "does not matter" in answers["scheduling"].recommendation
     assert answers["algorithms_against_torch"].verdict == "no difference shown"
     assert "no difference is shown" in answers["algorithms_against_torch"].recommendation
+    for name in ("scheduling", "algorithms_against_torch"):
+        assert not answers[name].is_shown
+        assert "[" in answers[name].evidence
 
 
 def test_a_faster_chooser_is_recommended_with_its_gain_and_a_slower_one_is_not():
     fast = _answers(_frame(lambda name, *rest: (0.5 if name == "chosen" else 1) * _textbook("torch", *rest)))
     assert "faster in 10 of 10 settings (0.49 to 0.51" in fast["algorithms_against_torch"].recommendation
+    assert fast["algorithms_against_torch"].is_shown
     slow = _answers(_frame(lambda name, *rest: (2 if name == "chosen" else 1) * _textbook("torch", *rest)))
     assert "faster" not in slow["algorithms_against_torch"].recommendation
     assert "2.0" in slow["algorithms_against_torch"].recommendation

@@ -176,6 +176,7 @@ def test_compiling_that_changes_nothing_but_noise_shows_no_difference():
     answer = _answers(_frame(lambda *_: 1e-3, noise=0.3))["compiled"]
     assert answer.verdict == "no difference shown"
     assert answer.recommendation is None
+    assert not answer.is_shown
 
 
 def test_without_a_compiler_the_reason_is_told():

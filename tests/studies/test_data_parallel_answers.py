@@ -192,6 +192,8 @@ def test_a_wrapper_that_is_faster_than_torch_is_recommended_and_noise_recommends
     noisy = _answers(_frame(dict.fromkeys(TEXTBOOK, 0.02), noise=0.5))["fastest"]
     assert noisy.verdict == "no difference shown"
     assert "nothing is shown to be faster everywhere, nor slower" in noisy.recommendation
+    assert (fast.is_shown, noisy.is_shown) == (True, False)
+    assert fast.evidence.startswith("bucketed (resnet50, 2 ranks): 0.80 [0.80, 0.80]; ")
 
 
 def test_wrong_gradients_are_shouted():
@@ -199,9 +201,12 @@ def test_wrong_gradients_are_shouted():
 
 
 def test_bucket_sizes_that_do_not_matter_help_or_hurt():
-    assert _answers(_frame())["bucket_size"].recommendation.startswith(f"{KEEP}: no size is shown")
+    alike = _answers(_frame())["bucket_size"]
+    assert alike.recommendation.startswith(f"{KEEP}: no size is shown")
+    assert not alike.is_shown
     hurts = _answers(_frame(size_factor=lambda mb: 1.5 if mb == 1.0 else 1.0))["bucket_size"]
     assert hurts.verdict == "yes"
+    assert hurts.is_shown
     assert hurts.recommendation == f"{KEEP}: none is shown to be faster, and 1 MiB slower."
     helps = _answers(_frame(size_factor=lambda mb: 0.5 if mb == 5.0 else 1.0))["bucket_size"]
     assert helps.recommendation.startswith("buckets of 5 MiB: 0.50")

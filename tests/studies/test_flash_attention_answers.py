@@ -147,6 +147,7 @@ def test_noise_and_few_repeats_show_no_crossover():
     noise = _answers(_frame(lambda *_: 1e-3, noise=0.3))["crossover"]
     assert noise.verdict == "no"
     assert "none is shown to beat explicit" in noise.text
+    assert not noise.is_shown
     few = _answers(_frame(repeats=3))["crossover"]
     assert few.verdict == "no difference shown"
     assert few.recommendation is None

@@ -115,6 +115,7 @@ def test_sizes_that_are_alike_do_not_matter():
     answers = _answers(_frame(lambda *_: 0.05, noise=0.005))
     assert answers["bucket_size"].verdict == "no difference shown"
     assert "it does not matter here: by all intervals" in answers["bucket_size"].recommendation
+    assert answers["bucket_size"].is_shown
     assert answers["model"].verdict == "no"
 
 
@@ -122,6 +123,7 @@ def test_sizes_that_differ_by_less_than_the_noise_are_not_said_to_be_alike():
     answer = _answers(_frame(noise=0.3))["bucket_size"]
     assert answer.verdict == "no difference shown"
     assert answer.recommendation.startswith("keep the size you have: none is shown to be better")
+    assert not answer.is_shown
 
 
 def test_waiting_that_is_only_moved_into_backward_is_no_gain():

@@ -161,6 +161,7 @@ def test_a_textbook_machine_gains_with_size():
     assert f"{told}, and time is saved there." in answer.text
     assert "autocast to bfloat16 for mini and small on cpu" in answer.recommendation
     assert "in 1 of 3 comparisons no difference is shown beyond chance" in answer.recommendation
+    assert answer.is_shown
     trends = _answers(_frame())["published_trends"].text
     assert "2 of 2 steps from a size to the next shown): holds here" in trends
 
@@ -199,6 +200,8 @@ def test_equal_times_but_for_noise_show_no_difference():
     answers = _answers(_frame(_speed(lambda *_: 1.0, noise=0.3, seed=1)))
     assert answers["autocast_speed"].verdict == "no difference shown"
     assert "stay with float32" in answers["autocast_speed"].recommendation
+    assert not answers["autocast_speed"].is_shown
+    assert "[" in answers["autocast_speed"].evidence
     assert answers["published_trends"].verdict == "no difference shown"
 
 

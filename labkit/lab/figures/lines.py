@@ -122,3 +122,4 @@ def _finish_panel(axis: Axes, x: str, places: Sequence[Any], log: str, level: fl
     format_axis(axis.xaxis, x, "x" in log)
     if len(places) <= FEW_PLACES:
         axis.set_xticks(places)
+        axis.margins(x=0.15)  # room for the labels of the first and the last, beside those of the next panel

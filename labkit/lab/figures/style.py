@@ -15,6 +15,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, Locator, LogLocator, NullFormatter
+from PIL import Image
 
 from labkit.lab.units import format_bytes, formatter_of
 
@@ -23,6 +24,7 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "<", ">")
 PANEL_WIDTH, PANEL_HEIGHT, DPI = 3.4, 3.3, 130
 SINGLE_PANEL_WIDTH = 7.0
 MEASURED = "measured here"
+THUMBNAIL_WIDTH = 320  # pixels, shown at half of it
 FEW_PLACES = 4  # on the x axis: each gets a tick of its own
 
 # Column names as axis titles; a name that is not listed is shown with blanks for underscores.
@@ -80,7 +82,21 @@ class Plot:
         """Write `<stem>.png` and, beside it, `<stem>.csv` with the plotted points."""
         stem.parent.mkdir(parents=True, exist_ok=True)
         stem.with_suffix(".png").write_bytes(self.png())
-        self.data.to_csv(stem.with_suffix(".csv"), index=False)
+        stem.with_suffix(".csv").write_text(self.csv())
+
+    def csv(self) -> str:
+        """The plotted points as comma-separated values."""
+        return self.data.to_csv(index=False)
+
+
+def thumbnail(png: bytes) -> bytes:
+    """A figure small enough for an index: `THUMBNAIL_WIDTH` pixels, few colors, a few kilobytes."""
+    image = Image.open(io.BytesIO(png)).convert("RGB")
+    height = max(1, round(image.height * THUMBNAIL_WIDTH / image.width))
+    small = image.resize((THUMBNAIL_WIDTH, height), Image.Resampling.LANCZOS).quantize(32)
+    buffer = io.BytesIO()
+    small.save(buffer, format="PNG", optimize=True)
+    return buffer.getvalue()
 
 
 def finish_axes(axis: Axes, *, grid: str = "both") -> None:

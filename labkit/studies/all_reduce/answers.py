@@ -6,8 +6,8 @@ import pandas as pd
 
 from labkit.costs.communication import ALL_REDUCE_COSTS
 from labkit.lab.answers import Answer, Question, Verdict, answer_each
-from labkit.lab.evidence import shown, verdict_of, with_interval
-from labkit.lab.trends import trends_verdict
+from labkit.lab.evidence import ratios_text, shown, verdict_of, with_interval
+from labkit.lab.trends import trends_answer
 from labkit.lab.units import format_bytes, format_rate, join_words
 from labkit.studies.all_reduce import analysis, trends
 from labkit.studies.all_reduce.transport_tables import TRANSPORTS, transports
@@ -21,13 +21,16 @@ SIZE_AND_RANKS = Question(
 ALGORITHMS = Question(
     "algorithms_against_torch",
     "Ring, butterfly, recursive doubling, halving-doubling against torch: which is fastest, at what error?",
+    "all_reduce",
 )
 RING = Question("ring_against_torch", "Is a ring of point-to-point calls as fast as torch's all-reduce?")
 ALPHA_BETA = Question(
     "alpha_beta",
     "Does an alpha-beta model explain the times, and does one algorithm overtake another where it says?",
 )
-SCHEDULING = Question("scheduling", "What does the scheduling policy of the ranks do to small all-reduces?")
+SCHEDULING = Question(
+    "scheduling", "What does the scheduling policy of the ranks do to small all-reduces?", "scheduling"
+)
 PUBLISHED = Question("published_trends", "Do the published trends hold on this machine?")
 QUESTIONS = (SIZE_AND_RANKS, ALGORITHMS, RING, ALPHA_BETA, TRANSPORTS, SCHEDULING, PUBLISHED)
 
@@ -62,7 +65,7 @@ def size_and_ranks(frame: pd.DataFrame) -> Answer | None:
             )
         growth = _growth_with_ranks(of_backend)
         sentences += [growth] if growth else []
-    return Answer(SIZE_AND_RANKS, "measured", " ".join(sentences), figure="time_by_size")
+    return Answer(SIZE_AND_RANKS, "measured", " ".join(sentences), "time_by_size", more_figures=("bus_bandwidth",))
 
 
 def _growth_with_ranks(table: pd.DataFrame) -> str | None:
@@ -103,7 +106,14 @@ def algorithms_against_torch(frame: pd.DataFrame) -> Answer | None:
     if not wins and verdict_of(*_shown(compared)) == "no difference shown":
         verdict = "no difference shown"
     text = " ".join(sentence for sentence in sentences if sentence)
-    return Answer(ALGORITHMS, verdict, text, "against_torch", _chooser_recommendation(ratios))
+    chosen = ratios[(ratios["algorithm"] == CHOSEN) & (ratios["backend"] == "gloo")]
+    is_shown = any(len(some) for some in _shown(chosen))
+    evidence = ratios_text(chosen, _place)
+    return Answer(ALGORITHMS, verdict, text, "against_torch", _chooser_recommendation(chosen), is_shown, evidence)
+
+
+def _place(row: pd.Series) -> str:
+    return f"{format_bytes(row['n_bytes'])}, {row['world_size']} ranks"
 
 
 def _shown(ratios: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
@@ -145,8 +155,7 @@ def _error_sentence(frame: pd.DataFrame) -> str:
     return f"All agree with the exact mean: the largest relative error of any is {own.max():.1e}{beside}."
 
 
-def _chooser_recommendation(ratios: pd.DataFrame) -> str | None:
-    chosen = ratios[(ratios["algorithm"] == CHOSEN) & (ratios["backend"] == "gloo")]
+def _chooser_recommendation(chosen: pd.DataFrame) -> str | None:
     if chosen.empty:
         return None
     faster, slower = _shown(chosen)
@@ -158,8 +167,7 @@ def _chooser_recommendation(ratios: pd.DataFrame) -> str | None:
         parts.append(f"labkit's all_reduce is faster in {len(faster)} of {len(chosen)} settings ({gain})")
     if not slower.empty:
         worst = slower.loc[slower["ratio"].idxmax()]
-        where = f"{worst['ratio']:.2f}x at {format_bytes(worst['n_bytes'])}, {worst['world_size']} ranks"
-        parts.append(f"slower in {len(slower)} (at worst {where})")
+        parts.append(f"slower in {len(slower)} (at worst {worst['ratio']:.2f}x at {_place(worst)})")
     return f"{'; '.join(parts)}."
 
 
@@ -233,14 +241,12 @@ def scheduling(frame: pd.DataFrame) -> Answer | None:
         "mixed": f"SCHED_BATCH helps in {len(faster)} and hurts in {len(slower)} of {len(ratios)} settings.",
         "no difference shown": "the scheduling policy does not matter here, as far as is shown.",
     }
-    return Answer(SCHEDULING, verdict, text, "scheduling", advice[verdict])
+    is_shown, evidence = verdict != "no difference shown", ratios_text(ratios, _place)
+    return Answer(SCHEDULING, verdict, text, "scheduling", advice[verdict], is_shown, evidence)
 
 
 def published_trends(frame: pd.DataFrame) -> Answer | None:
-    found = trends.published_trends(frame)
-    if not found:
-        return None
-    return Answer(PUBLISHED, trends_verdict(found), " ".join(map(str, found)), figure="time_by_size")
+    return trends_answer(PUBLISHED, trends.published_trends(frame), "time_by_size", ("published_ranks",))
 
 
 def _name(algorithm: str) -> str:

@@ -4,7 +4,7 @@ import pandas as pd
 
 from labkit.bench.statistics import compare_groups, slowest_rank, summarize_groups
 from labkit.lab.answers import Answer, Question, Verdict
-from labkit.lab.evidence import not_measured_text, ratio_text, shown, span_text, wrong_rows
+from labkit.lab.evidence import not_measured_text, ratio_text, ratios_text, shown, span_text, wrong_rows
 from labkit.lab.units import format_bytes, join_words
 from labkit.studies.all_reduce.transports import CHOSEN, COPY, MESSAGES, REGISTERED, SHARED_MEMORY, TORCH
 
@@ -13,6 +13,7 @@ TRANSPORT_ORDER = (TORCH, MESSAGES, SHARED_MEMORY, REGISTERED, COPY)
 TRANSPORTS = Question(
     "transports",
     "How far from this machine's limit is an all-reduce over torch's messages, and over shared memory?",
+    "transport",
 )
 
 
@@ -49,7 +50,10 @@ def transports(frame: pd.DataFrame) -> Answer | None:
         _of_ranks(own, over(frame, COPY), ranks) for ranks in sorted(own["world_size"].unique())
     ]
     text = " ".join(sentence for sentence in sentences if sentence)
-    return Answer(TRANSPORTS, _verdict(faster, slower, compared), text, "transports", _advice(shared))
+    verdict = _verdict(faster, slower, compared)
+    advised = verdict == "yes" and not shared.empty
+    evidence = ratios_text(shared, lambda row: f"{row['world_size']} ranks, {format_bytes(row['n_bytes'])}")
+    return Answer(TRANSPORTS, verdict, text, "transports", _advice(shared), advised, evidence)
 
 
 def _verdict(faster: pd.DataFrame, slower: pd.DataFrame, compared: pd.DataFrame) -> Verdict:

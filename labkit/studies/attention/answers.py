@@ -3,8 +3,8 @@
 import pandas as pd
 
 from labkit.lab.answers import Answer, Question, Verdict, not_measured
-from labkit.lab.evidence import ratio_text, shown, span_text, verdict_of, with_interval
-from labkit.lab.trends import trends_verdict
+from labkit.lab.evidence import ratio_text, ratios_text, shown, span_text, verdict_of, with_interval
+from labkit.lab.trends import trends_answer
 from labkit.lab.units import format_bytes, format_seconds, join_words
 from labkit.studies.attention import analysis, trends
 from labkit.studies.attention.worker import COMPILED, EXPLICIT, TILED
@@ -16,8 +16,8 @@ MEMORY_GROWTH = Question(
     "memory_growth", "How does the memory held before the backward pass grow, and is it what the formula says?"
 )
 OUT_OF_MEMORY = Question("out_of_memory", "At which length does this machine run out of memory, and what fills it?")
-TILING = Question("tiling", "What does tiling save, and what does it cost?")
-COMPILING = Question("compiled", "Is compiled attention faster than eager, forward and backward?")
+TILING = Question("tiling", "What does tiling save, and what does it cost?", "attention")
+COMPILING = Question("compiled", "Is compiled attention faster than eager, forward and backward?", "compile")
 PUBLISHED = Question("published_trends", "Do the published trends hold on this machine?")
 QUESTIONS = (TIME_GROWTH, MEMORY_GROWTH, OUT_OF_MEMORY, TILING, COMPILING, PUBLISHED)
 
@@ -64,7 +64,8 @@ def time_growth(frame: pd.DataFrame) -> Answer | None:
         longest = of_phase.loc[of_phase["sequence"] == of_phase["sequence"].max()].sort_values("head_dim").iloc[-1]
         told = f"{phase.capitalize()} takes {with_interval(longest)} at {longest['sequence']} tokens"
         sentences.append(f"{told} and head dimension {longest['head_dim']}{_exponents(laws, phase)}.")
-    return Answer(TIME_GROWTH, "measured", " ".join(sentences + _width_sentences(frame)), "time_by_sequence")
+    text = " ".join(sentences + _width_sentences(frame))
+    return Answer(TIME_GROWTH, "measured", text, "time_by_sequence", more_figures=("time_by_head_dim",))
 
 
 def _exponents(laws: pd.DataFrame, phase: str) -> str:
@@ -171,8 +172,16 @@ def tiling(frame: pd.DataFrame) -> Answer | None:
         f"where explicit attention takes {format_bytes(explicit)}, {explicit / max(tiled, 1):.0f} times as much. "
         f"{_tiling_times(ratios)}"
     )
-    advice = _tiling_advice(ratios[ratios["phase"] == "both"], peaks)
-    return Answer(TILING, "measured", text.strip(), "tiling_memory", advice)
+    both = ratios[ratios["phase"] == "both"]
+    advice = _tiling_advice(both, peaks)
+    evidence = ratios_text(both, _place)
+    return Answer(
+        TILING, "measured", text.strip(), "tiling_memory", advice, advice is not None, evidence, ("tiling_time",)
+    )
+
+
+def _place(row: pd.Series) -> str:
+    return f"{row['sequence']} tokens"
 
 
 def _tiling_advice(ratios: pd.DataFrame, peaks: pd.DataFrame) -> str | None:
@@ -215,7 +224,10 @@ def compiled(frame: pd.DataFrame) -> Answer | None:
             "(less where a compiled graph was found on disk)."
         )
     verdict = verdict_of(faster, slower)
-    return Answer(COMPILING, verdict, " ".join(sentences), "compiled_against_eager", _compile_advice(ratios))
+    advice = _compile_advice(ratios)
+    evidence = ratios_text(ratios, lambda row: f"{row['phase']}, {_place(row)}")
+    text = " ".join(sentences)
+    return Answer(COMPILING, verdict, text, "compiled_against_eager", advice, advice is not None, evidence)
 
 
 def _compiled_phase(phase: object, ratios: pd.DataFrame) -> str:
@@ -241,7 +253,4 @@ def _compile_advice(ratios: pd.DataFrame) -> str | None:
 
 
 def published_trends(frame: pd.DataFrame) -> Answer | None:
-    found = trends.published_trends(frame)
-    if not found:
-        return None
-    return Answer(PUBLISHED, trends_verdict(found), " ".join(map(str, found)), "time_by_sequence")
+    return trends_answer(PUBLISHED, trends.published_trends(frame), "time_by_sequence")

@@ -1,12 +1,13 @@
 """What a CIFAR-100 run says: one answer to each question, nothing the intervals do not show."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import pandas as pd
 
 from labkit.lab.answers import Answer, Question, Verdict, answer_each
-from labkit.lab.evidence import ratio_text, span_text, with_interval, wrong_rows
-from labkit.lab.trends import Trend, trends_verdict
+from labkit.lab.evidence import ratio_text, ratios_text, span_text, with_interval, wrong_rows
+from labkit.lab.trends import Trend, trends_answer
 from labkit.lab.units import format_bytes, format_seconds, join_words
 from labkit.nn.datasets import CIFAR100_MD5
 from labkit.studies.cifar100 import analysis
@@ -19,7 +20,9 @@ SAME = Question(
 TIME = Question("time", "Does an epoch take longer with the own parts than with torch's?")
 MEMORY = Question("memory", "What does each need at its peak?")
 SYNC = Question(
-    "sync_batchnorm", "Does batch norm over all ranks train better than local batch norm, and what does it cost?"
+    "sync_batchnorm",
+    "Does batch norm over all ranks train better than local batch norm, and what does it cost?",
+    "batch_norm",
 )
 PUBLISHED = Question("published_trends", "Do the published trends hold on this machine?")
 QUESTIONS = (LEARNED, SAME, TIME, MEMORY, SYNC, PUBLISHED)
@@ -175,7 +178,10 @@ def sync_batchnorm(frame: pd.DataFrame) -> Answer | None:
     verdict: Verdict = "mixed" if better and worse else "yes" if better else "no" if worse else "no difference shown"
     if set(table["verdict"]) == {"the same"}:
         verdict = "no"
-    return Answer(SYNC, verdict, " ".join(sentences), "synchronized", _advice(frame, table, better, worse, ratios))
+    advice = _advice(frame, table, better, worse, ratios)
+    evidence = ratios_text(ratios, lambda row: f"an epoch of {row['implementation']} over {row['over']}")
+    advised = advice is not None and bool(better or worse)
+    return Answer(SYNC, verdict, " ".join(sentences), "synchronized", advice, advised, evidence)
 
 
 def _shown(table: pd.DataFrame, sign: int) -> list[str]:
@@ -211,9 +217,8 @@ def _is(things: list[str]) -> str:
 
 def published_trends(frame: pd.DataFrame) -> Answer | None:
     found = [*_as_fast(frame), *_smaller(frame), *_as_good(frame)]
-    if not found:
-        return None
-    return Answer(PUBLISHED, trends_verdict(found), f"{' '.join(map(str, found))} {_reached(frame)}", "published")
+    answer = trends_answer(PUBLISHED, found, "published")
+    return answer and replace(answer, text=f"{answer.text} {_reached(frame)}")
 
 
 def _as_fast(frame: pd.DataFrame) -> Iterable[Trend]:

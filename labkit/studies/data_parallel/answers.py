@@ -10,23 +10,26 @@ from labkit.lab.evidence import (
     not_measured_text,
     ranks_text,
     ratio_text,
+    ratios_text,
     shown,
     span_text,
     verdict_of,
     with_interval,
     wrong_rows,
 )
-from labkit.lab.trends import Trend, trends_verdict
+from labkit.lab.trends import Trend, trends_answer
 from labkit.lab.units import format_bytes, format_seconds, join_words
 from labkit.parallel.data_parallel.implementations import DEFAULT_LAYOUT, TORCH
 from labkit.studies.data_parallel import analysis
 from labkit.studies.data_parallel.worker import LOCAL
 
-FASTEST = Question("fastest", "Which way of averaging gradients is the fastest, and how far from torch's is each?")
-BUCKETS = Question("bucket_size", "Does the bucket size matter here?")
+FASTEST = Question(
+    "fastest", "Which way of averaging gradients is the fastest, and how far from torch's is each?", "synchronization"
+)
+BUCKETS = Question("bucket_size", "Does the bucket size matter here?", "bucket_size")
 OVERLAP = Question("overlap", "How much of the communication hides behind the backward pass?")
 MEMORY = Question("memory", "What does each need at its peak?")
-ACCUMULATION = Question("accumulation", "What does `no_sync` save when gradients are accumulated?")
+ACCUMULATION = Question("accumulation", "What does `no_sync` save when gradients are accumulated?", "synchronization")
 PUBLISHED = Question("published_trends", "Do the published trends hold on this machine?")
 QUESTIONS = (FASTEST, BUCKETS, OVERLAP, MEMORY, ACCUMULATION, PUBLISHED)
 
@@ -75,7 +78,13 @@ def fastest(frame: pd.DataFrame) -> Answer | None:
         return Answer(FASTEST, "not measured" if times.empty else "measured", " ".join(sentences), "backward")
     faster, slower = shown(ratios, [*analysis.SETTING, "implementation"])
     verdict: Verdict = verdict_of(faster, slower)
-    return Answer(FASTEST, verdict, " ".join(sentences), "backward", _advice(ratios, faster, slower))
+    is_shown, evidence = verdict != "no difference shown", ratios_text(ratios, _place)
+    text, advice = " ".join(sentences), _advice(ratios, faster, slower)
+    return Answer(FASTEST, verdict, text, "backward", advice, is_shown, evidence)
+
+
+def _place(row: pd.Series) -> str:
+    return f"{_name(row['implementation'])} ({row['workload']}, {row['world_size']} ranks)"
 
 
 def _backward_times(frame: pd.DataFrame) -> pd.DataFrame:
@@ -126,7 +135,10 @@ def bucket_size(frame: pd.DataFrame) -> Answer | None:
         sentences.append(f"With equal buckets labkit's bucketed wrapper takes {span} of torch's backward.")
     faster, slower = shown(table, [*analysis.SETTING, "bucket_mb", "implementation"])
     verdict: Verdict = "no difference shown" if faster.empty and slower.empty else "yes"
-    return Answer(BUCKETS, verdict, " ".join(sentences), "buckets", _size_advice(table, faster, slower))
+    is_shown = verdict != "no difference shown"
+    evidence = ratios_text(table, lambda row: f"{format_bytes(row['bucket_bytes'])}, {_place(row)}")
+    text, advice = " ".join(sentences), _size_advice(table, faster, slower)
+    return Answer(BUCKETS, verdict, text, "buckets", advice, is_shown, evidence)
 
 
 def _size_advice(table: pd.DataFrame, faster: pd.DataFrame, slower: pd.DataFrame) -> str:
@@ -179,10 +191,10 @@ def overlap(frame: pd.DataFrame) -> Answer | None:
             )
     hidden = table[table["implementation"].isin(OVERLAPPING)].dropna(subset="hidden_percent")
     if hidden.empty or not (hidden["hidden_high_percent"] < ALMOST_NOTHING_PERCENT).all():
-        return Answer(OVERLAP, "measured", " ".join(sentences), "exposed")
+        return Answer(OVERLAP, "measured", " ".join(sentences), "exposed", more_figures=("timeline",))
     cause = ": whoever carries the bytes takes the cores that backward needs" if _on_cpu(hidden) else ""
     sentences.append(f"Almost nothing hides{cause}.")
-    return Answer(OVERLAP, "no", " ".join(sentences), "exposed")
+    return Answer(OVERLAP, "no", " ".join(sentences), "exposed", more_figures=("timeline",))
 
 
 def _exposed(row: pd.Series) -> str:
@@ -232,14 +244,16 @@ def accumulation(frame: pd.DataFrame) -> Answer | None:
         advice = (
             f"accumulate under no_sync: {span_text(faster['ratio'])} of the time of synchronizing every micro-batch."
         )
-    return Answer(ACCUMULATION, verdict, " ".join(sentences), "accumulation", advice)
+    evidence = ratios_text(table, _place)
+    return Answer(ACCUMULATION, verdict, " ".join(sentences), "accumulation", advice, advice is not None, evidence)
 
 
 def published_trends(frame: pd.DataFrame) -> Answer | None:
-    found = [*_torch_is_ahead(frame), *_after_backward_is_slower(frame), *_size_does_not_matter_to_torch(frame)]
-    if not found:
-        return None
-    return Answer(PUBLISHED, trends_verdict(found), " ".join(map(str, found)), "published")
+    return trends_answer(
+        PUBLISHED,
+        [*_torch_is_ahead(frame), *_after_backward_is_slower(frame), *_size_does_not_matter_to_torch(frame)],
+        "published",
+    )
 
 
 def _torch_is_ahead(frame: pd.DataFrame) -> Iterator[Trend]:

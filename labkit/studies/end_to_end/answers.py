@@ -6,8 +6,8 @@ from typing import Any
 import pandas as pd
 
 from labkit.lab.answers import Answer, Question, Verdict, answer_each
-from labkit.lab.evidence import ratio_text, shown, span_text, verdict_of, with_interval, wrong_rows
-from labkit.lab.trends import Trend, trends_verdict
+from labkit.lab.evidence import ratio_text, ratios_text, shown, span_text, verdict_of, with_interval, wrong_rows
+from labkit.lab.trends import Trend, trends_answer
 from labkit.lab.units import format_seconds, join_words
 from labkit.studies.end_to_end import analysis
 
@@ -16,7 +16,7 @@ STEP_TIMES = Question(
 )
 WARMUP = Question("warmup", "What changes with 0, 1 or 2 warm-up steps, and why?")
 PREDICTED = Question("predicted", "Does a count of FLOPs and bytes predict the times?")
-COMPILE = Question("compile", "What does torch.compile of the whole model buy, and after how many steps?")
+COMPILE = Question("compile", "What does torch.compile of the whole model buy, and after how many steps?", "compile")
 PUBLISHED = Question("published_trends", "Do the published trends hold on this machine?")
 QUESTIONS = (STEP_TIMES, WARMUP, PREDICTED, COMPILE, PUBLISHED)
 
@@ -162,7 +162,10 @@ def compiling(frame: pd.DataFrame) -> Answer | None:
         sentences.append(f"{_model(key, table)}, compiled over eager: {'; '.join(parts)}.")
     faster, slower = shown(table, [*analysis.MODEL, "phase"])
     verdict = verdict_of(faster, slower)
-    return Answer(COMPILE, verdict, " ".join(sentences), "compiled", _compile_advice(verdict, faster, slower))
+    is_shown = verdict != "no difference shown"
+    evidence = ratios_text(table, lambda row: f"{row['phase']} of {row['size']}")
+    text, advice = " ".join(sentences), _compile_advice(verdict, faster, slower)
+    return Answer(COMPILE, verdict, text, "compiled", advice, is_shown, evidence)
 
 
 def _compiled_text(row: dict[Hashable, Any]) -> str:
@@ -191,10 +194,11 @@ def _compile_advice(verdict: Verdict, faster: pd.DataFrame, slower: pd.DataFrame
 
 
 def published_trends(frame: pd.DataFrame) -> Answer | None:
-    found = [*_backward_twice_forward(frame), *_small_spread(frame), *_compiled_faster(frame)]
-    if not found:
-        return None
-    return Answer(PUBLISHED, trends_verdict(found), " ".join(map(str, found)), "published_compile")
+    return trends_answer(
+        PUBLISHED,
+        [*_backward_twice_forward(frame), *_small_spread(frame), *_compiled_faster(frame)],
+        "published_compile",
+    )
 
 
 def _backward_twice_forward(frame: pd.DataFrame) -> Iterator[Trend]:

@@ -5,13 +5,15 @@ import pandas as pd
 from labkit.bench.statistics import compare_groups
 from labkit.lab.answers import Answer, Question, Verdict, not_measured
 from labkit.lab.attention_passes import EXPLICIT, FLASH
-from labkit.lab.evidence import ratio_text, with_interval
-from labkit.lab.trends import trends_verdict
+from labkit.lab.evidence import ratio_text, ratios_text, with_interval
+from labkit.lab.trends import trends_answer
 from labkit.lab.units import format_bytes, join_words
 from labkit.studies.flash_attention import analysis, recorded, trends
 
 CROSSOVER = Question(
-    "crossover", "From which length on does each implementation beat explicit attention, forward and backward together?"
+    "crossover",
+    "From which length on does each implementation beat explicit attention, forward and backward together?",
+    "attention",
 )
 SHARE = Question("matmul_share", "What share of the device's measured matmul rate does each implementation reach?")
 MEMORY = Question("peak_memory", "How much memory does each implementation need at its peak?")
@@ -60,7 +62,19 @@ def crossover(frame: pd.DataFrame) -> Answer | None:
     if few:
         verdict = "no difference shown"
         sentences.append("There are too few repeats for intervals.")
-    return Answer(CROSSOVER, verdict, " ".join(sentences), "against_explicit", _recommendation(frame, table))
+    advice = _recommendation(frame, table)
+    ratios = analysis.ratios(frame)
+    worth = table.loc[won, "implementation"] if won.any() else table["implementation"]
+    longest = ratios[(ratios["sequence"] == ratios["sequence"].max()) & ratios["implementation"].isin(worth)]
+    evidence = ratios_text(longest, lambda row: f"{_name(row['implementation'])}, {_place(row)}")
+    text = " ".join(sentences)
+    return Answer(
+        CROSSOVER, verdict, text, "against_explicit", advice, advice is not None, evidence, ("time_by_length",)
+    )
+
+
+def _place(row: pd.Series) -> str:
+    return f"{row['sequence']} tokens, head dimension {row['head_dim']}, {row['dtype']}"
 
 
 def _crossovers(dtype: str, rows: pd.DataFrame) -> str:
@@ -234,10 +248,7 @@ def _technique_row(row: pd.Series, at_best: str) -> str:
 
 
 def published_trends(frame: pd.DataFrame) -> Answer | None:
-    found = trends.published_trends(frame)
-    if not found:
-        return None
-    return Answer(PUBLISHED, trends_verdict(found), " ".join(map(str, found)), "time_by_length")
+    return trends_answer(PUBLISHED, trends.published_trends(frame), "time_by_length")
 
 
 def _name(implementation: str) -> str:

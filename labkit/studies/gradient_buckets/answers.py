@@ -8,15 +8,15 @@ import pandas as pd
 
 from labkit.bench.statistics import beyond_chance, summarize
 from labkit.lab.answers import Answer, Question, Verdict, answer_each
-from labkit.lab.evidence import ranks_text, ratio_text, shown, span_text, verdict_of, wrong_rows
-from labkit.lab.trends import trends_verdict
+from labkit.lab.evidence import ranks_text, ratio_text, ratios_text, shown, span_text, verdict_of, wrong_rows
+from labkit.lab.trends import trends_answer
 from labkit.lab.units import format_bytes, format_seconds, join_words
 from labkit.studies.gradient_buckets import analysis, model
 from labkit.studies.gradient_buckets.analysis import MACHINE, MIB, SETTING
 from labkit.studies.gradient_buckets.trends import published_trends
 
 WAITING = Question("waiting", "How long does a training step wait for its gradients?")
-BUCKET_SIZE = Question("bucket_size", "Does the bucket size matter, and which one is best?")
+BUCKET_SIZE = Question("bucket_size", "Does the bucket size matter, and which one is best?", "bucket_size")
 MORE_WORK = Question(
     "batch_and_length", "Does a step wait for a smaller share of its time with larger batches and longer sequences?"
 )
@@ -120,19 +120,24 @@ def bucket_size(frame: pd.DataFrame) -> Answer | None:
         sentences.append(f"{where}: the slowest size is {row['spread_percent']:.1f} % above the fastest.")
     if ratios["low"].isna().all():
         sentences.append("Too few repeats for an interval, so that no size is claimed to be better than another.")
-    clear = _clear(ratios)
+    clear, evidence = _clear(ratios), ratios_text(ratios, _place)
     if clear.empty:
         sentences.append(
             f"Of {len(ratios)} comparisons of two sizes, none is shown to differ beyond chance: no optimum."
         )
-        return Answer(BUCKET_SIZE, "no difference shown", " ".join(sentences), "step", _keep(frame, ratios))
+        text, advice = " ".join(sentences), _keep(frame, ratios)
+        return Answer(BUCKET_SIZE, "no difference shown", text, "step", advice, _are_alike(ratios), evidence)
     sentences.append(f"{len(clear)} of {len(ratios)} comparisons of two sizes are shown to differ.")
     extreme = clear.loc[(clear["ratio"] - 1).abs().idxmax()]
     sentences.append(
         f"The largest, with {_setting(extreme)}: a step with {_size(extreme['bucket_mb'])} takes "
         f"{ratio_text(extreme)} of the time of one with {_size(extreme['smaller_mb'])}."
     )
-    return Answer(BUCKET_SIZE, "yes", " ".join(sentences), "step", _advice(clear, ratios))
+    return Answer(BUCKET_SIZE, "yes", " ".join(sentences), "step", _advice(clear, ratios), True, evidence)
+
+
+def _place(row: pd.Series) -> str:
+    return f"{_size(row['bucket_mb'])} over {_size(row['smaller_mb'])} ({_setting(row)})"
 
 
 def _clear(ratios: pd.DataFrame) -> pd.DataFrame:
@@ -162,11 +167,21 @@ def _advice(clear: pd.DataFrame, ratios: pd.DataFrame) -> str:
     return f"buckets of {join_words([_size(size) for size in best])}, between which no difference is shown; {avoid}."
 
 
+def _most_percent(ratios: pd.DataFrame) -> float:
+    """By how much two sizes differ at most, by the ends of all intervals."""
+    return float(100 * max(ratios["high"].max(), 1 / ratios["low"].min()) - 100)
+
+
+def _are_alike(ratios: pd.DataFrame) -> bool:
+    """Whether the intervals show that the size does not matter."""
+    return bool(ratios["low"].notna().all()) and _most_percent(ratios) < ALIKE_PERCENT
+
+
 def _keep(frame: pd.DataFrame, ratios: pd.DataFrame) -> str:
     """What to do where no difference is shown. That it does not matter is said only if all intervals are narrow."""
-    most = 100 * max(ratios["high"].max(), 1 / ratios["low"].min()) - 100
     text = "keep the size you have: none is shown to be better"
-    if most < ALIKE_PERCENT and ratios["low"].notna().all():
+    if _are_alike(ratios):
+        most = _most_percent(ratios)
         text = f"it does not matter here: by all intervals, no two sizes differ by more than {most:.1f} %"
     if reason := _paid_in_backward(frame) or _calls_are_cheap(frame):
         return f"{text}. {reason}."
@@ -295,7 +310,4 @@ def _best_held(frame: pd.DataFrame, table: pd.DataFrame) -> tuple[bool | None, s
 
 
 def trends(frame: pd.DataFrame) -> Answer | None:
-    found = published_trends(frame)
-    if not found:
-        return None
-    return Answer(PUBLISHED, trends_verdict(found), " ".join(map(str, found)), "share")
+    return trends_answer(PUBLISHED, published_trends(frame), "share")

@@ -5,7 +5,7 @@ import pandas as pd
 from labkit.costs.transformer import n_parameters
 from labkit.lab.answers import Answer, Question, Verdict, answer_each
 from labkit.lab.evidence import ratio_text, shown, with_interval
-from labkit.lab.trends import trends_verdict
+from labkit.lab.trends import trends_answer
 from labkit.lab.units import format_seconds, join_words
 from labkit.nn.transformer import SIZES
 from labkit.studies.kernels import analysis, trends
@@ -107,7 +107,7 @@ def largest_operator(frame: pd.DataFrame) -> Answer | None:
             parts.append(f"{mode}, {_leader(ranked)}")
         both = " The same operator leads in both." if len(names) == 2 and len(set(names)) == 1 else ""
         sentences.append(f"{model} on {device}: {'; '.join(parts)}.{both}")
-    return Answer(LARGEST, "measured", " ".join(sentences), figure="families")
+    return Answer(LARGEST, "measured", " ".join(sentences), more_figures=("timeline",))
 
 
 def _leader(ranked: pd.DataFrame) -> str:
@@ -163,7 +163,7 @@ def matmul_share(frame: pd.DataFrame) -> Answer | None:
     verdict: Verdict = "no difference shown"
     if len(smaller) or len(larger):
         verdict = "mixed" if len(smaller) and len(larger) else "yes" if len(smaller) else "no"
-    return Answer(SHARE, verdict, " ".join(sentences), figure="families")
+    return Answer(SHARE, verdict, " ".join(sentences), figure="matmul_share")
 
 
 def softmax_in_attention(frame: pd.DataFrame) -> Answer | None:
@@ -191,7 +191,4 @@ def softmax_in_attention(frame: pd.DataFrame) -> Answer | None:
 
 
 def published_trends(frame: pd.DataFrame) -> Answer | None:
-    found = trends.published_trends(frame)
-    if not found:
-        return None
-    return Answer(PUBLISHED, trends_verdict(found), " ".join(map(str, found)), figure="families")
+    return trends_answer(PUBLISHED, trends.published_trends(frame), "families")

@@ -6,8 +6,8 @@ Bytes come out the same in every repeat, so that most answers need no interval; 
 import pandas as pd
 
 from labkit.lab.answers import Answer, Question, Verdict, answer_each
-from labkit.lab.evidence import ratio_text, shown
-from labkit.lab.trends import trends_verdict
+from labkit.lab.evidence import ratio_text, ratios_text, shown
+from labkit.lab.trends import trends_answer
 from labkit.lab.units import format_bytes, format_seconds, join_words
 from labkit.studies.memory import analysis, trends
 
@@ -17,9 +17,11 @@ RESIDUAL_STREAM = Question("residual_stream", "Is the residual stream's tensor B
 LARGEST_ALLOCATIONS = Question("largest_allocations", "Which allocations are largest, and which line makes them?")
 SAVED_BY_A_BLOCK = Question("saved_by_a_block", "What does one block keep for backward, and is it as predicted?")
 CHECKPOINTING = Question(
-    "checkpointing", "What does activation checkpointing save, what does it cost, how long a segment?"
+    "checkpointing", "What does activation checkpointing save, what does it cost, how long a segment?", "checkpointing"
 )
-LARGEST_MODEL = Question("largest_model", "Which is the largest named size whose full step fits into this machine?")
+LARGEST_MODEL = Question(
+    "largest_model", "Which is the largest named size whose full step fits into this machine?", "largest_model"
+)
 COUNTED = Question("counted_against_measured", "Is the counted peak the measured one?")
 PUBLISHED_PEAKS = Question("published_peaks", "How do counted peaks compare with the published ones?")
 TRENDS = Question("published_trends", "Do the published trends hold here?")
@@ -119,7 +121,7 @@ def residual_stream(frame: pd.DataFrame) -> Answer | None:
         text += f" It is the same under {join_words(sorted(table['precision']))}: autocast leaves it in float32."
     kept = row["saved_bytes"] / row["residual_bytes"]
     text += f" One block keeps {kept:.1f} times as much for its backward pass."
-    return Answer(RESIDUAL_STREAM, "yes" if equal else "no", text, "saved")
+    return Answer(RESIDUAL_STREAM, "yes" if equal else "no", text)
 
 
 def largest_allocations(frame: pd.DataFrame) -> Answer | None:
@@ -142,8 +144,8 @@ def largest_allocations(frame: pd.DataFrame) -> Answer | None:
     if not sentences:
         return None
     sizes = analysis.timeline(frame)["size"]  # a figure each
-    figure = f"timeline_{sizes.iloc[-1]}" if len(sizes) else None
-    return Answer(LARGEST_ALLOCATIONS, "measured", " ".join(sentences), figure)
+    figures = (f"timeline_{sizes.iloc[-1]}",) if len(sizes) else ()
+    return Answer(LARGEST_ALLOCATIONS, "measured", " ".join(sentences), more_figures=figures)
 
 
 def saved_by_a_block(frame: pd.DataFrame) -> Answer | None:
@@ -188,7 +190,11 @@ def checkpointing(frame: pd.DataFrame) -> Answer | None:
     if len(ratios):
         sentences.append(f"A step of {ratios['size'].iloc[0]} with checkpointing takes {cost}.")
     verdict: Verdict = "yes" if gains.all() else "mixed" if gains.any() else "no"
-    return Answer(CHECKPOINTING, verdict, " ".join(sentences), "checkpoint_time", _recommend_segment(table, gains))
+    evidence = ratios_text(ratios, lambda row: f"time with segments of {row['segment_length']}, {row['size']}")
+    advice, text = _recommend_segment(table, gains), " ".join(sentences)
+    first = next(row for row in table.to_dict("records") if _is_told(row, table))
+    figure = f"checkpoint_{first['size']}_{first['context_length']}_tokens"
+    return Answer(CHECKPOINTING, verdict, text, figure, advice, advice is not None, evidence, ("checkpoint_time",))
 
 
 def _is_told(row: dict[str, object], table: pd.DataFrame) -> bool:
@@ -247,7 +253,9 @@ def largest_model(frame: pd.DataFrame) -> Answer | None:
         least = not_fit.iloc[0]
         sentences.append(f"{least['size']} would need {format_bytes(least['peak_bytes'])}.")
     sentences.append(f"Counted; {_percent(1 - analysis.FIT_SHARE)} of the memory is left for everything else.")
-    return Answer(LARGEST_MODEL, "no" if fit.empty else "measured", " ".join(sentences), None, advice)
+    return Answer(
+        LARGEST_MODEL, "no" if fit.empty else "measured", " ".join(sentences), None, advice, advice is not None
+    )
 
 
 def counted_against_measured(frame: pd.DataFrame) -> Answer | None:
@@ -286,10 +294,7 @@ def published_peaks(frame: pd.DataFrame) -> Answer | None:
 
 
 def published_trends(frame: pd.DataFrame) -> Answer | None:
-    found = trends.published_trends(frame)
-    if not found:
-        return None
-    return Answer(TRENDS, trends_verdict(found), " ".join(map(str, found)), "published")
+    return trends_answer(TRENDS, trends.published_trends(frame), "published")
 
 
 def _shown_sizes(frame: pd.DataFrame) -> list[str]:

@@ -3,8 +3,8 @@
 import pandas as pd
 
 from labkit.lab.answers import Answer, Question, answer_each
-from labkit.lab.evidence import ratio_text, shown, verdict_of
-from labkit.lab.trends import trends_verdict
+from labkit.lab.evidence import ratio_text, ratios_text, shown, verdict_of
+from labkit.lab.trends import trends_answer
 from labkit.lab.units import join_words
 from labkit.studies.precision import analysis, trends
 from labkit.studies.precision.numerics import ACCUMULATIONS
@@ -17,9 +17,11 @@ ACCUMULATION = Question(
 DTYPES = Question(
     "dtypes", "Under autocast, which dtype do parameters, activations, norm, logits, loss and gradients have?"
 )
-NORM = Question("layer_norm", "Which step of a layer norm loses digits or overflows in fp16 and in bf16?")
+NORM = Question("layer_norm", "Which step of a layer norm loses digits or overflows in fp16 and in bf16?", "precision")
 SPEED = Question(
-    "autocast_speed", "Is bf16 autocast faster than fp32, and is there a trend with the size of the model?"
+    "autocast_speed",
+    "Is bf16 autocast faster than fp32, and is there a trend with the size of the model?",
+    "precision",
 )
 PUBLISHED = Question("published_trends", "Do the published results hold on this machine?")
 QUESTIONS = (ACCUMULATION, DTYPES, NORM, SPEED, PUBLISHED)
@@ -132,7 +134,8 @@ def layer_norm(frame: pd.DataFrame) -> Answer | None:
     for dtype, of_dtype in table.groupby("precision"):
         told = [*_breakdowns(of_dtype), *_largest_loss(of_dtype)]
         sentences.append(f"{dtype}: {'; '.join(told)}.")
-    return Answer(NORM, "measured", " ".join(sentences), "layer_norm", _norm_recommendation(frame))
+    advice = _norm_recommendation(frame)
+    return Answer(NORM, "measured", " ".join(sentences), "layer_norm", advice, advice is not None)
 
 
 def _breakdowns(table: pd.DataFrame) -> list[str]:
@@ -203,7 +206,11 @@ def autocast_speed(frame: pd.DataFrame) -> Answer | None:
     wrong = analysis.errors(frame)
     if (wrong["gate"] != "ok").any():
         sentences.append("WRONG RESULTS, and therefore no times, in some settings: see the table of errors.")
-    return Answer(SPEED, verdict_of(faster, slower), " ".join(sentences), "ratio_by_size", _precision_advice(table))
+    text, verdict, more = " ".join(sentences), verdict_of(faster, slower), ("time_by_size",)
+    steps = table[table["mode"] == BOTH]
+    is_shown = any(len(some) for some in shown(steps, analysis.SETTING))
+    evidence = ratios_text(steps, lambda row: f"{row['alternative']}, {row['model']} on {row['device']}")
+    return Answer(SPEED, verdict, text, "ratio_by_size", _precision_advice(steps), is_shown, evidence, more)
 
 
 def _trend(group: pd.DataFrame) -> str:
@@ -227,9 +234,8 @@ def _is_gain(large: pd.Series) -> str:
     return "time is lost there all the same" if large["low"] > 1 else "it is not shown that time is saved there"
 
 
-def _precision_advice(table: pd.DataFrame) -> str:
+def _precision_advice(steps: pd.DataFrame) -> str:
     """Which precision to train in, by what is shown of forward and backward together."""
-    steps = table[table["mode"] == BOTH]
     faster, slower = shown(steps, analysis.SETTING)
     if faster.empty and slower.empty:
         return "no difference is shown beyond chance: stay with float32, which has more digits."
@@ -256,7 +262,4 @@ def _places(table: pd.DataFrame) -> str:
 
 
 def published_trends(frame: pd.DataFrame) -> Answer | None:
-    found = trends.published_trends(frame)
-    if not found:
-        return None
-    return Answer(PUBLISHED, trends_verdict(found), " ".join(map(str, found)), figure="time_by_size")
+    return trends_answer(PUBLISHED, trends.published_trends(frame), "time_by_size")

@@ -4,8 +4,8 @@ import pandas as pd
 
 from labkit.bench.statistics import beyond_chance
 from labkit.lab.answers import Answer, Question, Verdict, answer_each
-from labkit.lab.evidence import shown, span_text, verdict_of, wrong_rows
-from labkit.lab.trends import trends_verdict
+from labkit.lab.evidence import ratios_text, shown, span_text, verdict_of, wrong_rows
+from labkit.lab.trends import trends_answer
 from labkit.lab.units import format_bytes, format_seconds, join_words
 from labkit.studies.sync_batchnorm import analysis
 from labkit.studies.sync_batchnorm.alternatives import COLLECTIVES, LOCAL, OWN, TORCH, TWO_COLLECTIVES, WHOLE
@@ -13,7 +13,7 @@ from labkit.studies.sync_batchnorm.analysis import BOTH, MACHINE, PARTS, PRICE, 
 from labkit.studies.sync_batchnorm.predictions import predictions
 from labkit.studies.sync_batchnorm.trends import published_trends
 
-COST = Question("price", "What does synchronizing cost a layer, by features, batch and workers?")
+COST = Question("price", "What does synchronizing cost a layer, by features, batch and workers?", "batch_norm")
 SPLIT = Question("split", "Where does that time go: into collectives or into arithmetic?")
 ONE = Question("one_collective", "What does one collective instead of two buy the forward pass?")
 AGAINST_TORCH = Question("against_torch", "Is it faster than torch's SyncBatchNorm?")
@@ -72,7 +72,15 @@ def price(frame: pd.DataFrame) -> Answer | None:
         )
     growth = analysis.growth(frame)
     sentences += [_growth_text(grows, some) for grows, some in growth.groupby("grows", sort=False)]
-    return Answer(COST, "measured", " ".join(sentences), "times", _advice(frame, costs))
+    over_plain = analysis.ratios(frame, OWN, LOCAL)
+    _, slower = shown(over_plain, SETTING)
+    advised = len(slower) >= len(costs)
+    evidence = ratios_text(over_plain, _setting_text)
+    return Answer(COST, "measured", " ".join(sentences), "times", _advice(costs, advised), advised, evidence)
+
+
+def _setting_text(row: pd.Series) -> str:
+    return f"{row['world_size']} ranks, {row['batch']}x{row['features']}, over plain BatchNorm"
 
 
 def _growth_text(grows: str, some: pd.DataFrame) -> str:
@@ -86,9 +94,8 @@ def _growth_text(grows: str, some: pd.DataFrame) -> str:
     )
 
 
-def _advice(frame: pd.DataFrame, costs: pd.DataFrame) -> str:
-    _, slower = shown(analysis.ratios(frame, OWN, LOCAL), SETTING)
-    if len(slower) < len(costs):
+def _advice(costs: pd.DataFrame, everywhere: bool) -> str:
+    if not everywhere:
         return "synchronize where it helps the model: its price is not shown in every setting measured here."
     fewest = costs["world_size"].min()
     adds = span_text(costs.loc[costs["world_size"] == fewest, "seconds"], format_seconds)
@@ -247,7 +254,4 @@ def predicted(frame: pd.DataFrame) -> Answer | None:
 
 
 def trends(frame: pd.DataFrame) -> Answer | None:
-    found = published_trends(frame)
-    if not found:
-        return None
-    return Answer(PUBLISHED, trends_verdict(found), " ".join(map(str, found)), "times")
+    return trends_answer(PUBLISHED, published_trends(frame), "times")

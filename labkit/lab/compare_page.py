@@ -1,0 +1,186 @@
+"""The page of `labkit compare`: one table over all labs and machines, then each lab with figures and its settings."""
+
+import base64
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from textwrap import wrap
+from typing import Any
+
+import pandas as pd
+
+from labkit.lab import cards
+from labkit.lab.comparison import UNKNOWN_REPEAT_DIFFERENCE, LabComparison, overview
+from labkit.lab.config import ParameterError
+from labkit.lab.export import read_page
+from labkit.lab.figures import Plot, bars, lines
+from labkit.lab.html import render, script, style_sheet
+from labkit.lab.project import project_root, recorded_directory, relative_to_project, runs_directory
+from labkit.lab.store import Run, find_run
+from labkit.lab.units import format_bytes
+
+MOST_ROWS = 300
+"""Of a lab's table on the page; the link to its CSV has all."""
+ORDER = ["row", "machine", "verdict", "ratio", "low", "high", "baseline_s", "time_s"]
+MOST_PANELS = 3
+PANEL_TITLE_WIDTH = 36  # characters that fit above one panel
+COMMON_AXES = ("n_bytes", "sequence", "context_length", "world_size", "bucket_mb", "batch")
+MOST_CATEGORIES = 8
+
+
+def load_runs(given: Iterable[str]) -> list[Run]:
+    """Runs by path or name, or all runs below a folder, or those that the pages of a report were made of.
+
+    RunFileError for what is no run, ParameterError for a folder without any.
+    """
+    runs = []
+    for text in given:
+        if Path(text).is_dir():
+            runs += [Run.load(path) for path in _runs_in(Path(text))]
+        else:
+            folders = [folder for parent in (recorded_directory(), runs_directory()) for folder in parent.glob("*/")]
+            runs.append(Run.load(find_run(folders, text)))
+    return runs
+
+
+def _runs_in(folder: Path) -> list[Path]:
+    found = sorted(folder.rglob("*.jsonl"))
+    if found:
+        return found
+    pages = [page for path in sorted(folder.glob("*.html")) if (page := read_page(path)) is not None]
+    named = [project_root() / page["record"]["run"] for page in pages if page["record"]]
+    missing = [str(path) for path in named if not path.is_file()]
+    if missing or not named:
+        reason = f"the runs of its pages are not here: {', '.join(missing)}" if missing else "it holds no run"
+        raise ParameterError(f"expected a folder with runs (*.jsonl) or a report, got {folder}: {reason}")
+    return named
+
+
+def write_comparison(comparisons: Sequence[LabComparison], command: str, page: Path) -> pd.DataFrame:
+    """Write the page; returns its first table, one row a (machine, lab)."""
+    table = overview(comparisons)
+    html = render(
+        "compare_page.html.j2",
+        style=style_sheet(),
+        script=script(),
+        command=command,
+        unknown_percent=f"{100 * UNKNOWN_REPEAT_DIFFERENCE:.0f}",
+        overview=cards.table(
+            table, "Every run against the first one of its lab, in ratios of times: below 1 is faster."
+        ).data,
+        labs=[_lab(found) for found in comparisons],
+    )
+    page.parent.mkdir(parents=True, exist_ok=True)
+    page.write_text(html, encoding="utf-8")
+    return table
+
+
+def _lab(found: LabComparison) -> dict[str, Any]:
+    ordered = found.rows[[*ORDER, *found.settings]]
+    return {
+        "name": found.lab,
+        "baseline": found.baseline,
+        "runs": cards.table(_run_table(found), "Runs, the first one is what the others are compared with.").data,
+        "constant": ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in found.constant.items()),
+        "repeat_percent": None if found.repeat_difference is None else f"{100 * found.repeat_difference:.0f}",
+        "figures": [_figure(found, name, plot, drawn) for name, plot, drawn in _plots(found)],
+        "rows": cards.table(ordered.head(MOST_ROWS), f"{len(ordered)} comparisons of shared settings").data,
+        "left_out": max(0, len(ordered) - MOST_ROWS),
+        "csv": base64.b64encode(ordered.to_csv(index=False).encode()).decode(),
+        "not_shared": [
+            {"machine": name, "count": len(keys), "examples": keys[:5]}
+            for name, keys in found.not_shared.items()
+            if keys
+        ],
+    }
+
+
+def _run_table(found: LabComparison) -> pd.DataFrame:
+    rows = [
+        {
+            "machine": name,
+            "host": run.header.machine.host,
+            "commit": str(run.header.machine.git or "none"),
+            "torch": run.header.machine.versions.get("torch"),
+            "profile": run.header.profile,
+            "started": f"{run.header.started:%Y-%m-%d %H:%M}",
+            "run": relative_to_project(run.path),
+        }
+        for name, run in found.runs.items()
+    ]
+    return pd.DataFrame(rows)
+
+
+def _figure(found: LabComparison, name: str, plot: Plot, drawn: str) -> str:
+    png = base64.b64encode(plot.png()).decode()
+    csv = base64.b64encode(plot.csv().encode()).decode()
+    return cards.figure(png, plot.figure.get_figwidth(), drawn, None, csv, f"compare_{found.lab}_{name}")[0]
+
+
+def _plots(found: LabComparison) -> Iterator[tuple[str, Plot, str]]:
+    """All ratios in one figure, and times of a few settings, one line (or bar) a machine."""
+    if found.rows.empty:
+        return
+    machines = list(found.runs)
+    ratios = found.rows.rename(columns={"row": "setting"})
+    plot = lines(ratios, x="setting", y="ratio", hue="machine", hue_order=machines, level=1, log="y")
+    told = "Each number is a row of the table below."
+    yield "ratios", plot, f"Time over that of {found.baseline}, setting by setting; below 1 is faster. {told}"
+    x = _axis(found)
+    if x is None:
+        drawn = f"Median times with their intervals, of the first settings. {told}"
+        yield "times", _bars(found, machines), drawn
+        return
+    others = [name for name in found.settings if name != x]
+    table = found.medians.assign(panel=_labels(found.medians, others))
+    wide = _widest(table, x)
+    some = table[table["panel"].isin(wide.index[:MOST_PANELS])]
+    differing = [name for name in others if some[name].astype(str).nunique() > 1]
+    same = _labels(some.head(1), [name for name in others if name not in differing])[0]
+    titles = ["\n".join(wrap(text, PANEL_TITLE_WIDTH)) for text in _labels(some, differing)]
+    plot = lines(
+        some.assign(panel=titles), x=x, y="seconds", hue="machine", hue_order=machines, facet="panel", log="xy"
+    )
+    drawn = f"Median times with their intervals: {min(MOST_PANELS, len(wide))} of {len(wide)} series"
+    yield "times", plot, f"{drawn}, all of {same}." if same else f"{drawn}."
+
+
+def _widest(table: pd.DataFrame, x: str) -> pd.Series:
+    """How many values of `x` each panel has, the most first."""
+    return table.groupby("panel", sort=False)[x].nunique().sort_values(ascending=False, kind="stable")
+
+
+def _axis(found: LabComparison) -> str | None:
+    """The number above zero of which one series of settings has most values; usual axes first."""
+    best, most = None, 1
+    for name in sorted(found.settings, key=lambda name: (name not in COMMON_AXES, name)):
+        values = pd.to_numeric(found.medians[name], errors="coerce")
+        if values.notna().all() and (values > 0).all():
+            others = [other for other in found.settings if other != name]
+            count = int(_widest(found.medians.assign(panel=_labels(found.medians, others)), name).iloc[0])
+            best, most = (name, count) if count > most else (best, most)
+    return best
+
+
+def _bars(found: LabComparison, machines: list[str]) -> Plot:
+    rows = sorted(set(found.medians["row"]))[:MOST_CATEGORIES]
+    some = found.medians[found.medians["row"].isin(rows)]
+    some = some.assign(setting=some["row"].astype(str))
+    order = [str(row) for row in rows]
+    return bars(some, x="setting", y="seconds", hue="machine", x_order=order, hue_order=machines, log=True)
+
+
+def _labels(table: pd.DataFrame, columns: Sequence[str]) -> list[str]:
+    """The values of some columns as one text a row; a value that is missing is left out."""
+    return [
+        ", ".join(_label(name, row[name]) for name in columns if row[name] is not None and row[name] == row[name])
+        for row in table.to_dict("records")
+    ]
+
+
+def _label(name: str, value: Any) -> str:
+    """ "butterfly", "4 ranks", "64 KiB", "batch 8"."""
+    if isinstance(value, str):
+        return value.replace("_", " ")
+    if name.endswith("bytes"):
+        return format_bytes(value)
+    return f"{value:g} ranks" if name == "world_size" else f"{name.replace('_', ' ')} {value:g}"

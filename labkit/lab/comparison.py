@@ -1,0 +1,267 @@
+"""Runs of one lab from several machines or commits: what they share, and what their samples say of it.
+
+Repeats in different runs did not take turns, so that they are not paired: an interval of a ratio covers what varied
+within both runs, and not what changed between them. How much that is can be seen only where one machine was measured
+twice with the same source; then no difference is claimed that such repeated runs show among themselves. Elsewhere
+`UNKNOWN_REPEAT_DIFFERENCE` stands for it.
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+from math import exp, log
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from labkit.bench.statistics import LEAST_RELEVANT_DIFFERENCE, compare, slowest_rank, summarize
+from labkit.lab.answers import Verdict
+from labkit.lab.config import ParameterError
+from labkit.lab.evidence import shown, verdict_of
+from labkit.lab.store import Run
+
+# Fields of a point that a machine or the patience of its user decides, not what is measured.
+LIMITS = (
+    "timeout_s",
+    "repeats",
+    "passes",
+    "most_bytes",
+    "machine_bytes",
+    "peak_flops_per_s",
+    "keep_trace",
+    "fresh_ranks",
+)
+# What may differ between machines if nothing else tells two rows of one run apart.
+PLACES = ("device", "backend")
+# Numbers recorded with a row that say what it is; all other numbers were measured.
+ROW_SETTINGS = ("n_bytes", "bucket_mb", "of_bucket_mb", "segment")
+NOTES = ("gate", "tensor_dtype", "readers", "line", "trace", "shape", "float32_matmul_precision")
+USUAL_REPEAT_PERCENT = 95
+# Times of one two-core machine differed by about this much from run to run while others used it, ratios within a run by
+# a quarter of it. A busier machine may differ by more.
+UNKNOWN_REPEAT_DIFFERENCE = 0.20
+COLUMNS = ["row", "machine", "baseline_s", "time_s", "ratio", "low", "high", "verdict"]
+
+Samples = dict[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class LabComparison:
+    """Runs of one lab, compared with the first of them.
+
+    `rows` has one row a (shared setting, other machine): the columns of `settings`, and `COLUMNS`. `medians` has one
+    row a (shared setting, machine) with `seconds`, `low`, `high`. `not_shared` names, by machine, the settings that
+    only one of it and the first run has. `repeat_difference` is by how much runs of one machine and source differ
+    (0.05: five percent), None if there are no two.
+    """
+
+    lab: str
+    runs: dict[str, Run]
+    settings: list[str]
+    constant: dict[str, Any]
+    rows: pd.DataFrame
+    medians: pd.DataFrame
+    not_shared: dict[str, list[str]] = field(default_factory=dict)
+    repeat_difference: float | None = None
+
+    @property
+    def baseline(self) -> str:
+        return next(iter(self.runs))
+
+
+def compare_runs(runs: Sequence[Run]) -> list[LabComparison]:
+    """Runs grouped by lab, in the order given. ParameterError if no two of them share a measured setting."""
+    unique = list({run.path.resolve(): run for run in runs}.values())
+    if len(unique) < 2:
+        raise ParameterError("expected at least two different runs to compare, got one")
+    by_lab: dict[str, list[Run]] = {}
+    for run in unique:
+        by_lab.setdefault(run.header.lab, []).append(run)
+    several = {lab: of_lab for lab, of_lab in by_lab.items() if len(of_lab) > 1}
+    if not several:
+        raise ParameterError(f"nothing to compare: one run each of {', '.join(by_lab)}; give two runs of one lab")
+    names = machine_names(unique)
+    found = [compare_lab(lab, {names[run.path]: run for run in of_lab}) for lab, of_lab in several.items()]
+    if all(comparison.rows.empty for comparison in found):
+        raise ParameterError(f"nothing to compare: the runs of {', '.join(several)} share no measured setting")
+    return found
+
+
+def machine_names(runs: Sequence[Run]) -> dict[Path, str]:
+    """A name a run, as short as tells the runs of each lab apart: machine, host, commit, number of the run."""
+    described = {run.path: _description(run) for run in runs}
+    levels: list[tuple[str, ...]] = [("label",), ("label", "host"), ("label", "commit"), ("label", "host", "commit")]
+    for level in levels:
+        names = {path: ", ".join(parts[part] for part in level) for path, parts in described.items()}
+        if len({(run.header.lab, names[run.path]) for run in runs}) == len(runs):
+            return names
+    seen: dict[tuple[str, str], int] = {}
+    for run in runs:
+        key = (run.header.lab, names[run.path])
+        seen[key] = seen.get(key, 0) + 1
+        names[run.path] += f", run {seen[key]}"
+    return names
+
+
+def _description(run: Run) -> dict[str, str]:
+    machine = run.header.machine
+    commit = "no commit" if machine.git is None else machine.git.commit[:7] + ("+" if machine.git.dirty else "")
+    return {"label": machine.label, "host": machine.host, "commit": commit}
+
+
+def compare_lab(lab: str, runs: Mapping[str, Run]) -> LabComparison:
+    """Every run over the first one, setting by setting."""
+    measured = dict(zip(runs, _by_setting(list(runs.values())), strict=True))
+    first, *others = runs
+    shared = [key for key in measured[first] if any(key in measured[name] for name in others)]
+    descriptions = pd.DataFrame([json.loads(key) for key in shared])
+    varying = [name for name in descriptions if descriptions[name].astype(str).nunique() > 1]
+    constant = {name: descriptions[name].iloc[0] for name in descriptions if name not in varying}
+    difference = _repeat_difference(runs, measured)
+    tables = [_over(measured[name], measured[first], shared, difference).assign(machine=name) for name in others]
+    rows = pd.concat(tables, ignore_index=True) if shared else pd.DataFrame(columns=COLUMNS)
+    settings = descriptions[varying].assign(row=range(1, len(shared) + 1)) if shared else pd.DataFrame(columns=["row"])
+    medians = [
+        {"row": index, "machine": name, "seconds": summary.median, "low": summary.low, "high": summary.high}
+        for index, key in enumerate(shared, start=1)
+        for name, samples in measured.items()
+        if key in samples
+        for summary in [summarize(samples[key])]
+    ]
+    medians_frame = pd.DataFrame(medians, columns=["row", "machine", "seconds", "low", "high"])
+    return LabComparison(
+        lab,
+        dict(runs),
+        varying,
+        {name: value for name, value in constant.items() if value is not None and value == value},
+        settings.merge(rows, on="row").sort_values(["row", "machine"], ignore_index=True),
+        settings.merge(medians_frame, on="row"),
+        {name: sorted(set(samples) ^ set(measured[first])) for name, samples in measured.items() if name != first},
+        difference,
+    )
+
+
+def _by_setting(runs: Sequence[Run]) -> list[Samples]:
+    """Samples by setting of each run; device and backend are part of it only where one run has several of them."""
+    full = [_samples(run) for run in runs]
+    places: dict[str, set[str]] = {}
+    ambiguous = set()
+    for samples in full:
+        places.clear()
+        for key in samples:
+            places.setdefault(_without_places(key), set()).add(key)
+        ambiguous |= {short for short, keys in places.items() if len(keys) > 1}
+    return [
+        {key if _without_places(key) in ambiguous else _without_places(key): values for key, values in samples.items()}
+        for samples in full
+    ]
+
+
+def _without_places(key: str) -> str:
+    return json.dumps({name: value for name, value in json.loads(key).items() if name not in PLACES})
+
+
+def _samples(run: Run) -> Samples:
+    """Seconds of the slowest rank, one a repeat, by setting as JSON. Rows that cannot be told apart are left out."""
+    frame = run.frame()
+    if frame.empty:
+        return {}
+    if "gate" in frame:
+        frame = frame[frame["gate"].fillna("ok") == "ok"]
+    found: Samples = {}
+    settings = _setting_columns(run, frame)
+    for quantity in run.sampled():
+        if quantity != "seconds" and not (quantity.endswith("_s") and not quantity.endswith("per_s")):
+            continue
+        rows = frame.dropna(subset=quantity)
+        rows = rows[~rows.duplicated([*settings, "rank", "repeat"], keep=False)]
+        slowest = slowest_rank(rows, quantity, settings)
+        for values, group in slowest.groupby(settings, dropna=False, sort=False):
+            known = {name: value for name, value in zip(settings, values, strict=True) if not _is_missing(value)}
+            key = json.dumps(
+                known | ({} if quantity == "seconds" else {"time": quantity.removesuffix("_s")}), default=_plain
+            )
+            found[key] = group[quantity].to_numpy(dtype=float)
+    return found
+
+
+def _setting_columns(run: Run, frame: pd.DataFrame) -> list[str]:
+    """Columns that say what a row is: fields of the point, and names recorded with the row."""
+    of_points = {name for fields in run.header.planned.values() for name in fields} - set(LIMITS)
+    columns = []
+    for name in frame.columns:
+        recorded = name not in run.sampled() and name not in NOTES and name not in ("point", "rank", "repeat")
+        is_name = frame[name].map(lambda value: value is None or isinstance(value, str) or value != value).all()
+        if name in of_points or (recorded and name not in LIMITS and (is_name or name in ROW_SETTINGS)):
+            columns.append(str(name))
+    return columns
+
+
+def _is_missing(value: Any) -> bool:
+    return value is None or value == "" or value != value
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if hasattr(value, "item") else str(value)
+
+
+def _over(samples: Samples, baseline: Samples, shared: Iterable[str], difference: float | None) -> pd.DataFrame:
+    """One row a shared setting: the ratio of medians, its interval, and a verdict that chance would not give."""
+    rows = []
+    for index, key in enumerate(shared, start=1):
+        if key in samples:
+            ratio = compare(samples[key], baseline[key], interleaved=False)
+            times = {"baseline_s": float(np.median(baseline[key])), "time_s": float(np.median(samples[key]))}
+            interval = {"ratio": ratio.ratio, "low": ratio.low, "high": ratio.high}
+            rows.append({"row": index} | times | interval | {"verdict": _verdict(ratio.low, ratio.high, difference)})
+    table = pd.DataFrame(rows, columns=[name for name in COLUMNS if name != "machine"])
+    faster, slower = shown(table, ["row"])
+    kept = table.index.isin(faster.index) | table.index.isin(slower.index)
+    return table.assign(verdict=table["verdict"].where(kept, "no difference shown"))
+
+
+def _verdict(low: float, high: float, difference: float | None) -> str:
+    """Beyond what is relevant at all, and beyond what repeated runs of one machine differ by."""
+    least = max(LEAST_RELEVANT_DIFFERENCE, UNKNOWN_REPEAT_DIFFERENCE if difference is None else difference)
+    return "faster" if high < 1 / (1 + least) else "slower" if low > 1 + least else "no difference shown"
+
+
+def _repeat_difference(runs: Mapping[str, Run], measured: Mapping[str, Samples]) -> float | None:
+    """By how much medians differ between runs of one machine with one source: 95 % of them by less."""
+    logs = [
+        abs(log(float(np.median(measured[a][key])) / float(np.median(measured[b][key]))))
+        for a, b in combinations(runs, 2)
+        if _is_repeat(runs[a], runs[b])
+        for key in measured[a].keys() & measured[b].keys()
+    ]
+    return exp(float(np.percentile(logs, USUAL_REPEAT_PERCENT))) - 1 if logs else None
+
+
+def _is_repeat(a: Run, b: Run) -> bool:
+    """Whether only time lies between two runs. With local changes the source may be another."""
+    first, second = a.header.machine, b.header.machine
+    return first == second and first.git is not None and not first.git.dirty
+
+
+def overview(comparisons: Iterable[LabComparison]) -> pd.DataFrame:
+    """One row a (machine, lab) compared with the first run of that lab: the one table that a teacher reads."""
+    rows = []
+    for found in comparisons:
+        for name in list(found.runs)[1:]:
+            some = found.rows[found.rows["machine"] == name]
+            counts = some["verdict"].value_counts()
+            row: dict[str, Any] = {"machine": name, "lab": found.lab, "verdict": _summary(some)}
+            row |= {verdict: int(counts.get(verdict, 0)) for verdict in ("faster", "slower", "no difference shown")}
+            row |= {"median_ratio": some["ratio"].median(), "least": some["ratio"].min(), "most": some["ratio"].max()}
+            rows.append(row | {"against": found.baseline})
+    return pd.DataFrame(rows)
+
+
+def _summary(rows: pd.DataFrame) -> str:
+    if rows.empty:
+        return "not comparable"
+    verdict: Verdict = verdict_of(rows[rows["verdict"] == "faster"], rows[rows["verdict"] == "slower"])
+    return {"yes": "faster", "no": "slower"}.get(verdict, verdict)

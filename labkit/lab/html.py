@@ -1,0 +1,51 @@
+"""Templates of everything that is shown: Jinja with autoescape on, so that nothing a run holds becomes markup."""
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from pygments.formatters import HtmlFormatter
+
+TEMPLATES = Path(__file__).parent / "templates"
+
+
+def render(template: str, **values: Any) -> str:
+    """A whole page."""
+    return _environment().get_template(template).render(**values)
+
+
+def piece(name: str, **values: Any) -> str:
+    """One macro of `pieces.html.j2`: what notebooks and pages share."""
+    macro = getattr(_environment().get_template("pieces.html.j2").module, name)
+    return str(macro(**values))
+
+
+def style_sheet() -> str:
+    """The style of a page: its own, and that of the pieces."""
+    return (TEMPLATES / "style.css").read_text() + piece_style()
+
+
+def piece_style() -> str:
+    """The style of the pieces alone, which take the colors of whatever surrounds them."""
+    return (TEMPLATES / "pieces.css").read_text()
+
+
+def script() -> str:
+    """A page's script: tables are sorted by a click on a heading. Nothing is lost without it."""
+    return (TEMPLATES / "tables.js").read_text()
+
+
+def code_style() -> str:
+    """Pygments' colors for a light and for a dark page."""
+    light = HtmlFormatter(style="default").get_style_defs(".highlight")
+    dark = HtmlFormatter(style="github-dark").get_style_defs(".highlight")
+    return f"{light}\n@media (prefers-color-scheme: dark) {{ {dark} }}"
+
+
+@cache
+def _environment() -> Environment:
+    loader = FileSystemLoader(TEMPLATES)
+    return Environment(
+        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, cache_size=20
+    )

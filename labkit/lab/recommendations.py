@@ -1,0 +1,92 @@
+"""What a report recommends for its machine: a fixed list of topics, each with what the answers of its labs show.
+
+A topic never falls silent: where no lab shows anything it reads "not shown here" with the reason, and where a lab was
+not run it says so.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from labkit.lab.answers import TOPICS, Question
+from labkit.lab.study import Study
+
+Status = Literal["shown", "not shown here", "not measured"]
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What one question says on a topic: `text`, the numbers behind it, and where on which page that is."""
+
+    status: Status
+    text: str
+    lab: str
+    evidence: str | None = None
+    href: str | None = None
+
+
+@dataclass(frozen=True)
+class TopicAdvice:
+    """A topic and what each of its questions says."""
+
+    title: str
+    advice: list[Advice]
+
+
+def recommendations(studies: Iterable[Study], labs: Mapping[str, Mapping[str, Any]]) -> list[TopicAdvice]:
+    """Every topic in its fixed order. `labs` are the entries of the index by the name of their lab."""
+    asked: dict[str, list[Advice]] = {topic: [] for topic in TOPICS}
+    for study in studies:
+        for question in study.questions:
+            if question.topic is not None:
+                asked[question.topic].append(_advice(study, question, labs.get(study.name)))
+    return [TopicAdvice(TOPICS[topic], advice) for topic, advice in asked.items() if advice]
+
+
+def _advice(study: Study, question: Question, lab: Mapping[str, Any] | None) -> Advice:
+    if lab is None:
+        return Advice("not measured", f"the lab {study.name} was not run.", study.name)
+    href, record = f"{lab['page']}#answer-{question.id}", lab["record"]
+    if record is None:
+        return Advice("not measured", f"the lab {study.name} failed.", study.name, href=lab["page"])
+    if record["recorded"]:
+        text = f"the page of {study.name} shows a run of another machine, {record['machine']}."
+        return Advice("not measured", text, study.name, href=href)
+    answer = next((answer for answer in record["answers"] if answer["question"]["id"] == question.id), None)
+    if answer is None:
+        return Advice("not measured", f"the page of {study.name} is older than this question.", study.name)
+    if answer["verdict"] == "not measured":
+        text = answer["headline"].removeprefix("Not measured: ")
+        return Advice("not measured", text, study.name, href=href)
+    status: Status = "shown" if answer["recommendation"] and answer["is_shown"] else "not shown here"
+    text = answer["recommendation"] or f"nothing is shown that a recommendation could rest on. {answer['headline']}"
+    return Advice(status, text, study.name, answer["evidence"], href)
+
+
+def further_advice(labs: Iterable[Mapping[str, Any]]) -> list[Advice]:
+    """Recommendations of questions that belong to no topic."""
+    return [
+        Advice("shown", answer["recommendation"], lab["name"], answer["evidence"], _href(lab, answer))
+        for lab in labs
+        if lab["record"] and not lab["record"]["recorded"]
+        for answer in lab["record"]["answers"]
+        if answer["recommendation"] and answer["question"]["topic"] is None
+    ]
+
+
+def published_trends(labs: Iterable[Mapping[str, Any]]) -> dict[str, list[dict[str, str]]]:
+    """Published claims by what this machine's runs say of them: hold, contradicted, not shown."""
+    found: dict[str, list[dict[str, str]]] = {
+        outcome: [] for outcome in ("holds here", "is contradicted here", "is not shown here")
+    }
+    for lab in labs:
+        if lab["record"] and not lab["record"]["recorded"]:
+            for answer in lab["record"]["answers"]:
+                for trend in answer["trends"]:
+                    about = {"claim": trend["claim"], "lab": lab["title"], "href": _href(lab, answer)}
+                    found[trend["outcome"]].append(about)
+    return found
+
+
+def _href(lab: Mapping[str, Any], answer: Mapping[str, Any]) -> str:
+    return f"{lab['page']}#answer-{answer['question']['id']}"

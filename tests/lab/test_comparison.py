@@ -1,0 +1,234 @@
+"""Runs side by side: what is shared, what an interval between two runs may claim, and bad input in one message."""
+
+import json
+
+import numpy as np
+import pytest
+
+from labkit.lab.compare_page import load_runs, write_comparison
+from labkit.lab.comparison import compare_runs, machine_names, overview
+from labkit.lab.config import ParameterError
+from labkit.lab.store import Run, RunFileError
+from labkit.machine import describe_machine
+from tests.test_notebooks import CHROMIUM, CONTRASTS
+
+EVIL = "<script>alert(1)</script>"
+SIZES = (1024, 4096, 16384, 65536, 262144, 1048576)
+
+
+def run_file(path, *, lab="lab", factor=1.0, sizes=SIZES, device="cpu", noise=0.02, seed=0, started=0, **machine):
+    """A run of one point a size, with two algorithms each, whose times are those of the size times `factor`."""
+    facts = describe_machine().model_dump(mode="json") | {"git": {"commit": "abc1234def", "dirty": False}} | machine
+    points = {f"p{n}": {"world_size": 2, "n_elements": n // 4, "device": device, "timeout_s": 60 + seed} for n in sizes}
+    header = {"kind": "header", "format_version": 1, "lab": lab, "profile": "quick", "config": {}, "machine": facts}
+    header |= {"command": "labkit measure", "started": f"2026-01-01T00:0{started}:00Z", "planned": points}
+    lines, generator = [header], np.random.default_rng(seed)
+    for name, point in points.items():
+        for rank in (0, 1):
+            for algorithm, slower in (("ring", 1.0), ("torch", 2.0)):
+                times = factor * slower * point["n_elements"] * 1e-8 * (1 + noise * generator.standard_normal(20))
+                values = {"algorithm": algorithm, "gate": "ok", "error": 0.1 * seed, "seconds": list(times)}
+                lines.append({"kind": "row", "point": name, "rank": rank, "values": values})
+        lines.append({"kind": "end", "point": name, "status": "ok", "reason": None, "elapsed_s": 1.0})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return Run.load(path)
+
+
+def test_a_machine_that_is_twice_as_fast_is_faster_at_every_shared_setting(tmp_path):
+    slow = run_file(tmp_path / "a.jsonl", cpu="Slow")
+    fast = run_file(tmp_path / "b.jsonl", cpu="Fast", factor=0.5, seed=1)
+    (found,) = compare_runs([slow, fast])
+    assert list(found.rows["verdict"]) == ["faster"] * 12
+    assert found.rows["ratio"].between(0.48, 0.52).all()
+    assert (found.rows["low"] < found.rows["ratio"]).all()
+    assert overview([found])["verdict"].tolist() == ["faster"]
+    (back,) = compare_runs([fast, slow])
+    assert set(back.rows["verdict"]) == {"slower"}
+
+
+def test_runs_that_differ_by_less_than_runs_of_one_machine_do_show_no_difference(tmp_path):
+    first = run_file(tmp_path / "a.jsonl", cpu="One")
+    other = run_file(tmp_path / "b.jsonl", cpu="Other", factor=1.1, seed=1)
+    (found,) = compare_runs([first, other])
+    assert (found.rows["low"] > 1.03).all()  # the intervals alone would claim it
+    assert set(found.rows["verdict"]) == {"no difference shown"}
+    assert found.repeat_difference is None
+
+
+def test_repeated_runs_of_one_machine_say_how_much_counts_as_a_difference(tmp_path):
+    first = run_file(tmp_path / "a.jsonl", cpu="One")
+    quiet = run_file(tmp_path / "b.jsonl", cpu="One", factor=1.01, seed=1, started=1)
+    noisy = run_file(tmp_path / "c.jsonl", cpu="One", factor=1.5, seed=2, started=2)
+    other = run_file(tmp_path / "d.jsonl", cpu="Other", factor=1.2, seed=3)
+    (found,) = compare_runs([first, quiet, other])
+    assert 0.005 < found.repeat_difference < 0.04
+    of_other = found.rows[found.rows["machine"].str.contains("Other")]
+    assert set(of_other["verdict"]) == {"slower"}
+    (found,) = compare_runs([first, noisy, other])
+    assert found.repeat_difference > 0.4
+    assert set(found.rows["verdict"]) == {"no difference shown"}
+
+
+def test_a_source_with_local_changes_is_no_repeat(tmp_path):
+    state = {"commit": "abc1234def", "dirty": True}
+    runs = [run_file(tmp_path / f"{seed}.jsonl", git=state, seed=seed, factor=1 + seed / 2) for seed in (0, 1)]
+    (found,) = compare_runs(runs)
+    assert found.repeat_difference is None
+    assert set(found.rows["verdict"]) == {"slower"}
+
+
+def test_one_difference_among_many_settings_is_what_chance_gives(tmp_path):
+    """Of 60 settings one is faster: that is not claimed."""
+    sizes = [1024 * n for n in range(1, 31)]
+    first = run_file(tmp_path / "a.jsonl", cpu="One", sizes=sizes)
+    second = run_file(tmp_path / "b.jsonl", cpu="Other", sizes=sizes, seed=1)
+    lines = [json.loads(line) for line in second.path.read_text().splitlines()]
+    for line in lines:
+        if line["kind"] == "row" and line["point"] == "p1024" and line["values"]["algorithm"] == "ring":
+            line["values"]["seconds"] = [value / 2 for value in line["values"]["seconds"]]
+    second.path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (found,) = compare_runs([first, Run.load(second.path)])
+    assert (found.rows["high"] < 0.6).sum() == 1
+    assert set(found.rows["verdict"]) == {"no difference shown"}
+
+
+def test_few_repeats_claim_nothing(tmp_path):
+    runs = [run_file(tmp_path / f"{seed}.jsonl", cpu=f"cpu {seed}", factor=1 + seed, seed=seed) for seed in (0, 1)]
+    for run in runs:
+        lines = [json.loads(line) for line in run.path.read_text().splitlines()]
+        for line in lines:
+            if line["kind"] == "row":
+                line["values"]["seconds"] = line["values"]["seconds"][:4]
+        run.path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (found,) = compare_runs([Run.load(run.path) for run in runs])
+    assert found.rows["low"].isna().all()
+    assert set(found.rows["verdict"]) == {"no difference shown"}
+
+
+def test_only_shared_settings_are_compared_whatever_the_device_and_the_rest_is_listed(tmp_path):
+    cpu = run_file(tmp_path / "a.jsonl", cpu="One")
+    gpu = run_file(tmp_path / "b.jsonl", cpu="Other", device="cuda", sizes=(*SIZES[:4], 12345 * 4), factor=0.1, seed=1)
+    (found,) = compare_runs([cpu, gpu])
+    assert len(found.rows) == 4 * 2
+    assert found.settings == ["n_elements", "algorithm"]
+    (missing,) = found.not_shared.values()
+    assert len(missing) == (2 + 1) * 2
+    assert any("12345" in key for key in missing)
+
+
+def test_backends_of_one_run_are_settings_of_their_own(tmp_path):
+    both = run_file(tmp_path / "a.jsonl", cpu="One", sizes=SIZES[:1])
+    lines = [json.loads(line) for line in both.path.read_text().splitlines()]
+    point = lines[0]["planned"]["p1024"]
+    lines[0]["planned"] = {"p1024": point | {"backend": "gloo"}, "nccl": point | {"backend": "nccl"}}
+    lines += [line | {"point": "nccl"} for line in lines[1:]]
+    paths = []
+    for name in ("One", "Other"):
+        lines[0]["machine"]["cpu"] = name
+        paths.append(tmp_path / f"{name}.jsonl")
+        paths[-1].write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (found,) = compare_runs([Run.load(path) for path in paths])
+    assert sorted(zip(found.rows["backend"], found.rows["algorithm"], strict=True)) == [
+        ("gloo", "ring"), ("gloo", "torch"), ("nccl", "ring"), ("nccl", "torch"),
+    ]  # fmt: skip
+
+
+def test_the_slowest_rank_counts(tmp_path):
+    runs = [run_file(tmp_path / f"{seed}.jsonl", cpu=f"cpu {seed}", noise=0.0) for seed in (0, 1)]
+    lines = [json.loads(line) for line in runs[1].path.read_text().splitlines()]
+    for line in lines:
+        if line["kind"] == "row" and line["rank"] == 1:
+            line["values"]["seconds"] = [3 * value for value in line["values"]["seconds"]]
+    runs[1].path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (found,) = compare_runs([runs[0], Run.load(runs[1].path)])
+    assert found.rows["ratio"].round(6).eq(3).all()
+
+
+def test_machines_have_the_shortest_names_that_tell_them_apart(tmp_path):
+    def names(*runs):
+        return [name.removeprefix("2-core ") for name in machine_names(runs).values()]
+
+    common = {"cores": 2, "gpus": []}
+    a = run_file(tmp_path / "a.jsonl", cpu="One", host="x", **common)
+    b = run_file(tmp_path / "b.jsonl", cpu="Two", host="y", **common)
+    c = run_file(tmp_path / "c.jsonl", cpu="One", host="z", **common)
+    d = run_file(tmp_path / "d.jsonl", cpu="One", host="x", git={"commit": "fff9999aaa", "dirty": True}, **common)
+    e = run_file(tmp_path / "e.jsonl", cpu="One", host="x", started=1, **common)
+    assert names(a, b) == ["One", "Two"]
+    assert names(a, c) == ["One, x", "One, z"]
+    assert names(a, d) == ["One, abc1234", "One, fff9999+"]
+    assert names(a, e) == ["One, x, abc1234, run 1", "One, x, abc1234, run 2"]
+
+
+def test_one_page_holds_many_machines_and_labs_and_escapes_what_runs_say(tmp_path):
+    for machine in range(20):
+        for lab in ("one", "two"):
+            path = tmp_path / "runs" / f"{machine}" / f"{lab}.jsonl"
+            run_file(path, lab=lab, cpu=f"CPU {machine} {EVIL}", factor=1 + machine / 4, seed=machine, sizes=SIZES[:3])
+    page = tmp_path / "out" / "compare.html"
+    table = write_comparison(compare_runs(load_runs([str(tmp_path / "runs")])), f"labkit compare {EVIL}", page)
+    assert len(table) == 2 * 19
+    html = page.read_text()
+    assert EVIL not in html
+    assert "&lt;script&gt;" in html
+    assert 'id="lab-one"' in html
+    assert 'id="lab-two"' in html
+    assert "may differ by more than the intervals say" in html
+
+
+def test_labs_of_one_run_are_left_out_when_another_can_be_compared(tmp_path):
+    runs = [run_file(tmp_path / f"{n}.jsonl", cpu=f"cpu {n}", lab=lab) for n, lab in enumerate(("one", "one", "two"))]
+    assert [found.lab for found in compare_runs(runs)] == ["one"]
+
+
+def test_nothing_to_compare_is_one_clear_message(tmp_path):
+    one = run_file(tmp_path / "a.jsonl")
+    with pytest.raises(ParameterError, match="at least two different runs"):
+        compare_runs([one])
+    with pytest.raises(ParameterError, match="at least two different runs"):
+        compare_runs([one, Run.load(one.path)])
+    with pytest.raises(ParameterError, match="one run each of lab, other"):
+        compare_runs([one, run_file(tmp_path / "b.jsonl", lab="other")])
+    with pytest.raises(ParameterError, match="share no measured setting"):
+        compare_runs([one, run_file(tmp_path / "c.jsonl", cpu="Other", sizes=(7,))])
+
+
+def test_what_is_no_run_is_named(tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "foreign.jsonl").write_text('{"some": "thing"}\n')
+    with pytest.raises(RunFileError, match="no-such-run"):
+        load_runs(["no-such-run"])
+    with pytest.raises(RunFileError, match=r"foreign\.jsonl: not a run"):
+        load_runs([str(tmp_path / "foreign.jsonl")])
+    with pytest.raises(ParameterError, match="empty: it holds no run"):
+        load_runs([str(tmp_path / "empty")])
+
+
+def test_repeats_of_different_runs_are_not_paired(tmp_path):
+    """Both runs vary in step; paired, the ratio would be 1.5 at every repeat and its interval of no width."""
+    runs = [run_file(tmp_path / f"{n}.jsonl", cpu=f"cpu {n}", factor=1 + n / 2, noise=0.4) for n in (0, 1)]
+    (found,) = compare_runs(runs)
+    assert ((found.rows["high"] - found.rows["low"]) > 0.2).all()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_page_opens_offline_fits_a_narrow_screen_and_can_be_read(scheme, tmp_path):
+    if CHROMIUM is None:
+        pytest.skip("no chromium to open the page with")
+    playwright = pytest.importorskip("playwright.sync_api")
+    runs = [run_file(tmp_path / f"{n}.jsonl", cpu=f"CPU {n}", factor=1 + n, seed=n) for n in range(3)]
+    write_comparison(compare_runs(runs), "labkit compare", tmp_path / "compare.html")
+    requests, errors = [], []
+    with playwright.sync_playwright() as browsers:
+        browser = browsers.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+        page = browser.new_context(color_scheme=scheme, viewport={"width": 380, "height": 800}).new_page()
+        page.on("request", lambda request: requests.append(request.url))
+        page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+        page.goto((tmp_path / "compare.html").as_uri())
+        assert page.evaluate("document.documentElement.scrollWidth") <= 380
+        assert page.evaluate(CONTRASTS) == []
+        assert all(page.evaluate("[...document.images].map(image => image.alt)"))
+        browser.close()
+    assert [url for url in requests if not url.startswith("data:")] == [(tmp_path / "compare.html").as_uri()]
+    assert errors == []
