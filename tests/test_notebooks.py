@@ -52,7 +52,7 @@ CONTRASTS = """() => {
 
 def _papermill(notebook, output, *arguments, cwd):
     command = [sys.executable, "-m", "papermill", str(notebook), str(output), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=300)
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=900)
 
 
 @pytest.fixture(scope="module")
