@@ -16,6 +16,8 @@ import psutil
 import torch
 from pydantic import BaseModel, ConfigDict
 
+from labkit.memory_limits import available_memory_bytes as available_memory_bytes
+
 GIB = 2**30
 
 # Dense bf16 tensor-core peaks in TFLOP/s, from the vendor's data sheets, by the whole device name as the driver
@@ -124,15 +126,6 @@ def available_cores() -> int:
     return os.cpu_count() or 1
 
 
-def available_memory_bytes() -> int:
-    """Main memory that can still be had without swapping, in bytes; honors a cgroup limit (containers)."""
-    available = psutil.virtual_memory().available
-    limit, used = _cgroup_bytes("memory.max"), _cgroup_bytes("memory.current")
-    if limit is not None and used is not None:
-        available = min(available, max(0, limit - used))
-    return available
-
-
 def dense_bf16_peak_tflops(device_name: str) -> float | None:
     """Data-sheet peak of a device in TFLOP/s, or None: an unlisted device gets no number."""
     name = device_name.removeprefix("NVIDIA ")
@@ -156,13 +149,6 @@ def _cpu_model() -> str:
     except OSError:
         match = None
     return match.group(1).strip() if match else (platform.processor() or platform.machine())
-
-
-def _cgroup_bytes(file: str) -> int | None:
-    try:
-        return int(Path("/sys/fs/cgroup", file).read_text())
-    except (OSError, ValueError):  # no cgroup v2, or the word "max": no limit
-        return None
 
 
 def _version(package: str) -> str | None:

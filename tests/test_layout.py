@@ -20,10 +20,11 @@ ALLOWED = {
     "studies": {"studies", "lab", "nn", "parallel", "bench", "costs", "machine"},
     "lab": {"lab", "nn", "parallel", "bench", "costs", "machine"},
     "nn": {"nn", "machine", "costs"},
-    "parallel": {"parallel", "machine", "costs"},
+    "parallel": {"parallel", "machine", "memory_limits", "costs"},
     "bench": {"bench"},
     "costs": {"costs"},
-    "machine": set(),
+    "machine": {"memory_limits"},
+    "memory_limits": set(),
     "__init__": set(),
 }
 

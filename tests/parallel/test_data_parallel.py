@@ -1,6 +1,8 @@
 """Every wrapper trains as one process on the full batch would; what it refuses; what it costs in collectives."""
 
+import copy
 import gc
+import pickle
 import threading
 import time
 import weakref
@@ -323,14 +325,23 @@ def test_buckets_in_a_thread_do_not_meet_the_messages_of_layers_that_synchronize
             assert got == pytest.approx(wanted, rel=1e-9, abs=1e-12)
 
 
-def test_an_unknown_all_reduce_is_refused_and_an_error_in_the_thread_reaches_the_caller():
+def test_what_labkits_all_reduce_cannot_do_is_said_and_an_error_in_its_thread_reaches_the_caller():
     def attempt():
         told = []
         try:
             NaiveDDP(nn.Linear(2, 2), all_reduce="pigeon")
         except ValueError as error:
             told.append(str(error))
+        try:
+            NaiveDDP(nn.Linear(2, 2, dtype=torch.complex64), all_reduce="shared")
+        except ValueError as error:
+            told.append(str(error))
         model = BucketedDDP(nn.Linear(2, 2), all_reduce="shared")
+        try:
+            pickle.dumps(model)
+        except TypeError as error:
+            told.append(str(error))
+        told.append(str((model.transports, copy.deepcopy(model)(torch.ones(1, 2)).shape)))
         model._average._transports[torch.device("cpu")].run = None  # calling it is an error
         try:
             model(torch.ones(1, 2)).sum().backward()
@@ -340,7 +351,10 @@ def test_an_unknown_all_reduce_is_refused_and_an_error_in_the_thread_reaches_the
 
     for told in run_ranks(attempt, world_size=2, timeout_s=60):
         assert "torch, auto, point_to_point, shared" in told[0]
-        assert "not callable" in told[1]
+        assert "got torch.complex64" in told[1]
+        assert "save its `module`" in told[2]
+        assert told[3] == "({'cpu': ('shared', '')}, torch.Size([1, 2]))"
+        assert "not callable" in told[4]
 
 
 def test_a_wrapper_that_is_gone_leaves_no_thread_behind():

@@ -113,7 +113,7 @@ TRANSPORTS = AllReducePoint(
     backend="gloo",
     sweep="transports",
     n_elements=20_000,
-    algorithms=("torch", *(alternative(name, route) for name in ("chosen", "ring") for route in ROUTES), "copy"),
+    algorithms=("torch", *(alternative(name, route) for name in ("chosen", "ring") for route in ROUTES), "floor"),
     warmup=1,
     repeats=3,
 )
@@ -124,12 +124,12 @@ def test_transports_are_checked_and_timed_beside_the_floor():
     assert len(rows) == 2 * len(TRANSPORTS.algorithms)
     assert {(row["algorithm"], row["transport"]) for row in rows} == {
         ("torch", "torch"),
-        ("copy", "copy"),
+        ("floor", "floor"),
         *((name, route) for name in ("chosen", "ring") for route in ROUTES),
     }
     for row in rows:
         assert len(row["seconds"]) == 3
-        assert row["algorithm"] == "copy" or (row["gate"] == "ok" and row["error"] < 1e-6)
+        assert row["algorithm"] == "floor" or (row["gate"] == "ok" and row["error"] < 1e-6)
 
 
 def _measure_with_broken_shared_memory(point):
@@ -145,7 +145,7 @@ def test_a_transport_that_loses_messages_gets_no_time_and_the_others_do():
     wrong = [row for row in rows if "seconds" not in row]
     assert {row["transport"] for row in wrong} == {"shared", "registered"}
     assert all("wrong: error" in row["gate"] for row in wrong)
-    assert {row["transport"] for row in rows if row not in wrong} == {"torch", "messages", "copy"}
+    assert {row["transport"] for row in rows if row not in wrong} == {"torch", "messages", "floor"}
 
 
 def _measure_without_shared_memory(point):

@@ -9,7 +9,7 @@ Both know two calls: `run` returns when a tensor is averaged, `start` returns at
 import queue
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from labkit.parallel.collectives import all_reduce
+from labkit.parallel.reduction import FLOAT_TYPES
 from labkit.parallel.transport import own_transport
 from labkit.parallel.transport.choice import CHOICES
 
@@ -30,6 +31,9 @@ Wait = Callable[[], object]
 class Average(Protocol):
     """Sums or averages dense vectors over the ranks of a group, in place, in the order of the calls."""
 
+    in_use: dict[str, tuple[str, str]]
+    """By device: what carries the vectors, and why it is not shared memory, where that was possible to ask for."""
+
     def run(self, vector: Tensor, op: str) -> None:
         """Return when it is done. `op` is "sum" or "mean"."""
 
@@ -40,11 +44,18 @@ class Average(Protocol):
         """Memory for what will be averaged again and again. A collective."""
 
 
-def average_named(name: str, group: dist.ProcessGroup | None, devices: Iterable[torch.device]) -> Average:
-    """For tensors on `devices`. ValueError for a name that is none of `AVERAGES`. A collective."""
+def average_named(name: str, group: dist.ProcessGroup | None, like: Sequence[Tensor]) -> Average:
+    """For tensors of the types and devices of these, in an order that is the same on every rank. A collective.
+
+    ValueError for a name that is none of `AVERAGES`, and for types that labkit's all-reduce does not know.
+    """
     if name not in AVERAGES:
         raise ValueError(f"all_reduce must be one of {', '.join(AVERAGES)}; got {name!r}")
-    return TorchAverage(group) if name == TORCH else OwnAverage(group, name, devices)
+    if name == TORCH:
+        return TorchAverage(group)
+    if others := {str(tensor.dtype) for tensor in like} - {str(dtype) for dtype in FLOAT_TYPES}:
+        raise ValueError(f"labkit's all-reduce adds real floating-point numbers only, got {', '.join(sorted(others))}")
+    return OwnAverage(group, name, dict.fromkeys(tensor.device for tensor in like))
 
 
 class TorchAverage:
@@ -53,6 +64,7 @@ class TorchAverage:
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._group = group
         self._world_size = dist.get_world_size(group)
+        self.in_use: dict[str, tuple[str, str]] = {}
 
     def run(self, vector: Tensor, op: str) -> None:
         self.start(vector, op)()
@@ -78,8 +90,16 @@ class OwnAverage:
     def __init__(self, group: dist.ProcessGroup | None, wish: str, devices: Iterable[torch.device]) -> None:
         self._group = group
         # Now: made in the middle of backward, ranks would not make them at the same moment.
-        self._transports = {device: own_transport(group, device, wish) for device in devices}
+        found = {device: own_transport(group, device, wish) for device in devices}
+        self._transports = {device: of_device.transport for device, of_device in found.items()}
+        self.in_use = {str(device): (each.transport.name, each.why) for device, each in found.items()}
         self._tasks: queue.SimpleQueue[_Task | None] | None = None
+
+    def __deepcopy__(self, memo: object) -> "OwnAverage":
+        return self  # a copied wrapper sends over the same transport
+
+    def __reduce__(self) -> str:
+        raise TypeError("a wrapper with labkit's all-reduce holds memory of other processes: save its `module`")
 
     def run(self, vector: Tensor, op: str) -> None:
         all_reduce(vector, self._group, op, transport=self._transports[vector.device])

@@ -84,8 +84,7 @@ class DataParallel(nn.Module, ABC):
         _check_model(module, trained, group)
         # Backward visits a model from its end: in this order gradients become ready, more or less.
         self._names, self._parameters_in_order = map(list, zip(*reversed(trained), strict=True))
-        # In an order that is the same on every rank.
-        self._average = average_named(all_reduce, group, dict.fromkeys(p.device for p in self._parameters_in_order))
+        self._average = average_named(all_reduce, group, self._parameters_in_order)
         self._synchronize = True
         self._synchronize_this_pass = True
         self._backward_pass: int | None = None
@@ -113,6 +112,11 @@ class DataParallel(nn.Module, ABC):
             _broadcast(list(self.module.buffers()), self.group)
         self._broadcast_before_forward = torch.is_grad_enabled() and self._synchronize
         return self.module(*args, **kwargs)
+
+    @property
+    def transports(self) -> dict[str, tuple[str, str]]:
+        """By device, what carries the gradients, and why it is not shared memory; empty if torch's all-reduce does."""
+        return self._average.in_use
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -21,13 +21,15 @@ _HOST = torch.device("cpu")
 _DEFAULT_TIMEOUT_S = 1800.0
 
 
-class _Found(NamedTuple):
+class Found(NamedTuple):
+    """A transport, and why it is not shared memory, or no other, if it is not."""
+
     transport: Transport
     why: str
 
 
 # Per group, because scratch memory outlives a call; weak, because it may not outlive the group.
-_found: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[torch.device, str], _Found]] = (
+_found: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[torch.device, str], Found]] = (
     weakref.WeakKeyDictionary()
 )
 _own_made: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
@@ -47,26 +49,26 @@ def find_transport(group: dist.ProcessGroup | None, device: torch.device, wish: 
     return _find(group, device, wish).transport if isinstance(wish, str) else wish
 
 
-def own_transport(group: dist.ProcessGroup | None, device: torch.device, wish: str = AUTO) -> Transport:
+def own_transport(group: dist.ProcessGroup | None, device: torch.device, wish: str = AUTO) -> Found:
     """One more transport, for a caller whose messages may be under way at the same time as others of the group.
 
     Errors as `find_transport`. A collective.
     """
     group = _member_group(group)
     _own_made[group] = number = _own_made.get(group, 0) + 1
-    return _make(group, device, wish, {}, TAG + number).transport
+    return _make(group, device, wish, {}, TAG + number)
 
 
 def transport_in_use(
     group: dist.ProcessGroup | None = None, device: torch.device = _HOST, wish: str = AUTO
 ) -> tuple[str, str]:
-    """The name of the transport that `wish` means in `group`, and why it is this one, if it is not the fastest."""
+    """The name of the transport that `wish` means in `group`, and why it is this one; empty for shared memory."""
     found = _find(group, device, wish)
     return found.transport.name, found.why
 
 
 def group_transports(group: dist.ProcessGroup | None) -> set[Transport]:
-    """The transports made for `group` so far."""
+    """The transports that all callers of `group` share, as far as they have been made."""
     return {found.transport for found in _found.get(_member_group(group), {}).values()}
 
 
@@ -79,8 +81,8 @@ def empty_for_all_reduce(
 ) -> torch.Tensor:
     """A vector, (numel,), that an all-reduce of `group` moves without copying it first. A collective, sizes alike.
 
-    For buffers that are reduced again and again. Shared memory where the transport is that and there is enough of it,
-    else a tensor like any other.
+    For buffers that are reduced again and again, from 32 KiB on; shorter messages are copied always. Shared memory
+    where the transport is that and there is enough of it, else, with a warning, a tensor like any other.
     """
     transport = find_transport(group, device, wish)
     if transport.device != device:
@@ -88,7 +90,7 @@ def empty_for_all_reduce(
     return transport.empty(numel, dtype)
 
 
-def _find(group: dist.ProcessGroup | None, device: torch.device, wish: str) -> _Found:
+def _find(group: dist.ProcessGroup | None, device: torch.device, wish: str) -> Found:
     group = _member_group(group)
     known = _found.get(group)
     if known is None:
@@ -100,8 +102,8 @@ def _find(group: dist.ProcessGroup | None, device: torch.device, wish: str) -> _
 
 
 def _make(
-    group: dist.ProcessGroup, device: torch.device, wish: str, known: dict[tuple[torch.device, str], _Found], tag: int
-) -> _Found:
+    group: dist.ProcessGroup, device: torch.device, wish: str, known: dict[tuple[torch.device, str], Found], tag: int
+) -> Found:
     if wish not in CHOICES:
         raise ValueError(f"transport must be one of {', '.join(CHOICES)}; got {wish!r}")
     try:
@@ -111,7 +113,7 @@ def _make(
     if backend.name() == "nccl":
         if wish == SHARED:
             raise ValueError("shared memory serves CPU tensors; these are moved by NCCL")
-        return _Found(BatchTransport(group, device), "NCCL moves CUDA tensors")
+        return Found(BatchTransport(group, device), "NCCL moves CUDA tensors")
     if wish == AUTO and group.size() == 1:
         return _found_in(known, group, POINT_TO_POINT, tag, "one rank alone sends nothing")
     if wish == POINT_TO_POINT:
@@ -125,15 +127,15 @@ def _make(
 
 
 def _found_in(
-    known: dict[tuple[torch.device, str], _Found], group: dist.ProcessGroup, name: str, tag: int, why: str
-) -> _Found:
+    known: dict[tuple[torch.device, str], Found], group: dist.ProcessGroup, name: str, tag: int, why: str
+) -> Found:
     """One transport of a kind serves all who ask for it, by name or because it is the best."""
     for found in known.values():
         if found.transport.name == name and found.transport.device == _HOST:
-            return _Found(found.transport, why)
+            return Found(found.transport, why)
     if name == POINT_TO_POINT:
-        return _Found(StreamTransport(group, tag), why)
-    return _Found(SharedTransport(group, _timeout_s(group)), why)
+        return Found(StreamTransport(group, tag), why)
+    return Found(SharedTransport(group, _timeout_s(group)), why)
 
 
 def _timeout_s(group: dist.ProcessGroup) -> float:

@@ -15,64 +15,73 @@ import mmap
 import os
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
 import torch.distributed as dist
 
+from labkit.memory_limits import available_memory_bytes
 from labkit.parallel.hosts import host_identity
 
-_NOTE_BYTES = 512
+_NOTE_BYTES = 1024
+_REASON_LENGTH = 300
 
 
 class SharedMemoryUnavailable(RuntimeError):
     """The ranks of a group cannot share memory; the message says why, the same on every rank."""
 
 
-def map_together(group: dist.ProcessGroup, n_bytes: int, unfit: str = "") -> tuple[list[mmap.mmap], list[int]]:
-    """Each rank of `group` gives `n_bytes` of zeroed memory; everybody's, and process ids, by rank. A collective.
+Ready = Callable[[Sequence[mmap.mmap], Sequence[int]], None]
 
-    `unfit`: why this rank cannot take part, if so. Raises SharedMemoryUnavailable on all ranks or on none.
+
+def map_together(
+    group: dist.ProcessGroup, n_bytes: int, unfit: str = "", get_ready: Ready | None = None
+) -> list[mmap.mmap]:
+    """Each rank of `group` gives `n_bytes` of zeroed memory; everybody's, by rank. A collective.
+
+    `unfit`: why this rank cannot take part, if so. `get_ready` is called with the mappings and the process ids, and
+    may raise OSError. Raises SharedMemoryUnavailable on all ranks or on none: nobody goes on alone.
     """
     own, memory = -1, None
     if not unfit:
         try:
-            own, memory = _make(n_bytes)
+            own, memory = _make(n_bytes, group.size())
         except OSError as error:
             unfit = f"{n_bytes / 2**20:.0f} MiB of shared memory could not be had: {error.strerror or error}"
     try:
         inode = os.fstat(own).st_ino if own >= 0 else 0
-        notes = _exchange(
-            group, {"host": host_identity(), "pid": os.getpid(), "fd": own, "inode": inode, "unfit": unfit}
-        )
-        _agree([note["unfit"] for note in notes])
+        about = {"host": host_identity(), "pid": os.getpid(), "fd": own, "inode": inode}
+        notes = _exchange(group, about, unfit)
         if len({note["host"] for note in notes}) > 1:
             raise SharedMemoryUnavailable("the ranks are on several hosts")
+        assert memory is not None, "a rank that is not unfit has made its memory"
         mapped: list[mmap.mmap] = []
         failure = ""
         try:
             for rank, note in enumerate(notes):
-                assert memory is not None
                 mapped.append(memory if rank == group.rank() else _open(note, n_bytes))
-        except (OSError, ValueError) as error:
-            failure = f"rank {group.rank()} cannot map the memory of rank {len(mapped)}: {error}"
-        _agree([note["unfit"] for note in _exchange(group, {"unfit": failure})])
-        return mapped, [note["pid"] for note in notes]
+            if get_ready is not None:
+                get_ready(mapped, [note["pid"] for note in notes])
+        except OSError as error:
+            of_whom = f"the memory of rank {len(mapped)}" if len(mapped) < len(notes) else "what is mapped"
+            failure = f"{of_whom} cannot be used: {error}"
+        _exchange(group, {}, failure)
+        return mapped
     finally:
         if own >= 0:
             os.close(own)
 
 
-def _make(n_bytes: int) -> tuple[int, mmap.mmap]:
+def _make(n_bytes: int, ranks: int) -> tuple[int, mmap.mmap]:
     """An anonymous file of `n_bytes`, its pages in memory, and a mapping of it. Raises OSError."""
-    if not sys.platform.startswith("linux"):
+    if not hasattr(os, "memfd_create"):
         raise OSError(f"{sys.platform} has no anonymous files")
-    available = psutil.virtual_memory().available
-    if n_bytes > available:
-        raise OSError(f"{available / 2**20:.0f} MiB are available")
+    # All ranks take as much at this moment. Beyond what there is, the kernel would end processes, not refuse.
+    available = available_memory_bytes()
+    if n_bytes * ranks > available:
+        raise OSError(f"{available / 2**20:.0f} MiB are available to {ranks} ranks")
     descriptor = os.memfd_create("labkit", os.MFD_CLOEXEC)
     try:
         os.posix_fallocate(descriptor, 0, n_bytes)
@@ -98,20 +107,21 @@ def _map(descriptor: int, n_bytes: int) -> mmap.mmap:
     return mmap.mmap(descriptor, n_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
 
 
-def _exchange(group: dist.ProcessGroup, note: dict[str, Any]) -> list[dict[str, Any]]:
-    """Every rank's note, by group rank: JSON in tensors of one length, since a pickle runs code."""
-    note = {**note, "unfit": note["unfit"][: _NOTE_BYTES // 2]}
-    text = json.dumps(note).encode("ascii", "replace").ljust(_NOTE_BYTES)
+def _exchange(group: dist.ProcessGroup, note: dict[str, Any], unfit: str) -> list[dict[str, Any]]:
+    """Every rank's note, by group rank: JSON in tensors of one length, since a pickle runs code.
+
+    SharedMemoryUnavailable, on all ranks, with the first reason why one is unfit.
+    """
+    plain = unfit.encode("ascii", "replace").decode()[:_REASON_LENGTH]
+    text = json.dumps({**note, "unfit": plain}).encode().ljust(_NOTE_BYTES)
     mine = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     everybody = [torch.empty_like(mine) for _ in range(group.size())]
     dist.all_gather(everybody, mine, group=group)
-    return [json.loads(bytes(of_rank.tolist())) for of_rank in everybody]
-
-
-def _agree(reasons: list[str]) -> None:
-    for rank, reason in enumerate(reasons):
-        if reason:
-            raise SharedMemoryUnavailable(reason if "rank" in reason else f"rank {rank}: {reason}")
+    notes = [json.loads(bytes(of_rank.tolist())) for of_rank in everybody]
+    for rank, of_rank in enumerate(notes):
+        if of_rank["unfit"]:
+            raise SharedMemoryUnavailable(f"rank {rank}: {of_rank['unfit']}")
+    return notes
 
 
 class Allocation:

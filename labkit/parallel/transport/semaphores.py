@@ -88,7 +88,10 @@ class Semaphores:
         return self._quick.sem_trywait(self._addresses[number]) == 0
 
     def wait(self, number: int, glance: Callable[[], None]) -> None:
-        """Subtract one, as soon as there is one. `glance` is called now and then meanwhile, and may raise."""
+        """Subtract one, as soon as there is one. `glance` is called now and then meanwhile, and may raise.
+
+        What was posted before whoever posts it ended is taken all the same.
+        """
         address = self._addresses[number]
         take = self._quick.sem_trywait
         if take(address) == 0:
@@ -105,4 +108,9 @@ class Semaphores:
             # Anything but 0 is the time-out or a signal, whose handler Python has run by now.
             if self._sleeping.sem_clockwait(address, CLOCK_MONOTONIC, ctypes.byref(until)) == 0:
                 return
-            glance()
+            try:
+                glance()
+            except BaseException:
+                if take(address) != 0:
+                    raise
+                return

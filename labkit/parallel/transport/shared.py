@@ -30,13 +30,13 @@ later steps, up to `depth`, are tried, never waited for.
 
 from __future__ import annotations
 
-import contextlib
+import mmap
 import os
-import select
 import time
+import warnings
 import weakref
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -44,6 +44,7 @@ import torch.distributed as dist
 
 from labkit.parallel.transport.contract import SHARED, Step
 from labkit.parallel.transport.mapping import Allocation, SharedMemoryUnavailable, map_together
+from labkit.parallel.transport.peers import Peers
 from labkit.parallel.transport.semaphores import SEMAPHORE_BYTES, Semaphores
 
 NOTES = 16  # from one rank to another, not yet taken
@@ -90,15 +91,19 @@ class SharedTransport:
         notes_at = 2 * p * SEMAPHORE_BYTES
         notes_bytes = p * NOTES * NOTE_WORDS * 8
         outbox_at = -(-(notes_at + notes_bytes) // 4096) * 4096
-        unfit = Semaphores.unavailable()
-        mailboxes, pids = map_together(group, outbox_at + SLOTS * self.piece_bytes, unfit)
-        # In the mailbox of r: `filled` for each target, then `taken` by each target.
-        spin = p <= len(os.sched_getaffinity(0))
-        self._semaphores = [Semaphores(mailbox, 2 * p, spin=spin) for mailbox in mailboxes]
-        self._semaphores[self.rank].make()
+        # Ranks of other groups want the cores, too.
+        spin = dist.get_world_size() <= len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else False
+
+        def get_ready(mailboxes: Sequence[mmap.mmap], pids: Sequence[int]) -> None:
+            # In the mailbox of r: `filled` for each target, then `taken` by each target.
+            self._semaphores = [Semaphores(mailbox, 2 * p, spin=spin) for mailbox in mailboxes]
+            self._semaphores[self.rank].make()
+            self._peers = Peers(pids, self.rank)
+
+        mailboxes = map_together(
+            group, outbox_at + SLOTS * self.piece_bytes, Semaphores.unavailable(), get_ready
+        )  # nobody posts what is not made yet: it returns when all are ready
         self._notes = [memoryview(mailbox)[notes_at : notes_at + notes_bytes].cast("q") for mailbox in mailboxes]
-        dist.barrier(group=group)  # nobody posts what is not made yet
-        self._peers = _Peers(pids, self.rank)
         self._allocations = {OUTBOXES: Allocation(mailboxes, self.rank, outbox_at)}
         self._sent, self._taken, self._received = [0] * p, [0] * p, [0] * p
         self._free_slots = deque(range(SLOTS))
@@ -107,6 +112,8 @@ class SharedTransport:
         self._referenced: deque[tuple[int, Sent]] = deque()
         self._views: dict[tuple[int, int, int, int, torch.dtype], torch.Tensor] = {}
         self._is_between_calls = True
+        self.why_copied = ""
+        """Why the last vector asked of `empty` is copied when it is sent, if it is."""
 
     def scratch_bytes(self) -> int:
         return SLOTS * self.piece_bytes
@@ -115,10 +122,14 @@ class SharedTransport:
         """Nothing: the outbox is part of the mailbox, which other ranks map."""
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        self.why_copied = ""
         if numel:
-            with contextlib.suppress(SharedMemoryUnavailable):
+            try:
                 return self.allocate(numel * dtype.itemsize).view(dtype)
-        return torch.empty(numel, dtype=dtype)  # a copy more each time it is sent
+            except SharedMemoryUnavailable as error:
+                self.why_copied = str(error)
+                warnings.warn(f"no shared memory for a buffer, which is copied instead: {error}", stacklevel=3)
+        return torch.empty(numel, dtype=dtype)
 
     def allocate(self, n_bytes: int) -> torch.Tensor:
         """Memory of this rank, (n_bytes,) uint8, that is sent without being copied. A collective, sizes alike.
@@ -131,22 +142,33 @@ class SharedTransport:
         kept = [number for number in self._allocations if number != OUTBOXES]
         is_free = torch.tensor([not self._allocations[number].is_used() for number in kept], dtype=torch.int32)
         dist.all_reduce(is_free, op=dist.ReduceOp.MIN, group=group)
-        for number, free_everywhere in zip(kept, is_free.tolist(), strict=True):
-            if free_everywhere and self._allocations[number].n_bytes == n_bytes:
-                return self._allocations[number].lend()
-            if free_everywhere:
+        free = [number for number, is_so in zip(kept, is_free.tolist(), strict=True) if is_so]
+        fitting = [number for number in free if self._allocations[number].n_bytes == n_bytes]
+        for number in free:
+            if number not in fitting[:1]:
                 del self._allocations[number]
-        self._views.clear()
-        memories, _ = map_together(group, n_bytes)
+        self._views.clear()  # they would keep what is given back
+        if fitting:
+            return self._allocations[fitting[0]].lend()
+        memories = map_together(group, n_bytes)
         number = max(self._allocations) + 1
         self._allocations[number] = Allocation(memories, self.rank, 0)
         return self._allocations[number].lend()
 
     def run(self, steps: Sequence[Step], depth: int = 1) -> None:
         if not self._is_between_calls:
-            raise RuntimeError("an earlier call on this group was left before its end; its messages are still there")
+            raise RuntimeError(
+                "another call on this group is not over: it is another thread's, or was left before its end, and its "
+                "messages are still there"
+            )
         self._is_between_calls = False
-        self._staged = NOTHING_STAGED
+        try:
+            self._carry_out(steps, depth)
+        finally:
+            self._staged = NOTHING_STAGED  # it holds the caller's tensor
+        self._is_between_calls = True
+
+    def _carry_out(self, steps: Sequence[Step], depth: int) -> None:
         sent = 0
         for number, step in enumerate(steps):
             while sent <= number:
@@ -160,7 +182,6 @@ class SharedTransport:
             self._receive(step)
         while self._referenced:
             self._is_taken(self._referenced.popleft()[1], wait=True)
-        self._is_between_calls = True
 
     # Sending
 
@@ -201,8 +222,10 @@ class SharedTransport:
     def _place(self, step: Step) -> tuple[int, int] | None:
         """Allocation and offset of the outgoing part, if it lies in shared memory and this step does not change it."""
         assert step.outgoing is not None
-        pointer = step.outgoing.data_ptr()
-        if step.incoming is not None and step.incoming.data_ptr() == pointer:
+        pointer, incoming = step.outgoing.data_ptr(), step.incoming
+        if incoming is not None and 0 < pointer + step.outgoing.nbytes - incoming.data_ptr() < (
+            step.outgoing.nbytes + incoming.nbytes
+        ):
             return None
         for number, allocation in self._allocations.items():
             if 0 <= (offset := pointer - allocation.pointer) < allocation.n_bytes:
@@ -272,28 +295,3 @@ class SharedTransport:
         if not semaphores.take(number):
             end = time.monotonic() + self._timeout_s
             semaphores.wait(number, lambda: self._peers.check(peer, end))
-
-
-class _Peers:
-    """The processes of the other ranks: whether they live."""
-
-    def __init__(self, pids: Sequence[int], own_rank: int) -> None:
-        self._descriptors = {rank: os.pidfd_open(pid) for rank, pid in enumerate(pids) if rank != own_rank}
-        weakref.finalize(self, _close, tuple(self._descriptors.values()))
-
-    def check(self, waited_for: int, end: float) -> None:
-        """Raises RuntimeError if a peer has died, TimeoutError after `end` of the monotonic clock."""
-        poll = select.poll()
-        for descriptor in self._descriptors.values():
-            poll.register(descriptor, select.POLLIN)
-        ended = {descriptor for descriptor, _ in poll.poll(0)}
-        for rank, descriptor in self._descriptors.items():
-            if descriptor in ended:
-                raise RuntimeError(f"rank {rank} ended while others waited for it")
-        if time.monotonic() > end:
-            raise TimeoutError(f"waited too long for rank {waited_for}")
-
-
-def _close(descriptors: Iterable[int]) -> None:
-    for descriptor in descriptors:
-        os.close(descriptor)

@@ -12,7 +12,7 @@ from labkit.lab.study import Study
 from labkit.lab.units import format_bytes
 from labkit.machine import Machine, available_memory_bytes
 from labkit.studies.all_reduce import answers as answering
-from labkit.studies.all_reduce.transports import CHOSEN, COPY, ROUTES, TORCH, alternative
+from labkit.studies.all_reduce.transports import CHOSEN, FLOOR, ROUTES, TORCH, alternative
 from labkit.studies.all_reduce.worker import OWN, AllReducePoint, measure_point, torch_dtype
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
@@ -163,7 +163,7 @@ def _transport_points(config: AllReduceConfig) -> list[AllReducePoint]:
     """gloo, the floor, and labkit's algorithms over every transport."""
     own = [alternative(name, route) for name in config.transport_algorithms for route in ROUTES]
     return [
-        _point(config, world_size, "gloo", "transports", n_bytes, (TORCH, *own, COPY))
+        _point(config, world_size, "gloo", "transports", n_bytes, (TORCH, *own, FLOOR))
         for world_size in config.transport_world_sizes
         if world_size > 1 and own
         for n_bytes in config.transport_sizes_bytes

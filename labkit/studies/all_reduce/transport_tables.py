@@ -3,16 +3,16 @@
 import pandas as pd
 
 from labkit.bench.statistics import compare_groups, slowest_rank, summarize_groups
-from labkit.lab.answers import Answer, Question, Verdict
+from labkit.lab.answers import Answer, Question
 from labkit.lab.evidence import not_measured_text, ratio_text, ratios_text, shown, span_text, wrong_rows
 from labkit.lab.units import format_bytes, join_words
-from labkit.studies.all_reduce.transports import CHOSEN, COPY, MESSAGES, REGISTERED, SHARED_MEMORY, TORCH
+from labkit.studies.all_reduce.transports import CHOSEN, FLOOR, MESSAGES, REGISTERED, SHARED_MEMORY, TORCH
 
 SETTING = ["world_size", "n_bytes"]
-TRANSPORT_ORDER = (TORCH, MESSAGES, SHARED_MEMORY, REGISTERED, COPY)
+TRANSPORT_ORDER = (TORCH, MESSAGES, SHARED_MEMORY, REGISTERED, FLOOR)
 TRANSPORTS = Question(
     "transports",
-    "How far from this machine's limit is an all-reduce over torch's messages, and over shared memory?",
+    "How far from this machine's limit is an all-reduce over messages, and over shared memory?",
     "transport",
 )
 
@@ -22,7 +22,7 @@ def transport_samples(frame: pd.DataFrame, algorithm: str = CHOSEN) -> pd.DataFr
     columns = [*SETTING, "transport", "repeat", "seconds"]
     if frame.empty or not {"seconds", "transport"} <= set(frame):
         return pd.DataFrame(columns=columns)
-    rows = frame[(frame["sweep"] == "transports") & frame["algorithm"].isin([TORCH, COPY, algorithm])]
+    rows = frame[(frame["sweep"] == "transports") & frame["algorithm"].isin([TORCH, FLOOR, algorithm])]
     return slowest_rank(rows.dropna(subset="seconds"), "seconds", [*SETTING, "transport"])
 
 
@@ -44,46 +44,40 @@ def transports(frame: pd.DataFrame) -> Answer | None:
     if own.empty:
         return None
     shared = own[own["transport"] == SHARED_MEMORY]
-    compared = own if shared.empty else shared
-    faster, slower = shown(compared, SETTING)
     sentences = [_wrong(frame), not_measured_text(frame, "transport")] + [
-        _of_ranks(own, over(frame, COPY), ranks) for ranks in sorted(own["world_size"].unique())
+        _of_ranks(own, over(frame, FLOOR), ranks) for ranks in sorted(own["world_size"].unique())
     ]
     text = " ".join(sentence for sentence in sentences if sentence)
-    verdict = _verdict(faster, slower, compared)
-    advised = verdict == "yes" and not shared.empty
+    advised = not shared.empty and len(shown(shared, SETTING)[0]) == len(shared)
     evidence = ratios_text(shared, lambda row: f"{row['world_size']} ranks, {format_bytes(row['n_bytes'])}")
-    return Answer(TRANSPORTS, verdict, text, "transports", _advice(shared), advised, evidence)
-
-
-def _verdict(faster: pd.DataFrame, slower: pd.DataFrame, compared: pd.DataFrame) -> Verdict:
-    if faster.empty and slower.empty:
-        return "no difference shown"
-    return "yes" if len(faster) == len(compared) else "mixed" if len(faster) else "no"
+    return Answer(TRANSPORTS, "measured", text, "transports", _advice(shared), advised, evidence)
 
 
 def _of_ranks(own: pd.DataFrame, over_floor: pd.DataFrame, ranks: int) -> str:
-    """What each transport takes of torch's time, and how many times the floor at the largest size."""
-    parts = []
-    for transport, rows in own[own["world_size"] == ranks].groupby("transport", sort=False):
-        parts.append(f"{_named(str(transport))} take {span_text(rows['ratio'])} of torch's time")
-    floor = over_floor[over_floor["world_size"] == ranks]
-    largest = floor[(floor["n_bytes"] == floor["n_bytes"].max()) & (floor["transport"] != COPY)]
-    limits = [f"{ratio_text(row)} for {_named(row['transport'])}" for _, row in largest.iterrows()]
-    text = f"{ranks} ranks, {format_bytes(own['n_bytes'].min())} to {format_bytes(own['n_bytes'].max())}: "
-    text += f"{join_words(parts)}."
-    if limits:
-        size = format_bytes(largest["n_bytes"].iloc[0])
-        text += f" At {size}, times what copying the bytes takes: {join_words(limits)}."
-    return text
+    """How many times the floor each takes, at the largest size and over all; and of torch's time."""
+    floor = over_floor[(over_floor["world_size"] == ranks) & (over_floor["transport"] != FLOOR)]
+    here = own[own["world_size"] == ranks]
+    text = ""
+    if not floor.empty:
+        size = floor["n_bytes"].max()
+        limits = [
+            f"{_named(row['transport'])} {ratio_text(row)}" for _, row in floor[floor["n_bytes"] == size].iterrows()
+        ]
+        text = f"With {ranks} ranks and {format_bytes(size)}, times the floor: {join_words(limits)}. "
+    parts = [
+        f"{_named(str(transport))} {span_text(rows['ratio'])}"
+        for transport, rows in here.groupby("transport", sort=False)
+    ]
+    sizes = dict.fromkeys(format_bytes(pick(here["n_bytes"])) for pick in (min, max))
+    return f"{text}With {ranks} ranks and {' to '.join(sizes)}, of the time of torch's all-reduce: {join_words(parts)}."
 
 
 def _named(transport: str) -> str:
     names = {
-        TORCH: "torch's own",
-        MESSAGES: "labkit's messages",
-        SHARED_MEMORY: "tensors copied into shared memory",
-        REGISTERED: "tensors that lie in shared memory",
+        TORCH: "torch's all-reduce",
+        MESSAGES: "labkit's over messages",
+        SHARED_MEMORY: "labkit's over shared memory",
+        REGISTERED: "the same for tensors that lie there",
     }
     return names.get(transport, transport)
 

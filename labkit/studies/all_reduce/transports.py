@@ -4,15 +4,16 @@
     chosen over messages      labkit's, point to point by torch.distributed
     chosen over shared        labkit's, through shared memory; the tensor is copied there
     chosen over registered    the same, on a tensor that lies in shared memory already
-    copy                      the floor: every rank copies as many bytes as an all-reduce brings to it
+    floor                     the additions and copies alone, on memory of the rank's own
 
-(`chosen`, or one of the four algorithms by name.) The floor: of its own chunk of n/p bytes a rank must take in what
-p-1 others have, and of the other p-1 chunks the result. That is 2n(p-1)/p bytes read elsewhere and written at home, as
-a copy does. All ranks copy at the same time, since they share the memory.
+(`chosen`, or one of the four algorithms by name.) The floor is what a rank has to do to n bytes if the p-1 others' are
+simply there: add p-1 parts of n/p to its own, a piece at a time so that sums stay in the cache, and copy p-1 parts of
+n/p. No messages, no waiting. All ranks do it at the same time, since they share the memory.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -20,12 +21,13 @@ import torch.distributed as dist
 
 from labkit.bench.clock import time_interleaved
 from labkit.parallel.collectives import ALGORITHMS, all_reduce
-from labkit.parallel.transport import POINT_TO_POINT, SHARED, empty_for_all_reduce, transport_in_use
+from labkit.parallel.transport import POINT_TO_POINT, SHARED, empty_for_all_reduce, find_transport, transport_in_use
+from labkit.parallel.transport.shared import SharedTransport
 from labkit.studies.all_reduce.exact import gate
 
 TORCH = "torch"
 CHOSEN = "chosen"
-COPY = "copy"
+FLOOR = "floor"
 MESSAGES, SHARED_MEMORY, REGISTERED = "messages", "shared", "registered"
 ROUTES = (MESSAGES, SHARED_MEMORY, REGISTERED)
 OVER = " over "
@@ -40,21 +42,21 @@ def measure_transports(
     names: Sequence[str], base: torch.Tensor, own: torch.Tensor, *, warmup: int, repeats: int
 ) -> Iterator[dict[str, Any]]:
     """One row an alternative; without a time if it is wrong, or if the ranks cannot share memory."""
-    _, why_not = transport_in_use()
-    tensors = {name: torch.empty_like(own) for name in (COPY, MESSAGES)}
-    tensors[REGISTERED] = empty_for_all_reduce(own.numel(), own.dtype)
+    registered = empty_for_all_reduce(own.numel(), own.dtype)
+    refused = _why_not_shared(own.device)
+    ordinary = torch.empty_like(own)
     rows: dict[str, dict[str, Any]] = {}
     calls: dict[str, Callable[[], None]] = {}
     for name in names:
         algorithm, _, route = name.partition(OVER)
         row = {"algorithm": algorithm, "transport": route or algorithm, "n_bytes": own.nbytes}
-        if route in (SHARED_MEMORY, REGISTERED) and transport_in_use()[0] != SHARED:
-            yield row | {"not_measured": why_not}
+        if why := refused.get(route):
+            yield row | {"not_measured": why}
             continue
-        if name == COPY:
-            rows[name], calls[name] = row, partial(_copy, tensors[COPY], base, tensors[MESSAGES], own)
+        if name == FLOOR:
+            rows[name], calls[name] = row, partial(_floor, ordinary, own, base)
             continue
-        tensor = tensors[REGISTERED if route == REGISTERED else MESSAGES]
+        tensor = registered if route == REGISTERED else ordinary
         reduce = _collective(algorithm, route)
         reduce(tensor.copy_(own), op="mean")
         error, verdict = gate(tensor, base)
@@ -63,14 +65,24 @@ def measure_transports(
             rows[name], calls[name] = row, partial(reduce, tensor, op="sum")
         else:
             yield row
+    turn = cycle(calls)
 
     def prepare() -> None:
-        for tensor in tensors.values():
-            tensor.copy_(own)
+        """Fresh values for whose turn it is, and only there: what is in the caches is then the same for all."""
+        (registered if next(turn).endswith(OVER + REGISTERED) else ordinary).copy_(own)
         dist.barrier()
 
     for name, seconds in time_interleaved(calls, warmup=warmup, repeats=repeats, before=prepare).items():
         yield rows[name] | {"seconds": seconds}
+
+
+def _why_not_shared(device: torch.device) -> dict[str, str]:
+    """The routes through shared memory that are not there, and why; after memory for `registered` was asked for."""
+    name, why = transport_in_use()
+    if name != SHARED:
+        return {SHARED_MEMORY: why, REGISTERED: why}
+    shared: Any = find_transport(None, device, SHARED)
+    return {REGISTERED: shared.why_copied} if shared.why_copied else {}
 
 
 def _collective(algorithm: str, route: str) -> Callable[..., None]:
@@ -87,9 +99,14 @@ def torch_all_reduce(tensor: torch.Tensor, *, op: str) -> None:
         tensor.div_(dist.get_world_size())
 
 
-def _copy(first: torch.Tensor, of_first: torch.Tensor, second: torch.Tensor, of_second: torch.Tensor) -> None:
-    """The bytes of the two phases, n(p-1)/p each, between tensors that have nothing in common."""
+def _floor(tensor: torch.Tensor, others: torch.Tensor, result: torch.Tensor) -> None:
+    """Add p-1 parts of `others` to the first of p parts, piece by piece; copy the others from `result`."""
     p = dist.get_world_size()
-    moved = first.numel() * (p - 1) // p
-    first[:moved].copy_(of_first[:moved])
-    second[:moved].copy_(of_second[:moved])
+    size = tensor.numel() // p
+    piece = SharedTransport.piece_bytes // tensor.itemsize
+    for start in range(0, size, piece):
+        end = min(start + piece, size)
+        for part in range(1, p):
+            tensor[start:end].add_(others[part * size + start : part * size + end])
+    for part in range(1, p):
+        tensor[part * size : (part + 1) * size].copy_(result[part * size : (part + 1) * size])
