@@ -123,6 +123,19 @@ def _check_run_ahead() -> list[str]:
         transport.run([Step(None, 0, y, 0, False)])
         if not torch.equal(x, y):
             wrong.append(f"rank {transport.rank}: message {number} is {y[0]}")
+    # By reference there are no slots to wait for: only the notes are counted.
+    number = 3 * shared.NOTES
+    parts = empty_for_all_reduce(number * 10_000, torch.float32).split(10_000)
+    for index, part in enumerate(parts):
+        part.fill_(index if transport.rank == 0 else -1)
+    if transport.rank == 0:
+        transport.run([Step(part, 1, None, 0, False) for part in parts], depth=number)
+    elif transport.rank == 1:
+        time.sleep(0.2)
+        transport.run([Step(None, 0, part, 0, False) for part in parts])
+        wrong += [
+            f"by reference, {index}: {part[0]}" for index, part in enumerate(parts) if not bool((part == index).all())
+        ]
     return wrong
 
 
