@@ -27,7 +27,9 @@ STYLE = """<style>
   overflow-x: auto; }
 .labkit-card td { overflow-wrap: anywhere; }
 .labkit-card table, .labkit-table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-.labkit-card th, .labkit-card td { text-align: left; padding: .1em 1.2em .1em 0; border: 0; vertical-align: top; }
+/* the class twice: JupyterLab aligns cells to the right by a rule that outweighs one */
+.labkit-card.labkit-card th, .labkit-card.labkit-card td { text-align: left; padding: .1em 1.2em .1em 0; border: 0;
+  vertical-align: top; }
 .labkit-scroll { overflow-x: auto; margin: .8em 0; }
 .labkit-table caption { text-align: left; padding: .2em 0; font-style: italic; }
 .labkit-table th, .labkit-table td { text-align: right; padding: .15em .7em; border: 0;
