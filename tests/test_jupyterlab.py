@@ -119,8 +119,9 @@ class _Notebook:
         self._page = page
         self._path = path
         self._cells = page.locator(".jp-CodeCell")
-        page.wait_for_selector(".jp-CodeCell .cm-content")
-        self.wait_until_idle()
+        expected = sum(cell.cell_type == "code" for cell in self._read().cells)
+        _until(lambda: self._cells.count() == expected, "the notebook")
+        page.get_by_text("Python 3 (ipykernel) | Idle").wait_for(timeout=90_000)
 
     def write_parameters(self, source):
         self._cells.first.locator(".cm-content").click()
@@ -128,7 +129,13 @@ class _Notebook:
         self._page.keyboard.insert_text(source.strip())
 
     def run_all(self):
-        self._choose("Run", "Run All Cells")
+        """As a reader does: once more if nothing happens, as just after a slow start of the kernel."""
+        for _ in range(3):
+            self._choose("Run", "Run All Cells")
+            with suppress(AssertionError):
+                _until(lambda: any("*" in prompt for prompt in self.prompts()), "a cell to run", deadline_s=10)
+                return
+        raise AssertionError("no cell runs")
 
     def interrupt(self):
         self._choose("Kernel", "Interrupt Kernel")
