@@ -157,6 +157,10 @@ class _Notebook:
         """What the page shows below a cell; "" if that is nothing."""
         return "\n".join(self._cells.filter(has_text=source).locator(".jp-OutputArea").all_text_contents())
 
+    def alignment_of(self, selector):
+        """JupyterLab has a style for tables that labkit's must outweigh."""
+        return self._page.locator(selector).first.evaluate("cell => getComputedStyle(cell).textAlign")
+
     def saved(self):
         """The code cells as saved now."""
         before = self._path.stat().st_mtime_ns
@@ -222,6 +226,7 @@ def test_run_all_then_interrupt_a_longer_sweep_then_another_parameter(server, no
     record = _page_record(notebook, server)
     assert record["coverage"] == {"ok": 6}
     assert "3 ranks" in record["answers"][0]["text"]
+    assert notebook.alignment_of(".labkit-card td") == "left"
 
     notebook.write_parameters(LONG)
     notebook.run_all()
