@@ -34,7 +34,8 @@ lint: $(VENV)/installed-test ## style and types only
 	$(BIN)/mypy
 
 lab: $(VENV)/installed-lab ## JupyterLab on the notebooks
-	$(BIN)/jupyter lab --notebook-dir notebooks
+	$(BIN)/jupyter lab --notebook-dir notebooks --LabApp.default_url=/lab/tree/00_start_here.ipynb \
+		--KernelManager.transport_encryption=auto
 
 clean: ## remove the environment and the pages; runs are kept
 	rm -rf $(VENV) reports

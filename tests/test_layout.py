@@ -13,6 +13,7 @@ import yaml
 ROOT = Path(__file__).parents[1]
 MODULES = sorted((ROOT / "labkit").rglob("*.py"))
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+TOUR = ROOT / "notebooks" / "00_start_here.ipynb"  # a function of the reader's own is what it shows
 
 # Which parts of labkit a part may import. `lab.point` and `lab.units` are plain data, open to all studies' workers.
 ALLOWED = {
@@ -97,6 +98,6 @@ def test_notebooks_are_clean_and_thin(path):
     others = ["".join(cell["source"]) for cell in code if cell not in tagged]
     assert max(len(source.splitlines()) for source in others) <= 10
     assert sum(len(source.splitlines()) for source in others) <= 80
-    for source in others:
+    for source in others if path != TOUR else []:
         kinds = {type(node) for node in ast.walk(ast.parse(source))}
         assert not kinds & {ast.FunctionDef, ast.ClassDef, ast.Lambda}, "definitions belong in the package"

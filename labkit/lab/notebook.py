@@ -7,6 +7,7 @@ exported page; nothing fetched.
 import ast
 import base64
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -256,12 +257,29 @@ class Lab:
         return run
 
     def _measure(self) -> Run:
-        line = _ProgressLine()
-        run = measure(
-            self.study, self.config, profile=self.parameters.profile, on_progress=line.update, on_output=print
-        )
+        line, begun = _ProgressLine(), list[Path]()
+        try:
+            run = measure(
+                self.study,
+                self.config,
+                profile=self.parameters.profile,
+                on_progress=line.update,
+                on_start=begun.append,
+                on_output=print,
+            )
+        except KeyboardInterrupt:
+            line.stop("interrupted")
+            kept = f", and `labkit measure {self.study.name} --resume {begun[0].stem}` goes on" if begun else ""
+            raise MeasuringInterrupted(f"interrupted; what was measured is kept{kept}") from None
         line.finish(run)
         return run
+
+
+class MeasuringInterrupted(KeyboardInterrupt):
+    """The reader stopped a measurement. A notebook shows the message alone: where it was stopped tells nothing."""
+
+    def _render_traceback_(self) -> list[str]:  # IPython asks for it
+        return [f"KeyboardInterrupt: {self}"]
 
 
 class _ProgressLine:
@@ -269,9 +287,16 @@ class _ProgressLine:
 
     def __init__(self) -> None:
         self._handle: DisplayHandle | None = None
+        self._last: Progress | None = None
 
     def update(self, progress: Progress) -> None:
+        self._last = progress
         self._show(cards.progress(progress), {"done": progress.done, "total": progress.total, "text": progress.text})
+
+    def stop(self, why: str) -> None:
+        """Say why it goes no further, in place of what was being measured."""
+        if self._last is not None:
+            self.update(replace(self._last, text=why))
 
     def finish(self, run: Run) -> None:
         self._show(cards.coverage(run), {})

@@ -63,7 +63,7 @@ class RankProcess:
 
     def start(self) -> None:
         """Start the process; it gets its end of the pipe, so that its end ends the pipe."""
-        with _main_module_hidden():
+        with interrupts_deferred(), _main_module_hidden():
             self.process.start()
         self.pipe_of_rank.close()
 
@@ -137,9 +137,37 @@ def start_context() -> ForkServerContext | SpawnContext:
     # What is forked must have no threads: OpenMP and BLAS read these when torch loads them, in the server.
     # A rank sets its own number of threads later, and gets this process's variables as they are.
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
-    with variables_set(dict.fromkeys(names, "1")), _helpers_apart():
+    with interrupts_deferred(), variables_set(dict.fromkeys(names, "1")), _helpers_apart():
         multiprocessing.forkserver.ensure_running()
     return context
+
+
+@contextlib.contextmanager
+def interrupts_deferred() -> Iterator[None]:
+    """Hold back a KeyboardInterrupt until the end of the block; a second one comes through at once.
+
+    Raised while multiprocessing starts a process, it would leave one whose id nobody has learned, and which nobody
+    can end. A changed handler does it, and not a signal mask: of the threads of a Jupyter kernel another one takes
+    the signal, and Python interrupts the main thread all the same.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield  # no other thread is ever interrupted
+        return
+    came: list[tuple[int, types.FrameType | None]] = []
+
+    def hold_back(number: int, frame: types.FrameType | None) -> None:
+        came.append((number, frame))
+        if len(came) > 1:
+            handler(number, frame)
+
+    signal.signal(signal.SIGINT, hold_back)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if len(came) == 1:
+            handler(*came[0])
 
 
 @contextlib.contextmanager

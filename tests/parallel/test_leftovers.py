@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing.forkserver
 import os
 import signal
 import subprocess
@@ -19,6 +20,7 @@ import pytest
 import torch.distributed as dist
 
 from labkit.parallel.launch import PointEnd, Row, launch
+from labkit.parallel.rank_process import interrupts_deferred
 
 MARK = "LABKIT_TEST_MARK"
 
@@ -104,6 +106,10 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> bool:
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.02)
     return condition()
+
+
+def children() -> set[psutil.Process]:
+    return set(psutil.Process().children(recursive=True))
 
 
 def is_gone(pid: int) -> bool:
@@ -201,6 +207,41 @@ def test_a_caller_that_stops_early_leaves_nothing(temporary: Path, finish: str) 
     assert all(wait_until(lambda row=row: is_gone(row.values["pid"])) for row in rows)  # type: ignore[misc]
     assert all(wait_until(lambda row=row: is_gone(row.values["child"])) for row in rows)  # type: ignore[misc]
     assert not list(temporary.glob("labkit-*"))
+
+
+def test_an_interrupt_while_a_rank_starts_leaves_nothing(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes when the fork server has forked the rank, and nobody here knows its id yet."""
+    assert [end.status for end in launch(lambda _: None, [None], world_size=1) if isinstance(end, PointEnd)] == ["ok"]
+    before, connect = children(), multiprocessing.forkserver.connect_to_new_process
+
+    def interrupted(descriptors: Any) -> Any:
+        connected = connect(descriptors)
+        assert wait_until(lambda: children() > before)
+        os.kill(os.getpid(), signal.SIGINT)
+        return connected
+
+    with monkeypatch.context() as patch:
+        patch.setattr(multiprocessing.forkserver, "connect_to_new_process", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            next(launch(report_and_sleep, [None], world_size=2))
+    assert wait_until(lambda: children() <= before)
+    assert not list(temporary.glob("labkit-*"))
+
+
+def interrupt_twice(reached: list[str]) -> None:
+    with interrupts_deferred():
+        os.kill(os.getpid(), signal.SIGINT)
+        reached.append("after the first")
+        os.kill(os.getpid(), signal.SIGINT)
+        reached.append("after the second")
+
+
+def test_a_second_interrupt_is_not_deferred() -> None:
+    reached: list[str] = []
+    with pytest.raises(KeyboardInterrupt):
+        interrupt_twice(reached)
+    assert reached == ["after the first"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_temporary_files_of_a_rank_go_with_its_group(temporary: Path) -> None:

@@ -1,0 +1,95 @@
+"""The README's five steps to a new lab, followed to the letter in a copy of the project."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import textwrap
+
+import nbformat
+import pytest
+
+from labkit.lab.export import page_record
+from labkit.lab.project import project_root
+
+COPIED = ("labkit", "notebooks", "tests", "data/reference", "data/recorded", "pyproject.toml", "environment.yml")
+
+
+def _steps():
+    """The path that each step names first, and its block of code ("" if it has none)."""
+    (section,) = re.findall(r"^## Adding a lab$(.*?)^## ", (project_root() / "README.md").read_text(), re.M | re.S)
+    steps = re.split(r"^\d\. ", section, flags=re.M)[1:]
+    found = {}
+    for step in steps:
+        (code,) = re.findall(r"```python\n(.*?)```", step, re.S) or [""]
+        found[re.findall(r"`(.+?)`", step)[0]] = textwrap.dedent(code)
+    return found
+
+
+def _notebook(code):
+    cells = [nbformat.v4.new_code_cell(cell.strip()) for cell in code.split("# %%\n")]
+    cells[0].metadata["tags"] = ["parameters"]
+    kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
+    return nbformat.v4.new_notebook(cells=cells, metadata={"kernelspec": kernel})
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory):
+    """A copy of the project with the new lab in it."""
+    copy = tmp_path_factory.mktemp("project")
+    for name in COPIED:
+        source, target = project_root() / name, copy / name
+        target.parent.mkdir(exist_ok=True)
+        if source.is_dir():
+            shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__", ".ipynb_checkpoints"))
+        else:
+            shutil.copy(source, target)
+    steps = _steps()
+    assert len(steps) == 5
+    for name, code in steps.items():
+        path = copy / name
+        if name.endswith(".ipynb"):
+            nbformat.write(_notebook(code), path)
+        elif code:
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(code)
+        else:
+            path.write_text(
+                path.read_text().replace("\n)\n\n\ndef load_study", '\n    "sorting",\n)\n\n\ndef load_study')
+            )
+    return copy
+
+
+def _python(project, *arguments):
+    environment = os.environ | {"PYTHONPATH": str(project), "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-m", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=project, env=environment, timeout=300)
+
+
+def test_the_new_lab_has_a_page_with_its_answer(project):
+    result = _python(project, "labkit", "report", "sorting", "--profile", "smoke")
+    assert result.returncode == 0, result.stdout + result.stderr
+    record = page_record(project / "reports" / "notebooks" / "sorting.ipynb")
+    assert record["coverage"] == {"ok": 2}
+    (answer,) = record["answers"]
+    assert "10000 numbers" in answer["text"]
+    assert 'id="answer-faster"' in (project / "reports" / "sorting.html").read_text()
+    assert "sorting.html" in (project / "reports" / "index.html").read_text()
+
+
+def test_the_new_lab_passes_the_tests_that_every_lab_must(project):
+    files = ["tests/test_layout.py", "tests/test_notebooks.py", "tests/studies/test_sorting_answers.py"]
+    selected = ["-k", "sorting and (layout or answers or parameters)", "-p", "no:cacheprovider", "-q"]
+    result = _python(project, "pytest", *selected, *files)
+    assert result.returncode == 0, result.stdout
+    assert "skipped" not in result.stdout
+    (passed,) = re.findall(r"(\d+) passed", result.stdout)
+    assert int(passed) >= 10
+
+
+@pytest.mark.parametrize("command", [["check"], ["format", "--check"]])
+def test_the_new_code_is_in_the_style_of_the_rest(command, project):
+    written = [name for name, code in _steps().items() if code]
+    result = _python(project, "ruff", *command, *written)
+    assert result.returncode == 0, result.stdout

@@ -1,0 +1,66 @@
+"""The tour for newcomers: executed as they would, and right in what it says of the labs."""
+
+import subprocess
+import sys
+
+import nbformat
+import pytest
+
+from labkit.lab import contents
+from labkit.lab.project import notebook_path, recorded_directory
+from labkit.lab.store import Run
+from labkit.lab.units import format_seconds
+from labkit.studies import LABS, load_study
+
+
+@pytest.fixture(scope="module")
+def outputs(tmp_path_factory):
+    """What each code cell left, by its first line."""
+    folder = tmp_path_factory.mktemp("tour")
+    command = [sys.executable, "-m", "papermill", str(notebook_path("start_here")), "out.ipynb", "-p", "repeats", "6"]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=300)
+    assert result.returncode == 0, result.stderr
+    cells = nbformat.read(folder / "out.ipynb", as_version=4).cells
+    return {cell.source.splitlines()[0]: cell.outputs for cell in cells if cell.cell_type == "code"}
+
+
+def _shown(outputs, kind):
+    return [output.data[kind] for some in outputs.values() for output in some if kind in output.get("data", {})]
+
+
+def test_the_tour_runs_from_any_directory_without_noise(outputs):
+    assert {output.output_type for some in outputs.values() for output in some} <= {"display_data", "execute_result"}
+    assert len(_shown(outputs, "image/png")) == 2
+
+
+def test_a_function_of_the_reader_has_run_on_four_ranks(outputs):
+    (table,) = [html for html in _shown(outputs, "text/html") if "What each rank has" in html]
+    assert table.count("[1.5, 1.5, 1.5]") == 4
+
+
+def test_the_point_that_was_added_is_measured_alone(outputs):
+    first, second = [html for html in _shown(outputs, "text/html") if "points planned" in html]
+    assert "6 points planned, 6 measured" in first
+    assert "2 points planned, 2 measured" in second
+
+
+def test_the_table_has_every_lab_with_a_link_to_its_notebook(outputs):
+    (table,) = _shown(outputs, "text/markdown")
+    for lab in LABS:
+        assert f"]({notebook_path(lab).name}) | {load_study(lab).summary} |" in table
+
+
+def test_a_lab_that_was_never_measured_here_gets_a_guess(monkeypatch, tmp_path):
+    monkeypatch.setattr(contents, "runs_directory", lambda: tmp_path)
+    assert contents.NOT_MEASURED_YET in contents.labs_table([load_study("all_reduce")])
+
+
+def test_the_time_of_a_lab_is_that_of_its_last_whole_run(monkeypatch, tmp_path):
+    monkeypatch.setattr(contents, "runs_directory", lambda: tmp_path)
+    recorded = min(recorded_directory().glob("all_reduce/*-quick.jsonl"))
+    lines = recorded.read_text().splitlines(keepends=True)
+    (tmp_path / "all_reduce").mkdir()
+    for name, some in {"1-quick": lines, "2-quick": lines[:-1], "3-quick": ["no run\n"], "4-smoke": lines}.items():
+        (tmp_path / "all_reduce" / f"{name}.jsonl").write_text("".join(some))
+    took = format_seconds(Run.load(recorded).coverage()["elapsed_s"].sum())
+    assert contents.labs_table([load_study("all_reduce")]).endswith(f"| {took}, measured here |")
