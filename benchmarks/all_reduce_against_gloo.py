@@ -5,9 +5,9 @@
     python benchmarks/all_reduce_against_gloo.py --algorithms all     # every algorithm, for the chooser's thresholds
     python benchmarks/all_reduce_against_gloo.py --worlds 8,16 --sizes 4096,1048576
 
-The algorithms take turns with gloo (A B A B, or A B C A B C) on ranks under SCHED_BATCH, one thread each. A barrier
-before every call; the slowest rank counts; medians of the repeats. Who takes part matters: what ran before decides
-what is in the caches and which core a thread is on. On a busy machine the ratios mean little.
+The algorithms take turns with gloo (A B A B, or A B C A B C) on ranks under SCHED_BATCH, one thread each. All ranks
+begin a call at one moment; the slowest rank counts; medians of the repeats. Who takes part matters: what ran before
+decides what is in the caches and which core a thread is on. On a busy machine the ratios mean little.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from labkit.bench.clock import start_together
 from labkit.parallel.collectives import ALGORITHMS, all_reduce
 from labkit.parallel.launch import run_ranks
 from labkit.parallel.transport import POINT_TO_POINT, SHARED
@@ -76,7 +77,7 @@ def _agree_on_repeats(round_s: float, budget_s: float) -> int:
 
 def _time(call: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> float:
     tensor.fill_(1.0)
-    dist.barrier()
+    start_together()
     start = time.perf_counter()
     call(tensor)
     elapsed_s = time.perf_counter() - start

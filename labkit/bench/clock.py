@@ -5,11 +5,13 @@ device and not the queueing of work to it. A caller on several ranks passes a ba
 then times itself, and whoever reads the samples takes the slowest rank of each repeat.
 """
 
+import os
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 Action = Callable[[], Any]
 
@@ -58,6 +60,24 @@ def _time_cuda(action: Action) -> float:
     end.record()
     end.synchronize()
     return start.elapsed_time(end) / 1000
+
+
+def start_together(margin_s: float = 0.0005) -> None:
+    """Return on all ranks of a host at one moment: a barrier whose end does not depend on who leaves it first.
+
+    Ranks leave an ordinary barrier one after the other, tens of microseconds apart: as long as a short collective
+    takes. Here they agree on a moment of the clock that processes of one host share, `margin_s` ahead, and wait for it
+    (window synchronization: Hunold & Carpen-Amarie 2016, "Reproducible MPI benchmarking is still not as easy as you
+    think").
+    """
+    moment = torch.tensor(time.perf_counter() + margin_s, dtype=torch.float64)
+    dist.all_reduce(moment, op=dist.ReduceOp.MAX)
+    at = float(moment)
+    # Ranks beyond the cores must sleep, so that those that still are on their way get there.
+    if dist.get_world_size() > (os.cpu_count() or 1):
+        time.sleep(max(0.0, at - time.perf_counter()))
+    while time.perf_counter() < at:
+        pass
 
 
 class Stopwatch:

@@ -101,26 +101,35 @@ def butterfly_all_reduce(
     Phase 2, all-gather: rank r sends chunk r, now complete, to all others, and stores theirs.
 
     All messages of a phase are independent, so as many are in flight as there is scratch memory for; rank r turns to
-    rank r+s in step s, so that at no time everybody sends to the same rank.
+    rank r+s in step s, so that at no time everybody sends to the same rank. A long chunk is cut into pieces, and a
+    piece is sent on when the next one has been added up: still in the cache, and far enough behind to wait for nothing.
 
     2 messages in a row (p-1 at a time), 2 n (p-1)/p bytes sent a rank, time 2 a' + 2 n (p-1)/p b.
     """
     with Reduction(tensor, group, op, transport) as (vector, via, divisor):
         p, r = via.world_size, via.rank
-        chunks = vector.tensor_split(p)
-        pieces = cut(chunks, via)
-        number = len(pieces[0])
-        turns = [((r + s) % p, (r - s) % p, i) for i in range(number) for s in range(1, p)]
-        # Phase 1: reduce-scatter
+        pieces = cut(vector.tensor_split(p), via)
+        partners = [((r + s) % p, (r - s) % p) for s in range(1, p)]
         last = (r + 1) % p
-        steps = [
-            Step(pieces[target][i], target, pieces[r][i], source, True, divisor if source == last else 1)
-            for target, source, i in turns
-        ]
-        via.run(steps, depth=p)
-        # Phase 2: all-gather
-        steps = [Step(pieces[r][i], target, pieces[source][i], source, False) for target, source, i in turns]
-        via.run(steps, depth=p)
+
+        def reduce_scatter(i: int) -> list[Step]:
+            return [
+                Step(pieces[target][i], target, pieces[r][i], source, True, divisor if source == last else 1)
+                for target, source in partners
+            ]
+
+        def all_gather(i: int) -> list[Step]:
+            return [Step(pieces[r][i], target, pieces[source][i], source, False) for target, source in partners]
+
+        number = len(pieces[0])
+        if number == 1:
+            via.run(reduce_scatter(0), depth=p)
+            via.run(all_gather(0), depth=p)
+            return
+        steps = reduce_scatter(0)
+        for i in range(1, number):
+            steps += reduce_scatter(i) + all_gather(i - 1)
+        via.run(steps + all_gather(number - 1), depth=p)
 
 
 def recursive_doubling_all_reduce(

@@ -25,8 +25,8 @@ from typing import Any
 
 SEMAPHORE_BYTES = 64  # a sem_t has 32 on 64-bit Linux; one a cache line, so that waiting for one disturbs no other
 CLOCK_MONOTONIC = 1
-# A post is seen after less than a microsecond by who looks, after 5 to 50 by who sleeps.
-SPIN_S = 50e-6
+# A post is seen after a microsecond by who looks, after 50 to 150 by who sleeps in a virtual machine.
+SPIN_S = 500e-6
 # While asleep, look this often whether the other one still lives.
 GLANCE_S = 0.2
 

@@ -37,7 +37,6 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -54,25 +53,11 @@ SLOTS = 4
 REFERENCE_BYTES = 32 << 10
 KEPT_VIEWS = 4096
 OUTBOXES = 0  # the allocation that comes with the mailboxes
+NOTHING_STAGED: tuple[torch.Tensor | None, int, int, list[tuple[int, int]]] = (None, 0, 0, [])
 
 
-class Sent(NamedTuple):
-    """A message that may not have been taken yet: to which rank, and the how-manieth to it."""
-
-    target: int
-    number: int
-
-
-class Staged(NamedTuple):
-    """A part copied into a slot of the outbox at a step, and the messages that point there."""
-
-    part: torch.Tensor | None
-    at_step: int
-    slot: int
-    messages: list[Sent]
-
-
-NOTHING_STAGED = Staged(None, 0, 0, [])
+Sent = tuple[int, int]
+"""A message that may not have been taken yet: to which rank, and the how-manieth to it."""
 
 
 class SharedTransport:
@@ -108,7 +93,8 @@ class SharedTransport:
         self._sent, self._taken, self._received = [0] * p, [0] * p, [0] * p
         self._free_slots = deque(range(SLOTS))
         self._used_slots: deque[tuple[int, list[Sent]]] = deque()
-        self._staged = NOTHING_STAGED
+        # The part copied last into a slot, at which step, where, and the messages that point there.
+        self._staged: tuple[torch.Tensor | None, int, int, list[Sent]] = NOTHING_STAGED
         self._referenced: deque[tuple[int, Sent]] = deque()
         self._views: dict[tuple[int, int, int, int, torch.dtype], torch.Tensor] = {}
         self._is_between_calls = True
@@ -169,6 +155,11 @@ class SharedTransport:
         self._is_between_calls = True
 
     def _carry_out(self, steps: Sequence[Step], depth: int) -> None:
+        if len(steps) == 1:  # short vectors: the same without a window
+            self._send(steps[0], 0, 1, wait=True)
+            self._receive(steps[0])
+            self._await_references()
+            return
         sent = 0
         for number, step in enumerate(steps):
             while sent <= number:
@@ -178,36 +169,41 @@ class SharedTransport:
                 sent += 1
             # What this step writes may have been sent by one that should be complete by now.
             while self._referenced and self._referenced[0][0] <= number - depth:
-                self._is_taken(self._referenced.popleft()[1], wait=True)
+                self._is_taken(*self._referenced.popleft()[1], wait=True)
             self._receive(step)
-        while self._referenced:
-            self._is_taken(self._referenced.popleft()[1], wait=True)
+        self._await_references()
 
-    # Sending
+    def _await_references(self) -> None:
+        """What was sent without a copy may be changed by the caller now: once it has been taken."""
+        while self._referenced:
+            self._is_taken(*self._referenced.popleft()[1], wait=True)
+
+    # Sending. Of a short message this is most of the time: few calls, few objects.
 
     def _send(self, step: Step, number: int, depth: int, *, wait: bool) -> bool:
         """Send the part of a step, if there is one; False if that would mean to wait, and `wait` is False."""
-        part = step.outgoing
+        part, target = step.outgoing, step.target
         if part is None or not (n_bytes := part.nbytes):
             return True
-        target = step.target
-        if not self._is_taken(Sent(target, self._sent[target] - NOTES), wait=wait):
+        oldest = self._sent[target] - NOTES  # whose note this one overwrites
+        if self._taken[target] <= oldest and not self._is_taken(target, oldest, wait=wait):
             return False
-        place = self._place(step) if n_bytes >= REFERENCE_BYTES and len(self._allocations) > 1 else None
-        if place is not None:
+        if n_bytes >= REFERENCE_BYTES and len(self._allocations) > 1 and (place := self._place(step)):
             self._referenced.append((number, self._post(target, *place, n_bytes)))
             return True
-        if part is not self._staged.part or number - self._staged.at_step >= depth:
+        staged, at_step, offset, messages = self._staged
+        if part is not staged or number - at_step >= depth:
             if n_bytes > self.piece_bytes:
                 raise ValueError(f"expected a part of at most {self.piece_bytes} bytes, got {n_bytes}")
             slot = self._free_slot(wait=wait)
             if slot is None:
                 return False
-            self._view(self.rank, OUTBOXES, slot * self.piece_bytes, n_bytes, part.dtype).copy_(part)
-            self._staged = Staged(part, number, slot, [])
-            self._used_slots.append((slot, self._staged.messages))
+            offset, messages = slot * self.piece_bytes, []
+            self._view(self.rank, OUTBOXES, offset, n_bytes, part.dtype).copy_(part)
+            self._staged = (part, number, offset, messages)
+            self._used_slots.append((slot, messages))
         # One copy serves all targets; the steps between cannot have changed the part.
-        self._staged.messages.append(self._post(target, OUTBOXES, self._staged.slot * self.piece_bytes, n_bytes))
+        messages.append(self._post(target, OUTBOXES, offset, n_bytes))
         return True
 
     def _post(self, target: int, allocation: int, offset: int, n_bytes: int) -> Sent:
@@ -217,7 +213,7 @@ class SharedTransport:
         notes[at], notes[at + 1], notes[at + 2] = allocation, offset, n_bytes
         self._semaphores[self.rank].post(target)
         self._sent[target] = count + 1
-        return Sent(target, count)
+        return target, count
 
     def _place(self, step: Step) -> tuple[int, int] | None:
         """Allocation and offset of the outgoing part, if it lies in shared memory and this step does not change it."""
@@ -236,15 +232,15 @@ class SharedTransport:
         """A slot of the outbox that nobody reads any more."""
         if not self._free_slots:
             slot, messages = self._used_slots[0]
-            if not all(self._is_taken(sent, wait=wait) for sent in messages):
-                return None
+            for target, number in messages:
+                if not self._is_taken(target, number, wait=wait):
+                    return None
             self._used_slots.popleft()
             return slot
         return self._free_slots.popleft()
 
-    def _is_taken(self, sent: Sent, *, wait: bool) -> bool:
-        """Whether a message has been taken; if `wait`, once it has."""
-        target, number = sent
+    def _is_taken(self, target: int, number: int, *, wait: bool) -> bool:
+        """Whether the message of that number to that rank has been taken; if `wait`, once it has."""
         while self._taken[target] <= number:
             if wait:
                 self._wait(self.rank, self.world_size + target, target)
