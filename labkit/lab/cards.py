@@ -15,7 +15,7 @@ import pandas as pd
 from IPython.display import HTML
 
 from labkit.lab.answers import Answer
-from labkit.lab.measure import Progress
+from labkit.lab.measure import Progress, describe_hosts
 from labkit.lab.project import relative_to_project
 from labkit.lab.store import Run
 from labkit.lab.study import Study
@@ -42,8 +42,8 @@ STYLE = """<style>
 </style>"""
 
 
-def machine_card(machine: Machine, *, elsewhere: bool) -> HTML:
-    """What was measured on; says so when that is not the reader's machine."""
+def machine_card(machine: Machine, *, elsewhere: bool, hosts: dict[str, list[int]] | None = None) -> HTML:
+    """What was measured on; says so when that is not the reader's machine, and when it was several hosts."""
     gpus = [
         f"{gpu.name}, {format_bytes(gpu.memory_bytes)}, compute capability {gpu.compute_capability}"
         for gpu in machine.gpus
@@ -57,6 +57,8 @@ def machine_card(machine: Machine, *, elsewhere: bool) -> HTML:
         "Versions": versions,
         "Source": f"commit {machine.git}" if machine.git else "not a git checkout",
     }
+    if hosts is not None and len(hosts) > 1:
+        rows["Hosts"] = f"{len(hosts)}, of which the first is described here: {describe_hosts(hosts)}"
     return HTML(f'{STYLE}<div class="labkit-card">{_definition_table(rows)}</div>')
 
 
@@ -124,6 +126,8 @@ def provenance(study: Study, run: Run) -> str:
         "Measure again": f"labkit report {study.name} --profile {run.header.profile}" + _changed(study, run),
         "Ranks": _ranks(run),
     }
+    if run.header.ranks_by_host is not None:
+        rows["Hosts"] = describe_hosts(run.header.ranks_by_host)
     return f'<div class="labkit-card">{_definition_table(rows)}</div>'
 
 

@@ -48,6 +48,8 @@ class RunHeader(BaseModel):
     started: datetime
     planned: dict[str, dict[str, Any]]
     """Points by id, in the order in which they are measured."""
+    ranks_by_host: dict[str, list[int]] | None = None
+    """Which ranks of a torchrun job share a host; None: ranks were started, all on the machine."""
 
 
 class Run:
