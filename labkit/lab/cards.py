@@ -140,7 +140,7 @@ def _changed(study: Study, run: Run) -> str:
 
 def _ranks(run: Run) -> str:
     """How the ranks ran, as they reported it: start method, scheduling policy, threads."""
-    facts = [fact for fact in run.facts().values() if fact]
+    facts = [fact for fact in run.facts().values() if "scheduling" in fact]  # of ranks that were ready for a point
     described = {
         f"{fact['world_size']} ranks: {fact['backend'] or 'no process group'}, {fact['start_method']}, "
         f"scheduling {fact['scheduling']}, {fact['threads']} threads each"

@@ -38,7 +38,10 @@ def has_netem():
     name = f"lk{os.getpid()}-netem"
     _run("ip", "netns", "add", name)
     try:
-        return _try("ip", "netns", "exec", name, "tc", "qdisc", "add", "dev", "lo", "root", "netem", "delay", "1ms") is None
+        return (
+            _try("ip", "netns", "exec", name, "tc", "qdisc", "add", "dev", "lo", "root", "netem", "delay", "1ms")
+            is None
+        )
     finally:
         _try("ip", "netns", "del", name)
 
@@ -53,7 +56,7 @@ class Network:
         letters = "abcdefgh"[:hosts]
         self.names = [f"node-{letter}" for letter in letters]
         self.addresses = {name: f"10.77.0.{number}" for number, name in enumerate(self.names, start=1)}
-        self._namespaces = {name: f"lk{os.getpid()}-{letter}" for name, letter in zip(self.names, letters, strict=True)}
+        self.namespaces = {name: f"lk{os.getpid()}-{letter}" for name, letter in zip(self.names, letters, strict=True)}
         self._delay_s, self._bytes_per_s = delay_s, bytes_per_s
         self._undo = ExitStack()
 
@@ -79,12 +82,14 @@ class Network:
     def start(self, host, command, **options):
         """A process on a host, with that host's name; `command` is a line for the shell."""
         script = f"hostname {host} && exec sh -c {shlex.quote(command)}"
-        inside = ["ip", "netns", "exec", self._namespaces[host], "unshare", "--uts", "sh", "-c", script]
+        inside = ["ip", "netns", "exec", self.namespaces[host], "unshare", "--uts", "sh", "-c", script]
         return subprocess.Popen(inside, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options)
 
     def run_on_all(self, commands, *, timeout_s, **options):
         """The same moment on every host; what each printed and its exit status, by host."""
-        running = {host: self.start(host, command, start_new_session=True, **options) for host, command in commands.items()}
+        running = {
+            host: self.start(host, command, start_new_session=True, **options) for host, command in commands.items()
+        }
         try:
             printed = {host: process.communicate(timeout=timeout_s)[0] for host, process in running.items()}
             return {host: (process.returncode, printed[host]) for host, process in running.items()}
@@ -95,7 +100,7 @@ class Network:
                 process.communicate()
 
     def _make_host(self, name, undo):
-        namespace = self._namespaces[name]
+        namespace = self.namespaces[name]
         _run("ip", "netns", "add", namespace)
         undo.callback(_try, "ip", "netns", "del", namespace)
         folder = HOSTS_FILES / namespace
@@ -113,7 +118,7 @@ class Network:
         _run("ip", "-n", switch, "link", "set", "br0", "up")
         for number, name in enumerate(self.names):
             port = f"port{number}"
-            namespace = self._namespaces[name]
+            namespace = self.namespaces[name]
             _run("ip", "-n", namespace, "link", "add", "eth0", "type", "veth", "peer", "name", port, "netns", switch)
             _run("ip", "-n", switch, "link", "set", port, "master", "br0", "up")
             self._up(name)
@@ -127,7 +132,7 @@ class Network:
             undo.callback(os.close, end)
             device = f"lk{os.getpid()}{name[-1]}"
             fcntl.ioctl(end, TUNSETIFF, struct.pack("16sH22x", device.encode(), IFF_TUN | IFF_NO_PI))
-            _run("ip", "link", "set", device, "netns", self._namespaces[name])
+            _run("ip", "link", "set", device, "netns", self.namespaces[name])
             self._in(name, "ip", "link", "set", device, "name", "eth0")
             self._in(name, "ip", "link", "set", "eth0", "mtu", "32000")
             self._up(name)
@@ -143,7 +148,7 @@ class Network:
         self._in(name, "ip", "link", "set", "eth0", "up")
 
     def _in(self, name, *command):
-        _run("ip", "netns", "exec", self._namespaces[name], *command)
+        _run("ip", "netns", "exec", self.namespaces[name], *command)
 
 
 def _run(*command):

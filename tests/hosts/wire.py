@@ -1,6 +1,6 @@
 """A cable between two TUN devices, with a delay and a rate in each direction, for kernels without `tc netem`.
 
-    python wire.py FD FD DELAY_S BYTES_PER_S
+python wire.py FD FD DELAY_S BYTES_PER_S
 """
 
 import os
