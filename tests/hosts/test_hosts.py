@@ -78,6 +78,7 @@ def test_the_commands_for_two_machines_as_the_readme_has_them(tmp_path):
     assert "ranks 0, 1 on node-a" in page
 
 
+@pytest.mark.slow
 def test_the_slurm_script_of_the_readme_with_every_node_that_srun_would_start(tmp_path):
     _, script, _ = readme_commands()
     (tmp_path / "job.sh").write_text(script)
@@ -85,8 +86,9 @@ def test_the_slurm_script_of_the_readme_with_every_node_that_srun_would_start(tm
         (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
         (tmp_path / name).chmod(0o755)
     variables = {"SLURM_NNODES": "2", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node-[a-b]"}
+    lab = "data_parallel --profile smoke --set bucket_workloads=[] --set accumulation_workloads=[] --set warmup=0"
     with Network(2) as network:
-        commands = dict.fromkeys(network.names, f"PATH={tmp_path}:$PATH bash {tmp_path}/job.sh")
+        commands = dict.fromkeys(network.names, f"PATH={tmp_path}:$PATH bash {tmp_path}/job.sh {lab}")
         run = measured("data_parallel", network, commands, tmp_path, **variables)
     assert set(run.coverage()["status"]) == {"ok"}
     assert run.header.ranks_by_host == {"node-a": [0], "node-b": [1]}
@@ -107,6 +109,33 @@ def test_three_hosts_whose_names_lead_nowhere(tmp_path):
     assert set(analysis.link_models(run.frame())) == {BETWEEN}  # no two ranks share a host
 
 
+SERVER = """
+import socket
+listening = socket.create_server(("0.0.0.0", 5000))
+peer, _ = listening.accept()
+while byte := peer.recv(1):
+    peer.send(byte)
+"""
+CLIENT = """
+import socket, statistics, time
+time.sleep(1)
+peer = socket.create_connection(("node-a", 5000))
+seconds = []
+for _ in range(100):
+    start = time.perf_counter()
+    peer.send(b"x")
+    peer.recv(1)
+    seconds.append(time.perf_counter() - start)
+print(statistics.median(seconds))
+"""
+
+
+def ping_s(network):
+    """How long a byte takes to the other host and back over TCP, without torch."""
+    commands = {"node-a": f"python -c {shlex.quote(SERVER)}", "node-b": f"python -c {shlex.quote(CLIENT)}"}
+    return float(network.run_on_all(commands, timeout_s=30, env=ENVIRONMENT)["node-b"][1])
+
+
 def test_alpha_and_beta_are_the_delay_and_the_rate_of_the_link(tmp_path):
     """gloo sends a message once the receiver has said that it waits for it: alpha is a round trip, two delays."""
     if (busy := psutil.cpu_percent(interval=1)) > 30:
@@ -117,11 +146,13 @@ def test_alpha_and_beta_are_the_delay_and_the_rate_of_the_link(tmp_path):
         f"-m labkit measure all_reduce --profile smoke --set 'sizes_bytes={sizes}' --set repeats=10 {ONLY_SIZES}"
     )
     with Network(2, delay_s=DELAY_S, bytes_per_s=BYTES_PER_S) as network:
+        round_trip_s = ping_s(network)
         run = measured("all_reduce", network, dict.fromkeys(network.names, command), tmp_path)
     model = analysis.exchange_models(run.frame())["gloo", 2]
     how = "tc netem" if has_netem() else "a process that carries packets: this kernel has no netem"
-    print(f"link: {how}; {model}")
-    assert model.alpha_s == pytest.approx(2 * DELAY_S, rel=0.2)
+    print(f"link: {how}; one byte there and back {round_trip_s * 1e3:.2f} ms; {model}")
+    assert round_trip_s == pytest.approx(2 * DELAY_S, rel=0.2)
+    assert model.alpha_s == pytest.approx(round_trip_s, rel=0.2)
     assert model.beta_s_per_byte == pytest.approx(1 / BYTES_PER_S, rel=0.2)
 
 
