@@ -13,6 +13,7 @@ import fcntl
 import json
 import os
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -129,7 +130,8 @@ class RunWriter:
     @classmethod
     def create(cls, directory: Path, header: RunHeader) -> "RunWriter":
         """A new file `<utc-time>-<machine>-<profile>.jsonl` in `directory`; a taken name gets a number."""
-        directory.mkdir(parents=True, exist_ok=True)
+        with _failing_by_name(directory):
+            directory.mkdir(parents=True, exist_ok=True)
         stem = f"{header.started:%Y%m%dT%H%M%SZ}-{header.machine.slug}-{header.profile}"
         for attempt in range(1, 1000):
             path = directory / (f"{stem}.jsonl" if attempt == 1 else f"{stem}-{attempt}.jsonl")
@@ -137,6 +139,8 @@ class RunWriter:
                 descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_APPEND, 0o644)
             except FileExistsError:
                 continue
+            except OSError as error:
+                raise _cannot_be_written(path, error) from error
             writer = cls(path, descriptor)
             writer._lock()
             writer._append(header.model_dump(mode="json"))
@@ -147,7 +151,8 @@ class RunWriter:
     @classmethod
     def resume(cls, path: Path, command: str) -> "RunWriter":
         """Take up a run again; a torn last line is dropped. RunFileError if somebody else is writing it."""
-        writer = cls(path, os.open(path, os.O_RDWR | os.O_APPEND))
+        with _failing_by_name(path):
+            writer = cls(path, os.open(path, os.O_RDWR | os.O_APPEND))
         try:
             writer._lock()
         except BlockingIOError:
@@ -179,7 +184,8 @@ class RunWriter:
 
     def sync(self) -> None:
         """Onto the disk itself, so that not even a power cut loses it."""
-        os.fsync(self._descriptor)
+        with _failing_by_name(self.path):
+            os.fsync(self._descriptor)
 
     def close(self) -> None:
         if self._descriptor >= 0:
@@ -197,8 +203,22 @@ class RunWriter:
 
     def _append(self, record: Record) -> None:
         line = json.dumps(record, separators=(",", ":")).encode() + b"\n"
-        while line:  # a write may be partial when the disk is nearly full; the next one raises
-            line = line[os.write(self._descriptor, line) :]
+        with _failing_by_name(self.path):
+            while line:  # a write may be partial when the disk is nearly full; the next one raises
+                line = line[os.write(self._descriptor, line) :]
+
+
+@contextmanager
+def _failing_by_name(path: Path) -> Iterator[None]:
+    """Turn what the system says of a disk into an error that names the file."""
+    try:
+        yield
+    except OSError as error:
+        raise _cannot_be_written(path, error) from error
+
+
+def _cannot_be_written(path: Path, error: OSError) -> RunFileError:
+    return RunFileError(f"{path}: cannot be written ({error.strerror}); what was written before is kept")
 
 
 def find_run(directories: Iterable[Path], text: str) -> Path:
