@@ -133,14 +133,16 @@ def provenance(study: Study, run: Run) -> str:
 
 def _changed(study: Study, run: Run) -> str:
     """The --set options that lead from the profile to the config of the run."""
-    profile = study.profiles[run.header.profile].model_dump(mode="json")
+    known = study.profiles.get(run.header.profile)  # a run may be of a version with other ones
+    profile = known.model_dump(mode="json") if known else {}
     changed = {name: value for name, value in run.header.config.items() if profile.get(name) != value}
     return "".join(f" --set {shlex.quote(f'{name}={json.dumps(value)}')}" for name, value in changed.items())
 
 
 def _ranks(run: Run) -> str:
     """How the ranks ran, as they reported it: start method, scheduling policy, threads."""
-    facts = [fact for fact in run.facts().values() if "scheduling" in fact]  # of ranks that were ready for a point
+    needed = {"world_size", "backend", "start_method", "scheduling", "threads"}  # known once ranks are ready
+    facts = [fact for fact in run.facts().values() if needed <= fact.keys() and isinstance(fact["world_size"], int)]
     described = {
         f"{fact['world_size']} ranks: {fact['backend'] or 'no process group'}, {fact['start_method']}, "
         f"scheduling {fact['scheduling']}, {fact['threads']} threads each"

@@ -22,6 +22,7 @@ import pandas as pd
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from labkit.lab.point import Point
+from labkit.lab.records import check_record
 from labkit.machine import Machine
 
 SCHEMA = 1
@@ -72,9 +73,10 @@ class Run:
         ends: dict[str, Record] = {}
         for number, record in enumerate(records, start=2):
             try:
-                _collect(record, rows, ends)
-            except (KeyError, TypeError) as error:
+                check_record(record, header.planned)
+            except ValueError as error:
                 raise RunFileError(f"{path}, line {number}: not a record of a run ({error})") from None
+            _collect(record, rows, ends)
         ended_rows = [row for point, of_point in rows.items() if point in ends for row in of_point]
         return cls(path, header, ended_rows, ends)
 
@@ -246,7 +248,7 @@ def _read_records(path: Path) -> Iterator[Record]:
             record = json.loads(line)
             if not isinstance(record, dict):
                 raise ValueError("not an object")
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise RunFileError(f"{path}, line {number}: not a line of a run ({error})") from None
         yield record
 
