@@ -146,17 +146,27 @@ class RankGroup:
         self.close()
 
     def close(self) -> None:
-        """Kill what runs, remove the directory, forward the last output. Safe to repeat."""
+        """Kill what runs, remove the directory, forward the last output. Safe to repeat.
+
+        In this order: a parent that is killed meanwhile (Jupyter interrupts a kernel and kills it at once) has ranks
+        that remove the directory as long as it is there.
+        """
+        for rank in self._ranks:
+            rank.stop()
+        output = self._new_output(whole_lines=False)
+        self._remove_directory()
         for rank in self._ranks:
             rank.kill()
         for rank in self._ranks:
             rank.release()
-        output = self._new_output(whole_lines=False)
-        if self._directory is not None:
-            shutil.rmtree(self._directory, ignore_errors=True)
+        self._remove_directory()  # what a rank that was about to be stopped has made
         self._ranks, self._directory = [], None
         atexit.unregister(self.close)
         self._forward(output)
+
+    def _remove_directory(self) -> None:
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
 
     def _start_processes(self) -> None:
         # A generator that nobody finished would otherwise keep the interpreter from ending: multiprocessing
