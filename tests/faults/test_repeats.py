@@ -1,40 +1,39 @@
 """Kills, two hundred times, at moments that drift: nothing is left behind, and the count is on record."""
 
-import os
 import random
 import signal
+from collections import Counter
 
 import pytest
 
 from tests.faults.check import note, settings, until
 from tests.faults.worker import INSIDE, SHARED
 
-REPEATS = 200
+RANK_KILLS, PARENT_KILLS, A_RUN = 100, 100, 10
 PARENTS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 
 
 @pytest.mark.faults
 def test_two_hundred_kills_leave_nothing(victim):
-    """A measurement a repeat: by turns a rank is killed, then the parent, a random while after the first row."""
-    chance, counts = random.Random(0), {}
-    hit = victim()
-    for repeat in range(REPEATS):
-        moment = (INSIDE, SHARED)[repeat % 2]
-        if repeat % 4 < 2:
-            how = f"a rank: {('SIGKILL', 'SIGTERM')[repeat // 4 % 2]}"
-            status, said = hit.start(*settings(action=how[8:], moment=moment, points=2)).finish()
-            assert status == 1, (repeat, said)
-        else:
-            number = PARENTS[repeat // 4 % 3]
-            how = f"the parent: {number.name}"
-            rows = len(list((hit.folder / "runs").rglob("*.jsonl")))
-            hit.start(*settings(action="SIGSTOP", moment=moment, points=2, timeout_s=30.0))
-            until(lambda rows=rows: len(list((hit.folder / "runs").rglob("*.jsonl"))) > rows, 60)
-            until(lambda: False, chance.uniform(0, 1.5))
-            os.kill(hit.process.pid, number)
-            status, said = hit.finish()
-            assert status in (-number, 130), (repeat, said)
+    """A hundred ranks, ten a measurement, then a hundred parents, a random while after the beginning of their run."""
+    chance, counts, hit = random.Random(0), Counter(), victim()
+    for repeat in range(RANK_KILLS // A_RUN):
+        name, moment = ("SIGKILL", "SIGTERM")[repeat // 2 % 2], (INSIDE, SHARED)[repeat % 2]
+        status, said = hit.start(*settings(action=name, moment=moment, points=2 * A_RUN)).finish()
+        assert status == 1, said
+        assert hit.runs()[-1].coverage()["status"].tolist() == ["ok", "failed"] * A_RUN
         hit.assert_nothing_left()
-        counts[how] = counts.get(how, 0) + 1
-    assert len(hit.runs()) == REPEATS  # every one of them readable
-    note("kills", f"{REPEATS} repeats", f"nothing left behind: {counts}")
+        counts[f"a rank {name}"] += A_RUN
+    runs = len(hit.runs())
+    for repeat in range(PARENT_KILLS):
+        number, moment = PARENTS[repeat % 3], (INSIDE, SHARED)[repeat // 3 % 2]
+        hit.start(*settings(action="SIGSTOP", moment=moment, points=2, timeout_s=30.0))
+        until(lambda wanted=runs + repeat: len(list((hit.folder / "runs").rglob("*.jsonl"))) > wanted, 60)
+        until(lambda: False, chance.uniform(0, 1.5))
+        hit.process.send_signal(number)
+        status, said = hit.finish()
+        assert status == (130 if number == signal.SIGINT else -number), (repeat, said)
+        hit.assert_nothing_left()
+        counts[f"the parent {number.name}"] += 1
+    assert len(hit.runs()) == runs + PARENT_KILLS  # every one of them readable
+    note("kills", f"{counts.total()} repeats", f"nothing left behind: {dict(counts)}")

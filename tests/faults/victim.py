@@ -40,15 +40,15 @@ class FaultyStudy(Study):
     worker = staticmethod(measure_point)
 
     def points(self, config, machine):
-        """Good ones, of which the second goes wrong."""
+        """Every second one goes wrong."""
         return [
             FaultyPoint(
                 world_size=2,
                 backend="gloo",
                 timeout_s=config.timeout_s,
                 number=number,
-                action=config.action if number == 1 else "",
-                moment=config.moment if number == 1 else "",
+                action=config.action if number % 2 else "",
+                moment=config.moment if number % 2 else "",
             )
             for number in range(config.points)
         ]
