@@ -138,8 +138,7 @@ def ping_s(network):
 
 def test_alpha_and_beta_are_the_delay_and_the_rate_of_the_link(tmp_path):
     """gloo sends a message once the receiver has said that it waits for it: alpha is a round trip, two delays."""
-    if (busy := psutil.cpu_percent(interval=1)) > 30:
-        pytest.skip(f"a delay of 1 ms cannot be timed while {busy:.0f} % of this machine are busy with something else")
+    busy = psutil.cpu_percent(interval=1)
     sizes = "[1024, 65536, 1048576, 4194304]"
     command = (
         "torchrun --nnodes=2 --nproc-per-node=1 --rdzv-backend=c10d --rdzv-endpoint=node-a:29400 --rdzv-id=link "
@@ -151,9 +150,10 @@ def test_alpha_and_beta_are_the_delay_and_the_rate_of_the_link(tmp_path):
     model = analysis.exchange_models(run.frame())["gloo", 2]
     how = "tc netem" if has_netem() else "a process that carries packets: this kernel has no netem"
     print(f"link: {how}; one byte there and back {round_trip_s * 1e3:.2f} ms; {model}")
-    assert round_trip_s == pytest.approx(2 * DELAY_S, rel=0.2)
-    assert model.alpha_s == pytest.approx(round_trip_s, rel=0.2)
-    assert model.beta_s_per_byte == pytest.approx(1 / BYTES_PER_S, rel=0.2)
+    found = [round_trip_s / (2 * DELAY_S), model.alpha_s / round_trip_s, model.beta_s_per_byte * BYTES_PER_S]
+    if busy > 30 and found != pytest.approx([1, 1, 1], rel=0.2):
+        pytest.skip(f"{busy:.0f} % of this machine were busy with something else, and found over set is {found}")
+    assert found == pytest.approx([1, 1, 1], rel=0.2)
 
 
 def test_hosts_are_gone_when_their_test_is_over_however_it_ends():
