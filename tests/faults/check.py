@@ -77,7 +77,8 @@ class Victim:
 
     def assert_nothing_left(self):
         until(lambda: not self.leftovers(), 20)
-        assert self.leftovers() == []
+        left = self.leftovers()
+        assert left == [], f"left behind: {left}"
 
     def kill(self):
         for process in self.processes():
