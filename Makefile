@@ -12,7 +12,7 @@ PIP_CONSTRAINTS := $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS))
 INSTALL = $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check $(PIP_CONSTRAINTS)
 
 .DEFAULT_GOAL := help
-.PHONY: help install report test stress lab lint clean
+.PHONY: help install report test stress faults lab lint clean
 
 help: ## this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -27,6 +27,9 @@ test: $(VENV)/installed-test lint ## lint, types and all tests
 
 stress: $(VENV)/installed-test ## messages through shared memory, 100,000 rounds for 2, 3, 5 and 8 ranks; some minutes
 	LABKIT_STRESS_ROUNDS=100000 $(BIN)/python -m pytest tests/parallel/test_shared_transport.py -k written
+
+faults: $(VENV)/installed-test ## every injected fault, two hundred kills, and a table of them (15 minutes)
+	LABKIT_FAULTS=all $(BIN)/python -m pytest tests/faults
 
 lint: $(VENV)/installed-test ## style and types only
 	$(BIN)/ruff check .

@@ -40,9 +40,6 @@ def main() -> None:
     except (ParameterError, RunFileError) as error:
         err.print(f"[bold red]error:[/] {_plain(error)}", soft_wrap=True)
         raise SystemExit(2) from None
-    except KeyboardInterrupt:
-        err.print("interrupted; what was measured is kept, and `labkit measure LAB --resume RUN` goes on from there")
-        raise SystemExit(130) from None
 
 
 @app.command("list")
@@ -167,9 +164,13 @@ def _all_studies() -> "Iterator[Study]":
 
 @contextmanager
 def _progress(lab: str) -> "Iterator[Callable[[Progress], None]]":
-    """A line in the terminal that says how far a lab is; nothing where there is no terminal."""
-    with err.status(f"{lab}: starting") as status:
-        yield lambda progress: status.update(f"{lab}: {progress.done} of {progress.total}  {_plain(progress.text)}")
+    """A line in the terminal that says how far a lab is, nothing where there is no terminal; what Ctrl-C leaves."""
+    try:
+        with err.status(f"{lab}: starting") as status:
+            yield lambda progress: status.update(f"{lab}: {progress.done} of {progress.total}  {_plain(progress.text)}")
+    except KeyboardInterrupt:  # here: typer would end without a word
+        err.print(f"interrupted; what was measured is kept: `labkit measure {lab} --resume RUN` goes on from there")
+        raise typer.Exit(130) from None
 
 
 def _print_output(line: str) -> None:

@@ -14,7 +14,7 @@ from IPython.display import HTML
 
 from labkit.lab.answers import Answer
 from labkit.lab.html import piece, piece_style
-from labkit.lab.measure import Progress
+from labkit.lab.measure import Progress, describe_hosts
 from labkit.lab.project import relative_to_project
 from labkit.lab.store import Run
 from labkit.lab.study import Study
@@ -22,9 +22,12 @@ from labkit.lab.units import format_bytes, format_seconds, formatter_of
 from labkit.machine import Machine
 
 
-def machine_card(machine: Machine, *, elsewhere: bool) -> HTML:
-    """What was measured on; says so when that is not the reader's machine."""
-    return HTML(piece("machine", style=piece_style(), rows=machine_rows(machine, elsewhere=elsewhere).items()))
+def machine_card(machine: Machine, *, elsewhere: bool, hosts: dict[str, list[int]] | None = None) -> HTML:
+    """What was measured on; says so when that is not the reader's machine, and when it was several hosts."""
+    rows = machine_rows(machine, elsewhere=elsewhere)
+    if hosts is not None and len(hosts) > 1:
+        rows["Hosts"] = f"{len(hosts)}, of which the first is described here: {describe_hosts(hosts)}"
+    return HTML(piece("machine", style=piece_style(), rows=rows.items()))
 
 
 def machine_rows(machine: Machine, *, elsewhere: bool) -> dict[str, str]:
@@ -119,7 +122,7 @@ def provenance(study: Study, run: Run) -> str:
 def provenance_rows(study: Study, run: Run) -> dict[str, str]:
     """The facts of the provenance card by their names."""
     path = relative_to_project(run.path)
-    return {
+    rows = {
         "Run": path,
         "Started": f"{run.header.started:%Y-%m-%d %H:%M:%S} UTC",
         "Measured by": run.header.command,
@@ -127,18 +130,23 @@ def provenance_rows(study: Study, run: Run) -> dict[str, str]:
         "Measure again": f"labkit report {study.name} --profile {run.header.profile}" + _changed(study, run),
         "Ranks": _ranks(run),
     }
+    if run.header.ranks_by_host is not None:
+        rows["Hosts"] = describe_hosts(run.header.ranks_by_host)
+    return rows
 
 
 def _changed(study: Study, run: Run) -> str:
     """The --set options that lead from the profile to the config of the run."""
-    profile = study.profiles[run.header.profile].model_dump(mode="json")
+    known = study.profiles.get(run.header.profile)  # a run may be of a version with other ones
+    profile = known.model_dump(mode="json") if known else {}
     changed = {name: value for name, value in run.header.config.items() if profile.get(name) != value}
     return "".join(f" --set {shlex.quote(f'{name}={json.dumps(value)}')}" for name, value in changed.items())
 
 
 def _ranks(run: Run) -> str:
     """How the ranks ran, as they reported it: start method, scheduling policy, threads."""
-    facts = [fact for fact in run.facts().values() if fact]
+    needed = {"world_size", "backend", "start_method", "scheduling", "threads"}  # known once ranks are ready
+    facts = [fact for fact in run.facts().values() if needed <= fact.keys() and isinstance(fact["world_size"], int)]
     described = {
         f"{fact['world_size']} ranks: {fact['backend'] or 'no process group'}, {fact['start_method']}, "
         f"scheduling {fact['scheduling']}, {fact['threads']} threads each"

@@ -18,7 +18,7 @@ from labkit.lab.project import runs_directory
 from labkit.lab.store import Run, RunFileError, RunHeader, RunWriter
 from labkit.lab.study import Study
 from labkit.machine import describe_machine
-from labkit.parallel.joined import agree, is_joined, joined_rank
+from labkit.parallel.joined import agree, is_joined, joined_rank, ranks_by_host
 from labkit.parallel.launch import PointEnd, Row, launch
 
 
@@ -60,6 +60,7 @@ def measure(
         command=_command(),
         started=datetime.now(UTC),
         planned={point.id: point.describe() for point in points},
+        ranks_by_host=ranks_by_host(),
     )
     if len(header.planned) != len(points):
         raise ValueError(f"{study.name}: the plan names a point twice")
@@ -125,6 +126,19 @@ def _command() -> str:
     return shlex.join(["labkit", *sys.argv[1:]] if is_labkit else [program])
 
 
+def describe_hosts(hosts: dict[str, list[int]] | None) -> str:
+    """The layout of a run's ranks in words."""
+    if hosts is None:
+        return "ranks started on one machine"
+    return "; ".join(f"rank{'s' if len(ranks) > 1 else ''} {_span(ranks)} on {host}" for host, ranks in hosts.items())
+
+
+def _span(ranks: list[int]) -> str:
+    """0–7, or the ranks one by one where they are not neighbors."""
+    neighbors = len(ranks) > 2 and ranks == list(range(ranks[0], ranks[-1] + 1))
+    return f"{ranks[0]}–{ranks[-1]}" if neighbors else ", ".join(map(str, ranks))
+
+
 def _replan(study: Study, run: Run) -> list[Point]:
     """The points of a run, planned again from its config; they must be the ones in its header."""
     header = run.header
@@ -134,6 +148,9 @@ def _replan(study: Study, run: Run) -> list[Point]:
     if (header.machine.host, header.machine.label) != (here.host, here.label):
         there = f"{header.machine.label} ({header.machine.host})"
         raise RunFileError(f"{run.path}: measured on {there}, and numbers of two machines do not mix")
+    if header.ranks_by_host != ranks_by_host():
+        there = describe_hosts(header.ranks_by_host)
+        raise RunFileError(f"{run.path}: measured by {there}, and numbers of two layouts of ranks do not mix")
     config = resolve_config(study.name, study.profiles, header.profile, header.config)
     points = list(study.points(config, header.machine))
     if {point.id: point.describe() for point in points} != header.planned:

@@ -152,7 +152,8 @@ class Lab:
         """Show what is measured on."""
         if self.parameters.run is not None and self._run is None:
             self._run = self._load(self.parameters.run)
-        display(cards.machine_card(self.machine, elsewhere=self._is_of_another_machine()))
+        hosts = self._run.header.ranks_by_host if self._run else None
+        display(cards.machine_card(self.machine, elsewhere=self._is_of_another_machine(), hosts=hosts))
 
     def measure(self) -> pd.DataFrame:
         """Measure, or read the run that the parameter `run` names; show the coverage; return the frame.

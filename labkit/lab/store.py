@@ -13,6 +13,7 @@ import fcntl
 import json
 import os
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ import pandas as pd
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from labkit.lab.point import Point
+from labkit.lab.records import check_record
 from labkit.machine import Machine
 
 SCHEMA = 1
@@ -48,6 +50,8 @@ class RunHeader(BaseModel):
     started: datetime
     planned: dict[str, dict[str, Any]]
     """Points by id, in the order in which they are measured."""
+    ranks_by_host: dict[str, list[int]] | None = None
+    """Which ranks of a torchrun job share a host; None: ranks were started, all on the machine."""
 
 
 class Run:
@@ -69,9 +73,10 @@ class Run:
         ends: dict[str, Record] = {}
         for number, record in enumerate(records, start=2):
             try:
-                _collect(record, rows, ends)
-            except (KeyError, TypeError) as error:
+                check_record(record, header.planned)
+            except ValueError as error:
                 raise RunFileError(f"{path}, line {number}: not a record of a run ({error})") from None
+            _collect(record, rows, ends)
         ended_rows = [row for point, of_point in rows.items() if point in ends for row in of_point]
         return cls(path, header, ended_rows, ends)
 
@@ -132,7 +137,8 @@ class RunWriter:
     @classmethod
     def create(cls, directory: Path, header: RunHeader) -> "RunWriter":
         """A new file `<utc-time>-<machine>-<profile>.jsonl` in `directory`; a taken name gets a number."""
-        directory.mkdir(parents=True, exist_ok=True)
+        with _failing_by_name(directory):
+            directory.mkdir(parents=True, exist_ok=True)
         stem = f"{header.started:%Y%m%dT%H%M%SZ}-{header.machine.slug}-{header.profile}"
         for attempt in range(1, 1000):
             path = directory / (f"{stem}.jsonl" if attempt == 1 else f"{stem}-{attempt}.jsonl")
@@ -140,6 +146,8 @@ class RunWriter:
                 descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_APPEND, 0o644)
             except FileExistsError:
                 continue
+            except OSError as error:
+                raise _cannot_be_written(path, error) from error
             writer = cls(path, descriptor)
             writer._lock()
             writer._append(header.model_dump(mode="json"))
@@ -150,7 +158,8 @@ class RunWriter:
     @classmethod
     def resume(cls, path: Path, command: str) -> "RunWriter":
         """Take up a run again; a torn last line is dropped. RunFileError if somebody else is writing it."""
-        writer = cls(path, os.open(path, os.O_RDWR | os.O_APPEND))
+        with _failing_by_name(path):
+            writer = cls(path, os.open(path, os.O_RDWR | os.O_APPEND))
         try:
             writer._lock()
         except BlockingIOError:
@@ -182,7 +191,8 @@ class RunWriter:
 
     def sync(self) -> None:
         """Onto the disk itself, so that not even a power cut loses it."""
-        os.fsync(self._descriptor)
+        with _failing_by_name(self.path):
+            os.fsync(self._descriptor)
 
     def close(self) -> None:
         if self._descriptor >= 0:
@@ -200,8 +210,22 @@ class RunWriter:
 
     def _append(self, record: Record) -> None:
         line = json.dumps(record, separators=(",", ":")).encode() + b"\n"
-        while line:  # a write may be partial when the disk is nearly full; the next one raises
-            line = line[os.write(self._descriptor, line) :]
+        with _failing_by_name(self.path):
+            while line:  # a write may be partial when the disk is nearly full; the next one raises
+                line = line[os.write(self._descriptor, line) :]
+
+
+@contextmanager
+def _failing_by_name(path: Path) -> Iterator[None]:
+    """Turn what the system says of a disk into an error that names the file."""
+    try:
+        yield
+    except OSError as error:
+        raise _cannot_be_written(path, error) from error
+
+
+def _cannot_be_written(path: Path, error: OSError) -> RunFileError:
+    return RunFileError(f"{path}: cannot be written ({error.strerror}); what was written before is kept")
 
 
 def find_run(directories: Iterable[Path], text: str) -> Path:
@@ -229,7 +253,7 @@ def _read_records(path: Path) -> Iterator[Record]:
             record = json.loads(line)
             if not isinstance(record, dict):
                 raise ValueError("not an object")
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise RunFileError(f"{path}, line {number}: not a line of a run ({error})") from None
         yield record
 

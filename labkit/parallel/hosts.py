@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import socket
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -25,3 +26,18 @@ def host_identity() -> str:
         if namespace.exists():
             parts.append(str(namespace.stat().st_ino))
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def label_hosts(ranks: Sequence[tuple[str, str]]) -> dict[str, list[int]]:
+    """Ranks by host, hosts in the order of their first rank, from (host name, `host_identity`) by rank.
+
+    A name that several hosts have (containers, network namespaces) gets the beginning of the identity.
+    """
+    hosts: dict[tuple[str, str], list[int]] = {}
+    for rank, host in enumerate(ranks):
+        hosts.setdefault(host, []).append(rank)
+    names = [name for name, _ in hosts]
+    return {
+        name if names.count(name) == 1 else f"{name}-{identity[:4]}": of_host
+        for (name, identity), of_host in hosts.items()
+    }

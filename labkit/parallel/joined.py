@@ -19,6 +19,7 @@ import atexit
 import faulthandler
 import json
 import os
+import platform
 import time
 from collections.abc import Generator, Mapping, Sequence
 from datetime import timedelta
@@ -27,6 +28,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from labkit.parallel.hosts import host_identity, label_hosts
+from labkit.parallel.interface import choose_gloo_interface
 from labkit.parallel.outcome import PointEnd, RankFailure, Report, Row, end_point, first_cause
 from labkit.parallel.rank import (
     MARGIN_S,
@@ -66,6 +69,27 @@ def agree(value: Any) -> Any:
     if rank == 0:
         store.set(key, json.dumps(value))
     return json.loads(store.get(key))
+
+
+def ranks_by_host() -> dict[str, list[int]] | None:
+    """The ranks of the job that share a host, by a name of that host, on every rank of the job; None without a job.
+
+    A host is named by its host name; hosts of one name get a few hex digits to tell them apart. Every rank calls this
+    equally often; needs no process group.
+    """
+    if not is_joined():
+        return None
+    patience = timedelta(seconds=START_TIMEOUT_S)
+    store, rank, world_size = next(dist.rendezvous("env://", timeout=patience))  # type: ignore[attr-defined]
+    store.set(f"labkit/host of rank {rank}", json.dumps([platform.node(), host_identity()]))
+    told = [json.loads(store.get(f"labkit/host of rank {other}")) for other in range(world_size)]
+    return label_hosts([(str(name), str(identity)) for name, identity in told])
+
+
+def ranks_here(world_size: int) -> int:
+    """Of `world_size` ranks, how many are or would be on this machine: all, unless a job of that size spans several."""
+    is_job = is_joined() and int(os.environ["WORLD_SIZE"]) == world_size
+    return ranks_on_this_node() if is_job else world_size
 
 
 def ranks_on_this_node() -> int:
@@ -179,6 +203,7 @@ def _make_group(backend: str, timeout_s: float) -> None:
     _leave()  # only now: rank 0 may be the one that serves the store, and keeps it while somebody uses it
     if backend == "nccl":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank)))
+    choose_gloo_interface(store, rank, world_size)
     own_keys = dist.PrefixStore(f"labkit/group {number}", store)  # type: ignore[attr-defined]
     timeout = timedelta(seconds=timeout_s)
     dist.init_process_group(backend, store=own_keys, rank=rank, world_size=world_size, timeout=timeout)

@@ -30,6 +30,7 @@ import torch.distributed as dist
 
 from labkit.machine import available_cores
 from labkit.parallel import joined
+from labkit.parallel.interface import GLOO_INTERFACE, LOOPBACK
 from labkit.parallel.outcome import PointEnd, RankError, RankFailure, Row
 from labkit.parallel.rank import GroupPlan, Worker, call_once
 from labkit.parallel.rank_group import RankGroup, StartError
@@ -212,11 +213,10 @@ def _rank_environment(environment: Mapping[str, str]) -> dict[str, str]:
     if not all(isinstance(text, str) for item in environment.items() for text in item):
         raise ValueError(f"environment: expected names and values to be strings, got {environment!r:.80}")
     # A cluster's own choice of interface gives way: these ranks are all on one machine.
-    loopback = "lo0" if sys.platform == "darwin" else "lo"
     return {
         **os.environ,
-        "GLOO_SOCKET_IFNAME": loopback,
-        "NCCL_SOCKET_IFNAME": loopback,
+        GLOO_INTERFACE: LOOPBACK,
+        "NCCL_SOCKET_IFNAME": LOOPBACK,
         **environment,
     }
 

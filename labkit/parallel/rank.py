@@ -74,7 +74,7 @@ def stacks_path(directory: Path, rank: int) -> Path:
 
 def main(plan: GroupPlan, rank: int, directory: Path, parent: connection.Connection[Any, Any]) -> None:
     """The life of one rank, from its first instruction to its last."""
-    _die_with_parent(directory)
+    watcher = _die_with_parent(directory)
     _redirect_output(directory, rank)
     os.environ.clear()
     os.environ.update(plan.environment)
@@ -93,6 +93,8 @@ def main(plan: GroupPlan, rank: int, directory: Path, parent: connection.Connect
         with contextlib.suppress(EOFError, OSError):  # the parent may have closed its end, and want no answer
             _send(parent, "failed", **described(error))
             parent.recv()  # until killed
+        # The pipe has ended, and so the parent: leaving now would stop the watcher in the middle of its cleaning.
+        watcher.join(MARGIN_S)
 
 
 def rows_of(worker: Worker, point: Any) -> Iterator[dict[str, Any]]:
@@ -157,7 +159,7 @@ def call_once(function: Callable[..., Any], arguments: tuple[Any, ...], _point: 
     return [{"result": function(*arguments)}]
 
 
-def _die_with_parent(directory: Path) -> None:
+def _die_with_parent(directory: Path) -> threading.Thread:
     """Leave nothing behind when the parent goes, however it goes and whatever this rank is doing.
 
     * Interrupts belong to the parent, which then kills its ranks.
@@ -175,7 +177,9 @@ def _die_with_parent(directory: Path) -> None:
         os.close(alive)
     socket = Path(getattr(server, "_forkserver_address", None) or directory / "no-server")
     arguments = (directory, socket)
-    threading.Thread(target=_outlive_parent, args=arguments, name="labkit-watch-parent", daemon=True).start()
+    watcher = threading.Thread(target=_outlive_parent, args=arguments, name="labkit-watch-parent", daemon=True)
+    watcher.start()
+    return watcher
 
 
 def _outlive_parent(directory: Path, server_socket: Path) -> None:

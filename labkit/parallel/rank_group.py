@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import re
+import secrets
 import shutil
 import signal
 import tempfile
@@ -19,6 +20,7 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
+from labkit.parallel.janitor import Janitor
 from labkit.parallel.outcome import (
     FailureKind,
     PointEnd,
@@ -94,6 +96,7 @@ class RankGroup:
         self._on_output = on_output
         self._ranks: list[RankProcess] = []
         self._directory: Path | None = None
+        self._janitor: Janitor | None = None
 
     def start(self) -> None:
         """Start the ranks and wait until their process group is made; StartError with the cause otherwise."""
@@ -146,25 +149,40 @@ class RankGroup:
         self.close()
 
     def close(self) -> None:
-        """Kill what runs, remove the directory, forward the last output. Safe to repeat."""
+        """Kill what runs, remove the directory, forward the last output. Safe to repeat.
+
+        In this order: a parent that is killed meanwhile (Jupyter interrupts a kernel and kills it at once) has ranks
+        that remove the directory as long as it is there.
+        """
+        for rank in self._ranks:
+            rank.stop()
+        output = self._new_output(whole_lines=False)
+        self._remove_directory()
         for rank in self._ranks:
             rank.kill()
         for rank in self._ranks:
             rank.release()
-        output = self._new_output(whole_lines=False)
-        if self._directory is not None:
-            shutil.rmtree(self._directory, ignore_errors=True)
-        self._ranks, self._directory = [], None
+        self._remove_directory()  # what a rank that was about to be stopped has made
+        if self._janitor is not None:
+            self._janitor.dismiss()
+        self._ranks, self._directory, self._janitor = [], None, None
         atexit.unregister(self.close)
         self._forward(output)
+
+    def _remove_directory(self) -> None:
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
 
     def _start_processes(self) -> None:
         # A generator that nobody finished would otherwise keep the interpreter from ending: multiprocessing
         # joins its children at exit, and these wait for their next point. Registered later, this runs before.
         atexit.register(self.close)
+        directory = Path(tempfile.gettempdir()) / f"labkit-{secrets.token_hex(8)}"
+        self._janitor = Janitor(directory)
+        directory.mkdir(mode=0o700)
+        self._directory = directory
         context = start_context()
         self.facts["start_method"] = context.get_start_method()
-        self._directory = Path(tempfile.mkdtemp(prefix="labkit-"))
         for number in range(self._plan.world_size):
             rank = RankProcess.prepared(context, self._plan, number, self._directory)
             self._ranks.append(rank)

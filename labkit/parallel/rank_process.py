@@ -93,6 +93,12 @@ class RankProcess:
         """The stacks it has written so far."""
         return self.stacks_path.read_text(errors="replace") if self.stacks_path.exists() else ""
 
+    def stop(self) -> None:
+        """Let it write nothing more. Should the parent die now, the kernel continues it, and it cleans up."""
+        if (pid := self._pid()) is not None:
+            with contextlib.suppress(OSError):  # not a process group yet, or all of it is gone
+                os.killpg(pid, signal.SIGSTOP)
+
     def kill(self) -> None:
         """End the rank and what its worker has started, by SIGKILL: blocked or stopped, it heeds nothing less."""
         pid = self._pid()

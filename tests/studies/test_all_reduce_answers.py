@@ -5,7 +5,7 @@ import pandas as pd
 import pytest
 
 from labkit.costs.communication import ALL_REDUCE_COSTS, AlphaBeta, MessageCost
-from labkit.studies.all_reduce import analysis
+from labkit.studies.all_reduce import analysis, links
 from labkit.studies.all_reduce.study import STUDY
 
 KIB, MIB = 2**10, 2**20
@@ -245,3 +245,45 @@ def test_transports_without_shared_memory_give_the_reason():
     assert "Not measured: shared (the ranks are on several hosts)." in answer.text
     assert answer.recommendation is None
     assert _answers(_frame(routes={}))["transports"].verdict == "not measured"
+
+
+def _with_links(frame, models):
+    """Pairs of ranks as a run across hosts has them: two rows a repeat, one a rank of the pair."""
+    rows = []
+    for link, model in models.items():
+        for n_bytes in SIZES:
+            base = {"sweep": "exchange", "algorithm": link, "world_size": 4, "n_bytes": n_bytes, "backend": "gloo"}
+            base |= {"scheduling": "batch", "gate": "ok", "seconds": model.predict_s(MessageCost(1, n_bytes))}
+            rows += [base | {"rank": rank, "repeat": repeat} for repeat in range(6) for rank in (0, 1)]
+    return pd.concat([frame, pd.DataFrame(rows)], ignore_index=True)
+
+
+def test_links_within_and_between_hosts_are_told_apart_and_leave_the_prediction_alone():
+    models = {links.WITHIN: AlphaBeta(1e-4, 5e-10), links.BETWEEN: AlphaBeta(2e-3, 8e-9)}
+    frame = _with_links(_frame(), models)
+    for link, expected in models.items():
+        found = analysis.link_models(frame)[link]["gloo", 4]
+        assert found.alpha_s == pytest.approx(expected.alpha_s)
+        assert found.beta_s_per_byte == pytest.approx(expected.beta_s_per_byte)
+    assert analysis.exchange_models(frame) == analysis.exchange_models(_frame())
+    (told,) = [a.text for a in STUDY.answers(frame, pd.DataFrame()) if a.question.id == "alpha_beta"]
+    assert "gloo, 4 ranks, one pair between hosts: 2 ms a message and 125 MB/s each way." in told
+    assert "gloo, 4 ranks, one pair within a host: 100 µs a message and 2 GB/s each way." in told
+
+
+def test_on_one_host_there_are_no_links_to_tell_apart():
+    assert analysis.link_models(_frame()) == {}
+    assert links.pairs_to_measure(["a"] * 4) == {}
+
+
+@pytest.mark.parametrize(
+    ("hosts", "pairs"),
+    [
+        ("ab", {links.BETWEEN: (0, 1)}),
+        ("abab", {links.WITHIN: (0, 2), links.BETWEEN: (0, 1)}),
+        ("aabb", {links.WITHIN: (0, 1), links.BETWEEN: (0, 2)}),
+        ("abbc", {links.WITHIN: (1, 2), links.BETWEEN: (0, 1)}),
+    ],
+)
+def test_a_pair_is_found_for_each_kind_of_link(hosts, pairs):
+    assert links.pairs_to_measure(hosts) == pairs

@@ -18,6 +18,7 @@ from labkit.costs.communication import (
     fit_alpha_beta,
 )
 from labkit.lab.project import reference_directory
+from labkit.studies.all_reduce.links import BETWEEN, WITHIN
 from labkit.studies.all_reduce.transports import TORCH
 from labkit.studies.all_reduce.worker import OWN
 
@@ -66,11 +67,27 @@ def batch_against_default(frame: pd.DataFrame) -> pd.DataFrame:
 
 def exchange_models(frame: pd.DataFrame) -> dict[tuple[str, int], AlphaBeta]:
     """Alpha and beta from single exchange steps, measured before any all-reduce, by (backend, world size)."""
+    table = times(frame, "exchange")
+    return _fit_steps(table[table["algorithm"] == "exchange"])
+
+
+def link_models(frame: pd.DataFrame) -> dict[str, dict[tuple[str, int], AlphaBeta]]:
+    """Alpha and beta of single pairs, within a host and between hosts, each by (backend, world size).
+
+    Empty where all ranks share a host. Beta is seconds a byte while both ranks of the pair send: its inverse is the
+    bandwidth of the link in each direction.
+    """
+    table = times(frame, "exchange")
+    models = {link: _fit_steps(table[table["algorithm"] == link]) for link in (WITHIN, BETWEEN)}
+    return {link: by_world for link, by_world in models.items() if by_world}
+
+
+def _fit_steps(table: pd.DataFrame) -> dict[tuple[str, int], AlphaBeta]:
     return {
         (str(backend), int(world_size)): fit_alpha_beta(
             [MessageCost(1, n) for n in steps["n_bytes"]], steps["seconds"].tolist()
         )
-        for (backend, world_size), steps in times(frame, "exchange").groupby(["backend", "world_size"])
+        for (backend, world_size), steps in table.groupby(["backend", "world_size"])
         if len(steps) >= 2
     }
 

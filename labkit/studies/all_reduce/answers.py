@@ -8,7 +8,7 @@ from labkit.costs.communication import ALL_REDUCE_COSTS
 from labkit.lab.answers import Answer, Question, Verdict, answer_each
 from labkit.lab.evidence import ratios_text, shown, verdict_of, with_interval
 from labkit.lab.trends import trends_answer
-from labkit.lab.units import format_bytes, format_rate, join_words
+from labkit.lab.units import format_bytes, format_rate, format_seconds, join_words
 from labkit.studies.all_reduce import analysis, trends
 from labkit.studies.all_reduce.transport_tables import TRANSPORTS, transports
 from labkit.studies.all_reduce.transports import CHOSEN, TORCH
@@ -217,10 +217,21 @@ def alpha_beta(frame: pd.DataFrame) -> Answer | None:
         )
     else:
         sentences.append("Where one algorithm overtakes another, the measurements do not decide.")
+    sentences += _link_sentences(frame)
     verdict: Verdict = "measured"
     if decided:
         verdict = "yes" if held.get("holds", 0) == decided else "mixed" if held.get("holds", 0) else "no"
     return Answer(ALPHA_BETA, verdict, " ".join(sentences), figure="predicted")
+
+
+def _link_sentences(frame: pd.DataFrame) -> list[str]:
+    """What a link costs within a host and between hosts; nothing where all ranks share one."""
+    return [
+        f"{backend}, {world_size} ranks, one {link}: {format_seconds(model.alpha_s)} a message"
+        + (f" and {format_rate(1 / model.beta_s_per_byte)} each way." if model.beta_s_per_byte > 0 else ".")
+        for link, models in analysis.link_models(frame).items()
+        for (backend, world_size), model in models.items()
+    ]
 
 
 def scheduling(frame: pd.DataFrame) -> Answer | None:

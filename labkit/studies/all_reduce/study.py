@@ -11,6 +11,7 @@ from labkit.lab.config import LabConfig, Repeats, Seed, TimeoutSeconds, Warmup
 from labkit.lab.study import Study
 from labkit.lab.units import format_bytes
 from labkit.machine import Machine, available_memory_bytes
+from labkit.parallel.joined import ranks_here
 from labkit.studies.all_reduce import answers as answering
 from labkit.studies.all_reduce.transports import CHOSEN, FLOOR, ROUTES, TORCH, alternative
 from labkit.studies.all_reduce.worker import OWN, AllReducePoint, measure_point, torch_dtype
@@ -128,11 +129,11 @@ class AllReduceStudy(Study):
             return f"{format_bytes(total)} on all ranks, more than most_bytes, {format_bytes(point.most_bytes)}"
         if point.backend == "nccl":
             gpus = len(machine.gpus)
-            if point.world_size > gpus:
+            if ranks_here(point.world_size) > gpus:
                 return f"NCCL needs a GPU a rank, and there are {gpus} here"
             needed, available = COPIES * point.n_bytes, min(gpu.memory_bytes for gpu in machine.gpus)
         else:
-            needed = point.world_size * (RANK_BYTES + COPIES * point.n_bytes)
+            needed = ranks_here(point.world_size) * (RANK_BYTES + COPIES * point.n_bytes)
             available = available_memory_bytes()
         if needed > available:
             return f"needs {format_bytes(needed)}, {format_bytes(available)} available"

@@ -16,6 +16,7 @@ from labkit.lab.units import format_bytes
 from labkit.parallel.collectives import ALGORITHMS, all_reduce, release_scratch, scratch_bytes
 from labkit.parallel.transport import POINT_TO_POINT
 from labkit.studies.all_reduce.exact import gate, inputs, multiple, worst
+from labkit.studies.all_reduce.links import measure_links
 from labkit.studies.all_reduce.transports import CHOSEN, TORCH, measure_transports, torch_all_reduce
 
 OWN = (*ALGORITHMS, CHOSEN)
@@ -56,6 +57,8 @@ def measure_point(point: AllReducePoint) -> Iterator[dict[str, Any]]:
     base, own = inputs(point.n_elements, torch_dtype(point.dtype), _device(point), point.seed)
     if point.sweep == "exchange":
         yield _time_exchange(point, own)
+        links = measure_links(own, warmup=point.warmup, repeats=point.repeats, device=_device(point))
+        yield from (row | {"n_bytes": point.n_bytes} for row in links)
         return
     if point.sweep == "transports":
         yield from measure_transports(point.algorithms, base, own, warmup=point.warmup, repeats=point.repeats)

@@ -13,6 +13,7 @@ from labkit.lab.units import format_bytes
 from labkit.machine import Machine, available_memory_bytes
 from labkit.nn.workloads import workload_parameters
 from labkit.parallel.data_parallel.implementations import IMPLEMENTATIONS, OVER_SHARED_MEMORY, TORCH
+from labkit.parallel.joined import ranks_here
 from labkit.studies.data_parallel import answers as answering
 from labkit.studies.data_parallel.worker import LOCAL, DataParallelPoint, measure_point
 
@@ -116,10 +117,10 @@ class DataParallelStudy(Study):
         if reason := machine.why_no_device(point.device):
             return reason
         copies = COPIES * _copies(point)
-        needed = point.world_size * (RANK_BYTES + copies * 4 * workload_parameters(point.workload))
+        needed = ranks_here(point.world_size) * (RANK_BYTES + copies * 4 * workload_parameters(point.workload))
         available = available_memory_bytes()
         if point.device == "cuda":
-            available = sum(gpu.memory_bytes for gpu in machine.gpus[: point.world_size])
+            available = sum(gpu.memory_bytes for gpu in machine.gpus[: ranks_here(point.world_size)])
         if needed > available:
             return f"{_copies(point)} copies need {format_bytes(needed)}, {format_bytes(available)} available"
         return None
@@ -173,7 +174,7 @@ def _point(
     device = machine.device(config.device)
     return DataParallelPoint(
         world_size=world_size,
-        backend=machine.backend(device, world_size),
+        backend=machine.backend(device, ranks_here(world_size)),
         sweep=sweep,
         workload=workload,
         alternatives=alternatives,

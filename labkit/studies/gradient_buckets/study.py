@@ -14,6 +14,7 @@ from labkit.lab.units import format_bytes
 from labkit.machine import Machine, available_memory_bytes
 from labkit.nn.transformer import shape_named
 from labkit.nn.workloads import workload_parameters
+from labkit.parallel.joined import ranks_here
 from labkit.studies.gradient_buckets import answers as answering
 from labkit.studies.gradient_buckets.worker import PROBE, STEPS, BucketsPoint, measure_point
 
@@ -115,10 +116,10 @@ class GradientBucketsStudy(Study):
     def skip_reason(self, point: BucketsPoint, machine: Machine) -> str | None:
         if reason := machine.why_no_device(point.device):
             return reason
-        needed = point.world_size * (RANK_BYTES + _rank_bytes(point))
+        needed = ranks_here(point.world_size) * (RANK_BYTES + _rank_bytes(point))
         available = available_memory_bytes()
         if point.device == "cuda":
-            available = sum(gpu.memory_bytes for gpu in machine.gpus[: point.world_size])
+            available = sum(gpu.memory_bytes for gpu in machine.gpus[: ranks_here(point.world_size)])
         if needed > available:
             return f"needs {format_bytes(needed)}, {format_bytes(available)} available"
         return None
@@ -155,7 +156,7 @@ def _point(config: BucketsConfig, machine: Machine, world_size: int, sweep: str,
         "seed": config.seed,
         "timeout_s": config.timeout_s,
     }
-    backend = machine.backend(device, world_size)
+    backend = machine.backend(device, ranks_here(world_size))
     return BucketsPoint(world_size=world_size, backend=backend, sweep=sweep, **(fields | others))
 
 

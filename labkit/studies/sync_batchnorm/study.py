@@ -11,6 +11,7 @@ from labkit.lab.config import Count, Device, LabConfig, Repeats, Seed, TimeoutSe
 from labkit.lab.study import Study
 from labkit.lab.units import format_bytes
 from labkit.machine import Machine, available_memory_bytes
+from labkit.parallel.joined import ranks_here
 from labkit.studies.sync_batchnorm import answers as answering
 from labkit.studies.sync_batchnorm.alternatives import ALTERNATIVES
 from labkit.studies.sync_batchnorm.worker import LAYER, PROBE, SyncBatchNormPoint, measure_point
@@ -96,10 +97,10 @@ class SyncBatchNormStudy(Study):
             return reason
         if point.batch is not None and point.batch < 2 * point.world_size:
             return "plain BatchNorm needs two rows a rank, and there are fewer"
-        needed = point.world_size * (RANK_BYTES + _rank_bytes(point))
+        needed = ranks_here(point.world_size) * (RANK_BYTES + _rank_bytes(point))
         available = available_memory_bytes()
         if point.device == "cuda":
-            available = sum(gpu.memory_bytes for gpu in machine.gpus[: point.world_size])
+            available = sum(gpu.memory_bytes for gpu in machine.gpus[: ranks_here(point.world_size)])
         if needed > available:
             return f"needs {format_bytes(needed)}, {format_bytes(available)} available"
         return None
@@ -124,7 +125,7 @@ def _point(
     device = machine.device(config.device)
     return SyncBatchNormPoint(
         world_size=world_size,
-        backend=machine.backend(device, world_size),
+        backend=machine.backend(device, ranks_here(world_size)),
         sweep=sweep,
         device=device,
         calls=config.calls,

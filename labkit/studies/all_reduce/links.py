@@ -1,0 +1,65 @@
+"""What a link carries within a host and between hosts: exchanges of one pair of ranks each.
+
+On one host there is nothing to tell apart, and nothing is measured.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from labkit.bench.clock import time_interleaved
+from labkit.parallel.hosts import host_identity
+from labkit.studies.all_reduce.exact import multiple, worst
+
+WITHIN, BETWEEN = "pair within a host", "pair between hosts"
+
+
+def pairs_to_measure(hosts: Sequence[str]) -> dict[str, tuple[int, int]]:
+    """A pair of ranks for each kind of link there is, from each rank's host; none on a single host."""
+    ranks: dict[str, list[int]] = {}
+    for rank, host in enumerate(hosts):
+        ranks.setdefault(host, []).append(rank)
+    if len(ranks) < 2:
+        return {}
+    first, second, *_ = ranks.values()
+    shared = next((of_host for of_host in ranks.values() if len(of_host) > 1), None)
+    within = {WITHIN: (shared[0], shared[1])} if shared else {}
+    return within | {BETWEEN: (first[0], second[0])}
+
+
+def measure_links(own: torch.Tensor, *, warmup: int, repeats: int, device: str) -> list[dict[str, Any]]:
+    """One row a pair that this rank belongs to: the seconds in which both ranks send each other their tensor."""
+    hosts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(hosts, host_identity())
+    pairs = pairs_to_measure(hosts)
+    if not pairs:
+        return []
+    rank, received = dist.get_rank(), torch.empty_like(own)
+
+    def exchange(pair: tuple[int, int]) -> None:
+        if rank not in pair:
+            return
+        peer = pair[1 - pair.index(rank)]
+        operations = [dist.P2POp(dist.irecv, received, peer), dist.P2POp(dist.isend, own, peer)]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+
+    gates = {}
+    for name, pair in pairs.items():
+        exchange(pair)
+        wrong = rank in pair and not torch.equal(received, _tensor_of(pair[1 - pair.index(rank)], rank, own))
+        gates[name] = "wrong: the other rank's tensor did not arrive" if worst(math.inf if wrong else 0.0) else "ok"
+    right = {name: pair for name, pair in pairs.items() if gates[name] == "ok"}
+    samples = {}
+    if right:
+        actions = {name: lambda pair=pair: exchange(pair) for name, pair in right.items()}
+        samples = time_interleaved(actions, warmup=warmup, repeats=repeats, device=device, before=dist.barrier)
+    rows = [{"algorithm": name, "gate": gates[name]} for name, pair in pairs.items() if rank in pair]
+    return [row | ({"seconds": samples[row["algorithm"]]} if row["gate"] == "ok" else {}) for row in rows]
+
+
+def _tensor_of(peer: int, rank: int, own: torch.Tensor) -> torch.Tensor:
+    return own * (multiple(peer) / multiple(rank))  # powers of two: exact

@@ -1,0 +1,102 @@
+"""Running a victim, and what must hold when it is over: nothing measured is lost, nothing is left over."""
+
+import os
+import subprocess
+import sys
+import time
+import uuid
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+from labkit.lab.project import project_root
+from labkit.lab.store import Run
+
+MARK = "LABKIT_TEST_MARK"
+OUTCOMES = []
+"""(case, moment, outcome) of this session, for the table at its end."""
+
+
+class Victim:
+    """One measurement of the lab `faulty`, with all that descends from it."""
+
+    def __init__(self, folder, **variables):
+        self.folder = Path(folder)
+        self.temporary = self.folder / "tmp"
+        self.temporary.mkdir(parents=True, exist_ok=True)
+        self.mark = uuid.uuid4().hex
+        self.shared_before = set(Path("/dev/shm").iterdir())
+        self.environment = os.environ | {MARK: self.mark, "TMPDIR": str(self.temporary)} | variables
+        self.process = None
+
+    def start(self, *arguments, prefix=()):
+        command = [
+            *prefix,
+            sys.executable,
+            "-m",
+            "tests.faults.victim",
+            str(self.folder),
+            "measure",
+            "faulty",
+            *arguments,
+        ]
+        self.process = subprocess.Popen(
+            command,
+            env=self.environment,
+            cwd=project_root(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        return self
+
+    def finish(self, timeout_s=120):
+        """Exit status, and what it said on stdout and stderr."""
+        out, err = self.process.communicate(timeout=timeout_s)
+        return self.process.returncode, out + err
+
+    def wait_for(self, file, timeout_s=60):
+        until(lambda: (self.folder / file).exists() or self.process.poll() is not None, timeout_s)
+        assert (self.folder / file).exists(), self.finish()
+
+    def processes(self):
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                if process.environ().get(MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE:
+                    yield process
+
+    def runs(self):
+        return [Run.load(path) for path in sorted((self.folder / "runs" / "faulty").glob("*.jsonl"))]
+
+    def leftovers(self):
+        shared = set(Path("/dev/shm").iterdir()) - self.shared_before
+        processes = [f"{process.pid} {process.name()}" for process in self.processes()]
+        return [*processes, *map(str, self.temporary.iterdir()), *map(str, shared)]
+
+    def assert_nothing_left(self):
+        until(lambda: not self.leftovers(), 20)
+        left = self.leftovers()
+        assert left == [], f"left behind: {left}"
+
+    def kill(self):
+        for process in self.processes():
+            with suppress(psutil.Error):
+                process.kill()
+        if self.process is not None:
+            self.process.communicate()
+
+
+def until(condition, timeout_s):
+    end = time.monotonic() + timeout_s
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.02)
+
+
+def settings(**values):
+    return [word for name, value in values.items() for word in ("--set", f"{name}={value}")]
+
+
+def note(case, moment, outcome):
+    OUTCOMES.append((case, moment, outcome))

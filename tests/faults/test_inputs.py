@@ -1,0 +1,222 @@
+"""What a reader may hand to labkit: parameters, runs, notebooks. A clear error, or pages in which text stays text."""
+
+import json
+import math
+import re
+from datetime import UTC, datetime
+
+import nbformat
+import pytest
+
+from labkit.lab import cards
+from labkit.lab.config import ParameterError, resolve_config
+from labkit.lab.execute import notebook_parameters
+from labkit.lab.export import export_page
+from labkit.lab.notebook import check_parameters
+from labkit.lab.store import Run, RunFileError, RunHeader, RunWriter
+from labkit.machine import describe_machine
+from labkit.studies import LABS, load_study
+from tests.faults.check import note
+from tests.faults.worker import FaultyPoint
+
+HTML = "<script>alert('labkit')</script>"
+WRONG = [HTML, "", "1", -1, 0, 1.5, True, 10**30, -(10**30), math.nan, math.inf, 1e308, [], {}, [[]], [None], {"a": 1}]
+WRONG += [[value] for value in (HTML, "", -1, 0, 1.5, True, 10**30, math.nan, math.inf, -1e308)]
+
+
+def refusal(lab, study, parameters):
+    """What is said of parameters that are refused, or None and the config."""
+    try:
+        return None, resolve_config(lab, study.profiles, "smoke", parameters)
+    except ParameterError as error:
+        return str(error), None
+
+
+@pytest.mark.parametrize("lab", LABS)
+def test_every_parameter_with_every_wrong_value_stops_by_name_or_is_planned(lab):
+    study, machine = load_study(lab), describe_machine()
+    refused = planned = 0
+    for name in type(study.profiles["smoke"]).model_fields:
+        for value in WRONG:
+            said, config = refusal(lab, study, {name: value})
+            if said is None:
+                points = study.points(config, machine)
+                assert all(point.describe() for point in points)
+                planned += 1
+            else:
+                assert f"'{name}'" in said
+                assert "\n" not in said
+                refused += 1
+    with pytest.raises(ParameterError, match="unknown parameter"):
+        resolve_config(lab, study.profiles, "smoke", {"no_such": 1})
+    with pytest.raises(ParameterError, match="unknown profile"):
+        resolve_config(lab, study.profiles, HTML, {})
+    for profile in ([], None, 7):
+        with pytest.raises(ParameterError, match="unknown profile"):
+            check_parameters(study, {"profile": profile})
+    assert refused > planned
+    note("parameters", lab, f"{refused} refused by name, {planned} planned")
+
+
+POINTS = [FaultyPoint(number=number) for number in range(3)]
+
+
+def write_run(directory, **changes):
+    fields = {
+        "lab": "all_reduce",
+        "profile": "smoke",
+        "config": {},
+        "machine": describe_machine(),
+        "command": "labkit measure all_reduce",
+        "started": datetime(2030, 1, 2, tzinfo=UTC),
+        "planned": {point.id: point.describe() for point in POINTS},
+    }
+    with RunWriter.create(directory, RunHeader(**(fields | changes))) as writer:
+        for point in POINTS:
+            writer.add_row(point, 0, {"value": [1.0, 2.0]})
+            writer.end_point(point, "ok", elapsed_s=1.0, facts={"world_size": 1})
+    return writer.path
+
+
+def read_all(path):
+    """Everything a page is made of, or a RunFileError that names the file."""
+    try:
+        run = Run.load(path)
+        assert run.frame() is not None
+        assert run.pending is not None
+        assert cards.coverage(run)
+        assert cards.provenance(load_study("all_reduce"), run)
+        assert cards.machine_card(run.header.machine, elsewhere=True, hosts=run.header.ranks_by_host)
+    except RunFileError as error:
+        if str(path) in str(error):
+            return False
+        raise
+    return True
+
+
+def test_a_run_torn_at_any_byte_is_read_up_to_there_or_refused_by_name(tmp_path):
+    path = write_run(tmp_path)
+    content = path.read_bytes()
+    torn = tmp_path / "torn.jsonl"
+    read = 0
+    for length in range(0, len(content), 7):
+        torn.write_bytes(content[:length])
+        read += read_all(torn)
+    assert read > 0
+    note(
+        "run files",
+        "torn at any byte",
+        f"{read} of {len(range(0, len(content), 7))} read up to there, the others refused",
+    )
+
+
+def _damaged(record, path, value):
+    *parents, last = path
+    for name in parents:
+        record = record[name]
+    record[last] = value
+
+
+def _places(record, path=()):
+    """Where something in a record may be damaged."""
+    for name, value in record.items():
+        yield (*path, name)
+        if isinstance(value, dict):
+            yield from _places(value, (*path, name))
+
+
+def test_a_run_with_any_value_of_any_record_damaged_is_read_or_refused_by_name(tmp_path):
+    lines = write_run(tmp_path).read_bytes().splitlines()
+    damaged = tmp_path / "damaged.jsonl"
+    read = refused = 0
+    for number, line in list(enumerate(lines))[:3]:
+        for place in _places(json.loads(line)):
+            for value in (None, HTML, -1, [], {}, {"a": {}}, math.nan, ["x"]):
+                record = json.loads(line)
+                _damaged(record, place, value)
+                damaged.write_bytes(
+                    b"\n".join([*lines[:number], json.dumps(record).encode(), *lines[number + 1 :], b""])
+                )
+                good = read_all(damaged)
+                read, refused = read + good, refused + (not good)
+    assert refused > 0
+    note("run files", "any value damaged", f"{read} read, {refused} refused by name")
+
+
+@pytest.mark.parametrize("line", [b"\x80\x04\x95", b"\xff" * 100, b"PK\x03\x04", b"[" * 100_000, b"{}", b'{"kind":[]}'])
+def test_a_foreign_line_is_refused_by_name(tmp_path, line):
+    path = write_run(tmp_path)
+    path.write_bytes(path.read_bytes() + line + b"\n")
+    assert not read_all(path)
+
+
+def test_text_of_a_run_stays_text_on_its_page(tmp_path):
+    study = load_study("all_reduce")
+    machine = describe_machine().model_copy(
+        update={"cpu": HTML, "host": HTML, "system": HTML, "python": HTML, "versions": {HTML: HTML}}
+    )
+    run_path = write_run(
+        tmp_path,
+        command=HTML,
+        machine=machine,
+        config={HTML: HTML, "dtype": HTML},
+        ranks_by_host={HTML: [0], HTML + "2": [1]},
+    )
+    with run_path.open("a") as file:
+        end = {"kind": "end", "point": POINTS[0].id, "status": "failed", "reason": HTML, "elapsed_s": 1.0, "facts": {}}
+        end["facts"] = dict.fromkeys(("backend", "start_method", "scheduling", "threads"), HTML) | {"world_size": 1}
+        file.write(json.dumps(end) + "\n")
+    run = Run.load(run_path)
+    shown = [
+        cards.machine_card(run.header.machine, elsewhere=True, hosts=run.header.ranks_by_host).data,
+        cards.provenance(study, run),
+        cards.coverage(run),
+        cards.table(run.coverage().assign(**{HTML: HTML}), HTML).data,
+    ]
+    for html in shown:
+        assert "<script" not in html
+        assert "&lt;script" in html
+
+
+def test_text_of_an_output_stays_text_on_the_page(tmp_path):
+    """What a cell prints and raises, a rank's output and traceback among it, and a figure's alternative text."""
+    cell = nbformat.v4.new_code_cell("1")
+    output = nbformat.v4.new_output
+    cell.outputs = [
+        output("stream", name="stdout", text=HTML),
+        output("stream", name="stderr", text=HTML),
+        output("error", ename="ValueError", evalue=HTML, traceback=[HTML]),
+        output("display_data", data={"text/plain": HTML}),
+        output("display_data", data={"image/png": "iVBORw0KGgo="}, metadata={"image/png": {"alt": f'"{HTML}'}}),
+    ]
+    source, page = tmp_path / "a.ipynb", tmp_path / "a.html"
+    nbformat.write(nbformat.v4.new_notebook(cells=[cell]), source)
+    export_page(source, page, title=HTML)
+    scripts = re.findall(r"<script[^>]*>\s*alert", page.read_text())
+    assert scripts == []
+    assert "&lt;script&gt;alert" in page.read_text()
+
+
+@pytest.mark.parametrize(
+    ("tags", "source"), [([], "profile = 'quick'"), (["parameters"], "profile = f()"), (["parameters"], "import os")]
+)
+def test_a_notebook_without_parameters_is_refused_by_name(tmp_path, tags, source):
+    cell = nbformat.v4.new_code_cell(source)
+    cell.metadata["tags"] = tags
+    path = tmp_path / "odd.ipynb"
+    nbformat.write(nbformat.v4.new_notebook(cells=[cell]), path)
+    with pytest.raises(ParameterError, match=r"odd\.ipynb"):
+        notebook_parameters(path)
+
+
+def test_nothing_is_unpickled_that_a_reader_could_have_been_handed():
+    """Pickles travel between processes of one launch; runs, parameters and archives are JSON."""
+    from labkit.lab.project import project_root
+
+    loads = re.compile(r"pickle\.loads?\(|torch\.load\(|read_pickle|allow_pickle=True|yaml\.load\(|\beval\(|\bexec\(")
+    found = {
+        path.relative_to(project_root()).as_posix()
+        for path in (project_root() / "labkit").rglob("*.py")
+        if loads.search(path.read_text())
+    }
+    assert found <= {"labkit/parallel/rank.py"}

@@ -1,0 +1,147 @@
+"""What may happen to a measuring process, its disk and its clock: all that was measured is kept, and can be resumed."""
+
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+
+import psutil
+import pytest
+
+from tests.faults.check import note, settings, until
+from tests.faults.worker import BEFORE, BETWEEN, INSIDE, WRITING
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
+QUICK = {(signal.SIGINT, BETWEEN), (signal.SIGKILL, WRITING)}
+
+
+def _cases():
+    for number in SIGNALS:
+        for moment in (BEFORE, INSIDE, BETWEEN, WRITING):
+            marks = [] if (number, moment) in QUICK else [pytest.mark.faults]
+            yield pytest.param(number, moment, marks=marks, id=f"{number.name}, {moment}")
+
+
+def ended_lines(path):
+    return [line for line in path.read_bytes().split(b"\n")[:-1] if json.loads(line)["kind"] == "end"]
+
+
+@pytest.mark.parametrize(("number", "moment"), list(_cases()))
+def test_a_signal_to_the_parent(victim, number, moment):
+    hit = victim(LABKIT_FAULT_PAUSE=moment)
+    if moment == INSIDE:
+        hit.start(*settings(action="SIGSTOP", moment=INSIDE, timeout_s=60.0))  # the others wait for it
+        until(lambda: any(p.status() == psutil.STATUS_STOPPED for p in hit.processes()), 60)
+    else:
+        hit.start()
+        hit.wait_for("paused")
+    hit.process.send_signal(number)
+    status, said = hit.finish(20)
+    assert status == (130 if number == signal.SIGINT else -number), said
+    assert number != signal.SIGINT or "--resume" in said
+    hit.assert_nothing_left()
+    (run,) = hit.runs()
+    kept = ended_lines(run.path)
+    assert len(kept) == {BEFORE: 0, INSIDE: 1, BETWEEN: 1, WRITING: 0}[moment]
+    lost = len(run.pending)
+    assert lost == 3 - len(kept)
+    if moment != INSIDE:  # there the point itself would stop again
+        status, said = hit.start("--resume", str(run.path)).finish()
+        assert status == 0, said
+        (run,) = hit.runs()
+        assert set(run.coverage()["status"]) == {"ok"}
+        assert ended_lines(run.path)[: len(kept)] == kept
+        hit.assert_nothing_left()
+    note(f"the parent: {number.name}", moment, f"{len(kept)} of 3 points kept, the rest pending, then resumed")
+
+
+def _small_disk(folder):
+    """A file system of one page for the runs, in a mount namespace of the victim's own."""
+    runs = folder / "runs" / "faulty"
+    return ["unshare", "-m", "sh", "-c", f'mkdir -p {runs} && mount -t tmpfs -o size=4k none {runs} && exec "$@"', "sh"]
+
+
+def _read_only(folder):
+    runs = folder / "runs"
+    return ["unshare", "-m", "sh", "-c", f'mkdir -p {runs} && mount -t tmpfs -o ro none {runs} && exec "$@"', "sh"]
+
+
+@pytest.mark.parametrize(("disk", "words"), [(_small_disk, "No space left"), (_read_only, "Read-only file system")])
+def test_a_disk_that_takes_nothing_more(victim, disk, words):
+    if os.geteuid() or not shutil.which("unshare") or subprocess.run(["unshare", "-m", "true"], check=False).returncode:
+        pytest.skip("a file system of its own needs the right to mount one")
+    hit = victim()
+    status, said = hit.start(*settings(moment=WRITING, action="writes much"), prefix=disk(hit.folder)).finish()
+    assert status == 2, said
+    assert words in said
+    assert "faulty" in said  # the place
+    assert "Traceback" not in said
+    hit.assert_nothing_left()
+    note("the disk", words, said.strip().splitlines()[-1])
+
+
+@pytest.mark.faults
+def test_a_file_that_may_not_grow_keeps_what_was_measured(victim):
+    hit = victim()
+    hit.start(*settings(moment=WRITING, action="writes much"))
+    until(lambda: any((hit.folder / "runs").rglob("*.jsonl")), 60)
+    resource.prlimit(hit.process.pid, resource.RLIMIT_FSIZE, (100_000, 100_000))
+    status, said = hit.finish()
+    assert status == 2, said
+    assert "File too large" in said
+    assert "Traceback" not in said
+    (run,) = hit.runs()  # whole, but for the torn line
+    assert run.coverage()["status"].tolist()[1:] == ["pending", "pending"]
+    hit.assert_nothing_left()
+    status, said = hit.start("--resume", str(run.path)).finish()
+    assert status == 0, said
+    assert set(hit.runs()[0].coverage()["status"]) == {"ok"}
+    note("the disk", "a file may not grow", f"{words_of(said)}")
+
+
+def words_of(said):
+    return said.strip().splitlines()[-1].split(";")[0]
+
+
+def test_two_measurements_of_one_lab_at_the_same_time(victim):
+    one, two = victim(), victim()
+    one.start()
+    two.start()
+    assert [running.finish()[0] for running in (one, two)] == [0, 0]
+    runs = one.runs()
+    assert len(runs) == 2
+    assert all(set(run.coverage()["status"]) == {"ok"} for run in runs)
+    two.assert_nothing_left()
+    note("two measurements", "at the same time", "two runs, both whole")
+
+
+@pytest.mark.parametrize("resumed", ["paused", pytest.param("finished", marks=pytest.mark.faults)])
+def test_a_run_that_somebody_writes_is_not_taken_up(victim, resumed):
+    first = victim(LABKIT_FAULT_PAUSE=BETWEEN if resumed == "paused" else "")
+    first.start()
+    if resumed == "paused":
+        first.wait_for("paused")
+    else:
+        first.finish()
+    (run,) = first.runs()
+    second = victim()
+    status, said = second.start("--resume", str(run.path)).finish()
+    if resumed == "paused":
+        assert status == 2
+        assert "another process is writing this run" in said
+    else:
+        assert status == 0, said
+    note("two measurements", f"the first is {resumed}", "refused" if status else "nothing to do")
+
+
+def test_a_clock_that_jumps(victim):
+    hit = victim(LABKIT_FAULT_CLOCK="1")
+    status, said = hit.start(*settings(action="raises", moment=INSIDE)).finish()
+    assert status == 1, said
+    (run,) = hit.runs()
+    assert run.coverage()["status"].tolist() == ["ok", "failed", "ok"]
+    assert run.coverage()["elapsed_s"].between(0, 60).all()
+    hit.assert_nothing_left()
+    note("the clock", "jumps by 11 days at each look", "deadlines and durations hold")

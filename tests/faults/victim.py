@@ -1,0 +1,104 @@
+"""`labkit` with one lab, whose points go wrong as asked: `python -m tests.faults.victim FOLDER measure faulty ...`.
+
+The parent itself stops at a moment, so that it can be hit there: LABKIT_FAULT_PAUSE names it, and the file `paused`
+in FOLDER says that it is there. LABKIT_FAULT_CLOCK lets the time of day jump.
+"""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+from labkit import studies
+from labkit.lab import project
+
+FOLDER = Path(sys.argv.pop(1)) if __name__ == "__main__" else Path(os.environ["LABKIT_FAULT_FOLDER"])
+os.environ["LABKIT_FAULT_FOLDER"] = str(FOLDER)
+project.runs_directory = lambda: FOLDER / "runs"
+
+from labkit.lab.answers import Answer, Question  # noqa: E402
+from labkit.lab.config import LabConfig  # noqa: E402
+from labkit.lab.store import RunWriter  # noqa: E402
+from labkit.lab.study import Study  # noqa: E402
+from labkit.parallel import rank_group  # noqa: E402
+from tests.faults.worker import BEFORE, BETWEEN, WRITING, FaultyPoint, first_time, measure_point  # noqa: E402
+
+
+class FaultyConfig(LabConfig):
+    action: str = ""
+    moment: str = ""
+    points: int = 3
+    timeout_s: float = 4.0
+
+
+class FaultyStudy(Study):
+    name = "faulty"
+    title = "Faulty"
+    summary = "Whatever goes wrong."
+    questions = (Question("how_many", "How many rows?"),)
+    profiles = {"smoke": FaultyConfig(), "quick": FaultyConfig()}
+    worker = staticmethod(measure_point)
+
+    def points(self, config, machine):
+        """Every second one goes wrong."""
+        return [
+            FaultyPoint(
+                world_size=2,
+                backend="gloo",
+                timeout_s=config.timeout_s,
+                number=number,
+                action=config.action if number % 2 else "",
+                moment=config.moment if number % 2 else "",
+            )
+            for number in range(config.points)
+        ]
+
+    def answers(self, frame, coverage):
+        return [Answer(self.questions[0], "measured", f"{len(frame)} rows.")]
+
+
+STUDY = FaultyStudy()
+studies.LABS = ("faulty",)
+studies.load_study = lambda lab: STUDY
+
+
+def pause():
+    if first_time("paused"):
+        time.sleep(60)
+
+
+def pause_at(moment):
+    """Let this process wait there once."""
+    if moment == BEFORE:
+        start = rank_group.RankGroup._start_processes
+        rank_group.RankGroup._start_processes = lambda group: (start(group), pause())[0]
+    if moment == BETWEEN:
+        end = RunWriter.end_point
+        RunWriter.end_point = lambda writer, *args, **options: (end(writer, *args, **options), pause())[0]
+    if moment == WRITING:
+        write = os.write
+
+        def half(descriptor, line):
+            if b'"kind":"row"' in line and first_time("half"):
+                write(descriptor, line[: len(line) // 2])
+                pause()
+                return len(line) // 2
+            return write(descriptor, line)
+
+        os.write = half
+
+
+def let_the_clock_jump():
+    real, jumps = time.time, iter(range(10**9))
+    time.time = lambda: real() + (-1) ** next(jumps) * 1e6
+
+
+pause_at(os.environ.get("LABKIT_FAULT_PAUSE"))
+rank_group.START_TIMEOUT_S = float(os.environ.get("LABKIT_FAULT_START_S", "120"))
+if os.environ.get("LABKIT_FAULT_CLOCK"):
+    let_the_clock_jump()
+
+if __name__ == "__main__":
+    from labkit.__main__ import main
+
+    main()

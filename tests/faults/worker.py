@@ -1,0 +1,119 @@
+"""Ranks that do, at a moment that is asked for, what ranks should not do. The last rank does it."""
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from labkit.lab.point import Point
+
+BEFORE, INSIDE, SHARED, BETWEEN, WRITING = (
+    "before rendezvous",
+    "inside a collective",
+    "inside a shared-memory collective",
+    "between points",
+    "while a row is written",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FaultyPoint(Point):
+    number: int
+    action: str = ""
+    moment: str = ""
+
+
+def first_time(what):
+    """Whether nobody has said so before, in a file that all processes of a victim share."""
+    folder = os.environ.get("LABKIT_FAULT_FOLDER")
+    if folder is None:
+        return False
+    try:
+        os.close(os.open(Path(folder) / what, os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return False
+    return True
+
+
+def act(action):
+    if action == "raises":
+        raise ValueError("deliberate")
+    if action.startswith("SIG"):
+        os.kill(os.getpid(), getattr(signal, action))
+        time.sleep(60)
+    if action == "exits":
+        os._exit(0)
+    if action == "aborts":
+        ctypes.CDLL(None).abort()
+    if action == "runs out of memory":
+        import torch
+
+        torch.empty(1 << 60, dtype=torch.uint8)
+    if action == "loops":
+        while True:
+            pass
+    if action == "prints 10 MB":
+        for _ in range(10_000):
+            print("x" * 1000)
+
+
+def act_meanwhile(action):
+    """In 50 ms, whatever this rank is doing then. An exception cannot hit from outside: these come at once."""
+    if action.startswith("SIG") or action in ("exits", "aborts"):
+        threading.Timer(0.05, act, [action]).start()
+    else:
+        act(action)
+
+
+def measure_point(point):
+    import torch
+    import torch.distributed as dist
+
+    from labkit.parallel.collectives import all_reduce
+
+    faulty = bool(point.action) and dist.get_rank() == point.world_size - 1
+    if point.action == "sizes differ":
+        yield {"value": 1.0}
+        if dist.get_rank() == 0:
+            dist.send(torch.ones(1000), dst=1)
+        else:
+            dist.recv(torch.ones(1), src=0)
+        return
+    if faulty and point.action == "no JSON":
+        yield {"value": object()}
+    if point.moment == WRITING:
+        if faulty and point.action.startswith("SIG"):
+            threading.Timer(0.02, act, [point.action]).start()
+        for _ in range(20 if faulty else 1):
+            yield {"value": [0.1] * 100_000}
+        if faulty:
+            act(point.action)
+    else:
+        yield {"value": float(point.number)}
+    if point.moment in (INSIDE, SHARED):
+        tensor, transport = torch.ones(200_000), "shared" if point.moment == SHARED else "point_to_point"
+        all_reduce(tensor, transport=transport)
+        if faulty:
+            act_meanwhile(point.action)
+        hit_meanwhile = point.action.startswith("SIG") or point.action in ("exits", "aborts")
+        for _ in range(10**9 if hit_meanwhile else 3):
+            all_reduce(tensor, transport=transport)
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor)
+    if point.moment == BETWEEN and faulty:
+        act_meanwhile(point.action)
+
+
+def _fail_on_import():
+    """A rank imports this before it meets the others."""
+    action = os.environ.get("LABKIT_FAULT_ON_IMPORT", "")
+    is_last = multiprocessing.current_process().name == "labkit-rank-1"
+    if action and is_last and first_time("import"):
+        act(action)
+
+
+_fail_on_import()

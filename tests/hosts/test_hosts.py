@@ -1,0 +1,168 @@
+"""Labs measured across hosts by torch's own launcher: the README's commands, and a link of known speed."""
+
+import os
+import re
+import shlex
+import shutil
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from labkit.lab.cards import machine_card, provenance
+from labkit.lab.project import project_root, runs_directory
+from labkit.lab.store import Run
+from labkit.studies import load_study
+from labkit.studies.all_reduce import analysis
+from labkit.studies.all_reduce.links import BETWEEN, WITHIN
+from tests.hosts.network import HOSTS_FILES, Network, has_netem, why_no_hosts
+from tests.test_cli import labkit
+
+pytestmark = pytest.mark.skipif(why_no_hosts() is not None, reason=str(why_no_hosts()))
+
+# The first `python` and `torchrun` are those of this environment, and find this checkout.
+ENVIRONMENT = os.environ | {
+    "OMP_NUM_THREADS": "1",
+    "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    "PYTHONPATH": str(project_root()),
+}
+ONLY_SIZES = """--set many_world_sizes=[] --set transport_world_sizes=[] --set backends='["gloo"]'"""
+DELAY_S, BYTES_PER_S = 1e-3, 125e6
+
+
+def measured(lab, network, commands, directory, **variables):
+    """Run a command on every host at once; the one run that it wrote, moved to `directory`."""
+    before = set(runs_directory().glob(f"{lab}/*"))
+    environment = ENVIRONMENT | variables
+    ended = network.run_on_all(commands, timeout_s=240, env=environment, cwd=project_root())
+    assert [status for status, _ in ended.values()] == [0] * len(commands), ended
+    (path,) = set(runs_directory().glob(f"{lab}/*")) - before
+    return Run.load(shutil.move(path, directory))
+
+
+def readme_commands():
+    """The shell blocks of the README's section on several machines."""
+    section = (project_root() / "README.md").read_text().split("\n## Several machines\n")[1].split("\n## ")[0]
+    return re.findall(r"```sh\n(.*?)```", section, re.DOTALL)
+
+
+def test_the_commands_for_two_machines_as_the_readme_has_them(tmp_path):
+    command, _, draw = readme_commands()
+    with Network(2) as network:
+        run = measured("all_reduce", network, dict.fromkeys(network.names, command), tmp_path)
+    assert run.header.ranks_by_host == {"node-a": [0, 1], "node-b": [2, 3]}
+    coverage = run.coverage()
+    gloo = coverage[coverage["backend"] == "gloo"]
+    assert set(gloo.loc[gloo["world_size"] == 4, "status"]) == {"ok"}
+    assert all("this job has 4" in reason for reason in gloo.loc[gloo["world_size"] != 4, "reason"])
+    frame = run.frame()
+    routes = frame[frame["sweep"] == "transports"].dropna(subset="not_measured")
+    assert set(routes["transport"]) == {"shared", "registered"}
+    assert all("the ranks are on several hosts" in reason for reason in routes["not_measured"])
+    links = frame[frame["algorithm"].isin([WITHIN, BETWEEN])].groupby("algorithm")["rank"].unique()
+    assert {link: sorted(ranks) for link, ranks in links.items()} == {WITHIN: [0, 1], BETWEEN: [0, 2]}
+    assert set(analysis.link_models(frame)) == {WITHIN, BETWEEN}
+    study = load_study("all_reduce")
+    (told,) = [answer.text for answer in study.answers(frame, coverage) if answer.question.id == "alpha_beta"]
+    assert WITHIN in told
+    assert BETWEEN in told
+    assert "ranks 0, 1 on node-a; ranks 2, 3 on node-b" in provenance(study, run)
+    assert (
+        "ranks 0, 1 on node-a" in machine_card(run.header.machine, elsewhere=True, hosts=run.header.ranks_by_host).data
+    )
+    drawn = labkit(*shlex.split(draw)[1:-1], str(run.path), "--output", str(tmp_path / "pages"))
+    assert drawn.returncode == 0, drawn.stderr
+    page = (tmp_path / "pages" / "all_reduce.html").read_text()
+    assert "ranks 0, 1 on node-a" in page
+
+
+@pytest.mark.slow
+def test_the_slurm_script_of_the_readme_with_every_node_that_srun_would_start(tmp_path):
+    _, script, _ = readme_commands()
+    (tmp_path / "job.sh").write_text(script)
+    for name, line in {"srun": 'exec "$@"', "scontrol": "printf 'node-a\\nnode-b\\n'"}.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
+        (tmp_path / name).chmod(0o755)
+    variables = {"SLURM_NNODES": "2", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node-[a-b]"}
+    lab = "data_parallel --profile smoke --set bucket_workloads=[] --set accumulation_workloads=[] --set warmup=0"
+    with Network(2) as network:
+        commands = dict.fromkeys(network.names, f"PATH={tmp_path}:$PATH bash {tmp_path}/job.sh {lab}")
+        run = measured("data_parallel", network, commands, tmp_path, **variables)
+    assert set(run.coverage()["status"]) == {"ok"}
+    assert run.header.ranks_by_host == {"node-a": [0], "node-b": [1]}
+
+
+def test_three_hosts_whose_names_lead_nowhere(tmp_path):
+    with Network(3) as network:
+        commands = {
+            name: "torchrun --nnodes=3 --nproc-per-node=1 --rdzv-backend=c10d --rdzv-id=three "
+            f"--rdzv-endpoint={network.addresses['node-a']}:29400 --local-addr={address} "
+            f"--rdzv-conf=is_host={int(name == 'node-a')} -m labkit measure all_reduce --profile smoke "
+            f"--set world_sizes=[3] {ONLY_SIZES}"
+            for name, address in network.addresses.items()
+        }
+        run = measured("all_reduce", network, commands, tmp_path)
+    assert set(run.coverage()["status"]) == {"ok"}
+    assert run.header.ranks_by_host == {"node-a": [0], "node-b": [1], "node-c": [2]}
+    assert set(analysis.link_models(run.frame())) == {BETWEEN}  # no two ranks share a host
+
+
+SERVER = """
+import socket
+listening = socket.create_server(("0.0.0.0", 5000))
+peer, _ = listening.accept()
+while byte := peer.recv(1):
+    peer.send(byte)
+"""
+CLIENT = """
+import socket, statistics, time
+time.sleep(1)
+peer = socket.create_connection(("node-a", 5000))
+seconds = []
+for _ in range(100):
+    start = time.perf_counter()
+    peer.send(b"x")
+    peer.recv(1)
+    seconds.append(time.perf_counter() - start)
+print(statistics.median(seconds))
+"""
+
+
+def ping_s(network):
+    """How long a byte takes to the other host and back over TCP, without torch."""
+    commands = {"node-a": f"python -c {shlex.quote(SERVER)}", "node-b": f"python -c {shlex.quote(CLIENT)}"}
+    return float(network.run_on_all(commands, timeout_s=30, env=ENVIRONMENT)["node-b"][1])
+
+
+def test_alpha_and_beta_are_the_delay_and_the_rate_of_the_link(tmp_path):
+    """gloo sends a message once the receiver has said that it waits for it: alpha is a round trip, two delays."""
+    busy = psutil.cpu_percent(interval=1)
+    sizes = "[1024, 65536, 1048576, 4194304]"
+    command = (
+        "torchrun --nnodes=2 --nproc-per-node=1 --rdzv-backend=c10d --rdzv-endpoint=node-a:29400 --rdzv-id=link "
+        f"-m labkit measure all_reduce --profile smoke --set 'sizes_bytes={sizes}' --set repeats=10 {ONLY_SIZES}"
+    )
+    with Network(2, delay_s=DELAY_S, bytes_per_s=BYTES_PER_S) as network:
+        round_trip_s = ping_s(network)
+        run = measured("all_reduce", network, dict.fromkeys(network.names, command), tmp_path)
+    model = analysis.exchange_models(run.frame())["gloo", 2]
+    how = "tc netem" if has_netem() else "a process that carries packets: this kernel has no netem"
+    print(f"link: {how}; one byte there and back {round_trip_s * 1e3:.2f} ms; {model}")
+    found = [round_trip_s / (2 * DELAY_S), model.alpha_s / round_trip_s, model.beta_s_per_byte * BYTES_PER_S]
+    if busy > 30 and found != pytest.approx([1, 1, 1], rel=0.2):
+        pytest.skip(f"{busy:.0f} % of this machine were busy with something else, and found over set is {found}")
+    assert found == pytest.approx([1, 1, 1], rel=0.2)
+
+
+def test_hosts_are_gone_when_their_test_is_over_however_it_ends():
+    network = Network(2, delay_s=DELAY_S, bytes_per_s=BYTES_PER_S)
+    namespaces = [Path("/run/netns") / name for name in network.namespaces.values()]
+    with suppress(KeyboardInterrupt), network:
+        assert all(path.exists() for path in namespaces)
+        wires = [child for child in psutil.Process().children() if "wire.py" in " ".join(child.cmdline())]
+        assert len(wires) == (0 if has_netem() else 1)
+        raise KeyboardInterrupt
+    assert not any(path.exists() or (HOSTS_FILES / path.name).exists() for path in namespaces)
+    assert not any(wire.is_running() for wire in wires)
