@@ -1,6 +1,7 @@
 """labkit's BucketedDDP against torch's DistributedDataParallel: time of a backward pass, ratio by bucket size.
 
     python benchmarks/data_parallel_against_torch.py [--world-size 2] [--repeats 15] [--model resnet50]
+    python benchmarks/data_parallel_against_torch.py --own bucketed_shared --buckets default,25,100
 
 Wrappers of all bucket sizes hold copies of one model and take turns in one group of ranks, one thread each; the
 slowest rank of each repeat counts. Below 1, labkit is faster.
@@ -20,12 +21,12 @@ from labkit.bench.statistics import compare, slowest_rank
 from labkit.costs.transformer import TransformerShape
 from labkit.nn.transformer import Transformer, language_model_loss
 from labkit.nn.vision import ResNet50
-from labkit.parallel.data_parallel.implementations import DEFAULT_LAYOUT, wrap
+from labkit.parallel.data_parallel.implementations import DEFAULT_LAYOUT, IMPLEMENTATIONS, TORCH, wrap
 from labkit.parallel.launch import Row, launch
 
 DEFAULT = "default"
-BUCKETS = (DEFAULT, "1", "5", "10", "25", "100")  # sizes of every bucket in MiB, the first one's too
-IMPLEMENTATIONS = {"torch": "torch", "labkit": "bucketed"}
+BUCKETS = f"{DEFAULT},1,5,10,25,100"  # sizes of every bucket in MiB, the first one's too
+OWN_NAMES = tuple(name for name in IMPLEMENTATIONS if name != TORCH)
 ABOUT_100_MB = TransformerShape(d_model=384, d_ff=1536, n_layers=8, n_heads=6, vocabulary=8_000)
 
 
@@ -45,16 +46,17 @@ def _transformer() -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
     return model, lambda model: language_model_loss(model(tokens[:, :-1]), tokens[:, 1:])
 
 
-def measure(point: tuple[str, int]) -> Iterator[dict[str, Any]]:
+def measure(point: tuple[str, int, str, str]) -> Iterator[dict[str, Any]]:
     """Seconds of a backward pass, gradients averaged, of every wrapper on this rank."""
-    name, repeats = point
+    name, repeats, own_name, buckets = point
+    implementations = {"torch": "torch", "labkit": own_name}
     torch.manual_seed(dist.get_rank())
     losses, actions, wrappers = {}, {}, {}
-    for bucket_mb in BUCKETS:
-        for kind in IMPLEMENTATIONS:
+    for bucket_mb in buckets.split(","):
+        for kind in implementations:
             model, loss_of = models()[name]()
             size = None if bucket_mb == DEFAULT else float(bucket_mb)
-            wrapper = wrap(IMPLEMENTATIONS[kind], model, bucket_mb=size)
+            wrapper = wrap(implementations[kind], model, bucket_mb=size)
             wrappers[kind, bucket_mb] = (wrapper, loss_of)
             actions[f"{kind} {bucket_mb}"] = _backward(losses, kind, bucket_mb)
     order = iter(list(wrappers) * (repeats + 3))
@@ -84,9 +86,11 @@ def main() -> None:
     parser.add_argument("--world-size", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--model", choices=list(models()), default="resnet50")
+    parser.add_argument("--own", choices=OWN_NAMES, default="bucketed")
+    parser.add_argument("--buckets", default=BUCKETS, help="sizes in MiB, and default")
     given = parser.parse_args()
     rows = []
-    points = [(given.model, given.repeats)]
+    points = [(given.model, given.repeats, given.own, given.buckets)]
     for item in launch(measure, points, world_size=given.world_size, threads=1, timeout_s=900):
         if isinstance(item, Row):
             for repeat, seconds in enumerate(item.values["seconds"]):
@@ -96,7 +100,7 @@ def main() -> None:
     times = slowest_rank(pd.DataFrame(rows), "seconds", ["implementation", "bucket_mb"])
     by_key = {key: group["seconds"].tolist() for key, group in times.groupby(["implementation", "bucket_mb"])}
     print(f"{DEFAULT}: {DEFAULT_LAYOUT}; a size is that of every bucket")
-    for bucket_mb in BUCKETS:
+    for bucket_mb in given.buckets.split(","):
         own, theirs = by_key["labkit", bucket_mb], by_key["torch", bucket_mb]
         print(
             f"{_named(bucket_mb):>8}: torch {pd.Series(theirs).median() * 1e3:6.1f} ms, "

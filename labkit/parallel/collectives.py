@@ -47,7 +47,7 @@ import torch.distributed as dist
 
 from labkit.parallel.reduction import Reduction, cut
 from labkit.parallel.transport.choice import AUTO, find_transport, group_transports
-from labkit.parallel.transport.contract import Step, Transport
+from labkit.parallel.transport.contract import POINT_TO_POINT, SHARED, Step, Transport
 
 AllReduce = Callable[..., None]  # (tensor, group=None, op="mean")
 
@@ -228,7 +228,7 @@ def all_reduce(
             share memory, or a group this rank is not in.
     """
     via = find_transport(group, tensor.device, transport)
-    algorithm = ALGORITHMS[choose_algorithm(tensor.numel() * tensor.itemsize, via.world_size)]
+    algorithm = ALGORITHMS[choose_algorithm(tensor.numel() * tensor.itemsize, via.world_size, via.name)]
     algorithm(tensor, group, op, transport=transport)
 
 
@@ -244,15 +244,23 @@ def all_reduce(
 #     100 MiB   HD .98  D .96  R .92    HD 1.2  D 1.0  R 1.0
 SHORT_BYTES = 512 << 10
 MIDDLE_BYTES = 16 << 20
+# Over shared memory a message costs little: direct exchange moves the fewest bytes and wins from here on. Two ranks
+# move as many bytes by recursive doubling, in half as many messages.
+SHARED_SHORT_BYTES = {2: 1 << 20}
+SHARED_SHORT_BYTES_OF_MORE = 256 << 10
 
 
-def choose_algorithm(n_bytes: int, world_size: int) -> str:
+def choose_algorithm(n_bytes: int, world_size: int, transport: str = POINT_TO_POINT) -> str:
     """Name of the algorithm for `n_bytes` a rank: few messages if short, few bytes if long.
 
-    The borders hardly move with the number of ranks: what a step more costs, all ranks sharing the cores pay alike.
+    Point to point, the borders hardly move with the number of ranks: what a step more costs, all ranks sharing the
+    cores pay alike.
     """
     if world_size < 1 or n_bytes < 0:
         raise ValueError(f"expected n_bytes >= 0 and world_size >= 1, got {n_bytes} and {world_size}")
+    if transport == SHARED:
+        short = SHARED_SHORT_BYTES.get(world_size, SHARED_SHORT_BYTES_OF_MORE)
+        return "recursive_doubling" if n_bytes <= short else "butterfly"
     if n_bytes <= SHORT_BYTES:
         return "recursive_doubling"
     return "butterfly" if n_bytes <= MIDDLE_BYTES else "ring"
