@@ -28,8 +28,8 @@ test: $(VENV)/installed-test lint ## lint, types and all tests
 stress: $(VENV)/installed-test ## messages through shared memory, 100,000 rounds for 2, 3, 5 and 8 ranks; some minutes
 	LABKIT_STRESS_ROUNDS=100000 $(BIN)/python -m pytest tests/parallel/test_shared_transport.py -k written
 
-faults: $(VENV)/installed-test ## every injected fault, two hundred kills, and a table of them (15 minutes)
-	LABKIT_FAULTS=all $(BIN)/python -m pytest tests/faults
+faults: $(VENV)/installed-test ## every injected fault, two hundred kills, hosts joined by a wire, and a table (15 minutes)
+	LABKIT_FAULTS=all $(BIN)/python -m pytest tests/faults tests/hosts
 
 lint: $(VENV)/installed-test ## style and types only
 	$(BIN)/ruff check .

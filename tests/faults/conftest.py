@@ -1,7 +1,5 @@
 """The table of this session's faults, after its last test."""
 
-import os
-
 import pytest
 
 from tests.faults import check
@@ -27,12 +25,3 @@ def pytest_terminal_summary(terminalreporter):
     widths = [max(len(row[column]) for row in check.OUTCOMES) for column in (0, 1)]
     for case, moment, outcome in check.OUTCOMES:
         terminalreporter.write_line(f"{case:{widths[0]}}  {moment:{widths[1]}}  {outcome}")
-
-
-def pytest_collection_modifyitems(items):
-    """What is marked `faults` is for `make faults` alone."""
-    if os.environ.get("LABKIT_FAULTS") == "all":
-        return
-    for item in items:
-        if item.get_closest_marker("faults"):
-            item.add_marker(pytest.mark.skip(reason="run by `make faults`"))

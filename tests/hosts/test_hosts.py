@@ -78,7 +78,7 @@ def test_the_commands_for_two_machines_as_the_readme_has_them(tmp_path):
     assert "ranks 0, 1 on node-a" in page
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 def test_the_slurm_script_of_the_readme_with_every_node_that_srun_would_start(tmp_path):
     _, script, _ = readme_commands()
     (tmp_path / "job.sh").write_text(script)
@@ -94,6 +94,7 @@ def test_the_slurm_script_of_the_readme_with_every_node_that_srun_would_start(tm
     assert run.header.ranks_by_host == {"node-a": [0], "node-b": [1]}
 
 
+@pytest.mark.faults
 def test_three_hosts_whose_names_lead_nowhere(tmp_path):
     with Network(3) as network:
         commands = {
@@ -136,6 +137,7 @@ def ping_s(network):
     return float(network.run_on_all(commands, timeout_s=30, env=ENVIRONMENT)["node-b"][1])
 
 
+@pytest.mark.faults
 def test_alpha_and_beta_are_the_delay_and_the_rate_of_the_link(tmp_path):
     """gloo sends a message once the receiver has said that it waits for it: alpha is a round trip, two delays."""
     busy = psutil.cpu_percent(interval=1)
