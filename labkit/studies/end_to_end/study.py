@@ -62,7 +62,11 @@ class EndToEndStudy(Study):
             sizes=["nano"], warmup_sizes=["nano"], compile_sizes=[], warmup=1, repeats=6, trials=2, context_length=32
         ),
         "quick": EndToEndConfig(
-            sizes=["nano", "mini", "small"], warmup_sizes=["nano"], compile_sizes=["nano"], repeats_large=6
+            sizes=["nano", "mini", "small"],
+            warmup_sizes=["nano"],
+            compile_sizes=["nano"],
+            warmup=2,
+            repeats_large=6,
         ),
         "standard": EndToEndConfig(
             sizes=["nano", "mini", "small", "medium", "large"],

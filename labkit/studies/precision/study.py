@@ -64,7 +64,7 @@ class PrecisionStudy(Study):
     questions = answering.QUESTIONS
     profiles = {
         "smoke": PrecisionConfig(models=["nano"], context_length=32, warmup=1, repeats=6),
-        "quick": PrecisionConfig(models=["nano", "mini", "small"]),
+        "quick": PrecisionConfig(models=["nano", "mini", "small"], context_length=64),
         "standard": PrecisionConfig(models=["nano", "mini", "small", "medium", "large"], repeats_large=8),
         "paper": PrecisionConfig(models=["small", "medium", "large", "xl", "2.7B"], warmup=5, repeats_large=10),
     }
