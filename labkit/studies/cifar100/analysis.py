@@ -2,15 +2,17 @@
 
 Implementations are compared seed by seed: with one seed they begin with the same weights and see the same images in
 the same order under the same dropout masks. Intervals are of the median over seeds; an epoch is over when its slowest
-rank is.
+rank is. A training with a loss that is not finite has diverged: it is counted, and its numbers are in no median.
 """
 
 from functools import cache
+from math import comb
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
-from labkit.bench.statistics import compare, slowest_rank, summarize, summarize_groups
+from labkit.bench.statistics import CONFIDENCE, compare, slowest_rank, summarize, summarize_groups
 from labkit.lab.project import reference_directory
 from labkit.studies.cifar100.training import IMPLEMENTATIONS, OWN_LOCAL, OWN_SYNC, TORCH_LOCAL, TORCH_SYNC
 from labkit.studies.cifar100.worker import EPOCH, MEMORY, PROBE
@@ -30,6 +32,7 @@ PUBLISHED_RECIPE = (2, 64, 4, 16, 0.01, 0.5)  # in that order
 
 DIFFERENCES = ["implementation", "than", "metric", "unit", "difference", "low", "high", "margin", "seeds", "verdict"]
 DIFFERENCES += ["quantity"]
+DIVERGENCES = ["implementation", "than", "seeds", "diverged", "than_diverged", "verdict"]
 RATIOS = ["implementation", "over", "ratio", "low", "high", "verdict"]
 
 
@@ -80,10 +83,23 @@ def metrics(frame: pd.DataFrame) -> pd.DataFrame:
     return in_order(rows[["implementation", "seed", "epoch", *METRICS.values()]])
 
 
+def _is_finite(table: pd.DataFrame) -> pd.Series:
+    """Of rows of `metrics`: whether every loss is a number."""
+    return np.isfinite(table[list(METRICS.values())].astype(float)).all(axis=1)
+
+
+def diverged(frame: pd.DataFrame) -> pd.DataFrame:
+    """`diverged` by (implementation, seed): whether a loss of any epoch up to the last one is not finite."""
+    table = metrics(frame)
+    table = table[table["epoch"] <= _last_epoch(table)]
+    bad = table.assign(diverged=~_is_finite(table).astype(bool))
+    return in_order(bad.groupby(["implementation", "seed"], as_index=False)["diverged"].any())
+
+
 def by_epoch(frame: pd.DataFrame, metric: str) -> pd.DataFrame:
-    """Median over seeds and its interval by (implementation, epoch), in the column of the metric."""
-    column = METRICS[metric]
-    table = summarize_groups(metrics(frame), column, ["implementation", "epoch"])
+    """Median over seeds and its interval by (implementation, epoch), in the column of the metric, of finite losses."""
+    column, told = METRICS[metric], metrics(frame)
+    table = summarize_groups(told[_is_finite(told)], column, ["implementation", "epoch"])
     return in_order(table.rename(columns={"median": column}))[["implementation", "epoch", column, "low", "high", "n"]]
 
 
@@ -97,32 +113,47 @@ def losses_by_epoch(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def last_epoch(frame: pd.DataFrame) -> pd.DataFrame:
-    """Metrics of the last epoch that all seeds have, by (implementation, seed)."""
+    """Metrics of the last epoch that all seeds have, by (implementation, seed), of those that have not diverged."""
     table = metrics(frame)
-    return table[table["epoch"] == table["epoch"].max()]
+    table = table[table["epoch"] == _last_epoch(table)].merge(diverged(frame), on=["implementation", "seed"])
+    return table[~table["diverged"].astype(bool)].drop(columns="diverged")
+
+
+def _last_epoch(table: pd.DataFrame) -> float:
+    """The last epoch that every training of `metrics` has; NaN without any."""
+    return float(table.groupby(["implementation", "seed"])["epoch"].max().min())
 
 
 def outcome(frame: pd.DataFrame) -> pd.DataFrame:
-    """By implementation, after the last epoch: median accuracy, interval, smallest, largest; median losses; error."""
+    """By implementation, after the last epoch: median accuracy, interval, smallest, largest; median losses; error.
+
+    Of the `seeds` that have not diverged; `diverged` of them have. An implementation of which all have has no numbers.
+    """
     rows, last = [], last_epoch(frame)
     errors = _of_phase(frame, EPOCH)
-    for name, of_name in last.groupby("implementation", sort=False):
+    for name, bad in diverged(frame).groupby("implementation", sort=False)["diverged"].sum().items():
+        of_name = last[last["implementation"] == name]
+        if of_name.empty:
+            rows.append({"implementation": name, "seeds": 0, "diverged": bad, "epoch": float("nan")})
+            continue
         found = summarize(of_name["accuracy_percent"])
         accuracies = {"accuracy_percent": found.median, "low": found.low, "high": found.high}
         accuracies |= {"smallest": of_name["accuracy_percent"].min(), "largest": of_name["accuracy_percent"].max()}
         losses = {column: of_name[column].median() for column in ("train_loss", "validation_loss")}
         error = errors.loc[errors["implementation"] == name, "error"].max() if "error" in errors else float("nan")
-        rows.append({"implementation": name, "seeds": found.n} | accuracies | losses | {"error": error})
-    columns = ["implementation", "seeds", "accuracy_percent", "low", "high", "smallest", "largest"]
+        about = {"implementation": name, "epoch": of_name["epoch"].iloc[0], "seeds": found.n, "diverged": bad}
+        rows.append(about | accuracies | losses | {"error": error})
+    columns = ["implementation", "epoch", "seeds", "diverged", "accuracy_percent", "low", "high", "smallest", "largest"]
     return pd.DataFrame(rows, columns=[*columns, "train_loss", "validation_loss", "error"])
 
 
 def differences(frame: pd.DataFrame, pairs: tuple[tuple[str, str], ...]) -> pd.DataFrame:
     """After the last epoch, seed by seed: the first of a pair less the second; points of accuracy, percent of a loss.
 
-    `verdict`: "the same" if the interval lies within the margin, "higher" or "lower" if wholly beyond it, "not shown".
+    `verdict`: "the same" if the interval lies within the margin, "higher" or "lower" if wholly beyond it, "not shown";
+    and "diverged" where a seed of either did: what is left is no sample of all seeds.
     """
-    rows, last = [], last_epoch(frame)
+    rows, last, lost = [], last_epoch(frame), _lost(divergences(frame, pairs))
     for (name, other), (metric, column) in ((pair, item) for pair in pairs for item in METRICS.items()):
         table = last.pivot_table(index="seed", columns="implementation", values=column).reindex(columns=[name, other])
         table = table.dropna()
@@ -135,8 +166,36 @@ def differences(frame: pd.DataFrame, pairs: tuple[tuple[str, str], ...]) -> pd.D
         row: dict[str, Any] = {"implementation": name, "than": other, "metric": metric, "unit": UNITS[metric]}
         row |= {"difference": found.median, "low": found.low, "high": found.high, "margin": margin, "seeds": found.n}
         row["quantity"] = f"{metric} ({UNITS[metric]})"
-        rows.append(row | {"verdict": _verdict(found.low, found.high, margin)})
+        is_whole = (name, other) not in lost
+        rows.append(row | {"verdict": _verdict(found.low, found.high, margin) if is_whole else "diverged"})
     return pd.DataFrame(rows, columns=DIFFERENCES)
+
+
+def divergences(frame: pd.DataFrame, pairs: tuple[tuple[str, str], ...]) -> pd.DataFrame:
+    """How many `seeds` that both of a pair have `diverged` with the first, and with the second (`than_diverged`).
+
+    `verdict`: "higher" or "lower" if the first diverges more or less often beyond chance, by a sign test over the seeds
+    with which just one of the two does; "none" if no seed did with either; else "not shown".
+    """
+    rows, table = [], diverged(frame).pivot(index="seed", columns="implementation", values="diverged")
+    for name, other in pairs:
+        both = table.reindex(columns=[name, other]).dropna().astype(bool)
+        if both.empty:
+            continue
+        first, second = both[name], both[other]
+        more, less = int((first & ~second).sum()), int((second & ~first).sum())
+        tail = 2 * sum(comb(more + less, k) for k in range(min(more, less) + 1)) / 2 ** (more + less)
+        shown = "higher" if more > less else "lower"
+        verdict = shown if tail < 1 - CONFIDENCE else "not shown" if (first | second).any() else "none"
+        row = {"implementation": name, "than": other, "seeds": len(both), "diverged": int(first.sum())}
+        rows.append(row | {"than_diverged": int(second.sum()), "verdict": verdict})
+    return pd.DataFrame(rows, columns=DIVERGENCES)
+
+
+def _lost(found: pd.DataFrame) -> set[tuple[str, str]]:
+    """Pairs of which a seed diverged."""
+    some = found[found["verdict"] != "none"]
+    return set(zip(some["implementation"], some["than"], strict=True))
 
 
 def _verdict(low: float, high: float, margin: float) -> str:

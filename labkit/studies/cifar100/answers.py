@@ -59,12 +59,21 @@ def learned(frame: pd.DataFrame) -> Answer | None:
         return Answer(LEARNED, "not measured", " ".join(sentences))
     sentences.append(
         f"Trained on {about['trained']:.0f} images: {about['source']}. Of {about['classes']:.0f} classes a guess is "
-        f"right in {100 / about['classes']:.0f} %. After epoch {frame['epoch'].max():.0f}, over {_seeds(table)}:"
+        f"right in {100 / about['classes']:.0f} %."
     )
-    parts = [
-        f"{row['implementation']} {_percent_with_interval(row)}, {_spread(row)}" for row in table.to_dict("records")
+    lost = [
+        f"{row['diverged']:.0f} of {row['diverged'] + row['seeds']:.0f} seeds with {row['implementation']}"
+        for row in table[table["diverged"] > 0].to_dict("records")
     ]
-    return Answer(LEARNED, "measured", f"{' '.join(sentences)} {'; '.join(parts)}.", "accuracy")
+    if lost:
+        sentences.append(f"DIVERGED, with a loss that is not finite: {join_words(lost)}.")
+    table = table[table["seeds"] > 0]
+    if len(table):
+        parts = [
+            f"{row['implementation']} {_percent_with_interval(row)}, {_spread(row)}" for row in table.to_dict("records")
+        ]
+        sentences.append(f"After epoch {table['epoch'].max():.0f}, over {_seeds(table)}: {'; '.join(parts)}.")
+    return Answer(LEARNED, "measured", " ".join(sentences), "accuracy")
 
 
 def _seeds(table: pd.DataFrame) -> str:
@@ -86,13 +95,25 @@ def _spread(row: dict[str, float]) -> str:
 
 
 def same_training(frame: pd.DataFrame) -> Answer | None:
-    table = analysis.differences(frame, analysis.SAME)
-    if table.empty:
+    table, lost = analysis.differences(frame, analysis.SAME), analysis.divergences(frame, analysis.SAME)
+    if lost.empty:
         return None
-    sentences = [_compared(name, other, some) for (name, other), some in _pairs(table)]
-    if TORCH_SYNC not in set(table["than"]) and (frame["device"] == "cpu").all():
+    sentences = [*_lost_text(lost), *(_compared(name, other, some) for (name, other), some in _pairs(table))]
+    if TORCH_SYNC not in set(lost["than"]) and (frame["device"] == "cpu").all():
         sentences.append(REFUSED)
-    return Answer(SAME, _sameness(table["verdict"]), " ".join(sentences), "differences")
+    verdict = _sameness([*table["verdict"], *lost.loc[lost["verdict"] != "none", "verdict"]])
+    return Answer(SAME, verdict, " ".join(sentences), "differences")
+
+
+def _lost_text(lost: pd.DataFrame) -> list[str]:
+    """Of each pair that lost a seed: how many with which, and what that shows."""
+    says = {"higher": "more often with the first", "lower": "less often with the first"}
+    return [
+        f"DIVERGED, with a loss that is not finite: of {row['seeds']} seeds {row['diverged']} with "
+        f"{row['implementation']} and {row['than_diverged']} with {row['than']}, "
+        f"{says.get(row['verdict'], 'which shows no difference')}."
+        for row in lost[lost["verdict"] != "none"].to_dict("records")
+    ]
 
 
 def _pairs(table: pd.DataFrame) -> Iterable[tuple[tuple[str, str], pd.DataFrame]]:
@@ -119,6 +140,7 @@ def _compared(name: str, other: str, some: pd.DataFrame) -> str:
             continue
         says = {
             "the same": f"within the {row['margin']:g} that count as the same",
+            "diverged": "of the seeds that did not diverge, and so without a verdict",
             "not shown": f"neither shown to be within {row['margin']:g} nor beyond",
         }.get(row["verdict"], f"{row['verdict']} by more than {row['margin']:g}")
         parts.append(f"{text} [{_signed(row['low'])}, {_signed(row['high'])}], {says}")
@@ -161,9 +183,10 @@ def memory(frame: pd.DataFrame) -> Answer | None:
 
 def sync_batchnorm(frame: pd.DataFrame) -> Answer | None:
     table, ratios = analysis.differences(frame, analysis.SYNC), analysis.time_ratios(frame, analysis.SYNC)
-    if table.empty:
+    lost = analysis.divergences(frame, analysis.SYNC)
+    if lost.empty:
         return None
-    sentences = [_compared(name, other, some) for (name, other), some in _pairs(table)]
+    sentences = [*_lost_text(lost), *(_compared(name, other, some) for (name, other), some in _pairs(table))]
     costs = analysis.synchronizing(frame).set_index("implementation")
     for row in ratios.to_dict("records"):
         text = f"An epoch of {row['implementation']} takes {ratio_text(pd.Series(row))} of one of {row['over']}"
@@ -174,23 +197,28 @@ def sync_batchnorm(frame: pd.DataFrame) -> Answer | None:
                 f"{format_seconds(cost['predicted_s'])}"
             )
         sentences.append(f"{text}.")
-    better, worse = _shown(table, 1), _shown(table, -1)
+    better, worse = _shown(table, lost, 1), _shown(table, lost, -1)
     verdict: Verdict = "mixed" if better and worse else "yes" if better else "no" if worse else "no difference shown"
-    if set(table["verdict"]) == {"the same"}:
+    is_whole = set(lost["verdict"]) == {"none"}
+    if is_whole and set(table["verdict"]) == {"the same"}:
         verdict = "no"
-    advice = _advice(frame, table, better, worse, ratios)
+    advice = _advice(frame, table, better, worse, ratios) if is_whole or better or worse else None
     evidence = ratios_text(ratios, lambda row: f"an epoch of {row['implementation']} over {row['over']}")
     advised = advice is not None and bool(better or worse)
     return Answer(SYNC, verdict, " ".join(sentences), "synchronized", advice, advised, evidence)
 
 
-def _shown(table: pd.DataFrame, sign: int) -> list[str]:
+def _shown(table: pd.DataFrame, lost: pd.DataFrame, sign: int) -> list[str]:
     """What synchronizing is shown to better (1) or worsen (-1), by more than the margin and with every wrapper."""
     found = []
     for metric, good in (("accuracy", 1), ("validation loss", -1)):
         wanted = "higher" if sign == good else "lower"
-        if (table.loc[table["metric"] == metric, "verdict"] == wanted).all():
+        verdicts = table.loc[table["metric"] == metric, "verdict"]
+        if len(verdicts) == len(lost) > 0 and (verdicts == wanted).all():
             found.append(f"a {wanted} {metric}")
+    wanted = "lower" if sign == 1 else "higher"
+    if len(lost) and (lost["verdict"] == wanted).all():
+        found.append(f"a {wanted} number of trainings that diverge")
     return found
 
 
@@ -248,14 +276,15 @@ def _smaller(frame: pd.DataFrame) -> Iterable[Trend]:
 
 def _as_good(frame: pd.DataFrame) -> Iterable[Trend]:
     """`cifar100_training_2gpu.csv`: 27.3 % against 27.7 %, one training each."""
-    table = analysis.differences(frame, analysis.SAME)
-    table = table[table["metric"] == "accuracy"]
-    if len(table):
+    table, lost = analysis.differences(frame, analysis.SAME), analysis.divergences(frame, analysis.SAME)
+    verdicts = [*table.loc[table["metric"] == "accuracy", "verdict"], *lost.loc[lost["verdict"] != "none", "verdict"]]
+    if verdicts:
         own, torch = (
             analysis.published().set_index("implementation").loc[name, "accuracy_percent"] for name in analysis.SAME[0]
         )
         claim = f"Both train equally well ({_percent(own)} and {_percent(torch)} published)"
-        yield Trend.judged(claim, table["verdict"] == "the same", table["verdict"].isin(["higher", "lower"]))
+        said = pd.Series(verdicts)
+        yield Trend.judged(claim, said == "the same", said.isin(["higher", "lower"]))
 
 
 def _reached(frame: pd.DataFrame) -> str:
@@ -264,5 +293,7 @@ def _reached(frame: pd.DataFrame) -> str:
     same_recipe = about is not None and tuple(about[analysis.RECIPE]) == analysis.PUBLISHED_RECIPE
     if about is None or not same_recipe or about["md5"] != CIFAR100_MD5:
         return "Accuracies themselves cannot be compared: images or recipe are others."
-    best = table.set_index("implementation")["accuracy_percent"]
+    best = table.dropna(subset="accuracy_percent").set_index("implementation")["accuracy_percent"]
+    if best.empty:
+        return "Accuracies themselves cannot be compared: every training diverged."
     return f"Here it is {span_text(best, _percent)} after as many epochs of the same recipe."
