@@ -245,7 +245,7 @@ def test_where_everything_diverges_nothing_is_claimed():
     answers = _answers(frame)
     assert answers["same_training"].verdict == answers["sync_batchnorm"].verdict == "no difference shown"
     assert answers["sync_batchnorm"].recommendation is None
-    assert "every training diverged" in answers["published_trends"].text
+    assert "no training with SyncBatchNorm, as published, came to its end" in answers["published_trends"].text
     assert analysis.differences(frame, analysis.SYNC).empty
 
 
@@ -266,3 +266,16 @@ def test_the_last_epoch_is_one_that_all_seeds_have():
     answers = _answers(frame)
     assert "After epoch 10, over 8 seeds" in answers["learned"].text
     assert "cannot be compared" in answers["published_trends"].text
+
+
+@pytest.mark.parametrize(
+    "changes", [{"train_images": 640}, {"names": (OWN_LOCAL, TORCH_LOCAL)}, {"epochs": 15}, {"batch": 32}], ids=str
+)
+def test_accuracies_are_beside_the_published_ones_only_for_the_same_training(changes):
+    assert "cannot be compared" in _answers(_frame(**changes))["published_trends"].text
+
+
+def test_only_synchronized_trainings_are_beside_the_published_accuracy():
+    text = _answers(_frame(ALIKE | {OWN_LOCAL: 9.0, TORCH_LOCAL: 9.0}, scatter=0.0))["published_trends"].text
+    accuracy = analysis.outcome(_frame(scatter=0.0)).set_index("implementation").loc[OWN_SYNC, "accuracy_percent"]
+    assert f"it is {accuracy:.1f} % here after as many epochs of the same recipe" in text

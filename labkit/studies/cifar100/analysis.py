@@ -14,6 +14,7 @@ import pandas as pd
 
 from labkit.bench.statistics import CONFIDENCE, compare, slowest_rank, summarize, summarize_groups
 from labkit.lab.project import reference_directory
+from labkit.nn.datasets import CIFAR100_MD5
 from labkit.studies.cifar100.training import IMPLEMENTATIONS, OWN_LOCAL, OWN_SYNC, TORCH_LOCAL, TORCH_SYNC
 from labkit.studies.cifar100.worker import EPOCH, MEMORY, PROBE
 
@@ -29,6 +30,7 @@ PUBLISHED_NAMES = {"selfmade": OWN_SYNC, "torch": TORCH_SYNC}
 RECIPE = ["world_size", "batch", "accumulation", "epochs", "learning_rate", "momentum"]
 SETTING = ["dataset", "source", "md5", "backend", "device", *RECIPE]
 PUBLISHED_RECIPE = (2, 64, 4, 16, 0.01, 0.5)  # in that order
+PUBLISHED_IMAGES = 50_000
 
 DIFFERENCES = ["implementation", "than", "metric", "unit", "difference", "low", "high", "margin", "seeds", "verdict"]
 DIFFERENCES += ["quantity"]
@@ -54,6 +56,15 @@ def setting(frame: pd.DataFrame) -> pd.Series | None:
     if rows.empty:
         return None
     return rows.iloc[0][[*SETTING, "classes", "trained", "validated", "micro_batches"]]
+
+
+def is_published_training(frame: pd.DataFrame) -> bool:
+    """Whether all images of the official archive were trained on, by the published recipe, to its last epoch."""
+    about, last = setting(frame), last_epoch(frame)["epoch"]
+    if about is None or about["md5"] != CIFAR100_MD5 or tuple(about[RECIPE]) != PUBLISHED_RECIPE:
+        return False
+    is_whole = "train_images" not in frame or not (frame["train_images"] < PUBLISHED_IMAGES).any()
+    return is_whole and bool((last == PUBLISHED_EPOCHS).all())
 
 
 def images(frame: pd.DataFrame) -> pd.DataFrame:

@@ -9,9 +9,8 @@ from labkit.lab.answers import Answer, Question, Verdict, answer_each
 from labkit.lab.evidence import ratio_text, ratios_text, span_text, with_interval, wrong_rows
 from labkit.lab.trends import Trend, trends_answer
 from labkit.lab.units import format_bytes, format_seconds, join_words
-from labkit.nn.datasets import CIFAR100_MD5
 from labkit.studies.cifar100 import analysis
-from labkit.studies.cifar100.training import TORCH_SYNC
+from labkit.studies.cifar100.training import SYNCHRONIZED, TORCH_SYNC
 
 LEARNED = Question("learned", "How well does the net learn, and how much does that depend on the seed?")
 SAME = Question(
@@ -289,11 +288,10 @@ def _as_good(frame: pd.DataFrame) -> Iterable[Trend]:
 
 def _reached(frame: pd.DataFrame) -> str:
     """Whether the published accuracy itself can be compared with one from here."""
-    about, table = analysis.setting(frame), analysis.outcome(frame)
-    same_recipe = about is not None and tuple(about[analysis.RECIPE]) == analysis.PUBLISHED_RECIPE
-    if about is None or not same_recipe or about["md5"] != CIFAR100_MD5:
+    if not analysis.is_published_training(frame):
         return "Accuracies themselves cannot be compared: images or recipe are others."
-    best = table.dropna(subset="accuracy_percent").set_index("implementation")["accuracy_percent"]
+    table = analysis.outcome(frame).dropna(subset="accuracy_percent")
+    best = table.loc[table["implementation"].isin(SYNCHRONIZED), "accuracy_percent"]
     if best.empty:
-        return "Accuracies themselves cannot be compared: every training diverged."
-    return f"Here it is {span_text(best, _percent)} after as many epochs of the same recipe."
+        return "Accuracies themselves cannot be compared: no training with SyncBatchNorm, as published, came to its end."
+    return f"With SyncBatchNorm, as published, it is {span_text(best, _percent)} here after as many epochs of the same recipe."
