@@ -279,3 +279,12 @@ def test_only_synchronized_trainings_are_beside_the_published_accuracy():
     text = _answers(_frame(ALIKE | {OWN_LOCAL: 9.0, TORCH_LOCAL: 9.0}, scatter=0.0))["published_trends"].text
     accuracy = analysis.outcome(_frame(scatter=0.0)).set_index("implementation").loc[OWN_SYNC, "accuracy_percent"]
     assert f"it is {accuracy:.1f} % here after as many epochs of the same recipe" in text
+
+
+def test_epochs_of_one_training_are_no_samples_of_their_own():
+    seconds = dict.fromkeys(IMPLEMENTATIONS, 1.0) | {OWN_SYNC: 1.5, OWN_LOCAL: 1.5}
+    few, enough = (_frame(seconds=seconds, seeds=seeds) for seeds in (5, 6))
+    assert _answers(few)["time"].verdict == "no difference shown"
+    assert analysis.synchronizing(few)["low_s"].isna().all()
+    assert _answers(enough)["time"].verdict == "yes"
+    assert set(analysis.time_summary(enough)["n"]) == {6}

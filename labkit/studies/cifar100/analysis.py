@@ -226,23 +226,32 @@ def times(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def time_summary(frame: pd.DataFrame) -> pd.DataFrame:
-    """Median time of an epoch with its interval, by implementation."""
-    table = summarize_groups(times(frame), "epoch_s", ["implementation"]).rename(columns={"median": "epoch_s"})
+    """Median time of an epoch with its interval over seeds, by implementation: of each seed the median epoch."""
+    of_seeds = times(frame).groupby(["implementation", "seed"], as_index=False)["epoch_s"].median()
+    table = summarize_groups(of_seeds, "epoch_s", ["implementation"]).rename(columns={"median": "epoch_s"})
     device = None if table.empty else frame["device"].iloc[0]
     return in_order(table)[["implementation", "epoch_s", "low", "high", "n"]].assign(device=device)
 
 
 def time_ratios(frame: pd.DataFrame, pairs: tuple[tuple[str, str], ...]) -> pd.DataFrame:
-    """Time of an epoch by the first of a pair over that by the second, of the same seeds and epochs."""
+    """Time of an epoch by the first of a pair over that by the second, of the same seeds and epochs.
+
+    Of each seed the median epoch: epochs of one training resemble one another, so that seeds are the samples.
+    """
     rows, samples = [], times(frame)
     for name, other in pairs:
-        table = samples.pivot_table(index=["seed", "epoch"], columns="implementation", values="epoch_s")
-        table = table.reindex(columns=[name, other]).dropna()
+        table = _paired(samples, name, other).groupby("seed").median()
         if len(table):
             found = compare(table[name], table[other], interleaved=True)
             row = {"implementation": name, "over": other, "ratio": found.ratio, "low": found.low, "high": found.high}
             rows.append(row | {"verdict": found.verdict})
     return pd.DataFrame(rows, columns=RATIOS)
+
+
+def _paired(samples: pd.DataFrame, name: str, other: str) -> pd.DataFrame:
+    """Seconds of the epochs that both took, side by side, by (seed, epoch)."""
+    table = samples.pivot_table(index=["seed", "epoch"], columns="implementation", values="epoch_s")
+    return table.reindex(columns=[name, other]).dropna()
 
 
 def memory(frame: pd.DataFrame) -> pd.DataFrame:
@@ -259,7 +268,7 @@ def memory(frame: pd.DataFrame) -> pd.DataFrame:
 def synchronizing(frame: pd.DataFrame) -> pd.DataFrame:
     """What an epoch takes longer with batch norm over all ranks, and what its collectives alone take.
 
-    `extra_s`      median over (seed, epoch) of synchronized less local, with `low_s` and `high_s`
+    `extra_s`      median over seeds of their median of synchronized less local, with `low_s` and `high_s`
     `predicted_s`  micro-batches times a forward and a backward collective, timed with nothing else to do
     """
     rows, samples, about = [], times(frame), setting(frame)
@@ -270,10 +279,10 @@ def synchronizing(frame: pd.DataFrame) -> pd.DataFrame:
         )
     pair_s = slowest_rank(probes, "seconds", ["seed"])["seconds"].median()
     for name, other in SYNC:
-        table = samples.pivot_table(index=["seed", "epoch"], columns="implementation", values="epoch_s")
-        table = table.reindex(columns=[name, other]).dropna()
+        table = _paired(samples, name, other)
         if len(table):
-            found, predicted_s = summarize(table[name] - table[other]), about["micro_batches"] * pair_s
+            extra = (table[name] - table[other]).groupby("seed").median()
+            found, predicted_s = summarize(extra), about["micro_batches"] * pair_s
             row = {"implementation": name, "extra_s": found.median, "low_s": found.low, "high_s": found.high}
             row |= {"predicted_s": predicted_s, "measured_over_predicted": found.median / predicted_s}
             rows.append(row)
