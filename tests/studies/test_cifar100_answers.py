@@ -127,7 +127,10 @@ def test_what_is_shown_but_within_the_margin_counts_as_the_same():
 
 
 def test_one_wrapper_alone_does_not_show_what_synchronizing_does():
-    assert _answers(_frame(ALIKE | {OWN_SYNC: 2.0}))["sync_batchnorm"].verdict == "no difference shown"
+    answer = _answers(_frame(ALIKE | {OWN_SYNC: 2.0}))["sync_batchnorm"]
+    assert answer.verdict == "no difference shown"
+    assert answer.recommendation.endswith("is open: a gain is shown with one wrapper only.")
+    assert not answer.is_shown
 
 
 def test_on_a_cpu_wrappers_are_compared_with_local_batch_norm_and_the_page_says_so():

@@ -32,6 +32,9 @@ REFUSED = (
 )
 
 
+ONE_WRAPPER = "a gain is shown with one wrapper only"
+
+
 def answer_all(frame: pd.DataFrame, coverage: pd.DataFrame) -> list[Answer]:
     """An answer to every question; a question whose rows are missing says so."""
     finders = {
@@ -201,7 +204,7 @@ def sync_batchnorm(frame: pd.DataFrame) -> Answer | None:
     is_whole = set(lost["verdict"]) == {"none"}
     if is_whole and set(table["verdict"]) == {"the same"}:
         verdict = "no"
-    advice = _advice(frame, table, better, worse, ratios) if is_whole or better or worse else None
+    advice = _advice(frame, table, lost, better, worse, ratios) if is_whole or better or worse else None
     evidence = ratios_text(ratios, lambda row: f"an epoch of {row['implementation']} over {row['over']}")
     advised = advice is not None and bool(better or worse)
     return Answer(SYNC, verdict, " ".join(sentences), "synchronized", advice, advised, evidence)
@@ -222,7 +225,12 @@ def _shown(table: pd.DataFrame, lost: pd.DataFrame, sign: int) -> list[str]:
 
 
 def _advice(
-    frame: pd.DataFrame, table: pd.DataFrame, better: list[str], worse: list[str], ratios: pd.DataFrame
+    frame: pd.DataFrame,
+    table: pd.DataFrame,
+    lost: pd.DataFrame,
+    better: list[str],
+    worse: list[str],
+    ratios: pd.DataFrame,
 ) -> str | None:
     about = analysis.setting(frame)
     if about is None or ratios.empty or table["low"].isna().any() or (better and worse):
@@ -231,11 +239,19 @@ def _advice(
     slower = f", for {span_text(ratios['ratio'])} of the time" if (ratios["verdict"] == "slower").all() else ""
     if better:
         return f"synchronize batch norm with {here}: {join_words(better)} {_is(better)} shown{slower}."
+    if _is_bettered(table, lost):
+        return None if worse else f"whether to synchronize batch norm with {here} is open: {ONE_WRAPPER}."
     reason = (
         f"{join_words(worse)} with synchronizing {_is(worse)} shown" if worse else "no gain with synchronizing is shown"
     )
     saved = f", and an epoch with it takes {span_text(ratios['ratio'])} of the time" if slower else ""
     return f"local batch norm does with {here}: {reason}{saved}."
+
+
+def _is_bettered(table: pd.DataFrame, lost: pd.DataFrame) -> bool:
+    """Whether synchronizing is shown to better anything with any wrapper."""
+    good = {("accuracy", "higher"), ("validation loss", "lower")}
+    return bool(good & set(zip(table["metric"], table["verdict"], strict=True))) or "lower" in set(lost["verdict"])
 
 
 def _is(things: list[str]) -> str:
