@@ -265,3 +265,12 @@ def test_a_machine_that_does_the_contrary_contradicts_the_published_trends():
 
 def test_trends_are_of_two_ranks():
     assert _answers(_frame(worlds=(4,)))["published_trends"].verdict == "not measured"
+
+
+def test_a_setting_in_which_one_alternative_is_wrong_is_left_out_of_the_split():
+    frame = _frame(worlds=(2,))
+    wrong = (frame["alternative"] == ALONE) & (frame["batch"] == 64) & (frame["features"] == 1024)
+    answers = _answers(frame[~wrong])
+    assert "The largest part is collectives in every setting" in answers["split"].text
+    nowhere_whole = _answers(frame[~((frame["alternative"] == ALONE) & (frame["batch"] == 64))])
+    assert nowhere_whole["split"].verdict == "measured"

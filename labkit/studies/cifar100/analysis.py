@@ -36,6 +36,7 @@ DIFFERENCES = ["implementation", "than", "metric", "unit", "difference", "low", 
 DIFFERENCES += ["quantity"]
 DIVERGENCES = ["implementation", "than", "seeds", "diverged", "than_diverged", "verdict"]
 RATIOS = ["implementation", "over", "ratio", "low", "high", "verdict"]
+SYNCHRONIZING = ["implementation", "extra_s", "low_s", "high_s", "predicted_s", "measured_over_predicted"]
 
 
 def _of_phase(frame: pd.DataFrame, phase: str) -> pd.DataFrame:
@@ -274,9 +275,7 @@ def synchronizing(frame: pd.DataFrame) -> pd.DataFrame:
     rows, samples, about = [], times(frame), setting(frame)
     probes = _of_phase(frame, PROBE)
     if about is None or probes.empty:
-        return pd.DataFrame(
-            columns=["implementation", "extra_s", "low", "high", "predicted_s", "measured_over_predicted"]
-        )
+        return pd.DataFrame(columns=SYNCHRONIZING)
     pair_s = slowest_rank(probes, "seconds", ["seed"])["seconds"].median()
     for name, other in SYNC:
         table = _paired(samples, name, other)
@@ -286,7 +285,7 @@ def synchronizing(frame: pd.DataFrame) -> pd.DataFrame:
             row = {"implementation": name, "extra_s": found.median, "low_s": found.low, "high_s": found.high}
             row |= {"predicted_s": predicted_s, "measured_over_predicted": found.median / predicted_s}
             rows.append(row)
-    return pd.DataFrame(rows)
+    return pd.DataFrame(rows, columns=SYNCHRONIZING)
 
 
 @cache
