@@ -274,3 +274,19 @@ def test_a_setting_in_which_one_alternative_is_wrong_is_left_out_of_the_split():
     assert "The largest part is collectives in every setting" in answers["split"].text
     nowhere_whole = _answers(frame[~((frame["alternative"] == ALONE) & (frame["batch"] == 64))])
     assert nowhere_whole["split"].verdict == "measured"
+
+
+def test_a_price_that_is_not_shown_to_be_above_zero_has_no_ratio_and_no_share():
+    def free(name, *_):
+        return 1e-5 if name in (COLLECTIVES, ALL_REDUCES) else 1e-3
+
+    frame = _frame(free, noise=0.02)
+    growth = analysis.growth(frame)
+    assert len(growth)
+    assert growth["ratio"].isna().sum() > len(growth) / 2
+    answers = _answers(frame)
+    assert "no ratio, as what it adds is not shown to be above zero" in answers["price"].text
+    assert "elsewhere what it adds is not shown to be above zero" in answers["split"].text
+    assert "The largest part is" not in answers["split"].text
+    assert " %)" not in _answers(_frame(free, repeats=3))["split"].text
+    assert analysis.growth(_frame())["ratio"].notna().all()
