@@ -184,6 +184,8 @@ def test_torch_is_compared_where_it_was_measured(factor, verdict, advice):
     answer = _answers(_frame(seconds))["against_torch"]
     assert answer.verdict == verdict
     assert advice in answer.recommendation
+    assert answer.is_shown
+    assert "over torch's layer: " in answer.evidence
 
 
 def test_what_torch_refuses_is_quoted():

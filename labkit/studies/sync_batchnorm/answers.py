@@ -80,8 +80,8 @@ def price(frame: pd.DataFrame) -> Answer | None:
     return Answer(COST, "measured", " ".join(sentences), "times", _advice(costs, advised), advised, evidence)
 
 
-def _setting_text(row: pd.Series) -> str:
-    return f"{row['world_size']} ranks, {row['batch']}x{row['features']}, over plain BatchNorm"
+def _setting_text(row: pd.Series, over: str = "plain BatchNorm") -> str:
+    return f"{row['world_size']} ranks, {row['batch']}x{row['features']}, over {over}"
 
 
 def _growth_text(grows: str, some: pd.DataFrame) -> str:
@@ -215,7 +215,9 @@ def against_torch(frame: pd.DataFrame) -> Answer | None:
     )
     verdict = verdict_of(faster, slower)
     advice = {"yes": "labkit's layer is the faster one here.", "no": "use torch's layer here: it is faster."}
-    return Answer(AGAINST_TORCH, verdict, text, "times", advice.get(verdict))
+    recommended = advice.get(verdict)
+    evidence = ratios_text(ratios, lambda row: _setting_text(row, "torch's layer"))
+    return Answer(AGAINST_TORCH, verdict, text, "times", recommended, recommended is not None, evidence)
 
 
 def memory(frame: pd.DataFrame) -> Answer | None:
