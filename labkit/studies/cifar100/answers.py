@@ -309,5 +309,8 @@ def _reached(frame: pd.DataFrame) -> str:
     table = analysis.outcome(frame).dropna(subset="accuracy_percent")
     best = table.loc[table["implementation"].isin(SYNCHRONIZED), "accuracy_percent"]
     if best.empty:
-        return "Accuracies themselves cannot be compared: no training with SyncBatchNorm, as published, came to its end."
-    return f"With SyncBatchNorm, as published, it is {span_text(best, _percent)} here after as many epochs of the same recipe."
+        return (
+            "Accuracies themselves cannot be compared: no training with SyncBatchNorm, as published, came to its end."
+        )
+    here = span_text(best, _percent)
+    return f"With SyncBatchNorm, as published, it is {here} here after as many epochs of the same recipe."
