@@ -101,9 +101,8 @@ def _is_finite(table: pd.DataFrame) -> pd.Series:
 
 
 def diverged(frame: pd.DataFrame) -> pd.DataFrame:
-    """`diverged` by (implementation, seed): whether a loss of any epoch up to the last one is not finite."""
+    """`diverged` by (implementation, seed): whether a loss of any epoch is not finite."""
     table = metrics(frame)
-    table = table[table["epoch"] <= _last_epoch(table)]
     bad = table.assign(diverged=~_is_finite(table).astype(bool))
     return in_order(bad.groupby(["implementation", "seed"], as_index=False)["diverged"].any())
 

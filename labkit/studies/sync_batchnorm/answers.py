@@ -147,7 +147,7 @@ def _share(percent: pd.Series) -> str:
 
 def _largest_part(some: pd.DataFrame) -> list[str]:
     """Which part is shown to be the largest, where intervals do not overlap in any setting."""
-    winners = set()
+    winners: set[str | None] = set()
     for _, of_setting in some.groupby(SETTING):
         parts = of_setting[of_setting["part"].isin(PARTS)]
         if not analysis.is_above_zero(of_setting[of_setting["part"] == PRICE]).all():
