@@ -3,10 +3,11 @@
     python benchmarks/sync_batchnorm_against_gloo.py                  # the promise: exits 1 if it is missed
     python benchmarks/sync_batchnorm_against_gloo.py --worlds 2,4 --batches 32,64 --features 128,1024
 
-The promise: forward and backward of the layer take no longer than those of torch's BatchNorm on the rank's own rows
-plus twice the time of two all-reduces of the bytes that the layer sends. All take turns on ranks under SCHED_BATCH, one
-thread each: a barrier before every sample, which is the mean of `--calls` calls; the slowest rank counts; medians of
-the repeats. Results are checked first. On a busy machine the ratio means little.
+The promise, of the default ranks and sizes only: forward and backward of the layer take no longer than those of torch's
+BatchNorm on the rank's own rows plus twice the time of two all-reduces of the bytes that the layer sends. Any others
+are timed and not judged, and the exit is 0. All take turns on ranks under SCHED_BATCH, one thread each: a barrier
+before every sample, which is the mean of `--calls` calls; the slowest rank counts; medians of the repeats. Results are
+checked first. On a busy machine the ratio means little.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def measure(batch: int, features: int, calls: int, repeats: int) -> dict[str, fl
 
 def main() -> int:
     options = _parse()
-    has_missed = False
+    has_missed, has_checked = False, False
     for world_size in options.worlds:
         for batch in options.batches:
             for features in options.features:
@@ -63,12 +64,16 @@ def main() -> int:
                 ratio = medians[OWN] / (medians[LOCAL] + 2 * medians[ALL_REDUCES])
                 is_promised = (world_size, batch, features) == PROMISED
                 has_missed |= is_promised and ratio > 1
+                has_checked |= is_promised
                 print(_line((world_size, batch, features), medians, ratio, is_promised), flush=True)
+    if not has_checked:
+        ranks, batch, features = PROMISED
+        print(f"The promise was not checked: it is of {ranks} ranks, {batch} x {features}, and that was not measured.")
     return int(has_missed)
 
 
 def _line(setting: tuple[int, int, int], medians: dict[str, float], ratio: float, is_promised: bool) -> str:
-    verdict = f"  promised 1: {'kept' if ratio <= 1 else 'MISSED'}" if is_promised else ""
+    verdict = f"  promised 1: {'kept' if ratio <= 1 else 'MISSED'}" if is_promised else "  not promised"
     times: dict[str, Any] = {name: f"{seconds * 1e3:.3f}" for name, seconds in medians.items()}
     return (
         f"{setting[0]:3} ranks {setting[1]:4} x {setting[2]:<5} layer {times[OWN]} ms   plain {times[LOCAL]}   "

@@ -58,15 +58,18 @@ def _advice(study: Study, question: Question, lab: Mapping[str, Any] | None) -> 
     if answer["verdict"] == "not measured":
         text = answer["headline"].removeprefix("Not measured: ")
         return Advice("not measured", text, study.name, href=href)
-    status: Status = "shown" if answer["recommendation"] and answer["is_shown"] else "not shown here"
     text = answer["recommendation"] or f"nothing is shown that a recommendation could rest on. {answer['headline']}"
-    return Advice(status, text, study.name, answer["evidence"], href)
+    return Advice(_status(answer), text, study.name, answer["evidence"], href)
+
+
+def _status(answer: Mapping[str, Any]) -> Status:
+    return "shown" if answer["recommendation"] and answer["is_shown"] else "not shown here"
 
 
 def further_advice(labs: Iterable[Mapping[str, Any]]) -> list[Advice]:
     """Recommendations of questions that belong to no topic."""
     return [
-        Advice("shown", answer["recommendation"], lab["name"], answer["evidence"], _href(lab, answer))
+        Advice(_status(answer), answer["recommendation"], lab["name"], answer["evidence"], _href(lab, answer))
         for lab in labs
         if lab["record"] and not lab["record"]["recorded"]
         for answer in lab["record"]["answers"]

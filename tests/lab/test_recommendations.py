@@ -60,6 +60,8 @@ def test_advice_without_a_topic_is_listed_apart():
     free = Answer(FREE, "yes", "It is.", None, "do it.", True)
     assert [advice.text for advice in further_advice([_lab(SHOWN, free)])] == ["do it."]
     assert further_advice([_lab(free, recorded=True)]) == []
+    unsure = replace(free, is_shown=False)
+    assert [advice.status for advice in further_advice([_lab(free, unsure)])] == ["shown", "not shown here"]
 
 
 def test_published_claims_are_listed_by_what_is_shown_of_them():

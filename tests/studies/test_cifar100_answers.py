@@ -127,7 +127,10 @@ def test_what_is_shown_but_within_the_margin_counts_as_the_same():
 
 
 def test_one_wrapper_alone_does_not_show_what_synchronizing_does():
-    assert _answers(_frame(ALIKE | {OWN_SYNC: 2.0}))["sync_batchnorm"].verdict == "no difference shown"
+    answer = _answers(_frame(ALIKE | {OWN_SYNC: 2.0}))["sync_batchnorm"]
+    assert answer.verdict == "no difference shown"
+    assert answer.recommendation.endswith("is open: a gain is shown with one wrapper only.")
+    assert not answer.is_shown
 
 
 def test_on_a_cpu_wrappers_are_compared_with_local_batch_norm_and_the_page_says_so():
@@ -205,3 +208,86 @@ def test_published_values_are_read_from_the_table():
     assert table.loc[OWN_SYNC, "training_s"] == 29.632  # of the slower rank
     assert table.loc[TORCH_SYNC, "peak_bytes"] == 174062592
     assert analysis.published_ratio("epoch_s") == pytest.approx(29.632 / 29.279)
+
+
+def _diverging(frame, name, seeds, value=np.nan):
+    """From the third epoch on; accuracy stays a number, as it does: an image still counts as right or not."""
+    lost = (frame["implementation"] == name) & frame["seed"].isin(seeds) & (frame["epoch"] >= 3)
+    frame.loc[lost & frame["accuracy"].notna(), ["train_loss", "validation_loss"]] = value
+    return frame
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_training_that_diverges_is_counted_and_shows_nothing_to_be_the_same(value):
+    frame = _diverging(_frame(), OWN_SYNC, [0], value)
+    answers = _answers(frame)
+    assert "DIVERGED, with a loss that is not finite: 1 of 8 seeds with own + SyncBatchNorm." in answers["learned"].text
+    assert answers["same_training"].verdict == "no difference shown"
+    assert "of 8 seeds 1 with own + SyncBatchNorm and 0 with torch" in answers["same_training"].text
+    assert "1 with own + SyncBatchNorm and 0 with own + BatchNorm" in answers["sync_batchnorm"].text
+    assert answers["sync_batchnorm"].verdict == "no difference shown"
+    assert answers["sync_batchnorm"].recommendation is None
+    assert "published): is not shown here" in answers["published_trends"].text
+    for table in (analysis.by_epoch(frame, "accuracy"), analysis.losses_by_epoch(frame)):
+        assert set(table["n"]) == {7, 8}
+    assert np.isfinite(analysis.losses_by_epoch(frame)["loss"]).all()
+
+
+def test_where_every_seed_diverges_with_one_implementation_it_does_not_train_as_well():
+    answers = _answers(_diverging(_frame(), OWN_SYNC, range(8)))
+    assert answers["same_training"].verdict == "no"
+    assert "8 with own + SyncBatchNorm and 0 with torch" in answers["same_training"].text
+    assert answers["sync_batchnorm"].verdict == "no difference shown"  # the other wrapper is alike
+    assert answers["learned"].verdict == "measured"
+
+
+def test_where_everything_diverges_nothing_is_claimed():
+    frame = _frame()
+    for name in IMPLEMENTATIONS:
+        frame = _diverging(frame, name, range(8))
+    answers = _answers(frame)
+    assert answers["same_training"].verdict == answers["sync_batchnorm"].verdict == "no difference shown"
+    assert answers["sync_batchnorm"].recommendation is None
+    assert "no training with SyncBatchNorm, as published, came to its end" in answers["published_trends"].text
+    assert analysis.differences(frame, analysis.SYNC).empty
+
+
+def test_synchronizing_that_keeps_trainings_from_diverging_is_advised():
+    frame = _frame()
+    for name in (OWN_LOCAL, TORCH_LOCAL):
+        frame = _diverging(frame, name, range(6))
+    answer = _answers(frame)["sync_batchnorm"]
+    assert answer.verdict == "yes"
+    assert "less often with the first" in answer.text
+
+
+def test_the_last_epoch_is_one_that_all_seeds_have():
+    frame = _frame()
+    frame = frame[(frame["seed"] > 0) | ~(frame["epoch"] > 10)]
+    assert set(analysis.last_epoch(frame)["epoch"]) == {10}
+    assert set(analysis.last_epoch(frame)["seed"]) == set(range(8))
+    answers = _answers(frame)
+    assert "After epoch 10, over 8 seeds" in answers["learned"].text
+    assert "cannot be compared" in answers["published_trends"].text
+
+
+@pytest.mark.parametrize(
+    "changes", [{"train_images": 640}, {"names": (OWN_LOCAL, TORCH_LOCAL)}, {"epochs": 15}, {"batch": 32}], ids=str
+)
+def test_accuracies_are_beside_the_published_ones_only_for_the_same_training(changes):
+    assert "cannot be compared" in _answers(_frame(**changes))["published_trends"].text
+
+
+def test_only_synchronized_trainings_are_beside_the_published_accuracy():
+    text = _answers(_frame(ALIKE | {OWN_LOCAL: 9.0, TORCH_LOCAL: 9.0}, scatter=0.0))["published_trends"].text
+    accuracy = analysis.outcome(_frame(scatter=0.0)).set_index("implementation").loc[OWN_SYNC, "accuracy_percent"]
+    assert f"it is {accuracy:.1f} % here after as many epochs of the same recipe" in text
+
+
+def test_epochs_of_one_training_are_no_samples_of_their_own():
+    seconds = dict.fromkeys(IMPLEMENTATIONS, 1.0) | {OWN_SYNC: 1.5, OWN_LOCAL: 1.5}
+    few, enough = (_frame(seconds=seconds, seeds=seeds) for seeds in (5, 6))
+    assert _answers(few)["time"].verdict == "no difference shown"
+    assert analysis.synchronizing(few)["low_s"].isna().all()
+    assert _answers(enough)["time"].verdict == "yes"
+    assert set(analysis.time_summary(enough)["n"]) == {6}

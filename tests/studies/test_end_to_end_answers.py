@@ -85,6 +85,8 @@ def test_a_textbook_machine_is_answered_in_full():
         "published_trends": "yes",
     }
     assert "throw away the first step of" in answers["warmup"].recommendation
+    assert answers["warmup"].is_shown
+    assert "nano, mean after 0 over steady: 1.2" in answers["warmup"].evidence
     assert "takes 0.50 of eager's time (nano and mini)" in answers["compile"].recommendation
 
 

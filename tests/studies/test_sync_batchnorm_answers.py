@@ -184,6 +184,8 @@ def test_torch_is_compared_where_it_was_measured(factor, verdict, advice):
     answer = _answers(_frame(seconds))["against_torch"]
     assert answer.verdict == verdict
     assert advice in answer.recommendation
+    assert answer.is_shown
+    assert "over torch's layer: " in answer.evidence
 
 
 def test_what_torch_refuses_is_quoted():
@@ -265,3 +267,28 @@ def test_a_machine_that_does_the_contrary_contradicts_the_published_trends():
 
 def test_trends_are_of_two_ranks():
     assert _answers(_frame(worlds=(4,)))["published_trends"].verdict == "not measured"
+
+
+def test_a_setting_in_which_one_alternative_is_wrong_is_left_out_of_the_split():
+    frame = _frame(worlds=(2,))
+    wrong = (frame["alternative"] == ALONE) & (frame["batch"] == 64) & (frame["features"] == 1024)
+    answers = _answers(frame[~wrong])
+    assert "The largest part is collectives in every setting" in answers["split"].text
+    nowhere_whole = _answers(frame[~((frame["alternative"] == ALONE) & (frame["batch"] == 64))])
+    assert nowhere_whole["split"].verdict == "measured"
+
+
+def test_a_price_that_is_not_shown_to_be_above_zero_has_no_ratio_and_no_share():
+    def free(name, *_):
+        return 1e-5 if name in (COLLECTIVES, ALL_REDUCES) else 1e-3
+
+    frame = _frame(free, noise=0.02)
+    growth = analysis.growth(frame)
+    assert len(growth)
+    assert growth["ratio"].isna().sum() > len(growth) / 2
+    answers = _answers(frame)
+    assert "no ratio, as what it adds is not shown to be above zero" in answers["price"].text
+    assert "elsewhere what it adds is not shown to be above zero" in answers["split"].text
+    assert "The largest part is" not in answers["split"].text
+    assert " %)" not in _answers(_frame(free, repeats=3))["split"].text
+    assert analysis.growth(_frame())["ratio"].notna().all()

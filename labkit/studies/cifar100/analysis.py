@@ -2,16 +2,19 @@
 
 Implementations are compared seed by seed: with one seed they begin with the same weights and see the same images in
 the same order under the same dropout masks. Intervals are of the median over seeds; an epoch is over when its slowest
-rank is.
+rank is. A training with a loss that is not finite has diverged: it is counted, and its numbers are in no median.
 """
 
 from functools import cache
+from math import comb
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
-from labkit.bench.statistics import compare, slowest_rank, summarize, summarize_groups
+from labkit.bench.statistics import CONFIDENCE, compare, slowest_rank, summarize, summarize_groups
 from labkit.lab.project import reference_directory
+from labkit.nn.datasets import CIFAR100_MD5
 from labkit.studies.cifar100.training import IMPLEMENTATIONS, OWN_LOCAL, OWN_SYNC, TORCH_LOCAL, TORCH_SYNC
 from labkit.studies.cifar100.worker import EPOCH, MEMORY, PROBE
 
@@ -27,10 +30,13 @@ PUBLISHED_NAMES = {"selfmade": OWN_SYNC, "torch": TORCH_SYNC}
 RECIPE = ["world_size", "batch", "accumulation", "epochs", "learning_rate", "momentum"]
 SETTING = ["dataset", "source", "md5", "backend", "device", *RECIPE]
 PUBLISHED_RECIPE = (2, 64, 4, 16, 0.01, 0.5)  # in that order
+PUBLISHED_IMAGES = 50_000
 
 DIFFERENCES = ["implementation", "than", "metric", "unit", "difference", "low", "high", "margin", "seeds", "verdict"]
 DIFFERENCES += ["quantity"]
+DIVERGENCES = ["implementation", "than", "seeds", "diverged", "than_diverged", "verdict"]
 RATIOS = ["implementation", "over", "ratio", "low", "high", "verdict"]
+SYNCHRONIZING = ["implementation", "extra_s", "low_s", "high_s", "predicted_s", "measured_over_predicted"]
 
 
 def _of_phase(frame: pd.DataFrame, phase: str) -> pd.DataFrame:
@@ -51,6 +57,15 @@ def setting(frame: pd.DataFrame) -> pd.Series | None:
     if rows.empty:
         return None
     return rows.iloc[0][[*SETTING, "classes", "trained", "validated", "micro_batches"]]
+
+
+def is_published_training(frame: pd.DataFrame) -> bool:
+    """Whether all images of the official archive were trained on, by the published recipe, to its last epoch."""
+    about, last = setting(frame), last_epoch(frame)["epoch"]
+    if about is None or about["md5"] != CIFAR100_MD5 or tuple(about[RECIPE]) != PUBLISHED_RECIPE:
+        return False
+    is_whole = "train_images" not in frame or not (frame["train_images"] < PUBLISHED_IMAGES).any()
+    return is_whole and bool((last == PUBLISHED_EPOCHS).all())
 
 
 def images(frame: pd.DataFrame) -> pd.DataFrame:
@@ -80,10 +95,22 @@ def metrics(frame: pd.DataFrame) -> pd.DataFrame:
     return in_order(rows[["implementation", "seed", "epoch", *METRICS.values()]])
 
 
+def _is_finite(table: pd.DataFrame) -> pd.Series:
+    """Of rows of `metrics`: whether every loss is a number."""
+    return np.isfinite(table[list(METRICS.values())].astype(float)).all(axis=1)
+
+
+def diverged(frame: pd.DataFrame) -> pd.DataFrame:
+    """`diverged` by (implementation, seed): whether a loss of any epoch is not finite."""
+    table = metrics(frame)
+    bad = table.assign(diverged=~_is_finite(table).astype(bool))
+    return in_order(bad.groupby(["implementation", "seed"], as_index=False)["diverged"].any())
+
+
 def by_epoch(frame: pd.DataFrame, metric: str) -> pd.DataFrame:
-    """Median over seeds and its interval by (implementation, epoch), in the column of the metric."""
-    column = METRICS[metric]
-    table = summarize_groups(metrics(frame), column, ["implementation", "epoch"])
+    """Median over seeds and its interval by (implementation, epoch), in the column of the metric, of finite losses."""
+    column, told = METRICS[metric], metrics(frame)
+    table = summarize_groups(told[_is_finite(told)], column, ["implementation", "epoch"])
     return in_order(table.rename(columns={"median": column}))[["implementation", "epoch", column, "low", "high", "n"]]
 
 
@@ -97,32 +124,47 @@ def losses_by_epoch(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def last_epoch(frame: pd.DataFrame) -> pd.DataFrame:
-    """Metrics of the last epoch that all seeds have, by (implementation, seed)."""
+    """Metrics of the last epoch that all seeds have, by (implementation, seed), of those that have not diverged."""
     table = metrics(frame)
-    return table[table["epoch"] == table["epoch"].max()]
+    table = table[table["epoch"] == _last_epoch(table)].merge(diverged(frame), on=["implementation", "seed"])
+    return table[~table["diverged"].astype(bool)].drop(columns="diverged")
+
+
+def _last_epoch(table: pd.DataFrame) -> float:
+    """The last epoch that every training of `metrics` has; NaN without any."""
+    return float(table.groupby(["implementation", "seed"])["epoch"].max().min())
 
 
 def outcome(frame: pd.DataFrame) -> pd.DataFrame:
-    """By implementation, after the last epoch: median accuracy, interval, smallest, largest; median losses; error."""
+    """By implementation, after the last epoch: median accuracy, interval, smallest, largest; median losses; error.
+
+    Of the `seeds` that have not diverged; `diverged` of them have. An implementation of which all have has no numbers.
+    """
     rows, last = [], last_epoch(frame)
     errors = _of_phase(frame, EPOCH)
-    for name, of_name in last.groupby("implementation", sort=False):
+    for name, bad in diverged(frame).groupby("implementation", sort=False)["diverged"].sum().items():
+        of_name = last[last["implementation"] == name]
+        if of_name.empty:
+            rows.append({"implementation": name, "seeds": 0, "diverged": bad, "epoch": float("nan")})
+            continue
         found = summarize(of_name["accuracy_percent"])
         accuracies = {"accuracy_percent": found.median, "low": found.low, "high": found.high}
         accuracies |= {"smallest": of_name["accuracy_percent"].min(), "largest": of_name["accuracy_percent"].max()}
         losses = {column: of_name[column].median() for column in ("train_loss", "validation_loss")}
         error = errors.loc[errors["implementation"] == name, "error"].max() if "error" in errors else float("nan")
-        rows.append({"implementation": name, "seeds": found.n} | accuracies | losses | {"error": error})
-    columns = ["implementation", "seeds", "accuracy_percent", "low", "high", "smallest", "largest"]
+        about = {"implementation": name, "epoch": of_name["epoch"].iloc[0], "seeds": found.n, "diverged": bad}
+        rows.append(about | accuracies | losses | {"error": error})
+    columns = ["implementation", "epoch", "seeds", "diverged", "accuracy_percent", "low", "high", "smallest", "largest"]
     return pd.DataFrame(rows, columns=[*columns, "train_loss", "validation_loss", "error"])
 
 
 def differences(frame: pd.DataFrame, pairs: tuple[tuple[str, str], ...]) -> pd.DataFrame:
     """After the last epoch, seed by seed: the first of a pair less the second; points of accuracy, percent of a loss.
 
-    `verdict`: "the same" if the interval lies within the margin, "higher" or "lower" if wholly beyond it, "not shown".
+    `verdict`: "the same" if the interval lies within the margin, "higher" or "lower" if wholly beyond it, "not shown";
+    and "diverged" where a seed of either did: what is left is no sample of all seeds.
     """
-    rows, last = [], last_epoch(frame)
+    rows, last, lost = [], last_epoch(frame), _lost(divergences(frame, pairs))
     for (name, other), (metric, column) in ((pair, item) for pair in pairs for item in METRICS.items()):
         table = last.pivot_table(index="seed", columns="implementation", values=column).reindex(columns=[name, other])
         table = table.dropna()
@@ -135,8 +177,36 @@ def differences(frame: pd.DataFrame, pairs: tuple[tuple[str, str], ...]) -> pd.D
         row: dict[str, Any] = {"implementation": name, "than": other, "metric": metric, "unit": UNITS[metric]}
         row |= {"difference": found.median, "low": found.low, "high": found.high, "margin": margin, "seeds": found.n}
         row["quantity"] = f"{metric} ({UNITS[metric]})"
-        rows.append(row | {"verdict": _verdict(found.low, found.high, margin)})
+        is_whole = (name, other) not in lost
+        rows.append(row | {"verdict": _verdict(found.low, found.high, margin) if is_whole else "diverged"})
     return pd.DataFrame(rows, columns=DIFFERENCES)
+
+
+def divergences(frame: pd.DataFrame, pairs: tuple[tuple[str, str], ...]) -> pd.DataFrame:
+    """How many `seeds` that both of a pair have `diverged` with the first, and with the second (`than_diverged`).
+
+    `verdict`: "higher" or "lower" if the first diverges more or less often beyond chance, by a sign test over the seeds
+    with which just one of the two does; "none" if no seed did with either; else "not shown".
+    """
+    rows, table = [], diverged(frame).pivot(index="seed", columns="implementation", values="diverged")
+    for name, other in pairs:
+        both = table.reindex(columns=[name, other]).dropna().astype(bool)
+        if both.empty:
+            continue
+        first, second = both[name], both[other]
+        more, less = int((first & ~second).sum()), int((second & ~first).sum())
+        tail = 2 * sum(comb(more + less, k) for k in range(min(more, less) + 1)) / 2 ** (more + less)
+        shown = "higher" if more > less else "lower"
+        verdict = shown if tail < 1 - CONFIDENCE else "not shown" if (first | second).any() else "none"
+        row = {"implementation": name, "than": other, "seeds": len(both), "diverged": int(first.sum())}
+        rows.append(row | {"than_diverged": int(second.sum()), "verdict": verdict})
+    return pd.DataFrame(rows, columns=DIVERGENCES)
+
+
+def _lost(found: pd.DataFrame) -> set[tuple[str, str]]:
+    """Pairs of which a seed diverged."""
+    some = found[found["verdict"] != "none"]
+    return set(zip(some["implementation"], some["than"], strict=True))
 
 
 def _verdict(low: float, high: float, margin: float) -> str:
@@ -156,23 +226,32 @@ def times(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def time_summary(frame: pd.DataFrame) -> pd.DataFrame:
-    """Median time of an epoch with its interval, by implementation."""
-    table = summarize_groups(times(frame), "epoch_s", ["implementation"]).rename(columns={"median": "epoch_s"})
+    """Median time of an epoch with its interval over seeds, by implementation: of each seed the median epoch."""
+    of_seeds = times(frame).groupby(["implementation", "seed"], as_index=False)["epoch_s"].median()
+    table = summarize_groups(of_seeds, "epoch_s", ["implementation"]).rename(columns={"median": "epoch_s"})
     device = None if table.empty else frame["device"].iloc[0]
     return in_order(table)[["implementation", "epoch_s", "low", "high", "n"]].assign(device=device)
 
 
 def time_ratios(frame: pd.DataFrame, pairs: tuple[tuple[str, str], ...]) -> pd.DataFrame:
-    """Time of an epoch by the first of a pair over that by the second, of the same seeds and epochs."""
+    """Time of an epoch by the first of a pair over that by the second, of the same seeds and epochs.
+
+    Of each seed the median epoch: epochs of one training resemble one another, so that seeds are the samples.
+    """
     rows, samples = [], times(frame)
     for name, other in pairs:
-        table = samples.pivot_table(index=["seed", "epoch"], columns="implementation", values="epoch_s")
-        table = table.reindex(columns=[name, other]).dropna()
+        table = _paired(samples, name, other).groupby("seed").median()
         if len(table):
             found = compare(table[name], table[other], interleaved=True)
             row = {"implementation": name, "over": other, "ratio": found.ratio, "low": found.low, "high": found.high}
             rows.append(row | {"verdict": found.verdict})
     return pd.DataFrame(rows, columns=RATIOS)
+
+
+def _paired(samples: pd.DataFrame, name: str, other: str) -> pd.DataFrame:
+    """Seconds of the epochs that both took, side by side, by (seed, epoch)."""
+    table = samples.pivot_table(index=["seed", "epoch"], columns="implementation", values="epoch_s")
+    return table.reindex(columns=[name, other]).dropna()
 
 
 def memory(frame: pd.DataFrame) -> pd.DataFrame:
@@ -189,25 +268,23 @@ def memory(frame: pd.DataFrame) -> pd.DataFrame:
 def synchronizing(frame: pd.DataFrame) -> pd.DataFrame:
     """What an epoch takes longer with batch norm over all ranks, and what its collectives alone take.
 
-    `extra_s`      median over (seed, epoch) of synchronized less local, with `low_s` and `high_s`
+    `extra_s`      median over seeds of their median of synchronized less local, with `low_s` and `high_s`
     `predicted_s`  micro-batches times a forward and a backward collective, timed with nothing else to do
     """
     rows, samples, about = [], times(frame), setting(frame)
     probes = _of_phase(frame, PROBE)
     if about is None or probes.empty:
-        return pd.DataFrame(
-            columns=["implementation", "extra_s", "low", "high", "predicted_s", "measured_over_predicted"]
-        )
+        return pd.DataFrame(columns=SYNCHRONIZING)
     pair_s = slowest_rank(probes, "seconds", ["seed"])["seconds"].median()
     for name, other in SYNC:
-        table = samples.pivot_table(index=["seed", "epoch"], columns="implementation", values="epoch_s")
-        table = table.reindex(columns=[name, other]).dropna()
+        table = _paired(samples, name, other)
         if len(table):
-            found, predicted_s = summarize(table[name] - table[other]), about["micro_batches"] * pair_s
+            extra = (table[name] - table[other]).groupby("seed").median()
+            found, predicted_s = summarize(extra), about["micro_batches"] * pair_s
             row = {"implementation": name, "extra_s": found.median, "low_s": found.low, "high_s": found.high}
             row |= {"predicted_s": predicted_s, "measured_over_predicted": found.median / predicted_s}
             rows.append(row)
-    return pd.DataFrame(rows)
+    return pd.DataFrame(rows, columns=SYNCHRONIZING)
 
 
 @cache

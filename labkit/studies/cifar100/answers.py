@@ -9,9 +9,8 @@ from labkit.lab.answers import Answer, Question, Verdict, answer_each
 from labkit.lab.evidence import ratio_text, ratios_text, span_text, with_interval, wrong_rows
 from labkit.lab.trends import Trend, trends_answer
 from labkit.lab.units import format_bytes, format_seconds, join_words
-from labkit.nn.datasets import CIFAR100_MD5
 from labkit.studies.cifar100 import analysis
-from labkit.studies.cifar100.training import TORCH_SYNC
+from labkit.studies.cifar100.training import SYNCHRONIZED, TORCH_SYNC
 
 LEARNED = Question("learned", "How well does the net learn, and how much does that depend on the seed?")
 SAME = Question(
@@ -31,6 +30,9 @@ REFUSED = (
     "torch's SyncBatchNorm refuses CPU tensors: the wrappers are compared with local batch norm on both sides, and the "
     "own SyncBatchNorm with one process that has the whole batch, before training."
 )
+
+
+ONE_WRAPPER = "a gain is shown with one wrapper only"
 
 
 def answer_all(frame: pd.DataFrame, coverage: pd.DataFrame) -> list[Answer]:
@@ -59,12 +61,21 @@ def learned(frame: pd.DataFrame) -> Answer | None:
         return Answer(LEARNED, "not measured", " ".join(sentences))
     sentences.append(
         f"Trained on {about['trained']:.0f} images: {about['source']}. Of {about['classes']:.0f} classes a guess is "
-        f"right in {100 / about['classes']:.0f} %. After epoch {frame['epoch'].max():.0f}, over {_seeds(table)}:"
+        f"right in {100 / about['classes']:.0f} %."
     )
-    parts = [
-        f"{row['implementation']} {_percent_with_interval(row)}, {_spread(row)}" for row in table.to_dict("records")
+    lost = [
+        f"{row['diverged']:.0f} of {row['diverged'] + row['seeds']:.0f} seeds with {row['implementation']}"
+        for row in table[table["diverged"] > 0].to_dict("records")
     ]
-    return Answer(LEARNED, "measured", f"{' '.join(sentences)} {'; '.join(parts)}.", "accuracy")
+    if lost:
+        sentences.append(f"DIVERGED, with a loss that is not finite: {join_words(lost)}.")
+    table = table[table["seeds"] > 0]
+    if len(table):
+        parts = [
+            f"{row['implementation']} {_percent_with_interval(row)}, {_spread(row)}" for row in table.to_dict("records")
+        ]
+        sentences.append(f"After epoch {table['epoch'].max():.0f}, over {_seeds(table)}: {'; '.join(parts)}.")
+    return Answer(LEARNED, "measured", " ".join(sentences), "accuracy")
 
 
 def _seeds(table: pd.DataFrame) -> str:
@@ -86,13 +97,25 @@ def _spread(row: dict[str, float]) -> str:
 
 
 def same_training(frame: pd.DataFrame) -> Answer | None:
-    table = analysis.differences(frame, analysis.SAME)
-    if table.empty:
+    table, lost = analysis.differences(frame, analysis.SAME), analysis.divergences(frame, analysis.SAME)
+    if lost.empty:
         return None
-    sentences = [_compared(name, other, some) for (name, other), some in _pairs(table)]
-    if TORCH_SYNC not in set(table["than"]) and (frame["device"] == "cpu").all():
+    sentences = [*_lost_text(lost), *(_compared(name, other, some) for (name, other), some in _pairs(table))]
+    if TORCH_SYNC not in set(lost["than"]) and (frame["device"] == "cpu").all():
         sentences.append(REFUSED)
-    return Answer(SAME, _sameness(table["verdict"]), " ".join(sentences), "differences")
+    verdict = _sameness([*table["verdict"], *lost.loc[lost["verdict"] != "none", "verdict"]])
+    return Answer(SAME, verdict, " ".join(sentences), "differences")
+
+
+def _lost_text(lost: pd.DataFrame) -> list[str]:
+    """Of each pair that lost a seed: how many with which, and what that shows."""
+    says = {"higher": "more often with the first", "lower": "less often with the first"}
+    return [
+        f"DIVERGED, with a loss that is not finite: of {row['seeds']} seeds {row['diverged']} with "
+        f"{row['implementation']} and {row['than_diverged']} with {row['than']}, "
+        f"{says.get(row['verdict'], 'which shows no difference')}."
+        for row in lost[lost["verdict"] != "none"].to_dict("records")
+    ]
 
 
 def _pairs(table: pd.DataFrame) -> Iterable[tuple[tuple[str, str], pd.DataFrame]]:
@@ -119,6 +142,7 @@ def _compared(name: str, other: str, some: pd.DataFrame) -> str:
             continue
         says = {
             "the same": f"within the {row['margin']:g} that count as the same",
+            "diverged": "of the seeds that did not diverge, and so without a verdict",
             "not shown": f"neither shown to be within {row['margin']:g} nor beyond",
         }.get(row["verdict"], f"{row['verdict']} by more than {row['margin']:g}")
         parts.append(f"{text} [{_signed(row['low'])}, {_signed(row['high'])}], {says}")
@@ -161,9 +185,10 @@ def memory(frame: pd.DataFrame) -> Answer | None:
 
 def sync_batchnorm(frame: pd.DataFrame) -> Answer | None:
     table, ratios = analysis.differences(frame, analysis.SYNC), analysis.time_ratios(frame, analysis.SYNC)
-    if table.empty:
+    lost = analysis.divergences(frame, analysis.SYNC)
+    if lost.empty:
         return None
-    sentences = [_compared(name, other, some) for (name, other), some in _pairs(table)]
+    sentences = [*_lost_text(lost), *(_compared(name, other, some) for (name, other), some in _pairs(table))]
     costs = analysis.synchronizing(frame).set_index("implementation")
     for row in ratios.to_dict("records"):
         text = f"An epoch of {row['implementation']} takes {ratio_text(pd.Series(row))} of one of {row['over']}"
@@ -174,28 +199,38 @@ def sync_batchnorm(frame: pd.DataFrame) -> Answer | None:
                 f"{format_seconds(cost['predicted_s'])}"
             )
         sentences.append(f"{text}.")
-    better, worse = _shown(table, 1), _shown(table, -1)
+    better, worse = _shown(table, lost, 1), _shown(table, lost, -1)
     verdict: Verdict = "mixed" if better and worse else "yes" if better else "no" if worse else "no difference shown"
-    if set(table["verdict"]) == {"the same"}:
+    is_whole = set(lost["verdict"]) == {"none"}
+    if is_whole and set(table["verdict"]) == {"the same"}:
         verdict = "no"
-    advice = _advice(frame, table, better, worse, ratios)
+    advice = _advice(frame, table, lost, better, worse, ratios) if is_whole or better or worse else None
     evidence = ratios_text(ratios, lambda row: f"an epoch of {row['implementation']} over {row['over']}")
     advised = advice is not None and bool(better or worse)
     return Answer(SYNC, verdict, " ".join(sentences), "synchronized", advice, advised, evidence)
 
 
-def _shown(table: pd.DataFrame, sign: int) -> list[str]:
+def _shown(table: pd.DataFrame, lost: pd.DataFrame, sign: int) -> list[str]:
     """What synchronizing is shown to better (1) or worsen (-1), by more than the margin and with every wrapper."""
     found = []
     for metric, good in (("accuracy", 1), ("validation loss", -1)):
         wanted = "higher" if sign == good else "lower"
-        if (table.loc[table["metric"] == metric, "verdict"] == wanted).all():
+        verdicts = table.loc[table["metric"] == metric, "verdict"]
+        if len(verdicts) == len(lost) > 0 and (verdicts == wanted).all():
             found.append(f"a {wanted} {metric}")
+    wanted = "lower" if sign == 1 else "higher"
+    if len(lost) and (lost["verdict"] == wanted).all():
+        found.append(f"a {wanted} number of trainings that diverge")
     return found
 
 
 def _advice(
-    frame: pd.DataFrame, table: pd.DataFrame, better: list[str], worse: list[str], ratios: pd.DataFrame
+    frame: pd.DataFrame,
+    table: pd.DataFrame,
+    lost: pd.DataFrame,
+    better: list[str],
+    worse: list[str],
+    ratios: pd.DataFrame,
 ) -> str | None:
     about = analysis.setting(frame)
     if about is None or ratios.empty or table["low"].isna().any() or (better and worse):
@@ -204,11 +239,19 @@ def _advice(
     slower = f", for {span_text(ratios['ratio'])} of the time" if (ratios["verdict"] == "slower").all() else ""
     if better:
         return f"synchronize batch norm with {here}: {join_words(better)} {_is(better)} shown{slower}."
+    if _is_bettered(table, lost):
+        return None if worse else f"whether to synchronize batch norm with {here} is open: {ONE_WRAPPER}."
     reason = (
         f"{join_words(worse)} with synchronizing {_is(worse)} shown" if worse else "no gain with synchronizing is shown"
     )
     saved = f", and an epoch with it takes {span_text(ratios['ratio'])} of the time" if slower else ""
     return f"local batch norm does with {here}: {reason}{saved}."
+
+
+def _is_bettered(table: pd.DataFrame, lost: pd.DataFrame) -> bool:
+    """Whether synchronizing is shown to better anything with any wrapper."""
+    good = {("accuracy", "higher"), ("validation loss", "lower")}
+    return bool(good & set(zip(table["metric"], table["verdict"], strict=True))) or "lower" in set(lost["verdict"])
 
 
 def _is(things: list[str]) -> str:
@@ -248,21 +291,26 @@ def _smaller(frame: pd.DataFrame) -> Iterable[Trend]:
 
 def _as_good(frame: pd.DataFrame) -> Iterable[Trend]:
     """`cifar100_training_2gpu.csv`: 27.3 % against 27.7 %, one training each."""
-    table = analysis.differences(frame, analysis.SAME)
-    table = table[table["metric"] == "accuracy"]
-    if len(table):
+    table, lost = analysis.differences(frame, analysis.SAME), analysis.divergences(frame, analysis.SAME)
+    verdicts = [*table.loc[table["metric"] == "accuracy", "verdict"], *lost.loc[lost["verdict"] != "none", "verdict"]]
+    if verdicts:
         own, torch = (
             analysis.published().set_index("implementation").loc[name, "accuracy_percent"] for name in analysis.SAME[0]
         )
         claim = f"Both train equally well ({_percent(own)} and {_percent(torch)} published)"
-        yield Trend.judged(claim, table["verdict"] == "the same", table["verdict"].isin(["higher", "lower"]))
+        said = pd.Series(verdicts)
+        yield Trend.judged(claim, said == "the same", said.isin(["higher", "lower"]))
 
 
 def _reached(frame: pd.DataFrame) -> str:
     """Whether the published accuracy itself can be compared with one from here."""
-    about, table = analysis.setting(frame), analysis.outcome(frame)
-    same_recipe = about is not None and tuple(about[analysis.RECIPE]) == analysis.PUBLISHED_RECIPE
-    if about is None or not same_recipe or about["md5"] != CIFAR100_MD5:
+    if not analysis.is_published_training(frame):
         return "Accuracies themselves cannot be compared: images or recipe are others."
-    best = table.set_index("implementation")["accuracy_percent"]
-    return f"Here it is {span_text(best, _percent)} after as many epochs of the same recipe."
+    table = analysis.outcome(frame).dropna(subset="accuracy_percent")
+    best = table.loc[table["implementation"].isin(SYNCHRONIZED), "accuracy_percent"]
+    if best.empty:
+        return (
+            "Accuracies themselves cannot be compared: no training with SyncBatchNorm, as published, came to its end."
+        )
+    here = span_text(best, _percent)
+    return f"With SyncBatchNorm, as published, it is {here} here after as many epochs of the same recipe."

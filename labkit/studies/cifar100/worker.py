@@ -20,6 +20,7 @@ from labkit.lab.point import Point
 from labkit.nn.vision import SmallConvNet
 from labkit.parallel import checkpoint
 from labkit.parallel.data_parallel import gate
+from labkit.parallel.sync_batchnorm import _gather, _sum_over_ranks
 from labkit.studies.cifar100.data import RankData, hand_out
 from labkit.studies.cifar100.training import ALONE, SYNCHRONIZED, Recipe, Trainer, updates_of
 
@@ -185,15 +186,14 @@ def _weights(trainer: Trainer) -> Tensor:
 
 
 def _collectives_of_one_layer(device: str) -> dict[str, Any]:
-    """Seconds of the two collectives of a synchronized batch norm over 128 channels, with nothing else to do."""
+    """Seconds of the two collectives of the own synchronized batch norm over 128 channels, with nothing else to do."""
     channels = SmallConvNet().bn1.num_features
     statistics = torch.zeros(2 * channels + 1, dtype=torch.float64, device=device)
-    gathered = [torch.empty_like(statistics) for _ in range(dist.get_world_size())]
     sums = torch.zeros(2, channels, device=device)
 
     def both() -> None:
-        dist.all_gather(gathered, statistics)
-        dist.all_reduce(sums)
+        _gather(statistics, None)
+        _sum_over_ranks(sums, None)
 
     times = time_interleaved({PROBE: both}, warmup=5, repeats=PROBES, device=device, before=dist.barrier)
     return {"phase": PROBE, "gate": "ok", "seconds": times[PROBE]}

@@ -112,7 +112,10 @@ def warmup(frame: pd.DataFrame) -> Answer | None:
     enough = [n for n in sorted(set(effect["warmup"])) if not any(m >= n for m in moved)]
     needed = int(enough[0])
     advice = f"throw away the first {f'{needed} steps' if needed > 1 else 'step'} of a measurement."
-    return Answer(WARMUP, "yes", " ".join(sentences), "first_steps", advice)
+    changed = pd.concat([faster, slower]).drop(columns=["low", "high"])
+    changed = changed.rename(columns={"over_steady": "ratio", "ratio_low": "low", "ratio_high": "high"})
+    evidence = ratios_text(changed, lambda row: f"{row['size']}, mean after {row['warmup']} over steady")
+    return Answer(WARMUP, "yes", " ".join(sentences), "first_steps", advice, True, evidence)
 
 
 def _warming(model: str, first: pd.Series, effect: pd.DataFrame) -> str:

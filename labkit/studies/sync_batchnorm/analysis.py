@@ -3,12 +3,13 @@
 Every table is tidy and carries units in its names. A time is that of one call, on the slowest rank of each repeat.
 """
 
+from dataclasses import asdict
 from functools import cache
 from itertools import chain
 
 import pandas as pd
 
-from labkit.bench.statistics import compare, compare_groups, slowest_rank, summarize_groups
+from labkit.bench.statistics import compare, compare_groups, slowest_rank, summarize, summarize_groups
 from labkit.lab.project import reference_directory
 from labkit.studies.sync_batchnorm.alternatives import ALL_REDUCES, ALONE, COLLECTIVES, LOCAL, OWN, TORCH
 from labkit.studies.sync_batchnorm.worker import LAYER, PHASES
@@ -20,6 +21,7 @@ BOTH = PHASES[-1]
 PRICE, COLLECTIVE, ARITHMETIC, REST = "price", "collectives", "arithmetic", "waiting and waking"
 PARTS = (COLLECTIVE, ARITHMETIC, REST)
 PUBLISHED_SELFMADE = "self-made"
+NO_RATIO = {"ratio": float("nan"), "low": float("nan"), "high": float("nan"), "verdict": "no difference shown"}
 
 
 def samples(frame: pd.DataFrame, *alternatives: str, phase: str | None = None) -> pd.DataFrame:
@@ -104,10 +106,17 @@ def price_table(frame: pd.DataFrame, phase: str = BOTH) -> pd.DataFrame:
 def growth(frame: pd.DataFrame) -> pd.DataFrame:
     """The price at the largest value over that at the smallest: `ratio`, interval, verdict ("slower": it grew).
 
+    No ratio and the verdict "no difference shown" where either price is not shown to be above zero.
+
     Columns: `grows` (features, batch or world_size), `before`, `after`, what stays the same. Settings are measured
     one after the other, world sizes by other ranks, so that drift of the machine is in the ratio.
     """
     return _growth(price_samples(frame).rename(columns={PRICE: "seconds"}))
+
+
+def is_above_zero(prices: pd.DataFrame) -> pd.Series:
+    """Of rows of `prices`: whether the interval is wholly above zero; only then a ratio or a share means anything."""
+    return prices["low"] > 0
 
 
 def time_growth(frame: pd.DataFrame, alternative: str = OWN) -> pd.DataFrame:
@@ -124,8 +133,10 @@ def _growth(table: pd.DataFrame) -> pd.DataFrame:
             if before == after:
                 continue
             first, last = (group.loc[group[grows] == value, "seconds"] for value in (before, after))
-            result = compare(last, first, interleaved=False)
-            numbers = {"ratio": result.ratio, "low": result.low, "high": result.high, "verdict": result.verdict}
+            if all(summarize(seconds).low > 0 for seconds in (first, last)):
+                numbers = asdict(compare(last, first, interleaved=False))
+            else:
+                numbers = NO_RATIO
             same = dict(zip(fixed, key, strict=True))
             found.append({"grows": grows, "before": before, "after": after} | same | numbers)
     columns = ["grows", "before", "after", *SETTING, "ratio", "low", "high", "verdict"]

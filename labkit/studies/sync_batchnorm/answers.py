@@ -24,6 +24,7 @@ QUESTIONS = (COST, SPLIT, ONE, AGAINST_TORCH, MEMORY, PREDICTED, PUBLISHED)
 
 TWOFOLD = 2.0
 """A prediction holds if it is off by no more than this factor."""
+NOT_ABOVE_ZERO = "what it adds is not shown to be above zero"
 GROWS = {"features": "features", "batch": "rows", "world_size": "ranks"}
 
 
@@ -79,18 +80,22 @@ def price(frame: pd.DataFrame) -> Answer | None:
     return Answer(COST, "measured", " ".join(sentences), "times", _advice(costs, advised), advised, evidence)
 
 
-def _setting_text(row: pd.Series) -> str:
-    return f"{row['world_size']} ranks, {row['batch']}x{row['features']}, over plain BatchNorm"
+def _setting_text(row: pd.Series, over: str = "plain BatchNorm") -> str:
+    return f"{row['world_size']} ranks, {row['batch']}x{row['features']}, over {over}"
 
 
 def _growth_text(grows: str, some: pd.DataFrame) -> str:
     first, last = some["before"].iloc[0], some["after"].iloc[0]
+    settings, some = len(some), some.dropna(subset="ratio")
+    if some.empty:
+        return f"With {last} {GROWS[grows]} instead of {first}: no ratio, as {NOT_ABOVE_ZERO}."
+    left_out = f", in {len(some)} of {settings}: elsewhere {NOT_ABOVE_ZERO}" if len(some) < settings else ""
     grown, shrunk = (some["verdict"] == "slower").sum(), (some["verdict"] == "faster").sum()
     verdict = [f"shown to be more in {grown} of {len(some)}"] if beyond_chance(grown, len(some)) else []
     verdict += [f"shown to be less in {shrunk} of {len(some)}"] if beyond_chance(shrunk, len(some)) else []
     return (
         f"With {last} {GROWS[grows]} instead of {first} it adds {span_text(some['ratio'])} times as much "
-        f"({join_words(verdict) or 'no difference shown'})."
+        f"({join_words(verdict) or 'no difference shown'}{left_out})."
     )
 
 
@@ -114,9 +119,15 @@ def split(frame: pd.DataFrame) -> Answer | None:
         wide = some.pivot_table(index=SETTING, columns="part", values="seconds").dropna()
         if wide.empty:
             continue
-        shares = (100 * wide.div(wide[PRICE], axis=0)).round() + 0.0  # no "-0"
-        spans = [f"{name} {_span(wide[name])} ({span_text(shares[name], '{:.0f}'.format)} %)" for name in PARTS]
-        sentences.append(f"{_where(machine)}: of what synchronizing adds, {join_words(spans)}.")
+        above = some[(some["part"] == PRICE) & analysis.is_above_zero(some)].set_index(SETTING).index
+        priced = wide[wide.index.isin(above)]
+        shares = (100 * priced.div(priced[PRICE], axis=0)).round() + 0.0  # no "-0"
+        spans = [f"{name} {_span(wide[name])}{_share(shares[name])}" for name in PARTS]
+        of_some = f" Shares are of {len(priced)} of {len(wide)} settings: elsewhere {NOT_ABOVE_ZERO}."
+        sentences.append(
+            f"{_where(machine)}: of what synchronizing adds, {join_words(spans)}."
+            f"{of_some if len(priced) < len(wide) else ''}"
+        )
         sentences += _largest_part(some)
     bounds = analysis.bounds(frame)
     if not bounds.empty:
@@ -130,13 +141,25 @@ def split(frame: pd.DataFrame) -> Answer | None:
     return Answer(SPLIT, "measured", " ".join(sentences), "price") if sentences else None
 
 
+def _share(percent: pd.Series) -> str:
+    return f" ({span_text(percent, '{:.0f}'.format)} %)" if len(percent) else ""
+
+
 def _largest_part(some: pd.DataFrame) -> list[str]:
     """Which part is shown to be the largest, where intervals do not overlap in any setting."""
-    winners = set()
-    for _, parts in some[some["part"].isin(PARTS)].groupby(SETTING):
+    winners: set[str | None] = set()
+    for _, of_setting in some.groupby(SETTING):
+        parts = of_setting[of_setting["part"].isin(PARTS)]
+        if not analysis.is_above_zero(of_setting[of_setting["part"] == PRICE]).all():
+            winners.add(None)
+            continue
+        if len(parts) < 2:  # an alternative without which nothing can be told apart has no times here
+            continue
         rows = parts.sort_values("seconds", ascending=False)
         first, second = rows.iloc[0], rows.iloc[1]
         winners.add(first["part"] if first["low"] > second["high"] else None)
+    if not winners:
+        return []
     if len(winners) == 1 and None not in winners:
         return [f"The largest part is {winners.pop()} in every setting."]
     return ["No one part is shown to be the largest everywhere."]
@@ -192,7 +215,9 @@ def against_torch(frame: pd.DataFrame) -> Answer | None:
     )
     verdict = verdict_of(faster, slower)
     advice = {"yes": "labkit's layer is the faster one here.", "no": "use torch's layer here: it is faster."}
-    return Answer(AGAINST_TORCH, verdict, text, "times", advice.get(verdict))
+    recommended = advice.get(verdict)
+    evidence = ratios_text(ratios, lambda row: _setting_text(row, "torch's layer"))
+    return Answer(AGAINST_TORCH, verdict, text, "times", recommended, recommended is not None, evidence)
 
 
 def memory(frame: pd.DataFrame) -> Answer | None:
