@@ -150,7 +150,10 @@ def compare_command(
     page = output or reports_directory() / "compare.html"
     if page.is_dir():
         raise ParameterError(f"--output names the file of the page, and {page} is a folder")
-    table = write_comparison(compare_runs(load_runs(runs)), shlex.join(["labkit", "compare", *runs]), page)
+    found, unread = load_runs(runs)
+    for name, reason in unread.items():
+        err.print(f"left out: {_plain(name)}: {_plain(reason)}", soft_wrap=True)
+    table = write_comparison(compare_runs(found), shlex.join(["labkit", "compare", *runs]), page, unread)
     for row in table.to_dict("records"):
         counts = ", ".join(f"{row[verdict]} {verdict}" for verdict in ("faster", "slower", "no difference shown"))
         line = f"{row['lab']}: {row['machine']} against {row['against']}: {row['verdict']} ({counts})"

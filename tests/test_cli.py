@@ -57,7 +57,7 @@ def test_doctor_says_what_runs_here_and_why_the_rest_does_not():
         (["report", "all_reduce", "--run", "no-such-run"], ["no-such-run", "matches: none"]),
         (["measure", "all_reduce", "--resume", "no-such-run"], ["no-such-run", "matches: none"]),
         (["compare", "no-such-run", "no-other"], ["no-such-run", "matches: none"]),
-        (["compare", "README.md", "README.md"], ["README.md, line 1", "not a line of a run"]),
+        (["compare", "README.md", "README.md"], ["README.md: line 1", "not a line of a run"]),
     ],
 )
 def test_a_mistake_stops_before_measuring_with_one_message(arguments, words):

@@ -211,7 +211,8 @@ def test_the_recorded_run_of_a_report_is_drawn_again_without_measuring(report, t
     drawn = page_record(tmp_path / "notebooks" / "all_reduce.ipynb")
     first = page_record(report / "notebooks" / "all_reduce.ipynb")
     assert drawn["answers"] == first["answers"]
-    assert not drawn["recorded"]  # it is of this machine
+    assert (drawn["host"], drawn["machine"]) == (first["host"], first["machine"])
+    assert "(elsewhere)" not in (tmp_path / "index.html").read_text()  # it is of this machine
     assert set(runs_directory().glob("all_reduce/*")) == before
 
 
@@ -225,8 +226,8 @@ def test_a_run_of_another_machine_is_labeled(report, tmp_path):
     assert labkit("report", "all_reduce", "--run", str(other), "--output", str(tmp_path)).returncode == 0
     assert "Some Other CPU (a recorded run, not measured here)" in (tmp_path / "all_reduce.html").read_text()
     index = (tmp_path / "index.html").read_text()
-    assert "(recorded)" in index
-    assert "the page of all_reduce shows a run of another machine" in index
+    assert "(elsewhere)" in index
+    assert "the page is of another machine" in index
     assert '<span class="labkit-verdict">shown</span>' not in index  # nothing is recommended by it
 
 

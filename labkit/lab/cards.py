@@ -67,6 +67,7 @@ def not_measured(run: Run) -> list[dict[str, Any]]:
     """How many points ended other than `ok`, by `status` and `reason`, the most frequent first."""
     table = run.coverage()
     others = table[table["status"] != "ok"]
+    others = others.assign(reason=others["reason"].mask(others["status"] == "pending", "not ended"))
     reasons = others.groupby(["status", "reason"], dropna=False).size().sort_values(ascending=False)
     return [
         {"status": str(status), "reason": str(reason), "count": int(count)}

@@ -1,12 +1,13 @@
 """The page of `labkit compare`: one table over all labs and machines, then each lab with figures and its settings."""
 
 import base64
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
 import pandas as pd
+from matplotlib.text import Text
 
 from labkit.lab import cards
 from labkit.lab.comparison import UNKNOWN_REPEAT_DIFFERENCE, LabComparison, overview
@@ -15,7 +16,7 @@ from labkit.lab.export import read_page
 from labkit.lab.figures import Plot, bars, lines
 from labkit.lab.html import render, script, style_sheet
 from labkit.lab.project import project_root, recorded_directory, relative_to_project, runs_directory
-from labkit.lab.store import Run, find_run
+from labkit.lab.store import Run, RunFileError, find_run
 from labkit.lab.units import format_bytes
 
 MOST_ROWS = 300
@@ -27,36 +28,63 @@ COMMON_AXES = ("n_bytes", "sequence", "context_length", "world_size", "bucket_mb
 MOST_CATEGORIES = 8
 
 
-def load_runs(given: Iterable[str]) -> list[Run]:
-    """Runs by path or name, or all runs below a folder, or those that the pages of a report were made of.
+def load_runs(given: Iterable[str]) -> tuple[list[Run], dict[str, str]]:
+    """Runs by path or name, or all runs below a folder and those that the pages of reports below it were made of.
 
-    RunFileError for what is no run, ParameterError for a folder without any.
+    Beside the runs, the files that could not be read and why: a run that was killed at once must not hide the others.
+    RunFileError for a name that no run has, and if these files leave less than two runs; ParameterError for a folder
+    that holds neither a run nor a page.
     """
-    runs = []
+    runs: dict[Path, Run] = {}
+    unread: dict[str, str] = {}
     for text in given:
         if Path(text).is_dir():
-            runs += [Run.load(path) for path in _runs_in(Path(text))]
+            paths = _runs_in(Path(text), unread)
         else:
             folders = [folder for parent in (recorded_directory(), runs_directory()) for folder in parent.glob("*/")]
-            runs.append(Run.load(find_run(folders, text)))
-    return runs
+            paths = [find_run(folders, text)]
+        for path in paths:
+            try:
+                runs.setdefault(path.resolve(), Run.load(path))
+            except RunFileError as error:
+                unread[str(path)] = str(error).removeprefix(str(path)).lstrip(":, ")
+    if unread and len(runs) < 2:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in unread.items())
+        raise RunFileError(f"expected at least two runs, {len(runs)} can be read: {reasons}")
+    return list(runs.values()), unread
 
 
-def _runs_in(folder: Path) -> list[Path]:
+def _runs_in(folder: Path, unread: dict[str, str]) -> list[Path]:
+    """Run files below a folder, and the runs of the pages below it; pages without theirs are added to `unread`."""
     found = sorted(folder.rglob("*.jsonl"))
-    if found:
-        return found
-    pages = [page for path in sorted(folder.glob("*.html")) if (page := read_page(path)) is not None]
-    named = [project_root() / page["record"]["run"] for page in pages if page["record"]]
-    missing = [str(path) for path in named if not path.is_file()]
-    if missing or not named:
-        reason = f"the runs of its pages are not here: {', '.join(missing)}" if missing else "it holds no run"
-        raise ParameterError(f"expected a folder with runs (*.jsonl) or a report, got {folder}: {reason}")
-    return named
+    names, pages = {path.name for path in found}, 0
+    for path in sorted(folder.rglob("*.html")):
+        page = read_page(path)
+        if page is None:
+            continue
+        pages += 1
+        if page["record"] is None:
+            unread[str(path)] = page["error"] or "it names no run"
+            continue
+        named = Path(page["record"]["run"])
+        if named.name in names:
+            continue
+        # a page names its run from the checkout on that it was made in, which may have been copied here as a whole
+        places = [*(parent / named for parent in path.resolve().parents), project_root() / named]
+        run = next((place for place in places if place.is_file()), None)
+        if run is None:
+            unread[str(path)] = f"its run is not here: {named}"
+        else:
+            found.append(run)
+    if not found and not pages:
+        raise ParameterError(f"expected a folder with runs (*.jsonl) or a report, got {folder}: it holds no run")
+    return found
 
 
-def write_comparison(comparisons: Sequence[LabComparison], command: str, page: Path) -> pd.DataFrame:
-    """Write the page; returns its first table, one row a (machine, lab)."""
+def write_comparison(
+    comparisons: Sequence[LabComparison], command: str, page: Path, unread: Mapping[str, str] | None = None
+) -> pd.DataFrame:
+    """Write the page, which lists what could not be read; returns its first table, one row a (machine, lab)."""
     table = overview(comparisons)
     html = render(
         "compare_page.html.j2",
@@ -67,6 +95,7 @@ def write_comparison(comparisons: Sequence[LabComparison], command: str, page: P
         overview=cards.table(
             table, "Every run against the first one of its lab, in ratios of times: below 1 is faster."
         ).data,
+        unread=dict(unread or {}),
         labs=[_lab(found) for found in comparisons],
     )
     page.parent.mkdir(parents=True, exist_ok=True)
@@ -111,6 +140,9 @@ def _run_table(found: LabComparison) -> pd.DataFrame:
 
 
 def _figure(found: LabComparison, name: str, plot: Plot, drawn: str) -> str:
+    for text in plot.figure.findobj(Text):
+        if "$" in text.get_text():  # in a name that a run holds: nothing to be typeset
+            text.set_parse_math(False)
     png = base64.b64encode(plot.png()).decode()
     csv = base64.b64encode(plot.csv().encode()).decode()
     return cards.figure(png, plot.figure.get_figwidth(), drawn, None, csv, f"compare_{found.lab}_{name}")[0]

@@ -30,6 +30,7 @@ LIMITS = (
     "passes",
     "most_bytes",
     "machine_bytes",
+    "archive",
     "peak_flops_per_s",
     "keep_trace",
     "fresh_ranks",
@@ -38,6 +39,8 @@ LIMITS = (
 PLACES = ("device", "backend")
 # Numbers recorded with a row that say what it is; all other numbers were measured.
 ROW_SETTINGS = ("n_bytes", "bucket_mb", "of_bucket_mb", "segment")
+REPEATS = ("seed", "epoch")
+"""What tells rows apart that hold one time each: they are samples of one setting."""
 NOTES = ("gate", "tensor_dtype", "readers", "line", "trace", "shape", "float32_matmul_precision")
 USUAL_REPEAT_PERCENT = 95
 # Times of one two-core machine differed by about this much from run to run while others used it, ratios within a run by
@@ -54,7 +57,8 @@ class LabComparison:
 
     `rows` has one row a (shared setting, other machine): the columns of `settings`, and `COLUMNS`. `medians` has one
     row a (shared setting, machine) with `seconds`, `low`, `high`. `not_shared` names, by machine, the settings that
-    only one of it and the first run has. `repeat_difference` is by how much runs of one machine and source differ
+    only one of it and the first run has, and those whose median is not above zero in one. `repeat_difference` is by
+    how much runs of one machine and source differ
     (0.05: five percent), None if there are no two.
     """
 
@@ -114,8 +118,10 @@ def _description(run: Run) -> dict[str, str]:
 
 def compare_lab(lab: str, runs: Mapping[str, Run]) -> LabComparison:
     """Every run over the first one, setting by setting."""
-    measured = dict(zip(runs, _by_setting(list(runs.values())), strict=True))
+    found = dict(zip(runs, _by_setting(list(runs.values())), strict=True))
     first, *others = runs
+    measured = {name: {key: x for key, x in of.items() if np.median(x) > 0} for name, of in found.items()}
+    shared_keys = {name: measured[name].keys() & measured[first].keys() for name in others}
     shared = [key for key in measured[first] if any(key in measured[name] for name in others)]
     descriptions = pd.DataFrame([json.loads(key) for key in shared])
     varying = [name for name in descriptions if descriptions[name].astype(str).nunique() > 1]
@@ -139,7 +145,7 @@ def compare_lab(lab: str, runs: Mapping[str, Run]) -> LabComparison:
         {name: value for name, value in constant.items() if value is not None and value == value},
         settings.merge(rows, on="row").sort_values(["row", "machine"], ignore_index=True),
         settings.merge(medians_frame, on="row"),
-        {name: sorted(set(samples) ^ set(measured[first])) for name, samples in measured.items() if name != first},
+        {name: sorted((found[name].keys() | found[first].keys()) - shared_keys[name]) for name in others},
         difference,
     )
 
@@ -165,7 +171,10 @@ def _without_places(key: str) -> str:
 
 
 def _samples(run: Run) -> Samples:
-    """Seconds of the slowest rank, one a repeat, by setting as JSON. Rows that cannot be told apart are left out."""
+    """Seconds of the slowest rank by setting as JSON: one a repeat, or one a seed and epoch of a time taken once.
+
+    Rows that cannot be told apart are left out.
+    """
     frame = run.frame()
     if frame.empty:
         return {}
@@ -173,19 +182,27 @@ def _samples(run: Run) -> Samples:
         frame = frame[frame["gate"].fillna("ok") == "ok"]
     found: Samples = {}
     settings = _setting_columns(run, frame)
-    for quantity in run.sampled():
-        if quantity != "seconds" and not (quantity.endswith("_s") and not quantity.endswith("per_s")):
-            continue
-        rows = frame.dropna(subset=quantity)
-        rows = rows[~rows.duplicated([*settings, "rank", "repeat"], keep=False)]
-        slowest = slowest_rank(rows, quantity, settings)
-        for values, group in slowest.groupby(settings, dropna=False, sort=False):
-            known = {name: value for name, value in zip(settings, values, strict=True) if not _is_missing(value)}
+    for quantity in _times(run, frame):
+        repeats = [] if quantity in run.sampled() else [name for name in REPEATS if name in frame]
+        by = [name for name in settings if name not in repeats]
+        seconds = pd.to_numeric(frame[quantity], errors="coerce")
+        rows = frame.assign(**{quantity: seconds.where(np.isfinite(seconds))}).dropna(subset=quantity)
+        rows = rows[~rows.duplicated([*by, *repeats, "rank", "repeat"], keep=False)]
+        slowest = slowest_rank(rows, quantity, [*by, *repeats])
+        for values, group in slowest.groupby(by, dropna=False, sort=False):
+            known = {name: value for name, value in zip(by, values, strict=True) if not _is_missing(value)}
             key = json.dumps(
                 known | ({} if quantity == "seconds" else {"time": quantity.removesuffix("_s")}), default=_plain
             )
             found[key] = group[quantity].to_numpy(dtype=float)
     return found
+
+
+def _times(run: Run, frame: pd.DataFrame) -> list[str]:
+    """Columns of measured seconds."""
+    planned = {name for fields in run.header.planned.values() for name in fields}
+    names = [str(name) for name in frame.columns if name not in planned and name not in LIMITS]
+    return [name for name in names if name == "seconds" or (name.endswith("_s") and not name.endswith("per_s"))]
 
 
 def _setting_columns(run: Run, frame: pd.DataFrame) -> list[str]:

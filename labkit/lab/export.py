@@ -19,6 +19,14 @@ from nbconvert.filters.markdown_mistune import IPythonRenderer, MarkdownWithMath
 from labkit.lab.html import TEMPLATES, code_style, render, script, style_sheet
 from labkit.lab.notebook import PAGE_MIME
 
+PAGE_FORMAT = 1
+"""Of the record in a page: raised whenever what an index reads from it changes its name or meaning."""
+OTHER_FORMAT = "the page is older or newer than this labkit: draw it again"
+RECORD_KEYS = (
+    *("run", "started", "duration_s", "profile", "host", "machine"),
+    *("coverage", "not_measured", "figures", "thumbnails", "answers"),
+)
+
 _HEADING = re.compile(r'<h2 id="([^"]*)">(.*?)</h2>', re.DOTALL)
 _CONTENTS = "<!-- contents -->"
 _RECORD = re.compile(r'<script [^>]*id="labkit-record"[^>]*>(.*?)</script>', re.DOTALL)
@@ -64,7 +72,9 @@ def export_page(notebook: Path, page: Path, *, lab: str, title: str, error: str 
         "script": script(),
         "summary": render("page_summary.html.j2", record=record, error=error),
         "footer": render("page_footer.html.j2", record=record, error=error),
-        "record": embed_json({"lab": lab, "title": title, "error": error, "record": record}),
+        "record": embed_json(
+            {"format_version": PAGE_FORMAT, "lab": lab, "title": title, "error": error, "record": record}
+        ),
         "hidden_mime": PAGE_MIME,
     }
     body, _ = PageExporter().from_filename(str(notebook), resources={"labkit": about})
@@ -89,7 +99,10 @@ def embed_json(value: Any) -> str:
 
 
 def read_page(page: Path) -> dict[str, Any] | None:
-    """What a page says of itself: `lab`, `title`, `error` and `record`; None for a file that is no page of a lab."""
+    """What a page says of itself: `lab`, `title`, `error` and `record`; None for a file that is no page of a lab.
+
+    A page of another format has no record that could be read: it is None, and the error is `OTHER_FORMAT`.
+    """
     match = _RECORD.search(page.read_text(encoding="utf-8", errors="replace"))
     if match is None:
         return None
@@ -97,7 +110,13 @@ def read_page(page: Path) -> dict[str, Any] | None:
         found = json.loads(match.group(1))
     except ValueError:
         return None
-    return dict(found) if isinstance(found, dict) and {"lab", "title", "error", "record"} <= set(found) else None
+    if not isinstance(found, dict) or not {"lab", "title", "error", "record"} <= set(found):
+        return None
+    record = found["record"]
+    is_whole = isinstance(record, dict) and record.keys() >= set(RECORD_KEYS) and isinstance(record["run"], str)
+    if found.get("format_version") != PAGE_FORMAT or not (record is None or is_whole):
+        return found | {"error": OTHER_FORMAT, "record": None}
+    return dict(found)
 
 
 def _anchor(heading: str) -> str:

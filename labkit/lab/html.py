@@ -1,5 +1,7 @@
 """Templates of everything that is shown: Jinja with autoescape on, so that nothing a run holds becomes markup."""
 
+import base64
+import hashlib
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -36,6 +38,11 @@ def script() -> str:
     return (TEMPLATES / "tables.js").read_text()
 
 
+def script_hash() -> str:
+    """The page's script as its Content-Security-Policy names it, so that no other one runs in a page."""
+    return f"sha256-{base64.b64encode(hashlib.sha256(script().encode()).digest()).decode()}"
+
+
 def code_style() -> str:
     """Pygments' colors for a light and for a dark page."""
     light = HtmlFormatter(style="default").get_style_defs(".highlight")
@@ -46,6 +53,8 @@ def code_style() -> str:
 @cache
 def _environment() -> Environment:
     loader = FileSystemLoader(TEMPLATES)
-    return Environment(
+    environment = Environment(
         loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, cache_size=20
     )
+    environment.globals["script_hash"] = script_hash()
+    return environment

@@ -231,7 +231,7 @@ class Lab:
             "summary": self.study.summary,
             "run": relative_to_project(self.run.path),
             "profile": self.run.header.profile,
-            "recorded": self._is_of_another_machine(),
+            "host": self.machine.host,
             "machine": self.machine.label,
             # pairs, because a saved notebook has the keys of its dictionaries in another order
             "machine_rows": list(cards.machine_rows(self.machine, elsewhere=self._is_of_another_machine()).items()),

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from labkit.lab.answers import TOPICS, Question
 from labkit.lab.study import Study
 
-Status = Literal["shown", "not shown here", "not measured"]
+Status = Literal["shown", "not shown here", "not measured here", "not measured"]
 
 
 @dataclass(frozen=True)
@@ -48,10 +48,11 @@ def _advice(study: Study, question: Question, lab: Mapping[str, Any] | None) -> 
         return Advice("not measured", f"the lab {study.name} was not run.", study.name)
     href, record = f"{lab['page']}#answer-{question.id}", lab["record"]
     if record is None:
-        return Advice("not measured", f"the lab {study.name} failed.", study.name, href=lab["page"])
-    if record["recorded"]:
-        text = f"the page of {study.name} shows a run of another machine, {record['machine']}."
-        return Advice("not measured", text, study.name, href=href)
+        text = lab["error"] if lab["is_other_format"] else f"the lab {study.name} failed"
+        return Advice("not measured", f"{text}.", study.name, href=lab["page"])
+    if record["elsewhere"]:
+        text = f"the page is of another machine, {record['machine']}."
+        return Advice("not measured here", text, study.name, href=href)
     answer = next((answer for answer in record["answers"] if answer["question"]["id"] == question.id), None)
     if answer is None:
         return Advice("not measured", f"the page of {study.name} is older than this question.", study.name)
@@ -71,7 +72,7 @@ def further_advice(labs: Iterable[Mapping[str, Any]]) -> list[Advice]:
     return [
         Advice(_status(answer), answer["recommendation"], lab["name"], answer["evidence"], _href(lab, answer))
         for lab in labs
-        if lab["record"] and not lab["record"]["recorded"]
+        if lab["record"] and not lab["record"]["elsewhere"]
         for answer in lab["record"]["answers"]
         if answer["recommendation"] and answer["question"]["topic"] is None
     ]
@@ -83,7 +84,7 @@ def published_trends(labs: Iterable[Mapping[str, Any]]) -> dict[str, list[dict[s
         outcome: [] for outcome in ("holds here", "is contradicted here", "is not shown here")
     }
     for lab in labs:
-        if lab["record"] and not lab["record"]["recorded"]:
+        if lab["record"] and not lab["record"]["elsewhere"]:
             for answer in lab["record"]["answers"]:
                 for trend in answer["trends"]:
                     about = {"claim": trend["claim"], "lab": lab["title"], "href": _href(lab, answer)}

@@ -10,7 +10,7 @@ import pandas as pd
 
 from labkit.lab import cards
 from labkit.lab.execute import NotebookFailed, execute_notebook, notebook_parameters
-from labkit.lab.export import export_page, read_page
+from labkit.lab.export import OTHER_FORMAT, export_page, read_page
 from labkit.lab.html import render, script, style_sheet
 from labkit.lab.measure import Progress
 from labkit.lab.notebook import check_parameters
@@ -60,7 +60,8 @@ def report_lab(
 def write_index(studies: Iterable[Study], output: Path) -> Path:
     """Write `<output>/index.html` over the pages that are in `output`, in the order of `studies`.
 
-    Pages carry all that it needs: an index can be made of pages that were measured or copied there one by one.
+    Pages carry all that it needs: an index can be made of pages that were measured or copied there one by one. Which
+    are of another machine is judged here, where it is read, and not where they were made.
     """
     known = list(studies)
     labs = [entry for study in known if (entry := _index_entry(study, output)) is not None]
@@ -88,8 +89,12 @@ def _index_entry(study: Study, output: Path) -> dict[str, Any] | None:
     if found is None:
         return None
     record = found["record"]
+    if record is not None:
+        here = describe_machine()
+        record = record | {"elsewhere": (record["host"], record["machine"]) != (here.host, here.label)}
     failed = [entry for entry in record["not_measured"] if entry["status"] in FAILED] if record else []
     about = {"name": study.name, "title": study.title, "summary": study.summary, "page": page.name}
+    about |= {"is_other_format": found["error"] == OTHER_FORMAT}
     return about | {"record": record, "error": found["error"], "failed": failed}
 
 
@@ -100,10 +105,10 @@ def _coverage_frame(labs: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
         record = lab["record"]
         counts = record["coverage"] if record else {}
         row = {"lab": lab["name"], "planned": sum(counts.values()), "measured": counts.get("ok", 0)}
-        row |= {status: counts.get(status, 0) for status in ("skipped", "oom", "failed", "timeout")}
+        row |= {status: counts.get(status, 0) for status in ("skipped", "oom", "failed", "timeout", "pending")}
         row["duration_s"] = record["duration_s"] if record else None
-        row["profile"] = record["profile"] if record else "failed"
-        row["machine"] = record["machine"] + (" (recorded)" if record["recorded"] else "") if record else ""
+        row["profile"] = record["profile"] if record else "not read" if lab["is_other_format"] else "failed"
+        row["machine"] = record["machine"] + (" (elsewhere)" if record["elsewhere"] else "") if record else ""
         row["started"] = record["started"][:16].replace("T", " ") if record else ""
         rows.append(row)
     return pd.DataFrame(rows)

@@ -191,7 +191,7 @@ def test_text_of_an_output_stays_text_on_the_page(tmp_path):
     ]
     source, page = tmp_path / "a.ipynb", tmp_path / "a.html"
     nbformat.write(nbformat.v4.new_notebook(cells=[cell]), source)
-    export_page(source, page, title=HTML)
+    export_page(source, page, lab=HTML, title=HTML, error=HTML)
     scripts = re.findall(r"<script[^>]*>\s*alert", page.read_text())
     assert scripts == []
     assert "&lt;script&gt;alert" in page.read_text()
@@ -210,10 +210,13 @@ def test_a_notebook_without_parameters_is_refused_by_name(tmp_path, tags, source
 
 
 def test_nothing_is_unpickled_that_a_reader_could_have_been_handed():
-    """Pickles travel between processes of one launch; runs, parameters and archives are JSON."""
+    """Pickles travel between processes of one launch; runs, parameters and archives are JSON, checkpoints tensors."""
     from labkit.lab.project import project_root
 
-    loads = re.compile(r"pickle\.loads?\(|torch\.load\(|read_pickle|allow_pickle=True|yaml\.load\(|\beval\(|\bexec\(")
+    loads = re.compile(
+        r"pickle\.loads?\(|torch\.load\((?!.*weights_only=True)|read_pickle|allow_pickle=True|yaml\.load\("
+        r"|(?<![.\w])(eval|exec)\("  # the built-ins, not a module's eval()
+    )
     found = {
         path.relative_to(project_root()).as_posix()
         for path in (project_root() / "labkit").rglob("*.py")

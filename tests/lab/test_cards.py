@@ -1,14 +1,26 @@
 """Pieces of a page: units, and nothing that a run or a parameter holds gets into the HTML unescaped."""
 
+from datetime import UTC, datetime
+
 import pandas as pd
 
 from labkit.lab import cards
 from labkit.lab.answers import Answer, Question
 from labkit.lab.measure import Progress, measure
-from labkit.machine import describe_machine
-from tests.lab.fake_study import FAKE, FakeConfig
+from labkit.lab.store import Run, RunHeader, RunWriter
+from labkit.machine import GitState, describe_machine
+from tests.lab.fake_study import FAKE, FakeConfig, FakePoint
 
 EVIL = "<script>alert(1)</script>"
+QUOTED = "\" onerror='alert(1)"
+
+POINTS = [FakePoint(action="fine", size=size) for size in range(3)]
+
+
+def header(**changes):
+    fields = {"lab": "fake", "profile": "smoke", "config": {}, "machine": describe_machine(), "command": "labkit"}
+    fields |= {"started": datetime(2030, 1, 2, tzinfo=UTC), "planned": {point.id: point.describe() for point in POINTS}}
+    return RunHeader(**(fields | changes))
 
 
 def test_everything_is_escaped():
@@ -23,6 +35,39 @@ def test_everything_is_escaped():
     for piece in pieces:
         assert "<script" not in piece
         assert "&lt;script" in piece
+
+
+def test_a_quote_does_not_end_an_attribute(tmp_path):
+    answer = Answer(Question(QUOTED, QUOTED), QUOTED, QUOTED, recommendation=QUOTED, evidence=QUOTED)
+    machine = describe_machine()
+    git = GitState(commit=QUOTED, dirty=True)
+    pieces = [
+        cards.answer(answer).data,
+        cards.figure("", 7.0, QUOTED, answer, "", QUOTED)[0],
+        cards.progress(Progress(1, 2, QUOTED)),
+        cards.table(pd.DataFrame({QUOTED: [QUOTED]}), QUOTED).data,
+        cards.machine_card(
+            machine.model_copy(update={"cpu": QUOTED, "host": QUOTED, "git": git}),
+            elsewhere=True,
+            hosts={QUOTED: [0], f"other {QUOTED}": [1]},
+        ).data,
+    ]
+    with RunWriter.create(tmp_path, header(lab=QUOTED, config={QUOTED: QUOTED}, command=QUOTED)) as writer:
+        writer.end_point(POINTS[0], "skipped", reason=QUOTED)
+    run = Run.load(writer.path)
+    pieces += [cards.coverage(run), cards.provenance(FAKE, run)]
+    for piece in pieces:
+        assert QUOTED not in piece
+        assert "&#34; onerror=&#39;alert(1)" in piece
+
+
+def test_points_that_did_not_end_say_so(tmp_path):
+    with RunWriter.create(tmp_path, header()) as writer:
+        writer.end_point(POINTS[0], "skipped", reason="needs a GPU")
+    html = cards.coverage(Run.load(writer.path))
+    assert "2 pending: not ended" in html
+    assert "1 skipped: needs a GPU" in html
+    assert "nan:" not in html
 
 
 def test_what_a_run_holds_is_escaped(tmp_path):

@@ -1,6 +1,8 @@
 """Runs side by side: what is shared, what an interval between two runs may claim, and bad input in one message."""
 
 import json
+from html.parser import HTMLParser
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,11 +10,13 @@ import pytest
 from labkit.lab.compare_page import load_runs, write_comparison
 from labkit.lab.comparison import compare_runs, machine_names, overview
 from labkit.lab.config import ParameterError
+from labkit.lab.export import OTHER_FORMAT, PAGE_FORMAT, RECORD_KEYS, embed_json
 from labkit.lab.store import Run, RunFileError
 from labkit.machine import describe_machine
 from tests.test_notebooks import CHROMIUM, CONTRASTS
 
 EVIL = "<script>alert(1)</script>"
+QUOTED = "\" onerror='alert(1)"
 SIZES = (1024, 4096, 16384, 65536, 262144, 1048576)
 
 
@@ -33,6 +37,14 @@ def run_file(path, *, lab="lab", factor=1.0, sizes=SIZES, device="cpu", noise=0.
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return Run.load(path)
+
+
+def write_page(path, *, run, version=PAGE_FORMAT):
+    """What a page embeds, no more."""
+    record = dict.fromkeys(RECORD_KEYS, "") | {"run": run}
+    about = {"format_version": version, "lab": "lab", "title": "Lab", "error": None, "record": record}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f'<script type="application/json" id="labkit-record">{embed_json(about)}</script>')
 
 
 def test_a_machine_that_is_twice_as_fast_is_faster_at_every_shared_setting(tmp_path):
@@ -167,7 +179,9 @@ def test_one_page_holds_many_machines_and_labs_and_escapes_what_runs_say(tmp_pat
             path = tmp_path / "runs" / f"{machine}" / f"{lab}.jsonl"
             run_file(path, lab=lab, cpu=f"CPU {machine} {EVIL}", factor=1 + machine / 4, seed=machine, sizes=SIZES[:3])
     page = tmp_path / "out" / "compare.html"
-    table = write_comparison(compare_runs(load_runs([str(tmp_path / "runs")])), f"labkit compare {EVIL}", page)
+    runs, unread = load_runs([str(tmp_path / "runs")])
+    assert unread == {}
+    table = write_comparison(compare_runs(runs), f"labkit compare {EVIL}", page)
     assert len(table) == 2 * 19
     html = page.read_text()
     assert EVIL not in html
@@ -175,6 +189,44 @@ def test_one_page_holds_many_machines_and_labs_and_escapes_what_runs_say(tmp_pat
     assert 'id="lab-one"' in html
     assert 'id="lab-two"' in html
     assert "may differ by more than the intervals say" in html
+
+
+@pytest.mark.parametrize("evil", [EVIL, QUOTED, f"'{QUOTED}", "$x^{$", "a_b\n<b>"])
+def test_nothing_that_a_run_says_becomes_markup(evil, tmp_path):
+    """Names of the lab, the machine, its host and commit, and values of settings."""
+    runs = []
+    for number in range(2):
+        git = {"commit": evil if number else "abc", "dirty": False}
+        machine = {"cpu": f"{evil} {number}", "host": evil, "git": git}
+        run = run_file(tmp_path / f"{number}.jsonl", lab=f"lab {evil}", seed=number, sizes=SIZES[:3], **machine)
+        text = run.path.read_text().replace(json.dumps("ring"), json.dumps(evil))
+        run.path.write_text(text.replace(json.dumps("torch"), json.dumps(f"other {evil}")))
+        runs.append(Run.load(run.path))
+    (found,) = compare_runs(runs)
+    assert evil in set(found.rows["algorithm"])
+    write_comparison([found], f"labkit compare {evil}", tmp_path / "compare.html", {f"a {evil}.jsonl": evil})
+    reader = _Elements()
+    reader.feed((tmp_path / "compare.html").read_text())
+    assert reader.count("script") == 1
+    assert "b" not in reader.tags
+    assert not [name for name in reader.attributes if name.startswith("on") or "'" in name]
+    assert [value for value in reader.anchors if value == f"lab-lab {evil}"]  # whole, within its quotes
+
+
+class _Elements(HTMLParser):
+    """Tags and attributes of a page as a browser reads them."""
+
+    def __init__(self):
+        super().__init__()
+        self.tags, self.attributes, self.anchors = [], set(), []
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        self.attributes |= {name for name, _ in attributes}
+        self.anchors += [value for name, value in attributes if name == "id"]
+
+    def count(self, tag):
+        return self.tags.count(tag)
 
 
 def test_labs_of_one_run_are_left_out_when_another_can_be_compared(tmp_path):
@@ -205,6 +257,82 @@ def test_what_is_no_run_is_named(tmp_path):
         load_runs([str(tmp_path / "empty")])
 
 
+def test_times_of_zero_are_not_comparable(tmp_path):
+    """Of one setting in one run, and of another in both: a ratio of them is none."""
+    runs = [run_file(tmp_path / f"{n}.jsonl", cpu="One", seed=n, started=n) for n in range(2)]
+    for zero, run in zip((("p1024", "p4096"), ("p4096",)), runs, strict=True):
+        lines = [json.loads(line) for line in run.path.read_text().splitlines()]
+        for line in lines:
+            if line["kind"] == "row" and line["point"] in zero:
+                line["values"]["seconds"] = [0.0] * 20
+        run.path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (found,) = compare_runs([Run.load(run.path) for run in runs])
+    assert len(found.rows) == (len(SIZES) - 2) * 2
+    assert [len(keys) for keys in found.not_shared.values()] == [2 * 2]
+    assert found.repeat_difference < 0.05
+
+
+def training_file(path, *, factor, archive, **machine):
+    """A run of one point a seed whose rows hold the time of one epoch each, as a number."""
+    run = run_file(path, **machine)
+    header = json.loads(run.path.read_text().splitlines()[0])
+    point = {"world_size": 2, "archive": archive, "timeout_s": 60, "epochs": 4}
+    header["planned"] = {f"s{seed}": point | {"seed": seed} for seed in range(3)}
+    lines, generator = [header], np.random.default_rng(0)
+    for seed in range(3):
+        for rank in (0, 1):
+            for epoch in range(1, 5):
+                seconds = factor * (1 + 0.01 * generator.standard_normal()) * (1 if rank else 0.5)
+                values = {"implementation": "ddp", "phase": "epoch", "epoch": epoch, "epoch_s": seconds, "loss": 0.1}
+                lines.append({"kind": "row", "point": f"s{seed}", "rank": rank, "values": values})
+        lines.append({"kind": "end", "point": f"s{seed}", "status": "ok", "reason": None, "elapsed_s": 1.0})
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return Run.load(path)
+
+
+def test_times_recorded_one_a_row_are_compared_over_seeds_and_epochs_wherever_the_archive_lies(tmp_path):
+    slow = training_file(tmp_path / "a.jsonl", factor=2.0, archive="/home/a/cifar.tar.gz", cpu="Slow")
+    fast = training_file(tmp_path / "b.jsonl", factor=1.0, archive="/data/cifar.tar.gz", cpu="Fast")
+    (found,) = compare_runs([slow, fast])
+    (row,) = found.rows.to_dict("records")
+    assert found.constant["time"] == "epoch"
+    assert row["baseline_s"] == pytest.approx(2.0, rel=0.02)  # of the slowest rank
+    assert row["ratio"] == pytest.approx(0.5, rel=0.02)
+    assert row["verdict"] == "faster"
+    assert not any(found.not_shared.values())
+
+
+def test_a_run_that_was_killed_at_once_is_listed_and_the_others_are_compared(tmp_path):
+    folder = tmp_path / "runs"
+    for number in range(2):
+        run_file(folder / f"student{number}" / "run.jsonl", cpu=f"cpu {number}", seed=number)
+    (folder / "empty.jsonl").touch()
+    (folder / "student0" / f"<i {QUOTED}.jsonl").write_text(f'{{"kind": "row", "point": "{EVIL[:-9]}"}}\n')
+    runs, unread = load_runs([str(folder)])
+    assert [Path(name).name for name in unread] == ["empty.jsonl", f"<i {QUOTED}.jsonl"]
+    assert set(unread.values()) == {"not a run: it does not begin with a header line"}
+    write_comparison(compare_runs(runs), "labkit compare", tmp_path / "compare.html", unread)
+    html = (tmp_path / "compare.html").read_text()
+    assert "empty.jsonl</code>: not a run" in html
+    assert "<i " not in html
+    (folder / "student1" / "run.jsonl").unlink()
+    with pytest.raises(RunFileError, match=r"at least two runs, 1 can be read: .*empty\.jsonl: not a run"):
+        load_runs([str(folder)])
+
+
+def test_pages_of_copied_checkouts_find_their_runs_and_one_without_its_run_is_listed(tmp_path):
+    for number in range(2):
+        run_file(tmp_path / f"student{number}/data/runs/lab/{number}.jsonl", cpu=f"cpu {number}", seed=number)
+        write_page(tmp_path / f"student{number}/reports/lab.html", run=f"data/runs/lab/{number}.jsonl")
+    alone = tmp_path / "student1/reports/alone.html"
+    write_page(alone, run="data/runs/lab/2.jsonl")
+    old = tmp_path / "student1/reports/old.html"
+    write_page(old, run="data/runs/lab/1.jsonl", version=0)
+    runs, unread = load_runs([str(tmp_path / f"student{number}/reports") for number in range(2)])
+    assert [run.name for run in runs] == ["0", "1"]
+    assert unread == {str(alone): "its run is not here: data/runs/lab/2.jsonl", str(old): OTHER_FORMAT}
+
+
 def test_repeats_of_different_runs_are_not_paired(tmp_path):
     """Both runs vary in step; paired, the ratio would be 1.5 at every repeat and its interval of no width."""
     runs = [run_file(tmp_path / f"{n}.jsonl", cpu=f"cpu {n}", factor=1 + n / 2, noise=0.4) for n in (0, 1)]
@@ -229,6 +357,25 @@ def test_the_page_opens_offline_fits_a_narrow_screen_and_can_be_read(scheme, tmp
         assert page.evaluate("document.documentElement.scrollWidth") <= 380
         assert page.evaluate(CONTRASTS) == []
         assert all(page.evaluate("[...document.images].map(image => image.alt)"))
+        page.click("table.labkit-table thead button")  # made by the page's script, which its policy lets run
+        assert page.locator("th[aria-sort=ascending]").count() == 1
         browser.close()
     assert [url for url in requests if not url.startswith("data:")] == [(tmp_path / "compare.html").as_uri()]
     assert errors == []
+
+
+def test_no_script_but_the_pages_own_runs_in_it(tmp_path):
+    if CHROMIUM is None:
+        pytest.skip("no chromium to open the page with")
+    playwright = pytest.importorskip("playwright.sync_api")
+    runs = [run_file(tmp_path / f"{n}.jsonl", cpu=f"CPU {n}", seed=n) for n in range(2)]
+    page_file, foreign = tmp_path / "compare.html", "<script>document.title = 'run'</script><img onerror='alert(1)'>"
+    write_comparison(compare_runs(runs), "labkit compare", page_file)
+    page_file.write_text(page_file.read_text().replace("<h1>", f"{foreign}<h1>"))
+    with playwright.sync_playwright() as browsers:
+        browser = browsers.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+        page = browser.new_page()
+        page.goto(page_file.as_uri())
+        assert page.title() == "labkit compare"
+        assert page.locator("table.labkit-table thead button").count() > 0
+        browser.close()

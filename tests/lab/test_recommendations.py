@@ -6,6 +6,7 @@ import pytest
 
 from labkit.lab.answers import TOPICS, Answer, Question, Trend
 from labkit.lab.cards import answer_record
+from labkit.lab.export import OTHER_FORMAT
 from labkit.lab.recommendations import further_advice, published_trends, recommendations
 from labkit.lab.trends import trends_answer
 from labkit.studies import LABS, load_study
@@ -20,9 +21,10 @@ class AskedStudy(FakeStudy):
     questions = (ASKED, FREE)
 
 
-def _lab(*answers, recorded=False, error=None):
-    record = {"recorded": recorded, "machine": "another", "answers": [answer_record(answer) for answer in answers]}
-    return {"name": "fake", "title": "Fake", "page": "fake.html", "error": error, "record": record if answers else None}
+def _lab(*answers, elsewhere=False, error=None):
+    record = {"elsewhere": elsewhere, "machine": "another", "answers": [answer_record(answer) for answer in answers]}
+    about = {"name": "fake", "title": "Fake", "page": "fake.html", "is_other_format": error == OTHER_FORMAT}
+    return about | {"error": error, "record": record if answers else None}
 
 
 def _advice(*answers, **options):
@@ -49,9 +51,10 @@ def test_what_does_not_matter_is_not_shown_here_and_says_why():
 def test_what_was_not_measured_says_why():
     advice = _advice(Answer(ASKED, "not measured", "Not measured: needs a GPU."))
     assert (advice.status, advice.text) == ("not measured", "needs a GPU.")
-    assert "another machine, another" in _advice(SHOWN, recorded=True).text
-    assert _advice(SHOWN, recorded=True).status == "not measured"
+    assert _advice(SHOWN, elsewhere=True).text == "the page is of another machine, another."
+    assert _advice(SHOWN, elsewhere=True).status == "not measured here"
     assert "failed" in _advice(error="broken").text
+    assert _advice(error=OTHER_FORMAT).text == f"{OTHER_FORMAT}."
     (topic,) = recommendations([AskedStudy()], {})
     assert topic.advice[0].text == "the lab fake was not run."
 
@@ -59,7 +62,7 @@ def test_what_was_not_measured_says_why():
 def test_advice_without_a_topic_is_listed_apart():
     free = Answer(FREE, "yes", "It is.", None, "do it.", True)
     assert [advice.text for advice in further_advice([_lab(SHOWN, free)])] == ["do it."]
-    assert further_advice([_lab(free, recorded=True)]) == []
+    assert further_advice([_lab(free, elsewhere=True)]) == []
     unsure = replace(free, is_shown=False)
     assert [advice.status for advice in further_advice([_lab(free, unsure)])] == ["shown", "not shown here"]
 
@@ -67,7 +70,7 @@ def test_advice_without_a_topic_is_listed_apart():
 def test_published_claims_are_listed_by_what_is_shown_of_them():
     found = [Trend("A grows", "holds here"), Trend("B falls", "is contradicted here"), Trend("C", "is not shown here")]
     answer = trends_answer(FREE, found)
-    listed = published_trends([_lab(answer), _lab(answer, recorded=True)])
+    listed = published_trends([_lab(answer), _lab(answer, elsewhere=True)])
     assert {outcome: [claim["claim"] for claim in claims] for outcome, claims in listed.items()} == {
         "holds here": ["A grows"],
         "is contradicted here": ["B falls"],

@@ -1,0 +1,73 @@
+"""The index over pages: of which machine they are, which cannot be read, what did not end; and which script may run."""
+
+import base64
+import hashlib
+import re
+
+import nbformat
+import pytest
+
+from labkit.lab.export import OTHER_FORMAT, PAGE_FORMAT, embed_json, export_page, read_page
+from labkit.lab.notebook import PAGE_MIME
+from labkit.lab.report import write_index
+from labkit.machine import describe_machine
+from tests.lab.fake_study import FAKE
+
+
+def write_page(folder, **changes):
+    """A page of a notebook that left its record."""
+    machine = describe_machine()
+    record = {"run": "data/runs/fake/a.jsonl", "profile": "smoke", "host": machine.host, "machine": machine.label}
+    record |= {"started": "2030-01-02T00:00:00", "coverage": {"ok": 2, "pending": 5}, "duration_s": 1.0}
+    record |= {"not_measured": [], "figures": {}, "thumbnails": {}, "answers": [], "machine_rows": [], "provenance": []}
+    cell = nbformat.v4.new_code_cell("1")
+    cell.outputs = [nbformat.v4.new_output("display_data", data={PAGE_MIME: record | changes, "text/html": ""})]
+    nbformat.write(nbformat.v4.new_notebook(cells=[cell]), folder / "fake.ipynb")
+    export_page(folder / "fake.ipynb", folder / "fake.html", lab="fake", title="Fake")
+    return folder / "fake.html"
+
+
+def index(folder):
+    return write_index([FAKE], folder).read_text()
+
+
+@pytest.mark.parametrize("changes", [{"host": "elsewhere"}, {"machine": "Another CPU"}])
+def test_whether_a_page_is_of_this_machine_is_judged_where_the_index_is_made(changes, tmp_path):
+    write_page(tmp_path)
+    assert "(elsewhere)" not in index(tmp_path)
+    write_page(tmp_path, **changes)
+    assert "(elsewhere)" in index(tmp_path)
+
+
+def test_points_that_did_not_end_have_a_column(tmp_path):
+    write_page(tmp_path)
+    html = index(tmp_path)
+    assert ">pending</th>" in html
+    assert '<td data-sort="5">5</td>' in html
+
+
+@pytest.mark.parametrize("version", [None, PAGE_FORMAT - 1, PAGE_FORMAT + 1, [], "1"])
+def test_a_page_of_another_format_is_listed_and_ends_nothing(version, tmp_path):
+    page = write_page(tmp_path)
+    written = f'"format_version": {PAGE_FORMAT}'
+    assert written in page.read_text()
+    page.write_text(page.read_text().replace(written, f'"format_version": {embed_json(version)}'))
+    assert f'<a href="fake.html">Fake</a>: {OTHER_FORMAT}' in index(tmp_path)
+
+
+@pytest.mark.parametrize("record", [{}, {"run": 5}, [], "text"])
+def test_a_record_without_what_an_index_needs_is_of_another_format(record, tmp_path):
+    about = {"format_version": PAGE_FORMAT, "lab": "fake", "title": "Fake", "error": None, "record": record}
+    page = tmp_path / "fake.html"
+    page.write_text(f'<script type="application/json" id="labkit-record">{embed_json(about)}</script>')
+    assert read_page(page)["error"] == OTHER_FORMAT
+    assert OTHER_FORMAT in index(tmp_path)
+
+
+def test_the_policy_of_pages_allows_their_own_script_by_its_hash_and_no_other(tmp_path):
+    for html in (write_page(tmp_path).read_text(), index(tmp_path)):
+        (policy,) = re.findall(r'content="(default-src[^"]*)"', html)
+        (script,) = re.findall(r"<script>(.*?)</script>", html, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+        assert f"script-src 'sha256-{digest}';" in policy
+        assert "base-uri 'none'; form-action 'none'" in policy
