@@ -85,6 +85,7 @@ def told(client, code):
             return f"{message['content']['ename']}: {message['content']['evalue']}"
 
 
+@pytest.mark.faults
 def test_an_interrupted_cell_leaves_no_rank_and_the_next_cell_measures(measuring):
     hit, manager, client = measuring
     manager.interrupt_kernel()

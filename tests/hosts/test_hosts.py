@@ -48,6 +48,7 @@ def readme_commands():
     return re.findall(r"```sh\n(.*?)```", section, re.DOTALL)
 
 
+@pytest.mark.faults
 def test_the_commands_for_two_machines_as_the_readme_has_them(tmp_path):
     command, _, draw = readme_commands()
     with Network(2) as network:

@@ -51,6 +51,7 @@ def _epochs_told(path):
     return [line["values"] for line in lines if line["kind"] == "row" and "accuracy" in line["values"]]
 
 
+@pytest.mark.faults
 def test_kill_9_costs_no_epoch_and_the_end_is_the_same(training):
     command, start, runs = training
     process = start()

@@ -34,7 +34,11 @@ def transport_times(frame: pd.DataFrame, algorithm: str = CHOSEN) -> pd.DataFram
 
 def over(frame: pd.DataFrame, baseline: str, algorithm: str = CHOSEN) -> pd.DataFrame:
     """Each transport's time over that of `baseline`, from the same interleaved repeats, with interval and verdict."""
-    return compare_groups(transport_samples(frame, algorithm), "seconds", SETTING, "transport", baseline)
+    table = compare_groups(transport_samples(frame, algorithm), "seconds", SETTING, "transport", baseline)
+    by_order = table["transport"].map(TRANSPORT_ORDER.index)
+    return (
+        table.assign(by_order=by_order).sort_values([*SETTING, "by_order"], ignore_index=True).drop(columns="by_order")
+    )
 
 
 def transports(frame: pd.DataFrame) -> Answer | None:
