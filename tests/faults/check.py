@@ -15,7 +15,7 @@ from labkit.lab.store import Run
 
 MARK = "LABKIT_TEST_MARK"
 OUTCOMES = []
-"""(case, moment, outcome) of this session, for the table at its end."""
+"""(case, moment, outcome) of this run of the tests, for the table at its end."""
 
 
 class Victim:

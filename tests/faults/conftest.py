@@ -1,4 +1,4 @@
-"""The table of this session's faults, after its last test."""
+"""The table of faults, after the last test."""
 
 import pytest
 
