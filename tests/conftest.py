@@ -1,9 +1,13 @@
 """What all tests share: tests that need more than is there, or more time than `make test` has, are skipped by name."""
 
 import os
+import signal
 
 import pytest
 import torch
+
+# What is started in the background of a shell ignores SIGINT, and so does all that it starts. Tests interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items):
