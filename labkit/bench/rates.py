@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from labkit.bench.clock import time_interleaved
+from labkit.bench.gate import verdict
 
 # Products of this size keep the units busy and fit everywhere; larger ones gain a few percent at most.
 MATMUL_SIZE = {"cpu": 1024, "cuda": 8192}
@@ -27,9 +28,7 @@ class MatmulTimes:
     @property
     def gate(self) -> str:
         """ "ok", or what is wrong; a NaN is."""
-        if self.error <= self.limit:
-            return "ok"
-        return f"wrong: error {self.error:.1e}, at most {self.limit:.1e} expected"
+        return verdict(self.error, self.limit)
 
     @property
     def flops_per_s(self) -> list[float]:

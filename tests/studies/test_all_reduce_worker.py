@@ -10,7 +10,7 @@ from labkit.machine import describe_machine
 from labkit.parallel.launch import Row, launch
 from labkit.parallel.transport.semaphores import Semaphores
 from labkit.parallel.transport.shared import SharedTransport
-from labkit.studies.all_reduce import worker
+from labkit.studies.all_reduce import transports, worker
 from labkit.studies.all_reduce.study import STUDY, AllReduceConfig
 from labkit.studies.all_reduce.transports import ROUTES, alternative
 from labkit.studies.all_reduce.worker import AllReducePoint, measure_point
@@ -31,7 +31,7 @@ def _broken(tensor, group=None, op="mean", transport=None):
 
 
 def _measure_with_a_broken_ring(point):
-    worker.ALGORITHMS = {**worker.ALGORITHMS, "ring": _broken}
+    transports.ALGORITHMS = {**transports.ALGORITHMS, "ring": _broken}
     yield from measure_point(point)
 
 
@@ -62,13 +62,13 @@ def test_a_wrong_algorithm_gets_no_time_and_the_others_do():
 
 
 def _broken_on_one_rank(tensor, group=None, op="mean", transport=None):
-    worker.all_reduce(tensor, group, op)
+    transports.all_reduce(tensor, group, op)
     if dist.get_rank() == 1:
         tensor[0] += 1
 
 
 def _measure_with_a_ring_that_is_wrong_on_one_rank(point):
-    worker.ALGORITHMS = {**worker.ALGORITHMS, "ring": _broken_on_one_rank}
+    transports.ALGORITHMS = {**transports.ALGORITHMS, "ring": _broken_on_one_rank}
     yield from measure_point(point)
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from labkit.parallel.collectives import all_reduce
 from labkit.parallel.reduction import FLOAT_TYPES
-from labkit.parallel.transport import own_transport
+from labkit.parallel.transport import empty_for_all_reduce, own_transport
 from labkit.parallel.transport.choice import CHOICES
 
 TORCH = "torch"
@@ -117,10 +117,7 @@ class OwnAverage:
         return task.wait
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        transport = self._transports[device]
-        if transport.device != device:  # it goes through the host
-            return torch.empty(numel, dtype=dtype, device=device)
-        return transport.empty(numel, dtype)
+        return empty_for_all_reduce(numel, dtype, device, self._group, self._transports[device])
 
 
 class _Task:

@@ -77,7 +77,7 @@ def empty_for_all_reduce(
     dtype: torch.dtype,
     device: torch.device = _HOST,
     group: dist.ProcessGroup | None = None,
-    wish: str = AUTO,
+    wish: str | Transport = AUTO,
 ) -> torch.Tensor:
     """A vector, (numel,), that an all-reduce of `group` moves without copying it first. A collective, sizes alike.
 

@@ -10,6 +10,8 @@ import math
 import torch
 import torch.distributed as dist
 
+from labkit.bench.gate import verdict, worst_of_ranks
+
 CHECKED_AT_ONCE = 2**16  # elements compared with the oracle at a time, so that their float64 copies stay in cache
 
 
@@ -27,17 +29,10 @@ def multiple(rank: int) -> float:
 
 def gate(result: torch.Tensor, base: torch.Tensor) -> tuple[float, str]:
     """The largest relative error of any rank's mean, and "ok" or what is wrong. All ranks get the same."""
-    error = worst(_relative_error(result, base))
+    error = worst_of_ranks(_relative_error(result, base))
     # one rounding a sum and one for the scaling, each at most eps/2 of the largest partial result; doubled
     bound = (dist.get_world_size() + 1) * torch.finfo(result.dtype).eps
-    return error, "ok" if error <= bound else f"wrong: error {error:.1e}, at most {bound:.1e} expected"
-
-
-def worst(error: float) -> float:
-    """The largest error of any rank, on all ranks: they must agree on what gets no time."""
-    largest = torch.tensor(error, dtype=torch.float64, device="cuda" if dist.get_backend() == "nccl" else "cpu")
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-    return float(largest)
+    return error, verdict(error, bound)
 
 
 def _relative_error(result: torch.Tensor, base: torch.Tensor) -> float:

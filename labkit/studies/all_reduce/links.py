@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 
 from labkit.bench.clock import time_interleaved
+from labkit.bench.gate import worst_of_ranks
 from labkit.parallel.hosts import host_identity
-from labkit.studies.all_reduce.exact import multiple, worst
+from labkit.studies.all_reduce.exact import multiple
 
 WITHIN, BETWEEN = "pair within a host", "pair between hosts"
 
@@ -51,7 +52,9 @@ def measure_links(own: torch.Tensor, *, warmup: int, repeats: int, device: str) 
     for name, pair in pairs.items():
         exchange(pair)
         wrong = rank in pair and not torch.equal(received, _tensor_of(pair[1 - pair.index(rank)], rank, own))
-        gates[name] = "wrong: the other rank's tensor did not arrive" if worst(math.inf if wrong else 0.0) else "ok"
+        gates[name] = (
+            "wrong: the other rank's tensor did not arrive" if worst_of_ranks(math.inf if wrong else 0.0) else "ok"
+        )
     right = {name: pair for name, pair in pairs.items() if gates[name] == "ok"}
     samples = {}
     if right:

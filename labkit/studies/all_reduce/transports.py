@@ -57,7 +57,7 @@ def measure_transports(
             rows[name], calls[name] = row, partial(_floor, ordinary, own, base)
             continue
         tensor = registered if route == REGISTERED else ordinary
-        reduce = _collective(algorithm, route)
+        reduce = collective(algorithm, route)
         reduce(tensor.copy_(own), op="mean")
         error, verdict = gate(tensor, base)
         row |= {"error": error, "gate": verdict}
@@ -85,14 +85,15 @@ def _why_not_shared(device: torch.device) -> dict[str, str]:
     return {REGISTERED: shared.why_copied} if shared.why_copied else {}
 
 
-def _collective(algorithm: str, route: str) -> Callable[..., None]:
+def collective(algorithm: str, route: str) -> Callable[..., None]:
+    """The all-reduce by that name, torch's or one of labkit's, over that transport."""
     if algorithm == TORCH:
-        return torch_all_reduce
+        return _torch_all_reduce
     function = all_reduce if algorithm == CHOSEN else ALGORITHMS[algorithm]
     return partial(function, transport=POINT_TO_POINT if route == MESSAGES else SHARED)
 
 
-def torch_all_reduce(tensor: torch.Tensor, *, op: str) -> None:
+def _torch_all_reduce(tensor: torch.Tensor, *, op: str) -> None:
     """`dist.all_reduce`, and the division for a mean: gloo has none in every version of torch."""
     dist.all_reduce(tensor)
     if op == "mean":

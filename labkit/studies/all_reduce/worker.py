@@ -10,14 +10,14 @@ import torch
 import torch.distributed as dist
 
 from labkit.bench.clock import time_interleaved
+from labkit.bench.gate import worst_of_ranks
 from labkit.bench.memory import peak_memory_growth
 from labkit.lab.point import Point
 from labkit.lab.units import format_bytes
-from labkit.parallel.collectives import ALGORITHMS, all_reduce, release_scratch, scratch_bytes
-from labkit.parallel.transport import POINT_TO_POINT
-from labkit.studies.all_reduce.exact import gate, inputs, multiple, worst
+from labkit.parallel.collectives import ALGORITHMS, release_scratch, scratch_bytes
+from labkit.studies.all_reduce.exact import gate, inputs, multiple
 from labkit.studies.all_reduce.links import measure_links
-from labkit.studies.all_reduce.transports import CHOSEN, TORCH, measure_transports, torch_all_reduce
+from labkit.studies.all_reduce.transports import CHOSEN, MESSAGES, collective, measure_transports
 
 OWN = (*ALGORITHMS, CHOSEN)
 
@@ -79,18 +79,12 @@ def _device(point: AllReducePoint) -> str:
     return f"cuda:{dist.get_rank() % torch.cuda.device_count()}" if point.backend == "nccl" else "cpu"
 
 
-def _collective(name: str) -> Callable[..., None]:
-    if name == TORCH:
-        return torch_all_reduce
-    return partial(all_reduce if name == CHOSEN else ALGORITHMS[name], transport=POINT_TO_POINT)
-
-
 def _check(point: AllReducePoint, name: str, base: torch.Tensor, tensor: torch.Tensor) -> dict[str, Any]:
     """The gate: one averaging from a cold start, compared with the exact mean; its memory on the way."""
     release_scratch()
     dist.barrier()
     with peak_memory_growth(_device(point)) as memory:
-        _collective(name)(tensor, op="mean")
+        collective(name, MESSAGES)(tensor, op="mean")
     error, verdict = gate(tensor, base)
     return {
         "algorithm": name,
@@ -119,8 +113,7 @@ def _time(point: AllReducePoint, names: list[str], own: torch.Tensor, tensor: to
 
 
 def _call(name: str, tensor: torch.Tensor) -> Callable[[], None]:
-    collective = _collective(name)
-    return lambda: collective(tensor, op="sum")
+    return partial(collective(name, MESSAGES), tensor, op="sum")
 
 
 def _time_exchange(point: AllReducePoint, own: torch.Tensor) -> dict[str, Any]:
@@ -139,7 +132,7 @@ def _time_exchange(point: AllReducePoint, own: torch.Tensor) -> dict[str, Any]:
 
     exchange()
     row = {"algorithm": "exchange", "n_bytes": point.n_bytes}
-    if worst(0.0 if torch.equal(received, expected) else math.inf):
+    if worst_of_ranks(0.0 if torch.equal(received, expected) else math.inf):
         return row | {"gate": "wrong: the neighbor's tensor did not arrive"}
     samples = time_interleaved(
         {"exchange": exchange},

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from labkit.bench.clock import time_interleaved
+from labkit.bench.gate import verdict
 from labkit.bench.rates import copy_bytes_per_s, matmul_flops_per_s
 from labkit.costs.transformer import TransformerShape
 from labkit.lab.point import Point
@@ -126,7 +127,7 @@ def _compiled_against_eager(point: EndToEndPoint) -> Iterator[dict[str, Any]]:
         error = _largest_difference(steps["compiled"], steps["eager"])
         compile_s = {"inference": _first_call(steps["compiled"].infer), "step": error.compile_s}
         bound = FLOAT32_TOLERANCE if point.precision == "float32" else HALF_TOLERANCE
-        gate = "ok" if error.relative <= bound else f"wrong: error {error.relative:.1e}, at most {bound:.1e} expected"
+        gate = verdict(error.relative, bound)
         if gate != "ok":
             yield {"implementation": "compiled", "error": error.relative, "gate": gate}
             return

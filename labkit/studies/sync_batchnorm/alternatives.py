@@ -10,12 +10,12 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from labkit.bench import gate
 from labkit.parallel import sync_batchnorm
 from labkit.parallel.sync_batchnorm import SyncBatchNorm
 
@@ -177,7 +177,7 @@ def layer_error(layer: Layer, batch: Batch) -> float:
             dist.all_reduce(gradient)
     found = [output, dx, *affine, *_running_statistics(layer.layer)]
     error = max(_largest(got, exact) for got, exact in zip(found, _exact(layer, batch), strict=True))
-    return worst_of_ranks(error)
+    return gate.worst_of_ranks(error)
 
 
 def _exact(layer: Layer, batch: Batch) -> list[Tensor]:
@@ -210,22 +210,15 @@ def bare_error(bare: Bare) -> float:
     error = max(float((got - expected).abs().max()) for got in (summed, bare.sums))
     bare.statistics.zero_()  # sums of sums would overflow
     bare.sums.zero_()
-    return worst_of_ranks(error)
+    return gate.worst_of_ranks(error)
 
 
 def verdict(error: float) -> str:
     """ "ok", or what is wrong."""
-    return "ok" if error <= TOLERANCE else f"wrong: error {error:.1e}, at most {TOLERANCE:.1e} expected"
+    return gate.verdict(error, TOLERANCE)
 
 
 def _largest(got: Tensor, exact: Tensor) -> float:
     """Largest difference over the largest exact value, which counts as at least 1; NaN counts as infinite."""
     difference = float((got.double() - exact).abs().max() / exact.abs().max().clamp_min(1))
     return math.inf if math.isnan(difference) else difference
-
-
-def worst_of_ranks(error: float) -> float:
-    """The largest error of any rank, on all: they must agree on what gets no time."""
-    worst: Any = torch.tensor(error, dtype=torch.float64, device="cuda" if dist.get_backend() == "nccl" else "cpu")
-    dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-    return float(worst)
