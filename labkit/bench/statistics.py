@@ -6,6 +6,7 @@ drawn twice from one run says the same. They cover what varied *within* the run.
 
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from math import comb
 from typing import Literal
 
@@ -82,11 +83,8 @@ def compare(a: Iterable[float], b: Iterable[float], *, interleaved: bool) -> Com
     ratio = float(np.median(first) / np.median(second))
     if min(len(first), len(second)) < FEWEST_SAMPLES:
         return Comparison(ratio, float("nan"), float("nan"), "no difference shown")
-    generator = np.random.default_rng(0)
-    rows_a = generator.integers(0, len(first), (RESAMPLES, len(first)))
-    rows_b = rows_a if interleaved else generator.integers(0, len(second), (RESAMPLES, len(second)))
-    ratios = np.median(first[rows_a], axis=1) / np.median(second[rows_b], axis=1)
-    low, high = _percentiles(ratios)
+    seed = 0 if interleaved else 1  # of samples taken in turns, the same rounds are drawn
+    low, high = _percentiles(resampled_medians(first) / resampled_medians(second, seed))
     return Comparison(ratio, low, high, _verdict(low, high))
 
 
@@ -149,11 +147,27 @@ def _verdict(low: float, high: float) -> Verdict:
     return "no difference shown"
 
 
+def resampled_medians(values: np.ndarray, seed: int = 0) -> np.ndarray:
+    """Medians, (RESAMPLES,), of as many resamples of `values`, (n,). With one seed, resamples of one n are alike."""
+    # A median is known by its rank, and small integers sort 8 to 30 times as fast as np.median selects.
+    order = np.argsort(values, kind="stable")
+    rank = np.empty(len(values), np.int16 if len(values) <= np.iinfo(np.int16).max else np.int64)
+    rank[order] = np.arange(len(values))
+    drawn = np.sort(rank[_resamples(len(values), seed)], axis=1)
+    ordered = values[order]
+    lower, upper = drawn[:, (len(values) - 1) // 2], drawn[:, len(values) // 2]
+    return (ordered[lower] + ordered[upper]) / 2
+
+
+@lru_cache(maxsize=16)
+def _resamples(n: int, seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, n, (RESAMPLES, n))
+
+
 def _median_interval(values: np.ndarray) -> tuple[float, float]:
     if len(values) < FEWEST_SAMPLES:
         return float("nan"), float("nan")
-    rows = np.random.default_rng(0).integers(0, len(values), (RESAMPLES, len(values)))
-    return _percentiles(np.median(values[rows], axis=1))
+    return _percentiles(resampled_medians(values))
 
 
 def _percentiles(resampled: np.ndarray) -> tuple[float, float]:

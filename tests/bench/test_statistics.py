@@ -4,7 +4,15 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from labkit.bench.statistics import beyond_chance, compare, slowest_rank, summarize, summarize_groups
+from labkit.bench.statistics import (
+    RESAMPLES,
+    beyond_chance,
+    compare,
+    resampled_medians,
+    slowest_rank,
+    summarize,
+    summarize_groups,
+)
 
 
 def _noisy(median, n=30, spread=0.1, seed=0):
@@ -27,6 +35,13 @@ def test_too_few_samples_have_no_interval_and_no_verdict():
 def test_a_clear_difference_is_shown_in_its_direction():
     assert compare(_noisy(1.0), _noisy(2.0, seed=1), interleaved=False).verdict == "faster"
     assert compare(_noisy(2.0), _noisy(1.0, seed=1), interleaved=False).verdict == "slower"
+
+
+@pytest.mark.parametrize("n", [1, 2, 7, 30])
+def test_resampled_medians_are_medians_of_resamples(n):
+    values = _noisy(1.0, n=n).round(1)  # rounded: with equal ones among them
+    rows = np.random.default_rng(3).integers(0, n, (RESAMPLES, n))
+    np.testing.assert_allclose(resampled_medians(values, seed=3), np.median(values[rows], axis=1), rtol=1e-15)
 
 
 def test_no_difference_is_claimed_between_samples_of_one_distribution():

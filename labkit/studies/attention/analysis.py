@@ -8,7 +8,7 @@ from functools import cache
 import numpy as np
 import pandas as pd
 
-from labkit.bench.statistics import CONFIDENCE, FEWEST_SAMPLES, compare_groups
+from labkit.bench.statistics import CONFIDENCE, FEWEST_SAMPLES, compare_groups, resampled_medians
 from labkit.costs.attention import explicit_peak, explicit_saved, matrix_bytes, tiled_saved
 from labkit.lab.attention_tables import SETTING, against, empty, refused, samples, times, with_width
 from labkit.lab.project import reference_directory
@@ -21,7 +21,6 @@ PUBLISHED_BATCH = 8
 GIB = 2**30
 LEAST_SIZES = 3  # of a power law: two always lie on one
 LARGEST_RESIDUAL = 0.25  # relative, of a power law that is said to hold
-RESAMPLES = 400
 
 
 def against_explicit(frame: pd.DataFrame, implementation: str, sweep: str) -> pd.DataFrame:
@@ -137,8 +136,7 @@ def _power_law(by_size: dict[int, np.ndarray]) -> dict[str, float]:
     residual = float(np.expm1(np.abs(medians - exponent * sizes - offset).max()))
     low = high = float("nan")
     if min(map(len, by_size.values())) >= FEWEST_SAMPLES:
-        generator = np.random.default_rng(0)
-        resampled = [np.median(generator.choice(x, (RESAMPLES, len(x))), axis=1) for x in by_size.values()]
+        resampled = [resampled_medians(x, seed) for seed, x in enumerate(by_size.values())]
         slopes = np.polyfit(sizes, np.log(resampled), 1)[0]
         low, high = np.percentile(slopes, [50 * (1 - CONFIDENCE), 50 * (1 + CONFIDENCE)])
     range_of = {"from_sequence": min(by_size), "to_sequence": max(by_size)}
