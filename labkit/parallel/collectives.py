@@ -229,7 +229,7 @@ def all_reduce(
     """
     via = find_transport(group, tensor.device, transport)
     algorithm = ALGORITHMS[choose_algorithm(tensor.numel() * tensor.itemsize, via.world_size, via.name)]
-    algorithm(tensor, group, op, transport=transport)
+    algorithm(tensor, group, op, transport=via)
 
 
 # Where one algorithm overtakes another: time over gloo's `dist.all_reduce`, medians, 2 cores, SCHED_BATCH, from
@@ -281,10 +281,11 @@ def _swap(
     via: Transport, partner: int, outgoing: torch.Tensor, incoming: torch.Tensor, *, add: bool, divisor: int = 1
 ) -> None:
     """Send and receive one vector each, in pieces if they are long; two are in flight."""
-    number = -(-max(outgoing.nbytes, incoming.nbytes) // via.piece_bytes)
-    if number <= 1:
+    longest = max(outgoing.nbytes, incoming.nbytes)
+    if longest <= via.piece_bytes:
         via.run([Step(outgoing, partner, incoming, partner, add, divisor)])
         return
+    number = -(-longest // via.piece_bytes)
     pairs = zip(outgoing.tensor_split(number), incoming.tensor_split(number), strict=True)
     via.run([Step(sent, partner, received, partner, add, divisor) for sent, received in pairs], depth=2)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,8 @@ from labkit.parallel.transport.choice import find_transport
 from labkit.parallel.transport.contract import Transport
 
 FLOAT_TYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+OPS = ("mean", "sum")
+DENSE = torch.strided
 
 
 class Reduction:
@@ -26,7 +29,8 @@ class Reduction:
     def __init__(
         self, tensor: torch.Tensor, group: dist.ProcessGroup | None, op: str, transport: str | Transport
     ) -> None:
-        _check(tensor, op)
+        if op not in OPS or tensor.dtype not in FLOAT_TYPES or tensor.layout is not DENSE:
+            _refuse(tensor, op)
         self.transport = find_transport(group, tensor.device, transport)
         if tensor.requires_grad:
             tensor = tensor.detach()
@@ -34,6 +38,7 @@ class Reduction:
         if tensor.is_contiguous() and tensor.device == self.transport.device:
             self.vector = tensor if tensor.dim() == 1 else tensor.view(-1)
         else:
+            _check_no_overlap(tensor)
             self.copy_to = tensor
             self.vector = tensor.to(self.transport.device).contiguous().view(-1)
         self.divisor = self.transport.world_size if op == "mean" else 1
@@ -49,15 +54,15 @@ class Reduction:
             self.copy_to.copy_(self.vector.view(self.copy_to.shape))
 
 
-def _check(tensor: torch.Tensor, op: str) -> None:
-    if op not in ("mean", "sum"):
+def _refuse(tensor: torch.Tensor, op: str) -> NoReturn:
+    if op not in OPS:
         raise ValueError(f'op must be "mean" or "sum", got {op!r}')
-    if tensor.dtype not in FLOAT_TYPES or tensor.layout != torch.strided:
-        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOAT_TYPES)
-        raise ValueError(f"tensor must be dense, of one of the types {names}; got {tensor.dtype}, {tensor.layout}")
-    if not tensor.is_contiguous() and any(
-        stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
-    ):
+    names = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOAT_TYPES)
+    raise ValueError(f"tensor must be dense, of one of the types {names}; got {tensor.dtype}, {tensor.layout}")
+
+
+def _check_no_overlap(tensor: torch.Tensor) -> None:
+    if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
         raise ValueError("several elements of tensor share memory, as after expand(); clone() it first")
 
 

@@ -289,7 +289,7 @@ def test_a_rank_that_does_not_come_ends_the_wait_at_the_time_out_and_the_group_i
 
 def _check_time_out() -> list[str]:
     transport: Any = find_transport(None, CPU, SHARED)
-    transport._timeout_s = 0.5
+    transport._peers._timeout_s = 0.5
     wrong = []
     if dist.get_rank() == 0:
         for expected in ("waited too long for rank 1", "left before its end"):

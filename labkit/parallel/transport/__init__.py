@@ -12,6 +12,7 @@ scratch memory, what a message is. An algorithm is written once, and runs over e
     contract.py        what a transport and an algorithm promise each other
     process_group.py   the two over torch.distributed, point to point, on any machines
     shared.py          the one over shared memory
+    swaps.py           its shortest way, for short messages that two ranks send each other
     mapping.py         memory that several ranks map
     semaphores.py      how one rank waits for another without a call to torch.distributed
     choice.py          which of them serves a tensor

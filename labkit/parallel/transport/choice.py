@@ -32,6 +32,7 @@ class Found(NamedTuple):
 _found: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[torch.device, str], Found]] = (
     weakref.WeakKeyDictionary()
 )
+_NOTHING: dict[tuple[torch.device, str], Found] = {}
 _own_made: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
@@ -46,7 +47,15 @@ def find_transport(group: dist.ProcessGroup | None, device: torch.device, wish: 
         ValueError: no process group, this rank is not in it, it has no backend for the device, a `wish` of another
             name, or "shared" where the ranks cannot share memory.
     """
-    return _find(group, device, wish).transport if isinstance(wish, str) else wish
+    if not isinstance(wish, str):
+        return wish
+    # Nearly every call asks again; the rest of the way would cost more than a short message.
+    member = dist.group.WORLD if group is None else group
+    if isinstance(member, dist.ProcessGroup):
+        found = _found.get(member, _NOTHING).get((device, wish))
+        if found is not None:
+            return found.transport
+    return _find(group, device, wish).transport
 
 
 def own_transport(group: dist.ProcessGroup | None, device: torch.device, wish: str = AUTO) -> Found:

@@ -1,4 +1,4 @@
-"""Whether the other ranks of a host still live: what a rank looks at while it waits for one of them."""
+"""Waiting for another rank of a host, as long as it lives."""
 
 from __future__ import annotations
 
@@ -8,11 +8,16 @@ import time
 import weakref
 from collections.abc import Sequence
 
+from labkit.parallel.transport.semaphores import Semaphores
+
 
 class Peers:
-    """The processes of the other ranks, by group rank. Raises OSError where the system does not show them."""
+    """The processes of the other ranks, by group rank, and the semaphores of all."""
 
-    def __init__(self, pids: Sequence[int], own_rank: int) -> None:
+    def __init__(self, pids: Sequence[int], own_rank: int, semaphores: Sequence[Semaphores], timeout_s: float) -> None:
+        """OSError where the system does not show other processes."""
+        self._semaphores = semaphores
+        self._timeout_s = timeout_s
         if not hasattr(os, "pidfd_open"):
             raise OSError("this system has no descriptors of processes")
         self._descriptors: dict[int, int] = {}
@@ -20,6 +25,13 @@ class Peers:
         for rank, pid in enumerate(pids):
             if rank != own_rank:
                 self._descriptors[rank] = os.pidfd_open(pid)
+
+    def wait(self, owner: int, number: int, peer: int) -> None:
+        """Take a semaphore of the rank `owner`, which `peer` posts. Errors as `check`."""
+        semaphores = self._semaphores[owner]
+        if not semaphores.take(number):
+            end = time.monotonic() + self._timeout_s
+            semaphores.wait(number, lambda: self.check(peer, end))
 
     def check(self, waited_for: int, end: float) -> None:
         """RuntimeError if that rank has ended, TimeoutError after `end` of the monotonic clock.

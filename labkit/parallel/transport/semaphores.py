@@ -20,7 +20,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 SEMAPHORE_BYTES = 64  # a sem_t has 32 on 64-bit Linux; one a cache line, so that waiting for one disturbs no other
@@ -86,6 +86,14 @@ class Semaphores:
     def take(self, number: int) -> bool:
         """Subtract one if there is one."""
         return self._quick.sem_trywait(self._addresses[number]) == 0
+
+    def poster(self, number: int) -> Callable[[], int]:
+        """`post` of one semaphore, as one call into the C library."""
+        return partial(self._quick.sem_post, self._addresses[number])
+
+    def taker(self, number: int) -> Callable[[], int]:
+        """`take` of one semaphore, as one call into the C library: zero if there was one."""
+        return partial(self._quick.sem_trywait, self._addresses[number])
 
     def wait(self, number: int, glance: Callable[[], None]) -> None:
         """Subtract one, as soon as there is one. `glance` is called now and then meanwhile, and may raise.

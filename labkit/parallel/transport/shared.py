@@ -8,6 +8,8 @@ ring of notes; and an outbox, which is memory for messages.
     receive   wait for `filled`, read the note, copy or add from the sender's memory straight into place,
               post `taken`
 
+Short messages that two ranks send each other at the same step go a shorter way: `swaps.py`.
+
 A slot is free again when every rank it was sent to has posted `taken`. A part that lies in shared memory already
 (`allocate`: the buckets of a data-parallel wrapper) is not copied: the note points to it, and the step is complete
 when it has been taken. Either way an addition reads the other rank's memory directly.
@@ -32,7 +34,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import time
 import warnings
 import weakref
 from collections import deque
@@ -45,6 +46,7 @@ from labkit.parallel.transport.contract import SHARED, Step
 from labkit.parallel.transport.mapping import Allocation, SharedMemoryUnavailable, map_together
 from labkit.parallel.transport.peers import Peers
 from labkit.parallel.transport.semaphores import SEMAPHORE_BYTES, Semaphores
+from labkit.parallel.transport.swaps import Swaps, swap_bytes
 
 NOTES = 16  # from one rank to another, not yet taken
 NOTE_WORDS = 8  # of 8 bytes, so that no two notes share a cache line: allocation, offset, bytes
@@ -71,24 +73,26 @@ class SharedTransport:
         self.rank, self.world_size = group.rank(), group.size()
         self.device = torch.device("cpu")
         self._group = weakref.ref(group)
-        self._timeout_s = timeout_s
         p = self.world_size
-        notes_at = 2 * p * SEMAPHORE_BYTES
+        notes_at = 3 * p * SEMAPHORE_BYTES
         notes_bytes = p * NOTES * NOTE_WORDS * 8
-        outbox_at = -(-(notes_at + notes_bytes) // 4096) * 4096
+        swaps_at = notes_at + notes_bytes
+        outbox_at = -(-(swaps_at + swap_bytes(p)) // 4096) * 4096
         # Ranks of other groups want the cores, too.
         spin = dist.get_world_size() <= len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else False
 
         def get_ready(mailboxes: Sequence[mmap.mmap], pids: Sequence[int]) -> None:
-            # In the mailbox of r: `filled` for each target, then `taken` by each target.
-            self._semaphores = [Semaphores(mailbox, 2 * p, spin=spin) for mailbox in mailboxes]
+            # In the mailbox of r: `filled` for each target, `taken` by each target, and `swapped` for each.
+            self._semaphores = [Semaphores(mailbox, 3 * p, spin=spin) for mailbox in mailboxes]
             self._semaphores[self.rank].make()
-            self._peers = Peers(pids, self.rank)
+            self._peers = Peers(pids, self.rank, self._semaphores, timeout_s)
 
         mailboxes = map_together(
             group, outbox_at + SLOTS * self.piece_bytes, Semaphores.unavailable(), get_ready
         )  # nobody posts what is not made yet: it returns when all are ready
         self._notes = [memoryview(mailbox)[notes_at : notes_at + notes_bytes].cast("q") for mailbox in mailboxes]
+        self._wait = self._peers.wait
+        self._swap = Swaps(mailboxes, swaps_at, self.rank, self._semaphores, self._wait, spin=spin).swap
         self._allocations = {OUTBOXES: Allocation(mailboxes, self.rank, outbox_at)}
         self._sent, self._taken, self._received = [0] * p, [0] * p, [0] * p
         self._free_slots = deque(range(SLOTS))
@@ -148,6 +152,9 @@ class SharedTransport:
                 "messages are still there"
             )
         self._is_between_calls = False
+        if len(steps) == 1 and self._swap(steps[0]):
+            self._is_between_calls = True
+            return
         try:
             self._carry_out(steps, depth)
         finally:
@@ -285,9 +292,3 @@ class SharedTransport:
                 view = self._allocations[allocation].of_rank[rank][offset : offset + n_bytes].view(dtype)
             self._views[key] = view
         return view
-
-    def _wait(self, owner: int, number: int, peer: int) -> None:
-        semaphores = self._semaphores[owner]
-        if not semaphores.take(number):
-            end = time.monotonic() + self._timeout_s
-            semaphores.wait(number, lambda: self._peers.check(peer, end))
