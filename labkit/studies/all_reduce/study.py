@@ -83,7 +83,7 @@ class AllReduceStudy(Study):
             many_elements=[1000, 100_000],
             repeats=15,
             repeats_large=6,
-            most_bytes=GIB,
+            most_bytes=512 * MIB,
         ),
         "standard": AllReduceConfig(
             world_sizes=[2, 4, 6],

@@ -75,7 +75,7 @@ class AttentionStudy(Study):
             head_dims=[16, 64],
             compiled_sequences=[256, 1024, 2048],
             compiled_head_dims=[64],
-            tiling_sequences=[4096, 8192],
+            tiling_sequences=[2048, 4096],
             memory_sequences=[16384],
             warmup=1,
             repeats=10,

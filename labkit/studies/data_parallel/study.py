@@ -73,7 +73,7 @@ class DataParallelStudy(Study):
             workloads=["resnet50", "mini"],
             buckets_mb=[1.0, 100.0],
             bucket_workloads=["resnet50"],
-            accumulation_workloads=["resnet50"],
+            accumulation_workloads=["nano"],
             micro_batches=2,
             batch=2,
             image_size=32,

@@ -65,6 +65,7 @@ class EndToEndStudy(Study):
             sizes=["nano", "mini", "small"],
             warmup_sizes=["nano"],
             compile_sizes=["nano"],
+            context_length=64,
             warmup=2,
             repeats_large=6,
         ),

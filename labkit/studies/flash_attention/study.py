@@ -80,7 +80,7 @@ class FlashStudy(Study):
             repeats=6,
         ),
         "quick": FlashConfig(
-            sequences=[128, 512, 1024, 2048, 4096, 8192],
+            sequences=[128, 512, 1024, 2048, 4096],
             head_dims=[64],
             compiled_sequences=[1024],
             technique_sequences=[4096],

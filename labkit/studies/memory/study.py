@@ -83,11 +83,11 @@ class MemoryStudy(Study):
             sizes=["nano", "mini"],
             contexts=[64, 128],
             counted_contexts=[512],
-            big_contexts=[128, 256, 512, 2048],
+            big_contexts=[128, 512, 2048],
             big_low_precision_contexts=[512],
             fitted_sizes=list(SIZES),  # type: ignore[arg-type]
             checkpoint_size="nano",
-            checkpoint_context=256,
+            checkpoint_context=128,
             counted_checkpoint_size="small",
             counted_checkpoint_context=512,
         ),
