@@ -1,5 +1,7 @@
 """The command line as a user meets it: messages in one line, and exit codes that say what happened."""
 
+import atexit
+import gc
 import shlex
 import subprocess
 import sys
@@ -69,7 +71,17 @@ def _assert_one_message(said, words):
         assert word in said
 
 
+@pytest.fixture
+def same_collector():
+    """The program sets the garbage collector of its process for itself."""
+    before = gc.get_threshold()
+    yield
+    gc.set_threshold(*before)
+    atexit.unregister(gc.freeze)
+
+
 @pytest.mark.parametrize(("arguments", "words"), MISTAKES)
+@pytest.mark.usefixtures("same_collector")
 def test_a_mistake_stops_before_measuring_with_one_message(arguments, words, monkeypatch, capfd):
     monkeypatch.setattr(sys, "argv", ["labkit", *arguments])
     with pytest.raises(SystemExit) as end:
