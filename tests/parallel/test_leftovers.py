@@ -24,15 +24,16 @@ from labkit.parallel.rank_process import interrupts_deferred
 
 MARK = "LABKIT_TEST_MARK"
 
-# Two ranks report that they are there, then do for ever what the test asks. No guard, no closing: as in a
-# first notebook cell.
+# Two ranks report that they are there, then each does for ever what the test asks of it: one word for both, or one a
+# rank. No guard, no closing: as in a first notebook cell.
 SCRIPT = """
 import os, sys, time
 import psutil, torch, torch.distributed as dist
 from labkit.parallel.launch import launch, run_ranks
 
-def worker(how):
+def worker(hows):
     yield {"pid": os.getpid()}
+    how = (hows.split("+") * 2)[dist.get_rank()]
     if how == "asleep":
         time.sleep(1000)
     if how == "blocked":
@@ -132,8 +133,7 @@ def test_a_script_without_a_guard_works_and_leaves_nothing(script: Script) -> No
     ("number", "how"),
     [
         (signal.SIGKILL, "blocked"),
-        (signal.SIGKILL, "asleep"),
-        (signal.SIGKILL, "child"),
+        (signal.SIGKILL, "asleep+child"),  # neither would notice the end of the other
         (signal.SIGTERM, "blocked"),
         (signal.SIGINT, "asleep"),
     ],
