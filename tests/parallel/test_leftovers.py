@@ -134,7 +134,7 @@ def test_a_script_without_a_guard_works_and_leaves_nothing(script: Script) -> No
     [
         (signal.SIGKILL, "blocked"),
         (signal.SIGKILL, "asleep+child"),  # neither would notice the end of the other
-        (signal.SIGTERM, "blocked"),
+        pytest.param(signal.SIGTERM, "blocked", marks=pytest.mark.faults),
         (signal.SIGINT, "asleep"),
     ],
 )
@@ -156,7 +156,13 @@ def test_nothing_survives_a_ctrl_c_that_reaches_every_process(script: Script) ->
     assert wait_until(lambda: not script.survivors()), script.survivors()
 
 
-@pytest.mark.parametrize("stopped", [slice(0, 1), slice(0, 2)], ids=["one stopped", "all stopped"])
+@pytest.mark.parametrize(
+    "stopped",
+    [
+        pytest.param(slice(0, 1), marks=pytest.mark.faults, id="one stopped"),
+        pytest.param(slice(0, 2), id="all stopped"),
+    ],
+)
 def test_stopped_ranks_do_not_survive_either(script: Script, stopped: slice) -> None:
     script.start("blocked")
     for pid in script.wait_for_rows(2)[stopped]:
