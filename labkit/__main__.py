@@ -1,5 +1,7 @@
 """The command line: `labkit` or `python -m labkit`. Nothing but arguments, messages and exit codes."""
 
+import atexit
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,6 +35,9 @@ Settings = Annotated[
 
 def main() -> None:
     """Entry point: a mistake of the caller is one line and exit status 2, never a traceback."""
+    # Nothing of what is imported becomes garbage: looking for it takes a second, and at the end another one.
+    gc.set_threshold(50_000)
+    atexit.register(gc.freeze)
     from labkit.lab.store import RunFileError
 
     try:

@@ -1,11 +1,14 @@
 """The command line as a user meets it: messages in one line, and exit codes that say what happened."""
 
+import atexit
+import gc
 import shlex
 import subprocess
 import sys
 
 import pytest
 
+from labkit.__main__ import main
 from labkit.lab.project import runs_directory
 from labkit.lab.store import Run
 
@@ -44,27 +47,53 @@ def test_doctor_says_what_runs_here_and_why_the_rest_does_not():
         assert word in result.stdout
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["measure", "all_reduce", "--set", "wrold_sizes=[2]"], ["'wrold_sizes'", "did you mean 'world_sizes'"]),
-        (["report", "all_reduce", "--set", "wrold_sizes=[2]"], ["'wrold_sizes'", "did you mean 'world_sizes'"]),
-        (["measure", "all_reduce", "--set", "world_sizes=2 4"], ["'world_sizes'", "list", "'2 4'"]),
-        (["report", "all_reduce", "--set", "sizes_bytes=[-1]"], ["'sizes_bytes'", "greater than or equal to 1", "-1"]),
-        (["report", "all_reduce", "--profile", "quik"], ["'quik'", "did you mean 'quick'"]),
-        (["measure", "al_reduce"], ["'al_reduce'", "did you mean 'all_reduce'"]),
-        (["report", "../all_reduce"], ["'../all_reduce'", "the labs are"]),
-        (["report", "all_reduce", "--run", "no-such-run"], ["no-such-run", "matches: none"]),
-        (["measure", "all_reduce", "--resume", "no-such-run"], ["no-such-run", "matches: none"]),
-        (["compare", "no-such-run", "no-other"], ["no-such-run", "matches: none"]),
-        (["compare", "README.md", "README.md"], ["README.md: line 1", "not a line of a run"]),
-    ],
-)
-def test_a_mistake_stops_before_measuring_with_one_message(arguments, words):
+MISTAKES = [
+    (["measure", "all_reduce", "--set", "wrold_sizes=[2]"], ["'wrold_sizes'", "did you mean 'world_sizes'"]),
+    (["report", "all_reduce", "--set", "wrold_sizes=[2]"], ["'wrold_sizes'", "did you mean 'world_sizes'"]),
+    (["measure", "all_reduce", "--set", "world_sizes=2 4"], ["'world_sizes'", "list", "'2 4'"]),
+    (["report", "all_reduce", "--set", "sizes_bytes=[-1]"], ["'sizes_bytes'", "greater than or equal to 1", "-1"]),
+    (["report", "all_reduce", "--profile", "quik"], ["'quik'", "did you mean 'quick'"]),
+    (["measure", "al_reduce"], ["'al_reduce'", "did you mean 'all_reduce'"]),
+    (["report", "../all_reduce"], ["'../all_reduce'", "the labs are"]),
+    (["report", "all_reduce", "--run", "no-such-run"], ["no-such-run", "matches: none"]),
+    (["measure", "all_reduce", "--resume", "no-such-run"], ["no-such-run", "matches: none"]),
+    (["compare", "no-such-run", "no-other"], ["no-such-run", "matches: none"]),
+    (["compare", "README.md", "README.md"], ["README.md: line 1", "not a line of a run"]),
+]
+# Of each command one, and of each kind of error; a program of its own says nothing else, while it imports, either.
+MISTAKES_OF_A_PROGRAM = [MISTAKES[0], MISTAKES[1], MISTAKES[10]]
+
+
+def _assert_one_message(said, words):
+    assert len(said.strip().splitlines()) == 1
+    assert "Traceback" not in said
+    for word in words:
+        assert word in said
+
+
+@pytest.fixture
+def same_collector():
+    """The program sets the garbage collector of its process for itself."""
+    before = gc.get_threshold()
+    yield
+    gc.set_threshold(*before)
+    atexit.unregister(gc.freeze)
+
+
+@pytest.mark.parametrize(("arguments", "words"), MISTAKES)
+@pytest.mark.usefixtures("same_collector")
+def test_a_mistake_stops_before_measuring_with_one_message(arguments, words, monkeypatch, capfd):
+    monkeypatch.setattr(sys, "argv", ["labkit", *arguments])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 2
+    _assert_one_message(capfd.readouterr().err, words)
+    assert not _runs_by(arguments)
+
+
+@pytest.mark.parametrize(("arguments", "words"), MISTAKES_OF_A_PROGRAM)
+def test_a_mistake_is_one_line_of_a_program_and_its_exit_status(arguments, words):
     result = labkit(*arguments)
     assert result.returncode == 2
-    assert len(result.stderr.strip().splitlines()) == 1
-    assert "Traceback" not in result.stderr
-    for word in words:
-        assert word in result.stderr
+    _assert_one_message(result.stderr, words)
     assert not _runs_by(arguments)

@@ -9,16 +9,20 @@ import re
 import shutil
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import get_args
 
 import nbformat
 import pytest
+from papermill.iorw import load_notebook_node
+from papermill.parameterize import parameterize_notebook
 
 from labkit.lab.answers import TOPICS, Outcome
+from labkit.lab.config import ParameterError
 from labkit.lab.execute import notebook_parameters
 from labkit.lab.export import page_record
-from labkit.lab.notebook import COMMON_PARAMETERS
+from labkit.lab.notebook import COMMON_PARAMETERS, open_lab
 from labkit.lab.project import notebook_path, project_root, runs_directory
 from labkit.lab.report import write_index
 from labkit.studies import LABS, load_study
@@ -66,15 +70,17 @@ def report(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def page_visit(report):
-    """Opens a page of the report in a browser; returns its requests, console errors and text."""
+    """Opens a page of the report in a browser, once in each context; returns it, its requests and console errors."""
     if CHROMIUM is None:
         pytest.skip("no chromium to open the pages with")
     playwright = pytest.importorskip("playwright.sync_api")
     with playwright.sync_playwright() as browsers:
         browser = browsers.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
 
-        def visit(name, **context):
-            page = browser.new_context(**context).new_page()
+        @cache
+        def visit(name, scheme="light", width=1280):
+            context = browser.new_context(color_scheme=scheme, viewport={"width": width, "height": 800})
+            page = context.new_page()
             requests, errors = [], []
             page.on("request", lambda request: requests.append(request.url))
             page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
@@ -147,7 +153,7 @@ def test_a_page_has_landmarks_contents_and_where_its_numbers_come_from(lab, repo
 
 
 def test_tables_are_sorted_by_a_click_and_by_the_keyboard(page_visit):
-    page, _, errors = page_visit("all_reduce.html")
+    page, _, errors = page_visit("all_reduce.html", width=1000)  # its own: it is changed
     table = page.locator("table.labkit-table").first
     heading = table.locator("thead button").nth(2)
     for key in ("ascending", "descending"):
@@ -161,7 +167,7 @@ def test_tables_are_sorted_by_a_click_and_by_the_keyboard(page_visit):
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("name", ["index", *LABS])
 def test_text_stands_out_from_what_is_behind_it(name, scheme, page_visit):
-    page, _, _ = page_visit(f"{name}.html", color_scheme=scheme)
+    page, _, _ = page_visit(f"{name}.html", scheme)
     assert page.evaluate(CONTRASTS) == []
 
 
@@ -176,7 +182,7 @@ def test_the_executed_notebook_has_no_error_and_no_noise(lab, report):
 @pytest.mark.parametrize("name", ["index", *LABS])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_a_page_opens_offline_without_requests_and_errors(name, scheme, report, page_visit):
-    page, requests, errors = page_visit(f"{name}.html", color_scheme=scheme)
+    page, requests, errors = page_visit(f"{name}.html", scheme)
     assert [url for url in requests if not url.startswith("data:")] == [(report / f"{name}.html").as_uri()]
     assert errors == []
     assert page.title()
@@ -184,7 +190,7 @@ def test_a_page_opens_offline_without_requests_and_errors(name, scheme, report, 
 
 @pytest.mark.parametrize("name", ["index", *LABS])
 def test_a_page_fits_a_narrow_screen(name, page_visit):
-    page, _, _ = page_visit(f"{name}.html", viewport={"width": 380, "height": 800})
+    page, _, _ = page_visit(f"{name}.html", width=380)
     assert page.evaluate("document.documentElement.scrollWidth") <= 380
 
 
@@ -237,22 +243,36 @@ def test_papermill_works_from_any_directory(tmp_path):
     assert page_record(tmp_path / "out.ipynb")["profile"] == "smoke"
 
 
+def test_papermill_with_a_wrong_parameter_stops_before_measuring(tmp_path):
+    before = set(runs_directory().glob("all_reduce/*"))
+    wrong = ["-p", "profile", "smoke", "-p", "world_sizes", "[2,4]"]  # -p makes no list of it, -y would
+    result = _papermill(notebook_path("all_reduce"), tmp_path / "out.ipynb", *wrong, cwd=tmp_path)
+    assert result.returncode != 0
+    for words in ("parameter 'world_sizes'", "valid list", "'[2,4]'"):
+        assert words in result.stderr
+    assert set(runs_directory().glob("all_reduce/*")) == before
+
+
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("wrong", "words"),
     [
-        (["-y", "wrold_sizes: [2]"], ["unknown parameter 'wrold_sizes'", "did you mean 'world_sizes'"]),
-        (["-p", "world_sizes", "[2,4]"], ["parameter 'world_sizes'", "valid list", "'[2,4]'"]),
-        (["-y", "sizes_bytes: [-1]"], ["parameter 'sizes_bytes'", "greater than or equal to 1"]),
+        ({"wrold_sizes": [2]}, ["unknown parameter 'wrold_sizes'", "did you mean 'world_sizes'"]),
+        ({"world_sizes": "[2,4]"}, ["parameter 'world_sizes'", "valid list", "'[2,4]'"]),
+        ({"sizes_bytes": [-1]}, ["parameter 'sizes_bytes'", "greater than or equal to 1"]),
     ],
 )
-def test_papermill_with_a_wrong_parameter_stops_before_measuring(arguments, words, tmp_path):
-    before = set(runs_directory().glob("all_reduce/*"))
-    notebook = notebook_path("all_reduce")
-    result = _papermill(notebook, tmp_path / "out.ipynb", "-p", "profile", "smoke", *arguments, cwd=tmp_path)
-    assert result.returncode != 0
+def test_the_cell_that_papermill_adds_is_checked_when_the_lab_is_opened(wrong, words):
+    notebook = load_notebook_node(str(notebook_path("all_reduce")))
+    cells = parameterize_notebook(notebook, {"profile": "smoke"} | wrong, kernel_name="python3").cells
+    sources = [c.source for c in cells if {"parameters", "injected-parameters"} & set(c.metadata.get("tags", []))]
+    assert len(sources) == 2
+    namespace = {"In": sources}
+    for source in sources:
+        exec(source, namespace)
+    with pytest.raises(ParameterError) as error:
+        open_lab(load_study("all_reduce"), namespace)
     for word in words:
-        assert word in result.stderr
-    assert set(runs_directory().glob("all_reduce/*")) == before
+        assert word in str(error.value)
 
 
 def test_a_failed_lab_is_named_its_page_shows_the_failure_and_the_others_still_run(tmp_path):

@@ -25,6 +25,9 @@ from labkit.lab.notebook import PROGRESS_MIME, check_parameters, literal_assignm
 from labkit.lab.study import Study
 
 ENGINE = "labkit"
+# A kernel of torch, pandas and matplotlib has a million objects, and none of them is garbage: Python would look through
+# them a dozen times while it imports, and once more at its end. In this way a lab takes two seconds less.
+KERNEL_START = "__import__('gc').set_threshold(50_000); __import__('atexit').register(__import__('gc').freeze)"
 
 
 class NotebookFailed(RuntimeError):
@@ -65,6 +68,7 @@ class _LabEngine(Engine):
             kernel_manager_class=EncryptedKernelManager,
             timeout=None,  # a lab has deadlines of its own, one a point
             startup_timeout=60,
+            extra_arguments=[f"--IPKernelApp.exec_lines={KERNEL_START}"],
             log=logger,
         )
         return client.execute()

@@ -178,8 +178,8 @@ class Lab:
         `caption` says what is drawn. The finding above it is the headline of the first answer that names the figure;
         both are the alternative text. The plotted points travel along as a link to save them.
         """
-        plot.save(figures_directory() / self.study.name / self.run.name / name)
-        png, csv = plot.png(), plot.csv().encode()
+        png = plot.save(figures_directory() / self.study.name / self.run.name / name)
+        csv = plot.csv().encode()
         finding, adds_to = self._answer_of(name)
         self._figures[name] = caption
         if finding is not None:

@@ -1,10 +1,13 @@
 """The clock's order of events; how long they take is nobody's test."""
 
+import os
 import time
 
 import pytest
+import torch.distributed as dist
 
-from labkit.bench.clock import Stopwatch, time_interleaved
+from labkit.bench.clock import Stopwatch, start_together, time_interleaved
+from labkit.parallel.launch import run_ranks
 
 
 def test_alternatives_take_turns_and_warm_up_is_thrown_away():
@@ -41,3 +44,20 @@ def test_a_stopwatch_keeps_its_laps_and_wants_a_start():
     assert all(lap >= 0.002 for lap in watch.seconds)
     with pytest.raises(ValueError, match="start the stopwatch first"):
         watch.stop()
+
+
+def _leave_together(cores):
+    """Of a rank: the earliest moment that it can have proposed, and when it went on."""
+    os.cpu_count = lambda: cores  # ranks beyond the cores wait asleep, the others awake
+    margin_s = 0.05 * dist.get_rank()
+    earliest = time.perf_counter() + margin_s
+    start_together(margin_s)
+    return earliest, time.perf_counter()
+
+
+@pytest.mark.parametrize("cores", [1, 64], ids=["asleep", "awake"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_no_rank_starts_before_the_latest_moment_that_any_has_proposed(world_size, cores):
+    told = run_ranks(_leave_together, cores, world_size=world_size, timeout_s=60)
+    latest = max(earliest for earliest, _ in told)
+    assert all(left >= latest for _, left in told)

@@ -1,7 +1,7 @@
 """Training runs that every wrapper must get right, each as the ranks run it and as one process does on all shards."""
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -275,15 +275,15 @@ def digest_of(model: nn.Module) -> str:
     return hashlib.sha256(b"".join(parts)).hexdigest()
 
 
-def run_on_ranks(wrapper: str) -> dict[str, dict[str, Any]]:
-    """On a rank: every case; by name the trained state and a digest of the parameters after each step."""
+def run_on_ranks(wrapper: str) -> Iterator[dict[str, dict[str, Any]]]:
+    """On a rank: every case; by name the trained state and a digest of the parameters after each step. One row."""
     rank, found = dist.get_rank(), {}
     for name, case in CASES.items():
         model = WRAPPERS[wrapper](built(case, seed=rank), **case.options)
         digests: list[str] = []
         train(case, model, [rank], lambda model=model, digests=digests: digests.append(digest_of(model)))
         found[name] = {"state": state_of(model), "digests": digests}
-    return found
+    yield found
 
 
 def reference(name: str, world_size: int) -> dict[str, list[float]]:

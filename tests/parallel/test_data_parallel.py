@@ -16,21 +16,30 @@ from torch.nn.parallel import DistributedDataParallel
 
 from labkit.parallel.data_parallel import BucketedDDP, FlatDDP, NaiveDDP, OverlappedDDP, UnusedParameterError
 from labkit.parallel.data_parallel.buckets import assign_to_buckets
-from labkit.parallel.launch import run_ranks
+from labkit.parallel.launch import Row, launch, run_ranks
 from labkit.parallel.sync_batchnorm import SyncBatchNorm
 from tests.parallel.data_parallel_cases import CASES, WRAPPERS, TwoHeads, built, plain, reference, run_on_ranks
 
 
 @cache
-def _trained(wrapper, world_size):
-    return run_ranks(run_on_ranks, wrapper, world_size=world_size, timeout_s=120)
+def _trained(world_size):
+    """What the ranks returned, by wrapper. One group trains them all; a failure costs its wrapper alone."""
+    points, trained = list(WRAPPERS), {name: [None] * world_size for name in WRAPPERS}
+    for item in launch(run_on_ranks, points, world_size=world_size, timeout_s=120):
+        if isinstance(item, Row):
+            trained[points[item.index]][item.rank] = item.values
+        elif item.status != "ok":
+            trained[points[item.index]] = item.reason
+    return trained
 
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_five_steps_equal_one_process_on_the_full_batch(wrapper, world_size, case):
-    ranks = [found[case] for found in _trained(wrapper, world_size)]
+    trained = _trained(world_size)[wrapper]
+    assert isinstance(trained, list), trained
+    ranks = [found[case] for found in trained]
     for digests in zip(*(rank["digests"] for rank in ranks), strict=True):
         assert len(set(digests)) == 1, "parameters differ between ranks"
     expected, got = reference(case, world_size), ranks[0]["state"]

@@ -1,5 +1,7 @@
 """Answers of the all-reduce lab on made-up frames: textbook, contrary, noisy, and with rows missing."""
 
+from functools import partial
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -7,6 +9,9 @@ import pytest
 from labkit.costs.communication import ALL_REDUCE_COSTS, AlphaBeta, MessageCost
 from labkit.studies.all_reduce import analysis, links
 from labkit.studies.all_reduce.study import STUDY
+from tests.studies.answering import answers_of
+
+_answers = partial(answers_of, STUDY)
 
 KIB, MIB = 2**10, 2**20
 SIZES = [KIB, 64 * KIB, MIB, 10 * MIB, 100 * MIB]
@@ -59,22 +64,13 @@ def _frame(seconds=_textbook, *, routes=None, noise=0.01, repeats=12, worlds=(2,
     return pd.DataFrame(rows)
 
 
-def _coverage(*reasons):
-    return pd.DataFrame({"status": ["skipped"] * len(reasons), "reason": list(reasons)})
-
-
-def _answers(frame, coverage=None):
-    found = STUDY.answers(frame, _coverage() if coverage is None else coverage)
-    return {answer.question.id: answer for answer in found}
-
-
 def test_every_question_is_answered_from_a_full_frame():
     assert all(answer.verdict != "not measured" for answer in _answers(_frame(routes=ROUTES)).values())
 
 
 @pytest.mark.parametrize("frame", [pd.DataFrame(), _frame().iloc[:0]], ids=["no columns", "no rows"])
 def test_without_rows_every_question_is_not_measured_and_says_why(frame):
-    answers = _answers(frame, _coverage("needs 51 GiB, 22 GiB available"))
+    answers = _answers(frame, "needs 51 GiB, 22 GiB available")
     assert {answer.verdict for answer in answers.values()} == {"not measured"}
     assert all("needs 51 GiB" in answer.text for answer in answers.values())
 

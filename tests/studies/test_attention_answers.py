@@ -1,5 +1,7 @@
 """Answers of the attention lab on made-up frames: textbook, contrary, noisy, and with rows missing."""
 
+from functools import partial
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -7,6 +9,9 @@ import pytest
 from labkit.costs.attention import explicit_peak, explicit_saved, tiled_saved
 from labkit.studies.attention import analysis
 from labkit.studies.attention.study import STUDY
+from tests.studies.answering import answers_of
+
+_answers = partial(answers_of, STUDY)
 
 GIB = 2**30
 SEQUENCES, HEAD_DIMS = (256, 1024, 2048, 4096), (16, 64)
@@ -47,15 +52,6 @@ def _memory_rows(base, available, factor):
         yield base | {"phase": "saved", "tensor": name, "saved_bytes": n_bytes * factor}
 
 
-def _coverage(*reasons):
-    return pd.DataFrame({"status": ["skipped"] * len(reasons), "reason": list(reasons)})
-
-
-def _answers(frame, coverage=None):
-    found = STUDY.answers(frame, _coverage() if coverage is None else coverage)
-    return {answer.question.id: answer for answer in found}
-
-
 def test_the_question_ids_are_the_published_ones():
     ids = [question.id for question in STUDY.questions]
     assert ids == ["time_growth", "memory_growth", "out_of_memory", "tiling", "compiled", "published_trends"]
@@ -67,7 +63,7 @@ def test_every_question_is_answered_from_a_full_frame():
 
 @pytest.mark.parametrize("frame", [pd.DataFrame(), _frame().iloc[:0]], ids=["no columns", "no rows"])
 def test_without_rows_every_question_is_not_measured_and_says_why(frame):
-    answers = _answers(frame, _coverage("needs 51 GiB, 22 GiB available"))
+    answers = _answers(frame, "needs 51 GiB, 22 GiB available")
     assert {answer.verdict for answer in answers.values()} == {"not measured"}
     assert all("needs 51 GiB" in answer.text for answer in answers.values())
 

@@ -1,5 +1,7 @@
 """Answers of the CIFAR-100 lab on made-up frames: as published, contrary, noisy, and with rows missing."""
 
+from functools import partial
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -9,6 +11,9 @@ from labkit.studies.cifar100 import analysis
 from labkit.studies.cifar100.study import STUDY
 from labkit.studies.cifar100.training import IMPLEMENTATIONS, OWN_LOCAL, OWN_SYNC, TORCH_LOCAL, TORCH_SYNC
 from labkit.studies.cifar100.worker import EPOCH, MEMORY, PROBE
+from tests.studies.answering import answers_of
+
+_answers = partial(answers_of, STUDY)
 
 MIB = 2**20
 ON_CPU = (OWN_SYNC, OWN_LOCAL, TORCH_LOCAL)
@@ -58,22 +63,13 @@ def _frame(
     return pd.DataFrame(rows)
 
 
-def _coverage(*reasons):
-    return pd.DataFrame({"status": ["skipped"] * len(reasons), "reason": list(reasons)})
-
-
-def _answers(frame, coverage=None):
-    found = STUDY.answers(frame, _coverage() if coverage is None else coverage)
-    return {answer.question.id: answer for answer in found}
-
-
 def test_every_question_is_answered_from_a_full_frame():
     assert all(answer.verdict != "not measured" for answer in _answers(_frame()).values())
 
 
 @pytest.mark.parametrize("frame", [pd.DataFrame(), _frame().iloc[:0]], ids=["no columns", "no rows"])
 def test_without_rows_every_question_is_not_measured_and_says_why(frame):
-    answers = _answers(frame, _coverage("no network"))
+    answers = _answers(frame, "no network")
     assert {answer.verdict for answer in answers.values()} == {"not measured"}
     assert all("no network" in answer.text for answer in answers.values())
 

@@ -1,5 +1,7 @@
 """Answers of the data-parallel lab on made-up frames: textbook, contrary, noisy, and with rows missing."""
 
+from functools import partial
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -8,6 +10,9 @@ from labkit.lab import figures
 from labkit.parallel.data_parallel.implementations import DEFAULT_LAYOUT
 from labkit.studies.data_parallel import analysis
 from labkit.studies.data_parallel.study import STUDY
+from tests.studies.answering import answers_of
+
+_answers = partial(answers_of, STUDY)
 
 BASE = {"workload": "resnet50", "world_size": 2, "backend": "gloo", "device": "cpu", "gate": "ok", "bucket_mb": None}
 LOCAL_S, FORWARD_S, OPTIMIZER_S = 0.10, 0.05, 0.01
@@ -67,11 +72,6 @@ def _frame(
     if gate:
         frame.loc[frame["implementation"] == gate, "gate"] = "wrong: error 5e-01, at most 1e-03 expected"
     return frame[frame["sweep"].isin(sweeps)]
-
-
-def _answers(frame, *reasons):
-    coverage = pd.DataFrame({"status": ["skipped"] * len(reasons), "reason": list(reasons)})
-    return {answer.question.id: answer for answer in STUDY.answers(frame, coverage)}
 
 
 def test_a_textbook_machine_is_answered_in_full():

@@ -1,5 +1,7 @@
 """Answers of the end-to-end lab on made-up frames: textbook, contrary, noisy, and with rows missing."""
 
+from functools import partial
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -9,6 +11,9 @@ from labkit.lab import figures
 from labkit.nn.transformer import SIZES
 from labkit.studies.end_to_end import analysis
 from labkit.studies.end_to_end.study import STUDY
+from tests.studies.answering import answers_of
+
+_answers = partial(answers_of, STUDY)
 
 RATE, BANDWIDTH = 1e11, 1e10
 POINT = {"device": "cpu", "precision": "float32", "batch": 4, "context_length": 128, "gate": "ok", "trial": 0}
@@ -68,11 +73,6 @@ def _frame(
                 )
     frame = pd.DataFrame(rows)
     return frame[frame["sweep"].isin(sweeps)]
-
-
-def _answers(frame, *reasons):
-    coverage = pd.DataFrame({"status": ["skipped"] * len(reasons), "reason": list(reasons)})
-    return {answer.question.id: answer for answer in STUDY.answers(frame, coverage)}
 
 
 def test_a_textbook_machine_is_answered_in_full():

@@ -1,6 +1,7 @@
 """Answers of the FlashAttention lab on made-up frames: textbook, contrary, noisy, with rows missing, with a record."""
 
 from datetime import UTC, datetime
+from functools import partial
 
 import numpy as np
 import pandas as pd
@@ -11,6 +12,9 @@ from labkit.machine import Gpu, describe_machine
 from labkit.studies.flash_attention import analysis, recorded
 from labkit.studies.flash_attention.study import STUDY
 from labkit.studies.flash_attention.worker import ALL_TECHNIQUES, CAUSAL, FULL, TECHNIQUES, FlashPoint
+from tests.studies.answering import answers_of
+
+_answers = partial(answers_of, STUDY)
 
 SEQUENCES = (128, 1024, 4096, 16384)
 NO_GPU = "Triton kernels need a CUDA GPU"
@@ -62,15 +66,6 @@ def _frame(seconds=_textbook, *, gpu=True, noise=0.01, repeats=12, explicit_unti
     return pd.DataFrame(rows)
 
 
-def _coverage(*reasons):
-    return pd.DataFrame({"status": ["skipped"] * len(reasons), "reason": list(reasons)})
-
-
-def _answers(frame, coverage=None):
-    found = STUDY.answers(frame, _coverage() if coverage is None else coverage)
-    return {answer.question.id: answer for answer in found}
-
-
 def _record(directory, frame):
     """A run as if it had been measured on a GPU, in `directory`/flash_attention/."""
     gpu = Gpu(name="NVIDIA H300", memory_bytes=2**40, compute_capability="11.0", dense_bf16_peak_tflops=None)
@@ -109,7 +104,7 @@ def test_every_question_is_answered_from_a_full_frame():
 
 @pytest.mark.parametrize("frame", [pd.DataFrame(), _frame().iloc[:0]], ids=["no columns", "no rows"])
 def test_without_rows_every_question_is_not_measured_and_says_why(frame):
-    answers = _answers(frame, _coverage("needs 51 GiB, 22 GiB available"))
+    answers = _answers(frame, "needs 51 GiB, 22 GiB available")
     assert {answer.verdict for answer in answers.values()} == {"not measured"}
     assert all("needs 51 GiB" in answer.text for answer in answers.values())
 

@@ -1,6 +1,7 @@
 """Answers of the gradient-buckets lab on made-up frames: textbook, contrary, noisy, and with rows missing."""
 
 import re
+from functools import partial
 
 import numpy as np
 import pandas as pd
@@ -10,6 +11,9 @@ from labkit.costs.communication import AlphaBeta, MessageCost, best_buckets, buc
 from labkit.studies.gradient_buckets import analysis, model
 from labkit.studies.gradient_buckets.study import STUDY
 from labkit.studies.gradient_buckets.worker import LOCAL, PROBE, STEPS
+from tests.studies.answering import answers_of
+
+_answers = partial(answers_of, STUDY)
 
 MIB = 2**20
 GRADIENTS = 1000 * MIB
@@ -58,22 +62,13 @@ def _frame(waiting=_overhead, beside=_nothing, *, noise=0.002, repeats=12, sizes
     return pd.DataFrame(rows)
 
 
-def _coverage(*reasons):
-    return pd.DataFrame({"status": ["skipped"] * len(reasons), "reason": list(reasons)})
-
-
-def _answers(frame, coverage=None):
-    found = STUDY.answers(frame, _coverage() if coverage is None else coverage)
-    return {answer.question.id: answer for answer in found}
-
-
 def test_every_question_is_answered_from_a_full_frame():
     assert all(answer.verdict != "not measured" for answer in _answers(_frame()).values())
 
 
 @pytest.mark.parametrize("frame", [pd.DataFrame(), _frame().iloc[:0]], ids=["no columns", "no rows"])
 def test_without_rows_every_question_is_not_measured_and_says_why(frame):
-    answers = _answers(frame, _coverage("needs 51 GiB, 22 GiB available"))
+    answers = _answers(frame, "needs 51 GiB, 22 GiB available")
     assert {answer.verdict for answer in answers.values()} == {"not measured"}
     assert all("needs 51 GiB" in answer.text for answer in answers.values())
 

@@ -1,5 +1,7 @@
 """Answers of the kernels lab on made-up frames: textbook, contrary, noisy, and with rows missing."""
 
+from functools import partial
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -9,6 +11,9 @@ from labkit.studies.kernels import analysis
 from labkit.studies.kernels.analysis import BOTH, FORWARD
 from labkit.studies.kernels.study import STUDY
 from labkit.studies.kernels.worker import INFERENCE, STEP
+from tests.studies.answering import answers_of
+
+_answers = partial(answers_of, STUDY)
 
 # (phase, within, family, operator): milliseconds and calls, as in a textbook
 FORWARD_PART = {
@@ -55,11 +60,6 @@ def _frame(change=None, *, overhead=1.5, noise=0.01, repeats=8, models=("nano", 
                 rows.append(here | {"record": "clock", "recorded": 1000} | times)
     rows += [{"record": "rate", "device": device, "repeat": r, "flops_per_s": 1e12} for r in range(repeats)]
     return pd.DataFrame(rows)
-
-
-def _answers(frame, *reasons):
-    coverage = pd.DataFrame({"status": ["skipped"] * len(reasons), "reason": list(reasons)})
-    return {answer.question.id: answer for answer in STUDY.answers(frame, coverage)}
 
 
 def test_every_question_is_answered_from_a_full_frame():

@@ -1,5 +1,7 @@
 """Answers of the memory lab on made-up frames: textbook, contrary, noisy, and with rows missing."""
 
+from functools import partial
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -8,6 +10,9 @@ from labkit.costs.memory import PHASES, peak_bytes, residual_stream_bytes, saved
 from labkit.nn.transformer import shape_named
 from labkit.studies.memory.counting import PARTS
 from labkit.studies.memory.study import STUDY
+from tests.studies.answering import answers_of
+
+_answers = partial(answers_of, STUDY)
 
 GIB = 2**30
 SETTINGS = [
@@ -65,11 +70,6 @@ def _others(peak, seconds, generator, noise, repeats, saved):
     live = {f"{part}_bytes": 1 for part in PARTS}
     rows += [base | {"table": "timeline", "moment": m, "part_of_step": "forward"} | live for m in range(3)]
     return rows
-
-
-def _answers(frame, *reasons):
-    coverage = pd.DataFrame({"status": ["skipped"] * len(reasons), "reason": list(reasons)})
-    return {answer.question.id: answer for answer in STUDY.answers(frame, coverage)}
 
 
 def test_every_question_is_answered_from_a_full_frame():

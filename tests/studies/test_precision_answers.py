@@ -1,5 +1,7 @@
 """Answers of the precision lab on made-up frames: textbook, contrary, noisy, and with rows missing."""
 
+from functools import partial
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -8,6 +10,9 @@ from labkit.studies.precision import analysis
 from labkit.studies.precision.numerics import NORM_STEPS
 from labkit.studies.precision.study import STUDY
 from labkit.studies.precision.worker import BOTH, FORWARD
+from tests.studies.answering import answers_of
+
+_answers = partial(answers_of, STUDY)
 
 SUMS = {"fp32": 10.000134, "fp16": 9.953125, "fp16_into_fp32": 10.002136, "bf16": 4.0, "bf16_into_fp32": 10.009766}
 STORED = {"fp32": 10.0, "fp16": 10.002136, "fp16_into_fp32": 10.002136, "bf16": 10.009766, "bf16_into_fp32": 10.009766}
@@ -83,11 +88,6 @@ def _rates(ratio=4.0):
 
 def _frame(*parts):
     return pd.DataFrame([row for rows in parts or (_sums(), _dtypes(), _norm(), _rates(), _speed()) for row in rows])
-
-
-def _answers(frame, *reasons):
-    coverage = pd.DataFrame({"status": ["skipped"] * len(reasons), "reason": list(reasons)})
-    return {answer.question.id: answer for answer in STUDY.answers(frame, coverage)}
 
 
 def test_every_question_is_answered_from_a_full_frame():

@@ -1,5 +1,7 @@
 """Answers of the SyncBatchNorm lab on made-up frames: textbook, contrary, noisy, and with rows missing."""
 
+from functools import partial
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -19,6 +21,9 @@ from labkit.studies.sync_batchnorm.alternatives import (
 )
 from labkit.studies.sync_batchnorm.study import STUDY
 from labkit.studies.sync_batchnorm.worker import COPY, LAYER, PHASES, PROBE
+from tests.studies.answering import answers_of
+
+_answers = partial(answers_of, STUDY)
 
 SIZES = [(32, 128), (32, 1024), (64, 128), (64, 1024)]
 # Seconds of an operator, of a byte it moves, of a collective.
@@ -83,22 +88,13 @@ def _frame(seconds=_textbook, *, noise=0.002, repeats=8, sizes=SIZES, worlds=(2,
     return pd.DataFrame(rows)
 
 
-def _coverage(*reasons):
-    return pd.DataFrame({"status": ["skipped"] * len(reasons), "reason": list(reasons)})
-
-
-def _answers(frame, coverage=None):
-    found = STUDY.answers(frame, _coverage() if coverage is None else coverage)
-    return {answer.question.id: answer for answer in found}
-
-
 def test_every_question_is_answered_from_a_full_frame():
     assert all(answer.verdict != "not measured" for answer in _answers(_frame()).values())
 
 
 @pytest.mark.parametrize("frame", [pd.DataFrame(), _frame().iloc[:0]], ids=["no columns", "no rows"])
 def test_without_rows_every_question_is_not_measured_and_says_why(frame):
-    answers = _answers(frame, _coverage("needs 51 GiB, 22 GiB available"))
+    answers = _answers(frame, "needs 51 GiB, 22 GiB available")
     assert {answer.verdict for answer in answers.values()} == {"not measured"}
     assert all("needs 51 GiB" in answer.text for answer in answers.values())
 
@@ -194,7 +190,7 @@ def test_what_torch_refuses_is_quoted():
     answer = _answers(pd.concat([frame, pd.DataFrame([refused])]))["against_torch"]
     assert answer.verdict == "not measured"
     assert "expected input tensor to be on GPU" in answer.text
-    assert _answers(frame, _coverage("why not"))["against_torch"].text.endswith("Reasons recorded: why not.")
+    assert _answers(frame, "why not")["against_torch"].text.endswith("Reasons recorded: why not.")
 
 
 def test_a_machine_that_costs_more_than_is_counted_contradicts_the_prediction():

@@ -78,11 +78,13 @@ class Plot:
         self.figure.savefig(buffer, format="png", dpi=DPI, metadata={"Software": None})
         return buffer.getvalue()
 
-    def save(self, stem: Path) -> None:
-        """Write `<stem>.png` and, beside it, `<stem>.csv` with the plotted points."""
+    def save(self, stem: Path) -> bytes:
+        """Write `<stem>.png` and, beside it, `<stem>.csv` with the plotted points; returns the PNG: drawing is slow."""
         stem.parent.mkdir(parents=True, exist_ok=True)
-        stem.with_suffix(".png").write_bytes(self.png())
+        png = self.png()
+        stem.with_suffix(".png").write_bytes(png)
         stem.with_suffix(".csv").write_text(self.csv())
+        return png
 
     def csv(self) -> str:
         """The plotted points as comma-separated values."""
