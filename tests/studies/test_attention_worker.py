@@ -100,4 +100,4 @@ def test_no_point_is_planned_twice_and_one_shows_what_does_not_fit(profile):
 
 def test_a_gpu_that_is_not_there_is_a_reason():
     machine = describe_machine().model_copy(update={"gpus": []})
-    assert "no CUDA device" in STUDY.skip_reason(replace(SMALL, device="cuda"), machine)
+    assert "needs a CUDA device" in STUDY.skip_reason(replace(SMALL, device="cuda"), machine)

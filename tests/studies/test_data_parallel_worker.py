@@ -3,6 +3,7 @@
 import pytest
 
 from labkit.bench.trace import Profile, read_events
+from labkit.lab import room
 from labkit.lab.units import format_bytes
 from labkit.machine import Gpu, describe_machine
 from labkit.nn.workloads import workload_parameters
@@ -221,9 +222,10 @@ def test_points_take_nccl_with_a_gpu_a_rank_and_gloo_where_ranks_share_one():
 
 
 def test_copies_that_do_not_fit_are_skipped_with_what_they_need(monkeypatch):
-    monkeypatch.setattr(study_module, "available_memory_bytes", lambda: 2**30)
+    monkeypatch.setattr(room, "available_memory_bytes", lambda: 2**30)
     machine = describe_machine().model_copy(update={"gpus": []})
-    points = STUDY.points(STUDY.profiles["quick"], machine)
+    config = STUDY.profiles["quick"].model_copy(update={"accumulation_workloads": ["resnet50"]})
+    points = STUDY.points(config, machine)
     reasons = [STUDY.skip_reason(point, machine) for point in points]
     assert reasons[0] == "10 copies need 6.1 GiB, 1 GiB available"
     (accumulating,) = [point for point in points if point.sweep == "accumulation"]

@@ -172,4 +172,4 @@ def test_what_this_machine_cannot_do_has_a_reason():
     assert "needs" in STUDY.skip_reason(huge, machine)
     if not torch.cuda.is_available():
         points = STUDY.points(KernelsConfig(models=["nano"], device="cuda"), machine)
-        assert {STUDY.skip_reason(point, machine) for point in points} == {"there is no CUDA device here"}
+        assert {STUDY.skip_reason(point, machine) for point in points} == {"needs a CUDA device, and there is none"}

@@ -10,9 +10,9 @@ from pydantic import Field
 from labkit.costs.attention import matrix_bytes
 from labkit.lab.answers import Answer, check_complete
 from labkit.lab.config import Count, Device, LabConfig, Repeats, Seed, TimeoutSeconds, Warmup
+from labkit.lab.room import why_not_here
 from labkit.lab.study import Study
-from labkit.lab.units import format_bytes
-from labkit.machine import Machine, available_memory_bytes
+from labkit.machine import Machine
 from labkit.studies.attention import answers as answering
 from labkit.studies.attention.worker import COMPILED, EXPLICIT, MARGIN, TILED, AttentionPoint, measure_point
 
@@ -118,13 +118,8 @@ class AttentionStudy(Study):
 
     def skip_reason(self, point: AttentionPoint, machine: Machine) -> str | None:
         """Only where nothing fits; an implementation that does not becomes a row of its point."""
-        if point.device == "cuda" and not machine.gpus:
-            return "there is no CUDA device here"
-        available = machine.gpus[0].memory_bytes if point.device == "cuda" else available_memory_bytes()
         needed = MARGIN * min(point.needed_bytes(name) for name in point.implementations)
-        if needed > available:
-            return f"needs {format_bytes(needed)}, {format_bytes(available)} available"
-        return None
+        return why_not_here(machine, point.device, needed)
 
     def series(self, point: AttentionPoint) -> tuple[Hashable, float]:
         return (point.sweep, point.device, point.batch, point.head_dim), point.sequence

@@ -8,9 +8,9 @@ from pydantic import Field
 
 from labkit.lab.answers import Answer, check_complete
 from labkit.lab.config import Count, Device, LabConfig, Repeats, Seed, TimeoutSeconds, Warmup
+from labkit.lab.room import why_not_here
 from labkit.lab.study import Study
-from labkit.lab.units import format_bytes
-from labkit.machine import Machine, available_memory_bytes
+from labkit.machine import Machine
 from labkit.nn.workloads import workload_parameters
 from labkit.parallel.data_parallel.implementations import IMPLEMENTATIONS, OVER_SHARED_MEMORY, TORCH
 from labkit.parallel.joined import ranks_here
@@ -114,16 +114,9 @@ class DataParallelStudy(Study):
         return list({point.id: point for point in points}.values())
 
     def skip_reason(self, point: DataParallelPoint, machine: Machine) -> str | None:
-        if reason := machine.why_no_device(point.device):
-            return reason
-        copies = COPIES * _copies(point)
-        needed = ranks_here(point.world_size) * (RANK_BYTES + copies * 4 * workload_parameters(point.workload))
-        available = available_memory_bytes()
-        if point.device == "cuda":
-            available = sum(gpu.memory_bytes for gpu in machine.gpus[: ranks_here(point.world_size)])
-        if needed > available:
-            return f"{_copies(point)} copies need {format_bytes(needed)}, {format_bytes(available)} available"
-        return None
+        ranks, copies = ranks_here(point.world_size), _copies(point)
+        needed = ranks * (RANK_BYTES + COPIES * copies * 4 * workload_parameters(point.workload))
+        return why_not_here(machine, point.device, needed, ranks=ranks, says=f"{copies} copies need {{}}")
 
     def series(self, point: DataParallelPoint) -> tuple[Hashable, float]:
         return (point.sweep, point.world_size), workload_parameters(point.workload)

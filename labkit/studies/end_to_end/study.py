@@ -10,9 +10,9 @@ from labkit.costs.memory import peak_bytes
 from labkit.costs.transformer import n_parameters
 from labkit.lab.answers import Answer, check_complete
 from labkit.lab.config import Count, Device, LabConfig, Repeats, Seed, TimeoutSeconds, Warmup
+from labkit.lab.room import why_not_here
 from labkit.lab.study import Study
-from labkit.lab.units import format_bytes
-from labkit.machine import Machine, available_memory_bytes
+from labkit.machine import Machine
 from labkit.nn.attention import why_nothing_compiles
 from labkit.nn.transformer import SIZES
 from labkit.studies.end_to_end import answers as answering
@@ -96,10 +96,8 @@ class EndToEndStudy(Study):
         return list({point.id: point for point in points}.values())
 
     def skip_reason(self, point: EndToEndPoint, machine: Machine) -> str | None:
-        if reason := machine.why_no_device(point.device):
-            return reason
         if not point.size:
-            return None
+            return why_not_here(machine, point.device, 0)
         if point.sweep == "compile" and (reason := why_nothing_compiles(point.device)):
             return reason
         copies = 2 if point.sweep == "compile" else 1
@@ -107,10 +105,7 @@ class EndToEndStudy(Study):
         needed = copies * peak_bytes(
             point.shape, point.batch, point.context_length, phase=phase, precision=point.precision, device=point.device
         )
-        available = machine.gpus[0].memory_bytes if point.device == "cuda" else available_memory_bytes()
-        if needed > available:
-            return f"needs {format_bytes(needed)}, {format_bytes(available)} available"
-        return None
+        return why_not_here(machine, point.device, needed)
 
     def series(self, point: EndToEndPoint) -> tuple[Hashable, float]:
         size = n_parameters(point.shape) if point.size else 0

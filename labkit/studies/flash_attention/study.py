@@ -11,9 +11,9 @@ from labkit.costs.attention import matrix_bytes
 from labkit.lab.answers import Answer, check_complete
 from labkit.lab.attention_passes import COMPILED, FLASH, MARGIN, TILED
 from labkit.lab.config import Device, LabConfig, Repeats, Seed, TimeoutSeconds, Warmup
+from labkit.lab.room import why_not_here
 from labkit.lab.study import Study
-from labkit.lab.units import format_bytes
-from labkit.machine import Machine, available_memory_bytes
+from labkit.machine import Machine
 from labkit.studies.flash_attention import answers as answering
 from labkit.studies.flash_attention.worker import FlashPoint, measure_point
 
@@ -116,17 +116,12 @@ class FlashStudy(Study):
 
     def skip_reason(self, point: FlashPoint, machine: Machine) -> str | None:
         """Only where nothing fits; an implementation that does not becomes a row of its point."""
-        if point.device == "cuda" and not machine.gpus:
-            return "there is no CUDA device here"
-        available = machine.gpus[0].memory_bytes if point.device == "cuda" else available_memory_bytes()
         if point.sweep == "matmul":
             # three matrices, and one of them in float64 for the check
             needed = 1.0 * matrix_bytes(1, point.sequence, 3 * point.torch_dtype.itemsize + 8)
         else:
             needed = MARGIN * min(point.needed_bytes(name) for name in point.implementations)
-        if needed > available:
-            return f"needs {format_bytes(needed)}, {format_bytes(available)} available"
-        return None
+        return why_not_here(machine, point.device, needed)
 
     def series(self, point: FlashPoint) -> tuple[Hashable, float]:
         return (point.sweep, point.device, point.dtype, point.head_dim), point.sequence

@@ -9,9 +9,9 @@ from pydantic import Field, field_validator
 from labkit.costs.memory import activation_bytes
 from labkit.lab.answers import Answer, check_complete
 from labkit.lab.config import Count, Device, LabConfig, Repeats, Seed, TimeoutSeconds, Warmup
+from labkit.lab.room import why_not_here
 from labkit.lab.study import Study
-from labkit.lab.units import format_bytes
-from labkit.machine import Machine, available_memory_bytes
+from labkit.machine import Machine
 from labkit.nn.transformer import shape_named
 from labkit.nn.workloads import workload_parameters
 from labkit.parallel.joined import ranks_here
@@ -114,15 +114,8 @@ class GradientBucketsStudy(Study):
         return points
 
     def skip_reason(self, point: BucketsPoint, machine: Machine) -> str | None:
-        if reason := machine.why_no_device(point.device):
-            return reason
-        needed = ranks_here(point.world_size) * (RANK_BYTES + _rank_bytes(point))
-        available = available_memory_bytes()
-        if point.device == "cuda":
-            available = sum(gpu.memory_bytes for gpu in machine.gpus[: ranks_here(point.world_size)])
-        if needed > available:
-            return f"needs {format_bytes(needed)}, {format_bytes(available)} available"
-        return None
+        ranks = ranks_here(point.world_size)
+        return why_not_here(machine, point.device, ranks * (RANK_BYTES + _rank_bytes(point)), ranks=ranks)
 
     def series(self, point: BucketsPoint) -> tuple[Hashable, float]:
         return (point.sweep, point.world_size), (point.batch or 1) * (point.sequence or 1)

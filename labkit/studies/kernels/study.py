@@ -10,9 +10,9 @@ from labkit.costs.memory import peak_bytes
 from labkit.costs.transformer import n_parameters
 from labkit.lab.answers import Answer, check_complete
 from labkit.lab.config import Device, LabConfig, Seed, TimeoutSeconds
+from labkit.lab.room import why_not_here
 from labkit.lab.study import Study
-from labkit.lab.units import format_bytes
-from labkit.machine import Machine, available_memory_bytes
+from labkit.machine import Machine
 from labkit.nn.transformer import shape_named
 from labkit.studies.kernels import answers as answering
 from labkit.studies.kernels.worker import KernelsPoint, measure_point
@@ -67,14 +67,7 @@ class KernelsStudy(Study):
         return [rates, *(_profile_point(config, device, model, model == ordered[0]) for model in ordered)]
 
     def skip_reason(self, point: KernelsPoint, machine: Machine) -> str | None:
-        if point.device == "cuda" and not machine.gpus:
-            return "there is no CUDA device here"
-        if point.part == "profile":
-            needed = needed_bytes(point)
-            available = machine.gpus[0].memory_bytes if point.device == "cuda" else available_memory_bytes()
-            if needed > available:
-                return f"needs {format_bytes(needed)}, {format_bytes(available)} available"
-        return None
+        return why_not_here(machine, point.device, needed_bytes(point) if point.part == "profile" else 0)
 
     def series(self, point: KernelsPoint) -> tuple[Hashable, float] | None:
         return (point.device, n_parameters(shape_named(point.model))) if point.part == "profile" else None

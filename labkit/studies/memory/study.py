@@ -9,9 +9,9 @@ from pydantic import Field
 from labkit.costs.memory import PHASES, saved_by_layer, state_bytes
 from labkit.lab.answers import Answer, check_complete
 from labkit.lab.config import Device, LabConfig, Seed, TimeoutSeconds
+from labkit.lab.room import why_not_here
 from labkit.lab.study import Study
-from labkit.lab.units import format_bytes
-from labkit.machine import Machine, available_memory_bytes
+from labkit.machine import Machine
 from labkit.nn.transformer import SIZES, shape_named
 from labkit.studies.memory import answers as answering
 from labkit.studies.memory.worker import WITHOUT, MemoryPoint, measure_point, predicted_bytes
@@ -127,15 +127,7 @@ class MemoryStudy(Study):
         return list({point.id: point for point in points}.values())
 
     def skip_reason(self, point: MemoryPoint, machine: Machine) -> str | None:
-        if point.device == "cuda" and not machine.gpus:
-            return "there is no GPU here"
-        needed = needed_bytes(point)
-        if needed == 0:
-            return None
-        available = machine.gpus[0].memory_bytes if point.device == "cuda" else available_memory_bytes()
-        if needed > available:
-            return f"needs {format_bytes(needed)} (predicted), {format_bytes(available)} available"
-        return None
+        return why_not_here(machine, point.device, needed_bytes(point), says="needs {} (predicted)")
 
     def series(self, point: MemoryPoint) -> tuple[Hashable, float]:
         return (point.kind, point.size, point.precision, point.phases), point.context_length

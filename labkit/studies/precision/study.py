@@ -10,9 +10,9 @@ from labkit.costs.memory import peak_bytes, state_bytes
 from labkit.costs.transformer import n_parameters
 from labkit.lab.answers import Answer, check_complete
 from labkit.lab.config import Device, LabConfig, Repeats, Seed, TimeoutSeconds, Warmup
+from labkit.lab.room import why_not_here
 from labkit.lab.study import Study
-from labkit.lab.units import format_bytes
-from labkit.machine import Machine, available_memory_bytes
+from labkit.machine import Machine
 from labkit.nn.transformer import shape_named
 from labkit.studies.precision import answers as answering
 from labkit.studies.precision.worker import FULL, PrecisionPoint, measure_point
@@ -81,14 +81,7 @@ class PrecisionStudy(Study):
         ]
 
     def skip_reason(self, point: PrecisionPoint, machine: Machine) -> str | None:
-        if point.device == "cuda" and not machine.gpus:
-            return "there is no CUDA device here"
-        if point.part == "speed":
-            needed = needed_bytes(point)
-            available = machine.gpus[0].memory_bytes if point.device == "cuda" else available_memory_bytes()
-            if needed > available:
-                return f"needs {format_bytes(needed)}, {format_bytes(available)} available"
-        return None
+        return why_not_here(machine, point.device, needed_bytes(point) if point.part == "speed" else 0)
 
     def series(self, point: PrecisionPoint) -> tuple[Hashable, float] | None:
         if point.part != "speed":
