@@ -30,8 +30,8 @@ serves CPU tensors of ranks on one host. `transport="auto"` takes shared memory 
 the group; "point_to_point" and "shared" are what they say. Algorithms are the same and so are results, to the bit.
 
 Memory. Scratch of at most two pieces a group and rank (2 MiB on CPU) whatever n is, kept between calls, and never more
-than a chunk for the ring; an outbox of 2 MiB a rank in shared memory. A tensor that is not contiguous, or that gloo
-has to move for a GPU, is copied during the call.
+than a chunk for the ring; in shared memory an outbox of 2 MiB and slots of 1 MiB a rank. A tensor that is not
+contiguous, or that gloo has to move for a GPU, is copied during the call.
 
 Sources: Patarasuk & Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations" (ring);
 Thakur, Rabenseifner & Gropp 2005, "Optimization of collective communication operations in MPICH" (the two others).
@@ -244,10 +244,9 @@ def all_reduce(
 #     100 MiB   HD .98  D .96  R .92    HD 1.2  D 1.0  R 1.0
 SHORT_BYTES = 512 << 10
 MIDDLE_BYTES = 16 << 20
-# Over shared memory a message costs little: direct exchange moves the fewest bytes and wins from here on. Two ranks
-# move as many bytes by recursive doubling, in half as many messages.
-SHARED_SHORT_BYTES = {2: 1 << 20}
-SHARED_SHORT_BYTES_OF_MORE = 256 << 10
+# Over shared memory a message costs little: direct exchange wins from here on. It moves the fewest bytes, and between
+# two ranks, where recursive doubling moves no more, half as many at a time, which stay in the cache.
+SHARED_SHORT_BYTES = 256 << 10
 
 
 def choose_algorithm(n_bytes: int, world_size: int, transport: str = POINT_TO_POINT) -> str:
@@ -259,8 +258,7 @@ def choose_algorithm(n_bytes: int, world_size: int, transport: str = POINT_TO_PO
     if world_size < 1 or n_bytes < 0:
         raise ValueError(f"expected n_bytes >= 0 and world_size >= 1, got {n_bytes} and {world_size}")
     if transport == SHARED:
-        short = SHARED_SHORT_BYTES.get(world_size, SHARED_SHORT_BYTES_OF_MORE)
-        return "recursive_doubling" if n_bytes <= short else "butterfly"
+        return "recursive_doubling" if n_bytes <= SHARED_SHORT_BYTES else "butterfly"
     if n_bytes <= SHORT_BYTES:
         return "recursive_doubling"
     return "butterfly" if n_bytes <= MIDDLE_BYTES else "ring"

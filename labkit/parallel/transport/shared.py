@@ -106,7 +106,7 @@ class SharedTransport:
         """Why the last vector asked of `empty` is copied when it is sent, if it is."""
 
     def scratch_bytes(self) -> int:
-        return SLOTS * self.piece_bytes
+        return SLOTS * self.piece_bytes + swap_bytes(self.world_size)
 
     def release_scratch(self) -> None:
         """Nothing: the outbox is part of the mailbox, which other ranks map."""

@@ -25,11 +25,11 @@ import torch
 from labkit.parallel.transport.contract import Step
 from labkit.parallel.transport.semaphores import Semaphores
 
-MOST_BYTES = 64 << 10
+MOST_BYTES = 512 << 10
 BUDGET_BYTES = 1 << 20  # of slots, in each mailbox
 HEADER_BYTES = 64  # before a slot, the length of what is in it; a cache line
 KEPT_PLACES = 1024
-LOOKS = 200  # for a message; 0.2 us each
+LOOKS = 200  # for a message, 0.2 us each
 
 Wait = Callable[[int, int, int], None]
 """Wait for a semaphore: whose, its number, and who posts it."""
@@ -123,7 +123,8 @@ class Swaps:
         self, owner: int, target: int, turn: int, n_bytes: int, dtype: torch.dtype
     ) -> tuple[memoryview, torch.Tensor]:
         """Header and content of a slot."""
-        start = (2 * target + turn) * (HEADER_BYTES + self.most_bytes)
+        number = 2 * ((target - owner - 1) % self._world_size) + turn
+        start = number * (HEADER_BYTES + self.most_bytes)
         slot = self._memories[owner][start : start + HEADER_BYTES + n_bytes]
         # Made in inference mode, it could not be written to outside it.
         with torch.inference_mode(False):
@@ -134,11 +135,15 @@ class Swaps:
 def longest_swap(world_size: int) -> int:
     """Bytes of the longest part that is swapped: fewer where many ranks need slots for one another."""
     n_bytes = MOST_BYTES
-    while 2 * world_size * n_bytes > BUDGET_BYTES:
+    while _slots(world_size) * n_bytes > BUDGET_BYTES:
         n_bytes //= 2
     return n_bytes
 
 
 def swap_bytes(world_size: int) -> int:
     """Bytes of all slots of a rank."""
-    return 2 * world_size * (HEADER_BYTES + longest_swap(world_size))
+    return _slots(world_size) * (HEADER_BYTES + longest_swap(world_size))
+
+
+def _slots(world_size: int) -> int:
+    return 2 * (world_size - 1)
