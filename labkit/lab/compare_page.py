@@ -15,7 +15,7 @@ from labkit.lab.config import ParameterError
 from labkit.lab.export import read_page
 from labkit.lab.figures import Plot, bars, lines
 from labkit.lab.html import render, script, style_sheet
-from labkit.lab.project import project_root, recorded_directory, relative_to_project, runs_directory
+from labkit.lab.project import kind_of_path, project_root, recorded_directory, relative_to_project, runs_directory
 from labkit.lab.store import Run, RunFileError, find_run
 from labkit.lab.units import format_bytes
 
@@ -38,7 +38,7 @@ def load_runs(given: Iterable[str]) -> tuple[list[Run], dict[str, str]]:
     runs: dict[Path, Run] = {}
     unread: dict[str, str] = {}
     for text in given:
-        if Path(text).is_dir():
+        if kind_of_path(text) == "folder":
             paths = _runs_in(Path(text), unread)
         else:
             folders = [folder for parent in (recorded_directory(), runs_directory()) for folder in parent.glob("*/")]

@@ -95,5 +95,5 @@ def _describe(error: ValidationError) -> str:
         name, *inside = [str(part) for part in finding["loc"]] or ["parameters"]
         place = f" (item {inside[0]})" if inside else ""
         message = finding["msg"].removeprefix("Value error, ").removeprefix("Input ")
-        findings.append(f"parameter {name!r}{place} {message}, got {finding['input']!r}")
+        findings.append(f"parameter {name!r}{place} {message}, got {finding['input']!r:.300}")
     return "; ".join(findings)

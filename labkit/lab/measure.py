@@ -3,7 +3,7 @@
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -89,10 +89,11 @@ def resume(
     ParameterError if what they need is no longer to be had.
     """
     run = Run.load(path)
-    points = _replan(study, run)
+    _check_same_setting(study, run)
     config = resolve_config(study.name, study.profiles, run.header.profile, run.header.config)
     if run.pending and (unavailable := _prepare(study, config, on_progress)):
         raise ParameterError(f"{path}: cannot go on: {unavailable}")
+    points = _replan(study, run, config)
     pending = set(run.pending)
     remaining = [point for point in points if point.id in pending]
     if joined_rank() > 0:
@@ -139,8 +140,8 @@ def _span(ranks: list[int]) -> str:
     return f"{ranks[0]}–{ranks[-1]}" if neighbors else ", ".join(map(str, ranks))
 
 
-def _replan(study: Study, run: Run) -> list[Point]:
-    """The points of a run, planned again from its config; they must be the ones in its header."""
+def _check_same_setting(study: Study, run: Run) -> None:
+    """RunFileError for a run of another lab, machine, or layout of ranks."""
     header = run.header
     if header.lab != study.name:
         raise RunFileError(f"{run.path}: a run of the lab {header.lab!r}, not of {study.name!r}")
@@ -151,11 +152,25 @@ def _replan(study: Study, run: Run) -> list[Point]:
     if header.ranks_by_host != ranks_by_host():
         there = describe_hosts(header.ranks_by_host)
         raise RunFileError(f"{run.path}: measured by {there}, and numbers of two layouts of ranks do not mix")
-    config = resolve_config(study.name, study.profiles, header.profile, header.config)
-    points = list(study.points(config, header.machine))
-    if {point.id: point.describe() for point in points} != header.planned:
-        raise RunFileError(f"{run.path}: this version of labkit plans other points; measure a new run")
+
+
+def _replan(study: Study, run: Run, config: LabConfig) -> list[Point]:
+    """The points of a run, planned again from its config; they must be the ones in its header."""
+    points, then = list(study.points(config, run.header.machine)), run.header.planned
+    now = {point.id: point.describe() for point in points}
+    if now != then:
+        why = f"this version of labkit plans other points, or a file is another: {_difference(then, now)}"
+        raise RunFileError(f"{run.path}: {why}; measure a new run")
     return points
+
+
+def _difference(then: Mapping[str, Mapping[str, Any]], now: Mapping[str, Mapping[str, Any]]) -> str:
+    """In what the first point that is planned otherwise differs; in their number, if that does."""
+    for before, after in zip(then.values(), now.values(), strict=False):
+        names = [name for name in {**before, **after} if before.get(name) != after.get(name)]
+        if names and len(then) == len(now):
+            return ", ".join(f"{name} was {before.get(name)!r:.80} and is {after.get(name)!r:.80}" for name in names)
+    return f"{len(now)} points, and {len(then)} in the run"
 
 
 def _measure_points(

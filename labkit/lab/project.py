@@ -1,6 +1,7 @@
 """Where things are: the project's folders, found from the package, never from the working directory."""
 
 from pathlib import Path
+from typing import Literal
 
 
 def project_root() -> Path:
@@ -54,3 +55,11 @@ def relative_to_project(path: Path) -> str:
         return str(path.resolve().relative_to(project_root()))
     except ValueError:
         return str(path)
+
+
+def kind_of_path(path: Path | str) -> Literal["file", "folder"] | None:
+    """What lies at a path that a reader gave; None also for what can be no path, as a text of 10,000 characters."""
+    try:
+        return "file" if Path(path).is_file() else "folder" if Path(path).is_dir() else None
+    except (OSError, ValueError):
+        return None

@@ -22,6 +22,7 @@ import pandas as pd
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from labkit.lab.point import Point
+from labkit.lab.project import kind_of_path
 from labkit.lab.records import check_record
 from labkit.machine import Machine
 
@@ -231,14 +232,14 @@ def _cannot_be_written(path: Path, error: OSError) -> RunFileError:
 def find_run(directories: Iterable[Path], text: str) -> Path:
     """A run by its path, or by an unambiguous beginning of its name inside one of `directories`."""
     given = Path(text)
-    if given.is_file():
+    if kind_of_path(given) == "file":
         return given
     runs = [path for directory in directories for path in sorted(directory.glob("*.jsonl"))]
     name = given.name.removesuffix(".jsonl")
     matches = [path for path in runs if path.stem == name] or [path for path in runs if path.stem.startswith(name)]
     if len(matches) != 1:
         found = ", ".join(path.stem for path in matches) or "none"
-        raise RunFileError(f"expected a run file or the beginning of a name, got {text!r} (matches: {found})")
+        raise RunFileError(f"expected a run file or the beginning of a name, got {text!r:.300} (matches: {found})")
     return matches[0]
 
 

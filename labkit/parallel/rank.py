@@ -39,6 +39,8 @@ Worker = Callable[[Any], Iterable[Mapping[str, Any]] | None]
 STACKS_SIGNAL = signal.SIGUSR1
 # 32 ranks under spawn were ready after 18 s on two cores; a cold disk takes longer to give torch away.
 START_TIMEOUT_S = 120.0
+# Half of the memory there is: the parent may hold that much more than a rank before it is taken instead.
+OOM_SCORE = 500
 # Between one deadline and the next that is there in case the first did not do.
 MARGIN_S = 5.0
 
@@ -75,6 +77,7 @@ def stacks_path(directory: Path, rank: int) -> Path:
 def main(plan: GroupPlan, rank: int, directory: Path, parent: connection.Connection[Any, Any]) -> None:
     """The life of one rank, from its first instruction to its last."""
     watcher = _die_with_parent(directory)
+    _die_before_parent()
     _redirect_output(directory, rank)
     os.environ.clear()
     os.environ.update(plan.environment)
@@ -195,6 +198,16 @@ def _outlive_parent(directory: Path, server_socket: Path) -> None:
         server_socket.unlink(missing_ok=True)
         server_socket.parent.rmdir()
     os.killpg(0, signal.SIGKILL)  # this rank, and whatever its worker has started
+
+
+def _die_before_parent() -> None:
+    """When memory runs out, let the kernel take a rank: that costs a point, and the parent would cost the rest.
+
+    The kernel takes the process with the most memory, in thousandths of what there is, after adding this number.
+    """
+    score = Path("/proc/self/oom_score_adj")
+    with contextlib.suppress(OSError):  # Linux has it
+        score.write_text(str(min(1000, int(score.read_text()) + OOM_SCORE)))
 
 
 def _use_own_temporary_directory(directory: Path) -> None:

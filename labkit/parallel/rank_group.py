@@ -7,10 +7,8 @@ and the ranks' output. `RankGroup.close` gives all of it back, at any moment and
 from __future__ import annotations
 
 import atexit
-import re
 import secrets
 import shutil
-import signal
 import tempfile
 import time
 import traceback
@@ -20,20 +18,12 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
+from labkit.memory_limits import oom_kills
 from labkit.parallel.janitor import Janitor
-from labkit.parallel.outcome import (
-    FailureKind,
-    PointEnd,
-    RankFailure,
-    Report,
-    Row,
-    end_point,
-    first_cause,
-    reads_as_consequence,
-    reads_as_out_of_memory,
-)
+from labkit.parallel.outcome import PointEnd, RankFailure, Report, Row, end_point, first_cause
 from labkit.parallel.rank import START_TIMEOUT_S, GroupPlan
-from labkit.parallel.rank_process import STATUS_LOST, RankProcess, start_context
+from labkit.parallel.rank_failure import Message, death_of, exception_of
+from labkit.parallel.rank_process import RankProcess, start_context
 
 # How long to go on listening after a first failure, since its consequences in other ranks may be reported before
 # it. A death is noticed within milliseconds, but a large process takes longer to be taken down: when all that has
@@ -52,16 +42,6 @@ class StartError(Exception):
         self.failure = failure
 
 
-@dataclass(frozen=True)
-class _Message:
-    """What a rank said, or that it died."""
-
-    rank: int
-    kind: str
-    at: float
-    body: dict[str, Any]
-
-
 @dataclass
 class _Wait:
     """Waiting until every rank has said a certain word: what has come in, and from whom it is missing."""
@@ -69,13 +49,13 @@ class _Wait:
     word: str
     missing: set[int]
     deadline: float
-    answers: list[_Message] = field(default_factory=list)
+    answers: list[Message] = field(default_factory=list)
     reports: list[Report] = field(default_factory=list)
 
     def remaining_s(self) -> float:
         return max(0.0, self.deadline - time.monotonic())
 
-    def answer(self, message: _Message) -> None:
+    def answer(self, message: Message) -> None:
         self.answers.append(message)
         self.missing.discard(message.rank)
 
@@ -97,6 +77,7 @@ class RankGroup:
         self._ranks: list[RankProcess] = []
         self._directory: Path | None = None
         self._janitor: Janitor | None = None
+        self._kills_before = oom_kills()
 
     def start(self) -> None:
         """Start the ranks and wait until their process group is made; StartError with the cause otherwise."""
@@ -120,6 +101,7 @@ class RankGroup:
 
         A group whose point has not ended ok is of no more use, and has been closed.
         """
+        self._kills_before = oom_kills()
         begun = time.monotonic()
         wait = self._wait_for("done", begun + self._plan.timeout_s)
         for rank in self._ranks:
@@ -213,7 +195,7 @@ class RankGroup:
             if overdue and wait.remaining_s() == 0.0:
                 return
 
-    def _receive(self, timeout_s: float) -> list[_Message]:
+    def _receive(self, timeout_s: float) -> list[Message]:
         """Wait until ranks say something or die; what they said, in each rank's order."""
         watched: dict[Any, RankProcess] = {rank.pipe: rank for rank in self._ranks if rank.talking}
         watched |= {rank.process.sentinel: rank for rank in self._ranks if rank.alive}
@@ -225,12 +207,12 @@ class RankGroup:
             else:
                 rank.alive = False
                 heard = [*iter(rank.read, None), {"kind": "died", "at": time.monotonic()}]
-            messages += [_Message(rank.number, body["kind"], body["at"], body) for body in heard if body]
+            messages += [Message(rank.number, body["kind"], body["at"], body) for body in heard if body]
         return messages
 
-    def _report(self, message: _Message) -> Report:
+    def _report(self, message: Message) -> Report:
         rank = self._ranks[message.rank]
-        return _exception_of(rank, message) if message.kind == "failed" else _death_of(rank, message)
+        return exception_of(rank, message) if message.kind == "failed" else death_of(rank, message, self._kills_before)
 
     def _failure(self, wait: _Wait, overdue: str) -> RankFailure | None:
         """The one failure to show for a wait, or None if every rank has answered."""
@@ -267,34 +249,3 @@ class RankGroup:
 def _not_started(error: Exception) -> RankFailure:
     text = "".join(traceback.format_exception(error))
     return RankFailure(None, "exception", f"a rank was not started: {type(error).__name__}: {error}", text, "")
-
-
-def _exception_of(rank: RankProcess, message: _Message) -> Report:
-    body = message.body
-    failure = RankFailure(
-        rank=rank.number,
-        kind="oom" if body["oom"] else "exception",
-        message=f"rank {rank.number}: {body['message']}",
-        traceback=body["traceback"],
-        output_tail=rank.log.tail(),
-    )
-    return Report(failure, message.at, body["consequence"])
-
-
-def _death_of(rank: RankProcess, message: _Message) -> Report:
-    rank.process.join()
-    code, tail = rank.process.exitcode or 0, rank.log.tail()
-    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-    how += " (or its fork server was killed)" if code == STATUS_LOST else ""
-    # What C++ says of an exception that ends the process, as when two ranks disagree about a size.
-    said = re.findall(r"what\(\):\s*(.+)", tail)
-    cause = f": {said[-1].strip()}" if said else ""
-    died: FailureKind = "killed" if code < 0 else "exited"
-    failure = RankFailure(
-        rank=rank.number,
-        kind="oom" if reads_as_out_of_memory(cause) else died,
-        message=f"rank {rank.number} {how}{cause}",
-        traceback=rank.stacks(),
-        output_tail=tail,
-    )
-    return Report(failure, message.at, reads_as_consequence(cause))

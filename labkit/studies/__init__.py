@@ -29,6 +29,6 @@ def load_study(lab: str) -> "Study":
     from labkit.lab.config import ParameterError, nearest
 
     if lab not in LABS:
-        raise ParameterError(f"unknown lab {lab!r}{nearest(lab, LABS)}; the labs are {', '.join(LABS)}")
+        raise ParameterError(f"unknown lab {lab!r:.300}{nearest(lab, LABS)}; the labs are {', '.join(LABS)}")
     study: Study = import_module(f"labkit.studies.{lab}.study").STUDY
     return study

@@ -19,10 +19,10 @@ OUTCOMES = []
 
 
 class Victim:
-    """One measurement of the lab `faulty`, with all that descends from it."""
+    """One measurement, of the lab `faulty` if no other is named, with all that descends from it."""
 
-    def __init__(self, folder, **variables):
-        self.folder = Path(folder)
+    def __init__(self, folder, lab="faulty", **variables):
+        self.folder, self.lab = Path(folder), lab
         self.temporary = self.folder / "tmp"
         self.temporary.mkdir(parents=True, exist_ok=True)
         self.mark = uuid.uuid4().hex
@@ -38,7 +38,7 @@ class Victim:
             "tests.faults.victim",
             str(self.folder),
             "measure",
-            "faulty",
+            self.lab,
             *arguments,
         ]
         self.process = subprocess.Popen(
@@ -68,7 +68,7 @@ class Victim:
                     yield process
 
     def runs(self):
-        return [Run.load(path) for path in sorted((self.folder / "runs" / "faulty").glob("*.jsonl"))]
+        return [Run.load(path) for path in sorted((self.folder / "runs" / self.lab).glob("*.jsonl"))]
 
     def leftovers(self):
         shared = set(Path("/dev/shm").iterdir()) - self.shared_before

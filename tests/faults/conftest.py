@@ -9,8 +9,8 @@ from tests.faults import check
 def victim(tmp_path):
     victims = []
 
-    def make(**variables):
-        victims.append(check.Victim(tmp_path, **variables))
+    def make(**options):
+        victims.append(check.Victim(tmp_path, **options))
         return victims[-1]
 
     yield make

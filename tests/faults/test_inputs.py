@@ -18,9 +18,11 @@ from labkit.machine import describe_machine
 from labkit.studies import LABS, load_study
 from tests.faults.check import note
 from tests.faults.worker import FaultyPoint
+from tests.test_cli import labkit
 
 HTML = "<script>alert('labkit')</script>"
 WRONG = [HTML, "", "1", -1, 0, 1.5, True, 10**30, -(10**30), math.nan, math.inf, 1e308, [], {}, [[]], [None], {"a": 1}]
+WRONG += ["x" * 10_000, "\0", "~nobody-of-that-name/x", "../../etc/passwd", "/etc"]
 WRONG += [[value] for value in (HTML, "", -1, 0, 1.5, True, 10**30, math.nan, math.inf, -1e308)]
 
 
@@ -148,6 +150,83 @@ def test_a_foreign_line_is_refused_by_name(tmp_path, line):
     path = write_run(tmp_path)
     path.write_bytes(path.read_bytes() + line + b"\n")
     assert not read_all(path)
+    note("run files", f"a foreign line {line[:12]!r}", "refused by name")
+
+
+def _of_another_version(path):
+    path.write_bytes(path.read_bytes().replace(b'"format_version":1', b'"format_version":2', 1))
+
+
+FOREIGN = {
+    "another version": (_of_another_version, "format 2"),
+    "empty": (lambda path: path.write_bytes(b""), "header"),
+    "binary": (lambda path: path.write_bytes(bytes(range(256)) * 100), "line 1"),
+    "a notebook": (lambda path: nbformat.write(nbformat.v4.new_notebook(), path), "line 1"),
+    "a folder": (lambda path: (path.unlink(), path.mkdir()), "matches: none"),
+    "gone": (lambda path: path.unlink(), "matches: none"),
+}
+
+
+def _commands():
+    """Resuming is refused at once. A report finds a file damaged in its notebook, and has a page that says so."""
+    for kind in FOREIGN:
+        yield pytest.param("measure --resume", kind, 2, marks=[] if kind == "another version" else [pytest.mark.faults])
+    yield pytest.param("report --run", "another version", 1, marks=pytest.mark.faults)
+    yield pytest.param("report --run", "binary", 1, marks=pytest.mark.faults)
+    yield pytest.param("report --run", "gone", 2, marks=pytest.mark.faults)
+
+
+@pytest.mark.parametrize(("command", "kind", "status"), list(_commands()))
+def test_a_foreign_file_is_refused_by_the_command_line_and_left_as_it_is(tmp_path, command, kind, status):
+    damage, words = FOREIGN[kind]
+    path = write_run(tmp_path)
+    damage(path)
+    before = path.read_bytes() if path.is_file() else None
+    verb, option = command.split()
+    result = labkit(verb, "all_reduce", option, str(path), *(["--output", str(tmp_path)] * (verb == "report")))
+    said = result.stdout + result.stderr
+    assert result.returncode == status, said
+    assert str(path) in said
+    assert words in said
+    assert "Traceback" not in said
+    assert before == (path.read_bytes() if path.is_file() else None)
+    note("run files", f"{kind}, {command}", "refused by name, left as it is")
+
+
+NO_LABS = ["../all_reduce", "all_reduce/../precision", "/etc/passwd", "all_reduce.ipynb", "", ".", HTML, "x" * 10_000]
+
+
+@pytest.mark.parametrize("name", NO_LABS, ids=lambda name: repr(name[:30]))
+def test_a_lab_name_with_a_path_in_it_is_no_lab(name):
+    with pytest.raises(ParameterError, match="the labs are"):
+        load_study(name)
+
+
+@pytest.mark.parametrize("verb", ["measure", "report"])
+def test_the_command_line_refuses_a_lab_name_with_a_path_in_it(verb, tmp_path):
+    output = ["--output", str(tmp_path)] if verb == "report" else []
+    result = labkit(verb, f"../../{HTML}", *output)
+    assert result.returncode == 2
+    assert "unknown lab" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert list(tmp_path.iterdir()) == []
+    note("a lab name with a path in it", f"labkit {verb}", "refused by name")
+
+
+@pytest.mark.faults
+def test_a_run_of_a_lab_with_a_path_in_its_name_is_of_no_lab_here(tmp_path):
+    folder = tmp_path / "a" / "b"
+    folder.mkdir(parents=True)
+    path = write_run(folder, lab="../../all_reduce")
+    resumed = labkit("measure", "all_reduce", "--resume", str(path))
+    assert resumed.returncode == 2, resumed.stderr
+    assert "run of the lab '../../all_reduce', not of 'all_reduce'" in resumed.stderr
+    drawn = labkit("report", "all_reduce", "--output", str(folder), "--run", str(path))
+    assert drawn.returncode == 1, drawn.stderr
+    assert "is a run of '../../all_reduce', not of 'all_reduce'" in drawn.stdout
+    assert [entry.name for entry in tmp_path.iterdir()] == ["a"]
+    assert [entry.name for entry in (tmp_path / "a").iterdir()] == ["b"]
+    note("a lab name with a path in it", "in a run file", "refused by name")
 
 
 def test_text_of_a_run_stays_text_on_its_page(tmp_path):
@@ -176,6 +255,7 @@ def test_text_of_a_run_stays_text_on_its_page(tmp_path):
     for html in shown:
         assert "<script" not in html
         assert "&lt;script" in html
+    note("HTML in a text", "of a run or a machine", "stays text on the page")
 
 
 def test_text_of_an_output_stays_text_on_the_page(tmp_path):
@@ -195,6 +275,7 @@ def test_text_of_an_output_stays_text_on_the_page(tmp_path):
     scripts = re.findall(r"<script[^>]*>\s*alert", page.read_text())
     assert scripts == []
     assert "&lt;script&gt;alert" in page.read_text()
+    note("HTML in a text", "printed, raised, or of a figure", "stays text on the page")
 
 
 @pytest.mark.parametrize(
@@ -205,8 +286,9 @@ def test_a_notebook_without_parameters_is_refused_by_name(tmp_path, tags, source
     cell.metadata["tags"] = tags
     path = tmp_path / "odd.ipynb"
     nbformat.write(nbformat.v4.new_notebook(cells=[cell]), path)
-    with pytest.raises(ParameterError, match=r"odd\.ipynb"):
+    with pytest.raises(ParameterError, match=r"odd\.ipynb") as refused:
         notebook_parameters(path)
+    note("a notebook without parameters", f"tags {tags}, {source!r}", str(refused.value))
 
 
 def test_nothing_is_unpickled_that_a_reader_could_have_been_handed():
@@ -223,3 +305,4 @@ def test_nothing_is_unpickled_that_a_reader_could_have_been_handed():
         if loads.search(path.read_text())
     }
     assert found <= {"labkit/parallel/rank.py"}
+    note("pickles", "of runs, parameters, archives", "none is ever read")

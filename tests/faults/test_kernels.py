@@ -14,22 +14,40 @@ from jupyter_client.manager import KernelManager
 
 from labkit.lab.project import project_root
 from tests.faults.check import Victim, note, until
+from tests.faults.worker import BEFORE, BETWEEN, INSIDE, WRITING
 
-CELL = """
+IMPORTS = """
 from tests.faults.victim import STUDY, FaultyConfig
 from labkit.lab.measure import measure
+"""
+# A rank stops and the other waits for it; at any other moment, the parent itself pauses there, once.
+STOPPING = """
 measure(STUDY, FaultyConfig(action="SIGSTOP", moment="inside a collective", timeout_s=60.0), profile="smoke")
 """
 AFTER = """
 measure(STUDY, FaultyConfig(), profile="smoke").coverage()["status"].tolist()
 """
+MOMENTS = (BEFORE, INSIDE, BETWEEN, WRITING)
+KEPT = {BEFORE: 0, INSIDE: 1, BETWEEN: 1, WRITING: 0}
+"""Points that have ended by then, of three."""
+
+
+def cell(moment):
+    return IMPORTS + (STOPPING if moment == INSIDE else AFTER)
+
+
+def cases(moments_by_how):
+    return [
+        pytest.param(how, moment, id=f"{how}, {moment}") for how in moments_by_how for moment in moments_by_how[how]
+    ]
 
 
 class _InNotebook(Victim):
-    """A victim whose parent is a kernel."""
+    """A victim whose parent is a kernel, which measures when it is hit at a moment."""
 
-    def __init__(self, folder):
-        super().__init__(folder)
+    def __init__(self, folder, moment):
+        super().__init__(folder, LABKIT_FAULT_PAUSE="" if moment == INSIDE else moment)
+        self.moment = moment
         self.environment |= {"LABKIT_FAULT_FOLDER": str(self.folder), "PYTHONPATH": str(project_root())}
         # what belongs to Jupyter: its connection files
         self.environment |= {
@@ -37,8 +55,15 @@ class _InNotebook(Victim):
             "IPYTHONDIR": str(self.folder / "ipython"),
         }
 
-    def ranks(self):
-        return [p for p in self.processes() if p.status() == psutil.STATUS_STOPPED]
+    def is_at_its_moment(self):
+        if self.moment == INSIDE:
+            return any(process.status() == psutil.STATUS_STOPPED for process in self.processes())
+        return (self.folder / "paused").exists()
+
+    def assert_kept(self):
+        kept = KEPT[self.moment]
+        assert self.runs()[0].coverage()["status"].tolist() == ["ok"] * kept + ["pending"] * (3 - kept)
+        return f"{kept} of 3 points kept"
 
     def assert_kernel_alone(self, kernel_pid):
         """Of a kernel that goes on, its fork server may stay; no rank does, and no directory."""
@@ -54,17 +79,17 @@ class _InNotebook(Victim):
 
 
 @pytest.fixture
-def measuring(tmp_path):
-    """A kernel in a cell that measures, with one rank stopped and the other inside a collective that waits for it."""
-    hit = _InNotebook(tmp_path)
+def measuring(tmp_path, moment):
+    """A kernel in a cell that measures, at a moment."""
+    hit = _InNotebook(tmp_path, moment)
     manager = KernelManager(kernel_name="python3")
     manager.start_kernel(env=hit.environment, cwd=str(project_root()))
     client = manager.client()
     client.start_channels()
     client.wait_for_ready(timeout=60)
-    client.execute(CELL, store_history=True)
-    until(hit.ranks, 60)
-    assert hit.ranks()
+    client.execute(cell(moment), store_history=True)
+    until(hit.is_at_its_moment, 60)
+    assert hit.is_at_its_moment()
     yield hit, manager, client
     client.stop_channels()
     with suppress(Exception):
@@ -86,40 +111,41 @@ def told(client, code):
 
 
 @pytest.mark.faults
-def test_an_interrupted_cell_leaves_no_rank_and_the_next_cell_measures(measuring):
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_an_interrupted_cell_leaves_no_rank_and_the_next_cell_measures(measuring, moment):
     hit, manager, client = measuring
     manager.interrupt_kernel()
     assert client.get_shell_msg(timeout=60)["content"]["ename"] == "KeyboardInterrupt"
     assert told(client, AFTER) == "['ok', 'ok', 'ok']"
     hit.assert_kernel_alone(manager.provisioner.process.pid)
-    assert hit.runs()[0].coverage()["status"].tolist() == ["ok", "pending", "pending"]
-    note("JupyterLab: interrupt", "inside a collective", "1 of 3 points kept, the next cell measures 3 of 3")
+    note("JupyterLab: interrupt", moment, f"{hit.assert_kept()}, the next cell measures 3 of 3")
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("now", [False, True], ids=["asked", "killed"])
-def test_a_restarted_kernel_leaves_nothing(measuring, now):
+@pytest.mark.parametrize(("how", "moment"), cases({"asked": MOMENTS, "killed": (INSIDE, WRITING)}))
+def test_a_restarted_kernel_leaves_nothing(measuring, how, moment):
     hit, manager, client = measuring
     before = {process.pid for process in hit.processes()}
-    manager.restart_kernel(now=now, env=hit.environment)
+    manager.restart_kernel(now=how == "killed", env=hit.environment)
     until(lambda: not before & {process.pid for process in hit.processes()}, 20)
     assert not before & {process.pid for process in hit.processes()}
     client.wait_for_ready(timeout=60)
-    assert told(client, CELL.split("measure(STUDY")[0] + AFTER) == "['ok', 'ok', 'ok']"
+    assert told(client, IMPORTS + AFTER) == "['ok', 'ok', 'ok']"
     hit.assert_kernel_alone(manager.provisioner.process.pid)
-    note(
-        f"JupyterLab: restart, {'killed' if now else 'asked'}", "inside a collective", "1 of 3 points kept, then 3 of 3"
-    )
+    note(f"JupyterLab: restart, {how}", moment, f"{hit.assert_kept()}, then 3 of 3")
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("how", ["timeout", "SIGKILL", "SIGTERM", "SIGINT"])
-def test_papermill_that_is_ended(tmp_path, how):
-    hit = _InNotebook(tmp_path)
+@pytest.mark.parametrize(
+    ("how", "moment"),
+    cases({"timeout": (INSIDE, BETWEEN), "SIGKILL": MOMENTS, "SIGTERM": (INSIDE,), "SIGINT": (INSIDE,)}),
+)
+def test_papermill_that_is_ended(tmp_path, how, moment):
+    hit = _InNotebook(tmp_path, moment)
     source, target = tmp_path / "in.ipynb", tmp_path / "out.ipynb"
-    cell = nbformat.v4.new_code_cell(CELL)
     notebook = nbformat.v4.new_notebook(
-        cells=[cell], metadata={"kernelspec": {"name": "python3", "display_name": "", "language": "python"}}
+        cells=[nbformat.v4.new_code_cell(cell(moment))],
+        metadata={"kernelspec": {"name": "python3", "display_name": "", "language": "python"}},
     )
     nbformat.write(notebook, source)
     limit = "--execution-timeout 12" if how == "timeout" else ""
@@ -133,16 +159,15 @@ def test_papermill_that_is_ended(tmp_path, how):
         text=True,
     )
     try:
-        until(hit.ranks, 60)
+        until(hit.is_at_its_moment, 60)
         if how != "timeout":
-            assert hit.ranks()
+            assert hit.is_at_its_moment()
             os.kill(hit.process.pid, getattr(signal, how))
         status, said = hit.finish(60)
         assert status != 0, said
         until(lambda: not list(hit.processes()) and not list(hit.temporary.glob("labkit-*")), 30)
         assert list(hit.processes()) == []
         assert list(hit.temporary.glob("labkit-*")) == []
-        assert hit.runs()[0].coverage()["status"].tolist() == ["ok", "pending", "pending"]
-        note(f"papermill: {how}", "inside a collective", "1 of 3 points kept, nothing left")
+        note(f"papermill: {how}", moment, f"{hit.assert_kept()}, nothing left")
     finally:
         hit.kill()

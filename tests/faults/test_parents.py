@@ -57,6 +57,11 @@ def test_a_signal_to_the_parent(victim, number, moment):
     note(f"the parent: {number.name}", moment, f"{len(kept)} of 3 points kept, the rest pending, then resumed")
 
 
+def _needs_mounts():
+    if os.geteuid() or not shutil.which("unshare") or subprocess.run(["unshare", "-m", "true"], check=False).returncode:
+        pytest.skip("a file system of its own needs the right to mount one")
+
+
 def _small_disk(folder):
     """A file system of one page for the runs, in a mount namespace of the victim's own."""
     runs = folder / "runs" / "faulty"
@@ -68,10 +73,37 @@ def _read_only(folder):
     return ["unshare", "-m", "sh", "-c", f'mkdir -p {runs} && mount -t tmpfs -o ro none {runs} && exec "$@"', "sh"]
 
 
+def _becomes_read_only(folder):
+    """What is there can be read, and nothing be written."""
+    runs = folder / "runs"
+    mount = f"mount --bind {runs} {runs} && mount -o remount,bind,ro {runs}"
+    return ["unshare", "-m", "sh", "-c", f'{mount} && exec "$@"', "sh"]
+
+
+@pytest.mark.faults
+def test_a_directory_that_is_read_only_when_a_run_is_taken_up(victim):
+    _needs_mounts()
+    hit = victim(LABKIT_FAULT_PAUSE=BETWEEN)
+    hit.start().wait_for("paused")
+    hit.process.kill()
+    hit.finish()
+    (run,) = hit.runs()
+    before = run.path.read_bytes()
+    status, said = hit.start("--resume", str(run.path), prefix=_becomes_read_only(hit.folder)).finish()
+    assert status == 2, said
+    assert f"{run.path}: " in said
+    assert "Read-only file system" in said
+    assert "Traceback" not in said
+    hit.assert_nothing_left()
+    assert run.path.read_bytes() == before
+    status, said = hit.start("--resume", str(run.path)).finish()
+    assert status == 0, said
+    note("the disk", "Read-only before --resume", "refused by name, 1 of 3 points kept, then resumed")
+
+
 @pytest.mark.parametrize(("disk", "words"), [(_small_disk, "No space left"), (_read_only, "Read-only file system")])
 def test_a_disk_that_takes_nothing_more(victim, disk, words):
-    if os.geteuid() or not shutil.which("unshare") or subprocess.run(["unshare", "-m", "true"], check=False).returncode:
-        pytest.skip("a file system of its own needs the right to mount one")
+    _needs_mounts()
     hit = victim()
     status, said = hit.start(*settings(moment=WRITING, action="writes much"), prefix=disk(hit.folder)).finish()
     assert status == 2, said

@@ -58,13 +58,16 @@ class FaultyStudy(Study):
 
 
 STUDY = FaultyStudy()
-studies.LABS = ("faulty",)
-studies.load_study = lambda lab: STUDY
+load_real = studies.load_study
+studies.load_study = lambda lab: STUDY if lab == STUDY.name else load_real(lab)
 
 
 def pause():
+    """Once, a minute or until the file `go on` is there."""
     if first_time("paused"):
-        time.sleep(60)
+        end = time.monotonic() + 60
+        while time.monotonic() < end and not (FOLDER / "go on").exists():
+            time.sleep(0.02)
 
 
 def pause_at(moment):

@@ -53,12 +53,31 @@ def act(action):
         import torch
 
         torch.empty(1 << 60, dtype=torch.uint8)
+    if action.startswith("fills memory"):
+        fill_memory(parent_first=action != "fills memory")
     if action == "loops":
         while True:
             pass
     if action == "prints 10 MB":
         for _ in range(10_000):
             print("x" * 1000)
+
+
+def fill_memory(parent_first):
+    """Until the kernel kills somebody, or far more is taken than the limit that it should have.
+
+    It kills who has the most memory, and may be told to add to it. The parent is its choice only once: for whoever
+    resumes, there is memory enough.
+    """
+    if parent_first and not first_time("filled"):
+        return
+    if parent_first:
+        Path("/proc/self/oom_score_adj").write_text("0")
+        Path(f"/proc/{multiprocessing.parent_process().pid}/oom_score_adj").write_text("1000")
+    taken = []
+    for _ in range(128):
+        taken.append(b"\1" * (64 << 20))
+    time.sleep(60)
 
 
 def act_meanwhile(action):

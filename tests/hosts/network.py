@@ -134,7 +134,7 @@ class Network:
             fcntl.ioctl(end, TUNSETIFF, struct.pack("16sH22x", device.encode(), IFF_TUN | IFF_NO_PI))
             _run("ip", "link", "set", device, "netns", self.namespaces[name])
             self._in(name, "ip", "link", "set", device, "name", "eth0")
-            self._in(name, "ip", "link", "set", "eth0", "mtu", "32000")
+            self._in(name, "ip", "link", "set", "eth0", "mtu", "65000")
             self._up(name)
             ends.append(end)
         wire = Path(__file__).with_name("wire.py")

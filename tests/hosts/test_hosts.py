@@ -17,6 +17,7 @@ from labkit.lab.store import Run
 from labkit.studies import load_study
 from labkit.studies.all_reduce import analysis
 from labkit.studies.all_reduce.links import BETWEEN, WITHIN
+from tests.faults.check import note
 from tests.hosts.network import HOSTS_FILES, Network, has_netem, why_no_hosts
 from tests.test_cli import labkit
 
@@ -138,25 +139,45 @@ def ping_s(network):
     return float(network.run_on_all(commands, timeout_s=30, env=ENVIRONMENT)["node-b"][1])
 
 
+def busy_percent():
+    """What others do with this machine."""
+    return psutil.cpu_percent(interval=2)
+
+
 @pytest.mark.faults
-def test_alpha_and_beta_are_the_delay_and_the_rate_of_the_link(tmp_path):
-    """gloo sends a message once the receiver has said that it waits for it: alpha is a round trip, two delays."""
-    busy = psutil.cpu_percent(interval=1)
+def test_alpha_and_beta_are_the_delay_and_the_rate_that_were_set(tmp_path):
+    """gloo sends a message once the receiver has said that it waits for it: alpha is two delays, there and back.
+
+    Both within 20 % of what was set, what gloo and the wire add to it included. A fit that leaves more than 5 % of any
+    time unexplained is of a measurement that was disturbed: then there are up to three, and the one that explains its
+    own times best counts, whatever it found. On a machine that others keep busy, a wrong result shows nothing.
+    """
     sizes = "[1024, 65536, 1048576, 4194304]"
     command = (
         "torchrun --nnodes=2 --nproc-per-node=1 --rdzv-backend=c10d --rdzv-endpoint=node-a:29400 --rdzv-id=link "
         f"-m labkit measure all_reduce --profile smoke --set 'sizes_bytes={sizes}' --set repeats=10 {ONLY_SIZES}"
     )
+    fits, busy = [], busy_percent()
     with Network(2, delay_s=DELAY_S, bytes_per_s=BYTES_PER_S) as network:
         round_trip_s = ping_s(network)
-        run = measured("all_reduce", network, dict.fromkeys(network.names, command), tmp_path)
-    model = analysis.exchange_models(run.frame())["gloo", 2]
-    how = "tc netem" if has_netem() else "a process that carries packets: this kernel has no netem"
-    print(f"link: {how}; one byte there and back {round_trip_s * 1e3:.2f} ms; {model}")
-    found = [round_trip_s / (2 * DELAY_S), model.alpha_s / round_trip_s, model.beta_s_per_byte * BYTES_PER_S]
-    if busy > 30 and found != pytest.approx([1, 1, 1], rel=0.2):
-        pytest.skip(f"{busy:.0f} % of this machine were busy with something else, and found over set is {found}")
-    assert found == pytest.approx([1, 1, 1], rel=0.2)
+        while len(fits) < 3 and not any(fit.largest_error <= 0.05 for fit in fits):
+            run = measured("all_reduce", network, dict.fromkeys(network.names, command), tmp_path)
+            fits.append(analysis.exchange_models(run.frame())["gloo", 2])
+    busy = max(busy, busy_percent())
+    model = min(fits, key=lambda fit: fit.largest_error)
+    how = "tc netem" if has_netem() else "a process that carries packets"
+    print(f"link: {how}; one byte there and back {round_trip_s * 1e3:.2f} ms; {fits}")
+    found = {
+        "alpha": model.alpha_s / (2 * DELAY_S),
+        "beta": model.beta_s_per_byte * BYTES_PER_S,
+        "a byte there and back": round_trip_s / (2 * DELAY_S),
+    }
+    told = ", ".join(f"{name} {ratio:.2f}" for name, ratio in found.items())
+    note("a link of 1 ms and 1 Gbit/s", how, f"found over set: {told}; fit {len(fits)} of at most 3")
+    right = found == pytest.approx(dict.fromkeys(found, 1), rel=0.2)
+    if busy > 30 and not right:
+        pytest.skip(f"{busy:.0f} % of this machine were busy with something else, and found over set is: {told}")
+    assert right, told
 
 
 def test_hosts_are_gone_when_their_test_is_over_however_it_ends():

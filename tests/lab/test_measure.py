@@ -76,7 +76,7 @@ def test_an_interrupt_keeps_what_was_measured_and_resume_measures_the_rest(tmp_p
 def test_a_run_of_another_plan_is_not_resumed(tmp_path):
     path = _measure(tmp_path, "fine").path
     path.write_text(path.read_text().replace('"timeout_s":20', '"timeout_s":21'))
-    with pytest.raises(RunFileError, match="plans other points"):
+    with pytest.raises(RunFileError, match=r"plans other points, or a file is another: timeout_s was 21.* and is 20"):
         resume(FAKE, path)
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from labkit.lab.project import datasets_directory
-from labkit.nn.datasets import CIFAR100_FILE, DatasetError, Images, digits, read_cifar100
+from labkit.nn.datasets import CIFAR100_FILE, DatasetError, Images, digits, file_md5, read_cifar100
 
 DIGITS, CIFAR100 = "digits", "cifar100"
 # Shape and dtype of an image and of a class.
@@ -30,14 +30,26 @@ class RankData:
     """Images in the shards of all ranks."""
 
 
-def load_images(dataset: str, archive: str | None) -> Images:
-    """The digits; or CIFAR-100 from the archive named, else from the one fetched. DatasetError if it is not good."""
+def load_images(dataset: str, archive: str | None, md5: str | None) -> Images:
+    """The digits; or CIFAR-100 from the archive named, else from the one fetched.
+
+    DatasetError if it is not good, or not the one with the checksum `md5`.
+    """
     if dataset == DIGITS:
         return digits()
-    return read_cifar100(Path(archive) if archive else datasets_directory() / CIFAR100_FILE)
+    path = Path(archive) if archive else datasets_directory() / CIFAR100_FILE
+    try:
+        found = file_md5(path)
+    except OSError as error:
+        raise DatasetError(f"{path}: cannot be read: {error.strerror or error}") from None
+    if md5 is not None and found != md5:
+        raise DatasetError(f"{path}: not the archive that was there at the beginning: expected MD5 {md5}, got {found}")
+    return read_cifar100(path)
 
 
-def hand_out(dataset: str, archive: str | None, most_images: int | None, device: str) -> RankData:
+def hand_out(
+    dataset: str, archive: str | None, most_images: int | None, device: str, *, md5: str | None = None
+) -> RankData:
     """Read on rank 0, broadcast the training set (its first `most_images`), scatter the validation set.
 
     DatasetError on every rank if rank 0 cannot read it. The transfers are on the device: NCCL wants that.
@@ -46,7 +58,7 @@ def hand_out(dataset: str, archive: str | None, most_images: int | None, device:
     about: dict[str, Any] = {}
     if dist.get_rank() == 0:
         try:
-            images = load_images(dataset, archive)
+            images = load_images(dataset, archive, md5)
             count = len(images.training[1][:most_images])
             about = {"classes": images.classes, "trained": count, "validated": len(images.validation[1])}
         except DatasetError as error:

@@ -9,7 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from labkit.lab.answers import Answer, check_complete
 from labkit.lab.config import Count, Device, LabConfig, ParameterError, Seed, TimeoutSeconds
-from labkit.lab.project import datasets_directory
+from labkit.lab.project import datasets_directory, kind_of_path
 from labkit.lab.study import Study
 from labkit.lab.units import format_bytes, format_seconds
 from labkit.machine import Machine, available_memory_bytes
@@ -58,10 +58,13 @@ class CifarConfig(LabConfig):
     def _is_there(cls, archive: str | None) -> str | None:
         if archive is None:
             return None
-        path = Path(archive).expanduser().resolve()
-        if not path.is_file():
+        try:
+            path = Path(archive).expanduser()
+        except RuntimeError as error:  # the home of a user that does not exist
+            raise ValueError(f"should be a path: {error}") from None
+        if kind_of_path(path) != "file":
             raise ValueError("should be the path of CIFAR-100's binary archive, and there is no such file")
-        return str(path)
+        return str(path.resolve())
 
     @model_validator(mode="after")
     def _enough_images(self) -> "CifarConfig":

@@ -65,7 +65,7 @@ def train_point(point: TrainingPoint, checkpoints: Path | None = None) -> Iterat
     device = "cpu" if point.device == "cpu" else f"cuda:{dist.get_rank() % torch.cuda.device_count()}"
     if point.device == "cuda":
         torch.cuda.set_device(device)  # clocks mark its stream, whichever ranks share it
-    data = hand_out(point.dataset, point.archive, point.train_images, device)
+    data = hand_out(point.dataset, point.archive, point.train_images, device, md5=point.md5)
     recipe = Recipe(
         classes=data.classes,
         batch=point.batch,

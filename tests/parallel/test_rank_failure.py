@@ -1,0 +1,81 @@
+"""What is said of a rank that the kernel killed: what its counter tells, and no more."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from labkit.parallel import rank_failure
+from labkit.parallel.rank import OOM_SCORE
+from labkit.parallel.rank_failure import Message, death_of
+from labkit.parallel.rank_log import RankLog
+from labkit.parallel.rank_process import RankProcess
+
+
+def dead_rank(directory: Path, number: signal.Signals) -> RankProcess:
+    """Rank 1, killed by a signal."""
+    context = multiprocessing.get_context("fork")
+    process = context.Process(target=signal.raise_signal, args=[number])
+    process.start()
+    process.join()
+    pipe, pipe_of_rank = context.Pipe()
+    return RankProcess(1, process, pipe, pipe_of_rank, RankLog(directory / "log"), directory / "stacks")
+
+
+KILLED = "rank 1 was killed by SIGKILL"
+MEANWHILE = f"{KILLED}: out of memory: meanwhile the kernel killed"
+
+
+@pytest.mark.parametrize(
+    ("number", "before", "now", "limit", "kind", "message"),
+    [
+        (signal.SIGKILL, None, None, None, "killed", KILLED),
+        (signal.SIGKILL, 3, 3, 2**30, "killed", KILLED),
+        (signal.SIGKILL, 3, None, 2**30, "killed", KILLED),
+        (signal.SIGTERM, 3, 4, 2**30, "killed", "rank 1 was killed by SIGTERM"),
+        (
+            signal.SIGKILL,
+            3,
+            4,
+            300 * 2**20,
+            "oom",
+            f"{MEANWHILE} 1 process of its cgroup for that, whose limit is 300 MiB",
+        ),
+        (signal.SIGKILL, 3, 5, None, "oom", f"{MEANWHILE} 2 processes of its cgroup for that"),
+    ],
+)
+def test_a_kill_is_for_memory_if_the_kernel_counted_one(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    number: signal.Signals,
+    before: int | None,
+    now: int | None,
+    limit: int | None,
+    kind: str,
+    message: str,
+) -> None:
+    monkeypatch.setattr(rank_failure, "oom_kills", lambda: now)
+    monkeypatch.setattr(rank_failure, "memory_limit_bytes", lambda: limit)
+    rank = dead_rank(tmp_path, number)
+    report = death_of(rank, Message(1, "died", 0.0, {}), before)
+    rank.release()
+    assert (report.failure.kind, report.failure.message, report.consequence) == (kind, message, False)
+
+
+SCORE = Path("/proc/self/oom_score_adj")
+
+
+def _scores() -> list[int]:
+    return [int(SCORE.read_text()), int(Path(f"/proc/{os.getppid()}/oom_score_adj").read_text())]
+
+
+@pytest.mark.skipif(not SCORE.exists(), reason="Linux has scores for the case that memory runs out")
+def test_the_kernel_would_rather_take_a_rank_than_its_parent() -> None:
+    from labkit.parallel.launch import run_ranks
+
+    parent = int(SCORE.read_text())
+    assert run_ranks(_scores, world_size=2) == [[min(1000, parent + OOM_SCORE), parent]] * 2
