@@ -240,7 +240,7 @@ def test_a_record_without_the_kernel_is_passed_over(tmp_path):
 def test_published_trends_hold_are_contradicted_or_not_shown():
     held = _answers(_frame(explicit_until=8192))["published_trends"]
     assert "(here: flash): holds here" in held.text
-    assert "runs out of memory where the other still runs (here from 16384 tokens): holds here" in held.text
+    assert "runs out of memory where FlashAttention still runs (here from 16384 tokens): holds here" in held.text
     slow = _frame(lambda name, phase, s: 1e-3 * (1 if name == "explicit" else 3), gpu=False, explicit_until=16384)
     answer = _answers(slow)["published_trends"]
     assert answer.verdict == "no"

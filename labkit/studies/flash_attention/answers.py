@@ -224,8 +224,8 @@ def techniques(frame: pd.DataFrame) -> Answer | None:
     told += f". On another machine ({run.label}): {' '.join(elsewhere)}" if run and elsewhere else f", {NO_RECORD}."
     if not hidden:
         return Answer(TECHNIQUES, "not measured", told)
-    also = "One of them exists in tiled attention, which runs anywhere: tiles that no query sees are skipped."
-    return Answer(TECHNIQUES, "measured", " ".join([told, also, *hidden]), "hidden")
+    also = "One technique exists in tiled attention, too, which runs anywhere: tiles that no query sees are skipped."
+    return Answer(TECHNIQUES, "measured", " ".join([also, *hidden, told]), "hidden")
 
 
 def _technique_texts(table: pd.DataFrame, what: str) -> list[str]:
