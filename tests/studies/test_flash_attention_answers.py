@@ -160,7 +160,7 @@ def test_the_share_is_of_the_matmul_measured_in_the_run():
     rate = 2 * 16384**2 * 64 / _textbook("flash", "forward", 16384)
     assert row["tflop_per_s"] == pytest.approx(rate / 1e12)
     assert row["share_percent"] == pytest.approx(100 * rate / 1e12)
-    assert "a large matmul does 1 TFLOP/s here" in _answers(_frame(noise=0))["matmul_share"].text
+    assert "of the 1 TFLOP/s of a large matmul" in _answers(_frame(noise=0))["matmul_share"].text
 
 
 def test_what_explicit_cannot_do_is_told_with_its_reason():

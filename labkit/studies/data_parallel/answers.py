@@ -29,7 +29,7 @@ FASTEST = Question(
 BUCKETS = Question("bucket_size", "Does the bucket size matter here?", "bucket_size")
 OVERLAP = Question("overlap", "How much of the communication hides behind the backward pass?")
 MEMORY = Question("memory", "What does each need at its peak?")
-ACCUMULATION = Question("accumulation", "What does `no_sync` save when gradients are accumulated?", "synchronization")
+ACCUMULATION = Question("accumulation", "What does no_sync save when gradients are accumulated?", "synchronization")
 PUBLISHED = Question("published_trends", "Do the published trends hold on this machine?")
 QUESTIONS = (FASTEST, BUCKETS, OVERLAP, MEMORY, ACCUMULATION, PUBLISHED)
 
@@ -150,6 +150,12 @@ def bucket_size(frame: pd.DataFrame) -> Answer | None:
         span = span_text(own["ratio"])
         sentences.append(f"With equal buckets labkit's bucketed wrapper takes {span} of torch's backward.")
     faster, slower = shown(table, [*analysis.SETTING, "bucket_mb", "implementation"])
+    if len(table):
+        sentences.insert(
+            0,
+            f"Over the default buckets, a size is shown to be faster in {len(faster)} and slower in {len(slower)} of "
+            f"{len(table)} comparisons.",
+        )
     verdict: Verdict = "no difference shown" if faster.empty and slower.empty else "yes"
     is_shown = verdict != "no difference shown"
     evidence = ratios_text(table, lambda row: f"{format_bytes(row['bucket_bytes'])}, {_place(row)}")
@@ -258,6 +264,11 @@ def accumulation(frame: pd.DataFrame) -> Answer | None:
         for row in table.to_dict("records")
     ]
     faster, slower = shown(table, [*analysis.SETTING, "implementation"])
+    sentences.insert(
+        0,
+        f"Averaging after the last micro-batch alone is shown to be faster in {len(faster)} and slower in "
+        f"{len(slower)} of {len(table)} comparisons.",
+    )
     verdict = verdict_of(faster, slower)
     advice = None
     if verdict == "yes":

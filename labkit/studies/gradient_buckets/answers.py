@@ -253,7 +253,7 @@ def explained(frame: pd.DataFrame) -> Answer | None:
     table = model.against_measured(frame)
     ratios = table["measured_over_predicted"].dropna()
     if not ratios.empty:
-        sentences.append(f"Measured waiting is {span_text(ratios)} times the predicted one.")
+        sentences.insert(0, f"Measured waiting is {span_text(ratios)} times the predicted one.")
     largest = table.loc[table["buckets"].idxmax()]
     share = float(constants["gradient_bytes"].iloc[0] / largest["buckets"])
     sentences.append(
