@@ -267,7 +267,7 @@ def test_the_last_epoch_is_one_that_all_seeds_have():
     assert set(analysis.last_epoch(frame)["epoch"]) == {10}
     assert set(analysis.last_epoch(frame)["seed"]) == set(range(8))
     answers = _answers(frame)
-    assert "Accuracy after epoch 10, over 8 seeds" in answers["learned"].text
+    assert "Accuracy on CIFAR-100 after epoch 10, over 8 seeds" in answers["learned"].text
     assert "cannot be compared" in answers["published_trends"].text
 
 
@@ -291,3 +291,8 @@ def test_epochs_of_one_training_are_no_samples_of_their_own():
     assert analysis.synchronizing(few)["low_s"].isna().all()
     assert _answers(enough)["time"].verdict == "yes"
     assert set(analysis.time_summary(enough)["n"]) == {6}
+
+
+def test_digits_are_named_in_the_first_sentence_which_is_what_an_index_shows():
+    answer = _answers(_frame(names=ON_CPU, **DIGITS))["learned"]
+    assert answer.headline.startswith("Accuracy on digits, not CIFAR-100, after epoch")

@@ -74,7 +74,9 @@ def learned(frame: pd.DataFrame) -> Answer | None:
         parts = [
             f"{row['implementation']} {_percent_with_interval(row)}, {_spread(row)}" for row in table.to_dict("records")
         ]
-        sentences.append(f"Accuracy after epoch {table['epoch'].max():.0f}, over {_seeds(table)}: {'; '.join(parts)}.")
+        images = "CIFAR-100" if about["dataset"] == "cifar100" else f"{about['dataset']}, not CIFAR-100,"
+        when = f"after epoch {table['epoch'].max():.0f}, over {_seeds(table)}"
+        sentences.append(f"Accuracy on {images} {when}: {'; '.join(parts)}.")
     return Answer(LEARNED, "measured", " ".join([*sentences, setting]), "accuracy")
 
 
