@@ -18,8 +18,22 @@ from labkit.lab.measure import Progress, describe_hosts
 from labkit.lab.project import relative_to_project
 from labkit.lab.store import Run
 from labkit.lab.study import Study
-from labkit.lab.units import format_bytes, format_seconds, formatter_of
+from labkit.lab.units import counted, format_bytes, format_seconds, formatter_of
 from labkit.machine import Machine
+
+# Headings of columns that are not their names, and endings that say a unit which the cells carry, or the heading does.
+HEADINGS = {
+    "n_bytes": "size",
+    "world_size": "ranks",
+    "seconds": "time",
+    "warmup": "warm-up steps",
+    "bucket_mb": "bucket (MiB)",
+}
+UNIT_ENDINGS = (
+    *(("_flops_per_s", ""), ("_bytes_per_s", ""), ("_gb_per_s", " (GB/s)"), ("_per_s", "_per_s")),
+    *(("_bytes", ""), ("_s", ""), ("_percent", " (%)"), ("_ns_per_byte", " (ns/byte)")),
+)
+MANY = 100_000  # from here on a whole number is shown with separators
 
 
 def machine_card(machine: Machine, *, elsewhere: bool, hosts: dict[str, list[int]] | None = None) -> HTML:
@@ -149,8 +163,8 @@ def _ranks(run: Run) -> str:
     needed = {"world_size", "backend", "start_method", "scheduling", "threads"}  # known once ranks are ready
     facts = [fact for fact in run.facts().values() if needed <= fact.keys() and isinstance(fact["world_size"], int)]
     described = {
-        f"{fact['world_size']} ranks: {fact['backend'] or 'no process group'}, {fact['start_method']}, "
-        f"scheduling {fact['scheduling']}, {fact['threads']} threads each"
+        f"{counted(fact['world_size'], 'rank')}: {fact['backend'] or 'no process group'}, {fact['start_method']}, "
+        f"scheduling {fact['scheduling']}, {counted(fact['threads'], 'thread')} each"
         for fact in sorted(facts, key=lambda fact: fact["world_size"])
     }
     return "; ".join(sorted(described, key=lambda text: int(text.split()[0]))) or "none"
@@ -158,10 +172,13 @@ def _ranks(run: Run) -> str:
 
 def _heading(column: str) -> str:
     """Headings without the unit where the cells carry it, and with it where they do not."""
-    for suffix, shown in (("_bytes", ""), ("_s", ""), ("_percent", " (%)"), ("_ns_per_byte", " (ns/byte)")):
-        if column.endswith(suffix) and column != "n_bytes" and not column.endswith("_per_s"):
+    if column in HEADINGS:
+        return HEADINGS[column]
+    for suffix, shown in UNIT_ENDINGS:
+        if column.endswith(suffix):
             column = column.removesuffix(suffix) + shown
-    return {"n_bytes": "size", "world_size": "ranks"}.get(column, column.replace("_", " "))
+            break
+    return column.replace("_", " ")
 
 
 def _is_number(values: pd.Series) -> bool:
@@ -183,9 +200,11 @@ def _cell(column: str, value: Any) -> dict[str, Any]:
 def _text(column: str, value: Any) -> str:
     if _is_missing(value):
         return "–"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     if not isinstance(value, int | float):
         text = str(value)
         return text if "::" in text or "/" in text else text.replace("_", " ")  # operators and paths are spelled out
-    if isinstance(value, int) and not column.endswith("bytes"):  # a count keeps all its digits
-        return str(value)
+    if isinstance(value, int) and not column.endswith(("bytes", "flops")):  # a count keeps all its digits
+        return f"{value:,}" if abs(value) >= MANY else str(value)
     return formatter_of(column)(value)

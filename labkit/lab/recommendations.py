@@ -16,7 +16,10 @@ Status = Literal["shown", "not shown here", "not measured here", "not measured"]
 
 @dataclass(frozen=True)
 class Advice:
-    """What one question says on a topic: `text`, the numbers behind it, and where on which page that is."""
+    """What one question says on a topic: `text`, the numbers behind it, and where on which page that is.
+
+    `lab` is the title of the lab that says it.
+    """
 
     status: Status
     text: str
@@ -45,22 +48,22 @@ def recommendations(studies: Iterable[Study], labs: Mapping[str, Mapping[str, An
 
 def _advice(study: Study, question: Question, lab: Mapping[str, Any] | None) -> Advice:
     if lab is None:
-        return Advice("not measured", f"the lab {study.name} was not run.", study.name)
+        return Advice("not measured", f"the lab {study.name} was not run.", study.title)
     href, record = f"{lab['page']}#answer-{question.id}", lab["record"]
     if record is None:
         text = lab["error"] if lab["is_other_format"] else f"the lab {study.name} failed"
-        return Advice("not measured", f"{text}.", study.name, href=lab["page"])
+        return Advice("not measured", f"{text}.", study.title, href=lab["page"])
     if record["elsewhere"]:
         text = f"the page is of another machine, {record['machine']}."
-        return Advice("not measured here", text, study.name, href=href)
+        return Advice("not measured here", text, study.title, href=href)
     answer = next((answer for answer in record["answers"] if answer["question"]["id"] == question.id), None)
     if answer is None:
-        return Advice("not measured", f"the page of {study.name} is older than this question.", study.name)
+        return Advice("not measured", f"the page of {study.name} is older than this question.", study.title)
     if answer["verdict"] == "not measured":
         text = answer["headline"].removeprefix("Not measured: ")
-        return Advice("not measured", text, study.name, href=href)
+        return Advice("not measured", text, study.title, href=href)
     text = answer["recommendation"] or f"nothing is shown that a recommendation could rest on. {answer['headline']}"
-    return Advice(_status(answer), text, study.name, answer["evidence"], href)
+    return Advice(_status(answer), text, study.title, answer["evidence"], href)
 
 
 def _status(answer: Mapping[str, Any]) -> Status:
@@ -70,7 +73,7 @@ def _status(answer: Mapping[str, Any]) -> Status:
 def further_advice(labs: Iterable[Mapping[str, Any]]) -> list[Advice]:
     """Recommendations of questions that belong to no topic."""
     return [
-        Advice(_status(answer), answer["recommendation"], lab["name"], answer["evidence"], _href(lab, answer))
+        Advice(_status(answer), answer["recommendation"], lab["title"], answer["evidence"], _href(lab, answer))
         for lab in labs
         if lab["record"] and not lab["record"]["elsewhere"]
         for answer in lab["record"]["answers"]

@@ -20,6 +20,7 @@ from labkit.lab.study import Study
 from labkit.machine import describe_machine
 
 FAILED = ("failed", "timeout")
+NOT_OK = ("skipped", "oom", "failed", "timeout", "pending")
 
 
 @dataclass(frozen=True)
@@ -99,16 +100,17 @@ def _index_entry(study: Study, output: Path) -> dict[str, Any] | None:
 
 
 def _coverage_frame(labs: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
-    """One row a lab: points by status, time, profile, machine."""
+    """One row a lab: points by status, time, profile, machine. A status that nothing ended in has no column."""
     rows = []
     for lab in labs:
         record = lab["record"]
         counts = record["coverage"] if record else {}
         row = {"lab": lab["name"], "planned": sum(counts.values()), "measured": counts.get("ok", 0)}
-        row |= {status: counts.get(status, 0) for status in ("skipped", "oom", "failed", "timeout", "pending")}
+        row |= {status: counts.get(status, 0) for status in NOT_OK}
         row["duration_s"] = record["duration_s"] if record else None
         row["profile"] = record["profile"] if record else "not read" if lab["is_other_format"] else "failed"
         row["machine"] = record["machine"] + (" (elsewhere)" if record["elsewhere"] else "") if record else ""
         row["started"] = record["started"][:16].replace("T", " ") if record else ""
         rows.append(row)
-    return pd.DataFrame(rows)
+    table = pd.DataFrame(rows)
+    return table.drop(columns=[status for status in NOT_OK if status != "skipped" and not table[status].any()])

@@ -53,7 +53,17 @@ def format_flops(flops: float) -> str:
 
 def format_number(value: float) -> str:
     """Three digits, and from a thousand on whole numbers with separators: 0.784, 1,822."""
-    return f"{value:,.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.3g}"
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e12 else f"{value:.3g}"
+
+
+def format_share(share: float) -> str:
+    """0.53 -> "53 %"."""
+    return f"{100 * share:.0f} %"
+
+
+def counted(number: int, noun: str) -> str:
+    """1, "rank" -> "1 rank"; 2, "rank" -> "2 ranks"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def formatter_of(column: str) -> Callable[[float], str]:

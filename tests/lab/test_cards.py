@@ -95,10 +95,17 @@ def test_names_of_operators_and_paths_are_spelled_out_and_other_names_read_as_wo
         assert f">{text}<" in html
 
 
+def test_large_counts_have_separators_and_headings_no_unit_that_the_cells_carry():
+    row = {"flops": 2518679552, "parameters": 1998235200, "matmul_flops_per_s": 1.87e11, "n": 4096}
+    html = cards.table(pd.DataFrame([row])).data
+    for text in ("2.52 GFLOP", "1,998,235,200", "187 GFLOP/s", "4096", "matmul"):
+        assert f">{text}<" in html
+
+
 def test_numbers_are_aligned_and_sorted_by_value_and_text_is_not():
     html = cards.table(pd.DataFrame({"name": ["b", "a"], "seconds": [0.002, 1.5], "fits": [True, False]})).data
     assert html.count('class="text"') == 2 * 3  # two of the three columns, with their headings
-    assert '<td data-sort="0.002">2 ms</td><td class="text">True</td>' in html
+    assert '<td data-sort="0.002">2 ms</td><td class="text">yes</td>' in html
     assert '<td data-sort="1.5">1.5 s</td>' in html
 
 

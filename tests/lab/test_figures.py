@@ -45,6 +45,16 @@ def test_axes_carry_units():
     assert any(label.endswith("ms") for label in labels)
 
 
+def test_a_short_logarithmic_axis_has_ticks_to_read_it_by():
+    for seconds in ([0.07, 0.08, 0.11, 0.14], [1.05, 1.1, 1.2, 1.9], [1e-4, 1e-2, 1e-1, 1.0]):
+        frame = FRAME.drop(columns=["low", "high"]).assign(seconds=seconds)
+        plot = lines(frame, x="n_bytes", y="seconds", hue="algorithm")
+        plot.png()
+        axis = plot.figure.axes[0]
+        low, high = axis.get_ylim()
+        assert sum(low <= tick <= high for tick in axis.get_yticks()) >= 3
+
+
 def test_a_rate_is_not_taken_for_a_time():
     rates = FRAME.assign(busbw_gb_per_s=FRAME["seconds"])
     plot = lines(rates, x="n_bytes", y="busbw_gb_per_s", hue="algorithm")
@@ -92,6 +102,17 @@ def test_published_bars_get_a_panel_of_their_own_with_their_own_categories(tmp_p
     names = [[label.get_text() for label in axis.get_xticklabels()] for axis in plot.figure.axes]
     assert names == [["nano", "mini"], ["xl", "mini"]]
     assert plot.figure.axes[1].get_title() == "published, H100"
+
+
+def test_bars_stand_around_their_tick_whatever_other_panels_hold():
+    here = pd.DataFrame({"device": "cpu", "seconds": [1.0, 2.0], "parts": ["own", "torch"]})
+    there = pd.DataFrame({"device": "GPU", "seconds": [1.0, 2.0, 3.0], "parts": ["own", "other", "torch"]})
+    order = ["own", "other", "torch"]
+    plot = bars(here, x="device", y="seconds", hue="parts", hue_order=order, reference=there)
+    for axis in plot.figure.axes:
+        centers = [patch.get_x() + patch.get_width() / 2 for patch in axis.patches]
+        assert sum(centers) == pytest.approx(0)
+        assert sum(axis.get_xlim()) == pytest.approx(0)
 
 
 def test_bars_that_would_hide_one_another_or_be_left_out_are_refused():

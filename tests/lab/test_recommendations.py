@@ -76,6 +76,7 @@ def test_published_claims_are_listed_by_what_is_shown_of_them():
         "is contradicted here": ["B falls"],
         "is not shown here": ["C"],
     }
+    assert answer.text.startswith("Of 3 published claims, this run confirms 1, contradicts 1 and leaves 1 open. A")
     assert trends_answer(FREE, []) is None
 
 

@@ -77,7 +77,7 @@ def test_without_rows_every_question_is_not_measured_and_says_why(frame):
 def test_trainings_that_agree_are_shown_to_be_the_same():
     answers = _answers(_frame())
     assert answers["same_training"].verdict == "yes"
-    assert "within the 1 that count as the same" in answers["same_training"].text
+    assert "the same within 1 point" in answers["same_training"].text
     assert answers["published_trends"].verdict == "yes"
     assert "after as many epochs of the same recipe" in answers["published_trends"].text
 
@@ -104,7 +104,7 @@ def test_a_difference_within_a_seed_is_seen_although_seeds_differ_more():
     assert answers["sync_batchnorm"].verdict == "yes"
     advice = answers["sync_batchnorm"].recommendation
     assert advice.startswith(
-        "synchronize batch norm with 64 images a rank and cifar100: a higher accuracy is shown, for 1.1"
+        "synchronize batch norm with 64 images a rank (cifar100): a higher accuracy is shown, for 1.1"
     )
     assert answers["same_training"].verdict == "yes"
 
@@ -118,7 +118,7 @@ def test_synchronizing_that_harms_is_a_no():
 def test_what_is_shown_but_within_the_margin_counts_as_the_same():
     answer = _answers(_frame(ALIKE | {OWN_SYNC: 0.6, TORCH_SYNC: 0.6}))["sync_batchnorm"]
     assert answer.verdict == "no"
-    assert "within the 1 that count as the same" in answer.text
+    assert "the same within 1 point" in answer.text
     assert "no gain with synchronizing is shown" in answer.recommendation
 
 
@@ -263,7 +263,7 @@ def test_the_last_epoch_is_one_that_all_seeds_have():
     assert set(analysis.last_epoch(frame)["epoch"]) == {10}
     assert set(analysis.last_epoch(frame)["seed"]) == set(range(8))
     answers = _answers(frame)
-    assert "After epoch 10, over 8 seeds" in answers["learned"].text
+    assert "Accuracy on CIFAR-100 after epoch 10, over 8 seeds" in answers["learned"].text
     assert "cannot be compared" in answers["published_trends"].text
 
 
@@ -287,3 +287,8 @@ def test_epochs_of_one_training_are_no_samples_of_their_own():
     assert analysis.synchronizing(few)["low_s"].isna().all()
     assert _answers(enough)["time"].verdict == "yes"
     assert set(analysis.time_summary(enough)["n"]) == {6}
+
+
+def test_digits_are_named_in_the_first_sentence_which_is_what_an_index_shows():
+    answer = _answers(_frame(names=ON_CPU, **DIGITS))["learned"]
+    assert answer.headline.startswith("Accuracy on digits, not CIFAR-100, after epoch")

@@ -191,7 +191,7 @@ def test_slower_compiled_code_is_advised_against_and_noise_shows_nothing():
     assert "earned back" not in slow.text
     noisy = _answers(_frame(compiled=1.0, noise=0.5))["compile"]
     assert noisy.verdict == "no difference shown"
-    assert "no difference is shown here" in noisy.recommendation
+    assert "no gain is shown" in noisy.recommendation
     assert (slow.is_shown, noisy.is_shown) == (True, False)
 
 

@@ -155,7 +155,7 @@ def test_the_share_is_of_the_matmul_measured_in_the_run():
     rate = 2 * 16384**2 * 64 / _textbook("flash", "forward", 16384)
     assert row["tflop_per_s"] == pytest.approx(rate / 1e12)
     assert row["share_percent"] == pytest.approx(100 * rate / 1e12)
-    assert "a large matmul does 1 TFLOP/s here" in _answers(_frame(noise=0))["matmul_share"].text
+    assert "of the 1 TFLOP/s of a large matmul" in _answers(_frame(noise=0))["matmul_share"].text
 
 
 def test_what_explicit_cannot_do_is_told_with_its_reason():
@@ -235,7 +235,7 @@ def test_a_record_without_the_kernel_is_passed_over(tmp_path):
 def test_published_trends_hold_are_contradicted_or_not_shown():
     held = _answers(_frame(explicit_until=8192))["published_trends"]
     assert "(here: flash): holds here" in held.text
-    assert "runs out of memory where the other still runs (here from 16384 tokens): holds here" in held.text
+    assert "runs out of memory where FlashAttention still runs (here from 16384 tokens): holds here" in held.text
     slow = _frame(lambda name, phase, s: 1e-3 * (1 if name == "explicit" else 3), gpu=False, explicit_until=16384)
     answer = _answers(slow)["published_trends"]
     assert answer.verdict == "no"

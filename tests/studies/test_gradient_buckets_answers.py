@@ -131,7 +131,7 @@ def test_waiting_that_is_only_moved_into_backward_is_no_gain():
     frame = _frame(waits, lambda size, *_: all_bytes - waits(size))
     answers = _answers(frame)
     assert answers["bucket_size"].verdict == "no difference shown"
-    assert "What a step does not wait for, its backward pass pays" in answers["bucket_size"].recommendation
+    assert "What a step does not wait for, its backward pass pays" in answers["bucket_size"].text
     assert "slow down the backward pass" in answers["waiting"].text
 
 

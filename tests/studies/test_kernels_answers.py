@@ -100,7 +100,7 @@ def test_what_recording_costs_is_told_where_it_is_shown():
     assert "nano on cpu: 66.7 ms by the clock" in text
     assert "add up to 100 ms, 1.50 [1.50, 1.50] of that" in text
     assert "recording 1000 events costs about 33.3 µs each" in text
-    assert "its events cover 100% of the clock's time." in text
+    assert "its events cover 100 % of the clock's time." in text
     equal = _answers(_frame(overhead=1.0, noise=0.1))["profiler_and_clock"].text
     assert "That the profiler slows the pass is not shown" in equal
     assert "recording" not in equal
@@ -117,13 +117,13 @@ def test_a_gpu_that_waits_is_told_by_kernels_and_host():
     frame.loc[is_clock, "events_s"] *= 0.25
     text = _answers(frame)["profiler_and_clock"].text
     assert "the profiler's kernels add up to 25 ms, 0.38" in text
-    assert "cover 25% of the clock's time; in the rest no kernel runs (the host is in the pass for 100 ms)." in text
+    assert "cover 25 % of the clock's time; in the rest no kernel runs (the host is in the pass for 100 ms)." in text
 
 
 def test_the_largest_operator_is_the_one_of_the_frame_with_its_calls():
     text = _answers(_frame(noise=0))["largest_operator"].text
-    assert "nano on cpu: forward, aten::mm takes 50 ms [50 ms, 50 ms] in 29 calls, 50% of all" in text
-    assert "forward and backward, aten::mm takes 150 ms [150 ms, 150 ms] in 87 calls, 58% of all" in text
+    assert "nano on cpu: forward, aten::mm takes 50 ms [50 ms, 50 ms] in 29 calls, 50 % of all" in text
+    assert "forward and backward, aten::mm takes 150 ms [150 ms, 150 ms] in 87 calls, 58 % of all" in text
     assert "The same operator leads in both." in text
     other = {("backward", "", "elementwise", "aten::mul"): (900.0, 99)}
     text = _answers(_frame(other))["largest_operator"].text
@@ -140,20 +140,20 @@ def test_a_leader_within_chance_is_said_to_be():
 def test_what_is_worth_naming_is_named_with_its_interval():
     text = _answers(_frame(noise=0))["beside_matmul"].text
     assert (
-        "nano on cpu, forward: elementwise 23% [23%, 23%], dispatch 10% [10%, 10%], copy 7% [7%, 7%] and softmax 6%"
-        in text
+        "nano on cpu, forward: elementwise 23 % [23 %, 23 %], dispatch 10 % [10 %, 10 %], copy 7 % [7 %, 7 %] and "
+        "softmax 6 %" in text
     )
-    assert "nano on cpu, full step: elementwise 24% [24%, 24%], optimizer 23%" in text
+    assert "nano on cpu, full step: elementwise 24 % [24 %, 24 %], optimizer 23 %" in text
     only = dict.fromkeys([key for key in FORWARD_PART | STEP_PART if key[2] != "matmul"])
     answer = _answers(_frame(only))["beside_matmul"]
     assert answer.verdict == "no difference shown"
-    assert "nothing is shown to be above 5%" in answer.text
+    assert "nothing is shown to be above 5 %" in answer.text
 
 
 def test_a_step_with_an_optimizer_has_a_smaller_share_of_products_and_a_strange_one_a_larger():
     answer = _answers(_frame())["matmul_share"]
     assert answer.verdict == "yes"
-    assert "54% [5" in answer.text
+    assert "54 % [5" in answer.text
     assert "smaller" in answer.text
     strange = {("backward", "", "matmul", "aten::mm"): (5000.0, 58)}
     answers = _answers(_frame(strange))

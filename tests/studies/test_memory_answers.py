@@ -134,8 +134,11 @@ def test_a_block_that_keeps_something_else_than_predicted_is_a_no():
 
 
 def test_the_largest_model_is_the_largest_that_fits():
-    assert _answers(_frame())["largest_model"].recommendation.startswith("small is the largest")
-    assert _answers(_frame(machine=200 * GIB))["largest_model"].recommendation.startswith("2.7B is the largest")
+    for machine, size in ((24 * GIB, "small"), (200 * GIB, "2.7B")):
+        advice = _answers(_frame(machine=machine))["largest_model"].recommendation
+        assert advice.startswith(
+            f"up to the size {size}, a full step fits into the {machine // GIB} GiB of this machine"
+        )
     none = _answers(_frame(machine=GIB // 4))["largest_model"]
     assert (none.verdict, none.recommendation) == ("no", None)
 

@@ -127,14 +127,15 @@ def test_sums_that_are_not_the_published_ones_contradict_them():
 
 def test_dtypes_are_told_by_model_and_devices_that_differ_are_named():
     text = _answers(_frame(_dtypes(), _dtypes("bfloat16", "cpu")))["dtypes"].text
-    assert "Under autocast to bfloat16 on cuda, the toy model has float32 for parameters and norm" in text
-    assert "on cpu, the toy model has float32 for parameters, bfloat16 for norm and logits" in text
+    assert text.startswith("Parameters stay in float32 in every model.")
+    assert "Under autocast to bfloat16 on cuda: float32 for parameters and norm" in text
+    assert "on cpu: float32 for parameters, bfloat16 for norm and logits" in text
     assert "Devices differ for toy model under bfloat16: norm." in text
 
 
 def test_the_step_that_overflows_is_named_whichever_it_is():
     answer = _answers(_frame(_norm()))["layer_norm"]
-    assert "float16: the squares overflow for inputs 0 ± 300 (40% of values)" in answer.text
+    assert "float16: the squares overflow for inputs 0 ± 300 (40 % of values)" in answer.text
     assert "bfloat16: no step overflows, and none underflows" in answer.text
     assert "the mean overflows" in _answers(_frame(_norm(overflowing="mean")))["layer_norm"].text
     assert "float16: no step overflows" in _answers(_frame(_norm(overflowing=None)))["layer_norm"].text

@@ -132,8 +132,8 @@ def test_the_bound_is_plain_batchnorm_and_twice_two_all_reduces():
 
     bounds = analysis.bounds(_frame(seconds, noise=0))
     assert bounds["ratio"].tolist() == pytest.approx([5 / 3] * 8)
-    assert "no more in 0 and more in 8 of 8 settings" in _answers(_frame(seconds))["split"].text
-    assert "no more in 8 and more in 0 of 8 settings" in _answers(_frame())["split"].text
+    assert "shown to be no longer in 0 of 8 settings, and to be longer in 8." in _answers(_frame(seconds))["split"].text
+    assert "shown to be no longer in 8 of 8 settings, and to be longer in 0." in _answers(_frame())["split"].text
 
 
 def test_where_arithmetic_is_the_larger_part_it_is_said():

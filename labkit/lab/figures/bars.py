@@ -26,6 +26,7 @@ from labkit.lab.figures.style import (
 GROUP_WIDTH = 0.8  # of the distance between two categories
 UPRIGHT_LABEL = 9  # characters; longer names of categories are slanted
 WIDEST = 10.5
+FEWEST_PLACES = 3  # a panel is as wide as these, so that a single bar is no wall
 
 
 def bars(
@@ -121,6 +122,7 @@ def _draw(
     stacked: bool,
     hatched: bool,
 ) -> None:
+    hues = [value for value in hues if value in set(panel[hue])]  # no room for bars of other panels
     width = GROUP_WIDTH if stacked else GROUP_WIDTH / len(hues)
     bottoms = dict.fromkeys(places, 0.0)
     for index, value in enumerate(hues):
@@ -159,7 +161,8 @@ def _finish(
     names = [str(place).replace("_", " ") for place in places]
     slanted = max(map(len, names)) > UPRIGHT_LABEL and len(names) > 3
     axis.set_xticks(range(len(places)), names, rotation=25 if slanted else 0, ha="right" if slanted else "center")
-    axis.set_xlim(min(-0.6, (len(places) - 3) / 2 - 0.5), max(len(places) - 0.4, (len(places) + 1) / 2))
+    middle, half = (len(places) - 1) / 2, max(len(places) / 2 + 0.1, FEWEST_PLACES / 2)
+    axis.set_xlim(middle - half, middle + half)
     axis.set_xlabel(axis_title(x))
     format_axis(axis.yaxis, y, log)
     if title != MEASURED:

@@ -14,7 +14,7 @@ from typing import Any
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, Locator, LogLocator, NullFormatter
+from matplotlib.ticker import FuncFormatter, Locator, LogLocator, MaxNLocator, NullFormatter
 from PIL import Image
 
 from labkit.lab.units import format_bytes, formatter_of
@@ -26,6 +26,7 @@ SINGLE_PANEL_WIDTH = 7.0
 MEASURED = "measured here"
 THUMBNAIL_WIDTH = 320  # pixels, shown at half of it
 FEW_PLACES = 4  # on the x axis: each gets a tick of its own
+FEWEST_TICKS = 3  # on a logarithmic axis; fewer do not tell its scale
 
 # Column names as axis titles; a name that is not listed is shown with blanks for underscores.
 AXIS_TITLES = {
@@ -42,6 +43,7 @@ AXIS_TITLES = {
     "algbw_gb_per_s": "algorithm bandwidth (GB/s)",
     "elements": "elements",
     "ratio": "ratio of times",
+    "head_dim": "head dimension",
 }
 
 # Axes on which values double: ticks at powers of two.
@@ -60,10 +62,23 @@ class _PowersOfTwo(Locator):
         return [step * index for index in range(math.ceil(vmin / step), math.floor(vmax / step) + 1)]
 
 
+class _OneTwoFive(LogLocator):
+    """Ticks at 1, 2 and 5 of each power of ten; on an axis so short that they are too few, at equal distances."""
+
+    def __init__(self) -> None:
+        super().__init__(subs=(1, 2, 5), numticks=12)
+
+    def tick_values(self, vmin: float, vmax: float) -> Sequence[float]:
+        ticks = super().tick_values(vmin, vmax)
+        if sum(vmin <= tick <= vmax for tick in ticks) >= FEWEST_TICKS:
+            return ticks
+        return MaxNLocator(nbins=6, steps=[1, 2, 2.5, 5, 10]).tick_values(vmin, vmax)
+
+
 def _log_ticks(column: str) -> Locator:
     if column.endswith("bytes"):
         return LogLocator(base=32 if column == "n_bytes" else 2, numticks=8)
-    return LogLocator(base=2) if column in DOUBLING else LogLocator(subs=(1, 2, 5), numticks=12)
+    return LogLocator(base=2) if column in DOUBLING else _OneTwoFive()
 
 
 @dataclass(frozen=True)
@@ -158,13 +173,14 @@ def legend(figure: Figure, axes: Sequence[Axes], hue: str) -> None:
         for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
             entries.setdefault(label, handle)
     widest = max((len(label) for label in entries), default=1)
-    columns = min(len(entries), int(figure.get_figwidth() * 14 / (widest + 8)))
+    most = max(1, min(len(entries), int(figure.get_figwidth() * 14 / (widest + 8))))
+    columns = math.ceil(len(entries) / math.ceil(len(entries) / most)) if entries else 1  # rows of about equal length
     figure.legend(
         entries.values(),
         entries.keys(),
         title=axis_title(hue),
         loc="outside lower center",
-        ncols=max(1, columns),
+        ncols=columns,
         frameon=False,
         fontsize=8,
         title_fontsize=8,

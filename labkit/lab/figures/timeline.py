@@ -55,7 +55,7 @@ def timeline(
     axis.set_yticks(range(len(lanes)), [str(value).replace("_", " ") for value in lanes])
     axis.invert_yaxis()
     finish_axes(axis, grid="x")
-    axis.set_xlabel("time since the first of them")
+    axis.set_xlabel("time since the first event")
     format_axis(axis.xaxis, duration, False)
     legend(figure, [axis], hue)
     return Plot(figure, data)

@@ -6,9 +6,9 @@ import pandas as pd
 
 from labkit.costs.communication import ALL_REDUCE_COSTS
 from labkit.lab.answers import Answer, Question, Verdict, answer_each
-from labkit.lab.evidence import ratios_text, shown, verdict_of, with_interval
+from labkit.lab.evidence import ratios_text, shown, span_text, verdict_of, with_interval
 from labkit.lab.trends import trends_answer
-from labkit.lab.units import format_bytes, format_rate, format_seconds, join_words
+from labkit.lab.units import format_bytes, format_rate, format_seconds, format_share, join_words
 from labkit.studies.all_reduce import analysis, trends
 from labkit.studies.all_reduce.transport_tables import TRANSPORTS, transports
 from labkit.studies.all_reduce.transports import CHOSEN, TORCH
@@ -164,11 +164,26 @@ def _chooser_recommendation(chosen: pd.DataFrame) -> str | None:
     parts = []
     if not faster.empty:
         gain = f"{faster['ratio'].min():.2f} to {faster['ratio'].max():.2f} of torch's time"
-        parts.append(f"labkit's all_reduce is faster in {len(faster)} of {len(chosen)} settings ({gain})")
+        where = _sizes_by_ranks(faster, chosen)
+        parts.append(f"use labkit's all_reduce {where}: faster in {len(faster)} of {len(chosen)} settings ({gain})")
     if not slower.empty:
         worst = slower.loc[slower["ratio"].idxmax()]
-        parts.append(f"slower in {len(slower)} (at worst {worst['ratio']:.2f}x at {_place(worst)})")
+        at_worst = f"in {len(slower)} of {len(chosen)} settings (at worst {worst['ratio']:.2f}x at {_place(worst)})"
+        start = "" if parts else "labkit's all_reduce is "
+        parts.append(f"{start}slower {at_worst}")
     return f"{'; '.join(parts)}."
+
+
+def _sizes_by_ranks(rows: pd.DataFrame, compared: pd.DataFrame) -> str:
+    """ "for 4 KiB with 2 ranks and 1 KiB to 256 KiB with 4 ranks": a span only where no compared size is left out."""
+    parts = []
+    for world_size, of_world in rows.groupby("world_size"):
+        sizes = sorted(of_world["n_bytes"].unique())
+        all_sizes = compared.loc[compared["world_size"] == world_size, "n_bytes"]
+        is_span = len(sizes) > 2 and all_sizes.between(sizes[0], sizes[-1]).sum() == len(of_world)
+        told = span_text(sizes, format_bytes) if is_span else join_words([format_bytes(size) for size in sizes])
+        parts.append(f"{told} with {world_size} ranks")
+    return f"for {'; '.join(parts)}"
 
 
 def ring_against_torch(frame: pd.DataFrame) -> Answer | None:
@@ -200,7 +215,7 @@ def alpha_beta(frame: pd.DataFrame) -> Answer | None:
     worst = max(model.largest_error for model in fitted.values())
     sentences = [
         "Fitted to all four algorithms of a world size together, alpha and beta leave half of the times within "
-        f"{max(typical):.0%} and the worst off by {worst:.0%}."
+        f"{format_share(max(typical))} and the worst off by {format_share(worst)}."
     ]
     predicted = analysis.predictions(frame)["measured_over_predicted"].dropna()
     if not predicted.empty:
@@ -247,12 +262,14 @@ def scheduling(frame: pd.DataFrame) -> Answer | None:
     )
     verdict = verdict_of(faster, slower)
     advice = {
-        "yes": f"run CPU ranks under SCHED_BATCH: faster in {len(faster)} of {len(ratios)} settings.",
+        "yes": f"run CPU ranks under SCHED_BATCH: faster in {len(faster)} of {len(ratios)} settings"
+        + (f" ({span_text(faster['ratio'])} of the time)." if len(faster) else "."),
         "no": "leave the default scheduling policy: SCHED_BATCH is nowhere shown to be faster.",
         "mixed": f"SCHED_BATCH helps in {len(faster)} and hurts in {len(slower)} of {len(ratios)} settings.",
         "no difference shown": "the scheduling policy does not matter here, as far as is shown.",
     }
-    is_shown, evidence = verdict != "no difference shown", ratios_text(ratios, _place)
+    is_shown = verdict != "no difference shown"
+    evidence = ratios_text(ratios, lambda row: f"{_name(row['algorithm'])}, {_place(row)}")
     return Answer(SCHEDULING, verdict, text, "scheduling", advice[verdict], is_shown, evidence)
 
 

@@ -67,7 +67,8 @@ def _of_ranks(own: pd.DataFrame, over_floor: pd.DataFrame, ranks: int) -> str:
         limits = [
             f"{_named(row['transport'])} {ratio_text(row)}" for _, row in floor[floor["n_bytes"] == size].iterrows()
         ]
-        text = f"With {ranks} ranks and {format_bytes(size)}, times the floor: {join_words(limits)}. "
+        where = f"With {ranks} ranks and {format_bytes(size)}"
+        text = f"{where}, time over that of the floor (additions and copies alone): {join_words(limits)}. "
     parts = [
         f"{_named(str(transport))} {span_text(rows['ratio'])}"
         for transport, rows in here.groupby("transport", sort=False)
@@ -81,7 +82,7 @@ def _named(transport: str) -> str:
         TORCH: "torch's all-reduce",
         MESSAGES: "labkit's over messages",
         SHARED_MEMORY: "labkit's over shared memory",
-        REGISTERED: "the same for tensors that lie there",
+        REGISTERED: "labkit's on registered tensors",
     }
     return names.get(transport, transport)
 

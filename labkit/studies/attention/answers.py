@@ -5,7 +5,7 @@ import pandas as pd
 from labkit.lab.answers import Answer, Question, Verdict, not_measured
 from labkit.lab.evidence import ratio_text, ratios_text, shown, span_text, verdict_of, with_interval
 from labkit.lab.trends import trends_answer
-from labkit.lab.units import format_bytes, format_seconds, join_words
+from labkit.lab.units import format_bytes, format_seconds, format_share, join_words
 from labkit.studies.attention import analysis, trends
 from labkit.studies.attention.worker import COMPILED, EXPLICIT, TILED
 
@@ -108,7 +108,7 @@ def memory_growth(frame: pd.DataFrame) -> Answer | None:
         f"Explicit attention holds {format_bytes(largest['saved_bytes'])} at {largest['sequence']} tokens and head "
         f"dimension {largest['head_dim']}, batch {largest['batch']}; the formula says "
         f"{format_bytes(largest['predicted_saved_bytes'])}, and over all sizes measured over predicted is "
-        f"{ratios.min():.2f} to {ratios.max():.2f}.{matrix}"
+        f"{span_text(ratios)}.{matrix}"
     ]
     longest = table[(table["sweep"] == "grid") & (table["sequence"] == largest["sequence"])]
     for name, verb in ((COMPILED, "The compiled version holds"), (TILED, "Tiled attention holds")):
@@ -124,7 +124,7 @@ def _matrix_share(frame: pd.DataFrame, row: pd.Series) -> str:
     at = frame[(frame["phase"] == "saved") & (frame["implementation"] == EXPLICIT) & (frame["sweep"] == "grid")]
     at = at[(at["sequence"] == row["sequence"]) & (at["head_dim"] == row["head_dim"])]
     share = at.loc[at["tensor"] == "probabilities", "saved_bytes"].sum() / at["saved_bytes"].sum()
-    return f" {share:.0%} of it are the probabilities, which grow with the square of the length."
+    return f" {format_share(share)} of it is the probabilities, which grow with the square of the length."
 
 
 def out_of_memory(frame: pd.DataFrame) -> Answer | None:
@@ -139,7 +139,7 @@ def out_of_memory(frame: pd.DataFrame) -> Answer | None:
     text = (
         f"Batch {needed['batch']}, head dimension {needed['head_dim']}: {needed['sequence']} tokens is the first power "
         f"of two that does not fit. Forward and backward need {format_bytes(total)} at the worst moment, and "
-        f"{available} are available. {len(matrices) * largest / total:.0%} of the need are {matrix}."
+        f"{available} are available. {format_share(len(matrices) * largest / total)} of that is {matrix}."
     )
     return Answer(OUT_OF_MEMORY, "measured", f"{text} {_prediction_held(frame)}".strip(), "peak_memory")
 
@@ -154,7 +154,7 @@ def _prediction_held(frame: pd.DataFrame) -> str:
     ratios = table["peak_bytes"] / table["predicted_peak_bytes"]
     return (
         f"The size is by formula; over {len(ratios)} measured peaks of 64 MiB and more, measured over predicted is "
-        f"{ratios.min():.2f} to {ratios.max():.2f}."
+        f"{span_text(ratios)}."
     )
 
 
@@ -225,9 +225,12 @@ def compiled(frame: pd.DataFrame) -> Answer | None:
         )
     verdict = verdict_of(faster, slower)
     advice = _compile_advice(ratios)
+    is_shown = advice is not None
     evidence = ratios_text(ratios, lambda row: f"{row['phase']}, {_place(row)}")
     text = " ".join(sentences)
-    return Answer(COMPILING, verdict, text, "compiled_against_eager", advice, advice is not None, evidence)
+    return Answer(
+        COMPILING, verdict, text, "compiled_against_eager", advice or _no_compile_advice(ratios), is_shown, evidence
+    )
 
 
 def _compiled_phase(phase: object, ratios: pd.DataFrame) -> str:
@@ -250,6 +253,18 @@ def _compile_advice(ratios: pd.DataFrame) -> str | None:
         if slower.empty and len(faster) == len(beyond):
             return f"compile explicit attention from {start} tokens on, where forward and backward are both faster."
     return None
+
+
+def _no_compile_advice(ratios: pd.DataFrame) -> str | None:
+    """Where compiling is faster here and there, but from no length on in both passes."""
+    counts = ratios["verdict"].value_counts()
+    if "faster" not in counts:
+        return None
+    return (
+        "choose by length and pass, from the table: from no length on is compiled attention shown to be faster both "
+        f"forward and backward (faster in {counts.get('faster', 0)}, slower in {counts.get('slower', 0)} of "
+        f"{len(ratios)} comparisons)."
+    )
 
 
 def published_trends(frame: pd.DataFrame) -> Answer | None:

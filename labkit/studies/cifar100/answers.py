@@ -59,7 +59,7 @@ def learned(frame: pd.DataFrame) -> Answer | None:
         sentences.append(f"WRONG WEIGHTS after the first updates, and therefore no training, by {names}.")
     if about is None:
         return Answer(LEARNED, "not measured", " ".join(sentences))
-    sentences.append(
+    setting = (
         f"Trained on {about['trained']:.0f} images: {about['source']}. Of {about['classes']:.0f} classes a guess is "
         f"right in {100 / about['classes']:.0f} %."
     )
@@ -74,8 +74,10 @@ def learned(frame: pd.DataFrame) -> Answer | None:
         parts = [
             f"{row['implementation']} {_percent_with_interval(row)}, {_spread(row)}" for row in table.to_dict("records")
         ]
-        sentences.append(f"After epoch {table['epoch'].max():.0f}, over {_seeds(table)}: {'; '.join(parts)}.")
-    return Answer(LEARNED, "measured", " ".join(sentences), "accuracy")
+        images = "CIFAR-100" if about["dataset"] == "cifar100" else f"{about['dataset']}, not CIFAR-100,"
+        when = f"after epoch {table['epoch'].max():.0f}, over {_seeds(table)}"
+        sentences.append(f"Accuracy on {images} {when}: {'; '.join(parts)}.")
+    return Answer(LEARNED, "measured", " ".join([*sentences, setting]), "accuracy")
 
 
 def _seeds(table: pd.DataFrame) -> str:
@@ -141,7 +143,7 @@ def _compared(name: str, other: str, some: pd.DataFrame) -> str:
             parts.append(f"{text} (too few seeds for an interval)")
             continue
         says = {
-            "the same": f"within the {row['margin']:g} that count as the same",
+            "the same": f"the same within {row['margin']:g} {unit.removesuffix('s') if row['margin'] == 1 else unit}",
             "diverged": "of the seeds that did not diverge, and so without a verdict",
             "not shown": f"neither shown to be within {row['margin']:g} nor beyond",
         }.get(row["verdict"], f"{row['verdict']} by more than {row['margin']:g}")
@@ -235,7 +237,7 @@ def _advice(
     about = analysis.setting(frame)
     if about is None or ratios.empty or table["low"].isna().any() or (better and worse):
         return None
-    here = f"{about['batch']:.0f} images a rank and {about['dataset']}"
+    here = f"{about['batch']:.0f} images a rank ({about['dataset']})"
     slower = f", for {span_text(ratios['ratio'])} of the time" if (ratios["verdict"] == "slower").all() else ""
     if better:
         return f"synchronize batch norm with {here}: {join_words(better)} {_is(better)} shown{slower}."

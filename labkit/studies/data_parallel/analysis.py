@@ -183,7 +183,10 @@ def timeline(frame: pd.DataFrame) -> pd.DataFrame:
         return pd.DataFrame(columns=[*SETTING, "implementation", "lane", "start_s", "duration_s", "during_s"])
     rows = frame[(frame["sweep"] == "timeline") & (frame["rank"] == 0)].dropna(subset="lane")
     fewest = rows["world_size"].min()
-    rows = in_order(rows[rows["world_size"] == fewest])
+    rows = rows[rows["world_size"] == fewest].sort_values(
+        "lane", key=lambda lanes: lanes.map(LANES.index), kind="stable"
+    )
+    rows = in_order(rows)
     return rows.assign(row=rows["implementation"] + ", " + rows["lane"])
 
 

@@ -18,7 +18,7 @@ from labkit.lab.evidence import (
     wrong_rows,
 )
 from labkit.lab.trends import Trend, trends_answer
-from labkit.lab.units import format_bytes, format_seconds, join_words
+from labkit.lab.units import format_bytes, join_words
 from labkit.parallel.data_parallel.implementations import DEFAULT_LAYOUT, TORCH
 from labkit.studies.data_parallel import analysis
 from labkit.studies.data_parallel.worker import LOCAL
@@ -29,7 +29,7 @@ FASTEST = Question(
 BUCKETS = Question("bucket_size", "Does the bucket size matter here?", "bucket_size")
 OVERLAP = Question("overlap", "How much of the communication hides behind the backward pass?")
 MEMORY = Question("memory", "What does each need at its peak?")
-ACCUMULATION = Question("accumulation", "What does `no_sync` save when gradients are accumulated?", "synchronization")
+ACCUMULATION = Question("accumulation", "What does no_sync save when gradients are accumulated?", "synchronization")
 PUBLISHED = Question("published_trends", "Do the published trends hold on this machine?")
 QUESTIONS = (FASTEST, BUCKETS, OVERLAP, MEMORY, ACCUMULATION, PUBLISHED)
 
@@ -69,6 +69,8 @@ def fastest(frame: pd.DataFrame) -> Answer | None:
     if not bad.empty:
         names = join_words(sorted({_name(name) for name in bad["implementation"]}))
         sentences.append(f"WRONG GRADIENTS, and therefore no times, from {names}.")
+    if len(ratios):
+        sentences.append(_by_verdict(*shown(ratios, [*analysis.SETTING, "implementation"])))
     if refused := not_measured_text(frame, "implementation"):
         sentences.append(refused)
     for key, of_setting in times.groupby(analysis.SETTING):
@@ -81,6 +83,20 @@ def fastest(frame: pd.DataFrame) -> Answer | None:
     is_shown, evidence = verdict != "no difference shown", ratios_text(ratios, _place)
     text, advice = " ".join(sentences), _advice(ratios, faster, slower)
     return Answer(FASTEST, verdict, text, "backward", advice, is_shown, evidence)
+
+
+def _by_verdict(faster: pd.DataFrame, slower: pd.DataFrame) -> str:
+    """Which wrappers are shown to be faster than torch's somewhere, and which slower."""
+    parts = [
+        f"{join_words([_name(str(name)) for name in dict.fromkeys(some['implementation'])])} "
+        f"({span_text(some['ratio'])} of its backward, in {len(some)} comparisons)"
+        for some in (faster, slower)
+        if len(some)
+    ]
+    words = [word for word, some in (("Faster", faster), ("Slower", slower)) if len(some)]
+    if not parts:
+        return "No wrapper is shown to be faster or slower than torch's beyond chance."
+    return " ".join(f"{word} than torch's: {part}." for word, part in zip(words, parts, strict=True))
 
 
 def _place(row: pd.Series) -> str:
@@ -134,6 +150,12 @@ def bucket_size(frame: pd.DataFrame) -> Answer | None:
         span = span_text(own["ratio"])
         sentences.append(f"With equal buckets labkit's bucketed wrapper takes {span} of torch's backward.")
     faster, slower = shown(table, [*analysis.SETTING, "bucket_mb", "implementation"])
+    if len(table):
+        sentences.insert(
+            0,
+            f"Over the default buckets, a size is shown to be faster in {len(faster)} and slower in {len(slower)} of "
+            f"{len(table)} comparisons.",
+        )
     verdict: Verdict = "no difference shown" if faster.empty and slower.empty else "yes"
     is_shown = verdict != "no difference shown"
     evidence = ratios_text(table, lambda row: f"{format_bytes(row['bucket_bytes'])}, {_place(row)}")
@@ -176,19 +198,18 @@ def overlap(frame: pd.DataFrame) -> Answer | None:
         return None
     sentences = []
     for _, of_setting in table.groupby(analysis.SETTING):
-        parts = [_exposed(pd.Series(row)) for row in of_setting.to_dict("records")]
-        sentences.append(
-            f"{ranks_text(of_setting.iloc[0])}: a step takes longer than one without communication by "
-            f"{join_words(parts)}."
-        )
-    if table["hidden_percent"].notna().any():
-        sentences.append("Hidden is the share of the communication that backward does not wait for.")
-    for row in seen.to_dict("records"):
-        if row["implementation"] in ("naive", "overlapped", "bucketed"):
-            sentences.append(
-                f"In the profile of one step, {row['begun_during_backward']} of {row['collectives']} collectives of "
-                f"{_name(row['implementation'])} run during backward ({row['during_percent']:.0f} % of their time)."
-            )
+        where = ranks_text(of_setting.iloc[0])
+        if could_hide := [text for row in of_setting.to_dict("records") if (text := _hidden(pd.Series(row)))]:
+            sentences.append(f"{where}: of its communication, backward does not wait for {join_words(could_hide)}.")
+        sentences.append(f"{where}: {_least_and_most_exposed(of_setting)}.")
+    ran = [
+        f"{row['begun_during_backward']} of {row['collectives']} of {_name(row['implementation'])} "
+        f"({row['during_percent']:.0f} % of their time)"
+        for row in seen.to_dict("records")
+        if row["implementation"] in ("naive", "overlapped", "bucketed")
+    ]
+    if ran:
+        sentences.append(f"In the profile of one step, collectives that run during backward are {join_words(ran)}.")
     hidden = table[table["implementation"].isin(OVERLAPPING)].dropna(subset="hidden_percent")
     if hidden.empty or not (hidden["hidden_high_percent"] < ALMOST_NOTHING_PERCENT).all():
         return Answer(OVERLAP, "measured", " ".join(sentences), "exposed", more_figures=("timeline",))
@@ -197,16 +218,21 @@ def overlap(frame: pd.DataFrame) -> Answer | None:
     return Answer(OVERLAP, "no", " ".join(sentences), "exposed", more_figures=("timeline",))
 
 
-def _exposed(row: pd.Series) -> str:
-    """One wrapper: the step, its backward pass, and what of the communication hides, if it can."""
-    text = f"{_name(row['implementation'])} {with_interval(row)}"
-    within = [f"backward by {format_seconds(row['backward_s'])}"]
-    if row["implementation"] in OVERLAPPING and row["hidden_percent"] == row["hidden_percent"]:
-        hidden = f"{row['hidden_percent']:.0f} %"
-        if row["hidden_low_percent"] == row["hidden_low_percent"]:
-            hidden += f" [{row['hidden_low_percent']:.0f}, {row['hidden_high_percent']:.0f}]"
-        within.append(f"{hidden} hidden")
-    return f"{text} ({', '.join(within)})"
+def _hidden(row: pd.Series) -> str | None:
+    """What of the communication of one wrapper hides; None for one that cannot hide any, or where it is not known."""
+    if row["implementation"] not in OVERLAPPING or row["hidden_percent"] != row["hidden_percent"]:
+        return None
+    text = f"{row['hidden_percent']:.0f} %"
+    if row["hidden_low_percent"] == row["hidden_low_percent"]:
+        text += f" [{row['hidden_low_percent']:.0f}, {row['hidden_high_percent']:.0f}]"
+    return f"{text} with {_name(row['implementation'])}"
+
+
+def _least_and_most_exposed(table: pd.DataFrame) -> str:
+    """The wrappers with the smallest and the largest median; the table has the others."""
+    told = table.loc[list(dict.fromkeys([table["seconds"].idxmin(), table["seconds"].idxmax()]))]
+    parts = [f"{with_interval(row)} with {_name(row['implementation'])}" for _, row in told.iterrows()]
+    return f"a step takes longer than one without communication by {' to '.join(parts)}"
 
 
 def _on_cpu(table: pd.DataFrame) -> bool:
@@ -238,6 +264,11 @@ def accumulation(frame: pd.DataFrame) -> Answer | None:
         for row in table.to_dict("records")
     ]
     faster, slower = shown(table, [*analysis.SETTING, "implementation"])
+    sentences.insert(
+        0,
+        f"Averaging after the last micro-batch alone is shown to be faster in {len(faster)} and slower in "
+        f"{len(slower)} of {len(table)} comparisons.",
+    )
     verdict = verdict_of(faster, slower)
     advice = None
     if verdict == "yes":

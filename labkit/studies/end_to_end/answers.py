@@ -99,7 +99,7 @@ def warmup(frame: pd.DataFrame) -> Answer | None:
     earlier = effect[effect["warmup"] < effect["warmup"].max()]
     faster, slower = shown(earlier, [*analysis.MODEL, "warmup"])
     if slower.empty and faster.empty:
-        sentences.append("No number of warm-up steps is shown to change the mean beyond chance.")
+        sentences.insert(0, "No number of warm-up steps is shown to change the mean beyond chance.")
         return Answer(WARMUP, "no difference shown", " ".join(sentences), "first_steps")
     if 0 in set(slower["warmup"]):
         sentences.append(
@@ -111,7 +111,9 @@ def warmup(frame: pd.DataFrame) -> Answer | None:
     moved = set(slower["warmup"]) | set(faster["warmup"])
     enough = [n for n in sorted(set(effect["warmup"])) if not any(m >= n for m in moved)]
     needed = int(enough[0])
-    advice = f"throw away the first {f'{needed} steps' if needed > 1 else 'step'} of a measurement."
+    first_ones = f"the first {f'{needed} steps' if needed > 1 else 'step'}"
+    sentences.insert(0, f"Early steps are shown to change a mean: {first_ones} of a process should not count.")
+    advice = f"throw away {first_ones} of a measurement."
     changed = pd.concat([faster, slower]).drop(columns=["low", "high"])
     changed = changed.rename(columns={"over_steady": "ratio", "ratio_low": "low", "ratio_high": "high"})
     evidence = ratios_text(changed, lambda row: f"{row['size']}, mean after {row['warmup']} over steady")
@@ -150,7 +152,7 @@ def predicted(frame: pd.DataFrame) -> Answer | None:
             f"({best['phase']} of {best['size']})."
         )
     close = table["measured_over_predicted"].between(*CLOSE)
-    sentences.append(f"{close.sum()} of {len(table)} times are within a factor of two of their prediction.")
+    sentences.insert(0, f"{close.sum()} of {len(table)} times are within a factor of two of their prediction.")
     verdict: Verdict = "yes" if close.all() else "mixed" if close.any() else "no"
     return Answer(PREDICTED, verdict, " ".join(sentences), "predicted")
 
@@ -164,10 +166,15 @@ def compiling(frame: pd.DataFrame) -> Answer | None:
         parts = [_compiled_text(row) for row in of_model.to_dict("records")]
         sentences.append(f"{_model(key, table)}, compiled over eager: {'; '.join(parts)}.")
     faster, slower = shown(table, [*analysis.MODEL, "phase"])
+    sentences.insert(
+        1 if bad else 0,
+        f"The compiled model is shown to be faster in {len(faster)} and slower in {len(slower)} of {len(table)} "
+        "comparisons.",
+    )
     verdict = verdict_of(faster, slower)
     is_shown = verdict != "no difference shown"
     evidence = ratios_text(table, lambda row: f"{row['phase']} of {row['size']}")
-    text, advice = " ".join(sentences), _compile_advice(verdict, faster, slower)
+    text, advice = " ".join(sentences), _compile_advice(verdict, faster, slower, table["compile_s"])
     return Answer(COMPILE, verdict, text, "compiled", advice, is_shown, evidence)
 
 
@@ -178,7 +185,7 @@ def _compiled_text(row: dict[Hashable, Any]) -> str:
     return text
 
 
-def _compile_advice(verdict: Verdict, faster: pd.DataFrame, slower: pd.DataFrame) -> str:
+def _compile_advice(verdict: Verdict, faster: pd.DataFrame, slower: pd.DataFrame, compile_s: pd.Series) -> str:
     if verdict == "yes":
         steps = faster[faster["phase"] == "step"]
         if steps.empty:
@@ -193,7 +200,7 @@ def _compile_advice(verdict: Verdict, faster: pd.DataFrame, slower: pd.DataFrame
     if verdict == "mixed":
         where = join_words([f"{row['size']}, {row['phase']}" for row in faster.to_dict("records")])
         return f"compile only where it was shown to help ({where})."
-    return "compile or not: no difference is shown here, and compiling takes its time."
+    return f"stay with eager: no gain is shown, and compiling takes {span_text(compile_s, format_seconds)}."
 
 
 def published_trends(frame: pd.DataFrame) -> Answer | None:

@@ -139,11 +139,11 @@ def matmul_share(frame: pd.DataFrame) -> Answer | None:
         parts = []
         for phase in ("forward", "backward"):
             of_phase = at[at["phase"] == phase].sort_values("share_percent", ascending=False)
-            each = [f"{_name(row['implementation'])} {_percent(row)}" for _, row in of_phase.iterrows()]
-            parts.append(f"{phase} {join_words(each)}")
+            each = [f"{_percent(row)} with {_name(row['implementation'])}" for _, row in of_phase.iterrows()]
+            parts.append(f"{phase} reaches {join_words(each)}")
         rate = flops / pd.Series(seconds).median() / 1e12
         where = f"at {at['sequence'].iloc[0]} tokens and head dimension {at['head_dim'].iloc[0]}"
-        told = f"{dtype}: a large matmul does {rate:.3g} TFLOP/s here; of that, {where}, reach"
+        told = f"{dtype}: of the {rate:.3g} TFLOP/s of a large matmul, {where},"
         sentences.append(f"{told} {'; '.join(parts)}.")
         if (at["low"] > 100).any():
             sentences.append("A share above 100 % says that the machine was busier during the matmul, measured first.")
@@ -224,8 +224,8 @@ def techniques(frame: pd.DataFrame) -> Answer | None:
     told += f". On another machine ({run.label}): {' '.join(elsewhere)}" if run and elsewhere else f", {NO_RECORD}."
     if not hidden:
         return Answer(TECHNIQUES, "not measured", told)
-    also = "One of them exists in tiled attention, which runs anywhere: tiles that no query sees are skipped."
-    return Answer(TECHNIQUES, "measured", " ".join([told, also, *hidden]), "hidden")
+    also = "One technique exists in tiled attention, too, which runs anywhere: tiles that no query sees are skipped."
+    return Answer(TECHNIQUES, "measured", " ".join([also, *hidden, told]), "hidden")
 
 
 def _technique_texts(table: pd.DataFrame, what: str) -> list[str]:

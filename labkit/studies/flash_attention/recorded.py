@@ -1,6 +1,6 @@
 """A run of this lab that was recorded on a GPU and is part of the project: what a machine without one can show.
 
-Its numbers are always labelled with its machine.
+Its numbers are always labeled with its machine.
 """
 
 from dataclasses import dataclass

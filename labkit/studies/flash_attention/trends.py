@@ -26,8 +26,8 @@ def _ahead(frame: pd.DataFrame, own: str, phase: str, least: int, dtype: str | N
     table = table[(table["implementation"] == own) & (table["sequence"] >= least)]
     table = table if dtype is None else table[table["dtype"] == dtype]
     if not table.empty:
-        what = "forward" if phase == "forward" else f"forward and backward together, in {dtype},"
-        claim = f"From {least} tokens on, {what} is faster than explicit (here: {own})"
+        what = "forward" if phase == "forward" else f"forward and backward together in {dtype}"
+        claim = f"From {least} tokens on, FlashAttention {what} is faster than explicit attention (here: {own})"
         yield Trend.judged(claim, list(table["verdict"] == "faster"), list(table["verdict"] == "slower"))
 
 
@@ -41,5 +41,5 @@ def _memory(frame: pd.DataFrame) -> Iterator[Trend]:
         return
     both = ended.merge(linear, on=["dtype", "head_dim", "sequence"])
     where = f" (here from {both['sequence'].min()} tokens)" if len(both) else ""
-    claim = f"Explicit attention runs out of memory where the other still runs{where}"
+    claim = f"Explicit attention runs out of memory where FlashAttention still runs{where}"
     yield Trend.judged(claim, [len(both) > 0], [])

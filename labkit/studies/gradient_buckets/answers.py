@@ -122,12 +122,12 @@ def bucket_size(frame: pd.DataFrame) -> Answer | None:
         sentences.append("Too few repeats for an interval, so that no size is claimed to be better than another.")
     clear, evidence = _clear(ratios), ratios_text(ratios, _place)
     if clear.empty:
-        sentences.append(
-            f"Of {len(ratios)} comparisons of two sizes, none is shown to differ beyond chance: no optimum."
-        )
-        text, advice = " ".join(sentences), _keep(frame, ratios)
+        none_differs = f"Of {len(ratios)} comparisons of two sizes, none is shown to differ beyond chance: no optimum."
+        reason = _paid_in_backward(frame) or _calls_are_cheap(frame)
+        text = " ".join([none_differs, *sentences, *([f"{reason}."] if reason else [])])
+        advice = _keep(ratios)
         return Answer(BUCKET_SIZE, "no difference shown", text, "step", advice, _are_alike(ratios), evidence)
-    sentences.append(f"{len(clear)} of {len(ratios)} comparisons of two sizes are shown to differ.")
+    sentences.insert(0, f"{len(clear)} of {len(ratios)} comparisons of two sizes are shown to differ.")
     extreme = clear.loc[(clear["ratio"] - 1).abs().idxmax()]
     sentences.append(
         f"The largest, with {_setting(extreme)}: a step with {_size(extreme['bucket_mb'])} takes "
@@ -177,15 +177,12 @@ def _are_alike(ratios: pd.DataFrame) -> bool:
     return bool(ratios["low"].notna().all()) and _most_percent(ratios) < ALIKE_PERCENT
 
 
-def _keep(frame: pd.DataFrame, ratios: pd.DataFrame) -> str:
+def _keep(ratios: pd.DataFrame) -> str:
     """What to do where no difference is shown. That it does not matter is said only if all intervals are narrow."""
-    text = "keep the size you have: none is shown to be better"
     if _are_alike(ratios):
         most = _most_percent(ratios)
-        text = f"it does not matter here: by all intervals, no two sizes differ by more than {most:.1f} %"
-    if reason := _paid_in_backward(frame) or _calls_are_cheap(frame):
-        return f"{text}. {reason}."
-    return f"{text}."
+        return f"it does not matter here: by all intervals, no two sizes differ by more than {most:.1f} %."
+    return "keep the size you have: none is shown to be better."
 
 
 def _paid_in_backward(frame: pd.DataFrame) -> str | None:
@@ -240,9 +237,10 @@ def batch_and_length(frame: pd.DataFrame) -> Answer | None:
         ]
         sentences.append(f"{ranks_text(some.iloc[0])}: a step waits for {join_words(parts)}.")
     falls, rises = shown(table, [*MACHINE, "grows", "fixed", "before", "bucket_mb"])
-    sentences.append(
+    sentences.insert(
+        0,
         f"In {len(falls)} of {len(table)} comparisons the share is shown to fall with more tokens, in {len(rises)} to "
-        f"rise; the ratio of shares is {span_text(table['ratio'])}."
+        f"rise; the ratio of shares is {span_text(table['ratio'])}.",
     )
     return Answer(MORE_WORK, verdict_of(falls, rises), " ".join(sentences), "share")
 
@@ -255,7 +253,7 @@ def explained(frame: pd.DataFrame) -> Answer | None:
     table = model.against_measured(frame)
     ratios = table["measured_over_predicted"].dropna()
     if not ratios.empty:
-        sentences.append(f"Measured waiting is {span_text(ratios)} times the predicted one.")
+        sentences.insert(0, f"Measured waiting is {span_text(ratios)} times the predicted one.")
     largest = table.loc[table["buckets"].idxmax()]
     share = float(constants["gradient_bytes"].iloc[0] / largest["buckets"])
     sentences.append(

@@ -6,7 +6,7 @@ from labkit.costs.transformer import n_parameters
 from labkit.lab.answers import Answer, Question, Verdict, answer_each
 from labkit.lab.evidence import ratio_text, shown, with_interval
 from labkit.lab.trends import trends_answer
-from labkit.lab.units import format_seconds, join_words
+from labkit.lab.units import format_seconds, format_share, join_words
 from labkit.nn.transformer import SIZES
 from labkit.studies.kernels import analysis, trends
 from labkit.studies.kernels.analysis import BOTH, FORWARD
@@ -87,7 +87,7 @@ def _two_totals(where: str, profiled: pd.Series, events: pd.Series, on_gpu: bool
     else:
         recording = f"That the profiler slows the pass is not shown ({ratio_text(profiled)} times the clock's time)."
     covered = events["events_s"] / events["profiled_s"]
-    rest = f"Under the profiler, its events cover {covered:.0%} of the clock's time"
+    rest = f"Under the profiler, its events cover {format_share(covered)} of the clock's time"
     if on_gpu:
         rest += f"; in the rest no kernel runs (the host is in the pass for {times['host_s']})"
     return [first, recording, f"{rest}."]
@@ -115,7 +115,7 @@ def _leader(ranked: pd.DataFrame) -> str:
     first = ranked.iloc[0]
     text = (
         f"{first['operator']} takes {with_interval(first, 'self_s')} in {first['calls']:.0f} calls, "
-        f"{first['share_percent'] / 100:.0%} of all"
+        f"{first['share_percent']:.0f} % of all"
     )
     if len(ranked) > 1 and not first["low"] > ranked["high"].iloc[1]:
         text += f" (not shown to be more than {ranked['operator'].iloc[1]})"
@@ -133,7 +133,7 @@ def beside_matmul(frame: pd.DataFrame) -> Answer | None:
     for (device, model, mode), _ in _ends(table).groupby(["device", "model", "mode"], sort=False):
         here = worth[(worth["device"] == device) & (worth["model"] == model) & (worth["mode"] == mode)]
         named = [f"{row['family']} {_percent(row)}" for _, row in here.sort_values("share", ascending=False).iterrows()]
-        what = join_words(named) if named else f"nothing is shown to be above {WORTH_NAMING:.0%}"
+        what = join_words(named) if named else f"nothing is shown to be above {format_share(WORTH_NAMING)}"
         sentences.append(f"{model} on {device}, {mode}: {what}.")
     if (table["low"].isna()).all():
         sentences.append("Too few passes for intervals.")
@@ -142,7 +142,7 @@ def beside_matmul(frame: pd.DataFrame) -> Answer | None:
 
 
 def _percent(row: pd.Series) -> str:
-    return with_interval(row, "share", "{:.0%}".format)
+    return with_interval(row, "share", format_share)
 
 
 def matmul_share(frame: pd.DataFrame) -> Answer | None:

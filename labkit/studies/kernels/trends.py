@@ -55,7 +55,7 @@ def _elementwise_take_their_share(frame: pd.DataFrame) -> Iterator[Trend]:
     table, least = analysis.shares(frame), analysis.published()["elementwise_share_of_forward"]
     table = table[(table["mode"] == FORWARD) & (table["family"] == "elementwise")]
     if not table.empty:
-        claim = f"Elementwise operators take at least {least / 100:.0%} of a forward pass"
+        claim = f"Elementwise operators take at least {least:.0f} % of a forward pass"
         shown, contradicted = table["low"] * 100 >= least, table["high"] * 100 < least
         yield Trend.judged(claim, list(shown), list(contradicted))
 

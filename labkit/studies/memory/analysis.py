@@ -5,7 +5,7 @@ from functools import cache
 import pandas as pd
 
 from labkit.bench.statistics import compare_groups
-from labkit.costs.memory import best_segment
+from labkit.costs.memory import PHASES, best_segment
 from labkit.lab.project import reference_directory
 from labkit.nn.transformer import shape_named
 from labkit.studies.memory.counting import PARTS
@@ -14,6 +14,7 @@ from labkit.studies.memory.worker import WITHOUT
 SETTING = ["size", "context_length", "precision", "phase"]
 PART_COLUMNS = [f"{part}_bytes" for part in PARTS]
 PART_ORDER = PARTS
+PHASE_ORDER = PHASES
 SEEN = 0.005
 FIT_SHARE = 0.9
 """Of a machine's memory that a step may take: the rest is for everything else."""

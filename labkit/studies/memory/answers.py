@@ -63,14 +63,12 @@ def peak_by_context(frame: pd.DataFrame) -> Answer | None:
     wide = table[table["precision"] == "float32"]
     sentences = []
     for size, group in wide.groupby("size", sort=False):
-        parts = []
         for phase, rows in group.groupby("phase", sort=False):
             ends = rows.sort_values("context_length").iloc[[0, -1]].drop_duplicates("context_length")
             told = [
                 f"{format_bytes(r.peak_bytes)} at {r.context_length} tokens ({r.method})" for r in ends.itertuples()
             ]
-            parts.append(f"{_phase(str(phase))} {' and '.join(told)}")
-        sentences.append(f"{size} in float32: {'; '.join(parts)}.")
+            sentences.append(f"{size} in float32, {_phase(str(phase))}: {' and '.join(told)}.")
     if low := _low_precision(table):
         sentences.append(low)
     if not sentences:
@@ -87,8 +85,12 @@ def _low_precision(table: pd.DataFrame) -> str | None:
         if {"float32", "bfloat16"} <= set(rows.columns):
             ratios = (rows["bfloat16"] / rows["float32"]).dropna()
             if len(ratios):
-                parts.append(f"{ratios.min():.2f} to {ratios.max():.2f} of float32's peak in {_phase(phase)}")
+                parts.append(f"{ratios.min():.2f} to {ratios.max():.2f} of float32's peak in {_in_a(phase)}")
     return f"bf16 autocast takes {join_words(parts)}; float32 parameters stay." if parts else None
+
+
+def _in_a(phase: str) -> str:
+    return "a full step" if phase == "full_step" else _phase(phase)
 
 
 def where_it_goes(frame: pd.DataFrame) -> Answer | None:
@@ -245,8 +247,8 @@ def largest_model(frame: pd.DataFrame) -> Answer | None:
             f"{best['size']}: a full step with {setting} needs {format_bytes(best['peak_bytes'])} of {memory}."
         )
         advice = (
-            f"{best['size']} is the largest size whose full step fits into the {memory} of this machine (batch "
-            f"{best['batch']:.0f}, {best['context_length']} tokens, float32, AdamW), with "
+            f"up to the size {best['size']}, a full step fits into the {memory} of this machine (batch "
+            f"{best['batch']:.0f}, {best['context_length']} tokens, float32, AdamW); it needs "
             f"{format_bytes(best['peak_bytes'])}."
         )
     if len(not_fit):

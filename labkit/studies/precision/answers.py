@@ -5,7 +5,7 @@ import pandas as pd
 from labkit.lab.answers import Answer, Question, answer_each
 from labkit.lab.evidence import ratio_text, ratios_text, shown, verdict_of
 from labkit.lab.trends import trends_answer
-from labkit.lab.units import join_words
+from labkit.lab.units import format_share, join_words
 from labkit.studies.precision import analysis, trends
 from labkit.studies.precision.numerics import ACCUMULATIONS
 from labkit.studies.precision.worker import BOTH, FULL
@@ -25,6 +25,9 @@ SPEED = Question(
 )
 PUBLISHED = Question("published_trends", "Do the published results hold on this machine?")
 QUESTIONS = (ACCUMULATION, DTYPES, NORM, SPEED, PUBLISHED)
+
+MOST_SIZES = 3  # of models that a sentence names one by one
+PLURALS = ("parameters", "logits", "gradients")
 
 
 def answer_all(frame: pd.DataFrame, coverage: pd.DataFrame) -> list[Answer]:
@@ -100,12 +103,24 @@ def dtypes(frame: pd.DataFrame) -> Answer | None:
     if mixed.empty:
         return None
     quantities = [name for name in table.columns if name not in ("device", "model", "autocast")]
-    sentences = []
+    sentences = [_in_all_models(mixed, quantities)]
     for (autocast, device), group in mixed.groupby(["autocast", "device"]):
-        parts = [f"the {row['model']} has {_by_dtype(row, quantities)}" for row in group.to_dict("records")]
-        sentences.append(f"Under autocast to {autocast} on {device}, {'; '.join(parts)}.")
+        differing = [name for name in quantities if group[name].nunique() > 1]
+        same = _by_dtype(group.iloc[0].to_dict(), [name for name in quantities if name not in differing])
+        sentences.append(f"Under autocast to {autocast} on {device}: {same}.")
+        for name in differing:
+            by_model = [f"{row[name]} in the {row['model']}" for row in group.to_dict("records")]
+            sentences.append(f"There, {name} {'differ' if name in PLURALS else 'differs'}: {join_words(by_model)}.")
     sentences += _devices_that_differ(mixed, quantities)
     return Answer(DTYPES, "measured", " ".join(sentences))
+
+
+def _in_all_models(table: pd.DataFrame, quantities: list[str]) -> str:
+    """Which quantities every model keeps in float32 under every autocast, on every device."""
+    kept = [name for name in quantities if set(table[name].dropna()) == {FULL}]
+    if not kept:
+        return "No quantity stays in float32 everywhere."
+    return f"{join_words(kept).capitalize()} stay in float32 in every model."
 
 
 def _by_dtype(row: dict[str, str], quantities: list[str]) -> str:
@@ -145,12 +160,13 @@ def _breakdowns(table: pd.DataFrame) -> list[str]:
         over, under = steps[steps["overflowed"] > 0], steps[steps["underflowed"] > 0.5]
         if not over.empty:
             row = over.iloc[0]
-            found.append(f"the {row['step']} overflow{_s(row)} for inputs {inputs} ({row['overflowed']:.0%} of values)")
+            found.append(
+                f"the {row['step']} overflow{_s(row)} for inputs {inputs} ({format_share(row['overflowed'])} of values)"
+            )
         elif not under.empty:
             row = under.iloc[0]
-            found.append(
-                f"the {row['step']} underflow{_s(row)} for inputs {inputs} ({row['underflowed']:.0%} become zero)"
-            )
+            share = format_share(row["underflowed"])
+            found.append(f"the {row['step']} underflow{_s(row)} for inputs {inputs} ({share} become zero)")
     return found or ["no step overflows, and none underflows"]
 
 
@@ -197,11 +213,13 @@ def autocast_speed(frame: pd.DataFrame) -> Answer | None:
     faster, slower = shown(table, analysis.SETTING)
     sentences = []
     for (device, alternative, mode), group in table.groupby(["device", "alternative", "mode"]):
-        sizes = [f"{row['model']} {ratio_text(row)}" for _, row in group.iterrows()]
+        told = group if len(group) <= MOST_SIZES else group.iloc[[0, -1]]  # the table has them all
+        sizes = [f"{row['model']} {ratio_text(row)}" for _, row in told.iterrows()]
         where = f"{mode} on {device}, {alternative} over float32"
         sentences.append(f"{where[0].upper()}{where[1:]}: {', '.join(sizes)}. {_trend(group)}")
-    sentences.append(
-        f"Beyond chance, autocast is faster in {len(faster)} and slower in {len(slower)} of {len(table)} comparisons."
+    sentences.insert(
+        0,
+        f"Beyond chance, autocast is faster in {len(faster)} and slower in {len(slower)} of {len(table)} comparisons.",
     )
     wrong = analysis.errors(frame)
     if (wrong["gate"] != "ok").any():

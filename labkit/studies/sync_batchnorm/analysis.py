@@ -45,8 +45,8 @@ def times(frame: pd.DataFrame, *alternatives: str, phase: str | None = None) -> 
 
 
 def with_panel(table: pd.DataFrame) -> pd.DataFrame:
-    """Add `panel`, "batch 32, 2 ranks", the panel of a figure."""
-    panels = [f"batch {b:.0f}, {p:.0f} ranks" for b, p in zip(table["batch"], table["world_size"], strict=True)]
+    """Add `panel`, "2 ranks, batch 32", the panel of a figure."""
+    panels = [f"{p:.0f} ranks, batch {b:.0f}" for b, p in zip(table["batch"], table["world_size"], strict=True)]
     return table.assign(panel=panels)
 
 

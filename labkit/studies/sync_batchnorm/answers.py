@@ -135,8 +135,8 @@ def split(frame: pd.DataFrame) -> Answer | None:
         beyond = int((bounds["low"] > 1).sum())
         sentences.append(
             "Against plain BatchNorm on the local batch plus twice two bare all-reduces of the same bytes, forward and "
-            f"backward take {span_text(bounds['ratio'])} of the time: by the intervals no more in {within} and more in "
-            f"{beyond} of {len(bounds)} settings."
+            f"backward take {span_text(bounds['ratio'])} of the time: shown to be no longer in {within} of "
+            f"{len(bounds)} settings, and to be longer in {beyond}."
         )
     return Answer(SPLIT, "measured", " ".join(sentences), "price") if sentences else None
 
@@ -178,9 +178,18 @@ def one_collective(frame: pd.DataFrame) -> Answer | None:
             text += f", forward and backward together {spans[BOTH]}"
         sentences.append(f"{text} of the time with two.")
     faster, slower = shown(forward, SETTING)
-    sentences.append(
-        f"That is shown to be faster in {len(faster)} and slower in {len(slower)} of {len(forward)} forward passes."
+    lead = (
+        f"One collective is shown to be faster in {len(faster)} and slower in {len(slower)} of {len(forward)} forward "
+        "passes"
     )
+    both = ratios[ratios["phase"] == BOTH]
+    if len(both):
+        gains, losses = shown(both, SETTING)
+        lead += (
+            f"; forward and backward together it is shown to be faster in {len(gains)} and slower in {len(losses)} of "
+            f"{len(both)}"
+        )
+    sentences.insert(0, f"{lead}.")
     saved = _saved(frame)
     sentences += [saved] if saved else []
     return Answer(ONE, verdict_of(faster, slower), " ".join(sentences), "one_collective")
@@ -273,7 +282,9 @@ def predicted(frame: pd.DataFrame) -> Answer | None:
             f"{counts[LOCAL]:.0f}."
         )
     near = own.between(1 / TWOFOLD, TWOFOLD)
-    sentences.append(f"For the synchronized layer the count is within a factor of two in {near.sum()} of {len(own)}.")
+    sentences.insert(
+        0, f"For the synchronized layer the count is within a factor of two in {near.sum()} of {len(own)} settings."
+    )
     verdict: Verdict = "yes" if near.all() else "mixed" if near.any() else "no"
     return Answer(PREDICTED, verdict, " ".join(sentences), "predicted")
 
