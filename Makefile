@@ -25,8 +25,9 @@ report: install ## measure and write reports/index.html; PROFILE=quick, LABS="al
 test: $(VENV)/installed-test lint ## lint, types and all tests
 	$(BIN)/python -m pytest
 
-stress: $(VENV)/installed-test ## messages through shared memory, 100,000 rounds for 2, 3, 5 and 8 ranks; some minutes
-	LABKIT_STRESS_ROUNDS=100000 $(BIN)/python -m pytest tests/parallel/test_shared_transport.py -k written
+stress: $(VENV)/installed-test ## messages through shared memory, 100,000 rounds for 2 to 8 ranks; some minutes
+	LABKIT_STRESS_ROUNDS=100000 $(BIN)/python -m pytest tests/parallel/test_shared_transport.py \
+		tests/parallel/test_swaps.py -k written
 
 faults: $(VENV)/installed-test ## every injected fault, two hundred kills, hosts joined by a wire, and a table (15 minutes)
 	LABKIT_FAULTS=all $(BIN)/python -m pytest tests/faults tests/hosts tests/parallel/test_leftovers.py \

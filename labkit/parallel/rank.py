@@ -39,8 +39,9 @@ Worker = Callable[[Any], Iterable[Mapping[str, Any]] | None]
 STACKS_SIGNAL = signal.SIGUSR1
 # 32 ranks under spawn were ready after 18 s on two cores; a cold disk takes longer to give torch away.
 START_TIMEOUT_S = 120.0
-# Half of the memory there is: the parent may hold that much more than a rank before it is taken instead.
-OOM_SCORE = 500
+# A tenth of the memory there is: the parent may hold that much more than a rank before it is taken instead. Its tables
+# and figures take less than a GiB; a larger number would have ranks killed for what somebody else's processes take.
+OOM_SCORE = 100
 # Between one deadline and the next that is there in case the first did not do.
 MARGIN_S = 5.0
 

@@ -38,7 +38,8 @@ class Reduction:
         if tensor.is_contiguous() and tensor.device == self.transport.device:
             self.vector = tensor if tensor.dim() == 1 else tensor.view(-1)
         else:
-            _check_no_overlap(tensor)
+            if not tensor.is_contiguous():
+                _check_no_overlap(tensor)
             self.copy_to = tensor
             self.vector = tensor.to(self.transport.device).contiguous().view(-1)
         self.divisor = self.transport.world_size if op == "mean" else 1

@@ -9,7 +9,9 @@ from collections.abc import Iterator
 import cloudpickle
 import pytest
 import torch
+import torch.distributed as dist
 
+from labkit.parallel.collectives import all_reduce
 from labkit.parallel.launch import run_ranks
 from labkit.parallel.transport import SHARED, find_transport
 from labkit.parallel.transport.contract import Step
@@ -101,6 +103,22 @@ def _swap_of_wrong_lengths() -> str:
     other, x = 1 - transport.rank, torch.ones(10 + transport.rank)
     try:
         transport.run([Step(x, other, x, other, True)])
+    except RuntimeError as error:
+        return str(error)
+    return "nothing was noticed"
+
+
+@pytest.mark.parametrize(("world_size", "lengths"), [(2, (10, 1_000_000)), (2, (100_000, 200_000)), (4, (10, 100_000))])
+def test_where_one_rank_swaps_and_the_other_does_not_both_say_why(world_size: int, lengths: tuple[int, int]) -> None:
+    for said in run_ranks(_reduce_of_wrong_lengths, lengths, world_size=world_size, timeout_s=60):
+        assert "every rank must call with a tensor of one shape and type" in said or "ended while" in said
+    assert "one shape and type" in said
+
+
+def _reduce_of_wrong_lengths(lengths: tuple[int, int]) -> str:
+    x = torch.ones(lengths[dist.get_rank() % 2])
+    try:
+        all_reduce(x, transport=SHARED)
     except RuntimeError as error:
         return str(error)
     return "nothing was noticed"

@@ -131,7 +131,7 @@ def test_a_point_a_seed_and_an_archive_means_cifar100(archive):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"archive": "/nowhere.tar.gz"}, "there is no such file, got '/nowhere.tar.gz'"),
+        ({"archive": "/nowhere.tar.gz"}, "there is no such file, or it may not be read, got '/nowhere.tar.gz'"),
         ({"dataset": "mnist"}, "'digits' or 'cifar100'"),
         ({"train_images": 3}, "two a rank or more"),
         ({"batch": 1}, "greater than or equal to 2"),

@@ -4,7 +4,7 @@ What an algorithm promises:
 
 * A message has the same step number on both sides, in runs of equally many steps. So among the oldest unfinished steps
   of all ranks there is always one that both its sides have started, and nothing waits for ever.
-* Both sides know its length. An empty part is not sent at all.
+* Both sides know its length and its type, which the two parts of a step have in common. An empty part is not sent.
 * With `depth` steps in flight, a step reads and writes nothing that the `depth - 1` steps before it write, and writes
   nothing that they send. Within a step the same memory may be sent and added to (recursive doubling does so).
 

@@ -16,6 +16,7 @@ class Peers:
 
     def __init__(self, pids: Sequence[int], own_rank: int, semaphores: Sequence[Semaphores], timeout_s: float) -> None:
         """OSError where the system does not show other processes."""
+        self._own_rank = own_rank
         self._semaphores = semaphores
         self._timeout_s = timeout_s
         if not hasattr(os, "pidfd_open"):
@@ -27,11 +28,28 @@ class Peers:
                 self._descriptors[rank] = os.pidfd_open(pid)
 
     def wait(self, owner: int, number: int, peer: int) -> None:
-        """Take a semaphore of the rank `owner`, which `peer` posts. Errors as `check`."""
+        """Take a semaphore of the rank `owner`, which `peer` posts. Errors as `check`.
+
+        RuntimeError also if the peer has sent something else meanwhile: a swap instead of a message with a note, or
+        the reverse, which is how tensors of very different sizes meet.
+        """
         semaphores = self._semaphores[owner]
-        if not semaphores.take(number):
-            end = time.monotonic() + self._timeout_s
-            semaphores.wait(number, lambda: self.check(peer, end))
+        if semaphores.take(number):
+            return
+        end = time.monotonic() + self._timeout_s
+        swapped = 2 * len(self._semaphores) + self._own_rank
+        filled = self._own_rank
+        unexpected = filled if number == swapped else swapped
+
+        def look() -> None:
+            if self._semaphores[peer].is_posted(unexpected):
+                raise RuntimeError(
+                    f"rank {peer} sent rank {self._own_rank} another message than it expected: "
+                    "every rank must call with a tensor of one shape and type"
+                )
+            self.check(peer, end)
+
+        semaphores.wait(number, look)
 
     def check(self, waited_for: int, end: float) -> None:
         """RuntimeError if that rank has ended, TimeoutError after `end` of the monotonic clock.

@@ -45,6 +45,7 @@ def _library() -> tuple[Any, Any]:
         raise OSError("the C library has no sem_clockwait (glibc has it since 2.30)")
     for function in (quick.sem_post, quick.sem_trywait):
         function.argtypes = [ctypes.c_void_p]
+    quick.sem_getvalue.argtypes = [ctypes.c_void_p, ctypes.POINTER(ctypes.c_int)]
     quick.sem_init.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_uint]
     sleeping.sem_clockwait.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.POINTER(_Timespec)]
     return quick, sleeping
@@ -86,6 +87,12 @@ class Semaphores:
     def take(self, number: int) -> bool:
         """Subtract one if there is one."""
         return self._quick.sem_trywait(self._addresses[number]) == 0
+
+    def is_posted(self, number: int) -> bool:
+        """Whether there is one to subtract, which stays."""
+        value = ctypes.c_int()
+        self._quick.sem_getvalue(self._addresses[number], ctypes.byref(value))
+        return value.value > 0
 
     def poster(self, number: int) -> Callable[[], int]:
         """`post` of one semaphore, as one call into the C library."""

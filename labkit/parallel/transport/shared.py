@@ -10,7 +10,7 @@ ring of notes; and an outbox, which is memory for messages.
 
 Short messages that two ranks send each other at the same step go a shorter way: `swaps.py`.
 
-A slot is free again when every rank it was sent to has posted `taken`. A part that lies in shared memory already
+A slot is free again when every rank it was sent to has posted `taken`. A long part that lies in shared memory already
 (`allocate`: the buckets of a data-parallel wrapper) is not copied: the note points to it, and the step is complete
 when it has been taken. Either way an addition reads the other rank's memory directly.
 

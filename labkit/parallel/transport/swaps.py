@@ -26,10 +26,10 @@ from labkit.parallel.transport.contract import Step
 from labkit.parallel.transport.semaphores import Semaphores
 
 MOST_BYTES = 512 << 10
-BUDGET_BYTES = 1 << 20  # of slots, in each mailbox
+BUDGET_BYTES = 1 << 20  # of what slots hold, in each mailbox
 HEADER_BYTES = 64  # before a slot, the length of what is in it; a cache line
 KEPT_PLACES = 1024
-LOOKS = 200  # for a message, 0.2 us each
+LOOKS = 200  # for a message, 0.2 us each: ranks that began together come within less
 
 Wait = Callable[[int, int, int], None]
 """Wait for a semaphore: whose, its number, and who posts it."""

@@ -8,9 +8,10 @@ from pydantic import Field
 
 from labkit.lab.answers import Answer, check_complete
 from labkit.lab.config import LabConfig, Repeats, Seed, TimeoutSeconds, Warmup
+from labkit.lab.room import why_not_here
 from labkit.lab.study import Study
 from labkit.lab.units import format_bytes
-from labkit.machine import Machine, available_memory_bytes
+from labkit.machine import Machine
 from labkit.parallel.joined import ranks_here
 from labkit.studies.all_reduce import answers as answering
 from labkit.studies.all_reduce.transports import CHOSEN, FLOOR, ROUTES, TORCH, alternative
@@ -131,13 +132,8 @@ class AllReduceStudy(Study):
             gpus = len(machine.gpus)
             if ranks_here(point.world_size) > gpus:
                 return f"NCCL needs a GPU a rank, and there are {gpus} here"
-            needed, available = COPIES * point.n_bytes, min(gpu.memory_bytes for gpu in machine.gpus)
-        else:
-            needed = ranks_here(point.world_size) * (RANK_BYTES + COPIES * point.n_bytes)
-            available = available_memory_bytes()
-        if needed > available:
-            return f"needs {format_bytes(needed)}, {format_bytes(available)} available"
-        return None
+            return why_not_here(machine, "cuda", COPIES * point.n_bytes)
+        return why_not_here(machine, "cpu", ranks_here(point.world_size) * (RANK_BYTES + COPIES * point.n_bytes))
 
     def series(self, point: AllReducePoint) -> tuple[Hashable, float]:
         return (point.backend, point.world_size, point.scheduling), point.n_bytes

@@ -10,9 +10,10 @@ from pydantic import Field, field_validator, model_validator
 from labkit.lab.answers import Answer, check_complete
 from labkit.lab.config import Count, Device, LabConfig, ParameterError, Seed, TimeoutSeconds
 from labkit.lab.project import datasets_directory, kind_of_path
+from labkit.lab.room import why_not_here
 from labkit.lab.study import Study
-from labkit.lab.units import format_bytes, format_seconds
-from labkit.machine import Machine, available_memory_bytes
+from labkit.lab.units import format_seconds
+from labkit.machine import Machine
 from labkit.nn.datasets import CIFAR100_MD5, RECORD_BYTES, DatasetError, fetch_cifar100, file_md5, read_cifar100
 from labkit.studies.cifar100 import answers as answering
 from labkit.studies.cifar100.data import CIFAR100, DIGITS
@@ -63,7 +64,9 @@ class CifarConfig(LabConfig):
         except RuntimeError as error:  # the home of a user that does not exist
             raise ValueError(f"should be a path: {error}") from None
         if kind_of_path(path) != "file":
-            raise ValueError("should be the path of CIFAR-100's binary archive, and there is no such file")
+            raise ValueError(
+                "should be the path of CIFAR-100's binary archive, and there is no such file, or it may not be read"
+            )
         return str(path.resolve())
 
     @model_validator(mode="after")
@@ -150,10 +153,7 @@ class Cifar100Study(Study):
         if reason := machine.why_no_device(point.device):
             return reason
         needed = point.world_size * RANK_BYTES + (COPIES + point.world_size) * IMAGES[point.dataset] * RECORD_BYTES
-        available = available_memory_bytes()
-        if needed > available:
-            return f"needs {format_bytes(needed)}, {format_bytes(available)} available"
-        return None
+        return why_not_here(machine, "cpu", needed)
 
     def answers(self, frame: pd.DataFrame, coverage: pd.DataFrame) -> Sequence[Answer]:
         return check_complete(self.questions, answering.answer_all(frame, coverage))

@@ -96,8 +96,10 @@ class EndToEndStudy(Study):
         return list({point.id: point for point in points}.values())
 
     def skip_reason(self, point: EndToEndPoint, machine: Machine) -> str | None:
+        if reason := machine.why_no_device(point.device):
+            return reason
         if not point.size:
-            return why_not_here(machine, point.device, 0)
+            return None
         if point.sweep == "compile" and (reason := why_nothing_compiles(point.device)):
             return reason
         copies = 2 if point.sweep == "compile" else 1

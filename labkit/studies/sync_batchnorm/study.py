@@ -93,6 +93,8 @@ class SyncBatchNormStudy(Study):
         return points
 
     def skip_reason(self, point: SyncBatchNormPoint, machine: Machine) -> str | None:
+        if reason := machine.why_no_device(point.device):
+            return reason
         if point.batch is not None and point.batch < 2 * point.world_size:
             return "plain BatchNorm needs two rows a rank, and there are fewer"
         ranks = ranks_here(point.world_size)
