@@ -9,8 +9,8 @@ from tests.faults import check
 def victim(tmp_path):
     victims = []
 
-    def make(**options):
-        victims.append(check.Victim(tmp_path, **options))
+    def make(folder="", **options):
+        victims.append(check.Victim(tmp_path / folder, **options))
         return victims[-1]
 
     yield make

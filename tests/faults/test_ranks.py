@@ -9,7 +9,7 @@ from tests.faults.worker import BEFORE, BETWEEN, INSIDE, SHARED, WRITING
 
 # `say`: words of the reason; `ends`: how the point may end.
 Case = namedtuple("Case", "action ends say moments")
-LATER = (INSIDE, SHARED, BETWEEN, WRITING)
+LATER = (INSIDE, SHARED, WRITING, BETWEEN)  # the last may cost the next point instead
 CASES = [
     Case("raises", {"failed"}, "ValueError: deliberate", (BEFORE, *LATER)),
     Case("SIGKILL", {"failed"}, "was killed by SIGKILL", (BEFORE, *LATER)),
@@ -23,42 +23,53 @@ CASES = [
     Case("no JSON", {"failed"}, "row value 'value' is not JSON-able", (WRITING,)),
     Case("prints 10 MB", {"ok"}, "", (BEFORE, *LATER)),
 ]
-QUICK = {("SIGKILL", SHARED), ("sizes differ", INSIDE), ("raises", BEFORE)}
+QUICK = {("SIGKILL", (SHARED,)), ("sizes differ", (INSIDE,)), ("raises", (BEFORE,))}
 
 
 def _cases():
-    for case in CASES:
-        for moment in case.moments:
-            marks = [] if (case.action, moment) in QUICK else [pytest.mark.faults]
-            yield pytest.param(case, moment, marks=marks, id=f"{case.action}, {moment}")
+    """Before there is a group, and one measurement with a point for every later moment; a few alone in `make test`."""
+    together = [(case, (BEFORE,)) for case in CASES if BEFORE in case.moments]
+    together += [(case, tuple(moment for moment in case.moments if moment != BEFORE)) for case in CASES]
+    alone = [(case, (SHARED,)) for case in CASES if case.action == "SIGKILL"]
+    for case, moments in together + alone:
+        marks = [] if (case.action, moments) in QUICK else [pytest.mark.faults]
+        name = moments[0] if len(moments) == 1 else "later"
+        yield pytest.param(case, moments, marks=marks, id=f"{case.action}, {name}")
 
 
-@pytest.mark.parametrize(("case", "moment"), list(_cases()))
-def test_a_rank(victim, case, moment):
-    before = {"LABKIT_FAULT_ON_IMPORT": case.action, "LABKIT_FAULT_START_S": "8"} if moment == BEFORE else {}
-    chosen = {} if moment == BEFORE else {"action": case.action, "moment": moment}
-    hit = victim(**before).start(*settings(**chosen))
-    status, said = hit.finish()
+@pytest.mark.parametrize(("case", "moments"), list(_cases()))
+def test_a_rank(victim, case, moments):
+    """Points 1, 3, ... go wrong, each at its moment; those before, between and after them are measured."""
+    if moments == (BEFORE,):
+        hit = victim(LABKIT_FAULT_ON_IMPORT=case.action, LABKIT_FAULT_START_S="8").start()
+    else:
+        hit = victim().start(*settings(action=case.action, moment=",".join(moments), points=2 * len(moments) + 1))
+    status, said = hit.finish(300)
     (run,) = hit.runs()
     coverage = run.coverage()
     assert run.pending == []
-    statuses = coverage["status"].tolist()
-    if moment == BEFORE:  # a group that does not come up is started once more: nothing is lost
-        assert statuses == ["ok"] * 3, said
-    elif moment == BETWEEN:  # hit before the next point has begun, or a little later
-        assert statuses[0] == "ok", said
-        assert set(statuses[1:]) <= case.ends | {"ok"}, said
-        assert statuses.count("ok") >= 2, said
-    else:
-        assert statuses[::2] == ["ok", "ok"], said
-        assert statuses[1] in case.ends, said
-    for ended, reason in zip(statuses, coverage["reason"], strict=True):
+    statuses, reasons = coverage["status"].tolist(), coverage["reason"].tolist()
+    for number, moment in enumerate(moments):
+        before, hurt, after = statuses[2 * number : 2 * number + 3]
+        if moment == BEFORE:  # a group that does not come up is started once more: nothing is lost
+            assert (before, hurt, after) == ("ok", "ok", "ok"), said
+        elif moment == BETWEEN:  # hit before the next point has begun, or a little later
+            assert before == "ok", said
+            assert {hurt, after} <= case.ends | {"ok"}, said
+            assert "ok" in (hurt, after), said
+        else:
+            assert hurt in case.ends, said
+            assert before == "ok", said
+            assert after == "ok", said
+    for ended, reason in zip(statuses, reasons, strict=True):
         if ended != "ok":
             assert case.say in reason
             assert ended == "oom" or reason in said.replace("\n", " "), said
     assert status == (1 if {"failed", "timeout"} & set(statuses) else 0), said
     measured = run.frame()
-    assert sorted(measured["number"].unique()) == [n for n in range(3) if statuses[n] == "ok"]
+    assert sorted(measured["number"].unique()) == [n for n, ended in enumerate(statuses) if ended == "ok"]
     assert set(measured.groupby("number")["rank"].nunique()) == {2}
     hit.assert_nothing_left()
-    note(f"a rank: {case.action}", moment, "; ".join(coverage["reason"].dropna()) or "nothing lost")
+    for number, moment in enumerate(moments):
+        told = [reasons[at] for at in (2 * number + 1, 2 * number + 2) if statuses[at] != "ok"]
+        note(f"a rank: {case.action}", moment, "; ".join(told) or "nothing lost")

@@ -27,6 +27,7 @@ from tests.faults.worker import BEFORE, BETWEEN, WRITING, FaultyPoint, first_tim
 class FaultyConfig(LabConfig):
     action: str = ""
     moment: str = ""
+    """Or several, with commas between."""
     points: int = 3
     timeout_s: float = 4.0
 
@@ -40,7 +41,8 @@ class FaultyStudy(Study):
     worker = staticmethod(measure_point)
 
     def points(self, config, machine):
-        """Every second one goes wrong."""
+        """Every second one goes wrong, at the moments in turn."""
+        moments = config.moment.split(",")
         return [
             FaultyPoint(
                 world_size=2,
@@ -48,7 +50,7 @@ class FaultyStudy(Study):
                 timeout_s=config.timeout_s,
                 number=number,
                 action=config.action if number % 2 else "",
-                moment=config.moment if number % 2 else "",
+                moment=moments[number // 2 % len(moments)] if number % 2 else "",
             )
             for number in range(config.points)
         ]

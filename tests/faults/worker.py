@@ -1,4 +1,7 @@
-"""Ranks that do, at a moment that is asked for, what ranks should not do. The last rank does it."""
+"""Ranks that do, at a moment that is asked for, what ranks should not do. The last rank does it.
+
+All imports are at the top: there they are done before there is a group, and a point's few seconds do not pay for them.
+"""
 
 import ctypes
 import multiprocessing
@@ -9,7 +12,11 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+import torch.distributed as dist
+
 from labkit.lab.point import Point
+from labkit.parallel.collectives import all_reduce
 
 BEFORE, INSIDE, SHARED, BETWEEN, WRITING = (
     "before rendezvous",
@@ -50,8 +57,6 @@ def act(action):
     if action == "aborts":
         ctypes.CDLL(None).abort()
     if action == "runs out of memory":
-        import torch
-
         torch.empty(1 << 60, dtype=torch.uint8)
     if action.startswith("fills memory"):
         fill_memory(parent_first=action != "fills memory")
@@ -89,11 +94,6 @@ def act_meanwhile(action):
 
 
 def measure_point(point):
-    import torch
-    import torch.distributed as dist
-
-    from labkit.parallel.collectives import all_reduce
-
     faulty = bool(point.action) and dist.get_rank() == point.world_size - 1
     if point.action == "sizes differ":
         yield {"value": 1.0}
