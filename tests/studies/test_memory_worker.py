@@ -139,7 +139,7 @@ def test_what_is_predicted_is_of_the_device_of_the_point(kind):
 def test_a_gpu_that_is_not_there_is_a_reason():
     machine = describe_machine().model_copy(update={"gpus": []})
     point = MemoryPoint(kind="measured", size="nano", context_length=16, phases=("full_step",), device="cuda")
-    assert "no GPU" in STUDY.skip_reason(point, machine)
+    assert "needs a CUDA device" in STUDY.skip_reason(point, machine)
 
 
 @pytest.mark.parametrize("profile", ["smoke", "quick", "standard", "paper"])
