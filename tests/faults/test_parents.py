@@ -54,7 +54,8 @@ def test_a_signal_to_the_parent(victim, number, moment):
         assert set(run.coverage()["status"]) == {"ok"}
         assert ended_lines(run.path)[: len(kept)] == kept
         hit.assert_nothing_left()
-    note(f"the parent: {number.name}", moment, f"{len(kept)} of 3 points kept, the rest pending, then resumed")
+    resumed = "" if moment == INSIDE else ", then resumed"
+    note(f"the parent: {number.name}", moment, f"{len(kept)} of 3 points kept, the rest pending{resumed}")
 
 
 def _needs_mounts():
