@@ -1,0 +1,25 @@
+"""Runs that come with labkit: each can be read, answers its lab's questions, and has the figures drawn from it."""
+
+import pytest
+
+from labkit.lab.project import figures_directory, recorded_directory
+from labkit.lab.store import Run
+from labkit.studies import LABS, load_study
+
+RECORDED = sorted(recorded_directory().glob("*/*.jsonl"))
+
+
+def test_every_lab_has_one():
+    assert {path.parent.name for path in RECORDED} >= set(LABS)
+
+
+@pytest.mark.parametrize("path", RECORDED, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_a_recorded_run_is_complete_and_answers_questions(path):
+    run = Run.load(path)
+    assert run.header.lab == path.parent.name
+    assert run.pending == []
+    assert not run.header.machine.git.dirty, "its commit is not the source that measured it"
+    answers = load_study(run.header.lab).answers(run.frame(), run.coverage())
+    assert sum(answer.verdict == "not measured" for answer in answers) <= 1
+    drawn = {file.stem for file in (figures_directory() / path.parent.name / path.stem).glob("*.png")}
+    assert {answer.figure for answer in answers} - {None} <= drawn
