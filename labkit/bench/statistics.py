@@ -175,12 +175,14 @@ def resampled_medians(values: np.ndarray, seed: int = 0) -> np.ndarray:
 
 
 def _resamples(n: int, seed: int) -> np.ndarray:
-    return _kept_resamples(n, seed) if n <= MOST_KEPT else _kept_resamples.__wrapped__(n, seed)
+    return _kept_resamples(n, seed) if n <= MOST_KEPT else _draw(n, seed)
 
 
-@lru_cache(maxsize=16)
-def _kept_resamples(n: int, seed: int) -> np.ndarray:
+def _draw(n: int, seed: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, n, (RESAMPLES, n))
+
+
+_kept_resamples = lru_cache(maxsize=16)(_draw)
 
 
 def _median_interval(values: np.ndarray) -> tuple[float, float]:

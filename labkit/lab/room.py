@@ -9,12 +9,13 @@ def why_not_here(
 ) -> str | None:
     """Why `ranks` ranks cannot have `needed_bytes` together here ("needs 51 GiB, 22 GiB available"), or None.
 
-    On "cuda" each rank has a GPU, as far as there are some. `says` is what is said of what they need.
+    On "cuda" each rank has a GPU, as far as there are some, and the smallest of these decides. `says` is what is said
+    of what they need.
     """
     if reason := machine.why_no_device(device):
         return reason
-    of_gpus = sum(gpu.memory_bytes for gpu in machine.gpus[:ranks])
-    available = of_gpus if device == "cuda" else available_memory_bytes()
+    gpus = [gpu.memory_bytes for gpu in machine.gpus[:ranks]]
+    available = len(gpus) * min(gpus) if device == "cuda" else available_memory_bytes()
     if needed_bytes <= available:
         return None
     return f"{says.format(format_bytes(needed_bytes))}, {format_bytes(available)} available"

@@ -6,14 +6,12 @@ Ranks are started once a test and go through many cases; they return what was wr
 from __future__ import annotations
 
 import math
-import sys
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import cloudpickle
 import pytest
 import torch
 import torch.distributed as dist
@@ -31,6 +29,8 @@ from labkit.parallel.launch import run_ranks
 from labkit.parallel.transport import POINT_TO_POINT, TRANSPORTS, choice, find_transport
 from labkit.parallel.transport.process_group import BatchTransport, StreamTransport
 
+pytestmark = pytest.mark.usefixtures("workers_travel_by_value")
+
 LENGTHS = (0, 1, 3, 1000, 2**20 + 1)
 ALL = {**ALGORITHMS, "chooser": all_reduce}
 FUNCTIONS = {
@@ -41,14 +41,6 @@ FUNCTIONS = {
 # Largest whole number that 8 ranks can add without rounding, over 8.
 EXACT_BELOW = {torch.float64: 2**49, torch.float32: 2**21, torch.float16: 2**8, torch.bfloat16: 2**5}
 TYPES = tuple(EXACT_BELOW)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _workers_travel_by_value() -> Iterator[None]:
-    """So that ranks need not import this module, and pytest with it."""
-    cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    yield
-    cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
 
 
 def check_on_ranks(check: Callable[..., list[str]], *args: Any, world_size: int) -> None:

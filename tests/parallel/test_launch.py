@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
 import numpy as np
 import psutil
 import pytest
@@ -22,6 +21,8 @@ import torch
 import torch.distributed as dist
 
 from labkit.parallel.launch import PointEnd, RankError, Row, launch, run_ranks
+
+pytestmark = pytest.mark.usefixtures("workers_travel_by_value")
 
 
 def drain(worker: Any, points: list[Any], **options: Any) -> tuple[list[Row], list[PointEnd]]:
@@ -41,14 +42,6 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> bool:
 
 def is_gone(pid: int) -> bool:
     return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _workers_travel_by_value() -> Iterator[None]:
-    """So that ranks need not import this module, and pytest with it."""
-    cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    yield
-    cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
 
 
 # Rows and points

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import os
 import resource
-import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
 import pytest
 import torch
 import torch.distributed as dist
@@ -34,19 +32,14 @@ from labkit.parallel.transport import (
 from labkit.parallel.transport.contract import Step
 from labkit.parallel.transport.semaphores import Semaphores
 
-pytestmark = pytest.mark.skipif(bool(Semaphores.unavailable()), reason=Semaphores.unavailable() or "there are some")
+pytestmark = [
+    pytest.mark.usefixtures("workers_travel_by_value"),
+    pytest.mark.skipif(bool(Semaphores.unavailable()), reason=Semaphores.unavailable() or "there are some"),
+]
 
 CPU = torch.device("cpu")
 # The whole number of rounds for every number of ranks is `make stress`.
 STRESS_ROUNDS = int(os.environ.get("LABKIT_STRESS_ROUNDS", "0"))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _workers_travel_by_value() -> Iterator[None]:
-    """So that ranks need not import this module, and pytest with it."""
-    cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    yield
-    cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
 
 
 def check_on_ranks(check: Callable[..., list[str]], *args: Any, world_size: int, **options: Any) -> None:

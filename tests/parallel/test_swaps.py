@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Iterator
 
-import cloudpickle
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,19 +15,14 @@ from labkit.parallel.transport.contract import Step
 from labkit.parallel.transport.semaphores import Semaphores
 from labkit.parallel.transport.swaps import BUDGET_BYTES, KEPT_PLACES, MOST_BYTES, longest_swap
 
-pytestmark = pytest.mark.skipif(bool(Semaphores.unavailable()), reason=Semaphores.unavailable() or "there are some")
+pytestmark = [
+    pytest.mark.usefixtures("workers_travel_by_value"),
+    pytest.mark.skipif(bool(Semaphores.unavailable()), reason=Semaphores.unavailable() or "there are some"),
+]
 
 CPU = torch.device("cpu")
 # The whole number of rounds for every number of ranks is `make stress`.
 STRESS_ROUNDS = int(os.environ.get("LABKIT_STRESS_ROUNDS", "0"))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _workers_travel_by_value() -> Iterator[None]:
-    """So that ranks need not import this module, and pytest with it."""
-    cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    yield
-    cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
 
 
 @pytest.mark.parametrize(("world_size", "rounds"), [(2, 6_000), (3, 2_000), (4, 1_000), (5, 500), (8, 200)])
@@ -110,9 +102,10 @@ def _swap_of_wrong_lengths() -> str:
 
 @pytest.mark.parametrize(("world_size", "lengths"), [(2, (10, 1_000_000)), (2, (100_000, 200_000)), (4, (10, 100_000))])
 def test_where_one_rank_swaps_and_the_other_does_not_both_say_why(world_size: int, lengths: tuple[int, int]) -> None:
-    for said in run_ranks(_reduce_of_wrong_lengths, lengths, world_size=world_size, timeout_s=60):
-        assert "every rank must call with a tensor of one shape and type" in said or "ended while" in said
-    assert "one shape and type" in said
+    said = run_ranks(_reduce_of_wrong_lengths, lengths, world_size=world_size, timeout_s=60)
+    # A rank that has noticed leaves, and others may find it gone first.
+    assert all("one shape and type" in text or "ended while" in text for text in said)
+    assert any("one shape and type" in text for text in said)
 
 
 def _reduce_of_wrong_lengths(lengths: tuple[int, int]) -> str:

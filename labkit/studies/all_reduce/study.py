@@ -128,12 +128,13 @@ class AllReduceStudy(Study):
         total = point.world_size * point.n_bytes
         if 0 < point.most_bytes < total:
             return f"{format_bytes(total)} on all ranks, more than most_bytes, {format_bytes(point.most_bytes)}"
+        ranks = ranks_here(point.world_size)
         if point.backend == "nccl":
             gpus = len(machine.gpus)
-            if ranks_here(point.world_size) > gpus:
+            if ranks > gpus:
                 return f"NCCL needs a GPU a rank, and there are {gpus} here"
-            return why_not_here(machine, "cuda", COPIES * point.n_bytes)
-        return why_not_here(machine, "cpu", ranks_here(point.world_size) * (RANK_BYTES + COPIES * point.n_bytes))
+            return why_not_here(machine, "cuda", ranks * COPIES * point.n_bytes, ranks=ranks)
+        return why_not_here(machine, "cpu", ranks * (RANK_BYTES + COPIES * point.n_bytes))
 
     def series(self, point: AllReducePoint) -> tuple[Hashable, float]:
         return (point.backend, point.world_size, point.scheduling), point.n_bytes
