@@ -50,6 +50,11 @@ def butterfly(world_size: int, n_bytes: float) -> MessageCost:
     return MessageCost(2, 2 * n_bytes * (world_size - 1) / world_size)
 
 
+def one_shot(world_size: int, n_bytes: float) -> MessageCost:
+    """Everybody sends everybody the whole tensor; the p-1 messages go at once."""
+    return MessageCost(0, 0) if world_size == 1 else MessageCost(1, n_bytes * (world_size - 1))
+
+
 def recursive_doubling(world_size: int, n_bytes: float) -> MessageCost:
     """log2(p) exchanges of the whole tensor; ranks beyond a power of two fold in before and out after."""
     rounds = world_size.bit_length() - 1
@@ -71,6 +76,7 @@ def _folding(world_size: int, n_bytes: float) -> MessageCost:
 ALL_REDUCE_COSTS: Mapping[str, Callable[[int, float], MessageCost]] = {
     "ring": ring,
     "butterfly": butterfly,
+    "one_shot": one_shot,
     "recursive_doubling": recursive_doubling,
     "halving_doubling": halving_doubling,
 }

@@ -1,4 +1,4 @@
-"""All-reduce from messages between two ranks: four algorithms, and a chooser among them.
+"""All-reduce between ranks: five algorithms, and the one that suits.
 
 Every rank of a group calls with a tensor of one shape; afterwards every rank's tensor holds the sum or the mean,
 bitwise the same everywhere, because each element is either computed once and copied, or computed everywhere from
@@ -9,16 +9,17 @@ Letters: p ranks, r this rank, n bytes a rank; a seconds a message, b seconds a 
     algorithm            messages in a row    bytes sent a rank     time
     ring                 2 (p-1)              2 n (p-1)/p           2 (p-1) a + 2 n (p-1)/p b
     butterfly (direct)   2                    2 n (p-1)/p           2 a' + 2 n (p-1)/p b      a': p-1 messages at once
+    one-shot             1                    n (p-1)               a' + n (p-1) b            a': p-1 messages at once
     recursive doubling   log2 q (+2)          n log2 q (+n)         log2 q (a + n b)          (+2 (a + n b))
     halving-doubling     2 log2 q (+2)        2 n (q-1)/q (+n)      2 log2 q a + 2 n (q-1)/q b  (+2 (a + n b))
 
 (In brackets: what is added if p is not a power of two.) No rank can send less than 2 n (p-1)/p bytes in an
-algorithm that uses all of them alike, and none can know everything after fewer than log2 p messages in a row: the
-first matters for long tensors, the second for short ones.
+algorithm that uses all of them alike, and none that takes one message at a time can know everything after fewer than
+log2 p in a row: the first matters for long tensors, the second for short ones.
 
 Precision. Every addition is rounded to the tensor's type, once, and partial sums travel in that type, as in torch's
 gloo backend. With u its unit roundoff (2^-53, 2^-24, 2^-11, 2^-8 for float64, float32, float16, bfloat16) and D
-additions in a row (p-1 for ring and butterfly, ceil(log2 p) for the two others), to first order
+additions in a row (p-1 for ring, butterfly and one-shot, ceil(log2 p) for the two others), to first order
 
     |sum - exact| <= D u sum|x_r|         |mean - exact| <= (D+1) u mean|x_r|
 
@@ -30,11 +31,12 @@ serves CPU tensors of ranks on one host. `transport="auto"` takes shared memory 
 the group; "point_to_point" and "shared" are what they say. Algorithms are the same and so are results, to the bit.
 
 Memory. Scratch of at most two pieces a group and rank (2 MiB on CPU) whatever n is, kept between calls, and never more
-than a chunk for the ring; in shared memory an outbox of 2 MiB and slots of 1 MiB a rank. A tensor that is not
+than a chunk for the ring; in shared memory an outbox of 2 MiB, slots of 1 and boards of 1 a rank. A tensor that is not
 contiguous, or that gloo has to move for a GPU, is copied during the call.
 
 Sources: Patarasuk & Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations" (ring);
-Thakur, Rabenseifner & Gropp 2005, "Optimization of collective communication operations in MPICH" (the two others).
+Thakur, Rabenseifner & Gropp 2005, "Optimization of collective communication operations in MPICH" (the two with
+doubling).
 """
 
 from __future__ import annotations
@@ -45,9 +47,10 @@ from types import MappingProxyType
 import torch
 import torch.distributed as dist
 
+from labkit.parallel.chooser import choose_algorithm
 from labkit.parallel.reduction import Reduction, cut
 from labkit.parallel.transport.choice import AUTO, find_transport, group_transports
-from labkit.parallel.transport.contract import POINT_TO_POINT, SHARED, Step, Transport
+from labkit.parallel.transport.contract import Step, Transport
 
 AllReduce = Callable[..., None]  # (tensor, group=None, op="mean")
 
@@ -132,6 +135,30 @@ def butterfly_all_reduce(
         via.run(steps + all_gather(number - 1), depth=p)
 
 
+def one_shot_all_reduce(
+    tensor: torch.Tensor, group: dist.ProcessGroup | None = None, op: str = "mean", *, transport: str | Transport = AUTO
+) -> None:
+    """Every rank shows all others its whole vector, and adds up all of them itself. Few waits, many bytes.
+
+    Everybody adds in the order of ranks, so that sums are the same to the bit. What is longer than a transport can
+    show goes in pieces.
+
+    1 message in a row (p-1 at a time), n (p-1) bytes sent a rank, time a' + n (p-1) b. Through shared memory a rank
+    writes n bytes only, and waits once, however many ranks there are.
+    """
+    with Reduction(tensor, group, op, transport) as (vector, via, divisor):
+        if via.world_size == 1 or not vector.numel():
+            return
+        number = -(-vector.nbytes // via.shown_bytes)
+        for piece in vector.tensor_split(number) if number > 1 else (vector,):
+            first, second, *others = via.show(piece)
+            torch.add(first, second, out=piece)
+            for other in others:
+                piece.add_(other)
+            if divisor > 1:
+                piece.div_(divisor)
+
+
 def recursive_doubling_all_reduce(
     tensor: torch.Tensor, group: dist.ProcessGroup | None = None, op: str = "mean", *, transport: str | Transport = AUTO
 ) -> None:
@@ -212,6 +239,7 @@ ALGORITHMS: Mapping[str, AllReduce] = MappingProxyType(
     {
         "ring": ring_all_reduce,
         "butterfly": butterfly_all_reduce,
+        "one_shot": one_shot_all_reduce,
         "recursive_doubling": recursive_doubling_all_reduce,
         "halving_doubling": halving_doubling_all_reduce,
     }
@@ -230,39 +258,6 @@ def all_reduce(
     via = find_transport(group, tensor.device, transport)
     algorithm = ALGORITHMS[choose_algorithm(tensor.numel() * tensor.itemsize, via.world_size, via.name)]
     algorithm(tensor, group, op, transport=via)
-
-
-# Where one algorithm overtakes another: time over gloo's `dist.all_reduce`, medians, 2 cores, SCHED_BATCH, from
-# benchmarks/all_reduce_against_gloo.py (RD recursive doubling, D direct exchange, R ring, HD halving-doubling).
-#
-#     ranks     2                       4                        8                        16
-#     64 KiB    RD .58  D .94  R .96    RD .45  D .75  R .91     RD .33  D .73  R .94     RD .33  D .74  R 1.2
-#     256 KiB   RD .64  HD .94 R .93    RD .59  HD .91 R 1.0     RD .45  HD .66 R .95     RD .48  HD .53 R 1.0
-#     391 KiB   RD .87  D 1.0   R .97    RD .67  D .85  R 1.0     RD .54  D .74  R .92     RD .41  D .73  R .95
-#     1 MiB     RD 1.0  D 1.0  R 1.0    RD .91  D .84  R .94     RD 1.0  D .90  R 1.0     RD 1.2  D .78  R 1.1
-#     10 MiB    HD .94  D .91  R .95    HD 1.3  D 1.0  R 1.1     HD 1.3  D 1.2  R 1.1     HD 1.2  D 1.1  R 1.2
-#     100 MiB   HD .98  D .96  R .92    HD 1.2  D 1.0  R 1.0
-SHORT_BYTES = 512 << 10
-MIDDLE_BYTES = 16 << 20
-# Over shared memory a message costs little: direct exchange wins from here on. It moves the fewest bytes, and between
-# two ranks, where recursive doubling moves no more, half as many at a time, which stay in the cache: 1 MiB on two ranks
-# takes 0.28 and 0.31 of gloo's time, by recursive doubling 0.34 and 0.38 (two runs, 2 cores).
-SHARED_SHORT_BYTES = 256 << 10
-
-
-def choose_algorithm(n_bytes: int, world_size: int, transport: str = POINT_TO_POINT) -> str:
-    """Name of the algorithm for `n_bytes` a rank: few messages if short, few bytes if long.
-
-    Point to point, the borders hardly move with the number of ranks: what a step more costs, all ranks sharing the
-    cores pay alike.
-    """
-    if world_size < 1 or n_bytes < 0:
-        raise ValueError(f"expected n_bytes >= 0 and world_size >= 1, got {n_bytes} and {world_size}")
-    if transport == SHARED:
-        return "recursive_doubling" if n_bytes <= SHARED_SHORT_BYTES else "butterfly"
-    if n_bytes <= SHORT_BYTES:
-        return "recursive_doubling"
-    return "butterfly" if n_bytes <= MIDDLE_BYTES else "ring"
 
 
 def scratch_bytes(group: dist.ProcessGroup | None = None) -> int:

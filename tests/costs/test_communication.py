@@ -13,6 +13,7 @@ from labkit.costs.communication import (
     crossover_bytes,
     fit_alpha_beta,
     halving_doubling,
+    one_shot,
     recursive_doubling,
     ring,
 )
@@ -23,6 +24,7 @@ from labkit.costs.communication import (
     [
         (ring, 4, 6, 1500),
         (butterfly, 4, 2, 1500),
+        (one_shot, 4, 1, 3000),
         (recursive_doubling, 4, 2, 2000),
         (halving_doubling, 4, 4, 1500),
         (recursive_doubling, 5, 4, 4000),  # as 4 ranks, and 1000 bytes folded in and out

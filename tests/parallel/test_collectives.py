@@ -17,16 +17,16 @@ import torch
 import torch.distributed as dist
 
 from labkit.parallel import reduction
+from labkit.parallel.chooser import choose_algorithm
 from labkit.parallel.collectives import (
     ALGORITHMS,
     all_reduce,
-    choose_algorithm,
     release_scratch,
     ring_all_reduce,
     scratch_bytes,
 )
 from labkit.parallel.launch import run_ranks
-from labkit.parallel.transport import POINT_TO_POINT, TRANSPORTS, choice, find_transport
+from labkit.parallel.transport import POINT_TO_POINT, SHARED, TRANSPORTS, choice, find_transport
 from labkit.parallel.transport.process_group import BatchTransport, StreamTransport
 
 pytestmark = pytest.mark.usefixtures("workers_travel_by_value")
@@ -391,6 +391,9 @@ def test_the_chooser_knows_an_algorithm_for_everything(world_size: int) -> None:
     # few messages for the short, few bytes for the long
     assert names[0] == "recursive_doubling"
     assert names[-1] != "recursive_doubling"
+    shared = [choose_algorithm(1 << exponent, world_size, SHARED) for exponent in range(31)]
+    assert shared[0] == ("one_shot" if world_size > 2 else "recursive_doubling")
+    assert shared[-1] == "butterfly"
 
 
 # GPUs

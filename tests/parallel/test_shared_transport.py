@@ -329,8 +329,8 @@ def _check_fallback(cause: str) -> list[str]:
     rank = dist.get_rank()
     expected = {
         "semaphores": "rank 1: none here",
-        "memory": "rank 1: 3 MiB of shared memory could not be had: 0 MiB are available to 3 ranks",
-        "limit": "rank 1: 3 MiB of shared memory could not be had: File too large",
+        "memory": "rank 1: 4 MiB of shared memory could not be had: 0 MiB are available to 3 ranks",
+        "limit": "rank 1: 4 MiB of shared memory could not be had: File too large",
         "hosts": "several hosts",
         "open": "rank 1: the memory of rank 0 cannot be used: not allowed",
         "processes": "rank 1: what is mapped cannot be used: not allowed",

@@ -9,6 +9,7 @@ import pytest
 from labkit.costs.communication import ALL_REDUCE_COSTS, AlphaBeta, MessageCost
 from labkit.studies.all_reduce import analysis, links
 from labkit.studies.all_reduce.study import STUDY
+from labkit.studies.all_reduce.worker import OWN
 from tests.studies.answering import answers_of
 
 _answers = partial(answers_of, STUDY)
@@ -34,7 +35,7 @@ def _frame(seconds=_textbook, *, routes=None, noise=0.01, repeats=12, worlds=(2,
     """Rows as a run would have them: two ranks report, the second is the slower one."""
     generator = np.random.default_rng(seed)
     settings = [("exchange", "exchange", p, n, "batch") for p in worlds for n in sizes]
-    names = ["torch", *ALL_REDUCE_COSTS, "chosen"]
+    names = ["torch", *OWN]
     settings += [("sizes", name, p, n, "batch") for name in names for p in worlds for n in sizes]
     settings += [("ranks", name, p, n, "batch") for name in names for p in (4, 16) for n in (4000, 400_000)]
     settings += [

@@ -51,9 +51,13 @@ class Transport(Protocol):
     world_size: int
     device: torch.device  # of the memory it moves
     piece_bytes: int  # parts up to this size move best
+    shown_bytes: int  # parts up to this size can be shown to all
 
     def run(self, steps: Sequence[Step], depth: int = 1) -> None:
         """Carry out `steps`; one starts as soon as the one `depth` before it is complete, or later."""
+
+    def show(self, part: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Every rank's part by rank, this one's too, of one length and type: to be read until the next call."""
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A vector, (numel,), in the memory that it sends best. A collective, sizes alike."""

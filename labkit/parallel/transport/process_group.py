@@ -71,6 +71,20 @@ class _GroupTransport:
         self.world_size = group.size()
         self.device = device
         self._scratch = Scratch(device, self.scratch_limit_bytes)
+        self.shown_bytes = self.scratch_limit_bytes // self.world_size // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+
+    def run(self, steps: Sequence[Step], depth: int = 1) -> None:
+        raise NotImplementedError
+
+    def show(self, part: torch.Tensor) -> Sequence[torch.Tensor]:
+        if part.nbytes > self.shown_bytes:
+            raise ValueError(f"expected a part of at most {self.shown_bytes} bytes, got {part.nbytes}")
+        p, r = self.world_size, self.rank
+        parts = self._scratch.slots(p, part.numel(), part.dtype)
+        parts[r].copy_(part)
+        turns = [((r + s) % p, (r - s) % p) for s in range(1, p)]
+        self.run([Step(part, target, parts[source], source, False) for target, source in turns], depth=p)
+        return parts
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device=self.device)

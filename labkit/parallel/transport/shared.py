@@ -8,7 +8,8 @@ ring of notes; and an outbox, which is memory for messages.
     receive   wait for `filled`, read the note, copy or add from the sender's memory straight into place,
               post `taken`
 
-Short messages that two ranks send each other at the same step go a shorter way: `swaps.py`.
+Short messages that two ranks send each other at the same step go a shorter way: `swaps.py`. What every rank shows to
+all goes by `boards.py`.
 
 A slot is free again when every rank it was sent to has posted `taken`. A long part that lies in shared memory already
 (`allocate`: the buckets of a data-parallel wrapper) is not copied: the note points to it, and the step is complete
@@ -42,6 +43,8 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from labkit.parallel.transport import boards, signals
+from labkit.parallel.transport.boards import Boards, board_bytes
 from labkit.parallel.transport.contract import SHARED, Step
 from labkit.parallel.transport.mapping import Allocation, SharedMemoryUnavailable, map_together
 from labkit.parallel.transport.peers import Peers
@@ -67,6 +70,7 @@ class SharedTransport:
 
     name = SHARED
     piece_bytes = 512 << 10
+    shown_bytes = boards.MOST_BYTES
 
     def __init__(self, group: dist.ProcessGroup, timeout_s: float) -> None:
         """A collective. SharedMemoryUnavailable, on all ranks alike, where they cannot share memory."""
@@ -74,17 +78,19 @@ class SharedTransport:
         self.device = torch.device("cpu")
         self._group = weakref.ref(group)
         p = self.world_size
-        notes_at = 3 * p * SEMAPHORE_BYTES
+        notes_at = signals.signals(p) * SEMAPHORE_BYTES
         notes_bytes = p * NOTES * NOTE_WORDS * 8
         swaps_at = notes_at + notes_bytes
-        outbox_at = -(-(swaps_at + swap_bytes(p)) // 4096) * 4096
+        boards_at = swaps_at + swap_bytes(p)
+        outbox_at = -(-(boards_at + board_bytes()) // 4096) * 4096
         # Ranks of other groups want the cores, too.
         spin = dist.get_world_size() <= len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else False
 
         def get_ready(mailboxes: Sequence[mmap.mmap], pids: Sequence[int]) -> None:
-            # In the mailbox of r: `filled` for each target, `taken` by each target, and `swapped` for each.
-            self._semaphores = [Semaphores(mailbox, 3 * p, spin=spin) for mailbox in mailboxes]
+            self._semaphores = [Semaphores(mailbox, signals.signals(p), spin=spin) for mailbox in mailboxes]
             self._semaphores[self.rank].make()
+            if self.rank == 0:
+                self._semaphores[0].post(signals.lock(p))
             self._peers = Peers(pids, self.rank, self._semaphores, timeout_s)
 
         mailboxes = map_together(
@@ -93,6 +99,7 @@ class SharedTransport:
         self._notes = [memoryview(mailbox)[notes_at : notes_at + notes_bytes].cast("q") for mailbox in mailboxes]
         self._wait = self._peers.wait
         self._swap = Swaps(mailboxes, swaps_at, self.rank, self._semaphores, self._wait, spin=spin).swap
+        self._boards = Boards(mailboxes, boards_at, self.rank, self._semaphores, self._peers)
         self._allocations = {OUTBOXES: Allocation(mailboxes, self.rank, outbox_at)}
         self._sent, self._taken, self._received = [0] * p, [0] * p, [0] * p
         self._free_slots = deque(range(SLOTS))
@@ -106,7 +113,7 @@ class SharedTransport:
         """Why the last vector asked of `empty` is copied when it is sent, if it is."""
 
     def scratch_bytes(self) -> int:
-        return SLOTS * self.piece_bytes + swap_bytes(self.world_size)
+        return SLOTS * self.piece_bytes + swap_bytes(self.world_size) + board_bytes()
 
     def release_scratch(self) -> None:
         """Nothing: the outbox is part of the mailbox, which other ranks map."""
@@ -145,13 +152,22 @@ class SharedTransport:
         self._allocations[number] = Allocation(memories, self.rank, 0)
         return self._allocations[number].lend()
 
-    def run(self, steps: Sequence[Step], depth: int = 1) -> None:
+    def show(self, part: torch.Tensor) -> Sequence[torch.Tensor]:
+        self._begin_call()
+        parts = self._boards.show(part)
+        self._is_between_calls = True
+        return parts
+
+    def _begin_call(self) -> None:
         if not self._is_between_calls:
             raise RuntimeError(
                 "another call on this group is not over: it is another thread's, or was left before its end, and its "
                 "messages are still there"
             )
         self._is_between_calls = False
+
+    def run(self, steps: Sequence[Step], depth: int = 1) -> None:
+        self._begin_call()
         if len(steps) == 1 and self._swap(steps[0]):
             self._is_between_calls = True
             return
@@ -218,7 +234,7 @@ class SharedTransport:
         notes, count = self._notes[self.rank], self._sent[target]
         at = (target * NOTES + count % NOTES) * NOTE_WORDS
         notes[at], notes[at + 1], notes[at + 2] = allocation, offset, n_bytes
-        self._semaphores[self.rank].post(target)
+        self._semaphores[self.rank].post(signals.filled(target))
         self._sent[target] = count + 1
         return target, count
 
@@ -250,8 +266,8 @@ class SharedTransport:
         """Whether the message of that number to that rank has been taken; if `wait`, once it has."""
         while self._taken[target] <= number:
             if wait:
-                self._wait(self.rank, self.world_size + target, target)
-            elif not self._semaphores[self.rank].take(self.world_size + target):
+                self._wait(self.rank, signals.taken(self.world_size, target), target)
+            elif not self._semaphores[self.rank].take(signals.taken(self.world_size, target)):
                 return False
             self._taken[target] += 1
         return True
@@ -262,7 +278,7 @@ class SharedTransport:
         incoming, source = step.incoming, step.source
         if incoming is None or not (n_bytes := incoming.nbytes):
             return
-        self._wait(source, self.rank, source)
+        self._wait(source, signals.filled(self.rank), source)
         notes = self._notes[source]
         at = (self.rank * NOTES + self._received[source] % NOTES) * NOTE_WORDS
         if notes[at + 2] != n_bytes:
@@ -275,7 +291,7 @@ class SharedTransport:
             incoming.add_(message)
         else:
             incoming.copy_(message)
-        self._semaphores[source].post(self.world_size + self.rank)
+        self._semaphores[source].post(signals.taken(self.world_size, self.rank))
         self._received[source] += 1
         if step.divisor > 1:
             incoming.div_(step.divisor)

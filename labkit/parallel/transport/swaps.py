@@ -22,6 +22,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from labkit.parallel.transport import signals
 from labkit.parallel.transport.contract import Step
 from labkit.parallel.transport.semaphores import Semaphores
 
@@ -59,7 +60,7 @@ class Swaps:
         *,
         spin: bool,
     ) -> None:
-        """`offset`: where in a mailbox the slots begin. In the mailbox of r, semaphore 2 p + s is posted for rank s.
+        """`offset`: where in a mailbox the slots begin.
 
         `spin`: look for the message a while before waiting; right where every rank has a core of its own.
         """
@@ -92,7 +93,7 @@ class Swaps:
         while take():
             looks -= 1
             if looks < 0:
-                self._wait(other, 2 * self._world_size + self._rank, other)
+                self._wait(other, signals.swapped(self._world_size, self._rank), other)
                 break
         if others_header[0] != expected:
             raise RuntimeError(
@@ -113,9 +114,9 @@ class Swaps:
             self._places.clear()
         header, own = self._slot(self._rank, other, turn, sent_bytes, dtype)
         others_header, others = self._slot(other, self._rank, turn, received_bytes, dtype)
-        number = 2 * self._world_size
-        post = self._semaphores[self._rank].poster(number + other)
-        take = self._semaphores[other].taker(number + self._rank)
+        p = self._world_size
+        post = self._semaphores[self._rank].poster(signals.swapped(p, other))
+        take = self._semaphores[other].taker(signals.swapped(p, self._rank))
         place = self._places[key] = _Place(own, others, header, others_header, post, take)
         return place
 

@@ -109,7 +109,7 @@ def predictions(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def fits(frame: pd.DataFrame) -> dict[tuple[str, int], AlphaBeta]:
-    """One alpha and beta for all four algorithms together, by (backend, world size)."""
+    """One alpha and beta for all algorithms together, by (backend, world size)."""
     table = times(frame, "sizes")
     table = table[table["algorithm"].isin(list(ALL_REDUCE_COSTS)) & (table["world_size"] > 1)]
     models = {}

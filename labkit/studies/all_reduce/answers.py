@@ -214,7 +214,7 @@ def alpha_beta(frame: pd.DataFrame) -> Answer | None:
     typical = [model.median_error for model in fitted.values()]
     worst = max(model.largest_error for model in fitted.values())
     sentences = [
-        "Fitted to all four algorithms of a world size together, alpha and beta leave half of the times within "
+        "Fitted to all algorithms of a world size together, alpha and beta leave half of the times within "
         f"{format_share(max(typical))} and the worst off by {format_share(worst)}."
     ]
     predicted = analysis.predictions(frame)["measured_over_predicted"].dropna()

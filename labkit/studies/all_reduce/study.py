@@ -23,8 +23,8 @@ LARGE_BYTES, LARGE_WORLD = 8 * MIB, 8
 RANK_BYTES = 160 * MIB  # a rank's own resident memory, torch included
 COPIES = 5  # of the tensor on each rank: base, input, two or three that are reduced, an algorithm's scratch
 
-Algorithm = Literal["torch", "ring", "butterfly", "recursive_doubling", "halving_doubling", "chosen"]
-OwnAlgorithm = Literal["ring", "butterfly", "recursive_doubling", "halving_doubling", "chosen"]
+Algorithm = Literal["torch", "ring", "butterfly", "one_shot", "recursive_doubling", "halving_doubling", "chosen"]
+OwnAlgorithm = Literal["ring", "butterfly", "one_shot", "recursive_doubling", "halving_doubling", "chosen"]
 PositiveInt = Annotated[int, Field(ge=1, lt=2**48)]
 Ranks = Annotated[int, Field(ge=1, le=1024)]
 

@@ -6,7 +6,7 @@
     chosen over registered    the same, on a tensor that lies in shared memory already
     floor                     the additions and copies alone, on memory of the rank's own
 
-(`chosen`, or one of the four algorithms by name.) The floor is what a rank has to do to n bytes if the p-1 others' are
+(`chosen`, or an algorithm by name.) The floor is what a rank has to do to n bytes if the p-1 others' are
 simply there: add p-1 parts of n/p to its own, a piece at a time so that sums stay in the cache, and copy p-1 parts of
 n/p. No messages, no waiting. All ranks do it at the same time, since they share the memory.
 """

@@ -1,0 +1,46 @@
+"""Which algorithm reduces how many bytes on how many ranks, by measurement."""
+
+from labkit.parallel.transport.contract import POINT_TO_POINT, SHARED
+
+# Where one algorithm overtakes another: time over gloo's `dist.all_reduce`, medians, 2 cores, SCHED_BATCH, from
+# benchmarks/all_reduce_against_gloo.py (RD recursive doubling, D direct exchange, R ring, HD halving-doubling, 1S
+# one-shot).
+#
+#     ranks     2                       4                        8                        16
+#     64 KiB    RD .58  D .94  R .96    RD .45  D .75  R .91     RD .33  D .73  R .94     RD .33  D .74  R 1.2
+#     256 KiB   RD .64  HD .94 R .93    RD .59  HD .91 R 1.0     RD .45  HD .66 R .95     RD .48  HD .53 R 1.0
+#     391 KiB   RD .87  D 1.0   R .97    RD .67  D .85  R 1.0     RD .54  D .74  R .92     RD .41  D .73  R .95
+#     1 MiB     RD 1.0  D 1.0  R 1.0    RD .91  D .84  R .94     RD 1.0  D .90  R 1.0     RD 1.2  D .78  R 1.1
+#     10 MiB    HD .94  D .91  R .95    HD 1.3  D 1.0  R 1.1     HD 1.3  D 1.2  R 1.1     HD 1.2  D 1.1  R 1.2
+#     100 MiB   HD .98  D .96  R .92    HD 1.2  D 1.0  R 1.0
+SHORT_BYTES = 512 << 10
+MIDDLE_BYTES = 16 << 20
+# Over shared memory a message costs little, and waiting much where ranks are more than cores: one-shot waits once.
+#
+#     ranks     4                                 8
+#     4 KiB     1S .20  RD .25  D .37             1S .21  RD .29  D .46
+#     64 KiB    1S .21  RD .27  D .39             1S .21  RD .30  D .45
+#     256 KiB   1S .26  RD .36  D .38             1S .26  RD .39  D .48
+#     1 MiB     1S .36  RD .47  D .34             1S .41  RD .62  D .47
+SHARED_SHOT_BYTES = 512 << 10
+# Between two ranks there is one message in a row either way, and a swap is the shortest. From here on direct exchange
+# wins. It moves no more bytes than recursive doubling, and half as many at a time, which stay in the cache: 1 MiB takes
+# 0.28 and 0.31 of gloo's time, by recursive doubling 0.34 and 0.38 (two runs, 2 cores).
+SHARED_SWAP_BYTES = 256 << 10
+
+
+def choose_algorithm(n_bytes: int, world_size: int, transport: str = POINT_TO_POINT) -> str:
+    """Name of the algorithm for `n_bytes` a rank: few messages if short, few bytes if long.
+
+    Point to point, the borders hardly move with the number of ranks: what a step more costs, all ranks sharing the
+    cores pay alike.
+    """
+    if world_size < 1 or n_bytes < 0:
+        raise ValueError(f"expected n_bytes >= 0 and world_size >= 1, got {n_bytes} and {world_size}")
+    if transport == SHARED:
+        if world_size > 2:
+            return "one_shot" if n_bytes <= SHARED_SHOT_BYTES else "butterfly"
+        return "recursive_doubling" if n_bytes <= SHARED_SWAP_BYTES else "butterfly"
+    if n_bytes <= SHORT_BYTES:
+        return "recursive_doubling"
+    return "butterfly" if n_bytes <= MIDDLE_BYTES else "ring"

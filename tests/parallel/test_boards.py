@@ -1,0 +1,198 @@
+"""What every rank shows to all others through shared memory: nobody reads it too early, nobody waits for ever."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from labkit.parallel.all_gather import all_gather
+from labkit.parallel.collectives import all_reduce
+from labkit.parallel.launch import run_ranks
+from labkit.parallel.transport import POINT_TO_POINT, SHARED, find_transport
+from labkit.parallel.transport.boards import KEPT_LENGTHS, MOST_BYTES
+from labkit.parallel.transport.contract import Step
+from labkit.parallel.transport.semaphores import Semaphores
+
+pytestmark = [
+    pytest.mark.usefixtures("workers_travel_by_value"),
+    pytest.mark.skipif(bool(Semaphores.unavailable()), reason=Semaphores.unavailable() or "there are some"),
+]
+
+CPU = torch.device("cpu")
+# The whole number of rounds for every number of ranks is `make stress`.
+STRESS_ROUNDS = int(os.environ.get("LABKIT_STRESS_ROUNDS", "0"))
+
+
+@pytest.mark.parametrize(("world_size", "rounds"), [(2, 4_000), (3, 2_000), (4, 1_000), (5, 800), (8, 400)])
+def test_boards_among_messages_are_neither_overwritten_nor_read_before_they_are_written(
+    world_size: int, rounds: int
+) -> None:
+    wrong = run_ranks(_show_in_turns, STRESS_ROUNDS or rounds, world_size=world_size, threads=1, timeout_s=3000)
+    assert [text for of_rank in wrong for text in of_rank] == []
+
+
+def _show_in_turns(rounds: int) -> list[str]:
+    """Everything shown differs from all before it in every element; now and then a message goes between."""
+    transport = find_transport(None, CPU, SHARED)
+    rank, p = transport.rank, transport.world_size
+    lengths = (1, 7, 64, 500, 3000)
+    wrong: list[str] = []
+    for round_ in range(rounds):
+        n = MOST_BYTES // 8 if round_ % 200 == 0 else lengths[round_ % 5]
+        mine = torch.full((n,), round_ * p + rank)
+        parts = transport.show(mine)
+        mine.fill_(-1)  # as the caller may, now
+        if round_ % 11 == rank:  # read late, when the others may have come to the next
+            time.sleep(0.0005)
+        found = [(int(part.min()), int(part.max())) for part in parts]
+        if found != [(round_ * p + other, round_ * p + other) for other in range(p)]:
+            wrong.append(f"rank {rank}, round {round_}: {found}")
+        if round_ % 7 == 0:  # a swap between two ranks, notes among more
+            sent, received = torch.full((3,), round_ + rank), torch.zeros(3, dtype=torch.int64)
+            source = (rank - 1) % p
+            transport.run([Step(sent, (rank + 1) % p, received, source, False)])
+            if received.tolist() != [round_ + source] * 3:
+                wrong.append(f"rank {rank}, round {round_}: {received.tolist()} by message")
+    return wrong[:5]  # and no sooner: the others would wait for a rank that stops
+
+
+def test_nobody_is_counted_while_another_counts() -> None:
+    assert run_ranks(_count_alone, world_size=3, timeout_s=60)[0] == [0, 0, 3.0]
+
+
+def _count_alone() -> list[float]:
+    """The count while this rank has the lock, before and after the others have come for it, and what all show then."""
+    transport: Any = find_transport(None, CPU, SHARED)
+    boards, x = transport._boards, torch.ones(1)
+    counts: list[float] = []
+    if dist.get_rank() == 0:
+        assert boards._lock() == 0
+        counts.append(boards._arrived[0])
+    dist.barrier()
+    if dist.get_rank() == 0:
+        time.sleep(0.3)
+        counts.append(boards._arrived[0])
+        boards._unlock()
+    return [*counts, sum(float(part) for part in transport.show(x))]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_more_lengths_than_are_kept_and_types_of_one_length(world_size: int) -> None:
+    assert run_ranks(_show_every_length, world_size=world_size) == [[]] * world_size
+
+
+def _show_every_length() -> list[str]:
+    transport, wrong = find_transport(None, CPU, SHARED), []
+    ranks = range(transport.world_size)
+    for n in range(1, KEPT_LENGTHS + 20):
+        for dtype in (torch.float32, torch.int32):
+            found = transport.show(torch.full((n,), n + transport.rank, dtype=dtype))
+            if [part.tolist() for part in found] != [[n + rank] * n for rank in ranks] or found[0].dtype != dtype:
+                wrong.append(f"{n} of {dtype}")
+    return wrong
+
+
+@pytest.mark.parametrize("transport", [SHARED, POINT_TO_POINT])
+def test_what_is_too_long_to_show_is_refused(transport: str) -> None:
+    for said in run_ranks(_show_too_much, transport, world_size=2):
+        assert said.startswith("expected a part of at most ")
+
+
+def _show_too_much(transport: str) -> str:
+    via = find_transport(None, CPU, transport)
+    try:
+        via.show(torch.zeros(via.shown_bytes + 1, dtype=torch.uint8))
+    except ValueError as error:
+        return str(error)
+    return "nothing was noticed"
+
+
+@pytest.mark.parametrize("lengths", [(10, 11, 10), (10, 1_000_000, 10), (1_000_000, 10, 1_000_000)])
+def test_ranks_with_different_lengths_say_so(lengths: tuple[int, ...]) -> None:
+    """Of which some show what they have, and others send messages."""
+    began = time.monotonic()
+    said = run_ranks(_reduce_of_own_length, lengths, world_size=3, timeout_s=60)
+    assert time.monotonic() - began < 50, "noticed, not timed out"
+    # A rank that has noticed leaves, and others may find it gone first.
+    assert all("one shape and type" in text or "ended while" in text for text in said), said
+    assert any("one shape and type" in text for text in said)
+
+
+def _reduce_of_own_length(lengths: tuple[int, ...]) -> str:
+    try:
+        all_reduce(torch.ones(lengths[dist.get_rank()]), transport=SHARED)
+    except RuntimeError as error:
+        return str(error)
+    return "nothing was noticed"
+
+
+@pytest.mark.parametrize("place", ["before it comes", "with the lock", "before it lets the others through"])
+def test_a_rank_that_dies_ends_the_wait_of_the_others(place: str) -> None:
+    for said in run_ranks(_die_at, place, world_size=3)[:2]:
+        assert said == "rank 2 ended while this rank waited for it"
+
+
+def _die_at(place: str) -> str:
+    """A process that has ended stands in for rank 2, which must live for the launcher's sake."""
+    transport: Any = find_transport(None, CPU, SHARED)
+    boards, x = transport._boards, torch.ones(3)
+    if dist.get_rank() == 2:
+        if place == "with the lock":
+            boards._lock()
+        dist.barrier()
+        if place == "before it lets the others through":
+            boards._open = []
+            time.sleep(0.5)  # so that it is the last to come
+            transport.show(x)
+        dist.barrier()
+        return ""
+    child = os.fork()
+    if child == 0:
+        os._exit(7)
+    transport._peers._descriptors[2] = os.pidfd_open(child)
+    dist.barrier()
+    try:
+        transport.show(x)
+        return "no error"
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        dist.barrier()
+
+
+def test_a_rank_that_does_not_come_ends_the_wait_at_the_time_out() -> None:
+    assert run_ranks(_wait_in_vain, world_size=3)[:2] == ["waited too long for rank 2"] * 2
+
+
+def _wait_in_vain() -> str:
+    transport: Any = find_transport(None, CPU, SHARED)
+    transport._peers._timeout_s = 0.5
+    said = ""
+    if dist.get_rank() < 2:
+        try:
+            transport.show(torch.ones(10))
+        except TimeoutError as error:
+            said = str(error)
+    dist.barrier()
+    return said
+
+
+@pytest.mark.parametrize("length", [0, 1, 5, MOST_BYTES // 4, MOST_BYTES // 4 + 1])
+def test_an_all_gather_has_everybodys_vector_whichever_way_it_goes(length: int) -> None:
+    for rows in run_ranks(_gather, length, world_size=3):
+        assert rows == dict.fromkeys((SHARED, POINT_TO_POINT), [[0.0], [1.0], [2.0]] if length else [[], [], []])
+
+
+def _gather(length: int) -> dict[str, list[list[float]]]:
+    """The values in each rank's row."""
+    found = {}
+    for transport in (SHARED, POINT_TO_POINT):
+        gathered = all_gather(torch.full((length,), float(dist.get_rank())), transport=transport)
+        assert gathered.shape == (3, length)
+        found[transport] = [row.unique().tolist() for row in gathered]
+    return found
