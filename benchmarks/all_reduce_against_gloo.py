@@ -1,6 +1,7 @@
 """Time of labkit's all-reduce over time of gloo's `dist.all_reduce`, on this machine; float32 sums, CPU.
 
     python benchmarks/all_reduce_against_gloo.py                      # the promises: exits 1 if one is missed
+    python benchmarks/all_reduce_against_gloo.py --registered         # tensors that lie in shared memory already
     python benchmarks/all_reduce_against_gloo.py --transport point_to_point
     python benchmarks/all_reduce_against_gloo.py --algorithms all     # every algorithm, for the chooser's thresholds
     python benchmarks/all_reduce_against_gloo.py --worlds 8,16 --sizes 4096,1048576
@@ -26,7 +27,7 @@ import torch.distributed as dist
 from labkit.bench.clock import start_together
 from labkit.parallel.collectives import ALGORITHMS, all_reduce
 from labkit.parallel.launch import run_ranks
-from labkit.parallel.transport import POINT_TO_POINT, SHARED
+from labkit.parallel.transport import POINT_TO_POINT, SHARED, empty_for_all_reduce
 
 CHOOSER = "chooser"
 GLOO = "gloo"
@@ -39,20 +40,26 @@ PROMISES = {
 WARMUP = 3
 
 
-def measure(names: list[str], transport: str, sizes: list[int], budget_s: float) -> list[dict[str, Any]]:
+def measure(
+    names: list[str], transport: str, sizes: list[int], budget_s: float, is_registered: bool
+) -> list[dict[str, Any]]:
     """On every rank: for each size and algorithm, median seconds of it and of gloo, and their ratio."""
     rows = []
     for n_bytes in sizes:
-        seconds = _interleave(names, transport, n_bytes, budget_s)
+        seconds = _interleave(names, transport, n_bytes, budget_s, is_registered)
         for name in names:
             times = {"own_s": seconds[name], "gloo_s": seconds[GLOO], "ratio": seconds[name] / seconds[GLOO]}
             rows.append({"algorithm": name, "n_bytes": n_bytes, **times})
     return rows
 
 
-def _interleave(names: list[str], transport: str, n_bytes: int, budget_s: float) -> dict[str, float]:
+def _interleave(
+    names: list[str], transport: str, n_bytes: int, budget_s: float, is_registered: bool
+) -> dict[str, float]:
     calls = {GLOO: dist.all_reduce, **{name: _summing(name, transport) for name in names}}
     tensors = {name: torch.ones(n_bytes // 4) for name in calls}
+    if is_registered:
+        tensors |= {name: empty_for_all_reduce(n_bytes // 4, torch.float32, wish=transport) for name in names}
     samples_s: dict[str, list[float]] = {name: [] for name in calls}
     start, repeats = time.perf_counter(), WARMUP
     for number in range(1000):
@@ -101,6 +108,7 @@ def main() -> int:
             options.transport,
             options.sizes,
             options.budget_s,
+            options.registered,
             world_size=world_size,
             threads=1,
             timeout_s=1800,
@@ -125,6 +133,7 @@ def _line(world_size: int, row: dict[str, Any], promise: float | None) -> str:
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--transport", choices=list(PROMISES), default=SHARED)
+    parser.add_argument("--registered", action="store_true", help="reduce tensors that lie in shared memory already")
     parser.add_argument("--worlds", type=_whole_numbers, help="numbers of ranks: 2,4; default: those with a promise")
     parser.add_argument("--sizes", type=_whole_numbers, default=list(SIZES), help="bytes: 4096,65536")
     parser.add_argument(
