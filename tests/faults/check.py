@@ -92,7 +92,7 @@ class Victim:
             with suppress(psutil.Error):
                 process.kill()
         if self.process is not None:
-            self.process.communicate()
+            self.process.wait()  # and not `communicate`: after an interrupt, the thread of its case still does
 
 
 def until(condition, timeout_s):

@@ -137,7 +137,7 @@ def _check_interrupted(folder, moment):
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("cases", [together(("asked", INSIDE), ("asked", WRITING)), together(("killed", INSIDE))])
+@pytest.mark.parametrize("cases", [together(("asked", INSIDE), ("asked", WRITING), ("killed", INSIDE))])
 def test_a_restarted_kernel_leaves_nothing(tmp_path, cases):
     at_once_in(tmp_path, _check_restarted, cases)
 
