@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -20,3 +22,30 @@ def pytest_collection_modifyitems(items):
         for marker, reason in skipped.items():
             if item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="session")
+def smoke_report(tmp_path_factory):
+    """`labkit report` of all labs at profile `smoke`, begun now; calling it waits, and returns the pages' folder."""
+    folder = tmp_path_factory.mktemp("report")
+    command = [sys.executable, "-m", "labkit", "report", "--profile", "smoke", "--output", str(folder)]
+    with (tmp_path_factory.getbasetemp() / "report.log").open("w+") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+
+        def complete():
+            status = process.wait(600)
+            log.seek(0)
+            assert status == 0, log.read()
+            return folder
+
+        yield complete
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
+            process.wait(60)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _begin_early(request):
+    """A report takes two minutes, and hardly ever two cores: where many tests run, it is made meanwhile."""
+    if len(request.session.items) > 500 and any("smoke_report" in item.fixturenames for item in request.session.items):
+        request.getfixturevalue("smoke_report")

@@ -3,25 +3,13 @@
 import atexit
 import gc
 import shlex
-import subprocess
 import sys
 
 import pytest
 
 from labkit.__main__ import main
-from labkit.lab.project import runs_directory
 from labkit.lab.store import Run
-
-
-def labkit(*arguments, cwd=None):
-    command = [sys.executable, "-m", "labkit", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=300)
-
-
-def _runs_by(arguments):
-    """Runs that a command with these arguments has written; others may be measured at the same time."""
-    commands = {path: Run.load(path).header.command for path in runs_directory().glob("*/*.jsonl")}
-    return [path for path, command in commands.items() if command.endswith(shlex.join(arguments))]
+from tests.commands import labkit, runs_by
 
 
 def test_list_names_every_lab_from_any_directory(tmp_path):
@@ -32,10 +20,10 @@ def test_list_names_every_lab_from_any_directory(tmp_path):
 
 def test_a_run_holds_the_command_and_no_path_of_the_machine():
     arguments = ["measure", "all_reduce", "--profile", "smoke", "--set", "backends=['gloo']", "--set", "seed=7"]
-    for earlier in _runs_by(arguments):
+    for earlier in runs_by(arguments):
         earlier.unlink()
     assert labkit(*arguments).returncode == 0
-    (path,) = _runs_by(arguments)
+    (path,) = runs_by(arguments)
     assert Run.load(path).header.command == shlex.join(["labkit", *arguments])
     path.unlink()
 
@@ -88,7 +76,7 @@ def test_a_mistake_stops_before_measuring_with_one_message(arguments, words, mon
         main()
     assert end.value.code == 2
     _assert_one_message(capfd.readouterr().err, words)
-    assert not _runs_by(arguments)
+    assert not runs_by(arguments)
 
 
 @pytest.mark.parametrize(("arguments", "words"), MISTAKES_OF_A_PROGRAM)
@@ -96,4 +84,4 @@ def test_a_mistake_is_one_line_of_a_program_and_its_exit_status(arguments, words
     result = labkit(*arguments)
     assert result.returncode == 2
     _assert_one_message(result.stderr, words)
-    assert not _runs_by(arguments)
+    assert not runs_by(arguments)

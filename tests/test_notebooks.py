@@ -26,7 +26,7 @@ from labkit.lab.notebook import COMMON_PARAMETERS, open_lab
 from labkit.lab.project import notebook_path, project_root, runs_directory
 from labkit.lab.report import write_index
 from labkit.studies import LABS, load_study
-from tests.test_cli import labkit
+from tests.commands import labkit
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
@@ -60,12 +60,9 @@ def _papermill(notebook, output, *arguments, cwd):
 
 
 @pytest.fixture(scope="module")
-def report(tmp_path_factory):
-    """The folder of a report over all labs, and what the command said."""
-    output = tmp_path_factory.mktemp("report")
-    result = labkit("report", "--profile", "smoke", "--output", str(output))
-    assert result.returncode == 0, result.stdout + result.stderr
-    return output
+def report(smoke_report):
+    """The folder of a report over all labs."""
+    return smoke_report()
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 import uuid
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from pathlib import Path
 
@@ -62,8 +63,9 @@ class Victim:
         assert (self.folder / file).exists(), self.finish()
 
     def processes(self):
-        for process in psutil.process_iter():
+        for pid in psutil.pids():  # `process_iter` has a table that threads would share
             with suppress(psutil.Error):
+                process = psutil.Process(pid)
                 if process.environ().get(MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE:
                     yield process
 
@@ -76,8 +78,13 @@ class Victim:
         return [*processes, *map(str, self.temporary.iterdir()), *map(str, shared)]
 
     def assert_nothing_left(self):
-        until(lambda: not self.leftovers(), 20)
-        left = self.leftovers()
+        left = ["not looked yet"]
+
+        def is_gone():
+            left[:] = self.leftovers()  # looked at once: another victim may have something in /dev/shm the next moment
+            return not left
+
+        until(is_gone, 20)
         assert left == [], f"left behind: {left}"
 
     def kill(self):
@@ -85,7 +92,7 @@ class Victim:
             with suppress(psutil.Error):
                 process.kill()
         if self.process is not None:
-            self.process.communicate()
+            self.process.wait()  # and not `communicate`: after an interrupt, the thread of its case still does
 
 
 def until(condition, timeout_s):
@@ -94,8 +101,39 @@ def until(condition, timeout_s):
         time.sleep(0.02)
 
 
+def at_once(check, *cases):
+    """Calls `check(*case)` for all cases at the same time, each in a thread: each has a victim and a folder of its own.
+
+    A check returns its rows for the table, which are noted in the order of the cases, whoever is done first.
+    Raises an exception group with every case that failed, named by its arguments, when all are done.
+    """
+    pool = ThreadPoolExecutor(len(cases))
+    try:
+        running = [pool.submit(check, *case) for case in cases]
+        wait(running)
+    finally:  # who interrupts need not wait for the others: their victims are killed in a moment
+        pool.shutdown(wait=False, cancel_futures=True)
+    failures = []
+    for case, done in zip(cases, running, strict=True):
+        if failure := done.exception():
+            failure.add_note(f"in case {case}")
+            failures.append(failure)
+        else:
+            OUTCOMES.extend(done.result())
+    if failures:
+        raise BaseExceptionGroup("cases that failed", failures)
+
+
 def settings(**values):
     return [word for name, value in values.items() for word in ("--set", f"{name}={value}")]
+
+
+def table():
+    """Outcomes in the order in which they were noted, but for the rows of a case, which are together."""
+    first = {}
+    for case, _, _ in OUTCOMES:
+        first.setdefault(case, len(first))
+    return sorted(OUTCOMES, key=lambda row: first[row[0]])
 
 
 def note(case, moment, outcome):

@@ -23,5 +23,5 @@ def pytest_terminal_summary(terminalreporter):
         return
     terminalreporter.section("faults")
     widths = [max(len(row[column]) for row in check.OUTCOMES) for column in (0, 1)]
-    for case, moment, outcome in check.OUTCOMES:
+    for case, moment, outcome in check.table():
         terminalreporter.write_line(f"{case:{widths[0]}}  {moment:{widths[1]}}  {outcome}")

@@ -1,11 +1,13 @@
 """Archives of images that are torn, foreign or worse: the lab that trains on them says which file and what is wrong."""
 
 import json
+import os
 import tarfile
+from functools import partial
 
 import pytest
 
-from tests.faults.check import note, settings
+from tests.faults.check import at_once, note, settings
 from tests.faults.worker import BETWEEN
 from tests.nn.cifar_archive import TEST, TRAIN, records, write_archive
 
@@ -65,6 +67,8 @@ DAMAGES = {
     _a_link_for_records: "got no regular file",
     _members_that_lead_elsewhere: f"got no {TRAIN}",
 }
+# What `--resume` says, by how the archive has changed since the run began.
+CHANGES = {_torn: DAMAGES[_torn], _another_with_members_that_lead_elsewhere: "a file is another: md5 was"}
 QUICK = _torn
 
 
@@ -72,9 +76,21 @@ def _name(damage):
     return damage.__name__.strip("_").replace("_", " ")
 
 
+def _names(damages):
+    return " + ".join(map(_name, damages))
+
+
 def _cases():
-    for damage, words in DAMAGES.items():
-        yield pytest.param(damage, words, marks=[] if damage is QUICK else [pytest.mark.faults], id=_name(damage))
+    """Two damages at a time, but for the one that is in `make test` too."""
+    slow = [damage for damage in DAMAGES if damage is not QUICK]
+    yield pytest.param([QUICK], id=_names([QUICK]))
+    for pair in zip(slow[::2], slow[1::2], strict=True):
+        yield pytest.param(pair, marks=pytest.mark.faults, id=_names(pair))
+
+
+def numbered(damages):
+    """With a folder for each."""
+    return [(str(number), damage) for number, damage in enumerate(damages)]
 
 
 def training(archive):
@@ -84,30 +100,39 @@ def training(archive):
 
 
 def nothing_escaped(hit):
-    return not list(hit.folder.parent.rglob(ESCAPED))
+    """Neither in the folder of the victim, nor in that of its test, nor above it."""
+    return not any(ESCAPED in files for _, _, files in os.walk(hit.folder.parents[1]))
 
 
-@pytest.mark.parametrize(("damage", "words"), list(_cases()))
-def test_a_damaged_archive_stops_before_there_is_a_run(victim, damage, words):
-    hit = victim(lab="cifar100")
+@pytest.mark.parametrize("damages", list(_cases()))
+def test_a_damaged_archive_stops_before_there_is_a_run(victim, damages):
+    at_once(partial(_check_damaged, victim), *numbered(damages))
+
+
+def _check_damaged(victim, folder, damage):
+    hit = victim(folder, lab="cifar100")
     archive = hit.folder / "archive.tar.gz"
     damage(archive)
     status, said = hit.start(*training(archive)).finish()
     assert status == 2, said
     assert f"{archive}: " in said
-    assert words in said
+    assert DAMAGES[damage] in said
     assert "Traceback" not in said
     assert hit.runs() == []
     assert nothing_escaped(hit)
     hit.assert_nothing_left()
-    note(f"an archive: {_name(damage)}", "before the first point", said.strip().split(f"{archive}: ")[1])
+    return [(f"an archive: {_name(damage)}", "before the first point", said.strip().split(f"{archive}: ")[1])]
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("damage", [_torn, _another_with_members_that_lead_elsewhere], ids=_name)
-def test_an_archive_that_changes_meanwhile_costs_the_points_that_need_it(victim, damage):
+@pytest.mark.parametrize("damages", [CHANGES], ids=_names)
+def test_an_archive_that_changes_meanwhile_costs_the_points_that_need_it(victim, damages):
     """Even one that could be read is not the one that the run says it is of."""
-    hit = victim(lab="cifar100", LABKIT_FAULT_PAUSE=BETWEEN)
+    at_once(partial(_check_changed, victim), *numbered(damages))
+
+
+def _check_changed(victim, folder, damage):
+    hit = victim(folder, lab="cifar100", LABKIT_FAULT_PAUSE=BETWEEN)
     archive = write_archive(hit.folder / "archive.tar.gz", GOOD)
     hit.start(*training(archive)).wait_for("paused")
     damage(archive)
@@ -122,17 +147,18 @@ def test_an_archive_that_changes_meanwhile_costs_the_points_that_need_it(victim,
     assert set(run.frame()["seed"]) == {0}
     assert nothing_escaped(hit)
     hit.assert_nothing_left()
-    note(f"an archive: {_name(damage)}", "between points", reason.replace(str(archive), archive.name))
+    return [(f"an archive: {_name(damage)}", "between points", reason.replace(str(archive), archive.name))]
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize(
-    ("damage", "words"),
-    [(_torn, DAMAGES[_torn]), (_another_with_members_that_lead_elsewhere, "a file is another: md5 was")],
-    ids=["torn", "another"],
-)
-def test_a_run_goes_on_with_the_same_archive_only(victim, damage, words):
-    hit = victim(lab="cifar100", LABKIT_FAULT_PAUSE=BETWEEN)
+@pytest.mark.parametrize("damages", [CHANGES], ids=_names)
+def test_a_run_goes_on_with_the_same_archive_only(victim, damages):
+    at_once(partial(_check_resumed, victim), *numbered(damages))
+
+
+def _check_resumed(victim, folder, damage):
+    words = CHANGES[damage]
+    hit = victim(folder, lab="cifar100", LABKIT_FAULT_PAUSE=BETWEEN)
     archive = write_archive(hit.folder / "archive.tar.gz", GOOD)
     good = archive.read_bytes()
     hit.start(*training(archive)).wait_for("paused")
@@ -153,12 +179,12 @@ def test_a_run_goes_on_with_the_same_archive_only(victim, damage, words):
     assert run.path.read_bytes().startswith(before)
     hit.assert_nothing_left()
     kept = "1 of 2 points kept; resumed with the right archive"
-    note(f"an archive: {_name(damage)}", "before --resume", f"refused ({words}), {kept}")
+    return [(f"an archive: {_name(damage)}", "before --resume", f"refused ({words}), {kept}")]
 
 
 @pytest.mark.faults
 def test_an_archive_whose_members_lead_elsewhere_is_unpacked_nowhere(victim):
-    hit = victim(lab="cifar100")
+    hit = victim("0", lab="cifar100")
     archive = hit.folder / "archive.tar.gz"
     _another_with_members_that_lead_elsewhere(archive)
     status, said = hit.start(*training(archive)).finish()

@@ -16,9 +16,9 @@ from labkit.lab.notebook import check_parameters
 from labkit.lab.store import Run, RunFileError, RunHeader, RunWriter
 from labkit.machine import describe_machine
 from labkit.studies import LABS, load_study
+from tests.commands import labkit
 from tests.faults.check import note
 from tests.faults.worker import FaultyPoint
-from tests.test_cli import labkit
 
 HTML = "<script>alert('labkit')</script>"
 WRONG = [HTML, "", "1", -1, 0, 1.5, True, 10**30, -(10**30), math.nan, math.inf, 1e308, [], {}, [[]], [None], {"a": 1}]

@@ -5,7 +5,9 @@ import shlex
 import signal
 import subprocess
 import sys
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
+from threading import Lock
 
 import nbformat
 import psutil
@@ -13,7 +15,7 @@ import pytest
 from jupyter_client.manager import KernelManager
 
 from labkit.lab.project import project_root
-from tests.faults.check import Victim, note, until
+from tests.faults.check import Victim, at_once, until
 from tests.faults.worker import BEFORE, BETWEEN, INSIDE, WRITING
 
 IMPORTS = """
@@ -36,10 +38,13 @@ def cell(moment):
     return IMPORTS + (STOPPING if moment == INSIDE else AFTER)
 
 
-def cases(moments_by_how):
-    return [
-        pytest.param(how, moment, id=f"{how}, {moment}") for how in moments_by_how for moment in moments_by_how[how]
-    ]
+def together(*cases):
+    """A parameter of cases that are checked at once."""
+    return pytest.param(cases, id=" + ".join(", ".join(case) for case in cases))
+
+
+def at_once_in(folder, check, cases):
+    at_once(check, *((folder / str(number), *case) for number, case in enumerate(cases)))
 
 
 class _InNotebook(Victim):
@@ -78,23 +83,29 @@ class _InNotebook(Victim):
         return ["the kernel is gone"]
 
 
-@pytest.fixture
-def measuring(tmp_path, moment):
+@contextmanager
+def measuring(folder, moment):
     """A kernel in a cell that measures, at a moment."""
-    hit = _InNotebook(tmp_path, moment)
-    manager = KernelManager(kernel_name="python3")
-    manager.start_kernel(env=hit.environment, cwd=str(project_root()))
-    client = manager.client()
-    client.start_channels()
-    client.wait_for_ready(timeout=60)
-    client.execute(cell(moment), store_history=True)
-    until(hit.is_at_its_moment, 60)
-    assert hit.is_at_its_moment()
-    yield hit, manager, client
-    client.stop_channels()
+    hit = _InNotebook(folder, moment)
+    # Not TCP: a kernel's ports are free from when they are chosen until it is up, and whatever runs beside may get one.
+    manager = KernelManager(kernel_name="python3", transport="ipc", connection_file=str(folder / "kernel.json"))
+    with ExitStack() as over:
+        over.callback(hit.kill)
+        over.callback(_shut_down, manager)
+        manager.start_kernel(env=hit.environment, cwd=str(project_root()))
+        client = manager.client()
+        client.start_channels()
+        over.callback(client.stop_channels)
+        client.wait_for_ready(timeout=60)
+        client.execute(cell(moment), store_history=True)
+        until(hit.is_at_its_moment, 60)
+        assert hit.is_at_its_moment()
+        yield hit, manager, client
+
+
+def _shut_down(manager):
     with suppress(Exception):
         manager.shutdown_kernel(now=True)
-    hit.kill()
 
 
 def told(client, code):
@@ -111,38 +122,55 @@ def told(client, code):
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("moment", MOMENTS)
-def test_an_interrupted_cell_leaves_no_rank_and_the_next_cell_measures(measuring, moment):
-    hit, manager, client = measuring
-    manager.interrupt_kernel()
-    assert client.get_shell_msg(timeout=60)["content"]["ename"] == "KeyboardInterrupt"
-    assert told(client, AFTER) == "['ok', 'ok', 'ok']"
-    hit.assert_kernel_alone(manager.provisioner.process.pid)
-    note("JupyterLab: interrupt", moment, f"{hit.assert_kept()}, the next cell measures 3 of 3")
+@pytest.mark.parametrize("cases", [together((BEFORE,), (INSIDE,)), together((BETWEEN,), (WRITING,))])
+def test_an_interrupted_cell_leaves_no_rank_and_the_next_cell_measures(tmp_path, cases):
+    at_once_in(tmp_path, _check_interrupted, cases)
+
+
+def _check_interrupted(folder, moment):
+    with measuring(folder, moment) as (hit, manager, client):
+        manager.interrupt_kernel()
+        assert client.get_shell_msg(timeout=60)["content"]["ename"] == "KeyboardInterrupt"
+        assert told(client, AFTER) == "['ok', 'ok', 'ok']"
+        hit.assert_kernel_alone(manager.provisioner.process.pid)
+        return [("JupyterLab: interrupt", moment, f"{hit.assert_kept()}, the next cell measures 3 of 3")]
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize(("how", "moment"), cases({"asked": (INSIDE, WRITING), "killed": (INSIDE,)}))
-def test_a_restarted_kernel_leaves_nothing(measuring, how, moment):
-    hit, manager, client = measuring
-    before = {process.pid for process in hit.processes()}
-    manager.restart_kernel(now=how == "killed", env=hit.environment)
-    until(lambda: not before & {process.pid for process in hit.processes()}, 20)
-    assert not before & {process.pid for process in hit.processes()}
-    client.wait_for_ready(timeout=60)
-    assert told(client, IMPORTS + AFTER) == "['ok', 'ok', 'ok']"
-    hit.assert_kernel_alone(manager.provisioner.process.pid)
-    note(f"JupyterLab: restart, {how}", moment, f"{hit.assert_kept()}, then 3 of 3")
+@pytest.mark.parametrize("cases", [together(("asked", INSIDE), ("asked", WRITING), ("killed", INSIDE))])
+def test_a_restarted_kernel_leaves_nothing(tmp_path, cases):
+    at_once_in(tmp_path, _check_restarted, cases)
+
+
+def _check_restarted(folder, how, moment):
+    with measuring(folder, moment) as (hit, manager, client):
+        before = {process.pid for process in hit.processes()}
+        manager.restart_kernel(now=how == "killed", env=hit.environment)
+        until(lambda: not before & {process.pid for process in hit.processes()}, 20)
+        assert not before & {process.pid for process in hit.processes()}
+        client.wait_for_ready(timeout=60)
+        assert told(client, IMPORTS + AFTER) == "['ok', 'ok', 'ok']"
+        hit.assert_kernel_alone(manager.provisioner.process.pid)
+        return [(f"JupyterLab: restart, {how}", moment, f"{hit.assert_kept()}, then 3 of 3")]
 
 
 @pytest.mark.faults
 @pytest.mark.parametrize(
-    ("how", "moment"),
-    cases({"timeout": (INSIDE,), "SIGKILL": MOMENTS, "SIGTERM": (INSIDE,), "SIGINT": (INSIDE,)}),
+    "cases",
+    [
+        together(("timeout", INSIDE), ("SIGTERM", INSIDE), ("SIGINT", INSIDE)),  # the first waits for most of its time
+        together(("SIGKILL", BEFORE), ("SIGKILL", INSIDE)),
+        together(("SIGKILL", BETWEEN), ("SIGKILL", WRITING)),
+    ],
 )
-def test_papermill_that_is_ended(tmp_path, how, moment):
-    hit = _InNotebook(tmp_path, moment)
-    source, target = tmp_path / "in.ipynb", tmp_path / "out.ipynb"
+def test_papermill_that_is_ended(tmp_path, cases):
+    """One after the other until each is at its moment: the ports of a kernel are free until it has begun."""
+    at_once_in(tmp_path, partial(_check_papermill, Lock()), cases)
+
+
+def _check_papermill(starting, folder, how, moment):
+    hit = _InNotebook(folder, moment)
+    source, target = folder / "in.ipynb", folder / "out.ipynb"
     notebook = nbformat.v4.new_notebook(
         cells=[nbformat.v4.new_code_cell(cell(moment))],
         metadata={"kernelspec": {"name": "python3", "display_name": "", "language": "python"}},
@@ -150,16 +178,17 @@ def test_papermill_that_is_ended(tmp_path, how, moment):
     nbformat.write(notebook, source)
     limit = "--execution-timeout 12" if how == "timeout" else ""
     command = f"{sys.executable} -m papermill {source} {target} -k python3 --no-progress-bar {limit}"
-    hit.process = subprocess.Popen(
-        shlex.split(command),
-        env=hit.environment,
-        cwd=project_root(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
     try:
-        until(hit.is_at_its_moment, 60)
+        with starting:
+            hit.process = subprocess.Popen(
+                shlex.split(command),
+                env=hit.environment,
+                cwd=project_root(),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            until(hit.is_at_its_moment, 60)
         if how != "timeout":
             assert hit.is_at_its_moment()
             os.kill(hit.process.pid, getattr(signal, how))
@@ -168,6 +197,6 @@ def test_papermill_that_is_ended(tmp_path, how, moment):
         until(lambda: not list(hit.processes()) and not list(hit.temporary.glob("labkit-*")), 30)
         assert list(hit.processes()) == []
         assert list(hit.temporary.glob("labkit-*")) == []
-        note(f"papermill: {how}", moment, f"{hit.assert_kept()}, nothing left")
+        return [(f"papermill: {how}", moment, f"{hit.assert_kept()}, nothing left")]
     finally:
         hit.kill()

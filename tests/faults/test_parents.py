@@ -6,31 +6,43 @@ import resource
 import shutil
 import signal
 import subprocess
+from functools import partial
 
 import psutil
 import pytest
 
-from tests.faults.check import note, settings, until
+from tests.faults.check import at_once, note, settings, until
 from tests.faults.worker import BEFORE, BETWEEN, INSIDE, WRITING
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
-QUICK = {(signal.SIGINT, BETWEEN)}
+TOGETHER = ((BEFORE, WRITING), (INSIDE, BETWEEN))
+QUICK = (signal.SIGINT, BETWEEN)
+"""In `make test` too, so alone."""
 
 
 def _cases():
+    yield pytest.param(QUICK[0], [QUICK[1]], id=_name(QUICK[0], [QUICK[1]]))
     for number in SIGNALS:
-        for moment in (BEFORE, INSIDE, BETWEEN, WRITING):
-            marks = [] if (number, moment) in QUICK else [pytest.mark.faults]
-            yield pytest.param(number, moment, marks=marks, id=f"{number.name}, {moment}")
+        for together in TOGETHER:
+            moments = [moment for moment in together if (number, moment) != QUICK]
+            yield pytest.param(number, moments, marks=pytest.mark.faults, id=_name(number, moments))
+
+
+def _name(number, moments):
+    return f"{number.name}, {' + '.join(moments)}"
 
 
 def ended_lines(path):
     return [line for line in path.read_bytes().split(b"\n")[:-1] if json.loads(line)["kind"] == "end"]
 
 
-@pytest.mark.parametrize(("number", "moment"), list(_cases()))
-def test_a_signal_to_the_parent(victim, number, moment):
-    hit = victim(LABKIT_FAULT_PAUSE=moment)
+@pytest.mark.parametrize(("number", "moments"), list(_cases()))
+def test_a_signal_to_the_parent(victim, number, moments):
+    at_once(partial(_check_signal, victim, number), *((str(folder), moment) for folder, moment in enumerate(moments)))
+
+
+def _check_signal(victim, number, folder, moment):
+    hit = victim(folder, LABKIT_FAULT_PAUSE=moment)
     if moment == INSIDE:
         hit.start(*settings(action="SIGSTOP", moment=INSIDE, timeout_s=60.0))  # the others wait for it
         until(lambda: any(p.status() == psutil.STATUS_STOPPED for p in hit.processes()), 60)
@@ -55,7 +67,7 @@ def test_a_signal_to_the_parent(victim, number, moment):
         assert ended_lines(run.path)[: len(kept)] == kept
         hit.assert_nothing_left()
     resumed = "" if moment == INSIDE else ", then resumed"
-    note(f"the parent: {number.name}", moment, f"{len(kept)} of 3 points kept, the rest pending{resumed}")
+    return [(f"the parent: {number.name}", moment, f"{len(kept)} of 3 points kept, the rest pending{resumed}")]
 
 
 def _needs_mounts():

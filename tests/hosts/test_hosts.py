@@ -17,9 +17,9 @@ from labkit.lab.store import Run
 from labkit.studies import load_study
 from labkit.studies.all_reduce import analysis
 from labkit.studies.all_reduce.links import BETWEEN, WITHIN
+from tests.commands import labkit
 from tests.faults.check import note
 from tests.hosts.network import HOSTS_FILES, Network, has_netem, why_no_hosts
-from tests.test_cli import labkit
 
 pytestmark = pytest.mark.skipif(why_no_hosts() is not None, reason=str(why_no_hosts()))
 

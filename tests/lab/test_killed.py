@@ -15,9 +15,8 @@ from contextlib import suppress
 import psutil
 import pytest
 
-from labkit.lab.project import runs_directory
 from labkit.lab.store import Run
-from tests.test_cli import labkit
+from tests.commands import all_runs, labkit, runs_by
 
 MARK = "LABKIT_TEST_MARK"
 # Enough repeats that the run is still going when it is killed.
@@ -36,12 +35,12 @@ class _Measurement:
     """A running `labkit measure`, the run it writes, and every process that descends from it."""
 
     def __init__(self):
-        before = set(runs_directory().glob("all_reduce/*"))
+        before = all_runs()
         self._mark = uuid.uuid4().hex
         environment = os.environ | {MARK: self._mark}
         command = [sys.executable, "-m", "labkit", *COMMAND]
         self.process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-        self.path = _until(lambda: next(iter(set(runs_directory().glob("all_reduce/*")) - before), None))
+        self.path = _until(lambda: next(iter(runs_by(COMMAND, before)), None))
 
     def family(self):
         found = []

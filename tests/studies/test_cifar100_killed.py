@@ -9,9 +9,9 @@ import pytest
 
 from labkit.lab.project import runs_directory
 from labkit.lab.store import Run
+from tests.commands import labkit
 from tests.lab.test_killed import _until
 from tests.nn.cifar_archive import TEST, TRAIN, records, write_archive
-from tests.test_cli import labkit
 
 EPOCHS = 16
 NAMES = ["own + SyncBatchNorm", "torch + BatchNorm"]

@@ -1,0 +1,29 @@
+"""`labkit` as a user calls it, and the runs that a command has written."""
+
+import shlex
+import subprocess
+import sys
+from contextlib import suppress
+
+from labkit.lab.project import runs_directory
+from labkit.lab.store import Run, RunFileError
+
+
+def labkit(*arguments, cwd=None):
+    command = [sys.executable, "-m", "labkit", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=300)
+
+
+def all_runs():
+    """The files of this machine's runs."""
+    return set(runs_directory().glob("*/*.jsonl"))
+
+
+def runs_by(arguments, but=frozenset()):
+    """Runs that a command with these arguments has begun, `but` some. Others may be measured at the same time."""
+    found = set()
+    for path in all_runs() - but:
+        with suppress(RunFileError, FileNotFoundError):  # not even its first line is written, or it is gone again
+            if Run.load(path).header.command.endswith(shlex.join(arguments)):
+                found.add(path)
+    return found
