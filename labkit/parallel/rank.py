@@ -44,6 +44,8 @@ START_TIMEOUT_S = 120.0
 OOM_SCORE = 100
 # Between one deadline and the next that is there in case the first did not do.
 MARGIN_S = 5.0
+# To open a file: milliseconds, or never.
+STORE_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -246,12 +248,27 @@ def _join_group(plan: GroupPlan, rank: int, directory: Path) -> dict[str, Any]:
         dist.set_debug_level_from_env()  # type: ignore[attr-defined]  # torch read the fork server's environment, not this one
         dist.init_process_group(
             plan.backend,
-            store=dist.FileStore(str(directory / "store"), plan.world_size),  # type: ignore[attr-defined]
+            store=_make_store(directory, plan.world_size),
             rank=rank,
             world_size=plan.world_size,
             timeout=timedelta(seconds=plan.collective_timeout_s),
         )
     return {"threads": torch.get_num_threads(), "scheduling": scheduling}
+
+
+def _make_store(directory: Path, world_size: int) -> Any:
+    """Where the ranks of a group find each other.
+
+    Once the parent has ended, its directory goes. torch would try for minutes to open a file there, and let no other
+    thread of this process run meanwhile, not the one that ends it either.
+    """
+    import torch.distributed as dist
+
+    faulthandler.dump_traceback_later(STORE_TIMEOUT_S, exit=True)  # without Python's help
+    try:
+        return dist.FileStore(str(directory / "store"), world_size)  # type: ignore[attr-defined]
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def _leave_group() -> None:

@@ -293,3 +293,23 @@ def test_nothing_listens_beyond_loopback() -> None:
     listening = [socket for socket in [*sockets, *ours] if socket.status == psutil.CONN_LISTEN]
     assert listening  # gloo's, one a rank
     assert {socket.laddr.ip for socket in listening} <= {"127.0.0.1", "::1"}
+
+
+ORPHAN = """
+import sys
+from pathlib import Path
+from labkit.parallel import rank
+
+rank.STORE_TIMEOUT_S = 1.0
+rank._make_store(Path(sys.argv[1]), 2)
+"""
+
+
+def test_a_rank_whose_directory_is_gone_before_it_joins_the_group_ends(tmp_path: Path) -> None:
+    """As when the parent is killed while its ranks start: torch would hold the interpreter for five minutes."""
+    command = [sys.executable, "-c", ORPHAN, str(tmp_path / "gone")]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 1
+    assert "in _make_store" in ended.stderr
+    (tmp_path / "there").mkdir()
+    assert subprocess.run([*command[:-1], str(tmp_path / "there")], timeout=60).returncode == 0
