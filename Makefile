@@ -27,7 +27,7 @@ test: $(VENV)/installed-test lint ## lint, types and all tests
 
 stress: $(VENV)/installed-test ## messages through shared memory, 100,000 rounds for 2 to 8 ranks; some minutes
 	LABKIT_STRESS_ROUNDS=100000 $(BIN)/python -m pytest tests/parallel/test_shared_transport.py \
-		tests/parallel/test_swaps.py -k written
+		tests/parallel/test_swaps.py tests/parallel/test_boards.py -k written
 
 faults: $(VENV)/installed-test ## every injected fault, two hundred kills, hosts joined by a wire, and a table (15 to 25 minutes)
 	LABKIT_FAULTS=all $(BIN)/python -m pytest tests/faults tests/hosts tests/parallel/test_leftovers.py \

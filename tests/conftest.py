@@ -41,11 +41,15 @@ def smoke_report(tmp_path_factory):
         yield complete
         if process.poll() is None:
             process.send_signal(signal.SIGINT)
-            process.wait(60)
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                process.kill()
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _begin_early(request):
     """A report takes two minutes, and hardly ever two cores: where many tests run, it is made meanwhile."""
-    if len(request.session.items) > 500 and any("smoke_report" in item.fixturenames for item in request.session.items):
+    items = request.session.items
+    if len(items) > 500 and any("smoke_report" in getattr(item, "fixturenames", ()) for item in items):
         request.getfixturevalue("smoke_report")

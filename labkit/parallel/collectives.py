@@ -2,7 +2,7 @@
 
 Every rank of a group calls with a tensor of one shape; afterwards every rank's tensor holds the sum or the mean,
 bitwise the same everywhere, because each element is either computed once and copied, or computed everywhere from
-the same two operands. Each function works in place. Any number of ranks, any length, contiguous or not.
+the same operands in the same order. Each function works in place. Any number of ranks, any length, contiguous or not.
 
 Letters: p ranks, r this rank, n bytes a rank; a seconds a message, b seconds a byte; q the largest power of two <= p.
 
@@ -162,7 +162,7 @@ def one_shot_all_reduce(
 def recursive_doubling_all_reduce(
     tensor: torch.Tensor, group: dist.ProcessGroup | None = None, op: str = "mean", *, transport: str | Transport = AUTO
 ) -> None:
-    """The textbook butterfly: whole vectors between partners 1, 2, 4, ... apart. Best for short tensors.
+    """The textbook butterfly: whole vectors between partners 1, 2, 4, ... apart. Best for short tensors by messages.
 
     Fold in: ranks from q, the largest power of two, on hand their vector to rank r-q, which adds it.
 

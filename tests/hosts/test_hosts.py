@@ -12,12 +12,12 @@ import psutil
 import pytest
 
 from labkit.lab.cards import machine_card, provenance
-from labkit.lab.project import project_root, runs_directory
+from labkit.lab.project import project_root
 from labkit.lab.store import Run
 from labkit.studies import load_study
 from labkit.studies.all_reduce import analysis
 from labkit.studies.all_reduce.links import BETWEEN, WITHIN
-from tests.commands import labkit
+from tests.commands import all_runs, labkit
 from tests.faults.check import note
 from tests.hosts.network import HOSTS_FILES, Network, has_netem, why_no_hosts
 
@@ -35,11 +35,12 @@ DELAY_S, BYTES_PER_S = 1e-3, 125e6
 
 def measured(lab, network, commands, directory, **variables):
     """Run a command on every host at once; the one run that it wrote, moved to `directory`."""
-    before = set(runs_directory().glob(f"{lab}/*"))
+    before = all_runs()
     environment = ENVIRONMENT | variables
     ended = network.run_on_all(commands, timeout_s=240, env=environment, cwd=project_root())
     assert [status for status, _ in ended.values()] == [0] * len(commands), ended
-    (path,) = set(runs_directory().glob(f"{lab}/*")) - before
+    written = [path for path in all_runs() - before if path.parent.name == lab]
+    (path,) = [path for path in written if len(Run.load(path).header.ranks_by_host) > 1]
     return Run.load(shutil.move(path, directory))
 
 

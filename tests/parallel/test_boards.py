@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -100,16 +101,18 @@ def _show_every_length() -> list[str]:
 @pytest.mark.parametrize("transport", [SHARED, POINT_TO_POINT])
 def test_what_is_too_long_to_show_is_refused(transport: str) -> None:
     for said in run_ranks(_show_too_much, transport, world_size=2):
-        assert said.startswith("expected a part of at most ")
+        assert said == ["expected a part of 1 to", "expected a part of 1 to", "[1.0, 1.0]"]
 
 
-def _show_too_much(transport: str) -> str:
-    via = find_transport(None, CPU, transport)
-    try:
-        via.show(torch.zeros(via.shown_bytes + 1, dtype=torch.uint8))
-    except ValueError as error:
-        return str(error)
-    return "nothing was noticed"
+def _show_too_much(transport: str) -> list[str]:
+    """What is said of too long a part and of an empty one, and what is shown afterwards."""
+    via, said = find_transport(None, CPU, transport), []
+    for length in (via.shown_bytes + 1, 0):
+        try:
+            via.show(torch.zeros(length, dtype=torch.uint8))
+        except ValueError as error:
+            said.append(str(error)[:23])
+    return [*said, str([float(part) for part in via.show(torch.ones(1))])]
 
 
 @pytest.mark.parametrize("lengths", [(10, 11, 10), (10, 1_000_000, 10), (1_000_000, 10, 1_000_000)])
@@ -131,24 +134,38 @@ def _reduce_of_own_length(lengths: tuple[int, ...]) -> str:
     return "nothing was noticed"
 
 
-@pytest.mark.parametrize("place", ["before it comes", "with the lock", "before it lets the others through"])
-def test_a_rank_that_dies_ends_the_wait_of_the_others(place: str) -> None:
-    for said in run_ranks(_die_at, place, world_size=3)[:2]:
+PLACES = ["before it comes", "with the lock", "before it is counted", "before it lets the others through"]
+
+
+@pytest.mark.parametrize("last", [0, 1, 2])
+@pytest.mark.parametrize("place", PLACES)
+def test_a_rank_that_dies_ends_the_wait_of_the_others(place: str, last: int) -> None:
+    """Whoever was the last to come to the show before."""
+    for said in run_ranks(_die_at, place, last, world_size=3, timeout_s=60)[:2]:
         assert said == "rank 2 ended while this rank waited for it"
 
 
-def _die_at(place: str) -> str:
+def _die_at(place: str, last: int) -> str:
     """A process that has ended stands in for rank 2, which must live for the launcher's sake."""
     transport: Any = find_transport(None, CPU, SHARED)
     boards, x = transport._boards, torch.ones(3)
+    while dist.get_rank() == last and boards._arrived[0] < 2:
+        time.sleep(0.01)
+    transport.show(x)
+    assert boards._arrived[1] == last
     if dist.get_rank() == 2:
         if place == "with the lock":
             boards._lock()
         dist.barrier()
+        if place == "before it is counted":
+            boards._meet = lambda: None
         if place == "before it lets the others through":
             boards._open = []
-            time.sleep(0.5)  # so that it is the last to come
-            transport.show(x)
+            while boards._arrived[0] < 2:
+                time.sleep(0.01)
+        if place in PLACES[2:]:
+            with suppress(RuntimeError):  # where it has not waited for the others
+                transport.show(x)
         dist.barrier()
         return ""
     child = os.fork()
@@ -165,14 +182,23 @@ def _die_at(place: str) -> str:
         dist.barrier()
 
 
-def test_a_rank_that_does_not_come_ends_the_wait_at_the_time_out() -> None:
-    assert run_ranks(_wait_in_vain, world_size=3)[:2] == ["waited too long for rank 2"] * 2
+@pytest.mark.parametrize(
+    ("place", "awaited"),
+    [("before it comes", "rank 2"), ("before it is counted", "a rank that has come, but has not been counted")],
+)
+def test_a_rank_that_does_not_come_ends_the_wait_at_the_time_out(place: str, awaited: str) -> None:
+    assert run_ranks(_wait_in_vain, place, world_size=3)[:2] == [f"waited too long for {awaited}"] * 2
 
 
-def _wait_in_vain() -> str:
+def _wait_in_vain(place: str) -> str:
     transport: Any = find_transport(None, CPU, SHARED)
-    transport._peers._timeout_s = 0.5
+    transport._peers._timeout_s = 2.0
     said = ""
+    if dist.get_rank() == 2 and place == "before it is counted":
+        transport._boards._meet = lambda: None
+        with suppress(RuntimeError):  # it has not waited for the others
+            transport.show(torch.ones(10))
+    dist.barrier()
     if dist.get_rank() < 2:
         try:
             transport.show(torch.ones(10))
@@ -180,6 +206,42 @@ def _wait_in_vain() -> str:
             said = str(error)
     dist.barrier()
     return said
+
+
+def test_a_rank_that_is_let_through_late_is_not_confused_by_those_that_went_on() -> None:
+    assert run_ranks(_let_through_late, world_size=3, timeout_s=60) == [[1.0], [0.0], []]
+
+
+def _let_through_late() -> list[float]:
+    """Rank 2 lets rank 0 through, and rank 1 much later; meanwhile rank 0 sends rank 1 a message."""
+    transport: Any = find_transport(None, CPU, SHARED)
+    rank, boards = transport.rank, transport._boards
+    if rank == 2:
+        to_0, to_1 = boards._open
+        boards._open = [to_0, lambda: (time.sleep(1), to_1())]
+        while boards._arrived[0] < 2:
+            time.sleep(0.01)
+    transport.show(torch.ones(3))
+    if rank == 2:
+        return []
+    received = torch.full((1,), -1.0)
+    transport.run([Step(torch.full((1,), float(rank)), 1 - rank, received, 1 - rank, False)])
+    return received.tolist()
+
+
+def test_groups_take_turns_in_inference_mode_and_out_of_it() -> None:
+    assert run_ranks(_show_in_groups, world_size=3) == [[True] * 4] * 3
+
+
+def _show_in_groups() -> list[bool]:
+    groups, found = (None, dist.new_group([0, 1, 2])), []
+    for inference in (True, False):
+        for number, group in enumerate(groups):
+            with torch.inference_mode(inference):
+                x = torch.full((5,), dist.get_rank() + 10.0 * number)
+                all_reduce(x, group, op="sum", transport=SHARED)
+                found.append(x.tolist() == [3.0 + 30 * number] * 5)
+    return found
 
 
 @pytest.mark.parametrize("length", [0, 1, 5, MOST_BYTES // 4, MOST_BYTES // 4 + 1])

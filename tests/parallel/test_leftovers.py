@@ -297,11 +297,13 @@ def test_nothing_listens_beyond_loopback() -> None:
 
 ORPHAN = """
 import sys
+import time
 from pathlib import Path
 from labkit.parallel import rank
 
 rank.STORE_TIMEOUT_S = 1.0
-rank._make_store(Path(sys.argv[1]), 2)
+store = rank._make_store(Path(sys.argv[1]), 2)
+time.sleep(2)
 """
 
 
@@ -310,6 +312,7 @@ def test_a_rank_whose_directory_is_gone_before_it_joins_the_group_ends(tmp_path:
     command = [sys.executable, "-c", ORPHAN, str(tmp_path / "gone")]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 1
+    assert "Timeout (" in ended.stderr  # and not torch's own error
     assert "in _make_store" in ended.stderr
     (tmp_path / "there").mkdir()
     assert subprocess.run([*command[:-1], str(tmp_path / "there")], timeout=60).returncode == 0

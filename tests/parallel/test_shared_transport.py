@@ -220,8 +220,9 @@ def _names() -> set[str]:
 
 def _check_names(before: set[str]) -> list[str]:
     group = dist.new_group([0, 1, 2])
-    x = torch.ones(100_000)
-    ring_all_reduce(x, group, transport=SHARED)
+    x = torch.ones(200_000)
+    for length in (200_000, 10):  # by messages, and by what all show to all
+        all_reduce(x[:length], group, transport=SHARED)
     buffer = empty_for_all_reduce(100_000, torch.float32, group=group)
     wrong = [f"/dev/shm/{name}" for name in _names() - before]
     if _mapped() != 6:

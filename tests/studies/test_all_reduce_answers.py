@@ -9,7 +9,7 @@ import pytest
 from labkit.costs.communication import ALL_REDUCE_COSTS, AlphaBeta, MessageCost
 from labkit.studies.all_reduce import analysis, links
 from labkit.studies.all_reduce.study import STUDY
-from labkit.studies.all_reduce.worker import OWN
+from labkit.studies.all_reduce.worker import USUAL
 from tests.studies.answering import answers_of
 
 _answers = partial(answers_of, STUDY)
@@ -31,11 +31,13 @@ def _textbook(algorithm, world_size, n_bytes, _scheduling):
 ROUTES = {"torch": 1.0, "messages": 0.9, "shared": 0.2, "registered": 0.15, "floor": 0.1}
 
 
-def _frame(seconds=_textbook, *, routes=None, noise=0.01, repeats=12, worlds=(2, 4), sizes=SIZES, gate="ok", seed=0):
+def _frame(
+    seconds=_textbook, *, more=(), routes=None, noise=0.01, repeats=12, worlds=(2, 4), sizes=SIZES, gate="ok", seed=0
+):
     """Rows as a run would have them: two ranks report, the second is the slower one."""
     generator = np.random.default_rng(seed)
     settings = [("exchange", "exchange", p, n, "batch") for p in worlds for n in sizes]
-    names = ["torch", *OWN]
+    names = ["torch", *USUAL, *more]
     settings += [("sizes", name, p, n, "batch") for name in names for p in worlds for n in sizes]
     settings += [("ranks", name, p, n, "batch") for name in names for p in (4, 16) for n in (4000, 400_000)]
     settings += [
@@ -121,6 +123,15 @@ def test_algorithms_equal_to_torch_but_for_noise_show_no_difference():
     for name in ("scheduling", "algorithms_against_torch"):
         assert not answers[name].is_shown
         assert "[" in answers[name].evidence
+
+
+def test_one_shot_is_compared_and_drawn_where_it_was_asked_for():
+    fast = _frame(
+        lambda name, *rest: (0.3 if name == "one_shot" else 1) * _textbook("torch", *rest), more=["one_shot"], repeats=8
+    )
+    assert "one shot" in _answers(fast)["algorithms_against_torch"].text
+    assert "one_shot" in analysis.ALGORITHM_ORDER  # of every figure
+    assert len(analysis.predictions(fast)) == 50
 
 
 def test_a_faster_chooser_is_recommended_with_its_gain_and_a_slower_one_is_not():

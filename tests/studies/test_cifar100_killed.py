@@ -7,9 +7,8 @@ import sys
 
 import pytest
 
-from labkit.lab.project import runs_directory
 from labkit.lab.store import Run
-from tests.commands import labkit
+from tests.commands import all_runs, labkit, runs_by
 from tests.lab.test_killed import _until
 from tests.nn.cifar_archive import TEST, TRAIN, records, write_archive
 
@@ -31,18 +30,18 @@ def training(tmp_path):
     ]
     options = [option for setting in settings for option in ("--set", setting)]
     command = ["measure", "cifar100", "--profile", "smoke", *options]
-    before = set(runs_directory().glob("cifar100/*"))
+    before = all_runs()
     started = []
 
     def start():
         started.append(subprocess.Popen([sys.executable, "-m", "labkit", *command], stdout=subprocess.DEVNULL))
         return started[-1]
 
-    yield command, start, lambda: set(runs_directory().glob("cifar100/*.jsonl")) - before
+    yield command, start, lambda: runs_by(command, before)
     for process in started:
         process.kill()
         process.wait()
-    for path in set(runs_directory().glob("cifar100/*.jsonl")) - before:
+    for path in runs_by(command, before):
         path.unlink()
 
 

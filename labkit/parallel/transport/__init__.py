@@ -17,6 +17,7 @@ each of them:
     boards.py          its shortest way from all to all, for what every rank shows the others
     signals.py         its semaphores by number
     mapping.py         memory that several ranks map
+    peers.py           waiting for another rank, as long as it lives
     semaphores.py      how one rank waits for another without a call to torch.distributed
     choice.py          which of them serves a tensor
 """

@@ -9,11 +9,14 @@ rank sleeps once at most, where messages between two ranks would let it sleep fo
 where ranks are more than cores, and a sleeping rank takes 50 to 150 us to wake.
 
 Why no rank reads what is half written. A rank writes its board before it counts itself, and counts under a lock, a
-semaphore with one token. The last one so has taken the lock after everybody else has posted it, sees what all of them
-wrote (`semaphores.py`), and posts; who is let through sees what the last one saw.
+semaphore with one token. So the last one takes the lock after all others have posted it, sees what they wrote
+(`semaphores.py`), and posts; who is let through sees what the last one saw.
 
 Why no board is overwritten before it has been read: a rank writes for show k after it was let through at show k-1, so
 after everybody had come to show k-1, which each did after reading the boards of show k-2, the last on that side.
+
+Why nobody waits for a rank that has ended. Until a show is complete nobody can have left: whoever has ended is missed.
+Once it is, only the last to come is waited for, which lets the others through one after the other.
 
 A central counter is the oldest of barriers (Mellor-Crummey & Scott 1991, "Algorithms for scalable synchronization on
 shared-memory multiprocessors", section 3.1). Trees and the like save traffic between many cores; here it is the ranks
@@ -62,8 +65,8 @@ class Boards:
         # Made in inference mode, they could not be written to outside it.
         with torch.inference_mode(False):
             self._boards = [[_content(mailbox, at + HEADER_BYTES) for mailbox in mailboxes] for at in sides]
-        # How many have come, and who was the last of them.
-        self._arrived = _words(mailboxes[0], offset + 2 * (HEADER_BYTES + MOST_BYTES), 2)
+        # How many have come; who was the last to come, ever; and to which show.
+        self._arrived = _words(mailboxes[0], offset + 2 * (HEADER_BYTES + MOST_BYTES), 3)
         self._lock, self._unlock = semaphores[0].taker(signals.lock(p)), semaphores[0].poster(signals.lock(p))
         self._gate = semaphores[rank].taker(signals.gate(p))
         self._open = [semaphores[other].poster(signals.gate(p)) for other in range(p) if other != rank]
@@ -72,15 +75,16 @@ class Boards:
         self._parts: dict[tuple[int, int, torch.dtype], list[torch.Tensor]] = {}
 
     def show(self, part: torch.Tensor) -> list[torch.Tensor]:
-        """Every rank's part, by rank; to be read until this rank shows the next but one.
+        """Every rank's part, by rank; to be read until this rank shows the next.
 
-        Parts are vectors of one length and type, up to `MOST_BYTES`. RuntimeError if lengths differ or a rank has
-        ended, TimeoutError if one does not come.
+        Parts are contiguous vectors of one length and type, of up to `MOST_BYTES`. RuntimeError if lengths differ or a
+        rank has ended, TimeoutError if one does not come.
         """
         n_bytes = part.nbytes
-        self._number = number = self._number + 1
+        number = self._number + 1
         side = number & 1
         parts = self._parts.get((side, n_bytes, part.dtype)) or self._cut(side, n_bytes, part.dtype)
+        self._number = number
         parts[self._rank].copy_(part)
         headers = self._headers[side]
         own = headers[self._rank]
@@ -97,11 +101,10 @@ class Boards:
     def _meet(self) -> None:
         """Return when every rank has come here as often as this one."""
         if self._lock():
-            # Who ends before this show is complete has not done its part.
-            self._peers.wait_for_any(0, signals.lock(self._world_size), lambda: range(self._world_size))
+            self._peers.wait_for_any(0, signals.lock(self._world_size), self._look)
         arrived = self._arrived[0] + 1
         if arrived == self._world_size:
-            self._arrived[0], self._arrived[1] = 0, self._rank
+            self._arrived[0], self._arrived[1], self._arrived[2] = 0, self._rank, self._number
             self._unlock()
             for let_through in self._open:
                 let_through()
@@ -112,23 +115,34 @@ class Boards:
         while self._gate():
             yields -= 1
             if yields < 0:
-                self._peers.wait_for_any(self._rank, signals.gate(self._world_size), self._awaited)
+                self._peers.wait_for_any(self._rank, signals.gate(self._world_size), self._look)
                 return
             os.sched_yield()
 
-    def _awaited(self) -> list[int]:
-        """The ranks that have not come yet; if all have, the one that lets the others through."""
-        headers = self._headers[self._number & 1]
-        missing = [rank for rank, (shown, _) in enumerate(headers) if shown != self._number]
-        return missing or [self._arrived[1]]
+    def _look(self, is_late: bool) -> None:
+        """RuntimeError if this wait is in vain, TimeoutError if it is late."""
+        # In this order: who has ended has done before whatever it will ever do, and so has who has sent a message.
+        ended, senders = self._peers.ended(), self._peers.senders()
+        last, completed = self._arrived[1], self._arrived[2]
+        if completed == self._number:
+            elsewhere, ended, awaited = [], [rank for rank in ended if rank == last], f"rank {last}"
+        else:
+            headers = self._headers[self._number & 1]
+            missing = [rank for rank, header in enumerate(headers) if header[0] != self._number]
+            elsewhere = [rank for rank in missing if rank in senders]
+            awaited = f"rank {missing[0]}" if missing else "a rank that has come, but has not been counted"
+        for rank in elsewhere:
+            self._peers.refuse(rank)
+        for rank in ended:
+            self._peers.miss(rank)
+        if is_late:
+            raise TimeoutError(f"waited too long for {awaited}")
 
     def _is_ahead(self, rank: int) -> bool:
         """Whether that rank shows something, while this one is not showing anything."""
         return bool(self._headers[(self._number + 1) & 1][rank][0] == self._number + 1)
 
     def _cut(self, side: int, n_bytes: int, dtype: torch.dtype) -> list[torch.Tensor]:
-        if n_bytes > MOST_BYTES:
-            raise ValueError(f"expected a part of at most {MOST_BYTES} bytes, got {n_bytes}")
         if len(self._parts) >= KEPT_LENGTHS:
             self._parts.clear()
         with torch.inference_mode(False):

@@ -57,7 +57,10 @@ class Transport(Protocol):
         """Carry out `steps`; one starts as soon as the one `depth` before it is complete, or later."""
 
     def show(self, part: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Every rank's part by rank, this one's too, of one length and type: to be read until the next call."""
+        """Every rank's part by rank, this one's too: to be read until the next call. A collective.
+
+        Parts are contiguous vectors of one length and type, of 1 to `shown_bytes`; ValueError for others.
+        """
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A vector, (numel,), in the memory that it sends best. A collective, sizes alike."""
@@ -67,3 +70,9 @@ class Transport(Protocol):
 
     def release_scratch(self) -> None:
         """Give back what scratch memory can be made again by this rank alone."""
+
+
+def check_shown(part: torch.Tensor, shown_bytes: int) -> None:
+    """ValueError for a part that is too long to be shown, or empty: before anything is done."""
+    if not 0 < part.nbytes <= shown_bytes:
+        raise ValueError(f"expected a part of 1 to {shown_bytes} bytes to show to all ranks, got {part.nbytes}")

@@ -6,7 +6,7 @@ import os
 import select
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from labkit.parallel.transport import signals
@@ -46,27 +46,18 @@ class Peers:
         def look() -> None:
             is_elsewhere = self._is_elsewhere()
             if self._semaphores[peer].is_posted(unexpected) or (is_elsewhere and is_elsewhere(peer)):
-                self._refuse(peer)
+                self.refuse(peer)
             self.check(peer, end)
 
         semaphores.wait(number, look)
 
-    def wait_for_any(self, owner: int, number: int, awaited: Callable[[], Iterable[int]]) -> None:
-        """Take a semaphore of the rank `owner`, which any rank may post. Errors as `check`, for each rank `awaited`.
+    def wait_for_any(self, owner: int, number: int, look: Callable[[bool], None]) -> None:
+        """Take a semaphore of the rank `owner`, which any rank may post.
 
-        RuntimeError also if a rank has sent a message instead.
+        `look(is_late)` is called now and then meanwhile, and may raise; from the time-out on, it is late.
         """
         end = time.monotonic() + self._timeout_s
-        filled, swapped = signals.filled(self._own_rank), signals.swapped(len(self._semaphores), self._own_rank)
-
-        def look() -> None:
-            for peer, semaphores in enumerate(self._semaphores):
-                if semaphores.is_posted(filled) or semaphores.is_posted(swapped):
-                    self._refuse(peer)
-            for peer in awaited():
-                self.check(peer, end)
-
-        self._semaphores[owner].wait(number, look)
+        self._semaphores[owner].wait(number, lambda: look(time.monotonic() > end))
 
     def watch(self, is_elsewhere: Callable[[int], bool]) -> None:
         """From now on, waiting for a rank's message fails if `is_elsewhere(rank)`: it is where none comes from.
@@ -75,7 +66,18 @@ class Peers:
         """
         self._is_elsewhere = weakref.WeakMethod(is_elsewhere)
 
-    def _refuse(self, peer: int) -> NoReturn:
+    def senders(self) -> list[int]:
+        """The ranks of which a message for this one lies ready."""
+        filled, swapped = signals.filled(self._own_rank), signals.swapped(len(self._semaphores), self._own_rank)
+        posted = [(posts.is_posted(filled), posts.is_posted(swapped)) for posts in self._semaphores]
+        return [rank for rank, of_rank in enumerate(posted) if any(of_rank)]
+
+    def ended(self) -> list[int]:
+        """The ranks whose processes have ended."""
+        return [rank for rank in self._descriptors if self._has_ended(rank)]
+
+    def refuse(self, peer: int) -> NoReturn:
+        """RuntimeError: that rank does something else than this one."""
         raise RuntimeError(
             f"rank {peer} sent rank {self._own_rank} another message than it expected: "
             "every rank must call with a tensor of one shape and type"
@@ -84,16 +86,21 @@ class Peers:
     def check(self, waited_for: int, end: float) -> None:
         """RuntimeError if that rank has ended, TimeoutError after `end` of the monotonic clock.
 
-        Only that rank: others may have done their part and left. This rank itself lives.
+        Only that rank: others may have done their part and left.
         """
-        if waited_for == self._own_rank:
-            return
-        poll = select.poll()
-        poll.register(self._descriptors[waited_for], select.POLLIN)
-        if poll.poll(0):
-            raise RuntimeError(f"rank {waited_for} ended while this rank waited for it")
+        if self._has_ended(waited_for):
+            self.miss(waited_for)
         if time.monotonic() > end:
             raise TimeoutError(f"waited too long for rank {waited_for}")
+
+    def miss(self, peer: int) -> NoReturn:
+        """RuntimeError: that rank has ended."""
+        raise RuntimeError(f"rank {peer} ended while this rank waited for it")
+
+    def _has_ended(self, rank: int) -> bool:
+        poll = select.poll()
+        poll.register(self._descriptors[rank], select.POLLIN)
+        return bool(poll.poll(0))
 
 
 def _close(descriptors: dict[int, int]) -> None:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from labkit.parallel.transport.contract import POINT_TO_POINT, Step
+from labkit.parallel.transport.contract import POINT_TO_POINT, Step, check_shown
 
 # Keeps our messages apart from the caller's own send/recv on the same group, which count from tag 0.
 TAG = 0x6C6B
@@ -77,8 +77,7 @@ class _GroupTransport:
         raise NotImplementedError
 
     def show(self, part: torch.Tensor) -> Sequence[torch.Tensor]:
-        if part.nbytes > self.shown_bytes:
-            raise ValueError(f"expected a part of at most {self.shown_bytes} bytes, got {part.nbytes}")
+        check_shown(part, self.shown_bytes)
         p, r = self.world_size, self.rank
         parts = self._scratch.slots(p, part.numel(), part.dtype)
         parts[r].copy_(part)

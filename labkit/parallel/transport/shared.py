@@ -1,7 +1,7 @@
 """Messages between ranks of one host, through memory that all of them map.
 
 Each rank has a mailbox: one file, mapped by all (`mapping.py`). In it, for each other rank, two semaphores and a
-ring of notes; and an outbox, which is memory for messages.
+ring of notes; an outbox, which is memory for messages; and what `swaps.py` and `boards.py` need.
 
     send      copy the part into a free slot of the own outbox, write a note (where, how many bytes) for the target,
               post its semaphore `filled`
@@ -15,8 +15,8 @@ A slot is free again when every rank it was sent to has posted `taken`. A long p
 (`allocate`: the buckets of a data-parallel wrapper) is not copied: the note points to it, and the step is complete
 when it has been taken. Either way an addition reads the other rank's memory directly.
 
-Why no rank reads what is half written. All that passes between two ranks is ordered by two semaphores, of which
-POSIX and the C library promise that what happened before a post is seen after the wait that took it
+Why no rank reads what is half written. All that passes between two ranks this way is ordered by two semaphores, of
+which POSIX and the C library promise that what happened before a post is seen after the wait that took it
 (`semaphores.py`):
 
 * Note and message are written before `filled` is posted, and read after it has been taken.
@@ -45,7 +45,7 @@ import torch.distributed as dist
 
 from labkit.parallel.transport import boards, signals
 from labkit.parallel.transport.boards import Boards, board_bytes
-from labkit.parallel.transport.contract import SHARED, Step
+from labkit.parallel.transport.contract import SHARED, Step, check_shown
 from labkit.parallel.transport.mapping import Allocation, SharedMemoryUnavailable, map_together
 from labkit.parallel.transport.peers import Peers
 from labkit.parallel.transport.semaphores import SEMAPHORE_BYTES, Semaphores
@@ -78,7 +78,7 @@ class SharedTransport:
         self.device = torch.device("cpu")
         self._group = weakref.ref(group)
         p = self.world_size
-        notes_at = signals.signals(p) * SEMAPHORE_BYTES
+        notes_at = signals.count(p) * SEMAPHORE_BYTES
         notes_bytes = p * NOTES * NOTE_WORDS * 8
         swaps_at = notes_at + notes_bytes
         boards_at = swaps_at + swap_bytes(p)
@@ -87,7 +87,7 @@ class SharedTransport:
         spin = dist.get_world_size() <= len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else False
 
         def get_ready(mailboxes: Sequence[mmap.mmap], pids: Sequence[int]) -> None:
-            self._semaphores = [Semaphores(mailbox, signals.signals(p), spin=spin) for mailbox in mailboxes]
+            self._semaphores = [Semaphores(mailbox, signals.count(p), spin=spin) for mailbox in mailboxes]
             self._semaphores[self.rank].make()
             if self.rank == 0:
                 self._semaphores[0].post(signals.lock(p))
@@ -153,6 +153,7 @@ class SharedTransport:
         return self._allocations[number].lend()
 
     def show(self, part: torch.Tensor) -> Sequence[torch.Tensor]:
+        check_shown(part, self.shown_bytes)
         self._begin_call()
         parts = self._boards.show(part)
         self._is_between_calls = True

@@ -26,6 +26,6 @@ def lock(p: int) -> int:
     return 3 * p + 1
 
 
-def signals(p: int) -> int:
+def count(p: int) -> int:
     """How many there are."""
     return 3 * p + 2

@@ -15,7 +15,7 @@ from labkit.machine import Machine
 from labkit.parallel.joined import ranks_here
 from labkit.studies.all_reduce import answers as answering
 from labkit.studies.all_reduce.transports import CHOSEN, FLOOR, ROUTES, TORCH, alternative
-from labkit.studies.all_reduce.worker import OWN, AllReducePoint, measure_point, torch_dtype
+from labkit.studies.all_reduce.worker import USUAL, AllReducePoint, measure_point, torch_dtype
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 # From here on a round of all alternatives takes a second on two cores, and fewer repeats must do.
@@ -38,7 +38,7 @@ class AllReduceConfig(LabConfig):
     many_world_sizes: list[Ranks]
     """Ranks of the sweep over ranks, at few sizes."""
     many_elements: list[PositiveInt]
-    algorithms: Annotated[list[Algorithm], Field(min_length=1)] = [TORCH, *OWN]  # type: ignore[list-item]
+    algorithms: Annotated[list[Algorithm], Field(min_length=1)] = [TORCH, *USUAL]  # type: ignore[list-item]
     backends: Annotated[list[Literal["gloo", "nccl"]], Field(min_length=1)] = ["gloo", "nccl"]
     dtype: Literal["float64", "float32", "bfloat16", "float16"] = "float32"
     scheduling_sizes_bytes: list[PositiveInt] = [4 * KIB, 64 * KIB]
@@ -92,7 +92,7 @@ class AllReduceStudy(Study):
             many_world_sizes=[1, 2, 4, 8, 16, 32],
             many_elements=[1000, 10_000, 100_000, 1_000_000],
             transport_world_sizes=[2, 4, 8],
-            transport_algorithms=list(OWN),  # type: ignore[arg-type]
+            transport_algorithms=list(USUAL),  # type: ignore[arg-type]
             repeats=50,
             repeats_large=10,
         ),
@@ -102,7 +102,7 @@ class AllReduceStudy(Study):
             many_world_sizes=[1, 2, 4, 8, 16, 32],
             many_elements=[1, 32, 1024, 2048, 4096, 16384, 131_072],
             transport_world_sizes=[2, 4, 8],
-            transport_algorithms=list(OWN),  # type: ignore[arg-type]
+            transport_algorithms=list(USUAL),  # type: ignore[arg-type]
             repeats=50,
             repeats_large=10,
             timeout_s=600.0,

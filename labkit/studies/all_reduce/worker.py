@@ -14,13 +14,14 @@ from labkit.bench.gate import worst_of_ranks
 from labkit.bench.memory import peak_memory_growth
 from labkit.lab.point import Point
 from labkit.lab.units import format_bytes
-from labkit.parallel.collectives import release_scratch, scratch_bytes
+from labkit.parallel.collectives import ALGORITHMS, release_scratch, scratch_bytes
 from labkit.studies.all_reduce.exact import gate, inputs, multiple
 from labkit.studies.all_reduce.links import measure_links
 from labkit.studies.all_reduce.transports import CHOSEN, MESSAGES, collective, measure_transports
 
-# Without one-shot, whose p-1 times as many bytes take minutes at 100 MB; it is measured where it is asked for.
-OWN = ("ring", "butterfly", "recursive_doubling", "halving_doubling", CHOSEN)
+OWN = (*ALGORITHMS, CHOSEN)
+# One-shot sends n (p-1) bytes a rank, p/2 times as many as a ring: it is measured where it is asked for.
+USUAL = tuple(name for name in OWN if name != "one_shot")
 
 
 @dataclass(frozen=True, kw_only=True)
