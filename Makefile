@@ -29,7 +29,7 @@ stress: $(VENV)/installed-test ## messages through shared memory, 100,000 rounds
 	LABKIT_STRESS_ROUNDS=100000 $(BIN)/python -m pytest tests/parallel/test_shared_transport.py \
 		tests/parallel/test_swaps.py tests/parallel/test_boards.py -k written
 
-faults: $(VENV)/installed-test ## every injected fault, two hundred kills, hosts joined by a wire, and a table (15 to 25 minutes)
+faults: $(VENV)/installed-test ## every injected fault, two hundred kills, hosts joined by a wire, and a table (some 13 minutes)
 	LABKIT_FAULTS=all $(BIN)/python -m pytest tests/faults tests/hosts tests/parallel/test_leftovers.py \
 		tests/studies/test_cifar100_killed.py
 
