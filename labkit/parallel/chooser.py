@@ -18,11 +18,11 @@ MIDDLE_BYTES = 16 << 20
 # Over shared memory a message costs little, and waiting much where ranks are more than cores: one-shot waits once.
 #
 #     ranks     4                         8                         16                        32
-#     4 KiB     1S .20  RD .25  D .37     1S .21  RD .29  D .46
-#     64 KiB    1S .21  RD .27  D .39     1S .21  RD .30  D .45     1S .18  RD .25  D .41     1S .14  RD .19  D .41
-#     256 KiB   1S .26  RD .36  D .38     1S .26  RD .39  D .48     1S .23  RD .31  D .42     1S .17  RD .21  D .40
+#     4 KiB     1S .22  RD .24  D .38     1S .20  RD .24  D .43
+#     64 KiB    1S .26  RD .29  D .45     1S .22  RD .27  D .41     1S .18  RD .25  D .41     1S .14  RD .19  D .41
+#     256 KiB   1S .28  RD .36  D .39     1S .27  RD .36  D .43     1S .23  RD .31  D .42     1S .17  RD .21  D .40
 #     512 KiB                                                       1S .27  RD .35  D .41
-#     1 MiB     1S .36  RD .47  D .34     1S .41  RD .62  D .47
+#     1 MiB     1S .40  RD .47  D .33     1S .47  RD .60  D .44
 SHARED_SHOT_BYTES = 512 << 10
 # Between two ranks there is one message in a row either way, and a swap is the shortest. From here on direct exchange
 # wins. It moves no more bytes than recursive doubling, and half as many at a time, which stay in the cache: 1 MiB takes
