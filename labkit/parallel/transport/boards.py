@@ -34,6 +34,7 @@ import torch
 
 from labkit.parallel.transport import signals
 from labkit.parallel.transport.peers import Peers
+from labkit.parallel.transport.refusals import refuse_kind, refuse_length, report_ended, report_late
 from labkit.parallel.transport.semaphores import Semaphores
 
 MOST_BYTES = 512 << 10
@@ -91,11 +92,10 @@ class Boards:
         own[0], own[1] = number, n_bytes
         self._meet()
         for rank, (shown, length) in enumerate(headers):
-            if shown != number or length != n_bytes:
-                raise RuntimeError(
-                    f"rank {rank} shows {length} bytes, and rank {self._rank} {n_bytes}: "
-                    "every rank must call with a tensor of one shape and type"
-                )
+            if length != n_bytes:
+                refuse_length(rank, length, self._rank, n_bytes)
+            if shown != number:
+                refuse_kind(rank, self._rank)
         return parts
 
     def _meet(self) -> None:
@@ -132,11 +132,11 @@ class Boards:
             elsewhere = [rank for rank in missing if rank in senders]
             awaited = f"rank {missing[0]}" if missing else "a rank that has come, but has not been counted"
         for rank in elsewhere:
-            self._peers.refuse(rank)
+            refuse_kind(rank, self._rank)
         for rank in ended:
-            self._peers.miss(rank)
+            report_ended(rank)
         if is_late:
-            raise TimeoutError(f"waited too long for {awaited}")
+            report_late(awaited)
 
     def _is_ahead(self, rank: int) -> bool:
         """Whether that rank shows something, while this one is not showing anything."""

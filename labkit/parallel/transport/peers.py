@@ -7,9 +7,9 @@ import select
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import NoReturn
 
 from labkit.parallel.transport import signals
+from labkit.parallel.transport.refusals import refuse_kind, report_ended, report_late
 from labkit.parallel.transport.semaphores import Semaphores
 
 
@@ -46,7 +46,7 @@ class Peers:
         def look() -> None:
             is_elsewhere = self._is_elsewhere()
             if self._semaphores[peer].is_posted(unexpected) or (is_elsewhere and is_elsewhere(peer)):
-                self.refuse(peer)
+                refuse_kind(peer, self._own_rank)
             self.check(peer, end)
 
         semaphores.wait(number, look)
@@ -76,26 +76,15 @@ class Peers:
         """The ranks whose processes have ended."""
         return [rank for rank in self._descriptors if self._has_ended(rank)]
 
-    def refuse(self, peer: int) -> NoReturn:
-        """RuntimeError: that rank does something else than this one."""
-        raise RuntimeError(
-            f"rank {peer} sent rank {self._own_rank} another message than it expected: "
-            "every rank must call with a tensor of one shape and type"
-        )
-
     def check(self, waited_for: int, end: float) -> None:
         """RuntimeError if that rank has ended, TimeoutError after `end` of the monotonic clock.
 
         Only that rank: others may have done their part and left.
         """
         if self._has_ended(waited_for):
-            self.miss(waited_for)
+            report_ended(waited_for)
         if time.monotonic() > end:
-            raise TimeoutError(f"waited too long for rank {waited_for}")
-
-    def miss(self, peer: int) -> NoReturn:
-        """RuntimeError: that rank has ended."""
-        raise RuntimeError(f"rank {peer} ended while this rank waited for it")
+            report_late(f"rank {waited_for}")
 
     def _has_ended(self, rank: int) -> bool:
         poll = select.poll()

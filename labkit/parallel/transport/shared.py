@@ -48,6 +48,7 @@ from labkit.parallel.transport.boards import Boards, board_bytes
 from labkit.parallel.transport.contract import SHARED, Step, check_shown
 from labkit.parallel.transport.mapping import Allocation, SharedMemoryUnavailable, map_together
 from labkit.parallel.transport.peers import Peers
+from labkit.parallel.transport.refusals import refuse_length
 from labkit.parallel.transport.semaphores import SEMAPHORE_BYTES, Semaphores
 from labkit.parallel.transport.swaps import Swaps, swap_bytes
 
@@ -62,7 +63,7 @@ NOTHING_STAGED: tuple[torch.Tensor | None, int, int, list[tuple[int, int]]] = (N
 
 
 Sent = tuple[int, int]
-"""A message that may not have been taken yet: to which rank, and the how-manieth to it."""
+"""A message that may not have been taken yet: to which rank, and its number among those sent there, from 0."""
 
 
 class SharedTransport:
@@ -283,10 +284,7 @@ class SharedTransport:
         notes = self._notes[source]
         at = (self.rank * NOTES + self._received[source] % NOTES) * NOTE_WORDS
         if notes[at + 2] != n_bytes:
-            raise RuntimeError(
-                f"rank {source} sent {notes[at + 2]} bytes to rank {self.rank}, which expected {n_bytes}: "
-                "every rank must call with a tensor of one shape and type"
-            )
+            refuse_length(source, notes[at + 2], self.rank, n_bytes)
         message = self._view(source, notes[at], notes[at + 1], n_bytes, incoming.dtype)
         if step.add:
             incoming.add_(message)

@@ -24,6 +24,7 @@ import torch
 
 from labkit.parallel.transport import signals
 from labkit.parallel.transport.contract import Step
+from labkit.parallel.transport.refusals import refuse_length
 from labkit.parallel.transport.semaphores import Semaphores
 
 MOST_BYTES = 512 << 10
@@ -96,10 +97,7 @@ class Swaps:
                 self._wait(other, signals.swapped(self._world_size, self._rank), other)
                 break
         if others_header[0] != expected:
-            raise RuntimeError(
-                f"rank {other} sent {others_header[0]} bytes to rank {self._rank}, which expected {expected}: "
-                "every rank must call with a tensor of one shape and type"
-            )
+            refuse_length(other, others_header[0], self._rank, expected)
         if add:
             incoming.add_(others)
         else:
