@@ -14,12 +14,13 @@ from IPython.display import HTML
 
 from labkit.lab.answers import Answer
 from labkit.lab.html import piece, piece_style
-from labkit.lab.measure import Progress, describe_hosts
+from labkit.lab.measure import Progress
 from labkit.lab.project import relative_to_project
 from labkit.lab.store import Run
 from labkit.lab.study import Study
 from labkit.lab.units import counted, format_bytes, format_seconds, formatter_of
 from labkit.machine import Machine
+from labkit.parallel.hosts import describe_hosts
 
 # Headings of columns that are not their names, and endings that say a unit which the cells carry, or the heading does.
 HEADINGS = {

@@ -157,8 +157,8 @@ class RunWriter:
         raise RunFileError(f"{directory}: a thousand runs of the name {stem} exist")
 
     @classmethod
-    def resume(cls, path: Path, command: str) -> "RunWriter":
-        """Take up a run again; a torn last line is dropped. RunFileError if somebody else is writing it."""
+    def reopen(cls, path: Path) -> "RunWriter":
+        """A run that is there, as it is until `begin_again`. RunFileError if somebody else is writing it."""
         with _failing_by_name(path):
             writer = cls(path, os.open(path, os.O_RDWR | os.O_APPEND))
         try:
@@ -166,9 +166,13 @@ class RunWriter:
         except BlockingIOError:
             writer.close()
             raise RunFileError(f"{path}: another process is writing this run") from None
-        os.ftruncate(writer._descriptor, _whole_lines_bytes(path))
-        writer._append({"kind": "resumed", "command": command, "at": datetime.now(UTC).isoformat()})
         return writer
+
+    def begin_again(self, command: str) -> None:
+        """Take up a reopened run: a torn last line is dropped, and from here on rows are of another attempt."""
+        with _failing_by_name(self.path):
+            os.ftruncate(self._descriptor, _whole_lines_bytes(self.path))
+        self._append({"kind": "resumed", "command": command, "at": datetime.now(UTC).isoformat()})
 
     def add_row(self, point: Point, rank: int, values: dict[str, Any]) -> None:
         self._append({"kind": "row", "point": point.id, "rank": rank, "values": values})

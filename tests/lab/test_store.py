@@ -76,7 +76,8 @@ def test_a_torn_line_is_passed_over_and_dropped_on_resuming(writer):
         file.write('{"kind": "row", "po')
     assert Run.load(writer.path).pending == [POINTS[1].id, POINTS[2].id]
     writer.close()
-    with RunWriter.resume(writer.path, "again") as again:
+    with RunWriter.reopen(writer.path) as again:
+        again.begin_again("again")
         again.add_row(POINTS[1], 0, {"seconds": [2.0]})
         again.end_point(POINTS[1], "ok")
     run = Run.load(writer.path)
@@ -86,7 +87,18 @@ def test_a_torn_line_is_passed_over_and_dropped_on_resuming(writer):
 
 def test_two_writers_of_one_run_are_refused(writer):
     with pytest.raises(RunFileError, match="another process is writing"):
-        RunWriter.resume(writer.path, "again")
+        RunWriter.reopen(writer.path)
+
+
+def test_a_reopened_run_is_as_it_was_until_it_begins_again(writer):
+    with writer.path.open("a") as file:
+        file.write('{"kind": "row", "po')
+    before = writer.path.read_bytes()
+    writer.close()
+    with RunWriter.reopen(writer.path) as again:
+        assert writer.path.read_bytes() == before
+        again.begin_again("again")
+    assert [json.loads(line)["kind"] for line in writer.path.read_text().splitlines()] == ["header", "resumed"]
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,8 @@ import pytest
 import torch.distributed as dist
 
 from labkit.lab.config import ParameterError, resolve_config
-from labkit.lab.measure import measure
+from labkit.lab.measure import measure, resume
+from labkit.lab.store import RunFileError
 from labkit.machine import describe_machine
 from labkit.nn import datasets
 from labkit.parallel.launch import PointEnd, Row, launch, run_ranks
@@ -149,6 +150,41 @@ def test_a_damaged_archive_stops_before_anything_is_measured(archive, tmp_path):
     with pytest.raises(ParameterError, match=f"{cut}: cut short"):
         measure(STUDY, _config(archive=str(cut)), profile="smoke", directory=tmp_path / "runs")
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.fixture
+def begun(tmp_path, monkeypatch):
+    """Makes a run that was stopped before its first point, and fetched nothing."""
+
+    def stop(path):
+        raise KeyboardInterrupt
+
+    def begin(**changes):
+        with monkeypatch.context() as patched:
+            patched.setattr(type(STUDY), "prepare", lambda *_: None)
+            with pytest.raises(KeyboardInterrupt):
+                measure(STUDY, _config(**changes), profile="smoke", directory=tmp_path / "runs", on_start=stop)
+        (path,) = (tmp_path / "runs").glob("*.jsonl")
+        return path
+
+    return begin
+
+
+def test_a_run_that_cannot_go_on_fetches_no_archive(begun, monkeypatch):
+    monkeypatch.setattr(study_module, "fetch_cifar100", lambda *_: pytest.fail("fetched"))
+    path = begun(dataset="cifar100")
+    path.write_text(path.read_text().replace('"momentum":0.5', '"momentum":0.25', 1))  # in the config, not in the plan
+    with pytest.raises(RunFileError, match=r"momentum was 0\.5 and is 0\.25"):
+        resume(STUDY, path)
+
+
+def test_a_run_whose_archive_is_cut_short_meanwhile_says_so(begun, archive, tmp_path):
+    cut = tmp_path / "cut.tar.gz"
+    cut.write_bytes(archive.read_bytes())
+    path = begun(archive=str(cut))
+    cut.write_bytes(archive.read_bytes()[:-100])
+    with pytest.raises(ParameterError, match=f"{cut}: cut short"):
+        resume(STUDY, path)
 
 
 def test_without_a_network_points_are_skipped_with_what_to_do(tmp_path, monkeypatch):
