@@ -16,7 +16,8 @@ from labkit.lab.config import LabConfig, ParameterError, resolve_config
 from labkit.lab.point import Point
 from labkit.lab.project import runs_directory
 from labkit.lab.resuming import check_same_setting, replan
-from labkit.lab.store import Run, RunHeader, RunWriter
+from labkit.lab.run_writer import RunWriter
+from labkit.lab.store import Run, RunHeader
 from labkit.lab.study import Study
 from labkit.machine import describe_machine
 from labkit.parallel.joined import agree, is_joined, joined_rank, ranks_by_host

@@ -7,7 +7,8 @@ import pandas as pd
 from labkit.lab import cards
 from labkit.lab.answers import Answer, Question
 from labkit.lab.measure import Progress, measure
-from labkit.lab.store import Run, RunHeader, RunWriter
+from labkit.lab.run_writer import RunWriter
+from labkit.lab.store import Run, RunHeader
 from labkit.machine import GitState, describe_machine
 from tests.lab.fake_study import FAKE, FakeConfig, FakePoint
 

@@ -4,7 +4,8 @@ import pytest
 
 from labkit.lab.config import ParameterError
 from labkit.lab.measure import measure, resume
-from labkit.lab.store import Run, RunFileError, RunWriter
+from labkit.lab.run_writer import RunWriter
+from labkit.lab.store import Run, RunFileError
 from tests.lab.fake_study import FAKE, FakeConfig
 
 

@@ -7,7 +7,8 @@ from datetime import UTC, datetime
 import pytest
 
 from labkit.lab.point import Point
-from labkit.lab.store import Run, RunFileError, RunHeader, RunWriter, find_run
+from labkit.lab.run_writer import RunWriter
+from labkit.lab.store import Run, RunFileError, RunHeader, find_run
 from labkit.machine import describe_machine
 
 
