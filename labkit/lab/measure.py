@@ -106,7 +106,8 @@ def resume(
         raise SystemExit(0)
     with RunWriter.reopen(path) as writer:
         _prepare_again(study, path, config, remaining, on_progress)
-        writer.begin_again(_command())
+        if remaining:
+            writer.begin_again(_command(), describe_machine().git)
         _measure_points(study, remaining, len(points), writer, on_progress, on_output)
     return Run.load(path)
 

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any, get_args
 
 from labkit.lab.point import Point
-from labkit.lab.records import Status
+from labkit.lab.records import Resumption, Status
 from labkit.lab.store import Record, RunFileError, RunHeader
+from labkit.machine import GitState
 
 STATUSES = get_args(Status)
 
@@ -56,11 +57,12 @@ class RunWriter:
             raise RunFileError(f"{path}: another process is writing this run") from None
         return writer
 
-    def begin_again(self, command: str) -> None:
-        """Take up a reopened run: a torn last line is dropped, and from here on rows are of another attempt."""
+    def begin_again(self, command: str, git: GitState | None) -> None:
+        """Take up a reopened run: a torn last line is dropped, and what follows is of this command and source."""
         with _failing_by_name(self.path):
             os.ftruncate(self._descriptor, _whole_lines_bytes(self.path))
-        self._append({"kind": "resumed", "command": command, "at": datetime.now(UTC).isoformat()})
+        resumption = Resumption(at=datetime.now(UTC), command=command, git=git)
+        self._append(resumption.model_dump(mode="json"))
 
     def add_row(self, point: Point, rank: int, values: dict[str, Any]) -> None:
         self._append({"kind": "row", "point": point.id, "rank": rank, "values": values})

@@ -3,14 +3,14 @@
     {"kind": "header", ...}    once: what was asked for, on which machine, from which source, the plan
     {"kind": "row", "point": id, "rank": r, "values": {...}}     as soon as it is measured
     {"kind": "end", "point": id, "status": ..., "reason": ...}   once a point is over; the file is synced
-    {"kind": "resumed", ...}   each time a run is taken up again
+    {"kind": "resumed", "at": ..., "command": ..., "git": ...}   each time a run is taken up again
 
 A killed run keeps every complete line. Rows of a point that did not end are ignored, and measured again by
 `--resume`. Values that are lists are samples: they come back as one row a repeat. `lab/run_writer.py` writes them.
 """
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,8 @@ import pandas as pd
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from labkit.lab.project import kind_of_path
-from labkit.lab.records import check_record
-from labkit.machine import Machine
+from labkit.lab.records import Resumption, check_record
+from labkit.machine import GitState, Machine
 
 SCHEMA = 1
 
@@ -53,9 +53,17 @@ class RunHeader(BaseModel):
 class Run:
     """A run as read from its file."""
 
-    def __init__(self, path: Path, header: RunHeader, rows: list[Record], ends: dict[str, Record]):
+    def __init__(
+        self,
+        path: Path,
+        header: RunHeader,
+        rows: list[Record],
+        ends: dict[str, Record],
+        resumptions: Sequence[Resumption] = (),
+    ):
         self.path = path
         self.header = header
+        self.resumptions = list(resumptions)
         self._rows = rows
         self._ends = ends
 
@@ -67,18 +75,26 @@ class Run:
         header = _read_header(path, next(records, None))
         rows: dict[str, list[Record]] = {}
         ends: dict[str, Record] = {}
+        resumptions: list[Resumption] = []
         for number, record in enumerate(records, start=2):
             try:
                 check_record(record, header.planned)
             except ValueError as error:
                 raise RunFileError(f"{path}, line {number}: not a record of a run ({error})") from None
+            if record["kind"] == "resumed":
+                resumptions.append(Resumption.model_validate(record))
             _collect(record, rows, ends)
         ended_rows = [row for point, of_point in rows.items() if point in ends for row in of_point]
-        return cls(path, header, ended_rows, ends)
+        return cls(path, header, ended_rows, ends, resumptions)
 
     @property
     def name(self) -> str:
         return self.path.stem
+
+    @property
+    def sources(self) -> list[GitState | None]:
+        """The sources that measured it, each once: that of the start, then others it was resumed at; None: unknown."""
+        return list(dict.fromkeys([self.header.machine.git, *(again.git for again in self.resumptions)]))
 
     @property
     def pending(self) -> list[str]:

@@ -6,6 +6,7 @@ from labkit.lab.config import ParameterError
 from labkit.lab.measure import measure, resume
 from labkit.lab.run_writer import RunWriter
 from labkit.lab.store import Run, RunFileError
+from labkit.machine import describe_machine
 from tests.lab.fake_study import FAKE, FakeConfig
 
 
@@ -72,6 +73,16 @@ def test_an_interrupt_keeps_what_was_measured_and_resume_measures_the_rest(tmp_p
     assert len(run.frame()) == 16
     ends = [line for line in path.read_text().splitlines() if '"kind":"end"' in line]
     assert len(ends) == 4
+    (again,) = run.resumptions
+    assert again.git == describe_machine().git
+    assert again.at > run.header.started
+
+
+def test_a_complete_run_is_not_taken_up(tmp_path):
+    path = _measure(tmp_path, "fine").path
+    before = path.read_bytes()
+    assert resume(FAKE, path).resumptions == []
+    assert path.read_bytes() == before
 
 
 def _begun(tmp_path, *actions):
