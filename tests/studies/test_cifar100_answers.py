@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 
 from labkit.nn.datasets import CIFAR100_MD5
-from labkit.studies.cifar100 import analysis
+from labkit.studies.cifar100 import analysis, samples
 from labkit.studies.cifar100.study import STUDY
 from labkit.studies.cifar100.training import IMPLEMENTATIONS, OWN_LOCAL, OWN_SYNC, TORCH_LOCAL, TORCH_SYNC
 from labkit.studies.cifar100.worker import EPOCH, MEMORY, PROBE
@@ -147,7 +147,7 @@ def test_time_is_judged_by_the_ratio_within_a_seed_and_epoch(factor, verdict):
 
 
 def test_the_slowest_rank_counts_and_the_first_epoch_does_not():
-    table = analysis.times(_frame(noise=0.0))
+    table = samples.times(_frame(noise=0.0))
     assert sorted(set(table["epoch"])) == list(range(2, 17))
     assert table.loc[table["implementation"] == OWN_LOCAL, "epoch_s"].tolist() == pytest.approx([1.65] * 8 * 15)
 
@@ -260,8 +260,8 @@ def test_synchronizing_that_keeps_trainings_from_diverging_is_advised():
 def test_the_last_epoch_is_one_that_all_seeds_have():
     frame = _frame()
     frame = frame[(frame["seed"] > 0) | ~(frame["epoch"] > 10)]
-    assert set(analysis.last_epoch(frame)["epoch"]) == {10}
-    assert set(analysis.last_epoch(frame)["seed"]) == set(range(8))
+    assert set(samples.last_epoch(frame)["epoch"]) == {10}
+    assert set(samples.last_epoch(frame)["seed"]) == set(range(8))
     answers = _answers(frame)
     assert "Accuracy on CIFAR-100 after epoch 10, over 8 seeds" in answers["learned"].text
     assert "cannot be compared" in answers["published_trends"].text

@@ -9,7 +9,7 @@ from labkit.lab.answers import Answer, Question, Verdict, answer_each
 from labkit.lab.evidence import ratio_text, ratios_text, span_text, with_interval, wrong_rows
 from labkit.lab.trends import Trend, trends_answer
 from labkit.lab.units import format_bytes, format_seconds, join_words
-from labkit.studies.cifar100 import analysis
+from labkit.studies.cifar100 import analysis, samples
 from labkit.studies.cifar100.training import SYNCHRONIZED, TORCH_SYNC
 
 LEARNED = Question("learned", "How well does the net learn, and how much does that depend on the seed?")
@@ -49,7 +49,7 @@ def answer_all(frame: pd.DataFrame, coverage: pd.DataFrame) -> list[Answer]:
 
 
 def learned(frame: pd.DataFrame) -> Answer | None:
-    table, about = analysis.outcome(frame), analysis.setting(frame)
+    table, about = analysis.outcome(frame), samples.setting(frame)
     wrong = wrong_rows(frame)
     if about is None and wrong.empty:
         return None
@@ -234,7 +234,7 @@ def _advice(
     worse: list[str],
     ratios: pd.DataFrame,
 ) -> str | None:
-    about = analysis.setting(frame)
+    about = samples.setting(frame)
     if about is None or ratios.empty or table["low"].isna().any() or (better and worse):
         return None
     here = f"{about['batch']:.0f} images a rank ({about['dataset']})"
