@@ -152,6 +152,24 @@ def test_the_slowest_rank_counts_and_the_first_epoch_does_not():
     assert table.loc[table["implementation"] == OWN_LOCAL, "epoch_s"].tolist() == pytest.approx([1.65] * 8 * 15)
 
 
+@pytest.mark.parametrize("told_since", [1, 9], ids=["told", "told since it goes on"])
+def test_the_first_epoch_after_a_resume_does_not_count_as_a_time(told_since):
+    frame = _frame(noise=0.0)
+    resumed = (frame["epoch"] == 9) & (frame["seed"] == 3)
+    first = (frame["epoch"] == 1) | resumed
+    frame.loc[first & (frame["implementation"] == OWN_LOCAL), "epoch_s"] *= 3
+    frame["warm_up"] = first.astype(object).where(frame["epoch"] >= told_since)
+    table = samples.times(frame)
+    assert table.loc[table["implementation"] == OWN_LOCAL, "epoch_s"].tolist() == pytest.approx([1.65] * (8 * 15 - 1))
+    assert (3, 9) not in set(zip(table["seed"], table["epoch"], strict=True))
+    assert samples.times(_frame(noise=0.0)[lambda rows: ~resumed]).equals(table)
+
+
+def test_a_training_of_nothing_but_first_epochs_has_their_times():
+    frame = _frame(epochs=2, noise=0.0).assign(warm_up=True)
+    assert sorted(set(samples.times(frame)["epoch"])) == [1, 2]
+
+
 def test_what_synchronizing_costs_is_beside_what_its_collectives_should_cost():
     table = analysis.synchronizing(_frame(noise=0.0)).set_index("implementation")
     assert table["predicted_s"].tolist() == pytest.approx([390e-4] * 2)

@@ -1,6 +1,7 @@
 """The worker of the CIFAR-100 lab on ranks: data from rank 0, the gate, rows by epoch, checkpoints."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch.distributed as dist
@@ -77,6 +78,22 @@ def test_every_implementation_is_checked_and_trained_in_turns(archive):
     losses = {(row["implementation"], row["epoch"]): row["train_loss"] for row in told}
     assert losses[OWN_LOCAL, 2] == pytest.approx(losses[TORCH_LOCAL, 2], rel=1e-5)
     assert losses[OWN_SYNC, 2] != pytest.approx(losses[OWN_LOCAL, 2], rel=1e-5)
+
+
+def _taken_up_after_two_epochs(point, checkpoints):
+    for row in train_point(point, checkpoints):
+        if row.get("epoch") == 2:
+            break
+    yield from train_point(point, checkpoints)
+
+
+def test_the_first_epoch_and_the_first_after_a_resume_are_marked_as_warm_up(archive, tmp_path):
+    point = replace(SMALL, archive=str(archive), implementations=(OWN_LOCAL,), epochs=4, train_images=8)
+    rows = _rows(point, partial(_taken_up_after_two_epochs, checkpoints=tmp_path))
+    told = [(row["rank"], row["epoch"], row["warm_up"]) for row in rows if row["phase"] == EPOCH]
+    assert sorted(told) == [
+        (rank, epoch, first) for rank in (0, 1) for epoch, first in ((1, True), (2, False), (3, True), (4, False))
+    ]
 
 
 def test_a_wrapper_with_wrong_weights_is_not_trained(archive):

@@ -69,13 +69,23 @@ def _last_epoch(table: pd.DataFrame) -> float:
 
 
 def times(frame: pd.DataFrame) -> pd.DataFrame:
-    """`epoch_s` of the slowest rank by (implementation, seed, epoch); without epoch 1 if there are more."""
+    """`epoch_s` of the slowest rank by (implementation, seed, epoch); without those of warm-up if there are others."""
     rows = of_phase(frame, EPOCH)
     if rows.empty or "epoch_s" not in rows:
         return pd.DataFrame(columns=["implementation", "seed", "epoch", "epoch_s"])
-    rows = rows[rows["epoch"] > 1] if (rows["epoch"] > 1).any() else rows
+    warm = ~_is_warm_up(rows)
+    rows = rows[warm] if warm.any() else rows
     table = slowest_rank(rows, "epoch_s", ["implementation", "seed", "epoch"])
     return in_order(table.drop(columns="repeat").sort_values(["seed", "epoch"]))
+
+
+def _is_warm_up(rows: pd.DataFrame) -> pd.Series:
+    """Whether an epoch was the first of its training in its process: the first of all, or the first after a resume.
+
+    Of rows from before that was recorded only epoch 1 is known to be one.
+    """
+    first = rows["epoch"] == 1
+    return rows["warm_up"].where(rows["warm_up"].notna(), first).astype(bool) if "warm_up" in rows else first
 
 
 def paired(samples: pd.DataFrame, name: str, other: str) -> pd.DataFrame:
