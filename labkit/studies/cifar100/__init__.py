@@ -7,4 +7,5 @@
 ``samples``   from rows to one sample a training and epoch
 ``analysis``  from samples to tables
 ``answers``   what the measurements say
+``trends``    whether published trends hold
 """
