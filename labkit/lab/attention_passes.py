@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from labkit.bench.clock import time_interleaved
+from labkit.bench.gate import verdict
 from labkit.bench.memory import peak_memory_growth
 from labkit.bench.saved_tensors import SavedTensor, saved_for_backward
 from labkit.costs.attention import explicit_peak, tiled_saved
@@ -140,7 +141,8 @@ def _examine(point: PassesPoint, problem: AttentionProblem, passes: Passes, name
     with peak_memory_growth(point.device) as memory:
         found = passes.run_checked()
     checked = check(problem, found)
-    return row | {"peak_bytes": memory.growth_bytes, "error": checked.error, "gate": checked.gate}
+    gate = verdict(checked.error, checked.limit)
+    return row | {"peak_bytes": memory.growth_bytes, "error": checked.error, "gate": gate}
 
 
 def _seconds(action: Callable[[], Any], device: str) -> float:

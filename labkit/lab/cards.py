@@ -14,12 +14,14 @@ from IPython.display import HTML
 
 from labkit.lab.answers import Answer
 from labkit.lab.html import piece, piece_style
-from labkit.lab.measure import Progress, describe_hosts
+from labkit.lab.measure import Progress
 from labkit.lab.project import relative_to_project
+from labkit.lab.records import Resumption
 from labkit.lab.store import Run
 from labkit.lab.study import Study
 from labkit.lab.units import counted, format_bytes, format_seconds, formatter_of
 from labkit.machine import Machine
+from labkit.parallel.hosts import describe_hosts
 
 # Headings of columns that are not their names, and endings that say a unit which the cells carry, or the heading does.
 HEADINGS = {
@@ -141,6 +143,7 @@ def provenance_rows(study: Study, run: Run) -> dict[str, str]:
         "Run": path,
         "Started": f"{run.header.started:%Y-%m-%d %H:%M:%S} UTC",
         "Measured by": run.header.command,
+        **({"Resumed at": "; ".join(map(_resumed, run.resumptions))} if run.resumptions else {}),
         "Draw again": f"labkit report {study.name} --run {shlex.quote(path)}",
         "Measure again": f"labkit report {study.name} --profile {run.header.profile}" + _changed(study, run),
         "Ranks": _ranks(run),
@@ -148,6 +151,14 @@ def provenance_rows(study: Study, run: Run) -> dict[str, str]:
     if run.header.ranks_by_host is not None:
         rows["Hosts"] = describe_hosts(run.header.ranks_by_host)
     return rows
+
+
+def _resumed(again: Resumption) -> str:
+    """When, at which commit and by which command a run was taken up again."""
+    when = f"{again.at:%Y-%m-%d %H:%M:%S} UTC" if again.at else "a time that was not recorded"
+    unknown = "not a git checkout" if "git" in again.model_fields_set else "commit not recorded"
+    source = f"commit {again.git}" if again.git else unknown
+    return f"{when}, {source}" + (f", by {again.command}" if again.command else "")
 
 
 def _changed(study: Study, run: Run) -> str:

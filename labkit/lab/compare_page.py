@@ -128,7 +128,7 @@ def _run_table(found: LabComparison) -> pd.DataFrame:
         {
             "machine": name,
             "host": run.header.machine.host,
-            "commit": str(run.header.machine.git or "none"),
+            "commit": ", then ".join(str(git or "none") for git in run.sources),
             "torch": run.header.machine.versions.get("torch"),
             "profile": run.header.profile,
             "started": f"{run.header.started:%Y-%m-%d %H:%M}",

@@ -112,8 +112,8 @@ def machine_names(runs: Sequence[Run]) -> dict[Path, str]:
 
 def _description(run: Run) -> dict[str, str]:
     machine = run.header.machine
-    commit = "no commit" if machine.git is None else machine.git.commit[:7] + ("+" if machine.git.dirty else "")
-    return {"label": machine.label, "host": machine.host, "commit": commit}
+    commits = ["no commit" if git is None else git.commit[:7] + ("+" if git.dirty else "") for git in run.sources]
+    return {"label": machine.label, "host": machine.host, "commit": " then ".join(commits)}
 
 
 def compare_lab(lab: str, runs: Mapping[str, Run]) -> LabComparison:
@@ -258,9 +258,10 @@ def _repeat_difference(runs: Mapping[str, Run], measured: Mapping[str, Samples])
 
 
 def _is_repeat(a: Run, b: Run) -> bool:
-    """Whether only time lies between two runs. With local changes the source may be another."""
+    """Whether only time lies between two runs. With local changes the source may be another, as after resuming."""
     first, second = a.header.machine, b.header.machine
-    return first == second and first.git is not None and not first.git.dirty
+    one_source = a.sources == b.sources == [first.git]
+    return first == second and one_source and first.git is not None and not first.git.dirty
 
 
 def overview(comparisons: Iterable[LabComparison]) -> pd.DataFrame:

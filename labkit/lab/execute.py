@@ -21,7 +21,8 @@ from traitlets import default
 
 from labkit.lab.config import ParameterError
 from labkit.lab.measure import Progress
-from labkit.lab.notebook import PROGRESS_MIME, check_parameters, literal_assignments
+from labkit.lab.notebook import PROGRESS_MIME, check_parameters
+from labkit.lab.parameter_cells import literal_assignments
 from labkit.lab.study import Study
 
 ENGINE = "labkit"

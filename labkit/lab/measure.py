@@ -3,7 +3,7 @@
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable
 from contextlib import closing
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -15,7 +15,9 @@ from typing import Any
 from labkit.lab.config import LabConfig, ParameterError, resolve_config
 from labkit.lab.point import Point
 from labkit.lab.project import runs_directory
-from labkit.lab.store import Run, RunFileError, RunHeader, RunWriter
+from labkit.lab.resuming import check_same_setting, replan
+from labkit.lab.run_writer import RunWriter
+from labkit.lab.store import Run, RunHeader
 from labkit.lab.study import Study
 from labkit.machine import describe_machine
 from labkit.parallel.joined import agree, is_joined, joined_rank, ranks_by_host
@@ -50,8 +52,9 @@ def measure(
     run keeps what was measured and can be resumed. `on_start` gets the run's path before anything is measured.
     """
     machine = describe_machine()
-    unavailable = _prepare(study, config, on_progress)
+    _check_inputs(study, config, on_progress)
     points = list(study.points(config, machine))
+    unavailable = _prepare(study, config, points, on_progress)
     header = RunHeader(
         lab=study.name,
         profile=profile,
@@ -84,38 +87,65 @@ def resume(
     on_progress: ShowProgress = lambda progress: None,
     on_output: Callable[[str], None] | None = None,
 ) -> Run:
-    """Measure the points of a run that have not ended. RunFileError if it is of another lab or machine.
+    """Measure the points of a run that have not ended. RunFileError if it is of another lab, machine or plan.
 
-    ParameterError if what they need is no longer to be had.
+    ParameterError if what they need is no longer what it was, or not to be had. Whatever else may refuse has been
+    looked at before anything is fetched.
     """
     run = Run.load(path)
-    _check_same_setting(study, run)
+    check_same_setting(study, run)
     config = resolve_config(study.name, study.profiles, run.header.profile, run.header.config)
-    if run.pending and (unavailable := _prepare(study, config, on_progress)):
-        raise ParameterError(f"{path}: cannot go on: {unavailable}")
-    points = _replan(study, run, config)
     pending = set(run.pending)
+    if pending:
+        _check_inputs(study, config, on_progress)
+    points = replan(study, run, config)
     remaining = [point for point in points if point.id in pending]
     if joined_rank() > 0:
+        _prepare_again(study, path, config, remaining, on_progress)
         _take_part(study, remaining)
         raise SystemExit(0)
-    with RunWriter.resume(path, _command()) as writer:
+    with RunWriter.reopen(path) as writer:
+        _prepare_again(study, path, config, remaining, on_progress)
+        if remaining:
+            writer.begin_again(_command(), describe_machine().git)
         _measure_points(study, remaining, len(points), writer, on_progress, on_output)
     return Run.load(path)
 
 
-def _prepare(study: Study, config: LabConfig, on_progress: ShowProgress) -> str | None:
-    """What the study fetches and checks first, on the first rank; every rank hears the reason why not, or raises."""
-    reason, error = None, None
+def _check_inputs(study: Study, config: LabConfig, on_progress: ShowProgress) -> None:
+    """ParameterError on every rank for what the first one finds wrong with the files that the config names."""
+    _on_first_rank(lambda: study.check_inputs(config, lambda text: on_progress(Progress(0, 1, text))))
+
+
+def _prepare(study: Study, config: LabConfig, points: list[Point], on_progress: ShowProgress) -> str | None:
+    """Fetch what these points need, if any of them can be measured here; the reason why it cannot be had."""
+
+    def prepare() -> str | None:
+        machine = describe_machine()
+        if all(study.skip_reason(point, machine) for point in points):
+            return None
+        return study.prepare(config, lambda text: on_progress(Progress(0, 1, text)))
+
+    return _on_first_rank(prepare)
+
+
+def _prepare_again(study: Study, path: Path, config: LabConfig, points: list[Point], on_progress: ShowProgress) -> None:
+    if unavailable := _prepare(study, config, points, on_progress):
+        raise ParameterError(f"{path}: cannot go on: {unavailable}")
+
+
+def _on_first_rank(call: Callable[[], str | None]) -> str | None:
+    """What the first rank's call returns, on every rank; every rank raises the ParameterError that it raises."""
+    result, error = None, None
     if joined_rank() == 0:
         try:
-            reason = study.prepare(config, lambda text: on_progress(Progress(0, 1, text)))
+            result = call()
         except ParameterError as found:
             error = str(found)
-    reason, error = agree([reason, error])
+    result, error = agree([result, error])
     if error is not None:
         raise ParameterError(error)
-    return reason
+    return result
 
 
 def _command() -> str:
@@ -125,52 +155,6 @@ def _command() -> str:
         return "notebook"
     is_labkit = program in ("labkit", "__main__.py")
     return shlex.join(["labkit", *sys.argv[1:]] if is_labkit else [program])
-
-
-def describe_hosts(hosts: dict[str, list[int]] | None) -> str:
-    """The layout of a run's ranks in words."""
-    if hosts is None:
-        return "ranks started on one machine"
-    return "; ".join(f"rank{'s' if len(ranks) > 1 else ''} {_span(ranks)} on {host}" for host, ranks in hosts.items())
-
-
-def _span(ranks: list[int]) -> str:
-    """0–7, or the ranks one by one where they are not neighbors."""
-    neighbors = len(ranks) > 2 and ranks == list(range(ranks[0], ranks[-1] + 1))
-    return f"{ranks[0]}–{ranks[-1]}" if neighbors else ", ".join(map(str, ranks))
-
-
-def _check_same_setting(study: Study, run: Run) -> None:
-    """RunFileError for a run of another lab, machine, or layout of ranks."""
-    header = run.header
-    if header.lab != study.name:
-        raise RunFileError(f"{run.path}: a run of the lab {header.lab!r}, not of {study.name!r}")
-    here = describe_machine()
-    if (header.machine.host, header.machine.label) != (here.host, here.label):
-        there = f"{header.machine.label} ({header.machine.host})"
-        raise RunFileError(f"{run.path}: measured on {there}, and numbers of two machines do not mix")
-    if header.ranks_by_host != ranks_by_host():
-        there = describe_hosts(header.ranks_by_host)
-        raise RunFileError(f"{run.path}: measured by {there}, and numbers of two layouts of ranks do not mix")
-
-
-def _replan(study: Study, run: Run, config: LabConfig) -> list[Point]:
-    """The points of a run, planned again from its config; they must be the ones in its header."""
-    points, then = list(study.points(config, run.header.machine)), run.header.planned
-    now = {point.id: point.describe() for point in points}
-    if now != then:
-        why = f"this version of labkit plans other points, or a file is another: {_difference(then, now)}"
-        raise RunFileError(f"{run.path}: {why}; measure a new run")
-    return points
-
-
-def _difference(then: Mapping[str, Mapping[str, Any]], now: Mapping[str, Mapping[str, Any]]) -> str:
-    """In what the first point that is planned otherwise differs; in their number, if that does."""
-    for before, after in zip(then.values(), now.values(), strict=False):
-        names = [name for name in {**before, **after} if before.get(name) != after.get(name)]
-        if names and len(then) == len(now):
-            return ", ".join(f"{name} was {before.get(name)!r:.80} and is {after.get(name)!r:.80}" for name in names)
-    return f"{len(now)} points, and {len(then)} in the run"
 
 
 def _measure_points(

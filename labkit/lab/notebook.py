@@ -4,7 +4,6 @@ Everything shown is escaped HTML and PNG that reads the same in JupyterLab, in p
 exported page; nothing fetched.
 """
 
-import ast
 import base64
 from collections.abc import Mapping
 from dataclasses import replace
@@ -20,6 +19,7 @@ from labkit.lab.config import LabConfig, ParameterError, nearest, resolve_config
 from labkit.lab.figures import Plot
 from labkit.lab.figures.style import thumbnail
 from labkit.lab.measure import Progress, measure
+from labkit.lab.parameter_cells import given_parameters
 from labkit.lab.project import figures_directory, recorded_directory, relative_to_project, runs_directory
 from labkit.lab.store import Run, find_run
 from labkit.lab.study import Study
@@ -72,53 +72,6 @@ class Parameters:
         self.profile = profile
         self.run = run
         self.config = config
-
-
-def given_parameters(namespace: Mapping[str, Any]) -> dict[str, Any]:
-    """Parameters by the cells that set them: the last parameters cell and the last one papermill added.
-
-    Read from the kernel's history and not from all globals, so that a mistyped name is found wherever it was
-    set, and a reader's own variables are left alone. ParameterError if no cell so far sets `profile`.
-    """
-    own: list[str] = []
-    injected: list[str] = []
-    for source in namespace.get("In", []):
-        names = _assigned_names(source)
-        if source.lstrip().startswith("# Parameters"):  # papermill's own mark
-            injected = names
-        elif "profile" in names:
-            own, injected = names, []
-    if not own:
-        raise ParameterError("run the parameters cell first: no cell so far sets `profile`")
-    return {name: namespace[name] for name in dict.fromkeys([*own, *injected]) if name in namespace}
-
-
-def _assigned_names(source: str) -> list[str]:
-    """Names that a cell of nothing but assignments sets; [] for any other cell."""
-    try:
-        statements = ast.parse(source).body
-    except SyntaxError:
-        return []
-    names = []
-    for statement in statements:
-        targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
-        if not all(isinstance(target, ast.Name) for target in targets):
-            return []
-        names += [target.id for target in targets if isinstance(target, ast.Name)]
-    return names
-
-
-def literal_assignments(source: str) -> dict[str, Any]:
-    """`name = literal` statements of a cell that holds nothing else; {} for any other cell."""
-    values = {}
-    try:
-        for statement in ast.parse(source).body:
-            if not isinstance(statement, ast.Assign) or not isinstance(statement.targets[0], ast.Name):
-                return {}
-            values[statement.targets[0].id] = ast.literal_eval(statement.value)
-    except (SyntaxError, ValueError):
-        return {}
-    return values
 
 
 class Lab:

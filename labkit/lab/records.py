@@ -1,9 +1,12 @@
 """The lines of a run's file after its header, checked as they are read: a run may come from anybody."""
 
 from collections.abc import Container
+from datetime import datetime
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+
+from labkit.machine import GitState
 
 Status = Literal["ok", "oom", "skipped", "failed", "timeout"]
 
@@ -28,14 +31,21 @@ class _End(_Record):
     facts: dict[str, Any] = {}
 
 
-class _Resumed(_Record):
-    kind: Literal["resumed"]
+class Resumption(BaseModel):
+    """A run was taken up again: when, from which source, by which command. Old files lack some of it."""
+
+    model_config = ConfigDict(frozen=True)
+
+    kind: Literal["resumed"] = "resumed"
+    at: datetime | None = None
+    command: str | None = None
+    git: GitState | None = None
 
 
 _MODELS: dict[str, TypeAdapter[Any]] = {
     "row": TypeAdapter(_Row),
     "end": TypeAdapter(_End),
-    "resumed": TypeAdapter(_Resumed),
+    "resumed": TypeAdapter(Resumption),
 }
 
 

@@ -3,31 +3,26 @@
     {"kind": "header", ...}    once: what was asked for, on which machine, from which source, the plan
     {"kind": "row", "point": id, "rank": r, "values": {...}}     as soon as it is measured
     {"kind": "end", "point": id, "status": ..., "reason": ...}   once a point is over; the file is synced
-    {"kind": "resumed", ...}   each time a run is taken up again
+    {"kind": "resumed", "at": ..., "command": ..., "git": ...}   each time a run is taken up again
 
 A killed run keeps every complete line. Rows of a point that did not end are ignored, and measured again by
-`--resume`. Values that are lists are samples: they come back as one row a repeat.
+`--resume`. Values that are lists are samples: they come back as one row a repeat. `lab/run_writer.py` writes them.
 """
 
-import fcntl
 import json
-import os
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from datetime import UTC, datetime
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from labkit.lab.point import Point
 from labkit.lab.project import kind_of_path
-from labkit.lab.records import check_record
-from labkit.machine import Machine
+from labkit.lab.records import Resumption, check_record
+from labkit.machine import GitState, Machine
 
 SCHEMA = 1
-STATUSES = ("ok", "oom", "skipped", "failed", "timeout")
 
 Record = dict[str, Any]
 
@@ -58,9 +53,17 @@ class RunHeader(BaseModel):
 class Run:
     """A run as read from its file."""
 
-    def __init__(self, path: Path, header: RunHeader, rows: list[Record], ends: dict[str, Record]):
+    def __init__(
+        self,
+        path: Path,
+        header: RunHeader,
+        rows: list[Record],
+        ends: dict[str, Record],
+        resumptions: Sequence[Resumption] = (),
+    ):
         self.path = path
         self.header = header
+        self.resumptions = list(resumptions)
         self._rows = rows
         self._ends = ends
 
@@ -72,18 +75,26 @@ class Run:
         header = _read_header(path, next(records, None))
         rows: dict[str, list[Record]] = {}
         ends: dict[str, Record] = {}
+        resumptions: list[Resumption] = []
         for number, record in enumerate(records, start=2):
             try:
                 check_record(record, header.planned)
             except ValueError as error:
                 raise RunFileError(f"{path}, line {number}: not a record of a run ({error})") from None
+            if record["kind"] == "resumed":
+                resumptions.append(Resumption.model_validate(record))
             _collect(record, rows, ends)
         ended_rows = [row for point, of_point in rows.items() if point in ends for row in of_point]
-        return cls(path, header, ended_rows, ends)
+        return cls(path, header, ended_rows, ends, resumptions)
 
     @property
     def name(self) -> str:
         return self.path.stem
+
+    @property
+    def sources(self) -> list[GitState | None]:
+        """The sources that measured it, each once: that of the start, then others it was resumed at; None: unknown."""
+        return list(dict.fromkeys([self.header.machine.git, *(again.git for again in self.resumptions)]))
 
     @property
     def pending(self) -> list[str]:
@@ -126,107 +137,6 @@ class Run:
     def _scalar_fields(self, point: str) -> dict[str, Any]:
         fields = self.header.planned[point]
         return {name: value for name, value in fields.items() if not isinstance(value, list | dict)}
-
-
-class RunWriter:
-    """Appends to a run; holds a lock on the file, so that nobody else appends to it."""
-
-    def __init__(self, path: Path, descriptor: int):
-        self.path = path
-        self._descriptor = descriptor
-
-    @classmethod
-    def create(cls, directory: Path, header: RunHeader) -> "RunWriter":
-        """A new file `<utc-time>-<machine>-<profile>.jsonl` in `directory`; a taken name gets a number."""
-        with _failing_by_name(directory):
-            directory.mkdir(parents=True, exist_ok=True)
-        stem = f"{header.started:%Y%m%dT%H%M%SZ}-{header.machine.slug}-{header.profile}"
-        for attempt in range(1, 1000):
-            path = directory / (f"{stem}.jsonl" if attempt == 1 else f"{stem}-{attempt}.jsonl")
-            try:
-                descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_APPEND, 0o644)
-            except FileExistsError:
-                continue
-            except OSError as error:
-                raise _cannot_be_written(path, error) from error
-            writer = cls(path, descriptor)
-            writer._lock()
-            writer._append(header.model_dump(mode="json"))
-            writer.sync()
-            return writer
-        raise RunFileError(f"{directory}: a thousand runs of the name {stem} exist")
-
-    @classmethod
-    def resume(cls, path: Path, command: str) -> "RunWriter":
-        """Take up a run again; a torn last line is dropped. RunFileError if somebody else is writing it."""
-        with _failing_by_name(path):
-            writer = cls(path, os.open(path, os.O_RDWR | os.O_APPEND))
-        try:
-            writer._lock()
-        except BlockingIOError:
-            writer.close()
-            raise RunFileError(f"{path}: another process is writing this run") from None
-        os.ftruncate(writer._descriptor, _whole_lines_bytes(path))
-        writer._append({"kind": "resumed", "command": command, "at": datetime.now(UTC).isoformat()})
-        return writer
-
-    def add_row(self, point: Point, rank: int, values: dict[str, Any]) -> None:
-        self._append({"kind": "row", "point": point.id, "rank": rank, "values": values})
-
-    def end_point(
-        self,
-        point: Point,
-        status: str,
-        *,
-        reason: str | None = None,
-        elapsed_s: float = 0.0,
-        facts: dict[str, Any] | None = None,
-        details: str = "",
-    ) -> None:
-        """Record how a point ended; `details` is the traceback and the output of the rank that failed."""
-        if status not in STATUSES or (reason is None) != (status == "ok"):
-            raise ValueError(f"expected a status of {STATUSES} and a reason unless ok: {status}, {reason}")
-        end = {"kind": "end", "point": point.id, "status": status, "reason": reason, "elapsed_s": elapsed_s}
-        self._append(end | {"facts": facts or {}} | ({"details": details} if details else {}))
-        self.sync()
-
-    def sync(self) -> None:
-        """Onto the disk itself, so that not even a power cut loses it."""
-        with _failing_by_name(self.path):
-            os.fsync(self._descriptor)
-
-    def close(self) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
-
-    def __enter__(self) -> "RunWriter":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _lock(self) -> None:
-        fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-    def _append(self, record: Record) -> None:
-        line = json.dumps(record, separators=(",", ":")).encode() + b"\n"
-        with _failing_by_name(self.path):
-            while line:  # a write may be partial when the disk is nearly full; the next one raises
-                line = line[os.write(self._descriptor, line) :]
-
-
-@contextmanager
-def _failing_by_name(path: Path) -> Iterator[None]:
-    """Turn what the system says of a disk into an error that names the file."""
-    try:
-        yield
-    except OSError as error:
-        raise _cannot_be_written(path, error) from error
-
-
-def _cannot_be_written(path: Path, error: OSError) -> RunFileError:
-    return RunFileError(f"{path}: cannot be written ({error.strerror}); what was written before is kept")
 
 
 def find_run(directories: Iterable[Path], text: str) -> Path:
@@ -282,11 +192,6 @@ def _collect(record: Record, rows: dict[str, list[Record]], ends: dict[str, Reco
         case "resumed":  # what an interrupted attempt measured of a point is measured again
             for point in rows.keys() - ends.keys():
                 del rows[point]
-
-
-def _whole_lines_bytes(path: Path) -> int:
-    content = path.read_bytes()
-    return content.rfind(b"\n") + 1
 
 
 def _one_row_a_repeat(rows: list[Record]) -> pd.DataFrame:

@@ -48,8 +48,14 @@ class Study(ABC):
     def answers(self, frame: pd.DataFrame, coverage: pd.DataFrame) -> Sequence[Answer]:
         """One answer to each question, from `Run.frame()` and `Run.coverage()` alone; either may be empty."""
 
+    def check_inputs(self, config: Any, say: Callable[[str], None]) -> None:  # noqa: B027 most studies have none
+        """Check the files that the config names, before anything is planned or fetched; `say` shows how far it is.
+
+        ParameterError for what the caller must change.
+        """
+
     def prepare(self, config: Any, say: Callable[[str], None]) -> str | None:
-        """Fetch and check what all points need, before anything is measured; `say` shows how far it is.
+        """Fetch and check what all points need, once nothing else stands in the way; `say` shows how far it is.
 
         Returns why nothing can be measured here (no network), or None. ParameterError for what the caller must change.
         """

@@ -32,13 +32,6 @@ class Checked:
     error: float
     limit: float
 
-    @property
-    def gate(self) -> str:
-        """ "ok", or what is wrong."""
-        if self.error <= self.limit:
-            return "ok"
-        return f"wrong: error {self.error:.1e}, at most {self.limit:.1e} expected"
-
 
 class AttentionProblem:
     """q, k, v and the gradient of the output, each `shape` = (..., sequence, head_dim), normal, from a seed."""

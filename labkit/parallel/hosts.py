@@ -41,3 +41,16 @@ def label_hosts(ranks: Sequence[tuple[str, str]]) -> dict[str, list[int]]:
         name if names.count(name) == 1 else f"{name}-{identity[:4]}": of_host
         for (name, identity), of_host in hosts.items()
     }
+
+
+def describe_hosts(hosts: dict[str, list[int]] | None) -> str:
+    """The layout of a run's ranks in words."""
+    if hosts is None:
+        return "ranks started on one machine"
+    return "; ".join(f"rank{'s' if len(ranks) > 1 else ''} {_span(ranks)} on {host}" for host, ranks in hosts.items())
+
+
+def _span(ranks: list[int]) -> str:
+    """0–7, or the ranks one by one where they are not neighbors."""
+    neighbors = len(ranks) > 2 and ranks == list(range(ranks[0], ranks[-1] + 1))
+    return f"{ranks[0]}–{ranks[-1]}" if neighbors else ", ".join(map(str, ranks))

@@ -32,7 +32,8 @@ from labkit.machine import available_cores
 from labkit.parallel import joined
 from labkit.parallel.interface import GLOO_INTERFACE, LOOPBACK
 from labkit.parallel.outcome import PointEnd, RankError, RankFailure, Row
-from labkit.parallel.rank import GroupPlan, Worker, call_once
+from labkit.parallel.rank import GroupPlan, call_once
+from labkit.parallel.rank_answers import Worker
 from labkit.parallel.rank_group import RankGroup, StartError
 
 __all__ = ["PointEnd", "RankError", "RankFailure", "Row", "launch", "run_ranks"]

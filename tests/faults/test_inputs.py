@@ -13,7 +13,8 @@ from labkit.lab.config import ParameterError, resolve_config
 from labkit.lab.execute import notebook_parameters
 from labkit.lab.export import export_page
 from labkit.lab.notebook import check_parameters
-from labkit.lab.store import Run, RunFileError, RunHeader, RunWriter
+from labkit.lab.run_writer import RunWriter
+from labkit.lab.store import Run, RunFileError, RunHeader
 from labkit.machine import describe_machine
 from labkit.studies import LABS, load_study
 from tests.commands import labkit

@@ -1,5 +1,6 @@
 """Pieces of a page: units, and nothing that a run or a parameter holds gets into the HTML unescaped."""
 
+import json
 from datetime import UTC, datetime
 
 import pandas as pd
@@ -7,7 +8,8 @@ import pandas as pd
 from labkit.lab import cards
 from labkit.lab.answers import Answer, Question
 from labkit.lab.measure import Progress, measure
-from labkit.lab.store import Run, RunHeader, RunWriter
+from labkit.lab.run_writer import RunWriter
+from labkit.lab.store import Run, RunHeader
 from labkit.machine import GitState, describe_machine
 from tests.lab.fake_study import FAKE, FakeConfig, FakePoint
 
@@ -54,6 +56,7 @@ def test_a_quote_does_not_end_an_attribute(tmp_path):
     ]
     with RunWriter.create(tmp_path, header(lab=QUOTED, config={QUOTED: QUOTED}, command=QUOTED)) as writer:
         writer.end_point(POINTS[0], "skipped", reason=QUOTED)
+        writer.begin_again(QUOTED, git)
     run = Run.load(writer.path)
     pieces += [cards.coverage(run), cards.provenance(FAKE, run)]
     for piece in pieces:
@@ -79,6 +82,23 @@ def test_what_a_run_holds_is_escaped(tmp_path):
 def test_the_command_that_measures_again_has_the_changed_parameters(tmp_path):
     run = measure(FAKE, FakeConfig(actions=["fine"], world_size=1), profile="smoke", directory=tmp_path)
     assert "labkit report fake --profile smoke --set world_size=1<" in cards.provenance(FAKE, run)
+
+
+def test_the_provenance_of_a_resumed_run_says_when_and_at_which_commit(tmp_path):
+    old = {"kind": "resumed", "command": "labkit measure fake --resume a", "at": "2030-01-02T03:04:05+00:00"}
+    known = old | {"at": "2030-01-03T03:04:05+00:00", "git": {"commit": "abc1234def", "dirty": True}}
+    outside = {"kind": "resumed", "git": None}
+    with RunWriter.create(tmp_path, header()) as writer:
+        assert "Resumed" not in cards.provenance(FAKE, Run.load(writer.path))
+    with writer.path.open("a") as file:
+        file.writelines(json.dumps(record) + "\n" for record in (old, known, outside))
+    rows = cards.provenance_rows(FAKE, Run.load(writer.path))
+    assert rows["Resumed at"].split("; ") == [
+        "2030-01-02 03:04:05 UTC, commit not recorded, by labkit measure fake --resume a",
+        "2030-01-03 03:04:05 UTC, commit abc1234def with local changes, by labkit measure fake --resume a",
+        "a time that was not recorded, not a git checkout",
+    ]
+    assert '<th scope="row">Resumed at</th>' in cards.provenance(FAKE, Run.load(writer.path))
 
 
 def test_cells_have_units_and_missing_values_a_dash():

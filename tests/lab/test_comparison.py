@@ -90,6 +90,24 @@ def test_a_source_with_local_changes_is_no_repeat(tmp_path):
     assert set(found.rows["verdict"]) == {"slower"}
 
 
+def _resumed_at(run, commit):
+    with run.path.open("a") as file:
+        file.write(json.dumps({"kind": "resumed", "git": {"commit": commit, "dirty": False}}) + "\n")
+    return Run.load(run.path)
+
+
+def test_a_run_that_was_resumed_at_another_commit_is_no_repeat(tmp_path):
+    runs = [run_file(tmp_path / f"{seed}.jsonl", seed=seed, factor=1 + seed / 2) for seed in (0, 1)]
+    same = [runs[0], _resumed_at(runs[1], "abc1234def")]
+    assert compare_runs(same)[0].repeat_difference > 0.4
+    (found,) = compare_runs([runs[0], _resumed_at(runs[1], "fff9999aaa")])
+    assert found.repeat_difference is None
+    assert [name.split(", ")[-1] for name in found.runs] == ["abc1234", "abc1234 then fff9999"]
+    page = tmp_path / "compare.html"
+    write_comparison([found], "labkit compare", page)
+    assert ">abc1234def, then fff9999aaa<" in page.read_text()
+
+
 def test_one_difference_among_many_settings_is_what_chance_gives(tmp_path):
     """Of 60 settings one is faster: that is not claimed."""
     sizes = [1024 * n for n in range(1, 31)]

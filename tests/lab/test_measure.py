@@ -4,7 +4,9 @@ import pytest
 
 from labkit.lab.config import ParameterError
 from labkit.lab.measure import measure, resume
+from labkit.lab.run_writer import RunWriter
 from labkit.lab.store import Run, RunFileError
+from labkit.machine import describe_machine
 from tests.lab.fake_study import FAKE, FakeConfig
 
 
@@ -71,13 +73,81 @@ def test_an_interrupt_keeps_what_was_measured_and_resume_measures_the_rest(tmp_p
     assert len(run.frame()) == 16
     ends = [line for line in path.read_text().splitlines() if '"kind":"end"' in line]
     assert len(ends) == 4
+    (again,) = run.resumptions
+    assert again.git == describe_machine().git
+    assert again.at > run.header.started
 
 
-def test_a_run_of_another_plan_is_not_resumed(tmp_path):
+def test_a_complete_run_is_not_taken_up(tmp_path):
     path = _measure(tmp_path, "fine").path
-    path.write_text(path.read_text().replace('"timeout_s":20', '"timeout_s":21'))
-    with pytest.raises(RunFileError, match=r"plans other points, or a file is another: timeout_s was 21.* and is 20"):
+    before = path.read_bytes()
+    assert resume(FAKE, path).resumptions == []
+    assert path.read_bytes() == before
+
+
+def _begun(tmp_path, *actions):
+    """A run that was stopped before its first point."""
+
+    def stop(path):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        _measure(tmp_path, *actions, on_start=stop)
+    (path,) = tmp_path.glob("*.jsonl")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "error", "words"),
+    [
+        ('"lab":"fake"', '"lab":"other"', RunFileError, "a run of the lab 'other', not of 'fake'"),
+        ('"host":"', '"host":"another-', RunFileError, "numbers of two machines do not mix"),
+        ('"ranks_by_host":null', '"ranks_by_host":{"here":[0,1]}', RunFileError, "two layouts of ranks do not mix"),
+        ('"config":{', '"config":{"gone":1,', ParameterError, "unknown parameter 'gone'"),
+        (
+            '"timeout_s":20',
+            '"timeout_s":21',
+            RunFileError,
+            r"plans other points, or a file is another: timeout_s was 21.* and is 20",
+        ),
+    ],
+)
+def test_a_run_that_cannot_go_on_is_refused_before_anything_is_fetched(
+    tmp_path, monkeypatch, before, now, error, words
+):
+    path = _begun(tmp_path, "fine")
+    monkeypatch.setattr(type(FAKE), "prepare", lambda *_: pytest.fail("fetched"))
+    text = path.read_text()
+    path.write_text(text.replace(before, now))
+    assert path.read_text() != text
+    with pytest.raises(error, match=words):
         resume(FAKE, path)
+
+
+def test_a_run_that_somebody_writes_is_refused_before_anything_is_fetched(tmp_path, monkeypatch):
+    path = _begun(tmp_path, "fine")
+    monkeypatch.setattr(type(FAKE), "prepare", lambda *_: pytest.fail("fetched"))
+    with RunWriter.reopen(path), pytest.raises(RunFileError, match="another process is writing"):
+        resume(FAKE, path)
+
+
+def test_a_run_whose_data_cannot_be_had_stays_as_it_is(tmp_path, monkeypatch):
+    path = _begun(tmp_path, "fine")
+    before = path.read_bytes()
+    with monkeypatch.context() as patched:
+        patched.setattr(type(FAKE), "prepare", lambda *_: "no network")
+        with pytest.raises(ParameterError, match="cannot go on: no network"):
+            resume(FAKE, path)
+    assert path.read_bytes() == before
+    assert resume(FAKE, path).pending == []
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["measured", "resumed"])
+def test_nothing_is_fetched_for_points_that_cannot_be_measured_here(tmp_path, monkeypatch, again):
+    path = _begun(tmp_path / "begun", "skip", "skip")
+    monkeypatch.setattr(type(FAKE), "prepare", lambda *_: pytest.fail("fetched"))
+    run = resume(FAKE, path) if again else _measure(tmp_path / "new", "skip", "skip")
+    assert set(run.coverage()["reason"]) == {"needs what this machine has not"}
 
 
 def test_what_cannot_be_prepared_is_skipped_with_the_reason_and_nothing_runs(tmp_path, monkeypatch):

@@ -2,13 +2,14 @@
 
 import json
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 
 import pytest
 
 from labkit.lab.point import Point
-from labkit.lab.store import Run, RunFileError, RunHeader, RunWriter, find_run
-from labkit.machine import describe_machine
+from labkit.lab.run_writer import RunWriter
+from labkit.lab.store import Run, RunFileError, RunHeader, find_run
+from labkit.machine import GitState, describe_machine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +77,8 @@ def test_a_torn_line_is_passed_over_and_dropped_on_resuming(writer):
         file.write('{"kind": "row", "po')
     assert Run.load(writer.path).pending == [POINTS[1].id, POINTS[2].id]
     writer.close()
-    with RunWriter.resume(writer.path, "again") as again:
+    with RunWriter.reopen(writer.path) as again:
+        again.begin_again("again", None)
         again.add_row(POINTS[1], 0, {"seconds": [2.0]})
         again.end_point(POINTS[1], "ok")
     run = Run.load(writer.path)
@@ -84,9 +86,51 @@ def test_a_torn_line_is_passed_over_and_dropped_on_resuming(writer):
     assert run.pending == [POINTS[2].id]
 
 
+def test_a_run_says_when_and_from_which_source_it_was_resumed(writer):
+    first, later = sources = describe_machine().git, GitState(commit="fff9999aaa", dirty=True)
+    writer.close()
+    for number, git in enumerate((first, later)):
+        with RunWriter.reopen(writer.path) as again:
+            again.begin_again(f"labkit measure --resume {number}", git)
+    run = Run.load(writer.path)
+    assert [(again.command, again.git) for again in run.resumptions] == [
+        ("labkit measure --resume 0", first),
+        ("labkit measure --resume 1", later),
+    ]
+    assert all(abs(datetime.now(UTC) - again.at) < timedelta(minutes=5) for again in run.resumptions)
+    assert run.sources == [*sources]
+
+
+def test_a_run_that_was_resumed_before_the_source_was_recorded_can_be_read(writer):
+    with writer.path.open("a") as file:
+        file.write('{"kind":"resumed","command":"labkit","at":"2030-01-02T03:04:05.678+00:00"}\n')
+    run = Run.load(writer.path)
+    assert [(again.command, again.git) for again in run.resumptions] == [("labkit", None)]
+    assert run.sources[-1] is None
+
+
+@pytest.mark.parametrize("wrong", [{"at": "yesterday"}, {"git": "abc"}, {"git": {"commit": 1}}, {"command": []}])
+def test_a_damaged_resumption_is_refused_by_name(writer, wrong):
+    with writer.path.open("a") as file:
+        file.write(json.dumps({"kind": "resumed"} | wrong) + "\n")
+    with pytest.raises(RunFileError, match=f"line 2: not a record of a run .*{next(iter(wrong))}"):
+        Run.load(writer.path)
+
+
 def test_two_writers_of_one_run_are_refused(writer):
     with pytest.raises(RunFileError, match="another process is writing"):
-        RunWriter.resume(writer.path, "again")
+        RunWriter.reopen(writer.path)
+
+
+def test_a_reopened_run_is_as_it_was_until_it_begins_again(writer):
+    with writer.path.open("a") as file:
+        file.write('{"kind": "row", "po')
+    before = writer.path.read_bytes()
+    writer.close()
+    with RunWriter.reopen(writer.path) as again:
+        assert writer.path.read_bytes() == before
+        again.begin_again("again", None)
+    assert [json.loads(line)["kind"] for line in writer.path.read_text().splitlines()] == ["header", "resumed"]
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ def _checked(attend, sequence, causal, dtype=torch.float32):
 @pytest.mark.parametrize("name", ["explicit", "tiled", "sdpa_math", "sdpa"])
 def test_what_is_right_passes(name, dtype, sequence, causal):
     checked = _checked(IMPLEMENTATIONS[name].attend, sequence, causal, dtype)
-    assert checked.gate == "ok", checked
+    assert checked.error <= checked.limit
     assert checked.limit < 0.02
 
 
@@ -52,7 +52,8 @@ WRONG = [_unscaled, _last_key_forgotten, _wrong_gradient_of_k, _not_a_number, _m
 @pytest.mark.parametrize("sequence", [50, LONG])
 @pytest.mark.parametrize("wrong", WRONG)
 def test_what_is_wrong_does_not(wrong, sequence):
-    assert _checked(wrong, sequence, True).gate.startswith("wrong: error")
+    checked = _checked(wrong, sequence, True)
+    assert checked.error > checked.limit
 
 
 def test_the_queries_that_are_checked_reach_from_the_first_to_the_last():

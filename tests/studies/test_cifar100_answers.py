@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 
 from labkit.nn.datasets import CIFAR100_MD5
-from labkit.studies.cifar100 import analysis
+from labkit.studies.cifar100 import analysis, samples
 from labkit.studies.cifar100.study import STUDY
 from labkit.studies.cifar100.training import IMPLEMENTATIONS, OWN_LOCAL, OWN_SYNC, TORCH_LOCAL, TORCH_SYNC
 from labkit.studies.cifar100.worker import EPOCH, MEMORY, PROBE
@@ -147,9 +147,27 @@ def test_time_is_judged_by_the_ratio_within_a_seed_and_epoch(factor, verdict):
 
 
 def test_the_slowest_rank_counts_and_the_first_epoch_does_not():
-    table = analysis.times(_frame(noise=0.0))
+    table = samples.times(_frame(noise=0.0))
     assert sorted(set(table["epoch"])) == list(range(2, 17))
     assert table.loc[table["implementation"] == OWN_LOCAL, "epoch_s"].tolist() == pytest.approx([1.65] * 8 * 15)
+
+
+@pytest.mark.parametrize("told_since", [1, 9], ids=["told", "told since it goes on"])
+def test_the_first_epoch_after_a_resume_does_not_count_as_a_time(told_since):
+    frame = _frame(noise=0.0)
+    resumed = (frame["epoch"] == 9) & (frame["seed"] == 3)
+    first = (frame["epoch"] == 1) | resumed
+    frame.loc[first & (frame["implementation"] == OWN_LOCAL), "epoch_s"] *= 3
+    frame["warm_up"] = first.astype(object).where(frame["epoch"] >= told_since)
+    table = samples.times(frame)
+    assert table.loc[table["implementation"] == OWN_LOCAL, "epoch_s"].tolist() == pytest.approx([1.65] * (8 * 15 - 1))
+    assert (3, 9) not in set(zip(table["seed"], table["epoch"], strict=True))
+    assert samples.times(_frame(noise=0.0)[lambda rows: ~resumed]).equals(table)
+
+
+def test_a_training_of_nothing_but_first_epochs_has_their_times():
+    frame = _frame(epochs=2, noise=0.0).assign(warm_up=True)
+    assert sorted(set(samples.times(frame)["epoch"])) == [1, 2]
 
 
 def test_what_synchronizing_costs_is_beside_what_its_collectives_should_cost():
@@ -260,8 +278,8 @@ def test_synchronizing_that_keeps_trainings_from_diverging_is_advised():
 def test_the_last_epoch_is_one_that_all_seeds_have():
     frame = _frame()
     frame = frame[(frame["seed"] > 0) | ~(frame["epoch"] > 10)]
-    assert set(analysis.last_epoch(frame)["epoch"]) == {10}
-    assert set(analysis.last_epoch(frame)["seed"]) == set(range(8))
+    assert set(samples.last_epoch(frame)["epoch"]) == {10}
+    assert set(samples.last_epoch(frame)["seed"]) == set(range(8))
     answers = _answers(frame)
     assert "Accuracy on CIFAR-100 after epoch 10, over 8 seeds" in answers["learned"].text
     assert "cannot be compared" in answers["published_trends"].text

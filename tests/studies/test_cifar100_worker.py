@@ -1,12 +1,14 @@
 """The worker of the CIFAR-100 lab on ranks: data from rank 0, the gate, rows by epoch, checkpoints."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch.distributed as dist
 
 from labkit.lab.config import ParameterError, resolve_config
-from labkit.lab.measure import measure
+from labkit.lab.measure import measure, resume
+from labkit.lab.store import RunFileError
 from labkit.machine import describe_machine
 from labkit.nn import datasets
 from labkit.parallel.launch import PointEnd, Row, launch, run_ranks
@@ -76,6 +78,22 @@ def test_every_implementation_is_checked_and_trained_in_turns(archive):
     losses = {(row["implementation"], row["epoch"]): row["train_loss"] for row in told}
     assert losses[OWN_LOCAL, 2] == pytest.approx(losses[TORCH_LOCAL, 2], rel=1e-5)
     assert losses[OWN_SYNC, 2] != pytest.approx(losses[OWN_LOCAL, 2], rel=1e-5)
+
+
+def _taken_up_after_two_epochs(point, checkpoints):
+    for row in train_point(point, checkpoints):
+        if row.get("epoch") == 2:
+            break
+    yield from train_point(point, checkpoints)
+
+
+def test_the_first_epoch_and_the_first_after_a_resume_are_marked_as_warm_up(archive, tmp_path):
+    point = replace(SMALL, archive=str(archive), implementations=(OWN_LOCAL,), epochs=4, train_images=8)
+    rows = _rows(point, partial(_taken_up_after_two_epochs, checkpoints=tmp_path))
+    told = [(row["rank"], row["epoch"], row["warm_up"]) for row in rows if row["phase"] == EPOCH]
+    assert sorted(told) == [
+        (rank, epoch, first) for rank in (0, 1) for epoch, first in ((1, True), (2, False), (3, True), (4, False))
+    ]
 
 
 def test_a_wrapper_with_wrong_weights_is_not_trained(archive):
@@ -149,6 +167,41 @@ def test_a_damaged_archive_stops_before_anything_is_measured(archive, tmp_path):
     with pytest.raises(ParameterError, match=f"{cut}: cut short"):
         measure(STUDY, _config(archive=str(cut)), profile="smoke", directory=tmp_path / "runs")
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.fixture
+def begun(tmp_path, monkeypatch):
+    """Makes a run that was stopped before its first point, and fetched nothing."""
+
+    def stop(path):
+        raise KeyboardInterrupt
+
+    def begin(**changes):
+        with monkeypatch.context() as patched:
+            patched.setattr(type(STUDY), "prepare", lambda *_: None)
+            with pytest.raises(KeyboardInterrupt):
+                measure(STUDY, _config(**changes), profile="smoke", directory=tmp_path / "runs", on_start=stop)
+        (path,) = (tmp_path / "runs").glob("*.jsonl")
+        return path
+
+    return begin
+
+
+def test_a_run_that_cannot_go_on_fetches_no_archive(begun, monkeypatch):
+    monkeypatch.setattr(study_module, "fetch_cifar100", lambda *_: pytest.fail("fetched"))
+    path = begun(dataset="cifar100")
+    path.write_text(path.read_text().replace('"momentum":0.5', '"momentum":0.25', 1))  # in the config, not in the plan
+    with pytest.raises(RunFileError, match=r"momentum was 0\.5 and is 0\.25"):
+        resume(STUDY, path)
+
+
+def test_a_run_whose_archive_is_cut_short_meanwhile_says_so(begun, archive, tmp_path):
+    cut = tmp_path / "cut.tar.gz"
+    cut.write_bytes(archive.read_bytes())
+    path = begun(archive=str(cut))
+    cut.write_bytes(archive.read_bytes()[:-100])
+    with pytest.raises(ParameterError, match=f"{cut}: cut short"):
+        resume(STUDY, path)
 
 
 def test_without_a_network_points_are_skipped_with_what_to_do(tmp_path, monkeypatch):

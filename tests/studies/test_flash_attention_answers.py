@@ -7,7 +7,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from labkit.lab.store import RunHeader, RunWriter
+from labkit.lab.run_writer import RunWriter
+from labkit.lab.store import RunHeader
 from labkit.machine import Gpu, describe_machine
 from labkit.studies.flash_attention import analysis, recorded
 from labkit.studies.flash_attention.study import STUDY

@@ -4,6 +4,8 @@
 ``data``      images handed out by rank 0
 ``worker``    what every rank runs
 ``study``     parameters, points
+``samples``   from rows to one sample a training and epoch
 ``analysis``  from samples to tables
 ``answers``   what the measurements say
+``trends``    whether published trends hold
 """

@@ -9,13 +9,26 @@ from functools import cache
 from math import comb
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
 from labkit.bench.statistics import CONFIDENCE, compare, slowest_rank, summarize, summarize_groups
 from labkit.lab.project import reference_directory
 from labkit.nn.datasets import CIFAR100_MD5
-from labkit.studies.cifar100.training import IMPLEMENTATIONS, OWN_LOCAL, OWN_SYNC, TORCH_LOCAL, TORCH_SYNC
+from labkit.studies.cifar100.samples import (
+    METRICS,
+    RECIPE,
+    diverged,
+    in_order,
+    is_finite,
+    last_epoch,
+    metrics,
+    of_phase,
+    paired,
+    setting,
+    times,
+)
+from labkit.studies.cifar100.training import IMPLEMENTATIONS as IMPLEMENTATIONS  # the order in figures
+from labkit.studies.cifar100.training import OWN_LOCAL, OWN_SYNC, TORCH_LOCAL, TORCH_SYNC
 from labkit.studies.cifar100.worker import EPOCH, MEMORY, PROBE
 
 # The same arithmetic by own parts and by torch's; and what synchronizing changes in one of them.
@@ -24,11 +37,8 @@ SYNC = ((OWN_SYNC, OWN_LOCAL), (TORCH_SYNC, TORCH_LOCAL))
 # Smaller differences at the end of training are taken for none: points of accuracy, percent of a loss.
 MARGINS = {"accuracy": 1.0, "validation loss": 3.0, "training loss": 3.0}
 UNITS = {"accuracy": "points", "validation loss": "%", "training loss": "%"}
-METRICS = {"accuracy": "accuracy_percent", "validation loss": "validation_loss", "training loss": "train_loss"}
 PUBLISHED_EPOCHS = 16
 PUBLISHED_NAMES = {"selfmade": OWN_SYNC, "torch": TORCH_SYNC}
-RECIPE = ["world_size", "batch", "accumulation", "epochs", "learning_rate", "momentum"]
-SETTING = ["dataset", "source", "md5", "backend", "device", *RECIPE]
 PUBLISHED_RECIPE = (2, 64, 4, 16, 0.01, 0.5)  # in that order
 PUBLISHED_IMAGES = 50_000
 
@@ -37,26 +47,6 @@ DIFFERENCES += ["quantity"]
 DIVERGENCES = ["implementation", "than", "seeds", "diverged", "than_diverged", "verdict"]
 RATIOS = ["implementation", "over", "ratio", "low", "high", "verdict"]
 SYNCHRONIZING = ["implementation", "extra_s", "low_s", "high_s", "predicted_s", "measured_over_predicted"]
-
-
-def _of_phase(frame: pd.DataFrame, phase: str) -> pd.DataFrame:
-    """Rows of one kind that passed their gate."""
-    if frame.empty or "phase" not in frame:
-        return pd.DataFrame(columns=["implementation", "seed", "epoch", "rank", *METRICS.values()])
-    return frame[(frame["phase"] == phase) & (frame["gate"] == "ok")]
-
-
-def in_order(table: pd.DataFrame) -> pd.DataFrame:
-    return table.sort_values("implementation", key=lambda names: names.map(IMPLEMENTATIONS.index), kind="stable")
-
-
-def setting(frame: pd.DataFrame) -> pd.Series | None:
-    """What was trained on and how, from a run's rows: all its points share it. None without an epoch."""
-    rows = _of_phase(frame, EPOCH)
-    rows = rows.dropna(subset="trained") if "trained" in rows else rows.iloc[:0]
-    if rows.empty:
-        return None
-    return rows.iloc[0][[*SETTING, "classes", "trained", "validated", "micro_batches"]]
 
 
 def is_published_training(frame: pd.DataFrame) -> bool:
@@ -86,31 +76,10 @@ def source(frame: pd.DataFrame) -> str:
     return "Nothing was trained." if found is None else f"The images: {found['source']}."
 
 
-def metrics(frame: pd.DataFrame) -> pd.DataFrame:
-    """By (implementation, seed, epoch): `train_loss`, `validation_loss`, `accuracy_percent`, as rank 0 tells."""
-    rows = _of_phase(frame, EPOCH)
-    if "accuracy" not in rows:
-        return pd.DataFrame(columns=["implementation", "seed", "epoch", *METRICS.values()])
-    rows = rows.dropna(subset="accuracy").assign(accuracy_percent=lambda table: 100 * table["accuracy"])
-    return in_order(rows[["implementation", "seed", "epoch", *METRICS.values()]])
-
-
-def _is_finite(table: pd.DataFrame) -> pd.Series:
-    """Of rows of `metrics`: whether every loss is a number."""
-    return np.isfinite(table[list(METRICS.values())].astype(float)).all(axis=1)
-
-
-def diverged(frame: pd.DataFrame) -> pd.DataFrame:
-    """`diverged` by (implementation, seed): whether a loss of any epoch is not finite."""
-    table = metrics(frame)
-    bad = table.assign(diverged=~_is_finite(table).astype(bool))
-    return in_order(bad.groupby(["implementation", "seed"], as_index=False)["diverged"].any())
-
-
 def by_epoch(frame: pd.DataFrame, metric: str) -> pd.DataFrame:
     """Median over seeds and its interval by (implementation, epoch), in the column of the metric, of finite losses."""
     column, told = METRICS[metric], metrics(frame)
-    table = summarize_groups(told[_is_finite(told)], column, ["implementation", "epoch"])
+    table = summarize_groups(told[is_finite(told)], column, ["implementation", "epoch"])
     return in_order(table.rename(columns={"median": column}))[["implementation", "epoch", column, "low", "high", "n"]]
 
 
@@ -123,25 +92,13 @@ def losses_by_epoch(frame: pd.DataFrame) -> pd.DataFrame:
     return pd.concat(parts, ignore_index=True)
 
 
-def last_epoch(frame: pd.DataFrame) -> pd.DataFrame:
-    """Metrics of the last epoch that all seeds have, by (implementation, seed), of those that have not diverged."""
-    table = metrics(frame)
-    table = table[table["epoch"] == _last_epoch(table)].merge(diverged(frame), on=["implementation", "seed"])
-    return table[~table["diverged"].astype(bool)].drop(columns="diverged")
-
-
-def _last_epoch(table: pd.DataFrame) -> float:
-    """The last epoch that every training of `metrics` has; NaN without any."""
-    return float(table.groupby(["implementation", "seed"])["epoch"].max().min())
-
-
 def outcome(frame: pd.DataFrame) -> pd.DataFrame:
     """By implementation, after the last epoch: median accuracy, interval, smallest, largest; median losses; error.
 
     Of the `seeds` that have not diverged; `diverged` of them have. An implementation of which all have has no numbers.
     """
     rows, last = [], last_epoch(frame)
-    errors = _of_phase(frame, EPOCH)
+    errors = of_phase(frame, EPOCH)
     for name, bad in diverged(frame).groupby("implementation", sort=False)["diverged"].sum().items():
         of_name = last[last["implementation"] == name]
         if of_name.empty:
@@ -215,16 +172,6 @@ def _verdict(low: float, high: float, margin: float) -> str:
     return "higher" if low > margin else "lower" if high < -margin else "not shown"
 
 
-def times(frame: pd.DataFrame) -> pd.DataFrame:
-    """`epoch_s` of the slowest rank by (implementation, seed, epoch); without epoch 1 if there are more."""
-    rows = _of_phase(frame, EPOCH)
-    if rows.empty or "epoch_s" not in rows:
-        return pd.DataFrame(columns=["implementation", "seed", "epoch", "epoch_s"])
-    rows = rows[rows["epoch"] > 1] if (rows["epoch"] > 1).any() else rows
-    table = slowest_rank(rows, "epoch_s", ["implementation", "seed", "epoch"])
-    return in_order(table.drop(columns="repeat").sort_values(["seed", "epoch"]))
-
-
 def time_summary(frame: pd.DataFrame) -> pd.DataFrame:
     """Median time of an epoch with its interval over seeds, by implementation: of each seed the median epoch."""
     of_seeds = times(frame).groupby(["implementation", "seed"], as_index=False)["epoch_s"].median()
@@ -240,7 +187,7 @@ def time_ratios(frame: pd.DataFrame, pairs: tuple[tuple[str, str], ...]) -> pd.D
     """
     rows, samples = [], times(frame)
     for name, other in pairs:
-        table = _paired(samples, name, other).groupby("seed").median()
+        table = paired(samples, name, other).groupby("seed").median()
         if len(table):
             found = compare(table[name], table[other], interleaved=True)
             row = {"implementation": name, "over": other, "ratio": found.ratio, "low": found.low, "high": found.high}
@@ -248,15 +195,9 @@ def time_ratios(frame: pd.DataFrame, pairs: tuple[tuple[str, str], ...]) -> pd.D
     return pd.DataFrame(rows, columns=RATIOS)
 
 
-def _paired(samples: pd.DataFrame, name: str, other: str) -> pd.DataFrame:
-    """Seconds of the epochs that both took, side by side, by (seed, epoch)."""
-    table = samples.pivot_table(index=["seed", "epoch"], columns="implementation", values="epoch_s")
-    return table.reindex(columns=[name, other]).dropna()
-
-
 def memory(frame: pd.DataFrame) -> pd.DataFrame:
     """Peak of an update by implementation, of the rank with the highest; and over that of torch's counterpart."""
-    rows = _of_phase(frame, MEMORY)
+    rows = of_phase(frame, MEMORY)
     if rows.empty or "peak_bytes" not in rows:
         return pd.DataFrame(columns=["implementation", "peak_bytes", "over_torch", "device"])
     table = in_order(rows.groupby("implementation", as_index=False)["peak_bytes"].max())
@@ -272,12 +213,12 @@ def synchronizing(frame: pd.DataFrame) -> pd.DataFrame:
     `predicted_s`  micro-batches times a forward and a backward collective, timed with nothing else to do
     """
     rows, samples, about = [], times(frame), setting(frame)
-    probes = _of_phase(frame, PROBE)
+    probes = of_phase(frame, PROBE)
     if about is None or probes.empty:
         return pd.DataFrame(columns=SYNCHRONIZING)
     pair_s = slowest_rank(probes, "seconds", ["seed"])["seconds"].median()
     for name, other in SYNC:
-        table = _paired(samples, name, other)
+        table = paired(samples, name, other)
         if len(table):
             extra = (table[name] - table[other]).groupby("seed").median()
             found, predicted_s = summarize(extra), about["micro_batches"] * pair_s

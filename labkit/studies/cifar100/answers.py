@@ -7,10 +7,10 @@ import pandas as pd
 
 from labkit.lab.answers import Answer, Question, Verdict, answer_each
 from labkit.lab.evidence import ratio_text, ratios_text, span_text, with_interval, wrong_rows
-from labkit.lab.trends import Trend, trends_answer
+from labkit.lab.trends import trends_answer
 from labkit.lab.units import format_bytes, format_seconds, join_words
-from labkit.studies.cifar100 import analysis
-from labkit.studies.cifar100.training import SYNCHRONIZED, TORCH_SYNC
+from labkit.studies.cifar100 import analysis, samples, trends
+from labkit.studies.cifar100.training import TORCH_SYNC
 
 LEARNED = Question("learned", "How well does the net learn, and how much does that depend on the seed?")
 SAME = Question(
@@ -49,7 +49,7 @@ def answer_all(frame: pd.DataFrame, coverage: pd.DataFrame) -> list[Answer]:
 
 
 def learned(frame: pd.DataFrame) -> Answer | None:
-    table, about = analysis.outcome(frame), analysis.setting(frame)
+    table, about = analysis.outcome(frame), samples.setting(frame)
     wrong = wrong_rows(frame)
     if about is None and wrong.empty:
         return None
@@ -234,7 +234,7 @@ def _advice(
     worse: list[str],
     ratios: pd.DataFrame,
 ) -> str | None:
-    about = analysis.setting(frame)
+    about = samples.setting(frame)
     if about is None or ratios.empty or table["low"].isna().any() or (better and worse):
         return None
     here = f"{about['batch']:.0f} images a rank ({about['dataset']})"
@@ -261,58 +261,5 @@ def _is(things: list[str]) -> str:
 
 
 def published_trends(frame: pd.DataFrame) -> Answer | None:
-    found = [*_as_fast(frame), *_smaller(frame), *_as_good(frame)]
-    answer = trends_answer(PUBLISHED, found, "published")
-    return answer and replace(answer, text=f"{answer.text} {_reached(frame)}")
-
-
-def _as_fast(frame: pd.DataFrame) -> Iterable[Trend]:
-    """`cifar100_training_2gpu.csv`: 29.6 s against 29.3 s."""
-    ratios = analysis.time_ratios(frame, analysis.SAME)
-    if len(ratios):
-        claim = (
-            "Training with the own parts takes about as long as with torch's "
-            f"({analysis.published_ratio('epoch_s'):.2f} of it published, {span_text(ratios['ratio'])} here)"
-        )
-        yield Trend.judged(
-            claim, (ratios["low"] > 0.95) & (ratios["high"] < 1.05), (ratios["high"] < 0.95) | (ratios["low"] > 1.05)
-        )
-
-
-def _smaller(frame: pd.DataFrame) -> Iterable[Trend]:
-    """`cifar100_training_2gpu.csv`: 170.1 MB against 174.1 MB."""
-    table = analysis.memory(frame).dropna()
-    table = table[~table["implementation"].str.startswith("torch")]
-    if len(table):
-        claim = (
-            f"It needs a little less memory ({analysis.published_ratio('peak_bytes'):.2f} published, "
-            f"{span_text(table['over_torch'], '{:.3f}'.format)} here)"
-        )
-        yield Trend.judged(claim, table["over_torch"] < 0.99, table["over_torch"] > 1.01)
-
-
-def _as_good(frame: pd.DataFrame) -> Iterable[Trend]:
-    """`cifar100_training_2gpu.csv`: 27.3 % against 27.7 %, one training each."""
-    table, lost = analysis.differences(frame, analysis.SAME), analysis.divergences(frame, analysis.SAME)
-    verdicts = [*table.loc[table["metric"] == "accuracy", "verdict"], *lost.loc[lost["verdict"] != "none", "verdict"]]
-    if verdicts:
-        own, torch = (
-            analysis.published().set_index("implementation").loc[name, "accuracy_percent"] for name in analysis.SAME[0]
-        )
-        claim = f"Both train equally well ({_percent(own)} and {_percent(torch)} published)"
-        said = pd.Series(verdicts)
-        yield Trend.judged(claim, said == "the same", said.isin(["higher", "lower"]))
-
-
-def _reached(frame: pd.DataFrame) -> str:
-    """Whether the published accuracy itself can be compared with one from here."""
-    if not analysis.is_published_training(frame):
-        return "Accuracies themselves cannot be compared: images or recipe are others."
-    table = analysis.outcome(frame).dropna(subset="accuracy_percent")
-    best = table.loc[table["implementation"].isin(SYNCHRONIZED), "accuracy_percent"]
-    if best.empty:
-        return (
-            "Accuracies themselves cannot be compared: no training with SyncBatchNorm, as published, came to its end."
-        )
-    here = span_text(best, _percent)
-    return f"With SyncBatchNorm, as published, it is {here} here after as many epochs of the same recipe."
+    answer = trends_answer(PUBLISHED, trends.published_trends(frame), "published")
+    return answer and replace(answer, text=f"{answer.text} {trends.reached(frame)}")

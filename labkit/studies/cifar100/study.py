@@ -126,19 +126,30 @@ class Cifar100Study(Study):
             for seed in dict.fromkeys(config.seeds)
         ]
 
+    def check_inputs(self, config: CifarConfig, say: Callable[[str], None]) -> None:
+        """The archive that is named: whole, and in its format."""
+        if config.archive is not None:
+            self._check_archive(Path(config.archive), say)
+
     def prepare(self, config: CifarConfig, say: Callable[[str], None]) -> str | None:
-        """CIFAR-100's archive, fetched if none is named and none is there; whole, and in its format."""
-        if config.archive is None and config.dataset == DIGITS:
+        """CIFAR-100's archive where none is named, fetched if it is not there; whole, and in its format."""
+        if config.archive is not None or config.dataset == DIGITS:
             return None
         try:
-            path = Path(config.archive) if config.archive else fetch_cifar100(datasets_directory(), say)
-            say("checking the archive")
-            read_cifar100(path)
+            path = fetch_cifar100(datasets_directory(), say)
         except DatasetError as error:
             raise ParameterError(f"{self.name}: {error}") from None
         except ConnectionError as error:
             return f"{error}; name an archive that is here with --set archive=PATH, or use --set dataset=digits"
+        self._check_archive(path, say)
         return None
+
+    def _check_archive(self, path: Path, say: Callable[[str], None]) -> None:
+        say("checking the archive")
+        try:
+            read_cifar100(path)
+        except DatasetError as error:
+            raise ParameterError(f"{self.name}: {error}") from None
 
     def progress(self, point: TrainingPoint, values: Mapping[str, Any]) -> str | None:
         if "accuracy" not in values:

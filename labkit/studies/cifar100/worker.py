@@ -2,7 +2,8 @@
 
 Implementations are trained side by side, epoch 1 of each, then epoch 2 of each, so that whatever else the machine does
 hits all alike. After each epoch rank 0 writes a checkpoint with the state of all of them and the rows so far; a point
-that was interrupted goes on from it, and yields the rows again that are in it.
+that was interrupted goes on from it, and yields the rows again that are in it. The first epoch of a training in a
+process is marked as warm-up, also when it is one that goes on.
 """
 
 from collections.abc import Iterator
@@ -103,6 +104,7 @@ class _Training:
         self.point, self.data = point, data
         self.epochs_done = 0
         self._trainers = [Trainer(name, recipe, point.seed) for name in names]
+        self._is_warm = False
         self._watch = Stopwatch(recipe.device)
 
     def epoch(self) -> list[dict[str, Any]]:
@@ -110,7 +112,7 @@ class _Training:
         epoch, first = self.epochs_done + 1, self.epochs_done % max(1, len(self._trainers))
         in_turn = [*self._trainers[first:], *self._trainers[:first]]
         rows = [self._one_epoch(trainer, epoch) for trainer in in_turn]
-        self.epochs_done = epoch
+        self.epochs_done, self._is_warm = epoch, True
         return rows
 
     def _one_epoch(self, trainer: Trainer, epoch: int) -> dict[str, Any]:
@@ -122,7 +124,7 @@ class _Training:
         dist.all_reduce(sums)
         loss, accuracy = trainer.validate(*self.data.validation, self.data.validated)
         row = {"implementation": trainer.implementation, "phase": EPOCH, "gate": "ok", "epoch": epoch}
-        row["epoch_s"] = self._watch.seconds[-1]
+        row |= {"epoch_s": self._watch.seconds[-1], "warm_up": not self._is_warm}
         if dist.get_rank() == 0:  # equal on all ranks: one tells
             row |= {"train_loss": float(sums[0] / sums[1]), "validation_loss": loss, "accuracy": accuracy}
             row |= {"classes": self.data.classes, "trained": int(sums[1]), "validated": self.data.validated}

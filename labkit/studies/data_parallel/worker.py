@@ -18,6 +18,7 @@ from torch.profiler import record_function
 
 from labkit.bench.allocator import record_allocations
 from labkit.bench.clock import Stopwatch, time_interleaved
+from labkit.bench.gate import verdict
 from labkit.lab.point import Point
 from labkit.nn.workloads import Workload, workload_named
 from labkit.parallel.data_parallel import gate
@@ -152,9 +153,9 @@ def _right_ones(
             continue
         alternative = Alternative(name, workload, device)
         if alternative.implementation != LOCAL:
-            verdict = _verdict(alternative, expected, partial(_accumulate, alternative, 1, only_last=False))
-            if verdict != "ok":
-                wrong.append({"implementation": alternative.implementation, "gate": verdict})
+            found = _verdict(alternative, expected, partial(_accumulate, alternative, 1, only_last=False))
+            if found != "ok":
+                wrong.append({"implementation": alternative.implementation, "gate": found})
                 continue
         right[name] = alternative
     return right, wrong
@@ -170,7 +171,7 @@ def _verdict(alternative: Alternative, expected: list[Tensor], run: Callable[[],
     run()
     error = gate.largest_error(alternative.gradients(), expected)
     alternative.optimizer.zero_grad(set_to_none=True)
-    return gate.verdict(error)
+    return verdict(error, gate.TOLERANCE)
 
 
 def _accumulation(point: DataParallelPoint, workload: Workload, device: str) -> Iterator[dict[str, Any]]:

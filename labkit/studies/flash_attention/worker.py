@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from labkit.bench.clock import time_interleaved
+from labkit.bench.gate import verdict
 from labkit.bench.rates import time_matmul
 from labkit.lab.attention_passes import PassesPoint, measure_passes, problem_of
 from labkit.nn.attention import attention_named
@@ -102,7 +103,8 @@ def _checked_and_timed(
     for name, (problem, action) in contenders.items():
         result = action()  # flash_forward gives the logsumexp as well
         checked = check(problem, [result[0] if isinstance(result, tuple) else result])
-        rows[name] = {"implementation": name, "phase": "kernel", "gate": checked.gate, "error": checked.error}
+        gate = verdict(checked.error, checked.limit)
+        rows[name] = {"implementation": name, "phase": "kernel", "gate": gate, "error": checked.error}
     right = {name: contenders[name][1] for name, row in rows.items() if row["gate"] == "ok"}
     samples = _timed(right, point) if right else {}
     for name, row in rows.items():

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from labkit.bench.clock import Stopwatch, time_interleaved
+from labkit.bench.gate import verdict
 from labkit.lab.point import Point
 from labkit.nn.workloads import Workload, workload_named
 from labkit.parallel.data_parallel import BucketedDDP, gate
@@ -64,7 +65,7 @@ def _probe(point: BucketsPoint, device: str) -> Iterator[dict[str, Any]]:
         dist.all_reduce(tensor.fill_(dist.get_rank() + 1))
         errors[name] = gate.largest_error([tensor], [torch.full_like(tensor, expected)])
         tensor.zero_()  # sums of sums would overflow
-    right = {name: tensor for name, tensor in tensors.items() if gate.verdict(errors[name]) == "ok"}
+    right = {name: tensor for name, tensor in tensors.items() if verdict(errors[name], gate.TOLERANCE) == "ok"}
     actions = {name: _all_reduce(tensor) for name, tensor in right.items()}
     times: dict[str, list[float]] = {}
     if actions:
@@ -72,7 +73,7 @@ def _probe(point: BucketsPoint, device: str) -> Iterator[dict[str, Any]]:
             actions, warmup=point.warmup, repeats=point.repeats, device=device, before=dist.barrier
         )
     for name, error in errors.items():
-        row = {"n_bytes": int(name), "error": error, "gate": gate.verdict(error)}
+        row = {"n_bytes": int(name), "error": error, "gate": verdict(error, gate.TOLERANCE)}
         yield row | {"seconds": times[name]} if name in times else row
 
 
@@ -164,4 +165,4 @@ def _checked(trainers: list[Trainer]) -> Iterator[dict[str, Any]]:
         trainer.average_gradients()
         error = gate.largest_error(trainer.gradients(), means)
         trainer.forget()
-        yield trainer.about() | {"error": error, "gate": gate.verdict(error)}
+        yield trainer.about() | {"error": error, "gate": verdict(error, gate.TOLERANCE)}
