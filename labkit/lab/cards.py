@@ -28,11 +28,15 @@ HEADINGS = {
     "seconds": "time",
     "warmup": "warm-up steps",
     "bucket_mb": "bucket (MiB)",
+    "mfu_percent": "MFU (%)",
+    "tflop_per_s": "TFLOP/s",
+    "gflop": "GFLOP",
 }
 UNIT_ENDINGS = (
     *(("_flops_per_s", ""), ("_bytes_per_s", ""), ("_gb_per_s", " (GB/s)"), ("_per_s", "_per_s")),
     *(("_bytes", ""), ("_s", ""), ("_percent", " (%)"), ("_ns_per_byte", " (ns/byte)")),
 )
+MOST_WORDS_OF_A_NAME = 4  # what is longer is a sentence, and an underscore in it is meant
 MANY = 100_000  # from here on a whole number is shown with separators
 
 
@@ -204,7 +208,10 @@ def _text(column: str, value: Any) -> str:
         return "yes" if value else "no"
     if not isinstance(value, int | float):
         text = str(value)
-        return text if "::" in text or "/" in text else text.replace("_", " ")  # operators and paths are spelled out
+        spelled_out = (
+            "::" in text or "/" in text or len(text.split()) > MOST_WORDS_OF_A_NAME
+        )  # operators, paths, reasons
+        return text if spelled_out else text.replace("_", " ")
     if isinstance(value, int) and not column.endswith(("bytes", "flops")):  # a count keeps all its digits
         return f"{value:,}" if abs(value) >= MANY else str(value)
     return formatter_of(column)(value)
