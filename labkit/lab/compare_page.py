@@ -2,7 +2,6 @@
 
 import base64
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from numbers import Real
 from pathlib import Path
 from textwrap import wrap
 from typing import Any
@@ -213,9 +212,9 @@ def _labels(table: pd.DataFrame, columns: Sequence[str]) -> list[str]:
 
 def _named(name: str, value: Any) -> str:
     """ "scheduling batch", "4 ranks", "64 KiB": of a list without headings, in which a word alone says nothing."""
-    if isinstance(value, Real) and type(value) is not bool:
-        return _label(name, value)
-    return f"{name.replace('_', ' ')} {_label(name, str(value))}"
+    if isinstance(value, str | bool | list):
+        return f"{name.replace('_', ' ')} {_label(name, str(value))}"
+    return _label(name, value)
 
 
 def _label(name: str, value: Any) -> str:
