@@ -132,6 +132,13 @@ def test_a_headline_is_the_first_sentence_and_a_long_one_ends_at_a_clause():
     assert long.headline == f"First {'a' * 100}; second {'b' * 100} …"
 
 
+def test_beside_a_mean_the_heading_of_a_median_says_so():
+    table = pd.DataFrame({"seconds": [0.1], "mean_s": [0.2], "mfu_percent": [12.0]})
+    assert ">median</th>" in cards.table(table).data
+    assert ">MFU (%)</th>" in cards.table(table).data
+    assert ">time</th>" in cards.table(table.drop(columns="mean_s")).data
+
+
 def test_a_long_text_in_a_table_goes_on_in_a_second_line_and_a_path_does_not():
     reason, path = "Triton kernels need a CUDA GPU (or TRITON_INTERPRET=1, for tests)", "figures/kernels/" + "a" * 60
     html = cards.table(pd.DataFrame({"reason": [reason], "file": [path], "model": ["nano"]})).data
