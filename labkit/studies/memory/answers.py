@@ -17,9 +17,7 @@ RESIDUAL_STREAM = Question("residual_stream", "Is the residual stream's tensor B
 LARGEST_ALLOCATIONS = Question("largest_allocations", "Which allocations are largest, and which line makes them?")
 SAVED_BY_A_BLOCK = Question("saved_by_a_block", "What does one block keep for backward, and is it as predicted?")
 CHECKPOINTING = Question(
-    "checkpointing",
-    "Does activation checkpointing save memory, what does it cost, how long a segment?",
-    "checkpointing",
+    "checkpointing", "Does activation checkpointing save memory, at what cost, with segments how long?", "checkpointing"
 )
 LARGEST_MODEL = Question(
     "largest_model", "Which is the largest named size whose full step fits into this machine?", "largest_model"
