@@ -162,7 +162,7 @@ def test_a_part_that_is_largest_everywhere_is_named_though_not_every_interval_sh
         return _textbook(name, phase, ranks, batch, features) + (1.4e-4 if close else 0)
 
     text = _answers(_frame(near_in_one, noise=0.05))["split"].text
-    assert "The largest part is collectives in every setting, shown in 3 of 4." in text
+    assert "The largest median is that of collectives everywhere; intervals show it in 3 of 4." in text
 
 
 def test_noise_claims_nothing():

@@ -163,8 +163,11 @@ def _largest_part(some: pd.DataFrame) -> list[str]:
         return ["No one part is shown to be the largest everywhere."]
     if not largest:
         return []
-    of_all = "" if shown_in == len(largest) else f", shown in {shown_in} of {len(largest)}"
-    return [f"The largest part is {largest[0]} in every setting{of_all}."]
+    if shown_in == len(largest):
+        return [f"The largest part is {largest[0]} in every setting."]
+    return [
+        f"The largest median is that of {largest[0]} everywhere; intervals show it in {shown_in} of {len(largest)}."
+    ]
 
 
 def one_collective(frame: pd.DataFrame) -> Answer | None:
