@@ -7,7 +7,7 @@ from typing import Literal
 
 import pandas as pd
 
-Verdict = Literal["yes", "no", "mixed", "measured", "no difference shown", "not measured"]
+Verdict = Literal["yes", "no", "mixed", "measured", "no difference shown", "not shown", "not measured"]
 Outcome = Literal["holds here", "is contradicted here", "is not shown here"]
 
 TOPICS = {
@@ -61,17 +61,18 @@ class Trend:
         return cls(claim, "holds here" if cases and all(cases) else "is not shown here")
 
     def __str__(self) -> str:
-        return f"{self.claim}: {self.outcome}."
+        return f"{self.claim}: {self.outcome.removeprefix('is ')}."
 
 
 @dataclass(frozen=True)
 class Answer:
     """One question, answered from one run.
 
-    `verdict` is what the statistics allow: "yes"/"no"/"mixed" for a claim, "measured" where the question asks
-    for a number. `figure` names the figure that shows it, `more_figures` those that add to it; `recommendation` is
-    what to do on this machine, `is_shown` whether intervals (or counts, which are exact) show that it is worth
-    doing, and `evidence` the numbers behind it with their intervals. `trends` are the published claims it judges.
+    `verdict` is what the statistics allow: "yes"/"no"/"mixed" for a claim, "not shown" for published claims that
+    are all left open, "measured" where the question asks for a number. `figure` names the figure that shows it,
+    `more_figures` those that add to it; `recommendation` is what to do on this machine, `is_shown` whether intervals
+    (or counts, which are exact) show that it is worth doing, and `evidence` the numbers behind it with their
+    intervals. `trends` are the published claims it judges.
     """
 
     question: Question
@@ -86,13 +87,23 @@ class Answer:
 
     @property
     def headline(self) -> str:
-        """The first sentence, for the caption of a figure; a long one ends at a comma or semicolon."""
+        """The first sentence, for the caption of a figure; a long one ends at a comma or semicolon, not in brackets."""
         first = _SENTENCE_END.split(self.text, maxsplit=1)[0]
         if len(first) <= LONGEST_HEADLINE:
             return first
-        cut = max(first.rfind(mark, 0, LONGEST_HEADLINE) for mark in ("; ", ", ", " "))
-        clause = max(first.rfind(mark, LONGEST_HEADLINE // 3, LONGEST_HEADLINE) for mark in ("; ", ", "))
-        return f"{first[: clause if clause > 0 else cut]} …"
+        outside = _without_brackets(first)[:LONGEST_HEADLINE]
+        clause = max(outside.rfind(mark, LONGEST_HEADLINE // 3) for mark in ("; ", ", "))
+        return f"{first[: clause if clause > 0 else max(outside.rfind(' '), first.find(' '))]} …"
+
+
+def _without_brackets(text: str) -> str:
+    """The text with what stands in brackets blotted out: an interval is told whole or not at all."""
+    depth, seen = 0, []
+    for character in text:
+        depth += character in "[("
+        seen.append("_" if depth else character)
+        depth -= character in "])" and depth > 0
+    return "".join(seen)
 
 
 Find = Callable[[pd.DataFrame], Answer | None]

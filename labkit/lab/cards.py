@@ -30,11 +30,15 @@ HEADINGS = {
     "seconds": "time",
     "warmup": "warm-up steps",
     "bucket_mb": "bucket (MiB)",
+    "mfu_percent": "MFU (%)",
+    "tflop_per_s": "TFLOP/s",
+    "gflop": "GFLOP",
 }
 UNIT_ENDINGS = (
     *(("_flops_per_s", ""), ("_bytes_per_s", ""), ("_gb_per_s", " (GB/s)"), ("_per_s", "_per_s")),
     *(("_bytes", ""), ("_s", ""), ("_percent", " (%)"), ("_ns_per_byte", " (ns/byte)")),
 )
+MOST_WORDS_OF_A_NAME = 4  # what is longer is a sentence, and an underscore in it is meant
 MANY = 100_000  # from here on a whole number is shown with separators
 
 
@@ -95,7 +99,9 @@ def table(frame: pd.DataFrame, caption: str = "") -> HTML:
     """A frame as an aligned table; a column's name decides the unit its values are shown in."""
     numbers = [_is_number(frame[name]) for name in frame.columns]
     headings = [
-        {"text": _heading(str(name)), "number": number} for name, number in zip(frame.columns, numbers, strict=True)
+        # beside a mean, the time that is a median says so
+        {"text": "median" if name == "seconds" and "mean_s" in frame else _heading(str(name)), "number": number}
+        for name, number in zip(frame.columns, numbers, strict=True)
     ]
     columns = [[_cell(str(name), value) for value in frame[name]] for name in frame.columns]
     for column, number in zip(columns, numbers, strict=True):
@@ -215,7 +221,10 @@ def _text(column: str, value: Any) -> str:
         return "yes" if value else "no"
     if not isinstance(value, int | float):
         text = str(value)
-        return text if "::" in text or "/" in text else text.replace("_", " ")  # operators and paths are spelled out
+        spelled_out = (
+            "::" in text or "/" in text or len(text.split()) > MOST_WORDS_OF_A_NAME
+        )  # operators, paths, reasons
+        return text if spelled_out else text.replace("_", " ")
     if isinstance(value, int) and not column.endswith(("bytes", "flops")):  # a count keeps all its digits
         return f"{value:,}" if abs(value) >= MANY else str(value)
     return formatter_of(column)(value)

@@ -104,12 +104,12 @@ def write_comparison(
 
 
 def _lab(found: LabComparison) -> dict[str, Any]:
-    ordered = found.rows[[*ORDER, *found.settings]]
+    ordered = found.rows[[*ORDER, *found.settings]].rename(columns={"row": "setting"})  # as on the axis of the figures
     return {
         "name": found.lab,
         "baseline": found.baseline,
         "runs": cards.table(_run_table(found), "Runs, the first one is what the others are compared with.").data,
-        "constant": ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in found.constant.items()),
+        "constant": ", ".join(_named(name, value) for name, value in found.constant.items()),
         "repeat_percent": None if found.repeat_difference is None else f"{100 * found.repeat_difference:.0f}",
         "figures": [_figure(found, name, plot, drawn) for name, plot, drawn in _plots(found)],
         "rows": cards.table(ordered.head(MOST_ROWS), f"{len(ordered)} comparisons of shared settings").data,
@@ -155,7 +155,7 @@ def _plots(found: LabComparison) -> Iterator[tuple[str, Plot, str]]:
     machines = list(found.runs)
     ratios = found.rows.rename(columns={"row": "setting"})
     plot = lines(ratios, x="setting", y="ratio", hue="machine", hue_order=machines, level=1, log="y")
-    told = "Each number is a row of the table below."
+    told = "Settings are numbered as in the table below and its CSV."
     yield "ratios", plot, f"Time over that of {found.baseline}, setting by setting; below 1 is faster. {told}"
     x = _axis(found)
     if x is None:
@@ -167,7 +167,8 @@ def _plots(found: LabComparison) -> Iterator[tuple[str, Plot, str]]:
     wide = _widest(table, x)
     some = table[table["panel"].isin(wide.index[:MOST_PANELS])]
     differing = [name for name in others if some[name].astype(str).nunique() > 1]
-    same = _labels(some.head(1), [name for name in others if name not in differing])[0]
+    first = some.iloc[0]
+    same = ", ".join(_named(name, first[name]) for name in others if name not in differing and pd.notna(first[name]))
     titles = ["\n".join(wrap(text, PANEL_TITLE_WIDTH)) for text in _labels(some, differing)]
     plot = lines(
         some.assign(panel=titles), x=x, y="seconds", hue="machine", hue_order=machines, facet="panel", log="xy"
@@ -207,6 +208,13 @@ def _labels(table: pd.DataFrame, columns: Sequence[str]) -> list[str]:
         ", ".join(_label(name, row[name]) for name in columns if row[name] is not None and row[name] == row[name])
         for row in table.to_dict("records")
     ]
+
+
+def _named(name: str, value: Any) -> str:
+    """ "scheduling batch", "4 ranks", "64 KiB": of a list without headings, in which a word alone says nothing."""
+    if isinstance(value, str | bool | list):
+        return f"{name.replace('_', ' ')} {_label(name, str(value))}"
+    return _label(name, value)
 
 
 def _label(name: str, value: Any) -> str:

@@ -59,7 +59,7 @@ def resolve_config(
     try:
         return type(base).model_validate(base.model_dump() | given)
     except ValidationError as error:
-        raise ParameterError(f"{lab}: {_describe(error)}") from None
+        raise ParameterError(f"{lab}: {_describe(error, profile, base)}") from None
 
 
 def parse_assignments(assignments: Iterable[str]) -> dict[str, Any]:
@@ -88,12 +88,14 @@ def _parse_value(text: str) -> Any:
     return text
 
 
-def _describe(error: ValidationError) -> str:
-    """Pydantic's findings as one line: which parameter, what is wrong, what was given."""
+def _describe(error: ValidationError, profile: str, base: LabConfig) -> str:
+    """Pydantic's findings as one line: which parameter, what is wrong, what was given, what the profile has."""
     findings = []
     for finding in error.errors(include_url=False):
         name, *inside = [str(part) for part in finding["loc"]] or ["parameters"]
         place = f" (item {inside[0]})" if inside else ""
         message = finding["msg"].removeprefix("Value error, ").removeprefix("Input ")
-        findings.append(f"parameter {name!r}{place} {message}, got {finding['input']!r:.300}")
+        text = f"parameter {name!r}{place} {message}, got {finding['input']!r:.300}"
+        known = json.dumps(base.model_dump(mode="json").get(name))
+        findings.append(text if known == "null" else f"{text}; {profile} has {name}={known.replace(', ', ',')}")
     return "; ".join(findings)

@@ -14,7 +14,7 @@ def trends_verdict(trends: Sequence[Trend]) -> Verdict:
     if outcomes == {"holds here"}:
         return "yes"
     if outcomes == {"is not shown here"}:
-        return "no difference shown"
+        return "not shown"
     return "mixed" if "holds here" in outcomes else "no"
 
 

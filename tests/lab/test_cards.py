@@ -150,3 +150,28 @@ def test_a_headline_is_the_first_sentence_and_a_long_one_ends_at_a_clause():
     )
     long = Answer(question, "yes", f"First {'a' * 100}; second {'b' * 100}; third {'c' * 100}.")
     assert long.headline == f"First {'a' * 100}; second {'b' * 100} …"
+
+
+def test_beside_a_mean_the_heading_of_a_median_says_so():
+    table = pd.DataFrame({"seconds": [0.1], "mean_s": [0.2], "mfu_percent": [12.0]})
+    assert ">median</th>" in cards.table(table).data
+    assert ">MFU (%)</th>" in cards.table(table).data
+    assert ">time</th>" in cards.table(table.drop(columns="mean_s")).data
+
+
+def test_a_long_text_in_a_table_goes_on_in_a_second_line_and_a_path_does_not():
+    reason, path = "Triton kernels need a CUDA GPU (or TRITON_INTERPRET=1, for tests)", "figures/kernels/" + "a" * 60
+    html = cards.table(pd.DataFrame({"reason": [reason], "file": [path], "model": ["nano"]})).data
+    assert f'<td class="text wide">{reason}</td><td class="text">{path}</td><td class="text">nano</td>' in html
+
+
+def test_a_headline_does_not_end_within_an_interval():
+    question = Question("which", "Which?")
+    one = Answer(
+        question, "yes", f"Over the floor: {'a' * 150} 3.70 [3.20, 4.31] and {'b' * 40} 0.95 [0.79, 1.76], more."
+    )
+    assert one.headline == f"Over the floor: {'a' * 150} 3.70 [3.20, 4.31] and {'b' * 40} 0.95 …"
+    at_the_limit = Answer(question, "yes", f"A{'a' * 120}, then {'b' * 105} 1.00 [0.90, 1.10] and {'c' * 60}.")
+    assert at_the_limit.headline == f"A{'a' * 120} …"
+    no_clause = Answer(question, "yes", f"It is {'a' * 60} {'b' * 160} 1.00 [0.90, 1.10] of the time of {'c' * 60}.")
+    assert no_clause.headline == f"It is {'a' * 60} {'b' * 160} 1.00 …"

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from labkit.lab import compare_page
 from labkit.lab.compare_page import load_runs, write_comparison
 from labkit.lab.comparison import compare_runs, machine_names, overview
 from labkit.lab.config import ParameterError
@@ -397,3 +398,22 @@ def test_no_script_but_the_pages_own_runs_in_it(tmp_path):
         assert page.title() == "labkit compare"
         assert page.locator("table.labkit-table thead button").count() > 0
         browser.close()
+
+
+def test_what_all_settings_share_is_told_with_its_name():
+    shared = {
+        "world_size": np.int64(2),
+        "n_bytes": 4096,
+        "scheduling": "batch",
+        "seed": 0.0,
+        "causal": True,
+        "sizes": [1, 2],
+    }
+    assert [compare_page._named(name, value) for name, value in shared.items()] == [
+        "2 ranks",
+        "4 KiB",
+        "scheduling batch",
+        "seed 0",
+        "causal True",
+        "sizes [1, 2]",
+    ]

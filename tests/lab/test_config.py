@@ -29,7 +29,10 @@ def test_overrides_replace_what_the_profile_says_and_none_leaves_it():
     ("overrides", "words"),
     [
         ({"wrold_sizes": [2]}, ["a_lab", "'wrold_sizes'", "did you mean 'world_sizes'"]),
-        ({"world_sizes": "[2, 4]"}, ["'world_sizes'", "should be a valid list", "'[2, 4]'"]),
+        (
+            {"world_sizes": "[2, 4]"},
+            ["'world_sizes'", "should be a valid list", "'[2, 4]'", "; quick has world_sizes=["],
+        ),
         ({"world_sizes": [2, -4]}, ["'world_sizes' (item 1)", "greater than or equal to 1", "-4"]),
         ({"world_sizes": [2.5]}, ["'world_sizes'", "integer", "2.5"]),
         ({"lr": "1e-3"}, ["'lr'", "valid number", "'1e-3'"]),

@@ -115,6 +115,34 @@ def test_bars_stand_around_their_tick_whatever_other_panels_hold():
         assert sum(axis.get_xlim()) == pytest.approx(0)
 
 
+def test_published_bars_alone_are_hatched_too():
+    table = pd.DataFrame({"size": ["small", "large"], "ratio": [0.8, 0.9], "phase": ["step", "step"]})
+    for source, hatch in (("measured here", None), ("published, H100", "//")):
+        plot = bars(table, x="size", y="ratio", hue="phase", source=source)
+        assert {patch.get_hatch() for patch in plot.figure.axes[0].patches} == {hatch}
+
+
+def test_names_that_would_touch_their_neighbors_are_slanted():
+    table = pd.DataFrame(
+        {"mode": ["inference", "full step"] * 3, "seconds": 1.0, "model": ["a", "a", "b", "b", "c", "c"]}
+    )
+    for wanted, names in ((25, ["inference", "full step"]), (0, ["fwd", "step"])):
+        renamed = table.assign(mode=names * 3, measure="clock")
+        plot = bars(renamed, x="mode", y="seconds", hue="measure", facet="model")
+        assert {label.get_rotation() for axis in plot.figure.axes for label in axis.get_xticklabels()} == {wanted}
+
+
+def test_many_panels_of_lines_take_several_rows():
+    panels = pd.concat([FRAME.assign(panel=f"panel {index}", world_size=2) for index in range(5)])
+    for count, rows, columns in ((1, 1, 1), (3, 1, 3), (4, 2, 2), (5, 2, 3)):
+        some = panels[panels["panel"] < f"panel {count}"]
+        figure = lines(some, x="n_bytes", y="seconds", hue="algorithm", facet="panel").figure
+        assert len(figure.axes) == count
+        grid = figure.axes[0].get_gridspec()
+        assert (grid.nrows, grid.ncols) == (rows, columns)
+        assert sum(axis.get_ylabel() != "" for axis in figure.axes) == rows
+
+
 def test_bars_that_would_hide_one_another_or_be_left_out_are_refused():
     both = pd.concat([STEPS.assign(precision="float32"), STEPS.assign(precision="bfloat16")])
     with pytest.raises(ValueError, match=r"one row a bar, got several for .*nano"):

@@ -86,7 +86,7 @@ def test_a_textbook_machine_is_answered_in_full():
     }
     assert "throw away the first step of" in answers["warmup"].recommendation
     assert answers["warmup"].is_shown
-    assert "nano, mean after 0 over steady: 1.2" in answers["warmup"].evidence
+    assert "nano, mean after 0 warm-up steps over steady: 1.2" in answers["warmup"].evidence
     assert "takes 0.50 of eager's time (nano and mini)" in answers["compile"].recommendation
 
 
@@ -209,8 +209,8 @@ def test_published_trends_are_contradicted_where_they_are():
 
     answer = _answers(_frame(contrary, compiled=2.0))["published_trends"]
     assert answer.verdict == "mixed"  # the spread is as small as published
-    assert "0.40 times here): is contradicted here" in answer.text
-    assert "A full step is faster compiled (2.00 for nano and 2.00 for mini): is contradicted here" in answer.text
+    assert "0.40 times here): contradicted here" in answer.text
+    assert "A full step is faster compiled (2.00 for nano and 2.00 for mini): contradicted here" in answer.text
     noisy = _answers(_frame(noise=0.5, compiled=1.0))["published_trends"].text
     assert "A full step is faster compiled" in noisy
     assert "holds here" not in noisy

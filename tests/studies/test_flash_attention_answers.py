@@ -131,6 +131,21 @@ def test_a_win_in_the_middle_is_no_crossover():
     assert answer.recommendation is None
 
 
+def test_a_win_at_the_longest_length_alone_is_told_and_not_claimed():
+    def last(name, phase, s):
+        return 1e-3 * (1 if name == "explicit" else 2 if s < 4096 else {"tiled": 1.0, "sdpa": 0.5}.get(name, 0.25))
+
+    frame = _frame(last)
+    answer = _answers(frame[frame["sequence"] <= 4096])["crossover"]
+    assert (answer.verdict, answer.recommendation) == ("no", None)
+    assert (
+        "bfloat16, up to 4096 tokens: none is shown to beat explicit beyond chance; at 4096 tokens flash takes 0.25 ["
+        in (answer.text)
+    )
+    assert "] and sdpa takes 0.50 [" in answer.text
+    assert "tiled takes" not in answer.text
+
+
 def test_one_compared_at_few_lengths_only_is_not_recommended_beyond_them():
     frame = _frame()
     short = frame[(frame["implementation"] != "flash") | (frame["sequence"] == 1024)]
@@ -240,7 +255,7 @@ def test_published_trends_hold_are_contradicted_or_not_shown():
     slow = _frame(lambda name, phase, s: 1e-3 * (1 if name == "explicit" else 3), gpu=False, explicit_until=16384)
     answer = _answers(slow)["published_trends"]
     assert answer.verdict == "no"
-    assert "(here: tiled): is contradicted here" in answer.text
+    assert "(here: tiled): contradicted here" in answer.text
 
 
 def test_the_published_table_has_its_known_oddities():

@@ -178,7 +178,7 @@ def test_published_trends_hold_or_are_contradicted():
 
 
 def test_a_published_peak_below_the_states_is_pointed_out_and_only_then():
-    assert "more than the 24.5 GB published at 128 tokens" in _answers(_frame())["published_peaks"].text
+    assert "more than the 22.8 GiB (24.5 GB) published at 128 tokens" in _answers(_frame())["published_peaks"].text
     frame = _frame()
     frame = frame[(frame["context_length"] != 128) & (frame["context_length"] != 256)]
     text = _answers(frame)["published_peaks"].text

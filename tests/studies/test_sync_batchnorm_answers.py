@@ -132,8 +132,10 @@ def test_the_bound_is_plain_batchnorm_and_twice_two_all_reduces():
 
     bounds = analysis.bounds(_frame(seconds, noise=0))
     assert bounds["ratio"].tolist() == pytest.approx([5 / 3] * 8)
-    assert "shown to be no longer in 0 of 8 settings, and to be longer in 8." in _answers(_frame(seconds))["split"].text
-    assert "shown to be no longer in 8 of 8 settings, and to be longer in 0." in _answers(_frame())["split"].text
+    assert (
+        "shown not to exceed it in 0 of 8 settings, and to exceed it in 8." in _answers(_frame(seconds))["split"].text
+    )
+    assert "shown not to exceed it in 8 of 8 settings, and to exceed it in 0." in _answers(_frame())["split"].text
 
 
 def test_where_arithmetic_is_the_larger_part_it_is_said():
@@ -154,6 +156,15 @@ def test_two_collectives_that_are_as_fast_as_one_or_faster_are_not_talked_round(
     assert _answers(_frame(faster))["one_collective"].verdict == "no"
 
 
+def test_a_part_that_is_largest_everywhere_is_named_though_not_every_interval_shows_it():
+    def near_in_one(name, phase, ranks, batch, features):
+        close = (batch, features) == SIZES[0] and ranks == 2 and name in (OWN, TWO_COLLECTIVES, ALONE)
+        return _textbook(name, phase, ranks, batch, features) + (1.4e-4 if close else 0)
+
+    text = _answers(_frame(near_in_one, noise=0.05))["split"].text
+    assert "The largest median is that of collectives everywhere; intervals show it in 3 of 4." in text
+
+
 def test_noise_claims_nothing():
     answers = _answers(_frame(lambda *_: 1e-3, noise=0.5))
     assert answers["one_collective"].verdict == "no difference shown"
@@ -167,7 +178,7 @@ def test_too_few_repeats_claim_nothing():
     assert answers["one_collective"].verdict == "no difference shown"
     assert answers["against_torch"].verdict == "no difference shown"
     assert "its price is not shown" in answers["price"].recommendation
-    assert answers["published_trends"].text.count("time here): is not shown here") == 3
+    assert answers["published_trends"].text.count("time here): not shown here") == 3
 
 
 @pytest.mark.parametrize(
@@ -258,7 +269,7 @@ def test_a_machine_that_does_the_contrary_contradicts_the_published_trends():
         return 1e-6 * batch * features * (2 if name == OWN else 1)
 
     text = _answers(_frame(contrary, peak=lambda name, n_bytes: n_bytes**2))["published_trends"].text
-    assert text.count("is contradicted here") == 5
+    assert text.count(": contradicted here") == 5
 
 
 def test_trends_are_of_two_ranks():

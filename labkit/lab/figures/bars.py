@@ -25,7 +25,9 @@ from labkit.lab.figures.style import (
 
 GROUP_WIDTH = 0.8  # of the distance between two categories
 UPRIGHT_LABEL = 9  # characters; longer names of categories are slanted
+LABEL_INCHES = 0.083  # a character of a label takes; where two categories are closer than their names, they are slanted
 WIDEST = 10.5
+MARGIN_INCHES = 0.8  # of the width, for the y axis
 FEWEST_PLACES = 3  # a panel is as wide as these, so that a single bar is no wall
 
 
@@ -69,12 +71,15 @@ def bars(
     if not panels:
         return nothing_to_draw(data)
     figure, axes = _subplots(panels, x, share=log or len(pieces) == 1)
+    width = float(figure.get_size_inches()[0]) - MARGIN_INCHES
     hues = [value for value in hue_order or dict.fromkeys(data[hue]) if value in set(data[hue])]
     colors = {value: PALETTE[index % len(PALETTE)] for index, value in enumerate(hue_order or hues)}
     for axis, (title, panel) in zip(axes, panels, strict=True):
         places = [value for value in x_order or dict.fromkeys(panel[x]) if value in set(panel[x])]
-        _draw(axis, panel.set_index(x), y, hue, places, hues, colors, stacked=stacked, hatched=title == reference_label)
-        _finish(axis, x, y, places, title, facet, log, level)
+        hatched = title == reference_label or source != MEASURED
+        _draw(axis, panel.set_index(x), y, hue, places, hues, colors, stacked=stacked, hatched=hatched)
+        inches = width * max(2, len(places)) / sum(max(2, rows[x].nunique()) for _, rows in panels)
+        _finish(axis, x, y, places, title, facet, log, level, inches)
     axes[0].set_ylabel(y_title or axis_title(y))
     legend(figure, axes, hue)
     return Plot(figure, data)
@@ -104,7 +109,7 @@ def _panels(data: pd.DataFrame, facet: str | None) -> list[tuple[Any, pd.DataFra
 def _subplots(panels: Sequence[tuple[Any, pd.DataFrame]], x: str, share: bool) -> tuple[Figure, Sequence[Axes]]:
     """Panels as wide as they have categories."""
     ratios = [max(2, panel[x].nunique()) for _, panel in panels]
-    width = min(WIDEST, max(SINGLE_PANEL_WIDTH, 0.9 * sum(ratios) + 0.8))
+    width = min(WIDEST, max(SINGLE_PANEL_WIDTH, 0.9 * sum(ratios) + MARGIN_INCHES))
     figure = Figure(figsize=(width, PANEL_HEIGHT + 0.6), layout="constrained")
     axes = figure.subplots(1, len(panels), sharey=share, squeeze=False, width_ratios=ratios)[0]
     return figure, axes
@@ -151,7 +156,15 @@ def _draw(
 
 
 def _finish(
-    axis: Axes, x: str, y: str, places: Sequence[Any], title: Any, facet: str | None, log: bool, level: float | None
+    axis: Axes,
+    x: str,
+    y: str,
+    places: Sequence[Any],
+    title: Any,
+    facet: str | None,
+    log: bool,
+    level: float | None,
+    inches: float,
 ) -> None:
     if log:
         axis.set_yscale("log")
@@ -159,9 +172,11 @@ def _finish(
         axis.axhline(level, color="#444444", linewidth=1.0, linestyle=":")
     finish_axes(axis, grid="y")
     names = [str(place).replace("_", " ") for place in places]
-    slanted = max(map(len, names)) > UPRIGHT_LABEL and len(names) > 3
-    axis.set_xticks(range(len(places)), names, rotation=25 if slanted else 0, ha="right" if slanted else "center")
     middle, half = (len(places) - 1) / 2, max(len(places) / 2 + 0.1, FEWEST_PLACES / 2)
+    longest = max(map(len, names))
+    slanted = longest > UPRIGHT_LABEL and len(names) > 3
+    slanted |= len(names) > 1 and longest * LABEL_INCHES > inches / (2 * half)
+    axis.set_xticks(range(len(places)), names, rotation=25 if slanted else 0, ha="right" if slanted else "center")
     axis.set_xlim(middle - half, middle + half)
     axis.set_xlabel(axis_title(x))
     format_axis(axis.yaxis, y, log)

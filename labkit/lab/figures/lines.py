@@ -27,6 +27,8 @@ from labkit.lab.figures.style import (
     require_columns,
 )
 
+MOST_IN_A_ROW = 3  # panels; more are cut off or too small to read on a page
+
 
 def lines(
     frame: pd.DataFrame,
@@ -63,9 +65,7 @@ def lines(
     data = pd.concat(pieces, ignore_index=True)[[*columns, *intervals, "source"]]
     data = data.dropna(subset=[y]).sort_values([*columns, "source"], ignore_index=True)
     panels: Sequence[Any] = [None] if facet is None else _in_order(data[facet], facet_order)
-    width = SINGLE_PANEL_WIDTH if len(panels) == 1 else PANEL_WIDTH * len(panels)
-    figure = Figure(figsize=(width, PANEL_HEIGHT + 0.6), layout="constrained")
-    axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    figure, axes, first_of_row = _subplots(len(panels))
     styles = {value: index for index, value in enumerate(hue_order or sorted(set(data[hue])))}
     for axis, value in zip(axes, panels, strict=True):
         panel = data if facet is None else data[data[facet] == value]
@@ -73,10 +73,26 @@ def lines(
         _finish_panel(axis, x, sorted(set(data[x])), log, level)
         if facet is not None:
             axis.set_title(facet_title(facet, value), fontsize=10)
-    axes[0].set_ylabel(y_title or axis_title(y))
+    for axis in first_of_row:
+        axis.set_ylabel(y_title or axis_title(y))
     format_axis(axes[0].yaxis, y, "y" in log)
     legend(figure, axes, hue)
     return Plot(figure, data)
+
+
+def _subplots(panels: int) -> tuple[Figure, list[Axes], list[Axes]]:
+    """Panels that share the y axis, up to three side by side and four as two rows; those that begin a row."""
+    columns = panels if panels <= MOST_IN_A_ROW else 2 if panels == 4 else MOST_IN_A_ROW
+    rows = -(-panels // columns)
+    width = SINGLE_PANEL_WIDTH if panels == 1 else PANEL_WIDTH * columns
+    figure = Figure(figsize=(width, PANEL_HEIGHT * rows + 0.6), layout="constrained")
+    if rows > 1:
+        figure.set_layout_engine("constrained", h_pad=0.12)  # inches: a title is not to touch the axis above it
+    grid = figure.subplots(rows, columns, sharey=True, squeeze=False)
+    axes = list(grid.flat)
+    for empty in axes[panels:]:
+        empty.remove()
+    return figure, axes[:panels], list(grid[:, 0])
 
 
 def _in_order(values: pd.Series, order: Sequence[Any] | None) -> list[Any]:

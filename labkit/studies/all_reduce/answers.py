@@ -20,7 +20,7 @@ SIZE_AND_RANKS = Question(
 )
 ALGORITHMS = Question(
     "algorithms_against_torch",
-    "Ring, butterfly, recursive doubling, halving-doubling against torch: which is fastest, at what error?",
+    "Does one of labkit's algorithms beat torch's all-reduce, at which sizes, and at what error?",
     "all_reduce",
 )
 RING = Question("ring_against_torch", "Is a ring of point-to-point calls as fast as torch's all-reduce?")
@@ -29,7 +29,9 @@ ALPHA_BETA = Question(
     "Does an alpha-beta model explain the times, and does one algorithm overtake another where it says?",
 )
 SCHEDULING = Question(
-    "scheduling", "What does the scheduling policy of the ranks do to small all-reduces?", "scheduling"
+    "scheduling",
+    "Are small all-reduces faster under SCHED_BATCH than under the default scheduling policy?",
+    "scheduling",
 )
 PUBLISHED = Question("published_trends", "Do the published trends hold on this machine?")
 QUESTIONS = (SIZE_AND_RANKS, ALGORITHMS, RING, ALPHA_BETA, TRANSPORTS, SCHEDULING, PUBLISHED)
@@ -125,7 +127,8 @@ def _winners(compared: pd.DataFrame, faster: pd.DataFrame, where: str) -> str:
     rows = faster[faster.index.isin(compared.index)]
     best = {n: group.loc[group["ratio"].idxmin()] for n, group in rows.groupby("n_bytes")}
     sizes = sorted(compared["n_bytes"].unique())
-    parts = []
+    parts: list[str] = []
+    before = None
     for name, run in groupby(sizes, key=lambda n: best[n]["algorithm"] if n in best else None):
         if name is None:
             continue
@@ -135,7 +138,9 @@ def _winners(compared: pd.DataFrame, faster: pd.DataFrame, where: str) -> str:
             place = f"from {format_bytes(won[0])} to {format_bytes(won[-1])}"
         ratios = [best[n]["ratio"] for n in won]
         span = dict.fromkeys(f"{pick(ratios):.2f}" for pick in (min, max))
-        parts.append(f"{_name(name)} {place} ({' to '.join(span)} of torch's time)")
+        subject = "" if name == before else f"{_name(name)} "
+        parts.append(f"{subject}{place} ({' to '.join(span)} of torch's time)")
+        before = name
     if not parts:
         return f"{where}: no algorithm is shown to be faster than torch."
     return f"{where}: torch is beaten by {join_words(parts)}."

@@ -68,7 +68,7 @@ def _of_ranks(own: pd.DataFrame, over_floor: pd.DataFrame, ranks: int) -> str:
             f"{_named(row['transport'])} {ratio_text(row)}" for _, row in floor[floor["n_bytes"] == size].iterrows()
         ]
         where = f"With {ranks} ranks and {format_bytes(size)}"
-        text = f"{where}, time over that of the floor (additions and copies alone): {join_words(limits)}. "
+        text = f"{where}, times the floor (additions and copies): {join_words(limits)}. "
     parts = [
         f"{_named(str(transport))} {span_text(rows['ratio'])}"
         for transport, rows in here.groupby("transport", sort=False)
@@ -79,7 +79,7 @@ def _of_ranks(own: pd.DataFrame, over_floor: pd.DataFrame, ranks: int) -> str:
 
 def _named(transport: str) -> str:
     names = {
-        TORCH: "torch's all-reduce",
+        TORCH: "torch's",
         MESSAGES: "labkit's over messages",
         SHARED_MEMORY: "labkit's over shared memory",
         REGISTERED: "labkit's on registered tensors",

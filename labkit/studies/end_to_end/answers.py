@@ -8,15 +8,15 @@ import pandas as pd
 from labkit.lab.answers import Answer, Question, Verdict, answer_each
 from labkit.lab.evidence import ratio_text, ratios_text, shown, span_text, verdict_of, with_interval, wrong_rows
 from labkit.lab.trends import Trend, trends_answer
-from labkit.lab.units import format_seconds, join_words
+from labkit.lab.units import counted, format_seconds, join_words
 from labkit.studies.end_to_end import analysis
 
 STEP_TIMES = Question(
     "step_times", "How long do forward, backward and optimizer step take, and how large is the spread?"
 )
-WARMUP = Question("warmup", "What changes with 0, 1 or 2 warm-up steps, and why?")
+WARMUP = Question("warmup", "Do the first steps of a process change a mean, and how many should not count?")
 PREDICTED = Question("predicted", "Does a count of FLOPs and bytes predict the times?")
-COMPILE = Question("compile", "What does torch.compile of the whole model buy, and after how many steps?", "compile")
+COMPILE = Question("compile", "Does torch.compile of the whole model pay, and after how many steps?", "compile")
 PUBLISHED = Question("published_trends", "Do the published trends hold on this machine?")
 QUESTIONS = (STEP_TIMES, WARMUP, PREDICTED, COMPILE, PUBLISHED)
 
@@ -116,7 +116,9 @@ def warmup(frame: pd.DataFrame) -> Answer | None:
     advice = f"throw away {first_ones} of a measurement."
     changed = pd.concat([faster, slower]).drop(columns=["low", "high"])
     changed = changed.rename(columns={"over_steady": "ratio", "ratio_low": "low", "ratio_high": "high"})
-    evidence = ratios_text(changed, lambda row: f"{row['size']}, mean after {row['warmup']} over steady")
+    evidence = ratios_text(
+        changed, lambda row: f"{row['size']}, mean after {counted(row['warmup'], 'warm-up step')} over steady"
+    )
     return Answer(WARMUP, "yes", " ".join(sentences), "first_steps", advice, True, evidence)
 
 
@@ -144,7 +146,7 @@ def predicted(frame: pd.DataFrame) -> Answer | None:
         sentences.append(f"{_model(key, table)}, measured over predicted: {join_words(ratios)}.")
     mfu = table.dropna(subset="mfu_percent")
     if mfu.empty:
-        sentences.append("No data-sheet peak is used: the device has none here, or the precision is not the peak's.")
+        sentences.append("No share of a data-sheet peak is given: none is known here for this device and precision.")
     else:
         best = mfu.loc[mfu["mfu_percent"].idxmax()]
         sentences.append(

@@ -32,7 +32,7 @@ ORDER = (
     "sdpa_math",
 )
 FLOPS_OF_FORWARD = {"forward": 1.0, "backward": BACKWARD_OVER_FORWARD, "both": 1 + BACKWARD_OVER_FORWARD}
-REASON_WIDTH = 50  # characters; the whole reason is in the run
+REASON_WIDTH = 160  # characters: a long one goes on in the run
 # What is left of the kernel's time with a technique, at best: if nothing but the work it saves took time.
 # exp2 saves one of six operations on a score outside the matrix units (scale, maximum, subtraction, exponential,
 # sum, conversion); masks only at edges save comparison and selection, two of eight; half of all blocks are hidden.

@@ -55,15 +55,14 @@ def crossover(frame: pd.DataFrame) -> Answer | None:
     table = analysis.beats_from(frame)
     if table.empty:
         return None
-    sentences = [_crossovers(str(dtype), rows) for dtype, rows in table.groupby("dtype", sort=False)]
+    ratios = analysis.ratios(frame)
+    sentences = [_crossovers(str(dtype), rows, ratios) for dtype, rows in table.groupby("dtype", sort=False)]
     won = table["from_sequence"].notna()
     verdict: Verdict = "measured" if won.any() else "no"
-    few = analysis.ratios(frame)["low"].isna().all()
-    if few:
+    if ratios["low"].isna().all():
         verdict = "no difference shown"
         sentences.append("There are too few repeats for intervals.")
     advice = _recommendation(frame, table)
-    ratios = analysis.ratios(frame)
     worth = table.loc[won, "implementation"] if won.any() else table["implementation"]
     longest = ratios[(ratios["sequence"] == ratios["sequence"].max()) & ratios["implementation"].isin(worth)]
     evidence = ratios_text(longest, lambda row: f"{_name(row['implementation'])}, {_place(row)}")
@@ -77,7 +76,7 @@ def _place(row: pd.Series) -> str:
     return f"{row['sequence']} tokens, head dimension {row['head_dim']}, {row['dtype']}"
 
 
-def _crossovers(dtype: str, rows: pd.DataFrame) -> str:
+def _crossovers(dtype: str, rows: pd.DataFrame, ratios: pd.DataFrame) -> str:
     longest = rows["longest"].max()
     won = rows[rows["from_sequence"].notna()].sort_values(["from_sequence", "least_ratio"])
     parts = [
@@ -87,8 +86,22 @@ def _crossovers(dtype: str, rows: pd.DataFrame) -> str:
     lost = [_name(name) for name in rows.loc[rows["from_sequence"].isna(), "implementation"]]
     sentence = f"{dtype}, up to {longest} tokens: explicit is beaten by {join_words(parts)}"
     if not parts:
-        return f"{dtype}, up to {longest} tokens: none is shown to beat explicit up to the longest."
+        seen = _at_the_longest(dtype, ratios)
+        return f"{dtype}, up to {longest} tokens: none is shown to beat explicit beyond chance{seen}."
     return sentence + (f"; {join_words(lost)} not up to the longest, as far as is shown." if lost else ".")
+
+
+def _at_the_longest(dtype: str, ratios: pd.DataFrame) -> str:
+    """What is faster at the longest length, though at too few lengths for a claim: it is seen in the figure."""
+    ratios = ratios[ratios["dtype"] == dtype]
+    at = ratios[(ratios["sequence"] == ratios["sequence"].max()) & (ratios["verdict"] == "faster")]
+    widths = at["head_dim"].nunique() > 1
+    told = [
+        f"{_name(row['implementation'])} takes {ratio_text(row)}"
+        + (f" (head dimension {row['head_dim']})" if widths else "")
+        for _, row in at.sort_values("ratio").iterrows()
+    ]
+    return f"; at {at['sequence'].iloc[0]} tokens {join_words(told)} of its time" if told else ""
 
 
 def _from(row: dict[str, float], longest: int) -> str:

@@ -122,7 +122,7 @@ def bucket_size(frame: pd.DataFrame) -> Answer | None:
         sentences.append("Too few repeats for an interval, so that no size is claimed to be better than another.")
     clear, evidence = _clear(ratios), ratios_text(ratios, _place)
     if clear.empty:
-        none_differs = f"Of {len(ratios)} comparisons of two sizes, none is shown to differ beyond chance: no optimum."
+        none_differs = f"Of {len(ratios)} comparisons of two sizes, none is shown to differ beyond chance."
         reason = _paid_in_backward(frame) or _calls_are_cheap(frame)
         text = " ".join([none_differs, *sentences, *([f"{reason}."] if reason else [])])
         advice = _keep(ratios)

@@ -17,7 +17,7 @@ RESIDUAL_STREAM = Question("residual_stream", "Is the residual stream's tensor B
 LARGEST_ALLOCATIONS = Question("largest_allocations", "Which allocations are largest, and which line makes them?")
 SAVED_BY_A_BLOCK = Question("saved_by_a_block", "What does one block keep for backward, and is it as predicted?")
 CHECKPOINTING = Question(
-    "checkpointing", "What does activation checkpointing save, what does it cost, how long a segment?", "checkpointing"
+    "checkpointing", "Does activation checkpointing save memory, at what cost, with segments how long?", "checkpointing"
 )
 LARGEST_MODEL = Question(
     "largest_model", "Which is the largest named size whose full step fits into this machine?", "largest_model"
@@ -213,8 +213,8 @@ def _best_segment(row: dict[str, float], gain: bool) -> str:
     flat = row["highest_bytes"] <= (1 + trends.LEAST) * row["peak_bytes"]
     place = "with every segment length alike" if flat else f"lowest with segments of {row['best_segment']:.0f}"
     return (
-        f"{where}: the peak falls from {without} to {lowest}, {place}; sqrt(layers) is {row['root_of_layers']:.1f}, "
-        f"and sqrt(layers * residual / saved by a layer) {row['predicted_best']:.1f}."
+        f"{where}: the peak falls from {without} to {lowest}, {place}; the textbook's sqrt(layers) "
+        f"is {row['root_of_layers']:.1f}, and with what a layer keeps here {row['predicted_best']:.1f}."
     )
 
 

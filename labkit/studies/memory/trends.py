@@ -12,6 +12,7 @@ import pandas as pd
 from labkit.costs.memory import state_bytes
 from labkit.costs.transformer import n_parameters
 from labkit.lab.trends import Trend
+from labkit.lab.units import format_bytes
 from labkit.nn.transformer import shape_named
 from labkit.studies.memory import analysis
 
@@ -26,7 +27,7 @@ def beside_published(frame: pd.DataFrame) -> list[str]:
     size = str(table["size"].iloc[0])
     sentences = [
         f"{row['phase'].replace('_', ' ').capitalize()}, {row['precision']}, {row['context_length']} tokens: "
-        f"{_gigabytes(row['counted_bytes'])} counted, {_gigabytes(row['published_bytes'])} published."
+        f"{format_bytes(row['counted_bytes'])} counted, {_published(row['published_bytes'])} published."
         for row in table.to_dict("records")
     ]
     shape = shape_named(size)
@@ -37,7 +38,7 @@ def beside_published(frame: pd.DataFrame) -> list[str]:
         least = below.loc[below["published_bytes"].idxmin()]
         sentences.append(
             f"The {n_parameters(shape) / 1e9:.1f} billion float32 parameters of {size}, their gradients and AdamW's "
-            f"two states alone take {_gigabytes(states)}, more than the {_gigabytes(least['published_bytes'])} "
+            f"two states alone take {format_bytes(states)}, more than the {_published(least['published_bytes'])} "
             f"published at {least['context_length']} tokens: that model was smaller, or did not hold all of these."
         )
     return sentences + _graph_kept(frame, table)
@@ -52,15 +53,15 @@ def _graph_kept(frame: pd.DataFrame, table: pd.DataFrame) -> list[str]:
     return [
         f"The published inference peak at {row['context_length']} tokens is "
         f"{row['published_bytes'] / row['counted_bytes']:.1f} times what a forward pass needs that keeps nothing; one "
-        f"that keeps its graph for a backward pass counts {_gigabytes(row['peak_bytes'])}."
+        f"that keeps its graph for a backward pass counts {format_bytes(row['peak_bytes'])}."
         for row in inference.merge(forward[[*keys, "peak_bytes"]], on=keys).to_dict("records")
         if row["published_bytes"] > (1 + LEAST) * row["counted_bytes"]
     ]
 
 
-def _gigabytes(n_bytes: float) -> str:
-    """Decimal, as published."""
-    return f"{n_bytes / 1e9:.1f} GB"
+def _published(n_bytes: float) -> str:
+    """In the unit of the counted ones and of the figure, and as it was printed."""
+    return f"{format_bytes(n_bytes)} ({n_bytes / 1e9:g} GB)"
 
 
 def published_trends(frame: pd.DataFrame) -> list[Trend]:

@@ -66,7 +66,7 @@ def _spoken(variant: str) -> str:
     how = ACCUMULATIONS.get(variant)
     if how is None or how.sum_dtype == how.term_dtype:
         return variant
-    cast = ", each cast first" if how.cast else ""
+    cast = " cast to fp32 first" if how.cast else ""
     return f"an fp32 sum of {variant.split('_')[0]} terms{cast}"
 
 

@@ -15,8 +15,8 @@ from labkit.studies.sync_batchnorm.trends import published_trends
 
 COST = Question("price", "What does synchronizing cost a layer, by features, batch and workers?", "batch_norm")
 SPLIT = Question("split", "Where does that time go: into collectives or into arithmetic?")
-ONE = Question("one_collective", "What does one collective instead of two buy the forward pass?")
-AGAINST_TORCH = Question("against_torch", "Is it faster than torch's SyncBatchNorm?")
+ONE = Question("one_collective", "Is one collective in the forward pass faster than two?")
+AGAINST_TORCH = Question("against_torch", "Is labkit's SyncBatchNorm faster than torch's?")
 MEMORY = Question("memory", "How much memory does a synchronized layer save for backward, and need at its peak?")
 PREDICTED = Question("prediction", "Do counted operators, bytes and messages predict the times?")
 PUBLISHED = Question("published_trends", "Do the published trends hold on this machine?")
@@ -135,8 +135,8 @@ def split(frame: pd.DataFrame) -> Answer | None:
         beyond = int((bounds["low"] > 1).sum())
         sentences.append(
             "Against plain BatchNorm on the local batch plus twice two bare all-reduces of the same bytes, forward and "
-            f"backward take {span_text(bounds['ratio'])} of the time: shown to be no longer in {within} of "
-            f"{len(bounds)} settings, and to be longer in {beyond}."
+            f"backward take {span_text(bounds['ratio'])} of the time: shown not to exceed it in {within} of "
+            f"{len(bounds)} settings, and to exceed it in {beyond}."
         )
     return Answer(SPLIT, "measured", " ".join(sentences), "price") if sentences else None
 
@@ -146,23 +146,28 @@ def _share(percent: pd.Series) -> str:
 
 
 def _largest_part(some: pd.DataFrame) -> list[str]:
-    """Which part is shown to be the largest, where intervals do not overlap in any setting."""
-    winners: set[str | None] = set()
+    """Which part has the largest median in all settings, and in how many of them intervals show it."""
+    largest: list[str] = []
+    shown_in = 0
     for _, of_setting in some.groupby(SETTING):
         parts = of_setting[of_setting["part"].isin(PARTS)]
         if not analysis.is_above_zero(of_setting[of_setting["part"] == PRICE]).all():
-            winners.add(None)
-            continue
+            return ["No one part is shown to be the largest everywhere."]
         if len(parts) < 2:  # an alternative without which nothing can be told apart has no times here
             continue
         rows = parts.sort_values("seconds", ascending=False)
         first, second = rows.iloc[0], rows.iloc[1]
-        winners.add(first["part"] if first["low"] > second["high"] else None)
-    if not winners:
+        largest.append(str(first["part"]))
+        shown_in += bool(first["low"] > second["high"])
+    if len(set(largest)) > 1 or (largest and not shown_in):
+        return ["No one part is shown to be the largest everywhere."]
+    if not largest:
         return []
-    if len(winners) == 1 and None not in winners:
-        return [f"The largest part is {winners.pop()} in every setting."]
-    return ["No one part is shown to be the largest everywhere."]
+    if shown_in == len(largest):
+        return [f"The largest part is {largest[0]} in every setting."]
+    return [
+        f"The largest median is that of {largest[0]} everywhere; intervals show it in {shown_in} of {len(largest)}."
+    ]
 
 
 def one_collective(frame: pd.DataFrame) -> Answer | None:
