@@ -179,7 +179,11 @@ def _progress(lab: str) -> "Iterator[Callable[[Progress], None]]":
         with err.status(f"{lab}: starting") as status:
             yield lambda progress: status.update(f"{lab}: {progress.done} of {progress.total}  {_plain(progress.text)}")
     except KeyboardInterrupt:  # here: typer would end without a word
-        err.print(f"interrupted; what was measured is kept: `labkit measure {lab} --resume RUN` goes on from there")
+        err.print(
+            f"interrupted; what was measured is kept: `labkit measure {lab} --resume RUN` goes on from there, "
+            f"RUN being the newest in data/runs/{lab}/",
+            soft_wrap=True,
+        )
         raise typer.Exit(130) from None
 
 

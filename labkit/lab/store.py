@@ -18,7 +18,7 @@ from typing import Any
 import pandas as pd
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from labkit.lab.project import kind_of_path
+from labkit.lab.project import kind_of_path, relative_to_project
 from labkit.lab.records import Resumption, check_record
 from labkit.machine import GitState, Machine
 
@@ -144,12 +144,17 @@ def find_run(directories: Iterable[Path], text: str) -> Path:
     given = Path(text)
     if kind_of_path(given) == "file":
         return given
+    directories = list(directories)
     runs = [path for directory in directories for path in sorted(directory.glob("*.jsonl"))]
     name = given.name.removesuffix(".jsonl")
     matches = [path for path in runs if path.stem == name] or [path for path in runs if path.stem.startswith(name)]
-    if len(matches) != 1:
-        found = ", ".join(path.stem for path in matches) or "none"
-        raise RunFileError(f"expected a run file or the beginning of a name, got {text!r:.300} (matches: {found})")
+    if len(matches) > 1:
+        found = ", ".join(path.stem for path in matches)
+        raise RunFileError(f"{text!r:.300} begins the names of {len(matches)} runs: {found}; give more of one")
+    if not matches:
+        places = directories if len(directories) <= 2 else [directory.parent for directory in directories]
+        where = " or ".join(dict.fromkeys(relative_to_project(place) for place in places))
+        raise RunFileError(f"{text!r:.300} is neither a run file nor the beginning of the name of one in {where}")
     return matches[0]
 
 

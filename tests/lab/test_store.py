@@ -6,6 +6,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
+from labkit.lab import project
 from labkit.lab.point import Point
 from labkit.lab.run_writer import RunWriter
 from labkit.lab.store import Run, RunFileError, RunHeader, find_run
@@ -169,8 +170,13 @@ def test_an_end_needs_a_reason_unless_it_is_ok(writer):
 def test_a_run_is_found_by_path_and_by_the_beginning_of_its_name(writer, tmp_path):
     assert find_run([tmp_path], str(writer.path)) == writer.path
     assert find_run([tmp_path], "20300102") == writer.path
-    with pytest.raises(RunFileError, match="matches: none"):
+    with pytest.raises(RunFileError, match=f"^'1999' is neither a run file nor .* in {tmp_path}$"):
         find_run([tmp_path], "1999")
+    with pytest.raises(RunFileError, match=r"in data/recorded or data/runs$"):
+        find_run([project.recorded_directory() / lab for lab in "ab"] + [project.runs_directory() / "a"], "1999")
+    (tmp_path / "20300102T-other.jsonl").touch()
+    with pytest.raises(RunFileError, match=r"begins the names of 2 runs: 20300102T-other, 20300102.*; give more"):
+        find_run([tmp_path], "20300102")
 
 
 def test_every_line_of_a_run_is_json(writer):

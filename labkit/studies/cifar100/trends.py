@@ -20,7 +20,7 @@ def _as_fast(frame: pd.DataFrame) -> Iterator[Trend]:
     ratios = analysis.time_ratios(frame, analysis.SAME)
     if len(ratios):
         claim = (
-            "Training with the own parts takes about as long as with torch's "
+            "Training with labkit's parts takes about as long as with torch's "
             f"({analysis.published_ratio('epoch_s'):.2f} of it published, {span_text(ratios['ratio'])} here)"
         )
         yield Trend.judged(
@@ -34,7 +34,8 @@ def _smaller(frame: pd.DataFrame) -> Iterator[Trend]:
     table = table[~table["implementation"].str.startswith("torch")]
     if len(table):
         claim = (
-            f"It needs a little less memory ({analysis.published_ratio('peak_bytes'):.2f} published, "
+            "Training with labkit's parts needs a little less memory "
+            f"({analysis.published_ratio('peak_bytes'):.2f} published, "
             f"{span_text(table['over_torch'], '{:.3f}'.format)} here)"
         )
         yield Trend.judged(claim, table["over_torch"] < 0.99, table["over_torch"] > 1.01)
