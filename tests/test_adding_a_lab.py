@@ -1,6 +1,5 @@
 """The README's five steps to a new lab, followed to the letter in a copy of the project."""
 
-import os
 import re
 import shutil
 import subprocess
@@ -12,6 +11,7 @@ import pytest
 
 from labkit.lab.export import page_record
 from labkit.lab.project import project_root
+from tests.errands import Errand, Errands
 
 COPIED = ("labkit", "notebooks", "tests", "data/reference", "data/recorded", "pyproject.toml", "environment.yml")
 
@@ -61,14 +61,27 @@ def project(tmp_path_factory):
     return copy
 
 
-def _python(project, *arguments):
-    environment = os.environ | {"PYTHONPATH": str(project), "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [sys.executable, "-m", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=project, env=environment, timeout=300)
+def _errand(project, *arguments):
+    variables = {"PYTHONPATH": str(project), "PYTHONDONTWRITEBYTECODE": "1"}
+    return Errand([sys.executable, "-m", *arguments], project, variables)
 
 
-def test_the_new_lab_has_a_page_with_its_answer(project):
-    result = _python(project, "labkit", "report", "sorting", "--profile", "smoke")
+@pytest.fixture(scope="module")
+def commands(project, tmp_path_factory):
+    """The lab's report and its tests, which need nothing of each other, at the same time; calling it waits for one."""
+    files = ["tests/test_layout.py", "tests/test_notebooks.py", "tests/studies/test_sorting_answers.py"]
+    selected = ["-k", "sorting and (layout or answers or parameters)", "-p", "no:cacheprovider", "-q"]
+    errands = {
+        "report": _errand(project, "labkit", "report", "sorting", "--profile", "smoke"),
+        "tests": _errand(project, "pytest", *selected, *files),
+    }
+    running = Errands(tmp_path_factory.mktemp("commands"), errands, at_once=2)
+    yield running.outcome
+    running.end()
+
+
+def test_the_new_lab_has_a_page_with_its_answer(project, commands):
+    result = commands("report")
     assert result.returncode == 0, result.stdout + result.stderr
     record = page_record(project / "reports" / "notebooks" / "sorting.ipynb")
     assert record["coverage"] == {"ok": 2}
@@ -78,10 +91,8 @@ def test_the_new_lab_has_a_page_with_its_answer(project):
     assert "sorting.html" in (project / "reports" / "index.html").read_text()
 
 
-def test_the_new_lab_passes_the_tests_that_every_lab_must(project):
-    files = ["tests/test_layout.py", "tests/test_notebooks.py", "tests/studies/test_sorting_answers.py"]
-    selected = ["-k", "sorting and (layout or answers or parameters)", "-p", "no:cacheprovider", "-q"]
-    result = _python(project, "pytest", *selected, *files)
+def test_the_new_lab_passes_the_tests_that_every_lab_must(commands):
+    result = commands("tests")
     assert result.returncode == 0, result.stdout
     assert "skipped" not in result.stdout
     (passed,) = re.findall(r"(\d+) passed", result.stdout)
@@ -91,5 +102,7 @@ def test_the_new_lab_passes_the_tests_that_every_lab_must(project):
 @pytest.mark.parametrize("command", [["check"], ["format", "--check"]])
 def test_the_new_code_is_in_the_style_of_the_rest(command, project):
     written = [name for name, code in _steps().items() if code]
-    result = _python(project, "ruff", *command, *written)
+    result = subprocess.run(
+        [sys.executable, "-m", "ruff", *command, *written], capture_output=True, text=True, cwd=project, timeout=60
+    )
     assert result.returncode == 0, result.stdout

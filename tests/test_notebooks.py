@@ -7,10 +7,8 @@ import base64
 import json
 import re
 import shutil
-import subprocess
 import sys
 from functools import cache
-from pathlib import Path
 from typing import get_args
 
 import nbformat
@@ -26,7 +24,7 @@ from labkit.lab.notebook import COMMON_PARAMETERS, open_lab
 from labkit.lab.project import notebook_path, project_root, runs_directory
 from labkit.lab.report import write_index
 from labkit.studies import LABS, load_study
-from tests.commands import labkit
+from tests.errands import Errand, Errands
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
@@ -54,15 +52,51 @@ CONTRASTS = """() => {
 }"""
 
 
-def _papermill(notebook, output, *arguments, cwd):
-    command = [sys.executable, "-m", "papermill", str(notebook), str(output), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=900)
-
-
 @pytest.fixture(scope="module")
 def report(smoke_report):
     """The folder of a report over all labs."""
-    return smoke_report()
+    return smoke_report
+
+
+WRONG = ["-p", "profile", "smoke", "-p", "world_sizes", "[2,4]"]  # -p makes no list of it, -y would
+
+
+@pytest.fixture(scope="module")
+def unmeasured(report, errands, tmp_path_factory):
+    """Commands that measure nothing, carried out while the tests below look at pages; calling it waits for one.
+
+    It asserts that no run has been begun, by any of them: nobody else has a notebook measure meanwhile.
+    """
+    errands.wait_for_all()
+    folder = tmp_path_factory.mktemp("unmeasured")
+    run = project_root() / page_record(report / "notebooks" / "all_reduce.ipynb")["run"]
+    header, *rest = run.read_text().splitlines(keepends=True)
+    header = json.loads(header)
+    header["machine"] |= {"host": "elsewhere", "cpu": "Some Other CPU"}
+    (folder / "other.jsonl").write_text(json.dumps(header) + "\n" + "".join(rest))
+
+    def drawn(name, run):
+        command = [sys.executable, "-m", "labkit", "report", "all_reduce", "--run", str(run)]
+        return Errand([*command, "--output", str(folder / name)], project_root())
+
+    wrong = [sys.executable, "-m", "papermill", str(notebook_path("all_reduce")), "out.ipynb", *WRONG]
+    before = set(runs_directory().glob("all_reduce/*"))
+    commands = {"again": drawn("again", run), "other": drawn("other", folder / "other.jsonl")}
+    running = Errands(folder, commands | {"wrong": Errand(wrong, folder)})
+
+    def outcome(name):
+        result = running.outcome(name)
+        assert set(runs_directory().glob("all_reduce/*")) == before
+        return result, folder / name
+
+    yield outcome
+    running.end()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _begin_unmeasured(request):
+    if any("unmeasured" in getattr(item, "fixturenames", ()) for item in request.session.items):
+        request.getfixturevalue("unmeasured")
 
 
 @pytest.fixture(scope="module")
@@ -206,48 +240,35 @@ def test_no_formula_is_left_as_tex(report):
         assert "\\frac" not in html
 
 
-def test_the_recorded_run_of_a_report_is_drawn_again_without_measuring(report, tmp_path):
-    run = page_record(report / "notebooks" / "all_reduce.ipynb")["run"]
-    before = set(runs_directory().glob("all_reduce/*"))
-    result = labkit("report", "all_reduce", "--run", str(project_root() / run), "--output", str(tmp_path))
+def test_the_recorded_run_of_a_report_is_drawn_again_without_measuring(report, unmeasured):
+    result, folder = unmeasured("again")
     assert result.returncode == 0, result.stderr
-    drawn = page_record(tmp_path / "notebooks" / "all_reduce.ipynb")
+    drawn = page_record(folder / "notebooks" / "all_reduce.ipynb")
     first = page_record(report / "notebooks" / "all_reduce.ipynb")
     assert drawn["answers"] == first["answers"]
     assert (drawn["host"], drawn["machine"]) == (first["host"], first["machine"])
-    assert "(elsewhere)" not in (tmp_path / "index.html").read_text()  # it is of this machine
-    assert set(runs_directory().glob("all_reduce/*")) == before
+    assert "(elsewhere)" not in (folder / "index.html").read_text()  # it is of this machine
 
 
-def test_a_run_of_another_machine_is_labeled(report, tmp_path):
-    run = project_root() / page_record(report / "notebooks" / "all_reduce.ipynb")["run"]
-    other = tmp_path / "other.jsonl"
-    header, *rest = run.read_text().splitlines(keepends=True)
-    header = json.loads(header)
-    header["machine"] |= {"host": "elsewhere", "cpu": "Some Other CPU"}
-    other.write_text(json.dumps(header) + "\n" + "".join(rest))
-    assert labkit("report", "all_reduce", "--run", str(other), "--output", str(tmp_path)).returncode == 0
-    assert "Some Other CPU (a recorded run, not measured here)" in (tmp_path / "all_reduce.html").read_text()
-    index = (tmp_path / "index.html").read_text()
+def test_a_run_of_another_machine_is_labeled(unmeasured):
+    result, folder = unmeasured("other")
+    assert result.returncode == 0, result.stderr
+    assert "Some Other CPU (a recorded run, not measured here)" in (folder / "all_reduce.html").read_text()
+    index = (folder / "index.html").read_text()
     assert "(elsewhere)" in index
     assert "page is of another machine" in index
     assert '<span class="labkit-verdict">shown</span>' not in index  # nothing is recommended by it
 
 
-def test_papermill_works_from_any_directory(tmp_path):
-    result = _papermill(notebook_path("all_reduce"), "out.ipynb", "-y", "profile: smoke", cwd=tmp_path)
-    assert result.returncode == 0, result.stderr
-    assert page_record(tmp_path / "out.ipynb")["profile"] == "smoke"
+def test_papermill_works_from_any_directory(notebook_by_papermill):
+    assert page_record(notebook_by_papermill)["profile"] == "smoke"
 
 
-def test_papermill_with_a_wrong_parameter_stops_before_measuring(tmp_path):
-    before = set(runs_directory().glob("all_reduce/*"))
-    wrong = ["-p", "profile", "smoke", "-p", "world_sizes", "[2,4]"]  # -p makes no list of it, -y would
-    result = _papermill(notebook_path("all_reduce"), tmp_path / "out.ipynb", *wrong, cwd=tmp_path)
+def test_papermill_with_a_wrong_parameter_stops_before_measuring(unmeasured):
+    result, _ = unmeasured("wrong")
     assert result.returncode != 0
     for words in ("parameter 'world_sizes'", "valid list", "'[2,4]'"):
         assert words in result.stderr
-    assert set(runs_directory().glob("all_reduce/*")) == before
 
 
 @pytest.mark.parametrize(
@@ -272,13 +293,11 @@ def test_the_cell_that_papermill_adds_is_checked_when_the_lab_is_opened(wrong, w
         assert word in str(error.value)
 
 
-def test_a_failed_lab_is_named_its_page_shows_the_failure_and_the_others_still_run(tmp_path):
+def test_a_failed_lab_is_named_its_page_shows_the_failure_and_the_others_still_run(broken_report):
     """The run to draw is damaged, which only the notebook finds out."""
-    run = tmp_path / "broken.jsonl"
-    run.write_text(json.dumps({"kind": "header", "format_version": 1}) + "\n")
-    result = labkit("report", "all_reduce", "--run", str(run), "--output", str(tmp_path / "out"))
+    result, folder = broken_report
     assert result.returncode == 1
     assert "all_reduce: failed" in result.stdout
-    assert "damaged header" in (tmp_path / "out" / "all_reduce.html").read_text()
-    assert "damaged header" in (tmp_path / "out" / "index.html").read_text()
-    assert not list(Path(tmp_path / "out" / "notebooks").glob("*.running*"))
+    assert "damaged header" in (folder / "all_reduce.html").read_text()
+    assert "damaged header" in (folder / "index.html").read_text()
+    assert not list((folder / "notebooks").glob("*.running*"))

@@ -109,13 +109,13 @@ def _rms(x: Tensor) -> float:
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
     """`torch.empty` gives NaN: whatever is read before it is written shows."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True)
+    before = torch.get_deterministic_debug_mode(), torch.utils.deterministic.fill_uninitialized_memory
+    torch.set_deterministic_debug_mode("error")  # without the compiler, which takes a second to import
     torch.utils.deterministic.fill_uninitialized_memory = True
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before[0])
+        torch.set_deterministic_debug_mode(before[0])
         torch.utils.deterministic.fill_uninitialized_memory = before[1]
 
 

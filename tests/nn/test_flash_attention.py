@@ -1,13 +1,11 @@
 """The Triton kernels against the float64 oracle: compiled where there is a GPU, else under Triton's interpreter.
 
 The interpreter must be chosen before Triton is imported, and then nothing can be compiled.  So the interpreted tests
-are this same file in a process of its own, which `test_passes_under_the_interpreter` starts.
+are this same file in processes of their own, which `test_passes_under_the_interpreter` waits for.
 """
 
-import os
 import re
 import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -52,17 +50,11 @@ LONG_CASES = [
 
 
 @pytest.mark.skipif(flash_attention.INTERPRETED, reason="already interpreted")
-def test_passes_under_the_interpreter() -> None:
-    """In two processes of one thread each: every case is a second of interpreted Python."""
-    command = [sys.executable, "-m", "pytest", __file__, "-q", "-p", "no:cacheprovider", "-m", "not gpu", "-k"]
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    halves = [
-        subprocess.Popen([*command, half], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for half in ("causal", "not causal")
-    ]
-    told = [half.communicate() for half in halves]
-    assert [half.returncode for half in halves] == [0, 0], "".join(out[-10_000:] + err[-2_000:] for out, err in told)
-    passed = [int(count) for out, _ in told for count in re.findall(r"(\d+) passed", out)]
+def test_passes_under_the_interpreter(interpreted_kernels: list[subprocess.CompletedProcess[str]]) -> None:
+    """In two halves: every case is a second of interpreted Python."""
+    for half in interpreted_kernels:
+        assert half.returncode == 0, half.stdout[-10_000:] + half.stderr[-2_000:]
+    passed = [int(count) for half in interpreted_kernels for count in re.findall(r"(\d+) passed", half.stdout)]
     assert len(passed) == 2
     assert sum(passed) > len(CASES), "skipped cases show nothing"
 

@@ -326,11 +326,13 @@ def test_buckets_in_a_thread_do_not_meet_the_messages_of_layers_that_synchronize
             optimizer.step()
         return [p.detach().flatten()[:50].tolist() for p in model.parameters()]
 
-    expected = run_ranks(train, "torch", world_size=3, timeout_s=60)
+    def train_each():
+        return {all_reduce: train(all_reduce) for all_reduce in ("torch", "shared", "point_to_point")}
+
+    ranks = run_ranks(train_each, world_size=3, timeout_s=120)
+    assert ranks[0] == ranks[1] == ranks[2]
     for transport in ("shared", "point_to_point"):
-        ranks = run_ranks(train, transport, world_size=3, timeout_s=60)
-        assert ranks[0] == ranks[1] == ranks[2]
-        for got, wanted in zip(ranks[0], expected[0], strict=True):
+        for got, wanted in zip(ranks[0][transport], ranks[0]["torch"], strict=True):
             assert got == pytest.approx(wanted, rel=1e-9, abs=1e-12)
 
 

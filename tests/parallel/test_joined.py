@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
@@ -36,35 +37,42 @@ def told(item):
     return ["end", item.index, item.status, item.reason, item.facts]
 
 assert is_joined() and joined_rank() == int(os.environ["RANK"])
-points, world_size, timeout_s = json.loads(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
-options = {"world_size": world_size, "timeout_s": timeout_s, "environment": {"LABKIT_FLAG": "up"}}
-first = [told(item) for item in launch(worker, points, **options)]
-second = [told(item) for item in launch(lambda point: [{"rank": dist.get_rank()}], ["again"], world_size=2)]
-results = run_ranks(lambda: dist.get_rank(), world_size=2)
-print(json.dumps({"rank": joined_rank(), "pid": os.getpid(), "first": first, "second": second,
-    "results": results, "flag": os.environ.get("LABKIT_FLAG")}) + "\\n", end="", flush=True)
+for number, (points, world_size, timeout_s) in enumerate(json.loads(sys.argv[1])):
+    options = {"world_size": world_size, "timeout_s": timeout_s, "environment": {"LABKIT_FLAG": "up"}}
+    first = [told(item) for item in launch(worker, points, **options)]
+    second = [told(item) for item in launch(lambda point: [{"rank": dist.get_rank()}], ["again"], world_size=2)]
+    results = run_ranks(lambda: dist.get_rank(), world_size=2)
+    print(json.dumps({"launch": number, "rank": joined_rank(), "pid": os.getpid(), "first": first, "second": second,
+        "results": results, "flag": os.environ.get("LABKIT_FLAG")}) + "\\n", end="", flush=True)
 """
 
 
-def torchrun(
-    directory: Path, points: list[str], world_size: int = 2, timeout_s: float = 30.0
-) -> subprocess.CompletedProcess[str]:
+def torchrun(directory: Path, *launches: tuple[list[str], int, float]) -> CompletedProcess[str]:
+    """A job of two ranks, which take part in each launch: points, ranks, and the time-out of a point in seconds."""
     script = directory / "script.py"
     script.write_text(SCRIPT)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command = [*launcher, str(script), json.dumps(points), str(world_size), str(timeout_s)]
     environment = {**os.environ, "TMPDIR": str(directory), "OMP_NUM_THREADS": "1"}
+    command = [*launcher, str(script), json.dumps(launches)]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
 
 
-def told_by_ranks(completed: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
+def told_by_ranks(completed: CompletedProcess[str]) -> list[list[dict[str, Any]]]:
+    """By launch, what each rank told of it."""
     assert completed.returncode == 0, completed.stderr
     told = [json.loads(line) for line in completed.stdout.splitlines()]
-    return sorted(told, key=lambda said: said["rank"])
+    launches = range(1 + max(said["launch"] for said in told))
+    return [sorted((s for s in told if s["launch"] == number), key=lambda s: s["rank"]) for number in launches]
 
 
-def test_points_run_in_the_ranks_of_the_job(tmp_path: Path) -> None:
-    ranks = told_by_ranks(torchrun(tmp_path, ["a", "b"]))
+@pytest.fixture(scope="module")
+def two_launches(tmp_path_factory: pytest.TempPathFactory) -> CompletedProcess[str]:
+    """A job with a launch of as many ranks as there are, and one of more."""
+    return torchrun(tmp_path_factory.mktemp("job"), (["a", "b"], 2, 30.0), (["a", "b"], 4, 30.0))
+
+
+def test_points_run_in_the_ranks_of_the_job(two_launches: CompletedProcess[str]) -> None:
+    ranks = told_by_ranks(two_launches)[0]
     assert [said["first"] for said in ranks[1:]] == [[]]  # the others take part and yield nothing
     first = ranks[0]["first"]
     assert [item[:3] for item in first if item[0] == "row"] == [
@@ -85,15 +93,15 @@ def test_points_run_in_the_ranks_of_the_job(tmp_path: Path) -> None:
     assert [said["flag"] for said in ranks] == [None, None]  # the environment of a launch ends with it
 
 
-def test_another_world_size_skips_every_point(tmp_path: Path) -> None:
-    ranks = told_by_ranks(torchrun(tmp_path, ["a", "b"], world_size=4))
+def test_another_world_size_skips_every_point(two_launches: CompletedProcess[str]) -> None:
+    ranks = told_by_ranks(two_launches)[1]
     reason = "needs 4 ranks, but this job has 2"
     assert [item[:4] for item in ranks[0]["first"]] == [["end", 0, "skipped", reason], ["end", 1, "skipped", reason]]
     assert ranks[1]["first"] == []
 
 
 def test_all_ranks_agree_on_a_failure_and_carry_on(tmp_path: Path) -> None:
-    ranks = told_by_ranks(torchrun(tmp_path, ["a", "fails", "fails", "b"], timeout_s=1.0))
+    (ranks,) = told_by_ranks(torchrun(tmp_path, (["a", "fails", "fails", "b"], 2, 1.0)))
     ends = [item[1:4] for item in ranks[0]["first"] if item[0] == "end"]
     failed = ["failed", "rank 1: ValueError: rank 1 has had enough"]
     assert ends == [[0, "ok", None], [1, *failed], [2, *failed], [3, "ok", None]]
@@ -101,7 +109,7 @@ def test_all_ranks_agree_on_a_failure_and_carry_on(tmp_path: Path) -> None:
 
 
 def test_a_hang_fails_the_job_loudly(tmp_path: Path) -> None:
-    completed = torchrun(tmp_path, ["hangs"], timeout_s=1.0)
+    completed = torchrun(tmp_path, (["hangs"], 2, 1.0))
     assert completed.returncode != 0
     assert "Timeout (0:00:" in completed.stderr
     assert "in worker" in completed.stderr

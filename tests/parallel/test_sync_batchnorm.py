@@ -295,16 +295,18 @@ def test_conversion_of_a_layer_of_an_own_one_and_of_a_lazy_one():
         convert_sync_batchnorm(nn.Sequential(nn.LazyBatchNorm1d()))
 
 
-def _trained(synchronized):
-    rank = dist.get_rank()
-    model = built(seed=rank)
-    return train(BucketedDDP(convert_sync_batchnorm(model) if synchronized else model), slice(4 * rank, 4 * rank + 4))
+def _trained():
+    """With batch norm synchronized, and with each rank's own."""
+    rank, states = dist.get_rank(), []
+    for convert in (convert_sync_batchnorm, lambda model: model):
+        model = BucketedDDP(convert(built(seed=rank)))
+        states.append(train(model, slice(4 * rank, 4 * rank + 4)))
+    return states
 
 
 def test_two_ranks_train_as_one_process_with_batchnorm_on_the_whole_batch():
     expected = train(built(seed=0), slice(0, 8))
-    got = run_ranks(_trained, True, world_size=2, timeout_s=60)
-    alone = run_ranks(_trained, False, world_size=2, timeout_s=60)
+    got, alone = zip(*run_ranks(_trained, world_size=2, timeout_s=60), strict=True)
     for state in got:
         assert state.keys() == expected.keys()
         for name, values in expected.items():

@@ -14,6 +14,12 @@ from tests.parallel.sync_batchnorm_cases import collectives_of
 RECIPE = Recipe(classes=10, batch=4, accumulation=2, dropout=False, dtype=torch.float64, learning_rate=0.05)
 
 
+def call(point):
+    """The worker: a function here and its argument are a point."""
+    function, argument = point
+    yield {"result": function(argument)}
+
+
 def random_images(number, seed=0):
     generator = torch.Generator().manual_seed(seed)
     images = torch.randint(0, 256, (number, 3, 32, 32), generator=generator, dtype=torch.uint8)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from labkit.nn.vision import SmallConvNet
-from labkit.parallel.launch import run_ranks
+from labkit.parallel.launch import Row, launch
 from labkit.studies.cifar100.training import OWN_LOCAL, OWN_SYNC, TORCH_LOCAL, Recipe, seed_of, updates_of
 from tests.studies import cifar100_ranks as ranks
 
@@ -16,12 +16,38 @@ RECIPE = Recipe(classes=10, batch=4, accumulation=3)
 WHOLE, EACH = 2 * ranks.RECIPE.batch, ranks.RECIPE.batch
 
 
+TRAINED = (OWN_SYNC, OWN_LOCAL, TORCH_LOCAL)
+DEVIATIONS = [(OWN_SYNC, WHOLE), (OWN_LOCAL, EACH), (TORCH_LOCAL, EACH), (OWN_LOCAL, WHOLE)]
+ON_RANKS = {
+    ranks.deviations: DEVIATIONS,
+    ranks.collectives_by_micro_batches: TRAINED,
+    ranks.all_interrupted_and_not: TRAINED,
+    ranks.all_validated: ([5, 5], [5, 4], [3, 0]),
+}
+
+
 @cache
+def _all_told():
+    """What each function told on each of two ranks, or why not. One group calls them all; a failure costs its own."""
+    told = {function: [None, None] for function in ON_RANKS}
+    for item in launch(ranks.call, ON_RANKS.items(), world_size=2):
+        function = list(ON_RANKS)[item.index]
+        if isinstance(item, Row):
+            told[function][item.rank] = item.values["result"]
+        elif item.status != "ok":
+            told[function] = item.reason
+    return told
+
+
+def _told(function):
+    told = _all_told()[function]
+    assert isinstance(told, list), told
+    return told
+
+
 def _deviations():
     """By case, for each rank: (deviation from one process, change of the weights, deviation of running statistics)."""
-    cases = [(OWN_SYNC, WHOLE), (OWN_LOCAL, EACH), (TORCH_LOCAL, EACH), (OWN_LOCAL, WHOLE)]
-    of_ranks = run_ranks(ranks.deviations, cases, world_size=2)
-    return {case: [of_rank[index] for of_rank in of_ranks] for index, case in enumerate(cases)}
+    return {case: of_ranks for case, *of_ranks in zip(DEVIATIONS, *_told(ranks.deviations), strict=True)}
 
 
 def test_two_ranks_train_to_the_weights_of_one_process_on_the_whole_batch():
@@ -45,7 +71,7 @@ def test_the_comparison_can_fail():
 
 
 def test_ranks_synchronize_once_an_update_however_many_micro_batches():
-    for rank in run_ranks(ranks.collectives_by_micro_batches, [OWN_SYNC, OWN_LOCAL, TORCH_LOCAL], world_size=2):
+    for rank in _told(ranks.collectives_by_micro_batches):
         for name in (OWN_LOCAL, TORCH_LOCAL):
             one, two, four = rank[name]
             assert one == two == four
@@ -56,7 +82,7 @@ def test_ranks_synchronize_once_an_update_however_many_micro_batches():
 
 
 def test_a_training_that_goes_on_ends_bit_by_bit_as_one_in_one_go():
-    first, second = run_ranks(ranks.all_interrupted_and_not, [OWN_SYNC, OWN_LOCAL, TORCH_LOCAL], world_size=2)
+    first, second = _told(ranks.all_interrupted_and_not)
     for rank in (first, second):
         for name, (in_one_go, interrupted) in rank.items():
             assert in_one_go == interrupted, name
@@ -65,7 +91,7 @@ def test_a_training_that_goes_on_ends_bit_by_bit_as_one_in_one_go():
 
 
 def test_validation_over_shards_is_that_of_one_process():
-    for rank in run_ranks(ranks.all_validated, [[5, 5], [5, 4], [3, 0]], world_size=2):
+    for rank in _told(ranks.all_validated):
         for found, expected in rank:
             assert found == pytest.approx(expected, rel=1e-12)
 

@@ -1,5 +1,7 @@
 """The worker of the data-parallel lab on two ranks, with the smallest model."""
 
+from functools import cache
+
 import pytest
 
 from labkit.bench.trace import Profile, read_events
@@ -30,7 +32,7 @@ def _wrong_wrapper(point):
     yield from measure_point(point)
 
 
-def _measure(point, worker=measure_point):
+def _measure(point, worker):
     rows = []
     for item in launch(worker, [point], world_size=2, timeout_s=120):
         if isinstance(item, PointEnd):
@@ -40,8 +42,36 @@ def _measure(point, worker=measure_point):
     return rows
 
 
+POINTS = {
+    "implementations": _point("implementations", [LOCAL, *IMPLEMENTATIONS]),
+    "buckets": _point("buckets", ["torch", "torch@0.5", "bucketed@0.5"], bucket_mb=0.5),
+    "timeline": _point("timeline", ["naive", "flat", "overlapped", "bucketed@0.5"]),
+    "memory": _point("memory", ["torch", "flat", "bucketed"]),
+    "accumulation": _point("accumulation", ["torch", "bucketed"], micro_batches=2),
+}
+
+
+@cache
+def _all_measured():
+    """Rows of rank 0 and the end of each point, by name: one group of ranks measures them all, as the lab does."""
+    rows, ends = {name: [] for name in POINTS}, {}
+    for item in launch(measure_point, POINTS.values(), world_size=2, timeout_s=120):
+        name = list(POINTS)[item.index]
+        if isinstance(item, PointEnd):
+            ends[name] = item
+        elif item.rank == 0:
+            rows[name].append(item.values)
+    return rows, ends
+
+
+def _measured(name):
+    rows, ends = _all_measured()
+    assert ends[name].status == "ok", ends[name].failure
+    return rows[name]
+
+
 def test_every_implementation_is_gated_and_timed_in_phases():
-    rows = _measure(_point("implementations", [LOCAL, *IMPLEMENTATIONS]))
+    rows = _measured("implementations")
     assert {row["gate"] for row in rows} == {"ok"}
     assert all(len(row["seconds"]) == 2 for row in rows)
     by_name = {
@@ -61,7 +91,7 @@ def test_a_wrapper_whose_gradients_are_not_the_mean_gets_no_time():
 
 
 def test_alternatives_carry_their_bucket_size():
-    rows = _measure(_point("buckets", ["torch", "torch@0.5", "bucketed@0.5"], bucket_mb=0.5))
+    rows = _measured("buckets")
     sizes = {(row["implementation"], row["of_bucket_mb"]) for row in rows}
     assert sizes == {("torch", None), ("torch", 0.5), ("bucketed", 0.5)}
 
@@ -97,7 +127,7 @@ def test_buckets_of_one_size_are_the_same_buckets_on_both_sides():
 
 def test_collectives_run_during_backward_for_overlapping_wrappers_and_not_for_the_others():
     """By the profiler's trace, as the page shows it."""
-    rows = _measure(_point("timeline", ["naive", "flat", "overlapped", "bucketed@0.5"]))
+    rows = _measured("timeline")
     during = {}
     for row in rows:
         if row["lane"] == "all-reduce":
@@ -118,14 +148,14 @@ def test_collectives_run_during_backward_for_overlapping_wrappers_and_not_for_th
 
 
 def test_bucketed_needs_no_more_memory_than_torchs_gradient_views():
-    rows = _measure(_point("memory", ["torch", "flat", "bucketed"]))
+    rows = _measured("memory")
     peak = {row["implementation"]: row["peak_bytes"] for row in rows}
     assert peak["bucketed"] <= 1.01 * peak["torch"]
     assert peak["flat"] > peak["bucketed"]
 
 
 def test_accumulation_compares_every_with_last():
-    rows = _measure(_point("accumulation", ["torch", "bucketed"], micro_batches=2))
+    rows = _measured("accumulation")
     assert [(row["implementation"], row["synchronized"]) for row in rows] == [
         (name, kind) for name in ("torch", "bucketed") for kind in ("every", "last")
     ]

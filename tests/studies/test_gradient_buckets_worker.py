@@ -33,6 +33,11 @@ def _rows(point, worker=measure_point):
     return rows
 
 
+@pytest.fixture(scope="module")
+def small():
+    return _rows(SMALL)
+
+
 def _forgets_the_other_rank(point):
     from labkit.parallel.data_parallel import BucketedDDP
 
@@ -46,8 +51,8 @@ def _forgets_the_other_rank(point):
     yield from measure_point(point)
 
 
-def test_every_size_is_checked_and_timed_and_says_which_buckets_it_made():
-    rows = _rows(SMALL)
+def test_every_size_is_checked_and_timed_and_says_which_buckets_it_made(small):
+    rows = small
     assert {row["gate"] for row in rows} == {"ok"}
     assert all(len(row["seconds"]) == 2 and min(row["seconds"]) > 0 for row in rows)
     phases = {(row["alternative"], row["phase"]) for row in rows}
@@ -61,8 +66,8 @@ def test_every_size_is_checked_and_timed_and_says_which_buckets_it_made():
         assert steps[size]["last_bucket_bytes"] >= 4 * 10_000 * 128  # the token embedding is never split
 
 
-def test_waiting_is_part_of_the_step():
-    rows = {(row["alternative"], row["phase"]): row["seconds"] for row in _rows(SMALL)}  # of the rank that came last
+def test_waiting_is_part_of_the_step(small):
+    rows = {(row["alternative"], row["phase"]): row["seconds"] for row in small}  # of the rank that came last
     for size in ("0.5 MiB", "5 MiB", "100 MiB"):
         pairs = zip(rows[size, "waiting"], rows[size, "step"], strict=True)
         assert all(waiting < step for waiting, step in pairs)
