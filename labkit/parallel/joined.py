@@ -164,7 +164,7 @@ def _ready(plan: GroupPlan, *, new_group: bool = False) -> tuple[dict[str, Any],
     torch.set_num_threads(plan.threads)
     control = None
     if plan.backend is not None:
-        if new_group or not dist.is_initialized() or dist.get_backend() != plan.backend:
+        if new_group or not _has_group(plan.backend, plan.timeout_s):
             _make_group(plan.backend, plan.timeout_s)
         # a peer may be as late as its watchdog lets it
         patience = timedelta(seconds=plan.timeout_s + 2 * MARGIN_S)
@@ -178,6 +178,15 @@ def _ready(plan: GroupPlan, *, new_group: bool = False) -> tuple[dict[str, Any],
         "start_s": time.monotonic() - begun,
     }
     return facts, control
+
+
+def _has_group(backend: str, timeout_s: float) -> bool:
+    """Whether the job's process group is of this kind, and gives up when this launch wants it to."""
+    if not dist.is_initialized() or dist.get_backend() != backend:
+        return False
+    group: Any = dist.group.WORLD
+    options = group._get_backend(torch.device("cuda" if backend == "nccl" else "cpu")).options
+    return bool(options._timeout == timedelta(seconds=timeout_s))
 
 
 def _make_group(backend: str, timeout_s: float) -> None:

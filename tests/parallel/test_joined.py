@@ -101,7 +101,8 @@ def test_another_world_size_skips_every_point(two_launches: CompletedProcess[str
 
 
 def test_all_ranks_agree_on_a_failure_and_carry_on(tmp_path: Path) -> None:
-    (ranks,) = told_by_ranks(torchrun(tmp_path, (["a", "fails", "fails", "b"], 2, 1.0)))
+    # After a launch that waits longer: the time-out of each is its own, or the failures would not be found in time.
+    _, ranks = told_by_ranks(torchrun(tmp_path, (["a"], 2, 60.0), (["a", "fails", "fails", "b"], 2, 1.0)))
     ends = [item[1:4] for item in ranks[0]["first"] if item[0] == "end"]
     failed = ["failed", "rank 1: ValueError: rank 1 has had enough"]
     assert ends == [[0, "ok", None], [1, *failed], [2, *failed], [3, "ok", None]]

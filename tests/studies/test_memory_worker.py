@@ -116,7 +116,7 @@ def _measure_with_little_memory(point):
 def test_running_out_of_memory_is_recorded_and_the_next_point_is_measured():
     settings = {"kind": "measured", "context_length": 16, "phases": ("full_step",)}
     points = [MemoryPoint(size="small", **settings), MemoryPoint(size="nano", **settings)]
-    with closing(launch(_measure_with_little_memory, points, world_size=1, timeout_s=120)) as events:
+    with closing(launch(_measure_with_little_memory, points, world_size=1, threads=1, timeout_s=120)) as events:
         seen = list(events)
     ends = [event for event in seen if not isinstance(event, Row)]
     assert [end.status for end in ends] == ["oom", "ok"], [end.reason for end in ends]
