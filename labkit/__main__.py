@@ -93,12 +93,15 @@ def measure(
         raise ParameterError("--resume takes its parameters from the run: leave out --profile and --set")
     profile = profile or "quick"
     config = resolve_config(lab, study.profiles, profile, parse_assignments(settings or []))
-    with _progress(lab) as show:
+    begun: list[Path] = []
+    with _progress(lab, begun) as show:
         if resume is None:
-            run = measuring.measure(study, config, profile=profile, on_progress=show, on_output=_print_output)
+            run = measuring.measure(
+                study, config, profile=profile, on_progress=show, on_start=begun.append, on_output=_print_output
+            )
         else:
-            path = find_run([runs_directory() / lab], resume)
-            run = measuring.resume(study, path, on_progress=show, on_output=_print_output)
+            begun.append(find_run([runs_directory() / lab], resume))
+            run = measuring.resume(study, begun[0], on_progress=show, on_output=_print_output)
     coverage = run.coverage()
     counts = coverage["status"].value_counts().to_dict()
     described = ", ".join(f"{count} {status}" for status, count in counts.items())
@@ -173,17 +176,18 @@ def _all_studies() -> "Iterator[Study]":
 
 
 @contextmanager
-def _progress(lab: str) -> "Iterator[Callable[[Progress], None]]":
-    """A line in the terminal that says how far a lab is, nothing where there is no terminal; what Ctrl-C leaves."""
+def _progress(lab: str, begun: list[Path] | None = None) -> "Iterator[Callable[[Progress], None]]":
+    """A line in the terminal that says how far a lab is, nothing where there is no terminal; what Ctrl-C leaves.
+
+    `begun` is or gets the run that is written; None where a notebook knows it.
+    """
     try:
         with err.status(f"{lab}: starting") as status:
             yield lambda progress: status.update(f"{lab}: {progress.done} of {progress.total}  {_plain(progress.text)}")
     except KeyboardInterrupt:  # here: typer would end without a word
-        err.print(
-            f"interrupted; what was measured is kept: `labkit measure {lab} --resume RUN` goes on from there, "
-            f"RUN being the newest in data/runs/{lab}/",
-            soft_wrap=True,
-        )
+        kept = "RUN" if begun is None else "".join(path.stem for path in begun)
+        goes_on = f"; what was measured is kept: `labkit measure {lab} --resume {kept}` goes on from there"
+        err.print(f"interrupted{goes_on if kept else ''}", soft_wrap=True)
         raise typer.Exit(130) from None
 
 

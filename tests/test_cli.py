@@ -43,9 +43,12 @@ MISTAKES = [
     (["report", "all_reduce", "--profile", "quik"], ["'quik'", "did you mean 'quick'"]),
     (["measure", "al_reduce"], ["'al_reduce'", "did you mean 'all_reduce'"]),
     (["report", "../all_reduce"], ["'../all_reduce'", "the labs are"]),
-    (["report", "all_reduce", "--run", "no-such-run"], ["no-such-run", "matches: none"]),
-    (["measure", "all_reduce", "--resume", "no-such-run"], ["no-such-run", "matches: none"]),
-    (["compare", "no-such-run", "no-other"], ["no-such-run", "matches: none"]),
+    (
+        ["report", "all_reduce", "--run", "no-such-run"],
+        ["no-such-run", "data/recorded/all_reduce or data/runs/all_reduce"],
+    ),
+    (["measure", "all_reduce", "--resume", "no-such-run"], ["no-such-run", "in data/runs/all_reduce"]),
+    (["compare", "no-such-run", "no-other"], ["no-such-run", "in data/recorded or data/runs"]),
     (["compare", "README.md", "README.md"], ["README.md: line 1", "not a line of a run"]),
 ]
 # Of each command one, and of each kind of error; a program of its own says nothing else, while it imports, either.

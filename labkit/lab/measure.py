@@ -17,7 +17,7 @@ from labkit.lab.point import Point
 from labkit.lab.project import runs_directory
 from labkit.lab.resuming import check_same_setting, replan
 from labkit.lab.run_writer import RunWriter
-from labkit.lab.store import Run, RunHeader
+from labkit.lab.store import Run, RunFileError, RunHeader
 from labkit.lab.study import Study
 from labkit.machine import describe_machine
 from labkit.parallel.joined import agree, is_joined, joined_rank, ranks_by_host
@@ -93,7 +93,8 @@ def resume(
     looked at before anything is fetched.
     """
     run = Run.load(path)
-    check_same_setting(study, run)
+    layout = ranks_by_host()
+    _on_first_rank(lambda: check_same_setting(study, run, layout))
     config = resolve_config(study.name, study.profiles, run.header.profile, run.header.config)
     pending = set(run.pending)
     if pending:
@@ -105,6 +106,8 @@ def resume(
         _take_part(study, remaining)
         raise SystemExit(0)
     with RunWriter.reopen(path) as writer:
+        if Run.load(path).pending != run.pending:  # what was read before the file was locked
+            raise RunFileError(f"{path}: another process has written this run meanwhile; resume it again")
         _prepare_again(study, path, config, remaining, on_progress)
         if remaining:
             writer.begin_again(_command(), describe_machine().git)
@@ -135,16 +138,16 @@ def _prepare_again(study: Study, path: Path, config: LabConfig, points: list[Poi
 
 
 def _on_first_rank(call: Callable[[], str | None]) -> str | None:
-    """What the first rank's call returns, on every rank; every rank raises the ParameterError that it raises."""
-    result, error = None, None
+    """What the first rank's call returns, on every rank; every rank raises what it raises of its own accord."""
+    result, error, is_of_run = None, None, False
     if joined_rank() == 0:
         try:
             result = call()
-        except ParameterError as found:
-            error = str(found)
-    result, error = agree([result, error])
+        except (ParameterError, RunFileError) as found:
+            error, is_of_run = str(found), isinstance(found, RunFileError)
+    result, error, is_of_run = agree([result, error, is_of_run])
     if error is not None:
-        raise ParameterError(error)
+        raise RunFileError(error) if is_of_run else ParameterError(error)
     return result
 
 

@@ -1,4 +1,4 @@
-"""Whether a run can be taken up again here: all that refuses it, before anything is fetched or written."""
+"""Whether a run can be taken up again here: by its lab, machine, layout of ranks, and plan."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,11 +9,13 @@ from labkit.lab.store import Run, RunFileError
 from labkit.lab.study import Study
 from labkit.machine import describe_machine
 from labkit.parallel.hosts import describe_hosts
-from labkit.parallel.joined import ranks_by_host
 
 
-def check_same_setting(study: Study, run: Run) -> None:
-    """RunFileError for a run of another lab, machine, or layout of ranks."""
+def check_same_setting(study: Study, run: Run, layout: dict[str, list[int]] | None) -> None:
+    """RunFileError for a run of another lab, machine, or layout of ranks (`ranks_by_host`).
+
+    For the first rank: its machine is the one in the header.
+    """
     header = run.header
     if header.lab != study.name:
         raise RunFileError(f"{run.path}: a run of the lab {header.lab!r}, not of {study.name!r}")
@@ -21,7 +23,7 @@ def check_same_setting(study: Study, run: Run) -> None:
     if (header.machine.host, header.machine.label) != (here.host, here.label):
         there = f"{header.machine.label} ({header.machine.host})"
         raise RunFileError(f"{run.path}: measured on {there}, and numbers of two machines do not mix")
-    if header.ranks_by_host != ranks_by_host():
+    if header.ranks_by_host != layout:
         there = describe_hosts(header.ranks_by_host)
         raise RunFileError(f"{run.path}: measured by {there}, and numbers of two layouts of ranks do not mix")
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from labkit.lab import measure as measuring
 from labkit.lab.config import ParameterError
 from labkit.lab.measure import measure, resume
 from labkit.lab.run_writer import RunWriter
@@ -129,6 +130,33 @@ def test_a_run_that_somebody_writes_is_refused_before_anything_is_fetched(tmp_pa
     monkeypatch.setattr(type(FAKE), "prepare", lambda *_: pytest.fail("fetched"))
     with RunWriter.reopen(path), pytest.raises(RunFileError, match="another process is writing"):
         resume(FAKE, path)
+
+
+def test_a_run_that_somebody_completed_meanwhile_is_not_measured_twice(tmp_path, monkeypatch):
+    path, reopen = _begun(tmp_path, "fine"), RunWriter.reopen
+
+    def reopen_late(path):
+        with monkeypatch.context() as patched:
+            patched.setattr(RunWriter, "reopen", reopen)
+            resume(FAKE, path)
+        return reopen(path)
+
+    monkeypatch.setattr(RunWriter, "reopen", reopen_late)
+    with pytest.raises(RunFileError, match="another process has written this run meanwhile"):
+        resume(FAKE, path)
+    assert len(Run.load(path).frame()) == 4
+
+
+def test_only_the_first_rank_of_a_job_compares_its_machine_with_the_run(tmp_path, monkeypatch):
+    path = _begun(tmp_path, "fine")
+    path.write_text(path.read_text().replace('"host":"', '"host":"another-'))
+    agreed = iter([[None, None, False], [None, None, False], [None, None, False], []])
+    monkeypatch.setattr(measuring, "joined_rank", lambda: 1)
+    monkeypatch.setattr(measuring, "agree", lambda _: next(agreed))
+    with pytest.raises(SystemExit) as end:
+        resume(FAKE, path)
+    assert end.value.code == 0
+    assert list(agreed) == []
 
 
 def test_a_run_whose_data_cannot_be_had_stays_as_it_is(tmp_path, monkeypatch):

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from labkit.parallel.launch import PointEnd, Row, launch
 from labkit.parallel.rank_process import interrupts_deferred
+from tests import errands
 
 MARK = "LABKIT_TEST_MARK"
 
@@ -110,13 +111,21 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> bool:
 
 
 def children() -> set[psutil.Process]:
-    """What descends from this process, but for the errands of other tests, which are a session apart."""
-    found = set()
-    for process in psutil.Process().children(recursive=True):
-        with suppress(ProcessLookupError):
-            if os.getsid(process.pid) == os.getsid(0):
-                found.add(process)
+    """What descends from this process, but for the errands of other tests and what descends from them."""
+    found = set(psutil.Process().children(recursive=True))
+    for process in tuple(found):
+        with suppress(psutil.Error):
+            if errands.__file__ in process.cmdline():
+                found -= {process, *process.children(recursive=True)}
+                # A session apart: those whose parent ended while we looked.
+                found -= {other for other in found if _session(other) == process.pid}
     return found
+
+
+def _session(process: psutil.Process) -> int | None:
+    with suppress(ProcessLookupError):
+        return os.getsid(process.pid)
+    return None
 
 
 def is_gone(pid: int) -> bool:
