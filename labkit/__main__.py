@@ -40,10 +40,13 @@ def main() -> None:
     if "WORLD_SIZE" not in os.environ:  # under torchrun this process is measured, with Python's own setting
         gc.set_threshold(50_000)
     atexit.register(gc.freeze)
-    from labkit.lab.store import RunFileError
-
     try:
+        from labkit.lab.store import RunFileError
+
         app()
+    except KeyboardInterrupt:  # while modules are imported, say
+        err.print("interrupted")
+        raise SystemExit(130) from None
     except (ParameterError, RunFileError) as error:
         err.print(f"[bold red]error:[/] {_plain(error)}", soft_wrap=True)
         raise SystemExit(2) from None

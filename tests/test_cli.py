@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from labkit import __main__ as program
 from labkit.__main__ import main
 from labkit.lab.store import Run
 from tests.commands import labkit, runs_by
@@ -69,6 +70,19 @@ def same_collector():
     yield
     gc.set_threshold(*before)
     atexit.unregister(gc.freeze)
+
+
+@pytest.mark.usefixtures("same_collector")
+def test_an_interrupt_before_anything_has_begun_is_one_word(monkeypatch, capfd):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(program, "app", interrupted)
+    monkeypatch.setattr(sys, "argv", ["labkit", "measure", "all_reduce"])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 130
+    assert capfd.readouterr().err.strip() == "interrupted"
 
 
 @pytest.mark.parametrize(("arguments", "words"), MISTAKES)

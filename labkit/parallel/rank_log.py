@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
+from io import BytesIO
 from pathlib import Path
 from typing import BinaryIO
 
@@ -39,9 +40,7 @@ class RankLog:
 
     def tail(self) -> str:
         """The last lines so far."""
-        if not self._path.exists():
-            return ""
-        with self._path.open("rb") as file:
+        with self._opened() as file:
             size = file.seek(0, 2)
             file.seek(max(0, size - TAIL_BYTES))
             lines = file.read().split(b"\n")
@@ -50,15 +49,20 @@ class RankLog:
         return "\n".join([_as_shown(line) for line in lines if line][-TAIL_LINES:])
 
     def _unread(self, whole_lines: bool) -> Iterator[bytes]:
-        if not self._path.exists():
-            return
-        with self._path.open("rb") as file:
+        with self._opened() as file:
             file.seek(self._read)
             for line in _pieces(file):
                 if whole_lines and not line.endswith(b"\n") and len(line) < LINE_BYTES:
                     return
                 self._read += len(line)
                 yield line
+
+    def _opened(self) -> BinaryIO:
+        """The file; an empty one before the rank has made it, and after somebody has cleaned up, at any moment."""
+        try:
+            return self._path.open("rb")
+        except FileNotFoundError:
+            return BytesIO()
 
 
 def _pieces(file: BinaryIO) -> Iterator[bytes]:

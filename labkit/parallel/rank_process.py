@@ -91,7 +91,9 @@ class RankProcess:
 
     def stacks(self) -> str:
         """The stacks it has written so far."""
-        return self.stacks_path.read_text(errors="replace") if self.stacks_path.exists() else ""
+        with contextlib.suppress(FileNotFoundError):  # it has not begun, or somebody has cleaned up
+            return self.stacks_path.read_text(errors="replace")
+        return ""
 
     def stop(self) -> None:
         """Let it write nothing more. Should the parent die now, the kernel continues it, and it cleans up."""

@@ -26,6 +26,12 @@ def dead_rank(directory: Path, number: signal.Signals) -> RankProcess:
     return RankProcess(1, process, pipe, pipe_of_rank, RankLog(directory / "log"), directory / "stacks")
 
 
+def test_what_a_rank_wrote_may_be_cleaned_up_at_any_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "exists", lambda _: True)  # it was there a moment ago
+    rank = dead_rank(tmp_path, signal.SIGKILL)
+    assert (rank.log.tail(), rank.log.new_lines(whole_lines=False), rank.stacks()) == ("", [], "")
+
+
 KILLED = "rank 1 was killed by SIGKILL"
 MEANWHILE = f"{KILLED}: out of memory: meanwhile the kernel killed"
 
