@@ -6,6 +6,7 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
+import numpy as np
 import pandas as pd
 from matplotlib.text import Text
 
@@ -17,7 +18,7 @@ from labkit.lab.figures import Plot, bars, lines
 from labkit.lab.html import render, script, style_sheet
 from labkit.lab.project import kind_of_path, project_root, recorded_directory, relative_to_project, runs_directory
 from labkit.lab.store import Run, RunFileError, find_run
-from labkit.lab.units import format_bytes
+from labkit.lab.units import counted, format_bytes
 
 MOST_ROWS = 300
 """Of a lab's table on the page; the link to its CSV has all."""
@@ -128,7 +129,7 @@ def _run_table(found: LabComparison) -> pd.DataFrame:
         {
             "machine": name,
             "host": run.header.machine.host,
-            "commit": ", then ".join(str(git or "none") for git in run.sources),
+            "commit": ", then ".join(str(git or "not recorded") for git in run.sources),
             "torch": run.header.machine.versions.get("torch"),
             "profile": run.header.profile,
             "started": f"{run.header.started:%Y-%m-%d %H:%M}",
@@ -212,15 +213,15 @@ def _labels(table: pd.DataFrame, columns: Sequence[str]) -> list[str]:
 
 def _named(name: str, value: Any) -> str:
     """ "scheduling batch", "4 ranks", "64 KiB": of a list without headings, in which a word alone says nothing."""
-    if isinstance(value, str | bool | list):
-        return f"{name.replace('_', ' ')} {_label(name, str(value))}"
-    return _label(name, value)
+    return f"{name.replace('_', ' ')} {_label(name, value)}" if isinstance(value, str) else _label(name, value)
 
 
 def _label(name: str, value: Any) -> str:
     """ "butterfly", "4 ranks", "64 KiB", "batch 8"."""
     if isinstance(value, str):
         return value.replace("_", " ")
+    if isinstance(value, bool | np.bool_ | list):  # the first from JSON, the second from a frame
+        return f"{name} {value}".replace("_", " ")
     if name.endswith("bytes"):
         return format_bytes(value)
-    return f"{value:g} ranks" if name == "world_size" else f"{name.replace('_', ' ')} {value:g}"
+    return counted(int(value), "rank") if name == "world_size" else f"{name.replace('_', ' ')} {value:g}"

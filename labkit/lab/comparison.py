@@ -112,7 +112,9 @@ def machine_names(runs: Sequence[Run]) -> dict[Path, str]:
 
 def _description(run: Run) -> dict[str, str]:
     machine = run.header.machine
-    commits = ["no commit" if git is None else git.commit[:7] + ("+" if git.dirty else "") for git in run.sources]
+    commits = [
+        "commit not recorded" if git is None else git.commit[:7] + ("+" if git.dirty else "") for git in run.sources
+    ]
     return {"label": machine.label, "host": machine.host, "commit": " then ".join(commits)}
 
 

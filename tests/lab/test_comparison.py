@@ -190,6 +190,9 @@ def test_machines_have_the_shortest_names_that_tell_them_apart(tmp_path):
     assert names(a, c) == ["One, x", "One, z"]
     assert names(a, d) == ["One, abc1234", "One, fff9999+"]
     assert names(a, e) == ["One, x, abc1234, run 1", "One, x, abc1234, run 2"]
+    old = run_file(tmp_path / "old.jsonl", cpu="One", host="x", git=None, **common)
+    assert names(a, old) == ["One, abc1234", "One, commit not recorded"]
+    assert compare_page._run_table(compare_runs([a, old])[0])["commit"].tolist()[1] == "not recorded"
 
 
 def test_one_page_holds_many_machines_and_labs_and_escapes_what_runs_say(tmp_path):
@@ -406,7 +409,8 @@ def test_what_all_settings_share_is_told_with_its_name():
         "n_bytes": 4096,
         "scheduling": "batch",
         "seed": 0.0,
-        "causal": True,
+        "causal": np.False_,
+        "overlapped": True,
         "sizes": [1, 2],
     }
     assert [compare_page._named(name, value) for name, value in shared.items()] == [
@@ -414,6 +418,8 @@ def test_what_all_settings_share_is_told_with_its_name():
         "4 KiB",
         "scheduling batch",
         "seed 0",
-        "causal True",
+        "causal False",
+        "overlapped True",
         "sizes [1, 2]",
     ]
+    assert compare_page._named("world_size", 1) == "1 rank"

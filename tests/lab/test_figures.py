@@ -32,6 +32,14 @@ def test_the_saved_table_is_what_is_drawn(tmp_path):
     assert {(row.n_bytes, row.seconds) for row in saved.itertuples()} <= points
 
 
+def test_figures_whose_names_have_a_dot_do_not_overwrite_one_another(tmp_path):
+    for name in ("timeline_2.7B", "timeline_2.8B"):
+        _draw().save(tmp_path / name)
+    assert {path.name for path in tmp_path.iterdir()} == {
+        f"timeline_{size}.{kind}" for size in ("2.7B", "2.8B") for kind in ("png", "csv")
+    }
+
+
 def test_a_figure_is_saved_the_same_twice():
     assert _draw().png() == _draw().png()
 
@@ -69,6 +77,14 @@ def test_nothing_measured_is_said_and_a_missing_column_is_named():
     )
     with pytest.raises(ValueError, match="no column rank"):
         lines(FRAME, x="n_bytes", y="seconds", hue="rank")
+
+
+@pytest.mark.parametrize("facet", [None, "world_size"])
+def test_rows_without_a_value_are_nothing_to_draw(facet):
+    empty = FRAME.assign(seconds=float("nan"))
+    for draw in (lines, bars):
+        plot = draw(empty, x="n_bytes", y="seconds", hue="algorithm", facet=facet)
+        assert "nothing was measured" in plot.figure.texts[0].get_text()
 
 
 STEPS = pd.DataFrame(

@@ -22,4 +22,5 @@ def test_a_recorded_run_is_complete_and_answers_questions(path):
     answers = load_study(run.header.lab).answers(run.frame(), run.coverage())
     assert sum(answer.verdict == "not measured" for answer in answers) <= 1
     drawn = {file.stem for file in (figures_directory() / path.parent.name / path.stem).glob("*.png")}
-    assert {answer.figure for answer in answers} - {None} <= drawn
+    named = {name for answer in answers for name in (answer.figure, *answer.more_figures)} - {None}
+    assert named <= drawn

@@ -170,6 +170,15 @@ def test_a_training_of_nothing_but_first_epochs_has_their_times():
     assert sorted(set(samples.times(frame)["epoch"])) == [1, 2]
 
 
+def test_a_training_resumed_after_the_first_of_two_epochs_has_a_time_beside_others_that_were_not():
+    frame = _frame(epochs=2, noise=0.0)
+    resumed = frame["seed"] == 3
+    table = samples.times(frame.assign(warm_up=(frame["epoch"] == 1) | resumed))
+    assert {seed: sorted(set(rows["epoch"])) for seed, rows in table.groupby("seed")} == {
+        seed: [1, 2] if seed == 3 else [2] for seed in range(8)
+    }
+
+
 def test_what_synchronizing_costs_is_beside_what_its_collectives_should_cost():
     table = analysis.synchronizing(_frame(noise=0.0)).set_index("implementation")
     assert table["predicted_s"].tolist() == pytest.approx([390e-4] * 2)

@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch.distributed as dist
 
+from labkit.bench.gate import verdict
 from labkit.lab.config import ParameterError, resolve_config
 from labkit.lab.measure import measure, resume
 from labkit.lab.store import RunFileError
@@ -17,7 +18,7 @@ from labkit.studies.cifar100 import worker as worker_module
 from labkit.studies.cifar100.data import CIFAR100, DIGITS, hand_out
 from labkit.studies.cifar100.study import STUDY
 from labkit.studies.cifar100.training import OWN_LOCAL, OWN_SYNC, TORCH_LOCAL, TORCH_SYNC
-from labkit.studies.cifar100.worker import EPOCH, MEMORY, PROBE, TrainingPoint, train_point
+from labkit.studies.cifar100.worker import EPOCH, MEMORY, PROBE, TOLERANCE, TrainingPoint, train_point
 from tests.nn.cifar_archive import records, write_archive
 
 ON_CPU = (OWN_SYNC, OWN_LOCAL, TORCH_LOCAL)
@@ -101,6 +102,7 @@ def test_a_wrapper_with_wrong_weights_is_not_trained(archive):
     wrong = [row for row in rows if row["gate"] != "ok"]
     assert {row["implementation"] for row in wrong} == {OWN_LOCAL}
     assert all(row["error"] > 1e-3 and "epoch_s" not in row for row in wrong)
+    assert all(row["gate"] == verdict(row["error"], TOLERANCE) for row in wrong)
     assert {row["implementation"] for row in rows if "epoch_s" in row} == {TORCH_LOCAL}
 
 

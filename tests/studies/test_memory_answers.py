@@ -155,7 +155,8 @@ def test_the_best_segment_is_where_the_peak_is_lowest_whatever_the_textbook_says
         return {0: 10e9, 1: 9e9, 2: 8e9, 3: 5e9, 6: 9e9}[segment]
 
     answer = _answers(_frame(contrary))["checkpointing"]
-    assert "lowest with segments of 3" in answer.text
+    assert "lowest with segments of 3; the length predicted from what a layer keeps here is " in answer.text
+    assert "(the textbook's sqrt(layers): " in answer.text
     assert "checkpoint every 3 layers: 50 % of the peak" in answer.recommendation
 
 

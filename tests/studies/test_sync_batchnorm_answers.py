@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from labkit.studies.sync_batchnorm import analysis, predictions
+from labkit.studies.sync_batchnorm import analysis, answers, predictions
 from labkit.studies.sync_batchnorm.alternatives import (
     ALL_REDUCES,
     ALONE,
@@ -163,6 +163,24 @@ def test_a_part_that_is_largest_everywhere_is_named_though_not_every_interval_sh
 
     text = _answers(_frame(near_in_one, noise=0.05))["split"].text
     assert "The largest median is that of collectives everywhere; intervals show it in 3 of 4." in text
+
+
+@pytest.mark.parametrize(("high", "in_every"), [(3.0, True), (5.0, False), (float("nan"), False)])
+def test_the_largest_part_is_shown_only_above_every_other_interval(high, in_every):
+    """The third median has an interval that may reach higher than that of the second."""
+    setting = {"world_size": 2, "backend": "gloo", "device": "cpu", "batch": 32, "features": 128}
+    intervals = {
+        analysis.PRICE: (7.0, 6.0, 8.0),
+        "collectives": (4.5, 4.0, 5.0),
+        "arithmetic": (2.0, 1.9, 2.1),
+        "waiting and waking": (1.0, 0.5, high),
+    }
+    rows = [
+        setting | {"part": part, "seconds": m, "low": low, "high": top} for part, (m, low, top) in intervals.items()
+    ]
+    told = answers._largest_part(pd.DataFrame(rows))
+    assert (told == ["The largest part is collectives in every setting."]) == in_every
+    assert in_every or told == ["No one part is shown to be the largest everywhere."]
 
 
 def test_noise_claims_nothing():

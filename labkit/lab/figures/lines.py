@@ -52,7 +52,7 @@ def lines(
     `hue_order` names all values that may occur, so that each keeps its color from figure to figure.
     `facet_order` does the same for the panels, which are otherwise sorted. `level` draws a horizontal line (1 for
     a ratio). `reference` holds the same columns and is drawn dashed and hollow under `reference_label`; so is `frame`
-    itself if `source` says that it is not from here. A frame without rows gives an empty plot that says so.
+    itself if `source` says that it is not from here. A frame without values gives an empty plot that says so.
     ValueError if a column is missing.
     """
     columns = [column for column in (x, y, hue, facet) if column is not None]
@@ -64,6 +64,8 @@ def lines(
     intervals = [column for column in ("low", "high") if column in frame]
     data = pd.concat(pieces, ignore_index=True)[[*columns, *intervals, "source"]]
     data = data.dropna(subset=[y]).sort_values([*columns, "source"], ignore_index=True)
+    if data.empty:
+        return nothing_to_draw(data)
     panels: Sequence[Any] = [None] if facet is None else _in_order(data[facet], facet_order)
     figure, axes, first_of_row = _subplots(len(panels))
     styles = {value: index for index, value in enumerate(hue_order or sorted(set(data[hue])))}

@@ -94,11 +94,14 @@ class Plot:
         return buffer.getvalue()
 
     def save(self, stem: Path) -> bytes:
-        """Write `<stem>.png` and, beside it, `<stem>.csv` with the plotted points; returns the PNG: drawing is slow."""
+        """Write `<stem>.png` and, beside it, `<stem>.csv` with the plotted points; returns the PNG: drawing is slow.
+
+        The stem may have a dot, as in the name of a model's size.
+        """
         stem.parent.mkdir(parents=True, exist_ok=True)
         png = self.png()
-        stem.with_suffix(".png").write_bytes(png)
-        stem.with_suffix(".csv").write_text(self.csv())
+        stem.with_name(stem.name + ".png").write_bytes(png)
+        stem.with_name(stem.name + ".csv").write_text(self.csv())
         return png
 
     def csv(self) -> str:

@@ -1,4 +1,4 @@
-"""The CIFAR-100 lab: whole trainings with the own wrapper and the own SyncBatchNorm, beside torch's.
+"""The CIFAR-100 lab: whole trainings with labkit's wrapper and SyncBatchNorm, beside torch's.
 
 ``training``  how one implementation trains: order of images, updates, validation
 ``data``      images handed out by rank 0

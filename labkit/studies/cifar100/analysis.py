@@ -31,7 +31,7 @@ from labkit.studies.cifar100.training import IMPLEMENTATIONS as IMPLEMENTATIONS 
 from labkit.studies.cifar100.training import OWN_LOCAL, OWN_SYNC, TORCH_LOCAL, TORCH_SYNC
 from labkit.studies.cifar100.worker import EPOCH, MEMORY, PROBE
 
-# The same arithmetic by own parts and by torch's; and what synchronizing changes in one of them.
+# The same arithmetic by labkit's parts and by torch's; and what synchronizing changes in one of them.
 SAME = ((OWN_SYNC, TORCH_SYNC), (OWN_LOCAL, TORCH_LOCAL))
 SYNC = ((OWN_SYNC, OWN_LOCAL), (TORCH_SYNC, TORCH_LOCAL))
 # Smaller differences at the end of training are taken for none: points of accuracy, percent of a loss.
@@ -246,7 +246,7 @@ def published_ratio(column: str) -> float:
 
 
 def own_over_torch(frame: pd.DataFrame) -> pd.DataFrame:
-    """`ratio` of own over torch's by quantity, time of an epoch (with interval) and peak memory."""
+    """`ratio` of labkit's over torch's by quantity, time of an epoch (with interval) and peak memory."""
     epochs = time_ratios(frame, SAME).assign(quantity="time of an epoch")
     peaks = memory(frame).dropna(subset="over_torch")
     peaks = peaks[peaks["implementation"].isin(dict(SAME))].rename(columns={"over_torch": "ratio"})

@@ -14,9 +14,9 @@ from labkit.studies.cifar100.training import TORCH_SYNC
 
 LEARNED = Question("learned", "How well does the net learn, and how much does that depend on the seed?")
 SAME = Question(
-    "same_training", "Do the own wrapper and, where torch's runs, the own SyncBatchNorm train as well as torch's?"
+    "same_training", "Do labkit's wrapper and, where torch's runs, labkit's SyncBatchNorm train as well as torch's?"
 )
-TIME = Question("time", "Does an epoch take longer with the own parts than with torch's?")
+TIME = Question("time", "Does an epoch take longer with labkit's parts than with torch's?")
 MEMORY = Question("memory", "What does each need at its peak?")
 SYNC = Question(
     "sync_batchnorm",
@@ -27,8 +27,8 @@ PUBLISHED = Question("published_trends", "Do the published trends hold on this m
 QUESTIONS = (LEARNED, SAME, TIME, MEMORY, SYNC, PUBLISHED)
 
 REFUSED = (
-    "torch's SyncBatchNorm refuses CPU tensors: the wrappers are compared with local batch norm on both sides, and the "
-    "own SyncBatchNorm with one process that has the whole batch, before training."
+    "torch's SyncBatchNorm refuses CPU tensors: the wrappers are compared with local batch norm on both sides, and "
+    "labkit's SyncBatchNorm with one process that has the whole batch, before training."
 )
 
 

@@ -69,13 +69,16 @@ def _last_epoch(table: pd.DataFrame) -> float:
 
 
 def times(frame: pd.DataFrame) -> pd.DataFrame:
-    """`epoch_s` of the slowest rank by (implementation, seed, epoch); without those of warm-up if there are others."""
+    """`epoch_s` of the slowest rank by (implementation, seed, epoch), without those of warm-up.
+
+    A training that has no others keeps them: it would have no time at all.
+    """
     rows = of_phase(frame, EPOCH)
     if rows.empty or "epoch_s" not in rows:
         return pd.DataFrame(columns=["implementation", "seed", "epoch", "epoch_s"])
-    warm = ~_is_warm_up(rows)
-    rows = rows[warm] if warm.any() else rows
-    table = slowest_rank(rows, "epoch_s", ["implementation", "seed", "epoch"])
+    warm_up = _is_warm_up(rows)
+    has_no_other = warm_up.groupby([rows["implementation"], rows["seed"]]).transform("all")
+    table = slowest_rank(rows[~warm_up | has_no_other], "epoch_s", ["implementation", "seed", "epoch"])
     return in_order(table.drop(columns="repeat").sort_values(["seed", "epoch"]))
 
 

@@ -77,12 +77,12 @@ class CifarConfig(LabConfig):
 
 
 class Cifar100Study(Study):
-    """The same net trained by own parts and by torch's, epoch by epoch in turns."""
+    """The same net trained by labkit's parts and by torch's, epoch by epoch in turns."""
 
     name = "cifar100"
     title = "Training on CIFAR-100"
     summary = (
-        "Whether training with the own wrapper and SyncBatchNorm is as good, as fast and as small as with torch's."
+        "Whether training with labkit's wrapper and SyncBatchNorm is as good, as fast and as small as with torch's."
     )
     questions = answering.QUESTIONS
     profiles = {

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from labkit.bench.allocator import record_allocations
 from labkit.bench.clock import Stopwatch, time_interleaved
+from labkit.bench.gate import verdict
 from labkit.lab.point import Point
 from labkit.nn.vision import SmallConvNet
 from labkit.parallel import checkpoint
@@ -77,10 +78,11 @@ def train_point(point: TrainingPoint, checkpoints: Path | None = None) -> Iterat
     )
     small = replace(recipe, batch=GATE_BATCH, accumulation=GATE_ACCUMULATION)
     errors = {name: first_updates_error(name, small, data, point.seed) for name in point.implementations}
-    right = [name for name, error in errors.items() if error <= TOLERANCE]
+    checked = {name: verdict(error, TOLERANCE) for name, error in errors.items()}
+    right = [name for name, checks in checked.items() if checks == "ok"]
     yield from (
-        {"implementation": name, "phase": EPOCH, "error": error, "gate": f"wrong: error {error:.1e} of the weights"}
-        for name, error in errors.items()
+        {"implementation": name, "phase": EPOCH, "error": errors[name], "gate": checks}
+        for name, checks in checked.items()
         if name not in right
     )
     training = _Training(point, recipe, data, right)
@@ -188,7 +190,7 @@ def _weights(trainer: Trainer) -> Tensor:
 
 
 def _collectives_of_one_layer(device: str) -> dict[str, Any]:
-    """Seconds of the two collectives of the own synchronized batch norm over 128 channels, with nothing else to do."""
+    """Seconds of the two collectives of labkit's synchronized batch norm over 128 channels, with nothing else to do."""
     channels = SmallConvNet().bn1.num_features
     statistics = torch.zeros(2 * channels + 1, dtype=torch.float64, device=device)
     sums = torch.zeros(2, channels, device=device)

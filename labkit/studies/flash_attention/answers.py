@@ -87,12 +87,12 @@ def _crossovers(dtype: str, rows: pd.DataFrame, ratios: pd.DataFrame) -> str:
     sentence = f"{dtype}, up to {longest} tokens: explicit is beaten by {join_words(parts)}"
     if not parts:
         seen = _at_the_longest(dtype, ratios)
-        return f"{dtype}, up to {longest} tokens: none is shown to beat explicit beyond chance{seen}."
+        return f"{dtype}, up to {longest} tokens: none is shown to beat explicit from some length on{seen}."
     return sentence + (f"; {join_words(lost)} not up to the longest, as far as is shown." if lost else ".")
 
 
 def _at_the_longest(dtype: str, ratios: pd.DataFrame) -> str:
-    """What is faster at the longest length, though at too few lengths for a claim: it is seen in the figure."""
+    """What is faster at the longest length, though not at every head dimension or not enough for a claim."""
     ratios = ratios[ratios["dtype"] == dtype]
     at = ratios[(ratios["sequence"] == ratios["sequence"].max()) & (ratios["verdict"] == "faster")]
     widths = at["head_dim"].nunique() > 1
@@ -101,7 +101,7 @@ def _at_the_longest(dtype: str, ratios: pd.DataFrame) -> str:
         + (f" (head dimension {row['head_dim']})" if widths else "")
         for _, row in at.sort_values("ratio").iterrows()
     ]
-    return f"; at {at['sequence'].iloc[0]} tokens {join_words(told)} of its time" if told else ""
+    return f"; at {at['sequence'].iloc[0]} tokens alone {join_words(told)} of explicit's time" if told else ""
 
 
 def _from(row: dict[str, float], longest: int) -> str:

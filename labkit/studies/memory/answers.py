@@ -213,8 +213,8 @@ def _best_segment(row: dict[str, float], gain: bool) -> str:
     flat = row["highest_bytes"] <= (1 + trends.LEAST) * row["peak_bytes"]
     place = "with every segment length alike" if flat else f"lowest with segments of {row['best_segment']:.0f}"
     return (
-        f"{where}: the peak falls from {without} to {lowest}, {place}; the textbook's sqrt(layers) "
-        f"is {row['root_of_layers']:.1f}, and with what a layer keeps here {row['predicted_best']:.1f}."
+        f"{where}: the peak falls from {without} to {lowest}, {place}; the length predicted from what "
+        f"a layer keeps here is {row['predicted_best']:.1f} (the textbook's sqrt(layers): {row['root_of_layers']:.1f})."
     )
 
 

@@ -156,9 +156,9 @@ def _largest_part(some: pd.DataFrame) -> list[str]:
         if len(parts) < 2:  # an alternative without which nothing can be told apart has no times here
             continue
         rows = parts.sort_values("seconds", ascending=False)
-        first, second = rows.iloc[0], rows.iloc[1]
+        first, others = rows.iloc[0], rows.iloc[1:]
         largest.append(str(first["part"]))
-        shown_in += bool(first["low"] > second["high"])
+        shown_in += bool(first["low"] > others["high"].max(skipna=False))  # no interval: nothing is shown
     if len(set(largest)) > 1 or (largest and not shown_in):
         return ["No one part is shown to be the largest everywhere."]
     if not largest:
