@@ -163,8 +163,8 @@ FOREIGN = {
     "empty": (lambda path: path.write_bytes(b""), "header"),
     "binary": (lambda path: path.write_bytes(bytes(range(256)) * 100), "line 1"),
     "a notebook": (lambda path: nbformat.write(nbformat.v4.new_notebook(), path), "line 1"),
-    "a folder": (lambda path: (path.unlink(), path.mkdir()), "matches: none"),
-    "gone": (lambda path: path.unlink(), "matches: none"),
+    "a folder": (lambda path: (path.unlink(), path.mkdir()), "is neither a run file nor"),
+    "gone": (lambda path: path.unlink(), "is neither a run file nor"),
 }
 
 
