@@ -221,10 +221,9 @@ def _text(column: str, value: Any) -> str:
         return "yes" if value else "no"
     if not isinstance(value, int | float):
         text = str(value)
-        spelled_out = (
-            "::" in text or "/" in text or len(text.split()) > MOST_WORDS_OF_A_NAME
-        )  # operators, paths, reasons
-        return text if spelled_out else text.replace("_", " ")
+        # Operators, paths and reasons are spelled out.
+        is_name = "::" not in text and "/" not in text and len(text.split()) <= MOST_WORDS_OF_A_NAME
+        return text.replace("_", " ") if is_name else text
     if isinstance(value, int) and not column.endswith(("bytes", "flops")):  # a count keeps all its digits
         return f"{value:,}" if abs(value) >= MANY else str(value)
     return formatter_of(column)(value)

@@ -20,8 +20,9 @@ def _as_fast(frame: pd.DataFrame) -> Iterator[Trend]:
     ratios = analysis.time_ratios(frame, analysis.SAME)
     if len(ratios):
         claim = (
-            "Training with labkit's parts takes about as long as with torch's "
-            f"({analysis.published_ratio('epoch_s'):.2f} of it published, {span_text(ratios['ratio'])} here)"
+            "Training with self-made parts takes about as long as with torch's "
+            f"({analysis.published_ratio('epoch_s'):.2f} of it published, "
+            f"{span_text(ratios['ratio'])} with labkit's here)"
         )
         yield Trend.judged(
             claim, (ratios["low"] > 0.95) & (ratios["high"] < 1.05), (ratios["high"] < 0.95) | (ratios["low"] > 1.05)
@@ -34,9 +35,9 @@ def _smaller(frame: pd.DataFrame) -> Iterator[Trend]:
     table = table[~table["implementation"].str.startswith("torch")]
     if len(table):
         claim = (
-            "Training with labkit's parts needs a little less memory "
+            "Training with self-made parts needs a little less memory "
             f"({analysis.published_ratio('peak_bytes'):.2f} published, "
-            f"{span_text(table['over_torch'], '{:.3f}'.format)} here)"
+            f"{span_text(table['over_torch'], '{:.3f}'.format)} with labkit's here)"
         )
         yield Trend.judged(claim, table["over_torch"] < 0.99, table["over_torch"] > 1.01)
 
