@@ -152,7 +152,7 @@ def test_only_the_first_rank_of_a_job_compares_its_machine_with_the_run(tmp_path
     path.write_text(path.read_text().replace('"host":"', '"host":"another-'))
     agreed = iter([[None, None, False], [None, None, False], [None, None, False], []])
     monkeypatch.setattr(measuring, "joined_rank", lambda: 1)
-    monkeypatch.setattr(measuring, "agree", lambda _: next(agreed))
+    monkeypatch.setattr(measuring, "broadcast_from_first_rank", lambda _: next(agreed))
     with pytest.raises(SystemExit) as end:
         resume(FAKE, path)
     assert end.value.code == 0

@@ -487,7 +487,7 @@ def _two_threads(wrapper):
         p.grad = torch.ones_like(p)
     hooks = list(enumerate(model._parameters_in_order))
     threads = [
-        threading.Thread(target=lambda half=half: [model._hear(index, p) for index, p in half])
+        threading.Thread(target=lambda half=half: [model._mark_ready(index, p) for index, p in half])
         for half in (hooks[::2], hooks[1::2])
     ]
     for thread in threads:

@@ -21,7 +21,7 @@ from labkit.lab.runs.writer import RunWriter
 from labkit.lab.study import Study
 from labkit.machine import describe_machine
 from labkit.parallel.launch import PointEnd, Row, launch
-from labkit.parallel.ranks.joined import agree, is_joined, joined_rank, ranks_by_host
+from labkit.parallel.ranks.joined import broadcast_from_first_rank, is_joined, joined_rank, ranks_by_host
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ def _on_first_rank(call: Callable[[], str | None]) -> str | None:
             result = call()
         except (ParameterError, RunFileError) as found:
             error, is_of_run = str(found), isinstance(found, RunFileError)
-    result, error, is_of_run = agree([result, error, is_of_run])
+    result, error, is_of_run = broadcast_from_first_rank([result, error, is_of_run])
     if error is not None:
         raise RunFileError(error) if is_of_run else ParameterError(error)
     return result
@@ -173,7 +173,7 @@ def _measure_points(
     for same_ranks in _by_ranks(points):
         while same_ranks:
             same_ranks, skipped = _skip(study, same_ranks, exhausted)
-            agree([point.id for point in same_ranks])
+            broadcast_from_first_rank([point.id for point in same_ranks])
             for point, reason in skipped:
                 writer.end_point(point, "skipped", reason=reason)
             done += len(skipped)
@@ -286,7 +286,7 @@ def _rank_key(point: Point) -> tuple[Any, ...]:
 def _take_part(study: Study, points: list[Point]) -> None:
     """A rank of torchrun other than the first: the points that the first one chooses, nothing written."""
     for same_ranks in _by_ranks(points):
-        chosen = set(agree(None))
+        chosen = set(broadcast_from_first_rank(None))
         if to_measure := [point for point in same_ranks if point.id in chosen]:
             for _ in _launch(study, to_measure, None):
                 pass

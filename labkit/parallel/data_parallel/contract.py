@@ -122,7 +122,7 @@ class DataParallel(nn.Module, ABC):
         self._forget_pass()
         # Weakly: a parameter holds its hooks where the garbage collector does not look.
         hooks = [
-            p.register_post_accumulate_grad_hook(partial(_tell, weakref.ref(self), index))
+            p.register_post_accumulate_grad_hook(partial(_gradient_hook, weakref.ref(self), index))
             for index, p in enumerate(self._parameters_in_order)
         ]
         weakref.finalize(self, _remove, hooks)
@@ -160,7 +160,7 @@ class DataParallel(nn.Module, ABC):
         """Hear of backward passes through these outputs before anything they run inside of them."""
         if self._synchronize:
             for node in {tensor.grad_fn for tensor in _tensors_in(outputs) if tensor.grad_fn is not None}:
-                node.register_prehook(partial(_tell_pass, weakref.ref(self)))
+                node.register_prehook(partial(_output_hook, weakref.ref(self)))
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -194,7 +194,7 @@ class DataParallel(nn.Module, ABC):
         has_gradient = [p.grad is not None for p in self._parameters_in_order]
         self._finish(missing if self._overlaps else list(range(len(self._ready))))
         if self.find_unused:  # last: every rank begins the same collectives in the same order
-            self._drop_gradients_of_nobody(has_gradient)
+            self._clear_globally_unused(has_gradient)
         self._forget_pass()
 
     @property
@@ -212,7 +212,7 @@ class DataParallel(nn.Module, ABC):
     def _abandon(self) -> None:
         """Wait for collectives under way; gradients that are in none are left as this rank's own."""
 
-    def _hear(self, index: int, parameter: Tensor) -> None:
+    def _mark_ready(self, index: int, parameter: Tensor) -> None:
         """The hook: note the gradient, and average it now if that is what this wrapper does."""
         if not self._synchronize_this_pass:
             return
@@ -263,7 +263,7 @@ class DataParallel(nn.Module, ABC):
         self._running_pass = None
         self._ready = [False] * len(self._parameters_in_order)
 
-    def _drop_gradients_of_nobody(self, has_gradient: list[bool]) -> None:
+    def _clear_globally_unused(self, has_gradient: list[bool]) -> None:
         """A parameter that had no gradient on any rank, from this pass or accumulated before, keeps none."""
         flags = torch.tensor(has_gradient, dtype=torch.int32, device=self._parameters_in_order[0].device)
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group)
@@ -280,13 +280,13 @@ class DataParallel(nn.Module, ABC):
         )
 
 
-def _tell(wrapper: "weakref.ref[DataParallel]", index: int, parameter: Tensor) -> None:
+def _gradient_hook(wrapper: "weakref.ref[DataParallel]", index: int, parameter: Tensor) -> None:
     """The hook on a parameter: its wrapper hears of it, if there still is one."""
     if (alive := wrapper()) is not None:
-        alive._hear(index, parameter)
+        alive._mark_ready(index, parameter)
 
 
-def _tell_pass(wrapper: "weakref.ref[DataParallel]", gradients: tuple[Tensor, ...]) -> None:
+def _output_hook(wrapper: "weakref.ref[DataParallel]", gradients: tuple[Tensor, ...]) -> None:
     """The hook on an output: a backward pass has reached it."""
     if (alive := wrapper()) is not None and alive._synchronize_this_pass:
         with alive._lock:

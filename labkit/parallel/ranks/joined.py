@@ -48,7 +48,7 @@ def joined_rank() -> int:
     return int(os.environ["RANK"]) if is_joined() else 0
 
 
-def agree(value: Any) -> Any:
+def broadcast_from_first_rank(value: Any) -> Any:
     """Rank 0's JSON-able `value`, on every rank of the job; `value` itself if there is no job.
 
     For decisions that all ranks must take alike, and that depend on what only one of them sees (free memory, a
