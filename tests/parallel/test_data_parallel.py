@@ -472,23 +472,33 @@ def test_what_differs_between_ranks_is_refused_on_all_of_them():
 def _two_threads(wrapper):
     """Hooks called by two threads, as for a model on two devices: collectives begun, and how many there should be."""
     model = WRAPPERS[wrapper](plain())
-    starts, entered = [], threading.Semaphore(0)
+    starts, first, second = [], threading.Event(), threading.Event()
 
     def start(vector, op):
         starts.append(vector.data_ptr())
-        entered.release()
-        entered.acquire()  # its own
-        entered.acquire(timeout=0.2)  # as long as it takes the other thread to come here, if it can
+        if len(starts) == 1:
+            first.set()
+            second.wait(timeout=0.2)  # as long as it takes the other thread to come here, if it can
+        else:
+            second.set()
         return lambda: None
+
+    def call_hooks(indices, begin):
+        begin.wait()
+        for index in indices:
+            model._mark_ready(index, model._parameters_in_order[index])
 
     model._average.start = start
     model._begin_pass = lambda: None  # autograd's part, which no thread of ours is in
     for p in model.parameters():
         p.grad = torch.ones_like(p)
-    hooks = list(enumerate(model._parameters_in_order))
+    at_once = threading.Event()
+    at_once.set()
+    indices = range(len(model._parameters_in_order))
+    begins_one = model._buckets[0].indices if wrapper == "bucketed" else (0,)
+    others = [index for index in indices if index not in begins_one]
     threads = [
-        threading.Thread(target=lambda half=half: [model._mark_ready(index, p) for index, p in half])
-        for half in (hooks[::2], hooks[1::2])
+        threading.Thread(target=call_hooks, args=arguments) for arguments in ((begins_one, at_once), (others, first))
     ]
     for thread in threads:
         thread.start()
