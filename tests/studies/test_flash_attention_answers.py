@@ -127,7 +127,7 @@ def test_a_win_in_the_middle_is_no_crossover():
         return 1e-3 * (1 if name == "explicit" or s == 4096 else 0.5)
 
     answer = _answers(_frame(middle))["crossover"]
-    assert answer.verdict == "no"
+    assert answer.verdict == "no difference shown"
     assert answer.recommendation is None
 
 
@@ -152,7 +152,7 @@ def test_one_compared_at_few_lengths_only_is_not_recommended_beyond_them():
 
 def test_noise_and_few_repeats_show_no_crossover():
     noise = _answers(_frame(lambda *_: 1e-3, noise=0.3))["crossover"]
-    assert noise.verdict == "no"
+    assert noise.verdict == "no difference shown"
     assert "none is shown to beat explicit" in noise.text
     assert not noise.is_shown
     few = _answers(_frame(repeats=3))["crossover"]
