@@ -94,6 +94,18 @@ def test_no_point_is_planned_twice_and_neighbors_share_ranks(profile):
     assert changes <= 2 * len(set(keys))
 
 
+def test_scheduling_policies_are_measured_in_both_orders_and_by_other_ranks_each_time():
+    points = [
+        point for point in STUDY.points(STUDY.profiles["quick"], describe_machine()) if point.sweep == "scheduling"
+    ]
+    settings = [(point.world_size, point.n_bytes, point.scheduling) for point in points]
+    assert settings == settings[::-1]
+    assert {settings.count(setting) for setting in settings} == {2}
+    half = len(points) // 2
+    assert {point.turn for point in points[:half]} == {1}
+    assert {point.turn for point in points[half:]} == {2}
+
+
 def test_what_does_not_fit_is_skipped_with_both_sizes():
     machine = describe_machine()
     point = AllReducePoint(world_size=64, backend="gloo", sweep="sizes", n_elements=2**40)
