@@ -4,7 +4,6 @@ papermill only warns of an unknown parameter and does not mark every failure in 
 parameters are checked against the lab before a kernel starts, and success is judged by the exception.
 """
 
-import ast
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -115,11 +114,14 @@ def execute_notebook(
 
 
 def notebook_parameters(path: Path) -> dict[str, Any]:
-    """The defaults in the cell tagged `parameters`. ParameterError if there is no such cell of literals."""
+    """The defaults in the cell tagged `parameters`. ParameterError if there is no such cell, or none of literals."""
     for cell in nbformat.read(path, as_version=4).cells:
         if "parameters" in cell.metadata.get("tags", []):
-            values = literal_assignments(cell.source)
-            if values or not ast.parse(cell.source).body:
+            try:
+                values = literal_assignments(cell.source)
+            except (ValueError, SyntaxError) as error:
+                raise ParameterError(f"{path.name}: the parameters cell cannot be read: {error}") from None
+            if values or not cell.source.strip():
                 return values
-            raise ParameterError(f"{path.name}: the parameters cell holds more than `name = literal` lines")
+            raise ParameterError(f"{path.name}: the parameters cell sets no parameter")
     raise ParameterError(f"{path.name}: no cell is tagged `parameters`")

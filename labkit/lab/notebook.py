@@ -33,18 +33,22 @@ MOST_CSV_BYTES = 2**18  # embedded in a page; longer tables stay beside the figu
 
 
 def open_lab(study: Study, namespace: Mapping[str, Any]) -> "Lab":
-    """The lab of a study with the notebook's parameters; `namespace` is the notebook's `globals()`.
+    """The lab of a study with the notebook's parameters; `namespace` is the notebook's, or a script's, `globals()`.
 
-    ParameterError for an unknown name in the parameters cell (or in the one that papermill adds below it), a
-    wrong type or an impossible value: before anything is measured.
+    A parameter may be set again in any later cell. ParameterError for an unknown name in the parameters cell (or in
+    the one that papermill adds below it), a wrong type or an impossible value: before anything is measured.
     """
-    return Lab(study, check_parameters(study, given_parameters(namespace)))
+    return Lab(study, check_parameters(study, given_parameters(namespace, known_parameters(study))))
+
+
+def known_parameters(study: Study) -> tuple[str, ...]:
+    """`profile`, `run`, and the fields of the lab's config."""
+    return (*COMMON_PARAMETERS, *type(next(iter(study.profiles.values()))).model_fields)
 
 
 def check_parameters(study: Study, given: Mapping[str, Any]) -> "Parameters":
     """Validate the parameters of a notebook: `profile`, `run`, and those of the lab's config."""
-    fields = type(next(iter(study.profiles.values()))).model_fields
-    known = (*COMMON_PARAMETERS, *fields)
+    known = known_parameters(study)
     for parameter in given:
         if parameter not in known:
             raise ParameterError(
@@ -56,7 +60,7 @@ def check_parameters(study: Study, given: Mapping[str, Any]) -> "Parameters":
         raise ParameterError(f"{study.name}: parameter 'run' should be the path of a run, got {run!r}")
     if run is not None:
         locate_run(study, run)
-    overrides = {name: value for name, value in given.items() if name in fields}
+    overrides = {name: value for name, value in given.items() if name not in COMMON_PARAMETERS}
     return Parameters(profile, run, resolve_config(study.name, study.profiles, profile, overrides))
 
 
