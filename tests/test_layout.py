@@ -7,6 +7,7 @@ import sys
 import tomllib
 from pathlib import Path
 
+import nbformat
 import pytest
 import yaml
 
@@ -108,6 +109,12 @@ def test_environment_yml_is_in_step_with_pyproject():
 def test_notebooks_are_clean_and_thin(path):
     notebook = json.loads(path.read_text())
     assert notebook["metadata"]["kernelspec"]["name"] == "python3"
+    # as JupyterLab writes it, but for the version of Python: opened, run, cleared and saved, it is the same bytes
+    assert path.read_text() == nbformat.writes(nbformat.from_dict(notebook)) + "\n"
+    assert notebook["metadata"]["kernelspec"]["display_name"] == "Python 3 (ipykernel)"
+    language = notebook["metadata"]["language_info"]
+    assert (language["file_extension"], language["codemirror_mode"]["version"]) == (".py", 3)
+    assert "version" not in language
     code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
     assert all(not cell["outputs"] and cell["execution_count"] is None for cell in code)
     tagged = [cell for cell in code if "parameters" in cell["metadata"].get("tags", [])]

@@ -45,7 +45,7 @@ def literal_assignments(source: str) -> dict[str, Any]:
 
     ValueError for a value that only running the cell would tell.
     """
-    values = {}
+    values: dict[str, Any] = {}
     for statement in _statements(source):
         names = list(_stored_names(statement))
         value = getattr(statement, "value", None)
