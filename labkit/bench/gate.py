@@ -1,5 +1,7 @@
 """What comes before a time: whether an error is one that rounding explains, and the ranks' agreement on it."""
 
+import math
+
 import torch
 import torch.distributed as dist
 
@@ -10,7 +12,8 @@ def verdict(error: float, limit: float) -> str:
 
 
 def worst_of_ranks(error: float) -> float:
-    """The largest error of any rank, on all ranks: they must agree on what gets no time."""
-    largest = torch.tensor(error, dtype=torch.float64, device="cuda" if dist.get_backend() == "nccl" else "cpu")
+    """The largest error of any rank, on all ranks: they must agree on what gets no time. NaN counts as infinite."""
+    finite_or_inf = math.inf if math.isnan(error) else error  # a maximum may pass over NaN
+    largest = torch.tensor(finite_or_inf, dtype=torch.float64, device="cuda" if dist.get_backend() == "nccl" else "cpu")
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     return float(largest)
