@@ -1,14 +1,26 @@
 """What comes before a time: whether an error is one that rounding explains, and the ranks' agreement on it."""
 
 import math
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 
 def verdict(error: float, limit: float) -> str:
     """ "ok", or what is wrong; a NaN is."""
     return "ok" if error <= limit else f"wrong: error {error:.1e}, at most {limit:.1e} expected"
+
+
+def largest_difference(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
+    """Largest deviation over the largest expected value of its tensor; infinite for NaN and what one side lacks."""
+    if found.keys() != expected.keys():
+        return math.inf
+    errors = [
+        float((found[name] - one).abs().max() / one.abs().max().clamp_min(1e-30)) for name, one in expected.items()
+    ]
+    return math.inf if any(map(math.isnan, errors)) else max(errors, default=0.0)
 
 
 def worst_of_ranks(error: float) -> float:
