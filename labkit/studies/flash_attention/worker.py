@@ -12,12 +12,11 @@ from typing import Any
 import torch
 
 from labkit.bench.clock import time_interleaved
-from labkit.bench.gate import verdict
 from labkit.bench.rates import time_matmul
 from labkit.nn.attention import attention_named
 from labkit.nn.attention_problem import AttentionProblem, check
 from labkit.nn.tiled_attention import tile_side
-from labkit.studies.shared.attention_passes import PassesPoint, measure_passes, problem_of
+from labkit.studies.shared.attention_passes import PassesPoint, gate_of, measure_passes, problem_of
 
 ALL_TECHNIQUES = "all techniques"
 TECHNIQUES = ("exp2", "skip_hidden", "mask_only_edges")
@@ -101,7 +100,7 @@ def _checked_and_timed(
     for name, (problem, action) in contenders.items():
         result = action()  # flash_forward gives the logsumexp as well
         checked = check(problem, [result[0] if isinstance(result, tuple) else result])
-        gate = verdict(checked.error, checked.limit)
+        gate = gate_of(checked)
         rows[name] = {"implementation": name, "phase": "kernel", "gate": gate, "error": checked.error}
     right = {name: contenders[name][1] for name, row in rows.items() if row["gate"] == "ok"}
     samples = {}
