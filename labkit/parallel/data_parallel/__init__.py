@@ -7,7 +7,6 @@
 ``layout``           how gradients lie in memory
 ``averaging``        who sums: torch.distributed, or labkit's all-reduce
 ``buckets``          how parameters are put into buckets
-``gate``             are the gradients right? asked before anything is timed
 """
 
 from labkit.parallel.data_parallel.after_backward import FlatDDP, NaiveDDP

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from labkit.bench.clock import time_interleaved
+from labkit.bench.clock import time_parts_interleaved
 from labkit.bench.gate import verdict
 from labkit.bench.memory import peak_memory_growth
 from labkit.bench.saved_tensors import SavedTensor, saved_for_backward
@@ -21,7 +21,7 @@ from labkit.lab.point import Point
 from labkit.lab.units import format_bytes
 from labkit.machine.memory_limits import available_memory_bytes
 from labkit.nn.attention import attention_named
-from labkit.nn.attention_problem import AttentionProblem, Passes, check
+from labkit.nn.attention_problem import AttentionProblem, Checked, Passes, check
 from labkit.parallel.ranks.outcome import is_out_of_memory
 
 EXPLICIT, COMPILED, TILED, FLASH = "explicit", "compiled", "tiled", "flash"
@@ -140,8 +140,14 @@ def _examine(point: PassesPoint, problem: AttentionProblem, passes: Passes, name
     with peak_memory_growth(point.device) as memory:
         found = passes.run_checked()
     checked = check(problem, found)
-    gate = verdict(checked.error, checked.limit)
-    return row | {"peak_bytes": memory.growth_bytes, "error": checked.error, "gate": gate}
+    return row | {"peak_bytes": memory.growth_bytes, "error": checked.error, "gate": gate_of(checked)}
+
+
+def gate_of(checked: Checked) -> str:
+    """ "ok", or what is wrong, of all rows together or of a single one."""
+    if checked.is_right or not checked.error <= checked.limit:
+        return verdict(checked.error, checked.limit)
+    return f"{verdict(checked.row_error, checked.row_limit)} of a single row"
 
 
 def _seconds(action: Callable[[], Any], device: str) -> float:
@@ -174,8 +180,13 @@ def _named_by_shape(tensor: SavedTensor, problem: AttentionProblem) -> str:
 
 def _time(point: PassesPoint, right: dict[str, tuple[Passes, dict[str, Any]]]) -> Iterator[dict[str, Any]]:
     """Forward and backward of each in turn: a backward pass follows its own forward pass."""
-    actions = {f"{name} {phase}": getattr(passes, phase) for name, (passes, _) in right.items() for phase in PHASES}
-    samples = time_interleaved(actions, warmup=point.warmup, repeats=point.repeats, device=point.device)
+    samples = time_parts_interleaved(
+        {name: {phase: getattr(passes, phase) for phase in PHASES} for name, (passes, _) in right.items()},
+        warmup=point.warmup,
+        repeats=point.repeats,
+        device=point.device,
+        seed=point.id,
+    )
     for name, (_, row) in right.items():
         for phase in PHASES:
-            yield {"implementation": name, "phase": phase, "gate": row["gate"], "seconds": samples[f"{name} {phase}"]}
+            yield {"implementation": name, "phase": phase, "gate": row["gate"], "seconds": samples[name][phase]}
