@@ -1,6 +1,6 @@
 """The machine as it describes itself; nothing about an unknown device is made up."""
 
-from labkit import machine
+from labkit.machine import description as machine
 
 
 def test_this_machine_is_described():

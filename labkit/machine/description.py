@@ -16,7 +16,7 @@ import psutil
 import torch
 from pydantic import BaseModel, ConfigDict
 
-from labkit.memory_limits import available_memory_bytes as available_memory_bytes
+from labkit.machine.memory_limits import available_memory_bytes as available_memory_bytes
 
 GIB = 2**30
 
