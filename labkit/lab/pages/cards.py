@@ -60,7 +60,7 @@ def machine_rows(machine: Machine, *, elsewhere: bool) -> dict[str, str]:
     return {
         "Machine": machine.label + (" (a recorded run, not measured here)" if elsewhere else ""),
         "Processor": f"{machine.cpu}, {machine.cores} cores available, {format_bytes(machine.memory_bytes)}",
-        "GPU": "; ".join(gpus) or "none",
+        "GPU": "; ".join(gpus) or (f"not used: {machine.why_no_gpus}" if machine.why_no_gpus else "none"),
         "System": f"{machine.system}, Python {machine.python}",
         "Versions": versions,
         "Source": f"commit {machine.git}" if machine.git else "not a git checkout",

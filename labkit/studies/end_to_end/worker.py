@@ -124,8 +124,8 @@ def _compiled_against_eager(point: EndToEndPoint) -> Iterator[dict[str, Any]]:
     torch._dynamo.reset()
     with fresh_cache():
         steps = {"eager": _training_step(point), "compiled": _training_step(point, compiled=True)}
-        error = _largest_difference(steps["compiled"], steps["eager"])
-        compile_s = {"inference": _first_call(steps["compiled"].infer), "step": error.compile_s}
+        error = _largest_difference(steps["compiled"], steps["eager"], point.device)
+        compile_s = {"inference": _first_call(steps["compiled"].infer, point.device), "step": error.compile_s}
         bound = FLOAT32_TOLERANCE if point.precision == "float32" else HALF_TOLERANCE
         gate = verdict(error.relative, bound)
         if gate != "ok":
@@ -145,7 +145,7 @@ class _Difference:
     compile_s: float
 
 
-def _largest_difference(compiled: TrainingStep, eager: TrainingStep) -> _Difference:
+def _largest_difference(compiled: TrainingStep, eager: TrainingStep, device: str) -> _Difference:
     """Largest deviation of a gradient over the largest gradient of its tensor; the first call's time with it.
 
     Both steps hold the same parameters and tokens, being made from one seed.
@@ -155,7 +155,7 @@ def _largest_difference(compiled: TrainingStep, eager: TrainingStep) -> _Differe
         step.forward()
         step.backward()
 
-    compile_s = _first_call(lambda: forward_backward(compiled))
+    compile_s = _first_call(lambda: forward_backward(compiled), device)
     forward_backward(eager)
     expected, got = gradients(eager.model), gradients(compiled.model)
     errors = [float((got[name] - g).abs().max() / g.abs().max()) for name, g in expected.items()]
@@ -165,10 +165,10 @@ def _largest_difference(compiled: TrainingStep, eager: TrainingStep) -> _Differe
     return _Difference(worst, compile_s)
 
 
-def _first_call(action: Callable[[], Any]) -> float:
+def _first_call(action: Callable[[], Any], device: str) -> float:
     start = time.perf_counter()
     action()
-    if torch.cuda.is_available():
+    if device == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter() - start
 
