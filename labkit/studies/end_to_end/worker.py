@@ -15,6 +15,7 @@ from labkit.costs.transformer import TransformerShape
 from labkit.lab.point import Point
 from labkit.nn.training import AUTOCAST_DTYPES, TrainingStep, gradients
 from labkit.nn.transformer import shape_named
+from labkit.studies.shared.alternatives import reason_of
 
 # In the order in which they follow one another; "inference" is a forward pass that keeps nothing.
 PHASES = ("inference", "forward", "backward", "optimizer")
@@ -123,9 +124,14 @@ def _compiled_against_eager(point: EndToEndPoint) -> Iterator[dict[str, Any]]:
 
     torch._dynamo.reset()
     with fresh_cache():
-        steps = {"eager": _training_step(point), "compiled": _training_step(point, compiled=True)}
-        error = _largest_difference(steps["compiled"], steps["eager"], point.device)
-        compile_s = {"inference": _first_call(steps["compiled"].infer, point.device), "step": error.compile_s}
+        steps = {"eager": _training_step(point)}
+        try:
+            steps["compiled"] = _training_step(point, compiled=True)
+            error = _largest_difference(steps["compiled"], steps["eager"], point.device)
+            compile_s = {"inference": _first_call(steps["compiled"].infer, point.device), "step": error.compile_s}
+        except Exception as raised:  # of any type: compilers have their own
+            yield {"implementation": "compiled", "gate": reason_of(raised, point.device)}
+            return
         bound = FLOAT32_TOLERANCE if point.precision == "float32" else HALF_TOLERANCE
         gate = verdict(error.relative, bound)
         if gate != "ok":

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from labkit.bench.clock import time_interleaved
 from labkit.bench.rates import matmul_flops_per_s
 from labkit.lab.point import Point
 from labkit.nn.training import AUTOCAST_DTYPES, TrainingStep, gradients
 from labkit.nn.transformer import shape_named
 from labkit.studies.precision.dtypes import MODELS, observed_dtypes
 from labkit.studies.precision.numerics import ACCUMULATIONS, accumulate, norm_steps
+from labkit.studies.shared.alternatives import reason_of, time_those_that_run
 
 FULL = "float32"
 FORWARD, BOTH = "forward", "forward and backward"
@@ -72,7 +72,11 @@ def _rates(point: PrecisionPoint) -> Iterator[dict[str, Any]]:
     """FLOP/s of a large matrix product in each precision: what the prediction is made of."""
     for name in point.precisions:
         dtype: torch.dtype = getattr(torch, name)
-        samples = matmul_flops_per_s(point.device, dtype, warmup=point.warmup, repeats=point.repeats)
+        try:
+            samples = matmul_flops_per_s(point.device, dtype, warmup=point.warmup, repeats=point.repeats)
+        except Exception as error:  # a device without this precision
+            yield {"alternative": name, "gate": reason_of(error, point.device)}
+            continue
         yield {"alternative": name, "flops_per_s": samples}
 
 
@@ -85,24 +89,23 @@ def _speed(point: PrecisionPoint) -> Iterator[dict[str, Any]]:
         device=point.device,
         seed=point.seed,
     )
-    checks = dict(zip(point.precisions, _check(step, point.precisions), strict=True))
+    checks = dict(zip(point.precisions, _check(step, point.precisions, point.device), strict=True))
     facts = {"float32_matmul_precision": torch.get_float32_matmul_precision()}
     for name, row in checks.items():
         if row["gate"] != "ok":
             yield {"alternative": name} | row
     actions = {
-        (mode, name): _action(step, mode, name)
-        for mode in (FORWARD, BOTH)
+        name: {mode: _action(step, mode, name) for mode in (FORWARD, BOTH)}
         for name, row in checks.items()
         if row["gate"] == "ok"
     }
-    labels = {f"{mode}/{name}": action for (mode, name), action in actions.items()}
-    samples = time_interleaved(
-        labels, warmup=point.warmup, repeats=point.repeats, device=point.device, before=step.drop_gradients
-    )
-    for mode, name in actions:
-        row = {"mode": mode, "alternative": name, "seconds": samples[f"{mode}/{name}"]}
-        yield checks[name] | facts | row
+    options = {"warmup": point.warmup, "repeats": point.repeats, "before": step.drop_gradients}
+    samples, failed = time_those_that_run(actions, device=point.device, **options)
+    for name, reason in failed.items():
+        yield {"alternative": name, "gate": reason}
+    for mode in (FORWARD, BOTH):
+        for name, by_mode in samples.items():
+            yield checks[name] | facts | {"mode": mode, "alternative": name, "seconds": by_mode[mode]}
 
 
 def _action(step: TrainingStep, mode: str, precision: str) -> Callable[[], None]:
@@ -117,11 +120,15 @@ def _action(step: TrainingStep, mode: str, precision: str) -> Callable[[], None]
     return run
 
 
-def _check(step: TrainingStep, precisions: tuple[str, ...]) -> Iterator[dict[str, Any]]:
+def _check(step: TrainingStep, precisions: tuple[str, ...], device: str) -> Iterator[dict[str, Any]]:
     """The gate: loss and gradients of each precision against those of float32, on the same model and batch."""
     loss, reference = _loss_and_gradients(step, FULL)
     for name in precisions:
-        own_loss, own = _loss_and_gradients(step, name)
+        try:
+            own_loss, own = _loss_and_gradients(step, name)
+        except Exception as raised:  # a device without this precision
+            yield {"gate": reason_of(raised, device)}
+            continue
         loss_error = abs(own_loss - loss) / abs(loss)
         difference = sum(float((own[key] - grad).double().square().sum()) for key, grad in reference.items())
         del own  # before the next ones come: at most two sets of gradients at once
