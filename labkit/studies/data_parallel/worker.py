@@ -128,6 +128,8 @@ def _device(point: DataParallelPoint) -> str:
 def _phases(point: DataParallelPoint, workload: Workload, device: str) -> Iterator[dict[str, Any]]:
     alternatives, wrong = _right_ones(point, workload, device)
     yield from wrong
+    if not alternatives:
+        return
     actions: dict[str, Callable[[], None]] = {}
     for name, alternative in alternatives.items():
         steps = (alternative.forward, alternative.backward, alternative.step)
