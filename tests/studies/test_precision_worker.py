@@ -3,11 +3,13 @@
 import math
 from dataclasses import replace
 from fractions import Fraction
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from labkit.bench.allocator import record_allocations
+from labkit.bench.rates import MatmulTimes
 from labkit.machine import describe_machine
 from labkit.nn.training import TrainingStep
 from labkit.nn.transformer import shape_named
@@ -128,14 +130,16 @@ def test_a_wrong_precision_gets_no_time(monkeypatch):
 def test_a_precision_that_the_device_does_not_have_leaves_the_others_alone(monkeypatch):
     def refuse(action, name):
         def call(*arguments, **options):
-            if name in map(str, arguments):
+            if name in map(str, (*arguments, *options.values())):
                 raise RuntimeError("no such instructions")
             return action(*arguments, **options)
 
         return call
 
     monkeypatch.setattr(worker, "_loss_and_gradients", refuse(worker._loss_and_gradients, "bfloat16"))
-    monkeypatch.setattr(worker, "matmul_flops_per_s", refuse(lambda *_, **__: [1.0], "torch.bfloat16"))
+    monkeypatch.setattr(worker.torch, "ones", refuse(torch.ones, "torch.bfloat16"))
+    rates = SimpleNamespace(flops_per_s=[1.0])
+    monkeypatch.setattr(worker, "time_matmuls", lambda device, dtypes, **_: dict.fromkeys(dtypes, rates))
     for rows in (list(measure_point(SPEED)), list(measure_point(replace(SPEED, part="rates")))):
         assert [row["gate"] for row in rows if row["alternative"] == "bfloat16"] == [
             "failed: RuntimeError: no such instructions"
@@ -156,7 +160,10 @@ def test_what_the_check_needs_is_predicted(model, context):
 
 
 def test_rates_are_measured_in_every_precision(monkeypatch):
-    monkeypatch.setattr(worker, "matmul_flops_per_s", lambda device, dtype, **_: [float(dtype.itemsize)])
+    def timed(device, dtypes, **_):
+        return {dtype: MatmulTimes(dtype, 1, [2.0 / dtype.itemsize], 0.0, 1.0) for dtype in dtypes}
+
+    monkeypatch.setattr(worker, "time_matmuls", timed)
     point = PrecisionPoint(part="rates", device="cpu", precisions=("float32", "bfloat16"))
     assert [row["flops_per_s"] for row in measure_point(point)] == [[4.0], [2.0]]
 

@@ -22,6 +22,8 @@ from labkit.studies.shared.attention_passes import PassesPoint, measure_passes, 
 ALL_TECHNIQUES = "all techniques"
 TECHNIQUES = ("exp2", "skip_hidden", "mask_only_edges")
 """Fields of `labkit.nn.flash_attention.Techniques`; that module needs Triton, which not every machine has."""
+KERNEL_CALLS = 10
+"""In a row for a sample of a kernel's time: one alone takes as long as its launch."""
 FULL, CAUSAL = "tiled, full", "tiled, causal"
 KERNEL = "kernel"
 """The phase of a forward pass by itself."""
@@ -76,7 +78,7 @@ def _techniques(point: FlashPoint) -> Iterator[dict[str, Any]]:
         name: (problem, partial(flash_forward, q, k, v, point.causal, techniques=chosen))
         for name, chosen in variants.items()
     }
-    yield from _checked_and_timed(point, contenders)
+    yield from _checked_and_timed(point, contenders, calls=KERNEL_CALLS)
 
 
 def _hidden(point: FlashPoint) -> Iterator[dict[str, Any]]:
@@ -94,7 +96,7 @@ def _hidden(point: FlashPoint) -> Iterator[dict[str, Any]]:
 
 
 def _checked_and_timed(
-    point: FlashPoint, contenders: Mapping[str, tuple[AttentionProblem, Callable[[], Any]]]
+    point: FlashPoint, contenders: Mapping[str, tuple[AttentionProblem, Callable[[], Any]]], *, calls: int = 1
 ) -> Iterator[dict[str, Any]]:
     """Gate each output, then time those that are right in turns."""
     rows: dict[str, dict[str, Any]] = {}
@@ -108,8 +110,8 @@ def _checked_and_timed(
             continue
         rows[name] = row | {"gate": verdict(checked.error, checked.limit), "error": checked.error}
     right = {name: {KERNEL: contenders[name][1]} for name, row in rows.items() if row["gate"] == "ok"}
-    options = {"warmup": max(1, point.warmup), "repeats": point.repeats}
-    samples, failed = time_those_that_run(right, device=point.device, **options)
+    options: dict[str, Any] = {"warmup": max(1, point.warmup), "repeats": point.repeats, "calls": calls}
+    samples, failed = time_those_that_run(right, device=point.device, seed=point.id, **options)
     for name, row in rows.items():
         timed = {"seconds": samples[name][KERNEL]} if name in samples else {}
         yield row | timed | ({"gate": failed[name]} if name in failed else {})

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from labkit.bench.rates import matmul_flops_per_s
+from labkit.bench.rates import time_matmuls
 from labkit.lab.point import Point
 from labkit.nn.training import AUTOCAST_DTYPES, TrainingStep, gradients
 from labkit.nn.transformer import shape_named
@@ -70,14 +70,19 @@ def measure_point(point: PrecisionPoint) -> Iterator[dict[str, Any]]:
 
 def _rates(point: PrecisionPoint) -> Iterator[dict[str, Any]]:
     """FLOP/s of a large matrix product in each precision: what the prediction is made of."""
+    dtypes: dict[str, torch.dtype] = {}
     for name in point.precisions:
-        dtype: torch.dtype = getattr(torch, name)
         try:
-            samples = matmul_flops_per_s(point.device, dtype, warmup=point.warmup, repeats=point.repeats)
+            small = torch.ones(16, 16, dtype=getattr(torch, name), device=point.device)
+            small.mm(small)
         except Exception as error:  # a device without this precision
             yield {"alternative": name, "gate": reason_of(error, point.device)}
             continue
-        yield {"alternative": name, "flops_per_s": samples}
+        dtypes[name] = small.dtype
+    options: dict[str, Any] = {"warmup": point.warmup, "repeats": point.repeats, "order_seed": point.id}
+    times = time_matmuls(point.device, list(dtypes.values()), **options) if dtypes else {}
+    for name, dtype in dtypes.items():
+        yield {"alternative": name, "flops_per_s": times[dtype].flops_per_s}
 
 
 def _speed(point: PrecisionPoint) -> Iterator[dict[str, Any]]:
@@ -95,17 +100,20 @@ def _speed(point: PrecisionPoint) -> Iterator[dict[str, Any]]:
         if row["gate"] != "ok":
             yield {"alternative": name} | row
     actions = {
-        name: {mode: _action(step, mode, name) for mode in (FORWARD, BOTH)}
+        (mode, name): _action(step, mode, name)
+        for mode in (FORWARD, BOTH)
         for name, row in checks.items()
         if row["gate"] == "ok"
     }
-    options = {"warmup": point.warmup, "repeats": point.repeats, "before": step.drop_gradients}
-    samples, failed = time_those_that_run(actions, device=point.device, **options)
-    for name, reason in failed.items():
-        yield {"alternative": name, "gate": reason}
-    for mode in (FORWARD, BOTH):
-        for name, by_mode in samples.items():
-            yield checks[name] | facts | {"mode": mode, "alternative": name, "seconds": by_mode[mode]}
+    labels = {f"{mode}/{name}": {mode: action} for (mode, name), action in actions.items()}
+    options: dict[str, Any] = {"warmup": point.warmup, "repeats": point.repeats, "before": step.drop_gradients}
+    samples, failed = time_those_that_run(labels, device=point.device, seed=point.id, **options)
+    for mode, name in actions:
+        label = f"{mode}/{name}"
+        if label in failed:
+            yield {"mode": mode, "alternative": name, "gate": failed[label]}
+        else:
+            yield checks[name] | facts | {"mode": mode, "alternative": name, "seconds": samples[label][mode]}
 
 
 def _action(step: TrainingStep, mode: str, precision: str) -> Callable[[], None]:

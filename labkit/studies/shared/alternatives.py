@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from labkit.bench.clock import time_interleaved
+from labkit.bench.clock import time_parts_interleaved
 from labkit.parallel.ranks.outcome import is_out_of_memory
 
 Actions = Mapping[str, Callable[[], Any]]
@@ -39,25 +39,21 @@ def time_those_that_run(
     """Seconds by alternative and phase, all taking turns; and by alternative that raised, the reason.
 
     Where one raises, its turn broke off halfway: the others are timed again from the start, without it. `options` are
-    those of `time_interleaved`.
+    those of `time_parts_interleaved`.
     """
     failed: dict[str, str] = {}
     while running := {name: actions for name, actions in alternatives.items() if name not in failed}:
         called: list[str] = []
-        flat = {
-            f"{name}/{phase}": _noting(called, name, action)
+        noting = {
+            name: {phase: _noting(called, name, action) for phase, action in actions.items()}
             for name, actions in running.items()
-            for phase, action in actions.items()
         }
         try:
-            samples = time_interleaved(flat, device=device, **options)
+            return time_parts_interleaved(noting, device=device, **options), failed
         except Exception as error:
             if not called:
                 raise
             failed[called[-1]] = reason_of(error, device)
-            continue
-        by_name = {name: {phase: samples[f"{name}/{phase}"] for phase in actions} for name, actions in running.items()}
-        return by_name, failed
     return {}, failed
 
 
