@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict
 
 from labkit.machine import gpus as cuda_gpus
 from labkit.machine.memory_limits import available_memory_bytes as available_memory_bytes
+from labkit.machine.products import float32_products
 
 GIB = 2**30
 
@@ -78,6 +79,8 @@ class Machine(BaseModel):
     python: str
     versions: dict[str, str | None]
     git: GitState | None
+    float32_products: dict[str, str] | None = None
+    """How a GPU does "matmul" and "convolution" of float32: "ieee" or "tf32"; None in runs from before it was told."""
 
     @property
     def label(self) -> str:
@@ -124,6 +127,7 @@ def describe_machine() -> Machine:
         python=platform.python_version(),
         versions={name: _version(name) for name in VERSIONED_PACKAGES},
         git=_git_state(Path(__file__).resolve().parent),
+        float32_products=float32_products(),
     )
 
 

@@ -1,6 +1,7 @@
 """The worker of the data-parallel lab on two ranks, with the smallest model."""
 
 from functools import cache
+from itertools import chain
 from types import SimpleNamespace
 
 import pytest
@@ -89,6 +90,48 @@ def test_a_wrapper_whose_gradients_are_not_the_mean_gets_no_time():
     assert wrong["gate"].startswith("wrong: error")
     assert "seconds" not in wrong
     assert any(row["implementation"] == "flat" and row["gate"] == "ok" for row in rows)
+
+
+def _no_wrapper_averages(point):
+    from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks
+    from torch.nn.parallel import DistributedDataParallel
+
+    from labkit.parallel.data_parallel import BucketedDDP
+    from labkit.studies.data_parallel import worker
+
+    BucketedDDP._begin_full = lambda self: None
+
+    def wrap(name, model, **options):
+        if name != "torch":
+            return wrap_rightly(name, model, **options)
+        wrapped = DistributedDataParallel(model)
+        wrapped.register_comm_hook(None, debugging_hooks.noop_hook)
+        return wrapped
+
+    wrap_rightly, worker.wrap = worker.wrap, wrap
+    yield from measure_point(point)
+
+
+ALL_WRONG = [
+    _point("buckets", ["torch", "torch@0.5", "bucketed", "bucketed@0.5"], bucket_mb=0.5),
+    _point("accumulation", ["torch", "bucketed"], micro_batches=2),
+    _point("memory", ["torch", "bucketed"]),
+    _point("timeline", ["bucketed"]),
+]
+
+
+def test_points_whose_alternatives_are_all_wrong_have_rows_that_say_so():
+    rows, ends = {}, []
+    for item in launch(_no_wrapper_averages, ALL_WRONG, world_size=2, timeout_s=120):
+        if isinstance(item, PointEnd):
+            ends.append(item.status)
+        elif item.rank == 0:
+            rows.setdefault(item.index, []).append(item.values)
+    assert ends == ["ok"] * len(ALL_WRONG)
+    assert [len(rows[index]) for index in range(len(ALL_WRONG))] == [4, 4, 2, 1]
+    for row in chain.from_iterable(rows.values()):
+        assert row["gate"].startswith("wrong")
+        assert not {"seconds", "peak_bytes", "lane"} & set(row)
 
 
 def test_alternatives_carry_their_bucket_size():

@@ -4,7 +4,6 @@
 ``after_backward``   `NaiveDDP`, a collective a parameter; `FlatDDP`, one collective for all
 ``during_backward``  `OverlappedDDP`, a collective a parameter; `BucketedDDP`, one a bucket
 ``buckets``          how parameters are put into buckets
-``gate``             are the gradients right? asked before anything is timed
 """
 
 from labkit.parallel.data_parallel.after_backward import FlatDDP, NaiveDDP

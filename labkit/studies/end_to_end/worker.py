@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from labkit.bench.clock import time_interleaved, time_parts_interleaved
-from labkit.bench.gate import verdict
+from labkit.bench.gate import largest_difference, verdict
 from labkit.bench.rates import copy_bytes_per_s, matmul_flops_per_s
 from labkit.costs.transformer import TransformerShape
 from labkit.lab.point import Point
@@ -159,9 +159,7 @@ def _largest_difference(compiled: TrainingStep, eager: TrainingStep, device: str
 
     compile_s = _first_call(lambda: forward_backward(compiled), device)
     forward_backward(eager)
-    expected, got = gradients(eager.model), gradients(compiled.model)
-    errors = [float((got[name] - g).abs().max() / g.abs().max()) for name, g in expected.items()]
-    worst = math.inf if any(map(math.isnan, errors)) else max(errors)  # max alone passes over NaN
+    worst = largest_difference(gradients(compiled.model), gradients(eager.model))
     for step in (compiled, eager):
         step.optimizer_step()
     return _Difference(worst, compile_s)

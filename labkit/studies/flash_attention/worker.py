@@ -11,13 +11,12 @@ from typing import Any
 
 import torch
 
-from labkit.bench.gate import verdict
 from labkit.bench.rates import time_matmul
 from labkit.nn.attention import attention_named
 from labkit.nn.attention_problem import AttentionProblem, check
 from labkit.nn.tiled_attention import tile_side
 from labkit.studies.shared.alternatives import reason_of, time_those_that_run
-from labkit.studies.shared.attention_passes import PassesPoint, measure_passes, problem_of
+from labkit.studies.shared.attention_passes import PassesPoint, gate_of, measure_passes, problem_of
 
 ALL_TECHNIQUES = "all techniques"
 TECHNIQUES = ("exp2", "skip_hidden", "mask_only_edges")
@@ -108,7 +107,7 @@ def _checked_and_timed(
         except Exception as error:  # of any type: compilers, libraries and drivers have their own
             rows[name] = row | {"gate": reason_of(error, point.device)}
             continue
-        rows[name] = row | {"gate": verdict(checked.error, checked.limit), "error": checked.error}
+        rows[name] = row | {"gate": gate_of(checked), "error": checked.error}
     right = {name: {KERNEL: contenders[name][1]} for name, row in rows.items() if row["gate"] == "ok"}
     options: dict[str, Any] = {"warmup": max(1, point.warmup), "repeats": point.repeats, "calls": calls}
     samples, failed = time_those_that_run(right, device=point.device, seed=point.id, **options)

@@ -1,5 +1,6 @@
 """What a rank runs to measure one point of the precision lab. Imports torch, the model and the instruments only."""
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,7 @@ from labkit.studies.shared.alternatives import reason_of, time_those_that_run
 FULL = "float32"
 FORWARD, BOTH = "forward", "forward and backward"
 # Largest relative deviation from float32 before a precision counts as wrong: rounding of a 16-bit format through
-# tens of layers leaves a percent or two of the loss, and up to a tenth of the gradients.
+# tens of layers leaves a percent or two of the loss, and up to a tenth of the gradient of a parameter.
 LOSS_BOUND, GRADIENT_BOUND = 0.02, 0.25
 
 
@@ -129,7 +130,10 @@ def _action(step: TrainingStep, mode: str, precision: str) -> Callable[[], None]
 
 
 def _check(step: TrainingStep, precisions: tuple[str, ...], device: str) -> Iterator[dict[str, Any]]:
-    """The gate: loss and gradients of each precision against those of float32, on the same model and batch."""
+    """The gate: loss and gradients of each precision against those of float32, on the same model and batch.
+
+    Of the gradients each parameter's must be right; the error that is told is of all together.
+    """
     loss, reference = _loss_and_gradients(step, FULL)
     for name in precisions:
         try:
@@ -138,12 +142,13 @@ def _check(step: TrainingStep, precisions: tuple[str, ...], device: str) -> Iter
             yield {"gate": reason_of(raised, device)}
             continue
         loss_error = abs(own_loss - loss) / abs(loss)
-        difference = sum(float((own[key] - grad).double().square().sum()) for key, grad in reference.items())
+        sizes = {key: float(grad.double().square().sum()) for key, grad in reference.items()}
+        off = {key: float((own[key] - grad).double().square().sum()) for key, grad in reference.items() if key in own}
         del own  # before the next ones come: at most two sets of gradients at once
-        size = sum(float(grad.double().square().sum()) for grad in reference.values())
-        error = (difference / size) ** 0.5
-        right = loss_error <= LOSS_BOUND and error <= GRADIENT_BOUND  # False for NaN
-        wrong = f"wrong: loss off by {loss_error:.1e}, gradients by {error:.1e}"
+        error = (sum(off.values()) / sum(sizes.values())) ** 0.5
+        wrong_ones = [key for key, size in sizes.items() if not off.get(key, math.inf) <= GRADIENT_BOUND**2 * size]
+        right = loss_error <= LOSS_BOUND and not wrong_ones  # False for NaN
+        wrong = f"wrong: loss off by {loss_error:.1e}, gradients by {error:.1e}, {len(wrong_ones)} of them too far"
         yield {"loss_error": loss_error, "error": error, "gate": "ok" if right else wrong}
     step.drop_gradients()
 

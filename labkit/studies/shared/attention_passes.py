@@ -20,7 +20,7 @@ from labkit.lab.point import Point
 from labkit.lab.units import format_bytes
 from labkit.machine.memory_limits import available_memory_bytes
 from labkit.nn.attention import attention_named
-from labkit.nn.attention_problem import AttentionProblem, Passes, check
+from labkit.nn.attention_problem import AttentionProblem, Checked, Passes, check
 from labkit.studies.shared.alternatives import reason_of, time_those_that_run
 
 EXPLICIT, COMPILED, TILED, FLASH = "explicit", "compiled", "tiled", "flash"
@@ -133,8 +133,14 @@ def _examine(point: PassesPoint, problem: AttentionProblem, passes: Passes, name
     with peak_memory_growth(point.device) as memory:
         found = passes.run_checked()
     checked = check(problem, found)
-    gate = verdict(checked.error, checked.limit)
-    return row | {"peak_bytes": memory.growth_bytes, "error": checked.error, "gate": gate}
+    return row | {"peak_bytes": memory.growth_bytes, "error": checked.error, "gate": gate_of(checked)}
+
+
+def gate_of(checked: Checked) -> str:
+    """ "ok", or what is wrong, of all rows together or of a single one."""
+    if checked.is_right or not checked.error <= checked.limit:
+        return verdict(checked.error, checked.limit)
+    return f"{verdict(checked.row_error, checked.row_limit)} of a single row"
 
 
 def _seconds(action: Callable[[], Any], device: str) -> float:
