@@ -84,7 +84,7 @@ def machine_rows(machine: Machine, *, elsewhere: bool) -> dict[str, str]:
     return {
         "Machine": machine.label + (" (a recorded run, not measured here)" if elsewhere else ""),
         "Processor": f"{machine.cpu}, {machine.cores} cores available, {format_bytes(machine.memory_bytes)}",
-        "GPU": "; ".join(gpus) or "none",
+        "GPU": "; ".join(gpus) or (f"not used: {machine.why_no_gpus}" if machine.why_no_gpus else "none"),
         **({"float32 on the GPU": float32} if float32 else {}),
         "System": f"{machine.system}, Python {machine.python}",
         "Versions": versions,
