@@ -63,7 +63,7 @@ def machine_rows(machine: Machine, *, elsewhere: bool) -> dict[str, str]:
         "GPU": "; ".join(gpus) or "none",
         "System": f"{machine.system}, Python {machine.python}",
         "Versions": versions,
-        "Source": f"commit {machine.git}" if machine.git else "not a git checkout",
+        "Source": str(machine.source or "not a git checkout"),
     }
 
 
@@ -162,9 +162,8 @@ def provenance_rows(study: Study, run: Run) -> dict[str, str]:
 def _resumed(again: Resumption) -> str:
     """When, at which commit and by which command a run was taken up again."""
     when = f"{again.at:%Y-%m-%d %H:%M:%S} UTC" if again.at else "a time that was not recorded"
-    unknown = "not a git checkout" if "git" in again.model_fields_set else "commit not recorded"
-    source = f"commit {again.git}" if again.git else unknown
-    return f"{when}, {source}" + (f", by {again.command}" if again.command else "")
+    unknown = "not a git checkout" if "source" in again.model_fields_set else "commit not recorded"
+    return f"{when}, {again.source or unknown}" + (f", by {again.command}" if again.command else "")
 
 
 def _changed(study: Study, run: Run) -> str:

@@ -129,7 +129,7 @@ def _run_table(found: LabComparison) -> pd.DataFrame:
         {
             "machine": name,
             "host": run.header.machine.host,
-            "commit": ", then ".join(str(git or "not recorded") for git in run.sources),
+            "source": ", then ".join(str(source or "not recorded") for source in run.sources),
             "torch": run.header.machine.versions.get("torch"),
             "profile": run.header.profile,
             "started": f"{run.header.started:%Y-%m-%d %H:%M}",

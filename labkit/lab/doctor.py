@@ -25,7 +25,7 @@ def machine_rows() -> list[tuple[str, str]]:
         ("backends", ", ".join(backends)),
         ("system", f"{machine.system}, Python {machine.python}"),
         ("versions", versions),
-        ("source", f"commit {machine.git}" if machine.git else "not a git checkout"),
+        ("source", str(machine.source)),
     ]
 
 

@@ -110,7 +110,7 @@ def resume(
             raise RunFileError(f"{path}: another process has written this run meanwhile; resume it again")
         _prepare_again(study, path, config, remaining, on_progress)
         if remaining:
-            writer.begin_again(_command(), describe_machine().git)
+            writer.begin_again(_command(), describe_machine().source)
         _measure_points(study, remaining, len(points), writer, on_progress, on_output)
     return Run.load(path)
 

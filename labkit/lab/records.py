@@ -4,9 +4,9 @@ from collections.abc import Container
 from datetime import datetime
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from labkit.machine import GitState
+from labkit.machine import Source
 
 Status = Literal["ok", "oom", "skipped", "failed", "timeout"]
 
@@ -39,7 +39,7 @@ class Resumption(BaseModel):
     kind: Literal["resumed"] = "resumed"
     at: datetime | None = None
     command: str | None = None
-    git: GitState | None = None
+    source: Source | None = Field(default=None, validation_alias=AliasChoices("source", "git"))  # `git` in older runs
 
 
 _MODELS: dict[str, TypeAdapter[Any]] = {

@@ -12,7 +12,7 @@ from typing import Any, get_args
 from labkit.lab.point import Point
 from labkit.lab.records import Resumption, Status
 from labkit.lab.store import Record, RunFileError, RunHeader
-from labkit.machine import GitState
+from labkit.machine import Source
 
 STATUSES = get_args(Status)
 
@@ -57,11 +57,11 @@ class RunWriter:
             raise RunFileError(f"{path}: another process is writing this run") from None
         return writer
 
-    def begin_again(self, command: str, git: GitState | None) -> None:
+    def begin_again(self, command: str, source: Source | None) -> None:
         """Take up a reopened run: a torn last line is dropped, and what follows is of this command and source."""
         with _failing_by_name(self.path):
             os.ftruncate(self._descriptor, _whole_lines_bytes(self.path))
-        resumption = Resumption(at=datetime.now(UTC), command=command, git=git)
+        resumption = Resumption(at=datetime.now(UTC), command=command, source=source)
         self._append(resumption.model_dump(mode="json"))
 
     def add_row(self, point: Point, rank: int, values: dict[str, Any]) -> None:

@@ -3,7 +3,7 @@
     {"kind": "header", ...}    once: what was asked for, on which machine, from which source, the plan
     {"kind": "row", "point": id, "rank": r, "values": {...}}     as soon as it is measured
     {"kind": "end", "point": id, "status": ..., "reason": ...}   once a point is over; the file is synced
-    {"kind": "resumed", "at": ..., "command": ..., "git": ...}   each time a run is taken up again
+    {"kind": "resumed", "at": ..., "command": ..., "source": ...}   each time a run is taken up again
 
 A killed run keeps every complete line. Rows of a point that did not end are ignored, and measured again by
 `--resume`. Values that are lists are samples: they come back as one row a repeat. `lab/run_writer.py` writes them.
@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from labkit.lab.project import kind_of_path, relative_to_project
 from labkit.lab.records import Resumption, check_record
-from labkit.machine import GitState, Machine
+from labkit.machine import Machine, Source
 
 SCHEMA = 1
 
@@ -92,9 +92,9 @@ class Run:
         return self.path.stem
 
     @property
-    def sources(self) -> list[GitState | None]:
+    def sources(self) -> list[Source | None]:
         """The sources that measured it, each once: that of the start, then others it was resumed at; None: unknown."""
-        return list(dict.fromkeys([self.header.machine.git, *(again.git for again in self.resumptions)]))
+        return list(dict.fromkeys([self.header.machine.source, *(again.source for again in self.resumptions)]))
 
     @property
     def pending(self) -> list[str]:
