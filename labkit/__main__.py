@@ -16,7 +16,7 @@ from labkit.lab.config import PROFILES, ParameterError, parse_assignments
 from labkit.studies import LABS, load_study
 
 if TYPE_CHECKING:
-    from labkit.lab.measure import Progress
+    from labkit.lab.runs.measure import Progress
     from labkit.lab.study import Study
 
 app = typer.Typer(
@@ -41,7 +41,7 @@ def main() -> None:
         gc.set_threshold(50_000)
     atexit.register(gc.freeze)
     try:
-        from labkit.lab.store import RunFileError
+        from labkit.lab.runs.store import RunFileError
 
         app()
     except KeyboardInterrupt:  # while modules are imported, say
@@ -86,10 +86,10 @@ def measure(
     resume: Annotated[str | None, typer.Option(metavar="RUN", help="Measure what this run still lacks.")] = None,
 ) -> None:
     """Measure a lab into a new run under data/runs/; no notebook."""
-    from labkit.lab import measure as measuring
     from labkit.lab.config import resolve_config
     from labkit.lab.project import relative_to_project, runs_directory
-    from labkit.lab.store import find_run
+    from labkit.lab.runs import measure as measuring
+    from labkit.lab.runs.store import find_run
 
     study = load_study(lab)
     if resume is not None and (settings or profile is not None):
@@ -124,8 +124,8 @@ def report(
     output: Annotated[Path | None, typer.Option(help="Folder of the pages.", show_default="reports/")] = None,
 ) -> None:
     """Execute notebooks and write HTML pages and an index."""
+    from labkit.lab.pages.report import check_report, report_lab, write_index
     from labkit.lab.project import relative_to_project, reports_directory
-    from labkit.lab.report import check_report, report_lab, write_index
     from labkit.lab.units import format_seconds
 
     studies = [load_study(lab) for lab in (labs or LABS)]
@@ -156,8 +156,8 @@ def compare_command(
     """Put runs of several machines or commits side by side, on the points they share; the first is the baseline."""
     import shlex
 
-    from labkit.lab.compare_page import load_runs, write_comparison
-    from labkit.lab.comparison import compare_runs
+    from labkit.lab.pages.compare import load_runs, write_comparison
+    from labkit.lab.pages.comparison import compare_runs
     from labkit.lab.project import relative_to_project, reports_directory
 
     page = output or reports_directory() / "compare.html"

@@ -9,7 +9,7 @@ import textwrap
 import nbformat
 import pytest
 
-from labkit.lab.export import page_record
+from labkit.lab.pages.export import page_record
 from labkit.lab.project import project_root
 from tests.errands import Errand, Errands
 

@@ -9,7 +9,7 @@ import pytest
 
 from labkit import __main__ as program
 from labkit.__main__ import main
-from labkit.lab.store import Run
+from labkit.lab.runs.store import Run
 from tests.commands import labkit, runs_by
 
 

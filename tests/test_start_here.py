@@ -5,7 +5,7 @@ import pytest
 
 from labkit.lab import contents
 from labkit.lab.project import notebook_path, recorded_directory
-from labkit.lab.store import Run
+from labkit.lab.runs.store import Run
 from labkit.lab.units import format_seconds
 from labkit.studies import LABS, load_study
 

@@ -20,9 +20,9 @@ from papermill.log import logger
 from traitlets import default
 
 from labkit.lab.config import ParameterError
-from labkit.lab.measure import Progress
 from labkit.lab.notebook import PROGRESS_MIME, check_parameters
 from labkit.lab.parameter_cells import literal_assignments
+from labkit.lab.runs.measure import Progress
 from labkit.lab.study import Study
 
 ENGINE = "labkit"

@@ -13,15 +13,15 @@ from typing import Any
 import pandas as pd
 from IPython.display import HTML, DisplayHandle, display
 
-from labkit.lab import cards
 from labkit.lab.answers import Answer, check_complete
 from labkit.lab.config import LabConfig, ParameterError, nearest, resolve_config
 from labkit.lab.figures import Plot
 from labkit.lab.figures.style import thumbnail
-from labkit.lab.measure import Progress, measure
+from labkit.lab.pages import cards
 from labkit.lab.parameter_cells import given_parameters
 from labkit.lab.project import figures_directory, recorded_directory, relative_to_project, runs_directory
-from labkit.lab.store import Run, find_run
+from labkit.lab.runs.measure import Progress, measure
+from labkit.lab.runs.store import Run, find_run
 from labkit.lab.study import Study
 from labkit.machine import Machine, describe_machine
 

@@ -8,9 +8,9 @@
 Every rank calls ``worker(point)`` with `torch.distributed` ready, and what it yields arrives here at once.
 One group of ranks serves all points. A rank that raises, dies, aborts in C++ or hangs costs its point, never
 the sweep: the group is killed, the first failure is reported, and a new group carries on with the next point.
-Nothing is left behind, whatever ends this process: `labkit.parallel.rank` says how.
+Nothing is left behind, whatever ends this process: `labkit.parallel.ranks.rank` says how.
 
-Under torchrun the ranks exist already, and the same call runs the points in them (`labkit.parallel.joined`).
+Under torchrun the ranks exist already, and the same call runs the points in them (`labkit.parallel.ranks.joined`).
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ import torch
 import torch.distributed as dist
 
 from labkit.machine import available_cores
-from labkit.parallel import joined
-from labkit.parallel.interface import GLOO_INTERFACE, LOOPBACK
-from labkit.parallel.outcome import PointEnd, RankError, RankFailure, Row
-from labkit.parallel.rank import GroupPlan, call_once
-from labkit.parallel.rank_answers import Worker
-from labkit.parallel.rank_group import RankGroup, StartError
+from labkit.parallel.ranks import joined
+from labkit.parallel.ranks.answers import Worker
+from labkit.parallel.ranks.group import RankGroup, StartError
+from labkit.parallel.ranks.network_interface import GLOO_INTERFACE, LOOPBACK
+from labkit.parallel.ranks.outcome import PointEnd, RankError, RankFailure, Row
+from labkit.parallel.ranks.rank import GroupPlan, call_once
 
 __all__ = ["PointEnd", "RankError", "RankFailure", "Row", "launch", "run_ranks"]
 

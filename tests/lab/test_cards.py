@@ -5,11 +5,11 @@ from datetime import UTC, datetime
 
 import pandas as pd
 
-from labkit.lab import cards
 from labkit.lab.answers import Answer, Question
-from labkit.lab.measure import Progress, measure
-from labkit.lab.run_writer import RunWriter
-from labkit.lab.store import Run, RunHeader
+from labkit.lab.pages import cards
+from labkit.lab.runs.measure import Progress, measure
+from labkit.lab.runs.store import Run, RunHeader
+from labkit.lab.runs.writer import RunWriter
 from labkit.machine import Source, describe_machine
 from tests.lab.fake_study import FAKE, FakeConfig, FakePoint
 

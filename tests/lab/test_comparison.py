@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from labkit.lab import compare_page
-from labkit.lab.compare_page import load_runs, write_comparison
-from labkit.lab.comparison import compare_runs, machine_names, overview
 from labkit.lab.config import ParameterError
-from labkit.lab.export import OTHER_FORMAT, PAGE_FORMAT, RECORD_KEYS, embed_json
-from labkit.lab.store import Run, RunFileError
+from labkit.lab.pages import compare as compare_page
+from labkit.lab.pages.compare import load_runs, write_comparison
+from labkit.lab.pages.comparison import compare_runs, machine_names, overview
+from labkit.lab.pages.export import OTHER_FORMAT, PAGE_FORMAT, RECORD_KEYS, embed_json
+from labkit.lab.runs.store import Run, RunFileError
 from labkit.machine import describe_machine
 from tests.test_notebooks import CHROMIUM, CONTRASTS
 

@@ -2,11 +2,11 @@
 
 import pytest
 
-from labkit.lab import measure as measuring
 from labkit.lab.config import ParameterError
-from labkit.lab.measure import measure, resume
-from labkit.lab.run_writer import RunWriter
-from labkit.lab.store import Run, RunFileError
+from labkit.lab.runs import measure as measuring
+from labkit.lab.runs.measure import measure, resume
+from labkit.lab.runs.store import Run, RunFileError
+from labkit.lab.runs.writer import RunWriter
 from labkit.machine import describe_machine
 from tests.lab.fake_study import FAKE, FakeConfig
 

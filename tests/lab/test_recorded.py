@@ -3,7 +3,7 @@
 import pytest
 
 from labkit.lab.project import figures_directory, recorded_directory
-from labkit.lab.store import Run
+from labkit.lab.runs.store import Run
 from labkit.studies import LABS, load_study
 
 RECORDED = sorted(recorded_directory().glob("*/*.jsonl"))

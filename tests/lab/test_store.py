@@ -8,8 +8,8 @@ import pytest
 
 from labkit.lab import project
 from labkit.lab.point import Point
-from labkit.lab.run_writer import RunWriter
-from labkit.lab.store import Run, RunFileError, RunHeader, find_run
+from labkit.lab.runs.store import Run, RunFileError, RunHeader, find_run
+from labkit.lab.runs.writer import RunWriter
 from labkit.machine import Source, describe_machine
 
 

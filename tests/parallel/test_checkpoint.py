@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from labkit.parallel import checkpoint
 from labkit.parallel.launch import RankError, run_ranks
+from labkit.parallel.ranks import checkpoint
 
 
 def _save_and_load(path):

@@ -2,9 +2,9 @@
 
 import pytest
 
-from labkit.parallel import interface
-from labkit.parallel.hosts import host_identity, label_hosts
-from labkit.parallel.interface import GLOO_INTERFACE, choose_gloo_interface, interface_of, source_address
+from labkit.parallel.ranks import network_interface as interface
+from labkit.parallel.ranks.hosts import host_identity, label_hosts
+from labkit.parallel.ranks.network_interface import GLOO_INTERFACE, choose_gloo_interface, interface_of, source_address
 
 
 def test_ranks_are_grouped_by_host_and_hosts_of_one_name_told_apart():

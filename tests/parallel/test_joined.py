@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from labkit.parallel.joined import is_joined, joined_rank
+from labkit.parallel.ranks.joined import is_joined, joined_rank
 
 # What every rank prints is one line, so that the lines of two ranks do not mix.
 SCRIPT = """
 import json, os, sys, time
 import torch, torch.distributed as dist
-from labkit.parallel.joined import is_joined, joined_rank
+from labkit.parallel.ranks.joined import is_joined, joined_rank
 from labkit.parallel.launch import Row, launch, run_ranks
 
 def worker(point):

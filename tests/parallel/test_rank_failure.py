@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from labkit.parallel import rank_failure
-from labkit.parallel.rank import OOM_SCORE
-from labkit.parallel.rank_failure import Message, death_of
-from labkit.parallel.rank_log import RankLog
-from labkit.parallel.rank_process import RankProcess
+from labkit.parallel.ranks import failure as rank_failure
+from labkit.parallel.ranks.failure import Message, death_of
+from labkit.parallel.ranks.log import RankLog
+from labkit.parallel.ranks.process import RankProcess
+from labkit.parallel.ranks.rank import OOM_SCORE
 
 
 def dead_rank(directory: Path, number: signal.Signals) -> RankProcess:

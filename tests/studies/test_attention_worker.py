@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from labkit.lab import attention_passes
 from labkit.machine import describe_machine
 from labkit.nn.attention import IMPLEMENTATIONS, Implementation, explicit_attention
 from labkit.studies.attention.study import STUDY
 from labkit.studies.attention.worker import AttentionPoint, measure_point
+from labkit.studies.shared import attention_passes
 
 SMALL = AttentionPoint(
     sweep="grid", batch=2, sequence=64, head_dim=16, implementations=("explicit", "tiled"), warmup=0, repeats=2

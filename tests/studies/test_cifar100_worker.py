@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 from labkit.bench.gate import verdict
 from labkit.lab.config import ParameterError, resolve_config
-from labkit.lab.measure import measure, resume
-from labkit.lab.store import RunFileError
+from labkit.lab.runs.measure import measure, resume
+from labkit.lab.runs.store import RunFileError
 from labkit.machine import describe_machine
 from labkit.nn import datasets
 from labkit.parallel.launch import PointEnd, Row, launch, run_ranks

@@ -7,8 +7,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from labkit.lab.run_writer import RunWriter
-from labkit.lab.store import RunHeader
+from labkit.lab.runs.store import RunHeader
+from labkit.lab.runs.writer import RunWriter
 from labkit.machine import Gpu, describe_machine
 from labkit.studies.flash_attention import analysis, recorded
 from labkit.studies.flash_attention.study import STUDY

@@ -46,9 +46,9 @@ import torch.distributed as dist
 from labkit.parallel.transport import boards, signals
 from labkit.parallel.transport.boards import Boards, board_bytes
 from labkit.parallel.transport.contract import SHARED, Step, check_shown
+from labkit.parallel.transport.errors import refuse_length
 from labkit.parallel.transport.mapping import Allocation, SharedMemoryUnavailable, map_together
 from labkit.parallel.transport.peers import Peers
-from labkit.parallel.transport.refusals import refuse_length
 from labkit.parallel.transport.semaphores import SEMAPHORE_BYTES, Semaphores
 from labkit.parallel.transport.swaps import Swaps, swap_bytes
 

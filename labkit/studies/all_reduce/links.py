@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from labkit.bench.clock import time_interleaved
 from labkit.bench.gate import worst_of_ranks
-from labkit.parallel.hosts import host_identity
+from labkit.parallel.ranks.hosts import host_identity
 from labkit.studies.all_reduce.exact import multiple
 
 WITHIN, BETWEEN = "pair within a host", "pair between hosts"

@@ -12,7 +12,7 @@ from labkit.lab.room import why_not_here
 from labkit.lab.study import Study
 from labkit.lab.units import format_bytes
 from labkit.machine import Machine
-from labkit.parallel.joined import ranks_here
+from labkit.parallel.ranks.joined import ranks_here
 from labkit.studies.all_reduce import answers as answering
 from labkit.studies.all_reduce.transports import CHOSEN, FLOOR, ROUTES, TORCH, alternative
 from labkit.studies.all_reduce.worker import USUAL, AllReducePoint, measure_point, torch_dtype

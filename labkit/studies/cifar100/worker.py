@@ -20,8 +20,8 @@ from labkit.bench.clock import Stopwatch, time_interleaved
 from labkit.bench.gate import verdict
 from labkit.lab.point import Point
 from labkit.nn.vision import SmallConvNet
-from labkit.parallel import checkpoint
 from labkit.parallel.data_parallel import gate
+from labkit.parallel.ranks import checkpoint
 from labkit.parallel.sync_batchnorm import _gather, _sum_over_ranks
 from labkit.studies.cifar100.data import RankData, hand_out
 from labkit.studies.cifar100.training import ALONE, SYNCHRONIZED, Recipe, Trainer, updates_of

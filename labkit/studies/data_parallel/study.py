@@ -13,7 +13,7 @@ from labkit.lab.study import Study
 from labkit.machine import Machine
 from labkit.nn.workloads import workload_parameters
 from labkit.parallel.data_parallel.implementations import IMPLEMENTATIONS, OVER_SHARED_MEMORY, TORCH
-from labkit.parallel.joined import ranks_here
+from labkit.parallel.ranks.joined import ranks_here
 from labkit.studies.data_parallel import answers as answering
 from labkit.studies.data_parallel.worker import LOCAL, DataParallelPoint, measure_point
 

@@ -11,12 +11,12 @@ import pandas as pd
 
 from labkit.bench.statistics import compare, compare_groups
 from labkit.costs.attention import BACKWARD_OVER_FORWARD, forward_flops, visited_share
-from labkit.lab.attention_passes import EXPLICIT, FLASH
-from labkit.lab.attention_tables import SETTING, against, empty, refused, samples, times, with_width
 from labkit.lab.evidence import shown
 from labkit.lab.project import reference_directory
 from labkit.studies.flash_attention.recorded import RecordedRun, has_flash
 from labkit.studies.flash_attention.worker import ALL_TECHNIQUES, CAUSAL, FULL, TECHNIQUES
+from labkit.studies.shared.attention_passes import EXPLICIT, FLASH
+from labkit.studies.shared.attention_tables import SETTING, against, empty, refused, samples, times, with_width
 
 __all__ = ["against", "refused", "samples", "times"]  # for the notebook and the answers, beside what is defined here
 

@@ -4,11 +4,11 @@ import pandas as pd
 
 from labkit.bench.statistics import compare_groups
 from labkit.lab.answers import Answer, Question, Verdict, not_measured
-from labkit.lab.attention_passes import EXPLICIT, FLASH
 from labkit.lab.evidence import ratio_text, ratios_text, with_interval
 from labkit.lab.trends import trends_answer
 from labkit.lab.units import format_bytes, join_words
 from labkit.studies.flash_attention import analysis, recorded, trends
+from labkit.studies.shared.attention_passes import EXPLICIT, FLASH
 
 CROSSOVER = Question(
     "crossover",

@@ -9,13 +9,13 @@ from pydantic import Field
 from labkit.bench.rates import MATMUL_SIZE
 from labkit.costs.attention import matrix_bytes
 from labkit.lab.answers import Answer, check_complete
-from labkit.lab.attention_passes import COMPILED, FLASH, MARGIN, TILED
 from labkit.lab.config import Device, LabConfig, Repeats, Seed, TimeoutSeconds, Warmup
 from labkit.lab.room import why_not_here
 from labkit.lab.study import Study
 from labkit.machine import Machine
 from labkit.studies.flash_attention import answers as answering
 from labkit.studies.flash_attention.worker import FlashPoint, measure_point
+from labkit.studies.shared.attention_passes import COMPILED, FLASH, MARGIN, TILED
 
 MIB = 2**20
 # A matrix of scores from which a round takes a good part of a second on two cores, and fewer repeats must do.

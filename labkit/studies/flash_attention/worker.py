@@ -14,10 +14,10 @@ import torch
 from labkit.bench.clock import time_interleaved
 from labkit.bench.gate import verdict
 from labkit.bench.rates import time_matmul
-from labkit.lab.attention_passes import PassesPoint, measure_passes, problem_of
 from labkit.nn.attention import attention_named
 from labkit.nn.attention_problem import AttentionProblem, check
 from labkit.nn.tiled_attention import tile_side
+from labkit.studies.shared.attention_passes import PassesPoint, measure_passes, problem_of
 
 ALL_TECHNIQUES = "all techniques"
 TECHNIQUES = ("exp2", "skip_hidden", "mask_only_edges")

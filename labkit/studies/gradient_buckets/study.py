@@ -14,7 +14,7 @@ from labkit.lab.study import Study
 from labkit.machine import Machine
 from labkit.nn.transformer import shape_named
 from labkit.nn.workloads import workload_parameters
-from labkit.parallel.joined import ranks_here
+from labkit.parallel.ranks.joined import ranks_here
 from labkit.studies.gradient_buckets import answers as answering
 from labkit.studies.gradient_buckets.worker import PROBE, STEPS, BucketsPoint, measure_point
 

@@ -11,7 +11,7 @@ from labkit.lab.config import Count, Device, LabConfig, Repeats, Seed, TimeoutSe
 from labkit.lab.room import why_not_here
 from labkit.lab.study import Study
 from labkit.machine import Machine
-from labkit.parallel.joined import ranks_here
+from labkit.parallel.ranks.joined import ranks_here
 from labkit.studies.sync_batchnorm import answers as answering
 from labkit.studies.sync_batchnorm.alternatives import ALTERNATIVES
 from labkit.studies.sync_batchnorm.worker import LAYER, PROBE, SyncBatchNormPoint, measure_point

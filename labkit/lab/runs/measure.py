@@ -15,13 +15,13 @@ from typing import Any
 from labkit.lab.config import LabConfig, ParameterError, resolve_config
 from labkit.lab.point import Point
 from labkit.lab.project import runs_directory
-from labkit.lab.resuming import check_same_setting, replan
-from labkit.lab.run_writer import RunWriter
-from labkit.lab.store import Run, RunFileError, RunHeader
+from labkit.lab.runs.resuming import check_same_setting, replan
+from labkit.lab.runs.store import Run, RunFileError, RunHeader
+from labkit.lab.runs.writer import RunWriter
 from labkit.lab.study import Study
 from labkit.machine import describe_machine
-from labkit.parallel.joined import agree, is_joined, joined_rank, ranks_by_host
 from labkit.parallel.launch import PointEnd, Row, launch
+from labkit.parallel.ranks.joined import agree, is_joined, joined_rank, ranks_by_host
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
-from labkit.parallel.rank_answers import described, rows_of
+from labkit.parallel.ranks.answers import described, rows_of
 
 STACKS_SIGNAL = signal.SIGUSR1
 # 32 ranks under spawn were ready after 18 s on two cores; a cold disk takes longer to give torch away.

@@ -16,8 +16,8 @@ from latex2mathml.converter import convert as latex_to_mathml
 from nbconvert import HTMLExporter
 from nbconvert.filters.markdown_mistune import IPythonRenderer, MarkdownWithMath
 
-from labkit.lab.html import TEMPLATES, code_style, render, script, style_sheet
 from labkit.lab.notebook import PAGE_MIME
+from labkit.lab.pages.html import TEMPLATES, code_style, render, script, style_sheet
 
 PAGE_FORMAT = 1
 """Of the record in a page: raised whenever what an index reads from it changes its name or meaning."""

@@ -10,14 +10,14 @@ import numpy as np
 import pandas as pd
 from matplotlib.text import Text
 
-from labkit.lab import cards
-from labkit.lab.comparison import UNKNOWN_REPEAT_DIFFERENCE, LabComparison, overview
 from labkit.lab.config import ParameterError
-from labkit.lab.export import read_page
 from labkit.lab.figures import Plot, bars, lines
-from labkit.lab.html import render, script, style_sheet
+from labkit.lab.pages import cards
+from labkit.lab.pages.comparison import UNKNOWN_REPEAT_DIFFERENCE, LabComparison, overview
+from labkit.lab.pages.export import read_page
+from labkit.lab.pages.html import render, script, style_sheet
 from labkit.lab.project import kind_of_path, project_root, recorded_directory, relative_to_project, runs_directory
-from labkit.lab.store import Run, RunFileError, find_run
+from labkit.lab.runs.store import Run, RunFileError, find_run
 from labkit.lab.units import counted, format_bytes
 
 MOST_ROWS = 300

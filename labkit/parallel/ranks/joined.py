@@ -28,12 +28,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from labkit.parallel.hosts import host_identity, label_hosts
-from labkit.parallel.interface import choose_gloo_interface
-from labkit.parallel.outcome import PointEnd, RankFailure, Report, Row, end_point, first_cause
-from labkit.parallel.rank import MARGIN_S, START_TIMEOUT_S, GroupPlan, use_scheduling
-from labkit.parallel.rank_answers import Worker, described, rows_of
-from labkit.parallel.rank_process import variables_set
+from labkit.parallel.ranks.answers import Worker, described, rows_of
+from labkit.parallel.ranks.hosts import host_identity, label_hosts
+from labkit.parallel.ranks.network_interface import choose_gloo_interface
+from labkit.parallel.ranks.outcome import PointEnd, RankFailure, Report, Row, end_point, first_cause
+from labkit.parallel.ranks.process import variables_set
+from labkit.parallel.ranks.rank import MARGIN_S, START_TIMEOUT_S, GroupPlan, use_scheduling
 
 _TOLD_BY_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 

@@ -20,8 +20,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from labkit.parallel import rank as rank_side
-from labkit.parallel.rank_log import RankLog
+from labkit.parallel.ranks import rank as rank_side
+from labkit.parallel.ranks.log import RankLog
 
 JOIN_TIMEOUT_S = 5.0
 # What multiprocessing takes for the exit code of a rank whose fork server has died: it may still be running.

@@ -8,14 +8,14 @@ from typing import Any
 
 import pandas as pd
 
-from labkit.lab import cards
 from labkit.lab.execute import NotebookFailed, execute_notebook, notebook_parameters
-from labkit.lab.export import OTHER_FORMAT, export_page, read_page
-from labkit.lab.html import render, script, style_sheet
-from labkit.lab.measure import Progress
 from labkit.lab.notebook import check_parameters
+from labkit.lab.pages import cards
+from labkit.lab.pages.export import OTHER_FORMAT, export_page, read_page
+from labkit.lab.pages.html import render, script, style_sheet
+from labkit.lab.pages.recommendations import further_advice, published_trends, recommendations
 from labkit.lab.project import notebook_path
-from labkit.lab.recommendations import further_advice, published_trends, recommendations
+from labkit.lab.runs.measure import Progress
 from labkit.lab.study import Study
 from labkit.machine import describe_machine
 

@@ -21,7 +21,7 @@ from labkit.bench.statistics import LEAST_RELEVANT_DIFFERENCE, compare, slowest_
 from labkit.lab.answers import Verdict
 from labkit.lab.config import ParameterError
 from labkit.lab.evidence import shown, verdict_of
-from labkit.lab.store import Run
+from labkit.lab.runs.store import Run
 from labkit.machine import Source
 
 # Fields of a point that a machine or the patience of its user decides, not what is measured.

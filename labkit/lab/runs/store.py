@@ -6,7 +6,7 @@
     {"kind": "resumed", "at": ..., "command": ..., "source": ...}   each time a run is taken up again
 
 A killed run keeps every complete line. Rows of a point that did not end are ignored, and measured again by
-`--resume`. Values that are lists are samples: they come back as one row a repeat. `lab/run_writer.py` writes them.
+`--resume`. Values that are lists are samples: they come back as one row a repeat. `runs/writer.py` writes them.
 """
 
 import json
@@ -19,7 +19,7 @@ import pandas as pd
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from labkit.lab.project import kind_of_path, relative_to_project
-from labkit.lab.records import Resumption, check_record
+from labkit.lab.runs.records import Resumption, check_record
 from labkit.machine import Machine, Source
 
 SCHEMA = 1

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, get_args
 
 from labkit.lab.point import Point
-from labkit.lab.records import Resumption, Status
-from labkit.lab.store import Record, RunFileError, RunHeader
+from labkit.lab.runs.records import Resumption, Status
+from labkit.lab.runs.store import Record, RunFileError, RunHeader
 from labkit.machine import Source
 
 STATUSES = get_args(Status)

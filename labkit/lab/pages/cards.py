@@ -13,15 +13,15 @@ import pandas as pd
 from IPython.display import HTML
 
 from labkit.lab.answers import Answer
-from labkit.lab.html import piece, piece_style
-from labkit.lab.measure import Progress
+from labkit.lab.pages.html import piece, piece_style
 from labkit.lab.project import relative_to_project
-from labkit.lab.records import Resumption
-from labkit.lab.store import Run
+from labkit.lab.runs.measure import Progress
+from labkit.lab.runs.records import Resumption
+from labkit.lab.runs.store import Run
 from labkit.lab.study import Study
 from labkit.lab.units import counted, format_bytes, format_seconds, formatter_of
 from labkit.machine import Machine
-from labkit.parallel.hosts import describe_hosts
+from labkit.parallel.ranks.hosts import describe_hosts
 
 # Headings of columns that are not their names, and endings that say a unit which the cells carry, or the heading does.
 HEADINGS = {

@@ -19,9 +19,10 @@ from labkit.bench.saved_tensors import SavedTensor, saved_for_backward
 from labkit.costs.attention import explicit_peak, tiled_saved
 from labkit.lab.point import Point
 from labkit.lab.units import format_bytes
+from labkit.machine.memory_limits import available_memory_bytes
 from labkit.nn.attention import attention_named
 from labkit.nn.attention_problem import AttentionProblem, Passes, check
-from labkit.parallel.outcome import is_out_of_memory
+from labkit.parallel.ranks.outcome import is_out_of_memory
 
 EXPLICIT, COMPILED, TILED, FLASH = "explicit", "compiled", "tiled", "flash"
 WHOLE_MATRIX = (EXPLICIT, COMPILED, "sdpa_math")
@@ -116,8 +117,6 @@ def _available_bytes(device: str) -> int:
     if torch.device(device).type == "cuda":
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info()[0]
-    from labkit.machine import available_memory_bytes  # here: it loads pydantic, which is not light
-
     return available_memory_bytes()
 
 

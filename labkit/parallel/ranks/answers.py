@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from labkit.parallel.outcome import is_out_of_memory, reads_as_consequence
+from labkit.parallel.ranks.outcome import is_out_of_memory, reads_as_consequence
 
 Worker = Callable[[Any], Iterable[Mapping[str, Any]] | None]
 

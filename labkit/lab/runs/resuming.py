@@ -5,10 +5,10 @@ from typing import Any
 
 from labkit.lab.config import LabConfig
 from labkit.lab.point import Point
-from labkit.lab.store import Run, RunFileError
+from labkit.lab.runs.store import Run, RunFileError
 from labkit.lab.study import Study
 from labkit.machine import describe_machine
-from labkit.parallel.hosts import describe_hosts
+from labkit.parallel.ranks.hosts import describe_hosts
 
 
 def check_same_setting(study: Study, run: Run, layout: dict[str, list[int]] | None) -> None:

@@ -1,4 +1,4 @@
-"""Tables of runs that `labkit.lab.attention_passes` measured: times, ratios and what did not run.
+"""Tables of runs that `labkit.studies.shared.attention_passes` measured: times, ratios and what did not run.
 
 "both" is forward and backward of one round together. Every table is tidy and carries units in its names.
 """
@@ -6,7 +6,7 @@
 import pandas as pd
 
 from labkit.bench.statistics import compare_groups, summarize_groups
-from labkit.lab.attention_passes import EXPLICIT, PHASES
+from labkit.studies.shared.attention_passes import EXPLICIT, PHASES
 
 SETTING = ["sweep", "device", "dtype", "batch", "head_dim", "sequence"]
 

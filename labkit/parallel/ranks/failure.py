@@ -7,9 +7,9 @@ import signal
 from dataclasses import dataclass
 from typing import Any
 
-from labkit.memory_limits import memory_limit_bytes, oom_kills
-from labkit.parallel.outcome import FailureKind, RankFailure, Report, reads_as_consequence, reads_as_out_of_memory
-from labkit.parallel.rank_process import STATUS_LOST, RankProcess
+from labkit.machine.memory_limits import memory_limit_bytes, oom_kills
+from labkit.parallel.ranks.outcome import FailureKind, RankFailure, Report, reads_as_consequence, reads_as_out_of_memory
+from labkit.parallel.ranks.process import STATUS_LOST, RankProcess
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,12 @@
-"""What this computer is: devices, memory, known peak rates, software versions, state of the source tree.
+"""What this computer is: devices, memory, known peak rates, software versions, labkit's source.
 
 Everything a reader needs to judge a number that was measured here, and nothing that is guessed:
 an unknown device has no peak rate, a version that cannot be read is None.
 """
 
-import hashlib
 import os
 import platform
 import re
-import subprocess
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -17,11 +15,9 @@ import psutil
 import torch
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
-from labkit import __version__
-from labkit.memory_limits import available_memory_bytes as available_memory_bytes
+from labkit.machine.source import Source, describe_source
 
 GIB = 2**30
-PACKAGE = Path(__file__).resolve().parent
 
 # Dense bf16 tensor-core peaks in TFLOP/s, from the vendor's data sheets, by the whole device name as the driver
 # gives it (patterns, because memory and connector are part of it). A near name is another device: an H100 NVL, a
@@ -49,31 +45,6 @@ class Gpu(BaseModel):
     compute_capability: str
     dense_bf16_peak_tflops: float | None
     """Data-sheet peak, None for a device that is not listed."""
-
-
-class Source(BaseModel):
-    """Which labkit measured. Only its modules count: a saved notebook or a build folder changes no measurement."""
-
-    model_config = ConfigDict(frozen=True)
-
-    commit: str | None = None
-    """None for a labkit that was installed from elsewhere than a git checkout."""
-    dirty: bool = False
-    """Whether modules differed from the commit."""
-    version: str | None = None
-    digest: str | None = None
-    """SHA-256 of the modules: the same source has the same one, wherever it is. Older runs lack it, and the version."""
-
-    def is_same_as(self, other: "Source") -> bool:
-        """Whether both are known to be the same modules."""
-        if self.digest and other.digest:
-            return self.digest == other.digest
-        return self.commit is not None and self.commit == other.commit and not (self.dirty or other.dirty)
-
-    def __str__(self) -> str:
-        if self.commit is None:
-            return f"labkit {self.version}, modules {(self.digest or 'unknown')[:12]}"
-        return f"commit {self.commit[:12]}" + (" with local changes" if self.dirty else "")
 
 
 class Machine(BaseModel):
@@ -132,7 +103,7 @@ def describe_machine() -> Machine:
         system=f"{platform.system()} {platform.release()}",
         python=platform.python_version(),
         versions={name: _version(name) for name in VERSIONED_PACKAGES},
-        source=describe_source(PACKAGE),
+        source=describe_source(),
     )
 
 
@@ -173,27 +144,3 @@ def _version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
-
-
-def describe_source(package: Path) -> Source:
-    """Version, digest and commit of the package in this folder."""
-    modules = sorted(package.rglob("*.py"))
-    digests = [f"{path.relative_to(package)} {hashlib.sha256(path.read_bytes()).hexdigest()}" for path in modules]
-    digest = hashlib.sha256("\n".join(digests).encode()).hexdigest()
-    commit, dirty = None, False
-    try:
-        # Git must track the package: an environment inside somebody's checkout is no part of it.
-        _git(package, "ls-files", "--error-unmatch", "__init__.py")
-        commit = _git(package, "rev-parse", "HEAD")
-        dirty = bool(_git(package, "status", "--porcelain", "--untracked-files=all", "--", "*.py"))
-    except (OSError, subprocess.SubprocessError):
-        pass
-    return Source(commit=commit, dirty=dirty, version=__version__, digest=digest)
-
-
-def _git(directory: Path, *arguments: str) -> str:
-    # Git refuses to read a checkout of another owner, whose settings could name programs to be run. Of this one all
-    # modules are run. Nothing is written, not even git's own index.
-    options = ["-c", "safe.directory=*", "--no-optional-locks"]
-    command = ["git", "-C", str(directory), *options, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
