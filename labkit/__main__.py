@@ -133,8 +133,8 @@ def report(
         raise ParameterError("--run draws one run: name its lab, for example `labkit report all_reduce --run RUN`")
     parameters: dict[str, Any] = parse_assignments(settings or [])
     parameters |= {name: value for name, value in (("profile", profile), ("run", run)) if value is not None}
-    check_report(studies, parameters)
     output = output or reports_directory()
+    check_report(studies, parameters, output)
     results = []
     for study in studies:
         with _progress(study.name) as show:
@@ -158,7 +158,7 @@ def compare_command(
 
     from labkit.lab.pages.compare import load_runs, write_comparison
     from labkit.lab.pages.comparison import compare_runs
-    from labkit.lab.project import relative_to_project, reports_directory
+    from labkit.lab.project import check_writable, relative_to_project, reports_directory
 
     page = output or reports_directory() / "compare.html"
     if page.is_dir():
@@ -166,7 +166,9 @@ def compare_command(
     found, unread = load_runs(runs)
     for name, reason in unread.items():
         err.print(f"left out: {_plain(name)}: {_plain(reason)}", soft_wrap=True)
-    table = write_comparison(compare_runs(found), shlex.join(["labkit", "compare", *runs]), page, unread)
+    comparisons = compare_runs(found)
+    check_writable(page.parent)
+    table = write_comparison(comparisons, shlex.join(["labkit", "compare", *runs]), page, unread)
     for row in table.to_dict("records"):
         counts = ", ".join(f"{row[verdict]} {verdict}" for verdict in ("faster", "slower", "no difference shown"))
         line = f"{row['lab']}: {row['machine']} against {row['against']}: {row['verdict']} ({counts})"

@@ -3,12 +3,14 @@
 import atexit
 import gc
 import shlex
+import shutil
 import sys
 
 import pytest
 
 from labkit import __main__ as program
 from labkit.__main__ import main
+from labkit.lab.project import recorded_directory
 from labkit.lab.runs.store import Run
 from tests.commands import labkit, runs_by
 
@@ -102,3 +104,27 @@ def test_a_mistake_is_one_line_of_a_program_and_its_exit_status(arguments, words
     assert result.returncode == 2
     _assert_one_message(result.stderr, words)
     assert not runs_by(arguments)
+
+
+RECORDED = next((recorded_directory() / "attention").glob("*.jsonl"))
+WRITING = [
+    ["measure", "all_reduce", "--profile", "smoke"],
+    ["report", "attention", "--profile", "smoke"],
+    ["report", "attention", "--run", RECORDED.stem],
+    ["compare", RECORDED.stem, "copy.jsonl"],
+]
+
+
+@pytest.mark.parametrize("arguments", WRITING, ids=["measure", "report", "report --run", "compare"])
+@pytest.mark.usefixtures("same_collector")
+def test_a_folder_that_takes_no_files_is_told_before_anything_is_measured(arguments, tmp_path, monkeypatch, capfd):
+    home = tmp_path / "home"
+    home.write_text("")  # a file, for which not even root can make folders
+    shutil.copy(RECORDED, tmp_path / "copy.jsonl")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LABKIT_HOME", str(home))
+    monkeypatch.setattr(sys, "argv", ["labkit", *arguments])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 2
+    _assert_one_message(capfd.readouterr().err, [str(home), "cannot be written", "export LABKIT_HOME="])

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator
 import torch.distributed as dist
 
 from labkit.lab.config import PROFILES
+from labkit.lab.project import notebooks_directory, project_root
 from labkit.lab.study import Study
 from labkit.lab.units import format_bytes
 from labkit.machine import available_memory_bytes, describe_machine
@@ -26,6 +27,8 @@ def machine_rows() -> list[tuple[str, str]]:
         ("system", f"{machine.system}, Python {machine.python}"),
         ("versions", versions),
         ("source", str(machine.source)),
+        ("notebooks", str(notebooks_directory())),
+        ("results", f"below {project_root()}"),
     ]
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from labkit.lab.config import LabConfig, ParameterError, resolve_config
 from labkit.lab.point import Point
-from labkit.lab.project import runs_directory
+from labkit.lab.project import check_writable, runs_directory
 from labkit.lab.runs.resuming import check_same_setting, replan
 from labkit.lab.runs.store import Run, RunFileError, RunHeader
 from labkit.lab.runs.writer import RunWriter
@@ -52,6 +52,8 @@ def measure(
     run keeps what was measured and can be resumed. `on_start` gets the run's path before anything is measured.
     """
     machine = describe_machine()
+    folder = directory or runs_directory() / study.name
+    _on_first_rank(lambda: check_writable(folder))
     _check_inputs(study, config, on_progress)
     points = list(study.points(config, machine))
     unavailable = _prepare(study, config, points, on_progress)
@@ -70,7 +72,7 @@ def measure(
     if joined_rank() > 0:  # under torchrun the first rank writes; the others only take part
         _take_part(study, [] if unavailable else points)
         raise SystemExit(0)
-    with RunWriter.create(directory or runs_directory() / study.name, header) as writer:
+    with RunWriter.create(folder, header) as writer:
         on_start(writer.path)
         if unavailable:
             for point in points:
