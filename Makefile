@@ -45,6 +45,16 @@ lab: $(VENV)/installed-lab ## JupyterLab on the notebooks
 clean: ## remove the environment and the pages; runs are kept
 	rm -rf $(VENV) reports
 
+# Programs of an environment begin with its own path: of one that was moved or copied none starts.
+ifneq ($(filter-out help clean,$(MAKECMDGOALS)),)
+ifneq ($(wildcard $(VENV)/bin/activate),)
+ifeq ($(shell grep -F '$(abspath $(VENV))' $(VENV)/bin/activate),)
+$(info $(VENV) was made in another folder: making it again)
+$(shell rm -rf $(VENV))
+endif
+endif
+endif
+
 # Half an environment would be taken for a whole one by the next make.
 $(VENV)/bin/python:
 	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }

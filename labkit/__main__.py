@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from labkit.lab.study import Study
 
 app = typer.Typer(
-    help="Measure what the systems side of training costs on this machine, and read the answers.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -41,15 +40,31 @@ def main() -> None:
         gc.set_threshold(50_000)
     atexit.register(gc.freeze)
     try:
-        from labkit.lab.runs.store import RunFileError
-
         app()
     except KeyboardInterrupt:  # while modules are imported, say
         err.print("interrupted")
         raise SystemExit(130) from None
-    except (ParameterError, RunFileError) as error:
+    except ParameterError as error:
         err.print(f"[bold red]error:[/] {_plain(error)}", soft_wrap=True)
         raise SystemExit(2) from None
+
+
+def _print_version(is_wanted: bool) -> None:
+    if is_wanted:
+        from labkit.machine.source import describe_source
+
+        source = describe_source()
+        out.print(f"labkit {source.version}, {source}" if source.commit else str(source))
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show which labkit this is.")
+    ] = False,
+) -> None:
+    """Measure what the systems side of training costs on this machine, and read the answers."""
 
 
 @app.command("list")

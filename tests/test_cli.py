@@ -4,14 +4,17 @@ import atexit
 import gc
 import shlex
 import shutil
+import subprocess
 import sys
 
 import pytest
 
 from labkit import __main__ as program
+from labkit import __version__
 from labkit.__main__ import main
 from labkit.lab.project import recorded_directory
 from labkit.lab.runs.store import Run
+from labkit.machine.source import describe_source
 from tests.commands import labkit, runs_by
 
 
@@ -19,6 +22,22 @@ def test_list_names_every_lab_from_any_directory(tmp_path):
     result = labkit("list", cwd=tmp_path)
     assert result.returncode == 0
     assert "all_reduce" in result.stdout
+
+
+def test_the_version_is_told():
+    result = labkit("--version")
+    assert result.returncode == 0
+    assert __version__ in result.stdout
+    assert str(describe_source()) in result.stdout
+
+
+def test_help_comes_without_what_measuring_needs():
+    program = (
+        "import sys; sys.argv[1:] = ['measure', '--help']; from labkit.__main__ import app; app(standalone_mode=False)"
+    )
+    code = f"{program}; print(sorted({{'torch', 'pandas', 'matplotlib'}} & set(sys.modules)))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert result.stdout.splitlines()[-1] == "[]", result.stderr
 
 
 def test_a_run_holds_the_command_and_no_path_of_the_machine():

@@ -145,7 +145,7 @@ def _on_first_rank(call: Callable[[], str | None]) -> str | None:
     if joined_rank() == 0:
         try:
             result = call()
-        except (ParameterError, RunFileError) as found:
+        except ParameterError as found:
             error, is_of_run = str(found), isinstance(found, RunFileError)
     result, error, is_of_run = agree([result, error, is_of_run])
     if error is not None:

@@ -18,6 +18,7 @@ from typing import Any
 import pandas as pd
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from labkit.lab.config import ParameterError
 from labkit.lab.project import kind_of_path, relative_to_project
 from labkit.lab.runs.records import Resumption, check_record
 from labkit.machine import Machine, Source
@@ -27,7 +28,7 @@ SCHEMA = 1
 Record = dict[str, Any]
 
 
-class RunFileError(ValueError):
+class RunFileError(ParameterError):
     """A file that is not a run this version can read; the message names the file and the line."""
 
 
