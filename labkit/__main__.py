@@ -142,6 +142,8 @@ def report(
     from labkit.lab.pages.report import check_report, report_lab, write_index
     from labkit.lab.project import relative_to_project, reports_directory
     from labkit.lab.units import format_seconds
+    from labkit.machine import describe_machine
+    from labkit.machine.load import disturbances, load_before_measuring
 
     studies = [load_study(lab) for lab in (labs or LABS)]
     if run is not None and len(studies) != 1:
@@ -150,6 +152,9 @@ def report(
     parameters |= {name: value for name, value in (("profile", profile), ("run", run)) if value is not None}
     output = output or reports_directory()
     check_report(studies, parameters, output)
+    if run is None:
+        for disturbance in disturbances(load_before_measuring(), describe_machine().cores):
+            err.print(_plain(disturbance), soft_wrap=True)
     results = []
     for study in studies:
         with _progress(study.name) as show:

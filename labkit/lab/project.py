@@ -5,8 +5,6 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Literal
 
-from labkit.lab.config import ParameterError
-
 PACKAGE = Path(__file__).resolve().parents[1]
 
 
@@ -62,6 +60,8 @@ def notebooks_directory() -> Path:
 
 def check_writable(*folders: Path) -> None:
     """Make folders where they are missing. ParameterError, with the way out, for one in which no file can be made."""
+    from labkit.lab.config import ParameterError  # ranks look for folders, too, and start without pydantic
+
     for folder in folders:
         try:
             folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,5 @@
-"""What this computer is (`description`), how much memory it has left (`memory_limits`), which labkit runs (`source`).
+"""What this computer is (`description`), how much memory it has left (`memory_limits`), which labkit runs
+(`source`), and what else is going on (`load`).
 
 The description is imported when it is asked for: ranks ask for memory alone, and start without pydantic.
 """

@@ -20,6 +20,7 @@ from labkit.lab.runs.store import Run, RunFileError, RunHeader
 from labkit.lab.runs.writer import RunWriter
 from labkit.lab.study import Study
 from labkit.machine import describe_machine
+from labkit.machine.load import announced, disturbances, load_before_measuring, load_while_measuring
 from labkit.parallel.launch import PointEnd, Row, launch
 from labkit.parallel.ranks.joined import agree, is_joined, joined_rank, ranks_by_host
 
@@ -57,6 +58,7 @@ def measure(
     _check_inputs(study, config, on_progress)
     points = list(study.points(config, machine))
     unavailable = _prepare(study, config, points, on_progress)
+    load = load_before_measuring()
     header = RunHeader(
         lab=study.name,
         profile=profile,
@@ -66,14 +68,18 @@ def measure(
         started=datetime.now(UTC),
         planned={point.id: point.describe() for point in points},
         ranks_by_host=ranks_by_host(),
+        load=load,
     )
     if len(header.planned) != len(points):
         raise ValueError(f"{study.name}: the plan names a point twice")
     if joined_rank() > 0:  # under torchrun the first rank writes; the others only take part
         _take_part(study, [] if unavailable else points)
         raise SystemExit(0)
-    with RunWriter.create(folder, header) as writer:
+    with RunWriter.create(folder, header) as writer, announced():
         on_start(writer.path)
+        if on_output is not None:
+            for disturbance in disturbances(load, machine.cores):
+                on_output(disturbance)
         if unavailable:
             for point in points:
                 writer.end_point(point, "skipped", reason=unavailable)
@@ -107,7 +113,7 @@ def resume(
         _prepare_again(study, path, config, remaining, on_progress)
         _take_part(study, remaining)
         raise SystemExit(0)
-    with RunWriter.reopen(path) as writer:
+    with RunWriter.reopen(path) as writer, announced():
         if Run.load(path).pending != run.pending:  # what was read before the file was locked
             raise RunFileError(f"{path}: another process has written this run meanwhile; resume it again")
         _prepare_again(study, path, config, remaining, on_progress)
@@ -248,7 +254,15 @@ def _record_end(writer: RunWriter, point: Point, end: PointEnd) -> None:
     if end.failure is not None:
         parts = (end.failure.traceback, end.failure.output_tail)
         details = "\n".join(part.strip() for part in parts if part.strip())
-    writer.end_point(point, end.status, reason=end.reason, elapsed_s=end.elapsed_s, facts=end.facts, details=details)
+    writer.end_point(
+        point,
+        end.status,
+        reason=end.reason,
+        elapsed_s=end.elapsed_s,
+        facts=end.facts,
+        details=details,
+        load=load_while_measuring(),
+    )
 
 
 def _skip(

@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from labkit.machine import Source
+from labkit.machine.load import Load
 
 Status = Literal["ok", "oom", "skipped", "failed", "timeout"]
 
@@ -29,6 +30,7 @@ class _End(_Record):
     reason: str | None
     elapsed_s: float
     facts: dict[str, Any] = {}
+    load: Load | None = None
 
 
 class Resumption(BaseModel):

@@ -22,6 +22,7 @@ from labkit.lab.config import ParameterError
 from labkit.lab.project import kind_of_path, relative_to_project
 from labkit.lab.runs.records import Resumption, check_record
 from labkit.machine import Machine, Source
+from labkit.machine.load import Load
 
 SCHEMA = 1
 
@@ -49,6 +50,8 @@ class RunHeader(BaseModel):
     """Points by id, in the order in which they are measured."""
     ranks_by_host: dict[str, list[int]] | None = None
     """Which ranks of a torchrun job share a host; None: ranks were started, all on the machine."""
+    load: Load | None = None
+    """Of the machine, before the first point; None in older runs."""
 
 
 class Run:
@@ -130,6 +133,11 @@ class Run:
             for point in self.header.planned
         ]
         return pd.DataFrame(rows, columns=None if rows else ["point", *pending])
+
+    @property
+    def disturbed(self) -> list[str]:
+        """Ids of points beside which another measurement of labkit ran."""
+        return [point for point, end in self._ends.items() if (end.get("load") or {}).get("other_measurements")]
 
     def facts(self) -> dict[str, dict[str, Any]]:
         """What the ranks said of themselves (threads, scheduling, start method), by point id."""

@@ -13,6 +13,7 @@ from labkit.lab.point import Point
 from labkit.lab.runs.records import Resumption, Status
 from labkit.lab.runs.store import Record, RunFileError, RunHeader
 from labkit.machine import Source
+from labkit.machine.load import Load
 
 STATUSES = get_args(Status)
 
@@ -76,12 +77,14 @@ class RunWriter:
         elapsed_s: float = 0.0,
         facts: dict[str, Any] | None = None,
         details: str = "",
+        load: Load | None = None,
     ) -> None:
         """Record how a point ended; `details` is the traceback and the output of the rank that failed."""
         if status not in STATUSES or (reason is None) != (status == "ok"):
             raise ValueError(f"expected a status of {STATUSES} and a reason unless ok: {status}, {reason}")
         end = {"kind": "end", "point": point.id, "status": status, "reason": reason, "elapsed_s": elapsed_s}
-        self._append(end | {"facts": facts or {}} | ({"details": details} if details else {}))
+        about_machine = {"load": load.model_dump(exclude_none=True)} if load else {}
+        self._append(end | {"facts": facts or {}} | about_machine | ({"details": details} if details else {}))
         self.sync()
 
     def sync(self) -> None:
