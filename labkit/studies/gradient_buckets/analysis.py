@@ -17,7 +17,7 @@ MIB = 2**20
 MACHINE = ["workload", "world_size", "backend", "device"]
 SETTING = [*MACHINE, "batch", "sequence"]
 BUCKET = ["bucket_mb", "bucket_bytes", "buckets", "last_bucket_bytes", "gradient_bytes"]
-QUANTITIES = ("step_s", "waiting_s", "waiting_percent", "exposed_s", "beside_s")
+QUANTITIES = ("step_s", "waiting_s", "waiting_percent", "exposed_s", "contention_s")
 PUBLISHED_RANKS = 2
 
 
@@ -28,7 +28,7 @@ def steps(frame: pd.DataFrame) -> pd.DataFrame:
     `step_s`           forward, backward, waiting, optimizer
     `waiting_s`        from the end of backward until gradients are averaged; `waiting_percent` of the step
     `exposed_s`        the step less the same one without communication, from the same repeat
-    `beside_s`         exposed less waiting: what communication costs backward while it runs beside it; below zero
+    `contention_s`     exposed less waiting: what communication costs backward while it runs beside it; below zero
                        where a rank waits for a slower one
     """
     columns = [*SETTING, *BUCKET, "panel", "repeat", *QUANTITIES]
@@ -48,7 +48,7 @@ def steps(frame: pd.DataFrame) -> pd.DataFrame:
         panel=_panel(table),
         waiting_percent=100 * table["waiting_s"] / table["step_s"],
         exposed_s=exposed_s,
-        beside_s=exposed_s - table["waiting_s"],
+        contention_s=exposed_s - table["waiting_s"],
     )
     return table.sort_values([*SETTING, "bucket_mb", "repeat"], ignore_index=True)[columns]
 
