@@ -102,7 +102,7 @@ def measure(
 ) -> None:
     """Measure a lab into a new run under data/runs/; no notebook."""
     from labkit.lab.config import resolve_config
-    from labkit.lab.project import relative_to_project, runs_directory
+    from labkit.lab.project import path_from_here, runs_directory
     from labkit.lab.runs import measure as measuring
     from labkit.lab.runs.store import find_run
 
@@ -123,7 +123,7 @@ def measure(
     coverage = run.coverage()
     counts = coverage["status"].value_counts().to_dict()
     described = ", ".join(f"{count} {status}" for status, count in counts.items())
-    out.print(f"{lab}: {described}; {relative_to_project(run.path)}", soft_wrap=True)
+    out.print(f"{lab}: {described}; {path_from_here(run.path)}", soft_wrap=True)
     failed = coverage[coverage["status"].isin(["failed", "timeout"])]
     for reason, count in failed["reason"].value_counts().items():
         err.print(f"  {count} not measured: {_plain(reason)}", soft_wrap=True)
@@ -140,7 +140,7 @@ def report(
 ) -> None:
     """Execute notebooks and write HTML pages and an index."""
     from labkit.lab.pages.report import check_report, report_lab, write_index
-    from labkit.lab.project import relative_to_project, reports_directory
+    from labkit.lab.project import path_from_here, reports_directory
     from labkit.lab.units import format_seconds
     from labkit.machine import describe_machine
     from labkit.machine.load import disturbances, load_before_measuring
@@ -161,10 +161,10 @@ def report(
             result = report_lab(study, parameters, output, show)
         results.append(result)
         outcome = f"[bold red]failed:[/] {_plain(result.error)}" if result.error else "ok"
-        page = relative_to_project(result.page)
+        page = path_from_here(result.page)
         out.print(f"{study.name}: {outcome}, in {format_seconds(result.elapsed_s)}; {page}", soft_wrap=True)
     index = write_index(_all_studies(), output)
-    out.print(f"index: {relative_to_project(index)}", soft_wrap=True)
+    out.print(f"index: {path_from_here(index)}", soft_wrap=True)
     raise typer.Exit(1 if any(result.error for result in results) else 0)
 
 
@@ -178,7 +178,7 @@ def compare_command(
 
     from labkit.lab.pages.compare import load_runs, write_comparison
     from labkit.lab.pages.comparison import compare_runs
-    from labkit.lab.project import check_writable, relative_to_project, reports_directory
+    from labkit.lab.project import check_writable, path_from_here, reports_directory
 
     page = output or reports_directory() / "compare.html"
     if page.is_dir():
@@ -193,7 +193,7 @@ def compare_command(
         counts = ", ".join(f"{row[verdict]} {verdict}" for verdict in ("faster", "slower", "no difference shown"))
         line = f"{row['lab']}: {row['machine']} against {row['against']}: {row['verdict']} ({counts})"
         out.print(_plain(line), soft_wrap=True)
-    out.print(f"page: {_plain(relative_to_project(page))}", soft_wrap=True)
+    out.print(f"page: {_plain(path_from_here(page))}", soft_wrap=True)
 
 
 def _all_studies() -> "Iterator[Study]":

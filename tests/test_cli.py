@@ -12,7 +12,7 @@ import pytest
 from labkit import __main__ as program
 from labkit import __version__
 from labkit.__main__ import main
-from labkit.lab.project import recorded_directory
+from labkit.lab.project import path_from_here, recorded_directory
 from labkit.lab.runs.store import Run
 from labkit.machine.source import describe_source
 from tests.commands import labkit, runs_by
@@ -147,3 +147,10 @@ def test_a_folder_that_takes_no_files_is_told_before_anything_is_measured(argume
         main()
     assert end.value.code == 2
     _assert_one_message(capfd.readouterr().err, [str(home), "cannot be written", "export LABKIT_HOME="])
+
+
+def test_paths_are_told_as_they_can_be_opened_from_here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert path_from_here(tmp_path / "reports" / "index.html") == "reports/index.html"
+    elsewhere = recorded_directory() / "attention"
+    assert path_from_here(elsewhere) == str(elsewhere)

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 
 import pytest
 
@@ -22,14 +21,14 @@ CONFIG = FakeConfig(actions=["fine", "raise"], world_size=1)
 @pytest.fixture(autouse=True)
 def own_folder_for_temporary_files(tmp_path, monkeypatch):
     """Labs that others measure on this machine at the same time are not seen here."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("labkit.machine.load._folder", lambda: tmp_path)
 
 
 @pytest.fixture
-def other():
+def other(tmp_path):
     """Another process that says it measures."""
-    process = subprocess.Popen([sys.executable, "-c", ANNOUNCE], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    process = subprocess.Popen([sys.executable, "-c", ANNOUNCE], env=os.environ | {"TMPDIR": str(tmp_path)}, **pipes)
     process.stdout.readline()
     yield process
     process.kill()

@@ -88,6 +88,12 @@ def relative_to_project(path: Path) -> str:
     return str(resolved.relative_to(root) if root else path)
 
 
+def path_from_here(path: Path) -> str:
+    """A path as a reader of the terminal can use it: relative to the working directory where inside."""
+    resolved, here = path.resolve(), Path.cwd()
+    return str(resolved.relative_to(here) if resolved.is_relative_to(here) else resolved)
+
+
 def kind_of_path(path: Path | str) -> Literal["file", "folder"] | None:
     """What lies at a path that a reader gave; None also for what can be no path, as a text of 10,000 characters."""
     try:

@@ -60,7 +60,7 @@ def disturbances(load: Load, cores: int) -> list[str]:
 def announced() -> Iterator[None]:
     """Have other processes count this one among their `other_measurements` meanwhile."""
     try:
-        descriptor, name = tempfile.mkstemp(prefix="labkit-starting-")
+        descriptor, name = tempfile.mkstemp(prefix="labkit-starting-", dir=_folder())
     except OSError:  # nowhere to say it: the measurement matters more
         yield
         return
@@ -75,10 +75,14 @@ def announced() -> Iterator[None]:
         os.close(descriptor)
 
 
+def _folder() -> Path:
+    return Path(tempfile.gettempdir())
+
+
 def other_measurements() -> int:
     """How many other processes of this machine measure now, of any user and any checkout."""
     count = 0
-    for path in Path(tempfile.gettempdir()).glob("labkit-measuring-*"):
+    for path in _folder().glob("labkit-measuring-*"):
         match = _FILE.fullmatch(path.name)
         if match is None or int(match.group(1)) == os.getpid():
             continue
