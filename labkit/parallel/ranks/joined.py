@@ -28,7 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from labkit.parallel.ranks.answers import Worker, described, rows_of
+from labkit.parallel.ranks.answers import Worker, described, release_device_memory, rows_of
 from labkit.parallel.ranks.hosts import host_identity, label_hosts
 from labkit.parallel.ranks.network_interface import choose_gloo_interface
 from labkit.parallel.ranks.outcome import PointEnd, RankFailure, Report, Row, end_point, first_cause
@@ -135,6 +135,7 @@ def _answer(worker: Worker, point: Any, plan: GroupPlan) -> dict[str, Any]:
         answer["failure"] = described(error) | {"at": time.time()}
     finally:
         faulthandler.cancel_dump_traceback_later()
+    release_device_memory()
     return answer
 
 
