@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator
 import torch.distributed as dist
 
 from labkit.lab.config import PROFILES
+from labkit.lab.project import notebooks_directory, project_root
 from labkit.lab.study import Study
 from labkit.lab.units import format_bytes
 from labkit.machine import Machine, available_memory_bytes, describe_machine
@@ -25,7 +26,9 @@ def machine_rows() -> list[tuple[str, str]]:
         ("backends", ", ".join(backends)),
         ("system", f"{machine.system}, Python {machine.python}"),
         ("versions", versions),
-        ("source", f"commit {machine.git}" if machine.git else "not a git checkout"),
+        ("source", str(machine.source)),
+        ("notebooks", str(notebooks_directory())),
+        ("results", f"below {project_root()}"),
     ]
 
 

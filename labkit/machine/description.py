@@ -1,4 +1,4 @@
-"""What this computer is: devices, memory, known peak rates, software versions, state of the source tree.
+"""What this computer is: devices, memory, known peak rates, software versions, labkit's source.
 
 Everything a reader needs to judge a number that was measured here, and nothing that is guessed:
 an unknown device has no peak rate, a version that cannot be read is None.
@@ -7,18 +7,17 @@ an unknown device has no peak rate, a version that cannot be read is None.
 import os
 import platform
 import re
-import subprocess
 from functools import cache
 from importlib import metadata
 from pathlib import Path
 
 import psutil
 import torch
-from pydantic import BaseModel, ConfigDict
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
 from labkit.machine import gpus as cuda_gpus
-from labkit.machine.memory_limits import available_memory_bytes as available_memory_bytes
 from labkit.machine.products import float32_products
+from labkit.machine.source import Source, describe_source
 
 GIB = 2**30
 
@@ -50,18 +49,6 @@ class Gpu(BaseModel):
     """Data-sheet peak, None for a device that is not listed."""
 
 
-class GitState(BaseModel):
-    """Which source measured: the commit, and whether files differed from it."""
-
-    model_config = ConfigDict(frozen=True)
-
-    commit: str
-    dirty: bool
-
-    def __str__(self) -> str:
-        return self.commit[:12] + (" with local changes" if self.dirty else "")
-
-
 class Machine(BaseModel):
     """Provenance of a run. Sizes in bytes; `cores` are those this process may use."""
 
@@ -78,7 +65,8 @@ class Machine(BaseModel):
     system: str
     python: str
     versions: dict[str, str | None]
-    git: GitState | None
+    source: Source | None = Field(validation_alias=AliasChoices("source", "git"))  # `git` in older runs
+    """None in older runs, for a labkit outside a git checkout."""
     float32_products: dict[str, str] | None = None
     """How a GPU does "matmul" and "convolution" of float32: "ieee" or "tf32"; None in runs from before it was told."""
 
@@ -126,7 +114,7 @@ def describe_machine() -> Machine:
         system=f"{platform.system()} {platform.release()}",
         python=platform.python_version(),
         versions={name: _version(name) for name in VERSIONED_PACKAGES},
-        git=_git_state(Path(__file__).resolve().parent),
+        source=describe_source(),
         float32_products=float32_products(),
     )
 
@@ -168,17 +156,3 @@ def _version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _git_state(directory: Path) -> GitState | None:
-    """State of the checkout that holds `directory`; None outside one or without git."""
-    try:
-        commit = _git(directory, "rev-parse", "HEAD")
-        return GitState(commit=commit, dirty=bool(_git(directory, "status", "--porcelain")))
-    except (OSError, subprocess.SubprocessError):
-        return None
-
-
-def _git(directory: Path, *arguments: str) -> str:
-    command = ["git", "-C", str(directory), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()

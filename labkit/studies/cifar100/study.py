@@ -7,10 +7,10 @@ from typing import Annotated, Any, Literal, get_args
 import pandas as pd
 from pydantic import Field, field_validator, model_validator
 
+from labkit.lab import capacity
 from labkit.lab.answers import Answer, check_complete
 from labkit.lab.config import Count, Device, LabConfig, ParameterError, Seed, TimeoutSeconds
 from labkit.lab.project import datasets_directory, kind_of_path
-from labkit.lab.room import why_not_here
 from labkit.lab.study import Study
 from labkit.lab.units import format_seconds
 from labkit.machine import Machine
@@ -164,7 +164,7 @@ class Cifar100Study(Study):
         if reason := machine.why_no_device(point.device):
             return reason
         needed = point.world_size * RANK_BYTES + (COPIES + point.world_size) * IMAGES[point.dataset] * RECORD_BYTES
-        return why_not_here(machine, "cpu", needed)
+        return capacity.skip_reason(machine, "cpu", needed)
 
     def answers(self, frame: pd.DataFrame, coverage: pd.DataFrame) -> Sequence[Answer]:
         return check_complete(self.questions, answering.answer_all(frame, coverage))
