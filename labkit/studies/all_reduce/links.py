@@ -13,6 +13,7 @@ import torch.distributed as dist
 from labkit.bench.clock import time_interleaved
 from labkit.bench.gate import worst_of_ranks
 from labkit.parallel.ranks.hosts import host_identity
+from labkit.parallel.ranks.messages import gather_json
 from labkit.studies.all_reduce.exact import multiple
 
 WITHIN, BETWEEN = "pair within a host", "pair between hosts"
@@ -33,9 +34,7 @@ def pairs_to_measure(hosts: Sequence[str]) -> dict[str, tuple[int, int]]:
 
 def measure_links(own: torch.Tensor, *, warmup: int, repeats: int, device: str) -> list[dict[str, Any]]:
     """One row a pair that this rank belongs to: the seconds in which both ranks send each other their tensor."""
-    hosts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(hosts, host_identity())
-    pairs = pairs_to_measure(hosts)
+    pairs = pairs_to_measure(gather_json(host_identity()))
     if not pairs:
         return []
     rank, received = dist.get_rank(), torch.empty_like(own)

@@ -23,6 +23,7 @@ from labkit.lab.point import Point
 from labkit.nn.workloads import Workload, workload_named
 from labkit.parallel.data_parallel import gate
 from labkit.parallel.data_parallel.implementations import OVER_SHARED_MEMORY, wrap
+from labkit.parallel.ranks.device import use_device
 from labkit.parallel.transport import SHARED, transport_in_use
 from labkit.studies.data_parallel.timeline import FINISH, timeline_rows
 
@@ -61,9 +62,7 @@ def split_name(alternative: str) -> tuple[str, float | None]:
 
 def measure_point(point: DataParallelPoint) -> Iterator[dict[str, Any]]:
     """Rows of one point: seconds by alternative and phase, peak bytes, or boxes of a timeline."""
-    device = _device(point)
-    if point.device == "cuda":
-        torch.cuda.set_device(device)  # clocks mark its stream, whichever ranks share it
+    device = use_device(point.device)
     workload = workload_named(
         point.workload,
         batch=point.batch,
@@ -119,10 +118,6 @@ class Alternative:
 
     def gradients(self) -> list[Tensor]:
         return [p.grad for p in self.model.parameters() if p.grad is not None]
-
-
-def _device(point: DataParallelPoint) -> str:
-    return "cpu" if point.device == "cpu" else f"cuda:{dist.get_rank() % torch.cuda.device_count()}"
 
 
 def _phases(point: DataParallelPoint, workload: Workload, device: str) -> Iterator[dict[str, Any]]:
