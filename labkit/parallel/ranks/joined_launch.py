@@ -88,6 +88,7 @@ class _JointLaunch:
         if (failure := answer["failure"]) is not None:
             failure["consequence"] |= watch.has_failed
             store.set(f"{key}: over", FAILED)
+            self._abort()  # or leaving would wait for what peers have not begun, under NCCL
             self.leave()  # now: others may be waiting for the end of the connections
         store.set(f"{key}: rank {joined_rank()}", json.dumps(answer))
         if store.add(f"{key}: answers", 1) == self._plan.world_size:

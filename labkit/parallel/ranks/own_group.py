@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import sys
 from datetime import timedelta
@@ -32,6 +31,7 @@ class OwnGroup:
         device: torch.device | None,
     ) -> None:
         """A collective. `store` is for this group alone; `device` is the rank's own under NCCL, and else None."""
+        self._backend = backend
         self._before = (c10d._world.default_pg, c10d._world.group_count, sys.excepthook)
         self._known = set(c10d._world.pg_map)
         self._is_left = False
@@ -50,9 +50,12 @@ class OwnGroup:
             raise
 
     def abort(self) -> None:
-        """Have the collectives that this rank is in, or still enters, fail, as far as the backend can (NCCL)."""
-        for group in self._made():
-            with contextlib.suppress(RuntimeError):  # a backend that cannot
+        """Under NCCL, have the collectives that this rank is in, or still enters, fail.
+
+        gloo's do not end by that, and an aborted group of gloo keeps its connections, for whose end its peers wait.
+        """
+        if self._backend == "nccl":
+            for group in self._made():
                 group.abort()
 
     def leave(self) -> None:
