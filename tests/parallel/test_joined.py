@@ -22,10 +22,14 @@ import torch, torch.distributed as dist
 from labkit.parallel.ranks.joined import is_joined, joined_rank
 from labkit.parallel.launch import Row, launch, run_ranks
 
+emptied = []
+torch.cuda.is_initialized, torch.cuda.empty_cache = lambda: True, lambda: emptied.append(True)
+
 def worker(point):
     total = torch.tensor(1.0)
     dist.all_reduce(total)
-    yield {"point": point, "total": total, "pid": os.getpid(), "flag": os.environ.get("LABKIT_FLAG")}
+    yield {"point": point, "total": total, "pid": os.getpid(), "flag": os.environ.get("LABKIT_FLAG"),
+        "emptied": len(emptied)}
     if point == "fails" and dist.get_rank() == 1:
         raise ValueError("rank 1 has had enough")
     if point == "hangs" and dist.get_rank() == 1:
@@ -173,6 +177,7 @@ def test_points_run_in_the_ranks_of_the_job(two_launches: CompletedProcess[str])
     assert [item[3] for item in ranks[0]["second"][:2]] == [{"rank": 0}, {"rank": 1}]
     assert [said["results"] for said in ranks] == [[0, 1], []]
     assert {item[3]["flag"] for item in first if item[0] == "row"} == {"up"}
+    assert [item[3]["emptied"] for item in first if item[0] == "row"] == [0, 0, 1, 1]  # memory of a GPU, at each end
     assert [said["flag"] for said in ranks] == [None, None]  # the environment of a launch ends with it
 
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,25 @@ def test_one_group_serves_all_points() -> None:
     assert {row.values["total"] for row in rows if row.index == 1} == {41.0}
     assert len({(row.rank, row.values["pid"]) for row in rows}) == 2
     assert os.getpid() not in {row.values["pid"] for row in rows}
+
+
+def test_a_point_leaves_no_memory_behind_on_a_gpu() -> None:
+    freed: list[bool] = []
+
+    def worker(point: int) -> Iterator[dict[str, Any]]:
+        yield {"freed": list(freed)}
+
+        class Model:
+            hook: Model
+
+        model = Model()
+        model.hook = model  # wrappers and their hooks know one another
+        alive = weakref.ref(model)
+        torch.cuda.is_initialized = lambda: True  # type: ignore[assignment]
+        torch.cuda.empty_cache = lambda: freed.append(alive() is None)  # type: ignore[assignment]
+
+    rows, _ = drain(worker, [1, 2, 3], world_size=1, backend=None)
+    assert [row.values["freed"] for row in rows] == [[], [True], [True, True]]
 
 
 def test_a_worker_may_be_a_lambda_and_return_nothing() -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from labkit.bench.allocator import record_allocations
+from labkit.bench.rates import MatmulTimes
 from labkit.machine import describe_machine
 from labkit.nn.training import TrainingStep
 from labkit.nn.transformer import shape_named
@@ -138,7 +139,10 @@ def test_what_the_check_needs_is_predicted(model, context):
 
 
 def test_rates_are_measured_in_every_precision(monkeypatch):
-    monkeypatch.setattr(worker, "matmul_flops_per_s", lambda device, dtype, **_: [float(dtype.itemsize)])
+    def timed(device, dtypes, **_):
+        return {dtype: MatmulTimes(dtype, 1, [2.0 / dtype.itemsize], 0.0, 1.0) for dtype in dtypes}
+
+    monkeypatch.setattr(worker, "time_matmuls", timed)
     point = PrecisionPoint(part="rates", device="cpu", precisions=("float32", "bfloat16"))
     assert [row["flops_per_s"] for row in measure_point(point)] == [[4.0], [2.0]]
 

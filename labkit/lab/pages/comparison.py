@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from labkit.bench.statistics import LEAST_RELEVANT_DIFFERENCE, compare, slowest_rank, summarize
+from labkit.bench.statistics import LEAST_RELEVANT_DIFFERENCE, compare, judged, slowest_rank, summarize
 from labkit.lab.answers import Verdict
 from labkit.lab.config import ParameterError
-from labkit.lab.evidence import shown, verdict_of
+from labkit.lab.evidence import verdict_of
 from labkit.lab.runs.store import Run
 
 # Fields of a point that a machine or the patience of its user decides, not what is measured.
@@ -228,18 +228,18 @@ def _plain(value: Any) -> Any:
 
 
 def _over(samples: Samples, baseline: Samples, shared: Iterable[str], difference: float | None) -> pd.DataFrame:
-    """One row a shared setting: the ratio of medians, its interval, and a verdict that chance would not give."""
+    """One row per shared setting: the ratio, its interval, and the verdict of all of them together."""
     rows = []
     for index, key in enumerate(shared, start=1):
         if key in samples:
             ratio = compare(samples[key], baseline[key], interleaved=False)
             times = {"baseline_s": float(np.median(baseline[key])), "time_s": float(np.median(samples[key]))}
-            interval = {"ratio": ratio.ratio, "low": ratio.low, "high": ratio.high}
-            rows.append({"row": index} | times | interval | {"verdict": _verdict(ratio.low, ratio.high, difference)})
-    table = pd.DataFrame(rows, columns=[name for name in COLUMNS if name != "machine"])
-    faster, slower = shown(table, ["row"])
-    kept = table.index.isin(faster.index) | table.index.isin(slower.index)
-    return table.assign(verdict=table["verdict"].where(kept, "no difference shown"))
+            interval = {"ratio": ratio.ratio, "low": ratio.low, "high": ratio.high, "p": ratio.p}
+            rows.append({"row": index} | times | interval)
+    table = judged(pd.DataFrame(rows, columns=[*COLUMNS, "p"]))
+    beyond = [_verdict(low, high, difference) for low, high in zip(table["low"], table["high"], strict=True)]
+    agreed = table["verdict"].where(table["verdict"] == pd.Series(beyond, index=table.index), "no difference shown")
+    return table.assign(verdict=agreed)[[name for name in COLUMNS if name != "machine"]]
 
 
 def _verdict(low: float, high: float, difference: float | None) -> str:

@@ -6,6 +6,8 @@ before torch.
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import json
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -43,6 +45,19 @@ def plain_row(row: Mapping[str, Any]) -> dict[str, Any]:
         except (TypeError, ValueError) as error:
             raise TypeError(f"row value {name!r} is not JSON-able: {error} ({value!r:.80})") from None
     return json.loads(json.dumps(row, default=_number))
+
+
+def release_device_memory() -> None:
+    """At the end of a point: what its tensors took on a GPU goes back to the device, to which other ranks may come.
+
+    torch's allocator keeps what is freed, and a model that hooks lead back to is freed by the garbage collector only.
+    """
+    import torch
+
+    if torch.cuda.is_initialized():
+        gc.collect()
+        with contextlib.suppress(RuntimeError):  # a device that is lost says so to the next point
+            torch.cuda.empty_cache()
 
 
 def described(error: BaseException) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from labkit.parallel.ranks.answers import Worker, described, rows_of
+from labkit.parallel.ranks.answers import Worker, described, release_device_memory, rows_of
 from labkit.parallel.ranks.device import use_device
 from labkit.parallel.ranks.joined import PATIENCE, job_store, joined_rank, ranks_on_this_node, wait_for
 from labkit.parallel.ranks.network_interface import GLOO_INTERFACE, choose_gloo_interface
@@ -225,6 +225,7 @@ def _answer(worker: Worker, point: Any, plan: GroupPlan) -> dict[str, Any]:
         answer["failure"] = described(error) | {"at": time.time()}
     finally:
         faulthandler.cancel_dump_traceback_later()
+    release_device_memory()
     return answer
 
 

@@ -31,7 +31,7 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
-from labkit.parallel.ranks.answers import described, rows_of
+from labkit.parallel.ranks.answers import described, release_device_memory, rows_of
 from labkit.parallel.ranks.scheduling import use_scheduling
 
 STACKS_SIGNAL = signal.SIGUSR1
@@ -89,6 +89,7 @@ def main(plan: GroupPlan, rank: int, directory: Path, parent: connection.Connect
         while (index := parent.recv()) is not None:
             for values in rows_of(worker, points[index]):
                 _send(parent, "row", values=values)
+            release_device_memory()
             _flush_output()
             _send(parent, "done")
         _leave_group()

@@ -32,7 +32,7 @@ def pairs_to_measure(hosts: Sequence[str]) -> dict[str, tuple[int, int]]:
     return within | {BETWEEN: (first[0], second[0])}
 
 
-def measure_links(own: torch.Tensor, *, warmup: int, repeats: int, device: str) -> list[dict[str, Any]]:
+def measure_links(own: torch.Tensor, *, warmup: int, repeats: int, device: str, seed: str) -> list[dict[str, Any]]:
     """One row a pair that this rank belongs to: the seconds in which both ranks send each other their tensor."""
     pairs = pairs_to_measure(gather_json(host_identity()))
     if not pairs:
@@ -58,7 +58,9 @@ def measure_links(own: torch.Tensor, *, warmup: int, repeats: int, device: str) 
     samples = {}
     if right:
         actions = {name: lambda pair=pair: exchange(pair) for name, pair in right.items()}
-        samples = time_interleaved(actions, warmup=warmup, repeats=repeats, device=device, before=dist.barrier)
+        samples = time_interleaved(
+            actions, warmup=warmup, repeats=repeats, device=device, before=dist.barrier, seed=seed
+        )
     rows = [{"algorithm": name, "gate": gates[name]} for name, pair in pairs.items() if rank in pair]
     return [row | ({"seconds": samples[row["algorithm"]]} if row["gate"] == "ok" else {}) for row in rows]
 

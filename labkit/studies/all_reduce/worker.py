@@ -50,6 +50,17 @@ class AllReducePoint(Point):
         return f"{super().title()}, {self.backend}, {format_bytes(self.n_bytes)}"
 
 
+@dataclass(frozen=True, kw_only=True)
+class SchedulingPoint(AllReducePoint):
+    """All-reduces under one scheduling policy, which is that of a group of ranks: measured twice, in both orders."""
+
+    turn: int = 1
+    """1, or 2 for the second time."""
+
+    def title(self) -> str:
+        return f"{super().title()}, scheduling {self.scheduling}"
+
+
 def torch_dtype(name: str) -> torch.dtype:
     dtype: torch.dtype = getattr(torch, name)
     return dtype
@@ -58,13 +69,14 @@ def torch_dtype(name: str) -> torch.dtype:
 def measure_point(point: AllReducePoint) -> Iterator[dict[str, Any]]:
     """One row an alternative: seconds of each repeat on this rank, error, memory; "wrong" gets no time."""
     base, own = inputs(point.n_elements, torch_dtype(point.dtype), _device(point), point.seed)
+    options: dict[str, Any] = {"warmup": point.warmup, "repeats": point.repeats, "seed": point.id}
     if point.sweep == "exchange":
         yield _time_exchange(point, own)
-        links = measure_links(own, warmup=point.warmup, repeats=point.repeats, device=_device(point))
+        links = measure_links(own, device=_device(point), **options)
         yield from (row | {"n_bytes": point.n_bytes} for row in links)
         return
     if point.sweep == "transports":
-        yield from measure_transports(point.algorithms, base, own, warmup=point.warmup, repeats=point.repeats)
+        yield from measure_transports(point.algorithms, base, own, **options)
         return
     right, tensor = {}, torch.empty_like(own)
     for name in point.algorithms:
@@ -101,17 +113,14 @@ def _check(point: AllReducePoint, name: str, base: torch.Tensor, tensor: torch.T
 
 def _time(point: AllReducePoint, names: list[str], own: torch.Tensor, tensor: torch.Tensor) -> dict[str, list[float]]:
     """Sums, the operation all alternatives have in common, from fresh inputs behind a barrier."""
-
-    def prepare() -> None:
-        tensor.copy_(own)
-        dist.barrier()
-
     return time_interleaved(
         {name: _call(name, tensor) for name in names},
         warmup=point.warmup,
         repeats=point.repeats,
         device=_device(point),
-        before=prepare,
+        prepare=lambda _: tensor.copy_(own),
+        before=dist.barrier,
+        seed=point.id,
     )
 
 

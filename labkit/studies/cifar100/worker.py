@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from labkit.bench.allocator import record_allocations
-from labkit.bench.clock import Stopwatch, time_interleaved
+from labkit.bench.clock import Stopwatch, order_of_turns, time_interleaved
 from labkit.bench.gate import verdict
 from labkit.lab.point import Point
 from labkit.nn.vision import SmallConvNet
@@ -105,15 +105,15 @@ class _Training:
     def __init__(self, point: TrainingPoint, recipe: Recipe, data: RankData, names: list[str]):
         self.point, self.data = point, data
         self.epochs_done = 0
-        self._trainers = [Trainer(name, recipe, point.seed) for name in names]
+        self._trainers = {name: Trainer(name, recipe, point.seed) for name in names}
         self._is_warm = False
         self._watch = Stopwatch(recipe.device)
 
     def epoch(self) -> list[dict[str, Any]]:
-        """The next epoch of every implementation; who begins changes from epoch to epoch."""
-        epoch, first = self.epochs_done + 1, self.epochs_done % max(1, len(self._trainers))
-        in_turn = [*self._trainers[first:], *self._trainers[:first]]
-        rows = [self._one_epoch(trainer, epoch) for trainer in in_turn]
+        """The next epoch of every implementation, in the order of the clock: the same after a resume."""
+        epoch = self.epochs_done + 1
+        turns = order_of_turns(self._trainers, epoch, seed=self.point.id)
+        rows = [self._one_epoch(self._trainers[name], epoch) for name in turns]
         self.epochs_done, self._is_warm = epoch, True
         return rows
 
@@ -136,17 +136,17 @@ class _Training:
     def state(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
         """For the checkpoint: the trainers', and the rows of every rank."""
         of_ranks = gather_json(rows)
-        trainers = {trainer.implementation: trainer.state() for trainer in self._trainers}
+        trainers = {name: trainer.state() for name, trainer in self._trainers.items()}
         return {"point": self.point.id, "epochs_done": self.epochs_done, "trainers": trainers, "rows": of_ranks}
 
     def resume(self, state: dict[str, Any] | None) -> list[dict[str, Any]]:
         """Go on from a checkpoint, if there is one for these implementations; the rows of this rank that it holds."""
         if state is None or state["point"] != self.point.id:
             return []
-        if state["trainers"].keys() != {trainer.implementation for trainer in self._trainers}:
+        if state["trainers"].keys() != self._trainers.keys():
             return []
-        for trainer in self._trainers:
-            trainer.load(state["trainers"][trainer.implementation])
+        for name, trainer in self._trainers.items():
+            trainer.load(state["trainers"][name])
         self.epochs_done = state["epochs_done"]
         rows: list[dict[str, Any]] = state["rows"][dist.get_rank()]
         return rows

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from labkit.bench.allocator import record_allocations
-from labkit.bench.clock import Stopwatch, time_interleaved
+from labkit.bench.clock import Stopwatch, time_interleaved, time_parts_interleaved
 from labkit.bench.gate import verdict
 from labkit.lab.point import Point
 from labkit.nn.workloads import Workload, workload_named
@@ -123,15 +123,21 @@ class Alternative:
 def _phases(point: DataParallelPoint, workload: Workload, device: str) -> Iterator[dict[str, Any]]:
     alternatives, wrong = _right_ones(point, workload, device)
     yield from wrong
-    actions: dict[str, Callable[[], None]] = {}
-    for name, alternative in alternatives.items():
-        steps = (alternative.forward, alternative.backward, alternative.step)
-        actions |= {f"{name} {phase}": step for phase, step in zip(PHASES, steps, strict=True)}
-    times = time_interleaved(actions, warmup=point.warmup, repeats=point.repeats, device=device, before=dist.barrier)
+    times = time_parts_interleaved(
+        {
+            name: dict(zip(PHASES, (one.forward, one.backward, one.step), strict=True))
+            for name, one in alternatives.items()
+        },
+        warmup=point.warmup,
+        repeats=point.repeats,
+        device=device,
+        before=dist.barrier,
+        seed=point.id,
+    )
     for name, alternative in alternatives.items():
         about = {"implementation": alternative.implementation, "of_bucket_mb": alternative.bucket_mb, "gate": "ok"}
         for phase in PHASES:
-            yield about | {"phase": phase, "seconds": times[f"{name} {phase}"]}
+            yield about | {"phase": phase, "seconds": times[name][phase]}
         if laps := alternative.waiting.seconds[-point.repeats :]:
             yield about | {"phase": "waiting", "seconds": laps}
 
@@ -190,7 +196,12 @@ def _accumulation(point: DataParallelPoint, workload: Workload, device: str) -> 
                 yield about
     if actions:
         times = time_interleaved(
-            actions, warmup=point.warmup, repeats=point.repeats, device=device, before=dist.barrier
+            actions,
+            warmup=point.warmup,
+            repeats=point.repeats,
+            device=device,
+            before=dist.barrier,
+            seed=point.id,
         )
         for key, seconds in times.items():
             yield abouts[key] | {"seconds": seconds}

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from labkit.bench.clock import time_interleaved
+from labkit.bench.clock import time_interleaved, time_parts_interleaved
 from labkit.bench.gate import verdict
 from labkit.bench.rates import copy_bytes_per_s, matmul_flops_per_s
 from labkit.costs.transformer import TransformerShape
@@ -73,40 +73,34 @@ def _rates(point: EndToEndPoint) -> Iterator[dict[str, Any]]:
 
 def _phases(point: EndToEndPoint) -> Iterator[dict[str, Any]]:
     step = _training_step(point)
-    samples = time_interleaved(
-        _actions(step, PHASES_OF_MODE[point.mode]),
+    samples = time_parts_interleaved(
+        _turns(step, PHASES_OF_MODE[point.mode]),
         warmup=point.warmup,
         repeats=point.repeats,
         device=point.device,
-        before=None if point.mode == "step" else _forgetting(step, point.mode),
+        # without the optimizer's step nobody else drops the gradients
+        prepare=None if point.mode == "step" else lambda _: step.drop_gradients(),
+        seed=point.id,
     )
     loss = float(step.infer())
     if (gate := _finite(loss)) != "ok":
         yield {"gate": gate}
         return
-    for phase, seconds in samples.items():
-        yield {"phase": phase, "seconds": seconds, "loss": loss, "gate": gate}
+    for parts in samples.values():
+        for phase, seconds in parts.items():
+            yield {"phase": phase, "seconds": seconds, "loss": loss, "gate": gate}
 
 
-def _actions(step: TrainingStep, phases: tuple[str, ...]) -> dict[str, Callable[[], Any]]:
-    """The phases as alternatives that take turns: in this order they are the parts of one step."""
+def _turns(step: TrainingStep, phases: tuple[str, ...]) -> dict[str, dict[str, Callable[[], Any]]]:
+    """Inference, which is no part of training, and the phases that follow one another in a step."""
     actions = {
         "inference": step.infer,
         "forward": step.forward,
         "backward": step.backward,
         "optimizer": step.optimizer_step,
     }
-    return {phase: actions[phase] for phase in phases}
-
-
-def _forgetting(step: TrainingStep, mode: str) -> Callable[[], None]:
-    """Without the optimizer's step nobody drops the gradients (or the graph); done outside the timed region."""
-
-    def forget() -> None:
-        if mode == "forward" or step.loss is None:  # between forward and backward the graph is needed
-            step.drop_gradients()
-
-    return forget
+    alone, *together = phases
+    return {alone: {alone: actions[alone]}, "training": {phase: actions[phase] for phase in together}}
 
 
 def _first_steps(point: EndToEndPoint) -> dict[str, Any]:
@@ -133,7 +127,9 @@ def _compiled_against_eager(point: EndToEndPoint) -> Iterator[dict[str, Any]]:
             return
         for phase in ("inference", "step"):
             actions = {name: step.infer if phase == "inference" else step.run for name, step in steps.items()}
-            samples = time_interleaved(actions, warmup=point.warmup, repeats=point.repeats, device=point.device)
+            samples = time_interleaved(
+                actions, warmup=point.warmup, repeats=point.repeats, device=point.device, seed=f"{point.id} {phase}"
+            )
             for name, seconds in samples.items():
                 compiling = {"compile_s": compile_s[phase], "error": error.relative} if name == "compiled" else {}
                 yield {"implementation": name, "phase": phase, "seconds": seconds, "gate": gate} | compiling

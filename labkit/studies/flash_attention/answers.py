@@ -58,9 +58,10 @@ def crossover(frame: pd.DataFrame) -> Answer | None:
     ratios = analysis.ratios(frame)
     sentences = [_crossovers(str(dtype), rows, ratios) for dtype, rows in table.groupby("dtype", sort=False)]
     won = table["from_sequence"].notna()
-    verdict: Verdict = "measured" if won.any() else "no"
+    at_longest = ratios.loc[ratios["sequence"] == ratios["sequence"].max(), "verdict"]
+    none: Verdict = "no" if (at_longest == "slower").all() else "no difference shown"
+    verdict: Verdict = "measured" if won.any() else none
     if ratios["low"].isna().all():
-        verdict = "no difference shown"
         sentences.append("There are too few repeats for intervals.")
     advice = _recommendation(frame, table)
     worth = table.loc[won, "implementation"] if won.any() else table["implementation"]

@@ -22,6 +22,8 @@ from labkit.studies.shared.attention_passes import PassesPoint, measure_passes, 
 ALL_TECHNIQUES = "all techniques"
 TECHNIQUES = ("exp2", "skip_hidden", "mask_only_edges")
 """Fields of `labkit.nn.flash_attention.Techniques`; that module needs Triton, which not every machine has."""
+KERNEL_CALLS = 10
+"""In a row for a sample of a kernel's time: one alone takes as long as its launch."""
 FULL, CAUSAL = "tiled, full", "tiled, causal"
 
 
@@ -57,10 +59,6 @@ def _matmul(point: FlashPoint) -> dict[str, Any]:
     return row | ({"seconds": times.seconds} if times.gate == "ok" else {})
 
 
-def _timed(actions: dict[str, Callable[[], Any]], point: FlashPoint) -> dict[str, list[float]]:
-    return time_interleaved(actions, warmup=max(1, point.warmup), repeats=point.repeats, device=point.device)
-
-
 def _techniques(point: FlashPoint) -> Iterator[dict[str, Any]]:
     """The forward kernel whole, and with each technique left out, in turns; each is checked first."""
     flash = attention_named("flash")
@@ -78,7 +76,7 @@ def _techniques(point: FlashPoint) -> Iterator[dict[str, Any]]:
         name: (problem, partial(flash_forward, q, k, v, point.causal, techniques=chosen))
         for name, chosen in variants.items()
     }
-    yield from _checked_and_timed(point, contenders)
+    yield from _checked_and_timed(point, contenders, calls=KERNEL_CALLS)
 
 
 def _hidden(point: FlashPoint) -> Iterator[dict[str, Any]]:
@@ -96,7 +94,7 @@ def _hidden(point: FlashPoint) -> Iterator[dict[str, Any]]:
 
 
 def _checked_and_timed(
-    point: FlashPoint, contenders: Mapping[str, tuple[AttentionProblem, Callable[[], Any]]]
+    point: FlashPoint, contenders: Mapping[str, tuple[AttentionProblem, Callable[[], Any]]], *, calls: int = 1
 ) -> Iterator[dict[str, Any]]:
     """Gate each output, then time those that are right in turns."""
     rows = {}
@@ -106,6 +104,9 @@ def _checked_and_timed(
         gate = verdict(checked.error, checked.limit)
         rows[name] = {"implementation": name, "phase": "kernel", "gate": gate, "error": checked.error}
     right = {name: contenders[name][1] for name, row in rows.items() if row["gate"] == "ok"}
-    samples = _timed(right, point) if right else {}
+    samples = {}
+    if right:
+        options: dict[str, Any] = {"warmup": max(1, point.warmup), "repeats": point.repeats, "device": point.device}
+        samples = time_interleaved(right, calls=calls, seed=point.id, **options)
     for name, row in rows.items():
         yield row | ({"seconds": samples[name]} if name in samples else {})

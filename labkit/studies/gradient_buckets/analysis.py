@@ -4,12 +4,22 @@ Every table is tidy and carries units in its names. A step is over when its slow
 rank that waits longest, so that waiting for a slower rank is part of it.
 """
 
+from dataclasses import asdict
 from functools import cache
 from itertools import pairwise
 
+import numpy as np
 import pandas as pd
 
-from labkit.bench.statistics import compare, compare_groups, slowest_rank, summarize_groups
+from labkit.bench.intervals import adjusted, estimate_paired
+from labkit.bench.statistics import (
+    FALSE_DISCOVERY_RATE,
+    compare,
+    compare_groups,
+    judged,
+    slowest_rank,
+    summarize_groups,
+)
 from labkit.lab.project import reference_directory
 from labkit.studies.gradient_buckets.worker import LOCAL, STEPS
 
@@ -65,6 +75,15 @@ def by_bucket(frame: pd.DataFrame, quantity: str) -> pd.DataFrame:
     return table.astype({"batch": int, "sequence": int, "world_size": int, "buckets": int})
 
 
+def beside_waiting(frame: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Settings and bucket sizes whose step is longer by more than what it waits for, and by less: `beside_s`."""
+    table = by_bucket(frame, "beside_s")
+    groups = steps(frame).dropna(subset="beside_s").groupby([*SETTING, *BUCKET, "panel"], sort=True, dropna=False)
+    p = np.array([estimate_paired(group.to_numpy(dtype=float)).p for _, group in groups["beside_s"]])
+    some = table[adjusted(p) <= FALSE_DISCOVERY_RATE]
+    return some[some["beside_s"] > 0], some[some["beside_s"] < 0]
+
+
 def local_steps(frame: pd.DataFrame) -> pd.DataFrame:
     """Median seconds of the step without communication, with interval, by setting."""
     if frame.empty or "alternative" not in frame or "seconds" not in frame:
@@ -96,7 +115,7 @@ def pairs(frame: pd.DataFrame, quantity: str = "step_s") -> pd.DataFrame:
     columns = [*SETTING, "bucket_mb", "smaller_mb", "bucket_bytes", "smaller_bytes", "ratio", "low", "high", "verdict"]
     if not found:
         return pd.DataFrame(columns=columns)
-    ratios = pd.concat(found, ignore_index=True).astype({"batch": int, "sequence": int, "world_size": int})
+    ratios = judged(pd.concat(found, ignore_index=True)).astype({"batch": int, "sequence": int, "world_size": int})
     ratios = ratios.assign(bucket_bytes=ratios["bucket_mb"] * MIB, smaller_bytes=ratios["smaller_mb"] * MIB)
     return ratios.sort_values([*SETTING, "smaller_mb"], ignore_index=True)[columns]
 
@@ -122,10 +141,9 @@ def with_more_work(frame: pd.DataFrame, quantity: str = "waiting_percent") -> pd
             for before, after in pairwise(sorted(samples)):
                 result = compare(samples[after], samples[before], interleaved=False)
                 names = dict(zip([*MACHINE, "bucket_mb", "fixed"], key, strict=True))
-                numbers = {"ratio": result.ratio, "low": result.low, "high": result.high, "verdict": result.verdict}
-                found.append(names | {"grows": grows, "before": before, "after": after} | numbers)
-    columns = [*MACHINE, "bucket_mb", "fixed", "grows", "before", "after", "ratio", "low", "high", "verdict"]
-    return pd.DataFrame(found, columns=columns)
+                found.append(names | {"grows": grows, "before": before, "after": after} | asdict(result))
+    columns = [*MACHINE, "bucket_mb", "fixed", "grows", "before", "after", "ratio", "low", "high", "p"]
+    return judged(pd.DataFrame(found, columns=columns))
 
 
 @cache

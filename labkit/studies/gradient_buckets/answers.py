@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from labkit.bench.statistics import beyond_chance, summarize
+from labkit.bench.statistics import summarize
 from labkit.lab.answers import Answer, Question, Verdict, answer_each
-from labkit.lab.evidence import ranks_text, ratio_text, ratios_text, shown, span_text, verdict_of, wrong_rows
+from labkit.lab.evidence import ranks_text, ratio_text, ratios_text, significant, span_text, verdict_of, wrong_rows
 from labkit.lab.trends import trends_answer
 from labkit.lab.units import format_bytes, format_seconds, join_words
 from labkit.studies.gradient_buckets import analysis, model
@@ -90,15 +90,14 @@ def _waits(samples: pd.DataFrame) -> str:
 
 
 def _beside(frame: pd.DataFrame) -> str | None:
-    """Where intervals show that the step is longer by more, or by less, than what it waits for."""
-    table = analysis.by_bucket(frame, "beside_s")
-    more, less = table[table["low"] > 0], table[table["high"] < 0]
-    if beyond_chance(len(more), len(table)):
+    """Where the step is longer by more, or by less, than what it waits for."""
+    more, less = analysis.beside_waiting(frame)
+    if len(more):
         return (
             f"With buckets of {_sizes(more)} that is {span_text(more['beside_s'], format_seconds)} more than the "
             "waiting: communication, and filling the buckets, slow down the backward pass that they run beside."
         )
-    if beyond_chance(len(less), len(table)):
+    if len(less):
         return (
             f"With buckets of {_sizes(less)} that is {span_text(-less['beside_s'], format_seconds)} less than the "
             "waiting, which is partly waiting for a slower rank."
@@ -141,12 +140,7 @@ def _place(row: pd.Series) -> str:
 
 
 def _clear(ratios: pd.DataFrame) -> pd.DataFrame:
-    """Comparisons of two sizes that show a difference, if there are more of them than chance would give.
-
-    Each pair is a comparison of its own, and which size is over which means nothing: two directions, two tries.
-    """
-    clear = ratios[ratios["verdict"] != "no difference shown"]
-    return clear if beyond_chance(len(clear), len(ratios), tries=2) else clear.iloc[:0]
+    return ratios[ratios["verdict"] != "no difference shown"]
 
 
 def _never_slower(clear: pd.DataFrame, ratios: pd.DataFrame) -> list[float]:
@@ -236,7 +230,7 @@ def batch_and_length(frame: pd.DataFrame) -> Answer | None:
             for (batch, sequence), values in medians
         ]
         sentences.append(f"{ranks_text(some.iloc[0])}: a step waits for {join_words(parts)}.")
-    falls, rises = shown(table, [*MACHINE, "grows", "fixed", "before", "bucket_mb"])
+    falls, rises = significant(table)
     sentences.insert(
         0,
         f"In {len(falls)} of {len(table)} comparisons the share is shown to fall with more tokens, in {len(rises)} to "

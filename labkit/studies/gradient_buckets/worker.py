@@ -69,7 +69,12 @@ def _probe(point: BucketsPoint, device: str) -> Iterator[dict[str, Any]]:
     times: dict[str, list[float]] = {}
     if actions:
         times = time_interleaved(
-            actions, warmup=point.warmup, repeats=point.repeats, device=device, before=dist.barrier
+            actions,
+            warmup=point.warmup,
+            repeats=point.repeats,
+            device=device,
+            before=dist.barrier,
+            seed=point.id,
         )
     for name, error in errors.items():
         row = {"n_bytes": int(name), "error": error, "gate": verdict(error, gate.TOLERANCE)}
@@ -146,6 +151,7 @@ def _steps(point: BucketsPoint, device: str) -> Iterator[dict[str, Any]]:
         repeats=point.repeats,
         device=device,
         before=dist.barrier,
+        seed=point.id,
     )
     for trainer, about in right:
         yield about | {"phase": "step", "seconds": times[about["alternative"]]}

@@ -183,6 +183,7 @@ def _checkpoint(point: MemoryPoint) -> Iterator[dict[str, Any]]:
         warmup=point.warmup,
         repeats=point.repeats,
         device=point.device,
+        seed=point.id,
     )
     for segment in point.segments:
         row = {"table": "checkpoint", "segment": segment, "error": errors[segment], "peak_bytes": peaks[segment]}

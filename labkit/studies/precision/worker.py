@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from labkit.bench.clock import time_interleaved
-from labkit.bench.rates import matmul_flops_per_s
+from labkit.bench.rates import time_matmuls
 from labkit.lab.point import Point
 from labkit.nn.training import AUTOCAST_DTYPES, TrainingStep, gradients
 from labkit.nn.transformer import shape_named
@@ -70,10 +70,11 @@ def measure_point(point: PrecisionPoint) -> Iterator[dict[str, Any]]:
 
 def _rates(point: PrecisionPoint) -> Iterator[dict[str, Any]]:
     """FLOP/s of a large matrix product in each precision: what the prediction is made of."""
-    for name in point.precisions:
-        dtype: torch.dtype = getattr(torch, name)
-        samples = matmul_flops_per_s(point.device, dtype, warmup=point.warmup, repeats=point.repeats)
-        yield {"alternative": name, "flops_per_s": samples}
+    dtypes: list[torch.dtype] = [getattr(torch, name) for name in point.precisions]
+    options: dict[str, Any] = {"warmup": point.warmup, "repeats": point.repeats, "order_seed": point.id}
+    times = time_matmuls(point.device, dtypes, **options)
+    for name, dtype in zip(point.precisions, dtypes, strict=True):
+        yield {"alternative": name, "flops_per_s": times[dtype].flops_per_s}
 
 
 def _speed(point: PrecisionPoint) -> Iterator[dict[str, Any]]:
@@ -98,7 +99,12 @@ def _speed(point: PrecisionPoint) -> Iterator[dict[str, Any]]:
     }
     labels = {f"{mode}/{name}": action for (mode, name), action in actions.items()}
     samples = time_interleaved(
-        labels, warmup=point.warmup, repeats=point.repeats, device=point.device, before=step.drop_gradients
+        labels,
+        warmup=point.warmup,
+        repeats=point.repeats,
+        device=point.device,
+        before=step.drop_gradients,
+        seed=point.id,
     )
     for mode, name in actions:
         row = {"mode": mode, "alternative": name, "seconds": samples[f"{mode}/{name}"]}

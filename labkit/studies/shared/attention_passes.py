@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from labkit.bench.clock import time_interleaved
+from labkit.bench.clock import time_parts_interleaved
 from labkit.bench.gate import verdict
 from labkit.bench.memory import peak_memory_growth
 from labkit.bench.saved_tensors import SavedTensor, saved_for_backward
@@ -174,8 +174,13 @@ def _named_by_shape(tensor: SavedTensor, problem: AttentionProblem) -> str:
 
 def _time(point: PassesPoint, right: dict[str, tuple[Passes, dict[str, Any]]]) -> Iterator[dict[str, Any]]:
     """Forward and backward of each in turn: a backward pass follows its own forward pass."""
-    actions = {f"{name} {phase}": getattr(passes, phase) for name, (passes, _) in right.items() for phase in PHASES}
-    samples = time_interleaved(actions, warmup=point.warmup, repeats=point.repeats, device=point.device)
+    samples = time_parts_interleaved(
+        {name: {phase: getattr(passes, phase) for phase in PHASES} for name, (passes, _) in right.items()},
+        warmup=point.warmup,
+        repeats=point.repeats,
+        device=point.device,
+        seed=point.id,
+    )
     for name, (_, row) in right.items():
         for phase in PHASES:
-            yield {"implementation": name, "phase": phase, "gate": row["gate"], "seconds": samples[f"{name} {phase}"]}
+            yield {"implementation": name, "phase": phase, "gate": row["gate"], "seconds": samples[name][phase]}
