@@ -16,7 +16,7 @@ from labkit.lab.config import PROFILES, ParameterError, parse_assignments
 from labkit.studies import LABS, load_study
 
 if TYPE_CHECKING:
-    from labkit.lab.runs.measure import Progress
+    from labkit.lab.runs.progress import Progress
     from labkit.lab.study import Study
 
 app = typer.Typer(
@@ -96,15 +96,12 @@ def measure(
         raise ParameterError("--resume takes its parameters from the run: leave out --profile and --set")
     profile = profile or "quick"
     config = resolve_config(lab, study.profiles, profile, parse_assignments(settings or []))
-    begun: list[Path] = []
-    with _progress(lab, begun) as show:
+    with _progress("measure", lab) as show:
         if resume is None:
-            run = measuring.measure(
-                study, config, profile=profile, on_progress=show, on_start=begun.append, on_output=_print_output
-            )
+            run = measuring.measure(study, config, profile=profile, on_progress=show, on_output=_print_output)
         else:
-            begun.append(find_run([runs_directory() / lab], resume))
-            run = measuring.resume(study, begun[0], on_progress=show, on_output=_print_output)
+            path = find_run([runs_directory() / lab], resume)
+            run = measuring.resume(study, path, on_progress=show, on_output=_print_output)
     coverage = run.coverage()
     counts = coverage["status"].value_counts().to_dict()
     described = ", ".join(f"{count} {status}" for status, count in counts.items())
@@ -121,23 +118,36 @@ def report(
     profile: Annotated[str | None, typer.Option(help=f"How much to measure: {', '.join(PROFILES)}.")] = None,
     settings: Settings = None,
     run: Annotated[str | None, typer.Option(metavar="RUN", help="Draw this run instead of measuring.")] = None,
+    resume: Annotated[
+        str | None, typer.Option(metavar="RUN", help="Measure what this run still lacks, and draw it.")
+    ] = None,
     output: Annotated[Path | None, typer.Option(help="Folder of the pages.", show_default="reports/")] = None,
 ) -> None:
     """Execute notebooks and write HTML pages and an index."""
     from labkit.lab.pages.report import check_report, report_lab, write_index
-    from labkit.lab.project import relative_to_project, reports_directory
+    from labkit.lab.project import relative_to_project, reports_directory, runs_directory
+    from labkit.lab.runs import measure as measuring
+    from labkit.lab.runs.store import find_run
     from labkit.lab.units import format_seconds
 
     studies = [load_study(lab) for lab in (labs or LABS)]
-    if run is not None and len(studies) != 1:
-        raise ParameterError("--run draws one run: name its lab, for example `labkit report all_reduce --run RUN`")
+    for option, given in (("--run", run), ("--resume", resume)):
+        if given is not None and len(studies) != 1:
+            raise ParameterError(
+                f"{option} is of one lab: name it, for example `labkit report all_reduce {option} RUN`"
+            )
+    if resume is not None and (settings or profile is not None or run is not None):
+        raise ParameterError("--resume takes its parameters from the run: leave out --profile, --set and --run")
     parameters: dict[str, Any] = parse_assignments(settings or [])
     parameters |= {name: value for name, value in (("profile", profile), ("run", run)) if value is not None}
     check_report(studies, parameters)
     output = output or reports_directory()
     results = []
     for study in studies:
-        with _progress(study.name) as show:
+        with _progress("report", study.name) as show:
+            if resume is not None:
+                path = find_run([runs_directory() / study.name], resume)
+                parameters["run"] = str(measuring.resume(study, path, on_progress=show, on_output=_print_output).path)
             result = report_lab(study, parameters, output, show)
         results.append(result)
         outcome = f"[bold red]failed:[/] {_plain(result.error)}" if result.error else "ok"
@@ -179,18 +189,23 @@ def _all_studies() -> "Iterator[Study]":
 
 
 @contextmanager
-def _progress(lab: str, begun: list[Path] | None = None) -> "Iterator[Callable[[Progress], None]]":
-    """A line in the terminal that says how far a lab is, nothing where there is no terminal; what Ctrl-C leaves.
+def _progress(command: str, lab: str) -> "Iterator[Callable[[Progress], None]]":
+    """A line in the terminal that says how far a lab is, and after Ctrl-C the command that goes on from there."""
+    from labkit.lab.terminal_line import terminal_line
 
-    `begun` is or gets the run that is written; None where a notebook knows it.
-    """
+    run: str | None = None
+
+    def tell(progress: "Progress") -> None:
+        nonlocal run
+        run = progress.run or run
+        show(progress)
+
     try:
-        with err.status(f"{lab}: starting") as status:
-            yield lambda progress: status.update(f"{lab}: {progress.done} of {progress.total}  {_plain(progress.text)}")
+        with terminal_line(err, lab) as show:
+            yield tell
     except KeyboardInterrupt:  # here: typer would end without a word
-        kept = "RUN" if begun is None else "".join(path.stem for path in begun)
-        goes_on = f"; what was measured is kept: `labkit measure {lab} --resume {kept}` goes on from there"
-        err.print(f"interrupted{goes_on if kept else ''}", soft_wrap=True)
+        kept = f"; what was measured is kept: `labkit {command} {lab} --resume {run}` goes on from there"
+        err.print(f"interrupted{kept if run else ''}", soft_wrap=True)
         raise typer.Exit(130) from None
 
 

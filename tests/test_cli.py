@@ -3,14 +3,20 @@
 import atexit
 import gc
 import shlex
+import signal
+import subprocess
 import sys
+import time
+from contextlib import suppress
 
 import pytest
 
 from labkit import __main__ as program
 from labkit.__main__ import main
-from labkit.lab.runs.store import Run
-from tests.commands import labkit, runs_by
+from labkit.lab.pages import report
+from labkit.lab.pages.report import LabResult
+from labkit.lab.runs.store import Run, RunFileError
+from tests.commands import all_runs, labkit, runs_by
 
 
 def test_list_names_every_lab_from_any_directory(tmp_path):
@@ -29,6 +35,46 @@ def test_a_run_holds_the_command_and_no_path_of_the_machine():
     path.unlink()
 
 
+def _run_of(seed):
+    """The run of the all-reduce lab with this seed, once a point of it has ended."""
+    for path in all_runs():
+        with suppress(RunFileError, FileNotFoundError):
+            run = Run.load(path)
+            if run.header.lab == "all_reduce" and run.header.config["seed"] == seed and not run.coverage().empty:
+                return run if len(run.pending) < len(run.header.planned) else None
+    return None
+
+
+def test_a_report_that_is_interrupted_names_its_run_and_goes_on_with_it(tmp_path, monkeypatch, capfd):
+    seed = time.time_ns()
+    settings = ["world_sizes=[2]", "sizes_bytes=[64,128,256]", "algorithms=['torch']", "backends=['gloo']"]
+    settings += ["many_world_sizes=[]", "transport_world_sizes=[]", "scheduling_sizes_bytes=[]"]
+    options = [part for text in (*settings, "repeats=3000", f"seed={seed}") for part in ("--set", text)]
+    command = [sys.executable, "-m", "labkit", "report", "all_reduce", "--profile", "smoke", *options]
+    where = ["--output", str(tmp_path)]
+    process = subprocess.Popen([*command, *where], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while (run := _run_of(seed)) is None:
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    said = "".join(process.communicate(timeout=120))
+    assert process.returncode == 130
+    assert "Traceback" not in said
+    assert f"`labkit report all_reduce --resume {run.name}`" in said
+
+    drawn = []
+    monkeypatch.setattr(
+        report, "report_lab", lambda *given: drawn.append(given[1]) or LabResult(given[0], tmp_path, 0, None)
+    )
+    monkeypatch.setattr(sys, "argv", ["labkit", "report", "all_reduce", "--resume", run.name, *where])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 0
+    assert drawn == [{"run": str(run.path)}]
+    assert Run.load(run.path).coverage()["status"].unique().tolist() == ["ok"]
+    run.path.unlink()
+
+
 def test_doctor_says_what_runs_here_and_why_the_rest_does_not():
     result = labkit("doctor")
     assert result.returncode == 0
@@ -41,6 +87,8 @@ MISTAKES = [
     (["report", "all_reduce", "--set", "wrold_sizes=[2]"], ["'wrold_sizes'", "did you mean 'world_sizes'"]),
     (["measure", "all_reduce", "--set", "world_sizes=2 4"], ["'world_sizes'", "list", "'2 4'"]),
     (["report", "all_reduce", "--set", "sizes_bytes=[-1]"], ["'sizes_bytes'", "greater than or equal to 1", "-1"]),
+    (["report", "--resume", "RUN"], ["--resume is of one lab"]),
+    (["report", "all_reduce", "--resume", "RUN", "--profile", "smoke"], ["takes its parameters from the run"]),
     (["report", "all_reduce", "--profile", "quik"], ["'quik'", "did you mean 'quick'"]),
     (["measure", "al_reduce"], ["'al_reduce'", "did you mean 'all_reduce'"]),
     (["report", "../all_reduce"], ["'../all_reduce'", "the labs are"]),

@@ -2,11 +2,13 @@
 
 import ast
 import json
+import os
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
+import nbformat
 import pytest
 import yaml
 
@@ -122,10 +124,34 @@ def test_environment_yml_is_in_step_with_pyproject():
     assert f"python{project['requires-python']}" in environment
 
 
+def test_make_lab_opens_the_project_with_its_commands_on_the_path_and_what_the_caller_adds(tmp_path):
+    commands = tmp_path / "venv" / "bin"
+    commands.mkdir(parents=True)
+    (commands / "python").touch()
+    (commands / "jupyter").write_text('#!/bin/sh\nprintf "%s\\n" "$PATH" "$@"\n')
+    (commands / "jupyter").chmod(0o755)
+    (commands.parent / "installed").touch()
+    # -o: as if installed just now
+    made = ["make", "-s", "lab", f"VENV={commands.parent}", "-o", str(commands.parent / "installed")]
+    said = subprocess.check_output([*made, "ARGS=--port 9999 --no-browser"], cwd=ROOT, text=True).splitlines()
+    path = next(line for line in said if line.startswith(f"{commands}:"))
+    options = said[said.index(path) + 1 :]
+    assert f"--ServerApp.root_dir={ROOT}" in options
+    assert "--LabApp.default_url=/lab/tree/notebooks/00_start_here.ipynb" in options
+    assert options[-3:] == ["--port", "9999", "--no-browser"]
+    assert ("--allow-root" in options) == (os.getuid() == 0)
+
+
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebooks_are_clean_and_thin(path):
     notebook = json.loads(path.read_text())
     assert notebook["metadata"]["kernelspec"]["name"] == "python3"
+    # as JupyterLab writes it, but for the version of Python: opened, run, cleared and saved, it is the same bytes
+    assert path.read_text() == nbformat.writes(nbformat.from_dict(notebook)) + "\n"
+    assert notebook["metadata"]["kernelspec"]["display_name"] == "Python 3 (ipykernel)"
+    language = notebook["metadata"]["language_info"]
+    assert (language["file_extension"], language["codemirror_mode"]["version"]) == (".py", 3)
+    assert "version" not in language
     code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
     assert all(not cell["outputs"] and cell["execution_count"] is None for cell in code)
     tagged = [cell for cell in code if "parameters" in cell["metadata"].get("tags", [])]

@@ -41,13 +41,13 @@ class Summary:
 
     n: int
     median: float
+    low: float
+    high: float
     mean: float
     std: float
     p90: float
     p95: float
     p99: float
-    low: float
-    high: float
 
 
 @dataclass(frozen=True)

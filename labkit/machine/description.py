@@ -16,7 +16,9 @@ import psutil
 import torch
 from pydantic import BaseModel, ConfigDict
 
+from labkit.machine import gpus as cuda_gpus
 from labkit.machine.memory_limits import available_memory_bytes as available_memory_bytes
+from labkit.machine.products import float32_products
 
 GIB = 2**30
 
@@ -70,10 +72,15 @@ class Machine(BaseModel):
     cores: int
     memory_bytes: int
     gpus: list[Gpu]
+    """Those that labs can use: all, or none."""
+    why_no_gpus: str | None = None
+    """Why the GPUs that are there are not used (driver too old, no kernels for them), or None."""
     system: str
     python: str
     versions: dict[str, str | None]
     git: GitState | None
+    float32_products: dict[str, str] | None = None
+    """How a GPU does "matmul" and "convolution" of float32: "ieee" or "tf32"; None in runs from before it was told."""
 
     @property
     def label(self) -> str:
@@ -95,7 +102,9 @@ class Machine(BaseModel):
 
     def why_no_device(self, device: str) -> str | None:
         """Why nothing can be measured on `device` here, or None."""
-        return "needs a CUDA device, and there is none" if device == "cuda" and not self.gpus else None
+        if device != "cuda" or self.gpus:
+            return None
+        return "needs a CUDA device, and " + (self.why_no_gpus or "there is none")
 
     @property
     def slug(self) -> str:
@@ -106,16 +115,19 @@ class Machine(BaseModel):
 @cache
 def describe_machine() -> Machine:
     """The machine this process runs on. Cached: nothing in it changes while a process lives."""
+    why_no_gpus = cuda_gpus.why_unusable()
     return Machine(
         host=platform.node(),
         cpu=_cpu_model(),
         cores=available_cores(),
         memory_bytes=psutil.virtual_memory().total,
-        gpus=[_gpu(i) for i in range(torch.cuda.device_count())],
+        gpus=[] if why_no_gpus else [_gpu(i) for i in range(torch.cuda.device_count())],
+        why_no_gpus=why_no_gpus,
         system=f"{platform.system()} {platform.release()}",
         python=platform.python_version(),
         versions={name: _version(name) for name in VERSIONED_PACKAGES},
         git=_git_state(Path(__file__).resolve().parent),
+        float32_products=float32_products(),
     )
 
 

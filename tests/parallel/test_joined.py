@@ -107,21 +107,21 @@ from labkit.parallel.launch import run_ranks
 from labkit.parallel.ranks import joined
 
 rank, told = joined.joined_rank(), Path(sys.argv[1])
-joined.agree(None)
+joined.broadcast_from_first_rank(None)
 joined.START_TIMEOUT_S = 0.1
 if rank == 0:
     time.sleep(0.5)  # a download
-assert joined.agree("fetched" if rank == 0 else None) == "fetched"
+assert joined.broadcast_from_first_rank("fetched" if rank == 0 else None) == "fetched"
 hosts = joined.ranks_by_host()
 place = [joined.ranks_here(2), joined.index_on_this_node(), [*hosts.values()]]
 results = run_ranks(lambda a: a, "b", world_size=2)
 if rank == 0:
-    joined.agree("the last word")
+    joined.broadcast_from_first_rank("the last word")
     told.touch()
 else:
     while not told.exists():
         time.sleep(0.01)
-    assert joined.agree(None) == "the last word"
+    assert joined.broadcast_from_first_rank(None) == "the last word"
 print(json.dumps([place, results]))
 """
 

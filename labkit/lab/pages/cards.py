@@ -6,6 +6,7 @@ the colors of whatever surrounds it. All text passes the templates, which escape
 
 import json
 import shlex
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -15,7 +16,7 @@ from IPython.display import HTML
 from labkit.lab.answers import Answer
 from labkit.lab.pages.html import piece, piece_style
 from labkit.lab.project import relative_to_project
-from labkit.lab.runs.measure import Progress
+from labkit.lab.runs.progress import Progress
 from labkit.lab.runs.records import Resumption
 from labkit.lab.runs.store import Run
 from labkit.lab.study import Study
@@ -42,12 +43,33 @@ MOST_WORDS_OF_A_NAME = 4  # what is longer is a sentence, and an underscore in i
 MANY = 100_000  # from here on a whole number is shown with separators
 
 
-def machine_card(machine: Machine, *, elsewhere: bool, hosts: dict[str, list[int]] | None = None) -> HTML:
+class Shown(HTML):
+    """A piece of a page, and what stands for it in a console, which shows no HTML; `records` travel with it, unseen."""
+
+    def __init__(self, html: str, text: str, records: Mapping[str, Any] | None = None):
+        super().__init__(html)
+        self._text = text
+        self._records = dict(records or {})
+
+    def __repr__(self) -> str:
+        return self._text
+
+    def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:  # IPython asks for it
+        return self._records
+
+
+def machine_card(machine: Machine, *, elsewhere: bool, hosts: dict[str, list[int]] | None = None) -> Shown:
     """What was measured on; says so when that is not the reader's machine, and when it was several hosts."""
     rows = machine_rows(machine, elsewhere=elsewhere)
     if hosts is not None and len(hosts) > 1:
         rows["Hosts"] = f"{len(hosts)}, of which the first is described here: {describe_hosts(hosts)}"
-    return HTML(piece("machine", style=piece_style(), rows=rows.items()))
+    return Shown(piece("machine", style=piece_style(), rows=rows.items()), definitions_text(rows))
+
+
+def definitions_text(rows: Mapping[str, str]) -> str:
+    """A line per fact, the facts below one another."""
+    widest = max(map(len, rows))
+    return "\n".join(f"{name:{widest}}  {value}" for name, value in rows.items())
 
 
 def machine_rows(machine: Machine, *, elsewhere: bool) -> dict[str, str]:
@@ -57,10 +79,13 @@ def machine_rows(machine: Machine, *, elsewhere: bool) -> dict[str, str]:
         for gpu in machine.gpus
     ]
     versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items() if version)
+    products = machine.float32_products if machine.gpus else None
+    float32 = ", ".join(f"{name} {how.upper()}" for name, how in products.items()) if products else None
     return {
         "Machine": machine.label + (" (a recorded run, not measured here)" if elsewhere else ""),
         "Processor": f"{machine.cpu}, {machine.cores} cores available, {format_bytes(machine.memory_bytes)}",
-        "GPU": "; ".join(gpus) or "none",
+        "GPU": "; ".join(gpus) or (f"not used: {machine.why_no_gpus}" if machine.why_no_gpus else "none"),
+        **({"float32 on the GPU": float32} if float32 else {}),
         "System": f"{machine.system}, Python {machine.python}",
         "Versions": versions,
         "Source": f"commit {machine.git}" if machine.git else "not a git checkout",
@@ -70,17 +95,22 @@ def machine_rows(machine: Machine, *, elsewhere: bool) -> dict[str, str]:
 def progress(state: Progress) -> str:
     filled = round(20 * state.done / max(1, state.total))
     bar = "█" * filled + "░" * (20 - filled)
-    return piece("progress", text=f"{bar} {state.done} of {state.total} points   {state.text}")
+    parts = (f"{bar} {state.done} of {state.total} points", state.times(), state.text)
+    return piece("progress", text="   ".join(filter(None, parts)))
 
 
 def coverage(run: Run) -> str:
     """One line: planned, measured, and what was not and why."""
+    return piece("coverage", line=coverage_line(run), reasons=not_measured(run))
+
+
+def coverage_line(run: Run) -> str:
+    """ "12 points planned, 10 measured, 2 skipped, in 8.1 s." """
     table = run.coverage()
     counts = table["status"].value_counts().to_dict()
     line = f"{len(table)} points planned, {counts.pop('ok', 0)} measured"
     line += "".join(f", {count} {status}" for status, count in counts.items())
-    line += f", in {format_seconds(table['elapsed_s'].sum())}."
-    return piece("coverage", line=line, reasons=not_measured(run))
+    return f"{line}, in {format_seconds(table['elapsed_s'].sum())}."
 
 
 def not_measured(run: Run) -> list[dict[str, Any]]:
@@ -95,7 +125,7 @@ def not_measured(run: Run) -> list[dict[str, Any]]:
     ]
 
 
-def table(frame: pd.DataFrame, caption: str = "") -> HTML:
+def table(frame: pd.DataFrame, caption: str = "") -> Shown:
     """A frame as an aligned table; a column's name decides the unit its values are shown in."""
     numbers = [_is_number(frame[name]) for name in frame.columns]
     headings = [
@@ -107,7 +137,20 @@ def table(frame: pd.DataFrame, caption: str = "") -> HTML:
     for column, number in zip(columns, numbers, strict=True):
         for cell in column:
             cell["number"] = number
-    return HTML(piece("table", headings=headings, rows=list(zip(*columns, strict=True)), caption=caption))
+    html = piece("table", headings=headings, rows=list(zip(*columns, strict=True)), caption=caption)
+    texts = [
+        [heading["text"], *(cell["text"] for cell in column)] for heading, column in zip(headings, columns, strict=True)
+    ]
+    return Shown(html, "\n".join(filter(None, [caption, *_aligned(texts, numbers)])))
+
+
+def _aligned(columns: list[list[str]], numbers: list[bool]) -> list[str]:
+    """The rows of a table of texts, numbers at their right."""
+    padded = []
+    for column, is_number in zip(columns, numbers, strict=True):
+        width = max(map(len, column))
+        padded.append([text.rjust(width) if is_number else text.ljust(width) for text in column])
+    return ["  ".join(row).rstrip() for row in zip(*padded, strict=True)]
 
 
 def figure(
@@ -128,8 +171,10 @@ def figure(
     return html, alt
 
 
-def answer(given: Answer) -> HTML:
-    return HTML(piece("answer", given=given))
+def answer(given: Answer) -> Shown:
+    """An answer under its question."""
+    parts = [f"{given.question.text} [{given.verdict}]", given.text, given.recommendation]
+    return Shown(piece("answer", given=given), "\n".join(filter(None, parts)))
 
 
 def answer_record(given: Answer) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from labkit.lab.pages.export import OTHER_FORMAT, export_page, read_page
 from labkit.lab.pages.html import render, script, style_sheet
 from labkit.lab.pages.recommendations import further_advice, published_trends, recommendations
 from labkit.lab.project import notebook_path
-from labkit.lab.runs.measure import Progress
+from labkit.lab.runs.progress import Progress
 from labkit.lab.study import Study
 from labkit.machine import describe_machine
 

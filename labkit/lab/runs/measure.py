@@ -5,7 +5,6 @@ import shutil
 import sys
 from collections.abc import Callable, Generator, Iterable
 from contextlib import closing
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from itertools import groupby
@@ -15,6 +14,7 @@ from typing import Any
 from labkit.lab.config import LabConfig, ParameterError, resolve_config
 from labkit.lab.point import Point
 from labkit.lab.project import runs_directory
+from labkit.lab.runs.progress import Progress, ShowProgress, Tally
 from labkit.lab.runs.resuming import check_same_setting, replan
 from labkit.lab.runs.store import Run, RunFileError, RunHeader
 from labkit.lab.runs.writer import RunWriter
@@ -22,19 +22,7 @@ from labkit.lab.study import Study
 from labkit.machine import describe_machine
 from labkit.parallel.launch import PointEnd, Row, launch
 from labkit.parallel.ranks.capacity import why_too_many
-from labkit.parallel.ranks.joined import agree, is_joined, joined_rank, ranks_by_host
-
-
-@dataclass(frozen=True)
-class Progress:
-    """Where a measurement stands: `done` of `total` points, and what is being measured now."""
-
-    done: int
-    total: int
-    text: str
-
-
-ShowProgress = Callable[[Progress], None]
+from labkit.parallel.ranks.joined import broadcast_from_first_rank, is_joined, joined_rank, ranks_by_host
 
 
 def measure(
@@ -77,7 +65,8 @@ def measure(
             for point in points:
                 writer.end_point(point, "skipped", reason=unavailable)
         else:
-            _measure_points(study, points, len(points), writer, on_progress, on_output)
+            tally = Tally(on_progress, writer.path, [point.id for point in points], len(points))
+            _measure_points(study, points, writer, tally, on_output)
     return Run.load(writer.path)
 
 
@@ -112,7 +101,8 @@ def resume(
         _prepare_again(study, path, config, remaining, on_progress)
         if remaining:
             writer.begin_again(_command(), describe_machine().git)
-        _measure_points(study, remaining, len(points), writer, on_progress, on_output)
+        tally = Tally(on_progress, path, [point.id for point in remaining], len(points))
+        _measure_points(study, remaining, writer, tally, on_output)
     return Run.load(path)
 
 
@@ -140,14 +130,16 @@ def _prepare_again(study: Study, path: Path, config: LabConfig, points: list[Poi
 
 def _on_first_rank(call: Callable[[], str | None]) -> str | None:
     """What the first rank's call returns, on every rank; every rank raises what it raises of its own accord."""
-    agree(None)  # all are here: a call may take long, and where rank 0 serves the job's store, it must do so by now
+    broadcast_from_first_rank(
+        None
+    )  # all are here: a call may take long, and where rank 0 serves the job's store, it must do so by now
     result, error, is_of_run = None, None, False
     if joined_rank() == 0:
         try:
             result = call()
         except (ParameterError, RunFileError) as found:
             error, is_of_run = str(found), isinstance(found, RunFileError)
-    result, error, is_of_run = agree([result, error, is_of_run])
+    result, error, is_of_run = broadcast_from_first_rank([result, error, is_of_run])
     if error is not None:
         raise RunFileError(error) if is_of_run else ParameterError(error)
     return result
@@ -163,30 +155,23 @@ def _command() -> str:
 
 
 def _measure_points(
-    study: Study,
-    points: list[Point],
-    total: int,
-    writer: RunWriter,
-    on_progress: ShowProgress,
-    on_output: Callable[[str], None] | None,
+    study: Study, points: list[Point], writer: RunWriter, tally: Tally, on_output: Callable[[str], None] | None
 ) -> None:
-    done = total - len(points)
     exhausted: dict[Any, float] = {}  # series -> the size at which it ran out of memory
     for same_ranks in _by_ranks(points):
         while same_ranks:
             same_ranks, skipped = _skip(study, same_ranks, exhausted)
-            agree([point.id for point in same_ranks])
+            broadcast_from_first_rank([point.id for point in same_ranks])
             for point, reason in skipped:
                 writer.end_point(point, "skipped", reason=reason)
-            done += len(skipped)
+                tally.skipped(point.id)
             if not same_ranks:
                 break
-            on_progress(Progress(done, total, same_ranks[0].title()))
-            ended = _measure_group(study, same_ranks, writer, exhausted, on_output, on_progress, done, total)
-            done += ended
+            tally.tell(same_ranks[0].title())
+            ended = _measure_group(study, same_ranks, writer, exhausted, on_output, tally)
             same_ranks = same_ranks[ended:]
     shutil.rmtree(_checkpoints(writer), ignore_errors=True)
-    on_progress(Progress(done, total, ""))
+    tally.tell("")
 
 
 def _measure_group(
@@ -195,9 +180,7 @@ def _measure_group(
     writer: RunWriter,
     exhausted: dict[Any, float],
     on_output: Callable[[str], None] | None,
-    on_progress: ShowProgress,
-    done: int,
-    total: int,
+    tally: Tally,
 ) -> int:
     """Measure points of one group of ranks, until all ended or one ran out of memory; returns how many."""
     ended = 0
@@ -208,13 +191,14 @@ def _measure_group(
             if isinstance(event, Row):
                 writer.add_row(point, event.rank, event.values)
                 if event.rank == 0 and (text := study.progress(point, event.values)):
-                    on_progress(Progress(done + ended, total, f"{point.title()}: {text}"))
+                    tally.tell(f"{point.title()}: {text}")
                 continue
             _record_end(writer, point, event)
             shutil.rmtree(_checkpoints(writer) / point.id, ignore_errors=True)
             ended += 1
+            tally.ended(point.id)
             if ended < len(points):
-                on_progress(Progress(done + ended, total, points[ended].title()))
+                tally.tell(points[ended].title())
             if event.status == "oom" and (series := study.series(point)) is not None:
                 exhausted[series[0]] = series[1]
                 if not is_joined():  # the ranks of a torchrun job all go on to the next point
@@ -290,7 +274,7 @@ def _rank_key(point: Point) -> tuple[Any, ...]:
 def _take_part(study: Study, points: list[Point]) -> None:
     """A rank of torchrun other than the first: the points that the first one chooses, nothing written."""
     for same_ranks in _by_ranks(points):
-        chosen = set(agree(None))
+        chosen = set(broadcast_from_first_rank(None))
         if to_measure := [point for point in same_ranks if point.id in chosen]:
             for _ in _launch(study, to_measure, None):
                 pass

@@ -48,7 +48,7 @@ def wait_for(keys: Sequence[str], patience: timedelta = PATIENCE) -> None:
     job_store().wait(list(keys), patience)
 
 
-def agree(value: Any) -> Any:
+def broadcast_from_first_rank(value: Any) -> Any:
     """Rank 0's JSON-able `value`, on every rank of the job; `value` itself if there is no job.
 
     For decisions that all ranks must take alike, and that depend on what only one of them sees (free memory, a

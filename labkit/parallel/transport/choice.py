@@ -63,7 +63,7 @@ def own_transport(group: dist.ProcessGroup | None, device: torch.device, wish: s
 
     Errors as `find_transport`. A collective.
     """
-    group = _member_group(group)
+    group = member_group(group)
     _own_made[group] = number = _own_made.get(group, 0) + 1
     return _make(group, device, wish, {}, TAG + number)
 
@@ -78,7 +78,7 @@ def transport_in_use(
 
 def group_transports(group: dist.ProcessGroup | None) -> set[Transport]:
     """The transports that all callers of `group` share, as far as they have been made."""
-    return {found.transport for found in _found.get(_member_group(group), {}).values()}
+    return {found.transport for found in _found.get(member_group(group), {}).values()}
 
 
 def empty_for_all_reduce(
@@ -101,7 +101,7 @@ def empty_for_all_reduce(
 
 
 def _find(group: dist.ProcessGroup | None, device: torch.device, wish: str) -> Found:
-    group = _member_group(group)
+    group = member_group(group)
     known = _found.get(group)
     if known is None:
         known = _found[group] = {}
@@ -154,7 +154,8 @@ def _timeout_s(group: dist.ProcessGroup) -> float:
     return timeout.total_seconds() if timeout is not None else _DEFAULT_TIMEOUT_S
 
 
-def _member_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+def member_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """The group, that of all ranks for None; ValueError where there is none, and on a rank that is not in it."""
     if group is None:
         if not dist.is_initialized():
             raise ValueError("there is no process group: call torch.distributed.init_process_group first")

@@ -58,7 +58,7 @@ def measure_transports(
         tensor = registered if route == REGISTERED else ordinary
         reduce = collective(algorithm, route)
         reduce(tensor.copy_(own), op="mean")
-        error, verdict = gate(tensor, base)
+        error, verdict = gate(reduce, tensor, base)
         row |= {"error": error, "gate": verdict}
         if verdict == "ok":
             rows[name], calls[name] = row, partial(reduce, tensor, op="sum")

@@ -20,13 +20,13 @@ from labkit.bench.clock import Stopwatch, order_of_turns, time_interleaved
 from labkit.bench.gate import verdict
 from labkit.lab.point import Point
 from labkit.nn.vision import SmallConvNet
-from labkit.parallel.data_parallel import gate
 from labkit.parallel.ranks import checkpoint
 from labkit.parallel.ranks.device import use_device
 from labkit.parallel.ranks.messages import gather_json
 from labkit.parallel.sync_batchnorm import _gather, _sum_over_ranks
 from labkit.studies.cifar100.data import RankData, hand_out
 from labkit.studies.cifar100.training import ALONE, SYNCHRONIZED, Recipe, Trainer, updates_of
+from labkit.studies.shared.gradient_gate import largest_error
 
 EPOCH, MEMORY, PROBE = "epoch", "memory", "probe"
 PROBES = 30
@@ -169,7 +169,7 @@ def first_updates_error(name: str, recipe: Recipe, data: RankData, seed: int, up
         mine, everybody = update[:, rank].flatten(), update.flatten()
         trainer.update(images[mine], labels[mine])
         reference.update(images[everybody], labels[everybody])
-    return gate.largest_error([_weights(trainer) - before], [_weights(reference) - before])
+    return largest_error([_weights(trainer) - before], [_weights(reference) - before])
 
 
 def _first(updates: int, images: int, recipe: Recipe, seed: int) -> Iterator[Tensor]:
