@@ -67,6 +67,24 @@ def test_files_are_short_and_say_what_they_are_for(path):
     assert not text.strip() or ast.get_docstring(ast.parse(text)), "the first lines say what a file is for"
 
 
+# torch's collectives of objects unpickle what a peer sends, and a pickle runs code.
+UNPICKLES = {"all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list", "recv_object_list"}
+LAUNCH = ROOT / "labkit" / "parallel" / "ranks" / "rank.py"  # what a rank's own parent sends
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_nothing_from_a_peer_or_a_file_is_unpickled(path):
+    tree = ast.parse(path.read_text())
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
+    assert not UNPICKLES & {call.func.attr for call in calls}
+    for call in calls:
+        whose = call.func.value.id if isinstance(call.func.value, ast.Name) else None
+        if (whose, call.func.attr) == ("torch", "load"):
+            assert any(word.arg == "weights_only" and word.value.value is True for word in call.keywords)
+        if whose in ("pickle", "cloudpickle"):
+            assert call.func.attr == "dumps" or path == LAUNCH
+
+
 def test_importing_labkit_is_cheap():
     code = "import labkit, sys; print(sorted({'torch', 'pandas', 'pydantic'} & set(sys.modules)))"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"

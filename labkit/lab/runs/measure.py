@@ -22,6 +22,7 @@ from labkit.lab.study import Study
 from labkit.machine import describe_machine
 from labkit.machine.load import announced, disturbances, load_before_measuring, load_while_measuring
 from labkit.parallel.launch import PointEnd, Row, launch
+from labkit.parallel.ranks.capacity import why_too_many
 from labkit.parallel.ranks.joined import broadcast_from_first_rank, is_joined, joined_rank, ranks_by_host
 
 
@@ -137,6 +138,9 @@ def _prepare_again(study: Study, path: Path, config: LabConfig, points: list[Poi
 
 def _on_first_rank(call: Callable[[], str | None]) -> str | None:
     """What the first rank's call returns, on every rank; every rank raises what it raises of its own accord."""
+    broadcast_from_first_rank(
+        None
+    )  # all are here: a call may take long, and where rank 0 serves the job's store, it must do so by now
     result, error, is_of_run = None, None, False
     if joined_rank() == 0:
         try:
@@ -257,6 +261,8 @@ def _skip(
         reason = study.skip_reason(point, machine) or _exhausted_reason(study, point, exhausted)
         if point.fresh_ranks and is_joined():
             reason = "needs new processes, and the ranks of a torchrun job are there already"
+        if reason is None and not is_joined():
+            reason = why_too_many(point.world_size)
         if reason is None:
             remaining.append(point)
         else:

@@ -14,6 +14,7 @@ from labkit.bench.clock import time_interleaved
 from labkit.bench.exact_sums import message_deviation
 from labkit.bench.gate import worst_of_ranks
 from labkit.parallel.ranks.hosts import host_identity
+from labkit.parallel.ranks.messages import gather_json
 
 WITHIN, BETWEEN = "pair within a host", "pair between hosts"
 
@@ -36,9 +37,7 @@ def measure_links(message: torch.Tensor, *, warmup: int, repeats: int, device: s
 
     Messages are those of `exact_sums.fill_message`.
     """
-    hosts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(hosts, host_identity())
-    pairs = pairs_to_measure(hosts)
+    pairs = pairs_to_measure(gather_json(host_identity()))
     if not pairs:
         return []
     rank, received = dist.get_rank(), torch.full_like(message, math.nan)

@@ -16,6 +16,7 @@ from labkit.bench.memory import peak_memory_growth
 from labkit.lab.point import Point
 from labkit.lab.units import format_bytes
 from labkit.parallel.collectives import ALGORITHMS, release_scratch, scratch_bytes
+from labkit.parallel.ranks.device import use_device
 from labkit.studies.all_reduce.exact import gate, inputs
 from labkit.studies.all_reduce.links import measure_links
 from labkit.studies.all_reduce.transports import CHOSEN, MESSAGES, collective, measure_transports
@@ -93,7 +94,7 @@ def measure_point(point: AllReducePoint) -> Iterator[dict[str, Any]]:
 
 
 def _device(point: AllReducePoint) -> str:
-    return f"cuda:{dist.get_rank() % torch.cuda.device_count()}" if point.backend == "nccl" else "cpu"
+    return use_device("cuda" if point.backend == "nccl" else "cpu")
 
 
 def _check(point: AllReducePoint, name: str, base: torch.Tensor, tensor: torch.Tensor) -> dict[str, Any]:

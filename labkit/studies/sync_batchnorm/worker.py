@@ -16,6 +16,7 @@ from labkit.bench.clock import time_interleaved, time_parts_interleaved
 from labkit.bench.operators import OperatorCount
 from labkit.bench.saved_tensors import saved_for_backward
 from labkit.lab.point import Point
+from labkit.parallel.ranks.device import use_device
 from labkit.studies.sync_batchnorm.alternatives import (
     BARE,
     COLLECTIVES,
@@ -60,9 +61,7 @@ class SyncBatchNormPoint(Point):
 
 def measure_point(point: SyncBatchNormPoint) -> Iterator[dict[str, Any]]:
     """Rows of one point: seconds of single collectives and copies, or of every alternative and phase, and memory."""
-    device = "cpu" if point.device == "cpu" else f"cuda:{dist.get_rank() % torch.cuda.device_count()}"
-    if point.device == "cuda":
-        torch.cuda.set_device(device)  # clocks mark its stream, whichever ranks share it
+    device = use_device(point.device)
     yield from (_probe if point.sweep == PROBE else _layers)(point, device)
 
 
