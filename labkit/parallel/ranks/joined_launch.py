@@ -202,14 +202,15 @@ def _gloo_interface(plan: GroupPlan) -> dict[str, str]:
 def _state_kept(environment: Mapping[str, str], threads: int) -> Iterator[None]:
     """Variables and torch threads as the launch wants them; afterwards they are as before, as scheduling and device."""
     threads_before = torch.get_num_threads()
-    device_before = torch.cuda.current_device() if torch.cuda.is_initialized() else 0
+    has_cuda = torch.cuda.is_available()
+    device_before = torch.cuda.current_device() if has_cuda and torch.cuda.is_initialized() else 0
     torch.set_num_threads(threads)
     try:
         with variables_set(environment), scheduling_kept():
             yield
     finally:
         torch.set_num_threads(threads_before)
-        if torch.cuda.is_initialized():
+        if has_cuda and torch.cuda.is_initialized():
             torch.cuda.set_device(device_before)
 
 
