@@ -15,22 +15,25 @@ IS_ROOT := $(filter 0,$(shell id -u))
 INSTALL = $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check $(PIP_CONSTRAINTS)
 
 .DEFAULT_GOAL := help
-.PHONY: help install report test stress faults lab lint clean
+.PHONY: help install report test test-all stress faults lab lint clean
 
 help: ## this list
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
 
 install: $(VENV)/installed ## labkit and what it needs, in .venv
 
 report: install ## measure and write reports/index.html; PROFILE=quick, LABS="all_reduce ..." picks some
 	$(BIN)/labkit report $(LABS) --profile $(PROFILE)
 
-test: $(VENV)/installed-test lint ## lint, types and all tests
+test: $(VENV)/installed-test lint ## lint, types and the tests that every change must pass
+	$(BIN)/python -m pytest -m "not slow"
+
+test-all: $(VENV)/installed-test lint ## the same with the tests marked slow
 	$(BIN)/python -m pytest
 
 stress: $(VENV)/installed-test ## messages through shared memory, 100,000 rounds for 2 to 8 ranks; some minutes
 	LABKIT_STRESS_ROUNDS=100000 $(BIN)/python -m pytest tests/parallel/test_shared_transport.py \
-		tests/parallel/test_swaps.py tests/parallel/test_boards.py -k written
+		tests/parallel/test_swaps.py tests/parallel/test_boards.py -m slow -k written
 
 faults: $(VENV)/installed-test ## every injected fault, two hundred kills, hosts joined by a wire, and a table (some 13 minutes)
 	LABKIT_FAULTS=all $(BIN)/python -m pytest tests/faults tests/hosts tests/parallel/test_leftovers.py \

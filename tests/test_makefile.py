@@ -41,3 +41,12 @@ def test_an_environment_that_was_moved_is_made_again(checkout):
     assert not (moved / ".venv").exists()
     assert "-m venv" in planned
     assert "pip install" in planned
+
+
+def test_what_is_slow_is_left_to_test_all_and_help_lists_both(checkout):
+    assert '-m pytest -m "not slow"' in _planned(checkout, "test")
+    everything = _planned(checkout, "test-all")
+    assert "-m pytest\n" in everything
+    assert "ruff" in everything
+    listed = subprocess.check_output(["make", "-s", "help"], cwd=checkout, text=True)
+    assert {"test", "test-all"} < {line.split()[0] for line in listed.splitlines()}
