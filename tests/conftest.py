@@ -32,26 +32,29 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 
-def _interpreted(folder):
+HALVES = ("causal", "not causal")
+
+
+def _interpreted(folder, selected):
     """The tests of the Triton kernels under the interpreter, in two halves of one thread each."""
     command = [sys.executable, "-m", "pytest", str(TESTS / "nn" / "test_flash_attention.py"), "-q"]
-    command += ["-p", "no:cacheprovider", "-m", "not gpu", "-k"]
+    command += ["-p", "no:cacheprovider", "-m", f"not gpu and ({selected or 'not gpu'})", "-k"]
     variables = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    return {half: Errand([*command, half], TESTS.parent, variables) for half in ("causal", "not causal")}
+    return {half: Errand([*command, half], TESTS.parent, variables) for half in HALVES}
 
 
-def _report(folder):
+def _report(folder, selected):
     command = [sys.executable, "-m", "labkit", "report", "--profile", "smoke", "--output", str(folder / "pages")]
     return {"report": Errand(command, TESTS.parent)}
 
 
-def _tour(folder):
+def _tour(folder, selected):
     notebook = TESTS.parent / "notebooks" / "00_start_here.ipynb"
     command = [sys.executable, "-m", "papermill", str(notebook), str(folder / "tour.ipynb"), "-p", "repeats", "6"]
     return {"tour": Errand(command, folder)}
 
 
-def _compiled(folder):
+def _compiled(folder, selected):
     """The worker of the end-to-end lab on the smallest model, compiled, which takes half a minute; its rows as JSON."""
     point = "sweep='compile', device='cpu', size='nano', batch=1, context_length=8, warmup=1, repeats=2"
     program = [
@@ -63,7 +66,7 @@ def _compiled(folder):
     return {"compiled": Errand([sys.executable, "-c", "\n".join(program)], TESTS.parent)}
 
 
-def _broken(folder):
+def _broken(folder, selected):
     """A report of a run that is damaged, which only the notebook finds out."""
     run = folder / "broken.jsonl"
     run.write_text(json.dumps({"kind": "header", "format_version": 1}) + "\n")
@@ -71,7 +74,7 @@ def _broken(folder):
     return {"broken": Errand([*command, "--output", str(folder / "broken")], TESTS.parent)}
 
 
-def _papermill(folder):
+def _papermill(folder, selected):
     """The notebook of a lab from another folder, by papermill's own command."""
     notebook = TESTS.parent / "notebooks" / "07_all_reduce.ipynb"
     command = [sys.executable, "-m", "papermill", str(notebook), "out.ipynb", "-y", "profile: smoke"]
@@ -79,7 +82,7 @@ def _papermill(folder):
 
 
 # By the fixture that hands over their outcome, as they are begun: what is asked for first, what takes
-# longest, the rest.
+# longest, the rest. Each gets a folder, and the markers that were selected (`-m`).
 ERRANDS = {
     "interpreted_kernels": _interpreted,
     "smoke_report": _report,
@@ -98,7 +101,7 @@ def errands(request, tmp_path_factory):
     errands = {}
     for fixture, errands_of in ERRANDS.items():
         if fixture in asked:
-            errands |= errands_of(folder)
+            errands |= errands_of(folder, request.config.option.markexpr)
     running = Errands(folder, errands, at_once=1 if _are_many(request.session) else 2)
     yield running
     running.end()
@@ -118,7 +121,7 @@ def _begin_early(request):
 @pytest.fixture(scope="session")
 def interpreted_kernels(errands):
     """Waits for the tests of the kernels under the interpreter; what came of each half."""
-    return [errands.outcome(half) for half in _interpreted(None)]
+    return [errands.outcome(half) for half in HALVES]
 
 
 @pytest.fixture(scope="session")

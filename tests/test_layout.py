@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import tomllib
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -33,9 +34,19 @@ ALLOWED = {
 }
 
 
+@cache
+def _tree(path):
+    return ast.parse(path.read_text())
+
+
+@cache
 def _imports(path):
     """Modules of labkit that a file imports, wherever the statement stands."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    return list(_imported(_tree(path)))
+
+
+def _imported(tree):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name.startswith("labkit"))
         elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("labkit"):
@@ -88,7 +99,7 @@ def test_studies_never_import_one_another(path):
 def test_files_are_short_and_say_what_they_are_for(path):
     text = path.read_text()
     assert len(text.splitlines()) <= 320
-    assert not text.strip() or ast.get_docstring(ast.parse(text)), "the first lines say what a file is for"
+    assert not text.strip() or ast.get_docstring(_tree(path)), "the first lines say what a file is for"
 
 
 # torch's collectives of objects unpickle what a peer sends, and a pickle runs code.
@@ -98,8 +109,9 @@ LAUNCH = ROOT / "labkit" / "parallel" / "ranks" / "rank.py"  # what a rank's own
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_nothing_from_a_peer_or_a_file_is_unpickled(path):
-    tree = ast.parse(path.read_text())
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
+    calls = [
+        node for node in ast.walk(_tree(path)) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+    ]
     assert not UNPICKLES & {call.func.attr for call in calls}
     for call in calls:
         whose = call.func.value.id if isinstance(call.func.value, ast.Name) else None

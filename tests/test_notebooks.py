@@ -24,8 +24,10 @@ from labkit.lab.pages.export import page_record
 from labkit.lab.pages.report import write_index
 from labkit.lab.project import notebook_path, project_root, runs_directory
 from labkit.studies import LABS, load_study
+from tests.cases import thinned
 from tests.errands import Errand, Errands
 
+PAGES = thinned(["index", *LABS], lambda name: name in ("index", "all_reduce"))  # in a browser
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
@@ -62,10 +64,11 @@ WRONG = ["-p", "profile", "smoke", "-p", "world_sizes", "[2,4]"]  # -p makes no 
 
 
 @pytest.fixture(scope="module")
-def unmeasured(report, errands, tmp_path_factory):
-    """Commands that measure nothing, carried out while the tests below look at pages; calling it waits for one.
+def unmeasured(request, report, errands, tmp_path_factory):
+    """Commands of the collected tests that measure nothing; calling it waits for one, by its fixture's name.
 
-    It asserts that no run has been begun, by any of them: nobody else has a notebook measure meanwhile.
+    They are carried out while the tests below look at pages. It asserts that no run has been begun, by any of them:
+    nobody else has a notebook measure meanwhile.
     """
     errands.wait_for_all()
     folder = tmp_path_factory.mktemp("unmeasured")
@@ -81,8 +84,13 @@ def unmeasured(report, errands, tmp_path_factory):
 
     wrong = [sys.executable, "-m", "papermill", str(notebook_path("all_reduce")), "out.ipynb", *WRONG]
     before = set(runs_directory().glob("all_reduce/*"))
-    commands = {"again": drawn("again", run), "other": drawn("other", folder / "other.jsonl")}
-    running = Errands(folder, commands | {"wrong": Errand(wrong, folder)})
+    commands = {
+        "drawn_again": drawn("drawn_again", run),
+        "drawn_elsewhere": drawn("drawn_elsewhere", folder / "other.jsonl"),
+        "refused": Errand(wrong, folder),
+    }
+    asked = {name for item in request.session.items for name in getattr(item, "fixturenames", ())}
+    running = Errands(folder, {name: command for name, command in commands.items() if name in asked})
 
     def outcome(name):
         result = running.outcome(name)
@@ -91,6 +99,24 @@ def unmeasured(report, errands, tmp_path_factory):
 
     yield outcome
     running.end()
+
+
+@pytest.fixture
+def drawn_again(unmeasured):
+    """A report's own run drawn once more: what the command came to, and the pages' folder."""
+    return unmeasured("drawn_again")
+
+
+@pytest.fixture
+def drawn_elsewhere(unmeasured):
+    """The run of another machine drawn here: what the command came to, and the pages' folder."""
+    return unmeasured("drawn_elsewhere")
+
+
+@pytest.fixture
+def refused(unmeasured):
+    """What papermill came to that was given a wrong parameter."""
+    return unmeasured("refused")[0]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -196,7 +222,7 @@ def test_tables_are_sorted_by_a_click_and_by_the_keyboard(page_visit):
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("name", ["index", *LABS])
+@pytest.mark.parametrize("name", PAGES)
 def test_text_stands_out_from_what_is_behind_it(name, scheme, page_visit):
     page, _, _ = page_visit(f"{name}.html", scheme)
     assert page.evaluate(CONTRASTS) == []
@@ -210,7 +236,7 @@ def test_the_executed_notebook_has_no_error_and_no_noise(lab, report):
     assert "stream" not in kinds
 
 
-@pytest.mark.parametrize("name", ["index", *LABS])
+@pytest.mark.parametrize("name", PAGES)
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_a_page_opens_offline_without_requests_and_errors(name, scheme, report, page_visit):
     page, requests, errors = page_visit(f"{name}.html", scheme)
@@ -219,15 +245,15 @@ def test_a_page_opens_offline_without_requests_and_errors(name, scheme, report, 
     assert page.title()
 
 
-@pytest.mark.parametrize("name", ["index", *LABS])
+@pytest.mark.parametrize("name", PAGES)
 def test_a_page_fits_a_narrow_screen(name, page_visit):
     page, _, _ = page_visit(f"{name}.html", width=380)
     assert page.evaluate("document.documentElement.scrollWidth") <= 380
 
 
-@pytest.mark.parametrize("lab", LABS)
-def test_every_image_of_a_page_says_what_it_shows(lab, page_visit):
-    page, _, _ = page_visit(f"{lab}.html")
+@pytest.mark.parametrize("name", PAGES)
+def test_every_image_of_a_page_says_what_it_shows(name, page_visit):
+    page, _, _ = page_visit(f"{name}.html")
     texts = page.evaluate("[...document.images].map(image => image.alt)")
     assert texts
     assert all(texts)
@@ -240,8 +266,9 @@ def test_no_formula_is_left_as_tex(report):
         assert "\\frac" not in html
 
 
-def test_the_recorded_run_of_a_report_is_drawn_again_without_measuring(report, unmeasured):
-    result, folder = unmeasured("again")
+@pytest.mark.slow
+def test_the_recorded_run_of_a_report_is_drawn_again_without_measuring(report, drawn_again):
+    result, folder = drawn_again
     assert result.returncode == 0, result.stderr
     drawn = page_record(folder / "notebooks" / "all_reduce.ipynb")
     first = page_record(report / "notebooks" / "all_reduce.ipynb")
@@ -250,9 +277,11 @@ def test_the_recorded_run_of_a_report_is_drawn_again_without_measuring(report, u
     assert "(elsewhere)" not in (folder / "index.html").read_text()  # it is of this machine
 
 
-def test_a_run_of_another_machine_is_labeled(unmeasured):
-    result, folder = unmeasured("other")
+def test_a_run_of_another_machine_is_drawn_without_measuring_and_labeled(report, drawn_elsewhere):
+    result, folder = drawn_elsewhere
     assert result.returncode == 0, result.stderr
+    drawn, first = (page_record(pages / "notebooks" / "all_reduce.ipynb") for pages in (folder, report))
+    assert drawn["answers"] == first["answers"]
     assert "Some Other CPU (a recorded run, not measured here)" in (folder / "all_reduce.html").read_text()
     index = (folder / "index.html").read_text()
     assert "(elsewhere)" in index
@@ -264,11 +293,11 @@ def test_papermill_works_from_any_directory(notebook_by_papermill):
     assert page_record(notebook_by_papermill)["profile"] == "smoke"
 
 
-def test_papermill_with_a_wrong_parameter_stops_before_measuring(unmeasured):
-    result, _ = unmeasured("wrong")
-    assert result.returncode != 0
+@pytest.mark.slow
+def test_papermill_with_a_wrong_parameter_stops_before_measuring(refused):
+    assert refused.returncode != 0
     for words in ("parameter 'world_sizes'", "valid list", "'[2,4]'"):
-        assert words in result.stderr
+        assert words in refused.stderr
 
 
 @pytest.mark.parametrize(

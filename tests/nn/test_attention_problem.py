@@ -1,13 +1,27 @@
 """The gate of the attention labs: lets what is right pass, also in half precision, and stops what is not."""
 
+from itertools import product
+
 import pytest
 import torch
 
 from labkit.nn.attention import explicit_attention
 from labkit.nn.attention_implementations import IMPLEMENTATIONS
 from labkit.nn.attention_problem import CHECKED, AttentionProblem, check
+from tests.cases import thinned
 
 LONG = 2 * CHECKED + 37
+FLOAT64, FLOAT32, BFLOAT16, FLOAT16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
+# Every length with and without a mask, each dtype with each length; `make test-all` has them all with each other.
+TOGETHER = [
+    (50, False, FLOAT32),
+    (50, True, BFLOAT16),
+    (50, True, FLOAT64),
+    (50, False, FLOAT16),
+    (LONG, True, FLOAT32),
+    (LONG, False, BFLOAT16),
+]
+EVERY = list(product([50, LONG], [False, True], [FLOAT64, FLOAT32, BFLOAT16, FLOAT16]))
 
 
 def _checked(attend, sequence, causal, dtype=torch.float32):
@@ -15,9 +29,13 @@ def _checked(attend, sequence, causal, dtype=torch.float32):
     return check(problem, problem.passes(attend).run_checked())
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("sequence", [16, 50, LONG])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+RIGHT = product([16, 50, LONG], [False, True], [FLOAT32, BFLOAT16, FLOAT16])
+
+
+@pytest.mark.parametrize(
+    ("sequence", "causal", "dtype"),
+    thinned(RIGHT, lambda *case: case in [*TOGETHER, (16, True, FLOAT32), (16, False, BFLOAT16), (16, True, FLOAT16)]),
+)
 @pytest.mark.parametrize("name", ["explicit", "tiled", "sdpa_math", "sdpa"])
 def test_what_is_right_passes(name, dtype, sequence, causal):
     checked = _checked(IMPLEMENTATIONS[name].attend, sequence, causal, dtype)
@@ -94,9 +112,7 @@ SPOILED = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("sequence", [50, LONG])
+@pytest.mark.parametrize(("sequence", "causal", "dtype"), thinned(EVERY, lambda *case: case in TOGETHER))
 def test_a_single_row_that_is_zero_no_number_or_another_ones_is_seen(sequence, causal, dtype):
     for name, (what, where, number) in SPOILED.items():
         spoil = _spoiling(where, number)
@@ -113,7 +129,7 @@ def test_a_single_row_that_is_zero_no_number_or_another_ones_is_seen(sequence, c
         assert _checked(attend, sequence, causal, dtype).is_right == unseen, name
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [FLOAT64, FLOAT32, BFLOAT16, FLOAT16])
 @pytest.mark.parametrize("letter", "qkv")
 @pytest.mark.parametrize("number", [0.0, float("nan")])
 def test_a_gradient_or_that_of_one_head_that_is_missing_or_no_number_is_seen(letter, number, dtype):
@@ -146,9 +162,7 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize("sequence", [50, LONG])
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("sequence", "causal", "dtype"), thinned(EVERY, lambda *case: case in TOGETHER))
 @pytest.mark.parametrize("wrong", WRONG)
 def test_what_is_wrong_does_not(wrong, dtype, causal, sequence):
     assert not _checked(wrong, sequence, causal, dtype).is_right

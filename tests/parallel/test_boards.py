@@ -18,6 +18,7 @@ from labkit.parallel.transport import POINT_TO_POINT, SHARED, find_transport
 from labkit.parallel.transport.boards import KEPT_LENGTHS, MOST_BYTES
 from labkit.parallel.transport.contract import Step
 from labkit.parallel.transport.semaphores import Semaphores
+from tests.cases import thinned
 
 pytestmark = [
     pytest.mark.usefixtures("workers_travel_by_value"),
@@ -27,9 +28,12 @@ pytestmark = [
 CPU = torch.device("cpu")
 # The whole number of rounds for every number of ranks is `make stress`.
 STRESS_ROUNDS = int(os.environ.get("LABKIT_STRESS_ROUNDS", "0"))
+# Numbers of ranks and rounds: of `make test`, and of `make test-all`.
+QUICK = [(2, 400), (4, 100)]
+ROUNDS = [(2, 4_000), (3, 2_000), (4, 1_000), (5, 800), (8, 400)]
 
 
-@pytest.mark.parametrize(("world_size", "rounds"), [(2, 4_000), (3, 2_000), (4, 1_000), (5, 800), (8, 400)])
+@pytest.mark.parametrize(("world_size", "rounds"), thinned([*QUICK, *ROUNDS], lambda *case: case in QUICK))
 def test_boards_among_messages_are_neither_overwritten_nor_read_before_they_are_written(
     world_size: int, rounds: int
 ) -> None:

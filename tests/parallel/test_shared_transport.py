@@ -31,6 +31,7 @@ from labkit.parallel.transport import (
 )
 from labkit.parallel.transport.contract import Step
 from labkit.parallel.transport.semaphores import Semaphores
+from tests.cases import thinned
 
 pytestmark = [
     pytest.mark.usefixtures("workers_travel_by_value"),
@@ -49,8 +50,12 @@ def check_on_ranks(check: Callable[..., list[str]], *args: Any, world_size: int,
 
 # Order
 
+# Numbers of ranks and rounds: of `make test`, and of `make test-all`.
+QUICK = [(2, 2_000), (4, 200)]
+ROUNDS = [(2, 20_000), (3, 3_000), (4, 2_000), (6, 1_000), (8, 600)]
 
-@pytest.mark.parametrize(("world_size", "rounds"), [(2, 20_000), (3, 3_000), (4, 2_000), (6, 1_000), (8, 600)])
+
+@pytest.mark.parametrize(("world_size", "rounds"), thinned([*QUICK, *ROUNDS], lambda *case: case in QUICK))
 def test_no_message_is_read_before_it_is_written_or_written_before_it_is_read(world_size: int, rounds: int) -> None:
     check_on_ranks(_check_stress, STRESS_ROUNDS or rounds, world_size=world_size, threads=1, timeout_s=3000)
 

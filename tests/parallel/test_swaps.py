@@ -14,6 +14,7 @@ from labkit.parallel.transport import SHARED, find_transport
 from labkit.parallel.transport.contract import Step
 from labkit.parallel.transport.semaphores import Semaphores
 from labkit.parallel.transport.swaps import BUDGET_BYTES, KEPT_PLACES, MOST_BYTES, longest_swap
+from tests.cases import thinned
 
 pytestmark = [
     pytest.mark.usefixtures("workers_travel_by_value"),
@@ -23,9 +24,12 @@ pytestmark = [
 CPU = torch.device("cpu")
 # The whole number of rounds for every number of ranks is `make stress`.
 STRESS_ROUNDS = int(os.environ.get("LABKIT_STRESS_ROUNDS", "0"))
+# Numbers of ranks and rounds: of `make test`, and of `make test-all`.
+QUICK = [(2, 600), (4, 100)]
+ROUNDS = [(2, 6_000), (3, 2_000), (4, 1_000), (5, 500), (8, 200)]
 
 
-@pytest.mark.parametrize(("world_size", "rounds"), [(2, 6_000), (3, 2_000), (4, 1_000), (5, 500), (8, 200)])
+@pytest.mark.parametrize(("world_size", "rounds"), thinned([*QUICK, *ROUNDS], lambda *case: case in QUICK))
 def test_swaps_among_other_messages_are_neither_overwritten_nor_overtaken(world_size: int, rounds: int) -> None:
     wrong = run_ranks(_swap_in_turns, STRESS_ROUNDS or rounds, world_size=world_size, threads=1, timeout_s=3000)
     assert [text for of_rank in wrong for text in of_rank] == []

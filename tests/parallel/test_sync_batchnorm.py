@@ -12,6 +12,7 @@ from labkit.bench.saved_tensors import saved_for_backward
 from labkit.parallel.data_parallel import BucketedDDP
 from labkit.parallel.launch import run_ranks
 from labkit.parallel.sync_batchnorm import SyncBatchNorm, convert_sync_batchnorm
+from tests.cases import thinned
 from tests.parallel.sync_batchnorm_cases import CASES, Case, built, collectives_of, errors, grid, train
 
 SHAPED_LIKE_INPUT = ("output", "dx")
@@ -30,7 +31,7 @@ def _assert_within_tolerance(case, found):
 
 
 @pytest.mark.parametrize("name", grid(1))
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", thinned([1, 2, 4], lambda world_size: world_size < 4))
 def test_equals_batchnorm_on_the_whole_batch(world_size, name):
     cases, ranks = _errors(world_size)
     for rank in ranks:
@@ -40,14 +41,14 @@ def test_equals_batchnorm_on_the_whole_batch(world_size, name):
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", thinned([2, 4], lambda world_size: world_size < 4))
 def test_equals_batchnorm_whatever_the_input_and_options(world_size, name):
     cases, ranks = _errors(world_size)
     for rank in ranks:
         _assert_within_tolerance(cases[name], rank[name]["synchronized"])
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", thinned([2, 4], lambda world_size: world_size < 4))
 def test_the_cases_can_fail(world_size):
     """BatchNorm on the local batch alone is far outside the tolerances, in everything that is compared."""
     cases, ranks = _errors(world_size)
@@ -327,6 +328,7 @@ def _compiled():
     return results
 
 
+@pytest.mark.slow
 def test_a_compiled_model_may_begin_with_the_first_collective_of_the_process():
     for compiled, uncompiled in run_ranks(_compiled, world_size=2, timeout_s=100):
         assert compiled == uncompiled

@@ -49,6 +49,7 @@ def test_without_a_compiler_the_point_says_so(monkeypatch):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(why_nothing_compiles("cpu") is not None, reason=str(why_nothing_compiles("cpu")))
 def test_compiled_code_is_gated_timed_in_turn_and_its_compiling_told_apart(compiled_rows):
     assert [(row["implementation"], row["phase"]) for row in compiled_rows] == [
