@@ -6,6 +6,8 @@ VENV ?= .venv
 CONSTRAINTS ?= constraints.txt
 PROFILE ?= quick
 LABS ?=
+# Which mistakes `make mutants` makes, by words of their file or name.
+WORDS ?=
 # More for `make lab`, as jupyter takes it.
 ARGS ?=
 
@@ -15,7 +17,7 @@ IS_ROOT := $(filter 0,$(shell id -u))
 INSTALL = $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check $(PIP_CONSTRAINTS)
 
 .DEFAULT_GOAL := help
-.PHONY: help install report test test-all stress faults lab lint clean
+.PHONY: help install report test test-all stress faults mutants lab lint clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -38,6 +40,9 @@ stress: $(VENV)/installed-test ## messages through shared memory, 100,000 rounds
 faults: $(VENV)/installed-test ## every injected fault, two hundred kills, hosts joined by a wire, and a table (some 13 minutes)
 	LABKIT_FAULTS=all $(BIN)/python -m pytest tests/faults tests/hosts tests/parallel/test_leftovers.py \
 		tests/studies/test_cifar100_killed.py
+
+mutants: $(VENV)/installed-test ## mistakes put into labkit, one at a time: does `make test` catch each? WORDS="bench" picks some
+	$(BIN)/python -m tests.mutations.check $(WORDS)
 
 lint: $(VENV)/installed-test ## style and types only
 	$(BIN)/ruff check .
