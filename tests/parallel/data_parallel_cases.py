@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -338,10 +339,11 @@ def run_on_ranks(wrapper: str) -> Iterator[dict[str, dict[str, Any]]]:
         model = WRAPPERS[wrapper](built(case, seed=rank), **case.options)
         digests: list[str] = []
         train(case, model, [rank], lambda model=model, digests=digests: digests.append(digest_of(model)))
-        found[name] = {"state": state_of(model), "digests": digests}
+        found[name] = {"state": state_of(model) if rank == 0 else None, "digests": digests}
     yield found
 
 
+@cache
 def reference(name: str, world_size: int) -> dict[str, list[float]]:
     """The same training by one process, on the shards of all ranks, from rank 0's seed."""
     case = CASES[name]
