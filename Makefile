@@ -53,6 +53,16 @@ lab: install ## JupyterLab on the notebooks; ARGS="--port 9999 --no-browser" for
 clean: ## remove the environment and the pages; runs are kept
 	rm -rf $(VENV) reports
 
+# Programs of an environment begin with its own path: of one that was moved or copied none starts.
+ifneq ($(filter-out help clean,$(MAKECMDGOALS)),)
+ifneq ($(wildcard $(VENV)/bin/activate),)
+ifeq ($(shell grep -F '$(abspath $(VENV))' $(VENV)/bin/activate),)
+$(info $(VENV) was made in another folder: making it again)
+$(shell rm -rf $(VENV))
+endif
+endif
+endif
+
 # Half an environment would be taken for a whole one by the next make.
 $(VENV)/bin/python:
 	@$(PYTHON) -c "import sys; v = sys.version_info[:2]; (3, 11) <= v < (3, 14) or sys.exit( \

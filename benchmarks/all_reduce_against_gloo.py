@@ -65,7 +65,7 @@ def _interleave(
     calls = {GLOO: dist.all_reduce, **{name: _summing(name, transport) for name in names}}
     tensors = {name: torch.ones(n_bytes // 4) for name in calls}
     if is_registered:
-        tensors |= {name: empty_for_all_reduce(n_bytes // 4, torch.float32, wish=transport) for name in names}
+        tensors |= {name: empty_for_all_reduce(n_bytes // 4, torch.float32, preference=transport) for name in names}
     samples_s: dict[str, list[float]] = {name: [] for name in calls}
     start, repeats = time.perf_counter(), WARMUP
     for number in range(1000):

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from labkit.lab.study import Study
 
 app = typer.Typer(
-    help="Measure what the systems side of training costs on this machine, and read the answers.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -41,15 +40,31 @@ def main() -> None:
         gc.set_threshold(50_000)
     atexit.register(gc.freeze)
     try:
-        from labkit.lab.runs.store import RunFileError
-
         app()
     except KeyboardInterrupt:  # while modules are imported, say
         err.print("interrupted")
         raise SystemExit(130) from None
-    except (ParameterError, RunFileError) as error:
+    except ParameterError as error:
         err.print(f"[bold red]error:[/] {_plain(error)}", soft_wrap=True)
         raise SystemExit(2) from None
+
+
+def _print_version(is_wanted: bool) -> None:
+    if is_wanted:
+        from labkit.machine.source import describe_source
+
+        source = describe_source()
+        out.print(f"labkit {source.version}, {source}" if source.commit else str(source))
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show which labkit this is.")
+    ] = False,
+) -> None:
+    """Measure what the systems side of training costs on this machine, and read the answers."""
 
 
 @app.command("list")
@@ -87,7 +102,7 @@ def measure(
 ) -> None:
     """Measure a lab into a new run under data/runs/; no notebook."""
     from labkit.lab.config import resolve_config
-    from labkit.lab.project import relative_to_project, runs_directory
+    from labkit.lab.project import path_from_here, runs_directory
     from labkit.lab.runs import measure as measuring
     from labkit.lab.runs.store import find_run
 
@@ -105,7 +120,7 @@ def measure(
     coverage = run.coverage()
     counts = coverage["status"].value_counts().to_dict()
     described = ", ".join(f"{count} {status}" for status, count in counts.items())
-    out.print(f"{lab}: {described}; {relative_to_project(run.path)}", soft_wrap=True)
+    out.print(f"{lab}: {described}; {path_from_here(run.path)}", soft_wrap=True)
     failed = coverage[coverage["status"].isin(["failed", "timeout"])]
     for reason, count in failed["reason"].value_counts().items():
         err.print(f"  {count} not measured: {_plain(reason)}", soft_wrap=True)
@@ -125,10 +140,12 @@ def report(
 ) -> None:
     """Execute notebooks and write HTML pages and an index."""
     from labkit.lab.pages.report import check_report, report_lab, write_index
-    from labkit.lab.project import relative_to_project, reports_directory, runs_directory
+    from labkit.lab.project import path_from_here, reports_directory, runs_directory
     from labkit.lab.runs import measure as measuring
     from labkit.lab.runs.store import find_run
     from labkit.lab.units import format_seconds
+    from labkit.machine import describe_machine
+    from labkit.machine.load import disturbances, load_before_measuring
 
     studies = [load_study(lab) for lab in (labs or LABS)]
     for option, given in (("--run", run), ("--resume", resume)):
@@ -140,8 +157,11 @@ def report(
         raise ParameterError("--resume takes its parameters from the run: leave out --profile, --set and --run")
     parameters: dict[str, Any] = parse_assignments(settings or [])
     parameters |= {name: value for name, value in (("profile", profile), ("run", run)) if value is not None}
-    check_report(studies, parameters)
     output = output or reports_directory()
+    check_report(studies, parameters, output)
+    if run is None:
+        for disturbance in disturbances(load_before_measuring(), describe_machine().cores):
+            err.print(_plain(disturbance), soft_wrap=True)
     results = []
     for study in studies:
         with _progress("report", study.name) as show:
@@ -151,10 +171,10 @@ def report(
             result = report_lab(study, parameters, output, show)
         results.append(result)
         outcome = f"[bold red]failed:[/] {_plain(result.error)}" if result.error else "ok"
-        page = relative_to_project(result.page)
+        page = path_from_here(result.page)
         out.print(f"{study.name}: {outcome}, in {format_seconds(result.elapsed_s)}; {page}", soft_wrap=True)
     index = write_index(_all_studies(), output)
-    out.print(f"index: {relative_to_project(index)}", soft_wrap=True)
+    out.print(f"index: {path_from_here(index)}", soft_wrap=True)
     raise typer.Exit(1 if any(result.error for result in results) else 0)
 
 
@@ -168,7 +188,7 @@ def compare_command(
 
     from labkit.lab.pages.compare import load_runs, write_comparison
     from labkit.lab.pages.comparison import compare_runs
-    from labkit.lab.project import relative_to_project, reports_directory
+    from labkit.lab.project import check_writable, path_from_here, reports_directory
 
     page = output or reports_directory() / "compare.html"
     if page.is_dir():
@@ -176,12 +196,14 @@ def compare_command(
     found, unread = load_runs(runs)
     for name, reason in unread.items():
         err.print(f"left out: {_plain(name)}: {_plain(reason)}", soft_wrap=True)
-    table = write_comparison(compare_runs(found), shlex.join(["labkit", "compare", *runs]), page, unread)
+    comparisons = compare_runs(found)
+    check_writable(page.parent)
+    table = write_comparison(comparisons, shlex.join(["labkit", "compare", *runs]), page, unread)
     for row in table.to_dict("records"):
         counts = ", ".join(f"{row[verdict]} {verdict}" for verdict in ("faster", "slower", "no difference shown"))
         line = f"{row['lab']}: {row['machine']} against {row['against']}: {row['verdict']} ({counts})"
         out.print(_plain(line), soft_wrap=True)
-    out.print(f"page: {_plain(relative_to_project(page))}", soft_wrap=True)
+    out.print(f"page: {_plain(path_from_here(page))}", soft_wrap=True)
 
 
 def _all_studies() -> "Iterator[Study]":

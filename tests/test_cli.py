@@ -3,6 +3,7 @@
 import atexit
 import gc
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,10 +13,13 @@ from contextlib import suppress
 import pytest
 
 from labkit import __main__ as program
+from labkit import __version__
 from labkit.__main__ import main
 from labkit.lab.pages import report
 from labkit.lab.pages.report import LabResult
+from labkit.lab.project import path_from_here, recorded_directory
 from labkit.lab.runs.store import Run, RunFileError
+from labkit.machine.source import describe_source
 from tests.commands import all_runs, labkit, runs_by
 
 
@@ -23,6 +27,22 @@ def test_list_names_every_lab_from_any_directory(tmp_path):
     result = labkit("list", cwd=tmp_path)
     assert result.returncode == 0
     assert "all_reduce" in result.stdout
+
+
+def test_the_version_is_told():
+    result = labkit("--version")
+    assert result.returncode == 0
+    assert __version__ in result.stdout
+    assert str(describe_source()) in result.stdout
+
+
+def test_help_comes_without_what_measuring_needs():
+    program = (
+        "import sys; sys.argv[1:] = ['measure', '--help']; from labkit.__main__ import app; app(standalone_mode=False)"
+    )
+    code = f"{program}; print(sorted({{'torch', 'pandas', 'matplotlib'}} & set(sys.modules)))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert result.stdout.splitlines()[-1] == "[]", result.stderr
 
 
 def test_a_run_holds_the_command_and_no_path_of_the_machine():
@@ -150,3 +170,34 @@ def test_a_mistake_is_one_line_of_a_program_and_its_exit_status(arguments, words
     assert result.returncode == 2
     _assert_one_message(result.stderr, words)
     assert not runs_by(arguments)
+
+
+RECORDED = next((recorded_directory() / "attention").glob("*.jsonl"))
+WRITING = [
+    ["measure", "all_reduce", "--profile", "smoke"],
+    ["report", "attention", "--profile", "smoke"],
+    ["report", "attention", "--run", RECORDED.stem],
+    ["compare", RECORDED.stem, "copy.jsonl"],
+]
+
+
+@pytest.mark.parametrize("arguments", WRITING, ids=["measure", "report", "report --run", "compare"])
+@pytest.mark.usefixtures("same_collector")
+def test_a_folder_that_takes_no_files_is_told_before_anything_is_measured(arguments, tmp_path, monkeypatch, capfd):
+    home = tmp_path / "home"
+    home.write_text("")  # a file, for which not even root can make folders
+    shutil.copy(RECORDED, tmp_path / "copy.jsonl")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LABKIT_HOME", str(home))
+    monkeypatch.setattr(sys, "argv", ["labkit", *arguments])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 2
+    _assert_one_message(capfd.readouterr().err, [str(home), "cannot be written", "export LABKIT_HOME="])
+
+
+def test_paths_are_told_as_they_can_be_opened_from_here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert path_from_here(tmp_path / "reports" / "index.html") == "reports/index.html"
+    elsewhere = recorded_directory() / "attention"
+    assert path_from_here(elsewhere) == str(elsewhere)

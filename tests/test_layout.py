@@ -20,14 +20,14 @@ TOUR = ROOT / "notebooks" / "00_start_here.ipynb"  # a function of the reader's 
 
 # Which parts of labkit a part may import. `lab.point` and `lab.units` are plain data, open to all studies' workers.
 ALLOWED = {
-    "__main__": {"studies", "lab", "machine"},
+    "__main__": {"studies", "lab", "machine", "__version__"},
     "studies": {"studies", "lab", "nn", "parallel", "bench", "costs", "machine"},
     "lab": {"lab", "nn", "parallel", "bench", "costs", "machine"},
     "nn": {"nn", "machine", "costs"},
     "parallel": {"parallel", "machine", "costs"},
     "bench": {"bench"},
     "costs": {"costs"},
-    "machine": {"machine"},
+    "machine": {"machine", "__version__"},
     "__init__": set(),
 }
 
@@ -65,6 +65,24 @@ def test_files_are_short_and_say_what_they_are_for(path):
     text = path.read_text()
     assert len(text.splitlines()) <= 320
     assert not text.strip() or ast.get_docstring(ast.parse(text)), "the first lines say what a file is for"
+
+
+# torch's collectives of objects unpickle what a peer sends, and a pickle runs code.
+UNPICKLES = {"all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list", "recv_object_list"}
+LAUNCH = ROOT / "labkit" / "parallel" / "ranks" / "rank.py"  # what a rank's own parent sends
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_nothing_from_a_peer_or_a_file_is_unpickled(path):
+    tree = ast.parse(path.read_text())
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
+    assert not UNPICKLES & {call.func.attr for call in calls}
+    for call in calls:
+        whose = call.func.value.id if isinstance(call.func.value, ast.Name) else None
+        if (whose, call.func.attr) == ("torch", "load"):
+            assert any(word.arg == "weights_only" and word.value.value is True for word in call.keywords)
+        if whose in ("pickle", "cloudpickle"):
+            assert call.func.attr == "dumps" or path == LAUNCH
 
 
 def test_importing_labkit_is_cheap():

@@ -66,6 +66,11 @@ def wrong_rows(frame: pd.DataFrame) -> pd.DataFrame:
     return frame[frame["gate"].fillna("ok") != "ok"] if "gate" in frame else frame.iloc[:0]
 
 
+def no_times(gates: pd.Series) -> str:
+    """How a sentence begins about what has no time: a wrong result is shouted, a failure only told."""
+    return "WRONG RESULTS, and therefore no times" if gates.str.startswith("wrong").any() else "No times"
+
+
 def not_measured_text(frame: pd.DataFrame, name: str) -> str:
     """What ranks could not measure, and why: a sentence, or nothing. `name` is the column that names it."""
     if "not_measured" not in frame or (refused := frame.dropna(subset="not_measured")).empty:

@@ -19,7 +19,13 @@ from labkit.lab.figures.style import thumbnail
 from labkit.lab.pages import cards
 from labkit.lab.parameter_cells import given_parameters
 from labkit.lab.progress_lines import progress_line
-from labkit.lab.project import figures_directory, recorded_directory, relative_to_project, runs_directory
+from labkit.lab.project import (
+    check_writable,
+    figures_directory,
+    recorded_directory,
+    relative_to_project,
+    runs_directory,
+)
 from labkit.lab.runs.measure import measure
 from labkit.lab.runs.store import Run, find_run
 from labkit.lab.study import Study
@@ -116,6 +122,7 @@ class Lab:
 
         The frame is long: one row a (point, rank, repeat), units in the column names.
         """
+        check_writable(figures_directory() / self.study.name)
         if self.parameters.run is not None:
             self._run = self._run or self._load(self.parameters.run)
             display(cards.Shown(cards.coverage(self._run), cards.coverage_line(self._run)))

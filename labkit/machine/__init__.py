@@ -1,4 +1,5 @@
-"""What this computer is (`description`) and how much memory it has left (`memory_limits`).
+"""What this computer is (`description`), how much memory it has left (`memory_limits`), which labkit runs
+(`source`), and what else is going on (`load`).
 
 The description is imported when it is asked for: ranks ask for memory alone, and start without pydantic.
 """
@@ -6,10 +7,11 @@ The description is imported when it is asked for: ranks ask for memory alone, an
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from labkit.machine.description import GitState, Gpu, Machine, available_cores, describe_machine
+    from labkit.machine.description import Gpu, Machine, available_cores, describe_machine
     from labkit.machine.memory_limits import available_memory_bytes
+    from labkit.machine.source import Source
 
-__all__ = ["GitState", "Gpu", "Machine", "available_cores", "available_memory_bytes", "describe_machine"]
+__all__ = ["Gpu", "Machine", "Source", "available_cores", "available_memory_bytes", "describe_machine"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""What this computer is: devices, memory, known peak rates, software versions, state of the source tree.
+"""What this computer is: devices, memory, known peak rates, software versions, labkit's source.
 
 Everything a reader needs to judge a number that was measured here, and nothing that is guessed:
 an unknown device has no peak rate, a version that cannot be read is None.
@@ -7,17 +7,17 @@ an unknown device has no peak rate, a version that cannot be read is None.
 import os
 import platform
 import re
-import subprocess
 from functools import cache
 from importlib import metadata
 from pathlib import Path
 
 import psutil
 import torch
-from pydantic import BaseModel, ConfigDict
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
-from labkit.machine.memory_limits import available_memory_bytes as available_memory_bytes
+from labkit.machine import gpus as cuda_gpus
 from labkit.machine.products import float32_products
+from labkit.machine.source import Source, describe_source
 
 GIB = 2**30
 
@@ -49,18 +49,6 @@ class Gpu(BaseModel):
     """Data-sheet peak, None for a device that is not listed."""
 
 
-class GitState(BaseModel):
-    """Which source measured: the commit, and whether files differed from it."""
-
-    model_config = ConfigDict(frozen=True)
-
-    commit: str
-    dirty: bool
-
-    def __str__(self) -> str:
-        return self.commit[:12] + (" with local changes" if self.dirty else "")
-
-
 class Machine(BaseModel):
     """Provenance of a run. Sizes in bytes; `cores` are those this process may use."""
 
@@ -71,10 +59,14 @@ class Machine(BaseModel):
     cores: int
     memory_bytes: int
     gpus: list[Gpu]
+    """Those that labs can use: all, or none."""
+    why_no_gpus: str | None = None
+    """Why the GPUs that are there are not used (driver too old, no kernels for them), or None."""
     system: str
     python: str
     versions: dict[str, str | None]
-    git: GitState | None
+    source: Source | None = Field(validation_alias=AliasChoices("source", "git"))  # `git` in older runs
+    """None in older runs, for a labkit outside a git checkout."""
     float32_products: dict[str, str] | None = None
     """How a GPU does "matmul" and "convolution" of float32: "ieee" or "tf32"; None in runs from before it was told."""
 
@@ -98,7 +90,9 @@ class Machine(BaseModel):
 
     def why_no_device(self, device: str) -> str | None:
         """Why nothing can be measured on `device` here, or None."""
-        return "needs a CUDA device, and there is none" if device == "cuda" and not self.gpus else None
+        if device != "cuda" or self.gpus:
+            return None
+        return "needs a CUDA device, and " + (self.why_no_gpus or "there is none")
 
     @property
     def slug(self) -> str:
@@ -109,16 +103,18 @@ class Machine(BaseModel):
 @cache
 def describe_machine() -> Machine:
     """The machine this process runs on. Cached: nothing in it changes while a process lives."""
+    why_no_gpus = cuda_gpus.why_unusable()
     return Machine(
         host=platform.node(),
         cpu=_cpu_model(),
         cores=available_cores(),
         memory_bytes=psutil.virtual_memory().total,
-        gpus=[_gpu(i) for i in range(torch.cuda.device_count())],
+        gpus=[] if why_no_gpus else [_gpu(i) for i in range(torch.cuda.device_count())],
+        why_no_gpus=why_no_gpus,
         system=f"{platform.system()} {platform.release()}",
         python=platform.python_version(),
         versions={name: _version(name) for name in VERSIONED_PACKAGES},
-        git=_git_state(Path(__file__).resolve().parent),
+        source=describe_source(),
         float32_products=float32_products(),
     )
 
@@ -160,17 +156,3 @@ def _version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _git_state(directory: Path) -> GitState | None:
-    """State of the checkout that holds `directory`; None outside one or without git."""
-    try:
-        commit = _git(directory, "rev-parse", "HEAD")
-        return GitState(commit=commit, dirty=bool(_git(directory, "status", "--porcelain")))
-    except (OSError, subprocess.SubprocessError):
-        return None
-
-
-def _git(directory: Path, *arguments: str) -> str:
-    command = ["git", "-C", str(directory), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()

@@ -12,7 +12,7 @@ from labkit.lab.runs.measure import measure
 from labkit.lab.runs.progress import Progress
 from labkit.lab.runs.store import Run, RunHeader
 from labkit.lab.runs.writer import RunWriter
-from labkit.machine import GitState, describe_machine
+from labkit.machine import Source, describe_machine
 from tests.lab.fake_study import FAKE, FakeConfig, FakePoint
 
 EVIL = "<script>alert(1)</script>"
@@ -44,21 +44,21 @@ def test_everything_is_escaped():
 def test_a_quote_does_not_end_an_attribute(tmp_path):
     answer = Answer(Question(QUOTED, QUOTED), QUOTED, QUOTED, recommendation=QUOTED, evidence=QUOTED)
     machine = describe_machine()
-    git = GitState(commit=QUOTED, dirty=True)
+    source = Source(commit=QUOTED, dirty=True)
     pieces = [
         cards.answer(answer).data,
         cards.figure("", 7.0, QUOTED, answer, "", QUOTED)[0],
         cards.progress(Progress(1, 2, QUOTED)),
         cards.table(pd.DataFrame({QUOTED: [QUOTED]}), QUOTED).data,
         cards.machine_card(
-            machine.model_copy(update={"cpu": QUOTED, "host": QUOTED, "git": git}),
+            machine.model_copy(update={"cpu": QUOTED, "host": QUOTED, "source": source}),
             elsewhere=True,
             hosts={QUOTED: [0], f"other {QUOTED}": [1]},
         ).data,
     ]
     with RunWriter.create(tmp_path, header(lab=QUOTED, config={QUOTED: QUOTED}, command=QUOTED)) as writer:
         writer.end_point(POINTS[0], "skipped", reason=QUOTED)
-        writer.begin_again(QUOTED, git)
+        writer.begin_again(QUOTED, source)
     run = Run.load(writer.path)
     pieces += [cards.coverage(run), cards.provenance(FAKE, run)]
     for piece in pieces:

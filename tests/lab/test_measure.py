@@ -87,7 +87,7 @@ def test_an_interrupt_keeps_what_was_measured_and_resume_measures_the_rest(tmp_p
     ends = [line for line in path.read_text().splitlines() if '"kind":"end"' in line]
     assert len(ends) == 4
     (again,) = run.resumptions
-    assert again.git == describe_machine().git
+    assert again.source == describe_machine().source
     assert again.at > run.header.started
 
 

@@ -2,11 +2,12 @@
 
 from functools import cache
 from itertools import chain
+from types import SimpleNamespace
 
 import pytest
 
 from labkit.bench.trace import Profile, read_events
-from labkit.lab import room
+from labkit.lab import capacity
 from labkit.lab.units import format_bytes
 from labkit.machine import Gpu, describe_machine
 from labkit.nn.workloads import workload_parameters
@@ -285,6 +286,45 @@ def test_on_a_gpu_backward_ends_before_what_the_wrapper_launches_when_it_finishe
     assert collective[0] - backward[1] == pytest.approx(8e-6)
 
 
+def _gpu_events(*others):
+    def event(name, category, start, duration, **arguments):
+        return {"ph": "X", "cat": category, "name": name, "ts": start, "dur": duration, "tid": 1, "args": arguments}
+
+    events = [event(name, "user_annotation", start, 10) for name, start in (("forward", 10), ("backward", 20))]
+    for index, start in enumerate((11, 21, 31)):
+        events.append(event("cudaLaunchKernel", "cuda_runtime", start, 1, correlation=index))
+        events.append(event("gemm", "kernel", start + 1, 2, correlation=index))
+    events.append(event("optimizer", "user_annotation", 30, 10))
+    return {"traceEvents": events + [event(*other) for other in others]}
+
+
+def test_on_a_shared_gpu_gloos_collectives_are_seen_and_a_barrier_is_none_of_them():
+    trace = _gpu_events(
+        ("ncclDevKernel_AllReduce_Sum_f32", "kernel", 5, 2),
+        ("gloo:all_reduce", "cpu_op", 22, 4),
+        ("aten::mm", "cpu_op", 11, 1),
+    )
+    boxes = timeline._boxes(Profile(trace, 1e-4, read_events(trace)))
+    ((start, end),) = boxes["all-reduce"]
+    assert end - start == pytest.approx(4e-6)
+    assert start - boxes["forward"][0][0] == pytest.approx(10e-6)
+
+
+def test_a_timeline_without_collectives_says_so(monkeypatch):
+    trace = _gpu_events()
+    monkeypatch.setattr(timeline, "profile_call", lambda *_, **__: Profile(trace, 1e-4, read_events(trace)))
+    monkeypatch.setattr(timeline, "_run", lambda step: None)
+    first, *boxes = timeline.timeline_rows(SimpleNamespace(implementation="torch"), "cpu")
+    assert "none of the collectives" in first["not_measured"]
+    assert [row["lane"] for row in boxes] == ["forward", "backward", "optimizer"]
+
+
+def test_a_point_whose_alternatives_are_all_wrong_keeps_their_reasons(monkeypatch):
+    wrong = [{"implementation": "torch", "gate": "wrong: error 1e+00"}]
+    monkeypatch.setattr(worker, "_right_ones", lambda *_: ({}, wrong))
+    assert list(worker._phases(None, None, "cpu")) == wrong
+
+
 def test_points_take_nccl_with_a_gpu_a_rank_and_gloo_where_ranks_share_one():
     machine = describe_machine()
     gpu = {"name": "Some GPU", "memory_bytes": 2**36, "compute_capability": "9.0", "dense_bf16_peak_tflops": None}
@@ -295,7 +335,7 @@ def test_points_take_nccl_with_a_gpu_a_rank_and_gloo_where_ranks_share_one():
 
 
 def test_copies_that_do_not_fit_are_skipped_with_what_they_need(monkeypatch):
-    monkeypatch.setattr(room, "available_memory_bytes", lambda: 2**30)
+    monkeypatch.setattr(capacity, "available_memory_bytes", lambda: 2**30)
     machine = describe_machine().model_copy(update={"gpus": []})
     config = STUDY.profiles["quick"].model_copy(update={"accumulation_workloads": ["resnet50"]})
     points = STUDY.points(config, machine)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from labkit.lab import room
+from labkit.lab import capacity
 from labkit.machine import describe_machine
 from labkit.nn.attention import why_nothing_compiles
 from labkit.studies.end_to_end.study import STUDY
@@ -70,6 +70,18 @@ def test_compiled_code_that_computes_something_else_gets_no_time(monkeypatch):
     assert "seconds" not in row
 
 
+def test_a_compiler_that_raises_is_a_row_with_what_it_said(monkeypatch):
+    from labkit.nn import training
+
+    def refuse(model, **_):
+        raise NotImplementedError("no backend for this GPU")
+
+    monkeypatch.setattr(training.torch, "compile", refuse)
+    assert _measure("compile") == [
+        {"implementation": "compiled", "gate": "failed: NotImplementedError: no backend for this GPU"}
+    ]
+
+
 def test_a_single_gradient_that_is_not_a_number_is_wrong(monkeypatch):
     from labkit.nn import training
 
@@ -83,7 +95,7 @@ def test_a_single_gradient_that_is_not_a_number_is_wrong(monkeypatch):
 
 
 def test_a_model_that_does_not_fit_is_skipped_with_what_it_needs(monkeypatch):
-    monkeypatch.setattr(room, "available_memory_bytes", lambda: 2**30)
+    monkeypatch.setattr(capacity, "available_memory_bytes", lambda: 2**30)
     machine = describe_machine().model_copy(update={"gpus": []})
     config = STUDY.profiles["paper"].model_copy(update={"device": "cpu"})
     reasons = [STUDY.skip_reason(point, machine) for point in STUDY.points(config, machine)]

@@ -22,6 +22,7 @@ from labkit.lab.runs.store import Run
 from labkit.lab.study import Study
 from labkit.lab.units import counted, format_bytes, format_seconds, formatter_of
 from labkit.machine import Machine
+from labkit.machine.load import Load, disturbances
 from labkit.parallel.ranks.hosts import describe_hosts
 
 # Headings of columns that are not their names, and endings that say a unit which the cells carry, or the heading does.
@@ -84,11 +85,11 @@ def machine_rows(machine: Machine, *, elsewhere: bool) -> dict[str, str]:
     return {
         "Machine": machine.label + (" (a recorded run, not measured here)" if elsewhere else ""),
         "Processor": f"{machine.cpu}, {machine.cores} cores available, {format_bytes(machine.memory_bytes)}",
-        "GPU": "; ".join(gpus) or "none",
+        "GPU": "; ".join(gpus) or (f"not used: {machine.why_no_gpus}" if machine.why_no_gpus else "none"),
         **({"float32 on the GPU": float32} if float32 else {}),
         "System": f"{machine.system}, Python {machine.python}",
         "Versions": versions,
-        "Source": f"commit {machine.git}" if machine.git else "not a git checkout",
+        "Source": str(machine.source or "not a git checkout"),
     }
 
 
@@ -101,7 +102,16 @@ def progress(state: Progress) -> str:
 
 def coverage(run: Run) -> str:
     """One line: planned, measured, and what was not and why."""
-    return piece("coverage", line=coverage_line(run), reasons=not_measured(run))
+    return piece("coverage", line=coverage_line(run), notes=_notes(run), reasons=not_measured(run))
+
+
+def _notes(run: Run) -> list[str]:
+    """What else the machine did while it measured, where that may show in the numbers."""
+    load, cores = run.header.load, run.header.machine.cores
+    notes = [f"At the start: {text[:1].lower()}{text[1:]}" for text in disturbances(load, cores)] if load else []
+    if run.disturbed:
+        notes.append(f"Beside {counted(len(run.disturbed), 'point')} another labkit measurement ran on this machine.")
+    return notes
 
 
 def coverage_line(run: Run) -> str:
@@ -198,6 +208,7 @@ def provenance_rows(study: Study, run: Run) -> dict[str, str]:
         "Draw again": f"labkit report {study.name} --run {shlex.quote(path)}",
         "Measure again": f"labkit report {study.name} --profile {run.header.profile}" + _changed(study, run),
         "Ranks": _ranks(run),
+        **({"Load": _load(run.header.load, run.header.machine.cores)} if run.header.load else {}),
     }
     if run.header.ranks_by_host is not None:
         rows["Hosts"] = describe_hosts(run.header.ranks_by_host)
@@ -207,9 +218,13 @@ def provenance_rows(study: Study, run: Run) -> dict[str, str]:
 def _resumed(again: Resumption) -> str:
     """When, at which commit and by which command a run was taken up again."""
     when = f"{again.at:%Y-%m-%d %H:%M:%S} UTC" if again.at else "a time that was not recorded"
-    unknown = "not a git checkout" if "git" in again.model_fields_set else "commit not recorded"
-    source = f"commit {again.git}" if again.git else unknown
-    return f"{when}, {source}" + (f", by {again.command}" if again.command else "")
+    unknown = "not a git checkout" if "source" in again.model_fields_set else "commit not recorded"
+    return f"{when}, {again.source or unknown}" + (f", by {again.command}" if again.command else "")
+
+
+def _load(load: Load, cores: int) -> str:
+    busy = "" if load.busy_cores is None else f", {load.busy_cores:.1f} of {cores} cores busy"
+    return f"at the start a load average of {load.average:.1f}{busy}"
 
 
 def _changed(study: Study, run: Run) -> str:

@@ -16,7 +16,14 @@ from labkit.lab.pages import cards
 from labkit.lab.pages.comparison import UNKNOWN_REPEAT_DIFFERENCE, LabComparison, overview
 from labkit.lab.pages.export import read_page
 from labkit.lab.pages.html import render, script, style_sheet
-from labkit.lab.project import kind_of_path, project_root, recorded_directory, relative_to_project, runs_directory
+from labkit.lab.project import (
+    kind_of_path,
+    project_root,
+    recorded_directory,
+    relative_to_project,
+    runs_directory,
+    shipped,
+)
 from labkit.lab.runs.store import Run, RunFileError, find_run
 from labkit.lab.units import counted, format_bytes
 
@@ -71,7 +78,7 @@ def _runs_in(folder: Path, unread: dict[str, str]) -> list[Path]:
         if named.name in names:
             continue
         # a page names its run from the checkout on that it was made in, which may have been copied here as a whole
-        places = [*(parent / named for parent in path.resolve().parents), project_root() / named]
+        places = [*(parent / named for parent in path.resolve().parents), project_root() / named, shipped() / named]
         run = next((place for place in places if place.is_file()), None)
         if run is None:
             unread[str(path)] = f"its run is not here: {named}"
@@ -129,7 +136,7 @@ def _run_table(found: LabComparison) -> pd.DataFrame:
         {
             "machine": name,
             "host": run.header.machine.host,
-            "commit": ", then ".join(str(git or "not recorded") for git in run.sources),
+            "source": ", then ".join(str(source or "not recorded") for source in run.sources),
             "torch": run.header.machine.versions.get("torch"),
             "profile": run.header.profile,
             "started": f"{run.header.started:%Y-%m-%d %H:%M}",

@@ -22,6 +22,7 @@ from labkit.lab.answers import Verdict
 from labkit.lab.config import ParameterError
 from labkit.lab.evidence import verdict_of
 from labkit.lab.runs.store import Run
+from labkit.machine import Source
 
 # Fields of a point that a machine or the patience of its user decides, not what is measured.
 LIMITS = (
@@ -95,9 +96,9 @@ def compare_runs(runs: Sequence[Run]) -> list[LabComparison]:
 
 
 def machine_names(runs: Sequence[Run]) -> dict[Path, str]:
-    """A name a run, as short as tells the runs of each lab apart: machine, host, commit, number of the run."""
+    """A name a run, as short as tells the runs of each lab apart: machine, host, source, number of the run."""
     described = {run.path: _description(run) for run in runs}
-    levels: list[tuple[str, ...]] = [("label",), ("label", "host"), ("label", "commit"), ("label", "host", "commit")]
+    levels: list[tuple[str, ...]] = [("label",), ("label", "host"), ("label", "source"), ("label", "host", "source")]
     for level in levels:
         names = {path: ", ".join(parts[part] for part in level) for path, parts in described.items()}
         if len({(run.header.lab, names[run.path]) for run in runs}) == len(runs):
@@ -112,10 +113,14 @@ def machine_names(runs: Sequence[Run]) -> dict[Path, str]:
 
 def _description(run: Run) -> dict[str, str]:
     machine = run.header.machine
-    commits = [
-        "commit not recorded" if git is None else git.commit[:7] + ("+" if git.dirty else "") for git in run.sources
-    ]
-    return {"label": machine.label, "host": machine.host, "commit": " then ".join(commits)}
+    sources = " then ".join(map(_short_name, run.sources))
+    return {"label": machine.label, "host": machine.host, "source": sources}
+
+
+def _short_name(source: Source | None) -> str:
+    if source is None:
+        return "source not recorded"
+    return source.commit[:7] + ("+" if source.dirty else "") if source.commit else str(source)
 
 
 def compare_lab(lab: str, runs: Mapping[str, Run]) -> LabComparison:
@@ -260,10 +265,11 @@ def _repeat_difference(runs: Mapping[str, Run], measured: Mapping[str, Samples])
 
 
 def _is_repeat(a: Run, b: Run) -> bool:
-    """Whether only time lies between two runs. With local changes the source may be another, as after resuming."""
-    first, second = a.header.machine, b.header.machine
-    one_source = a.sources == b.sources == [first.git]
-    return first == second and one_source and first.git is not None and not first.git.dirty
+    """Whether only time lies between two runs: one machine, and one source, also where they were resumed."""
+    first, second = (run.header.machine.model_copy(update={"source": None}) for run in (a, b))
+    source, *others = [*a.sources, *b.sources]
+    is_one = source is not None and all(other is not None and source.is_same_as(other) for other in others)
+    return first == second and is_one
 
 
 def overview(comparisons: Iterable[LabComparison]) -> pd.DataFrame:

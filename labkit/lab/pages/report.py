@@ -14,7 +14,7 @@ from labkit.lab.pages import cards
 from labkit.lab.pages.export import OTHER_FORMAT, export_page, read_page
 from labkit.lab.pages.html import render, script, style_sheet
 from labkit.lab.pages.recommendations import further_advice, published_trends, recommendations
-from labkit.lab.project import notebook_path
+from labkit.lab.project import check_writable, figures_directory, notebook_path, runs_directory
 from labkit.lab.runs.progress import Progress
 from labkit.lab.study import Study
 from labkit.machine import describe_machine
@@ -34,10 +34,13 @@ class LabResult:
     """None if it ran to its end; otherwise the cause in one line, and the page shows how far it came."""
 
 
-def check_report(studies: Iterable[Study], parameters: Mapping[str, Any]) -> None:
-    """Validate the parameters for every lab before the first one runs. ParameterError names the lab."""
+def check_report(studies: Iterable[Study], parameters: Mapping[str, Any], output: Path) -> None:
+    """ParameterError before the first lab runs: parameters that a lab does not take, folders that take no files."""
+    folders = [output / "notebooks"]
     for study in studies:
-        check_parameters(study, notebook_parameters(notebook_path(study.name)) | dict(parameters))
+        checked = check_parameters(study, notebook_parameters(notebook_path(study.name)) | dict(parameters))
+        folders += [figures_directory() / study.name, *([] if checked.run else [runs_directory() / study.name])]
+    check_writable(*folders)
 
 
 def report_lab(

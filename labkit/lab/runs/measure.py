@@ -13,14 +13,16 @@ from typing import Any
 
 from labkit.lab.config import LabConfig, ParameterError, resolve_config
 from labkit.lab.point import Point
-from labkit.lab.project import runs_directory
+from labkit.lab.project import check_writable, runs_directory
 from labkit.lab.runs.progress import Progress, ShowProgress, Tally
 from labkit.lab.runs.resuming import check_same_setting, replan
 from labkit.lab.runs.store import Run, RunFileError, RunHeader
 from labkit.lab.runs.writer import RunWriter
 from labkit.lab.study import Study
 from labkit.machine import describe_machine
+from labkit.machine.load import announced, disturbances, load_before_measuring, load_while_measuring
 from labkit.parallel.launch import PointEnd, Row, launch
+from labkit.parallel.ranks.capacity import why_too_many
 from labkit.parallel.ranks.joined import broadcast_from_first_rank, is_joined, joined_rank, ranks_by_host
 
 
@@ -40,9 +42,12 @@ def measure(
     run keeps what was measured and can be resumed. `on_start` gets the run's path before anything is measured.
     """
     machine = describe_machine()
+    folder = directory or runs_directory() / study.name
+    _on_first_rank(lambda: check_writable(folder))
     _check_inputs(study, config, on_progress)
     points = list(study.points(config, machine))
     unavailable = _prepare(study, config, points, on_progress)
+    load = load_before_measuring()
     header = RunHeader(
         lab=study.name,
         profile=profile,
@@ -52,14 +57,18 @@ def measure(
         started=datetime.now(UTC),
         planned={point.id: point.describe() for point in points},
         ranks_by_host=ranks_by_host(),
+        load=load,
     )
     if len(header.planned) != len(points):
         raise ValueError(f"{study.name}: the plan names a point twice")
     if joined_rank() > 0:  # under torchrun the first rank writes; the others only take part
         _take_part(study, [] if unavailable else points)
         raise SystemExit(0)
-    with RunWriter.create(directory or runs_directory() / study.name, header) as writer:
+    with RunWriter.create(folder, header) as writer, announced():
         on_start(writer.path)
+        if on_output is not None:
+            for disturbance in disturbances(load, machine.cores):
+                on_output(disturbance)
         if unavailable:
             for point in points:
                 writer.end_point(point, "skipped", reason=unavailable)
@@ -94,12 +103,12 @@ def resume(
         _prepare_again(study, path, config, remaining, on_progress)
         _take_part(study, remaining)
         raise SystemExit(0)
-    with RunWriter.reopen(path) as writer:
+    with RunWriter.reopen(path) as writer, announced():
         if Run.load(path).pending != run.pending:  # what was read before the file was locked
             raise RunFileError(f"{path}: another process has written this run meanwhile; resume it again")
         _prepare_again(study, path, config, remaining, on_progress)
         if remaining:
-            writer.begin_again(_command(), describe_machine().git)
+            writer.begin_again(_command(), describe_machine().source)
         tally = Tally(on_progress, path, [point.id for point in remaining], len(points))
         _measure_points(study, remaining, writer, tally, on_output)
     return Run.load(path)
@@ -129,11 +138,13 @@ def _prepare_again(study: Study, path: Path, config: LabConfig, points: list[Poi
 
 def _on_first_rank(call: Callable[[], str | None]) -> str | None:
     """What the first rank's call returns, on every rank; every rank raises what it raises of its own accord."""
+    # All are here: a call may take long, and where rank 0 serves the job's store, it must do so by now.
+    broadcast_from_first_rank(None)
     result, error, is_of_run = None, None, False
     if joined_rank() == 0:
         try:
             result = call()
-        except (ParameterError, RunFileError) as found:
+        except ParameterError as found:
             error, is_of_run = str(found), isinstance(found, RunFileError)
     result, error, is_of_run = broadcast_from_first_rank([result, error, is_of_run])
     if error is not None:
@@ -228,7 +239,15 @@ def _record_end(writer: RunWriter, point: Point, end: PointEnd) -> None:
     if end.failure is not None:
         parts = (end.failure.traceback, end.failure.output_tail)
         details = "\n".join(part.strip() for part in parts if part.strip())
-    writer.end_point(point, end.status, reason=end.reason, elapsed_s=end.elapsed_s, facts=end.facts, details=details)
+    writer.end_point(
+        point,
+        end.status,
+        reason=end.reason,
+        elapsed_s=end.elapsed_s,
+        facts=end.facts,
+        details=details,
+        load=load_while_measuring(),
+    )
 
 
 def _skip(
@@ -241,6 +260,8 @@ def _skip(
         reason = study.skip_reason(point, machine) or _exhausted_reason(study, point, exhausted)
         if point.fresh_ranks and is_joined():
             reason = "needs new processes, and the ranks of a torchrun job are there already"
+        if reason is None and not is_joined():
+            reason = why_too_many(point.world_size)
         if reason is None:
             remaining.append(point)
         else:

@@ -4,9 +4,10 @@ from collections.abc import Container
 from datetime import datetime
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from labkit.machine import GitState
+from labkit.machine import Source
+from labkit.machine.load import Load
 
 Status = Literal["ok", "oom", "skipped", "failed", "timeout"]
 
@@ -29,6 +30,7 @@ class _End(_Record):
     reason: str | None
     elapsed_s: float
     facts: dict[str, Any] = {}
+    load: Load | None = None
 
 
 class Resumption(BaseModel):
@@ -39,7 +41,7 @@ class Resumption(BaseModel):
     kind: Literal["resumed"] = "resumed"
     at: datetime | None = None
     command: str | None = None
-    git: GitState | None = None
+    source: Source | None = Field(default=None, validation_alias=AliasChoices("source", "git"))  # `git` in older runs
 
 
 _MODELS: dict[str, TypeAdapter[Any]] = {

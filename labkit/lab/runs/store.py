@@ -3,7 +3,7 @@
     {"kind": "header", ...}    once: what was asked for, on which machine, from which source, the plan
     {"kind": "row", "point": id, "rank": r, "values": {...}}     as soon as it is measured
     {"kind": "end", "point": id, "status": ..., "reason": ...}   once a point is over; the file is synced
-    {"kind": "resumed", "at": ..., "command": ..., "git": ...}   each time a run is taken up again
+    {"kind": "resumed", "at": ..., "command": ..., "source": ...}   each time a run is taken up again
 
 A killed run keeps every complete line. Rows of a point that did not end are ignored, and measured again by
 `--resume`. Values that are lists are samples: they come back as one row a repeat. `runs/writer.py` writes them.
@@ -18,16 +18,18 @@ from typing import Any
 import pandas as pd
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from labkit.lab.config import ParameterError
 from labkit.lab.project import kind_of_path, relative_to_project
 from labkit.lab.runs.records import Resumption, check_record
-from labkit.machine import GitState, Machine
+from labkit.machine import Machine, Source
+from labkit.machine.load import Load
 
 SCHEMA = 1
 
 Record = dict[str, Any]
 
 
-class RunFileError(ValueError):
+class RunFileError(ParameterError):
     """A file that is not a run this version can read; the message names the file and the line."""
 
 
@@ -48,6 +50,8 @@ class RunHeader(BaseModel):
     """Points by id, in the order in which they are measured."""
     ranks_by_host: dict[str, list[int]] | None = None
     """Which ranks of a torchrun job share a host; None: ranks were started, all on the machine."""
+    load: Load | None = None
+    """Of the machine, before the first point; None in older runs."""
 
 
 class Run:
@@ -92,9 +96,9 @@ class Run:
         return self.path.stem
 
     @property
-    def sources(self) -> list[GitState | None]:
+    def sources(self) -> list[Source | None]:
         """The sources that measured it, each once: that of the start, then others it was resumed at; None: unknown."""
-        return list(dict.fromkeys([self.header.machine.git, *(again.git for again in self.resumptions)]))
+        return list(dict.fromkeys([self.header.machine.source, *(again.source for again in self.resumptions)]))
 
     @property
     def pending(self) -> list[str]:
@@ -129,6 +133,11 @@ class Run:
             for point in self.header.planned
         ]
         return pd.DataFrame(rows, columns=None if rows else ["point", *pending])
+
+    @property
+    def disturbed(self) -> list[str]:
+        """Ids of points beside which another measurement of labkit ran."""
+        return [point for point, end in self._ends.items() if (end.get("load") or {}).get("other_measurements")]
 
     def facts(self) -> dict[str, dict[str, Any]]:
         """What the ranks said of themselves (threads, scheduling, start method), by point id."""

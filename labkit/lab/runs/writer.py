@@ -12,7 +12,8 @@ from typing import Any, get_args
 from labkit.lab.point import Point
 from labkit.lab.runs.records import Resumption, Status
 from labkit.lab.runs.store import Record, RunFileError, RunHeader
-from labkit.machine import GitState
+from labkit.machine import Source
+from labkit.machine.load import Load
 
 STATUSES = get_args(Status)
 
@@ -57,11 +58,11 @@ class RunWriter:
             raise RunFileError(f"{path}: another process is writing this run") from None
         return writer
 
-    def begin_again(self, command: str, git: GitState | None) -> None:
+    def begin_again(self, command: str, source: Source | None) -> None:
         """Take up a reopened run: a torn last line is dropped, and what follows is of this command and source."""
         with _failing_by_name(self.path):
             os.ftruncate(self._descriptor, _whole_lines_bytes(self.path))
-        resumption = Resumption(at=datetime.now(UTC), command=command, git=git)
+        resumption = Resumption(at=datetime.now(UTC), command=command, source=source)
         self._append(resumption.model_dump(mode="json"))
 
     def add_row(self, point: Point, rank: int, values: dict[str, Any]) -> None:
@@ -76,12 +77,14 @@ class RunWriter:
         elapsed_s: float = 0.0,
         facts: dict[str, Any] | None = None,
         details: str = "",
+        load: Load | None = None,
     ) -> None:
         """Record how a point ended; `details` is the traceback and the output of the rank that failed."""
         if status not in STATUSES or (reason is None) != (status == "ok"):
             raise ValueError(f"expected a status of {STATUSES} and a reason unless ok: {status}, {reason}")
         end = {"kind": "end", "point": point.id, "status": status, "reason": reason, "elapsed_s": elapsed_s}
-        self._append(end | {"facts": facts or {}} | ({"details": details} if details else {}))
+        about_machine = {"load": load.model_dump(exclude_none=True)} if load else {}
+        self._append(end | {"facts": facts or {}} | about_machine | ({"details": details} if details else {}))
         self.sync()
 
     def sync(self) -> None:

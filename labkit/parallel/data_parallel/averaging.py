@@ -95,10 +95,10 @@ class OwnAverage:
     meet its messages. Kernels on a GPU run in the background anyway, so CUDA tensors need no thread.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, wish: str, devices: Iterable[torch.device]) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, preference: str, devices: Iterable[torch.device]) -> None:
         self.group = group
         # Now: made in the middle of backward, ranks would not make them at the same moment.
-        found = {device: own_transport(group, device, wish) for device in devices}
+        found = {device: own_transport(group, device, preference) for device in devices}
         self._transports = {device: of_device.transport for device, of_device in found.items()}
         self.in_use = {str(device): (each.transport.name, each.why) for device, each in found.items()}
         self._tasks: queue.SimpleQueue[_Task | None] | None = None

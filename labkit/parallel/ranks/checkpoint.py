@@ -1,7 +1,8 @@
 """Checkpoints of a group of ranks that hold the same state: rank 0 writes and reads, all ranks get what was read.
 
 A file is there whole or not at all: it is written under another name, put onto the disk, and renamed. It is read
-without executing anything it holds (`weights_only`).
+without executing anything it holds: `weights_only` makes tensors and plain values of a pickle and calls nothing else,
+and keeps dtypes, strides and what is shared, which JSON would not.
 """
 
 import io
@@ -11,6 +12,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from labkit.parallel.ranks.messages import broadcast_bytes
 
 
 def save(path: Path | None, state: Any) -> None:
@@ -32,11 +35,9 @@ def save(path: Path | None, state: Any) -> None:
 
 def load(path: Path | None) -> Any | None:
     """What the checkpoint of rank 0 holds, on every rank and on the CPU; None if there is none."""
-    content: list[Any] = [None]
-    if path is not None and dist.get_rank() == 0 and path.exists():
-        content = [path.read_bytes()]
-    dist.broadcast_object_list(content)
-    return None if content[0] is None else torch.load(io.BytesIO(content[0]), map_location="cpu", weights_only=True)
+    is_there = path is not None and dist.get_rank() == 0 and path.exists()
+    content = broadcast_bytes(path.read_bytes() if is_there and path is not None else b"")
+    return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True) if content else None
 
 
 def _sync_directory(directory: Path) -> None:

@@ -18,25 +18,25 @@ GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _ANY_PORT = 9  # nothing is sent to it
 
 
-def choose_gloo_interface(store: Any, rank: int, world_size: int) -> None:
-    """Set GLOO_SOCKET_IFNAME for this process, unless it is set. Every rank of the job calls this equally often.
+def choose_gloo_interface(store: Any, rank: int, world_size: int, ranks_here: int) -> str | None:
+    """What GLOO_SOCKET_IFNAME is to be in this process. Every rank of the job calls this equally often.
 
-    The loopback if all ranks are on this machine. Otherwise the interface that routes to the master address or, on a
-    master whose name stands for its loopback, the one that routes to a rank elsewhere. Left to gloo if there is none.
+    What it is already, if so. The loopback if all ranks are on this machine. Otherwise the interface that routes to
+    the master address or, on a master whose name stands for its loopback, the one that routes to a rank elsewhere.
+    None, and so left to gloo, if there is none.
     """
-    if int(os.environ.get("LOCAL_WORLD_SIZE", world_size)) == world_size:
-        os.environ.setdefault(GLOO_INTERFACE, LOOPBACK)
-        return
+    set_already = os.environ.get(GLOO_INTERFACE)
+    if ranks_here == world_size:
+        return set_already or LOOPBACK
     own = source_address(os.environ["MASTER_ADDR"])
     store.set(f"labkit/address of rank {rank}", own)
-    if GLOO_INTERFACE in os.environ:
-        return
+    if set_already:
+        return set_already
     if is_loopback(own):
         addresses = [store.get(f"labkit/address of rank {other}").decode() for other in range(world_size)]
         elsewhere = [address for address in addresses if address and not is_loopback(address)]
         own = source_address(elsewhere[0]) if elsewhere else ""
-    if own and not is_loopback(own) and (interface := interface_of(own)) is not None:
-        os.environ[GLOO_INTERFACE] = interface
+    return interface_of(own) if own and not is_loopback(own) else None
 
 
 def source_address(host: str) -> str:

@@ -14,8 +14,11 @@ from typing import Any, Literal
 Status = Literal["ok", "oom", "skipped", "failed", "timeout"]
 FailureKind = Literal["exception", "killed", "exited", "timeout", "oom"]
 
-# CPU allocator on Linux, the same elsewhere, CUDA and NCCL, and `new` in C++
-_OUT_OF_MEMORY = re.compile(r"can't allocate memory|not enough memory|out of memory|std::bad_alloc", re.IGNORECASE)
+# CPU allocator on Linux, the same elsewhere, CUDA and NCCL, `new` in C++, and cuBLAS, cuDNN and their like
+_OUT_OF_MEMORY = re.compile(
+    r"can't allocate memory|not enough memory|out of memory|std::bad_alloc|_ALLOC_FAILED",
+    re.IGNORECASE,
+)
 # gloo, the stores and NCCL, when the process at the other end is gone or never came
 _CONSEQUENCE = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|socket closed|timed? ?out|communicator was aborted"

@@ -20,6 +20,9 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import psutil
+import torch.multiprocessing
+
 from labkit.parallel.ranks import rank as rank_side
 from labkit.parallel.ranks.log import RankLog
 
@@ -45,6 +48,8 @@ class RankProcess:
     """Its end of the pipe is open."""
     alive: bool = True
     """Its death has not been noticed yet."""
+    identity: psutil.Process | None = None
+    """The process that was started: its id and when it began. None before, and if it ended at once."""
 
     @classmethod
     def prepared(
@@ -65,6 +70,8 @@ class RankProcess:
         """Start the process; it gets its end of the pipe, so that its end ends the pipe."""
         with interrupts_deferred(), _main_module_hidden():
             self.process.start()
+        with contextlib.suppress(psutil.NoSuchProcess):
+            self.identity = psutil.Process(self.process.pid)
         self.pipe_of_rank.close()
 
     def tell(self, word: int | None) -> None:
@@ -97,17 +104,11 @@ class RankProcess:
 
     def stop(self) -> None:
         """Let it write nothing more. Should the parent die now, the kernel continues it, and it cleans up."""
-        if (pid := self._pid()) is not None:
-            with contextlib.suppress(OSError):  # not a process group yet, or all of it is gone
-                os.killpg(pid, signal.SIGSTOP)
+        self._signal_all(signal.SIGSTOP)
 
     def kill(self) -> None:
         """End the rank and what its worker has started, by SIGKILL: blocked or stopped, it heeds nothing less."""
-        pid = self._pid()
-        try:
-            if pid is not None:
-                os.killpg(pid, signal.SIGKILL)
-        except OSError:  # not a process group yet, or all of it is gone
+        if not self._signal_all(signal.SIGKILL):
             self._signal(signal.SIGKILL)
 
     def release(self) -> None:
@@ -126,10 +127,26 @@ class RankProcess:
             return None
 
     def _signal(self, number: signal.Signals) -> None:
+        """To the rank alone, if it is there."""
+        if self.identity is not None:
+            with contextlib.suppress(psutil.NoSuchProcess):  # which it also says of another process with that id
+                self.identity.send_signal(number)
+
+    def _signal_all(self, number: signal.Signals) -> bool:
+        """To the rank and what its worker has started; False if they are no process group, or all of it is gone.
+
+        The fork server reaps a rank that ends, and the system may give its id to another process. As long as there is
+        one left of its group, it does not. So the group is the rank's if the rank is there, or nobody has the id.
+        """
         pid = self._pid()
-        if pid is not None and self.process.exitcode in (None, STATUS_LOST):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
+        is_there = self.identity is not None and self.identity.is_running()
+        if pid is None or (not is_there and psutil.pid_exists(pid)):
+            return False
+        try:
+            os.killpg(pid, number)
+        except OSError:
+            return False
+        return True
 
 
 def start_context() -> ForkServerContext | SpawnContext:
@@ -137,15 +154,18 @@ def start_context() -> ForkServerContext | SpawnContext:
 
     Only torch is preloaded, so that an edited module of labkit or of the reader takes effect in the next group.
     The server is a fresh process without CUDA: ranks forked from it may use CUDA even where the parent does.
+    The context is torch's, so that a tensor can be handed over by what is made of it, as by queues.
     """
-    if "forkserver" not in multiprocessing.get_all_start_methods():
-        return multiprocessing.get_context("spawn")
-    context = multiprocessing.get_context("forkserver")
+    if "forkserver" not in torch.multiprocessing.get_all_start_methods():
+        return torch.multiprocessing.get_context("spawn")
+    context = torch.multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch"])
     # What is forked must have no threads: OpenMP and BLAS read these when torch loads them, in the server.
     # A rank sets its own number of threads later, and gets this process's variables as they are.
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
-    with interrupts_deferred(), variables_set(dict.fromkeys(names, "1")), _helpers_apart():
+    # And what it imports is not to be looked for in the working directory, where a reader's `torch.py` may lie.
+    variables = dict.fromkeys((*names, "PYTHONSAFEPATH"), "1")
+    with interrupts_deferred(), variables_set(variables), _helpers_apart():
         multiprocessing.forkserver.ensure_running()
     return context
 

@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from labkit.parallel.ranks.answers import described, release_device_memory, rows_of
+from labkit.parallel.ranks.scheduling import use_scheduling
 
 STACKS_SIGNAL = signal.SIGUSR1
 # 32 ranks under spawn were ready after 18 s on two cores; a cold disk takes longer to give torch away.
@@ -99,22 +100,6 @@ def main(plan: GroupPlan, rank: int, directory: Path, parent: connection.Connect
             parent.recv()  # until killed
         # The pipe has ended, and so the parent: leaving now would stop the watcher in the middle of its cleaning.
         watcher.join(MARGIN_S)
-
-
-def use_scheduling(scheduling: str) -> str:
-    """Put every thread of this process under the policy asked for; return the one now in force.
-
-    SCHED_BATCH where the system has it: gloo's event loop pre-empts the thread it waits for, and then spins
-    until the next scheduler tick; a batch thread does not pre-empt (4 KB, 4 ranks: 4.9 ms against 1.0 ms).
-    Linux schedules threads, not processes, and new ones inherit: those that exist already are set one by one.
-    """
-    if not hasattr(os, "SCHED_BATCH"):  # Linux has it
-        return "default"
-    policy = os.SCHED_BATCH if scheduling == "batch" else os.SCHED_OTHER
-    for thread in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(OSError):  # a thread that has just ended, or a system that says no
-            os.sched_setscheduler(int(thread.name), policy, os.sched_param(0))
-    return "batch" if os.sched_getscheduler(0) == os.SCHED_BATCH else "default"
 
 
 def call_once(function: Callable[..., Any], arguments: tuple[Any, ...], _point: None) -> list[dict[str, Any]]:
@@ -198,10 +183,10 @@ def _join_group(plan: GroupPlan, rank: int, directory: Path) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
+    from labkit.parallel.ranks.device import use_device
+
     torch.set_num_threads(plan.threads)
     if plan.backend is not None:
-        if plan.backend == "nccl":
-            torch.cuda.set_device(rank)
         dist.set_debug_level_from_env()  # type: ignore[attr-defined]  # torch read the fork server's environment, not this one
         dist.init_process_group(
             plan.backend,
@@ -209,6 +194,7 @@ def _join_group(plan: GroupPlan, rank: int, directory: Path) -> dict[str, Any]:
             rank=rank,
             world_size=plan.world_size,
             timeout=timedelta(seconds=plan.collective_timeout_s),
+            device_id=torch.device(use_device("cuda", rank)) if plan.backend == "nccl" else None,
         )
     return {"threads": torch.get_num_threads(), "scheduling": scheduling}
 

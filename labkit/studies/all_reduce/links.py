@@ -14,6 +14,7 @@ from labkit.bench.clock import time_interleaved
 from labkit.bench.exact_sums import message_deviation
 from labkit.bench.gate import worst_of_ranks
 from labkit.parallel.ranks.hosts import host_identity
+from labkit.parallel.ranks.messages import gather_json
 
 WITHIN, BETWEEN = "pair within a host", "pair between hosts"
 
@@ -36,9 +37,7 @@ def measure_links(message: torch.Tensor, *, warmup: int, repeats: int, device: s
 
     Messages are those of `exact_sums.fill_message`.
     """
-    hosts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(hosts, host_identity())
-    pairs = pairs_to_measure(hosts)
+    pairs = pairs_to_measure(gather_json(host_identity()))
     if not pairs:
         return []
     rank, received = dist.get_rank(), torch.full_like(message, math.nan)
@@ -58,11 +57,7 @@ def measure_links(message: torch.Tensor, *, warmup: int, repeats: int, device: s
         off = message_deviation(received, pair[1 - pair.index(rank)]) if rank in pair else 0.0
         gates[name] = "wrong: the other rank's tensor did not arrive" if worst_of_ranks(off) else "ok"
     right = {name: pair for name, pair in pairs.items() if gates[name] == "ok"}
-    samples = {}
-    if right:
-        actions = {name: lambda pair=pair: exchange(pair) for name, pair in right.items()}
-        samples = time_interleaved(
-            actions, warmup=warmup, repeats=repeats, device=device, before=dist.barrier, seed=seed
-        )
+    actions = {name: lambda pair=pair: exchange(pair) for name, pair in right.items()}
+    samples = time_interleaved(actions, warmup=warmup, repeats=repeats, device=device, before=dist.barrier, seed=seed)
     rows = [{"algorithm": name, "gate": gates[name]} for name, pair in pairs.items() if rank in pair]
     return [row | ({"seconds": samples[row["algorithm"]]} if row["gate"] == "ok" else {}) for row in rows]

@@ -7,9 +7,9 @@ from typing import Annotated, Literal
 import pandas as pd
 from pydantic import Field
 
+from labkit.lab import capacity
 from labkit.lab.answers import Answer, check_complete
 from labkit.lab.config import LabConfig, Repeats, Seed, TimeoutSeconds, Warmup
-from labkit.lab.room import why_not_here
 from labkit.lab.study import Study
 from labkit.lab.units import format_bytes
 from labkit.machine import Machine
@@ -131,11 +131,13 @@ class AllReduceStudy(Study):
             return f"{format_bytes(total)} on all ranks, more than most_bytes, {format_bytes(point.most_bytes)}"
         ranks = ranks_here(point.world_size)
         if point.backend == "nccl":
+            if machine.why_no_gpus:
+                return machine.why_no_device("cuda")
             gpus = len(machine.gpus)
             if ranks > gpus:
                 return f"NCCL needs a GPU a rank, and there are {gpus} here"
-            return why_not_here(machine, "cuda", ranks * COPIES * point.n_bytes, ranks=ranks)
-        return why_not_here(machine, "cpu", ranks * (RANK_BYTES + COPIES * point.n_bytes))
+            return capacity.skip_reason(machine, "cuda", ranks * COPIES * point.n_bytes, ranks=ranks)
+        return capacity.skip_reason(machine, "cpu", ranks * (RANK_BYTES + COPIES * point.n_bytes))
 
     def series(self, point: AllReducePoint) -> tuple[Hashable, float]:
         return (point.backend, point.world_size, point.scheduling), point.n_bytes

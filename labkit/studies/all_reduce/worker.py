@@ -16,6 +16,7 @@ from labkit.bench.memory import peak_memory_growth
 from labkit.lab.point import Point
 from labkit.lab.units import format_bytes
 from labkit.parallel.collectives import ALGORITHMS, release_scratch, scratch_bytes
+from labkit.parallel.ranks.device import use_device
 from labkit.studies.all_reduce.exact import gate, inputs
 from labkit.studies.all_reduce.links import measure_links
 from labkit.studies.all_reduce.transports import CHOSEN, MESSAGES, collective, measure_transports
@@ -87,13 +88,12 @@ def measure_point(point: AllReducePoint) -> Iterator[dict[str, Any]]:
             right[name] = row
         else:
             yield row
-    if right:
-        for name, seconds in _time(point, list(right), own, tensor).items():
-            yield right[name] | {"seconds": seconds}
+    for name, seconds in _time(point, list(right), own, tensor).items():
+        yield right[name] | {"seconds": seconds}
 
 
 def _device(point: AllReducePoint) -> str:
-    return f"cuda:{dist.get_rank() % torch.cuda.device_count()}" if point.backend == "nccl" else "cpu"
+    return use_device("cuda" if point.backend == "nccl" else "cpu")
 
 
 def _check(point: AllReducePoint, name: str, base: torch.Tensor, tensor: torch.Tensor) -> dict[str, Any]:

@@ -59,7 +59,7 @@ def time_growth(frame: pd.DataFrame) -> Answer | None:
     laws = analysis.power_laws(frame)
     laws = laws[laws["implementation"] == EXPLICIT]
     sentences = []
-    for phase in PHASES:
+    for phase in filter(set(table["phase"]).__contains__, PHASES):
         of_phase = table[table["phase"] == phase]
         longest = of_phase.loc[of_phase["sequence"] == of_phase["sequence"].max()].sort_values("head_dim").iloc[-1]
         told = f"{phase.capitalize()} takes {with_interval(longest)} at {longest['sequence']} tokens"

@@ -21,6 +21,8 @@ from labkit.bench.gate import verdict
 from labkit.lab.point import Point
 from labkit.nn.vision import SmallConvNet
 from labkit.parallel.ranks import checkpoint
+from labkit.parallel.ranks.device import use_device
+from labkit.parallel.ranks.messages import gather_json
 from labkit.parallel.sync_batchnorm import _gather, _sum_over_ranks
 from labkit.studies.cifar100.data import RankData, hand_out
 from labkit.studies.cifar100.training import ALONE, SYNCHRONIZED, Recipe, Trainer, updates_of
@@ -64,9 +66,7 @@ class TrainingPoint(Point):
 
 def train_point(point: TrainingPoint, checkpoints: Path | None = None) -> Iterator[dict[str, Any]]:
     """Rows of one seed: peak memory of each implementation; the time of each epoch and, from rank 0, how good it is."""
-    device = "cpu" if point.device == "cpu" else f"cuda:{dist.get_rank() % torch.cuda.device_count()}"
-    if point.device == "cuda":
-        torch.cuda.set_device(device)  # clocks mark its stream, whichever ranks share it
+    device = use_device(point.device)
     data = hand_out(point.dataset, point.archive, point.train_images, device, md5=point.md5)
     recipe = Recipe(
         classes=data.classes,
@@ -135,8 +135,7 @@ class _Training:
 
     def state(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
         """For the checkpoint: the trainers', and the rows of every rank."""
-        of_ranks: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(of_ranks, rows)
+        of_ranks = gather_json(rows)
         trainers = {name: trainer.state() for name, trainer in self._trainers.items()}
         return {"point": self.point.id, "epochs_done": self.epochs_done, "trainers": trainers, "rows": of_ranks}
 

@@ -21,6 +21,7 @@ from labkit.bench.clock import Stopwatch, time_interleaved, time_parts_interleav
 from labkit.lab.point import Point
 from labkit.nn.workloads import Workload, workload_named
 from labkit.parallel.data_parallel.implementations import OVER_SHARED_MEMORY, wrap
+from labkit.parallel.ranks.device import use_device
 from labkit.parallel.transport import SHARED, transport_in_use
 from labkit.studies.data_parallel.timeline import FINISH, timeline_rows
 from labkit.studies.shared.gradient_gate import check_completeness, check_gradients, local_means
@@ -60,9 +61,7 @@ def split_name(alternative: str) -> tuple[str, float | None]:
 
 def measure_point(point: DataParallelPoint) -> Iterator[dict[str, Any]]:
     """Rows of one point: seconds by alternative and phase, peak bytes, or boxes of a timeline."""
-    device = _device(point)
-    if point.device == "cuda":
-        torch.cuda.set_device(device)  # clocks mark its stream, whichever ranks share it
+    device = use_device(point.device)
     workload = workload_named(
         point.workload,
         batch=point.batch,
@@ -120,15 +119,9 @@ class Alternative:
         return list(self.model.parameters())
 
 
-def _device(point: DataParallelPoint) -> str:
-    return "cpu" if point.device == "cpu" else f"cuda:{dist.get_rank() % torch.cuda.device_count()}"
-
-
 def _phases(point: DataParallelPoint, workload: Workload, device: str) -> Iterator[dict[str, Any]]:
     alternatives, wrong = _right_ones(point, workload, device)
     yield from wrong
-    if not alternatives:
-        return
     times = time_parts_interleaved(
         {
             name: dict(zip(PHASES, (one.forward, one.backward, one.step), strict=True))
@@ -194,17 +187,11 @@ def _accumulation(point: DataParallelPoint, workload: Workload, device: str) -> 
                 actions[f"{name} {kind}"] = partial(_accumulated_step, alternative, accumulate)
             else:
                 yield about
-    if actions:
-        times = time_interleaved(
-            actions,
-            warmup=point.warmup,
-            repeats=point.repeats,
-            device=device,
-            before=dist.barrier,
-            seed=point.id,
-        )
-        for key, seconds in times.items():
-            yield abouts[key] | {"seconds": seconds}
+    times = time_interleaved(
+        actions, warmup=point.warmup, repeats=point.repeats, device=device, before=dist.barrier, seed=point.id
+    )
+    for key, seconds in times.items():
+        yield abouts[key] | {"seconds": seconds}
 
 
 def _accumulate(alternative: Alternative, micro_batches: int, *, only_last: bool) -> None:

@@ -15,6 +15,7 @@ from labkit.costs.transformer import TransformerShape
 from labkit.lab.point import Point
 from labkit.nn.training import AUTOCAST_DTYPES, TrainingStep, gradients
 from labkit.nn.transformer import shape_named
+from labkit.studies.shared.alternatives import reason_of
 
 # In the order in which they follow one another; "inference" is a forward pass that keeps nothing.
 PHASES = ("inference", "forward", "backward", "optimizer")
@@ -117,9 +118,14 @@ def _compiled_against_eager(point: EndToEndPoint) -> Iterator[dict[str, Any]]:
 
     torch._dynamo.reset()
     with fresh_cache():
-        steps = {"eager": _training_step(point), "compiled": _training_step(point, compiled=True)}
-        error = _largest_difference(steps["compiled"], steps["eager"])
-        compile_s = {"inference": _first_call(steps["compiled"].infer), "step": error.compile_s}
+        steps = {"eager": _training_step(point)}
+        try:
+            steps["compiled"] = _training_step(point, compiled=True)
+            error = _largest_difference(steps["compiled"], steps["eager"], point.device)
+            compile_s = {"inference": _first_call(steps["compiled"].infer, point.device), "step": error.compile_s}
+        except Exception as raised:  # of any type: compilers have their own
+            yield {"implementation": "compiled", "gate": reason_of(raised, point.device)}
+            return
         bound = FLOAT32_TOLERANCE if point.precision == "float32" else HALF_TOLERANCE
         gate = verdict(error.relative, bound)
         if gate != "ok":
@@ -141,7 +147,7 @@ class _Difference:
     compile_s: float
 
 
-def _largest_difference(compiled: TrainingStep, eager: TrainingStep) -> _Difference:
+def _largest_difference(compiled: TrainingStep, eager: TrainingStep, device: str) -> _Difference:
     """Largest deviation of a gradient over the largest gradient of its tensor; the first call's time with it.
 
     Both steps hold the same parameters and tokens, being made from one seed.
@@ -151,7 +157,7 @@ def _largest_difference(compiled: TrainingStep, eager: TrainingStep) -> _Differe
         step.forward()
         step.backward()
 
-    compile_s = _first_call(lambda: forward_backward(compiled))
+    compile_s = _first_call(lambda: forward_backward(compiled), device)
     forward_backward(eager)
     worst = largest_difference(gradients(compiled.model), gradients(eager.model))
     for step in (compiled, eager):
@@ -159,10 +165,10 @@ def _largest_difference(compiled: TrainingStep, eager: TrainingStep) -> _Differe
     return _Difference(worst, compile_s)
 
 
-def _first_call(action: Callable[[], Any]) -> float:
+def _first_call(action: Callable[[], Any], device: str) -> float:
     start = time.perf_counter()
     action()
-    if torch.cuda.is_available():
+    if device == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter() - start
 

@@ -27,7 +27,7 @@ MIB = 2**20
 MACHINE = ["workload", "world_size", "backend", "device"]
 SETTING = [*MACHINE, "batch", "sequence"]
 BUCKET = ["bucket_mb", "bucket_bytes", "buckets", "last_bucket_bytes", "gradient_bytes"]
-QUANTITIES = ("step_s", "waiting_s", "waiting_percent", "exposed_s", "beside_s")
+QUANTITIES = ("step_s", "waiting_s", "waiting_percent", "exposed_s", "contention_s")
 PUBLISHED_RANKS = 2
 
 
@@ -38,7 +38,7 @@ def steps(frame: pd.DataFrame) -> pd.DataFrame:
     `step_s`           forward, backward, waiting, optimizer
     `waiting_s`        from the end of backward until gradients are averaged; `waiting_percent` of the step
     `exposed_s`        the step less the same one without communication, from the same repeat
-    `beside_s`         exposed less waiting: what communication costs backward while it runs beside it; below zero
+    `contention_s`     exposed less waiting: what communication costs backward while it runs beside it; below zero
                        where a rank waits for a slower one
     """
     columns = [*SETTING, *BUCKET, "panel", "repeat", *QUANTITIES]
@@ -58,7 +58,7 @@ def steps(frame: pd.DataFrame) -> pd.DataFrame:
         panel=_panel(table),
         waiting_percent=100 * table["waiting_s"] / table["step_s"],
         exposed_s=exposed_s,
-        beside_s=exposed_s - table["waiting_s"],
+        contention_s=exposed_s - table["waiting_s"],
     )
     return table.sort_values([*SETTING, "bucket_mb", "repeat"], ignore_index=True)[columns]
 
@@ -76,12 +76,12 @@ def by_bucket(frame: pd.DataFrame, quantity: str) -> pd.DataFrame:
 
 
 def beside_waiting(frame: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Settings and bucket sizes whose step is longer by more than what it waits for, and by less: `beside_s`."""
-    table = by_bucket(frame, "beside_s")
-    groups = steps(frame).dropna(subset="beside_s").groupby([*SETTING, *BUCKET, "panel"], sort=True, dropna=False)
-    p = np.array([estimate_paired(group.to_numpy(dtype=float)).p for _, group in groups["beside_s"]])
+    """Settings and bucket sizes whose step is longer by more than what it waits for, and by less: `contention_s`."""
+    table = by_bucket(frame, "contention_s")
+    groups = steps(frame).dropna(subset="contention_s").groupby([*SETTING, *BUCKET, "panel"], sort=True, dropna=False)
+    p = np.array([estimate_paired(group.to_numpy(dtype=float)).p for _, group in groups["contention_s"]])
     some = table[adjusted(p) <= FALSE_DISCOVERY_RATE]
-    return some[some["beside_s"] > 0], some[some["beside_s"] < 0]
+    return some[some["contention_s"] > 0], some[some["contention_s"] < 0]
 
 
 def local_steps(frame: pd.DataFrame) -> pd.DataFrame:

@@ -94,12 +94,12 @@ def _beside(frame: pd.DataFrame) -> str | None:
     more, less = analysis.beside_waiting(frame)
     if len(more):
         return (
-            f"With buckets of {_sizes(more)} that is {span_text(more['beside_s'], format_seconds)} more than the "
+            f"With buckets of {_sizes(more)} that is {span_text(more['contention_s'], format_seconds)} more than the "
             "waiting: communication, and filling the buckets, slow down the backward pass that they run beside."
         )
     if len(less):
         return (
-            f"With buckets of {_sizes(less)} that is {span_text(-less['beside_s'], format_seconds)} less than the "
+            f"With buckets of {_sizes(less)} that is {span_text(-less['contention_s'], format_seconds)} less than the "
             "waiting, which is partly waiting for a slower rank."
         )
     return None
@@ -190,14 +190,17 @@ def _paid_in_backward(frame: pd.DataFrame) -> str | None:
         short, long = long, short
     steps = analysis.steps(frame)
     here = steps[(steps[SETTING] == clearest[SETTING]).all(axis=1)]
-    by_size = here.pivot_table(index="repeat", columns="bucket_mb", values=["waiting_s", "beside_s"])
-    if "beside_s" not in by_size or not summarize(by_size["beside_s", short] - by_size["beside_s", long]).low > 0:
+    by_size = here.pivot_table(index="repeat", columns="bucket_mb", values=["waiting_s", "contention_s"])
+    if "contention_s" not in by_size:
+        return None
+    more_contention = by_size["contention_s", short] - by_size["contention_s", long]
+    if not summarize(more_contention).low > 0:
         return None
     medians = by_size.median().map(format_seconds)
     return (
         f"What a step does not wait for, its backward pass pays: with {_setting(clearest)}, buckets of {_size(short)} "
-        f"wait for {medians['waiting_s', short]} and slow the rest of the step by {medians['beside_s', short]}, those "
-        f"of {_size(long)} wait for {medians['waiting_s', long]} and slow it by {medians['beside_s', long]}"
+        f"wait for {medians['waiting_s', short]} and slow the rest of the step by {medians['contention_s', short]}, "
+        f"those of {_size(long)} wait for {medians['waiting_s', long]} and slow it by {medians['contention_s', long]}"
     )
 
 

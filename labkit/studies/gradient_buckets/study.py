@@ -7,9 +7,9 @@ import pandas as pd
 from pydantic import Field, field_validator
 
 from labkit.costs.memory import activation_bytes
+from labkit.lab import capacity
 from labkit.lab.answers import Answer, check_complete
 from labkit.lab.config import Count, Device, LabConfig, Repeats, Seed, TimeoutSeconds, Warmup
-from labkit.lab.room import why_not_here
 from labkit.lab.study import Study
 from labkit.machine import Machine
 from labkit.nn.transformer import shape_named
@@ -115,7 +115,7 @@ class GradientBucketsStudy(Study):
 
     def skip_reason(self, point: BucketsPoint, machine: Machine) -> str | None:
         ranks = ranks_here(point.world_size)
-        return why_not_here(machine, point.device, ranks * (RANK_BYTES + _rank_bytes(point)), ranks=ranks)
+        return capacity.skip_reason(machine, point.device, ranks * (RANK_BYTES + _rank_bytes(point)), ranks=ranks)
 
     def series(self, point: BucketsPoint) -> tuple[Hashable, float]:
         return (point.sweep, point.world_size), (point.batch or 1) * (point.sequence or 1)

@@ -18,6 +18,7 @@ from labkit.bench.exact_sums import sum_error, sum_verdict
 from labkit.lab.point import Point
 from labkit.nn.workloads import Workload, workload_named
 from labkit.parallel.data_parallel import BucketedDDP
+from labkit.parallel.ranks.device import use_device
 from labkit.studies.shared.gradient_gate import check_gradients, local_means
 
 LOCAL = "local"
@@ -51,9 +52,7 @@ class BucketsPoint(Point):
 
 def measure_point(point: BucketsPoint) -> Iterator[dict[str, Any]]:
     """Rows of one point: seconds of single all-reduces by size, or of steps and waiting by bucket size."""
-    device = "cpu" if point.device == "cpu" else f"cuda:{dist.get_rank() % torch.cuda.device_count()}"
-    if point.device == "cuda":
-        torch.cuda.set_device(device)  # clocks mark its stream, whichever ranks share it
+    device = use_device(point.device)
     yield from (_probe if point.sweep == PROBE else _steps)(point, device)
 
 
@@ -66,16 +65,9 @@ def _probe(point: BucketsPoint, device: str) -> Iterator[dict[str, Any]]:
         tensor.zero_()  # sums of sums would overflow
     right = {name: tensor for name, tensor in tensors.items() if sum_verdict(errors[name]) == "ok"}
     actions = {name: _all_reduce(tensor) for name, tensor in right.items()}
-    times: dict[str, list[float]] = {}
-    if actions:
-        times = time_interleaved(
-            actions,
-            warmup=point.warmup,
-            repeats=point.repeats,
-            device=device,
-            before=dist.barrier,
-            seed=point.id,
-        )
+    times = time_interleaved(
+        actions, warmup=point.warmup, repeats=point.repeats, device=device, before=dist.barrier, seed=point.id
+    )
     for name, error in errors.items():
         row = {"n_bytes": int(name), "error": error, "gate": sum_verdict(error)}
         yield row | {"seconds": times[name]} if name in times else row

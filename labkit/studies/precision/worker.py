@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from labkit.bench.clock import time_interleaved
 from labkit.bench.rates import time_matmuls
 from labkit.lab.point import Point
 from labkit.nn.training import AUTOCAST_DTYPES, TrainingStep, gradients
 from labkit.nn.transformer import shape_named
 from labkit.studies.precision.dtypes import MODELS, observed_dtypes
 from labkit.studies.precision.numerics import ACCUMULATIONS, accumulate, norm_steps
+from labkit.studies.shared.alternatives import reason_of, time_those_that_run
 
 FULL = "float32"
 FORWARD, BOTH = "forward", "forward and backward"
@@ -71,10 +71,18 @@ def measure_point(point: PrecisionPoint) -> Iterator[dict[str, Any]]:
 
 def _rates(point: PrecisionPoint) -> Iterator[dict[str, Any]]:
     """FLOP/s of a large matrix product in each precision: what the prediction is made of."""
-    dtypes: list[torch.dtype] = [getattr(torch, name) for name in point.precisions]
+    dtypes: dict[str, torch.dtype] = {}
+    for name in point.precisions:
+        try:
+            small = torch.ones(16, 16, dtype=getattr(torch, name), device=point.device)
+            small.mm(small)
+        except Exception as error:  # a device without this precision
+            yield {"alternative": name, "gate": reason_of(error, point.device)}
+            continue
+        dtypes[name] = small.dtype
     options: dict[str, Any] = {"warmup": point.warmup, "repeats": point.repeats, "order_seed": point.id}
-    times = time_matmuls(point.device, dtypes, **options)
-    for name, dtype in zip(point.precisions, dtypes, strict=True):
+    times = time_matmuls(point.device, list(dtypes.values()), **options) if dtypes else {}
+    for name, dtype in dtypes.items():
         yield {"alternative": name, "flops_per_s": times[dtype].flops_per_s}
 
 
@@ -87,7 +95,7 @@ def _speed(point: PrecisionPoint) -> Iterator[dict[str, Any]]:
         device=point.device,
         seed=point.seed,
     )
-    checks = dict(zip(point.precisions, _check(step, point.precisions), strict=True))
+    checks = dict(zip(point.precisions, _check(step, point.precisions, point.device), strict=True))
     facts = {"float32_matmul_precision": torch.get_float32_matmul_precision()}
     for name, row in checks.items():
         if row["gate"] != "ok":
@@ -98,20 +106,15 @@ def _speed(point: PrecisionPoint) -> Iterator[dict[str, Any]]:
         for name, row in checks.items()
         if row["gate"] == "ok"
     }
-    if not actions:
-        return
-    labels = {f"{mode}/{name}": action for (mode, name), action in actions.items()}
-    samples = time_interleaved(
-        labels,
-        warmup=point.warmup,
-        repeats=point.repeats,
-        device=point.device,
-        before=step.drop_gradients,
-        seed=point.id,
-    )
+    labels = {f"{mode}/{name}": {mode: action} for (mode, name), action in actions.items()}
+    options: dict[str, Any] = {"warmup": point.warmup, "repeats": point.repeats, "before": step.drop_gradients}
+    samples, failed = time_those_that_run(labels, device=point.device, seed=point.id, **options)
     for mode, name in actions:
-        row = {"mode": mode, "alternative": name, "seconds": samples[f"{mode}/{name}"]}
-        yield checks[name] | facts | row
+        label = f"{mode}/{name}"
+        if label in failed:
+            yield {"mode": mode, "alternative": name, "gate": failed[label]}
+        else:
+            yield checks[name] | facts | {"mode": mode, "alternative": name, "seconds": samples[label][mode]}
 
 
 def _action(step: TrainingStep, mode: str, precision: str) -> Callable[[], None]:
@@ -126,14 +129,18 @@ def _action(step: TrainingStep, mode: str, precision: str) -> Callable[[], None]
     return run
 
 
-def _check(step: TrainingStep, precisions: tuple[str, ...]) -> Iterator[dict[str, Any]]:
+def _check(step: TrainingStep, precisions: tuple[str, ...], device: str) -> Iterator[dict[str, Any]]:
     """The gate: loss and gradients of each precision against those of float32, on the same model and batch.
 
     Of the gradients each parameter's must be right; the error that is told is of all together.
     """
     loss, reference = _loss_and_gradients(step, FULL)
     for name in precisions:
-        own_loss, own = _loss_and_gradients(step, name)
+        try:
+            own_loss, own = _loss_and_gradients(step, name)
+        except Exception as raised:  # a device without this precision
+            yield {"gate": reason_of(raised, device)}
+            continue
         loss_error = abs(own_loss - loss) / abs(loss)
         sizes = {key: float(grad.double().square().sum()) for key, grad in reference.items()}
         off = {key: float((own[key] - grad).double().square().sum()) for key, grad in reference.items() if key in own}

@@ -1,8 +1,8 @@
 """Measuring forward and backward passes of attention: what a rank runs for a point of either attention lab.
 
 Imports torch and the instruments only. Each implementation is checked against float64 first, in a pass whose peak
-memory is measured on the way; then those that are right take turns. One that does not fit, or cannot run here, becomes
-a row whose `gate` says why.
+memory is measured on the way; then those that are right take turns. One that does not fit, cannot run here, or raises
+becomes a row whose `gate` says why.
 """
 
 import time
@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from labkit.bench.clock import time_parts_interleaved
 from labkit.bench.gate import verdict
 from labkit.bench.memory import peak_memory_growth
 from labkit.bench.saved_tensors import SavedTensor, saved_for_backward
@@ -22,7 +21,7 @@ from labkit.lab.units import format_bytes
 from labkit.machine.memory_limits import available_memory_bytes
 from labkit.nn.attention import attention_named
 from labkit.nn.attention_problem import AttentionProblem, Checked, Passes, check
-from labkit.parallel.ranks.outcome import is_out_of_memory
+from labkit.studies.shared.alternatives import reason_of, time_those_that_run
 
 EXPLICIT, COMPILED, TILED, FLASH = "explicit", "compiled", "tiled", "flash"
 WHOLE_MATRIX = (EXPLICIT, COMPILED, "sdpa_math")
@@ -84,10 +83,12 @@ def measure_passes(point: PassesPoint) -> Iterator[dict[str, Any]]:
         passes = problem.passes(attention_named(name).attend)
         try:
             row = {"implementation": name} | _examine(point, problem, passes, name)
-            yield from _accounting(problem, passes, name)
-        except (RuntimeError, MemoryError) as error:
-            yield {"implementation": name, "phase": "both", "gate": _out_of_memory(error)}
+            saved = list(_accounting(problem, passes, name))
+        except Exception as error:  # of any type: compilers, libraries and drivers have their own
+            passes.release()
+            yield {"implementation": name, "phase": "both", "gate": reason_of(error, point.device)}
             continue
+        yield from saved
         if row["gate"] == "ok":
             right[name] = passes, row
         yield row | {"phase": "both"}
@@ -118,14 +119,6 @@ def _available_bytes(device: str) -> int:
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info()[0]
     return available_memory_bytes()
-
-
-def _out_of_memory(error: BaseException) -> str:
-    """The reason of an implementation that ran out of memory after all; any other error goes on its way."""
-    if not is_out_of_memory(error):
-        raise error
-    text = str(error).splitlines()[0] if str(error) else type(error).__name__
-    return f"out of memory: {text}"
 
 
 def _examine(point: PassesPoint, problem: AttentionProblem, passes: Passes, name: str) -> dict[str, Any]:
@@ -180,13 +173,11 @@ def _named_by_shape(tensor: SavedTensor, problem: AttentionProblem) -> str:
 
 def _time(point: PassesPoint, right: dict[str, tuple[Passes, dict[str, Any]]]) -> Iterator[dict[str, Any]]:
     """Forward and backward of each in turn: a backward pass follows its own forward pass."""
-    samples = time_parts_interleaved(
-        {name: {phase: getattr(passes, phase) for phase in PHASES} for name, (passes, _) in right.items()},
-        warmup=point.warmup,
-        repeats=point.repeats,
-        device=point.device,
-        seed=point.id,
-    )
-    for name, (_, row) in right.items():
-        for phase in PHASES:
-            yield {"implementation": name, "phase": phase, "gate": row["gate"], "seconds": samples[name][phase]}
+    alternatives = {name: {phase: getattr(passes, phase) for phase in PHASES} for name, (passes, _) in right.items()}
+    options: dict[str, Any] = {"warmup": point.warmup, "repeats": point.repeats, "seed": point.id}
+    samples, failed = time_those_that_run(alternatives, device=point.device, **options)
+    for name, reason in failed.items():
+        yield {"implementation": name, "phase": "both", "gate": reason}
+    for name, by_phase in samples.items():
+        for phase, seconds in by_phase.items():
+            yield {"implementation": name, "phase": phase, "gate": right[name][1]["gate"], "seconds": seconds}

@@ -16,6 +16,7 @@ from labkit.bench.clock import time_interleaved, time_parts_interleaved
 from labkit.bench.operators import OperatorCount
 from labkit.bench.saved_tensors import saved_for_backward
 from labkit.lab.point import Point
+from labkit.parallel.ranks.device import use_device
 from labkit.studies.sync_batchnorm.alternatives import (
     BARE,
     COLLECTIVES,
@@ -60,9 +61,7 @@ class SyncBatchNormPoint(Point):
 
 def measure_point(point: SyncBatchNormPoint) -> Iterator[dict[str, Any]]:
     """Rows of one point: seconds of single collectives and copies, or of every alternative and phase, and memory."""
-    device = "cpu" if point.device == "cpu" else f"cuda:{dist.get_rank() % torch.cuda.device_count()}"
-    if point.device == "cuda":
-        torch.cuda.set_device(device)  # clocks mark its stream, whichever ranks share it
+    device = use_device(point.device)
     yield from (_probe if point.sweep == PROBE else _layers)(point, device)
 
 
@@ -85,7 +84,7 @@ def _probe(point: SyncBatchNormPoint, device: str) -> Iterator[dict[str, Any]]:
         source, target = torch.zeros(2, n_bytes // 4, device=device)
         abouts[f"copy {n_bytes}"] = {"alternative": COPY, "moved_bytes": 2 * n_bytes, "gate": "ok"}
         actions[f"copy {n_bytes}"] = partial(target.copy_, source)
-    times = time_interleaved(actions, **_timing(point, device)) if actions else {}
+    times = time_interleaved(actions, **_timing(point, device))
     for name, about in abouts.items():
         yield about | {"seconds": times[name]} if name in times else about
 
@@ -106,7 +105,7 @@ def _layers(point: SyncBatchNormPoint, device: str) -> Iterator[dict[str, Any]]:
         else:
             yield abouts[name]
     turns = {turn: parts for one in right.values() for turn, parts in _turns(one).items()}
-    times = time_parts_interleaved(turns, **_timing(point, device)) if turns else {}
+    times = time_parts_interleaved(turns, **_timing(point, device))
     for name, one in right.items():
         counts = _counts(one)
         for turn in _turns(one):

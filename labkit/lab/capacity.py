@@ -4,7 +4,7 @@ from labkit.lab.units import format_bytes
 from labkit.machine import Machine, available_memory_bytes
 
 
-def why_not_here(
+def skip_reason(
     machine: Machine, device: str, needed_bytes: float, *, ranks: int = 1, says: str = "needs {}"
 ) -> str | None:
     """Why `ranks` ranks cannot have `needed_bytes` together here ("needs 51 GiB, 22 GiB available"), or None.
