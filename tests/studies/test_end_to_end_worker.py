@@ -5,7 +5,7 @@ import torch
 
 from labkit.lab import capacity
 from labkit.machine import describe_machine
-from labkit.nn.attention import why_nothing_compiles
+from labkit.nn.attention_implementations import why_nothing_compiles
 from labkit.studies.end_to_end.study import STUDY
 from labkit.studies.end_to_end.worker import EndToEndPoint, measure_point
 
