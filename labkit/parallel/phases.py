@@ -12,6 +12,7 @@ Letters as in `collectives.py`: p ranks, r this rank, q the largest power of two
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from itertools import accumulate
 from types import MappingProxyType
 
@@ -49,7 +50,7 @@ def _around(vector: torch.Tensor, sizes: Sizes, via: Transport, first: int, divi
     """
     p, r = via.world_size, via.rank
     right, left = (r + 1) % p, (r - 1) % p
-    pieces = cut(vector.split(sizes), via)
+    pieces = cut(vector.split_with_sizes(sizes), via)
     number = len(pieces[0])
     steps = []
     for s in range(p - 1):
@@ -68,14 +69,14 @@ def butterfly_reduce_scatter(vector: torch.Tensor, sizes: Sizes, via: Transport,
     All messages are independent, so as many are in flight as there is scratch memory for; rank r turns to rank r+s in
     step s, so that at no time everybody sends to the same rank.
     """
-    pieces = cut(vector.split(sizes), via)
+    pieces = cut(vector.split_with_sizes(sizes), via)
     steps = [step for i in range(len(pieces[0])) for step in exchange_to_add(pieces, i, via, divisor)]
     via.run(steps, depth=via.world_size)
 
 
 def butterfly_all_gather(vector: torch.Tensor, sizes: Sizes, via: Transport) -> None:
     """Rank r sends its shard to rank r+s, for every s from 1 to p-1, and stores theirs."""
-    pieces = cut(vector.split(sizes), via)
+    pieces = cut(vector.split_with_sizes(sizes), via)
     steps = [step for i in range(len(pieces[0])) for step in exchange_to_store(pieces, i, via)]
     via.run(steps, depth=via.world_size)
 
@@ -113,19 +114,19 @@ def add_shown(vector: torch.Tensor, start: int, stop: int, via: Transport, divis
         return
     step = via.shown_bytes // vector.itemsize
     for at in range(0, len(vector), step):
-        shown = via.show(vector[at : at + step])
-        low, high = max(at, start), min(at + step, stop)
+        part = vector[at : at + step] if len(vector) > step else vector
+        shown = via.show(part)
+        low, high = max(at, start), min(at + len(part), stop)
         if low >= high:
             continue
-        piece = vector[low:high]
-        first, second, *others = (
-            shown if high - low == len(shown[0]) else [part[low - at : high - at] for part in shown]
-        )
-        torch.add(first, second, out=piece)
+        if high - low < len(part):
+            part, shown = vector[low:high], [of_rank[low - at : high - at] for of_rank in shown]
+        first, second, *others = shown
+        torch.add(first, second, out=part)
         for other in others:
-            piece.add_(other)
+            part.add_(other)
         if divisor > 1:
-            piece.div_(divisor)
+            part.div_(divisor)
 
 
 def one_shot_all_gather(vector: torch.Tensor, sizes: Sizes, via: Transport) -> None:
@@ -137,9 +138,14 @@ def one_shot_all_gather(vector: torch.Tensor, sizes: Sizes, via: Transport) -> N
     longest = max(sizes)
     if via.world_size == 1 or not longest:
         return
+    step = via.shown_bytes // vector.itemsize
+    if longest == min(sizes) <= step:  # the usual case, which short vectors wait for
+        shards = vector.split_with_sizes(sizes)
+        for shard, part in zip(shards, via.show(shards[via.rank]), strict=True):
+            shard.copy_(part)
+        return
     starts = [0, *accumulate(sizes)]
     windows = [min(start, len(vector) - longest) for start in starts[:-1]]
-    step = via.shown_bytes // vector.itemsize
     for at in range(0, longest, step):
         begins = [window + at for window in windows]
         length = min(step, longest - at)
@@ -158,13 +164,13 @@ def halving_reduce_scatter(vector: torch.Tensor, sizes: Sizes, via: Transport, d
     fold_in(vector, via)
     halve(vector, _bounds(sizes), via, divisor)
     if _is_paired(via):
-        _fold(vector.split(sizes)[via.rank | 1], via, inward=False)
+        _fold(vector.split_with_sizes(sizes)[via.rank | 1], via, inward=False)
 
 
 def doubling_all_gather(vector: torch.Tensor, sizes: Sizes, via: Transport) -> None:
     """Recursive doubling: `double`. Ranks that are folded in hand their shard on first, and get everything at last."""
     if _is_paired(via):
-        _fold(vector.split(sizes)[via.rank | 1], via, inward=True)
+        _fold(vector.split_with_sizes(sizes)[via.rank | 1], via, inward=True)
     double(vector, _bounds(sizes), via)
     fold_out(vector, via)
 
@@ -212,11 +218,12 @@ def double(vector: torch.Tensor, bounds: Sequence[int], via: Transport) -> None:
         distance *= 2
 
 
-def survivors(world_size: int) -> list[int]:
+@cache
+def survivors(world_size: int) -> tuple[int, ...]:
     """The q ranks that go on after folding in: of the first 2 (p-q) ranks every other, and all the rest."""
     q = 1 << (world_size.bit_length() - 1)
     folded = world_size - q
-    return [2 * k if k < folded else k + folded for k in range(q)]
+    return tuple(2 * k if k < folded else k + folded for k in range(q))
 
 
 def fold_in(vector: torch.Tensor, via: Transport) -> None:

@@ -30,7 +30,7 @@ from labkit.parallel.sharding.gathering import Gathering
 from labkit.parallel.sharding.share import Share
 from labkit.parallel.sharding.splitting import is_elementwise, refuse_coupled
 from labkit.parallel.transport import AUTO
-from labkit.parallel.transport.choice import member_group
+from labkit.parallel.transport.choice import find_transport, member_group
 
 MIB = 2**20
 OF_PARAMETERS = ("params", "param_names")  # of a parameter group; all else is a setting
@@ -48,7 +48,7 @@ class ShardedOptimizer(Optimizer):
         group: the process group; None: all ranks.
         elementwise: whether it does update every element by itself. None: known for torch's, tried out for others.
         bucket_mb: updated parameters travel in buckets of about so many MiB; one bucket's memory is kept.
-        transport: as `labkit.parallel.collectives.all_gather`.
+        transport: as for `labkit.parallel.collectives.all_gather`.
         settings: those of `optimizer_cls`.
 
     `param_groups` are of whole parameters and may be changed at any time, by schedulers, say. `state` is that of
@@ -91,7 +91,10 @@ class ShardedOptimizer(Optimizer):
             self.defaults, self.state = self._inner.defaults, self._inner.state
             _copy_settings(self._inner.param_groups, self.param_groups)
 
-        self._on_all_ranks(prepare, {"class": getattr(optimizer_cls, "__name__", ""), "bucket_mb": bucket_mb})
+        arguments = {"class": getattr(optimizer_cls, "__name__", ""), "bucket_mb": bucket_mb, "transport": transport}
+        self._on_all_ranks(prepare, arguments)
+        if members.size() > 1:
+            find_transport(group, self._device, transport)  # ValueError now, not at the first step
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """One more group of parameters. A collective; ValueError, on all ranks, as for those given at first."""
