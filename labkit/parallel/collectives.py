@@ -4,11 +4,11 @@ All-reduce. Every rank of a group calls with a tensor of one shape; afterwards e
 mean, bitwise the same everywhere, because each element is either computed once and copied, or computed everywhere from
 the same operands in the same order. Each function works in place. Any number of ranks, any length, contiguous or not.
 
-Reduce-scatter and all-gather are what an all-reduce does one after the other, and their results are its, to the bit.
-A tensor is cut into a shard a rank; `reduce_scatter` leaves the sum or mean of shard r on rank r, and `all_gather`
-makes whole what has shard r right on rank r. Both work in place, so that a tensor needs no second one. Either costs
-half of what is listed below for "ring", "butterfly", "one_shot" (the gather: shards only, n (p-1)/p) and
-"halving_doubling".
+Reduce-scatter and all-gather are what an all-reduce does one after the other (`phases.py`), and their results are its,
+to the bit. A tensor is cut into a shard a rank; `reduce_scatter` leaves the sum or mean of shard r on rank r, and
+`all_gather` makes whole what has shard r right on rank r. Both work in place, so that a tensor needs no second one. By
+ring, butterfly and halving-doubling each costs half of what is listed below; one-shot shows whole tensors to
+reduce-scatter, and shards, n (p-1)/p bytes, to gather.
 
 Letters: p ranks, r this rank, n bytes a rank; a seconds a message, b seconds a byte; q the largest power of two <= p.
 
