@@ -21,29 +21,35 @@ FLOAT32 = 4
 
 @dataclass(frozen=True)
 class Repeats:
-    """How often the forward pass of each kind of operator runs in a step: 1, or up to 2 where it is recomputed."""
+    """How often the forward pass of each kind of operator runs in a step: 1, or up to 2 where it is recomputed.
+
+    `last`: of the product that ends a layer. Nobody needs its result again, and where recomputation stops early
+    (PyTorch's non-reentrant checkpoints, dead code in XLA) it runs once.
+    """
 
     gemm: Numbers
+    last: Numbers
     attention: Numbers
     elementwise: Numbers
 
 
-def repeats(runs: Runs) -> Repeats:
+def repeats(runs: Runs, constants: "Rows") -> Repeats:
     """Full recomputation runs every forward twice; selective only attention (arXiv:2205.05198, section 5).
 
     torchtitan's and fms's `selective` is another thing: torchtitan keeps every second product and attention, fms
     recomputes a share of the layers; MaxText's save_qkv_proj keeps the query, key and value products.
     """
     full, selective = runs.recompute == "full", runs.recompute == "selective"
-    by_operator, by_layer = runs.has("op_recompute"), runs.has("layer_recompute")
-    kept = np.where(runs.has("save_qkv"), 0.8, 1.0)
-    share = np.where(by_operator, 0.5, np.where(by_layer, 0.5, 0.0))
-    gemm = 1 + np.where(full, kept, np.where(selective, share, 0.0))
-    attention = 1 + np.where(
-        full, 1.0, np.where(selective, np.where(by_operator, 0.0, np.where(by_layer, 0.5, 1.0)), 0)
+    by_operator, by_layer = selective & runs.has("op_recompute"), selective & runs.has("layer_recompute")
+    only_attention = selective & ~by_operator & ~by_layer
+    gemm = np.select([full & runs.has("save_qkv"), full, by_operator | by_layer], [0.8, 1.0, 0.5], 0.0)
+    stops = (constants["early_stop"] > 0) & ~runs.has("low_precision_master")
+    return Repeats(
+        gemm=1 + gemm,
+        last=1 + np.where(stops & (full | by_layer), 0.0, gemm),
+        attention=1 + np.select([full | only_attention, by_layer], [1.0, 0.5], 0.0),
+        elementwise=1 + np.select([full | by_operator, by_layer], [1.0, 0.5], 0.0),
     )
-    elementwise = 1 + np.where(full, 1.0, np.where(selective, np.where(by_operator, 1.0, share), 0.0))
-    return Repeats(gemm, attention, elementwise)
 
 
 def product_s(runs: Runs, constants: "Rows", m: Numbers, n: Numbers, k: Numbers, *, fp8: bool = True) -> Numbers:
@@ -54,8 +60,7 @@ def product_s(runs: Runs, constants: "Rows", m: Numbers, n: Numbers, k: Numbers,
     """
     in_fp8 = (runs.precision == "fp8") & fp8
     peak = runs.peak_tflops * 1e12 * runs.clock_share
-    scaled = constants["fp8_efficiency"] * np.where(runs.has("fp8_rowwise"), constants["fp8_rowwise"], 1.0)
-    peak = np.where(in_fp8, peak * runs.fp8_ratio * scaled, peak)
+    peak = np.where(in_fp8, peak * runs.fp8_ratio * constants["fp8_efficiency"], peak)
     filled = (1 + constants["gemm_k"] / k) * (1 + constants["gemm_wave"] * runs.multiprocessors * TILE**2 / (m * n))
     arithmetic = 2 * m * n * k * filled / (peak * constants["gemm_efficiency"])
     moved = BF16 * (m * k + k * n + m * n)
@@ -75,15 +80,28 @@ def memory_bytes_per_s(runs: Runs, constants: "Rows") -> Numbers:
     return runs.memory_gb_s * 1e9 * constants["memory_efficiency"]
 
 
-def layer_products_s(runs: Runs, constants: "Rows", forwards: Numbers) -> Numbers:
-    """Query, key and value; output; into and out of the feed-forward part."""
+def layer_products_s(runs: Runs, constants: "Rows", forwards: Repeats) -> Numbers:
+    """Query, key and value; output; into and out of the feed-forward part; and casts to fp8."""
     tokens, h, f, t = runs.tokens, runs.hidden, runs.ffn, runs.tp
-    qkv = trained_product_s(runs, constants, tokens, (h + 2 * runs.kv_width) / t, h, forwards)
-    output = trained_product_s(runs, constants, tokens, h, h / t, forwards)
-    into = trained_product_s(runs, constants, tokens, (1 + runs.ffn_gated) * f / t, h, forwards)
-    out = trained_product_s(runs, constants, tokens, h, f / t, forwards)
-    casts = runs.layer_parameters / t * constants["fp8_cast_traffic"] / memory_bytes_per_s(runs, constants)
-    return (qkv + output + into + out) * constants["slowdown"] + np.where(runs.precision == "fp8", casts, 0.0)
+    qkv = trained_product_s(runs, constants, tokens, (h + 2 * runs.kv_width) / t, h, forwards.gemm)
+    output = trained_product_s(runs, constants, tokens, h, h / t, forwards.gemm)
+    into = trained_product_s(runs, constants, tokens, (1 + runs.ffn_gated) * f / t, h, forwards.gemm)
+    out = trained_product_s(runs, constants, tokens, h, f / t, forwards.last)
+    products = (qkv + output + into + out) * constants["slowdown"]
+    return products + np.where(runs.precision == "fp8", _casts_s(runs, constants, forwards), 0.0)
+
+
+def _casts_s(runs: Runs, constants: "Rows", forwards: Repeats) -> Numbers:
+    """Casts to fp8, bound by memory: weights each micro-batch; with a scale a row, every input and gradient as well.
+
+    Tensor-wise scales are known beforehand, and the cast is fused into the operator before it.
+    """
+    h, f, t = runs.hidden, runs.ffn, runs.tp
+    weights = runs.layer_parameters / t * constants["fp8_cast_traffic"]
+    inputs = 2 * h + (h + f) / t
+    gradients = 2 * h + (h + 2 * runs.kv_width + (1 + runs.ffn_gated) * f) / t
+    rows = runs.tokens * (inputs * forwards.gemm + gradients) * constants["fp8_rowwise_traffic"]
+    return (weights + np.where(runs.has("fp8_rowwise"), rows, 0.0)) / memory_bytes_per_s(runs, constants)
 
 
 def attention_s(runs: Runs, constants: "Rows", forwards: Numbers) -> Numbers:

@@ -47,12 +47,14 @@ _COMPUTE = (
     Constant("gemm_k", "all", 130.0, "products of K = 130 reach half of it: published cuBLAS sweeps on A100"),
     Constant("gemm_wave", "all", 0.5, "waves of tiles lost in filling and draining a product's grid", 0.5),
     Constant("fp8_efficiency", "all", 0.9, "of the fp8 peak, over bf16's share of its own", 0.1),
-    Constant("fp8_rowwise", "all", 0.5, "row-wise scales, over tensor-wise ones", 0.3),
+    Constant("fp8_rowwise_traffic", "all", 16.0, "bytes an element that is cast with a scale a row", 0.4),
     Constant("fp8_cast_traffic", "all", 4.0, "bytes a weight and micro-batch: read bf16, write fp8 and its transpose"),
     Constant("attention_efficiency", "ampere", 0.45, "FlashAttention-2, share of the peak (arXiv:2307.08691)", 0.3),
     Constant("attention_efficiency", "hopper", 0.30, "FlashAttention-2 does not use Hopper's units", 0.3),
     Constant("attention_efficiency", "default", 0.30, "as on Hopper"),
-    Constant("attention_head", "all", 24.0, "shorter heads are slower: d = 64 against 128, arXiv:2307.08691, figure 4"),
+    Constant(
+        "attention_head", "all", 16.0, "shorter heads are slower: half the rate at this d, cf. figure 4 there", 0.5
+    ),
     Constant("attention_slowdown", "default", 1.0, "FlashAttention-2"),
     Constant("attention_slowdown", "nemo", 0.6, "cuDNN's attention over FlashAttention-2", 0.3),
     Constant("attention_slowdown", "torchtitan", 1.1, "PyTorch's own build of FlashAttention-2", 0.3),
@@ -63,8 +65,9 @@ _COMPUTE = (
     Constant("memory_efficiency", "all", 0.85, "share of HBM's bandwidth that streaming kernels reach"),
     Constant("elementwise_traffic", "default", 1.0, "over the counted reads and writes of unfused operators"),
     Constant("elementwise_traffic", "nanotron", 1.0, "the same", 0.4),
+    Constant("elementwise_traffic", "torchtitan", 1.5, "the same; compiled, half of it", 0.4),
     Constant("elementwise_traffic", "nemo", 1.0, "the same", 0.4),
-    Constant("elementwise_traffic", "vtrain_node", 0.7, "Megatron's fused kernels, profiled alone", 0.4),
+    Constant("elementwise_traffic", "vtrain", 0.7, "the same, fused kernels", 0.4),
     Constant("compiled_traffic", "all", 0.5, "torch.compile fuses each chain of operators"),
     Constant("loss_traffic", "default", 24.0, "bytes a logit: float32 copies, softmax, gradient"),
     Constant("loss_traffic", "vtrain_node", 60.0, "the head's products are slow there too", 0.4),
@@ -79,6 +82,8 @@ _COMPUTE = (
 )
 
 _LAUNCH = (
+    Constant("early_stop", "default", 1.0, "1: recomputation ends with the last product that backward needs"),
+    Constant("early_stop", "vtrain", 0.0, "Megatron-LM's own checkpoints are re-entrant"),
     Constant("launch_s", "default", 3e-3, "CPU time of a layer and micro-batch in eager PyTorch, between those fitted"),
     Constant("launch_s", "nanotron", 4e-3, "the same", 0.3),
     Constant("launch_s", "vtrain", 3e-3, "the same", 0.3),
@@ -123,18 +128,18 @@ _COMMUNICATION = (
 
 _MEMORY = (
     Constant("activation_scale", "default", 1.0, "arXiv:2205.05198"),
-    Constant("activation_scale", "nanotron", 1.0, "over that count", 0.1),
+    Constant("activation_scale", "nanotron", 1.05, "over that count: float32 norms", 0.03),
     Constant("fused_operators", "default", 1.0, "1: no dropout masks, and SwiGLU keeps its input only"),
     Constant("fused_operators", "nanotron", 0.0, "eager operators"),
     Constant("fused_operators", "vtrain", 0.0, "with dropout"),
     Constant("logit_bytes", "default", 6.0, "bytes a logit at the peak: bf16 and float32"),
     Constant("logit_bytes", "torchtitan", 12.0, "float32 logits, log-probabilities and their gradient"),
-    Constant("logit_bytes", "nanotron", 12.0, "the same", 0.2),
+    Constant("logit_bytes", "nanotron", 12.0, "bf16 and float32, and both gradients: 2 + 4 + 4 + 2"),
     Constant("transient_ffn", "default", 2.0, "bytes a token and feed-forward column inside a layer"),
-    Constant("transient_ffn", "nanotron", 12.0, "the same in eager operators", 0.2),
-    Constant("held_gathers", "all", 2.0, "bytes a token, hidden column and layer that wait for collectives", 0.3),
+    Constant("transient_ffn", "nanotron", 12.0, "six bf16 columns in eager operators: gate, up, product and gradients"),
+    Constant("held_gathers", "all", 2.0, "a bf16 copy a token, column and layer that waits for a collective", 0.2),
     Constant("fragmentation", "default", 1.02, "reserved over allocated"),
-    Constant("fragmentation", "nanotron", 1.12, "the same", 0.1),
+    Constant("fragmentation", "nanotron", 1.12, "the same", 0.03),
     Constant("runtime_bytes", "all", 0.35 * GIB, "small tensors and workspaces", 0.5),
 )
 

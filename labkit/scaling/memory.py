@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from labkit.scaling.constants import Rows
 
 GIB = 2**30
+MOST_HELD = 0.2
 PARTS = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers", "fragmentation", "runtime")
 
 
@@ -88,16 +89,14 @@ def stages(runs: Runs, constants: "Rows") -> Stages:
     optimizer = np.where(low, 4.0, 12.0) * parameters / np.where((runs.shard == "none")[:, None], 1.0, sharded)
     kept, again = layer_activations(runs, constants["unfused_attention"], constants["fused_operators"])
     activations = (kept * constants["activation_scale"])[:, None] * layers * runs.once(micro_batches_alive)
-    held = np.where(
-        (runs.pp == 1) & (runs.tp > runs.gpus_per_node), constants["held_gathers"] * runs.tokens * runs.hidden, 0
-    )
+    held = _held_gathers(runs, constants)
     columns = (runs.tokens * runs.vocab / runs.tp)[:, None]
     buffers = runs.tokens * (2 * runs.hidden + constants["transient_ffn"] * runs.ffn / runs.tp)
     parts = {
         "parameters": weights,
         "gradients": gradients,
         "optimizer": optimizer,
-        "activations": activations + held[:, None] * layers,
+        "activations": activations + held[:, None] * (layers > 0),
         "logits": np.where(is_last, constants["logit_bytes"][:, None] * columns, 0.0),
         "buffers": np.broadcast_to(buffers[:, None] + again[:, None], layers.shape),
     }
@@ -108,6 +107,17 @@ def stages(runs: Runs, constants: "Rows") -> Stages:
     parts["fragmentation"] = np.where(exists, lost, 0.0)
     parts["runtime"] = np.where(exists, constants["runtime_bytes"][:, None], 0.0)
     return Stages(parts, np.where(exists, allocated, 0.0))
+
+
+def _held_gathers(runs: Runs, constants: "Rows") -> Numbers:
+    """Gathered activations that wait for the communication stream where the CPU runs ahead of a slow network.
+
+    Seen with tensor parallelism across nodes and no pipeline. The allocator takes them back when memory is short, so
+    that they never are more than a share of it.
+    """
+    waits = (runs.pp == 1) & (runs.tp > runs.gpus_per_node)
+    held = constants["held_gathers"] * runs.tokens * runs.hidden * runs.layers
+    return np.where(waits, np.minimum(held, MOST_HELD * runs.memory_gib * GIB), 0.0)
 
 
 def _parameters(runs: Runs, layers: Numbers, is_first: Flags, is_last: Flags) -> Numbers:

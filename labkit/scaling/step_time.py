@@ -33,8 +33,8 @@ def soft_maximum(*values: Numbers, softness: Numbers | float = SOFTNESS) -> Numb
 
 def breakdown(runs: Runs, constants: "Rows") -> dict[str, Numbers]:
     """Seconds of each part of `PARTS`, and under `hidden_...` communication that compute hides; not in the sum."""
-    forwards = compute.repeats(runs)
-    gemm = compute.layer_products_s(runs, constants, forwards.gemm)
+    forwards = compute.repeats(runs, constants)
+    gemm = compute.layer_products_s(runs, constants, forwards)
     attention = compute.attention_s(runs, constants, forwards.attention)
     elementwise = compute.elementwise_s(runs, constants, forwards.elementwise)
     tensor = _tensor_parallel_s(runs, constants, forwards)
