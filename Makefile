@@ -6,9 +6,12 @@ VENV ?= .venv
 CONSTRAINTS ?= constraints.txt
 PROFILE ?= quick
 LABS ?=
+# More for `make lab`, as jupyter takes it.
+ARGS ?=
 
 BIN := $(VENV)/bin
 PIP_CONSTRAINTS := $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS))
+IS_ROOT := $(filter 0,$(shell id -u))
 INSTALL = $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check $(PIP_CONSTRAINTS)
 
 .DEFAULT_GOAL := help
@@ -38,15 +41,32 @@ lint: $(VENV)/installed-test ## style and types only
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-lab: $(VENV)/installed-lab ## JupyterLab on the notebooks
-	$(BIN)/jupyter lab --notebook-dir notebooks --LabApp.default_url=/lab/tree/00_start_here.ipynb \
-		--KernelManager.transport_encryption=auto
+# What JupyterLab starts (its terminals, `!labkit`) finds this environment's commands first.
+lab: export PATH := $(abspath $(BIN)):$(PATH)
+lab: install ## JupyterLab on the notebooks; ARGS="--port 9999 --no-browser" for jupyter
+	$(if $(IS_ROOT),@echo "running as root: JupyterLab is started with --allow-root")
+	$(BIN)/jupyter lab --ServerApp.root_dir="$(CURDIR)" --LabApp.default_url=/lab/tree/notebooks/00_start_here.ipynb \
+		--KernelManager.transport_encryption=auto \
+		--FileContentsManager.pre_save_hook=labkit.lab.saved_notebooks.forget_version \
+		$(if $(IS_ROOT),--allow-root) $(ARGS)
 
 clean: ## remove the environment and the pages; runs are kept
 	rm -rf $(VENV) reports
 
+# Programs of an environment begin with its own path: of one that was moved or copied none starts.
+ifneq ($(filter-out help clean,$(MAKECMDGOALS)),)
+ifneq ($(wildcard $(VENV)/bin/activate),)
+ifeq ($(shell grep -F '$(abspath $(VENV))' $(VENV)/bin/activate),)
+$(info $(VENV) was made in another folder: making it again)
+$(shell rm -rf $(VENV))
+endif
+endif
+endif
+
 # Half an environment would be taken for a whole one by the next make.
 $(VENV)/bin/python:
+	@$(PYTHON) -c "import sys; v = sys.version_info[:2]; (3, 11) <= v < (3, 14) or sys.exit( \
+		'labkit needs Python 3.11 to 3.13, and $(PYTHON) is %d.%d: make PYTHON=python3.12 ...' % v)"
 	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
 
 $(VENV)/installed: pyproject.toml $(wildcard constraints.txt) | $(VENV)/bin/python
@@ -56,8 +76,4 @@ $(VENV)/installed: pyproject.toml $(wildcard constraints.txt) | $(VENV)/bin/pyth
 
 $(VENV)/installed-test: $(VENV)/installed
 	$(INSTALL) --editable '.[test]'
-	@touch $@
-
-$(VENV)/installed-lab: $(VENV)/installed
-	$(INSTALL) --editable '.[lab]'
 	@touch $@

@@ -7,7 +7,7 @@
     python benchmarks/all_reduce_against_gloo.py --algorithms all     # every algorithm, for the chooser's thresholds
     python benchmarks/all_reduce_against_gloo.py --worlds 8,16 --sizes 4096,1048576
 
-The algorithms take turns with gloo (A B A B, or A B C A B C) on ranks under SCHED_BATCH, one thread each. All ranks
+The algorithms take turns with gloo, shuffled every round, on ranks under SCHED_BATCH, one thread each. All ranks
 begin a turn at one moment; the slowest rank counts; medians of the repeats. Who takes part matters: what ran before
 decides what is in the caches and which core a thread is on. On a busy machine the ratios mean little.
 
@@ -30,7 +30,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from labkit.bench.clock import start_together
+from labkit.bench.clock import order_of_turns, start_together
 from labkit.parallel.collectives import ALGORITHMS, all_reduce
 from labkit.parallel.launch import run_ranks
 from labkit.parallel.transport import POINT_TO_POINT, SHARED, empty_for_all_reduce
@@ -65,7 +65,7 @@ def _interleave(
     calls = {GLOO: dist.all_reduce, **{name: _summing(name, transport) for name in names}}
     tensors = {name: torch.ones(n_bytes // 4) for name in calls}
     if is_registered:
-        tensors |= {name: empty_for_all_reduce(n_bytes // 4, torch.float32, wish=transport) for name in names}
+        tensors |= {name: empty_for_all_reduce(n_bytes // 4, torch.float32, preference=transport) for name in names}
     samples_s: dict[str, list[float]] = {name: [] for name in calls}
     start, repeats = time.perf_counter(), WARMUP
     for number in range(1000):
@@ -73,8 +73,8 @@ def _interleave(
             repeats = _agree_on_repeats((time.perf_counter() - start) / WARMUP, budget_s * len(calls))
         if number >= WARMUP + repeats:
             break
-        for name, call in calls.items():
-            samples_s[name].append(_time(call, tensors[name], in_a_row))
+        for name in order_of_turns(calls, number, seed=n_bytes):
+            samples_s[name].append(_time(calls[name], tensors[name], in_a_row))
     return {name: _median_of_slowest(samples_s[name][WARMUP:]) for name in calls}
 
 

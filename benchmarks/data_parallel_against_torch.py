@@ -51,30 +51,30 @@ def measure(point: tuple[str, int, str, str]) -> Iterator[dict[str, Any]]:
     name, repeats, own_name, buckets = point
     implementations = {"torch": "torch", "labkit": own_name}
     torch.manual_seed(dist.get_rank())
-    losses, actions, wrappers = {}, {}, {}
+    losses: dict[str, Tensor] = {}
+    actions, wrappers = {}, {}
     for bucket_mb in buckets.split(","):
         for kind in implementations:
             model, loss_of = models()[name]()
             size = None if bucket_mb == DEFAULT else float(bucket_mb)
             wrapper = wrap(implementations[kind], model, bucket_mb=size)
-            wrappers[kind, bucket_mb] = (wrapper, loss_of)
-            actions[f"{kind} {bucket_mb}"] = _backward(losses, kind, bucket_mb)
-    order = iter(list(wrappers) * (repeats + 3))
+            key = f"{kind} {bucket_mb}"
+            wrappers[key] = (wrapper, loss_of)
+            actions[key] = _backward(losses, key)
 
-    def forward() -> None:
-        key = next(order)
+    def forward(key: str) -> None:
         wrapper, loss_of = wrappers[key]
         wrapper.zero_grad()
         losses[key] = loss_of(wrapper)
-        dist.barrier()
 
-    for key, seconds in time_interleaved(actions, warmup=3, repeats=repeats, before=forward).items():
+    times = time_interleaved(actions, warmup=3, repeats=repeats, prepare=forward, before=dist.barrier)
+    for key, seconds in times.items():
         kind, bucket_mb = key.split()
         yield {"implementation": kind, "bucket_mb": bucket_mb, "seconds": seconds}
 
 
-def _backward(losses: dict[tuple[str, str], Tensor], kind: str, bucket_mb: str) -> Callable[[], None]:
-    return lambda: losses.pop((kind, bucket_mb)).backward()
+def _backward(losses: dict[str, Tensor], key: str) -> Callable[[], None]:
+    return lambda: losses.pop(key).backward()
 
 
 def _named(bucket_mb: str) -> str:

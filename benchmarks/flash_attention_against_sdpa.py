@@ -150,12 +150,8 @@ def _step(what: str, attend: Attention, tensors: list[Tensor], causal: bool) -> 
 
 
 def _median_ms(steps: dict[str, Step], repeats: int, calls: int = CALLS) -> dict[str, float]:
-    def several(step: Step) -> Step:
-        return lambda: [step() for _ in range(calls)][-1]
-
-    actions = {name: several(step) for name, step in steps.items()}
-    samples = time_interleaved(actions, warmup=WARMUP, repeats=repeats, device="cuda")
-    return {name: 1000 * statistics.median(seconds) / calls for name, seconds in samples.items()}
+    samples = time_interleaved(steps, warmup=WARMUP, repeats=repeats, device="cuda", calls=calls)
+    return {name: 1000 * statistics.median(seconds) for name, seconds in samples.items()}
 
 
 # ----------------------------------------------------------------------------------- the single promises

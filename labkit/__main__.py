@@ -16,11 +16,10 @@ from labkit.lab.config import PROFILES, ParameterError, parse_assignments
 from labkit.studies import LABS, load_study
 
 if TYPE_CHECKING:
-    from labkit.lab.measure import Progress
+    from labkit.lab.runs.progress import Progress
     from labkit.lab.study import Study
 
 app = typer.Typer(
-    help="Measure what the systems side of training costs on this machine, and read the answers.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -41,15 +40,31 @@ def main() -> None:
         gc.set_threshold(50_000)
     atexit.register(gc.freeze)
     try:
-        from labkit.lab.store import RunFileError
-
         app()
     except KeyboardInterrupt:  # while modules are imported, say
         err.print("interrupted")
         raise SystemExit(130) from None
-    except (ParameterError, RunFileError) as error:
+    except ParameterError as error:
         err.print(f"[bold red]error:[/] {_plain(error)}", soft_wrap=True)
         raise SystemExit(2) from None
+
+
+def _print_version(is_wanted: bool) -> None:
+    if is_wanted:
+        from labkit.machine.source import describe_source
+
+        source = describe_source()
+        out.print(f"labkit {source.version}, {source}" if source.commit else str(source))
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show which labkit this is.")
+    ] = False,
+) -> None:
+    """Measure what the systems side of training costs on this machine, and read the answers."""
 
 
 @app.command("list")
@@ -86,29 +101,26 @@ def measure(
     resume: Annotated[str | None, typer.Option(metavar="RUN", help="Measure what this run still lacks.")] = None,
 ) -> None:
     """Measure a lab into a new run under data/runs/; no notebook."""
-    from labkit.lab import measure as measuring
     from labkit.lab.config import resolve_config
-    from labkit.lab.project import relative_to_project, runs_directory
-    from labkit.lab.store import find_run
+    from labkit.lab.project import path_from_here, runs_directory
+    from labkit.lab.runs import measure as measuring
+    from labkit.lab.runs.store import find_run
 
     study = load_study(lab)
     if resume is not None and (settings or profile is not None):
         raise ParameterError("--resume takes its parameters from the run: leave out --profile and --set")
     profile = profile or "quick"
     config = resolve_config(lab, study.profiles, profile, parse_assignments(settings or []))
-    begun: list[Path] = []
-    with _progress(lab, begun) as show:
+    with _progress("measure", lab) as show:
         if resume is None:
-            run = measuring.measure(
-                study, config, profile=profile, on_progress=show, on_start=begun.append, on_output=_print_output
-            )
+            run = measuring.measure(study, config, profile=profile, on_progress=show, on_output=_print_output)
         else:
-            begun.append(find_run([runs_directory() / lab], resume))
-            run = measuring.resume(study, begun[0], on_progress=show, on_output=_print_output)
+            path = find_run([runs_directory() / lab], resume)
+            run = measuring.resume(study, path, on_progress=show, on_output=_print_output)
     coverage = run.coverage()
     counts = coverage["status"].value_counts().to_dict()
     described = ", ".join(f"{count} {status}" for status, count in counts.items())
-    out.print(f"{lab}: {described}; {relative_to_project(run.path)}", soft_wrap=True)
+    out.print(f"{lab}: {described}; {path_from_here(run.path)}", soft_wrap=True)
     failed = coverage[coverage["status"].isin(["failed", "timeout"])]
     for reason, count in failed["reason"].value_counts().items():
         err.print(f"  {count} not measured: {_plain(reason)}", soft_wrap=True)
@@ -121,30 +133,48 @@ def report(
     profile: Annotated[str | None, typer.Option(help=f"How much to measure: {', '.join(PROFILES)}.")] = None,
     settings: Settings = None,
     run: Annotated[str | None, typer.Option(metavar="RUN", help="Draw this run instead of measuring.")] = None,
+    resume: Annotated[
+        str | None, typer.Option(metavar="RUN", help="Measure what this run still lacks, and draw it.")
+    ] = None,
     output: Annotated[Path | None, typer.Option(help="Folder of the pages.", show_default="reports/")] = None,
 ) -> None:
     """Execute notebooks and write HTML pages and an index."""
-    from labkit.lab.project import relative_to_project, reports_directory
-    from labkit.lab.report import check_report, report_lab, write_index
+    from labkit.lab.pages.report import check_report, report_lab, write_index
+    from labkit.lab.project import path_from_here, reports_directory, runs_directory
+    from labkit.lab.runs import measure as measuring
+    from labkit.lab.runs.store import find_run
     from labkit.lab.units import format_seconds
+    from labkit.machine import describe_machine
+    from labkit.machine.load import disturbances, load_before_measuring
 
     studies = [load_study(lab) for lab in (labs or LABS)]
-    if run is not None and len(studies) != 1:
-        raise ParameterError("--run draws one run: name its lab, for example `labkit report all_reduce --run RUN`")
+    for option, given in (("--run", run), ("--resume", resume)):
+        if given is not None and len(studies) != 1:
+            raise ParameterError(
+                f"{option} is of one lab: name it, for example `labkit report all_reduce {option} RUN`"
+            )
+    if resume is not None and (settings or profile is not None or run is not None):
+        raise ParameterError("--resume takes its parameters from the run: leave out --profile, --set and --run")
     parameters: dict[str, Any] = parse_assignments(settings or [])
     parameters |= {name: value for name, value in (("profile", profile), ("run", run)) if value is not None}
-    check_report(studies, parameters)
     output = output or reports_directory()
+    check_report(studies, parameters, output)
+    if run is None:
+        for disturbance in disturbances(load_before_measuring(), describe_machine().cores):
+            err.print(_plain(disturbance), soft_wrap=True)
     results = []
     for study in studies:
-        with _progress(study.name) as show:
+        with _progress("report", study.name) as show:
+            if resume is not None:
+                path = find_run([runs_directory() / study.name], resume)
+                parameters["run"] = str(measuring.resume(study, path, on_progress=show, on_output=_print_output).path)
             result = report_lab(study, parameters, output, show)
         results.append(result)
         outcome = f"[bold red]failed:[/] {_plain(result.error)}" if result.error else "ok"
-        page = relative_to_project(result.page)
+        page = path_from_here(result.page)
         out.print(f"{study.name}: {outcome}, in {format_seconds(result.elapsed_s)}; {page}", soft_wrap=True)
     index = write_index(_all_studies(), output)
-    out.print(f"index: {relative_to_project(index)}", soft_wrap=True)
+    out.print(f"index: {path_from_here(index)}", soft_wrap=True)
     raise typer.Exit(1 if any(result.error for result in results) else 0)
 
 
@@ -156,9 +186,9 @@ def compare_command(
     """Put runs of several machines or commits side by side, on the points they share; the first is the baseline."""
     import shlex
 
-    from labkit.lab.compare_page import load_runs, write_comparison
-    from labkit.lab.comparison import compare_runs
-    from labkit.lab.project import relative_to_project, reports_directory
+    from labkit.lab.pages.compare import load_runs, write_comparison
+    from labkit.lab.pages.comparison import compare_runs
+    from labkit.lab.project import check_writable, path_from_here, reports_directory
 
     page = output or reports_directory() / "compare.html"
     if page.is_dir():
@@ -166,12 +196,14 @@ def compare_command(
     found, unread = load_runs(runs)
     for name, reason in unread.items():
         err.print(f"left out: {_plain(name)}: {_plain(reason)}", soft_wrap=True)
-    table = write_comparison(compare_runs(found), shlex.join(["labkit", "compare", *runs]), page, unread)
+    comparisons = compare_runs(found)
+    check_writable(page.parent)
+    table = write_comparison(comparisons, shlex.join(["labkit", "compare", *runs]), page, unread)
     for row in table.to_dict("records"):
         counts = ", ".join(f"{row[verdict]} {verdict}" for verdict in ("faster", "slower", "no difference shown"))
         line = f"{row['lab']}: {row['machine']} against {row['against']}: {row['verdict']} ({counts})"
         out.print(_plain(line), soft_wrap=True)
-    out.print(f"page: {_plain(relative_to_project(page))}", soft_wrap=True)
+    out.print(f"page: {_plain(path_from_here(page))}", soft_wrap=True)
 
 
 @app.command("predict")
@@ -209,18 +241,23 @@ def _all_studies() -> "Iterator[Study]":
 
 
 @contextmanager
-def _progress(lab: str, begun: list[Path] | None = None) -> "Iterator[Callable[[Progress], None]]":
-    """A line in the terminal that says how far a lab is, nothing where there is no terminal; what Ctrl-C leaves.
+def _progress(command: str, lab: str) -> "Iterator[Callable[[Progress], None]]":
+    """A line in the terminal that says how far a lab is, and after Ctrl-C the command that goes on from there."""
+    from labkit.lab.terminal_line import terminal_line
 
-    `begun` is or gets the run that is written; None where a notebook knows it.
-    """
+    run: str | None = None
+
+    def tell(progress: "Progress") -> None:
+        nonlocal run
+        run = progress.run or run
+        show(progress)
+
     try:
-        with err.status(f"{lab}: starting") as status:
-            yield lambda progress: status.update(f"{lab}: {progress.done} of {progress.total}  {_plain(progress.text)}")
+        with terminal_line(err, lab) as show:
+            yield tell
     except KeyboardInterrupt:  # here: typer would end without a word
-        kept = "RUN" if begun is None else "".join(path.stem for path in begun)
-        goes_on = f"; what was measured is kept: `labkit measure {lab} --resume {kept}` goes on from there"
-        err.print(f"interrupted{goes_on if kept else ''}", soft_wrap=True)
+        kept = f"; what was measured is kept: `labkit {command} {lab} --resume {run}` goes on from there"
+        err.print(f"interrupted{kept if run else ''}", soft_wrap=True)
         raise typer.Exit(130) from None
 
 

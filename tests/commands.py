@@ -6,7 +6,7 @@ import sys
 from contextlib import suppress
 
 from labkit.lab.project import runs_directory
-from labkit.lab.store import Run, RunFileError
+from labkit.lab.runs.store import Run, RunFileError
 
 
 def labkit(*arguments, cwd=None):

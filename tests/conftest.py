@@ -56,7 +56,7 @@ def _compiled(folder):
     point = "sweep='compile', device='cpu', size='nano', batch=1, context_length=8, warmup=1, repeats=2"
     program = [
         "import json",
-        "from labkit.parallel.rank_answers import plain_row",
+        "from labkit.parallel.ranks.answers import plain_row",
         "from labkit.studies.end_to_end.worker import EndToEndPoint, measure_point",
         f"print(json.dumps([plain_row(row) for row in measure_point(EndToEndPoint({point}))]))",
     ]

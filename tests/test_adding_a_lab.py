@@ -9,8 +9,8 @@ import textwrap
 import nbformat
 import pytest
 
-from labkit.lab.export import page_record
-from labkit.lab.project import project_root
+from labkit.lab.pages.export import page_record
+from labkit.lab.project import notebook_path, project_root
 from tests.errands import Errand, Errands
 
 COPIED = ("labkit", "notebooks", "tests", "data/reference", "data/recorded", "pyproject.toml", "environment.yml")
@@ -30,8 +30,8 @@ def _steps():
 def _notebook(code):
     cells = [nbformat.v4.new_code_cell(cell.strip()) for cell in code.split("# %%\n")]
     cells[0].metadata["tags"] = ["parameters"]
-    kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
-    return nbformat.v4.new_notebook(cells=cells, metadata={"kernelspec": kernel})
+    made_by_jupyterlab = nbformat.read(notebook_path("all_reduce"), as_version=4).metadata
+    return nbformat.v4.new_notebook(cells=cells, metadata=made_by_jupyterlab)
 
 
 @pytest.fixture(scope="module")

@@ -3,20 +3,46 @@
 import atexit
 import gc
 import shlex
+import shutil
+import signal
+import subprocess
 import sys
+import time
+from contextlib import suppress
 
 import pytest
 
 from labkit import __main__ as program
+from labkit import __version__
 from labkit.__main__ import main
-from labkit.lab.store import Run
-from tests.commands import labkit, runs_by
+from labkit.lab.pages import report
+from labkit.lab.pages.report import LabResult
+from labkit.lab.project import path_from_here, recorded_directory
+from labkit.lab.runs.store import Run, RunFileError
+from labkit.machine.source import describe_source
+from tests.commands import all_runs, labkit, runs_by
 
 
 def test_list_names_every_lab_from_any_directory(tmp_path):
     result = labkit("list", cwd=tmp_path)
     assert result.returncode == 0
     assert "all_reduce" in result.stdout
+
+
+def test_the_version_is_told():
+    result = labkit("--version")
+    assert result.returncode == 0
+    assert __version__ in result.stdout
+    assert str(describe_source()) in result.stdout
+
+
+def test_help_comes_without_what_measuring_needs():
+    program = (
+        "import sys; sys.argv[1:] = ['measure', '--help']; from labkit.__main__ import app; app(standalone_mode=False)"
+    )
+    code = f"{program}; print(sorted({{'torch', 'pandas', 'matplotlib'}} & set(sys.modules)))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert result.stdout.splitlines()[-1] == "[]", result.stderr
 
 
 def test_a_run_holds_the_command_and_no_path_of_the_machine():
@@ -27,6 +53,46 @@ def test_a_run_holds_the_command_and_no_path_of_the_machine():
     (path,) = runs_by(arguments)
     assert Run.load(path).header.command == shlex.join(["labkit", *arguments])
     path.unlink()
+
+
+def _run_of(seed):
+    """The run of the all-reduce lab with this seed, once a point of it has ended."""
+    for path in all_runs():
+        with suppress(RunFileError, FileNotFoundError):
+            run = Run.load(path)
+            if run.header.lab == "all_reduce" and run.header.config["seed"] == seed and not run.coverage().empty:
+                return run if len(run.pending) < len(run.header.planned) else None
+    return None
+
+
+def test_a_report_that_is_interrupted_names_its_run_and_goes_on_with_it(tmp_path, monkeypatch, capfd):
+    seed = time.time_ns()
+    settings = ["world_sizes=[2]", "sizes_bytes=[64,128,256]", "algorithms=['torch']", "backends=['gloo']"]
+    settings += ["many_world_sizes=[]", "transport_world_sizes=[]", "scheduling_sizes_bytes=[]"]
+    options = [part for text in (*settings, "repeats=3000", f"seed={seed}") for part in ("--set", text)]
+    command = [sys.executable, "-m", "labkit", "report", "all_reduce", "--profile", "smoke", *options]
+    where = ["--output", str(tmp_path)]
+    process = subprocess.Popen([*command, *where], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while (run := _run_of(seed)) is None:
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    said = "".join(process.communicate(timeout=120))
+    assert process.returncode == 130
+    assert "Traceback" not in said
+    assert f"`labkit report all_reduce --resume {run.name}`" in said
+
+    drawn = []
+    monkeypatch.setattr(
+        report, "report_lab", lambda *given: drawn.append(given[1]) or LabResult(given[0], tmp_path, 0, None)
+    )
+    monkeypatch.setattr(sys, "argv", ["labkit", "report", "all_reduce", "--resume", run.name, *where])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 0
+    assert drawn == [{"run": str(run.path)}]
+    assert Run.load(run.path).coverage()["status"].unique().tolist() == ["ok"]
+    run.path.unlink()
 
 
 def test_doctor_says_what_runs_here_and_why_the_rest_does_not():
@@ -41,6 +107,8 @@ MISTAKES = [
     (["report", "all_reduce", "--set", "wrold_sizes=[2]"], ["'wrold_sizes'", "did you mean 'world_sizes'"]),
     (["measure", "all_reduce", "--set", "world_sizes=2 4"], ["'world_sizes'", "list", "'2 4'"]),
     (["report", "all_reduce", "--set", "sizes_bytes=[-1]"], ["'sizes_bytes'", "greater than or equal to 1", "-1"]),
+    (["report", "--resume", "RUN"], ["--resume is of one lab"]),
+    (["report", "all_reduce", "--resume", "RUN", "--profile", "smoke"], ["takes its parameters from the run"]),
     (["report", "all_reduce", "--profile", "quik"], ["'quik'", "did you mean 'quick'"]),
     (["measure", "al_reduce"], ["'al_reduce'", "did you mean 'all_reduce'"]),
     (["report", "../all_reduce"], ["'../all_reduce'", "the labs are"]),
@@ -102,3 +170,34 @@ def test_a_mistake_is_one_line_of_a_program_and_its_exit_status(arguments, words
     assert result.returncode == 2
     _assert_one_message(result.stderr, words)
     assert not runs_by(arguments)
+
+
+RECORDED = next((recorded_directory() / "attention").glob("*.jsonl"))
+WRITING = [
+    ["measure", "all_reduce", "--profile", "smoke"],
+    ["report", "attention", "--profile", "smoke"],
+    ["report", "attention", "--run", RECORDED.stem],
+    ["compare", RECORDED.stem, "copy.jsonl"],
+]
+
+
+@pytest.mark.parametrize("arguments", WRITING, ids=["measure", "report", "report --run", "compare"])
+@pytest.mark.usefixtures("same_collector")
+def test_a_folder_that_takes_no_files_is_told_before_anything_is_measured(arguments, tmp_path, monkeypatch, capfd):
+    home = tmp_path / "home"
+    home.write_text("")  # a file, for which not even root can make folders
+    shutil.copy(RECORDED, tmp_path / "copy.jsonl")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LABKIT_HOME", str(home))
+    monkeypatch.setattr(sys, "argv", ["labkit", *arguments])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 2
+    _assert_one_message(capfd.readouterr().err, [str(home), "cannot be written", "export LABKIT_HOME="])
+
+
+def test_paths_are_told_as_they_can_be_opened_from_here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert path_from_here(tmp_path / "reports" / "index.html") == "reports/index.html"
+    elsewhere = recorded_directory() / "attention"
+    assert path_from_here(elsewhere) == str(elsewhere)

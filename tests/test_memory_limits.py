@@ -3,7 +3,7 @@
 import psutil
 import pytest
 
-from labkit.memory_limits import available_memory_bytes, memory_limit_bytes, oom_kills
+from labkit.machine.memory_limits import available_memory_bytes, memory_limit_bytes, oom_kills
 
 MIB = 2**20
 UNLIMITED_1 = 9223372036854771712

@@ -19,10 +19,10 @@ from papermill.parameterize import parameterize_notebook
 from labkit.lab.answers import TOPICS, Outcome
 from labkit.lab.config import ParameterError
 from labkit.lab.execute import notebook_parameters
-from labkit.lab.export import page_record
 from labkit.lab.notebook import COMMON_PARAMETERS, open_lab
+from labkit.lab.pages.export import page_record
+from labkit.lab.pages.report import write_index
 from labkit.lab.project import notebook_path, project_root, runs_directory
-from labkit.lab.report import write_index
 from labkit.studies import LABS, load_study
 from tests.errands import Errand, Errands
 

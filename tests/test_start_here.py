@@ -5,7 +5,7 @@ import pytest
 
 from labkit.lab import contents
 from labkit.lab.project import notebook_path, recorded_directory
-from labkit.lab.store import Run
+from labkit.lab.runs.store import Run
 from labkit.lab.units import format_seconds
 from labkit.studies import LABS, load_study
 
@@ -23,7 +23,13 @@ def _shown(outputs, kind):
 
 def test_the_tour_runs_from_any_directory_without_noise(outputs):
     assert {output.output_type for some in outputs.values() for output in some} <= {"display_data", "execute_result"}
-    assert len(_shown(outputs, "image/png")) == 2
+    assert sum(html.count('<figure class="labkit-figure">') for html in _shown(outputs, "text/html")) == 2
+
+
+def test_a_picture_is_stored_once_and_says_in_text_where_its_file_is(tour, outputs):
+    assert _shown(outputs, "image/png") == []
+    assert tour.read_text().count("data:image/png;base64,") == 2
+    assert sum(text.rstrip("'").endswith(".png") for text in _shown(outputs, "text/plain")) == 2
 
 
 def test_a_function_of_the_reader_has_run_on_four_ranks(outputs):

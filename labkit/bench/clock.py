@@ -1,19 +1,26 @@
-"""How long something takes: warm-up apart, alternatives interleaved, the device's own clock.
+"""How long something takes: warm-up apart, alternatives interleaved in a shuffled order, the device's own clock.
 
-CPU time is `time.perf_counter`; CUDA time is a pair of events on the current stream, which measures the
-device and not the queueing of work to it. A caller on several ranks passes a barrier as `before`; each rank
-then times itself, and whoever reads the samples takes the slowest rank of each repeat.
+CPU time is `time.perf_counter`. CUDA time is a pair of events on the current stream of a device that has nothing else
+to do. Between the two lies whatever the stream waits for: the kernels, and the host wherever it is slower than the
+device. The host takes 10 to 50 us to launch the first kernel of a call, which is most of the time of a short one.
+`calls` above 1 takes that out: see `time_interleaved`.
+
+A caller on several ranks passes a barrier as `before`; each rank then times itself, and whoever reads the samples
+takes the slowest rank of each repeat.
 """
 
 import os
+import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 Action = Callable[[], Any]
+Prepare = Callable[[str], Any]
+Seed = int | str
 
 
 def time_interleaved(
@@ -22,44 +29,117 @@ def time_interleaved(
     warmup: int,
     repeats: int,
     device: str = "cpu",
+    prepare: Prepare | None = None,
     before: Action | None = None,
+    calls: int = 1,
+    seed: Seed = 0,
 ) -> dict[str, list[float]]:
-    """Seconds of each call, alternatives taking turns (A B A B ...), in the order of the mapping.
+    """Seconds of a call of each alternative, which take turns in an order that is shuffled anew every round.
 
-    Taking turns lets every alternative see the same drift of the machine, so that the ratio of two of them
-    holds even where their absolute times do not. `before` runs ahead of every call, outside the timed region
-    (fresh inputs, a barrier). Returns `repeats` samples a name; the `warmup` rounds are thrown away.
+    Taking turns lets every alternative see the same drift of the machine, so that the ratio of two of them holds even
+    where their absolute times do not. Shuffling lets every alternative run equally often after every other: what ran
+    before decides what is in the caches, and in a fixed order, rotated or not, identical functions get times that
+    differ by a factor of two.
+
+    Args:
+        alternatives: what to time, by name. All ranks have the same names.
+        warmup: rounds that are thrown away.
+        repeats: rounds that are kept.
+        device: "cpu", or a CUDA device, whose current stream is timed.
+        prepare: called with the name of the alternative whose turn comes, outside the timed region (fresh inputs).
+        before: called after `prepare`, right ahead of what is timed (a barrier).
+        calls: a sample is the mean of so many calls in a row. On CUDA one more call goes ahead of them, which is not
+            timed: while the device is busy with it, the host launches the next ones, so that a sample is what the
+            device takes, or the time of a launch if that is longer.
+        seed: of the order: `order_of_turns`. A point's `id` is the same on all ranks, and another for every point.
+
+    Returns:
+        `repeats` samples by name, in the order of the mapping; sample i of all names is of one round.
+
+    Raises:
+        ValueError: no alternatives, or counts that cannot be.
+    """
+    wholes = {name: {name: action} for name, action in alternatives.items()}
+    samples = time_parts_interleaved(
+        wholes,
+        warmup=warmup,
+        repeats=repeats,
+        device=device,
+        prepare=prepare,
+        before=before,
+        calls=calls,
+        seed=seed,
+    )
+    return {name: parts[name] for name, parts in samples.items()}
+
+
+def time_parts_interleaved(
+    alternatives: Mapping[str, Mapping[str, Action]],
+    *,
+    warmup: int,
+    repeats: int,
+    device: str = "cpu",
+    prepare: Prepare | None = None,
+    before: Action | None = None,
+    calls: int = 1,
+    seed: Seed = 0,
+) -> dict[str, dict[str, list[float]]]:
+    """`time_interleaved` for alternatives in parts that follow one another: forward, then backward.
+
+    The turn of an alternative is all its parts in the order of its mapping; only alternatives are shuffled. `prepare`
+    runs once a turn, `before` ahead of every part. With `calls`, a part is called as often before the next one comes.
+    Returns samples by alternative and part.
     """
     if not alternatives:
         raise ValueError("expected at least one alternative to time")
-    if warmup < 0 or repeats < 1:
-        raise ValueError(f"expected warmup >= 0 and repeats >= 1, got {warmup} and {repeats}")
-    time_once = _time_cuda if torch.device(device).type == "cuda" else _time_cpu
-    samples: dict[str, list[float]] = {name: [] for name in alternatives}
+    if warmup < 0 or repeats < 1 or calls < 1:
+        raise ValueError(f"expected warmup >= 0, repeats >= 1 and calls >= 1, got {warmup}, {repeats} and {calls}")
+    time_calls = _time_cuda if torch.device(device).type == "cuda" else _time_cpu
+    samples: dict[str, dict[str, list[float]]] = {
+        name: {part: [] for part in parts} for name, parts in alternatives.items()
+    }
     for repeat in range(-warmup, repeats):
-        for name, action in alternatives.items():
-            if before is not None:
-                before()
-            seconds = time_once(action)
-            if repeat >= 0:
-                samples[name].append(seconds)
+        for name in order_of_turns(alternatives, repeat, seed=seed):
+            if prepare is not None:
+                prepare(name)
+            for part, action in alternatives[name].items():
+                if before is not None:
+                    before()
+                seconds = time_calls(action, calls)
+                if repeat >= 0:
+                    samples[name][part].append(seconds)
     return samples
 
 
-def _time_cpu(action: Action) -> float:
+def order_of_turns(names: Iterable[str], round_number: int, *, seed: Seed = 0) -> list[str]:
+    """The names in the order of their turns in a round: every order is equally likely, in every round anew.
+
+    The same wherever names, number and seed are the same, on all ranks and in a run that is taken up again, in
+    whatever order the names are given. For whoever cannot leave the rounds to `time_interleaved`.
+    """
+    turns = sorted(names)
+    random.Random(f"{seed} {round_number}").shuffle(turns)
+    return turns
+
+
+def _time_cpu(action: Action, calls: int) -> float:
     start = time.perf_counter()
-    action()
-    return time.perf_counter() - start
+    for _ in range(calls):
+        action()
+    return (time.perf_counter() - start) / calls
 
 
-def _time_cuda(action: Action) -> float:
+def _time_cuda(action: Action, calls: int) -> float:
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
+    if calls > 1:
+        action()
     start.record()
-    action()
+    for _ in range(calls):
+        action()
     end.record()
     end.synchronize()
-    return start.elapsed_time(end) / 1000
+    return start.elapsed_time(end) / 1000 / calls
 
 
 def start_together(margin_s: float = 0.0005) -> None:

@@ -1,7 +1,11 @@
 """What comes before a time: whether an error is one that rounding explains, and the ranks' agreement on it."""
 
+import math
+from collections.abc import Mapping
+
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 
 def verdict(error: float, limit: float) -> str:
@@ -9,8 +13,19 @@ def verdict(error: float, limit: float) -> str:
     return "ok" if error <= limit else f"wrong: error {error:.1e}, at most {limit:.1e} expected"
 
 
+def largest_difference(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
+    """Largest deviation over the largest expected value of its tensor; infinite for NaN and what one side lacks."""
+    if found.keys() != expected.keys():
+        return math.inf
+    errors = [
+        float((found[name] - one).abs().max() / one.abs().max().clamp_min(1e-30)) for name, one in expected.items()
+    ]
+    return math.inf if any(map(math.isnan, errors)) else max(errors, default=0.0)
+
+
 def worst_of_ranks(error: float) -> float:
-    """The largest error of any rank, on all ranks: they must agree on what gets no time."""
-    largest = torch.tensor(error, dtype=torch.float64, device="cuda" if dist.get_backend() == "nccl" else "cpu")
+    """The largest error of any rank, on all ranks: they must agree on what gets no time. NaN counts as infinite."""
+    finite_or_inf = math.inf if math.isnan(error) else error  # a maximum may pass over NaN
+    largest = torch.tensor(finite_or_inf, dtype=torch.float64, device="cuda" if dist.get_backend() == "nccl" else "cpu")
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     return float(largest)

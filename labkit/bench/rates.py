@@ -3,22 +3,26 @@
 The yardsticks for everything that is predicted: a data sheet's peak exists for few devices and is reached on none.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 
-from labkit.bench.clock import time_interleaved
+from labkit.bench.clock import Seed, time_interleaved
 from labkit.bench.gate import verdict
 
 # Products of this size keep the units busy and fit everywhere; larger ones gain a few percent at most.
 MATMUL_SIZE = {"cpu": 1024, "cuda": 8192}
 COPY_BYTES = {"cpu": 2**28, "cuda": 2**30}
+# In a row for a sample: the launch of a single one is a few percent of it on the fastest devices.
+CALLS = {"cpu": 1, "cuda": 5}
 
 
 @dataclass(frozen=True)
 class MatmulTimes:
     """Products of two square matrices: seconds of each, and the relative error of one row against float64."""
 
+    dtype: torch.dtype
     size: int
     seconds: list[float]
     error: float
@@ -32,7 +36,9 @@ class MatmulTimes:
 
     @property
     def flops_per_s(self) -> list[float]:
-        """Of each product, 2 * size^3 FLOPs in all."""
+        """Of each product, 2 * size^3 FLOPs in all. ArithmeticError for a wrong one."""
+        if self.gate != "ok":
+            raise ArithmeticError(f"a product of two {self.dtype} matrices is {self.gate}")
         return [2 * self.size**3 / seconds for seconds in self.seconds]
 
 
@@ -40,17 +46,54 @@ def time_matmul(
     device: str, dtype: torch.dtype, *, size: int | None = None, warmup: int = 3, repeats: int = 10, seed: int = 0
 ) -> MatmulTimes:
     """Time `repeats` products of two normal square matrices of `size`; None: that of the device."""
-    size = size or MATMUL_SIZE[torch.device(device).type]
+    return time_matmuls(device, [dtype], size=size, warmup=warmup, repeats=repeats, seed=seed)[dtype]
+
+
+def time_matmuls(
+    device: str,
+    dtypes: Iterable[torch.dtype],
+    *,
+    size: int | None = None,
+    warmup: int = 3,
+    repeats: int = 10,
+    seed: int = 0,
+    order_seed: Seed = 0,
+) -> dict[torch.dtype, MatmulTimes]:
+    """The same in several dtypes, which take turns."""
+    kind = torch.device(device).type
+    size = size or MATMUL_SIZE[kind]
     generator = torch.Generator(device).manual_seed(seed)
-    a, b = torch.randn(2, size, size, device=device, generator=generator).to(dtype)
-    out = torch.empty_like(a)
+    factors = torch.randn(2, size, size, device=device, generator=generator)
+    products = {dtype: _Product(factors, dtype) for dtype in dtypes}
     samples = time_interleaved(
-        {"matmul": lambda: torch.mm(a, b, out=out)}, warmup=warmup, repeats=repeats, device=device
+        {str(dtype): product.run for dtype, product in products.items()},
+        warmup=warmup,
+        repeats=repeats,
+        device=device,
+        calls=CALLS[kind],
+        seed=order_seed,
     )
-    row = size // 2
-    exact = a[row].double() @ b.double()
-    error = float((out[row].double() - exact).norm() / exact.norm())
-    return MatmulTimes(size, samples["matmul"], error, _rounding(dtype, size))
+    return {
+        dtype: MatmulTimes(dtype, size, samples[str(dtype)], product.error, _rounding(dtype, size))
+        for dtype, product in products.items()
+    }
+
+
+class _Product:
+    """Of two square matrices in one dtype, and how wrong one row of it is."""
+
+    def __init__(self, factors: torch.Tensor, dtype: torch.dtype):
+        self._a, self._b = factors.to(dtype)
+        self._out = torch.empty_like(self._a)
+
+    def run(self) -> None:
+        torch.mm(self._a, self._b, out=self._out)
+
+    @property
+    def error(self) -> float:
+        row = len(self._a) // 2
+        exact = self._a[row].double() @ self._b.double()
+        return float((self._out[row].double() - exact).norm() / exact.norm())
 
 
 def _rounding(dtype: torch.dtype, size: int) -> float:
@@ -67,15 +110,18 @@ def matmul_flops_per_s(
     device: str, dtype: torch.dtype, *, size: int | None = None, warmup: int = 3, repeats: int = 10
 ) -> list[float]:
     """FLOP/s of each of `repeats` products of two square matrices of `size`; ArithmeticError for wrong ones."""
-    times = time_matmul(device, dtype, size=size, warmup=warmup, repeats=repeats)
-    if times.gate != "ok":
-        raise ArithmeticError(f"a product of two {dtype} matrices is {times.gate}")
-    return times.flops_per_s
+    return time_matmul(device, dtype, size=size, warmup=warmup, repeats=repeats).flops_per_s
 
 
 def copy_bytes_per_s(device: str, *, n_bytes: int | None = None, warmup: int = 2, repeats: int = 10) -> list[float]:
     """Bytes/s of each of `repeats` copies of a buffer, read and written bytes together."""
     source = torch.zeros(n_bytes or COPY_BYTES[torch.device(device).type], dtype=torch.uint8, device=device)
     target = torch.ones_like(source)  # written once: otherwise the first copy would wait for pages
-    samples = time_interleaved({"copy": lambda: target.copy_(source)}, warmup=warmup, repeats=repeats, device=device)
+    samples = time_interleaved(
+        {"copy": lambda: target.copy_(source)},
+        warmup=warmup,
+        repeats=repeats,
+        device=device,
+        calls=CALLS[torch.device(device).type],
+    )
     return [2 * source.numel() / seconds for seconds in samples["copy"]]

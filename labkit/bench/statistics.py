@@ -1,27 +1,37 @@
-"""What samples say and what they do not: medians with intervals, and a verdict between two alternatives.
+"""What samples say and what they do not: medians with intervals, and which differences count.
 
-Intervals are percentile bootstrap intervals (Efron 1979) of the median, from a fixed seed, so that a page
-drawn twice from one run says the same. They cover what varied *within* the run.
+One rule of significance for the whole product (`judged`): the false-discovery rate over all comparisons that answer a
+question stays at most `FALSE_DISCOVERY_RATE`, and a difference smaller than `LEAST_RELEVANT_DIFFERENCE` is not claimed
+however certain it is. Intervals cover what varied *within* the run.
 """
 
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
-from math import comb
 from typing import Literal
 
 import numpy as np
 import pandas as pd
 
+from labkit.bench.intervals import (
+    CONFIDENCE,
+    FEWEST_SAMPLES,
+    Estimate,
+    adjusted,
+    estimate_paired,
+    estimate_unpaired,
+    median_interval,
+)
+
+__all__ = ["CONFIDENCE", "FEWEST_SAMPLES"]
+
 Verdict = Literal["faster", "slower", "no difference shown"]
 
-CONFIDENCE = 0.95
 RESAMPLES = 2000
 MOST_KEPT = 500  # samples whose resamples are kept, of which there are RESAMPLES times as many
-# Below six samples no interval of order statistics covers the median with 95 %: 2 * 0.5**5 > 0.05.
-FEWEST_SAMPLES = 6
-# Repeats that follow one another resemble one another more than repeats of another run do, so a within-run
-# interval is too narrow; a difference smaller than this is not claimed even where it excludes 1.
+# Half of the usual 5 %: rounds that follow one another resemble one another, and intervals do not know it all.
+FALSE_DISCOVERY_RATE = 0.025
+# Other runs differ by more than repeats within one do.
 LEAST_RELEVANT_DIFFERENCE = 0.03
 
 
@@ -31,22 +41,27 @@ class Summary:
 
     n: int
     median: float
+    low: float
+    high: float
     mean: float
     std: float
     p90: float
     p95: float
     p99: float
-    low: float
-    high: float
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Ratio of two medians, a over b, with its interval. For times, below 1 means that a is faster."""
+    """How many times b an a is, with its interval. For times, below 1 means that a is faster.
+
+    `p` is the probability of such a ratio, or one further from 1, where nothing differs. `verdict` is that of one
+    comparison alone; of several that answer one question, `judged` has the last word.
+    """
 
     ratio: float
     low: float
     high: float
+    p: float
     verdict: Verdict
 
     def __str__(self) -> str:
@@ -65,7 +80,7 @@ def summarize(samples: Iterable[float]) -> Summary:
 def _summary(samples: bytes) -> Summary:
     """`summarize` of float64s."""
     values = np.frombuffer(samples)
-    low, high = _median_interval(values)
+    low, high = median_interval(values)
     return Summary(
         n=len(values),
         median=float(np.median(values)),
@@ -82,8 +97,9 @@ def _summary(samples: bytes) -> Summary:
 def compare(a: Iterable[float], b: Iterable[float], *, interleaved: bool) -> Comparison:
     """Is a faster than b? Both are times.
 
-    `interleaved` means that repeat i of both was measured in the same round: then whole rounds are resampled, so
-    that a slow moment that hit both does not widen the interval. ValueError if their numbers differ all the same.
+    `interleaved` means that repeat i of both was measured in the same round: then the ratios of the rounds are what is
+    looked at, so that a slow moment that hit both does not count. ValueError if their numbers differ all the same.
+    Samples that are not all above zero have a ratio of medians and no interval.
     """
     first, second = _finite(a), _finite(b)
     if interleaved and len(first) != len(second):
@@ -95,24 +111,33 @@ def compare(a: Iterable[float], b: Iterable[float], *, interleaved: bool) -> Com
 def _comparison(a: bytes, b: bytes, interleaved: bool) -> Comparison:
     """`compare` of float64s."""
     first, second = np.frombuffer(a), np.frombuffer(b)
-    ratio = float(np.median(first) / np.median(second))
-    if min(len(first), len(second)) < FEWEST_SAMPLES:
-        return Comparison(ratio, float("nan"), float("nan"), "no difference shown")
-    seed = 0 if interleaved else 1  # of samples taken in turns, the same rounds are drawn
-    low, high = _percentiles(resampled_medians(first) / resampled_medians(second, seed))
-    return Comparison(ratio, low, high, _verdict(low, high))
+    if min(first.min(), second.min()) <= 0:
+        with np.errstate(divide="ignore", invalid="ignore"):
+            ratio = float(np.median(first) / np.median(second))
+        return Comparison(ratio, float("nan"), float("nan"), float("nan"), "no difference shown")
+    logs = np.log(first), np.log(second)
+    found: Estimate = estimate_paired(logs[0] - logs[1]) if interleaved else estimate_unpaired(*logs)
+    ratio, low, high = (float(np.exp(value)) for value in (found.value, found.low, found.high))
+    return Comparison(ratio, low, high, found.p, _verdict(ratio, found.p))
 
 
-def beyond_chance(shown: int, settings: int, *, tries: int = 1) -> bool:
-    """Whether a verdict in one direction in `shown` of `settings` is more than chance would give.
+def _verdict(ratio: float, p: float) -> Verdict:
+    """From a p-value that is adjusted for all comparisons beside it."""
+    if p <= FALSE_DISCOVERY_RATE and ratio <= 1 - LEAST_RELEVANT_DIFFERENCE:
+        return "faster"
+    if p <= FALSE_DISCOVERY_RATE and ratio >= 1 + LEAST_RELEVANT_DIFFERENCE:
+        return "slower"
+    return "no difference shown"
 
-    Where nothing differs, a 95 % interval still lies wholly on one given side of 1 in 2.5 % of comparisons, and
-    at least one of `tries` alternatives that are compared in one setting does in at most 1 - 0.975**tries. True
-    if that gives `shown` or more settings with a probability below 5 % (binomial tail).
+
+def judged(ratios: pd.DataFrame) -> pd.DataFrame:
+    """The table with `verdict` for each of its rows as comparisons that answer one question together.
+
+    Needs the columns `ratio` and `p` of `Comparison`. Rows without a p-value show no difference.
     """
-    chance = 1 - (1 - (1 - CONFIDENCE) / 2) ** tries
-    fewer = sum(comb(settings, k) * chance**k * (1 - chance) ** (settings - k) for k in range(shown))
-    return 1 - fewer < 1 - CONFIDENCE
+    adjusted_p = adjusted(ratios["p"].to_numpy(dtype=float))
+    verdicts = [_verdict(ratio, p) for ratio, p in zip(ratios["ratio"], adjusted_p, strict=True)]
+    return ratios.assign(verdict=pd.Series(verdicts, index=ratios.index, dtype=object))
 
 
 def summarize_groups(frame: pd.DataFrame, value: str, by: Sequence[str]) -> pd.DataFrame:
@@ -134,9 +159,9 @@ def compare_groups(
 ) -> pd.DataFrame:
     """Within each setting, `value` (a time) of every alternative in `column` over that of `baseline`.
 
-    One row a (setting, alternative) with `ratio`, its interval `low`, `high`, and `verdict`. Settings without the
-    baseline are left out. `interleaved` as in `compare`: the rows of a setting and alternative are in the order
-    of their repeats.
+    One row per (setting, alternative) with `ratio`, its interval `low`, `high`, `p`, and the `verdict` that all rows
+    together allow (`judged`). Settings without the baseline are left out. `interleaved` as in `compare`: the rows of
+    a setting and alternative are in the order of their repeats.
     """
     rows = []
     for key, group in frame.groupby(list(setting), sort=True, dropna=False):
@@ -146,20 +171,12 @@ def compare_groups(
         for name, samples in group[group[column] != baseline].groupby(column)[value]:
             ratio = asdict(compare(samples, base, interleaved=interleaved))
             rows.append(dict(zip(setting, key, strict=True)) | {column: name} | ratio)
-    return pd.DataFrame(rows, columns=[*setting, column, *Comparison.__dataclass_fields__])
+    return judged(pd.DataFrame(rows, columns=[*setting, column, *Comparison.__dataclass_fields__]))
 
 
 def slowest_rank(frame: pd.DataFrame, value: str, by: Sequence[str]) -> pd.DataFrame:
     """The largest `value` among the ranks of each repeat: a collective is over when its last rank is."""
     return frame.groupby([*by, "repeat"], dropna=False)[value].max().reset_index()
-
-
-def _verdict(low: float, high: float) -> Verdict:
-    if high < 1 - LEAST_RELEVANT_DIFFERENCE:
-        return "faster"
-    if low > 1 + LEAST_RELEVANT_DIFFERENCE:
-        return "slower"
-    return "no difference shown"
 
 
 def resampled_medians(values: np.ndarray, seed: int = 0) -> np.ndarray:
@@ -183,18 +200,6 @@ def _draw(n: int, seed: int) -> np.ndarray:
 
 
 _kept_resamples = lru_cache(maxsize=16)(_draw)
-
-
-def _median_interval(values: np.ndarray) -> tuple[float, float]:
-    if len(values) < FEWEST_SAMPLES:
-        return float("nan"), float("nan")
-    return _percentiles(resampled_medians(values))
-
-
-def _percentiles(resampled: np.ndarray) -> tuple[float, float]:
-    tail = 100 * (1 - CONFIDENCE) / 2
-    low, high = np.percentile(resampled, [tail, 100 - tail])
-    return float(low), float(high)
 
 
 def _finite(samples: Iterable[float]) -> np.ndarray:

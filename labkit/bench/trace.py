@@ -123,26 +123,45 @@ class Profile:
         return sum(event.get("ph") == "X" for event in self.trace["traceEvents"])
 
 
-def profile_call(action: Callable[[], Any], *, device: str = "cpu") -> Profile:
-    """Run `action` once under the profiler; warming up is for the caller to do before."""
+def profile_call(action: Callable[[], Any], *, device: str = "cpu", before: Callable[[], Any] | None = None) -> Profile:
+    """Run `action` once under the profiler; warming up is for the caller to do before.
+
+    `before` runs once the profiler has started, which takes ranks unequally long: a barrier. RuntimeError if a GPU was
+    profiled and no kernel was seen: operators of the host must not pass for kernels.
+    """
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise the profiler's start and end are news on stderr
     activities = [ProfilerActivity.CPU]
     if torch.device(device).type == "cuda":
         activities.append(ProfilerActivity.CUDA)
     with profile(activities=activities) as profiler:
-        seconds = time_interleaved({"call": action}, warmup=0, repeats=1, device=device)["call"][0]
+        seconds = time_interleaved({"call": action}, warmup=0, repeats=1, device=device, before=before)["call"][0]
     with TemporaryDirectory() as directory:
         path = Path(directory, "trace.json")
         profiler.export_chrome_trace(str(path))
         trace = _without_names_of_the_machine(json.loads(path.read_bytes()))
+    if ProfilerActivity.CUDA in activities and not has_kernels(trace):
+        raise RuntimeError(
+            "the profiler saw no GPU kernel: CUPTI gave none, as where only administrators may profile "
+            "(NVreg_RestrictProfilingToAdminUsers), or where another profiler is at work"
+        )
     return Profile(trace, seconds, read_events(trace))
 
 
-def read_events(trace: Trace) -> list[TraceEvent]:
-    """The events of a Chrome trace by start: kernels, copies and fills of a GPU, if there are any; else operators."""
+def has_kernels(trace: Trace) -> bool:
+    """Whether the trace has anything that ran on a GPU."""
+    return any(event.get("ph") == "X" and event.get("cat") in DEVICE for event in trace["traceEvents"])
+
+
+def read_events(trace: Trace, *, also: str | None = None) -> list[TraceEvent]:
+    """The events of a Chrome trace by start: kernels, copies and fills of a GPU, if there are any; else operators.
+
+    Beside kernels, operators of the host whose names begin with `also` are there too.
+    """
     complete = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
     host = [event for event in complete if event.get("cat") in HOST]
     device = [event for event in complete if event.get("cat") in DEVICE]
+    if device and also is not None:
+        device += [event for event in host if event["name"].startswith(also)]
     events = device or host
     if not events:
         return []

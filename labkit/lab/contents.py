@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from labkit.lab.project import notebook_path, runs_directory
-from labkit.lab.store import Run, RunFileError
+from labkit.lab.runs.store import Run, RunFileError
 from labkit.lab.study import Study
 from labkit.lab.units import format_seconds
 

@@ -5,9 +5,10 @@ from collections.abc import Iterable, Iterator
 import torch.distributed as dist
 
 from labkit.lab.config import PROFILES
+from labkit.lab.project import notebooks_directory, project_root
 from labkit.lab.study import Study
 from labkit.lab.units import format_bytes
-from labkit.machine import available_memory_bytes, describe_machine
+from labkit.machine import Machine, available_memory_bytes, describe_machine
 
 
 def machine_rows() -> list[tuple[str, str]]:
@@ -21,12 +22,18 @@ def machine_rows() -> list[tuple[str, str]]:
         ("machine", machine.label),
         ("processor", f"{machine.cpu}, {machine.cores} cores available"),
         ("memory", memory),
-        ("gpu", "; ".join(gpus) or "none: labs run on the CPU, points that need a GPU are skipped"),
+        ("gpu", "; ".join(gpus) or f"{_no_gpu(machine)}: labs run on the CPU, points that need a GPU are skipped"),
         ("backends", ", ".join(backends)),
         ("system", f"{machine.system}, Python {machine.python}"),
         ("versions", versions),
-        ("source", f"commit {machine.git}" if machine.git else "not a git checkout"),
+        ("source", str(machine.source)),
+        ("notebooks", str(notebooks_directory())),
+        ("results", f"below {project_root()}"),
     ]
+
+
+def _no_gpu(machine: Machine) -> str:
+    return f"not used, {machine.why_no_gpus}" if machine.why_no_gpus else "none"
 
 
 def lab_rows(studies: Iterable[Study]) -> Iterator[tuple[str, str, str, str, str]]:

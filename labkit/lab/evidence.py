@@ -1,29 +1,18 @@
 """From rows with intervals to claims: which differences are more than chance, and how a number is quoted."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from labkit.bench.statistics import beyond_chance
 from labkit.lab.answers import Verdict
 from labkit.lab.units import format_seconds, join_words
 
 
-def shown(ratios: pd.DataFrame, setting: Sequence[str]) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Rows of `compare_groups` shown to be faster, and slower; none of a kind that chance alone would give.
-
-    `setting` names the columns that make one setting; the rows of one setting are so many tries.
-    """
-    settings = ratios.groupby(list(setting), dropna=False).ngroups
-    tries = -(-len(ratios) // max(1, settings))
-    kinds = []
-    for verdict in ("faster", "slower"):
-        some = ratios[ratios["verdict"] == verdict]
-        found = some.groupby(list(setting), dropna=False).ngroups
-        kinds.append(some if beyond_chance(found, settings, tries=tries) else some.iloc[:0])
-    return kinds[0], kinds[1]
+def significant(ratios: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Rows of judged comparisons that are faster, and slower."""
+    return ratios[ratios["verdict"] == "faster"], ratios[ratios["verdict"] == "slower"]
 
 
 def verdict_of(faster: pd.DataFrame, slower: pd.DataFrame) -> Verdict:
@@ -75,6 +64,11 @@ def ranks_text(row: Mapping[str, Any] | pd.Series) -> str:
 def wrong_rows(frame: pd.DataFrame) -> pd.DataFrame:
     """Rows that did not pass their gate."""
     return frame[frame["gate"].fillna("ok") != "ok"] if "gate" in frame else frame.iloc[:0]
+
+
+def no_times(gates: pd.Series) -> str:
+    """How a sentence begins about what has no time: a wrong result is shouted, a failure only told."""
+    return "WRONG RESULTS, and therefore no times" if gates.str.startswith("wrong").any() else "No times"
 
 
 def not_measured_text(frame: pd.DataFrame, name: str) -> str:

@@ -4,8 +4,10 @@ papermill only warns of an unknown parameter and does not mark every failure in 
 parameters are checked against the lab before a kernel starts, and success is judged by the exception.
 """
 
-import ast
-from collections.abc import Callable, Mapping
+import os
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +22,18 @@ from papermill.log import logger
 from traitlets import default
 
 from labkit.lab.config import ParameterError
-from labkit.lab.measure import Progress
-from labkit.lab.notebook import PROGRESS_MIME, check_parameters
+from labkit.lab.notebook import MeasuringInterrupted, check_parameters
 from labkit.lab.parameter_cells import literal_assignments
+from labkit.lab.progress_lines import PROGRESS_MIME
+from labkit.lab.runs.progress import Progress
 from labkit.lab.study import Study
 
 ENGINE = "labkit"
 # A kernel of torch, pandas and matplotlib has a million objects, and none of them is garbage: Python would look through
 # them a dozen times while it imports, and once more at its end. In this way a lab takes two seconds less.
 KERNEL_START = "__import__('gc').set_threshold(50_000); __import__('atexit').register(__import__('gc').freeze)"
+
+INTERRUPTED = ("KeyboardInterrupt", MeasuringInterrupted.__name__)
 
 
 class NotebookFailed(RuntimeError):
@@ -44,17 +49,39 @@ class EncryptedKernelManager(AsyncKernelManager):
 
 
 class _Client(PapermillNotebookClient):
-    """papermill's client, which shows the progress line of a lab to somebody outside the notebook."""
+    """papermill's client, which passes a lab's progress on to whoever runs the notebook."""
 
     def __init__(self, notebook_manager: Any, on_progress: Callable[[Progress], None], **options: Any):
         super().__init__(notebook_manager, **options)
         self._on_progress = on_progress
+
+    def papermill_execute_cells(self) -> None:
+        with _handing_on_interrupts(self.km.provisioner.pid):
+            super().papermill_execute_cells()
 
     def process_message(self, message: dict[str, Any], *arguments: Any, **options: Any) -> Any:
         record = message["content"].get("data", {}).get(PROGRESS_MIME)
         if record:
             self._on_progress(Progress(**record))
         return super().process_message(message, *arguments, **options)
+
+
+@contextmanager
+def _handing_on_interrupts(kernel: int) -> Iterator[None]:
+    """Ctrl-C interrupts the cell, as in JupyterLab; a second one is for this process.
+
+    A kernel that is shut down while a cell runs prints a traceback of its own sockets.
+    """
+
+    def hand_on(*_: Any) -> None:
+        signal.signal(signal.SIGINT, before)
+        os.kill(kernel, signal.SIGINT)
+
+    before = signal.signal(signal.SIGINT, hand_on)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 class _LabEngine(Engine):
@@ -88,6 +115,7 @@ def execute_notebook(
     Raises:
         ParameterError: before a kernel starts, if a parameter is not the notebook's or not valid.
         NotebookFailed: a cell failed or the kernel died; `target` holds the notebook up to there.
+        KeyboardInterrupt: on Ctrl-C, once what a cell was measuring is kept and its ranks have ended.
     """
     check_parameters(study, notebook_parameters(source) | dict(parameters))
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -104,6 +132,8 @@ def execute_notebook(
             on_progress=on_progress,
         )
     except PapermillExecutionError as error:
+        if error.ename in INTERRUPTED:
+            raise KeyboardInterrupt from None
         raise NotebookFailed(f"{error.ename}: {error.evalue}") from error
     except CellExecutionError as error:
         raise NotebookFailed(str(error).strip().splitlines()[-1]) from error
@@ -115,11 +145,14 @@ def execute_notebook(
 
 
 def notebook_parameters(path: Path) -> dict[str, Any]:
-    """The defaults in the cell tagged `parameters`. ParameterError if there is no such cell of literals."""
+    """The defaults in the cell tagged `parameters`. ParameterError if there is no such cell, or none of literals."""
     for cell in nbformat.read(path, as_version=4).cells:
         if "parameters" in cell.metadata.get("tags", []):
-            values = literal_assignments(cell.source)
-            if values or not ast.parse(cell.source).body:
+            try:
+                values = literal_assignments(cell.source)
+            except (ValueError, SyntaxError) as error:
+                raise ParameterError(f"{path.name}: the parameters cell cannot be read: {error}") from None
+            if values or not cell.source.strip():
                 return values
-            raise ParameterError(f"{path.name}: the parameters cell holds more than `name = literal` lines")
+            raise ParameterError(f"{path.name}: the parameters cell sets no parameter")
     raise ParameterError(f"{path.name}: no cell is tagged `parameters`")

@@ -6,45 +6,54 @@ exported page; nothing fetched.
 
 import base64
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from IPython.display import HTML, DisplayHandle, display
+from IPython.display import display
 
-from labkit.lab import cards
 from labkit.lab.answers import Answer, check_complete
 from labkit.lab.config import LabConfig, ParameterError, nearest, resolve_config
 from labkit.lab.figures import Plot
 from labkit.lab.figures.style import thumbnail
-from labkit.lab.measure import Progress, measure
+from labkit.lab.pages import cards
 from labkit.lab.parameter_cells import given_parameters
-from labkit.lab.project import figures_directory, recorded_directory, relative_to_project, runs_directory
-from labkit.lab.store import Run, find_run
+from labkit.lab.progress_lines import progress_line
+from labkit.lab.project import (
+    check_writable,
+    figures_directory,
+    recorded_directory,
+    relative_to_project,
+    runs_directory,
+)
+from labkit.lab.runs.measure import measure
+from labkit.lab.runs.store import Run, find_run
 from labkit.lab.study import Study
 from labkit.machine import Machine, describe_machine
 
 # Every notebook has these two beside the parameters of its lab.
 COMMON_PARAMETERS = ("profile", "run")
 PAGE_MIME = "application/vnd.labkit.page+json"
-PROGRESS_MIME = "application/vnd.labkit.progress+json"
 MOST_CSV_BYTES = 2**18  # embedded in a page; longer tables stay beside the figure's file
 
 
 def open_lab(study: Study, namespace: Mapping[str, Any]) -> "Lab":
-    """The lab of a study with the notebook's parameters; `namespace` is the notebook's `globals()`.
+    """The lab of a study with the notebook's parameters; `namespace` is the notebook's, or a script's, `globals()`.
 
-    ParameterError for an unknown name in the parameters cell (or in the one that papermill adds below it), a
-    wrong type or an impossible value: before anything is measured.
+    A parameter may be set again in any later cell. ParameterError for an unknown name in the parameters cell (or in
+    the one that papermill adds below it), a wrong type or an impossible value: before anything is measured.
     """
-    return Lab(study, check_parameters(study, given_parameters(namespace)))
+    return Lab(study, check_parameters(study, given_parameters(namespace, known_parameters(study))))
+
+
+def known_parameters(study: Study) -> tuple[str, ...]:
+    """`profile`, `run`, and the fields of the lab's config."""
+    return (*COMMON_PARAMETERS, *type(next(iter(study.profiles.values()))).model_fields)
 
 
 def check_parameters(study: Study, given: Mapping[str, Any]) -> "Parameters":
     """Validate the parameters of a notebook: `profile`, `run`, and those of the lab's config."""
-    fields = type(next(iter(study.profiles.values()))).model_fields
-    known = (*COMMON_PARAMETERS, *fields)
+    known = known_parameters(study)
     for parameter in given:
         if parameter not in known:
             raise ParameterError(
@@ -56,7 +65,7 @@ def check_parameters(study: Study, given: Mapping[str, Any]) -> "Parameters":
         raise ParameterError(f"{study.name}: parameter 'run' should be the path of a run, got {run!r}")
     if run is not None:
         locate_run(study, run)
-    overrides = {name: value for name, value in given.items() if name in fields}
+    overrides = {name: value for name, value in given.items() if name not in COMMON_PARAMETERS}
     return Parameters(profile, run, resolve_config(study.name, study.profiles, profile, overrides))
 
 
@@ -113,9 +122,10 @@ class Lab:
 
         The frame is long: one row a (point, rank, repeat), units in the column names.
         """
+        check_writable(figures_directory() / self.study.name)
         if self.parameters.run is not None:
             self._run = self._run or self._load(self.parameters.run)
-            display(HTML(cards.coverage(self._run)))
+            display(cards.Shown(cards.coverage(self._run), cards.coverage_line(self._run)))
         else:
             self._run = self._measure()
         self._answers = {}
@@ -131,7 +141,8 @@ class Lab:
         `caption` says what is drawn. The finding above it is the headline of the first answer that names the figure;
         both are the alternative text. The plotted points travel along as a link to save them.
         """
-        png = plot.save(figures_directory() / self.study.name / self.run.name / name)
+        stem = figures_directory() / self.study.name / self.run.name / name
+        png = plot.save(stem)
         csv = plot.csv().encode()
         finding, adds_to = self._answer_of(name)
         self._figures[name] = caption
@@ -146,8 +157,7 @@ class Lab:
             f"{self.study.name}_{name}",
             adds_to=adds_to,
         )
-        bundle = {"text/html": html, "image/png": base64.b64encode(png).decode(), "text/plain": alt}
-        display(bundle, raw=True, metadata={"image/png": {"alt": alt}})
+        display(cards.Shown(html, f"{alt}\n{relative_to_project(stem)}.png"))
 
     def _answer_of(self, figure: str) -> tuple[Answer | None, bool]:
         """The first answer that names the figure, and whether its headline is something else than the figure shows.
@@ -197,8 +207,8 @@ class Lab:
             "thumbnails": self._thumbnails,
             "answers": [cards.answer_record(answer) for answer in self.answers().values()],
         }
-        card = cards.provenance(self.study, self.run)
-        display({PAGE_MIME: page, "text/html": card, "text/plain": self.run.name}, raw=True)
+        text = cards.definitions_text(cards.provenance_rows(self.study, self.run))
+        display(cards.Shown(cards.provenance(self.study, self.run), text, {PAGE_MIME: page}))
 
     def _is_of_another_machine(self) -> bool:
         here = describe_machine()
@@ -211,18 +221,18 @@ class Lab:
         return run
 
     def _measure(self) -> Run:
-        line, begun = _ProgressLine(), list[Path]()
+        line, begun = progress_line(), list[Path]()
         try:
-            run = measure(
-                self.study,
-                self.config,
-                profile=self.parameters.profile,
-                on_progress=line.update,
-                on_start=begun.append,
-                on_output=print,
-            )
+            with line:
+                run = measure(
+                    self.study,
+                    self.config,
+                    profile=self.parameters.profile,
+                    on_progress=line.update,
+                    on_start=begun.append,
+                    on_output=print,
+                )
         except KeyboardInterrupt:
-            line.stop("interrupted")
             kept = f", and `labkit measure {self.study.name} --resume {begun[0].stem}` goes on" if begun else ""
             raise MeasuringInterrupted(f"interrupted; what was measured is kept{kept}") from None
         line.finish(run)
@@ -234,30 +244,3 @@ class MeasuringInterrupted(KeyboardInterrupt):
 
     def _render_traceback_(self) -> list[str]:  # IPython asks for it
         return [f"KeyboardInterrupt: {self}"]
-
-
-class _ProgressLine:
-    """One line that is replaced in place, and in the end says what was covered."""
-
-    def __init__(self) -> None:
-        self._handle: DisplayHandle | None = None
-        self._last: Progress | None = None
-
-    def update(self, progress: Progress) -> None:
-        self._last = progress
-        self._show(cards.progress(progress), {"done": progress.done, "total": progress.total, "text": progress.text})
-
-    def stop(self, why: str) -> None:
-        """Say why it goes no further, in place of what was being measured."""
-        if self._last is not None:
-            self.update(replace(self._last, text=why))
-
-    def finish(self, run: Run) -> None:
-        self._show(cards.coverage(run), {})
-
-    def _show(self, html: str, record: dict[str, Any]) -> None:
-        bundle = {"text/html": html, "text/plain": "", PROGRESS_MIME: record}
-        if self._handle is None:
-            self._handle = display(bundle, raw=True, display_id=True)
-        elif self._handle is not None:
-            self._handle.update(bundle, raw=True)

@@ -1,54 +1,86 @@
 """Which parameters the cells of a notebook set: read off their source, nothing is run."""
 
 import ast
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
+
+from IPython.core.inputtransformer2 import TransformerManager
 
 from labkit.lab.config import ParameterError
 
+PAPERMILL_MARK = "# Parameters"  # the first line of the cell that papermill adds
+OPENS = "open_lab"
+_SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
+_COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
-def given_parameters(namespace: Mapping[str, Any]) -> dict[str, Any]:
-    """Parameters by the cells that set them: the last parameters cell and the last one papermill added.
 
-    Read from the kernel's history and not from all globals, so that a mistyped name is found wherever it was
-    set, and a reader's own variables are left alone. ParameterError if no cell so far sets `profile`.
+def given_parameters(namespace: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
+    """Parameters by the cells that set them; `namespace` is the notebook's `globals()`.
+
+    Every name that the last parameters cell (the one that sets `profile`) or the one that papermill added sets, so
+    that a mistyped one is found; of later cells the names that are `known`, because other variables are the reader's
+    own. A script has no cells: there it is the known names. ParameterError if nothing sets `profile`.
     """
     own: list[str] = []
     injected: list[str] = []
+    later: list[str] = []
+    is_own_marked = False
     for source in namespace.get("In", []):
-        names = _assigned_names(source)
-        if source.lstrip().startswith("# Parameters"):  # papermill's own mark
+        names = list(_assigned_names(source))
+        is_marked = source.lstrip().splitlines()[:1] == [PAPERMILL_MARK]
+        if is_marked and own and not is_own_marked:
             injected = names
         elif "profile" in names:
-            own, injected = names, []
-    if not own:
+            own, injected, later, is_own_marked = names, [], [], is_marked
+        else:
+            later += [name for name in names if name in known]
+    if not own and "profile" not in namespace:
         raise ParameterError("run the parameters cell first: no cell so far sets `profile`")
-    return {name: namespace[name] for name in dict.fromkeys([*own, *injected]) if name in namespace}
-
-
-def _assigned_names(source: str) -> list[str]:
-    """Names that a cell of nothing but assignments sets; [] for any other cell."""
-    try:
-        statements = ast.parse(source).body
-    except SyntaxError:
-        return []
-    names = []
-    for statement in statements:
-        targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
-        if not all(isinstance(target, ast.Name) for target in targets):
-            return []
-        names += [target.id for target in targets if isinstance(target, ast.Name)]
-    return names
+    names = [*own, *injected, *later] if own else list(known)
+    return {name: namespace[name] for name in dict.fromkeys(names) if name in namespace}
 
 
 def literal_assignments(source: str) -> dict[str, Any]:
-    """`name = literal` statements of a cell that holds nothing else; {} for any other cell."""
-    values = {}
-    try:
-        for statement in ast.parse(source).body:
-            if not isinstance(statement, ast.Assign) or not isinstance(statement.targets[0], ast.Name):
-                return {}
-            values[statement.targets[0].id] = ast.literal_eval(statement.value)
-    except (SyntaxError, ValueError):
-        return {}
+    """The `name = literal` statements of a parameters cell; imports, calls, docstrings and magics set nothing.
+
+    ValueError for a value that only running the cell would tell.
+    """
+    values: dict[str, Any] = {}
+    for statement in _statements(source):
+        names = list(_stored_names(statement))
+        value = getattr(statement, "value", None)
+        try:
+            if names:
+                values |= dict.fromkeys(names, ast.literal_eval(value or ""))
+        except (ValueError, SyntaxError, TypeError):
+            raise ValueError(f"expected `name = literal` lines, got {ast.unparse(statement)!r:.100}") from None
     return values
+
+
+def _assigned_names(source: str) -> Iterator[str]:
+    """Names that a cell sets, outside of functions and before it opens a lab; what begins with _ is the reader's."""
+    try:
+        statements = _statements(source)
+    except SyntaxError:  # it did not run either
+        return
+    for statement in statements:
+        if any(getattr(node, "id", getattr(node, "attr", None)) == OPENS for node in ast.walk(statement)):
+            return
+        yield from (name for name in _stored_names(statement) if not name.startswith("_"))
+
+
+def _statements(source: str) -> list[ast.stmt]:
+    """A cell as Python; the body of a cell magic such as %%time in place of the magic."""
+    statements = ast.parse(TransformerManager().transform_cell(source)).body
+    match statements:
+        case [ast.Expr(ast.Call(ast.Attribute(attr="run_cell_magic"), [_, _, ast.Constant(str(body))]))]:
+            return _statements(body)
+    return statements
+
+
+def _stored_names(node: ast.AST) -> Iterator[str]:
+    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+        yield node.id
+    if not isinstance(node, (*_SCOPES, *_COMPREHENSIONS)):
+        for child in ast.iter_child_nodes(node):
+            yield from _stored_names(child)

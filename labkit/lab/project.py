@@ -1,16 +1,29 @@
-"""Where things are: the project's folders, found from the package, never from the working directory."""
+"""Where things are: what comes with labkit, found from the package, and the folder that a user's results go to."""
 
+import os
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Literal
+
+PACKAGE = Path(__file__).resolve().parents[1]
+
+
+def checkout() -> Path | None:
+    """The checkout that labkit is used from; None for one that is installed elsewhere."""
+    root = PACKAGE.parent
+    return root if (root / "pyproject.toml").is_file() and (root / "notebooks").is_dir() else None
 
 
 def project_root() -> Path:
-    """The checkout that holds this package; the working directory for a package installed elsewhere."""
-    package = Path(__file__).resolve()
-    for directory in package.parents:
-        if (directory / "pyproject.toml").is_file() and (directory / "notebooks").is_dir():
-            return directory
-    return Path.cwd()
+    """Where runs, figures, reports and data sets go: $LABKIT_HOME, else the checkout, else the working directory."""
+    if home := os.environ.get("LABKIT_HOME"):
+        return Path(home).expanduser().resolve()
+    return checkout() or Path.cwd()
+
+
+def shipped() -> Path:
+    """What comes with labkit: notebooks and data, in the checkout, or with the package where that is installed."""
+    return checkout() or PACKAGE / "shipped"
 
 
 def runs_directory() -> Path:
@@ -20,12 +33,12 @@ def runs_directory() -> Path:
 
 def recorded_directory() -> Path:
     """Runs worth keeping, committed."""
-    return project_root() / "data" / "recorded"
+    return shipped() / "data" / "recorded"
 
 
 def reference_directory() -> Path:
     """Published measurements."""
-    return project_root() / "data" / "reference"
+    return shipped() / "data" / "reference"
 
 
 def datasets_directory() -> Path:
@@ -41,20 +54,44 @@ def reports_directory() -> Path:
     return project_root() / "reports"
 
 
+def notebooks_directory() -> Path:
+    return shipped() / "notebooks"
+
+
+def check_writable(*folders: Path) -> None:
+    """Make folders where they are missing. ParameterError, with the way out, for one in which no file can be made."""
+    from labkit.lab.config import ParameterError  # ranks look for folders, too, and start without pydantic
+
+    for folder in folders:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            TemporaryFile(dir=folder).close()
+        except OSError as error:
+            way_out = "; `export LABKIT_HOME=FOLDER` sends runs, figures and reports to a folder of yours"
+            is_ours = folder.resolve().is_relative_to(project_root())
+            message = f"{folder} cannot be written ({error.strerror})"
+            raise ParameterError(message + (way_out if is_ours else "")) from None
+
+
 def notebook_path(lab: str) -> Path:
     """The notebook of a lab: `notebooks/<number>_<lab>.ipynb`. FileNotFoundError if there is none."""
-    matches = sorted((project_root() / "notebooks").glob(f"[0-9][0-9]_{lab}.ipynb"))
+    matches = sorted(notebooks_directory().glob(f"[0-9][0-9]_{lab}.ipynb"))
     if not matches:
-        raise FileNotFoundError(f"no notebook for the lab {lab!r} in {project_root() / 'notebooks'}")
+        raise FileNotFoundError(f"no notebook for the lab {lab!r} in {notebooks_directory()}")
     return matches[0]
 
 
 def relative_to_project(path: Path) -> str:
-    """A path as a reader of a page can use it: relative to the project where it lies inside."""
-    try:
-        return str(path.resolve().relative_to(project_root()))
-    except ValueError:
-        return str(path)
+    """A path as a reader of a page can use it: relative to the project, or to what comes with labkit, where inside."""
+    resolved = path.resolve()
+    root = next((root for root in (project_root(), shipped()) if resolved.is_relative_to(root)), None)
+    return str(resolved.relative_to(root) if root else path)
+
+
+def path_from_here(path: Path) -> str:
+    """A path as a reader of the terminal can use it: relative to the working directory where inside."""
+    resolved, here = path.resolve(), Path.cwd()
+    return str(resolved.relative_to(here) if resolved.is_relative_to(here) else resolved)
 
 
 def kind_of_path(path: Path | str) -> Literal["file", "folder"] | None:

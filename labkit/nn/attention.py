@@ -20,7 +20,6 @@ with K > Q the last keys are seen by nobody.
 """
 
 import functools
-import importlib.util
 import math
 import shutil
 import warnings
@@ -33,11 +32,15 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from labkit.nn.triton_launches import NO_TRITON, has_triton, why_triton_cannot_launch
+
 Attention = Callable[[Tensor, Tensor, Tensor, bool], Tensor]
 
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ALL_DTYPES = (*KERNEL_DTYPES, torch.float64)
 
+COMPILED_FROM = (7, 0)
+"""The oldest compute capability that `torch.compile` compiles for (`torch._dynamo.device_interface`)."""
 GRAPH_LIMIT = 256
 """Graphs that `torch.compile` may make of the explicit version in a process; PyTorch's own limit is 8."""
 
@@ -189,8 +192,12 @@ def _always(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | No
 
 def why_nothing_compiles(device_type: str) -> str | None:
     """Why `torch.compile` has nothing to compile with on "cpu" or "cuda", or None."""
-    if device_type == "cuda" and importlib.util.find_spec("triton") is None:
-        return "torch.compile needs Triton on a GPU; it is not installed"
+    if device_type == "cuda":
+        capability = torch.cuda.get_device_capability()
+        if capability < COMPILED_FROM:
+            return f"torch.compile needs compute capability 7.0 or newer, not {capability[0]}.{capability[1]}"
+        reason = why_triton_cannot_launch()
+        return None if reason is None else f"torch.compile needs Triton on a GPU: {reason}"
     if device_type == "cpu" and not any(map(shutil.which, ("c++", "g++", "clang++", "cl"))):
         return "torch.compile needs a C++ compiler on a CPU; there is none on the path"
     return None
@@ -201,8 +208,8 @@ def _why_no_compiled(device: torch.device, dtype: torch.dtype, head_dim: int) ->
 
 
 def _why_no_flash(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-    if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed"
+    if not has_triton():
+        return NO_TRITON
     from labkit.nn.flash_attention import why_unavailable
 
     return why_unavailable(device, dtype, head_dim)
@@ -217,8 +224,9 @@ def _why_no_sdpa(attend: Attention) -> Callable[[torch.device, torch.dtype, int]
             try:
                 q, k, v = torch.zeros(3, 1, 2, 64, head_dim, device=device, dtype=dtype).requires_grad_()
                 attend(q, k, v, False).sum().backward()
-            except (RuntimeError, ValueError) as error:
-                return " ".join([str(error).splitlines()[0], *(str(warning.message) for warning in told)])
+            except Exception as error:  # of any type: each library that a backend calls has its own
+                said = str(error).partition("\n")[0] or type(error).__name__
+                return " ".join([said, *(str(warning.message) for warning in told)])
         return None
 
     return why

@@ -22,6 +22,7 @@ from torch.autograd.function import once_differentiable
 from labkit.nn import flash_backward_kernels, flash_kernels
 from labkit.nn.attention import KERNEL_DTYPES, check_attention_inputs, softmax_scale
 from labkit.nn.flash_tiles import DELTA_TILE, INTERPRETER_TILES, Tile, kernel_constants, padded, tiles_for
+from labkit.nn.triton_launches import why_triton_cannot_launch
 
 HEAD_DIMS = range(16, 129)
 """Head dimensions the kernels take.  One that is not a power of two is padded to the next inside the kernel."""
@@ -138,7 +139,7 @@ def why_unavailable(device: torch.device, dtype: torch.dtype, head_dim: int) -> 
     capability = torch.cuda.get_device_capability(device)
     if capability < MINIMUM_CAPABILITY:
         return f"the kernels need compute capability 8.0 or newer, not {capability[0]}.{capability[1]}"
-    return None
+    return why_triton_cannot_launch()
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor) -> None:

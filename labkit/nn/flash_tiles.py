@@ -1,15 +1,19 @@
 """Tile sizes of the flash kernels: a few for each kernel, head dimension and precision, among which to autotune.
 
-How they were chosen: each was compiled for its GPU, which need not be at hand, and is here only if nothing spills.
-Of those, the largest: arithmetic grows with block_q * block_k, loads with their sum.  A smaller one stands by for
-short sequences, which have fewer blocks than the GPU has multiprocessors.  The comments give registers a thread and
-KiB of shared memory a block (causal, head dimension as in the key, Triton 3.7.1), as printed by
+How they were chosen: each was compiled for its GPU (sm_80 or sm_90), which need not be at hand, and is here only if
+nothing spills there.  Of those, the largest: arithmetic grows with block_q * block_k, loads with their sum.  A smaller
+one stands by for short sequences, which have fewer blocks than the GPU has multiprocessors.  The comments give
+registers a thread and KiB of shared memory a block (causal, head dimension as in the key, Triton 3.7.1), as printed by
 `python benchmarks/flash_tiles.py`.
 
 What spills, for comparison: bytes for sm_90 in half precision: forward d128 128x128 with 4 warps 3076, 128x64 with 4
 warps 396; dK/dV d64 64x128 with 4 warps 4048; dK/dV d128 128x128 with 8 warps 4008.  On sm_80 dK/dV d128 64x128 with
 8 warps 208.  float32 splits each operand in two (see `PRECISION`) and needs far smaller tiles: d128 dK/dV 32x32 with
 4 warps spills 3272.
+
+B200 (sm_100) gets the tiles for Hopper, and in float32 with d64 some spill there: forward 128x32 112, 64x32 with 4
+warps 184 (with 8 warps nothing), dQ 128x32 1048, 64x32 1300.  dK/dV 32x128 wants more tensor memory than there is;
+Triton refuses to load it, and the autotuner is left with 32x32, which fits.
 
 Letters: block_q queries by block_k keys a tile.  A program owns a block of queries, of keys in "grad_kv".
 """
@@ -70,7 +74,7 @@ _HALF_AMPERE = {
 
 _FLOAT32_HOPPER = {
     ("forward", 32): (Tile(128, 64, 8, 2), Tile(64, 32, 4, 2)),  # 200/64, 132/32
-    ("forward", 64): (Tile(128, 32, 8, 2), Tile(64, 32, 4, 2)),  # 203/96, 185/64
+    ("forward", 64): (Tile(128, 32, 8, 2), Tile(64, 32, 8, 2), Tile(64, 32, 4, 2)),  # 203/96, 203/64, 185/64
     ("forward", 128): (Tile(16, 16, 4, 2),),  # 192/34
     ("grad_kv", 32): (Tile(32, 128, 8, 2), Tile(32, 64, 4, 2)),  # 195/80, 203/48
     ("grad_kv", 64): (Tile(32, 128, 8, 2), Tile(32, 32, 4, 2)),  # 255/160, 233/48
@@ -106,8 +110,8 @@ INTERPRETER_TILES = {
 def tiles_for(kernel: str, *, dtype: torch.dtype, head_dim: int, capability: tuple[int, int]) -> tuple[Tile, ...]:
     """The tiles to autotune among.  The tiles for Hopper count on wgmma and 227 KiB of shared memory.
 
-    So data center GPUs of capability 9 and 10 get those; Ampere, Ada (8.x) and GeForce Blackwell (12.x) get the
-    others, all of which fit the 99 KiB of the smaller chips.
+    So data center GPUs of capability 9 and 10 get those (at a price on 10, see above); Ampere, Ada (8.x) and GeForce
+    Blackwell (12.x) get the others, all of which fit the 99 KiB of the smaller chips.
     """
     hopper = capability[0] in (9, 10)
     if dtype == torch.float32:

@@ -7,8 +7,10 @@ import torch.distributed as dist
 
 from labkit.parallel.transport.choice import AUTO, find_transport
 from labkit.parallel.transport.contract import SHARED, Step, Transport
+from labkit.parallel.uncompiled import uncompiled
 
 
+@uncompiled
 def all_gather(
     vector: torch.Tensor, group: dist.ProcessGroup | None = None, *, transport: str | Transport = AUTO
 ) -> torch.Tensor:

@@ -51,10 +51,12 @@ from labkit.parallel.chooser import choose_algorithm
 from labkit.parallel.reduction import Reduction, cut
 from labkit.parallel.transport.choice import AUTO, find_transport, group_transports
 from labkit.parallel.transport.contract import Step, Transport
+from labkit.parallel.uncompiled import uncompiled
 
 AllReduce = Callable[..., None]  # (tensor, group=None, op="mean")
 
 
+@uncompiled
 def ring_all_reduce(
     tensor: torch.Tensor, group: dist.ProcessGroup | None = None, op: str = "mean", *, transport: str | Transport = AUTO
 ) -> None:
@@ -91,6 +93,7 @@ def ring_all_reduce(
         via.run(steps, depth)
 
 
+@uncompiled
 def butterfly_all_reduce(
     tensor: torch.Tensor, group: dist.ProcessGroup | None = None, op: str = "mean", *, transport: str | Transport = AUTO
 ) -> None:
@@ -135,6 +138,7 @@ def butterfly_all_reduce(
         via.run(steps + all_gather(number - 1), depth=p)
 
 
+@uncompiled
 def one_shot_all_reduce(
     tensor: torch.Tensor, group: dist.ProcessGroup | None = None, op: str = "mean", *, transport: str | Transport = AUTO
 ) -> None:
@@ -159,6 +163,7 @@ def one_shot_all_reduce(
                 piece.div_(divisor)
 
 
+@uncompiled
 def recursive_doubling_all_reduce(
     tensor: torch.Tensor, group: dist.ProcessGroup | None = None, op: str = "mean", *, transport: str | Transport = AUTO
 ) -> None:
@@ -192,6 +197,7 @@ def recursive_doubling_all_reduce(
             _fold(vector, via, q, inward=False)
 
 
+@uncompiled
 def halving_doubling_all_reduce(
     tensor: torch.Tensor, group: dist.ProcessGroup | None = None, op: str = "mean", *, transport: str | Transport = AUTO
 ) -> None:
@@ -246,6 +252,7 @@ ALGORITHMS: Mapping[str, AllReduce] = MappingProxyType(
 )
 
 
+@uncompiled
 def all_reduce(
     tensor: torch.Tensor, group: dist.ProcessGroup | None = None, op: str = "mean", *, transport: str | Transport = AUTO
 ) -> None:

@@ -8,9 +8,10 @@
 Every rank calls ``worker(point)`` with `torch.distributed` ready, and what it yields arrives here at once.
 One group of ranks serves all points. A rank that raises, dies, aborts in C++ or hangs costs its point, never
 the sweep: the group is killed, the first failure is reported, and a new group carries on with the next point.
-Nothing is left behind, whatever ends this process: `labkit.parallel.rank` says how.
+Nothing is left behind, whatever ends this process: `labkit.parallel.ranks.rank` says how.
 
-Under torchrun the ranks exist already, and the same call runs the points in them (`labkit.parallel.joined`).
+Under torchrun the ranks exist already, and the same call runs the points in them, as
+`labkit.parallel.ranks.joined_launch` says.
 """
 
 from __future__ import annotations
@@ -29,12 +30,13 @@ import torch
 import torch.distributed as dist
 
 from labkit.machine import available_cores
-from labkit.parallel import joined
-from labkit.parallel.interface import GLOO_INTERFACE, LOOPBACK
-from labkit.parallel.outcome import PointEnd, RankError, RankFailure, Row
-from labkit.parallel.rank import GroupPlan, call_once
-from labkit.parallel.rank_answers import Worker
-from labkit.parallel.rank_group import RankGroup, StartError
+from labkit.parallel.ranks import joined, joined_launch
+from labkit.parallel.ranks.answers import Worker
+from labkit.parallel.ranks.capacity import why_too_many
+from labkit.parallel.ranks.group import RankGroup, StartError
+from labkit.parallel.ranks.network_interface import GLOO_INTERFACE, LOOPBACK
+from labkit.parallel.ranks.outcome import PointEnd, RankError, RankFailure, Row
+from labkit.parallel.ranks.rank import GroupPlan, call_once
 
 __all__ = ["PointEnd", "RankError", "RankFailure", "Row", "launch", "run_ranks"]
 
@@ -63,11 +65,11 @@ def launch(
         worker: called on every rank with each point; yields mappings from names to JSON-able values.
             Imported, or defined in a notebook cell.
         points: anything that cloudpickle can carry.
-        world_size: ranks.
+        world_size: ranks; as many as this machine can start, by cores, memory and its limits of files and processes.
         backend: of the process group: "gloo", "nccl" (a GPU a rank), or None for one rank without a group.
         scheduling: "batch" or "default"; what was in force is in the facts.
         threads: torch threads a rank; available cores // ranks, at least 1, if not given.
-        timeout_s: deadline of one point, from its start; time the caller spends on a row does not count.
+        timeout_s: deadline of one point, from its start; time that the caller spends on a row does not count.
         environment: variables for the ranks, on top of this process's own as they are now.
         on_output: gets what ranks write, as "[rank r] line"; stderr if not given.
 
@@ -77,7 +79,7 @@ def launch(
     _check(worker, world_size, backend, scheduling, threads, timeout_s)
     points = list(points)
     plan = GroupPlan(
-        payload=_packed(worker, points),
+        payload=b"" if joined.is_joined() else _packed(worker, points),
         world_size=world_size,
         backend=backend,
         scheduling=scheduling,
@@ -86,15 +88,15 @@ def launch(
         environment=_rank_environment(environment or {}),
     )
     if joined.is_joined():
-        return joined.run_points(worker, points, plan, environment or {})
+        return joined_launch.run_points(worker, points, plan, environment or {})
     return _run_points(plan, len(points), on_output or _to_stderr)
 
 
 def run_ranks(function: Callable[..., Any], *args: Any, world_size: int, **options: Any) -> list[Any]:
     """Call `function(*args)` once on every rank and return the results by rank.
 
-    For tests and notebooks; results must be JSON-able, `options` are those of `launch`. Under torchrun only
-    rank 0 gets the results, the others an empty list.
+    For tests and notebooks; results must be JSON-able, `options` are those of `launch`. The call has 120 s, unless
+    `timeout_s` gives it another deadline. Under torchrun only rank 0 gets the results, the others an empty list.
 
     Raises:
         RankError: with rank, cause, traceback and last output, if any rank did not return.
@@ -107,10 +109,16 @@ def run_ranks(function: Callable[..., Any], *args: Any, world_size: int, **optio
             if isinstance(item, Row):
                 results[item.rank] = item.values["result"]
             elif item.failure is not None:
-                raise RankError(item.failure)
+                raise RankError(_with_advice(item.failure))
             elif item.status != "ok":
                 raise ValueError(f"world_size: {item.reason}")
     return [results[rank] for rank in sorted(results)]
+
+
+def _with_advice(failure: RankFailure) -> RankFailure:
+    if failure.kind != "timeout":
+        return failure
+    return replace(failure, message=f"{failure.message}; run_ranks(..., timeout_s=...) sets this deadline")
 
 
 def _run_points(
@@ -182,6 +190,8 @@ def _check(
         raise ValueError(f"timeout_s: expected a positive number of seconds, got {timeout_s!r}")
     if backend == "nccl":
         _check_gpus(world_size)
+    if not joined.is_joined() and (limit := why_too_many(world_size)) is not None:
+        raise ValueError(f"world_size: expected what this machine can start, {limit}, got {world_size}")
 
 
 def _check_gpus(world_size: int) -> None:

@@ -31,6 +31,8 @@ class Reduction:
     ) -> None:
         if op not in OPS or tensor.dtype not in FLOAT_TYPES or tensor.layout is not DENSE:
             _refuse(tensor, op)
+        if tensor.is_inference() and not torch.is_inference_mode_enabled():
+            raise ValueError("expected a tensor made outside of torch.inference_mode, or a call inside of it")
         self.transport = find_transport(group, tensor.device, transport)
         if tensor.requires_grad:
             tensor = tensor.detach()

@@ -43,6 +43,7 @@ from torch.nn.parameter import is_lazy
 
 from labkit.parallel.all_gather import all_gather
 from labkit.parallel.collectives import all_reduce
+from labkit.parallel.uncompiled import uncompiled
 
 # Newer versions of torch warn of the older name.
 _torch_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -91,7 +92,7 @@ class SyncBatchNorm(_BatchNorm):
         self._check_input_dim(input)
         if not (self.training and self._world_size() > 1):
             return super().forward(input)
-        output, mean, variance = _Normalize.apply(input, self.weight, self.bias, self.eps, self.process_group)
+        output, mean, variance = _normalize(input, self.weight, self.bias, self.eps, self.process_group)
         if self.track_running_stats:
             self._track(mean, variance)
         return output
@@ -154,6 +155,11 @@ def _synchronized(layer: _BatchNorm, group: dist.ProcessGroup | None) -> SyncBat
     for name, tensor in tensors.items():
         setattr(converted, name, tensor)
     return converted.train(layer.training)
+
+
+@uncompiled
+def _normalize(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return _Normalize.apply(*arguments)
 
 
 class _Normalize(torch.autograd.Function):

@@ -6,8 +6,8 @@ import pytest
 
 from labkit.bench.statistics import (
     RESAMPLES,
-    beyond_chance,
     compare,
+    judged,
     resampled_medians,
     slowest_rank,
     summarize,
@@ -44,11 +44,6 @@ def test_resampled_medians_are_medians_of_resamples(n):
     np.testing.assert_allclose(resampled_medians(values, seed=3), np.median(values[rows], axis=1), rtol=1e-15)
 
 
-def test_no_difference_is_claimed_between_samples_of_one_distribution():
-    verdicts = [compare(_noisy(1, seed=i), _noisy(1, seed=1000 + i), interleaved=False).verdict for i in range(40)]
-    assert verdicts.count("no difference shown") >= 38
-
-
 def test_a_difference_too_small_to_matter_is_not_claimed():
     assert compare([1.01] * 20, [1.0] * 20, interleaved=False).verdict == "no difference shown"
 
@@ -70,23 +65,23 @@ def test_bad_samples_are_refused(samples):
         summarize(samples)
 
 
-def test_the_interval_covers_the_true_median_about_as_often_as_it_says():
-    covered = 0
-    for seed in range(200):
-        summary = summarize(_noisy(1.0, n=20, seed=seed))
-        covered += summary.low <= 1.0 <= summary.high
-    assert covered >= 180
-
-
 def test_slowest_rank_counts():
     frame = pd.DataFrame({"size": 1, "rank": [0, 1, 0, 1], "repeat": [0, 0, 1, 1], "seconds": [1.0, 3.0, 4.0, 2.0]})
     assert slowest_rank(frame, "seconds", ["size"])["seconds"].tolist() == [3.0, 4.0]
     assert summarize_groups(frame, "seconds", ["rank"])["median"].tolist() == [2.5, 2.5]
 
 
-def test_a_few_verdicts_among_many_comparisons_are_chance():
-    assert beyond_chance(1, 1)
-    assert not beyond_chance(0, 10)
-    assert not beyond_chance(1, 20)
-    assert not beyond_chance(2, 40)
-    assert beyond_chance(6, 40)
+def test_of_many_comparisons_only_what_survives_all_of_them_is_claimed():
+    p = np.array([0.02, 0.3, 0.5, 0.9, np.nan])
+    table = pd.DataFrame({"ratio": [0.8, 0.8, 1.2, 1.0, 0.5], "p": p})
+    assert set(judged(table)["verdict"]) == {"no difference shown"}
+    assert judged(table.iloc[:1])["verdict"].tolist() == ["faster"]
+    everywhere = table.assign(p=0.02)
+    assert judged(everywhere)["verdict"].tolist() == ["faster", "faster", "slower", "no difference shown", "faster"]
+
+
+def test_samples_that_are_not_above_zero_have_a_ratio_and_no_interval():
+    found = compare([1.0, -1.0, *[2.0] * 10], [1.0] * 12, interleaved=True)
+    assert found.ratio == 2.0
+    assert np.isnan([found.low, found.high, found.p]).all()
+    assert found.verdict == "no difference shown"

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.profiler import record_function
 
+from labkit.bench import trace as trace_module
 from labkit.bench.trace import (
     FAMILIES,
     decode_trace,
@@ -195,3 +196,21 @@ def test_a_real_profile_adds_up_to_the_clock_and_names_no_machine():
     assert total <= found.seconds
     assert found.n_recorded >= len(found.events)
     assert set(found.trace) == {"schemaVersion", "deviceProperties", "displayTimeUnit", "traceEvents"}
+
+
+def test_a_profile_of_a_gpu_without_kernels_is_refused(monkeypatch):
+    """CUPTI may give none: what the host did must not pass for what the GPU did."""
+    monkeypatch.setattr(trace_module, "time_interleaved", lambda actions, **_: {"call": [actions["call"]() or 1.0]})
+    with pytest.raises(RuntimeError, match="no GPU kernel"):
+        profile_call(lambda: torch.ones(2).sum() and None, device="cuda")
+
+
+def test_what_comes_before_the_call_runs_under_the_profiler_and_is_not_timed():
+    found = profile_call(lambda: torch.ones(8).add(1), before=lambda: torch.ones(8).exp())
+    assert {"aten::exp", "aten::add"} <= {event.name for event in found.events}
+
+
+def test_operators_of_the_host_can_be_asked_for_beside_kernels():
+    names = [event.name for event in read_events(_trace(*GPU), also="aten::")]
+    assert names.count("aten::mm") == 1
+    assert "aten::mm" not in [event.name for event in read_events(_trace(*GPU))]

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 
 from labkit.lab.project import project_root
-from labkit.lab.store import Run
+from labkit.lab.runs.store import Run
 
 MARK = "LABKIT_TEST_MARK"
 OUTCOMES = []

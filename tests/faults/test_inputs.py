@@ -8,13 +8,13 @@ from datetime import UTC, datetime
 import nbformat
 import pytest
 
-from labkit.lab import cards
 from labkit.lab.config import ParameterError, resolve_config
 from labkit.lab.execute import notebook_parameters
-from labkit.lab.export import export_page
 from labkit.lab.notebook import check_parameters
-from labkit.lab.run_writer import RunWriter
-from labkit.lab.store import Run, RunFileError, RunHeader
+from labkit.lab.pages import cards
+from labkit.lab.pages.export import export_page
+from labkit.lab.runs.store import Run, RunFileError, RunHeader
+from labkit.lab.runs.writer import RunWriter
 from labkit.machine import describe_machine
 from labkit.studies import LABS, load_study
 from tests.commands import labkit
@@ -305,5 +305,5 @@ def test_nothing_is_unpickled_that_a_reader_could_have_been_handed():
         for path in (project_root() / "labkit").rglob("*.py")
         if loads.search(path.read_text())
     }
-    assert found <= {"labkit/parallel/rank.py"}
+    assert found <= {"labkit/parallel/ranks/rank.py"}
     note("pickles", "of runs, parameters, archives", "none is ever read")

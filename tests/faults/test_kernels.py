@@ -20,7 +20,7 @@ from tests.faults.worker import BEFORE, BETWEEN, INSIDE, WRITING
 
 IMPORTS = """
 from tests.faults.victim import STUDY, FaultyConfig
-from labkit.lab.measure import measure
+from labkit.lab.runs.measure import measure
 """
 # A rank stops and the other waits for it; at any other moment, the parent itself pauses there, once.
 STOPPING = """

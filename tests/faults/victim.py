@@ -18,9 +18,9 @@ project.runs_directory = lambda: FOLDER / "runs"
 
 from labkit.lab.answers import Answer, Question  # noqa: E402
 from labkit.lab.config import LabConfig  # noqa: E402
-from labkit.lab.run_writer import RunWriter  # noqa: E402
+from labkit.lab.runs.writer import RunWriter  # noqa: E402
 from labkit.lab.study import Study  # noqa: E402
-from labkit.parallel import rank_group  # noqa: E402
+from labkit.parallel.ranks import group as rank_group  # noqa: E402
 from tests.faults.worker import BEFORE, BETWEEN, WRITING, FaultyPoint, first_time, measure_point  # noqa: E402
 
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from labkit.lab.cards import machine_card, provenance
+from labkit.lab.pages.cards import machine_card, provenance
 from labkit.lab.project import project_root
-from labkit.lab.store import Run
+from labkit.lab.runs.store import Run
 from labkit.studies import load_study
 from labkit.studies.all_reduce import analysis
 from labkit.studies.all_reduce.links import BETWEEN, WITHIN

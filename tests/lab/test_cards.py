@@ -4,13 +4,15 @@ import json
 from datetime import UTC, datetime
 
 import pandas as pd
+from IPython.core.formatters import DisplayFormatter
 
-from labkit.lab import cards
 from labkit.lab.answers import Answer, Question
-from labkit.lab.measure import Progress, measure
-from labkit.lab.run_writer import RunWriter
-from labkit.lab.store import Run, RunHeader
-from labkit.machine import GitState, describe_machine
+from labkit.lab.pages import cards
+from labkit.lab.runs.measure import measure
+from labkit.lab.runs.progress import Progress
+from labkit.lab.runs.store import Run, RunHeader
+from labkit.lab.runs.writer import RunWriter
+from labkit.machine import Source, describe_machine
 from tests.lab.fake_study import FAKE, FakeConfig, FakePoint
 
 EVIL = "<script>alert(1)</script>"
@@ -42,21 +44,21 @@ def test_everything_is_escaped():
 def test_a_quote_does_not_end_an_attribute(tmp_path):
     answer = Answer(Question(QUOTED, QUOTED), QUOTED, QUOTED, recommendation=QUOTED, evidence=QUOTED)
     machine = describe_machine()
-    git = GitState(commit=QUOTED, dirty=True)
+    source = Source(commit=QUOTED, dirty=True)
     pieces = [
         cards.answer(answer).data,
         cards.figure("", 7.0, QUOTED, answer, "", QUOTED)[0],
         cards.progress(Progress(1, 2, QUOTED)),
         cards.table(pd.DataFrame({QUOTED: [QUOTED]}), QUOTED).data,
         cards.machine_card(
-            machine.model_copy(update={"cpu": QUOTED, "host": QUOTED, "git": git}),
+            machine.model_copy(update={"cpu": QUOTED, "host": QUOTED, "source": source}),
             elsewhere=True,
             hosts={QUOTED: [0], f"other {QUOTED}": [1]},
         ).data,
     ]
     with RunWriter.create(tmp_path, header(lab=QUOTED, config={QUOTED: QUOTED}, command=QUOTED)) as writer:
         writer.end_point(POINTS[0], "skipped", reason=QUOTED)
-        writer.begin_again(QUOTED, git)
+        writer.begin_again(QUOTED, source)
     run = Run.load(writer.path)
     pieces += [cards.coverage(run), cards.provenance(FAKE, run)]
     for piece in pieces:
@@ -175,3 +177,23 @@ def test_a_headline_does_not_end_within_an_interval():
     assert at_the_limit.headline == f"A{'a' * 120} …"
     no_clause = Answer(question, "yes", f"It is {'a' * 60} {'b' * 160} 1.00 [0.90, 1.10] of the time of {'c' * 60}.")
     assert no_clause.headline == f"It is {'a' * 60} {'b' * 160} 1.00 …"
+
+
+def test_a_console_that_shows_no_html_gets_text():
+    answer = Answer(Question("which", "Which?"), "yes", "Ring.", recommendation="Use ring.")
+    assert repr(cards.answer(answer)) == "Which? [yes]\nRing.\nUse ring."
+    frame = pd.DataFrame({"name": ["b", "longer"], "seconds": [0.002, 1.5]})
+    assert repr(cards.table(frame, "Times.")) == "Times.\nname     time\nb        2 ms\nlonger  1.5 s"
+    assert "Processor  " in repr(cards.machine_card(describe_machine(), elsewhere=False))
+
+
+def test_records_travel_with_a_piece_unseen():
+    data, _ = DisplayFormatter().format(cards.Shown("<b>yes</b>", "yes", {"application/vnd.labkit.page+json": {}}))
+    assert data == {"application/vnd.labkit.page+json": {}, "text/html": "<b>yes</b>", "text/plain": "yes"}
+
+
+def test_progress_says_how_long_it_has_taken_and_may_take():
+    begun = Progress(3, 9, "ring", elapsed_s=61.4, left_s=150.0, run="a")
+    assert "3 of 9 points   61 s so far, about 2 min 30 s left   ring" in cards.progress(begun)
+    assert begun.times(waited_s=100) == "2 min 41 s so far, about 50 s left"
+    assert "0 of 9 points   fetching" in cards.progress(Progress(0, 9, "fetching"))

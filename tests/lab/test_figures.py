@@ -2,6 +2,7 @@
 
 import pandas as pd
 import pytest
+from IPython.core.formatters import DisplayFormatter
 
 from labkit.lab.figures import areas, bars, lines, timeline
 
@@ -195,3 +196,90 @@ def test_every_figure_says_that_nothing_was_measured_and_draws_the_same_twice(dr
     assert draw(STEPS, **columns).png() == draw(STEPS, **columns).png()
     with pytest.raises(ValueError, match="no column"):
         draw(STEPS.drop(columns="phase"), **columns)
+
+
+RATES = FRAME.assign(busbw_gb_per_s=[1.0, 2.0, 3.0, 4.0])[
+    ["n_bytes", "algorithm", "world_size", "seconds", "low", "high", "busbw_gb_per_s"]
+]
+
+
+def _error_bars(plot):
+    """Vertical lines and caps, however they were drawn."""
+    lengths = [
+        segment[1][1] - segment[0][1]
+        for axis in plot.figure.axes
+        for collection in axis.collections
+        for segment in collection.get_segments()
+    ]
+    return sum(length > 0 for length in lengths)
+
+
+@pytest.mark.parametrize("draw", [lines, bars])
+def test_an_interval_is_drawn_around_its_own_column_alone(draw):
+    by_time = draw(RATES, x="n_bytes", y="seconds", hue="algorithm")
+    assert _error_bars(by_time) == 2
+    assert by_time.data["low"].notna().sum() == 2
+    by_rate = draw(RATES, x="n_bytes", y="busbw_gb_per_s", hue="algorithm")
+    assert _error_bars(by_rate) == 0
+    assert not {"low", "high"} & set(by_rate.data)
+    again = draw(by_time.data.drop(columns="source"), x="n_bytes", y="seconds", hue="algorithm")
+    assert _error_bars(again) == 2  # what is saved can be drawn again
+
+
+def test_another_quantity_in_the_place_of_the_reference_has_no_interval_of_the_first():
+    expected = RATES.assign(seconds=RATES["busbw_gb_per_s"])
+    plot = lines(RATES, x="n_bytes", y="seconds", hue="algorithm", reference=expected)
+    assert _error_bars(plot) == 2
+    assert plot.data.loc[plot.data["source"] == "published", "low"].isna().all()
+
+
+@pytest.mark.parametrize(
+    ("draw", "columns"),
+    [
+        (lines, {"x": "n_bytes", "y": "seconds"}),
+        (bars, {"x": "model", "y": "seconds"}),
+        (areas, {"x": "n_bytes", "y": "seconds"}),
+        (timeline, {"start": "low", "duration": "seconds", "lane": "model"}),
+    ],
+)
+def test_without_a_hue_all_is_of_one_color_and_needs_no_legend(draw, columns):
+    frame = FRAME.iloc[:2].assign(model=["nano", "mini"])
+    plot = draw(frame, **columns)
+    assert plot.figure.legends == []
+    assert set(plot.data) - {"source", "low", "high"} <= set(columns.values())
+
+
+def test_without_a_hue_the_legend_tells_what_is_recorded_elsewhere():
+    plot = lines(FRAME.iloc[:2], x="n_bytes", y="seconds", reference=FRAME.iloc[2:], reference_label="elsewhere")
+    assert [text.get_text() for text in plot.figure.legends[0].get_texts()] == ["measured here", "elsewhere"]
+
+
+def test_logarithmic_axes_are_named_or_not():
+    for log, scales in ((None, ("linear", "linear")), ("", ("linear", "linear")), ("x", ("log", "linear"))):
+        axis = _draw(log=log).figure.axes[0]
+        assert (axis.get_xscale(), axis.get_yscale()) == scales
+    with pytest.raises(ValueError, match="log names the logarithmic axes"):
+        _draw(log="both")
+
+
+@pytest.mark.parametrize("draw", [lines, bars])
+@pytest.mark.parametrize("hue", ["algorithm", "world_size"])
+def test_names_on_the_x_axis_stand_in_the_order_of_their_rows(draw, hue):
+    frame = FRAME.iloc[[2, 0]]  # torch, then ring
+    plot = draw(frame, x="algorithm", y="seconds", hue=hue)
+    axis = plot.figure.axes[0]
+    plot.png()
+    assert [label.get_text() for label in axis.get_xticklabels()] == ["torch", "ring"]
+    if draw is lines:
+        assert sorted(tuple(line.get_xydata()[0]) for line in axis.get_lines() if line.get_marker() in "os") == [
+            (0.0, 2e-4),
+            (1.0, 1e-4),
+        ]
+    else:
+        assert _heights(axis) == [1e-4, 2e-4]
+
+
+def test_a_plot_is_a_picture_for_a_notebook_and_a_line_for_a_console():
+    plot = _draw()
+    assert list(DisplayFormatter().format(plot)[0]) == ["text/plain", "image/png"]
+    assert repr(plot) == "figure of 4 rows: n_bytes, seconds, low, high, algorithm, source"

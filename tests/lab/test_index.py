@@ -7,9 +7,9 @@ import re
 import nbformat
 import pytest
 
-from labkit.lab.export import OTHER_FORMAT, PAGE_FORMAT, embed_json, export_page, read_page
 from labkit.lab.notebook import PAGE_MIME
-from labkit.lab.report import write_index
+from labkit.lab.pages.export import OTHER_FORMAT, PAGE_FORMAT, embed_json, export_page, read_page
+from labkit.lab.pages.report import write_index
 from labkit.machine import describe_machine
 from tests.lab.fake_study import FAKE
 

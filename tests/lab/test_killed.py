@@ -15,7 +15,7 @@ from contextlib import suppress
 import psutil
 import pytest
 
-from labkit.lab.store import Run
+from labkit.lab.runs.store import Run
 from tests.commands import all_runs, labkit, runs_by
 
 MARK = "LABKIT_TEST_MARK"

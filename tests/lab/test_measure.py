@@ -2,11 +2,11 @@
 
 import pytest
 
-from labkit.lab import measure as measuring
 from labkit.lab.config import ParameterError
-from labkit.lab.measure import measure, resume
-from labkit.lab.run_writer import RunWriter
-from labkit.lab.store import Run, RunFileError
+from labkit.lab.runs import measure as measuring
+from labkit.lab.runs.measure import measure, resume
+from labkit.lab.runs.store import Run, RunFileError
+from labkit.lab.runs.writer import RunWriter
 from labkit.machine import describe_machine
 from tests.lab.fake_study import FAKE, FakeConfig
 
@@ -59,6 +59,18 @@ def test_progress_counts_every_point_once(tmp_path):
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
 
 
+def test_progress_names_the_run_and_expects_of_a_point_what_it_took_before(tmp_path):
+    said = []
+    run = _measure(tmp_path, *["fine"] * 5, world_size=1, on_progress=said.append)
+    assert {progress.run for progress in said} == {run.name}
+    assert [progress.left_s is None for progress in said] == [True, True, True, False, False, True]
+    again = []
+    _measure(tmp_path, *["fine"] * 5, world_size=1, on_progress=again.append)
+    took = run.coverage()["elapsed_s"]
+    assert [progress.left_s for progress in again[:5]] == pytest.approx([took[start:].sum() for start in range(5)])
+    assert again[-1].left_s is None
+
+
 def test_an_interrupt_keeps_what_was_measured_and_resume_measures_the_rest(tmp_path):
     def interrupt(progress):
         if progress.done == 2:
@@ -75,7 +87,7 @@ def test_an_interrupt_keeps_what_was_measured_and_resume_measures_the_rest(tmp_p
     ends = [line for line in path.read_text().splitlines() if '"kind":"end"' in line]
     assert len(ends) == 4
     (again,) = run.resumptions
-    assert again.git == describe_machine().git
+    assert again.source == describe_machine().source
     assert again.at > run.header.started
 
 
@@ -152,7 +164,7 @@ def test_only_the_first_rank_of_a_job_compares_its_machine_with_the_run(tmp_path
     path.write_text(path.read_text().replace('"host":"', '"host":"another-'))
     agreed = iter([[None, None, False], [None, None, False], [None, None, False], []])
     monkeypatch.setattr(measuring, "joined_rank", lambda: 1)
-    monkeypatch.setattr(measuring, "agree", lambda _: next(agreed))
+    monkeypatch.setattr(measuring, "broadcast_from_first_rank", lambda _: next(agreed))
     with pytest.raises(SystemExit) as end:
         resume(FAKE, path)
     assert end.value.code == 0

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from labkit.lab.answers import TOPICS, Answer, Question, Trend
-from labkit.lab.cards import answer_record
-from labkit.lab.export import OTHER_FORMAT
-from labkit.lab.recommendations import further_advice, published_trends, recommendations
+from labkit.lab.pages.cards import answer_record
+from labkit.lab.pages.export import OTHER_FORMAT
+from labkit.lab.pages.recommendations import further_advice, published_trends, recommendations
 from labkit.lab.trends import trends_answer
 from labkit.studies import LABS, load_study
 from tests.lab.fake_study import FakeStudy

@@ -3,7 +3,7 @@
 import pytest
 
 from labkit.lab.project import figures_directory, recorded_directory
-from labkit.lab.store import Run
+from labkit.lab.runs.store import Run
 from labkit.studies import LABS, load_study
 
 RECORDED = sorted(recorded_directory().glob("*/*.jsonl"))
@@ -18,7 +18,9 @@ def test_a_recorded_run_is_complete_and_answers_questions(path):
     run = Run.load(path)
     assert run.header.lab == path.parent.name
     assert run.pending == []
-    assert all(git and not git.dirty for git in run.sources), "its commit is not the source that measured it"
+    assert all(source and source.commit and not source.dirty for source in run.sources), (
+        "its commit is not the source that measured it"
+    )
     answers = load_study(run.header.lab).answers(run.frame(), run.coverage())
     assert sum(answer.verdict == "not measured" for answer in answers) <= 1
     drawn = {file.stem for file in (figures_directory() / path.parent.name / path.stem).glob("*.png")}

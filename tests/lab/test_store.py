@@ -8,9 +8,9 @@ import pytest
 
 from labkit.lab import project
 from labkit.lab.point import Point
-from labkit.lab.run_writer import RunWriter
-from labkit.lab.store import Run, RunFileError, RunHeader, find_run
-from labkit.machine import GitState, describe_machine
+from labkit.lab.runs.store import Run, RunFileError, RunHeader, find_run
+from labkit.lab.runs.writer import RunWriter
+from labkit.machine import Source, describe_machine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,13 +88,13 @@ def test_a_torn_line_is_passed_over_and_dropped_on_resuming(writer):
 
 
 def test_a_run_says_when_and_from_which_source_it_was_resumed(writer):
-    first, later = sources = describe_machine().git, GitState(commit="fff9999aaa", dirty=True)
+    first, later = sources = describe_machine().source, Source(commit="fff9999aaa", dirty=True)
     writer.close()
-    for number, git in enumerate((first, later)):
+    for number, source in enumerate((first, later)):
         with RunWriter.reopen(writer.path) as again:
-            again.begin_again(f"labkit measure --resume {number}", git)
+            again.begin_again(f"labkit measure --resume {number}", source)
     run = Run.load(writer.path)
-    assert [(again.command, again.git) for again in run.resumptions] == [
+    assert [(again.command, again.source) for again in run.resumptions] == [
         ("labkit measure --resume 0", first),
         ("labkit measure --resume 1", later),
     ]
@@ -106,11 +106,11 @@ def test_a_run_that_was_resumed_before_the_source_was_recorded_can_be_read(write
     with writer.path.open("a") as file:
         file.write('{"kind":"resumed","command":"labkit","at":"2030-01-02T03:04:05.678+00:00"}\n')
     run = Run.load(writer.path)
-    assert [(again.command, again.git) for again in run.resumptions] == [("labkit", None)]
+    assert [(again.command, again.source) for again in run.resumptions] == [("labkit", None)]
     assert run.sources[-1] is None
 
 
-@pytest.mark.parametrize("wrong", [{"at": "yesterday"}, {"git": "abc"}, {"git": {"commit": 1}}, {"command": []}])
+@pytest.mark.parametrize("wrong", [{"at": "yesterday"}, {"source": "abc"}, {"source": {"commit": 1}}, {"command": []}])
 def test_a_damaged_resumption_is_refused_by_name(writer, wrong):
     with writer.path.open("a") as file:
         file.write(json.dumps({"kind": "resumed"} | wrong) + "\n")

@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 
-from labkit.lab.store import Run
+from labkit.lab.runs.store import Run
 from tests.commands import all_runs, runs_by
 
 

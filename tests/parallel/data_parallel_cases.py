@@ -103,6 +103,35 @@ class Reentrant(nn.Module):
         return self.layers[2](x)
 
 
+class TiedInsideAndOutside(nn.Module):
+    """A matrix used outside and inside of a re-entrant checkpoint; a head; inner passes as many as `inner`."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(2)])
+        self.heads = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(2)])
+
+    def forward(self, x, inner=1, head=0):
+        first, second = self.layers
+        x = torch.tanh(first(x))
+        for _ in range(inner):
+            x = checkpoint(lambda y: torch.tanh(second(torch.tanh(first(y)))), x, use_reentrant=True)
+        return {"found": [self.heads[head](second(x))]}
+
+
+class WhollyReentrant(nn.Module):
+    """Every parameter is used in inner passes only."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(2)])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = checkpoint(lambda y, layer=layer: torch.tanh(layer(y)), x, use_reentrant=True)
+        return x
+
+
 class TwoOutputs(nn.Module):
     """Two outputs without a parameter in common."""
 
@@ -152,6 +181,26 @@ def _one_head(model, x, shard, step):
     return model(x, (shard + step) % 2 if step else 0).square().mean()
 
 
+def _tied(model, x, shard, step):
+    return model(x.requires_grad_())["found"][0].square().mean()
+
+
+def _tied_unlike(model, x, shard, step):
+    """Ranks differ in the number of inner passes, down to none, and in the head."""
+    return model(x.requires_grad_(), inner=(shard + step) % 3, head=shard % 2)["found"][0].square().mean()
+
+
+def _with_gradient(model, x, shard, step):
+    return model(x.requires_grad_()).square().mean()
+
+
+def _penalty(model, x, shard, step):
+    """A pass of `torch.autograd.grad` through the model, which sets no gradient, before the one that does."""
+    outputs = model(x.requires_grad_())
+    (slope,) = torch.autograd.grad(outputs.sum(), x, create_graph=True)
+    return outputs.square().mean() + slope.square().mean()
+
+
 def _each_output(model, x, shard, step):
     """A loss an output, each with a backward pass of its own."""
     return tuple(output.square().mean() for output in model(x))
@@ -198,6 +247,13 @@ CASES = {
     "accumulation, set_to_none=False": Case(plain, micro_batches=3, set_to_none=False),
     "exception inside no_sync": Case(plain, micro_batches=2, fails_in=2),
     "re-entrant checkpointing": Case(Reentrant, options={"find_unused": True}),
+    "re-entrant, everything used": Case(Reentrant),
+    "re-entrant as a whole": Case(WhollyReentrant, _with_gradient),
+    "tied to a re-entrant layer": Case(TiedInsideAndOutside, _tied, options={"find_unused": True}),
+    "tied, unlike inner passes": Case(
+        TiedInsideAndOutside, _tied_unlike, micro_batches=2, losses=2, options={"find_unused": True}
+    ),
+    "gradient penalty": Case(plain, _penalty),
     "a backward pass an output": Case(TwoOutputs, _each_output, options={"find_unused": True}),
     "channels last": Case(channels_last, _images),
     "transformer, checkpointed": Case(transformer, _tokens),

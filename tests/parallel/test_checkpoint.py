@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from labkit.parallel import checkpoint
 from labkit.parallel.launch import RankError, run_ranks
+from labkit.parallel.ranks import checkpoint, messages
 
 
 def _save_and_load(path):
@@ -17,13 +17,15 @@ def _save_and_load(path):
     state = {"tensor": torch.arange(3.0, dtype=torch.float64) + rank, "rows": [[{"a": 1.5, "b": None}], []]}
     checkpoint.save(path if rank == 0 else None, state)
     found = checkpoint.load(path if rank == 0 else None)  # the others need not see the disk
-    return before, found["tensor"].tolist(), str(found["tensor"].dtype), found["rows"]
+    told = messages.gather_json({"of": "ü" * 100 * rank}), messages.broadcast_json(rank or {"from": 0})
+    return before, found["tensor"].tolist(), str(found["tensor"].dtype), found["rows"], *told
 
 
 def test_all_ranks_get_what_rank_0_wrote(tmp_path):
     path = tmp_path / "new" / "checkpoint.pt"
     rows = [[{"a": 1.5, "b": None}], []]
-    assert run_ranks(_save_and_load, path, world_size=2) == [[None, [0.0, 1.0, 2.0], "torch.float64", rows]] * 2
+    told = [[{"of": ""}, {"of": "ü" * 100}], {"from": 0}]
+    assert run_ranks(_save_and_load, path, world_size=2) == [[None, [0.0, 1.0, 2.0], "torch.float64", rows, *told]] * 2
     assert [file.name for file in path.parent.iterdir()] == ["checkpoint.pt"]
 
 

@@ -339,7 +339,7 @@ def _check_batches() -> list[str]:
     BatchTransport.piece_bytes = 4096
     BatchTransport.scratch_limit_bytes = 2 * 4096
     batches = BatchTransport(group, torch.device("cpu"))
-    reduction.find_transport = lambda group, device, wish: batches
+    reduction.find_transport = lambda group, device, preference: batches
     for name, function in ALGORITHMS.items():
         for length in (0, 1, 3, 1000, 30_001):
             x = torch.arange(float(length)) + rank

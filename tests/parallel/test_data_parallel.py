@@ -18,7 +18,16 @@ from labkit.parallel.data_parallel import BucketedDDP, FlatDDP, NaiveDDP, Overla
 from labkit.parallel.data_parallel.buckets import assign_to_buckets
 from labkit.parallel.launch import Row, launch, run_ranks
 from labkit.parallel.sync_batchnorm import SyncBatchNorm
-from tests.parallel.data_parallel_cases import CASES, WRAPPERS, TwoHeads, built, plain, reference, run_on_ranks
+from tests.parallel.data_parallel_cases import (
+    CASES,
+    WRAPPERS,
+    TiedInsideAndOutside,
+    TwoHeads,
+    built,
+    plain,
+    reference,
+    run_on_ranks,
+)
 
 
 @cache
@@ -382,3 +391,147 @@ def test_a_wrapper_that_is_gone_leaves_no_thread_behind():
         return during - before, threading.active_count() - before
 
     assert run_ranks(use, world_size=2, timeout_s=60) == [[1, 0], [1, 0]]
+
+
+def _copies(folder):
+    """Errors of the gradients of a copied, a saved and loaded wrapper; of the original after that; what is refused."""
+    found, rank = {}, dist.get_rank()
+    inputs = torch.randn(3, 6, generator=torch.Generator().manual_seed(rank))
+    for name, wrap in WRAPPERS.items():
+        model = wrap(plain())
+        model(inputs).sum().backward()
+        if rank == 0:
+            copy.deepcopy(model)  # no collective: one rank may do it alone, to keep the best model, say
+        wrappers = {"copied": copy.deepcopy(model), "original": model}
+        path = f"{folder}/{rank}"
+        try:
+            torch.save(model, path)
+            wrappers["loaded"] = torch.load(path, weights_only=False)
+        except TypeError as error:
+            found[f"{name}: saving"] = str(error)
+        for which, each in wrappers.items():
+            each.zero_grad()
+            each(inputs).sum().backward()
+            found[f"{name}: {which}"] = all(_is_mean_over_ranks(each, lambda m: m(inputs).sum()))
+    group = dist.new_group([0, 1])
+    of_group = copy.deepcopy(BucketedDDP(plain(), group=group))
+    of_group(inputs).sum().backward()
+    found["of a group: copied"] = all(_is_mean_over_ranks(of_group, lambda m: m(inputs).sum()))
+    try:
+        pickle.dumps(of_group)
+    except TypeError as error:
+        found["of a group: saving"] = str(error)
+    return found
+
+
+def test_a_copied_or_loaded_wrapper_averages_or_is_refused(tmp_path):
+    for found in run_ranks(_copies, str(tmp_path), world_size=2, timeout_s=60):
+        for name in WRAPPERS:
+            can_be_saved = "shared" not in name and "point" not in name
+            which = ("copied", "original", "loaded") if can_be_saved else ("copied", "original")
+            assert all(found[f"{name}: {each}"] for each in which), name
+            assert can_be_saved or "save its `module`" in found[f"{name}: saving"]
+        assert found["of a group: copied"]
+        assert "save its `module`" in found["of a group: saving"]
+
+
+def _differing():
+    """What every rank says to models and arguments that only one of them has."""
+    rank, told = dist.get_rank(), {}
+    strided = nn.Conv2d(2, 3, 2)
+    attempts = {
+        "strides": lambda kind: kind(strided.to(memory_format=torch.channels_last) if rank else strided),
+        "nothing to train": lambda kind: kind(nn.ReLU() if rank else nn.Linear(2, 2)),
+        "frozen": lambda kind: kind(nn.Linear(2, 2).requires_grad_(rank == 0)),
+        "arguments": lambda kind: kind(nn.Linear(2, 2), find_unused=rank == 0),
+        "group": lambda kind: kind(nn.Linear(2, 2), group=alone) if rank else None,
+        "bucket sizes": lambda kind: BucketedDDP(nn.Linear(2, 2), bucket_mb=float(rank)),
+    }
+    alone = dist.new_group([0])
+    for kind in (NaiveDDP, FlatDDP, OverlappedDDP, BucketedDDP):
+        for name, attempt in attempts.items():
+            try:
+                attempt(kind)
+                told[f"{kind.__name__} {name}"] = None
+            except ValueError as error:
+                told[f"{kind.__name__} {name}"] = str(error)
+    return told
+
+
+def test_what_differs_between_ranks_is_refused_on_all_of_them():
+    first, second = run_ranks(_differing, world_size=2, timeout_s=60)
+    for name in first:
+        if name.endswith(" group"):
+            assert first[name] is None
+            assert "a process group that this rank belongs to" in second[name]
+        else:
+            assert "expected the same model" in first[name]
+            assert "expected the same model" in second[name]
+
+
+def _two_threads(wrapper):
+    """Hooks called by two threads, as for a model on two devices: collectives begun, and how many there should be."""
+    model = WRAPPERS[wrapper](plain())
+    starts, first, second = [], threading.Event(), threading.Event()
+
+    def start(vector, op):
+        starts.append(vector.data_ptr())
+        if len(starts) == 1:
+            first.set()
+            second.wait(timeout=0.2)  # as long as it takes the other thread to come here, if it can
+        else:
+            second.set()
+        return lambda: None
+
+    def call_hooks(indices, begin):
+        begin.wait()
+        for index in indices:
+            model._mark_ready(index, model._parameters_in_order[index])
+
+    model._average.start = start
+    model._begin_pass = lambda: None  # autograd's part, which no thread of ours is in
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    at_once = threading.Event()
+    at_once.set()
+    indices = range(len(model._parameters_in_order))
+    begins_one = model._buckets[0].indices if wrapper == "bucketed" else (0,)
+    others = [index for index in indices if index not in begins_one]
+    threads = [
+        threading.Thread(target=call_hooks, args=arguments) for arguments in ((begins_one, at_once), (others, first))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return starts, len(set(starts)), len(getattr(model, "_buckets", model._parameters_in_order))
+
+
+@pytest.mark.parametrize("wrapper", ["bucketed", "overlapped"])
+def test_hooks_in_two_threads_begin_each_collective_once(wrapper):
+    for starts, different, wanted in run_ranks(_two_threads, wrapper, world_size=2, timeout_s=60):
+        assert len(starts) == different == wanted
+
+
+def _twice():
+    told = {}
+    for kind in (NaiveDDP, FlatDDP, OverlappedDDP, BucketedDDP):
+        model = kind(TiedInsideAndOutside())
+        x = torch.ones(1, 6, requires_grad=True)
+
+        def loss(module, x=x):
+            return sum(module(x, head=head)["found"][0].sum() for head in range(2))
+
+        try:
+            loss(model).backward()
+            told[kind.__name__] = all(_is_mean_over_ranks(model, loss))
+        except RuntimeError as error:
+            told[kind.__name__] = str(error)
+    return told
+
+
+def test_a_gradient_that_comes_after_it_was_sent_is_an_error():
+    for told in run_ranks(_twice, world_size=2, timeout_s=60):
+        assert told["NaiveDDP"] is told["FlatDDP"] is True
+        for kind in ("OverlappedDDP", "BucketedDDP"):
+            assert "pass find_unused=True" in told[kind]

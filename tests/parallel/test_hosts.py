@@ -2,9 +2,9 @@
 
 import pytest
 
-from labkit.parallel import interface
-from labkit.parallel.hosts import host_identity, label_hosts
-from labkit.parallel.interface import GLOO_INTERFACE, choose_gloo_interface, interface_of, source_address
+from labkit.parallel.ranks import network_interface as interface
+from labkit.parallel.ranks.hosts import host_identity, label_hosts
+from labkit.parallel.ranks.network_interface import GLOO_INTERFACE, choose_gloo_interface, interface_of, source_address
 
 
 def test_ranks_are_grouped_by_host_and_hosts_of_one_name_told_apart():
@@ -32,7 +32,6 @@ class _Store(dict):
 def job(monkeypatch):
     """A job of two nodes, of whose addresses there is one a name."""
     monkeypatch.delenv(GLOO_INTERFACE, raising=False)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     monkeypatch.setenv("MASTER_ADDR", "master")
     sources = {"master": "10.0.0.1", "10.0.0.2": "10.0.0.1"}
     monkeypatch.setattr(interface, "source_address", lambda host: sources[host])
@@ -40,25 +39,25 @@ def job(monkeypatch):
     return sources
 
 
-def chosen(monkeypatch, store):
-    choose_gloo_interface(store, 0, 2)
-    return interface.os.environ.pop(GLOO_INTERFACE, None)  # monkeypatch would put it back
+def chosen(store, ranks_here=1):
+    return choose_gloo_interface(store, 0, 2, ranks_here)
 
 
-def test_the_interface_that_routes_to_the_master_is_used(job, monkeypatch):
-    assert chosen(monkeypatch, _Store()) == "eth7"
+def test_the_interface_that_routes_to_the_master_is_used(job):
+    assert chosen(_Store()) == "eth7"
 
 
-def test_a_master_whose_name_is_its_loopback_looks_for_the_others(job, monkeypatch):
+def test_a_master_whose_name_is_its_loopback_looks_for_the_others(job):
     job["master"] = "127.0.1.1"
-    assert chosen(monkeypatch, _Store({"labkit/address of rank 1": b"10.0.0.2"})) == "eth7"
-    assert chosen(monkeypatch, _Store({"labkit/address of rank 1": b""})) is None  # gloo may know better
+    assert chosen(_Store({"labkit/address of rank 1": b"10.0.0.2"})) == "eth7"
+    assert chosen(_Store({"labkit/address of rank 1": b""})) is None  # gloo may know better
 
 
 def test_a_choice_that_was_made_stands_and_one_machine_uses_its_loopback(job, monkeypatch):
     store = _Store()
     monkeypatch.setenv(GLOO_INTERFACE, "ib0")
-    assert chosen(monkeypatch, store) == "ib0"
+    assert chosen(store) == "ib0"
     assert store["labkit/address of rank 0"] == b"10.0.0.1"  # for others, who may wait for it
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert chosen(monkeypatch, store) == interface.LOOPBACK
+    assert chosen(store, ranks_here=2) == "ib0"
+    monkeypatch.delenv(GLOO_INTERFACE)
+    assert chosen(store, ranks_here=2) == interface.LOOPBACK

@@ -4,27 +4,32 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
-from subprocess import CompletedProcess
+from subprocess import PIPE, CompletedProcess
 from typing import Any
 
 import pytest
 
-from labkit.parallel.joined import is_joined, joined_rank
+from labkit.parallel.ranks.joined import is_joined, joined_rank
 
 # What every rank prints is one line, so that the lines of two ranks do not mix.
 SCRIPT = """
 import json, os, sys, time
 import torch, torch.distributed as dist
-from labkit.parallel.joined import is_joined, joined_rank
+from labkit.parallel.ranks.joined import is_joined, joined_rank
 from labkit.parallel.launch import Row, launch, run_ranks
+
+emptied = []
+torch.cuda.is_initialized, torch.cuda.empty_cache = lambda: True, lambda: emptied.append(True)
 
 def worker(point):
     total = torch.tensor(1.0)
     dist.all_reduce(total)
-    yield {"point": point, "total": total, "pid": os.getpid(), "flag": os.environ.get("LABKIT_FLAG")}
+    yield {"point": point, "total": total, "pid": os.getpid(), "flag": os.environ.get("LABKIT_FLAG"),
+        "emptied": len(emptied)}
     if point == "fails" and dist.get_rank() == 1:
         raise ValueError("rank 1 has had enough")
     if point == "hangs" and dist.get_rank() == 1:
@@ -47,13 +52,92 @@ for number, (points, world_size, timeout_s) in enumerate(json.loads(sys.argv[1])
 """
 
 
+# A script that trains, with process groups of its own, and asks for measurements on the way.
+TRAINING = """
+import json, os, sys
+import torch, torch.distributed as dist
+from datetime import timedelta
+from labkit.parallel.launch import Row, launch, run_ranks
+
+dist.init_process_group("gloo", timeout=timedelta(seconds=77))
+pair = dist.new_group([0, 1])
+torch.set_num_threads(3)
+rank, default = dist.get_rank(), dist.group.WORLD
+
+def state():
+    policies = {os.sched_getscheduler(int(thread)) for thread in os.listdir("/proc/self/task")}
+    return [torch.get_num_threads(), sorted(policies), dict(os.environ), sys.excepthook]
+
+def sum_over(group):
+    total = torch.tensor(1.0 + dist.get_rank())
+    dist.all_reduce(total, group=group)
+    return total.item()
+
+def worker(point):
+    assert dist.group.WORLD is not default and dist.get_rank() == rank
+    yield {"sum": sum_over(dist.new_group())}
+    if point == "fails":
+        if rank == 1:
+            raise ValueError("rank 1 has had enough")
+        dist.barrier()  # which nobody else enters
+
+before, told = state(), []
+for points in (["a", "fails"], ["b"], ["fails"]):
+    # Were the end of a failed point a matter of time-outs, the job would not end in time.
+    for item in launch(worker, points, world_size=2, timeout_s=3600, threads=2):
+        assert dist.get_rank(pair) == rank
+        told.append([item.index, item.values["sum"]] if isinstance(item, Row) else [item.index, item.reason])
+for item in launch(worker, ["a", "b"], world_size=2, timeout_s=3600):
+    break  # and ask for no more
+results = run_ranks(sum_over, None, world_size=2)
+kept = dist.group.WORLD is default and dist.get_rank(pair) == rank and state() == before
+more = [sum_over(None), sum_over(pair), sum_over(dist.new_group())]
+dist.destroy_process_group()
+results_without = run_ranks(sum_over, None, world_size=2)
+clean = not dist.is_initialized()
+print(json.dumps({"launch": 0, "rank": rank, "told": told, "results": [results, results_without],
+    "kept": kept and clean, "more": more}) + "\\n", end="", flush=True)
+"""
+
+# Ranks of a launcher that only says who they are: rank 0 serves the store.
+BARE = """
+import json, sys, time
+from pathlib import Path
+from labkit.parallel.launch import run_ranks
+from labkit.parallel.ranks import joined
+
+rank, told = joined.joined_rank(), Path(sys.argv[1])
+joined.broadcast_from_first_rank(None)
+joined.START_TIMEOUT_S = 0.1
+if rank == 0:
+    time.sleep(0.5)  # a download
+assert joined.broadcast_from_first_rank("fetched" if rank == 0 else None) == "fetched"
+hosts = joined.ranks_by_host()
+place = [joined.ranks_here(2), joined.index_on_this_node(), [*hosts.values()]]
+results = run_ranks(lambda a: a, "b", world_size=2)
+if rank == 0:
+    joined.broadcast_from_first_rank("the last word")
+    told.touch()
+else:
+    while not told.exists():
+        time.sleep(0.01)
+    assert joined.broadcast_from_first_rank(None) == "the last word"
+print(json.dumps([place, results]))
+"""
+
+
 def torchrun(directory: Path, *launches: tuple[list[str], int, float]) -> CompletedProcess[str]:
     """A job of two ranks, which take part in each launch: points, ranks, and the time-out of a point in seconds."""
+    return job_of(SCRIPT, directory, json.dumps(launches))
+
+
+def job_of(text: str, directory: Path, *arguments: str) -> CompletedProcess[str]:
+    """A job of two ranks that run a script."""
     script = directory / "script.py"
-    script.write_text(SCRIPT)
+    script.write_text(text)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     environment = {**os.environ, "TMPDIR": str(directory), "OMP_NUM_THREADS": "1"}
-    command = [*launcher, str(script), json.dumps(launches)]
+    command = [*launcher, str(script), *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
 
 
@@ -90,6 +174,7 @@ def test_points_run_in_the_ranks_of_the_job(two_launches: CompletedProcess[str])
     assert [item[3] for item in ranks[0]["second"][:2]] == [{"rank": 0}, {"rank": 1}]
     assert [said["results"] for said in ranks] == [[0, 1], []]
     assert {item[3]["flag"] for item in first if item[0] == "row"} == {"up"}
+    assert [item[3]["emptied"] for item in first if item[0] == "row"] == [0, 0, 1, 1]  # memory of a GPU, at each end
     assert [said["flag"] for said in ranks] == [None, None]  # the environment of a launch ends with it
 
 
@@ -107,6 +192,40 @@ def test_all_ranks_agree_on_a_failure_and_carry_on(tmp_path: Path) -> None:
     failed = ["failed", "rank 1: ValueError: rank 1 has had enough"]
     assert ends == [[0, "ok", None], [1, *failed], [2, *failed], [3, "ok", None]]
     assert ranks[0]["results"] == [0, 1]
+
+
+def test_a_launch_leaves_the_process_groups_and_the_state_of_a_script_as_they_were(tmp_path: Path) -> None:
+    ((first, second),) = told_by_ranks(job_of(TRAINING, tmp_path))
+    failed = "rank 1: ValueError: rank 1 has had enough"
+    assert first["told"] == [
+        *([0, 3.0], [0, 3.0], [0, None], [1, 3.0], [1, 3.0], [1, failed]),
+        *([0, 3.0], [0, 3.0], [0, None]),  # the failure of a launch's last point is no other's
+        *([0, 3.0], [0, 3.0], [0, failed]),
+    ]
+    assert second["told"] == []
+    assert first["results"] == [[3.0, 3.0]] * 2
+    assert [said["kept"] for said in (first, second)] == [True, True]
+    assert first["more"] == second["more"] == [3.0] * 3
+
+
+def test_ranks_that_torchrun_did_not_start_wait_for_rank_0_which_leaves_last(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    job = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", BARE, str(tmp_path / "told")]
+    ranks = [
+        subprocess.Popen(command, env=os.environ | job | {"RANK": rank}, stdout=PIPE, stderr=PIPE, text=True)
+        for rank in "01"
+    ]
+    try:
+        told = [rank.communicate(timeout=120) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0, 0], told
+    assert json.loads(told[0][0]) == [[2, 0, [[0, 1]]], ["b", "b"]]
+    assert json.loads(told[1][0]) == [[2, 1, [[0, 1]]], []]
 
 
 def test_a_hang_fails_the_job_loudly(tmp_path: Path) -> None:

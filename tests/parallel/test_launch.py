@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib
-import multiprocessing
 import os
 import re
 import signal
+import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from labkit.parallel.launch import PointEnd, RankError, Row, launch, run_ranks
+from labkit.parallel.ranks.process import start_context
 
 pytestmark = pytest.mark.usefixtures("workers_travel_by_value")
 
@@ -80,6 +82,25 @@ def test_one_group_serves_all_points() -> None:
     assert os.getpid() not in {row.values["pid"] for row in rows}
 
 
+def test_a_point_leaves_no_memory_behind_on_a_gpu() -> None:
+    freed: list[bool] = []
+
+    def worker(point: int) -> Iterator[dict[str, Any]]:
+        yield {"freed": list(freed)}
+
+        class Model:
+            hook: Model
+
+        model = Model()
+        model.hook = model  # wrappers and their hooks know one another
+        alive = weakref.ref(model)
+        torch.cuda.is_initialized = lambda: True  # type: ignore[assignment]
+        torch.cuda.empty_cache = lambda: freed.append(alive() is None)  # type: ignore[assignment]
+
+    rows, _ = drain(worker, [1, 2, 3], world_size=1, backend=None)
+    assert [row.values["freed"] for row in rows] == [[], [True], [True, True]]
+
+
 def test_a_worker_may_be_a_lambda_and_return_nothing() -> None:
     rows, ends = drain(lambda point: None, [None], world_size=1, backend=None)
     assert rows == []
@@ -132,7 +153,7 @@ def test_the_facts_say_what_was_in_force() -> None:
 
 
 def test_spawn_where_there_is_no_fork_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(multiprocessing, "get_all_start_methods", lambda: ["spawn"])
+    monkeypatch.setattr(torch.multiprocessing, "get_all_start_methods", lambda: ["spawn"])
     rows, ends = drain(lambda point: [{"rank": dist.get_rank()}], [None], world_size=2)
     assert sorted(row.values["rank"] for row in rows) == [0, 1]
     assert ends[0].facts["start_method"] == "spawn"
@@ -170,6 +191,31 @@ def test_the_main_module_is_left_in_place() -> None:
     before = sys.modules["__main__"]
     assert run_ranks(lambda: "__file__" in vars(sys.modules["__main__"]), world_size=1) == [False]
     assert sys.modules["__main__"] is before
+
+
+def test_files_named_like_modules_in_the_working_directory_do_not_matter(tmp_path: Path) -> None:
+    for module in ("random", "statistics", "torch"):
+        (tmp_path / f"{module}.py").write_text(f"raise SystemExit('{module}.py of the working directory')\n")
+    program = """
+import os, sys
+from labkit.parallel.launch import run_ranks
+os.chdir(sys.argv[1])
+print(run_ranks(lambda: os.getcwd(), world_size=1) == [sys.argv[1]])
+"""
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    told = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (told.stdout.strip(), told.returncode) == ("True", 0), told.stderr
+
+
+def test_a_tensor_is_handed_over_through_a_queue() -> None:
+    def double(queue: Any) -> None:
+        queue.put(2 * queue.get())
+
+    with start_context().Manager() as manager:
+        queue = manager.Queue()
+        queue.put(torch.arange(3.0))
+        run_ranks(double, queue, world_size=1)
+        assert queue.get().tolist() == [0.0, 2.0, 4.0]
 
 
 # Failures
@@ -398,11 +444,17 @@ def test_run_ranks_raises_what_went_wrong() -> None:
     assert caught.value.failure.rank == 0
 
 
+def test_run_ranks_says_which_deadline_it_was() -> None:
+    with pytest.raises(RankError, match=r"rank 0 still running after 0.5 s; run_ranks\(..., timeout_s=...\) sets this"):
+        run_ranks(time.sleep, 1000, world_size=1, timeout_s=0.5)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"world_size": 0}, "world_size: expected a whole number of ranks, 1 or more, got 0"),
         ({"world_size": "2"}, "world_size: .* got '2'"),
+        ({"world_size": 1_000_000}, r"world_size: expected .* at most \d+ ranks, .*, got 1000000"),
         ({"world_size": True}, "world_size: .* got True"),
         ({"world_size": 2, "backend": "mpi"}, "backend: expected 'gloo', 'nccl' or None, got 'mpi'"),
         ({"world_size": 2, "backend": None}, "backend: expected 'gloo' or 'nccl' for 2 ranks"),

@@ -20,7 +20,7 @@ import pytest
 import torch.distributed as dist
 
 from labkit.parallel.launch import PointEnd, Row, launch
-from labkit.parallel.rank_process import interrupts_deferred
+from labkit.parallel.ranks.process import interrupts_deferred
 from tests import errands
 
 MARK = "LABKIT_TEST_MARK"
@@ -310,7 +310,7 @@ ORPHAN = """
 import sys
 import time
 from pathlib import Path
-from labkit.parallel import rank
+from labkit.parallel.ranks import rank
 
 rank.STORE_TIMEOUT_S = 1.0
 store = rank._make_store(Path(sys.argv[1]), 2)

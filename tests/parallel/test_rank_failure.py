@@ -5,15 +5,18 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from labkit.parallel import rank_failure
-from labkit.parallel.rank import OOM_SCORE
-from labkit.parallel.rank_failure import Message, death_of
-from labkit.parallel.rank_log import RankLog
-from labkit.parallel.rank_process import RankProcess
+from labkit.parallel.ranks import failure as rank_failure
+from labkit.parallel.ranks.failure import Message, death_of
+from labkit.parallel.ranks.log import RankLog
+from labkit.parallel.ranks.outcome import is_out_of_memory
+from labkit.parallel.ranks.process import RankProcess
+from labkit.parallel.ranks.rank import OOM_SCORE
 
 
 def dead_rank(directory: Path, number: signal.Signals) -> RankProcess:
@@ -30,6 +33,23 @@ def test_what_a_rank_wrote_may_be_cleaned_up_at_any_moment(tmp_path: Path, monke
     monkeypatch.setattr(Path, "exists", lambda _: True)  # it was there a moment ago
     rank = dead_rank(tmp_path, signal.SIGKILL)
     assert (rank.log.tail(), rank.log.new_lines(whole_lines=False), rank.stacks()) == ("", [], "")
+
+
+def test_a_process_that_has_got_the_id_of_an_ended_rank_is_not_killed(tmp_path: Path) -> None:
+    rank = dead_rank(tmp_path, signal.SIGKILL)
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE, start_new_session=True) as other:
+        rank.process = SimpleNamespace(pid=other.pid)  # type: ignore[assignment]
+        rank.stop()
+        rank.kill()
+        assert other.stdin is not None
+        other.stdin.close()
+        assert other.wait(60) == 0
+
+
+def test_an_allocation_that_a_library_of_cuda_could_not_make_is_out_of_memory() -> None:
+    assert is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"))
+    assert is_out_of_memory(RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"))
+    assert not is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED"))
 
 
 KILLED = "rank 1 was killed by SIGKILL"

@@ -318,6 +318,49 @@ def _check_sizes() -> list[str]:
     return ["no error"]
 
 
+def test_memory_of_different_sizes_is_refused_on_every_rank_and_the_transport_works_on() -> None:
+    check_on_ranks(_check_sizes_of_memory, world_size=2, timeout_s=60)
+
+
+def _check_sizes_of_memory() -> list[str]:
+    rank, wrong = dist.get_rank(), []
+    kept = empty_for_all_reduce(100_000, torch.float32)
+    del kept  # free, so that one rank could use it again, and the other makes a new one
+    for here in (100_000 + rank, 50_000 * (2 - rank), 100_000 * rank):
+        try:
+            empty_for_all_reduce(here, torch.float32)
+            wrong.append(f"rank {rank}: {here} was accepted")
+        except ValueError as error:
+            if f"({4 * here} here)" not in str(error):
+                wrong.append(str(error))
+    buffer = empty_for_all_reduce(100_000, torch.float32)
+    buffer.fill_(rank)
+    ring_all_reduce(buffer, op="sum", transport=SHARED)
+    return wrong if bool((buffer == 1).all()) else [*wrong, f"rank {rank}: wrong afterwards"]
+
+
+def test_a_tensor_of_inference_mode_is_refused_outside_of_it_and_the_transport_works_on() -> None:
+    check_on_ranks(_check_inference, world_size=2, timeout_s=60)
+
+
+def _check_inference() -> list[str]:
+    with torch.inference_mode():
+        x = torch.ones(10)
+    wrong = []
+    for algorithm in (*collectives.ALGORITHMS.values(), all_reduce):
+        try:
+            algorithm(x, transport=SHARED)
+            wrong.append(f"{algorithm.__name__} accepted it")
+        except ValueError:
+            pass
+    y = torch.ones(10)
+    all_reduce(y, op="sum", transport=SHARED)
+    with torch.inference_mode():
+        all_reduce(x, op="sum", transport=SHARED)
+        found = (x + y).tolist()
+    return wrong if found == [4.0] * 10 else [*wrong, f"{found}"]
+
+
 # Falling back
 
 

@@ -312,3 +312,21 @@ def test_two_ranks_train_as_one_process_with_batchnorm_on_the_whole_batch():
         for name, values in expected.items():
             assert state[name] == pytest.approx(values, rel=0, abs=1e-10), name
     assert alone[0]["layers.0.weight"] != pytest.approx(expected["layers.0.weight"], rel=0, abs=1e-5)
+
+
+def _compiled():
+    """A compiled model, whose first forward pass has the first collective of the process, and an uncompiled one."""
+    rank, results = dist.get_rank(), []
+    x = torch.randn(5, 4, generator=torch.Generator().manual_seed(rank))
+    for wrap in (lambda model: torch.compile(model, backend="eager"), lambda model: model):
+        torch.manual_seed(0)
+        model = wrap(nn.Sequential(nn.Linear(4, 4), SyncBatchNorm(4), nn.Linear(4, 4)))
+        outputs = model(x)
+        outputs.square().sum().backward()
+        results.append([outputs.flatten().tolist(), [p.grad.flatten().tolist() for p in model.parameters()]])
+    return results
+
+
+def test_a_compiled_model_may_begin_with_the_first_collective_of_the_process():
+    for compiled, uncompiled in run_ranks(_compiled, world_size=2, timeout_s=100):
+        assert compiled == uncompiled

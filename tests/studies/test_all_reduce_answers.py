@@ -168,6 +168,27 @@ def test_scheduling_that_helps_hurts_or_does_both():
         assert _answers(_frame(seconds, worlds=(2, 4, 6, 8)))["scheduling"].verdict == verdict
 
 
+def _both_orders(seconds, *, drift):
+    """The policies one after the other, then backwards, on a machine that gets slower by a factor each time."""
+    orders = []
+    for turn, policies in ((1, ("batch", "default")), (2, ("default", "batch"))):
+        late = {policy: drift ** (2 * (turn - 1) + index) for index, policy in enumerate(policies)}
+        frame = _frame(
+            lambda *setting, late=late: seconds(*setting) * late[setting[-1]], worlds=(2, 4, 6, 8), seed=turn
+        )
+        orders.append(frame[frame["sweep"] == "scheduling"].assign(turn=turn))
+    return pd.concat(orders, ignore_index=True)
+
+
+def test_a_scheduling_policy_is_not_better_for_having_been_measured_before_the_other():
+    alike = _both_orders(lambda *_: 1e-3, drift=1.2)
+    assert _answers(alike[alike["turn"] == 1])["scheduling"].verdict == "yes"  # what one order would say
+    assert _answers(alike)["scheduling"].verdict == "no difference shown"
+    assert analysis.batch_against_default(alike)["ratio"].tolist() == pytest.approx([1.0] * 8, rel=0.03)
+    better = _both_orders(lambda *setting: 1e-3 * (0.5 if setting[-1] == "batch" else 1), drift=1.2)
+    assert _answers(better)["scheduling"].verdict == "yes"
+
+
 def test_published_trends_hold_are_contradicted_or_not_shown():
     def published(name, p, n, _):
         return {"butterfly": 0.5, "torch": 1.0}.get(name, 2.0) * p * n

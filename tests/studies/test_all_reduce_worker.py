@@ -94,6 +94,18 @@ def test_no_point_is_planned_twice_and_neighbors_share_ranks(profile):
     assert changes <= 2 * len(set(keys))
 
 
+def test_scheduling_policies_are_measured_in_both_orders_and_by_other_ranks_each_time():
+    points = [
+        point for point in STUDY.points(STUDY.profiles["quick"], describe_machine()) if point.sweep == "scheduling"
+    ]
+    settings = [(point.world_size, point.n_bytes, point.scheduling) for point in points]
+    assert settings == settings[::-1]
+    assert {settings.count(setting) for setting in settings} == {2}
+    half = len(points) // 2
+    assert {point.turn for point in points[:half]} == {1}
+    assert {point.turn for point in points[half:]} == {2}
+
+
 def test_what_does_not_fit_is_skipped_with_both_sizes():
     machine = describe_machine()
     point = AllReducePoint(world_size=64, backend="gloo", sweep="sizes", n_elements=2**40)
@@ -158,3 +170,28 @@ def test_where_memory_cannot_be_shared_the_rows_say_why():
     refused = [row for row in rows if "seconds" not in row]
     assert {row["transport"] for row in refused} == {"shared", "registered"}
     assert all("none here" in row["not_measured"] for row in refused)
+
+
+def _look_at_what_is_prepared(point):
+    """For whose turn comes: which of the calls find fresh values in their tensor."""
+    told = {}
+
+    def look(calls, *, prepare, **_):
+        for name in reversed(calls):
+            for call in calls.values():
+                call.args[0].zero_()
+            prepare(name)
+            told[name] = [other for other, call in calls.items() if call.args[0].any()]
+        return {}
+
+    transports.time_interleaved = look
+    yield from measure_point(point)
+    yield {"told": told}
+
+
+def test_fresh_values_lie_where_the_alternative_whose_turn_it_is_takes_them():
+    told = _rows(_look_at_what_is_prepared, TRANSPORTS)[-1]["told"]
+    assert told.keys() == set(TRANSPORTS.algorithms)
+    for name, fresh in told.items():
+        registered = name.endswith("over registered")
+        assert set(fresh) == {other for other in told if other.endswith("over registered") == registered}

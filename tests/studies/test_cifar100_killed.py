@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from labkit.lab.store import Run
+from labkit.lab.runs.store import Run
 from tests.commands import all_runs, labkit, runs_by
 from tests.lab.test_killed import _until
 from tests.nn.cifar_archive import TEST, TRAIN, records, write_archive

@@ -8,7 +8,7 @@ import torch
 
 from labkit.nn.vision import SmallConvNet
 from labkit.parallel.launch import Row, launch
-from labkit.studies.cifar100.training import OWN_LOCAL, OWN_SYNC, TORCH_LOCAL, Recipe, seed_of, updates_of
+from labkit.studies.cifar100.training import OWN_LOCAL, OWN_SYNC, TORCH_LOCAL, Recipe, add_to_sums, seed_of, updates_of
 from tests.studies import cifar100_ranks as ranks
 
 RECIPE = Recipe(classes=10, batch=4, accumulation=3)
@@ -123,3 +123,13 @@ def test_the_net_is_the_published_one():
     assert sum(p.numel() for p in net.parameters()) == 825_988
     assert net.fc1.in_features == 6272
     assert net(torch.zeros(2, 3, 32, 32)).shape == (2, 100)
+
+
+def test_validation_adds_up_on_the_device_of_the_model():
+    """The meta device stands for a GPU: it too refuses a stack of its numbers and one in main memory."""
+    for device in ("meta", "cpu"):
+        sums = torch.zeros(3, dtype=torch.float64, device=device)
+        logits, target = torch.eye(4, device=device), torch.tensor([0, 1, 2, 0], device=device)
+        add_to_sums(sums, logits, target)
+    assert sums[1:].tolist() == [3, 4]
+    assert float(sums[0]) == pytest.approx(float(torch.nn.functional.cross_entropy(logits, target, reduction="sum")))

@@ -273,3 +273,15 @@ def test_figures_can_be_drawn_from_two_worlds():
         options = {"x": "implementation", "x_order": analysis.ORDER, "hue": "workload", "facet": "world_size"}
         assert len(figures.bars(table, y=y, **options).figure.axes) == 2
     assert analysis.buckets(frame)["panel"].nunique() == 2
+
+
+def test_a_run_whose_alternatives_are_all_wrong_has_answers_and_no_tables_of_times():
+    gate = "wrong: a mean of whole numbers, which is whole, is off by 3"
+    about = {"phase": None, "seconds": None, "rank": 0, "repeat": 0, "gate": gate, "of_bucket_mb": None}
+    rows = [BASE | about | {"sweep": sweep, "implementation": "bucketed", "bucket_mb": 1.0} for sweep in SWEEPS]
+    for frame in (pd.DataFrame(rows), pd.DataFrame(rows).drop(columns=["seconds", "phase"])):
+        answers = _answers(frame)
+        assert "WRONG GRADIENTS" in answers["fastest"].text
+        assert {answer.verdict for answer in answers.values()} == {"not measured"}
+        for table in (analysis.buckets, analysis.memory, analysis.accumulation, analysis.timeline, analysis.overlap):
+            assert table(frame).empty

@@ -1,6 +1,8 @@
 """The worker of the data-parallel lab on two ranks, with the smallest model."""
 
 from functools import cache
+from itertools import chain
+from types import SimpleNamespace
 
 import pytest
 
@@ -88,6 +90,48 @@ def test_a_wrapper_whose_gradients_are_not_the_mean_gets_no_time():
     assert wrong["gate"].startswith("wrong: error")
     assert "seconds" not in wrong
     assert any(row["implementation"] == "flat" and row["gate"] == "ok" for row in rows)
+
+
+def _no_wrapper_averages(point):
+    from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks
+    from torch.nn.parallel import DistributedDataParallel
+
+    from labkit.parallel.data_parallel import BucketedDDP
+    from labkit.studies.data_parallel import worker
+
+    BucketedDDP._begin_full = lambda self: None
+
+    def wrap(name, model, **options):
+        if name != "torch":
+            return wrap_rightly(name, model, **options)
+        wrapped = DistributedDataParallel(model)
+        wrapped.register_comm_hook(None, debugging_hooks.noop_hook)
+        return wrapped
+
+    wrap_rightly, worker.wrap = worker.wrap, wrap
+    yield from measure_point(point)
+
+
+ALL_WRONG = [
+    _point("buckets", ["torch", "torch@0.5", "bucketed", "bucketed@0.5"], bucket_mb=0.5),
+    _point("accumulation", ["torch", "bucketed"], micro_batches=2),
+    _point("memory", ["torch", "bucketed"]),
+    _point("timeline", ["bucketed"]),
+]
+
+
+def test_points_whose_alternatives_are_all_wrong_have_rows_that_say_so():
+    rows, ends = {}, []
+    for item in launch(_no_wrapper_averages, ALL_WRONG, world_size=2, timeout_s=120):
+        if isinstance(item, PointEnd):
+            ends.append(item.status)
+        elif item.rank == 0:
+            rows.setdefault(item.index, []).append(item.values)
+    assert ends == ["ok"] * len(ALL_WRONG)
+    assert [len(rows[index]) for index in range(len(ALL_WRONG))] == [4, 4, 2, 1]
+    for row in chain.from_iterable(rows.values()):
+        assert row["gate"].startswith("wrong")
+        assert not {"seconds", "peak_bytes", "lane"} & set(row)
 
 
 def test_alternatives_carry_their_bucket_size():
@@ -240,6 +284,45 @@ def test_on_a_gpu_backward_ends_before_what_the_wrapper_launches_when_it_finishe
     (backward,), (collective,) = boxes["backward"], boxes["all-reduce"]
     assert backward[1] - backward[0] == pytest.approx(20e-6)
     assert collective[0] - backward[1] == pytest.approx(8e-6)
+
+
+def _gpu_events(*others):
+    def event(name, category, start, duration, **arguments):
+        return {"ph": "X", "cat": category, "name": name, "ts": start, "dur": duration, "tid": 1, "args": arguments}
+
+    events = [event(name, "user_annotation", start, 10) for name, start in (("forward", 10), ("backward", 20))]
+    for index, start in enumerate((11, 21, 31)):
+        events.append(event("cudaLaunchKernel", "cuda_runtime", start, 1, correlation=index))
+        events.append(event("gemm", "kernel", start + 1, 2, correlation=index))
+    events.append(event("optimizer", "user_annotation", 30, 10))
+    return {"traceEvents": events + [event(*other) for other in others]}
+
+
+def test_on_a_shared_gpu_gloos_collectives_are_seen_and_a_barrier_is_none_of_them():
+    trace = _gpu_events(
+        ("ncclDevKernel_AllReduce_Sum_f32", "kernel", 5, 2),
+        ("gloo:all_reduce", "cpu_op", 22, 4),
+        ("aten::mm", "cpu_op", 11, 1),
+    )
+    boxes = timeline._boxes(Profile(trace, 1e-4, read_events(trace)))
+    ((start, end),) = boxes["all-reduce"]
+    assert end - start == pytest.approx(4e-6)
+    assert start - boxes["forward"][0][0] == pytest.approx(10e-6)
+
+
+def test_a_timeline_without_collectives_says_so(monkeypatch):
+    trace = _gpu_events()
+    monkeypatch.setattr(timeline, "profile_call", lambda *_, **__: Profile(trace, 1e-4, read_events(trace)))
+    monkeypatch.setattr(timeline, "_run", lambda step: None)
+    first, *boxes = timeline.timeline_rows(SimpleNamespace(implementation="torch"), "cpu")
+    assert "none of the collectives" in first["not_measured"]
+    assert [row["lane"] for row in boxes] == ["forward", "backward", "optimizer"]
+
+
+def test_a_point_whose_alternatives_are_all_wrong_keeps_their_reasons(monkeypatch):
+    wrong = [{"implementation": "torch", "gate": "wrong: error 1e+00"}]
+    monkeypatch.setattr(worker, "_right_ones", lambda *_: ({}, wrong))
+    assert list(worker._phases(None, None, "cpu")) == wrong
 
 
 def test_points_take_nccl_with_a_gpu_a_rank_and_gloo_where_ranks_share_one():

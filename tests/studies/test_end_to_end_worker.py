@@ -70,6 +70,18 @@ def test_compiled_code_that_computes_something_else_gets_no_time(monkeypatch):
     assert "seconds" not in row
 
 
+def test_a_compiler_that_raises_is_a_row_with_what_it_said(monkeypatch):
+    from labkit.nn import training
+
+    def refuse(model, **_):
+        raise NotImplementedError("no backend for this GPU")
+
+    monkeypatch.setattr(training.torch, "compile", refuse)
+    assert _measure("compile") == [
+        {"implementation": "compiled", "gate": "failed: NotImplementedError: no backend for this GPU"}
+    ]
+
+
 def test_a_single_gradient_that_is_not_a_number_is_wrong(monkeypatch):
     from labkit.nn import training
 

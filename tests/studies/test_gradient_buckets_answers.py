@@ -79,7 +79,7 @@ def test_the_slowest_rank_counts_and_steps_are_compared_within_a_repeat():
     waits = _overhead(10.0, 2, 128)
     assert row["waiting_s"] == pytest.approx(waits)
     assert row["exposed_s"] == pytest.approx(waits)
-    assert row["beside_s"] == pytest.approx(0, abs=1e-12)
+    assert row["contention_s"] == pytest.approx(0, abs=1e-12)
     assert row["waiting_percent"] == pytest.approx(100 * waits / (_computing(2, 128) + waits))
 
 

@@ -165,7 +165,8 @@ def test_equal_shares_but_for_noise_show_no_difference():
     same = dict.fromkeys(STEP_PART) | {
         ("backward", *key[1:]): value for key, value in FORWARD_PART.items() if value is not None
     }
-    assert _answers(_frame(same, noise=0.2))["matmul_share"].verdict == "no difference shown"
+    verdicts = [_answers(_frame(same, noise=0.2, seed=seed))["matmul_share"].verdict for seed in range(12)]
+    assert verdicts.count("no difference shown") >= 11
 
 
 def test_softmax_against_products_by_time_and_flops():

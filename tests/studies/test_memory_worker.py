@@ -8,7 +8,7 @@ import pytest
 
 from labkit.bench.ledger import peak_between
 from labkit.lab import room
-from labkit.lab.measure import measure
+from labkit.lab.runs.measure import measure
 from labkit.machine import describe_machine
 from labkit.nn.transformer import shape_named
 from labkit.parallel.launch import Row, launch

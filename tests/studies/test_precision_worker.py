@@ -3,11 +3,13 @@
 import math
 from dataclasses import replace
 from fractions import Fraction
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from labkit.bench.allocator import record_allocations
+from labkit.bench.rates import MatmulTimes
 from labkit.machine import describe_machine
 from labkit.nn.training import TrainingStep
 from labkit.nn.transformer import shape_named
@@ -125,6 +127,26 @@ def test_a_wrong_precision_gets_no_time(monkeypatch):
     assert len(rows) == 3
 
 
+def test_a_precision_that_the_device_does_not_have_leaves_the_others_alone(monkeypatch):
+    def refuse(action, name):
+        def call(*arguments, **options):
+            if name in map(str, (*arguments, *options.values())):
+                raise RuntimeError("no such instructions")
+            return action(*arguments, **options)
+
+        return call
+
+    monkeypatch.setattr(worker, "_loss_and_gradients", refuse(worker._loss_and_gradients, "bfloat16"))
+    monkeypatch.setattr(worker.torch, "ones", refuse(torch.ones, "torch.bfloat16"))
+    rates = SimpleNamespace(flops_per_s=[1.0])
+    monkeypatch.setattr(worker, "time_matmuls", lambda device, dtypes, **_: dict.fromkeys(dtypes, rates))
+    for rows in (list(measure_point(SPEED)), list(measure_point(replace(SPEED, part="rates")))):
+        assert [row["gate"] for row in rows if row["alternative"] == "bfloat16"] == [
+            "failed: RuntimeError: no such instructions"
+        ]
+        assert any("seconds" in row or "flops_per_s" in row for row in rows if row["alternative"] == "float32")
+
+
 @pytest.mark.parametrize(("model", "context"), [("mini", 8), ("nano", 256)])
 def test_what_the_check_needs_is_predicted(model, context):
     """At few tokens the sets of gradients decide: a third one would not fit into the prediction."""
@@ -132,13 +154,16 @@ def test_what_the_check_needs_is_predicted(model, context):
     with record_allocations("cpu") as record:
         step = TrainingStep(shape_named(model), batch=1, context_length=context)
         with record.window("check"):
-            assert [row["gate"] for row in worker._check(step, point.precisions)] == ["ok", "ok"]
+            assert [row["gate"] for row in worker._check(step, point.precisions, "cpu")] == ["ok", "ok"]
         del step
     assert 0.8 * needed_bytes(point) <= record.windows["check"].peak_bytes <= needed_bytes(point)
 
 
 def test_rates_are_measured_in_every_precision(monkeypatch):
-    monkeypatch.setattr(worker, "matmul_flops_per_s", lambda device, dtype, **_: [float(dtype.itemsize)])
+    def timed(device, dtypes, **_):
+        return {dtype: MatmulTimes(dtype, 1, [2.0 / dtype.itemsize], 0.0, 1.0) for dtype in dtypes}
+
+    monkeypatch.setattr(worker, "time_matmuls", timed)
     point = PrecisionPoint(part="rates", device="cpu", precisions=("float32", "bfloat16"))
     assert [row["flops_per_s"] for row in measure_point(point)] == [[4.0], [2.0]]
 

@@ -5,6 +5,7 @@ from functools import cache
 
 import pytest
 import torch
+import torch.distributed as dist
 from pydantic import ValidationError
 
 from labkit.lab import room
@@ -175,6 +176,47 @@ def test_a_whole_batch_that_normalizes_by_local_rows_is_wrong():
 
     for right, wrong in run_ranks(errors, world_size=2, timeout_s=60):
         assert right < alternatives.TOLERANCE < 0.1 < wrong
+
+
+def _errors_without_a_rank():
+    """Of the layer and of the bare collectives, by phase, without what each rank sends; and with everything."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    gather, add = sync_batchnorm._gather, sync_batchnorm._sum_over_ranks
+    batch = Batch.of_rank(2 * ranks, 3, seed=0, device="cpu")
+
+    def errors():
+        return [
+            alternatives.layer_error(Layer(OWN, batch), batch),
+            alternatives.bare_error(Bare(COLLECTIVES, 3, "cpu")),
+        ]
+
+    found = {"nobody": errors()}
+    for left_out in range(ranks):
+
+        def gather_without(statistics, group, left_out=left_out):
+            rows = gather(statistics, group)
+            return torch.cat([rows[:left_out], rows[left_out + 1 :]])
+
+        def add_without(sums, group, left_out=left_out):
+            add(sums.zero_() if rank == left_out else sums, group)
+
+        _send_through(gather_without, add)
+        found[f"forward {left_out}"] = errors()
+        _send_through(gather, add_without)
+        found[f"backward {left_out}"] = errors()
+    return found
+
+
+def test_each_rank_left_out_of_a_layer_or_a_bare_collective_is_seen():
+    """Of five ranks, one of which has the mean of all, and some no gradient in what is timed."""
+    for found in run_ranks(_errors_without_a_rank, world_size=5, timeout_s=60):
+        right = found.pop("nobody")
+        assert right[0] < alternatives.TOLERANCE / 10
+        assert right[1] == 0
+        assert len(found) == 10
+        for layer, bare in found.values():
+            assert layer > 10 * alternatives.TOLERANCE
+            assert bare >= 1
 
 
 def test_single_collectives_and_copies_are_timed_by_size():

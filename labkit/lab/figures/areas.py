@@ -13,12 +13,14 @@ from labkit.lab.figures.style import (
     SINGLE_PANEL_WIDTH,
     Plot,
     axis_title,
+    drawn_columns,
     facet_title,
     finish_axes,
     format_axis,
     legend,
     nothing_to_draw,
-    require_columns,
+    plotted,
+    with_hue,
 )
 
 
@@ -27,7 +29,7 @@ def areas(
     *,
     x: str,
     y: str,
-    hue: str,
+    hue: str | None = None,
     hue_order: Sequence[Any] | None = None,
     facet: str | None = None,
     y_title: str | None = None,
@@ -37,9 +39,8 @@ def areas(
     `frame` has one row a (facet, x, hue); a part without a row at some x is 0 there. A value holds until the next
     x (steps, not slopes: memory jumps). ValueError if a column is missing.
     """
-    columns = [column for column in (x, y, hue, facet) if column is not None]
-    require_columns(frame, columns)
-    data = frame[columns].dropna(subset=[y])
+    frame, hue = with_hue(frame, hue)
+    data = frame[drawn_columns(frame, x, y, hue, facet)].dropna(subset=[y])
     if data.empty:
         return nothing_to_draw(data)
     panels: Sequence[Any] = [None] if facet is None else list(dict.fromkeys(data[facet]))
@@ -64,4 +65,4 @@ def areas(
     format_axis(axes[0].yaxis, y, False)
     axes[0].set_ylabel(y_title or axis_title(y))
     legend(figure, axes, hue)
-    return Plot(figure, data)
+    return plotted(figure, data)

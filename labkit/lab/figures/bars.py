@@ -8,19 +8,23 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from labkit.lab.figures.style import (
+    ALL,
     MEASURED,
     PALETTE,
     PANEL_HEIGHT,
     SINGLE_PANEL_WIDTH,
     Plot,
     axis_title,
+    drawn_columns,
     error_bars,
     facet_title,
     finish_axes,
     format_axis,
     legend,
     nothing_to_draw,
-    require_columns,
+    plotted,
+    with_hue,
+    with_interval,
 )
 
 GROUP_WIDTH = 0.8  # of the distance between two categories
@@ -36,7 +40,7 @@ def bars(
     *,
     x: str,
     y: str,
-    hue: str,
+    hue: str | None = None,
     x_order: Sequence[Any] | None = None,
     hue_order: Sequence[Any] | None = None,
     facet: str | None = None,
@@ -48,25 +52,27 @@ def bars(
     reference_label: str = "published",
     source: str = MEASURED,
 ) -> Plot:
-    """One group of bars a category of `x`, one bar (or layer, if `stacked`) a value of `hue`.
+    """One group of bars per category of `x`, one bar (or layer, if `stacked`) per value of `hue`.
 
-    `frame` is tidy: one row a bar, `low` and `high` where there is an interval (drawn unless stacked). `x_order`
+    `frame` is tidy: one row a bar; `low` and `high` right behind `y` are its interval (drawn unless stacked). `x_order`
     and `hue_order` name all values that may occur, in their order; otherwise it is that of the rows. `reference`
     has the same columns and gets panels of its own, hatched, titled `reference_label`: its categories may be
     others. Panels share the y axis if `log`, and otherwise only if there is no reference: published absolute
     values are rarely of the same size. ValueError if a column is missing, two rows are the same bar, or an order
     lacks a value.
     """
-    columns = [column for column in (x, y, hue, facet) if column is not None]
-    require_columns(frame, columns)
+    frame, hue = with_hue(frame, hue)
+    columns = drawn_columns(frame, x, y, hue, facet)
     if frame.empty:
         return nothing_to_draw(frame[columns])
     pieces = [frame.assign(source=source)]
     if reference is not None and not reference.empty:
-        pieces.append(reference.assign(source=reference_label))
-    kept = [*columns, *(name for name in ("low", "high") if name in frame and not stacked), "source"]
-    data = pd.concat([piece.reindex(columns=kept) for piece in pieces], ignore_index=True).dropna(subset=[y])
-    _require_one_row_a_bar(data, [name for name in (x, hue, facet) if name], {x: x_order, hue: hue_order})
+        pieces.append(reference.assign(source=reference_label, **({ALL: ""} if hue == ALL else {})))
+    columns = [*columns, "source"]
+    kept = [columns if stacked else with_interval(columns, piece, y) for piece in pieces]
+    data = pd.concat([piece.reindex(columns=names) for piece, names in zip(pieces, kept, strict=True)])
+    data = data.dropna(subset=[y]).reset_index(drop=True)
+    _require_one_row_a_bar(data, [name for name in columns if name != y], {x: x_order, hue: hue_order})
     panels = list(_panels(data, facet))
     if not panels:
         return nothing_to_draw(data)
@@ -77,17 +83,17 @@ def bars(
     for axis, (title, panel) in zip(axes, panels, strict=True):
         places = [value for value in x_order or dict.fromkeys(panel[x]) if value in set(panel[x])]
         hatched = title == reference_label or source != MEASURED
-        _draw(axis, panel.set_index(x), y, hue, places, hues, colors, stacked=stacked, hatched=hatched)
+        _draw(axis, panel.set_index(x, drop=False), y, hue, places, hues, colors, stacked=stacked, hatched=hatched)
         inches = width * max(2, len(places)) / sum(max(2, rows[x].nunique()) for _, rows in panels)
         _finish(axis, x, y, places, title, facet, log, level, inches)
     axes[0].set_ylabel(y_title or axis_title(y))
     legend(figure, axes, hue)
-    return Plot(figure, data)
+    return plotted(figure, data)
 
 
 def _require_one_row_a_bar(data: pd.DataFrame, keys: list[str], orders: dict[str, Sequence[Any] | None]) -> None:
     """ValueError for what would be drawn over one another, or left out without a word."""
-    twice = data[data.duplicated([*keys, "source"])]
+    twice = data[data.duplicated(keys)]
     if not twice.empty:
         raise ValueError(f"expected one row a bar, got several for {twice[keys].iloc[0].to_dict()}: name a facet")
     for column, order in orders.items():
@@ -128,7 +134,8 @@ def _draw(
     hatched: bool,
 ) -> None:
     hues = [value for value in hues if value in set(panel[hue])]  # no room for bars of other panels
-    width = GROUP_WIDTH if stacked else GROUP_WIDTH / len(hues)
+    alone = stacked or hue == panel.index.name  # one bar a place
+    width = GROUP_WIDTH if alone else GROUP_WIDTH / len(hues)
     bottoms = dict.fromkeys(places, 0.0)
     for index, value in enumerate(hues):
         rows = panel[panel[hue] == value]
@@ -136,7 +143,7 @@ def _draw(
         if not here:
             continue
         rows = rows.loc[here]
-        shift = 0.0 if stacked else (index - (len(hues) - 1) / 2) * width
+        shift = 0.0 if alone else (index - (len(hues) - 1) / 2) * width
         axis.bar(
             [places.index(place) + shift for place in here],
             rows[y],

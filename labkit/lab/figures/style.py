@@ -17,13 +17,16 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, Locator, LogLocator, MaxNLocator, NullFormatter
 from PIL import Image
 
-from labkit.lab.units import format_bytes, formatter_of
+from labkit.lab.units import counted, format_bytes, formatter_of
 
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#7F7F7F", "#8C564B", "#17BECF")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "<", ">")
 PANEL_WIDTH, PANEL_HEIGHT, DPI = 3.4, 3.3, 130
+CSS_INCH = 96  # pixels of a browser
 SINGLE_PANEL_WIDTH = 7.0
 MEASURED = "measured here"
+ALL = "all"  # the column that tells one line or bar from another where the caller names none
+AT = "at"  # the column that says where on the x axis a point stands
 THUMBNAIL_WIDTH = 320  # pixels, shown at half of it
 FEW_PLACES = 4  # on the x axis: each gets a tick of its own
 FEWEST_TICKS = 3  # on a logarithmic axis; fewer do not tell its scale
@@ -81,12 +84,18 @@ def _log_ticks(column: str) -> Locator:
     return LogLocator(base=2) if column in DOUBLING else _OneTwoFive()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plot:
-    """A figure and the frame of exactly what it shows."""
+    """A figure and the frame of exactly what it shows. As the last expression of a notebook's cell it draws itself."""
 
     figure: Figure
     data: pd.DataFrame
+
+    def __repr__(self) -> str:
+        return f"figure of {counted(len(self.data), 'row')}: {', '.join(map(str, self.data.columns))}"
+
+    def _repr_png_(self) -> tuple[bytes, dict[str, Any]]:  # IPython asks for it
+        return self.png(), {"alt": repr(self), "width": round(self.figure.get_figwidth() * CSS_INCH)}
 
     def png(self) -> bytes:
         buffer = io.BytesIO()
@@ -136,10 +145,38 @@ def require_columns(frame: pd.DataFrame, columns: Sequence[str]) -> None:
         raise ValueError(f"no column {', '.join(missing)}; the frame has {', '.join(map(str, frame.columns))}")
 
 
+def drawn_columns(frame: pd.DataFrame, *columns: str | None) -> list[str]:
+    """The columns that a figure draws, each once. ValueError if the frame lacks one."""
+    named = list(dict.fromkeys(column for column in columns if column is not None))
+    require_columns(frame, named)
+    return named
+
+
+def with_hue(frame: pd.DataFrame, hue: str | None) -> tuple[pd.DataFrame, str]:
+    """The frame and the column of its colors; where none is named, all rows are of one color."""
+    return (frame, hue) if hue is not None else (frame.assign(**{ALL: ""}), ALL)
+
+
+def with_interval(columns: Sequence[str], frame: pd.DataFrame, y: str) -> list[str]:
+    """The columns and, behind `y`, its interval: `low` and `high` if they stand right behind it in the frame too.
+
+    A frame holds other quantities as well (a bandwidth beside a time), and an interval is of one of them alone.
+    """
+    names = list(frame.columns)
+    start = names.index(y)
+    interval = ["low", "high"] if names[start + 1 : start + 3] == ["low", "high"] else []
+    return [name for column in columns for name in ([column, *interval] if column == y else [column])]
+
+
+def plotted(figure: Figure, data: pd.DataFrame) -> Plot:
+    """The plot of what was drawn, without the columns that only drawing needed."""
+    return Plot(figure, data.drop(columns=[ALL, AT], errors="ignore"))
+
+
 def nothing_to_draw(data: pd.DataFrame) -> Plot:
     figure = Figure(figsize=(PANEL_WIDTH * 1.6, 1.0), layout="constrained")
     figure.text(0.5, 0.5, "nothing was measured to draw here", ha="center", va="center", fontsize=10)
-    return Plot(figure, data)
+    return plotted(figure, data)
 
 
 def error_bars(series: pd.DataFrame, y: str) -> Any:
@@ -175,13 +212,15 @@ def legend(figure: Figure, axes: Sequence[Axes], hue: str) -> None:
     for axis in axes:
         for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
             entries.setdefault(label, handle)
+    if hue == ALL and len(entries) <= 1:
+        return
     widest = max((len(label) for label in entries), default=1)
     most = max(1, min(len(entries), int(figure.get_figwidth() * 14 / (widest + 8))))
     columns = math.ceil(len(entries) / math.ceil(len(entries) / most)) if entries else 1  # rows of about equal length
     figure.legend(
         entries.values(),
         entries.keys(),
-        title=axis_title(hue),
+        title=None if hue == ALL else axis_title(hue),
         loc="outside lower center",
         ncols=columns,
         frameon=False,

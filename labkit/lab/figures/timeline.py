@@ -10,11 +10,13 @@ from labkit.lab.figures.style import (
     PALETTE,
     SINGLE_PANEL_WIDTH,
     Plot,
+    drawn_columns,
     finish_axes,
     format_axis,
     legend,
     nothing_to_draw,
-    require_columns,
+    plotted,
+    with_hue,
 )
 
 LANE_HEIGHT = 0.42  # inches
@@ -26,7 +28,7 @@ def timeline(
     start: str,
     duration: str,
     lane: str,
-    hue: str,
+    hue: str | None = None,
     lane_order: Sequence[Any] | None = None,
     hue_order: Sequence[Any] | None = None,
 ) -> Plot:
@@ -34,9 +36,8 @@ def timeline(
 
     One row a box. Lanes run from top to bottom in `lane_order`. ValueError if a column is missing.
     """
-    columns = list(dict.fromkeys([start, duration, lane, hue]))
-    require_columns(frame, columns)
-    data = frame[columns].dropna(subset=[start, duration])
+    frame, hue = with_hue(frame, hue)
+    data = frame[drawn_columns(frame, start, duration, lane, hue)].dropna(subset=[start, duration])
     if data.empty:
         return nothing_to_draw(data)
     data = data.assign(**{start: data[start] - data[start].min()})
@@ -58,4 +59,4 @@ def timeline(
     axis.set_xlabel("time since the first event")
     format_axis(axis.xaxis, duration, False)
     legend(figure, [axis], hue)
-    return Plot(figure, data)
+    return plotted(figure, data)

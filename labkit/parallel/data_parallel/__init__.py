@@ -3,8 +3,10 @@
 ``contract``         what all wrappers share: `DataParallel`
 ``after_backward``   `NaiveDDP`, a collective a parameter; `FlatDDP`, one collective for all
 ``during_backward``  `OverlappedDDP`, a collective a parameter; `BucketedDDP`, one a bucket
+``replicas``         the same model on every rank, or a refusal on every rank
+``layout``           how gradients lie in memory
+``averaging``        who sums: torch.distributed, or labkit's all-reduce
 ``buckets``          how parameters are put into buckets
-``gate``             are the gradients right? asked before anything is timed
 """
 
 from labkit.parallel.data_parallel.after_backward import FlatDDP, NaiveDDP

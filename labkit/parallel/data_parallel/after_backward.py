@@ -3,31 +3,22 @@
 import torch
 from torch import Tensor
 
-from labkit.parallel.data_parallel.contract import DataParallel, flat_view, gradient_in_layout
+from labkit.parallel.data_parallel.contract import DataParallel
+from labkit.parallel.data_parallel.layout import flat_view, gradient_in_layout
 
 
-class _AfterBackward(DataParallel):
-    """Does nothing while backward runs."""
-
-    def _gradient_ready(self, index: int) -> None:
-        pass
-
-    def _abandon(self) -> None:
-        pass
-
-
-class NaiveDDP(_AfterBackward):
+class NaiveDDP(DataParallel):
     """One collective a parameter, one after the other, after backward: as many latencies as parameters."""
 
-    def _finish(self, missing: list[int]) -> None:
+    def _finish(self, pending: list[int]) -> None:
         for parameter in self._parameters_in_order:
             self._average.run(flat_view(gradient_in_layout(parameter)), "mean")
 
 
-class FlatDDP(_AfterBackward):
+class FlatDDP(DataParallel):
     """All gradients of a dtype copied into one tensor, one collective, copied back: twice the memory."""
 
-    def _finish(self, missing: list[int]) -> None:
+    def _finish(self, pending: list[int]) -> None:
         alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
         for parameter in self._parameters_in_order:
             gradient = gradient_in_layout(parameter)

@@ -11,7 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,7 @@ Wait = Callable[[], object]
 class Average(Protocol):
     """Sums or averages dense vectors over the ranks of a group, in place, in the order of the calls."""
 
+    group: dist.ProcessGroup | None
     in_use: dict[str, tuple[str, str]]
     """By device: what carries the vectors, and why it is not shared memory, where that was possible to ask for."""
 
@@ -62,17 +63,24 @@ class TorchAverage:
     """`dist.all_reduce`."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self._group = group
-        self._world_size = dist.get_world_size(group)
+        self.group = group
         self.in_use: dict[str, tuple[str, str]] = {}
+
+    def __deepcopy__(self, memo: object) -> "TorchAverage":
+        return self  # a copied wrapper averages over the same ranks
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self.group is not None:
+            raise TypeError("a wrapper with a process group of its own holds other processes: save its `module`")
+        return TorchAverage, (None,)
 
     def run(self, vector: Tensor, op: str) -> None:
         self.start(vector, op)()
 
     def start(self, vector: Tensor, op: str) -> Wait:
         if op == "mean":
-            vector.div_(self._world_size)
-        work = dist.all_reduce(vector, group=self._group, async_op=True)
+            vector.div_(dist.get_world_size(self.group))
+        work = dist.all_reduce(vector, group=self.group, async_op=True)
         assert work is not None, "async_op=True returns the work"
         return work.wait
 
@@ -87,10 +95,10 @@ class OwnAverage:
     meet its messages. Kernels on a GPU run in the background anyway, so CUDA tensors need no thread.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, wish: str, devices: Iterable[torch.device]) -> None:
-        self._group = group
+    def __init__(self, group: dist.ProcessGroup | None, preference: str, devices: Iterable[torch.device]) -> None:
+        self.group = group
         # Now: made in the middle of backward, ranks would not make them at the same moment.
-        found = {device: own_transport(group, device, wish) for device in devices}
+        found = {device: own_transport(group, device, preference) for device in devices}
         self._transports = {device: of_device.transport for device, of_device in found.items()}
         self.in_use = {str(device): (each.transport.name, each.why) for device, each in found.items()}
         self._tasks: queue.SimpleQueue[_Task | None] | None = None
@@ -102,10 +110,10 @@ class OwnAverage:
         raise TypeError("a wrapper with labkit's all-reduce holds memory of other processes: save its `module`")
 
     def run(self, vector: Tensor, op: str) -> None:
-        all_reduce(vector, self._group, op, transport=self._transports[vector.device])
+        all_reduce(vector, self.group, op, transport=self._transports[vector.device])
 
     def start(self, vector: Tensor, op: str) -> Wait:
-        task = _Task(partial(all_reduce, vector, self._group, op, transport=self._transports[vector.device]))
+        task = _Task(partial(all_reduce, vector, self.group, op, transport=self._transports[vector.device]))
         if vector.device.type != "cpu":
             task.do()
             return task.wait
@@ -117,7 +125,7 @@ class OwnAverage:
         return task.wait
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return empty_for_all_reduce(numel, dtype, device, self._group, self._transports[device])
+        return empty_for_all_reduce(numel, dtype, device, self.group, self._transports[device])
 
 
 class _Task:

@@ -1,12 +1,11 @@
 """Buckets: gradients that are averaged together, in one flat buffer that lives as long as the wrapper."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from labkit.parallel.data_parallel.averaging import Average
-from labkit.parallel.data_parallel.contract import strides_like
+from labkit.parallel.data_parallel.layout import strides_like
 
 MIB = 2**20
 ALIGNMENT = 16  # elements: 64 bytes of float32
@@ -30,15 +29,19 @@ class Bucket:
         """Gradients of this pass that have not come yet."""
 
 
-def make_buckets(assigned: Sequence[Sequence[int]], parameters: Sequence[Tensor], average: Average) -> list[Bucket]:
-    """Buckets of these parameters by index; those of a dtype and device lie in one piece of the average's memory."""
+def make_buckets(
+    assigned: Sequence[Sequence[int]],
+    parameters: Sequence[Tensor],
+    empty: Callable[[int, torch.dtype, torch.device], Tensor],
+) -> list[Bucket]:
+    """Buckets of these parameters by index; those of a dtype and device lie in one piece of memory, from `empty`."""
     sizes = [sum(parameters[index].numel() for index in indices) for indices in assigned]
     kinds = [(parameters[indices[0]].dtype, parameters[indices[0]].device) for indices in assigned]
     buckets: dict[int, Bucket] = {}
     for kind in dict.fromkeys(kinds):
         numbers = [number for number, of_bucket in enumerate(kinds) if of_bucket == kind]
         aligned = [-(-sizes[number] // ALIGNMENT) * ALIGNMENT for number in numbers]
-        memory = average.empty(sum(aligned), *kind)
+        memory = empty(sum(aligned), *kind)
         for number, part in zip(numbers, memory.split(aligned), strict=True):
             indices = assigned[number]
             buckets[number] = Bucket(indices, [parameters[index] for index in indices], part[: sizes[number]])

@@ -8,24 +8,30 @@
 The behavior is that of torch's DistributedDataParallel where it has one; what differs is said at the method.
 
 How a wrapper hears of gradients: a hook on each parameter, called when autograd has put the gradient into
-`p.grad`. The first hook of a backward pass queues a callback that autograd runs at the pass's end: there the
-wrapper finishes, so that nobody has to call anything.
+`p.grad`. The first sign of a backward pass, a gradient of the model's output or of a parameter, queues a callback that
+autograd runs at the pass's end: there the wrapper finishes, so that nobody has to call anything.
+
+A backward pass inside of a backward pass (re-entrant checkpointing) is part of it, as long as the outer one was heard
+of first. For that there is a hook on the outputs, too: a model may be checkpointed as a whole, so that no parameter
+hears of the outer pass. Outputs are looked for in sequences, mappings and dataclasses.
 
 What is averaged is `p.grad` as it stands. Gradients accumulated under `no_sync` are in it; what an earlier
 backward pass has averaged already is equal on all ranks, and its mean is itself. So several losses, each with a
 backward pass of its own, need no extra care.
 
-One difference from torch's: it waits until every parameter has been heard of since the forward pass, and complains
-at the next one. Here each backward pass is looked at by itself, so that a parameter without a gradient is named before
-the optimizer uses the others. Passes that reach only a part of the model (a loss a head, re-entrant checkpointing) need
-`find_unused=True` therefore.
+Two differences from torch's. It waits until every parameter has been heard of since the forward pass, and complains
+at the next one. Here each outermost backward pass is looked at by itself, so that a parameter without a gradient is
+named before the optimizer uses the others; passes that reach only a part of the model (a loss a head) need
+`find_unused=True` therefore. And with `find_unused=True` every collective begins when the pass is over: which gradients
+are complete before that, nobody knows, since an inner pass may add to a gradient that the outer one has set.
 """
 
 import contextlib
-import hashlib
+import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any
 
@@ -35,10 +41,13 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
-from labkit.parallel.data_parallel.averaging import TORCH, average_named
+from labkit.parallel.data_parallel.averaging import TORCH, Average, average_named
+from labkit.parallel.data_parallel.replicas import broadcast, check_replicas
+from labkit.parallel.transport.choice import member_group
+from labkit.parallel.uncompiled import uncompiled
 
-COALESCED_BYTES = 2**26
-"""Copies made for a broadcast take no more memory than this."""
+Empty = Callable[[int, torch.dtype, torch.device], Tensor]
+NOT_COPIED = ("_lock", "_running_pass")
 
 
 class UnusedParameterError(RuntimeError):
@@ -59,9 +68,16 @@ class DataParallel(nn.Module, ABC):
         all_reduce: who sums: "torch" (torch.distributed), or labkit's own all-reduce over a transport: "shared" (memory
             that the ranks of one host map), "point_to_point", or "auto", which is shared where that is possible.
 
-    Raises ValueError if no parameter is trained, a parameter or buffer differs between ranks in name, shape or
-    dtype, or gradients would be sparse.
+    A wrapper can be copied (`copy.deepcopy`, without a collective): the copy averages over the same ranks. It can be
+    saved, and loaded by ranks of any number, unless it has a group of its own or labkit's all-reduce.
+
+    Raises ValueError, on all ranks of the group, if no parameter is trained, arguments differ between ranks, or a
+    parameter or buffer does in name, shape, dtype or, if trained, strides; on a rank that is not of the group; and in
+    backward if gradients are sparse.
     """
+
+    _average: Average
+    _running_pass: "weakref.ref[Callable[[], None]] | None"
 
     def __init__(
         self,
@@ -73,31 +89,50 @@ class DataParallel(nn.Module, ABC):
         finish_in_backward: bool = True,
         all_reduce: str = TORCH,
     ):
+        member_group(group)
         super().__init__()
         self.module = module
-        self.group = group
-        self.world_size = dist.get_world_size(group)
         self.find_unused = find_unused
         self.broadcast_buffers = broadcast_buffers
         self.finish_in_backward = finish_in_backward
+        check_replicas(module, {**self._settings(), "all_reduce": all_reduce}, group)
         trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
-        _check_model(module, trained, group)
         # Backward visits a model from its end: in this order gradients become ready, more or less.
         self._names, self._parameters_in_order = map(list, zip(*reversed(trained), strict=True))
         self._average = average_named(all_reduce, group, self._parameters_in_order)
         self._synchronize = True
         self._synchronize_this_pass = True
-        self._backward_pass: int | None = None
-        self._heard: list[bool] = []
-        self._forget_pass()
-        _broadcast([*module.parameters(), *module.buffers()], group)
         self._broadcast_before_forward = True
+        broadcast([*module.parameters(), *module.buffers()], group)
+        self._attach(self._average.empty)
+
+    def _settings(self) -> dict[str, object]:
+        """What must be the same on every rank, besides the model."""
+        return {
+            "wrapper": type(self).__name__,
+            "find_unused": self.find_unused,
+            "broadcast_buffers": self.broadcast_buffers,
+        }
+
+    def _attach(self, empty: Empty) -> None:
+        """Make what belongs to this very object: hooks, and the state of a pass. `empty` gives memory for buffers."""
+        self.world_size = member_group(self.group).size()
+        # Autograd calls hooks in one thread per device.
+        self._lock = threading.Lock()
+        self._forget_pass()
         # Weakly: a parameter holds its hooks where the garbage collector does not look.
         hooks = [
-            p.register_post_accumulate_grad_hook(partial(_tell, weakref.ref(self), index))
+            p.register_post_accumulate_grad_hook(partial(_gradient_hook, weakref.ref(self), index))
             for index, p in enumerate(self._parameters_in_order)
         ]
         weakref.finalize(self, _remove, hooks)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name not in NOT_COPIED}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._attach(_empty)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's. Whether the next backward pass synchronizes is decided here, as with torch's.
@@ -105,13 +140,32 @@ class DataParallel(nn.Module, ABC):
         Buffers become those of rank 0 before it if the pass before it could have changed them: in training, and
         once in evaluation after training.
         """
-        if torch.is_grad_enabled():
+        self._before_forward()
+        outputs = self.module(*args, **kwargs)
+        self._watch(outputs)
+        return outputs
+
+    @uncompiled
+    def _before_forward(self) -> None:
+        # Checkpointing may run a forward pass in the middle of backward, which belongs to that.
+        if torch.is_grad_enabled() and not self._is_in_pass():
             self._leave_unfinished_pass()
             self._synchronize_this_pass = self._synchronize
         if self.broadcast_buffers and self._broadcast_before_forward:
-            _broadcast(list(self.module.buffers()), self.group)
+            broadcast(list(self.module.buffers()), self.group)
         self._broadcast_before_forward = torch.is_grad_enabled() and self._synchronize
-        return self.module(*args, **kwargs)
+
+    @uncompiled
+    def _watch(self, outputs: Any) -> None:
+        """Hear of backward passes through these outputs before anything they run inside of them."""
+        if self._synchronize:
+            for node in {tensor.grad_fn for tensor in _tensors_in(outputs) if tensor.grad_fn is not None}:
+                node.register_prehook(partial(_output_hook, weakref.ref(self)))
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """Over whose ranks gradients are averaged; None: all."""
+        return self._average.group
 
     @property
     def transports(self) -> dict[str, tuple[str, str]]:
@@ -130,64 +184,86 @@ class DataParallel(nn.Module, ABC):
     @torch.no_grad()
     def finish_gradient_synchronization(self) -> None:
         """Return once every gradient of the last backward pass is the mean over ranks. Again: does nothing."""
-        if self._backward_pass is None:
+        if not any(self._ready):  # torch.autograd.grad, say, which passes through the model and sets no gradient
+            self._forget_pass()
             return
-        missing = [index for index, heard in enumerate(self._heard) if not heard]
+        missing = [index for index, ready in enumerate(self._ready) if not ready]
         if missing and not self.find_unused:
             # nothing is waited for: ranks on which nothing is missing have begun other collectives
             raise UnusedParameterError(self._unused_message(missing))
         has_gradient = [p.grad is not None for p in self._parameters_in_order]
-        self._finish(missing)
+        self._finish(missing if self._overlaps else list(range(len(self._ready))))
         if self.find_unused:  # last: every rank begins the same collectives in the same order
-            self._drop_gradients_of_nobody(has_gradient)
+            self._clear_globally_unused(has_gradient)
         self._forget_pass()
 
-    @abstractmethod
+    @property
+    def _overlaps(self) -> bool:
+        """Whether gradients are averaged while backward goes on, each as soon as it is there."""
+        return False
+
     def _gradient_ready(self, index: int) -> None:
-        """`p.grad` of the parameter at `index` is complete on this rank; backward goes on."""
+        """`p.grad` of the parameter at `index` is complete on this rank; backward goes on. For those that overlap."""
 
     @abstractmethod
-    def _finish(self, missing: list[int]) -> None:
-        """Average what is not averaged yet. Parameters at `missing` were not visited on this rank in this pass."""
+    def _finish(self, pending: list[int]) -> None:
+        """Average what is not averaged yet; `_gradient_ready` was not called for the parameters at `pending`."""
 
-    @abstractmethod
     def _abandon(self) -> None:
         """Wait for collectives under way; gradients that are in none are left as this rank's own."""
 
-    def _hear(self, index: int, parameter: Tensor) -> None:
-        """The hook: note the gradient, and on a pass's first one ask to be called back at its end."""
+    def _mark_ready(self, index: int, parameter: Tensor) -> None:
+        """The hook: note the gradient, and average it now if that is what this wrapper does."""
         if not self._synchronize_this_pass:
             return
         gradient = parameter.grad
         assert gradient is not None, "autograd calls the hook after it has set the gradient"
         if gradient.is_sparse:
             raise ValueError(f"expected dense gradients, got a sparse one for {self._names[index]}")
-        backward_pass = torch._C._current_graph_task_id()
-        if self._backward_pass != backward_pass:
-            self._leave_unfinished_pass()
-            self._backward_pass = backward_pass
-            if self.finish_in_backward:
-                Variable._execution_engine.queue_callback(self.finish_gradient_synchronization)
-        self._heard[index] = True
-        with torch.no_grad():
-            self._gradient_ready(index)
+        with self._lock, torch.no_grad():
+            self._begin_pass()
+            if self._overlaps and self._ready[index]:
+                raise RuntimeError(
+                    f"one backward pass gave {self._names[index]} a gradient twice, the second after it was sent: "
+                    "where a parameter is used inside and outside of a re-entrant checkpoint, pass find_unused=True"
+                )
+            self._ready[index] = True
+            if self._overlaps:
+                self._gradient_ready(index)
+
+    def _begin_pass(self) -> None:
+        """On the first sign of a backward pass ask to be called back at its end."""
+        if self._is_in_pass():
+            return
+        self._leave_unfinished_pass()
+        at_end = self._end_pass  # a new object, which lives as long as autograd's record of the pass
+        Variable._execution_engine.queue_callback(at_end)
+        self._running_pass = weakref.ref(at_end)
+
+    def _is_in_pass(self) -> bool:
+        """Whether a pass that was heard of is still going on: what is heard of meanwhile belongs to it."""
+        return self._running_pass is not None and self._running_pass() is not None
+
+    def _end_pass(self) -> None:
+        if self.finish_in_backward:
+            self.finish_gradient_synchronization()
 
     def _leave_unfinished_pass(self) -> None:
         """Before a new pass: one that an exception ended is forgotten, once its collectives are over.
 
         RuntimeError if it is unfinished because nobody finished it.
         """
-        if self._backward_pass is not None:
+        if any(self._ready):
             if not self.finish_in_backward:
                 raise RuntimeError("call finish_gradient_synchronization() after each backward pass")
             self._abandon()
         self._forget_pass()
 
     def _forget_pass(self) -> None:
-        self._backward_pass = None
-        self._heard = [False] * len(self._parameters_in_order)
+        self._running_pass = None
+        self._ready = [False] * len(self._parameters_in_order)
 
-    def _drop_gradients_of_nobody(self, has_gradient: list[bool]) -> None:
+    def _clear_globally_unused(self, has_gradient: list[bool]) -> None:
         """A parameter that had no gradient on any rank, from this pass or accumulated before, keeps none."""
         flags = torch.tensor(has_gradient, dtype=torch.int32, device=self._parameters_in_order[0].device)
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group)
@@ -204,10 +280,17 @@ class DataParallel(nn.Module, ABC):
         )
 
 
-def _tell(wrapper: "weakref.ref[DataParallel]", index: int, parameter: Tensor) -> None:
+def _gradient_hook(wrapper: "weakref.ref[DataParallel]", index: int, parameter: Tensor) -> None:
     """The hook on a parameter: its wrapper hears of it, if there still is one."""
     if (alive := wrapper()) is not None:
-        alive._hear(index, parameter)
+        alive._mark_ready(index, parameter)
+
+
+def _output_hook(wrapper: "weakref.ref[DataParallel]", gradients: tuple[Tensor, ...]) -> None:
+    """The hook on an output: a backward pass has reached it."""
+    if (alive := wrapper()) is not None and alive._synchronize_this_pass:
+        with alive._lock:
+            alive._begin_pass()
 
 
 def _remove(hooks: list[RemovableHandle]) -> None:
@@ -215,66 +298,20 @@ def _remove(hooks: list[RemovableHandle]) -> None:
         hook.remove()
 
 
-def gradient_in_layout(parameter: Tensor) -> Tensor:
-    """The parameter's gradient (zeros if it has none), in the strides of the parameter: equal on all ranks."""
-    if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter)
-    elif parameter.grad.stride() != strides_like(parameter):
-        parameter.grad = torch.empty_like(parameter).copy_(parameter.grad)
-    return parameter.grad
+def _tensors_in(outputs: Any) -> Iterator[Tensor]:
+    if isinstance(outputs, Tensor):
+        yield outputs
+    elif isinstance(outputs, Mapping):
+        for value in outputs.values():
+            yield from _tensors_in(value)
+    elif isinstance(outputs, list | tuple):
+        for value in outputs:
+            yield from _tensors_in(value)
+    elif is_dataclass(outputs):
+        for each in fields(outputs):
+            yield from _tensors_in(getattr(outputs, each.name, None))
 
 
-def strides_like(parameter: Tensor) -> tuple[int, ...]:
-    """The strides of a tensor made like this one: its own where it is dense, else those of a contiguous one."""
-    return torch.empty_like(parameter, device="meta").stride()
-
-
-def flat_view(dense: Tensor) -> Tensor:
-    """All elements of a dense tensor in the order in which they lie in memory, (n,): collectives want that."""
-    return dense.as_strided((dense.numel(),), (1,), dense.storage_offset())
-
-
-def _check_model(module: nn.Module, trained: list[tuple[str, nn.Parameter]], group: dist.ProcessGroup | None) -> None:
-    """ValueError unless something is trained and the model is the same one on every rank."""
-    if not trained:
-        raise ValueError("expected a module with at least one parameter that requires a gradient")
-    state = [*module.named_parameters(), *module.named_buffers()]
-    described = [f"{name}: {tuple(x.shape)}, {x.dtype}, requires_grad={x.requires_grad}" for name, x in state]
-    digests = torch.tensor([_digest(text) for text in described], device=trained[0][1].device)
-    number = torch.tensor([len(digests), -len(digests)], device=digests.device)
-    dist.all_reduce(number, op=dist.ReduceOp.MAX, group=group)
-    most, fewest = int(number[0]), -int(number[1])
-    if most != fewest:
-        raise ValueError(f"expected the same model on every rank, got {fewest} to {most} parameters and buffers")
-    bounds = torch.stack([digests, -digests])
-    dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=group)
-    if differing := (bounds[0] != -bounds[1]).nonzero().flatten().tolist():
-        raise ValueError(f"expected the same model on every rank; they differ at {described[differing[0]]} (here)")
-
-
-def _digest(text: str) -> int:
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
-
-
-@torch.no_grad()
-def _broadcast(tensors: Iterable[Tensor], group: dist.ProcessGroup | None) -> None:
-    """Every tensor becomes that of the group's first rank; small ones of a dtype and device travel together."""
-    for together in _coalesced([tensor.detach() for tensor in tensors]):
-        flat = torch.cat([tensor.reshape(-1) for tensor in together])
-        dist.broadcast(flat, group=group, group_src=0)
-        pieces = flat.split([tensor.numel() for tensor in together])
-        for tensor, piece in zip(together, pieces, strict=True):
-            tensor.copy_(piece.view(tensor.shape))
-
-
-def _coalesced(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Tensors of one dtype and device, at most `COALESCED_BYTES` together unless one alone is larger."""
-    filling: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for tensor in tensors:
-        key = (tensor.dtype, tensor.device)
-        together = filling.setdefault(key, [])
-        if together and sum(t.nbytes for t in together) + tensor.nbytes > COALESCED_BYTES:
-            yield together
-            filling[key] = together = []
-        together.append(tensor)
-    yield from filling.values()
+def _empty(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Memory like any other: what is shared with other processes would have to be made by all at once."""
+    return torch.empty(numel, dtype=dtype, device=device)

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from labkit.parallel.data_parallel.averaging import Wait
-from labkit.parallel.data_parallel.buckets import Bucket, assign_to_buckets, make_buckets
-from labkit.parallel.data_parallel.contract import DataParallel, flat_view, gradient_in_layout
+from labkit.parallel.data_parallel.buckets import assign_to_buckets, make_buckets
+from labkit.parallel.data_parallel.contract import DataParallel, Empty
+from labkit.parallel.data_parallel.layout import flat_view, gradient_in_layout
 
 
 class OverlappedDDP(DataParallel):
@@ -21,11 +22,15 @@ class OverlappedDDP(DataParallel):
         self._begun: list[tuple[Tensor, Wait]] = []
         super().__init__(module, **options)
 
+    @property
+    def _overlaps(self) -> bool:
+        return not self.find_unused
+
     def _gradient_ready(self, index: int) -> None:
-        while (next_one := len(self._begun)) < len(self._heard) and self._heard[next_one]:
+        while (next_one := len(self._begun)) < len(self._ready) and self._ready[next_one]:
             self._begin(self._parameters_in_order[next_one])
 
-    def _finish(self, missing: list[int]) -> None:
+    def _finish(self, pending: list[int]) -> None:
         for parameter in self._parameters_in_order[len(self._begun) :]:
             self._begin(parameter)
         self._abandon()
@@ -63,31 +68,39 @@ class BucketedDDP(DataParallel):
         overlap: bool = True,
         **options: Any,
     ):
-        self._buckets: list[Bucket] = []
-        self._waits: list[Wait] = []
-        super().__init__(module, **options)
         self.overlap = overlap
+        self._sizes_mb = (bucket_mb, first_bucket_mb)
+        super().__init__(module, **options)
+
+    def _settings(self) -> dict[str, object]:
+        return super()._settings() | {"bucket_mb, first_bucket_mb": self._sizes_mb}
+
+    def _attach(self, empty: Empty) -> None:
         parameters = self._parameters_in_order
-        self._buckets = make_buckets(
-            assign_to_buckets(parameters, bucket_mb, first_bucket_mb), parameters, self._average
-        )
+        self._buckets = make_buckets(assign_to_buckets(parameters, *self._sizes_mb), parameters, empty)
         self._bucket_of = {index: bucket for bucket in self._buckets for index in bucket.indices}
+        super()._attach(empty)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        return {name: value for name, value in state.items() if name not in ("_buckets", "_bucket_of", "_waits")}
 
     @property
     def bucket_bytes(self) -> list[int]:
         """Sizes of the buckets, in the order in which they are averaged."""
         return [bucket.buffer.nbytes for bucket in self._buckets]
 
+    @property
+    def _overlaps(self) -> bool:
+        return self.overlap and not self.find_unused
+
     def _gradient_ready(self, index: int) -> None:
         self._put(index)
-        self._bucket_of[index].missing -= 1
-        if self.overlap:
-            self._begin_full()
+        self._begin_full()
 
-    def _finish(self, missing: list[int]) -> None:
-        for index in missing:
+    def _finish(self, pending: list[int]) -> None:
+        for index in pending:
             self._put(index)
-            self._bucket_of[index].missing -= 1
         self._begin_full()
         self._wait()
 
@@ -101,6 +114,7 @@ class BucketedDDP(DataParallel):
         else:
             torch.div(parameter.grad, self.world_size, out=view)
         parameter.grad = view
+        self._bucket_of[index].missing -= 1
 
     def _begin_full(self) -> None:
         """Begin buckets that are full, in their order: every rank must begin them in the same one."""
@@ -115,11 +129,11 @@ class BucketedDDP(DataParallel):
         self._wait()
         for bucket in self._buckets[len(self._waits) :]:
             for index in bucket.indices:
-                if self._heard[index]:  # was divided when it was put
+                if self._overlaps and self._ready[index]:  # was divided when it was put
                     bucket.views[index].mul_(self.world_size)
 
     def _forget_pass(self) -> None:
         super()._forget_pass()
-        self._waits = []
+        self._waits: list[Wait] = []
         for bucket in self._buckets:
             bucket.missing = len(bucket.indices)

@@ -33,8 +33,8 @@ import numpy as np
 import torch
 
 from labkit.parallel.transport import signals
+from labkit.parallel.transport.errors import refuse_kind, refuse_length, report_ended, report_late
 from labkit.parallel.transport.peers import Peers
-from labkit.parallel.transport.refusals import refuse_kind, refuse_length, report_ended, report_late
 from labkit.parallel.transport.semaphores import Semaphores
 
 MOST_BYTES = 512 << 10

@@ -1,4 +1,4 @@
-"""Which transport serves a tensor: found once for a group, a device and a wish, and kept as long as the group."""
+"""Which transport serves a tensor: found once for a group, a device and a preference, and kept as long as the group."""
 
 from __future__ import annotations
 
@@ -36,49 +36,51 @@ _NOTHING: dict[tuple[torch.device, str], Found] = {}
 _own_made: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
-def find_transport(group: dist.ProcessGroup | None, device: torch.device, wish: str | Transport = AUTO) -> Transport:
+def find_transport(
+    group: dist.ProcessGroup | None, device: torch.device, preference: str | Transport = AUTO
+) -> Transport:
     """The transport that serves tensors on `device` in `group` (all ranks, if None). The first call is a collective.
 
-    `wish` is one of "auto", "point_to_point" and "shared", or a transport, which is then the answer.
+    `preference` is one of "auto", "point_to_point" and "shared", or a transport, which is then the answer.
 
     NCCL serves CUDA tensors in place. Everything else goes through CPU memory: gloo's send and recv know no other.
 
     Raises:
-        ValueError: no process group, this rank is not in it, it has no backend for the device, a `wish` of another
-            name, or "shared" where the ranks cannot share memory.
+        ValueError: no process group, this rank is not in it, it has no backend for the device, a `preference` of
+            another name, or "shared" where the ranks cannot share memory.
     """
-    if not isinstance(wish, str):
-        return wish
+    if not isinstance(preference, str):
+        return preference
     # Nearly every call asks again; the rest of the way would cost more than a short message.
     member = dist.group.WORLD if group is None else group
     if isinstance(member, dist.ProcessGroup):
-        found = _found.get(member, _NOTHING).get((device, wish))
+        found = _found.get(member, _NOTHING).get((device, preference))
         if found is not None:
             return found.transport
-    return _find(group, device, wish).transport
+    return _find(group, device, preference).transport
 
 
-def own_transport(group: dist.ProcessGroup | None, device: torch.device, wish: str = AUTO) -> Found:
+def own_transport(group: dist.ProcessGroup | None, device: torch.device, preference: str = AUTO) -> Found:
     """One more transport, for a caller whose messages may be under way at the same time as others of the group.
 
     Errors as `find_transport`. A collective.
     """
-    group = _member_group(group)
+    group = member_group(group)
     _own_made[group] = number = _own_made.get(group, 0) + 1
-    return _make(group, device, wish, {}, TAG + number)
+    return _make(group, device, preference, {}, TAG + number)
 
 
 def transport_in_use(
-    group: dist.ProcessGroup | None = None, device: torch.device = _HOST, wish: str = AUTO
+    group: dist.ProcessGroup | None = None, device: torch.device = _HOST, preference: str = AUTO
 ) -> tuple[str, str]:
-    """The name of the transport that `wish` means in `group`, and why it is this one; empty for shared memory."""
-    found = _find(group, device, wish)
+    """The name of the transport that `preference` means in `group`, and why it is this one; empty for shared memory."""
+    found = _find(group, device, preference)
     return found.transport.name, found.why
 
 
 def group_transports(group: dist.ProcessGroup | None) -> set[Transport]:
     """The transports that all callers of `group` share, as far as they have been made."""
-    return {found.transport for found in _found.get(_member_group(group), {}).values()}
+    return {found.transport for found in _found.get(member_group(group), {}).values()}
 
 
 def empty_for_all_reduce(
@@ -86,7 +88,7 @@ def empty_for_all_reduce(
     dtype: torch.dtype,
     device: torch.device = _HOST,
     group: dist.ProcessGroup | None = None,
-    wish: str | Transport = AUTO,
+    preference: str | Transport = AUTO,
 ) -> torch.Tensor:
     """A vector, (numel,), that an all-reduce of `group` moves without copying it first. A collective, sizes alike.
 
@@ -94,44 +96,48 @@ def empty_for_all_reduce(
     ranks swap (`swaps.py`) up to 512 KiB in a group of two, what all show to all (`boards.py`) up to 512 KiB. Shared
     memory where the transport is that and there is enough of it, else, with a warning, a tensor like any other.
     """
-    transport = find_transport(group, device, wish)
+    transport = find_transport(group, device, preference)
     if transport.device != device:
         return torch.empty(numel, dtype=dtype, device=device)
     return transport.empty(numel, dtype)
 
 
-def _find(group: dist.ProcessGroup | None, device: torch.device, wish: str) -> Found:
-    group = _member_group(group)
+def _find(group: dist.ProcessGroup | None, device: torch.device, preference: str) -> Found:
+    group = member_group(group)
     known = _found.get(group)
     if known is None:
         known = _found[group] = {}
-    found = known.get((device, wish))
+    found = known.get((device, preference))
     if found is None:
-        found = known[device, wish] = _make(group, device, wish, known, TAG)
+        found = known[device, preference] = _make(group, device, preference, known, TAG)
     return found
 
 
 def _make(
-    group: dist.ProcessGroup, device: torch.device, wish: str, known: dict[tuple[torch.device, str], Found], tag: int
+    group: dist.ProcessGroup,
+    device: torch.device,
+    preference: str,
+    known: dict[tuple[torch.device, str], Found],
+    tag: int,
 ) -> Found:
-    if wish not in CHOICES:
-        raise ValueError(f"transport must be one of {', '.join(CHOICES)}; got {wish!r}")
+    if preference not in CHOICES:
+        raise ValueError(f"transport must be one of {', '.join(CHOICES)}; got {preference!r}")
     try:
         backend: Any = group._get_backend(device)
     except RuntimeError as error:
         raise ValueError(f"the process group has no backend for {device.type} tensors") from error
     if backend.name() == "nccl":
-        if wish == SHARED:
+        if preference == SHARED:
             raise ValueError("shared memory serves CPU tensors; these are moved by NCCL")
         return Found(BatchTransport(group, device), "NCCL moves CUDA tensors")
-    if wish == AUTO and group.size() == 1:
+    if preference == AUTO and group.size() == 1:
         return _found_in(known, group, POINT_TO_POINT, tag, "one rank alone sends nothing")
-    if wish == POINT_TO_POINT:
+    if preference == POINT_TO_POINT:
         return _found_in(known, group, POINT_TO_POINT, tag, "asked for")
     try:
         return _found_in(known, group, SHARED, tag, "")
     except SharedMemoryUnavailable as error:
-        if wish == SHARED:
+        if preference == SHARED:
             raise ValueError(f"the ranks of this group cannot share memory: {error}") from error
         return _found_in(known, group, POINT_TO_POINT, tag, str(error))
 
@@ -154,7 +160,8 @@ def _timeout_s(group: dist.ProcessGroup) -> float:
     return timeout.total_seconds() if timeout is not None else _DEFAULT_TIMEOUT_S
 
 
-def _member_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+def member_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """The group, that of all ranks for None; ValueError where there is none, and on a rank that is not in it."""
     if group is None:
         if not dist.is_initialized():
             raise ValueError("there is no process group: call torch.distributed.init_process_group first")

@@ -22,8 +22,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from labkit.memory_limits import available_memory_bytes
-from labkit.parallel.hosts import host_identity
+from labkit.machine.memory_limits import available_memory_bytes
+from labkit.parallel.ranks.hosts import host_identity
 
 _NOTE_BYTES = 1024
 _REASON_LENGTH = 300

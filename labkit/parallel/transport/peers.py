@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Sequence
 
 from labkit.parallel.transport import signals
-from labkit.parallel.transport.refusals import refuse_kind, report_ended, report_late
+from labkit.parallel.transport.errors import refuse_kind, report_ended, report_late
 from labkit.parallel.transport.semaphores import Semaphores
 
 

@@ -46,9 +46,9 @@ import torch.distributed as dist
 from labkit.parallel.transport import boards, signals
 from labkit.parallel.transport.boards import Boards, board_bytes
 from labkit.parallel.transport.contract import SHARED, Step, check_shown
+from labkit.parallel.transport.errors import refuse_length
 from labkit.parallel.transport.mapping import Allocation, SharedMemoryUnavailable, map_together
 from labkit.parallel.transport.peers import Peers
-from labkit.parallel.transport.refusals import refuse_length
 from labkit.parallel.transport.semaphores import SEMAPHORE_BYTES, Semaphores
 from labkit.parallel.transport.swaps import Swaps, swap_bytes
 
@@ -121,26 +121,31 @@ class SharedTransport:
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         self.why_copied = ""
-        if numel:
-            try:
-                return self.allocate(numel * dtype.itemsize).view(dtype)
-            except SharedMemoryUnavailable as error:
-                self.why_copied = str(error)
-                warnings.warn(f"no shared memory for a buffer, which is copied instead: {error}", stacklevel=3)
+        try:
+            return self.allocate(numel * dtype.itemsize).view(dtype)
+        except SharedMemoryUnavailable as error:
+            self.why_copied = str(error)
+            warnings.warn(f"no shared memory for a buffer, which is copied instead: {error}", stacklevel=3)
         return torch.empty(numel, dtype=dtype)
 
     def allocate(self, n_bytes: int) -> torch.Tensor:
         """Memory of this rank, (n_bytes,) uint8, that is sent without being copied. A collective, sizes alike.
 
         It is given back, or used again, at a later call once no rank has a tensor in it any more. Raises
-        SharedMemoryUnavailable, on all ranks alike.
+        SharedMemoryUnavailable, and ValueError for sizes that differ, on all ranks alike.
         """
         group = self._group()
         assert group is not None, "a transport is found by its group"
         kept = [number for number in self._allocations if number != OUTBOXES]
-        is_free = torch.tensor([not self._allocations[number].is_used() for number in kept], dtype=torch.int32)
-        dist.all_reduce(is_free, op=dist.ReduceOp.MIN, group=group)
-        free = [number for number, is_so in zip(kept, is_free.tolist(), strict=True) if is_so]
+        is_free = [int(not self._allocations[number].is_used()) for number in kept]
+        agreed = torch.tensor([n_bytes, -n_bytes, *is_free])
+        dist.all_reduce(agreed, op=dist.ReduceOp.MIN, group=group)
+        fewest, most, *everywhere_free = agreed.tolist()
+        if fewest != -most:
+            raise ValueError(f"expected one size on every rank, got {fewest} to {-most} bytes ({n_bytes} here)")
+        if n_bytes < 1:
+            return torch.empty(n_bytes, dtype=torch.uint8)
+        free = [number for number, is_so in zip(kept, everywhere_free, strict=True) if is_so]
         fitting = [number for number in free if self._allocations[number].n_bytes == n_bytes]
         for number in free:
             if number not in fitting[:1]:

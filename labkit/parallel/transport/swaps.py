@@ -24,7 +24,7 @@ import torch
 
 from labkit.parallel.transport import signals
 from labkit.parallel.transport.contract import Step
-from labkit.parallel.transport.refusals import refuse_length
+from labkit.parallel.transport.errors import refuse_length
 from labkit.parallel.transport.semaphores import Semaphores
 
 MOST_BYTES = 512 << 10

@@ -3,8 +3,10 @@
 Every table is tidy and carries units in its names. Times are of the slowest rank of each repeat.
 """
 
+from collections.abc import Sequence
 from functools import cache
 
+import numpy as np
 import pandas as pd
 
 from labkit.bench.statistics import compare_groups, slowest_rank, summarize_groups
@@ -29,12 +31,13 @@ ALGORITHM_ORDER = (TORCH, *OWN)
 OVERTAKING = (("recursive_doubling", "ring"), ("recursive_doubling", "halving_doubling"))
 
 
-def samples(frame: pd.DataFrame, *sweeps: str) -> pd.DataFrame:
-    """`seconds` of the slowest rank, one row a repeat of each (setting, algorithm)."""
+def samples(frame: pd.DataFrame, *sweeps: str, also_by: Sequence[str] = ()) -> pd.DataFrame:
+    """`seconds` of the slowest rank, one row a repeat of each (setting, algorithm), and column of `also_by`."""
+    by = [*SETTING, "algorithm", *also_by]
     if frame.empty or "seconds" not in frame:
-        return pd.DataFrame(columns=[*SETTING, "algorithm", "repeat", "seconds"])
+        return pd.DataFrame(columns=[*by, "repeat", "seconds"])
     timed = frame[frame["sweep"].isin(sweeps or ("sizes", "ranks"))].dropna(subset="seconds")
-    return slowest_rank(timed, "seconds", [*SETTING, "algorithm"])
+    return slowest_rank(timed, "seconds", by)
 
 
 def times(frame: pd.DataFrame, *sweeps: str) -> pd.DataFrame:
@@ -59,10 +62,24 @@ def against_torch(frame: pd.DataFrame, *sweeps: str) -> pd.DataFrame:
 
 
 def batch_against_default(frame: pd.DataFrame) -> pd.DataFrame:
-    """Time under SCHED_BATCH over time under the system's default policy: other ranks, one after the other."""
+    """Time under SCHED_BATCH over time under the system's default policy: other ranks, one after the other.
+
+    Where they were measured in both orders (`turn`), the ratio is the geometric mean of both, the interval covers that
+    of each, and a difference is shown only where both orders show it. Runs from before know one order.
+    """
     setting = ["backend", "world_size", "n_bytes", "algorithm"]
-    table = samples(frame, "scheduling")
-    return with_panel(compare_groups(table, "seconds", setting, "scheduling", "default", interleaved=False))
+    turn = frame["turn"].fillna(1) if "turn" in frame else 1
+    table = samples(frame.assign(turn=turn), "scheduling", also_by=["turn"])
+    by_turn = compare_groups(table, "seconds", [*setting, "turn"], "scheduling", "default", interleaved=False)
+    orders = by_turn.groupby([*setting, "scheduling"])
+    middle = ("ratio", lambda ratios: np.exp(np.log(ratios).mean()))
+    both = orders.agg(ratio=middle, low=("low", "min"), high=("high", "max"), verdict=("verdict", _of_all))
+    return with_panel(both.reset_index())
+
+
+def _of_all(verdicts: pd.Series) -> str:
+    """The verdict that all have in common."""
+    return str(verdicts.iloc[0]) if verdicts.nunique() == 1 else "no difference shown"
 
 
 def exchange_models(frame: pd.DataFrame) -> dict[tuple[str, int], AlphaBeta]:

@@ -6,7 +6,7 @@ import pandas as pd
 
 from labkit.costs.communication import ALL_REDUCE_COSTS
 from labkit.lab.answers import Answer, Question, Verdict, answer_each
-from labkit.lab.evidence import ratios_text, shown, span_text, verdict_of, with_interval
+from labkit.lab.evidence import ratios_text, significant, span_text, verdict_of, with_interval
 from labkit.lab.trends import trends_answer
 from labkit.lab.units import format_bytes, format_rate, format_seconds, format_share, join_words
 from labkit.studies.all_reduce import analysis, trends
@@ -97,7 +97,7 @@ def algorithms_against_torch(frame: pd.DataFrame) -> Answer | None:
         return None
     compared = ratios[ratios["algorithm"] != CHOSEN]
     compared = ratios if compared.empty else compared  # it is one of the others, where they were measured
-    faster, _ = _shown(compared)
+    faster, _ = significant(compared)
     sentences = [
         _winners(of_world, faster, f"{backend}, {world_size} ranks")
         for (backend, world_size), of_world in compared.groupby(["backend", "world_size"])
@@ -105,21 +105,17 @@ def algorithms_against_torch(frame: pd.DataFrame) -> Answer | None:
     sentences.append(_error_sentence(frame))
     wins, settings = faster.groupby(analysis.SETTING).ngroups, compared.groupby(analysis.SETTING).ngroups
     verdict: Verdict = "yes" if wins == settings else "mixed" if wins else "no"
-    if not wins and verdict_of(*_shown(compared)) == "no difference shown":
+    if not wins and verdict_of(*significant(compared)) == "no difference shown":
         verdict = "no difference shown"
     text = " ".join(sentence for sentence in sentences if sentence)
     chosen = ratios[(ratios["algorithm"] == CHOSEN) & (ratios["backend"] == "gloo")]
-    is_shown = any(len(some) for some in _shown(chosen))
+    is_shown = any(len(some) for some in significant(chosen))
     evidence = ratios_text(chosen, _place)
     return Answer(ALGORITHMS, verdict, text, "against_torch", _chooser_recommendation(chosen), is_shown, evidence)
 
 
 def _place(row: pd.Series) -> str:
     return f"{format_bytes(row['n_bytes'])}, {row['world_size']} ranks"
-
-
-def _shown(ratios: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
-    return shown(ratios, [name for name in ("backend", "world_size", "n_bytes") if name in ratios])
 
 
 def _winners(compared: pd.DataFrame, faster: pd.DataFrame, where: str) -> str:
@@ -163,7 +159,7 @@ def _error_sentence(frame: pd.DataFrame) -> str:
 def _chooser_recommendation(chosen: pd.DataFrame) -> str | None:
     if chosen.empty:
         return None
-    faster, slower = _shown(chosen)
+    faster, slower = significant(chosen)
     if faster.empty and slower.empty:
         return "labkit's all_reduce or torch's: no difference is shown beyond chance."
     parts = []
@@ -201,7 +197,7 @@ def ring_against_torch(frame: pd.DataFrame) -> Answer | None:
         f"Over {len(ratios)} settings the ring is faster in {counts.get('faster', 0)}, slower in "
         f"{counts.get('slower', 0)}, and no difference is shown in {counts.get('no difference shown', 0)}."
     )
-    faster, slower = _shown(ratios)
+    faster, slower = significant(ratios)
     for word, some, at in (("best", faster, "idxmin"), ("worst", slower, "idxmax")):
         if not some.empty:
             row = some.loc[getattr(some["ratio"], at)()]
@@ -259,7 +255,7 @@ def scheduling(frame: pd.DataFrame) -> Answer | None:
     ratios = ratios[ratios["scheduling"] == "batch"]
     if ratios.empty:
         return None
-    faster, slower = _shown(ratios)
+    faster, slower = significant(ratios)
     text = (
         f"SCHED_BATCH is shown to be faster in {len(faster)} of {len(ratios)} settings and slower in {len(slower)}; "
         f"its time over the default policy's is {ratios['ratio'].median():.2f} in the middle, from "

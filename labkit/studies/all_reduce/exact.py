@@ -1,16 +1,20 @@
-"""Inputs whose mean over ranks is known exactly, and the gate: is a result that mean?
+"""Inputs whose mean over ranks is known, and the gate: is a result that mean, and is a sum complete?
 
 Every rank holds the same random base vector times its own power of two, so that the mean over ranks is the base
-times one known number, exactly, in float64, without knowing the other ranks' tensors. A contribution that is missing,
-doubled or of the wrong chunk is off by far more than rounding.
+times one known number, exactly, in float64, without knowing the other ranks' tensors.
 """
 
 import math
+from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
+from labkit.bench.exact_sums import sum_error, sum_verdict
 from labkit.bench.gate import verdict, worst_of_ranks
+
+Collective = Callable[..., None]  # (tensor, op="mean" or "sum")
 
 CHECKED_AT_ONCE = 2**16  # elements compared with the oracle at a time, so that their float64 copies stay in cache
 
@@ -23,16 +27,22 @@ def inputs(n_elements: int, dtype: torch.dtype, device: str, seed: int) -> tuple
 
 
 def multiple(rank: int) -> float:
-    """1, 1/2, ... 1/128, 1, ...: multiplying by it is exact."""
+    """1, 1/2, ... 1/128, 1, ...: multiplying by it is exact, but for the smallest numbers of float16."""
     return 2.0 ** -(rank % 8)
 
 
-def gate(result: torch.Tensor, base: torch.Tensor) -> tuple[float, str]:
-    """The largest relative error of any rank's mean, and "ok" or what is wrong. All ranks get the same."""
-    error = worst_of_ranks(_relative_error(result, base))
+def gate(reduce: Collective, tensor: torch.Tensor, base: torch.Tensor) -> tuple[float, str]:
+    """Relative error of the mean that is in `tensor`, and "ok" or what is wrong of it or of a sum, which is timed.
+
+    All ranks get the same. The tensor is overwritten. The error says how a mean is rounded; that no rank's part and no
+    element is missing is seen by sums of whole numbers, which must be exact: in a 16-bit type a small part of a mean
+    over many ranks is less than what rounding may do.
+    """
+    error = worst_of_ranks(_relative_error(tensor, base))
     # one rounding a sum and one for the scaling, each at most eps/2 of the largest partial result; doubled
-    bound = (dist.get_world_size() + 1) * torch.finfo(result.dtype).eps
-    return error, verdict(error, bound)
+    found = verdict(error, (dist.get_world_size() + 1) * torch.finfo(tensor.dtype).eps)
+    complete = sum_verdict(sum_error(partial(reduce, op="sum"), tensor))
+    return error, found if found != "ok" else complete
 
 
 def _relative_error(result: torch.Tensor, base: torch.Tensor) -> float:

@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 
 from labkit.bench.clock import time_interleaved
+from labkit.bench.exact_sums import message_deviation
 from labkit.bench.gate import worst_of_ranks
-from labkit.parallel.hosts import host_identity
-from labkit.studies.all_reduce.exact import multiple
+from labkit.parallel.ranks.hosts import host_identity
+from labkit.parallel.ranks.messages import gather_json
 
 WITHIN, BETWEEN = "pair within a host", "pair between hosts"
 
@@ -31,38 +32,36 @@ def pairs_to_measure(hosts: Sequence[str]) -> dict[str, tuple[int, int]]:
     return within | {BETWEEN: (first[0], second[0])}
 
 
-def measure_links(own: torch.Tensor, *, warmup: int, repeats: int, device: str) -> list[dict[str, Any]]:
-    """One row a pair that this rank belongs to: the seconds in which both ranks send each other their tensor."""
-    hosts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(hosts, host_identity())
-    pairs = pairs_to_measure(hosts)
+def measure_links(message: torch.Tensor, *, warmup: int, repeats: int, device: str, seed: str) -> list[dict[str, Any]]:
+    """One row per pair that this rank belongs to: the seconds in which both ranks send each other their message.
+
+    Messages are those of `exact_sums.fill_message`.
+    """
+    pairs = pairs_to_measure(gather_json(host_identity()))
     if not pairs:
         return []
-    rank, received = dist.get_rank(), torch.empty_like(own)
+    rank, received = dist.get_rank(), torch.full_like(message, math.nan)
 
     def exchange(pair: tuple[int, int]) -> None:
         if rank not in pair:
             return
         peer = pair[1 - pair.index(rank)]
-        operations = [dist.P2POp(dist.irecv, received, peer), dist.P2POp(dist.isend, own, peer)]
+        operations = [dist.P2POp(dist.irecv, received, peer), dist.P2POp(dist.isend, message, peer)]
         for work in dist.batch_isend_irecv(operations):
             work.wait()
 
     gates = {}
     for name, pair in pairs.items():
+        received.fill_(math.nan)
         exchange(pair)
-        wrong = rank in pair and not torch.equal(received, _tensor_of(pair[1 - pair.index(rank)], rank, own))
-        gates[name] = (
-            "wrong: the other rank's tensor did not arrive" if worst_of_ranks(math.inf if wrong else 0.0) else "ok"
-        )
+        off = message_deviation(received, pair[1 - pair.index(rank)]) if rank in pair else 0.0
+        gates[name] = "wrong: the other rank's tensor did not arrive" if worst_of_ranks(off) else "ok"
     right = {name: pair for name, pair in pairs.items() if gates[name] == "ok"}
     samples = {}
     if right:
         actions = {name: lambda pair=pair: exchange(pair) for name, pair in right.items()}
-        samples = time_interleaved(actions, warmup=warmup, repeats=repeats, device=device, before=dist.barrier)
+        samples = time_interleaved(
+            actions, warmup=warmup, repeats=repeats, device=device, before=dist.barrier, seed=seed
+        )
     rows = [{"algorithm": name, "gate": gates[name]} for name, pair in pairs.items() if rank in pair]
     return [row | ({"seconds": samples[row["algorithm"]]} if row["gate"] == "ok" else {}) for row in rows]
-
-
-def _tensor_of(peer: int, rank: int, own: torch.Tensor) -> torch.Tensor:
-    return own * (multiple(peer) / multiple(rank))  # powers of two: exact

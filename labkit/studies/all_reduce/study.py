@@ -1,21 +1,22 @@
 """The all-reduce lab: its parameters, the points it measures, and what it expects of them."""
 
 from collections.abc import Hashable, Iterator, Sequence
-from typing import Annotated, Any, Literal
+from dataclasses import asdict, replace
+from typing import Annotated, Literal
 
 import pandas as pd
 from pydantic import Field
 
+from labkit.lab import capacity
 from labkit.lab.answers import Answer, check_complete
 from labkit.lab.config import LabConfig, Repeats, Seed, TimeoutSeconds, Warmup
-from labkit.lab.room import why_not_here
 from labkit.lab.study import Study
 from labkit.lab.units import format_bytes
 from labkit.machine import Machine
-from labkit.parallel.joined import ranks_here
+from labkit.parallel.ranks.joined import ranks_here
 from labkit.studies.all_reduce import answers as answering
 from labkit.studies.all_reduce.transports import CHOSEN, FLOOR, ROUTES, TORCH, alternative
-from labkit.studies.all_reduce.worker import USUAL, AllReducePoint, measure_point, torch_dtype
+from labkit.studies.all_reduce.worker import USUAL, AllReducePoint, SchedulingPoint, measure_point, torch_dtype
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 # From here on a round of all alternatives takes a second on two cores, and fewer repeats must do.
@@ -130,11 +131,13 @@ class AllReduceStudy(Study):
             return f"{format_bytes(total)} on all ranks, more than most_bytes, {format_bytes(point.most_bytes)}"
         ranks = ranks_here(point.world_size)
         if point.backend == "nccl":
+            if machine.why_no_gpus:
+                return machine.why_no_device("cuda")
             gpus = len(machine.gpus)
             if ranks > gpus:
                 return f"NCCL needs a GPU a rank, and there are {gpus} here"
-            return why_not_here(machine, "cuda", ranks * COPIES * point.n_bytes, ranks=ranks)
-        return why_not_here(machine, "cpu", ranks * (RANK_BYTES + COPIES * point.n_bytes))
+            return capacity.skip_reason(machine, "cuda", ranks * COPIES * point.n_bytes, ranks=ranks)
+        return capacity.skip_reason(machine, "cpu", ranks * (RANK_BYTES + COPIES * point.n_bytes))
 
     def series(self, point: AllReducePoint) -> tuple[Hashable, float]:
         return (point.backend, point.world_size, point.scheduling), point.n_bytes
@@ -168,16 +171,21 @@ def _transport_points(config: AllReduceConfig) -> list[AllReducePoint]:
     ]
 
 
-def _scheduling_points(config: AllReduceConfig) -> list[AllReducePoint]:
-    """The same small all-reduces under both policies."""
+def _scheduling_points(config: AllReduceConfig) -> list[SchedulingPoint]:
+    """The same small all-reduces under both policies, one after the other, and all once more backwards.
+
+    A policy belongs to a group of ranks, so the two cannot take turns. Backwards (A B ... B A), what drifts evenly
+    hits both alike, and other groups of ranks measure the second time.
+    """
     algorithms = tuple(name for name in (TORCH, CHOSEN) if name in config.algorithms)
-    return [
-        _point(config, world_size, "gloo", "scheduling", n_bytes, algorithms, scheduling=policy)
+    points = [
+        SchedulingPoint(**asdict(_point(config, world_size, "gloo", "scheduling", n_bytes, algorithms, policy)))
         for world_size in config.world_sizes
         if world_size > 1 and algorithms
-        for n_bytes in config.scheduling_sizes_bytes
         for policy in ("batch", "default")
+        for n_bytes in config.scheduling_sizes_bytes
     ]
+    return [*points, *(replace(point, turn=2) for point in reversed(points))]
 
 
 def _point(
@@ -187,7 +195,7 @@ def _point(
     sweep: str,
     n_bytes: int,
     algorithms: tuple[str, ...],
-    **others: Any,
+    scheduling: str = "batch",
 ) -> AllReducePoint:
     is_large = n_bytes >= LARGE_BYTES or world_size >= LARGE_WORLD
     return AllReducePoint(
@@ -202,7 +210,7 @@ def _point(
         most_bytes=config.most_bytes,
         seed=config.seed,
         timeout_s=config.timeout_s,
-        **others,
+        scheduling=scheduling,
     )
 
 

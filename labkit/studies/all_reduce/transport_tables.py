@@ -4,7 +4,7 @@ import pandas as pd
 
 from labkit.bench.statistics import compare_groups, slowest_rank, summarize_groups
 from labkit.lab.answers import Answer, Question
-from labkit.lab.evidence import not_measured_text, ratio_text, ratios_text, shown, span_text, wrong_rows
+from labkit.lab.evidence import not_measured_text, ratio_text, ratios_text, significant, span_text, wrong_rows
 from labkit.lab.units import format_bytes, join_words
 from labkit.studies.all_reduce.transports import CHOSEN, FLOOR, MESSAGES, REGISTERED, SHARED_MEMORY, TORCH
 
@@ -52,7 +52,7 @@ def transports(frame: pd.DataFrame) -> Answer | None:
         _of_ranks(own, over(frame, FLOOR), ranks) for ranks in sorted(own["world_size"].unique())
     ]
     text = " ".join(sentence for sentence in sentences if sentence)
-    advised = not shared.empty and len(shown(shared, SETTING)[0]) == len(shared)
+    advised = not shared.empty and len(significant(shared)[0]) == len(shared)
     evidence = ratios_text(shared, lambda row: f"{row['world_size']} ranks, {format_bytes(row['n_bytes'])}")
     return Answer(TRANSPORTS, "measured", text, "transports", _advice(shared), advised, evidence)
 
@@ -97,7 +97,7 @@ def _wrong(frame: pd.DataFrame) -> str:
 def _advice(shared: pd.DataFrame) -> str | None:
     if shared.empty:
         return None
-    faster, slower = shown(shared, SETTING)
+    faster, slower = significant(shared)
     if faster.empty and slower.empty:
         return "shared memory or messages between ranks of this machine: no difference is shown."
     if slower.empty:

@@ -13,7 +13,6 @@ n/p. No messages, no waiting. All ranks do it at the same time, since they share
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import cycle
 from typing import Any
 
 import torch
@@ -39,7 +38,7 @@ def alternative(algorithm: str, route: str) -> str:
 
 
 def measure_transports(
-    names: Sequence[str], base: torch.Tensor, own: torch.Tensor, *, warmup: int, repeats: int
+    names: Sequence[str], base: torch.Tensor, own: torch.Tensor, *, warmup: int, repeats: int, seed: str
 ) -> Iterator[dict[str, Any]]:
     """One row an alternative; without a time if it is wrong, or if the ranks cannot share memory."""
     registered = empty_for_all_reduce(own.numel(), own.dtype)
@@ -59,20 +58,19 @@ def measure_transports(
         tensor = registered if route == REGISTERED else ordinary
         reduce = collective(algorithm, route)
         reduce(tensor.copy_(own), op="mean")
-        error, verdict = gate(tensor, base)
+        error, verdict = gate(reduce, tensor, base)
         row |= {"error": error, "gate": verdict}
         if verdict == "ok":
             rows[name], calls[name] = row, partial(reduce, tensor, op="sum")
         else:
             yield row
-    turn = cycle(calls)
 
-    def prepare() -> None:
+    def prepare(name: str) -> None:
         """Fresh values for whose turn it is, and only there: what is in the caches is then the same for all."""
-        (registered if next(turn).endswith(OVER + REGISTERED) else ordinary).copy_(own)
-        dist.barrier()
+        (registered if name.endswith(OVER + REGISTERED) else ordinary).copy_(own)
 
-    for name, seconds in time_interleaved(calls, warmup=warmup, repeats=repeats, before=prepare).items():
+    samples = time_interleaved(calls, warmup=warmup, repeats=repeats, prepare=prepare, before=dist.barrier, seed=seed)
+    for name, seconds in samples.items():
         yield rows[name] | {"seconds": seconds}
 
 

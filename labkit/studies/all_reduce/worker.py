@@ -10,12 +10,14 @@ import torch
 import torch.distributed as dist
 
 from labkit.bench.clock import time_interleaved
+from labkit.bench.exact_sums import fill_message, message_deviation
 from labkit.bench.gate import worst_of_ranks
 from labkit.bench.memory import peak_memory_growth
 from labkit.lab.point import Point
 from labkit.lab.units import format_bytes
 from labkit.parallel.collectives import ALGORITHMS, release_scratch, scratch_bytes
-from labkit.studies.all_reduce.exact import gate, inputs, multiple
+from labkit.parallel.ranks.device import use_device
+from labkit.studies.all_reduce.exact import gate, inputs
 from labkit.studies.all_reduce.links import measure_links
 from labkit.studies.all_reduce.transports import CHOSEN, MESSAGES, collective, measure_transports
 
@@ -49,6 +51,17 @@ class AllReducePoint(Point):
         return f"{super().title()}, {self.backend}, {format_bytes(self.n_bytes)}"
 
 
+@dataclass(frozen=True, kw_only=True)
+class SchedulingPoint(AllReducePoint):
+    """All-reduces under one scheduling policy, which is that of a group of ranks: measured twice, in both orders."""
+
+    turn: int = 1
+    """1, or 2 for the second time."""
+
+    def title(self) -> str:
+        return f"{super().title()}, scheduling {self.scheduling}"
+
+
 def torch_dtype(name: str) -> torch.dtype:
     dtype: torch.dtype = getattr(torch, name)
     return dtype
@@ -56,14 +69,17 @@ def torch_dtype(name: str) -> torch.dtype:
 
 def measure_point(point: AllReducePoint) -> Iterator[dict[str, Any]]:
     """One row an alternative: seconds of each repeat on this rank, error, memory; "wrong" gets no time."""
-    base, own = inputs(point.n_elements, torch_dtype(point.dtype), _device(point), point.seed)
+    options: dict[str, Any] = {"warmup": point.warmup, "repeats": point.repeats, "seed": point.id}
     if point.sweep == "exchange":
-        yield _time_exchange(point, own)
-        links = measure_links(own, warmup=point.warmup, repeats=point.repeats, device=_device(point))
+        message = torch.empty(point.n_elements, dtype=torch_dtype(point.dtype), device=_device(point))
+        fill_message(message, dist.get_rank())
+        yield _time_exchange(point, message)
+        links = measure_links(message, device=_device(point), **options)
         yield from (row | {"n_bytes": point.n_bytes} for row in links)
         return
+    base, own = inputs(point.n_elements, torch_dtype(point.dtype), _device(point), point.seed)
     if point.sweep == "transports":
-        yield from measure_transports(point.algorithms, base, own, warmup=point.warmup, repeats=point.repeats)
+        yield from measure_transports(point.algorithms, base, own, **options)
         return
     right, tensor = {}, torch.empty_like(own)
     for name in point.algorithms:
@@ -78,39 +94,38 @@ def measure_point(point: AllReducePoint) -> Iterator[dict[str, Any]]:
 
 
 def _device(point: AllReducePoint) -> str:
-    return f"cuda:{dist.get_rank() % torch.cuda.device_count()}" if point.backend == "nccl" else "cpu"
+    return use_device("cuda" if point.backend == "nccl" else "cpu")
 
 
 def _check(point: AllReducePoint, name: str, base: torch.Tensor, tensor: torch.Tensor) -> dict[str, Any]:
-    """The gate: one averaging from a cold start, compared with the exact mean; its memory on the way."""
+    """The gate: one averaging from a cold start, compared with the exact mean, its memory on the way; then a sum."""
     release_scratch()
     dist.barrier()
+    reduce = collective(name, MESSAGES)
     with peak_memory_growth(_device(point)) as memory:
-        collective(name, MESSAGES)(tensor, op="mean")
-    error, verdict = gate(tensor, base)
+        reduce(tensor, op="mean")
+    scratch = scratch_bytes() if name in OWN else None
+    error, verdict = gate(reduce, tensor, base)
     return {
         "algorithm": name,
         "n_bytes": point.n_bytes,
         "error": error,
         "extra_bytes": memory.growth_bytes,
-        "scratch_bytes": scratch_bytes() if name in OWN else None,
+        "scratch_bytes": scratch,
         "gate": verdict,
     }
 
 
 def _time(point: AllReducePoint, names: list[str], own: torch.Tensor, tensor: torch.Tensor) -> dict[str, list[float]]:
     """Sums, the operation all alternatives have in common, from fresh inputs behind a barrier."""
-
-    def prepare() -> None:
-        tensor.copy_(own)
-        dist.barrier()
-
     return time_interleaved(
         {name: _call(name, tensor) for name in names},
         warmup=point.warmup,
         repeats=point.repeats,
         device=_device(point),
-        before=prepare,
+        prepare=lambda _: tensor.copy_(own),
+        before=dist.barrier,
+        seed=point.id,
     )
 
 
@@ -118,23 +133,22 @@ def _call(name: str, tensor: torch.Tensor) -> Callable[[], None]:
     return partial(collective(name, MESSAGES), tensor, op="sum")
 
 
-def _time_exchange(point: AllReducePoint, own: torch.Tensor) -> dict[str, Any]:
+def _time_exchange(point: AllReducePoint, message: torch.Tensor) -> dict[str, Any]:
     """One step around a ring: send to the right neighbor while receiving from the left."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    received = torch.empty_like(own)
-    expected = own * (multiple((rank - 1) % ranks) / multiple(rank))  # powers of two: exact
+    received = torch.full_like(message, math.nan)
 
     def exchange() -> None:
         operations = [
             dist.P2POp(dist.irecv, received, (rank - 1) % ranks),
-            dist.P2POp(dist.isend, own, (rank + 1) % ranks),
+            dist.P2POp(dist.isend, message, (rank + 1) % ranks),
         ]
         for work in dist.batch_isend_irecv(operations):
             work.wait()
 
     exchange()
     row = {"algorithm": "exchange", "n_bytes": point.n_bytes}
-    if worst_of_ranks(0.0 if torch.equal(received, expected) else math.inf):
+    if worst_of_ranks(message_deviation(received, (rank - 1) % ranks)):
         return row | {"gate": "wrong: the neighbor's tensor did not arrive"}
     samples = time_interleaved(
         {"exchange": exchange},

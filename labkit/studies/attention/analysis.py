@@ -10,9 +10,9 @@ import pandas as pd
 
 from labkit.bench.statistics import CONFIDENCE, FEWEST_SAMPLES, compare_groups, resampled_medians
 from labkit.costs.attention import explicit_peak, explicit_saved, matrix_bytes, tiled_saved
-from labkit.lab.attention_tables import SETTING, against, empty, refused, samples, times, with_width
 from labkit.lab.project import reference_directory
 from labkit.studies.attention.worker import EXPLICIT, IMPLEMENTATIONS, MARGIN, TILED
+from labkit.studies.shared.attention_tables import SETTING, against, empty, refused, samples, times, with_width
 
 __all__ = ["refused", "times"]  # for the notebook and the answers, beside what is defined here
 

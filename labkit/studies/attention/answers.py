@@ -3,7 +3,7 @@
 import pandas as pd
 
 from labkit.lab.answers import Answer, Question, Verdict, not_measured
-from labkit.lab.evidence import ratio_text, ratios_text, shown, span_text, verdict_of, with_interval
+from labkit.lab.evidence import ratio_text, ratios_text, significant, span_text, verdict_of, with_interval
 from labkit.lab.trends import trends_answer
 from labkit.lab.units import format_bytes, format_seconds, format_share, join_words
 from labkit.studies.attention import analysis, trends
@@ -59,7 +59,7 @@ def time_growth(frame: pd.DataFrame) -> Answer | None:
     laws = analysis.power_laws(frame)
     laws = laws[laws["implementation"] == EXPLICIT]
     sentences = []
-    for phase in PHASES:
+    for phase in filter(set(table["phase"]).__contains__, PHASES):
         of_phase = table[table["phase"] == phase]
         longest = of_phase.loc[of_phase["sequence"] == of_phase["sequence"].max()].sort_values("head_dim").iloc[-1]
         told = f"{phase.capitalize()} takes {with_interval(longest)} at {longest['sequence']} tokens"
@@ -186,7 +186,7 @@ def _place(row: pd.Series) -> str:
 
 def _tiling_advice(ratios: pd.DataFrame, peaks: pd.DataFrame) -> str | None:
     """From the first length from which on every measured one is shown to be faster; memory as far as it was seen."""
-    faster = shown(ratios, ["sequence"])[0]
+    faster = significant(ratios)[0]
     lengths = sorted(ratios["sequence"].unique())
     starts = [s for s in lengths if set(ratios.index[ratios["sequence"] >= s]) <= set(faster.index)]
     if not starts:
@@ -210,7 +210,7 @@ def compiled(frame: pd.DataFrame) -> Answer | None:
     ratios = ratios[ratios["phase"].isin(PHASES)]
     if ratios.empty:
         return None
-    faster, slower = shown(ratios, ["phase", "head_dim", "sequence"])
+    faster, slower = significant(ratios)
     sentences = [_compiled_phase(phase, of_phase) for phase, of_phase in ratios.groupby("phase", sort=False)]
     seconds = analysis.compile_seconds(frame)
     if not seconds.empty:
@@ -249,7 +249,7 @@ def _compile_advice(ratios: pd.DataFrame) -> str | None:
     lengths = sorted(ratios["sequence"].unique())
     for start in lengths:
         beyond = ratios[ratios["sequence"] >= start]
-        faster, slower = shown(beyond, ["phase", "head_dim", "sequence"])
+        faster, slower = significant(beyond)
         if slower.empty and len(faster) == len(beyond):
             return f"compile explicit attention from {start} tokens on, where forward and backward are both faster."
     return None

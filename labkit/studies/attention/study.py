@@ -8,9 +8,9 @@ import pandas as pd
 from pydantic import Field
 
 from labkit.costs.attention import matrix_bytes
+from labkit.lab import capacity
 from labkit.lab.answers import Answer, check_complete
 from labkit.lab.config import Count, Device, LabConfig, Repeats, Seed, TimeoutSeconds, Warmup
-from labkit.lab.room import why_not_here
 from labkit.lab.study import Study
 from labkit.machine import Machine
 from labkit.studies.attention import answers as answering
@@ -119,7 +119,7 @@ class AttentionStudy(Study):
     def skip_reason(self, point: AttentionPoint, machine: Machine) -> str | None:
         """Only where nothing fits; an implementation that does not becomes a row of its point."""
         needed = MARGIN * min(point.needed_bytes(name) for name in point.implementations)
-        return why_not_here(machine, point.device, needed)
+        return capacity.skip_reason(machine, point.device, needed)
 
     def series(self, point: AttentionPoint) -> tuple[Hashable, float]:
         return (point.sweep, point.device, point.batch, point.head_dim), point.sequence

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from labkit.lab.attention_passes import COMPILED, EXPLICIT, MARGIN, TILED, PassesPoint, measure_passes
+from labkit.studies.shared.attention_passes import COMPILED, EXPLICIT, MARGIN, TILED, PassesPoint, measure_passes
 
 __all__ = ["COMPILED", "EXPLICIT", "IMPLEMENTATIONS", "MARGIN", "TILED", "AttentionPoint", "measure_point"]
 

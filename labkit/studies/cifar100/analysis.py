@@ -5,13 +5,14 @@ the same order under the same dropout masks. Intervals are of the median over se
 rank is. A training with a loss that is not finite has diverged: it is counted, and its numbers are in no median.
 """
 
+from dataclasses import asdict
 from functools import cache
 from math import comb
 from typing import Any
 
 import pandas as pd
 
-from labkit.bench.statistics import CONFIDENCE, compare, slowest_rank, summarize, summarize_groups
+from labkit.bench.statistics import CONFIDENCE, compare, judged, slowest_rank, summarize, summarize_groups
 from labkit.lab.project import reference_directory
 from labkit.nn.datasets import CIFAR100_MD5
 from labkit.studies.cifar100.samples import (
@@ -190,9 +191,8 @@ def time_ratios(frame: pd.DataFrame, pairs: tuple[tuple[str, str], ...]) -> pd.D
         table = paired(samples, name, other).groupby("seed").median()
         if len(table):
             found = compare(table[name], table[other], interleaved=True)
-            row = {"implementation": name, "over": other, "ratio": found.ratio, "low": found.low, "high": found.high}
-            rows.append(row | {"verdict": found.verdict})
-    return pd.DataFrame(rows, columns=RATIOS)
+            rows.append({"implementation": name, "over": other} | asdict(found))
+    return judged(pd.DataFrame(rows, columns=[*RATIOS, "p"]))[RATIOS]
 
 
 def memory(frame: pd.DataFrame) -> pd.DataFrame:

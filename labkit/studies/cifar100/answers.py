@@ -55,7 +55,7 @@ def learned(frame: pd.DataFrame) -> Answer | None:
         return None
     sentences = []
     if len(wrong):
-        names = join_words(sorted(set(wrong["implementation"])))
+        names = join_words(sorted(set(wrong["implementation"].dropna())))
         sentences.append(f"WRONG WEIGHTS after the first updates, and therefore no training, by {names}.")
     if about is None:
         return Answer(LEARNED, "not measured", " ".join(sentences))

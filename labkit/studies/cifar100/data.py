@@ -11,6 +11,7 @@ from torch import Tensor
 
 from labkit.lab.project import datasets_directory
 from labkit.nn.datasets import CIFAR100_FILE, DatasetError, Images, digits, file_md5, read_cifar100
+from labkit.parallel.ranks.messages import broadcast_json
 
 DIGITS, CIFAR100 = "digits", "cifar100"
 # Shape and dtype of an image and of a class.
@@ -63,9 +64,7 @@ def hand_out(
             about = {"classes": images.classes, "trained": count, "validated": len(images.validation[1])}
         except DatasetError as error:
             about = {"error": str(error)}
-    told = [about]
-    dist.broadcast_object_list(told)
-    about = told[0]
+    about = broadcast_json(about)
     if "error" in about:
         raise DatasetError(about["error"])
     training = [

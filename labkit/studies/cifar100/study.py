@@ -7,14 +7,15 @@ from typing import Annotated, Any, Literal, get_args
 import pandas as pd
 from pydantic import Field, field_validator, model_validator
 
+from labkit.lab import capacity
 from labkit.lab.answers import Answer, check_complete
 from labkit.lab.config import Count, Device, LabConfig, ParameterError, Seed, TimeoutSeconds
 from labkit.lab.project import datasets_directory, kind_of_path
-from labkit.lab.room import why_not_here
 from labkit.lab.study import Study
 from labkit.lab.units import format_seconds
 from labkit.machine import Machine
 from labkit.nn.datasets import CIFAR100_MD5, RECORD_BYTES, DatasetError, fetch_cifar100, file_md5, read_cifar100
+from labkit.parallel.ranks.joined import ranks_here
 from labkit.studies.cifar100 import answers as answering
 from labkit.studies.cifar100.data import CIFAR100, DIGITS
 from labkit.studies.cifar100.training import TORCH_SYNC
@@ -107,7 +108,7 @@ class Cifar100Study(Study):
         return [
             TrainingPoint(
                 world_size=config.world_size,
-                backend=machine.backend(device, config.world_size),
+                backend=machine.backend(device, ranks_here(config.world_size)),
                 timeout_s=config.timeout_s,
                 dataset=dataset,
                 source=_source(dataset, md5),
@@ -163,8 +164,9 @@ class Cifar100Study(Study):
     def skip_reason(self, point: TrainingPoint, machine: Machine) -> str | None:
         if reason := machine.why_no_device(point.device):
             return reason
-        needed = point.world_size * RANK_BYTES + (COPIES + point.world_size) * IMAGES[point.dataset] * RECORD_BYTES
-        return why_not_here(machine, "cpu", needed)
+        ranks = ranks_here(point.world_size)
+        needed = ranks * RANK_BYTES + (COPIES + ranks) * IMAGES[point.dataset] * RECORD_BYTES
+        return capacity.skip_reason(machine, "cpu", needed)
 
     def answers(self, frame: pd.DataFrame, coverage: pd.DataFrame) -> Sequence[Answer]:
         return check_complete(self.questions, answering.answer_all(frame, coverage))

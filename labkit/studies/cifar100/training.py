@@ -110,9 +110,7 @@ class Trainer:
         # As many passes on every rank: a wrapper may synchronize buffers in each.
         passes = -(-of_all // (dist.get_world_size() * MOST_VALIDATED))
         for x, y in zip(images.tensor_split(passes), labels.tensor_split(passes), strict=True):
-            logits, target = self.model(self._pixels(x)), y.to(self.recipe.device)
-            losses = cross_entropy(logits, target, reduction="sum")
-            sums += torch.stack([losses, (logits.argmax(1) == target).sum(), torch.tensor(len(y))]).to(sums)
+            add_to_sums(sums, self.model(self._pixels(x)), y.to(self.recipe.device))
         dist.all_reduce(sums)
         loss, correct, count = sums.tolist()
         return loss / count, correct / count
@@ -128,6 +126,16 @@ class Trainer:
     def _pixels(self, images: Tensor) -> Tensor:
         """uint8 to numbers from -1 to 1."""
         return images.to(self.recipe.device).to(self.recipe.dtype).sub_(127.5).div_(127.5)
+
+
+def add_to_sums(sums: Tensor, logits: Tensor, target: Tensor) -> None:
+    """Add to `sums` (3,), in place: the losses of these images, how many are right, how many there are.
+
+    All on one device: a count in main memory cannot be stacked with numbers on a GPU.
+    """
+    sums[0] += cross_entropy(logits, target, reduction="sum")
+    sums[1] += (logits.argmax(1) == target).sum()
+    sums[2] += len(target)
 
 
 def updates_of(images: int, recipe: Recipe, seed: int, epoch: int, ranks: int) -> Iterator[Tensor]:

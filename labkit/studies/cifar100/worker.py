@@ -16,15 +16,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from labkit.bench.allocator import record_allocations
-from labkit.bench.clock import Stopwatch, time_interleaved
+from labkit.bench.clock import Stopwatch, order_of_turns, time_interleaved
 from labkit.bench.gate import verdict
 from labkit.lab.point import Point
 from labkit.nn.vision import SmallConvNet
-from labkit.parallel import checkpoint
-from labkit.parallel.data_parallel import gate
+from labkit.parallel.ranks import checkpoint
+from labkit.parallel.ranks.device import use_device
+from labkit.parallel.ranks.messages import gather_json
 from labkit.parallel.sync_batchnorm import _gather, _sum_over_ranks
 from labkit.studies.cifar100.data import RankData, hand_out
 from labkit.studies.cifar100.training import ALONE, SYNCHRONIZED, Recipe, Trainer, updates_of
+from labkit.studies.shared.gradient_gate import largest_error
 
 EPOCH, MEMORY, PROBE = "epoch", "memory", "probe"
 PROBES = 30
@@ -64,9 +66,7 @@ class TrainingPoint(Point):
 
 def train_point(point: TrainingPoint, checkpoints: Path | None = None) -> Iterator[dict[str, Any]]:
     """Rows of one seed: peak memory of each implementation; the time of each epoch and, from rank 0, how good it is."""
-    device = "cpu" if point.device == "cpu" else f"cuda:{dist.get_rank() % torch.cuda.device_count()}"
-    if point.device == "cuda":
-        torch.cuda.set_device(device)  # clocks mark its stream, whichever ranks share it
+    device = use_device(point.device)
     data = hand_out(point.dataset, point.archive, point.train_images, device, md5=point.md5)
     recipe = Recipe(
         classes=data.classes,
@@ -105,15 +105,15 @@ class _Training:
     def __init__(self, point: TrainingPoint, recipe: Recipe, data: RankData, names: list[str]):
         self.point, self.data = point, data
         self.epochs_done = 0
-        self._trainers = [Trainer(name, recipe, point.seed) for name in names]
+        self._trainers = {name: Trainer(name, recipe, point.seed) for name in names}
         self._is_warm = False
         self._watch = Stopwatch(recipe.device)
 
     def epoch(self) -> list[dict[str, Any]]:
-        """The next epoch of every implementation; who begins changes from epoch to epoch."""
-        epoch, first = self.epochs_done + 1, self.epochs_done % max(1, len(self._trainers))
-        in_turn = [*self._trainers[first:], *self._trainers[:first]]
-        rows = [self._one_epoch(trainer, epoch) for trainer in in_turn]
+        """The next epoch of every implementation, in the order of the clock: the same after a resume."""
+        epoch = self.epochs_done + 1
+        turns = order_of_turns(self._trainers, epoch, seed=self.point.id)
+        rows = [self._one_epoch(self._trainers[name], epoch) for name in turns]
         self.epochs_done, self._is_warm = epoch, True
         return rows
 
@@ -135,19 +135,18 @@ class _Training:
 
     def state(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
         """For the checkpoint: the trainers', and the rows of every rank."""
-        of_ranks: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(of_ranks, rows)
-        trainers = {trainer.implementation: trainer.state() for trainer in self._trainers}
+        of_ranks = gather_json(rows)
+        trainers = {name: trainer.state() for name, trainer in self._trainers.items()}
         return {"point": self.point.id, "epochs_done": self.epochs_done, "trainers": trainers, "rows": of_ranks}
 
     def resume(self, state: dict[str, Any] | None) -> list[dict[str, Any]]:
         """Go on from a checkpoint, if there is one for these implementations; the rows of this rank that it holds."""
         if state is None or state["point"] != self.point.id:
             return []
-        if state["trainers"].keys() != {trainer.implementation for trainer in self._trainers}:
+        if state["trainers"].keys() != self._trainers.keys():
             return []
-        for trainer in self._trainers:
-            trainer.load(state["trainers"][trainer.implementation])
+        for name, trainer in self._trainers.items():
+            trainer.load(state["trainers"][name])
         self.epochs_done = state["epochs_done"]
         rows: list[dict[str, Any]] = state["rows"][dist.get_rank()]
         return rows
@@ -170,7 +169,7 @@ def first_updates_error(name: str, recipe: Recipe, data: RankData, seed: int, up
         mine, everybody = update[:, rank].flatten(), update.flatten()
         trainer.update(images[mine], labels[mine])
         reference.update(images[everybody], labels[everybody])
-    return gate.largest_error([_weights(trainer) - before], [_weights(reference) - before])
+    return largest_error([_weights(trainer) - before], [_weights(reference) - before])
 
 
 def _first(updates: int, images: int, recipe: Recipe, seed: int) -> Iterator[Tensor]:

@@ -3,6 +3,7 @@
 Every table is tidy and carries units in its names. Times are of the slowest rank of each repeat.
 """
 
+import math
 from collections.abc import Hashable
 from functools import cache
 
@@ -179,9 +180,10 @@ def memory(frame: pd.DataFrame) -> pd.DataFrame:
 
 def timeline(frame: pd.DataFrame) -> pd.DataFrame:
     """Boxes of one step of rank 0, by implementation: lane, `start_s`, `duration_s`, `during_s`."""
-    if frame.empty or "lane" not in frame:
-        return pd.DataFrame(columns=[*SETTING, "implementation", "lane", "start_s", "duration_s", "during_s"])
-    rows = frame[(frame["sweep"] == "timeline") & (frame["rank"] == 0)].dropna(subset="lane")
+    if frame.empty or not {"lane", "start_s"} <= set(frame):
+        return pd.DataFrame(columns=[*SETTING, "implementation", "lane", "start_s", "duration_s", "during_s", "row"])
+    frame = frame.assign(during_s=frame.get("during_s", math.nan))  # of collectives alone: there may be none
+    rows = frame[(frame["sweep"] == "timeline") & (frame["rank"] == 0)].dropna(subset=["lane", "start_s"])
     fewest = rows["world_size"].min()
     rows = rows[rows["world_size"] == fewest].sort_values(
         "lane", key=lambda lanes: lanes.map(LANES.index), kind="stable"

@@ -11,7 +11,7 @@ from labkit.lab.evidence import (
     ranks_text,
     ratio_text,
     ratios_text,
-    shown,
+    significant,
     span_text,
     verdict_of,
     with_interval,
@@ -65,7 +65,7 @@ def fastest(frame: pd.DataFrame) -> Answer | None:
         names = join_words(sorted({_name(name) for name in bad["implementation"]}))
         sentences.append(f"WRONG GRADIENTS, and therefore no times, from {names}.")
     if len(ratios):
-        sentences.append(_by_verdict(*shown(ratios, [*analysis.SETTING, "implementation"])))
+        sentences.append(_by_verdict(*significant(ratios)))
     if refused := not_measured_text(frame, "implementation"):
         sentences.append(refused)
     for key, of_setting in times.groupby(analysis.SETTING):
@@ -73,7 +73,7 @@ def fastest(frame: pd.DataFrame) -> Answer | None:
         sentences.append(_against_torch(of_setting, others) if len(others) else _alone(of_setting))
     if ratios.empty:
         return Answer(FASTEST, "not measured" if times.empty else "measured", " ".join(sentences), "backward")
-    faster, slower = shown(ratios, [*analysis.SETTING, "implementation"])
+    faster, slower = significant(ratios)
     verdict: Verdict = verdict_of(faster, slower)
     is_shown, best = verdict != "no difference shown", _ahead_everywhere(ratios, faster)
     evidence = ratios_text(ratios if best is None else ratios[ratios["implementation"] == best], _place)
@@ -151,7 +151,7 @@ def bucket_size(frame: pd.DataFrame) -> Answer | None:
     if not own.empty:
         span = span_text(own["ratio"])
         sentences.append(f"With equal buckets labkit's bucketed wrapper takes {span} of torch's backward.")
-    faster, slower = shown(table, [*analysis.SETTING, "bucket_mb", "implementation"])
+    faster, slower = significant(table)
     if len(table):
         sentences.insert(
             0,
@@ -265,7 +265,7 @@ def accumulation(frame: pd.DataFrame) -> Answer | None:
         f"{ratio_text(pd.Series(row))} of the time when only the last one is synchronized."
         for row in table.to_dict("records")
     ]
-    faster, slower = shown(table, [*analysis.SETTING, "implementation"])
+    faster, slower = significant(table)
     sentences.insert(
         0,
         f"Averaging after the last micro-batch alone is shown to be faster in {len(faster)} and slower in "

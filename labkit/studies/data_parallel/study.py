@@ -6,14 +6,14 @@ from typing import Annotated, Any, Literal, get_args
 import pandas as pd
 from pydantic import Field
 
+from labkit.lab import capacity
 from labkit.lab.answers import Answer, check_complete
 from labkit.lab.config import Count, Device, LabConfig, Repeats, Seed, TimeoutSeconds, Warmup
-from labkit.lab.room import why_not_here
 from labkit.lab.study import Study
 from labkit.machine import Machine
 from labkit.nn.workloads import workload_parameters
 from labkit.parallel.data_parallel.implementations import IMPLEMENTATIONS, OVER_SHARED_MEMORY, TORCH
-from labkit.parallel.joined import ranks_here
+from labkit.parallel.ranks.joined import ranks_here
 from labkit.studies.data_parallel import answers as answering
 from labkit.studies.data_parallel.worker import LOCAL, DataParallelPoint, measure_point
 
@@ -116,7 +116,7 @@ class DataParallelStudy(Study):
     def skip_reason(self, point: DataParallelPoint, machine: Machine) -> str | None:
         ranks, copies = ranks_here(point.world_size), _copies(point)
         needed = ranks * (RANK_BYTES + COPIES * copies * 4 * workload_parameters(point.workload))
-        return why_not_here(machine, point.device, needed, ranks=ranks, says=f"{copies} copies need {{}}")
+        return capacity.skip_reason(machine, point.device, needed, ranks=ranks, says=f"{copies} copies need {{}}")
 
     def series(self, point: DataParallelPoint) -> tuple[Hashable, float]:
         return (point.sweep, point.world_size), workload_parameters(point.workload)

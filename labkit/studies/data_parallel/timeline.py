@@ -6,10 +6,11 @@ from typing import Any, Protocol
 import torch.distributed as dist
 from torch.profiler import record_function
 
-from labkit.bench.trace import Profile, TraceEvent, profile_call
+from labkit.bench.trace import Profile, TraceEvent, profile_call, read_events
 
 # Events of a collective at work, not of the call that begins it.
-COLLECTIVES = ("gloo:all_reduce", "nccl:all_reduce", "ncclDevKernel_AllReduce", "ncclKernel_AllReduce")
+GLOO = "gloo:"
+COLLECTIVES = (GLOO + "all_reduce", "nccl:all_reduce", "ncclDevKernel_AllReduce", "ncclKernel_AllReduce")
 LAST_GRADIENT = "torch::autograd::AccumulateGrad"
 WARMUP_STEPS = 2
 FINISH = "finish"
@@ -36,9 +37,11 @@ def timeline_rows(step: Step, device: str) -> Iterator[dict[str, Any]]:
     """
     for _ in range(WARMUP_STEPS):
         _run(step)
-    dist.barrier()
-    profile = profile_call(lambda: _run(step), device=device)
+    profile = profile_call(lambda: _run(step), device=device, before=dist.barrier)
     boxes = _boxes(profile)
+    if not boxes["all-reduce"]:
+        reason = "the profiler saw none of the collectives, which the timeline therefore lacks"
+        yield {"implementation": step.implementation, "not_measured": reason}
     start = boxes["forward"][0][0]
     end_of_backward = boxes["backward"][-1][1]
     for lane, spans in boxes.items():
@@ -62,10 +65,12 @@ def _run(step: Step) -> None:
 def _boxes(profile: Profile) -> dict[str, list[tuple[float, float]]]:
     """(start, end) in seconds, by lane. On a CPU the last gradient ends backward, on a GPU its last other kernel.
 
-    What the wrapper launches when it finishes is no part of backward.
+    What the wrapper launches when it finishes is no part of backward. Where ranks share a GPU, gloo's collectives run
+    on the host beside the kernels. A barrier before the step may be an all-reduce as well.
     """
-    collectives = [event for event in profile.events if event.name.startswith(COLLECTIVES)]
-    others = [event for event in profile.events if not event.name.startswith(COLLECTIVES)]
+    events = read_events(profile.trace, also=GLOO)
+    collectives = [event for event in events if event.name.startswith(COLLECTIVES)]
+    others = [event for event in events if not event.name.startswith(COLLECTIVES)]
     others = [event for event in others if FINISH not in event.ranges]
     boxes = {
         phase: [_around([event for event in others if phase in event.ranges])]
@@ -73,7 +78,8 @@ def _boxes(profile: Profile) -> dict[str, list[tuple[float, float]]]:
     }
     if last := [event for event in others if event.name == LAST_GRADIENT]:
         boxes["backward"] = [(boxes["backward"][0][0], _around(last)[1])]
-    return boxes | {"all-reduce": [_around([event]) for event in collectives]}
+    start = boxes["forward"][0][0]
+    return boxes | {"all-reduce": [_around([event]) for event in collectives if event.start_s >= start]}
 
 
 def _around(events: Sequence[TraceEvent]) -> tuple[float, float]:

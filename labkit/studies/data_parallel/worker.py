@@ -13,18 +13,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.profiler import record_function
 
 from labkit.bench.allocator import record_allocations
-from labkit.bench.clock import Stopwatch, time_interleaved
-from labkit.bench.gate import verdict
+from labkit.bench.clock import Stopwatch, time_interleaved, time_parts_interleaved
 from labkit.lab.point import Point
 from labkit.nn.workloads import Workload, workload_named
-from labkit.parallel.data_parallel import gate
 from labkit.parallel.data_parallel.implementations import OVER_SHARED_MEMORY, wrap
+from labkit.parallel.ranks.device import use_device
 from labkit.parallel.transport import SHARED, transport_in_use
 from labkit.studies.data_parallel.timeline import FINISH, timeline_rows
+from labkit.studies.shared.gradient_gate import check_completeness, check_gradients, local_means
 
 LOCAL = "local"
 PHASES = ("forward", "backward", "optimizer")
@@ -61,9 +61,7 @@ def split_name(alternative: str) -> tuple[str, float | None]:
 
 def measure_point(point: DataParallelPoint) -> Iterator[dict[str, Any]]:
     """Rows of one point: seconds by alternative and phase, peak bytes, or boxes of a timeline."""
-    device = _device(point)
-    if point.device == "cuda":
-        torch.cuda.set_device(device)  # clocks mark its stream, whichever ranks share it
+    device = use_device(point.device)
     workload = workload_named(
         point.workload,
         batch=point.batch,
@@ -75,8 +73,7 @@ def measure_point(point: DataParallelPoint) -> Iterator[dict[str, Any]]:
     if point.sweep == "memory":
         yield from _memory(point, workload, device)
     elif point.sweep == "timeline":
-        for name in point.alternatives:
-            yield from timeline_rows(Alternative(name, workload, device), device)
+        yield from _timeline(point, workload, device)
     elif point.sweep == "accumulation":
         yield from _accumulation(point, workload, device)
     else:
@@ -117,61 +114,60 @@ class Alternative:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
-    def gradients(self) -> list[Tensor]:
-        return [p.grad for p in self.model.parameters() if p.grad is not None]
-
-
-def _device(point: DataParallelPoint) -> str:
-    return "cpu" if point.device == "cpu" else f"cuda:{dist.get_rank() % torch.cuda.device_count()}"
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        return list(self.model.parameters())
 
 
 def _phases(point: DataParallelPoint, workload: Workload, device: str) -> Iterator[dict[str, Any]]:
     alternatives, wrong = _right_ones(point, workload, device)
     yield from wrong
-    actions: dict[str, Callable[[], None]] = {}
-    for name, alternative in alternatives.items():
-        steps = (alternative.forward, alternative.backward, alternative.step)
-        actions |= {f"{name} {phase}": step for phase, step in zip(PHASES, steps, strict=True)}
-    times = time_interleaved(actions, warmup=point.warmup, repeats=point.repeats, device=device, before=dist.barrier)
-    for name, alternative in alternatives.items():
-        about = {"implementation": alternative.implementation, "of_bucket_mb": alternative.bucket_mb, "gate": "ok"}
+    if not alternatives:
+        return
+    times = time_parts_interleaved(
+        {
+            name: dict(zip(PHASES, (one.forward, one.backward, one.step), strict=True))
+            for name, (one, _) in alternatives.items()
+        },
+        warmup=point.warmup,
+        repeats=point.repeats,
+        device=device,
+        before=dist.barrier,
+        seed=point.id,
+    )
+    for name, (alternative, about) in alternatives.items():
         for phase in PHASES:
-            yield about | {"phase": phase, "seconds": times[f"{name} {phase}"]}
+            yield about | {"phase": phase, "seconds": times[name][phase]}
         if laps := alternative.waiting.seconds[-point.repeats :]:
             yield about | {"phase": "waiting", "seconds": laps}
 
 
 def _right_ones(
     point: DataParallelPoint, workload: Workload, device: str
-) -> tuple[dict[str, Alternative], list[dict[str, Any]]]:
-    """The gate: alternatives whose gradients are the mean of all ranks' local ones; rows for the others."""
+) -> tuple[dict[str, tuple[Alternative, dict[str, Any]]], list[dict[str, Any]]]:
+    """The gate: alternatives whose gradients are the mean of all ranks' local ones, and rows for the others."""
     expected = _expected(workload, device)
-    right, wrong = {}, []
+    right: dict[str, tuple[Alternative, dict[str, Any]]] = {}
+    wrong: list[dict[str, Any]] = []
     for name in point.alternatives:
         if split_name(name)[0] in OVER_SHARED_MEMORY and transport_in_use()[0] != SHARED:
             wrong.append({"implementation": name, "not_measured": transport_in_use()[1]})
             continue
         alternative = Alternative(name, workload, device)
+        about = {"implementation": alternative.implementation, "of_bucket_mb": alternative.bucket_mb, "gate": "ok"}
         if alternative.implementation != LOCAL:
-            found = _verdict(alternative, expected, partial(_accumulate, alternative, 1, only_last=False))
-            if found != "ok":
-                wrong.append({"implementation": alternative.implementation, "gate": found})
-                continue
-        right[name] = alternative
+            run = partial(_accumulate, alternative, 1, only_last=False)
+            about["error"], about["gate"] = check_gradients(alternative.parameters, run, expected)
+        if about["gate"] == "ok":
+            right[name] = alternative, about
+        else:
+            wrong.append(about)
     return right, wrong
 
 
-def _expected(workload: Workload, device: str, micro_batches: int = 1) -> list[Tensor]:
+def _expected(workload: Workload, device: str, micro_batches: int = 1) -> list[Tensor | None]:
     local = Alternative(LOCAL, workload, device)
-    _accumulate(local, micro_batches, only_last=False)
-    return gate.mean_over_ranks(local.gradients())
-
-
-def _verdict(alternative: Alternative, expected: list[Tensor], run: Callable[[], None]) -> str:
-    run()
-    error = gate.largest_error(alternative.gradients(), expected)
-    alternative.optimizer.zero_grad(set_to_none=True)
-    return verdict(error, gate.TOLERANCE)
+    return local_means(local.parameters, partial(_accumulate, local, micro_batches, only_last=False))
 
 
 def _accumulation(point: DataParallelPoint, workload: Workload, device: str) -> Iterator[dict[str, Any]]:
@@ -185,17 +181,22 @@ def _accumulation(point: DataParallelPoint, workload: Workload, device: str) -> 
     for name in point.alternatives:
         for kind in ("every", "last"):
             alternative = Alternative(name, workload, device)
-            about = {"implementation": alternative.implementation, "synchronized": kind}
             accumulate = partial(_accumulate, alternative, point.micro_batches, only_last=kind == "last")
-            about["gate"] = _verdict(alternative, expected, accumulate)
-            if about["gate"] == "ok":
+            error, gate = check_gradients(alternative.parameters, accumulate, expected)
+            about = {"implementation": alternative.implementation, "synchronized": kind, "error": error, "gate": gate}
+            if gate == "ok":
                 abouts[f"{name} {kind}"] = about
                 actions[f"{name} {kind}"] = partial(_accumulated_step, alternative, accumulate)
             else:
                 yield about
     if actions:
         times = time_interleaved(
-            actions, warmup=point.warmup, repeats=point.repeats, device=device, before=dist.barrier
+            actions,
+            warmup=point.warmup,
+            repeats=point.repeats,
+            device=device,
+            before=dist.barrier,
+            seed=point.id,
         )
         for key, seconds in times.items():
             yield abouts[key] | {"seconds": seconds}
@@ -214,6 +215,16 @@ def _accumulated_step(alternative: Alternative, accumulate: Callable[[], None]) 
     alternative.step()
 
 
+def _timeline(point: DataParallelPoint, workload: Workload, device: str) -> Iterator[dict[str, Any]]:
+    """Boxes of one step of each implementation; of a wrong one only what is wrong."""
+    for name in point.alternatives:
+        alternative = Alternative(name, workload, device)
+        if (gate := _completeness(alternative)) == "ok":
+            yield from timeline_rows(alternative, device)
+        else:
+            yield {"implementation": alternative.implementation, "gate": gate}
+
+
 def _memory(point: DataParallelPoint, workload: Workload, device: str) -> Iterator[dict[str, Any]]:
     """Peak of the allocator over a step, model and optimizer included, one implementation at a time."""
     for name in point.alternatives:
@@ -223,10 +234,17 @@ def _memory(point: DataParallelPoint, workload: Workload, device: str) -> Iterat
             _one_step(alternative)  # the first one makes what stays
             with record.window("step"):
                 _one_step(alternative)
-            implementation, bucket_mb = alternative.implementation, alternative.bucket_mb
+            about = {"implementation": alternative.implementation, "of_bucket_mb": alternative.bucket_mb}
+            gate = _completeness(alternative)
             del alternative
         peak_bytes = record.windows["step"].peak_bytes
-        yield {"implementation": implementation, "of_bucket_mb": bucket_mb, "peak_bytes": peak_bytes, "gate": "ok"}
+        yield about | {"gate": gate} | ({"peak_bytes": peak_bytes} if gate == "ok" else {})
+
+
+def _completeness(alternative: Alternative) -> str:
+    if alternative.implementation == LOCAL:
+        return "ok"
+    return check_completeness(alternative.parameters, partial(_accumulate, alternative, 1, only_last=False))
 
 
 def _one_step(alternative: Alternative) -> None:

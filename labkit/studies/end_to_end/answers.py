@@ -6,7 +6,16 @@ from typing import Any
 import pandas as pd
 
 from labkit.lab.answers import Answer, Question, Verdict, answer_each
-from labkit.lab.evidence import ratio_text, ratios_text, shown, span_text, verdict_of, with_interval, wrong_rows
+from labkit.lab.evidence import (
+    no_times,
+    ratio_text,
+    ratios_text,
+    significant,
+    span_text,
+    verdict_of,
+    with_interval,
+    wrong_rows,
+)
 from labkit.lab.trends import Trend, trends_answer
 from labkit.lab.units import counted, format_seconds, join_words
 from labkit.studies.end_to_end import analysis
@@ -70,13 +79,13 @@ def _smallest_and_largest(table: pd.DataFrame) -> list[tuple[tuple[str, str, str
 
 
 def _wrong(frame: pd.DataFrame, sweep: str) -> str:
-    """What did not pass its gate in a sweep, shouted; "" if all did."""
+    """What failed, or did not pass its gate, in a sweep; the latter shouted; "" if all is well."""
     bad = wrong_rows(frame)
     bad = bad[bad["sweep"] == sweep] if len(bad) else bad
     if bad.empty:
         return ""
     reasons = join_words(sorted({f"{row['size']}: {row['gate']}" for row in bad.to_dict("records")}))
-    return f"WRONG RESULTS, and therefore no times: {reasons}."
+    return f"{no_times(bad['gate'])}: {reasons}."
 
 
 def _model(key: tuple[str, str, str], table: pd.DataFrame) -> str:
@@ -97,7 +106,7 @@ def warmup(frame: pd.DataFrame) -> Answer | None:
         first = steps[(steps[analysis.MODEL] == list(key)).all(axis=1)].sort_values("step_number").iloc[0]
         sentences.append(_warming(_model(key, effect), first, of_model))
     earlier = effect[effect["warmup"] < effect["warmup"].max()]
-    faster, slower = shown(earlier, [*analysis.MODEL, "warmup"])
+    faster, slower = significant(earlier)
     if slower.empty and faster.empty:
         sentences.insert(0, "No number of warm-up steps is shown to change the mean beyond chance.")
         return Answer(WARMUP, "no difference shown", " ".join(sentences), "first_steps")
@@ -167,7 +176,7 @@ def compiling(frame: pd.DataFrame) -> Answer | None:
     for key, of_model in _smallest_and_largest(table):
         parts = [_compiled_text(row) for row in of_model.to_dict("records")]
         sentences.append(f"{_model(key, table)}, compiled over eager: {'; '.join(parts)}.")
-    faster, slower = shown(table, [*analysis.MODEL, "phase"])
+    faster, slower = significant(table)
     sentences.insert(
         1 if bad else 0,
         f"The compiled model is shown to be faster in {len(faster)} and slower in {len(slower)} of {len(table)} "

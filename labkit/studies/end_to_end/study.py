@@ -8,9 +8,9 @@ from pydantic import Field
 
 from labkit.costs.memory import peak_bytes
 from labkit.costs.transformer import n_parameters
+from labkit.lab import capacity
 from labkit.lab.answers import Answer, check_complete
 from labkit.lab.config import Count, Device, LabConfig, Repeats, Seed, TimeoutSeconds, Warmup
-from labkit.lab.room import why_not_here
 from labkit.lab.study import Study
 from labkit.machine import Machine
 from labkit.nn.attention import why_nothing_compiles
@@ -107,7 +107,7 @@ class EndToEndStudy(Study):
         needed = copies * peak_bytes(
             point.shape, point.batch, point.context_length, phase=phase, precision=point.precision, device=point.device
         )
-        return why_not_here(machine, point.device, needed)
+        return capacity.skip_reason(machine, point.device, needed)
 
     def series(self, point: EndToEndPoint) -> tuple[Hashable, float]:
         size = n_parameters(point.shape) if point.size else 0

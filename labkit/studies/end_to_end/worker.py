@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 
-from labkit.bench.clock import time_interleaved
-from labkit.bench.gate import verdict
+from labkit.bench.clock import time_interleaved, time_parts_interleaved
+from labkit.bench.gate import largest_difference, verdict
 from labkit.bench.rates import copy_bytes_per_s, matmul_flops_per_s
 from labkit.costs.transformer import TransformerShape
 from labkit.lab.point import Point
 from labkit.nn.training import AUTOCAST_DTYPES, TrainingStep, gradients
 from labkit.nn.transformer import shape_named
+from labkit.studies.shared.alternatives import reason_of
 
 # In the order in which they follow one another; "inference" is a forward pass that keeps nothing.
 PHASES = ("inference", "forward", "backward", "optimizer")
@@ -73,40 +74,34 @@ def _rates(point: EndToEndPoint) -> Iterator[dict[str, Any]]:
 
 def _phases(point: EndToEndPoint) -> Iterator[dict[str, Any]]:
     step = _training_step(point)
-    samples = time_interleaved(
-        _actions(step, PHASES_OF_MODE[point.mode]),
+    samples = time_parts_interleaved(
+        _turns(step, PHASES_OF_MODE[point.mode]),
         warmup=point.warmup,
         repeats=point.repeats,
         device=point.device,
-        before=None if point.mode == "step" else _forgetting(step, point.mode),
+        # without the optimizer's step nobody else drops the gradients
+        prepare=None if point.mode == "step" else lambda _: step.drop_gradients(),
+        seed=point.id,
     )
     loss = float(step.infer())
     if (gate := _finite(loss)) != "ok":
         yield {"gate": gate}
         return
-    for phase, seconds in samples.items():
-        yield {"phase": phase, "seconds": seconds, "loss": loss, "gate": gate}
+    for parts in samples.values():
+        for phase, seconds in parts.items():
+            yield {"phase": phase, "seconds": seconds, "loss": loss, "gate": gate}
 
 
-def _actions(step: TrainingStep, phases: tuple[str, ...]) -> dict[str, Callable[[], Any]]:
-    """The phases as alternatives that take turns: in this order they are the parts of one step."""
+def _turns(step: TrainingStep, phases: tuple[str, ...]) -> dict[str, dict[str, Callable[[], Any]]]:
+    """Inference, which is no part of training, and the phases that follow one another in a step."""
     actions = {
         "inference": step.infer,
         "forward": step.forward,
         "backward": step.backward,
         "optimizer": step.optimizer_step,
     }
-    return {phase: actions[phase] for phase in phases}
-
-
-def _forgetting(step: TrainingStep, mode: str) -> Callable[[], None]:
-    """Without the optimizer's step nobody drops the gradients (or the graph); done outside the timed region."""
-
-    def forget() -> None:
-        if mode == "forward" or step.loss is None:  # between forward and backward the graph is needed
-            step.drop_gradients()
-
-    return forget
+    alone, *together = phases
+    return {alone: {alone: actions[alone]}, "training": {phase: actions[phase] for phase in together}}
 
 
 def _first_steps(point: EndToEndPoint) -> dict[str, Any]:
@@ -123,9 +118,14 @@ def _compiled_against_eager(point: EndToEndPoint) -> Iterator[dict[str, Any]]:
 
     torch._dynamo.reset()
     with fresh_cache():
-        steps = {"eager": _training_step(point), "compiled": _training_step(point, compiled=True)}
-        error = _largest_difference(steps["compiled"], steps["eager"])
-        compile_s = {"inference": _first_call(steps["compiled"].infer), "step": error.compile_s}
+        steps = {"eager": _training_step(point)}
+        try:
+            steps["compiled"] = _training_step(point, compiled=True)
+            error = _largest_difference(steps["compiled"], steps["eager"], point.device)
+            compile_s = {"inference": _first_call(steps["compiled"].infer, point.device), "step": error.compile_s}
+        except Exception as raised:  # of any type: compilers have their own
+            yield {"implementation": "compiled", "gate": reason_of(raised, point.device)}
+            return
         bound = FLOAT32_TOLERANCE if point.precision == "float32" else HALF_TOLERANCE
         gate = verdict(error.relative, bound)
         if gate != "ok":
@@ -133,7 +133,9 @@ def _compiled_against_eager(point: EndToEndPoint) -> Iterator[dict[str, Any]]:
             return
         for phase in ("inference", "step"):
             actions = {name: step.infer if phase == "inference" else step.run for name, step in steps.items()}
-            samples = time_interleaved(actions, warmup=point.warmup, repeats=point.repeats, device=point.device)
+            samples = time_interleaved(
+                actions, warmup=point.warmup, repeats=point.repeats, device=point.device, seed=f"{point.id} {phase}"
+            )
             for name, seconds in samples.items():
                 compiling = {"compile_s": compile_s[phase], "error": error.relative} if name == "compiled" else {}
                 yield {"implementation": name, "phase": phase, "seconds": seconds, "gate": gate} | compiling
@@ -145,7 +147,7 @@ class _Difference:
     compile_s: float
 
 
-def _largest_difference(compiled: TrainingStep, eager: TrainingStep) -> _Difference:
+def _largest_difference(compiled: TrainingStep, eager: TrainingStep, device: str) -> _Difference:
     """Largest deviation of a gradient over the largest gradient of its tensor; the first call's time with it.
 
     Both steps hold the same parameters and tokens, being made from one seed.
@@ -155,20 +157,18 @@ def _largest_difference(compiled: TrainingStep, eager: TrainingStep) -> _Differe
         step.forward()
         step.backward()
 
-    compile_s = _first_call(lambda: forward_backward(compiled))
+    compile_s = _first_call(lambda: forward_backward(compiled), device)
     forward_backward(eager)
-    expected, got = gradients(eager.model), gradients(compiled.model)
-    errors = [float((got[name] - g).abs().max() / g.abs().max()) for name, g in expected.items()]
-    worst = math.inf if any(map(math.isnan, errors)) else max(errors)  # max alone passes over NaN
+    worst = largest_difference(gradients(compiled.model), gradients(eager.model))
     for step in (compiled, eager):
         step.optimizer_step()
     return _Difference(worst, compile_s)
 
 
-def _first_call(action: Callable[[], Any]) -> float:
+def _first_call(action: Callable[[], Any], device: str) -> float:
     start = time.perf_counter()
     action()
-    if torch.cuda.is_available():
+    if device == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter() - start
 

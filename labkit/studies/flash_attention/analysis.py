@@ -9,14 +9,14 @@ from typing import Any
 
 import pandas as pd
 
-from labkit.bench.statistics import compare, compare_groups
+from labkit.bench.statistics import compare, compare_groups, judged
 from labkit.costs.attention import BACKWARD_OVER_FORWARD, forward_flops, visited_share
-from labkit.lab.attention_passes import EXPLICIT, FLASH
-from labkit.lab.attention_tables import SETTING, against, empty, refused, samples, times, with_width
-from labkit.lab.evidence import shown
+from labkit.lab.evidence import significant
 from labkit.lab.project import reference_directory
 from labkit.studies.flash_attention.recorded import RecordedRun, has_flash
 from labkit.studies.flash_attention.worker import ALL_TECHNIQUES, CAUSAL, FULL, TECHNIQUES
+from labkit.studies.shared.attention_passes import EXPLICIT, FLASH
+from labkit.studies.shared.attention_tables import SETTING, against, empty, refused, samples, times, with_width
 
 __all__ = ["against", "refused", "samples", "times"]  # for the notebook and the answers, beside what is defined here
 
@@ -60,7 +60,7 @@ def beats_from(frame: pd.DataFrame) -> pd.DataFrame:
     rows = []
     for (dtype, name), group in ratios(frame).groupby(["dtype", "implementation"]):
         starts = sorted(group["sequence"].unique())
-        faster = set(shown(group, ["head_dim", "sequence"])[0].index)
+        faster = set(significant(group)[0].index)
         won = [s for s in starts if set(group.index[group["sequence"] >= s]) <= faster]
         beyond = group[group["sequence"] >= won[0]] if won else group.iloc[:0]
         row = {"dtype": dtype, "implementation": name, "from_sequence": won[0] if won else float("nan")}
@@ -131,7 +131,7 @@ def techniques(frame: pd.DataFrame) -> pd.DataFrame:
         pair = table[table["implementation"].isin([ALL_TECHNIQUES, f"without {name}"])]
         compared = compare_groups(pair, "seconds", SETTING, "implementation", f"without {name}")
         rows.append(compared.assign(technique=name, predicted=PREDICTED[name]))
-    return pd.concat(rows, ignore_index=True)[names]
+    return judged(pd.concat(rows, ignore_index=True))[names]
 
 
 def hidden(frame: pd.DataFrame) -> pd.DataFrame:

@@ -4,11 +4,11 @@ import pandas as pd
 
 from labkit.bench.statistics import compare_groups
 from labkit.lab.answers import Answer, Question, Verdict, not_measured
-from labkit.lab.attention_passes import EXPLICIT, FLASH
 from labkit.lab.evidence import ratio_text, ratios_text, with_interval
 from labkit.lab.trends import trends_answer
 from labkit.lab.units import format_bytes, join_words
 from labkit.studies.flash_attention import analysis, recorded, trends
+from labkit.studies.shared.attention_passes import EXPLICIT, FLASH
 
 CROSSOVER = Question(
     "crossover",
@@ -58,9 +58,10 @@ def crossover(frame: pd.DataFrame) -> Answer | None:
     ratios = analysis.ratios(frame)
     sentences = [_crossovers(str(dtype), rows, ratios) for dtype, rows in table.groupby("dtype", sort=False)]
     won = table["from_sequence"].notna()
-    verdict: Verdict = "measured" if won.any() else "no"
+    at_longest = ratios.loc[ratios["sequence"] == ratios["sequence"].max(), "verdict"]
+    none: Verdict = "no" if (at_longest == "slower").all() else "no difference shown"
+    verdict: Verdict = "measured" if won.any() else none
     if ratios["low"].isna().all():
-        verdict = "no difference shown"
         sentences.append("There are too few repeats for intervals.")
     advice = _recommendation(frame, table)
     worth = table.loc[won, "implementation"] if won.any() else table["implementation"]

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pandas as pd
 
-from labkit.lab.attention_passes import FLASH
-from labkit.lab.attention_tables import times
 from labkit.lab.project import recorded_directory
-from labkit.lab.store import Run
+from labkit.lab.runs.store import Run
+from labkit.studies.shared.attention_passes import FLASH
+from labkit.studies.shared.attention_tables import times
 
 LAB = "flash_attention"
 

@@ -8,14 +8,14 @@ from pydantic import Field
 
 from labkit.bench.rates import MATMUL_SIZE
 from labkit.costs.attention import matrix_bytes
+from labkit.lab import capacity
 from labkit.lab.answers import Answer, check_complete
-from labkit.lab.attention_passes import COMPILED, FLASH, MARGIN, TILED
 from labkit.lab.config import Device, LabConfig, Repeats, Seed, TimeoutSeconds, Warmup
-from labkit.lab.room import why_not_here
 from labkit.lab.study import Study
 from labkit.machine import Machine
 from labkit.studies.flash_attention import answers as answering
 from labkit.studies.flash_attention.worker import FlashPoint, measure_point
+from labkit.studies.shared.attention_passes import COMPILED, FLASH, MARGIN, TILED
 
 MIB = 2**20
 # A matrix of scores from which a round takes a good part of a second on two cores, and fewer repeats must do.
@@ -121,7 +121,7 @@ class FlashStudy(Study):
             needed = 1.0 * matrix_bytes(1, point.sequence, 3 * point.torch_dtype.itemsize + 8)
         else:
             needed = MARGIN * min(point.needed_bytes(name) for name in point.implementations)
-        return why_not_here(machine, point.device, needed)
+        return capacity.skip_reason(machine, point.device, needed)
 
     def series(self, point: FlashPoint) -> tuple[Hashable, float]:
         return (point.sweep, point.device, point.dtype, point.head_dim), point.sequence

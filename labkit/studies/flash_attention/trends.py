@@ -8,10 +8,10 @@ from collections.abc import Iterator
 
 import pandas as pd
 
-from labkit.lab.attention_passes import EXPLICIT, FLASH, TILED
 from labkit.lab.trends import Trend
 from labkit.studies.flash_attention import analysis
 from labkit.studies.flash_attention.recorded import has_flash
+from labkit.studies.shared.attention_passes import EXPLICIT, FLASH, TILED
 
 
 def published_trends(frame: pd.DataFrame) -> list[Trend]:

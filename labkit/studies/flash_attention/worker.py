@@ -11,18 +11,21 @@ from typing import Any
 
 import torch
 
-from labkit.bench.clock import time_interleaved
-from labkit.bench.gate import verdict
 from labkit.bench.rates import time_matmul
-from labkit.lab.attention_passes import PassesPoint, measure_passes, problem_of
 from labkit.nn.attention import attention_named
 from labkit.nn.attention_problem import AttentionProblem, check
 from labkit.nn.tiled_attention import tile_side
+from labkit.studies.shared.alternatives import reason_of, time_those_that_run
+from labkit.studies.shared.attention_passes import PassesPoint, gate_of, measure_passes, problem_of
 
 ALL_TECHNIQUES = "all techniques"
 TECHNIQUES = ("exp2", "skip_hidden", "mask_only_edges")
 """Fields of `labkit.nn.flash_attention.Techniques`; that module needs Triton, which not every machine has."""
+KERNEL_CALLS = 10
+"""In a row for a sample of a kernel's time: one alone takes as long as its launch."""
 FULL, CAUSAL = "tiled, full", "tiled, causal"
+KERNEL = "kernel"
+"""The phase of a forward pass by itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,16 +60,12 @@ def _matmul(point: FlashPoint) -> dict[str, Any]:
     return row | ({"seconds": times.seconds} if times.gate == "ok" else {})
 
 
-def _timed(actions: dict[str, Callable[[], Any]], point: FlashPoint) -> dict[str, list[float]]:
-    return time_interleaved(actions, warmup=max(1, point.warmup), repeats=point.repeats, device=point.device)
-
-
 def _techniques(point: FlashPoint) -> Iterator[dict[str, Any]]:
     """The forward kernel whole, and with each technique left out, in turns; each is checked first."""
     flash = attention_named("flash")
     reason = flash.why_unavailable(torch.device(point.device), point.torch_dtype, point.head_dim)
     if reason is not None:
-        yield {"implementation": "flash", "phase": "kernel", "gate": reason}
+        yield {"implementation": "flash", "phase": KERNEL, "gate": reason}
         return
     from labkit.nn.flash_attention import Techniques, flash_forward
 
@@ -78,7 +77,7 @@ def _techniques(point: FlashPoint) -> Iterator[dict[str, Any]]:
         name: (problem, partial(flash_forward, q, k, v, point.causal, techniques=chosen))
         for name, chosen in variants.items()
     }
-    yield from _checked_and_timed(point, contenders)
+    yield from _checked_and_timed(point, contenders, calls=KERNEL_CALLS)
 
 
 def _hidden(point: FlashPoint) -> Iterator[dict[str, Any]]:
@@ -96,16 +95,22 @@ def _hidden(point: FlashPoint) -> Iterator[dict[str, Any]]:
 
 
 def _checked_and_timed(
-    point: FlashPoint, contenders: Mapping[str, tuple[AttentionProblem, Callable[[], Any]]]
+    point: FlashPoint, contenders: Mapping[str, tuple[AttentionProblem, Callable[[], Any]]], *, calls: int = 1
 ) -> Iterator[dict[str, Any]]:
     """Gate each output, then time those that are right in turns."""
-    rows = {}
+    rows: dict[str, dict[str, Any]] = {}
     for name, (problem, action) in contenders.items():
-        result = action()  # flash_forward gives the logsumexp as well
-        checked = check(problem, [result[0] if isinstance(result, tuple) else result])
-        gate = verdict(checked.error, checked.limit)
-        rows[name] = {"implementation": name, "phase": "kernel", "gate": gate, "error": checked.error}
-    right = {name: contenders[name][1] for name, row in rows.items() if row["gate"] == "ok"}
-    samples = _timed(right, point) if right else {}
+        row: dict[str, Any] = {"implementation": name, "phase": KERNEL}
+        try:
+            result = action()  # flash_forward gives the logsumexp as well
+            checked = check(problem, [result[0] if isinstance(result, tuple) else result])
+        except Exception as error:  # of any type: compilers, libraries and drivers have their own
+            rows[name] = row | {"gate": reason_of(error, point.device)}
+            continue
+        rows[name] = row | {"gate": gate_of(checked), "error": checked.error}
+    right = {name: {KERNEL: contenders[name][1]} for name, row in rows.items() if row["gate"] == "ok"}
+    options: dict[str, Any] = {"warmup": max(1, point.warmup), "repeats": point.repeats, "calls": calls}
+    samples, failed = time_those_that_run(right, device=point.device, seed=point.id, **options)
     for name, row in rows.items():
-        yield row | ({"seconds": samples[name]} if name in samples else {})
+        timed = {"seconds": samples[name][KERNEL]} if name in samples else {}
+        yield row | timed | ({"gate": failed[name]} if name in failed else {})

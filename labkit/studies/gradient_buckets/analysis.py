@@ -4,12 +4,22 @@ Every table is tidy and carries units in its names. A step is over when its slow
 rank that waits longest, so that waiting for a slower rank is part of it.
 """
 
+from dataclasses import asdict
 from functools import cache
 from itertools import pairwise
 
+import numpy as np
 import pandas as pd
 
-from labkit.bench.statistics import compare, compare_groups, slowest_rank, summarize_groups
+from labkit.bench.intervals import adjusted, estimate_paired
+from labkit.bench.statistics import (
+    FALSE_DISCOVERY_RATE,
+    compare,
+    compare_groups,
+    judged,
+    slowest_rank,
+    summarize_groups,
+)
 from labkit.lab.project import reference_directory
 from labkit.studies.gradient_buckets.worker import LOCAL, STEPS
 
@@ -17,7 +27,7 @@ MIB = 2**20
 MACHINE = ["workload", "world_size", "backend", "device"]
 SETTING = [*MACHINE, "batch", "sequence"]
 BUCKET = ["bucket_mb", "bucket_bytes", "buckets", "last_bucket_bytes", "gradient_bytes"]
-QUANTITIES = ("step_s", "waiting_s", "waiting_percent", "exposed_s", "beside_s")
+QUANTITIES = ("step_s", "waiting_s", "waiting_percent", "exposed_s", "contention_s")
 PUBLISHED_RANKS = 2
 
 
@@ -28,7 +38,7 @@ def steps(frame: pd.DataFrame) -> pd.DataFrame:
     `step_s`           forward, backward, waiting, optimizer
     `waiting_s`        from the end of backward until gradients are averaged; `waiting_percent` of the step
     `exposed_s`        the step less the same one without communication, from the same repeat
-    `beside_s`         exposed less waiting: what communication costs backward while it runs beside it; below zero
+    `contention_s`     exposed less waiting: what communication costs backward while it runs beside it; below zero
                        where a rank waits for a slower one
     """
     columns = [*SETTING, *BUCKET, "panel", "repeat", *QUANTITIES]
@@ -48,7 +58,7 @@ def steps(frame: pd.DataFrame) -> pd.DataFrame:
         panel=_panel(table),
         waiting_percent=100 * table["waiting_s"] / table["step_s"],
         exposed_s=exposed_s,
-        beside_s=exposed_s - table["waiting_s"],
+        contention_s=exposed_s - table["waiting_s"],
     )
     return table.sort_values([*SETTING, "bucket_mb", "repeat"], ignore_index=True)[columns]
 
@@ -63,6 +73,15 @@ def by_bucket(frame: pd.DataFrame, quantity: str) -> pd.DataFrame:
     table = summarize_groups(table, quantity, [*SETTING, *BUCKET, "panel"])
     table = table.rename(columns={"median": quantity})
     return table.astype({"batch": int, "sequence": int, "world_size": int, "buckets": int})
+
+
+def beside_waiting(frame: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Settings and bucket sizes whose step is longer by more than what it waits for, and by less: `contention_s`."""
+    table = by_bucket(frame, "contention_s")
+    groups = steps(frame).dropna(subset="contention_s").groupby([*SETTING, *BUCKET, "panel"], sort=True, dropna=False)
+    p = np.array([estimate_paired(group.to_numpy(dtype=float)).p for _, group in groups["contention_s"]])
+    some = table[adjusted(p) <= FALSE_DISCOVERY_RATE]
+    return some[some["contention_s"] > 0], some[some["contention_s"] < 0]
 
 
 def local_steps(frame: pd.DataFrame) -> pd.DataFrame:
@@ -96,7 +115,7 @@ def pairs(frame: pd.DataFrame, quantity: str = "step_s") -> pd.DataFrame:
     columns = [*SETTING, "bucket_mb", "smaller_mb", "bucket_bytes", "smaller_bytes", "ratio", "low", "high", "verdict"]
     if not found:
         return pd.DataFrame(columns=columns)
-    ratios = pd.concat(found, ignore_index=True).astype({"batch": int, "sequence": int, "world_size": int})
+    ratios = judged(pd.concat(found, ignore_index=True)).astype({"batch": int, "sequence": int, "world_size": int})
     ratios = ratios.assign(bucket_bytes=ratios["bucket_mb"] * MIB, smaller_bytes=ratios["smaller_mb"] * MIB)
     return ratios.sort_values([*SETTING, "smaller_mb"], ignore_index=True)[columns]
 
@@ -122,10 +141,9 @@ def with_more_work(frame: pd.DataFrame, quantity: str = "waiting_percent") -> pd
             for before, after in pairwise(sorted(samples)):
                 result = compare(samples[after], samples[before], interleaved=False)
                 names = dict(zip([*MACHINE, "bucket_mb", "fixed"], key, strict=True))
-                numbers = {"ratio": result.ratio, "low": result.low, "high": result.high, "verdict": result.verdict}
-                found.append(names | {"grows": grows, "before": before, "after": after} | numbers)
-    columns = [*MACHINE, "bucket_mb", "fixed", "grows", "before", "after", "ratio", "low", "high", "verdict"]
-    return pd.DataFrame(found, columns=columns)
+                found.append(names | {"grows": grows, "before": before, "after": after} | asdict(result))
+    columns = [*MACHINE, "bucket_mb", "fixed", "grows", "before", "after", "ratio", "low", "high", "p"]
+    return judged(pd.DataFrame(found, columns=columns))
 
 
 @cache

@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from labkit.bench.statistics import beyond_chance, summarize
+from labkit.bench.statistics import summarize
 from labkit.lab.answers import Answer, Question, Verdict, answer_each
-from labkit.lab.evidence import ranks_text, ratio_text, ratios_text, shown, span_text, verdict_of, wrong_rows
+from labkit.lab.evidence import ranks_text, ratio_text, ratios_text, significant, span_text, verdict_of, wrong_rows
 from labkit.lab.trends import trends_answer
 from labkit.lab.units import format_bytes, format_seconds, join_words
 from labkit.studies.gradient_buckets import analysis, model
@@ -90,17 +90,16 @@ def _waits(samples: pd.DataFrame) -> str:
 
 
 def _beside(frame: pd.DataFrame) -> str | None:
-    """Where intervals show that the step is longer by more, or by less, than what it waits for."""
-    table = analysis.by_bucket(frame, "beside_s")
-    more, less = table[table["low"] > 0], table[table["high"] < 0]
-    if beyond_chance(len(more), len(table)):
+    """Where the step is longer by more, or by less, than what it waits for."""
+    more, less = analysis.beside_waiting(frame)
+    if len(more):
         return (
-            f"With buckets of {_sizes(more)} that is {span_text(more['beside_s'], format_seconds)} more than the "
+            f"With buckets of {_sizes(more)} that is {span_text(more['contention_s'], format_seconds)} more than the "
             "waiting: communication, and filling the buckets, slow down the backward pass that they run beside."
         )
-    if beyond_chance(len(less), len(table)):
+    if len(less):
         return (
-            f"With buckets of {_sizes(less)} that is {span_text(-less['beside_s'], format_seconds)} less than the "
+            f"With buckets of {_sizes(less)} that is {span_text(-less['contention_s'], format_seconds)} less than the "
             "waiting, which is partly waiting for a slower rank."
         )
     return None
@@ -141,12 +140,7 @@ def _place(row: pd.Series) -> str:
 
 
 def _clear(ratios: pd.DataFrame) -> pd.DataFrame:
-    """Comparisons of two sizes that show a difference, if there are more of them than chance would give.
-
-    Each pair is a comparison of its own, and which size is over which means nothing: two directions, two tries.
-    """
-    clear = ratios[ratios["verdict"] != "no difference shown"]
-    return clear if beyond_chance(len(clear), len(ratios), tries=2) else clear.iloc[:0]
+    return ratios[ratios["verdict"] != "no difference shown"]
 
 
 def _never_slower(clear: pd.DataFrame, ratios: pd.DataFrame) -> list[float]:
@@ -196,14 +190,17 @@ def _paid_in_backward(frame: pd.DataFrame) -> str | None:
         short, long = long, short
     steps = analysis.steps(frame)
     here = steps[(steps[SETTING] == clearest[SETTING]).all(axis=1)]
-    by_size = here.pivot_table(index="repeat", columns="bucket_mb", values=["waiting_s", "beside_s"])
-    if "beside_s" not in by_size or not summarize(by_size["beside_s", short] - by_size["beside_s", long]).low > 0:
+    by_size = here.pivot_table(index="repeat", columns="bucket_mb", values=["waiting_s", "contention_s"])
+    if "contention_s" not in by_size:
+        return None
+    more_contention = by_size["contention_s", short] - by_size["contention_s", long]
+    if not summarize(more_contention).low > 0:
         return None
     medians = by_size.median().map(format_seconds)
     return (
         f"What a step does not wait for, its backward pass pays: with {_setting(clearest)}, buckets of {_size(short)} "
-        f"wait for {medians['waiting_s', short]} and slow the rest of the step by {medians['beside_s', short]}, those "
-        f"of {_size(long)} wait for {medians['waiting_s', long]} and slow it by {medians['beside_s', long]}"
+        f"wait for {medians['waiting_s', short]} and slow the rest of the step by {medians['contention_s', short]}, "
+        f"those of {_size(long)} wait for {medians['waiting_s', long]} and slow it by {medians['contention_s', long]}"
     )
 
 
@@ -236,7 +233,7 @@ def batch_and_length(frame: pd.DataFrame) -> Answer | None:
             for (batch, sequence), values in medians
         ]
         sentences.append(f"{ranks_text(some.iloc[0])}: a step waits for {join_words(parts)}.")
-    falls, rises = shown(table, [*MACHINE, "grows", "fixed", "before", "bucket_mb"])
+    falls, rises = significant(table)
     sentences.insert(
         0,
         f"In {len(falls)} of {len(table)} comparisons the share is shown to fall with more tokens, in {len(rises)} to "

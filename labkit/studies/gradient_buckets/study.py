@@ -7,14 +7,14 @@ import pandas as pd
 from pydantic import Field, field_validator
 
 from labkit.costs.memory import activation_bytes
+from labkit.lab import capacity
 from labkit.lab.answers import Answer, check_complete
 from labkit.lab.config import Count, Device, LabConfig, Repeats, Seed, TimeoutSeconds, Warmup
-from labkit.lab.room import why_not_here
 from labkit.lab.study import Study
 from labkit.machine import Machine
 from labkit.nn.transformer import shape_named
 from labkit.nn.workloads import workload_parameters
-from labkit.parallel.joined import ranks_here
+from labkit.parallel.ranks.joined import ranks_here
 from labkit.studies.gradient_buckets import answers as answering
 from labkit.studies.gradient_buckets.worker import PROBE, STEPS, BucketsPoint, measure_point
 
@@ -115,7 +115,7 @@ class GradientBucketsStudy(Study):
 
     def skip_reason(self, point: BucketsPoint, machine: Machine) -> str | None:
         ranks = ranks_here(point.world_size)
-        return why_not_here(machine, point.device, ranks * (RANK_BYTES + _rank_bytes(point)), ranks=ranks)
+        return capacity.skip_reason(machine, point.device, ranks * (RANK_BYTES + _rank_bytes(point)), ranks=ranks)
 
     def series(self, point: BucketsPoint) -> tuple[Hashable, float]:
         return (point.sweep, point.world_size), (point.batch or 1) * (point.sequence or 1)

@@ -14,10 +14,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from labkit.bench.clock import Stopwatch, time_interleaved
-from labkit.bench.gate import verdict
+from labkit.bench.exact_sums import sum_error, sum_verdict
 from labkit.lab.point import Point
 from labkit.nn.workloads import Workload, workload_named
-from labkit.parallel.data_parallel import BucketedDDP, gate
+from labkit.parallel.data_parallel import BucketedDDP
+from labkit.parallel.ranks.device import use_device
+from labkit.studies.shared.gradient_gate import check_gradients, local_means
 
 LOCAL = "local"
 STEPS, PROBE = "steps", "probe"
@@ -50,30 +52,31 @@ class BucketsPoint(Point):
 
 def measure_point(point: BucketsPoint) -> Iterator[dict[str, Any]]:
     """Rows of one point: seconds of single all-reduces by size, or of steps and waiting by bucket size."""
-    device = "cpu" if point.device == "cpu" else f"cuda:{dist.get_rank() % torch.cuda.device_count()}"
-    if point.device == "cuda":
-        torch.cuda.set_device(device)  # clocks mark its stream, whichever ranks share it
+    device = use_device(point.device)
     yield from (_probe if point.sweep == PROBE else _steps)(point, device)
 
 
 def _probe(point: BucketsPoint, device: str) -> Iterator[dict[str, Any]]:
     """Single all-reduces, timed before any step: they give the bandwidth and the cost of a call."""
-    expected = sum(range(1, dist.get_world_size() + 1))
     tensors = {str(n): torch.empty(n // 4, device=device) for n in point.probe_bytes}
     errors = {}
     for name, tensor in tensors.items():
-        dist.all_reduce(tensor.fill_(dist.get_rank() + 1))
-        errors[name] = gate.largest_error([tensor], [torch.full_like(tensor, expected)])
+        errors[name] = sum_error(dist.all_reduce, tensor)
         tensor.zero_()  # sums of sums would overflow
-    right = {name: tensor for name, tensor in tensors.items() if verdict(errors[name], gate.TOLERANCE) == "ok"}
+    right = {name: tensor for name, tensor in tensors.items() if sum_verdict(errors[name]) == "ok"}
     actions = {name: _all_reduce(tensor) for name, tensor in right.items()}
     times: dict[str, list[float]] = {}
     if actions:
         times = time_interleaved(
-            actions, warmup=point.warmup, repeats=point.repeats, device=device, before=dist.barrier
+            actions,
+            warmup=point.warmup,
+            repeats=point.repeats,
+            device=device,
+            before=dist.barrier,
+            seed=point.id,
         )
     for name, error in errors.items():
-        row = {"n_bytes": int(name), "error": error, "gate": verdict(error, gate.TOLERANCE)}
+        row = {"n_bytes": int(name), "error": error, "gate": sum_verdict(error)}
         yield row | {"seconds": times[name]} if name in times else row
 
 
@@ -109,14 +112,12 @@ class Trainer:
     def step(self) -> None:
         self.average_gradients()
         self.optimizer.step()
-        self.forget()
-
-    def forget(self) -> None:
-        """Gradients take no memory but their buckets' while the others have their turn."""
+        # gradients take no memory but their buckets' while the others have their turn
         self.optimizer.zero_grad(set_to_none=True)
 
-    def gradients(self) -> list[Tensor]:
-        return [p.grad for p in self.model.parameters() if p.grad is not None]
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        return list(self.model.parameters())
 
     def about(self) -> dict[str, Any]:
         """The buckets that there are: a parameter is never split, so that a bucket may be larger than asked for."""
@@ -147,6 +148,7 @@ def _steps(point: BucketsPoint, device: str) -> Iterator[dict[str, Any]]:
         repeats=point.repeats,
         device=device,
         before=dist.barrier,
+        seed=point.id,
     )
     for trainer, about in right:
         yield about | {"phase": "step", "seconds": times[about["alternative"]]}
@@ -157,12 +159,8 @@ def _steps(point: BucketsPoint, device: str) -> Iterator[dict[str, Any]]:
 def _checked(trainers: list[Trainer]) -> Iterator[dict[str, Any]]:
     """The gate: what is averaged must be the mean over ranks of the first trainer's local gradients."""
     local, *others = trainers
-    local.average_gradients()
-    means = gate.mean_over_ranks(local.gradients())
-    local.forget()
+    means = local_means(local.parameters, local.average_gradients)
     yield local.about() | {"gate": "ok"}
     for trainer in others:
-        trainer.average_gradients()
-        error = gate.largest_error(trainer.gradients(), means)
-        trainer.forget()
-        yield trainer.about() | {"error": error, "gate": verdict(error, gate.TOLERANCE)}
+        error, gate = check_gradients(trainer.parameters, trainer.average_gradients, means)
+        yield trainer.about() | {"error": error, "gate": gate}

@@ -263,7 +263,8 @@ def published_shares(drawn: pd.DataFrame) -> pd.DataFrame:
         (STEP, "matmul", given["matmul_share_full_step"]),
     ]
     table = pd.DataFrame(rows, columns=["mode", "family", "share_percent"])
-    return table.assign(family=table["family"].where(table["family"].isin(drawn["family"]), "other"))
+    table = table.assign(family=table["family"].where(table["family"].isin(drawn["family"]), "other"))
+    return table.groupby(["mode", "family"], sort=False)["share_percent"].sum().reset_index()
 
 
 def _in_order(table: pd.DataFrame, column: str, order: tuple[str, ...]) -> pd.DataFrame:

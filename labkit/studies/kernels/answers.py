@@ -4,7 +4,7 @@ import pandas as pd
 
 from labkit.costs.transformer import n_parameters
 from labkit.lab.answers import Answer, Question, Verdict, answer_each
-from labkit.lab.evidence import ratio_text, shown, with_interval
+from labkit.lab.evidence import ratio_text, significant, with_interval
 from labkit.lab.trends import trends_answer
 from labkit.lab.units import format_seconds, format_share, join_words
 from labkit.nn.transformer import SIZES
@@ -150,7 +150,7 @@ def matmul_share(frame: pd.DataFrame) -> Answer | None:
     table = analysis.shares(frame).set_index(["device", "model", "mode", "family"])
     if ratios.empty:
         return None
-    smaller, larger = shown(ratios, ["device", "model"])
+    smaller, larger = significant(ratios)
     sentences = []
     for _, row in ratios.iterrows():
         where = (row["device"], row["model"])

@@ -8,9 +8,9 @@ from pydantic import Field
 
 from labkit.costs.memory import peak_bytes
 from labkit.costs.transformer import n_parameters
+from labkit.lab import capacity
 from labkit.lab.answers import Answer, check_complete
 from labkit.lab.config import Device, LabConfig, Seed, TimeoutSeconds
-from labkit.lab.room import why_not_here
 from labkit.lab.study import Study
 from labkit.machine import Machine
 from labkit.nn.transformer import shape_named
@@ -67,7 +67,7 @@ class KernelsStudy(Study):
         return [rates, *(_profile_point(config, device, model, model == ordered[0]) for model in ordered)]
 
     def skip_reason(self, point: KernelsPoint, machine: Machine) -> str | None:
-        return why_not_here(machine, point.device, needed_bytes(point) if point.part == "profile" else 0)
+        return capacity.skip_reason(machine, point.device, needed_bytes(point) if point.part == "profile" else 0)
 
     def series(self, point: KernelsPoint) -> tuple[Hashable, float] | None:
         return (point.device, n_parameters(shape_named(point.model))) if point.part == "profile" else None

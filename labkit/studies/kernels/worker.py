@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from labkit.bench.clock import time_interleaved
+from labkit.bench.clock import order_of_turns, time_interleaved
 from labkit.bench.rates import matmul_flops_per_s
 from labkit.bench.trace import Profile, Sum, Trace, TraceEvent, encode_trace, host_seconds, profile_call, sum_up
 from labkit.lab.point import Point
@@ -20,6 +20,7 @@ from labkit.studies.kernels.attention import PARTS, attention_in_parts
 Sums = dict[tuple[str, ...], Sum]
 
 INFERENCE, STEP = "inference", "full step"
+CLOCK, PROFILER = "clock", "profiler"
 # Operators below this share of every pass are summed up under one name a (phase, part, family).
 LEAST_SHARE = 0.001
 OTHERS = "all others"
@@ -53,19 +54,20 @@ class _Passes:
     sums: list[Sums] = field(default_factory=list)
     last_trace: Trace | None = None
 
-    def add(self, clock_s: float, profile: Profile) -> None:
-        """Seconds by the clock, by the clock with the profiler on, of all events, and of the ranges on the host."""
-        values = {
-            "clock_s": clock_s,
-            "profiled_s": profile.seconds,
-            "events_s": sum(event.self_s for event in profile.events),
-            "host_s": host_seconds(profile.trace),
-            "recorded": profile.n_recorded,
-        }
-        for name, value in values.items():
-            self.clock.setdefault(name, []).append(value)
+    def add(self, profile: Profile) -> None:
+        """Seconds by the clock with the profiler on, of all events, and of the ranges on the host; sums over events."""
+        self.note(
+            profiled_s=profile.seconds,
+            events_s=sum(event.self_s for event in profile.events),
+            host_s=host_seconds(profile.trace),
+            recorded=profile.n_recorded,
+        )
         self.sums.append(sum_up(profile.events, _operator))
         self.last_trace = profile.trace
+
+    def note(self, **values: float) -> None:
+        for name, value in values.items():
+            self.clock.setdefault(name, []).append(value)
 
 
 def measure_point(point: KernelsPoint) -> Iterator[dict[str, Any]]:
@@ -114,15 +116,19 @@ def run_with_nvtx(model: str, *, batch: int = 4, context_length: int = 128) -> N
 
 
 def _measure(point: KernelsPoint, actions: dict[str, Callable[[], Any]]) -> dict[str, _Passes]:
-    """Modes take turns, each by the clock alone and then under the profiler."""
+    """Modes by the clock alone, and modes under the profiler, take turns: in each pass every one of them."""
     time_interleaved(actions, warmup=0, repeats=max(1, point.warmup), device=point.device)
     for action in actions.values():
         profile_call(action, device=point.device)  # the first one starts the profiler itself
     found = {mode: _Passes() for mode in actions}
-    for _ in range(point.passes):
-        for mode, action in actions.items():
-            clock = time_interleaved({mode: action}, warmup=0, repeats=1, device=point.device)
-            found[mode].add(clock[mode][0], profile_call(action, device=point.device))
+    turns = {f"{mode}, {how}": (mode, how) for mode in actions for how in (CLOCK, PROFILER)}
+    for number in range(point.passes):
+        for mode, how in map(turns.__getitem__, order_of_turns(turns, number, seed=point.id)):
+            if how == PROFILER:
+                found[mode].add(profile_call(actions[mode], device=point.device))
+            else:
+                clock = time_interleaved({mode: actions[mode]}, warmup=0, repeats=1, device=point.device)
+                found[mode].note(clock_s=clock[mode][0])
     return found
 
 

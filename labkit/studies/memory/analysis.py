@@ -174,8 +174,8 @@ def checkpoint_ratios(frame: pd.DataFrame) -> pd.DataFrame:
 
 def best_segments(frame: pd.DataFrame) -> pd.DataFrame:
     """Where the peak is lowest, by (method, size, context): segment length, its peak, the peak without; predictions."""
-    rows = []
-    for (method, size, context), group in checkpoints(frame).groupby(["method", "size", "context_length"]):
+    rows, measured = [], checkpoints(frame).dropna(subset="peak_bytes")
+    for (method, size, context), group in measured.groupby(["method", "size", "context_length"]):
         without, some = group[group["segment"] == WITHOUT], group[group["segment"] != WITHOUT]
         if without.empty or some.empty:
             continue
@@ -204,7 +204,7 @@ def fits(frame: pd.DataFrame) -> pd.DataFrame:
     table = of_method(frame, "counted")
     table = table[(table["phase"] == "full_step") & (table["precision"] == "float32")]
     if table.empty:
-        return table.assign(fits=False)
+        return table.assign(parameters=0.0, fits=False)
     counts = table.groupby("context_length")["size"].nunique()
     at = table[table["context_length"] == counts.index[counts == counts.max()][0]]
     at = at.assign(parameters=[float(row) / 4 for row in at["parameters_bytes"]])

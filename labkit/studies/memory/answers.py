@@ -6,7 +6,7 @@ Bytes come out the same in every repeat, so that most answers need no interval; 
 import pandas as pd
 
 from labkit.lab.answers import Answer, Question, Verdict, answer_each
-from labkit.lab.evidence import ratio_text, ratios_text, shown
+from labkit.lab.evidence import ratio_text, ratios_text, significant
 from labkit.lab.trends import trends_answer
 from labkit.lab.units import format_bytes, format_seconds, join_words
 from labkit.studies.memory import analysis, trends
@@ -181,7 +181,7 @@ def checkpointing(frame: pd.DataFrame) -> Answer | None:
         if _is_told(row, table)
     ]
     ratios = analysis.checkpoint_ratios(frame)
-    faster, slower = shown(ratios, ["size", "context_length", "segment_length"])
+    faster, slower = significant(ratios)
     span = f"{ratios['ratio'].min():.2f} to {ratios['ratio'].max():.2f}"
     cost = f"{span} of the time without, which is no difference beyond chance"
     if len(slower):

@@ -7,9 +7,9 @@ import pandas as pd
 from pydantic import Field
 
 from labkit.costs.memory import PHASES, saved_by_layer, state_bytes
+from labkit.lab import capacity
 from labkit.lab.answers import Answer, check_complete
 from labkit.lab.config import Device, LabConfig, Seed, TimeoutSeconds
-from labkit.lab.room import why_not_here
 from labkit.lab.study import Study
 from labkit.machine import Machine
 from labkit.nn.transformer import SIZES, shape_named
@@ -127,7 +127,7 @@ class MemoryStudy(Study):
         return list({point.id: point for point in points}.values())
 
     def skip_reason(self, point: MemoryPoint, machine: Machine) -> str | None:
-        return why_not_here(machine, point.device, needed_bytes(point), says="needs {} (predicted)")
+        return capacity.skip_reason(machine, point.device, needed_bytes(point), says="needs {} (predicted)")
 
     def series(self, point: MemoryPoint) -> tuple[Hashable, float]:
         return (point.kind, point.size, point.precision, point.phases), point.context_length

@@ -27,8 +27,8 @@ def part(frame: pd.DataFrame, name: str, *columns: str) -> pd.DataFrame:
     return frame[frame["part"] == name].dropna(subset=[name for name in columns if name not in NULLABLE])
 
 
-# Columns that hold nothing where a value was not finite.
-NULLABLE = ("error", "own_error")
+# Columns that hold nothing where a value was not finite, or there is none because a precision failed.
+NULLABLE = ("error", "own_error", "loss_error")
 
 
 def accumulation(frame: pd.DataFrame) -> pd.DataFrame:

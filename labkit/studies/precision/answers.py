@@ -3,7 +3,7 @@
 import pandas as pd
 
 from labkit.lab.answers import Answer, Question, answer_each
-from labkit.lab.evidence import ratio_text, ratios_text, shown, verdict_of
+from labkit.lab.evidence import no_times, ratio_text, ratios_text, significant, verdict_of
 from labkit.lab.trends import trends_answer
 from labkit.lab.units import format_share, join_words
 from labkit.studies.precision import analysis, trends
@@ -208,9 +208,10 @@ def autocast_speed(frame: pd.DataFrame) -> Answer | None:
     table = analysis.ratios(frame)
     if table.empty:
         wrong = analysis.errors(frame)
-        names = join_words(sorted(set(wrong.loc[wrong["gate"] != "ok", "alternative"])))
-        return Answer(SPEED, "not measured", f"WRONG RESULTS, and therefore no times, from {names}.") if names else None
-    faster, slower = shown(table, analysis.SETTING)
+        wrong = wrong[wrong["gate"] != "ok"]
+        names = join_words(sorted(set(wrong["alternative"])))
+        return Answer(SPEED, "not measured", f"{no_times(wrong['gate'])}, from {names}.") if names else None
+    faster, slower = significant(table)
     sentences = []
     for (device, alternative, mode), group in table.groupby(["device", "alternative", "mode"]):
         told = group if len(group) <= MOST_SIZES else group.iloc[[0, -1]]  # the table has them all
@@ -221,12 +222,12 @@ def autocast_speed(frame: pd.DataFrame) -> Answer | None:
         0,
         f"Beyond chance, autocast is faster in {len(faster)} and slower in {len(slower)} of {len(table)} comparisons.",
     )
-    wrong = analysis.errors(frame)
-    if (wrong["gate"] != "ok").any():
-        sentences.append("WRONG RESULTS, and therefore no times, in some settings: see the table of errors.")
+    wrong = analysis.errors(frame).query("gate != 'ok'")
+    if not wrong.empty:
+        sentences.append(f"{no_times(wrong['gate'])} in some settings: see the table of errors.")
     text, verdict, more = " ".join(sentences), verdict_of(faster, slower), ("time_by_size",)
     steps = table[table["mode"] == BOTH]
-    is_shown = any(len(some) for some in shown(steps, analysis.SETTING))
+    is_shown = any(len(some) for some in significant(steps))
     evidence = ratios_text(steps, lambda row: f"{row['alternative']}, {row['model']} on {row['device']}")
     return Answer(SPEED, verdict, text, "ratio_by_size", _precision_advice(steps), is_shown, evidence, more)
 
@@ -254,7 +255,7 @@ def _is_gain(large: pd.Series) -> str:
 
 def _precision_advice(steps: pd.DataFrame) -> str:
     """Which precision to train in, by what is shown of forward and backward together."""
-    faster, slower = shown(steps, analysis.SETTING)
+    faster, slower = significant(steps)
     if faster.empty and slower.empty:
         return "no difference is shown beyond chance: stay with float32, which has more digits."
     parts = []

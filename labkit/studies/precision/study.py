@@ -8,9 +8,9 @@ from pydantic import Field
 
 from labkit.costs.memory import peak_bytes, state_bytes
 from labkit.costs.transformer import n_parameters
+from labkit.lab import capacity
 from labkit.lab.answers import Answer, check_complete
 from labkit.lab.config import Device, LabConfig, Repeats, Seed, TimeoutSeconds, Warmup
-from labkit.lab.room import why_not_here
 from labkit.lab.study import Study
 from labkit.machine import Machine
 from labkit.nn.transformer import shape_named
@@ -81,7 +81,7 @@ class PrecisionStudy(Study):
         ]
 
     def skip_reason(self, point: PrecisionPoint, machine: Machine) -> str | None:
-        return why_not_here(machine, point.device, needed_bytes(point) if point.part == "speed" else 0)
+        return capacity.skip_reason(machine, point.device, needed_bytes(point) if point.part == "speed" else 0)
 
     def series(self, point: PrecisionPoint) -> tuple[Hashable, float] | None:
         if point.part != "speed":

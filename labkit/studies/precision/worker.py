@@ -1,5 +1,6 @@
 """What a rank runs to measure one point of the precision lab. Imports torch, the model and the instruments only."""
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -7,18 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from labkit.bench.clock import time_interleaved
-from labkit.bench.rates import matmul_flops_per_s
+from labkit.bench.rates import time_matmuls
 from labkit.lab.point import Point
 from labkit.nn.training import AUTOCAST_DTYPES, TrainingStep, gradients
 from labkit.nn.transformer import shape_named
 from labkit.studies.precision.dtypes import MODELS, observed_dtypes
 from labkit.studies.precision.numerics import ACCUMULATIONS, accumulate, norm_steps
+from labkit.studies.shared.alternatives import reason_of, time_those_that_run
 
 FULL = "float32"
 FORWARD, BOTH = "forward", "forward and backward"
 # Largest relative deviation from float32 before a precision counts as wrong: rounding of a 16-bit format through
-# tens of layers leaves a percent or two of the loss, and up to a tenth of the gradients.
+# tens of layers leaves a percent or two of the loss, and up to a tenth of the gradient of a parameter.
 LOSS_BOUND, GRADIENT_BOUND = 0.02, 0.25
 
 
@@ -70,10 +71,19 @@ def measure_point(point: PrecisionPoint) -> Iterator[dict[str, Any]]:
 
 def _rates(point: PrecisionPoint) -> Iterator[dict[str, Any]]:
     """FLOP/s of a large matrix product in each precision: what the prediction is made of."""
+    dtypes: dict[str, torch.dtype] = {}
     for name in point.precisions:
-        dtype: torch.dtype = getattr(torch, name)
-        samples = matmul_flops_per_s(point.device, dtype, warmup=point.warmup, repeats=point.repeats)
-        yield {"alternative": name, "flops_per_s": samples}
+        try:
+            small = torch.ones(16, 16, dtype=getattr(torch, name), device=point.device)
+            small.mm(small)
+        except Exception as error:  # a device without this precision
+            yield {"alternative": name, "gate": reason_of(error, point.device)}
+            continue
+        dtypes[name] = small.dtype
+    options: dict[str, Any] = {"warmup": point.warmup, "repeats": point.repeats, "order_seed": point.id}
+    times = time_matmuls(point.device, list(dtypes.values()), **options) if dtypes else {}
+    for name, dtype in dtypes.items():
+        yield {"alternative": name, "flops_per_s": times[dtype].flops_per_s}
 
 
 def _speed(point: PrecisionPoint) -> Iterator[dict[str, Any]]:
@@ -85,7 +95,7 @@ def _speed(point: PrecisionPoint) -> Iterator[dict[str, Any]]:
         device=point.device,
         seed=point.seed,
     )
-    checks = dict(zip(point.precisions, _check(step, point.precisions), strict=True))
+    checks = dict(zip(point.precisions, _check(step, point.precisions, point.device), strict=True))
     facts = {"float32_matmul_precision": torch.get_float32_matmul_precision()}
     for name, row in checks.items():
         if row["gate"] != "ok":
@@ -96,13 +106,15 @@ def _speed(point: PrecisionPoint) -> Iterator[dict[str, Any]]:
         for name, row in checks.items()
         if row["gate"] == "ok"
     }
-    labels = {f"{mode}/{name}": action for (mode, name), action in actions.items()}
-    samples = time_interleaved(
-        labels, warmup=point.warmup, repeats=point.repeats, device=point.device, before=step.drop_gradients
-    )
+    labels = {f"{mode}/{name}": {mode: action} for (mode, name), action in actions.items()}
+    options: dict[str, Any] = {"warmup": point.warmup, "repeats": point.repeats, "before": step.drop_gradients}
+    samples, failed = time_those_that_run(labels, device=point.device, seed=point.id, **options)
     for mode, name in actions:
-        row = {"mode": mode, "alternative": name, "seconds": samples[f"{mode}/{name}"]}
-        yield checks[name] | facts | row
+        label = f"{mode}/{name}"
+        if label in failed:
+            yield {"mode": mode, "alternative": name, "gate": failed[label]}
+        else:
+            yield checks[name] | facts | {"mode": mode, "alternative": name, "seconds": samples[label][mode]}
 
 
 def _action(step: TrainingStep, mode: str, precision: str) -> Callable[[], None]:
@@ -117,18 +129,26 @@ def _action(step: TrainingStep, mode: str, precision: str) -> Callable[[], None]
     return run
 
 
-def _check(step: TrainingStep, precisions: tuple[str, ...]) -> Iterator[dict[str, Any]]:
-    """The gate: loss and gradients of each precision against those of float32, on the same model and batch."""
+def _check(step: TrainingStep, precisions: tuple[str, ...], device: str) -> Iterator[dict[str, Any]]:
+    """The gate: loss and gradients of each precision against those of float32, on the same model and batch.
+
+    Of the gradients each parameter's must be right; the error that is told is of all together.
+    """
     loss, reference = _loss_and_gradients(step, FULL)
     for name in precisions:
-        own_loss, own = _loss_and_gradients(step, name)
+        try:
+            own_loss, own = _loss_and_gradients(step, name)
+        except Exception as raised:  # a device without this precision
+            yield {"gate": reason_of(raised, device)}
+            continue
         loss_error = abs(own_loss - loss) / abs(loss)
-        difference = sum(float((own[key] - grad).double().square().sum()) for key, grad in reference.items())
+        sizes = {key: float(grad.double().square().sum()) for key, grad in reference.items()}
+        off = {key: float((own[key] - grad).double().square().sum()) for key, grad in reference.items() if key in own}
         del own  # before the next ones come: at most two sets of gradients at once
-        size = sum(float(grad.double().square().sum()) for grad in reference.values())
-        error = (difference / size) ** 0.5
-        right = loss_error <= LOSS_BOUND and error <= GRADIENT_BOUND  # False for NaN
-        wrong = f"wrong: loss off by {loss_error:.1e}, gradients by {error:.1e}"
+        error = (sum(off.values()) / sum(sizes.values())) ** 0.5
+        wrong_ones = [key for key, size in sizes.items() if not off.get(key, math.inf) <= GRADIENT_BOUND**2 * size]
+        right = loss_error <= LOSS_BOUND and not wrong_ones  # False for NaN
+        wrong = f"wrong: loss off by {loss_error:.1e}, gradients by {error:.1e}, {len(wrong_ones)} of them too far"
         yield {"loss_error": loss_error, "error": error, "gate": "ok" if right else wrong}
     step.drop_gradients()
 

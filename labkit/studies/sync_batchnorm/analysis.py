@@ -9,7 +9,7 @@ from itertools import chain
 
 import pandas as pd
 
-from labkit.bench.statistics import compare, compare_groups, slowest_rank, summarize, summarize_groups
+from labkit.bench.statistics import compare, compare_groups, judged, slowest_rank, summarize, summarize_groups
 from labkit.lab.project import reference_directory
 from labkit.studies.sync_batchnorm.alternatives import ALL_REDUCES, ALONE, COLLECTIVES, LOCAL, OWN, TORCH
 from labkit.studies.sync_batchnorm.worker import LAYER, PHASES
@@ -21,7 +21,7 @@ BOTH = PHASES[-1]
 PRICE, COLLECTIVE, ARITHMETIC, REST = "price", "collectives", "arithmetic", "waiting and waking"
 PARTS = (COLLECTIVE, ARITHMETIC, REST)
 PUBLISHED_SELFMADE = "self-made"
-NO_RATIO = {"ratio": float("nan"), "low": float("nan"), "high": float("nan"), "verdict": "no difference shown"}
+NO_RATIO = dict.fromkeys(("ratio", "low", "high", "p"), float("nan"))
 
 
 def samples(frame: pd.DataFrame, *alternatives: str, phase: str | None = None) -> pd.DataFrame:
@@ -139,8 +139,8 @@ def _growth(table: pd.DataFrame) -> pd.DataFrame:
                 numbers = NO_RATIO
             same = dict(zip(fixed, key, strict=True))
             found.append({"grows": grows, "before": before, "after": after} | same | numbers)
-    columns = ["grows", "before", "after", *SETTING, "ratio", "low", "high", "verdict"]
-    return pd.DataFrame(found, columns=columns)
+    columns = ["grows", "before", "after", *SETTING, "ratio", "low", "high", "p"]
+    return judged(pd.DataFrame(found, columns=columns))
 
 
 def bounds(frame: pd.DataFrame) -> pd.DataFrame:

@@ -2,9 +2,8 @@
 
 import pandas as pd
 
-from labkit.bench.statistics import beyond_chance
 from labkit.lab.answers import Answer, Question, Verdict, answer_each
-from labkit.lab.evidence import ratios_text, shown, span_text, verdict_of, wrong_rows
+from labkit.lab.evidence import ratios_text, significant, span_text, verdict_of, wrong_rows
 from labkit.lab.trends import trends_answer
 from labkit.lab.units import format_bytes, format_seconds, join_words
 from labkit.studies.sync_batchnorm import analysis
@@ -74,7 +73,7 @@ def price(frame: pd.DataFrame) -> Answer | None:
     growth = analysis.growth(frame)
     sentences += [_growth_text(grows, some) for grows, some in growth.groupby("grows", sort=False)]
     over_plain = analysis.ratios(frame, OWN, LOCAL)
-    _, slower = shown(over_plain, SETTING)
+    _, slower = significant(over_plain)
     advised = len(slower) >= len(costs)
     evidence = ratios_text(over_plain, _setting_text)
     return Answer(COST, "measured", " ".join(sentences), "times", _advice(costs, advised), advised, evidence)
@@ -91,8 +90,8 @@ def _growth_text(grows: str, some: pd.DataFrame) -> str:
         return f"With {last} {GROWS[grows]} instead of {first}: no ratio, as {NOT_ABOVE_ZERO}."
     left_out = f", in {len(some)} of {settings}: elsewhere {NOT_ABOVE_ZERO}" if len(some) < settings else ""
     grown, shrunk = (some["verdict"] == "slower").sum(), (some["verdict"] == "faster").sum()
-    verdict = [f"shown to be more in {grown} of {len(some)}"] if beyond_chance(grown, len(some)) else []
-    verdict += [f"shown to be less in {shrunk} of {len(some)}"] if beyond_chance(shrunk, len(some)) else []
+    verdict = [f"shown to be more in {grown} of {len(some)}"] if grown else []
+    verdict += [f"shown to be less in {shrunk} of {len(some)}"] if shrunk else []
     return (
         f"With {last} {GROWS[grows]} instead of {first} it adds {span_text(some['ratio'])} times as much "
         f"({join_words(verdict) or 'no difference shown'}{left_out})."
@@ -182,14 +181,14 @@ def one_collective(frame: pd.DataFrame) -> Answer | None:
         if BOTH in spans:
             text += f", forward and backward together {spans[BOTH]}"
         sentences.append(f"{text} of the time with two.")
-    faster, slower = shown(forward, SETTING)
+    faster, slower = significant(forward)
     lead = (
         f"One collective is shown to be faster in {len(faster)} and slower in {len(slower)} of {len(forward)} forward "
         "passes"
     )
     both = ratios[ratios["phase"] == BOTH]
     if len(both):
-        gains, losses = shown(both, SETTING)
+        gains, losses = significant(both)
         lead += (
             f"; forward and backward together it is shown to be faster in {len(gains)} and slower in {len(losses)} of "
             f"{len(both)}"
@@ -222,7 +221,7 @@ def against_torch(frame: pd.DataFrame) -> Answer | None:
             text = f"Not measured: torch's layer refuses this input (“{'; '.join(refused)}”). It runs on GPUs only."
             return Answer(AGAINST_TORCH, "not measured", text)
         return None
-    faster, slower = shown(ratios, SETTING)
+    faster, slower = significant(ratios)
     text = (
         f"Forward and backward take {span_text(ratios['ratio'])} of the time of torch's layer: shown to be faster in "
         f"{len(faster)} and slower in {len(slower)} of {len(ratios)} settings."

@@ -6,12 +6,12 @@ from typing import Annotated, Any
 import pandas as pd
 from pydantic import Field, field_validator
 
+from labkit.lab import capacity
 from labkit.lab.answers import Answer, check_complete
 from labkit.lab.config import Count, Device, LabConfig, Repeats, Seed, TimeoutSeconds, Warmup
-from labkit.lab.room import why_not_here
 from labkit.lab.study import Study
 from labkit.machine import Machine
-from labkit.parallel.joined import ranks_here
+from labkit.parallel.ranks.joined import ranks_here
 from labkit.studies.sync_batchnorm import answers as answering
 from labkit.studies.sync_batchnorm.alternatives import ALTERNATIVES
 from labkit.studies.sync_batchnorm.worker import LAYER, PROBE, SyncBatchNormPoint, measure_point
@@ -98,7 +98,7 @@ class SyncBatchNormStudy(Study):
         if point.batch is not None and point.batch < 2 * point.world_size:
             return "plain BatchNorm needs two rows a rank, and there are fewer"
         ranks = ranks_here(point.world_size)
-        return why_not_here(machine, point.device, ranks * (RANK_BYTES + _rank_bytes(point)), ranks=ranks)
+        return capacity.skip_reason(machine, point.device, ranks * (RANK_BYTES + _rank_bytes(point)), ranks=ranks)
 
     def series(self, point: SyncBatchNormPoint) -> tuple[Hashable, float]:
         return (point.sweep, point.world_size), (point.batch or 1) * (point.features or 1)

@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 
 from labkit.bench.allocator import record_allocations
-from labkit.bench.clock import time_interleaved
+from labkit.bench.clock import time_interleaved, time_parts_interleaved
 from labkit.bench.operators import OperatorCount
 from labkit.bench.saved_tensors import saved_for_backward
 from labkit.lab.point import Point
+from labkit.parallel.ranks.device import use_device
 from labkit.studies.sync_batchnorm.alternatives import (
     BARE,
     COLLECTIVES,
@@ -60,9 +61,7 @@ class SyncBatchNormPoint(Point):
 
 def measure_point(point: SyncBatchNormPoint) -> Iterator[dict[str, Any]]:
     """Rows of one point: seconds of single collectives and copies, or of every alternative and phase, and memory."""
-    device = "cpu" if point.device == "cpu" else f"cuda:{dist.get_rank() % torch.cuda.device_count()}"
-    if point.device == "cuda":
-        torch.cuda.set_device(device)  # clocks mark its stream, whichever ranks share it
+    device = use_device(point.device)
     yield from (_probe if point.sweep == PROBE else _layers)(point, device)
 
 
@@ -85,7 +84,7 @@ def _probe(point: SyncBatchNormPoint, device: str) -> Iterator[dict[str, Any]]:
         source, target = torch.zeros(2, n_bytes // 4, device=device)
         abouts[f"copy {n_bytes}"] = {"alternative": COPY, "moved_bytes": 2 * n_bytes, "gate": "ok"}
         actions[f"copy {n_bytes}"] = partial(target.copy_, source)
-    times = _time(point, actions, device)
+    times = time_interleaved(actions, **_timing(point, device)) if actions else {}
     for name, about in abouts.items():
         yield about | {"seconds": times[name]} if name in times else about
 
@@ -105,13 +104,14 @@ def _layers(point: SyncBatchNormPoint, device: str) -> Iterator[dict[str, Any]]:
             right[name] = candidate
         else:
             yield abouts[name]
-    actions = {f"{name} {phase}": action for name, one in right.items() for phase, action in _actions(one)}
-    times = _time(point, actions, device)
+    turns = {turn: parts for one in right.values() for turn, parts in _turns(one).items()}
+    times = time_parts_interleaved(turns, **_timing(point, device)) if turns else {}
     for name, one in right.items():
         counts = _counts(one)
-        for phase in PHASES:
-            if not _is_idle(name):
-                yield abouts[name] | {"phase": phase, "seconds": times[f"{name} {phase}"]} | counts[phase]
+        for turn in _turns(one):
+            for phase, seconds in times[turn].items():
+                if not _is_idle(name):
+                    yield abouts[name] | {"phase": phase, "seconds": seconds} | counts[phase]
         if isinstance(one, Layer) and not _is_idle(name):
             # one rank tells, the others take part: a profiler in every rank costs more than all timing
             if dist.get_rank() == 0:
@@ -136,38 +136,31 @@ def _is_idle(name: str) -> bool:
     return name == WHOLE and dist.get_rank() != 0
 
 
-def _actions(one: Layer | Bare) -> list[tuple[str, Callable[[], None]]]:
+def _turns(one: Layer | Bare) -> dict[str, dict[str, Callable[[], None]]]:
+    """Two turns: forward, and backward of what that has left; and both at once."""
+    actions = _actions(one)
+    return {one.name: {phase: actions[phase] for phase in PHASES[:2]}, f"{one.name}, both": {"both": actions["both"]}}
+
+
+def _actions(one: Layer | Bare) -> dict[str, Callable[[], None]]:
     if _is_idle(one.name):
-        return [(phase, _nothing) for phase in PHASES]
+        return dict.fromkeys(PHASES, _nothing)
 
     def both() -> None:
         one.forward()
         one.backward()
 
-    return list(zip(PHASES, (one.forward, one.backward, both), strict=True))
+    return dict(zip(PHASES, (one.forward, one.backward, both), strict=True))
 
 
 def _nothing() -> None:
     pass
 
 
-def _time(point: SyncBatchNormPoint, actions: dict[str, Callable[[], Any]], device: str) -> dict[str, list[float]]:
-    """Seconds a call; every sample is the mean of `calls` of them, one after another."""
-    if not actions:
-        return {}
-
-    def repeated(action: Callable[[], Any]) -> None:
-        for _ in range(point.calls):
-            action()
-
-    times = time_interleaved(
-        {name: partial(repeated, action) for name, action in actions.items()},
-        warmup=point.warmup,
-        repeats=point.repeats,
-        device=device,
-        before=dist.barrier,
-    )
-    return {name: [seconds / point.calls for seconds in samples] for name, samples in times.items()}
+def _timing(point: SyncBatchNormPoint, device: str) -> dict[str, Any]:
+    """For the clock."""
+    counts = {"warmup": point.warmup, "repeats": point.repeats, "calls": point.calls}
+    return counts | {"device": device, "before": dist.barrier, "seed": point.id}
 
 
 def _counts(one: Layer | Bare) -> dict[str, dict[str, int]]:
@@ -176,7 +169,7 @@ def _counts(one: Layer | Bare) -> dict[str, dict[str, int]]:
         sent = one.sent_bytes
         return {phase: {"sent_bytes": sent.get(phase, sum(sent.values()))} for phase in PHASES}
     counts = {}
-    for phase, action in _actions(one):
+    for phase, action in _actions(one).items():
         with OperatorCount() as count:
             action()
         counts[phase] = {"operators": count.operators, "moved_bytes": count.moved_bytes}

@@ -1,0 +1,121 @@
+"""Whole numbers whose sum over ranks every float type holds exactly: is each rank's part in it, once, in its place?
+
+With t a fixed random sequence of PERIOD numbers, rank r adds to element i
+
+    1 + (t_i + r) mod M          M (M + 1) / 2 <= 2 / eps, the largest whole number that the type counts up to
+
+for up to M - 1 ranks; more than that take turns, while the others add zeros. So, at each single element and in any
+order of additions, nothing is rounded; a part that is missing makes the sum too small and one that counts twice too
+large; one rank's part in place of another's is seen because no two are equal. The sum depends on t_i, so that a
+right sum in another element's place is wrong, too.
+
+    type        M      ranks in a turn
+    bfloat16    22     21
+    float16     63     62
+    others      128    127
+
+(Of the others so few that a mean is exact, too: gradients are these numbers times the number of ranks.)
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from labkit.bench.gate import worst_of_ranks
+
+PERIOD = 1021  # prime, so that chunks cut from round sizes do not begin at the same place in it
+ROWS_AT_ONCE = 64  # periods compared at a time, so that their float64 copies stay in cache
+MESSAGES = 256  # what ranks send one by one differs between so many neighbors; bfloat16 counts up to that
+
+
+def sum_error(reduce: Callable[[Tensor], object], tensor: Tensor) -> float:
+    """Largest deviation of any rank and element from the exact sum over all ranks; 0 is right, all ranks get the same.
+
+    `reduce` should sum `tensor`, contiguous and of a float type, over all ranks in place. The tensor is overwritten.
+    """
+    worst = 0.0
+    for members in turns(dist.get_world_size(), tensor.dtype):
+        fill_part(tensor, dist.get_rank(), members)
+        reduce(tensor)
+        worst = max(worst, sum_deviation(tensor, members))
+    return worst_of_ranks(worst)
+
+
+def sum_verdict(error: float) -> str:
+    """ "ok", or what is wrong, of what `sum_error` returns."""
+    return f"wrong: a sum of whole numbers, which none rounds, is off by {error:g}" if error else "ok"
+
+
+def turns(ranks: int, dtype: torch.dtype) -> Iterator[range]:
+    """Which ranks add something, turn by turn; each does in one of them."""
+    at_once = _modulus(dtype) - 1
+    return (range(first, min(first + at_once, ranks)) for first in range(0, ranks, at_once))
+
+
+def fill_part(tensor: Tensor, rank: int, members: range, *, start: int = 0, times: int = 1) -> None:
+    """Overwrite the tensor with what `rank` adds in the turn of `members`, from element `start` on, times a number."""
+    if rank in members:
+        _fill(tensor, _part(rank, _modulus(tensor.dtype), start) * times)
+    else:
+        tensor.zero_()
+
+
+def sum_deviation(tensor: Tensor, members: range, *, starts: Iterable[int] = (0,)) -> float:
+    """Largest deviation of an element from the sum of what `members` add; infinite where it is no number.
+
+    Several `starts`: from the sum over them, too.
+    """
+    modulus = _modulus(tensor.dtype)
+    ranks = torch.tensor(members)[:, None]
+    return _deviation(tensor, torch.stack([_part(ranks, modulus, start).sum(0) for start in starts]).sum(0))
+
+
+def fill_message(tensor: Tensor, sender: int) -> None:
+    """Overwrite the tensor with what tells `sender` from the 255 ranks around it, at each element."""
+    _fill(tensor, _part(sender, MESSAGES))
+
+
+def message_deviation(tensor: Tensor, sender: int) -> float:
+    """Largest deviation of an element from `fill_message`; infinite where it is no number."""
+    return _deviation(tensor, _part(sender, MESSAGES))
+
+
+def _modulus(dtype: torch.dtype) -> int:
+    counts_to = 2 / torch.finfo(dtype).eps
+    return min(128, int((math.sqrt(1 + 8 * counts_to) - 1) / 2))
+
+
+def _part(rank: int | Tensor, modulus: int, start: int = 0) -> Tensor:
+    """One period of a rank's part, (PERIOD,) in float64, or of several ranks', (ranks, 1), (ranks, PERIOD)."""
+    return ((_sequence().roll(-start) + rank) % modulus + 1).double()
+
+
+@cache
+def _sequence() -> Tensor:
+    return torch.randint(2**31, (PERIOD,), generator=torch.Generator().manual_seed(PERIOD))
+
+
+def _fill(tensor: Tensor, period: Tensor) -> None:
+    period = period.to(tensor.device, tensor.dtype)
+    whole, rest = _periods(tensor)
+    whole.copy_(period)  # broadcast over rows
+    rest.copy_(period[: len(rest)])
+
+
+def _deviation(tensor: Tensor, period: Tensor) -> float:
+    period = period.to(tensor.device)
+    whole, rest = _periods(tensor)
+    parts = [(rows, period) for rows in whole.split(ROWS_AT_ONCE)] + [(rest, period[: len(rest)])]
+    largest = torch.stack([(got.double() - exact).abs().max() for got, exact in parts if got.numel()]).max()
+    return math.inf if largest.isnan() else float(largest)
+
+
+def _periods(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """Views of a contiguous tensor: as many whole periods as it has, (periods, PERIOD), and the rest of it."""
+    vector = tensor.view(-1)
+    end = len(vector) // PERIOD * PERIOD
+    return vector[:end].view(-1, PERIOD), vector[end:]

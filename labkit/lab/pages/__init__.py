@@ -1,0 +1,1 @@
+"""Pages that people read: cards, exported labs, the index of a report, comparisons of machines."""

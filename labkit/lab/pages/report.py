@@ -1,0 +1,119 @@
+"""The report: every asked-for lab executed and exported, and an index page over all pages of the folder."""
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from labkit.lab.execute import NotebookFailed, execute_notebook, notebook_parameters
+from labkit.lab.notebook import check_parameters
+from labkit.lab.pages import cards
+from labkit.lab.pages.export import OTHER_FORMAT, export_page, read_page
+from labkit.lab.pages.html import render, script, style_sheet
+from labkit.lab.pages.recommendations import further_advice, published_trends, recommendations
+from labkit.lab.project import check_writable, figures_directory, notebook_path, runs_directory
+from labkit.lab.runs.progress import Progress
+from labkit.lab.study import Study
+from labkit.machine import describe_machine
+
+FAILED = ("failed", "timeout")
+NOT_OK = ("skipped", "oom", "failed", "timeout", "pending")
+
+
+@dataclass(frozen=True)
+class LabResult:
+    """How one lab of a report went."""
+
+    study: Study
+    page: Path
+    elapsed_s: float
+    error: str | None
+    """None if it ran to its end; otherwise the cause in one line, and the page shows how far it came."""
+
+
+def check_report(studies: Iterable[Study], parameters: Mapping[str, Any], output: Path) -> None:
+    """ParameterError before the first lab runs: parameters that a lab does not take, folders that take no files."""
+    folders = [output / "notebooks"]
+    for study in studies:
+        checked = check_parameters(study, notebook_parameters(notebook_path(study.name)) | dict(parameters))
+        folders += [figures_directory() / study.name, *([] if checked.run else [runs_directory() / study.name])]
+    check_writable(*folders)
+
+
+def report_lab(
+    study: Study,
+    parameters: Mapping[str, Any],
+    output: Path,
+    on_progress: Callable[[Progress], None] = lambda progress: None,
+) -> LabResult:
+    """Execute one lab's notebook and write `<output>/<lab>.html`; a failure is in the result and on the page."""
+    start = time.monotonic()
+    notebook, page = output / "notebooks" / f"{study.name}.ipynb", output / f"{study.name}.html"
+    error = None
+    try:
+        execute_notebook(study, notebook_path(study.name), notebook, parameters, on_progress=on_progress)
+    except NotebookFailed as failure:
+        error = str(failure)
+    export_page(notebook, page, lab=study.name, title=study.title, error=error)
+    return LabResult(study, page, time.monotonic() - start, error)
+
+
+def write_index(studies: Iterable[Study], output: Path) -> Path:
+    """Write `<output>/index.html` over the pages that are in `output`, in the order of `studies`.
+
+    Pages carry all that it needs: an index can be made of pages that were measured or copied there one by one. Which
+    are of another machine is judged here, where it is read, and not where they were made.
+    """
+    known = list(studies)
+    labs = [entry for study in known if (entry := _index_entry(study, output)) is not None]
+    html = render(
+        "index_page.html.j2",
+        style=style_sheet(),
+        script=script(),
+        machine=cards.machine_rows(describe_machine(), elsewhere=False).items(),
+        topics=recommendations(known, {lab["name"]: lab for lab in labs}),
+        further=further_advice(labs),
+        trends=published_trends(labs),
+        labs=labs,
+        missing=[study.name for study in known if study.name not in {lab["name"] for lab in labs}],
+        coverage=cards.table(_coverage_frame(labs)).data if labs else "",
+    )
+    page = output / "index.html"
+    page.write_text(html, encoding="utf-8")
+    return page
+
+
+def _index_entry(study: Study, output: Path) -> dict[str, Any] | None:
+    """What the index shows of a lab; None if there is no page of it."""
+    page = output / f"{study.name}.html"
+    found = read_page(page) if page.is_file() else None
+    if found is None:
+        return None
+    record = found["record"]
+    if record is not None:
+        here = describe_machine()
+        record = record | {"elsewhere": (record["host"], record["machine"]) != (here.host, here.label)}
+    failed = [entry for entry in record["not_measured"] if entry["status"] in FAILED] if record else []
+    about = {"name": study.name, "title": study.title, "summary": study.summary, "page": page.name}
+    about |= {"is_other_format": found["error"] == OTHER_FORMAT}
+    return about | {"record": record, "error": found["error"], "failed": failed}
+
+
+def _coverage_frame(labs: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
+    """One row a lab: points by status, time, profile, machine. A status that nothing ended in has no column."""
+    rows = []
+    for lab in labs:
+        record = lab["record"]
+        counts = record["coverage"] if record else {}
+        row = {"lab": lab["name"], "planned": sum(counts.values()), "measured": counts.get("ok", 0)}
+        row |= {status: counts.get(status, 0) for status in NOT_OK}
+        row["duration_s"] = record["duration_s"] if record else None
+        row["profile"] = record["profile"] if record else "not read" if lab["is_other_format"] else "failed"
+        row["machine"] = record["machine"] + (" (elsewhere)" if record["elsewhere"] else "") if record else ""
+        row["started"] = record["started"][:16].replace("T", " ") if record else ""
+        rows.append(row)
+    table = pd.DataFrame(rows)
+    return table.drop(columns=[status for status in NOT_OK if status != "skipped" and not table[status].any()])

@@ -1,0 +1,67 @@
+"""The lines of a run's file after its header, checked as they are read: a run may come from anybody."""
+
+from collections.abc import Container
+from datetime import datetime
+from typing import Any, Literal
+
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+from labkit.machine import Source
+from labkit.machine.load import Load
+
+Status = Literal["ok", "oom", "skipped", "failed", "timeout"]
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+
+class _Row(_Record):
+    kind: Literal["row"]
+    point: str
+    rank: int
+    values: dict[str, Any]
+
+
+class _End(_Record):
+    kind: Literal["end"]
+    point: str
+    status: Status
+    reason: str | None
+    elapsed_s: float
+    facts: dict[str, Any] = {}
+    load: Load | None = None
+
+
+class Resumption(BaseModel):
+    """A run was taken up again: when, from which source, by which command. Old files lack some of it."""
+
+    model_config = ConfigDict(frozen=True)
+
+    kind: Literal["resumed"] = "resumed"
+    at: datetime | None = None
+    command: str | None = None
+    source: Source | None = Field(default=None, validation_alias=AliasChoices("source", "git"))  # `git` in older runs
+
+
+_MODELS: dict[str, TypeAdapter[Any]] = {
+    "row": TypeAdapter(_Row),
+    "end": TypeAdapter(_End),
+    "resumed": TypeAdapter(Resumption),
+}
+
+
+def check_record(record: dict[str, Any], planned: Container[str]) -> None:
+    """ValueError in one line for what is not a record of a run in which these points are planned."""
+    kind = record.get("kind")
+    if not isinstance(kind, str) or kind not in _MODELS:
+        raise ValueError(f"its kind is {kind!r:.40}, not one of {', '.join(_MODELS)}")
+    try:
+        _MODELS[kind].validate_python(record)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise ValueError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+    if kind != "resumed" and record["point"] not in planned:
+        raise ValueError(f"the point {record['point']!r:.40} is not in the plan")
+    if kind == "row" and len({len(value) for value in record["values"].values() if isinstance(value, list)}) > 1:
+        raise ValueError("its samples differ in number")

@@ -1,0 +1,222 @@
+"""Runs on disk: one JSON-lines file a run, append-only, readable at every moment.
+
+    {"kind": "header", ...}    once: what was asked for, on which machine, from which source, the plan
+    {"kind": "row", "point": id, "rank": r, "values": {...}}     as soon as it is measured
+    {"kind": "end", "point": id, "status": ..., "reason": ...}   once a point is over; the file is synced
+    {"kind": "resumed", "at": ..., "command": ..., "source": ...}   each time a run is taken up again
+
+A killed run keeps every complete line. Rows of a point that did not end are ignored, and measured again by
+`--resume`. Values that are lists are samples: they come back as one row a repeat. `runs/writer.py` writes them.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from labkit.lab.config import ParameterError
+from labkit.lab.project import kind_of_path, relative_to_project
+from labkit.lab.runs.records import Resumption, check_record
+from labkit.machine import Machine, Source
+from labkit.machine.load import Load
+
+SCHEMA = 1
+
+Record = dict[str, Any]
+
+
+class RunFileError(ParameterError):
+    """A file that is not a run this version can read; the message names the file and the line."""
+
+
+class RunHeader(BaseModel):
+    """The first line of a run: everything needed to judge it and to measure it again."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    kind: str = "header"
+    format_version: int = SCHEMA
+    lab: str
+    profile: str
+    config: dict[str, Any]
+    machine: Machine
+    command: str
+    started: datetime
+    planned: dict[str, dict[str, Any]]
+    """Points by id, in the order in which they are measured."""
+    ranks_by_host: dict[str, list[int]] | None = None
+    """Which ranks of a torchrun job share a host; None: ranks were started, all on the machine."""
+    load: Load | None = None
+    """Of the machine, before the first point; None in older runs."""
+
+
+class Run:
+    """A run as read from its file."""
+
+    def __init__(
+        self,
+        path: Path,
+        header: RunHeader,
+        rows: list[Record],
+        ends: dict[str, Record],
+        resumptions: Sequence[Resumption] = (),
+    ):
+        self.path = path
+        self.header = header
+        self.resumptions = list(resumptions)
+        self._rows = rows
+        self._ends = ends
+
+    @classmethod
+    def load(cls, path: Path | str) -> "Run":
+        """Read a run. RunFileError for a foreign or damaged file; a torn last line is passed over."""
+        path = Path(path)
+        records = _read_records(path)
+        header = _read_header(path, next(records, None))
+        rows: dict[str, list[Record]] = {}
+        ends: dict[str, Record] = {}
+        resumptions: list[Resumption] = []
+        for number, record in enumerate(records, start=2):
+            try:
+                check_record(record, header.planned)
+            except ValueError as error:
+                raise RunFileError(f"{path}, line {number}: not a record of a run ({error})") from None
+            if record["kind"] == "resumed":
+                resumptions.append(Resumption.model_validate(record))
+            _collect(record, rows, ends)
+        ended_rows = [row for point, of_point in rows.items() if point in ends for row in of_point]
+        return cls(path, header, ended_rows, ends, resumptions)
+
+    @property
+    def name(self) -> str:
+        return self.path.stem
+
+    @property
+    def sources(self) -> list[Source | None]:
+        """The sources that measured it, each once: that of the start, then others it was resumed at; None: unknown."""
+        return list(dict.fromkeys([self.header.machine.source, *(again.source for again in self.resumptions)]))
+
+    @property
+    def pending(self) -> list[str]:
+        """Ids of planned points that have not ended."""
+        return [point for point in self.header.planned if point not in self._ends]
+
+    def frame(self) -> pd.DataFrame:
+        """What was measured: one row a (point, rank, repeat), with the point's fields beside the values.
+
+        Only points that ended `ok`: in another some ranks are missing, and the slowest rank unknown. Fields
+        of a point that are lists (the alternatives it compared) are left out.
+        """
+        ok = {point for point, end in self._ends.items() if end["status"] == "ok"}
+        flat = [
+            {"point": row["point"], "rank": row["rank"], **self._scalar_fields(row["point"]), **row["values"]}
+            for row in self._rows
+            if row["point"] in ok
+        ]
+        return _one_row_a_repeat(flat)
+
+    def sampled(self) -> list[str]:
+        """Names of values that were recorded as samples, one a repeat; others were recorded once."""
+        rows = (row["values"].items() for row in self._rows)
+        return list(dict.fromkeys(name for values in rows for name, value in values if isinstance(value, list)))
+
+    def coverage(self) -> pd.DataFrame:
+        """One row a planned point: its fields, status ("pending" if it has not ended), reason, elapsed_s."""
+        pending = {"status": "pending", "reason": None, "elapsed_s": float("nan")}
+        rows = [
+            {"point": point, **self._scalar_fields(point)}
+            | {field: self._ends.get(point, pending).get(field) for field in pending}
+            for point in self.header.planned
+        ]
+        return pd.DataFrame(rows, columns=None if rows else ["point", *pending])
+
+    @property
+    def disturbed(self) -> list[str]:
+        """Ids of points beside which another measurement of labkit ran."""
+        return [point for point, end in self._ends.items() if (end.get("load") or {}).get("other_measurements")]
+
+    def facts(self) -> dict[str, dict[str, Any]]:
+        """What the ranks said of themselves (threads, scheduling, start method), by point id."""
+        return {point: end.get("facts", {}) for point, end in self._ends.items()}
+
+    def _scalar_fields(self, point: str) -> dict[str, Any]:
+        fields = self.header.planned[point]
+        return {name: value for name, value in fields.items() if not isinstance(value, list | dict)}
+
+
+def find_run(directories: Iterable[Path], text: str) -> Path:
+    """A run by its path, or by an unambiguous beginning of its name inside one of `directories`."""
+    given = Path(text)
+    if kind_of_path(given) == "file":
+        return given
+    directories = list(directories)
+    runs = [path for directory in directories for path in sorted(directory.glob("*.jsonl"))]
+    name = given.name.removesuffix(".jsonl")
+    matches = [path for path in runs if path.stem == name] or [path for path in runs if path.stem.startswith(name)]
+    if len(matches) > 1:
+        found = ", ".join(path.stem for path in matches)
+        raise RunFileError(f"{text!r:.300} begins the names of {len(matches)} runs: {found}; give more of one")
+    if not matches:
+        places = directories if len(directories) <= 2 else [directory.parent for directory in directories]
+        where = " or ".join(dict.fromkeys(relative_to_project(place) for place in places))
+        raise RunFileError(f"{text!r:.300} is neither a run file nor the beginning of the name of one in {where}")
+    return matches[0]
+
+
+def _read_records(path: Path) -> Iterator[Record]:
+    """Whole lines as JSON objects. A last line without its newline was torn by a kill, and is not read."""
+    try:
+        lines = path.read_bytes().split(b"\n")[:-1]
+    except OSError as error:
+        raise RunFileError(f"{path}: cannot be read ({error.strerror})") from None
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = json.loads(line)
+            if not isinstance(record, dict):
+                raise ValueError("not an object")
+        except (ValueError, RecursionError) as error:
+            raise RunFileError(f"{path}, line {number}: not a line of a run ({error})") from None
+        yield record
+
+
+def _read_header(path: Path, record: Record | None) -> RunHeader:
+    if record is None or record.get("kind") != "header":
+        raise RunFileError(f"{path}: not a run: it does not begin with a header line")
+    if record.get("format_version") != SCHEMA:
+        version = record.get("format_version")
+        raise RunFileError(f"{path}: written in format {version}, this labkit reads format {SCHEMA}")
+    try:
+        return RunHeader.model_validate(record)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ".".join(str(part) for part in first["loc"])
+        raise RunFileError(f"{path}: damaged header: {place}: {first['msg']}") from None
+
+
+def _collect(record: Record, rows: dict[str, list[Record]], ends: dict[str, Record]) -> None:
+    match record["kind"]:
+        case "row":
+            rows.setdefault(record["point"], []).append(record)
+        case "end":
+            ends[record["point"]] = record
+        case "resumed":  # what an interrupted attempt measured of a point is measured again
+            for point in rows.keys() - ends.keys():
+                del rows[point]
+
+
+def _one_row_a_repeat(rows: list[Record]) -> pd.DataFrame:
+    """Turn list-valued fields (samples, all of one length in a row) into rows numbered by `repeat`."""
+    long: list[Record] = []
+    for row in rows:
+        samples = {name: value for name, value in row.items() if isinstance(value, list)}
+        scalars = {name: value for name, value in row.items() if name not in samples}
+        lengths = {len(values) for values in samples.values()}
+        if len(lengths) > 1:
+            raise ValueError(f"samples of one row differ in number: {sorted(samples)}")
+        for repeat in range(max(lengths, default=1)):
+            long.append(scalars | {"repeat": repeat} | {name: s[repeat] for name, s in samples.items()})
+    return pd.DataFrame(long)

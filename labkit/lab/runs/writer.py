@@ -1,0 +1,131 @@
+"""Writing a run: a line at a time, at its end, under a lock. `lab/store.py` says what the lines are, and reads them."""
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, get_args
+
+from labkit.lab.point import Point
+from labkit.lab.runs.records import Resumption, Status
+from labkit.lab.runs.store import Record, RunFileError, RunHeader
+from labkit.machine import Source
+from labkit.machine.load import Load
+
+STATUSES = get_args(Status)
+
+
+class RunWriter:
+    """Appends to a run; holds a lock on the file, so that nobody else appends to it."""
+
+    def __init__(self, path: Path, descriptor: int):
+        self.path = path
+        self._descriptor = descriptor
+
+    @classmethod
+    def create(cls, directory: Path, header: RunHeader) -> "RunWriter":
+        """A new file `<utc-time>-<machine>-<profile>.jsonl` in `directory`; a taken name gets a number."""
+        with _failing_by_name(directory):
+            directory.mkdir(parents=True, exist_ok=True)
+        stem = f"{header.started:%Y%m%dT%H%M%SZ}-{header.machine.slug}-{header.profile}"
+        for attempt in range(1, 1000):
+            path = directory / (f"{stem}.jsonl" if attempt == 1 else f"{stem}-{attempt}.jsonl")
+            try:
+                descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_APPEND, 0o644)
+            except FileExistsError:
+                continue
+            except OSError as error:
+                raise _cannot_be_written(path, error) from error
+            writer = cls(path, descriptor)
+            writer._lock()
+            writer._append(header.model_dump(mode="json"))
+            writer.sync()
+            return writer
+        raise RunFileError(f"{directory}: a thousand runs of the name {stem} exist")
+
+    @classmethod
+    def reopen(cls, path: Path) -> "RunWriter":
+        """A run that is there, as it is until `begin_again`. RunFileError if somebody else is writing it."""
+        with _failing_by_name(path):
+            writer = cls(path, os.open(path, os.O_RDWR | os.O_APPEND))
+        try:
+            writer._lock()
+        except BlockingIOError:
+            writer.close()
+            raise RunFileError(f"{path}: another process is writing this run") from None
+        return writer
+
+    def begin_again(self, command: str, source: Source | None) -> None:
+        """Take up a reopened run: a torn last line is dropped, and what follows is of this command and source."""
+        with _failing_by_name(self.path):
+            os.ftruncate(self._descriptor, _whole_lines_bytes(self.path))
+        resumption = Resumption(at=datetime.now(UTC), command=command, source=source)
+        self._append(resumption.model_dump(mode="json"))
+
+    def add_row(self, point: Point, rank: int, values: dict[str, Any]) -> None:
+        self._append({"kind": "row", "point": point.id, "rank": rank, "values": values})
+
+    def end_point(
+        self,
+        point: Point,
+        status: str,
+        *,
+        reason: str | None = None,
+        elapsed_s: float = 0.0,
+        facts: dict[str, Any] | None = None,
+        details: str = "",
+        load: Load | None = None,
+    ) -> None:
+        """Record how a point ended; `details` is the traceback and the output of the rank that failed."""
+        if status not in STATUSES or (reason is None) != (status == "ok"):
+            raise ValueError(f"expected a status of {STATUSES} and a reason unless ok: {status}, {reason}")
+        end = {"kind": "end", "point": point.id, "status": status, "reason": reason, "elapsed_s": elapsed_s}
+        about_machine = {"load": load.model_dump(exclude_none=True)} if load else {}
+        self._append(end | {"facts": facts or {}} | about_machine | ({"details": details} if details else {}))
+        self.sync()
+
+    def sync(self) -> None:
+        """Onto the disk itself, so that not even a power cut loses it."""
+        with _failing_by_name(self.path):
+            os.fsync(self._descriptor)
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def __enter__(self) -> "RunWriter":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _lock(self) -> None:
+        fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def _append(self, record: Record) -> None:
+        line = json.dumps(record, separators=(",", ":")).encode() + b"\n"
+        with _failing_by_name(self.path):
+            while line:  # a write may be partial when the disk is nearly full; the next one raises
+                line = line[os.write(self._descriptor, line) :]
+
+
+@contextmanager
+def _failing_by_name(path: Path) -> Iterator[None]:
+    """Turn what the system says of a disk into an error that names the file."""
+    try:
+        yield
+    except OSError as error:
+        raise _cannot_be_written(path, error) from error
+
+
+def _cannot_be_written(path: Path, error: OSError) -> RunFileError:
+    return RunFileError(f"{path}: cannot be written ({error.strerror}); what was written before is kept")
+
+
+def _whole_lines_bytes(path: Path) -> int:
+    content = path.read_bytes()
+    return content.rfind(b"\n") + 1

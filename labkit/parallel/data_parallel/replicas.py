@@ -1,0 +1,75 @@
+"""Is the model the same one on every rank? And making it so: values of the first rank for all."""
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from labkit.parallel.data_parallel.layout import strides_like
+
+COALESCED_BYTES = 2**26
+"""Copies made for a broadcast take no more memory than this."""
+
+
+def check_replicas(module: nn.Module, settings: Mapping[str, object], group: dist.ProcessGroup | None) -> None:
+    """ValueError, on every rank or on none, unless settings and model are the same and something is trained.
+
+    A collective. What counts of a model: names, shapes, dtypes and what is trained; the strides of what is trained,
+    too, since gradients are averaged in the order in which they lie in memory.
+    """
+    state = [*module.named_parameters(), *module.named_buffers()]
+    described = [f"{name}={value}" for name, value in settings.items()]
+    described += [_describe(name, tensor) for name, tensor in state]
+    device = state[0][1].device if state else _device_of(group)
+    number = torch.tensor([len(described), -len(described)], device=device)
+    dist.all_reduce(number, op=dist.ReduceOp.MAX, group=group)
+    most, fewest = (int(n) - len(settings) for n in (number[0], -number[1]))
+    if most != fewest:
+        raise ValueError(f"expected the same model on every rank, got {fewest} to {most} parameters and buffers")
+    digests = torch.tensor([_digest(text) for text in described], device=device)
+    bounds = torch.stack([digests, -digests])
+    dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=group)
+    if differing := (bounds[0] != -bounds[1]).nonzero().flatten().tolist():
+        raise ValueError(f"expected the same model on every rank; they differ at {described[differing[0]]} (here)")
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        raise ValueError("expected a module with at least one parameter that requires a gradient")
+
+
+@torch.no_grad()
+def broadcast(tensors: Iterable[Tensor], group: dist.ProcessGroup | None) -> None:
+    """Every tensor becomes that of the group's first rank; small ones of a dtype and device travel together."""
+    for together in _coalesced([tensor.detach() for tensor in tensors]):
+        flat = torch.cat([tensor.reshape(-1) for tensor in together])
+        dist.broadcast(flat, group=group, group_src=0)
+        pieces = flat.split([tensor.numel() for tensor in together])
+        for tensor, piece in zip(together, pieces, strict=True):
+            tensor.copy_(piece.view(tensor.shape))
+
+
+def _describe(name: str, tensor: Tensor) -> str:
+    trained = f"trained, strides {strides_like(tensor)}" if tensor.requires_grad else "not trained"
+    return f"{name}: {tuple(tensor.shape)}, {tensor.dtype}, {trained}"
+
+
+def _device_of(group: dist.ProcessGroup | None) -> torch.device:
+    """Where the group's collectives work, for a model without a tensor."""
+    return torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+
+
+def _digest(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
+
+
+def _coalesced(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Tensors of one dtype and device, at most `COALESCED_BYTES` together unless one alone is larger."""
+    filling: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        key = (tensor.dtype, tensor.device)
+        together = filling.setdefault(key, [])
+        if together and sum(t.nbytes for t in together) + tensor.nbytes > COALESCED_BYTES:
+            yield together
+            filling[key] = together = []
+        together.append(tensor)
+    yield from filling.values()

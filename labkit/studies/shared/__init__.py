@@ -1,0 +1,1 @@
+"""What two labs share: studies never import one another."""

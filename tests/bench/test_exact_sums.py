@@ -1,0 +1,104 @@
+"""Sums of whole numbers over ranks: in every type the right one is exact, and each single mistake is seen.
+
+Ranks are rows of a matrix here: no process is needed to add them up.
+"""
+
+import math
+
+import pytest
+import torch
+
+from labkit.bench.exact_sums import (
+    PERIOD,
+    fill_message,
+    fill_part,
+    message_deviation,
+    sum_deviation,
+    sum_verdict,
+    turns,
+)
+
+DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+WORLDS = [*range(2, 17), 22, 32, 64]
+LENGTHS = [1, PERIOD + 5]
+
+
+def _parts(ranks, members, length, dtype):
+    parts = torch.empty(ranks, length, dtype=dtype)
+    for rank, part in enumerate(parts):
+        fill_part(part, rank, members)
+    return parts
+
+
+def _off(got, members):
+    return sum_deviation(got.clone(), members)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("ranks", WORLDS)
+def test_the_right_sum_is_exact_in_any_order(dtype, ranks):
+    for members in turns(ranks, dtype):
+        parts = _parts(ranks, members, 300, dtype)
+        for order in (parts, parts.flip(0), parts[torch.randperm(ranks)]):
+            total = torch.zeros(300, dtype=dtype)
+            for part in order:
+                total += part  # rounded to the type every time, if there were something to round
+            assert _off(total, members) == 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("ranks", WORLDS)
+def test_each_rank_left_out_counted_twice_or_in_place_of_another_is_seen_at_each_element(dtype, ranks, length):
+    seen = dict.fromkeys(("left out", "twice", "replaced"), 0)
+    for members in turns(ranks, dtype):
+        parts = _parts(ranks, members, length, dtype).double()
+        right = parts.sum(0)
+        for rank in members:
+            replacement = parts[(rank + 1) % ranks] - parts[rank]
+            for name, change in zip(seen, (-parts[rank], parts[rank], replacement), strict=True):
+                assert (change != 0).all()
+                seen[name] += _off((right + change).to(dtype), members) > 0
+    assert set(seen.values()) == {ranks}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("ranks", [2, 3, 8, 16])
+def test_a_chunk_or_an_element_that_is_not_reduced_stale_or_in_another_place_is_seen(dtype, ranks):
+    for members in turns(ranks, dtype):
+        parts = _parts(ranks, members, 1000, dtype)
+        right = parts.double().sum(0).to(dtype)
+        for own in parts[:2]:
+            for chunk in (*range(ranks), "last element"):
+                where = slice(-1, None) if chunk == "last element" else slice(chunk * 1000 // ranks, None)
+                for stale in (own[where], torch.zeros_like(own[where]), own[where] * math.nan):
+                    wrong = right.clone()
+                    wrong[where] = stale
+                    assert _off(wrong, members) > 0
+        first, second = right.tensor_split(ranks)[:2]
+        length = min(len(first), len(second))
+        assert _off(torch.cat([second[:length], first[:length], right[2 * length :]]), members) > 0
+        assert _off(right.roll(1), members) > 0
+
+
+def test_each_rank_adds_something_in_one_turn_and_nothing_in_the_others():
+    assert list(turns(32, torch.bfloat16)) == [range(21), range(21, 32)]
+    assert list(turns(32, torch.float16)) == [range(32)]
+    tensor = torch.full((2,), math.nan, dtype=torch.bfloat16)
+    fill_part(tensor, 3, range(21, 32))
+    assert tensor.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_message_says_who_sent_it(dtype):
+    message = torch.empty(3, dtype=dtype)
+    fill_message(message, 7)
+    assert message_deviation(message, 7) == 0
+    assert all(message_deviation(message, other) > 0 for other in range(256) if other != 7)
+    assert message_deviation(message * math.nan, 7) == math.inf
+
+
+def test_what_is_wrong_is_said():
+    assert sum_verdict(0.0) == "ok"
+    assert sum_verdict(3.0).startswith("wrong")
+    assert sum_verdict(math.inf).startswith("wrong")

@@ -1,0 +1,97 @@
+"""Parameters cells as readers write them: every name they set is checked, and nothing that is set is ignored."""
+
+import pytest
+from IPython.core.interactiveshell import InteractiveShell
+
+from labkit.lab.config import ParameterError
+from labkit.lab.notebook import open_lab
+from labkit.lab.parameter_cells import given_parameters, literal_assignments
+from labkit.studies import load_study
+
+STUDY = load_study("all_reduce")
+
+
+@pytest.fixture
+def shell():
+    """Cells run as a kernel runs them, with their history; returns its namespace after each."""
+    shell = InteractiveShell()
+    shell.user_ns |= {"open_lab": open_lab, "study": STUDY}
+
+    def run(*cells):
+        for cell in cells:
+            shell.run_cell(cell, store_history=True, silent=False)
+        return shell.user_ns
+
+    yield run
+    shell.history_manager.end_session()
+
+
+BESIDE = {
+    "print": 'print("measuring")',
+    "import": "import math",
+    "docstring": '"""What to measure."""',
+    "magic": "%pwd",
+    "shell": "!true",
+    "condition": "if True:\n    warmup = 1",
+    "function": "def helper():\n    inside = 1",
+    "loop in a value": "sizes_bytes = [4 * n for n in (1, 2)]",
+}
+
+
+@pytest.mark.parametrize("beside", BESIDE.values(), ids=BESIDE)
+def test_a_parameters_cell_may_hold_other_lines(beside, shell, capsys):
+    namespace = shell(f'{beside}\nprofile = "smoke"\nrepeats = 7')
+    assert open_lab(STUDY, namespace).config.repeats == 7
+    shell(f'{beside}\nprofile = "smoke"\nrepeats = 8')
+    assert open_lab(STUDY, namespace).config.repeats == 8
+    shell(f'{beside}\nprofile = "smoke"\nrepaets = 9')
+    with pytest.raises(ParameterError, match=r"unknown parameter 'repaets'; did you mean 'repeats'"):
+        open_lab(STUDY, namespace)
+    shell('profile = "smoke"')  # mended: what was mistyped before is no parameter any more
+    assert open_lab(STUDY, namespace).config.repeats == STUDY.profiles["smoke"].repeats
+
+
+def test_a_cell_magic_around_the_parameters_hides_none(shell, capsys):
+    namespace = shell('%%time\nprofile = "smoke"\nrepeats = 7')
+    assert open_lab(STUDY, namespace).config.repeats == 7
+
+
+def test_what_follows_the_opening_of_a_lab_in_one_cell_is_no_parameter(shell):
+    cell = 'profile = "smoke"\nlab = open_lab(study, globals())\nfigure = lab.config.repeats'
+    assert shell(cell, cell)["figure"] == STUDY.profiles["smoke"].repeats
+
+
+def test_a_parameter_that_a_later_cell_sets_counts_and_other_variables_do_not(shell):
+    namespace = shell('profile = "smoke"\nrepeats = 7', 'mine = 1\ndtype = "float64"\nlab = open_lab(study, globals())')
+    assert namespace["lab"].config.dtype == "float64"
+    shell('dtype = "fp64"')
+    with pytest.raises(ParameterError, match="parameter 'dtype'"):
+        open_lab(STUDY, namespace)
+
+
+def test_a_cell_that_a_reader_calls_parameters_is_not_taken_for_the_one_of_papermill(shell):
+    for repeats in (7, 8):
+        namespace = shell(f'# Parameters\nprofile = "smoke"\nrepeats = {repeats}')
+        assert open_lab(STUDY, namespace).config.repeats == repeats
+
+
+def test_the_cell_that_papermill_adds_stands_in_for_the_defaults(shell):
+    namespace = shell('profile = "quick"\nrepeats = None', '# Parameters\nprofile = "smoke"\nrepeats = 7\n')
+    lab = open_lab(STUDY, namespace)
+    assert (lab.parameters.profile, lab.config.repeats) == ("smoke", 7)
+
+
+def test_a_script_has_no_cells():
+    assert given_parameters({"profile": "smoke", "repeats": 7, "mine": 1}, ("profile", "repeats", "dtype")) == {
+        "profile": "smoke",
+        "repeats": 7,
+    }
+    with pytest.raises(ParameterError, match="parameters cell first"):
+        given_parameters({"repeats": 7}, ("profile", "repeats"))
+
+
+def test_literals_are_read_beside_lines_that_set_nothing():
+    cell = '"""Which."""\nimport math\n%matplotlib inline\nprofile = "smoke"\nrepeats: int = 7\nprint(profile)'
+    assert literal_assignments(cell) == {"profile": "smoke", "repeats": 7}
+    with pytest.raises(ValueError, match="literal"):
+        literal_assignments('profile = "smoke"\nrepeats = len(profile)')

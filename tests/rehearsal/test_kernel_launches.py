@@ -1,0 +1,59 @@
+"""From PyTorch to the launch of every flash kernel, compiled for an H100 that is not here: binder, autotuner, grids.
+
+What the kernels compute is the interpreter's to test; what it passes over is what stands here.
+"""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from triton.runtime import driver
+
+from labkit.nn import flash_attention
+from labkit.nn.flash_attention import Techniques, flash_forward
+from labkit.nn.flash_tiles import tiles_for
+from tests.rehearsal.triton_driver import Driver
+
+pytestmark = [
+    pytest.mark.skipif(flash_attention.INTERPRETED, reason="interpreted kernels are not launched"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU that is here launches for itself"),
+]
+
+BATCH, SEQUENCE, HEAD_DIM = 2, 100, 64
+
+
+@pytest.fixture
+def h100(monkeypatch):
+    there = Driver()
+    monkeypatch.setattr(driver, "_active", there)
+    monkeypatch.setattr(flash_attention, "why_unavailable", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(torch.cuda, "device_of", lambda tensor: nullcontext())
+    flash_attention._autotuned.cache_clear()
+    yield there
+    flash_attention._autotuned.cache_clear()
+
+
+def _programs(kernel, dtype):
+    """Programs that the autotuner's tries start, and then the call: one for every block of every head."""
+    tiles = tiles_for(kernel, dtype=dtype, head_dim=HEAD_DIM, capability=(9, 0))
+    blocks = [tile.block_k if kernel == "grad_kv" else tile.block_q for tile in tiles]
+    return {(BATCH * -(-SEQUENCE // block), 1, 1) for block in blocks}
+
+
+def test_every_kernel_is_tuned_compiled_and_launched(h100):
+    inputs = [torch.randn(BATCH, SEQUENCE, HEAD_DIM, dtype=torch.bfloat16).requires_grad_() for _ in range(3)]
+    output = flash_attention.FlashAttention.apply(*inputs, True)
+    torch.autograd.grad(output, inputs, torch.ones_like(output))
+    started = {name: {grid for called, grid in h100.launches if called == name} for name, _ in h100.launches}
+    assert started.keys() == {"forward_kernel", "delta_kernel", "grad_kv_kernel", "grad_q_kernel"}
+    for kernel in ("forward", "grad_kv", "grad_q"):
+        assert started[f"{kernel}_kernel"] == _programs(kernel, torch.bfloat16)
+    once = len(h100.launches)
+    torch.autograd.grad(flash_attention.FlashAttention.apply(*inputs, True), inputs, torch.ones_like(output))
+    assert len(h100.launches) == once + 4, "what is tuned is not tuned again"
+    flash_forward(*(x.detach() for x in inputs), True, techniques=Techniques(exp2=False))
+    assert h100.launches[-1][0] == "forward_kernel"

@@ -1,0 +1,75 @@
+"""What is planned on machines that are not here, and the pages of runs that came from there."""
+
+import json
+
+import pytest
+
+from labkit.lab import notebook, project
+from labkit.lab.config import PROFILES
+from labkit.lab.project import recorded_directory
+from labkit.lab.runs.store import Run
+from labkit.studies import LABS, load_study
+from tests.rehearsal.machines import MACHINES, TOO_OLD
+from tests.rehearsal.pages import carry_out
+
+# Labs whose points are about the ranks of a CPU wherever they run.
+ON_THE_CPU = {"all_reduce"}
+GPUS = [name for name, machine in MACHINES.items() if machine.gpus]
+
+
+def _plan(study, machine, profile):
+    """Points that can be measured there, and the reasons of the others."""
+    points = study.points(study.profiles[profile], machine)
+    assert len({point.id for point in points}) == len(points)
+    reasons = {point.id: study.skip_reason(point, machine) for point in points}
+    assert all(reason is None or (reason.strip() and "\n" not in reason) for reason in reasons.values())
+    return [point for point in points if reasons[point.id] is None], list(filter(None, reasons.values()))
+
+
+@pytest.fixture(autouse=True)
+def _this_machine_has_no_say(monkeypatch):
+    """A plan asks the machine it is given: what this one can compile is another matter."""
+    monkeypatch.setattr("labkit.studies.end_to_end.study.why_nothing_compiles", lambda device: None)
+
+
+@pytest.mark.parametrize("name", GPUS)
+@pytest.mark.parametrize("lab", LABS)
+def test_a_lab_uses_the_gpus_that_are_there(lab, name):
+    machine, study = MACHINES[name], load_study(lab)
+    for profile in PROFILES:
+        planned, _ = _plan(study, machine, profile)
+        assert planned, profile
+        json.dumps([point.describe() for point in planned])
+        on_gpu = [point for point in planned if getattr(point, "device", "cpu") == "cuda" or point.backend == "nccl"]
+        assert on_gpu or lab in ON_THE_CPU, profile
+        for point in on_gpu:
+            assert (point.backend == "nccl") <= (point.world_size <= len(machine.gpus))
+
+
+@pytest.mark.parametrize("lab", LABS)
+def test_with_a_driver_that_is_too_old_a_lab_measures_on_the_cpu_or_says_why(lab):
+    machine, study = MACHINES["driver too old"], load_study(lab)
+    for profile in PROFILES:
+        planned, _ = _plan(study, machine, profile)
+        assert planned, profile
+        assert all(getattr(point, "device", "cpu") == "cpu" and point.backend != "nccl" for point in planned)
+    on_gpus = {"backends": ["nccl"]} if lab in ON_THE_CPU else {"device": "cuda"}
+    wanted = study.profiles["smoke"].model_copy(update=on_gpus)
+    reasons = [study.skip_reason(point, machine) for point in study.points(wanted, machine)]
+    assert any(TOO_OLD in reason for reason in reasons if reason)
+    assert all(TOO_OLD in reason for reason in reasons if reason and "more than most_bytes" not in reason)
+
+
+@pytest.mark.parametrize("lab", LABS)
+def test_the_page_of_a_run_from_gpus(lab, monkeypatch, tmp_path):
+    """The recorded numbers, told of another machine, with a GPU for each rank."""
+    monkeypatch.setattr(notebook, "display", lambda *_, **__: None)
+    monkeypatch.setattr(project, "figures_directory", lambda: tmp_path)
+    recorded = Run.load(max((recorded_directory() / lab).glob("*.jsonl")))
+    there = {"device": "cuda", "backend": "nccl"}
+    planned = {
+        id: point | {field: value for field, value in there.items() if point.get(field)}
+        for id, point in recorded.header.planned.items()
+    }
+    header = recorded.header.model_copy(update={"machine": MACHINES["eight H100"], "planned": planned})
+    carry_out(load_study(lab), Run(recorded.path, header, recorded._rows, recorded._ends))

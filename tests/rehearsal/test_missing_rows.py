@@ -1,0 +1,71 @@
+"""Pages of runs in which a kind of point failed, or all its alternatives did: on a GPU some will.
+
+From the recorded run of each lab, one kind of rows after another is taken away; whatever the notebook's cells build
+of the rest must come without an exception.
+"""
+
+from functools import cache
+
+import pytest
+
+from labkit.lab import notebook, project
+from labkit.lab.project import recorded_directory
+from labkit.lab.runs.store import Run
+from labkit.studies import LABS, load_study
+from tests.rehearsal.pages import carry_out, run_of
+
+# What tells the kinds of points of a lab apart.
+KIND_OF_POINT = ("sweep", "part", "kind")
+# Rows that may be missing by themselves, by a value that tells them: (lab, column, value).
+KINDS_OF_ROWS = [
+    ("data_parallel", "lane", "all-reduce"),  # a profiler that does not see the collectives
+    ("gradient_buckets", "phase", "waiting"),
+    ("kernels", "record", "trace"),
+    ("kernels", "family", "elementwise"),
+    ("kernels", "family", "reduction"),
+    ("cifar100", "phase", "memory"),
+]
+FAILED = {"gate": "failed: RuntimeError: rehearsed"}
+
+
+@cache
+def _recorded(lab):
+    return Run.load(max((recorded_directory() / lab).glob("*.jsonl")))
+
+
+def _kind_of_point(point):
+    return next((point[name] for name in KIND_OF_POINT if name in point), "point")
+
+
+def _kinds_of_points():
+    for lab in LABS:
+        yield from dict.fromkeys((lab, _kind_of_point(point)) for point in _recorded(lab).header.planned.values())
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_shown_or_written(monkeypatch, tmp_path):
+    monkeypatch.setattr(notebook, "display", lambda *_, **__: None)
+    monkeypatch.setattr(project, "figures_directory", lambda: tmp_path)
+
+
+@pytest.mark.parametrize(("lab", "kind"), _kinds_of_points())
+def test_a_page_whose_points_of_a_kind_failed(lab, kind):
+    run = run_of(_recorded(lab), lambda point, row: None if _kind_of_point(point) == kind else row)
+    carry_out(load_study(lab), run)
+
+
+@pytest.mark.parametrize("lab", LABS)
+def test_a_page_whose_alternatives_all_failed(lab):
+    def failed(_, row):
+        if "gate" not in row["values"]:
+            return row
+        names = {name: value for name, value in row["values"].items() if isinstance(value, str)}
+        return row | {"values": names | FAILED}
+
+    carry_out(load_study(lab), run_of(_recorded(lab), failed))
+
+
+@pytest.mark.parametrize(("lab", "column", "value"), KINDS_OF_ROWS)
+def test_a_page_without_some_rows_of_its_points(lab, column, value):
+    run = run_of(_recorded(lab), lambda _, row: None if row["values"].get(column) == value else row)
+    carry_out(load_study(lab), run)
