@@ -35,6 +35,7 @@ DATA = ROOT / "data" / "reference" / "scaling"
 FOLDS = 6
 NOISE = 0.08
 """Errors below this count as squares, above as absolute values."""
+EVALUATIONS = 40
 MARGIN = 0.01
 DRAWS = 10
 FAMILIES = {"vtrain": ("vtrain", "vtrain_node", "megatron"), "nemo": ("nemo", "maxtext")}
@@ -91,18 +92,18 @@ def as_constants(fitted: Mapping[str, float]) -> Constants:
 def fit(
     constants: Sequence[Constant],
     errors: Callable[[Mapping[str, float]], np.ndarray],
-    start: Mapping[str, float] | None,
-    evaluations: int,
 ) -> dict[str, float]:
-    """Maximum a posteriori of the logarithms of these constants; `errors` takes their table."""
+    """Maximum a posteriori of the logarithms of these constants; `errors` takes their values by name.
+
+    It always starts at the declared values: from a fit to all rows it would not quite leave what those rows told.
+    """
     prior = np.log([constant.value for constant in constants])
     spread = np.array([constant.spread for constant in constants])
 
     def residuals(logs: np.ndarray) -> np.ndarray:
         return np.concatenate([errors(_named(constants, logs)), (logs - prior) / spread])
 
-    first = prior if start is None else np.log([start[constant.name] for constant in constants])
-    found = least_squares(residuals, first, max_nfev=evaluations, x_scale="jac", diff_step=1e-4)
+    found = least_squares(residuals, prior, max_nfev=EVALUATIONS, x_scale="jac", diff_step=1e-4)
     return _named(constants, found.x)
 
 
@@ -110,7 +111,7 @@ def _named(constants: Sequence[Constant], logs: np.ndarray) -> dict[str, float]:
     return {constant.name: float(value) for constant, value in zip(constants, np.exp(logs), strict=True)}
 
 
-def fit_steps(published: Published, mask: np.ndarray, start: Mapping[str, float] | None = None) -> dict[str, float]:
+def fit_steps(published: Published, mask: np.ndarray) -> dict[str, float]:
     """Constants of time from the timed rows of `mask`."""
     mask = mask & published.timed
     runs, measured = published.runs.take(mask), published.step_s[mask]
@@ -121,14 +122,14 @@ def fit_steps(published: Published, mask: np.ndarray, start: Mapping[str, float]
     def errors(fitted: Mapping[str, float]) -> np.ndarray:
         return soft(weight * np.log(seconds(runs, fitted) / measured) / NOISE)
 
-    return fit(STEP_CONSTANTS, errors, start, 25 if start is None else 10)
+    return fit(STEP_CONSTANTS, errors)
 
 
 def seconds(runs: Runs, fitted: Mapping[str, float]) -> np.ndarray:
     return step_s(breakdown(runs, as_constants(fitted).rows(runs)))
 
 
-def fit_memory(published: Published, mask: np.ndarray, start: Mapping[str, float] | None = None) -> dict[str, float]:
+def fit_memory(published: Published, mask: np.ndarray) -> dict[str, float]:
     """Constants of memory: reserved of the first stage; that what ran fits, and what ran out does not."""
     runs, is_ok, reserved = published.runs.take(mask), published.is_ok[mask], published.reserved_gib[mask]
     measured = is_ok & np.isfinite(reserved)
@@ -145,19 +146,19 @@ def fit_memory(published: Published, mask: np.ndarray, start: Mapping[str, float
             ]
         )
 
-    return fit(MEMORY_CONSTANTS, errors, start, 30)
+    return fit(MEMORY_CONSTANTS, errors)
 
 
-def cross_validated(published: Published, start: Mapping[str, float]) -> np.ndarray:
+def cross_validated(published: Published) -> np.ndarray:
     """Seconds of every timed row, from constants that never saw its model."""
     found = np.full(len(published.runs), np.nan)
     for fold in range(FOLDS):
         out = (published.fold == fold) & published.timed
-        found[out] = seconds(published.runs.take(out), fit_steps(published, published.fold != fold, start))
+        found[out] = seconds(published.runs.take(out), fit_steps(published, published.fold != fold))
     return found
 
 
-def never_seen(published: Published, start: Mapping[str, float]) -> tuple[np.ndarray, np.ndarray]:
+def never_seen(published: Published) -> tuple[np.ndarray, np.ndarray]:
     """Seconds of every timed row with its framework left out; and calibrated with three rows, (DRAWS, n)."""
     blind, calibrated = (np.full((draws, len(published.runs)), np.nan) for draws in (1, DRAWS))
     framework, rng = published.runs.framework, np.random.default_rng(0)
@@ -165,7 +166,7 @@ def never_seen(published: Published, start: Mapping[str, float]) -> tuple[np.nda
     rows = read_rows(DATA / "training_runs.csv")
     for name in np.unique(family):
         out = (family == name) & published.timed
-        constants = as_constants(fit_steps(published, family != name, start))
+        constants = as_constants(fit_steps(published, family != name))
         for group in np.unique(published.group[out]):
             own = np.flatnonzero(out & (published.group == group))
             as_unknown = [_renamed(rows[row].run, "generic") for row in own]
@@ -255,16 +256,16 @@ def main() -> None:
     print(f"{len(published.runs)} rows, {len(fitted)} fitted constants, {time.perf_counter() - begun:.0f} s to fit")
     for constant in FITTED:
         print(f"  {constant.name:32} {fitted[constant.name]:<10.4g} from {constant.value:g}")
-    held_out = cross_validated(published, steps)
-    blind, three = never_seen(published, steps)
+    held_out = cross_validated(published)
+    blind, three = never_seen(published)
     residuals, regime = np.log(published.step_s / held_out), regimes_of(published, fitted)
     scoreboard(
         published, seconds(published.runs, steps), held_out, blind, three, honest_coverage(published, residuals, regime)
     )
-    scoreboard_of_memory(published, fitted)
+    scoreboard_of_memory(published)
     timed = published.timed
     quantiles = intervals.quantiles_by_group(published.runs.framework[timed], regime[timed], residuals[timed])
-    for name, seen in (("never seen", blind), ("calibrated", np.nanmedian(three, axis=0))):
+    for name, seen in (("never seen", blind), ("calibrated", three[0])):
         rows = timed & np.isfinite(seen)
         ratios = np.log(published.step_s / seen)[rows]
         quantiles[name] = intervals.conformal(intervals.alike(published.group[rows], ratios))
@@ -311,13 +312,13 @@ def scoreboard_of_choices(behind: Mapping[str, np.ndarray]) -> None:
         print(f"{group:18} {' '.join(means)}   {len(rows)} families, out of memory: {failed.tolist()}")
 
 
-def scoreboard_of_memory(published: Published, fitted: Mapping[str, float]) -> None:
+def scoreboard_of_memory(published: Published) -> None:
     print("\nmemory: allocated and reserved in percent, median / mean / 90th; out of memory told right")
     nanotron = published.group == "nanotron"
     held = {name: np.full(len(published.runs), np.nan) for name in ("allocated", "first", "peak")}
     for fold in range(FOLDS):
         out = published.fold == fold
-        constants = as_constants(fit_memory(published, ~out, fitted))
+        constants = as_constants(fit_memory(published, ~out))
         runs = published.runs.take(out)
         stages = memory.stages(runs, constants.rows(runs))
         held["allocated"][out], held["first"][out] = (

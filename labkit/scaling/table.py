@@ -37,6 +37,7 @@ _FRAMEWORK_OF_GROUP = {
     "torchtitan": "torchtitan",
     "fms": "fms",
 }
+_SHARD_OF_WORDS = {"distributed optimizer": "zero1", "fsdp": "zero3", "ddp": "none"}
 _OPTION_OF_NOTE = {
     "async tp": "async_tp",
     "rowwise": "fp8_rowwise",
@@ -113,7 +114,7 @@ def run_of(cells: Mapping[str, str]) -> tuple[Run, tuple[str, ...]]:
         micro_batch=_whole(cells, "micro_batch", 1),
         global_batch=_whole(cells, "global_batch"),
         recompute=recompute,
-        precision=cells.get("precision") or "bf16",
+        precision="fp8" if "fp8" in (words := cells.get("precision") or "bf16").lower() else words,
         compiled=_flag(cells, "compiled", False),
         options=frozenset(options),
     )
@@ -134,7 +135,8 @@ def framework_of(cells: Mapping[str, str]) -> str:
     group = cells.get("group") or ""
     if group == "megatron" and not cells["gpu"].startswith("A100"):
         return "nemo"  # Megatron-Core, as NeMo
-    return _FRAMEWORK_OF_GROUP.get(group, "generic")
+    own_names = set(_FRAMEWORK_OF_GROUP.values()) | {"maxtext"}
+    return _FRAMEWORK_OF_GROUP.get(group, group if group in own_names else "generic")
 
 
 def predicted_rows(rows: Sequence[Row], constants: Constants | None = None) -> list[dict[str, str]]:
@@ -191,8 +193,8 @@ def _row(line: int, cells: Mapping[str | None, object]) -> Row:
 
 
 def _shard(cells: Mapping[str, str]) -> str:
-    shard = cells.get("shard") or "none"
-    return "zero1" if shard == "distributed optimizer" else shard
+    shard = (cells.get("shard") or "none").lower()
+    return _SHARD_OF_WORDS.get(shard, shard)
 
 
 def _recompute(cells: Mapping[str, str], assumed: list[str]) -> tuple[str, set[str]]:
@@ -201,8 +203,8 @@ def _recompute(cells: Mapping[str, str], assumed: list[str]) -> tuple[str, set[s
     if words == "not printed":
         assumed.append("no recomputation")
         return "none", set()
-    if "maxtext" in words:
-        return "full", {"save_qkv"}
+    if "maxtext" in words:  # its remat policies: minimal keeps every product, full none, save_qkv_proj three of them
+        return ("none", set()) if "minimal" in words else ("full", set() if "full" in words else {"save_qkv"})
     if words == "per-op selective" or (words == "selective" and group == "torchtitan"):
         return "selective", {"op_recompute"}
     if words == "selective" and group == "fms":

@@ -44,6 +44,15 @@ def test_models_that_do_not_exist(wrong):
 def test_hardware_is_found_by_short_names_and_never_guessed():
     assert find_hardware("H100").name == "H100-SXM-80GB"
     assert find_hardware("a100-sxm-40gb").memory_gib == 40
-    with pytest.raises(ValueError, match="unknown GPU 'H900'"):
-        find_hardware("H900")
-    assert all(card.source for card in HARDWARE.values())
+    assert find_hardware("NVIDIA A100-SXM").name == "A100-SXM-80GB"
+    assert find_hardware("rtx 4090").name == find_hardware("4090").name == "RTX-4090-24GB"
+    assert find_hardware("B200-SXM-192GB").memory_gib == 192
+    assert find_hardware("B200-192GB").peak_tflops == find_hardware("b200").peak_tflops
+    assert find_hardware("A100-PCIe-80GB").link_gb_s == 32
+    assert all(find_hardware(name) is card and card.source for name, card in HARDWARE.items())
+
+
+@pytest.mark.parametrize("name", ["H900", "", "h", "h100-800gb", "-80gb", "A100-SXM-9999999GB", "tpu"])
+def test_hardware_that_is_not_declared(name):
+    with pytest.raises(ValueError, match="unknown GPU"):
+        find_hardware(name)
