@@ -23,8 +23,8 @@ REQUIRED = (
     *("micro_batch", "global_batch"),
 )
 PREDICTED = ("step_s", "step_low", "step_high", "mfu_percent", "peak_gib", "fits", "unstable", "note")
-MEASURED = ("step_s", "mfu_percent")
-"""Columns of the input that would be taken for predictions: written as measured_..."""
+RENAMED = {"step_s": "measured_step_s", "mfu_percent": "measured_mfu_percent", "note": "published_note"}
+"""Columns of the input that would be taken for predictions, and how they are written."""
 LARGEST = 1e9
 
 _FRAMEWORK_OF_GROUP = {
@@ -79,7 +79,7 @@ def run_of(cells: Mapping[str, str]) -> tuple[Run, tuple[str, ...]]:
     """The run of a row, and what was assumed for cells it leaves empty. ValueError with the reason if it is none."""
     assumed: list[str] = []
     recompute, options = _recompute(cells, assumed)
-    note = cells.get("note") or ""
+    note = cells.get("published_note") or cells.get("note") or ""
     options |= {option for words, option in _OPTION_OF_NOTE.items() if words in note}
     framework = framework_of(cells)
     if framework == "nanotron":
@@ -172,9 +172,15 @@ def write_rows(rows: Sequence[Mapping[str, str]], out: TextIO) -> None:
 
 
 def _kept(cells: Mapping[str, str]) -> dict[str, str]:
-    named = {f"measured_{name}" if name in MEASURED else name: value for name, value in cells.items()}
-    published = named.pop("note", None)
-    return named if published is None else named | {"published_note": published}
+    """The cells of the input, renamed where predictions have that name; of a table predicted before, as it was then."""
+    kept: dict[str, str] = {}
+    for name, value in cells.items():
+        other = RENAMED.get(name)
+        if other is None and name not in PREDICTED:
+            kept[name] = value
+        elif other is not None and other not in cells:
+            kept[other] = value
+    return kept
 
 
 def _refused(row: Row) -> dict[str, str]:

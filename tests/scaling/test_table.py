@@ -63,6 +63,13 @@ def test_every_published_row_is_predicted_in_seconds(published_rows):
     assert predicted[0]["measured_step_s"] == "3.26456"
 
 
+def test_a_predicted_table_is_predicted_again_as_before(tmp_path, published_rows):
+    chosen = [published_rows[row] for row in (0, 700, 1950, 3300, 3400)]
+    once = predicted_rows(chosen)
+    again = predicted_rows(read_rows(_file(tmp_path / "again.csv", once)))
+    assert again == once
+
+
 def test_what_is_not_a_table_is_refused_in_a_line(tmp_path):
     (tmp_path / "words.csv").write_text("not,a,table\n1,2,3\n")
     with pytest.raises(ValueError, match="lacks the columns gpu, gpus"):
