@@ -15,7 +15,7 @@ SPREADS: Mapping[str, float] = {
     "slowdown": 0.25,
     "attention_slowdown": 0.4,
     "elementwise_traffic": 0.4,
-    "launch_s": 0.3,
+    "launch_s": 0.25,
     "tp_exposed": 0.4,
     "network_efficiency": 0.3,
 }

@@ -6,15 +6,12 @@ n-1 steps (nccl-tests, PERFORMANCE.md).
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from labkit.scaling.constants import Rows
 from labkit.scaling.model import Numbers
 from labkit.scaling.runs import Runs
-
-if TYPE_CHECKING:
-    from labkit.scaling.constants import Rows
 
 
 @dataclass(frozen=True)
@@ -26,7 +23,7 @@ class Group:
     bytes_per_s: Numbers
 
 
-def group(runs: Runs, constants: "Rows", size: Numbers, stride: Numbers) -> Group:
+def group(runs: Runs, constants: Rows, size: Numbers, stride: Numbers) -> Group:
     """Ranks `stride` apart. Rings of all groups share a node's network: one has the links of its members there."""
     local = np.clip(runs.gpus_per_node / stride, 1, np.minimum(size, runs.gpus_per_node))
     nodes = np.ceil(size / local)
@@ -35,11 +32,11 @@ def group(runs: Runs, constants: "Rows", size: Numbers, stride: Numbers) -> Grou
     return Group(size, nodes, np.where(nodes > 1, np.minimum(inside, across), inside))
 
 
-def network_bytes_per_s(runs: Runs, constants: "Rows") -> Numbers:
+def network_bytes_per_s(runs: Runs, constants: Rows) -> Numbers:
     return runs.network_gbps / 8 * 1e9 * constants["network_efficiency"]
 
 
-def half_ring_s(group: Group, constants: "Rows", n_bytes: Numbers, calls: Numbers | float = 1.0) -> Numbers:
+def half_ring_s(group: Group, constants: Rows, n_bytes: Numbers, calls: Numbers | float = 1.0) -> Numbers:
     """All-gather or reduce-scatter of n_bytes (whole tensor) in `calls` calls: n-1 steps, (n-1)/n of the bytes."""
     steps = group.size - 1
     inside = constants["nccl_call_s"] * (1 + constants["nccl_rank_share"] * group.size) / 2
@@ -48,7 +45,7 @@ def half_ring_s(group: Group, constants: "Rows", n_bytes: Numbers, calls: Number
     return np.where(group.size > 1, calls * latency + moved / group.bytes_per_s, 0.0)
 
 
-def all_reduce_s(group: Group, constants: "Rows", n_bytes: Numbers, calls: Numbers | float = 1.0) -> Numbers:
+def all_reduce_s(group: Group, constants: Rows, n_bytes: Numbers, calls: Numbers | float = 1.0) -> Numbers:
     """Two half rings; across nodes NCCL takes a tree for the latency, 2 log2(nodes) steps, if that is fewer."""
     inside = constants["nccl_call_s"] * (1 + constants["nccl_rank_share"] * group.size)
     rounds = np.minimum(2 * (group.size - 1), 2 * np.ceil(np.log2(np.maximum(group.nodes, 1))))

@@ -4,15 +4,12 @@ Legend: T tokens of a micro-batch on a rank, h hidden, f ffn, t tensor-parallel 
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from labkit.scaling.constants import Rows
 from labkit.scaling.model import Numbers
 from labkit.scaling.runs import Runs
-
-if TYPE_CHECKING:
-    from labkit.scaling.constants import Rows
 
 TILE = 128
 BF16 = 2
@@ -33,7 +30,7 @@ class Repeats:
     elementwise: Numbers
 
 
-def repeats(runs: Runs, constants: "Rows") -> Repeats:
+def repeats(runs: Runs, constants: Rows) -> Repeats:
     """Full recomputation runs every forward twice; selective only attention (arXiv:2205.05198, section 5).
 
     torchtitan's and fms's `selective` is another thing: torchtitan keeps every second product and attention, fms
@@ -52,23 +49,22 @@ def repeats(runs: Runs, constants: "Rows") -> Repeats:
     )
 
 
-def product_s(runs: Runs, constants: "Rows", m: Numbers, n: Numbers, k: Numbers, *, fp8: bool = True) -> Numbers:
+def product_s(runs: Runs, constants: Rows, m: Numbers, n: Numbers, k: Numbers, *, fp8: bool = True) -> Numbers:
     """Seconds of one product (m, k) x (k, n), the larger of arithmetic and memory.
 
-    Efficiency falls with short k as k/(k + K), the price of filling and draining the pipeline of a tile, and with
-    the share of multiprocessors that idle in the last wave of 128 x 128 tiles.
+    To the arithmetic comes filling and draining: of each tile's pipeline, as if K products more were summed, and of
+    the grid, as if a wave of 128 x 128 tiles more ran. That is latency, and fp8 does not shorten it.
     """
-    in_fp8 = (runs.precision == "fp8") & fp8
-    peak = runs.peak_tflops * 1e12 * runs.clock_share
-    peak = np.where(in_fp8, peak * runs.fp8_ratio * constants["fp8_efficiency"], peak)
-    filled = (1 + constants["gemm_k"] / k) * (1 + constants["gemm_wave"] * runs.multiprocessors * TILE**2 / (m * n))
-    arithmetic = 2 * m * n * k * filled / (peak * constants["gemm_efficiency"])
+    rate = runs.peak_tflops * 1e12 * runs.clock_share * constants["gemm_efficiency"]
+    faster = np.where((runs.precision == "fp8") & fp8, runs.fp8_ratio * constants["fp8_efficiency"], 1.0)
+    filling = (1 + constants["gemm_k"] / k) * (1 + constants["gemm_wave"] * runs.multiprocessors * TILE**2 / (m * n))
+    arithmetic = 2 * m * n * k / rate * (1 / faster + filling - 1)
     moved = BF16 * (m * k + k * n + m * n)
     return np.maximum(arithmetic, moved / memory_bytes_per_s(runs, constants))
 
 
 def trained_product_s(
-    runs: Runs, constants: "Rows", m: Numbers, n: Numbers, k: Numbers, forwards: Numbers | float, *, fp8: bool = True
+    runs: Runs, constants: Rows, m: Numbers, n: Numbers, k: Numbers, forwards: Numbers | float, *, fp8: bool = True
 ) -> Numbers:
     """Forward (as often as it runs), the gradient of the input, and that of the weight."""
     forward = product_s(runs, constants, m, n, k, fp8=fp8)
@@ -76,11 +72,11 @@ def trained_product_s(
     return forwards * forward + backward
 
 
-def memory_bytes_per_s(runs: Runs, constants: "Rows") -> Numbers:
+def memory_bytes_per_s(runs: Runs, constants: Rows) -> Numbers:
     return runs.memory_gb_s * 1e9 * constants["memory_efficiency"]
 
 
-def layer_products_s(runs: Runs, constants: "Rows", forwards: Repeats) -> Numbers:
+def layer_products_s(runs: Runs, constants: Rows, forwards: Repeats) -> Numbers:
     """Query, key and value; output; into and out of the feed-forward part; and casts to fp8."""
     tokens, h, f, t = runs.tokens, runs.hidden, runs.ffn, runs.tp
     qkv = trained_product_s(runs, constants, tokens, (h + 2 * runs.kv_width) / t, h, forwards.gemm)
@@ -91,7 +87,7 @@ def layer_products_s(runs: Runs, constants: "Rows", forwards: Repeats) -> Number
     return products + np.where(runs.precision == "fp8", _casts_s(runs, constants, forwards), 0.0)
 
 
-def _casts_s(runs: Runs, constants: "Rows", forwards: Repeats) -> Numbers:
+def _casts_s(runs: Runs, constants: Rows, forwards: Repeats) -> Numbers:
     """Casts to fp8, bound by memory: weights each micro-batch; with a scale a row, every input and gradient as well.
 
     Tensor-wise scales are known beforehand, and the cast is fused into the operator before it.
@@ -104,7 +100,7 @@ def _casts_s(runs: Runs, constants: "Rows", forwards: Repeats) -> Numbers:
     return (weights + np.where(runs.has("fp8_rowwise"), rows, 0.0)) / memory_bytes_per_s(runs, constants)
 
 
-def attention_s(runs: Runs, constants: "Rows", forwards: Numbers) -> Numbers:
+def attention_s(runs: Runs, constants: Rows, forwards: Numbers) -> Numbers:
     """Scores, softmax and values of one layer: tiled (FlashAttention), or with the matrix of scores in memory.
 
     Tiled: 4 S^2 h FLOPs a sequence forward, half of them causal, 2.5 times that backward (arXiv:2307.08691).
@@ -123,7 +119,7 @@ def attention_s(runs: Runs, constants: "Rows", forwards: Numbers) -> Numbers:
     return np.where(constants["unfused_attention"] > 0, unfused, tiled)
 
 
-def elementwise_s(runs: Runs, constants: "Rows", forwards: Numbers) -> Numbers:
+def elementwise_s(runs: Runs, constants: Rows, forwards: Numbers) -> Numbers:
     """Norms, residuals, dropout, activation, rotation: bound by memory. Backward moves twice the bytes of forward."""
     wide = BF16 * 12 * runs.hidden * runs.sequence_share
     narrow = BF16 * ((4 + 2 * runs.ffn_gated) * runs.ffn + 4 * (runs.hidden + runs.kv_width)) / runs.tp
@@ -132,7 +128,7 @@ def elementwise_s(runs: Runs, constants: "Rows", forwards: Numbers) -> Numbers:
     return moved * compiled / memory_bytes_per_s(runs, constants)
 
 
-def head_s(runs: Runs, constants: "Rows") -> Numbers:
+def head_s(runs: Runs, constants: Rows) -> Numbers:
     """The output matrix and the loss: a product with V/t columns, then logits in float32 several times over."""
     columns = runs.vocab / runs.tp
     product = trained_product_s(runs, constants, runs.tokens, columns, runs.hidden, 1.0, fp8=False)
@@ -140,6 +136,6 @@ def head_s(runs: Runs, constants: "Rows") -> Numbers:
     return product * constants["slowdown"] + logits / memory_bytes_per_s(runs, constants)
 
 
-def optimizer_s(runs: Runs, constants: "Rows", parameters: Numbers) -> Numbers:
+def optimizer_s(runs: Runs, constants: Rows, parameters: Numbers) -> Numbers:
     """AdamW in mixed precision on the parameters that a rank updates: reads and writes of about 40 bytes each."""
     return parameters * constants["optimizer_traffic"] / memory_bytes_per_s(runs, constants)

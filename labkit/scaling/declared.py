@@ -72,6 +72,7 @@ _COMPUTE = (
     Constant("loss_traffic", "default", 24.0, "bytes a logit: float32 copies, softmax, gradient"),
     Constant("loss_traffic", "vtrain_node", 60.0, "the head's products are slow there too", 0.4),
     Constant("optimizer_traffic", "all", 40.0, "bytes a parameter: AdamW's states, master weights, gradient, norms"),
+    Constant("node_spread", "all", 0.005, "share by which the times of nodes vary", 0.5),
     Constant("slowdown", "default", 1.0, "products, over those of the architecture: clocks, shapes, streams"),
     Constant("slowdown", "nanotron", 1.1, "the same", 0.15),
     Constant("slowdown", "vtrain", 1.1, "the same", 0.15),

@@ -6,16 +6,12 @@ quantiles of the most similar group that has enough rows: its framework in its r
 framework never seen, the residuals of frameworks left out as a whole. A GPU without published rows widens both ends.
 """
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 from numpy.typing import NDArray
 
+from labkit.scaling.constants import Constants
 from labkit.scaling.model import Numbers
 from labkit.scaling.runs import Flags, Runs
-
-if TYPE_CHECKING:
-    from labkit.scaling.constants import Constants
 
 LEVELS = (0.05, 0.10, 0.90, 0.95)
 ENOUGH = 40
@@ -32,7 +28,7 @@ def regimes(runs: Runs, unstable: Flags) -> NDArray[np.str_]:
     return np.where(unstable, "unstable", names)
 
 
-def factors(runs: Runs, constants: "Constants", *, unstable: Flags) -> tuple[Numbers, Numbers, Numbers, Numbers]:
+def factors(runs: Runs, constants: Constants, *, unstable: Flags) -> tuple[Numbers, Numbers, Numbers, Numbers]:
     """The ends of the 90 and 80 % intervals over the prediction: (low 90, low 80, high 80, high 90)."""
     keys = np.char.add(np.char.add(runs.framework.astype(str), "/"), regimes(runs, unstable))
     logs = np.empty((len(runs), len(LEVELS)))
@@ -44,7 +40,7 @@ def factors(runs: Runs, constants: "Constants", *, unstable: Flags) -> tuple[Num
     return np.minimum(low_90, 1.0), np.minimum(low_80, 1.0), np.maximum(high_80, 1.0), np.maximum(high_90, 1.0)
 
 
-def of_key(key: str, constants: "Constants") -> Numbers:
+def of_key(key: str, constants: Constants) -> Numbers:
     """Quantiles at `LEVELS` of ln(measured / predicted) for "framework/regime"."""
     framework, _, _ = key.partition("/")
     for name in (key, framework, "never seen"):

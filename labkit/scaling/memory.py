@@ -8,16 +8,13 @@ Legend: s sequence, b sequences, h hidden, f ffn, a heads, t tensor-parallel ran
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from labkit.scaling import pipeline
+from labkit.scaling.constants import Rows
 from labkit.scaling.model import Numbers
 from labkit.scaling.runs import Flags, Runs
-
-if TYPE_CHECKING:
-    from labkit.scaling.constants import Rows
 
 GIB = 2**30
 MOST_HELD = 0.2
@@ -74,7 +71,7 @@ def micro_batches_alive(runs: Runs) -> Numbers:
     return np.where(index < pp, alive * interleaved, 0.0)
 
 
-def stages(runs: Runs, constants: "Rows") -> Stages:
+def stages(runs: Runs, constants: Rows) -> Stages:
     """What every stage holds at its fullest moment."""
     layers = runs.once(pipeline.layers_per_stage)
     index = np.arange(layers.shape[1])[None, :]
@@ -109,7 +106,7 @@ def stages(runs: Runs, constants: "Rows") -> Stages:
     return Stages(parts, np.where(exists, allocated, 0.0))
 
 
-def _held_gathers(runs: Runs, constants: "Rows") -> Numbers:
+def _held_gathers(runs: Runs, constants: Rows) -> Numbers:
     """Gathered activations that wait for the communication stream where the CPU runs ahead of a slow network.
 
     Seen with tensor parallelism across nodes and no pipeline. The allocator takes them back when memory is short, so

@@ -5,22 +5,27 @@
 A layer takes a soft maximum of its device time and of the time the CPU needs to launch it.
 """
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from labkit.scaling import communication, compute, pipeline
 from labkit.scaling.communication import all_reduce_s, group, half_ring_s
+from labkit.scaling.constants import Rows
 from labkit.scaling.model import Numbers
 from labkit.scaling.runs import Runs
-
-if TYPE_CHECKING:
-    from labkit.scaling.constants import Rows
 
 SOFTNESS = 6.0
 PARTS = (
     *("gemm_s", "attention_s", "elementwise_s", "launch_s", "tensor_parallel_s", "context_parallel_s"),
-    *("gather_s", "head_s", "pipeline_transfer_s", "engine_s", "bubble_s", "optimizer_s", "data_parallel_s"),
+    *(
+        "gather_s",
+        "head_s",
+        "pipeline_transfer_s",
+        "engine_s",
+        "bubble_s",
+        "optimizer_s",
+        "data_parallel_s",
+        "straggler_s",
+    ),
 )
 """What a step is made of; collectives are what of them is exposed."""
 
@@ -31,7 +36,7 @@ def soft_maximum(*values: Numbers, softness: Numbers | float = SOFTNESS) -> Numb
     return largest * sum((value / largest) ** softness for value in values) ** (1 / softness)
 
 
-def breakdown(runs: Runs, constants: "Rows") -> dict[str, Numbers]:
+def breakdown(runs: Runs, constants: Rows) -> dict[str, Numbers]:
     """Seconds of each part of `PARTS`, and under `hidden_...` communication that compute hides; not in the sum."""
     forwards = compute.repeats(runs, constants)
     gemm = compute.layer_products_s(runs, constants, forwards)
@@ -75,6 +80,7 @@ def breakdown(runs: Runs, constants: "Rows") -> dict[str, Numbers]:
         "bubble_s": bubble,
         "optimizer_s": compute.optimizer_s(runs, constants, updated),
         "data_parallel_s": reduction,
+        "straggler_s": _straggler_s(runs, constants, runs.micro_batches * stage[rows, slowest] + bubble),
         "hidden_gather_s": times * (gather - (layer - busy)),
         "hidden_data_parallel_s": hidden,
     }
@@ -84,7 +90,7 @@ def step_s(parts: dict[str, Numbers]) -> Numbers:
     return np.sum([parts[name] for name in PARTS], axis=0)
 
 
-def _tensor_parallel_s(runs: Runs, constants: "Rows", forwards: compute.Repeats) -> Numbers:
+def _tensor_parallel_s(runs: Runs, constants: Rows, forwards: compute.Repeats) -> Numbers:
     """Two all-reduces of b S h a layer forward and two backward (arXiv:1909.08053); half rings if sequence-parallel.
 
     With sequence parallelism each all-reduce is an all-gather and a reduce-scatter, and backward gathers the inputs
@@ -98,28 +104,28 @@ def _tensor_parallel_s(runs: Runs, constants: "Rows", forwards: compute.Repeats)
     return np.where(runs.sequence_parallel > 0, halves, reduced) * exposed * constants["tp_exposed"]
 
 
-def _context_parallel_s(runs: Runs, constants: "Rows") -> Numbers:
+def _context_parallel_s(runs: Runs, constants: Rows) -> Numbers:
     """Keys and values go around a ring of cp ranks, forward once and backward with gradients (arXiv:2310.01889)."""
     ranks = group(runs, constants, runs.cp, runs.tp)
     n_bytes = compute.BF16 * 2 * runs.tokens * runs.kv_width / runs.tp * (runs.cp - 1)
     return np.where(runs.cp > 1, 3 * n_bytes / ranks.bytes_per_s * constants["cp_exposed"], 0.0)
 
 
-def _sharded_group(runs: Runs, constants: "Rows") -> communication.Group:
+def _sharded_group(runs: Runs, constants: Rows) -> communication.Group:
     inside = np.maximum(runs.gpus_per_node / (runs.tp * runs.cp), 1)
     size = np.where(runs.shard == "hsdp", np.minimum(runs.dp, inside), runs.dp) * runs.cp
     size = np.minimum(size, constants["largest_shard_group"])
     return group(runs, constants, size, runs.tp)
 
 
-def _parameter_gather_s(runs: Runs, constants: "Rows") -> Numbers:
+def _parameter_gather_s(runs: Runs, constants: Rows) -> Numbers:
     """zero3: every layer gathers its parameters forward and backward and scatters its gradients, each micro-batch."""
     n_bytes = compute.BF16 * runs.layer_parameters / runs.tp
     once = half_ring_s(_sharded_group(runs, constants), constants, n_bytes)
     return np.where(np.isin(runs.shard, ("zero3", "hsdp")), 3 * once, 0.0)
 
 
-def _pipeline_transfer_s(runs: Runs, constants: "Rows") -> Numbers:
+def _pipeline_transfer_s(runs: Runs, constants: Rows) -> Numbers:
     """A micro-batch's activations to the next stage and gradients back, b S h, each chunk; over its share of links."""
     n_bytes = compute.BF16 * runs.tokens * runs.hidden / runs.tp
     stride = runs.tp * runs.cp * runs.dp
@@ -130,15 +136,20 @@ def _pipeline_transfer_s(runs: Runs, constants: "Rows") -> Numbers:
     return np.where(runs.pp > 1, 2 * runs.vp * seconds * constants["p2p_exposed"], 0.0)
 
 
-def _engine_s(runs: Runs, constants: "Rows") -> Numbers:
+def _engine_s(runs: Runs, constants: Rows) -> Numbers:
     """What an engine adds to a layer of a pipeline with tensor parallelism on several nodes, per tensor rank."""
     return np.where((runs.pp > 1) & (runs.tp > 1) & (runs.nodes > 1), constants["engine_tp_s"] * runs.tp, 0.0)
 
 
-def _old_engine_s(runs: Runs, constants: "Rows") -> Numbers:
+def _old_engine_s(runs: Runs, constants: Rows) -> Numbers:
     """What nanotron's pipeline lost before a fix: each micro-batch to each neighbor, and once through the stages."""
     exchanges = runs.micro_batches * np.minimum(runs.pp - 1, 2) + runs.pp - 2
     return np.where(runs.has("old_pipeline"), constants["old_pipeline_s"] * exchanges, 0.0)
+
+
+def _straggler_s(runs: Runs, constants: Rows, busy_s: Numbers) -> Numbers:
+    """All wait for the slowest node: of n whose times vary by a share s, it is late by about s sqrt(2 ln n)."""
+    return constants["node_spread"] * np.sqrt(2 * np.log(np.maximum(runs.nodes, 1))) * busy_s
 
 
 def _parameters_of_rank(runs: Runs) -> Numbers:
@@ -147,7 +158,7 @@ def _parameters_of_rank(runs: Runs) -> Numbers:
     return (counts * runs.layer_parameters + runs.embedding_parameters) / runs.tp
 
 
-def _data_parallel_s(runs: Runs, constants: "Rows", parameters: Numbers, stage_s: Numbers) -> tuple[Numbers, Numbers]:
+def _data_parallel_s(runs: Runs, constants: Rows, parameters: Numbers, stage_s: Numbers) -> tuple[Numbers, Numbers]:
     """Exposed and hidden seconds of reducing gradients; a share of it may hide behind the last backward pass."""
     ranks = group(runs, constants, runs.dp * runs.cp, runs.tp)
     n_bytes = parameters * constants["gradient_bytes"]

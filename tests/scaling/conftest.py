@@ -41,6 +41,7 @@ def ideal_constants():
     """Everything reaches its peak, and nothing has a latency."""
     ones = ("gemm_efficiency", "attention_efficiency", "link_efficiency", "network_efficiency", "memory_efficiency")
     zeros = ("gemm_k", "gemm_wave", "attention_head", "nccl_call_s", "network_step_s", "launch_s", "launch_tp_s")
+    zeros = (*zeros, "node_spread")
     table = {quantity: dict(values) for quantity, values in table_of({}).items()}
     for names, value in ((ones, 1.0), (zeros, 0.0)):
         for name in names:
