@@ -25,7 +25,8 @@ from torch import Tensor
 
 from labkit.bench.clock import time_interleaved
 from labkit.bench.memory import peak_memory_growth
-from labkit.nn.attention import IMPLEMENTATIONS, Attention, explicit_attention
+from labkit.nn.attention import Attention, explicit_attention
+from labkit.nn.attention_implementations import IMPLEMENTATIONS
 
 DTYPE = torch.bfloat16
 TOKENS, FEATURES = 16384, 2048

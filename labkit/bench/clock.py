@@ -42,7 +42,7 @@ def time_interleaved(
     differ by a factor of two.
 
     Args:
-        alternatives: what to time, by name. All ranks have the same names.
+        alternatives: what to time, by name; none, where none is right: nothing. All ranks have the same names.
         warmup: rounds that are thrown away.
         repeats: rounds that are kept.
         device: "cpu", or a CUDA device, whose current stream is timed.
@@ -57,7 +57,7 @@ def time_interleaved(
         `repeats` samples by name, in the order of the mapping; sample i of all names is of one round.
 
     Raises:
-        ValueError: no alternatives, or counts that cannot be.
+        ValueError: counts that cannot be.
     """
     wholes = {name: {name: action} for name, action in alternatives.items()}
     samples = time_parts_interleaved(
@@ -90,8 +90,6 @@ def time_parts_interleaved(
     runs once a turn, `before` ahead of every part. With `calls`, a part is called as often before the next one comes.
     Returns samples by alternative and part.
     """
-    if not alternatives:
-        raise ValueError("expected at least one alternative to time")
     if warmup < 0 or repeats < 1 or calls < 1:
         raise ValueError(f"expected warmup >= 0, repeats >= 1 and calls >= 1, got {warmup}, {repeats} and {calls}")
     time_calls = _time_cuda if torch.device(device).type == "cuda" else _time_cpu

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from labkit.nn.attention import IMPLEMENTATIONS, explicit_attention, explicit_attention_with_logsumexp
+from labkit.nn.attention import explicit_attention, explicit_attention_with_logsumexp
+from labkit.nn.attention_implementations import IMPLEMENTATIONS
 
 Attention = Callable[[Tensor, Tensor, Tensor, bool], Tensor]
 Forward = Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor]]

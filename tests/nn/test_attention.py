@@ -7,13 +7,8 @@ import sys
 import pytest
 import torch
 
-from labkit.nn.attention import (
-    IMPLEMENTATIONS,
-    attention_named,
-    check_attention_inputs,
-    explicit_attention,
-    explicit_attention_with_logsumexp,
-)
+from labkit.nn.attention import check_attention_inputs, explicit_attention, explicit_attention_with_logsumexp
+from labkit.nn.attention_implementations import IMPLEMENTATIONS, attention_named
 from tests.nn.against_oracle import BAD_INPUTS
 
 CPU = torch.device("cpu")
@@ -86,7 +81,7 @@ def test_compiled_makes_more_graphs_than_a_function_gets_by_default() -> None:
         q, k, v = (torch.randn(2, sequence, 16, requires_grad=True) for _ in range(3))
         torch.testing.assert_close(row.attend(q, k, v, True), explicit_attention(q, k, v, True))
     with pytest.MonkeyPatch.context() as patch:  # a lower limit than two graphs must be an error, not eager code
-        patch.setattr("labkit.nn.attention.GRAPH_LIMIT", 2)
+        patch.setattr("labkit.nn.attention_implementations.GRAPH_LIMIT", 2)
         with pytest.raises(Exception, match="fullgraph"):
             row.attend(*(torch.randn(2, 40, 16, requires_grad=True) for _ in range(3)), True)
 

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from labkit.nn.attention import IMPLEMENTATIONS, explicit_attention
+from labkit.nn.attention import explicit_attention
+from labkit.nn.attention_implementations import IMPLEMENTATIONS
 from labkit.nn.attention_problem import CHECKED, AttentionProblem, check
 
 LONG = 2 * CHECKED + 37

@@ -15,7 +15,8 @@ pytest.importorskip("triton")
 
 from labkit.costs.transformer import TransformerShape
 from labkit.nn import flash_attention
-from labkit.nn.attention import IMPLEMENTATIONS, explicit_attention
+from labkit.nn.attention import explicit_attention
+from labkit.nn.attention_implementations import IMPLEMENTATIONS
 from labkit.nn.flash_attention import FlashAttention, Techniques, flash_backward, flash_forward
 from labkit.nn.flash_tiles import Tile
 from labkit.nn.training import TrainingStep, gradients

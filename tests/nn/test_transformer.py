@@ -14,7 +14,8 @@ from labkit.costs.transformer import (
     n_parameters,
     parameters_by_part,
 )
-from labkit.nn.attention import IMPLEMENTATIONS, explicit_attention
+from labkit.nn.attention import explicit_attention
+from labkit.nn.attention_implementations import IMPLEMENTATIONS
 from labkit.nn.tiled_attention import TiledAttention
 from labkit.nn.training import TrainingStep, adamw, gradients
 from labkit.nn.transformer import SIZES, RMSNorm, RotaryPositions, Transformer, language_model_loss, shape_named

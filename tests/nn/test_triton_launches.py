@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from labkit.nn import triton_launches
-from labkit.nn.attention import why_nothing_compiles
+from labkit.nn.attention_implementations import why_nothing_compiles
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from labkit.machine import describe_machine
-from labkit.nn.attention import IMPLEMENTATIONS, Implementation, explicit_attention
+from labkit.nn.attention import explicit_attention
+from labkit.nn.attention_implementations import IMPLEMENTATIONS, Implementation
 from labkit.studies.attention.study import STUDY
 from labkit.studies.attention.worker import AttentionPoint, measure_point
 from labkit.studies.shared import attention_passes

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from labkit.bench.trace import Profile, read_events
-from labkit.lab import room
+from labkit.lab import capacity
 from labkit.lab.units import format_bytes
 from labkit.machine import Gpu, describe_machine
 from labkit.nn.workloads import workload_parameters
@@ -335,7 +335,7 @@ def test_points_take_nccl_with_a_gpu_a_rank_and_gloo_where_ranks_share_one():
 
 
 def test_copies_that_do_not_fit_are_skipped_with_what_they_need(monkeypatch):
-    monkeypatch.setattr(room, "available_memory_bytes", lambda: 2**30)
+    monkeypatch.setattr(capacity, "available_memory_bytes", lambda: 2**30)
     machine = describe_machine().model_copy(update={"gpus": []})
     config = STUDY.profiles["quick"].model_copy(update={"accumulation_workloads": ["resnet50"]})
     points = STUDY.points(config, machine)

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from labkit.lab import room
+from labkit.lab import capacity
 from labkit.machine import describe_machine
-from labkit.nn.attention import why_nothing_compiles
+from labkit.nn.attention_implementations import why_nothing_compiles
 from labkit.studies.end_to_end.study import STUDY
 from labkit.studies.end_to_end.worker import EndToEndPoint, measure_point
 
@@ -95,7 +95,7 @@ def test_a_single_gradient_that_is_not_a_number_is_wrong(monkeypatch):
 
 
 def test_a_model_that_does_not_fit_is_skipped_with_what_it_needs(monkeypatch):
-    monkeypatch.setattr(room, "available_memory_bytes", lambda: 2**30)
+    monkeypatch.setattr(capacity, "available_memory_bytes", lambda: 2**30)
     machine = describe_machine().model_copy(update={"gpus": []})
     config = STUDY.profiles["paper"].model_copy(update={"device": "cpu"})
     reasons = [STUDY.skip_reason(point, machine) for point in STUDY.points(config, machine)]

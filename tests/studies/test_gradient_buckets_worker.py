@@ -3,7 +3,7 @@
 import pytest
 from pydantic import ValidationError
 
-from labkit.lab import room
+from labkit.lab import capacity
 from labkit.machine import describe_machine
 from labkit.nn.workloads import workload_parameters
 from labkit.parallel.launch import PointEnd, Row, launch
@@ -110,7 +110,7 @@ def test_points_take_nccl_with_a_gpu_a_rank_and_gloo_where_ranks_share_one():
 
 
 def test_what_does_not_fit_is_skipped_with_what_it_needs(monkeypatch):
-    monkeypatch.setattr(room, "available_memory_bytes", lambda: 2**30)
+    monkeypatch.setattr(capacity, "available_memory_bytes", lambda: 2**30)
     machine = describe_machine().model_copy(update={"gpus": []})
     points = STUDY.points(STUDY.profiles["paper"], machine)
     reasons = [STUDY.skip_reason(point, machine) for point in points if point.sweep == STEPS]

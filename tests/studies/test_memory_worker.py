@@ -7,7 +7,7 @@ import psutil
 import pytest
 
 from labkit.bench.ledger import peak_between
-from labkit.lab import room
+from labkit.lab import capacity
 from labkit.lab.runs.measure import measure
 from labkit.machine import describe_machine
 from labkit.nn.transformer import shape_named
@@ -96,7 +96,7 @@ def test_recomputed_activations_are_told_apart():
 
 
 def test_what_does_not_fit_is_skipped_with_both_sizes_and_the_sweep_goes_on(monkeypatch, tmp_path):
-    monkeypatch.setattr(room, "available_memory_bytes", lambda: 0)
+    monkeypatch.setattr(capacity, "available_memory_bytes", lambda: 0)
     config = STUDY.profiles["smoke"].model_copy(update={"fitted_sizes": [], "precisions": ["float32"]})
     coverage = measure(STUDY, config, profile="smoke", directory=tmp_path).coverage()
     skipped = coverage[coverage["kind"] != "counted"]

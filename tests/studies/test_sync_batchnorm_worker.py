@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from pydantic import ValidationError
 
-from labkit.lab import room
+from labkit.lab import capacity
 from labkit.machine import describe_machine
 from labkit.parallel import sync_batchnorm
 from labkit.parallel.launch import Row, launch, run_ranks
@@ -256,7 +256,7 @@ def test_what_does_not_fit_is_skipped_with_the_reason(monkeypatch):
     config = STUDY.profiles["smoke"].model_copy(update={"world_sizes": [64]})
     reasons = [STUDY.skip_reason(point, machine) for point in STUDY.points(config, machine)[1:]]
     assert set(reasons) == {"plain BatchNorm needs two rows a rank, and there are fewer"}
-    monkeypatch.setattr(room, "available_memory_bytes", lambda: 2**20)
+    monkeypatch.setattr(capacity, "available_memory_bytes", lambda: 2**20)
     assert STUDY.skip_reason(points[1], machine).endswith("1 MiB available")
     config = config.model_copy(update={"device": "cuda"})
     assert "CUDA" in STUDY.skip_reason(STUDY.points(config, machine)[0], machine)

@@ -19,11 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from labkit.machine.memory_limits import oom_kills
+from labkit.parallel.ranks.deadlines import START_TIMEOUT_S
 from labkit.parallel.ranks.failure import Message, death_of, exception_of
 from labkit.parallel.ranks.janitor import Janitor
 from labkit.parallel.ranks.outcome import PointEnd, RankFailure, Report, Row, end_point, first_cause
 from labkit.parallel.ranks.process import RankProcess, start_context
-from labkit.parallel.ranks.rank import START_TIMEOUT_S, GroupPlan
+from labkit.parallel.ranks.rank import GroupPlan
 
 # How long to go on listening after a first failure, since its consequences in other ranks may be reported before
 # it. A death is noticed within milliseconds, but a large process takes longer to be taken down: when all that has

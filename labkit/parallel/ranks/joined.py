@@ -19,8 +19,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from labkit.parallel.ranks.deadlines import MARGIN_S, START_TIMEOUT_S
 from labkit.parallel.ranks.hosts import host_identity, label_hosts
-from labkit.parallel.ranks.rank import MARGIN_S, START_TIMEOUT_S
 
 _TOLD_BY_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # Ranks wait for one that fetches a large file, or shows a figure. One that has ended ends the wait: torchrun ends its

@@ -30,13 +30,14 @@ import torch
 import torch.distributed as dist
 
 from labkit.parallel.ranks.answers import Worker, described, release_device_memory, rows_of
+from labkit.parallel.ranks.deadlines import MARGIN_S
 from labkit.parallel.ranks.device import use_device
 from labkit.parallel.ranks.joined import PATIENCE, job_store, joined_rank, ranks_on_this_node, wait_for
 from labkit.parallel.ranks.network_interface import GLOO_INTERFACE, choose_gloo_interface
 from labkit.parallel.ranks.outcome import PointEnd, RankFailure, Report, Row, end_point, first_cause
 from labkit.parallel.ranks.own_group import OwnGroup
 from labkit.parallel.ranks.process import variables_set
-from labkit.parallel.ranks.rank import MARGIN_S, GroupPlan
+from labkit.parallel.ranks.rank import GroupPlan
 from labkit.parallel.ranks.scheduling import scheduling_kept, use_scheduling
 
 ANSWERED, FAILED = "answered", "failed"
@@ -202,14 +203,15 @@ def _gloo_interface(plan: GroupPlan) -> dict[str, str]:
 def _state_kept(environment: Mapping[str, str], threads: int) -> Iterator[None]:
     """Variables and torch threads as the launch wants them; afterwards they are as before, as scheduling and device."""
     threads_before = torch.get_num_threads()
-    device_before = torch.cuda.current_device() if torch.cuda.is_initialized() else 0
+    has_cuda = torch.cuda.is_available()
+    device_before = torch.cuda.current_device() if has_cuda and torch.cuda.is_initialized() else 0
     torch.set_num_threads(threads)
     try:
         with variables_set(environment), scheduling_kept():
             yield
     finally:
         torch.set_num_threads(threads_before)
-        if torch.cuda.is_initialized():
+        if has_cuda and torch.cuda.is_initialized():
             torch.cuda.set_device(device_before)
 
 

@@ -32,16 +32,13 @@ from pathlib import Path
 from typing import Any
 
 from labkit.parallel.ranks.answers import described, release_device_memory, rows_of
+from labkit.parallel.ranks.deadlines import MARGIN_S
 from labkit.parallel.ranks.scheduling import use_scheduling
 
 STACKS_SIGNAL = signal.SIGUSR1
-# 32 ranks under spawn were ready after 18 s on two cores; a cold disk takes longer to give torch away.
-START_TIMEOUT_S = 120.0
 # A tenth of the memory there is: the parent may hold that much more than a rank before it is taken instead. Its tables
 # and figures take less than a GiB; a larger number would have ranks killed for what somebody else's processes take.
 OOM_SCORE = 100
-# Between one deadline and the next that is there in case the first did not do.
-MARGIN_S = 5.0
 # To open a file: milliseconds, or never.
 STORE_TIMEOUT_S = 10.0
 

@@ -57,11 +57,7 @@ def measure_links(message: torch.Tensor, *, warmup: int, repeats: int, device: s
         off = message_deviation(received, pair[1 - pair.index(rank)]) if rank in pair else 0.0
         gates[name] = "wrong: the other rank's tensor did not arrive" if worst_of_ranks(off) else "ok"
     right = {name: pair for name, pair in pairs.items() if gates[name] == "ok"}
-    samples = {}
-    if right:
-        actions = {name: lambda pair=pair: exchange(pair) for name, pair in right.items()}
-        samples = time_interleaved(
-            actions, warmup=warmup, repeats=repeats, device=device, before=dist.barrier, seed=seed
-        )
+    actions = {name: lambda pair=pair: exchange(pair) for name, pair in right.items()}
+    samples = time_interleaved(actions, warmup=warmup, repeats=repeats, device=device, before=dist.barrier, seed=seed)
     rows = [{"algorithm": name, "gate": gates[name]} for name, pair in pairs.items() if rank in pair]
     return [row | ({"seconds": samples[row["algorithm"]]} if row["gate"] == "ok" else {}) for row in rows]

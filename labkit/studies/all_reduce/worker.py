@@ -88,9 +88,8 @@ def measure_point(point: AllReducePoint) -> Iterator[dict[str, Any]]:
             right[name] = row
         else:
             yield row
-    if right:
-        for name, seconds in _time(point, list(right), own, tensor).items():
-            yield right[name] | {"seconds": seconds}
+    for name, seconds in _time(point, list(right), own, tensor).items():
+        yield right[name] | {"seconds": seconds}
 
 
 def _device(point: AllReducePoint) -> str:

@@ -122,8 +122,6 @@ class Alternative:
 def _phases(point: DataParallelPoint, workload: Workload, device: str) -> Iterator[dict[str, Any]]:
     alternatives, wrong = _right_ones(point, workload, device)
     yield from wrong
-    if not alternatives:
-        return
     times = time_parts_interleaved(
         {
             name: dict(zip(PHASES, (one.forward, one.backward, one.step), strict=True))
@@ -189,17 +187,11 @@ def _accumulation(point: DataParallelPoint, workload: Workload, device: str) -> 
                 actions[f"{name} {kind}"] = partial(_accumulated_step, alternative, accumulate)
             else:
                 yield about
-    if actions:
-        times = time_interleaved(
-            actions,
-            warmup=point.warmup,
-            repeats=point.repeats,
-            device=device,
-            before=dist.barrier,
-            seed=point.id,
-        )
-        for key, seconds in times.items():
-            yield abouts[key] | {"seconds": seconds}
+    times = time_interleaved(
+        actions, warmup=point.warmup, repeats=point.repeats, device=device, before=dist.barrier, seed=point.id
+    )
+    for key, seconds in times.items():
+        yield abouts[key] | {"seconds": seconds}
 
 
 def _accumulate(alternative: Alternative, micro_batches: int, *, only_last: bool) -> None:

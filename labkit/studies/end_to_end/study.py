@@ -13,7 +13,7 @@ from labkit.lab.answers import Answer, check_complete
 from labkit.lab.config import Count, Device, LabConfig, Repeats, Seed, TimeoutSeconds, Warmup
 from labkit.lab.study import Study
 from labkit.machine import Machine
-from labkit.nn.attention import why_nothing_compiles
+from labkit.nn.attention_implementations import why_nothing_compiles
 from labkit.nn.transformer import SIZES
 from labkit.studies.end_to_end import answers as answering
 from labkit.studies.end_to_end.worker import EndToEndPoint, measure_point

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from labkit.bench.rates import time_matmul
-from labkit.nn.attention import attention_named
+from labkit.nn.attention_implementations import attention_named
 from labkit.nn.attention_problem import AttentionProblem, check
 from labkit.nn.tiled_attention import tile_side
 from labkit.studies.shared.alternatives import reason_of, time_those_that_run

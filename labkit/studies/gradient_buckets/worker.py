@@ -65,16 +65,9 @@ def _probe(point: BucketsPoint, device: str) -> Iterator[dict[str, Any]]:
         tensor.zero_()  # sums of sums would overflow
     right = {name: tensor for name, tensor in tensors.items() if sum_verdict(errors[name]) == "ok"}
     actions = {name: _all_reduce(tensor) for name, tensor in right.items()}
-    times: dict[str, list[float]] = {}
-    if actions:
-        times = time_interleaved(
-            actions,
-            warmup=point.warmup,
-            repeats=point.repeats,
-            device=device,
-            before=dist.barrier,
-            seed=point.id,
-        )
+    times = time_interleaved(
+        actions, warmup=point.warmup, repeats=point.repeats, device=device, before=dist.barrier, seed=point.id
+    )
     for name, error in errors.items():
         row = {"n_bytes": int(name), "error": error, "gate": sum_verdict(error)}
         yield row | {"seconds": times[name]} if name in times else row

@@ -180,15 +180,13 @@ def _checkpoint(point: MemoryPoint) -> Iterator[dict[str, Any]]:
 
         return run
 
-    seconds: dict[str, list[float]] = {}
-    if right:
-        seconds = time_interleaved(
-            {str(segment): call(segment) for segment in right},
-            warmup=point.warmup,
-            repeats=point.repeats,
-            device=point.device,
-            seed=point.id,
-        )
+    seconds = time_interleaved(
+        {str(segment): call(segment) for segment in right},
+        warmup=point.warmup,
+        repeats=point.repeats,
+        device=point.device,
+        seed=point.id,
+    )
     for segment in point.segments:
         row = {"table": "checkpoint", "segment": segment, "error": errors[segment], "peak_bytes": peaks[segment]}
         row["counted_bytes"] = _counted_peak(point, segment)

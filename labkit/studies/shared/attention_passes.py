@@ -19,7 +19,7 @@ from labkit.costs.attention import explicit_peak, tiled_saved
 from labkit.lab.point import Point
 from labkit.lab.units import format_bytes
 from labkit.machine.memory_limits import available_memory_bytes
-from labkit.nn.attention import attention_named
+from labkit.nn.attention_implementations import attention_named
 from labkit.nn.attention_problem import AttentionProblem, Checked, Passes, check
 from labkit.studies.shared.alternatives import reason_of, time_those_that_run
 

@@ -84,7 +84,7 @@ def _probe(point: SyncBatchNormPoint, device: str) -> Iterator[dict[str, Any]]:
         source, target = torch.zeros(2, n_bytes // 4, device=device)
         abouts[f"copy {n_bytes}"] = {"alternative": COPY, "moved_bytes": 2 * n_bytes, "gate": "ok"}
         actions[f"copy {n_bytes}"] = partial(target.copy_, source)
-    times = time_interleaved(actions, **_timing(point, device)) if actions else {}
+    times = time_interleaved(actions, **_timing(point, device))
     for name, about in abouts.items():
         yield about | {"seconds": times[name]} if name in times else about
 
@@ -105,7 +105,7 @@ def _layers(point: SyncBatchNormPoint, device: str) -> Iterator[dict[str, Any]]:
         else:
             yield abouts[name]
     turns = {turn: parts for one in right.values() for turn, parts in _turns(one).items()}
-    times = time_parts_interleaved(turns, **_timing(point, device)) if turns else {}
+    times = time_parts_interleaved(turns, **_timing(point, device))
     for name, one in right.items():
         counts = _counts(one)
         for turn in _turns(one):
