@@ -3,7 +3,7 @@
 A residual is ln(measured / predicted) of a published run whose whole model was left out of the fit (conformal
 prediction with whole models as the unit, so that the interval holds for a model nobody fitted to). A run gets the
 quantiles of the most similar group that has enough rows: its framework in its regime, its framework, or, for a
-framework never seen, the residuals of frameworks left out as a whole. A GPU without published rows widens both ends.
+framework never seen, the residuals of frameworks left out as a whole.
 """
 
 import numpy as np
@@ -16,8 +16,8 @@ from labkit.scaling.runs import Flags, Runs
 LEVELS = (0.05, 0.10, 0.90, 0.95)
 ENOUGH = 40
 """Rows from which a group has quantiles of its own: a 5 % tail is two rows."""
-UNKNOWN_GPU = 1.5
-"""Both ends move out by this share of their distance where no row of the architecture was seen."""
+BEYOND = 1.5
+"""By this factor both ends move out beyond the published rows: another architecture, more GPUs, longer sequences."""
 
 
 def regimes(runs: Runs, unstable: Flags) -> NDArray[np.str_]:
@@ -34,8 +34,10 @@ def factors(runs: Runs, constants: Constants, *, unstable: Flags) -> tuple[Numbe
     logs = np.empty((len(runs), len(LEVELS)))
     for key in np.unique(keys):
         logs[keys == key] = of_key(key, constants)
-    unknown = ~np.isin(runs.architecture, constants.seen["architectures"])
-    logs = np.where(unknown[:, None], UNKNOWN_GPU * logs, logs)
+    seen = constants.seen
+    beyond = (runs.gpus > seen["gpus"]) | (runs.seq_len > seen["seq_len"])
+    beyond |= ~np.isin(runs.architecture, seen["architectures"])
+    logs = np.where(beyond[:, None], BEYOND * logs, logs)
     low_90, low_80, high_80, high_90 = np.exp(logs).T
     return np.minimum(low_90, 1.0), np.minimum(low_80, 1.0), np.maximum(high_80, 1.0), np.maximum(high_90, 1.0)
 

@@ -38,51 +38,49 @@ def soft_maximum(*values: Numbers, softness: Numbers | float = SOFTNESS) -> Numb
 
 def breakdown(runs: Runs, constants: Rows) -> dict[str, Numbers]:
     """Seconds of each part of `PARTS`, and under `hidden_...` communication that compute hides; not in the sum."""
-    forwards = compute.repeats(runs, constants)
-    gemm = compute.layer_products_s(runs, constants, forwards)
-    attention = compute.attention_s(runs, constants, forwards.attention)
-    elementwise = compute.elementwise_s(runs, constants, forwards.elementwise)
-    tensor = _tensor_parallel_s(runs, constants, forwards)
-    context = _context_parallel_s(runs, constants)
-    device = gemm + attention + elementwise + tensor + context
-    launch = constants["launch_s"] * (1 + (forwards.gemm - 1) / 3) + _engine_s(runs, constants)
-    launch = launch + constants["launch_tp_s"] * (runs.tp - 1)
-    busy = soft_maximum(device, launch)
-    gather = _parameter_gather_s(runs, constants)
-    layer = soft_maximum(busy, gather, softness=constants["overlap_softness"])
-    transfer = _pipeline_transfer_s(runs, constants)
-
+    layer = _layer_s(runs, constants)
+    head, transfer = compute.head_s(runs, constants), _pipeline_transfer_s(runs, constants)
     counts = runs.once(pipeline.layers_per_stage)
-    head = compute.head_s(runs, constants)
-    stages = counts.shape[1]
-    is_last = np.arange(stages)[None, :] == runs.pp[:, None] - 1
-    exists = np.arange(stages)[None, :] < runs.pp[:, None]
-    stage = counts * layer[:, None] + is_last * head[:, None] + exists * transfer[:, None]
-    slowest = stage.argmax(axis=1)
-    _, bubble = pipeline.schedule_s(runs, stage)
-    rows = np.arange(len(runs))
-    times = runs.micro_batches * counts[rows, slowest]
-
+    index = np.arange(counts.shape[1])[None, :]
+    is_last, exists = index == runs.pp[:, None] - 1, index < runs.pp[:, None]
+    whole = sum(seconds for name, seconds in layer.items() if name in PARTS)
+    stage = counts * np.asarray(whole)[:, None] + is_last * head[:, None] + exists * transfer[:, None]
+    slowest = np.arange(len(runs)), stage.argmax(axis=1)
+    busy, bubble = pipeline.schedule_s(runs, stage)
     parameters = _parameters_of_rank(runs)
-    reduction, hidden = _data_parallel_s(runs, constants, parameters, stage[rows, slowest])
+    reduction, hidden = _data_parallel_s(runs, constants, parameters, stage[slowest])
     updated = parameters / np.where(runs.shard == "none", 1.0, runs.dp * runs.cp)
-    return {
-        "gemm_s": times * gemm,
-        "attention_s": times * attention,
-        "elementwise_s": times * elementwise,
-        "launch_s": times * (busy - device),
-        "tensor_parallel_s": times * tensor,
-        "context_parallel_s": times * context,
-        "gather_s": times * (layer - busy),
-        "head_s": runs.micro_batches * head * is_last[rows, slowest],
+    return {name: runs.micro_batches * counts[slowest] * seconds for name, seconds in layer.items()} | {
+        "head_s": runs.micro_batches * head * is_last[slowest],
         "pipeline_transfer_s": runs.micro_batches * transfer,
         "engine_s": _old_engine_s(runs, constants),
         "bubble_s": bubble,
         "optimizer_s": compute.optimizer_s(runs, constants, updated),
         "data_parallel_s": reduction,
-        "straggler_s": _straggler_s(runs, constants, runs.micro_batches * stage[rows, slowest] + bubble),
-        "hidden_gather_s": times * (gather - (layer - busy)),
+        "straggler_s": _straggler_s(runs, constants, busy + bubble),
         "hidden_data_parallel_s": hidden,
+    }
+
+
+def _layer_s(runs: Runs, constants: Rows) -> dict[str, Numbers]:
+    """One layer and micro-batch, forward and backward, by part: they add up but for what is hidden."""
+    forwards = compute.repeats(runs, constants)
+    device = {
+        "gemm_s": compute.layer_products_s(runs, constants, forwards),
+        "attention_s": compute.attention_s(runs, constants, forwards.attention),
+        "elementwise_s": compute.elementwise_s(runs, constants, forwards.elementwise),
+        "tensor_parallel_s": _tensor_parallel_s(runs, constants, forwards),
+        "context_parallel_s": _context_parallel_s(runs, constants),
+    }
+    running = np.sum(list(device.values()), axis=0)
+    launching = constants["launch_s"] * (1 + (forwards.gemm - 1) / 3) + constants["launch_tp_s"] * (runs.tp - 1)
+    busy = soft_maximum(running, launching + _engine_s(runs, constants))
+    gathering = _parameter_gather_s(runs, constants)
+    layer = soft_maximum(busy, gathering, softness=constants["overlap_softness"])
+    return device | {
+        "launch_s": busy - running,
+        "gather_s": layer - busy,
+        "hidden_gather_s": gathering - (layer - busy),
     }
 
 

@@ -71,6 +71,16 @@ def test_intervals_widen_where_the_framework_or_the_gpu_is_unknown():
     assert widths[0] < widths[1] < widths[2]
 
 
+def test_intervals_widen_beyond_the_published_rows():
+    inside, more, longer = (
+        predict_runs(Runs.of([run(LLAMA_8B, dp=dp, global_batch=dp, seq_len=seq_len, framework="nemo")]))
+        for dp, seq_len in ((1024, 8192), (8192, 8192), (1024, 262144))
+    )
+    widths = [float(np.log(one.high_90 / one.low_90)[0]) for one in (inside, more, longer)]
+    assert widths[1] > 1.2 * widths[0]
+    assert widths[2] > 1.2 * widths[0]
+
+
 def test_conformal_quantiles_cover_new_draws():
     rng = np.random.default_rng(0)
     covered = []
