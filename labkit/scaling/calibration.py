@@ -12,7 +12,7 @@ from labkit.scaling.step_time import breakdown, step_s
 
 FEWEST_RUNS = 3
 SPREADS: Mapping[str, float] = {
-    "slowdown": 0.25,
+    "slowdown": 0.2,
     "attention_slowdown": 0.4,
     "elementwise_traffic": 0.4,
     "launch_s": 0.25,

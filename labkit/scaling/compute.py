@@ -112,11 +112,10 @@ def attention_s(runs: Runs, constants: Rows, forwards: Numbers) -> Numbers:
     head = runs.hidden / runs.heads
     short = 1 + constants["attention_head"] / head
     tiled = 0.5 * flops * (forwards + 2.5) * short / (peak * constants["attention_efficiency"])
-    tiled = tiled * constants["attention_slowdown"]
     products = flops * (forwards + 2) * (1 + constants["gemm_k"] / head) / (peak * constants["gemm_efficiency"])
     moved = scores * runs.heads * (11 * forwards + 17) * constants["score_traffic"]
     unfused = products + moved / memory_bytes_per_s(runs, constants)
-    return np.where(constants["unfused_attention"] > 0, unfused, tiled)
+    return np.where(constants["unfused_attention"] > 0, unfused, tiled) * constants["attention_slowdown"]
 
 
 def elementwise_s(runs: Runs, constants: Rows, forwards: Numbers) -> Numbers:
