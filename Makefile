@@ -53,23 +53,22 @@ lab: install ## JupyterLab on the notebooks; ARGS="--port 9999 --no-browser" for
 clean: ## remove the environment and the pages; runs are kept
 	rm -rf $(VENV) reports
 
-# Programs of an environment begin with its own path: of one that was moved or copied none starts.
-ifneq ($(filter-out help clean,$(MAKECMDGOALS)),)
-ifneq ($(wildcard $(VENV)/bin/activate),)
-ifeq ($(shell grep -F '$(abspath $(VENV))' $(VENV)/bin/activate),)
-$(info $(VENV) was made in another folder: making it again)
-$(shell rm -rf $(VENV))
-endif
-endif
-endif
+# Programs of an environment begin with its own path: of one that was moved or copied none starts. One that make did
+# not make is left alone.
+MOVED := $(shell [ ! -f $(VENV)/installed ] || grep -qF '$(abspath $(VENV))' $(VENV)/bin/activate || echo environment-again)
+
+.PHONY: environment-again
+environment-again:
+	@echo "$(VENV) was made in another folder: making it again"
+	rm -rf $(VENV)
 
 # Half an environment would be taken for a whole one by the next make.
-$(VENV)/bin/python:
+$(VENV)/bin/python: $(MOVED)
 	@$(PYTHON) -c "import sys; v = sys.version_info[:2]; (3, 11) <= v < (3, 14) or sys.exit( \
 		'labkit needs Python 3.11 to 3.13, and $(PYTHON) is %d.%d: make PYTHON=python3.12 ...' % v)"
 	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
 
-$(VENV)/installed: pyproject.toml $(wildcard constraints.txt) | $(VENV)/bin/python
+$(VENV)/installed: pyproject.toml $(wildcard constraints.txt) $(MOVED) | $(VENV)/bin/python
 	@echo "installing labkit into $(VENV) (once; a few minutes)"
 	$(INSTALL) --editable .
 	@touch $@

@@ -151,7 +151,7 @@ def report(
     for option, given in (("--run", run), ("--resume", resume)):
         if given is not None and len(studies) != 1:
             raise ParameterError(
-                f"{option} is of one lab: name it, for example `labkit report all_reduce {option} RUN`"
+                f"{option} belongs to one lab: name it, for example `labkit report all_reduce {option} RUN`"
             )
     if resume is not None and (settings or profile is not None or run is not None):
         raise ParameterError("--resume takes its parameters from the run: leave out --profile, --set and --run")

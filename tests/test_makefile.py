@@ -35,9 +35,13 @@ def test_an_environment_is_made_once(checkout):
 
 def test_an_environment_that_was_moved_is_made_again(checkout):
     moved = checkout.rename(checkout.parent / "moved")
-    _planned(moved, "help")
-    assert (moved / ".venv" / "installed").exists()
+    assert "rm -rf" not in _planned(moved, "help")
     planned = _planned(moved, "report")
-    assert not (moved / ".venv").exists()
-    assert "-m venv" in planned
-    assert "pip install" in planned
+    assert planned.index("rm -rf .venv") < planned.index("-m venv") < planned.index("pip install")
+    assert (moved / ".venv" / "installed").exists()  # a dry run takes nothing away
+
+
+def test_an_environment_that_make_did_not_make_is_left_alone(checkout):
+    moved = checkout.rename(checkout.parent / "moved")
+    (moved / ".venv" / "installed").unlink()
+    assert "rm -rf .venv\n" not in _planned(moved, "report")

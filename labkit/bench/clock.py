@@ -5,7 +5,7 @@ to do. Between the two lies whatever the stream waits for: the kernels, and the 
 device. The host takes 10 to 50 us to launch the first kernel of a call, which is most of the time of a short one.
 `calls` above 1 takes that out: see `time_interleaved`.
 
-A caller on several ranks passes a barrier as `before`; each rank then times itself, and whoever reads the samples
+A caller on several ranks passes a barrier as `before`; each rank then times itself, and the reader of the samples
 takes the slowest rank of each repeat.
 """
 
@@ -42,7 +42,7 @@ def time_interleaved(
     differ by a factor of two.
 
     Args:
-        alternatives: what to time, by name; none, where none is right: nothing. All ranks have the same names.
+        alternatives: what to time, by name; the same names on all ranks. An empty mapping takes no time.
         warmup: rounds that are thrown away.
         repeats: rounds that are kept.
         device: "cpu", or a CUDA device, whose current stream is timed.
@@ -113,7 +113,7 @@ def order_of_turns(names: Iterable[str], round_number: int, *, seed: Seed = 0) -
     """The names in the order of their turns in a round: every order is equally likely, in every round anew.
 
     The same wherever names, number and seed are the same, on all ranks and in a run that is taken up again, in
-    whatever order the names are given. For whoever cannot leave the rounds to `time_interleaved`.
+    whatever order the names are given. For callers that cannot leave the rounds to `time_interleaved`.
     """
     turns = sorted(names)
     random.Random(f"{seed} {round_number}").shuffle(turns)

@@ -145,7 +145,8 @@ def _widening(values: np.ndarray) -> float:
     """sqrt((1 + r) / (1 - r)) for the correlation r of one value with the next, where it is positive."""
     centered = values - values.mean()
     power = float(centered @ centered)
-    if len(values) < FEWEST_FOR_CORRELATION or power == 0:
+    rounding = len(values) * (4 * np.finfo(float).eps * float(np.abs(values).max())) ** 2
+    if len(values) < FEWEST_FOR_CORRELATION or power <= rounding:
         return 1.0
     correlation = min(0.9, max(0.0, float(centered[1:] @ centered[:-1]) / power))
     return float(np.sqrt((1 + correlation) / (1 - correlation)))

@@ -123,7 +123,7 @@ def _comparison(a: bytes, b: bytes, interleaved: bool) -> Comparison:
 
 def _verdict(ratio: float, p: float) -> Verdict:
     """From a p-value that is adjusted for all comparisons beside it."""
-    if p <= FALSE_DISCOVERY_RATE and ratio <= 1 - LEAST_RELEVANT_DIFFERENCE:
+    if p <= FALSE_DISCOVERY_RATE and ratio <= 1 / (1 + LEAST_RELEVANT_DIFFERENCE):
         return "faster"
     if p <= FALSE_DISCOVERY_RATE and ratio >= 1 + LEAST_RELEVANT_DIFFERENCE:
         return "slower"
@@ -133,6 +133,7 @@ def _verdict(ratio: float, p: float) -> Verdict:
 def judged(ratios: pd.DataFrame) -> pd.DataFrame:
     """The table with `verdict` for each of its rows as comparisons that answer one question together.
 
+    A part of a table is another question, and judged anew: true differences in the rest would let too much pass.
     Needs the columns `ratio` and `p` of `Comparison`. Rows without a p-value show no difference.
     """
     adjusted_p = adjusted(ratios["p"].to_numpy(dtype=float))

@@ -6,13 +6,15 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from labkit.bench.statistics import judged
 from labkit.lab.answers import Verdict
 from labkit.lab.units import format_seconds, join_words
 
 
 def significant(ratios: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Rows of judged comparisons that are faster, and slower."""
-    return ratios[ratios["verdict"] == "faster"], ratios[ratios["verdict"] == "slower"]
+    """Rows that are faster, and slower, judged as the comparisons that answer one question: these and no others."""
+    table = judged(ratios)
+    return table[table["verdict"] == "faster"], table[table["verdict"] == "slower"]
 
 
 def verdict_of(faster: pd.DataFrame, slower: pd.DataFrame) -> Verdict:

@@ -6,6 +6,7 @@ parameters are checked against the lab before a kernel starts, and success is ju
 
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -77,6 +78,9 @@ def _handing_on_interrupts(kernel: int) -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
         os.kill(kernel, signal.SIGINT)
 
+    if threading.current_thread() is not threading.main_thread():  # it gets no signals
+        yield
+        return
     before = signal.signal(signal.SIGINT, hand_on)
     try:
         yield

@@ -47,11 +47,14 @@ def literal_assignments(source: str) -> dict[str, Any]:
     """
     values: dict[str, Any] = {}
     for statement in _statements(source):
-        names = list(_stored_names(statement))
-        value = getattr(statement, "value", None)
+        if not any(_stored_names(statement)):
+            continue
+        targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
+        names = [target.id for target in targets if isinstance(target, ast.Name)]
         try:
-            if names:
-                values |= dict.fromkeys(names, ast.literal_eval(value or ""))
+            if not isinstance(statement, ast.Assign | ast.AnnAssign) or len(names) < len(targets):
+                raise ValueError
+            values |= dict.fromkeys(names, ast.literal_eval(statement.value or ""))
         except (ValueError, SyntaxError, TypeError):
             raise ValueError(f"expected `name = literal` lines, got {ast.unparse(statement)!r:.100}") from None
     return values

@@ -191,7 +191,7 @@ def _check(
     if backend == "nccl":
         _check_gpus(world_size)
     if not joined.is_joined() and (limit := why_too_many(world_size)) is not None:
-        raise ValueError(f"world_size: expected what this machine can start, {limit}, got {world_size}")
+        raise ValueError(f"world_size: this machine can start {limit}; got {world_size}")
 
 
 def _check_gpus(world_size: int) -> None:

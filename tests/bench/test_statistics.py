@@ -80,6 +80,20 @@ def test_of_many_comparisons_only_what_survives_all_of_them_is_claimed():
     assert judged(everywhere)["verdict"].tolist() == ["faster", "faster", "slower", "no difference shown", "faster"]
 
 
+@pytest.mark.parametrize("n", [6, 12, 20, 25, 30, 50])
+@pytest.mark.parametrize("seconds", [1.0, 0.0012])
+def test_a_ratio_without_any_noise_is_certain(n, seconds):
+    assert compare([seconds] * n, [2 * seconds] * n, interleaved=True).verdict == "faster"
+    assert compare([seconds] * n, [seconds] * n, interleaved=True).verdict == "no difference shown"
+    assert compare([seconds] * n, [2 * seconds] * n, interleaved=False).verdict == "faster"
+
+
+def test_a_comparison_and_its_inverse_agree_at_the_edge_of_what_matters():
+    a, b = [0.9705] * 20, [1.0] * 20
+    verdicts = {compare(a, b, interleaved=True).verdict, compare(b, a, interleaved=True).verdict}
+    assert verdicts in ({"no difference shown"}, {"faster", "slower"})
+
+
 def test_samples_that_are_not_above_zero_have_a_ratio_and_no_interval():
     found = compare([1.0, -1.0, *[2.0] * 10], [1.0] * 12, interleaved=True)
     assert found.ratio == 2.0

@@ -93,5 +93,6 @@ def test_a_script_has_no_cells():
 def test_literals_are_read_beside_lines_that_set_nothing():
     cell = '"""Which."""\nimport math\n%matplotlib inline\nprofile = "smoke"\nrepeats: int = 7\nprint(profile)'
     assert literal_assignments(cell) == {"profile": "smoke", "repeats": 7}
-    with pytest.raises(ValueError, match="literal"):
-        literal_assignments('profile = "smoke"\nrepeats = len(profile)')
+    for line in ("repeats = len(profile)", "repeats, warmup = 5, 2", "repeats += 1", "for repeats in [1]: pass"):
+        with pytest.raises(ValueError, match="literal"):
+            literal_assignments(f'profile = "smoke"\n{line}')

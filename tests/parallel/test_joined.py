@@ -191,6 +191,7 @@ def test_all_ranks_agree_on_a_failure_and_carry_on(tmp_path: Path) -> None:
     ends = [item[1:4] for item in ranks[0]["first"] if item[0] == "end"]
     failed = ["failed", "rank 1: ValueError: rank 1 has had enough"]
     assert ends == [[0, "ok", None], [1, *failed], [2, *failed], [3, "ok", None]]
+    assert {item[4]["world_size"] for item in ranks[0]["first"] if item[0] == "end"} == {2}  # of those that failed, too
     assert ranks[0]["results"] == [0, 1]
 
 

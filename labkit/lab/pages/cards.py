@@ -110,7 +110,7 @@ def _notes(run: Run) -> list[str]:
     load, cores = run.header.load, run.header.machine.cores
     notes = [f"At the start: {text[:1].lower()}{text[1:]}" for text in disturbances(load, cores)] if load else []
     if run.disturbed:
-        notes.append(f"Beside {counted(len(run.disturbed), 'point')} another labkit measurement ran on this machine.")
+        notes.append(f"During {counted(len(run.disturbed), 'point')} another labkit measurement ran on this machine.")
     return notes
 
 

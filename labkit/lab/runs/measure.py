@@ -137,7 +137,7 @@ def _prepare_again(study: Study, path: Path, config: LabConfig, points: list[Poi
 
 
 def _on_first_rank(call: Callable[[], str | None]) -> str | None:
-    """What the first rank's call returns, on every rank; every rank raises what it raises of its own accord."""
+    """What the first rank's call returns, on every rank; what it raises, every rank raises."""
     # All are here: a call may take long, and where rank 0 serves the job's store, it must do so by now.
     broadcast_from_first_rank(None)
     result, error, is_of_run = None, None, False

@@ -183,7 +183,7 @@ class DataParallel(nn.Module, ABC):
 
     @torch.no_grad()
     def finish_gradient_synchronization(self) -> None:
-        """Return once every gradient of the last backward pass is the mean over ranks. Again: does nothing."""
+        """Return once every gradient of the last backward pass is the mean over ranks. Idempotent."""
         if not any(self._ready):  # torch.autograd.grad, say, which passes through the model and sets no gradient
             self._forget_pass()
             return

@@ -83,7 +83,7 @@ class _JointLaunch:
         key, store = f"{self._key}/point {index}", job_store()
         if not self._facts:
             self._get_ready(f"{key}: group")
-        begun = time.monotonic()
+        facts, begun = self._facts, time.monotonic()
         watch = _Watch(f"{key}: over", self._abort)
         answer = _answer(self._worker, point, self._plan)
         if (failure := answer["failure"]) is not None:
@@ -100,7 +100,7 @@ class _JointLaunch:
         if joined_rank() > 0:
             wait_for([f"{key}: next"])
             return bool(store.get(f"{key}: next").decode() == GO_ON)
-        facts, word = self._facts, STOP  # unless whoever gets these items asks for more
+        word = STOP  # unless the caller asks for more
         try:
             answers = self._collect(key)
             yield from (Row(index, rank, values) for rank, answer in enumerate(answers) for values in answer["rows"])

@@ -9,7 +9,7 @@ from functools import cache
 import numpy as np
 import pandas as pd
 
-from labkit.bench.statistics import compare_groups, slowest_rank, summarize_groups
+from labkit.bench.statistics import compare_groups, judged, slowest_rank, summarize_groups
 from labkit.costs.communication import (
     ALL_REDUCE_COSTS,
     AlphaBeta,
@@ -73,13 +73,9 @@ def batch_against_default(frame: pd.DataFrame) -> pd.DataFrame:
     by_turn = compare_groups(table, "seconds", [*setting, "turn"], "scheduling", "default", interleaved=False)
     orders = by_turn.groupby([*setting, "scheduling"])
     middle = ("ratio", lambda ratios: np.exp(np.log(ratios).mean()))
-    both = orders.agg(ratio=middle, low=("low", "min"), high=("high", "max"), verdict=("verdict", _of_all))
-    return with_panel(both.reset_index())
-
-
-def _of_all(verdicts: pd.Series) -> str:
-    """The verdict that all have in common."""
-    return str(verdicts.iloc[0]) if verdicts.nunique() == 1 else "no difference shown"
+    both = orders.agg(ratio=middle, low=("low", "min"), high=("high", "max"), p=("p", lambda p: p.max(skipna=False)))
+    same_side = orders["ratio"].agg(lambda ratios: (ratios > 1).nunique() == 1)
+    return with_panel(judged(both.assign(p=both["p"].where(same_side, 1.0)).reset_index()))
 
 
 def exchange_models(frame: pd.DataFrame) -> dict[tuple[str, int], AlphaBeta]:

@@ -4,6 +4,7 @@ from itertools import groupby
 
 import pandas as pd
 
+from labkit.bench.statistics import judged
 from labkit.costs.communication import ALL_REDUCE_COSTS
 from labkit.lab.answers import Answer, Question, Verdict, answer_each
 from labkit.lab.evidence import ratios_text, significant, span_text, verdict_of, with_interval
@@ -189,7 +190,7 @@ def _sizes_by_ranks(rows: pd.DataFrame, compared: pd.DataFrame) -> str:
 
 def ring_against_torch(frame: pd.DataFrame) -> Answer | None:
     ratios = analysis.against_torch(frame)
-    ratios = ratios[(ratios["algorithm"] == "ring") & (ratios["world_size"] > 1)]
+    ratios = judged(ratios[(ratios["algorithm"] == "ring") & (ratios["world_size"] > 1)])
     if ratios.empty:
         return None
     counts = ratios["verdict"].value_counts()

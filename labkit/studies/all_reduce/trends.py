@@ -6,7 +6,7 @@ from typing import Any
 
 import pandas as pd
 
-from labkit.bench.statistics import compare_groups
+from labkit.bench.statistics import compare_groups, judged
 from labkit.lab.trends import Trend
 from labkit.lab.units import format_bytes
 from labkit.studies.all_reduce import analysis
@@ -65,7 +65,7 @@ def _butterfly_ahead(frame: pd.DataFrame) -> Iterator[Trend]:
     ranks = _many_ranks(frame, least_ranks=8)
     ranks = ranks[ranks["n_bytes"] == ranks["n_bytes"].min()]
     table = compare_groups(ranks, "seconds", analysis.SETTING, "algorithm", "ring")
-    table = table[table["algorithm"] == "butterfly"]
+    table = judged(table[table["algorithm"] == "butterfly"])
     if not table.empty:
         size = format_bytes(table["n_bytes"].iloc[0])
         verdicts = table["verdict"]
@@ -78,7 +78,7 @@ def _ring_behind(frame: pd.DataFrame) -> Iterator[Trend]:
     ranks = _many_ranks(frame, least_ranks=16)
     near = (ranks["world_size"] == 16) & ranks["n_bytes"].between(256 * KIB, 2 * MIB)
     table = compare_groups(ranks[near], "seconds", analysis.SETTING, "algorithm", TORCH)
-    table = table[table["algorithm"] == "ring"]
+    table = judged(table[table["algorithm"] == "ring"])
     if not table.empty:
         size = format_bytes(table["n_bytes"].iloc[0])
         verdicts = table["verdict"]

@@ -2,6 +2,7 @@
 
 import pandas as pd
 
+from labkit.bench.statistics import judged
 from labkit.lab.answers import Answer, Question, Verdict, not_measured
 from labkit.lab.evidence import ratio_text, ratios_text, significant, span_text, verdict_of, with_interval
 from labkit.lab.trends import trends_answer
@@ -207,7 +208,7 @@ def _tiling_times(ratios: pd.DataFrame) -> str:
 
 def compiled(frame: pd.DataFrame) -> Answer | None:
     ratios = analysis.against_explicit(frame, COMPILED, "grid")
-    ratios = ratios[ratios["phase"].isin(PHASES)]
+    ratios = judged(ratios[ratios["phase"].isin(PHASES)])
     if ratios.empty:
         return None
     faster, slower = significant(ratios)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pandas as pd
 
-from labkit.bench.statistics import compare_groups
+from labkit.bench.statistics import compare_groups, judged
 from labkit.lab.answers import Answer, Question, Verdict, answer_each
 from labkit.lab.evidence import (
     not_measured_text,
@@ -172,8 +172,7 @@ def _size_advice(table: pd.DataFrame, faster: pd.DataFrame, slower: pd.DataFrame
         return f"{keep}: no size is shown to change a backward pass beyond chance."
     if faster.empty:
         return f"{keep}: none is shown to be faster, and {_sizes(slower)} slower."
-    doubtful = table.loc[table["verdict"] == "slower", "bucket_mb"]
-    sound = faster[~faster["bucket_mb"].isin(doubtful)]
+    sound = faster[~faster["bucket_mb"].isin(slower["bucket_mb"])]
     if sound.empty:
         return f"{keep}: {_sizes(faster)} {_is(faster)} faster in one setting and slower in another."
     wins = sound.groupby("bucket_mb")["ratio"].agg(["size", "median"])
@@ -292,7 +291,7 @@ def published_trends(frame: pd.DataFrame) -> Answer | None:
 def _torch_is_ahead(frame: pd.DataFrame) -> Iterator[Trend]:
     """`ddp_compare_resnet50.csv`: the overlapping Python wrapper takes 1.02 to 1.13 of torch's backward."""
     ratios = analysis.against_torch(frame)
-    ratios = ratios[ratios["implementation"] == "bucketed"]
+    ratios = judged(ratios[ratios["implementation"] == "bucketed"])
     if not ratios.empty:
         claim = f"Bucketing in Python is a little slower than torch's ({span_text(ratios['ratio'])} here)"
         yield Trend.judged(claim, ratios["verdict"] == "slower", ratios["verdict"] == "faster")
@@ -303,7 +302,7 @@ def _after_backward_is_slower(frame: pd.DataFrame) -> Iterator[Trend]:
     rows = analysis.samples(frame, "implementations")
     rows = rows[rows["phase"] == analysis.BACKWARD]
     ratios = compare_groups(rows, "seconds", analysis.SETTING, "implementation", "bucketed")
-    ratios = ratios[ratios["implementation"] == "bucketed_sync"]
+    ratios = judged(ratios[ratios["implementation"] == "bucketed_sync"])
     if not ratios.empty:
         claim = f"Reducing after backward is slower than during it ({span_text(ratios['ratio'])} here)"
         yield Trend.judged(claim, ratios["verdict"] == "slower", ratios["verdict"] == "faster")

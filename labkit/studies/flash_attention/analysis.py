@@ -48,7 +48,7 @@ def lengths(frame: pd.DataFrame, phase: str = "both") -> pd.DataFrame:
 def ratios(frame: pd.DataFrame, phase: str = "both") -> pd.DataFrame:
     """Time of each implementation over that of the explicit one, of one phase, all head dimensions."""
     table = against(frame, "lengths")
-    return table[table["phase"] == phase]
+    return judged(table[table["phase"] == phase])
 
 
 def beats_from(frame: pd.DataFrame) -> pd.DataFrame:

@@ -2,6 +2,7 @@
 
 import pandas as pd
 
+from labkit.bench.statistics import judged
 from labkit.costs.transformer import n_parameters
 from labkit.lab.answers import Answer, Question, Verdict, answer_each
 from labkit.lab.evidence import ratio_text, significant, with_interval
@@ -168,7 +169,7 @@ def matmul_share(frame: pd.DataFrame) -> Answer | None:
 
 def softmax_in_attention(frame: pd.DataFrame) -> Answer | None:
     table = analysis.softmax_against_products(frame)
-    table = table[table["mode"] == INFERENCE]
+    table = judged(table[table["mode"] == INFERENCE])
     if table[table["part"] == "softmax"].empty:
         return None
     sentences = []

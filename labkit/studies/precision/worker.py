@@ -83,7 +83,10 @@ def _rates(point: PrecisionPoint) -> Iterator[dict[str, Any]]:
     options: dict[str, Any] = {"warmup": point.warmup, "repeats": point.repeats, "order_seed": point.id}
     times = time_matmuls(point.device, list(dtypes.values()), **options) if dtypes else {}
     for name, dtype in dtypes.items():
-        yield {"alternative": name, "flops_per_s": times[dtype].flops_per_s}
+        product = times[dtype]
+        yield {"alternative": name} | (
+            {"flops_per_s": product.flops_per_s} if product.gate == "ok" else {"gate": product.gate}
+        )
 
 
 def _speed(point: PrecisionPoint) -> Iterator[dict[str, Any]]:

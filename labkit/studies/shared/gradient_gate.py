@@ -78,7 +78,7 @@ def check_completeness(parameters: Iterable[nn.Parameter], run: Run) -> str:
 def _whole_numbers(parameters: Sequence[nn.Parameter], members: range) -> Iterator[list[list[int]]]:
     """Inside, each local gradient is this rank's part times the number of ranks, another one in every pass.
 
-    Gives where in the sequence of numbers each parameter's begin, a number a pass, as passes come.
+    Yields where in the sequence the numbers of each pass begin: a list that grows by one per pass.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     begins = [0, *accumulate(parameter.numel() for parameter in parameters)]

@@ -227,9 +227,11 @@ def verdict(error: float) -> str:
 def _largest(got: Tensor, exact: Tensor) -> float:
     """Largest difference, by channel over the largest exact value of it; NaN counts as infinite.
 
-    That value counts as at least a hundredth of the largest of all channels: where it is near zero, or the channel's
-    gradients nearly cancel, rounding of what cancels remains.
+    `got` and `exact` are (..., channels). A channel's value counts as at least a hundredth of the largest of all, and
+    where it is a single sum over rows, (channels,), as a tenth: where it nearly cancels, rounding of its terms remains.
     """
-    scale = exact.abs().amax(dim=tuple(range(exact.dim() - 1)))
-    difference = float(((got.double() - exact).abs() / scale.clamp_min(0.01 * float(scale.max()))).max())
+    is_sum = exact.dim() == 1
+    scale = exact.abs() if is_sum else exact.abs().amax(dim=tuple(range(exact.dim() - 1)))
+    least = (0.1 if is_sum else 0.01) * float(scale.max())
+    difference = float(((got.double() - exact).abs() / scale.clamp_min(least)).max())
     return math.inf if math.isnan(difference) else difference

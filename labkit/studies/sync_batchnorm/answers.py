@@ -89,7 +89,7 @@ def _growth_text(grows: str, some: pd.DataFrame) -> str:
     if some.empty:
         return f"With {last} {GROWS[grows]} instead of {first}: no ratio, as {NOT_ABOVE_ZERO}."
     left_out = f", in {len(some)} of {settings}: elsewhere {NOT_ABOVE_ZERO}" if len(some) < settings else ""
-    grown, shrunk = (some["verdict"] == "slower").sum(), (some["verdict"] == "faster").sum()
+    shrunk, grown = (len(rows) for rows in significant(some))
     verdict = [f"shown to be more in {grown} of {len(some)}"] if grown else []
     verdict += [f"shown to be less in {shrunk} of {len(some)}"] if shrunk else []
     return (
