@@ -8,6 +8,7 @@ from labkit.scaling.model import Model
 SHARDS = ("none", "zero1", "zero2", "zero3", "hsdp")
 RECOMPUTE = ("none", "selective", "full")
 PRECISIONS = ("bf16", "fp16", "fp8")
+MOST_STAGES = 512
 OPTIONS = {
     "async_tp": "tensor-parallel collectives in pieces, beside the products (torchtitan)",
     "fp8_rowwise": "a scale for each row instead of one a tensor (torchtitan)",
@@ -63,6 +64,8 @@ def _reasons(layout: Layout, model: Model, seq_len: int) -> Iterator[str]:
     for name in ("tp", "pp", "vp", "cp", "dp", "micro_batch", "global_batch"):
         if getattr(layout, name) < 1:
             yield f"expected {name} of 1 or more, got {getattr(layout, name)}"
+    if layout.pp > MOST_STAGES:
+        yield f"expected pp of at most {MOST_STAGES}, got {layout.pp}"
     if seq_len < 1:
         yield f"expected seq_len of 1 or more, got {seq_len}"
     for name, allowed in (("shard", SHARDS), ("recompute", RECOMPUTE), ("precision", PRECISIONS)):

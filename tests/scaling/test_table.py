@@ -30,6 +30,8 @@ WRONG = [
     ({"shard": "zero9"}, "shard among"),
     ({"recompute": "perhaps"}, "recompute among"),
     ({"tied": "maybe"}, "tied to be 0 or 1"),
+    ({"layers": "900000000", "pp": "100000000", "gpus": "800000000"}, "pp of at most 512"),
+    ({"group": "nanotron", "pp": "1000000", "gpus": "8000000"}, "pp of at most 512"),
 ]
 
 
