@@ -206,6 +206,36 @@ def compare_command(
     out.print(f"page: {_plain(path_from_here(page))}", soft_wrap=True)
 
 
+@app.command("predict")
+def predict_command(
+    rows: Annotated[
+        Path, typer.Argument(metavar="ROWS.csv", help="Runs, one a row: data/reference/scaling/README.md.")
+    ],
+    output: Annotated[Path | None, typer.Option(help="File of the predictions.", show_default="printed")] = None,
+) -> None:
+    """Predict step time, memory and MFU of training runs on many GPUs, one a row of a table."""
+    import sys
+
+    from labkit.scaling.table import predicted_rows, read_rows, write_rows
+
+    try:
+        table = read_rows(rows)
+        predicted = predicted_rows(table)
+        if output is None:
+            write_rows(predicted, sys.stdout)
+        else:
+            with output.open("w", newline="", encoding="utf-8") as file:
+                write_rows(predicted, file)
+    except (OSError, ValueError) as error:
+        raise ParameterError(str(error)) from None
+    refused = [row for row in table if row.run is None]
+    for row in refused:
+        err.print(f"line {row.line}: {_plain(row.refusal)}", soft_wrap=True)
+    if output is not None:
+        out.print(f"{len(table) - len(refused)} predicted, {len(refused)} refused; {_plain(output)}", soft_wrap=True)
+    raise typer.Exit(1 if refused else 0)
+
+
 def _all_studies() -> "Iterator[Study]":
     return (load_study(lab) for lab in LABS)
 

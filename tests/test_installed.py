@@ -33,7 +33,8 @@ def installed(wheel, tmp_path_factory):
 
 def test_a_wheel_holds_every_notebook_and_all_data(wheel):
     top = project_root()
-    shipped = [*top.glob("notebooks/*.ipynb"), *top.glob("data/reference/*"), *top.glob("data/recorded/*/*.jsonl")]
+    reference = [path for path in top.glob("data/reference/**/*") if path.is_file()]
+    shipped = [*top.glob("notebooks/*.ipynb"), *reference, *top.glob("data/recorded/*/*.jsonl")]
     expected = {f"labkit/shipped/{path.relative_to(top)}" for path in shipped}
     assert {name for name in wheel.namelist() if name.startswith("labkit/shipped/")} == expected
     for name in expected:

@@ -22,11 +22,12 @@ TOUR = ROOT / "notebooks" / "00_start_here.ipynb"  # a function of the reader's 
 
 # Which parts of labkit a part may import. `lab.point` and `lab.units` are plain data, open to all studies' workers.
 ALLOWED = {
-    "__main__": {"studies", "lab", "machine", "__version__"},
-    "studies": {"studies", "lab", "nn", "parallel", "bench", "costs", "machine"},
-    "lab": {"lab", "nn", "parallel", "bench", "costs", "machine"},
+    "__main__": {"studies", "lab", "scaling", "machine", "__version__"},
+    "studies": {"studies", "lab", "nn", "parallel", "scaling", "bench", "costs", "machine"},
+    "lab": {"lab", "nn", "parallel", "scaling", "bench", "costs", "machine"},
     "nn": {"nn", "machine", "costs"},
     "parallel": {"parallel", "machine", "costs"},
+    "scaling": {"scaling", "costs"},
     "bench": {"bench"},
     "costs": {"costs"},
     "machine": {"machine", "__version__"},

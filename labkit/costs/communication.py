@@ -1,9 +1,13 @@
-"""What an all-reduce should cost: messages and bytes by algorithm, the alpha-beta model, its fit; gradient buckets.
+"""What collectives should cost: messages and bytes by algorithm, the alpha-beta model, its fit; gradient buckets.
 
-All-reduce follows the alpha-beta model (Hockney 1994): a message of n bytes takes alpha + n * beta seconds,
+Collectives follow the alpha-beta model (Hockney 1994): a message of n bytes takes alpha + n * beta seconds,
 and an algorithm is known by how many messages follow one another and how many bytes a rank sends.
 
-Legend: p ranks, n bytes in the reduced tensor, alpha seconds a message, beta seconds a byte.
+An all-reduce is a reduce-scatter and an all-gather of shards of n/p bytes, and costs what both do (Thakur, Rabenseifner
+& Gropp 2005, "Optimization of collective communication operations in MPICH", sections 4.1 and 4.2; no algorithm sends
+fewer than n (p-1)/p bytes a rank in either). ZeRO's communication volumes count the same (arXiv:1910.02054, section 7).
+
+Legend: p ranks, n bytes in the reduced tensor, or in all shards of it, alpha seconds a message, beta seconds a byte.
 """
 
 import math
@@ -37,17 +41,24 @@ class AlphaBeta:
         return cost.messages * self.alpha_s + cost.n_bytes * self.beta_s_per_byte
 
 
+def ring_phase(world_size: int, n_bytes: float) -> MessageCost:
+    """Reduce-scatter or all-gather around a ring: p-1 messages of n/p bytes."""
+    return MessageCost(world_size - 1, (world_size - 1) * n_bytes / world_size)
+
+
 def ring(world_size: int, n_bytes: float) -> MessageCost:
     """Reduce-scatter, then all-gather, around a ring: 2(p-1) messages of n/p bytes."""
-    steps = 2 * (world_size - 1)
-    return MessageCost(steps, steps * n_bytes / world_size)
+    return ring_phase(world_size, n_bytes) + ring_phase(world_size, n_bytes)
+
+
+def direct_phase(world_size: int, n_bytes: float) -> MessageCost:
+    """Everybody sends everybody a shard, once: p-1 messages of n/p bytes that go at once."""
+    return MessageCost(0, 0) if world_size == 1 else MessageCost(1, n_bytes * (world_size - 1) / world_size)
 
 
 def butterfly(world_size: int, n_bytes: float) -> MessageCost:
-    """Direct exchange: everybody sends everybody a chunk, twice; the p-1 messages of a round go at once."""
-    if world_size == 1:
-        return MessageCost(0, 0)
-    return MessageCost(2, 2 * n_bytes * (world_size - 1) / world_size)
+    """Direct exchange: everybody sends everybody a shard, twice; the p-1 messages of a round go at once."""
+    return direct_phase(world_size, n_bytes) + direct_phase(world_size, n_bytes)
 
 
 def one_shot(world_size: int, n_bytes: float) -> MessageCost:
@@ -68,6 +79,22 @@ def halving_doubling(world_size: int, n_bytes: float) -> MessageCost:
     return MessageCost(2 * rounds, 2 * n_bytes * (power - 1) / power) + _folding(world_size, n_bytes)
 
 
+def halving_phase(world_size: int, n_bytes: float) -> MessageCost:
+    """Reduce-scatter by halving: log2(p) messages, n(p-1)/p bytes. All-gather by doubling: the same, backwards.
+
+    Ranks beyond a power of two q hand on n bytes before, and get n/p after. Those they are folded into have two shards,
+    so that with p - q of them a round sends up to twice what it does without.
+    """
+    rounds = world_size.bit_length() - 1
+    power = 2**rounds
+    shards = [2 if rank < world_size - power else 1 for rank in range(power)]
+    longest = sum(sum(shards[: 2**k]) for k in range(rounds))
+    halving = MessageCost(rounds, longest * n_bytes / world_size)
+    if power == world_size:
+        return halving
+    return halving + MessageCost(2, n_bytes + n_bytes / world_size)
+
+
 def _folding(world_size: int, n_bytes: float) -> MessageCost:
     is_power_of_two = world_size & (world_size - 1) == 0
     return MessageCost(0, 0) if is_power_of_two else MessageCost(2, 2 * n_bytes)
@@ -80,6 +107,9 @@ ALL_REDUCE_COSTS: Mapping[str, Callable[[int, float], MessageCost]] = {
     "recursive_doubling": recursive_doubling,
     "halving_doubling": halving_doubling,
 }
+_PHASE_COSTS = {"ring": ring_phase, "butterfly": direct_phase, "halving_doubling": halving_phase}
+REDUCE_SCATTER_COSTS: Mapping[str, Callable[[int, float], MessageCost]] = {**_PHASE_COSTS, "one_shot": one_shot}
+ALL_GATHER_COSTS: Mapping[str, Callable[[int, float], MessageCost]] = {**_PHASE_COSTS, "one_shot": direct_phase}
 
 
 def algorithm_bandwidth(n_bytes: float, seconds: float) -> float:

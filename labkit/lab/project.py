@@ -59,13 +59,13 @@ def notebooks_directory() -> Path:
 
 
 def check_writable(*folders: Path) -> None:
-    """Make folders where they are missing. ParameterError, with the way out, for one in which no file can be made."""
+    """ParameterError, with the way out, for a folder in which no file can be made, or which itself cannot be made."""
     from labkit.lab.config import ParameterError  # ranks look for folders, too, and start without pydantic
 
     for folder in folders:
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            TemporaryFile(dir=folder).close()
+            there = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
+            TemporaryFile(dir=there).close()
         except OSError as error:
             way_out = "; `export LABKIT_HOME=FOLDER` sends runs, figures and reports to a folder of yours"
             is_ours = folder.resolve().is_relative_to(project_root())

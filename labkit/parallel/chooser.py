@@ -1,4 +1,4 @@
-"""Which algorithm reduces how many bytes on how many ranks, by measurement."""
+"""Which algorithm reduces or gathers how many bytes on how many ranks, by measurement."""
 
 from labkit.parallel.transport.contract import POINT_TO_POINT, SHARED
 
@@ -45,3 +45,9 @@ def choose_algorithm(n_bytes: int, world_size: int, transport: str = POINT_TO_PO
     if n_bytes <= SHORT_BYTES:
         return "recursive_doubling"
     return "butterfly" if n_bytes <= MIDDLE_BYTES else "ring"
+
+
+def choose_phase_algorithm(n_bytes: int, world_size: int, transport: str = POINT_TO_POINT) -> str:
+    """The same for a reduce-scatter or an all-gather of `n_bytes` in all shards together."""
+    algorithm = choose_algorithm(n_bytes, world_size, transport)
+    return "halving_doubling" if algorithm == "recursive_doubling" else algorithm

@@ -1,8 +1,14 @@
-"""All-reduce between ranks: five algorithms, and the one that suits.
+"""Collectives between ranks: all-reduce by five algorithms, its two phases alone, and the algorithm that suits.
 
-Every rank of a group calls with a tensor of one shape; afterwards every rank's tensor holds the sum or the mean,
-bitwise the same everywhere, because each element is either computed once and copied, or computed everywhere from
+All-reduce. Every rank of a group calls with a tensor of one shape; afterwards every rank's tensor holds the sum or the
+mean, bitwise the same everywhere, because each element is either computed once and copied, or computed everywhere from
 the same operands in the same order. Each function works in place. Any number of ranks, any length, contiguous or not.
+
+Reduce-scatter and all-gather are what an all-reduce does one after the other (`phases.py`), and their results are its,
+to the bit. A tensor is cut into a shard a rank; `reduce_scatter` leaves the sum or mean of shard r on rank r, and
+`all_gather` makes whole what has shard r right on rank r. Both work in place, so that a tensor needs no second one. By
+ring, butterfly and halving-doubling each costs half of what is listed below; one-shot shows whole tensors to
+reduce-scatter, and shards, n (p-1)/p bytes, to gather.
 
 Letters: p ranks, r this rank, n bytes a rank; a seconds a message, b seconds a byte; q the largest power of two <= p.
 
@@ -41,16 +47,32 @@ doubling).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
 
-from labkit.parallel.chooser import choose_algorithm
-from labkit.parallel.reduction import Reduction, cut
+from labkit.parallel.chooser import choose_algorithm, choose_phase_algorithm
+from labkit.parallel.phases import (
+    ALL_GATHERS,
+    REDUCE_SCATTERS,
+    add_shown,
+    double,
+    exchange_to_add,
+    exchange_to_store,
+    fold_in,
+    fold_out,
+    halve,
+    ring_all_gather,
+    ring_reduce_scatter,
+    survivors,
+    swap,
+)
+from labkit.parallel.reduction import InPlace, Reduction, check_shards, cut, even_sizes
 from labkit.parallel.transport.choice import AUTO, find_transport, group_transports
-from labkit.parallel.transport.contract import Step, Transport
+from labkit.parallel.transport.contract import Transport
 from labkit.parallel.uncompiled import uncompiled
 
 AllReduce = Callable[..., None]  # (tensor, group=None, op="mean")
@@ -62,80 +84,47 @@ def ring_all_reduce(
 ) -> None:
     """Ranks stand in a ring; each sends to its right neighbor only. Best for long tensors (Patarasuk & Yuan 2009).
 
-    The vector is cut into p chunks.
-
-    Phase 1, reduce-scatter, p-1 rounds: in round s, rank r sends chunk r-s to the right and adds what comes from the
-    left to chunk r-s-1. A chunk so collects one rank's share a round, and ends complete on rank r as chunk r+1.
-
-    Phase 2, all-gather, p-1 rounds: in round s, rank r sends chunk r+1-s on, and stores what comes as chunk r-s.
-
-    Long chunks are cut into pieces, all ranks alike. A round needs of the round before only the same piece, so
-    two pieces are in flight at any time, across rounds: one is being added while the other arrives.
+    The vector is cut into p shards, which go around twice: `ring_reduce_scatter`, `ring_all_gather`.
 
     2 (p-1) messages in a row, 2 n (p-1)/p bytes sent a rank, time 2 (p-1) a + 2 n (p-1)/p b.
     """
     with Reduction(tensor, group, op, transport) as (vector, via, divisor):
-        p, r = via.world_size, via.rank
-        right, left = (r + 1) % p, (r - 1) % p
-        chunks = vector.tensor_split(p)
-        pieces = cut(chunks, via)
-        number = len(pieces[0])
-        rounds = [(s, i) for s in range(p - 1) for i in range(number)]
-        depth = min(2, number)
-        # Phase 1: reduce-scatter
-        steps = [
-            Step(pieces[(r - s) % p][i], right, pieces[(r - s - 1) % p][i], left, True, divisor if s == p - 2 else 1)
-            for s, i in rounds
-        ]
-        via.run(steps, depth)
-        # Phase 2: all-gather
-        steps = [Step(pieces[(r + 1 - s) % p][i], right, pieces[(r - s) % p][i], left, False) for s, i in rounds]
-        via.run(steps, depth)
+        sizes = even_sizes(len(vector), via.world_size)
+        ring_reduce_scatter(vector, sizes, via, divisor)
+        ring_all_gather(vector, sizes, via)
 
 
 @uncompiled
 def butterfly_all_reduce(
     tensor: torch.Tensor, group: dist.ProcessGroup | None = None, op: str = "mean", *, transport: str | Transport = AUTO
 ) -> None:
-    """Direct exchange, published as "butterfly": rank i averages chunk i and sends it to all. Best in the middle.
+    """Direct exchange, published as "butterfly": rank i averages shard i and sends it to all. Best in the middle.
 
-    Not what textbooks call butterfly: that is `recursive_doubling_all_reduce`. The vector is cut into p chunks.
+    Not what textbooks call butterfly: that is `recursive_doubling_all_reduce`. The vector is cut into p shards.
 
-    Phase 1, reduce-scatter: rank r sends chunk r+s to rank r+s, for every s from 1 to p-1, and adds up the p-1
-    versions of chunk r that come in.
+    Phase 1, reduce-scatter: rank r sends shard r+s to rank r+s, for every s from 1 to p-1, and adds up the p-1
+    versions of shard r that come in.
 
-    Phase 2, all-gather: rank r sends chunk r, now complete, to all others, and stores theirs.
+    Phase 2, all-gather: rank r sends shard r, now complete, to all others, and stores theirs.
 
-    All messages of a phase are independent, so as many are in flight as there is scratch memory for; rank r turns to
-    rank r+s in step s, so that at no time everybody sends to the same rank. A long chunk is cut into pieces, and a
-    piece is sent on when the next one has been added up: still in the cache, and far enough behind to wait for nothing.
+    All messages of a phase are independent, so as many are in flight as there is scratch memory for. A long shard is
+    cut into pieces, and a piece is sent on when the next one has been added up: still in the cache, and far enough
+    behind to wait for nothing.
 
     2 messages in a row (p-1 at a time), 2 n (p-1)/p bytes sent a rank, time 2 a' + 2 n (p-1)/p b.
     """
     with Reduction(tensor, group, op, transport) as (vector, via, divisor):
-        p, r = via.world_size, via.rank
+        p = via.world_size
         pieces = cut(vector.tensor_split(p), via)
-        partners = [((r + s) % p, (r - s) % p) for s in range(1, p)]
-        last = (r + 1) % p
-
-        def reduce_scatter(i: int) -> list[Step]:
-            return [
-                Step(pieces[target][i], target, pieces[r][i], source, True, divisor if source == last else 1)
-                for target, source in partners
-            ]
-
-        def all_gather(i: int) -> list[Step]:
-            return [Step(pieces[r][i], target, pieces[source][i], source, False) for target, source in partners]
-
         number = len(pieces[0])
         if number == 1:
-            via.run(reduce_scatter(0), depth=p)
-            via.run(all_gather(0), depth=p)
+            via.run(exchange_to_add(pieces, 0, via, divisor), depth=p)
+            via.run(exchange_to_store(pieces, 0, via), depth=p)
             return
-        steps = reduce_scatter(0)
+        steps = exchange_to_add(pieces, 0, via, divisor)
         for i in range(1, number):
-            steps += reduce_scatter(i) + all_gather(i - 1)
-        via.run(steps + all_gather(number - 1), depth=p)
+            steps += exchange_to_add(pieces, i, via, divisor) + exchange_to_store(pieces, i - 1, via)
+        via.run(steps + exchange_to_store(pieces, number - 1, via), depth=p)
 
 
 @uncompiled
@@ -151,16 +140,7 @@ def one_shot_all_reduce(
     writes n bytes only, and waits once, however many ranks there are.
     """
     with Reduction(tensor, group, op, transport) as (vector, via, divisor):
-        if via.world_size == 1 or not vector.numel():
-            return
-        number = -(-vector.nbytes // via.shown_bytes)
-        for piece in vector.tensor_split(number) if number > 1 else (vector,):
-            first, second, *others = via.show(piece)
-            torch.add(first, second, out=piece)
-            for other in others:
-                piece.add_(other)
-            if divisor > 1:
-                piece.div_(divisor)
+        add_shown(vector, 0, len(vector), via, divisor)
 
 
 @uncompiled
@@ -169,10 +149,11 @@ def recursive_doubling_all_reduce(
 ) -> None:
     """The textbook butterfly: whole vectors between partners 1, 2, 4, ... apart. Best for short tensors by messages.
 
-    Fold in: ranks from q, the largest power of two, on hand their vector to rank r-q, which adds it.
+    Fold in: of the first 2 (p-q) ranks, q the largest power of two, every second hands its vector to the one before it,
+    which adds it. That leaves q ranks.
 
-    Exchange, log2 q rounds: for distance d = 1, 2, 4, ..., q/2, rank r and rank r XOR d send each other all they
-    have and add. After a round with distance d, 2d ranks hold the same partial sum.
+    Exchange, log2 q rounds: for distance d = 1, 2, 4, ..., q/2, the k-th of them and the (k XOR d)-th send each other
+    all they have and add. After a round with distance d, 2d ranks hold the same partial sum.
 
     Fold out: the ranks that were folded in receive the result.
 
@@ -180,21 +161,15 @@ def recursive_doubling_all_reduce(
     folding adds 2 messages of n bytes in a row.
     """
     with Reduction(tensor, group, op, transport) as (vector, via, divisor):
-        p, r = via.world_size, via.rank
-        q = 1 << (p.bit_length() - 1)
-        # Fold in
-        if q < p:
-            _fold(vector, via, q, inward=True)
-        # Exchange
-        if r < q:
-            distance = 1
-            while distance < q:
-                is_last = 2 * distance == q
-                _swap(via, r ^ distance, vector, vector, add=True, divisor=divisor if is_last else 1)
+        ranks = survivors(via.world_size)
+        fold_in(vector, via)
+        if via.rank in ranks:
+            k, distance = ranks.index(via.rank), 1
+            while distance < len(ranks):
+                is_last = 2 * distance == len(ranks)
+                swap(via, ranks[k ^ distance], vector, vector, add=True, divisor=divisor if is_last else 1)
                 distance *= 2
-        # Fold out
-        if q < p:
-            _fold(vector, via, q, inward=False)
+        fold_out(vector, via)
 
 
 @uncompiled
@@ -203,14 +178,14 @@ def halving_doubling_all_reduce(
 ) -> None:
     """Rabenseifner's algorithm: the few messages of doubling and the few bytes of the ring.
 
-    Fold in: ranks from q, the largest power of two, on hand their vector to rank r-q, which adds it.
+    Fold in: of the first 2 (p-q) ranks, q the largest power of two, every second hands its vector to the one before it,
+    which adds it. That leaves q ranks.
 
-    Phase 1, reduce-scatter by recursive halving: for distance d = q/2, ..., 2, 1, rank r and rank r XOR d cut the
-    range both are responsible for into halves; the rank with bit d set keeps the upper half, the other the lower.
-    Each sends the half it gives up, and adds what comes to the half it keeps.
+    Phase 1, reduce-scatter by recursive halving, `halve`: in each round partners halve the range both are responsible
+    for, and send each other the half they give up.
 
-    Phase 2, all-gather by recursive doubling: the same partners in reverse order send each other the range they have
-    complete, which doubles it.
+    Phase 2, all-gather by recursive doubling, `double`: the same partners in reverse order send each other the range
+    they have complete, which doubles it.
 
     Fold out: the ranks that were folded in receive the result.
 
@@ -218,27 +193,12 @@ def halving_doubling_all_reduce(
     section 4.2); folding adds 2 messages of n bytes in a row.
     """
     with Reduction(tensor, group, op, transport) as (vector, via, divisor):
-        p, r = via.world_size, via.rank
-        q = 1 << (p.bit_length() - 1)
-        # Fold in
-        if q < p:
-            _fold(vector, via, q, inward=True)
-        if r < q:
-            # Phase 1: reduce-scatter by recursive halving
-            mine, given = vector, []
-            distance = q // 2
-            while distance:
-                lower, upper = mine.tensor_split(2)
-                mine, other = (upper, lower) if r & distance else (lower, upper)
-                _swap(via, r ^ distance, other, mine, add=True, divisor=divisor if distance == 1 else 1)
-                given.append((distance, mine, other))
-                distance //= 2
-            # Phase 2: all-gather by recursive doubling
-            for distance, mine, other in reversed(given):
-                _swap(via, r ^ distance, mine, other, add=False)
-        # Fold out
-        if q < p:
-            _fold(vector, via, q, inward=False)
+        q = len(survivors(via.world_size))
+        bounds = [0, *accumulate(even_sizes(len(vector), q))]
+        fold_in(vector, via)
+        halve(vector, bounds, via, divisor)
+        double(vector, bounds, via)
+        fold_out(vector, via)
 
 
 ALGORITHMS: Mapping[str, AllReduce] = MappingProxyType(
@@ -267,6 +227,55 @@ def all_reduce(
     algorithm(tensor, group, op, transport=via)
 
 
+@uncompiled
+def reduce_scatter(
+    tensor: torch.Tensor,
+    group: dist.ProcessGroup | None = None,
+    op: str = "mean",
+    *,
+    sizes: Sequence[int] | None = None,
+    algorithm: str = AUTO,
+    transport: str | Transport = AUTO,
+) -> None:
+    """Sum or mean over the ranks of `group`, of which rank r keeps shard r, in place. The rest is overwritten.
+
+    `sizes`: elements of each rank's shard, in the order of ranks, which add up to those of the tensor; alike on all
+    ranks, 0 allowed. None: as even as possible, the longer ones first, which is `tensor.view(-1).tensor_split(p)`; what
+    is left there is, to the bit, what the all-reduce by the same algorithm leaves.
+
+    `algorithm`: one of `REDUCE_SCATTERS`, or "auto": the one that suits.
+
+    Raises ValueError as `all_reduce`, and for `sizes` and an `algorithm` that cannot be: before any message.
+    """
+    shards = check_shards(tensor, group, sizes, algorithm, REDUCE_SCATTERS)
+    with Reduction(tensor, group, op, transport) as (vector, via, divisor):
+        if algorithm == AUTO:
+            algorithm = choose_phase_algorithm(vector.nbytes, via.world_size, via.name)
+        REDUCE_SCATTERS[algorithm](vector, shards, via, divisor)
+
+
+@uncompiled
+def all_gather(
+    tensor: torch.Tensor,
+    group: dist.ProcessGroup | None = None,
+    *,
+    sizes: Sequence[int] | None = None,
+    algorithm: str = AUTO,
+    transport: str | Transport = AUTO,
+) -> None:
+    """Shard r of rank r for every rank of `group`, in place: afterwards the tensor is the same on all.
+
+    `sizes`, `algorithm` (one of `ALL_GATHERS`) and errors as `reduce_scatter`; the dtype may be any, since bytes are
+    moved and none is changed.
+    """
+    shards = check_shards(tensor, group, sizes, algorithm, ALL_GATHERS)
+    with InPlace(tensor, group, transport) as (vector, via):
+        if algorithm == AUTO:
+            algorithm = choose_phase_algorithm(vector.nbytes, via.world_size, via.name)
+        n_bytes = [size * vector.itemsize for size in shards]
+        ALL_GATHERS[algorithm](vector.view(torch.uint8), n_bytes, via)
+
+
 def scratch_bytes(group: dist.ProcessGroup | None = None) -> int:
     """Bytes of scratch memory kept for `group` now."""
     return sum(transport.scratch_bytes() for transport in group_transports(group))
@@ -276,27 +285,3 @@ def release_scratch(group: dist.ProcessGroup | None = None) -> None:
     """Give the scratch memory of `group` back; the next all-reduce makes it again."""
     for transport in group_transports(group):
         transport.release_scratch()
-
-
-def _swap(
-    via: Transport, partner: int, outgoing: torch.Tensor, incoming: torch.Tensor, *, add: bool, divisor: int = 1
-) -> None:
-    """Send and receive one vector each, in pieces if they are long; two are in flight."""
-    longest = max(outgoing.nbytes, incoming.nbytes)
-    if longest <= via.piece_bytes:
-        via.run([Step(outgoing, partner, incoming, partner, add, divisor)])
-        return
-    number = -(-longest // via.piece_bytes)
-    pairs = zip(outgoing.tensor_split(number), incoming.tensor_split(number), strict=True)
-    via.run([Step(sent, partner, received, partner, add, divisor) for sent, received in pairs], depth=2)
-
-
-def _fold(vector: torch.Tensor, via: Transport, q: int, *, inward: bool) -> None:
-    """Inward, ranks from q on send their vector to rank r-q, which adds it; outward, they get the result from it."""
-    rank, nothing = via.rank, vector[:0]
-    if rank >= q:
-        sent, received = (vector, nothing) if inward else (nothing, vector)
-        _swap(via, rank - q, sent, received, add=False)
-    elif rank + q < via.world_size:
-        sent, received = (nothing, vector) if inward else (vector, nothing)
-        _swap(via, rank + q, sent, received, add=inward)

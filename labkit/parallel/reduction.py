@@ -1,14 +1,14 @@
-"""What every all-reduce does before its first message and after its last: checks, a vector to work on, pieces."""
+"""What every collective does before its first message and after its last: checks, a vector to work on, its pieces."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NoReturn
+from collections.abc import Container, Sequence
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
-from labkit.parallel.transport.choice import find_transport
+from labkit.parallel.transport.choice import AUTO, find_transport, member_group
 from labkit.parallel.transport.contract import Transport
 
 FLOAT_TYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -16,21 +16,17 @@ OPS = ("mean", "sum")
 DENSE = torch.strided
 
 
-class Reduction:
-    """The tensor as a vector the transport can move, the transport, and what to divide the sum by.
+class InPlace:
+    """The tensor as a vector the transport can move, (n,), and the transport.
 
     The vector is the tensor's own memory if that is contiguous and where the transport works; otherwise a copy, copied
     back at the end. Autograd sees nothing of it.
     """
 
     # A class, not a generator: at 4 KB every 10 us of Python count, and code that runs once a call is never warm.
-    __slots__ = ("copy_to", "divisor", "transport", "vector")
+    __slots__ = ("copy_to", "transport", "vector")
 
-    def __init__(
-        self, tensor: torch.Tensor, group: dist.ProcessGroup | None, op: str, transport: str | Transport
-    ) -> None:
-        if op not in OPS or tensor.dtype not in FLOAT_TYPES or tensor.layout is not DENSE:
-            _refuse(tensor, op)
+    def __init__(self, tensor: torch.Tensor, group: dist.ProcessGroup | None, transport: str | Transport) -> None:
         if tensor.is_inference() and not torch.is_inference_mode_enabled():
             raise ValueError("expected a tensor made outside of torch.inference_mode, or a call inside of it")
         self.transport = find_transport(group, tensor.device, transport)
@@ -44,6 +40,26 @@ class Reduction:
                 _check_no_overlap(tensor)
             self.copy_to = tensor
             self.vector = tensor.to(self.transport.device).contiguous().view(-1)
+
+    def __enter__(self) -> Any:
+        return self.vector, self.transport
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if kind is None and self.copy_to is not None:
+            self.copy_to.copy_(self.vector.view(self.copy_to.shape))
+
+
+class Reduction(InPlace):
+    """The same, and what to divide the sum by."""
+
+    __slots__ = ("divisor",)
+
+    def __init__(
+        self, tensor: torch.Tensor, group: dist.ProcessGroup | None, op: str, transport: str | Transport
+    ) -> None:
+        if op not in OPS or tensor.dtype not in FLOAT_TYPES or tensor.layout is not DENSE:
+            _refuse(tensor, op)
+        super().__init__(tensor, group, transport)
         self.divisor = self.transport.world_size if op == "mean" else 1
         if self.divisor > 1 and tensor.dtype == torch.float16:
             self.vector.div_(self.divisor)
@@ -51,10 +67,6 @@ class Reduction:
 
     def __enter__(self) -> tuple[torch.Tensor, Transport, int]:
         return self.vector, self.transport, self.divisor
-
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
-        if kind is None and self.copy_to is not None:
-            self.copy_to.copy_(self.vector.view(self.copy_to.shape))
 
 
 def _refuse(tensor: torch.Tensor, op: str) -> NoReturn:
@@ -69,7 +81,35 @@ def _check_no_overlap(tensor: torch.Tensor) -> None:
         raise ValueError("several elements of tensor share memory, as after expand(); clone() it first")
 
 
-def cut(chunks: Sequence[torch.Tensor], via: Transport) -> list[tuple[torch.Tensor, ...]]:
-    """Each chunk in as many pieces as the longest, the first, needs."""
-    number = -(-chunks[0].nbytes // via.piece_bytes)
-    return [chunk.tensor_split(number) if number > 1 else (chunk,) for chunk in chunks]
+def check_shards(
+    tensor: torch.Tensor,
+    group: dist.ProcessGroup | None,
+    sizes: Sequence[int] | None,
+    algorithm: str,
+    algorithms: Container[str],
+) -> Sequence[int]:
+    """The sizes of the shards, or ValueError."""
+    if algorithm != AUTO and algorithm not in algorithms:
+        raise ValueError(f"algorithm must be {AUTO!r} or one of {algorithms}; got {algorithm!r}")
+    if tensor.layout is not DENSE:
+        raise ValueError(f"tensor must be dense, got {tensor.layout}")
+    world_size, numel = member_group(group).size(), tensor.numel()
+    if sizes is None:
+        return even_sizes(numel, world_size)
+    if len(sizes) != world_size or min(sizes) < 0 or sum(sizes) != numel:
+        raise ValueError(
+            f"sizes must be those of {world_size} shards, 0 or more elements each, {numel} together; got {list(sizes)}"
+        )
+    return sizes
+
+
+def even_sizes(numel: int, world_size: int) -> list[int]:
+    """Elements by rank, as even as possible, the longer ones first: what `tensor_split` makes."""
+    size, longer = divmod(numel, world_size)
+    return [size + 1] * longer + [size] * (world_size - longer)
+
+
+def cut(shards: Sequence[torch.Tensor], via: Transport) -> list[tuple[torch.Tensor, ...]]:
+    """Each shard in as many pieces as the longest needs."""
+    number = -(-max([shard.nbytes for shard in shards]) // via.piece_bytes)
+    return [shard.tensor_split(number) if number > 1 else (shard,) for shard in shards]

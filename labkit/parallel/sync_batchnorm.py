@@ -41,8 +41,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
-from labkit.parallel.all_gather import all_gather
-from labkit.parallel.collectives import all_reduce
+from labkit.parallel.collectives import all_gather, all_reduce
 from labkit.parallel.uncompiled import uncompiled
 
 # Newer versions of torch warn of the older name.
@@ -235,12 +234,13 @@ def _local_statistics(deviations: Tensor, center: Tensor, count: int) -> Tensor:
 
 def _gather(statistics: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """The vectors of all ranks, (ranks, length): the collective of the forward pass."""
+    gathered = statistics.new_empty(dist.get_world_size(group), len(statistics))
     if statistics.device.type == "cpu":  # vectors as short as these wait for gloo, not for their bytes
-        return all_gather(statistics, group)
-    ranks = dist.get_world_size(group)
-    gathered = statistics.new_empty(ranks * len(statistics))
-    _torch_all_gather(gathered, statistics, group=group)
-    return gathered.view(ranks, -1)
+        gathered[dist.get_rank(group)] = statistics
+        all_gather(gathered, group)
+    else:
+        _torch_all_gather(gathered.view(-1), statistics, group=group)
+    return gathered
 
 
 def _sum_over_ranks(sums: Tensor, group: dist.ProcessGroup | None) -> None:

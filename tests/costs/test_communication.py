@@ -3,7 +3,9 @@
 import pytest
 
 from labkit.costs.communication import (
+    ALL_GATHER_COSTS,
     ALL_REDUCE_COSTS,
+    REDUCE_SCATTER_COSTS,
     AlphaBeta,
     MessageCost,
     best_buckets,
@@ -18,6 +20,15 @@ from labkit.costs.communication import (
     ring,
 )
 
+ALL_COSTS = (ALL_REDUCE_COSTS, REDUCE_SCATTER_COSTS, ALL_GATHER_COSTS)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4, 8])
+def test_an_all_reduce_costs_what_its_two_phases_do(world_size):
+    for name in ("ring", "butterfly", "halving_doubling"):
+        both = REDUCE_SCATTER_COSTS[name](world_size, 1000) + ALL_GATHER_COSTS[name](world_size, 1000)
+        assert ALL_REDUCE_COSTS[name](world_size, 1000) == both
+
 
 @pytest.mark.parametrize(
     ("cost", "world_size", "messages", "n_bytes"),
@@ -29,7 +40,11 @@ from labkit.costs.communication import (
         (halving_doubling, 4, 4, 1500),
         (recursive_doubling, 5, 4, 4000),  # as 4 ranks, and 1000 bytes folded in and out
         (halving_doubling, 6, 6, 3500),
-        *[(cost, 1, 0, 0) for cost in ALL_REDUCE_COSTS.values()],
+        (ALL_GATHER_COSTS["one_shot"], 4, 1, 750),  # a shard to everybody
+        (REDUCE_SCATTER_COSTS["one_shot"], 4, 1, 3000),  # everything to everybody
+        # two rounds of at most 2 + 1 and 2 shards of 200 bytes; 1000 folded in and 200 out
+        (REDUCE_SCATTER_COSTS["halving_doubling"], 5, 4, 2 * 200 + 3 * 200 + 1200),
+        *[(cost, 1, 0, 0) for costs in ALL_COSTS for cost in costs.values()],
     ],
 )
 def test_costs_of_a_thousand_bytes(cost, world_size, messages, n_bytes):

@@ -162,7 +162,8 @@ def test_a_run_that_somebody_completed_meanwhile_is_not_measured_twice(tmp_path,
 def test_only_the_first_rank_of_a_job_compares_its_machine_with_the_run(tmp_path, monkeypatch):
     path = _begun(tmp_path, "fine")
     path.write_text(path.read_text().replace('"host":"', '"host":"another-'))
-    agreed = iter([[None, None, False], [None, None, False], [None, None, False], []])
+    nothing = [None, None, False]  # after a broadcast that only waits for all
+    agreed = iter([None, nothing, None, nothing, None, nothing, []])
     monkeypatch.setattr(measuring, "joined_rank", lambda: 1)
     monkeypatch.setattr(measuring, "broadcast_from_first_rank", lambda _: next(agreed))
     with pytest.raises(SystemExit) as end:

@@ -32,14 +32,21 @@ TILED = ("tests/nn/test_tiled_attention.py",)
 
 MISTAKES = [
     *_all(
+        "parallel/phases.py",
+        EXACT,
+        ring_never_divides=("last = divisor if divisor and s == p - 2 else 1", "last = 1"),
+        butterfly_sends_the_wrong_chunk=(
+            "Step(pieces[target][i], target, pieces[r]",
+            "Step(pieces[source][i], target, pieces[r]",
+        ),
+        one_shot_leaves_out_a_rank=("for other in others:", "for other in others[1:]:"),
+        a_folded_rank_is_not_added=("inward=True, add=True)", "inward=True, add=False)"),
+        the_wrong_half_is_kept=("kept = k & -distance  #", "kept = ~k & -distance  #"),
+    ),
+    *_all(
         "parallel/collectives.py",
         EXACT,
-        ring_never_divides=("True, divisor if s == p - 2 else 1)", "True, 1)"),
-        butterfly_sends_the_wrong_chunk=("Step(pieces[target][i], target,", "Step(pieces[source][i], target,"),
-        one_shot_leaves_out_a_rank=("for other in others:", "for other in others[1:]:"),
-        doubling_divides_a_round_early=("is_last = 2 * distance == q", "is_last = 4 * distance == q"),
-        a_folded_rank_is_not_added=("sent, received, add=inward)", "sent, received, add=False)"),
-        halves_come_back_in_the_wrong_order=("in reversed(given):", "in given:"),
+        doubling_divides_a_round_early=("is_last = 2 * distance == len(ranks)", "is_last = 4 * distance == len(ranks)"),
     ),
     *_all(
         "parallel/reduction.py",

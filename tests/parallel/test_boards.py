@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from labkit.parallel.all_gather import all_gather
 from labkit.parallel.collectives import all_reduce
 from labkit.parallel.launch import run_ranks
 from labkit.parallel.transport import POINT_TO_POINT, SHARED, find_transport
@@ -245,20 +244,4 @@ def _show_in_groups() -> list[bool]:
                 x = torch.full((5,), dist.get_rank() + 10.0 * number)
                 all_reduce(x, group, op="sum", transport=SHARED)
                 found.append(x.tolist() == [3.0 + 30 * number] * 5)
-    return found
-
-
-@pytest.mark.parametrize("length", [0, 1, 5, MOST_BYTES // 4, MOST_BYTES // 4 + 1])
-def test_an_all_gather_has_everybodys_vector_whichever_way_it_goes(length: int) -> None:
-    for rows in run_ranks(_gather, length, world_size=3):
-        assert rows == dict.fromkeys((SHARED, POINT_TO_POINT), [[0.0], [1.0], [2.0]] if length else [[], [], []])
-
-
-def _gather(length: int) -> dict[str, list[list[float]]]:
-    """The values in each rank's row."""
-    found = {}
-    for transport in (SHARED, POINT_TO_POINT):
-        gathered = all_gather(torch.full((length,), float(dist.get_rank())), transport=transport)
-        assert gathered.shape == (3, length)
-        found[transport] = [row.unique().tolist() for row in gathered]
     return found

@@ -1,7 +1,7 @@
 """Is the model the same one on every rank? And making it so: values of the first rank for all."""
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -20,21 +20,35 @@ def check_replicas(module: nn.Module, settings: Mapping[str, object], group: dis
     too, since gradients are averaged in the order in which they lie in memory.
     """
     state = [*module.named_parameters(), *module.named_buffers()]
-    described = [f"{name}={value}" for name, value in settings.items()]
-    described += [_describe(name, tensor) for name, tensor in state]
+    described = [_describe(name, tensor) for name, tensor in state]
     device = state[0][1].device if state else _device_of(group)
-    number = torch.tensor([len(described), -len(described)], device=device)
+    check_same_on_all_ranks("model", settings, described, device, group)
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        raise ValueError("expected a module with at least one parameter that requires a gradient")
+
+
+def check_same_on_all_ranks(
+    what: str,
+    settings: Mapping[str, object],
+    tensors: Sequence[str],
+    device: torch.device,
+    group: dist.ProcessGroup | None,
+) -> None:
+    """ValueError, on every rank or on none, unless settings and descriptions of tensors are the same. A collective.
+
+    As many settings on every rank; `device` is where the group's collectives work.
+    """
+    described = [*(f"{name}={value}" for name, value in settings.items()), *tensors]
+    number = torch.tensor([len(tensors), -len(tensors)], device=device)
     dist.all_reduce(number, op=dist.ReduceOp.MAX, group=group)
-    most, fewest = (int(n) - len(settings) for n in (number[0], -number[1]))
+    most, fewest = int(number[0]), -int(number[1])
     if most != fewest:
-        raise ValueError(f"expected the same model on every rank, got {fewest} to {most} parameters and buffers")
+        raise ValueError(f"expected the same {what} on every rank, got {fewest} to {most} parameters and buffers")
     digests = torch.tensor([_digest(text) for text in described], device=device)
     bounds = torch.stack([digests, -digests])
     dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=group)
     if differing := (bounds[0] != -bounds[1]).nonzero().flatten().tolist():
-        raise ValueError(f"expected the same model on every rank; they differ at {described[differing[0]]} (here)")
-    if not any(parameter.requires_grad for parameter in module.parameters()):
-        raise ValueError("expected a module with at least one parameter that requires a gradient")
+        raise ValueError(f"expected the same {what} on every rank; they differ at {described[differing[0]]} (here)")
 
 
 @torch.no_grad()

@@ -34,7 +34,7 @@ def memory(frame: pd.DataFrame) -> pd.DataFrame:
 
     `peak_bytes` is the growth above the inputs. The prediction is that of the explicit version, or of tiling.
     """
-    if frame.empty or "saved_bytes" not in frame:
+    if frame.empty or not {"saved_bytes", "peak_bytes"} <= set(frame):
         return empty("saved_bytes", "peak_bytes", "predicted_saved_bytes", "predicted_peak_bytes", "width")
     by = [*SETTING, "implementation"]
     saved = frame[frame["phase"] == "saved"].groupby(by)["saved_bytes"].sum()

@@ -158,7 +158,7 @@ def own_against_torch_by_bucket(frame: pd.DataFrame) -> pd.DataFrame:
 
 def accumulation(frame: pd.DataFrame) -> pd.DataFrame:
     """A step over micro-batches, averaged after the last one only, over averaged after every one: `ratio`."""
-    if frame.empty or "synchronized" not in frame:
+    if frame.empty or not {"synchronized", "seconds"} <= set(frame):
         return pd.DataFrame(columns=[*SETTING, "micro_batches", "implementation", "ratio", "low", "high", "verdict"])
     rows = frame[frame["sweep"] == "accumulation"].dropna(subset=["seconds", "synchronized"])
     setting = [*SETTING, "micro_batches", "implementation"]

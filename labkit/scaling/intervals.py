@@ -1,0 +1,89 @@
+"""How wrong a prediction may be: quantiles of cross-validated residuals, by group of similarity.
+
+A residual is ln(measured / predicted) of a published run whose whole model was left out of the fit (conformal
+prediction with whole models as the unit, so that the interval holds for a model nobody fitted to). A run gets the
+quantiles of the most similar group that has enough rows: its framework in its regime, its framework, or, for a
+framework never seen, the residuals of frameworks left out as a whole.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from labkit.scaling.constants import Constants
+from labkit.scaling.model import Numbers
+from labkit.scaling.runs import Flags, Runs
+
+LEVELS = (0.05, 0.10, 0.90, 0.95)
+ENOUGH = 40
+"""Rows from which a group has quantiles of its own: a 5 % tail is two rows."""
+BEYOND = 1.5
+"""By this factor both ends move out beyond the published rows: another architecture, more GPUs, longer sequences."""
+
+
+def regimes(runs: Runs, unstable: Flags) -> NDArray[np.str_]:
+    """The group of similarity of each run beyond its framework: what was seen to make errors larger."""
+    across = runs.tp > runs.gpus_per_node
+    names = np.where(runs.pp > 1, "pipeline", "flat")
+    names = np.where(across, np.char.add(names, "+wide"), names)
+    return np.where(unstable, "unstable", names)
+
+
+def factors(runs: Runs, constants: Constants, *, unstable: Flags) -> tuple[Numbers, Numbers, Numbers, Numbers]:
+    """The ends of the 90 and 80 % intervals over the prediction: (low 90, low 80, high 80, high 90)."""
+    keys = np.char.add(np.char.add(runs.framework.astype(str), "/"), regimes(runs, unstable))
+    logs = np.empty((len(runs), len(LEVELS)))
+    for key in np.unique(keys):
+        logs[keys == key] = of_key(key, constants)
+    seen = constants.seen
+    beyond = (runs.gpus > seen["gpus"]) | (runs.seq_len > seen["seq_len"])
+    beyond |= ~np.isin(runs.architecture, seen["architectures"])
+    logs = np.where(beyond[:, None], BEYOND * logs, logs)
+    low_90, low_80, high_80, high_90 = np.exp(logs).T
+    return np.minimum(low_90, 1.0), np.minimum(low_80, 1.0), np.maximum(high_80, 1.0), np.maximum(high_90, 1.0)
+
+
+def of_key(key: str, constants: Constants) -> Numbers:
+    """Quantiles at `LEVELS` of ln(measured / predicted) for "framework/regime"."""
+    framework, _, _ = key.partition("/")
+    for name in (key, framework, "never seen"):
+        if name in constants.residuals:
+            return np.asarray(constants.residuals[name])
+    raise AssertionError("the fit writes residuals of frameworks never seen")
+
+
+def quantiles_by_group(
+    framework: NDArray[np.str_], regime: NDArray[np.str_], residuals: Numbers
+) -> dict[str, list[float]]:
+    """Quantiles at `LEVELS` of every framework, and of each of its regimes with `ENOUGH` rows.
+
+    A framework with fewer rows than that has the wider of its own quantiles and of those of all frameworks alike: few
+    rows of two models say little about a third.
+    """
+    found: dict[str, list[float]] = {}
+    pooled = conformal(alike(framework, residuals))
+    for name in np.unique(framework):
+        own = framework == name
+        found[str(name)] = conformal(residuals[own])
+        if own.sum() < ENOUGH:
+            low = np.minimum(found[str(name)][:2], pooled[:2])
+            found[str(name)] = [*low.tolist(), *np.maximum(found[str(name)][2:], pooled[2:]).tolist()]
+        for kind in np.unique(regime[own]):
+            rows = own & (regime == kind)
+            if rows.sum() >= ENOUGH:
+                found[f"{name}/{kind}"] = conformal(residuals[rows])
+    return found
+
+
+def alike(group: NDArray[np.str_], residuals: Numbers) -> Numbers:
+    """Residuals in which every group weighs as much, whatever its rows: the next one may be like any of them."""
+    quantiles = np.linspace(0, 1, 201)
+    return np.concatenate([np.quantile(residuals[group == name], quantiles) for name in np.unique(group)])
+
+
+def conformal(residuals: Numbers) -> list[float]:
+    """Quantiles at `LEVELS` with the finite-sample correction: of n residuals, rank q (n + 1), outwards."""
+    count = len(residuals)
+    ordered = np.sort(residuals)
+    low = [ordered[max(int(np.floor(level * (count + 1))) - 1, 0)] for level in LEVELS[:2]]
+    high = [ordered[min(int(np.ceil(level * (count + 1))) - 1, count - 1)] for level in LEVELS[2:]]
+    return [float(value) for value in (*low, *high)]

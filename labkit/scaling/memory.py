@@ -1,0 +1,147 @@
+"""Memory of every pipeline stage, by part: parameters, gradients, optimizer, activations, logits, buffers.
+
+Activations follow Korthikanti et al. 2022, "Reducing activation recomputation" (arXiv:2205.05198, section 4), made
+general for grouped queries, gated feed-forward parts and tiled attention. What PyTorch's allocator reserves is that
+times the share it loses to fragmentation.
+
+Legend: s sequence, b sequences, h hidden, f ffn, a heads, t tensor-parallel ranks, V vocabulary; bytes.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from labkit.scaling import pipeline
+from labkit.scaling.constants import Rows
+from labkit.scaling.model import Numbers
+from labkit.scaling.runs import Flags, Runs
+
+GIB = 2**30
+MOST_HELD = 0.2
+PARTS = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers", "fragmentation", "runtime")
+
+
+@dataclass(frozen=True)
+class Stages:
+    """Bytes by part of every stage of every run, (n, stages); beyond a run's pp everything is zero."""
+
+    parts: dict[str, Numbers]
+    allocated: Numbers
+    """What outlives a micro-batch, at the end of a step, (n, stages): parameters, gradients, optimizer."""
+
+    @property
+    def reserved(self) -> Numbers:
+        return np.sum([self.parts[name] for name in PARTS], axis=0)
+
+    @property
+    def peak_gib(self) -> Numbers:
+        """Of the fullest stage, (n,)."""
+        return self.reserved.max(axis=1) / GIB
+
+
+def layer_activations(runs: Runs, unfused: Numbers, fused: Numbers) -> tuple[Numbers, Numbers]:
+    """Bytes a layer keeps of one micro-batch for its backward pass, (n,).
+
+    Table 2 of the paper and its sum, s b h (10 + 24/t + 5as/(ht)): 10 are inputs of norms and of both column-parallel
+    products and two dropout masks, which sequence parallelism divides by t; 24 are query, key, value, attention
+    output (8) and the feed-forward part (16); 5as are scores, absent with tiled attention and selective recomputation.
+    """
+    gated = np.where(fused > 0, 2.0, 4.0) * runs.ffn_gated
+    inside = 2 * runs.hidden + 4 * runs.kv_width + 2 * runs.hidden + (4 + gated) * runs.ffn
+    keeps_scores = (unfused > 0) & (runs.recompute == "none")
+    scores = np.where(keeps_scores, 5 * runs.heads * runs.seq_len / runs.cp, 0.0)
+    around = np.where(fused > 0, 8, 10) * runs.hidden
+    kept = around * runs.sequence_share + (inside + scores) / runs.tp
+    kept = np.where(runs.has("op_recompute"), 0.5 * kept, kept)
+    only_input = 2 * runs.hidden * runs.sequence_share
+    kept = np.where(runs.has("layer_recompute"), 0.5 * (kept + only_input), kept)
+    again = np.where(runs.recompute == "full", runs.tokens * kept, 0.0)
+    return runs.tokens * np.where(runs.recompute == "full", only_input, kept), again
+
+
+def micro_batches_alive(runs: Runs) -> Numbers:
+    """Micro-batches whose activations stage i holds at once, (n, stages): min(m, pp - i) under 1F1B.
+
+    Interleaved, the first stage holds 1 + (pp - 1)/(pp vp) times as much (arXiv:2205.05198, section 4.2.3).
+    """
+    stages = int(runs.pp.max())
+    index, pp, vp = np.arange(stages)[None, :], runs.pp[:, None], runs.vp[:, None]
+    alive = np.minimum(pp - index, runs.micro_batches[:, None])
+    interleaved = np.where(vp > 1, 1 + (pp - 1) / (pp * vp), 1.0)
+    return np.where(index < pp, alive * interleaved, 0.0)
+
+
+def stages(runs: Runs, constants: Rows) -> Stages:
+    """What every stage holds at its fullest moment."""
+    layers = runs.once(pipeline.layers_per_stage)
+    index = np.arange(layers.shape[1])[None, :]
+    is_first, is_last, exists = index == 0, index == runs.pp[:, None] - 1, index < runs.pp[:, None]
+    parameters = _parameters(runs, layers, is_first, is_last)
+    sharded, whole = _divided(runs)
+    weights = np.where(whole, 2 * parameters, 0.0)
+    weights = weights + np.where(whole, 0.0, 4 * (runs.layer_parameters / runs.tp)[:, None])  # two layers gathered
+    low = runs.has("low_precision_master")[:, None]
+    gradients = np.where(low, 2.0, constants["gradient_bytes"][:, None]) * parameters
+    gradients = gradients / np.where(np.isin(runs.shard, ("zero2", "zero3", "hsdp"))[:, None], sharded, 1.0)
+    optimizer = np.where(low, 4.0, 12.0) * parameters / np.where((runs.shard == "none")[:, None], 1.0, sharded)
+    kept, again = layer_activations(runs, constants["unfused_attention"], constants["fused_operators"])
+    activations = (kept * constants["activation_scale"])[:, None] * layers * runs.once(micro_batches_alive)
+    held = _held_gathers(runs, constants)
+    columns = (runs.tokens * runs.vocab / runs.tp)[:, None]
+    buffers = runs.tokens * (2 * runs.hidden + constants["transient_ffn"] * runs.ffn / runs.tp)
+    parts = {
+        "parameters": weights,
+        "gradients": gradients,
+        "optimizer": optimizer,
+        "activations": activations + held[:, None] * (layers > 0),
+        "logits": np.where(is_last, constants["logit_bytes"][:, None] * columns, 0.0),
+        "buffers": np.broadcast_to(buffers[:, None] + again[:, None], layers.shape),
+    }
+    parts = {name: np.where(exists, value, 0.0) for name, value in parts.items()}
+    total = np.sum(list(parts.values()), axis=0)
+    allocated = _allocated(runs, parameters)
+    lost = np.maximum((constants["fragmentation"][:, None] - 1) * total, allocated - total)
+    parts["fragmentation"] = np.where(exists, lost, 0.0)
+    parts["runtime"] = np.where(exists, constants["runtime_bytes"][:, None], 0.0)
+    return Stages(parts, np.where(exists, allocated, 0.0))
+
+
+def _held_gathers(runs: Runs, constants: Rows) -> Numbers:
+    """Gathered activations that wait for the communication stream where the CPU runs ahead of a slow network.
+
+    Seen with tensor parallelism across nodes and no pipeline. The allocator takes them back when memory is short, so
+    that they never are more than a share of it.
+    """
+    waits = (runs.pp == 1) & (runs.tp > runs.gpus_per_node)
+    held = constants["held_gathers"] * runs.tokens * runs.hidden * runs.layers
+    return np.where(waits, np.minimum(held, MOST_HELD * runs.memory_gib * GIB), 0.0)
+
+
+def _parameters(runs: Runs, layers: Numbers, is_first: Flags, is_last: Flags) -> Numbers:
+    """Parameters on a rank of each stage; a tied model of several stages has the embedding at both ends."""
+    embedding = runs.embedding_parameters[:, None] * (
+        is_first + is_last * ((runs.tied == 0) | (runs.pp > 1))[:, None].astype(float)
+    )
+    return (layers * runs.layer_parameters[:, None] + embedding) / runs.tp[:, None]
+
+
+def _divided(runs: Runs) -> tuple[Numbers, Flags]:
+    """Over how many ranks a sharded part is divided, and whether the parameters are whole on each of them; (n, 1)."""
+    ranks = runs.dp * runs.cp
+    inside = np.maximum(runs.gpus_per_node / (runs.tp * runs.cp), 1) * runs.cp
+    ranks = np.where(runs.shard == "hsdp", np.minimum(ranks, inside), ranks)
+    return ranks[:, None], ~np.isin(runs.shard, ("zero3", "hsdp"))[:, None]
+
+
+def _allocated(runs: Runs, parameters: Numbers) -> Numbers:
+    """nanotron's `peak_allocated`: at the end of a step, activations gone.
+
+    18 bytes a parameter are 2 (bf16), 4 (gradients in float32), 4 + 8 (master weights and AdamW); data-parallel ranks
+    add 2 of reduced gradients in bf16. Sharded (zero1): 10 whole, two copies of the gradients among them, and 14 / dp.
+    """
+    tokens_hidden = (runs.micro_batch * runs.seq_len * runs.hidden)[:, None]
+    whole = np.where(runs.dp == 1, 18.05, 20.06)[:, None]
+    divided = (10.05 + 14 / runs.dp)[:, None]
+    a_parameter = np.where((runs.shard == "none")[:, None], whole, divided)
+    is_published = (runs.framework == "nanotron")[:, None]
+    return np.where(is_published, a_parameter * parameters + 4 * tokens_hidden + 0.06 * GIB, 0.0)

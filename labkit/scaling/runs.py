@@ -1,0 +1,158 @@
+"""Many runs as columns: what every formula of this package takes, so that a table of thousands is one evaluation."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from labkit.scaling.hardware import Hardware
+from labkit.scaling.layout import Layout
+from labkit.scaling.model import Model, Numbers, embedding_parameters, kv_width, layer_parameters
+
+Flags = NDArray[np.bool_]
+_MODEL = ("layers", "hidden", "heads", "ffn", "vocab", "ffn_gated", "tied")
+_LAYOUT = ("tp", "sequence_parallel", "pp", "vp", "cp", "dp", "micro_batch", "global_batch", "compiled")
+_HARDWARE = (
+    *("peak_tflops", "memory_gib", "memory_gb_s", "link_gb_s", "network_gbps", "fp8_ratio"),
+    *("multiprocessors", "gpus_per_node", "clock_share"),
+)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training to be predicted. `framework` names a profile of constants; "generic" for one never seen."""
+
+    model: Model
+    hardware: Hardware
+    layout: Layout
+    seq_len: int
+    framework: str = "generic"
+
+
+@dataclass(frozen=True, eq=False)
+class Runs:
+    """Columns of n runs, each of shape (n,), float64 unless they are names. Units as in `Run`'s parts."""
+
+    layers: Numbers
+    hidden: Numbers
+    heads: Numbers
+    ffn: Numbers
+    vocab: Numbers
+    ffn_gated: Numbers
+    tied: Numbers
+    kv_heads: Numbers
+    seq_len: Numbers
+    tp: Numbers
+    sequence_parallel: Numbers
+    pp: Numbers
+    vp: Numbers
+    cp: Numbers
+    dp: Numbers
+    micro_batch: Numbers
+    global_batch: Numbers
+    compiled: Numbers
+    peak_tflops: Numbers
+    memory_gib: Numbers
+    memory_gb_s: Numbers
+    link_gb_s: Numbers
+    network_gbps: Numbers
+    fp8_ratio: Numbers
+    multiprocessors: Numbers
+    gpus_per_node: Numbers
+    clock_share: Numbers
+    shard: NDArray[np.str_]
+    recompute: NDArray[np.str_]
+    precision: NDArray[np.str_]
+    architecture: NDArray[np.str_]
+    framework: NDArray[np.str_]
+    options: NDArray[np.object_]
+
+    @classmethod
+    def of(cls, runs: Sequence[Run]) -> "Runs":
+        """Columns of these runs. ValueError for none."""
+        if not runs:
+            raise ValueError("expected one run or more")
+        numbers = {name: [getattr(run.model, name) for run in runs] for name in _MODEL}
+        numbers |= {name: [getattr(run.layout, name) for run in runs] for name in _LAYOUT}
+        numbers |= {name: [getattr(run.hardware, name) for run in runs] for name in _HARDWARE}
+        numbers |= {"kv_heads": [run.model.groups for run in runs], "seq_len": [run.seq_len for run in runs]}
+        names = {name: [getattr(run.layout, name) for run in runs] for name in ("shard", "recompute", "precision")}
+        names |= {"architecture": [run.hardware.architecture for run in runs]}
+        names |= {"framework": [run.framework for run in runs]}
+        options = np.empty(len(runs), dtype=object)
+        options[:] = [run.layout.options for run in runs]
+        return cls(
+            **{name: np.array(values, dtype=np.float64) for name, values in numbers.items()},  # type: ignore[arg-type]
+            **{name: np.array(values) for name, values in names.items()},
+            options=options,
+        )
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def take(self, rows: Any) -> "Runs":
+        """The rows that a mask or indices select."""
+        return Runs(**{field.name: getattr(self, field.name)[rows] for field in fields(self)})
+
+    def has(self, option: str) -> Flags:
+        if option not in self._flags:
+            self._flags[option] = np.array([option in options for options in self.options], dtype=bool)
+        return self._flags[option]
+
+    @cached_property
+    def _flags(self) -> dict[str, Flags]:
+        return {}
+
+    def once(self, function: Callable[["Runs"], Numbers]) -> Numbers:
+        """What `function` makes of these runs, computed once however often constants change."""
+        if function not in self._known:
+            self._known[function] = function(self)
+        return self._known[function]
+
+    @cached_property
+    def _known(self) -> dict[Callable[["Runs"], Numbers], Numbers]:
+        return {}
+
+    @cached_property
+    def codes(self) -> dict[str, tuple[NDArray[np.str_], NDArray[np.intp]]]:
+        """For the two columns that constants depend on: the names there are, and which of them each row has."""
+        return {
+            column: np.unique(getattr(self, column), return_inverse=True) for column in ("architecture", "framework")
+        }
+
+    @cached_property
+    def micro_batches(self) -> Numbers:
+        return self.global_batch / (self.dp * self.micro_batch)
+
+    @cached_property
+    def tokens(self) -> Numbers:
+        """Tokens of one micro-batch on one rank: b S / cp."""
+        return self.micro_batch * self.seq_len / self.cp
+
+    @cached_property
+    def gpus(self) -> Numbers:
+        return self.tp * self.pp * self.cp * self.dp
+
+    @cached_property
+    def nodes(self) -> Numbers:
+        return np.ceil(self.gpus / self.gpus_per_node)
+
+    @cached_property
+    def sequence_share(self) -> Numbers:
+        """What sequence parallelism leaves a rank of the norms, dropouts and residuals: 1/tp with it, 1 without."""
+        return np.where(self.sequence_parallel > 0, 1 / self.tp, 1.0)
+
+    @cached_property
+    def layer_parameters(self) -> Numbers:
+        return np.asarray(layer_parameters(self))
+
+    @cached_property
+    def embedding_parameters(self) -> Numbers:
+        return np.asarray(embedding_parameters(self))
+
+    @cached_property
+    def kv_width(self) -> Numbers:
+        return np.asarray(kv_width(self))
