@@ -322,7 +322,8 @@ def test_a_timeline_without_collectives_says_so(monkeypatch):
 def test_a_point_whose_alternatives_are_all_wrong_keeps_their_reasons(monkeypatch):
     wrong = [{"implementation": "torch", "gate": "wrong: error 1e+00"}]
     monkeypatch.setattr(worker, "_right_ones", lambda *_: ({}, wrong))
-    assert list(worker._phases(None, None, "cpu")) == wrong
+    point = STUDY.points(STUDY.profiles["smoke"], describe_machine())[0]
+    assert list(worker._phases(point, None, "cpu")) == wrong
 
 
 def test_points_take_nccl_with_a_gpu_a_rank_and_gloo_where_ranks_share_one():

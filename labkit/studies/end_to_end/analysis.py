@@ -149,7 +149,7 @@ def warmup_effect(frame: pd.DataFrame) -> pd.DataFrame:
     columns = [*MODEL, "repeat", "warmup", "mean_s", "std_s"]
     table = pd.DataFrame(found, columns=columns)
     if table.empty:
-        return table.assign(over_steady=[], ratio_low=[], ratio_high=[], verdict=[])
+        return table.assign(over_steady=[], ratio_low=[], ratio_high=[], p=[], verdict=[])
     most = table["warmup"].max()
     means = summarize_groups(table, "mean_s", [*MODEL, "warmup"]).rename(columns={"median": "mean_s", "std": "between"})
     spreads = summarize_groups(table, "std_s", [*MODEL, "warmup"]).rename(columns={"median": "std_s"})

@@ -106,7 +106,8 @@ def warmup(frame: pd.DataFrame) -> Answer | None:
         first = steps[(steps[analysis.MODEL] == list(key)).all(axis=1)].sort_values("step_number").iloc[0]
         sentences.append(_warming(_model(key, effect), first, of_model))
     earlier = effect[effect["warmup"] < effect["warmup"].max()]
-    faster, slower = significant(earlier)
+    over_steady = earlier.rename(columns={"over_steady": "ratio"})
+    faster, slower = (earlier.loc[rows.index] for rows in significant(over_steady))
     if slower.empty and faster.empty:
         sentences.insert(0, "No number of warm-up steps is shown to change the mean beyond chance.")
         return Answer(WARMUP, "no difference shown", " ".join(sentences), "first_steps")
