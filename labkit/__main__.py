@@ -113,7 +113,9 @@ def measure(
     config = resolve_config(lab, study.profiles, profile, parse_assignments(settings or []))
     with _progress("measure", lab) as show:
         if resume is None:
-            run = measuring.measure(study, config, profile=profile, on_progress=show, on_output=_print_output)
+            run = measuring.measure(
+                study, config, profile=profile, on_progress=show, on_start=_tell_of_load, on_output=_print_output
+            )
         else:
             path = find_run([runs_directory() / lab], resume)
             run = measuring.resume(study, path, on_progress=show, on_output=_print_output)
@@ -144,8 +146,6 @@ def report(
     from labkit.lab.runs import measure as measuring
     from labkit.lab.runs.store import find_run
     from labkit.lab.units import format_seconds
-    from labkit.machine import describe_machine
-    from labkit.machine.load import disturbances, load_before_measuring
 
     studies = [load_study(lab) for lab in (labs or LABS)]
     for option, given in (("--run", run), ("--resume", resume)):
@@ -160,8 +160,7 @@ def report(
     output = output or reports_directory()
     check_report(studies, parameters, output)
     if run is None:
-        for disturbance in disturbances(load_before_measuring(), describe_machine().cores):
-            err.print(_plain(disturbance), soft_wrap=True)
+        _tell_of_load()
     results = []
     for study in studies:
         with _progress("report", study.name) as show:
@@ -264,6 +263,15 @@ def _progress(command: str, lab: str) -> "Iterator[Callable[[Progress], None]]":
 def _print_output(line: str) -> None:
     """What the ranks print, above the progress line."""
     err.print(_plain(line), soft_wrap=True)
+
+
+def _tell_of_load(run: Path | None = None) -> None:
+    """What else keeps this machine busy; the page says so, too."""
+    from labkit.machine import describe_machine
+    from labkit.machine.load import disturbances, load_before_measuring
+
+    for disturbance in disturbances(load_before_measuring(), describe_machine().cores):
+        err.print(_plain(disturbance), soft_wrap=True)
 
 
 def _plain(value: object) -> str:

@@ -107,7 +107,7 @@ MISTAKES = [
     (["report", "all_reduce", "--set", "wrold_sizes=[2]"], ["'wrold_sizes'", "did you mean 'world_sizes'"]),
     (["measure", "all_reduce", "--set", "world_sizes=2 4"], ["'world_sizes'", "list", "'2 4'"]),
     (["report", "all_reduce", "--set", "sizes_bytes=[-1]"], ["'sizes_bytes'", "greater than or equal to 1", "-1"]),
-    (["report", "--resume", "RUN"], ["--resume is of one lab"]),
+    (["report", "--resume", "RUN"], ["--resume belongs to one lab"]),
     (["report", "all_reduce", "--resume", "RUN", "--profile", "smoke"], ["takes its parameters from the run"]),
     (["report", "all_reduce", "--profile", "quik"], ["'quik'", "did you mean 'quick'"]),
     (["measure", "al_reduce"], ["'al_reduce'", "did you mean 'all_reduce'"]),

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from labkit import __main__ as program
 from labkit.lab.pages import cards
 from labkit.lab.runs.measure import measure
 from labkit.lab.runs.store import Run
@@ -57,10 +58,14 @@ def test_a_measurement_does_not_see_itself_and_leaves_nothing_behind(tmp_path):
 
 
 @pytest.mark.usefixtures("other")
+def test_the_terminal_tells_of_another_measurement(capsys):
+    program._tell_of_load()
+    assert capsys.readouterr().err.startswith("Another labkit measurement")
+
+
+@pytest.mark.usefixtures("other")
 def test_a_run_records_the_load_and_its_page_tells_of_another_measurement(tmp_path):
-    said = []
-    run = measure(FAKE, CONFIG, profile="smoke", directory=tmp_path / "runs", on_output=said.append)
-    assert said[0].startswith("Another labkit measurement")
+    run = measure(FAKE, CONFIG, profile="smoke", directory=tmp_path / "runs")
     assert run.header.load.other_measurements == 1
     assert run.header.load.busy_cores >= 0
     assert len(run.disturbed) == 2

@@ -138,7 +138,7 @@ def test_a_precision_that_the_device_does_not_have_leaves_the_others_alone(monke
 
     monkeypatch.setattr(worker, "_loss_and_gradients", refuse(worker._loss_and_gradients, "bfloat16"))
     monkeypatch.setattr(worker.torch, "ones", refuse(torch.ones, "torch.bfloat16"))
-    rates = SimpleNamespace(flops_per_s=[1.0])
+    rates = SimpleNamespace(flops_per_s=[1.0], gate="ok")
     monkeypatch.setattr(worker, "time_matmuls", lambda device, dtypes, **_: dict.fromkeys(dtypes, rates))
     for rows in (list(measure_point(SPEED)), list(measure_point(replace(SPEED, part="rates")))):
         assert [row["gate"] for row in rows if row["alternative"] == "bfloat16"] == [

@@ -20,7 +20,7 @@ from labkit.lab.runs.store import Run, RunFileError, RunHeader
 from labkit.lab.runs.writer import RunWriter
 from labkit.lab.study import Study
 from labkit.machine import describe_machine
-from labkit.machine.load import announced, disturbances, load_before_measuring, load_while_measuring
+from labkit.machine.load import announced, load_before_measuring, load_while_measuring
 from labkit.parallel.launch import PointEnd, Row, launch
 from labkit.parallel.ranks.capacity import why_too_many
 from labkit.parallel.ranks.joined import broadcast_from_first_rank, is_joined, joined_rank, ranks_by_host
@@ -66,9 +66,6 @@ def measure(
         raise SystemExit(0)
     with RunWriter.create(folder, header) as writer, announced():
         on_start(writer.path)
-        if on_output is not None:
-            for disturbance in disturbances(load, machine.cores):
-                on_output(disturbance)
         if unavailable:
             for point in points:
                 writer.end_point(point, "skipped", reason=unavailable)
