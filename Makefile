@@ -49,12 +49,13 @@ lint: $(VENV)/installed-test ## style and types only
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# What JupyterLab starts (its terminals, `!labkit`) finds this environment's commands first.
+# What JupyterLab starts (its terminals, `!labkit`) finds this environment's commands first; a login shell, which is what
+# its terminals run where nobody looks at its output, would set another PATH.
 lab: export PATH := $(abspath $(BIN)):$(PATH)
 lab: install ## JupyterLab on the notebooks; ARGS="--port 9999 --no-browser" for jupyter
 	$(if $(IS_ROOT),@echo "running as root: JupyterLab is started with --allow-root")
 	$(BIN)/jupyter lab --ServerApp.root_dir="$(CURDIR)" --LabApp.default_url=/lab/tree/notebooks/00_start_here.ipynb \
-		--KernelManager.transport_encryption=auto \
+		--KernelManager.transport_encryption=auto --ServerApp.terminado_settings="shell_command=['$${SHELL:-sh}']" \
 		--FileContentsManager.pre_save_hook=labkit.lab.saved_notebooks.forget_version \
 		$(if $(IS_ROOT),--allow-root) $(ARGS)
 
