@@ -176,6 +176,9 @@ def test_make_lab_opens_the_project_with_its_commands_on_the_path_and_what_the_c
     assert f"--ServerApp.root_dir={ROOT}" in options
     assert "--LabApp.default_url=/lab/tree/notebooks/00_start_here.ipynb" in options
     assert options[-3:] == ["--port", "9999", "--no-browser"]
+    # not a login shell, which would set a path of its own
+    shell = os.environ.get("SHELL") or "sh"
+    assert f"--ServerApp.terminado_settings=shell_command=['{shell}']" in options
     assert ("--allow-root" in options) == (os.getuid() == 0)
 
 
