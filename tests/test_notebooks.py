@@ -255,6 +255,7 @@ def test_a_page_fits_a_narrow_screen(name, page_visit):
 def test_every_image_of_a_page_says_what_it_shows(name, page_visit):
     page, _, _ = page_visit(f"{name}.html")
     texts = page.evaluate("[...document.images].map(image => image.alt)")
+    texts += page.evaluate("[...document.querySelectorAll('.labkit-plot')].map(plot => plot.ariaLabel)")
     assert texts
     assert all(texts)
 

@@ -34,7 +34,6 @@ from labkit.machine import Machine, describe_machine
 # Every notebook has these two beside the parameters of its lab.
 COMMON_PARAMETERS = ("profile", "run")
 PAGE_MIME = "application/vnd.labkit.page+json"
-MOST_CSV_BYTES = 2**18  # embedded in a page; longer tables stay beside the figure's file
 
 
 def open_lab(study: Study, namespace: Mapping[str, Any]) -> "Lab":
@@ -142,22 +141,13 @@ class Lab:
         both are the alternative text. The plotted points travel along as a link to save them.
         """
         stem = figures_directory() / self.study.name / self.run.name / name
-        png = plot.save(stem)
-        csv = plot.csv().encode()
         finding, adds_to = self._answer_of(name)
+        png = plot.save(stem, finding.question.text if finding else None)
         self._figures[name] = caption
         if finding is not None:
             self._thumbnails[name] = base64.b64encode(thumbnail(png)).decode()
-        html, alt = cards.figure(
-            base64.b64encode(png).decode(),
-            plot.figure.get_figwidth(),
-            caption,
-            finding,
-            base64.b64encode(csv).decode() if len(csv) <= MOST_CSV_BYTES else None,
-            f"{self.study.name}_{name}",
-            adds_to=adds_to,
-        )
-        display(cards.Shown(html, f"{alt}\n{relative_to_project(stem)}.png"))
+        shown = cards.figure(plot, png, caption, finding, f"{self.study.name}_{name}", adds_to=adds_to)
+        display(shown.also(f"{relative_to_project(stem)}.png"))
 
     def _answer_of(self, figure: str) -> tuple[Answer | None, bool]:
         """The first answer that names the figure, and whether its headline is something else than the figure shows.

@@ -392,6 +392,13 @@ def test_the_page_opens_offline_fits_a_narrow_screen_and_can_be_read(scheme, tmp
         assert page.evaluate("document.documentElement.scrollWidth") <= 380
         assert page.evaluate(CONTRASTS) == []
         assert all(page.evaluate("[...document.images].map(image => image.alt)"))
+        plot = page.locator(".labkit-plot").first
+        plot.press("ArrowRight")
+        by_key = plot.locator(".labkit-tip").inner_text()
+        spot = plot.locator(".labkit-spot").bounding_box()
+        page.mouse.move(spot["x"] - 200, spot["y"])
+        page.mouse.move(spot["x"] + spot["width"] / 2, spot["y"] + spot["height"] / 2)
+        assert plot.locator(".labkit-tip").inner_text() == by_key != ""
         page.click("table.labkit-table thead button")  # made by the page's script, which its policy lets run
         assert page.locator("th[aria-sort=ascending]").count() == 1
         browser.close()

@@ -4,6 +4,7 @@ The same pieces serve JupyterLab and the exported page: a small style sheet trav
 the colors of whatever surrounds it. All text passes the templates, which escape it.
 """
 
+import base64
 import json
 import shlex
 from collections.abc import Mapping
@@ -12,8 +13,11 @@ from typing import Any
 
 import pandas as pd
 from IPython.display import HTML
+from markupsafe import Markup
 
 from labkit.lab.answers import Answer
+from labkit.lab.figures import Plot
+from labkit.lab.figures.vector import drawing
 from labkit.lab.pages.html import piece, piece_style
 from labkit.lab.project import relative_to_project
 from labkit.lab.runs.progress import Progress
@@ -40,6 +44,8 @@ UNIT_ENDINGS = (
     *(("_flops_per_s", ""), ("_bytes_per_s", ""), ("_gb_per_s", " (GB/s)"), ("_per_s", "_per_s")),
     *(("_bytes", ""), ("_s", ""), ("_percent", " (%)"), ("_ns_per_byte", " (ns/byte)")),
 )
+PIECE_MIME = "application/vnd.labkit.piece+json"  # what stands on the page for what a notebook shows
+MOST_CSV_BYTES = 2**18  # embedded in a page; longer tables stay beside the figure's file
 MOST_WORDS_OF_A_NAME = 4  # what is longer is a sentence, and an underscore in it is meant
 MANY = 100_000  # from here on a whole number is shown with separators
 
@@ -54,6 +60,11 @@ class Shown(HTML):
 
     def __repr__(self) -> str:
         return self._text
+
+    def also(self, line: str) -> "Shown":
+        """The same, with one more line in a console."""
+        self._text += f"\n{line}"
+        return self
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:  # IPython asks for it
         return self._records
@@ -163,10 +174,8 @@ def _aligned(columns: list[list[str]], numbers: list[bool]) -> list[str]:
     return ["  ".join(row).rstrip() for row in zip(*padded, strict=True)]
 
 
-def figure(
-    png: str, inches: float, drawn: str, finding: Answer | None, csv: str | None, file: str, *, adds_to: bool = False
-) -> tuple[str, str]:
-    """A figure with its caption, and its alternative text; `png` and `csv` are base64.
+def figure(plot: Plot, png: bytes, drawn: str, finding: Answer | None, file: str, *, adds_to: bool = False) -> Shown:
+    """A figure with its caption: as a picture in a notebook, as a drawing with values to point at on a page.
 
     The caption states what the answer found that the figure belongs to, then what is drawn. A figure that only
     `adds_to` an answer points at it.
@@ -177,8 +186,28 @@ def figure(
         text = finding.question.text if adds_to else finding.headline
         found = {"id": finding.question.id, "label": "More on" if adds_to else label, "text": text}
     alt = " ".join(part for part in (drawn or file, found["text"] if found and not adds_to else "") if part)
-    html = piece("figure", image=png, inches=inches, alt=alt, drawn=drawn, finding=found, csv=csv, file=file)
-    return html, alt
+    picture = piece("picture", image=base64.b64encode(png).decode(), inches=plot.figure.get_figwidth(), alt=alt)
+    about = {"drawn": drawn, "finding": found, "file": file, "csv": embedded_csv(plot)}
+    html = piece("figure", images=Markup(picture), has_switch=False, **about)
+    return Shown(html, alt, {PIECE_MIME: {"html": page_figure(plot, alt, about)}})
+
+
+def page_figure(plot: Plot, alt: str, about: Mapping[str, Any]) -> str:
+    """A figure as it stands on a page: as SVG, and once more with what was published, where there is any."""
+    each = {"plain": plot, "published": plot.with_published}
+    drawings = []
+    for kind, one in each.items():
+        if one is not None:
+            svg, places = drawing(one, f"{about['file']}-{kind}")
+            inches = one.figure.get_figwidth()
+            drawings.append(piece("drawing", svg=svg, places=places, inches=inches, alt=alt, kind=kind))
+    return piece("figure", images=Markup("".join(drawings)), has_switch=len(drawings) > 1, **about)
+
+
+def embedded_csv(plot: Plot) -> str | None:
+    """The plotted points as base64; None if they are too many to travel in a page."""
+    csv = plot.csv().encode()
+    return base64.b64encode(csv).decode() if len(csv) <= MOST_CSV_BYTES else None
 
 
 def answer(given: Answer) -> Shown:

@@ -151,9 +151,8 @@ def _figure(found: LabComparison, name: str, plot: Plot, drawn: str) -> str:
     for text in plot.figure.findobj(Text):
         if "$" in text.get_text():  # in a name that a run holds: nothing to be typeset
             text.set_parse_math(False)
-    png = base64.b64encode(plot.png()).decode()
-    csv = base64.b64encode(plot.csv().encode()).decode()
-    return cards.figure(png, plot.figure.get_figwidth(), drawn, None, csv, f"compare_{found.lab}_{name}")[0]
+    about = {"drawn": drawn, "finding": None, "file": f"compare_{found.lab}_{name}", "csv": cards.embedded_csv(plot)}
+    return cards.page_figure(plot, drawn, about)
 
 
 def _plots(found: LabComparison) -> Iterator[tuple[str, Plot, str]]:

@@ -17,6 +17,7 @@ from nbconvert import HTMLExporter
 from nbconvert.filters.markdown_mistune import IPythonRenderer, MarkdownWithMath
 
 from labkit.lab.notebook import PAGE_MIME
+from labkit.lab.pages.cards import PIECE_MIME
 from labkit.lab.pages.html import TEMPLATES, code_style, render, script, style_sheet
 
 PAGE_FORMAT = 1
@@ -76,6 +77,7 @@ def export_page(notebook: Path, page: Path, *, lab: str, title: str, error: str 
             {"format_version": PAGE_FORMAT, "lab": lab, "title": title, "error": error, "record": record}
         ),
         "hidden_mime": PAGE_MIME,
+        "piece_mime": PIECE_MIME,
     }
     body, _ = PageExporter().from_filename(str(notebook), resources={"labkit": about})
     entries = [{"anchor": anchor, "html": text} for anchor, text in _HEADING.findall(body)]

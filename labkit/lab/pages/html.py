@@ -34,8 +34,8 @@ def piece_style() -> str:
 
 
 def script() -> str:
-    """A page's script: tables are sorted by a click on a heading. Nothing is lost without it."""
-    return (TEMPLATES / "tables.js").read_text()
+    """A page's script: tables are sorted by a click, figures show their values. No text is lost without it."""
+    return "".join(path.read_text() for path in sorted(TEMPLATES.glob("*.js")))
 
 
 def script_hash() -> str:
