@@ -24,34 +24,11 @@ from labkit.lab.pages.export import page_record
 from labkit.lab.pages.report import write_index
 from labkit.lab.project import notebook_path, project_root, runs_directory
 from labkit.studies import LABS, load_study
+from tests.browser import CONTRASTS, opened_browser
 from tests.cases import thinned
 from tests.errands import Errand, Errands
 
 PAGES = thinned(["index", *LABS], lambda name: name in ("index", "all_reduce"))  # in a browser
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-
-
-# Texts with less than 4.5:1 between their color and the background of the nearest element that has one.
-CONTRASTS = """() => {
-  const channels = (text) => text.match(/[\\d.]+/g).map(Number);
-  const light = (color) => {
-    const [r, g, b] = color.map((c) => (c / 255 <= 0.03928 ? c / 255 / 12.92 : ((c / 255 + 0.055) / 1.055) ** 2.4));
-    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
-  };
-  const found = new Set();
-  const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
-  while (walker.nextNode()) {
-    const element = walker.currentNode.parentElement;
-    if (!walker.currentNode.textContent.trim() || ["SCRIPT", "STYLE"].includes(element.tagName)) continue;
-    let behind = element;
-    while (behind && channels(getComputedStyle(behind).backgroundColor)[3] === 0) behind = behind.parentElement;
-    const background = light(channels(getComputedStyle(behind ?? document.body).backgroundColor).slice(0, 3));
-    const text = light(channels(getComputedStyle(element).color).slice(0, 3));
-    const ratio = (Math.max(text, background) + 0.05) / (Math.min(text, background) + 0.05);
-    if (ratio < 4.5) found.add(`${ratio.toFixed(2)} ${element.tagName}.${element.className}`);
-  }
-  return [...found];
-}"""
 
 
 @pytest.fixture(scope="module")
@@ -128,25 +105,8 @@ def _begin_unmeasured(request):
 @pytest.fixture(scope="module")
 def page_visit(report):
     """Opens a page of the report in a browser, once in each context; returns it, its requests and console errors."""
-    if CHROMIUM is None:
-        pytest.skip("no chromium to open the pages with")
-    playwright = pytest.importorskip("playwright.sync_api")
-    with playwright.sync_playwright() as browsers:
-        browser = browsers.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
-
-        @cache
-        def visit(name, scheme="light", width=1280):
-            context = browser.new_context(color_scheme=scheme, viewport={"width": width, "height": 800})
-            page = context.new_page()
-            requests, errors = [], []
-            page.on("request", lambda request: requests.append(request.url))
-            page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
-            page.on("pageerror", lambda error: errors.append(str(error)))
-            page.goto((report / name).as_uri())
-            return page, requests, errors
-
-        yield visit
-        browser.close()
+    with opened_browser() as visit:
+        yield cache(lambda name, scheme="light", width=1280: visit(report / name, scheme, width))
 
 
 @pytest.mark.parametrize("lab", LABS)

@@ -18,7 +18,7 @@ from nbconvert.filters.markdown_mistune import IPythonRenderer, MarkdownWithMath
 
 from labkit.lab.notebook import PAGE_MIME
 from labkit.lab.pages.cards import PIECE_MIME
-from labkit.lab.pages.html import TEMPLATES, code_style, render, script, style_sheet
+from labkit.lab.pages.html import TEMPLATES, code_style, embed_json, render, script, style_sheet
 
 PAGE_FORMAT = 1
 """Of the record in a page: raised whenever what an index reads from it changes its name or meaning."""
@@ -93,11 +93,6 @@ def page_record(notebook: Path) -> dict[str, Any] | None:
             if record is not None:
                 return dict(record)
     return None
-
-
-def embed_json(value: Any) -> str:
-    """JSON that may stand inside a script element: nothing in it ends the element or begins a comment."""
-    return json.dumps(value).replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def read_page(page: Path) -> dict[str, Any] | None:
