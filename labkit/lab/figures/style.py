@@ -15,7 +15,6 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, Locator, LogLocator, MaxNLocator, NullFormatter, NullLocator
-from PIL import Image
 
 from labkit.lab.units import counted, format_bytes, formatter_of
 
@@ -30,7 +29,6 @@ MEASURED = "measured here"
 PUBLISHED = "published"
 ALL = "all"  # the column that tells one line or bar from another where the caller names none
 AT = "at"  # the column that says where on the x axis a point stands
-THUMBNAIL_WIDTH = 320  # pixels, shown at half of it
 FEW_PLACES = 4  # on the x axis: each gets a tick of its own
 FEWEST_TICKS = 3  # on a logarithmic axis; fewer do not tell its scale
 LEAST_SPAN = 0.04  # of an axis, relative to its values: three digits tell its ticks from one another
@@ -155,16 +153,6 @@ class Plot:
     def csv(self) -> str:
         """The plotted points as comma-separated values."""
         return (self.with_published or self).data.to_csv(index=False)
-
-
-def thumbnail(png: bytes) -> bytes:
-    """A figure small enough for an index: `THUMBNAIL_WIDTH` pixels, few colors, a few kilobytes."""
-    image = Image.open(io.BytesIO(png)).convert("RGB")
-    height = max(1, round(image.height * THUMBNAIL_WIDTH / image.width))
-    small = image.resize((THUMBNAIL_WIDTH, height), Image.Resampling.LANCZOS).quantize(32)
-    buffer = io.BytesIO()
-    small.save(buffer, format="PNG", optimize=True)
-    return buffer.getvalue()
 
 
 def finish_axes(axis: Axes, *, grid: str = "both") -> None:

@@ -7,17 +7,16 @@ the colors of whatever surrounds it. All text passes the templates, which escape
 import base64
 import json
 import shlex
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pandas as pd
 from IPython.display import HTML
 from markupsafe import Markup
 
-from labkit.lab.answers import Answer
 from labkit.lab.figures import Plot
 from labkit.lab.figures.vector import drawing
+from labkit.lab.findings import Finding, Question
 from labkit.lab.pages.html import piece, piece_style
 from labkit.lab.project import relative_to_project
 from labkit.lab.runs.progress import Progress
@@ -60,6 +59,11 @@ class Shown(HTML):
 
     def __repr__(self) -> str:
         return self._text
+
+    @property
+    def on_page(self) -> str:
+        """What stands for it on a page."""
+        return str(self._records.get(PIECE_MIME, {}).get("html", self.data))
 
     def also(self, line: str) -> "Shown":
         """The same, with one more line in a console."""
@@ -174,51 +178,40 @@ def _aligned(columns: list[list[str]], numbers: list[bool]) -> list[str]:
     return ["  ".join(row).rstrip() for row in zip(*padded, strict=True)]
 
 
-def figure(plot: Plot, png: bytes, drawn: str, finding: Answer | None, file: str, *, adds_to: bool = False) -> Shown:
-    """A figure with its caption: as a picture in a notebook, as a drawing with values to point at on a page.
+def figure(plot: Plot, png: bytes, alt: str, file: str, drawn: str = "") -> Shown:
+    """A figure, as a picture in a notebook and as a drawing with values to point at on a page.
 
-    The caption states what the answer found that the figure belongs to, then what is drawn. A figure that only
-    `adds_to` an answer points at it.
+    `drawn` is its caption, `alt` stands for it where it cannot be seen, `file` is the name of its numbers'.
     """
-    found = None
-    if finding is not None:
-        label = "Finding" if finding.verdict == "measured" else f"Finding ({finding.verdict})"
-        text = finding.question.text if adds_to else finding.headline
-        found = {"id": finding.question.id, "label": "More on" if adds_to else label, "text": text}
-    alt = " ".join(part for part in (drawn or file, found["text"] if found and not adds_to else "") if part)
+    about = {"drawn": drawn, "file": file, "csv": _embedded_csv(plot)}
     picture = piece("picture", image=base64.b64encode(png).decode(), inches=plot.figure.get_figwidth(), alt=alt)
-    about = {"drawn": drawn, "finding": found, "file": file, "csv": embedded_csv(plot)}
     html = piece("figure", images=Markup(picture), has_switch=False, **about)
-    return Shown(html, alt, {PIECE_MIME: {"html": page_figure(plot, alt, about)}})
-
-
-def page_figure(plot: Plot, alt: str, about: Mapping[str, Any]) -> str:
-    """A figure as it stands on a page: as SVG, and once more with what was published, where there is any."""
     each = {"plain": plot, "published": plot.with_published}
     drawings = []
     for kind, one in each.items():
         if one is not None:
-            svg, places = drawing(one, f"{about['file']}-{kind}")
+            svg, places = drawing(one, f"{file}-{kind}")
             inches = one.figure.get_figwidth()
             drawings.append(piece("drawing", svg=svg, places=places, inches=inches, alt=alt, kind=kind))
-    return piece("figure", images=Markup("".join(drawings)), has_switch=len(drawings) > 1, **about)
+    on_page = piece("figure", images=Markup("".join(drawings)), has_switch=len(drawings) > 1, **about)
+    return Shown(html, alt, {PIECE_MIME: {"html": on_page}})
 
 
-def embedded_csv(plot: Plot) -> str | None:
+def _embedded_csv(plot: Plot) -> str | None:
     """The plotted points as base64; None if they are too many to travel in a page."""
     csv = plot.csv().encode()
     return base64.b64encode(csv).decode() if len(csv) <= MOST_CSV_BYTES else None
 
 
-def answer(given: Answer) -> Shown:
-    """An answer under its question."""
-    parts = [f"{given.question.text} [{given.verdict}]", given.text, given.recommendation]
-    return Shown(piece("answer", given=given), "\n".join(filter(None, parts)))
-
-
-def answer_record(given: Answer) -> dict[str, Any]:
-    """An answer as JSON, for the index page."""
-    return asdict(given) | {"headline": given.headline}
+def answer(question: Question, finding: Finding, figures: Sequence[Shown] = ()) -> Shown:
+    """What a run says of a question: the verdict and a sentence, figures, the numbers folded, why, what to do."""
+    about = {"question": question, "finding": finding}
+    about |= {"table": None if finding.table is None else Markup(table(finding.table).data)}
+    html = piece("answer", **about, figures=[Markup(shown.data) for shown in figures])
+    on_page = piece("answer", **about, figures=[Markup(shown.on_page) for shown in figures])
+    said = (finding.headline, finding.caveat, *map(repr, figures), finding.why, finding.advice)
+    text = "\n".join(filter(None, (f"{question.text} [{finding.verdict}]", *said)))
+    return Shown(html, text, {PIECE_MIME: {"html": on_page}})
 
 
 def provenance(study: Study, run: Run) -> str:

@@ -151,8 +151,7 @@ def _figure(found: LabComparison, name: str, plot: Plot, drawn: str) -> str:
     for text in plot.figure.findobj(Text):
         if "$" in text.get_text():  # in a name that a run holds: nothing to be typeset
             text.set_parse_math(False)
-    about = {"drawn": drawn, "finding": None, "file": f"compare_{found.lab}_{name}", "csv": cards.embedded_csv(plot)}
-    return cards.page_figure(plot, drawn, about)
+    return cards.figure(plot, plot.png(), drawn, f"compare_{found.lab}_{name}", drawn).on_page
 
 
 def _plots(found: LabComparison) -> Iterator[tuple[str, Plot, str]]:

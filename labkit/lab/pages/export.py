@@ -20,12 +20,12 @@ from labkit.lab.notebook import PAGE_MIME
 from labkit.lab.pages.cards import PIECE_MIME
 from labkit.lab.pages.html import TEMPLATES, code_style, embed_json, render, script, style_sheet
 
-PAGE_FORMAT = 1
+PAGE_FORMAT = 2
 """Of the record in a page: raised whenever what an index reads from it changes its name or meaning."""
 OTHER_FORMAT = "the page is older or newer than this labkit: draw it again"
 RECORD_KEYS = (
     *("run", "started", "duration_s", "profile", "host", "machine"),
-    *("coverage", "not_measured", "figures", "thumbnails", "answers"),
+    *("coverage", "not_measured", "figures", "answers"),
 )
 
 _HEADING = re.compile(r'<h2 id="([^"]*)">(.*?)</h2>', re.DOTALL)
