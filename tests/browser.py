@@ -33,6 +33,26 @@ CONTRASTS = """() => {
   return [...found];
 }"""
 
+# Texts of a figure that lie on one another, by more than two pixels; and tables that are wider than there is room.
+OVERLAPS = """() => {
+  for (const details of document.querySelectorAll("details")) details.open = true;
+  const found = [];
+  for (const svg of document.querySelectorAll(".labkit-plot svg")) {
+    const boxes = [...svg.querySelectorAll("text")].map((text) => [text.getBoundingClientRect(), text.textContent]);
+    boxes.forEach(([a, first], index) => boxes.slice(index + 1).forEach(([b, second]) => {
+      const across = Math.min(a.right, b.right) - Math.max(a.left, b.left);
+      const down = Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top);
+      if (across > 2 && down > 2 && first !== second) found.push(`${first} on ${second}`);
+    }));
+  }
+  return found;
+}"""
+TOO_WIDE = """() => {
+  for (const details of document.querySelectorAll("details")) details.open = true;
+  return [...document.querySelectorAll("table")].filter((table) =>
+    table.offsetWidth > table.parentElement.clientWidth + 1).map((table) => table.textContent.slice(0, 80));
+}"""
+
 
 @contextmanager
 def opened_browser():

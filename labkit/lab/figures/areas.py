@@ -6,13 +6,13 @@ from typing import Any
 import pandas as pd
 from matplotlib.figure import Figure
 
+from labkit.lab.columns import column
 from labkit.lab.figures.style import (
     PALETTE,
     PANEL_HEIGHT,
     WIDE,
     WIDTH,
     Plot,
-    axis_title,
     drawn_columns,
     facet_title,
     finish_axes,
@@ -60,7 +60,7 @@ def areas(
         axis.stackplot(table.index, table.to_numpy().T, labels=names, colors=colored, step="post", linewidth=0)
         finish_axes(axis)
         axis.set_xlim(table.index.min(), table.index.max())
-        name_axis(axis.xaxis, axis_title(x))
+        name_axis(axis.xaxis, column(x).axis)
         format_axis(axis.xaxis, x, False)
         if facet is not None:
             name_panel(axis, facet_title(facet, value))

@@ -8,6 +8,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from labkit.lab.columns import column, label
 from labkit.lab.figures.style import (
     ALL,
     MARKERS,
@@ -21,7 +22,6 @@ from labkit.lab.figures.style import (
     WIDTH,
     Mark,
     Plot,
-    axis_title,
     drawn_columns,
     error_bars,
     facet_title,
@@ -32,7 +32,6 @@ from labkit.lab.figures.style import (
     name_panel,
     nothing_to_draw,
     plotted,
-    spelled,
     told,
     value_title,
     with_hue,
@@ -147,9 +146,9 @@ def _require_one_row_a_bar(data: pd.DataFrame, keys: list[str], orders: dict[str
     twice = data[data.duplicated(keys)]
     if not twice.empty:
         raise ValueError(f"expected one row a bar, got several for {twice[keys].iloc[0].to_dict()}: name a facet")
-    for column, order in orders.items():
-        if order is not None and (unknown := set(data[column]) - set(order)):
-            raise ValueError(f"expected values of {column} among {list(order)}, got {sorted(map(str, unknown))}")
+    for name, order in orders.items():
+        if order is not None and (unknown := set(data[name]) - set(order)):
+            raise ValueError(f"expected values of {name} among {list(order)}, got {sorted(map(str, unknown))}")
 
 
 def _panels(data: pd.DataFrame, facet: str | None) -> list[tuple[Any, pd.DataFrame]]:
@@ -218,7 +217,7 @@ def _draw_panel(
         for place, middle, (_, row) in zip(here, at, rows.iterrows(), strict=True):
             low = row[y] if log else bottoms[place]
             top = row[y] + (bottoms[place] if stacked else 0.0)
-            text = told((spelled(hue, value), spelled(x, place)), y, row)
+            text = told((label(hue, value), label(x, place)), y, row)
             marks.append(Mark(axis, middle - width / 2, min(low, top), middle + width / 2, max(low, top), text))
             bottoms[place] += row[y] if stacked else 0.0
     return marks
@@ -248,7 +247,7 @@ def _finish(
     looks: dict[str, Any] = {"rotation": 25, "ha": "right", "rotation_mode": "anchor"} if slanted else {}
     axis.set_xticks(range(len(places)), names, **looks)
     axis.set_xlim(middle - half, middle + half)
-    name_axis(axis.xaxis, axis_title(x))
+    name_axis(axis.xaxis, column(x).axis)
     format_axis(axis.yaxis, y, log)
     if title != MEASURED:
         name_panel(axis, facet_title(facet or "", title))

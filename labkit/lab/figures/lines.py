@@ -9,10 +9,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from pandas.api.types import is_bool_dtype, is_numeric_dtype
 
+from labkit.lab.columns import column, label
 from labkit.lab.figures.style import (
     ALL,
     AT,
-    DOUBLING,
     FEW_PLACES,
     MARKERS,
     MEASURED,
@@ -26,7 +26,6 @@ from labkit.lab.figures.style import (
     WIDTH,
     Mark,
     Plot,
-    axis_title,
     drawn_columns,
     error_bars,
     facet_title,
@@ -37,7 +36,6 @@ from labkit.lab.figures.style import (
     name_panel,
     nothing_to_draw,
     plotted,
-    spelled,
     told,
     value_title,
     with_hue,
@@ -203,10 +201,10 @@ def _draw_panel(
             series = panel[(panel["source"] == source) & (panel[hue] == value)]
             if series.empty:
                 continue
-            label = _name(value, source) if source == MEASURED or value not in measured else "_"
-            _draw_line(axis, series, y, label, index, source == MEASURED, linked)
+            name = _name(value, source) if source == MEASURED or value not in measured else "_"
+            _draw_line(axis, series, y, name, index, source == MEASURED, linked)
             for _, row in series.iterrows():
-                names = (spelled(hue, value), source if source != MEASURED else "", spelled(x, row[x]))
+                names = (label(hue, value), source if source != MEASURED else "", label(x, row[x]))
                 marks.append(Mark(axis, row[AT], row[y], row[AT], row[y], told(names, y, row)))
     return marks
 
@@ -231,13 +229,13 @@ def _draw_line(axis: Axes, series: pd.DataFrame, y: str, name: str, index: int, 
 
 def _finish_panel(axis: Axes, x: str, places: Sequence[Any] | dict[Any, int], log: str, level: float | None) -> None:
     if "x" in log and not isinstance(places, dict):
-        axis.set_xscale("log", base=2 if x in DOUBLING else 10)
+        axis.set_xscale("log", base=2 if column(x).doubles else 10)
     if "y" in log:
         axis.set_yscale("log")
     if level is not None:
         axis.axhline(level, color=TEXT, linewidth=1.0, zorder=1)
     finish_axes(axis, grid="y")
-    name_axis(axis.xaxis, axis_title(x))
+    name_axis(axis.xaxis, column(x).axis)
     if isinstance(places, dict):
         names = [str(name).replace("_", " ") for name in places]
         axis.set_xticks(list(places.values()), names, rotation=25, ha="right", rotation_mode="anchor")

@@ -16,7 +16,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, Locator, LogLocator, MaxNLocator, NullFormatter, NullLocator
 
-from labkit.lab.units import counted, format_bytes, formatter_of
+from labkit.lab.columns import better, column, label
+from labkit.lab.units import counted
 
 PALETTE = ("#0072B2", "#D55E00", "#008F68", "#B0579A", "#A67C00", "#3A86C8", "#5B5B5B", "#8C564B", "#4B3FA0", "#2A8C95")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "<", ">")
@@ -32,36 +33,9 @@ AT = "at"  # the column that says where on the x axis a point stands
 FEW_PLACES = 4  # on the x axis: each gets a tick of its own
 FEWEST_TICKS = 3  # on a logarithmic axis; fewer do not tell its scale
 LEAST_SPAN = 0.04  # of an axis, relative to its values: three digits tell its ticks from one another
+NEW_LINE = "\n"
 LONGEST_LINE = 34  # characters beside a panel
 LONGEST_BESIDE = 26  # characters of a name in a legend that stands beside the panels
-
-# Column names as axis titles; a name that is not listed is shown with blanks for underscores.
-AXIS_TITLES = {
-    "n_bytes": "size of the tensor",
-    "world_size": "ranks",
-    "bucket_bytes": "bucket size",
-    "bucket_mb": "bucket size (MiB)",
-    "buckets": "number of buckets",
-    "seconds": "time",
-    "sequence": "sequence length (tokens)",
-    "context_length": "context length (tokens)",
-    "bytes": "memory",
-    "busbw_gb_per_s": "bus bandwidth (GB/s)",
-    "algbw_gb_per_s": "algorithm bandwidth (GB/s)",
-    "elements": "elements",
-    "ratio": "ratio of times",
-    "head_dim": "head dimension",
-}
-
-# Which way is better, by how a column's name ends.
-BETTER = {
-    "higher is better": ("_per_s", "digits", "accuracy_percent", "mfu_percent"),
-    "lower is better": ("bytes", "loss", "waiting_percent", "error"),
-    "lower is faster": ("seconds", "_s", "ratio"),
-}
-
-# Axes on which values double: ticks at powers of two.
-DOUBLING = ("n_bytes", "world_size", "sequence", "context_length")
 
 
 class _PowersOfTwo(Locator):
@@ -94,10 +68,10 @@ def _round_numbers() -> Locator:
     return MaxNLocator(nbins=6, steps=[1, 2, 5, 10])
 
 
-def _log_ticks(column: str) -> Locator:
-    if column.endswith("bytes"):
-        return LogLocator(base=32 if column == "n_bytes" else 2, numticks=8)
-    return LogLocator(base=2) if column in DOUBLING else _OneTwoFive()
+def _log_ticks(name: str) -> Locator:
+    if name.endswith("bytes"):
+        return LogLocator(base=32 if name == "n_bytes" else 2, numticks=8)
+    return LogLocator(base=2) if column(name).doubles else _OneTwoFive()
 
 
 class Mark(NamedTuple):
@@ -173,29 +147,17 @@ def name_panel(axis: Axes, text: str) -> None:
     axis.set_title(text, fontsize=FONT, fontweight="bold", loc="left")
 
 
-def axis_title(column: str) -> str:
-    return AXIS_TITLES.get(column, column.replace("_", " "))
-
-
-def value_title(column: str, title: str | None = None) -> str:
+def value_title(name: str, title: str | None = None) -> str:
     """What is measured, and which way is better: "time (lower is faster)"."""
-    title = title or axis_title(column)
-    better = next((words for words, endings in BETTER.items() if column.endswith(endings)), None)
-    if better is None:
+    title, way = title or column(name).axis, better(name)
+    if way is None:
         return title
-    return f"{title}{' ' if len(title) + len(better) < LONGEST_LINE else chr(10)}({better})"
-
-
-def spelled(column: str, value: Any) -> str:
-    """A value as it is called without its axis or legend: "ring", "2 ranks", "64 KiB", "head dimension 64"."""
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        return str(value).replace("_", " ")
-    return facet_title(column, value) if column.endswith(("bytes", "world_size")) else f"{axis_title(column)} {value:g}"
+    return f"{title}{' ' if len(title) + len(way) < LONGEST_LINE else NEW_LINE}({way})"
 
 
 def told(names: Iterable[str], y: str, row: pd.Series) -> str:
     """What a point says when a reader points at it: "ring · 64 KiB · 366 µs [299 µs, 436 µs]"."""
-    shown = formatter_of(y)
+    shown = column(y).form
     value = shown(row[y])
     if "low" in row and row["low"] == row["low"]:
         value += f" [{shown(row['low'])}, {shown(row['high'])}]"
@@ -250,46 +212,41 @@ def error_bars(series: pd.DataFrame, y: str) -> Any:
     return [below, above]
 
 
-def format_axis(axis: Any, column: str, is_log: bool) -> None:
+def format_axis(axis: Any, name: str, is_log: bool) -> None:
     """Round ticks, with units where the column's name says what it is."""
-    formatter = formatter_of(column)
     low, high = axis.get_view_interval()
     if (missing := LEAST_SPAN * max(abs(low), abs(high)) - (high - low)) > 0:
         axis.set_view_interval(low - missing / 2, high + missing / 2, ignore=True)
     if is_log:
-        axis.set_major_locator(_log_ticks(column))
+        axis.set_major_locator(_log_ticks(name))
         axis.set_minor_locator(NullLocator())
     else:
-        axis.set_major_locator(_PowersOfTwo() if column.endswith("bytes") else _round_numbers())
-    axis.set_major_formatter(FuncFormatter(lambda value, _: formatter(value)))
+        axis.set_major_locator(_PowersOfTwo() if name.endswith("bytes") else _round_numbers())
+    axis.set_major_formatter(FuncFormatter(lambda value, _: column(name).form(value)))
     axis.set_minor_formatter(NullFormatter())
 
 
 def facet_title(facet: str, value: Any) -> str:
-    if isinstance(value, tuple):  # (backend, world size)
-        return f"{value[0]}, {value[1]} ranks"
-    if facet.endswith("bytes"):
-        return format_bytes(value)
-    return f"{value} ranks" if facet == "world_size" else f"{value}"
+    return f"{value[0]}, {value[1]} ranks" if isinstance(value, tuple) else label(facet, value)
 
 
 def legend(figure: Figure, axes: Sequence[Axes], hue: str, order: Sequence[str] = ()) -> None:
     """One legend for all panels: beside them, or below where its names are long. `order` names what comes first."""
     entries: dict[str, Any] = {}
     for axis in axes:
-        for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
-            entries.setdefault(label, handle)
+        for handle, text in zip(*axis.get_legend_handles_labels(), strict=True):
+            entries.setdefault(text, handle)
     if hue == ALL and len(entries) <= 1:
         return
     entries = {name: entries[name] for name in [*(n for n in order if n in entries), *entries]}
-    widest = max((len(label) for label in entries), default=1)
+    widest = max(map(len, entries), default=1)
     is_beside = widest <= LONGEST_BESIDE
     most = max(1, min(len(entries), int(figure.get_figwidth() * 14 / (widest + 8))))
     columns = math.ceil(len(entries) / math.ceil(len(entries) / most)) if entries else 1  # rows of about equal length
     figure.legend(
         entries.values(),
         entries.keys(),
-        title=None if hue == ALL else axis_title(hue),
+        title=None if hue == ALL else column(hue).axis,
         loc="outside right upper" if is_beside else "outside lower center",
         ncols=1 if is_beside else columns,
         frameon=False,

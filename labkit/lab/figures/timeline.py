@@ -6,6 +6,7 @@ from typing import Any
 import pandas as pd
 from matplotlib.figure import Figure
 
+from labkit.lab.columns import column
 from labkit.lab.figures.style import (
     PALETTE,
     WIDE,
@@ -20,7 +21,6 @@ from labkit.lab.figures.style import (
     plotted,
     with_hue,
 )
-from labkit.lab.units import formatter_of
 
 LANE_HEIGHT = 0.42  # inches
 
@@ -50,7 +50,7 @@ def timeline(
     figure = Figure(figsize=(WIDE, LANE_HEIGHT * len(lanes) + 0.9), layout="constrained")
     axis = figure.subplots()
     marks: list[Mark] = []
-    shown = formatter_of(duration)
+    shown = column(duration).form
     for kind in kinds:
         of_kind = data[data[hue] == kind]
         label: str | None = str(kind).replace("_", " ")
