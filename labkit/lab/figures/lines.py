@@ -124,7 +124,7 @@ def _draw(
     places = _places(data[x])
     order = [name for name in data.columns if name not in ("low", "high")]
     data = data.assign(**{AT: data[x].map(places) if places else data[x]}).sort_values(order, ignore_index=True)
-    styles = {value: index for index, value in enumerate(hue_order or sorted(set(data[hue])))}
+    styles = {value: index for index, value in enumerate(dict.fromkeys([*(hue_order or ()), *sorted(set(data[hue]))]))}
     panels = [
         (value, part)
         for value in ([None] if facet is None else _in_order(data[facet], facet_order))
