@@ -21,7 +21,8 @@ def products(frame: pd.DataFrame) -> Finding | None:
         return None
     best = square["flops_per_s"].max()
     near = square[square["flops_per_s"] >= NEAR * best]["size"].min()
-    headline = f"Arithmetic, from {near:.0f} rows on: float32 products reach {format_flops(best)}/s; smaller ones wait for memory or the call."
+    reached = f"float32 products reach {format_flops(best)}/s"
+    headline = f"Arithmetic, from {near:.0f} rows on: {reached}; smaller ones wait for memory or the call."
     others = select(table, dtype="float32", kind=["tall", "batched"]).set_index("kind")["flops_per_s"]
     told = [
         f"{kind} one{'s reach' if kind == 'batched' else ' reaches'} {100 * rate / best:.0f} %"
