@@ -17,7 +17,7 @@ IS_ROOT := $(filter 0,$(shell id -u))
 INSTALL = $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check $(PIP_CONSTRAINTS)
 
 .DEFAULT_GOAL := help
-.PHONY: help install report test test-all stress faults mutants lab lint clean
+.PHONY: help install report test test-all stress faults mutants versions versions-oldest versions-newest of-these-versions lab lint clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -44,6 +44,20 @@ faults: $(VENV)/installed-test ## every injected fault, two hundred kills, hosts
 mutants: $(VENV)/installed-test ## mistakes put into labkit, one at a time: does `make test` catch each? WORDS="bench" picks some
 	$(BIN)/python -m tests.mutations.check $(WORDS)
 
+versions: versions-oldest versions-newest ## `make test` with the oldest and the newest torch and Triton allowed, each installed anew
+
+versions-oldest:
+	$(MAKE) VENV=.venv-oldest CONSTRAINTS=.ci/oldest.txt of-these-versions
+
+versions-newest:
+	$(MAKE) VENV=.venv-newest CONSTRAINTS= of-these-versions
+
+# All labs at smoke among the tests: tests/test_notebooks.py. What is newest may be newer than when the environment was made.
+of-these-versions: $(VENV)/installed-test
+	$(INSTALL) --upgrade torch triton
+	$(BIN)/python -c "import torch, triton; print('torch', torch.__version__, 'Triton', triton.__version__)"
+	$(BIN)/python -m pytest -m "not slow"
+
 lint: $(VENV)/installed-test ## style and types only
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -59,8 +73,8 @@ lab: install ## JupyterLab on the notebooks; ARGS="--port 9999 --no-browser" for
 		--FileContentsManager.pre_save_hook=labkit.lab.saved_notebooks.forget_version \
 		$(if $(IS_ROOT),--allow-root) $(ARGS)
 
-clean: ## remove the environment and the pages; runs are kept
-	rm -rf $(VENV) reports
+clean: ## remove the environments and the pages; runs are kept
+	rm -rf $(VENV) .venv-oldest .venv-newest reports
 
 # Programs of an environment begin with its own path: of one that was moved or copied none starts. One that make did
 # not make is left alone.
