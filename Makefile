@@ -6,6 +6,8 @@ VENV ?= .venv
 CONSTRAINTS ?= constraints.txt
 PROFILE ?= quick
 LABS ?=
+# Processes that share the tests, by file; tests/conftest.py says which files stay together.
+WORKERS ?= 2
 # Which mistakes `make mutants` makes, by words of their file or name.
 WORDS ?=
 # More for `make lab`, as jupyter takes it.
@@ -15,6 +17,8 @@ BIN := $(VENV)/bin
 PIP_CONSTRAINTS := $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS))
 IS_ROOT := $(filter 0,$(shell id -u))
 INSTALL = $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check $(PIP_CONSTRAINTS)
+
+TESTS = $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadgroup --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help install report test test-all stress faults mutants versions versions-oldest versions-newest of-these-versions lab lint clean
@@ -28,10 +32,10 @@ report: install ## measure and write reports/index.html; PROFILE=quick, LABS="al
 	$(BIN)/labkit report $(LABS) --profile $(PROFILE)
 
 test: $(VENV)/installed-test lint ## lint, types and the tests that every change must pass
-	$(BIN)/python -m pytest -m "not slow"
+	$(TESTS) -m "not slow"
 
 test-all: $(VENV)/installed-test lint ## the same with the tests marked slow
-	$(BIN)/python -m pytest
+	$(TESTS)
 
 stress: $(VENV)/installed-test ## messages through shared memory, 100,000 rounds for 2 to 8 ranks; some minutes
 	LABKIT_STRESS_ROUNDS=100000 $(BIN)/python -m pytest tests/parallel/test_shared_transport.py \
@@ -56,7 +60,7 @@ versions-newest:
 of-these-versions: $(VENV)/installed-test
 	$(INSTALL) --upgrade torch triton
 	$(BIN)/python -c "import torch, triton; print('torch', torch.__version__, 'Triton', triton.__version__)"
-	$(BIN)/python -m pytest -m "not slow"
+	$(TESTS) -m "not slow"
 
 lint: $(VENV)/installed-test ## style and types only
 	$(BIN)/ruff check .
