@@ -6,7 +6,7 @@ VENV ?= .venv
 CONSTRAINTS ?= constraints.txt
 PROFILE ?= quick
 LABS ?=
-# Processes that share the tests, by file; tests/conftest.py says which files stay together.
+# Processes that share the files of the tests.
 WORKERS ?= 2
 # Which mistakes `make mutants` makes, by words of their file or name.
 WORDS ?=
@@ -18,7 +18,7 @@ PIP_CONSTRAINTS := $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS))
 IS_ROOT := $(filter 0,$(shell id -u))
 INSTALL = $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check $(PIP_CONSTRAINTS)
 
-TESTS = $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadgroup --no-loadscope-reorder
+TESTS = $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help install report test test-all stress faults mutants versions versions-oldest versions-newest of-these-versions lab lint clean

@@ -1,7 +1,6 @@
-"""What all tests share: which are skipped, by name, which take turns, and the commands that take long.
+"""What all tests share: which are skipped, by name, which come first, and the commands that take long.
 
-Skipped are tests that need more than is there, or more time than `make test` has. The tests of a file, and those that
-look at the runs of one folder, stay in one of the processes that `make test` has.
+Skipped are tests that need more than is there, or more time than `make test` has.
 """
 
 import json
@@ -17,8 +16,8 @@ import torch
 from tests.commands import carry_out
 
 TESTS = Path(__file__).parent
-# They write and count runs of the all-reduce lab. The report of all labs among them takes longest, and so comes first.
-OF_RUNS = ("test_notebooks.py", "test_cli.py", "lab/test_killed.py", "lab/test_torchrun.py", "test_jupyterlab.py")
+# Of the files that the processes of `make test` share, the one that takes longest: a report of all labs.
+FIRST = TESTS / "test_notebooks.py"
 
 # Whatever makes an optimizer, profiles or wraps a model loads the compiler: 1.4 s in every rank of every group. Here
 # the fork server has it, once. The labs' own reports, and all that runs as a program of its own, do without.
@@ -39,13 +38,7 @@ def pytest_collection_modifyitems(items):
         for marker, reason in skipped.items():
             if item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=reason))
-        item.add_marker(pytest.mark.xdist_group(_group(item)))
-    items.sort(key=lambda item: _group(item) != "runs")
-
-
-def _group(item):
-    file = str(item.path.relative_to(TESTS))
-    return "runs" if file in OF_RUNS else file
+    items.sort(key=lambda item: item.path != FIRST)
 
 
 @pytest.fixture(scope="session")

@@ -21,7 +21,7 @@ from labkit.lab.findings import TOPICS, Questions
 from labkit.lab.notebook import COMMON_PARAMETERS, open_lab
 from labkit.lab.pages.export import page_record
 from labkit.lab.pages.report import write_index
-from labkit.lab.project import notebook_path, project_root, runs_directory
+from labkit.lab.project import notebook_path, project_root
 from labkit.studies import LABS, load_study
 from tests.cases import thinned
 from tests.commands import carry_out
@@ -63,13 +63,13 @@ WRONG = ["-p", "profile", "smoke", "-p", "world_sizes", "[2,4]"]  # -p makes no 
 
 
 @pytest.fixture
-def unmeasured():
+def unmeasured(tmp_path):
     """Carries out a command that begins no run, and says what it came to."""
 
     def outcome(command, folder):
-        before = set(runs_directory().glob("all_reduce/*"))
-        result = carry_out([sys.executable, "-m", *command], folder)
-        assert set(runs_directory().glob("all_reduce/*")) == before
+        home = tmp_path / "home"
+        result = carry_out([sys.executable, "-m", *command], folder, {"LABKIT_HOME": str(home)})
+        assert not list(home.glob("data/runs/**/*.jsonl"))
         return result
 
     return outcome
