@@ -6,7 +6,7 @@ from typing import Any
 
 import pandas as pd
 
-from labkit.bench.statistics import compare_groups, slowest_rank, summarize_groups
+from labkit.bench.statistics import compare_groups, judged, slowest_rank, summarize_groups
 
 
 def select(frame: pd.DataFrame, columns: Iterable[str] = (), **wanted: Any) -> pd.DataFrame:
@@ -62,3 +62,18 @@ class Measured:
             baseline,
             interleaved=self.took_turns,
         )
+
+
+def exactly_over(
+    table: pd.DataFrame, setting: Iterable[str], alternative: str, value: str, baseline: Any
+) -> pd.DataFrame:
+    """Within each setting, a count (of bytes) of every alternative over that of `baseline`, as `Measured.over` has it.
+
+    One row a (setting, alternative) in `table`. Counts are exact: `low` and `high` are the ratio and `p` is 0.
+    """
+    keys = list(setting)
+    base = table.loc[table[alternative] == baseline, [*keys, value]]
+    both = table[table[alternative] != baseline].merge(base, on=keys, suffixes=("", "_of_baseline"))
+    ratio = both[value].astype(float) / both[f"{value}_of_baseline"].astype(float)
+    found = both[[*keys, alternative]].assign(ratio=ratio, low=ratio, high=ratio, p=0.0)
+    return judged(found.assign(**{value: both[value]}))

@@ -6,7 +6,7 @@ import pytest
 
 from labkit.lab.claims import claim, judged_claim, published
 from labkit.lab.comparing import MEMORY, agreement, compared, contest
-from labkit.lab.rows import Measured, select
+from labkit.lab.rows import Measured, exactly_over, select
 
 TIMES = Measured(("model", "n_bytes"), "name")
 
@@ -119,6 +119,8 @@ def test_without_rows_there_is_no_finding():
     empty = TIMES.over(pd.DataFrame(), "torch")
     assert compared(empty, "a", "b") is None
     assert contest(empty, "name", "torch") is None
+    for finding in (compared(empty, "a", "b", caveat="WRONG"), contest(empty, "name", "torch", caveat="WRONG")):
+        assert (finding.verdict, finding.caveat) == ("not measured", "WRONG")
     assert claim("A is faster", empty, "faster") is None
     assert published([None]) is None
 
@@ -152,6 +154,13 @@ def test_rows_that_a_frame_lacks_are_an_empty_table_with_their_columns():
     frame = pd.DataFrame({"sweep": ["a", "b", "c"], "n": [1, 2, 3]})
     assert select(frame, sweep=["a", "b"], n=2)["sweep"].tolist() == ["b"]
     assert TIMES.medians(frame).empty
+
+
+def test_counts_are_compared_exactly():
+    table = pd.DataFrame({"n": [1, 1, 2], "name": ["torch", "own", "own"], "bytes": [100, 98, 7]})
+    ratios = exactly_over(table, ["n"], "name", "bytes", "torch")
+    assert ratios[["name", "ratio", "low", "high", "p"]].to_numpy().tolist() == [["own", 0.98, 0.98, 0.98, 0.0]]
+    assert contest(ratios, "name", "torch", quantity=MEMORY).verdict == "no clear difference"
 
 
 def test_the_slowest_rank_counts():
