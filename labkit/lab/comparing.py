@@ -57,14 +57,14 @@ def compared(
     caveat: str | None = None,
     why: str | None = None,
 ) -> Finding | None:
-    """Is `subject` faster than `baseline`? None without ratios.
+    """Is `subject` faster than `baseline`? Without ratios "not measured" if the caveat says why, otherwise None.
 
     `ratios` has a row a setting, as `rows.Measured.over` gives it. `axis` names the columns by which places are told
     ("from 1 MiB on"), the most telling first. `choose` and `keep` are the advice where it is faster and where it is
     not, as imperatives without a period. `plural`: the subject is several things.
     """
     if ratios.empty:
-        return None
+        return _without_times(subject, caveat)
     table = judged(ratios)
     better, worse = table[table["verdict"] == "faster"], table[table["verdict"] == "slower"]
     told = _Told(subject, baseline, quantity, plural)
@@ -94,13 +94,13 @@ def contest(
     caveat: str | None = None,
     why: str | None = None,
 ) -> Finding | None:
-    """Which of several alternatives beats `baseline`? None without ratios.
+    """Which of several alternatives beats `baseline`? Without ratios as `compared`.
 
     The column `alternative` of `ratios` tells them apart, `names` says how a sentence names one. The winner is the one
     that is faster in most settings, and slower in fewest. Otherwise as `compared`; `choose` gets the winner's name.
     """
     if ratios.empty:
-        return None
+        return _without_times("the alternatives", caveat)
     table = judged(ratios)
     better, worse = table[table["verdict"] == "faster"], table[table["verdict"] == "slower"]
     parts = [
@@ -119,6 +119,11 @@ def contest(
     advice = _advice(verdict, place, len(lost) > 0, choose(winner) if choose and winner else None, keep)
     is_significant = len(better) + len(worse) > 0
     return Finding(verdict, headline, table, caveat, why, advice, is_significant, effects=tuple(parts))
+
+
+def _without_times(subject: str, caveat: str | None) -> Finding | None:
+    """What failed or was wrong is told even where nothing else was measured."""
+    return Finding("not measured", f"Not measured: {subject}.", caveat=caveat) if caveat else None
 
 
 def agreement(
