@@ -121,6 +121,11 @@ def contest(
     return Finding(verdict, headline, table, caveat, why, advice, is_significant, effects=tuple(parts))
 
 
+def _without_times(subject: str, caveat: str | None) -> Finding | None:
+    """What failed or was wrong is told even where nothing else was measured."""
+    return Finding("not measured", f"Not measured: {subject}.", caveat=caveat) if caveat else None
+
+
 def agreement(
     table: pd.DataFrame, subject: str, prediction: str, ratio: str = "measured_over_predicted"
 ) -> Finding | None:

@@ -17,10 +17,22 @@ def select(frame: pd.DataFrame, columns: Iterable[str] = (), **wanted: Any) -> p
     """
     missing = [name for name in (*columns, *wanted) if name not in frame]
     if missing:
-        return frame.iloc[:0].reindex(columns=list(dict.fromkeys([*frame.columns, *missing])))
+        # of objects, as all tables without rows are: they can be merged
+        return frame.iloc[:0].reindex(columns=list(dict.fromkeys([*frame.columns, *missing]))).astype(object)
     for name, value in wanted.items():
         frame = frame[frame[name].isin(value) if isinstance(value, list | tuple | set) else frame[name] == value]
     return frame
+
+
+def in_order(table: pd.DataFrame, **orders: Iterable[Any] | None) -> pd.DataFrame:
+    """Sorted by these columns, the first one first, each in the order that is given; None: from small to large."""
+    places = {name: {value: place for place, value in enumerate(order)} for name, order in orders.items() if order}
+    return table.sort_values(
+        list(orders),
+        key=lambda values: values.map(places[values.name]) if values.name in places else values,
+        kind="stable",
+        ignore_index=True,
+    )
 
 
 @dataclass(frozen=True)
