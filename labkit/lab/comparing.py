@@ -122,22 +122,28 @@ def contest(
 
 
 def agreement(
-    table: pd.DataFrame, subject: str, prediction: str, ratio: str = "measured_over_predicted"
+    table: pd.DataFrame,
+    subject: str,
+    prediction: str,
+    ratio: str = "measured_over_predicted",
+    close: float = CLOSE,
 ) -> Finding | None:
     """Are `subject` (plural) what `prediction` says? The column `ratio` is measured over predicted; None without any.
 
-    "Yes" if all are within a factor of `CLOSE`, "it depends" if half of them are.
+    "Yes" if all are within a factor of `close`, "it depends" if at least half of them are.
     """
     ratios = table[ratio].dropna()
     if ratios.empty:
         return None
     off = np.maximum(ratios, 1 / ratios)
-    middle, worst = float(off.median()), float(off.max())
-    if worst <= CLOSE:
-        return Finding("yes", f"Yes: all {subject} are within {format_share(worst - 1)} of {prediction}.", table)
-    if middle <= CLOSE:
-        within = f"half of the {subject} are within {format_share(middle - 1)} of {prediction}"
-        return Finding("it depends", f"Mostly: {within}, the worst is {_factor(worst)} times off.", table)
+    middle, worst = float(off.quantile(0.5, interpolation="lower")), float(off.max())
+    if worst == 1:
+        return Finding("yes", f"Yes: all {subject} are exactly {prediction}.", table)
+    if worst <= close:
+        return Finding("yes", f"Yes: all {subject} are {_within(worst)} of {prediction}.", table)
+    if middle <= close:
+        within = f"half of the {subject} are {_within(middle)} of {prediction}"
+        return Finding("it depends", f"Partly: {within}, the worst is {_factor(worst)} times off.", table)
     side = "above" if float(ratios.median()) > 1 else "below"
     text = f"No: {subject} are typically {_factor(middle)} times {side} {prediction}, at worst {_factor(worst)} times."
     return Finding("no", text, table)
@@ -297,6 +303,11 @@ def _advice(verdict: Verdict, place: str | None, is_mixed: bool, choose: str | N
     if verdict in ("yes", "it depends"):
         return f"{choose} {place or 'where the table shows a gain'}."
     return f"{keep}." if keep else None
+
+
+def _within(factor: float) -> str:
+    """1.2 -> "within 20 %"; what is nearer than 1 % is not told more exactly."""
+    return f"within {format_share(max(factor - 1, 0.01))}"
 
 
 def _factor(value: float) -> str:

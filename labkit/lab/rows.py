@@ -6,7 +6,7 @@ from typing import Any
 
 import pandas as pd
 
-from labkit.bench.statistics import compare_groups, slowest_rank, summarize_groups
+from labkit.bench.statistics import compare_groups, judged, slowest_rank, summarize_groups
 
 
 def select(frame: pd.DataFrame, columns: Iterable[str] = (), **wanted: Any) -> pd.DataFrame:
@@ -17,7 +17,8 @@ def select(frame: pd.DataFrame, columns: Iterable[str] = (), **wanted: Any) -> p
     """
     missing = [name for name in (*columns, *wanted) if name not in frame]
     if missing:
-        return frame.iloc[:0].reindex(columns=list(dict.fromkeys([*frame.columns, *missing])))
+        empty = frame.iloc[:0].reindex(columns=list(dict.fromkeys([*frame.columns, *missing])))
+        return empty.astype(dict.fromkeys(missing, object))  # texts and numbers can both be reckoned with
     for name, value in wanted.items():
         frame = frame[frame[name].isin(value) if isinstance(value, list | tuple | set) else frame[name] == value]
     return frame
@@ -28,13 +29,15 @@ class Measured:
     """Samples of a time (or another quantity that is better when smaller) by setting and alternative.
 
     `setting` are the columns that tell comparisons apart, `alternative` is the one that names what took turns. The
-    slowest rank of each repeat counts. `took_turns`: repeat i of all alternatives was measured in one round.
+    slowest rank of each repeat counts. `took_turns`: repeat i of all alternatives was measured in one round. `exact`:
+    a count, such as of bytes, where every difference counts; of several the largest stands for its alternative.
     """
 
     setting: tuple[str, ...]
     alternative: str
     value: str = "seconds"
     took_turns: bool = True
+    exact: bool = False
 
     @property
     def columns(self) -> list[str]:
@@ -54,6 +57,8 @@ class Measured:
 
     def over(self, frame: pd.DataFrame, baseline: Any, **wanted: Any) -> pd.DataFrame:
         """Within each setting, every alternative over `baseline`: `ratio`, `low`, `high`, `p`, `verdict`."""
+        if self.exact:
+            return self._exact_ratios(select(frame, [*self.columns, self.value], **wanted), baseline)
         return compare_groups(
             self.samples(frame, **wanted),
             self.value,
@@ -62,3 +67,12 @@ class Measured:
             baseline,
             interleaved=self.took_turns,
         )
+
+    def _exact_ratios(self, rows: pd.DataFrame, baseline: Any) -> pd.DataFrame:
+        """`over` of counts: a ratio is its own interval."""
+        largest = rows.groupby(self.columns, dropna=False)[self.value].max().dropna().reset_index()
+        is_base = largest[self.alternative] == baseline
+        base = largest.loc[is_base, [*self.setting, self.value]].rename(columns={self.value: "of_baseline"})
+        both = largest[~is_base].merge(base, on=list(self.setting))
+        ratio = (both[self.value] / both["of_baseline"]).astype(float)
+        return judged(both[self.columns].assign(ratio=ratio, low=ratio, high=ratio, p=0.0))
