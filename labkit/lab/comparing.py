@@ -136,20 +136,20 @@ def agreement(
 ) -> Finding | None:
     """Are `subject` (plural) what `prediction` says? The column `ratio` is measured over predicted; None without any.
 
-    "Yes" if all are within a factor of `close`, "it depends" if half of them are.
+    "Yes" if all are within a factor of `close`, "it depends" if at least half of them are.
     """
     ratios = table[ratio].dropna()
     if ratios.empty:
         return None
     off = np.maximum(ratios, 1 / ratios)
-    middle, worst = float(off.median()), float(off.max())
+    middle, worst = float(off.quantile(0.5, interpolation="lower")), float(off.max())
     if worst == 1:
         return Finding("yes", f"Yes: all {subject} are exactly {prediction}.", table)
     if worst <= close:
         return Finding("yes", f"Yes: all {subject} are {_within(worst)} of {prediction}.", table)
     if middle <= close:
         within = f"half of the {subject} are {_within(middle)} of {prediction}"
-        return Finding("it depends", f"Mostly: {within}, the worst is {_factor(worst)} times off.", table)
+        return Finding("it depends", f"Partly: {within}, the worst is {_factor(worst)} times off.", table)
     side = "above" if float(ratios.median()) > 1 else "below"
     text = f"No: {subject} are typically {_factor(middle)} times {side} {prediction}, at worst {_factor(worst)} times."
     return Finding("no", text, table)

@@ -6,6 +6,7 @@ import pytest
 
 from labkit.lab.claims import claim, judged_claim, published
 from labkit.lab.comparing import MEMORY, agreement, compared, contest
+from labkit.lab.findings import at_the_cost_of
 from labkit.lab.rows import Measured, exactly_over, select
 
 TIMES = Measured(("model", "n_bytes"), "name")
@@ -149,6 +150,34 @@ def test_the_verdict_on_published_claims():
 )
 def test_a_prediction_is_right_near_it_or_wrong(ratios, verdict):
     assert agreement(pd.DataFrame({"measured_over_predicted": ratios}), "times", "the model").verdict == verdict
+
+
+def test_a_prediction_of_counts_has_to_be_nearer():
+    def verdict(*ratios):
+        return agreement(pd.DataFrame({"measured_over_predicted": ratios}), "peaks", "those counted", close=1.05)
+
+    assert verdict(1.0, 1.0).headline == "Yes: all peaks are exactly those counted."
+    assert verdict(1.0, 1.001).headline == "Yes: all peaks are within 1 % of those counted."
+    assert [verdict(1.0, 1.2).verdict, verdict(1.2, 1.2).verdict] == ["it depends", "no"]
+
+
+def test_counts_differ_without_intervals():
+    peaks = Measured(("model",), "name", "peak_bytes", exact=True)
+    rows = [("mini", "a", 1), ("mini", "a", 3), ("mini", "b", 4), ("nano", "a", 4), ("nano", "b", 4)]
+    table = peaks.over(pd.DataFrame(rows, columns=["model", "name", "peak_bytes"]), "b")
+    assert table["verdict"].tolist() == ["faster", "no difference shown"]
+    assert table[["ratio", "low", "high"]].iloc[0].tolist() == [0.75] * 3
+    assert peaks.over(pd.DataFrame(), "b").empty
+
+
+def test_a_gain_is_told_with_its_cost():
+    gain = compared(_ratios(_sizes(0.5, 0.5)), "a", "b", quantity=MEMORY)
+    cost = compared(_ratios(_sizes(2.0, 2.0)), "a", "b")
+    both = at_the_cost_of(gain, cost)
+    assert (both.verdict, both.headline, both.why) == ("yes", gain.headline, "A takes 2 times as long as b.")
+    assert {effect.quantity for effect in both.effects} == {"memory", "time"}
+    assert at_the_cost_of(None, cost) is None
+    assert at_the_cost_of(gain, None) == gain
 
 
 def test_a_prediction_of_nothing_says_nothing():
