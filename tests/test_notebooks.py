@@ -21,11 +21,11 @@ from labkit.lab.findings import TOPICS, Questions
 from labkit.lab.notebook import COMMON_PARAMETERS, open_lab
 from labkit.lab.pages.export import page_record
 from labkit.lab.pages.report import write_index
-from labkit.lab.project import notebook_path, project_root, runs_directory
+from labkit.lab.project import notebook_path, project_root
 from labkit.studies import LABS, load_study
 from tests.browser import CONTRASTS, OVERLAPS, TOO_WIDE, barriers, fetch_axe, opened_browser
 from tests.cases import thinned
-from tests.errands import Errand, Errands
+from tests.commands import carry_out
 
 PAGES = thinned(["index", *LABS], lambda name: name in ("index", "all_reduce"))  # in a browser
 
@@ -39,66 +39,48 @@ def report(smoke_report):
 WRONG = ["-p", "profile", "smoke", "-p", "world_sizes", "[2,4]"]  # -p makes no list of it, -y would
 
 
-@pytest.fixture(scope="module")
-def unmeasured(request, report, errands, tmp_path_factory):
-    """Commands of the collected tests that measure nothing; calling it waits for one, by its fixture's name.
+@pytest.fixture
+def unmeasured(tmp_path):
+    """Carries out a command that begins no run, and says what it came to."""
 
-    They are carried out while the tests below look at pages. It asserts that no run has been begun, by any of them:
-    nobody else has a notebook measure meanwhile.
-    """
-    errands.wait_for_all()
-    folder = tmp_path_factory.mktemp("unmeasured")
-    run = project_root() / page_record(report / "notebooks" / "all_reduce.ipynb")["run"]
-    header, *rest = run.read_text().splitlines(keepends=True)
+    def outcome(command, folder):
+        home = tmp_path / "home"
+        result = carry_out([sys.executable, "-m", *command], folder, {"LABKIT_HOME": str(home)})
+        assert not list(home.glob("data/runs/**/*.jsonl"))
+        return result
+
+    return outcome
+
+
+@pytest.fixture
+def measured(report):
+    """The run of a lab of the report."""
+    return project_root() / page_record(report / "notebooks" / "all_reduce.ipynb")["run"]
+
+
+@pytest.fixture
+def drawn_again(unmeasured, measured, tmp_path):
+    """A report's own run drawn once more: what the command came to, and the pages' folder."""
+    command = ["labkit", "report", "all_reduce", "--run", str(measured), "--output", str(tmp_path)]
+    return unmeasured(command, project_root()), tmp_path
+
+
+@pytest.fixture
+def drawn_elsewhere(unmeasured, measured, tmp_path):
+    """The run of another machine drawn here: what the command came to, and the pages' folder."""
+    header, *rest = measured.read_text().splitlines(keepends=True)
     header = json.loads(header)
     header["machine"] |= {"host": "elsewhere", "cpu": "Some Other CPU"}
-    (folder / "other.jsonl").write_text(json.dumps(header) + "\n" + "".join(rest))
-
-    def drawn(name, run):
-        command = [sys.executable, "-m", "labkit", "report", "all_reduce", "--run", str(run)]
-        return Errand([*command, "--output", str(folder / name)], project_root())
-
-    wrong = [sys.executable, "-m", "papermill", str(notebook_path("all_reduce")), "out.ipynb", *WRONG]
-    before = set(runs_directory().glob("all_reduce/*"))
-    commands = {
-        "drawn_again": drawn("drawn_again", run),
-        "drawn_elsewhere": drawn("drawn_elsewhere", folder / "other.jsonl"),
-        "refused": Errand(wrong, folder),
-    }
-    asked = {name for item in request.session.items for name in getattr(item, "fixturenames", ())}
-    running = Errands(folder, {name: command for name, command in commands.items() if name in asked})
-
-    def outcome(name):
-        result = running.outcome(name)
-        assert set(runs_directory().glob("all_reduce/*")) == before
-        return result, folder / name
-
-    yield outcome
-    running.end()
+    run = tmp_path / "other.jsonl"
+    run.write_text(json.dumps(header) + "\n" + "".join(rest))
+    command = ["labkit", "report", "all_reduce", "--run", str(run), "--output", str(tmp_path / "pages")]
+    return unmeasured(command, project_root()), tmp_path / "pages"
 
 
 @pytest.fixture
-def drawn_again(unmeasured):
-    """A report's own run drawn once more: what the command came to, and the pages' folder."""
-    return unmeasured("drawn_again")
-
-
-@pytest.fixture
-def drawn_elsewhere(unmeasured):
-    """The run of another machine drawn here: what the command came to, and the pages' folder."""
-    return unmeasured("drawn_elsewhere")
-
-
-@pytest.fixture
-def refused(unmeasured):
+def refused(unmeasured, tmp_path):
     """What papermill came to that was given a wrong parameter."""
-    return unmeasured("refused")[0]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _begin_unmeasured(request):
-    if any("unmeasured" in getattr(item, "fixturenames", ()) for item in request.session.items):
-        request.getfixturevalue("unmeasured")
+    return unmeasured(["papermill", str(notebook_path("all_reduce")), "out.ipynb", *WRONG], tmp_path)
 
 
 @pytest.fixture(scope="module")
