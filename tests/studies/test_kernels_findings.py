@@ -8,8 +8,8 @@ import pytest
 
 from labkit.bench.trace import encode_trace
 from labkit.studies.kernels import tables
-from labkit.studies.kernels.tables import BOTH, FORWARD
 from labkit.studies.kernels.study import STUDY
+from labkit.studies.kernels.tables import BOTH, FORWARD
 from labkit.studies.kernels.worker import INFERENCE, STEP
 from tests.studies.answering import answers_of
 
