@@ -58,14 +58,14 @@ def compared(
     caveat: str | None = None,
     why: str | None = None,
 ) -> Finding | None:
-    """Is `subject` faster than `baseline`? None without ratios.
+    """Is `subject` faster than `baseline`? None without ratios, unless a caveat says why there are none.
 
     `ratios` has a row a setting, as `rows.Measured.over` gives it. `axis` names the columns by which places are told
     ("from 1 MiB on"), the most telling first. `choose` and `keep` are the advice where it is faster and where it is
     not, as imperatives without a period. `plural`: the subject is several things.
     """
     if ratios.empty:
-        return None
+        return _without_times(subject, caveat)
     table = judged(ratios)
     better, worse = table[table["verdict"] == "faster"], table[table["verdict"] == "slower"]
     told = _Told(subject, baseline, quantity, plural)
@@ -95,13 +95,13 @@ def contest(
     caveat: str | None = None,
     why: str | None = None,
 ) -> Finding | None:
-    """Which of several alternatives beats `baseline`? None without ratios.
+    """Which of several alternatives beats `baseline`? None without ratios, unless a caveat says why there are none.
 
     The column `alternative` of `ratios` tells them apart, `names` says how a sentence names one. The winner is the one
     that is faster in most settings, and slower in fewest. Otherwise as `compared`; `choose` gets the winner's name.
     """
     if ratios.empty:
-        return None
+        return _without_times(f"anything beside {baseline}", caveat)
     table = judged(ratios)
     better, worse = table[table["verdict"] == "faster"], table[table["verdict"] == "slower"]
     parts = [
@@ -122,6 +122,11 @@ def contest(
     return Finding(verdict, headline, table, caveat, why, advice, is_significant, effects=tuple(parts))
 
 
+def _without_times(subject: str, caveat: str | None) -> Finding | None:
+    """What failed or was wrong is told even where nothing else was measured."""
+    return Finding("not measured", f"Not measured: {subject}.", caveat=caveat) if caveat else None
+
+
 def agreement(
     table: pd.DataFrame,
     subject: str,
@@ -131,20 +136,20 @@ def agreement(
 ) -> Finding | None:
     """Are `subject` (plural) what `prediction` says? The column `ratio` is measured over predicted; None without any.
 
-    "Yes" if all are within a factor of `close`, "it depends" if half of them are.
+    "Yes" if all are within a factor of `close`, "it depends" if at least half of them are.
     """
     ratios = table[ratio].dropna()
     if ratios.empty:
         return None
     off = np.maximum(ratios, 1 / ratios)
-    middle, worst = float(off.median()), float(off.max())
+    middle, worst = float(off.quantile(0.5, interpolation="lower")), float(off.max())
     if worst == 1:
         return Finding("yes", f"Yes: all {subject} are exactly {prediction}.", table)
     if worst <= close:
         return Finding("yes", f"Yes: all {subject} are {_within(worst)} of {prediction}.", table)
     if middle <= close:
         within = f"half of the {subject} are {_within(middle)} of {prediction}"
-        return Finding("it depends", f"Mostly: {within}, the worst is {_factor(worst)} times off.", table)
+        return Finding("it depends", f"Partly: {within}, the worst is {_factor(worst)} times off.", table)
     side = "above" if float(ratios.median()) > 1 else "below"
     text = f"No: {subject} are typically {_factor(middle)} times {side} {prediction}, at worst {_factor(worst)} times."
     return Finding("no", text, table)
@@ -214,7 +219,7 @@ def _told(
     """Verdict, headline, and where the subject is better if that part of the settings has a name."""
     subject, baseline, quantity = told.subject, told.baseline, told.quantity
     if better.empty and worse.empty:
-        return *_no_difference(table, f"{subject} and {baseline}"), None
+        return *_no_difference(table, f"{subject} and {baseline}", len(table)), None
     verb = "are" if told.plural else "is"
     if better.empty:
         if len(worse) == len(table):
@@ -242,11 +247,11 @@ def _told(
     return "it depends", f"It depends: {gain} in some settings, and {quantity.worse} ({loss}) in others.", place
 
 
-def _no_difference(table: pd.DataFrame, between: str) -> tuple[Verdict, str]:
+def _no_difference(table: pd.DataFrame, between: str, settings: int = 1) -> tuple[Verdict, str]:
     if table["p"].isna().all():
         return "undecided", f"Too few repeats to tell {between} apart."
-    settings = f" in any of {len(table)} settings" if len(table) > 1 else ""
-    return "no clear difference", f"No clear difference between {between}{settings}."
+    where = f" in any of {settings} settings" if settings > 1 else ""
+    return "no clear difference", f"No clear difference between {between}{where}."
 
 
 def _nothing_better(
@@ -260,8 +265,9 @@ def _nothing_better(
     """Of a contest that the baseline does not lose."""
     others = [names(str(name)) for name in table[alternative].unique()]
     if worse.empty:
-        between = others[0] if len(others) == 1 else f"any of {len(others)} alternatives"
-        return _no_difference(table, f"{baseline} and {between}")
+        if len(others) > 1:
+            return _no_difference(table, f"{baseline} and any of {len(others)} alternatives")
+        return _no_difference(table, f"{baseline} and {others[0]}", len(table))
     slowest = worse.loc[worse["ratio"].idxmax()]
     clause = _Told(names(str(slowest[alternative])), baseline, quantity, False).clause(worse.loc[[slowest.name]])
     if len(others) == 1:
