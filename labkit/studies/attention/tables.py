@@ -113,7 +113,8 @@ def _size(row: dict[Any, Any]) -> tuple[int, int, int, int]:
 
 def saved_tensors(frame: pd.DataFrame) -> pd.DataFrame:
     """Bytes that explicit attention holds before backward at its longest and widest problem, by tensor."""
-    rows = select(frame, ["sequence", "head_dim", "tensor"], sweep="grid", phase="saved", implementation=EXPLICIT)
+    columns = ["sequence", "head_dim", "tensor", "saved_bytes"]
+    rows = select(frame, columns, sweep="grid", phase="saved", implementation=EXPLICIT)
     rows = rows[rows["sequence"] == rows["sequence"].max()]
     rows = rows[rows["head_dim"] == rows["head_dim"].max()]
     return rows.groupby(["sequence", "tensor"])["saved_bytes"].sum().reset_index()

@@ -118,7 +118,7 @@ def techniques(frame: pd.DataFrame) -> pd.DataFrame:
         for name in TECHNIQUES
     ]
     hidden = KERNELS.over(rows, FULL, sweep="hidden", phase="kernel", implementation=[CAUSAL, FULL])
-    tiles = select(frame, ["tiles"], sweep="hidden").groupby("sequence")["tiles"].first()
+    tiles = select(frame, ["sequence", "tiles"], sweep="hidden").groupby("sequence")["tiles"].first()
     predicted = [visited_share(number) for number in hidden["sequence"].map(tiles)]
     tables.append(hidden.assign(implementation=HIDDEN_TILES, predicted=predicted))
     table = pd.concat([table for table in tables if len(table)] or tables[:1], ignore_index=True)
