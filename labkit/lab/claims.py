@@ -22,6 +22,8 @@ def published(claims: Iterable[Claim | None]) -> Finding | None:
     headline = f"{holding} of {counted(len(checked), 'published claim')} {'holds' if holding == 1 else 'hold'} here"
     others = "other is" if len(checked) - holding == 1 else "others are"
     headline += f"; the {others} not shown." if not contradicted and holding < len(checked) else "."
+    if verdict == "undecided":
+        headline = "No published claim can be confirmed or contradicted here."
     rows = [
         {"published": claim.text, "here": claim.outcome.removeprefix("is "), "seen": claim.seen} for claim in checked
     ]

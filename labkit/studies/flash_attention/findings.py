@@ -179,7 +179,7 @@ def _techniques(frame: pd.DataFrame) -> Finding | None:
     return contest(
         table,
         "technique",
-        "not doing so",
+        "going without",
         names=lambda name: TECHNIQUE_NAMES[name],
         axis=("sequence",),
         why=f"Predicted to save at best: {join_words(saves)}." if saves else None,
