@@ -13,35 +13,15 @@ import pandas as pd
 from labkit.bench.statistics import judged
 from labkit.lab.columns import column, label
 from labkit.lab.findings import Effect, Finding, Verdict
+from labkit.lab.quantities import MEMORY as MEMORY
+from labkit.lab.quantities import TIME as TIME
+from labkit.lab.quantities import Quantity as Quantity
 from labkit.lab.units import format_share
 
 TWOFOLD = 1.95  # from here on "times" reads better than "%"
 UNEVEN = 2.0  # the width of an interval, as a factor, from which on a ratio is not quoted
 CLOSE = 1.5  # factor up to which a prediction counts as right
 FEWEST_TIMES = 1.1  # below it the lower end of "1.0 to 6 times" says nothing
-
-
-@dataclass(frozen=True)
-class Quantity:
-    """How to say less and more of what ratios are of, a fraction of it and several times it; and the adjectives."""
-
-    name: str
-    less: str
-    times_less: str
-    more: str
-    times_more: str
-    better: str
-    worse: str
-
-
-TIME = Quantity(
-    *("time", "take {n} less time than", "are {n} faster than", "take {n} longer than", "take {n} as long as"),
-    *("faster", "slower"),
-)
-MEMORY = Quantity(
-    *("memory", "need {n} less memory than", "need {n} less memory than"),
-    *("need {n} more memory than", "need {n} as much memory as", "lighter", "heavier"),
-)
 
 
 def compared(
@@ -57,14 +37,14 @@ def compared(
     caveat: str | None = None,
     why: str | None = None,
 ) -> Finding | None:
-    """Is `subject` faster than `baseline`? None without ratios.
+    """Is `subject` faster than `baseline`? None without ratios, unless a caveat says why there are none.
 
     `ratios` has a row a setting, as `rows.Measured.over` gives it. `axis` names the columns by which places are told
     ("from 1 MiB on"), the most telling first. `choose` and `keep` are the advice where it is faster and where it is
     not, as imperatives without a period. `plural`: the subject is several things.
     """
     if ratios.empty:
-        return None
+        return _without_times(subject, caveat)
     table = judged(ratios)
     better, worse = table[table["verdict"] == "faster"], table[table["verdict"] == "slower"]
     told = _Told(subject, baseline, quantity, plural)
@@ -94,13 +74,13 @@ def contest(
     caveat: str | None = None,
     why: str | None = None,
 ) -> Finding | None:
-    """Which of several alternatives beats `baseline`? None without ratios.
+    """Which of several alternatives beats `baseline`? None without ratios, unless a caveat says why there are none.
 
     The column `alternative` of `ratios` tells them apart, `names` says how a sentence names one. The winner is the one
     that is faster in most settings, and slower in fewest. Otherwise as `compared`; `choose` gets the winner's name.
     """
     if ratios.empty:
-        return None
+        return _without_times(f"anything beside {baseline}", caveat)
     table = judged(ratios)
     better, worse = table[table["verdict"] == "faster"], table[table["verdict"] == "slower"]
     parts = [
@@ -119,6 +99,11 @@ def contest(
     advice = _advice(verdict, place, len(lost) > 0, choose(winner) if choose and winner else None, keep)
     is_significant = len(better) + len(worse) > 0
     return Finding(verdict, headline, table, caveat, why, advice, is_significant, effects=tuple(parts))
+
+
+def _without_times(subject: str, caveat: str | None) -> Finding | None:
+    """What failed or was wrong is told even where nothing else was measured."""
+    return Finding("not measured", f"Not measured: {subject}.", caveat=caveat) if caveat else None
 
 
 def agreement(
@@ -213,7 +198,7 @@ def _told(
     """Verdict, headline, and where the subject is better if that part of the settings has a name."""
     subject, baseline, quantity = told.subject, told.baseline, told.quantity
     if better.empty and worse.empty:
-        return *_no_difference(table, f"{subject} and {baseline}"), None
+        return *_no_difference(table, f"{subject} and {baseline}", len(table)), None
     verb = "are" if told.plural else "is"
     if better.empty:
         if len(worse) == len(table):
@@ -236,11 +221,11 @@ def _told(
     return "it depends", f"It depends: {gain} in some settings, and {quantity.worse} ({loss}) in others.", place
 
 
-def _no_difference(table: pd.DataFrame, between: str) -> tuple[Verdict, str]:
+def _no_difference(table: pd.DataFrame, between: str, settings: int = 1) -> tuple[Verdict, str]:
     if table["p"].isna().all():
         return "undecided", f"Too few repeats to tell {between} apart."
-    settings = f" in any of {len(table)} settings" if len(table) > 1 else ""
-    return "no clear difference", f"No clear difference between {between}{settings}."
+    where = f" in any of {settings} settings" if settings > 1 else ""
+    return "no clear difference", f"No clear difference between {between}{where}."
 
 
 def _nothing_better(
@@ -254,8 +239,9 @@ def _nothing_better(
     """Of a contest that the baseline does not lose."""
     others = [names(str(name)) for name in table[alternative].unique()]
     if worse.empty:
-        between = others[0] if len(others) == 1 else f"any of {len(others)} alternatives"
-        return _no_difference(table, f"{baseline} and {between}")
+        if len(others) > 1:
+            return _no_difference(table, f"{baseline} and any of {len(others)} alternatives")
+        return _no_difference(table, f"{baseline} and {others[0]}", len(table))
     slowest = worse.loc[worse["ratio"].idxmax()]
     clause = _Told(names(str(slowest[alternative])), baseline, quantity, False).clause(worse.loc[[slowest.name]])
     if len(others) == 1:

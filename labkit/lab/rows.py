@@ -17,11 +17,22 @@ def select(frame: pd.DataFrame, columns: Iterable[str] = (), **wanted: Any) -> p
     """
     missing = [name for name in (*columns, *wanted) if name not in frame]
     if missing:
-        empty = frame.iloc[:0].reindex(columns=list(dict.fromkeys([*frame.columns, *missing])))
-        return empty.astype(dict.fromkeys(missing, object))  # texts and numbers can both be reckoned with
+        # of objects, as all tables without rows are: they can be merged
+        return frame.iloc[:0].reindex(columns=list(dict.fromkeys([*frame.columns, *missing]))).astype(object)
     for name, value in wanted.items():
         frame = frame[frame[name].isin(value) if isinstance(value, list | tuple | set) else frame[name] == value]
     return frame
+
+
+def in_order(table: pd.DataFrame, **orders: Iterable[Any] | None) -> pd.DataFrame:
+    """Sorted by these columns, the first one first, each in the order that is given; None: from small to large."""
+    places = {name: {value: place for place, value in enumerate(order)} for name, order in orders.items() if order}
+    return table.sort_values(
+        list(orders),
+        key=lambda values: values.map(places[values.name]) if values.name in places else values,
+        kind="stable",
+        ignore_index=True,
+    )
 
 
 @dataclass(frozen=True)
@@ -29,15 +40,13 @@ class Measured:
     """Samples of a time (or another quantity that is better when smaller) by setting and alternative.
 
     `setting` are the columns that tell comparisons apart, `alternative` is the one that names what took turns. The
-    slowest rank of each repeat counts. `took_turns`: repeat i of all alternatives was measured in one round. `exact`:
-    a count, such as of bytes, where every difference counts; of several the largest stands for its alternative.
+    slowest rank of each repeat counts. `took_turns`: repeat i of all alternatives was measured in one round.
     """
 
     setting: tuple[str, ...]
     alternative: str
     value: str = "seconds"
     took_turns: bool = True
-    exact: bool = False
 
     @property
     def columns(self) -> list[str]:
@@ -57,8 +66,6 @@ class Measured:
 
     def over(self, frame: pd.DataFrame, baseline: Any, **wanted: Any) -> pd.DataFrame:
         """Within each setting, every alternative over `baseline`: `ratio`, `low`, `high`, `p`, `verdict`."""
-        if self.exact:
-            return self._exact_ratios(select(frame, [*self.columns, self.value], **wanted), baseline)
         return compare_groups(
             self.samples(frame, **wanted),
             self.value,
@@ -68,11 +75,17 @@ class Measured:
             interleaved=self.took_turns,
         )
 
-    def _exact_ratios(self, rows: pd.DataFrame, baseline: Any) -> pd.DataFrame:
-        """`over` of counts: a ratio is its own interval."""
-        largest = rows.groupby(self.columns, dropna=False)[self.value].max().dropna().reset_index()
-        is_base = largest[self.alternative] == baseline
-        base = largest.loc[is_base, [*self.setting, self.value]].rename(columns={self.value: "of_baseline"})
-        both = largest[~is_base].merge(base, on=list(self.setting))
-        ratio = (both[self.value] / both["of_baseline"]).astype(float)
-        return judged(both[self.columns].assign(ratio=ratio, low=ratio, high=ratio, p=0.0))
+
+def exactly_over(
+    table: pd.DataFrame, setting: Iterable[str], alternative: str, value: str, baseline: Any
+) -> pd.DataFrame:
+    """Within each setting, a count (of bytes) of every alternative over that of `baseline`, as `Measured.over` has it.
+
+    One row a (setting, alternative) in `table`. Counts are exact: `low` and `high` are the ratio and `p` is 0.
+    """
+    keys = list(setting)
+    base = table.loc[table[alternative] == baseline, [*keys, value]]
+    both = table[table[alternative] != baseline].merge(base, on=keys, suffixes=("", "_of_baseline"))
+    ratio = both[value].astype(float) / both[f"{value}_of_baseline"].astype(float)
+    found = both[[*keys, alternative]].assign(ratio=ratio, low=ratio, high=ratio, p=0.0)
+    return judged(found.assign(**{value: both[value]}))

@@ -7,7 +7,7 @@ import pytest
 from labkit.lab.claims import claim, judged_claim, published
 from labkit.lab.comparing import MEMORY, agreement, compared, contest
 from labkit.lab.findings import at_the_cost_of
-from labkit.lab.rows import Measured, select
+from labkit.lab.rows import Measured, exactly_over, select
 
 TIMES = Measured(("model", "n_bytes"), "name")
 
@@ -120,6 +120,8 @@ def test_without_rows_there_is_no_finding():
     empty = TIMES.over(pd.DataFrame(), "torch")
     assert compared(empty, "a", "b") is None
     assert contest(empty, "name", "torch") is None
+    for finding in (compared(empty, "a", "b", caveat="WRONG"), contest(empty, "name", "torch", caveat="WRONG")):
+        assert (finding.verdict, finding.caveat) == ("not measured", "WRONG")
     assert claim("A is faster", empty, "faster") is None
     assert published([None]) is None
 
@@ -153,15 +155,6 @@ def test_a_prediction_of_counts_has_to_be_nearer():
     assert [verdict(1.0, 1.2).verdict, verdict(1.2, 1.2).verdict] == ["it depends", "no"]
 
 
-def test_counts_differ_without_intervals():
-    peaks = Measured(("model",), "name", "peak_bytes", exact=True)
-    rows = [("mini", "a", 1), ("mini", "a", 3), ("mini", "b", 4), ("nano", "a", 4), ("nano", "b", 4)]
-    table = peaks.over(pd.DataFrame(rows, columns=["model", "name", "peak_bytes"]), "b")
-    assert table["verdict"].tolist() == ["faster", "no difference shown"]
-    assert table[["ratio", "low", "high"]].iloc[0].tolist() == [0.75] * 3
-    assert peaks.over(pd.DataFrame(), "b").empty
-
-
 def test_a_gain_is_told_with_its_cost():
     gain = compared(_ratios(_sizes(0.5, 0.5)), "a", "b", quantity=MEMORY)
     cost = compared(_ratios(_sizes(2.0, 2.0)), "a", "b")
@@ -181,6 +174,13 @@ def test_rows_that_a_frame_lacks_are_an_empty_table_with_their_columns():
     frame = pd.DataFrame({"sweep": ["a", "b", "c"], "n": [1, 2, 3]})
     assert select(frame, sweep=["a", "b"], n=2)["sweep"].tolist() == ["b"]
     assert TIMES.medians(frame).empty
+
+
+def test_counts_are_compared_exactly():
+    table = pd.DataFrame({"n": [1, 1, 2], "name": ["torch", "own", "own"], "bytes": [100, 98, 7]})
+    ratios = exactly_over(table, ["n"], "name", "bytes", "torch")
+    assert ratios[["name", "ratio", "low", "high", "p"]].to_numpy().tolist() == [["own", 0.98, 0.98, 0.98, 0.0]]
+    assert contest(ratios, "name", "torch", quantity=MEMORY).verdict == "no clear difference"
 
 
 def test_the_slowest_rank_counts():

@@ -76,6 +76,7 @@ class MemoryStudy(Study):
             checkpoint_context=16,
             counted_checkpoint_size="nano",
             counted_checkpoint_context=32,
+            repeats=2,
         ),
         "quick": MemoryConfig(
             sizes=["nano", "mini"],
