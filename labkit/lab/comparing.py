@@ -10,9 +10,10 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from labkit.bench.statistics import judged
+from labkit.bench.statistics import LEAST_RELEVANT_DIFFERENCE, judged
 from labkit.lab.columns import column, label
 from labkit.lab.findings import Effect, Finding, Verdict
+from labkit.lab.places import place_of, reach_of
 from labkit.lab.quantities import MEMORY as MEMORY
 from labkit.lab.quantities import TIME as TIME
 from labkit.lab.quantities import Quantity as Quantity
@@ -205,7 +206,7 @@ def _told(
             return "no", f"No: {told.clause(worse)}.", None
         never = f"{subject} {verb} never measurably {quantity.better} than {baseline}"
         return "no", f"No: {never}, and {quantity.worse} in {len(worse)} of {len(table)} settings.", None
-    place = _place(table, better, axis)
+    place = place_of(table, better, axis)
     if worse.empty:
         if len(better) == len(table):
             return "yes", f"Yes: {told.clause(better)}.", None
@@ -213,10 +214,15 @@ def _told(
         verdict: Verdict = "yes" if is_most else "it depends"
         if place:
             return verdict, f"{'Yes' if is_most else 'Only'} {place}: {told.clause(better, briefly=True)}.", place
-        return verdict, f"{'Yes, in most' if is_most else 'Only in some'} settings: {told.clause(better)}.", None
-    if place and (elsewhere := _place(table, worse, axis)):
+        settings = f"{'Yes, in most' if is_most else 'Only in some'} settings"
+        reach = reach_of(table, better, axis)
+        return verdict, f"{settings}: {told.clause(better)}.", reach[0] if reach else None
+    if place and (elsewhere := place_of(table, worse, axis)):
         both = f"{quantity.better} than {baseline} {place}, {quantity.worse} {elsewhere}"
         return "it depends", f"It depends: {subject} {verb} {both}.", place
+    if place is None and (reach := reach_of(table, better, axis)):
+        place, rows = reach
+        return "it depends", f"It depends: {place} {told.clause(rows, briefly=True)}, elsewhere not always.", place
     gain, loss = told.clause(better, briefly=True), told.amount(worse, briefly=True)
     return "it depends", f"It depends: {gain} in some settings, and {quantity.worse} ({loss}) in others.", place
 
@@ -250,34 +256,21 @@ def _nothing_better(
 
 
 def _winner(table: pd.DataFrame, alternative: str) -> str:
-    """The alternative that is faster in most settings less those in which it is slower; of several the fastest."""
+    """The alternative that is faster in most settings less those in which it is slower; of several the fastest.
+
+    Where that is by less than a difference that counts, the first of them in the table.
+    """
 
     def standing(name: str) -> tuple[int, float]:
         rows = table[table[alternative] == name]
         net = (rows["verdict"] == "faster").sum() - (rows["verdict"] == "slower").sum()
         return int(net), -float(np.log(rows["ratio"]).mean())
 
-    candidates = table.loc[table["verdict"] == "faster", alternative].unique()
-    return max(candidates, key=standing)
-
-
-def _place(table: pd.DataFrame, rows: pd.DataFrame, axis: Sequence[str]) -> str | None:
-    """What the rows have in common that no other has: "from 1 MiB on", "up to 64 KiB", "at 1 MiB", "for mini"."""
-    for name in axis:
-        values, theirs = table[name], set(rows[name])
-        if (values.isin(theirs) != table.index.isin(rows.index)).any():
-            continue
-        ordered = sorted(set(values))
-        if isinstance(ordered[0], str):
-            return f"for {' and '.join(label(name, value) for value in ordered if value in theirs)}"
-        low, high = label(name, min(theirs)), label(name, max(theirs))
-        if len(theirs) == 1:
-            return f"at {low}"
-        if theirs == set(ordered[-len(theirs) :]):
-            return f"from {low} on"
-        if theirs == set(ordered[: len(theirs)]):
-            return f"up to {high}"
-    return None
+    faster = set(table.loc[table["verdict"] == "faster", alternative])
+    standings = {name: standing(name) for name in table[alternative].unique() if name in faster}
+    net, speed = max(standings.values())
+    alike = speed - np.log1p(LEAST_RELEVANT_DIFFERENCE)
+    return next(name for name, (wins, its) in standings.items() if wins == net and its >= alike)
 
 
 def _advice(verdict: Verdict, place: str | None, is_mixed: bool, choose: str | None, keep: str | None) -> str | None:

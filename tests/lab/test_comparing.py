@@ -48,6 +48,11 @@ def _sizes(*factors):
         ((0.7, 1.0, 0.7, 1.0), "it depends", "Only in some settings: the ring takes 30 % less time than torch."),
         ((1.0, 1.5, 1.0), "no", "No: the ring is never measurably faster than torch, and slower in 1 of 3 settings."),
         ((1.5, 0.7), "it depends", "It depends: the ring is faster than torch at 4 MiB, slower at 1 MiB."),
+        (
+            (0.5, 0.5, 1.0, 1.5, 0.5, 0.5, 0.25),
+            "it depends",
+            "It depends: from 256 MiB on the ring is up to 4 times faster than torch, elsewhere not always.",
+        ),
     ],
 )
 def test_verdict_and_headline_say_what_the_rows_show(factors, verdict, headline):
@@ -66,6 +71,7 @@ def test_advice_follows_the_verdict():
     assert advice(0.5, 0.5) == "Take a."
     assert advice(1.0, 0.5, 0.5) == "Take a from 4 MiB on."
     assert advice(0.5, 1.0, 0.5, 1.0) == "Take a where the table shows a gain."
+    assert advice(0.5, 1.0, 0.5, 0.5) == "Take a from 16 MiB on."
     assert advice(1.0, 1.0) == advice(1.5, 1.5) == "Keep b."
 
 
@@ -187,3 +193,8 @@ def test_the_slowest_rank_counts():
     frame = _frame(_sizes(0.5), noise=0)
     both = pd.concat([frame, frame.assign(rank=1, seconds=2 * frame["seconds"])])
     assert TIMES.medians(both)["seconds"].tolist() == [1.0, 2.0]
+
+
+def test_of_two_that_are_alike_the_first_in_the_table_wins():
+    both = {("ring", 2**20): 0.5, ("ring_two", 2**20): 0.498}
+    assert contest(_ratios(both, noise=0.001), "name", "torch").headline.startswith("Yes: ring is 2 times")
