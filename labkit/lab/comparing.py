@@ -14,35 +14,15 @@ from labkit.bench.statistics import LEAST_RELEVANT_DIFFERENCE, judged
 from labkit.lab.columns import column, label
 from labkit.lab.findings import Effect, Finding, Verdict
 from labkit.lab.places import place_of, reach_of
+from labkit.lab.quantities import MEMORY as MEMORY
+from labkit.lab.quantities import TIME as TIME
+from labkit.lab.quantities import Quantity as Quantity
 from labkit.lab.units import format_share
 
 TWOFOLD = 1.95  # from here on "times" reads better than "%"
 UNEVEN = 2.0  # the width of an interval, as a factor, from which on a ratio is not quoted
 CLOSE = 1.5  # factor up to which a prediction counts as right
 FEWEST_TIMES = 1.1  # below it the lower end of "1.0 to 6 times" says nothing
-
-
-@dataclass(frozen=True)
-class Quantity:
-    """How to say less and more of what ratios are of, a fraction of it and several times it; and the adjectives."""
-
-    name: str
-    less: str
-    times_less: str
-    more: str
-    times_more: str
-    better: str
-    worse: str
-
-
-TIME = Quantity(
-    *("time", "take {n} less time than", "are {n} faster than", "take {n} longer than", "take {n} as long as"),
-    *("faster", "slower"),
-)
-MEMORY = Quantity(
-    *("memory", "need {n} less memory than", "need {n} less memory than"),
-    *("need {n} more memory than", "need {n} as much memory as", "lighter", "heavier"),
-)
 
 
 def compared(

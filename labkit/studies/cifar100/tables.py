@@ -1,4 +1,4 @@
-"""From the frame of a CIFAR-100 run to the tables its answers and figures are made of.
+"""From the samples of a CIFAR-100 run to the tables its findings and figures are made of.
 
 Implementations are compared seed by seed: with one seed they begin with the same weights and see the same images in
 the same order under the same dropout masks. Intervals are of the median over seeds; an epoch is over when its slowest
@@ -14,6 +14,7 @@ import pandas as pd
 
 from labkit.bench.statistics import CONFIDENCE, compare, judged, slowest_rank, summarize, summarize_groups
 from labkit.lab.project import reference_directory
+from labkit.lab.rows import exactly_over
 from labkit.nn.datasets import CIFAR100_MD5
 from labkit.studies.cifar100.samples import (
     METRICS,
@@ -32,9 +33,10 @@ from labkit.studies.cifar100.training import IMPLEMENTATIONS as IMPLEMENTATIONS 
 from labkit.studies.cifar100.training import OWN_LOCAL, OWN_SYNC, TORCH_LOCAL, TORCH_SYNC
 from labkit.studies.cifar100.worker import EPOCH, MEMORY, PROBE
 
+Pairs = tuple[tuple[str, str], ...]
 # The same arithmetic by labkit's parts and by torch's; and what synchronizing changes in one of them.
-SAME = ((OWN_SYNC, TORCH_SYNC), (OWN_LOCAL, TORCH_LOCAL))
-SYNC = ((OWN_SYNC, OWN_LOCAL), (TORCH_SYNC, TORCH_LOCAL))
+SAME: Pairs = ((OWN_SYNC, TORCH_SYNC), (OWN_LOCAL, TORCH_LOCAL))
+SYNC: Pairs = ((OWN_SYNC, OWN_LOCAL), (TORCH_SYNC, TORCH_LOCAL))
 # Smaller differences at the end of training are taken for none: points of accuracy, percent of a loss.
 MARGINS = {"accuracy": 1.0, "validation loss": 3.0, "training loss": 3.0}
 UNITS = {"accuracy": "points", "validation loss": "%", "training loss": "%"}
@@ -43,11 +45,11 @@ PUBLISHED_NAMES = {"selfmade": OWN_SYNC, "torch": TORCH_SYNC}
 PUBLISHED_RECIPE = (2, 64, 4, 16, 0.01, 0.5)  # in that order
 PUBLISHED_IMAGES = 50_000
 
-DIFFERENCES = ["implementation", "than", "metric", "unit", "difference", "low", "high", "margin", "seeds", "verdict"]
-DIFFERENCES += ["quantity"]
+DIFFERENCES = ["both_with", "implementation", "than", "metric", "difference", "low", "high", "unit", "margin", "seeds"]
+DIFFERENCES += ["verdict", "than_value"]
 DIVERGENCES = ["implementation", "than", "seeds", "diverged", "than_diverged", "verdict"]
-RATIOS = ["implementation", "over", "ratio", "low", "high", "verdict"]
-SYNCHRONIZING = ["implementation", "extra_s", "low_s", "high_s", "predicted_s", "measured_over_predicted"]
+RATIOS = ["both_with", "implementation", "ratio", "low", "high", "p", "verdict"]
+SYNCHRONIZING = ["implementation", "extra_s", "low", "high", "predicted_s", "measured_over_predicted"]
 
 
 def is_published_training(frame: pd.DataFrame) -> bool:
@@ -60,21 +62,15 @@ def is_published_training(frame: pd.DataFrame) -> bool:
 
 
 def images(frame: pd.DataFrame) -> pd.DataFrame:
-    """One row: how many images and classes, the size of an update."""
+    """One row: what the images are, how many and of how many classes, and the size of an update."""
     found = setting(frame)
     if found is None:
         return pd.DataFrame()
-    columns = {"classes": "classes", "trained": "trained on", "validated": "validated on"}
-    row = {column: found[name] for name, column in columns.items()}
-    row |= {"ranks": found["world_size"], "micro-batch": found["batch"], "accumulation": found["accumulation"]}
-    row["images an update"] = found["world_size"] * found["batch"] * found["accumulation"]
-    return pd.DataFrame([{name: int(value) for name, value in row.items()}])
-
-
-def source(frame: pd.DataFrame) -> str:
-    """What the images are, in words."""
-    found = setting(frame)
-    return "Nothing was trained." if found is None else f"The images: {found['source']}."
+    columns = {"classes": "classes", "trained": "trained on", "validated": "validated on", "world_size": "ranks"}
+    columns |= {"batch": "micro-batch", "accumulation": "accumulation"}
+    row = {heading: int(found[name]) for name, heading in columns.items()}
+    update = row["ranks"] * row["micro-batch"] * row["accumulation"]
+    return pd.DataFrame([{"images": found["source"]} | row | {"images per update": update}])
 
 
 def by_epoch(frame: pd.DataFrame, metric: str) -> pd.DataFrame:
@@ -98,49 +94,49 @@ def outcome(frame: pd.DataFrame) -> pd.DataFrame:
 
     Of the `seeds` that have not diverged; `diverged` of them have. An implementation of which all have has no numbers.
     """
-    rows, last = [], last_epoch(frame)
-    errors = of_phase(frame, EPOCH)
-    for name, bad in diverged(frame).groupby("implementation", sort=False)["diverged"].sum().items():
-        of_name = last[last["implementation"] == name]
-        if of_name.empty:
-            rows.append({"implementation": name, "seeds": 0, "diverged": bad, "epoch": float("nan")})
-            continue
-        found = summarize(of_name["accuracy_percent"])
-        accuracies = {"accuracy_percent": found.median, "low": found.low, "high": found.high}
-        accuracies |= {"smallest": of_name["accuracy_percent"].min(), "largest": of_name["accuracy_percent"].max()}
-        losses = {column: of_name[column].median() for column in ("train_loss", "validation_loss")}
-        error = errors.loc[errors["implementation"] == name, "error"].max() if "error" in errors else float("nan")
-        about = {"implementation": name, "epoch": of_name["epoch"].iloc[0], "seeds": found.n, "diverged": bad}
-        rows.append(about | accuracies | losses | {"error": error})
-    columns = ["implementation", "epoch", "seeds", "diverged", "accuracy_percent", "low", "high", "smallest", "largest"]
-    return pd.DataFrame(rows, columns=[*columns, "train_loss", "validation_loss", "error"])
+    last, by = last_epoch(frame), "implementation"
+    counts = diverged(frame).groupby(by)[["diverged"]].sum()
+    medians = summarize_groups(last, "accuracy_percent", [by]).set_index(by)[["median", "low", "high", "n"]]
+    accuracy = last.groupby(by)["accuracy_percent"].agg(smallest="min", largest="max")
+    losses = last.groupby(by)[["epoch", "train_loss", "validation_loss"]].median()
+    error = of_phase(frame, EPOCH, "error").groupby(by)[["error"]].max()
+    table = counts.join([medians, accuracy, losses, error]).reset_index().fillna({"n": 0})
+    table = in_order(table.rename(columns={"median": "accuracy_percent", "n": "seeds"}))
+    columns = ["implementation", "epoch", "accuracy_percent", "low", "high", "smallest", "largest", "train_loss"]
+    return table[[*columns, "validation_loss", "seeds", "diverged", "error"]]
 
 
-def differences(frame: pd.DataFrame, pairs: tuple[tuple[str, str], ...]) -> pd.DataFrame:
+def _both_with(name: str, other: str) -> str:
+    """What the implementations of a pair share: the wrapper, or the batch norm."""
+    return next(part for part in name.split(" + ") if part in other.split(" + "))
+
+
+def differences(frame: pd.DataFrame, pairs: Pairs) -> pd.DataFrame:
     """After the last epoch, seed by seed: the first of a pair less the second; points of accuracy, percent of a loss.
 
     `verdict`: "the same" if the interval lies within the margin, "higher" or "lower" if wholly beyond it, "not shown";
-    and "diverged" where a seed of either did: what is left is no sample of all seeds.
+    "diverged" if a seed did with either of the pair: what the others show holds for them alone. `than_value` is the
+    median of the second.
     """
     rows, last, lost = [], last_epoch(frame), _lost(divergences(frame, pairs))
-    for (name, other), (metric, column) in ((pair, item) for pair in pairs for item in METRICS.items()):
-        table = last.pivot_table(index="seed", columns="implementation", values=column).reindex(columns=[name, other])
-        table = table.dropna()
+    for (name, other), metric in ((pair, metric) for pair in pairs for metric in METRICS):
+        table = last.pivot(index="seed", columns="implementation", values=METRICS[metric])
+        table = table.reindex(columns=[name, other]).dropna()
         if table.empty:
             continue
         change = table[name] - table[other]
-        if UNITS[metric] == "%":
-            change = 100 * change / table[other]
-        found, margin = summarize(change), MARGINS[metric]
-        row: dict[str, Any] = {"implementation": name, "than": other, "metric": metric, "unit": UNITS[metric]}
-        row |= {"difference": found.median, "low": found.low, "high": found.high, "margin": margin, "seeds": found.n}
-        row["quantity"] = f"{metric} ({UNITS[metric]})"
+        found = summarize(100 * change / table[other] if UNITS[metric] == "%" else change)
+        margin = MARGINS[metric]
+        row: dict[str, Any] = {"both_with": _both_with(name, other), "implementation": name, "than": other}
+        row |= {"metric": metric, "difference": found.median, "low": found.low, "high": found.high}
+        row |= {"unit": UNITS[metric], "margin": margin, "seeds": found.n}
+        row |= {"than_value": float(table[other].median())}
         is_whole = (name, other) not in lost
         rows.append(row | {"verdict": _verdict(found.low, found.high, margin) if is_whole else "diverged"})
     return pd.DataFrame(rows, columns=DIFFERENCES)
 
 
-def divergences(frame: pd.DataFrame, pairs: tuple[tuple[str, str], ...]) -> pd.DataFrame:
+def divergences(frame: pd.DataFrame, pairs: Pairs) -> pd.DataFrame:
     """How many `seeds` that both of a pair have `diverged` with the first, and with the second (`than_diverged`).
 
     `verdict`: "higher" or "lower" if the first diverges more or less often beyond chance, by a sign test over the seeds
@@ -177,11 +173,10 @@ def time_summary(frame: pd.DataFrame) -> pd.DataFrame:
     """Median time of an epoch with its interval over seeds, by implementation: of each seed the median epoch."""
     of_seeds = times(frame).groupby(["implementation", "seed"], as_index=False)["epoch_s"].median()
     table = summarize_groups(of_seeds, "epoch_s", ["implementation"]).rename(columns={"median": "epoch_s"})
-    device = None if table.empty else frame["device"].iloc[0]
-    return in_order(table)[["implementation", "epoch_s", "low", "high", "n"]].assign(device=device)
+    return in_order(table)[["implementation", "epoch_s", "low", "high", "n"]]
 
 
-def time_ratios(frame: pd.DataFrame, pairs: tuple[tuple[str, str], ...]) -> pd.DataFrame:
+def time_ratios(frame: pd.DataFrame, pairs: Pairs) -> pd.DataFrame:
     """Time of an epoch by the first of a pair over that by the second, of the same seeds and epochs.
 
     Of each seed the median epoch: epochs of one training resemble one another, so that seeds are the samples.
@@ -191,70 +186,70 @@ def time_ratios(frame: pd.DataFrame, pairs: tuple[tuple[str, str], ...]) -> pd.D
         table = paired(samples, name, other).groupby("seed").median()
         if len(table):
             found = compare(table[name], table[other], interleaved=True)
-            rows.append({"implementation": name, "over": other} | asdict(found))
-    return judged(pd.DataFrame(rows, columns=[*RATIOS, "p"]))[RATIOS]
+            rows.append({"both_with": _both_with(name, other), "implementation": name} | asdict(found))
+    return judged(pd.DataFrame(rows, columns=RATIOS))
 
 
 def memory(frame: pd.DataFrame) -> pd.DataFrame:
-    """Peak of an update by implementation, of the rank with the highest; and over that of torch's counterpart."""
-    rows = of_phase(frame, MEMORY)
-    if rows.empty or "peak_bytes" not in rows:
-        return pd.DataFrame(columns=["implementation", "peak_bytes", "over_torch", "device"])
-    table = in_order(rows.groupby("implementation", as_index=False)["peak_bytes"].max())
-    peaks = table.set_index("implementation")["peak_bytes"]
-    torch_bytes = [peaks.get(dict(SAME).get(name, name), float("nan")) for name in table["implementation"]]
-    return table.assign(over_torch=table["peak_bytes"] / torch_bytes, device=rows["device"].iloc[0])
+    """Peak of an update by implementation, of the rank with the highest."""
+    return in_order(of_phase(frame, MEMORY, "peak_bytes").groupby("implementation", as_index=False)["peak_bytes"].max())
+
+
+def memory_ratios(frame: pd.DataFrame) -> pd.DataFrame:
+    """Peak with labkit's parts over that with torch's."""
+    peaks = memory(frame)
+    parts = [name.split(" + ") for name in peaks["implementation"]]
+    peaks = peaks.assign(wrapper=[part[0] for part in parts], batch_norm=[part[1] for part in parts])
+    return exactly_over(peaks, ["batch_norm"], "wrapper", "peak_bytes", "torch")
 
 
 def synchronizing(frame: pd.DataFrame) -> pd.DataFrame:
     """What an epoch takes longer with batch norm over all ranks, and what its collectives alone take.
 
-    `extra_s`      median over seeds of their median of synchronized less local, with `low_s` and `high_s`
+    `extra_s`      median over seeds of their median of synchronized less local, with its interval
     `predicted_s`  micro-batches times a forward and a backward collective, timed with nothing else to do
     """
     rows, samples, about = [], times(frame), setting(frame)
-    probes = of_phase(frame, PROBE)
+    probes = of_phase(frame, PROBE, "seconds")
     if about is None or probes.empty:
         return pd.DataFrame(columns=SYNCHRONIZING)
     pair_s = slowest_rank(probes, "seconds", ["seed"])["seconds"].median()
     for name, other in SYNC:
         table = paired(samples, name, other)
         if len(table):
-            extra = (table[name] - table[other]).groupby("seed").median()
-            found, predicted_s = summarize(extra), about["micro_batches"] * pair_s
-            row = {"implementation": name, "extra_s": found.median, "low_s": found.low, "high_s": found.high}
-            row |= {"predicted_s": predicted_s, "measured_over_predicted": found.median / predicted_s}
-            rows.append(row)
+            found = summarize((table[name] - table[other]).groupby("seed").median())
+            predicted_s = about["micro_batches"] * pair_s
+            row = {"implementation": name, "extra_s": found.median, "low": found.low, "high": found.high}
+            rows.append(row | {"predicted_s": predicted_s, "measured_over_predicted": found.median / predicted_s})
     return pd.DataFrame(rows, columns=SYNCHRONIZING)
 
 
 @cache
 def published() -> pd.DataFrame:
-    """`cifar100_training_2gpu.csv`: by implementation, the slower rank's time, the larger memory, loss, accuracy."""
+    """`cifar100_training_2gpu.csv` by implementation: the slower rank's time, the larger memory, accuracy."""
     table = pd.read_csv(reference_directory() / "cifar100_training_2gpu.csv")
     table = table.assign(implementation=table["implementation"].map(PUBLISHED_NAMES))
-    worst = table.groupby("implementation", as_index=False)[["time_s", "max_memory_bytes", "loss", "accuracy"]].max()
+    worst = table.groupby("implementation")[["time_s", "max_memory_bytes", "accuracy"]].max()
     worst = worst.rename(columns={"time_s": "training_s", "max_memory_bytes": "peak_bytes"})
-    worst = worst.assign(accuracy_percent=100 * worst["accuracy"], epoch_s=worst["training_s"] / PUBLISHED_EPOCHS)
-    return worst.assign(device="2 GPUs").drop(columns="accuracy")
+    return worst.assign(accuracy_percent=100 * worst["accuracy"]).drop(columns="accuracy")
 
 
 def published_ratio(column: str) -> float:
     """Of the own parts over torch's."""
-    own, torch = (published().set_index("implementation").loc[name, column] for name in (OWN_SYNC, TORCH_SYNC))
-    return float(own / torch)
+    values = published()[column]
+    return float(values[OWN_SYNC] / values[TORCH_SYNC])
 
 
 def own_over_torch(frame: pd.DataFrame) -> pd.DataFrame:
     """`ratio` of labkit's over torch's by quantity, time of an epoch (with interval) and peak memory."""
     epochs = time_ratios(frame, SAME).assign(quantity="time of an epoch")
-    peaks = memory(frame).dropna(subset="over_torch")
-    peaks = peaks[peaks["implementation"].isin(dict(SAME))].rename(columns={"over_torch": "ratio"})
-    both = pd.concat([epochs, peaks.assign(quantity="peak memory")], ignore_index=True)
+    peaks = memory_ratios(frame).assign(quantity="peak memory")
+    peaks = peaks.assign(implementation="own + " + peaks["batch_norm"])
+    both = pd.concat([epochs, peaks], ignore_index=True)
     return both.reindex(columns=["quantity", "implementation", "ratio", "low", "high"])
 
 
 def published_own_over_torch() -> pd.DataFrame:
     """The same of the published training."""
-    rows = [("time of an epoch", published_ratio("epoch_s")), ("peak memory", published_ratio("peak_bytes"))]
+    rows = [("time of an epoch", published_ratio("training_s")), ("peak memory", published_ratio("peak_bytes"))]
     return pd.DataFrame(rows, columns=["quantity", "ratio"]).assign(implementation=OWN_SYNC)
