@@ -6,6 +6,7 @@ the verdict, the headline, the advice and the effects come from one rule.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -112,7 +113,7 @@ def contest(
     if better.empty:
         verdict, headline = _nothing_better(table, worse, alternative, baseline, names, quantity)
     else:
-        best = _winner(table, alternative)
+        best = winner_of(table, alternative)
         rows, winner = table[table[alternative] == best], names(best)
         won, lost = rows[rows["verdict"] == "faster"], rows[rows["verdict"] == "slower"]
         verdict, headline, place = _told(rows, won, lost, _Told(winner, baseline, quantity, False), axis)
@@ -139,7 +140,7 @@ def agreement(
     off = np.maximum(ratios, 1 / ratios)
     middle, worst = float(off.median()), float(off.max())
     if worst <= CLOSE:
-        return Finding("yes", f"Yes: all {subject} are within {format_share(worst - 1)} of {prediction}.", table)
+        return Finding("yes", f"Yes: all {subject} are within {format_share(max(worst - 1, 0.01))} of {prediction}.", table)
     if middle <= CLOSE:
         within = f"half of the {subject} are within {format_share(middle - 1)} of {prediction}"
         return Finding("it depends", f"Mostly: {within}, the worst is {_factor(worst)} times off.", table)
@@ -165,10 +166,6 @@ def effects(table: pd.DataFrame, subject: str, baseline: str, quantity: Quantity
         )
         for row in table.to_dict("records")
     )
-
-
-def _without_times(what: str, caveat: str | None) -> Finding | None:
-    return Finding("not measured", f"Not measured: {what}.", caveat=caveat) if caveat else None
 
 
 @dataclass(frozen=True)
@@ -267,16 +264,18 @@ def _nothing_better(
     return "no", f"No: none is measurably {quantity.better} than {baseline}; at worst {clause}."
 
 
-def _winner(table: pd.DataFrame, alternative: str) -> str:
-    """The alternative that is faster in most settings less those in which it is slower; of several the fastest."""
+def winner_of(table: pd.DataFrame, alternative: str) -> Any:
+    """The alternative that is faster in most settings less those in which it is slower; of several the fastest.
 
-    def standing(name: str) -> tuple[int, float]:
+    `table` is judged. None if nothing is faster anywhere.
+    """
+
+    def standing(name: Any) -> tuple[int, float]:
         rows = table[table[alternative] == name]
         net = (rows["verdict"] == "faster").sum() - (rows["verdict"] == "slower").sum()
         return int(net), -float(np.log(rows["ratio"]).mean())
 
-    candidates = table.loc[table["verdict"] == "faster", alternative].unique()
-    return max(candidates, key=standing)
+    return max(table.loc[table["verdict"] == "faster", alternative].unique(), key=standing, default=None)
 
 
 def _place(table: pd.DataFrame, rows: pd.DataFrame, axis: Sequence[str]) -> str | None:
