@@ -140,7 +140,8 @@ def agreement(
     off = np.maximum(ratios, 1 / ratios)
     middle, worst = float(off.median()), float(off.max())
     if worst <= CLOSE:
-        return Finding("yes", f"Yes: all {subject} are within {format_share(max(worst - 1, 0.01))} of {prediction}.", table)
+        within = format_share(max(worst - 1, 0.01))
+        return Finding("yes", f"Yes: all {subject} are within {within} of {prediction}.", table)
     if middle <= CLOSE:
         within = f"half of the {subject} are within {format_share(middle - 1)} of {prediction}"
         return Finding("it depends", f"Mostly: {within}, the worst is {_factor(worst)} times off.", table)
