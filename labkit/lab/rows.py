@@ -40,13 +40,15 @@ class Measured:
     """Samples of a time (or another quantity that is better when smaller) by setting and alternative.
 
     `setting` are the columns that tell comparisons apart, `alternative` is the one that names what took turns. The
-    slowest rank of each repeat counts. `took_turns`: repeat i of all alternatives was measured in one round.
+    slowest rank of each repeat counts. `took_turns`: repeat i of all alternatives was measured in one round. `exact`:
+    a count, such as of bytes, where every difference counts; of several the largest stands for its alternative.
     """
 
     setting: tuple[str, ...]
     alternative: str
     value: str = "seconds"
     took_turns: bool = True
+    exact: bool = False
 
     @property
     def columns(self) -> list[str]:
@@ -66,6 +68,10 @@ class Measured:
 
     def over(self, frame: pd.DataFrame, baseline: Any, **wanted: Any) -> pd.DataFrame:
         """Within each setting, every alternative over `baseline`: `ratio`, `low`, `high`, `p`, `verdict`."""
+        if self.exact:
+            rows = select(frame, [*self.columns, self.value], **wanted)
+            largest = rows.groupby(self.columns, dropna=False)[self.value].max().dropna().reset_index()
+            return exactly_over(largest, self.setting, self.alternative, self.value, baseline).drop(columns=self.value)
         return compare_groups(
             self.samples(frame, **wanted),
             self.value,
