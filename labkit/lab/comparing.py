@@ -6,6 +6,7 @@ the verdict, the headline, the advice and the effects come from one rule.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -93,7 +94,7 @@ def contest(
     if better.empty:
         verdict, headline = _nothing_better(table, worse, alternative, baseline, names, quantity)
     else:
-        best = _winner(table, alternative)
+        best = winner_of(table, alternative)
         rows, winner = table[table[alternative] == best], names(best)
         won, lost = rows[rows["verdict"] == "faster"], rows[rows["verdict"] == "slower"]
         verdict, headline, place = _told(rows, won, lost, _Told(winner, baseline, quantity, False), axis)
@@ -255,19 +256,22 @@ def _nothing_better(
     return "no", f"No: none is measurably {quantity.better} than {baseline}; at worst {clause}."
 
 
-def _winner(table: pd.DataFrame, alternative: str) -> str:
+def winner_of(table: pd.DataFrame, alternative: str) -> Any:
     """The alternative that is faster in most settings less those in which it is slower; of several the fastest.
 
-    Where that is by less than a difference that counts, the first of them in the table.
+    Where that is by less than a difference that counts, the first of them in the table. `table` is judged. None if
+    nothing is faster anywhere.
     """
 
-    def standing(name: str) -> tuple[int, float]:
+    def standing(name: Any) -> tuple[int, float]:
         rows = table[table[alternative] == name]
         net = (rows["verdict"] == "faster").sum() - (rows["verdict"] == "slower").sum()
         return int(net), -float(np.log(rows["ratio"]).mean())
 
     faster = set(table.loc[table["verdict"] == "faster", alternative])
     standings = {name: standing(name) for name in table[alternative].unique() if name in faster}
+    if not standings:
+        return None
     net, speed = max(standings.values())
     alike = speed - np.log1p(LEAST_RELEVANT_DIFFERENCE)
     return next(name for name, (wins, its) in standings.items() if wins == net and its >= alike)
