@@ -25,6 +25,7 @@ class Seen(TypedDict):
     frameworks: Sequence[str]
     gpus: float
     seq_len: float
+    cp: float
 
 
 @dataclass(frozen=True)

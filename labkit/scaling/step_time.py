@@ -157,12 +157,17 @@ def _parameters_of_rank(runs: Runs) -> Numbers:
 
 
 def _data_parallel_s(runs: Runs, constants: Rows, parameters: Numbers, stage_s: Numbers) -> tuple[Numbers, Numbers]:
-    """Exposed and hidden seconds of reducing gradients; a share of it may hide behind the last backward pass."""
+    """Exposed and hidden seconds of reducing gradients; a share of it may hide behind the last backward pass.
+
+    zero2 keeps only its own shard of the gradients, and so must reduce those of every micro-batch, behind as many
+    backward passes (arXiv:1910.02054, section 5.2).
+    """
     ranks = group(runs, constants, runs.dp * runs.cp, runs.tp)
     n_bytes = parameters * constants["gradient_bytes"]
     calls = np.ceil(n_bytes / constants["bucket_bytes"] / np.maximum(1, constants["bucket_ranks"] * runs.dp * runs.cp))
     whole = 2 * half_ring_s(ranks, constants, n_bytes, calls)
-    sharded = half_ring_s(ranks, constants, n_bytes, calls) + half_ring_s(
+    passes = np.where(runs.shard == "zero2", runs.micro_batches, 1.0)
+    sharded = passes * half_ring_s(ranks, constants, n_bytes, calls) + half_ring_s(
         ranks, constants, compute.BF16 * parameters, calls
     )
     copies = group(runs, constants, runs.dp * runs.cp / _sharded_group(runs, constants).size, runs.gpus_per_node)
@@ -172,5 +177,5 @@ def _data_parallel_s(runs: Runs, constants: Rows, parameters: Numbers, stage_s: 
         [whole, np.zeros(len(runs)), across],
         sharded,
     )
-    hidden = constants["dp_overlap"] * np.minimum(seconds, 2 / 3 * stage_s)
+    hidden = constants["dp_overlap"] * np.minimum(seconds, 2 / 3 * passes * stage_s)
     return seconds - hidden, hidden
