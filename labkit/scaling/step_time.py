@@ -47,7 +47,7 @@ def breakdown(runs: Runs, constants: Rows) -> dict[str, Numbers]:
     stage = counts * np.asarray(whole)[:, None] + is_last * head[:, None] + exists * transfer[:, None]
     slowest = np.arange(len(runs)), stage.argmax(axis=1)
     busy, bubble = pipeline.schedule_s(runs, stage)
-    parameters = _parameters_of_rank(runs)
+    parameters = parameters_of_rank(runs)
     reduction, hidden = _data_parallel_s(runs, constants, parameters, stage[slowest])
     updated = parameters / np.where(runs.shard == "none", 1.0, runs.dp * runs.cp)
     return {name: runs.micro_batches * counts[slowest] * seconds for name, seconds in layer.items()} | {
@@ -150,7 +150,7 @@ def _straggler_s(runs: Runs, constants: Rows, busy_s: Numbers) -> Numbers:
     return constants["node_spread"] * np.sqrt(2 * np.log(np.maximum(runs.nodes, 1))) * busy_s
 
 
-def _parameters_of_rank(runs: Runs) -> Numbers:
+def parameters_of_rank(runs: Runs) -> Numbers:
     """Parameters that the fullest pipeline stage of a rank has; the head or the embedding is in one stage."""
     counts = runs.once(pipeline.layers_per_stage).max(axis=1)
     return (counts * runs.layer_parameters + runs.embedding_parameters) / runs.tp
