@@ -85,7 +85,7 @@ def soft(errors: np.ndarray) -> np.ndarray:
 
 def as_constants(fitted: Mapping[str, float]) -> Constants:
     """Constants to predict times with; of intervals they know nothing."""
-    seen: Seen = {"architectures": [], "frameworks": [], "gpus": np.inf, "seq_len": np.inf, "cp": np.inf}
+    seen: Seen = {"architectures": [], "frameworks": [], "gpus": np.inf, "seq_len": np.inf, "cp": np.inf, "shards": []}
     return Constants(table_of(fitted), {"never seen": [0.0] * 4, "calibrated": [0.0] * 4}, seen, PARENTS)
 
 
@@ -248,6 +248,7 @@ def main() -> None:
         "gpus": float(published.runs.gpus[timed].max()),
         "seq_len": float(published.runs.seq_len[timed].max()),
         "cp": float(published.runs.cp[timed].max()),
+        "shards": sorted(set(published.runs.shard[timed].tolist())),
     }
     print(f"{time.perf_counter() - begun:.0f} s")
     if write:

@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from labkit.lab.advise.command import advise
 from labkit.lab.config import PROFILES, ParameterError, parse_assignments
 from labkit.studies import LABS, load_study
 
@@ -233,6 +234,9 @@ def predict_command(
     if output is not None:
         out.print(f"{len(table) - len(refused)} predicted, {len(refused)} refused; {_plain(output)}", soft_wrap=True)
     raise typer.Exit(1 if refused else 0)
+
+
+app.command("advise")(advise)
 
 
 def _all_studies() -> "Iterator[Study]":

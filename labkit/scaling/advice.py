@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import ceil, floor, gcd
 
 from labkit.scaling.constants import Constants, load_constants
@@ -211,35 +212,37 @@ def _cause(candidate: Candidate, best: Candidate, fits: bool) -> tuple[str, floa
     return cause, lost[cause]
 
 
-def answer(name: str, request: Request) -> Change:
-    """The best layout of another request, None if nothing fits or is possible."""
+def answer(name: str, request: Request, *, with_room: bool = False) -> Change:
+    """The best layout of another request, of those with room to spare if there are any; None if nothing fits."""
     try:
         ranking = request.ranking()
     except ValueError:
         return Change(name, request, None)
-    return Change(name, request, ranking.candidate(ranking.order[0]) if ranking.order else None)
+    fitting = (ranking.candidate(row) for row in ranking.order)
+    best = next(fitting, None)
+    roomy = next((one for one in fitting if has_room(one)), best) if with_room and best and not has_room(best) else best
+    return Change(name, request, roomy)
 
 
 def _remedies(request: Request) -> Iterator[Change]:
     """What to change first: what was fixed, then GPUs, GPUs with more memory, 16-bit states, shorter sequences."""
+    answered = partial(answer, with_room=True)
     for name, value in request.fixed.items():
         others = {other: kept for other, kept in request.fixed.items() if other != name}
-        yield answer(f"not {name.replace('_', '-')} {value}", replace(request, fixed=others))
+        yield answered(f"not {name.replace('_', '-')} {value}", replace(request, fixed=others))
     free = replace(request, fixed={name: value for name, value in request.fixed.items() if name != "dp"})
-    more = (
-        answer(f"{factor * request.gpus} GPUs", replace(free, gpus=factor * request.gpus)) for factor in GPU_FACTORS
-    )
-    yield from _first_with_room(more)
+    more = (factor * request.gpus for factor in GPU_FACTORS)
+    yield from _first_with_room(answered(f"{gpus} GPUs", replace(free, gpus=gpus)) for gpus in more)
     larger = (HARDWARE[name] for name in LARGER if HARDWARE[name].memory_gib > request.hardware.memory_gib)
     yield from _first_with_room(
-        answer(f"{request.gpus} x {card.name}", replace(request, hardware=_instead(request.hardware, card)))
+        answered(f"{request.gpus} x {card.name}", replace(request, hardware=_instead(request.hardware, card)))
         for card in larger
     )
     lean = {**request.fixed, "options": frozenset({"low_precision_master"})}
-    yield answer("master weights and AdamW's states in 16 bits", replace(request, fixed=lean))
+    yield answered("optimizer states in 16 bits", replace(request, fixed=lean))
     if request.seq_len % 2 == 0:
         shorter = replace(request, seq_len=request.seq_len // 2, global_batch=2 * request.global_batch)
-        yield answer(f"sequences of {shorter.seq_len}", shorter)
+        yield answered(f"sequences of {shorter.seq_len}", shorter)
 
 
 def _that_help(changes: Iterable[Change]) -> list[Change]:

@@ -9,9 +9,9 @@ from labkit.scaling.step_time import parameters_of_rank
 
 
 def bucket_bytes(run: Run, constants: Constants) -> float | None:
-    """The bucket that a step waits least for (`labkit.costs.communication.best_buckets`); None without data parallelism.
+    """The bucket that a step waits least for (`labkit.costs.communication.best_buckets`).
 
-    Where parameters are sharded, too, what travels at once is a layer.
+    None without data parallelism. Where parameters are sharded, too, what travels at once is a layer.
     """
     runs = Runs.of([run])
     rows = constants.rows(runs)

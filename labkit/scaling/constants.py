@@ -26,6 +26,7 @@ class Seen(TypedDict):
     gpus: float
     seq_len: float
     cp: float
+    shards: Sequence[str]
 
 
 @dataclass(frozen=True)

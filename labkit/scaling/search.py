@@ -9,6 +9,7 @@ import numpy as np
 
 from labkit.scaling.constants import Constants, load_constants
 from labkit.scaling.hardware import Hardware
+from labkit.scaling.intervals import is_untried
 from labkit.scaling.layout import RECOMPUTE, Layout, why_impossible
 from labkit.scaling.model import Model, Numbers
 from labkit.scaling.prediction import Predictions, is_unstable, predict_runs
@@ -21,6 +22,8 @@ FEWEST_TOKENS = 4096
 """Of a sequence on a context-parallel rank: published trainings go no shorter."""
 INTERLEAVED = (1, 2, 4)
 PROPOSED = 3
+UNTRIED = 1.03
+"""By this factor a layout of a kind that was never published must be faster to be preferred."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +113,7 @@ def rank(
     """
     if gpus < 1 or global_batch < 1 or seq_len < 1:
         raise ValueError(f"expected 1 or more GPUs, sequences and tokens, got {gpus}, {global_batch} and {seq_len}")
-    fixed = dict(fixed or {}) | {"precision": precision}
+    constants, fixed = constants or load_constants(), dict(fixed or {}) | {"precision": precision}
     layouts = [
         layout
         for layout in _layouts(model, hardware, gpus, seq_len, global_batch, fixed)
@@ -119,8 +122,9 @@ def rank(
     if not layouts:
         raise ValueError(_why_none(model, gpus, seq_len, global_batch, fixed))
     runs = Runs.of([Run(model, hardware, layout, seq_len, framework) for layout in layouts])
-    found = predict_runs(runs, constants or load_constants())
-    order = [int(row) for row in np.argsort(preference_s(runs, found), kind="stable") if found.fits[row]]
+    found = predict_runs(runs, constants)
+    preference = preference_s(runs, found) * np.where(is_untried(runs, constants), UNTRIED, 1.0)
+    order = [int(row) for row in np.argsort(preference, kind="stable") if found.fits[row]]
     return Ranking(layouts, runs, found, order)
 
 
