@@ -41,13 +41,20 @@ def main() -> None:
         gc.set_threshold(50_000)
     atexit.register(gc.freeze)
     try:
-        app()
+        status = app(standalone_mode=False)  # typer would draw a box around a wrong option
     except KeyboardInterrupt:  # while modules are imported, say
         err.print("interrupted")
         raise SystemExit(130) from None
     except ParameterError as error:
         err.print(f"[bold red]error:[/] {_plain(error)}", soft_wrap=True)
         raise SystemExit(2) from None
+    except Exception as error:
+        if not hasattr(error, "format_message"):  # typer's own errors, whose class it keeps to itself
+            raise
+        if message := error.format_message().strip():
+            err.print(f"[bold red]error:[/] {_plain(' '.join(message.split()))}", soft_wrap=True)
+        raise SystemExit(2) from None
+    raise SystemExit(status)
 
 
 def _print_version(is_wanted: bool) -> None:

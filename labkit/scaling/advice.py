@@ -157,8 +157,10 @@ def whole_batch(tokens: float, seq_len: int, gpus: int) -> int:
     sequences = tokens / seq_len
     if sequences == int(sequences):
         return int(sequences)
-    near = range(max(1, ceil(sequences * (1 - ROUNDED))), max(1, floor(sequences * (1 + ROUNDED))) + 1)
-    return max(near, key=lambda count: (gcd(count, LARGEST_MICRO_BATCH * gpus), -abs(count - sequences)))
+    near = range(ceil(sequences * (1 - ROUNDED)), floor(sequences * (1 + ROUNDED)) + 1)
+    return max(
+        (*near, round(sequences)), key=lambda count: (gcd(count, LARGEST_MICRO_BATCH * gpus), -abs(count - sequences))
+    )
 
 
 def advise(request: Request) -> Advice:

@@ -10,7 +10,7 @@ from labkit.scaling.layout import Layout
 from labkit.scaling.model import layer_parameters, parameters, step_flops
 from labkit.scaling.search import Candidate
 
-SAME = 0.08
+SAME = 0.1
 """Reported and computed MFU within this share are the same number."""
 TENSOR_CORES = 16.0
 """bf16 tensor cores over float32 units: 312 / 19.5 on A100, 989 / 67 on H100."""

@@ -54,10 +54,10 @@ def advise(
     """What to use: does it fit, the best layouts of a training on many GPUs, and what would change the answer."""
     given = {name: value for name, value in locals().items() if name not in ("output", "explain")}
     try:
-        for line in _answer(given, explain, None if output is None else Path(output)):
-            print(line)
+        lines = list(_answer(given, explain, None if output is None else Path(output)))
     except (ValueError, OSError) as error:
         raise ParameterError(str(error)) from None
+    print("\n".join(lines))
 
 
 def _answer(given: dict[str, Text], explain: bool, page: Path | None) -> Iterator[str]:

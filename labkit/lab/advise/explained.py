@@ -45,17 +45,19 @@ def _verdict(found: Explanation) -> str:
 def _headline(found: Explanation, rows: Sequence[PublishedRow]) -> str:
     expected, (low, high) = found.expected, found.expected.interval_90
     mfu = [f"{100 * expected.mfu * expected.step_s / one:.1f} %" for one in (found.step_s, expected.step_s, high, low)]
+    if found.parameters_implied is not None:
+        return f"At this throughput {found.request.model.name} would reach {mfu[0]} MFU: check what was built."
     known = next((row for row in rows if row.mfu > 0), None)
-    other = f"; {100 * known.mfu:.1f} % of {known.model} on {known.gpus} GPUs is published" if known else ""
+    other = f"; published: {100 * known.mfu:.1f} % ({known.model}, {known.gpus} x {known.gpu})" if known else ""
     return (
         f"You reach {mfu[0]} MFU, {words.seconds(found.step_s)} per step; "
-        f"{mfu[1]} [{mfu[2]}, {mfu[3]}], {words.seconds(expected.step_s)} are predicted{other}."
+        f"predicted: {mfu[1]} [{mfu[2]}, {mfu[3]}], {words.seconds(expected.step_s)}{other}."
     )
 
 
 def _advice(found: Explanation) -> Iterator[str]:
     """The largest unexplained term, and what to measure next."""
-    if found.is_expected or not found.suspects:
+    if found.is_expected or found.parameters_implied is not None or not found.suspects:
         return
     gap = found.step_s - found.expected.step_s
     if gap < 0:

@@ -144,7 +144,7 @@ def _number(given: Given, name: str, unit: str = "") -> float | None:
     if text is None:
         return None
     words = text.strip().lower().removesuffix(unit).replace("_", "").strip()
-    found = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{0,9})?(?:e[0-9]{1,2})?)\s*([kmbgt]?)", words, re.ASCII)
+    found = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{0,20})?(?:e[0-9]{1,2})?)\s*([kmbgt]?)", words, re.ASCII)
     value = float(found[1]) * _UNITS[found[2]] if found else math.nan
     if not 0 < value <= 1e18:
         example = "8GiB" if unit else "4M"
