@@ -24,13 +24,18 @@ def write_page(report: Report, command: str, page: Path) -> None:
 
 
 def _table(section: Section) -> dict[str, Any]:
-    def cell(text: str) -> dict[str, Any]:
-        return {"text": text, "number": text[:1].isdigit(), "sort": None, "href": None}
-
+    """For the macro `table`: a column is set as numbers if all of it begins with a digit or a sign."""
+    numbers = [all(row[at][:1] in "0123456789+-" for row in section.rows) for at in range(len(section.headings))]
     return {
         "title": section.title,
         "mark": section.mark,
         "note": section.note,
-        "headings": [{"text": text, "number": False} for text in section.headings],
-        "rows": [[cell(text) for text in row] for row in section.rows],
+        "headings": [{"text": text, "number": number} for text, number in zip(section.headings, numbers, strict=True)],
+        "rows": [
+            [
+                {"text": text, "number": number, "sort": None, "href": None}
+                for text, number in zip(row, numbers, strict=True)
+            ]
+            for row in section.rows
+        ],
     }

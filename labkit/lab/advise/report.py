@@ -226,5 +226,5 @@ def nearest(rows: Sequence[PublishedRow]) -> Section:
         )
         for row in rows
     ]
-    headings = ("published row", "GPUs", "layout", "step", "MFU", "prediction")
-    return Section("The nearest published rows", f"{PUBLISHED}; prediction off by", headings, found, 3)
+    headings = ("published row", "GPUs", "layout", "step", "MFU", "predicted, off by")
+    return Section("The nearest published rows", PUBLISHED, headings, found, 3)

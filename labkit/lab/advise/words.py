@@ -80,6 +80,9 @@ def cause(candidate: Candidate, best: Candidate, what: str, memory_gib: float) -
     if what == "unstable":
         return f"{candidate.peak_gib:.0f} of {memory_gib:.0f} GiB: so near the limit that steps become slow"
     slower = candidate.step_s / best.step_s - 1
+    if slower < -CLEAR:
+        reason = "but nobody published the like" if has_room(candidate) else f"but {memory(candidate, memory_gib)}"
+        return f"{signed(slower)}, {reason}"
     if slower < CLEAR:
         return "no clear difference"
     return f"{signed(slower)}: {_lost(candidate.layout, best.layout, what)}"
