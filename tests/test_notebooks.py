@@ -9,16 +9,15 @@ import re
 import shutil
 import sys
 from functools import cache
-from typing import get_args
 
 import nbformat
 import pytest
 from papermill.iorw import load_notebook_node
 from papermill.parameterize import parameterize_notebook
 
-from labkit.lab.answers import TOPICS, Outcome
 from labkit.lab.config import ParameterError
 from labkit.lab.execute import notebook_parameters
+from labkit.lab.findings import TOPICS, Questions
 from labkit.lab.notebook import COMMON_PARAMETERS, open_lab
 from labkit.lab.pages.export import page_record
 from labkit.lab.pages.report import write_index
@@ -157,17 +156,24 @@ def test_the_parameters_cell_has_exactly_the_parameters_of_the_lab(lab):
 
 
 @pytest.mark.parametrize("lab", LABS)
-def test_every_question_is_answered_on_the_page_and_shown_by_a_figure(lab, report):
+def test_every_question_is_a_heading_above_the_cell_that_answers_it(lab):
+    study, cells = load_study(lab), nbformat.read(notebook_path(lab), as_version=4).cells
+    if not isinstance(study.questions, Questions):
+        pytest.skip("gives answers")
+    for question in study.questions:
+        heading = next(index for index, cell in enumerate(cells) if cell.source.startswith(f"## {question.text}"))
+        following = [index for index, cell in enumerate(cells) if index > heading and cell.source.startswith("## ")]
+        section = cells[heading : following[0] if following else None]
+        assert any(f'lab.answer("{question.id}"' in cell.source for cell in section if cell.cell_type == "code")
+
+
+@pytest.mark.parametrize("lab", LABS)
+def test_every_question_is_answered_on_the_page(lab, report):
     record = page_record(report / "notebooks" / f"{lab}.ipynb")
     html = (report / f"{lab}.html").read_text()
     assert [answer["question"]["id"] for answer in record["answers"]] == [q.id for q in load_study(lab).questions]
     for answer in record["answers"]:
         assert f'id="answer-{answer["question"]["id"]}"' in html
-        named = [answer["figure"], *answer["more_figures"]]
-        assert set(named) - {None} <= set(record["figures"])
-        assert answer["figure"] is None or answer["figure"] in record["thumbnails"]
-        # a published claim that is judged is listed on the index by its outcome
-        assert all(f": {outcome}." not in answer["text"] for outcome in get_args(Outcome)) or answer["trends"]
     assert record["coverage"].get("failed", 0) == 0
 
 
@@ -192,7 +198,6 @@ def test_every_figure_has_a_finding_or_a_caption_and_its_numbers(report):
         links = re.findall(r'<a download="\w+\.csv" href="data:text/csv;base64,([^"]*)">', html.replace("\n", " "))
         assert len(links) + html.count(".csv under figures/") == figures
         assert all(b"," in base64.b64decode(link) for link in links)
-        assert html.count('class="labkit-finding"') >= figures / 2
 
 
 def test_all_pages_together_are_small_enough_to_send(report):
@@ -211,6 +216,7 @@ def test_a_page_has_landmarks_contents_and_where_its_numbers_come_from(lab, repo
 
 def test_tables_are_sorted_by_a_click_and_by_the_keyboard(page_visit):
     page, _, errors = page_visit("all_reduce.html", width=1000)  # its own: it is changed
+    page.locator("details.labkit-numbers > summary").first.press("Enter")
     table = page.locator("table.labkit-table").first
     heading = table.locator("thead button").nth(2)
     for key in ("ascending", "descending"):

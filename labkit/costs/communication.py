@@ -28,6 +28,10 @@ class MessageCost:
         return MessageCost(self.messages + other.messages, self.n_bytes + other.n_bytes)
 
 
+CostOf = Callable[[int, float], MessageCost]
+"""(world size, bytes) -> what an algorithm costs."""
+
+
 @dataclass(frozen=True)
 class AlphaBeta:
     """A fitted or assumed alpha-beta model; the errors are relative, |predicted / measured - 1|."""
@@ -100,16 +104,9 @@ def _folding(world_size: int, n_bytes: float) -> MessageCost:
     return MessageCost(0, 0) if is_power_of_two else MessageCost(2, 2 * n_bytes)
 
 
-ALL_REDUCE_COSTS: Mapping[str, Callable[[int, float], MessageCost]] = {
-    "ring": ring,
-    "butterfly": butterfly,
-    "one_shot": one_shot,
-    "recursive_doubling": recursive_doubling,
-    "halving_doubling": halving_doubling,
-}
 _PHASE_COSTS = {"ring": ring_phase, "butterfly": direct_phase, "halving_doubling": halving_phase}
-REDUCE_SCATTER_COSTS: Mapping[str, Callable[[int, float], MessageCost]] = {**_PHASE_COSTS, "one_shot": one_shot}
-ALL_GATHER_COSTS: Mapping[str, Callable[[int, float], MessageCost]] = {**_PHASE_COSTS, "one_shot": direct_phase}
+REDUCE_SCATTER_COSTS: Mapping[str, CostOf] = {**_PHASE_COSTS, "one_shot": one_shot}
+ALL_GATHER_COSTS: Mapping[str, CostOf] = {**_PHASE_COSTS, "one_shot": direct_phase}
 
 
 def algorithm_bandwidth(n_bytes: float, seconds: float) -> float:
@@ -167,13 +164,13 @@ def _non_negative_least_squares(matrix: np.ndarray, target: np.ndarray) -> tuple
     return min(candidates, key=lambda pair: float(np.square(matrix @ pair - target).sum()))
 
 
-def crossover_bytes(first: str, second: str, world_size: int, model: AlphaBeta) -> float | None:
+def crossover_bytes(first: CostOf, second: CostOf, world_size: int, model: AlphaBeta) -> float | None:
     """The size from which `second` is predicted to beat `first`, in bytes; None where it never does.
 
     Both costs are linear in n, so the predicted times cross at most once.
     """
-    of_first, of_second = (ALL_REDUCE_COSTS[name](world_size, 1) for name in (first, second))
-    slower_a_byte = model.beta_s_per_byte * (of_first.n_bytes - of_second.n_bytes)
-    if slower_a_byte <= 0:
+    of_first, of_second = first(world_size, 1), second(world_size, 1)
+    slower_per_byte = model.beta_s_per_byte * (of_first.n_bytes - of_second.n_bytes)
+    if slower_per_byte <= 0:
         return None
-    return max(0.0, model.alpha_s * (of_second.messages - of_first.messages) / slower_a_byte)
+    return max(0.0, model.alpha_s * (of_second.messages - of_first.messages) / slower_per_byte)

@@ -7,42 +7,15 @@ from typing import Literal
 
 import pandas as pd
 
+from labkit.lab.findings import TOPICS, Claim, Finding, Question
+
+__all__ = ["TOPICS", "Question"]
+
 Verdict = Literal["yes", "no", "mixed", "measured", "no difference shown", "not shown", "not measured"]
 Outcome = Literal["holds here", "is contradicted here", "is not shown here"]
 
-TOPICS = {
-    "precision": "Precision",
-    "attention": "Attention, and from which length on",
-    "compile": "Compile or not",
-    "synchronization": "Gradient synchronization",
-    "bucket_size": "Bucket size",
-    "all_reduce": "All-reduce algorithm",
-    "transport": "Messages or shared memory",
-    "scheduling": "Scheduling of CPU ranks",
-    "largest_model": "Largest model that fits",
-    "checkpointing": "Checkpoint segment",
-    "batch_norm": "Batch norm over all ranks",
-}
-"""What a report recommends for its machine, in this order; a question names the topic it is asked for."""
-
 LONGEST_HEADLINE = 240  # characters: three lines below a figure
 _SENTENCE_END = re.compile(r"(?<=[\w)%\]][.!?])\s+")
-
-
-@dataclass(frozen=True)
-class Question:
-    """What a lab is asked. The id stays the same for ever; the text may be reworded.
-
-    `topic` is a key of `TOPICS` if the answer recommends something there. ValueError for any other.
-    """
-
-    id: str
-    text: str
-    topic: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.topic is not None and self.topic not in TOPICS:
-            raise ValueError(f"expected a topic among {', '.join(TOPICS)}, got {self.topic!r}")
 
 
 @dataclass(frozen=True)
@@ -143,3 +116,19 @@ def check_complete(questions: Iterable[Question], answers: Iterable[Answer]) -> 
         raise ValueError(f"expected one answer a question, {wanted}, got {[a.question.id for a in given]}")
     by_id = {answer.question.id: answer for answer in given}
     return [by_id[identifier] for identifier in wanted]
+
+
+def as_findings(answers: Iterable[Answer]) -> dict[str, Finding]:
+    """For labs that still give answers."""
+    words = {"mixed": "it depends", "no difference shown": "no clear difference", "not shown": "undecided"}
+    return {
+        a.question.id: Finding(
+            words.get(a.verdict, a.verdict),  # type: ignore[arg-type]
+            a.headline,
+            why=a.text.removeprefix(a.headline).strip() or None,
+            advice=a.recommendation,
+            significant=a.is_shown,
+            claims=tuple(Claim(t.claim, t.outcome) for t in a.trends),
+        )
+        for a in answers
+    }

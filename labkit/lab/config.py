@@ -6,10 +6,10 @@ The notebook's parameters cell, `--set name=value` and papermill's own options a
 import ast
 import difflib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 # What several labs let a reader set, each with the bounds of what can be meant.
 Count = Annotated[int, Field(ge=1, lt=2**31)]
@@ -20,6 +20,19 @@ Seed = Annotated[int, Field(ge=0, lt=2**63)]
 TimeoutSeconds = Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)]
 Device = Literal["auto", "cpu", "cuda"]
 """ "auto": CUDA where there is a GPU."""
+
+
+def one_of(names: Callable[[], Iterable[str]]) -> AfterValidator:
+    """A word among `names()`, which are asked for when a value is checked: a registry may have grown since."""
+
+    def check(value: str) -> str:
+        known = list(names())
+        if value not in known:
+            raise ValueError(f"expected one of {', '.join(known)}{nearest(value, known)}")
+        return value
+
+    return AfterValidator(check)
+
 
 PROFILES = ("smoke", "quick", "standard", "paper")
 

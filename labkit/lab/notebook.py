@@ -6,16 +6,17 @@ exported page; nothing fetched.
 
 import base64
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 from IPython.display import display
 
-from labkit.lab.answers import Answer, check_complete
 from labkit.lab.config import LabConfig, ParameterError, nearest, resolve_config
 from labkit.lab.figures import Plot
 from labkit.lab.figures.style import thumbnail
+from labkit.lab.findings import Finding, Question
 from labkit.lab.pages import cards
 from labkit.lab.parameter_cells import given_parameters
 from labkit.lab.progress_lines import progress_line
@@ -90,7 +91,7 @@ class Lab:
         self.study = study
         self.parameters = parameters
         self._run: Run | None = None
-        self._answers: dict[str, Answer] = {}
+        self._findings: dict[str, Finding] = {}
         self._figures: dict[str, str] = {}
         self._thumbnails: dict[str, str] = {}
 
@@ -128,7 +129,7 @@ class Lab:
             display(cards.Shown(cards.coverage(self._run), cards.coverage_line(self._run)))
         else:
             self._run = self._measure()
-        self._answers = {}
+        self._findings = {}
         return self.run.frame()
 
     def table(self, frame: pd.DataFrame, caption: str = "") -> None:
@@ -136,54 +137,46 @@ class Lab:
         display(cards.table(frame, caption))
 
     def show(self, plot: Plot, name: str, caption: str = "") -> None:
-        """Show a figure; save it and its points under `figures/`.
+        """Show a figure that belongs to no question; save it and its points under `figures/`."""
+        html, text = self._figure(plot, name, caption)
+        display(cards.Shown(html, text))
 
-        `caption` says what is drawn. The finding above it is the headline of the first answer that names the figure;
-        both are the alternative text. The plotted points travel along as a link to save them.
+    def answer(self, question_id: str, **plots: Plot) -> None:
+        """Show what this run says of a question, with its figures, by the names under which they are saved.
+
+        Verdict and headline, then the figures, then the numbers. ValueError for an unknown id.
         """
+        question, finding = self._asked(question_id), self.findings()[question_id]
+        drawn = [self._figure(plot, name) for name, plot in plots.items()]
+        for plot in list(plots.values())[:1]:
+            self._thumbnails[question_id] = base64.b64encode(thumbnail(plot.png())).decode()
+        display(cards.answer(question, finding, [html for html, _ in drawn], [text for _, text in drawn]))
+
+    def _asked(self, question_id: str) -> Question:
+        questions = {question.id: question for question in self.study.questions}
+        if question_id not in questions:
+            raise ValueError(f"no question {question_id!r}{nearest(question_id, questions)}")
+        return questions[question_id]
+
+    def _figure(self, plot: Plot, name: str, caption: str = "") -> tuple[str, str]:
+        """A figure as HTML and as text, once it is saved."""
         stem = figures_directory() / self.study.name / self.run.name / name
-        png = plot.save(stem)
-        csv = plot.csv().encode()
-        finding, adds_to = self._answer_of(name)
+        png, csv = plot.save(stem), plot.csv().encode()
         self._figures[name] = caption
-        if finding is not None:
-            self._thumbnails[name] = base64.b64encode(thumbnail(png)).decode()
         html, alt = cards.figure(
             base64.b64encode(png).decode(),
             plot.figure.get_figwidth(),
             caption,
-            finding,
             base64.b64encode(csv).decode() if len(csv) <= MOST_CSV_BYTES else None,
             f"{self.study.name}_{name}",
-            adds_to=adds_to,
         )
-        display(cards.Shown(html, f"{alt}\n{relative_to_project(stem)}.png"))
+        return html, f"{alt}\n{relative_to_project(stem)}.png"
 
-    def _answer_of(self, figure: str) -> tuple[Answer | None, bool]:
-        """The first answer that names the figure, and whether its headline is something else than the figure shows.
-
-        That is so for an answer which the figure only adds to, and for one on several published claims.
-        """
-        answers = list(self.answers().values())
-        named = [answer for answer in answers if answer.figure == figure]
-        if about := [answer for answer in named if not answer.trends]:
-            return about[0], False
-        more = [answer for answer in answers if figure in answer.more_figures]
-        return next(iter([*more, *named]), None), True
-
-    def answer(self, question_id: str) -> None:
-        """Show the answer to one of the lab's questions, from this run."""
-        answers = self.answers()
-        if question_id not in answers:
-            raise ValueError(f"no question {question_id!r}{nearest(question_id, answers)}")
-        display(cards.answer(answers[question_id]))
-
-    def answers(self) -> dict[str, Answer]:
-        """All answers by the id of their question."""
-        if not self._answers:
-            given = self.study.answers(self.run.frame(), self.run.coverage())
-            self._answers = {a.question.id: a for a in check_complete(self.study.questions, given)}
-        return self._answers
+    def findings(self) -> dict[str, Finding]:
+        """What this run says of each question, by its id."""
+        if not self._findings:
+            self._findings = self.study.findings(self.run.frame(), self.run.coverage())
+        return self._findings
 
     def close(self) -> None:
         """Show where the numbers come from and how to get them again; leave the answers for the index."""
@@ -205,7 +198,10 @@ class Lab:
             "not_measured": cards.not_measured(self.run),
             "figures": self._figures,
             "thumbnails": self._thumbnails,
-            "answers": [cards.answer_record(answer) for answer in self.answers().values()],
+            "answers": [
+                {"question": asdict(question)} | self.findings()[question.id].record()
+                for question in self.study.questions
+            ],
         }
         text = cards.definitions_text(cards.provenance_rows(self.study, self.run))
         display(cards.Shown(cards.provenance(self.study, self.run), text, {PAGE_MIME: page}))

@@ -6,8 +6,8 @@ record and the run cannot differ. Imports nothing heavy: every rank loads this m
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Self
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +28,15 @@ class Point:
 
     fresh_ranks: bool = False
     """Whether new processes measure it: for what happens once in the life of a process."""
+
+    @classmethod
+    def of(cls, config: Any, **given: Any) -> Self:
+        """The point with these fields, and all others that `config` has under the same name; lists become tuples."""
+        shared = {field.name: getattr(config, field.name) for field in fields(cls) if hasattr(config, field.name)}
+        values: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in (shared | given).items()
+        }
+        return cls(**values)
 
     @property
     def id(self) -> str:

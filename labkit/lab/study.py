@@ -10,8 +10,9 @@ from typing import Any, ClassVar
 
 import pandas as pd
 
-from labkit.lab.answers import Answer, Question
+from labkit.lab.answers import as_findings
 from labkit.lab.config import LabConfig
+from labkit.lab.findings import Finding, Questions
 from labkit.lab.point import Point
 from labkit.machine import Machine
 
@@ -24,7 +25,7 @@ class Study(ABC):
     title: ClassVar[str]
     summary: ClassVar[str]
     """One line for `labkit list` and the index page."""
-    questions: ClassVar[Sequence[Question]]
+    questions: ClassVar[Any]
     profiles: ClassVar[Mapping[str, LabConfig]]
     """smoke, quick, standard and paper."""
 
@@ -44,9 +45,12 @@ class Study(ABC):
     def points(self, config: Any, machine: Machine) -> Sequence[Point]:
         """What to measure, in order; points of one world size next to one another share their ranks."""
 
-    @abstractmethod
-    def answers(self, frame: pd.DataFrame, coverage: pd.DataFrame) -> Sequence[Answer]:
-        """One answer to each question, from `Run.frame()` and `Run.coverage()` alone; either may be empty."""
+    def findings(self, frame: pd.DataFrame, coverage: pd.DataFrame) -> dict[str, Finding]:
+        """A finding for each question, by its id, from `Run.frame()` and `Run.coverage()`; either may be empty."""
+        if not isinstance(self.questions, Questions):
+            return as_findings(self.answers(frame, coverage))  # type: ignore[attr-defined]
+        found: dict[str, Finding] = self.questions.find(frame, coverage)
+        return found
 
     def check_inputs(self, config: Any, say: Callable[[str], None]) -> None:  # noqa: B027 most studies have none
         """Check the files that the config names, before anything is planned or fetched; `say` shows how far it is.

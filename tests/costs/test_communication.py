@@ -4,7 +4,6 @@ import pytest
 
 from labkit.costs.communication import (
     ALL_GATHER_COSTS,
-    ALL_REDUCE_COSTS,
     REDUCE_SCATTER_COSTS,
     AlphaBeta,
     MessageCost,
@@ -20,14 +19,15 @@ from labkit.costs.communication import (
     ring,
 )
 
-ALL_COSTS = (ALL_REDUCE_COSTS, REDUCE_SCATTER_COSTS, ALL_GATHER_COSTS)
+ALL_REDUCES = (ring, butterfly, one_shot, recursive_doubling, halving_doubling)
+ALL_COSTS = ({cost.__name__: cost for cost in ALL_REDUCES}, REDUCE_SCATTER_COSTS, ALL_GATHER_COSTS)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4, 8])
 def test_an_all_reduce_costs_what_its_two_phases_do(world_size):
-    for name in ("ring", "butterfly", "halving_doubling"):
-        both = REDUCE_SCATTER_COSTS[name](world_size, 1000) + ALL_GATHER_COSTS[name](world_size, 1000)
-        assert ALL_REDUCE_COSTS[name](world_size, 1000) == both
+    for cost in (ring, butterfly, halving_doubling):
+        phases = (costs[cost.__name__](world_size, 1000) for costs in (REDUCE_SCATTER_COSTS, ALL_GATHER_COSTS))
+        assert cost(world_size, 1000) == sum(phases, MessageCost(0, 0))
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_bus_bandwidth_counts_what_a_link_carries():
 
 def test_the_fit_finds_a_model_again():
     model = AlphaBeta(1e-4, 5e-10)
-    costs = [ALL_REDUCE_COSTS[name](4, n) for name in ALL_REDUCE_COSTS for n in (1e3, 1e5, 1e8)]
+    costs = [cost(4, n) for cost in ALL_REDUCES for n in (1e3, 1e5, 1e8)]
     fitted = fit_alpha_beta(costs, [model.predict_s(cost) for cost in costs])
     assert fitted.alpha_s == pytest.approx(1e-4)
     assert fitted.beta_s_per_byte == pytest.approx(5e-10)
@@ -84,15 +84,15 @@ def test_the_fit_refuses_what_it_cannot_use(times):
 
 def test_crossover_is_where_predicted_times_are_equal():
     model = AlphaBeta(1e-4, 1e-9)
-    n = crossover_bytes("recursive_doubling", "ring", 4, model)
-    times = [model.predict_s(ALL_REDUCE_COSTS[name](4, n)) for name in ("recursive_doubling", "ring")]
+    n = crossover_bytes(recursive_doubling, ring, 4, model)
+    times = [model.predict_s(cost(4, n)) for cost in (recursive_doubling, ring)]
     assert times[0] == pytest.approx(times[1])
 
 
 def test_no_crossover_where_the_second_never_wins():
     model = AlphaBeta(1e-4, 1e-9)
-    assert crossover_bytes("ring", "recursive_doubling", 4, model) is None
-    assert crossover_bytes("recursive_doubling", "ring", 2, model) is None  # both send n bytes; one message fewer
+    assert crossover_bytes(ring, recursive_doubling, 4, model) is None
+    assert crossover_bytes(recursive_doubling, ring, 2, model) is None  # both send n bytes; one message fewer
 
 
 def test_the_best_number_of_buckets_is_where_the_overhead_is_smallest():

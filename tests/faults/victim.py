@@ -16,8 +16,8 @@ FOLDER = Path(sys.argv.pop(1)) if __name__ == "__main__" else Path(os.environ["L
 os.environ["LABKIT_FAULT_FOLDER"] = str(FOLDER)
 project.runs_directory = lambda: FOLDER / "runs"
 
-from labkit.lab.answers import Answer, Question  # noqa: E402
 from labkit.lab.config import LabConfig  # noqa: E402
+from labkit.lab.findings import Finding, Questions  # noqa: E402
 from labkit.lab.runs.writer import RunWriter  # noqa: E402
 from labkit.lab.study import Study  # noqa: E402
 from labkit.parallel.ranks import group as rank_group  # noqa: E402
@@ -32,11 +32,19 @@ class FaultyConfig(LabConfig):
     timeout_s: float = 4.0
 
 
+QUESTIONS = Questions()
+
+
+@QUESTIONS.ask("how_many", "How many rows?")
+def how_many(frame):
+    return Finding("measured", f"{len(frame)} rows.")
+
+
 class FaultyStudy(Study):
     name = "faulty"
     title = "Faulty"
     summary = "Whatever goes wrong."
-    questions = (Question("how_many", "How many rows?"),)
+    questions = QUESTIONS
     profiles = {"smoke": FaultyConfig(), "quick": FaultyConfig()}
     worker = staticmethod(measure_point)
 
@@ -54,9 +62,6 @@ class FaultyStudy(Study):
             )
             for number in range(config.points)
         ]
-
-    def answers(self, frame, coverage):
-        return [Answer(self.questions[0], "measured", f"{len(frame)} rows.")]
 
 
 STUDY = FaultyStudy()

@@ -15,7 +15,7 @@ from labkit.lab.pages.cards import machine_card, provenance
 from labkit.lab.project import project_root
 from labkit.lab.runs.store import Run
 from labkit.studies import load_study
-from labkit.studies.all_reduce import analysis
+from labkit.studies.all_reduce import tables
 from labkit.studies.all_reduce.links import BETWEEN, WITHIN
 from tests.commands import all_runs, labkit
 from tests.faults.check import note
@@ -66,9 +66,9 @@ def test_the_commands_for_two_machines_as_the_readme_has_them(tmp_path):
     assert all("the ranks are on several hosts" in reason for reason in routes["not_measured"])
     links = frame[frame["algorithm"].isin([WITHIN, BETWEEN])].groupby("algorithm")["rank"].unique()
     assert {link: sorted(ranks) for link, ranks in links.items()} == {WITHIN: [0, 1], BETWEEN: [0, 2]}
-    assert set(analysis.link_models(frame)) == {WITHIN, BETWEEN}
+    assert set(tables.link_models(frame)) == {WITHIN, BETWEEN}
     study = load_study("all_reduce")
-    (told,) = [answer.text for answer in study.answers(frame, coverage) if answer.question.id == "alpha_beta"]
+    told = study.findings(frame, coverage)["alpha_beta"].why
     assert WITHIN in told
     assert BETWEEN in told
     assert "ranks 0, 1 on node-a; ranks 2, 3 on node-b" in provenance(study, run)
@@ -110,7 +110,7 @@ def test_three_hosts_whose_names_lead_nowhere(tmp_path):
         run = measured("all_reduce", network, commands, tmp_path)
     assert set(run.coverage()["status"]) == {"ok"}
     assert run.header.ranks_by_host == {"node-a": [0], "node-b": [1], "node-c": [2]}
-    assert set(analysis.link_models(run.frame())) == {BETWEEN}  # no two ranks share a host
+    assert set(tables.link_models(run.frame())) == {BETWEEN}  # no two ranks share a host
 
 
 SERVER = """
@@ -163,7 +163,7 @@ def test_alpha_and_beta_are_the_delay_and_the_rate_that_were_set(tmp_path):
         round_trip_s = ping_s(network)
         while len(fits) < 3 and not any(fit.largest_error <= 0.05 for fit in fits):
             run = measured("all_reduce", network, dict.fromkeys(network.names, command), tmp_path)
-            fits.append(analysis.exchange_models(run.frame())["gloo", 2])
+            fits.append(tables.exchange_models(run.frame())["gloo", 2])
     busy = max(busy, busy_percent())
     model = min(fits, key=lambda fit: fit.largest_error)
     how = "tc netem" if has_netem() else "a process that carries packets"

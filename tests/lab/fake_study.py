@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from labkit.lab.answers import Answer, Question
 from labkit.lab.config import LabConfig
+from labkit.lab.findings import Finding, Questions
 from labkit.lab.point import Point
 from labkit.lab.study import Study
 
@@ -42,11 +42,19 @@ class FakeConfig(LabConfig):
     world_size: int = 2
 
 
+QUESTIONS = Questions()
+
+
+@QUESTIONS.ask("how_many", "How many rows?")
+def how_many(frame):
+    return Finding("measured", f"{len(frame)} rows.")
+
+
 class FakeStudy(Study):
     name = "fake"
     title = "Fake"
     summary = "Nothing."
-    questions = (Question("how_many", "How many rows?"),)
+    questions = QUESTIONS
     profiles = {"smoke": FakeConfig(), "quick": FakeConfig()}
     worker = staticmethod(measure_point)
 
@@ -69,9 +77,6 @@ class FakeStudy(Study):
 
     def series(self, point):
         return point.world_size, point.size
-
-    def answers(self, frame, coverage):
-        return [Answer(self.questions[0], "measured", f"{len(frame)} rows.")]
 
 
 FAKE = FakeStudy()

@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 import pandas as pd
 from IPython.core.formatters import DisplayFormatter
 
-from labkit.lab.answers import Answer, Question
+from labkit.lab.findings import Finding, Question
 from labkit.lab.pages import cards
 from labkit.lab.runs.measure import measure
 from labkit.lab.runs.progress import Progress
@@ -28,10 +28,11 @@ def header(**changes):
 
 
 def test_everything_is_escaped():
-    answer = Answer(Question(EVIL, EVIL), EVIL, EVIL, recommendation=EVIL, evidence=EVIL)
+    question = Question(EVIL, EVIL)
+    finding = Finding(EVIL, EVIL, pd.DataFrame({EVIL: [EVIL]}), EVIL, EVIL, EVIL)
     pieces = [
-        cards.answer(answer).data,
-        cards.figure("", 7.0, EVIL, answer, "", EVIL)[0],
+        cards.answer(question, finding).data,
+        cards.figure("", 7.0, EVIL, "", EVIL)[0],
         cards.progress(Progress(1, 2, EVIL)),
         cards.table(pd.DataFrame({EVIL: [EVIL]}), EVIL).data,
         cards.machine_card(describe_machine().model_copy(update={"cpu": EVIL}), elsewhere=False).data,
@@ -42,12 +43,13 @@ def test_everything_is_escaped():
 
 
 def test_a_quote_does_not_end_an_attribute(tmp_path):
-    answer = Answer(Question(QUOTED, QUOTED), QUOTED, QUOTED, recommendation=QUOTED, evidence=QUOTED)
+    question = Question(QUOTED, QUOTED)
+    finding = Finding(QUOTED, QUOTED, pd.DataFrame({QUOTED: [QUOTED]}), QUOTED, QUOTED, QUOTED)
     machine = describe_machine()
     source = Source(commit=QUOTED, dirty=True)
     pieces = [
-        cards.answer(answer).data,
-        cards.figure("", 7.0, QUOTED, answer, "", QUOTED)[0],
+        cards.answer(question, finding).data,
+        cards.figure("", 7.0, QUOTED, "", QUOTED)[0],
         cards.progress(Progress(1, 2, QUOTED)),
         cards.table(pd.DataFrame({QUOTED: [QUOTED]}), QUOTED).data,
         cards.machine_card(
@@ -131,29 +133,6 @@ def test_numbers_are_aligned_and_sorted_by_value_and_text_is_not():
     assert '<td data-sort="1.5">1.5 s</td>' in html
 
 
-def test_the_caption_of_a_figure_states_the_finding_and_links_to_the_answer():
-    answer = Answer(
-        Question("which", "Which?"), "yes", "Ring is 0.80 [0.75, 0.85] of torch's. The rest is slower.", "times"
-    )
-    html, alt = cards.figure("AAAA", 7.0, "Times by size.", answer, "YSxi", "lab_times")
-    assert '<a href="#answer-which">Finding (yes)</a>: Ring is 0.80 [0.75, 0.85] of torch&#39;s.</p>' in html
-    assert '<a download="lab_times.csv" href="data:text/csv;base64,YSxi">' in html
-    assert alt == "Times by size. Ring is 0.80 [0.75, 0.85] of torch's."
-    html, alt = cards.figure("AAAA", 7.0, "More times.", answer, None, "lab_more", adds_to=True)
-    assert ">More on</a>: Which?" in html
-    assert "data:text/csv" not in html
-    assert alt == "More times."
-
-
-def test_a_headline_is_the_first_sentence_and_a_long_one_ends_at_a_clause():
-    question = Question("which", "Which?")
-    assert Answer(question, "yes", "It took 1.5 s [1.4 s, 1.6 s]. The rest is longer.").headline == (
-        "It took 1.5 s [1.4 s, 1.6 s]."
-    )
-    long = Answer(question, "yes", f"First {'a' * 100}; second {'b' * 100}; third {'c' * 100}.")
-    assert long.headline == f"First {'a' * 100}; second {'b' * 100} …"
-
-
 def test_beside_a_mean_the_heading_of_a_median_says_so():
     table = pd.DataFrame({"seconds": [0.1], "mean_s": [0.2], "mfu_percent": [12.0]})
     assert ">median</th>" in cards.table(table).data
@@ -167,21 +146,9 @@ def test_a_long_text_in_a_table_goes_on_in_a_second_line_and_a_path_does_not():
     assert f'<td class="text wide">{reason}</td><td class="text">{path}</td><td class="text">nano</td>' in html
 
 
-def test_a_headline_does_not_end_within_an_interval():
-    question = Question("which", "Which?")
-    one = Answer(
-        question, "yes", f"Over the floor: {'a' * 150} 3.70 [3.20, 4.31] and {'b' * 40} 0.95 [0.79, 1.76], more."
-    )
-    assert one.headline == f"Over the floor: {'a' * 150} 3.70 [3.20, 4.31] and {'b' * 40} 0.95 …"
-    at_the_limit = Answer(question, "yes", f"A{'a' * 120}, then {'b' * 105} 1.00 [0.90, 1.10] and {'c' * 60}.")
-    assert at_the_limit.headline == f"A{'a' * 120} …"
-    no_clause = Answer(question, "yes", f"It is {'a' * 60} {'b' * 160} 1.00 [0.90, 1.10] of the time of {'c' * 60}.")
-    assert no_clause.headline == f"It is {'a' * 60} {'b' * 160} 1.00 …"
-
-
 def test_a_console_that_shows_no_html_gets_text():
-    answer = Answer(Question("which", "Which?"), "yes", "Ring.", recommendation="Use ring.")
-    assert repr(cards.answer(answer)) == "Which? [yes]\nRing.\nUse ring."
+    finding = Finding("yes", "Ring.", advice="Use ring.")
+    assert repr(cards.answer(Question("which", "Which?"), finding)) == "Which? [yes]\nRing.\nUse ring."
     frame = pd.DataFrame({"name": ["b", "longer"], "seconds": [0.002, 1.5]})
     assert repr(cards.table(frame, "Times.")) == "Times.\nname     time\nb        2 ms\nlonger  1.5 s"
     assert "Processor  " in repr(cards.machine_card(describe_machine(), elsewhere=False))

@@ -4,6 +4,6 @@ import pandas as pd
 
 
 def answers_of(study, frame, *reasons):
-    """The answers by the id of their question; `reasons` are those of the points that were skipped."""
+    """The findings by the id of their question; `reasons` are those of the points that were skipped."""
     coverage = pd.DataFrame({"status": ["skipped"] * len(reasons), "reason": list(reasons)})
-    return {answer.question.id: answer for answer in study.answers(frame, coverage)}
+    return study.findings(frame, coverage)

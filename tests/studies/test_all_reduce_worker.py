@@ -10,7 +10,7 @@ from labkit.machine import describe_machine
 from labkit.parallel.launch import Row, launch
 from labkit.parallel.transport.semaphores import Semaphores
 from labkit.parallel.transport.shared import SharedTransport
-from labkit.studies.all_reduce import transports, worker
+from labkit.studies.all_reduce import transports
 from labkit.studies.all_reduce.study import STUDY, AllReduceConfig
 from labkit.studies.all_reduce.transports import ROUTES, alternative
 from labkit.studies.all_reduce.worker import AllReducePoint, measure_point
@@ -20,7 +20,7 @@ SMALL = AllReducePoint(
     backend="gloo",
     sweep="sizes",
     n_elements=1000,
-    algorithms=("torch", *worker.OWN),
+    algorithms=("torch", *transports.ALGORITHMS, "chosen"),
     warmup=1,
     repeats=3,
 )

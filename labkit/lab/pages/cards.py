@@ -6,14 +6,13 @@ the colors of whatever surrounds it. All text passes the templates, which escape
 
 import json
 import shlex
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pandas as pd
 from IPython.display import HTML
 
-from labkit.lab.answers import Answer
+from labkit.lab.findings import Finding, Question
 from labkit.lab.pages.html import piece, piece_style
 from labkit.lab.project import relative_to_project
 from labkit.lab.runs.progress import Progress
@@ -163,33 +162,25 @@ def _aligned(columns: list[list[str]], numbers: list[bool]) -> list[str]:
     return ["  ".join(row).rstrip() for row in zip(*padded, strict=True)]
 
 
-def figure(
-    png: str, inches: float, drawn: str, finding: Answer | None, csv: str | None, file: str, *, adds_to: bool = False
-) -> tuple[str, str]:
-    """A figure with its caption, and its alternative text; `png` and `csv` are base64.
-
-    The caption states what the answer found that the figure belongs to, then what is drawn. A figure that only
-    `adds_to` an answer points at it.
-    """
-    found = None
-    if finding is not None:
-        label = "Finding" if finding.verdict == "measured" else f"Finding ({finding.verdict})"
-        text = finding.question.text if adds_to else finding.headline
-        found = {"id": finding.question.id, "label": "More on" if adds_to else label, "text": text}
-    alt = " ".join(part for part in (drawn or file, found["text"] if found and not adds_to else "") if part)
-    html = piece("figure", image=png, inches=inches, alt=alt, drawn=drawn, finding=found, csv=csv, file=file)
-    return html, alt
+def figure(png: str, inches: float, drawn: str, csv: str | None, file: str) -> tuple[str, str]:
+    """A figure with its caption, and its alternative text; `png` and `csv` are base64."""
+    alt = drawn or file
+    return piece("figure", image=png, inches=inches, alt=alt, drawn=drawn, csv=csv, file=file), alt
 
 
-def answer(given: Answer) -> Shown:
-    """An answer under its question."""
-    parts = [f"{given.question.text} [{given.verdict}]", given.text, given.recommendation]
-    return Shown(piece("answer", given=given), "\n".join(filter(None, parts)))
-
-
-def answer_record(given: Answer) -> dict[str, Any]:
-    """An answer as JSON, for the index page."""
-    return asdict(given) | {"headline": given.headline}
+def answer(question: Question, finding: Finding, figures: Sequence[str] = (), texts: Sequence[str] = ()) -> Shown:
+    """What a run says of a question; figures as HTML, and what stands for them in a console."""
+    numbers = None if finding.table is None else table(finding.table).data
+    parts = [
+        f"{question.text} [{finding.verdict}]",
+        finding.headline,
+        finding.caveat,
+        *texts,
+        finding.why,
+        finding.advice,
+    ]
+    html = piece("answer", question=question, finding=finding, figures=figures, table=numbers)
+    return Shown(html, "\n".join(filter(None, parts)))
 
 
 def provenance(study: Study, run: Run) -> str:

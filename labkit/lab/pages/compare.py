@@ -153,7 +153,7 @@ def _figure(found: LabComparison, name: str, plot: Plot, drawn: str) -> str:
             text.set_parse_math(False)
     png = base64.b64encode(plot.png()).decode()
     csv = base64.b64encode(plot.csv().encode()).decode()
-    return cards.figure(png, plot.figure.get_figwidth(), drawn, None, csv, f"compare_{found.lab}_{name}")[0]
+    return cards.figure(png, plot.figure.get_figwidth(), drawn, csv, f"compare_{found.lab}_{name}")[0]
 
 
 def _plots(found: LabComparison) -> Iterator[tuple[str, Plot, str]]:

@@ -19,7 +19,7 @@ from nbconvert.filters.markdown_mistune import IPythonRenderer, MarkdownWithMath
 from labkit.lab.notebook import PAGE_MIME
 from labkit.lab.pages.html import TEMPLATES, code_style, render, script, style_sheet
 
-PAGE_FORMAT = 1
+PAGE_FORMAT = 2
 """Of the record in a page: raised whenever what an index reads from it changes its name or meaning."""
 OTHER_FORMAT = "the page is older or newer than this labkit: draw it again"
 RECORD_KEYS = (

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from labkit.lab.answers import TOPICS, Question
+from labkit.lab.findings import TOPICS, Question
 from labkit.lab.study import Study
 
 Status = Literal["shown", "not shown here", "not measured here", "not measured"]
@@ -62,22 +62,22 @@ def _advice(study: Study, question: Question, lab: Mapping[str, Any] | None) -> 
     if answer["verdict"] == "not measured":
         text = answer["headline"].removeprefix("Not measured: ")
         return Advice("not measured", text, study.title, href=href)
-    text = answer["recommendation"] or f"nothing is shown that a recommendation could rest on. {answer['headline']}"
-    return Advice(_status(answer), text, study.title, answer["evidence"], href)
+    text = answer["advice"] or f"nothing is shown that a recommendation could rest on. {answer['headline']}"
+    return Advice(_status(answer), text, study.title, answer["caveat"], href)
 
 
 def _status(answer: Mapping[str, Any]) -> Status:
-    return "shown" if answer["recommendation"] and answer["is_shown"] else "not shown here"
+    return "shown" if answer["advice"] and answer["significant"] else "not shown here"
 
 
 def further_advice(labs: Iterable[Mapping[str, Any]]) -> list[Advice]:
     """Recommendations of questions that belong to no topic."""
     return [
-        Advice(_status(answer), answer["recommendation"], lab["title"], answer["evidence"], _href(lab, answer))
+        Advice(_status(answer), answer["advice"], lab["title"], answer["caveat"], _href(lab, answer))
         for lab in labs
         if lab["record"] and not lab["record"]["elsewhere"]
         for answer in lab["record"]["answers"]
-        if answer["recommendation"] and answer["question"]["topic"] is None
+        if answer["advice"] and answer["question"]["topic"] is None
     ]
 
 
@@ -89,9 +89,9 @@ def published_trends(labs: Iterable[Mapping[str, Any]]) -> dict[str, list[dict[s
     for lab in labs:
         if lab["record"] and not lab["record"]["elsewhere"]:
             for answer in lab["record"]["answers"]:
-                for trend in answer["trends"]:
-                    about = {"claim": trend["claim"], "lab": lab["title"], "href": _href(lab, answer)}
-                    found[trend["outcome"]].append(about)
+                for claim in answer["claims"]:
+                    about = {"lab": lab["title"], "href": _href(lab, answer)}
+                    found[claim["outcome"]].append(claim | about)
     return found
 
 

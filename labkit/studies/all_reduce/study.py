@@ -1,22 +1,20 @@
 """The all-reduce lab: its parameters, the points it measures, and what it expects of them."""
 
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import asdict, replace
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-import pandas as pd
 from pydantic import Field
 
 from labkit.lab import capacity
-from labkit.lab.answers import Answer, check_complete
-from labkit.lab.config import LabConfig, Repeats, Seed, TimeoutSeconds, Warmup
+from labkit.lab.config import LabConfig, Repeats, Seed, TimeoutSeconds, Warmup, one_of
 from labkit.lab.study import Study
 from labkit.lab.units import format_bytes
 from labkit.machine import Machine
+from labkit.parallel.collectives import ALGORITHMS
 from labkit.parallel.ranks.joined import ranks_here
-from labkit.studies.all_reduce import answers as answering
+from labkit.studies.all_reduce.findings import QUESTIONS
 from labkit.studies.all_reduce.transports import CHOSEN, FLOOR, ROUTES, TORCH, alternative
-from labkit.studies.all_reduce.worker import USUAL, AllReducePoint, SchedulingPoint, measure_point, torch_dtype
+from labkit.studies.all_reduce.worker import AllReducePoint, SchedulingPoint, measure_point, torch_dtype
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 # From here on a round of all alternatives takes a second on two cores, and fewer repeats must do.
@@ -24,8 +22,10 @@ LARGE_BYTES, LARGE_WORLD = 8 * MIB, 8
 RANK_BYTES = 160 * MIB  # a rank's own resident memory, torch included
 COPIES = 5  # of the tensor on each rank: base, input, two or three that are reduced, an algorithm's scratch
 
-Algorithm = Literal["torch", "ring", "butterfly", "one_shot", "recursive_doubling", "halving_doubling", "chosen"]
-OwnAlgorithm = Literal["ring", "butterfly", "one_shot", "recursive_doubling", "halving_doubling", "chosen"]
+# One-shot sends n (p-1) bytes a rank, p/2 times as many as a ring: it is measured where it is asked for.
+USUAL = [name for name in (*ALGORITHMS, CHOSEN) if name != "one_shot"]
+Algorithm = Annotated[str, one_of(lambda: (TORCH, *ALGORITHMS, CHOSEN))]
+OwnAlgorithm = Annotated[str, one_of(lambda: (*ALGORITHMS, CHOSEN))]
 PositiveInt = Annotated[int, Field(ge=1, lt=2**48)]
 Ranks = Annotated[int, Field(ge=1, le=1024)]
 
@@ -39,7 +39,7 @@ class AllReduceConfig(LabConfig):
     many_world_sizes: list[Ranks]
     """Ranks of the sweep over ranks, at few sizes."""
     many_elements: list[PositiveInt]
-    algorithms: Annotated[list[Algorithm], Field(min_length=1)] = [TORCH, *USUAL]  # type: ignore[list-item]
+    algorithms: Annotated[list[Algorithm], Field(min_length=1)] = [TORCH, *USUAL]
     backends: Annotated[list[Literal["gloo", "nccl"]], Field(min_length=1)] = ["gloo", "nccl"]
     dtype: Literal["float64", "float32", "bfloat16", "float16"] = "float32"
     scheduling_sizes_bytes: list[PositiveInt] = [4 * KIB, 64 * KIB]
@@ -47,7 +47,7 @@ class AllReduceConfig(LabConfig):
     transport_world_sizes: list[Ranks] = [2, 4]
     """Ranks of the comparison of transports, on the CPU."""
     transport_sizes_bytes: list[PositiveInt] = [4 * KIB, 64 * KIB, MIB, 10 * MIB, 100 * MIB]
-    transport_algorithms: list[OwnAlgorithm] = ["chosen"]
+    transport_algorithms: list[OwnAlgorithm] = [CHOSEN]
     """Each of them is measured over messages, over shared memory, and on a tensor that lies there."""
     warmup: Warmup = 2
     repeats: Repeats = 20
@@ -65,7 +65,7 @@ class AllReduceStudy(Study):
     name = "all_reduce"
     title = "All-reduce"
     summary = "What averaging a tensor over ranks costs, and which algorithm does it best."
-    questions = answering.QUESTIONS
+    questions = QUESTIONS
     profiles = {
         "smoke": AllReduceConfig(
             world_sizes=[2],
@@ -93,7 +93,7 @@ class AllReduceStudy(Study):
             many_world_sizes=[1, 2, 4, 8, 16, 32],
             many_elements=[1000, 10_000, 100_000, 1_000_000],
             transport_world_sizes=[2, 4, 8],
-            transport_algorithms=list(USUAL),  # type: ignore[arg-type]
+            transport_algorithms=USUAL,
             repeats=50,
             repeats_large=10,
         ),
@@ -103,7 +103,7 @@ class AllReduceStudy(Study):
             many_world_sizes=[1, 2, 4, 8, 16, 32],
             many_elements=[1, 32, 1024, 2048, 4096, 16384, 131_072],
             transport_world_sizes=[2, 4, 8],
-            transport_algorithms=list(USUAL),  # type: ignore[arg-type]
+            transport_algorithms=USUAL,
             repeats=50,
             repeats_large=10,
             timeout_s=600.0,
@@ -142,75 +142,61 @@ class AllReduceStudy(Study):
     def series(self, point: AllReducePoint) -> tuple[Hashable, float]:
         return (point.backend, point.world_size, point.scheduling), point.n_bytes
 
-    def answers(self, frame: pd.DataFrame, coverage: pd.DataFrame) -> Sequence[Answer]:
-        return check_complete(self.questions, answering.answer_all(frame, coverage))
-
 
 def _points_of_world(config: AllReduceConfig, world_size: int, backend: str) -> Iterator[AllReducePoint]:
-    algorithms = tuple(config.algorithms)
+    here: dict[str, Any] = {"world_size": world_size, "backend": backend}
     if world_size in config.world_sizes:
-        if world_size > 1:
-            for n_bytes in config.sizes_bytes:
-                yield _point(config, world_size, backend, "exchange", n_bytes, ())
-        for n_bytes in config.sizes_bytes:
-            yield _point(config, world_size, backend, "sizes", n_bytes, algorithms)
+        for sweep, algorithms in (("exchange", ()), ("sizes", config.algorithms)):
+            if world_size > 1 or sweep != "exchange":
+                for n_bytes in config.sizes_bytes:
+                    yield _point(config, n_bytes, sweep=sweep, algorithms=algorithms, **here)
     if world_size in config.many_world_sizes:
         for elements in config.many_elements:
             n_bytes = elements * torch_dtype(config.dtype).itemsize
-            yield _point(config, world_size, backend, "ranks", n_bytes, algorithms)
+            yield _point(config, n_bytes, sweep="ranks", **here)
 
 
 def _transport_points(config: AllReduceConfig) -> list[AllReducePoint]:
     """gloo, the floor, and labkit's algorithms over every transport."""
     own = [alternative(name, route) for name in config.transport_algorithms for route in ROUTES]
     return [
-        _point(config, world_size, "gloo", "transports", n_bytes, (TORCH, *own, FLOOR))
+        _point(config, n_bytes, sweep="transports", world_size=world_size, algorithms=(TORCH, *own, FLOOR))
         for world_size in config.transport_world_sizes
         if world_size > 1 and own
         for n_bytes in config.transport_sizes_bytes
     ]
 
 
-def _scheduling_points(config: AllReduceConfig) -> list[SchedulingPoint]:
+def _scheduling_points(config: AllReduceConfig) -> list[AllReducePoint]:
     """The same small all-reduces under both policies, one after the other, and all once more backwards.
 
     A policy belongs to a group of ranks, so the two cannot take turns. Backwards (A B ... B A), what drifts evenly
     hits both alike, and other groups of ranks measure the second time.
     """
-    algorithms = tuple(name for name in (TORCH, CHOSEN) if name in config.algorithms)
-    points = [
-        SchedulingPoint(**asdict(_point(config, world_size, "gloo", "scheduling", n_bytes, algorithms, policy)))
+    algorithms = [name for name in (TORCH, CHOSEN) if name in config.algorithms]
+    once = [
+        (world_size, policy, n_bytes)
         for world_size in config.world_sizes
         if world_size > 1 and algorithms
         for policy in ("batch", "default")
         for n_bytes in config.scheduling_sizes_bytes
     ]
-    return [*points, *(replace(point, turn=2) for point in reversed(points))]
+    return [
+        _point(config, n, world_size=p, sweep="scheduling", scheduling=policy, algorithms=algorithms, turn=turn)
+        for turn, settings in ((1, once), (2, once[::-1]))
+        for p, policy, n in settings
+    ]
 
 
-def _point(
-    config: AllReduceConfig,
-    world_size: int,
-    backend: str,
-    sweep: str,
-    n_bytes: int,
-    algorithms: tuple[str, ...],
-    scheduling: str = "batch",
-) -> AllReducePoint:
+def _point(config: AllReduceConfig, n_bytes: int, *, world_size: int, **more: Any) -> AllReducePoint:
     is_large = n_bytes >= LARGE_BYTES or world_size >= LARGE_WORLD
-    return AllReducePoint(
+    return (SchedulingPoint if "turn" in more else AllReducePoint).of(
+        config,
         world_size=world_size,
-        backend=backend,
-        sweep=sweep,
         n_elements=max(1, n_bytes // torch_dtype(config.dtype).itemsize),
-        dtype=config.dtype,
-        algorithms=algorithms,
         warmup=min(1, config.warmup) if is_large else config.warmup,
         repeats=config.repeats_large if is_large else config.repeats,
-        most_bytes=config.most_bytes,
-        seed=config.seed,
-        timeout_s=config.timeout_s,
-        scheduling=scheduling,
+        **{"backend": "gloo"} | more,
     )
 
 

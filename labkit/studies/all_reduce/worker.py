@@ -15,15 +15,11 @@ from labkit.bench.gate import worst_of_ranks
 from labkit.bench.memory import peak_memory_growth
 from labkit.lab.point import Point
 from labkit.lab.units import format_bytes
-from labkit.parallel.collectives import ALGORITHMS, release_scratch, scratch_bytes
+from labkit.parallel.collectives import release_scratch, scratch_bytes
 from labkit.parallel.ranks.device import use_device
 from labkit.studies.all_reduce.exact import gate, inputs
 from labkit.studies.all_reduce.links import measure_links
-from labkit.studies.all_reduce.transports import CHOSEN, MESSAGES, collective, measure_transports
-
-OWN = (*ALGORITHMS, CHOSEN)
-# One-shot sends n (p-1) bytes a rank, p/2 times as many as a ring: it is measured where it is asked for.
-USUAL = tuple(name for name in OWN if name != "one_shot")
+from labkit.studies.all_reduce.transports import MESSAGES, TORCH, collective, measure_transports
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +99,7 @@ def _check(point: AllReducePoint, name: str, base: torch.Tensor, tensor: torch.T
     reduce = collective(name, MESSAGES)
     with peak_memory_growth(_device(point)) as memory:
         reduce(tensor, op="mean")
-    scratch = scratch_bytes() if name in OWN else None
+    scratch = scratch_bytes() if name != TORCH else None
     error, verdict = gate(reduce, tensor, base)
     return {
         "algorithm": name,

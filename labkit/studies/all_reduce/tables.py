@@ -1,18 +1,17 @@
-"""From the frame of an all-reduce run to the tables its answers and figures are made of.
+"""From the frame of an all-reduce run to the tables its findings and figures are made of.
 
 Every table is tidy and carries units in its names. Times are of the slowest rank of each repeat.
 """
 
-from collections.abc import Sequence
 from functools import cache
 
 import numpy as np
 import pandas as pd
 
-from labkit.bench.statistics import compare_groups, judged, slowest_rank, summarize_groups
+from labkit.bench.statistics import judged
 from labkit.costs.communication import (
-    ALL_REDUCE_COSTS,
     AlphaBeta,
+    CostOf,
     MessageCost,
     algorithm_bandwidth,
     bus_bandwidth,
@@ -20,30 +19,24 @@ from labkit.costs.communication import (
     fit_alpha_beta,
 )
 from labkit.lab.project import reference_directory
+from labkit.lab.rows import Measured, select
+from labkit.parallel.collectives import ALGORITHMS
 from labkit.studies.all_reduce.links import BETWEEN, WITHIN
-from labkit.studies.all_reduce.transports import TORCH
-from labkit.studies.all_reduce.worker import OWN
+from labkit.studies.all_reduce.transports import CHOSEN, FLOOR, MESSAGES, REGISTERED, SHARED_MEMORY, TORCH
 
-SETTING = ["sweep", "backend", "scheduling", "world_size", "n_bytes"]
 MIB = 2**20
-ALGORITHM_ORDER = (TORCH, *OWN)
+ALL_REDUCES = Measured(("sweep", "backend", "scheduling", "world_size", "n_bytes"), "algorithm")
+TRANSPORTS = Measured(("world_size", "n_bytes"), "transport")
+POLICIES = Measured(("backend", "world_size", "n_bytes", "algorithm", "turn"), "scheduling", took_turns=False)
+ALGORITHM_ORDER = (TORCH, *ALGORITHMS, CHOSEN)
+TRANSPORT_ORDER = (TORCH, MESSAGES, SHARED_MEMORY, REGISTERED, FLOOR)
 # Pairs of which the first sends fewer messages and the second fewer bytes.
 OVERTAKING = (("recursive_doubling", "ring"), ("recursive_doubling", "halving_doubling"))
 
 
-def samples(frame: pd.DataFrame, *sweeps: str, also_by: Sequence[str] = ()) -> pd.DataFrame:
-    """`seconds` of the slowest rank, one row a repeat of each (setting, algorithm), and column of `also_by`."""
-    by = [*SETTING, "algorithm", *also_by]
-    if frame.empty or "seconds" not in frame:
-        return pd.DataFrame(columns=[*by, "repeat", "seconds"])
-    timed = frame[frame["sweep"].isin(sweeps or ("sizes", "ranks"))].dropna(subset="seconds")
-    return slowest_rank(timed, "seconds", by)
-
-
 def times(frame: pd.DataFrame, *sweeps: str) -> pd.DataFrame:
     """Median seconds with interval, algbw and busbw in GB/s, one row a (setting, algorithm)."""
-    table = summarize_groups(samples(frame, *sweeps), "seconds", [*SETTING, "algorithm"])
-    table = table.rename(columns={"median": "seconds"})
+    table = ALL_REDUCES.medians(frame, sweep=sweeps)
     algbw = [algorithm_bandwidth(n, s) / 1e9 for n, s in zip(table.n_bytes, table.seconds, strict=True)]
     busbw = [
         bus_bandwidth(p, n, s) / 1e9 for p, n, s in zip(table.world_size, table.n_bytes, table.seconds, strict=True)
@@ -57,8 +50,22 @@ def with_panel(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def against_torch(frame: pd.DataFrame, *sweeps: str) -> pd.DataFrame:
-    """Each algorithm's time over torch's, from the same interleaved repeats, with interval and verdict."""
-    return with_panel(compare_groups(samples(frame, *sweeps), "seconds", SETTING, "algorithm", TORCH))
+    """Each algorithm's time over torch's with two ranks or more, from the same rounds, with interval and verdict."""
+    ratios = ALL_REDUCES.over(frame, TORCH, sweep=sweeps)
+    return with_panel(judged(ratios[ratios["world_size"] > 1]))
+
+
+def transport_times(frame: pd.DataFrame) -> pd.DataFrame:
+    """Median seconds with interval of labkit's chooser over each transport, of torch's all-reduce, and of the floor."""
+    return TRANSPORTS.medians(frame, sweep="transports", algorithm=[TORCH, FLOOR, CHOSEN])
+
+
+def transports_over(frame: pd.DataFrame, baseline: str) -> pd.DataFrame:
+    """Each transport's time over that of `baseline`, from the same rounds, with interval and verdict."""
+    table = TRANSPORTS.over(frame, baseline, sweep="transports", algorithm=[TORCH, FLOOR, CHOSEN])
+    order = {name: place for place, name in enumerate(TRANSPORT_ORDER)}
+    keys = [*TRANSPORTS.setting, "transport"]
+    return table.sort_values(keys, key=lambda values: values.replace(order), ignore_index=True)
 
 
 def batch_against_default(frame: pd.DataFrame) -> pd.DataFrame:
@@ -67,10 +74,9 @@ def batch_against_default(frame: pd.DataFrame) -> pd.DataFrame:
     Where they were measured in both orders (`turn`), the ratio is the geometric mean of both, the interval covers that
     of each, and a difference is shown only where both orders show it. Runs from before know one order.
     """
-    setting = ["backend", "world_size", "n_bytes", "algorithm"]
     turn = frame["turn"].fillna(1) if "turn" in frame else 1
-    table = samples(frame.assign(turn=turn), "scheduling", also_by=["turn"])
-    by_turn = compare_groups(table, "seconds", [*setting, "turn"], "scheduling", "default", interleaved=False)
+    by_turn = POLICIES.over(frame.assign(turn=turn), "default", sweep="scheduling")
+    setting = [name for name in POLICIES.setting if name != "turn"]
     orders = by_turn.groupby([*setting, "scheduling"])
     middle = ("ratio", lambda ratios: np.exp(np.log(ratios).mean()))
     both = orders.agg(ratio=middle, low=("low", "min"), high=("high", "max"), p=("p", lambda p: p.max(skipna=False)))
@@ -80,22 +86,21 @@ def batch_against_default(frame: pd.DataFrame) -> pd.DataFrame:
 
 def exchange_models(frame: pd.DataFrame) -> dict[tuple[str, int], AlphaBeta]:
     """Alpha and beta from single exchange steps, measured before any all-reduce, by (backend, world size)."""
-    table = times(frame, "exchange")
-    return _fit_steps(table[table["algorithm"] == "exchange"])
+    return _fit_steps(frame, "exchange")
 
 
 def link_models(frame: pd.DataFrame) -> dict[str, dict[tuple[str, int], AlphaBeta]]:
     """Alpha and beta of single pairs, within a host and between hosts, each by (backend, world size).
 
-    Empty where all ranks share a host. Beta is seconds a byte while both ranks of the pair send: its inverse is the
+    Empty where all ranks share a host. Beta is seconds per byte while both ranks of the pair send: its inverse is the
     bandwidth of the link in each direction.
     """
-    table = times(frame, "exchange")
-    models = {link: _fit_steps(table[table["algorithm"] == link]) for link in (WITHIN, BETWEEN)}
+    models = {link: _fit_steps(frame, link) for link in (WITHIN, BETWEEN)}
     return {link: by_world for link, by_world in models.items() if by_world}
 
 
-def _fit_steps(table: pd.DataFrame) -> dict[tuple[str, int], AlphaBeta]:
+def _fit_steps(frame: pd.DataFrame, step: str) -> dict[tuple[str, int], AlphaBeta]:
+    table = ALL_REDUCES.medians(frame, sweep="exchange", algorithm=step)
     return {
         (str(backend), int(world_size)): fit_alpha_beta(
             [MessageCost(1, n) for n in steps["n_bytes"]], steps["seconds"].tolist()
@@ -111,70 +116,67 @@ def predictions(frame: pd.DataFrame) -> pd.DataFrame:
     Columns: setting, algorithm, `seconds`, `predicted_s`, `measured_over_predicted`.
     """
     models = exchange_models(frame)
+    names = [*ALL_REDUCES.setting, "panel", "algorithm", "seconds"]
     rows = [
-        {name: row[name] for name in (*SETTING, "panel", "algorithm", "seconds")}
-        | {"predicted_s": models[key].predict_s(ALL_REDUCE_COSTS[row["algorithm"]](key[1], row["n_bytes"]))}
+        {name: row[name] for name in names} | {"predicted_s": models[key].predict_s(cost(key[1], row["n_bytes"]))}
         for row in times(frame, "sizes").to_dict("records")
-        if row["algorithm"] in ALL_REDUCE_COSTS and (key := (row["backend"], row["world_size"])) in models
+        if (cost := _cost(row["algorithm"])) and (key := (row["backend"], row["world_size"])) in models
     ]
-    table = pd.DataFrame(rows, columns=[*SETTING, "panel", "algorithm", "seconds", "predicted_s"])
+    table = pd.DataFrame(rows, columns=[*names, "predicted_s"])
     return table.assign(measured_over_predicted=table["seconds"] / table["predicted_s"])
 
 
-def fits(frame: pd.DataFrame) -> dict[tuple[str, int], AlphaBeta]:
-    """One alpha and beta for all algorithms together, by (backend, world size)."""
+def _cost(algorithm: str) -> CostOf | None:
+    """What an algorithm of labkit's should cost, if that is known."""
+    return ALGORITHMS[algorithm].cost if algorithm in ALGORITHMS else None
+
+
+def fits(frame: pd.DataFrame) -> pd.DataFrame:
+    """One alpha and beta for all algorithms together, one row per (backend, world size)."""
+    rows = []
     table = times(frame, "sizes")
-    table = table[table["algorithm"].isin(list(ALL_REDUCE_COSTS)) & (table["world_size"] > 1)]
-    models = {}
-    for (backend, world_size), group in table.groupby(["backend", "world_size"]):
-        costs = [
-            ALL_REDUCE_COSTS[name](world_size, n) for name, n in zip(group["algorithm"], group["n_bytes"], strict=True)
+    for (backend, world_size), group in table[table["world_size"] > 1].groupby(["backend", "world_size"]):
+        known = [
+            (cost(int(world_size), row["n_bytes"]), row["seconds"])
+            for row in group.to_dict("records")
+            if (cost := _cost(row["algorithm"]))
         ]
-        if len(set(costs)) >= 2:
-            models[str(backend), int(world_size)] = fit_alpha_beta(costs, group["seconds"].tolist())
-    return models
+        if len({cost for cost, _ in known}) >= 2:
+            model = fit_alpha_beta(*zip(*known, strict=True))
+            rows.append(
+                {
+                    "backend": backend,
+                    "world_size": world_size,
+                    "alpha_s": model.alpha_s,
+                    "beta_ns_per_byte": model.beta_s_per_byte * 1e9,
+                    "median_error_percent": model.median_error * 100,
+                    "largest_error_percent": model.largest_error * 100,
+                }
+            )
+    columns = ["backend", "world_size", "alpha_s", "beta_ns_per_byte", "median_error_percent", "largest_error_percent"]
+    return pd.DataFrame(rows, columns=columns)
 
 
-def fit_table(frame: pd.DataFrame) -> pd.DataFrame:
-    """The fits as a table: alpha in seconds, beta in ns a byte, relative errors in percent."""
-    rows = [
-        {
-            "backend": backend,
-            "world_size": world_size,
-            "alpha_s": model.alpha_s,
-            "beta_ns_per_byte": model.beta_s_per_byte * 1e9,
-            "median_error_percent": model.median_error * 100,
-            "largest_error_percent": model.largest_error * 100,
-        }
-        for (backend, world_size), model in fits(frame).items()
-    ]
-    columns = ["backend", "world_size", "alpha_s", "beta_ns_per_byte"]
-    return pd.DataFrame(rows, columns=[*columns, "median_error_percent", "largest_error_percent"])
-
-
-def crossover_table(frame: pd.DataFrame) -> pd.DataFrame:
+def crossovers(frame: pd.DataFrame) -> pd.DataFrame:
     """Where one algorithm should overtake another, and between which measured sizes it does.
 
-    One row a (backend, world size, pair). `predicted_bytes` is by single exchange steps, measured before;
-    `fitted_bytes` by the model fitted to the all-reduces themselves, afterwards. `wins_until_bytes` and
-    `overtaken_from_bytes` are the last size at which the first algorithm is shown to be faster and the first at
-    which the second is; NaN: at none. The prediction "holds" if it lies between them, or says never and the second
-    never wins; it is "open" where no size is small enough to show the first one ahead.
+    One row a (backend, world size, pair). `predicted_bytes` is by single exchange steps, measured before.
+    `wins_until_bytes` and `overtaken_from_bytes` are the last size at which the first algorithm is significantly
+    faster, and the first at which the second is; NaN: at none. The prediction "holds" if it lies between them, or says
+    never and the second never wins; it is "open" where no size is small enough to show the first one ahead.
     """
     rows = []
-    table = samples(frame, "sizes")
-    fitted = fits(frame)
     for (backend, world_size), model in exchange_models(frame).items():
-        here = table[(table["backend"] == backend) & (table["world_size"] == world_size)]
         for first, second in OVERTAKING:
-            both = here[here["algorithm"].isin([first, second])]
-            pair = compare_groups(both, "seconds", SETTING, "algorithm", first)
-            if pair.empty:
+            pair = ALL_REDUCES.over(
+                frame, first, sweep="sizes", backend=backend, world_size=world_size, algorithm=[first, second]
+            )
+            costs = [cost for cost in map(_cost, (first, second)) if cost is not None]
+            if pair.empty or len(costs) < 2:
                 continue
-            predicted = crossover_bytes(first, second, world_size, model)
+            predicted = crossover_bytes(costs[0], costs[1], world_size, model)
             until = pair.loc[pair["verdict"] == "slower", "n_bytes"].max()
             start = pair.loc[pair["verdict"] == "faster", "n_bytes"].min()
-            afterwards = fitted.get((backend, world_size))
             rows.append(
                 {
                     "backend": backend,
@@ -182,18 +184,17 @@ def crossover_table(frame: pd.DataFrame) -> pd.DataFrame:
                     "first": first,
                     "then": second,
                     "predicted_bytes": predicted,
-                    "fitted_bytes": afterwards and crossover_bytes(first, second, world_size, afterwards),
                     "wins_until_bytes": until,
                     "overtaken_from_bytes": start,
                     "prediction": _crossover_holds(predicted, until, start),
                 }
             )
-    names = ["backend", "world_size", "first", "then", "predicted_bytes", "fitted_bytes", "wins_until_bytes"]
-    return pd.DataFrame(rows, columns=[*names, "overtaken_from_bytes", "prediction"])
+    names = ["backend", "world_size", "first", "then", "predicted_bytes", "wins_until_bytes", "overtaken_from_bytes"]
+    return pd.DataFrame(rows, columns=[*names, "prediction"])
 
 
 def _crossover_holds(predicted: float | None, until: float, start: float) -> str:
-    if pd.isna(start):  # the second is nowhere shown to win
+    if pd.isna(start):  # the second nowhere wins
         if pd.isna(until):
             return "open"
         return "holds" if predicted is None or predicted > until else "does not hold"
@@ -206,11 +207,9 @@ def _crossover_holds(predicted: float | None, until: float, start: float) -> str
 
 def errors_and_memory(frame: pd.DataFrame) -> pd.DataFrame:
     """Largest error against the exact mean and largest extra memory of any rank, by algorithm and setting."""
-    if frame.empty or "error" not in frame:
-        return pd.DataFrame(columns=[*SETTING, "algorithm", "error", "extra_bytes", "scratch_bytes", "gate"])
-    checked = frame[frame["sweep"].isin(["sizes", "ranks"])]
-    worst = {"error": "max", "extra_bytes": "max", "scratch_bytes": "max", "gate": "max"}
-    return checked.groupby([*SETTING, "algorithm"]).agg(worst).reset_index()
+    values = ["error", "extra_bytes", "scratch_bytes"]
+    checked = select(frame, [*ALL_REDUCES.columns, *values], sweep=["sizes", "ranks"])
+    return checked.groupby(ALL_REDUCES.columns)[values].max().reset_index()
 
 
 @cache

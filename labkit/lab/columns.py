@@ -1,0 +1,105 @@
+"""What every column of a frame is called and how its values read: once for tables, figures, headlines and `compare`.
+
+A column that is not listed is shown under its name, and the end of its name says the unit: `step_s`, `peak_bytes`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from labkit.lab.units import (
+    counted,
+    format_bytes,
+    format_flops,
+    format_number,
+    format_rate,
+    format_seconds,
+)
+
+Form = Callable[[float], str]
+
+
+@dataclass(frozen=True)
+class Column:
+    """`title` above a table's column, `axis` beside an axis, `form` of its values, `label` of one that stands alone.
+
+    `doubles`: an axis on which values double. `is_internal`: it tells rows apart without saying anything to a reader.
+    """
+
+    title: str
+    axis: str
+    form: Form
+    label: str = "{title} {value}"
+    doubles: bool = False
+    is_internal: bool = False
+
+
+def _whole(value: float) -> str:
+    return f"{value:.0f}"
+
+
+def _flops_per_s(value: float) -> str:
+    return f"{format_flops(value)}/s"
+
+
+# Endings that say a unit; what the heading keeps of them (the cells carry the others), and the form of the values.
+_ENDINGS: tuple[tuple[str, str, Form], ...] = (
+    ("_flops_per_s", "", _flops_per_s),
+    ("_gb_per_s", " (GB/s)", format_number),
+    ("_bytes_per_s", "", format_rate),
+    ("_per_s", " per second", format_number),
+    ("_flops", "", format_flops),
+    ("_bytes", "", format_bytes),
+    ("_s", "", format_seconds),
+    ("_percent", " (%)", format_number),
+    ("_ns_per_byte", " (ns/byte)", format_number),
+)
+_KNOWN = {
+    "n_bytes": Column("size", "size of the tensor", format_bytes, "{value}", doubles=True),
+    "bytes": Column("bytes", "memory", format_bytes, "{value}"),
+    "bucket_bytes": Column("bucket", "bucket size", format_bytes, "buckets of {value}"),
+    "bucket_mb": Column("bucket (MiB)", "bucket size (MiB)", format_number, "buckets of {value} MiB"),
+    "buckets": Column("buckets", "number of buckets", format_number, "{value} buckets"),
+    "world_size": Column("ranks", "ranks", _whole, "{value} ranks", doubles=True),
+    "seconds": Column("time", "time", format_seconds),
+    "sequence": Column("sequence", "sequence length (tokens)", _whole, "{value} tokens", doubles=True),
+    "context_length": Column("context", "context length (tokens)", _whole, "{value} tokens", doubles=True),
+    "head_dim": Column("head dim", "head dimension", _whole),
+    "batch": Column("batch", "batch", _whole),
+    "features": Column("features", "features", _whole, "{value} features"),
+    "busbw_gb_per_s": Column("bus bandwidth (GB/s)", "bus bandwidth (GB/s)", format_number),
+    "algbw_gb_per_s": Column("algorithm bandwidth (GB/s)", "algorithm bandwidth (GB/s)", format_number),
+    "ratio": Column("ratio", "ratio of times", format_number),
+    "warmup": Column("warm-up steps", "warm-up steps", format_number),
+    "mfu_percent": Column("MFU (%)", "MFU (%)", format_number),
+    "tflop_per_s": Column("TFLOP/s", "TFLOP/s", format_number),
+    "gflop": Column("GFLOP", "GFLOP", format_number),
+    "sweep": Column("sweep", "sweep", format_number, is_internal=True),
+    "panel": Column("panel", "panel", format_number, is_internal=True),
+    "scheduling": Column("scheduling", "scheduling", format_number, is_internal=True),
+    "of_bucket_mb": Column("of bucket", "of bucket", format_number, is_internal=True),
+}
+
+
+def column(name: str) -> Column:
+    """The column by that name, known or read from its name."""
+    if name in _KNOWN:
+        return _KNOWN[name]
+    for ending, kept, form in _ENDINGS:
+        if name.endswith(ending):
+            title = name.removesuffix(ending).replace("_", " ") + kept
+            return Column(title, title, form, "{value}" if ending == "_bytes" else "{title} {value}")
+    words = name.replace("_", " ")
+    return Column(words, words, format_number)
+
+
+def label(name: str, value: Any) -> str:
+    """A value on its own: "butterfly", "4 ranks", "64 KiB", "batch 8"."""
+    if isinstance(value, str):
+        return value.replace("_", " ")
+    if name == "world_size":
+        return counted(int(value), "rank")
+    found = column(name)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return f"{found.title} {value}"
+    return found.label.format(title=found.title, value=found.form(value))

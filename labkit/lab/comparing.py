@@ -1,0 +1,304 @@
+"""Findings of the commonest kind: is A faster than B, where, and by how much? No other code words a ratio.
+
+Each function judges exactly the comparisons it is given (`bench.statistics.judged`), so that the mark of a table's row,
+the verdict, the headline, the advice and the effects come from one rule.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+
+from labkit.bench.statistics import judged
+from labkit.lab.columns import column, label
+from labkit.lab.findings import Effect, Finding, Verdict
+from labkit.lab.units import format_share
+
+TWOFOLD = 1.95  # from here on "times" reads better than "%"
+UNEVEN = 2.0  # the width of an interval, as a factor, from which on a ratio is not quoted
+CLOSE = 1.5  # factor up to which a prediction counts as right
+FEWEST_TIMES = 1.1  # below it the lower end of "1.0 to 6 times" says nothing
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """How to say less and more of what ratios are of, a fraction of it and several times it; and the adjectives."""
+
+    name: str
+    less: str
+    times_less: str
+    more: str
+    times_more: str
+    better: str
+    worse: str
+
+
+TIME = Quantity(
+    *("time", "take {n} less time than", "are {n} faster than", "take {n} longer than", "take {n} as long as"),
+    *("faster", "slower"),
+)
+MEMORY = Quantity(
+    *("memory", "need {n} less memory than", "need {n} less memory than"),
+    *("need {n} more memory than", "need {n} as much memory as", "lighter", "heavier"),
+)
+
+
+def compared(
+    ratios: pd.DataFrame,
+    subject: str,
+    baseline: str,
+    *,
+    axis: Sequence[str] = (),
+    quantity: Quantity = TIME,
+    plural: bool = False,
+    choose: str | None = None,
+    keep: str | None = None,
+    caveat: str | None = None,
+    why: str | None = None,
+) -> Finding | None:
+    """Is `subject` faster than `baseline`? None without ratios.
+
+    `ratios` has a row a setting, as `rows.Measured.over` gives it. `axis` names the columns by which places are told
+    ("from 1 MiB on"), the most telling first. `choose` and `keep` are the advice where it is faster and where it is
+    not, as imperatives without a period. `plural`: the subject is several things.
+    """
+    if ratios.empty:
+        return None
+    table = judged(ratios)
+    better, worse = table[table["verdict"] == "faster"], table[table["verdict"] == "slower"]
+    told = _Told(subject, baseline, quantity, plural)
+    verdict, headline, place = _told(table, better, worse, told, axis)
+    return Finding(
+        verdict,
+        headline,
+        table,
+        caveat,
+        why,
+        _advice(verdict, place, len(worse) > 0, choose, keep),
+        significant=len(better) + len(worse) > 0,
+        effects=effects(table, subject, baseline, quantity),
+    )
+
+
+def contest(
+    ratios: pd.DataFrame,
+    alternative: str,
+    baseline: str,
+    *,
+    names: Callable[[str], str] = lambda name: name.replace("_", " "),
+    axis: Sequence[str] = (),
+    quantity: Quantity = TIME,
+    choose: Callable[[str], str] | None = None,
+    keep: str | None = None,
+    caveat: str | None = None,
+    why: str | None = None,
+) -> Finding | None:
+    """Which of several alternatives beats `baseline`? None without ratios.
+
+    The column `alternative` of `ratios` tells them apart, `names` says how a sentence names one. The winner is the one
+    that is faster in most settings, and slower in fewest. Otherwise as `compared`; `choose` gets the winner's name.
+    """
+    if ratios.empty:
+        return None
+    table = judged(ratios)
+    better, worse = table[table["verdict"] == "faster"], table[table["verdict"] == "slower"]
+    parts = [
+        effect
+        for name, rows in table.groupby(alternative, sort=False)
+        for effect in effects(rows, names(str(name)), baseline, quantity)
+    ]
+    place, winner, lost = None, "", worse
+    if better.empty:
+        verdict, headline = _nothing_better(table, worse, alternative, baseline, names, quantity)
+    else:
+        best = _winner(table, alternative)
+        rows, winner = table[table[alternative] == best], names(best)
+        won, lost = rows[rows["verdict"] == "faster"], rows[rows["verdict"] == "slower"]
+        verdict, headline, place = _told(rows, won, lost, _Told(winner, baseline, quantity, False), axis)
+    advice = _advice(verdict, place, len(lost) > 0, choose(winner) if choose and winner else None, keep)
+    is_significant = len(better) + len(worse) > 0
+    return Finding(verdict, headline, table, caveat, why, advice, is_significant, effects=tuple(parts))
+
+
+def agreement(
+    table: pd.DataFrame, subject: str, prediction: str, ratio: str = "measured_over_predicted"
+) -> Finding | None:
+    """Are `subject` (plural) what `prediction` says? The column `ratio` is measured over predicted; None without any.
+
+    "Yes" if all are within a factor of `CLOSE`, "it depends" if half of them are.
+    """
+    ratios = table[ratio].dropna()
+    if ratios.empty:
+        return None
+    off = np.maximum(ratios, 1 / ratios)
+    middle, worst = float(off.median()), float(off.max())
+    if worst <= CLOSE:
+        return Finding("yes", f"Yes: all {subject} are within {format_share(worst - 1)} of {prediction}.", table)
+    if middle <= CLOSE:
+        within = f"half of the {subject} are within {format_share(middle - 1)} of {prediction}"
+        return Finding("it depends", f"Mostly: {within}, the worst is {_factor(worst)} times off.", table)
+    side = "above" if float(ratios.median()) > 1 else "below"
+    text = f"No: {subject} are typically {_factor(middle)} times {side} {prediction}, at worst {_factor(worst)} times."
+    return Finding("no", text, table)
+
+
+def effects(table: pd.DataFrame, subject: str, baseline: str, quantity: Quantity = TIME) -> tuple[Effect, ...]:
+    """The judged rows as effects. The setting is what stands left of the ratio, but for the alternative beside it."""
+    before_ratio = table.columns[: list(table.columns).index("ratio") - 1]
+    settings = [name for name in before_ratio if not column(name).is_internal]
+    return tuple(
+        Effect(
+            subject,
+            baseline,
+            ", ".join(label(name, row[name]) for name in settings if row[name] is not None and row[name] == row[name]),
+            quantity.name,
+            float(row["ratio"]),
+            float(row["low"]),
+            float(row["high"]),
+            str(row["verdict"]),
+        )
+        for row in table.to_dict("records")
+    )
+
+
+@dataclass(frozen=True)
+class _Told:
+    """Two things that are compared, and how to put it in words."""
+
+    subject: str
+    baseline: str
+    quantity: Quantity
+    plural: bool
+
+    def clause(self, rows: pd.DataFrame, *, briefly: bool = False) -> str:
+        """ "the ring takes 15 to 23 % less time than torch"; `briefly` with one number, "up to 23 % less time"."""
+        words, amount = self._words(rows, briefly)
+        verb, _, rest = words.format(n=amount).partition(" ")
+        verb = verb if self.plural else {"are": "is"}.get(verb, f"{verb}s")
+        return f"{self.subject} {verb} {rest} {self.baseline}"
+
+    def amount(self, rows: pd.DataFrame, *, briefly: bool = False) -> str:
+        """ "15 to 23 %", "up to 6 times"."""
+        return self._words(rows, briefly)[1]
+
+    def _words(self, rows: pd.DataFrame, briefly: bool) -> tuple[str, str]:
+        quoted = rows[rows["high"] <= UNEVEN * rows["low"]]["ratio"]
+        is_less = bool(rows["ratio"].iloc[0] < 1)
+        if quoted.empty:
+            return (self.quantity.less if is_less else self.quantity.more), "clearly"
+        factors = np.sort(1 / quoted if is_less else quoted)
+        if factors[-1] >= TWOFOLD:
+            low, high = (_factor(factors[index]) for index in (0, -1))
+            words, unit = (self.quantity.times_less if is_less else self.quantity.times_more), " times"
+            briefly = briefly or factors[0] < FEWEST_TIMES
+        else:
+            shares = 1 - 1 / factors if is_less else factors - 1
+            low, high = (f"{100 * shares[index]:.0f}" for index in (0, -1))
+            words, unit = (self.quantity.less if is_less else self.quantity.more), " %"
+        if low == high:
+            return words, f"{high}{unit}"
+        return words, f"up to {high}{unit}" if briefly else f"{low} to {high}{unit}"
+
+
+def _told(
+    table: pd.DataFrame, better: pd.DataFrame, worse: pd.DataFrame, told: _Told, axis: Sequence[str]
+) -> tuple[Verdict, str, str | None]:
+    """Verdict, headline, and where the subject is better if that part of the settings has a name."""
+    subject, baseline, quantity = told.subject, told.baseline, told.quantity
+    if better.empty and worse.empty:
+        return *_no_difference(table, f"{subject} and {baseline}"), None
+    verb = "are" if told.plural else "is"
+    if better.empty:
+        if len(worse) == len(table):
+            return "no", f"No: {told.clause(worse)}.", None
+        never = f"{subject} {verb} never measurably {quantity.better} than {baseline}"
+        return "no", f"No: {never}, and {quantity.worse} in {len(worse)} of {len(table)} settings.", None
+    place = _place(table, better, axis)
+    if worse.empty:
+        if len(better) == len(table):
+            return "yes", f"Yes: {told.clause(better)}.", None
+        is_most = 2 * len(better) > len(table)
+        verdict: Verdict = "yes" if is_most else "it depends"
+        if place:
+            return verdict, f"{'Yes' if is_most else 'Only'} {place}: {told.clause(better, briefly=True)}.", place
+        return verdict, f"{'Yes, in most' if is_most else 'Only in some'} settings: {told.clause(better)}.", None
+    if place and (elsewhere := _place(table, worse, axis)):
+        both = f"{quantity.better} than {baseline} {place}, {quantity.worse} {elsewhere}"
+        return "it depends", f"It depends: {subject} {verb} {both}.", place
+    gain, loss = told.clause(better, briefly=True), told.amount(worse, briefly=True)
+    return "it depends", f"It depends: {gain} in some settings, and {quantity.worse} ({loss}) in others.", place
+
+
+def _no_difference(table: pd.DataFrame, between: str) -> tuple[Verdict, str]:
+    if table["p"].isna().all():
+        return "undecided", f"Too few repeats to tell {between} apart."
+    settings = f" in any of {len(table)} settings" if len(table) > 1 else ""
+    return "no clear difference", f"No clear difference between {between}{settings}."
+
+
+def _nothing_better(
+    table: pd.DataFrame,
+    worse: pd.DataFrame,
+    alternative: str,
+    baseline: str,
+    names: Callable[[str], str],
+    quantity: Quantity,
+) -> tuple[Verdict, str]:
+    """Of a contest that the baseline does not lose."""
+    others = [names(str(name)) for name in table[alternative].unique()]
+    if worse.empty:
+        between = others[0] if len(others) == 1 else f"any of {len(others)} alternatives"
+        return _no_difference(table, f"{baseline} and {between}")
+    slowest = worse.loc[worse["ratio"].idxmax()]
+    clause = _Told(names(str(slowest[alternative])), baseline, quantity, False).clause(worse.loc[[slowest.name]])
+    if len(others) == 1:
+        return "no", f"No: {clause}."
+    return "no", f"No: none is measurably {quantity.better} than {baseline}; at worst {clause}."
+
+
+def _winner(table: pd.DataFrame, alternative: str) -> str:
+    """The alternative that is faster in most settings less those in which it is slower; of several the fastest."""
+
+    def standing(name: str) -> tuple[int, float]:
+        rows = table[table[alternative] == name]
+        net = (rows["verdict"] == "faster").sum() - (rows["verdict"] == "slower").sum()
+        return int(net), -float(np.log(rows["ratio"]).mean())
+
+    candidates = table.loc[table["verdict"] == "faster", alternative].unique()
+    return max(candidates, key=standing)
+
+
+def _place(table: pd.DataFrame, rows: pd.DataFrame, axis: Sequence[str]) -> str | None:
+    """What the rows have in common that no other has: "from 1 MiB on", "up to 64 KiB", "at 1 MiB", "for mini"."""
+    for name in axis:
+        values, theirs = table[name], set(rows[name])
+        if (values.isin(theirs) != table.index.isin(rows.index)).any():
+            continue
+        ordered = sorted(set(values))
+        if isinstance(ordered[0], str):
+            return f"for {' and '.join(label(name, value) for value in ordered if value in theirs)}"
+        low, high = label(name, min(theirs)), label(name, max(theirs))
+        if len(theirs) == 1:
+            return f"at {low}"
+        if theirs == set(ordered[-len(theirs) :]):
+            return f"from {low} on"
+        if theirs == set(ordered[: len(theirs)]):
+            return f"up to {high}"
+    return None
+
+
+def _advice(verdict: Verdict, place: str | None, is_mixed: bool, choose: str | None, keep: str | None) -> str | None:
+    """What to do, if a finding was told what to advise."""
+    if verdict == "undecided" or (choose is None and verdict in ("yes", "it depends")):
+        return None
+    if verdict == "yes" and not is_mixed:
+        return f"{choose} {place}." if place else f"{choose}."
+    if verdict in ("yes", "it depends"):
+        return f"{choose} {place or 'where the table shows a gain'}."
+    return f"{keep}." if keep else None
+
+
+def _factor(value: float) -> str:
+    """1.25 -> "1.2", 3.0 -> "3", 47.3 -> "47"."""
+    return f"{value:.0f}" if value >= 10 else f"{value:.1f}".removesuffix(".0")

@@ -1,0 +1,183 @@
+"""Findings: what a lab is asked, and what one run says of it. Verdict first, then one sentence, then the numbers.
+
+    QUESTIONS = Questions()
+
+    @QUESTIONS.ask("ring_against_torch", "Is a ring as fast as torch's all-reduce?", topic="all_reduce")
+    def ring(frame):
+        return compared(TIMES.over(frame, "torch"), "the ring", "torch")
+
+A finder returns None where the run has no rows for it; the page then says what is missing, and why.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal
+
+import pandas as pd
+
+from labkit.lab.units import join_words
+
+Verdict = Literal["yes", "no", "it depends", "measured", "no clear difference", "undecided", "not measured"]
+"""Of a question with a yes or no; "measured" for one that asks for a number, "undecided" if no interval tells."""
+
+TOPICS = {
+    "precision": "Precision",
+    "attention": "Attention, and from which length on",
+    "compile": "Compile or not",
+    "synchronization": "Gradient synchronization",
+    "bucket_size": "Bucket size",
+    "all_reduce": "All-reduce algorithm",
+    "transport": "Messages or shared memory",
+    "scheduling": "Scheduling of CPU ranks",
+    "largest_model": "Largest model that fits",
+    "checkpointing": "Checkpoint segment",
+    "batch_norm": "Batch norm over all ranks",
+}
+"""What a report recommends for its machine, in this order; a question names the topic it is asked for."""
+
+MOST_REASONS = 3
+NOTHING = "this run has no rows for it"
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a lab is asked. The id stays the same for ever; the text may be reworded.
+
+    `topic` is a key of `TOPICS` if the finding recommends something there. ValueError for any other.
+    """
+
+    id: str
+    text: str
+    topic: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.topic is not None and self.topic not in TOPICS:
+            raise ValueError(f"expected a topic among {', '.join(TOPICS)}, got {self.topic!r}")
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A published statement, what this run's intervals say of it, and what it has instead of the published number."""
+
+    text: str
+    outcome: Literal["holds here", "is contradicted here", "is not shown here"]
+    seen: str = ""
+
+
+@dataclass(frozen=True)
+class Effect:
+    """One comparison that a finding rests on: `subject` over `baseline` in one setting, as a ratio of quantities.
+
+    `verdict` is that of `bench.statistics.judged` over all comparisons of the finding. Two findings of a report that
+    hold the same subject, baseline, setting and quantity must not contradict one another.
+    """
+
+    subject: str
+    baseline: str
+    setting: str
+    quantity: str
+    ratio: float
+    low: float
+    high: float
+    verdict: str
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one run says of one question.
+
+    `headline` is one sentence of at most 25 words and two numbers; the numbers stand in `table`. `caveat` is what a
+    reader would act differently for, `why` a sentence computed from this run, `advice` what to do on this machine,
+    `significant` whether the advice rests on significant differences or exact counts.
+    """
+
+    verdict: Verdict
+    headline: str
+    table: pd.DataFrame | None = None
+    caveat: str | None = None
+    why: str | None = None
+    advice: str | None = None
+    significant: bool = False
+    claims: tuple[Claim, ...] = ()
+    effects: tuple[Effect, ...] = field(default=(), repr=False)
+
+    def record(self) -> dict[str, Any]:
+        """All but the table, as JSON has it."""
+        return asdict(replace(self, table=None)) | {"table": None}
+
+
+Finder = Callable[[pd.DataFrame], Finding | None]
+
+
+class Questions:
+    """The questions of a lab in the order in which they are asked, each with the function that finds its answer.
+
+    `missing` says what a run without an answer lacks.
+    """
+
+    def __init__(self, missing: str = NOTHING) -> None:
+        self._finders: dict[str, tuple[Question, Finder, str]] = {}
+        self._missing = missing
+
+    def ask(
+        self, identifier: str, text: str, topic: str | None = None, *, missing: str | None = None
+    ) -> Callable[[Finder], Finder]:
+        """Declare a question above its finder. ValueError for an id that is taken."""
+
+        def declare(finder: Finder) -> Finder:
+            if identifier in self._finders:
+                raise ValueError(f"expected a new id, got {identifier!r} again")
+            self._finders[identifier] = Question(identifier, text, topic), finder, missing or self._missing
+            return finder
+
+        return declare
+
+    def __iter__(self) -> Iterator[Question]:
+        return (question for question, _, _ in self._finders.values())
+
+    def __len__(self) -> int:
+        return len(self._finders)
+
+    def find(self, frame: pd.DataFrame, coverage: pd.DataFrame) -> dict[str, Finding]:
+        """A finding for each question, by its id, from `Run.frame()` and `Run.coverage()`; either may be empty."""
+        return {
+            question.id: find(frame) or not_measured(coverage, missing)
+            for question, find, missing in self._finders.values()
+        }
+
+
+def not_measured(coverage: pd.DataFrame, missing: str = NOTHING) -> Finding:
+    """The finding where data is missing: what is missing, and the recorded reasons why."""
+    reasons = reasons_why(coverage)
+    return Finding("not measured", f"Not measured: {missing}.", caveat=f"{'; '.join(reasons)}." if reasons else None)
+
+
+def reasons_why(coverage: pd.DataFrame) -> list[str]:
+    """The distinct reasons of points that did not end `ok`, the most frequent first."""
+    if "reason" not in coverage:
+        return []
+    counts = coverage.loc[coverage["status"] != "ok", "reason"].dropna().value_counts()
+    told = [f"{reason} ({count} points)" if count > 1 else str(reason) for reason, count in counts.items()]
+    return told[:MOST_REASONS] + ([f"and {len(told) - MOST_REASONS} other reasons"] if len(told) > MOST_REASONS else [])
+
+
+def troubles(frame: pd.DataFrame, name: str) -> str | None:
+    """A caveat on alternatives that have no time: wrong results, shouted; then failures; then what ranks refused.
+
+    `name` is the column that names an alternative.
+    """
+    told = []
+    if "gate" in frame and len(bad := frame[frame["gate"].fillna("ok") != "ok"]):
+        is_wrong = bad["gate"].str.startswith("wrong")
+        for kind, rows in (("WRONG RESULTS, and so no times, from", bad[is_wrong]), ("No times from", bad[~is_wrong])):
+            if len(rows):
+                reasons = join_words(list(dict.fromkeys(rows["gate"])))
+                told.append(f"{kind} {join_words(_names(rows[name]))}: {reasons}.")
+    if "not_measured" in frame and len(refused := frame.dropna(subset="not_measured")):
+        for reason, rows in refused.groupby("not_measured", sort=False):
+            told.append(f"Not measured: {join_words(_names(rows[name]))}, since {reason}.")
+    return " ".join(told) or None
+
+
+def _names(values: pd.Series) -> list[str]:
+    return [str(name).replace("_", " ") for name in dict.fromkeys(values)]

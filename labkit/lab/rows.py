@@ -1,0 +1,64 @@
+"""From a run's long frame to tidy tables: what was measured, declared once, then samples, medians and ratios of it."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+
+from labkit.bench.statistics import compare_groups, slowest_rank, summarize_groups
+
+
+def select(frame: pd.DataFrame, columns: Iterable[str] = (), **wanted: Any) -> pd.DataFrame:
+    """The rows in which each column of `wanted` has that value, or one of those in a list, tuple or set.
+
+    A frame that lacks a column, as that of a run without such points does, has no such rows: the result is empty, and
+    has all the columns that were asked for.
+    """
+    missing = [name for name in (*columns, *wanted) if name not in frame]
+    if missing:
+        return frame.iloc[:0].reindex(columns=list(dict.fromkeys([*frame.columns, *missing])))
+    for name, value in wanted.items():
+        frame = frame[frame[name].isin(value) if isinstance(value, list | tuple | set) else frame[name] == value]
+    return frame
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Samples of a time (or another quantity that is better when smaller) by setting and alternative.
+
+    `setting` are the columns that tell comparisons apart, `alternative` is the one that names what took turns. The
+    slowest rank of each repeat counts. `took_turns`: repeat i of all alternatives was measured in one round.
+    """
+
+    setting: tuple[str, ...]
+    alternative: str
+    value: str = "seconds"
+    took_turns: bool = True
+
+    @property
+    def columns(self) -> list[str]:
+        return [*self.setting, self.alternative]
+
+    def samples(self, frame: pd.DataFrame, **wanted: Any) -> pd.DataFrame:
+        """One row a (setting, alternative, repeat): `value` of the slowest rank. Rows as `select` takes them."""
+        rows = select(frame, [*self.columns, self.value], **wanted).dropna(subset=self.value)
+        if rows.empty:
+            return pd.DataFrame(columns=[*self.columns, "repeat", self.value])
+        return slowest_rank(rows, self.value, self.columns)
+
+    def medians(self, frame: pd.DataFrame, **wanted: Any) -> pd.DataFrame:
+        """One row a (setting, alternative): the median as `value`, its interval `low` and `high`, and `n`."""
+        table = summarize_groups(self.samples(frame, **wanted), self.value, self.columns)
+        return table.rename(columns={"median": self.value})
+
+    def over(self, frame: pd.DataFrame, baseline: Any, **wanted: Any) -> pd.DataFrame:
+        """Within each setting, every alternative over `baseline`: `ratio`, `low`, `high`, `p`, `verdict`."""
+        return compare_groups(
+            self.samples(frame, **wanted),
+            self.value,
+            self.setting,
+            self.alternative,
+            baseline,
+            interleaved=self.took_turns,
+        )

@@ -1,0 +1,203 @@
+"""What the all-reduce lab asks, and how a run answers."""
+
+from dataclasses import replace
+
+import pandas as pd
+
+from labkit.lab.claims import claim, judged_claim, published
+from labkit.lab.comparing import agreement, compared, contest
+from labkit.lab.findings import Claim, Finding, Questions, troubles
+from labkit.lab.rows import select
+from labkit.lab.units import format_bytes, format_rate, format_seconds, span
+from labkit.studies.all_reduce import tables
+from labkit.studies.all_reduce.transports import CHOSEN, FLOOR, SHARED_MEMORY, TORCH
+
+QUESTIONS = Questions()
+KIB, MIB = 2**10, 2**20
+TORCHS = "torch's all-reduce"
+# "In proportion": the published time ratios over size ratios are 0.9 to 1.12.
+PROPORTIONAL = (2 / 3, 3 / 2)
+
+
+def _name(algorithm: str) -> str:
+    return {CHOSEN: "labkit's all_reduce", TORCH: TORCHS}.get(algorithm, algorithm.replace("_", " "))
+
+
+@QUESTIONS.ask("size_and_ranks", "How does the time of an all-reduce grow with its size and with the number of ranks?")
+def size_and_ranks(frame: pd.DataFrame) -> Finding | None:
+    table = select(tables.times(frame, "sizes"), algorithm=TORCH)
+    table = table[table["world_size"] > 1]
+    if table.empty:
+        return None
+    fewest = table[table["world_size"] == table["world_size"].min()].sort_values("n_bytes")
+    small, large = fewest.iloc[0], fewest.iloc[-1]
+    headline = (
+        f"Short tensors take about {format_seconds(small['seconds'])} whatever their size; the longest move at "
+        f"{format_rate(large['busbw_gb_per_s'] * 1e9)}."
+    )
+    return Finding("measured", headline, table, why=_growth_with_ranks(table))
+
+
+def _growth_with_ranks(table: pd.DataFrame) -> str | None:
+    """How much longer the largest common size takes with the most ranks than with the fewest."""
+    wide = table.pivot_table(index="n_bytes", columns="world_size", values="seconds").dropna()
+    if wide.empty or len(wide.columns) < 2:
+        return None
+    fewest, most = wide.columns[0], wide.columns[-1]
+    factor = wide[most].iloc[-1] / wide[fewest].iloc[-1]
+    expected = (2 * (most - 1) / most) / (2 * (fewest - 1) / fewest)
+    size = format_bytes(wide.index[-1])
+    return (
+        f"At {size}, {most} ranks take {factor:.1f} times as long as {fewest}; each rank sends {expected:.1f} times as "
+        "many bytes."
+    )
+
+
+@QUESTIONS.ask(
+    "algorithms_against_torch",
+    "Does one of labkit's algorithms beat torch's all-reduce, and at which sizes?",
+    "all_reduce",
+)
+def algorithms_against_torch(frame: pd.DataFrame) -> Finding | None:
+    return contest(
+        tables.against_torch(frame, "sizes"),
+        "algorithm",
+        TORCHS,
+        names=_name,
+        axis=("n_bytes", "world_size"),
+        choose=lambda winner: f"Average by {winner}",
+        keep="Keep torch's all-reduce",
+        caveat=troubles(select(frame, ["algorithm"], sweep=["sizes", "ranks"]), "algorithm"),
+    )
+
+
+@QUESTIONS.ask("ring_against_torch", "Is a ring of point-to-point calls faster than torch's all-reduce?")
+def ring_against_torch(frame: pd.DataFrame) -> Finding | None:
+    ratios = select(tables.against_torch(frame, "sizes", "ranks"), algorithm="ring")
+    return compared(ratios, "the ring", TORCHS, axis=("n_bytes", "world_size"))
+
+
+@QUESTIONS.ask("alpha_beta", "Do the cost of a message and of a byte predict how long an all-reduce takes?")
+def alpha_beta(frame: pd.DataFrame) -> Finding | None:
+    table = tables.predictions(frame)
+    found = agreement(table, "times", "what single messages predict")
+    if found is None:
+        return None
+    held = tables.crossovers(frame)["prediction"].value_counts()
+    decided = held.get("holds", 0) + held.get("does not hold", 0)
+    told = []
+    if decided:
+        holds = held.get("holds", 0)
+        told.append(f"Of {decided} predictions of where one algorithm overtakes another, {holds} hold.")
+    told += [
+        f"{backend}, {world_size} ranks, one {link}: {format_seconds(model.alpha_s)} per message"
+        + (f" and {format_rate(1 / model.beta_s_per_byte)} each way." if model.beta_s_per_byte > 0 else ".")
+        for link, models in tables.link_models(frame).items()
+        for (backend, world_size), model in models.items()
+    ]
+    return replace(found, why=" ".join(told) or None)
+
+
+@QUESTIONS.ask(
+    "transports",
+    "Is shared memory faster than torch's messages, and how far is it from this machine's limit?",
+    "transport",
+)
+def transports(frame: pd.DataFrame) -> Finding | None:
+    ratios = tables.transports_over(frame, TORCH)
+    floor = tables.transports_over(frame, FLOOR)
+    floor = floor[floor["n_bytes"] == floor["n_bytes"].max()]
+    by_transport = floor.groupby("transport")["ratio"].median()
+    why = None
+    if {TORCH, SHARED_MEMORY} <= set(by_transport.index):
+        why = (
+            f"At {format_bytes(floor['n_bytes'].iloc[0])}, torch takes {by_transport[TORCH]:.1f} times as long as the "
+            f"bare additions and copies, shared memory {by_transport[SHARED_MEMORY]:.1f} times."
+        )
+    caveat = troubles(select(frame, ["transport"], sweep="transports"), "transport")
+    found = compared(
+        select(ratios, transport=SHARED_MEMORY),
+        "shared memory",
+        TORCHS,
+        axis=("n_bytes", "world_size"),
+        choose="Let ranks of one machine exchange CPU tensors through shared memory",
+        keep="Keep torch's messages between ranks of one machine",
+        caveat=caveat,
+        why=why,
+    )
+    if found is None and caveat and not ratios.empty:
+        return Finding("not measured", "Not measured: shared memory.", ratios, caveat)
+    return found and replace(found, table=ratios)
+
+
+@QUESTIONS.ask(
+    "scheduling",
+    "Are small all-reduces faster under SCHED_BATCH than under the default scheduling policy?",
+    "scheduling",
+)
+def scheduling(frame: pd.DataFrame) -> Finding | None:
+    return compared(
+        tables.batch_against_default(frame),
+        "a small all-reduce under SCHED_BATCH",
+        "under the default policy",
+        axis=("n_bytes", "world_size", "algorithm"),
+        choose="Run CPU ranks under SCHED_BATCH",
+        keep="Leave the default scheduling policy",
+    )
+
+
+@QUESTIONS.ask("published_trends", "Do the published trends hold on this machine?")
+def published_trends(frame: pd.DataFrame) -> Finding | None:
+    return published([_linear_in_size(frame), _slower_with_ranks(frame), _butterfly_ahead(frame), _ring_behind(frame)])
+
+
+def _torch_gloo(frame: pd.DataFrame, least_bytes: int) -> pd.DataFrame:
+    table = select(tables.times(frame, "sizes"), algorithm=TORCH, backend="gloo")
+    return table[table["n_bytes"] >= least_bytes].sort_values(["world_size", "n_bytes"])
+
+
+def _linear_in_size(frame: pd.DataFrame) -> Claim | None:
+    """`allreduce_gloo_nccl.csv`: from 10 MB to 1 GB gloo's time grows about as the size does."""
+    growths = []  # of time over that of size, by world size: least, median, most
+    for _, group in _torch_gloo(frame, 10 * MIB).groupby("world_size"):
+        small, large = group.iloc[0], group.iloc[-1]
+        if (sizes := large["n_bytes"] / small["n_bytes"]) > 1:
+            pairs = (("low", "high"), ("seconds", "seconds"), ("high", "low"))
+            growths.append([large[of_large] / small[of_small] / sizes for of_large, of_small in pairs])
+    return judged_claim(
+        "From 10 MB on, gloo's time grows in proportion to the size",
+        [PROPORTIONAL[0] <= low and high <= PROPORTIONAL[1] for low, _, high in growths],
+        [high < PROPORTIONAL[0] or low > PROPORTIONAL[1] for low, _, high in growths],
+        f"{span(middle for _, middle, _ in growths)} times the size's growth" if growths else "",
+    )
+
+
+def _slower_with_ranks(frame: pd.DataFrame) -> Claim | None:
+    """`allreduce_gloo_nccl.csv`: from 1 MB on, more ranks take longer at every size."""
+    table = _torch_gloo(frame, MIB)
+    fewer = table.groupby("n_bytes").shift(1)
+    steps = table[fewer["low"].notna()].join(fewer[["low", "high"]].add_suffix("_fewer"))
+    longer, shorter = steps["low"] > steps["high_fewer"], steps["high"] < steps["low_fewer"]
+    text = "From 1 MB on, more ranks take longer at every size"
+    return judged_claim(text, longer, shorter, f"{longer.sum()} of {len(steps)} steps")
+
+
+def _butterfly_ahead(frame: pd.DataFrame) -> Claim | None:
+    """`allreduce_ring_vs_butterfly.csv`: butterfly is ahead of ring from 8 ranks on, at one element a rank."""
+    many = _many_ranks(frame, least_ranks=8)
+    shortest = many[many["n_bytes"] == many["n_bytes"].min()]
+    ratios = tables.ALL_REDUCES.over(shortest, "ring", algorithm=["ring", "butterfly"])
+    return claim("From 8 ranks on butterfly is faster than ring for the shortest tensors", ratios, "faster")
+
+
+def _ring_behind(frame: pd.DataFrame) -> Claim | None:
+    """`allreduce_ring_vs_torch.csv`: ring is behind torch with 16 ranks and 131,072 elements."""
+    many = _many_ranks(frame, least_ranks=16)
+    near = many[(many["world_size"] == 16) & many["n_bytes"].between(256 * KIB, 2 * MIB)]
+    ratios = tables.ALL_REDUCES.over(near, TORCH, algorithm=[TORCH, "ring"])
+    return claim("With 16 ranks and 131,072 elements torch is faster than ring", ratios, "slower")
+
+
+def _many_ranks(frame: pd.DataFrame, least_ranks: int) -> pd.DataFrame:
+    ranks = tables.ALL_REDUCES.samples(frame, sweep="ranks", backend="gloo")
+    return ranks[ranks["world_size"] >= least_ranks]

@@ -1,0 +1,160 @@
+"""What is said of ratios: the verdict, and a headline that keeps to what the rule of significance lets pass."""
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from labkit.lab.claims import claim, judged_claim, published
+from labkit.lab.comparing import MEMORY, agreement, compared, contest
+from labkit.lab.rows import Measured, select
+
+TIMES = Measured(("model", "n_bytes"), "name")
+
+
+def _frame(factors, noise=0.01, repeats=12, seed=0):
+    """Samples of a baseline and of alternatives, whose time in a setting is {(name, n_bytes): factor} of it."""
+    generator = np.random.default_rng(seed)
+    sizes = sorted({n for _, n in factors})
+    rows = [
+        {"model": "mini", "n_bytes": n, "name": name, "rank": 0, "repeat": i}
+        | {"seconds": factors.get((name, n), 1.0) * np.exp(generator.normal(0, noise))}
+        for name in ("torch", *dict.fromkeys(name for name, _ in factors))
+        for n in sizes
+        for i in range(repeats)
+    ]
+    return pd.DataFrame(rows)
+
+
+def _ratios(factors, **noise):
+    return TIMES.over(_frame(factors, **noise), "torch")
+
+
+def _sizes(*factors):
+    return {("ring", 2**20 * 4**index): factor for index, factor in enumerate(factors)}
+
+
+@pytest.mark.parametrize(
+    ("factors", "verdict", "headline"),
+    [
+        ((0.8, 0.8), "yes", "Yes: the ring takes 20 % less time than torch."),
+        ((0.25, 0.5), "yes", "Yes: the ring is 2 to 4 times faster than torch."),
+        ((1.5, 1.5), "no", "No: the ring takes 50 % longer than torch."),
+        ((3.0, 2.0), "no", "No: the ring takes 2 to 3 times as long as torch."),
+        ((1.0, 1.0), "no clear difference", "No clear difference between the ring and torch in any of 2 settings."),
+        ((1.0, 0.7, 0.7), "yes", "Yes from 4 MiB on: the ring takes 30 % less time than torch."),
+        ((0.7, 1.0, 1.0), "it depends", "Only at 1 MiB: the ring takes 30 % less time than torch."),
+        ((1.0, 0.7, 1.0), "it depends", "Only at 4 MiB: the ring takes 30 % less time than torch."),
+        ((0.7, 1.0, 0.7, 1.0), "it depends", "Only in some settings: the ring takes 30 % less time than torch."),
+        ((1.0, 1.5, 1.0), "no", "No: the ring is never measurably faster than torch, and slower in 1 of 3 settings."),
+        ((1.5, 0.7), "it depends", "It depends: the ring is faster than torch at 4 MiB, slower at 1 MiB."),
+    ],
+)
+def test_verdict_and_headline_say_what_the_rows_show(factors, verdict, headline):
+    finding = compared(_ratios(_sizes(*factors), noise=0.001), "the ring", "torch", axis=("n_bytes",))
+    assert (finding.verdict, finding.headline) == (verdict, headline)
+    assert finding.significant == (verdict != "no clear difference")
+    assert [effect.verdict for effect in finding.effects] == finding.table["verdict"].tolist()
+    assert finding.effects[0].setting == "mini, 1 MiB"
+
+
+def test_advice_follows_the_verdict():
+    def advice(*factors):
+        ratios = _ratios(_sizes(*factors), noise=0.001)
+        return compared(ratios, "a", "b", axis=("n_bytes",), choose="Take a", keep="Keep b").advice
+
+    assert advice(0.5, 0.5) == "Take a."
+    assert advice(1.0, 0.5, 0.5) == "Take a from 4 MiB on."
+    assert advice(0.5, 1.0, 0.5, 1.0) == "Take a where the table shows a gain."
+    assert advice(1.0, 1.0) == advice(1.5, 1.5) == "Keep b."
+
+
+def test_memory_is_not_called_fast():
+    finding = compared(_ratios(_sizes(0.5, 0.5), noise=0.001), "SDPA", "the formula", quantity=MEMORY)
+    assert finding.headline == "Yes: SDPA needs 2 times less memory than the formula."
+    assert {effect.quantity for effect in finding.effects} == {"memory"}
+
+
+def test_what_is_too_uneven_is_not_quoted_as_a_number():
+    finding = compared(_ratios(_sizes(0.05, 0.05), noise=1.0), "a", "b")
+    assert finding.verdict == "yes"
+    assert not any(character.isdigit() for character in finding.headline)
+
+
+def test_too_few_repeats_decide_nothing():
+    finding = compared(_ratios(_sizes(0.5), repeats=3), "a", "b", choose="Take a", keep="Keep b")
+    assert (finding.verdict, finding.advice, finding.significant) == ("undecided", None, False)
+
+
+def test_the_winner_of_a_contest_is_named_and_its_losses_are_not_hidden():
+    factors = {("ring", 2**20): 0.5, ("ring", 2**22): 2.0, ("tree", 2**20): 0.8, ("tree", 2**22): 0.8}
+    finding = contest(_ratios(factors, noise=0.001), "name", "torch", choose=lambda name: f"Take {name}")
+    assert finding.headline == "Yes: tree takes 20 % less time than torch."
+    assert finding.advice == "Take tree."
+    assert {effect.subject for effect in finding.effects} == {"ring", "tree"}
+    alone = contest(_ratios({key: f for key, f in factors.items() if key[0] == "ring"}, noise=0.001), "name", "torch")
+    assert alone.verdict == "it depends"
+
+
+def test_a_contest_that_nobody_wins():
+    slower = {("ring", 1): 2.0, ("tree", 1): 1.0}
+    finding = contest(_ratios(slower, noise=0.001), "name", "torch", keep="Keep torch")
+    assert finding.verdict == "no"
+    assert "at worst ring takes 2 times as long as torch" in finding.headline
+    assert finding.advice == "Keep torch."
+    alike = contest(_ratios({("ring", 1): 1.0, ("tree", 1): 1.0}), "name", "torch")
+    assert alike.verdict == "no clear difference"
+
+
+def test_a_question_of_its_own_is_not_answered_by_differences_of_others():
+    """A ring equal to torch, among algorithms that are all slower: what is said of the ring stays right."""
+    claims, tries = 0, 100
+    others = {(name, n): 1.5 for name in "abc" for n in range(8)}
+    for seed in range(tries):
+        ratios = _ratios({("ring", n): 1.0 for n in range(8)} | others, noise=0.1, seed=seed)
+        claims += compared(select(ratios, name="ring"), "the ring", "torch").verdict != "no clear difference"
+    assert claims / tries <= 0.05 + 2 * np.sqrt(0.05 * 0.95 / tries)
+
+
+def test_without_rows_there_is_no_finding():
+    empty = TIMES.over(pd.DataFrame(), "torch")
+    assert compared(empty, "a", "b") is None
+    assert contest(empty, "name", "torch") is None
+    assert claim("A is faster", empty, "faster") is None
+    assert published([None]) is None
+
+
+def test_a_claim_holds_is_contradicted_or_open():
+    outcomes = [claim("", _ratios(_sizes(f, f)), "faster").outcome for f in (0.5, 2.0, 1.0)]
+    assert outcomes == ["holds here", "is contradicted here", "is not shown here"]
+    assert claim("", _ratios(_sizes(0.5, 1.0)), "faster").outcome == "is not shown here"
+    assert judged_claim("", [True, True], [False, False]).outcome == "holds here"
+
+
+def test_the_verdict_on_published_claims():
+    hold, against, noise = (claim("", _ratios(_sizes(f)), "faster") for f in (0.5, 2.0, 1.0))
+    verdicts = [published(found).verdict for found in ([hold], [against], [noise], [hold, against], [hold, noise])]
+    assert verdicts == ["yes", "no", "undecided", "it depends", "it depends"]
+
+
+@pytest.mark.parametrize(
+    ("ratios", "verdict"), [([1.1, 0.9], "yes"), ([1.1, 1.2, 5.0], "it depends"), ([3.0, 4.0], "no"), ([0.2], "no")]
+)
+def test_a_prediction_is_right_near_it_or_wrong(ratios, verdict):
+    assert agreement(pd.DataFrame({"measured_over_predicted": ratios}), "times", "the model").verdict == verdict
+
+
+def test_a_prediction_of_nothing_says_nothing():
+    assert agreement(pd.DataFrame({"measured_over_predicted": [float("nan")]}), "times", "the model") is None
+
+
+def test_rows_that_a_frame_lacks_are_an_empty_table_with_their_columns():
+    assert list(select(pd.DataFrame(), ["seconds"], sweep="sizes").columns) == ["seconds", "sweep"]
+    frame = pd.DataFrame({"sweep": ["a", "b", "c"], "n": [1, 2, 3]})
+    assert select(frame, sweep=["a", "b"], n=2)["sweep"].tolist() == ["b"]
+    assert TIMES.medians(frame).empty
+
+
+def test_the_slowest_rank_counts():
+    frame = _frame(_sizes(0.5), noise=0)
+    both = pd.concat([frame, frame.assign(rank=1, seconds=2 * frame["seconds"])])
+    assert TIMES.medians(both)["seconds"].tolist() == [1.0, 2.0]

@@ -1,0 +1,64 @@
+"""What holds for the findings of every lab: on a run without rows, on its recorded run, and of the words in them."""
+
+import re
+from functools import cache
+
+import pandas as pd
+import pytest
+
+from labkit.lab.findings import Questions
+from labkit.lab.project import recorded_directory
+from labkit.lab.runs.store import Run
+from labkit.studies import LABS, load_study
+
+MOST_WORDS, MOST_NUMBERS = 25, 2
+# A digit within a name (float32, 2.7B, SCHED_BATCH2) or an id is no number.
+NUMBER = re.compile(r"(?<![\w.])\d[\d,]*(?:\.\d+)?(?![\w])")
+RECORDED = sorted(recorded_directory().glob("*/*.jsonl"))
+MIGRATED = [lab for lab in LABS if isinstance(load_study(lab).questions, Questions)]
+RUNS = pytest.mark.parametrize("path", [path for path in RECORDED if path.parent.name in MIGRATED], ids=str)
+
+
+@cache
+def _recorded(path):
+    run = Run.load(path)
+    return load_study(run.header.lab).findings(run.frame(), run.coverage())
+
+
+@pytest.mark.parametrize("lab", MIGRATED)
+@pytest.mark.parametrize("columns", [(), ("sweep", "seconds", "gate", "rank", "repeat", "world_size")])
+def test_a_run_without_rows_answers_nothing_and_says_why(lab, columns):
+    coverage = pd.DataFrame({"status": ["skipped"] * 2, "reason": ["needs 51 GiB"] * 2})
+    findings = load_study(lab).findings(pd.DataFrame(columns=list(columns)), coverage)
+    assert {finding.verdict for finding in findings.values()} == {"not measured"}
+    assert all("needs 51 GiB (2 points)" in finding.caveat for finding in findings.values())
+
+
+@RUNS
+def test_a_headline_is_one_short_sentence(path):
+    for identifier, finding in _recorded(path).items():
+        assert len(finding.headline.split()) <= MOST_WORDS, identifier
+        assert len(NUMBER.findall(finding.headline)) <= MOST_NUMBERS, f"{identifier}: {finding.headline}"
+        assert finding.headline.endswith("."), identifier
+
+
+@RUNS
+def test_verdict_marks_and_advice_agree(path):
+    for identifier, finding in _recorded(path).items():
+        marks = {effect.verdict for effect in finding.effects}
+        if not marks:
+            continue
+        assert marks & {"faster", "slower"} or finding.verdict in ("no clear difference", "undecided"), identifier
+        assert "faster" in marks or finding.verdict not in ("yes", "it depends"), identifier
+        assert finding.significant == bool(marks & {"faster", "slower"}), identifier
+
+
+def test_no_two_findings_of_one_report_contradict_each_other():
+    said = {}
+    for path in RECORDED:
+        if path.parent.name in MIGRATED:
+            for identifier, finding in _recorded(path).items():
+                for effect in finding.effects:
+                    key = (effect.subject, effect.baseline, effect.setting, effect.quantity)
+                    said.setdefault(key, {}).setdefault(effect.verdict, f"{path.parent.name}: {identifier}")
+    assert [key for key, verdicts in said.items() if {"faster", "slower"} <= verdicts.keys()] == []
