@@ -21,6 +21,7 @@ LABS = (
     "gradient_buckets",
     "sync_batchnorm",
     "cifar100",
+    "this_machine",
 )
 
 

@@ -59,8 +59,11 @@ def _options(**changes):
 
 
 WRONG = {
-    "nothing": [],
     "no model": _options(model=None),
+    "apply on other GPUs": [*_options(), "--apply"],
+    "a model too large for here": ["--model", "llama-3-8b"],
+    "options of many GPUs alone": ["--network-gbps", "100"],
+    "applied to a page": ["--apply", "--output", "page.html"],
     "unknown model": _options(model="llama-9-900b"),
     "a model of 10,000 letters": _options(model="x" * 10_000),
     "model with a zero byte": _options(model="a\nb"),

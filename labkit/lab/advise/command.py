@@ -33,6 +33,7 @@ def advise(
         Text, _option("A CSV of three own runs or more, as labkit predict takes it, with step_s.")
     ] = None,
     output: Annotated[Text, _option("Also write a page, one HTML file.")] = None,
+    apply: Annotated[bool, _option("For this machine: print the configuration as Python.", "--apply")] = False,
     explain: Annotated[bool, _option("Why is my run slower than this?", "--explain")] = False,
     tokens_per_second: Annotated[Text, _option("With --explain: measured, of all GPUs.")] = None,
     mfu: Annotated[Text, _option("With --explain: measured, in percent.")] = None,
@@ -51,10 +52,16 @@ def advise(
     ffn: Annotated[Text, _option("Width of the feed-forward part; default 8/3 of --hidden.")] = None,
     vocab: Annotated[Text, _option("Vocabulary; default 32000.")] = None,
 ) -> None:
-    """What to use: does it fit, the best layouts of a training on many GPUs, and what would change the answer."""
-    given = {name: value for name, value in locals().items() if name not in ("output", "explain")}
+    """What to use: the best layouts of a training on many GPUs; without --gpus, what this machine's runs recommend."""
+    given = {name: value for name, value in locals().items() if name not in ("output", "explain", "apply")}
+    page = None if output is None else Path(output)
     try:
-        lines = list(_answer(given, explain, None if output is None else Path(output)))
+        if gpu is None and gpus is None and not explain:
+            lines = list(_answer_here(given, apply, page))
+        elif apply:
+            raise ValueError("expected --apply without --gpu, --gpus and --explain: it is about this machine")
+        else:
+            lines = list(_answer(given, explain, page))
     except (ValueError, OSError) as error:
         raise ParameterError(str(error)) from None
     print("\n".join(lines))
@@ -84,6 +91,28 @@ def _answer(given: dict[str, Text], explain: bool, page: Path | None) -> Iterato
         advice = find_advice(asked.request)
         rows = nearest(published, asked.request.run(advice.first.layout))
         made = report.report(asked, advice, rows)
+    yield from screen.lines(made)
+    if page is not None:
+        yield _written(made, page)
+
+
+def _answer_here(given: dict[str, Text], apply: bool, page: Path | None) -> Iterator[str]:
+    """What to use on this machine, or the same as Python."""
+    from labkit.lab.advise import here, screen
+    from labkit.lab.advise.request import whole
+
+    for name, value in given.items():
+        if value is not None and name not in here.ALLOWED:
+            raise ValueError(f"expected --gpu and --gpus with --{name.replace('_', '-')}; without, it is this machine")
+    model, sequence = here.check_model(given["model"]), whole(given, "sequence") or here.SEQUENCE
+    if apply:
+        if page is not None:
+            raise ValueError("expected --apply without --output: it prints Python")
+        yield here.python_of(model, sequence)
+        return
+    if page is not None:
+        _check(page)
+    made = here.report(model, sequence)
     yield from screen.lines(made)
     if page is not None:
         yield _written(made, page)

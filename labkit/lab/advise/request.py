@@ -50,10 +50,10 @@ def read_request(given: Given) -> Asked:
     if given.get("gpu") is None or given.get("gpus") is None:
         raise ValueError("expected --gpu and --gpus: which GPUs, and how many")
     hardware = find_hardware(given["gpu"] or "").linked(
-        network_gbps=_number(given, "network_gbps"), gpus_per_node=_whole(given, "gpus_per_node")
+        network_gbps=_number(given, "network_gbps"), gpus_per_node=whole(given, "gpus_per_node")
     )
-    gpus = _whole(given, "gpus") or 0
-    seq_len = _whole(given, "sequence") or SEQUENCE
+    gpus = whole(given, "gpus") or 0
+    seq_len = whole(given, "sequence") or SEQUENCE
     tokens = _number(given, "tokens_per_step") or TOKENS_PER_STEP
     budget = _number(given, "tokens") or float(TOKENS_PER_PARAMETER * parameters(model))
     if given.get("tokens") is None:
@@ -100,7 +100,7 @@ def measured(given: Given) -> tuple[float | None, float | None]:
 
 
 def _model(given: Given, assumed: list[str]) -> Model:
-    named, sizes = given.get("model"), {name: _whole(given, name) for name in _SHAPE}
+    named, sizes = given.get("model"), {name: whole(given, name) for name in _SHAPE}
     if named is not None:
         if any(size is not None for size in sizes.values()):
             raise ValueError("expected --model or --layers, --hidden and --heads, not both")
@@ -129,7 +129,7 @@ def _is_there(path: Path) -> bool:
 
 def _fixed(given: Given) -> dict[str, object]:
     """What of the layout was named; the rest is searched."""
-    fixed: dict[str, object] = {name: _whole(given, name) for name in _DEGREES}
+    fixed: dict[str, object] = {name: whole(given, name) for name in _DEGREES}
     fixed |= {name: _choice(given, name, allowed) for name, allowed in _CHOICES.items()}
     return {name: value for name, value in fixed.items() if value is not None}
 
@@ -152,7 +152,8 @@ def _number(given: Given, name: str, unit: str = "") -> float | None:
     return value
 
 
-def _whole(given: Given, name: str) -> int | None:
+def whole(given: Given, name: str) -> int | None:
+    """A whole number of a size that can be meant; None where the option was left out. ValueError for any other."""
     value = _number(given, name)
     if value is None:
         return None
