@@ -1,4 +1,4 @@
-"""The README's five steps to a new lab, followed to the letter in a copy of the project."""
+"""The documentation's five steps to a new lab, followed to the letter in a copy of the project."""
 
 import re
 import shutil
@@ -18,8 +18,8 @@ COPIED = ("labkit", "notebooks", "tests", "data/reference", "data/recorded", "py
 
 def _steps():
     """The path that each step names first, and its block of code ("" if it has none)."""
-    (section,) = re.findall(r"^## Adding a lab$(.*?)^## ", (project_root() / "README.md").read_text(), re.M | re.S)
-    steps = re.split(r"^\d\. ", section, flags=re.M)[1:]
+    page = (project_root() / "docs" / "adding-a-lab.md").read_text()
+    steps = re.split(r"^\d\. ", page, flags=re.M)[1:]
     found = {}
     for step in steps:
         (code,) = re.findall(r"```python\n(.*?)```", step, re.S) or [""]
@@ -28,7 +28,16 @@ def _steps():
 
 
 def _notebook(code):
-    cells = [nbformat.v4.new_code_cell(cell.strip()) for cell in code.split("# %%\n")]
+    cells = []
+    for cell in re.split(r"^# %%", f"\n{code}", flags=re.M):
+        if cell.startswith(" [markdown]"):
+            cells.append(
+                nbformat.v4.new_markdown_cell(
+                    re.sub(r"^# ", "", cell.removeprefix(" [markdown]\n"), flags=re.M).strip()
+                )
+            )
+        else:
+            cells.append(nbformat.v4.new_code_cell(cell.strip()))
     cells[0].metadata["tags"] = ["parameters"]
     made_by_jupyterlab = nbformat.read(notebook_path("all_reduce"), as_version=4).metadata
     return nbformat.v4.new_notebook(cells=cells, metadata=made_by_jupyterlab)
@@ -69,8 +78,13 @@ def _errand(project, *arguments):
 @pytest.fixture(scope="module")
 def commands(project, tmp_path_factory):
     """The lab's report and its tests, which need nothing of each other, at the same time; calling it waits for one."""
-    files = ["tests/test_layout.py", "tests/test_notebooks.py", "tests/studies/test_sorting_answers.py"]
-    selected = ["-k", "sorting and (layout or answers or parameters)", "-p", "no:cacheprovider", "-q"]
+    files = [
+        "tests/test_layout.py",
+        "tests/test_notebooks.py",
+        "tests/studies/test_findings.py",
+        "tests/studies/test_sorting_findings.py",
+    ]
+    selected = ["-k", "sorting and (layout or finding or parameters or heading)", "-p", "no:cacheprovider", "-q"]
     errands = {
         "report": _errand(project, "labkit", "report", "sorting", "--profile", "smoke"),
         "tests": _errand(project, "pytest", *selected, *files),
@@ -86,7 +100,7 @@ def test_the_new_lab_has_a_page_with_its_answer(project, commands):
     record = page_record(project / "reports" / "notebooks" / "sorting.ipynb")
     assert record["coverage"] == {"ok": 2}
     (answer,) = record["answers"]
-    assert "10000 numbers" in answer["text"]
+    assert "elements 10,000" in {effect["setting"] for effect in answer["effects"]}
     assert 'id="answer-faster"' in (project / "reports" / "sorting.html").read_text()
     assert "sorting.html" in (project / "reports" / "index.html").read_text()
 

@@ -45,6 +45,41 @@ def sum_error(reduce: Callable[[Tensor], object], tensor: Tensor) -> float:
     return worst_of_ranks(worst)
 
 
+def first_wrong(reduce: Callable[[Tensor], object], tensor: Tensor) -> str | None:
+    """ "wrong: rank 1, element 500: expected 96, got 48", of the first rank and element; None if the sum is right.
+
+    All ranks get the same; otherwise as `sum_error`.
+    """
+    ranks = dist.get_world_size()
+    for members in turns(ranks, tensor.dtype):
+        fill_part(tensor, dist.get_rank(), members)
+        reduce(tensor)
+        found = _first_deviation(tensor, members)
+        own = torch.tensor(found, dtype=torch.float64, device="cuda" if dist.get_backend() == "nccl" else "cpu")
+        everybody = [torch.empty_like(own) for _ in range(ranks)]
+        dist.all_gather(everybody, own)
+        for rank, (element, expected, got) in enumerate(of_rank.tolist() for of_rank in everybody):
+            if element >= 0:
+                where = f"rank {rank}, element {element:.0f}"
+                return (
+                    f"wrong: {where}: expected {expected:g}, got {got:g} in a sum of whole numbers, which none rounds"
+                )
+    return None
+
+
+def _first_deviation(tensor: Tensor, members: range) -> tuple[int, float, float]:
+    """The first element that is not the sum of what `members` add, that sum, and what is there; (-1, 0, 0): none."""
+    period = _part(torch.tensor(members)[:, None], _modulus(tensor.dtype)).sum(0)
+    at_once = ROWS_AT_ONCE * PERIOD
+    exact = period.repeat(ROWS_AT_ONCE).to(tensor.device)
+    for start, got in zip(range(0, tensor.numel(), at_once), tensor.view(-1).split(at_once), strict=True):
+        wrong = (got.double() != exact[: len(got)]).nonzero()
+        if len(wrong):
+            first = int(wrong[0])
+            return start + first, float(exact[first]), float(got[first])
+    return -1, 0.0, 0.0
+
+
 def sum_verdict(error: float) -> str:
     """ "ok", or what is wrong, of what `sum_error` returns."""
     return f"wrong: a sum of whole numbers, which none rounds, is off by {error:g}" if error else "ok"

@@ -118,9 +118,11 @@ class Lab:
         hosts = self._run.header.ranks_by_host if self._run else None
         display(cards.machine_card(self.machine, elsewhere=self._is_of_another_machine(), hosts=hosts))
 
-    def measure(self) -> pd.DataFrame:
+    def measure(self, alternatives: Mapping[str, Any] | None = None) -> pd.DataFrame:
         """Measure, or read the run that the parameter `run` names; show the coverage; return the frame.
 
+        `alternatives` are your own, by name, as `{"mine": my_all_reduce}`: checked, timed in turns with labkit's,
+        drawn and named like these. What they have to do is in the docstring of the lab's `plug_in`.
         The frame is long: one row a (point, rank, repeat), units in the column names.
         """
         check_writable(figures_directory() / self.study.name)
@@ -128,7 +130,7 @@ class Lab:
             self._run = self._run or self._load(self.parameters.run)
             display(cards.Shown(cards.coverage(self._run), cards.coverage_line(self._run)))
         else:
-            self._run = self._measure()
+            self._run = self._measure(alternatives or {})
         self._findings = {}
         return self.run.frame()
 
@@ -216,7 +218,7 @@ class Lab:
             raise ParameterError(f"{text} is a run of {run.header.lab!r}, not of {self.study.name!r}")
         return run
 
-    def _measure(self) -> Run:
+    def _measure(self, alternatives: Mapping[str, Any]) -> Run:
         line, begun = progress_line(), list[Path]()
         try:
             with line:
@@ -224,6 +226,7 @@ class Lab:
                     self.study,
                     self.config,
                     profile=self.parameters.profile,
+                    alternatives=alternatives,
                     on_progress=line.update,
                     on_start=begun.append,
                     on_output=print,

@@ -35,6 +35,17 @@ class Study(ABC):
         """Runs on every rank and yields rows. Assign `staticmethod(function)`, from a module that imports nothing
         heavy: each rank imports it anew."""
 
+    plugs_into: ClassVar[str | None] = None
+    """The field of the config that names what is compared, where a reader can plug in an alternative; None: nowhere."""
+
+    @staticmethod
+    def plug_in(name: str, alternative: Any) -> None:
+        """Make a reader's own alternative known in this process, under a name that is not taken: ValueError otherwise.
+
+        Called in the notebook and in every rank. Assign `staticmethod(function)`, from the worker's module.
+        """
+        raise ValueError("this lab compares nothing of the kind")
+
     keeps_checkpoints: ClassVar[bool] = False
     """Whether the worker goes on with an interrupted point. It then gets a second argument, `checkpoints`: a directory
     of the run, in which `<point.id>/` is the point's and is removed when the point has ended; None on ranks that are

@@ -46,7 +46,7 @@ def measured(lab, network, commands, directory, **variables):
 
 def readme_commands():
     """The shell blocks of the README's section on several machines."""
-    section = (project_root() / "README.md").read_text().split("\n## Several machines\n")[1].split("\n## ")[0]
+    section = (project_root() / "docs" / "several-machines.md").read_text()
     return re.findall(r"```sh\n(.*?)```", section, re.DOTALL)
 
 

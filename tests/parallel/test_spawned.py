@@ -4,14 +4,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-README = Path(__file__).parents[2] / "README.md"
+PAGE = Path(__file__).parents[2] / "docs" / "pieces.md"
 
 
 def test_the_readmes_spawned_processes_average(tmp_path):
-    blocks = README.read_text().split("```python\n")[1:]
+    blocks = PAGE.read_text().split("```python\n")[1:]
     (example,) = (block.split("```")[0] for block in blocks if "multiprocessing.spawn(" in block)
     (tmp_path / "spawned.py").write_text(example)
-    environment = {"PYTHONPATH": str(README.parent), "OMP_NUM_THREADS": "1"}
+    environment = {"PYTHONPATH": str(PAGE.parents[1]), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "spawned.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100
     )

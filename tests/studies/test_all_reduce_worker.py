@@ -1,19 +1,26 @@
 """What a rank measures of an all-reduce: gate first, and a wrong algorithm gets no time."""
 
+import re
 from contextlib import closing
 from itertools import pairwise
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from labkit.lab import figures
+from labkit.lab.config import ParameterError
+from labkit.lab.runs.measure import measure
 from labkit.machine import describe_machine
+from labkit.parallel.collectives import ALGORITHMS
 from labkit.parallel.launch import Row, launch
 from labkit.parallel.transport.semaphores import Semaphores
 from labkit.parallel.transport.shared import SharedTransport
-from labkit.studies.all_reduce import transports
+from labkit.studies.all_reduce import tables, transports
 from labkit.studies.all_reduce.study import STUDY, AllReduceConfig
 from labkit.studies.all_reduce.transports import ROUTES, alternative
 from labkit.studies.all_reduce.worker import AllReducePoint, measure_point
+from tests.lab.fake_study import FAKE
 
 SMALL = AllReducePoint(
     world_size=2,
@@ -56,7 +63,7 @@ def test_every_alternative_is_checked_and_timed_on_every_rank():
 def test_a_wrong_algorithm_gets_no_time_and_the_others_do():
     rows = _rows(_measure_with_a_broken_ring, SMALL)
     wrong = [row for row in rows if row["algorithm"] == "ring"]
-    assert all("wrong: error" in row["gate"] and "seconds" not in row for row in wrong)
+    assert all("wrong: rank 0, element 0: expected" in row["gate"] and "seconds" not in row for row in wrong)
     assert len(wrong) == 2
     assert all("seconds" in row for row in rows if row["algorithm"] != "ring")
 
@@ -156,7 +163,7 @@ def test_a_transport_that_loses_messages_gets_no_time_and_the_others_do():
     rows = _rows(_measure_with_broken_shared_memory, TRANSPORTS)
     wrong = [row for row in rows if "seconds" not in row]
     assert {row["transport"] for row in wrong} == {"shared", "registered"}
-    assert all("wrong: error" in row["gate"] for row in wrong)
+    assert all("wrong: rank 0, element 0: expected" in row["gate"] for row in wrong)
     assert {row["transport"] for row in rows if row not in wrong} == {"torch", "messages", "floor"}
 
 
@@ -195,3 +202,64 @@ def test_fresh_values_lie_where_the_alternative_whose_turn_it_is_takes_them():
     for name, fresh in told.items():
         registered = name.endswith("over registered")
         assert set(fresh) == {other for other in told if other.endswith("over registered") == registered}
+
+
+def test_a_readers_own_algorithm_is_carried_to_the_ranks_gated_timed_and_named(tmp_path):
+    def slow(tensor):
+        """The sum, by gathering everything twice."""
+        for _ in range(2):
+            parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+            dist.all_gather(parts, tensor)
+        tensor.copy_(torch.stack(parts).sum(0))
+
+    def forgets_the_last(tensor):
+        whole = tensor.clone()
+        dist.all_reduce(whole)
+        tensor[:-1] = whole[:-1]
+
+    def mistaken(tensor):
+        tensor.nothing_of_the_kind()
+
+    own = {"slow": slow, "forgets_the_last": forgets_the_last, "mistaken": mistaken}
+    config = STUDY.profiles["smoke"].model_copy(
+        update={
+            "world_sizes": [2],
+            "sizes_bytes": [4096],
+            "many_world_sizes": [],
+            "transport_world_sizes": [],
+            "scheduling_sizes_bytes": [],
+            "backends": ["gloo"],
+            "algorithms": ["torch", "ring"],
+        }
+    )
+    try:
+        run = measure(STUDY, config, profile="smoke", alternatives=own, directory=tmp_path)
+    finally:
+        for name in own:
+            ALGORITHMS.pop(name, None)
+    frame = run.frame()
+    times = tables.times(frame, "sizes")
+    assert set(times["algorithm"]) == {"torch", "ring", "slow"}
+    gates = frame.dropna(subset="gate").drop_duplicates("algorithm").set_index("algorithm")["gate"]
+    assert re.match(r"wrong: rank \d, element 1023: expected \d+, got \d+", gates["forgets_the_last"])
+    assert gates["mistaken"].startswith("failed: AttributeError:")
+    assert "line " in gates["mistaken"]
+    finding = STUDY.findings(frame, run.coverage())["algorithms_against_torch"]
+    assert "slow" in {effect.subject for effect in finding.effects}
+    assert "forgets the last" in finding.caveat
+    plot = figures.lines(times, x="n_bytes", y="seconds", hue="algorithm", hue_order=tables.ALGORITHM_ORDER)
+    assert "slow" in [text.get_text() for text in plot.figure.legends[0].get_texts()]
+
+
+@pytest.mark.parametrize(
+    ("study", "alternatives", "expected"),
+    [
+        (STUDY, {"ring": print}, "expected a name other than"),
+        (STUDY, {"mine": 3}, "expected a function"),
+        (FAKE, {"mine": print}, "no place for alternatives"),
+    ],
+)
+def test_an_alternative_that_cannot_be_is_refused_before_anything_runs(study, alternatives, expected, tmp_path):
+    with pytest.raises(ParameterError, match=expected):
+        measure(study, study.profiles["smoke"], profile="smoke", alternatives=alternatives, directory=tmp_path)
+    assert list(tmp_path.iterdir()) == []

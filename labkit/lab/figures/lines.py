@@ -83,7 +83,7 @@ def lines(
     data = data.sort_values(columns, ignore_index=True)
     panels: Sequence[Any] = [None] if facet is None else _in_order(data[facet], facet_order)
     figure, axes, first_of_row = _subplots(len(panels))
-    styles = {value: index for index, value in enumerate(hue_order or sorted(set(data[hue])))}
+    styles = {value: index for index, value in enumerate(dict.fromkeys([*(hue_order or ()), *sorted(set(data[hue]))]))}
     for axis, value in zip(axes, panels, strict=True):
         panel = data if facet is None else data[data[facet] == value]
         _draw_panel(axis, panel, y, hue, styles, linked=not places)

@@ -3,7 +3,7 @@
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import closing
 from datetime import UTC, datetime
 from functools import partial
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from labkit.lab.config import LabConfig, ParameterError, resolve_config
+from labkit.lab.own_alternatives import with_alternatives, worker_with
 from labkit.lab.point import Point
 from labkit.lab.project import check_writable, runs_directory
 from labkit.lab.runs.progress import Progress, ShowProgress, Tally
@@ -31,6 +32,7 @@ def measure(
     config: LabConfig,
     *,
     profile: str,
+    alternatives: Mapping[str, Any] | None = None,
     directory: Path | None = None,
     on_progress: ShowProgress = lambda progress: None,
     on_start: Callable[[Path], None] = lambda path: None,
@@ -40,7 +42,10 @@ def measure(
 
     Points that fail are recorded with their reason and do not stop the others. Interrupted at any moment, the
     run keeps what was measured and can be resumed. `on_start` gets the run's path before anything is measured.
+    `alternatives` are the caller's own, by name: measured in turns with the study's.
     """
+    own = dict(alternatives or {})
+    config = with_alternatives(study, config, own)
     machine = describe_machine()
     folder = directory or runs_directory() / study.name
     _on_first_rank(lambda: check_writable(folder))
@@ -62,7 +67,7 @@ def measure(
     if len(header.planned) != len(points):
         raise ValueError(f"{study.name}: the plan names a point twice")
     if joined_rank() > 0:  # under torchrun the first rank writes; the others only take part
-        _take_part(study, [] if unavailable else points)
+        _take_part(study, [] if unavailable else points, own)
         raise SystemExit(0)
     with RunWriter.create(folder, header) as writer, announced():
         on_start(writer.path)
@@ -71,7 +76,7 @@ def measure(
                 writer.end_point(point, "skipped", reason=unavailable)
         else:
             tally = Tally(on_progress, writer.path, [point.id for point in points], len(points))
-            _measure_points(study, points, writer, tally, on_output)
+            _measure_points(study, points, writer, tally, on_output, own)
     return Run.load(writer.path)
 
 
@@ -79,6 +84,7 @@ def resume(
     study: Study,
     path: Path,
     *,
+    alternatives: Mapping[str, Any] | None = None,
     on_progress: ShowProgress = lambda progress: None,
     on_output: Callable[[str], None] | None = None,
 ) -> Run:
@@ -90,6 +96,9 @@ def resume(
     run = Run.load(path)
     layout = ranks_by_host()
     _on_first_rank(lambda: check_same_setting(study, run, layout))
+    own = dict(alternatives or {})
+    for name, alternative in own.items():  # the run's config names them
+        study.plug_in(name, alternative)
     config = resolve_config(study.name, study.profiles, run.header.profile, run.header.config)
     pending = set(run.pending)
     if pending:
@@ -98,7 +107,7 @@ def resume(
     remaining = [point for point in points if point.id in pending]
     if joined_rank() > 0:
         _prepare_again(study, path, config, remaining, on_progress)
-        _take_part(study, remaining)
+        _take_part(study, remaining, own)
         raise SystemExit(0)
     with RunWriter.reopen(path) as writer, announced():
         if Run.load(path).pending != run.pending:  # what was read before the file was locked
@@ -107,7 +116,7 @@ def resume(
         if remaining:
             writer.begin_again(_command(), describe_machine().source)
         tally = Tally(on_progress, path, [point.id for point in remaining], len(points))
-        _measure_points(study, remaining, writer, tally, on_output)
+        _measure_points(study, remaining, writer, tally, on_output, own)
     return Run.load(path)
 
 
@@ -159,7 +168,12 @@ def _command() -> str:
 
 
 def _measure_points(
-    study: Study, points: list[Point], writer: RunWriter, tally: Tally, on_output: Callable[[str], None] | None
+    study: Study,
+    points: list[Point],
+    writer: RunWriter,
+    tally: Tally,
+    on_output: Callable[[str], None] | None,
+    own: Mapping[str, Any],
 ) -> None:
     exhausted: dict[Any, float] = {}  # series -> the size at which it ran out of memory
     for same_ranks in _by_ranks(points):
@@ -172,7 +186,7 @@ def _measure_points(
             if not same_ranks:
                 break
             tally.tell(same_ranks[0].title())
-            ended = _measure_group(study, same_ranks, writer, exhausted, on_output, tally)
+            ended = _measure_group(study, same_ranks, writer, exhausted, on_output, tally, own)
             same_ranks = same_ranks[ended:]
     shutil.rmtree(_checkpoints(writer), ignore_errors=True)
     tally.tell("")
@@ -185,11 +199,12 @@ def _measure_group(
     exhausted: dict[Any, float],
     on_output: Callable[[str], None] | None,
     tally: Tally,
+    own: Mapping[str, Any],
 ) -> int:
     """Measure points of one group of ranks, until all ended or one ran out of memory; returns how many."""
     ended = 0
     # closing: an interrupt must end the ranks now, not when a traceback lets go of the generator
-    with closing(_launch(study, points, on_output, _checkpoints(writer))) as events:
+    with closing(_launch(study, points, on_output, own, _checkpoints(writer))) as events:
         for event in events:
             point = points[event.index]
             if isinstance(event, Row):
@@ -216,10 +231,14 @@ def _checkpoints(writer: RunWriter) -> Path:
 
 
 def _launch(
-    study: Study, points: list[Point], on_output: Callable[[str], None] | None, checkpoints: Path | None = None
+    study: Study,
+    points: list[Point],
+    on_output: Callable[[str], None] | None,
+    own: Mapping[str, Any],
+    checkpoints: Path | None = None,
 ) -> Generator[Row | PointEnd, None, None]:
     first = points[0]
-    worker: Any = type(study).worker
+    worker = worker_with(study, own)
     return launch(
         partial(worker, checkpoints=checkpoints) if study.keeps_checkpoints else worker,
         points,
@@ -283,10 +302,10 @@ def _rank_key(point: Point) -> tuple[Any, ...]:
     return (*shared, point.id) if point.fresh_ranks else shared
 
 
-def _take_part(study: Study, points: list[Point]) -> None:
+def _take_part(study: Study, points: list[Point], own: Mapping[str, Any]) -> None:
     """A rank of torchrun other than the first: the points that the first one chooses, nothing written."""
     for same_ranks in _by_ranks(points):
         chosen = set(broadcast_from_first_rank(None))
         if to_measure := [point for point in same_ranks if point.id in chosen]:
-            for _ in _launch(study, to_measure, None):
+            for _ in _launch(study, to_measure, None, own):
                 pass

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from labkit.bench.exact_sums import sum_error, sum_verdict
+from labkit.bench.exact_sums import first_wrong
 from labkit.bench.gate import verdict, worst_of_ranks
 
 Collective = Callable[..., None]  # (tensor, op="mean" or "sum")
@@ -32,7 +32,7 @@ def multiple(rank: int) -> float:
 
 
 def gate(reduce: Collective, tensor: torch.Tensor, base: torch.Tensor) -> tuple[float, str]:
-    """Relative error of the mean that is in `tensor`, and "ok" or what is wrong of it or of a sum, which is timed.
+    """Relative error of the mean that is in `tensor`, and "ok" or what is wrong: first of a sum, which is timed.
 
     All ranks get the same. The tensor is overwritten. The error says how a mean is rounded; that no rank's part and no
     element is missing is seen by sums of whole numbers, which must be exact: in a 16-bit type a small part of a mean
@@ -41,8 +41,7 @@ def gate(reduce: Collective, tensor: torch.Tensor, base: torch.Tensor) -> tuple[
     error = worst_of_ranks(_relative_error(tensor, base))
     # one rounding a sum and one for the scaling, each at most eps/2 of the largest partial result; doubled
     found = verdict(error, (dist.get_world_size() + 1) * torch.finfo(tensor.dtype).eps)
-    complete = sum_verdict(sum_error(partial(reduce, op="sum"), tensor))
-    return error, found if found != "ok" else complete
+    return error, first_wrong(partial(reduce, op="sum"), tensor) or found
 
 
 def _relative_error(result: torch.Tensor, base: torch.Tensor) -> float:

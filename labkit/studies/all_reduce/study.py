@@ -14,7 +14,7 @@ from labkit.parallel.collectives import ALGORITHMS
 from labkit.parallel.ranks.joined import ranks_here
 from labkit.studies.all_reduce.findings import QUESTIONS
 from labkit.studies.all_reduce.transports import CHOSEN, FLOOR, ROUTES, TORCH, alternative
-from labkit.studies.all_reduce.worker import AllReducePoint, SchedulingPoint, measure_point, torch_dtype
+from labkit.studies.all_reduce.worker import AllReducePoint, SchedulingPoint, measure_point, plug_in, torch_dtype
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 # From here on a round of all alternatives takes a second on two cores, and fewer repeats must do.
@@ -110,6 +110,8 @@ class AllReduceStudy(Study):
         ),
     }
     worker = staticmethod(measure_point)
+    plugs_into = "algorithms"
+    plug_in = staticmethod(plug_in)
 
     def points(self, config: AllReduceConfig, machine: Machine) -> Sequence[AllReducePoint]:
         """By backend and world size: exchange steps (for the prediction), then the two sweeps."""

@@ -1,5 +1,6 @@
 """What a rank runs to measure one point of the all-reduce lab. Imports torch and the instruments only."""
 
+import inspect
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,11 +16,14 @@ from labkit.bench.gate import worst_of_ranks
 from labkit.bench.memory import peak_memory_growth
 from labkit.lab.point import Point
 from labkit.lab.units import format_bytes
-from labkit.parallel.collectives import release_scratch, scratch_bytes
+from labkit.parallel.collectives import ALGORITHMS, Algorithm, release_scratch, scratch_bytes
 from labkit.parallel.ranks.device import use_device
 from labkit.studies.all_reduce.exact import gate, inputs
 from labkit.studies.all_reduce.links import measure_links
-from labkit.studies.all_reduce.transports import MESSAGES, TORCH, collective, measure_transports
+from labkit.studies.all_reduce.transports import CHOSEN, FLOOR, MESSAGES, TORCH, collective, measure_transports
+from labkit.studies.shared.alternatives import reason_on_all_ranks
+
+RESERVED = frozenset((TORCH, CHOSEN, FLOOR, *ALGORITHMS))  # before a reader adds any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +60,27 @@ class SchedulingPoint(AllReducePoint):
 
     def title(self) -> str:
         return f"{super().title()}, scheduling {self.scheduling}"
+
+
+def plug_in(name: str, alternative: Callable[..., Any]) -> None:
+    """A reader's all-reduce: a function of a tensor that leaves the sum over all ranks in it.
+
+    If it takes `op`, as labkit's do, it is called with op="sum" and op="mean"; the mean is otherwise the sum divided.
+    """
+    if name in RESERVED or not name:
+        raise ValueError(f"expected a name other than {', '.join(sorted(RESERVED))}")
+    ALGORITHMS[name] = Algorithm(partial(_run_own, alternative))
+
+
+def _run_own(
+    function: Callable[..., Any], tensor: torch.Tensor, group: None = None, op: str = "mean", *, transport: str = ""
+) -> None:
+    if "op" in inspect.signature(function).parameters:
+        function(tensor, op=op)
+        return
+    function(tensor)
+    if op == "mean":
+        tensor.div_(dist.get_world_size())
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -96,14 +121,15 @@ def _check(point: AllReducePoint, name: str, base: torch.Tensor, tensor: torch.T
     """The gate: one averaging from a cold start, compared with the exact mean, its memory on the way; then a sum."""
     release_scratch()
     dist.barrier()
-    reduce = collective(name, MESSAGES)
-    with peak_memory_growth(_device(point)) as memory:
-        reduce(tensor, op="mean")
-    scratch = scratch_bytes() if name != TORCH else None
-    error, verdict = gate(reduce, tensor, base)
-    return {
-        "algorithm": name,
-        "n_bytes": point.n_bytes,
+    reduce, row = collective(name, MESSAGES), {"algorithm": name, "n_bytes": point.n_bytes}
+    try:
+        with peak_memory_growth(_device(point)) as memory:
+            reduce(tensor, op="mean")
+        scratch = scratch_bytes() if name != TORCH else None
+        error, verdict = gate(reduce, tensor, base)
+    except Exception as raised:
+        return row | {"gate": reason_on_all_ranks(raised, f"{point.id} {name}", _device(point))}
+    return row | {
         "error": error,
         "extra_bytes": memory.growth_bytes,
         "scratch_bytes": scratch,

@@ -1,16 +1,23 @@
 """One alternative's failure costs no other: what it raised is the reason in its own row, and the others are measured.
 
-For points of one rank. On several, the ranks that go on would wait in a collective for the one that raised: there an
-exception ends the point.
+On several ranks only if all of them raised: ranks that go on would wait in a collective for one that did not, so that
+there an exception ends the point.
 """
 
+import time
+import traceback
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from labkit.bench.clock import time_parts_interleaved
 from labkit.parallel.ranks.outcome import is_out_of_memory
+
+PATIENCE_S = 2.0  # ranks that make the same mistake make it at about the same time
 
 Actions = Mapping[str, Callable[[], Any]]
 """What is timed of one alternative, by phase, in the order in which the phases follow one another."""
@@ -31,6 +38,31 @@ def reason_of(error: Exception, device: str) -> str:
     if is_out_of_memory(error):
         return f"out of memory: {text or type(error).__name__}"
     return f"failed: {type(error).__name__}: {text}".removesuffix(": ")
+
+
+def reason_on_all_ranks(error: Exception, key: str, device: str) -> str:
+    """`reason_of` an error that every rank has raised, with its place in the reader's code.
+
+    Raises the error again if another rank does not follow within `PATIENCE_S`. `key` is new for each attempt.
+    """
+    store, ranks = distributed_c10d._get_default_store(), dist.get_world_size()
+    raised, deadline = store.add(f"raised {key}", 1), time.monotonic() + PATIENCE_S
+    while raised < ranks:
+        if time.monotonic() > deadline:
+            raise error
+        time.sleep(0.01)
+        raised = store.add(f"raised {key}", 0)
+    return reason_of(error, device) + _place(error)
+
+
+def _place(error: Exception) -> str:
+    """ ", line 3 of the cell", or of a file: the deepest line that is neither labkit's nor installed; or nothing."""
+    here = str(Path(__file__).parents[2])
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not frame.filename.startswith(here) and "site-packages" not in frame.filename:
+            is_file = Path(frame.filename).is_file()
+            return f", line {frame.lineno} of {Path(frame.filename).name if is_file else 'the cell'}"
+    return ""
 
 
 def time_those_that_run(
