@@ -8,6 +8,7 @@ from labkit.lab.advise.machine import (
     JOINED,
     Configuration,
     Recommendation,
+    compute_share,
     configuration,
     expected_ratio,
     newest_runs,
@@ -42,8 +43,9 @@ def report(model: str, context_length: int) -> Report:
     """What the newest runs of this machine recommend together, and what that gained where it was measured."""
     runs = newest_runs()
     found = recommendations(model, context_length, runs)
+    ratio = expected_ratio(found, compute_share=compute_share(model, runs))
     gains = list(_gains(runs.get("this_machine")))
-    verdict, headline = _verdict(found, gains)
+    verdict, headline = _verdict(found, ratio)
     sections = [Section("What its labs recommend", MEASURED, ("", "use", "time", "because"), list(_rows(found)))]
     if gains:
         headings = ("model", "ranks", "time of the joined over the default's", "verdict")
@@ -93,12 +95,11 @@ def _step(precision: str) -> list[str]:
     ]
 
 
-def _verdict(found: Sequence[Recommendation], gains: Sequence[Sequence[str]]) -> tuple[str, str]:
+def _verdict(found: Sequence[Recommendation], ratio: float) -> tuple[str, str]:
     changed = [_TOPICS[one.topic] for one in found if one.value != getattr(DEFAULT, one.topic)]
     if not changed:
         return "Keep the defaults.", "No run of this machine shows anything else to be faster."
-    ratio = expected_ratio(found, world_size=2)
-    headline = f"Together they should leave {100 * ratio:.0f} % of a step's time ({PREDICTED}: their product)."
+    headline = f"Together they should leave {100 * ratio:.0f} % of a step's time on two ranks ({PREDICTED})."
     return f"Change {len(changed)} of {len(found)} defaults.", headline
 
 

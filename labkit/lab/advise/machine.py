@@ -72,12 +72,12 @@ class _Topic:
 
 
 def newest_runs(machine: Machine | None = None) -> dict[str, Run]:
-    """By lab, the newest run of this machine that holds anything, measured here or recorded."""
+    """By lab, of those in `LABS`, the newest run of this machine that holds anything; recorded ones count, too."""
     here = machine or describe_machine()
     found: dict[str, Run] = {}
     for path in sorted(_run_files(), key=lambda path: path.name, reverse=True):
         lab = path.parent.name
-        if lab in found:
+        if lab in found or lab not in LABS:
             continue
         try:
             run = Run.load(path)
@@ -102,13 +102,29 @@ def configuration(found: Sequence[Recommendation]) -> Configuration:
     return Configuration(**{one.topic: one.value for one in found})  # type: ignore[arg-type]
 
 
-def expected_ratio(found: Sequence[Recommendation], *, world_size: int) -> float:
-    """Time of the joined configuration over the default's, if what each saves is independent of the others."""
-    ratio = 1.0
+def expected_ratio(found: Sequence[Recommendation], *, compute_share: float = 1.0) -> float:
+    """Time of the joined configuration over the default's, from what was measured of each part alone.
+
+    What works on compute multiplies, on `compute_share` of the default's step; what works on communication takes its
+    share off the rest, which it cannot make negative.
+    """
+    computing, saved = compute_share, 0.0
     for one in found:
-        if world_size > 1 or one.topic not in ("wrapper", "bucket_mb"):
-            ratio *= one.step_ratio
-    return ratio
+        if one.topic in ("wrapper", "bucket_mb"):
+            saved += 1 - one.step_ratio
+        else:
+            computing *= one.step_ratio
+    return computing + max(1 - compute_share - saved, 0.0)
+
+
+def compute_share(model: str, runs: Mapping[str, Run]) -> float:
+    """A step without communication over one under torch's wrapper, on two ranks; 1 where no run says."""
+    run = runs.get("data_parallel")
+    if run is None:
+        return 1.0
+    ratios = _wrapper_ratios(run.frame(), model)
+    alone = ratios.loc[ratios["implementation"] == "local", "ratio"]
+    return min(float(alone.iloc[0]), 1.0) if len(alone) else 1.0
 
 
 def _recommendation(topic: _Topic, model: str, context_length: int, runs: Mapping[str, Run]) -> Recommendation:
@@ -178,8 +194,13 @@ def _attention(frame: pd.DataFrame, _: str, context_length: int) -> pd.DataFrame
 
 
 def _wrapper(frame: pd.DataFrame, model: str, _: int) -> pd.DataFrame:
+    ratios = _wrapper_ratios(frame, model)
+    return ratios[ratios["implementation"] != "local"]
+
+
+def _wrapper_ratios(frame: pd.DataFrame, model: str) -> pd.DataFrame:
+    """Steps under each wrapper over those under torch's; "local" is without any."""
     rows = select(frame, ["workload", "implementation"], sweep="implementations", phase=list(WHOLE_STEP))
-    rows = rows[rows["implementation"] != "local"]
     whole = _summed(rows, ["workload", "world_size", "implementation"])
     return _nearest_model(
         Measured(("workload", "world_size"), "implementation").over(whole, "torch"), "workload", model
@@ -211,3 +232,5 @@ _TOPICS = (
     _Topic("wrapper", "data_parallel", _wrapper, "implementation"),
     _Topic("bucket_mb", "data_parallel", _bucket, "of_bucket_mb", lambda value: float(str(value))),
 )
+LABS = frozenset({topic.lab for topic in _TOPICS} | {"this_machine"})
+"""Those whose runs recommend something, and the one that measured it together."""

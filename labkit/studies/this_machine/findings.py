@@ -41,7 +41,7 @@ def ingredients(frame: pd.DataFrame) -> Finding | None:
     return Finding("measured", f"Other than the default: {join_words(named) or 'nothing'}.", table)
 
 
-@QUESTIONS.ask("predicted", "Do the gains of the parts, multiplied, predict the gain of the whole?")
+@QUESTIONS.ask("predicted", "Do the gains of the parts predict the gain of the whole?")
 def predicted(frame: pd.DataFrame) -> Finding | None:
     ratios = JOINED.over(frame, "default")
     if ratios.empty:
@@ -49,4 +49,4 @@ def predicted(frame: pd.DataFrame) -> Finding | None:
     expected = frame.groupby(list(JOINED.setting))["expected_ratio"].first().reset_index()
     table = ratios[[*JOINED.setting, "ratio"]].merge(expected, on=list(JOINED.setting))
     table["measured_over_predicted"] = table["ratio"] / table["expected_ratio"]
-    return agreement(table, "gains", "their product")
+    return agreement(table, "joined steps", "what the gains of the parts promise")

@@ -11,6 +11,8 @@ from labkit.lab import capacity
 from labkit.lab.advise.machine import (
     DEFAULT,
     Configuration,
+    Recommendation,
+    compute_share,
     configuration,
     expected_ratio,
     newest_runs,
@@ -114,9 +116,16 @@ def _point(
         backend=machine.backend(device, ranks_here(world_size)) if world_size > 1 else None,
         model=model,
         device=device,
-        expected_ratio=expected_ratio(found, world_size=world_size),
+        expected_ratio=_expected_ratio(found, world_size, model, runs),
         **{name: given.get(name, getattr(recommended, name)) for name in findings.FIELDS},
     )
+
+
+def _expected_ratio(found: Sequence[Recommendation], world_size: int, model: str, runs: findings.Runs) -> float:
+    """On one rank there is no communication, and no wrapper to save any."""
+    if world_size > 1:
+        return expected_ratio(found, compute_share=compute_share(model, runs))
+    return expected_ratio([one for one in found if one.topic not in ("wrapper", "bucket_mb")])
 
 
 STUDY = ThisMachineStudy()
