@@ -159,7 +159,8 @@ def whole_batch(tokens: float, seq_len: int, gpus: int) -> int:
         return int(sequences)
     near = range(ceil(sequences * (1 - ROUNDED)), floor(sequences * (1 + ROUNDED)) + 1)
     return max(
-        (*near, round(sequences)), key=lambda count: (gcd(count, LARGEST_MICRO_BATCH * gpus), -abs(count - sequences))
+        (*near, round(sequences)),
+        key=lambda count: (gcd(count, gpus), gcd(count, LARGEST_MICRO_BATCH * gpus), -abs(count - sequences)),
     )
 
 

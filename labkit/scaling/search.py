@@ -218,7 +218,8 @@ def _why_none(model: Model, gpus: int, seq_len: int, global_batch: int, fixed: M
     given = {"global_batch": global_batch, **fixed, "dp": dp}
     if reason := why_impossible(Layout(**given), model, seq_len):
         return reason
-    return f"no layout divides {model.layers} layers and {global_batch} sequences over {gpus} GPUs"
+    easier = "try a batch that the number of GPUs divides"
+    return f"no layout divides {model.layers} layers and {global_batch} sequences over {gpus} GPUs: {easier}"
 
 
 def _powers(largest: int) -> list[int]:

@@ -230,7 +230,7 @@ def test_a_faster_network_and_more_gpus_never_hurt():
 
 @pytest.mark.parametrize(
     ("tokens", "seq_len", "gpus", "sequences"),
-    [(4e6, 8192, 64, 512), (4194304, 4096, 64, 1024), (4096 * 7, 4096, 8, 7), (1e6, 4096, 8, 256), (5000, 4096, 8, 1)],
+    [(4e6, 8192, 64, 512), (4194304, 4096, 64, 1024), (4096 * 7, 4096, 8, 7), (4e6, 4096, 24, 960), (5000, 4096, 8, 1)],
 )
 def test_a_batch_is_whole_and_near(tokens, seq_len, gpus, sequences):
     assert whole_batch(tokens, seq_len, gpus) == sequences

@@ -15,6 +15,7 @@ from labkit.scaling.advice import Advice, Change, Request, has_room, sums_s
 from labkit.scaling.bucket import bucket_bytes
 from labkit.scaling.memory import PARTS as MEMORY
 from labkit.scaling.model import parameters
+from labkit.scaling.prediction import FITS_SHARE
 from labkit.scaling.published import PublishedRow
 from labkit.scaling.search import Candidate
 
@@ -99,7 +100,7 @@ def _verdict(advice: Advice) -> tuple[str, str]:
     if not advice.fits:
         first_change = f" Change first: {advice.remedies[0].name}." if advice.remedies else ""
         return (
-            f"No, it does not fit: {first.peak_gib:.0f} of {memory:.0f} GiB per GPU at least.",
+            f"No, it does not fit: {first.peak_gib:.0f} GiB per GPU at least, {FITS_SHARE * memory:.0f} can be used.",
             f"The leanest layout is {words.arrangement(first.layout)}, every layer recomputed.{first_change}"
             if first.layout.recompute == "full"
             else f"The leanest layout is {words.arrangement(first.layout)}.{first_change}",
