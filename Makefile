@@ -6,6 +6,8 @@ VENV ?= .venv
 CONSTRAINTS ?= constraints.txt
 PROFILE ?= quick
 LABS ?=
+# Processes that share the files of the tests.
+WORKERS ?= 2
 # Which mistakes `make mutants` makes, by words of their file or name.
 WORDS ?=
 # More for `make lab`, as jupyter takes it.
@@ -16,8 +18,10 @@ PIP_CONSTRAINTS := $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS))
 IS_ROOT := $(filter 0,$(shell id -u))
 INSTALL = $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check $(PIP_CONSTRAINTS)
 
+TESTS = $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
+
 .DEFAULT_GOAL := help
-.PHONY: help install report test test-all stress faults mutants lab lint clean
+.PHONY: help install report test test-all stress faults mutants versions versions-oldest versions-newest of-these-versions lab lint clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -28,10 +32,10 @@ report: install ## measure and write reports/index.html; PROFILE=quick, LABS="al
 	$(BIN)/labkit report $(LABS) --profile $(PROFILE)
 
 test: $(VENV)/installed-test lint ## lint, types and the tests that every change must pass
-	$(BIN)/python -m pytest -m "not slow"
+	$(TESTS) -m "not slow"
 
 test-all: $(VENV)/installed-test lint ## the same with the tests marked slow
-	$(BIN)/python -m pytest
+	$(TESTS)
 
 stress: $(VENV)/installed-test ## messages through shared memory, 100,000 rounds for 2 to 8 ranks; some minutes
 	LABKIT_STRESS_ROUNDS=100000 $(BIN)/python -m pytest tests/parallel/test_shared_transport.py \
@@ -43,6 +47,20 @@ faults: $(VENV)/installed-test ## every injected fault, two hundred kills, hosts
 
 mutants: $(VENV)/installed-test ## mistakes put into labkit, one at a time: does `make test` catch each? WORDS="bench" picks some
 	$(BIN)/python -m tests.mutations.check $(WORDS)
+
+versions: versions-oldest versions-newest ## `make test` with the oldest and the newest torch and Triton allowed, each installed anew
+
+versions-oldest:
+	$(MAKE) VENV=.venv-oldest CONSTRAINTS=.ci/oldest.txt of-these-versions
+
+versions-newest:
+	$(MAKE) VENV=.venv-newest CONSTRAINTS= of-these-versions
+
+# All labs at smoke among the tests: tests/test_notebooks.py. What is newest may be newer than when the environment was made.
+of-these-versions: $(VENV)/installed-test
+	$(INSTALL) --upgrade torch triton
+	$(BIN)/python -c "import torch, triton; print('torch', torch.__version__, 'Triton', triton.__version__)"
+	$(TESTS) -m "not slow"
 
 lint: $(VENV)/installed-test ## style and types only
 	$(BIN)/ruff check .
@@ -59,8 +77,8 @@ lab: install ## JupyterLab on the notebooks; ARGS="--port 9999 --no-browser" for
 		--FileContentsManager.pre_save_hook=labkit.lab.saved_notebooks.forget_version \
 		$(if $(IS_ROOT),--allow-root) $(ARGS)
 
-clean: ## remove the environment and the pages; runs are kept
-	rm -rf $(VENV) reports
+clean: ## remove the environments and the pages; runs are kept
+	rm -rf $(VENV) .venv-oldest .venv-newest reports
 
 # Programs of an environment begin with its own path: of one that was moved or copied none starts. One that make did
 # not make is left alone.

@@ -1,5 +1,6 @@
-"""`labkit` as a user calls it, and the runs that a command has written."""
+"""Commands as a user gives them, and the runs that they have written."""
 
+import os
 import shlex
 import subprocess
 import sys
@@ -7,6 +8,12 @@ from contextlib import suppress
 
 from labkit.lab.project import runs_directory
 from labkit.lab.runs.store import Run, RunFileError
+
+
+def carry_out(command, folder, variables=None):
+    """What a command came to that was carried out in a folder, with variables on top of those of the tests."""
+    environment = os.environ | (variables or {})
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=900)
 
 
 def labkit(*arguments, cwd=None):

@@ -1,4 +1,4 @@
-"""What all tests share: which are skipped, by name, and the errands that take long, which are begun first.
+"""What all tests share: which are skipped, by name, which come first, and the commands that take long.
 
 Skipped are tests that need more than is there, or more time than `make test` has.
 """
@@ -7,14 +7,22 @@ import json
 import os
 import signal
 import sys
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.errands import Errand, Errands
+from tests.commands import carry_out
 
 TESTS = Path(__file__).parent
+# Of the files that the processes of `make test` share, the one that takes longest: a report of all labs.
+FIRST = TESTS / "test_notebooks.py"
+
+# Whatever makes an optimizer, profiles or wraps a model loads the compiler: 1.4 s in every rank of every group. Here
+# the fork server has it, once. The labs' own reports, and all that runs as a program of its own, do without.
+_preload = forkserver.set_forkserver_preload
+forkserver.set_forkserver_preload = lambda modules: _preload([*modules, "torch._dynamo"])
 
 # What is started in the background of a shell ignores SIGINT, and so does all that it starts. Tests interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -30,32 +38,31 @@ def pytest_collection_modifyitems(items):
         for marker, reason in skipped.items():
             if item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=reason))
+    items.sort(key=lambda item: item.path != FIRST)
 
 
-HALVES = ("causal", "not causal")
-
-
-def _interpreted(folder, selected):
-    """The tests of the Triton kernels under the interpreter, in two halves of one thread each."""
+@pytest.fixture(scope="session")
+def interpreted_kernels(request):
+    """What came of the tests of the Triton kernels under the interpreter, in one thread."""
+    selected = request.config.option.markexpr or "not gpu"
     command = [sys.executable, "-m", "pytest", str(TESTS / "nn" / "test_flash_attention.py"), "-q"]
-    command += ["-p", "no:cacheprovider", "-m", f"not gpu and ({selected or 'not gpu'})", "-k"]
-    variables = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    return {half: Errand([*command, half], TESTS.parent, variables) for half in HALVES}
+    command += ["-p", "no:cacheprovider", "-m", f"not gpu and ({selected})"]
+    return carry_out(command, TESTS.parent, {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"})
 
 
-def _report(folder, selected):
-    command = [sys.executable, "-m", "labkit", "report", "--profile", "smoke", "--output", str(folder / "pages")]
-    return {"report": Errand(command, TESTS.parent)}
+@pytest.fixture(scope="session")
+def smoke_report(tmp_path_factory):
+    """The folder of the pages of `labkit report` of all labs at profile `smoke`."""
+    pages = tmp_path_factory.mktemp("smoke") / "pages"
+    command = [sys.executable, "-m", "labkit", "report", "--profile", "smoke", "--output", str(pages)]
+    outcome = carry_out(command, TESTS.parent)
+    assert outcome.returncode == 0, outcome.stdout + outcome.stderr
+    return pages
 
 
-def _tour(folder, selected):
-    notebook = TESTS.parent / "notebooks" / "00_start_here.ipynb"
-    command = [sys.executable, "-m", "papermill", str(notebook), str(folder / "tour.ipynb"), "-p", "repeats", "6"]
-    return {"tour": Errand(command, folder)}
-
-
-def _compiled(folder, selected):
-    """The worker of the end-to-end lab on the smallest model, compiled, which takes half a minute; its rows as JSON."""
+@pytest.fixture(scope="session")
+def compiled_rows():
+    """Rows of the worker of the end-to-end lab on the smallest model, compiled, which takes half a minute."""
     point = "sweep='compile', device='cpu', size='nano', batch=1, context_length=8, warmup=1, repeats=2"
     program = [
         "import json",
@@ -63,100 +70,36 @@ def _compiled(folder, selected):
         "from labkit.studies.end_to_end.worker import EndToEndPoint, measure_point",
         f"print(json.dumps([plain_row(row) for row in measure_point(EndToEndPoint({point}))]))",
     ]
-    return {"compiled": Errand([sys.executable, "-c", "\n".join(program)], TESTS.parent)}
-
-
-def _broken(folder, selected):
-    """A report of a run that is damaged, which only the notebook finds out."""
-    run = folder / "broken.jsonl"
-    run.write_text(json.dumps({"kind": "header", "format_version": 1}) + "\n")
-    command = [sys.executable, "-m", "labkit", "report", "all_reduce", "--run", str(run)]
-    return {"broken": Errand([*command, "--output", str(folder / "broken")], TESTS.parent)}
-
-
-def _papermill(folder, selected):
-    """The notebook of a lab from another folder, by papermill's own command."""
-    notebook = TESTS.parent / "notebooks" / "07_all_reduce.ipynb"
-    command = [sys.executable, "-m", "papermill", str(notebook), "out.ipynb", "-y", "profile: smoke"]
-    return {"papermill": Errand(command, folder)}
-
-
-# By the fixture that hands over their outcome, as they are begun: what is asked for first, what takes
-# longest, the rest. Each gets a folder, and the markers that were selected (`-m`).
-ERRANDS = {
-    "interpreted_kernels": _interpreted,
-    "smoke_report": _report,
-    "compiled_rows": _compiled,
-    "broken_report": _broken,
-    "notebook_by_papermill": _papermill,
-    "tour": _tour,
-}
-
-
-@pytest.fixture(scope="session")
-def errands(request, tmp_path_factory):
-    """The errands of the collected tests. Where many tests run, one at a time: most take a core, and most tests one."""
-    asked = {name for item in request.session.items for name in getattr(item, "fixturenames", ())}
-    folder = tmp_path_factory.mktemp("errands")
-    errands = {}
-    for fixture, errands_of in ERRANDS.items():
-        if fixture in asked:
-            errands |= errands_of(folder, request.config.option.markexpr)
-    running = Errands(folder, errands, at_once=1 if _are_many(request.session) else 2)
-    yield running
-    running.end()
-
-
-def _are_many(session):
-    return len(session.items) > 500
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _begin_early(request):
-    """What takes minutes, and hardly ever two cores, goes on while many tests run."""
-    if _are_many(request.session):
-        request.getfixturevalue("errands")
-
-
-@pytest.fixture(scope="session")
-def interpreted_kernels(errands):
-    """Waits for the tests of the kernels under the interpreter; what came of each half."""
-    return [errands.outcome(half) for half in HALVES]
-
-
-@pytest.fixture(scope="session")
-def smoke_report(errands):
-    """Waits for `labkit report` of all labs at profile `smoke`; the pages' folder."""
-    outcome = errands.outcome("report")
-    assert outcome.returncode == 0, outcome.stdout + outcome.stderr
-    return errands.folder / "pages"
-
-
-@pytest.fixture(scope="session")
-def compiled_rows(errands):
-    """Waits for the worker of the end-to-end lab to compile the smallest model and time it; its rows."""
-    outcome = errands.outcome("compiled")
+    outcome = carry_out([sys.executable, "-c", "\n".join(program)], TESTS.parent)
     assert outcome.returncode == 0, outcome.stderr
     return json.loads(outcome.stdout)
 
 
 @pytest.fixture(scope="session")
-def broken_report(errands):
-    """Waits for the report of a damaged run; what the command came to, and the pages' folder."""
-    return errands.outcome("broken"), errands.folder / "broken"
+def broken_report(tmp_path_factory):
+    """What a report came to of a run that is damaged, which only the notebook finds out; and the pages' folder."""
+    folder = tmp_path_factory.mktemp("broken")
+    run = folder / "broken.jsonl"
+    run.write_text(json.dumps({"kind": "header", "format_version": 1}) + "\n")
+    command = [sys.executable, "-m", "labkit", "report", "all_reduce", "--run", str(run)]
+    return carry_out([*command, "--output", str(folder / "pages")], TESTS.parent), folder / "pages"
 
 
 @pytest.fixture(scope="session")
-def notebook_by_papermill(errands):
-    """Waits for papermill to carry out a lab's notebook in another folder; the notebook."""
-    outcome = errands.outcome("papermill")
+def notebook_by_papermill(tmp_path_factory):
+    """The notebook of a lab, carried out by papermill's own command in another folder."""
+    folder = tmp_path_factory.mktemp("papermill")
+    notebook = TESTS.parent / "notebooks" / "07_all_reduce.ipynb"
+    outcome = carry_out([sys.executable, "-m", "papermill", str(notebook), "out.ipynb", "-y", "profile: smoke"], folder)
     assert outcome.returncode == 0, outcome.stderr
-    return errands.folder / "out.ipynb"
+    return folder / "out.ipynb"
 
 
 @pytest.fixture(scope="session")
-def tour(errands):
-    """Waits for the tour for newcomers, carried out by papermill in another folder; the notebook."""
-    outcome = errands.outcome("tour")
+def tour(tmp_path_factory):
+    """The tour for newcomers, carried out by papermill in another folder."""
+    folder = tmp_path_factory.mktemp("tour")
+    notebook = TESTS.parent / "notebooks" / "00_start_here.ipynb"
+    outcome = carry_out([sys.executable, "-m", "papermill", str(notebook), "tour.ipynb", "-p", "repeats", "6"], folder)
     assert outcome.returncode == 0, outcome.stderr
-    return errands.folder / "tour.ipynb"
+    return folder / "tour.ipynb"

@@ -7,7 +7,7 @@ import zipfile
 import pytest
 
 from labkit.lab.project import project_root
-from tests.errands import Errand, Errands
+from tests.commands import carry_out
 
 BUILD = "from setuptools import build_meta; build_meta.build_wheel({!r})"
 
@@ -45,7 +45,7 @@ def test_a_wheel_holds_every_notebook_and_all_data(wheel):
 def test_a_recorded_run_is_drawn_in_an_empty_folder(installed, tmp_path):
     (run,) = (project_root() / "data" / "recorded" / "attention").glob("*.jsonl")
     command = [sys.executable, "-m", "labkit", "report", "attention", "--run", run.stem]
-    outcome = Errands(tmp_path, {"report": Errand(command, tmp_path, installed)}, at_once=1).outcome("report")
+    outcome = carry_out(command, tmp_path, installed)
     assert outcome.returncode == 0, outcome.stdout + outcome.stderr
     assert f"data/recorded/attention/{run.name}" in (tmp_path / "reports" / "attention.html").read_text()
     assert list((tmp_path / "figures" / "attention" / run.stem).glob("*.png"))

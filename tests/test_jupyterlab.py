@@ -21,8 +21,8 @@ import pytest
 
 from labkit.lab.notebook import PAGE_MIME
 from labkit.lab.project import notebook_path, project_root
+from tests.browser import CHROMIUM
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 LAB = notebook_path("all_reduce").name
 SMALL = """
 profile = "smoke"

@@ -16,6 +16,7 @@ import yaml
 
 ROOT = Path(__file__).parents[1]
 MODULES = sorted((ROOT / "labkit").rglob("*.py"))
+PACKAGES = sorted({path.parent for path in MODULES})
 WORKERS = sorted((ROOT / "labkit" / "studies").glob("*/worker.py"))
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 TOUR = ROOT / "notebooks" / "00_start_here.ipynb"  # a function of the reader's own is what it shows
@@ -33,6 +34,9 @@ ALLOWED = {
     "machine": {"machine", "__version__"},
     "__init__": set(),
 }
+
+
+of_every_package = pytest.mark.parametrize("package", PACKAGES, ids=lambda path: str(path.relative_to(ROOT)))
 
 
 @cache
@@ -58,11 +62,12 @@ def _part(path):
     return path.relative_to(ROOT / "labkit").with_suffix("").parts[0]
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_imports_run_one_way(path):
-    for name in _imports(path):
-        target = name.split(".")[1] if "." in name else "__init__"
-        assert target in ALLOWED[_part(path)], f"{_part(path)} must not import {name}"
+@of_every_package
+def test_imports_run_one_way(package):
+    for path in package.glob("*.py"):
+        for name in _imports(path):
+            target = name.split(".")[1] if "." in name else "__init__"
+            assert target in ALLOWED[_part(path)], f"{path} must not import {name}"
 
 
 def test_no_modules_import_one_another_in_a_circle():
@@ -88,19 +93,21 @@ def _known(name, names):
     return name if name in names else next((part for part in (name.rpartition(".")[0],) if part in names), None)
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_studies_never_import_one_another(path):
-    if _part(path) != "studies" or path.parent.name == "studies":
-        return
-    others = {name.split(".")[2] for name in _imports(path) if name.startswith("labkit.studies.")}
-    assert others <= {path.parent.name, "shared"}
+@pytest.mark.parametrize(
+    "package", [path for path in PACKAGES if path.parent.name == "studies"], ids=lambda path: path.name
+)
+def test_studies_never_import_one_another(package):
+    for path in package.glob("*.py"):
+        others = {name.split(".")[2] for name in _imports(path) if name.startswith("labkit.studies.")}
+        assert others <= {package.name, "shared"}, path
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_files_are_short_and_say_what_they_are_for(path):
-    text = path.read_text()
-    assert len(text.splitlines()) <= 320
-    assert not text.strip() or ast.get_docstring(_tree(path)), "the first lines say what a file is for"
+@of_every_package
+def test_files_are_short_and_say_what_they_are_for(package):
+    for path in package.glob("*.py"):
+        text = path.read_text()
+        assert len(text.splitlines()) <= 320, path
+        assert not text.strip() or ast.get_docstring(_tree(path)), f"the first lines of {path} say what it is for"
 
 
 # torch's collectives of objects unpickle what a peer sends, and a pickle runs code.
@@ -108,18 +115,18 @@ UNPICKLES = {"all_gather_object", "broadcast_object_list", "gather_object", "sca
 LAUNCH = ROOT / "labkit" / "parallel" / "ranks" / "rank.py"  # what a rank's own parent sends
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_nothing_from_a_peer_or_a_file_is_unpickled(path):
-    calls = [
-        node for node in ast.walk(_tree(path)) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
-    ]
-    assert not UNPICKLES & {call.func.attr for call in calls}
-    for call in calls:
-        whose = call.func.value.id if isinstance(call.func.value, ast.Name) else None
-        if (whose, call.func.attr) == ("torch", "load"):
-            assert any(word.arg == "weights_only" and word.value.value is True for word in call.keywords)
-        if whose in ("pickle", "cloudpickle"):
-            assert call.func.attr == "dumps" or path == LAUNCH
+@of_every_package
+def test_nothing_from_a_peer_or_a_file_is_unpickled(package):
+    for path in package.glob("*.py"):
+        nodes = ast.walk(_tree(path))
+        calls = [node for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
+        assert not UNPICKLES & {call.func.attr for call in calls}, path
+        for call in calls:
+            whose = call.func.value.id if isinstance(call.func.value, ast.Name) else None
+            if (whose, call.func.attr) == ("torch", "load"):
+                assert any(word.arg == "weights_only" and word.value.value is True for word in call.keywords), path
+            if whose in ("pickle", "cloudpickle"):
+                assert call.func.attr == "dumps" or path == LAUNCH, path
 
 
 def test_importing_labkit_is_cheap():

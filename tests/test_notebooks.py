@@ -21,36 +21,13 @@ from labkit.lab.findings import TOPICS, Questions
 from labkit.lab.notebook import COMMON_PARAMETERS, open_lab
 from labkit.lab.pages.export import page_record
 from labkit.lab.pages.report import write_index
-from labkit.lab.project import notebook_path, project_root, runs_directory
+from labkit.lab.project import notebook_path, project_root
 from labkit.studies import LABS, load_study
+from tests.browser import CONTRASTS, OVERLAPS, TOO_WIDE, barriers, fetch_axe, opened_browser
 from tests.cases import thinned
-from tests.errands import Errand, Errands
+from tests.commands import carry_out
 
 PAGES = thinned(["index", *LABS], lambda name: name in ("index", "all_reduce"))  # in a browser
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-
-
-# Texts with less than 4.5:1 between their color and the background of the nearest element that has one.
-CONTRASTS = """() => {
-  const channels = (text) => text.match(/[\\d.]+/g).map(Number);
-  const light = (color) => {
-    const [r, g, b] = color.map((c) => (c / 255 <= 0.03928 ? c / 255 / 12.92 : ((c / 255 + 0.055) / 1.055) ** 2.4));
-    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
-  };
-  const found = new Set();
-  const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
-  while (walker.nextNode()) {
-    const element = walker.currentNode.parentElement;
-    if (!walker.currentNode.textContent.trim() || ["SCRIPT", "STYLE"].includes(element.tagName)) continue;
-    let behind = element;
-    while (behind && channels(getComputedStyle(behind).backgroundColor)[3] === 0) behind = behind.parentElement;
-    const background = light(channels(getComputedStyle(behind ?? document.body).backgroundColor).slice(0, 3));
-    const text = light(channels(getComputedStyle(element).color).slice(0, 3));
-    const ratio = (Math.max(text, background) + 0.05) / (Math.min(text, background) + 0.05);
-    if (ratio < 4.5) found.add(`${ratio.toFixed(2)} ${element.tagName}.${element.className}`);
-  }
-  return [...found];
-}"""
 
 
 @pytest.fixture(scope="module")
@@ -62,90 +39,55 @@ def report(smoke_report):
 WRONG = ["-p", "profile", "smoke", "-p", "world_sizes", "[2,4]"]  # -p makes no list of it, -y would
 
 
-@pytest.fixture(scope="module")
-def unmeasured(request, report, errands, tmp_path_factory):
-    """Commands of the collected tests that measure nothing; calling it waits for one, by its fixture's name.
+@pytest.fixture
+def unmeasured(tmp_path):
+    """Carries out a command that begins no run, and says what it came to."""
 
-    They are carried out while the tests below look at pages. It asserts that no run has been begun, by any of them:
-    nobody else has a notebook measure meanwhile.
-    """
-    errands.wait_for_all()
-    folder = tmp_path_factory.mktemp("unmeasured")
-    run = project_root() / page_record(report / "notebooks" / "all_reduce.ipynb")["run"]
-    header, *rest = run.read_text().splitlines(keepends=True)
+    def outcome(command, folder):
+        home = tmp_path / "home"
+        result = carry_out([sys.executable, "-m", *command], folder, {"LABKIT_HOME": str(home)})
+        assert not list(home.glob("data/runs/**/*.jsonl"))
+        return result
+
+    return outcome
+
+
+@pytest.fixture
+def measured(report):
+    """The run of a lab of the report."""
+    return project_root() / page_record(report / "notebooks" / "all_reduce.ipynb")["run"]
+
+
+@pytest.fixture
+def drawn_again(unmeasured, measured, tmp_path):
+    """A report's own run drawn once more: what the command came to, and the pages' folder."""
+    command = ["labkit", "report", "all_reduce", "--run", str(measured), "--output", str(tmp_path)]
+    return unmeasured(command, project_root()), tmp_path
+
+
+@pytest.fixture
+def drawn_elsewhere(unmeasured, measured, tmp_path):
+    """The run of another machine drawn here: what the command came to, and the pages' folder."""
+    header, *rest = measured.read_text().splitlines(keepends=True)
     header = json.loads(header)
     header["machine"] |= {"host": "elsewhere", "cpu": "Some Other CPU"}
-    (folder / "other.jsonl").write_text(json.dumps(header) + "\n" + "".join(rest))
-
-    def drawn(name, run):
-        command = [sys.executable, "-m", "labkit", "report", "all_reduce", "--run", str(run)]
-        return Errand([*command, "--output", str(folder / name)], project_root())
-
-    wrong = [sys.executable, "-m", "papermill", str(notebook_path("all_reduce")), "out.ipynb", *WRONG]
-    before = set(runs_directory().glob("all_reduce/*"))
-    commands = {
-        "drawn_again": drawn("drawn_again", run),
-        "drawn_elsewhere": drawn("drawn_elsewhere", folder / "other.jsonl"),
-        "refused": Errand(wrong, folder),
-    }
-    asked = {name for item in request.session.items for name in getattr(item, "fixturenames", ())}
-    running = Errands(folder, {name: command for name, command in commands.items() if name in asked})
-
-    def outcome(name):
-        result = running.outcome(name)
-        assert set(runs_directory().glob("all_reduce/*")) == before
-        return result, folder / name
-
-    yield outcome
-    running.end()
+    run = tmp_path / "other.jsonl"
+    run.write_text(json.dumps(header) + "\n" + "".join(rest))
+    command = ["labkit", "report", "all_reduce", "--run", str(run), "--output", str(tmp_path / "pages")]
+    return unmeasured(command, project_root()), tmp_path / "pages"
 
 
 @pytest.fixture
-def drawn_again(unmeasured):
-    """A report's own run drawn once more: what the command came to, and the pages' folder."""
-    return unmeasured("drawn_again")
-
-
-@pytest.fixture
-def drawn_elsewhere(unmeasured):
-    """The run of another machine drawn here: what the command came to, and the pages' folder."""
-    return unmeasured("drawn_elsewhere")
-
-
-@pytest.fixture
-def refused(unmeasured):
+def refused(unmeasured, tmp_path):
     """What papermill came to that was given a wrong parameter."""
-    return unmeasured("refused")[0]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _begin_unmeasured(request):
-    if any("unmeasured" in getattr(item, "fixturenames", ()) for item in request.session.items):
-        request.getfixturevalue("unmeasured")
+    return unmeasured(["papermill", str(notebook_path("all_reduce")), "out.ipynb", *WRONG], tmp_path)
 
 
 @pytest.fixture(scope="module")
 def page_visit(report):
     """Opens a page of the report in a browser, once in each context; returns it, its requests and console errors."""
-    if CHROMIUM is None:
-        pytest.skip("no chromium to open the pages with")
-    playwright = pytest.importorskip("playwright.sync_api")
-    with playwright.sync_playwright() as browsers:
-        browser = browsers.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
-
-        @cache
-        def visit(name, scheme="light", width=1280):
-            context = browser.new_context(color_scheme=scheme, viewport={"width": width, "height": 800})
-            page = context.new_page()
-            requests, errors = [], []
-            page.on("request", lambda request: requests.append(request.url))
-            page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
-            page.on("pageerror", lambda error: errors.append(str(error)))
-            page.goto((report / name).as_uri())
-            return page, requests, errors
-
-        yield visit
-        browser.close()
+    with opened_browser() as visit:
+        yield cache(lambda name, scheme="light", width=1280: visit(report / name, scheme, width))
 
 
 @pytest.mark.parametrize("lab", LABS)
@@ -181,8 +123,8 @@ def test_the_index_has_every_answer_and_is_made_of_pages_alone(report, tmp_path)
     for lab in LABS:
         shutil.copy(report / f"{lab}.html", tmp_path)
     index = write_index([load_study(lab) for lab in LABS], tmp_path).read_text()
-    start = '<h2 id="recommendations">'  # above it: this machine, whose source may have changed since
-    assert index.split(start)[1] == (report / "index.html").read_text().split(start)[1]
+    end = '<h2 id="machine">'  # below it: this machine, whose source may have changed since
+    assert index.split(end)[0] == (report / "index.html").read_text().split(end)[0]
     for lab in LABS:
         for question in load_study(lab).questions:
             assert f'href="{lab}.html#answer-{question.id}"' in index
@@ -258,9 +200,49 @@ def test_a_page_fits_a_narrow_screen(name, page_visit):
 
 
 @pytest.mark.parametrize("name", PAGES)
+def test_at_the_width_of_a_small_laptop_no_table_is_cut_and_no_text_of_a_figure_lies_on_another(name, page_visit):
+    page, _, _ = page_visit(f"{name}.html", width=1200)
+    assert page.evaluate(TOO_WIDE) == []
+    assert page.evaluate(OVERLAPS) == []
+
+
+@pytest.fixture(scope="module")
+def axe(tmp_path_factory):
+    return fetch_axe(tmp_path_factory.mktemp("axe"))
+
+
+@pytest.mark.parametrize("name", PAGES)
+@pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("dark", 380)])
+def test_a_page_has_no_serious_barrier(name, scheme, width, axe, page_visit):
+    page, _, _ = page_visit(f"{name}.html", scheme, width)
+    assert barriers(page, axe) == []
+
+
+def test_figures_say_their_values_on_hover_and_the_steps_of_an_all_reduce_go_by_key(page_visit):
+    page, _, errors = page_visit("all_reduce.html", width=1100)  # its own: it is changed
+    plot = page.locator(".labkit-plot").first
+    plot.press("ArrowRight")
+    told = plot.locator(".labkit-tip").inner_text()
+    assert " · " in told
+    page.keyboard.press("Escape")
+    assert plot.locator(".labkit-tip").inner_text() == ""
+    left, top, *_ = json.loads(plot.get_attribute("data-places"))[0]
+    box = plot.bounding_box()
+    plot.hover(position={"x": box["width"] * left / 100, "y": box["height"] * top / 100})
+    assert plot.locator(".labkit-tip").inner_text() == told
+    page.locator(".labkit-stepper input").press("ArrowRight")
+    assert "Step 1 of 6" in page.locator(".labkit-stepper [role=status]").inner_text()
+    assert not page.locator(".code").first.is_visible()
+    page.locator("#show-code").check()
+    assert page.locator(".code").first.is_visible()
+    assert errors == []
+
+
+@pytest.mark.parametrize("name", PAGES)
 def test_every_image_of_a_page_says_what_it_shows(name, page_visit):
     page, _, _ = page_visit(f"{name}.html")
     texts = page.evaluate("[...document.images].map(image => image.alt)")
+    texts += page.evaluate("[...document.querySelectorAll('.labkit-plot')].map(plot => plot.ariaLabel)")
     assert texts
     assert all(texts)
 
@@ -292,7 +274,9 @@ def test_a_run_of_another_machine_is_drawn_without_measuring_and_labeled(report,
     index = (folder / "index.html").read_text()
     assert "(elsewhere)" in index
     assert "page is of another machine" in index
-    assert '<span class="labkit-verdict">shown</span>' not in index  # nothing is recommended by it
+    recommended = index.split('<h2 id="recommendations">')[1].split("<details>")[0]
+    assert "<dt>" not in recommended
+    assert "No page of this machine shows a difference" in index
 
 
 def test_papermill_works_from_any_directory(notebook_by_papermill):

@@ -74,7 +74,7 @@ def time_matmuls(
         seed=order_seed,
     )
     return {
-        dtype: MatmulTimes(dtype, size, samples[str(dtype)], product.error, _rounding(dtype, size))
+        dtype: MatmulTimes(dtype, size, samples[str(dtype)], product.error, rounding_limit(dtype, size))
         for dtype, product in products.items()
     }
 
@@ -96,7 +96,7 @@ class _Product:
         return float((self._out[row].double() - exact).norm() / exact.norm())
 
 
-def _rounding(dtype: torch.dtype, size: int) -> float:
+def rounding_limit(dtype: torch.dtype, size: int) -> float:
     """How far rounding may put a product of `size` terms off, relative.
 
     A sum of K rounded terms, added one after another, is off by about sqrt(K)/6 units: every partial sum is rounded,

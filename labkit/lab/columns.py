@@ -5,6 +5,7 @@ A column that is not listed is shown under its name, and the end of its name say
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 from labkit.lab.units import (
@@ -69,6 +70,7 @@ _KNOWN = {
     "features": Column("features", "features", _whole, "{value} features"),
     "busbw_gb_per_s": Column("bus bandwidth (GB/s)", "bus bandwidth (GB/s)", format_number),
     "algbw_gb_per_s": Column("algorithm bandwidth (GB/s)", "algorithm bandwidth (GB/s)", format_number),
+    "flops": Column("FLOPs", "FLOPs", format_flops),
     "ratio": Column("ratio", "ratio of times", format_number),
     "warmup": Column("warm-up steps", "warm-up steps", format_number),
     "mfu_percent": Column("MFU (%)", "MFU (%)", format_number),
@@ -79,6 +81,18 @@ _KNOWN = {
     "scheduling": Column("scheduling", "scheduling", format_number, is_internal=True),
     "of_bucket_mb": Column("of bucket", "of bucket", format_number, is_internal=True),
 }
+
+# Which way is better, by how a column's name ends.
+_BETTER = {
+    "higher is better": ("_per_s", "digits", "accuracy_percent", "mfu_percent"),
+    "lower is better": ("bytes", "loss", "waiting_percent", "error"),
+    "lower is faster": ("seconds", "_s", "ratio"),
+}
+
+
+def better(name: str) -> str | None:
+    """Which way is better along a column: "lower is faster". None where neither is."""
+    return next((words for words, endings in _BETTER.items() if name.endswith(endings)), None)
 
 
 def column(name: str) -> Column:
@@ -100,6 +114,6 @@ def label(name: str, value: Any) -> str:
     if name == "world_size":
         return counted(int(value), "rank")
     found = column(name)
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, Real):
         return f"{found.title} {value}"
-    return found.label.format(title=found.title, value=found.form(value))
+    return found.label.format(title=found.title, value=found.form(float(value)))

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from labkit.bench.statistics import judged
+from labkit.bench.statistics import LEAST_RELEVANT_DIFFERENCE, judged
 from labkit.lab.columns import column, label
 from labkit.lab.findings import Effect, Finding, Verdict
+from labkit.lab.places import place_of, reach_of
 from labkit.lab.units import format_share
 
 TWOFOLD = 1.95  # from here on "times" reads better than "%"
@@ -57,14 +58,14 @@ def compared(
     caveat: str | None = None,
     why: str | None = None,
 ) -> Finding | None:
-    """Is `subject` faster than `baseline`? None without ratios.
+    """Is `subject` faster than `baseline`? None without ratios, unless a caveat says why there are none.
 
     `ratios` has a row a setting, as `rows.Measured.over` gives it. `axis` names the columns by which places are told
     ("from 1 MiB on"), the most telling first. `choose` and `keep` are the advice where it is faster and where it is
     not, as imperatives without a period. `plural`: the subject is several things.
     """
     if ratios.empty:
-        return None
+        return _without_times(subject, caveat)
     table = judged(ratios)
     better, worse = table[table["verdict"] == "faster"], table[table["verdict"] == "slower"]
     told = _Told(subject, baseline, quantity, plural)
@@ -94,13 +95,13 @@ def contest(
     caveat: str | None = None,
     why: str | None = None,
 ) -> Finding | None:
-    """Which of several alternatives beats `baseline`? None without ratios.
+    """Which of several alternatives beats `baseline`? None without ratios, unless a caveat says why there are none.
 
     The column `alternative` of `ratios` tells them apart, `names` says how a sentence names one. The winner is the one
     that is faster in most settings, and slower in fewest. Otherwise as `compared`; `choose` gets the winner's name.
     """
     if ratios.empty:
-        return None
+        return _without_times(f"anything beside {baseline}", caveat)
     table = judged(ratios)
     better, worse = table[table["verdict"] == "faster"], table[table["verdict"] == "slower"]
     parts = [
@@ -121,23 +122,34 @@ def contest(
     return Finding(verdict, headline, table, caveat, why, advice, is_significant, effects=tuple(parts))
 
 
+def _without_times(subject: str, caveat: str | None) -> Finding | None:
+    """What failed or was wrong is told even where nothing else was measured."""
+    return Finding("not measured", f"Not measured: {subject}.", caveat=caveat) if caveat else None
+
+
 def agreement(
-    table: pd.DataFrame, subject: str, prediction: str, ratio: str = "measured_over_predicted"
+    table: pd.DataFrame,
+    subject: str,
+    prediction: str,
+    ratio: str = "measured_over_predicted",
+    close: float = CLOSE,
 ) -> Finding | None:
     """Are `subject` (plural) what `prediction` says? The column `ratio` is measured over predicted; None without any.
 
-    "Yes" if all are within a factor of `CLOSE`, "it depends" if half of them are.
+    "Yes" if all are within a factor of `close`, "it depends" if at least half of them are.
     """
     ratios = table[ratio].dropna()
     if ratios.empty:
         return None
     off = np.maximum(ratios, 1 / ratios)
-    middle, worst = float(off.median()), float(off.max())
-    if worst <= CLOSE:
-        return Finding("yes", f"Yes: all {subject} are within {format_share(worst - 1)} of {prediction}.", table)
-    if middle <= CLOSE:
-        within = f"half of the {subject} are within {format_share(middle - 1)} of {prediction}"
-        return Finding("it depends", f"Mostly: {within}, the worst is {_factor(worst)} times off.", table)
+    middle, worst = float(off.quantile(0.5, interpolation="lower")), float(off.max())
+    if worst == 1:
+        return Finding("yes", f"Yes: all {subject} are exactly {prediction}.", table)
+    if worst <= close:
+        return Finding("yes", f"Yes: all {subject} are {_within(worst)} of {prediction}.", table)
+    if middle <= close:
+        within = f"half of the {subject} are {_within(middle)} of {prediction}"
+        return Finding("it depends", f"Partly: {within}, the worst is {_factor(worst)} times off.", table)
     side = "above" if float(ratios.median()) > 1 else "below"
     text = f"No: {subject} are typically {_factor(middle)} times {side} {prediction}, at worst {_factor(worst)} times."
     return Finding("no", text, table)
@@ -207,14 +219,14 @@ def _told(
     """Verdict, headline, and where the subject is better if that part of the settings has a name."""
     subject, baseline, quantity = told.subject, told.baseline, told.quantity
     if better.empty and worse.empty:
-        return *_no_difference(table, f"{subject} and {baseline}"), None
+        return *_no_difference(table, f"{subject} and {baseline}", len(table)), None
     verb = "are" if told.plural else "is"
     if better.empty:
         if len(worse) == len(table):
             return "no", f"No: {told.clause(worse)}.", None
         never = f"{subject} {verb} never measurably {quantity.better} than {baseline}"
         return "no", f"No: {never}, and {quantity.worse} in {len(worse)} of {len(table)} settings.", None
-    place = _place(table, better, axis)
+    place = place_of(table, better, axis)
     if worse.empty:
         if len(better) == len(table):
             return "yes", f"Yes: {told.clause(better)}.", None
@@ -222,19 +234,24 @@ def _told(
         verdict: Verdict = "yes" if is_most else "it depends"
         if place:
             return verdict, f"{'Yes' if is_most else 'Only'} {place}: {told.clause(better, briefly=True)}.", place
-        return verdict, f"{'Yes, in most' if is_most else 'Only in some'} settings: {told.clause(better)}.", None
-    if place and (elsewhere := _place(table, worse, axis)):
+        settings = f"{'Yes, in most' if is_most else 'Only in some'} settings"
+        reach = reach_of(table, better, axis)
+        return verdict, f"{settings}: {told.clause(better)}.", reach[0] if reach else None
+    if place and (elsewhere := place_of(table, worse, axis)):
         both = f"{quantity.better} than {baseline} {place}, {quantity.worse} {elsewhere}"
         return "it depends", f"It depends: {subject} {verb} {both}.", place
+    if place is None and (reach := reach_of(table, better, axis)):
+        place, rows = reach
+        return "it depends", f"It depends: {place} {told.clause(rows, briefly=True)}, elsewhere not always.", place
     gain, loss = told.clause(better, briefly=True), told.amount(worse, briefly=True)
     return "it depends", f"It depends: {gain} in some settings, and {quantity.worse} ({loss}) in others.", place
 
 
-def _no_difference(table: pd.DataFrame, between: str) -> tuple[Verdict, str]:
+def _no_difference(table: pd.DataFrame, between: str, settings: int = 1) -> tuple[Verdict, str]:
     if table["p"].isna().all():
         return "undecided", f"Too few repeats to tell {between} apart."
-    settings = f" in any of {len(table)} settings" if len(table) > 1 else ""
-    return "no clear difference", f"No clear difference between {between}{settings}."
+    where = f" in any of {settings} settings" if settings > 1 else ""
+    return "no clear difference", f"No clear difference between {between}{where}."
 
 
 def _nothing_better(
@@ -248,8 +265,9 @@ def _nothing_better(
     """Of a contest that the baseline does not lose."""
     others = [names(str(name)) for name in table[alternative].unique()]
     if worse.empty:
-        between = others[0] if len(others) == 1 else f"any of {len(others)} alternatives"
-        return _no_difference(table, f"{baseline} and {between}")
+        if len(others) > 1:
+            return _no_difference(table, f"{baseline} and any of {len(others)} alternatives")
+        return _no_difference(table, f"{baseline} and {others[0]}", len(table))
     slowest = worse.loc[worse["ratio"].idxmax()]
     clause = _Told(names(str(slowest[alternative])), baseline, quantity, False).clause(worse.loc[[slowest.name]])
     if len(others) == 1:
@@ -258,34 +276,21 @@ def _nothing_better(
 
 
 def _winner(table: pd.DataFrame, alternative: str) -> str:
-    """The alternative that is faster in most settings less those in which it is slower; of several the fastest."""
+    """The alternative that is faster in most settings less those in which it is slower; of several the fastest.
+
+    Where that is by less than a difference that counts, the first of them in the table.
+    """
 
     def standing(name: str) -> tuple[int, float]:
         rows = table[table[alternative] == name]
         net = (rows["verdict"] == "faster").sum() - (rows["verdict"] == "slower").sum()
         return int(net), -float(np.log(rows["ratio"]).mean())
 
-    candidates = table.loc[table["verdict"] == "faster", alternative].unique()
-    return max(candidates, key=standing)
-
-
-def _place(table: pd.DataFrame, rows: pd.DataFrame, axis: Sequence[str]) -> str | None:
-    """What the rows have in common that no other has: "from 1 MiB on", "up to 64 KiB", "at 1 MiB", "for mini"."""
-    for name in axis:
-        values, theirs = table[name], set(rows[name])
-        if (values.isin(theirs) != table.index.isin(rows.index)).any():
-            continue
-        ordered = sorted(set(values))
-        if isinstance(ordered[0], str):
-            return f"for {' and '.join(label(name, value) for value in ordered if value in theirs)}"
-        low, high = label(name, min(theirs)), label(name, max(theirs))
-        if len(theirs) == 1:
-            return f"at {low}"
-        if theirs == set(ordered[-len(theirs) :]):
-            return f"from {low} on"
-        if theirs == set(ordered[: len(theirs)]):
-            return f"up to {high}"
-    return None
+    faster = set(table.loc[table["verdict"] == "faster", alternative])
+    standings = {name: standing(name) for name in table[alternative].unique() if name in faster}
+    net, speed = max(standings.values())
+    alike = speed - np.log1p(LEAST_RELEVANT_DIFFERENCE)
+    return next(name for name, (wins, its) in standings.items() if wins == net and its >= alike)
 
 
 def _advice(verdict: Verdict, place: str | None, is_mixed: bool, choose: str | None, keep: str | None) -> str | None:
@@ -297,6 +302,11 @@ def _advice(verdict: Verdict, place: str | None, is_mixed: bool, choose: str | N
     if verdict in ("yes", "it depends"):
         return f"{choose} {place or 'where the table shows a gain'}."
     return f"{keep}." if keep else None
+
+
+def _within(factor: float) -> str:
+    """1.2 -> "within 20 %"; what is nearer than 1 % is not told more exactly."""
+    return f"within {format_share(max(factor - 1, 0.01))}"
 
 
 def _factor(value: float) -> str:

@@ -161,6 +161,19 @@ def reasons_why(coverage: pd.DataFrame) -> list[str]:
     return told[:MOST_REASONS] + ([f"and {len(told) - MOST_REASONS} other reasons"] if len(told) > MOST_REASONS else [])
 
 
+def at_the_cost_of(gain: Finding | None, cost: Finding | None) -> Finding | None:
+    """A finding on what is gained, with what another comparison says that it costs as its `why`; effects of both."""
+    if gain is None or cost is None:
+        return gain
+    told = cost.headline.partition(": ")[2] or cost.headline
+    return replace(
+        gain,
+        why=f"{told[0].upper()}{told[1:]}",
+        significant=gain.significant or cost.significant,
+        effects=(*gain.effects, *cost.effects),
+    )
+
+
 def troubles(frame: pd.DataFrame, name: str) -> str | None:
     """A caveat on alternatives that have no time: wrong results, shouted; then failures; then what ranks refused.
 

@@ -4,7 +4,6 @@ Everything shown is escaped HTML and PNG that reads the same in JupyterLab, in p
 exported page; nothing fetched.
 """
 
-import base64
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -15,7 +14,6 @@ from IPython.display import display
 
 from labkit.lab.config import LabConfig, ParameterError, nearest, resolve_config
 from labkit.lab.figures import Plot
-from labkit.lab.figures.style import thumbnail
 from labkit.lab.findings import Finding, Question
 from labkit.lab.pages import cards
 from labkit.lab.parameter_cells import given_parameters
@@ -35,7 +33,6 @@ from labkit.machine import Machine, describe_machine
 # Every notebook has these two beside the parameters of its lab.
 COMMON_PARAMETERS = ("profile", "run")
 PAGE_MIME = "application/vnd.labkit.page+json"
-MOST_CSV_BYTES = 2**18  # embedded in a page; longer tables stay beside the figure's file
 
 
 def open_lab(study: Study, namespace: Mapping[str, Any]) -> "Lab":
@@ -93,7 +90,6 @@ class Lab:
         self._run: Run | None = None
         self._findings: dict[str, Finding] = {}
         self._figures: dict[str, str] = {}
-        self._thumbnails: dict[str, str] = {}
 
     @property
     def config(self) -> LabConfig:
@@ -140,8 +136,7 @@ class Lab:
 
     def show(self, plot: Plot, name: str, caption: str = "") -> None:
         """Show a figure that belongs to no question; save it and its points under `figures/`."""
-        html, text = self._figure(plot, name, caption)
-        display(cards.Shown(html, text))
+        display(self._figure(plot, name, caption))
 
     def answer(self, question_id: str, **plots: Plot) -> None:
         """Show what this run says of a question, with its figures, by the names under which they are saved.
@@ -149,10 +144,8 @@ class Lab:
         Verdict and headline, then the figures, then the numbers. ValueError for an unknown id.
         """
         question, finding = self._asked(question_id), self.findings()[question_id]
-        drawn = [self._figure(plot, name) for name, plot in plots.items()]
-        for plot in list(plots.values())[:1]:
-            self._thumbnails[question_id] = base64.b64encode(thumbnail(plot.png())).decode()
-        display(cards.answer(question, finding, [html for html, _ in drawn], [text for _, text in drawn]))
+        drawn = [self._figure(plot, name, title=question.text) for name, plot in plots.items()]
+        display(cards.answer(question, finding, drawn))
 
     def _asked(self, question_id: str) -> Question:
         questions = {question.id: question for question in self.study.questions}
@@ -160,19 +153,13 @@ class Lab:
             raise ValueError(f"no question {question_id!r}{nearest(question_id, questions)}")
         return questions[question_id]
 
-    def _figure(self, plot: Plot, name: str, caption: str = "") -> tuple[str, str]:
-        """A figure as HTML and as text, once it is saved."""
+    def _figure(self, plot: Plot, name: str, caption: str = "", title: str | None = None) -> cards.Shown:
+        """A figure, once it is saved; `title` stands above it in its file."""
         stem = figures_directory() / self.study.name / self.run.name / name
-        png, csv = plot.save(stem), plot.csv().encode()
+        png = plot.save(stem, title)
         self._figures[name] = caption
-        html, alt = cards.figure(
-            base64.b64encode(png).decode(),
-            plot.figure.get_figwidth(),
-            caption,
-            base64.b64encode(csv).decode() if len(csv) <= MOST_CSV_BYTES else None,
-            f"{self.study.name}_{name}",
-        )
-        return html, f"{alt}\n{relative_to_project(stem)}.png"
+        shown = cards.figure(plot, png, caption or title or name, f"{self.study.name}_{name}", caption)
+        return shown.also(f"{relative_to_project(stem)}.png")
 
     def findings(self) -> dict[str, Finding]:
         """What this run says of each question, by its id."""
@@ -199,7 +186,6 @@ class Lab:
             "duration_s": float(coverage["elapsed_s"].sum()),
             "not_measured": cards.not_measured(self.run),
             "figures": self._figures,
-            "thumbnails": self._thumbnails,
             "answers": [
                 {"question": asdict(question)} | self.findings()[question.id].record()
                 for question in self.study.questions

@@ -6,7 +6,7 @@ from typing import Any
 
 import pandas as pd
 
-from labkit.bench.statistics import compare_groups, slowest_rank, summarize_groups
+from labkit.bench.statistics import compare_groups, judged, slowest_rank, summarize_groups
 
 
 def select(frame: pd.DataFrame, columns: Iterable[str] = (), **wanted: Any) -> pd.DataFrame:
@@ -17,10 +17,22 @@ def select(frame: pd.DataFrame, columns: Iterable[str] = (), **wanted: Any) -> p
     """
     missing = [name for name in (*columns, *wanted) if name not in frame]
     if missing:
-        return frame.iloc[:0].reindex(columns=list(dict.fromkeys([*frame.columns, *missing])))
+        # of objects, as all tables without rows are: they can be merged
+        return frame.iloc[:0].reindex(columns=list(dict.fromkeys([*frame.columns, *missing]))).astype(object)
     for name, value in wanted.items():
         frame = frame[frame[name].isin(value) if isinstance(value, list | tuple | set) else frame[name] == value]
     return frame
+
+
+def in_order(table: pd.DataFrame, **orders: Iterable[Any] | None) -> pd.DataFrame:
+    """Sorted by these columns, the first one first, each in the order that is given; None: from small to large."""
+    places = {name: {value: place for place, value in enumerate(order)} for name, order in orders.items() if order}
+    return table.sort_values(
+        list(orders),
+        key=lambda values: values.map(places[values.name]) if values.name in places else values,
+        kind="stable",
+        ignore_index=True,
+    )
 
 
 @dataclass(frozen=True)
@@ -28,13 +40,15 @@ class Measured:
     """Samples of a time (or another quantity that is better when smaller) by setting and alternative.
 
     `setting` are the columns that tell comparisons apart, `alternative` is the one that names what took turns. The
-    slowest rank of each repeat counts. `took_turns`: repeat i of all alternatives was measured in one round.
+    slowest rank of each repeat counts. `took_turns`: repeat i of all alternatives was measured in one round. `exact`:
+    a count, such as of bytes, where every difference counts; of several the largest stands for its alternative.
     """
 
     setting: tuple[str, ...]
     alternative: str
     value: str = "seconds"
     took_turns: bool = True
+    exact: bool = False
 
     @property
     def columns(self) -> list[str]:
@@ -54,6 +68,10 @@ class Measured:
 
     def over(self, frame: pd.DataFrame, baseline: Any, **wanted: Any) -> pd.DataFrame:
         """Within each setting, every alternative over `baseline`: `ratio`, `low`, `high`, `p`, `verdict`."""
+        if self.exact:
+            rows = select(frame, [*self.columns, self.value], **wanted)
+            largest = rows.groupby(self.columns, dropna=False)[self.value].max().dropna().reset_index()
+            return exactly_over(largest, self.setting, self.alternative, self.value, baseline).drop(columns=self.value)
         return compare_groups(
             self.samples(frame, **wanted),
             self.value,
@@ -62,3 +80,18 @@ class Measured:
             baseline,
             interleaved=self.took_turns,
         )
+
+
+def exactly_over(
+    table: pd.DataFrame, setting: Iterable[str], alternative: str, value: str, baseline: Any
+) -> pd.DataFrame:
+    """Within each setting, a count (of bytes) of every alternative over that of `baseline`, as `Measured.over` has it.
+
+    One row a (setting, alternative) in `table`. Counts are exact: `low` and `high` are the ratio and `p` is 0.
+    """
+    keys = list(setting)
+    base = table.loc[table[alternative] == baseline, [*keys, value]]
+    both = table[table[alternative] != baseline].merge(base, on=keys, suffixes=("", "_of_baseline"))
+    ratio = both[value].astype(float) / both[f"{value}_of_baseline"].astype(float)
+    found = both[[*keys, alternative]].assign(ratio=ratio, low=ratio, high=ratio, p=0.0)
+    return judged(found.assign(**{value: both[value]}))

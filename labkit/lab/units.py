@@ -4,8 +4,6 @@ import math
 from collections.abc import Callable, Iterable
 
 _TIME_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
-# Columns of whole numbers, of which a reader wants all digits: 4096, not 4.1e+03.
-COUNTS = ("sequence", "context_length", "head_dim", "batch", "features")
 _SIZE_UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
 
@@ -64,21 +62,6 @@ def format_share(share: float) -> str:
 def counted(number: int, noun: str) -> str:
     """1, "rank" -> "1 rank"; 2, "rank" -> "2 ranks"."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
-def formatter_of(column: str) -> Callable[[float], str]:
-    """How values of a column are shown: its name ends in the unit, as in `step_s`, `peak_bytes`."""
-    if column == "seconds" or (column.endswith("_s") and not column.endswith("_per_s")):
-        return format_seconds
-    if column.endswith("bytes_per_s"):
-        return format_rate
-    if column in COUNTS:
-        return "{:.0f}".format
-    if column.endswith("flops_per_s"):
-        return lambda flops_per_s: f"{format_flops(flops_per_s)}/s"
-    if column.endswith("flops"):
-        return format_flops
-    return format_bytes if column.endswith("bytes") else format_number
 
 
 def join_words(words: list[str]) -> str:

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from labkit.lab.study import Study
 
 LABS = (
+    "limits",
     "end_to_end",
     "kernels",
     "precision",

@@ -53,7 +53,7 @@ def test_the_right_sum_is_exact_in_any_order(dtype, ranks):
     ("ranks", "length", "dtype"),
     thinned(
         product(WORLDS, LENGTHS, DTYPES),
-        lambda ranks, length, dtype: ranks in QUICK and (length > 1 or dtype == torch.bfloat16),
+        lambda ranks, length, dtype: ranks in QUICK and (ranks < 64 if length > 1 else dtype == torch.bfloat16),
     ),
 )
 def test_each_rank_left_out_counted_twice_or_in_place_of_another_is_seen_at_each_element(dtype, ranks, length):

@@ -37,7 +37,7 @@ def test_the_gate_lets_rounding_pass_whatever_the_order_of_additions(dtype):
         one_by_one += rows[:, k].float() * columns[:, k].float()
     exact = (rows.double() * columns.double()).sum(dim=1)
     error = float((one_by_one.to(dtype).double() - exact).norm() / exact.norm())
-    assert rates.MatmulTimes(dtype, 8192, [1.0], error, rates._rounding(dtype, 8192)).gate == "ok"
+    assert rates.MatmulTimes(dtype, 8192, [1.0], error, rates.rounding_limit(dtype, 8192)).gate == "ok"
     assert dtype != torch.float32 or error > 8 * torch.finfo(dtype).eps, "more than blocks are off by"
 
 

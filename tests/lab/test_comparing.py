@@ -6,7 +6,8 @@ import pytest
 
 from labkit.lab.claims import claim, judged_claim, published
 from labkit.lab.comparing import MEMORY, agreement, compared, contest
-from labkit.lab.rows import Measured, select
+from labkit.lab.findings import at_the_cost_of
+from labkit.lab.rows import Measured, exactly_over, select
 
 TIMES = Measured(("model", "n_bytes"), "name")
 
@@ -47,6 +48,11 @@ def _sizes(*factors):
         ((0.7, 1.0, 0.7, 1.0), "it depends", "Only in some settings: the ring takes 30 % less time than torch."),
         ((1.0, 1.5, 1.0), "no", "No: the ring is never measurably faster than torch, and slower in 1 of 3 settings."),
         ((1.5, 0.7), "it depends", "It depends: the ring is faster than torch at 4 MiB, slower at 1 MiB."),
+        (
+            (0.5, 0.5, 1.0, 1.5, 0.5, 0.5, 0.25),
+            "it depends",
+            "It depends: from 256 MiB on the ring is up to 4 times faster than torch, elsewhere not always.",
+        ),
     ],
 )
 def test_verdict_and_headline_say_what_the_rows_show(factors, verdict, headline):
@@ -65,6 +71,7 @@ def test_advice_follows_the_verdict():
     assert advice(0.5, 0.5) == "Take a."
     assert advice(1.0, 0.5, 0.5) == "Take a from 4 MiB on."
     assert advice(0.5, 1.0, 0.5, 1.0) == "Take a where the table shows a gain."
+    assert advice(0.5, 1.0, 0.5, 0.5) == "Take a from 16 MiB on."
     assert advice(1.0, 1.0) == advice(1.5, 1.5) == "Keep b."
 
 
@@ -119,6 +126,8 @@ def test_without_rows_there_is_no_finding():
     empty = TIMES.over(pd.DataFrame(), "torch")
     assert compared(empty, "a", "b") is None
     assert contest(empty, "name", "torch") is None
+    for finding in (compared(empty, "a", "b", caveat="WRONG"), contest(empty, "name", "torch", caveat="WRONG")):
+        assert (finding.verdict, finding.caveat) == ("not measured", "WRONG")
     assert claim("A is faster", empty, "faster") is None
     assert published([None]) is None
 
@@ -143,6 +152,34 @@ def test_a_prediction_is_right_near_it_or_wrong(ratios, verdict):
     assert agreement(pd.DataFrame({"measured_over_predicted": ratios}), "times", "the model").verdict == verdict
 
 
+def test_a_prediction_of_counts_has_to_be_nearer():
+    def verdict(*ratios):
+        return agreement(pd.DataFrame({"measured_over_predicted": ratios}), "peaks", "those counted", close=1.05)
+
+    assert verdict(1.0, 1.0).headline == "Yes: all peaks are exactly those counted."
+    assert verdict(1.0, 1.001).headline == "Yes: all peaks are within 1 % of those counted."
+    assert [verdict(1.0, 1.2).verdict, verdict(1.2, 1.2).verdict] == ["it depends", "no"]
+
+
+def test_counts_differ_without_intervals():
+    peaks = Measured(("model",), "name", "peak_bytes", exact=True)
+    rows = [("mini", "a", 1), ("mini", "a", 3), ("mini", "b", 4), ("nano", "a", 4), ("nano", "b", 4)]
+    table = peaks.over(pd.DataFrame(rows, columns=["model", "name", "peak_bytes"]), "b")
+    assert table["verdict"].tolist() == ["faster", "no difference shown"]
+    assert table[["ratio", "low", "high"]].iloc[0].tolist() == [0.75] * 3
+    assert peaks.over(pd.DataFrame(), "b").empty
+
+
+def test_a_gain_is_told_with_its_cost():
+    gain = compared(_ratios(_sizes(0.5, 0.5)), "a", "b", quantity=MEMORY)
+    cost = compared(_ratios(_sizes(2.0, 2.0)), "a", "b")
+    both = at_the_cost_of(gain, cost)
+    assert (both.verdict, both.headline, both.why) == ("yes", gain.headline, "A takes 2 times as long as b.")
+    assert {effect.quantity for effect in both.effects} == {"memory", "time"}
+    assert at_the_cost_of(None, cost) is None
+    assert at_the_cost_of(gain, None) == gain
+
+
 def test_a_prediction_of_nothing_says_nothing():
     assert agreement(pd.DataFrame({"measured_over_predicted": [float("nan")]}), "times", "the model") is None
 
@@ -154,7 +191,19 @@ def test_rows_that_a_frame_lacks_are_an_empty_table_with_their_columns():
     assert TIMES.medians(frame).empty
 
 
+def test_counts_are_compared_exactly():
+    table = pd.DataFrame({"n": [1, 1, 2], "name": ["torch", "own", "own"], "bytes": [100, 98, 7]})
+    ratios = exactly_over(table, ["n"], "name", "bytes", "torch")
+    assert ratios[["name", "ratio", "low", "high", "p"]].to_numpy().tolist() == [["own", 0.98, 0.98, 0.98, 0.0]]
+    assert contest(ratios, "name", "torch", quantity=MEMORY).verdict == "no clear difference"
+
+
 def test_the_slowest_rank_counts():
     frame = _frame(_sizes(0.5), noise=0)
     both = pd.concat([frame, frame.assign(rank=1, seconds=2 * frame["seconds"])])
     assert TIMES.medians(both)["seconds"].tolist() == [1.0, 2.0]
+
+
+def test_of_two_that_are_alike_the_first_in_the_table_wins():
+    both = {("ring", 2**20): 0.5, ("ring_two", 2**20): 0.498}
+    assert contest(_ratios(both, noise=0.001), "name", "torch").headline.startswith("Yes: ring is 2 times")

@@ -14,7 +14,7 @@ from labkit.lab.pages.comparison import compare_runs, machine_names, overview
 from labkit.lab.pages.export import OTHER_FORMAT, PAGE_FORMAT, RECORD_KEYS, embed_json
 from labkit.lab.runs.store import Run, RunFileError
 from labkit.machine import describe_machine
-from tests.test_notebooks import CHROMIUM, CONTRASTS
+from tests.browser import CONTRASTS, opened_browser
 
 EVIL = "<script>alert(1)</script>"
 QUOTED = "\" onerror='alert(1)"
@@ -377,43 +377,35 @@ def test_repeats_of_different_runs_are_not_paired(tmp_path):
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_page_opens_offline_fits_a_narrow_screen_and_can_be_read(scheme, tmp_path):
-    if CHROMIUM is None:
-        pytest.skip("no chromium to open the page with")
-    playwright = pytest.importorskip("playwright.sync_api")
     runs = [run_file(tmp_path / f"{n}.jsonl", cpu=f"CPU {n}", factor=1 + n, seed=n) for n in range(3)]
     write_comparison(compare_runs(runs), "labkit compare", tmp_path / "compare.html")
-    requests, errors = [], []
-    with playwright.sync_playwright() as browsers:
-        browser = browsers.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
-        page = browser.new_context(color_scheme=scheme, viewport={"width": 380, "height": 800}).new_page()
-        page.on("request", lambda request: requests.append(request.url))
-        page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
-        page.goto((tmp_path / "compare.html").as_uri())
+    with opened_browser() as visit:
+        page, requests, errors = visit(tmp_path / "compare.html", scheme, 380)
         assert page.evaluate("document.documentElement.scrollWidth") <= 380
         assert page.evaluate(CONTRASTS) == []
         assert all(page.evaluate("[...document.images].map(image => image.alt)"))
+        plot = page.locator(".labkit-plot").first
+        plot.press("ArrowRight")
+        by_key = plot.locator(".labkit-tip").inner_text()
+        spot = plot.locator(".labkit-spot").bounding_box()
+        page.mouse.move(spot["x"] - 200, spot["y"])
+        page.mouse.move(spot["x"] + spot["width"] / 2, spot["y"] + spot["height"] / 2)
+        assert plot.locator(".labkit-tip").inner_text() == by_key != ""
         page.click("table.labkit-table thead button")  # made by the page's script, which its policy lets run
         assert page.locator("th[aria-sort=ascending]").count() == 1
-        browser.close()
     assert [url for url in requests if not url.startswith("data:")] == [(tmp_path / "compare.html").as_uri()]
     assert errors == []
 
 
 def test_no_script_but_the_pages_own_runs_in_it(tmp_path):
-    if CHROMIUM is None:
-        pytest.skip("no chromium to open the page with")
-    playwright = pytest.importorskip("playwright.sync_api")
     runs = [run_file(tmp_path / f"{n}.jsonl", cpu=f"CPU {n}", seed=n) for n in range(2)]
     page_file, foreign = tmp_path / "compare.html", "<script>document.title = 'run'</script><img onerror='alert(1)'>"
     write_comparison(compare_runs(runs), "labkit compare", page_file)
     page_file.write_text(page_file.read_text().replace("<h1>", f"{foreign}<h1>"))
-    with playwright.sync_playwright() as browsers:
-        browser = browsers.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
-        page = browser.new_page()
-        page.goto(page_file.as_uri())
+    with opened_browser() as visit:
+        page, _, _ = visit(page_file)
         assert page.title() == "labkit compare"
         assert page.locator("table.labkit-table thead button").count() > 0
-        browser.close()
 
 
 def test_what_all_settings_share_is_told_with_its_name():

@@ -1,10 +1,15 @@
 """Figures: they draw exactly the points they save, and save the same bytes twice."""
 
+import json
+import re
+from xml.etree import ElementTree
+
 import pandas as pd
 import pytest
 from IPython.core.formatters import DisplayFormatter
 
 from labkit.lab.figures import areas, bars, lines, timeline
+from labkit.lab.figures.vector import drawing
 
 FRAME = pd.DataFrame(
     {
@@ -23,14 +28,80 @@ def _draw(**options):
 
 
 def test_the_saved_table_is_what_is_drawn(tmp_path):
-    plot = _draw(facet="world_size", reference=FRAME.assign(seconds=1.0))
+    plot = _draw(facet="world_size", reference=FRAME.assign(seconds=1.0), reference_label="predicted")
     plot.save(tmp_path / "figure")
     saved = pd.read_csv(tmp_path / "figure.csv")
     assert len(saved) == 8
-    assert set(saved["source"]) == {"measured here", "published"}
+    assert set(saved["source"]) == {"measured here", "predicted"}
     drawn = [line.get_xydata().tolist() for axis in plot.figure.axes for line in axis.get_lines()]
     points = {tuple(point) for line in drawn for point in line}
     assert {(row.n_bytes, row.seconds) for row in saved.itertuples()} <= points
+
+
+@pytest.mark.parametrize("draw", [lines, bars])
+def test_what_was_published_is_saved_but_drawn_on_demand_only(draw, tmp_path):
+    published = FRAME.assign(seconds=1e3)
+    plot = draw(
+        FRAME, x="n_bytes", y="seconds", hue="algorithm", reference=published, reference_label="published, H100"
+    )
+    assert plot.with_published is not None
+    assert set(plot.data["source"]) == {"measured here"}
+    assert plot.figure.axes[0].get_ylim()[1] < 1  # not stretched by it
+    assert set(plot.with_published.data["source"]) == {"measured here", "published, H100"}
+    plot.save(tmp_path / "figure")
+    assert len(pd.read_csv(tmp_path / "figure.csv")) == 8
+    assert draw(FRAME, x="n_bytes", y="seconds", hue="algorithm").with_published is None
+
+
+def test_lines_of_another_source_are_named_once_and_in_the_legend_what_ends_highest_is_first():
+    plot = _draw(reference=FRAME, reference_label="predicted")
+    assert [text.get_text() for text in plot.figure.legends[0].get_texts()] == ["torch", "ring", "predicted"]
+
+
+def test_a_panel_has_few_lines():
+    many = pd.concat([FRAME.iloc[:2].assign(algorithm=f"algorithm {number}") for number in range(8)])
+    figure = lines(many, x="n_bytes", y="seconds", hue="algorithm", facet="world_size").figure
+    drawn = [sum(len(line.get_xdata()) > 1 for line in axis.get_lines()) for axis in figure.axes]
+    assert drawn == [4, 4]
+
+
+def test_ticks_are_written_exactly():
+    for seconds in ([1.0, 1.09], [0.9996, 1.0001], [3.0, 41.0], [1.03, 1.19]):
+        for log in ("", "y"):
+            frame = FRAME.iloc[:2].assign(ratio=seconds)
+            plot = lines(frame, x="n_bytes", y="ratio", log=log)
+            plot.png()
+            axis = plot.figure.axes[0]
+            shown = [label.get_text() for label in axis.get_yticklabels()]
+            assert [float(text) for text in shown] == pytest.approx(list(axis.get_yticks()), rel=1e-9)
+            assert len(set(shown)) == len(shown)
+
+
+def test_an_axis_says_which_way_is_better():
+    assert "lower is faster" in _draw().figure.axes[0].get_ylabel()
+    rates = FRAME.assign(busbw_gb_per_s=1.0)
+    assert "higher is better" in lines(rates, x="n_bytes", y="busbw_gb_per_s").figure.axes[0].get_ylabel()
+
+
+def test_on_a_logarithmic_axis_are_dots_with_intervals_and_no_bars():
+    axis = bars(STEPS, x="model", y="seconds", hue="phase", log=True).figure.axes[0]
+    assert not axis.patches
+    assert sum(line.get_marker() in "os" for line in axis.get_lines()) == 2
+    assert sum(len(collection.get_segments()) for collection in axis.collections) == 4
+
+
+def test_a_drawing_has_its_text_as_text_the_colors_of_the_page_and_values_to_point_at():
+    plot = _draw(facet="world_size")
+    drawn, places = drawing(plot, "one")
+    assert (drawn, places) == drawing(_draw(facet="world_size"), "one")
+    texts = [element.text for element in ElementTree.fromstring(drawn).iter() if element.tag.endswith("text")]
+    assert {"1 KiB", "ring", "torch"} <= set(texts)
+    assert not re.findall(r"#[0-9a-fA-F]{6}\b", drawn)
+    assert not set(re.findall(r'id="([^"]*)"', drawn)) & set(re.findall(r'id="([^"]*)"', drawing(plot, "two")[0]))
+    found = json.loads(places)
+    assert all(0 <= edge <= 100 for *edges, _ in found for edge in edges)
+    assert found[0][-1] == "ring · 1 KiB · 100 µs [90 µs, 120 µs]"
+    assert found[0][1] > found[1][1]  # the smaller value is farther down
 
 
 def test_figures_whose_names_have_a_dot_do_not_overwrite_one_another(tmp_path):
@@ -115,10 +186,11 @@ def test_published_bars_get_a_panel_of_their_own_with_their_own_categories(tmp_p
     published = STEPS.assign(model=STEPS["model"].replace({"nano": "xl"}))
     plot = bars(STEPS, x="model", y="seconds", hue="phase", reference=published, reference_label="published, H100")
     plot.save(tmp_path / "figure")
+    plot = plot.with_published
     assert set(pd.read_csv(tmp_path / "figure.csv")["source"]) == {"measured here", "published, H100"}
     names = [[label.get_text() for label in axis.get_xticklabels()] for axis in plot.figure.axes]
     assert names == [["nano", "mini"], ["xl", "mini"]]
-    assert plot.figure.axes[1].get_title() == "published, H100"
+    assert plot.figure.axes[1].get_title(loc="left") == "published, H100"
 
 
 def test_bars_stand_around_their_tick_whatever_other_panels_hold():
@@ -126,6 +198,7 @@ def test_bars_stand_around_their_tick_whatever_other_panels_hold():
     there = pd.DataFrame({"device": "GPU", "seconds": [1.0, 2.0, 3.0], "parts": ["own", "other", "torch"]})
     order = ["own", "other", "torch"]
     plot = bars(here, x="device", y="seconds", hue="parts", hue_order=order, reference=there)
+    plot = plot.with_published
     for axis in plot.figure.axes:
         centers = [patch.get_x() + patch.get_width() / 2 for patch in axis.patches]
         assert sum(centers) == pytest.approx(0)
@@ -140,11 +213,9 @@ def test_published_bars_alone_are_hatched_too():
 
 
 def test_names_that_would_touch_their_neighbors_are_slanted():
-    table = pd.DataFrame(
-        {"mode": ["inference", "full step"] * 3, "seconds": 1.0, "model": ["a", "a", "b", "b", "c", "c"]}
-    )
+    table = pd.DataFrame({"mode": ["inference", "full step"] * 4, "seconds": 1.0, "model": [*"aabbccdd"]})
     for wanted, names in ((25, ["inference", "full step"]), (0, ["fwd", "step"])):
-        renamed = table.assign(mode=names * 3, measure="clock")
+        renamed = table.assign(mode=names * 4, measure="clock")
         plot = bars(renamed, x="mode", y="seconds", hue="measure", facet="model")
         assert {label.get_rotation() for axis in plot.figure.axes for label in axis.get_xticklabels()} == {wanted}
 

@@ -19,7 +19,7 @@ def write_page(folder, **changes):
     machine = describe_machine()
     record = {"run": "data/runs/fake/a.jsonl", "profile": "smoke", "host": machine.host, "machine": machine.label}
     record |= {"started": "2030-01-02T00:00:00", "coverage": {"ok": 2, "pending": 5}, "duration_s": 1.0}
-    record |= {"not_measured": [], "figures": {}, "thumbnails": {}, "answers": [], "machine_rows": [], "provenance": []}
+    record |= {"not_measured": [], "figures": {}, "answers": [], "machine_rows": [], "provenance": []}
     cell = nbformat.v4.new_code_cell("1")
     cell.outputs = [nbformat.v4.new_output("display_data", data={PAGE_MIME: record | changes, "text/html": ""})]
     nbformat.write(nbformat.v4.new_notebook(cells=[cell]), folder / "fake.ipynb")

@@ -37,6 +37,7 @@ FILES = sorted(path.stem for path in reference_directory().glob("*.csv"))
 
 # Ids stay the same for ever: links and earlier reports name them. New ones may be added.
 ALL_IDS = {
+    "limits": "products memory calls threads exchange roofline regimes",
     "end_to_end": "step_times warmup predicted compile published_trends",
     "kernels": "profiler_and_clock largest_operator beside_matmul matmul_share softmax_in_attention published_trends",
     "precision": "accumulation dtypes layer_norm autocast_speed published_trends",

@@ -33,10 +33,9 @@ def _advice(*findings, **options):
     return advice
 
 
-def test_what_is_shown_is_recommended_with_its_interval_and_a_link():
+def test_what_is_shown_is_recommended_with_a_link():
     advice = _advice(SHOWN)
     assert (advice.status, advice.text) == ("shown", "use bf16.")
-    assert advice.evidence == "not for float16."
     assert advice.href == "fake.html#answer-which"
 
 

@@ -2,13 +2,13 @@
 
 import pytest
 
+from labkit.lab.columns import column
 from labkit.lab.units import (
     format_bytes,
     format_flops,
     format_number,
     format_rate,
     format_seconds,
-    formatter_of,
     join_words,
 )
 
@@ -38,7 +38,7 @@ def test_a_missing_value_has_no_number():
 
 
 @pytest.mark.parametrize(
-    ("column", "text"),
+    ("name", "text"),
     [
         ("seconds", "2 s"),
         ("step_s", "2 s"),
@@ -49,8 +49,8 @@ def test_a_missing_value_has_no_number():
         ("matmul_flops_per_s", "2 FLOP/s"),
     ],
 )
-def test_the_name_of_a_column_decides_the_unit(column, text):
-    assert formatter_of(column)(2.0) == text
+def test_the_name_of_a_column_decides_the_unit(name, text):
+    assert column(name).form(2.0) == text
 
 
 @pytest.mark.parametrize(("value", "text"), [(2.5e9, "2.5 GFLOP"), (1.2e15, "1.2 PFLOP"), (999, "999 FLOP")])

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
-from tests.mutations.mistakes import MISTAKES, Mistake
+from tests.mutations.mistake import Mistake
+from tests.mutations.mistakes import MISTAKES
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 600

@@ -150,13 +150,15 @@ def told_by_ranks(completed: CompletedProcess[str]) -> list[list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def two_launches(tmp_path_factory: pytest.TempPathFactory) -> CompletedProcess[str]:
-    """A job with a launch of as many ranks as there are, and one of more."""
-    return torchrun(tmp_path_factory.mktemp("job"), (["a", "b"], 2, 30.0), (["a", "b"], 4, 30.0))
+def launches(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, Any]]]:
+    """A job with a launch of as many ranks as there are, one of more, and one in which rank 1 fails, twice."""
+    # The time-out of each is its own: after those that wait longer, the failures would not be found in time.
+    launches = (["a", "b"], 2, 60.0), (["a", "b"], 4, 60.0), (["a", "fails", "fails", "b"], 2, 1.0)
+    return told_by_ranks(torchrun(tmp_path_factory.mktemp("job"), *launches))
 
 
-def test_points_run_in_the_ranks_of_the_job(two_launches: CompletedProcess[str]) -> None:
-    ranks = told_by_ranks(two_launches)[0]
+def test_points_run_in_the_ranks_of_the_job(launches: list[list[dict[str, Any]]]) -> None:
+    ranks = launches[0]
     assert [said["first"] for said in ranks[1:]] == [[]]  # the others take part and yield nothing
     first = ranks[0]["first"]
     assert [item[:3] for item in first if item[0] == "row"] == [
@@ -178,16 +180,15 @@ def test_points_run_in_the_ranks_of_the_job(two_launches: CompletedProcess[str])
     assert [said["flag"] for said in ranks] == [None, None]  # the environment of a launch ends with it
 
 
-def test_another_world_size_skips_every_point(two_launches: CompletedProcess[str]) -> None:
-    ranks = told_by_ranks(two_launches)[1]
+def test_another_world_size_skips_every_point(launches: list[list[dict[str, Any]]]) -> None:
+    ranks = launches[1]
     reason = "needs 4 ranks, but this job has 2"
     assert [item[:4] for item in ranks[0]["first"]] == [["end", 0, "skipped", reason], ["end", 1, "skipped", reason]]
     assert ranks[1]["first"] == []
 
 
-def test_all_ranks_agree_on_a_failure_and_carry_on(tmp_path: Path) -> None:
-    # After a launch that waits longer: the time-out of each is its own, or the failures would not be found in time.
-    _, ranks = told_by_ranks(torchrun(tmp_path, (["a"], 2, 60.0), (["a", "fails", "fails", "b"], 2, 1.0)))
+def test_all_ranks_agree_on_a_failure_and_carry_on(launches: list[list[dict[str, Any]]]) -> None:
+    ranks = launches[2]
     ends = [item[1:4] for item in ranks[0]["first"] if item[0] == "end"]
     failed = ["failed", "rank 1: ValueError: rank 1 has had enough"]
     assert ends == [[0, "ok", None], [1, *failed], [2, *failed], [3, "ok", None]]

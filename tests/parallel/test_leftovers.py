@@ -21,7 +21,6 @@ import torch.distributed as dist
 
 from labkit.parallel.launch import PointEnd, Row, launch
 from labkit.parallel.ranks.process import interrupts_deferred
-from tests import errands
 
 MARK = "LABKIT_TEST_MARK"
 
@@ -111,21 +110,8 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> bool:
 
 
 def children() -> set[psutil.Process]:
-    """What descends from this process, but for the errands of other tests and what descends from them."""
-    found = set(psutil.Process().children(recursive=True))
-    for process in tuple(found):
-        with suppress(psutil.Error):
-            if errands.__file__ in process.cmdline():
-                found -= {process, *process.children(recursive=True)}
-                # A session apart: those whose parent ended while we looked.
-                found -= {other for other in found if _session(other) == process.pid}
-    return found
-
-
-def _session(process: psutil.Process) -> int | None:
-    with suppress(ProcessLookupError):
-        return os.getsid(process.pid)
-    return None
+    """What descends from this process."""
+    return set(psutil.Process().children(recursive=True))
 
 
 def is_gone(pid: int) -> bool:

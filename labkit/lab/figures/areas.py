@@ -6,20 +6,23 @@ from typing import Any
 import pandas as pd
 from matplotlib.figure import Figure
 
+from labkit.lab.columns import column
 from labkit.lab.figures.style import (
     PALETTE,
     PANEL_HEIGHT,
-    PANEL_WIDTH,
-    SINGLE_PANEL_WIDTH,
+    WIDE,
+    WIDTH,
     Plot,
-    axis_title,
     drawn_columns,
     facet_title,
     finish_axes,
     format_axis,
     legend,
+    name_axis,
+    name_panel,
     nothing_to_draw,
     plotted,
+    value_title,
     with_hue,
 )
 
@@ -44,8 +47,7 @@ def areas(
     if data.empty:
         return nothing_to_draw(data)
     panels: Sequence[Any] = [None] if facet is None else list(dict.fromkeys(data[facet]))
-    width = SINGLE_PANEL_WIDTH if len(panels) == 1 else PANEL_WIDTH * 1.3 * len(panels)
-    figure = Figure(figsize=(width, PANEL_HEIGHT + 0.6), layout="constrained")
+    figure = Figure(figsize=(WIDTH if len(panels) == 1 else WIDE, PANEL_HEIGHT), layout="constrained")
     axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     layers = [value for value in hue_order or dict.fromkeys(data[hue]) if value in set(data[hue])]
     colors = {value: PALETTE[index % len(PALETTE)] for index, value in enumerate(hue_order or layers)}
@@ -58,11 +60,11 @@ def areas(
         axis.stackplot(table.index, table.to_numpy().T, labels=names, colors=colored, step="post", linewidth=0)
         finish_axes(axis)
         axis.set_xlim(table.index.min(), table.index.max())
-        axis.set_xlabel(axis_title(x))
+        name_axis(axis.xaxis, column(x).axis)
         format_axis(axis.xaxis, x, False)
         if facet is not None:
-            axis.set_title(facet_title(facet, value), fontsize=10)
+            name_panel(axis, facet_title(facet, value))
     format_axis(axes[0].yaxis, y, False)
-    axes[0].set_ylabel(y_title or axis_title(y))
-    legend(figure, axes, hue)
+    name_axis(axes[0].yaxis, value_title(y, y_title))
+    legend(figure, axes, hue, [str(layer).replace("_", " ") for layer in reversed(layers)])
     return plotted(figure, data)

@@ -1,56 +1,41 @@
 """What all figures share: palette, axis titles with units, panels, the legend, and how a figure is saved.
 
-Colors are Okabe and Ito's, safe for color-blind readers, with a marker each; the background is opaque white, so
-that a figure reads well on a dark page. Saved files are bit-reproducible.
+Colors are close to Okabe and Ito's, which are safe for color-blind readers, but all stand out from white; each has a
+marker of its own. Files are saved bit by bit the same.
 """
 
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, Locator, LogLocator, MaxNLocator, NullFormatter
-from PIL import Image
+from matplotlib.ticker import FuncFormatter, Locator, LogLocator, MaxNLocator, NullFormatter, NullLocator
 
-from labkit.lab.units import counted, format_bytes, formatter_of
+from labkit.lab.columns import better, column, label
+from labkit.lab.units import counted
 
-PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#7F7F7F", "#8C564B", "#17BECF")
+PALETTE = ("#0072B2", "#D55E00", "#008F68", "#B0579A", "#A67C00", "#3A86C8", "#5B5B5B", "#8C564B", "#4B3FA0", "#2A8C95")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "<", ">")
-PANEL_WIDTH, PANEL_HEIGHT, DPI = 3.4, 3.3, 130
+TEXT, SOFT, GRID, PAGE = "#000000", "#56606B", "#DFE3E7", "#FFFFFF"
+FONT = 9  # points
+WIDTH, WIDE, PANEL_HEIGHT = 7.6, 9.6, 2.9  # inches: a figure of one panel, of several, and how high a panel is
+DPI = 130
 CSS_INCH = 96  # pixels of a browser
-SINGLE_PANEL_WIDTH = 7.0
 MEASURED = "measured here"
+PUBLISHED = "published"
 ALL = "all"  # the column that tells one line or bar from another where the caller names none
 AT = "at"  # the column that says where on the x axis a point stands
-THUMBNAIL_WIDTH = 320  # pixels, shown at half of it
 FEW_PLACES = 4  # on the x axis: each gets a tick of its own
 FEWEST_TICKS = 3  # on a logarithmic axis; fewer do not tell its scale
-
-# Column names as axis titles; a name that is not listed is shown with blanks for underscores.
-AXIS_TITLES = {
-    "n_bytes": "size of the tensor",
-    "world_size": "ranks",
-    "bucket_bytes": "bucket size",
-    "bucket_mb": "bucket size (MiB)",
-    "buckets": "number of buckets",
-    "seconds": "time",
-    "sequence": "sequence length (tokens)",
-    "context_length": "context length (tokens)",
-    "bytes": "memory",
-    "busbw_gb_per_s": "bus bandwidth (GB/s)",
-    "algbw_gb_per_s": "algorithm bandwidth (GB/s)",
-    "elements": "elements",
-    "ratio": "ratio of times",
-    "head_dim": "head dimension",
-}
-
-# Axes on which values double: ticks at powers of two.
-DOUBLING = ("n_bytes", "world_size", "sequence", "context_length")
+LEAST_SPAN = 0.04  # of an axis, relative to its values: three digits tell its ticks from one another
+NEW_LINE = "\n"
+LONGEST_LINE = 34  # characters beside a panel
+LONGEST_BESIDE = 26  # characters of a name in a legend that stands beside the panels
 
 
 class _PowersOfTwo(Locator):
@@ -75,21 +60,43 @@ class _OneTwoFive(LogLocator):
         ticks = super().tick_values(vmin, vmax)
         if sum(vmin <= tick <= vmax for tick in ticks) >= FEWEST_TICKS:
             return ticks
-        return MaxNLocator(nbins=6, steps=[1, 2, 2.5, 5, 10]).tick_values(vmin, vmax)
+        return _round_numbers().tick_values(vmin, vmax)
 
 
-def _log_ticks(column: str) -> Locator:
-    if column.endswith("bytes"):
-        return LogLocator(base=32 if column == "n_bytes" else 2, numticks=8)
-    return LogLocator(base=2) if column in DOUBLING else _OneTwoFive()
+def _round_numbers() -> Locator:
+    """About five ticks at equal distances of 1, 2 or 5, which three digits write exactly."""
+    return MaxNLocator(nbins=6, steps=[1, 2, 5, 10])
+
+
+def _log_ticks(name: str) -> Locator:
+    if name.endswith("bytes"):
+        return LogLocator(base=32 if name == "n_bytes" else 2, numticks=8)
+    return LogLocator(base=2) if column(name).doubles else _OneTwoFive()
+
+
+class Mark(NamedTuple):
+    """What a reader can point at: a point, bar or box in the coordinates of its axes, and what it says."""
+
+    axis: Axes
+    left: float
+    bottom: float
+    right: float
+    top: float
+    text: str
 
 
 @dataclass(frozen=True, repr=False)
 class Plot:
-    """A figure and the frame of exactly what it shows. As the last expression of a notebook's cell it draws itself."""
+    """A figure and the frame of exactly what it shows. As the last expression of a notebook's cell it draws itself.
+
+    `with_published` is the same figure with what was published beside it, where there is any: of other hardware, it
+    stretches the axes, so that a page shows it on demand only.
+    """
 
     figure: Figure
     data: pd.DataFrame
+    marks: Sequence[Mark] = ()
+    with_published: "Plot | None" = None
 
     def __repr__(self) -> str:
         return f"figure of {counted(len(self.data), 'row')}: {', '.join(map(str, self.data.columns))}"
@@ -97,46 +104,64 @@ class Plot:
     def _repr_png_(self) -> tuple[bytes, dict[str, Any]]:  # IPython asks for it
         return self.png(), {"alt": repr(self), "width": round(self.figure.get_figwidth() * CSS_INCH)}
 
-    def png(self) -> bytes:
+    def png(self, title: str | None = None) -> bytes:
+        """The figure as a picture, below `title`."""
+        heading = self.figure.suptitle(title, x=0.01, ha="left", fontsize=FONT + 2) if title else None
         buffer = io.BytesIO()
         self.figure.savefig(buffer, format="png", dpi=DPI, metadata={"Software": None})
+        if heading is not None:
+            self.figure.suptitle("")
         return buffer.getvalue()
 
-    def save(self, stem: Path) -> bytes:
+    def save(self, stem: Path, title: str | None = None) -> bytes:
         """Write `<stem>.png` and, beside it, `<stem>.csv` with the plotted points; returns the PNG: drawing is slow.
 
         The stem may have a dot, as in the name of a model's size.
         """
         stem.parent.mkdir(parents=True, exist_ok=True)
-        png = self.png()
+        png = self.png(title)
         stem.with_name(stem.name + ".png").write_bytes(png)
         stem.with_name(stem.name + ".csv").write_text(self.csv())
         return png
 
     def csv(self) -> str:
         """The plotted points as comma-separated values."""
-        return self.data.to_csv(index=False)
-
-
-def thumbnail(png: bytes) -> bytes:
-    """A figure small enough for an index: `THUMBNAIL_WIDTH` pixels, few colors, a few kilobytes."""
-    image = Image.open(io.BytesIO(png)).convert("RGB")
-    height = max(1, round(image.height * THUMBNAIL_WIDTH / image.width))
-    small = image.resize((THUMBNAIL_WIDTH, height), Image.Resampling.LANCZOS).quantize(32)
-    buffer = io.BytesIO()
-    small.save(buffer, format="PNG", optimize=True)
-    return buffer.getvalue()
+        return (self.with_published or self).data.to_csv(index=False)
 
 
 def finish_axes(axis: Axes, *, grid: str = "both") -> None:
-    """A light grid behind the data, no frame above and to the right."""
-    axis.grid(visible=True, axis=grid, which="major", color="#DDDDDD", linewidth=0.6)  # type: ignore[arg-type]
+    """A light grid behind the data, a frame at the bottom alone, numbers softer than names."""
+    axis.grid(visible=True, axis=grid, which="major", color=GRID, linewidth=0.7)  # type: ignore[arg-type]
     axis.set_axisbelow(True)
-    axis.spines[["top", "right"]].set_visible(False)
+    axis.spines[["top", "right", "left"]].set_visible(False)
+    axis.spines["bottom"].set_color(SOFT)
+    axis.tick_params(which="both", length=0, labelsize=FONT, labelcolor=SOFT, pad=5)
 
 
-def axis_title(column: str) -> str:
-    return AXIS_TITLES.get(column, column.replace("_", " "))
+def name_axis(axis: Any, text: str) -> None:
+    """What is along an axis (`axes.xaxis`, `axes.yaxis`)."""
+    axis.set_label_text(text, fontsize=FONT, color=TEXT)
+
+
+def name_panel(axis: Axes, text: str) -> None:
+    axis.set_title(text, fontsize=FONT, fontweight="bold", loc="left")
+
+
+def value_title(name: str, title: str | None = None) -> str:
+    """What is measured, and which way is better: "time (lower is faster)"."""
+    title, way = title or column(name).axis, better(name)
+    if way is None:
+        return title
+    return f"{title}{' ' if len(title) + len(way) < LONGEST_LINE else NEW_LINE}({way})"
+
+
+def told(names: Iterable[str], y: str, row: pd.Series) -> str:
+    """What a point says when a reader points at it: "ring · 64 KiB · 366 µs [299 µs, 436 µs]"."""
+    shown = column(y).form
+    value = shown(row[y])
+    if "low" in row and row["low"] == row["low"]:
+        value += f" [{shown(row['low'])}, {shown(row['high'])}]"
+    return " · ".join([*filter(None, dict.fromkeys(names)), value])
 
 
 def require_columns(frame: pd.DataFrame, columns: Sequence[str]) -> None:
@@ -168,14 +193,14 @@ def with_interval(columns: Sequence[str], frame: pd.DataFrame, y: str) -> list[s
     return [name for column in columns for name in ([column, *interval] if column == y else [column])]
 
 
-def plotted(figure: Figure, data: pd.DataFrame) -> Plot:
+def plotted(figure: Figure, data: pd.DataFrame, marks: Sequence[Mark] = (), with_published: Plot | None = None) -> Plot:
     """The plot of what was drawn, without the columns that only drawing needed."""
-    return Plot(figure, data.drop(columns=[ALL, AT], errors="ignore"))
+    return Plot(figure, data.drop(columns=[ALL, AT], errors="ignore"), marks, with_published)
 
 
 def nothing_to_draw(data: pd.DataFrame) -> Plot:
-    figure = Figure(figsize=(PANEL_WIDTH * 1.6, 1.0), layout="constrained")
-    figure.text(0.5, 0.5, "nothing was measured to draw here", ha="center", va="center", fontsize=10)
+    figure = Figure(figsize=(WIDTH, 1.0), layout="constrained")
+    figure.text(0.5, 0.5, "nothing was measured to draw here", ha="center", va="center", fontsize=FONT)
     return plotted(figure, data)
 
 
@@ -187,43 +212,45 @@ def error_bars(series: pd.DataFrame, y: str) -> Any:
     return [below, above]
 
 
-def format_axis(axis: Any, column: str, is_log: bool) -> None:
-    """Ticks with units where the column's name says what it is."""
-    formatter = formatter_of(column)
-    if not is_log and column.endswith("bytes"):
-        axis.set_major_locator(_PowersOfTwo())
+def format_axis(axis: Any, name: str, is_log: bool) -> None:
+    """Round ticks, with units where the column's name says what it is."""
+    low, high = axis.get_view_interval()
+    if (missing := LEAST_SPAN * max(abs(low), abs(high)) - (high - low)) > 0:
+        axis.set_view_interval(low - missing / 2, high + missing / 2, ignore=True)
     if is_log:
-        axis.set_major_locator(_log_ticks(column))
-    axis.set_major_formatter(FuncFormatter(lambda value, _: formatter(value)))
+        axis.set_major_locator(_log_ticks(name))
+        axis.set_minor_locator(NullLocator())
+    else:
+        axis.set_major_locator(_PowersOfTwo() if name.endswith("bytes") else _round_numbers())
+    axis.set_major_formatter(FuncFormatter(lambda value, _: column(name).form(value)))
     axis.set_minor_formatter(NullFormatter())
 
 
 def facet_title(facet: str, value: Any) -> str:
-    if isinstance(value, tuple):  # (backend, world size)
-        return f"{value[0]}, {value[1]} ranks"
-    if facet.endswith("bytes"):
-        return format_bytes(value)
-    return f"{value} ranks" if facet == "world_size" else f"{value}"
+    return f"{value[0]}, {value[1]} ranks" if isinstance(value, tuple) else label(facet, value)
 
 
-def legend(figure: Figure, axes: Sequence[Axes], hue: str) -> None:
-    """One legend for all panels, below them, so that it never covers a line."""
+def legend(figure: Figure, axes: Sequence[Axes], hue: str, order: Sequence[str] = ()) -> None:
+    """One legend for all panels: beside them, or below where its names are long. `order` names what comes first."""
     entries: dict[str, Any] = {}
     for axis in axes:
-        for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
-            entries.setdefault(label, handle)
+        for handle, text in zip(*axis.get_legend_handles_labels(), strict=True):
+            entries.setdefault(text, handle)
     if hue == ALL and len(entries) <= 1:
         return
-    widest = max((len(label) for label in entries), default=1)
+    entries = {name: entries[name] for name in [*(n for n in order if n in entries), *entries]}
+    widest = max(map(len, entries), default=1)
+    is_beside = widest <= LONGEST_BESIDE
     most = max(1, min(len(entries), int(figure.get_figwidth() * 14 / (widest + 8))))
     columns = math.ceil(len(entries) / math.ceil(len(entries) / most)) if entries else 1  # rows of about equal length
     figure.legend(
         entries.values(),
         entries.keys(),
-        title=None if hue == ALL else axis_title(hue),
-        loc="outside lower center",
-        ncols=columns,
+        title=None if hue == ALL else column(hue).axis,
+        loc="outside right upper" if is_beside else "outside lower center",
+        ncols=1 if is_beside else columns,
         frameon=False,
-        fontsize=8,
-        title_fontsize=8,
+        fontsize=FONT,
+        title_fontsize=FONT,
+        alignment="left",
     )

@@ -4,14 +4,19 @@ The same pieces serve JupyterLab and the exported page: a small style sheet trav
 the colors of whatever surrounds it. All text passes the templates, which escape it.
 """
 
+import base64
 import json
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pandas as pd
 from IPython.display import HTML
+from markupsafe import Markup
 
+from labkit.lab.columns import column
+from labkit.lab.figures import Plot
+from labkit.lab.figures.vector import drawing
 from labkit.lab.findings import Finding, Question
 from labkit.lab.pages.html import piece, piece_style
 from labkit.lab.project import relative_to_project
@@ -19,26 +24,13 @@ from labkit.lab.runs.progress import Progress
 from labkit.lab.runs.records import Resumption
 from labkit.lab.runs.store import Run
 from labkit.lab.study import Study
-from labkit.lab.units import counted, format_bytes, format_seconds, formatter_of
+from labkit.lab.units import counted, format_bytes, format_seconds
 from labkit.machine import Machine
 from labkit.machine.load import Load, disturbances
 from labkit.parallel.ranks.hosts import describe_hosts
 
-# Headings of columns that are not their names, and endings that say a unit which the cells carry, or the heading does.
-HEADINGS = {
-    "n_bytes": "size",
-    "world_size": "ranks",
-    "seconds": "time",
-    "warmup": "warm-up steps",
-    "bucket_mb": "bucket (MiB)",
-    "mfu_percent": "MFU (%)",
-    "tflop_per_s": "TFLOP/s",
-    "gflop": "GFLOP",
-}
-UNIT_ENDINGS = (
-    *(("_flops_per_s", ""), ("_bytes_per_s", ""), ("_gb_per_s", " (GB/s)"), ("_per_s", "_per_s")),
-    *(("_bytes", ""), ("_s", ""), ("_percent", " (%)"), ("_ns_per_byte", " (ns/byte)")),
-)
+PIECE_MIME = "application/vnd.labkit.piece+json"  # what stands on the page for what a notebook shows
+MOST_CSV_BYTES = 2**18  # embedded in a page; longer tables stay beside the figure's file
 MOST_WORDS_OF_A_NAME = 4  # what is longer is a sentence, and an underscore in it is meant
 MANY = 100_000  # from here on a whole number is shown with separators
 
@@ -54,6 +46,16 @@ class Shown(HTML):
     def __repr__(self) -> str:
         return self._text
 
+    @property
+    def on_page(self) -> str:
+        """What stands for it on a page."""
+        return str(self._records.get(PIECE_MIME, {}).get("html", self.data))
+
+    def also(self, line: str) -> "Shown":
+        """The same, with one more line in a console."""
+        self._text += f"\n{line}"
+        return self
+
     def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:  # IPython asks for it
         return self._records
 
@@ -63,7 +65,8 @@ def machine_card(machine: Machine, *, elsewhere: bool, hosts: dict[str, list[int
     rows = machine_rows(machine, elsewhere=elsewhere)
     if hosts is not None and len(hosts) > 1:
         rows["Hosts"] = f"{len(hosts)}, of which the first is described here: {describe_hosts(hosts)}"
-    return Shown(piece("machine", style=piece_style(), rows=rows.items()), definitions_text(rows))
+    html = piece("machine", style=piece_style(), rows=rows.items())
+    return Shown(html, definitions_text(rows), {PIECE_MIME: {"html": ""}})  # a page has them at its top and its end
 
 
 def definitions_text(rows: Mapping[str, str]) -> str:
@@ -135,52 +138,85 @@ def not_measured(run: Run) -> list[dict[str, Any]]:
 
 
 def table(frame: pd.DataFrame, caption: str = "") -> Shown:
-    """A frame as an aligned table; a column's name decides the unit its values are shown in."""
-    numbers = [_is_number(frame[name]) for name in frame.columns]
-    headings = [
-        # beside a mean, the time that is a median says so
-        {"text": "median" if name == "seconds" and "mean_s" in frame else _heading(str(name)), "number": number}
-        for name, number in zip(frame.columns, numbers, strict=True)
-    ]
-    columns = [[_cell(str(name), value) for value in frame[name]] for name in frame.columns]
-    for column, number in zip(columns, numbers, strict=True):
-        for cell in column:
-            cell["number"] = number
-    html = piece("table", headings=headings, rows=list(zip(*columns, strict=True)), caption=caption)
-    texts = [
-        [heading["text"], *(cell["text"] for cell in column)] for heading, column in zip(headings, columns, strict=True)
-    ]
-    return Shown(html, "\n".join(filter(None, [caption, *_aligned(texts, numbers)])))
+    """A frame as an aligned table; a column's name decides the unit its values are shown in. It is folded on a page.
+
+    `low` and `high` behind one another are one interval. Columns that say nothing to a reader are left out.
+    """
+    columns = list(_columns(frame))
+    headings = [{"text": heading, "number": is_number} for heading, is_number, _ in columns]
+    content = {"headings": headings, "rows": list(zip(*(cells for *_, cells in columns), strict=True))}
+    texts = [[heading, *(cell["text"] for cell in cells)] for heading, _, cells in columns]
+    text = "\n".join(filter(None, [caption, *_aligned(texts, [is_number for _, is_number, _ in columns])]))
+    on_page = piece("folded", summary=caption or "The numbers", content=Markup(piece("table", **content)))
+    return Shown(piece("table", **content, caption=caption), text, {PIECE_MIME: {"html": on_page}})
+
+
+def _columns(frame: pd.DataFrame) -> Iterator[tuple[str, bool, list[dict[str, Any]]]]:
+    """What a reader sees of a frame, column by column: heading, whether they are numbers, cells."""
+    names = [str(name) for name in frame.columns]
+    shown = [index for index, name in enumerate(names) if not column(name).is_internal]
+    for before, index, after in zip([None, *shown], shown, [*shown[1:], None], strict=False):
+        values, following = list(frame.iloc[:, index]), names[after] if after is not None else ""
+        if before is not None and (names[index], following) == ("low", "high"):
+            yield "95 % interval", True, _intervals(names[before], values, list(frame.iloc[:, index + 1]))
+        elif not (before is not None and (names[before], names[index]) == ("low", "high")):
+            is_number = _is_number(frame.iloc[:, index])
+            # beside a mean, the time that is a median says so
+            heading = "median" if names[index] == "seconds" and "mean_s" in names else column(names[index]).title
+            yield heading, is_number, [_cell(names[index], value, is_number) for value in values]
+
+
+def _intervals(of: str, lows: list[Any], highs: list[Any]) -> list[dict[str, Any]]:
+    """The intervals of the column before them, sorted by their lower ends."""
+    ends = [[_text(of, end) for end in interval] for interval in zip(lows, highs, strict=True)]
+    texts = ["–" if _is_missing(low) else f"[{', '.join(written)}]" for low, written in zip(lows, ends, strict=True)]
+    sorts = [None if _is_missing(low) else f"{low:.12g}" for low in lows]
+    return [{"text": text, "sort": sort, "number": True} for text, sort in zip(texts, sorts, strict=True)]
 
 
 def _aligned(columns: list[list[str]], numbers: list[bool]) -> list[str]:
     """The rows of a table of texts, numbers at their right."""
     padded = []
-    for column, is_number in zip(columns, numbers, strict=True):
-        width = max(map(len, column))
-        padded.append([text.rjust(width) if is_number else text.ljust(width) for text in column])
+    for texts, is_number in zip(columns, numbers, strict=True):
+        width = max(map(len, texts))
+        padded.append([text.rjust(width) if is_number else text.ljust(width) for text in texts])
     return ["  ".join(row).rstrip() for row in zip(*padded, strict=True)]
 
 
-def figure(png: str, inches: float, drawn: str, csv: str | None, file: str) -> tuple[str, str]:
-    """A figure with its caption, and its alternative text; `png` and `csv` are base64."""
-    alt = drawn or file
-    return piece("figure", image=png, inches=inches, alt=alt, drawn=drawn, csv=csv, file=file), alt
+def figure(plot: Plot, png: bytes, alt: str, file: str, drawn: str = "") -> Shown:
+    """A figure, as a picture in a notebook and as a drawing with values to point at on a page.
+
+    `drawn` is its caption, `alt` stands for it where it cannot be seen, `file` is the name of its numbers'.
+    """
+    about = {"drawn": drawn, "file": file, "csv": _embedded_csv(plot)}
+    picture = piece("picture", image=base64.b64encode(png).decode(), inches=plot.figure.get_figwidth(), alt=alt)
+    html = piece("figure", images=Markup(picture), has_switch=False, **about)
+    each = {"plain": plot, "published": plot.with_published}
+    drawings = []
+    for kind, one in each.items():
+        if one is not None:
+            svg, places = drawing(one, f"{file}-{kind}")
+            inches = one.figure.get_figwidth()
+            drawings.append(piece("drawing", svg=svg, places=places, inches=inches, alt=alt, kind=kind))
+    on_page = piece("figure", images=Markup("".join(drawings)), has_switch=len(drawings) > 1, **about)
+    return Shown(html, alt, {PIECE_MIME: {"html": on_page}})
 
 
-def answer(question: Question, finding: Finding, figures: Sequence[str] = (), texts: Sequence[str] = ()) -> Shown:
-    """What a run says of a question; figures as HTML, and what stands for them in a console."""
-    numbers = None if finding.table is None else table(finding.table).data
-    parts = [
-        f"{question.text} [{finding.verdict}]",
-        finding.headline,
-        finding.caveat,
-        *texts,
-        finding.why,
-        finding.advice,
-    ]
-    html = piece("answer", question=question, finding=finding, figures=figures, table=numbers)
-    return Shown(html, "\n".join(filter(None, parts)))
+def _embedded_csv(plot: Plot) -> str | None:
+    """The plotted points as base64; None if they are too many to travel in a page."""
+    csv = plot.csv().encode()
+    return base64.b64encode(csv).decode() if len(csv) <= MOST_CSV_BYTES else None
+
+
+def answer(question: Question, finding: Finding, figures: Sequence[Shown] = ()) -> Shown:
+    """What a run says of a question: the verdict and a sentence, figures, the numbers folded, why, what to do."""
+    about = {"question": question, "finding": finding}
+    about |= {"table": None if finding.table is None else Markup(table(finding.table).data)}
+    html = piece("answer", **about, figures=[Markup(shown.data) for shown in figures])
+    on_page = piece("answer", **about, figures=[Markup(shown.on_page) for shown in figures])
+    said = (finding.headline, finding.caveat, *map(repr, figures), finding.why, finding.advice)
+    text = "\n".join(filter(None, (f"{question.text} [{finding.verdict}]", *said)))
+    return Shown(html, text, {PIECE_MIME: {"html": on_page}})
 
 
 def provenance(study: Study, run: Run) -> str:
@@ -238,17 +274,6 @@ def _ranks(run: Run) -> str:
     return "; ".join(sorted(described, key=lambda text: int(text.split()[0]))) or "none"
 
 
-def _heading(column: str) -> str:
-    """Headings without the unit where the cells carry it, and with it where they do not."""
-    if column in HEADINGS:
-        return HEADINGS[column]
-    for suffix, shown in UNIT_ENDINGS:
-        if column.endswith(suffix):
-            column = column.removesuffix(suffix) + shown
-            break
-    return column.replace("_", " ")
-
-
 def _is_number(values: pd.Series) -> bool:
     """Whether a column holds numbers, which are aligned at their right."""
     known = [value for value in values if not _is_missing(value)]
@@ -259,13 +284,13 @@ def _is_missing(value: Any) -> bool:
     return value is None or (isinstance(value, float) and value != value)
 
 
-def _cell(column: str, value: Any) -> dict[str, Any]:
+def _cell(name: str, value: Any, is_number: bool) -> dict[str, Any]:
     """What a cell shows, and the number it is sorted by."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and not _is_missing(value)
-    return {"text": _text(column, value), "sort": f"{value:.12g}" if is_number else None, "href": None}
+    has_value = isinstance(value, int | float) and not isinstance(value, bool) and not _is_missing(value)
+    return {"text": _text(name, value), "sort": f"{value:.12g}" if has_value else None, "number": is_number}
 
 
-def _text(column: str, value: Any) -> str:
+def _text(name: str, value: Any) -> str:
     if _is_missing(value):
         return "–"
     if isinstance(value, bool):
@@ -275,6 +300,6 @@ def _text(column: str, value: Any) -> str:
         # Operators, paths and reasons are spelled out.
         is_name = "::" not in text and "/" not in text and len(text.split()) <= MOST_WORDS_OF_A_NAME
         return text.replace("_", " ") if is_name else text
-    if isinstance(value, int) and not column.endswith(("bytes", "flops")):  # a count keeps all its digits
+    if isinstance(value, int) and not name.endswith(("bytes", "flops")):  # a count keeps all its digits
         return f"{value:,}" if abs(value) >= MANY else str(value)
-    return formatter_of(column)(value)
+    return column(name).form(value)

@@ -151,9 +151,7 @@ def _figure(found: LabComparison, name: str, plot: Plot, drawn: str) -> str:
     for text in plot.figure.findobj(Text):
         if "$" in text.get_text():  # in a name that a run holds: nothing to be typeset
             text.set_parse_math(False)
-    png = base64.b64encode(plot.png()).decode()
-    csv = base64.b64encode(plot.csv().encode()).decode()
-    return cards.figure(png, plot.figure.get_figwidth(), drawn, csv, f"compare_{found.lab}_{name}")[0]
+    return cards.figure(plot, plot.png(), drawn, f"compare_{found.lab}_{name}", drawn).on_page
 
 
 def _plots(found: LabComparison) -> Iterator[tuple[str, Plot, str]]:

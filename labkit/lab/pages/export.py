@@ -17,17 +17,20 @@ from nbconvert import HTMLExporter
 from nbconvert.filters.markdown_mistune import IPythonRenderer, MarkdownWithMath
 
 from labkit.lab.notebook import PAGE_MIME
-from labkit.lab.pages.html import TEMPLATES, code_style, render, script, style_sheet
+from labkit.lab.pages.cards import PIECE_MIME
+from labkit.lab.pages.html import TEMPLATES, code_style, embed_json, render, script, style_sheet
 
 PAGE_FORMAT = 2
 """Of the record in a page: raised whenever what an index reads from it changes its name or meaning."""
 OTHER_FORMAT = "the page is older or newer than this labkit: draw it again"
 RECORD_KEYS = (
     *("run", "started", "duration_s", "profile", "host", "machine"),
-    *("coverage", "not_measured", "figures", "thumbnails", "answers"),
+    *("coverage", "not_measured", "figures", "answers"),
 )
 
-_HEADING = re.compile(r'<h2 id="([^"]*)">(.*?)</h2>', re.DOTALL)
+TOLD_AT_THE_TOP = ("Machine", "Processor", "GPU")  # of a page, of the machine's facts; the others stand at its end
+
+_HEADING = re.compile(r'(?<!<section class="prose code">)<h2 id="([^"]*)">(.*?)</h2>', re.DOTALL)
 _CONTENTS = "<!-- contents -->"
 _RECORD = re.compile(r'<script [^>]*id="labkit-record"[^>]*>(.*?)</script>', re.DOTALL)
 
@@ -64,23 +67,47 @@ class PageExporter(HTMLExporter):
 def export_page(notebook: Path, page: Path, *, lab: str, title: str, error: str | None = None) -> None:
     """Write the HTML page of an executed notebook; `error` is why it did not run to its end."""
     record = page_record(notebook)
+    rows = record["machine_rows"] if record else []
+    machine = [f"GPU: {value}" if name == "GPU" else value for name, value in rows if name in TOLD_AT_THE_TOP]
+    rest = [[name, value] for name, value in rows if name not in TOLD_AT_THE_TOP]
     about = {
         "title": title,
         "head": render("head.html.j2"),
         "style": style_sheet(),
         "code_style": code_style(),
         "script": script(),
-        "summary": render("page_summary.html.j2", record=record, error=error),
-        "footer": render("page_footer.html.j2", record=record, error=error),
+        "summary": render("page_summary.html.j2", record=record, machine=machine, error=error),
+        "footer": render("page_footer.html.j2", record=record, rest=rest, error=error),
         "record": embed_json(
             {"format_version": PAGE_FORMAT, "lab": lab, "title": title, "error": error, "record": record}
         ),
         "hidden_mime": PAGE_MIME,
+        "piece_mime": PIECE_MIME,
     }
-    body, _ = PageExporter().from_filename(str(notebook), resources={"labkit": about})
+    document = nbformat.read(notebook, as_version=4)
+    _mark_silent(document.cells)
+    body, _ = PageExporter().from_notebook_node(document, resources={"labkit": about})
     entries = [{"anchor": anchor, "html": text} for anchor, text in _HEADING.findall(body)]
     page.parent.mkdir(parents=True, exist_ok=True)
     page.write_text(body.replace(_CONTENTS, render("page_contents.html.j2", entries=entries), 1), encoding="utf-8")
+
+
+def _mark_silent(cells: list[Any]) -> None:
+    """Headings of sections that say nothing on a page: they appear with the code."""
+    heading = None
+    for cell in cells:
+        if cell.cell_type == "markdown":
+            heading = cell if re.fullmatch(r"#+ .*", cell.source.strip()) else None
+            if heading is not None:
+                cell.metadata["labkit_silent"] = True
+        elif heading is not None and any(map(_is_seen, cell.get("outputs", []))):
+            heading.metadata["labkit_silent"] = False
+
+
+def _is_seen(output: Any) -> bool:
+    """Whether a page shows anything of an output."""
+    data = output.get("data", {})
+    return PAGE_MIME not in data and data.get(PIECE_MIME, {"html": "other"})["html"] != ""
 
 
 def page_record(notebook: Path) -> dict[str, Any] | None:
@@ -91,11 +118,6 @@ def page_record(notebook: Path) -> dict[str, Any] | None:
             if record is not None:
                 return dict(record)
     return None
-
-
-def embed_json(value: Any) -> str:
-    """JSON that may stand inside a script element: nothing in it ends the element or begins a comment."""
-    return json.dumps(value).replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def read_page(page: Path) -> dict[str, Any] | None:

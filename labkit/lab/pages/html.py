@@ -2,6 +2,7 @@
 
 import base64
 import hashlib
+import json
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -34,13 +35,18 @@ def piece_style() -> str:
 
 
 def script() -> str:
-    """A page's script: tables are sorted by a click on a heading. Nothing is lost without it."""
-    return (TEMPLATES / "tables.js").read_text()
+    """A page's script: tables are sorted by a click, figures show their values. No text is lost without it."""
+    return "".join(path.read_text() for path in sorted(TEMPLATES.glob("*.js")))
 
 
 def script_hash() -> str:
     """The page's script as its Content-Security-Policy names it, so that no other one runs in a page."""
     return f"sha256-{base64.b64encode(hashlib.sha256(script().encode()).digest()).decode()}"
+
+
+def embed_json(value: Any) -> str:
+    """JSON that may stand inside a script element: nothing in it ends the element or begins a comment."""
+    return json.dumps(value).replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def code_style() -> str:

@@ -16,7 +16,7 @@ Status = Literal["shown", "not shown here", "not measured here", "not measured"]
 
 @dataclass(frozen=True)
 class Advice:
-    """What one question says on a topic: `text`, the numbers behind it, and where on which page that is.
+    """What one question says on a topic, and where on which page that is.
 
     `lab` is the title of the lab that says it.
     """
@@ -24,7 +24,6 @@ class Advice:
     status: Status
     text: str
     lab: str
-    evidence: str | None = None
     href: str | None = None
 
 
@@ -34,6 +33,11 @@ class TopicAdvice:
 
     title: str
     advice: list[Advice]
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether all of it is shown."""
+        return all(advice.status == "shown" for advice in self.advice)
 
 
 def recommendations(studies: Iterable[Study], labs: Mapping[str, Mapping[str, Any]]) -> list[TopicAdvice]:
@@ -52,18 +56,18 @@ def _advice(study: Study, question: Question, lab: Mapping[str, Any] | None) -> 
     href, record = f"{lab['page']}#answer-{question.id}", lab["record"]
     if record is None:
         text = lab["error"] if lab["is_other_format"] else f"the lab {study.name} failed"
-        return Advice("not measured", f"{text}.", study.title, href=lab["page"])
+        return Advice("not measured", f"{text}.", study.title, lab["page"])
     if record["elsewhere"]:
         text = f"the page is of another machine, {record['machine']}."
-        return Advice("not measured here", text, study.title, href=href)
+        return Advice("not measured here", text, study.title, href)
     answer = next((answer for answer in record["answers"] if answer["question"]["id"] == question.id), None)
     if answer is None:
         return Advice("not measured", f"the page of {study.name} is older than this question.", study.title)
     if answer["verdict"] == "not measured":
         text = answer["headline"].removeprefix("Not measured: ")
-        return Advice("not measured", text, study.title, href=href)
+        return Advice("not measured", text, study.title, href)
     text = answer["advice"] or f"nothing is shown that a recommendation could rest on. {answer['headline']}"
-    return Advice(_status(answer), text, study.title, answer["caveat"], href)
+    return Advice(_status(answer), text, study.title, href)
 
 
 def _status(answer: Mapping[str, Any]) -> Status:
@@ -73,7 +77,7 @@ def _status(answer: Mapping[str, Any]) -> Status:
 def further_advice(labs: Iterable[Mapping[str, Any]]) -> list[Advice]:
     """Recommendations of questions that belong to no topic."""
     return [
-        Advice(_status(answer), answer["advice"], lab["title"], answer["caveat"], _href(lab, answer))
+        Advice(_status(answer), answer["advice"], lab["title"], _href(lab, answer))
         for lab in labs
         if lab["record"] and not lab["record"]["elsewhere"]
         for answer in lab["record"]["answers"]

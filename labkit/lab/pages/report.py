@@ -11,6 +11,7 @@ import pandas as pd
 from labkit.lab.execute import NotebookFailed, execute_notebook, notebook_parameters
 from labkit.lab.notebook import check_parameters
 from labkit.lab.pages import cards
+from labkit.lab.pages.effects import all_effects, largest
 from labkit.lab.pages.export import OTHER_FORMAT, export_page, read_page
 from labkit.lab.pages.html import render, script, style_sheet
 from labkit.lab.pages.recommendations import further_advice, published_trends, recommendations
@@ -69,8 +70,13 @@ def write_index(studies: Iterable[Study], output: Path) -> Path:
     """
     known = list(studies)
     labs = [entry for study in known if (entry := _index_entry(study, output)) is not None]
+    effects, ticks = all_effects(labs)
     html = render(
         "index_page.html.j2",
+        largest=largest(labs),
+        effects=effects,
+        ticks=ticks,
+        one=next((place for place, text in ticks if text == "1"), 0),
         style=style_sheet(),
         script=script(),
         machine=cards.machine_rows(describe_machine(), elsewhere=False).items(),

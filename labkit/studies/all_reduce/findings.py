@@ -114,7 +114,6 @@ def transports(frame: pd.DataFrame) -> Finding | None:
             f"At {format_bytes(floor['n_bytes'].iloc[0])}, torch takes {by_transport[TORCH]:.1f} times as long as the "
             f"bare additions and copies, shared memory {by_transport[SHARED_MEMORY]:.1f} times."
         )
-    caveat = troubles(select(frame, ["transport"], sweep="transports"), "transport")
     found = compared(
         select(ratios, transport=SHARED_MEMORY),
         "shared memory",
@@ -122,11 +121,9 @@ def transports(frame: pd.DataFrame) -> Finding | None:
         axis=("n_bytes", "world_size"),
         choose="Let ranks of one machine exchange CPU tensors through shared memory",
         keep="Keep torch's messages between ranks of one machine",
-        caveat=caveat,
+        caveat=troubles(select(frame, ["transport"], sweep="transports"), "transport"),
         why=why,
     )
-    if found is None and caveat and not ratios.empty:
-        return Finding("not measured", "Not measured: shared memory.", ratios, caveat)
     return found and replace(found, table=ratios)
 
 

@@ -19,7 +19,7 @@ from labkit.costs.communication import (
     fit_alpha_beta,
 )
 from labkit.lab.project import reference_directory
-from labkit.lab.rows import Measured, select
+from labkit.lab.rows import Measured, in_order, select
 from labkit.parallel.collectives import ALGORITHMS
 from labkit.studies.all_reduce.links import BETWEEN, WITHIN
 from labkit.studies.all_reduce.transports import CHOSEN, FLOOR, MESSAGES, REGISTERED, SHARED_MEMORY, TORCH
@@ -63,9 +63,7 @@ def transport_times(frame: pd.DataFrame) -> pd.DataFrame:
 def transports_over(frame: pd.DataFrame, baseline: str) -> pd.DataFrame:
     """Each transport's time over that of `baseline`, from the same rounds, with interval and verdict."""
     table = TRANSPORTS.over(frame, baseline, sweep="transports", algorithm=[TORCH, FLOOR, CHOSEN])
-    order = {name: place for place, name in enumerate(TRANSPORT_ORDER)}
-    keys = [*TRANSPORTS.setting, "transport"]
-    return table.sort_values(keys, key=lambda values: values.replace(order), ignore_index=True)
+    return in_order(table, world_size=None, n_bytes=None, transport=TRANSPORT_ORDER)
 
 
 def batch_against_default(frame: pd.DataFrame) -> pd.DataFrame:

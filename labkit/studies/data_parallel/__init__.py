@@ -3,6 +3,6 @@
 ``worker``    what every rank runs
 ``timeline``  which collectives run during backward, from the profiler
 ``study``     parameters, points
-``analysis``  from samples to tables
-``answers``   what the measurements say
+``tables``    from samples to tables
+``findings``  the questions, and what a run says of them
 """

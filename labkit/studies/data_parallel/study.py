@@ -1,30 +1,26 @@
 """The data-parallel lab: its parameters and the points it measures."""
 
 from collections.abc import Hashable, Iterator, Sequence
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any
 
-import pandas as pd
 from pydantic import Field
 
 from labkit.lab import capacity
-from labkit.lab.answers import Answer, check_complete
-from labkit.lab.config import Count, Device, LabConfig, Repeats, Seed, TimeoutSeconds, Warmup
+from labkit.lab.config import Count, Device, LabConfig, Repeats, Seed, TimeoutSeconds, Warmup, one_of
 from labkit.lab.study import Study
 from labkit.machine import Machine
-from labkit.nn.workloads import workload_parameters
+from labkit.nn.workloads import WORKLOADS, workload_parameters
 from labkit.parallel.data_parallel.implementations import IMPLEMENTATIONS, OVER_SHARED_MEMORY, TORCH
 from labkit.parallel.ranks.joined import ranks_here
-from labkit.studies.data_parallel import answers as answering
+from labkit.studies.data_parallel.findings import QUESTIONS
 from labkit.studies.data_parallel.worker import LOCAL, DataParallelPoint, measure_point
 
 MIB = 2**20
 RANK_BYTES = 200 * MIB  # a rank's own resident memory, torch included
 COPIES = 3  # of the parameters, for each alternative: parameters, gradients, what is on its way
 
-WorkloadName = Literal["resnet50", "nano", "mini", "small", "medium", "large", "xl"]
-Implementation = Literal[
-    "torch", "naive", "flat", "overlapped", "bucketed", "bucketed_shared", "naive_shared", "bucketed_sync"
-]
+WorkloadName = Annotated[str, one_of(lambda: WORKLOADS)]
+Implementation = Annotated[str, one_of(lambda: IMPLEMENTATIONS)]
 Megabytes = Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]
 
 
@@ -33,7 +29,7 @@ class DataParallelConfig(LabConfig):
 
     workloads: Annotated[list[WorkloadName], Field(min_length=1)]
     world_sizes: Annotated[list[Annotated[int, Field(ge=2, le=1024)]], Field(min_length=1)] = [2]
-    implementations: Annotated[list[Implementation], Field(min_length=1)] = list(get_args(Implementation))
+    implementations: Annotated[list[Implementation], Field(min_length=1)] = list(IMPLEMENTATIONS)
     buckets_mb: list[Megabytes]
     """Sizes of every bucket in the sweep; everywhere else buckets are as without a size."""
     bucket_workloads: list[WorkloadName]
@@ -55,7 +51,7 @@ class DataParallelStudy(Study):
     name = "data_parallel"
     title = "Data-parallel training"
     summary = "How to average gradients over ranks on this machine, with which bucket size, and what it costs a step."
-    questions = answering.QUESTIONS
+    questions = QUESTIONS
     profiles = {
         "smoke": DataParallelConfig(
             workloads=["nano"],
@@ -121,9 +117,6 @@ class DataParallelStudy(Study):
     def series(self, point: DataParallelPoint) -> tuple[Hashable, float]:
         return (point.sweep, point.world_size), workload_parameters(point.workload)
 
-    def answers(self, frame: pd.DataFrame, coverage: pd.DataFrame) -> Sequence[Answer]:
-        return check_complete(self.questions, answering.answer_all(frame, coverage))
-
 
 def _copies(point: DataParallelPoint) -> int:
     """Models there at once: one each, and in turns the one whose gradients are what is expected."""
@@ -134,53 +127,29 @@ def _copies(point: DataParallelPoint) -> int:
 
 
 def _points_of_world(config: DataParallelConfig, world_size: int, machine: Machine) -> Iterator[DataParallelPoint]:
-    possible = [
-        name for name in IMPLEMENTATIONS if machine.device(config.device) == "cpu" or name not in OVER_SHARED_MEMORY
-    ]
+    device = machine.device(config.device)
+    possible = [name for name in IMPLEMENTATIONS if device == "cpu" or name not in OVER_SHARED_MEMORY]
     all_of_them = tuple(name for name in possible if name in config.implementations)
     swept = tuple(name for name in (TORCH, "bucketed") if name in all_of_them)
+    here: dict[str, Any] = {"world_size": world_size, "device": device, "micro_batches": 1}
+    here["backend"] = machine.backend(device, ranks_here(world_size))
     for workload in config.workloads:
-        yield _point(config, machine, world_size, workload, "implementations", (LOCAL, *all_of_them))
+        names = (LOCAL, *all_of_them)
+        yield DataParallelPoint.of(config, sweep="implementations", workload=workload, alternatives=names, **here)
     for workload in config.bucket_workloads if swept else []:
         for bucket_mb in sorted(set(config.buckets_mb)):
             # the default is in every comparison, so that bucket sizes can be compared through it
             names = tuple(alternative for name in swept for alternative in (name, f"{name}@{bucket_mb!r}"))
-            yield _point(config, machine, world_size, workload, "buckets", names, bucket_mb=bucket_mb)
+            of_size: dict[str, Any] = {"bucket_mb": bucket_mb, "alternatives": names}
+            yield DataParallelPoint.of(config, sweep="buckets", workload=workload, **of_size, **here)
     for workload in config.accumulation_workloads if swept else []:
-        yield _point(config, machine, world_size, workload, "accumulation", swept, micro_batches=config.micro_batches)
+        several = here | {"micro_batches": config.micro_batches}
+        yield DataParallelPoint.of(config, sweep="accumulation", workload=workload, alternatives=swept, **several)
     # Neither the profiler nor the allocator knows of shared memory: it is copied by a thread, and mapped.
     seen = tuple(name for name in all_of_them if name not in OVER_SHARED_MEMORY)
     for workload in config.workloads[:1] if seen else []:
-        yield _point(config, machine, world_size, workload, "timeline", seen)
-        yield _point(config, machine, world_size, workload, "memory", seen)
-
-
-def _point(
-    config: DataParallelConfig,
-    machine: Machine,
-    world_size: int,
-    workload: str,
-    sweep: str,
-    alternatives: tuple[str, ...],
-    **others: Any,
-) -> DataParallelPoint:
-    device = machine.device(config.device)
-    return DataParallelPoint(
-        world_size=world_size,
-        backend=machine.backend(device, ranks_here(world_size)),
-        sweep=sweep,
-        workload=workload,
-        alternatives=alternatives,
-        device=device,
-        batch=config.batch,
-        image_size=config.image_size,
-        context_length=config.context_length,
-        warmup=config.warmup,
-        repeats=config.repeats,
-        seed=config.seed,
-        timeout_s=config.timeout_s,
-        **others,
-    )
+        for sweep in ("timeline", "memory"):
+            yield DataParallelPoint.of(config, sweep=sweep, workload=workload, alternatives=seen, **here)
 
 
 STUDY = DataParallelStudy()

@@ -2,6 +2,6 @@
 
 ``worker``    what the rank runs
 ``study``     parameters, points
-``analysis``  from samples to tables
-``answers``   what the measurements say
+``tables``    from samples to tables
+``findings``  questions, and what the measurements say
 """

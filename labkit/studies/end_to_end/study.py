@@ -3,22 +3,20 @@
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Annotated, Any, Literal
 
-import pandas as pd
 from pydantic import Field
 
 from labkit.costs.memory import peak_bytes
 from labkit.costs.transformer import n_parameters
 from labkit.lab import capacity
-from labkit.lab.answers import Answer, check_complete
-from labkit.lab.config import Count, Device, LabConfig, Repeats, Seed, TimeoutSeconds, Warmup
+from labkit.lab.config import Count, Device, LabConfig, Repeats, Seed, TimeoutSeconds, Warmup, one_of
 from labkit.lab.study import Study
 from labkit.machine import Machine
 from labkit.nn.attention_implementations import why_nothing_compiles
 from labkit.nn.transformer import SIZES
-from labkit.studies.end_to_end import answers as answering
-from labkit.studies.end_to_end.worker import EndToEndPoint, measure_point
+from labkit.studies.end_to_end.findings import QUESTIONS
+from labkit.studies.end_to_end.worker import PHASES_OF_MODE, EndToEndPoint, measure_point
 
-Size = Literal["nano", "mini", "small", "medium", "large", "xl", "2.7B", "10B"]
+Size = Annotated[str, one_of(lambda: SIZES)]
 Precision = Literal["float32", "bfloat16"]
 
 # From here on a step takes seconds on two cores, and fewer repeats must do.
@@ -35,7 +33,7 @@ class EndToEndConfig(LabConfig):
     compile_sizes: list[Size]
     """Models that are compiled."""
     precisions: Annotated[list[Precision], Field(min_length=1)] = ["float32"]
-    mode: Literal["forward", "forward_backward", "step"] = "step"
+    mode: Annotated[str, one_of(lambda: PHASES_OF_MODE)] = "step"
     """How far a step goes."""
     batch: Count = 4
     context_length: Count = 128
@@ -56,7 +54,7 @@ class EndToEndStudy(Study):
     name = "end_to_end"
     title = "A training step, end to end"
     summary = "What a training step costs, part by part; what warm-up and torch.compile change."
-    questions = answering.QUESTIONS
+    questions = QUESTIONS
     profiles = {
         "smoke": EndToEndConfig(
             sizes=["nano"], warmup_sizes=["nano"], compile_sizes=[], warmup=1, repeats=6, trials=2, context_length=32
@@ -89,7 +87,7 @@ class EndToEndStudy(Study):
         """Rates first, since they are the prediction; then the phases, the first steps, and compilation."""
         points = [
             *(_point(config, machine, "rates", precision=precision) for precision in config.precisions),
-            *_by_size(config, machine, "phases", config.sizes),
+            *_by_size(config, machine, "phases", config.sizes, mode=config.mode),
             *_first_steps(config, machine),
             *_by_size(config, machine, "compile", config.compile_sizes),
         ]
@@ -113,18 +111,13 @@ class EndToEndStudy(Study):
         size = n_parameters(point.shape) if point.size else 0
         return (point.sweep, point.precision, point.device), size
 
-    def answers(self, frame: pd.DataFrame, coverage: pd.DataFrame) -> Sequence[Answer]:
-        return check_complete(self.questions, answering.answer_all(frame, coverage))
 
-
-def _by_size(config: EndToEndConfig, machine: Machine, sweep: str, sizes: Sequence[Size]) -> Iterator[EndToEndPoint]:
+def _by_size(
+    config: EndToEndConfig, machine: Machine, sweep: str, sizes: Sequence[Size], mode: str = "step"
+) -> Iterator[EndToEndPoint]:
     for precision in config.precisions:
         for size in sorted(set(sizes), key=list(SIZES).index):
-            yield _point(config, machine, sweep, size=size, precision=precision, mode=_mode(config, sweep))
-
-
-def _mode(config: EndToEndConfig, sweep: str) -> str:
-    return config.mode if sweep == "phases" else "step"
+            yield _point(config, machine, sweep, size=size, precision=precision, mode=mode)
 
 
 def _first_steps(config: EndToEndConfig, machine: Machine) -> Iterator[EndToEndPoint]:
@@ -138,17 +131,13 @@ def _first_steps(config: EndToEndConfig, machine: Machine) -> Iterator[EndToEndP
 def _point(config: EndToEndConfig, machine: Machine, sweep: str, **given: Any) -> EndToEndPoint:
     device = machine.device(config.device)
     peak = machine.gpus[0].dense_bf16_peak_tflops if device == "cuda" and machine.gpus else None
-    is_large = bool(given.get("size")) and n_parameters(SIZES[given["size"]]) >= LARGE_PARAMETERS
-    fields = {
-        "batch": config.batch,
-        "context_length": config.context_length,
-        "warmup": min(1, config.warmup) if is_large and device == "cpu" else config.warmup,
-        "repeats": config.repeats_large if is_large else config.repeats,
-        "peak_flops_per_s": peak and peak * 1e12,
-        "seed": config.seed,
-        "timeout_s": config.timeout_s,
-    }
-    return EndToEndPoint(sweep=sweep, device=device, **(fields | given))
+    large: dict[str, Any] = {}
+    if "size" in given and n_parameters(SIZES[given["size"]]) >= LARGE_PARAMETERS:
+        large = {"repeats": config.repeats_large}
+        if device == "cpu":
+            large["warmup"] = min(1, config.warmup)
+    fields = {"mode": "step", "device": device, "peak_flops_per_s": peak and peak * 1e12} | large | given
+    return EndToEndPoint.of(config, sweep=sweep, **fields)
 
 
 STUDY = EndToEndStudy()

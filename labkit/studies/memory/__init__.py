@@ -3,7 +3,6 @@
 ``worker``    what is measured: the allocator's peak, one block, checkpointing
 ``counting``  what is counted: the same step on tensors without memory, storage by storage
 ``study``     parameters, points, what does not fit
-``analysis``  the tables behind figures and answers
-``answers``   what the bytes say
-``trends``    whether the published peaks can be, and whether their trends hold
+``tables``    what findings and figures are made of
+``findings``  what the lab asks, and how a run answers
 """

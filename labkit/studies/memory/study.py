@@ -3,26 +3,24 @@
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Annotated, Any, Literal
 
-import pandas as pd
 from pydantic import Field
 
 from labkit.costs.memory import PHASES, saved_by_layer, state_bytes
 from labkit.lab import capacity
-from labkit.lab.answers import Answer, check_complete
-from labkit.lab.config import Device, LabConfig, Seed, TimeoutSeconds
+from labkit.lab.config import Device, LabConfig, Seed, TimeoutSeconds, one_of
 from labkit.lab.study import Study
 from labkit.machine import Machine
 from labkit.nn.transformer import SIZES, shape_named
-from labkit.studies.memory import answers as answering
+from labkit.studies.memory.findings import QUESTIONS
 from labkit.studies.memory.worker import WITHOUT, MemoryPoint, measure_point, predicted_bytes
 
 RANK_BYTES = 400 * 2**20  # a rank's own resident memory, torch and the profiler's events included
 HEADROOM = 1.1  # over the prediction, which leaves out what comes while something else goes
 
-Size = Literal["nano", "mini", "small", "medium", "large", "xl", "2.7B", "10B"]
+Size = Annotated[str, one_of(lambda: SIZES)]
 Context = Annotated[int, Field(ge=1, le=2**20)]
 Precision = Literal["float32", "bfloat16"]
-Phase = Literal["inference", "forward", "full_step"]
+Phase = Annotated[str, one_of(lambda: PHASES)]
 
 
 class MemoryConfig(LabConfig):
@@ -37,11 +35,11 @@ class MemoryConfig(LabConfig):
     big_contexts: list[Context]
     big_low_precision_contexts: list[Context]
     """Where the big size is also counted in the other precisions than float32."""
-    fitted_sizes: list[Size]
+    fitted_sizes: list[Size] = list(SIZES)
     """Counted at `fitted_context` to see which fit into this machine."""
     fitted_context: Context = 128
     precisions: Annotated[list[Precision], Field(min_length=1)] = ["float32", "bfloat16"]
-    phases: Annotated[list[Phase], Field(min_length=1)] = list(PHASES)  # type: ignore[arg-type]
+    phases: Annotated[list[Phase], Field(min_length=1)] = list(PHASES)
     checkpoint_size: Size
     """Measured and timed with each segment length of checkpointing that divides its layers."""
     checkpoint_context: Context
@@ -62,7 +60,7 @@ class MemoryStudy(Study):
     name = "memory"
     title = "Memory"
     summary = "Where the memory of a training step goes, and the largest model that fits."
-    questions = answering.QUESTIONS
+    questions = QUESTIONS
     profiles = {
         "smoke": MemoryConfig(
             sizes=["nano"],
@@ -78,6 +76,7 @@ class MemoryStudy(Study):
             checkpoint_context=16,
             counted_checkpoint_size="nano",
             counted_checkpoint_context=32,
+            repeats=2,
         ),
         "quick": MemoryConfig(
             sizes=["nano", "mini"],
@@ -85,7 +84,6 @@ class MemoryStudy(Study):
             counted_contexts=[512],
             big_contexts=[128, 512, 2048],
             big_low_precision_contexts=[512],
-            fitted_sizes=list(SIZES),  # type: ignore[arg-type]
             checkpoint_size="nano",
             checkpoint_context=128,
             counted_checkpoint_size="small",
@@ -97,7 +95,6 @@ class MemoryStudy(Study):
             counted_contexts=[1024, 2048],
             big_contexts=[128, 256, 512, 1024, 2048],
             big_low_precision_contexts=[128, 256, 512],
-            fitted_sizes=list(SIZES),  # type: ignore[arg-type]
             checkpoint_size="mini",
             checkpoint_context=256,
             counted_checkpoint_size="2.7B",
@@ -109,7 +106,6 @@ class MemoryStudy(Study):
             counted_contexts=[1024, 2048],
             big_contexts=[128, 256, 512, 1024, 2048],
             big_low_precision_contexts=[128, 256, 512, 1024, 2048],
-            fitted_sizes=list(SIZES),  # type: ignore[arg-type]
             checkpoint_size="xl",
             checkpoint_context=512,
             counted_checkpoint_size="2.7B",
@@ -131,9 +127,6 @@ class MemoryStudy(Study):
 
     def series(self, point: MemoryPoint) -> tuple[Hashable, float]:
         return (point.kind, point.size, point.precision, point.phases), point.context_length
-
-    def answers(self, frame: pd.DataFrame, coverage: pd.DataFrame) -> Sequence[Answer]:
-        return check_complete(self.questions, answering.answer_all(frame, coverage))
 
 
 def needed_bytes(point: MemoryPoint) -> int:
@@ -202,18 +195,16 @@ def _point(
 ) -> MemoryPoint:
     device = machine.device(config.device)
     in_all = machine.gpus[0].memory_bytes if device == "cuda" and machine.gpus else machine.memory_bytes
-    return MemoryPoint(
+    given = {"phases": (), "repeats": MemoryPoint.repeats} | others
+    return MemoryPoint.of(
+        config,
         kind=kind,
         size=size,
         context_length=context,
         precision=precision,
-        batch=config.batch,
         device=device,
         machine_bytes=in_all,
-        warmup=config.warmup,
-        seed=config.seed,
-        timeout_s=config.timeout_s,
-        **others,
+        **given,
     )
 
 

@@ -1,0 +1,134 @@
+"""What a report found, by size: the largest differences, and all of them on one axis, each with its interval."""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+MOST_LARGEST = 5
+MOST_TICKS = 6
+WIDEST = 64.0  # factor at which the axis ends on either side; what lies beyond stands at its end
+FASTER, SLOWER = "faster", "slower"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A ratio of a finding: `factor` is how many times, `words` of what, `setting` where; the finding and its page."""
+
+    factor: str
+    words: str
+    setting: str
+    headline: str
+    lab: str
+    href: str
+
+
+@dataclass(frozen=True)
+class Row:
+    """All ratios of one thing over another in one finding: the one in the middle with its interval, the others.
+
+    Places are in percent of the axis; `verdict` is that of the ratio in the middle.
+    """
+
+    subject: str
+    against: str
+    href: str
+    verdict: str
+    value: str
+    interval: str
+    place: float
+    low: float
+    high: float
+    others: list[float]
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A logarithmic axis of ratios; its ends are powers of two."""
+
+    low: float
+    high: float
+
+    def place(self, ratio: float) -> float:
+        """Where a ratio stands, in percent."""
+        return round(100 * max(0.0, min(1.0, (math.log2(ratio) - self.low) / (self.high - self.low))), 1)
+
+    def ticks(self) -> list[tuple[float, str]]:
+        """Places and texts of powers of two, or of four where they would be many."""
+        step = 1 if self.high - self.low < MOST_TICKS else 2
+        powers = range(step * math.ceil(self.low / step), math.floor(self.high) + 1, step)
+        return [(self.place(2.0**power), f"{2**power}" if power >= 0 else f"1/{2**-power}") for power in powers]
+
+
+def largest(labs: Iterable[Mapping[str, Any]]) -> list[Difference]:
+    """Of each finding the difference that is largest for certain, the largest of all first; five of them."""
+    found = []
+    for lab, answer in _answers(labs):
+        certain = [effect for effect in answer["effects"] if effect["verdict"] in (FASTER, SLOWER)]
+        if certain:
+            effect = max(certain, key=_least_size)
+            found.append((_least_size(effect), _difference(lab, answer, effect)))
+    found.sort(key=lambda entry: -entry[0])
+    return [difference for _, difference in found[:MOST_LARGEST]]
+
+
+def all_effects(labs: Iterable[Mapping[str, Any]]) -> tuple[list[Row], list[tuple[float, str]]]:
+    """A row for each thing that is compared with another, the fastest first; and the ticks of their axis.
+
+    Ticks are places and texts; that of 1 is among them.
+    """
+    groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    for lab, answer in _answers(labs):
+        for effect in answer["effects"]:
+            key = (_href(lab, answer), effect["subject"], effect["baseline"], effect["quantity"])
+            groups.setdefault(key, []).append(effect)
+    ratios = [effect[name] for effects in groups.values() for effect in effects for name in ("low", "ratio", "high")]
+    known = [min(WIDEST, max(1 / WIDEST, ratio)) for ratio in ratios if ratio > 0]
+    axis = Axis(math.log2(min([0.5, *known])), math.log2(max([2.0, *known])))
+    middles = {key: _middle(effects) for key, effects in groups.items()}
+    ordered = sorted(groups, key=lambda key: float(middles[key]["ratio"]))
+    return [_row(key, middles[key], groups[key], axis) for key in ordered], axis.ticks()
+
+
+def _answers(labs: Iterable[Mapping[str, Any]]) -> Iterable[tuple[Mapping[str, Any], Mapping[str, Any]]]:
+    """Every lab that was measured here, with each of its findings."""
+    return (
+        (lab, answer)
+        for lab in labs
+        if lab["record"] and not lab["record"]["elsewhere"]
+        for answer in lab["record"]["answers"]
+    )
+
+
+def _least_size(effect: Mapping[str, Any]) -> float:
+    """How large a difference is at least, by its interval, as a logarithm."""
+    low, high = math.log(effect["low"]), math.log(effect["high"])
+    return 0.0 if low < 0 < high else min(abs(low), abs(high))
+
+
+def _difference(lab: Mapping[str, Any], answer: Mapping[str, Any], effect: Mapping[str, Any]) -> Difference:
+    factor, is_less = max(effect["ratio"], 1 / effect["ratio"]), effect["ratio"] < 1
+    words = (FASTER if is_less else SLOWER) if effect["quantity"] == "time" else effect["quantity"]
+    if effect["quantity"] != "time":
+        words = f"{'less' if is_less else 'more'} {words}"
+    written = f"{factor:.0f}×" if factor >= 10 else f"{factor:.1f}×"
+    return Difference(written, words, effect["setting"], answer["headline"], lab["title"], _href(lab, answer))
+
+
+def _middle(effects: list[dict[str, Any]]) -> dict[str, Any]:
+    return sorted(effects, key=lambda effect: float(effect["ratio"]))[len(effects) // 2]
+
+
+def _row(key: tuple[str, ...], middle: Mapping[str, Any], effects: list[dict[str, Any]], axis: Axis) -> Row:
+    href, subject, baseline, quantity = key
+    has_interval = middle["low"] == middle["low"]
+    low, high = (axis.place(middle[end] if has_interval else middle["ratio"]) for end in ("low", "high"))
+    against = f"vs. {baseline}" + ("" if quantity == "time" else f", {quantity}")
+    interval = f"[{middle['low']:.2f}, {middle['high']:.2f}]" if has_interval else ""
+    others = sorted({axis.place(effect["ratio"]) for effect in effects if effect is not middle})
+    place, value = axis.place(middle["ratio"]), f"{middle['ratio']:.2f}"
+    return Row(subject, against, href, middle["verdict"], value, interval, place, low, high, others)
+
+
+def _href(lab: Mapping[str, Any], answer: Mapping[str, Any]) -> str:
+    return f"{lab['page']}#answer-{answer['question']['id']}"

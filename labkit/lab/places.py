@@ -1,0 +1,40 @@
+"""Where something holds: what some rows of a table have in common that no other row has."""
+
+from collections.abc import Sequence
+
+import pandas as pd
+
+from labkit.lab.columns import label
+
+
+def place_of(table: pd.DataFrame, rows: pd.DataFrame, axis: Sequence[str]) -> str | None:
+    """What `rows` have in common that no other has: "from 1 MiB on", "up to 64 KiB", "at 1 MiB", "for mini"."""
+    for name in axis:
+        values, theirs = table[name], set(rows[name])
+        if (values.isin(theirs) != table.index.isin(rows.index)).any():
+            continue
+        ordered = sorted(set(values))
+        if isinstance(ordered[0], str):
+            return f"for {' and '.join(label(name, value) for value in ordered if value in theirs)}"
+        low, high = label(name, min(theirs)), label(name, max(theirs))
+        if len(theirs) == 1:
+            return f"at {low}"
+        if theirs == set(ordered[-len(theirs) :]):
+            return f"from {low} on"
+        if theirs == set(ordered[: len(theirs)]):
+            return f"up to {high}"
+    return None
+
+
+def reach_of(table: pd.DataFrame, rows: pd.DataFrame, axis: Sequence[str]) -> tuple[str, pd.DataFrame] | None:
+    """From where on, or up to where, there is nothing but `rows`, and more than half of them; and which those are."""
+    for name in axis:
+        values, others = table[name], table.loc[~table.index.isin(rows.index), name]
+        if others.empty or isinstance(values.iloc[0], str):
+            continue
+        above, below = rows[rows[name] > others.max()], rows[rows[name] < others.min()]
+        if len(rows) < 2 * len(above):
+            return f"from {label(name, above[name].min().item())} on", above
+        if len(rows) < 2 * len(below):
+            return f"up to {label(name, below[name].max().item())}", below
+    return None

@@ -1,0 +1,170 @@
+"""What the data-parallel lab asks, and how a run answers."""
+
+from dataclasses import replace
+
+import pandas as pd
+
+from labkit.lab.claims import claim, judged_claim, published
+from labkit.lab.comparing import MEMORY, compared, contest
+from labkit.lab.findings import Claim, Finding, Questions
+from labkit.lab.rows import select
+from labkit.lab.units import format_seconds, span
+from labkit.parallel.data_parallel.implementations import DEFAULT_LAYOUT, TORCH
+from labkit.studies.data_parallel import tables
+from labkit.studies.shared.rank_troubles import rank_troubles
+
+QUESTIONS = Questions()
+TORCHS = "torch's DistributedDataParallel"
+OVERLAPPING = (TORCH, "overlapped", "bucketed")
+ALMOST_NOTHING_PERCENT = 10.0
+HARDLY = 1.05  # published: torch's backward stays within 3 % over bucket sizes
+
+
+def _name(implementation: str) -> str:
+    """ "bucketed_shared" -> "labkit's bucketed wrapper over shared memory"."""
+    if implementation == TORCH:
+        return TORCHS
+    kind, _, how = implementation.partition("_")
+    return f"labkit's {kind} wrapper" + {"shared": " over shared memory", "sync": " after backward"}.get(how, "")
+
+
+def _troubles(frame: pd.DataFrame, sweep: str) -> str | None:
+    return rank_troubles(select(frame, ["implementation"], sweep=sweep), "implementation")
+
+
+@QUESTIONS.ask("fastest", "Does one of labkit's wrappers average gradients faster than torch's?", "synchronization")
+def fastest(frame: pd.DataFrame) -> Finding | None:
+    return contest(
+        tables.against(frame, TORCH),
+        "implementation",
+        TORCHS,
+        names=_name,
+        axis=("workload", "world_size"),
+        choose=lambda winner: f"Average gradients by {winner}",
+        keep=f"Keep {TORCHS}",
+        caveat=_troubles(frame, "implementations"),
+        why=_calls_of_naive(frame),
+    )
+
+
+def _calls_of_naive(frame: pd.DataFrame) -> str | None:
+    """How much of what one collective per parameter takes longer is the time of that many short calls."""
+    calls = tables.overlap(frame).set_index("implementation")
+    if not {TORCH, "naive"} <= set(calls.index):
+        return None
+    profiled = tables.timeline(frame).iloc[0]
+    phases = select(tables.phases(frame), phase=tables.BACKWARD, workload=profiled["workload"])
+    seconds = phases[phases["world_size"] == profiled["world_size"]].set_index("implementation")["seconds"]
+    longer = seconds.get("naive", 0.0) - seconds.get(TORCH, float("inf"))
+    more, each = calls.loc["naive", "collectives"] - calls.loc[TORCH, "collectives"], calls.loc["naive", "median_s"]
+    if longer <= 0 or more <= 0:
+        return None
+    return (
+        f"With {profiled['workload']}, labkit's naive wrapper makes {more} calls more than torch's; at "
+        f"{format_seconds(each)} each they are {format_seconds(more * each)} of the {format_seconds(longer)} that its "
+        "backward pass takes longer."
+    )
+
+
+@QUESTIONS.ask("bucket_size", "Is another bucket size faster than the default?", "bucket_size")
+def bucket_size(frame: pd.DataFrame) -> Finding | None:
+    found = contest(
+        tables.buckets(frame),
+        "buckets",
+        "the default",
+        names=lambda size: f"a bucket size of {size}",
+        axis=("workload", "world_size", "implementation"),
+        choose=lambda winner: f"Use {winner}",
+        keep=f"Keep the default buckets ({DEFAULT_LAYOUT})",
+        caveat=_troubles(frame, "buckets"),
+    )
+    if found is None or found.table is None:
+        return found
+    return replace(found, table=found.table.drop(columns="buckets"))
+
+
+@QUESTIONS.ask("overlap", "How much of the communication hides behind the backward pass?")
+def overlap(frame: pd.DataFrame) -> Finding | None:
+    table = tables.exposed(frame)
+    if table.empty:
+        return None
+    hidden = select(table, implementation=list(OVERLAPPING)).dropna(subset="hidden_percent")
+    caveat, why = _troubles(frame, "implementations"), _seen_by_the_profiler(frame)
+    if hidden.empty:
+        headline = f"A step waits for {span(table['seconds'], format_seconds)} of communication."
+        return Finding("measured", headline, table, caveat, why)
+    if (most := hidden["hidden_high_percent"].max()) < ALMOST_NOTHING_PERCENT:
+        headline = f"Almost nothing: at most {most:.0f} % of the communication hides."
+        return Finding("measured", headline, table, caveat, why)
+    medians = span(hidden["hidden_percent"], "{:.0f}".format)
+    if not (hidden["hidden_low_percent"] > 0).any():
+        return Finding("undecided", f"Too noisy to tell: {medians} % by the medians alone.", table, caveat, why)
+    headline = f"{medians} % of the communication hides, depending on wrapper and workload."
+    return Finding("measured", headline, table, caveat, why)
+
+
+def _seen_by_the_profiler(frame: pd.DataFrame) -> str | None:
+    """Collectives that begin during backward, of the wrapper that starts most of them then."""
+    seen = tables.overlap(frame)
+    if seen.empty:
+        return None
+    most = seen.loc[seen["during_percent"].idxmax()]
+    beside = "; on a CPU they take the cores that backward needs" if _is_on_cpu(frame) else ""
+    return (
+        f"In one profiled step {most['begun_during_backward']} of {most['collectives']} collectives of "
+        f"{_name(most['implementation'])} begin before backward ends{beside}."
+    )
+
+
+def _is_on_cpu(frame: pd.DataFrame) -> bool:
+    return set(select(frame, ["device"], sweep="timeline")["device"]) == {"cpu"}
+
+
+@QUESTIONS.ask("memory", "Does one of labkit's wrappers need less memory than torch's?")
+def memory(frame: pd.DataFrame) -> Finding | None:
+    ratios, caveat = tables.memory_over_torch(frame), _troubles(frame, "memory")
+    found = contest(
+        ratios, "implementation", TORCHS, names=_name, axis=("workload", "world_size"), quantity=MEMORY, caveat=caveat
+    )
+    return found and replace(found, table=ratios.drop(columns=["low", "high", "p", "verdict"]))
+
+
+@QUESTIONS.ask("accumulation", "Does no_sync save time when gradients are accumulated?", "synchronization")
+def accumulation(frame: pd.DataFrame) -> Finding | None:
+    found = compared(
+        tables.accumulation(frame),
+        "a step under no_sync",
+        "averaging after every micro-batch",
+        axis=("workload", "world_size", "implementation"),
+        choose="Accumulate gradients under no_sync",
+        caveat=_troubles(frame, "accumulation"),
+    )
+    if found is None or found.table is None:
+        return found
+    return replace(found, table=found.table.drop(columns="synchronized"))
+
+
+@QUESTIONS.ask("published_trends", "Do the published trends hold on this machine?")
+def published_trends(frame: pd.DataFrame) -> Finding | None:
+    return published([*_ratios_of_backward(frame), _size_does_not_matter_to_torch(frame)])
+
+
+def _ratios_of_backward(frame: pd.DataFrame) -> list[Claim | None]:
+    """`ddp_compare_resnet50.csv`: the overlapping Python wrapper takes 1.02 to 1.13 of torch's backward, and one that
+    reduces after backward 1.20 of it.
+    """
+    in_python = select(tables.against(frame, TORCH), implementation="bucketed")
+    after = select(tables.against(frame, "bucketed"), implementation="bucketed_sync")
+    return [
+        claim("Bucketing in Python is a little slower than torch's", in_python, "slower"),
+        claim("Reducing after backward is slower than during it", after, "slower"),
+    ]
+
+
+def _size_does_not_matter_to_torch(frame: pd.DataFrame) -> Claim | None:
+    """`ddp_compare_resnet50.csv`: torch's backward stays within 3 % over buckets of 3 to 27 MB."""
+    table = select(tables.buckets(frame), implementation=TORCH)
+    near = (table["low"] > 1 / HARDLY) & (table["high"] < HARDLY)
+    off = (table["high"] < 1 / HARDLY) | (table["low"] > HARDLY)
+    seen = f"{span(table['ratio'])} times the default" if len(table) else ""
+    return judged_claim("Torch's backward hardly depends on the bucket size", near, off, seen)

@@ -1,0 +1,189 @@
+"""From the frame of a data-parallel run to the tables its findings and figures are made of.
+
+Every table is tidy and carries units in its names. Times are of the slowest rank of each repeat.
+"""
+
+from collections.abc import Hashable
+from functools import cache
+
+import numpy as np
+import pandas as pd
+
+from labkit.bench.statistics import summarize
+from labkit.lab.project import reference_directory
+from labkit.lab.rows import Measured, exactly_over, select
+from labkit.lab.units import format_bytes
+from labkit.parallel.data_parallel.implementations import BUCKETED, IMPLEMENTATIONS, TORCH
+from labkit.studies.data_parallel.worker import LOCAL, PHASES
+
+MIB = 2**20
+SETTING = ("workload", "world_size", "backend", "device")
+WRAPPERS = Measured((*SETTING, "phase"), "implementation")
+BUCKETS = Measured((*SETTING, "bucket_mb", "implementation"), "buckets")
+EQUAL_BUCKETS = Measured((*SETTING, "bucket_mb"), "implementation")
+ACCUMULATIONS = Measured((*SETTING, "micro_batches", "implementation"), "synchronized")
+ORDER = (LOCAL, *IMPLEMENTATIONS)
+LANES = ("forward", "backward", "all-reduce", "optimizer")
+BACKWARD, STEP, DEFAULT = "backward", "step", "default"
+PUBLISHED_NAMES = {"torch_ddp": TORCH, "python_async": "bucketed", "python_sync": "bucketed_sync"}
+# The wrapper whose waiting after backward is the communication of these, with nothing else to do.
+SAME_COLLECTIVES = {
+    TORCH: "bucketed_sync",
+    "bucketed": "bucketed_sync",
+    "bucketed_sync": "bucketed_sync",
+    "overlapped": "naive",
+    "naive": "naive",
+    "naive_shared": "naive_shared",
+    "flat": "flat",
+}
+
+
+def in_order(table: pd.DataFrame) -> pd.DataFrame:
+    return table.sort_values(
+        "implementation", key=lambda names: names.map(ORDER.index), kind="stable", ignore_index=True
+    )
+
+
+def timed(frame: pd.DataFrame) -> pd.DataFrame:
+    """Rows of the comparison of implementations, and each whole step as the sum of its phases on its rank."""
+    of_rank = [*SETTING, "implementation", "rank", "repeat"]
+    rows = select(frame, [*of_rank, "phase", "seconds"], sweep="implementations").dropna(subset="seconds")
+    parts = rows[rows["phase"].isin(PHASES)]
+    steps = parts.groupby(of_rank, as_index=False)["seconds"].sum().assign(phase=STEP)
+    return pd.concat([rows, steps]) if len(rows) else rows
+
+
+def phases(frame: pd.DataFrame) -> pd.DataFrame:
+    """Mean, median, percentiles and interval by (setting, implementation, phase), all with the default buckets.
+
+    `to_torch_percent`: the median over that of torch's wrapper, as a difference in percent.
+    """
+    table = WRAPPERS.medians(timed(frame)).rename(columns={n: f"{n}_s" for n in ("mean", "p90", "p95", "p99")})
+    torch = table.loc[table["implementation"] == TORCH, [*WRAPPERS.setting, "seconds"]]
+    table = table.merge(torch.rename(columns={"seconds": "torch_s"}), how="left")
+    table = table.assign(to_torch_percent=100 * (table["seconds"] / table["torch_s"] - 1))
+    columns = ["workload", "world_size", "implementation", "phase", "mean_s", "seconds", "low", "high"]
+    ordered = in_order(table).sort_values(["workload", "world_size", "phase"], kind="stable", ignore_index=True)
+    return ordered[[*columns, "p90_s", "p95_s", "p99_s", "to_torch_percent"]]
+
+
+def against(frame: pd.DataFrame, baseline: str) -> pd.DataFrame:
+    """Time of backward over that of another wrapper, from the same rounds: `ratio`, interval, verdict."""
+    ratios = WRAPPERS.over(timed(frame), baseline, phase=BACKWARD, implementation=list(IMPLEMENTATIONS))
+    return in_order(ratios.drop(columns="phase"))
+
+
+def exposed(frame: pd.DataFrame) -> pd.DataFrame:
+    """Communication that a step waits for: a step less the same one without communication, repeat by repeat.
+
+    Columns: setting, implementation, and
+    `hidden_percent`    of the communication, what backward does not wait for, 0 to 100; `hidden_low_percent` and
+                        `hidden_high_percent` are from the interval of the backward pass
+    `communication_s`   the same collectives with nothing else to do
+    `backward_s`        exposed in the backward pass alone
+    `seconds`           exposed, median, with `low` and `high`; what forward broadcasts is in it
+    `of_step_percent`   of the whole step
+    """
+    rows = timed(frame)
+    alone, found = _communication(rows), []
+    for key, here in WRAPPERS.samples(rows).groupby(list(SETTING)):
+        table = here.pivot_table(index="repeat", columns=["implementation", "phase"], values="seconds")
+        if (LOCAL, BACKWARD) not in table:
+            continue
+        for name in (name for name in IMPLEMENTATIONS if (name, BACKWARD) in table):
+            step = summarize(table[name, STEP] - table[LOCAL, STEP])
+            backward = summarize(table[name, BACKWARD] - table[LOCAL, BACKWARD])
+            communication_s = alone.get((*key, SAME_COLLECTIVES.get(name)), float("nan"))
+            waited = (backward.median, backward.high, backward.low)
+            hidden = [float(np.clip(100 * (1 - s / communication_s), 0, 100)) for s in waited]
+            exposed_s = (step.median, step.low, step.high, 100 * step.median / table[name, STEP].median())
+            found.append([*key, name, *hidden, communication_s, backward.median, *exposed_s])
+    columns = [*SETTING, "implementation", "hidden_percent", "hidden_low_percent", "hidden_high_percent"]
+    times = ["communication_s", "backward_s", "seconds", "low", "high", "of_step_percent"]
+    return pd.DataFrame(found, columns=[*columns, *times])
+
+
+def _communication(rows: pd.DataFrame) -> dict[Hashable, float]:
+    """Median seconds of collectives after backward, by (setting, implementation).
+
+    Of the rank that waits least: the others also wait for that one, which came last.
+    """
+    by = [*SETTING, "implementation"]
+    shortest = rows[rows["phase"] == "waiting"].groupby([*by, "repeat"], as_index=False)["seconds"].min()
+    return shortest.groupby(by)["seconds"].median().to_dict()
+
+
+def _backward_by_bucket(frame: pd.DataFrame) -> pd.DataFrame:
+    return select(frame, ["of_bucket_mb"], sweep="buckets", phase=BACKWARD)
+
+
+def buckets(frame: pd.DataFrame) -> pd.DataFrame:
+    """Backward by bucket size over the same wrapper's with its default buckets, from the same turns.
+
+    Columns: setting, `bucket_mb`, `implementation`, `buckets` (the size in words), `ratio`, interval, verdict, `panel`.
+    """
+    rows = _backward_by_bucket(frame)
+    sizes = [DEFAULT if pd.isna(size) else format_bytes(size * MIB) for size in rows["of_bucket_mb"]]
+    table = BUCKETS.over(rows.assign(buckets=sizes), DEFAULT)
+    panels = [f"{name}, {ranks} ranks" for name, ranks in zip(table["workload"], table["world_size"], strict=True)]
+    return in_order(table.assign(panel=panels))
+
+
+def own_against_torch_by_bucket(frame: pd.DataFrame) -> pd.DataFrame:
+    """labkit's bucketed wrapper over torch's with every bucket, the first one too, of the same size; backward."""
+    rows = _backward_by_bucket(frame)
+    return EQUAL_BUCKETS.over(rows[rows["of_bucket_mb"] == rows["bucket_mb"]], TORCH)
+
+
+def accumulation(frame: pd.DataFrame) -> pd.DataFrame:
+    """A step over micro-batches, averaged after the last one only, over averaged after every one: `ratio`."""
+    return in_order(ACCUMULATIONS.over(frame, "every", sweep="accumulation"))
+
+
+def memory(frame: pd.DataFrame) -> pd.DataFrame:
+    """Peak bytes of a step on the rank that needs most, by implementation."""
+    rows = select(frame, [*SETTING, "implementation", "peak_bytes"], sweep="memory").dropna(subset="peak_bytes")
+    return in_order(rows.groupby([*SETTING, "implementation"], as_index=False)["peak_bytes"].max())
+
+
+def memory_over_torch(frame: pd.DataFrame) -> pd.DataFrame:
+    """Peak bytes of a step over those of torch's wrapper."""
+    return in_order(exactly_over(memory(frame), SETTING, "implementation", "peak_bytes", TORCH))
+
+
+def timeline(frame: pd.DataFrame) -> pd.DataFrame:
+    """Boxes of one step of rank 0, by implementation: lane, `start_s`, `duration_s`, `during_s` of collectives."""
+    columns = [*SETTING, "implementation", "lane", "start_s", "duration_s", "during_s"]
+    rows = select(frame, columns, sweep="timeline", rank=0).dropna(subset=["lane", "start_s"])
+    rows = rows[rows["world_size"] == rows["world_size"].min()]
+    rows = in_order(rows.sort_values("lane", key=lambda lanes: lanes.map(LANES.index), kind="stable"))
+    return rows.assign(row=[", ".join(names) for names in zip(rows["implementation"], rows["lane"], strict=True)])
+
+
+def overlap(frame: pd.DataFrame) -> pd.DataFrame:
+    """By implementation: collectives of a step, the median of their times, how many began before backward ended, and
+    the share of their time that ran by then."""
+    boxes = timeline(frame)
+    boxes = boxes[boxes["lane"] == "all-reduce"]
+    rows = []
+    for name, some in boxes.groupby("implementation"):
+        seconds, during = some["duration_s"], some["during_s"]
+        rows.append([name, len(some), seconds.median(), int((during > 0).sum()), 100 * during.sum() / seconds.sum()])
+    columns = ["implementation", "collectives", "median_s", "begun_during_backward", "during_percent"]
+    return in_order(pd.DataFrame(rows, columns=columns))
+
+
+@cache
+def published_ratios() -> pd.DataFrame:
+    """`ddp_compare_resnet50.csv`: backward over torch's in the same row of the sweep: bucket_bytes, implementation.
+
+    Torch's sizes were megabytes, the Python wrapper's Mi elements: here, all are bytes.
+    """
+    table = pd.read_csv(reference_directory() / "ddp_compare_resnet50.csv")
+    names = table["implementation"].map(PUBLISHED_NAMES)
+    bytes_each = names.map(lambda name: 1 if name == TORCH else 4)
+    table = table.assign(implementation=names, bucket_bytes=table["buffer_melements"] * MIB * bytes_each)
+    table = table[table["phase"] == BACKWARD]
+    torch = table[table["implementation"] == TORCH].set_index("buffer_melements")["median_ms"]
+    table = table.assign(ratio=table["median_ms"].to_numpy() / torch.loc[table["buffer_melements"]].to_numpy())
+    return table.loc[table["implementation"].isin(BUCKETED), ["implementation", "bucket_bytes", "ratio"]]

@@ -1,0 +1,139 @@
+"""What the end-to-end lab asks, and how a run answers."""
+
+from dataclasses import replace
+
+import pandas as pd
+
+from labkit.lab.claims import claim, judged_claim, published
+from labkit.lab.comparing import agreement, compared
+from labkit.lab.findings import Claim, Finding, Questions, troubles
+from labkit.lab.rows import select
+from labkit.lab.units import counted, format_seconds, format_share, span
+from labkit.studies.end_to_end import tables
+
+QUESTIONS = Questions()
+PARTS = {"forward": "forward pass", "backward": "backward pass", "optimizer": "optimizer"}
+# Published: backward over forward is 2.06; two matrix products for one, give or take what is not a product.
+TWICE = (1.5, 2.5)
+SMALL_SPREAD_PERCENT = 2.0  # published: 1.7 of 517 ms
+
+
+@QUESTIONS.ask("step_times", "How long do forward, backward and optimizer step take, and how much do they vary?")
+def step_times(frame: pd.DataFrame) -> Finding | None:
+    table, caveat = tables.phases(frame), _troubles(frame, "phases")
+    if table.empty:
+        return Finding("not measured", "Not measured: the phases of a step.", caveat=caveat) if caveat else None
+    largest = select(table, **{name: table[name].iloc[-1] for name in tables.MODEL}).set_index("phase")["seconds"]
+    parts = largest[largest.index.isin(PARTS)]
+    share = f", {format_share(parts.max() / parts.sum())} of it for the {PARTS[parts.idxmax()]}"
+    whole = "training step" if largest.index[-1] == "step" else largest.index[-1]
+    headline = f"One {whole} of the {table['size'].iloc[-1]} model takes {format_seconds(largest.iloc[-1])}"
+    spread = table["spread_percent"].dropna()
+    why = None
+    if len(spread):
+        why = f"Repeats vary by {spread.median():.1f} % of their mean typically, by {spread.max():.0f} % at most."
+    columns = ["precision", "size", "phase", "seconds", "low", "high", "mean_s", "std_s", "spread_percent", "n"]
+    return Finding("measured", f"{headline}{share if len(parts) > 1 else ''}.", table[columns], caveat, why)
+
+
+def _troubles(frame: pd.DataFrame, sweep: str) -> str | None:
+    """What failed, or was wrong, in a sweep, by model."""
+    return troubles(select(frame, ["size"], sweep=sweep), "size")
+
+
+@QUESTIONS.ask("warmup", "Are the first steps of a process slower, and how many should not count?")
+def warmup(frame: pd.DataFrame) -> Finding | None:
+    ratios, steps = tables.later_over_first(frame), tables.first_steps(frame)
+    caveat = _troubles(frame, "warmup")
+    if ratios.empty:
+        return compared(ratios, "the first steps", "later ones", caveat=caveat)
+    enough = tables.enough_warmup(frame)
+    model = select(steps, **{name: ratios.loc[ratios["ratio"].idxmin(), name] for name in tables.MODEL})
+    times = model.set_index("step_number")["seconds"]
+    settled = f"; after {counted(enough, 'warm-up step')} means no longer change" if enough else ""
+    return compared(
+        ratios,
+        "ten later steps",
+        "the first ten",
+        plural=True,
+        axis=("size",),
+        choose=f"Leave the first {counted(enough, 'step') if enough > 1 else 'step'} of a process out of every mean",
+        caveat=caveat,
+        why=f"The first step of the {model['size'].iloc[0]} model takes {format_seconds(times.iloc[0])}, a later one "
+        f"{format_seconds(times.iloc[1:].median())}{settled}.",
+    )
+
+
+@QUESTIONS.ask("predicted", "Do counts of FLOPs and bytes predict the times?")
+def predicted(frame: pd.DataFrame) -> Finding | None:
+    table = tables.predictions(frame)
+    found = agreement(table, "times", "what FLOPs and bytes predict")
+    if found is None:
+        return None
+    by_size, told = table.groupby("size", sort=False)["measured_over_predicted"].median(), []
+    if len(by_size) > 1:
+        small, large = (f"the {by_size.index[at]} model {{}}{by_size.iloc[at]:.1f} times" for at in (0, -1))
+        reason = ": small matrices do not reach the rate of large ones" if by_size.iloc[0] > by_size.iloc[-1] else ""
+        told.append(f"Typically {small.format('takes ')} what is predicted, {large.format('')}{reason}.")
+    if len(mfu := table.dropna(subset="mfu_percent")):
+        best = mfu.loc[mfu["mfu_percent"].idxmax()]
+        told.append(f"At best {best['mfu_percent']:.0f} % of the data-sheet peak ({best['phase']} of {best['size']}).")
+    return replace(found, why=" ".join(told) or None)
+
+
+@QUESTIONS.ask("compile", "Does torch.compile of the whole model pay, and after how many steps?", "compile")
+def compiling(frame: pd.DataFrame) -> Finding | None:
+    table = tables.compiled_against_eager(frame)
+    steps = select(table, phase="step")["worth_it_after"].dropna()
+    choose, earned = "Compile the whole model", ""
+    if len(steps):
+        worth = f"{float(f'{steps.max():.2g}'):,.0f} steps"
+        choose, earned = f"{choose} for runs of more than {worth}", f" and pays for itself within about {worth}"
+    return compared(
+        table,
+        "the compiled model",
+        "the eager one",
+        axis=("phase", "size"),
+        choose=choose,
+        keep="Stay with the eager model",
+        caveat=_troubles(frame, "compile"),
+        why=f"Compiling takes up to {format_seconds(table['compile_s'].max())}{earned}.",
+    )
+
+
+@QUESTIONS.ask("published_trends", "Do the published trends hold on this machine?")
+def published_trends(frame: pd.DataFrame) -> Finding | None:
+    compiled = tables.compiled_against_eager(frame)
+    return published(
+        [
+            _backward_twice_forward(frame),
+            _small_spread(frame),
+            # `transformer_compile.csv`: both are faster compiled, at every size
+            claim("Forward alone is faster compiled", select(compiled, phase="inference"), "faster"),
+            claim("A full step is faster compiled", select(compiled, phase="step"), "faster"),
+        ]
+    )
+
+
+def _backward_twice_forward(frame: pd.DataFrame) -> Claim | None:
+    """`end_to_end.csv`: backward 347.7 ms, forward 169.1 ms."""
+    table = tables.phases(frame)
+    both = select(table, phase="backward").merge(select(table, phase="forward"), on=list(tables.MODEL))
+    low, high = both["low_x"] / both["high_y"], both["high_x"] / both["low_y"]
+    return judged_claim(
+        "Backward takes about twice as long as forward",
+        (low >= TWICE[0]) & (high <= TWICE[1]),
+        (high < TWICE[0]) | (low > TWICE[1]),
+        f"{span(both['seconds_x'] / both['seconds_y'])} times" if len(both) else "",
+    )
+
+
+def _small_spread(frame: pd.DataFrame) -> Claim | None:
+    """`end_to_end.csv`: the standard deviation of forward + backward is 0.3 % of the mean."""
+    table = select(tables.phases(frame), phase=tables.BOTH).dropna(subset="spread_low")
+    return judged_claim(
+        f"Forward and backward together vary by less than {SMALL_SPREAD_PERCENT:.0f} % of their mean",
+        table["spread_high"] < SMALL_SPREAD_PERCENT,
+        table["spread_low"] > SMALL_SPREAD_PERCENT,
+        f"{span(table['spread_percent'], '{:.1f}'.format)} %" if len(table) else "",
+    )

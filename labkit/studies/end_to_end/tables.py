@@ -1,0 +1,188 @@
+"""From the frame of an end-to-end run to the tables its findings and figures are made of. Units are in the names."""
+
+from functools import cache
+
+import numpy as np
+import pandas as pd
+
+from labkit.bench.statistics import FEWEST_SAMPLES, RESAMPLES
+from labkit.costs.transformer import ADAMW_STATES, backward_flops, forward_flops, n_parameters
+from labkit.lab.project import reference_directory
+from labkit.lab.rows import Measured, in_order, select
+from labkit.nn.transformer import SIZES
+from labkit.studies.end_to_end.worker import PHASES
+
+MODEL = ("device", "precision", "size")
+BOTH = "forward + backward"
+SUMS = {BOTH: ("forward", "backward"), "step": ("forward", "backward", "optimizer")}
+PHASE_ORDER = (*PHASES[:3], BOTH, *PHASES[3:], "step")
+WARMUPS = (0, 1, 2, 5)
+STEPS_AVERAGED = 10
+
+STEPS = Measured(MODEL, "phase")
+FIRST_STEPS = Measured(MODEL, "step_number")
+MEANS = Measured(MODEL, "warmup")
+COMPILED = Measured((*MODEL, "phase"), "implementation")
+
+# AdamW reads parameter, gradient and its states, and writes all but the gradient; float32.
+ADAMW_BYTES = 4 * ((2 + ADAMW_STATES) + (1 + ADAMW_STATES))
+
+
+def by_size(table: pd.DataFrame) -> pd.DataFrame:
+    """Rows from the smallest model to the largest."""
+    return in_order(table, size=SIZES)
+
+
+def phases(frame: pd.DataFrame) -> pd.DataFrame:
+    """Median, mean and std by (model, phase) with interval; `SUMS` of phases are added up repeat by repeat.
+
+    `spread_percent` is the standard deviation over the mean, with a bootstrap interval `spread_low`, `spread_high`.
+    """
+    parts = STEPS.samples(frame, sweep="phases")
+    samples = pd.concat([parts, *(_summed(parts, name) for name in SUMS)])
+    table = STEPS.medians(samples).rename(columns={"mean": "mean_s", "std": "std_s"})
+    bounds = [
+        _spread_interval(select(samples, **{name: row[name] for name in STEPS.columns})["seconds"].to_numpy())
+        for row in table.to_dict("records")
+    ]
+    spread = pd.DataFrame(bounds, columns=["spread_low", "spread_high"], index=table.index, dtype=float)
+    table = table.assign(spread_percent=100 * table["std_s"] / table["mean_s"]).join(spread)
+    return in_order(table, size=SIZES, phase=PHASE_ORDER)
+
+
+def step_shares(table: pd.DataFrame) -> pd.DataFrame:
+    """From `phases`: `share_percent` of forward, backward and optimizer in a step, by model."""
+    parts = select(table, phase=SUMS["step"])
+    return parts.assign(share_percent=100 * parts["seconds"] / parts.groupby(list(MODEL))["seconds"].transform("sum"))
+
+
+def _summed(samples: pd.DataFrame, name: str) -> pd.DataFrame:
+    some = samples[samples["phase"].isin(SUMS[name])]
+    sums = some.groupby([*MODEL, "repeat"])["seconds"].agg(seconds="sum", parts="size").reset_index()
+    return sums[sums["parts"] == len(SUMS[name])].drop(columns="parts").assign(phase=name)
+
+
+def _spread_interval(seconds: np.ndarray) -> tuple[float, float]:
+    """95 % percentile bootstrap of std over mean, in percent; NaN where there are too few samples."""
+    if len(seconds) < FEWEST_SAMPLES:
+        return float("nan"), float("nan")
+    resampled = seconds[np.random.default_rng(0).integers(0, len(seconds), (RESAMPLES, len(seconds)))]
+    low, high = np.percentile(100 * resampled.std(axis=1, ddof=1) / resampled.mean(axis=1), [2.5, 97.5])
+    return float(low), float(high)
+
+
+def rates(frame: pd.DataFrame) -> pd.DataFrame:
+    """Median `matmul_flops_per_s` and `copy_bytes_per_s` by (device, precision), as far as measured."""
+    rows = select(frame, ["device", "precision", "rate", "per_s", "repeat"], sweep="rates")
+    wide = rows.pivot_table(index=["device", "precision"], columns="rate", values="per_s", aggfunc="median")
+    wide = wide.reindex(columns=["matmul", "copy"]).set_axis(["matmul_flops_per_s", "copy_bytes_per_s"], axis=1)
+    return wide.reset_index()
+
+
+def predictions(frame: pd.DataFrame) -> pd.DataFrame:
+    """Seconds by FLOPs over the matmul rate (optimizer: bytes over the copy rate) beside the measured ones.
+
+    Columns: model, phase, `flops`, `predicted_s`, `seconds`, `measured_over_predicted`, `mfu_percent` (model FLOPs per
+    second over the data-sheet peak; NaN where no peak is known or the precision is not the peak's).
+    """
+    at_rates = phases(frame).merge(rates(frame).dropna())
+    shapes = select(frame, [*MODEL, "batch", "context_length", "peak_flops_per_s"], sweep="phases")
+    table = at_rates.merge(
+        shapes.groupby(list(MODEL))[["batch", "context_length", "peak_flops_per_s"]].first().reset_index()
+    )
+    work = [_work(*row) for row in table[["size", "phase", "batch", "context_length"]].itertuples(index=False)]
+    flops, n_bytes = (np.array(values, dtype=float) for values in (zip(*work, strict=True) if work else ((), ())))
+    peak = table["peak_flops_per_s"].astype(float).where(table["precision"] == "bfloat16")
+    table = table.assign(
+        flops=flops,
+        predicted_s=flops / table["matmul_flops_per_s"] + n_bytes / table["copy_bytes_per_s"],
+        mfu_percent=(100 * flops / table["seconds"] / peak).where(flops > 0),
+    )
+    table = table.assign(measured_over_predicted=table["seconds"] / table["predicted_s"])
+    return table[[*MODEL, "phase", "flops", "predicted_s", "seconds", "measured_over_predicted", "mfu_percent"]]
+
+
+def _work(size: str, phase: str, batch: float, sequence: float) -> tuple[int, int]:
+    """(FLOPs of matrix products, bytes of the optimizer's update) of one phase."""
+    if phase in SUMS:
+        parts = [_work(size, part, batch, sequence) for part in SUMS[phase]]
+        return sum(flops for flops, _ in parts), sum(n_bytes for _, n_bytes in parts)
+    if phase == "optimizer":
+        return 0, ADAMW_BYTES * n_parameters(SIZES[size])
+    count = backward_flops if phase == "backward" else forward_flops
+    return sum(count(SIZES[size], int(batch), int(sequence)).values()), 0
+
+
+def _of_processes(frame: pd.DataFrame) -> pd.DataFrame:
+    """Steps of new processes: `step_number` from 1 within a process, which is the `repeat`."""
+    rows = select(frame, [*MODEL, "trial", "repeat", "seconds"], sweep="warmup").dropna(subset="seconds")
+    return rows.assign(step_number=rows["repeat"] + 1, repeat=rows["trial"])
+
+
+def first_steps(frame: pd.DataFrame) -> pd.DataFrame:
+    """Median seconds and interval of the n-th step of a process, `step_number` from 1, over the processes."""
+    return by_size(FIRST_STEPS.medians(_of_processes(frame)))
+
+
+def means(frame: pd.DataFrame) -> pd.DataFrame:
+    """Mean and std of ten steps of each process (`repeat`) after 0, 1, 2 and 5 warm-up steps: `seconds`, `std_s`."""
+    steps = _of_processes(frame)
+    windows = [
+        steps[steps["step_number"].between(warmup + 1, warmup + STEPS_AVERAGED)].assign(warmup=warmup)
+        for warmup in WARMUPS
+    ]
+    groups = pd.concat(windows).groupby([*MODEL, "warmup", "repeat"])["seconds"]
+    table = groups.agg(seconds="mean", std_s="std", steps="size").reset_index()
+    return table[table["steps"] == STEPS_AVERAGED]
+
+
+def mean_by_warmup(frame: pd.DataFrame) -> pd.DataFrame:
+    """Those means with interval, and the std: each the median over processes, one row per (model, warm-up steps)."""
+    samples = means(frame)
+    spread = samples.groupby(MEANS.columns)["std_s"].median().reset_index()
+    table = MEANS.medians(samples)[[*MEANS.columns, "seconds", "low", "high"]].merge(spread)
+    return by_size(table.rename(columns={"seconds": "mean_s"}))
+
+
+def later_over_first(frame: pd.DataFrame) -> pd.DataFrame:
+    """The mean of ten steps after the most warm-up steps over that of the first ten of the same process."""
+    samples = means(frame)
+    ratios = MEANS.over(samples[samples["warmup"].isin([0, samples["warmup"].max()])], 0)
+    return by_size(ratios)
+
+
+def enough_warmup(frame: pd.DataFrame) -> int:
+    """After how many warm-up steps no mean differs significantly from that after the most, in any model."""
+    samples = means(frame)
+    over_most = MEANS.over(samples, samples["warmup"].max())
+    differing = over_most.loc[over_most["verdict"] != "no difference shown", "warmup"]
+    return next(n for n in WARMUPS if not (differing >= n).any())
+
+
+def compiled_against_eager(frame: pd.DataFrame) -> pd.DataFrame:
+    """Time of the compiled model over eager's, by (model, phase): `ratio` with interval and verdict.
+
+    With `eager_s`, `compiled_s` (medians), `compile_s`, and `worth_it_after`: calls after which the time for compiling
+    is earned back (NaN where compiled is not faster).
+    """
+    keys = list(COMPILED.setting)
+    ratios = COMPILED.over(frame, "eager", sweep="compile")
+    medians = COMPILED.medians(frame, sweep="compile").pivot(index=keys, columns="implementation", values="seconds")
+    medians = medians.reindex(columns=["eager", "compiled"]).set_axis(["eager_s", "compiled_s"], axis=1).reset_index()
+    compiling = select(frame, [*keys, "compile_s"], sweep="compile").dropna(subset="compile_s")
+    table = ratios.merge(medians).merge(compiling.groupby(keys, as_index=False)["compile_s"].first(), how="left")
+    gain = table["eager_s"] - table["compiled_s"]
+    return by_size(table.assign(worth_it_after=(table["compile_s"] / gain).where(table["verdict"] == "faster")))
+
+
+@cache
+def published_compile() -> pd.DataFrame:
+    """`transformer_compile.csv` (H100) as (size, phase, ratio): compiled time over eager time."""
+    table = pd.read_csv(reference_directory() / "transformer_compile.csv")
+    pieces = [
+        pd.DataFrame(
+            {"size": table["model"], "phase": phase, "ratio": table[f"compiled_{name}_ms"] / table[f"eager_{name}_ms"]}
+        )
+        for phase, name in (("inference", "forward"), ("step", "step"))
+    ]
+    return by_size(pd.concat(pieces))

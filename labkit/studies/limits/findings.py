@@ -1,0 +1,130 @@
+"""What the limits lab asks, and how a run answers."""
+
+import pandas as pd
+
+from labkit.lab.comparing import compared
+from labkit.lab.findings import Finding, Questions, troubles
+from labkit.lab.rows import select
+from labkit.lab.units import format_bytes, format_flops, format_rate, format_seconds, join_words
+from labkit.studies.limits import tables
+from labkit.studies.limits.tables import NEAR
+
+QUESTIONS = Questions()
+LIKE_A_COPY = 0.7  # of the bytes per second of a copy
+
+
+@QUESTIONS.ask("products", "What limits a matrix product here, and from which size on?")
+def products(frame: pd.DataFrame) -> Finding | None:
+    table = tables.products(frame)
+    square = select(table, dtype="float32", kind="square").sort_values("size")
+    if square.empty:
+        return None
+    best = square["flops_per_s"].max()
+    near = square[square["flops_per_s"] >= NEAR * best]["size"].min()
+    reached = f"float32 products reach {format_flops(best)}/s"
+    headline = f"Arithmetic, from {near:.0f} rows on: {reached}; smaller ones wait for memory or the call."
+    others = select(table, dtype="float32", kind=["tall", "batched"]).set_index("kind")["flops_per_s"]
+    told = [
+        f"{kind} one{'s reach' if kind == 'batched' else ' reaches'} {100 * rate / best:.0f} %"
+        for kind, rate in others.items()
+    ]
+    why = f"Of the best square product's rate, {join_words(told)}." if told else None
+    shown = table[["device", "dtype", "kind", "dimensions", "seconds", "low", "high", "flops_per_s", "of_best_percent"]]
+    return Finding("measured", headline, shown, troubles(select(frame, ["shape"], sweep="products"), "shape"), why)
+
+
+@QUESTIONS.ask("memory", "What limits an elementwise operator?")
+def memory(frame: pd.DataFrame) -> Finding | None:
+    table = tables.memory(frame)
+    adds = select(table, operation="add")
+    if adds.empty:
+        return None
+    longest, fastest = adds.iloc[-1], adds.loc[adds["bytes_per_s"].idxmax()]
+    copies = select(table, operation="copy", n_bytes=longest["n_bytes"])["bytes_per_s"]
+    is_memory = len(copies) > 0 and longest["bytes_per_s"] >= LIKE_A_COPY * copies.iloc[0]
+    moved = f"the longest additions move {format_rate(longest['bytes_per_s'])}"
+    headline = (
+        f"Memory: {moved}, about what a copy does." if is_memory else f"Not memory alone: {moved}, less than a copy."
+    )
+    why = None
+    if fastest["n_bytes"] < longest["n_bytes"]:
+        cached, far = format_bytes(fastest["n_bytes"]), format_bytes(longest["n_bytes"])
+        rate = format_rate(fastest["bytes_per_s"])
+        why = f"Arrays of {cached}, which stay in a cache, move {rate}; those of {far} come from memory."
+    shown = table[["device", "operation", "n_bytes", "seconds", "low", "high", "bytes_per_s"]]
+    return Finding("measured", headline, shown, why=why)
+
+
+@QUESTIONS.ask("calls", "When does a call cost more than its work?")
+def calls(frame: pd.DataFrame) -> Finding | None:
+    adds = select(tables.memory(frame), operation="add").sort_values("n_bytes")
+    if len(adds) < 2:
+        return None
+    cost = tables.call_s(frame)
+    cheap = adds[adds["seconds"] <= 2 * cost]["n_bytes"].max()
+    headline = f"A call costs {format_seconds(cost)}: more than its work for arrays of up to {format_bytes(cheap)}."
+    return Finding("measured", headline, adds[["n_bytes", "seconds", "low", "high"]])
+
+
+@QUESTIONS.ask("threads", "How much do more threads or a second rank bring?")
+def threads(frame: pd.DataFrame) -> Finding | None:
+    ratios = tables.THREADS.over(frame, 1, sweep="threads")
+    gain = tables.second_rank(frame)
+    why = f"Two ranks with half of the threads each do {gain:.1f} times the products of one with all." if gain else None
+    return compared(ratios, "work with all threads", "with one", axis=("operation",), why=why)
+
+
+@QUESTIONS.ask("exchange", "What do a message and a byte cost between two ranks of this machine?")
+def exchange(frame: pd.DataFrame) -> Finding | None:
+    table = tables.exchanges(frame)
+    if table.empty:
+        return None
+    alphas = [
+        f"{format_seconds(row['alpha_s'])} {'by' if row['way'] == 'gloo' else 'through'} {row['way']}"
+        for row in table.to_dict("records")
+    ]
+    rates = [
+        f"{format_rate(row['bytes_per_s'])} {'by' if row['way'] == 'gloo' else 'through'} {row['way']}"
+        for row in table.to_dict("records")
+    ]
+    caveat = troubles(select(frame, ["way"], sweep="exchange"), "way")
+    return Finding(
+        "measured",
+        f"An exchange costs {join_words(alphas)}, however short.",
+        table,
+        caveat,
+        f"Long ones move {join_words(rates)}.",
+    )
+
+
+@QUESTIONS.ask("roofline", "Which operators of a Transformer step are bound by arithmetic, and which by memory?")
+def roofline(frame: pd.DataFrame) -> Finding | None:
+    table = tables.operators(frame)
+    if table.empty:
+        return None
+    count = table["bound"].value_counts()
+    most = count.index[0]
+    headline = f"{count.iloc[0]} of {len(table)} operators are bound by {most}."
+    ratio = table["measured_over_predicted"].median()
+    why = f"The median operator takes {ratio:.1f} times what its limit alone would."
+    columns = ["operator", "bound", "intensity", "flops_per_s", "seconds", "predicted_s", "measured_over_predicted"]
+    return Finding("measured", headline, table[columns].sort_values("intensity"), why=why)
+
+
+@QUESTIONS.ask("regimes", "Which limit binds a training step of each named model?")
+def regimes(frame: pd.DataFrame) -> Finding | None:
+    table = tables.regimes(frame)
+    if table.empty:
+        return None
+    by_regime = table.groupby("regime", sort=False)["model"].agg(list)
+    parts = [
+        f"{regime} binds {join_words(models) if len(models) < 4 else f'{models[0]} to {models[-1]}'}"
+        for regime, models in by_regime.items()
+    ]
+    headline = (
+        f"{'; '.join(parts).capitalize()}."
+        if len(parts) > 1
+        else f"{by_regime.index[0].capitalize()} binds every named model."
+    )
+    caveat = "With 4 sequences of 128 tokens in float32; formulas, from the rates above."
+    return Finding("measured", headline, table, caveat)

@@ -1,0 +1,120 @@
+"""The limits lab: its parameters and the points it measures."""
+
+from collections.abc import Sequence
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from labkit.lab import capacity
+from labkit.lab.config import Count, Device, LabConfig, Repeats, Seed, TimeoutSeconds, Warmup, one_of
+from labkit.lab.study import Study
+from labkit.machine import Machine, available_cores
+from labkit.nn.transformer import SIZES
+from labkit.studies.limits.findings import QUESTIONS
+from labkit.studies.limits.worker import LimitPoint, measure_point
+
+KIB, MIB = 2**10, 2**20
+RANKS = 2
+Model = Annotated[str, one_of(lambda: SIZES)]
+Dtype = Literal["float32", "float64", "bfloat16", "float16"]
+# A product of this size, and arrays of so many bytes, keep all threads busy and fit nowhere but in memory.
+THREADED = (1024, 64 * MIB)
+
+
+class LimitsConfig(LabConfig):
+    """What a reader may set."""
+
+    matmul_sizes: Annotated[list[Annotated[int, Field(ge=8, le=2**15)]], Field(min_length=1)]
+    """Rows of square matrices."""
+    dtypes: Annotated[list[Dtype], Field(min_length=1)] = ["float32", "bfloat16"]
+    copy_sizes_bytes: Annotated[list[Count], Field(min_length=1)]
+    """Arrays that are copied and added."""
+    exchange_sizes_bytes: list[Count]
+    """Messages between two ranks."""
+    model: Model = "mini"
+    """Whose operators are timed, for the roofline."""
+    batch: Count = 4
+    context_length: Count = 128
+    warmup: Warmup = 2
+    repeats: Repeats = 12
+    device: Device = "auto"
+    seed: Seed = 0
+    timeout_s: TimeoutSeconds = 300.0
+
+
+class LimitsStudy(Study):
+    """Rates of products, memory, calls, threads, ranks and messages; the operators of a step beside them."""
+
+    name = "limits"
+    title = "The limits of this machine"
+    summary = (
+        "What this machine can do at best: arithmetic, memory, calls, threads, messages; and which limit binds what."
+    )
+    questions = QUESTIONS
+    profiles = {
+        "smoke": LimitsConfig(
+            matmul_sizes=[32, 128],
+            copy_sizes_bytes=[64, 64 * KIB],
+            exchange_sizes_bytes=[KIB, 64 * KIB],
+            model="nano",
+            context_length=32,
+            repeats=6,
+        ),
+        "quick": LimitsConfig(
+            matmul_sizes=[16, 32, 64, 128, 256, 512, 1024, 2048],
+            copy_sizes_bytes=[64, *(KIB * 4**k for k in range(10))],
+            exchange_sizes_bytes=[KIB, 16 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB],
+        ),
+        "standard": LimitsConfig(
+            matmul_sizes=[16, 32, 64, 128, 256, 512, 1024, 2048, 4096],
+            dtypes=["float32", "float64", "bfloat16", "float16"],
+            copy_sizes_bytes=[64, *(KIB * 2**k for k in range(20))],
+            exchange_sizes_bytes=[KIB * 4**k for k in range(9)],
+            model="small",
+            repeats=30,
+        ),
+        "paper": LimitsConfig(
+            matmul_sizes=[16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192],
+            dtypes=["float32", "float64", "bfloat16", "float16"],
+            copy_sizes_bytes=[64, *(KIB * 2**k for k in range(21))],
+            exchange_sizes_bytes=[KIB * 4**k for k in range(10)],
+            model="large",
+            context_length=512,
+            repeats=30,
+            timeout_s=1200.0,
+        ),
+    }
+    worker = staticmethod(measure_point)
+
+    def points(self, config: LimitsConfig, machine: Machine) -> Sequence[LimitPoint]:
+        """On the device: products, memory, operators; on the CPU: threads, ranks, and messages between two."""
+        device = machine.device(config.device)
+        sizes, bytes_ = tuple(config.matmul_sizes), tuple(config.copy_sizes_bytes)
+        threaded = (min(THREADED[0], max(sizes)), min(THREADED[1], max(bytes_)))
+        on_cpu = {"device": "cpu", "dtype": "float32", "sizes": threaded}
+        one = [
+            *(
+                LimitPoint.of(config, sweep="products", device=device, dtype=dtype, sizes=sizes)
+                for dtype in config.dtypes
+            ),
+            LimitPoint.of(config, sweep="memory", device=device, sizes=bytes_),
+            LimitPoint.of(config, sweep="operators", device=device),
+            LimitPoint.of(config, sweep="threads", **on_cpu),
+        ]
+        several = [
+            LimitPoint.of(config, sweep="ranks", world_size=ranks, backend="gloo", **on_cpu) for ranks in (1, RANKS)
+        ]
+        if config.exchange_sizes_bytes:
+            messages = on_cpu | {"sizes": tuple(config.exchange_sizes_bytes)}
+            several.append(LimitPoint.of(config, sweep="exchange", world_size=RANKS, backend="gloo", **messages))
+        return [*one, *several]
+
+    def skip_reason(self, point: LimitPoint, machine: Machine) -> str | None:
+        if point.sweep == "ranks" and available_cores() < RANKS:
+            return "a single core has no room for a second rank"
+        largest = max(point.sizes, default=0)
+        needed = 3 * (8 * largest**2 if point.sweep == "products" else largest)
+        return capacity.skip_reason(machine, point.device, needed)
+
+
+STUDY = LimitsStudy()

@@ -1,0 +1,115 @@
+"""From the frame of a limits run to its tables: rates, what bounds an operator, and the regime of a model's step."""
+
+import pandas as pd
+
+from labkit.costs.communication import MessageCost, fit_alpha_beta
+from labkit.costs.transformer import BACKWARD_OVER_FORWARD, forward_flops, n_parameters
+from labkit.lab.rows import Measured
+from labkit.nn.transformer import SIZES
+
+PRODUCTS = Measured(("device", "dtype", "dimensions", "flops", "bytes"), "shape")
+MEMORY = Measured(("device", "n_bytes", "bytes"), "operation")
+OPERATORS = Measured(("device", "model", "batch", "context_length", "flops", "bytes"), "operator")
+THREADS = Measured(("operation",), "threads")
+RANKS = Measured(("operation", "flops"), "world_size", took_turns=False)
+EXCHANGE = Measured(("n_bytes",), "way")
+NEAR = 0.8  # of the best rate: from here on a size counts as large enough
+
+# A step in float32, by layer: operators that read and write activations (forward, and about twice as many backward),
+# and the passes over (tokens, d_model) that they make; over (heads, S, S) the explicit attention makes five.
+CALLS_PER_LAYER, PASSES_PER_LAYER, ATTENTION_PASSES = 25, 20, 5
+BYTES_OF_ADAMW = 28  # per parameter: gradient, weight and two averages read, the last three written
+
+
+def products(frame: pd.DataFrame) -> pd.DataFrame:
+    """Median seconds of a product with interval, FLOP/s, and the share of the best rate of its dtype."""
+    table = PRODUCTS.medians(frame, sweep="products")
+    table = table.assign(flops_per_s=table["flops"] / table["seconds"])
+    best = table.groupby(["device", "dtype"])["flops_per_s"].transform("max")
+    size = table["shape"].where(table["shape"].str.startswith("square")).str.removeprefix("square ")
+    kind = table["shape"].str.split().str[0]
+    return table.assign(size=pd.to_numeric(size), kind=kind, of_best_percent=100 * table["flops_per_s"] / best)
+
+
+def memory(frame: pd.DataFrame) -> pd.DataFrame:
+    """Median seconds of a copy or an addition with interval, and bytes per second, read and written together."""
+    table = MEMORY.medians(frame, sweep="memory")
+    return table.assign(bytes_per_s=table["bytes"] / table["seconds"]).sort_values(["operation", "n_bytes"])
+
+
+def call_s(frame: pd.DataFrame) -> float:
+    """Seconds of a call that has next to nothing to do; NaN if no run has one."""
+    table = memory(frame)
+    return float(table["seconds"].min()) if len(table) else float("nan")
+
+
+def operators(frame: pd.DataFrame) -> pd.DataFrame:
+    """The operators of a step: intensity (FLOPs per byte), what each limit alone would take, and what binds.
+
+    Limits are the best product in float32, the fastest addition that comes from memory, and the cost of a call.
+    """
+    table = OPERATORS.medians(frame, sweep="operators").assign(intensity=float("nan"))
+    rates = limits(frame)
+    if table.empty or rates is None:
+        return table.iloc[:0]
+    flops_per_s, bytes_per_s, per_call = rates
+    bounds = pd.DataFrame(
+        {
+            "arithmetic": table["flops"] / flops_per_s,
+            "memory": table["bytes"] / bytes_per_s,
+            "the call": per_call,
+        }
+    )
+    return table.assign(
+        intensity=table["flops"] / table["bytes"],
+        flops_per_s=table["flops"] / table["seconds"],
+        predicted_s=bounds.max(axis=1),
+        bound=bounds.idxmax(axis=1),
+        measured_over_predicted=table["seconds"] / bounds.max(axis=1),
+    )
+
+
+def limits(frame: pd.DataFrame) -> tuple[float, float, float] | None:
+    """FLOP/s of the best float32 product, bytes/s of the longest addition, seconds of a call; None if one lacks."""
+    best, moved = products(frame).query("dtype == 'float32'"), memory(frame).query("operation == 'add'")
+    if best.empty or moved.empty:
+        return None
+    return float(best["flops_per_s"].max()), float(moved.iloc[-1]["bytes_per_s"]), call_s(frame)
+
+
+def exchanges(frame: pd.DataFrame) -> pd.DataFrame:
+    """Alpha (seconds per message) and beta (seconds per byte) of an exchange between two ranks, by its way."""
+    table = EXCHANGE.medians(frame, sweep="exchange")
+    rows = []
+    for way, times in table.groupby("way"):
+        if len(times) >= 2:
+            model = fit_alpha_beta([MessageCost(1, n) for n in times["n_bytes"]], times["seconds"].tolist())
+            rate = 1 / model.beta_s_per_byte if model.beta_s_per_byte else float("nan")
+            rows.append({"way": way, "alpha_s": model.alpha_s, "bytes_per_s": rate, "median_error": model.median_error})
+    return pd.DataFrame(rows, columns=["way", "alpha_s", "bytes_per_s", "median_error"])
+
+
+def regimes(frame: pd.DataFrame, batch: int = 4, context: int = 128) -> pd.DataFrame:
+    """A training step of each named model: what arithmetic, memory and calls alone would take, and the largest."""
+    rates = limits(frame)
+    rows = []
+    for name, shape in SIZES.items() if rates is not None else ():
+        flops_per_s, bytes_per_s, per_call = rates or (1.0, 1.0, 1.0)
+        activations = shape.n_layers * 4 * batch * context
+        passes = PASSES_PER_LAYER * shape.d_model + ATTENTION_PASSES * shape.n_heads * context
+        parts = {
+            "arithmetic_s": (1 + BACKWARD_OVER_FORWARD)
+            * sum(forward_flops(shape, batch, context).values())
+            / flops_per_s,
+            "memory_s": (3 * activations * passes + BYTES_OF_ADAMW * n_parameters(shape)) / bytes_per_s,
+            "calls_s": 3 * CALLS_PER_LAYER * shape.n_layers * per_call,
+        }
+        regime = max(parts, key=lambda part: parts[part]).removesuffix("_s")
+        rows.append({"model": name, "parameters": n_parameters(shape), **parts, "regime": regime})
+    return pd.DataFrame(rows, columns=["model", "parameters", "arithmetic_s", "memory_s", "calls_s", "regime"])
+
+
+def second_rank(frame: pd.DataFrame) -> float | None:
+    """Products per second of two ranks together over those of one rank with all threads."""
+    table = RANKS.medians(frame, sweep="ranks").set_index("world_size")["seconds"]
+    return float(2 * table[1] / table[2]) if {1, 2} <= set(table.index) else None

@@ -1,0 +1,231 @@
+"""What a rank runs to measure one limit of a machine. Imports torch and the instruments only."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional
+
+from labkit.bench.clock import time_interleaved
+from labkit.bench.exact_sums import first_wrong
+from labkit.bench.gate import verdict
+from labkit.bench.rates import rounding_limit
+from labkit.costs.transformer import TransformerShape, n_parameters
+from labkit.lab.point import Point
+from labkit.nn.transformer import shape_named
+from labkit.parallel.collectives import all_reduce
+from labkit.parallel.ranks.device import use_device
+from labkit.parallel.transport import SHARED, transport_in_use
+
+SAMPLE_S = 1e-3  # calls of something short follow one another until a sample takes about this long
+MOST_CALLS = 200
+ATTENTION_BATCH = 8  # a batched product is as many products of an eighth of the size
+
+
+@dataclass(frozen=True, kw_only=True)
+class LimitPoint(Point):
+    """What takes turns: products of several sizes, copies and additions of several, numbers of threads, operators."""
+
+    sweep: str
+    device: str = "cpu"
+    dtype: str = "float32"
+    sizes: tuple[int, ...] = ()
+    """Rows of square matrices, or bytes."""
+    model: str = ""
+    batch: int = 1
+    context_length: int = 1
+    warmup: int = 2
+    repeats: int = 10
+    seed: int = 0
+
+    def title(self) -> str:
+        about = self.model or self.dtype
+        return f"{super().title()}, {self.device}, {self.sweep.replace('_', ' ')}, {about}"
+
+
+def measure_point(point: LimitPoint) -> Iterator[dict[str, Any]]:
+    """Rows with `seconds` of one call in each repeat, beside what the call does: `flops`, `bytes`."""
+    torch.manual_seed(point.seed)
+    yield from _SWEEPS[point.sweep](point, use_device(point.device))
+
+
+@dataclass(frozen=True)
+class _Call:
+    """An operator that is timed: what runs, its arithmetic and its traffic, and whether it is right."""
+
+    run: Callable[[], Any]
+    flops: float
+    n_bytes: float
+    gate: str = "ok"
+
+
+def _timed(point: LimitPoint, calls: dict[str, _Call], name: str, **options: Any) -> Iterator[dict[str, Any]]:
+    """A row a call under the column `name`; a sample is the mean of as many in a row as make it long enough."""
+    right = {key: call for key, call in calls.items() if call.gate == "ok"}
+    once = time_interleaved(
+        {key: call.run for key, call in right.items()}, warmup=1, repeats=1, device=point.device, seed=point.id
+    )
+    number = {key: max(1, min(MOST_CALLS, int(SAMPLE_S / max(once[key][0], 1e-9)))) for key in right}
+    samples = time_interleaved(
+        {key: partial(_in_a_row, call.run, number[key]) for key, call in right.items()},
+        warmup=point.warmup,
+        repeats=point.repeats,
+        device=point.device,
+        seed=point.id,
+        **options,
+    )
+    for key, call in calls.items():
+        row = {name: key, "flops": call.flops, "bytes": call.n_bytes, "gate": call.gate}
+        yield row | ({"seconds": [s / number[key] for s in samples[key]]} if key in right else {})
+
+
+def _in_a_row(run: Callable[[], Any], number: int) -> None:
+    for _ in range(number):
+        run()
+
+
+def _products(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
+    """Square products of each size; and as many FLOPs as the largest takes, tall and in a batch."""
+    dtype, largest = _dtype(point), max(point.sizes)
+    part = largest // ATTENTION_BATCH
+    shapes = {f"square {size}": (1, size, size, size) for size in point.sizes}
+    shapes |= {"tall": (1, 16 * largest, largest // 4, largest // 4), "batched": (ATTENTION_BATCH**3, part, part, part)}
+    calls = {name: _product(dtype, device, *shape) for name, shape in shapes.items()}
+    for row in _timed(point, calls, "shape"):
+        b, m, k, n = shapes[row["shape"]]
+        yield row | {"size": m if row["shape"].startswith("square") else None, "dimensions": f"{b} x {m} x {k} x {n}"}
+
+
+def _product(dtype: torch.dtype, device: str, b: int, m: int, k: int, n: int) -> _Call:
+    left, right = torch.randn(b, m, k, device=device).to(dtype), torch.randn(b, k, n, device=device).to(dtype)
+    out = torch.empty(b, m, n, dtype=dtype, device=device)
+    run = partial(torch.mm, left[0], right[0], out=out[0]) if b == 1 else partial(torch.bmm, left, right, out=out)
+    run()
+    exact = left[-1, m // 2].double() @ right[-1].double()
+    error = float((out[-1, m // 2].double() - exact).norm() / exact.norm())
+    moved = (left.numel() + right.numel() + out.numel()) * left.itemsize
+    return _Call(run, 2.0 * b * m * k * n, moved, verdict(error, rounding_limit(dtype, k)))
+
+
+def _memory(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
+    """Copies and additions of arrays of each number of bytes."""
+    calls = {}
+    for n_bytes in point.sizes:
+        n = max(1, n_bytes // 4)
+        a, b, out = (torch.ones(n, device=device) for _ in range(3))
+        calls[f"copy {n_bytes}"] = _Call(partial(out.copy_, a), 0, 8.0 * n)
+        calls[f"add {n_bytes}"] = _Call(partial(torch.add, a, b, out=out), n, 12.0 * n)
+    for row in _timed(point, calls, "call"):
+        operation, n_bytes = row.pop("call").split()
+        yield row | {"operation": operation, "n_bytes": int(n_bytes)}
+
+
+def _threads(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
+    """A product, a copy and an addition with one thread, and with all that this process has."""
+    all_threads = torch.get_num_threads()
+    size, n = point.sizes[0], point.sizes[1] // 4
+    a, b, out = (torch.ones(n) for _ in range(3))
+    work = {
+        "product": _product(torch.float32, device, 1, size, size, size),
+        "copy": _Call(partial(out.copy_, a), 0, 8.0 * n),
+        "add": _Call(partial(torch.add, a, b, out=out), n, 12.0 * n),
+    }
+    calls = {f"{name} {threads}": call for name, call in work.items() for threads in sorted({1, all_threads})}
+    try:
+        rows = list(_timed(point, calls, "call", prepare=lambda key: torch.set_num_threads(int(key.split()[1]))))
+    finally:
+        torch.set_num_threads(all_threads)
+    for row in rows:
+        operation, threads = row.pop("call").split()
+        yield row | {"operation": operation, "threads": int(threads)}
+
+
+def _ranks(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
+    """The same product on every rank at once, each with its share of the cores."""
+    size = point.sizes[0]
+    calls = {"product": _product(torch.float32, device, 1, size, size, size)}
+    yield from _timed(point, calls, "operation", before=dist.barrier)
+
+
+def _exchange(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
+    """An all-reduce between two ranks: one exchange of the whole tensor, by gloo and through shared memory."""
+    ways: dict[str, Callable[[torch.Tensor], Any]] = {"gloo": dist.all_reduce}
+    all_reduce(torch.zeros(1), op="sum")  # from here on it is known how ranks reach each other
+    if transport_in_use()[0] == SHARED:
+        ways["shared memory"] = partial(all_reduce, op="sum", transport=SHARED)
+    for n_bytes in point.sizes:
+        tensor = torch.empty(max(1, n_bytes // 4))
+        gates = {name: first_wrong(way, tensor) or "ok" for name, way in ways.items()}
+        samples = time_interleaved(
+            {name: partial(way, tensor) for name, way in ways.items() if gates[name] == "ok"},
+            warmup=point.warmup,
+            repeats=point.repeats,
+            prepare=partial(_zero, tensor),
+            before=dist.barrier,
+            seed=f"{point.id} {n_bytes}",
+        )
+        for name, gate in gates.items():
+            row = {"way": name, "n_bytes": n_bytes, "gate": gate}
+            yield row | ({"seconds": samples[name]} if name in samples else {})
+
+
+def _zero(tensor: torch.Tensor, _turn: str) -> None:
+    tensor.zero_()
+
+
+def _operators(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
+    """Every operator of a training step of a named model, on its own, with its arithmetic and its least traffic."""
+    shape = shape_named(point.model)
+    calls = _calls_of_a_step(shape, point.batch, point.context_length, device)
+    yield from _timed(point, calls, "operator")
+
+
+def _calls_of_a_step(shape: TransformerShape, batch: int, context: int, device: str) -> dict[str, _Call]:
+    """Operators in float32; FLOPs of one per element are counted by hand, as is each tensor read or written once."""
+
+    def tensor(*sizes: int) -> torch.Tensor:
+        return torch.randn(*sizes, device=device)
+
+    tokens, d, f, v = batch * context, shape.d_model, shape.d_ff, shape.vocabulary
+    hidden, wide, logits = tensor(tokens, d), tensor(tokens, f), tensor(tokens, v)
+    scores = tensor(batch * shape.n_heads, context, context)
+    weight, labels = torch.ones(d, device=device), torch.zeros(tokens, dtype=torch.int64, device=device)
+    parameter = tensor(n_parameters(shape) // shape.n_layers).requires_grad_()  # a layer's share of all
+    parameter.grad = torch.randn_like(parameter)
+    optimizer = torch.optim.AdamW([parameter], foreach=True)
+    gated = torch.empty_like(wide)
+    n_hidden, n_wide, n_logits, n_scores = (x.numel() for x in (hidden, wide, logits, scores))
+    products = {
+        "attention projection": (1, tokens, d, d),
+        "feed-forward product": (1, tokens, d, f),
+        "output product": (1, tokens, d, v),
+        "attention scores": (batch * shape.n_heads, context, shape.head_dim, context),
+    }
+    calls = {name: _product(torch.float32, device, *sizes) for name, sizes in products.items()}
+    calls |= {
+        "softmax": _Call(partial(torch.softmax, scores, -1), 5 * n_scores, 8 * n_scores),
+        "RMS norm": _Call(partial(functional.rms_norm, hidden, (d,), weight), 4 * n_hidden, 8 * n_hidden),
+        "SwiGLU": _Call(lambda: torch.mul(functional.silu(wide), wide, out=gated), 6 * n_wide, 12 * n_wide),
+        "residual addition": _Call(partial(torch.add, hidden, hidden), n_hidden, 8 * n_hidden),
+        "cross-entropy": _Call(partial(functional.cross_entropy, logits, labels), 5 * n_logits, 4 * n_logits),
+        "AdamW": _Call(optimizer.step, 12 * parameter.numel(), 28 * parameter.numel()),
+    }
+    return calls
+
+
+def _dtype(point: LimitPoint) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, point.dtype)
+    return dtype
+
+
+_SWEEPS: dict[str, Callable[[LimitPoint, str], Iterator[dict[str, Any]]]] = {
+    "products": _products,
+    "memory": _memory,
+    "threads": _threads,
+    "ranks": _ranks,
+    "exchange": _exchange,
+    "operators": _operators,
+}

@@ -1,0 +1,60 @@
+"""The index over effects: the largest first, those of other machines left out, and where each stands on the axis."""
+
+import math
+from dataclasses import asdict
+
+from labkit.lab.findings import Effect, Finding, Question
+from labkit.lab.pages.effects import all_effects, largest
+
+NAN = math.nan
+
+
+def effect(ratio, low, high, verdict, setting="here", subject="ring", quantity="time"):
+    return Effect(subject, "torch", setting, quantity, ratio, low, high, verdict)
+
+
+def lab(*of_questions, elsewhere=False):
+    answers = [
+        {"question": asdict(Question(f"q{number}", "Which?"))}
+        | Finding("yes", f"Headline {number}.", effects=tuple(effects)).record()
+        for number, effects in enumerate(of_questions)
+    ]
+    return {"title": "Lab", "page": "lab.html", "record": {"elsewhere": elsewhere, "answers": answers}}
+
+
+def test_the_largest_differences_are_those_that_are_large_for_certain():
+    wide = effect(0.05, 0.01, 0.9, "faster")  # perhaps twenty times, perhaps a tenth
+    sure = effect(0.25, 0.2, 0.3, "faster", setting="64 KiB")
+    slower = effect(2.0, 1.9, 2.1, "slower")
+    noise = effect(0.01, 0.001, 3.0, "no difference shown")
+    found = largest([lab([wide], [sure, wide], [slower], [noise])])
+    assert [(one.factor, one.words, one.headline) for one in found] == [
+        ("4.0×", "faster", "Headline 1."),
+        ("2.0×", "slower", "Headline 2."),
+        ("20×", "faster", "Headline 0."),
+    ]
+    assert (found[0].setting, found[0].href) == ("64 KiB", "lab.html#answer-q1")
+
+
+def test_there_are_five_of_them_and_none_of_another_machine():
+    sure = effect(0.5, 0.4, 0.6, "faster", quantity="memory")
+    assert [one.words for one in largest([lab(*[[sure]] * 9)])] == ["less memory"] * 5
+    assert largest([lab([sure], elsewhere=True)]) == []
+    assert all_effects([lab([sure], elsewhere=True), {"record": None}])[0] == []
+
+
+def test_all_differences_have_a_row_the_fastest_first_on_one_axis():
+    ring = [effect(ratio, ratio / 1.1, ratio * 1.1, "slower", subject="ring") for ratio in (1.0, 2.0, 4.0)]
+    tree = [effect(0.25, NAN, NAN, "too few repeats", subject="tree")]
+    rows, ticks = all_effects([lab(ring, tree)])
+    assert [(row.subject, row.value, row.interval) for row in rows] == [
+        ("tree", "0.25", ""),
+        ("ring", "2.00", "[1.82, 2.20]"),
+    ]
+    assert rows[0].low == rows[0].place == rows[0].high == 0
+    assert rows[1].low < rows[1].place < rows[1].high <= 100
+    assert len(rows[1].others) == 2
+    places = {text: place for place, text in ticks}
+    assert places["1/4"] == 0
+    assert places["1"] in rows[1].others
+    assert places["2"] == rows[1].place

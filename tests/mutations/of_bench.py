@@ -1,0 +1,60 @@
+"""Mistakes in the instruments: intervals, verdicts, exact sums."""
+
+from tests.mutations.mistake import mistakes
+
+INTERVALS = ("tests/bench/test_intervals.py", "tests/bench/test_statistics.py")
+SUMS = ("tests/bench/test_exact_sums.py",)
+
+MISTAKES = [
+    *mistakes(
+        "bench/intervals.py",
+        INTERVALS,
+        the_upper_bound_is_one_too_low=(
+            "(1 - weight) * ordered[n - depth] + weight * ordered[n - depth - 1]",
+            "(1 - weight) * ordered[n - depth - 1] + weight * ordered[n - depth - 2]",
+        ),
+        one_sided_p=("min(1.0, 2 * float(at_most[int(fewer)]))", "min(1.0, float(at_most[int(fewer)]))"),
+        rounds_that_resemble_one_another_count_fully=(
+            "float(np.sqrt((1 + correlation) / (1 - correlation)))",
+            "float(np.sqrt((1 - correlation) / (1 - correlation)))",
+        ),
+        comparisons_are_corrected_by_their_number_alone=("/ np.arange(1, len(order) + 1)", "/ 1"),
+    ),
+    *mistakes(
+        "bench/statistics.py",
+        INTERVALS,
+        small_differences_are_claimed=("ratio >= 1 + LEAST_RELEVANT_DIFFERENCE", "ratio >= 1"),
+        the_fastest_rank_counts=("[value].max().reset_index()", "[value].min().reset_index()"),
+        many_comparisons_are_judged_one_by_one=(
+            'adjusted_p = adjusted(ratios["p"].to_numpy(dtype=float))',
+            'adjusted_p = ratios["p"].to_numpy(dtype=float)',
+        ),
+    ),
+    *mistakes(
+        "bench/exact_sums.py",
+        SUMS,
+        the_last_rank_adds_nothing=("min(first + at_once, ranks))", "min(first + at_once, ranks - 1))"),
+        a_part_may_be_zero=("% modulus + 1).double()", "% modulus).double()"),
+        no_number_is_no_deviation=("return math.inf if largest.isnan()", "return 0.0 if largest.isnan()"),
+        the_rest_of_a_tensor_is_not_compared=("+ [(rest, period[: len(rest)])]", "+ [(rest[:0], period[:0])]"),
+    ),
+    *mistakes(
+        "bench/intervals.py",
+        INTERVALS,
+        the_interval_is_one_rank_too_narrow=("[-1]) + 1", "[-1]) + 2"),
+        ties_count_as_smaller=("(averages > 0).sum() + (averages == 0).sum() / 2", "(averages > 0).sum()"),
+        student_reaches_to_the_wrong_quantile=("stdtrit(freedom, 1 - TAIL)", "stdtrit(freedom, 1 - 2 * TAIL)"),
+        shifts_deviate_too_much=("(len(a) + len(b) + 1) / 12)", "(len(a) + len(b) + 1) / 6)"),
+        the_shift_is_of_b_over_a=("(a[:, None] - b).ravel()", "(b[:, None] - a).ravel()"),
+    ),
+    *mistakes(
+        "bench/statistics.py",
+        INTERVALS,
+        the_baseline_is_the_numerator=("estimate_paired(logs[0] - logs[1])", "estimate_paired(logs[1] - logs[0])"),
+        the_bounds_are_swapped=("        low=low,\n        high=high,\n", "        low=high,\n        high=low,\n"),
+        the_baseline_is_all_others=("group[column] == baseline, value]", "group[column] != baseline, value]"),
+        resamples_have_the_wrong_median=("drawn[:, len(values) // 2]", "drawn[:, len(values) // 2 - 1]"),
+        the_spread_is_of_a_population=("values.std(ddof=1)", "values.std(ddof=0)"),
+        turns_do_not_pair=("if interleaved else estimate_unpaired", "if not interleaved else estimate_unpaired"),
+    ),
+]

@@ -1,0 +1,143 @@
+"""Mistakes in what is studied across processes: collectives, their transports, wrappers, shards."""
+
+from tests.mutations.mistake import mistakes
+
+BATCHNORM = ("tests/parallel/test_sync_batchnorm.py", "-k", "whole_batch or options or differences")
+BOARDS = ("tests/parallel/test_boards.py",)
+CONTRACT = ("tests/parallel/test_data_parallel.py",)
+EXACT = ("tests/parallel/test_collectives.py", "-k", "whole_numbers")
+LAYOUTS = ("tests/parallel/test_collectives.py", "-k", "layout or overflow")
+SHARDED = ("tests/parallel/test_sharded_optimizer.py",)
+SHARED_MEMORY = ("tests/parallel/test_shared_transport.py",)
+SWAPS = ("tests/parallel/test_swaps.py",)
+TRAINING = ("tests/parallel/test_data_parallel.py", "-k", "five_steps")
+
+MISTAKES = [
+    *mistakes(
+        "parallel/phases.py",
+        EXACT,
+        ring_never_divides=("last = divisor if divisor and s == p - 2 else 1", "last = 1"),
+        butterfly_sends_the_wrong_chunk=(
+            "Step(pieces[target][i], target, pieces[r]",
+            "Step(pieces[source][i], target, pieces[r]",
+        ),
+        one_shot_leaves_out_a_rank=("for other in others:", "for other in others[1:]:"),
+        a_folded_rank_is_not_added=("inward=True, add=True)", "inward=True, add=False)"),
+        the_wrong_half_is_kept=("kept = k & -distance  #", "kept = ~k & -distance  #"),
+    ),
+    *mistakes(
+        "parallel/collectives.py",
+        EXACT,
+        doubling_divides_a_round_early=("is_last = 2 * distance == len(ranks)", "is_last = 4 * distance == len(ranks)"),
+    ),
+    *mistakes(
+        "parallel/reduction.py",
+        LAYOUTS,
+        float16_divides_last=("tensor.dtype == torch.float16:", "tensor.dtype == torch.bfloat16:"),
+        a_copy_is_not_copied_back=("if kind is None and", "if kind is not None and"),
+    ),
+    *mistakes(
+        "parallel/data_parallel/during_backward.py",
+        CONTRACT,
+        gradients_in_buckets_are_sums=("view.div_(self.world_size)", "view.div_(1)"),
+        a_bucket_begins_one_gradient_early=(
+            "bucket.missing = len(bucket.indices)",
+            "bucket.missing = len(bucket.indices) - 1",
+        ),
+        the_last_bucket_is_not_waited_for=("for wait in self._waits:", "for wait in self._waits[:-1]:"),
+        the_last_gradient_is_not_waited_for=("for _, wait in self._begun:", "for _, wait in self._begun[:-1]:"),
+    ),
+    *mistakes(
+        "parallel/data_parallel/buckets.py",
+        CONTRACT,
+        views_of_a_bucket_overlap=("offset += parameter.numel()", "offset += parameter.numel() - 1"),
+        the_first_bucket_is_as_large_as_the_others=("else min(first_bucket_mb, bucket_mb)", "else bucket_mb"),
+    ),
+    *mistakes(
+        "parallel/data_parallel/after_backward.py",
+        TRAINING,
+        naive_leaves_out_a_parameter=(
+            "for parameter in self._parameters_in_order:\n            self._average",
+            "for parameter in self._parameters_in_order[1:]:\n            self._average",
+        ),
+        flat_sums=('self._average.run(flat, "mean")', 'self._average.run(flat, "sum")'),
+    ),
+    *mistakes(
+        "parallel/sync_batchnorm.py",
+        BATCHNORM,
+        means_of_ranks_do_not_differ=("(m2s + count * (means - mean).square()).sum(0)", "m2s.sum(0)"),
+        running_variance_is_biased=("variance = m2 / (total - 1)", "variance = m2 / total"),
+        backward_sums_over_its_own_rank=("        _sum_over_ranks(sums, ctx.group)\n", ""),
+        what_the_center_lacks_has_the_wrong_sign=(
+            "constant.addcmul_(slope, rest, value=-1)",
+            "constant.addcmul_(slope, rest, value=1)",
+        ),
+        ranks_weigh_alike=("mean = (count * means).sum(0) / total", "mean = means.mean(0)"),
+    ),
+    *mistakes(
+        "parallel/transport/process_group.py",
+        EXACT,
+        a_slot_is_written_before_it_was_added=("if number >= depth:", "if number > depth:"),
+        the_last_messages_are_not_waited_for=("for started in in_flight:", "for started in list(in_flight)[:-1]:"),
+    ),
+    *mistakes(
+        "parallel/transport/shared.py",
+        SHARED_MEMORY,
+        notes_are_written_before_they_were_read=(
+            "oldest = self._sent[target] - NOTES  #",
+            "oldest = self._sent[target] - 2 * NOTES  #",
+        ),
+        slots_are_written_before_they_were_read=(
+            "                if not self._is_taken(target, number, wait=wait):\n                    return None",
+            "                self._is_taken(target, number, wait=False)",
+        ),
+        what_was_sent_by_reference_is_not_waited_for=("while self._referenced:", "while False:"),
+    ),
+    *mistakes(
+        "parallel/transport/swaps.py",
+        SWAPS,
+        one_slot_serves_all_swaps=("self._turns[other] = 1 - turn", "self._turns[other] = turn"),
+        a_swap_is_read_at_once=("while take():", "while False:"),
+    ),
+    *mistakes(
+        "parallel/transport/boards.py",
+        BOARDS,
+        one_board_serves_all_shows=("side = number & 1", "side = number & 0"),
+        the_last_rank_is_not_awaited=("if arrived == self._world_size:", "if arrived >= self._world_size - 1:"),
+    ),
+    *mistakes(
+        "parallel/data_parallel/averaging.py",
+        CONTRACT,
+        gradients_by_torch_are_sums=("vector.div_(dist.get_world_size(self.group))", "pass"),
+        the_thread_is_not_waited_for=("        self._is_done.wait()\n", ""),
+    ),
+    *mistakes(
+        "parallel/data_parallel/replicas.py",
+        CONTRACT,
+        ranks_keep_their_own_parameters=("tensor.copy_(piece.view(tensor.shape))", "pass"),
+        differing_models_are_accepted=("if most != fewest:", "if most < fewest:"),
+    ),
+    *mistakes(
+        "parallel/sharding/partition.py",
+        SHARDED,
+        the_last_element_of_a_parameter_is_nobodys=("min(high - at, numel)", "min(high - at, numel - 1)"),
+    ),
+    *mistakes(
+        "parallel/sharding/share.py",
+        SHARDED,
+        a_share_gets_gradients_of_another=(
+            "flat_view(gradient_in_layout(parameter))[piece.start : piece.stop]",
+            "flat_view(gradient_in_layout(parameter))[: piece.stop - piece.start]",
+        ),
+    ),
+    *mistakes(
+        "parallel/sharding/gathering.py",
+        SHARDED,
+        ranks_below_send_nothing=("if other != rank for pair", "if other > rank for pair"),
+    ),
+    *mistakes(
+        "parallel/sharding/checkpoint.py",
+        SHARDED,
+        states_are_joined_backwards=("for state in parts.values()]", "for state in reversed(parts.values())]"),
+    ),
+]

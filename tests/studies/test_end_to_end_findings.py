@@ -1,0 +1,182 @@
+"""Findings of the end-to-end lab on made-up frames: textbook, contrary, noisy, and with rows missing."""
+
+from functools import partial
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from labkit.costs.transformer import backward_flops, forward_flops, n_parameters
+from labkit.nn.transformer import SIZES
+from labkit.studies.end_to_end import tables
+from labkit.studies.end_to_end.study import STUDY
+from tests.studies.answering import answers_of
+
+_findings = partial(answers_of, STUDY)
+
+RATE, BANDWIDTH = 1e11, 1e10
+POINT = {"device": "cpu", "precision": "float32", "batch": 4, "context_length": 128, "gate": "ok", "trial": 0}
+
+
+def _textbook(size, phase):
+    """Exactly what FLOPs and bytes say."""
+    forward, backward = (sum(f(SIZES[size], 4, 128).values()) / RATE for f in (forward_flops, backward_flops))
+    return {
+        "inference": forward,
+        "forward": forward,
+        "backward": backward,
+        "optimizer": 28 * n_parameters(SIZES[size]) / BANDWIDTH,
+    }[phase]
+
+
+def _frame(
+    seconds=_textbook,
+    *,
+    first=3.0,
+    compiled=0.5,
+    noise=0.001,
+    sizes=("nano", "mini"),
+    repeats=12,
+    precision="float32",
+    peak=None,
+    sweeps=("rates", "phases", "warmup", "compile"),
+):
+    generator = np.random.default_rng(0)
+    point = POINT | {"precision": precision, "peak_flops_per_s": peak}
+    rows = []
+
+    def add(sweep, count, value, column="seconds", **fields):
+        for repeat in range(count):
+            jitter = np.exp(generator.normal(0, noise))
+            rows.append(point | fields | {"sweep": sweep, "repeat": repeat, column: value(repeat) * jitter})
+
+    add("rates", 10, lambda _: RATE, "per_s", rate="matmul")
+    add("rates", 10, lambda _: BANDWIDTH, "per_s", rate="copy")
+    for size in sizes:
+        for phase in ("inference", "forward", "backward", "optimizer"):
+            add("phases", repeats, lambda _, s=size, p=phase: seconds(s, p), size=size, phase=phase)
+        step = sum(seconds(size, phase) for phase in ("forward", "backward", "optimizer"))
+        for trial in range(8):
+            add("warmup", 15, lambda n, t=step: t * (first if n == 0 else 1), size=size, phase="step", trial=trial)
+        for phase in ("inference", "step"):
+            for name, factor in (("eager", 1), ("compiled", compiled)):
+                extra = {"compile_s": 10.0, "error": 1e-6} if name == "compiled" else {}
+                add(
+                    "compile",
+                    repeats,
+                    lambda _, f=factor, t=step: t * f,
+                    size=size,
+                    phase=phase,
+                    implementation=name,
+                    **extra,
+                )
+    frame = pd.DataFrame(rows)
+    return frame[frame["sweep"].isin(sweeps)]
+
+
+def _with(frame, *rows):
+    return pd.concat([frame, pd.DataFrame([POINT | row for row in rows])], ignore_index=True)
+
+
+def test_a_textbook_machine_is_answered_in_full():
+    findings = _findings(_frame())
+    verdicts = {"warmup": "yes", "predicted": "yes", "compile": "yes", "published_trends": "yes"}
+    assert {key: finding.verdict for key, finding in findings.items()} == {"step_times": "measured"} | verdicts
+    assert findings["warmup"].advice == "Leave the first step of a process out of every mean."
+    assert findings["compile"].headline == "Yes: the compiled model is 2 times faster than the eager one."
+    nano = sum(_textbook("nano", phase) for phase in ("forward", "backward", "optimizer"))
+    worth = findings["compile"].table["worth_it_after"].max()
+    assert worth == pytest.approx(10.0 / (nano / 2), rel=0.02)
+    assert findings["compile"].advice == f"Compile the whole model for runs of more than {round(worth, -1):.0f} steps."
+
+
+@pytest.mark.parametrize("missing", ["rates", "phases", "warmup", "compile"])
+def test_a_missing_sweep_leaves_the_other_findings(missing):
+    sweeps = [sweep for sweep in ("rates", "phases", "warmup", "compile") if sweep != missing]
+    verdicts = {key: finding.verdict for key, finding in _findings(_frame(sweeps=sweeps)).items()}
+    silent = {
+        "rates": {"predicted"},
+        "phases": {"step_times", "predicted"},
+        "warmup": {"warmup"},
+        "compile": {"compile"},
+    }[missing]
+    assert {key for key, verdict in verdicts.items() if verdict == "not measured"} == silent
+
+
+def test_the_step_is_the_sum_of_its_parts_repeat_by_repeat():
+    table = tables.phases(_frame(noise=0))
+    seconds = table.set_index(["size", "phase"])["seconds"]
+    parts = sum(seconds["mini", phase] for phase in ("forward", "backward", "optimizer"))
+    assert seconds["mini", "step"] == pytest.approx(parts)
+    shares = tables.step_shares(table).set_index(["size", "phase"])["share_percent"]
+    assert shares["mini", "backward"] == pytest.approx(100 * seconds["mini", "backward"] / parts)
+    assert shares.groupby("size").sum().tolist() == pytest.approx([100, 100])
+    only_forward = _frame()[lambda rows: rows["phase"].isin(["inference", "forward"])]
+    assert "step" not in set(tables.phases(only_forward)["phase"])
+    assert "One forward of the mini model" in _findings(only_forward)["step_times"].headline
+
+
+def test_predictions_are_flops_and_bytes_over_measured_rates():
+    table = tables.predictions(_frame(noise=0))
+    assert table["measured_over_predicted"].tolist() == pytest.approx([1.0] * 12)
+    assert table["mfu_percent"].isna().all()
+    assert _findings(_frame(lambda size, phase: 10 * _textbook(size, phase)))["predicted"].verdict == "no"
+
+
+def test_utilization_is_told_against_the_peak_of_its_precision_alone_however_far_a_step_goes():
+    frame = _frame(noise=0, precision="bfloat16", peak=4 * RATE)
+    forward_only = frame[frame["phase"].isin(["inference", "forward"]) | (frame["sweep"] == "rates")]
+    table = tables.predictions(forward_only).set_index(["size", "phase"])
+    assert table.loc[("nano", "forward"), "mfu_percent"] == pytest.approx(25)
+    assert "At best 25 % of the data-sheet peak" in _findings(forward_only)["predicted"].why
+    assert tables.predictions(_frame(peak=4 * RATE))["mfu_percent"].isna().all()
+
+
+def test_first_steps_that_are_not_slower_advise_nothing_and_faster_ones_are_not_called_slow():
+    equal, faster = (_findings(_frame(first=first))["warmup"] for first in (1.0, 0.1))
+    assert (equal.verdict, equal.advice, equal.significant) == ("no clear difference", None, False)
+    assert "no longer change" not in equal.why
+    assert (faster.verdict, faster.advice, faster.significant) == ("no", None, True)
+
+
+def test_every_step_that_changes_a_mean_is_left_out():
+    frame = _frame()
+    is_second = (frame["sweep"] == "warmup") & (frame["repeat"] == 1)
+    frame.loc[is_second, "seconds"] *= 3
+    assert tables.enough_warmup(frame) == 2
+    assert _findings(frame)["warmup"].advice == "Leave the first 2 steps of a process out of every mean."
+    means = tables.mean_by_warmup(frame).set_index(["size", "warmup"])["mean_s"]
+    assert means["nano", 0] / means["nano", 5] == pytest.approx(1.4, rel=0.01)
+
+
+def test_wrong_results_are_shouted_where_they_were_measured():
+    loss = {"sweep": "phases", "size": "mini", "gate": "wrong: the loss is nan"}
+    gradient = {"sweep": "compile", "size": "nano", "implementation": "compiled", "gate": "wrong: error 1e+00"}
+    findings = _findings(_with(_frame(sizes=("nano",), sweeps=["phases"]), loss, gradient))
+    assert findings["step_times"].verdict == "measured"
+    assert findings["step_times"].caveat == "WRONG RESULTS, and so no times, from mini: wrong: the loss is nan."
+    assert findings["compile"].verdict == "not measured"
+    assert findings["compile"].caveat == "WRONG RESULTS, and so no times, from nano: wrong: error 1e+00."
+    alone = _findings(pd.DataFrame([POINT | loss]))["step_times"]
+    assert (alone.verdict, "the loss is nan" in alone.caveat) == ("not measured", True)
+
+
+def test_slower_compiled_code_is_advised_against_and_noise_shows_nothing():
+    slow, noisy = (
+        _findings(_frame(**given))["compile"] for given in ({"compiled": 2.0}, {"compiled": 1.0, "noise": 0.5})
+    )
+    assert (slow.verdict, noisy.verdict) == ("no", "no clear difference")
+    assert slow.advice == noisy.advice == "Stay with the eager model."
+    assert "pays for itself" not in slow.why
+    assert (slow.significant, noisy.significant) == (True, False)
+
+
+def test_published_trends_are_contradicted_where_they_are():
+    def contrary(size, phase):
+        return _textbook(size, phase) * (0.2 if phase == "backward" else 1)
+
+    finding = _findings(_frame(contrary, compiled=2.0))["published_trends"]
+    assert finding.verdict == "it depends"  # the spread is as small as published
+    assert [claim.outcome for claim in finding.claims].count("is contradicted here") == 3
+    noisy = _findings(_frame(noise=0.5, compiled=1.0))["published_trends"]
+    assert "holds here" not in {claim.outcome for claim in noisy.claims}

@@ -1,0 +1,93 @@
+"""The limits lab: every limit is gated and timed, and what is said follows the rates of a made-up machine."""
+
+import pandas as pd
+import pytest
+
+from labkit.lab.runs.measure import measure
+from labkit.studies.limits import tables
+from labkit.studies.limits.study import STUDY
+
+FLOPS_PER_S, BYTES_PER_S, CALL_S = 1e11, 1e10, 1e-6
+MIB = 2**20
+
+
+def _rows(sweep, repeats=12, **row):
+    base = {"sweep": sweep, "device": "cpu", "dtype": "float32", "rank": 0, "gate": "ok", "world_size": 1}
+    return [base | row | {"repeat": i} for i in range(repeats)]
+
+
+def _frame(*, add=1.0, threads=2.0, cache=5.0):
+    """A machine with these rates: an addition takes `add` times a copy's traffic, `threads` times as fast with all."""
+    rows = []
+    for size in (16, 64, 256, 1024):
+        flops = 2 * size**3
+        rows += _rows("products", shape=f"square {size}", dimensions=str(size), flops=flops, bytes=12 * size**2,
+                      seconds=CALL_S + flops / FLOPS_PER_S)  # fmt: skip
+    for n_bytes in (64, 2**16, 2**28):
+        for operation, arrays, factor in (("copy", 2, 1.0), ("add", 3, add)):
+            rate = BYTES_PER_S * (cache if n_bytes < MIB else 1)
+            rows += _rows("memory", n_bytes=n_bytes, operation=operation, bytes=arrays * n_bytes,
+                          seconds=CALL_S + factor * arrays * n_bytes / rate)  # fmt: skip
+    for operation, flops, moved in (("scores", 1e9, 1e6), ("softmax", 1e6, 1e8), ("scalar", 1, 4)):
+        limit = max(flops / FLOPS_PER_S, moved / BYTES_PER_S, CALL_S)
+        rows += _rows("operators", model="mini", batch=4, context_length=128, operator=operation, flops=flops,
+                      bytes=moved, seconds=1.2 * limit)  # fmt: skip
+    for number, seconds in ((1, 1.0), (2, 1 / threads)):
+        rows += _rows("threads", operation="product", threads=number, seconds=seconds)
+        rows += _rows("ranks", operation="product", flops=1.0, seconds=1.0) if number == 1 else []
+    rows += [row | {"world_size": 2, "seconds": 2.0} for row in _rows("ranks", operation="product", flops=1.0)]
+    for way, alpha, beta in (("gloo", 1e-4, 1e-9), ("shared memory", 1e-5, 1e-10)):
+        for n_bytes in (1000, MIB, 16 * MIB):
+            rows += _rows("exchange", way=way, n_bytes=n_bytes, seconds=alpha + beta * n_bytes)
+    return pd.DataFrame(rows)
+
+
+def _findings(frame):
+    return STUDY.findings(frame, pd.DataFrame())
+
+
+def test_the_rates_of_a_machine_are_found_again():
+    flops_per_s, bytes_per_s, per_call = tables.limits(_frame())
+    assert flops_per_s == pytest.approx(FLOPS_PER_S, rel=0.02)
+    assert bytes_per_s == pytest.approx(BYTES_PER_S, rel=0.02)
+    assert per_call == pytest.approx(CALL_S, rel=0.02)
+    found = tables.exchanges(_frame()).set_index("way")
+    assert found.loc["gloo", "alpha_s"] == pytest.approx(1e-4, rel=0.05)
+    assert found.loc["shared memory", "bytes_per_s"] == pytest.approx(1e10, rel=0.05)
+
+
+def test_each_operator_is_held_against_the_limit_that_binds_it():
+    table = tables.operators(_frame()).set_index("operator")
+    assert table["bound"].to_dict() == {"scores": "arithmetic", "softmax": "memory", "scalar": "the call"}
+    assert table["measured_over_predicted"].tolist() == pytest.approx([1.2] * 3, rel=0.02)
+
+
+def test_findings_follow_the_rates():
+    findings = _findings(_frame())
+    assert findings["products"].headline.startswith("Arithmetic, from 64 rows on")
+    assert findings["memory"].headline.startswith("Memory: the longest additions move 10 GB/s")
+    assert findings["threads"].headline == "Yes: work with all threads is 2 times faster than with one."
+    assert "1.0 times the products" in findings["threads"].why
+    assert "64 KiB" not in findings["calls"].headline
+    assert _findings(_frame(add=4.0))["memory"].headline.startswith("Not memory alone")
+    assert _findings(_frame(threads=1.0))["threads"].verdict == "no clear difference"
+    assert _findings(_frame(threads=0.5))["threads"].verdict == "no"
+
+
+def test_the_regime_of_a_step_is_the_limit_that_takes_longest():
+    table = tables.regimes(_frame()).set_index("model")
+    parts = table[["arithmetic_s", "memory_s", "calls_s"]]
+    assert (parts.idxmax(axis=1).str.removesuffix("_s") == table["regime"]).all()
+    assert table.loc["10B", "regime"] == "arithmetic"
+    assert (parts.loc["10B"] > parts.loc["nano"]).all()
+
+
+def test_every_limit_is_measured_and_right(tmp_path):
+    config = STUDY.profiles["smoke"].model_copy(update={"dtypes": ["float32"], "repeats": 2, "warmup": 0})
+    run = measure(STUDY, config, profile="smoke", directory=tmp_path)
+    assert set(run.coverage()["status"]) <= {"ok", "skipped"}
+    frame = run.frame()
+    assert set(frame["gate"].dropna()) == {"ok"}
+    assert {"products", "memory", "operators", "threads", "exchange"} <= set(frame["sweep"])
+    assert (frame["seconds"] > 0).all()
+    assert len(tables.operators(frame)) == 10
