@@ -13,6 +13,7 @@ import psutil
 
 from labkit.lab.project import project_root
 from labkit.lab.runs.store import Run
+from tests import shared_memory
 
 MARK = "LABKIT_TEST_MARK"
 OUTCOMES = []
@@ -27,7 +28,7 @@ class Victim:
         self.temporary = self.folder / "tmp"
         self.temporary.mkdir(parents=True, exist_ok=True)
         self.mark = uuid.uuid4().hex
-        self.shared_before = set(Path("/dev/shm").iterdir())
+        self.shared_before = shared_memory.names()
         self.environment = os.environ | {MARK: self.mark, "TMPDIR": str(self.temporary)} | variables
         self.process = None
 
@@ -73,7 +74,7 @@ class Victim:
         return [Run.load(path) for path in sorted((self.folder / "runs" / self.lab).glob("*.jsonl"))]
 
     def leftovers(self):
-        shared = set(Path("/dev/shm").iterdir()) - self.shared_before
+        shared = shared_memory.left_behind(self.shared_before)
         processes = [f"{process.pid} {process.name()}" for process in self.processes()]
         return [*processes, *map(str, self.temporary.iterdir()), *map(str, shared)]
 

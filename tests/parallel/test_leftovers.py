@@ -134,9 +134,10 @@ def test_a_script_without_a_guard_works_and_leaves_nothing(script: Script) -> No
     ("number", "how"),
     [
         (signal.SIGKILL, "blocked"),
-        (signal.SIGKILL, "asleep+child"),  # neither would notice the end of the other
+        # Neither would notice the end of the other.
+        pytest.param(signal.SIGKILL, "asleep+child", marks=pytest.mark.slow),
         pytest.param(signal.SIGTERM, "blocked", marks=pytest.mark.faults),
-        (signal.SIGINT, "asleep"),
+        pytest.param(signal.SIGINT, "asleep", marks=pytest.mark.slow),
     ],
 )
 def test_nothing_survives_the_parent(script: Script, number: signal.Signals, how: str) -> None:

@@ -12,8 +12,8 @@ from labkit.lab.runs.store import Run
 from labkit.studies import LABS, load_study
 
 MOST_WORDS, MOST_NUMBERS = 25, 2
-# A digit within a name (float32, 2.7B, SCHED_BATCH2) or an id is no number.
-NUMBER = re.compile(r"(?<![\w.])\d[\d,]*(?:\.\d+)?(?!\w|\.\d)")
+# A digit within a name (float32, 2.7B, CIFAR-100) or an id is no number.
+NUMBER = re.compile(r"(?<![\w.])(?<![A-Za-z]-)\d[\d,]*(?:\.\d+)?(?!\w|\.\d)")
 RECORDED = sorted(recorded_directory().glob("*/*.jsonl"))
 MIGRATED = [lab for lab in LABS if isinstance(load_study(lab).questions, Questions)]
 RUNS = pytest.mark.parametrize("path", [path for path in RECORDED if path.parent.name in MIGRATED], ids=str)
