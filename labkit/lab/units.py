@@ -76,6 +76,7 @@ def _three_digits(value: float) -> str:
 
 
 def span(values: Iterable[float], form: Callable[[float], str] = "{:.2f}".format) -> str:
-    """From the smallest to the largest, "0.74 to 0.91"; one number where they read the same."""
-    numbers = list(values)
+    """From the smallest to the largest, "0.74 to 0.91"; one number where they read the same, nothing of none."""
+    if not (numbers := list(values)):
+        return ""
     return " to ".join(dict.fromkeys(form(pick(numbers)) for pick in (min, max)))

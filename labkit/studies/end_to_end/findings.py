@@ -124,7 +124,7 @@ def _backward_twice_forward(frame: pd.DataFrame) -> Claim | None:
         "Backward takes about twice as long as forward",
         (low >= TWICE[0]) & (high <= TWICE[1]),
         (high < TWICE[0]) | (low > TWICE[1]),
-        f"{span(both['seconds_x'] / both['seconds_y'])} times" if len(both) else "",
+        f"{span(both['seconds_x'] / both['seconds_y'])} times",
     )
 
 
@@ -135,5 +135,5 @@ def _small_spread(frame: pd.DataFrame) -> Claim | None:
         f"Forward and backward together vary by less than {SMALL_SPREAD_PERCENT:.0f} % of their mean",
         table["spread_high"] < SMALL_SPREAD_PERCENT,
         table["spread_low"] > SMALL_SPREAD_PERCENT,
-        f"{span(table['spread_percent'], '{:.1f}'.format)} %" if len(table) else "",
+        f"{span(table['spread_percent'], '{:.1f}'.format)} %",
     )

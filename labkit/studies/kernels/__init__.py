@@ -3,5 +3,6 @@
 ``attention``  explicit attention in named parts
 ``worker``     what a rank runs: clock and profiler in turns
 ``study``      parameters and points
-``answers``    what the measurements say
+``tables``     from samples to tables
+``findings``   questions, and what the measurements say
 """

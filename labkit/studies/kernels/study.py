@@ -1,25 +1,23 @@
 """The kernels lab: its parameters and the points it measures."""
 
 from collections.abc import Hashable, Sequence
-from typing import Annotated, Literal
+from typing import Annotated
 
-import pandas as pd
 from pydantic import Field
 
 from labkit.costs.memory import peak_bytes
 from labkit.costs.transformer import n_parameters
 from labkit.lab import capacity
-from labkit.lab.answers import Answer, check_complete
-from labkit.lab.config import Device, LabConfig, Seed, TimeoutSeconds
+from labkit.lab.config import Device, LabConfig, Seed, TimeoutSeconds, one_of
 from labkit.lab.study import Study
 from labkit.machine import Machine
-from labkit.nn.transformer import shape_named
-from labkit.studies.kernels import answers as answering
+from labkit.nn.transformer import SIZES, shape_named
+from labkit.studies.kernels.findings import QUESTIONS
 from labkit.studies.kernels.worker import KernelsPoint, measure_point
 
 HEADROOM = 1.1  # over the formulas, which leave out what comes while something else goes
 
-Size = Literal["nano", "mini", "small", "medium", "large", "xl", "2.7B", "10B"]
+Size = Annotated[str, one_of(lambda: SIZES)]
 
 
 class KernelsConfig(LabConfig):
@@ -43,7 +41,7 @@ class KernelsStudy(Study):
     name = "kernels"
     title = "Kernels"
     summary = "Where the time of a forward pass and of a training step goes, by operator or GPU kernel."
-    questions = answering.QUESTIONS
+    questions = QUESTIONS
     profiles = {
         "smoke": KernelsConfig(models=["nano"], batch=2, context_length=32, warmup=1, passes=6),
         "quick": KernelsConfig(models=["nano", "mini"], context_length=64),
@@ -55,40 +53,23 @@ class KernelsStudy(Study):
     def points(self, config: KernelsConfig, machine: Machine) -> Sequence[KernelsPoint]:
         """The rate of matrix products, for the prediction; then models from small to large."""
         device = machine.device(config.device)
-        ordered = sorted(dict.fromkeys(config.models), key=lambda name: n_parameters(shape_named(name)))
-        rates = KernelsPoint(
-            part="rates",
-            device=device,
-            warmup=config.warmup,
-            passes=config.passes,
-            seed=config.seed,
-            timeout_s=config.timeout_s,
-        )
-        return [rates, *(_profile_point(config, device, model, model == ordered[0]) for model in ordered)]
+        models = sorted(dict.fromkeys(config.models), key=list(SIZES).index)
+        # the rates need no sizes; theirs are the defaults
+        sizes = {"batch": KernelsPoint.batch, "context_length": KernelsPoint.context_length}
+        rates = KernelsPoint.of(config, part="rates", device=device, **sizes)
+        return [
+            rates,
+            *(
+                KernelsPoint.of(config, part="profile", device=device, model=model, keep_trace=model == models[0])
+                for model in models
+            ),
+        ]
 
     def skip_reason(self, point: KernelsPoint, machine: Machine) -> str | None:
         return capacity.skip_reason(machine, point.device, needed_bytes(point) if point.part == "profile" else 0)
 
     def series(self, point: KernelsPoint) -> tuple[Hashable, float] | None:
         return (point.device, n_parameters(shape_named(point.model))) if point.part == "profile" else None
-
-    def answers(self, frame: pd.DataFrame, coverage: pd.DataFrame) -> Sequence[Answer]:
-        return check_complete(self.questions, answering.answer_all(frame, coverage))
-
-
-def _profile_point(config: KernelsConfig, device: str, model: str, keep_trace: bool) -> KernelsPoint:
-    return KernelsPoint(
-        part="profile",
-        device=device,
-        model=model,
-        batch=config.batch,
-        context_length=config.context_length,
-        warmup=config.warmup,
-        passes=config.passes,
-        keep_trace=keep_trace,
-        seed=config.seed,
-        timeout_s=config.timeout_s,
-    )
 
 
 def needed_bytes(point: KernelsPoint) -> int:

@@ -4,5 +4,5 @@
 ``dtypes``    which dtype each part of a model has under autocast, read off the running model
 ``worker``    what a rank runs for one point; the timing of autocast against float32
 ``study``     parameters and points
-``answers``   what the measurements say
+``findings``  questions, and what the measurements say
 """

@@ -3,25 +3,23 @@
 from collections.abc import Hashable, Sequence
 from typing import Annotated, Any, Literal
 
-import pandas as pd
 from pydantic import Field
 
 from labkit.costs.memory import peak_bytes, state_bytes
 from labkit.costs.transformer import n_parameters
 from labkit.lab import capacity
-from labkit.lab.answers import Answer, check_complete
-from labkit.lab.config import Device, LabConfig, Repeats, Seed, TimeoutSeconds, Warmup
+from labkit.lab.config import Device, LabConfig, Repeats, Seed, TimeoutSeconds, Warmup, one_of
 from labkit.lab.study import Study
 from labkit.machine import Machine
-from labkit.nn.transformer import shape_named
-from labkit.studies.precision import answers as answering
+from labkit.nn.transformer import SIZES, shape_named
+from labkit.studies.precision.findings import QUESTIONS
 from labkit.studies.precision.worker import FULL, PrecisionPoint, measure_point
 
 # From this size on a round takes seconds on two cores, and fewer repeats must do.
 LARGE_PARAMETERS = 50e6
 HEADROOM = 1.1  # over the formulas, which leave out what comes while something else goes
 
-Size = Literal["nano", "mini", "small", "medium", "large", "xl", "2.7B", "10B"]
+Size = Annotated[str, one_of(lambda: SIZES)]
 Low = Literal["bfloat16", "float16"]
 Pair = Annotated[list[Annotated[float, Field(allow_inf_nan=False)]], Field(min_length=2, max_length=2)]
 
@@ -61,7 +59,7 @@ class PrecisionStudy(Study):
     name = "precision"
     title = "Precision"
     summary = "What 16-bit formats do to sums, norms and dtypes, and what bf16 autocast saves by model size."
-    questions = answering.QUESTIONS
+    questions = QUESTIONS
     profiles = {
         "smoke": PrecisionConfig(models=["nano"], context_length=32, warmup=1, repeats=6),
         "quick": PrecisionConfig(models=["nano", "mini", "small"], context_length=64),
@@ -75,10 +73,8 @@ class PrecisionStudy(Study):
         present = ["cpu", "cuda"] if machine.gpus else ["cpu"]
         devices = present if config.device == "auto" else [config.device]
         numbers = [point for device in devices for point in _number_points(config, device)]
-        ordered = sorted(dict.fromkeys(config.models), key=lambda name: n_parameters(shape_named(name)))
-        return [*numbers, _rates_point(config, devices[-1])] + [
-            _speed_point(config, devices[-1], model) for model in ordered
-        ]
+        models = sorted(dict.fromkeys(config.models), key=list(SIZES).index)
+        return [*numbers, *(_timed_point(config, devices[-1], model) for model in ("", *models))]
 
     def skip_reason(self, point: PrecisionPoint, machine: Machine) -> str | None:
         return capacity.skip_reason(machine, point.device, needed_bytes(point) if point.part == "speed" else 0)
@@ -88,11 +84,9 @@ class PrecisionStudy(Study):
             return None
         return (point.part, point.device), n_parameters(shape_named(point.model))
 
-    def answers(self, frame: pd.DataFrame, coverage: pd.DataFrame) -> Sequence[Answer]:
-        return check_complete(self.questions, answering.answer_all(frame, coverage))
-
 
 def _number_points(config: PrecisionConfig, device: str) -> list[PrecisionPoint]:
+    """Fields that a part does not use keep their defaults, whatever the config says."""
     common: dict[str, Any] = {"device": device, "seed": config.seed, "timeout_s": config.timeout_s}
     points = [PrecisionPoint(part="accumulation", term=config.term, additions=config.additions, **common)]
     points += [PrecisionPoint(part="dtypes", precision=name, **common) for name in (FULL, "bfloat16", "float16")]
@@ -104,36 +98,18 @@ def _number_points(config: PrecisionConfig, device: str) -> list[PrecisionPoint]
     return points
 
 
-def _rates_point(config: PrecisionConfig, device: str) -> PrecisionPoint:
-    return PrecisionPoint(
-        part="rates",
-        device=device,
-        precisions=_alternatives(config),
-        warmup=config.warmup,
-        repeats=config.repeats,
-        seed=config.seed,
-        timeout_s=config.timeout_s,
-    )
-
-
-def _speed_point(config: PrecisionConfig, device: str, model: str) -> PrecisionPoint:
-    is_large = n_parameters(shape_named(model)) >= LARGE_PARAMETERS
-    return PrecisionPoint(
-        part="speed",
-        device=device,
-        precisions=_alternatives(config),
-        model=model,
-        batch=config.batch,
-        context_length=config.context_length,
-        warmup=min(1, config.warmup) if is_large and device == "cpu" else config.warmup,
-        repeats=config.repeats_large if is_large else config.repeats,
-        seed=config.seed,
-        timeout_s=config.timeout_s,
-    )
-
-
-def _alternatives(config: PrecisionConfig) -> tuple[str, ...]:
-    return (FULL, *dict.fromkeys(config.precisions))
+def _timed_point(config: PrecisionConfig, device: str, model: str) -> PrecisionPoint:
+    """The times of a model; without one the rates of matrix products, which need no batch."""
+    is_large = bool(model) and n_parameters(shape_named(model)) >= LARGE_PARAMETERS
+    fields: dict[str, Any] = {"term": PrecisionPoint.term, "additions": PrecisionPoint.additions}
+    if not model:
+        fields |= {"batch": PrecisionPoint.batch, "context_length": PrecisionPoint.context_length}
+    if is_large:
+        fields["repeats"] = config.repeats_large
+        if device == "cpu":
+            fields["warmup"] = min(1, config.warmup)
+    fields["precisions"] = (FULL, *dict.fromkeys(config.precisions))
+    return PrecisionPoint.of(config, part="speed" if model else "rates", device=device, model=model, **fields)
 
 
 def needed_bytes(point: PrecisionPoint) -> int:

@@ -1,0 +1,194 @@
+"""What the kernels lab asks, and how a run answers."""
+
+from dataclasses import replace
+
+import pandas as pd
+
+from labkit.bench.statistics import judged
+from labkit.lab.claims import claim, judged_claim, published
+from labkit.lab.comparing import TIME, Quantity, compared
+from labkit.lab.findings import Claim, Finding, Questions, troubles
+from labkit.lab.rows import select
+from labkit.lab.units import format_seconds, format_share, join_words, span
+from labkit.studies.kernels import tables
+from labkit.studies.kernels.tables import BOTH, EVENTS, FORWARD
+from labkit.studies.kernels.worker import INFERENCE, STEP
+
+QUESTIONS = Questions()
+# A share is worth naming if its whole interval is above this.
+WORTH_NAMING_PERCENT = 5
+LONGEST_NAME = 40  # characters of a kernel's name in a sentence
+DURATION = replace(TIME, times_less="take {n} less time than", better="shorter", worse="longer")
+SHARE = Quantity(
+    "share of matrix products",
+    *("spend {n} less of its time on matrix products than", "spend {n} less of its time on matrix products than"),
+    *("spend {n} more of its time on matrix products than", "spend {n} as much of its time on matrix products as"),
+    *("lighter on matrix products", "heavier on matrix products"),
+)
+SPOKEN = {
+    **{"optimizer": "the optimizer", "softmax": "the softmax", "loss": "the loss", "norm": "norms"},
+    **{"elementwise": "elementwise operators", "reduction": "reductions", "copy": "copies", "other": "other operators"},
+}
+
+
+def _percents(values: pd.Series) -> str:
+    return f"{span(values, '{:.0f}'.format)} %"
+
+
+@QUESTIONS.ask("profiler_and_clock", "Does a forward pass take less time by the profiler than by the clock?")
+def profiler_and_clock(frame: pd.DataFrame) -> Finding | None:
+    table = select(tables.against_clock(frame), mode=INFERENCE)
+    return compared(
+        select(table, measure=EVENTS),
+        "a forward pass by the profiler's events",
+        "by the clock",
+        axis=("model",),
+        quantity=DURATION,
+        caveat=troubles(select(frame, ["model"], record="gate"), "model"),
+        why=_what_profiling_does(judged(table[table["measure"] != EVENTS])),
+    )
+
+
+def _what_profiling_does(profiled: pd.DataFrame) -> str | None:
+    """What recording costs where it shows; on a GPU, in how much of the time no kernel runs."""
+    slowed, told = profiled[profiled["verdict"] == "slower"], []
+    if len(slowed):
+        each = (slowed["profiled_s"] - slowed["clock_s"]) / slowed["recorded"]
+        told.append(f"Recording an event costs {span(each, format_seconds)}.")
+    if len(on_gpu := select(profiled, device="cuda")):
+        idle = 1 - on_gpu["events_s"] / on_gpu["profiled_s"]
+        told.append(f"No kernel runs in {span(idle, format_share)} of the time under the profiler.")
+    return " ".join(told) or None
+
+
+@QUESTIONS.ask("largest_operator", "Which operator or kernel takes most time, with and without the backward pass?")
+def largest_operator(frame: pd.DataFrame) -> Finding | None:
+    table = select(tables.operators(frame), mode=[FORWARD, BOTH])
+    if table.empty:
+        return None
+    passes = table.groupby(list(tables.SETTING), sort=False)
+    first, second = passes.nth(0), passes.nth(1)
+    alone, both = (select(first, mode=mode).tail(1).to_dict("records") for mode in (FORWARD, BOTH))
+    calls = [f"{_short(row['operator'])} {row['calls']:.0f} times in {row['mode']}" for row in (*alone, *both)]
+    model = first["model"].iloc[-1]
+    names = {_short(name) for name in first["operator"]}
+    if len(names) == 1:
+        headline = f"{names.pop()} takes most time: {_percents(first['share_percent'])} of a pass."
+    else:
+        told = [f"{_short(row['operator'])} in {row['mode']}" for row in (*alone, *both)]
+        headline = f"Most time goes to {join_words(told)} of the {model} model."
+    close = first.merge(second, on=list(tables.SETTING), suffixes=("", "_second"))
+    close = close[~(close["low"] > close["high_second"])]
+    rivals = [f"{_short(row['operator_second'])} ({row['model']}, {row['mode']})" for row in close.to_dict("records")]
+    return Finding(
+        "measured",
+        headline,
+        tables.top_operators(frame),
+        f"Not clearly more than {join_words(rivals)}." if rivals else None,
+        f"A pass of the {model} model calls {join_words(calls)}.",
+    )
+
+
+def _short(name: str) -> str:
+    """A kernel's name without its parameters."""
+    return name.removeprefix("void ").partition("<")[0].partition("(")[0][:LONGEST_NAME]
+
+
+@QUESTIONS.ask("beside_matmul", "What besides matrix multiplication takes a share worth naming?")
+def beside_matmul(frame: pd.DataFrame) -> Finding | None:
+    table = select(tables.shares(frame), mode=[FORWARD, STEP])
+    if table.empty:
+        return None
+    others = table[table["family"] != "matmul"]
+    worth = others[others["low"] > WORTH_NAMING_PERCENT]
+    shown = worth[[*tables.SHARES.columns, "share_percent", "low", "high"]].reset_index(drop=True)
+    if table["low"].isna().all():
+        return Finding("undecided", "Too few passes to bound any share.", shown)
+    last = table.iloc[-1]
+    here = select(worth, device=last["device"], model=last["model"], mode=last["mode"])
+    most = here.sort_values("share_percent", ascending=False).head(2).to_dict("records")
+    where = f"a {last['mode']}{' pass' if last['mode'] == FORWARD else ''} of the {last['model']} model"
+    told = [f"{row['share_percent']:.0f} % on {SPOKEN.get(row['family'], row['family'])}" for row in most]
+    if not told:
+        return Finding("measured", f"Nothing else clearly exceeds {WORTH_NAMING_PERCENT} % of {where}.", shown)
+    return Finding("measured", f"Besides matrix products, {where} spends {join_words(told)}.", shown)
+
+
+@QUESTIONS.ask("matmul_share", "Is the share of matrix multiplication smaller in a full AdamW step than in inference?")
+def matmul_share(frame: pd.DataFrame) -> Finding | None:
+    optimizer = select(tables.shares(frame), mode=STEP, family="optimizer")["share_percent"]
+    why = f"The optimizer takes {_percents(optimizer)} of a full step and multiplies no matrices."
+    return compared(
+        tables.step_against_inference(frame),
+        "a full step",
+        "inference",
+        axis=("model",),
+        quantity=SHARE,
+        why=why if len(optimizer) else None,
+    )
+
+
+def _softmax(frame: pd.DataFrame) -> pd.DataFrame:
+    return select(tables.against_products(frame), mode=INFERENCE, part="softmax")
+
+
+@QUESTIONS.ask(
+    "softmax_in_attention", "Inside attention, does the softmax take less time than the two matrix products around it?"
+)
+def softmax_in_attention(frame: pd.DataFrame) -> Finding | None:
+    ratios = _softmax(frame)
+    masks = select(tables.against_products(frame), mode=INFERENCE, part="scale and mask")["ratio"]
+    beside = f"; scaling and masking take {_percents(100 * masks)}" if len(masks) else ""
+    why = (
+        f"By FLOPs it would take {_percents(100 * ratios['flop_ratio'])} of their time{beside}."
+        if len(ratios)
+        else None
+    )
+    return compared(ratios, "the softmax", "the two matrix products", axis=("model",), quantity=DURATION, why=why)
+
+
+@QUESTIONS.ask("published_trends", "Do the published observations hold on this machine?")
+def published_trends(frame: pd.DataFrame) -> Finding | None:
+    events = select(tables.against_clock(frame), mode=INFERENCE, measure=EVENTS)
+    return published(
+        [
+            # `end_to_end.csv`: 87.9 ms by the host's timer, 63.9 ms of kernels
+            claim("A forward pass is shorter by the profiler's events than by the clock", events, "faster"),
+            _a_product_leads(frame),
+            _elementwise_take_their_share(frame),
+            # `profile_kernels.csv`: 66.3 % of a forward pass alone and 54.5 % of a full step
+            claim(
+                "Matrix products have a smaller share of a full step than of inference",
+                tables.step_against_inference(frame),
+                "faster",
+            ),
+            # `profile_kernels.csv`: the softmax 316 microseconds, the scores 146; the products are about equal
+            claim("The softmax takes more time than both matrix products", _softmax(frame), "slower"),
+        ]
+    )
+
+
+def _a_product_leads(frame: pd.DataFrame) -> Claim | None:
+    """`profile_kernels.csv`: the kernel with the largest share of the forward pass multiplies matrices."""
+    table = select(tables.operators(frame), mode=FORWARD)
+    is_product = table["family"] == "matmul"
+    product, other = (rows.groupby(["device", "model"]).nth(0) for rows in (table[is_product], table[~is_product]))
+    pairs = product.merge(other, on=["device", "model"])
+    return judged_claim(
+        "A matrix product is the largest single operator of a forward pass",
+        pairs["low_x"] > pairs["high_y"],
+        pairs["high_x"] < pairs["low_y"],
+        _percents(pairs["share_percent_x"]),
+    )
+
+
+def _elementwise_take_their_share(frame: pd.DataFrame) -> Claim | None:
+    """`profile_kernels.csv`: elementwise kernels take at least 15 % of the forward pass."""
+    table, least = tables.shares(frame), tables.published()["elementwise_share_of_forward"]
+    table = select(table, mode=FORWARD, family="elementwise")
+    return judged_claim(
+        f"Elementwise operators take at least {least:.0f} % of a forward pass",
+        table["low"] >= least,
+        table["high"] < least,
+        _percents(table["share_percent"]),
+    )
