@@ -162,7 +162,7 @@ def test_tables_are_sorted_by_a_click_and_by_the_keyboard(page_visit):
     for key in ("ascending", "descending"):
         heading.press("Enter")
         assert table.locator(f"th[aria-sort={key}]").count() == 1
-        values = [cell.inner_text() for cell in table.locator("tbody td:nth-child(3)").all()]
+        values = [float(cell.get_attribute("data-sort")) for cell in table.locator("tbody td:nth-child(3)").all()]
         assert values == sorted(values, reverse=key == "descending")
     assert errors == []
 
@@ -241,7 +241,7 @@ def test_every_image_of_a_page_says_what_it_shows(name, page_visit):
     page, _, _ = page_visit(f"{name}.html")
     texts = page.evaluate("[...document.images].map(image => image.alt)")
     texts += page.evaluate("[...document.querySelectorAll('.labkit-plot')].map(plot => plot.ariaLabel)")
-    assert texts
+    assert texts or name == "index"  # which draws with elements of its own
     assert all(texts)
 
 
