@@ -6,7 +6,8 @@
 Cross-validation leaves whole models out: the six folds hold every sixth model of each group. "never seen" leaves out
 a framework with all its rows and tables, "three rows" then calibrates with three of its rows, drawn ten times.
 Every row counts in the scoreboard. The objective is ln(predicted / measured) with a soft L1 loss, so that a step of
-45 times its time does not bend the constants, and each group counts with the square root of its rows.
+45 times its time does not bend the constants, and each group counts with the square root of its rows. What layouts are
+chosen by these predictions `choose_layouts.py` says.
 """
 
 import argparse
@@ -24,9 +25,8 @@ from labkit.scaling import intervals, memory
 from labkit.scaling.calibration import calibrate
 from labkit.scaling.constants import FITTED_FILE, Constants, Seen, table_of
 from labkit.scaling.declared import FITTED, OF_MEMORY, PARENTS, Constant
-from labkit.scaling.prediction import FITS_SHARE, UNSTABLE_SHARE, predict_runs
+from labkit.scaling.prediction import FITS_SHARE, UNSTABLE_SHARE
 from labkit.scaling.runs import Run, Runs
-from labkit.scaling.search import preference_s
 from labkit.scaling.step_time import breakdown, step_s
 from labkit.scaling.table import read_rows
 
@@ -85,7 +85,7 @@ def soft(errors: np.ndarray) -> np.ndarray:
 
 def as_constants(fitted: Mapping[str, float]) -> Constants:
     """Constants to predict times with; of intervals they know nothing."""
-    seen: Seen = {"architectures": [], "frameworks": [], "gpus": np.inf, "seq_len": np.inf}
+    seen: Seen = {"architectures": [], "frameworks": [], "gpus": np.inf, "seq_len": np.inf, "cp": np.inf, "shards": []}
     return Constants(table_of(fitted), {"never seen": [0.0] * 4, "calibrated": [0.0] * 4}, seen, PARENTS)
 
 
@@ -218,33 +218,6 @@ def honest_coverage(published: Published, residuals: np.ndarray, regime: np.ndar
     return inside
 
 
-def choices(published: Published, held_out: np.ndarray, constants: Constants) -> dict[str, np.ndarray]:
-    """By group, percent behind the best measured, mean over families: top one, best of the top three, rule of thumb.
-
-    A family is a model on a number of GPUs with one batch and precision, four layouts of it timed or more. The rule of
-    thumb takes the smallest tp x pp that is predicted to fit, and the largest micro-batch. Nothing is chosen that
-    is predicted to run out of memory; a choice that in truth did counts as failed.
-    """
-    runs, found = published.runs, predict_runs(published.runs, constants)
-    expected = replace(found, step_s=np.where(np.isfinite(held_out), held_out, found.step_s))
-    preference = preference_s(runs, expected)
-    names = (published.group, published.model, runs.gpus, runs.global_batch, runs.seq_len, runs.precision)
-    family = np.array(["|".join(map(str, row)) for row in zip(*names, strict=True)])
-    behind: dict[str, list[list[float]]] = {}
-    for name in np.unique(family):
-        own = np.flatnonzero(family == name)
-        measured = np.where(published.is_ok[own], published.step_s[own], np.inf)
-        if np.isfinite(measured).sum() < 4:
-            continue
-        loss = 100 * (measured / measured.min() - 1)
-        order = np.argsort(preference[own], kind="stable")
-        rule = np.lexsort((-runs.micro_batch[own], runs.tp[own] * runs.pp[own], ~found.fits[own]))
-        behind.setdefault(str(published.group[own[0]]), []).append(
-            [loss[order[0]], loss[order[:3]].min(), loss[rule[0]]]
-        )
-    return {group: np.array(rows) for group, rows in behind.items()}
-
-
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     arguments.add_argument("--write", action="store_true", help="write fitted.json and the cross-validated predictions")
@@ -274,8 +247,9 @@ def main() -> None:
         "frameworks": sorted(set(published.runs.framework[timed].tolist())),
         "gpus": float(published.runs.gpus[timed].max()),
         "seq_len": float(published.runs.seq_len[timed].max()),
+        "cp": float(published.runs.cp[timed].max()),
+        "shards": sorted(set(published.runs.shard[timed].tolist())),
     }
-    scoreboard_of_choices(choices(published, held_out, Constants(table_of(fitted), quantiles, seen, PARENTS)))
     print(f"{time.perf_counter() - begun:.0f} s")
     if write:
         rounded = {name: float(f"{value:.4g}") for name, value in fitted.items()}
@@ -302,14 +276,6 @@ def scoreboard(
         target = f"{median:g}/{ninth:g}"
         print(f"{group:18} {own.sum():5} {target:>7} {''.join(cells)}{np.nanmean(covered[own]):.1%}")
     print(f"{'all':18} {published.timed.sum():5} covered {np.nanmean(covered):.1%}")
-
-
-def scoreboard_of_choices(behind: Mapping[str, np.ndarray]) -> None:
-    print("\nchoosing, percent behind the best measured, mean over families: top one, best of three, rule of thumb")
-    for group, rows in behind.items():
-        failed = np.isinf(rows).sum(axis=0)
-        means = [f"{np.mean(column[np.isfinite(column)]):7.1f}" for column in rows.T]
-        print(f"{group:18} {' '.join(means)}   {len(rows)} families, out of memory: {failed.tolist()}")
 
 
 def scoreboard_of_memory(published: Published) -> None:

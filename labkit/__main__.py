@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from labkit.lab.advise.command import advise
 from labkit.lab.config import PROFILES, ParameterError, parse_assignments
 from labkit.studies import LABS, load_study
 
@@ -40,13 +41,20 @@ def main() -> None:
         gc.set_threshold(50_000)
     atexit.register(gc.freeze)
     try:
-        app()
+        status = app(standalone_mode=False)  # typer would draw a box around a wrong option
     except KeyboardInterrupt:  # while modules are imported, say
         err.print("interrupted")
         raise SystemExit(130) from None
     except ParameterError as error:
         err.print(f"[bold red]error:[/] {_plain(error)}", soft_wrap=True)
         raise SystemExit(2) from None
+    except Exception as error:
+        if not hasattr(error, "format_message"):  # typer's own errors, whose class it keeps to itself
+            raise
+        if message := error.format_message().strip():
+            err.print(f"[bold red]error:[/] {_plain(' '.join(message.split()))}", soft_wrap=True)
+        raise SystemExit(2) from None
+    raise SystemExit(status)
 
 
 def _print_version(is_wanted: bool) -> None:
@@ -233,6 +241,9 @@ def predict_command(
     if output is not None:
         out.print(f"{len(table) - len(refused)} predicted, {len(refused)} refused; {_plain(output)}", soft_wrap=True)
     raise typer.Exit(1 if refused else 0)
+
+
+app.command("advise")(advise)
 
 
 def _all_studies() -> "Iterator[Study]":

@@ -38,7 +38,9 @@ OVERLAPS = """() => {
   for (const details of document.querySelectorAll("details")) details.open = true;
   const found = [];
   for (const svg of document.querySelectorAll(".labkit-plot svg")) {
-    const boxes = [...svg.querySelectorAll("text")].map((text) => [text.getBoundingClientRect(), text.textContent]);
+    const isSlanted = (text) => text.getAttribute("transform")?.includes("rotate(-25");
+    const upright = [...svg.querySelectorAll("text")].filter((text) => !isSlanted(text));
+    const boxes = upright.map((text) => [text.getBoundingClientRect(), text.textContent]);
     boxes.forEach(([a, first], index) => boxes.slice(index + 1).forEach(([b, second]) => {
       const across = Math.min(a.right, b.right) - Math.max(a.left, b.left);
       const down = Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top);

@@ -143,7 +143,7 @@ def same_collector():
 
 @pytest.mark.usefixtures("same_collector")
 def test_an_interrupt_before_anything_has_begun_is_one_word(monkeypatch, capfd):
-    def interrupted(*_):
+    def interrupted(**_):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(program, "app", interrupted)

@@ -20,7 +20,10 @@ def published(claims: Iterable[Claim | None]) -> Finding | None:
     if holding == len(checked):
         verdict = "yes"
     headline = f"{holding} of {counted(len(checked), 'published claim')} {'holds' if holding == 1 else 'hold'} here"
-    headline += "; the noise leaves the others open." if not contradicted and holding < len(checked) else "."
+    others = "other is" if len(checked) - holding == 1 else "others are"
+    headline += f"; the {others} not shown." if not contradicted and holding < len(checked) else "."
+    if verdict == "undecided":
+        headline = "No published claim can be confirmed or contradicted here."
     rows = [
         {"published": claim.text, "here": claim.outcome.removeprefix("is "), "seen": claim.seen} for claim in checked
     ]

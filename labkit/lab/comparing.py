@@ -6,6 +6,7 @@ the verdict, the headline, the advice and the effects come from one rule.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -14,35 +15,15 @@ from labkit.bench.statistics import LEAST_RELEVANT_DIFFERENCE, judged
 from labkit.lab.columns import column, label
 from labkit.lab.findings import Effect, Finding, Verdict
 from labkit.lab.places import place_of, reach_of
+from labkit.lab.quantities import MEMORY as MEMORY
+from labkit.lab.quantities import TIME as TIME
+from labkit.lab.quantities import Quantity as Quantity
 from labkit.lab.units import format_share
 
 TWOFOLD = 1.95  # from here on "times" reads better than "%"
 UNEVEN = 2.0  # the width of an interval, as a factor, from which on a ratio is not quoted
 CLOSE = 1.5  # factor up to which a prediction counts as right
 FEWEST_TIMES = 1.1  # below it the lower end of "1.0 to 6 times" says nothing
-
-
-@dataclass(frozen=True)
-class Quantity:
-    """How to say less and more of what ratios are of, a fraction of it and several times it; and the adjectives."""
-
-    name: str
-    less: str
-    times_less: str
-    more: str
-    times_more: str
-    better: str
-    worse: str
-
-
-TIME = Quantity(
-    *("time", "take {n} less time than", "are {n} faster than", "take {n} longer than", "take {n} as long as"),
-    *("faster", "slower"),
-)
-MEMORY = Quantity(
-    *("memory", "need {n} less memory than", "need {n} less memory than"),
-    *("need {n} more memory than", "need {n} as much memory as", "lighter", "heavier"),
-)
 
 
 def compared(
@@ -113,7 +94,7 @@ def contest(
     if better.empty:
         verdict, headline = _nothing_better(table, worse, alternative, baseline, names, quantity)
     else:
-        best = _winner(table, alternative)
+        best = winner_of(table, alternative)
         rows, winner = table[table[alternative] == best], names(best)
         won, lost = rows[rows["verdict"] == "faster"], rows[rows["verdict"] == "slower"]
         verdict, headline, place = _told(rows, won, lost, _Told(winner, baseline, quantity, False), axis)
@@ -275,19 +256,22 @@ def _nothing_better(
     return "no", f"No: none is measurably {quantity.better} than {baseline}; at worst {clause}."
 
 
-def _winner(table: pd.DataFrame, alternative: str) -> str:
+def winner_of(table: pd.DataFrame, alternative: str) -> Any:
     """The alternative that is faster in most settings less those in which it is slower; of several the fastest.
 
-    Where that is by less than a difference that counts, the first of them in the table.
+    Where that is by less than a difference that counts, the first of them in the table. `table` is judged. None if
+    nothing is faster anywhere.
     """
 
-    def standing(name: str) -> tuple[int, float]:
+    def standing(name: Any) -> tuple[int, float]:
         rows = table[table[alternative] == name]
         net = (rows["verdict"] == "faster").sum() - (rows["verdict"] == "slower").sum()
         return int(net), -float(np.log(rows["ratio"]).mean())
 
     faster = set(table.loc[table["verdict"] == "faster", alternative])
     standings = {name: standing(name) for name in table[alternative].unique() if name in faster}
+    if not standings:
+        return None
     net, speed = max(standings.values())
     alike = speed - np.log1p(LEAST_RELEVANT_DIFFERENCE)
     return next(name for name, (wins, its) in standings.items() if wins == net and its >= alike)

@@ -18,7 +18,7 @@ def place_of(table: pd.DataFrame, rows: pd.DataFrame, axis: Sequence[str]) -> st
             return f"for {' and '.join(label(name, value) for value in ordered if value in theirs)}"
         low, high = label(name, min(theirs)), label(name, max(theirs))
         if len(theirs) == 1:
-            return f"at {low}"
+            return f"{'with' if name == 'world_size' else 'at'} {low}"
         if theirs == set(ordered[-len(theirs) :]):
             return f"from {low} on"
         if theirs == set(ordered[: len(theirs)]):

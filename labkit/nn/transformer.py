@@ -14,30 +14,15 @@ Dimension letters:
 """
 
 import math
-from collections.abc import Mapping
-from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, silu
 from torch.utils.checkpoint import checkpoint
 
+from labkit.costs.transformer import SIZES as SIZES
 from labkit.costs.transformer import TransformerShape
 from labkit.nn.attention import Attention, explicit_attention
-
-SIZES: Mapping[str, TransformerShape] = MappingProxyType(
-    {
-        "nano": TransformerShape(d_model=128, d_ff=512, n_layers=4, n_heads=4),
-        "mini": TransformerShape(d_model=384, d_ff=1536, n_layers=6, n_heads=6),
-        "small": TransformerShape(d_model=768, d_ff=3072, n_layers=12, n_heads=12),
-        "medium": TransformerShape(d_model=1024, d_ff=4096, n_layers=24, n_heads=16),
-        "large": TransformerShape(d_model=1280, d_ff=5120, n_layers=36, n_heads=20),
-        "xl": TransformerShape(d_model=1600, d_ff=6400, n_layers=48, n_heads=25),
-        "2.7B": TransformerShape(d_model=2560, d_ff=10240, n_layers=32, n_heads=32),
-        "10B": TransformerShape(d_model=4608, d_ff=12288, n_layers=50, n_heads=36),
-    }
-)
-"""The published sizes, and two small ones that a CPU trains in a fraction of a second a step."""
 
 ROPE_BASE = 10_000.0
 

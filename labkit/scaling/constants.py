@@ -25,6 +25,8 @@ class Seen(TypedDict):
     frameworks: Sequence[str]
     gpus: float
     seq_len: float
+    cp: float
+    shards: Sequence[str]
 
 
 @dataclass(frozen=True)

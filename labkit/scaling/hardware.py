@@ -126,4 +126,4 @@ def find_hardware(name: str) -> Hardware:
     nearest = min(family, key=lambda card: abs(card.memory_gib - size))
     if not 0.5 <= size / nearest.memory_gib <= 2:
         raise ValueError(f"unknown GPU {name[:60]!r}: {nearest.name} is the nearest declared")
-    return replace(nearest, name=name, memory_gib=size)
+    return nearest if size == nearest.memory_gib else replace(nearest, name=name, memory_gib=size)

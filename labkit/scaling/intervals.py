@@ -17,7 +17,7 @@ LEVELS = (0.05, 0.10, 0.90, 0.95)
 ENOUGH = 40
 """Rows from which a group has quantiles of its own: a 5 % tail is two rows."""
 BEYOND = 1.5
-"""By this factor both ends move out beyond the published rows: another architecture, more GPUs, longer sequences."""
+"""By this factor both ends move out beyond the published rows: another architecture, more ranks, longer sequences."""
 
 
 def regimes(runs: Runs, unstable: Flags) -> NDArray[np.str_]:
@@ -35,11 +35,16 @@ def factors(runs: Runs, constants: Constants, *, unstable: Flags) -> tuple[Numbe
     for key in np.unique(keys):
         logs[keys == key] = of_key(key, constants)
     seen = constants.seen
-    beyond = (runs.gpus > seen["gpus"]) | (runs.seq_len > seen["seq_len"])
+    beyond = (runs.gpus > seen["gpus"]) | (runs.seq_len > seen["seq_len"]) | is_untried(runs, constants)
     beyond |= ~np.isin(runs.architecture, seen["architectures"])
     logs = np.where(beyond[:, None], BEYOND * logs, logs)
     low_90, low_80, high_80, high_90 = np.exp(logs).T
     return np.minimum(low_90, 1.0), np.minimum(low_80, 1.0), np.maximum(high_80, 1.0), np.maximum(high_90, 1.0)
+
+
+def is_untried(runs: Runs, constants: Constants) -> Flags:
+    """Layouts of a kind that no published row has."""
+    return (runs.cp > constants.seen["cp"]) | ~np.isin(runs.shard, constants.seen["shards"])
 
 
 def of_key(key: str, constants: Constants) -> Numbers:

@@ -73,8 +73,8 @@ def _reasons(layout: Layout, model: Model, seq_len: int) -> Iterator[str]:
             yield f"expected {name} among {', '.join(allowed)}, got {getattr(layout, name)!r}"
     if model.heads % layout.tp:
         yield f"{model.heads} heads cannot be divided over tp = {layout.tp}"
-    if layout.sequence_parallel and seq_len % layout.tp:
-        yield f"sequence parallelism cannot divide {seq_len} tokens over tp = {layout.tp}"
+    if layout.sequence_parallel and seq_len % (layout.tp * layout.cp):
+        yield f"sequence parallelism cannot divide {seq_len // layout.cp} tokens over tp = {layout.tp}"
     if seq_len % layout.cp:
         yield f"{seq_len} tokens cannot be divided over cp = {layout.cp}"
     if layout.pp * layout.vp > model.layers and "empty_stages" not in layout.options:

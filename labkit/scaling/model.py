@@ -16,7 +16,10 @@ Numbers = NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """A GPT- or Llama-like decoder. `ffn_gated`: three matrices in the feed-forward part (SwiGLU) instead of two."""
+    """A GPT- or Llama-like decoder. `ffn_gated`: three matrices in the feed-forward part (SwiGLU) instead of two.
+
+    Without `kv_heads`, every head has keys and values of its own.
+    """
 
     layers: int
     hidden: int
@@ -36,6 +39,8 @@ class Model:
             raise ValueError(f"expected hidden to be a multiple of heads, got {self.hidden} and {self.heads}")
         if self.kv_heads is not None and (self.kv_heads < 1 or self.heads % self.kv_heads):
             raise ValueError(f"expected heads to be a multiple of kv_heads, got {self.heads} and {self.kv_heads}")
+        if self.kv_heads is None:
+            object.__setattr__(self, "kv_heads", self.heads)
 
     @property
     def groups(self) -> int:

@@ -149,6 +149,10 @@ def warnings_of(runs: Runs, predictions: Predictions, constants: Constants) -> l
             said.append(f"more GPUs than any published row ({limits['gpus']:.0f})")
         if runs.seq_len[row] > limits["seq_len"]:
             said.append(f"longer sequences than any published row ({limits['seq_len']:.0f})")
+        if runs.cp[row] > limits["cp"]:
+            said.append(f"more context-parallel ranks than any published row ({limits['cp']:.0f})")
+        if runs.shard[row] not in limits["shards"]:
+            said.append(f"no published row of {runs.shard[row]}")
         if predictions.out_of_memory[row] >= 0.5:
             said.append("expected to run out of memory")
         elif unstable[row]:

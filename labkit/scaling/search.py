@@ -1,30 +1,131 @@
 """Which layouts to try: every possible one is predicted, the fastest that fit come first."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import product
+from typing import Any
 
 import numpy as np
 
 from labkit.scaling.constants import Constants, load_constants
 from labkit.scaling.hardware import Hardware
-from labkit.scaling.layout import Layout, why_impossible
+from labkit.scaling.intervals import is_untried
+from labkit.scaling.layout import RECOMPUTE, Layout, why_impossible
 from labkit.scaling.model import Model, Numbers
 from labkit.scaling.prediction import Predictions, is_unstable, predict_runs
 from labkit.scaling.runs import Run, Runs
 
 LARGEST_MICRO_BATCH = 64
+MOST_TOKENS = 2**17
+"""Of a micro-batch on a rank, where it has several sequences: products are long enough by then."""
+FEWEST_TOKENS = 4096
+"""Of a sequence on a context-parallel rank: published trainings go no shorter."""
 INTERLEAVED = (1, 2, 4)
+PROPOSED = 3
+UNTRIED = 1.03
+"""By this factor a layout of a kind that was never published must be faster to be preferred."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout and what it would take; `step_s` with its 90 % interval."""
+    """A layout and what it would take; `step_s` with its 90 % interval. `parts_s` add up to it."""
 
     layout: Layout
     step_s: float
     interval_90: tuple[float, float]
+    mfu: float
     peak_gib: float
     out_of_memory: float
+    is_unstable: bool
+    parts_s: Mapping[str, float]
+
+
+@dataclass(frozen=True, eq=False)
+class Ranking:
+    """Every layout that was tried, as columns; `order` are the rows of those expected to fit, the best first."""
+
+    layouts: list[Layout]
+    runs: Runs
+    found: Predictions
+    order: list[int]
+
+    def candidate(self, row: int) -> Candidate:
+        found = self.found
+        return Candidate(
+            layout=self.layouts[row],
+            step_s=float(found.step_s[row]),
+            interval_90=(float(found.low_90[row]), float(found.high_90[row])),
+            mfu=float(found.mfu[row]),
+            peak_gib=float(found.peak_gib[row]),
+            out_of_memory=float(found.out_of_memory[row]),
+            is_unstable=bool(self._unstable[row]),
+            parts_s={name: float(seconds[row]) for name, seconds in found.parts_s.items()},
+        )
+
+    def proposed(self, count: int = PROPOSED) -> list[Candidate]:
+        """The best of each of the first `count` ways to arrange the ranks."""
+        return [self.candidate(row) for row in distinct(self.order, lambda row: arrangement(self.layouts[row]), count)]
+
+    def leanest(self) -> Candidate:
+        """The layout that needs the least memory, whether it fits or not."""
+        return self.candidate(int(np.argmin(self.found.peak_gib)))
+
+    def fastest_too_large(self) -> Candidate | None:
+        """The fastest of the layouts that are expected to run out of memory."""
+        rows = np.flatnonzero(~self.found.fits)
+        return self.candidate(int(rows[np.argmin(self.found.step_s[rows])])) if len(rows) else None
+
+    @property
+    def _unstable(self) -> Any:
+        return self.runs.once(lambda runs: is_unstable(runs, self.found))  # type: ignore[arg-type, return-value]
+
+
+def arrangement(layout: Layout) -> tuple[object, ...]:
+    """What makes two proposals different ideas: who works on what. Batch, chunks and recomputation are its settings."""
+    return layout.tp, layout.pp, layout.cp, layout.shard
+
+
+def distinct(rows: Iterable[int], key: Callable[[int], object], count: int) -> list[int]:
+    """The first `count` rows of different keys, in their order."""
+    kept: dict[object, int] = {}
+    for row in rows:
+        if len(kept) == count:
+            break
+        kept.setdefault(key(row), row)
+    return list(kept.values())
+
+
+def rank(
+    model: Model,
+    hardware: Hardware,
+    gpus: int,
+    *,
+    seq_len: int,
+    global_batch: int,
+    framework: str = "generic",
+    precision: str = "bf16",
+    fixed: Mapping[str, Any] | None = None,
+    constants: Constants | None = None,
+) -> Ranking:
+    """All layouts for this many GPUs; `fixed` are fields of `Layout` with the only value to try.
+
+    Layouts whose memory makes steps unstable come after all others. ValueError if no layout is possible.
+    """
+    if gpus < 1 or global_batch < 1 or seq_len < 1:
+        raise ValueError(f"expected 1 or more GPUs, sequences and tokens, got {gpus}, {global_batch} and {seq_len}")
+    constants, fixed = constants or load_constants(), dict(fixed or {}) | {"precision": precision}
+    layouts = [
+        layout
+        for layout in _layouts(model, hardware, gpus, seq_len, global_batch, fixed)
+        if why_impossible(layout, model, seq_len) is None
+    ]
+    if not layouts:
+        raise ValueError(_why_none(model, gpus, seq_len, global_batch, fixed))
+    runs = Runs.of([Run(model, hardware, layout, seq_len, framework) for layout in layouts])
+    found = predict_runs(runs, constants)
+    preference = preference_s(runs, found) * np.where(is_untried(runs, constants), UNTRIED, 1.0)
+    order = [int(row) for row in np.argsort(preference, kind="stable") if found.fits[row]]
+    return Ranking(layouts, runs, found, order)
 
 
 def search(
@@ -34,42 +135,18 @@ def search(
     *,
     seq_len: int,
     global_batch: int,
-    framework: str = "generic",
-    precision: str = "bf16",
-    keep: int | None = None,
-    constants: Constants | None = None,
+    keep: int = PROPOSED,
+    **options: Any,
 ) -> list[Candidate]:
-    """Layouts for this many GPUs that are expected to fit, the best first. ValueError if there is none.
+    """The best layouts, each another arrangement, none expected to run out of memory; options as `rank` takes them.
 
-    Layouts whose memory makes steps unstable come after all others.
+    ValueError if there is none, with the least that any needs.
     """
-    if gpus < 1 or global_batch < 1 or seq_len < 1:
-        raise ValueError(f"expected 1 or more GPUs, sequences and tokens, got {gpus}, {global_batch} and {seq_len}")
-    layouts = [
-        layout
-        for layout in _layouts(model, hardware, gpus, global_batch, precision)
-        if why_impossible(layout, model, seq_len) is None
-    ]
-    if not layouts:
-        raise ValueError(f"no layout divides {model.layers} layers and {global_batch} sequences over {gpus} GPUs")
-    runs = Runs.of([Run(model, hardware, layout, seq_len, framework) for layout in layouts])
-    found = predict_runs(runs, constants or load_constants())
-    order = [row for row in np.argsort(preference_s(runs, found)) if found.fits[row]]
-    if not order:
-        least = int(np.argmin(found.peak_gib))
-        raise ValueError(
-            f"no layout fits on {gpus} x {hardware.name}: the smallest needs {found.peak_gib[least]:.0f} GiB a GPU"
-        )
-    return [
-        Candidate(
-            layouts[row],
-            float(found.step_s[row]),
-            (float(found.low_90[row]), float(found.high_90[row])),
-            float(found.peak_gib[row]),
-            float(found.out_of_memory[row]),
-        )
-        for row in order[:keep]
-    ]
+    ranking = rank(model, hardware, gpus, seq_len=seq_len, global_batch=global_batch, **options)
+    if not ranking.order:
+        least = ranking.leanest().peak_gib
+        raise ValueError(f"no layout fits on {gpus} x {hardware.name}: the smallest needs {least:.0f} GiB a GPU")
+    return ranking.proposed(keep)
 
 
 def preference_s(runs: Runs, found: Predictions) -> Numbers:
@@ -79,36 +156,75 @@ def preference_s(runs: Runs, found: Predictions) -> Numbers:
     return found.step_s * risk * slow * np.where(found.fits, 1.0, 1e3)
 
 
-def _layouts(model: Model, hardware: Hardware, gpus: int, global_batch: int, precision: str) -> Iterator[Layout]:
-    """Powers of two for most degrees; tensor parallelism inside a node; schedules and sharding that go with them."""
-    for tp in _powers(min(gpus, hardware.gpus_per_node, model.heads)):
-        for pp in _divisors(gpus // tp, model.layers):
-            if gpus % (tp * pp):
-                continue
-            dp = gpus // (tp * pp)
-            for micro_batch in _powers(min(max(global_batch // dp, 1), LARGEST_MICRO_BATCH)):
-                for vp in INTERLEAVED if pp > 1 else (1,):
-                    for shard in ("none",) if dp == 1 else ("none", "zero1") if pp > 1 else ("none", "zero1", "zero3"):
-                        for recompute in ("none", "selective", "full"):
-                            yield Layout(
-                                tp=tp,
-                                sequence_parallel=tp > 1,
-                                pp=pp,
-                                vp=vp,
-                                dp=dp,
-                                shard=shard,
-                                micro_batch=micro_batch,
-                                global_batch=global_batch,
-                                recompute=recompute,
-                                precision=precision,
-                            )
+def _layouts(
+    model: Model, hardware: Hardware, gpus: int, seq_len: int, global_batch: int, fixed: Mapping[str, Any]
+) -> Iterator[Layout]:
+    """Every arrangement of the ranks with every batch, sharding, schedule and recomputation that goes with it."""
+    same: dict[str, Any] = {name: fixed[name] for name in ("precision", "options") if name in fixed}
+    for tp, pp, cp in _degrees(model, hardware, gpus, seq_len, fixed):
+        dp = gpus // (tp * pp * cp)
+        if dp * tp * pp * cp != gpus or fixed.get("dp", dp) != dp:
+            continue
+        same |= {"tp": tp, "sequence_parallel": tp > 1, "pp": pp, "cp": cp, "dp": dp, "global_batch": global_batch}
+        most = min(max(global_batch // dp, 1), LARGEST_MICRO_BATCH, max(MOST_TOKENS * cp // seq_len, 1))
+        batches, shards = _among(fixed, "micro_batch", _powers(most)), list(_shards(hardware, tp, pp, cp, dp))
+        for micro_batch, shard in product(batches, _among(fixed, "shard", shards)):
+            chunks = _among(fixed, "vp", _chunks(model.layers, pp, shard, global_batch // (dp * micro_batch)))
+            for vp, recompute in product(chunks, _among(fixed, "recompute", RECOMPUTE)):
+                yield Layout(**same, micro_batch=micro_batch, shard=shard, vp=vp, recompute=recompute)
 
 
-def _powers(largest: int) -> Iterator[int]:
-    value = 1
-    while value <= largest:
-        yield value
-        value *= 2
+def _degrees(
+    model: Model, hardware: Hardware, gpus: int, seq_len: int, fixed: Mapping[str, Any]
+) -> Iterator[tuple[int, int, int]]:
+    """(tp, pp, cp): tensor parallelism inside a node, as many keys and values on each of its ranks."""
+    inside = [degree for degree in _powers(min(gpus, hardware.gpus_per_node)) if model.groups % degree == 0]
+    for tp in _among(fixed, "tp", inside):
+        stages = _among(fixed, "pp", _divisors(gpus // tp, model.layers))
+        yield from ((tp, pp, cp) for pp, cp in product(stages, _among(fixed, "cp", _powers(seq_len // FEWEST_TOKENS))))
+
+
+def _among(fixed: Mapping[str, Any], name: str, values: Iterable[Any]) -> Iterable[Any]:
+    return (fixed[name],) if name in fixed else values
+
+
+def _shards(hardware: Hardware, tp: int, pp: int, cp: int, dp: int) -> Iterator[str]:
+    """What data-parallel ranks can divide. zero2 with a pipeline would reduce gradients for every micro-batch."""
+    yield "none"
+    if dp * cp > 1:
+        yield "zero1"
+        if pp == 1:
+            yield "zero2"
+        yield "zero3"
+        inside = hardware.gpus_per_node // (tp * cp)
+        if pp == 1 and 1 < inside < dp:
+            yield "hsdp"
+
+
+def _chunks(layers: int, pp: int, shard: str, micro_batches: int) -> Iterator[int]:
+    """Interleaved schedules take equal chunks of layers, and micro-batches in groups of pp (arXiv:2104.04473)."""
+    yield 1
+    if pp > 1 and shard in ("none", "zero1") and micro_batches % pp == 0:
+        yield from (vp for vp in INTERLEAVED[1:] if layers % (pp * vp) == 0)
+
+
+def _why_none(model: Model, gpus: int, seq_len: int, global_batch: int, fixed: Mapping[str, Any]) -> str:
+    """The reason why what was fixed is impossible; else that nothing divides."""
+    degrees = {name: value for name, value in fixed.items() if name in ("tp", "pp", "cp", "dp")}
+    total = int(np.prod(list(degrees.values()) or [1]))
+    if gpus % total:
+        return f"{' x '.join(degrees)} is {total}, and {gpus} GPUs cannot be divided by it"
+    dp = fixed.get("dp", gpus // total if {"tp", "pp", "cp"} <= set(degrees) else 1)
+    given = {"global_batch": global_batch, **fixed, "dp": dp}
+    if reason := why_impossible(Layout(**given), model, seq_len):
+        return reason
+    easier = "try a batch that the number of GPUs divides"
+    return f"no layout divides {model.layers} layers and {global_batch} sequences over {gpus} GPUs: {easier}"
+
+
+def _powers(largest: int) -> list[int]:
+    """1, 2, 4 up to `largest`; 1 in any case."""
+    return [1 << exponent for exponent in range(max(largest, 1).bit_length())]
 
 
 def _divisors(gpus: int, layers: int) -> Iterator[int]:

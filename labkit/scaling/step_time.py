@@ -47,7 +47,7 @@ def breakdown(runs: Runs, constants: Rows) -> dict[str, Numbers]:
     stage = counts * np.asarray(whole)[:, None] + is_last * head[:, None] + exists * transfer[:, None]
     slowest = np.arange(len(runs)), stage.argmax(axis=1)
     busy, bubble = pipeline.schedule_s(runs, stage)
-    parameters = _parameters_of_rank(runs)
+    parameters = parameters_of_rank(runs)
     reduction, hidden = _data_parallel_s(runs, constants, parameters, stage[slowest])
     updated = parameters / np.where(runs.shard == "none", 1.0, runs.dp * runs.cp)
     return {name: runs.micro_batches * counts[slowest] * seconds for name, seconds in layer.items()} | {
@@ -150,19 +150,24 @@ def _straggler_s(runs: Runs, constants: Rows, busy_s: Numbers) -> Numbers:
     return constants["node_spread"] * np.sqrt(2 * np.log(np.maximum(runs.nodes, 1))) * busy_s
 
 
-def _parameters_of_rank(runs: Runs) -> Numbers:
+def parameters_of_rank(runs: Runs) -> Numbers:
     """Parameters that the fullest pipeline stage of a rank has; the head or the embedding is in one stage."""
     counts = runs.once(pipeline.layers_per_stage).max(axis=1)
     return (counts * runs.layer_parameters + runs.embedding_parameters) / runs.tp
 
 
 def _data_parallel_s(runs: Runs, constants: Rows, parameters: Numbers, stage_s: Numbers) -> tuple[Numbers, Numbers]:
-    """Exposed and hidden seconds of reducing gradients; a share of it may hide behind the last backward pass."""
+    """Exposed and hidden seconds of reducing gradients; a share of it may hide behind the last backward pass.
+
+    zero2 keeps only its own shard of the gradients, and so must reduce those of every micro-batch, behind as many
+    backward passes (arXiv:1910.02054, section 5.2).
+    """
     ranks = group(runs, constants, runs.dp * runs.cp, runs.tp)
     n_bytes = parameters * constants["gradient_bytes"]
     calls = np.ceil(n_bytes / constants["bucket_bytes"] / np.maximum(1, constants["bucket_ranks"] * runs.dp * runs.cp))
     whole = 2 * half_ring_s(ranks, constants, n_bytes, calls)
-    sharded = half_ring_s(ranks, constants, n_bytes, calls) + half_ring_s(
+    passes = np.where(runs.shard == "zero2", runs.micro_batches, 1.0)
+    sharded = passes * half_ring_s(ranks, constants, n_bytes, calls) + half_ring_s(
         ranks, constants, compute.BF16 * parameters, calls
     )
     copies = group(runs, constants, runs.dp * runs.cp / _sharded_group(runs, constants).size, runs.gpus_per_node)
@@ -172,5 +177,5 @@ def _data_parallel_s(runs: Runs, constants: Rows, parameters: Numbers, stage_s: 
         [whole, np.zeros(len(runs)), across],
         sharded,
     )
-    hidden = constants["dp_overlap"] * np.minimum(seconds, 2 / 3 * stage_s)
+    hidden = constants["dp_overlap"] * np.minimum(seconds, 2 / 3 * passes * stage_s)
     return seconds - hidden, hidden

@@ -150,6 +150,7 @@ def words_of(said):
     return said.strip().splitlines()[-1].split(";")[0]
 
 
+@pytest.mark.slow
 def test_two_measurements_of_one_lab_at_the_same_time(victim):
     one, two = victim(), victim()
     one.start()
@@ -158,6 +159,7 @@ def test_two_measurements_of_one_lab_at_the_same_time(victim):
     runs = one.runs()
     assert len(runs) == 2
     assert all(set(run.coverage()["status"]) == {"ok"} for run in runs)
+    one.assert_nothing_left()
     two.assert_nothing_left()
     note("two measurements", "at the same time", "two runs, both whole")
 
@@ -181,6 +183,7 @@ def test_a_run_that_somebody_writes_is_not_taken_up(victim, resumed):
     note("two measurements", f"the first is {resumed}", "refused" if status else "nothing to do")
 
 
+@pytest.mark.slow
 def test_a_clock_that_jumps(victim):
     hit = victim(LABKIT_FAULT_CLOCK="1")
     status, said = hit.start(*settings(action="raises", moment=INSIDE)).finish()

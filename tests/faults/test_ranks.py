@@ -25,7 +25,8 @@ CASES = [  # a case and the next take about as long
     Case("sizes differ", {"failed"}, "was killed by SIGABRT: ", (INSIDE,)),
 ]
 QUICK = {"raises": (BEFORE,), "sizes differ": (INSIDE,), "SIGKILL": (SHARED,)}
-"""In `make test` too, so each alone."""
+"""In `make test` too, or `make test-all`, so each alone."""
+SLOW = {"sizes differ"}
 
 
 def _cases():
@@ -34,7 +35,8 @@ def _cases():
     before = [(case, (BEFORE,)) for case in CASES if BEFORE in case.moments]
     later = [(case, tuple(moment for moment in case.moments if moment != BEFORE)) for case in CASES]
     for alone in quick:
-        yield pytest.param([alone], id=_name(alone))
+        marks = [pytest.mark.slow] if alone[0].action in SLOW else []
+        yield pytest.param([alone], marks=marks, id=_name(alone))
     for parts in (before, later):
         slow = [part for part in parts if part not in quick]
         for pair in zip(slow[::2], slow[1::2], strict=True):

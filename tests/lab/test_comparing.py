@@ -161,15 +161,6 @@ def test_a_prediction_of_counts_has_to_be_nearer():
     assert [verdict(1.0, 1.2).verdict, verdict(1.2, 1.2).verdict] == ["it depends", "no"]
 
 
-def test_counts_differ_without_intervals():
-    peaks = Measured(("model",), "name", "peak_bytes", exact=True)
-    rows = [("mini", "a", 1), ("mini", "a", 3), ("mini", "b", 4), ("nano", "a", 4), ("nano", "b", 4)]
-    table = peaks.over(pd.DataFrame(rows, columns=["model", "name", "peak_bytes"]), "b")
-    assert table["verdict"].tolist() == ["faster", "no difference shown"]
-    assert table[["ratio", "low", "high"]].iloc[0].tolist() == [0.75] * 3
-    assert peaks.over(pd.DataFrame(), "b").empty
-
-
 def test_a_gain_is_told_with_its_cost():
     gain = compared(_ratios(_sizes(0.5, 0.5)), "a", "b", quantity=MEMORY)
     cost = compared(_ratios(_sizes(2.0, 2.0)), "a", "b")

@@ -13,10 +13,14 @@ def effect(ratio, low, high, verdict, setting="here", subject="ring", quantity="
     return Effect(subject, "torch", setting, quantity, ratio, low, high, verdict)
 
 
+def _verdict(effects):
+    return "no" if {effect.verdict for effect in effects} == {"slower"} else "yes"
+
+
 def lab(*of_questions, elsewhere=False):
     answers = [
         {"question": asdict(Question(f"q{number}", "Which?"))}
-        | Finding("yes", f"Headline {number}.", effects=tuple(effects)).record()
+        | Finding(_verdict(effects), f"The ring, {number}.", effects=tuple(effects)).record()
         for number, effects in enumerate(of_questions)
     ]
     return {"title": "Lab", "page": "lab.html", "record": {"elsewhere": elsewhere, "answers": answers}}
@@ -29,10 +33,12 @@ def test_the_largest_differences_are_those_that_are_large_for_certain():
     noise = effect(0.01, 0.001, 3.0, "no difference shown")
     found = largest([lab([wide], [sure, wide], [slower], [noise])])
     assert [(one.factor, one.words, one.headline) for one in found] == [
-        ("4.0×", "faster", "Headline 1."),
-        ("2.0×", "slower", "Headline 2."),
-        ("20×", "faster", "Headline 0."),
+        ("4.0×", "faster", "The ring, 1."),
+        ("2.0×", "slower", "The ring, 2."),
+        ("20×", "faster", "The ring, 0."),
     ]
+    other = effect(0.1, 0.09, 0.11, "faster", subject="tree")  # which the headline is not about
+    assert [one.factor for one in largest([lab([sure, other])])] == ["4.0×"]
     assert (found[0].setting, found[0].href) == ("64 KiB", "lab.html#answer-q1")
 
 

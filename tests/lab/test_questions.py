@@ -54,6 +54,7 @@ ALL_IDS = {
     "gradient_buckets": "waiting bucket_size batch_and_length model published_trends",
     "sync_batchnorm": "price split one_collective against_torch memory prediction published_trends",
     "cifar100": "learned same_training time memory sync_batchnorm published_trends",
+    "this_machine": "gain ingredients predicted",
 }
 
 

@@ -3,7 +3,7 @@
 from tests.mutations.mistake import mistakes
 
 LAYOUT = ("tests/scaling/test_layout.py", "tests/scaling/test_step_time.py")
-LITERATURE = ("tests/scaling/test_literature.py", "tests/scaling/test_published.py")
+LITERATURE = ("tests/scaling/test_intervals.py", "tests/scaling/test_literature.py", "tests/scaling/test_published.py")
 MEMORY = ("tests/scaling/test_published.py", "tests/scaling/test_literature.py")
 SEARCH = ("tests/scaling/test_search.py",)
 STEP_TIME = ("tests/scaling/test_step_time.py", "tests/scaling/test_literature.py", "tests/scaling/test_published.py")

@@ -20,6 +20,7 @@ from labkit.parallel.launch import run_ranks
 from labkit.parallel.phases import ALL_GATHERS, REDUCE_SCATTERS
 from labkit.parallel.transport import POINT_TO_POINT, SHARED, TRANSPORTS, find_transport
 from labkit.parallel.transport.contract import Step, Transport
+from tests.cases import thinned
 
 pytestmark = pytest.mark.usefixtures("workers_travel_by_value")
 
@@ -60,7 +61,7 @@ def numbers(rank: int, case: Case) -> torch.Tensor:
     return (places * 7919 % (FLOATS[case.dtype] - 1) + 1).to(case.dtype)
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4, 5])
+@pytest.mark.parametrize("world_size", thinned([2, 3, 4, 5], lambda world_size: world_size in (3, 4)))
 def test_both_phases_are_exact_and_miss_no_contribution(world_size: int) -> None:
     wrong = run_ranks(_check_phases, world_size=world_size)
     assert [text for of_rank in wrong for text in of_rank] == []

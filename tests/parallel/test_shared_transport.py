@@ -31,6 +31,7 @@ from labkit.parallel.transport import (
 )
 from labkit.parallel.transport.contract import Step
 from labkit.parallel.transport.semaphores import Semaphores
+from tests import shared_memory
 from tests.cases import thinned
 
 pytestmark = [
@@ -214,22 +215,19 @@ def _check_reuse() -> list[str]:
 
 
 def test_nothing_has_a_name_while_it_is_used_and_mappings_go_with_the_group() -> None:
-    before = _names()
-    check_on_ranks(_check_names, before, world_size=3)
-    assert _names() <= before
+    before = shared_memory.names()
+    check_on_ranks(_check_names, world_size=3)
+    assert shared_memory.left_behind(before) == set()
 
 
-def _names() -> set[str]:
-    return {path.name for path in Path("/dev/shm").iterdir()}
-
-
-def _check_names(before: set[str]) -> list[str]:
+def _check_names() -> list[str]:
+    before = shared_memory.mapped_here()
     group = dist.new_group([0, 1, 2])
     x = torch.ones(200_000)
     for length in (200_000, 10):  # by messages, and by what all show to all
         all_reduce(x[:length], group, transport=SHARED)
     buffer = empty_for_all_reduce(100_000, torch.float32, group=group)
-    wrong = [f"/dev/shm/{name}" for name in _names() - before]
+    wrong = [*(shared_memory.mapped_here() - before)]
     if _mapped() != 6:
         wrong.append(f"{_mapped()} mappings, not a mailbox and an allocation of each of three ranks")
     dist.destroy_process_group(group)

@@ -47,7 +47,14 @@ def ideal_constants():
         for name in names:
             table[name] = dict.fromkeys(table[name], value)
     quantiles = {"never seen": [-0.1, -0.05, 0.05, 0.1], "calibrated": [-0.1, -0.05, 0.05, 0.1]}
-    seen = {"architectures": ["ampere", "hopper"], "frameworks": [], "gpus": 1e9, "seq_len": 1e9}
+    seen = {
+        "architectures": ["ampere", "hopper"],
+        "frameworks": [],
+        "gpus": 1e9,
+        "seq_len": 1e9,
+        "cp": 1e9,
+        "shards": [],
+    }
     return Constants(table, quantiles, seen, PARENTS)
 
 

@@ -154,7 +154,7 @@ def test_a_point_a_seed_and_an_archive_means_cifar100(archive):
     ("changes", "message"),
     [
         ({"archive": "/nowhere.tar.gz"}, "there is no such file, or it may not be read, got '/nowhere.tar.gz'"),
-        ({"dataset": "mnist"}, "'digits' or 'cifar100'"),
+        ({"dataset": "mnist"}, "expected one of digits, cifar100"),
         ({"train_images": 3}, "two a rank or more"),
         ({"batch": 1}, "greater than or equal to 2"),
         ({"momentum": 1.0}, "less than 1"),
@@ -217,7 +217,7 @@ def test_without_a_network_points_are_skipped_with_what_to_do(tmp_path, monkeypa
     coverage = run.coverage()
     assert set(coverage["status"]) == {"skipped"}
     assert "no route; name an archive that is here with --set archive=PATH" in coverage["reason"][0]
-    assert {a.verdict for a in STUDY.answers(run.frame(), coverage)} == {"not measured"}
+    assert {found.verdict for found in STUDY.findings(run.frame(), coverage).values()} == {"not measured"}
 
 
 def test_the_collectives_alone_are_those_that_the_layer_calls(monkeypatch):

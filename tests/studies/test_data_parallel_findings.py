@@ -176,13 +176,12 @@ def test_a_wrapper_that_is_faster_than_torch_is_recommended_and_noise_recommends
 def test_a_bucket_size_that_hurts_helps_or_does_both():
     hurts = _findings(_frame(size_factor=lambda mb: 1.5 if mb == 1.0 else 1.0))["bucket_size"]
     assert (hurts.verdict, hurts.significant) == ("no", True)
-    assert "at worst a bucket size of 1 MiB takes 50 % longer" in hurts.headline
     assert hurts.advice.startswith("Keep the default buckets")
     faster = _frame(size_factor=lambda mb: 0.5 if mb == 5.0 else 1.0)
-    assert _findings(faster)["bucket_size"].advice == "Use a bucket size of 5 MiB."
+    assert _findings(faster)["bucket_size"].advice == "Use buckets of 5 MiB where the table shows a gain."
     slower = _frame(size_factor=lambda mb: 1.5 if mb == 5.0 else 1.0).assign(world_size=4)
     both = _findings(pd.concat([faster, slower]))["bucket_size"]
-    assert (both.verdict, both.advice) == ("it depends", "Use a bucket size of 5 MiB at 2 ranks.")
+    assert (both.verdict, both.advice) == ("it depends", "Use buckets of 5 MiB where the table shows a gain.")
 
 
 def test_a_bucket_size_is_compared_with_the_same_wrappers_default():

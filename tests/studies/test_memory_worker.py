@@ -29,7 +29,7 @@ def _rows(kind, size="nano", context_length=32, **others):
         ("nano", 64, "float32", "backward"),
         ("nano", 128, "bfloat16", "backward"),
         ("mini", 64, "float32", "optimizer"),
-        ("mini", 256, "float32", "backward"),
+        pytest.param("mini", 256, "float32", "backward", marks=pytest.mark.slow),
     ],
 )
 def test_the_counted_peak_is_the_measured_one(size, context, precision, during):

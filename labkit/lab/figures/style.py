@@ -19,7 +19,7 @@ from matplotlib.ticker import FuncFormatter, Locator, LogLocator, MaxNLocator, N
 from labkit.lab.columns import better, column, label
 from labkit.lab.units import counted
 
-PALETTE = ("#0072B2", "#D55E00", "#008F68", "#B0579A", "#A67C00", "#3A86C8", "#5B5B5B", "#8C564B", "#4B3FA0", "#2A8C95")
+PALETTE = ("#0072B2", "#D55E00", "#008F68", "#B0579A", "#A67C00", "#5E3FBE", "#5B5B5B", "#8C564B", "#3A86C8", "#2A8C95")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "<", ">")
 TEXT, SOFT, GRID, PAGE = "#000000", "#56606B", "#DFE3E7", "#FFFFFF"
 FONT = 9  # points

@@ -169,9 +169,15 @@ def _columns(frame: pd.DataFrame) -> Iterator[tuple[str, bool, list[dict[str, An
 def _intervals(of: str, lows: list[Any], highs: list[Any]) -> list[dict[str, Any]]:
     """The intervals of the column before them, sorted by their lower ends."""
     ends = [[_text(of, end) for end in interval] for interval in zip(lows, highs, strict=True)]
-    texts = ["–" if _is_missing(low) else f"[{', '.join(written)}]" for low, written in zip(lows, ends, strict=True)]
+    texts = ["–" if _is_missing(low) else _interval(*written) for low, written in zip(lows, ends, strict=True)]
     sorts = [None if _is_missing(low) else f"{low:.12g}" for low in lows]
     return [{"text": text, "sort": sort, "number": True} for text, sort in zip(texts, sorts, strict=True)]
+
+
+def _interval(low: str, high: str) -> str:
+    """ "[48.4, 62.8] ms", and "[0.9 ms, 1.1 s]" where the units differ."""
+    (_, _, unit), (number, _, same) = low.partition(" "), high.partition(" ")
+    return f"[{low.removesuffix(f' {unit}')}, {number}] {unit}" if unit and unit == same else f"[{low}, {high}]"
 
 
 def _aligned(columns: list[list[str]], numbers: list[bool]) -> list[str]:

@@ -61,10 +61,12 @@ class Axis:
 
 
 def largest(labs: Iterable[Mapping[str, Any]]) -> list[Difference]:
-    """Of each finding the difference that is largest for certain, the largest of all first; five of them."""
+    """Of what each headline is about, the difference that is largest for certain; the largest of all first, five."""
     found = []
     for lab, answer in _answers(labs):
-        certain = [effect for effect in answer["effects"] if effect["verdict"] in (FASTER, SLOWER)]
+        told = SLOWER if answer["verdict"] == "no" else FASTER
+        certain = [effect for effect in answer["effects"] if effect["verdict"] == told]
+        certain = [effect for effect in certain if effect["subject"] in answer["headline"]]
         if certain:
             effect = max(certain, key=_least_size)
             found.append((_least_size(effect), _difference(lab, answer, effect)))

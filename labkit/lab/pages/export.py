@@ -45,7 +45,8 @@ class _Renderer(IPythonRenderer):
         return f'<div class="scroll" role="region" tabindex="0" aria-label="table"><table>{text}</table></div>\n'
 
     def block_math(self, body: str) -> str:
-        return latex_to_mathml(body, display="block")
+        formula = latex_to_mathml(body, display="block")
+        return f'<div class="scroll" role="region" tabindex="0" aria-label="formula">{formula}</div>\n'
 
     def inline_math(self, body: str) -> str:
         return latex_to_mathml(body)
@@ -87,6 +88,7 @@ def export_page(notebook: Path, page: Path, *, lab: str, title: str, error: str 
     document = nbformat.read(notebook, as_version=4)
     _mark_silent(document.cells)
     body, _ = PageExporter().from_notebook_node(document, resources={"labkit": about})
+    body = body.replace("<pre>", '<pre tabindex="0">')  # whoever has no mouse scrolls by keys
     entries = [{"anchor": anchor, "html": text} for anchor, text in _HEADING.findall(body)]
     page.parent.mkdir(parents=True, exist_ok=True)
     page.write_text(body.replace(_CONTENTS, render("page_contents.html.j2", entries=entries), 1), encoding="utf-8")

@@ -4,16 +4,14 @@ from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import Annotated, Literal
 
-import pandas as pd
 from pydantic import Field
 
 from labkit.costs.attention import matrix_bytes
 from labkit.lab import capacity
-from labkit.lab.answers import Answer, check_complete
 from labkit.lab.config import Count, Device, LabConfig, Repeats, Seed, TimeoutSeconds, Warmup
 from labkit.lab.study import Study
 from labkit.machine import Machine
-from labkit.studies.attention import answers as answering
+from labkit.studies.attention.findings import QUESTIONS
 from labkit.studies.attention.worker import COMPILED, EXPLICIT, MARGIN, TILED, AttentionPoint, measure_point
 
 MIB, GIB = 2**20, 2**30
@@ -58,7 +56,7 @@ class AttentionStudy(Study):
     name = "attention"
     title = "Attention"
     summary = "What explicit attention costs in time and memory, and what compiling or tiling it changes."
-    questions = answering.QUESTIONS
+    questions = QUESTIONS
     profiles = {
         "smoke": AttentionConfig(
             sequences=[64, 128, 256],
@@ -124,9 +122,6 @@ class AttentionStudy(Study):
     def series(self, point: AttentionPoint) -> tuple[Hashable, float]:
         return (point.sweep, point.device, point.batch, point.head_dim), point.sequence
 
-    def answers(self, frame: pd.DataFrame, coverage: pd.DataFrame) -> Sequence[Answer]:
-        return check_complete(self.questions, answering.answer_all(frame, coverage))
-
 
 def _point(config: AttentionConfig, device: str, sweep: str, sequence: int, head_dim: int) -> AttentionPoint:
     grid = sweep == "grid"
@@ -134,19 +129,16 @@ def _point(config: AttentionConfig, device: str, sweep: str, sequence: int, head
     compiled = grid and sequence in config.compiled_sequences and head_dim in config.compiled_head_dims
     large = device == "cpu" and matrix_bytes(batch, sequence, 4) >= LARGE_BYTES
     repeats = config.repeats_large if large else config.repeats
-    return AttentionPoint(
+    return AttentionPoint.of(
+        config,
         sweep=sweep,
         batch=batch,
         sequence=sequence,
         head_dim=head_dim,
-        dtype=config.dtype,
         device=device,
         implementations=(EXPLICIT, TILED, COMPILED) if compiled else (EXPLICIT, TILED),
         warmup=min(1, config.warmup) if large else config.warmup,
         repeats=repeats if grid or sequence in config.tiling_sequences else 0,
-        most_bytes=config.most_bytes,
-        seed=config.seed,
-        timeout_s=config.timeout_s,
     )
 
 

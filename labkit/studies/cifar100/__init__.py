@@ -4,8 +4,7 @@
 ``data``      images handed out by rank 0
 ``worker``    what every rank runs
 ``study``     parameters, points
-``samples``   from rows to one sample a training and epoch
-``analysis``  from samples to tables
-``answers``   what the measurements say
-``trends``    whether published trends hold
+``samples``   from rows to one sample per training and epoch
+``tables``    from samples to what findings and figures are made of
+``findings``  what the lab asks, and how a run answers
 """

@@ -7,6 +7,7 @@ import numpy as np
 import pandas as pd
 
 from labkit.bench.statistics import slowest_rank
+from labkit.lab.rows import select
 from labkit.studies.cifar100.training import IMPLEMENTATIONS
 from labkit.studies.cifar100.worker import EPOCH
 
@@ -15,11 +16,10 @@ RECIPE = ["world_size", "batch", "accumulation", "epochs", "learning_rate", "mom
 SETTING = ["dataset", "source", "md5", "backend", "device", *RECIPE]
 
 
-def of_phase(frame: pd.DataFrame, phase: str) -> pd.DataFrame:
-    """Rows of one kind that passed their gate."""
-    if frame.empty or "phase" not in frame:
-        return pd.DataFrame(columns=["implementation", "seed", "epoch", "rank", *METRICS.values()])
-    return frame[(frame["phase"] == phase) & (frame["gate"] == "ok")]
+def of_phase(frame: pd.DataFrame, phase: str, *columns: str) -> pd.DataFrame:
+    """Rows of one kind that passed their gate and have a value in `columns`."""
+    rows = select(frame, ["implementation", "seed", "epoch", "rank", *columns], phase=phase, gate="ok")
+    return rows.dropna(subset=list(columns))
 
 
 def in_order(table: pd.DataFrame) -> pd.DataFrame:
@@ -28,8 +28,7 @@ def in_order(table: pd.DataFrame) -> pd.DataFrame:
 
 def setting(frame: pd.DataFrame) -> pd.Series | None:
     """What was trained on and how, from a run's rows: all its points share it. None without an epoch."""
-    rows = of_phase(frame, EPOCH)
-    rows = rows.dropna(subset="trained") if "trained" in rows else rows.iloc[:0]
+    rows = of_phase(frame, EPOCH, "trained")
     if rows.empty:
         return None
     return rows.iloc[0][[*SETTING, "classes", "trained", "validated", "micro_batches"]]
@@ -37,11 +36,10 @@ def setting(frame: pd.DataFrame) -> pd.Series | None:
 
 def metrics(frame: pd.DataFrame) -> pd.DataFrame:
     """By (implementation, seed, epoch): `train_loss`, `validation_loss`, `accuracy_percent`, as rank 0 tells."""
-    rows = of_phase(frame, EPOCH)
-    if "accuracy" not in rows:
-        return pd.DataFrame(columns=["implementation", "seed", "epoch", *METRICS.values()])
-    rows = rows.dropna(subset="accuracy").assign(accuracy_percent=lambda table: 100 * table["accuracy"])
-    return in_order(rows[["implementation", "seed", "epoch", *METRICS.values()]])
+    rows = of_phase(frame, EPOCH, "accuracy")
+    rows = rows.assign(accuracy_percent=100 * rows["accuracy"])
+    rows = rows.reindex(columns=["implementation", "seed", "epoch", *METRICS.values()])
+    return in_order(rows)
 
 
 def is_finite(table: pd.DataFrame) -> pd.Series:
@@ -73,8 +71,8 @@ def times(frame: pd.DataFrame) -> pd.DataFrame:
 
     A training that has no others keeps them: it would have no time at all.
     """
-    rows = of_phase(frame, EPOCH)
-    if rows.empty or "epoch_s" not in rows:
+    rows = of_phase(frame, EPOCH, "epoch_s")
+    if rows.empty:
         return pd.DataFrame(columns=["implementation", "seed", "epoch", "epoch_s"])
     warm_up = _is_warm_up(rows)
     has_no_other = warm_up.groupby([rows["implementation"], rows["seed"]]).transform("all")

@@ -2,23 +2,21 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any
 
-import pandas as pd
 from pydantic import Field, field_validator, model_validator
 
 from labkit.lab import capacity
-from labkit.lab.answers import Answer, check_complete
-from labkit.lab.config import Count, Device, LabConfig, ParameterError, Seed, TimeoutSeconds
+from labkit.lab.config import Count, Device, LabConfig, ParameterError, Seed, TimeoutSeconds, one_of
 from labkit.lab.project import datasets_directory, kind_of_path
 from labkit.lab.study import Study
 from labkit.lab.units import format_seconds
 from labkit.machine import Machine
 from labkit.nn.datasets import CIFAR100_MD5, RECORD_BYTES, DatasetError, fetch_cifar100, file_md5, read_cifar100
 from labkit.parallel.ranks.joined import ranks_here
-from labkit.studies.cifar100 import answers as answering
 from labkit.studies.cifar100.data import CIFAR100, DIGITS
-from labkit.studies.cifar100.training import TORCH_SYNC
+from labkit.studies.cifar100.findings import QUESTIONS
+from labkit.studies.cifar100.training import IMPLEMENTATIONS, TORCH_SYNC
 from labkit.studies.cifar100.worker import TrainingPoint, train_point
 
 MIB = 2**20
@@ -26,20 +24,20 @@ RANK_BYTES = 300 * MIB  # a rank's own resident memory, torch and what is traine
 IMAGES = {DIGITS: 1797, CIFAR100: 60_000}
 COPIES = 3  # of the images on rank 0: the archive's members, the tensors, what is handed out
 
-Implementation = Literal["own + SyncBatchNorm", "own + BatchNorm", "torch + SyncBatchNorm", "torch + BatchNorm"]
+Implementation = Annotated[str, one_of(lambda: IMPLEMENTATIONS)]
 Positive = Annotated[float, Field(gt=0, le=100, allow_inf_nan=False)]
 
 
 class CifarConfig(LabConfig):
     """What a reader may set."""
 
-    dataset: Literal["digits", "cifar100"] = "digits"
+    dataset: Annotated[str, one_of(lambda: IMAGES)] = DIGITS
     """ "cifar100" fetches the archive into data/datasets, unless `archive` names one."""
     archive: str | None = None
     """Path of CIFAR-100's binary archive, a .tar.gz."""
     train_images: Count | None = None
     """Only the first so many of the training set."""
-    implementations: Annotated[list[Implementation], Field(min_length=1)] = list(get_args(Implementation))
+    implementations: Annotated[list[Implementation], Field(min_length=1)] = list(IMPLEMENTATIONS)
     """The wrapper, and whether batch norm is over all ranks; torch's SyncBatchNorm refuses CPU tensors."""
     world_size: Annotated[int, Field(ge=2, le=1024)] = 2
     seeds: Annotated[list[Seed], Field(min_length=1)]
@@ -85,7 +83,7 @@ class Cifar100Study(Study):
     summary = (
         "Whether training with labkit's wrapper and SyncBatchNorm is as good, as fast and as small as with torch's."
     )
-    questions = answering.QUESTIONS
+    questions = QUESTIONS
     profiles = {
         "smoke": CifarConfig(seeds=[0, 1], epochs=2, train_images=64, accumulation=2),
         "quick": CifarConfig(seeds=list(range(6)), epochs=3, train_images=640),
@@ -105,27 +103,9 @@ class Cifar100Study(Study):
             raise ParameterError(f"{self.name}: parameter 'implementations': torch's SyncBatchNorm refuses CPU tensors")
         dataset = CIFAR100 if config.archive else config.dataset
         md5 = None if dataset == DIGITS else CIFAR100_MD5 if config.archive is None else file_md5(Path(config.archive))
-        return [
-            TrainingPoint(
-                world_size=config.world_size,
-                backend=machine.backend(device, ranks_here(config.world_size)),
-                timeout_s=config.timeout_s,
-                dataset=dataset,
-                source=_source(dataset, md5),
-                archive=config.archive,
-                md5=md5,
-                train_images=config.train_images,
-                implementations=tuple(names),
-                epochs=config.epochs,
-                batch=config.batch,
-                accumulation=config.accumulation,
-                learning_rate=config.learning_rate,
-                momentum=config.momentum,
-                device=device,
-                seed=seed,
-            )
-            for seed in dict.fromkeys(config.seeds)
-        ]
+        about = {"dataset": dataset, "source": _source(dataset, md5), "md5": md5, "implementations": names}
+        about |= {"device": device, "backend": machine.backend(device, ranks_here(config.world_size))}
+        return [TrainingPoint.of(config, seed=seed, **about) for seed in dict.fromkeys(config.seeds)]
 
     def check_inputs(self, config: CifarConfig, say: Callable[[str], None]) -> None:
         """The archive that is named: whole, and in its format."""
@@ -167,9 +147,6 @@ class Cifar100Study(Study):
         ranks = ranks_here(point.world_size)
         needed = ranks * RANK_BYTES + (COPIES + ranks) * IMAGES[point.dataset] * RECORD_BYTES
         return capacity.skip_reason(machine, "cpu", needed)
-
-    def answers(self, frame: pd.DataFrame, coverage: pd.DataFrame) -> Sequence[Answer]:
-        return check_complete(self.questions, answering.answer_all(frame, coverage))
 
 
 def _source(dataset: str, md5: str | None) -> str:

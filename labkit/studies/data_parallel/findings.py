@@ -5,7 +5,7 @@ from dataclasses import replace
 import pandas as pd
 
 from labkit.lab.claims import claim, judged_claim, published
-from labkit.lab.comparing import MEMORY, compared, contest
+from labkit.lab.comparing import MEMORY, compared, contest, winner_of
 from labkit.lab.findings import Claim, Finding, Questions
 from labkit.lab.rows import select
 from labkit.lab.units import format_seconds, span
@@ -68,19 +68,24 @@ def _calls_of_naive(frame: pd.DataFrame) -> str | None:
 
 @QUESTIONS.ask("bucket_size", "Is another bucket size faster than the default?", "bucket_size")
 def bucket_size(frame: pd.DataFrame) -> Finding | None:
-    found = contest(
-        tables.buckets(frame),
-        "buckets",
+    ratios = tables.buckets(frame)
+    found = compared(
+        ratios,
+        "another bucket size",
         "the default",
-        names=lambda size: f"a bucket size of {size}",
         axis=("workload", "world_size", "implementation"),
-        choose=lambda winner: f"Use {winner}",
+        choose=f"Use buckets of {winner_of(ratios, 'buckets')}",
         keep=f"Keep the default buckets ({DEFAULT_LAYOUT})",
         caveat=_troubles(frame, "buckets"),
     )
+    return _without(found, "buckets", "panel")
+
+
+def _without(found: Finding | None, *columns: str) -> Finding | None:
+    """The finding, and in its table not these columns, which say nothing to a reader."""
     if found is None or found.table is None:
         return found
-    return replace(found, table=found.table.drop(columns="buckets"))
+    return replace(found, table=found.table.drop(columns=list(columns)))
 
 
 @QUESTIONS.ask("overlap", "How much of the communication hides behind the backward pass?")
@@ -122,11 +127,16 @@ def _is_on_cpu(frame: pd.DataFrame) -> bool:
 
 @QUESTIONS.ask("memory", "Does one of labkit's wrappers need less memory than torch's?")
 def memory(frame: pd.DataFrame) -> Finding | None:
-    ratios, caveat = tables.memory_over_torch(frame), _troubles(frame, "memory")
     found = contest(
-        ratios, "implementation", TORCHS, names=_name, axis=("workload", "world_size"), quantity=MEMORY, caveat=caveat
+        tables.memory_over_torch(frame),
+        "implementation",
+        TORCHS,
+        names=_name,
+        axis=("workload", "world_size"),
+        quantity=MEMORY,
+        caveat=_troubles(frame, "memory"),
     )
-    return found and replace(found, table=ratios.drop(columns=["low", "high", "p", "verdict"]))
+    return _without(found, "low", "high", "p", "verdict")
 
 
 @QUESTIONS.ask("accumulation", "Does no_sync save time when gradients are accumulated?", "synchronization")
@@ -139,9 +149,7 @@ def accumulation(frame: pd.DataFrame) -> Finding | None:
         choose="Accumulate gradients under no_sync",
         caveat=_troubles(frame, "accumulation"),
     )
-    if found is None or found.table is None:
-        return found
-    return replace(found, table=found.table.drop(columns="synchronized"))
+    return _without(found, "synchronized")
 
 
 @QUESTIONS.ask("published_trends", "Do the published trends hold on this machine?")

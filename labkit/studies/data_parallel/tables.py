@@ -11,7 +11,7 @@ import pandas as pd
 
 from labkit.bench.statistics import summarize
 from labkit.lab.project import reference_directory
-from labkit.lab.rows import Measured, exactly_over, select
+from labkit.lab.rows import Measured, exactly_over, in_order, select
 from labkit.lab.units import format_bytes
 from labkit.parallel.data_parallel.implementations import BUCKETED, IMPLEMENTATIONS, TORCH
 from labkit.studies.data_parallel.worker import LOCAL, PHASES
@@ -38,12 +38,6 @@ SAME_COLLECTIVES = {
 }
 
 
-def in_order(table: pd.DataFrame) -> pd.DataFrame:
-    return table.sort_values(
-        "implementation", key=lambda names: names.map(ORDER.index), kind="stable", ignore_index=True
-    )
-
-
 def timed(frame: pd.DataFrame) -> pd.DataFrame:
     """Rows of the comparison of implementations, and each whole step as the sum of its phases on its rank."""
     of_rank = [*SETTING, "implementation", "rank", "repeat"]
@@ -63,14 +57,14 @@ def phases(frame: pd.DataFrame) -> pd.DataFrame:
     table = table.merge(torch.rename(columns={"seconds": "torch_s"}), how="left")
     table = table.assign(to_torch_percent=100 * (table["seconds"] / table["torch_s"] - 1))
     columns = ["workload", "world_size", "implementation", "phase", "mean_s", "seconds", "low", "high"]
-    ordered = in_order(table).sort_values(["workload", "world_size", "phase"], kind="stable", ignore_index=True)
+    ordered = in_order(table, workload=None, world_size=None, phase=None, implementation=ORDER)
     return ordered[[*columns, "p90_s", "p95_s", "p99_s", "to_torch_percent"]]
 
 
 def against(frame: pd.DataFrame, baseline: str) -> pd.DataFrame:
     """Time of backward over that of another wrapper, from the same rounds: `ratio`, interval, verdict."""
     ratios = WRAPPERS.over(timed(frame), baseline, phase=BACKWARD, implementation=list(IMPLEMENTATIONS))
-    return in_order(ratios.drop(columns="phase"))
+    return in_order(ratios.drop(columns="phase"), implementation=ORDER)
 
 
 def exposed(frame: pd.DataFrame) -> pd.DataFrame:
@@ -126,7 +120,7 @@ def buckets(frame: pd.DataFrame) -> pd.DataFrame:
     sizes = [DEFAULT if pd.isna(size) else format_bytes(size * MIB) for size in rows["of_bucket_mb"]]
     table = BUCKETS.over(rows.assign(buckets=sizes), DEFAULT)
     panels = [f"{name}, {ranks} ranks" for name, ranks in zip(table["workload"], table["world_size"], strict=True)]
-    return in_order(table.assign(panel=panels))
+    return in_order(table.assign(panel=panels), implementation=ORDER)
 
 
 def own_against_torch_by_bucket(frame: pd.DataFrame) -> pd.DataFrame:
@@ -137,18 +131,19 @@ def own_against_torch_by_bucket(frame: pd.DataFrame) -> pd.DataFrame:
 
 def accumulation(frame: pd.DataFrame) -> pd.DataFrame:
     """A step over micro-batches, averaged after the last one only, over averaged after every one: `ratio`."""
-    return in_order(ACCUMULATIONS.over(frame, "every", sweep="accumulation"))
+    return in_order(ACCUMULATIONS.over(frame, "every", sweep="accumulation"), implementation=ORDER)
 
 
 def memory(frame: pd.DataFrame) -> pd.DataFrame:
     """Peak bytes of a step on the rank that needs most, by implementation."""
     rows = select(frame, [*SETTING, "implementation", "peak_bytes"], sweep="memory").dropna(subset="peak_bytes")
-    return in_order(rows.groupby([*SETTING, "implementation"], as_index=False)["peak_bytes"].max())
+    table = rows.groupby([*SETTING, "implementation"], as_index=False)["peak_bytes"].max()
+    return in_order(table, implementation=ORDER)
 
 
 def memory_over_torch(frame: pd.DataFrame) -> pd.DataFrame:
     """Peak bytes of a step over those of torch's wrapper."""
-    return in_order(exactly_over(memory(frame), SETTING, "implementation", "peak_bytes", TORCH))
+    return exactly_over(memory(frame), SETTING, "implementation", "peak_bytes", TORCH)
 
 
 def timeline(frame: pd.DataFrame) -> pd.DataFrame:
@@ -156,7 +151,7 @@ def timeline(frame: pd.DataFrame) -> pd.DataFrame:
     columns = [*SETTING, "implementation", "lane", "start_s", "duration_s", "during_s"]
     rows = select(frame, columns, sweep="timeline", rank=0).dropna(subset=["lane", "start_s"])
     rows = rows[rows["world_size"] == rows["world_size"].min()]
-    rows = in_order(rows.sort_values("lane", key=lambda lanes: lanes.map(LANES.index), kind="stable"))
+    rows = in_order(rows, implementation=ORDER, lane=LANES)
     return rows.assign(row=[", ".join(names) for names in zip(rows["implementation"], rows["lane"], strict=True)])
 
 
@@ -170,7 +165,7 @@ def overlap(frame: pd.DataFrame) -> pd.DataFrame:
         seconds, during = some["duration_s"], some["during_s"]
         rows.append([name, len(some), seconds.median(), int((during > 0).sum()), 100 * during.sum() / seconds.sum()])
     columns = ["implementation", "collectives", "median_s", "begun_during_backward", "during_percent"]
-    return in_order(pd.DataFrame(rows, columns=columns))
+    return in_order(pd.DataFrame(rows, columns=columns), implementation=ORDER)
 
 
 @cache

@@ -3,17 +3,16 @@
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Annotated, Literal
 
-import pandas as pd
 from pydantic import Field
 
 from labkit.bench.rates import MATMUL_SIZE
 from labkit.costs.attention import matrix_bytes
 from labkit.lab import capacity
-from labkit.lab.answers import Answer, check_complete
-from labkit.lab.config import Device, LabConfig, Repeats, Seed, TimeoutSeconds, Warmup
+from labkit.lab.config import Device, LabConfig, Repeats, Seed, TimeoutSeconds, Warmup, one_of
 from labkit.lab.study import Study
 from labkit.machine import Machine
-from labkit.studies.flash_attention import answers as answering
+from labkit.nn.attention_implementations import IMPLEMENTATIONS
+from labkit.studies.flash_attention.findings import QUESTIONS
 from labkit.studies.flash_attention.worker import FlashPoint, measure_point
 from labkit.studies.shared.attention_passes import COMPILED, FLASH, MARGIN, TILED
 
@@ -22,9 +21,7 @@ MIB = 2**20
 LARGE_BYTES = 64 * MIB
 
 Dtype = Literal["float32", "bfloat16", "float16"]
-Name = Literal[
-    "explicit", "compiled", "tiled", "flash", "sdpa_math", "sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "sdpa"
-]
+Name = Annotated[str, one_of(lambda: IMPLEMENTATIONS)]
 # below 16, gradients are sums of so few terms that their relative error means nothing
 Length = Annotated[int, Field(ge=16, lt=2**31)]
 HeadDim = Annotated[int, Field(ge=1, le=1024)]
@@ -46,7 +43,7 @@ class FlashConfig(LabConfig):
         "sdpa_efficient",
         "sdpa_cudnn",
     ]
-    """sdpa_math, unfused, is there for whoever wants it: it is the yardstick of the gate."""
+    """sdpa_math, unfused, is measured only if named: it is the yardstick of the gate."""
     compiled_sequences: list[Length]
     """Of `sequences`, those at which the compiled version takes part: each shape costs seconds to compile."""
     technique_sequences: list[Length]
@@ -69,7 +66,7 @@ class FlashStudy(Study):
     name = "flash_attention"
     title = "FlashAttention"
     summary = "Every implementation of causal attention that runs here: which to use, and from which length on."
-    questions = answering.QUESTIONS
+    questions = QUESTIONS
     profiles = {
         "smoke": FlashConfig(
             sequences=[64, 256],
@@ -126,9 +123,6 @@ class FlashStudy(Study):
     def series(self, point: FlashPoint) -> tuple[Hashable, float]:
         return (point.sweep, point.device, point.dtype, point.head_dim), point.sequence
 
-    def answers(self, frame: pd.DataFrame, coverage: pd.DataFrame) -> Sequence[Answer]:
-        return check_complete(self.questions, answering.answer_all(frame, coverage))
-
 
 def _lengths(config: FlashConfig, device: str) -> Iterator[FlashPoint]:
     for dtype in config.dtypes:
@@ -152,7 +146,8 @@ def _point(
     config: FlashConfig, device: str, sweep: str, dtype: str, sequence: int, head_dim: int, names: tuple[str, ...]
 ) -> FlashPoint:
     large = device == "cpu" and sweep == "lengths" and matrix_bytes(1, sequence, 4) >= LARGE_BYTES
-    return FlashPoint(
+    return FlashPoint.of(
+        config,
         sweep=sweep,
         sequence=sequence,
         head_dim=head_dim,
@@ -161,9 +156,6 @@ def _point(
         implementations=names,
         warmup=min(1, config.warmup) if large else config.warmup,
         repeats=config.repeats_large if large else config.repeats,
-        most_bytes=config.most_bytes,
-        seed=config.seed,
-        timeout_s=config.timeout_s,
     )
 
 

@@ -2,8 +2,7 @@
 
 ``worker``    what every rank runs
 ``study``     parameters, points
-``analysis``  from samples to tables
+``tables``    from samples to tables
 ``model``     the handout's model of the waiting, predicted and fitted
-``trends``    whether the published trends hold
-``answers``   what the measurements say
+``findings``  the questions, and what a run says of them
 """

@@ -1,28 +1,26 @@
 """The gradient-buckets lab: its parameters and the points it measures."""
 
 from collections.abc import Hashable, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
-import pandas as pd
 from pydantic import Field, field_validator
 
 from labkit.costs.memory import activation_bytes
 from labkit.lab import capacity
-from labkit.lab.answers import Answer, check_complete
-from labkit.lab.config import Count, Device, LabConfig, Repeats, Seed, TimeoutSeconds, Warmup
+from labkit.lab.config import Count, Device, LabConfig, Repeats, Seed, TimeoutSeconds, Warmup, one_of
 from labkit.lab.study import Study
 from labkit.machine import Machine
-from labkit.nn.transformer import shape_named
+from labkit.nn.transformer import SIZES, shape_named
 from labkit.nn.workloads import workload_parameters
 from labkit.parallel.ranks.joined import ranks_here
-from labkit.studies.gradient_buckets import answers as answering
+from labkit.studies.gradient_buckets.findings import QUESTIONS
 from labkit.studies.gradient_buckets.worker import PROBE, STEPS, BucketsPoint, measure_point
 
 MIB = 2**20
 RANK_BYTES = 200 * MIB  # a rank's own resident memory, torch included
 COPIES = 4  # of the parameters, beside the buckets: weights, one being built, local gradients, their means
 
-WorkloadName = Literal["nano", "mini", "small", "medium", "large", "xl"]
+WorkloadName = Annotated[str, one_of(lambda: SIZES)]
 Megabytes = Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]
 
 
@@ -59,7 +57,7 @@ class GradientBucketsStudy(Study):
     name = "gradient_buckets"
     title = "Gradient buckets"
     summary = "How long a data-parallel step waits for its gradients, and whether the bucket size matters here."
-    questions = answering.QUESTIONS
+    questions = QUESTIONS
     profiles = {
         "smoke": BucketsConfig(
             workload="nano",
@@ -101,13 +99,16 @@ class GradientBucketsStudy(Study):
 
     def points(self, config: BucketsConfig, machine: Machine) -> Sequence[BucketsPoint]:
         """By world size: single all-reduces first, then one point a (batch, sequence length)."""
+        device = machine.device(config.device)
         points = []
         for world_size in sorted(set(config.world_sizes)):
-            probe_bytes = tuple(sorted(set(config.probe_bytes)))
-            repeats = config.probe_repeats
-            points.append(_point(config, machine, world_size, PROBE, repeats=repeats, probe_bytes=probe_bytes))
+            here: dict[str, Any] = {"world_size": world_size, "device": device}
+            here["backend"] = machine.backend(device, ranks_here(world_size))
+            probe = {"probe_bytes": sorted(set(config.probe_bytes)), "repeats": config.probe_repeats}
+            points.append(BucketsPoint.of(config, sweep=PROBE, buckets_mb=(), **probe, **here))
+            sizes: dict[str, Any] = {"buckets_mb": sorted(set(config.buckets_mb)), "probe_bytes": ()}
             points += [
-                _point(config, machine, world_size, STEPS, batch=batch, sequence=sequence, buckets_mb=_sizes(config))
+                BucketsPoint.of(config, sweep=STEPS, batch=batch, sequence=sequence, **sizes, **here)
                 for batch in sorted(set(config.batches))
                 for sequence in sorted(set(config.sequences))
             ]
@@ -120,13 +121,6 @@ class GradientBucketsStudy(Study):
     def series(self, point: BucketsPoint) -> tuple[Hashable, float]:
         return (point.sweep, point.world_size), (point.batch or 1) * (point.sequence or 1)
 
-    def answers(self, frame: pd.DataFrame, coverage: pd.DataFrame) -> Sequence[Answer]:
-        return check_complete(self.questions, answering.answer_all(frame, coverage))
-
-
-def _sizes(config: BucketsConfig) -> tuple[float, ...]:
-    return tuple(sorted(set(config.buckets_mb)))
-
 
 def _rank_bytes(point: BucketsPoint) -> int:
     """What a rank allocates: tensors of single all-reduces, or weights, gradients, buckets and activations."""
@@ -137,20 +131,6 @@ def _rank_bytes(point: BucketsPoint) -> int:
     return (COPIES + len(point.buckets_mb)) * parameters + activation_bytes(
         shape, point.batch or 1, point.sequence or 1
     )
-
-
-def _point(config: BucketsConfig, machine: Machine, world_size: int, sweep: str, **others: Any) -> BucketsPoint:
-    device = machine.device(config.device)
-    fields: dict[str, Any] = {
-        "workload": config.workload,
-        "device": device,
-        "warmup": config.warmup,
-        "repeats": config.repeats,
-        "seed": config.seed,
-        "timeout_s": config.timeout_s,
-    }
-    backend = machine.backend(device, ranks_here(world_size))
-    return BucketsPoint(world_size=world_size, backend=backend, sweep=sweep, **(fields | others))
 
 
 STUDY = GradientBucketsStudy()

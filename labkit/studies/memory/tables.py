@@ -6,7 +6,7 @@ import pandas as pd
 
 from labkit.costs.memory import PHASES, best_segment
 from labkit.lab.project import reference_directory
-from labkit.lab.rows import Measured, select
+from labkit.lab.rows import Measured, exactly_over, select
 from labkit.lab.units import join_words
 from labkit.nn.transformer import SIZES, shape_named
 from labkit.studies.memory.counting import PARTS
@@ -18,7 +18,6 @@ PART_ORDER, PHASE_ORDER = PARTS, PHASES
 SEEN = 0.005  # of the largest part: what is less is not drawn
 FIT_SHARE = 0.9
 """Of a machine's memory that a step may take: the rest is for everything else."""
-SEGMENT_PEAKS = Measured(("size", "context_length", "method"), "segment", "peak_bytes", exact=True)
 SEGMENT_TIMES = Measured(("size", "context_length"), "segment")
 PRECISIONS = {"fp32": "float32", "bf16": "bfloat16"}
 
@@ -155,7 +154,8 @@ def segment_peaks(frame: pd.DataFrame) -> pd.DataFrame:
     """Peak with each segment length over that without checkpointing, measured where it was, else counted."""
     table = checkpoints(frame)
     of_setting = table.groupby(["size", "context_length"])["method"]  # "measured" comes after "counted"
-    return SEGMENT_PEAKS.over(table[table["method"] == of_setting.transform("max")], WITHOUT)
+    table = table[table["method"] == of_setting.transform("max")]
+    return exactly_over(table, ["size", "context_length", "method"], "segment", "peak_bytes", WITHOUT)
 
 
 def segment_times(frame: pd.DataFrame) -> pd.DataFrame:

@@ -3,8 +3,7 @@
 ``alternatives``  the layers and bare collectives that are compared, and the gate
 ``worker``        what every rank runs
 ``study``         parameters, points
-``analysis``      from samples to tables
+``tables``        from samples to tables
 ``predictions``   what operators, bytes and messages should cost, against what they cost
-``trends``        whether the published trends hold
-``answers``       what the measurements say
+``findings``      the questions, and what a run says of them
 """

@@ -3,17 +3,15 @@
 from collections.abc import Hashable, Sequence
 from typing import Annotated, Any
 
-import pandas as pd
 from pydantic import Field, field_validator
 
 from labkit.lab import capacity
-from labkit.lab.answers import Answer, check_complete
 from labkit.lab.config import Count, Device, LabConfig, Repeats, Seed, TimeoutSeconds, Warmup
 from labkit.lab.study import Study
 from labkit.machine import Machine
 from labkit.parallel.ranks.joined import ranks_here
-from labkit.studies.sync_batchnorm import answers as answering
 from labkit.studies.sync_batchnorm.alternatives import ALTERNATIVES
+from labkit.studies.sync_batchnorm.findings import QUESTIONS
 from labkit.studies.sync_batchnorm.worker import LAYER, PROBE, SyncBatchNormPoint, measure_point
 
 RANK_BYTES = 200 * 2**20  # a rank's own resident memory, torch included
@@ -56,7 +54,7 @@ class SyncBatchNormStudy(Study):
     name = "sync_batchnorm"
     title = "SyncBatchNorm"
     summary = "What normalizing by the batch of all ranks costs a layer, and where that goes."
-    questions = answering.QUESTIONS
+    questions = QUESTIONS
     profiles = {
         "smoke": SyncBatchNormConfig(
             world_sizes=[2],
@@ -81,15 +79,17 @@ class SyncBatchNormStudy(Study):
 
     def points(self, config: SyncBatchNormConfig, machine: Machine) -> Sequence[SyncBatchNormPoint]:
         """By world size: single collectives and copies first, then one point a (batch, features)."""
+        device = machine.device(config.device)
         points = []
         for world_size in sorted(set(config.world_sizes)):
-            sizes = tuple(sorted(set(config.probe_bytes)))
-            points.append(_point(config, machine, world_size, PROBE, probe_bytes=sizes))
-            points += [
-                _point(config, machine, world_size, LAYER, batch=batch, features=features, alternatives=ALTERNATIVES)
-                for batch in sorted(set(config.batches))
-                for features in sorted(set(config.features))
-            ]
+            here: dict[str, Any] = {"world_size": world_size, "device": device}
+            here["backend"] = machine.backend(device, ranks_here(world_size))
+            sizes = sorted(set(config.probe_bytes))
+            points.append(SyncBatchNormPoint.of(config, sweep=PROBE, **here | {"probe_bytes": sizes, "features": None}))
+            layers: dict[str, Any] = here | {"sweep": LAYER, "alternatives": ALTERNATIVES, "probe_bytes": ()}
+            for batch in sorted(set(config.batches)):
+                for features in sorted(set(config.features)):
+                    points.append(SyncBatchNormPoint.of(config, **layers | {"batch": batch, "features": features}))
         return points
 
     def skip_reason(self, point: SyncBatchNormPoint, machine: Machine) -> str | None:
@@ -103,33 +103,12 @@ class SyncBatchNormStudy(Study):
     def series(self, point: SyncBatchNormPoint) -> tuple[Hashable, float]:
         return (point.sweep, point.world_size), (point.batch or 1) * (point.features or 1)
 
-    def answers(self, frame: pd.DataFrame, coverage: pd.DataFrame) -> Sequence[Answer]:
-        return check_complete(self.questions, answering.answer_all(frame, coverage))
-
 
 def _rank_bytes(point: SyncBatchNormPoint) -> int:
     """What a rank allocates: inputs, gradients, exact results, and the outputs that wait for their backward."""
     if point.sweep == PROBE:
         return 8 * sum(point.probe_bytes) * point.world_size
     return (COPIES + 2 * point.calls) * 4 * (point.batch or 1) * (point.features or 1)
-
-
-def _point(
-    config: SyncBatchNormConfig, machine: Machine, world_size: int, sweep: str, **others: Any
-) -> SyncBatchNormPoint:
-    device = machine.device(config.device)
-    return SyncBatchNormPoint(
-        world_size=world_size,
-        backend=machine.backend(device, ranks_here(world_size)),
-        sweep=sweep,
-        device=device,
-        calls=config.calls,
-        warmup=config.warmup,
-        repeats=config.repeats,
-        seed=config.seed,
-        timeout_s=config.timeout_s,
-        **others,
-    )
 
 
 STUDY = SyncBatchNormStudy()

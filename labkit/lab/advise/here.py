@@ -1,0 +1,129 @@
+"""What to use on this machine, in words, and as Python to paste."""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from labkit.costs.transformer import SIZES
+from labkit.lab.advise.machine import (
+    DEFAULT,
+    JOINED,
+    Configuration,
+    Recommendation,
+    compute_share,
+    configuration,
+    expected_ratio,
+    newest_runs,
+    recommendations,
+)
+from labkit.lab.advise.report import PREDICTED, Report, Section
+from labkit.lab.runs.store import Run
+from labkit.machine import describe_machine
+
+MEASURED = "measured here"
+MODEL, SEQUENCE = "small", 128
+ALLOWED = ("model", "sequence")
+_TOPICS: Mapping[str, str] = {
+    "precision": "precision",
+    "attention": "attention",
+    "compiled": "torch.compile",
+    "wrapper": "data-parallel wrapper",
+    "bucket_mb": "bucket size (MiB)",
+}
+
+
+def check_model(name: str | None) -> str:
+    """The size to ask about. ValueError for one that this machine's labs do not train."""
+    if name is not None and name not in SIZES:
+        raise ValueError(
+            f"expected --gpu and --gpus with --model {name[:40]}; on this machine --model is one of {', '.join(SIZES)}"
+        )
+    return name or MODEL
+
+
+def report(model: str, context_length: int) -> Report:
+    """What the newest runs of this machine recommend together, and what that gained where it was measured."""
+    runs = newest_runs()
+    found = recommendations(model, context_length, runs)
+    ratio = expected_ratio(found, compute_share=compute_share(model, runs))
+    gains = list(_gains(runs.get("this_machine")))
+    verdict, headline = _verdict(found, ratio)
+    sections = [Section("What its labs recommend", MEASURED, ("", "use", "time", "because"), list(_rows(found)))]
+    if gains:
+        headings = ("model", "ranks", "time of the joined over the default's", "verdict")
+        sections.append(Section("All of it together against the default, in turns", MEASURED, headings, gains))
+    return Report(verdict, headline, f"{describe_machine().label}; {model}", sections, list(_notes(found, gains)), ())
+
+
+def python_of(model: str, context_length: int) -> str:
+    """The joined configuration as a script's lines: attention, compile, wrapper, autocast, optimizer."""
+    return code(configuration(recommendations(model, context_length, newest_runs())), model, context_length)
+
+
+def code(chosen: Configuration, model: str, context_length: int) -> str:
+    """Lines that build the model under this configuration and make one step; on one rank without the wrapper's."""
+    bucket = "" if chosen.bucket_mb is None else f", bucket_mb={chosen.bucket_mb:g}"
+    lines = [
+        "import torch",
+        "import torch.distributed as dist",
+        "",
+        "from labkit.nn.attention_implementations import attention_named",
+        "from labkit.nn.transformer import Transformer, language_model_loss, shape_named",
+        "from labkit.parallel.data_parallel.implementations import wrap",
+        "",
+        f'attend = attention_named("{chosen.attention}").attend',
+        f'model = Transformer(shape_named("{model}"), context_length={context_length}, attention=attend)',
+        *(["model.compile(dynamic=False)"] if chosen.compiled else []),
+        f'wrapped = wrap("{chosen.wrapper}", model{bucket}) if dist.is_initialized() else model',
+        "optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)",
+        "",
+        "",
+        "def train_step(inputs, targets):",
+        *_step(chosen.precision),
+        "    loss.backward()",
+        "    optimizer.step()",
+        "    optimizer.zero_grad(set_to_none=True)",
+        "    return loss.detach()",
+    ]
+    return "\n".join(lines)
+
+
+def _step(precision: str) -> list[str]:
+    if precision == "float32":
+        return ["    loss = language_model_loss(wrapped(inputs), targets)"]
+    return [
+        f"    with torch.autocast(inputs.device.type, dtype=torch.{precision}):",
+        "        loss = language_model_loss(wrapped(inputs), targets)",
+    ]
+
+
+def _verdict(found: Sequence[Recommendation], ratio: float) -> tuple[str, str]:
+    changed = [_TOPICS[one.topic] for one in found if one.value != getattr(DEFAULT, one.topic)]
+    if not changed:
+        return "Keep the defaults.", "No run of this machine shows anything else to be faster."
+    headline = f"Together they should leave {100 * ratio:.0f} % of a step's time on two ranks ({PREDICTED})."
+    return f"Change {len(changed)} of {len(found)} defaults.", headline
+
+
+def _rows(found: Sequence[Recommendation]) -> Iterator[tuple[str, ...]]:
+    for one in found:
+        is_default = one.value == getattr(DEFAULT, one.topic)
+        value = {True: "yes", False: "no", None: "the default"}.get(one.value, str(one.value))  # type: ignore[call-overload]
+        interval = "" if is_default else f"{100 * one.ratio:.0f} % [{100 * one.low:.0f}, {100 * one.high:.0f}]"
+        yield _TOPICS[one.topic], value, interval, f"{one.lab}: {one.why}"
+
+
+def _gains(run: Run | None) -> Iterator[tuple[str, ...]]:
+    """What the lab of this machine measured last."""
+    if run is None:
+        return
+    for row in JOINED.over(run.frame(), "default").to_dict("records"):
+        ratio = f"{row['ratio']:.2f} [{row['low']:.2f}, {row['high']:.2f}]"
+        yield str(row["model"]), str(row["world_size"]), ratio, str(row["verdict"])
+
+
+def _notes(found: Sequence[Recommendation], gains: Sequence[Sequence[str]]) -> Iterator[str]:
+    if not gains:
+        yield "Not measured together yet: labkit report this_machine"
+    missing = sorted({one.lab for one in found if one.why.startswith("not measured here")})
+    if missing:
+        yield f"Not measured here: labkit report {' '.join(missing)}"
+    yield "As Python to paste: labkit advise --apply. On many GPUs: --gpus 64 --gpu h100."

@@ -1,0 +1,173 @@
+"""What the gradient-buckets lab asks, and how a run answers."""
+
+from dataclasses import replace
+
+import pandas as pd
+
+from labkit.bench.statistics import judged, summarize
+from labkit.lab.claims import claim, judged_claim, published
+from labkit.lab.comparing import Quantity, agreement, compared, winner_of
+from labkit.lab.findings import Claim, Finding, Questions
+from labkit.lab.rows import select
+from labkit.lab.units import format_bytes, format_seconds, join_words, span
+from labkit.studies.gradient_buckets import model, tables
+from labkit.studies.gradient_buckets.tables import MIB, SETTING
+from labkit.studies.shared.rank_troubles import rank_troubles
+
+QUESTIONS = Questions()
+SHARE = Quantity(
+    *("share of a step", "are {n} smaller than", "are {n} smaller than", "are {n} larger than", "are {n} as large as"),
+    *("smaller", "larger"),
+)
+HARDLY = 1.04  # published: the step moves by less than 4 %
+
+
+def _size(bucket_mb: float) -> str:
+    return format_bytes(bucket_mb * MIB)
+
+
+def _sizes(bucket_mb: pd.Series) -> str:
+    return join_words([_size(size) for size in sorted(set(bucket_mb))])
+
+
+def _troubles(frame: pd.DataFrame) -> str | None:
+    named = select(frame, ["alternative"])
+    return rank_troubles(named.assign(alternative=named["alternative"].fillna("an all-reduce")), "alternative")
+
+
+@QUESTIONS.ask("waiting", "How long does a training step wait for its gradients?")
+def waiting(frame: pd.DataFrame) -> Finding | None:
+    table, caveat = tables.overview(frame), _troubles(frame)
+    if table.empty:
+        return Finding("not measured", "Not measured: steps with right gradients.", None, caveat) if caveat else None
+    shares = span(table["waiting_percent"], "{:.0f}".format)
+    headline = f"A step spends {shares} % of its time waiting for its gradients."
+    return Finding("measured", headline, table, caveat, _beside(frame))
+
+
+def _beside(frame: pd.DataFrame) -> str | None:
+    """Where the step is longer by more, or by less, than what it waits for."""
+    more, less = tables.beside_waiting(frame)
+    if len(more):
+        return (
+            f"With buckets of {_sizes(more['bucket_mb'])} communication costs another "
+            f"{span(more['contention_s'], format_seconds)}: it slows down the backward pass that it runs beside."
+        )
+    if len(less):
+        return (
+            f"With buckets of {_sizes(less['bucket_mb'])} {span(-less['contention_s'], format_seconds)} of that is "
+            "waiting for a slower rank."
+        )
+    return None
+
+
+@QUESTIONS.ask("bucket_size", "Does a larger bucket make a step faster?", "bucket_size")
+def bucket_size(frame: pd.DataFrame) -> Finding | None:
+    smallest = tables.steps(frame)["bucket_mb"].min()
+    ratios = tables.over(frame, smallest)
+    before_ratio = [*SETTING, "bucket_mb", "compared_with"]
+    ratios = ratios.assign(compared_with=[_size(smallest)] * len(ratios))
+    return compared(
+        ratios[[*before_ratio, *(name for name in ratios if name not in before_ratio)]],
+        "a larger bucket",
+        "the smallest",
+        axis=("sequence", "batch", "world_size"),
+        choose=f"Average gradients in buckets of {_size(winner_of(ratios, 'bucket_mb') or 0)}",
+        keep="Keep small buckets" if (ratios["verdict"] == "slower").any() else "Keep the bucket size you have",
+        why=_paid_in_backward(frame),
+    )
+
+
+def _paid_in_backward(frame: pd.DataFrame) -> str | None:
+    """Where one size waits less than another, and the rest of its step is slower instead: the clearest case."""
+    pairs = tables.pairs(frame, "waiting_s")
+    clear = pairs[pairs["verdict"] != "no difference shown"]
+    clear = clear.sort_values("ratio", key=lambda ratios: -ratios.where(ratios > 1, 1 / ratios))
+    for row in clear.itertuples():
+        long, short = (row.bucket_mb, row.smaller_mb) if row.ratio > 1 else (row.smaller_mb, row.bucket_mb)
+        here = select(tables.steps(frame), **{name: getattr(row, name) for name in SETTING})
+        wide = here.pivot_table(index="repeat", columns="bucket_mb", values=["waiting_s", "contention_s"])
+        if "contention_s" in wide and summarize(wide["contention_s", short] - wide["contention_s", long]).low > 0:
+            less, more = (abs(float((wide[q, short] - wide[q, long]).median())) for q in ("waiting_s", "contention_s"))
+            return (
+                f"Buckets of {_size(short)} wait {format_seconds(less)} less than those of {_size(long)}, but slow the "
+                f"rest of the step by {format_seconds(more)} (batch {row.batch}, {row.sequence} tokens)."
+            )
+    return None
+
+
+@QUESTIONS.ask(
+    "batch_and_length",
+    "Does a step wait for a smaller share of its time with larger batches and longer sequences?",
+    missing="this run has one batch and one sequence length",
+)
+def batch_and_length(frame: pd.DataFrame) -> Finding | None:
+    axis = ("grows", "bucket_mb", "world_size")
+    more, fewer = "the shares with more tokens", "those with fewer"
+    table = tables.with_more_work(frame)
+    found = compared(table, more, fewer, axis=axis, quantity=SHARE, plural=True)
+    words = {"faster": "smaller", "slower": "larger"}
+    return found and replace(found, table=table.assign(verdict=table["verdict"].replace(words)))
+
+
+@QUESTIONS.ask(
+    "model",
+    "Does s/(wk) + ko predict how long a step waits, and which bucket is best?",
+    missing="this run has not both steps and single all-reduces",
+)
+def explained(frame: pd.DataFrame) -> Finding | None:
+    table = model.against_measured(frame)
+    found = agreement(table, "waiting times", "what single all-reduces predict")
+    if found is None:
+        return None
+    most = table.loc[table["buckets"].idxmax()]
+    equal = model.constants(frame)["gradient_bytes"].iloc[0] / most["buckets"]
+    last = (
+        f"With {most['buckets']} buckets the last one, which nothing can hide, holds "
+        f"{format_bytes(most['last_bucket_bytes'])}, not {format_bytes(equal)} as in the model."
+    )
+    best = _best_bucket(frame, table)
+    return replace(found, why=f"{best} {last}" if most["last_bucket_bytes"] > 1.5 * equal else best)
+
+
+def _best_bucket(frame: pd.DataFrame, table: pd.DataFrame) -> str:
+    """Is the measured size for which the model predicts the shortest waiting beaten by another?"""
+    size = float(table.groupby("bucket_mb")["predicted_s"].mean().idxmin())
+    others = judged(tables.over(frame, size, "waiting_s"))
+    better, worse = (sorted(set(others.loc[others["verdict"] == v, "bucket_mb"])) for v in ("faster", "slower"))
+    said = f"It predicts the shortest wait for buckets of {_size(size)}"
+    if better:
+        return f"{said}, but those of {join_words([_size(other) for other in better])} wait less."
+    if worse:
+        return f"{said}, and none waits less; those of {join_words([_size(other) for other in worse])} wait longer."
+    return f"{said}; the noise leaves open whether that is right."
+
+
+@QUESTIONS.ask("published_trends", "Do the published trends hold on this machine?")
+def published_trends(frame: pd.DataFrame) -> Finding | None:
+    return published([_size_hardly_matters(frame), *_more_work_waits_less(frame), _few_large_ones_wait_longer(frame)])
+
+
+def _size_hardly_matters(frame: pd.DataFrame) -> Claim | None:
+    """`ddp_bucketed_xl_2gpu.csv`: at every batch and length, four bucket sizes differ by less than 4 %."""
+    ratios = tables.pairs(frame)
+    near = (ratios["low"] > 1 / HARDLY) & (ratios["high"] < HARDLY)
+    off = (ratios["high"] < 1 / HARDLY) | (ratios["low"] > HARDLY)
+    seen = f"{span(ratios['ratio'])} times" if len(ratios) else ""
+    return judged_claim("The bucket size moves a step by less than 4 %", near, off, seen)
+
+
+def _more_work_waits_less(frame: pd.DataFrame) -> list[Claim | None]:
+    """Published: the share falls with every longer sequence and with the larger batch, at every bucket size."""
+    table = tables.with_more_work(frame)
+    text = "With {} a step waits for a smaller share of its time"
+    several = (("sequence", "longer sequences"), ("batch", "larger batches"))
+    return [claim(text.format(words), select(table, grows=grows), "faster") for grows, words in several]
+
+
+def _few_large_ones_wait_longer(frame: pd.DataFrame) -> Claim | None:
+    """Published: buckets of 1000 MB wait longer than those of 100 MB. A question only if there are several of them."""
+    several = select(tables.by_bucket(frame, "waiting_s"), bucket_mb=1000)
+    ratios = select(tables.over(frame, 100, "waiting_s"), bucket_mb=1000)
+    ratios = ratios.merge(several.loc[several["buckets"] > 1, list(SETTING)])
+    return claim("Buckets of 1000 MiB are waited for longer than those of 100 MiB", ratios, "slower")

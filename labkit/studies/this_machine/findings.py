@@ -1,0 +1,52 @@
+"""What the lab of this machine asks, and how a run answers."""
+
+from collections.abc import Mapping
+
+import pandas as pd
+
+from labkit.lab.advise.machine import JOINED, Configuration
+from labkit.lab.comparing import agreement, compared
+from labkit.lab.findings import Finding, Questions, troubles
+from labkit.lab.rows import select
+from labkit.lab.runs.store import Run
+from labkit.lab.units import join_words
+
+QUESTIONS = Questions()
+Runs = Mapping[str, Run]
+FIELDS = tuple(Configuration.__dataclass_fields__)
+SUBJECT, BASELINE = "the joined configuration", "the default"
+
+
+@QUESTIONS.ask("gain", "Does the configuration that all labs recommend together beat the default?")
+def gain(frame: pd.DataFrame) -> Finding | None:
+    return compared(
+        JOINED.over(frame, "default"),
+        SUBJECT,
+        BASELINE,
+        axis=("model", "world_size"),
+        choose="Train as `labkit advise --apply` prints it",
+        keep="Train with the defaults",
+        caveat=troubles(frame, "implementation"),
+    )
+
+
+@QUESTIONS.ask("ingredients", "What is joined in it?")
+def ingredients(frame: pd.DataFrame) -> Finding | None:
+    rows = select(frame, [*JOINED.setting, *FIELDS], implementation="joined")
+    if rows.empty:
+        return None
+    table = rows[[*JOINED.setting, *FIELDS]].drop_duplicates().reset_index(drop=True)
+    changed = [name for name in FIELDS if (table[name] != getattr(Configuration(), name)).any()]
+    named = [name.replace("_mb", " size") for name in changed if not table[name].isna().all()]
+    return Finding("measured", f"Other than the default: {join_words(named) or 'nothing'}.", table)
+
+
+@QUESTIONS.ask("predicted", "Do the gains of the parts predict the gain of the whole?")
+def predicted(frame: pd.DataFrame) -> Finding | None:
+    ratios = JOINED.over(frame, "default")
+    if ratios.empty:
+        return None
+    expected = frame.groupby(list(JOINED.setting))["expected_ratio"].first().reset_index()
+    table = ratios[[*JOINED.setting, "ratio"]].merge(expected, on=list(JOINED.setting))
+    table["measured_over_predicted"] = table["ratio"] / table["expected_ratio"]
+    return agreement(table, "joined steps", "what the gains of the parts promise")

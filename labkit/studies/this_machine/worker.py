@@ -1,0 +1,128 @@
+"""What a rank runs to compare the joined configuration with the default. Imports torch, the model and instruments."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from labkit.bench.clock import time_interleaved
+from labkit.bench.gate import largest_difference, verdict, worst_of_ranks
+from labkit.lab.point import Point
+from labkit.nn.attention_implementations import attention_named
+from labkit.nn.training import AUTOCAST_DTYPES, adamw, gradients
+from labkit.nn.transformer import Transformer, language_model_loss, shape_named
+from labkit.parallel.data_parallel.implementations import BUCKETED, wrap
+from labkit.parallel.ranks.device import use_device
+from labkit.studies.shared.alternatives import reason_of
+
+DEFAULT, JOINED = "default", "joined"
+# Relative to the largest gradient of a tensor, as in the labs that measured the parts: the order of sums, or 8 bits.
+FLOAT32_TOLERANCE = 1e-3
+HALF_TOLERANCE = 5e-2
+
+
+@dataclass(frozen=True, kw_only=True)
+class ThisMachinePoint(Point):
+    """A model, and the joined configuration that takes turns with the default one.
+
+    `expected_ratio` is what the other labs' runs say of the joined step's time over the default's.
+    """
+
+    model: str
+    precision: str
+    attention: str
+    compiled: bool
+    wrapper: str
+    bucket_mb: float | None
+    expected_ratio: float
+    device: str = "cpu"
+    batch: int = 2
+    context_length: int = 128
+    warmup: int = 2
+    repeats: int = 10
+    seed: int = 0
+
+    def title(self) -> str:
+        return f"{super().title()}, {self.model}"
+
+
+class Training:
+    """A Transformer and AdamW under one configuration; on several ranks under a data-parallel wrapper."""
+
+    def __init__(self, point: ThisMachinePoint, name: str, device: str) -> None:
+        is_joined = name == JOINED
+        torch.manual_seed(point.seed)
+        with torch.device(device):
+            attend = attention_named(point.attention if is_joined else "explicit").attend
+            self.model = Transformer(shape_named(point.model), context_length=point.context_length, attention=attend)
+        if is_joined and point.compiled:
+            self.model.compile(dynamic=False)
+        self.call: Callable[[Tensor], Tensor] = self.model
+        if point.world_size > 1:
+            wrapper = point.wrapper if is_joined else "torch"
+            size = point.bucket_mb if is_joined and wrapper in BUCKETED else None
+            self.call = wrap(wrapper, self.model, bucket_mb=size)
+        self.device = torch.device(device)
+        self.autocast = AUTOCAST_DTYPES[point.precision] if is_joined else None
+        self.optimizer = adamw(self.model.parameters(), self.device)
+        tokens = _tokens(point).to(self.device)
+        self.inputs, self.targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+    def passes(self) -> None:
+        with torch.autocast(self.device.type, dtype=self.autocast, enabled=self.autocast is not None):
+            loss = language_model_loss(self.call(self.inputs), self.targets)
+        loss.backward()
+
+    def step(self) -> None:
+        self.passes()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+
+def _tokens(point: ThisMachinePoint) -> Tensor:
+    """This rank's batch, the same for both."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    generator = torch.Generator().manual_seed((1000 * point.seed + rank) % 2**63)
+    return torch.randint(
+        shape_named(point.model).vocabulary, (point.batch, point.context_length + 1), generator=generator
+    )
+
+
+def measure_point(point: ThisMachinePoint) -> Iterator[dict[str, Any]]:
+    """Seconds of a step by configuration, in turns; of a joined one with other gradients, the reason instead."""
+    device = use_device(point.device)
+    trainings, row = {DEFAULT: Training(point, DEFAULT, device)}, {"implementation": JOINED}
+    try:
+        trainings[JOINED] = Training(point, JOINED, device)
+        error = _error(trainings)
+    except Exception as raised:  # of any type: compilers have their own
+        yield row | {"gate": reason_of(raised, device)}
+        return
+    gate = verdict(error, FLOAT32_TOLERANCE if point.precision == "float32" else HALF_TOLERANCE)
+    if gate != "ok":
+        yield row | {"gate": gate, "error": error}
+        return
+    samples = time_interleaved(
+        {name: training.step for name, training in trainings.items()},
+        warmup=point.warmup,
+        repeats=point.repeats,
+        device=device,
+        before=dist.barrier if dist.is_initialized() else None,
+        seed=point.id,
+    )
+    for name, seconds in samples.items():
+        yield {"implementation": name, "seconds": seconds, "error": error, "gate": gate}
+
+
+def _error(trainings: dict[str, Training]) -> float:
+    """How far the gradients of a first step are apart, on the worst rank."""
+    found = []
+    for training in trainings.values():
+        training.passes()
+        found.append({name: gradient.clone() for name, gradient in gradients(training.model).items()})
+        training.optimizer.zero_grad(set_to_none=True)
+    error = largest_difference(found[1], found[0])
+    return error if not dist.is_initialized() else worst_of_ranks(error)

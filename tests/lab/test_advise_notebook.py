@@ -1,0 +1,43 @@
+"""The notebook of `labkit advise`: its cells as they are, and with the changes that it proposes."""
+
+import ast
+
+import nbformat
+import pytest
+
+from labkit.lab.advise.notebook import Plan
+from labkit.lab.figures import Plot
+from labkit.lab.project import notebook_path
+
+TRIED = [{}, {"gpu": "4090", "gpus": 8, "model": "llama-3.2-1b", "network_gbps": 25}]
+TRIED += [{"model": "llama-3-70b", "sequence": 32768, "tokens_per_step": "16M"}]
+
+
+def _shown(changes):
+    """What each code cell shows: its last expression, if it ends in one."""
+    cells = [cell for cell in nbformat.read(notebook_path("advise"), as_version=4).cells if cell.cell_type == "code"]
+    names, shown = {}, []
+    for cell in cells:
+        *statements, last = ast.parse(cell.source).body
+        exec(compile(ast.Module([*statements], []), "cell", "exec"), names)
+        if isinstance(last, ast.Expr):
+            shown.append(eval(compile(ast.Expression(last.value), "cell", "eval"), names))
+        else:
+            exec(compile(ast.Module([last], []), "cell", "exec"), names)
+        if "parameters" in cell.metadata.get("tags", []):
+            names |= changes
+    return shown
+
+
+@pytest.mark.parametrize("changes", TRIED, ids=str)
+def test_the_reader_sees_an_answer_a_ranking_and_where_the_time_goes(changes):
+    plan, ranking, layouts, by_gpus, names = _shown(changes)
+    assert isinstance(plan, Plan)
+    assert repr(plan).startswith(("Yes", "Only just"))
+    assert (ranking["low_s"] <= ranking["step_s"]).all()
+    assert ranking["layout"].is_unique
+    assert isinstance(layouts, Plot)
+    assert isinstance(by_gpus, Plot)
+    for plot, axis in ((layouts, "layout"), (by_gpus, "gpus")):
+        assert plot.data.groupby(axis)["percent"].sum().between(96, 100.1).all()
+    assert names == sorted(names)
