@@ -1,6 +1,6 @@
 """What a notebook calls: open the lab, measure, show figures and tables, answer, close.
 
-Everything shown is escaped HTML and PNG that reads the same in JupyterLab, in papermill's notebook and on the
+Everything shown is escaped HTML that reads the same in JupyterLab, in papermill's notebook and on the
 exported page; nothing fetched.
 """
 
@@ -158,8 +158,8 @@ class Lab:
         stem = figures_directory() / self.study.name / self.run.name / name
         png = plot.save(stem, title)
         self._figures[name] = caption
-        shown = cards.figure(plot, png, caption or title or name, f"{self.study.name}_{name}", caption)
-        return shown.also(f"{relative_to_project(stem)}.png")
+        file, saved = f"{self.study.name}_{name}", f"{relative_to_project(stem)}.png"
+        return cards.figure(plot, png, caption or title or name, file, caption, saved)
 
     def findings(self) -> dict[str, Finding]:
         """What this run says of each question, by its id."""

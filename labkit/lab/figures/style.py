@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import wrap
 from typing import Any, NamedTuple
 
 import pandas as pd
@@ -25,6 +26,7 @@ TEXT, SOFT, GRID, PAGE = "#000000", "#56606B", "#DFE3E7", "#FFFFFF"
 FONT = 9  # points
 WIDTH, WIDE, PANEL_HEIGHT = 7.6, 9.6, 2.9  # inches: a figure of one panel, of several, and how high a panel is
 DPI = 130
+CHARACTERS_PER_INCH = 10  # of a title
 CSS_INCH = 96  # pixels of a browser
 MEASURED = "measured here"
 PUBLISHED = "published"
@@ -106,11 +108,11 @@ class Plot:
 
     def png(self, title: str | None = None) -> bytes:
         """The figure as a picture, below `title`."""
-        heading = self.figure.suptitle(title, x=0.01, ha="left", fontsize=FONT + 2) if title else None
+        lines = wrap(title or "", int(self.figure.get_figwidth() * CHARACTERS_PER_INCH))
+        self.figure.suptitle("\n".join(lines), x=0.01, ha="left", fontsize=FONT + 2)
         buffer = io.BytesIO()
         self.figure.savefig(buffer, format="png", dpi=DPI, metadata={"Software": None})
-        if heading is not None:
-            self.figure.suptitle("")
+        self.figure.suptitle("")
         return buffer.getvalue()
 
     def save(self, stem: Path, title: str | None = None) -> bytes:

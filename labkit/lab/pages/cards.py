@@ -51,11 +51,6 @@ class Shown(HTML):
         """What stands for it on a page."""
         return str(self._records.get(PIECE_MIME, {}).get("html", self.data))
 
-    def also(self, line: str) -> "Shown":
-        """The same, with one more line in a console."""
-        self._text += f"\n{line}"
-        return self
-
     def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:  # IPython asks for it
         return self._records
 
@@ -189,10 +184,11 @@ def _aligned(columns: list[list[str]], numbers: list[bool]) -> list[str]:
     return ["  ".join(row).rstrip() for row in zip(*padded, strict=True)]
 
 
-def figure(plot: Plot, png: bytes, alt: str, file: str, drawn: str = "") -> Shown:
+def figure(plot: Plot, png: bytes, alt: str, file: str, drawn: str = "", saved: str = "") -> Shown:
     """A figure, as a picture in a notebook and as a drawing with values to point at on a page.
 
-    `drawn` is its caption, `alt` stands for it where it cannot be seen, `file` is the name of its numbers'.
+    `drawn` is its caption, `alt` stands for it where it cannot be seen, `file` is the name of its numbers' file, and
+    `saved` where the picture is, for a console.
     """
     about = {"drawn": drawn, "file": file, "csv": _embedded_csv(plot)}
     picture = piece("picture", image=base64.b64encode(png).decode(), inches=plot.figure.get_figwidth(), alt=alt)
@@ -205,7 +201,7 @@ def figure(plot: Plot, png: bytes, alt: str, file: str, drawn: str = "") -> Show
             inches = one.figure.get_figwidth()
             drawings.append(piece("drawing", svg=svg, places=places, inches=inches, alt=alt, kind=kind))
     on_page = piece("figure", images=Markup("".join(drawings)), has_switch=len(drawings) > 1, **about)
-    return Shown(html, alt, {PIECE_MIME: {"html": on_page}})
+    return Shown(html, "\n".join(filter(None, (alt, saved))), {PIECE_MIME: {"html": on_page}})
 
 
 def _embedded_csv(plot: Plot) -> str | None:

@@ -126,7 +126,7 @@ def _row(key: tuple[str, ...], middle: Mapping[str, Any], effects: list[dict[str
     has_interval = middle["low"] == middle["low"]
     low, high = (axis.place(middle[end] if has_interval else middle["ratio"]) for end in ("low", "high"))
     against = f"vs. {baseline}" + ("" if quantity == "time" else f", {quantity}")
-    interval = f"[{middle['low']:.2f}, {middle['high']:.2f}]" if has_interval else ""
+    interval = f"[{middle['low']:.2f}, {middle['high']:.2f}]" if middle["low"] < middle["high"] else ""  # not of counts
     others = sorted({axis.place(effect["ratio"]) for effect in effects if effect is not middle})
     place, value = axis.place(middle["ratio"]), f"{middle['ratio']:.2f}"
     return Row(subject, against, href, middle["verdict"], value, interval, place, low, high, others)
