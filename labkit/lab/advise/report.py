@@ -78,8 +78,8 @@ def notes(asked: Asked, rows: Sequence[PublishedRow], warnings: Sequence[str]) -
     if rows:
         errors = np.abs([row.error for row in rows])
         found.append(
-            f"Predicted: on the {len(rows)} nearest published rows, unseen, it was off by "
-            f"{words.percent(errors.min())} to {words.percent(errors.max())}. [ ] holds 90 % of such errors."
+            f"Predicted: on the {len(rows)} nearest published rows, unseen, it was off by {words.percent(np.median(errors))} "
+            f"on the median, {words.percent(errors.max())} at worst. [ ] holds 90 % of such errors."
         )
     if asked.calibrated_on:
         found.append(
