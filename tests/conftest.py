@@ -89,7 +89,7 @@ def broken_report(tmp_path_factory):
 def notebook_by_papermill(tmp_path_factory):
     """The notebook of a lab, carried out by papermill's own command in another folder."""
     folder = tmp_path_factory.mktemp("papermill")
-    notebook = TESTS.parent / "notebooks" / "07_all_reduce.ipynb"
+    notebook = TESTS.parent / "notebooks" / "08_all_reduce.ipynb"
     outcome = carry_out([sys.executable, "-m", "papermill", str(notebook), "out.ipynb", "-y", "profile: smoke"], folder)
     assert outcome.returncode == 0, outcome.stderr
     return folder / "out.ipynb"

@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 
 import pandas as pd
 
-from labkit.lab.answers import as_findings
 from labkit.lab.config import LabConfig
 from labkit.lab.findings import Finding, Questions
 from labkit.lab.point import Point
@@ -25,7 +24,7 @@ class Study(ABC):
     title: ClassVar[str]
     summary: ClassVar[str]
     """One line for `labkit list` and the index page."""
-    questions: ClassVar[Any]
+    questions: ClassVar[Questions]
     profiles: ClassVar[Mapping[str, LabConfig]]
     """smoke, quick, standard and paper."""
 
@@ -58,10 +57,7 @@ class Study(ABC):
 
     def findings(self, frame: pd.DataFrame, coverage: pd.DataFrame) -> dict[str, Finding]:
         """A finding for each question, by its id, from `Run.frame()` and `Run.coverage()`; either may be empty."""
-        if not isinstance(self.questions, Questions):
-            return as_findings(self.answers(frame, coverage))  # type: ignore[attr-defined]
-        found: dict[str, Finding] = self.questions.find(frame, coverage)
-        return found
+        return self.questions.find(frame, coverage)
 
     def check_inputs(self, config: Any, say: Callable[[str], None]) -> None:  # noqa: B027 most studies have none
         """Check the files that the config names, before anything is planned or fetched; `say` shows how far it is.

@@ -1,8 +1,10 @@
 """Running a victim, and what must hold when it is over: nothing measured is lost, nothing is left over."""
 
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -25,8 +27,9 @@ class Victim:
 
     def __init__(self, folder, lab="faulty", **variables):
         self.folder, self.lab = Path(folder), lab
-        self.temporary = self.folder / "tmp"
-        self.temporary.mkdir(parents=True, exist_ok=True)
+        # Short: sockets lie in it, and their path may have 107 characters.
+        self.temporary = Path(tempfile.mkdtemp(prefix="labkit-"))
+        self.folder.mkdir(parents=True, exist_ok=True)
         self.mark = uuid.uuid4().hex
         self.shared_before = shared_memory.names()
         self.environment = os.environ | {MARK: self.mark, "TMPDIR": str(self.temporary)} | variables
@@ -94,6 +97,7 @@ class Victim:
                 process.kill()
         if self.process is not None:
             self.process.wait()  # and not `communicate`: after an interrupt, the thread of its case still does
+        shutil.rmtree(self.temporary, ignore_errors=True)
 
 
 def until(condition, timeout_s):

@@ -159,6 +159,7 @@ def test_two_measurements_of_one_lab_at_the_same_time(victim):
     runs = one.runs()
     assert len(runs) == 2
     assert all(set(run.coverage()["status"]) == {"ok"} for run in runs)
+    one.assert_nothing_left()
     two.assert_nothing_left()
     note("two measurements", "at the same time", "two runs, both whole")
 

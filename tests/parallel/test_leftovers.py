@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing.forkserver
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -52,8 +53,7 @@ class Script:
     """A Python process of its own that launches ranks, with all that descends from it."""
 
     def __init__(self, directory: Path) -> None:
-        self.temporary = directory / "tmp"
-        self.temporary.mkdir()
+        self.temporary = Path(tempfile.mkdtemp(prefix="labkit-"))  # short: sockets lie in it, of 107 characters
         self._path = directory / "script.py"
         self._path.write_text(SCRIPT)
         self._mark = uuid.uuid4().hex
@@ -93,6 +93,7 @@ class Script:
                 if process.environ().get(MARK) == self._mark:
                     process.kill()
         self.process.communicate()
+        shutil.rmtree(self.temporary, ignore_errors=True)
 
 
 @pytest.fixture

@@ -56,3 +56,7 @@ def test_hardware_is_found_by_short_names_and_never_guessed():
 def test_hardware_that_is_not_declared(name):
     with pytest.raises(ValueError, match="unknown GPU"):
         find_hardware(name)
+
+
+def test_the_sequences_of_a_replica_are_cut_into_micro_batches():
+    assert Layout(dp=4, micro_batch=2, global_batch=48).micro_batches == 6

@@ -6,7 +6,6 @@ from functools import cache
 import pandas as pd
 import pytest
 
-from labkit.lab.findings import Questions
 from labkit.lab.project import recorded_directory
 from labkit.lab.runs.store import Run
 from labkit.studies import LABS, load_study
@@ -15,8 +14,7 @@ MOST_WORDS, MOST_NUMBERS = 25, 2
 # A digit within a name (float32, 2.7B, CIFAR-100) or an id is no number.
 NUMBER = re.compile(r"(?<![\w.])(?<![A-Za-z]-)\d[\d,]*(?:\.\d+)?(?!\w|\.\d)")
 RECORDED = sorted(recorded_directory().glob("*/*.jsonl"))
-MIGRATED = [lab for lab in LABS if isinstance(load_study(lab).questions, Questions)]
-RUNS = pytest.mark.parametrize("path", [path for path in RECORDED if path.parent.name in MIGRATED], ids=str)
+RUNS = pytest.mark.parametrize("path", RECORDED, ids=str)
 
 
 @cache
@@ -25,7 +23,7 @@ def _recorded(path):
     return load_study(run.header.lab).findings(run.frame(), run.coverage())
 
 
-@pytest.mark.parametrize("lab", MIGRATED)
+@pytest.mark.parametrize("lab", LABS)
 @pytest.mark.parametrize("columns", [(), ("sweep", "seconds", "gate", "rank", "repeat", "world_size")])
 def test_a_run_without_rows_answers_nothing_and_says_why(lab, columns):
     coverage = pd.DataFrame({"status": ["skipped"] * 2, "reason": ["needs 51 GiB"] * 2})
@@ -56,9 +54,8 @@ def test_verdict_marks_and_advice_agree(path):
 def test_no_two_findings_of_one_report_contradict_each_other():
     said = {}
     for path in RECORDED:
-        if path.parent.name in MIGRATED:
-            for identifier, finding in _recorded(path).items():
-                for effect in finding.effects:
-                    key = (effect.subject, effect.baseline, effect.setting, effect.quantity)
-                    said.setdefault(key, {}).setdefault(effect.verdict, f"{path.parent.name}: {identifier}")
+        for identifier, finding in _recorded(path).items():
+            for effect in finding.effects:
+                key = (effect.subject, effect.baseline, effect.setting, effect.quantity)
+                said.setdefault(key, {}).setdefault(effect.verdict, f"{path.parent.name}: {identifier}")
     assert [key for key, verdicts in said.items() if {"faster", "slower"} <= verdicts.keys()] == []

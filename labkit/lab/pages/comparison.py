@@ -18,9 +18,7 @@ import numpy as np
 import pandas as pd
 
 from labkit.bench.statistics import LEAST_RELEVANT_DIFFERENCE, compare, judged, slowest_rank, summarize
-from labkit.lab.answers import Verdict
 from labkit.lab.config import ParameterError
-from labkit.lab.evidence import verdict_of
 from labkit.lab.runs.store import Run
 from labkit.machine import Source
 
@@ -289,5 +287,5 @@ def overview(comparisons: Iterable[LabComparison]) -> pd.DataFrame:
 def _summary(rows: pd.DataFrame) -> str:
     if rows.empty:
         return "not comparable"
-    verdict: Verdict = verdict_of(rows[rows["verdict"] == "faster"], rows[rows["verdict"] == "slower"])
-    return {"yes": "faster", "no": "slower"}.get(verdict, verdict)
+    found = {verdict for verdict in rows["verdict"] if verdict in ("faster", "slower")}
+    return "mixed" if len(found) > 1 else next(iter(found), "no difference shown")
