@@ -12,8 +12,9 @@
 
 Under `FakeTensorMode` tensors have shapes and no memory, so that a step of any size can be counted on any machine.
 What is seen is what operators return to PyTorch's dispatcher: a kernel's own scratch, and what a library takes for
-itself, is not. Storages are counted, not tensors: views share theirs. (torch.distributed._tools.mem_tracker follows
-storages in the same way; here each keeps its whole life, from which the peak, its parts and a timeline follow.)
+itself, is not. Storages are counted, not tensors: views share theirs. One that an operator resizes is a new allocation
+from then on. (torch.distributed._tools.mem_tracker follows storages in the same way; here each keeps its whole life,
+from which the peak, its parts and a timeline follow.)
 """
 
 import sys
@@ -29,6 +30,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+RESIZE = torch.ops.inductor.resize_storage_bytes_.default
 _NUMBERS: Any = torch.autograd  # its numbers of nodes are exported to PyTorch's own tracing only
 
 
@@ -110,6 +112,8 @@ class AllocationLedger(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        if func is RESIZE:
+            self._resize(args[0])
         if not isinstance(result, Tensor | tuple | list):
             return result
         line: str | None = None
@@ -132,6 +136,14 @@ class AllocationLedger(TorchDispatchMode):
         self.allocations.append(allocation)
         key = storage._cdata
         self._alive[key] = (weakref.ref(storage, partial(self._end, key, allocation)), allocation)
+
+    def _resize(self, tensor: Tensor) -> None:
+        """A storage that gets memory of another size, or gives all of it back, is another allocation."""
+        storage = tensor.untyped_storage()
+        if (found := self._alive.get(storage._cdata)) is not None:
+            self._end(storage._cdata, found[1], None)
+        if tensor.device.type == self._device_type:
+            self._add(storage, "resize_storage", self._line())
 
     def _end(self, key: int, allocation: Allocation, _: Any) -> None:
         allocation.freed = self.moment

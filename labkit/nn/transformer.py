@@ -64,7 +64,7 @@ class Transformer(nn.Module):
         layers = (TransformerLayer(shape, self.positions, attention) for _ in range(shape.n_layers))
         self.layers = nn.ModuleList(layers)
         self.norm = RMSNorm(shape.d_model)
-        self.output = linear(shape.d_model, shape.vocabulary)
+        self.output = Matrix(shape.d_model, shape.vocabulary)
 
     def forward(self, tokens: Tensor) -> Tensor:
         context_length = self.positions.cosines.shape[0]
@@ -111,7 +111,7 @@ class SelfAttention(nn.Module):
         self.rotate = positions.forward  # shared by all layers, hence not a child module
         self.attend = attention
         d = shape.d_model
-        self.queries, self.keys, self.values, self.output = (linear(d, d) for _ in range(4))
+        self.queries, self.keys, self.values, self.output = (Matrix(d, d) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (self._split_heads(project(x)) for project in (self.queries, self.keys, self.values))
@@ -128,9 +128,9 @@ class SwiGLU(nn.Module):
 
     def __init__(self, d_model: int, d_ff: int):
         super().__init__()
-        self.gate = linear(d_model, d_ff)
-        self.up = linear(d_model, d_ff)
-        self.down = linear(d_ff, d_model)
+        self.gate = Matrix(d_model, d_ff)
+        self.up = Matrix(d_model, d_ff)
+        self.down = Matrix(d_ff, d_model)
 
     def forward(self, x: Tensor) -> Tensor:
         result: Tensor = self.down(silu(self.gate(x)) * self.up(x))
@@ -144,6 +144,9 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.eps = eps
         self.gain = nn.Parameter(torch.ones(d_model))
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.gain)
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))  # squares overflow in float16
@@ -163,12 +166,18 @@ class RotaryPositions(nn.Module):
 
     def __init__(self, context_length: int, head_dim: int):
         super().__init__()
-        pairs = torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu")  # not every device has float64
+        for name in ("cosines", "sines"):
+            self.register_buffer(name, torch.empty(context_length, head_dim // 2), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Fill the tables; called again for modules that were made on the meta device."""
+        context_length, pairs_per_head = self.cosines.shape
+        pairs = torch.arange(0, 2 * pairs_per_head, 2, dtype=torch.float64, device="cpu")  # not every device has it
         positions = torch.arange(context_length, dtype=torch.float64, device="cpu")
-        angles = torch.outer(positions, ROPE_BASE ** (-pairs / head_dim))
-        device, dtype = torch.get_default_device(), torch.get_default_dtype()
-        self.register_buffer("cosines", angles.cos().to(device, dtype), persistent=False)
-        self.register_buffer("sines", angles.sin().to(device, dtype), persistent=False)
+        angles = torch.outer(positions, ROPE_BASE ** (-pairs / (2 * pairs_per_head)))
+        self.cosines.copy_(angles.cos())
+        self.sines.copy_(angles.sin())
 
     def forward(self, x: Tensor) -> Tensor:
         cosines, sines = self.cosines[: x.shape[-2]], self.sines[: x.shape[-2]]
@@ -177,12 +186,14 @@ class RotaryPositions(nn.Module):
         return rotated.flatten(-2).to(x.dtype)  # the tables' dtype is the wider one under autocast
 
 
-def linear(n_in: int, n_out: int) -> nn.Linear:
+class Matrix(nn.Linear):
     """A matrix without bias, normal with variance 2 / (n_in + n_out) (Glorot and Bengio 2010)."""
-    layer = nn.Linear(n_in, n_out, bias=False, device="meta")  # without its own random numbers
-    layer.weight = nn.Parameter(torch.empty(n_out, n_in))  # plain, so that it works under FakeTensorMode
-    nn.init.normal_(layer.weight, std=math.sqrt(2 / (n_in + n_out)))
-    return layer
+
+    def __init__(self, n_in: int, n_out: int):
+        super().__init__(n_in, n_out, bias=False)
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=math.sqrt(2 / (self.in_features + self.out_features)))
 
 
 def language_model_loss(logits: Tensor, targets: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ CONTRACT = ("tests/parallel/test_data_parallel.py",)
 EXACT = ("tests/parallel/test_collectives.py", "-k", "whole_numbers")
 LAYOUTS = ("tests/parallel/test_collectives.py", "-k", "layout or overflow")
 SHARDED = ("tests/parallel/test_sharded_optimizer.py",)
+FSDP = ("tests/parallel/test_fsdp.py",)
 SHARED_MEMORY = ("tests/parallel/test_shared_transport.py",)
 SWAPS = ("tests/parallel/test_swaps.py",)
 TRAINING = ("tests/parallel/test_data_parallel.py", "-k", "five_steps")
@@ -109,6 +110,10 @@ MISTAKES = [
         "parallel/data_parallel/averaging.py",
         CONTRACT,
         gradients_by_torch_are_sums=("vector.div_(dist.get_world_size(self.group))", "pass"),
+    ),
+    *mistakes(
+        "parallel/channel.py",
+        CONTRACT,
         the_thread_is_not_waited_for=("        self._is_done.wait()\n", ""),
     ),
     *mistakes(
@@ -134,6 +139,39 @@ MISTAKES = [
         "parallel/sharding/gathering.py",
         SHARDED,
         ranks_below_send_nothing=("if other != rank for pair", "if other > rank for pair"),
+    ),
+    *mistakes(
+        "parallel/sharding/flat.py",
+        FSDP,
+        gradients_of_earlier_passes_are_lost=("view.copy_(full.grad if kept is None", "view.copy_(full.grad if True"),
+        what_was_given_back_can_be_read=("    torch.autograd.graph.increment_version(self.full)\n", "    pass\n"),
+        shards_get_sums=('vector, "mean", sizes=self.sizes', 'vector, "sum", sizes=self.sizes'),
+    ),
+    *mistakes(
+        "parallel/sharding/schedule.py",
+        FSDP,
+        parameters_are_kept_after_backward=(
+            "            unit.release()\n        self._keeps",
+            "            pass\n        self._keeps",
+        ),
+        nothing_is_gathered_ahead=("[: self.prefetch]", "[:0]"),
+    ),
+    *mistakes(
+        "parallel/sharding/gradients.py",
+        FSDP,
+        different_units_go_unnoticed=("!= found[-2] ** 2", "< 0"),
+        norms_are_not_averaged=("        self._average_replicated(has_gradient)\n", ""),
+    ),
+    *mistakes(
+        "parallel/sharding/reduce_scatter_ddp.py",
+        FSDP,
+        later_passes_replace_gradients=("flat_view(share.grad).add_(part)", "flat_view(share.grad).copy_(part)"),
+        gradients_are_sums=('vector, "mean", sizes=layout.sizes', 'vector, "sum", sizes=layout.sizes'),
+    ),
+    *mistakes(
+        "parallel/sharding/norms.py",
+        FSDP,
+        each_rank_clips_by_its_own_norm=("    all_gather(norms, group)\n", ""),
     ),
     *mistakes(
         "parallel/sharding/checkpoint.py",

@@ -75,8 +75,8 @@ MISTAKES = [
         "scaling/search.py",
         SEARCH,
         the_slowest_layout_comes_first=(
-            "np.argsort(preference_s(runs, found))",
-            "np.argsort(-preference_s(runs, found))",
+            'np.argsort(preference, kind="stable")',
+            'np.argsort(-preference, kind="stable")',
         ),
     ),
     *mistakes(

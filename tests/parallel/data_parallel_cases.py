@@ -267,9 +267,15 @@ def data(case: Case, step: int, micro_batch: int, shard: int) -> Tensor:
     return torch.randn(ROWS, WIDTH, generator=generator, dtype=torch.float64).to(case.dtype)
 
 
-def train(case: Case, model: nn.Module, shards: list[int], after_step: Callable[[], None]) -> None:
+def train(
+    case: Case,
+    model: nn.Module,
+    shards: list[int],
+    after_step: Callable[[], None],
+    make: Callable[..., torch.optim.Optimizer] = lambda parameters, cls, **settings: cls(parameters, **settings),
+) -> None:
     """Five steps on the given shards: one for a rank, all of them for the reference."""
-    optimizer = _optimizer(case, model)
+    optimizer = _optimizer(case, model, make)
     for step in range(STEPS):
         for micro_batch in range(case.micro_batches):
             is_last = micro_batch == case.micro_batches - 1
@@ -290,11 +296,11 @@ def train(case: Case, model: nn.Module, shards: list[int], after_step: Callable[
         after_step()
 
 
-def _optimizer(case: Case, model: nn.Module) -> torch.optim.Optimizer:
+def _optimizer(case: Case, model: nn.Module, make: Callable[..., torch.optim.Optimizer]) -> torch.optim.Optimizer:
     parameters = [p for p in model.parameters() if p.requires_grad]
     if case.adamw:
-        return torch.optim.AdamW(parameters, lr=1e-2)
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.5)
+        return make(parameters, torch.optim.AdamW, lr=1e-2)
+    return make(parameters, torch.optim.SGD, lr=0.1, momentum=0.5)
 
 
 def _synchronizing(model: nn.Module, is_last: bool) -> Any:

@@ -29,6 +29,27 @@ def test_all_ranks_get_what_rank_0_wrote(tmp_path):
     assert [file.name for file in path.parent.iterdir()] == ["checkpoint.pt"]
 
 
+def _shards(folder):
+    rank = dist.get_rank()
+    assert checkpoint.load_shards(folder) is None
+    for number in (3, 12):
+        checkpoint.save_shards(folder, number, {"tensor": torch.full((2,), 10.0 * number + rank)})
+    number, found = checkpoint.load_shards(folder)
+    return number, found["tensor"].tolist()
+
+
+def _other_ranks(folder):
+    with pytest.raises(ValueError, match="of 1 ranks, got one of 2"):
+        checkpoint.load_shards(folder)
+
+
+def test_each_rank_gets_its_own_shard_of_the_newest_checkpoint(tmp_path):
+    folder = tmp_path / "new"
+    assert run_ranks(_shards, folder, world_size=2) == [[12, [120.0, 120.0]], [12, [121.0, 121.0]]]
+    assert sorted(path.name for path in folder.rglob("*")) == ["0.pt", "1.pt", "12"]
+    run_ranks(_other_ranks, folder, world_size=1)
+
+
 def _interrupted_save(path):
     checkpoint.save(path, {"epoch": 1})
 

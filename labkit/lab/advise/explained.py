@@ -11,6 +11,8 @@ from labkit.scaling.model import parameters
 from labkit.scaling.published import PublishedRow
 
 SHOWN = 5
+TOLD = 1e-3
+"""Share of a step from which on a part is listed."""
 
 
 def report(asked: Asked, found: Explanation, rows: Sequence[PublishedRow]) -> Report:
@@ -62,6 +64,7 @@ def _advice(found: Explanation) -> Iterator[str]:
     gap = found.step_s - found.expected.step_s
     if gap < 0:
         return
+    yield "Check first, as no prediction knows them: that the model has the sizes above, and that data arrives in time."
     culprit, nearest_one = found.culprit, found.suspects[0]
     if culprit:
         yield f"One fault would explain it: {culprit.name}. Measure next: labkit report {culprit.lab}"
@@ -70,16 +73,15 @@ def _advice(found: Explanation) -> Iterator[str]:
             f"Unexplained: {words.seconds(gap)} per step, and no single fault gives it. Most likely "
             f"{words.PARTS[found.grown]} ({nearest_one.name}). Measure next: labkit report {nearest_one.lab}"
         )
-    yield "Check first, as no prediction knows them: that the model has the sizes above, and that data arrives in time."
 
 
 def _sections(found: Explanation, rows: Sequence[PublishedRow]) -> Iterator[Section]:
     yield Section(
-        "The same throughput by every convention",
+        f"The same throughput by every convention; the dense peak is {found.request.hardware.peak_tflops:g} TFLOP/s",
         YOURS,
         ("counted as", "MFU"),
         [(one.name, f"{100 * one.mfu:.1f} %") for one in found.conventions],
-        note=f"The dense peak is {found.request.hardware.peak_tflops:g} TFLOP/s: {found.request.hardware.source}.",
+        note=f"The dense peak is of 16-bit products: {found.request.hardware.source}.",
     )
     step_s = found.expected.step_s
     parts = sorted(sums_s(found.expected).items(), key=lambda part: -part[1])
@@ -87,7 +89,11 @@ def _sections(found: Explanation, rows: Sequence[PublishedRow]) -> Iterator[Sect
         "Where the predicted step goes",
         PREDICTED,
         ("part", "seconds", "share"),
-        [(words.PARTS[name], words.seconds(value), words.percent(value / step_s)) for name, value in parts if value],
+        [
+            (words.PARTS[name], words.seconds(value), words.percent(value / step_s))
+            for name, value in parts
+            if value >= TOLD * step_s
+        ],
         SHOWN,
     )
     usual = found.expected.mfu * step_s

@@ -77,9 +77,10 @@ def notes(asked: Asked, rows: Sequence[PublishedRow], warnings: Sequence[str]) -
     found = []
     if rows:
         errors = np.abs([row.error for row in rows])
+        middle, worst = words.percent(float(np.median(errors))), words.percent(float(errors.max()))
         found.append(
-            f"Predicted: on the {len(rows)} nearest published rows, unseen, it was off by "
-            f"{words.percent(errors.min())} to {words.percent(errors.max())}. [ ] holds 90 % of such errors."
+            f"Predicted: on the {len(rows)} nearest published rows, unseen, it was off by {middle} on the median, "
+            f"{worst} at worst. [ ] holds 90 % of such errors."
         )
     if asked.calibrated_on:
         found.append(

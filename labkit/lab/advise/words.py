@@ -59,6 +59,8 @@ def large(value: float) -> str:
 
 
 def percent(share: float) -> str:
+    if 0 < abs(share) < 1e-3:
+        return "below 0.1 %"
     return f"{100 * share:.0f} %" if abs(share) >= 0.095 else f"{100 * share:.2g} %"
 
 

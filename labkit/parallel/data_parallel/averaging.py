@@ -6,10 +6,7 @@
 Both know two calls: `run` returns when a tensor is averaged, `start` returns at once what waits for it.
 """
 
-import queue
-import threading
-import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -17,15 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from labkit.parallel.channel import Channel, Wait
 from labkit.parallel.collectives import all_reduce
 from labkit.parallel.reduction import FLOAT_TYPES
-from labkit.parallel.transport import empty_for_all_reduce, own_transport
 from labkit.parallel.transport.choice import CHOICES
 
 TORCH = "torch"
 AVERAGES = (TORCH, *CHOICES)
-
-Wait = Callable[[], object]
 
 
 class Average(Protocol):
@@ -89,19 +84,12 @@ class TorchAverage:
 
 
 class OwnAverage:
-    """labkit's `all_reduce`, over a transport that nobody else uses.
-
-    Nobody else, because a thread calls it while backward goes on: a layer that synchronizes there (SyncBatchNorm) would
-    meet its messages. Kernels on a GPU run in the background anyway, so CUDA tensors need no thread.
-    """
+    """labkit's `all_reduce`, in the background over transports that nobody else uses: a `Channel` a device."""
 
     def __init__(self, group: dist.ProcessGroup | None, preference: str, devices: Iterable[torch.device]) -> None:
         self.group = group
-        # Now: made in the middle of backward, ranks would not make them at the same moment.
-        found = {device: own_transport(group, device, preference) for device in devices}
-        self._transports = {device: of_device.transport for device, of_device in found.items()}
-        self.in_use = {str(device): (each.transport.name, each.why) for device, each in found.items()}
-        self._tasks: queue.SimpleQueue[_Task | None] | None = None
+        self.channels = {device: Channel(group, device, preference) for device in devices}
+        self.in_use = {str(device): channel.in_use for device, channel in self.channels.items()}
 
     def __deepcopy__(self, memo: object) -> "OwnAverage":
         return self  # a copied wrapper sends over the same transport
@@ -110,51 +98,11 @@ class OwnAverage:
         raise TypeError("a wrapper with labkit's all-reduce holds memory of other processes: save its `module`")
 
     def run(self, vector: Tensor, op: str) -> None:
-        all_reduce(vector, self.group, op, transport=self._transports[vector.device])
+        self.channels[vector.device].call(all_reduce, vector, op)
 
     def start(self, vector: Tensor, op: str) -> Wait:
-        task = _Task(partial(all_reduce, vector, self.group, op, transport=self._transports[vector.device]))
-        if vector.device.type != "cpu":
-            task.do()
-            return task.wait
-        if self._tasks is None:
-            self._tasks = queue.SimpleQueue()
-            threading.Thread(target=_work, args=(self._tasks, torch.get_num_threads()), daemon=True).start()
-            weakref.finalize(self, self._tasks.put, None)
-        self._tasks.put(task)
-        return task.wait
+        channel = self.channels[vector.device]
+        return channel.start(partial(channel.call, all_reduce, vector, op))
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return empty_for_all_reduce(numel, dtype, device, self.group, self._transports[device])
-
-
-class _Task:
-    """Something a thread does, and its end."""
-
-    def __init__(self, action: Callable[[], None]) -> None:
-        self._action = action
-        self._is_done = threading.Event()
-        self._error: BaseException | None = None
-
-    def do(self) -> None:
-        try:
-            with torch.no_grad():  # each thread has a mode of its own
-                self._action()
-        except BaseException as error:
-            self._error = error
-        self._is_done.set()
-
-    def wait(self) -> None:
-        self._is_done.wait()
-        if self._error is not None:
-            raise self._error
-
-
-def _work(tasks: "queue.SimpleQueue[_Task | None]", threads: int) -> None:
-    torch.set_num_threads(threads)  # OpenMP counts for each thread anew
-    while True:
-        task = tasks.get()
-        if task is None:
-            return
-        task.do()
-        del task  # while the thread waits for the next, it keeps no tensor and no transport alive
+        return self.channels[device].empty(numel, dtype, device)

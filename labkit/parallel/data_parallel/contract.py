@@ -30,24 +30,23 @@ import contextlib
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
+from labkit.parallel.backward_pass import BackwardPass, tensors_in
 from labkit.parallel.data_parallel.averaging import TORCH, Average, average_named
 from labkit.parallel.data_parallel.replicas import broadcast, check_replicas
 from labkit.parallel.transport.choice import member_group
 from labkit.parallel.uncompiled import uncompiled
 
 Empty = Callable[[int, torch.dtype, torch.device], Tensor]
-NOT_COPIED = ("_lock", "_running_pass")
+NOT_COPIED = ("_lock", "_pass")
 
 
 class UnusedParameterError(RuntimeError):
@@ -77,7 +76,6 @@ class DataParallel(nn.Module, ABC):
     """
 
     _average: Average
-    _running_pass: "weakref.ref[Callable[[], None]] | None"
 
     def __init__(
         self,
@@ -119,6 +117,7 @@ class DataParallel(nn.Module, ABC):
         self.world_size = member_group(self.group).size()
         # Autograd calls hooks in one thread per device.
         self._lock = threading.Lock()
+        self._pass = BackwardPass()
         self._forget_pass()
         # Weakly: a parameter holds its hooks where the garbage collector does not look.
         hooks = [
@@ -148,7 +147,7 @@ class DataParallel(nn.Module, ABC):
     @uncompiled
     def _before_forward(self) -> None:
         # Checkpointing may run a forward pass in the middle of backward, which belongs to that.
-        if torch.is_grad_enabled() and not self._is_in_pass():
+        if torch.is_grad_enabled() and not self._pass.is_running:
             self._leave_unfinished_pass()
             self._synchronize_this_pass = self._synchronize
         if self.broadcast_buffers and self._broadcast_before_forward:
@@ -159,7 +158,7 @@ class DataParallel(nn.Module, ABC):
     def _watch(self, outputs: Any) -> None:
         """Hear of backward passes through these outputs before anything they run inside of them."""
         if self._synchronize:
-            for node in {tensor.grad_fn for tensor in _tensors_in(outputs) if tensor.grad_fn is not None}:
+            for node in {tensor.grad_fn for tensor in tensors_in(outputs) if tensor.grad_fn is not None}:
                 node.register_prehook(partial(_output_hook, weakref.ref(self)))
 
     @property
@@ -233,16 +232,10 @@ class DataParallel(nn.Module, ABC):
 
     def _begin_pass(self) -> None:
         """On the first sign of a backward pass ask to be called back at its end."""
-        if self._is_in_pass():
+        if self._pass.is_running:
             return
         self._leave_unfinished_pass()
-        at_end = self._end_pass  # a new object, which lives as long as autograd's record of the pass
-        Variable._execution_engine.queue_callback(at_end)
-        self._running_pass = weakref.ref(at_end)
-
-    def _is_in_pass(self) -> bool:
-        """Whether a pass that was heard of is still going on: what is heard of meanwhile belongs to it."""
-        return self._running_pass is not None and self._running_pass() is not None
+        self._pass.begin(self._end_pass)
 
     def _end_pass(self) -> None:
         if self.finish_in_backward:
@@ -260,16 +253,20 @@ class DataParallel(nn.Module, ABC):
         self._forget_pass()
 
     def _forget_pass(self) -> None:
-        self._running_pass = None
+        self._pass.forget()
         self._ready = [False] * len(self._parameters_in_order)
 
     def _clear_globally_unused(self, has_gradient: list[bool]) -> None:
         """A parameter that had no gradient on any rank, from this pass or accumulated before, keeps none."""
-        flags = torch.tensor(has_gradient, dtype=torch.int32, device=self._parameters_in_order[0].device)
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group)
-        for used, parameter in zip(flags.tolist(), self._parameters_in_order, strict=True):
+        for used, parameter in zip(self._globally_used(has_gradient), self._parameters_in_order, strict=True):
             if not used:
                 parameter.grad = None
+
+    def _globally_used(self, has_gradient: list[bool]) -> list[bool]:
+        """Which parameters had a gradient on any rank. A collective."""
+        flags = torch.tensor(has_gradient, dtype=torch.int32, device=self._parameters_in_order[0].device)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group)
+        return [bool(flag) for flag in flags.tolist()]
 
     def _unused_message(self, missing: list[int]) -> str:
         names = [self._names[index] for index in reversed(missing)]
@@ -296,20 +293,6 @@ def _output_hook(wrapper: "weakref.ref[DataParallel]", gradients: tuple[Tensor, 
 def _remove(hooks: list[RemovableHandle]) -> None:
     for hook in hooks:
         hook.remove()
-
-
-def _tensors_in(outputs: Any) -> Iterator[Tensor]:
-    if isinstance(outputs, Tensor):
-        yield outputs
-    elif isinstance(outputs, Mapping):
-        for value in outputs.values():
-            yield from _tensors_in(value)
-    elif isinstance(outputs, list | tuple):
-        for value in outputs:
-            yield from _tensors_in(value)
-    elif is_dataclass(outputs):
-        for each in fields(outputs):
-            yield from _tensors_in(getattr(outputs, each.name, None))
 
 
 def _empty(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:

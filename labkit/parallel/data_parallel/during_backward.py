@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from labkit.parallel.data_parallel.averaging import Wait
+from labkit.parallel.channel import Wait
 from labkit.parallel.data_parallel.buckets import assign_to_buckets, make_buckets
 from labkit.parallel.data_parallel.contract import DataParallel, Empty
 from labkit.parallel.data_parallel.layout import flat_view, gradient_in_layout

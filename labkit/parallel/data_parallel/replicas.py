@@ -20,8 +20,8 @@ def check_replicas(module: nn.Module, settings: Mapping[str, object], group: dis
     too, since gradients are averaged in the order in which they lie in memory.
     """
     state = [*module.named_parameters(), *module.named_buffers()]
-    described = [_describe(name, tensor) for name, tensor in state]
-    device = state[0][1].device if state else _device_of(group)
+    described = [describe(name, tensor) for name, tensor in state]
+    device = state[0][1].device if state else device_of(group)
     check_same_on_all_ranks("model", settings, described, device, group)
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise ValueError("expected a module with at least one parameter that requires a gradient")
@@ -62,12 +62,13 @@ def broadcast(tensors: Iterable[Tensor], group: dist.ProcessGroup | None) -> Non
             tensor.copy_(piece.view(tensor.shape))
 
 
-def _describe(name: str, tensor: Tensor) -> str:
+def describe(name: str, tensor: Tensor) -> str:
+    """What has to be alike on all ranks."""
     trained = f"trained, strides {strides_like(tensor)}" if tensor.requires_grad else "not trained"
     return f"{name}: {tuple(tensor.shape)}, {tensor.dtype}, {trained}"
 
 
-def _device_of(group: dist.ProcessGroup | None) -> torch.device:
+def device_of(group: dist.ProcessGroup | None) -> torch.device:
     """Where the group's collectives work, for a model without a tensor."""
     return torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
 

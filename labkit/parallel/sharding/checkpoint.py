@@ -26,13 +26,16 @@ def gather_states(
     pieces: Sequence[Sequence[Piece]],
     group: dist.ProcessGroup | None,
     to: int | None,
+    *,
+    device: torch.device,
 ) -> dict[int, State] | None:
     """Whole states by number of the parameter, on the CPU of group rank `to`, or of all (None); None on the others.
 
-    `states` are those of this rank's pieces, `pieces` by rank. A collective. One parameter travels at a time, as bytes
-    that are read without executing anything they hold (`weights_only`).
+    `states` are those of this rank's pieces, `pieces` by rank; of `parameters` only shape and strides count.
+    A collective. One parameter travels at a time, from `device`, as bytes that are read without executing anything they
+    hold (`weights_only`).
     """
-    rank, device = member_group(group).rank(), parameters[0].device
+    rank = member_group(group).rank()
     blobs = {number: _packed(state).to(device) for number, state in states.items()}
     lengths = torch.zeros(len(pieces), len(parameters), dtype=torch.int64, device=device)
     for number, blob in blobs.items():

@@ -11,7 +11,7 @@ beyond what averaging gradients does, and spares (p-1)/p of the update.
 
 Source: Rajbhandari, Rasley, Ruwase & He 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
 arXiv:1910.02054, section 5.1 (P_os) and, for what is sent, 7.2. The paper reduce-scatters gradients for it; here they
-have been averaged by a wrapper, or by whoever.
+have been averaged by a wrapper, or by whoever. A `ReduceScatterDDP` does as the paper, and makes ZeRO-2 of it.
 """
 
 import itertools
@@ -23,10 +23,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from labkit.parallel.data_parallel.layout import strides_like
 from labkit.parallel.data_parallel.replicas import check_same_on_all_ranks
 from labkit.parallel.sharding.checkpoint import State, gather_states, part_of_state
+from labkit.parallel.sharding.checks import check, check_parameters, describe_group, describe_parameter
 from labkit.parallel.sharding.gathering import Gathering
+from labkit.parallel.sharding.norms import clip_by_global_norm
+from labkit.parallel.sharding.reduce_scatter_ddp import ReduceScatterDDP
 from labkit.parallel.sharding.share import Share
 from labkit.parallel.sharding.splitting import is_elementwise, refuse_coupled
 from labkit.parallel.transport import AUTO
@@ -45,7 +47,9 @@ class ShardedOptimizer(Optimizer):
         optimizer_cls: any optimizer that does not need all parameters at once. Where it updates every element by itself
             (AdamW, SGD, ...), state is shared out evenly to the element; where it needs whole parameters (Adafactor,
             Muon, ...), by parameters, as evenly as these allow.
-        group: the process group; None: all ranks.
+        wrapper: a `ReduceScatterDDP`, which hands each rank the gradients of its share only (ZeRO-2), in
+            `backward()`; until `zero_grad()`, the optimizer has them. All its trained parameters are given at first.
+        group: the process group; None: all ranks, or the wrapper's.
         elementwise: whether it does update every element by itself. None: known for torch's, tried out for others.
         bucket_mb: updated parameters travel in buckets of about so many MiB; one bucket's memory is kept.
         transport: as for `labkit.parallel.collectives.all_gather`.
@@ -68,44 +72,51 @@ class ShardedOptimizer(Optimizer):
         params: Iterable[Tensor] | Iterable[dict[str, Any]],
         optimizer_cls: Callable[..., Optimizer],
         *,
+        wrapper: ReduceScatterDDP | None = None,
         group: dist.ProcessGroup | None = None,
         elementwise: bool | None = None,
         bucket_mb: float = 25.0,
         transport: str = AUTO,
         **settings: Any,
     ):
+        group = group if wrapper is None else wrapper.group
         members = member_group(group)
-        self._group, self._transport, self._bucket_mb = group, transport, bucket_mb
+        self._group, self._transport, self._bucket_mb, self._wrapper = group, transport, bucket_mb, wrapper
         self._inner: Optimizer | None = None
         self._gathering: Gathering | None = None
         self._awake: list[bool] = []
 
         def prepare() -> None:
             super(ShardedOptimizer, self).__init__(params, {})
-            _check(bucket_mb > 0, f"expected a bucket size above 0 MB, got {bucket_mb}")
-            _check_parameters(self._parameters)
+            check(bucket_mb > 0, f"expected a bucket size above 0 MB, got {bucket_mb}")
+            check_parameters(self._parameters)
             refuse_coupled(optimizer_cls)
             is_cut = is_elementwise(optimizer_cls, settings, self._device) if elementwise is None else elementwise
-            self._share = Share(members.rank(), members.size(), is_cut)
+            self._share = Share(members.rank(), members.size(), is_cut, wrapper)
             self._inner = optimizer_cls([self._share_of_group(group) for group in self.param_groups], **settings)
             self.defaults, self.state = self._inner.defaults, self._inner.state
             _copy_settings(self._inner.param_groups, self.param_groups)
 
         arguments = {"class": getattr(optimizer_cls, "__name__", ""), "bucket_mb": bucket_mb, "transport": transport}
+        arguments["wrapped"] = wrapper is not None
         self._on_all_ranks(prepare, arguments)
         if members.size() > 1:
             find_transport(group, self._device, transport)  # ValueError now, not at the first step
+        if wrapper is not None:
+            self._share.connect(self._parameters)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """One more group of parameters. A collective; ValueError, on all ranks, as for those given at first."""
         if self._inner is None:  # the base class collects what it is made with
             super().add_param_group(param_group)
             return
+        if self._wrapper is not None:
+            raise ValueError("expected all parameters at first: the wrapper has shared their gradients out")
         number = len(self.param_groups)
 
         def add() -> None:
             super(ShardedOptimizer, self).add_param_group(param_group)
-            _check_parameters(self._parameters)
+            check_parameters(self._parameters)
 
         try:
             self._on_all_ranks(add, {})
@@ -137,6 +148,21 @@ class ShardedOptimizer(Optimizer):
         self._gather(parameters)
         return loss
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Of the parameters, and what a wrapper has handed out."""
+        super().zero_grad(set_to_none)
+        if self._wrapper is not None:
+            self._share.zero_grad()
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """`torch.nn.utils.clip_grad_norm_` of all gradients, wherever they are: the norm before, float64, a scalar.
+
+        A collective.
+        """
+        own = [t.grad for t in self._share.tensors.values() if t.grad is not None] if self._wrapper else []
+        common = [p.grad for p in self._parameters if p.grad is not None] if not self._wrapper else []
+        return clip_by_global_norm(own, common, max_norm, norm_type, self._group, self._device)
+
     def state_dict(self) -> dict[str, Any]:
         """This rank's shard: for a checkpoint that as many ranks go on from, each with its own."""
         assert self._inner is not None
@@ -152,7 +178,7 @@ class ShardedOptimizer(Optimizer):
         """
         assert self._inner is not None
         own = self._share.states(self._inner)
-        found = gather_states(own, self._parameters, self._share.pieces, self._group, to)
+        found = gather_states(own, self._parameters, self._share.pieces, self._group, to, device=self._device)
         return None if found is None else {"state": found, "param_groups": self._numbered_groups()}
 
     @torch.no_grad()
@@ -163,7 +189,7 @@ class ShardedOptimizer(Optimizer):
         """
         saved, share, parameters = state_dict["param_groups"], self._share, self._parameters
         lengths = [[len(group["params"]) for group in groups] for groups in (saved, self.param_groups)]
-        _check(lengths[0] == lengths[1], f"expected groups of {lengths[1]} parameters, got {lengths[0]}")
+        check(lengths[0] == lengths[1], f"expected groups of {lengths[1]} parameters, got {lengths[0]}")
         names = [name for group in saved for name in group["params"]]
         states: Mapping[Any, State] = state_dict["state"]
         shard = state_dict.get(SHARD)
@@ -199,8 +225,8 @@ class ShardedOptimizer(Optimizer):
         except (TypeError, ValueError) as error:
             refused = error
         groups = [] if refused else self.param_groups
-        described = [_describe(parameter) for group in groups for parameter in group["params"]]
-        settings |= {"refused": refused is not None, "groups": [_describe_group(group) for group in groups]}
+        described = [describe_parameter(parameter) for group in groups for parameter in group["params"]]
+        settings |= {"refused": refused is not None, "groups": [describe_group(group) for group in groups]}
         device = self._device if described else torch.device("cpu")
         try:
             check_same_on_all_ranks("optimizer", settings, described, device, self._group)
@@ -257,27 +283,3 @@ def _settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
 def _copy_settings(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
     for of_source, of_target in zip(source, target, strict=True):
         of_target.update(_settings_of(of_source))
-
-
-def _check_parameters(parameters: list[Tensor]) -> None:
-    _check(len(parameters) > 0, "expected one parameter or more")
-    _check(len(set(parameters)) == len(parameters), "expected every parameter once")
-    _check(len({p.device for p in parameters}) == 1, "expected parameters on one device")
-    _check(
-        all(p.layout is torch.strided and (not p.numel() or p.stride() == strides_like(p)) for p in parameters),
-        "expected dense parameters, whose elements lie side by side in memory",
-    )
-
-
-def _describe(parameter: Tensor) -> str:
-    return f"{tuple(parameter.shape)}, {parameter.dtype}, strides {parameter.stride()}, {parameter.requires_grad}"
-
-
-def _describe_group(group: Mapping[str, Any]) -> str:
-    plain = {name: value for name, value in group.items() if isinstance(value, bool | int | float | str | tuple | None)}
-    return f"{len(group['params'])} parameters, {plain}"
-
-
-def _check(is_right: bool, expected: str) -> None:
-    if not is_right:
-        raise ValueError(expected)

@@ -1,6 +1,6 @@
 """Which rank has which elements of which parameters: arithmetic that every rank does alike, without a message."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -19,15 +19,19 @@ class Piece(NamedTuple):
     stop: int
 
 
-def by_elements(parameters: Sequence[Tensor], first: int, world_size: int) -> list[list[Piece]]:
+def by_elements(
+    parameters: Sequence[Tensor], first: int, world_size: int, bucket_of: Callable[[Tensor], int] = lambda _: 0
+) -> list[list[Piece]]:
     """By rank, pieces of these parameters, numbered from `first`: as many elements of each kind, to within one.
 
-    A kind is what costs and weighs the same per element: dtype, device, and whether it is trained. The parameters of a
+    A kind is what costs and weighs the same per element: dtype, device, whether it is trained, and the bucket that it
+    travels in. The parameters of a
     kind are laid end to end, and that range is cut into one part a rank (ZeRO, arXiv:1910.02054, section 5.1).
     """
     kinds: dict[object, list[int]] = {}
     for number, parameter in enumerate(parameters):
-        kinds.setdefault((parameter.dtype, parameter.device, parameter.requires_grad), []).append(number)
+        kind = (bucket_of(parameter), parameter.dtype, parameter.device, parameter.requires_grad)
+        kinds.setdefault(kind, []).append(number)
     pieces: list[list[Piece]] = [[] for _ in range(world_size)]
     for numbers in kinds.values():
         bounds = [0, *accumulate(even_sizes(sum(parameters[number].numel() for number in numbers), world_size))]

@@ -25,15 +25,17 @@ def step_times(frame: pd.DataFrame) -> Finding | None:
         return Finding("not measured", "Not measured: the phases of a step.", caveat=caveat) if caveat else None
     largest = select(table, **{name: table[name].iloc[-1] for name in tables.MODEL}).set_index("phase")["seconds"]
     parts = largest[largest.index.isin(PARTS)]
-    share = f", {format_share(parts.max() / parts.sum())} of it for the {PARTS[parts.idxmax()]}"
     whole = "training step" if largest.index[-1] == "step" else largest.index[-1]
     headline = f"One {whole} of the {table['size'].iloc[-1]} model takes {format_seconds(largest.iloc[-1])}"
-    spread = table["spread_percent"].dropna()
     why = None
-    if len(spread):
-        why = f"Repeats vary by {spread.median():.1f} % of their mean typically, by {spread.max():.0f} % at most."
+    if len(parts) > 1:
+        headline += f", most for the {PARTS[parts.idxmax()]}"
+        why = f"{format_share(parts.max() / parts.sum())} of it is the {PARTS[parts.idxmax()]}"
+        why += ": two matrix products for each of forward's." if parts.idxmax() == "backward" else "."
+    spread = table["spread_percent"].median()
+    headline += f"; repeats typically vary by {spread:.1f} %." if spread == spread else "."
     columns = ["precision", "size", "phase", "seconds", "low", "high", "mean_s", "std_s", "spread_percent", "n"]
-    return Finding("measured", f"{headline}{share if len(parts) > 1 else ''}.", table[columns], caveat, why)
+    return Finding("measured", headline, table[columns], caveat, why)
 
 
 def _troubles(frame: pd.DataFrame, sweep: str) -> str | None:

@@ -1,0 +1,54 @@
+"""The backward pass that is going on: heard of at its first sign, asked to call back at its end."""
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.autograd import Variable
+
+
+class BackwardPass:
+    """One pass at a time; those inside of it (re-entrant checkpointing) belong to it."""
+
+    def __init__(self) -> None:
+        self._end: weakref.ref[Callable[[], None]] | None = None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a pass that was heard of is still going on: what is heard of meanwhile belongs to it."""
+        return self._end is not None and self._end() is not None
+
+    def begin(self, at_end: Callable[[], None]) -> None:
+        """Ask autograd, which runs a pass now, to call `at_end` when it is over. Without a reference to its owner."""
+        call = _Call(at_end)  # a new object, which lives as long as autograd's record of the pass
+        Variable._execution_engine.queue_callback(call)
+        self._end = weakref.ref(call)
+
+    def forget(self) -> None:
+        """It is over, or an exception has ended it."""
+        self._end = None
+
+
+class _Call:
+    def __init__(self, action: Callable[[], None]) -> None:
+        self._action = action
+
+    def __call__(self) -> None:
+        self._action()
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors in a model's inputs or outputs: sequences, mappings and dataclasses are looked into."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for each in value.values():
+            yield from tensors_in(each)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from tensors_in(each)
+    elif is_dataclass(value):
+        for field in fields(value):
+            yield from tensors_in(getattr(value, field.name, None))

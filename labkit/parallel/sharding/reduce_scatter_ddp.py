@@ -1,0 +1,189 @@
+"""ZeRO-2: gradients averaged by reduce-scatter, so that each rank gets, and keeps, the mean of its share only.
+
+    model = ReduceScatterDDP(model)
+    optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW, wrapper=model, lr=1e-3)
+    loss = criterion(model(inputs), targets)
+    loss.backward()             each rank has the mean gradient of what it updates; `p.grad` is given back
+    optimizer.step()            each rank updates its share, then all get all of it
+
+With Psi bytes of parameters, each rank sends 2 Psi (p-1)/p bytes a step, as an all-reduce of the gradients does:
+here they are averaged by the first half of one, and the second half moves updated parameters. Gradients of whole
+parameters live until their bucket is full.
+
+Source: Rajbhandari et al. 2020, arXiv:1910.02054, section 5.2 (P_os+g) and 7.2.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from labkit.parallel.channel import Channel, Wait
+from labkit.parallel.collectives import reduce_scatter
+from labkit.parallel.data_parallel.averaging import OwnAverage
+from labkit.parallel.data_parallel.buckets import assign_to_buckets
+from labkit.parallel.data_parallel.contract import DataParallel, Empty
+from labkit.parallel.data_parallel.layout import flat_view, gradient_in_layout
+from labkit.parallel.sharding.partition import Piece
+from labkit.parallel.transport import AUTO
+
+LINK = ("_layouts", "_shares", "_memory")
+
+
+class Layout(NamedTuple):
+    """How a bucket travels: pieces of its parameters by rank, and of how many elements each rank's are together."""
+
+    pieces: list[list[Piece]]
+    sizes: list[int]
+
+
+class ReduceScatterDDP(DataParallel):
+    """One reduce-scatter a bucket, begun as soon as the bucket's last gradient is there. For a `ShardedOptimizer`.
+
+    Args:
+        bucket_mb: a bucket is full from so many MiB of gradients on.
+        first_bucket_mb: the same for the first bucket.
+        all_reduce: the transport, of labkit's; torch's own reduce-scatter knows no uneven shares.
+
+    Other arguments as `DataParallel`; ValueError for sizes that are not positive, and as there. RuntimeError for a
+    backward pass before there is the optimizer that says which rank needs which gradients.
+
+    Clip by `ShardedOptimizer.clip_grad_norm_`: no rank has all gradients.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        bucket_mb: float = 25.0,
+        first_bucket_mb: float = 1.0,
+        all_reduce: str = AUTO,
+        **options: Any,
+    ):
+        self._sizes_mb = (bucket_mb, first_bucket_mb)
+        super().__init__(module, all_reduce=all_reduce, **options)
+
+    def _settings(self) -> dict[str, object]:
+        return super()._settings() | {"bucket_mb, first_bucket_mb": self._sizes_mb}
+
+    def _attach(self, empty: Empty) -> None:
+        if not isinstance(self._average, OwnAverage):
+            raise ValueError("expected one of labkit's transports: torch's reduce-scatter knows no uneven shares")
+        self._buckets = assign_to_buckets(self._parameters_in_order, *self._sizes_mb)
+        self._bucket_of = {index: number for number, bucket in enumerate(self._buckets) for index in bucket}
+        self._layouts: list[Layout] | None = None
+        self._shares: Mapping[Piece, Tensor] = {}
+        self._memory: dict[torch.device, Tensor] = {}
+        super()._attach(empty)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in super().__getstate__().items() if name not in LINK}
+
+    @property
+    def parameters_in_order(self) -> list[nn.Parameter]:
+        """Trained parameters, in the order in which they have numbers here."""
+        return list(self._parameters_in_order)
+
+    def bucket_of(self, parameter: Tensor) -> int:
+        """The number of the bucket; -1 for what is in none."""
+        numbers = (index for index, known in enumerate(self._parameters_in_order) if known is parameter)
+        return self._bucket_of.get(next(numbers, -1), -1)
+
+    def share_out(self, pieces: Sequence[Sequence[Piece]], shares: Mapping[Piece, Tensor]) -> None:
+        """From now on rank r gets the gradients of `pieces[r]`; this rank as `grad` of its `shares`. A collective.
+
+        Pieces count parameters as `parameters_in_order` does, and cover each of them once.
+        """
+        layouts = []
+        for bucket in self._buckets:
+            members = set(bucket)
+            inside = [[piece for piece in of_rank if piece.parameter in members] for of_rank in pieces]
+            layouts.append(Layout(inside, [sum(piece.stop - piece.start for piece in of_rank) for of_rank in inside]))
+        longest: dict[torch.device, int] = {}
+        for bucket, layout in zip(self._buckets, layouts, strict=True):
+            first = self._parameters_in_order[bucket[0]]
+            longest[first.device] = max(longest.get(first.device, 0), sum(layout.sizes) * first.itemsize)
+        self._memory = {
+            device: self._average.empty(n_bytes, torch.uint8, device) for device, n_bytes in longest.items()
+        }
+        self._layouts, self._shares = layouts, shares
+
+    @property
+    def _overlaps(self) -> bool:
+        return not self.find_unused
+
+    def _gradient_ready(self, index: int) -> None:
+        self._missing[self._bucket_of[index]] -= 1
+        self._begin_full()
+
+    def _finish(self, pending: list[int]) -> None:
+        for index in pending:
+            self._missing[self._bucket_of[index]] -= 1
+        self._begin_full()
+        self._abandon()
+        if not self.find_unused:
+            self._assign([True] * len(self._parameters_in_order))
+
+    def _clear_globally_unused(self, has_gradient: list[bool]) -> None:
+        self._assign(self._globally_used(has_gradient))
+
+    def _begin_full(self) -> None:
+        """Begin buckets that are full, in their order: every rank must begin them in the same one."""
+        if self._layouts is None:
+            raise RuntimeError("expected a ShardedOptimizer(..., wrapper=this) before the first backward pass")
+        while (number := len(self._waits)) < len(self._buckets) and self._missing[number] == 0:
+            for wait in self._waits[-1:]:
+                wait()  # there is one buffer
+            self._waits.append(self._begin(number, self._layouts[number]))
+
+    def _begin(self, number: int, layout: Layout) -> Wait:
+        parameters = [self._parameters_in_order[index] for index in self._buckets[number]]
+        dtype, device = parameters[0].dtype, parameters[0].device
+        vector = self._memory[device][: sum(layout.sizes) * dtype.itemsize].view(dtype)
+        sources = {
+            index: flat_view(gradient_in_layout(parameter))
+            for index, parameter in zip(self._buckets[number], parameters, strict=True)
+        }
+        pieces = [piece for of_rank in layout.pieces for piece in of_rank]
+        parts = list(vector.split([piece.stop - piece.start for piece in pieces]))
+        torch._foreach_copy_(parts, [sources[piece.parameter][piece.start : piece.stop] for piece in pieces])
+        for parameter in parameters:
+            parameter.grad = None
+        assert isinstance(self._average, OwnAverage)
+        channel = self._average.channels[device]
+        return channel.start(partial(self._reduce, vector, layout, channel, number))
+
+    def _reduce(self, vector: Tensor, layout: Layout, channel: Channel, number: int) -> None:
+        channel.call(reduce_scatter, vector, "mean", sizes=layout.sizes)
+        self._results[number] = vector.split(layout.sizes)[channel.transport.rank].clone()
+
+    def _assign(self, used: Sequence[bool]) -> None:
+        """Averaged gradients for this rank's shares, added to what they have."""
+        assert self._layouts is not None, "there is one by the time a bucket begins"
+        for number, result in self._results.items():
+            own = self._layouts[number].pieces[self._rank]
+            for piece, part in zip(own, result.split([piece.stop - piece.start for piece in own]), strict=True):
+                share = self._shares[piece]
+                if not used[piece.parameter]:
+                    continue
+                if share.grad is None:
+                    share.grad = part.as_strided(share.shape, share.stride(), part.storage_offset())
+                else:
+                    flat_view(share.grad).add_(part)
+
+    @property
+    def _rank(self) -> int:
+        assert isinstance(self._average, OwnAverage)
+        return next(iter(self._average.channels.values())).transport.rank
+
+    def _abandon(self) -> None:
+        for wait in self._waits:
+            wait()
+
+    def _forget_pass(self) -> None:
+        super()._forget_pass()
+        self._waits: list[Wait] = []
+        self._results: dict[int, Tensor] = {}
+        self._missing = [len(bucket) for bucket in self._buckets]
