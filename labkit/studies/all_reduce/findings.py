@@ -20,7 +20,9 @@ PROPORTIONAL = (2 / 3, 3 / 2)
 
 
 def _name(algorithm: str) -> str:
-    return {CHOSEN: "labkit's all_reduce", TORCH: TORCHS}.get(algorithm, algorithm.replace("_", " "))
+    return {CHOSEN: "labkit's all_reduce", TORCH: TORCHS, "ring": "the ring"}.get(
+        algorithm, algorithm.replace("_", " ")
+    )
 
 
 @QUESTIONS.ask("size_and_ranks", "How does the time of an all-reduce grow with its size and with the number of ranks?")
@@ -135,8 +137,9 @@ def transports(frame: pd.DataFrame) -> Finding | None:
 def scheduling(frame: pd.DataFrame) -> Finding | None:
     return compared(
         tables.batch_against_default(frame),
-        "a small all-reduce under SCHED_BATCH",
-        "under the default policy",
+        "small all-reduces under SCHED_BATCH",
+        "those under the default policy",
+        plural=True,
         axis=("n_bytes", "world_size", "algorithm"),
         choose="Run CPU ranks under SCHED_BATCH",
         keep="Leave the default scheduling policy",
