@@ -30,7 +30,7 @@ from labkit.costs.transformer import TransformerShape
 from labkit.nn.transformer import Transformer, language_model_loss
 from labkit.parallel.data_parallel import BucketedDDP
 from labkit.parallel.launch import Row, launch
-from labkit.parallel.sharding import FSDP, ShardedOptimizer
+from labkit.parallel.sharding import FSDP, ReduceScatterDDP, ShardedOptimizer
 from labkit.parallel.transport import POINT_TO_POINT, SHARED
 
 ABOUT_100_MB = TransformerShape(d_model=384, d_ff=1536, n_layers=8, n_heads=6, vocabulary=8_000)
@@ -76,6 +76,11 @@ def _zero1(model: Transformer) -> Made:
     return wrapped, ShardedOptimizer(wrapped.parameters(), AdamW, transport=SHARED, **SETTINGS)
 
 
+def _zero2(model: Transformer) -> Made:
+    wrapped = ReduceScatterDDP(model, all_reduce=SHARED)
+    return wrapped, ShardedOptimizer(wrapped.parameters(), AdamW, wrapper=wrapped, transport=SHARED, **SETTINGS)
+
+
 def _fsdp(**options: Any) -> Callable[[Transformer], Made]:
     def make(model: Transformer) -> Made:
         wrapped = FSDP(model, **options)
@@ -90,6 +95,7 @@ ALTERNATIVES: Mapping[str, Callable[[Transformer], Made]] = {
     "fully_shard": _torch_fsdp,
     "BucketedDDP": _ddp,
     "zero1": _zero1,
+    "zero2": _zero2,
     "fsdp": _fsdp(transport=SHARED),
     "fsdp, not resharded": _fsdp(transport=SHARED, reshard_after_forward=False),
     "fsdp (gloo)": _fsdp(transport=POINT_TO_POINT),

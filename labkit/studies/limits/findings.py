@@ -24,10 +24,8 @@ def products(frame: pd.DataFrame) -> Finding | None:
     reached = f"float32 products reach {format_flops(best)}/s"
     headline = f"Arithmetic, from {near:.0f} rows on: {reached}; smaller ones wait for memory or the call."
     others = select(table, dtype="float32", kind=["tall", "batched"]).set_index("kind")["flops_per_s"]
-    told = [
-        f"{kind} one{'s reach' if kind == 'batched' else ' reaches'} {100 * rate / best:.0f} %"
-        for kind, rate in others.items()
-    ]
+    names = {"tall": "a tall product reaches", "batched": "a batch of small ones"}
+    told = [f"{names[str(kind)]} {100 * rate / best:.0f} %" for kind, rate in others.items()]
     why = f"Of the best square product's rate, {join_words(told)}." if told else None
     shown = table[["device", "dtype", "kind", "dimensions", "seconds", "low", "high", "flops_per_s", "of_best_percent"]]
     return Finding("measured", headline, shown, troubles(select(frame, ["shape"], sweep="products"), "shape"), why)
