@@ -49,7 +49,7 @@ def test_an_environment_that_make_did_not_make_is_left_alone(checkout):
     assert "rm -rf .venv\n" not in _planned(moved, "report")
 
 
-def test_what_is_slow_is_left_to_test_all_and_help_lists_both(checkout):
+def test_all_has_what_the_quick_tests_leave_out_and_help_lists_both(checkout):
     assert '-m "not slow"' in _planned(checkout, "test")
     everything = _planned(checkout, "test-all")
     assert "-m pytest " in everything

@@ -21,7 +21,7 @@ def published(claims: Iterable[Claim | None]) -> Finding | None:
         verdict = "yes"
     headline = f"{holding} of {counted(len(checked), 'published claim')} {'holds' if holding == 1 else 'hold'} here"
     others = "other is" if len(checked) - holding == 1 else "others are"
-    headline += f"; the {others} not shown." if not contradicted and holding < len(checked) else "."
+    headline += f"; the {others} open." if not contradicted and holding < len(checked) else "."
     if verdict == "undecided":
         headline = "No published claim can be confirmed or contradicted here."
     rows = [

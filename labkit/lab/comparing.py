@@ -60,6 +60,7 @@ def compared(
         _advice(verdict, place, len(worse) > 0, choose, keep),
         significant=len(better) + len(worse) > 0,
         effects=effects(table, subject, baseline, quantity),
+        subject=subject,
     )
 
 
@@ -99,8 +100,9 @@ def contest(
         won, lost = rows[rows["verdict"] == "faster"], rows[rows["verdict"] == "slower"]
         verdict, headline, place = _told(rows, won, lost, _Told(winner, baseline, quantity, False), axis)
     advice = _advice(verdict, place, len(lost) > 0, choose(winner) if choose and winner else None, keep)
+    about = winner or (names(str(worse.loc[worse["ratio"].idxmax(), alternative])) if len(worse) else None)
     is_significant = len(better) + len(worse) > 0
-    return Finding(verdict, headline, table, caveat, why, advice, is_significant, effects=tuple(parts))
+    return Finding(verdict, headline, table, caveat, why, advice, is_significant, (), tuple(parts), about)
 
 
 def _without_times(subject: str, caveat: str | None) -> Finding | None:
@@ -131,8 +133,9 @@ def agreement(
     if middle <= close:
         within = f"half of the {subject} are {_within(middle)} of {prediction}"
         return Finding("it depends", f"Partly: {within}, the worst is {_factor(worst)} times off.", table)
-    side = "above" if float(ratios.median()) > 1 else "below"
-    text = f"No: {subject} are typically {_factor(middle)} times {side} {prediction}, at worst {_factor(worst)} times."
+    side = "" if ratios.min() < 1 < ratios.max() else " above" if ratios.min() > 1 else " below"
+    off_by = f"{_factor(middle)} times{side or ' off'} {prediction}"
+    text = f"No: {subject} are typically {off_by}, at worst {_factor(worst)} times."
     return Finding("no", text, table)
 
 
@@ -171,15 +174,13 @@ class _Told:
         verb = verb if self.plural else {"are": "is"}.get(verb, f"{verb}s")
         return f"{self.subject} {verb} {rest} {self.baseline}"
 
-    def amount(self, rows: pd.DataFrame, *, briefly: bool = False) -> str:
-        """ "15 to 23 %", "up to 6 times"."""
-        return self._words(rows, briefly)[1]
-
     def _words(self, rows: pd.DataFrame, briefly: bool) -> tuple[str, str]:
         quoted = rows[rows["high"] <= UNEVEN * rows["low"]]["ratio"]
         is_less = bool(rows["ratio"].iloc[0] < 1)
         if quoted.empty:
             return (self.quantity.less if is_less else self.quantity.more), "clearly"
+        if len(quoted) < len(rows):  # of an uneven one only the end of its interval is certain
+            briefly, quoted = False, rows["high" if is_less else "low"].iloc[[_nearest_to_one(rows, is_less)]]
         factors = np.sort(1 / quoted if is_less else quoted)
         if factors[-1] >= TWOFOLD:
             low, high = (_factor(factors[index]) for index in (0, -1))
@@ -190,8 +191,14 @@ class _Told:
             low, high = (f"{100 * shares[index]:.0f}" for index in (0, -1))
             words, unit = (self.quantity.less if is_less else self.quantity.more), " %"
         if low == high:
-            return words, f"{high}{unit}"
+            return words, f"{'at least ' if len(quoted) < len(rows) else ''}{high}{unit}"
         return words, f"up to {high}{unit}" if briefly else f"{low} to {high}{unit}"
+
+
+def _nearest_to_one(rows: pd.DataFrame, is_less: bool) -> int:
+    """Which row is certain to differ least."""
+    ends = rows["high"] if is_less else -rows["low"]
+    return int(np.argmax(ends.to_numpy()))
 
 
 def _told(
@@ -224,13 +231,15 @@ def _told(
     if place is None and (reach := reach_of(table, better, axis)):
         place, rows = reach
         return "it depends", f"It depends: {place} {told.clause(rows, briefly=True)}, elsewhere not always.", place
-    gain, loss = told.clause(better, briefly=True), told.amount(worse, briefly=True)
-    return "it depends", f"It depends: {gain} in some settings, and {quantity.worse} ({loss}) in others.", place
+    gain, loss = told.clause(better, briefly=True), told.clause(worse, briefly=True)
+    loss = loss.removeprefix(f"{subject} ").removesuffix(f" {baseline}").removesuffix(" than").removesuffix(" as")
+    return "it depends", f"It depends: {gain} in some settings, and {loss} in others.", place
 
 
 def _no_difference(table: pd.DataFrame, between: str, settings: int = 1) -> tuple[Verdict, str]:
     if table["p"].isna().all():
         return "undecided", f"Too few repeats to tell {between} apart."
+    settings = min(settings, int(table["p"].notna().sum()))
     where = f" in any of {settings} settings" if settings > 1 else ""
     return "no clear difference", f"No clear difference between {between}{where}."
 

@@ -9,6 +9,7 @@
 A finder returns None where the run has no rows for it; the page then says what is missing, and why.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
@@ -100,10 +101,16 @@ class Finding:
     significant: bool = False
     claims: tuple[Claim, ...] = ()
     effects: tuple[Effect, ...] = field(default=(), repr=False)
+    subject: str | None = None
+    """Of which effects the headline speaks."""
 
     def record(self) -> dict[str, Any]:
-        """All but the table, as JSON has it."""
-        return asdict(replace(self, table=None)) | {"table": None}
+        """All but the table, as JSON has it, which knows no NaN; effects that are no positive ratio are left out."""
+        effects = [asdict(effect) for effect in self.effects if 0 < effect.ratio < math.inf]
+        for effect in effects:
+            if not 0 < effect["low"] <= effect["high"] < math.inf:
+                effect.update(low=None, high=None)
+        return asdict(replace(self, table=None, effects=())) | {"effects": effects}
 
 
 Finder = Callable[[pd.DataFrame], Finding | None]
@@ -163,9 +170,9 @@ def reasons_why(coverage: pd.DataFrame) -> list[str]:
 
 def at_the_cost_of(gain: Finding | None, cost: Finding | None) -> Finding | None:
     """A finding on what is gained, with what another comparison says that it costs as its `why`; effects of both."""
-    if gain is None or cost is None:
+    if gain is None or cost is None or cost.verdict == "not measured":
         return gain
-    told = cost.headline.partition(": ")[2] or cost.headline
+    told = cost.headline.removeprefix("Yes: ").removeprefix("No: ").removeprefix("It depends: ")
     return replace(
         gain,
         why=f"{told[0].upper()}{told[1:]}",

@@ -41,7 +41,7 @@ class Measured:
 
     `setting` are the columns that tell comparisons apart, `alternative` is the one that names what took turns. The
     slowest rank of each repeat counts. `took_turns`: repeat i of all alternatives was measured in one round. `exact`:
-    a count, such as of bytes, where every difference counts; of several the largest stands for its alternative.
+    a count, such as of bytes, which no noise blurs; of several the largest stands for its alternative.
     """
 
     setting: tuple[str, ...]

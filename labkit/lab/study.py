@@ -1,4 +1,4 @@
-"""A study: what a lab measures, what it expects, and what it answers. Its notebook only tells the story.
+"""A study: what a lab measures, expects, and finds. Its notebook only tells the story.
 
 To add a lab: a package `labkit/studies/<lab>/` whose `study.py` defines `STUDY`, a notebook
 `notebooks/<number>_<lab>.ipynb`, and a line in `labkit/studies/__init__.py`.

@@ -165,7 +165,7 @@ def test_a_pair_is_found_for_each_kind_of_link(hosts, pairs):
 
 def test_numbers_of_the_headline_come_from_the_frame():
     finding = _findings(_frame(lambda name, p, n, _: 0.001 * p * n / KIB, noise=0))["size_and_ranks"]
-    assert finding.headline == "Short tensors take about 2 ms whatever their size; the longest move at 512 kB/s."
+    assert finding.headline == "With the fewest ranks the shortest tensor takes 2 ms; the longest moves at 512 kB/s."
     assert "4 ranks take 2.0 times as long as 2; each rank sends 1.5 times as many bytes" in finding.why
 
 

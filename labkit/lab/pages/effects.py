@@ -5,6 +5,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from labkit.lab.comparing import UNEVEN
+
 MOST_LARGEST = 5
 MOST_TICKS = 6
 WIDEST = 64.0  # factor at which the axis ends on either side; what lies beyond stands at its end
@@ -64,9 +66,9 @@ def largest(labs: Iterable[Mapping[str, Any]]) -> list[Difference]:
     """Of what each headline is about, the difference that is largest for certain; the largest of all first, five."""
     found = []
     for lab, answer in _answers(labs):
-        told = SLOWER if answer["verdict"] == "no" else FASTER
-        certain = [effect for effect in answer["effects"] if effect["verdict"] == told]
-        certain = [effect for effect in certain if effect["subject"] in answer["headline"]]
+        told = {"no": (SLOWER,), "measured": (FASTER, SLOWER)}.get(answer["verdict"], (FASTER,))
+        certain = [effect for effect in _effects(answer) if effect["verdict"] in told and _is_told(effect, answer)]
+        certain = [effect for effect in certain if effect["high"] <= UNEVEN * effect["low"]] or certain
         if certain:
             effect = max(certain, key=_least_size)
             found.append((_least_size(effect), _difference(lab, answer, effect)))
@@ -81,7 +83,7 @@ def all_effects(labs: Iterable[Mapping[str, Any]]) -> tuple[list[Row], list[tupl
     """
     groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for lab, answer in _answers(labs):
-        for effect in answer["effects"]:
+        for effect in _effects(answer):
             key = (_href(lab, answer), effect["subject"], effect["baseline"], effect["quantity"])
             groups.setdefault(key, []).append(effect)
     ratios = [effect[name] for effects in groups.values() for effect in effects for name in ("low", "ratio", "high")]
@@ -102,6 +104,21 @@ def _answers(labs: Iterable[Mapping[str, Any]]) -> Iterable[tuple[Mapping[str, A
     )
 
 
+def _effects(answer: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The effects of a finding; without an interval its ends are NaN, which JSON does not know."""
+    ends = ("low", "high")
+    return [
+        effect | {end: math.nan if effect[end] is None else effect[end] for end in ends} for effect in answer["effects"]
+    ]
+
+
+def _is_told(effect: Mapping[str, Any], answer: Mapping[str, Any]) -> bool:
+    """Whether the headline is about what the effect compares."""
+    if answer["subject"] is None:
+        return bool(effect["subject"] in answer["headline"])
+    return bool(effect["subject"] == answer["subject"])
+
+
 def _least_size(effect: Mapping[str, Any]) -> float:
     """How large a difference is at least, by its interval, as a logarithm."""
     low, high = math.log(effect["low"]), math.log(effect["high"])
@@ -114,7 +131,9 @@ def _difference(lab: Mapping[str, Any], answer: Mapping[str, Any], effect: Mappi
     if effect["quantity"] != "time":
         words = f"{'less' if is_less else 'more'} {words}"
     written = f"{factor:.0f}×" if factor >= 10 else f"{factor:.1f}×"
-    return Difference(written, words, effect["setting"], answer["headline"], lab["title"], _href(lab, answer))
+    is_cost = effect["quantity"] != answer["effects"][0]["quantity"]  # told beside what the headline is about
+    text = answer["why"] if is_cost and answer["why"] else answer["headline"]
+    return Difference(written, words, effect["setting"], text, lab["title"], _href(lab, answer))
 
 
 def _middle(effects: list[dict[str, Any]]) -> dict[str, Any]:

@@ -31,13 +31,14 @@ def size_and_ranks(frame: pd.DataFrame) -> Finding | None:
     table = table[table["world_size"] > 1]
     if table.empty:
         return None
-    fewest = table[table["world_size"] == table["world_size"].min()].sort_values("n_bytes")
+    of_one = table[table["backend"] == table["backend"].iloc[0]]
+    fewest = of_one[of_one["world_size"] == of_one["world_size"].min()].sort_values("n_bytes")
     small, large = fewest.iloc[0], fewest.iloc[-1]
     headline = (
-        f"Short tensors take about {format_seconds(small['seconds'])} whatever their size; the longest move at "
+        f"With the fewest ranks the shortest tensor takes {format_seconds(small['seconds'])}; the longest moves at "
         f"{format_rate(large['busbw_gb_per_s'] * 1e9)}."
     )
-    return Finding("measured", headline, table, why=_growth_with_ranks(table))
+    return Finding("measured", headline, table, why=_growth_with_ranks(of_one))
 
 
 def _growth_with_ranks(table: pd.DataFrame) -> str | None:
@@ -126,7 +127,9 @@ def transports(frame: pd.DataFrame) -> Finding | None:
         caveat=troubles(select(frame, ["transport"], sweep="transports"), "transport"),
         why=why,
     )
-    return found and replace(found, table=ratios)
+    if found is None or found.table is None:
+        return found
+    return replace(found, table=ratios.assign(verdict=found.table["verdict"].combine_first(ratios["verdict"])))
 
 
 @QUESTIONS.ask(
@@ -153,7 +156,7 @@ def published_trends(frame: pd.DataFrame) -> Finding | None:
 
 def _torch_gloo(frame: pd.DataFrame, least_bytes: int) -> pd.DataFrame:
     table = select(tables.times(frame, "sizes"), algorithm=TORCH, backend="gloo")
-    return table[table["n_bytes"] >= least_bytes].sort_values(["world_size", "n_bytes"])
+    return table[(table["n_bytes"] >= least_bytes) & (table["world_size"] > 1)].sort_values(["world_size", "n_bytes"])
 
 
 def _linear_in_size(frame: pd.DataFrame) -> Claim | None:

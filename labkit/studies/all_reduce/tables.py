@@ -211,14 +211,6 @@ def errors_and_memory(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 @cache
-def published_by_size() -> pd.DataFrame:
-    """`allreduce_gloo_nccl.csv` as (backend, world_size, n_bytes, seconds of the slowest rank)."""
-    table = pd.read_csv(reference_directory() / "allreduce_gloo_nccl.csv")
-    slowest = table.groupby(["backend", "world_size", "size_mb"])["seconds"].max().reset_index()
-    return slowest.assign(n_bytes=slowest["size_mb"] * MIB)
-
-
-@cache
 def published_by_ranks() -> pd.DataFrame:
     """Both `allreduce_ring_vs_*.csv` in long form: comparison, world_size, elements, algorithm, seconds."""
     tables = []

@@ -156,8 +156,6 @@ def compiled(frame: pd.DataFrame) -> Finding | None:
         keep="Leave explicit attention eager",
         caveat=" ".join(filter(None, [trouble, cost and f"{cost}, which no time here includes."])) or None,
     )
-    if found is None and trouble:
-        return Finding("not measured", "Not measured: compiled attention.", caveat=trouble)
     return from_shortest(found)
 
 

@@ -157,7 +157,9 @@ def sync_batchnorm(frame: pd.DataFrame) -> Finding | None:
         headline = f"{verdict.capitalize()}: {join_words(better or worse)} with batch norm over all ranks."
     elif is_whole and set(table["verdict"]) == {"the same"}:
         verdict, headline = "no", f"No: it ends within {_margins()} of local batch norm."
-    caveats = [*_diverged(lost), *(["A gain shows with one wrapper only."] if one else [])]
+    if one and verdict == "undecided":
+        verdict, headline = "it depends", "It depends: a gain shows with one wrapper only."
+    caveats = _diverged(lost)
     advice = None
     about = samples.setting(frame)
     if about is not None and not ratios.empty and not table["low"].isna().any() and (is_whole or better or worse):

@@ -244,7 +244,7 @@ def own_over_torch(frame: pd.DataFrame) -> pd.DataFrame:
     """`ratio` of labkit's over torch's by quantity, time of an epoch (with interval) and peak memory."""
     epochs = time_ratios(frame, SAME).assign(quantity="time of an epoch")
     peaks = memory_ratios(frame).assign(quantity="peak memory")
-    peaks = peaks.assign(implementation="own + " + peaks["batch_norm"])
+    peaks = peaks.assign(implementation=[f"own + {name}" for name in peaks["batch_norm"]])
     both = pd.concat([epochs, peaks], ignore_index=True)
     return both.reindex(columns=["quantity", "implementation", "ratio", "low", "high"])
 

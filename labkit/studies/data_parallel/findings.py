@@ -57,7 +57,7 @@ def _calls_of_naive(frame: pd.DataFrame) -> str | None:
     seconds = phases[phases["world_size"] == profiled["world_size"]].set_index("implementation")["seconds"]
     longer = seconds.get("naive", 0.0) - seconds.get(TORCH, float("inf"))
     more, each = calls.loc["naive", "collectives"] - calls.loc[TORCH, "collectives"], calls.loc["naive", "median_s"]
-    if longer <= 0 or more <= 0:
+    if more <= 0 or more * each > 1.02 * longer:  # nothing that they explain, or something else beside
         return None
     return (
         f"With {profiled['workload']}, labkit's naive wrapper makes {more} calls more than torch's; at "

@@ -78,7 +78,8 @@ def matmul_share(frame: pd.DataFrame) -> Finding | None:
         f"At the longest sequence, {name_of(best['implementation'])} reaches {best['share_percent']:.0f} % of the "
         f"{best['dtype']} matmul rate"
     )
-    headline += f", explicit attention {explicit.iloc[0]:.0f} %." if len(explicit) else "."
+    is_other = len(explicit) > 0 and best["implementation"] != EXPLICIT
+    headline += f", explicit attention {explicit.iloc[0]:.0f} %." if is_other else "."
     rates = [
         f"{format_flops(flops / pd.Series(seconds).median())}/s in {dtype}"
         for dtype, (flops, seconds) in tables.matmul_rates(frame).items()

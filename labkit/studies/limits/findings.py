@@ -10,6 +10,7 @@ from labkit.studies.limits import tables
 from labkit.studies.limits.tables import NEAR
 
 QUESTIONS = Questions()
+MOST_STRETCHES = 3  # that a headline has room for
 LIKE_A_COPY = 0.7  # of the bytes per second of a copy
 
 
@@ -20,9 +21,11 @@ def products(frame: pd.DataFrame) -> Finding | None:
     if square.empty:
         return None
     best = square["flops_per_s"].max()
-    near = square[square["flops_per_s"] >= NEAR * best]["size"].min()
+    slow = square[square["flops_per_s"] < NEAR * best]["size"].max()  # the last that is not near the best
+    near = square[~(square["size"] <= slow)]["size"].min()
     reached = f"float32 products reach {format_flops(best)}/s"
-    headline = f"Arithmetic, from {near:.0f} rows on: {reached}; smaller ones wait for memory or the call."
+    smaller = "; smaller ones wait for memory or the call" if slow == slow else ""
+    headline = f"Arithmetic, from {near:.0f} rows on: {reached}{smaller}."
     others = select(table, dtype="float32", kind=["tall", "batched"]).set_index("kind")["flops_per_s"]
     names = {"tall": "a tall product reaches", "batched": "a batch of small ones"}
     told = [f"{names[str(kind)]} {100 * rate / best:.0f} %" for kind, rate in others.items()]
@@ -72,7 +75,7 @@ def threads(frame: pd.DataFrame) -> Finding | None:
     return compared(ratios, "work with all threads", "with one", axis=("operation",), why=why)
 
 
-@QUESTIONS.ask("exchange", "What do a message and a byte cost between two ranks of this machine?")
+@QUESTIONS.ask("exchange", "What does the shortest all-reduce between two ranks cost, and what each further byte?")
 def exchange(frame: pd.DataFrame) -> Finding | None:
     table = tables.exchanges(frame)
     if table.empty:
@@ -87,11 +90,7 @@ def exchange(frame: pd.DataFrame) -> Finding | None:
     ]
     caveat = troubles(select(frame, ["way"], sweep="exchange"), "way")
     return Finding(
-        "measured",
-        f"An exchange costs {join_words(alphas)}, however short.",
-        table,
-        caveat,
-        f"Long ones move {join_words(rates)}.",
+        "measured", f"The shortest takes {join_words(alphas)}.", table, caveat, f"Long ones move {join_words(rates)}."
     )
 
 
@@ -114,15 +113,12 @@ def regimes(frame: pd.DataFrame) -> Finding | None:
     table = tables.regimes(frame)
     if table.empty:
         return None
-    by_regime = table.groupby("regime", sort=False)["model"].agg(list)
+    stretches = (table["regime"] != table["regime"].shift()).cumsum()  # neighbors in size with one regime
     parts = [
-        f"{regime} binds {join_words(models) if len(models) < 4 else f'{models[0]} to {models[-1]}'}"
-        for regime, models in by_regime.items()
+        f"{of_one['regime'].iloc[0]} binds {' to '.join(dict.fromkeys(of_one['model'].iloc[[0, -1]]))}"
+        for _, of_one in table.groupby(stretches)
     ]
-    headline = (
-        f"{'; '.join(parts).capitalize()}."
-        if len(parts) > 1
-        else f"{by_regime.index[0].capitalize()} binds every named model."
-    )
+    told = "; ".join(parts[:MOST_STRETCHES]) if len(parts) > 1 else f"{table['regime'].iloc[0]} binds every named model"
+    headline = f"{told[0].upper()}{told[1:]}."
     caveat = "With 4 sequences of 128 tokens in float32; formulas, from the rates above."
     return Finding("measured", headline, table, caveat)

@@ -48,10 +48,10 @@ def operators(frame: pd.DataFrame) -> pd.DataFrame:
 
     Limits are the best product in float32, the fastest addition that comes from memory, and the cost of a call.
     """
-    table = OPERATORS.medians(frame, sweep="operators").assign(intensity=float("nan"))
-    rates = limits(frame)
+    table, rates = OPERATORS.medians(frame, sweep="operators"), limits(frame)
     if table.empty or rates is None:
-        return table.iloc[:0]
+        added = ["intensity", "flops_per_s", "predicted_s", "bound", "measured_over_predicted"]
+        return table.iloc[:0].reindex(columns=[*table.columns, *added])
     flops_per_s, bytes_per_s, per_call = rates
     bounds = pd.DataFrame(
         {
