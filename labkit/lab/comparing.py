@@ -179,8 +179,9 @@ class _Told:
         is_less = bool(rows["ratio"].iloc[0] < 1)
         if quoted.empty:
             return (self.quantity.less if is_less else self.quantity.more), "clearly"
-        if len(quoted) < len(rows):  # of an uneven one only the end of its interval is certain
-            briefly, quoted = False, rows["high" if is_less else "low"].iloc[[_nearest_to_one(rows, is_less)]]
+        is_uneven = len(quoted) < len(rows)
+        if is_uneven:  # the span of the others would leave out what is known least
+            quoted = pd.Series([rows["ratio"].median()])
         factors = np.sort(1 / quoted if is_less else quoted)
         if factors[-1] >= TWOFOLD:
             low, high = (_factor(factors[index]) for index in (0, -1))
@@ -191,14 +192,8 @@ class _Told:
             low, high = (f"{100 * shares[index]:.0f}" for index in (0, -1))
             words, unit = (self.quantity.less if is_less else self.quantity.more), " %"
         if low == high:
-            return words, f"{'at least ' if len(quoted) < len(rows) else ''}{high}{unit}"
+            return words, f"{'typically ' if is_uneven else ''}{high}{unit}"
         return words, f"up to {high}{unit}" if briefly else f"{low} to {high}{unit}"
-
-
-def _nearest_to_one(rows: pd.DataFrame, is_less: bool) -> int:
-    """Which row is certain to differ least."""
-    ends = rows["high"] if is_less else -rows["low"]
-    return int(np.argmax(ends.to_numpy()))
 
 
 def _told(

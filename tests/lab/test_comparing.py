@@ -87,6 +87,13 @@ def test_what_is_too_uneven_is_not_quoted_as_a_number():
     assert not any(character.isdigit() for character in finding.headline)
 
 
+def test_where_some_are_too_uneven_the_middle_is_told_and_no_span():
+    even, uneven = _ratios(_sizes(0.5, 0.5), noise=0.001), _ratios({("ring", 1): 0.1}, noise=1.0)
+    finding = compared(pd.concat([even, uneven], ignore_index=True), "a", "b")
+    assert finding.verdict == "yes"
+    assert "typically 2 times faster" in finding.headline
+
+
 def test_too_few_repeats_decide_nothing():
     finding = compared(_ratios(_sizes(0.5), repeats=3), "a", "b", choose="Take a", keep="Keep b")
     assert (finding.verdict, finding.advice, finding.significant) == ("undecided", None, False)

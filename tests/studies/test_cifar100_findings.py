@@ -122,7 +122,7 @@ def test_what_is_significant_but_within_the_margin_counts_as_the_same():
 def test_one_wrapper_alone_does_not_show_what_synchronizing_does():
     found = _findings(_frame(ALIKE | {OWN_SYNC: 2.0}))["sync_batchnorm"]
     assert (found.verdict, found.advice) == ("it depends", None)
-    assert "with one wrapper only" in found.caveat
+    assert "with one wrapper only" in found.headline
 
 
 def test_on_a_cpu_wrappers_are_compared_with_local_batch_norm_and_the_page_says_so():
