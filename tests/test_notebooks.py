@@ -26,6 +26,7 @@ from labkit.studies import LABS, load_study
 from tests.browser import CONTRASTS, OVERLAPS, TOO_WIDE, barriers, fetch_axe, opened_browser
 from tests.cases import thinned
 from tests.commands import carry_out
+from tests.studies.answering import check_headline
 
 PAGES = thinned(["index", *LABS], lambda name: name in ("index", "all_reduce"))  # in a browser
 
@@ -113,6 +114,7 @@ def test_every_question_is_answered_on_the_page(lab, report):
     html = (report / f"{lab}.html").read_text()
     assert [answer["question"]["id"] for answer in record["answers"]] == [q.id for q in load_study(lab).questions]
     for answer in record["answers"]:
+        check_headline(answer["headline"])
         assert f'id="answer-{answer["question"]["id"]}"' in html
     assert record["coverage"].get("failed", 0) == 0
 

@@ -66,7 +66,7 @@ def _advice(study: Study, question: Question, lab: Mapping[str, Any] | None) -> 
     if answer["verdict"] == "not measured":
         text = answer["headline"].removeprefix("Not measured: ")
         return Advice("not measured", text, study.title, href)
-    text = answer["advice"] or f"nothing is shown that a recommendation could rest on. {answer['headline']}"
+    text = answer["advice"] or answer["headline"]
     return Advice(_status(answer), text, study.title, href)
 
 

@@ -93,8 +93,11 @@ def regimes(frame: pd.DataFrame, batch: int = 4, context: int = 128) -> pd.DataF
     """A training step of each named model: what arithmetic, memory and calls alone would take, and the largest."""
     rates = limits(frame)
     rows = []
-    for name, shape in SIZES.items() if rates is not None else ():
-        flops_per_s, bytes_per_s, per_call = rates or (1.0, 1.0, 1.0)
+    columns = ["model", "parameters", "arithmetic_s", "memory_s", "calls_s", "regime"]
+    if rates is None:
+        return pd.DataFrame(columns=columns)
+    flops_per_s, bytes_per_s, per_call = rates
+    for name, shape in SIZES.items():
         activations = shape.n_layers * 4 * batch * context
         passes = PASSES_PER_LAYER * shape.d_model + ATTENTION_PASSES * shape.n_heads * context
         parts = {
@@ -106,7 +109,7 @@ def regimes(frame: pd.DataFrame, batch: int = 4, context: int = 128) -> pd.DataF
         }
         regime = max(parts, key=lambda part: parts[part]).removesuffix("_s")
         rows.append({"model": name, "parameters": n_parameters(shape), **parts, "regime": regime})
-    return pd.DataFrame(rows, columns=["model", "parameters", "arithmetic_s", "memory_s", "calls_s", "regime"])
+    return pd.DataFrame(rows, columns=columns)
 
 
 def second_rank(frame: pd.DataFrame) -> float | None:
