@@ -16,6 +16,7 @@ from labkit.lab.config import LabConfig, ParameterError, nearest, resolve_config
 from labkit.lab.figures import Plot
 from labkit.lab.findings import Finding, Question
 from labkit.lab.pages import cards
+from labkit.lab.pages.steadiness import pulse_record
 from labkit.lab.parameter_cells import given_parameters
 from labkit.lab.progress_lines import progress_line
 from labkit.lab.project import (
@@ -185,6 +186,7 @@ class Lab:
             "coverage": coverage["status"].value_counts().to_dict(),
             "duration_s": float(coverage["elapsed_s"].sum()),
             "not_measured": cards.not_measured(self.run),
+            "pulse": pulse_record(self.run),
             "figures": self._figures,
             "answers": [
                 {"question": asdict(question)} | self.findings()[question.id].record()

@@ -15,6 +15,7 @@ from labkit.lab.pages.effects import all_effects, largest
 from labkit.lab.pages.export import OTHER_FORMAT, export_page, read_page
 from labkit.lab.pages.html import render, script, style_sheet
 from labkit.lab.pages.recommendations import further_advice, published_trends, recommendations
+from labkit.lab.pages.steadiness import slowdown_by_lab, steadiness_sentence
 from labkit.lab.project import check_writable, figures_directory, notebook_path, runs_directory
 from labkit.lab.runs.progress import Progress
 from labkit.lab.study import Study
@@ -84,6 +85,7 @@ def write_index(studies: Iterable[Study], output: Path) -> Path:
         further=further_advice(labs),
         trends=published_trends(labs),
         labs=labs,
+        steady=_steadiness(labs),
         missing=[study.name for study in known if study.name not in {lab["name"] for lab in labs}],
         coverage=cards.table(_coverage_frame(labs)).data if labs else "",
     )
@@ -106,6 +108,12 @@ def _index_entry(study: Study, output: Path) -> dict[str, Any] | None:
     about = {"name": study.name, "title": study.title, "summary": study.summary, "page": page.name}
     about |= {"is_other_format": found["error"] == OTHER_FORMAT}
     return about | {"record": record, "error": found["error"], "failed": failed}
+
+
+def _steadiness(labs: Iterable[Mapping[str, Any]]) -> str | None:
+    """How steady this machine was from lab to lab, as their pages say."""
+    here = {lab["title"]: lab["record"] for lab in labs if lab["record"] and not lab["record"]["elsewhere"]}
+    return steadiness_sentence(slowdown_by_lab({title: record.get("pulse", []) for title, record in here.items()}))
 
 
 def _coverage_frame(labs: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
