@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from labkit.bench.heartbeat import Beat
+from labkit.lab.calibration import newest_calibration
 from labkit.lab.config import LabConfig, ParameterError, resolve_config
 from labkit.lab.own_alternatives import with_alternatives, worker_with
 from labkit.lab.point import Point
@@ -65,6 +66,7 @@ def measure(
         planned={point.id: point.describe() for point in points},
         ranks_by_host=ranks_by_host(),
         load=load,
+        calibration=newest_calibration(machine),
     )
     if len(header.planned) != len(points):
         raise ValueError(f"{study.name}: the plan names a point twice")
