@@ -3,11 +3,10 @@
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import closing
 from datetime import UTC, datetime
 from functools import partial
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from labkit.bench.heartbeat import Beat
 from labkit.lab.calibration import newest_calibration
 from labkit.lab.config import LabConfig, ParameterError, resolve_config
 from labkit.lab.own_alternatives import with_alternatives, worker_with
-from labkit.lab.point import Point
+from labkit.lab.point import Point, by_ranks
 from labkit.lab.project import check_writable, runs_directory
 from labkit.lab.runs.heard import heard, split
 from labkit.lab.runs.progress import Progress, ShowProgress, Tally
@@ -180,7 +179,7 @@ def _measure_points(
     own: Mapping[str, Any],
 ) -> None:
     exhausted: dict[Any, float] = {}  # series -> the size at which it ran out of memory
-    for same_ranks in _by_ranks(points):
+    for same_ranks in by_ranks(points):
         while same_ranks:
             same_ranks, skipped = _skip(study, same_ranks, exhausted)
             broadcast_from_first_rank([point.id for point in same_ranks])
@@ -303,19 +302,9 @@ def _exhausted_reason(study: Study, point: Point, exhausted: dict[Any, float]) -
     return "a smaller point of this series ran out of memory"
 
 
-def _by_ranks(points: Iterable[Point]) -> list[list[Point]]:
-    """Neighbors that can share one group of ranks."""
-    return [list(group) for _, group in groupby(points, key=_rank_key)]
-
-
-def _rank_key(point: Point) -> tuple[Any, ...]:
-    shared = (point.world_size, point.backend, point.scheduling, point.timeout_s)
-    return (*shared, point.id) if point.fresh_ranks else shared
-
-
 def _take_part(study: Study, points: list[Point], own: Mapping[str, Any]) -> None:
     """A rank of torchrun other than the first: the points that the first one chooses, nothing written."""
-    for same_ranks in _by_ranks(points):
+    for same_ranks in by_ranks(points):
         chosen = set(broadcast_from_first_rank(None))
         if to_measure := [point for point in same_ranks if point.id in chosen]:
             for _ in _launch(study, to_measure, None, own):
