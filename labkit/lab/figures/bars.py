@@ -65,7 +65,7 @@ def bars(
     """One group of bars per category of `x`, one bar (or layer, if `stacked`) per value of `hue`.
 
     Bars begin at zero, so on a logarithmic axis (`log`) there are dots instead.
-    `frame` is tidy: one row a bar; `low` and `high` right behind `y` are its interval (drawn unless stacked). `x_order`
+    `frame`: one row per bar; `low` and `high` right behind `y` are its interval (drawn unless stacked). `x_order`
     and `hue_order` name all values that may occur, in their order; otherwise it is that of the rows. `reference`
     has the same columns and gets panels of its own, hatched, titled `reference_label`: its categories may be
     others; if that begins with "published", on demand only (`Plot.with_published`). Panels share the y axis if `log`,
@@ -145,7 +145,7 @@ def _require_one_row_a_bar(data: pd.DataFrame, keys: list[str], orders: dict[str
     """ValueError for what would be drawn over one another, or left out without a word."""
     twice = data[data.duplicated(keys)]
     if not twice.empty:
-        raise ValueError(f"expected one row a bar, got several for {twice[keys].iloc[0].to_dict()}: name a facet")
+        raise ValueError(f"expected one row per bar, got several for {twice[keys].iloc[0].to_dict()}: name a facet")
     for name, order in orders.items():
         if order is not None and (unknown := set(data[name]) - set(order)):
             raise ValueError(f"expected values of {name} among {list(order)}, got {sorted(map(str, unknown))}")

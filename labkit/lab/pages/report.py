@@ -109,7 +109,7 @@ def _index_entry(study: Study, output: Path) -> dict[str, Any] | None:
 
 
 def _coverage_frame(labs: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
-    """One row a lab: points by status, time, profile, machine. A status that nothing ended in has no column."""
+    """One row per lab: points by status, time, profile, machine. A status that nothing ended in has no column."""
     rows = []
     for lab in labs:
         record = lab["record"]
