@@ -61,6 +61,7 @@ _KNOWN = {
     "bucket_bytes": Column("bucket", "bucket size", format_bytes, "buckets of {value}"),
     "bucket_mb": Column("bucket (MiB)", "bucket size (MiB)", format_number, "buckets of {value} MiB"),
     "buckets": Column("buckets", "number of buckets", format_number, "{value} buckets"),
+    "gpus": Column("GPUs", "GPUs", format_number, "{value} GPUs", doubles=True),
     "world_size": Column("ranks", "ranks", _whole, "{value} ranks", doubles=True),
     "seconds": Column("time", "time", format_seconds),
     "sequence": Column("sequence", "sequence length (tokens)", _whole, "{value} tokens", doubles=True),
