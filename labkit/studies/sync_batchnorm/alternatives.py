@@ -192,8 +192,8 @@ class Bare:
 def check_layer(layer: Layer, batch: Batch) -> tuple[float, str]:
     """Largest error of any rank against BatchNorm in float64, and "ok" or what is wrong and where.
 
-    Of `TENSORS`, by channel, over the largest expected value of the channel. The gradient of the output is random here: of the one
-    that is timed some ranks have nothing but zeros, and nobody would miss them.
+    Of `TENSORS`, by channel, over the largest expected value of the channel. The gradient of the output is random here:
+    of the one that is timed some ranks have nothing but zeros, and nobody would miss them.
 
     What normalizes by the local batch is held against that, all others against the whole batch, whose gradients of
     weight and bias are the sums over ranks. Every rank gets the same number.
