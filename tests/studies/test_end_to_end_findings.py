@@ -108,9 +108,13 @@ def test_the_step_is_the_sum_of_its_parts_repeat_by_repeat():
     seconds = table.set_index(["size", "phase"])["seconds"]
     parts = sum(seconds["mini", phase] for phase in ("forward", "backward", "optimizer"))
     assert seconds["mini", "step"] == pytest.approx(parts)
-    shares = tables.step_shares(table).set_index(["size", "phase"])["share_percent"]
-    assert shares["mini", "backward"] == pytest.approx(100 * seconds["mini", "backward"] / parts)
-    assert shares.groupby("size").sum().tolist() == pytest.approx([100, 100])
+    drawn = tables.step_parts(table)
+    assert drawn["phase"].unique().tolist() == ["forward", "backward", "optimizer", "step"]
+    assert set(drawn["model"]) == {"nano", "mini"}
+    both = pd.concat([table, table.assign(precision="bfloat16")])
+    assert set(tables.step_parts(both)["model"]) == {
+        f"{size}, {kind}" for size in ("nano", "mini") for kind in ("float32", "bfloat16")
+    }
     only_forward = _frame()[lambda rows: rows["phase"].isin(["inference", "forward"])]
     assert "step" not in set(tables.phases(only_forward)["phase"])
     assert "One forward of the mini model" in _findings(only_forward)["step_times"].headline

@@ -50,7 +50,7 @@ def report(model: str, context_length: int) -> Report:
     if gains:
         headings = ("model", "ranks", "time of the joined over the default's", "verdict")
         sections.append(Section("All of it together against the default, in turns", MEASURED, headings, gains))
-    return Report(verdict, headline, f"{describe_machine().label}; {model}", sections, list(_notes(found, gains)), ())
+    return Report(verdict, headline, f"{describe_machine().label}; {model}", sections, list(_notes(found, gains)))
 
 
 def python_of(model: str, context_length: int) -> str:

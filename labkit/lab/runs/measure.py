@@ -11,6 +11,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from labkit.lab.calibration import newest_calibration
 from labkit.lab.config import LabConfig, ParameterError, resolve_config
 from labkit.lab.own_alternatives import with_alternatives, worker_with
 from labkit.lab.point import Point
@@ -63,6 +64,7 @@ def measure(
         planned={point.id: point.describe() for point in points},
         ranks_by_host=ranks_by_host(),
         load=load,
+        calibration=newest_calibration(machine),
     )
     if len(header.planned) != len(points):
         raise ValueError(f"{study.name}: the plan names a point twice")

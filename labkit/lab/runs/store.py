@@ -18,6 +18,7 @@ from typing import Any
 import pandas as pd
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from labkit.costs.calibration import Calibration
 from labkit.lab.config import ParameterError
 from labkit.lab.project import kind_of_path, relative_to_project
 from labkit.lab.runs.records import Resumption, check_record
@@ -52,6 +53,8 @@ class RunHeader(BaseModel):
     """Which ranks of a torchrun job share a host; None: ranks were started, all on the machine."""
     load: Load | None = None
     """Of the machine, before the first point; None in older runs."""
+    calibration: Calibration | None = None
+    """What its predictions are made of; None where the machine had none, and in older runs."""
 
 
 class Run:

@@ -50,10 +50,14 @@ def phases(frame: pd.DataFrame) -> pd.DataFrame:
     return in_order(table, size=SIZES, phase=PHASE_ORDER)
 
 
-def step_shares(table: pd.DataFrame) -> pd.DataFrame:
-    """From `phases`: `share_percent` of forward, backward and optimizer in a step, by model."""
-    parts = select(table, phase=SUMS["step"])
-    return parts.assign(share_percent=100 * parts["seconds"] / parts.groupby(list(MODEL))["seconds"].transform("sum"))
+def step_parts(table: pd.DataFrame) -> pd.DataFrame:
+    """From `phases`: forward, backward, optimizer and the step that they add up to; `model` is size and precision."""
+    parts = select(table, phase=(*SUMS["step"], "step"))
+    several = parts["precision"].nunique() > 1
+    models = [
+        f"{size}, {precision}" if several else size for size, precision in parts[["size", "precision"]].to_numpy()
+    ]
+    return parts.assign(model=models)
 
 
 def _summed(samples: pd.DataFrame, name: str) -> pd.DataFrame:
