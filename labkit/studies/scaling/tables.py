@@ -174,12 +174,21 @@ def margins(frame: pd.DataFrame) -> pd.DataFrame:
     return table.reset_index()
 
 
+CHOICES = ["first_behind_percent", "best_of_three_behind_percent", "simple_behind_percent"]
+
+
 def choices(frame: pd.DataFrame) -> pd.DataFrame:
     """By published table: families, and how far behind the best measured the choice is, in the mean, in percent."""
-    names = ["first_behind_percent", "best_of_three_behind_percent", "simple_behind_percent"]
-    rows = select(frame, ["group", "family", *names], sweep="families").dropna(subset="family")
+    rows = select(frame, ["group", "family", *CHOICES], sweep="families").dropna(subset="family")
     if rows.empty:
-        return pd.DataFrame(columns=["group", "families", *names])
-    rows = rows.astype(dict.fromkeys(names, float))
-    table = rows.groupby("group")[names].mean().assign(families=rows.groupby("group").size())
-    return in_order(table.reset_index()[["group", "families", *names]], group=GROUPS)
+        return pd.DataFrame(columns=["group", "families", *CHOICES])
+    rows = rows.astype(dict.fromkeys(CHOICES, float))
+    table = rows.groupby("group")[CHOICES].mean().assign(families=rows.groupby("group").size())
+    return in_order(table.reset_index()[["group", "families", *CHOICES]], group=GROUPS)
+
+
+def behind(frame: pd.DataFrame) -> pd.DataFrame:
+    """`choices` with a row per choice, as a figure draws it."""
+    names = dict(zip(CHOICES, ("its first", "best of its three", "smallest that fits"), strict=True))
+    table = choices(frame).melt("group", CHOICES, "choice", "behind_percent")
+    return table.assign(choice=table["choice"].map(names))
