@@ -12,7 +12,7 @@ import pandas as pd
 from labkit.bench.statistics import CONFIDENCE, FEWEST_SAMPLES, resampled_medians
 from labkit.costs.attention import explicit_peak, explicit_saved, tiled_saved
 from labkit.lab.project import reference_directory
-from labkit.lab.rows import Measured, select
+from labkit.lab.rows import Measured, in_order, select
 from labkit.studies.attention.worker import EXPLICIT, MARGIN, TILED
 from labkit.studies.shared.attention_tables import (
     BOTH,
@@ -44,7 +44,7 @@ def power_laws(frame: pd.DataFrame) -> pd.DataFrame:
     rows = []
     keys = ["implementation", "head_dim", "phase"]
     samples = PASSES.samples(passes(frame, "grid"))
-    samples = samples.sort_values("implementation", key=lambda names: names.map(ORDER.index), kind="stable")
+    samples = in_order(samples, implementation=ORDER)
     for key, group in samples.groupby(keys, sort=False):
         by_size = {int(s): g["seconds"].to_numpy() for s, g in group.groupby("sequence")}
         sizes = sorted(by_size)

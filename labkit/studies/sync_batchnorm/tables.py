@@ -58,6 +58,11 @@ def ratios(frame: pd.DataFrame, alternative: str, baseline: str, **wanted: Any) 
     return with_panel(LAYERS.over(_rows(frame, alternative=[alternative, baseline], **wanted), baseline))
 
 
+def over_labkits(frame: pd.DataFrame) -> pd.DataFrame:
+    """Forward and backward of everything that took turns over those of labkit's layer."""
+    return LAYERS.over(_rows(frame, phase=BOTH), OWN)
+
+
 def _by_turn(frame: pd.DataFrame, *alternatives: str) -> pd.DataFrame:
     """Seconds of forward and backward, an alternative a column, one row a (setting, repeat)."""
     table = LAYERS.samples(_rows(frame, alternative=list(alternatives), phase=BOTH))
