@@ -120,7 +120,7 @@ class Lab:
 
         `alternatives` are your own, by name, as `{"mine": my_all_reduce}`: checked, timed in turns with labkit's,
         drawn and named like these. What they have to do is in the docstring of the lab's `plug_in`.
-        The frame is long: one row a (point, rank, repeat), units in the column names.
+        The frame is long: one row per (point, rank, repeat), units in the column names.
         """
         check_writable(figures_directory() / self.study.name)
         if self.parameters.run is not None:

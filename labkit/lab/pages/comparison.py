@@ -54,7 +54,7 @@ Samples = dict[str, np.ndarray]
 class LabComparison:
     """Runs of one lab, compared with the first of them.
 
-    `rows` has one row a (shared setting, other machine): the columns of `settings`, and `COLUMNS`. `medians` has one
+    `rows` has one row per (shared setting, other machine): the columns of `settings`, and `COLUMNS`. `medians` has one
     row a (shared setting, machine) with `seconds`, `low`, `high`. `not_shared` names, by machine, the settings that
     only one of it and the first run has, and those whose median is not above zero in one. `repeat_difference` is by
     how much runs of one machine and source differ
@@ -271,7 +271,7 @@ def _is_repeat(a: Run, b: Run) -> bool:
 
 
 def overview(comparisons: Iterable[LabComparison]) -> pd.DataFrame:
-    """One row a (machine, lab) compared with the first run of that lab: the one table that a teacher reads."""
+    """One row per (machine, lab) compared with the first run of that lab: the one table that a teacher reads."""
     rows = []
     for found in comparisons:
         for name in list(found.runs)[1:]:

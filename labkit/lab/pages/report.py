@@ -117,7 +117,7 @@ def _steadiness(labs: Iterable[Mapping[str, Any]]) -> str | None:
 
 
 def _coverage_frame(labs: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
-    """One row a lab: points by status, time, profile, machine. A status that nothing ended in has no column."""
+    """One row per lab: points by status, time, profile, machine. A status that nothing ended in has no column."""
     rows = []
     for lab in labs:
         record = lab["record"]

@@ -6,7 +6,7 @@
     {"kind": "resumed", "at": ..., "command": ..., "source": ...}   each time a run is taken up again
 
 A killed run keeps every complete line. Rows of a point that did not end are ignored, and measured again by
-`--resume`. Values that are lists are samples: they come back as one row a repeat. `runs/writer.py` writes them.
+`--resume`. Values that are lists are samples: they come back as one row per repeat. `runs/writer.py` writes them.
 """
 
 import json
@@ -111,7 +111,7 @@ class Run:
         return [point for point in self.header.planned if point not in self._ends]
 
     def frame(self) -> pd.DataFrame:
-        """What was measured: one row a (point, rank, repeat), with the point's fields beside the values.
+        """What was measured: one row per (point, rank, repeat), with the point's fields beside the values.
 
         Only points that ended `ok`: in another some ranks are missing, and the slowest rank unknown. Fields
         of a point that are lists (the alternatives it compared) are left out. Where heartbeats were noted, `is_freak`
@@ -138,7 +138,7 @@ class Run:
         return list(dict.fromkeys(name for values in rows for name, value in values if isinstance(value, list)))
 
     def coverage(self) -> pd.DataFrame:
-        """One row a planned point: its fields, status ("pending" if it has not ended), reason, elapsed_s."""
+        """One row per planned point: its fields, status ("pending" if it has not ended), reason, elapsed_s."""
         pending = {"status": "pending", "reason": None, "elapsed_s": float("nan")}
         rows = [
             {"point": point, **self._scalar_fields(point)}
