@@ -7,6 +7,7 @@ import re
 import nbformat
 import pytest
 
+from labkit.lab.findings import SMALLEST_DIFFERENCE
 from labkit.lab.notebook import PAGE_MIME
 from labkit.lab.pages.export import OTHER_FORMAT, PAGE_FORMAT, embed_json, export_page, read_page
 from labkit.lab.pages.report import write_index
@@ -71,3 +72,16 @@ def test_the_policy_of_pages_allows_their_own_script_by_its_hash_and_no_other(tm
         digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
         assert f"script-src 'sha256-{digest}';" in policy
         assert "base-uri 'none'; form-action 'none'" in policy
+
+
+def test_the_index_prints_how_steady_the_machine_was_and_the_smallest_difference(tmp_path):
+    question = {"id": SMALLEST_DIFFERENCE, "text": "?", "topic": None}
+    answer = {"question": question, "verdict": "measured", "headline": "4 % between products.", "effects": []}
+    answer |= {"claims": [], "advice": None, "caveat": None, "why": None, "significant": False, "subject": None}
+    pulse = [{"ranks": 1, "threads": 2, "best_s": 1e-3, "median_s": 1.7e-3}]
+    write_page(tmp_path, answers=[answer], pulse=pulse)
+    html = index(tmp_path)
+    assert '<a href="fake.html#answer-smallest_difference">4 % between products.</a>' in html
+    assert "1.7 times during Fake" in html
+    write_page(tmp_path)
+    assert "1.7 times" not in index(tmp_path)
