@@ -7,7 +7,7 @@ import pandas as pd
 from labkit.bench.statistics import judged
 from labkit.costs.sharding import PARTS
 from labkit.lab.claims import claim, judged_claim, published
-from labkit.lab.comparing import MEMORY, agreement, compared, contest
+from labkit.lab.comparing import MEMORY, agreement, compared, contest, winner_of
 from labkit.lab.findings import Claim, Finding, Questions
 from labkit.lab.rows import select
 from labkit.lab.units import format_bytes, format_rate, format_seconds, format_share, span
@@ -125,15 +125,16 @@ def time(frame: pd.DataFrame) -> Finding | None:
 
 
 def _advice(table: pd.DataFrame) -> str:
-    """The most that can be sharded without a step that takes longer: what saves memory is worth having for nothing."""
+    """What is faster; else the most that can be sharded without a step that takes longer: it saves memory."""
     slower = set(table.loc[table["verdict"] == "slower", "way"])
     free = [way for way in WHAT_TO_SHARD if way in set(table["way"]) and way not in slower]
     if not free:
         return "Do not shard unless memory is short: every stage makes a step longer."
-    best = free[-1]
-    is_faster = (table[table["way"] == best]["verdict"] == "faster").any()
-    reason = "less memory, and less time" if is_faster else "less memory, and no clear cost in time"
-    return f"Shard {WHAT_TO_SHARD[best]} ({best}): {reason}."
+    fastest = winner_of(table[table["way"].isin(free)], "way")
+    if fastest is None:
+        return f"Shard {WHAT_TO_SHARD[free[-1]]} ({free[-1]}): less memory, and no clear cost in time."
+    more = f"; where memory is short, {WHAT_TO_SHARD[free[-1]]} ({free[-1]})" if free[-1] != fastest else ""
+    return f"Shard {WHAT_TO_SHARD[fastest]} ({fastest}): less memory and less time{more}."
 
 
 def _why_not_slower(frame: pd.DataFrame) -> str | None:
@@ -168,11 +169,10 @@ def break_even(frame: pd.DataFrame) -> Finding | None:
     clear = found.table[found.table["verdict"] != "no difference shown"]
     right = ((clear["predicted_ratio"] < 1) == (clear["ratio"] < 1)).sum()
     told = [
-        f"It pays where a gather sends faster than parameters are updated: {_rates(rows)} "
-        f"{'through shared memory' if transport == 'shared' else 'by messages'}"
+        f"{'through shared memory' if transport == 'shared' else 'by messages'} {_rates(rows)}"
         for transport, rows in found.table.groupby("transport")
     ]
-    why = "; ".join([told[0], *(text.partition(": ")[2] for text in told[1:])]) + "."
+    why = f"It pays where a gather sends more per second than the optimizer updates: {', '.join(told)}."
     if len(clear):
         why += f" The prediction has the right sign in {right} of {len(clear)} settings that differ clearly."
     return replace(found, why=why)
@@ -180,7 +180,7 @@ def break_even(frame: pd.DataFrame) -> Finding | None:
 
 def _rates(rows: pd.DataFrame) -> str:
     has, needs = rows["gather_bytes_per_s"].median(), rows["needed_bytes_per_s"].median()
-    return f"{format_rate(has)} of {format_rate(needs)} needed"
+    return f"{format_rate(has)} against {format_rate(needs)}"
 
 
 @QUESTIONS.ask("gathers", "Do FSDP's all-gathers finish in time?")
