@@ -18,6 +18,7 @@ from labkit.lab.config import LabConfig, ParameterError, nearest, resolve_config
 from labkit.lab.figures import Plot
 from labkit.lab.findings import UNCALIBRATED, Finding, Question
 from labkit.lab.pages import cards
+from labkit.lab.pages.steadiness import pulse_record
 from labkit.lab.parameter_cells import given_parameters
 from labkit.lab.predictions import check_guess, labels, telling, to_show
 from labkit.lab.progress_lines import progress_line
@@ -130,7 +131,7 @@ class Lab:
 
         `alternatives` are your own, by name, as `{"mine": my_all_reduce}`: checked, timed in turns with labkit's,
         drawn and named like these. What they have to do is in the docstring of the lab's `plug_in`.
-        The frame is long: one row a (point, rank, repeat), units in the column names.
+        The frame is long: one row per (point, rank, repeat), units in the column names.
         """
         check_writable(figures_directory() / self.study.name)
         if self.parameters.run is not None:
@@ -236,6 +237,7 @@ class Lab:
             "coverage": coverage["status"].value_counts().to_dict(),
             "duration_s": float(coverage["elapsed_s"].sum()),
             "not_measured": cards.not_measured(self.run),
+            "pulse": pulse_record(self.run),
             "figures": self._figures,
             "answers": [
                 {"question": asdict(question)} | self.findings()[question.id].record()

@@ -43,7 +43,7 @@ class Study(ABC):
     """The field of the config that names what is compared, where a reader can plug in an alternative; None: nowhere."""
 
     @staticmethod
-    def plug_in(name: str, alternative: Any) -> None:
+    def plug_in(name: str, alternative: Any, /) -> None:
         """Make a reader's own alternative known in this process, under a name that is not taken: ValueError otherwise.
 
         Called in the notebook and in every rank. Assign `staticmethod(function)`, from the worker's module.

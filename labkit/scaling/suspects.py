@@ -102,7 +102,7 @@ def _counted_otherwise(case: _Case, has_throughput: bool) -> Iterator[Suspect]:
         if request.gpus > 1:
             yield case.times("tokens per second of one GPU, not of all", f"multiply by {request.gpus}", request.gpus)
         return
-    yield case.times("MFU over the peak with sparsity", f"divide by the dense {peak:g} TFLOP/s", 2.0)
+    yield case.times("MFU over the peak with sparsity", f"divide by {peak:g} TFLOP/s", 2.0)
     smaller = [found for name in _SMALLER if (found := _smaller_model(case, name)) is not None]
     if smaller:
         yield min(smaller, key=lambda one: one.mfu)
@@ -115,9 +115,9 @@ def _smaller_model(case: _Case, name: str) -> Suspect | None:
         return None
     kept = {"micro_batch": case.expected.layout.micro_batch, "recompute": case.expected.layout.recompute}
     built = replace(request, model=model, fixed=dict(request.fixed) | kept)
-    told = f"a smaller model was built: {name}, say"
+    told = f"a smaller model is built: {name}, say"
     try:
-        return case.of(told, "add --tokens-per-second: both tell the size", built, None, is_graded=True)
+        return case.of(told, "add --tokens-per-second", built, None, is_graded=True)
     except ValueError:
         return None
 
@@ -163,13 +163,13 @@ def _outside(case: _Case) -> Iterator[Suspect]:
     """What no formula here predicts, at the worst that was published; and what the formulas themselves are off by."""
     yield Suspect(
         "data that arrives late, work between steps",
-        "repeat one batch that stays on the GPU",
+        "repeat one batch",
         *(0.0, 0.0, case.expected.mfu),
         is_graded=True,
     )
     if "micro_batch" not in case.request.fixed or case.expected.is_unstable:
         name = f"memory nearly full (published: up to {SLOWEST_WHEN_FULL:g} times slow)"
-        yield case.times(name, "num_alloc_retries of torch.cuda.memory_stats", SLOWEST_WHEN_FULL, is_graded=True)
+        yield case.times(name, "torch.cuda.memory_stats()", SLOWEST_WHEN_FULL, is_graded=True)
     slowest = case.expected.interval_90[1] / case.expected.step_s
     yield case.times("this prediction is too fast", "add --framework or --calibrate", slowest, is_graded=True)
 

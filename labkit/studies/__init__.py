@@ -22,6 +22,7 @@ LABS = (
     "gradient_buckets",
     "sync_batchnorm",
     "cifar100",
+    "scaling",
     "this_machine",
 )
 

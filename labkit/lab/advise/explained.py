@@ -1,9 +1,10 @@
 """Why a training does not reach what is published, in words."""
 
+import math
 from collections.abc import Iterator, Sequence
 
 from labkit.lab.advise import words
-from labkit.lab.advise.report import PREDICTED, YOURS, Report, Section, about, nearest, notes
+from labkit.lab.advise.report import PREDICTED, YOURS, Report, Section, Step, about, nearest, notes, parts_of
 from labkit.lab.advise.request import Asked
 from labkit.lab.units import join_words
 from labkit.scaling.advice import sums_s
@@ -19,15 +20,21 @@ TOLD = 1e-3
 
 def report(asked: Asked, found: Explanation, rows: Sequence[PublishedRow]) -> Report:
     """Verdict first; then what could explain the gap, what is published, conventions, where the time should go."""
-    sums = [(words.PARTS[name], value) for name, value in sums_s(found.expected).items() if value > 0]
     return Report(
         verdict=_verdict(found),
         headline=_headline(found),
         about=f"{about(asked.request)}; {words.arrangement(found.expected.layout)}",
         sections=list(_sections(found, rows)),
         notes=[*_advice(found), *notes(asked, rows, ())],
-        parts_s=sums,
     )
+
+
+def _steps(found: Explanation) -> Iterator[Step]:
+    """The predicted step, and the measured one with what is unexplained of it."""
+    parts = parts_of(found.expected)
+    yield Step("predicted", parts, found.expected.interval_90)
+    if (gap := found.step_s - found.expected.step_s) > 0:
+        yield Step(YOURS, [*parts, ("unexplained", gap)], (math.nan, math.nan))
 
 
 def _verdict(found: Explanation) -> str:
@@ -122,6 +129,7 @@ def _sections(found: Explanation, rows: Sequence[PublishedRow]) -> Iterator[Sect
             if value >= TOLD * step_s
         ],
         SHOWN,
+        steps=list(_steps(found)),
     )
 
 
@@ -134,7 +142,7 @@ def _row(found: Explanation, suspect: Suspect) -> tuple[str, ...]:
     if found.is_excluded(suspect):
         share = "no: slower still"
     elif found.could_be_all(suspect):
-        share = "all"
+        share = "up to all"
     else:
-        share = f"{words.percent(found.share(suspect))} at most"
-    return suspect.name, left, share, words.PARTS[suspect.part] if suspect.part else "", suspect.check
+        share = f"up to {words.percent(found.share(suspect))}"
+    return suspect.name, left, share, words.TERMS[suspect.part] if suspect.part else "", suspect.check

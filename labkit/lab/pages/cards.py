@@ -20,6 +20,7 @@ from labkit.lab.figures import Plot
 from labkit.lab.figures.vector import drawing
 from labkit.lab.findings import Finding, Question
 from labkit.lab.pages.html import piece, piece_style
+from labkit.lab.pages.steadiness import steadiness_notes, steadiness_row
 from labkit.lab.project import relative_to_project
 from labkit.lab.runs.progress import Progress
 from labkit.lab.runs.records import Resumption
@@ -112,9 +113,7 @@ def _notes(run: Run) -> list[str]:
     """What else the machine did while it measured, where that may show in the numbers."""
     load, cores = run.header.load, run.header.machine.cores
     notes = [f"At the start: {text[:1].lower()}{text[1:]}" for text in disturbances(load, cores)] if load else []
-    if run.disturbed:
-        notes.append(f"During {counted(len(run.disturbed), 'point')} another labkit measurement ran on this machine.")
-    return notes
+    return notes + steadiness_notes(run)
 
 
 def coverage_line(run: Run) -> str:
@@ -245,6 +244,7 @@ def provenance_rows(study: Study, run: Run) -> dict[str, str]:
         "Ranks": _ranks(run),
         "Predicted from": _calibration(run.header.calibration),
         **({"Load": _load(run.header.load, run.header.machine.cores)} if run.header.load else {}),
+        **({"Steadiness": row} if (row := steadiness_row(run)) else {}),
     }
     if run.header.ranks_by_host is not None:
         rows["Hosts"] = describe_hosts(run.header.ranks_by_host)
