@@ -21,12 +21,11 @@ from labkit.bench.statistics import compare, slowest_rank
 from labkit.costs.transformer import TransformerShape
 from labkit.nn.transformer import Transformer, language_model_loss
 from labkit.nn.vision import ResNet50
-from labkit.parallel.data_parallel.implementations import DEFAULT_LAYOUT, IMPLEMENTATIONS, TORCH, wrap
+from labkit.parallel.data_parallel.implementations import DEFAULT_LAYOUT, OWN_NAMES, wrap
 from labkit.parallel.launch import Row, launch
 
 DEFAULT = "default"
 BUCKETS = f"{DEFAULT},1,5,10,25,100"  # sizes of every bucket in MiB, the first one's too
-OWN_NAMES = tuple(name for name in IMPLEMENTATIONS if name != TORCH)
 ABOUT_100_MB = TransformerShape(d_model=384, d_ff=1536, n_layers=8, n_heads=6, vocabulary=8_000)
 
 

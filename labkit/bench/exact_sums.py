@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from labkit.bench.gate import worst_of_ranks
+from labkit.bench.gate import first_of_ranks, worst_of_ranks
 
 PERIOD = 1021  # prime, so that chunks cut from round sizes do not begin at the same place in it
 ROWS_AT_ONCE = 64  # periods compared at a time, so that their float64 copies stay in cache
@@ -50,32 +50,31 @@ def first_wrong(reduce: Callable[[Tensor], object], tensor: Tensor) -> str | Non
 
     All ranks get the same; otherwise as `sum_error`.
     """
-    ranks = dist.get_world_size()
-    for members in turns(ranks, tensor.dtype):
+    for members in turns(dist.get_world_size(), tensor.dtype):
         fill_part(tensor, dist.get_rank(), members)
         reduce(tensor)
-        found = _first_deviation(tensor, members)
-        own = torch.tensor(found, dtype=torch.float64, device="cuda" if dist.get_backend() == "nccl" else "cpu")
-        everybody = [torch.empty_like(own) for _ in range(ranks)]
-        dist.all_gather(everybody, own)
-        for rank, (element, expected, got) in enumerate(of_rank.tolist() for of_rank in everybody):
-            if element >= 0:
-                where = f"rank {rank}, element {element:.0f}"
-                return (
-                    f"wrong: {where}: expected {expected:g}, got {got:g} in a sum of whole numbers, which none rounds"
-                )
+        if found := first_of_ranks(first_deviation(tensor, members)):
+            rank, (element, expected, got) = found
+            where = f"rank {rank}, element {element:.0f}"
+            return f"wrong: {where}: expected {expected:g}, got {got:g} in a sum of whole numbers, which none rounds"
     return None
 
 
-def _first_deviation(tensor: Tensor, members: range) -> tuple[int, float, float]:
-    """The first element that is not the sum of what `members` add, that sum, and what is there; (-1, 0, 0): none."""
-    period = _part(torch.tensor(members)[:, None], _modulus(tensor.dtype)).sum(0)
+def first_deviation(
+    tensor: Tensor, members: range, *, starts: Iterable[int] = (0,), within: float = 0.0
+) -> tuple[int, float, float]:
+    """The first element that is further than `within` from the sum of what `members` add, that sum, and what is there.
+
+    (-1, 0, 0) if there is none. Several `starts`: the sum over them, too.
+    """
+    modulus, ranks = _modulus(tensor.dtype), torch.tensor(members)[:, None]
+    period = torch.stack([_part(ranks, modulus, start).sum(0) for start in starts]).sum(0)
     at_once = ROWS_AT_ONCE * PERIOD
     exact = period.repeat(ROWS_AT_ONCE).to(tensor.device)
     for start, got in zip(range(0, tensor.numel(), at_once), tensor.view(-1).split(at_once), strict=True):
-        wrong = (got.double() != exact[: len(got)]).nonzero()
-        if len(wrong):
-            first = int(wrong[0])
+        is_right = (got.double() - exact[: len(got)]).abs() <= within  # NaN is not
+        if not is_right.all():
+            first = int((~is_right).nonzero()[0])
             return start + first, float(exact[first]), float(got[first])
     return -1, 0.0, 0.0
 

@@ -1,7 +1,7 @@
 """What comes before a time: whether an error is one that rounding explains, and the ranks' agreement on it."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -29,3 +29,14 @@ def worst_of_ranks(error: float) -> float:
     largest = torch.tensor(finite_or_inf, dtype=torch.float64, device="cuda" if dist.get_backend() == "nccl" else "cpu")
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     return float(largest)
+
+
+def first_of_ranks(found: Sequence[float]) -> tuple[int, list[float]] | None:
+    """What the first rank found whose first number is not negative, and which rank; None if none did. A collective.
+
+    All ranks give as many numbers, and all get the same: NaN and infinities stay what they are.
+    """
+    own = torch.tensor(found, dtype=torch.float64, device="cuda" if dist.get_backend() == "nccl" else "cpu")
+    everybody = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(everybody, own)
+    return next(((rank, of_rank.tolist()) for rank, of_rank in enumerate(everybody) if of_rank[0] >= 0), None)

@@ -20,6 +20,8 @@ def with_alternatives(study: Study, config: LabConfig, alternatives: Mapping[str
     if study.plugs_into is None:
         raise ParameterError(f"{study.name}: has no place for alternatives of your own, got {', '.join(alternatives)}")
     for name, alternative in alternatives.items():
+        if not isinstance(name, str) or not name.isidentifier():
+            raise ParameterError(f"{study.name}: expected names of letters, digits and _, got {name!r:.80}")
         if not callable(alternative):
             raise ParameterError(f"{study.name}: alternative {name!r}: expected a function, got {alternative!r:.80}")
         try:

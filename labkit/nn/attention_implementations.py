@@ -6,9 +6,8 @@ Every one answers to `attention.py`: the same arguments `(q, k, v, causal)`, the
 import functools
 import shutil
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -152,15 +151,25 @@ def _sdpa_rows() -> list[Implementation]:
     return [Implementation(name, text, fn, _why_no_sdpa(fn)) for name, (text, fn) in choices.items()]
 
 
-IMPLEMENTATIONS: Mapping[str, Implementation] = MappingProxyType(
-    {
-        row.name: row
-        for row in [
-            Implementation("explicit", "the whole matrix, eager PyTorch", explicit_attention, _always),
-            Implementation("compiled", "the whole matrix, torch.compile", _compiled, _why_no_compiled),
-            Implementation("tiled", "FlashAttention-2 in plain PyTorch", _tiled, _always),
-            Implementation("flash", "FlashAttention-2 in Triton", _flash, _why_no_flash),
-            *_sdpa_rows(),
-        ]
-    }
-)
+IMPLEMENTATIONS: dict[str, Implementation] = {
+    row.name: row
+    for row in [
+        Implementation("explicit", "the whole matrix, eager PyTorch", explicit_attention, _always),
+        Implementation("compiled", "the whole matrix, torch.compile", _compiled, _why_no_compiled),
+        Implementation("tiled", "FlashAttention-2 in plain PyTorch", _tiled, _always),
+        Implementation("flash", "FlashAttention-2 in Triton", _flash, _why_no_flash),
+        *_sdpa_rows(),
+    ]
+}
+"""What there is to choose from; a reader may add to it (`plug_in`)."""
+RESERVED = frozenset(IMPLEMENTATIONS)
+
+
+def plug_in(name: str, attend: Attention) -> None:
+    """Add a reader's attention: (q, k, v, causal) -> output, each (batch, sequence, head_dim), scale 1/sqrt(head_dim).
+
+    It has to be differentiable. ValueError for a name that is taken.
+    """
+    if name in RESERVED:
+        raise ValueError(f"expected a name other than {', '.join(sorted(RESERVED))}")
+    IMPLEMENTATIONS[name] = Implementation(name, "a reader's own", attend, _always)

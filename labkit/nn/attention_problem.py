@@ -27,6 +27,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from labkit.nn.attention import Attention, softmax_scale
 
 CHECKED = 256
+TENSORS = ("output", "gradient of q", "gradient of k", "gradient of v")
 FACTOR = 4.0
 # Of a row: the worst of thousands is further out than all together are. A row that is missing is off by 0.3 and more.
 ROW_FACTOR, ROW_UNITS = 8.0, 8.0
@@ -43,6 +44,8 @@ class Checked:
     row_error: float
     """Of the worst single row, relative to its size; infinite, like `error`, where there is no number."""
     row_limit: float
+    where: str = ""
+    """The worst row, and its worst element: "output, sequence 0, row 5, element 3: expected 0.12, got 0.34"."""
 
     @property
     def is_right(self) -> bool:
@@ -132,9 +135,11 @@ def check(problem: AttentionProblem, found: list[Tensor]) -> Checked:
     sums = torch.zeros(3, len(found), dtype=torch.float64)  # squares of: error, math SDPA's error, truth
     worst_rows = torch.zeros(2)  # error, math SDPA's error
     flat = [x.detach().reshape(-1, *x.shape[-2:]) for x in (*problem.inputs, problem.grad_output, *found)]
-    if not _others_are_right(problem, flat[4:], rows):
-        return Checked(math.inf, 0.0, math.inf, 0.0)
-    for q, k, v, grad, *ours in zip(*flat, strict=True):
+    if unlike := [str(tuple(x.shape)) for x in found if x.shape != problem.q.shape]:
+        return Checked(math.inf, 0.0, math.inf, 0.0, f"expected the shape {tuple(problem.q.shape)}, got {unlike[0]}")
+    if where := _wrong_in_others(problem, flat[4:], rows):
+        return Checked(math.inf, 0.0, math.inf, 0.0, where)
+    for sequence, (q, k, v, grad, *ours) in enumerate(zip(*flat, strict=True)):
         inputs = [q[rows], k, v, grad[rows]]
         exact_inputs = [x.double() for x in inputs]
         truth = _oracle(exact_inputs, rows, problem.causal)
@@ -146,6 +151,9 @@ def check(problem: AttentionProblem, found: list[Tensor]) -> Checked:
             errors = [x.double() - exact for x in (mine, math_sdpa[index])]
             sums[:, index] += torch.tensor([float(x.square().sum()) for x in (*errors, exact)], dtype=torch.float64)
             of_rows = torch.stack([(error.norm(dim=-1) / size).max() for error in errors])
+            if of_rows[0] > worst_rows[0]:
+                row = int((errors[0].norm(dim=-1) / size).argmax())
+                where = _place(index, sequence, int(rows[row]) if index < 2 else row, mine[row], exact[row])
             worst_rows = torch.maximum(worst_rows, of_rows.float().cpu())
     error, yardstick = (float((sums[i] / sums[2]).sqrt().max()) for i in (0, 1))
     unit = torch.finfo(problem.q.dtype).eps
@@ -155,23 +163,40 @@ def check(problem: AttentionProblem, found: list[Tensor]) -> Checked:
         limit=FACTOR * yardstick + unit,
         row_error=row_error,
         row_limit=ROW_FACTOR * row_yardstick + ROW_UNITS * unit,
+        where=where,
     )
 
 
-def _others_are_right(problem: AttentionProblem, ours: list[Tensor], rows: Tensor) -> bool:
-    """Whether all numbers are finite, and queries beside `rows` have no gradient and about the output they should."""
-    if not all(bool(x.isfinite().all()) for x in ours):
-        return False
+def _place(index: int, sequence: int, row: int, mine: Tensor, exact: Tensor) -> str:
+    """Where the element of a row is that is furthest off, what was expected there, and what is."""
+    element = int((mine.double() - exact.double()).abs().argmax())
+    expected, got = float(exact[element]), float(mine[element])
+    return (
+        f"{TENSORS[index]}, sequence {sequence}, row {row}, element {element}: expected {expected:.4g}, got {got:.4g}"
+    )
+
+
+def _wrong_in_others(problem: AttentionProblem, ours: list[Tensor], rows: Tensor) -> str:
+    """Where there is no finite number, or queries beside `rows` have a gradient or not about the output they should."""
+    for name, tensor in zip(TENSORS, ours, strict=False):
+        if len(places := (~tensor.isfinite()).nonzero()):
+            sequence, row, element = places[0].tolist()
+            got = float(tensor[sequence, row, element])
+            return f"{name}, sequence {sequence}, row {row}, element {element}: expected a finite number, got {got:g}"
     others = torch.ones(problem.shape[-2], dtype=torch.bool, device=rows.device)
     others[rows] = False
     if not others.any():
-        return True
+        return ""
     if len(ours) > 1 and bool((ours[1][:, others] != 0).any()):
-        return False
+        return f"{TENSORS[1]}: expected zeros for queries whose output has a gradient of zero"
     expected, sizes = problem.rough_output
     limit = ROUGH * max(torch.finfo(problem.q.dtype).eps, torch.finfo(torch.float32).eps)
     off = (ours[0].float() - expected).norm(dim=-1)
-    return bool((off <= limit * sizes)[:, others].all())
+    places = (~(off <= limit * sizes) & others).nonzero()
+    if not len(places):
+        return ""
+    sequence, row = places[0].tolist()
+    return _place(0, sequence, row, ours[0][sequence, row], expected[sequence, row])
 
 
 def _probabilities(q: Tensor, k: Tensor, rows: Tensor, causal: bool) -> Tensor:

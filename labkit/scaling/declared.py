@@ -9,7 +9,7 @@ writes what it found into `fitted.json`.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-BY_ARCHITECTURE = frozenset({"gemm_efficiency", "attention_efficiency", "link_efficiency"})
+BY_ARCHITECTURE = frozenset({"gemm_efficiency", "attention_efficiency", "link_efficiency", "memory_efficiency"})
 
 PARENTS: Mapping[str, str] = {"vtrain_node": "vtrain", "megatron": "vtrain", "maxtext": "nemo"}
 """Frameworks that share code: where a framework has no constant of its own, its parent's holds.
@@ -44,6 +44,7 @@ _COMPUTE = (
     Constant("gemm_efficiency", "ampere", 0.85, "share of the peak that long products reach", 0.05),
     Constant("gemm_efficiency", "hopper", 0.80, "share of the peak that long products reach", 0.05),
     Constant("gemm_efficiency", "default", 0.75, "a little below both that are fitted"),
+    Constant("gemm_efficiency", "measured", 1.0, "of a calibrated machine the rate itself is known"),
     Constant("gemm_k", "all", 130.0, "products of K = 130 reach half of it: published cuBLAS sweeps on A100"),
     Constant("gemm_wave", "all", 0.5, "waves of tiles lost in filling and draining a product's grid", 0.5),
     Constant("fp8_efficiency", "all", 0.9, "of the fp8 peak, over bf16's share of its own", 0.1),
@@ -63,6 +64,7 @@ _COMPUTE = (
     Constant("score_traffic", "default", 1.0, "over 11 bytes forward and 17 backward a score", 0.4),
     Constant("score_traffic", "vtrain_node", 0.8, "the same, in profiled kernels", 0.3),
     Constant("memory_efficiency", "all", 0.85, "share of HBM's bandwidth that streaming kernels reach"),
+    Constant("memory_efficiency", "measured", 1.0, "of a calibrated machine the bandwidth itself is known"),
     Constant("elementwise_traffic", "default", 1.0, "over the counted reads and writes of unfused operators"),
     Constant("elementwise_traffic", "nanotron", 1.0, "the same", 0.4),
     Constant("elementwise_traffic", "torchtitan", 1.5, "the same; compiled, half of it", 0.4),
@@ -100,6 +102,7 @@ _LAUNCH = (
 _COMMUNICATION = (
     Constant("link_efficiency", "ampere", 0.71, "213 of 300 GB/s: nccl_all_reduce_in_a_node.csv"),
     Constant("link_efficiency", "default", 0.75, "NCCL on NVLink 4: some 340 of 450 GB/s"),
+    Constant("link_efficiency", "measured", 1.0, "of a calibrated machine the rate itself is known"),
     Constant("nccl_call_s", "all", 35e-6, "nccl_all_reduce_in_a_node.csv"),
     Constant("nccl_rank_share", "all", 0.11, "nccl_all_reduce_in_a_node.csv"),
     Constant("network_efficiency", "default", 0.8, "share of the node's links that a ring reaches", 0.1),

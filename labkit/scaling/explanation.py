@@ -1,22 +1,16 @@
-"""Why a training is slower than expected: conventions, the prediction, and which single fault would explain it."""
+"""Why a training is slower than expected: conventions, the prediction, and what each suspect could explain at most."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
-from labkit.scaling.advice import Request, sums_s
-from labkit.scaling.constants import Profile
+from labkit.scaling.advice import Request
 from labkit.scaling.layout import Layout
 from labkit.scaling.model import layer_parameters, parameters, step_flops
 from labkit.scaling.search import Candidate
+from labkit.scaling.suspects import Suspect, suspects_of
 
 SAME = 0.1
 """Reported and computed MFU within this share are the same number."""
-TENSOR_CORES = 16.0
-"""bf16 tensor cores over float32 units: 312 / 19.5 on A100, 989 / 67 on H100."""
-PCIE_GB_S = 25.0
-EXPLAINED = 0.15
-"""A fault explains a step that it predicts to this share."""
 
 
 @dataclass(frozen=True)
@@ -28,33 +22,35 @@ class Convention:
 
 
 @dataclass(frozen=True)
-class Suspect:
-    """A fault, the step it would cause, and the lab that measures it."""
-
-    name: str
-    lab: str
-    candidate: Candidate
-
-
-@dataclass(frozen=True)
 class Explanation:
-    """`step_s` is what was measured; `reported_mfu` what the reader printed, if that was given."""
+    """`step_s` is what was measured, `mfu` the same by labkit's convention; `reported_mfu` what the reader printed.
+
+    `unnamed` are options that the reader left out, of which the prediction took the usual or the best.
+    """
 
     request: Request
     expected: Candidate
     step_s: float
+    mfu: float
     conventions: Sequence[Convention]
     reported_mfu: float | None
     parameters_implied: float | None
     """Of a model for which throughput and reported MFU agree; None unless both are given and no convention fits."""
     suspects: Sequence[Suspect]
-    """The nearest to what was measured first."""
+    """Those that could explain everything first, the quickest to check before others; then by what they explain."""
+    unnamed: Collection[str] = ()
 
     @property
     def is_expected(self) -> bool:
         """Whether the measured step lies in the 90 % interval."""
         low, high = self.expected.interval_90
         return low <= self.step_s <= high
+
+    @property
+    def interval_mfu(self) -> tuple[float, float]:
+        """The 90 % interval of the predicted MFU."""
+        low_s, high_s = self.expected.interval_90
+        return tuple(self.expected.mfu * self.expected.step_s / one for one in (high_s, low_s))  # type: ignore[return-value]
 
     @property
     def convention(self) -> Convention | None:
@@ -64,20 +60,25 @@ class Explanation:
         near = min(self.conventions, key=lambda one: abs(one.mfu / (self.reported_mfu or 1.0) - 1))
         return near if abs(near.mfu / self.reported_mfu - 1) <= SAME else None
 
-    @property
-    def culprit(self) -> Suspect | None:
-        """The fault that explains the step by itself; None if none does."""
-        nearest = self.suspects[0] if self.suspects else None
-        return nearest if nearest and abs(nearest.candidate.step_s / self.step_s - 1) <= EXPLAINED else None
+    def share(self, suspect: Suspect) -> float:
+        """Of the seconds that a unit of work takes too long, what this suspect gives at its worst: 0 to 1."""
+        return _share(suspect, self.expected.mfu, self.mfu)
 
-    @property
-    def grown(self) -> str:
-        """The sum of `advice.SUMS` that grows most under the nearest fault."""
-        own, usual = sums_s(self.suspects[0].candidate), sums_s(self.expected)
-        return max(own, key=lambda name: own[name] - usual[name])
+    def could_be_all(self, suspect: Suspect) -> bool:
+        return _place(suspect, self.expected.mfu, self.mfu) == 0
+
+    def is_excluded(self, suspect: Suspect) -> bool:
+        """Whether it would make the step slower than it is."""
+        return not suspect.is_graded and self.mfu > suspect.high
 
 
-def explain(request: Request, *, tokens_per_s: float | None = None, mfu: float | None = None) -> Explanation:
+def explain(
+    request: Request,
+    *,
+    tokens_per_s: float | None = None,
+    mfu: float | None = None,
+    unnamed: Collection[str] = (),
+) -> Explanation:
     """Why this throughput, or this MFU by labkit's convention. ValueError for neither, or an impossible layout."""
     if not any(value is not None and 0 < value < float("inf") for value in (tokens_per_s, mfu)):
         raise ValueError("expected the tokens per second or the MFU that was measured, above zero")
@@ -86,15 +87,34 @@ def explain(request: Request, *, tokens_per_s: float | None = None, mfu: float |
     step_s = request.tokens / tokens_per_s if tokens_per_s else expected.step_s * expected.mfu / (mfu or 1.0)
     own = expected.mfu * expected.step_s / step_s
     conventions = list(_conventions(request, expected.layout, own))
-    suspects = sorted(_suspects(request, expected), key=lambda one: _apart(one.candidate.step_s, step_s))
-    found = Explanation(request, expected, step_s, conventions, mfu, None, suspects)
+    found = Explanation(request, expected, step_s, own, conventions, mfu, None, (), unnamed)
+    if own < expected.mfu:
+        suspects = suspects_of(request, ranking, expected, unnamed, has_throughput=tokens_per_s is not None)
+        found = replace(found, suspects=_ranked(list(suspects), expected.mfu, own))
     if mfu and tokens_per_s and found.convention is None:
         found = replace(found, parameters_implied=parameters(request.model) * mfu / own)
     return found
 
 
-def _apart(first: float, second: float) -> float:
-    return max(first / second, second / first)
+def _ranked(suspects: Sequence[Suspect], usual: float, own: float) -> list[Suspect]:
+    def key(suspect: Suspect) -> tuple[int, float]:
+        place = _place(suspect, usual, own)
+        return place, -_share(suspect, usual, own) if place else 0.0
+
+    return sorted(suspects, key=key)
+
+
+def _place(suspect: Suspect, usual: float, own: float) -> int:
+    """0: could be all of it; 1: a part; 2: would make it slower still."""
+    if suspect.is_graded:
+        return 0 if suspect.mfu <= own else 1
+    return 2 if own > suspect.high else 0 if own >= suspect.low else 1
+
+
+def _share(suspect: Suspect, usual: float, own: float) -> float:
+    if suspect.mfu <= own:
+        return 1.0
+    return max((1 / suspect.mfu - 1 / usual) / (1 / own - 1 / usual), 0.0)
 
 
 def _conventions(request: Request, layout: Layout, own: float) -> Iterator[Convention]:
@@ -107,55 +127,3 @@ def _conventions(request: Request, layout: Layout, own: float) -> Iterator[Conve
         again = 2 * model.layers * (layer_parameters(model) + 2 * model.hidden * seq_len)
         yield Convention("recomputation counted (hardware FLOPs)", own * (whole + again) / whole)
     yield Convention("over the peak with sparsity, twice the dense one", own / 2)
-
-
-def _suspects(request: Request, expected: Candidate) -> Iterator[Suspect]:
-    """Steps under one fault each; only those that make a difference."""
-    for name, lab, fault in _faults(request, expected.layout):
-        changed, layout = fault(request)
-        faulty = replace(changed, fixed=_all_fixed(layout))
-        candidate = faulty.ranking().candidate(0)
-        if candidate.step_s > 1.05 * expected.step_s:
-            yield Suspect(name, lab, candidate)
-
-
-def _all_fixed(layout: Layout) -> dict[str, object]:
-    names = ("tp", "pp", "cp", "dp", "vp", "shard", "micro_batch", "recompute", "options")
-    return {name: getattr(layout, name) for name in names}
-
-
-_Fault = Callable[[Request], tuple[Request, Layout]]
-
-
-def _faults(request: Request, layout: Layout) -> Iterator[tuple[str, str, _Fault]]:
-    hardware = request.hardware
-
-    def on(**changes: Any) -> _Fault:
-        return lambda one: (replace(one, hardware=replace(hardware, **changes)), layout)
-
-    def constant(**factors: float) -> _Fault:
-        return lambda one: (_with_constants(one, factors), layout)
-
-    if hardware.architecture not in ("volta", "cdna2"):
-        yield "products in TF32 instead of 16 bits", "precision", on(peak_tflops=hardware.peak_tflops / 2)
-    yield "products in float32, no tensor cores", "precision", on(peak_tflops=hardware.peak_tflops / TENSOR_CORES)
-    yield "half the clock: heat or a power cap", "end_to_end", on(clock_share=hardware.clock_share / 2)
-    yield "attention that writes its scores to memory", "flash_attention", constant(unfused_attention=0.0)
-    yield "five times the CPU time per layer", "kernels", constant(launch_s=5.0)
-    if request.gpus > 1 and hardware.link_gb_s > PCIE_GB_S:
-        yield "no NVLink: GPUs that talk over PCIe", "all_reduce", on(link_gb_s=PCIE_GB_S)
-    if request.gpus > hardware.gpus_per_node:
-        yield "a tenth of the network: sockets, one link", "all_reduce", on(network_gbps=hardware.network_gbps / 10)
-    if layout.recompute != "full":
-        yield "every layer recomputed", "memory", lambda one: (one, replace(layout, recompute="full"))
-    if layout.micro_batch > 1:
-        yield "a micro-batch of 1", "memory", lambda one: (one, replace(layout, micro_batch=1))
-
-
-def _with_constants(request: Request, factors: dict[str, float]) -> Request:
-    """The request with a framework that differs in these constants; a factor of 0 sets a switch."""
-    name, constants = "with a fault", request.constants
-    rows = constants.rows(request.ranking().runs.take([0]))
-    values = {quantity: factor * float(rows[quantity][0]) or 1.0 for quantity, factor in factors.items()}
-    known = constants.with_profile(Profile(name, request.framework, values))
-    return replace(request, constants=known, framework=name)

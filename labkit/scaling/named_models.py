@@ -5,6 +5,7 @@ and 32B, Mistral NeMo) are left out: no formula here knows such a width.
 """
 
 import difflib
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -80,10 +81,15 @@ NAMED: Mapping[str, Model] = (
 )
 
 
+def is_bare_size(name: str) -> bool:
+    """Whether a name is nothing but a number of parameters, as people say it: "7B"."""
+    return name.strip().lower() not in NAMED and re.fullmatch(r"\d{1,4}(\.\d)?[bm]", name.strip().lower()) is not None
+
+
 def find_model(name: str) -> Model:
     """A model by its name, as its maker or Hugging Face writes it: `Llama 3 8B`, `meta-llama/Llama-3.1-8B`, `mini`.
 
-    ValueError, with the nearest names, for one that is not listed.
+    Of a bare size, `7B`, the first that is listed. ValueError, with the nearest names, for one that is not listed.
     """
     words = name.strip().rpartition("/")[2].lower().replace("_", "-").replace(" ", "-")
     for longer, short in sorted(_SHORTER.items(), key=lambda pair: -len(pair[0])):
@@ -94,6 +100,9 @@ def find_model(name: str) -> Model:
     for end in ("", "-hf", "-base", "-instruct"):
         if words.removesuffix(end) in by_name:
             return by_name[words.removesuffix(end)]
+    sized = (model for known, model in by_name.items() if known.endswith(f"-{words}"))
+    if is_bare_size(words) and (model := next(sized, None)) is not None:
+        return model
     near = difflib.get_close_matches(words, by_name, n=3, cutoff=0.5)
     hint = f"; did you mean {', '.join(near)}?" if near else f"; there are {', '.join(NAMED)}, or a config.json"
     raise ValueError(f"unknown model {name[:60]!r}{hint}")

@@ -23,6 +23,7 @@ LABS = (
     "sharding",
     "sync_batchnorm",
     "cifar100",
+    "scaling",
     "this_machine",
 )
 

@@ -5,7 +5,7 @@ import ast
 import nbformat
 import pytest
 
-from labkit.lab.advise.notebook import Plan
+from labkit.lab.advise.notebook import Plan, ask
 from labkit.lab.figures import Plot
 from labkit.lab.project import notebook_path
 
@@ -31,13 +31,29 @@ def _shown(changes):
 
 @pytest.mark.parametrize("changes", TRIED, ids=str)
 def test_the_reader_sees_an_answer_a_ranking_and_where_the_time_goes(changes):
-    plan, ranking, layouts, by_gpus, names = _shown(changes)
+    plan, ranking, layouts, questions, steps, by_gpus, names = _shown(changes)
     assert isinstance(plan, Plan)
     assert repr(plan).startswith(("Yes", "Only just"))
     assert (ranking["low_s"] <= ranking["step_s"]).all()
     assert ranking["layout"].is_unique
-    assert isinstance(layouts, Plot)
+    for plot, shown in ((layouts, ranking), (steps, questions)):
+        assert isinstance(plot, Plot)
+        parts = plot.data[plot.data["part"] != "step"].groupby("layout", sort=False)["seconds"].sum()
+        whole = shown["step_s"].to_numpy()[: len(parts)]
+        assert ((parts > 0.96 * whole) & (parts < 1.001 * whole)).all()
+    assert questions.index[0] == "as asked"
+    assert questions["tokens_per_s"].iloc[2] < questions["tokens_per_s"].iloc[0]
     assert isinstance(by_gpus, Plot)
-    for plot, axis in ((layouts, "layout"), (by_gpus, "gpus")):
-        assert plot.data.groupby(axis)["percent"].sum().between(96, 100.1).all()
+    assert by_gpus.data.groupby("gpus")["percent"].sum().between(96, 100.1).all()
     assert names == sorted(names)
+
+
+def test_a_changed_question_keeps_the_rest_and_refuses_what_is_no_option():
+    plan = ask({"model": "llama-3-8b", "gpu": "h100", "gpus": 16, "tokens_per_step": "1M", "else": 3})
+    changed = plan.but(gpus=32)
+    assert (changed.asked.request.gpus, changed.asked.request.model) == (32, plan.asked.request.model)
+    assert plan.but(tokens_per_step=None).asked.unnamed == {"sequence", "tokens_per_step"}
+    with pytest.raises(ValueError, match="expected options among"):
+        plan.but(networks=3)
+    with pytest.raises(ValueError, match="whole number"):
+        plan.but(gpus=2.5)

@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 from IPython.core.formatters import DisplayFormatter
 
-from labkit.lab.figures import areas, bars, lines, timeline
+from labkit.lab.figures import areas, bars, lines, timeline, waterfall
 from labkit.lab.figures.vector import drawing
 
 FRAME = pd.DataFrame(
@@ -231,13 +231,15 @@ def test_many_panels_of_lines_take_several_rows():
         assert sum(axis.get_ylabel() != "" for axis in figure.axes) == rows
 
 
-def test_bars_that_would_hide_one_another_or_be_left_out_are_refused():
+def test_bars_that_would_hide_one_another_are_refused_and_those_without_a_place_come_last():
     both = pd.concat([STEPS.assign(precision="float32"), STEPS.assign(precision="bfloat16")])
     with pytest.raises(ValueError, match=r"one row a bar, got several for .*nano"):
         bars(both, x="model", y="seconds", hue="phase")
     assert len(bars(both, x="model", y="seconds", hue="phase", facet="precision").figure.axes) == 2
-    with pytest.raises(ValueError, match="expected values of phase among"):
-        bars(STEPS, x="model", y="seconds", hue="phase", hue_order=["forward"])
+    figure = bars(STEPS, x="model", y="seconds", hue="phase", hue_order=["forward"]).figure
+    names = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert names[0] == "forward"
+    assert set(names) == set(STEPS["phase"])
 
 
 def test_areas_are_steps_that_add_up():
@@ -254,12 +256,75 @@ def test_a_timeline_starts_at_its_first_box():
     assert [label.get_text() for label in plot.figure.axes[0].get_yticklabels()] == ["x", "y"]
 
 
+PARTS = pd.DataFrame(
+    {
+        "part": ["products", "attention", "waiting"] * 2,
+        "step_s": [3.0, 1.0, 0.5, 3.0, 1.0, 2.0],
+        "low": [2.5, 0.9, 0.4, None, None, None],
+        "high": [3.5, 1.1, 0.6, None, None, None],
+        "kind": ["compute", "compute", "communication"] * 2,
+        "gpus": [8] * 3 + [16384] * 3,
+    }
+)
+
+
+def _boxes(axis):
+    return [(box.get_x(), box.get_x() + box.get_width()) for box in axis.patches]
+
+
+def test_each_box_of_a_waterfall_begins_where_the_last_one_ended_and_the_last_is_the_whole():
+    plot = waterfall(PARTS, part="part", y="step_s", hue="kind", facet="gpus")
+    few, many = plot.figure.axes
+    assert _boxes(few) == [(0, 3), (3, 4), (4, 4.5), (0, 4.5)]
+    assert _boxes(many) == [(0, 3), (3, 4), (4, 6), (0, 6)]
+    assert few.get_xlim() == many.get_xlim()
+    assert few.get_title(loc="left") == "8 GPUs"
+    assert [mark.text for mark in plot.marks[:4]] == [
+        *("products · 3 s [2.5 s, 3.5 s]", "attention · 1 s [900 ms, 1.1 s]", "waiting · 500 ms [400 ms, 600 ms]"),
+        "total · 4.5 s",
+    ]
+    assert all(mark.right <= few.get_xlim()[1] for mark in plot.marks)
+
+
+def test_a_waterfall_takes_a_measured_whole_and_leaves_parts_empty_that_are_not_there():
+    whole = pd.DataFrame({"part": ["step"], "step_s": [5.0], "low": [4.0], "high": [9.0], "gpus": [8]})
+    frame = pd.concat([PARTS.drop(index=5), whole], ignore_index=True)
+    plot = waterfall(
+        frame,
+        part="part",
+        y="step_s",
+        total="step",
+        facet="gpus",
+        hue="kind",
+        hue_order=["compute", "communication"],
+        share=False,
+    )
+    few, many = plot.figure.axes
+    assert _boxes(few)[-1] == (0, 5)  # and the parts reach 4.5: something is missing
+    assert few.get_xlim()[1] > 9 > many.get_xlim()[1]  # room for the interval
+    assert _boxes(many) == [(0, 3), (3, 4), (0, 4)]
+
+
+@pytest.mark.parametrize(
+    ("frame", "options", "message"),
+    [
+        (PARTS.assign(step_s=-1.0), {"facet": "gpus"}, "zero or more"),
+        (PARTS, {}, "one row per box"),
+        (PARTS, {"facet": "gpus", "part_order": ["products"]}, "among"),
+    ],
+)
+def test_a_waterfall_refuses_what_it_cannot_draw(frame, options, message):
+    with pytest.raises(ValueError, match=message):
+        waterfall(frame, part="part", y="step_s", **options)
+
+
 @pytest.mark.parametrize(
     ("draw", "columns"),
     [
         (bars, {"x": "model", "y": "seconds", "hue": "phase"}),
         (areas, {"x": "seconds", "y": "low", "hue": "phase"}),
         (timeline, {"start": "low", "duration": "seconds", "lane": "phase", "hue": "model"}),
+        (waterfall, {"part": "phase", "y": "seconds", "facet": "model"}),
     ],
 )
 def test_every_figure_says_that_nothing_was_measured_and_draws_the_same_twice(draw, columns):
@@ -311,6 +376,7 @@ def test_another_quantity_in_the_place_of_the_reference_has_no_interval_of_the_f
         (bars, {"x": "model", "y": "seconds"}),
         (areas, {"x": "n_bytes", "y": "seconds"}),
         (timeline, {"start": "low", "duration": "seconds", "lane": "model"}),
+        (waterfall, {"part": "model", "y": "seconds"}),
     ],
 )
 def test_without_a_hue_all_is_of_one_color_and_needs_no_legend(draw, columns):

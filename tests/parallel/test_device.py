@@ -41,8 +41,14 @@ def test_ranks_of_a_job_take_the_gpus_of_their_machine_in_turn(monkeypatch, gpus
 @pytest.mark.parametrize(("rank", "count", "device"), [(3, 4, "cuda:3"), (3, 2, "cuda:1"), (1, 1, "cuda:0")])
 def test_ranks_started_here_share_what_there_is(monkeypatch, gpus, rank, count, device):
     monkeypatch.setattr(dist, "get_rank", lambda: rank)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
     gpus(count)
     assert use_device("cuda") == use_device("cuda", rank) == device
+
+
+def test_a_rank_alone_needs_no_process_group(gpus):
+    gpus(2)
+    assert use_device("cuda") == "cuda:0"
 
 
 def test_cifar100_plans_nccl_by_the_ranks_of_a_machine(monkeypatch):

@@ -1,15 +1,20 @@
 """What is measured at one point of the attention lab: gate first, reasons in rows, and the plan."""
 
+import re
 from dataclasses import replace
 
 import pytest
 import torch
 
+from labkit.lab import figures
+from labkit.lab.runs.measure import measure
 from labkit.machine import describe_machine
 from labkit.nn.attention import explicit_attention
 from labkit.nn.attention_implementations import IMPLEMENTATIONS, Implementation
+from labkit.studies.attention import tables
 from labkit.studies.attention.study import STUDY
 from labkit.studies.attention.worker import AttentionPoint, measure_point
+from labkit.studies.flash_attention.study import STUDY as FLASH_STUDY
 from labkit.studies.shared import attention_passes
 
 SMALL = AttentionPoint(
@@ -107,7 +112,7 @@ def test_one_that_raises_only_when_it_is_timed_leaves_the_others_their_times(mon
     _pretend(monkeypatch, "explicit", tires)
     rows = _rows(SMALL)
     gates = [row["gate"] for row in rows if row["implementation"] == "explicit" and "gate" in row]
-    assert gates[-1] == "failed: RuntimeError: tired"
+    assert re.fullmatch(r"failed: RuntimeError: tired, line \d+ of test_attention_worker.py", gates[-1])
     times = [row["seconds"] for row in rows if "seconds" in row and row["implementation"] == "tiled"]
     assert [len(of_phase) for of_phase in times] == [SMALL.repeats] * 2
 
@@ -125,3 +130,39 @@ def test_no_point_is_planned_twice_and_one_shows_what_does_not_fit(profile):
 def test_a_gpu_that_is_not_there_is_a_reason():
     machine = describe_machine().model_copy(update={"gpus": []})
     assert "needs a CUDA device" in STUDY.skip_reason(replace(SMALL, device="cuda"), machine)
+
+
+def _last_row_wrong(q, k, v, causal):
+    output = explicit_attention(q, k, v, causal)
+    return torch.cat([output[:, :-1], 2 * output[:, -1:]], dim=1)
+
+
+def _mistaken(q, k, v, causal):
+    return q.nothing_of_the_kind
+
+
+@pytest.mark.parametrize(
+    ("study", "sweep", "question"), [(STUDY, "tiling", "tiling"), (FLASH_STUDY, "lengths", "crossover")]
+)
+def test_a_readers_own_attention_is_gated_timed_drawn_and_named(study, sweep, question, tmp_path):
+    own = {"mine": explicit_attention, "wrong": _last_row_wrong, "mistaken": _mistaken}
+    sizes = {"sequences": [32], "head_dims": [16], "implementations": ["explicit", "tiled"]}
+    shorter = {"tiling_sequences": [64]} if study is STUDY else {"dtypes": ["float32"], "technique_sequences": []}
+    config = study.profiles["smoke"].model_copy(update=sizes | shorter)
+    try:
+        run = measure(study, config, profile="smoke", alternatives=own, directory=tmp_path)
+    finally:
+        for name in own:
+            IMPLEMENTATIONS.pop(name, None)
+    frame = run.frame()
+    gates = frame[frame["phase"] == "both"].query("sweep == @sweep").groupby("implementation")["gate"].first()
+    rows = {"tiling": 63, "lengths": 31}
+    assert f"output, sequence 0, row {rows[sweep]}, element " in gates["wrong"]
+    assert re.search(r"expected \S+, got \S+$", gates["wrong"])
+    assert re.match(r"failed: AttributeError: .*, line \d+ of test_attention_worker.py", gates["mistaken"])
+    table = tables.times(frame, sweep)
+    assert set(table["implementation"]) == {"explicit", "tiled", "mine"}
+    figures.lines(table, x="sequence", y="seconds", hue="implementation", hue_order=tables.ORDER, facet="phase")
+    finding = study.findings(frame, run.coverage())[question]
+    assert "mine" in {effect.subject for effect in finding.effects}
+    assert "wrong" in finding.caveat

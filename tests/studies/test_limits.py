@@ -1,8 +1,12 @@
 """The limits lab: every limit is gated and timed, and what is said follows the rates of a made-up machine."""
 
+from datetime import timedelta
+
 import pandas as pd
 import pytest
 
+from labkit.costs.calibration import ALL_REDUCE, BURST, MESSAGE
+from labkit.lab.calibration import ROW, calibration_of, newest_calibration
 from labkit.lab.runs.measure import measure
 from labkit.studies.limits import tables
 from labkit.studies.limits.study import STUDY
@@ -24,7 +28,7 @@ def _frame(*, add=1.0, threads=2.0, cache=5.0):
         rows += _rows("products", shape=f"square {size}", dimensions=str(size), flops=flops, bytes=12 * size**2,
                       seconds=CALL_S + flops / FLOPS_PER_S)  # fmt: skip
     for n_bytes in (64, 2**16, 2**28):
-        for operation, arrays, factor in (("copy", 2, 1.0), ("add", 3, add)):
+        for operation, arrays, factor in (("copy", 2, 1.0), ("add", 3, add), ("new", 3, add)):
             rate = BYTES_PER_S * (cache if n_bytes < MIB else 1)
             rows += _rows("memory", n_bytes=n_bytes, operation=operation, bytes=arrays * n_bytes,
                           seconds=CALL_S + factor * arrays * n_bytes / rate)  # fmt: skip
@@ -34,11 +38,17 @@ def _frame(*, add=1.0, threads=2.0, cache=5.0):
                       bytes=moved, seconds=1.2 * limit)  # fmt: skip
     for number, seconds in ((1, 1.0), (2, 1 / threads)):
         rows += _rows("threads", operation="product", threads=number, seconds=seconds)
-        rows += _rows("ranks", operation="product", flops=1.0, seconds=1.0) if number == 1 else []
-    rows += [row | {"world_size": 2, "seconds": 2.0} for row in _rows("ranks", operation="product", flops=1.0)]
+    flops, of_one = 2 * 1024**3, CALL_S + 2 * 1024**3 / FLOPS_PER_S
+    rows += [
+        row | {"world_size": 2}
+        for row in _rows("products", shape="square 1024", dimensions="1024", flops=flops, bytes=1, seconds=2 * of_one)
+    ]
     for way, alpha, beta in (("gloo", 1e-4, 1e-9), ("shared memory", 1e-5, 1e-10)):
         for n_bytes in (1000, MIB, 16 * MIB):
-            rows += _rows("exchange", way=way, n_bytes=n_bytes, seconds=alpha + beta * n_bytes)
+            message = alpha + beta * n_bytes
+            steps = {ALL_REDUCE: message, MESSAGE: CALL_S + message, ROW: CALL_S + 4 * message, BURST: CALL_S + message}
+            for what, seconds in steps.items():
+                rows += _rows("exchange", way=way, what=what, n_bytes=n_bytes, world_size=2, seconds=seconds)
     return pd.DataFrame(rows)
 
 
@@ -51,9 +61,11 @@ def test_the_rates_of_a_machine_are_found_again():
     assert flops_per_s == pytest.approx(FLOPS_PER_S, rel=0.02)
     assert bytes_per_s == pytest.approx(BYTES_PER_S, rel=0.02)
     assert per_call == pytest.approx(CALL_S, rel=0.02)
-    found = tables.exchanges(_frame()).set_index("way")
-    assert found.loc["gloo", "alpha_s"] == pytest.approx(1e-4, rel=0.05)
-    assert found.loc["shared memory", "bytes_per_s"] == pytest.approx(1e10, rel=0.05)
+    found = tables.exchanges(_frame()).set_index(["way", "what"])
+    assert len(found) == 6
+    assert found.loc["gloo", "alpha_s"].tolist() == pytest.approx([1e-4] * 3, rel=0.05)
+    assert found.loc["shared memory", "bytes_per_s"].tolist() == pytest.approx([1e10] * 3, rel=0.05)
+    assert found.loc[("gloo", MESSAGE), "call_s"] == pytest.approx(CALL_S, rel=0.05)
 
 
 def test_each_operator_is_held_against_the_limit_that_binds_it():
@@ -82,12 +94,21 @@ def test_the_regime_of_a_step_is_the_limit_that_takes_longest():
     assert (parts.loc["10B"] > parts.loc["nano"]).all()
 
 
-def test_every_limit_is_measured_and_right(tmp_path):
-    config = STUDY.profiles["smoke"].model_copy(update={"dtypes": ["float32"], "repeats": 2, "warmup": 0})
-    run = measure(STUDY, config, profile="smoke", directory=tmp_path)
+def test_every_limit_is_measured_and_right_and_makes_the_calibration(tmp_path, monkeypatch):
+    monkeypatch.setattr("labkit.lab.calibration.runs_directory", lambda: tmp_path)
+    config = STUDY.profiles["smoke"].model_copy(
+        update={"dtypes": ["float32"], "repeats": 2, "warmup": 0, "ranks": [2], "copy_sizes_bytes": [64, 2**20]}
+    )
+    run = measure(STUDY, config, profile="smoke", directory=tmp_path / "limits")
     assert set(run.coverage()["status"]) <= {"ok", "skipped"}
     frame = run.frame()
     assert set(frame["gate"].dropna()) == {"ok"}
     assert {"products", "memory", "operators", "threads", "exchange"} <= set(frame["sweep"])
     assert (frame["seconds"] > 0).all()
     assert len(tables.operators(frame)) == 10
+    found = newest_calibration(run.header.machine)
+    assert found == calibration_of(run) is not None
+    assert {one.ranks for one in found.rates if one.device == "cpu"} == {1, 2}
+    assert {one.way for one in found.transports} >= {"gloo"}
+    assert newest_calibration(run.header.machine.model_copy(update={"host": "another"})) is None
+    assert newest_calibration(run.header.machine, within=timedelta(0)) is None

@@ -1,5 +1,6 @@
 """What ranks measure of the SyncBatchNorm lab: gate first, and a wrong layer gets no time."""
 
+import re
 from contextlib import closing
 from functools import cache
 
@@ -7,12 +8,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from pydantic import ValidationError
+from torch import nn
 
-from labkit.lab import capacity
+from labkit.lab import capacity, figures
+from labkit.lab.runs.measure import measure
 from labkit.machine import describe_machine
 from labkit.parallel import sync_batchnorm
 from labkit.parallel.launch import Row, launch, run_ranks
-from labkit.studies.sync_batchnorm import alternatives
+from labkit.studies.sync_batchnorm import alternatives, tables
 from labkit.studies.sync_batchnorm.alternatives import (
     ALL_REDUCES,
     ALONE,
@@ -170,9 +173,9 @@ def test_a_whole_batch_that_normalizes_by_local_rows_is_wrong():
     def errors():
         batch = Batch.of_rank(8, 5, seed=0, device="cpu")
         layer = Layer(LOCAL, batch)
-        right = alternatives.layer_error(layer, batch)
+        right = alternatives.check_layer(layer, batch)[0]
         layer.name = OWN  # held against the whole batch
-        return right, alternatives.layer_error(layer, batch)
+        return right, alternatives.check_layer(layer, batch)[0]
 
     for right, wrong in run_ranks(errors, world_size=2, timeout_s=60):
         assert right < alternatives.TOLERANCE < 0.1 < wrong
@@ -186,7 +189,7 @@ def _errors_without_a_rank():
 
     def errors():
         return [
-            alternatives.layer_error(Layer(OWN, batch), batch),
+            alternatives.check_layer(Layer(OWN, batch), batch)[0],
             alternatives.bare_error(Bare(COLLECTIVES, 3, "cpu")),
         ]
 
@@ -267,3 +270,32 @@ def test_impossible_parameters_are_refused(wrong):
     config = STUDY.profiles["smoke"]
     with pytest.raises(ValidationError):
         type(config).model_validate(config.model_dump() | wrong)
+
+
+def test_a_readers_own_layer_is_gated_timed_drawn_and_named(tmp_path):
+    def forgets_the_others(features):
+        return nn.BatchNorm1d(features)
+
+    def mistaken(features):
+        return nn.BatchNorm1d(features).nothing_of_the_kind
+
+    own = {"mine": sync_batchnorm.SyncBatchNorm, "forgets_the_others": forgets_the_others, "mistaken": mistaken}
+    small = {"batches": [8], "features": [4], "alternatives": [OWN, LOCAL], "probe_bytes": [64, 128]}
+    config = STUDY.profiles["smoke"].model_copy(update=small)
+    try:
+        run = measure(STUDY, config, profile="smoke", alternatives=own, directory=tmp_path)
+    finally:
+        for name in own:
+            LAYERS.pop(name, None)
+    frame = run.frame()
+    gates = frame[frame["sweep"] == LAYER].groupby("alternative")["gate"].first()
+    where = r"; rank 0, [a-z_ ]+(, row \d)?, feature \d: expected \S+, got \S+$"
+    assert gates["forgets_the_others"].startswith("wrong: error")
+    assert re.search(where, gates["forgets_the_others"])
+    assert re.match(r"failed: AttributeError: .*, line \d+", gates["mistaken"])
+    table = tables.times(frame, phase="both")
+    assert set(table["alternative"]) == {OWN, LOCAL, "mine"}
+    figures.lines(table, x="features", y="seconds", hue="alternative", hue_order=ALTERNATIVES, facet="panel")
+    findings = STUDY.findings(frame, run.coverage())
+    assert "mine" in {effect.subject for effect in findings["against_torch"].effects}
+    assert "forgets the others" in findings["price"].caveat

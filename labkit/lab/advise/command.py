@@ -84,7 +84,7 @@ def _answer(given: dict[str, Text], explain: bool, page: Path | None) -> Iterato
     published = load_published(reference_directory() / "scaling")
     if explain:
         tokens_per_s, mfu = measured(given)
-        found = find_explanation(asked.request, tokens_per_s=tokens_per_s, mfu=mfu)
+        found = find_explanation(asked.request, tokens_per_s=tokens_per_s, mfu=mfu, unnamed=asked.unnamed)
         rows = nearest(published, asked.request.run(found.expected.layout))
         made = explained.report(asked, found, rows)
     else:

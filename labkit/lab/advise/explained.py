@@ -1,31 +1,40 @@
 """Why a training does not reach what is published, in words."""
 
+import math
 from collections.abc import Iterator, Sequence
 
 from labkit.lab.advise import words
-from labkit.lab.advise.report import PREDICTED, YOURS, Report, Section, about, nearest, notes
+from labkit.lab.advise.report import PREDICTED, YOURS, Report, Section, Step, about, nearest, notes, parts_of
 from labkit.lab.advise.request import Asked
+from labkit.lab.units import join_words
 from labkit.scaling.advice import sums_s
 from labkit.scaling.explanation import Explanation
-from labkit.scaling.model import parameters
+from labkit.scaling.model import Model, parameters
 from labkit.scaling.published import PublishedRow
+from labkit.scaling.suspects import DEGREES, Suspect
 
-SHOWN = 5
+SHOWN, SUSPECTS_SHOWN = 5, 14
 TOLD = 1e-3
 """Share of a step from which on a part is listed."""
 
 
 def report(asked: Asked, found: Explanation, rows: Sequence[PublishedRow]) -> Report:
-    """Verdict first; then conventions, where the time should go, which fault would explain it, and what to measure."""
-    sums = [(words.PARTS[name], value) for name, value in sums_s(found.expected).items() if value > 0]
+    """Verdict first; then what could explain the gap, what is published, conventions, where the time should go."""
     return Report(
         verdict=_verdict(found),
-        headline=_headline(found, rows),
+        headline=_headline(found),
         about=f"{about(asked.request)}; {words.arrangement(found.expected.layout)}",
         sections=list(_sections(found, rows)),
         notes=[*_advice(found), *notes(asked, rows, ())],
-        parts_s=sums,
     )
+
+
+def _steps(found: Explanation) -> Iterator[Step]:
+    """The predicted step, and the measured one with what is unexplained of it."""
+    parts = parts_of(found.expected)
+    yield Step("predicted", parts, found.expected.interval_90)
+    if (gap := found.step_s - found.expected.step_s) > 0:
+        yield Step(YOURS, [*parts, ("unexplained", gap)], (math.nan, math.nan))
 
 
 def _verdict(found: Explanation) -> str:
@@ -44,38 +53,63 @@ def _verdict(found: Explanation) -> str:
     return "As predicted: nothing unusual in this step."
 
 
-def _headline(found: Explanation, rows: Sequence[PublishedRow]) -> str:
-    expected, (low, high) = found.expected, found.expected.interval_90
-    mfu = [f"{100 * expected.mfu * expected.step_s / one:.1f} %" for one in (found.step_s, expected.step_s, high, low)]
+def _headline(found: Explanation) -> str:
+    own = f"{100 * found.mfu:.1f} %"
     if found.parameters_implied is not None:
-        return f"At this throughput {found.request.model.name} would reach {mfu[0]} MFU: check what was built."
-    known = next((row for row in rows if row.mfu > 0), None)
-    other = f"; published: {100 * known.mfu:.1f} % ({known.model}, {known.gpus} x {known.gpu})" if known else ""
+        return f"At this throughput {found.request.model.name} would reach {own} MFU: check what was built."
+    low, high = found.interval_mfu
+    predicted = f"{100 * found.expected.mfu:.1f} % [{100 * low:.0f}, {100 * high:.0f}]"
     return (
-        f"You reach {mfu[0]} MFU, {words.seconds(found.step_s)} per step; "
-        f"predicted: {mfu[1]} [{mfu[2]}, {mfu[3]}], {words.seconds(expected.step_s)}{other}."
+        f"You reach {own} MFU ({words.seconds(found.step_s)} per step); predicted are {predicted} "
+        f"({words.seconds(found.expected.step_s)})."
     )
 
 
 def _advice(found: Explanation) -> Iterator[str]:
-    """The largest unexplained term, and what to measure next."""
-    if found.is_expected or found.parameters_implied is not None or not found.suspects:
-        return
-    gap = found.step_s - found.expected.step_s
-    if gap < 0:
-        return
-    yield "Check first, as no prediction knows them: that the model has the sizes above, and that data arrives in time."
-    culprit, nearest_one = found.culprit, found.suspects[0]
-    if culprit:
-        yield f"One fault would explain it: {culprit.name}. Measure next: labkit report {culprit.lab}"
-    else:
-        yield (
-            f"Unexplained: {words.seconds(gap)} per step, and no single fault gives it. Most likely "
-            f"{words.PARTS[found.grown]} ({nearest_one.name}). Measure next: labkit report {nearest_one.lab}"
-        )
+    """What was built by these sizes, what was taken for granted, and what to measure next."""
+    model = found.request.model
+    yield f"These sizes build {_built(model)}: does your program count as many?"
+    if left := list(_left_open(found)):
+        yield f"Not named, so predicted at the usual or the best: {join_words(left)}."
+    if found.suspects and found.parameters_implied is None:
+        first = found.suspects[0]
+        labs = (one for one in found.suspects if one.check.startswith("labkit") and not found.is_excluded(one))
+        lab = next(labs, first)
+        then = f"; then, on that machine: {lab.check}" if lab != first else ""
+        yield f"Next: {first.check} ({first.name}){then}."
+
+
+def _built(model: Model) -> str:
+    return (
+        f"{words.large(float(parameters(model)))} parameters ({model.layers} layers of {model.hidden}, "
+        f"ffn {model.ffn}, vocabulary {model.vocab})"
+    )
+
+
+def _left_open(found: Explanation) -> Iterator[str]:
+    request, layout = found.request, found.expected.layout
+    usual = {"sequence": f"sequences of {request.seq_len}", "tokens_per_step": f"{words.large(request.tokens)} a step"}
+    yield from (text for name, text in usual.items() if name in found.unnamed)
+    if "micro_batch" not in request.fixed:
+        yield f"micro-batch {layout.micro_batch}"
+    if not set(DEGREES) <= set(request.fixed):
+        yield words.arrangement(layout).replace(", ", " ")
+    if "recompute" not in request.fixed:
+        yield f"{words.RECOMPUTE[layout.recompute]} recomputed"
 
 
 def _sections(found: Explanation, rows: Sequence[PublishedRow]) -> Iterator[Section]:
+    if found.suspects and found.parameters_implied is None:
+        yield Section(
+            "What could explain it: first what could be all of it, the quickest to check before others",
+            PREDICTED,
+            ("suspect", "MFU it leaves", "of the gap", "what grows", "check"),
+            [_row(found, one) for one in found.suspects],
+            SUSPECTS_SHOWN,
+            note="Each alone, at its worst. The gap itself is unexplained until one of them is checked.",
+        )
+    if rows:
+        yield nearest(rows)
     yield Section(
         f"The same throughput by every convention; the dense peak is {found.request.hardware.peak_tflops:g} TFLOP/s",
         YOURS,
@@ -95,22 +129,20 @@ def _sections(found: Explanation, rows: Sequence[PublishedRow]) -> Iterator[Sect
             if value >= TOLD * step_s
         ],
         SHOWN,
+        steps=list(_steps(found)),
     )
-    usual = found.expected.mfu * step_s
-    yield Section(
-        "What a single fault would make of it, the nearest first",
-        PREDICTED,
-        ("fault", "step", "MFU", "measure it with"),
-        [
-            (
-                one.name,
-                words.seconds(one.candidate.step_s),
-                words.percent(usual / one.candidate.step_s),
-                f"labkit report {one.lab}",
-            )
-            for one in found.suspects
-        ],
-        SHOWN,
-    )
-    if rows:
-        yield nearest(rows)
+
+
+def _row(found: Explanation, suspect: Suspect) -> tuple[str, ...]:
+    left = words.percent(suspect.mfu)
+    if suspect.is_graded:
+        left = f"{left} or more" if suspect.mfu else "any"
+    else:
+        left = f"{left} [{100 * suspect.low:.0f}, {100 * suspect.high:.0f}]"
+    if found.is_excluded(suspect):
+        share = "no: slower still"
+    elif found.could_be_all(suspect):
+        share = "up to all"
+    else:
+        share = f"up to {words.percent(found.share(suspect))}"
+    return suspect.name, left, share, words.TERMS[suspect.part] if suspect.part else "", suspect.check

@@ -27,11 +27,15 @@ DRAWN = 0.5
 
 
 class Plan:
-    """What was asked in a notebook, and what is best. Its last expression in a cell prints the answer."""
+    """What was asked in a notebook, by the options of `labkit advise`, and what is best.
 
-    def __init__(self, asked: Asked) -> None:
-        self.asked = asked
-        self.advice: Advice = advise(asked.request)
+    As the last expression of a cell it prints the answer. ValueError as the command's.
+    """
+
+    def __init__(self, options: Mapping[str, str]) -> None:
+        self.options = options
+        self.asked: Asked = read_request(options)
+        self.advice: Advice = advise(self.asked.request)
 
     def __repr__(self) -> str:
         published = load_published(reference_directory() / "scaling")
@@ -46,9 +50,16 @@ class Plan:
         return pd.DataFrame(rows, index=range(1, len(rows) + 1))
 
     def waterfall(self) -> "Plot":
-        """Where the step of the best layouts goes, one bar each, numbered as in the ranking."""
-        best = self.advice.best or [self.advice.first]
-        return _stacked("layout", [(str(place), one) for place, one in enumerate(best, start=1)])
+        """Where the step of the best layouts goes, one panel each, numbered as in the ranking."""
+        from labkit.lab.advise.drawn import waterfalls
+
+        return waterfalls(report.steps_of(self.advice.best or [self.advice.first]))
+
+    def but(self, **changes: Any) -> "Plan":
+        """The plan for the same question with other values: `plan.but(gpus=128, network_gbps=400)`; None: as usual."""
+        if unknown := set(changes) - set(NAMES):
+            raise ValueError(f"expected options among {', '.join(NAMES)}; got {', '.join(sorted(unknown))}")
+        return Plan(_texts({**self.options, **changes}))
 
     def by_gpus(self, gpus: Iterable[int]) -> "Plot":
         """The same of the best layout on each number of GPUs; numbers on which nothing fits are left out."""
@@ -62,8 +73,31 @@ class Plan:
 
 def ask(variables: Mapping[str, Any]) -> Plan:
     """The plan for a notebook's variables: those named as an option of `labkit advise`. ValueError as there."""
-    given = {name: str(variables[name]) for name in NAMES if variables.get(name) is not None}
-    return Plan(read_request(given))
+    return Plan(_texts({name: variables.get(name) for name in NAMES}))
+
+
+def compare(plans: Mapping[str, Plan]) -> "pd.DataFrame":
+    """The best layout of each plan, one a row, and tokens per second of all GPUs."""
+    import pandas as pd
+
+    rows = [_row(plan.advice.first) | {"tokens_per_s": _tokens_per_s(plan)} for plan in plans.values()]
+    return pd.DataFrame(rows, index=list(plans))
+
+
+def waterfall(plans: Mapping[str, Plan]) -> "Plot":
+    """Where the step of each plan's best layout goes, one panel each."""
+    from labkit.lab.advise.drawn import waterfalls
+
+    first = {name: plan.advice.first for name, plan in plans.items()}
+    return waterfalls([report.Step(name, report.parts_of(one), one.interval_90) for name, one in first.items()])
+
+
+def _tokens_per_s(plan: Plan) -> float:
+    return plan.asked.request.tokens / plan.advice.first.step_s
+
+
+def _texts(values: Mapping[str, Any]) -> dict[str, str]:
+    return {name: str(value) for name, value in values.items() if value is not None}
 
 
 def _row(one: Candidate) -> dict[str, object]:

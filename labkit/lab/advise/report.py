@@ -27,8 +27,20 @@ STAGES_SHOWN, SHOWN = 4, 6
 
 
 @dataclass(frozen=True)
+class Step:
+    """What a step is made of, in seconds, and its 90 % interval (nan: it was measured)."""
+
+    name: str
+    parts_s: Sequence[tuple[str, float]]
+    interval_s: tuple[float, float]
+
+
+@dataclass(frozen=True)
 class Section:
-    """A table with a heading; `mark` says where its numbers come from. Rows beyond `shown` are only on the page."""
+    """A table with a heading; `mark` says where its numbers come from. Rows beyond `shown` are only on the page.
+
+    `steps` are drawn below it, on the page.
+    """
 
     title: str
     mark: str
@@ -36,6 +48,7 @@ class Section:
     rows: Sequence[Sequence[str]]
     shown: int | None = None
     note: str = ""
+    steps: Sequence[Step] = ()
 
 
 @dataclass(frozen=True)
@@ -45,8 +58,6 @@ class Report:
     about: str
     sections: Sequence[Section]
     notes: Sequence[str]
-    parts_s: Sequence[tuple[str, float]]
-    """What the step is made of, for a figure."""
 
 
 def report(asked: Asked, advice: Advice, rows: Sequence[PublishedRow]) -> Report:
@@ -58,8 +69,19 @@ def report(asked: Asked, advice: Advice, rows: Sequence[PublishedRow]) -> Report
         about=about(asked.request),
         sections=list(_sections(asked, advice, rows)),
         notes=notes(asked, rows, advice.prediction.warnings),
-        parts_s=[(words.PARTS[name], value) for name, value in sums_s(advice.first).items() if value > 0],
     )
+
+
+def steps_of(best: Sequence[Candidate]) -> list[Step]:
+    """Predicted steps, numbered from the best one on."""
+    return [
+        Step(f"{place}: {words.arrangement(one.layout)}", parts_of(one), one.interval_90)
+        for place, one in enumerate(best, start=1)
+    ]
+
+
+def parts_of(one: Candidate) -> list[tuple[str, float]]:
+    return [(words.PARTS[name], value) for name, value in sums_s(one).items() if value > 0]
 
 
 def about(request: Request) -> str:
@@ -163,7 +185,8 @@ def _best(asked: Asked, best: Sequence[Candidate]) -> Section:
     rows = [(name, *(column[at][1] for column in columns)) for at, name in enumerate(names)]
     title = f"The best {counted(len(best), 'layout')}, with 90 % intervals"
     headings = ("", *(str(place + 1) for place in range(len(best))))
-    return Section(title, PREDICTED, headings, rows, note=f"Precision: {request.precision}, sums in float32.")
+    note = f"Precision: {request.precision}, sums in float32."
+    return Section(title, PREDICTED, headings, rows, note=note, steps=steps_of(best))
 
 
 def _column(asked: Asked, one: Candidate) -> list[tuple[str, str]]:

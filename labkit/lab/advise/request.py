@@ -13,7 +13,7 @@ from labkit.scaling.hardware import find_hardware
 from labkit.scaling.layout import PRECISIONS, RECOMPUTE, SHARDS
 from labkit.scaling.model import Model, parameters
 from labkit.scaling.model_config import read_model
-from labkit.scaling.named_models import find_model
+from labkit.scaling.named_models import find_model, is_bare_size
 from labkit.scaling.runs import Run
 from labkit.scaling.table import read_rows
 
@@ -41,6 +41,8 @@ class Asked:
     calibrated_on: int = 0
     calibration_error: float = 0.0
     """Median of |predicted / measured - 1| over those runs."""
+    unnamed: frozenset[str] = frozenset()
+    """Options that were left at their usual values."""
 
 
 def read_request(given: Given) -> Asked:
@@ -85,7 +87,8 @@ def read_request(given: Given) -> Asked:
         fixed=_fixed(given),
         reserve_gib=reserve,
     )
-    asked = Asked(request, budget, assumed)
+    unnamed = frozenset(name for name in ("sequence", "tokens_per_step") if given.get(name) is None)
+    asked = Asked(request, budget, assumed, unnamed=unnamed)
     return asked if given.get("calibrate") is None else _calibrated(asked, Path(given["calibrate"] or ""))
 
 
@@ -105,7 +108,12 @@ def _model(given: Given, assumed: list[str]) -> Model:
         if any(size is not None for size in sizes.values()):
             raise ValueError("expected --model or --layers, --hidden and --heads, not both")
         path = Path(named)
-        return read_model(path) if named.endswith(".json") or _is_there(path) else find_model(named)
+        if named.endswith(".json") or _is_there(path):
+            return read_model(path)
+        model = find_model(named)
+        if is_bare_size(named):
+            assumed.append(f"the sizes of {model.name}")
+        return model
     layers, hidden, heads = (sizes[name] for name in ("layers", "hidden", "heads"))
     if layers is None or hidden is None or heads is None:
         raise ValueError("expected --model NAME, --model config.json, or --layers, --hidden and --heads")

@@ -27,6 +27,16 @@ PARTS: Mapping[str, str] = {
     "stragglers": "waiting for the slowest node",
 }
 """What the sums of `labkit.scaling.advice.SUMS` are called."""
+TERMS: Mapping[str, str] = {
+    **PARTS,
+    "tensor_parallel": "tensor parallel",
+    "context_parallel": "context parallel",
+    "gather": "gathering",
+    "pipeline": "pipeline",
+    "data_parallel": "gradients",
+    "stragglers": "waiting",
+}
+"""The same in a narrow column."""
 RECOMPUTE: Mapping[str, str] = {"none": "nothing", "selective": "attention", "full": "every layer"}
 CLEAR = 0.01
 """A predicted difference below this is none."""

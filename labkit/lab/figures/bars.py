@@ -65,12 +65,12 @@ def bars(
     """One group of bars per category of `x`, one bar (or layer, if `stacked`) per value of `hue`.
 
     Bars begin at zero, so on a logarithmic axis (`log`) there are dots instead.
-    `frame` is tidy: one row a bar; `low` and `high` right behind `y` are its interval (drawn unless stacked). `x_order`
-    and `hue_order` name all values that may occur, in their order; otherwise it is that of the rows. `reference`
+    `frame`: one row per bar; `low` and `high` right behind `y` are its interval (drawn unless stacked). `x_order`
+    and `hue_order` give values an order, what else there is comes last; otherwise it is that of the rows. `reference`
     has the same columns and gets panels of its own, hatched, titled `reference_label`: its categories may be
     others; if that begins with "published", on demand only (`Plot.with_published`). Panels share the y axis if `log`,
     and otherwise only if there is no reference: published absolute values are rarely of the same size. ValueError if a
-    column is missing, two rows are the same bar, or an order lacks a value.
+    column is missing or two rows are the same bar.
     """
     frame, hue = with_hue(frame, hue)
     columns = drawn_columns(frame, x, y, hue, facet)
@@ -83,14 +83,14 @@ def bars(
     kept = [columns if stacked else with_interval(columns, piece, y) for piece in pieces]
     data = pd.concat([piece.reindex(columns=names) for piece, names in zip(pieces, kept, strict=True)])
     data = data.dropna(subset=[y]).reset_index(drop=True)
-    _require_one_row_a_bar(data, [name for name in columns if name != y], {x: x_order, hue: hue_order})
+    _require_one_row_a_bar(data, [name for name in columns if name != y])
     draw = partial(
         _draw,
         x=x,
         y=y,
         hue=hue,
-        x_order=x_order,
-        hue_order=hue_order,
+        x_order=_with_others(x_order, data[x]),
+        hue_order=_with_others(hue_order, data[hue]),
         facet=facet,
         stacked=stacked,
         log=log,
@@ -141,14 +141,16 @@ def _draw(
     return plotted(figure, data, marks, with_published)
 
 
-def _require_one_row_a_bar(data: pd.DataFrame, keys: list[str], orders: dict[str, Sequence[Any] | None]) -> None:
-    """ValueError for what would be drawn over one another, or left out without a word."""
+def _with_others(order: Sequence[Any] | None, values: pd.Series) -> list[Any] | None:
+    """The order that was asked for, and after it what else there is, such as a reader's own alternative."""
+    return None if order is None else list(dict.fromkeys([*order, *values]))
+
+
+def _require_one_row_a_bar(data: pd.DataFrame, keys: list[str]) -> None:
+    """ValueError for what would be drawn over one another."""
     twice = data[data.duplicated(keys)]
     if not twice.empty:
-        raise ValueError(f"expected one row a bar, got several for {twice[keys].iloc[0].to_dict()}: name a facet")
-    for name, order in orders.items():
-        if order is not None and (unknown := set(data[name]) - set(order)):
-            raise ValueError(f"expected values of {name} among {list(order)}, got {sorted(map(str, unknown))}")
+        raise ValueError(f"expected one row per bar, got several for {twice[keys].iloc[0].to_dict()}: name a facet")
 
 
 def _panels(data: pd.DataFrame, facet: str | None) -> list[tuple[Any, pd.DataFrame]]:

@@ -1,7 +1,6 @@
 """The table of implementations to choose from: labkit's wrappers and torch's, under one call."""
 
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -13,27 +12,28 @@ from labkit.parallel.transport import SHARED
 
 TORCH = "torch"
 
-_WRAPPERS: Mapping[str, Callable[[nn.Module, float | None, bool], nn.Module]] = MappingProxyType(
-    {
-        TORCH: lambda module, bucket_mb, _: DistributedDataParallel(
-            module, bucket_cap_mb=bucket_mb, gradient_as_bucket_view=True
-        ),
-        "naive": lambda module, _, finish: NaiveDDP(module, finish_in_backward=finish),
-        "flat": lambda module, _, finish: FlatDDP(module, finish_in_backward=finish),
-        "overlapped": lambda module, _, finish: OverlappedDDP(module, finish_in_backward=finish),
-        "bucketed": lambda module, bucket_mb, finish: BucketedDDP(
-            module, finish_in_backward=finish, **_sizes(bucket_mb)
-        ),
-        "bucketed_shared": lambda module, bucket_mb, finish: BucketedDDP(
-            module, finish_in_backward=finish, all_reduce=SHARED, **_sizes(bucket_mb)
-        ),
-        "naive_shared": lambda module, _, finish: NaiveDDP(module, finish_in_backward=finish, all_reduce=SHARED),
-        "bucketed_sync": lambda module, bucket_mb, finish: BucketedDDP(
-            module, overlap=False, finish_in_backward=finish, **_sizes(bucket_mb)
-        ),
-    }
-)
-IMPLEMENTATIONS = tuple(_WRAPPERS)
+Wrapper = Callable[[nn.Module, float | None, bool], nn.Module]
+"""(module, bucket_mb, finish_in_backward) -> the wrapped module; what means nothing to it, it leaves alone."""
+
+IMPLEMENTATIONS: dict[str, Wrapper] = {
+    TORCH: lambda module, bucket_mb, _: DistributedDataParallel(
+        module, bucket_cap_mb=bucket_mb, gradient_as_bucket_view=True
+    ),
+    "naive": lambda module, _, finish: NaiveDDP(module, finish_in_backward=finish),
+    "flat": lambda module, _, finish: FlatDDP(module, finish_in_backward=finish),
+    "overlapped": lambda module, _, finish: OverlappedDDP(module, finish_in_backward=finish),
+    "bucketed": lambda module, bucket_mb, finish: BucketedDDP(module, finish_in_backward=finish, **_sizes(bucket_mb)),
+    "bucketed_shared": lambda module, bucket_mb, finish: BucketedDDP(
+        module, finish_in_backward=finish, all_reduce=SHARED, **_sizes(bucket_mb)
+    ),
+    "naive_shared": lambda module, _, finish: NaiveDDP(module, finish_in_backward=finish, all_reduce=SHARED),
+    "bucketed_sync": lambda module, bucket_mb, finish: BucketedDDP(
+        module, overlap=False, finish_in_backward=finish, **_sizes(bucket_mb)
+    ),
+}
+"""What there is to choose from; a reader may add to it (`plug_in`)."""
+OWN_NAMES = tuple(name for name in IMPLEMENTATIONS if name != TORCH)
+"""labkit's wrappers."""
 OVER_SHARED_MEMORY = ("bucketed_shared", "naive_shared")
 """Those for CPU tensors of ranks on one host only."""
 BUCKETED = (TORCH, "bucketed", "bucketed_shared", "bucketed_sync")
@@ -49,6 +49,16 @@ def _sizes(bucket_mb: float | None) -> dict[str, Any]:
     return {} if bucket_mb is None else {"bucket_mb": bucket_mb, "first_bucket_mb": bucket_mb}
 
 
+def plug_in(name: str, wrapper: Callable[[nn.Module], nn.Module]) -> None:
+    """Add a reader's wrapper: called with the model, it returns a module whose gradients are means after `backward()`.
+
+    If it has a method `finish_gradient_synchronization`, that is called first. ValueError for a name that is taken.
+    """
+    if name in (TORCH, *OWN_NAMES):
+        raise ValueError(f"expected a name other than {', '.join((TORCH, *OWN_NAMES))}")
+    IMPLEMENTATIONS[name] = lambda module, _, finish: wrapper(module)
+
+
 def wrap(name: str, module: nn.Module, *, bucket_mb: float | None = None, finish_in_backward: bool = True) -> nn.Module:
     """The module under a wrapper; torch's finishes in backward always.
 
@@ -57,6 +67,6 @@ def wrap(name: str, module: nn.Module, *, bucket_mb: float | None = None, finish
 
     ValueError for a name that is none of `IMPLEMENTATIONS`.
     """
-    if name not in _WRAPPERS:
+    if name not in IMPLEMENTATIONS:
         raise ValueError(f"no data-parallel implementation named {name!r}; there are {', '.join(IMPLEMENTATIONS)}")
-    return _WRAPPERS[name](module, bucket_mb, finish_in_backward)
+    return IMPLEMENTATIONS[name](module, bucket_mb, finish_in_backward)

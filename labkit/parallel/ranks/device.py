@@ -12,12 +12,14 @@ def use_device(kind: str, rank: int | None = None) -> str:
     """The device of this rank, "cpu" or "cuda:1", made the current one: clocks mark its stream.
 
     Ranks of one machine take its GPUs in turn, by their number on that machine: under torchrun LOCAL_RANK, and for
-    ranks started here their rank. Several share one where there are fewer. `rank` is for a rank that has no process
-    group yet.
+    ranks started here their rank, which is 0 without a process group. Several share one where there are fewer.
+    `rank` is for a rank that has no process group yet.
     """
     if kind == "cpu":
         return kind
-    number = index_on_this_node() if is_joined() else dist.get_rank() if rank is None else rank
+    if rank is None:
+        rank = dist.get_rank() if dist.is_initialized() else 0
+    number = index_on_this_node() if is_joined() else rank
     device = f"cuda:{number % torch.cuda.device_count()}"
     torch.cuda.set_device(device)
     return device

@@ -67,7 +67,7 @@ def plug_in(name: str, alternative: Callable[..., Any]) -> None:
 
     If it takes `op`, as labkit's do, it is called with op="sum" and op="mean"; the mean is otherwise the sum divided.
     """
-    if name in RESERVED or not name:
+    if name in RESERVED:
         raise ValueError(f"expected a name other than {', '.join(sorted(RESERVED))}")
     ALGORITHMS[name] = Algorithm(partial(_run_own, alternative))
 

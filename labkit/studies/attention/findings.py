@@ -9,8 +9,11 @@ from labkit.bench.statistics import judged
 from labkit.lab.claims import claim, judged_claim, published
 from labkit.lab.comparing import MEMORY, TIME, agreement, compared
 from labkit.lab.findings import Claim, Finding, Questions, at_the_cost_of
+from labkit.lab.own_effects import with_own
+from labkit.lab.quantities import Quantity
 from labkit.lab.rows import Measured, select
 from labkit.lab.units import format_bytes, format_seconds, format_share, join_words, span
+from labkit.nn.attention_implementations import RESERVED
 from labkit.studies.attention import tables
 from labkit.studies.attention.worker import COMPILED, EXPLICIT, TILED
 from labkit.studies.shared.attention_passes import PHASES
@@ -116,19 +119,8 @@ def _formula_held(frame: pd.DataFrame) -> str:
 
 @QUESTIONS.ask("tiling", "Does tiling save time and memory?", "attention")
 def tiling(frame: pd.DataFrame) -> Finding | None:
-    trouble = caveat(frame, TILED)
-    dtypes = join_words(sorted(select(frame, ["dtype"], sweep="tiling")["dtype"].unique()))
     found = [
-        compared(
-            select(ratios, implementation=TILED),
-            name_of(TILED),
-            EXPLICITS,
-            axis=("sequence",),
-            quantity=quantity,
-            choose=f"Without a mask, tile {dtypes} attention instead of building the whole matrix",
-            keep="Build the whole matrix while it fits: tiling is for longer sequences",
-            caveat=trouble,
-        )
+        _tiled_against_explicit(frame, ratios, quantity)
         for quantity, ratios in (
             (TIME, select(against(frame, "tiling"), phase=BOTH)),
             (MEMORY, memory_against_explicit(frame, "tiling")),
@@ -138,6 +130,21 @@ def tiling(frame: pd.DataFrame) -> Finding | None:
     if time is None or (memory is not None and time.verdict in ("no clear difference", "undecided")):
         return at_the_cost_of(memory, time)
     return at_the_cost_of(time, memory)
+
+
+def _tiled_against_explicit(frame: pd.DataFrame, ratios: pd.DataFrame, quantity: Quantity) -> Finding | None:
+    dtypes = join_words(sorted(select(frame, ["dtype"], sweep="tiling")["dtype"].unique()))
+    found = compared(
+        select(ratios, implementation=TILED),
+        name_of(TILED),
+        EXPLICITS,
+        axis=("sequence",),
+        quantity=quantity,
+        choose=f"Without a mask, tile {dtypes} attention instead of building the whole matrix",
+        keep="Build the whole matrix while it fits: tiling is for longer sequences",
+        caveat=caveat(frame, TILED),
+    )
+    return with_own(found, ratios, "implementation", RESERVED, EXPLICITS, axis=("sequence",), quantity=quantity)
 
 
 @QUESTIONS.ask("compiled", "Is compiled attention faster than eager, forward and backward?", "compile")

@@ -8,9 +8,10 @@ from pydantic import Field
 
 from labkit.costs.attention import matrix_bytes
 from labkit.lab import capacity
-from labkit.lab.config import Count, Device, LabConfig, Repeats, Seed, TimeoutSeconds, Warmup
+from labkit.lab.config import Count, Device, LabConfig, Repeats, Seed, TimeoutSeconds, Warmup, one_of
 from labkit.lab.study import Study
 from labkit.machine import Machine
+from labkit.nn.attention_implementations import IMPLEMENTATIONS, plug_in
 from labkit.studies.attention.findings import QUESTIONS
 from labkit.studies.attention.worker import COMPILED, EXPLICIT, MARGIN, TILED, AttentionPoint, measure_point
 
@@ -29,6 +30,8 @@ class AttentionConfig(LabConfig):
     sequences: Annotated[list[Length], Field(min_length=1)]
     """Tokens of the grid."""
     head_dims: Annotated[list[HeadDim], Field(min_length=1)]
+    implementations: list[Annotated[str, one_of(lambda: IMPLEMENTATIONS)]] = [EXPLICIT, TILED, COMPILED]
+    """What takes turns; explicit attention, with which all are compared, always does."""
     compiled_sequences: list[Length]
     """Of `sequences`, those at which the compiled version takes part: each shape costs seconds to compile."""
     compiled_head_dims: list[HeadDim]
@@ -100,6 +103,8 @@ class AttentionStudy(Study):
         ),
     }
     worker = staticmethod(measure_point)
+    plugs_into = "implementations"
+    plug_in = staticmethod(plug_in)
 
     def points(self, config: AttentionConfig, machine: Machine) -> Sequence[AttentionPoint]:
         """The grid, short sequences first; one long sequence explicit and tiled; and the first that cannot fit."""
@@ -127,6 +132,7 @@ def _point(config: AttentionConfig, device: str, sweep: str, sequence: int, head
     grid = sweep == "grid"
     batch = config.batch if grid else 1
     compiled = grid and sequence in config.compiled_sequences and head_dim in config.compiled_head_dims
+    names = dict.fromkeys([EXPLICIT, *config.implementations])
     large = device == "cpu" and matrix_bytes(batch, sequence, 4) >= LARGE_BYTES
     repeats = config.repeats_large if large else config.repeats
     return AttentionPoint.of(
@@ -136,7 +142,7 @@ def _point(config: AttentionConfig, device: str, sweep: str, sequence: int, head
         sequence=sequence,
         head_dim=head_dim,
         device=device,
-        implementations=(EXPLICIT, TILED, COMPILED) if compiled else (EXPLICIT, TILED),
+        implementations=tuple(name for name in names if compiled or name != COMPILED),
         warmup=min(1, config.warmup) if large else config.warmup,
         repeats=repeats if grid or sequence in config.tiling_sequences else 0,
     )

@@ -6,7 +6,7 @@ from labkit.studies.shared.attention_passes import COMPILED, EXPLICIT, MARGIN, T
 
 __all__ = ["COMPILED", "EXPLICIT", "IMPLEMENTATIONS", "MARGIN", "TILED", "AttentionPoint", "measure_point"]
 
-IMPLEMENTATIONS = (EXPLICIT, COMPILED, TILED)
+IMPLEMENTATIONS = (EXPLICIT, TILED, COMPILED)
 
 
 @dataclass(frozen=True, kw_only=True)

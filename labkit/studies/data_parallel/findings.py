@@ -9,7 +9,7 @@ from labkit.lab.comparing import MEMORY, compared, contest, winner_of
 from labkit.lab.findings import Claim, Finding, Questions
 from labkit.lab.rows import select
 from labkit.lab.units import format_seconds, span
-from labkit.parallel.data_parallel.implementations import DEFAULT_LAYOUT, TORCH
+from labkit.parallel.data_parallel.implementations import DEFAULT_LAYOUT, OWN_NAMES, TORCH
 from labkit.studies.data_parallel import tables
 from labkit.studies.shared.rank_troubles import rank_troubles
 
@@ -21,9 +21,11 @@ HARDLY = 1.05  # published: torch's backward stays within 3 % over bucket sizes
 
 
 def _name(implementation: str) -> str:
-    """ "bucketed_shared" -> "labkit's bucketed wrapper over shared memory"."""
+    """ "bucketed_shared" -> "labkit's bucketed wrapper over shared memory"; a reader's own keeps its name."""
     if implementation == TORCH:
         return TORCHS
+    if implementation not in OWN_NAMES:
+        return implementation.replace("_", " ")
     kind, _, how = implementation.partition("_")
     return f"labkit's {kind} wrapper" + {"shared": " over shared memory", "sync": " after backward"}.get(how, "")
 

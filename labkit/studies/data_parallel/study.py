@@ -10,7 +10,7 @@ from labkit.lab.config import Count, Device, LabConfig, Repeats, Seed, TimeoutSe
 from labkit.lab.study import Study
 from labkit.machine import Machine
 from labkit.nn.workloads import WORKLOADS, workload_parameters
-from labkit.parallel.data_parallel.implementations import IMPLEMENTATIONS, OVER_SHARED_MEMORY, TORCH
+from labkit.parallel.data_parallel.implementations import IMPLEMENTATIONS, OVER_SHARED_MEMORY, TORCH, plug_in
 from labkit.parallel.ranks.joined import ranks_here
 from labkit.studies.data_parallel.findings import QUESTIONS
 from labkit.studies.data_parallel.worker import LOCAL, DataParallelPoint, measure_point
@@ -99,6 +99,8 @@ class DataParallelStudy(Study):
         ),
     }
     worker = staticmethod(measure_point)
+    plugs_into = "implementations"
+    plug_in = staticmethod(plug_in)
 
     def points(self, config: DataParallelConfig, machine: Machine) -> Sequence[DataParallelPoint]:
         """By world size: all implementations, the bucket sizes, accumulation, a timeline, the memory."""

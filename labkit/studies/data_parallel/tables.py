@@ -13,7 +13,7 @@ from labkit.bench.statistics import summarize
 from labkit.lab.project import reference_directory
 from labkit.lab.rows import Measured, exactly_over, in_order, select
 from labkit.lab.units import format_bytes
-from labkit.parallel.data_parallel.implementations import BUCKETED, IMPLEMENTATIONS, TORCH
+from labkit.parallel.data_parallel.implementations import BUCKETED, OWN_NAMES, TORCH
 from labkit.studies.data_parallel.worker import LOCAL, PHASES
 
 MIB = 2**20
@@ -22,7 +22,7 @@ WRAPPERS = Measured((*SETTING, "phase"), "implementation")
 BUCKETS = Measured((*SETTING, "bucket_mb", "implementation"), "buckets")
 EQUAL_BUCKETS = Measured((*SETTING, "bucket_mb"), "implementation")
 ACCUMULATIONS = Measured((*SETTING, "micro_batches", "implementation"), "synchronized")
-ORDER = (LOCAL, *IMPLEMENTATIONS)
+ORDER = (LOCAL, TORCH, *OWN_NAMES)  # a reader's own come last
 LANES = ("forward", "backward", "all-reduce", "optimizer")
 BACKWARD, STEP, DEFAULT = "backward", "step", "default"
 PUBLISHED_NAMES = {"torch_ddp": TORCH, "python_async": "bucketed", "python_sync": "bucketed_sync"}
@@ -63,7 +63,8 @@ def phases(frame: pd.DataFrame) -> pd.DataFrame:
 
 def against(frame: pd.DataFrame, baseline: str) -> pd.DataFrame:
     """Time of backward over that of another wrapper, from the same rounds: `ratio`, interval, verdict."""
-    ratios = WRAPPERS.over(timed(frame), baseline, phase=BACKWARD, implementation=list(IMPLEMENTATIONS))
+    rows = timed(frame)
+    ratios = WRAPPERS.over(rows[rows["implementation"] != LOCAL], baseline, phase=BACKWARD)
     return in_order(ratios.drop(columns="phase"), implementation=ORDER)
 
 
@@ -84,7 +85,8 @@ def exposed(frame: pd.DataFrame) -> pd.DataFrame:
         table = here.pivot_table(index="repeat", columns=["implementation", "phase"], values="seconds")
         if (LOCAL, BACKWARD) not in table:
             continue
-        for name in (name for name in IMPLEMENTATIONS if (name, BACKWARD) in table):
+        names = set(table.columns.get_level_values("implementation")) - {LOCAL}
+        for name in sorted(names, key=lambda name: (ORDER.index(name) if name in ORDER else len(ORDER), name)):
             step = summarize(table[name, STEP] - table[LOCAL, STEP])
             backward = summarize(table[name, BACKWARD] - table[LOCAL, BACKWARD])
             communication_s = alone.get((*key, SAME_COLLECTIVES.get(name)), float("nan"))

@@ -24,6 +24,7 @@ from labkit.parallel.data_parallel.implementations import OVER_SHARED_MEMORY, wr
 from labkit.parallel.ranks.device import use_device
 from labkit.parallel.transport import SHARED, transport_in_use
 from labkit.studies.data_parallel.timeline import FINISH, timeline_rows
+from labkit.studies.shared.alternatives import reason_on_all_ranks
 from labkit.studies.shared.gradient_gate import check_completeness, check_gradients, local_means
 
 LOCAL = "local"
@@ -115,8 +116,8 @@ class Alternative:
         self.optimizer.zero_grad(set_to_none=True)
 
     @property
-    def parameters(self) -> list[nn.Parameter]:
-        return list(self.model.parameters())
+    def parameters(self) -> dict[str, nn.Parameter]:
+        return dict(self.model.named_parameters())
 
 
 def _phases(point: DataParallelPoint, workload: Workload, device: str) -> Iterator[dict[str, Any]]:
@@ -151,11 +152,15 @@ def _right_ones(
         if split_name(name)[0] in OVER_SHARED_MEMORY and transport_in_use()[0] != SHARED:
             wrong.append({"implementation": name, "not_measured": transport_in_use()[1]})
             continue
-        alternative = Alternative(name, workload, device)
-        about = {"implementation": alternative.implementation, "of_bucket_mb": alternative.bucket_mb, "gate": "ok"}
-        if alternative.implementation != LOCAL:
-            run = partial(_accumulate, alternative, 1, only_last=False)
-            about["error"], about["gate"] = check_gradients(alternative.parameters, run, expected)
+        implementation, bucket_mb = split_name(name)
+        about: dict[str, Any] = {"implementation": implementation, "of_bucket_mb": bucket_mb, "gate": "ok"}
+        try:
+            alternative = Alternative(name, workload, device)
+            if implementation != LOCAL:
+                run = partial(_accumulate, alternative, 1, only_last=False)
+                about["error"], about["gate"] = check_gradients(alternative.parameters, run, expected)
+        except Exception as raised:  # of any type: a reader's own wrapper may be wrong in any way
+            about["gate"] = reason_on_all_ranks(raised, f"{point.id} {name}", device)
         if about["gate"] == "ok":
             right[name] = alternative, about
         else:
@@ -210,27 +215,34 @@ def _accumulated_step(alternative: Alternative, accumulate: Callable[[], None]) 
 def _timeline(point: DataParallelPoint, workload: Workload, device: str) -> Iterator[dict[str, Any]]:
     """Boxes of one step of each implementation; of a wrong one only what is wrong."""
     for name in point.alternatives:
-        alternative = Alternative(name, workload, device)
-        if (gate := _completeness(alternative)) == "ok":
+        try:
+            alternative = Alternative(name, workload, device)
+            gate = _completeness(alternative)
+        except Exception as raised:
+            gate = reason_on_all_ranks(raised, f"{point.id} {name}", device)
+        if gate == "ok":
             yield from timeline_rows(alternative, device)
         else:
-            yield {"implementation": alternative.implementation, "gate": gate}
+            yield {"implementation": split_name(name)[0], "gate": gate}
 
 
 def _memory(point: DataParallelPoint, workload: Workload, device: str) -> Iterator[dict[str, Any]]:
     """Peak of the allocator over a step, model and optimizer included, one implementation at a time."""
     for name in point.alternatives:
         dist.barrier()
-        with record_allocations(device) as record:
-            alternative = Alternative(name, workload, device)
-            _one_step(alternative)  # the first one makes what stays
-            with record.window("step"):
-                _one_step(alternative)
-            about = {"implementation": alternative.implementation, "of_bucket_mb": alternative.bucket_mb}
-            gate = _completeness(alternative)
-            del alternative
-        peak_bytes = record.windows["step"].peak_bytes
-        yield about | {"gate": gate} | ({"peak_bytes": peak_bytes} if gate == "ok" else {})
+        implementation, bucket_mb = split_name(name)
+        about: dict[str, Any] = {"implementation": implementation, "of_bucket_mb": bucket_mb}
+        try:
+            with record_allocations(device) as record:
+                alternative = Alternative(name, workload, device)
+                _one_step(alternative)  # the first one makes what stays
+                with record.window("step"):
+                    _one_step(alternative)
+                gate = _completeness(alternative)
+                del alternative
+        except Exception as raised:
+            gate = reason_on_all_ranks(raised, f"{point.id} {name}", device)
+        yield about | {"gate": gate} | ({"peak_bytes": record.windows["step"].peak_bytes} if gate == "ok" else {})
 
 
 def _completeness(alternative: Alternative) -> str:

@@ -11,7 +11,7 @@ from labkit.lab import capacity
 from labkit.lab.config import Device, LabConfig, Repeats, Seed, TimeoutSeconds, Warmup, one_of
 from labkit.lab.study import Study
 from labkit.machine import Machine
-from labkit.nn.attention_implementations import IMPLEMENTATIONS
+from labkit.nn.attention_implementations import IMPLEMENTATIONS, plug_in
 from labkit.studies.flash_attention.findings import QUESTIONS
 from labkit.studies.flash_attention.worker import FlashPoint, measure_point
 from labkit.studies.shared.attention_passes import COMPILED, FLASH, MARGIN, TILED
@@ -104,6 +104,8 @@ class FlashStudy(Study):
         ),
     }
     worker = staticmethod(measure_point)
+    plugs_into = "implementations"
+    plug_in = staticmethod(plug_in)
 
     def points(self, config: FlashConfig, machine: Machine) -> Sequence[FlashPoint]:
         """First the rate of the device, then all lengths, then what the techniques of the kernel are worth."""

@@ -109,8 +109,8 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
 
     @property
-    def parameters(self) -> list[nn.Parameter]:
-        return list(self.model.parameters())
+    def parameters(self) -> dict[str, nn.Parameter]:
+        return dict(self.model.named_parameters())
 
     def about(self) -> dict[str, Any]:
         """The buckets that there are: a parameter is never split, so that a bucket may be larger than asked for."""

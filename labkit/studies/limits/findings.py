@@ -2,6 +2,7 @@
 
 import pandas as pd
 
+from labkit.costs.calibration import ALL_REDUCE
 from labkit.lab.comparing import compared
 from labkit.lab.findings import Finding, Questions, troubles
 from labkit.lab.rows import select
@@ -78,16 +79,12 @@ def threads(frame: pd.DataFrame) -> Finding | None:
 @QUESTIONS.ask("exchange", "What does the shortest all-reduce between two ranks cost, and what each further byte?")
 def exchange(frame: pd.DataFrame) -> Finding | None:
     table = tables.exchanges(frame)
-    if table.empty:
+    whole = select(table, what=ALL_REDUCE, world_size=table["world_size"].min()).to_dict("records")
+    if not whole:
         return None
-    alphas = [
-        f"{format_seconds(row['alpha_s'])} {'by' if row['way'] == 'gloo' else 'through'} {row['way']}"
-        for row in table.to_dict("records")
-    ]
-    rates = [
-        f"{format_rate(row['bytes_per_s'])} {'by' if row['way'] == 'gloo' else 'through'} {row['way']}"
-        for row in table.to_dict("records")
-    ]
+    ways = [f"{'by' if row['way'] == 'gloo' else 'through'} {row['way']}" for row in whole]
+    alphas = [f"{format_seconds(row['alpha_s'])} {way}" for row, way in zip(whole, ways, strict=True)]
+    rates = [f"{format_rate(row['bytes_per_s'])} {way}" for row, way in zip(whole, ways, strict=True)]
     caveat = troubles(select(frame, ["way"], sweep="exchange"), "way")
     return Finding(
         "measured", f"The shortest takes {join_words(alphas)}.", table, caveat, f"Long ones move {join_words(rates)}."

@@ -1,20 +1,19 @@
 """The limits lab: its parameters and the points it measures."""
 
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from labkit.lab import capacity
 from labkit.lab.config import Count, Device, LabConfig, Repeats, Seed, TimeoutSeconds, Warmup, one_of
 from labkit.lab.study import Study
-from labkit.machine import Machine, available_cores
+from labkit.machine import Machine
 from labkit.nn.transformer import SIZES
 from labkit.studies.limits.findings import QUESTIONS
 from labkit.studies.limits.worker import LimitPoint, measure_point
 
 KIB, MIB = 2**10, 2**20
-RANKS = 2
 Model = Annotated[str, one_of(lambda: SIZES)]
 Dtype = Literal["float32", "float64", "bfloat16", "float16"]
 # A product of this size, and arrays of so many bytes, keep all threads busy and fit nowhere but in memory.
@@ -30,7 +29,9 @@ class LimitsConfig(LabConfig):
     copy_sizes_bytes: Annotated[list[Count], Field(min_length=1)]
     """Arrays that are copied and added."""
     exchange_sizes_bytes: list[Count]
-    """Messages between two ranks."""
+    """Messages between ranks."""
+    ranks: list[Annotated[int, Field(ge=2, le=64)]] = [2, 4]
+    """How many send messages; as many as have a core each also multiply and add at once."""
     model: Model = "mini"
     """Whose operators are timed, for the roofline."""
     batch: Count = 4
@@ -90,30 +91,32 @@ class LimitsStudy(Study):
         """On the device: products, memory, operators; on the CPU: threads, ranks, and messages between two."""
         device = machine.device(config.device)
         sizes, bytes_ = tuple(config.matmul_sizes), tuple(config.copy_sizes_bytes)
+        on_cpu: dict[str, Any] = {"device": "cpu", "dtype": "float32"}
         threaded = (min(THREADED[0], max(sizes)), min(THREADED[1], max(bytes_)))
-        on_cpu = {"device": "cpu", "dtype": "float32", "sizes": threaded}
-        one = [
+        points = [
             *(
-                LimitPoint.of(config, sweep="products", device=device, dtype=dtype, sizes=sizes)
-                for dtype in config.dtypes
+                LimitPoint.of(config, sweep="products", device=device, dtype=name, sizes=sizes)
+                for name in config.dtypes
             ),
             LimitPoint.of(config, sweep="memory", device=device, sizes=bytes_),
             LimitPoint.of(config, sweep="operators", device=device),
-            LimitPoint.of(config, sweep="threads", **on_cpu),
+            LimitPoint.of(config, sweep="threads", sizes=threaded, **on_cpu),
         ]
-        several = [
-            LimitPoint.of(config, sweep="ranks", world_size=ranks, backend="gloo", **on_cpu) for ranks in (1, RANKS)
-        ]
-        if config.exchange_sizes_bytes:
-            messages = on_cpu | {"sizes": tuple(config.exchange_sizes_bytes)}
-            several.append(LimitPoint.of(config, sweep="exchange", world_size=RANKS, backend="gloo", **messages))
-        return [*one, *several]
+        # what a CPU does is asked of every machine: its ranks are there that gloo and shared memory connect
+        for ranks in sorted({1, *config.ranks}):
+            on_cpu |= {"world_size": ranks, "backend": "gloo" if ranks > 1 else None}
+            if ranks <= max(machine.cores, 2):
+                for sweep, all_, most in (("products", sizes, threaded[0]), ("memory", bytes_, threaded[1])):
+                    fit = all_ if (ranks, device) == (1, "cpu") else tuple(n for n in all_ if n <= most)
+                    points.append(LimitPoint.of(config, sweep=sweep, **on_cpu | {"sizes": fit}))
+            if ranks > 1 and config.exchange_sizes_bytes:
+                messages = tuple(config.exchange_sizes_bytes)
+                points.append(LimitPoint.of(config, sweep="exchange", sizes=messages, **on_cpu))
+        return list({point.id: point for point in points}.values())
 
     def skip_reason(self, point: LimitPoint, machine: Machine) -> str | None:
-        if point.sweep == "ranks" and available_cores() < RANKS:
-            return "a single core has no room for a second rank"
         largest = max(point.sizes, default=0)
-        needed = 3 * (8 * largest**2 if point.sweep == "products" else largest)
+        needed = point.world_size * 3 * (8 * largest**2 if point.sweep == "products" else largest)
         return capacity.skip_reason(machine, point.device, needed)
 
 

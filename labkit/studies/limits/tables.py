@@ -2,17 +2,16 @@
 
 import pandas as pd
 
-from labkit.costs.communication import MessageCost, fit_alpha_beta
 from labkit.costs.transformer import BACKWARD_OVER_FORWARD, forward_flops, n_parameters
-from labkit.lab.rows import Measured
+from labkit.lab.calibration import transports
+from labkit.lab.rows import Measured, select
 from labkit.nn.transformer import SIZES
 
 PRODUCTS = Measured(("device", "dtype", "dimensions", "flops", "bytes"), "shape")
 MEMORY = Measured(("device", "n_bytes", "bytes"), "operation")
 OPERATORS = Measured(("device", "model", "batch", "context_length", "flops", "bytes"), "operator")
 THREADS = Measured(("operation",), "threads")
-RANKS = Measured(("operation", "flops"), "world_size", took_turns=False)
-EXCHANGE = Measured(("n_bytes",), "way")
+RANKS = Measured(("shape", "flops"), "world_size", took_turns=False)
 NEAR = 0.8  # of the best rate: from here on a size counts as large enough
 
 # A step in float32, by layer: operators that read and write activations (forward, and about twice as many backward),
@@ -23,7 +22,7 @@ BYTES_OF_ADAMW = 28  # per parameter: gradient, weight and two averages read, th
 
 def products(frame: pd.DataFrame) -> pd.DataFrame:
     """Median seconds of a product with interval, FLOP/s, and the share of the best rate of its dtype."""
-    table = PRODUCTS.medians(frame, sweep="products")
+    table = PRODUCTS.medians(frame, sweep="products", world_size=1)
     table = table.assign(flops_per_s=table["flops"] / table["seconds"])
     best = table.groupby(["device", "dtype"])["flops_per_s"].transform("max")
     size = table["shape"].where(table["shape"].str.startswith("square")).str.removeprefix("square ")
@@ -33,7 +32,7 @@ def products(frame: pd.DataFrame) -> pd.DataFrame:
 
 def memory(frame: pd.DataFrame) -> pd.DataFrame:
     """Median seconds of a copy or an addition with interval, and bytes per second, read and written together."""
-    table = MEMORY.medians(frame, sweep="memory")
+    table = MEMORY.medians(frame, sweep="memory", world_size=1)
     return table.assign(bytes_per_s=table["bytes"] / table["seconds"]).sort_values(["operation", "n_bytes"])
 
 
@@ -70,23 +69,27 @@ def operators(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def limits(frame: pd.DataFrame) -> tuple[float, float, float] | None:
-    """FLOP/s of the best float32 product, bytes/s of the longest addition, seconds of a call; None if one lacks."""
-    best, moved = products(frame).query("dtype == 'float32'"), memory(frame).query("operation == 'add'")
+    """FLOP/s of the best float32 product, bytes/s of the longest addition, seconds of a call; None if one lacks.
+
+    Of the GPU, if there is one.
+    """
+    device = select(frame, ["device"], sweep="operators")["device"].unique()
+    best = select(products(frame), dtype="float32", device=list(device))
+    moved = select(memory(frame), operation="add", device=list(device))
     if best.empty or moved.empty:
         return None
     return float(best["flops_per_s"].max()), float(moved.iloc[-1]["bytes_per_s"]), call_s(frame)
 
 
 def exchanges(frame: pd.DataFrame) -> pd.DataFrame:
-    """Alpha (seconds per message) and beta (seconds per byte) of an exchange between two ranks, by its way."""
-    table = EXCHANGE.medians(frame, sweep="exchange")
-    rows = []
-    for way, times in table.groupby("way"):
-        if len(times) >= 2:
-            model = fit_alpha_beta([MessageCost(1, n) for n in times["n_bytes"]], times["seconds"].tolist())
-            rate = 1 / model.beta_s_per_byte if model.beta_s_per_byte else float("nan")
-            rows.append({"way": way, "alpha_s": model.alpha_s, "bytes_per_s": rate, "median_error": model.median_error})
-    return pd.DataFrame(rows, columns=["way", "alpha_s", "bytes_per_s", "median_error"])
+    """What an all-reduce, messages in a row and messages at once cost, by way and ranks: a call, a message, a byte."""
+    rows = [
+        {"way": one.way, "what": one.what, "world_size": one.ranks, "call_s": one.call_s, "alpha_s": one.alpha_s}
+        | {"bytes_per_s": 1 / one.beta_s_per_byte if one.beta_s_per_byte else float("nan"), "median_error": one.error}
+        for one in transports(frame)
+    ]
+    names = ["way", "what", "world_size", "call_s", "alpha_s", "bytes_per_s", "median_error"]
+    return pd.DataFrame(rows, columns=names)
 
 
 def regimes(frame: pd.DataFrame, batch: int = 4, context: int = 128) -> pd.DataFrame:
@@ -113,6 +116,15 @@ def regimes(frame: pd.DataFrame, batch: int = 4, context: int = 128) -> pd.DataF
 
 
 def second_rank(frame: pd.DataFrame) -> float | None:
-    """Products per second of two ranks together over those of one rank with all threads."""
-    table = RANKS.medians(frame, sweep="ranks").set_index("world_size")["seconds"]
-    return float(2 * table[1] / table[2]) if {1, 2} <= set(table.index) else None
+    """Products per second of two ranks together over those of one rank with all threads, of the largest that both did.
+
+    On the CPU, in float32.
+    """
+    table = RANKS.medians(frame, sweep="products", device="cpu", dtype="float32")
+    wide = table[table["shape"].str.startswith("square")].pivot_table(
+        index="flops", columns="world_size", values="seconds"
+    )
+    if not {1, 2} <= set(wide.columns) or wide[[1, 2]].dropna().empty:
+        return None
+    seconds = wide[[1, 2]].dropna().iloc[-1]
+    return float(2 * seconds[1] / seconds[2])

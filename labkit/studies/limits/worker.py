@@ -13,15 +13,20 @@ from labkit.bench.clock import time_interleaved
 from labkit.bench.exact_sums import first_wrong
 from labkit.bench.gate import verdict
 from labkit.bench.rates import rounding_limit
+from labkit.costs.calibration import ALL_REDUCE, BURST, MESSAGE
 from labkit.costs.transformer import TransformerShape, n_parameters
 from labkit.lab.point import Point
 from labkit.nn.transformer import shape_named
 from labkit.parallel.collectives import all_reduce
 from labkit.parallel.ranks.device import use_device
 from labkit.parallel.transport import SHARED, transport_in_use
+from labkit.parallel.transport.choice import find_transport
+from labkit.parallel.transport.contract import POINT_TO_POINT, Step, Transport
 
 SAMPLE_S = 1e-3  # calls of something short follow one another until a sample takes about this long
 MOST_CALLS = 200
+GLOO, SHARED_MEMORY = "gloo", "shared memory"
+ROW, IN_A_ROW = "messages in a row", 4
 ATTENTION_BATCH = 8  # a batched product is as many products of an eighth of the size
 
 
@@ -63,7 +68,7 @@ class _Call:
 
 
 def _timed(point: LimitPoint, calls: dict[str, _Call], name: str, **options: Any) -> Iterator[dict[str, Any]]:
-    """A row a call under the column `name`; a sample is the mean of as many in a row as make it long enough."""
+    """A row per call under the column `name`; a sample is the mean of as many in a row as make it long enough."""
     right = {key: call for key, call in calls.items() if call.gate == "ok"}
     once = time_interleaved(
         {key: call.run for key, call in right.items()}, warmup=1, repeats=1, device=point.device, seed=point.id
@@ -94,7 +99,7 @@ def _products(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
     shapes = {f"square {size}": (1, size, size, size) for size in point.sizes}
     shapes |= {"tall": (1, 16 * largest, largest // 4, largest // 4), "batched": (ATTENTION_BATCH**3, part, part, part)}
     calls = {name: _product(dtype, device, *shape) for name, shape in shapes.items()}
-    for row in _timed(point, calls, "shape"):
+    for row in _timed(point, calls, "shape", **_together(point)):
         b, m, k, n = shapes[row["shape"]]
         yield row | {"size": m if row["shape"].startswith("square") else None, "dimensions": f"{b} x {m} x {k} x {n}"}
 
@@ -111,16 +116,22 @@ def _product(dtype: torch.dtype, device: str, b: int, m: int, k: int, n: int) ->
 
 
 def _memory(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
-    """Copies and additions of arrays of each number of bytes."""
+    """Copies and additions of arrays of each number of bytes; "new": additions whose result is a new tensor."""
     calls = {}
     for n_bytes in point.sizes:
         n = max(1, n_bytes // 4)
         a, b, out = (torch.ones(n, device=device) for _ in range(3))
         calls[f"copy {n_bytes}"] = _Call(partial(out.copy_, a), 0, 8.0 * n)
         calls[f"add {n_bytes}"] = _Call(partial(torch.add, a, b, out=out), n, 12.0 * n)
-    for row in _timed(point, calls, "call"):
+        calls[f"new {n_bytes}"] = _Call(partial(torch.add, a, b), n, 12.0 * n)
+    for row in _timed(point, calls, "call", **_together(point)):
         operation, n_bytes = row.pop("call").split()
         yield row | {"operation": operation, "n_bytes": int(n_bytes)}
+
+
+def _together(point: LimitPoint) -> dict[str, Any]:
+    """For the clock: ranks begin at once, so that all of them compute while one is timed."""
+    return {"before": dist.barrier} if point.world_size > 1 else {}
 
 
 def _threads(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
@@ -143,33 +154,60 @@ def _threads(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
         yield row | {"operation": operation, "threads": int(threads)}
 
 
-def _ranks(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
-    """The same product on every rank at once, each with its share of the cores."""
-    size = point.sizes[0]
-    calls = {"product": _product(torch.float32, device, 1, size, size, size)}
-    yield from _timed(point, calls, "operation", before=dist.barrier)
-
-
 def _exchange(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
-    """An all-reduce between two ranks: one exchange of the whole tensor, by gloo and through shared memory."""
-    ways: dict[str, Callable[[torch.Tensor], Any]] = {"gloo": dist.all_reduce}
+    """By gloo and through shared memory: an all-reduce, and messages in a row and at once, each of so many bytes."""
+    ways: dict[str, Callable[[torch.Tensor], Any]] = {GLOO: dist.all_reduce}
     all_reduce(torch.zeros(1), op="sum")  # from here on it is known how ranks reach each other
+    transports = {GLOO: POINT_TO_POINT}
     if transport_in_use()[0] == SHARED:
-        ways["shared memory"] = partial(all_reduce, op="sum", transport=SHARED)
+        ways[SHARED_MEMORY] = partial(all_reduce, op="sum", transport=SHARED)
+        transports[SHARED_MEMORY] = SHARED
     for n_bytes in point.sizes:
         tensor = torch.empty(max(1, n_bytes // 4))
         gates = {name: first_wrong(way, tensor) or "ok" for name, way in ways.items()}
+        calls = {(name, ALL_REDUCE): partial(way, tensor) for name, way in ways.items() if gates[name] == "ok"}
+        for name, transport in transports.items():
+            via = find_transport(None, torch.device(device), transport)
+            for what, (steps, depth) in _messages(via, tensor).items():
+                calls[name, what] = partial(via.run, steps, depth)
+        names = {f"{name}, {what}": (name, what) for name, what in calls}
         samples = time_interleaved(
-            {name: partial(way, tensor) for name, way in ways.items() if gates[name] == "ok"},
+            {name: calls[key] for name, key in names.items()},
             warmup=point.warmup,
             repeats=point.repeats,
             prepare=partial(_zero, tensor),
             before=dist.barrier,
             seed=f"{point.id} {n_bytes}",
         )
-        for name, gate in gates.items():
-            row = {"way": name, "n_bytes": n_bytes, "gate": gate}
-            yield row | ({"seconds": samples[name]} if name in samples else {})
+        for way, gate in gates.items():
+            if gate != "ok":
+                yield {"way": way, "what": ALL_REDUCE, "n_bytes": n_bytes, "gate": gate}
+        for name, (way, what) in names.items():
+            yield {"way": way, "what": what, "n_bytes": n_bytes, "gate": "ok", "seconds": samples[name]}
+
+
+def _messages(via: Transport, tensor: torch.Tensor) -> dict[str, tuple[list[Step], int]]:
+    """Steps and their depth: one message to the right-hand neighbor, several that follow one another, one to each.
+
+    Long ones go in pieces, as algorithms send them, of which the second is on its way while the first is added.
+    """
+    ranks, rank = via.world_size, via.rank
+    length = via.piece_bytes // tensor.itemsize
+    sent, received = tensor.split(length), torch.zeros_like(tensor).split(length)
+
+    def steps(*distances: int) -> list[Step]:
+        return [
+            Step(outgoing, (rank + distance) % ranks, incoming, (rank - distance) % ranks, add=True)
+            for outgoing, incoming in zip(sent, received, strict=True)
+            for distance in distances
+        ]
+
+    depth = min(2, len(sent))
+    return {
+        MESSAGE: (steps(1), depth),
+        ROW: (steps(1) * IN_A_ROW, depth),
+        BURST: (steps(*range(1, ranks)), ranks),
+    }
 
 
 def _zero(tensor: torch.Tensor, _turn: str) -> None:
@@ -225,7 +263,6 @@ _SWEEPS: dict[str, Callable[[LimitPoint, str], Iterator[dict[str, Any]]]] = {
     "products": _products,
     "memory": _memory,
     "threads": _threads,
-    "ranks": _ranks,
     "exchange": _exchange,
     "operators": _operators,
 }

@@ -4,6 +4,7 @@ On several ranks only if all of them raised: ranks that go on would wait in a co
 there an exception ends the point.
 """
 
+import sysconfig
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -17,6 +18,8 @@ from torch.distributed import distributed_c10d
 from labkit.bench.clock import time_parts_interleaved
 from labkit.parallel.ranks.outcome import is_out_of_memory
 
+# Files of labkit, of Python, and those without a file.
+NOT_A_READERS = (str(Path(__file__).parents[2]), sysconfig.get_path("stdlib"), "<frozen")
 PATIENCE_S = 2.0  # ranks that make the same mistake make it at about the same time
 
 Actions = Mapping[str, Callable[[], Any]]
@@ -25,6 +28,8 @@ Actions = Mapping[str, Callable[[], Any]]
 
 def reason_of(error: Exception, device: str) -> str:
     """What stands in the row of an alternative that raised: "out of memory: ..." or "failed: RuntimeError: ...".
+
+    Of a reader's own also where: "..., line 3 of the cell".
 
     Raises the error again if the device can do nothing any more, as after an illegal memory access: CUDA then gives
     the same error to everything that follows, and it would be told of alternatives that are innocent.
@@ -37,11 +42,11 @@ def reason_of(error: Exception, device: str) -> str:
     text = str(error).strip().partition("\n")[0]
     if is_out_of_memory(error):
         return f"out of memory: {text or type(error).__name__}"
-    return f"failed: {type(error).__name__}: {text}".removesuffix(": ")
+    return f"failed: {type(error).__name__}: {text}".removesuffix(": ") + _place(error)
 
 
 def reason_on_all_ranks(error: Exception, key: str, device: str) -> str:
-    """`reason_of` an error that every rank has raised, with its place in the reader's code.
+    """`reason_of` an error that every rank has raised.
 
     Raises the error again if another rank does not follow within `PATIENCE_S`. `key` is new for each attempt.
     """
@@ -52,14 +57,13 @@ def reason_on_all_ranks(error: Exception, key: str, device: str) -> str:
             raise error
         time.sleep(0.01)
         raised = store.add(f"raised {key}", 0)
-    return reason_of(error, device) + _place(error)
+    return reason_of(error, device)
 
 
 def _place(error: Exception) -> str:
     """ ", line 3 of the cell", or of a file: the deepest line that is neither labkit's nor installed; or nothing."""
-    here = str(Path(__file__).parents[2])
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if not frame.filename.startswith(here) and "site-packages" not in frame.filename:
+        if not frame.filename.startswith(NOT_A_READERS) and "site-packages" not in frame.filename:
             is_file = Path(frame.filename).is_file()
             return f", line {frame.lineno} of {Path(frame.filename).name if is_file else 'the cell'}"
     return ""

@@ -19,7 +19,7 @@ from labkit.costs.attention import explicit_peak, tiled_saved
 from labkit.lab.point import Point
 from labkit.lab.units import format_bytes
 from labkit.machine.memory_limits import available_memory_bytes
-from labkit.nn.attention_implementations import attention_named
+from labkit.nn.attention_implementations import RESERVED, attention_named
 from labkit.nn.attention_problem import AttentionProblem, Checked, Passes, check
 from labkit.studies.shared.alternatives import reason_of, time_those_that_run
 
@@ -62,7 +62,7 @@ class PassesPoint(Point):
         # math SDPA computes in float32, whatever it is given
         element = max(4, self.torch_dtype.itemsize) if implementation == "sdpa_math" else self.torch_dtype.itemsize
         size = self.batch, self.sequence, self.head_dim, element
-        if implementation in WHOLE_MATRIX:
+        if implementation in WHOLE_MATRIX or implementation not in RESERVED:  # a reader's own may build it
             return sum(explicit_peak(*size, causal=self.causal).values())
         return 2 * sum(tiled_saved(*size).values())  # as much again for gradients and tiles
 
@@ -137,10 +137,12 @@ def _examine(point: PassesPoint, problem: AttentionProblem, passes: Passes, name
 
 
 def gate_of(checked: Checked) -> str:
-    """ "ok", or what is wrong, of all rows together or of a single one."""
-    if checked.is_right or not checked.error <= checked.limit:
-        return verdict(checked.error, checked.limit)
-    return f"{verdict(checked.row_error, checked.row_limit)} of a single row"
+    """ "ok", or what is wrong and where, of all rows together or of a single one."""
+    if checked.is_right:
+        return "ok"
+    if not checked.error <= checked.limit:
+        return f"{verdict(checked.error, checked.limit)}; {checked.where}"
+    return f"{verdict(checked.row_error, checked.row_limit)} of a single row; {checked.where}"
 
 
 def _seconds(action: Callable[[], Any], device: str) -> float:

@@ -7,7 +7,7 @@ whole, and wrong if any rank's part of any element is missing, counts twice, or 
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import accumulate
@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from labkit.bench.exact_sums import fill_part, sum_deviation, turns
-from labkit.bench.gate import verdict, worst_of_ranks
+from labkit.bench.exact_sums import fill_part, first_deviation, turns
+from labkit.bench.gate import first_of_ranks, verdict, worst_of_ranks
 from labkit.bench.products import settled_products
 
 # The order of sums, and of atomic additions on a GPU, changes a gradient by some hundred units of float32, relative to
@@ -26,52 +26,85 @@ TOLERANCE = 1e-3
 # Of a mean of whole numbers that is whole: dividing first by a number of ranks that is no power of two rounds.
 HALF = 0.5
 
+RIGHT = -1
+Off = tuple[int, float, float]
+"""The element that is wrong (`RIGHT`: none), what was expected there, and what is."""
+_LOST: Off = (-2, 0.0, 0.0)  # the gradient itself is missing, or should be
+
 Run = Callable[[], None]
 """Forward and backward passes of one step, without the optimizer's: afterwards gradients are averaged."""
 
 
-def local_means(parameters: Iterable[nn.Parameter], run: Run) -> list[Tensor | None]:
+def local_means(parameters: Mapping[str, nn.Parameter], run: Run) -> list[Tensor | None]:
     """What wrappers should arrive at: the mean over ranks of what `run` leaves on the bare model, which is forgotten.
 
     Summed in float64, each in its own dtype.
     """
-    parameters = list(parameters)
     with settled_products():
         run()
-    return [_mean_over_ranks(gradient) for gradient in _taken(parameters)]
+    return [_mean_over_ranks(gradient) for gradient in _taken(parameters.values())]
 
 
-def check_gradients(parameters: Iterable[nn.Parameter], run: Run, means: Sequence[Tensor | None]) -> tuple[float, str]:
+def check_gradients(
+    parameters: Mapping[str, nn.Parameter], run: Run, means: Sequence[Tensor | None]
+) -> tuple[float, str]:
     """Largest relative error of the gradients that `run` leaves, and "ok" or what is wrong; all ranks get the same.
 
-    `parameters` are all of the wrapped model, `means` from `local_means`. Gradients are forgotten.
+    `parameters` are all of the wrapped model, by name, `means` from `local_means`. Gradients are forgotten.
     """
-    parameters = list(parameters)
+    if len(parameters) != len(means):
+        return math.inf, f"wrong: expected the {len(means)} parameters of the model, got {len(parameters)}"
     with settled_products():
         run()
-        error = largest_error(_taken(parameters), means)
-        if (found := verdict(error, TOLERANCE)) == "ok":
-            found = check_completeness(parameters, run)
-    return error, found
+        gradients = _taken(parameters.values())
+        error = largest_error(gradients, means)
+        if verdict(error, TOLERANCE) == "ok":
+            return error, check_completeness(parameters, run)
+    off = [_first_off(got, mean) for got, mean in zip(gradients, means, strict=True)]
+    return error, _told(parameters, off) or verdict(error, TOLERANCE)
 
 
-def check_completeness(parameters: Iterable[nn.Parameter], run: Run) -> str:
+def check_completeness(parameters: Mapping[str, nn.Parameter], run: Run) -> str:
     """ "ok", or what is wrong of the mean over ranks of whole numbers in the place of local gradients, on all ranks.
 
     Gradients, float32 or float64, are forgotten.
     """
-    parameters = list(parameters)
-    worst = 0.0
-    for members in turns(dist.get_world_size(), parameters[0].dtype):
-        with _whole_numbers(parameters, members) as starts:
+    trained = list(parameters.values())
+    for members in turns(dist.get_world_size(), trained[0].dtype):
+        with _whole_numbers(trained, members) as starts:
             run()
-        for gradient, of_passes in zip(_taken(parameters), starts, strict=True):
-            if gradient is None or not of_passes:
-                worst = math.inf
-            else:
-                worst = max(worst, sum_deviation(gradient.contiguous(), members, starts=of_passes))
-    off = worst_of_ranks(worst)
-    return "ok" if off < HALF else f"wrong: a mean of whole numbers, which is whole, is off by {off:.3g}"
+        off = [
+            _LOST
+            if gradient is None or not of_passes
+            else first_deviation(gradient.contiguous(), members, starts=of_passes, within=HALF)
+            for gradient, of_passes in zip(_taken(trained), starts, strict=True)
+        ]
+        if told := _told(parameters, off):
+            return f"{told} in a mean of whole numbers, which is whole"
+    return "ok"
+
+
+def _told(parameters: Mapping[str, nn.Parameter], off: Sequence[Off]) -> str | None:
+    """ "wrong: rank 1, layers.0.weight, element 5: expected 96, got 48" of the first rank and parameter; or None."""
+    found = first_of_ranks(next(((index, *one) for index, one in enumerate(off) if one[0] != RIGHT), (RIGHT, 0, 0, 0)))
+    if found is None:
+        return None
+    rank, (index, element, expected, got) = found
+    where = f"wrong: rank {rank}, {list(parameters)[int(index)].removeprefix('module.')}"
+    if element == _LOST[0]:
+        return f"{where}: expected a gradient on both sides, got one on one"
+    return f"{where}, element {element:.0f}: expected {expected:.6g}, got {got:.6g}"
+
+
+def _first_off(got: Tensor | None, mean: Tensor | None) -> Off:
+    """The element that is furthest from the mean, if that is too far; none of a gradient that both sides lack."""
+    if got is None or mean is None:
+        return (RIGHT, 0.0, 0.0) if got is mean else _LOST
+    if _error(got, mean) <= TOLERANCE:
+        return RIGHT, 0.0, 0.0
+    difference = (got.double() - mean.double()).abs().reshape(-1).nan_to_num(nan=math.inf)
+    element = int(difference.argmax())
+    return element, float(mean.reshape(-1)[element]), float(got.reshape(-1)[element])
 
 
 @contextmanager

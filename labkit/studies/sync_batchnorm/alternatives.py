@@ -7,7 +7,7 @@ far from those of the whole batch.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -22,15 +22,36 @@ from labkit.parallel.sync_batchnorm import SyncBatchNorm
 
 OWN, TWO_COLLECTIVES, ALONE, TORCH = "labkit", "labkit_two_collectives", "labkit_without_collectives", "torch"
 LOCAL, WHOLE = "plain_local_batch", "plain_whole_batch"
-LAYERS = (OWN, TWO_COLLECTIVES, ALONE, TORCH, LOCAL, WHOLE)
+LAYERS: dict[str, Callable[[int], nn.Module]] = {
+    OWN: SyncBatchNorm,
+    TWO_COLLECTIVES: SyncBatchNorm,
+    ALONE: SyncBatchNorm,
+    TORCH: nn.SyncBatchNorm,
+    LOCAL: nn.BatchNorm1d,
+    WHOLE: nn.BatchNorm1d,
+}
+"""Features -> a layer for inputs (rows, features); a reader may add to it (`plug_in`)."""
 COLLECTIVES, ALL_REDUCES = "bare_collectives", "bare_all_reduces"
 BARE = (COLLECTIVES, ALL_REDUCES)
 ALTERNATIVES = (*LAYERS, *BARE)
 BY_LOCAL_BATCH = (ALONE, LOCAL)
 
+TENSORS = ("output", "gradient of the input", "gradient of weight", "gradient of bias", "running_mean", "running_var")
+
 # Relative to the largest expected value of a channel. Float32 stays far below it; without the rows of one rank of 16 a
 # mean, a variance or a sum of gradients is off by a hundredth or more in some row.
 TOLERANCE = 1e-4
+
+
+def plug_in(name: str, layer: Callable[[int], nn.Module]) -> None:
+    """Add a reader's layer: called with the number of features, it returns a module that normalizes by all ranks' rows.
+
+    It has `weight`, `bias`, `running_mean` and `running_var`, as nn.BatchNorm1d. ValueError for a name that is taken.
+    """
+    if name in ALTERNATIVES:
+        raise ValueError(f"expected a name other than {', '.join(ALTERNATIVES)}")
+    LAYERS[name] = layer
+
 
 # What labkit's layer sends through, as it is: `_sending` puts something else in its place.
 _gather, _sum_over_ranks = sync_batchnorm._gather, sync_batchnorm._sum_over_ranks
@@ -103,7 +124,7 @@ class Layer:
         self.x = batch.whole[rows].clone().requires_grad_()
         self.gradient = batch.gradient[rows].clone()
         self.layer = _build(name, self.x.shape[1]).to(self.x.device)
-        self._inputs = [self.x, *self.layer.parameters()]
+        self._inputs = [self.x, *_affine(self.layer)]
         self._outputs: list[Tensor] = []
 
     def forward(self) -> None:
@@ -121,15 +142,18 @@ class Layer:
 
 
 def _build(name: str, features: int) -> nn.Module:
-    kinds = {TORCH: nn.SyncBatchNorm, LOCAL: nn.BatchNorm1d, WHOLE: nn.BatchNorm1d}
-    layer: nn.Module = kinds.get(name, SyncBatchNorm)(features)
-    return _with_affine(layer)
+    return _with_affine(LAYERS[name](features))
+
+
+def _affine(layer: nn.Module) -> list[nn.Parameter]:
+    """Weight and bias, (features,) each."""
+    return [layer.get_parameter(name) for name in ("weight", "bias")]
 
 
 def _with_affine(layer: nn.Module) -> nn.Module:
     """Weights and biases that differ between channels, some negative; sixteenths, which every type has exactly."""
     generator = torch.Generator().manual_seed(99)
-    for parameter in layer.parameters():
+    for parameter in _affine(layer):
         values = torch.randint(-32, 32, parameter.shape, generator=generator)
         parameter.data.copy_(values / 16 + 1 / 32)
     return layer
@@ -165,11 +189,11 @@ class Bare:
         return {phase: tensor.numel() * tensor.itemsize for phase, tensor in sizes.items()}
 
 
-def layer_error(layer: Layer, batch: Batch) -> float:
-    """Largest error of any rank against BatchNorm in float64: output, gradients of input, weight, bias, statistics.
+def check_layer(layer: Layer, batch: Batch) -> tuple[float, str]:
+    """Largest error of any rank against BatchNorm in float64, and "ok" or what is wrong and where.
 
-    By channel, over the largest expected value of the channel. The gradient of the output is random here: of the one
-    that is timed some ranks have nothing but zeros, and nobody would miss them.
+    Of `TENSORS`, by channel, over the largest expected value of the channel. The gradient of the output is random here:
+    of the one that is timed some ranks have nothing but zeros, and nobody would miss them.
 
     What normalizes by the local batch is held against that, all others against the whole batch, whose gradients of
     weight and bias are the sums over ranks. Every rank gets the same number.
@@ -183,11 +207,28 @@ def layer_error(layer: Layer, batch: Batch) -> float:
             dist.all_reduce(of_rank)
     found = [output, dx, *affine, *_running_statistics(layer.layer)]
     exact = _exact(layer, batch, gradient)
-    return gate.worst_of_ranks(max(_largest(got, right) for got, right in zip(found, exact, strict=True)))
+    errors = [_largest(got, right) for got, right in zip(found, exact, strict=True)]
+    error = gate.worst_of_ranks(max(errors))
+    told = verdict(error)
+    return error, told if told == "ok" else f"{told}; {_where(errors, found, exact)}"
+
+
+def _where(errors: list[float], found: list[Tensor], exact: list[Tensor]) -> str:
+    """ "rank 1, output, row 3, feature 5: expected 0.5, got 0.7" of the first rank that is wrong, on all ranks."""
+    index = max(range(len(errors)), key=errors.__getitem__)
+    off = (found[index].double() - exact[index]).abs().reshape(-1).nan_to_num(nan=math.inf)
+    place = int(off.argmax())
+    own = (index, place, float(exact[index].reshape(-1)[place]), float(found[index].reshape(-1)[place]))
+    wrong = gate.first_of_ranks(own if verdict(errors[index]) != "ok" else (-1.0, 0.0, 0.0, 0.0))
+    assert wrong is not None, "the largest error is some rank's"
+    rank, (tensor, element, expected, got) = wrong
+    row, feature = divmod(int(element), exact[0].shape[-1])
+    at_row = f", row {row}" if tensor < 2 else ""
+    return f"rank {rank}, {TENSORS[int(tensor)]}{at_row}, feature {feature}: expected {expected:.4g}, got {got:.4g}"
 
 
 def _exact(layer: Layer, batch: Batch, gradient: Tensor) -> list[Tensor]:
-    """What `layer_error` compares with, in its order."""
+    """What `check_layer` compares with, in its order."""
     rows = batch.mine if layer.name in BY_LOCAL_BATCH else slice(None)
     x = batch.whole[rows].double().requires_grad_()
     reference = _with_affine(nn.BatchNorm1d(x.shape[1], dtype=torch.float64)).to(x.device)

@@ -7,11 +7,12 @@ import pandas as pd
 from labkit.lab.claims import claim, judged_claim, published
 from labkit.lab.comparing import MEMORY, agreement, compared
 from labkit.lab.findings import Claim, Finding, Questions
+from labkit.lab.own_effects import with_own
 from labkit.lab.rows import select
 from labkit.lab.units import format_seconds, join_words, span
 from labkit.studies.shared.rank_troubles import rank_troubles
 from labkit.studies.sync_batchnorm import tables
-from labkit.studies.sync_batchnorm.alternatives import LOCAL, OWN, TORCH, TWO_COLLECTIVES
+from labkit.studies.sync_batchnorm.alternatives import ALTERNATIVES, LOCAL, OWN, TORCH, TWO_COLLECTIVES
 from labkit.studies.sync_batchnorm.predictions import predictions
 from labkit.studies.sync_batchnorm.tables import BOTH, PARTS, PRICE, SETTING
 from labkit.studies.sync_batchnorm.worker import LAYER
@@ -119,6 +120,10 @@ def one_collective(frame: pd.DataFrame) -> Finding | None:
 
 @QUESTIONS.ask("against_torch", "Is labkit's SyncBatchNorm faster than torch's?")
 def against_torch(frame: pd.DataFrame) -> Finding | None:
+    return with_own(_over_torch(frame), tables.over_labkits(frame), "alternative", ALTERNATIVES, LABKITS, axis=AXIS)
+
+
+def _over_torch(frame: pd.DataFrame) -> Finding | None:
     ratios = tables.ratios(frame, OWN, TORCH, phase=BOTH)
     if ratios.empty and len(refused := select(frame, ["refused"])["refused"].dropna().unique()):
         quoted = f"It says: “{'; '.join(sorted(refused))}”."

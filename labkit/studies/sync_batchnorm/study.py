@@ -6,11 +6,11 @@ from typing import Annotated, Any
 from pydantic import Field, field_validator
 
 from labkit.lab import capacity
-from labkit.lab.config import Count, Device, LabConfig, Repeats, Seed, TimeoutSeconds, Warmup
+from labkit.lab.config import Count, Device, LabConfig, Repeats, Seed, TimeoutSeconds, Warmup, one_of
 from labkit.lab.study import Study
 from labkit.machine import Machine
 from labkit.parallel.ranks.joined import ranks_here
-from labkit.studies.sync_batchnorm.alternatives import ALTERNATIVES
+from labkit.studies.sync_batchnorm.alternatives import ALTERNATIVES, BARE, LAYERS, plug_in
 from labkit.studies.sync_batchnorm.findings import QUESTIONS
 from labkit.studies.sync_batchnorm.worker import LAYER, PROBE, SyncBatchNormPoint, measure_point
 
@@ -29,6 +29,7 @@ class SyncBatchNormConfig(LabConfig):
     features: Annotated[list[Count], Field(min_length=1)] = [128, 256, 512, 1024]
     probe_bytes: Annotated[list[Annotated[int, Field(ge=16, le=2**40, multiple_of=16)]], Field(min_length=2)]
     """Sizes of single collectives and copies, which give what a call and a byte cost."""
+    alternatives: list[Annotated[str, one_of(lambda: (*LAYERS, *BARE))]] = list(ALTERNATIVES)
     calls: Annotated[int, Field(ge=1, le=10_000)] = 5
     """Of which one sample is the mean."""
     warmup: Warmup = 2
@@ -76,6 +77,8 @@ class SyncBatchNormStudy(Study):
         ),
     }
     worker = staticmethod(measure_point)
+    plugs_into = "alternatives"
+    plug_in = staticmethod(plug_in)
 
     def points(self, config: SyncBatchNormConfig, machine: Machine) -> Sequence[SyncBatchNormPoint]:
         """By world size: single collectives and copies first, then one point a (batch, features)."""
@@ -85,8 +88,9 @@ class SyncBatchNormStudy(Study):
             here: dict[str, Any] = {"world_size": world_size, "device": device}
             here["backend"] = machine.backend(device, ranks_here(world_size))
             sizes = sorted(set(config.probe_bytes))
-            points.append(SyncBatchNormPoint.of(config, sweep=PROBE, **here | {"probe_bytes": sizes, "features": None}))
-            layers: dict[str, Any] = here | {"sweep": LAYER, "alternatives": ALTERNATIVES, "probe_bytes": ()}
+            probe: dict[str, Any] = here | {"probe_bytes": sizes, "features": None, "alternatives": ()}
+            points.append(SyncBatchNormPoint.of(config, sweep=PROBE, **probe))
+            layers: dict[str, Any] = here | {"sweep": LAYER, "probe_bytes": ()}
             for batch in sorted(set(config.batches)):
                 for features in sorted(set(config.features)):
                     points.append(SyncBatchNormPoint.of(config, **layers | {"batch": batch, "features": features}))

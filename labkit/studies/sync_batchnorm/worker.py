@@ -13,10 +13,11 @@ import torch.distributed as dist
 
 from labkit.bench.allocator import record_allocations
 from labkit.bench.clock import time_interleaved, time_parts_interleaved
-from labkit.bench.operators import OperatorCount
+from labkit.bench.operators import operators_of
 from labkit.bench.saved_tensors import saved_for_backward
 from labkit.lab.point import Point
 from labkit.parallel.ranks.device import use_device
+from labkit.studies.shared.alternatives import reason_on_all_ranks
 from labkit.studies.sync_batchnorm.alternatives import (
     BARE,
     COLLECTIVES,
@@ -26,7 +27,7 @@ from labkit.studies.sync_batchnorm.alternatives import (
     Batch,
     Layer,
     bare_error,
-    layer_error,
+    check_layer,
     verdict,
 )
 
@@ -97,9 +98,12 @@ def _layers(point: SyncBatchNormPoint, device: str) -> Iterator[dict[str, Any]]:
         if refusal := _refusal(name, batch):
             yield {"alternative": name, "refused": refusal}
             continue
-        candidate: Layer | Bare = Bare(name, point.features or 1, device) if name in BARE else Layer(name, batch)
-        error = layer_error(candidate, batch) if isinstance(candidate, Layer) else bare_error(candidate)
-        abouts[name] = {"alternative": name, "error": error, "gate": verdict(error)}
+        try:
+            candidate, error, gate = _checked(name, point, batch, device)
+        except Exception as raised:  # of any type: a reader's own layer may be wrong in any way
+            yield {"alternative": name, "gate": reason_on_all_ranks(raised, f"{point.id} {name}", device)}
+            continue
+        abouts[name] = {"alternative": name, "error": error, "gate": gate}
         if abouts[name]["gate"] == "ok":
             right[name] = candidate
         else:
@@ -118,6 +122,16 @@ def _layers(point: SyncBatchNormPoint, device: str) -> Iterator[dict[str, Any]]:
                 yield abouts[name] | _memory(name, batch, device)
             else:
                 _take_part(name, batch)
+
+
+def _checked(name: str, point: SyncBatchNormPoint, batch: Batch, device: str) -> tuple[Layer | Bare, float, str]:
+    """An alternative, its error, and what the gate says."""
+    if name in BARE:
+        bare = Bare(name, point.features or 1, device)
+        error = bare_error(bare)
+        return bare, error, verdict(error)
+    layer = Layer(name, batch)
+    return layer, *check_layer(layer, batch)
 
 
 def _refusal(name: str, batch: Batch) -> str | None:
@@ -163,16 +177,15 @@ def _timing(point: SyncBatchNormPoint, device: str) -> dict[str, Any]:
     return counts | {"device": device, "before": dist.barrier, "seed": point.id}
 
 
-def _counts(one: Layer | Bare) -> dict[str, dict[str, int]]:
+def _counts(one: Layer | Bare) -> dict[str, dict[str, float]]:
     """By phase: operators and the bytes they move, or the bytes that are sent."""
     if isinstance(one, Bare):
         sent = one.sent_bytes
         return {phase: {"sent_bytes": sent.get(phase, sum(sent.values()))} for phase in PHASES}
-    counts = {}
+    counts: dict[str, dict[str, float]] = {}
     for phase, action in _actions(one).items():
-        with OperatorCount() as count:
-            action()
-        counts[phase] = {"operators": count.operators, "moved_bytes": count.moved_bytes}
+        calls = operators_of(action)
+        counts[phase] = {"operators": len(calls), "moved_bytes": sum(call.n_bytes for call in calls)}
     return counts
 
 

@@ -1,0 +1,174 @@
+"""What one machine can do, measured once by the lab `limits`, and what work should therefore take on it.
+
+Every prediction of every lab is made of these numbers and no others. An operator takes
+
+    max(what a square product of its FLOPs takes, what an addition that moves its bytes takes)
+
+read off measured curves, which include what the call itself costs; an algorithm of messages takes
+messages * alpha + bytes * beta of its transport. With several ranks at work the curves are those measured while as many
+ranks computed at once, or, of more ranks than were measured, those times ranks over ranks measured.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from datetime import datetime
+from typing import Protocol
+
+import numpy as np
+
+from labkit.costs.communication import AlphaBeta, MessageCost
+
+Curve = tuple[tuple[float, float], ...]
+"""Pairs (FLOPs or bytes, seconds), from small to large."""
+FULL, CPU = "float32", "cpu"
+ALL_REDUCE, MESSAGE, BURST = "all-reduce", "a message", "messages at once"
+
+
+class Operator(Protocol):
+    """A call as `bench.operators` records it: `flops` of a matrix product, else 0; bytes that it reads and writes."""
+
+    @property
+    def flops(self) -> float: ...
+    @property
+    def n_bytes(self) -> float: ...
+    @property
+    def dtype(self) -> str: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """What one rank takes on `device`, "cpu" or "cuda", while `ranks` compute at once."""
+
+    device: str
+    ranks: int
+    products: dict[str, Curve]
+    """By dtype: FLOPs and seconds of square matrix products."""
+    additions: Curve
+    """Bytes moved and seconds of an addition whose result is a new tensor, as an operator of a model makes it."""
+    copies: Curve
+    """The same of a copy into a tensor that is there."""
+
+    def operator_s(self, flops: float, n_bytes: float, dtype: str = FULL) -> float:
+        """Seconds of one operator, its call included."""
+        moving = _seconds(self.additions, n_bytes)
+        return max(self.product_s(flops, dtype), moving) if flops else moving
+
+    def product_s(self, flops: float, dtype: str = FULL) -> float:
+        """Seconds of a matrix product of so many FLOPs; in a dtype that was not measured, of one in float32."""
+        curve = self.products.get(dtype) or self.products.get(FULL) or next(iter(self.products.values()))
+        return _seconds(curve, flops)
+
+    def copy_s(self, n_bytes: float) -> float:
+        return _seconds(self.copies, n_bytes)
+
+    def flops_per_s(self, dtype: str = FULL) -> float:
+        """Of the fastest product; NaN for a dtype that was not measured."""
+        return max((flops / seconds for flops, seconds in self.products.get(dtype, ())), default=float("nan"))
+
+    @property
+    def memory_bytes_per_s(self) -> float:
+        """Of the longest copy, read and written bytes together: from memory, past all caches."""
+        n_bytes, seconds = self.copies[-1]
+        return n_bytes / seconds
+
+    @property
+    def call_s(self) -> float:
+        """Of an operator that has next to nothing to do."""
+        return min(seconds for _, seconds in self.additions)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transport:
+    """What one way in which ranks reach each other costs, by how many they are: call + messages alpha + bytes beta.
+
+    `what` is `ALL_REDUCE` (one of the whole tensor), `MESSAGE` (all send their right-hand neighbor one, and receive
+    one), or `BURST` (all send every other one at once, which counts as one message of all their bytes).
+    """
+
+    way: str
+    """ "gloo" or "shared memory"."""
+    what: str
+    ranks: int
+    alpha_s: float
+    beta_s_per_byte: float
+    call_s: float = 0.0
+    """Before the first of any number of messages."""
+    error: float | None = None
+    """Of the fit, relative, in the median."""
+
+    def predict_s(self, cost: MessageCost) -> float:
+        return self.call_s + AlphaBeta(self.alpha_s, self.beta_s_per_byte).predict_s(cost)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """The numbers of one machine; `run` is the limits run that they are from."""
+
+    run: str
+    measured: datetime
+    machine: str
+    cores: int
+    threads: int
+    """Of one rank that has the machine to itself."""
+    rates: tuple[Rates, ...]
+    """By device, and ranks at work."""
+    transports: tuple[Transport, ...] = ()
+
+    def of_ranks(self, ranks: int = 1, device: str = CPU) -> Rates:
+        """What each of so many ranks takes while all compute; beyond those measured, cores are shared by more.
+
+        ValueError for a device that was not measured. On a GPU every rank has one, or they take turns on it.
+        """
+        known = [one for one in self.rates if one.device == device and one.ranks <= ranks]
+        if not known:
+            raise ValueError(f"expected a device that was calibrated, got {device!r}")
+        nearest = max(known, key=lambda one: one.ranks)
+        at_once = self.cores if device == CPU else 1
+        return _slowed(nearest, ranks, max(ranks, at_once) / max(nearest.ranks, at_once))
+
+    def knows(self, device: str) -> bool:
+        return any(one.device == device for one in self.rates)
+
+    def transport(self, way: str, what: str, ranks: int) -> Transport | None:
+        """Costs of a way for so many ranks; of more than were measured, all grow as ranks per core do."""
+        known = sorted((one for one in self.transports if (one.way, one.what) == (way, what)), key=lambda t: t.ranks)
+        nearest = next((one for one in reversed(known) if one.ranks <= ranks), known[0] if known else None)
+        if nearest is None or nearest.ranks == ranks:
+            return nearest
+        slower = max(ranks, self.cores) / max(nearest.ranks, self.cores)
+        return replace(
+            nearest,
+            ranks=ranks,
+            alpha_s=slower * nearest.alpha_s,
+            beta_s_per_byte=slower * nearest.beta_s_per_byte,
+            call_s=slower * nearest.call_s,
+        )
+
+    def operators_s(self, operators: Iterable[Operator], ranks: int = 1, device: str = CPU) -> float:
+        """Seconds of operators that follow one another on each of so many ranks."""
+        rates = self.of_ranks(ranks, device)
+        return sum(rates.operator_s(one.flops, one.n_bytes, one.dtype) for one in operators)
+
+
+def _slowed(rates: Rates, ranks: int, factor: float) -> Rates:
+    if factor == 1:
+        return rates
+
+    def longer(curve: Curve) -> Curve:
+        return tuple((work, factor * seconds) for work, seconds in curve)
+
+    products = {dtype: longer(curve) for dtype, curve in rates.products.items()}
+    return replace(
+        rates, ranks=ranks, products=products, additions=longer(rates.additions), copies=longer(rates.copies)
+    )
+
+
+def _seconds(curve: Curve, work: float) -> float:
+    """Between two points on the line through them, both axes logarithmic; beyond the last one at its rate.
+
+    Below the first one the call is all there is: its time.
+    """
+    sizes, times = zip(*curve, strict=True)
+    if work >= sizes[-1]:
+        return float(times[-1] * work / sizes[-1])
+    return float(np.exp(np.interp(np.log(max(work, sizes[0])), np.log(sizes), np.log(times))))

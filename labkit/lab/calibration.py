@@ -1,0 +1,124 @@
+"""From a run of the lab `limits` to the calibration of its machine, and the newest one that this machine has."""
+
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+
+import pandas as pd
+
+from labkit.costs.calibration import ALL_REDUCE, BURST, MESSAGE, Calibration, Curve, Rates, Transport
+from labkit.costs.communication import MessageCost, fit_alpha_beta
+from labkit.lab.project import runs_directory
+from labkit.lab.rows import Measured, select
+from labkit.lab.runs.store import Run, RunFileError
+from labkit.machine import Machine
+
+LIMITS = "limits"
+FRESH = timedelta(days=1)
+PRODUCTS = Measured(("world_size", "device", "dtype", "flops"), "shape")
+MEMORY = Measured(("world_size", "device", "n_bytes", "bytes"), "operation")
+EXCHANGE = Measured(("world_size", "what", "n_bytes"), "way")
+NEW, COPY = "new", "copy"  # operations of the sweep "memory"
+ROW, IN_A_ROW = "messages in a row", 4
+
+
+def calibration_of(run: Run) -> Calibration | None:
+    """What a limits run says of its machine; None if it lacks what every prediction needs."""
+    frame = run.frame()
+    rates = tuple(_rates(frame))
+    if not any(of_one.ranks == 1 for of_one in rates):
+        return None
+    threads = select(frame, ["threads"], sweep="threads")["threads"].max()
+    return Calibration(
+        run=run.name,
+        measured=run.header.started,
+        machine=run.header.machine.label,
+        cores=run.header.machine.cores,
+        threads=int(threads) if threads == threads else 1,
+        rates=rates,
+        transports=tuple(transports(frame)),
+    )
+
+
+def newest_calibration(machine: Machine, within: timedelta | None = None) -> Calibration | None:
+    """Of the newest complete limits run that this machine measured, at most `within` old; None if there is none."""
+    for path in sorted((runs_directory() / LIMITS).glob("*.jsonl"), reverse=True):
+        try:
+            run = Run.load(path)
+        except (RunFileError, OSError):
+            continue
+        if within is not None and datetime.now(UTC) - run.header.started > within:
+            return None
+        if run.pending or not _is_same_machine(run.header.machine, machine):
+            continue
+        if (found := calibration_of(run)) is not None:
+            return found
+    return None
+
+
+def _is_same_machine(theirs: Machine, here: Machine) -> bool:
+    """With the same cores and the same torch: another one multiplies at another rate."""
+    return (theirs.host, theirs.label, theirs.cores, theirs.versions.get("torch")) == (
+        *(here.host, here.label, here.cores),
+        here.versions.get("torch"),
+    )
+
+
+def _rates(frame: pd.DataFrame) -> Iterator[Rates]:
+    products, memory = _least(PRODUCTS, frame, "products"), _least(MEMORY, frame, "memory")
+    products = products[products["shape"].str.startswith("square")]
+    for (device, ranks), some in products.groupby(["device", "world_size"]):
+        moved = select(memory, world_size=ranks, device=device)
+        additions, copies = (_curve(select(moved, operation=name), "bytes") for name in (NEW, COPY))
+        if additions and copies:
+            curves = {str(dtype): _faster_with_size(of_one) for dtype, of_one in some.groupby("dtype")}
+            yield Rates(device=str(device), ranks=int(ranks), products=curves, additions=additions, copies=copies)
+
+
+def _least(measured: Measured, frame: pd.DataFrame, sweep: str) -> pd.DataFrame:
+    """The shortest of the repeats: what else a machine does only adds to what one rank takes."""
+    samples = measured.samples(frame, sweep=sweep)
+    return samples.groupby(measured.columns, as_index=False)["seconds"].min()
+
+
+def _curve(table: pd.DataFrame, work: str) -> Curve:
+    """Pairs by size; where something larger took less time, which is noise, the larger one's time holds for both."""
+    ordered = table.sort_values(work)
+    seconds = ordered["seconds"][::-1].cummin()[::-1]
+    return tuple(zip(ordered[work].astype(float), seconds.astype(float), strict=True))
+
+
+def _faster_with_size(table: pd.DataFrame) -> Curve:
+    """Of square products, which reach at least the rate of smaller ones: where one did not, something else ran."""
+    ordered = table.sort_values("flops")
+    rate = (ordered["flops"] / ordered["seconds"]).cummax()
+    return tuple(zip(ordered["flops"].astype(float), (ordered["flops"] / rate).astype(float), strict=True))
+
+
+def transports(frame: pd.DataFrame) -> Iterator[Transport]:
+    """Alpha and beta of every way, by ranks: of an all-reduce, of messages in a row, and of messages at once.
+
+    What a call costs before its first message is what one message takes, less what each further one in a row does.
+    """
+    for (way, ranks), table in EXCHANGE.medians(frame, sweep="exchange").groupby(["way", "world_size"]):
+        by_size = table.pivot_table(index="n_bytes", columns="what", values="seconds")
+        if {ALL_REDUCE, MESSAGE, ROW, BURST} - set(by_size) or len(by_size.dropna()) < 2:
+            continue
+        by_size = by_size.dropna()
+        message = ((by_size[ROW] - by_size[MESSAGE]) / (IN_A_ROW - 1)).clip(lower=by_size[MESSAGE] / IN_A_ROW)
+        call_s = max(0.0, float((by_size[MESSAGE] - message).iloc[0]))
+        burst = (by_size[BURST] - call_s).clip(lower=message)
+        for what, seconds, sent, call in (
+            (ALL_REDUCE, by_size[ALL_REDUCE], 1, 0.0),
+            (MESSAGE, message, 1, call_s),
+            (BURST, burst, ranks - 1, call_s),
+        ):
+            model = fit_alpha_beta([MessageCost(1, sent * n) for n in by_size.index], seconds.tolist())
+            yield Transport(
+                way=str(way),
+                what=what,
+                ranks=int(ranks),
+                alpha_s=model.alpha_s,
+                beta_s_per_byte=model.beta_s_per_byte,
+                call_s=call,
+                error=model.median_error,
+            )

@@ -1,0 +1,67 @@
+"""A made-up machine: what it takes is read off its curves, and more ranks than cores share them."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+from pydantic import TypeAdapter
+
+from labkit.costs.calibration import ALL_REDUCE, Calibration
+from labkit.costs.communication import MessageCost
+from labkit.scaling.constants import load_constants
+from labkit.scaling.hardware import find_hardware
+from labkit.scaling.this_machine import hardware_of
+from tests.calibrated import BYTES_PER_S, CALL_S, FLOPS_PER_S, made_up
+
+
+def _operator(flops, n_bytes, dtype="float32"):
+    return SimpleNamespace(flops=flops, n_bytes=n_bytes, dtype=dtype)
+
+
+def test_an_operator_takes_its_call_its_arithmetic_or_its_memory():
+    rates = made_up().of_ranks()
+    assert rates.operator_s(0, 4) == pytest.approx(CALL_S, rel=0.02)
+    assert rates.operator_s(0, 1e9) == pytest.approx(1e9 / BYTES_PER_S, rel=0.02)
+    assert rates.operator_s(1e10, 1e6) == pytest.approx(1e10 / FLOPS_PER_S, rel=0.02)
+    assert rates.operator_s(1e6, 1e8) == pytest.approx(1e8 / BYTES_PER_S, rel=0.02)
+    assert rates.operator_s(1e10, 1e6, "bfloat16") == rates.operator_s(1e10, 1e6)
+    three = [_operator(0, 1e9), _operator(1e10, 1), _operator(0, 4)]
+    assert made_up().operators_s(three) == pytest.approx(0.2, rel=0.02)
+
+
+def test_ranks_beyond_the_cores_share_them():
+    machine = made_up()
+    assert machine.operators_s([_operator(1e10, 1)], ranks=2) == pytest.approx(0.2, rel=0.02)
+    assert machine.operators_s([_operator(1e10, 1)], ranks=4) == pytest.approx(0.4, rel=0.02)
+    assert made_up(cores=8, ranks=(1,)).operators_s([_operator(1e10, 1)], ranks=4) == pytest.approx(0.1, rel=0.02)
+    with pytest.raises(ValueError, match="expected a device"):
+        machine.of_ranks(1, "cuda")
+
+
+def test_a_way_costs_its_call_its_messages_and_its_bytes():
+    machine = made_up()
+    two, eight = (machine.transport("gloo", ALL_REDUCE, ranks) for ranks in (2, 8))
+    assert two.predict_s(MessageCost(3, 1e6)) == pytest.approx(3e-4 + 1e-3)
+    assert eight.predict_s(MessageCost(3, 1e6)) == pytest.approx(4 * two.predict_s(MessageCost(3, 1e6)))
+    assert machine.transport("pigeons", ALL_REDUCE, 2) is None
+
+
+def test_the_calibration_survives_its_file():
+    adapter = TypeAdapter(Calibration)
+    assert adapter.validate_json(adapter.dump_json(made_up())) == made_up()
+
+
+def test_no_hardware_without_a_link():
+    with pytest.raises(ValueError, match="expected a calibration with long messages"):
+        hardware_of(replace(made_up(), transports=()), 2**30)
+
+
+def test_this_machine_is_hardware_to_plan_with_at_its_measured_rates():
+    found = hardware_of(made_up(), 16 * 2**30)
+    assert found.gpus_per_node == 2
+    assert found.memory_gib == 8
+    assert found.peak_tflops == pytest.approx(FLOPS_PER_S / 2 / 1e12, rel=0.02)
+    assert found.link_gb_s == pytest.approx(1.0)
+    table = load_constants().table
+    assert all(table[name][found.architecture] == 1 for name in ("gemm_efficiency", "link_efficiency"))
+    assert find_hardware("h100").architecture != found.architecture

@@ -1,0 +1,215 @@
+"""A CUDA device that is not here, for the workers of labs: main memory that says it is on the GPU.
+
+Storages are tagged; tensors of tagged ones answer `cuda` when asked for their device, and an operator that would mix
+devices raises as CUDA's would. `torch.cuda` answers for one H100. Cannot be seen this way: streams, NCCL, CUPTI,
+allocator counters, numerics, launches of Triton kernels, what Inductor makes; nor what happens inside a backward pass.
+"""
+
+import time
+import weakref
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+from unittest import mock
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+GPU = torch.device("cuda", 0)
+CPU = torch.device("cpu")
+GIB = 2**30
+MEMORY = 79 * GIB
+NAME = "NVIDIA H100 80GB HBM3"
+CAPABILITY = (9, 0)
+
+# CUDA lets a scalar of the CPU into element-wise operators, not into these.
+NO_SCALARS = {"stack", "cat", "concat", "hstack", "vstack", "bmm", "mm", "matmul", "linear", "embedding", "conv2d"}
+# These cross from one device to another, or only look at a tensor.
+CROSSING = {"copy_", "__setitem__", "__getitem__", "set_", "_foreach_copy_", "equal", "__set__", "type_as"}
+CROSSING |= {"_has_compatible_shallow_copy_type", "is_same_size"}
+OF_THE_SAME_STORAGE = {"grad", "data", "T", "mT"}
+
+_on_gpu: dict[int, weakref.ref] = {}  # by address of the storage's implementation
+
+
+class MixedDevices(RuntimeError):
+    pass
+
+
+def is_on_gpu(tensor):
+    with torch._C.DisableTorchFunction():
+        return not isinstance(tensor, FakeTensor) and tensor.untyped_storage()._cdata in _on_gpu
+
+
+def _put_on_gpu(result):
+    with torch._C.DisableTorchFunction():
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, FakeTensor) or not isinstance(tensor, torch.Tensor):
+                continue  # what is only counted knows its own device
+            if (key := tensor.untyped_storage()._cdata) not in _on_gpu:
+                _on_gpu[key] = weakref.ref(tensor.untyped_storage(), lambda _, key=key: _on_gpu.pop(key, None))
+    return result
+
+
+def _is_gpu(device):
+    return torch.device("cuda" if isinstance(device, int) else device).type == "cuda"
+
+
+class PretendedDevice(TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        name = getattr(function, "__name__", str(function))
+        if name == "__get__":
+            return self._attribute(function, getattr(function.__self__, "__name__", ""), args)
+        if name in ("to", "cpu", "cuda"):
+            return self._moved(name, function, args, kwargs)
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if name == "_parse_to" or any(isinstance(tensor, FakeTensor) for tensor in tensors):
+            return function(*args, **kwargs)
+        if name == "get_device":
+            return 0 if is_on_gpu(tensors[0]) else -1
+        if name in ("numpy", "__array__") and is_on_gpu(tensors[0]):
+            raise TypeError("can't convert cuda:0 device type tensor to numpy")
+        there = [is_on_gpu(tensor) for tensor in tensors]
+        if (device := kwargs.get("device")) is not None:
+            if torch.device(device).type == "meta":
+                return function(*args, **kwargs)
+            result = function(*args, **kwargs | {"device": "cpu"})
+            return _put_on_gpu(result) if _is_gpu(device) else result
+        if torch._C._current_autograd_node() is None:
+            self._check(name, tensors, there)
+        result = function(*args, **kwargs)
+        is_there = there[:1] == [True] if name == "__getitem__" else any(there)
+        return _put_on_gpu(result) if is_there else result
+
+    def _attribute(self, function, attribute, args):
+        (tensor, *_) = args
+        there = is_on_gpu(tensor)
+        if attribute in ("is_cuda", "is_cpu"):
+            return there == (attribute == "is_cuda")
+        if attribute == "device" and there:
+            return GPU
+        result = function(*args)
+        return _put_on_gpu(result) if there and attribute in OF_THE_SAME_STORAGE else result
+
+    def _moved(self, name, function, args, kwargs):
+        tensor, *rest = args
+        source = target = is_on_gpu(tensor)
+        if name != "to":
+            target, rest, kwargs = name == "cuda", [], {}
+        for place, value in [*enumerate(rest), *kwargs.items()]:
+            if isinstance(value, torch.Tensor):
+                target = is_on_gpu(value)
+            elif isinstance(value, str | torch.device) or (isinstance(value, int) and not isinstance(value, bool)):
+                target = _is_gpu(value)
+                (kwargs if isinstance(place, str) else rest)[place] = "cpu"
+        with torch._C.DisableTorchFunction():
+            result = torch.Tensor.to(tensor, *rest, **kwargs)
+            if target != source and result.untyped_storage()._cdata == tensor.untyped_storage()._cdata:
+                result = result.clone()
+        return _put_on_gpu(result) if target else result
+
+    def _check(self, name, tensors, there):
+        if name == "__getitem__" and there[:1] == [False] and any(there):
+            raise MixedDevices("indices should be on the CPU, as the indexed tensor")
+        if name in CROSSING:
+            return
+        with torch._C.DisableTorchFunction():
+            scalar = [tensor.dim() == 0 and name not in NO_SCALARS for tensor in tensors]
+        kinds = {at for at, free in zip(there, scalar, strict=True) if not free}
+        gpu_scalar_among_cpu = kinds == {False} and any(there) and name != "fill_"
+        if len(kinds) > 1 or gpu_scalar_among_cpu:
+            raise MixedDevices(f"{name}: expected all tensors to be on the same device")
+
+
+class _Event:
+    def __init__(self, *, enable_timing):
+        self.at = None
+
+    def record(self, stream=None):
+        self.at = time.perf_counter()
+
+    def synchronize(self):
+        pass
+
+    def elapsed_time(self, other):
+        return 1000 * (other.at - self.at)
+
+
+class _Autocast(torch.autocast):
+    def __init__(self, device_type, **options):
+        super().__init__("cpu", **options)
+
+
+_GENERATOR = torch.Generator
+
+
+class _Generator(_GENERATOR):
+    def __new__(cls, device="cpu"):
+        return _GENERATOR()
+
+
+def _backward(tensor, *args, **options):
+    """`torch.Tensor.backward` that looks at no device."""
+    torch.autograd.backward(tensor, *args, **options)
+
+
+def _grad(outputs, inputs, grad_outputs=None, retain_graph=None, create_graph=False, allow_unused=None, **_):
+    """`torch.autograd.grad` without its own look at devices, which C++ does not know of."""
+    outputs = (outputs,) if isinstance(outputs, torch.Tensor) else tuple(outputs)
+    inputs = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
+    given = (grad_outputs,) if isinstance(grad_outputs, torch.Tensor) or grad_outputs is None else tuple(grad_outputs)
+    seeds = tuple(torch.ones_like(out) if seed is None else seed for out, seed in zip(outputs, given, strict=True))
+    if [is_on_gpu(out) for out in outputs] != [is_on_gpu(seed) for seed in seeds]:
+        raise MixedDevices("grad: outputs and their gradients should be on the same device")
+    found = torch.autograd.graph._engine_run_backward(
+        outputs, seeds, bool(retain_graph), create_graph, inputs, bool(allow_unused), accumulate_grad=False
+    )
+    return tuple(
+        _put_on_gpu(grad) if grad is not None and is_on_gpu(at) else grad
+        for at, grad in zip(inputs, found, strict=True)
+    )
+
+
+@contextmanager
+def pretended_gpu():
+    """One H100 for whatever runs inside."""
+    properties = SimpleNamespace(
+        name=NAME, total_memory=MEMORY, major=CAPABILITY[0], minor=CAPABILITY[1], multi_processor_count=132
+    )
+    counted = iter(range(2**20, 2**50, 4096))  # allocator counters that grow, as no two moments are alike
+
+    def count(device=None):
+        return next(counted)
+
+    answers = {
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "device_count": lambda: 1,
+        "current_device": lambda: 0,
+        "set_device": lambda device: None,
+        "get_device_properties": lambda device=0: properties,
+        "get_device_capability": lambda device=None: CAPABILITY,
+        "get_device_name": lambda device=None: NAME,
+        "get_arch_list": lambda: ["sm_90"],
+        "synchronize": lambda device=None: None,
+        "Event": _Event,
+        "empty_cache": lambda: None,
+        "mem_get_info": lambda device=None: (MEMORY - GIB, MEMORY),
+        "memory_allocated": count,
+        "max_memory_allocated": count,
+        "max_memory_reserved": count,
+        "reset_peak_memory_stats": lambda device=None: None,
+        "memory_stats": lambda device=None: {f"requested_bytes.all.{at}": count() for at in ("current", "peak")},
+        "device_of": lambda tensor: nullcontext(),
+    }
+    with (
+        mock.patch.multiple(torch.cuda, **answers),
+        mock.patch.object(torch, "autocast", _Autocast),
+        mock.patch.object(torch, "Generator", _Generator),
+        mock.patch.object(torch.autograd, "grad", _grad),
+        mock.patch.object(torch.Tensor, "backward", _backward),
+        PretendedDevice(),
+    ):
+        yield

@@ -1,0 +1,74 @@
+"""Every lab's worker on a GPU that is pretended: no tensor on the wrong device, no question that only a CPU answers."""
+
+from contextlib import closing
+from dataclasses import replace
+from functools import partial
+from itertools import groupby
+
+import pytest
+import torch
+
+from labkit.parallel.launch import Row, launch
+from labkit.studies import LABS, load_study
+from tests.rehearsal.machines import MACHINES
+from tests.rehearsal.pretended_cuda import pretended_gpu
+from tests.rehearsal.test_missing_rows import KIND_OF_POINT
+
+pytestmark = pytest.mark.slow
+
+# Matrix products of a GPU's sizes, which take a CPU minutes; traces, which are CUPTI's.
+OF_A_REAL_GPU = {"rates", "matmul", "products", "timeline", "profile"}
+# torch's SyncBatchNorm calls kernels that only CUDA has.
+TORCHS_SYNC_BATCHNORM = {
+    "sync_batchnorm": ("alternatives", "torch"),
+    "cifar100": ("implementations", "torch + SyncBatchNorm"),
+}
+
+
+def _points(lab):
+    """The first of each kind of points that run on a GPU and need no NCCL, by the group of ranks they share."""
+    study, machine = load_study(lab), MACHINES["one H100"]
+    kinds = {}
+    for point in study.points(study.profiles["smoke"], machine):
+        kind = next((getattr(point, name) for name in KIND_OF_POINT if hasattr(point, name)), "point")
+        is_there = getattr(point, "device", "cpu") == "cuda" and point.backend != "nccl"
+        if is_there and kind not in OF_A_REAL_GPU and study.skip_reason(point, machine) is None:
+            kinds.setdefault(kind, _without_torchs(lab, point))
+    return groupby(kinds.values(), key=lambda point: (point.world_size, point.backend))
+
+
+def _without_torchs(lab, point):
+    field, name = TORCHS_SYNC_BATCHNORM.get(lab, ("", ""))
+    return replace(point, **{field: tuple(x for x in getattr(point, field) if x != name)}) if field else point
+
+
+def _pretending(worker, point):
+    with pretended_gpu():
+        yield from worker(point) or ()
+
+
+def test_it_refuses_what_cuda_refuses():
+    with pretended_gpu():
+        there, here = torch.ones(2, device="cuda"), torch.ones(2)
+        assert (there + 1).device.type == (there * there.sum()).device.type == "cuda"
+        assert there.cpu().device.type == here.device.type == "cpu"
+        for mixing in (lambda: there + here, lambda: torch.stack([there.sum(), here.sum()]), lambda: here[there > 0]):
+            with pytest.raises(RuntimeError, match=r"device|CPU"):
+                mixing()
+    assert not torch.cuda.is_available()
+
+
+@pytest.mark.parametrize("lab", [lab for lab in LABS if any(True for _ in _points(lab))])
+def test_a_labs_worker_on_a_gpu(lab):
+    worker = partial(_pretending, type(load_study(lab)).worker)
+    for (world_size, backend), points in _points(lab):
+        points, rows = list(points), 0
+        with closing(launch(worker, points, world_size=world_size, backend=backend, timeout_s=300)) as events:
+            for event in events:
+                if isinstance(event, Row):
+                    rows += 1
+                    assert "MixedDevices" not in str(event.values.get("gate"))
+                    continue
+                assert event.status == "ok", (points[event.index], event.reason, event.failure)
+                assert rows
+                rows = 0
