@@ -8,6 +8,8 @@ from typing import Any
 
 import pandas as pd
 
+from labkit.lab.advise.here import by_size
+from labkit.lab.advise.page import table
 from labkit.lab.execute import NotebookFailed, execute_notebook, notebook_parameters
 from labkit.lab.notebook import check_parameters
 from labkit.lab.pages import cards
@@ -81,6 +83,7 @@ def write_index(studies: Iterable[Study], output: Path) -> Path:
         style=style_sheet(),
         script=script(),
         machine=cards.machine_rows(describe_machine(), elsewhere=False).items(),
+        joined=_joined(labs),
         topics=recommendations(known, {lab["name"]: lab for lab in labs}),
         further=further_advice(labs),
         trends=published_trends(labs),
@@ -93,6 +96,14 @@ def write_index(studies: Iterable[Study], output: Path) -> Path:
     page = output / "index.html"
     page.write_text(html, encoding="utf-8")
     return page
+
+
+def _joined(labs: Iterable[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """What the runs of this machine recommend together, by model; None if no page is of this machine."""
+    if not any(lab["record"] and not lab["record"]["elsewhere"] for lab in labs):
+        return None
+    found = by_size()
+    return None if found is None else {"told": found[0], "section": table(found[1])}
 
 
 def _index_entry(study: Study, output: Path) -> dict[str, Any] | None:
