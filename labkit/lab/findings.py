@@ -29,6 +29,7 @@ TOPICS = {
     "compile": "Compile or not",
     "synchronization": "Gradient synchronization",
     "bucket_size": "Bucket size",
+    "sharding": "Shards instead of copies",
     "all_reduce": "All-reduce algorithm",
     "transport": "Messages or shared memory",
     "scheduling": "Scheduling of CPU ranks",
