@@ -64,14 +64,20 @@ def _is_same_machine(theirs: Machine, here: Machine) -> bool:
 
 
 def _rates(frame: pd.DataFrame) -> Iterator[Rates]:
-    products, memory = PRODUCTS.medians(frame, sweep="products"), MEMORY.medians(frame, sweep="memory")
+    products, memory = _least(PRODUCTS, frame, "products"), _least(MEMORY, frame, "memory")
     products = products[products["shape"].str.startswith("square")]
     for (device, ranks), some in products.groupby(["device", "world_size"]):
         moved = select(memory, world_size=ranks, device=device)
         additions, copies = (_curve(select(moved, operation=name), "bytes") for name in (NEW, COPY))
         if additions and copies:
-            curves = {str(dtype): _curve(of_one, "flops") for dtype, of_one in some.groupby("dtype")}
+            curves = {str(dtype): _faster_with_size(of_one) for dtype, of_one in some.groupby("dtype")}
             yield Rates(device=str(device), ranks=int(ranks), products=curves, additions=additions, copies=copies)
+
+
+def _least(measured: Measured, frame: pd.DataFrame, sweep: str) -> pd.DataFrame:
+    """The shortest of the repeats: what else a machine does only adds to what one rank takes."""
+    samples = measured.samples(frame, sweep=sweep)
+    return samples.groupby(measured.columns, as_index=False)["seconds"].min()
 
 
 def _curve(table: pd.DataFrame, work: str) -> Curve:
@@ -79,6 +85,13 @@ def _curve(table: pd.DataFrame, work: str) -> Curve:
     ordered = table.sort_values(work)
     seconds = ordered["seconds"][::-1].cummin()[::-1]
     return tuple(zip(ordered[work].astype(float), seconds.astype(float), strict=True))
+
+
+def _faster_with_size(table: pd.DataFrame) -> Curve:
+    """Of square products, which reach at least the rate of smaller ones: where one did not, something else ran."""
+    ordered = table.sort_values("flops")
+    rate = (ordered["flops"] / ordered["seconds"]).cummax()
+    return tuple(zip(ordered["flops"].astype(float), (ordered["flops"] / rate).astype(float), strict=True))
 
 
 def transports(frame: pd.DataFrame) -> Iterator[Transport]:

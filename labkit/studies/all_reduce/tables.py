@@ -35,7 +35,7 @@ OVERTAKING = (("recursive_doubling", "ring"), ("recursive_doubling", "halving_do
 
 
 def times(frame: pd.DataFrame, *sweeps: str) -> pd.DataFrame:
-    """Median seconds with interval, algbw and busbw in GB/s, one row a (setting, algorithm)."""
+    """Median seconds with interval, algbw and busbw in GB/s, one row per (setting, algorithm)."""
     table = ALL_REDUCES.medians(frame, sweep=sweeps)
     algbw = [algorithm_bandwidth(n, s) / 1e9 for n, s in zip(table.n_bytes, table.seconds, strict=True)]
     busbw = [
@@ -158,7 +158,7 @@ def fits(frame: pd.DataFrame) -> pd.DataFrame:
 def crossovers(frame: pd.DataFrame) -> pd.DataFrame:
     """Where one algorithm should overtake another, and between which measured sizes it does.
 
-    One row a (backend, world size, pair). `predicted_bytes` is by single exchange steps, measured before.
+    One row per (backend, world size, pair). `predicted_bytes` is by single exchange steps, measured before.
     `wins_until_bytes` and `overtaken_from_bytes` are the last size at which the first algorithm is significantly
     faster, and the first at which the second is; NaN: at none. The prediction "holds" if it lies between them, or says
     never and the second never wins; it is "open" where no size is small enough to show the first one ahead.

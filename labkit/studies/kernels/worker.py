@@ -133,7 +133,7 @@ def _measure(point: KernelsPoint, actions: dict[str, Callable[[], Any]]) -> dict
 
 
 def _operator_rows(sums: list[Sums]) -> Iterator[dict[str, Any]]:
-    """One row a (phase, part, family, operator): own seconds and calls of each pass."""
+    """One row per (phase, part, family, operator): own seconds and calls of each pass."""
     totals = [sum(entry.seconds for entry in of_pass.values()) for of_pass in sums]
     rows: dict[tuple[str, ...], tuple[list[float], list[int]]] = {}
     for key in dict.fromkeys(key for of_pass in sums for key in of_pass):

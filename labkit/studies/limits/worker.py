@@ -68,7 +68,7 @@ class _Call:
 
 
 def _timed(point: LimitPoint, calls: dict[str, _Call], name: str, **options: Any) -> Iterator[dict[str, Any]]:
-    """A row a call under the column `name`; a sample is the mean of as many in a row as make it long enough."""
+    """A row per call under the column `name`; a sample is the mean of as many in a row as make it long enough."""
     right = {key: call for key, call in calls.items() if call.gate == "ok"}
     once = time_interleaved(
         {key: call.run for key, call in right.items()}, warmup=1, repeats=1, device=point.device, seed=point.id

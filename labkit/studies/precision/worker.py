@@ -90,7 +90,7 @@ def _rates(point: PrecisionPoint) -> Iterator[dict[str, Any]]:
 
 
 def _speed(point: PrecisionPoint) -> Iterator[dict[str, Any]]:
-    """One row a (mode, precision): seconds of each repeat, all taking turns on one model; "wrong" gets no time."""
+    """One row per (mode, precision): seconds of each repeat, all taking turns on one model; "wrong" gets no time."""
     step = TrainingStep(
         shape_named(point.model),
         batch=point.batch,
