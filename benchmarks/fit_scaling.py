@@ -27,12 +27,12 @@ from labkit.scaling.constants import FITTED_FILE, Constants, Seen, table_of
 from labkit.scaling.declared import FITTED, OF_MEMORY, PARENTS, Constant
 from labkit.scaling.prediction import FITS_SHARE, UNSTABLE_SHARE
 from labkit.scaling.runs import Run, Runs
+from labkit.scaling.scoring import FOLDS, folds, interval_90
 from labkit.scaling.step_time import breakdown, step_s
 from labkit.scaling.table import read_rows
 
 ROOT = Path(__file__).parents[1]
 DATA = ROOT / "data" / "reference" / "scaling"
-FOLDS = 6
 NOISE = 0.08
 """Errors below this count as squares, above as absolute values."""
 EVALUATIONS = 40
@@ -67,15 +67,7 @@ class Published:
             for name in ("step_s", "peak_allocated_gib", "peak_reserved_gib")
         )
         self.timed = np.isfinite(self.step_s)
-        self.fold = self._folds()
-
-    def _folds(self) -> np.ndarray:
-        fold = np.zeros(len(self.group), dtype=int)
-        for group in np.unique(self.group):
-            own = self.group == group
-            names = list(dict.fromkeys(self.model[own]))
-            fold[own] = [names.index(name) % FOLDS for name in self.model[own]]
-        return fold
+        self.fold = folds(self.group, self.model)
 
 
 def soft(errors: np.ndarray) -> np.ndarray:
@@ -198,24 +190,9 @@ def spread_of(errors: np.ndarray) -> str:
     return f"{np.median(errors):5.1f} /{np.mean(errors):5.1f} /{np.percentile(errors, 90):5.1f}" if len(errors) else "-"
 
 
-def regimes_of(published: Published, fitted: Mapping[str, float]) -> np.ndarray:
+def unstable_of(published: Published, fitted: Mapping[str, float]) -> np.ndarray:
     stages = memory.stages(published.runs, as_constants(fitted).rows(published.runs))
-    return intervals.regimes(published.runs, stages.peak_gib > UNSTABLE_SHARE * published.runs.memory_gib)
-
-
-def honest_coverage(published: Published, residuals: np.ndarray, regime: np.ndarray) -> np.ndarray:
-    """Whether each row lies in a 90 % interval whose quantiles never saw its model; nan for rows without a time."""
-    inside = np.full(len(residuals), np.nan)
-    framework = published.runs.framework
-    for fold in range(FOLDS):
-        seen = published.timed & (published.fold != fold)
-        groups = intervals.quantiles_by_group(framework[seen], regime[seen], residuals[seen])
-        groups["never seen"] = intervals.conformal(residuals[seen])
-        constants = replace(as_constants({}), residuals=groups)
-        for row in np.flatnonzero(published.timed & (published.fold == fold)):
-            low, _, _, high = intervals.of_key(f"{framework[row]}/{regime[row]}", constants)
-            inside[row] = min(low, 0) <= residuals[row] <= max(high, 0)
-    return inside
+    return stages.peak_gib > UNSTABLE_SHARE * published.runs.memory_gib
 
 
 def main() -> None:
@@ -231,12 +208,13 @@ def main() -> None:
         print(f"  {constant.name:32} {fitted[constant.name]:<10.4g} from {constant.value:g}")
     held_out = cross_validated(published)
     blind, three = never_seen(published)
-    residuals, regime = np.log(published.step_s / held_out), regimes_of(published, fitted)
-    scoreboard(
-        published, seconds(published.runs, steps), held_out, blind, three, honest_coverage(published, residuals, regime)
-    )
+    residuals, unstable = np.log(published.step_s / held_out), unstable_of(published, fitted)
+    low, high = interval_90(published.runs, published.fold, residuals, unstable, as_constants({}))
+    covered = np.where(published.timed, (low <= residuals) & (residuals <= high), np.nan)
+    scoreboard(published, seconds(published.runs, steps), held_out, blind, three, covered)
     scoreboard_of_memory(published)
     timed = published.timed
+    regime = intervals.regimes(published.runs, unstable)
     quantiles = intervals.quantiles_by_group(published.runs.framework[timed], regime[timed], residuals[timed])
     for name, seen in (("never seen", blind), ("calibrated", three[0])):
         rows = timed & np.isfinite(seen)

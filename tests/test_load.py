@@ -68,7 +68,7 @@ def test_a_run_records_the_load_and_its_page_tells_of_another_measurement(tmp_pa
     run = measure(FAKE, CONFIG, profile="smoke", directory=tmp_path / "runs")
     assert run.header.load.other_measurements == 1
     assert run.header.load.busy_cores >= 0
-    assert len(run.disturbed) == 2
+    assert set(run.steadiness.busy) == set(run.header.planned)
     ends = [json.loads(line) for line in run.path.read_text().splitlines() if '"kind":"end"' in line]
     assert all(end["load"]["average"] >= 0 for end in ends)
     assert "2 points another labkit measurement" in cards.coverage(run)
@@ -86,7 +86,7 @@ def test_a_quiet_run_says_nothing_and_an_older_one_is_read(tmp_path, monkeypatch
         line.pop("load", None)
     run.path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     older = Run.load(run.path)
-    assert (older.header.load, older.disturbed) == (None, [])
+    assert (older.header.load, dict(older.steadiness.busy)) == (None, {})
     assert "Load" not in cards.provenance_rows(FAKE, older)
 
 

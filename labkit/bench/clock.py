@@ -18,6 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from labkit.bench.heartbeat import heartbeat_heard
+
 Action = Callable[[], Any]
 Prepare = Callable[[str], Any]
 Seed = int | str
@@ -88,7 +90,7 @@ def time_parts_interleaved(
 
     The turn of an alternative is all its parts in the order of its mapping; only alternatives are shuffled. `prepare`
     runs once a turn, `before` ahead of every part. With `calls`, a part is called as often before the next one comes.
-    Returns samples by alternative and part.
+    Returns samples by alternative and part. Before a round the machine's heartbeat is taken, if anybody listens.
     """
     if warmup < 0 or repeats < 1 or calls < 1:
         raise ValueError(f"expected warmup >= 0, repeats >= 1 and calls >= 1, got {warmup}, {repeats} and {calls}")
@@ -96,7 +98,12 @@ def time_parts_interleaved(
     samples: dict[str, dict[str, list[float]]] = {
         name: {part: [] for part in parts} for name, parts in alternatives.items()
     }
+    heartbeat = heartbeat_heard()
+    if heartbeat is not None:
+        heartbeat.begin_rounds(repeats)
     for repeat in range(-warmup, repeats):
+        if heartbeat is not None:
+            heartbeat.beat(repeat)
         for name in order_of_turns(alternatives, repeat, seed=seed):
             if prepare is not None:
                 prepare(name)

@@ -142,7 +142,7 @@ def judged(ratios: pd.DataFrame) -> pd.DataFrame:
 
 
 def summarize_groups(frame: pd.DataFrame, value: str, by: Sequence[str]) -> pd.DataFrame:
-    """One row a group of `by`, with the fields of `Summary` over the column `value`."""
+    """One row per group of `by`, with the fields of `Summary` over the column `value`."""
     rows = []
     for key, group in frame.groupby(list(by), sort=True, dropna=False):
         rows.append(dict(zip(by, key, strict=True)) | asdict(summarize(group[value])))

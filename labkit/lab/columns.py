@@ -61,6 +61,7 @@ _KNOWN = {
     "bucket_bytes": Column("bucket", "bucket size", format_bytes, "buckets of {value}"),
     "bucket_mb": Column("bucket (MiB)", "bucket size (MiB)", format_number, "buckets of {value} MiB"),
     "buckets": Column("buckets", "number of buckets", format_number, "{value} buckets"),
+    "gpu_hours": Column("GPU-hours per 1B tokens", "GPU-hours per billion tokens", format_number),
     "gpus": Column("GPUs", "GPUs", format_number, "{value} GPUs", doubles=True),
     "world_size": Column("ranks", "ranks", _whole, "{value} ranks", doubles=True),
     "seconds": Column("time", "time", format_seconds),
@@ -86,7 +87,7 @@ _KNOWN = {
 # Which way is better, by how a column's name ends.
 _BETTER = {
     "higher is better": ("_per_s", "digits", "accuracy_percent", "mfu_percent"),
-    "lower is better": ("bytes", "loss", "waiting_percent", "error"),
+    "lower is better": ("bytes", "loss", "waiting_percent", "error", "gpu_hours"),
     "lower is faster": ("seconds", "_s", "ratio"),
 }
 

@@ -41,7 +41,7 @@ def compared(
 ) -> Finding | None:
     """Is `subject` faster than `baseline`? None without ratios, unless a caveat says why there are none.
 
-    `ratios` has a row a setting, as `rows.Measured.over` gives it. `axis` names the columns by which places are told
+    `ratios` has a row per setting, as `rows.Measured.over` gives it. `axis` names the columns by which places are told
     ("from 1 MiB on"), the most telling first. `choose` and `keep` are the advice where it is faster and where it is
     not, as imperatives without a period. `plural`: the subject is several things.
     """

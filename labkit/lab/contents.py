@@ -11,7 +11,7 @@ NOT_MEASURED_YET = "one or two minutes"
 
 
 def labs_table(studies: Iterable[Study]) -> str:
-    """Markdown: a row a lab, with a link to its notebook that works from the notebooks' own folder."""
+    """Markdown: a row per lab, with a link to its notebook that works from the notebooks' own folder."""
     rows = ["| lab | what it shows | questions | time at `quick` |", "|---|---|---|---|"]
     for study in studies:
         link = f"[{study.title}]({notebook_path(study.name).name})"

@@ -6,7 +6,9 @@ record and the run cannot differ. Imports nothing heavy: every rank loads this m
 
 import hashlib
 import json
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
+from itertools import groupby
 from typing import Any, Self
 
 
@@ -52,3 +54,13 @@ class Point:
     def title(self) -> str:
         """A few words for a progress line."""
         return f"{self.world_size} rank{'s' if self.world_size > 1 else ''}"
+
+
+def by_ranks(points: Iterable[Point]) -> list[list[Point]]:
+    """Neighbors that can share one group of ranks."""
+    return [list(group) for _, group in groupby(points, key=_rank_key)]
+
+
+def _rank_key(point: Point) -> tuple[Any, ...]:
+    shared = (point.world_size, point.backend, point.scheduling, point.timeout_s)
+    return (*shared, point.id) if point.fresh_ranks else shared

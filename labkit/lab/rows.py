@@ -55,14 +55,14 @@ class Measured:
         return [*self.setting, self.alternative]
 
     def samples(self, frame: pd.DataFrame, **wanted: Any) -> pd.DataFrame:
-        """One row a (setting, alternative, repeat): `value` of the slowest rank. Rows as `select` takes them."""
+        """One row per (setting, alternative, repeat): `value` of the slowest rank. Rows as `select` takes them."""
         rows = select(frame, [*self.columns, self.value], **wanted).dropna(subset=self.value)
         if rows.empty:
             return pd.DataFrame(columns=[*self.columns, "repeat", self.value])
         return slowest_rank(rows, self.value, self.columns)
 
     def medians(self, frame: pd.DataFrame, **wanted: Any) -> pd.DataFrame:
-        """One row a (setting, alternative): the median as `value`, its interval `low` and `high`, and `n`."""
+        """One row per (setting, alternative): the median as `value`, its interval `low` and `high`, and `n`."""
         table = summarize_groups(self.samples(frame, **wanted), self.value, self.columns)
         return table.rename(columns={"median": self.value})
 
@@ -87,7 +87,7 @@ def exactly_over(
 ) -> pd.DataFrame:
     """Within each setting, a count (of bytes) of every alternative over that of `baseline`, as `Measured.over` has it.
 
-    One row a (setting, alternative) in `table`. Counts are exact: `low` and `high` are the ratio and `p` is 0.
+    One row per (setting, alternative) in `table`. Counts are exact: `low` and `high` are the ratio and `p` is 0.
     """
     keys = list(setting)
     base = table.loc[table[alternative] == baseline, [*keys, value]]

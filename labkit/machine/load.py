@@ -8,14 +8,18 @@ import fcntl
 import os
 import re
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 from pydantic import BaseModel, ConfigDict
 
 SAMPLE_S = 0.1
+LEAST_SPAN_S = 0.5
+_BUSY = ("user", "nice", "system", "irq", "softirq")  # what guests of this machine take is in user and nice
 LEAST_BUSY_SHARE = 0.15
 """Of the cores: from here on, and from half a core on, other programs are worth a word. Idle machines stay below."""
 
@@ -31,19 +35,72 @@ class Load(BaseModel):
     """Load average of the last minute: processes that run or want to, those of the measurement included."""
     other_measurements: int
     busy_cores: float | None = None
-    """Of the cores this process may use, while it measures nothing; None while it does."""
+    """Of the cores this process may use, by other programs; None if that is not known."""
+    stolen_cores: float | None = None
+    """Of those, taken by other guests of the host (steal time); None if that is not known."""
 
 
 def load_before_measuring() -> Load:
     """The load as it is before any rank runs. Takes `SAMPLE_S`."""
-    shares = psutil.cpu_percent(interval=SAMPLE_S, percpu=True)
-    usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(len(shares))
-    busy = sum(share for core, share in enumerate(shares) if core in usable) / 100
-    return load_while_measuring().model_copy(update={"busy_cores": round(busy, 2)})
+    meter = LoadMeter()
+    time.sleep(SAMPLE_S)
+    return meter.load(at_least_s=SAMPLE_S)
 
 
-def load_while_measuring() -> Load:
-    return Load(average=round(os.getloadavg()[0], 2), other_measurements=other_measurements())
+class LoadMeter:
+    """The load from now on, or since it was last asked for: what others take is what this process and its own do not.
+
+    `knows_own` is False where what belongs to the measurement is not below this process, as in a torchrun job.
+    """
+
+    def __init__(self, *, knows_own: bool = True) -> None:
+        self._knows_own = knows_own
+        self._since = _CoreSeconds.now()
+
+    def load(self, *, at_least_s: float = LEAST_SPAN_S) -> Load:
+        """The load since then; no cores are told after less than `at_least_s`, of which a tick is too large a part."""
+        before, now = self._since, _CoreSeconds.now()
+        self._since, elapsed = now, now.at - before.at
+        load = Load(average=round(os.getloadavg()[0], 2), other_measurements=other_measurements())
+        if elapsed < at_least_s or not self._knows_own:
+            return load
+        others = (now.busy - before.busy) - (now.own - before.own)
+        stolen = (now.stolen - before.stolen) / elapsed
+        cores = {"busy_cores": round(max(0.0, others / elapsed), 2), "stolen_cores": round(stolen, 2)}
+        return load.model_copy(update=cores)
+
+
+@dataclass(frozen=True)
+class _CoreSeconds:
+    """Since the machine started, of the cores that this process may use: busy, and stolen; by this process and its own.
+
+    A tick of the kernel, 10 ms, is the least that is seen.
+    """
+
+    at: float
+    busy: float
+    stolen: float
+    own: float
+
+    @classmethod
+    def now(cls) -> "_CoreSeconds":
+        every = psutil.cpu_times(percpu=True)
+        usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(len(every))
+        of_cores = [times for core, times in enumerate(every) if core in usable]
+        busy = sum(getattr(times, name, 0.0) for times in of_cores for name in _BUSY)
+        stolen = sum(getattr(times, "steal", 0.0) for times in of_cores)
+        this = psutil.Process()
+        own = 0.0
+        for process in [this, *this.children(recursive=True)]:
+            with suppress(psutil.Error):  # it has ended, and its time is its parent's
+                own += sum(process.cpu_times()[:4])  # user and system, its own and of children that ended
+        return cls(time.monotonic(), busy, stolen, own)
+
+
+def is_busy(load: Load, cores: int) -> bool:
+    """Whether other programs or other guests of the host take enough of so many cores to be worth a word."""
+    least = max(0.5, LEAST_BUSY_SHARE * cores)
+    return (load.busy_cores or 0.0) + (load.stolen_cores or 0.0) >= least
 
 
 def disturbances(load: Load, cores: int) -> list[str]:
@@ -51,8 +108,9 @@ def disturbances(load: Load, cores: int) -> list[str]:
     found = []
     if load.other_measurements:
         found.append("Another labkit measurement runs on this machine: both take longer than they would alone.")
-    elif load.busy_cores is not None and load.busy_cores >= max(0.5, LEAST_BUSY_SHARE * cores):
-        found.append(f"Other programs keep {load.busy_cores:.1f} of {cores} cores busy: times may be too long.")
+    elif is_busy(load, cores):
+        taken = (load.busy_cores or 0.0) + (load.stolen_cores or 0.0)
+        found.append(f"Other programs keep {taken:.1f} of {cores} cores busy: times may be too long.")
     return found
 
 

@@ -25,6 +25,8 @@ class Published:
     """Rows of `training_runs.csv` and of `cross_validated.csv` as columns; seconds are nan where there are none."""
 
     runs: Runs
+    line: NDArray[np.intp]
+    """Of `training_runs.csv`."""
     group: NDArray[np.str_]
     model: NDArray[np.str_]
     gpu: NDArray[np.str_]
@@ -72,6 +74,7 @@ def load_published(directory: Path) -> Published:
 
     return Published(
         runs=Runs.of([row.run for row in rows if row.run is not None]),
+        line=np.array([row.line for row in rows]),
         group=np.array([row.cells["group"] for row in rows]),
         model=np.array([row.cells["model"] for row in rows]),
         gpu=np.array([row.cells["gpu"] for row in rows]),
@@ -106,16 +109,21 @@ def nearest(published: Published, run: Run, count: int = NEAREST) -> list[Publis
     return [_row(published, row, float(predicted[row])) for row in chosen]
 
 
+def arrangement(runs: Runs, row: int) -> str:
+    """How the ranks of a run are arranged, "tp 2 pp 4 cp 1 dp 8 zero1"."""
+    degrees = [f"{name} {int(getattr(runs, name)[row])}" for name in ("tp", "pp", "cp", "dp")]
+    return " ".join([*degrees, str(runs.shard[row])])
+
+
 def _row(published: Published, row: int, predicted_s: float) -> PublishedRow:
     runs = published.runs
-    degrees = [f"{name} {int(getattr(runs, name)[row])}" for name in ("tp", "pp", "cp", "dp")]
     return PublishedRow(
         group=str(published.group[row]),
         model=str(published.model[row]),
         gpu=str(published.gpu[row]),
         gpus=int(runs.gpus[row]),
         seq_len=int(runs.seq_len[row]),
-        arrangement=" ".join([*degrees, str(runs.shard[row])]),
+        arrangement=arrangement(runs, row),
         step_s=float(published.step_s[row]),
         mfu=float(published.mfu[row]),
         predicted_s=predicted_s,
@@ -133,6 +141,10 @@ class Choice:
     """Of each layout proposed: measured over the best, less one; infinite where it ran out of memory."""
     behind_simple: float
     """The same of the smallest tp x pp that is predicted to fit with the largest micro-batch."""
+    best: str
+    """How the best measured arranges its ranks."""
+    first: str
+    """How the first that is proposed does."""
 
     @property
     def best_behind(self) -> float:
@@ -150,19 +162,27 @@ def choices(published: Published, constants: Constants | None = None) -> Iterato
     preference = preference_s(runs, found)
     measured = np.where(published.is_ok, published.step_s, np.inf)
     names = (published.group, published.model, runs.gpus, runs.global_batch, runs.seq_len, runs.precision)
-    family = np.array([" ".join(map(str, row)) for row in zip(*names, strict=True)])
+    family = np.array(
+        [
+            " ".join(value if isinstance(value, str) else f"{value:g}" for value in row)
+            for row in zip(*names, strict=True)
+        ]
+    )
     for name in np.unique(family):
         own = np.flatnonzero(family == name)
         if np.isfinite(measured[own]).sum() < FEWEST_LAYOUTS:
             continue
-        best = np.nanmin(measured[own])
+        winner = int(own[np.nanargmin(measured[own])])
+        best = measured[winner]
         order = [int(row) for row in own[np.argsort(preference[own], kind="stable")] if found.fits[row]]
         chosen = distinct(order, lambda row: (runs.tp[row], runs.pp[row], runs.cp[row], runs.shard[row]), PROPOSED)
         simple = own[np.lexsort((-runs.micro_batch[own], runs.tp[own] * runs.pp[own], ~found.fits[own]))[0]]
         yield Choice(
             group=str(published.group[own[0]]),
-            name=name,
+            name=str(name),
             layouts=len(own),
             behind=tuple(float(measured[row] / best - 1) for row in chosen),
             behind_simple=float(measured[simple] / best - 1),
+            best=arrangement(runs, winner),
+            first=arrangement(runs, chosen[0]),
         )

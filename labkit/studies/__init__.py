@@ -20,8 +20,10 @@ LABS = (
     "all_reduce",
     "data_parallel",
     "gradient_buckets",
+    "sharding",
     "sync_batchnorm",
     "cifar100",
+    "scaling",
     "this_machine",
 )
 

@@ -7,11 +7,14 @@ import re
 import nbformat
 import pytest
 
+from labkit.lab.advise.report import Section
 from labkit.lab.notebook import PAGE_MIME
 from labkit.lab.pages.export import OTHER_FORMAT, PAGE_FORMAT, embed_json, export_page, read_page
 from labkit.lab.pages.report import write_index
 from labkit.machine import describe_machine
 from tests.lab.fake_study import FAKE
+
+ADVISED = Section("Training on this machine", "measured here", ("model", "measured here"), [("mini", "61 %")])
 
 
 def write_page(folder, **changes):
@@ -71,3 +74,11 @@ def test_the_policy_of_pages_allows_their_own_script_by_its_hash_and_no_other(tm
         digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
         assert f"script-src 'sha256-{digest}';" in policy
         assert "base-uri 'none'; form-action 'none'" in policy
+
+
+def test_the_index_says_what_this_machine_should_use_and_what_that_gains_by_model(tmp_path, monkeypatch):
+    monkeypatch.setattr("labkit.lab.pages.report.by_size", lambda: ("Change 1.", ADVISED))
+    write_page(tmp_path, host="elsewhere")
+    assert 'id="joined"' not in index(tmp_path)
+    write_page(tmp_path)
+    assert re.search(r'id="joined".*Change 1\..*<td class="text">mini</td>.*61 %', index(tmp_path), re.DOTALL)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from labkit.costs.memory import peak_bytes
 from labkit.costs.transformer import SIZES
 from labkit.lab.advise.machine import (
     DEFAULT,
@@ -15,11 +16,15 @@ from labkit.lab.advise.machine import (
     recommendations,
 )
 from labkit.lab.advise.report import PREDICTED, Report, Section
+from labkit.lab.capacity import skip_reason
 from labkit.lab.runs.store import Run
 from labkit.machine import describe_machine
 
 MEASURED = "measured here"
-MODEL, SEQUENCE = "small", 128
+MODEL, SEQUENCE, BATCH, RANKS = "small", 128, 2, 2
+RANK_BYTES = 200 * 2**20
+"""Of a process that has imported torch."""
+_HOW = f"On {RANKS} ranks, batch {BATCH}, sequences of {SEQUENCE}; the parts were measured one by one."
 ALLOWED = ("model", "sequence")
 _TOPICS: Mapping[str, str] = {
     "precision": "precision",
@@ -51,6 +56,48 @@ def report(model: str, context_length: int) -> Report:
         headings = ("model", "ranks", "time of the joined over the default's", "verdict")
         sections.append(Section("All of it together against the default, in turns", MEASURED, headings, gains))
     return Report(verdict, headline, f"{describe_machine().label}; {model}", sections, list(_notes(found, gains)))
+
+
+def by_size() -> tuple[str, Section] | None:
+    """What the newest runs here recommend, in a sentence, and a line for each size that two ranks can train.
+
+    None where no run recommends anything.
+    """
+    runs = newest_runs()
+    if not runs:
+        return None
+    measured = {row[0]: f"{row[2]}, {row[3]}" for row in _gains(runs.get("this_machine")) if row[1] == str(RANKS)}
+    rows, told, before = [], "", ""
+    for model in _trainable():
+        found = recommendations(model, SEQUENCE, runs)
+        ratio = expected_ratio(found, compute_share=compute_share(model, runs))
+        told = _verdict(found, ratio)[0]
+        changed = _changes(found)
+        shown = "the same" if changed == before else changed
+        rows.append((model, shown, f"{100 * ratio:.0f} %", measured.get(model, "not yet")))
+        before = changed
+    if not rows:
+        return None
+    headings = ("model", "other than the default", f"share of the default's step, {PREDICTED}", MEASURED)
+    return told, Section("Training on this machine", MEASURED, headings, rows, note=_HOW)
+
+
+def _trainable() -> Iterator[str]:
+    """Sizes of which this machine can hold a whole step on two ranks, from small to large."""
+    machine = describe_machine()
+    for name, shape in SIZES.items():
+        step = RANK_BYTES + peak_bytes(shape, BATCH, SEQUENCE, phase="full_step")
+        if skip_reason(machine, machine.device("auto"), RANKS * step, ranks=RANKS) is None:
+            yield name
+
+
+def _changes(found: Sequence[Recommendation]) -> str:
+    changed = [f"{_TOPICS[one.topic]} {_value(one)}" for one in found if one.value != getattr(DEFAULT, one.topic)]
+    return ", ".join(changed) or "nothing"
+
+
+def _value(one: Recommendation) -> str:
+    return {True: "yes", False: "no", None: "the default"}.get(one.value, str(one.value))  # type: ignore[call-overload]
 
 
 def python_of(model: str, context_length: int) -> str:
@@ -106,9 +153,8 @@ def _verdict(found: Sequence[Recommendation], ratio: float) -> tuple[str, str]:
 def _rows(found: Sequence[Recommendation]) -> Iterator[tuple[str, ...]]:
     for one in found:
         is_default = one.value == getattr(DEFAULT, one.topic)
-        value = {True: "yes", False: "no", None: "the default"}.get(one.value, str(one.value))  # type: ignore[call-overload]
         interval = "" if is_default else f"{100 * one.ratio:.0f} % [{100 * one.low:.0f}, {100 * one.high:.0f}]"
-        yield _TOPICS[one.topic], value, interval, f"{one.lab}: {one.why}"
+        yield _TOPICS[one.topic], _value(one), interval, f"{one.lab}: {one.why}"
 
 
 def _gains(run: Run | None) -> Iterator[tuple[str, ...]]:
@@ -116,7 +162,7 @@ def _gains(run: Run | None) -> Iterator[tuple[str, ...]]:
     if run is None:
         return
     for row in JOINED.over(run.frame(), "default").to_dict("records"):
-        ratio = f"{row['ratio']:.2f} [{row['low']:.2f}, {row['high']:.2f}]"
+        ratio = f"{100 * row['ratio']:.0f} % [{100 * row['low']:.0f}, {100 * row['high']:.0f}]"
         yield str(row["model"]), str(row["world_size"]), ratio, str(row["verdict"])
 
 

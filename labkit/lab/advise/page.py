@@ -19,7 +19,7 @@ def write_page(report: Report, command: str, page: Path) -> None:
         script=script(),
         command=command,
         report=report,
-        sections=[_table(section) for section in report.sections],
+        sections=[table(section) for section in report.sections],
     )
     page.parent.mkdir(parents=True, exist_ok=True)
     page.write_text(html, encoding="utf-8")
@@ -37,7 +37,7 @@ def _figure(steps: Sequence[Step]) -> str:
     return piece("figure", images=Markup(image), drawn="", csv=csv, file="steps", has_switch=False)
 
 
-def _table(section: Section) -> dict[str, Any]:
+def table(section: Section) -> dict[str, Any]:
     """For the macro `table`: a column is set as numbers if all of it begins with a digit or a sign."""
     numbers = [all(row[at][:1] in "0123456789+-" for row in section.rows) for at in range(len(section.headings))]
     return {

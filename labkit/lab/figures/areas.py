@@ -39,7 +39,7 @@ def areas(
 ) -> Plot:
     """One layer a value of `hue`, from the bottom up in `hue_order`, one panel a value of `facet`.
 
-    `frame` has one row a (facet, x, hue); a part without a row at some x is 0 there. A value holds until the next
+    `frame` has one row per (facet, x, hue); a part without a row at some x is 0 there. A value holds until the next
     x (steps, not slopes: memory jumps). ValueError if a column is missing.
     """
     frame, hue = with_hue(frame, hue)

@@ -65,7 +65,7 @@ def bars(
     """One group of bars per category of `x`, one bar (or layer, if `stacked`) per value of `hue`.
 
     Bars begin at zero, so on a logarithmic axis (`log`) there are dots instead.
-    `frame` is tidy: one row a bar; `low` and `high` right behind `y` are its interval (drawn unless stacked). `x_order`
+    `frame`: one row per bar; `low` and `high` right behind `y` are its interval (drawn unless stacked). `x_order`
     and `hue_order` give values an order, what else there is comes last; otherwise it is that of the rows. `reference`
     has the same columns and gets panels of its own, hatched, titled `reference_label`: its categories may be
     others; if that begins with "published", on demand only (`Plot.with_published`). Panels share the y axis if `log`,
@@ -150,7 +150,7 @@ def _require_one_row_a_bar(data: pd.DataFrame, keys: list[str]) -> None:
     """ValueError for what would be drawn over one another."""
     twice = data[data.duplicated(keys)]
     if not twice.empty:
-        raise ValueError(f"expected one row a bar, got several for {twice[keys].iloc[0].to_dict()}: name a facet")
+        raise ValueError(f"expected one row per bar, got several for {twice[keys].iloc[0].to_dict()}: name a facet")
 
 
 def _panels(data: pd.DataFrame, facet: str | None) -> list[tuple[Any, pd.DataFrame]]:

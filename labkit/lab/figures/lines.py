@@ -44,6 +44,7 @@ from labkit.lab.figures.style import (
 
 MOST_IN_A_ROW = 3  # panels; more are cut off or too small to read on a page
 MOST_LINES = 6  # in a panel; more cannot be told from one another
+MOST_POINTS = 100  # of a line; more are drawn small
 
 
 def lines(
@@ -56,6 +57,7 @@ def lines(
     facet: str | None = None,
     facet_order: Sequence[Any] | None = None,
     log: str | None = "xy",
+    linked: bool = True,
     level: float | None = None,
     y_title: str | None = None,
     reference: pd.DataFrame | None = None,
@@ -65,7 +67,8 @@ def lines(
     """One line per value of `hue`, one panel per value of `facet`, the interval as error bars.
 
     `frame` is tidy and aggregated: one row per plotted point; `low` and `high` right behind `y` are its interval.
-    An `x` of names gets points without lines. `log` names the logarithmic axes: "x", "y", "xy", or none.
+    An `x` of names gets points without lines; so does any if not `linked`. `log` names the logarithmic axes: "x", "y",
+    "xy", or none.
     `hue_order` names all values that may occur, so that each keeps its color from figure to figure.
     `facet_order` does the same for the panels, which are otherwise sorted; what has more than `MOST_LINES` lines
     becomes several. `level` draws a horizontal line (1 for a ratio). `reference` holds the same columns and is drawn
@@ -92,6 +95,7 @@ def lines(
         facet=facet,
         facet_order=facet_order,
         log=log,
+        linked=linked,
         level=level,
         y_title=y_title,
     )
@@ -115,6 +119,7 @@ def _draw(
     facet: str | None,
     facet_order: Sequence[Any] | None,
     log: str,
+    linked: bool,
     level: float | None,
     y_title: str | None,
     with_published: Plot | None = None,
@@ -134,7 +139,7 @@ def _draw(
     marks: list[Mark] = []
     measured = set(data.loc[data["source"] == MEASURED, hue])
     for axis, (value, panel) in zip(axes, panels, strict=True):
-        marks += _draw_panel(axis, panel, x, y, hue, styles, measured, linked=not places)
+        marks += _draw_panel(axis, panel, x, y, hue, styles, measured, linked=linked and not places)
         _finish_panel(axis, x, places or sorted(set(data[x])), log, level)
         if value is not None:
             name_panel(axis, facet_title(facet or "", value))
@@ -220,7 +225,7 @@ def _draw_line(axis: Axes, series: pd.DataFrame, y: str, name: str, index: int, 
         linestyle="none" if not linked else "-" if here else "--",
         linewidth=1.8 if here else 1.0,
         elinewidth=1.0,
-        markersize=4.5,
+        markersize=4.5 if len(series) <= MOST_POINTS else 2.2,
         capsize=0,
         alpha=1.0 if here else 0.8,
         label=name,

@@ -37,7 +37,7 @@ def timeline(
 ) -> Plot:
     """Boxes from `start` over `duration` (both in the unit that `duration` names), from the first start on.
 
-    One row a box. Lanes run from top to bottom in `lane_order`. ValueError if a column is missing.
+    One row per box. Lanes run from top to bottom in `lane_order`. ValueError if a column is missing.
     """
     frame, hue = with_hue(frame, hue)
     data = frame[drawn_columns(frame, start, duration, lane, hue)].dropna(subset=[start, duration])

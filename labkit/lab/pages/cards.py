@@ -14,11 +14,13 @@ import pandas as pd
 from IPython.display import HTML
 from markupsafe import Markup
 
+from labkit.costs.calibration import Calibration
 from labkit.lab.columns import column
 from labkit.lab.figures import Plot
 from labkit.lab.figures.vector import drawing
 from labkit.lab.findings import Finding, Question
 from labkit.lab.pages.html import piece, piece_style
+from labkit.lab.pages.steadiness import steadiness_notes, steadiness_row
 from labkit.lab.project import relative_to_project
 from labkit.lab.runs.progress import Progress
 from labkit.lab.runs.records import Resumption
@@ -97,6 +99,11 @@ def progress(state: Progress) -> str:
     return piece("progress", text="   ".join(filter(None, parts)))
 
 
+def note(text: str) -> Shown:
+    """One line that says what a reader would otherwise look for."""
+    return Shown(piece("coverage", line=text, notes=[], reasons=[]), text)
+
+
 def coverage(run: Run) -> str:
     """One line: planned, measured, and what was not and why."""
     return piece("coverage", line=coverage_line(run), notes=_notes(run), reasons=not_measured(run))
@@ -106,9 +113,7 @@ def _notes(run: Run) -> list[str]:
     """What else the machine did while it measured, where that may show in the numbers."""
     load, cores = run.header.load, run.header.machine.cores
     notes = [f"At the start: {text[:1].lower()}{text[1:]}" for text in disturbances(load, cores)] if load else []
-    if run.disturbed:
-        notes.append(f"During {counted(len(run.disturbed), 'point')} another labkit measurement ran on this machine.")
-    return notes
+    return notes + steadiness_notes(run)
 
 
 def coverage_line(run: Run) -> str:
@@ -237,7 +242,9 @@ def provenance_rows(study: Study, run: Run) -> dict[str, str]:
         "Draw again": f"labkit report {study.name} --run {shlex.quote(path)}",
         "Measure again": f"labkit report {study.name} --profile {run.header.profile}" + _changed(study, run),
         "Ranks": _ranks(run),
+        "Predicted from": _calibration(run.header.calibration),
         **({"Load": _load(run.header.load, run.header.machine.cores)} if run.header.load else {}),
+        **({"Steadiness": row} if (row := steadiness_row(run)) else {}),
     }
     if run.header.ranks_by_host is not None:
         rows["Hosts"] = describe_hosts(run.header.ranks_by_host)
@@ -249,6 +256,12 @@ def _resumed(again: Resumption) -> str:
     when = f"{again.at:%Y-%m-%d %H:%M:%S} UTC" if again.at else "a time that was not recorded"
     unknown = "not a git checkout" if "source" in again.model_fields_set else "commit not recorded"
     return f"{when}, {again.source or unknown}" + (f", by {again.command}" if again.command else "")
+
+
+def _calibration(calibration: Calibration | None) -> str:
+    if calibration is None:
+        return "nothing: the machine was not calibrated (labkit measure limits)"
+    return f"the limits of {calibration.machine}, measured {calibration.measured:%Y-%m-%d %H:%M} UTC: {calibration.run}"
 
 
 def _load(load: Load, cores: int) -> str:

@@ -92,7 +92,7 @@ def _runs_in(folder: Path, unread: dict[str, str]) -> list[Path]:
 def write_comparison(
     comparisons: Sequence[LabComparison], command: str, page: Path, unread: Mapping[str, str] | None = None
 ) -> pd.DataFrame:
-    """Write the page, which lists what could not be read; returns its first table, one row a (machine, lab)."""
+    """Write the page, which lists what could not be read; returns its first table, one row per (machine, lab)."""
     table = overview(comparisons)
     html = render(
         "compare_page.html.j2",

@@ -40,7 +40,7 @@ PLACES = ("device", "backend")
 ROW_SETTINGS = ("n_bytes", "bucket_mb", "of_bucket_mb", "segment")
 REPEATS = ("seed", "epoch")
 """What tells rows apart that hold one time each: they are samples of one setting."""
-NOTES = ("gate", "tensor_dtype", "readers", "line", "trace", "shape", "float32_matmul_precision")
+NOTES = ("is_freak", "gate", "tensor_dtype", "readers", "line", "trace", "shape", "float32_matmul_precision")
 USUAL_REPEAT_PERCENT = 95
 # Times of one two-core machine differed by about this much from run to run while others used it, ratios within a run by
 # a quarter of it. A busier machine may differ by more.
@@ -54,7 +54,7 @@ Samples = dict[str, np.ndarray]
 class LabComparison:
     """Runs of one lab, compared with the first of them.
 
-    `rows` has one row a (shared setting, other machine): the columns of `settings`, and `COLUMNS`. `medians` has one
+    `rows` has one row per (shared setting, other machine): the columns of `settings`, and `COLUMNS`. `medians` has one
     row a (shared setting, machine) with `seconds`, `low`, `high`. `not_shared` names, by machine, the settings that
     only one of it and the first run has, and those whose median is not above zero in one. `repeat_difference` is by
     how much runs of one machine and source differ
@@ -271,7 +271,7 @@ def _is_repeat(a: Run, b: Run) -> bool:
 
 
 def overview(comparisons: Iterable[LabComparison]) -> pd.DataFrame:
-    """One row a (machine, lab) compared with the first run of that lab: the one table that a teacher reads."""
+    """One row per (machine, lab) compared with the first run of that lab: the one table that a teacher reads."""
     rows = []
     for found in comparisons:
         for name in list(found.runs)[1:]:

@@ -8,6 +8,8 @@ from typing import Any
 
 import pandas as pd
 
+from labkit.lab.advise.here import by_size
+from labkit.lab.advise.page import table
 from labkit.lab.execute import NotebookFailed, execute_notebook, notebook_parameters
 from labkit.lab.notebook import check_parameters
 from labkit.lab.pages import cards
@@ -15,6 +17,7 @@ from labkit.lab.pages.effects import all_effects, largest
 from labkit.lab.pages.export import OTHER_FORMAT, export_page, read_page
 from labkit.lab.pages.html import render, script, style_sheet
 from labkit.lab.pages.recommendations import further_advice, published_trends, recommendations
+from labkit.lab.pages.steadiness import slowdown_by_lab, steadiness_sentence
 from labkit.lab.project import check_writable, figures_directory, notebook_path, runs_directory
 from labkit.lab.runs.progress import Progress
 from labkit.lab.study import Study
@@ -80,16 +83,26 @@ def write_index(studies: Iterable[Study], output: Path) -> Path:
         style=style_sheet(),
         script=script(),
         machine=cards.machine_rows(describe_machine(), elsewhere=False).items(),
+        joined=_joined(labs),
         topics=recommendations(known, {lab["name"]: lab for lab in labs}),
         further=further_advice(labs),
         trends=published_trends(labs),
         labs=labs,
+        steady=_steadiness(labs),
         missing=[study.name for study in known if study.name not in {lab["name"] for lab in labs}],
         coverage=cards.table(_coverage_frame(labs)).data if labs else "",
     )
     page = output / "index.html"
     page.write_text(html, encoding="utf-8")
     return page
+
+
+def _joined(labs: Iterable[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """What the runs of this machine recommend together, by model; None if no page is of this machine."""
+    if not any(lab["record"] and not lab["record"]["elsewhere"] for lab in labs):
+        return None
+    found = by_size()
+    return None if found is None else {"told": found[0], "section": table(found[1])}
 
 
 def _index_entry(study: Study, output: Path) -> dict[str, Any] | None:
@@ -108,8 +121,14 @@ def _index_entry(study: Study, output: Path) -> dict[str, Any] | None:
     return about | {"record": record, "error": found["error"], "failed": failed}
 
 
+def _steadiness(labs: Iterable[Mapping[str, Any]]) -> str | None:
+    """How steady this machine was from lab to lab, as their pages say."""
+    here = {lab["title"]: lab["record"] for lab in labs if lab["record"] and not lab["record"]["elsewhere"]}
+    return steadiness_sentence(slowdown_by_lab({title: record.get("pulse", []) for title, record in here.items()}))
+
+
 def _coverage_frame(labs: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
-    """One row a lab: points by status, time, profile, machine. A status that nothing ended in has no column."""
+    """One row per lab: points by status, time, profile, machine. A status that nothing ended in has no column."""
     rows = []
     for lab in labs:
         record = lab["record"]

@@ -3,26 +3,27 @@
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import closing
 from datetime import UTC, datetime
 from functools import partial
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from labkit.bench.heartbeat import Beat
 from labkit.lab.calibration import newest_calibration
 from labkit.lab.config import LabConfig, ParameterError, resolve_config
 from labkit.lab.own_alternatives import with_alternatives, worker_with
-from labkit.lab.point import Point
+from labkit.lab.point import Point, by_ranks
 from labkit.lab.project import check_writable, runs_directory
+from labkit.lab.runs.heard import heard, split
 from labkit.lab.runs.progress import Progress, ShowProgress, Tally
 from labkit.lab.runs.resuming import check_same_setting, replan
 from labkit.lab.runs.store import Run, RunFileError, RunHeader
 from labkit.lab.runs.writer import RunWriter
 from labkit.lab.study import Study
 from labkit.machine import describe_machine
-from labkit.machine.load import announced, load_before_measuring, load_while_measuring
+from labkit.machine.load import Load, LoadMeter, announced, load_before_measuring
 from labkit.parallel.launch import PointEnd, Row, launch
 from labkit.parallel.ranks.capacity import why_too_many
 from labkit.parallel.ranks.joined import broadcast_from_first_rank, is_joined, joined_rank, ranks_by_host
@@ -178,7 +179,7 @@ def _measure_points(
     own: Mapping[str, Any],
 ) -> None:
     exhausted: dict[Any, float] = {}  # series -> the size at which it ran out of memory
-    for same_ranks in _by_ranks(points):
+    for same_ranks in by_ranks(points):
         while same_ranks:
             same_ranks, skipped = _skip(study, same_ranks, exhausted)
             broadcast_from_first_rank([point.id for point in same_ranks])
@@ -204,17 +205,23 @@ def _measure_group(
     own: Mapping[str, Any],
 ) -> int:
     """Measure points of one group of ranks, until all ended or one ran out of memory; returns how many."""
-    ended = 0
+    ended, meter = 0, LoadMeter(knows_own=not is_joined())
+    beats: dict[int, list[Beat]] = {}
     # closing: an interrupt must end the ranks now, not when a traceback lets go of the generator
     with closing(_launch(study, points, on_output, own, _checkpoints(writer))) as events:
         for event in events:
             point = points[event.index]
             if isinstance(event, Row):
-                writer.add_row(point, event.rank, event.values)
-                if event.rank == 0 and (text := study.progress(point, event.values)):
+                values, call, noted = split(event.values)
+                if noted is not None:
+                    beats[event.rank] = noted
+                    continue
+                writer.add_row(point, event.rank, values, call)
+                if event.rank == 0 and (text := study.progress(point, values)):
                     tally.tell(f"{point.title()}: {text}")
                 continue
-            _record_end(writer, point, event)
+            _record_end(writer, point, event, meter.load(), [beats[rank] for rank in sorted(beats)])
+            beats.clear()
             shutil.rmtree(_checkpoints(writer) / point.id, ignore_errors=True)
             ended += 1
             tally.ended(point.id)
@@ -242,7 +249,7 @@ def _launch(
     first = points[0]
     worker = worker_with(study, own)
     return launch(
-        partial(worker, checkpoints=checkpoints) if study.keeps_checkpoints else worker,
+        partial(heard, worker, **({"checkpoints": checkpoints} if study.keeps_checkpoints else {})),
         points,
         world_size=first.world_size,
         backend=first.backend,
@@ -252,7 +259,7 @@ def _launch(
     )
 
 
-def _record_end(writer: RunWriter, point: Point, end: PointEnd) -> None:
+def _record_end(writer: RunWriter, point: Point, end: PointEnd, load: Load, beats: list[list[Beat]]) -> None:
     details = ""
     if end.failure is not None:
         parts = (end.failure.traceback, end.failure.output_tail)
@@ -264,7 +271,8 @@ def _record_end(writer: RunWriter, point: Point, end: PointEnd) -> None:
         elapsed_s=end.elapsed_s,
         facts=end.facts,
         details=details,
-        load=load_while_measuring(),
+        load=load,
+        beats=beats,
     )
 
 
@@ -294,19 +302,9 @@ def _exhausted_reason(study: Study, point: Point, exhausted: dict[Any, float]) -
     return "a smaller point of this series ran out of memory"
 
 
-def _by_ranks(points: Iterable[Point]) -> list[list[Point]]:
-    """Neighbors that can share one group of ranks."""
-    return [list(group) for _, group in groupby(points, key=_rank_key)]
-
-
-def _rank_key(point: Point) -> tuple[Any, ...]:
-    shared = (point.world_size, point.backend, point.scheduling, point.timeout_s)
-    return (*shared, point.id) if point.fresh_ranks else shared
-
-
 def _take_part(study: Study, points: list[Point], own: Mapping[str, Any]) -> None:
     """A rank of torchrun other than the first: the points that the first one chooses, nothing written."""
-    for same_ranks in _by_ranks(points):
+    for same_ranks in by_ranks(points):
         chosen = set(broadcast_from_first_rank(None))
         if to_measure := [point for point in same_ranks if point.id in chosen]:
             for _ in _launch(study, to_measure, None, own):

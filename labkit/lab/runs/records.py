@@ -2,7 +2,7 @@
 
 from collections.abc import Container
 from datetime import datetime
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
@@ -21,6 +21,7 @@ class _Row(_Record):
     point: str
     rank: int
     values: dict[str, Any]
+    call: int | None = None
 
 
 class _End(_Record):
@@ -31,6 +32,7 @@ class _End(_Record):
     elapsed_s: float
     facts: dict[str, Any] = {}
     load: Load | None = None
+    beats: list[list[Annotated[tuple[int, int, float], Field(strict=False)]]] = []  # JSON has no tuples
 
 
 class Resumption(BaseModel):

@@ -6,12 +6,13 @@
     {"kind": "resumed", "at": ..., "command": ..., "source": ...}   each time a run is taken up again
 
 A killed run keeps every complete line. Rows of a point that did not end are ignored, and measured again by
-`--resume`. Values that are lists are samples: they come back as one row a repeat. `runs/writer.py` writes them.
+`--resume`. Values that are lists are samples: they come back as one row per repeat. `runs/writer.py` writes them.
 """
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from labkit.costs.calibration import Calibration
 from labkit.lab.config import ParameterError
 from labkit.lab.project import kind_of_path, relative_to_project
 from labkit.lab.runs.records import Resumption, check_record
+from labkit.lab.runs.steadiness import Steadiness, steadiness_of
 from labkit.machine import Machine, Source
 from labkit.machine.load import Load
 
@@ -109,18 +111,26 @@ class Run:
         return [point for point in self.header.planned if point not in self._ends]
 
     def frame(self) -> pd.DataFrame:
-        """What was measured: one row a (point, rank, repeat), with the point's fields beside the values.
+        """What was measured: one row per (point, rank, repeat), with the point's fields beside the values.
 
         Only points that ended `ok`: in another some ranks are missing, and the slowest rank unknown. Fields
-        of a point that are lists (the alternatives it compared) are left out.
+        of a point that are lists (the alternatives it compared) are left out. Where heartbeats were noted, `is_freak`
+        marks samples that were taken in a freak moment of the machine.
         """
         ok = {point for point, end in self._ends.items() if end["status"] == "ok"}
         flat = [
             {"point": row["point"], "rank": row["rank"], **self._scalar_fields(row["point"]), **row["values"]}
+            | ({"is_freak": self._freak_samples(row)} if "call" in row else {})
             for row in self._rows
             if row["point"] in ok
         ]
         return _one_row_a_repeat(flat)
+
+    def _freak_samples(self, row: Record) -> list[bool]:
+        """Of each repeat of a row with samples, whether it was taken in a freak moment."""
+        freak = self.steadiness.freak.get(row["point"], frozenset())
+        repeats = next(len(value) for value in row["values"].values() if isinstance(value, list))
+        return [(row["call"], repeat) in freak for repeat in range(repeats)]
 
     def sampled(self) -> list[str]:
         """Names of values that were recorded as samples, one a repeat; others were recorded once."""
@@ -128,7 +138,7 @@ class Run:
         return list(dict.fromkeys(name for values in rows for name, value in values if isinstance(value, list)))
 
     def coverage(self) -> pd.DataFrame:
-        """One row a planned point: its fields, status ("pending" if it has not ended), reason, elapsed_s."""
+        """One row per planned point: its fields, status ("pending" if it has not ended), reason, elapsed_s."""
         pending = {"status": "pending", "reason": None, "elapsed_s": float("nan")}
         rows = [
             {"point": point, **self._scalar_fields(point)}
@@ -137,10 +147,10 @@ class Run:
         ]
         return pd.DataFrame(rows, columns=None if rows else ["point", *pending])
 
-    @property
-    def disturbed(self) -> list[str]:
-        """Ids of points beside which another measurement of labkit ran."""
-        return [point for point, end in self._ends.items() if (end.get("load") or {}).get("other_measurements")]
+    @cached_property
+    def steadiness(self) -> Steadiness:
+        """How steady the machine was, point by point."""
+        return steadiness_of(self._ends, self.header.machine.cores)
 
     def facts(self) -> dict[str, dict[str, Any]]:
         """What the ranks said of themselves (threads, scheduling, start method), by point id."""

@@ -37,7 +37,7 @@ LARGEST_RESIDUAL = 0.25  # relative, of a power law that is said to hold
 def power_laws(frame: pd.DataFrame) -> pd.DataFrame:
     """Time as a power of the sequence length, and `times_per_doubling`: what twice the length takes.
 
-    One row a (implementation, phase, head_dim): the longest range that ends at the longest sequence in which no median
+    Rows: (implementation, phase, head_dim): the longest range that ends at the longest sequence in which no median
     is off a power law by more than `LARGEST_RESIDUAL`. The interval of the exponent is by resampling the repeats of
     each size. No row where there is no such range.
     """
@@ -81,7 +81,7 @@ def width_growth(frame: pd.DataFrame) -> pd.DataFrame:
 def memory(frame: pd.DataFrame, sweep: str) -> pd.DataFrame:
     """Bytes held before backward and at the peak above the inputs, counted and by formula.
 
-    One row a (problem, implementation). The formulas are those of explicit and of tiled attention; what a compiler
+    One row per (problem, implementation). The formulas are those of explicit and of tiled attention; what a compiler
     keeps is its own affair.
     """
     columns = [*PROBLEM, "implementation"]

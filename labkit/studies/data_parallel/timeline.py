@@ -31,7 +31,7 @@ class Step(Protocol):
 
 
 def timeline_rows(step: Step, device: str) -> Iterator[dict[str, Any]]:
-    """One row a box: `lane` (forward, backward, all-reduce, optimizer), `start_s`, `duration_s` within the step.
+    """One row per box: `lane` (forward, backward, all-reduce, optimizer), `start_s`, `duration_s` within the step.
 
     Backward ends where the last gradient is there; `during_s` of a collective is how much of it ran before that.
     """

@@ -50,7 +50,7 @@ def widest(table: pd.DataFrame) -> pd.DataFrame:
 def beats_from(frame: pd.DataFrame) -> pd.DataFrame:
     """From which length on an implementation is faster than explicit at every length and head dimension measured.
 
-    Both passes together, one row a (dtype, implementation): `from_sequence` (NaN: from none), smallest and largest
+    Both passes together, one row per (dtype, implementation): `from_sequence` (NaN: from none), smallest and largest
     `ratio` from there on, and `longest`, the last length compared.
     """
     rows = []
@@ -95,7 +95,7 @@ def shares(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def reasons(frame: pd.DataFrame) -> pd.DataFrame:
-    """Why implementations did not run: one row a reason, cut to a line, with the lengths it holds for."""
+    """Why implementations did not run: one row per reason, cut to a line, with the lengths it holds for."""
     table = refused(frame)
     table = table.assign(gate=[shorten(text, REASON_WIDTH, placeholder=" …") for text in table["gate"]])
     grouped = table.groupby(["implementation", "dtype", "gate"], sort=False)["sequence"].agg(["min", "max", "size"])

@@ -27,7 +27,7 @@ PUBLISHED_RANKS = 2
 
 
 def steps(frame: pd.DataFrame) -> pd.DataFrame:
-    """One row a (setting, bucket size, repeat), of the slowest rank.
+    """One row per (setting, bucket size, repeat), of the slowest rank.
 
     Columns: setting, the bucket's, `repeat`, and
     `step_s`           forward, backward, waiting, optimizer
@@ -92,7 +92,7 @@ def beside_waiting(frame: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
 
 
 def overview(frame: pd.DataFrame) -> pd.DataFrame:
-    """Medians of all quantities side by side, one row a (setting, bucket size); `local_s`: without communication."""
+    """Medians of all quantities side by side, one row per (setting, bucket size); `local_s`: without communication."""
     keys = ["workload", "world_size", "batch", "sequence", "bucket_mb", "buckets"]
     return steps(frame).groupby(keys, as_index=False)[["local_s", *QUANTITIES]].median()
 

@@ -99,7 +99,7 @@ def _category(allocation: Allocation) -> str:
 
 
 def count_rows(phases: Sequence[str], *, detail: bool, **arguments: Any) -> Iterator[dict[str, Any]]:
-    """A row a phase: its peak, the parts of it, how long counting took and what it needed of this machine's memory.
+    """A row per phase: its peak, the parts of it, how long counting took and what it needed of this machine's memory.
 
     With `detail`, also the full step's timeline and its largest allocations.
     """

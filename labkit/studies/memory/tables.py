@@ -73,7 +73,7 @@ def shown_sizes(frame: pd.DataFrame) -> list[str]:
 
 
 def parts_of_peaks(frame: pd.DataFrame) -> pd.DataFrame:
-    """The parts of counted full-step peaks, long: one row a (size, context, precision, part), with its share."""
+    """The parts of counted full-step peaks, long: one row per (size, context, precision, part), with its share."""
     table = peaks(frame, method="counted", phase="full_step", precision="float32", size=shown_sizes(frame))
     long = _long(table.assign(place=range(len(table))), [*SETTING, "place", "peak_bytes"]).sort_values(
         "place", kind="stable"
@@ -83,7 +83,7 @@ def parts_of_peaks(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def _long(table: pd.DataFrame, about: list[str]) -> pd.DataFrame:
-    """One row a part, as `part` and `bytes`, of those that reach a visible share of the largest anywhere."""
+    """One row per part, as `part` and `bytes`, of those that reach a visible share of the largest anywhere."""
     long = table.melt(about, PART_COLUMNS, "part", "bytes")
     most = long.groupby("part")["bytes"].transform("max")
     return long[most >= SEEN * long["bytes"].max()].assign(part=lambda rows: rows["part"].str.removesuffix("_bytes"))
@@ -124,7 +124,7 @@ def saved_by_operator(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def blocks(frame: pd.DataFrame) -> pd.DataFrame:
-    """One row a block: bytes saved, predicted, of its residual stream and of the gradients it produces."""
+    """One row per block: bytes saved, predicted, of its residual stream and of the gradients it produces."""
     columns = ["size", "context_length", "precision", "batch", "saved_bytes", "predicted_bytes", "residual_bytes"]
     columns += ["predicted_residual_bytes", "parameter_gradients_bytes", "input_gradient_bytes"]
     return select(frame, columns, table="block")[columns].reset_index(drop=True)
@@ -133,7 +133,7 @@ def blocks(frame: pd.DataFrame) -> pd.DataFrame:
 def checkpoints(frame: pd.DataFrame) -> pd.DataFrame:
     """Full-step peak by segment length, measured beside counted, or counted alone.
 
-    One row a (size, context, method, segment). `segment` is `WITHOUT` without checkpointing, `segment_length` its text.
+    Rows: (size, context, method, segment). `segment` is `WITHOUT` without checkpointing, `segment_length` its text.
     """
     keys = ["size", "context_length", "batch", "segment"]
     rows = select(frame, [*keys, "peak_bytes", "counted_bytes"], table="checkpoint").drop_duplicates(keys)

@@ -167,7 +167,7 @@ def _block(point: MemoryPoint) -> Iterator[dict[str, Any]]:
 
 
 def _checkpoint(point: MemoryPoint) -> Iterator[dict[str, Any]]:
-    """A row a segment length: error against no checkpointing, peak as measured and as counted, seconds a step."""
+    """A row per segment length: error against no checkpointing, peak as measured and as counted, seconds a step."""
     peaks = {segment: _peak_of_segment(point, segment) for segment in point.segments}
     step = TrainingStep(**_arguments(point))
     errors = _gradient_errors(step, point.segments)

@@ -32,7 +32,7 @@ class ToyModel(nn.Module):
 
 
 def observed_dtypes(model_name: str, precision: str, *, device: str, seed: int) -> Iterator[dict[str, Any]]:
-    """One forward and backward pass; one row a quantity of `QUANTITIES`: the dtype it had (layers: their output)."""
+    """One forward and backward pass; one row per quantity of `QUANTITIES`: the dtype it had (layers: their output)."""
     torch.manual_seed(seed)
     with torch.device(device):
         model, parts, compute_loss = _toy() if model_name == MODELS[0] else _transformer()

@@ -45,7 +45,7 @@ def passes(frame: pd.DataFrame, sweep: str) -> pd.DataFrame:
 
 
 def times(frame: pd.DataFrame, sweep: str) -> pd.DataFrame:
-    """Median seconds with interval, one row a (problem, phase, implementation)."""
+    """Median seconds with interval, one row per (problem, phase, implementation)."""
     return PASSES.medians(passes(frame, sweep))
 
 

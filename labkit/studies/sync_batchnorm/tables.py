@@ -33,7 +33,7 @@ def _rows(frame: pd.DataFrame, **wanted: Any) -> pd.DataFrame:
 
 
 def times(frame: pd.DataFrame, **wanted: Any) -> pd.DataFrame:
-    """Median `seconds` with interval, one row a (setting, phase, alternative)."""
+    """Median `seconds` with interval, one row per (setting, phase, alternative)."""
     return with_panel(LAYERS.medians(_rows(frame, **wanted)))
 
 
@@ -64,7 +64,7 @@ def over_labkits(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def _by_turn(frame: pd.DataFrame, *alternatives: str) -> pd.DataFrame:
-    """Seconds of forward and backward, an alternative a column, one row a (setting, repeat)."""
+    """Seconds of forward and backward, an alternative a column, one row per (setting, repeat)."""
     table = LAYERS.samples(_rows(frame, alternative=list(alternatives), phase=BOTH))
     wide = table.pivot_table(index=[*SETTING, "repeat"], columns="alternative", values="seconds")
     return wide.reindex(columns=list(alternatives)).astype(float)
@@ -88,14 +88,14 @@ def price_samples(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def prices(frame: pd.DataFrame) -> pd.DataFrame:
-    """Median `seconds` of the price and of its parts with interval; one row a (setting, `part`)."""
+    """Median `seconds` of the price and of its parts with interval; one row per (setting, `part`)."""
     long = price_samples(frame).melt([*SETTING, "repeat"], [PRICE, *PARTS], "part", "seconds")
     table = PRICES.medians(long)
     return with_panel(in_order(table, **dict.fromkeys(SETTING), part=(PRICE, *PARTS)))
 
 
 def price_table(frame: pd.DataFrame) -> pd.DataFrame:
-    """Median seconds of the price and its parts side by side, one row a setting."""
+    """Median seconds of the price and its parts side by side, one row per setting."""
     wide = prices(frame).pivot_table(index=["world_size", "batch", "features"], columns="part", values="seconds")
     return wide.reindex(columns=[PRICE, *PARTS]).add_suffix("_s").reset_index()
 

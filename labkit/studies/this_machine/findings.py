@@ -24,7 +24,7 @@ def gain(frame: pd.DataFrame) -> Finding | None:
         SUBJECT,
         BASELINE,
         axis=("model", "world_size"),
-        choose="Train as `labkit advise --apply` prints it",
+        choose="Train as labkit advise --apply prints it",
         keep="Train with the defaults",
         caveat=troubles(frame, "implementation"),
     )

@@ -1,0 +1,70 @@
+"""How wrong predictions of the published runs are, always by constants and quantiles that saw no row of their model."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from labkit.scaling import intervals
+from labkit.scaling.constants import Constants
+from labkit.scaling.model import Numbers, step_flops
+from labkit.scaling.runs import Runs
+
+FOLDS = 6
+
+OTHERS: Mapping[str, tuple[str, float, str]] = {
+    "Calculon, as shipped": ("megatron", 10.3, "its own validation rows were tuned to: 3.65 % claimed"),
+    "Calculon, as shipped, several nodes": ("vtrain_multinode", 15.4, "vTrain's rows"),
+    "Calculon, as shipped, one node": ("vtrain_singlenode", 38.9, "vTrain's rows"),
+    "vTrain, several nodes": ("vtrain_multinode", 14.73, "its own claim (arXiv:2312.12391)"),
+    "vTrain, one node": ("vtrain_singlenode", 8.37, "its own claim (arXiv:2312.12391)"),
+    "RAPID-LLM": ("nanotron", 10.4, "its own claim, on chosen rows of several groups"),
+}
+"""Published predictors: the group they are compared on, their mean error in percent of the step, and on what.
+
+None states an interval, or a score on rows that were kept back.
+"""
+
+
+def folds(group: NDArray[np.str_], model: NDArray[np.str_]) -> NDArray[np.intp]:
+    """The fold of every row, (n,): every sixth model of each group is left out together."""
+    found = np.zeros(len(group), dtype=np.intp)
+    for name in np.unique(group):
+        own = group == name
+        models = list(dict.fromkeys(model[own]))
+        found[own] = [models.index(one) % FOLDS for one in model[own]]
+    return found
+
+
+def interval_90(
+    runs: Runs, fold: NDArray[np.intp], residuals: Numbers, unstable: NDArray[np.bool_], constants: Constants
+) -> tuple[Numbers, Numbers]:
+    """Both ends of ln(measured / predicted), (n,): quantiles of rows of other models; nan where a residual is."""
+    timed, regime = np.isfinite(residuals), intervals.regimes(runs, unstable)
+    keys = np.char.add(np.char.add(runs.framework.astype(str), "/"), regime)
+    low, high = (np.full(len(residuals), np.nan) for _ in range(2))
+    for one in range(FOLDS):
+        seen = timed & (fold != one)
+        groups = intervals.quantiles_by_group(runs.framework[seen], regime[seen], residuals[seen])
+        groups["never seen"] = intervals.conformal(residuals[seen])
+        known = replace(constants, residuals=groups)
+        for key in np.unique(keys[timed & (fold == one)]):
+            rows = timed & (fold == one) & (keys == key)
+            ends = intervals.of_key(str(key), known)
+            low[rows], high[rows] = min(ends[0], 0.0), max(ends[3], 0.0)
+    return low, high
+
+
+def one_constant_s(runs: Runs, group: NDArray[np.str_], fold: NDArray[np.intp], measured_s: Numbers) -> Numbers:
+    """Seconds at one share of the peak for a whole group, the median of its other models, (n,); what most people do."""
+    flops = step_flops(runs, seq_len=runs.seq_len, sequences=runs.global_batch)
+    at_peak = flops / (runs.gpus * runs.peak_tflops * 1e12 * np.where(runs.precision == "fp8", runs.fp8_ratio, 1.0))
+    found = np.full(len(measured_s), np.nan)
+    timed = np.isfinite(measured_s)
+    for name in np.unique(group):
+        for one in range(FOLDS):
+            own, others = timed & (group == name) & (fold == one), timed & (group == name) & (fold != one)
+            if own.any() and others.any():
+                found[own] = at_peak[own] * np.median(measured_s[others] / at_peak[others])
+    return found

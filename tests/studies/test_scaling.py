@@ -1,0 +1,107 @@
+"""The scaling lab: what it computes of the published rows, and what is said of it."""
+
+from functools import cache
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from labkit.lab.config import ParameterError, resolve_config
+from labkit.machine import describe_machine
+from labkit.studies.scaling import tables
+from labkit.studies.scaling.study import STUDY
+from labkit.studies.scaling.worker import measure_point
+
+
+@cache
+def _frame():
+    """The frame of a run at profile smoke, without ranks: everything is computed."""
+    rows = []
+    for point in STUDY.points(STUDY.profiles["smoke"], describe_machine()):
+        about = {"sweep": point.sweep, "model": point.model, "gpus": point.gpus}
+        for values in measure_point(point):
+            rows.append(pd.DataFrame(about | values, index=None if _has_lists(values) else [0]))
+    return pd.concat(rows, ignore_index=True)
+
+
+def _has_lists(values):
+    return any(isinstance(value, list) for value in values.values())
+
+
+def _finding(identifier, frame=None):
+    return STUDY.findings(_frame() if frame is None else frame, pd.DataFrame())[identifier]
+
+
+def test_every_timed_row_is_on_the_scoreboard():
+    board = tables.scoreboard(_frame())
+    assert board["group"].tolist() == list(tables.GROUPS)
+    assert board["rows"].sum() == 2460
+    assert (board["median_percent"] < 8).all()
+    assert (board["median_percent"] < board["framework_left_out_median_percent"]).all()
+
+
+def test_the_intervals_never_saw_the_model_and_hold_about_nine_of_ten():
+    table = tables.errors(_frame())
+    assert ((table["low"] <= table["predicted_s"]) & (table["predicted_s"] <= table["high"])).all()
+    assert 0.85 <= table["covered"].mean() <= 0.95
+
+
+@pytest.mark.parametrize(("off", "verdict"), [(1.0, "yes"), (3.0, "no")])
+def test_verdicts_follow_the_numbers(off, verdict):
+    frame = _frame().copy()
+    published = frame["sweep"] == "published"
+    frame.loc[published, "predicted_s"] = frame.loc[published, "measured_s"] * off
+    width = np.where(np.arange(published.sum()) % 10 > 0, 10.0, 1.0) if off == 1.0 else 1.0
+    frame.loc[published, "low"] = frame.loc[published, "predicted_s"] * (2 - off if off == 1.0 else 1) * 1.001 / width
+    frame.loc[published, "high"] = frame.loc[published, "predicted_s"] * 10
+    assert _finding("rivals", frame.assign(one_constant_s=2 * frame["measured_s"])).verdict == verdict
+    assert _finding("coverage", frame).verdict == verdict
+
+
+def test_rows_that_are_far_off_are_told_with_the_reason_where_it_is_known():
+    table = tables.worst(_frame())
+    assert table["times_off"].is_monotonic_decreasing
+    assert table["times_off"].min() > 2
+    assert (table["why"] != "not known").sum() > len(table) / 2
+    assert "not known" in set(table["why"])
+
+
+def test_a_step_is_the_sum_of_its_parts_on_every_number_of_gpus():
+    for _, own in tables.waterfalls(_frame()).groupby(["model", "gpus"]):
+        whole = own[own["part"] == tables.STEP]
+        assert whole["gpu_hours"].item() == pytest.approx(own["gpu_hours"].sum() / 2, rel=1e-3)
+        assert whole["low"].item() < whole["gpu_hours"].item() < whole["high"].item()
+    assert tables.shares(_frame()).groupby(["model", "gpus"])["share_percent"].sum().tolist() == pytest.approx(
+        [100, 100], rel=1e-3
+    )
+
+
+def test_where_there_is_more_to_compute_less_of_a_step_is_communication():
+    for kind, own in tables.margins(_frame()).groupby("kind"):
+        enough = own[own["rows"] >= 10].sort_values("margin")
+        assert enough["exposed_percent"].is_monotonic_decreasing, kind
+
+
+def test_choices_beat_the_smallest_layout():
+    table = tables.choices(_frame())
+    assert (table["best_of_three_behind_percent"] <= 5).all()
+    assert _finding("choice").verdict == "yes"
+    swapped = _frame().rename(
+        columns={
+            "simple_behind_percent": "best_of_three_behind_percent",
+            "best_of_three_behind_percent": "simple_behind_percent",
+        }
+    )
+    assert _finding("choice", swapped).verdict != "yes"
+
+
+def test_a_training_that_fits_nowhere_says_what_it_needs():
+    point = STUDY.points(resolve_config("scaling", STUDY.profiles, "smoke", {"models": ["llama-3-405b"]}), None)[-1]
+    (row,) = measure_point(point)
+    assert "GiB per GPU" in row["not_measured"]
+
+
+@pytest.mark.parametrize("wrong", [{"models": ["llama-9"]}, {"gpu": "h900"}, {"gpus": [0]}, {"gpus": [10**6]}])
+def test_what_does_not_exist_is_refused(wrong):
+    with pytest.raises(ParameterError, match="scaling"):
+        resolve_config("scaling", STUDY.profiles, "smoke", wrong)
