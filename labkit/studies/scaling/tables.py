@@ -192,3 +192,26 @@ def behind(frame: pd.DataFrame) -> pd.DataFrame:
     names = dict(zip(CHOICES, ("its first", "best of its three", "smallest that fits"), strict=True))
     table = choices(frame).melt("group", CHOICES, "choice", "behind_percent")
     return table.assign(choice=table["choice"].map(names))
+
+
+def students(frame: pd.DataFrame) -> pd.DataFrame:
+    """Steps on two to four GPUs: measured, predicted, and one over the other."""
+    columns = ["author", "setting", "variant", "bucket_mb", "measured_s", "predicted_s", "low", "high"]
+    return _against(select(frame, columns, sweep="students")[columns])
+
+
+def here(frame: pd.DataFrame) -> pd.DataFrame:
+    """Steps of this machine's ranks: measured, predicted, and one over the other."""
+    columns = ["workload", "ranks", "implementation", "measured_s", "predicted_s"]
+    return _against(select(frame, columns, sweep="here")[columns])
+
+
+def _against(table: pd.DataFrame) -> pd.DataFrame:
+    table = table.dropna(subset="measured_s").astype({"measured_s": float, "predicted_s": float})
+    return table.assign(measured_over_predicted=table["measured_s"] / table["predicted_s"])
+
+
+def trends(frame: pd.DataFrame) -> pd.DataFrame:
+    """MFU by number of GPUs, published and predicted."""
+    columns = ["trend", "gpus", "published_percent", "mfu_percent", "low", "high"]
+    return select(frame, columns, sweep="trends").dropna(subset="trend")[columns].astype({"gpus": int})
