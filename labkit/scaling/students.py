@@ -13,7 +13,7 @@ from pathlib import Path
 from labkit.scaling.constants import Constants, Profile, load_constants
 from labkit.scaling.hardware import Hardware, find_hardware
 from labkit.scaling.layout import Layout
-from labkit.scaling.model import Model
+from labkit.scaling.model import Model, parameters
 from labkit.scaling.named_models import find_model
 from labkit.scaling.prediction import Prediction, predict
 
@@ -21,6 +21,7 @@ MB = 2**20
 FLOAT32_TFLOPS = 66.9
 """NVIDIA H100 datasheet (2023): float32 outside the tensor cores."""
 ADAMW_BYTES = 28.0
+TENSORS_PER_LAYER = 9
 SMOLLM3 = Model(layers=36, hidden=2048, heads=16, kv_heads=4, ffn=11008, vocab=128256, tied=True, name="SmolLM3-3B")
 """config.json as published."""
 SHARDS = {"sharded_optimizer": "zero1", "ZeRO-2": "zero2", "ZeRO-3": "zero3"}
@@ -74,8 +75,9 @@ def _sharded(path: Path) -> Iterator[StudentRun]:
 
 def _in_float32(model: Model, layout: Layout, seq_len: int, bucket_bytes: float) -> Prediction:
     constants = load_constants()
+    whole = 4.0 * parameters(model) / (TENSORS_PER_LAYER * model.layers)  # a bucket holds whole tensors
     bytes_of = {
-        "gradient_bytes": 4.0, "optimizer_traffic": ADAMW_BYTES, "bucket_bytes": bucket_bytes,
+        "gradient_bytes": 4.0, "optimizer_traffic": ADAMW_BYTES, "bucket_bytes": max(bucket_bytes, whole),
         "loss_traffic": constants.table["loss_traffic"]["default"],
     }  # fmt: skip
     profile = Profile(

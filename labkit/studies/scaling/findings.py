@@ -9,7 +9,7 @@ from labkit.lab.claims import judged_claim, published
 from labkit.lab.comparing import agreement
 from labkit.lab.findings import Claim, Finding, Questions, Verdict
 from labkit.lab.rows import select
-from labkit.lab.units import counted, format_number, format_seconds, join_words
+from labkit.lab.units import counted, format_number, join_words
 from labkit.scaling.paying import KINDS
 from labkit.studies.scaling import tables
 from labkit.studies.scaling.here import NOTHING
@@ -50,8 +50,8 @@ def rivals(frame: pd.DataFrame) -> Finding | None:
     verdict: Verdict = "yes" if len(better) == len(table) else "it depends" if len(better) else "no"
     one, ours = (tables.errors(frame)[f"{name}_error"].median() for name in ("one_constant", "predicted"))
     rest = sorted(set(table["group"]) - set(better["group"]))
-    answer = {"yes": "Yes", "no": "No"}.get(verdict, f"Yes, but for {join_words(rest)}" if len(rest) < 3 else "Partly")
-    headline = f"{answer}: the median error is {ours:.1f} %, and {one:.0f} % with one MFU for all."
+    answer = {"yes": "Yes", "no": "No"}.get(verdict, f"Yes, but on {join_words(rest)}" if len(rest) < 3 else "Partly")
+    headline = f"{answer}: the median error is {ours:.1f} %, against {one:.0f} % with one MFU."
     told = [
         f"{row['predictor']} {row['mean_percent']:.1f} %, here {row['here_mean_percent']:.1f} %"
         for _, row in others.iterrows()
@@ -118,16 +118,21 @@ def where(frame: pd.DataFrame) -> Finding | None:
         f"{model} costs {format_number(cost.iloc[0])} GPU-hours per billion tokens on {cost.index[0]:,} GPUs and "
         f"{format_number(cost.iloc[-1])} on {most:,}."
     )
-    return Finding("measured", headline, table, why=why, caveat=_left_out(frame))
+    widest = table[table["model"] == model].iloc[-1]
+    caveat = (
+        f"The 90 % interval of a framework never seen is wide: {format_number(widest['low'])} to "
+        f"{format_number(widest['high'])} GPU-hours on {most:,} GPUs. {_left_out(frame)}"
+    )
+    return Finding("measured", headline, table, why=why, caveat=caveat.strip())
 
 
-def _left_out(frame: pd.DataFrame) -> str | None:
+def _left_out(frame: pd.DataFrame) -> str:
     """Trainings that fit on no layout."""
     rows = select(frame, ["model", "gpus", "not_measured"], sweep="training").dropna(subset="not_measured")
     told = [
         f"{row['model']} does not fit on {row['gpus']:.0f} GPUs: {row['not_measured']}" for _, row in rows.iterrows()
     ]
-    return f"{'; '.join(told)}." if told else None
+    return f"{'; '.join(told)}." if told else ""
 
 
 @QUESTIONS.ask("paying", "When does each kind of parallelism stop paying?")
@@ -183,12 +188,14 @@ def students(frame: pd.DataFrame) -> Finding | None:
     if found is None:
         return None
     inside = ((table["low"] <= table["measured_s"]) & (table["measured_s"] <= table["high"])).sum()
-    swept = table.dropna(subset="bucket_mb").sort_values("predicted_s", kind="stable")
-    few, many = ((row["measured_s"] - row["predicted_s"]) for _, row in swept.iloc[[0, -1]].iterrows())
+    swept = table.dropna(subset="bucket_mb").groupby("bucket_mb")[["measured_s", "predicted_s"]].sum()
+    measured, predicted = (
+        100 * (swept[name].iloc[0] / swept[name].min() - 1) for name in ("measured_s", "predicted_s")
+    )
     why = (
-        f"{inside} of {len(table)} lie in the 90 % interval of a framework never seen. The bucket sweep takes "
-        f"{format_seconds(few)} more than predicted on the fewest tokens and {format_seconds(many)} more on the most: "
-        "time that does not come from tokens, as of an optimizer written in Python."
+        f"{inside} of {len(table)} lie in the 90 % interval of a framework never seen. The bucket sweep has the right "
+        f"shape: small buckets cost {measured:.0f} %, {predicted:.0f} % predicted. What is missing takes as long "
+        "on few tokens as on many, as an optimizer written in Python does."
     )
     return replace(found, why=why, caveat="The write-ups do not all name their GPUs: H100s are assumed.")
 
