@@ -40,8 +40,14 @@ def own_ranks(machine: Machine) -> Iterator[dict[str, Any]]:
     for step in steps:
         seconds = _predicted_s(calibration, machine, step)
         if seconds is not None:
-            names = ("lab", "workload", "world_size", "implementation", "measured_s")
-            yield {name: step[name] for name in names} | {"predicted_s": seconds}
+            yield {
+                "lab": step["lab"],
+                "workload": f"{step['workload']}, batch {step['batch']:.0f}",
+                "world_size": int(step["world_size"]),
+                "implementation": step["implementation"],
+                "measured_s": step["measured_s"],
+                "predicted_s": float(seconds),
+            }
 
 
 def _data_parallel(frame: pd.DataFrame) -> Iterator[dict[str, Any]]:
