@@ -3,7 +3,7 @@
 import atexit
 import gc
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -27,6 +27,9 @@ app = typer.Typer(
 )
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
+
+# Of the lab `limits`, before another one is measured alone: what predictions need, in as few repeats as tell.
+SHORT_LIMITS = {"repeats": 6, "warmup": 1, "model": "nano"}
 
 LabName = Annotated[str, typer.Argument(help=f"One of: {', '.join(LABS)}.", show_default=False)]
 Settings = Annotated[
@@ -119,6 +122,8 @@ def measure(
         raise ParameterError("--resume takes its parameters from the run: leave out --profile and --set")
     profile = profile or "quick"
     config = resolve_config(lab, study.profiles, profile, parse_assignments(settings or []))
+    if resume is None:
+        _calibrate([study], profile)
     with _progress("measure", lab) as show:
         if resume is None:
             run = measuring.measure(
@@ -169,6 +174,8 @@ def report(
     check_report(studies, parameters, output)
     if run is None:
         _tell_of_load()
+    if run is None and resume is None:
+        _calibrate(studies, profile or "quick")
     results = []
     for study in studies:
         with _progress("report", study.name) as show:
@@ -244,6 +251,24 @@ def predict_command(
 
 
 app.command("advise")(advise)
+
+
+def _calibrate(studies: "Sequence[Study]", profile: str) -> None:
+    """Measure what the first of these labs predicts from, if this machine's calibration is older than a day."""
+    from labkit.lab.calibration import FRESH, LIMITS, newest_calibration
+    from labkit.lab.runs.measure import measure as measure_run
+    from labkit.machine import describe_machine
+
+    is_wanted = any(study.predicted for study in studies) and studies[0].name != LIMITS
+    if not is_wanted or profile == "smoke" or "WORLD_SIZE" in os.environ:  # smoke is to be quick; a job's ranks wait
+        return
+    if newest_calibration(describe_machine(), within=FRESH) is not None:
+        return
+    err.print("calibrating this machine first, which takes some 15 seconds once a day: predictions are made of it")
+    limits = load_study(LIMITS)
+    short = limits.profiles["quick"].model_copy(update=SHORT_LIMITS)
+    with _progress("measure", LIMITS) as show:
+        measure_run(limits, short, profile="quick", on_progress=show, on_output=_print_output)
 
 
 def _all_studies() -> "Iterator[Study]":

@@ -11,13 +11,15 @@ import torch
 
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
+_MMAP_THRESHOLD = -3  # mallopt(3): bytes from which on memory is mapped, and unmapped when it is freed
 
 
 @dataclass
 class PeakMemory:
-    """Bytes by which memory rose above where it stood at the start; None where it cannot be measured."""
+    """Bytes above where memory stood at the start: at most, and at the end. None where it cannot be measured."""
 
     growth_bytes: int | None = None
+    kept_bytes: int | None = None
 
 
 @contextmanager
@@ -36,12 +38,24 @@ def peak_memory_growth(device: str = "cpu") -> Iterator[PeakMemory]:
         yield peak
         torch.cuda.synchronize()
         peak.growth_bytes = torch.cuda.max_memory_allocated() - before
+        peak.kept_bytes = torch.cuda.memory_allocated() - before
         return
     _return_free_memory()
     resident = _reset_peak_resident()
     yield peak
     if resident is not None:
         peak.growth_bytes = max(0, _resident_bytes("VmHWM") - resident)
+        _return_free_memory()
+        peak.kept_bytes = _resident_bytes("VmRSS") - resident
+
+
+def return_memory_when_freed() -> None:
+    """From now on, tensors are memory of their own to Linux, which gets it back when they are freed; costs time.
+
+    Otherwise the C library keeps what is freed for later: a peak then tells what it keeps. For the life of the process.
+    """
+    if sys.platform == "linux" and hasattr(library := ctypes.CDLL(None), "mallopt"):
+        library.mallopt(_MMAP_THRESHOLD, 1 << 16)
 
 
 def _return_free_memory() -> None:

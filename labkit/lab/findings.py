@@ -12,10 +12,12 @@ A finder returns None where the run has no rows for it; the page then says what 
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
+from inspect import signature
 from typing import Any, Literal
 
 import pandas as pd
 
+from labkit.costs.calibration import Calibration
 from labkit.lab.units import join_words
 
 Verdict = Literal["yes", "no", "it depends", "measured", "no clear difference", "undecided", "not measured"]
@@ -27,6 +29,7 @@ TOPICS = {
     "compile": "Compile or not",
     "synchronization": "Gradient synchronization",
     "bucket_size": "Bucket size",
+    "sharding": "Shards instead of copies",
     "all_reduce": "All-reduce algorithm",
     "transport": "Messages or shared memory",
     "scheduling": "Scheduling of CPU ranks",
@@ -38,6 +41,7 @@ TOPICS = {
 
 MOST_REASONS = 3
 NOTHING = "this run has no rows for it"
+UNCALIBRATED = "its machine had no calibration (labkit measure limits makes one)"
 
 
 @dataclass(frozen=True)
@@ -113,7 +117,8 @@ class Finding:
         return asdict(replace(self, table=None, effects=())) | {"effects": effects}
 
 
-Finder = Callable[[pd.DataFrame], Finding | None]
+Finder = Callable[..., Finding | None]
+"""Of a run's frame; of its frame and its calibration (or None) if it takes two arguments."""
 
 
 class Questions:
@@ -145,12 +150,20 @@ class Questions:
     def __len__(self) -> int:
         return len(self._finders)
 
-    def find(self, frame: pd.DataFrame, coverage: pd.DataFrame) -> dict[str, Finding]:
-        """A finding for each question, by its id, from `Run.frame()` and `Run.coverage()`; either may be empty."""
-        return {
-            question.id: find(frame) or not_measured(coverage, missing)
-            for question, find, missing in self._finders.values()
-        }
+    def find(
+        self, frame: pd.DataFrame, coverage: pd.DataFrame, calibration: Calibration | None = None
+    ) -> dict[str, Finding]:
+        """A finding for each question, by its id, from `Run.frame()` and `Run.coverage()`; either may be empty.
+
+        `calibration`: that of the run, which predictions are made of.
+        """
+        found = {}
+        for question, find, missing in self._finders.values():
+            predicts = len(signature(find).parameters) > 1
+            finding = find(frame, calibration) if predicts else find(frame)
+            reason = UNCALIBRATED if predicts and calibration is None and len(frame) else missing
+            found[question.id] = finding or not_measured(coverage, reason)
+        return found
 
 
 def not_measured(coverage: pd.DataFrame, missing: str = NOTHING) -> Finding:

@@ -12,12 +12,15 @@ from typing import Any
 import pandas as pd
 from IPython.display import display
 
+from labkit.costs.calibration import Calibration
+from labkit.lab.calibration import newest_calibration
 from labkit.lab.config import LabConfig, ParameterError, nearest, resolve_config
 from labkit.lab.figures import Plot
-from labkit.lab.findings import Finding, Question
+from labkit.lab.findings import UNCALIBRATED, Finding, Question
 from labkit.lab.pages import cards
 from labkit.lab.pages.steadiness import pulse_record
 from labkit.lab.parameter_cells import given_parameters
+from labkit.lab.predictions import check_guess, labels, telling, to_show
 from labkit.lab.progress_lines import progress_line
 from labkit.lab.project import (
     check_writable,
@@ -91,6 +94,14 @@ class Lab:
         self._run: Run | None = None
         self._findings: dict[str, Finding] = {}
         self._figures: dict[str, str] = {}
+        self._guess: dict[str, float] | None = None
+        """The reader's, once a prediction was shown; empty: none was given."""
+        self._telling: list[str] = []
+
+    @property
+    def calibration(self) -> Calibration | None:
+        """What the predictions of the run are made of. ValueError before `measure()`."""
+        return self.run.header.calibration
 
     @property
     def config(self) -> LabConfig:
@@ -129,7 +140,46 @@ class Lab:
         else:
             self._run = self._measure(alternatives or {})
         self._findings = {}
-        return self.run.frame()
+        frame = self.run.frame()
+        if self._guess is not None and self.study.predicted and (calibration := self.run.header.calibration):
+            self._show_expected(self.study.predicted.beside(frame, calibration), "What was expected, and what it took")
+        return frame
+
+    def predict(self, guess: Mapping[str, float] | None = None) -> None:
+        """Show the times that this lab expects on this machine, by its calibration, before anything is measured.
+
+        `guess` are your own numbers, in seconds, by the names in the first column; `measure()` shows them again beside
+        what was measured. ParameterError for a name that is not there.
+        """
+        predicted = self.study.predicted
+        if predicted is None:
+            raise ValueError(f"{self.study.name} predicts no times")
+        if self.parameters.run is not None and self._run is None:
+            self._run = self._load(self.parameters.run)
+        calibration = self._run.header.calibration if self._run else newest_calibration(describe_machine())
+        if calibration is None:
+            display(cards.note(f"No prediction: {UNCALIBRATED}."))
+            return
+        points = self.study.points(self.config, self.machine)
+        table = predicted.before(points, calibration)
+        self._telling = telling(table, predicted.columns)
+        check_guess(guess or {}, labels(table, self._telling))
+        self._guess = dict(guess or {})
+        when = f"{calibration.measured:%Y-%m-%d %H:%M} UTC"
+        self._show_expected(table, f"Expected of {calibration.machine}, as calibrated on {when}")
+
+    def _show_expected(self, table: pd.DataFrame, caption: str) -> None:
+        """Guess, prediction and, once there is one, measurement side by side."""
+        assert self.study.predicted is not None
+        value, guess = self.study.predicted.value, self._guess or {}
+        names = labels(table, self._telling)
+        columns = [name for name in (value, "predicted_s", "measured_over_predicted") if name in table]
+        shown = table[columns].assign(what=names)
+        if guess:
+            shown = shown.assign(your_guess_s=[guess.get(name, float("nan")) for name in names])
+        shown = shown[shown["what"].isin(to_show(names, guess))]
+        order = ["what", "your_guess_s", "predicted_s", value, "measured_over_predicted"]
+        self.table(shown[[name for name in order if name in shown]], caption)
 
     def table(self, frame: pd.DataFrame, caption: str = "") -> None:
         """Show a frame as an aligned table, values with their units."""
@@ -165,7 +215,8 @@ class Lab:
     def findings(self) -> dict[str, Finding]:
         """What this run says of each question, by its id."""
         if not self._findings:
-            self._findings = self.study.findings(self.run.frame(), self.run.coverage())
+            run = self.run
+            self._findings = self.study.findings(run.frame(), run.coverage(), run.header.calibration)
         return self._findings
 
     def close(self) -> None:

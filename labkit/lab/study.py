@@ -10,9 +10,11 @@ from typing import Any, ClassVar
 
 import pandas as pd
 
+from labkit.costs.calibration import Calibration
 from labkit.lab.config import LabConfig
 from labkit.lab.findings import Finding, Questions
 from labkit.lab.point import Point
+from labkit.lab.predictions import Predicted
 from labkit.machine import Machine
 
 
@@ -33,6 +35,9 @@ class Study(ABC):
     def worker(point: Any) -> Iterable[Mapping[str, Any]] | None:
         """Runs on every rank and yields rows. Assign `staticmethod(function)`, from a module that imports nothing
         heavy: each rank imports it anew."""
+
+    predicted: ClassVar[Predicted | None] = None
+    """The times that are expected before anything is measured; None: the lab predicts none."""
 
     plugs_into: ClassVar[str | None] = None
     """The field of the config that names what is compared, where a reader can plug in an alternative; None: nowhere."""
@@ -55,9 +60,14 @@ class Study(ABC):
     def points(self, config: Any, machine: Machine) -> Sequence[Point]:
         """What to measure, in order; points of one world size next to one another share their ranks."""
 
-    def findings(self, frame: pd.DataFrame, coverage: pd.DataFrame) -> dict[str, Finding]:
-        """A finding for each question, by its id, from `Run.frame()` and `Run.coverage()`; either may be empty."""
-        return self.questions.find(frame, coverage)
+    def findings(
+        self, frame: pd.DataFrame, coverage: pd.DataFrame, calibration: Calibration | None = None
+    ) -> dict[str, Finding]:
+        """A finding for each question, by its id, from `Run.frame()` and `Run.coverage()`; either may be empty.
+
+        `calibration`: that of the run, which predictions are made of.
+        """
+        return self.questions.find(frame, coverage, calibration)
 
     def check_inputs(self, config: Any, say: Callable[[str], None]) -> None:  # noqa: B027 most studies have none
         """Check the files that the config names, before anything is planned or fetched; `say` shows how far it is.

@@ -6,6 +6,7 @@ Nobody else, because a thread carries them out while the caller goes on: a layer
 
 import queue
 import threading
+import time
 import weakref
 from collections.abc import Callable
 
@@ -13,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from labkit.parallel.traffic import Collective as Call
+from labkit.parallel.traffic import calls_of_this_thread
 from labkit.parallel.transport import empty_for_all_reduce, own_transport
 
 Wait = Callable[[], object]
@@ -59,10 +62,12 @@ class _Task:
         self._action = action
         self._is_done = threading.Event()
         self._error: BaseException | None = None
+        self._calls: list[Call] = []
 
     def do(self) -> None:
         try:
-            with torch.no_grad():  # each thread has a mode of its own
+            # each thread has a mode of its own
+            with torch.no_grad(), calls_of_this_thread() as self._calls:
                 self._action()
         except BaseException as error:
             self._error = error
@@ -70,7 +75,10 @@ class _Task:
         self._is_done.set()
 
     def wait(self) -> None:
+        needed_s = time.perf_counter()
         self._is_done.wait()
+        for call in self._calls:
+            call.needed_s = needed_s
         if self._error is not None:
             raise self._error
 

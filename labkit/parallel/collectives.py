@@ -74,6 +74,7 @@ from labkit.parallel.phases import (
     swap,
 )
 from labkit.parallel.reduction import InPlace, Reduction, check_shards, cut, even_sizes
+from labkit.parallel.traffic import watched
 from labkit.parallel.transport.choice import AUTO, find_transport, group_transports
 from labkit.parallel.transport.contract import Transport
 from labkit.parallel.uncompiled import uncompiled
@@ -235,8 +236,8 @@ def all_reduce(
             share memory, or a group this rank is not in.
     """
     via = find_transport(group, tensor.device, transport)
-    algorithm = ALGORITHMS[choose_algorithm(tensor.numel() * tensor.itemsize, via.world_size, via.name)]
-    algorithm(tensor, group, op, transport=via)
+    algorithm = choose_algorithm(tensor.numel() * tensor.itemsize, via.world_size, via.name)
+    ALGORITHMS[algorithm](tensor, group, op, transport=watched(via, "all_reduce", algorithm, tensor))
 
 
 @uncompiled
@@ -263,7 +264,7 @@ def reduce_scatter(
     with Reduction(tensor, group, op, transport) as (vector, via, divisor):
         if algorithm == AUTO:
             algorithm = choose_phase_algorithm(vector.nbytes, via.world_size, via.name)
-        REDUCE_SCATTERS[algorithm](vector, shards, via, divisor)
+        REDUCE_SCATTERS[algorithm](vector, shards, watched(via, "reduce_scatter", algorithm, vector), divisor)
 
 
 @uncompiled
@@ -285,7 +286,7 @@ def all_gather(
         if algorithm == AUTO:
             algorithm = choose_phase_algorithm(vector.nbytes, via.world_size, via.name)
         n_bytes = [size * vector.itemsize for size in shards]
-        ALL_GATHERS[algorithm](vector.view(torch.uint8), n_bytes, via)
+        ALL_GATHERS[algorithm](vector.view(torch.uint8), n_bytes, watched(via, "all_gather", algorithm, vector))
 
 
 def scratch_bytes(group: dist.ProcessGroup | None = None) -> int:

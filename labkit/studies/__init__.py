@@ -20,6 +20,7 @@ LABS = (
     "all_reduce",
     "data_parallel",
     "gradient_buckets",
+    "sharding",
     "sync_batchnorm",
     "cifar100",
     "scaling",

@@ -1,24 +1,31 @@
-"""Operators and bytes, counted."""
+"""Operators, their products and their bytes."""
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from labkit.bench.operators import OperatorCount
+from labkit.bench.operators import operators_of
 
 
-def test_operators_count_with_the_bytes_they_are_given_and_return_and_views_do_not():
+def test_operators_move_what_they_are_given_and_return_and_views_do_not():
     x, y = torch.zeros(2, 10, 10)
-    with OperatorCount() as count:
-        z = x + y
-        z.view(100).t().mul_(2.0)
-    assert count.operators == 2
-    assert count.moved_bytes == 3 * 400 + 2 * 400  # two read and one written; one read and written in place
+    add, multiply = operators_of(lambda: (x + y).view(100).t().mul_(2.0))
+    assert (add.name, add.n_bytes, add.flops) == ("add", 3 * 400, 0)
+    assert (multiply.name, multiply.n_bytes) == ("mul_", 2 * 400)
 
 
-def test_operators_of_a_backward_pass_count():
-    x = torch.zeros(10, requires_grad=True)
-    with OperatorCount() as count:
+def test_products_have_flops_and_lookups_read_their_rows_only():
+    table, rows = torch.zeros(1000, 10), torch.tensor([1, 2])
+    (lookup,) = operators_of(lambda: torch.embedding(table, rows))
+    assert lookup.n_bytes == 16 + 2 * 2 * 40
+    (product,) = operators_of(lambda: torch.mm(table.T, table))
+    assert (product.flops, product.dtype) == (2 * 10 * 1000 * 10, "float32")
+
+
+def test_operators_of_a_backward_pass_count_on_tensors_that_hold_nothing_too():
+    with FakeTensorMode():
+        x = torch.zeros(10, requires_grad=True)
+        forward = operators_of(lambda: x.sin())
         y = x.sin()
-    assert count.operators == 1
-    with OperatorCount() as count:
-        torch.autograd.grad(y, x, torch.ones(10))
-    assert count.operators >= 2  # a cosine and a product, besides the ones
+        backward = operators_of(lambda: torch.autograd.grad(y, x, torch.ones(10)))
+    assert [one.name for one in forward] == ["sin"]
+    assert {"cos", "mul"} <= {one.name for one in backward}

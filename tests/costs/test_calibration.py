@@ -1,40 +1,17 @@
 """A made-up machine: what it takes is read off its curves, and more ranks than cores share them."""
 
 from dataclasses import replace
-from datetime import UTC, datetime
 from types import SimpleNamespace
 
 import pytest
 from pydantic import TypeAdapter
 
-from labkit.costs.calibration import ALL_REDUCE, Calibration, Rates, Transport
+from labkit.costs.calibration import ALL_REDUCE, MESSAGE, Calibration
 from labkit.costs.communication import MessageCost
 from labkit.scaling.constants import load_constants
 from labkit.scaling.hardware import find_hardware
 from labkit.scaling.this_machine import hardware_of
-
-CALL_S, FLOPS_PER_S, BYTES_PER_S = 1e-6, 1e11, 1e10
-
-
-def _curve(per_s, *work):
-    return tuple((size, CALL_S + size / per_s) for size in work)
-
-
-def made_up(*, cores=2, ranks=(1, 2)):
-    """Two ranks reach half the rate each; messages take 100 us and a nanosecond per byte."""
-    rates = tuple(
-        Rates(
-            device="cpu",
-            ranks=p,
-            products={"float32": _curve(FLOPS_PER_S / p, 1e3, 1e6, 1e9)},
-            additions=_curve(BYTES_PER_S / p, 1e2, 1e5, 1e8),
-            copies=_curve(BYTES_PER_S / p, 1e2, 1e5, 1e8),
-        )
-        for p in ranks
-    )
-    transports = (Transport(way="gloo", what=ALL_REDUCE, ranks=2, alpha_s=1e-4, beta_s_per_byte=1e-9, call_s=1e-5),)
-    fields = {"run": "limits", "measured": datetime(2026, 1, 1, tzinfo=UTC), "machine": "made up", "threads": cores}
-    return Calibration(cores=cores, rates=rates, transports=transports, **fields)
+from tests.calibrated import BYTES_PER_S, CALL_S, FLOPS_PER_S, made_up
 
 
 def _operator(flops, n_bytes, dtype="float32"):
@@ -63,10 +40,16 @@ def test_ranks_beyond_the_cores_share_them():
 
 def test_a_way_costs_its_call_its_messages_and_its_bytes():
     machine = made_up()
-    two, eight = (machine.transport("gloo", ALL_REDUCE, ranks) for ranks in (2, 8))
-    assert two.predict_s(MessageCost(3, 1e6)) == pytest.approx(1e-5 + 3e-4 + 1e-3)
+    two, eight = (machine.transport("gloo", MESSAGE, ranks) for ranks in (2, 8))
+    assert two.predict_s(MessageCost(3, 1e6)) == pytest.approx(3e-4 + 1e-3)
     assert eight.predict_s(MessageCost(3, 1e6)) == pytest.approx(4 * two.predict_s(MessageCost(3, 1e6)))
     assert machine.transport("pigeons", ALL_REDUCE, 2) is None
+
+
+def test_more_ranks_have_more_messages_and_hardly_more_bytes_in_an_all_reduce():
+    two, eight = (made_up(cores=8).transport("gloo", ALL_REDUCE, ranks) for ranks in (2, 8))
+    assert eight.alpha_s == pytest.approx(7 * two.alpha_s)
+    assert eight.beta_s_per_byte == pytest.approx(7 / 8 * 2 * two.beta_s_per_byte)
 
 
 def test_the_calibration_survives_its_file():

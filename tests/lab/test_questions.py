@@ -31,6 +31,7 @@ ANSWERED_IN = {
     },
     "transformer_compile": {"end_to_end": ["compile", "published_trends"]},
     "cifar100_training_2gpu": {"cifar100": ["same_training", "time", "memory", "published_trends"]},
+    "sharded_training_2gpu": {"sharding": ["published_trends"]},
     "sync_batchnorm": {"sync_batchnorm": ["price", "against_torch", "memory", "published_trends"]},
 }
 FILES = sorted(path.stem for path in reference_directory().glob("*.csv"))
@@ -52,6 +53,9 @@ ALL_IDS = {
     ),
     "data_parallel": "fastest bucket_size overlap memory accumulation published_trends",
     "gradient_buckets": "waiting bucket_size batch_and_length model published_trends",
+    "sharding": (
+        "peaks formula fsdp_saving bytes zero_stage_1 time torch break_even gathers largest_model published_trends"
+    ),
     "sync_batchnorm": "price split one_collective against_torch memory prediction published_trends",
     "cifar100": "learned same_training time memory sync_batchnorm published_trends",
     "this_machine": "gain ingredients predicted",

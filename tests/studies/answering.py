@@ -9,10 +9,10 @@ MOST_WORDS, MOST_NUMBERS = 25, 2
 NUMBER = re.compile(r"(?<![\w.])(?<![A-Za-z]-)\d[\d,]*(?:\.\d+)?(?!\w|\.\d)")
 
 
-def answers_of(study, frame, *reasons):
+def answers_of(study, frame, *reasons, calibration=None):
     """The findings by the id of their question; `reasons` are those of the points that were skipped."""
     coverage = pd.DataFrame({"status": ["skipped"] * len(reasons), "reason": list(reasons)})
-    return study.findings(frame, coverage)
+    return study.findings(frame, coverage, calibration)
 
 
 def check_headline(headline):

@@ -6,27 +6,22 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from labkit.costs.transformer import backward_flops, forward_flops, n_parameters
+from labkit.costs.transformer import forward_flops, n_parameters
 from labkit.nn.transformer import SIZES
 from labkit.studies.end_to_end import tables
 from labkit.studies.end_to_end.study import STUDY
+from tests.calibrated import made_up
 from tests.studies.answering import answers_of
 
-_findings = partial(answers_of, STUDY)
+MACHINE = made_up()
+_findings = partial(answers_of, STUDY, calibration=MACHINE)
 
-RATE, BANDWIDTH = 1e11, 1e10
 POINT = {"device": "cpu", "precision": "float32", "batch": 4, "context_length": 128, "gate": "ok", "trial": 0}
 
 
 def _textbook(size, phase):
-    """Exactly what FLOPs and bytes say."""
-    forward, backward = (sum(f(SIZES[size], 4, 128).values()) / RATE for f in (forward_flops, backward_flops))
-    return {
-        "inference": forward,
-        "forward": forward,
-        "backward": backward,
-        "optimizer": 28 * n_parameters(SIZES[size]) / BANDWIDTH,
-    }[phase]
+    """Exactly what its operators should take."""
+    return tables.PREDICTED.seconds(POINT | {"size": size, "phase": phase}, MACHINE)
 
 
 def _frame(
@@ -39,7 +34,7 @@ def _frame(
     repeats=12,
     precision="float32",
     peak=None,
-    sweeps=("rates", "phases", "warmup", "compile"),
+    sweeps=("phases", "warmup", "compile"),
 ):
     generator = np.random.default_rng(0)
     point = POINT | {"precision": precision, "peak_flops_per_s": peak}
@@ -50,8 +45,6 @@ def _frame(
             jitter = np.exp(generator.normal(0, noise))
             rows.append(point | fields | {"sweep": sweep, "repeat": repeat, column: value(repeat) * jitter})
 
-    add("rates", 10, lambda _: RATE, "per_s", rate="matmul")
-    add("rates", 10, lambda _: BANDWIDTH, "per_s", rate="copy")
     for size in sizes:
         for phase in ("inference", "forward", "backward", "optimizer"):
             add("phases", repeats, lambda _, s=size, p=phase: seconds(s, p), size=size, phase=phase)
@@ -90,12 +83,11 @@ def test_a_textbook_machine_is_answered_in_full():
     assert findings["compile"].advice == f"Compile the whole model for runs of more than {round(worth, -1):.0f} steps."
 
 
-@pytest.mark.parametrize("missing", ["rates", "phases", "warmup", "compile"])
+@pytest.mark.parametrize("missing", ["phases", "warmup", "compile"])
 def test_a_missing_sweep_leaves_the_other_findings(missing):
-    sweeps = [sweep for sweep in ("rates", "phases", "warmup", "compile") if sweep != missing]
+    sweeps = [sweep for sweep in ("phases", "warmup", "compile") if sweep != missing]
     verdicts = {key: finding.verdict for key, finding in _findings(_frame(sweeps=sweeps)).items()}
     silent = {
-        "rates": {"predicted"},
         "phases": {"step_times", "predicted"},
         "warmup": {"warmup"},
         "compile": {"compile"},
@@ -120,20 +112,37 @@ def test_the_step_is_the_sum_of_its_parts_repeat_by_repeat():
     assert "One forward of the mini model" in _findings(only_forward)["step_times"].headline
 
 
-def test_predictions_are_flops_and_bytes_over_measured_rates():
-    table = tables.predictions(_frame(noise=0))
-    assert table["measured_over_predicted"].tolist() == pytest.approx([1.0] * 12)
+def test_times_as_their_operators_should_take_agree_and_others_do_not():
+    table = tables.predictions(_frame(_textbook, noise=0), MACHINE)
+    assert table["measured_over_predicted"].tolist() == pytest.approx([1.0] * 12, rel=1e-6)
     assert table["mfu_percent"].isna().all()
     assert _findings(_frame(lambda size, phase: 10 * _textbook(size, phase)))["predicted"].verdict == "no"
 
 
+def test_a_prediction_is_products_where_memory_is_fast_and_bytes_where_arithmetic_is():
+    row = {"device": "cpu", "precision": "float32", "size": "mini", "batch": 4, "context_length": 128}
+    only_arithmetic = made_up(bytes_per_s=1e30, call_s=1e-30)
+    flops = sum(forward_flops(SIZES["mini"], 4, 128).values())
+    assert tables.PREDICTED.seconds(row | {"phase": "forward"}, only_arithmetic) == pytest.approx(
+        flops / 1e11, rel=0.01
+    )
+    twice = tables.PREDICTED.seconds(row | {"phase": "backward"}, only_arithmetic)
+    assert twice == pytest.approx(2 * flops / 1e11, rel=0.01)
+    only_memory = made_up(flops_per_s=1e30, call_s=1e-30)
+    update = tables.PREDICTED.seconds(row | {"phase": "optimizer"}, only_memory)
+    least = 28 * n_parameters(SIZES["mini"]) / 1e10  # of an update in one pass
+    assert 2 * least < update < 5 * least
+    assert tables.PREDICTED.seconds(row | {"device": "cuda", "phase": "optimizer"}, only_memory) is None
+
+
 def test_utilization_is_told_against_the_peak_of_its_precision_alone_however_far_a_step_goes():
-    frame = _frame(noise=0, precision="bfloat16", peak=4 * RATE)
-    forward_only = frame[frame["phase"].isin(["inference", "forward"]) | (frame["sweep"] == "rates")]
-    table = tables.predictions(forward_only).set_index(["size", "phase"])
-    assert table.loc[("nano", "forward"), "mfu_percent"] == pytest.approx(25)
-    assert "At best 25 % of the data-sheet peak" in _findings(forward_only)["predicted"].why
-    assert tables.predictions(_frame(peak=4 * RATE))["mfu_percent"].isna().all()
+    frame = _frame(_textbook, noise=0, precision="bfloat16", peak=1e12)
+    forward_only = frame[frame["phase"].isin(["inference", "forward"])]
+    table = tables.predictions(forward_only, MACHINE).set_index(["size", "phase"])
+    row = table.loc[("nano", "forward")]
+    assert row["mfu_percent"] == pytest.approx(100 * row["flops"] / row["seconds"] / 1e12)
+    assert "% of the data-sheet peak" in _findings(forward_only)["predicted"].why
+    assert tables.predictions(_frame(peak=1e12), MACHINE)["mfu_percent"].isna().all()
 
 
 def test_first_steps_that_are_not_slower_advise_nothing_and_faster_ones_are_not_called_slow():

@@ -37,10 +37,6 @@ def test_a_loss_that_is_not_finite_is_wrong(monkeypatch):
         assert _measure(sweep) == [{"gate": "wrong: the loss is nan"}]
 
 
-def test_rates_are_measured_for_the_precision():
-    assert [row["rate"] for row in _measure("rates", precision="bfloat16")] == ["matmul", "copy"]
-
-
 def test_without_a_compiler_the_point_says_so(monkeypatch):
     monkeypatch.setattr("shutil.which", lambda name: None)
     point = EndToEndPoint(sweep="compile", device="cpu", size="nano")

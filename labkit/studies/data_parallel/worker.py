@@ -18,7 +18,7 @@ from torch.profiler import record_function
 
 from labkit.bench.allocator import record_allocations
 from labkit.bench.clock import Stopwatch, time_interleaved, time_parts_interleaved
-from labkit.bench.operators import OperatorCount
+from labkit.bench.operators import OperatorRecord
 from labkit.lab.point import Point
 from labkit.nn.workloads import Workload, workload_named
 from labkit.parallel.data_parallel.implementations import OVER_SHARED_MEMORY, wrap
@@ -230,21 +230,21 @@ def _timeline(point: DataParallelPoint, workload: Workload, device: str) -> Iter
             yield {"implementation": split_name(name)[0], "gate": gate}
 
 
-def _count(alternative: Alternative) -> OperatorCount:
+def _count(alternative: Alternative) -> OperatorRecord:
     """The operators and collectives of a step that is not the first."""
     _one_step(alternative)
-    with OperatorCount() as count:
+    with OperatorRecord() as count:
         _one_step(alternative)
     return count
 
 
-def _beside(count: OperatorCount, alone: OperatorCount) -> dict[str, int]:
+def _beside(count: OperatorRecord, alone: OperatorRecord) -> dict[str, float]:
     """What averaging adds to a step: all-reduces and what they add up, copies and divisions and what they move."""
     return {
-        "collectives": count.collectives,
-        "collective_bytes": count.collective_bytes,
-        "added_operators": count.operators - alone.operators,
-        "added_bytes": count.moved_bytes - alone.moved_bytes,
+        "collectives": len(count.all_reduces),
+        "collective_bytes": sum(count.all_reduces),
+        "added_operators": len(count.calls) - len(alone.calls),
+        "added_bytes": sum(call.n_bytes for call in count.calls) - sum(call.n_bytes for call in alone.calls),
     }
 
 

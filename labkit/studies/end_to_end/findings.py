@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pandas as pd
 
+from labkit.costs.calibration import Calibration
 from labkit.lab.claims import claim, judged_claim, published
 from labkit.lab.comparing import agreement, compared
 from labkit.lab.findings import Claim, Finding, Questions, troubles
@@ -67,16 +68,15 @@ def warmup(frame: pd.DataFrame) -> Finding | None:
 
 
 @QUESTIONS.ask("predicted", "Do counts of FLOPs and bytes predict the times?")
-def predicted(frame: pd.DataFrame) -> Finding | None:
-    table = tables.predictions(frame)
-    found = agreement(table, "times", "what FLOPs and bytes predict")
+def predicted(frame: pd.DataFrame, calibration: Calibration | None) -> Finding | None:
+    table = tables.predictions(frame, calibration)
+    found = agreement(table, "times", "what their operators should take")
     if found is None:
         return None
     by_size, told = table.groupby("size", sort=False)["measured_over_predicted"].median(), []
     if len(by_size) > 1:
         small, large = (f"the {by_size.index[at]} model {{}}{by_size.iloc[at]:.1f} times" for at in (0, -1))
-        reason = ": small matrices do not reach the rate of large ones" if by_size.iloc[0] > by_size.iloc[-1] else ""
-        told.append(f"Typically {small.format('takes ')} what is predicted, {large.format('')}{reason}.")
+        told.append(f"Typically {small.format('takes ')} what is predicted, {large.format('')}.")
     if len(mfu := table.dropna(subset="mfu_percent")):
         best = mfu.loc[mfu["mfu_percent"].idxmax()]
         told.append(f"At best {best['mfu_percent']:.0f} % of the data-sheet peak ({best['phase']} of {best['size']}).")

@@ -14,6 +14,7 @@ from labkit.machine import Machine
 from labkit.nn.attention_implementations import why_nothing_compiles
 from labkit.nn.transformer import SIZES
 from labkit.studies.end_to_end.findings import QUESTIONS
+from labkit.studies.end_to_end.tables import PREDICTED
 from labkit.studies.end_to_end.worker import PHASES_OF_MODE, EndToEndPoint, measure_point
 
 Size = Annotated[str, one_of(lambda: SIZES)]
@@ -82,11 +83,11 @@ class EndToEndStudy(Study):
         ),
     }
     worker = staticmethod(measure_point)
+    predicted = PREDICTED
 
     def points(self, config: EndToEndConfig, machine: Machine) -> Sequence[EndToEndPoint]:
-        """Rates first, since they are the prediction; then the phases, the first steps, and compilation."""
+        """The phases, the first steps, and compilation."""
         points = [
-            *(_point(config, machine, "rates", precision=precision) for precision in config.precisions),
             *_by_size(config, machine, "phases", config.sizes, mode=config.mode),
             *_first_steps(config, machine),
             *_by_size(config, machine, "compile", config.compile_sizes),
@@ -96,8 +97,6 @@ class EndToEndStudy(Study):
     def skip_reason(self, point: EndToEndPoint, machine: Machine) -> str | None:
         if reason := machine.why_no_device(point.device):
             return reason
-        if not point.size:
-            return None
         if point.sweep == "compile" and (reason := why_nothing_compiles(point.device)):
             return reason
         copies = 2 if point.sweep == "compile" else 1
@@ -108,8 +107,7 @@ class EndToEndStudy(Study):
         return capacity.skip_reason(machine, point.device, needed)
 
     def series(self, point: EndToEndPoint) -> tuple[Hashable, float]:
-        size = n_parameters(point.shape) if point.size else 0
-        return (point.sweep, point.precision, point.device), size
+        return (point.sweep, point.precision, point.device), n_parameters(point.shape)
 
 
 def _by_size(
@@ -132,7 +130,7 @@ def _point(config: EndToEndConfig, machine: Machine, sweep: str, **given: Any) -
     device = machine.device(config.device)
     peak = machine.gpus[0].dense_bf16_peak_tflops if device == "cuda" and machine.gpus else None
     large: dict[str, Any] = {}
-    if "size" in given and n_parameters(SIZES[given["size"]]) >= LARGE_PARAMETERS:
+    if n_parameters(SIZES[given["size"]]) >= LARGE_PARAMETERS:
         large = {"repeats": config.repeats_large}
         if device == "cpu":
             large["warmup"] = min(1, config.warmup)

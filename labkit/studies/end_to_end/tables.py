@@ -1,16 +1,20 @@
 """From the frame of an end-to-end run to the tables its findings and figures are made of. Units are in the names."""
 
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from labkit.bench.statistics import FEWEST_SAMPLES, RESAMPLES
-from labkit.costs.transformer import ADAMW_STATES, backward_flops, forward_flops, n_parameters
+from labkit.costs.calibration import Calibration
+from labkit.costs.transformer import backward_flops, forward_flops
+from labkit.lab.predictions import Predicted, Row
 from labkit.lab.project import reference_directory
 from labkit.lab.rows import Measured, in_order, select
 from labkit.nn.transformer import SIZES
-from labkit.studies.end_to_end.worker import PHASES
+from labkit.studies.end_to_end.worker import PHASES, PHASES_OF_MODE, EndToEndPoint
+from labkit.studies.shared.step_operators import step_operators
 
 MODEL = ("device", "precision", "size")
 BOTH = "forward + backward"
@@ -23,9 +27,6 @@ STEPS = Measured(MODEL, "phase")
 FIRST_STEPS = Measured(MODEL, "step_number")
 MEANS = Measured(MODEL, "warmup")
 COMPILED = Measured((*MODEL, "phase"), "implementation")
-
-# AdamW reads parameter, gradient and its states, and writes all but the gradient; float32.
-ADAMW_BYTES = 4 * ((2 + ADAMW_STATES) + (1 + ADAMW_STATES))
 
 
 def by_size(table: pd.DataFrame) -> pd.DataFrame:
@@ -75,46 +76,56 @@ def _spread_interval(seconds: np.ndarray) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def rates(frame: pd.DataFrame) -> pd.DataFrame:
-    """Median `matmul_flops_per_s` and `copy_bytes_per_s` by (device, precision), as far as measured."""
-    rows = select(frame, ["device", "precision", "rate", "per_s", "repeat"], sweep="rates")
-    wide = rows.pivot_table(index=["device", "precision"], columns="rate", values="per_s", aggfunc="median")
-    wide = wide.reindex(columns=["matmul", "copy"]).set_axis(["matmul_flops_per_s", "copy_bytes_per_s"], axis=1)
-    return wide.reset_index()
+def predictions(frame: pd.DataFrame, calibration: Calibration | None) -> pd.DataFrame:
+    """Times beside what the operators of each phase should take; `flops` of matrix products by formula.
 
-
-def predictions(frame: pd.DataFrame) -> pd.DataFrame:
-    """Seconds by FLOPs over the matmul rate (optimizer: bytes over the copy rate) beside the measured ones.
-
-    Columns: model, phase, `flops`, `predicted_s`, `seconds`, `measured_over_predicted`, `mfu_percent` (model FLOPs per
-    second over the data-sheet peak; NaN where no peak is known or the precision is not the peak's).
+    `mfu_percent`: those FLOPs per second over the data-sheet peak; NaN where no peak is known or the precision is not
+    the peak's.
     """
-    at_rates = phases(frame).merge(rates(frame).dropna())
-    shapes = select(frame, [*MODEL, "batch", "context_length", "peak_flops_per_s"], sweep="phases")
-    table = at_rates.merge(
-        shapes.groupby(list(MODEL))[["batch", "context_length", "peak_flops_per_s"]].first().reset_index()
-    )
-    work = [_work(*row) for row in table[["size", "phase", "batch", "context_length"]].itertuples(index=False)]
-    flops, n_bytes = (np.array(values, dtype=float) for values in (zip(*work, strict=True) if work else ((), ())))
+    table = PREDICTED.beside(frame, calibration)
+    known = select(frame, [*MODEL, "peak_flops_per_s"], sweep="phases").groupby(list(MODEL))["peak_flops_per_s"]
+    table = table.merge(known.first().reset_index(), how="left", on=list(MODEL))
+    rows = table[["size", "phase", "batch", "context_length"]].itertuples(index=False)
+    flops = pd.Series([_flops(*row) for row in rows], dtype=float)
     peak = table["peak_flops_per_s"].astype(float).where(table["precision"] == "bfloat16")
-    table = table.assign(
-        flops=flops,
-        predicted_s=flops / table["matmul_flops_per_s"] + n_bytes / table["copy_bytes_per_s"],
-        mfu_percent=(100 * flops / table["seconds"] / peak).where(flops > 0),
-    )
-    table = table.assign(measured_over_predicted=table["seconds"] / table["predicted_s"])
-    return table[[*MODEL, "phase", "flops", "predicted_s", "seconds", "measured_over_predicted", "mfu_percent"]]
+    table = table.assign(flops=flops, mfu_percent=(100 * flops / table["seconds"] / peak).where(flops > 0))
+    return table.drop(columns=["batch", "context_length", "peak_flops_per_s"])
 
 
-def _work(size: str, phase: str, batch: float, sequence: float) -> tuple[int, int]:
-    """(FLOPs of matrix products, bytes of the optimizer's update) of one phase."""
+def _flops(size: str, phase: str, batch: float, sequence: float) -> int:
+    """Of the matrix products of a phase."""
     if phase in SUMS:
-        parts = [_work(size, part, batch, sequence) for part in SUMS[phase]]
-        return sum(flops for flops, _ in parts), sum(n_bytes for _, n_bytes in parts)
+        return sum(_flops(size, part, batch, sequence) for part in SUMS[phase])
     if phase == "optimizer":
-        return 0, ADAMW_BYTES * n_parameters(SIZES[size])
+        return 0
     count = backward_flops if phase == "backward" else forward_flops
-    return sum(count(SIZES[size], int(batch), int(sequence)).values()), 0
+    return sum(count(SIZES[size], int(batch), int(sequence)).values())
+
+
+def _expected_s(row: Row, calibration: Calibration) -> float | None:
+    """What the operators of a phase, or of several, take by the machine's rates."""
+    device, precision, size, batch, context_length, phase = (row[name] for name in PREDICTED.columns)
+    if not calibration.knows(device):
+        return None
+    operators = step_operators(size, int(batch), int(context_length), precision, device)
+    return sum(calibration.operators_s(operators[part], device=device) for part in SUMS.get(phase, (phase,)))
+
+
+def _planned(point: EndToEndPoint) -> list[dict[str, Any]]:
+    if point.sweep != "phases":
+        return []
+    phases_of_point = PHASES_OF_MODE[point.mode]
+    names = [name for name in PHASE_ORDER if set(SUMS.get(name, (name,))) <= set(phases_of_point)]
+    return [point.describe() | {"phase": name} for name in names]
+
+
+def _with_sizes(frame: pd.DataFrame) -> pd.DataFrame:
+    """`phases`, and the batch and context length that each model was timed with."""
+    sizes = select(frame, [*MODEL, "batch", "context_length"], sweep="phases").groupby(list(MODEL))
+    return phases(frame).merge(sizes[["batch", "context_length"]].first().reset_index(), on=list(MODEL))
+
+
+PREDICTED = Predicted((*MODEL, "batch", "context_length", "phase"), _expected_s, _planned, _with_sizes)
 
 
 def _of_processes(frame: pd.DataFrame) -> pd.DataFrame:

@@ -10,10 +10,9 @@ import torch
 
 from labkit.bench.clock import time_interleaved, time_parts_interleaved
 from labkit.bench.gate import largest_difference, verdict
-from labkit.bench.rates import copy_bytes_per_s, matmul_flops_per_s
 from labkit.costs.transformer import TransformerShape
 from labkit.lab.point import Point
-from labkit.nn.training import AUTOCAST_DTYPES, TrainingStep, gradients
+from labkit.nn.training import TrainingStep, gradients
 from labkit.nn.transformer import shape_named
 from labkit.studies.shared.alternatives import reason_of
 
@@ -29,11 +28,11 @@ HALF_TOLERANCE = 5e-2  # bfloat16 has 8 bits: an ulp is 0.8 %, and a fused kerne
 
 @dataclass(frozen=True, kw_only=True)
 class EndToEndPoint(Point):
-    """One of: device rates, the phases of a step, the first steps of a new process, eager against compiled."""
+    """One of: the phases of a step, the first steps of a new process, eager against compiled."""
 
     sweep: str
     device: str
-    size: str = ""
+    size: str
     precision: str = "float32"
     batch: int = 4
     context_length: int = 128
@@ -50,26 +49,18 @@ class EndToEndPoint(Point):
         return shape_named(self.size)
 
     def title(self) -> str:
-        what = {"rates": "rates of the device", "warmup": f"first steps, try {self.trial + 1}"}
-        return " ".join(filter(None, [what.get(self.sweep, self.sweep), self.size, self.precision]))
+        what = f"first steps, try {self.trial + 1}" if self.sweep == "warmup" else self.sweep
+        return f"{what} {self.size} {self.precision}"
 
 
 def measure_point(point: EndToEndPoint) -> Iterator[dict[str, Any]]:
     """Rows of one point: samples by phase, the first steps in order, or both implementations in turn."""
-    if point.sweep == "rates":
-        yield from _rates(point)
-    elif point.sweep == "phases":
+    if point.sweep == "phases":
         yield from _phases(point)
     elif point.sweep == "warmup":
         yield _first_steps(point)
     else:
         yield from _compiled_against_eager(point)
-
-
-def _rates(point: EndToEndPoint) -> Iterator[dict[str, Any]]:
-    dtype = AUTOCAST_DTYPES[point.precision] or torch.float32
-    yield {"rate": "matmul", "per_s": matmul_flops_per_s(point.device, dtype, repeats=point.repeats)}
-    yield {"rate": "copy", "per_s": copy_bytes_per_s(point.device, repeats=point.repeats)}
 
 
 def _phases(point: EndToEndPoint) -> Iterator[dict[str, Any]]:

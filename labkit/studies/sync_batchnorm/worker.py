@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from labkit.bench.allocator import record_allocations
 from labkit.bench.clock import time_interleaved, time_parts_interleaved
-from labkit.bench.operators import OperatorCount
+from labkit.bench.operators import operators_of
 from labkit.bench.saved_tensors import saved_for_backward
 from labkit.lab.point import Point
 from labkit.parallel.ranks.device import use_device
@@ -177,16 +177,15 @@ def _timing(point: SyncBatchNormPoint, device: str) -> dict[str, Any]:
     return counts | {"device": device, "before": dist.barrier, "seed": point.id}
 
 
-def _counts(one: Layer | Bare) -> dict[str, dict[str, int]]:
+def _counts(one: Layer | Bare) -> dict[str, dict[str, float]]:
     """By phase: operators and the bytes they move, or the bytes that are sent."""
     if isinstance(one, Bare):
         sent = one.sent_bytes
         return {phase: {"sent_bytes": sent.get(phase, sum(sent.values()))} for phase in PHASES}
-    counts = {}
+    counts: dict[str, dict[str, float]] = {}
     for phase, action in _actions(one).items():
-        with OperatorCount() as count:
-            action()
-        counts[phase] = {"operators": count.operators, "moved_bytes": count.moved_bytes}
+        calls = operators_of(action)
+        counts[phase] = {"operators": len(calls), "moved_bytes": sum(call.n_bytes for call in calls)}
     return counts
 
 

@@ -1,0 +1,82 @@
+"""What a lab expects before it measures: numbers from the machine's calibration, a reader's guess beside them.
+
+    PREDICTED = Predicted(("size", "phase"), seconds, planned, medians)
+
+`seconds(row, calibration)` is the formula, of a mapping with these columns; `planned(point)` gives the rows that a
+point will have, `medians(frame)` those that a run has. So one formula serves before and after.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from labkit.costs.calibration import Calibration
+from labkit.lab.columns import column, label
+from labkit.lab.config import ParameterError, nearest
+from labkit.lab.point import Point
+
+Row = Mapping[str, Any]
+MOST_ROWS = 10  # that are shown before anything is measured
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """The times that a lab predicts: what tells them apart, their formula, what is planned of them, what it took.
+
+    `columns` are of the setting and, last, of what took turns; a row of `planned` has them all. `seconds` gives None
+    for what has no formula. `medians` makes of a run's frame a table with `columns`, `value`, `low` and `high`.
+    """
+
+    columns: tuple[str, ...]
+    seconds: Callable[[Row, Calibration], float | None]
+    planned: Callable[[Any], Iterable[Row]]
+    medians: Callable[[pd.DataFrame], pd.DataFrame]
+    value: str = "seconds"
+
+    def before(self, points: Iterable[Point], calibration: Calibration) -> pd.DataFrame:
+        """One row for each time that is planned and has a formula: `predicted_s`."""
+        rows = [dict(row) for point in points for row in self.planned(point)]
+        return self._predicted(pd.DataFrame(rows, columns=list(self.columns)).drop_duplicates(), calibration)
+
+    def beside(self, frame: pd.DataFrame, calibration: Calibration | None) -> pd.DataFrame:
+        """Medians of a run with their intervals, `predicted_s`, and `measured_over_predicted`."""
+        table = self.medians(frame)[[*self.columns, self.value, "low", "high"]]
+        if calibration is None:
+            return table.iloc[:0].assign(predicted_s=[], measured_over_predicted=[])
+        found = self._predicted(table, calibration)
+        return found.assign(measured_over_predicted=found[self.value].astype(float) / found["predicted_s"])
+
+    def _predicted(self, table: pd.DataFrame, calibration: Calibration) -> pd.DataFrame:
+        seconds = [self.seconds(row, calibration) for row in table.to_dict("records")]
+        table = table.assign(predicted_s=pd.Series(seconds, index=table.index, dtype=float))
+        return table.dropna(subset="predicted_s").reset_index(drop=True)
+
+
+def telling(table: pd.DataFrame, columns: Sequence[str]) -> list[str]:
+    """The columns that tell the rows of a table apart."""
+    named = [name for name in columns if not column(name).is_internal]
+    return [name for name in named if table[name].nunique(dropna=False) > 1] or named[-1:]
+
+
+def labels(table: pd.DataFrame, columns: Sequence[str]) -> list[str]:
+    """A name for each row: "small, forward"."""
+    return [", ".join(label(name, row[name]) for name in columns) for row in table.to_dict("records")]
+
+
+def check_guess(guess: Mapping[str, float], names: Sequence[str]) -> None:
+    """ParameterError for a guess of something that is not predicted, or that is no number of seconds."""
+    for name, seconds in guess.items():
+        if name not in names:
+            raise ParameterError(f"guess: nothing is called {name!r}{nearest(name, names) or f'; one is {names[0]!r}'}")
+        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
+            raise ParameterError(f"guess: expected seconds above zero for {name!r}, got {seconds!r}")
+
+
+def to_show(names: Sequence[str], guess: Mapping[str, float]) -> list[str]:
+    """The guessed ones, and of the others as many as a table has room for, spread evenly."""
+    at = np.linspace(0, len(names) - 1, min(MOST_ROWS, len(names))).round().astype(int)
+    wanted = {names[i] for i in at} | set(guess)
+    return [name for name in names if name in wanted]

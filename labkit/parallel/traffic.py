@@ -1,0 +1,100 @@
+"""What this rank sends, by collective: labkit's collectives within a block, each with its bytes and its times.
+
+    with recorded_traffic() as traffic:
+        loss.backward()
+    sum(each.sent_bytes for each in traffic if each.collective == "all_gather")
+
+Of all groups, transports and threads of the process. Bytes are those that an algorithm hands to its transport for other
+ranks; what a transport adds to a message, and collectives of `torch.distributed`, are not seen.
+"""
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from labkit.parallel.transport.contract import Step, Transport
+
+
+@dataclass
+class Collective:
+    """One call on this rank. Times are of `time.perf_counter`; on a GPU those of launching it."""
+
+    collective: str
+    """"all_reduce", "reduce_scatter" or "all_gather"."""
+    algorithm: str
+    dtype: str
+    n_bytes: int
+    """Of the tensor."""
+    sent_bytes: int = 0
+    """To all other ranks."""
+    start_s: float = field(default_factory=time.perf_counter)
+    end_s: float = 0.0
+    needed_s: float | None = None
+    """When somebody began to wait for it, of one in the background."""
+
+    @property
+    def waited_s(self) -> float:
+        """How long its result was missing: all of its time, for one in the foreground."""
+        since = self.start_s if self.needed_s is None else max(self.needed_s, self.start_s)
+        return max(0.0, self.end_s - since)
+
+
+_records: list[list[Collective]] = []  # open ones
+_of_thread = threading.local()
+
+
+@contextmanager
+def recorded_traffic() -> Iterator[list[Collective]]:
+    """A list that fills with the collectives that begin inside, in the order in which they do."""
+    record: list[Collective] = []
+    _records.append(record)
+    try:
+        yield record
+    finally:
+        _records.remove(record)
+
+
+def watched(via: Transport, collective: str, algorithm: str, vector: Tensor) -> Transport:
+    """The transport, for one collective: one that counts, if anybody records."""
+    if not _records:
+        return via
+    call = Collective(collective, algorithm, str(vector.dtype).removeprefix("torch."), vector.nbytes)
+    for record in (*_records, *getattr(_of_thread, "open", ())):
+        record.append(call)
+    return _Counting(via, call)
+
+
+@contextmanager
+def calls_of_this_thread() -> Iterator[list[Collective]]:
+    """The same of one thread: nothing while nobody records."""
+    _of_thread.open = [[]]
+    try:
+        yield _of_thread.open[0]
+    finally:
+        del _of_thread.open
+
+
+class _Counting:
+    """A transport, and what it sends."""
+
+    def __init__(self, via: Transport, call: Collective):
+        self._via, self._call = via, call
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._via, name)
+
+    def run(self, steps: Sequence[Step], depth: int = 1) -> None:
+        self._call.sent_bytes += sum(step.outgoing.nbytes for step in steps if step.outgoing is not None)
+        self._via.run(steps, depth)
+        self._call.end_s = time.perf_counter()
+
+    def show(self, part: Tensor) -> Sequence[Tensor]:
+        self._call.sent_bytes += part.nbytes * (self._via.world_size - 1)
+        shown = self._via.show(part)
+        self._call.end_s = time.perf_counter()
+        return shown

@@ -1,0 +1,249 @@
+"""What the sharding lab asks, and how a run answers. Bytes are counts: a difference of them needs no interval."""
+
+from dataclasses import replace
+
+import pandas as pd
+
+from labkit.bench.statistics import judged
+from labkit.costs.sharding import PARTS
+from labkit.lab.claims import claim, judged_claim, published
+from labkit.lab.comparing import MEMORY, agreement, compared, contest, winner_of
+from labkit.lab.findings import Claim, Finding, Questions
+from labkit.lab.rows import select
+from labkit.lab.units import format_bytes, format_rate, format_seconds, format_share, span
+from labkit.studies.sharding import tables
+from labkit.studies.sharding.tables import DDP, FSDP, ORDER, ZERO1, ZERO2
+from labkit.studies.shared.rank_troubles import rank_troubles
+
+QUESTIONS = Questions()
+EXACT = 1.01  # the optimizer counts its steps, in a number per tensor
+OWN, TORCHS = ORDER[:4], ORDER[4:]
+PAIRS = dict(zip(TORCHS, (DDP, ZERO1, FSDP), strict=True))
+WHAT_TO_SHARD = {ZERO1: "the optimizer", ZERO2: "the optimizer and gradients", FSDP: "everything"}
+
+
+def _troubles(frame: pd.DataFrame, kind: str) -> str | None:
+    return rank_troubles(select(tables.named(frame), ["way"], kind=kind), "way")
+
+
+@QUESTIONS.ask("peaks", "Does a rank need less memory in shards, and what is its peak made of?")
+def peaks(frame: pd.DataFrame) -> Finding | None:
+    found = contest(
+        tables.peak_ratios(frame),
+        "way",
+        DDP,
+        names=str,
+        axis=("world_size",),
+        quantity=MEMORY,
+        caveat=_troubles(frame, "memory"),
+    )
+    parts = tables.peaks(frame)
+    if found is None or parts.empty:
+        return found
+    columns = ["size", "world_size", "way", "moment", "peak_bytes", *(f"{part}_bytes" for part in PARTS)]
+    highest = parts[parts["way"] == DDP].sort_values("peak_bytes").tail(1)
+    why = None
+    if len(highest):
+        one = highest.iloc[0]
+        why = (
+            f"DDP's peak, {format_bytes(one['peak_bytes'])} with {one['size']}, is "
+            f"{format_share(one['optimizer_bytes'] / one['peak_bytes'])} optimizer state, of which a rank can do with "
+            f"one share of {one['world_size']}."
+        )
+    return replace(found, table=parts[[*columns, "rest_bytes"]], why=why)
+
+
+@QUESTIONS.ask("formula", "Does a rank hold the bytes that the formulas say?")
+def formula(frame: pd.DataFrame) -> Finding | None:
+    return agreement(tables.against_formula(frame), "bytes held", "those of the formula", close=EXACT)
+
+
+@QUESTIONS.ask("fsdp_saving", "Does sharding save the memory that was expected?")
+def fsdp_saving(frame: pd.DataFrame) -> Finding | None:
+    table = tables.savings(frame)
+    found = agreement(table, "savings", "what the formula promises")
+    least = table.sort_values("measured_over_predicted").head(1)
+    if found is None or least.empty:
+        return found
+    one = least.iloc[0]
+    missing = one["expected_bytes"] - one["saved_bytes"]
+    if missing <= 0:
+        return found
+    why = (
+        f"{one['way']} with {one['size']} on {one['world_size']} ranks saves {format_bytes(missing)} less than its "
+        "states do: buffers to send from, and for FSDP whole layers, come on top."
+    )
+    return replace(found, why=why)
+
+
+@QUESTIONS.ask("bytes", "Does a rank send the bytes that the formulas say?")
+def sent_bytes(frame: pd.DataFrame) -> Finding | None:
+    table = tables.sent(frame)
+    found = agreement(table, "bytes sent", "those of the formulas", close=EXACT)
+    totals = tables.sent_per_step(frame)
+    if found is None or totals.empty:
+        return found
+    told = [f"{way} {rows['times_parameters'].median():.3g}" for way, rows in totals.groupby("way", sort=False)]
+    return replace(found, why=f"In units of the parameters' bytes, times (p-1)/p, a step sends: {', '.join(told)}.")
+
+
+@QUESTIONS.ask("zero_stage_1", "How does sharding the optimizer alone differ from ZeRO stage 1 as published?")
+def zero_stage_1(frame: pd.DataFrame) -> Finding | None:
+    table = tables.sent_per_step(frame)
+    by_way = table.groupby("way")["times_parameters"].median()
+    if not {ZERO1, DDP} <= set(by_way.index):
+        return None
+    more = by_way[ZERO1] / by_way[DDP] - 1
+    headline = (
+        f"It sends {format_share(more)} more: gradients are all-reduced before parameters are gathered; the paper "
+        "reduce-scatters them."
+    )
+    why = None
+    if ZERO2 in by_way.index:
+        share = format_share(by_way[ZERO2] / by_way[DDP])
+        why = f"Where gradients are reduce-scattered, too (ZeRO-2), a step sends {share} of DDP's bytes."
+    return Finding("measured", headline, table, why=why)
+
+
+@QUESTIONS.ask("time", "Is a step in shards faster than one with whole copies?", "sharding")
+def time(frame: pd.DataFrame) -> Finding | None:
+    table = tables.steps_over(frame, DDP, *OWN[1:])
+    # where only the optimizer was tried, nothing can be said of the others: `break_even`
+    many = table.groupby(list(tables.SETTING))["way"].transform("nunique") > 1 if len(table) else []
+    table = table[many] if len(table) else table
+    found = contest(
+        table,
+        "way",
+        DDP,
+        names=str,
+        axis=("transport", "size", "world_size"),
+        caveat=_troubles(frame, "time"),
+    )
+    if found is None or table.empty or found.verdict == "undecided":
+        return found
+    return replace(found, advice=_advice(judged(table)), why=_why_not_slower(frame))
+
+
+def _advice(table: pd.DataFrame) -> str:
+    """What is faster; else the most that can be sharded without a step that takes longer: it saves memory."""
+    slower = set(table.loc[table["verdict"] == "slower", "way"])
+    free = [way for way in WHAT_TO_SHARD if way in set(table["way"]) and way not in slower]
+    if not free:
+        return "Do not shard unless memory is short: every stage makes a step longer."
+    fastest = winner_of(table[table["way"].isin(free)], "way")
+    if fastest is None:
+        return f"Shard {WHAT_TO_SHARD[free[-1]]} ({free[-1]}): less memory, and no clear cost in time."
+    more = f"; where memory is short, {WHAT_TO_SHARD[free[-1]]} ({free[-1]})" if free[-1] != fastest else ""
+    return f"Shard {WHAT_TO_SHARD[fastest]} ({fastest}): less memory and less time{more}."
+
+
+def _why_not_slower(frame: pd.DataFrame) -> str | None:
+    parts = tables.times(frame).set_index(["way", "part"])["seconds"]
+    parts = parts[~parts.index.duplicated()]
+    if not {(DDP, "optimizer"), (FSDP, "optimizer")} <= set(parts.index):
+        return None
+    whole, share = (format_seconds(parts[way, "optimizer"]) for way in (DDP, FSDP))
+    return f"The optimizer takes {whole} for all parameters on each rank, and {share} for a share (FSDP)."
+
+
+@QUESTIONS.ask("torch", "Is labkit's sharding as fast as torch's?")
+def against_torch(frame: pd.DataFrame) -> Finding | None:
+    pieces = [tables.steps_over(frame, theirs, own).assign(baseline=theirs) for theirs, own in PAIRS.items()]
+    table = pd.concat([piece for piece in pieces if len(piece)]) if any(map(len, pieces)) else pieces[0]
+    found = compared(
+        table,
+        "labkit's way",
+        "torch's of the same kind",
+        axis=("way",),
+        caveat=_troubles(frame, "time"),
+    )
+    return found and replace(found, why="torch's ways send through gloo, labkit's as the table says.")
+
+
+@QUESTIONS.ask("break_even", "When does sharding the optimizer save time?")
+def break_even(frame: pd.DataFrame) -> Finding | None:
+    table = tables.break_even(frame)
+    found = compared(table, ZERO1, DDP, axis=("transport", "size", "batch"), caveat=_troubles(frame, "time"))
+    if found is None or found.table is None or "predicted_ratio" not in found.table:
+        return found
+    clear = found.table[found.table["verdict"] != "no difference shown"]
+    right = ((clear["predicted_ratio"] < 1) == (clear["ratio"] < 1)).sum()
+    told = [
+        f"{'through shared memory' if transport == 'shared' else 'by messages'} {_rates(rows)}"
+        for transport, rows in found.table.groupby("transport")
+    ]
+    why = f"It pays where a gather sends more per second than the optimizer updates: {', '.join(told)}."
+    if len(clear):
+        why += f" The prediction has the right sign in {right} of {len(clear)} settings that differ clearly."
+    return replace(found, why=why)
+
+
+def _rates(rows: pd.DataFrame) -> str:
+    has, needs = rows["gather_bytes_per_s"].median(), rows["needed_bytes_per_s"].median()
+    return f"{format_rate(has)} against {format_rate(needs)}"
+
+
+@QUESTIONS.ask("gathers", "Do FSDP's all-gathers finish in time?")
+def gathers(frame: pd.DataFrame) -> Finding | None:
+    table = tables.gathers(frame)
+    of_fsdp = table[table["way"] == FSDP]
+    if of_fsdp.empty:
+        return None
+    in_time, waited = of_fsdp["in_time_percent"].median(), 100 - of_fsdp["hidden_percent"].median()
+    headline = (
+        f"{in_time:.0f} % of FSDP's gathers are complete when they are needed; a step waits for {waited:.0f} % of "
+        "their time."
+    )
+    one = of_fsdp.iloc[0]
+    why = (
+        f"With {one['size']}, {one['gathers']:.0f} gathers take {format_seconds(one['gathering_s'])} per step, and it "
+        f"waits for {format_seconds(one['waiting_s'])} of that; the first of a pass has nothing to hide behind."
+    )
+    return Finding("measured", headline, table, why=why)
+
+
+@QUESTIONS.ask("largest_model", "Which is the largest model that fits, by what is sharded?", "largest_model")
+def largest_model(frame: pd.DataFrame) -> Finding | None:
+    table = tables.fits(frame)
+    here = table[table["place"] == "here"]
+    if here.empty:
+        return None
+    here = here[here["world_size"] == here["world_size"].min()].set_index("way")
+    whole, shards, ranks = here.loc[DDP, "model"], here.loc[FSDP, "model"], here.loc[DDP, "world_size"]
+    headline = f"With {ranks} ranks here, {whole} is the largest in whole copies and {shards} in shards (FSDP)."
+    caveat = "Counted, not measured: float32, AdamW; on the GPUs without activations."
+    far = table[(table["place"] != "here") & (table["world_size"] == table["world_size"].max())].set_index("way")
+    ranks, models = far.loc[DDP, "world_size"], far["model"]
+    why = f"On {ranks} GPUs of 80 GiB it would be {models[DDP]} and {models[FSDP]}."
+    advice = f"Train models up to {shards} with FSDP." if shards not in (whole, "none") else None
+    return Finding("measured", headline, table, caveat, why, advice, significant=True)
+
+
+@QUESTIONS.ask("published_trends", "Do the published trends hold on this machine?")
+def published_trends(frame: pd.DataFrame) -> Finding | None:
+    return published([_a_quarter(frame), _longer(frame), _most_in_time(frame)])
+
+
+def _a_quarter(frame: pd.DataFrame) -> Claim | None:
+    """`sharded_training_2gpu.csv`: peaks of 29.8 and 34.1 GB become 22.5 and 26.3: 23 to 25 % less on two ranks."""
+    ratios = select(tables.peak_ratios(frame), way=ZERO1, world_size=2)["ratio"].astype(float)
+    near, off = (ratios > 0.7) & (ratios < 0.85), (ratios < 0.6) | (ratios > 0.95)
+    return judged_claim("Sharding AdamW over two ranks lowers the peak by about a quarter", near, off, _times(ratios))
+
+
+def _longer(frame: pd.DataFrame) -> Claim | None:
+    """Two of three write-ups: a step takes 1.37 to 1.45 times as long; the third: 0.97 times."""
+    ratios = tables.steps_over(frame, DDP, ZERO1)
+    return claim("A step with a sharded optimizer takes longer (two of three write-ups)", ratios, "slower")
+
+
+def _most_in_time(frame: pd.DataFrame) -> Claim | None:
+    """65 and 73 % of FSDP's gathers were ready before they were used, two ranks over gloo."""
+    table = tables.gathers(frame)
+    shares = table.loc[table["way"] == FSDP, "in_time_percent"]
+    seen = f"{span(shares, '{:.0f}'.format)} %"
+    return judged_claim("Most of FSDP's gathers are complete before they are used", shares > 50, shares < 40, seen)
+
+
+def _times(ratios: pd.Series) -> str:
+    return f"{span(ratios)} times"

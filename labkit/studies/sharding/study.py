@@ -1,0 +1,140 @@
+"""The sharding lab: its parameters and the points it measures."""
+
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from labkit.costs.transformer import SIZES, n_parameters
+from labkit.lab import capacity
+from labkit.lab.config import Count, Device, LabConfig, Repeats, Seed, TimeoutSeconds, Warmup, one_of
+from labkit.lab.study import Study
+from labkit.machine import Machine
+from labkit.nn.transformer import shape_named
+from labkit.parallel.ranks.joined import ranks_here
+from labkit.parallel.sharding.implementations import IMPLEMENTATIONS, TORCHS
+from labkit.parallel.transport import AUTO, POINT_TO_POINT, TRANSPORTS
+from labkit.studies.sharding.findings import QUESTIONS
+from labkit.studies.sharding.worker import ShardingPoint, measure_point
+
+RANK_BYTES = 300 * 2**20  # a rank's own resident memory, torch included
+COPIES = 5  # of the parameters, for each way: parameters, gradients, two states, what is on its way
+
+Size = Annotated[str, one_of(lambda: SIZES)]
+Way = Annotated[str, one_of(lambda: IMPLEMENTATIONS)]
+TransportName = Annotated[str, one_of(lambda: TRANSPORTS)]
+Sizes = list[Size]
+WorldSizes = Annotated[list[Annotated[int, Field(ge=2, le=1024)]], Field(min_length=1)]
+
+
+class ShardingConfig(LabConfig):
+    """What a reader may set."""
+
+    size: Size
+    """Measured with all ways."""
+    swept_sizes: Sizes
+    """With and without a sharded optimizer, at every batch of `swept_batches`, over both transports."""
+    swept_batches: Annotated[list[Count], Field(min_length=1)]
+    ways: Annotated[list[Way], Field(min_length=1)] = list(IMPLEMENTATIONS)
+    transports: Annotated[list[TransportName], Field(min_length=1)] = list(reversed(TRANSPORTS))
+    world_sizes: WorldSizes = [2]
+    memory_sizes: Sizes
+    memory_world_sizes: WorldSizes = [2, 4]
+    batch: Count = 1
+    context_length: Count = 32
+    memory_batch: Count = 4
+    warmup: Warmup = 0
+    repeats: Repeats = 6
+    device: Device = "auto"
+    seed: Seed = 0
+    timeout_s: TimeoutSeconds = 600.0
+
+
+class ShardingStudy(Study):
+    """What each stage of ZeRO saves, sends and costs."""
+
+    name = "sharding"
+    title = "Sharding"
+    summary = "What every rank may hold a share of instead of a copy (ZeRO, FSDP): memory saved, bytes sent, time paid."
+    questions = QUESTIONS
+    profiles = {
+        "smoke": ShardingConfig(
+            size="nano",
+            swept_sizes=[],
+            swept_batches=[1],
+            transports=["shared"],
+            memory_sizes=["nano"],
+            memory_world_sizes=[2],
+            memory_batch=1,
+            context_length=8,
+            repeats=6,
+        ),
+        "quick": ShardingConfig(size="mini", swept_sizes=["nano"], swept_batches=[1, 16], memory_sizes=["mini"]),
+        "standard": ShardingConfig(
+            size="mini",
+            swept_sizes=["nano", "mini"],
+            swept_batches=[1, 4, 16],
+            world_sizes=[2, 4],
+            memory_sizes=["mini", "small"],
+            context_length=64,
+            warmup=1,
+            repeats=15,
+        ),
+        "paper": ShardingConfig(
+            size="xl",
+            swept_sizes=["small", "medium", "large"],
+            swept_batches=[2, 8],
+            memory_sizes=["xl"],
+            memory_world_sizes=[2],
+            batch=2,
+            context_length=512,
+            memory_batch=2,
+            warmup=5,
+            repeats=10,
+            timeout_s=3600.0,
+        ),
+    }
+    worker = staticmethod(measure_point)
+
+    def points(self, config: ShardingConfig, machine: Machine) -> Sequence[ShardingPoint]:
+        """By world size: all ways in turns, the sweep, then memory, after which freeing memory costs time."""
+        worlds = sorted({*config.world_sizes, *config.memory_world_sizes})
+        points = [point for world_size in worlds for point in _points_of_world(config, world_size, machine)]
+        return list({point.id: point for point in points}.values())
+
+    def skip_reason(self, point: ShardingPoint, machine: Machine) -> str | None:
+        ranks, ways = ranks_here(point.world_size), 1 if point.kind == "memory" else len(point.ways) + 2
+        needed = ranks * (RANK_BYTES + ways * COPIES * 4 * n_parameters(shape_named(point.size)))
+        return capacity.skip_reason(machine, point.device, needed, ranks=ranks, says=f"{ways} copies need {{}}")
+
+    def series(self, point: ShardingPoint) -> tuple[Hashable, float]:
+        return (point.kind, point.world_size, point.transport, point.ways), n_parameters(shape_named(point.size))
+
+
+def _points_of_world(config: ShardingConfig, world_size: int, machine: Machine) -> Iterator[ShardingPoint]:
+    device = machine.device(config.device)
+    in_all = machine.gpus[0].memory_bytes if device == "cuda" and machine.gpus else machine.memory_bytes
+    here: dict[str, Any] = {"world_size": world_size, "device": device, "machine_bytes": in_all}
+    here["backend"] = machine.backend(device, ranks_here(world_size))
+    ways = tuple(way for way in IMPLEMENTATIONS if way in config.ways)
+    own = tuple(way for way in ways if way not in TORCHS)
+    pair = tuple(way for way in ("ddp", "zero1") if way in ways)
+    transports = config.transports if device == "cpu" else [AUTO]
+    for number, transport in enumerate(transports if world_size in config.world_sizes else []):
+        compared = ways if number == 0 else pair
+        yield ShardingPoint.of(config, kind="time", size=config.size, transport=transport, ways=compared, **here)
+        for size in config.swept_sizes:
+            for batch in config.swept_batches:
+                of = {"size": size, "batch": batch, "transport": transport, "ways": pair}
+                yield ShardingPoint.of(config, kind="time", **of, **here)
+    if world_size in config.world_sizes and device == "cpu":  # where there is a GPU, they are all of this kind
+        nccl = here | {"device": "cuda", "backend": "nccl", "transport": AUTO}
+        yield ShardingPoint.of(config, kind="time", size=config.size, ways=ways, **nccl)
+    for size in config.memory_sizes if world_size in config.memory_world_sizes else []:
+        # what several ranks map would count on each of them
+        of = {"size": size, "batch": config.memory_batch, "ways": own if world_size > 2 else ways}
+        of["transport"] = POINT_TO_POINT if device == "cpu" else AUTO
+        yield ShardingPoint.of(config, kind="memory", **of, **here)
+
+
+STUDY = ShardingStudy()

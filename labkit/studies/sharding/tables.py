@@ -1,0 +1,286 @@
+"""From the frame of a sharding run to the tables its findings and figures are made of.
+
+Every table is tidy and carries units in its names. Times are of the slowest rank of each repeat, peaks of the rank
+that needs most.
+"""
+
+from collections.abc import Iterator
+from functools import cache
+
+import pandas as pd
+
+from labkit.costs.memory import activation_bytes
+from labkit.costs.sharding import PARTS, STAGES, state_bytes
+from labkit.costs.transformer import SIZES, parameters_by_part
+from labkit.lab.project import reference_directory
+from labkit.lab.rows import Measured, in_order, select
+from labkit.scaling.model import parameters as parameters_of
+from labkit.scaling.named_models import NAMED
+from labkit.studies.sharding.worker import GATHER, PHASES
+
+NAMES = {
+    "ddp": "DDP",
+    "zero1": "ZeRO-1",
+    "zero2": "ZeRO-2",
+    "zero3": "FSDP (ZeRO-3)",
+    "torch_ddp": "torch's DDP",
+    "torch_zero1": "torch's ZeroRedundancyOptimizer",
+    "torch_zero3": "torch's fully_shard",
+}
+ORDER = tuple(NAMES.values())
+DDP, ZERO1, ZERO2, FSDP = ORDER[:4]
+SETTING = ("size", "batch", "transport", "world_size", "device")
+STEP, WAITING = "step", "waiting for gathers"
+STEPS = Measured(SETTING, "way")
+PARTS_OF_STEP = Measured(("part", *SETTING), "way")
+MOMENTS = ("init", "before step", "after step")
+REST = "activations and buffers"
+HELD = ("parameters", "gradients", "optimizer state", REST)
+PEAKS = Measured(("size", "world_size", "device", "moment"), "way", value="peak_bytes", exact=True)
+FIT_SHARE = 0.9
+"""Of a memory that a training may take: the rest is for everything else."""
+GPU_BYTES, GPU_RANKS = 80 * 2**30, (2, 8, 64)
+
+
+def named(frame: pd.DataFrame) -> pd.DataFrame:
+    """The rows, with ways by the names that a reader knows."""
+    return frame.assign(way=frame["way"].map(lambda way: NAMES.get(way, way))) if "way" in frame else frame
+
+
+def timed(frame: pd.DataFrame) -> pd.DataFrame:
+    """Rows of times, and each whole step as the sum of its phases on its rank."""
+    of_rank = [*SETTING, "way", "rank", "repeat"]
+    rows = select(named(frame), [*of_rank, "part", "seconds"], kind="time").dropna(subset="seconds")
+    phases = rows[rows["part"].isin(PHASES)]
+    steps = phases.groupby(of_rank, as_index=False)["seconds"].sum().assign(part=STEP)
+    return pd.concat([rows, steps]) if len(rows) else rows
+
+
+def times(frame: pd.DataFrame) -> pd.DataFrame:
+    """Median seconds by setting, way and part, with interval; of settings in which more than a pair took turns."""
+    rows = timed(frame)
+    rows = rows[rows["way"] != GATHER]
+    table = PARTS_OF_STEP.medians(rows)
+    many = table.groupby(list(SETTING))["way"].transform("nunique") > 2 if len(table) else []
+    table = table[many] if len(table) else table
+    columns = [*SETTING[:4], "way", "part", "seconds", "low", "high"]
+    return in_order(table, way=ORDER, part=[*PHASES, STEP, WAITING])[columns]
+
+
+def steps_over(frame: pd.DataFrame, baseline: str, *ways: str) -> pd.DataFrame:
+    """Time of a step over that of another way, from the same rounds: `ratio`, interval, verdict."""
+    return in_order(STEPS.over(timed(frame), baseline, part=STEP, way=[baseline, *ways]), way=ORDER)
+
+
+def break_even(frame: pd.DataFrame) -> pd.DataFrame:
+    """ZeRO-1 over DDP by setting, with what was predicted of it from DDP's step and a gather alone.
+
+    A step saves (p-1)/p of the optimizer's time and pays a gather of all parameters. `needed_bytes_per_s` is what a
+    gather has to send for both to be equal, `gather_bytes_per_s` what it does send.
+    """
+    ratios, rows = steps_over(frame, DDP, ZERO1), timed(frame)
+    added = ["predicted_ratio", "optimizer_s", "gather_s", "needed_bytes_per_s", "gather_bytes_per_s"]
+    if ratios.empty:
+        return ratios.reindex(columns=[*ratios.columns, *added])
+    keys = list(SETTING)
+    alone = STEPS.medians(rows, part=GATHER)[[*keys, "seconds"]].rename(columns={"seconds": "gather_s"})
+    whole = STEPS.medians(rows, part=STEP, way=DDP)[[*keys, "seconds"]].rename(columns={"seconds": "ddp_s"})
+    update = STEPS.medians(rows, part="optimizer", way=DDP)[[*keys, "seconds"]]
+    table = ratios.merge(alone, on=keys).merge(whole, on=keys)
+    table = table.merge(update.rename(columns={"seconds": "optimizer_s"}), on=keys)
+    others = (table["world_size"] - 1) / table["world_size"]
+    saved, n_bytes = others * table["optimizer_s"], table["size"].map(_model_bytes)
+    table = table.assign(
+        predicted_ratio=(table["ddp_s"] - saved + table["gather_s"]) / table["ddp_s"],
+        needed_bytes_per_s=n_bytes / table["optimizer_s"],
+        gather_bytes_per_s=others * n_bytes / table["gather_s"],
+    )
+    return table[[*ratios.columns, *added]]
+
+
+def _model_bytes(size: str) -> int:
+    return 4 * sum(parameters_by_part(SIZES[size]).values())
+
+
+def predictions(frame: pd.DataFrame) -> pd.DataFrame:
+    """The same ratios, long: a row as measured, with its interval, and a row as predicted."""
+    table = break_even(frame)
+    about = [f"{size}, batch {batch}" for size, batch in zip(table["size"], table["batch"], strict=True)]
+    table = table.assign(model=about, kind="measured")
+    keys = ["model", "transport", "world_size", "kind"]
+    predicted = table[[*keys[:3], "predicted_ratio"]].rename(columns={"predicted_ratio": "ratio"})
+    return pd.concat([table[[*keys, "ratio", "low", "high"]], predicted.assign(kind="predicted")], ignore_index=True)
+
+
+def gathers(frame: pd.DataFrame) -> pd.DataFrame:
+    """By setting and way: gathers per step, how many were complete when they were needed, and how long steps waited.
+
+    `hidden_percent`: of the time that gathers take, what a step does not wait for.
+    """
+    columns = ["gathers", "in_time", "gathering_s", "seconds"]
+    rows = select(named(frame), [*SETTING, "way", *columns], kind="time", part=WAITING).dropna(subset="gathers")
+    rows = rows.astype(dict.fromkeys(columns, float))
+    table = rows.groupby([*SETTING[:4], "way"], as_index=False)[columns].median()
+    table = table.assign(
+        in_time_percent=100 * table["in_time"] / table["gathers"],
+        hidden_percent=100 * (1 - table["seconds"] / table["gathering_s"]),
+    )
+    return in_order(table.rename(columns={"seconds": "waiting_s"}), way=ORDER)
+
+
+def gathering(frame: pd.DataFrame) -> pd.DataFrame:
+    """The same times, long: what a step waits for, and what hides behind computing."""
+    table = gathers(frame)
+    table = table[table.groupby(list(SETTING[:4]))["way"].transform("nunique") > 1] if len(table) else table
+    hidden = table.assign(kind="hidden", seconds=table["gathering_s"] - table["waiting_s"])
+    both = pd.concat([table.assign(kind="waited for", seconds=table["waiting_s"]), hidden])
+    return both[["size", "transport", "world_size", "way", "kind", "seconds"]]
+
+
+def peaks(frame: pd.DataFrame) -> pd.DataFrame:
+    """By size, ranks, way and moment: the peak of the rank that needs most, and what it is made of."""
+    parts = [f"{part}_bytes" for part in PARTS]
+    formulas = [f"formula_{part}" for part in parts]
+    keys = ["size", "world_size", "device", "way", "moment"]
+    rows = select(named(frame), [*keys, "peak_bytes", *parts, *formulas, "machine_bytes", "batch", "context_length"])
+    rows = rows[rows["moment"].isin(MOMENTS)]
+    held = rows[parts].sum(axis=1)
+    rows = rows.assign(peak_bytes=rows["peak_bytes"].fillna(held), held_bytes=held)
+    rows = rows.sort_values("peak_bytes", kind="stable").drop_duplicates(keys, keep="last")
+    rest = (rows["peak_bytes"] - rows["held_bytes"]).clip(lower=0)
+    return in_order(rows.assign(rest_bytes=rest), size=SIZES, world_size=None, way=ORDER, moment=MOMENTS)
+
+
+def made_of(frame: pd.DataFrame, *, held: bool = False) -> pd.DataFrame:
+    """The parts of these peaks, long; `held`: only what ranks hold at the end of a step, at labkit's stages."""
+    table = peaks(frame)
+    names = {f"{part}_bytes": part for part in PARTS} | ({} if held else {"rest_bytes": REST})
+    if held:
+        table = table[(table["moment"] == MOMENTS[-1]) & table["way"].isin(ORDER[:4])]
+    long = table.melt(["size", "world_size", "way", "moment"], list(names), "part", "bytes")
+    panels = [f"{size}, {ranks} ranks" for size, ranks in zip(long["size"], long["world_size"], strict=True)]
+    long = long.assign(part=long["part"].map(names).replace({"optimizer": "optimizer state"}), panel=panels)
+    return in_order(long, size=SIZES, world_size=None, way=ORDER, moment=MOMENTS, part=HELD)
+
+
+def peak_ratios(frame: pd.DataFrame) -> pd.DataFrame:
+    """The higher of the peaks before and after the optimizer's step over that of DDP."""
+    table = peaks(frame).groupby(["size", "world_size", "device", "way"], as_index=False)["peak_bytes"].max()
+    over = Measured(("size", "world_size", "device"), "way", value="peak_bytes", exact=True)
+    return in_order(over.over(table, DDP, way=list(ORDER[:4])), size=SIZES, world_size=None, way=ORDER)
+
+
+def against_formula(frame: pd.DataFrame) -> pd.DataFrame:
+    """Bytes that a rank holds at the end of a step, by stage and part, beside the formula."""
+    table = peaks(frame)
+    table, keys = table[table["moment"] == MOMENTS[-1]], ["size", "world_size", "way"]
+    pieces = [
+        table[keys].assign(part=part, held_bytes=table[f"{part}_bytes"], formula_bytes=table[f"formula_{part}_bytes"])
+        for part in PARTS
+    ]
+    long = pd.concat(pieces).dropna(subset="formula_bytes")
+    return in_order(
+        long.assign(measured_over_predicted=long["held_bytes"] / long["formula_bytes"]),
+        size=SIZES,
+        world_size=None,
+        way=ORDER,
+        part=PARTS,
+    )
+
+
+def savings(frame: pd.DataFrame) -> pd.DataFrame:
+    """By stage, the peak less than DDP's, beside what the formula says is held less."""
+    table, keys = peaks(frame), ["size", "world_size"]
+    table = table[table["way"].isin(ORDER[:4])]
+    formula = table[[f"formula_{part}_bytes" for part in PARTS]].sum(axis=1)
+    table = table.assign(formula_bytes=formula).groupby([*keys, "way"], as_index=False)[["peak_bytes", "formula_bytes"]]
+    table = table.max()
+    of_ddp = table[table["way"] == DDP].drop(columns="way")
+    both = table[table["way"] != DDP].merge(of_ddp, on=keys, suffixes=("", "_of_ddp"))
+    expected = (both["formula_bytes_of_ddp"] - both["formula_bytes"]).astype(float)
+    saved = (both["peak_bytes_of_ddp"] - both["peak_bytes"]).astype(float)
+    both = both.assign(expected_bytes=expected, saved_bytes=saved, measured_over_predicted=saved / expected)
+    both = in_order(both, size=SIZES, world_size=None, way=ORDER)
+    return both[[*keys, "way", "peak_bytes", "expected_bytes", "saved_bytes", "measured_over_predicted"]]
+
+
+def sent(frame: pd.DataFrame) -> pd.DataFrame:
+    """By way and collective: calls per step, bytes of tensors, bytes that a rank sends (mean over ranks), the formula.
+
+    `of_model`: the tensors over the model's own bytes, Psi.
+    """
+    numbers = ["calls", "tensors_bytes", "sent_bytes", "formula_bytes", "model_bytes"]
+    columns = [*SETTING[:4], "way", "collective", *numbers]
+    rows = select(named(frame), columns, kind="time").dropna(subset="collective").drop_duplicates(columns)[columns]
+    rows = rows.assign(
+        of_model=rows["tensors_bytes"] / rows["model_bytes"],
+        measured_over_predicted=rows["sent_bytes"] / rows["formula_bytes"],
+    )
+    return in_order(rows, way=ORDER).reset_index(drop=True)
+
+
+def sent_per_step(frame: pd.DataFrame) -> pd.DataFrame:
+    """By way, all collectives together: bytes that a rank sends per step, and in units of Psi (p-1)/p."""
+    table = sent(frame).groupby([*SETTING[:4], "way"], as_index=False)[["sent_bytes", "model_bytes"]]
+    table = table.agg({"sent_bytes": "sum", "model_bytes": "max"})
+    share = (table["world_size"] - 1) / table["world_size"]
+    times_psi = (table["sent_bytes"] / table["model_bytes"] / share).astype(float).round(3)
+    return in_order(table.assign(times_parameters=times_psi), way=ORDER)
+
+
+def fits(frame: pd.DataFrame) -> pd.DataFrame:
+    """By stage: the largest size whose training fits into this machine; and, states alone, into GPUs of 80 GiB."""
+    table = peaks(frame)
+    columns = ["place", "world_size", "way", "model", "parameters", "needed_bytes", "memory_bytes"]
+    found: list[list[object]] = []
+    for _, one in table.drop_duplicates(["world_size"]).iterrows():
+        memory = one["machine_bytes"] / (one["world_size"] if one["device"] == "cpu" else 1)
+        found += _largest("here", int(one["world_size"]), memory, _here(int(one["batch"]), int(one["context_length"])))
+    published = {name: float(parameters_of(model)) for name, model in NAMED.items() if name not in SIZES}
+    for world_size in GPU_RANKS if found else ():
+        needs = {name: (n, 0.0, 0.0) for name, n in published.items()}
+        found += _largest("GPUs of 80 GiB, states alone", world_size, GPU_BYTES, needs)
+    return pd.DataFrame(found, columns=columns)
+
+
+Needs = dict[str, tuple[float, float, float]]
+"""By model: parameters, bytes of activations, bytes of what is gathered at once."""
+
+
+def _here(batch: int, context_length: int) -> Needs:
+    return {
+        name: (
+            sum(parameters_by_part(shape).values()),
+            activation_bytes(shape, batch, context_length) + 8 * batch * context_length * shape.vocabulary,
+            2 * 4 * max(shape.vocabulary * shape.d_model, 4 * shape.d_model**2 + 3 * shape.d_model * shape.d_ff),
+        )
+        for name, shape in SIZES.items()
+    }
+
+
+def _largest(place: str, world_size: int, memory: float, needs: Needs) -> Iterator[list[object]]:
+    """Per stage the largest model that a rank with so much memory holds."""
+    for stage in STAGES:
+        best: list[object] = ["none", 0, float("nan")]
+        for name, (n, activations, gathered) in sorted(needs.items(), key=lambda item: item[1]):
+            states = sum(state_bytes(int(n), stage, world_size).values())
+            needed = states + activations + (gathered if stage == "zero3" else 0)
+            if needed <= FIT_SHARE * memory:
+                best = [name, n, needed]
+        yield [place, world_size, NAMES[stage], *best, memory]
+
+
+@cache
+def published() -> pd.DataFrame:
+    """`sharded_training_2gpu.csv`: pairs with and without a sharded optimizer: ratios of step time and of peak."""
+    table = pd.read_csv(reference_directory() / "sharded_training_2gpu.csv")
+    table = table.assign(
+        source=table["source"].str.split("@").str[0], is_sharded=table["variant"].str.contains("shard")
+    )
+    keys = ["source", "hardware", "seq_len", "global_batch"]
+    table = table[table["optimizer"].str.startswith("AdamW") & ~table["variant"].str.contains("fsdp|gpipe")]
+    pairs = table[~table["is_sharded"]].merge(table[table["is_sharded"]], on=keys, suffixes=("", "_sharded"))
+    return pairs[keys].assign(
+        step_ratio=pairs["step_ms_sharded"] / pairs["step_ms"],
+        peak_ratio=pairs["mem_after_step_sharded"] / pairs["mem_after_step"],
+    )

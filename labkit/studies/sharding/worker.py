@@ -1,0 +1,286 @@
+"""What a rank runs to measure one point of the sharding lab. Imports torch, the wrappers and the instruments.
+
+``time``    ways to train one model take turns: gate, bytes sent in one step, seconds by part of a step
+``memory``  one way after the other: what this rank holds and needs at most at three moments of a step
+
+Messages are counted before they are timed: bytes that are not those of the formulas are wrong results.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import AdamW
+
+from labkit.bench.clock import time_parts_interleaved
+from labkit.bench.gate import verdict, worst_of_ranks
+from labkit.bench.memory import peak_memory_growth, return_memory_when_freed
+from labkit.costs.communication import ALL_GATHER_COSTS, REDUCE_SCATTER_COSTS
+from labkit.costs.sharding import PARTS, STAGES, moved_bytes, state_bytes
+from labkit.lab.point import Point
+from labkit.nn.workloads import Workload, workload_named
+from labkit.parallel.collectives import ALGORITHMS, all_gather
+from labkit.parallel.ranks.device import use_device
+from labkit.parallel.sharding.implementations import TORCHS, held_tensors, n_bytes, shard, whole_parameters
+from labkit.parallel.traffic import Collective, recorded_traffic
+from labkit.parallel.transport import SHARED, empty_for_all_reduce, transport_in_use
+
+PHASES = ("forward", "backward", "optimizer")
+GATHER = "gather"
+"""An all-gather of as many bytes as the model has, with nothing else to do."""
+GATE_STEPS = 2
+LARGEST_ERROR = 1e-2
+"""Of a parameter, over the largest change of its tensor: AdamW divides even gradients near zero by themselves."""
+BUCKET_BYTES = 25 * 2**20
+SETTINGS: Mapping[str, Any] = {"lr": 1e-3}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardingPoint(Point):
+    """A model, a batch, a transport, and the ways that are compared on it."""
+
+    kind: str
+    size: str
+    transport: str
+    """What labkit's ways send by; torch's send by the backend."""
+    ways: tuple[str, ...]
+    device: str = "cpu"
+    batch: int = 1
+    context_length: int = 32
+    machine_bytes: int = 0
+    """Memory of the device, or of the machine whose ranks share it."""
+    warmup: int = 0
+    repeats: int = 6
+    seed: int = 0
+
+    def title(self) -> str:
+        return f"{super().title()}, {self.kind}, {self.size}, {self.transport}, batch {self.batch}"
+
+
+def measure_point(point: ShardingPoint) -> Iterator[dict[str, Any]]:
+    """Rows of one point: of each way its gate, and what was measured of it."""
+    device = use_device(point.device)
+    if device == "cpu" and point.transport == SHARED and transport_in_use()[0] != SHARED:
+        for way in point.ways:
+            yield {"way": way, "not_measured": transport_in_use()[1]}
+        return
+    yield from (_memory if point.kind == "memory" else _times)(point, device)
+
+
+def _workload(point: ShardingPoint, device: str, rank: int) -> Workload:
+    seed = (1000 * point.seed + rank) % 2**63
+    return workload_named(point.size, batch=point.batch, context_length=point.context_length, device=device, seed=seed)
+
+
+class Training:
+    """One way to train: a copy of the model in its shards, and AdamW."""
+
+    def __init__(self, way: str, point: ShardingPoint, device: str):
+        self._workload = _workload(point, device, dist.get_rank())
+        self.model, self.optimizer = shard(way, self._workload.build(), AdamW, transport=point.transport, **SETTINGS)
+        self._loss: Tensor | None = None
+
+    def forward(self) -> None:
+        self._loss = self._workload.loss(self.model)
+
+    def backward(self) -> None:
+        assert self._loss is not None, "forward comes first"
+        self._loss.backward()
+        self._loss = None
+
+    def step(self) -> None:
+        self.optimizer.step()
+
+    def run(self) -> None:
+        self.optimizer.zero_grad()
+        self.forward()
+        self.backward()
+        self.step()
+
+
+def _times(point: ShardingPoint, device: str) -> Iterator[dict[str, Any]]:
+    start, expected = _one_process(point, device)
+    trainings: dict[str, Training] = {}
+    for way in point.ways:
+        training = Training(way, point, device)
+        training.run()
+        with recorded_traffic() as traffic:
+            training.run()
+        error = worst_of_ranks(_error(whole_parameters(training.model), expected, start))
+        about = {"way": way, "error": error, "gate": verdict(error, LARGEST_ERROR)}
+        rows = list(_traffic_rows(way, traffic, start)) if way not in TORCHS else []
+        if wrong := [row["collective"] for row in rows if not row.pop("is_right")]:
+            about["gate"] = f"wrong: bytes sent by {', '.join(wrong)} are not those of the formulas"
+        yield from (about | row for row in rows)
+        if about["gate"] == "ok":
+            trainings[way] = training
+        else:
+            yield about
+    del expected
+    yield from _timed_rows(point, device, trainings, sum(value.nbytes for value in start.values()))
+
+
+def _one_process(point: ShardingPoint, device: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Parameters before and after training with the batches of all ranks in one process: what all ways must come to."""
+    workloads = [_workload(point, device, rank) for rank in range(dist.get_world_size())]
+    model = workloads[0].build()
+    start = _copied(model)
+    optimizer = AdamW(model.parameters(), **SETTINGS)
+    for _ in range(GATE_STEPS):
+        optimizer.zero_grad()
+        for workload in workloads:
+            (workload.loss(model) / len(workloads)).backward()
+        optimizer.step()
+    return start, _copied(model)
+
+
+def _copied(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in model.named_parameters()}
+
+
+def _error(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> float:
+    """Largest deviation of a parameter over the largest change of its tensor: 1 where it has not been updated."""
+    if found.keys() != expected.keys():
+        return float("inf")
+    errors = [(found[name] - one).abs().max() / (one - start[name]).abs().max() for name, one in expected.items()]
+    return float(torch.stack(errors).max())
+
+
+def _traffic_rows(way: str, traffic: Sequence[Collective], whole: Mapping[str, Tensor]) -> Iterator[dict[str, Any]]:
+    """A row a collective of one step: calls, bytes of tensors, bytes sent, mean over ranks; and whether they are right.
+
+    Right: the tensors are those of the formulas, and every message is one of the algorithm that was chosen.
+    """
+    world_size = dist.get_world_size()
+    replicated = sum(value.nbytes for value in whole.values() if value.dim() < 2)
+    moved = moved_bytes(sum(value.nbytes for value in whole.values()), way, replicated_bytes=replicated)
+    of_model = [call for call in traffic if call.dtype != "float64"]  # FSDP's ranks compare notes in float64
+    kinds = {name: [call for call in of_model if call.collective == name] for name in moved}
+    kinds["notes"] = [call for call in traffic if call.dtype == "float64"]
+    for name, calls in kinds.items():
+        sent = torch.tensor(float(sum(call.sent_bytes for call in calls)), dtype=torch.float64)
+        dist.all_reduce(sent)
+        by_algorithm = sum(_cost(call, world_size) for call in calls)
+        tensors = sum(call.n_bytes for call in calls)
+        is_right = float(sent) == world_size * by_algorithm and tensors == moved.get(name, tensors)
+        phases = 2 if name in ("all_reduce", "notes") else 1
+        if tensors:
+            yield {
+                "collective": name,
+                "calls": len(calls),
+                "tensors_bytes": tensors,
+                "sent_bytes": float(sent) / world_size,
+                "formula_bytes": phases * tensors * (world_size - 1) / world_size,
+                "model_bytes": sum(value.nbytes for value in whole.values()),
+                "is_right": is_right,
+            }
+
+
+def _cost(call: Collective, world_size: int) -> float:
+    """Bytes that a rank sends, mean over ranks, by the algorithm that carried a call out."""
+    costs = {"all_reduce": None, "reduce_scatter": REDUCE_SCATTER_COSTS, "all_gather": ALL_GATHER_COSTS}
+    of_phase = costs[call.collective]
+    cost = ALGORITHMS[call.algorithm].cost if of_phase is None else of_phase[call.algorithm]
+    assert cost is not None, "labkit's own algorithms have one"
+    return cost(world_size, call.n_bytes).n_bytes
+
+
+def _timed_rows(
+    point: ShardingPoint, device: str, trainings: Mapping[str, Training], model_bytes: int
+) -> Iterator[dict[str, Any]]:
+    """Seconds by part, all ways in turns with a gather alone; and of labkit's ways how long steps wait for gathers."""
+    actions: dict[str, dict[str, Callable[[], Any]]] = {
+        way: dict(zip(PHASES, (one.forward, one.backward, one.step), strict=True)) for way, one in trainings.items()
+    }
+    if set(trainings) - set(TORCHS):
+        buffer = empty_for_all_reduce(model_bytes, torch.uint8, torch.device(device), None, point.transport)
+        actions[GATHER] = {GATHER: lambda: _gather(buffer, point.transport)}
+    turns: dict[str, list[int]] = {name: [] for name in actions}
+
+    def prepare(name: str) -> None:
+        turns[name].append(len(traffic))
+        if name in trainings:
+            trainings[name].optimizer.zero_grad()
+
+    options: dict[str, Any] = {"warmup": point.warmup, "repeats": point.repeats, "device": device, "seed": point.id}
+    with recorded_traffic() as traffic:
+        times = time_parts_interleaved(actions, prepare=prepare, before=dist.barrier, **options)
+    borders = sorted(at for of_way in turns.values() for at in of_way)
+    for way, by_part in times.items():
+        for part, seconds in by_part.items():
+            yield {"way": way, "gate": "ok", "part": part, "seconds": seconds}
+        starts = turns[way][point.warmup :] if way in trainings and way not in TORCHS and device == "cpu" else []
+        ends = [next((at for at in borders if at > start), len(traffic)) for start in starts]
+        rounds = [
+            [call for call in traffic[start:end] if call.collective == "all_gather"]
+            for start, end in zip(starts, ends, strict=True)
+        ]
+        if any(rounds):
+            yield {
+                "way": way,
+                "gate": "ok",
+                "part": "waiting for gathers",
+                "seconds": [sum(call.waited_s for call in calls) for calls in rounds],
+                "gathering_s": [sum(call.end_s - call.start_s for call in calls) for calls in rounds],
+                "gathers": [len(calls) for calls in rounds],
+                "in_time": [sum(call.waited_s == 0 for call in calls) for calls in rounds],
+            }
+
+
+def _gather(buffer: Tensor, transport: str) -> None:
+    for bucket in buffer.split(BUCKET_BYTES):
+        all_gather(bucket, transport=transport)
+
+
+def _memory(point: ShardingPoint, device: str) -> Iterator[dict[str, Any]]:
+    """Three rows a way: what a rank holds by part, as its tensors say, and the peak that the system saw."""
+    return_memory_when_freed()
+    for way in point.ways:  # libraries, and what is made once
+        Training(way, ShardingPoint.of(point, size="nano", batch=1), device).run()
+    for way in point.ways:
+        dist.barrier()
+        with peak_memory_growth(device) as init:
+            training = Training(way, point, device)
+        about = {"way": way, "gate": "ok"}
+        held = {"init": _held(training)}
+        with peak_memory_growth(device) as first:  # makes what stays: optimizer state, buffers
+            training.run()
+            training.optimizer.zero_grad()
+        with peak_memory_growth(device) as before:
+            training.forward()
+            training.backward()
+        held["before step"] = _held(training)
+        with peak_memory_growth(device) as after:
+            training.step()
+        held["after step"] = _held(training)
+        resting = _total(init.kept_bytes, first.kept_bytes)
+        peaks = {
+            "init": init.kept_bytes,
+            "before step": _total(resting, before.growth_bytes),
+            "after step": _total(resting, before.kept_bytes, after.growth_bytes),
+        }
+        parameters = dict(_workload(point, "meta", 0).build().named_parameters())
+        formula = _formula(way, parameters) if way in STAGES else {}
+        for moment, parts in held.items():
+            yield about | parts | formula | {"moment": moment, "peak_bytes": peaks[moment]}
+        del training
+
+
+def _held(training: Training) -> dict[str, int]:
+    tensors = held_tensors(training.model, training.optimizer)
+    return {f"{part}_bytes": n_bytes(tensors[part]) for part in PARTS}
+
+
+def _formula(way: str, parameters: Mapping[str, Tensor]) -> dict[str, float]:
+    replicated = sum(value.numel() for value in parameters.values() if value.dim() < 2)
+    n = sum(value.numel() for value in parameters.values())
+    states = state_bytes(n, way, dist.get_world_size(), replicated=replicated)
+    return {f"formula_{part}_bytes": states[part] for part in PARTS}
+
+
+def _total(*n_bytes: int | None) -> int | None:
+    known = [n for n in n_bytes if n is not None]
+    return sum(known) if len(known) == len(n_bytes) else None

@@ -1,0 +1,33 @@
+"""The operators of a training step of a named model, by phase: traced on fake tensors, which take no memory or time."""
+
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any
+
+from labkit.bench.operators import OperatorCall, operators_of
+from labkit.nn.training import TrainingStep
+from labkit.nn.transformer import shape_named
+
+INFERENCE, FORWARD, BACKWARD, OPTIMIZER = "inference", "forward", "backward", "optimizer"
+Phases = Mapping[str, tuple[OperatorCall, ...]]
+
+
+@cache
+def step_operators(
+    size: str, batch: int, context_length: int, precision: str = "float32", device: str = "cpu"
+) -> Phases:
+    """What each phase of a step calls, from the second step on: the first makes the optimizer's states, too."""
+    from torch._subclasses.fake_tensor import FakeTensorMode  # not needed by ranks, who import this package
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        step = TrainingStep(
+            shape_named(size), batch=batch, context_length=context_length, precision=precision, device=device
+        )
+        step.run()
+        actions: dict[str, Callable[[], Any]] = {
+            INFERENCE: step.infer,
+            FORWARD: step.forward,
+            BACKWARD: step.backward,
+            OPTIMIZER: step.optimizer_step,
+        }
+        return {name: operators_of(action) for name, action in actions.items()}

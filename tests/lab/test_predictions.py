@@ -1,0 +1,88 @@
+"""Before measuring: what is expected, a reader's guess beside it; afterwards what it took."""
+
+import pandas as pd
+import pytest
+
+from labkit.lab.config import ParameterError
+from labkit.lab.notebook import Lab, check_parameters
+from labkit.lab.predictions import Predicted, check_guess, labels, telling, to_show
+from labkit.lab.rows import Measured
+from tests.calibrated import CALL_S, made_up
+from tests.lab.fake_study import FakeStudy
+
+TIMES = Measured(("action",), "size")
+
+
+class _Predicting(FakeStudy):
+    name = "fake"
+    predicted = Predicted(
+        ("action", "size"),
+        lambda row, calibration: None if row["action"] == "unknown" else row["size"] * calibration.of_ranks().call_s,
+        lambda point: [{"action": point.action, "size": point.size}],
+        TIMES.medians,
+    )
+
+
+@pytest.fixture
+def lab(monkeypatch):
+    """A lab on the made-up machine; `shown` are the tables it displays."""
+    monkeypatch.setattr("labkit.lab.notebook.newest_calibration", lambda machine: made_up())
+    study = _Predicting()
+    given = {"profile": "smoke", "actions": ["fine", "raise", "unknown"], "world_size": 1}
+    opened = Lab(study, check_parameters(study, given))
+    monkeypatch.setattr(opened, "table", lambda frame, caption="": shown.append((frame, caption)))
+    shown: list[tuple[pd.DataFrame, str]] = []
+    opened.shown = shown
+    return opened
+
+
+def _measured(*times):
+    rows = [
+        {"action": action, "size": 1, "repeat": i, "rank": 0, "seconds": s} for action, s in times for i in range(6)
+    ]
+    return pd.DataFrame(rows)
+
+
+def test_one_formula_serves_before_and_after():
+    study, machine = _Predicting(), made_up()
+    points = study.points(study.profiles["smoke"].model_copy(update={"actions": ["fine", "unknown"]}), None)
+    before = study.predicted.before(points, machine)
+    assert before["predicted_s"].tolist() == pytest.approx([CALL_S], rel=0.02)
+    after = study.predicted.beside(_measured(("fine", 2 * CALL_S), ("unknown", 1.0)), machine)
+    assert after["measured_over_predicted"].tolist() == pytest.approx([2.0], rel=0.02)
+    assert study.predicted.beside(_measured(("fine", 1.0)), None).empty
+    assert study.predicted.beside(pd.DataFrame(), machine).empty
+
+
+def test_the_readers_guess_stands_beside_the_prediction_and_the_measurement(lab):
+    lab.predict({"fine, size 1": 0.5})
+    table, caption = lab.shown[0]
+    assert "made up" in caption
+    assert table.columns.tolist() == ["what", "your_guess_s", "predicted_s"]
+    assert table.set_index("what")["your_guess_s"].to_dict()["fine, size 1"] == 0.5
+    lab._show_expected(lab.study.predicted.beside(_measured(("fine", 0.1), ("raise", 0.1)), made_up()), "after")
+    assert lab.shown[1][0].columns.tolist()[-2:] == ["seconds", "measured_over_predicted"]
+    with pytest.raises(ParameterError, match="nothing is called 'fine, size 2'; did you mean 'fine, size 1'"):
+        lab.predict({"fine, size 2": 1})
+    with pytest.raises(ParameterError, match="expected seconds above zero"):
+        lab.predict({"fine, size 1": -1})
+
+
+def test_without_a_calibration_it_says_how_to_get_one_and_goes_on(lab, monkeypatch, capsys):
+    monkeypatch.setattr("labkit.lab.notebook.newest_calibration", lambda machine: None)
+    lab.predict()
+    assert not lab.shown
+    assert "labkit measure limits" in capsys.readouterr().out
+
+
+def test_many_rows_are_thinned_but_guessed_ones_stay():
+    names = [f"{n}" for n in range(100)]
+    shown = to_show(names, {"33": 1.0})
+    assert len(shown) <= 11
+    assert {"0", "33", "99"} <= set(shown)
+    check_guess({}, names)
+
+
+def test_a_name_is_what_tells_rows_apart():
+    table = pd.DataFrame({"sweep": ["a", "b"], "model": ["nano", "nano"], "phase": ["forward", "backward"]})
+    assert labels(table, telling(table, ("sweep", "model", "phase"))) == ["forward", "backward"]

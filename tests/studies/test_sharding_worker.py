@@ -1,0 +1,127 @@
+"""The worker of the sharding lab on two ranks, with the smallest model."""
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from labkit.costs.sharding import sent_bytes, state_bytes
+from labkit.costs.transformer import SIZES, parameters_by_part
+from labkit.parallel.launch import PointEnd, launch
+from labkit.parallel.sharding.implementations import IMPLEMENTATIONS, TORCHS
+from labkit.studies.sharding.study import STUDY
+from labkit.studies.sharding.worker import GATHER, LARGEST_ERROR, ShardingPoint, measure_point
+
+OWN = [way for way in IMPLEMENTATIONS if way not in TORCHS]
+PARAMETERS = sum(parameters_by_part(SIZES["nano"]).values())
+NORMS = parameters_by_part(SIZES["nano"])["norms"]
+_SETTINGS = {"size": "nano", "context_length": 8, "repeats": 2, "world_size": 2, "backend": "gloo"}
+TIMES = ShardingPoint(kind="time", transport="shared", ways=tuple(IMPLEMENTATIONS), **_SETTINGS)
+MEMORY = ShardingPoint(kind="memory", transport="point_to_point", ways=tuple(IMPLEMENTATIONS), **_SETTINGS)
+# What makes each way's ranks equal: without it, parameters are not those of one process.
+MISSING = [
+    ("ddp", "data_parallel.averaging", "all_reduce"),
+    ("zero1", "data_parallel.averaging", "all_reduce"),
+    ("zero1", "sharding.gathering", "all_gather"),
+    ("zero2", "sharding.reduce_scatter_ddp", "reduce_scatter"),
+    ("zero2", "sharding.gathering", "all_gather"),
+    ("zero3", "sharding.flat", "reduce_scatter"),
+    ("zero3", "sharding.flat", "all_gather"),
+    ("zero3", "sharding.gradients", "all_reduce"),
+]
+
+
+def _without_collectives(point):
+    """The same point once for each of `MISSING`, that collective left out; and its gate."""
+    from importlib import import_module
+
+    for way, module, name in MISSING:
+        place = import_module(f"labkit.parallel.{module}")
+        whole = getattr(place, name)
+
+        def nothing(vector, *_, whole=whole, **__):
+            if str(vector.dtype) == "torch.float64":  # ranks compare notes: nothing to be right or wrong
+                whole(vector, *_, **__)
+
+        setattr(place, name, nothing)
+        try:
+            for row in measure_point(replace(point, ways=(way,))):
+                yield row | {"missing": f"{way} without {name}"}
+        finally:
+            setattr(place, name, whole)
+
+
+def _measure(*tasks):
+    rows = []
+    for worker, point in tasks:
+        found = []
+        for item in launch(worker, [point], world_size=2, timeout_s=240):
+            if isinstance(item, PointEnd):
+                assert item.status == "ok", item.failure
+            elif item.rank == 0:
+                found.append(item.values)
+        rows.append(found)
+    return rows
+
+
+@cache
+def _rows():
+    return _measure((measure_point, TIMES), (measure_point, MEMORY))
+
+
+def test_every_way_passes_the_gate_and_is_timed_in_parts():
+    times, _ = _rows()
+    assert {row["gate"] for row in times} == {"ok"}
+    parts = {(row["way"], row["part"]) for row in times if "part" in row}
+    assert parts >= {(way, part) for way in IMPLEMENTATIONS for part in ("forward", "backward", "optimizer")}
+    assert {way for way, part in parts if part == "waiting for gathers"} == {"zero1", "zero2", "zero3"}
+    assert (GATHER, GATHER) in parts
+    assert all(len(row["seconds"]) == 2 for row in times if "seconds" in row)
+    for row in times:
+        if "gathers" in row:
+            at_most = zip(row["in_time"], row["gathers"], row["seconds"], row["gathering_s"], strict=True)
+            assert all(0 <= some <= all_ and 0 <= waited <= took for some, all_, waited, took in at_most)
+
+
+def test_ranks_send_the_bytes_of_the_formulas_to_the_byte():
+    times, _ = _rows()
+    for way in OWN:
+        rows = [row for row in times if row["way"] == way and "collective" in row and row["collective"] != "notes"]
+        expected = sent_bytes(4 * PARAMETERS, way, 2, replicated_bytes=4 * NORMS)
+        assert sum(row["sent_bytes"] for row in rows) == expected
+        assert all(row["sent_bytes"] == row["formula_bytes"] for row in rows)
+
+
+def test_ranks_hold_the_bytes_of_the_formulas_and_need_more_at_the_peak():
+    _, memory = _rows()
+    for row in (row for row in memory if row["moment"] == "after step"):
+        parts = {part: row[f"{part}_bytes"] for part in ("parameters", "gradients", "optimizer")}
+        stage = row["way"].removeprefix("torch_")
+        whole = NORMS if row["way"] == "zero3" else 0
+        for part, n_bytes in state_bytes(PARAMETERS, stage, 2, replicated=whole).items():
+            steps = 4 * 39 if part == "optimizer" else 0  # one number per tensor
+            assert n_bytes <= parts[part] <= n_bytes * (1.001 if row["way"] in TORCHS else 1) + steps
+        assert row["peak_bytes"] is None or row["peak_bytes"] >= 0.98 * sum(parts.values())
+
+
+def test_a_missing_collective_is_seen_and_gets_no_time():
+    (rows,) = _measure((_without_collectives, replace(TIMES, repeats=1)))
+    for way, _, name in MISSING:
+        found = [row for row in rows if row["missing"] == f"{way} without {name}" and row["way"] == way]
+        assert found
+        assert all(row["error"] > LARGEST_ERROR and row["gate"] != "ok" for row in found), name
+        assert not any("seconds" in row for row in found)
+
+
+def test_what_a_cpu_cannot_do_is_skipped_by_name(cpu_machine):
+    points = STUDY.points(STUDY.profiles["smoke"], cpu_machine)
+    reasons = [STUDY.skip_reason(point, cpu_machine) for point in points]
+    assert [point.backend for point, reason in zip(points, reasons, strict=True) if reason] == ["nccl"]
+    assert "CUDA" in next(filter(None, reasons))
+
+
+@pytest.fixture
+def cpu_machine():
+    from labkit.machine import describe_machine
+
+    return describe_machine().model_copy(update={"gpus": []})
