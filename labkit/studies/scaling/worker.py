@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 from labkit.lab.advise import words
 from labkit.lab.point import Point
 from labkit.lab.project import reference_directory
-from labkit.machine import describe_machine
 from labkit.scaling.constants import load_constants
 from labkit.scaling.hardware import find_hardware
 from labkit.scaling.layout import Layout
@@ -23,7 +22,6 @@ from labkit.scaling.scoring import folds, interval_90, one_constant_s
 from labkit.scaling.search import rank
 from labkit.scaling.step_time import PARTS
 from labkit.scaling.students import student_runs
-from labkit.studies.scaling.here import own_ranks
 
 DIGITS = 5
 MEGATRON = "arXiv:2104.04473 Table 1"
@@ -51,7 +49,7 @@ def measure_point(point: ScalingPoint) -> Iterator[dict[str, Any]]:
     if point.sweep == "training":
         yield from _training(point)
     elif point.sweep == "here":
-        yield from own_ranks(describe_machine())
+        yield from _here()
     elif point.sweep == "students":
         yield from _students()
     else:
@@ -121,6 +119,14 @@ def _families(published: Published) -> Iterator[dict[str, Any]]:
 def _percent(share: float) -> float | None:
     """None for what ran out of memory."""
     return _plain(100 * share) if np.isfinite(share) else None
+
+
+def _here() -> Iterator[dict[str, Any]]:
+    """Steps of this machine's ranks. Runs are read with pandas, which other points do without."""
+    from labkit.machine import describe_machine
+    from labkit.studies.scaling.here import own_ranks
+
+    return own_ranks(describe_machine())
 
 
 def _students() -> Iterator[dict[str, Any]]:
