@@ -35,8 +35,8 @@ class Step(Protocol):
 def timeline_rows(step: Step, device: str) -> Iterator[dict[str, Any]]:
     """One row per box of a step of median length: `lane`, and within the step `start_s` and `duration_s`.
 
-    Lanes are forward, backward, all-reduce and optimizer. Backward ends where the last gradient is there; `during_s` of a
-    collective is how much of it ran before that.
+    Lanes are forward, backward, all-reduce and optimizer. Backward ends where the last gradient is there;
+    `during_s` of a collective is how much of it ran before that.
     """
     for _ in range(WARMUP_STEPS):
         _run(step)
