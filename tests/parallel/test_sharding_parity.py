@@ -53,6 +53,15 @@ class Uneven(nn.Module):
         return self.layers(x)
 
 
+class Few(Small):
+    """Every parameter has an element: torch's Adafactor divides by their number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.nothing
+        self.register_buffer("nothing", torch.empty(0))
+
+
 MODELS: dict[str, Callable[[Any], Case]] = {
     "plain": lambda optimizer: Case(optimizer, plain),
     "tied": lambda optimizer: Case(optimizer, Tied),
@@ -64,7 +73,9 @@ MODELS: dict[str, Callable[[Any], Case]] = {
     "checkpointed around layers": lambda optimizer: Case(optimizer, transformer, on_tokens),
     "checkpointed, re-entrant": lambda optimizer: Case(optimizer, Reentrant),
     "uneven sizes": lambda optimizer: Case(optimizer, Uneven),
-    "more ranks than elements": lambda optimizer: Case(optimizer, Small),
+    "more ranks than elements": lambda optimizer: Case(
+        optimizer, Few if optimizer is OPTIMIZERS["Adafactor"] else Small
+    ),
     "matrices only": lambda optimizer: Case(optimizer, matrices),
 }
 CASES = {
