@@ -50,13 +50,13 @@ def peak_memory_growth(device: str = "cpu") -> Iterator[PeakMemory]:
 
 
 def return_memory_when_freed() -> None:
-    """From now on, tensors above 1 MiB are memory of their own to Linux, which gets it back when they are freed.
+    """From now on, tensors above 64 KiB are memory of their own to Linux, which gets it back when they are freed.
 
     Otherwise the C library keeps what is freed for later: a peak then tells what it keeps. It costs time, and lasts as
     long as the process.
     """
     if sys.platform == "linux" and hasattr(library := ctypes.CDLL(None), "mallopt"):
-        library.mallopt(_MMAP_THRESHOLD, 1 << 20)
+        library.mallopt(_MMAP_THRESHOLD, 1 << 16)
 
 
 def _return_free_memory() -> None:

@@ -123,7 +123,7 @@ def trained(stage: str, case: Case, group: dist.ProcessGroup) -> list[torch.Tens
 
 @contextmanager
 def watched(left_out: Callable[..., None] | None = None) -> Iterator[set[Callable[..., None]]]:
-    """Which collectives train here; one of them does nothing. What ranks tell one another (a sum) is not training."""
+    """Which collectives train here; by one of them nothing arrives. What ranks tell one another (a sum) is not training."""
     call, gather, used = Channel.call, gathering.all_gather, set[Callable[..., None]]()
 
     def carry_out(do: Callable[..., None], collective: Callable[..., None], *args: Any, **options: Any) -> None:
@@ -131,6 +131,10 @@ def watched(left_out: Callable[..., None] | None = None) -> Iterator[set[Callabl
             used.add(collective)
         if "sum" in args or collective is not left_out:
             do(*args, **options)
+        elif collective is all_gather:  # memory of an earlier training may hold what should have come
+            vector, sizes = args[0], options["sizes"]
+            for rank, part in enumerate(vector.split(list(sizes))):
+                part.mul_(rank == dist.get_rank())
 
     def of_channel(self: Channel, asked: Callable[..., None], *args: Any, **options: Any) -> None:
         carry_out(partial(call, self, asked), asked, *args, **options)

@@ -44,7 +44,7 @@ class ShardingConfig(LabConfig):
     context_length: Count = 32
     memory_batch: Count = 2
     warmup: Warmup = 0
-    repeats: Repeats = 8
+    repeats: Repeats = 6
     swept_repeats: Repeats = 15
     device: Device = "auto"
     seed: Seed = 0
