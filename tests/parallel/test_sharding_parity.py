@@ -123,7 +123,7 @@ def trained(stage: str, case: Case, group: dist.ProcessGroup) -> list[torch.Tens
 
 @contextmanager
 def watched(left_out: Callable[..., None] | None = None) -> Iterator[set[Callable[..., None]]]:
-    """Which collectives train here; by one of them nothing arrives. What ranks tell one another (a sum) is not training."""
+    """Which collectives train here; by one of them nothing arrives. What ranks tell one another (a sum) is none."""
     call, gather, used = Channel.call, gathering.all_gather, set[Callable[..., None]]()
 
     def carry_out(do: Callable[..., None], collective: Callable[..., None], *args: Any, **options: Any) -> None:
@@ -134,7 +134,8 @@ def watched(left_out: Callable[..., None] | None = None) -> Iterator[set[Callabl
         elif collective is all_gather:  # memory of an earlier training may hold what should have come
             vector, sizes = args[0], options["sizes"]
             for rank, part in enumerate(vector.split(list(sizes))):
-                part.mul_(rank == dist.get_rank())
+                if rank != dist.get_rank():
+                    part.zero_()
 
     def of_channel(self: Channel, asked: Callable[..., None], *args: Any, **options: Any) -> None:
         carry_out(partial(call, self, asked), asked, *args, **options)
