@@ -12,6 +12,7 @@ from functools import cache
 
 import nbformat
 import pytest
+from papermill.inspection import _infer_parameters as infer_parameters
 from papermill.iorw import load_notebook_node
 from papermill.parameterize import parameterize_notebook
 
@@ -92,10 +93,23 @@ def page_visit(report):
 
 
 @pytest.mark.parametrize("lab", LABS)
-def test_the_parameters_cell_has_exactly_the_parameters_of_the_lab(lab):
-    study = load_study(lab)
-    fields = type(study.profiles["quick"]).model_fields
-    assert list(notebook_parameters(notebook_path(lab))) == [*COMMON_PARAMETERS, *fields]
+def test_a_parameters_cell_has_a_few_with_hint_and_comment_and_a_place_for_all_others(lab):
+    study, path = load_study(lab), notebook_path(lab)
+    profile, run, *own, more = notebook_parameters(path)
+    assert (profile, run, more) == COMMON_PARAMETERS
+    assert len(own) <= 3
+    assert set(own) <= set(type(study.profiles["quick"]).model_fields)
+    told = [parameter for parameter in infer_parameters(load_notebook_node(str(path))) if parameter.name != "more"]
+    assert [parameter.name for parameter in told] == [profile, run, *own]
+    for parameter in told:
+        assert parameter.inferred_type_name in ("str", "int", "float", "list", "bool")
+        assert parameter.help
+
+
+def test_a_notebook_is_short():
+    for path in project_root().glob("notebooks/*.ipynb"):
+        cells = [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
+        assert sum(line.strip() != "" for cell in cells for line in cell.source.splitlines()) <= 80, path.name
 
 
 @pytest.mark.parametrize("lab", LABS)

@@ -1,6 +1,6 @@
 """What something does, operator by operator: products and bytes, of which a machine's rates make a time."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,12 +28,14 @@ class OperatorRecord(TorchDispatchMode):
     """Records PyTorch's operators that run while it is entered, those of a backward pass included, in `calls`.
 
     Whatever an operator does inside, it moves about the tensors that it is given and returns. Views move nothing and
-    are left out, and so are collectives and allocations. Works on fake tensors, too, where nothing is computed.
+    are left out, and so are allocations. Works on fake tensors, too, where nothing is computed. `all_reduces` are the
+    bytes of each of torch.distributed's that begins.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[OperatorCall] = []
+        self.all_reduces: list[int] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -44,10 +46,16 @@ class OperatorRecord(TorchDispatchMode):
             moved = [*given[1:], *made, *made] if name in LOOKUPS else [*given, *made]
             count = flop_registry.get(func.overloadpacket)
             flops = count(*args, **(kwargs or {}), out_val=result) if count else 0
-            n_bytes = sum(tensor.numel() * tensor.itemsize for tensor in moved)
+            n_bytes = _bytes_of(moved)
             dtype = str((given or made)[0].dtype).removeprefix("torch.") if given or made else ""
             self.calls.append(OperatorCall(name, float(flops), float(n_bytes), dtype))
+        elif func.namespace == "c10d" and "allreduce" in name:
+            self.all_reduces.append(_bytes_of([leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]))
         return result
+
+
+def _bytes_of(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.itemsize for tensor in tensors)
 
 
 def operators_of(action: Callable[[], Any]) -> tuple[OperatorCall, ...]:

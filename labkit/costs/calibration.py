@@ -130,17 +130,23 @@ class Calibration:
         return any(one.device == device for one in self.rates)
 
     def transport(self, way: str, what: str, ranks: int) -> Transport | None:
-        """Costs of a way for so many ranks; of more than were measured, all grow as ranks per core do."""
+        """Costs of a way for so many ranks; None if it was not measured.
+
+        Of more than were measured, all grow as ranks per core do, and what sends to every other rank, or through every
+        other one as gloo's all-reduce does, has as many more messages as there are more ranks.
+        """
         known = sorted((one for one in self.transports if (one.way, one.what) == (way, what)), key=lambda t: t.ranks)
         nearest = next((one for one in reversed(known) if one.ranks <= ranks), known[0] if known else None)
         if nearest is None or nearest.ranks == ranks:
             return nearest
         slower = max(ranks, self.cores) / max(nearest.ranks, self.cores)
+        more = 1.0 if what == MESSAGE else (ranks - 1) / (nearest.ranks - 1)
+        bytes_per_rank = ranks * (nearest.ranks - 1) / ((ranks - 1) * nearest.ranks) if what == ALL_REDUCE else 1.0
         return replace(
             nearest,
             ranks=ranks,
-            alpha_s=slower * nearest.alpha_s,
-            beta_s_per_byte=slower * nearest.beta_s_per_byte,
+            alpha_s=slower * more * nearest.alpha_s,
+            beta_s_per_byte=slower / bytes_per_rank * nearest.beta_s_per_byte,
             call_s=slower * nearest.call_s,
         )
 

@@ -6,7 +6,7 @@ from datetime import UTC, datetime, timedelta
 import pandas as pd
 
 from labkit.costs.calibration import ALL_REDUCE, BURST, MESSAGE, Calibration, Curve, Rates, Transport
-from labkit.costs.communication import MessageCost, fit_alpha_beta
+from labkit.costs.communication import MessageCost, fit_alpha_beta, recursive_doubling
 from labkit.lab.project import runs_directory
 from labkit.lab.rows import Measured, select
 from labkit.lab.runs.store import Run, RunFileError
@@ -19,6 +19,7 @@ MEMORY = Measured(("world_size", "device", "n_bytes", "bytes"), "operation")
 EXCHANGE = Measured(("world_size", "what", "n_bytes"), "way")
 NEW, COPY = "new", "copy"  # operations of the sweep "memory"
 ROW, IN_A_ROW = "messages in a row", 4
+DOUBLING = "recursive doubling"
 
 
 def calibration_of(run: Run) -> Calibration | None:
@@ -97,16 +98,17 @@ def _faster_with_size(table: pd.DataFrame) -> Curve:
 def transports(frame: pd.DataFrame) -> Iterator[Transport]:
     """Alpha and beta of every way, by ranks: of an all-reduce, of messages in a row, and of messages at once.
 
-    What a call costs before its first message is what one message takes, less what each further one in a row does.
+    What a call costs beside its messages is what the shortest all-reduce by recursive doubling takes less they do.
     """
     for (way, ranks), table in EXCHANGE.medians(frame, sweep="exchange").groupby(["way", "world_size"]):
         by_size = table.pivot_table(index="n_bytes", columns="what", values="seconds")
-        if {ALL_REDUCE, MESSAGE, ROW, BURST} - set(by_size) or len(by_size.dropna()) < 2:
+        if {ALL_REDUCE, MESSAGE, ROW, BURST, DOUBLING} - set(by_size) or len(by_size.dropna()) < 2:
             continue
         by_size = by_size.dropna()
         message = ((by_size[ROW] - by_size[MESSAGE]) / (IN_A_ROW - 1)).clip(lower=by_size[MESSAGE] / IN_A_ROW)
-        call_s = max(0.0, float((by_size[MESSAGE] - message).iloc[0]))
-        burst = (by_size[BURST] - call_s).clip(lower=message)
+        rounds = recursive_doubling(int(ranks), 0).messages
+        call_s = max(0.0, float((by_size[DOUBLING] - rounds * message).iloc[0]))
+        burst = (by_size[BURST] - (by_size[MESSAGE] - message).clip(lower=0)).clip(lower=message)
         for what, seconds, sent, call in (
             (ALL_REDUCE, by_size[ALL_REDUCE], 1, 0.0),
             (MESSAGE, message, 1, call_s),

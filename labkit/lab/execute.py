@@ -121,7 +121,11 @@ def execute_notebook(
         NotebookFailed: a cell failed or the kernel died; `target` holds the notebook up to there.
         KeyboardInterrupt: on Ctrl-C, once what a cell was measuring is kept and its ranks have ended.
     """
-    check_parameters(study, notebook_parameters(source) | dict(parameters))
+    in_cell = notebook_parameters(source)
+    check_parameters(study, in_cell | dict(parameters))
+    given = {name: value for name, value in parameters.items() if name in in_cell}
+    if others := {name: value for name, value in parameters.items() if name not in in_cell}:
+        given["more"] = (given.get("more") or in_cell.get("more") or {}) | others
     target.parent.mkdir(parents=True, exist_ok=True)
     running = target.with_suffix(".running.ipynb")
     papermill_engines.register(ENGINE, _LabEngine)
@@ -129,7 +133,7 @@ def execute_notebook(
         papermill.execute_notebook(
             source,
             running,
-            parameters=dict(parameters),
+            parameters=given,
             engine_name=ENGINE,
             kernel_name="python3",  # this interpreter, whatever kernels are registered
             progress_bar=False,

@@ -4,8 +4,9 @@ Everything shown is escaped HTML that reads the same in JupyterLab, in papermill
 exported page; nothing fetched.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from labkit.lab.config import LabConfig, ParameterError, nearest, resolve_config
 from labkit.lab.figures import Plot
 from labkit.lab.findings import UNCALIBRATED, Finding, Question
 from labkit.lab.pages import cards
+from labkit.lab.pages.source import shown_source
 from labkit.lab.pages.steadiness import pulse_record
 from labkit.lab.parameter_cells import given_parameters
 from labkit.lab.predictions import check_guess, labels, telling, to_show
@@ -29,13 +31,13 @@ from labkit.lab.project import (
     relative_to_project,
     runs_directory,
 )
-from labkit.lab.runs.measure import measure
+from labkit.lab.runs.measure import measure, resume
 from labkit.lab.runs.store import Run, find_run
 from labkit.lab.study import Study
 from labkit.machine import Machine, describe_machine
 
-# Every notebook has these two beside the parameters of its lab.
-COMMON_PARAMETERS = ("profile", "run")
+# Every notebook has these beside some parameters of its lab; `more` holds any others, by name.
+COMMON_PARAMETERS = ("profile", "run", "more")
 PAGE_MIME = "application/vnd.labkit.page+json"
 
 
@@ -49,14 +51,16 @@ def open_lab(study: Study, namespace: Mapping[str, Any]) -> "Lab":
 
 
 def known_parameters(study: Study) -> tuple[str, ...]:
-    """`profile`, `run`, and the fields of the lab's config."""
+    """`profile`, `run`, `more`, and the fields of the lab's config."""
     return (*COMMON_PARAMETERS, *type(next(iter(study.profiles.values()))).model_fields)
 
 
 def check_parameters(study: Study, given: Mapping[str, Any]) -> "Parameters":
     """Validate the parameters of a notebook: `profile`, `run`, and those of the lab's config."""
-    known = known_parameters(study)
-    for parameter in given:
+    known, more = known_parameters(study), given.get("more") or {}
+    if not isinstance(more, dict) or any(name in more for name in COMMON_PARAMETERS):
+        raise ParameterError(f"{study.name}: parameter 'more' should hold others by name, got {more!r:.80}")
+    for parameter in (*given, *more):
         if parameter not in known:
             raise ParameterError(
                 f"{study.name}: unknown parameter {parameter!r}{nearest(parameter, known)}; "
@@ -67,7 +71,10 @@ def check_parameters(study: Study, given: Mapping[str, Any]) -> "Parameters":
         raise ParameterError(f"{study.name}: parameter 'run' should be the path of a run, got {run!r}")
     if run is not None:
         locate_run(study, run)
-    overrides = {name: value for name, value in given.items() if name not in COMMON_PARAMETERS}
+    overrides = {name: value for name, value in given.items() if name not in COMMON_PARAMETERS and value is not None}
+    if twice := overrides.keys() & more.keys():
+        raise ParameterError(f"{study.name}: parameter {min(twice)!r} is set twice, in 'more' and beside it")
+    overrides |= more
     return Parameters(profile, run, resolve_config(study.name, study.profiles, profile, overrides))
 
 
@@ -92,6 +99,8 @@ class Lab:
         self.study = study
         self.parameters = parameters
         self._run: Run | None = None
+        self._own: Mapping[str, Any] = {}
+        self._interrupted: Path | None = None
         self._findings: dict[str, Finding] = {}
         self._figures: dict[str, str] = {}
         self._guess: dict[str, float] | None = None
@@ -138,7 +147,13 @@ class Lab:
             self._run = self._run or self._load(self.parameters.run)
             display(cards.Shown(cards.coverage(self._run), cards.coverage_line(self._run)))
         else:
-            self._run = self._measure(alternatives or {})
+            self._own = alternatives or {}
+            begin = partial(measure, self.study, self.config, profile=self.parameters.profile)
+            self._run = self._measure(partial(begin, on_start=self._note_begun))
+        return self._frame()
+
+    def _frame(self) -> pd.DataFrame:
+        """Of the run; and what was expected beside what it took, if a prediction was shown."""
         self._findings = {}
         frame = self.run.frame()
         if self._guess is not None and self.study.predicted and (calibration := self.run.header.calibration):
@@ -180,6 +195,21 @@ class Lab:
         shown = shown[shown["what"].isin(to_show(names, guess))]
         order = ["what", "your_guess_s", "predicted_s", value, "measured_over_predicted"]
         self.table(shown[[name for name in order if name in shown]], caption)
+
+    def resume(self) -> pd.DataFrame:
+        """Measure what an interrupted `measure()` has left, with the same alternatives; return the whole frame.
+
+        ValueError if nothing was interrupted since this lab was opened.
+        """
+        if self._interrupted is None:
+            raise ValueError("nothing was interrupted here: call lab.measure()")
+        self._run = self._measure(partial(resume, self.study, self._interrupted))
+        return self._frame()
+
+    def source(self, *studied: Any) -> None:
+        """Show the source of functions or classes, with their docstrings; folded on a page. ValueError for others."""
+        for one in studied:
+            display(shown_source(one))
 
     def table(self, frame: pd.DataFrame, caption: str = "") -> None:
         """Show a frame as an aligned table, values with their units."""
@@ -257,22 +287,21 @@ class Lab:
             raise ParameterError(f"{text} is a run of {run.header.lab!r}, not of {self.study.name!r}")
         return run
 
-    def _measure(self, alternatives: Mapping[str, Any]) -> Run:
-        line, begun = progress_line(), list[Path]()
+    def _note_begun(self, path: Path) -> None:
+        self._interrupted = path
+
+    def _measure(self, measure_all: Callable[..., Run]) -> Run:
+        line = progress_line()
         try:
             with line:
-                run = measure(
-                    self.study,
-                    self.config,
-                    profile=self.parameters.profile,
-                    alternatives=alternatives,
-                    on_progress=line.update,
-                    on_start=begun.append,
-                    on_output=print,
-                )
+                run = measure_all(alternatives=self._own, on_progress=line.update, on_output=print)
         except KeyboardInterrupt:
-            kept = f", and `labkit measure {self.study.name} --resume {begun[0].stem}` goes on" if begun else ""
-            raise MeasuringInterrupted(f"interrupted; what was measured is kept{kept}") from None
+            kept = ""
+            if self._interrupted is not None:
+                in_terminal = f"labkit measure {self.study.name} --resume {self._interrupted.stem}"
+                kept = f"; what was measured is kept: lab.resume() goes on, or in a terminal `{in_terminal}`"
+            raise MeasuringInterrupted(f"interrupted{kept}") from None
+        self._interrupted = None
         line.finish(run)
         return run
 

@@ -83,7 +83,8 @@ NAMED: Mapping[str, Model] = (
 
 def is_bare_size(name: str) -> bool:
     """Whether a name is nothing but a number of parameters, as people say it: "7B"."""
-    return name.strip().lower() not in NAMED and re.fullmatch(r"\d{1,4}(\.\d)?[bm]", name.strip().lower()) is not None
+    words = name.strip().lower()
+    return re.fullmatch(r"\d{1,4}(\.\d)?[bm]", words) is not None and words not in map(str.lower, NAMED)
 
 
 def find_model(name: str) -> Model:

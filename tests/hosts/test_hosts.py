@@ -163,7 +163,7 @@ def test_alpha_and_beta_are_the_delay_and_the_rate_that_were_set(tmp_path):
         round_trip_s = ping_s(network)
         while len(fits) < 3 and not any(fit.largest_error <= 0.05 for fit in fits):
             run = measured("all_reduce", network, dict.fromkeys(network.names, command), tmp_path)
-            fits.append(tables.exchange_models(run.frame())["gloo", 2])
+            fits.append(tables.link_models(run.frame())[BETWEEN]["gloo", 2])
     busy = max(busy, busy_percent())
     model = min(fits, key=lambda fit: fit.largest_error)
     how = "tc netem" if has_netem() else "a process that carries packets"

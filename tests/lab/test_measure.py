@@ -2,7 +2,10 @@
 
 import pytest
 
+from labkit.lab import notebook
 from labkit.lab.config import ParameterError
+from labkit.lab.notebook import Lab, Parameters
+from labkit.lab.progress_lines import NotebookLine
 from labkit.lab.runs import measure as measuring
 from labkit.lab.runs.measure import measure, resume
 from labkit.lab.runs.store import Run, RunFileError
@@ -242,3 +245,33 @@ def test_a_worker_that_keeps_checkpoints_finds_them_when_the_run_is_resumed(tmp_
     assert [file.name for file in checkpoints.iterdir()] == Run.load(path).pending
     assert resume(FAKE, path).frame()["attempts"].tolist() == [1]
     assert not checkpoints.exists()
+
+
+class _InterruptedLine(NotebookLine):
+    """The reader presses the button once one point has been measured."""
+
+    def _show(self, html, record):
+        pass
+
+    def update(self, progress):
+        super().update(progress)
+        if progress.done == 1:
+            raise KeyboardInterrupt
+
+
+def test_an_interrupted_measurement_goes_on_in_its_notebook(monkeypatch, tmp_path):
+    monkeypatch.setenv("LABKIT_HOME", str(tmp_path))
+    lab = Lab(FAKE, Parameters("smoke", None, FAKE.profiles["smoke"].model_copy(update={"actions": ["fine"] * 3})))
+    with pytest.raises(ValueError, match="nothing was interrupted"):
+        lab.resume()
+    monkeypatch.setattr(notebook, "progress_line", _InterruptedLine)
+    with pytest.raises(KeyboardInterrupt, match=r"lab\.resume\(\) goes on, or in a terminal `labkit measure"):
+        lab.measure()
+    monkeypatch.undo()
+    monkeypatch.setenv("LABKIT_HOME", str(tmp_path))
+    frame = lab.resume()
+    assert set(frame["size"]) == {1, 2, 3}
+    assert not lab.run.pending
+    assert len(list(tmp_path.glob("data/runs/fake/*.jsonl"))) == 1
+    with pytest.raises(ValueError, match="nothing was interrupted"):
+        lab.resume()

@@ -81,6 +81,23 @@ def test_the_cell_that_papermill_adds_stands_in_for_the_defaults(shell):
     assert (lab.parameters.profile, lab.config.repeats) == ("smoke", 7)
 
 
+def test_more_holds_any_other_parameter_by_name(shell):
+    namespace = shell('profile: str = "smoke"\nmore: dict = {"repeats": 7, "dtype": "float64"}')
+    config = open_lab(STUDY, namespace).config
+    assert (config.repeats, config.dtype) == (7, "float64")
+    for cell, expected in {
+        'more = {"repaets": 7}': r"unknown parameter 'repaets'; did you mean 'repeats'",
+        'repeats = 7\nmore = {"repeats": 8}': "'repeats' is set twice",
+        'more = {"profile": "quick"}': "'more' should hold others by name",
+        "more = 3": "'more' should hold others by name",
+    }.items():
+        shell(f'profile = "smoke"\n{cell}')
+        with pytest.raises(ParameterError, match=expected):
+            open_lab(STUDY, namespace)
+    shell('profile = "smoke"\nrepeats = None\nmore = {"repeats": 8}', '# Parameters\nmore = {"repeats": 9}')
+    assert open_lab(STUDY, namespace).config.repeats == 9
+
+
 def test_a_script_has_no_cells():
     assert given_parameters({"profile": "smoke", "repeats": 7, "mine": 1}, ("profile", "repeats", "dtype")) == {
         "profile": "smoke",

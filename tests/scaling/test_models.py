@@ -7,7 +7,7 @@ import pytest
 from labkit.costs.transformer import SIZES, n_parameters
 from labkit.scaling.model import parameters
 from labkit.scaling.model_config import LARGEST_BYTES, read_model
-from labkit.scaling.named_models import NAMED, find_model
+from labkit.scaling.named_models import NAMED, find_model, is_bare_size
 
 # as their makers print them, in billions
 PRINTED = {
@@ -111,3 +111,17 @@ def test_what_is_no_file_is_refused(tmp_path):
     (tmp_path / "config.json").symlink_to("/dev/zero")
     with pytest.raises(ValueError, match="there is no file"):
         read_model(tmp_path)
+
+
+@pytest.mark.parametrize(("size", "name"), [("7B", "llama-2-7b"), ("8b", "llama-3-8b"), ("175b", "gpt-3-175b")])
+def test_a_bare_size_is_the_first_model_of_that_size(size, name):
+    assert is_bare_size(size)
+    assert find_model(size).name == name
+    assert not is_bare_size(name)
+
+
+def test_a_size_that_nobody_published_is_refused_and_an_own_one_is_kept():
+    assert find_model("2.7b").name == "2.7B"
+    assert not is_bare_size("2.7b")
+    with pytest.raises(ValueError, match="unknown model '9b'"):
+        find_model("9b")

@@ -1,6 +1,7 @@
 """The worker of the data-parallel lab on two ranks, with the smallest model."""
 
 import re
+from collections import Counter
 from functools import cache
 from itertools import chain
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from labkit.bench.trace import Profile, read_events
+from labkit.costs.transformer import SIZES, n_parameters
 from labkit.lab import capacity, figures
 from labkit.lab.runs.measure import measure
 from labkit.lab.units import format_bytes
@@ -51,7 +53,7 @@ def _measure(point, worker):
 POINTS = {
     "implementations": _point("implementations", [LOCAL, *IMPLEMENTATIONS]),
     "buckets": _point("buckets", ["torch", "torch@0.5", "bucketed@0.5"], bucket_mb=0.5),
-    "timeline": _point("timeline", ["naive", "flat", "overlapped", "bucketed@0.5"]),
+    "timeline": _point("timeline", ["torch", "naive", "flat", "overlapped", "bucketed@0.5"]),
     "memory": _point("memory", ["torch", "flat", "bucketed"]),
     "accumulation": _point("accumulation", ["torch", "bucketed"], micro_batches=2),
 }
@@ -178,21 +180,35 @@ def test_collectives_run_during_backward_for_overlapping_wrappers_and_not_for_th
     rows = _measured("timeline")
     during = {}
     for row in rows:
-        if row["lane"] == "all-reduce":
+        if row.get("lane") == "all-reduce":
             during.setdefault(row["implementation"], []).append(row["during_s"] > 0)
-    assert {name: any(some) for name, some in during.items()} == {
+    assert {name: any(some) for name, some in during.items() if name != "torch"} == {
         "naive": False,
         "flat": False,
         "overlapped": True,
         "bucketed": True,
     }
-    assert {name: len(some) for name, some in during.items() if name != "bucketed"} == {
+    assert {name: len(some) for name, some in during.items() if name not in ("bucketed", "torch")} == {
         "naive": 39,
         "flat": 1,
         "overlapped": 39,
     }
-    lanes = [row["lane"] for row in rows if row["implementation"] == "naive"]
+    lanes = [row["lane"] for row in rows if row["implementation"] == "naive" and "lane" in row]
     assert set(lanes) == {"forward", "backward", "all-reduce", "optimizer"}
+
+
+def test_what_averaging_adds_to_a_step_is_counted():
+    """Every wrapper averages the same bytes; only `flat` copies all of them together and back; the profiler agrees."""
+    rows = _measured("timeline")
+    counted = {row["implementation"]: row for row in rows if "collectives" in row}
+    seen = Counter(row["implementation"] for row in rows if row.get("lane") == "all-reduce")
+    assert {name: row["collectives"] for name, row in counted.items()} == dict(seen)
+    (n_bytes,) = {row["collective_bytes"] for row in counted.values()}
+    assert n_bytes == 4 * n_parameters(SIZES["nano"])
+    times = {name: round(row["added_bytes"] / n_bytes, 2) for name, row in counted.items()}
+    assert times["bucketed"] == times["torch"] == 3  # one pass divides into the bucket: value, result, result again
+    assert times["naive"] == times["overlapped"] == 2  # divided in place
+    assert times["flat"] == max(times.values())  # copied together, divided, and copied back
 
 
 def test_bucketed_needs_no_more_memory_than_torchs_gradient_views():

@@ -11,6 +11,7 @@ from labkit.studies.kernels import tables
 from labkit.studies.kernels.study import STUDY
 from labkit.studies.kernels.tables import BOTH, FORWARD
 from labkit.studies.kernels.worker import INFERENCE, STEP
+from tests.calibrated import made_up
 from tests.studies.answering import answers_of
 
 _findings = partial(answers_of, STUDY)
@@ -58,7 +59,6 @@ def _frame(change=None, *, overhead=1.5, noise=0.01, repeats=8, models=("nano", 
                     rows.append(here | {"record": "operator", "self_s": seconds, "calls": calls} | names)
                 times = {"clock_s": noisy(total / overhead), "profiled_s": total, "events_s": total, "host_s": total}
                 rows.append(here | {"record": "clock", "recorded": 1000} | times)
-    rows += [{"record": "rate", "device": device, "repeat": r, "flops_per_s": 1e12} for r in range(repeats)]
     return pd.DataFrame(rows)
 
 
@@ -70,7 +70,7 @@ def test_every_table_of_an_empty_frame_is_empty_and_has_its_columns():
     for frame in (pd.DataFrame(), _frame().iloc[:0]):
         for table in (tables.drawn_shares, tables.top_operators, tables.timeline, tables.attention_parts):
             assert table(frame).empty
-        assert tables.predictions(frame).empty
+        assert tables.predictions(frame, made_up()).empty
         assert {"mode", "seconds", "measure", "model"} <= set(tables.clocks(frame).columns)
         assert {"model", "share_percent", "mode", "family"} <= set(tables.shares(frame).columns)
         assert "nsys" in tables.nsight_note(frame)
@@ -197,11 +197,13 @@ def test_operators_of_the_optimizer_are_a_family_of_their_own():
     assert shares["nano", BOTH, "elementwise"] == pytest.approx(8300 / 260)
 
 
-def test_predictions_are_flops_over_the_measured_rate():
-    table = tables.predictions(_frame(noise=0)).set_index(["model", "mode"])
+def test_products_should_take_their_flops_at_the_machines_rate():
+    machine = made_up(flops_per_s=1e12, bytes_per_s=1e30, call_s=1e-30)
+    table = tables.predictions(_frame(noise=0), machine).set_index(["model", "mode"])
     assert table["gflop"]["nano", STEP] == pytest.approx(3 * table["gflop"]["nano", INFERENCE])
-    assert table["predicted_s"]["nano", FORWARD] == pytest.approx(table["gflop"]["nano", FORWARD] / 1000)
-    assert table["profiled_s"]["nano", FORWARD] == pytest.approx(0.054)
+    assert table["predicted_s"]["nano", FORWARD] == pytest.approx(table["gflop"]["nano", FORWARD] / 1000, rel=0.01)
+    assert table["self_s"]["nano", FORWARD] == pytest.approx(0.054)
+    assert tables.predictions(_frame(noise=0), None).empty
 
 
 def test_the_trace_is_written_and_drawn(tmp_path):

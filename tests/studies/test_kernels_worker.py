@@ -18,9 +18,7 @@ from labkit.studies.kernels.attention import PARTS, attention_in_parts
 from labkit.studies.kernels.study import STUDY, KernelsConfig, needed_bytes
 from labkit.studies.kernels.worker import INFERENCE, OTHERS, STEP, KernelsPoint, measure_point, run_with_nvtx
 
-SMALL = KernelsPoint(
-    part="profile", device="cpu", model="nano", batch=1, context_length=8, warmup=1, passes=2, keep_trace=True
-)
+SMALL = KernelsPoint(device="cpu", model="nano", batch=1, context_length=8, warmup=1, passes=2, keep_trace=True)
 
 
 @pytest.fixture(scope="module")
@@ -130,15 +128,6 @@ def test_nan_is_wrong(monkeypatch):
     assert row["gate"] == "wrong: attention in parts is off by nan"
 
 
-def test_rates_are_measured(monkeypatch):
-    monkeypatch.setattr(worker, "matmul_flops_per_s", lambda device, dtype, **_: [1.0, 2.0])
-    assert list(measure_point(KernelsPoint(part="rates", device="cpu"))) == [
-        {"record": "rate", "flops_per_s": [1.0, 2.0]}
-    ]
-    with pytest.raises(ValueError, match="no part 'profiel'"):
-        list(measure_point(KernelsPoint(part="profiel", device="cpu")))
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says so only without CUDA")
 def test_marks_for_nsight_need_a_gpu():
     with pytest.raises(RuntimeError, match="need a CUDA device"):
@@ -149,9 +138,8 @@ def test_marks_for_nsight_need_a_gpu():
 def test_no_point_is_planned_twice_and_the_smallest_model_keeps_its_trace(profile):
     points = STUDY.points(STUDY.profiles[profile], describe_machine())
     assert len({point.id for point in points}) == len(points)
-    models = [point for point in points if point.part == "profile"]
-    assert [point.keep_trace for point in models] == [True] + [False] * (len(models) - 1)
-    assert [STUDY.series(point)[1] for point in models] == sorted(STUDY.series(point)[1] for point in models)
+    assert [point.keep_trace for point in points] == [True] + [False] * (len(points) - 1)
+    assert [STUDY.series(point)[1] for point in points] == sorted(STUDY.series(point)[1] for point in points)
 
 
 @pytest.mark.parametrize("context", [8, 512])
@@ -168,7 +156,7 @@ def test_what_a_model_needs_is_predicted(context):
 
 def test_what_this_machine_cannot_do_has_a_reason():
     machine = describe_machine()
-    huge = KernelsPoint(part="profile", device="cpu", model="10B", batch=4096)
+    huge = KernelsPoint(device="cpu", model="10B", batch=4096)
     assert "needs" in STUDY.skip_reason(huge, machine)
     if not torch.cuda.is_available():
         points = STUDY.points(KernelsConfig(models=["nano"], device="cuda"), machine)

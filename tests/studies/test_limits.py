@@ -6,7 +6,7 @@ import pandas as pd
 import pytest
 
 from labkit.costs.calibration import ALL_REDUCE, BURST, MESSAGE
-from labkit.lab.calibration import ROW, calibration_of, newest_calibration
+from labkit.lab.calibration import DOUBLING, ROW, calibration_of, newest_calibration
 from labkit.lab.runs.measure import measure
 from labkit.studies.limits import tables
 from labkit.studies.limits.study import STUDY
@@ -46,7 +46,13 @@ def _frame(*, add=1.0, threads=2.0, cache=5.0):
     for way, alpha, beta in (("gloo", 1e-4, 1e-9), ("shared memory", 1e-5, 1e-10)):
         for n_bytes in (1000, MIB, 16 * MIB):
             message = alpha + beta * n_bytes
-            steps = {ALL_REDUCE: message, MESSAGE: CALL_S + message, ROW: CALL_S + 4 * message, BURST: CALL_S + message}
+            steps = {
+                ALL_REDUCE: message,
+                MESSAGE: CALL_S + message,
+                ROW: CALL_S + 4 * message,
+                BURST: CALL_S + message,
+                DOUBLING: CALL_S + message,
+            }
             for what, seconds in steps.items():
                 rows += _rows("exchange", way=way, what=what, n_bytes=n_bytes, world_size=2, seconds=seconds)
     return pd.DataFrame(rows)

@@ -1,5 +1,6 @@
 """Findings of the precision lab on made-up frames: textbook, contrary, noisy, and with rows missing."""
 
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -10,6 +11,7 @@ from labkit.studies.precision import tables
 from labkit.studies.precision.numerics import NORM_STEPS
 from labkit.studies.precision.study import STUDY
 from labkit.studies.precision.worker import BOTH, FORWARD
+from tests.calibrated import made_up
 from tests.studies.answering import answers_of
 
 _findings = partial(answers_of, STUDY)
@@ -71,6 +73,7 @@ def _speed(seconds=_textbook, *, noise=0.01, repeats=12, gate="ok", seed=0):
         for mode in (FORWARD, BOTH):
             for precision in ("float32", "bfloat16"):
                 base = {"part": "speed", "device": "cpu", "model": model, "mode": mode, "alternative": precision}
+                base |= {"batch": 4, "context_length": 64}
                 base |= {"gate": gate if precision == "bfloat16" else "ok", "error": 1e-2, "loss_error": 1e-5}
                 for repeat in range(repeats):
                     time = seconds(model, mode, precision) * np.exp(generator.normal(0, noise))
@@ -78,16 +81,8 @@ def _speed(seconds=_textbook, *, noise=0.01, repeats=12, gate="ok", seed=0):
     return rows
 
 
-def _rates(ratio=4.0):
-    return [
-        {"part": "rates", "device": "cpu", "alternative": name, "repeat": repeat, "flops_per_s": rate}
-        for name, rate in (("float32", 1e12), ("bfloat16", ratio * 1e12))
-        for repeat in range(6)
-    ]
-
-
 def _frame(*parts):
-    return pd.DataFrame([row for rows in parts or (_sums(), _dtypes(), _norm(), _rates(), _speed()) for row in rows])
+    return pd.DataFrame([row for rows in parts or (_sums(), _dtypes(), _norm(), _speed()) for row in rows])
 
 
 def _outcomes(frame):
@@ -167,7 +162,8 @@ def test_a_textbook_machine_gains_with_size():
     assert (finding.verdict, finding.significant) == ("it depends", True)
     assert "faster than float32 for mini and small, slower for nano" in finding.headline
     assert finding.why.startswith("The gain grows with the model")
-    assert finding.why.endswith("matrix products alone would take 25 %.")
+    told = _findings(_frame(), calibration=made_up())["autocast_speed"].why
+    assert "its operators should take" in told
     assert finding.advice == "Train under autocast to bfloat16 for mini and small."
     assert "2 of 2 steps from a size to the next" in {
         claim.seen for claim in _findings(_frame())["published_trends"].claims if claim.outcome == "holds here"
@@ -215,10 +211,16 @@ def test_wrong_results_are_shouted():
     assert "WRONG RESULTS, and so no times, from bfloat16" in finding["autocast_speed"].caveat
 
 
-def test_predictions_are_ratios_of_rates():
-    table = tables.ratios(_frame(_rates(4.0), _speed(noise=0)))
-    assert set(table["predicted_ratio"]) == {0.25}
+def test_a_predicted_ratio_is_of_what_the_operators_should_take():
+    """Where products are all that takes time, bfloat16 saves what its products save."""
+    rates = made_up(bytes_per_s=1e30, call_s=1e-30).rates[0]
+    faster = tuple((flops, seconds / 4) for flops, seconds in rates.products["float32"])
+    machine = replace(made_up(), rates=(replace(rates, products=rates.products | {"bfloat16": faster}),))
+    table = tables.ratios(_frame(_speed(noise=0)), machine)
+    assert table["predicted_ratio"].tolist() == pytest.approx([0.25] * len(table), rel=0.01)
     assert table.set_index(["model", "mode"])["ratio"]["mini", BOTH] == pytest.approx(0.6)
+    by_memory = tables.ratios(_frame(_speed()), made_up(flops_per_s=1e30))["predicted_ratio"]
+    assert (by_memory > 0.5).all()  # weights are cast, and read and written for it
     assert tables.ratios(_frame(_speed()))["predicted_ratio"].isna().all()
 
 

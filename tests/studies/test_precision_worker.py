@@ -3,13 +3,11 @@
 import math
 from dataclasses import replace
 from fractions import Fraction
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from labkit.bench.allocator import record_allocations
-from labkit.bench.rates import MatmulTimes
 from labkit.machine import describe_machine
 from labkit.nn.training import TrainingStep
 from labkit.nn.transformer import shape_named
@@ -137,14 +135,10 @@ def test_a_precision_that_the_device_does_not_have_leaves_the_others_alone(monke
         return call
 
     monkeypatch.setattr(worker, "_loss_and_gradients", refuse(worker._loss_and_gradients, "bfloat16"))
-    monkeypatch.setattr(worker.torch, "ones", refuse(torch.ones, "torch.bfloat16"))
-    rates = SimpleNamespace(flops_per_s=[1.0], gate="ok")
-    monkeypatch.setattr(worker, "time_matmuls", lambda device, dtypes, **_: dict.fromkeys(dtypes, rates))
-    for rows in (list(measure_point(SPEED)), list(measure_point(replace(SPEED, part="rates")))):
-        assert [row["gate"] for row in rows if row["alternative"] == "bfloat16"] == [
-            "failed: RuntimeError: no such instructions"
-        ]
-        assert any("seconds" in row or "flops_per_s" in row for row in rows if row["alternative"] == "float32")
+    rows = list(measure_point(SPEED))
+    (gate,) = (row["gate"] for row in rows if row["alternative"] == "bfloat16")
+    assert gate.startswith("failed: RuntimeError: no such instructions")
+    assert any("seconds" in row for row in rows if row["alternative"] == "float32")
 
 
 @pytest.mark.parametrize(("model", "context"), [("mini", 8), ("nano", 256)])
@@ -157,15 +151,6 @@ def test_what_the_check_needs_is_predicted(model, context):
             assert [row["gate"] for row in worker._check(step, point.precisions, "cpu")] == ["ok", "ok"]
         del step
     assert 0.8 * needed_bytes(point) <= record.windows["check"].peak_bytes <= needed_bytes(point)
-
-
-def test_rates_are_measured_in_every_precision(monkeypatch):
-    def timed(device, dtypes, **_):
-        return {dtype: MatmulTimes(dtype, 1, [2.0 / dtype.itemsize], 0.0, 1.0) for dtype in dtypes}
-
-    monkeypatch.setattr(worker, "time_matmuls", timed)
-    point = PrecisionPoint(part="rates", device="cpu", precisions=("float32", "bfloat16"))
-    assert [row["flops_per_s"] for row in measure_point(point)] == [[4.0], [2.0]]
 
 
 def test_an_unknown_part_is_refused():

@@ -5,6 +5,7 @@ Each table says where its numbers come from: *predicted*, *published* or *measur
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 import numpy as np
 
@@ -22,6 +23,8 @@ from labkit.scaling.search import Candidate
 PREDICTED, PUBLISHED = "predicted", "published"
 YOURS = "measured by you"
 _SMALL = ("logits", "buffers", "fragmentation", "runtime")
+NEAR = 0.05
+"""Predictions this near are not told apart."""
 STAGES_SHOWN, SHOWN = 4, 6
 """Stages of a pipeline, and rows of other tables, on a screen."""
 
@@ -68,8 +71,17 @@ def report(asked: Asked, advice: Advice, rows: Sequence[PublishedRow]) -> Report
         headline=headline,
         about=about(asked.request),
         sections=list(_sections(asked, advice, rows)),
-        notes=notes(asked, rows, advice.prediction.warnings),
+        notes=[*_alike(advice.best), *notes(asked, rows, advice.prediction.warnings)],
     )
+
+
+def _alike(best: Sequence[Candidate]) -> Iterator[str]:
+    """That the best layouts are too near for this prediction to tell them apart."""
+    near = list(takewhile(lambda one: abs(one.step_s / best[0].step_s - 1) <= NEAR, best))
+    if len(near) > 1:
+        seconds = [one.step_s for one in near]
+        farthest = words.percent(max(seconds) / min(seconds) - 1)
+        yield f"Layouts 1 to {len(near)} differ by {farthest} at most, less than the error: take the one you can run."
 
 
 def steps_of(best: Sequence[Candidate]) -> list[Step]:

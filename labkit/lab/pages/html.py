@@ -49,11 +49,15 @@ def embed_json(value: Any) -> str:
     return json.dumps(value).replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def code_style() -> str:
-    """Pygments' colors for a light and for a dark page."""
-    light = HtmlFormatter(style="default").get_style_defs(".highlight")
-    dark = HtmlFormatter(style="github-dark").get_style_defs(".highlight")
-    return f"{light}\n@media (prefers-color-scheme: dark) {{ {dark} }}"
+def code_style(scope: str = "") -> str:
+    """Pygments' colors for a light and for a dark page; with a scope, of what is inside of it alone."""
+    inside = f"{scope} .highlight".strip()
+    light, dark = (_colors(HtmlFormatter(style=style), inside) for style in ("default", "github-dark"))
+    return f"{inside} {{ color: #1c2024 }}\n{light}\n@media (prefers-color-scheme: dark) {{ {dark} }}"
+
+
+def _colors(formatter: HtmlFormatter[str], inside: str) -> str:
+    return "\n".join([*formatter.get_background_style_defs(inside), *formatter.get_token_style_defs(inside)])
 
 
 @cache

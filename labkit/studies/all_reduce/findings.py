@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pandas as pd
 
+from labkit.costs.calibration import Calibration
 from labkit.lab.claims import claim, judged_claim, published
 from labkit.lab.comparing import agreement, compared, contest
 from labkit.lab.findings import Claim, Finding, Questions, troubles
@@ -81,12 +82,17 @@ def ring_against_torch(frame: pd.DataFrame) -> Finding | None:
 
 
 @QUESTIONS.ask("alpha_beta", "Do the cost of a message and of a byte predict how long an all-reduce takes?")
-def alpha_beta(frame: pd.DataFrame) -> Finding | None:
-    table = tables.predictions(frame)
-    found = agreement(table, "times", "what single messages predict")
+def alpha_beta(frame: pd.DataFrame, calibration: Calibration | None) -> Finding | None:
+    table = tables.predictions(frame, calibration)
+    found = agreement(table, "times", "what their messages should take")
+    links = tables.link_models(frame)
+    if found is None and links:
+        found = Finding(
+            "measured", "Ranks on several hosts, whose links no calibration of one machine predicts.", table
+        )
     if found is None:
         return None
-    held = tables.crossovers(frame)["prediction"].value_counts()
+    held = tables.crossovers(frame, calibration)["prediction"].value_counts()
     decided = held.get("holds", 0) + held.get("does not hold", 0)
     told = []
     if decided:
@@ -95,7 +101,7 @@ def alpha_beta(frame: pd.DataFrame) -> Finding | None:
     told += [
         f"{backend}, {world_size} ranks, one {link}: {format_seconds(model.alpha_s)} per message"
         + (f" and {format_rate(1 / model.beta_s_per_byte)} each way." if model.beta_s_per_byte > 0 else ".")
-        for link, models in tables.link_models(frame).items()
+        for link, models in links.items()
         for (backend, world_size), model in models.items()
     ]
     return replace(found, why=" ".join(told) or None)

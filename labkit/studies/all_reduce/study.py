@@ -11,8 +11,9 @@ from labkit.lab.study import Study
 from labkit.lab.units import format_bytes
 from labkit.machine import Machine
 from labkit.parallel.collectives import ALGORITHMS
-from labkit.parallel.ranks.joined import ranks_here
+from labkit.parallel.ranks.joined import is_joined, ranks_here
 from labkit.studies.all_reduce.findings import QUESTIONS
+from labkit.studies.all_reduce.tables import PREDICTED
 from labkit.studies.all_reduce.transports import CHOSEN, FLOOR, ROUTES, TORCH, alternative
 from labkit.studies.all_reduce.worker import AllReducePoint, SchedulingPoint, measure_point, plug_in, torch_dtype
 
@@ -110,11 +111,12 @@ class AllReduceStudy(Study):
         ),
     }
     worker = staticmethod(measure_point)
+    predicted = PREDICTED
     plugs_into = "algorithms"
     plug_in = staticmethod(plug_in)
 
     def points(self, config: AllReduceConfig, machine: Machine) -> Sequence[AllReducePoint]:
-        """By backend and world size: exchange steps (for the prediction), then the two sweeps."""
+        """By backend and world size: links between hosts, if there may be several, then the two sweeps."""
         worlds = sorted({*config.world_sizes, *config.many_world_sizes})
         points = [
             point
@@ -149,7 +151,7 @@ def _points_of_world(config: AllReduceConfig, world_size: int, backend: str) -> 
     here: dict[str, Any] = {"world_size": world_size, "backend": backend}
     if world_size in config.world_sizes:
         for sweep, algorithms in (("exchange", ()), ("sizes", config.algorithms)):
-            if world_size > 1 or sweep != "exchange":
+            if sweep != "exchange" or is_joined():  # ranks that were started here share a host, and have no links
                 for n_bytes in config.sizes_bytes:
                     yield _point(config, n_bytes, sweep=sweep, algorithms=algorithms, **here)
     if world_size in config.many_world_sizes:

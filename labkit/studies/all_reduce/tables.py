@@ -4,11 +4,13 @@ Every table is tidy and carries units in its names. Times are of the slowest ran
 """
 
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from labkit.bench.statistics import judged
+from labkit.costs.calibration import ALL_REDUCE, BURST, MESSAGE, Calibration
 from labkit.costs.communication import (
     AlphaBeta,
     CostOf,
@@ -18,11 +20,13 @@ from labkit.costs.communication import (
     crossover_bytes,
     fit_alpha_beta,
 )
+from labkit.lab.predictions import Predicted, Row
 from labkit.lab.project import reference_directory
 from labkit.lab.rows import Measured, in_order, select
 from labkit.parallel.collectives import ALGORITHMS
 from labkit.studies.all_reduce.links import BETWEEN, WITHIN
 from labkit.studies.all_reduce.transports import CHOSEN, FLOOR, MESSAGES, REGISTERED, SHARED_MEMORY, TORCH
+from labkit.studies.all_reduce.worker import AllReducePoint
 
 MIB = 2**20
 ALL_REDUCES = Measured(("sweep", "backend", "scheduling", "world_size", "n_bytes"), "algorithm")
@@ -31,6 +35,7 @@ POLICIES = Measured(("backend", "world_size", "n_bytes", "algorithm", "turn"), "
 ALGORITHM_ORDER = (TORCH, *ALGORITHMS, CHOSEN)
 TRANSPORT_ORDER = (TORCH, MESSAGES, SHARED_MEMORY, REGISTERED, FLOOR)
 # Pairs of which the first sends fewer messages and the second fewer bytes.
+AT_ONCE = ("butterfly", "one_shot")
 OVERTAKING = (("recursive_doubling", "ring"), ("recursive_doubling", "halving_doubling"))
 
 
@@ -82,11 +87,6 @@ def batch_against_default(frame: pd.DataFrame) -> pd.DataFrame:
     return with_panel(judged(both.assign(p=both["p"].where(same_side, 1.0)).reset_index()))
 
 
-def exchange_models(frame: pd.DataFrame) -> dict[tuple[str, int], AlphaBeta]:
-    """Alpha and beta from single exchange steps, measured before any all-reduce, by (backend, world size)."""
-    return _fit_steps(frame, "exchange")
-
-
 def link_models(frame: pd.DataFrame) -> dict[str, dict[tuple[str, int], AlphaBeta]]:
     """Alpha and beta of single pairs, within a host and between hosts, each by (backend, world size).
 
@@ -108,25 +108,40 @@ def _fit_steps(frame: pd.DataFrame, step: str) -> dict[tuple[str, int], AlphaBet
     }
 
 
-def predictions(frame: pd.DataFrame) -> pd.DataFrame:
-    """What single exchange steps, measured before, say an algorithm should take; and what it took.
+def predictions(frame: pd.DataFrame, calibration: Calibration | None) -> pd.DataFrame:
+    """What each algorithm took, and what its messages and bytes should take by the machine's calibration."""
+    return with_panel(PREDICTED.beside(frame, calibration))
 
-    Columns: setting, algorithm, `seconds`, `predicted_s`, `measured_over_predicted`.
-    """
-    models = exchange_models(frame)
-    names = [*ALL_REDUCES.setting, "panel", "algorithm", "seconds"]
-    rows = [
-        {name: row[name] for name in names} | {"predicted_s": models[key].predict_s(cost(key[1], row["n_bytes"]))}
-        for row in times(frame, "sizes").to_dict("records")
-        if (cost := _cost(row["algorithm"])) and (key := (row["backend"], row["world_size"])) in models
-    ]
-    table = pd.DataFrame(rows, columns=[*names, "predicted_s"])
-    return table.assign(measured_over_predicted=table["seconds"] / table["predicted_s"])
+
+def _expected_s(row: Row, calibration: Calibration) -> float | None:
+    """Torch's by what its all-reduce costs, labkit's by its messages; those of the butterfly all go at once."""
+    name, ranks = row["algorithm"], int(row["world_size"])
+    cost = _single if name == TORCH else _cost(name)
+    if row["backend"] != "gloo" or ranks < 2 or cost is None:
+        return None
+    what = ALL_REDUCE if name == TORCH else BURST if name in AT_ONCE else MESSAGE
+    found = calibration.transport("gloo", what, ranks)
+    return found.predict_s(cost(ranks, row["n_bytes"])) if found else None
+
+
+def _single(_: int, n_bytes: float) -> MessageCost:
+    return MessageCost(1, n_bytes)
+
+
+def _planned(point: AllReducePoint) -> list[dict[str, Any]]:
+    if point.sweep != "sizes":
+        return []
+    return [point.describe() | {"n_bytes": point.n_bytes, "algorithm": name} for name in point.algorithms]
 
 
 def _cost(algorithm: str) -> CostOf | None:
     """What an algorithm of labkit's should cost, if that is known."""
     return ALGORITHMS[algorithm].cost if algorithm in ALGORITHMS else None
+
+
+PREDICTED = Predicted(
+    tuple(ALL_REDUCES.columns), _expected_s, _planned, lambda frame: ALL_REDUCES.medians(frame, sweep="sizes")
+)
 
 
 def fits(frame: pd.DataFrame) -> pd.DataFrame:
@@ -155,16 +170,21 @@ def fits(frame: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=columns)
 
 
-def crossovers(frame: pd.DataFrame) -> pd.DataFrame:
+def crossovers(frame: pd.DataFrame, calibration: Calibration | None) -> pd.DataFrame:
     """Where one algorithm should overtake another, and between which measured sizes it does.
 
-    One row per (backend, world size, pair). `predicted_bytes` is by single exchange steps, measured before.
+    One row per (backend, world size, pair). `predicted_bytes` is by messages in a row, as calibrated.
     `wins_until_bytes` and `overtaken_from_bytes` are the last size at which the first algorithm is significantly
     faster, and the first at which the second is; NaN: at none. The prediction "holds" if it lies between them, or says
     never and the second never wins; it is "open" where no size is small enough to show the first one ahead.
     """
     rows = []
-    for (backend, world_size), model in exchange_models(frame).items():
+    worlds = select(frame, ["world_size"], sweep="sizes", backend="gloo")["world_size"].unique()
+    for world_size in sorted(int(ranks) for ranks in worlds):
+        found = calibration.transport("gloo", MESSAGE, world_size) if calibration and world_size > 1 else None
+        if found is None:
+            continue
+        backend, model = "gloo", AlphaBeta(found.alpha_s, found.beta_s_per_byte)
         for first, second in OVERTAKING:
             pair = ALL_REDUCES.over(
                 frame, first, sweep="sizes", backend=backend, world_size=world_size, algorithm=[first, second]

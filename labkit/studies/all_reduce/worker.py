@@ -1,7 +1,6 @@
 """What a rank runs to measure one point of the all-reduce lab. Imports torch and the instruments only."""
 
 import inspect
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -11,8 +10,7 @@ import torch
 import torch.distributed as dist
 
 from labkit.bench.clock import time_interleaved
-from labkit.bench.exact_sums import fill_message, message_deviation
-from labkit.bench.gate import worst_of_ranks
+from labkit.bench.exact_sums import fill_message
 from labkit.bench.memory import peak_memory_growth
 from labkit.lab.point import Point
 from labkit.lab.units import format_bytes
@@ -28,7 +26,7 @@ RESERVED = frozenset((TORCH, CHOSEN, FLOOR, *ALGORITHMS))  # before a reader add
 
 @dataclass(frozen=True, kw_only=True)
 class AllReducePoint(Point):
-    """Alternatives to time in turn on the same tensor, or (`sweep="exchange"`) one step around a ring.
+    """Alternatives to time in turn on the same tensor, or (`sweep="exchange"`) the links between hosts.
 
     In `sweep="transports"` an alternative is an algorithm and where its messages travel, "ring over shared", or the
     floor: copying as many bytes as an all-reduce must move.
@@ -94,7 +92,6 @@ def measure_point(point: AllReducePoint) -> Iterator[dict[str, Any]]:
     if point.sweep == "exchange":
         message = torch.empty(point.n_elements, dtype=torch_dtype(point.dtype), device=_device(point))
         fill_message(message, dist.get_rank())
-        yield _time_exchange(point, message)
         links = measure_links(message, device=_device(point), **options)
         yield from (row | {"n_bytes": point.n_bytes} for row in links)
         return
@@ -152,30 +149,3 @@ def _time(point: AllReducePoint, names: list[str], own: torch.Tensor, tensor: to
 
 def _call(name: str, tensor: torch.Tensor) -> Callable[[], None]:
     return partial(collective(name, MESSAGES), tensor, op="sum")
-
-
-def _time_exchange(point: AllReducePoint, message: torch.Tensor) -> dict[str, Any]:
-    """One step around a ring: send to the right neighbor while receiving from the left."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    received = torch.full_like(message, math.nan)
-
-    def exchange() -> None:
-        operations = [
-            dist.P2POp(dist.irecv, received, (rank - 1) % ranks),
-            dist.P2POp(dist.isend, message, (rank + 1) % ranks),
-        ]
-        for work in dist.batch_isend_irecv(operations):
-            work.wait()
-
-    exchange()
-    row = {"algorithm": "exchange", "n_bytes": point.n_bytes}
-    if worst_of_ranks(message_deviation(received, (rank - 1) % ranks)):
-        return row | {"gate": "wrong: the neighbor's tensor did not arrive"}
-    samples = time_interleaved(
-        {"exchange": exchange},
-        warmup=point.warmup,
-        repeats=point.repeats,
-        device=_device(point),
-        before=dist.barrier,
-    )
-    return row | {"gate": "ok", "seconds": samples["exchange"]}

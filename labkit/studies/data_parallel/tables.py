@@ -24,6 +24,7 @@ EQUAL_BUCKETS = Measured((*SETTING, "bucket_mb"), "implementation")
 ACCUMULATIONS = Measured((*SETTING, "micro_batches", "implementation"), "synchronized")
 ORDER = (LOCAL, TORCH, *OWN_NAMES)  # a reader's own come last
 LANES = ("forward", "backward", "all-reduce", "optimizer")
+COUNTED = ("collectives", "collective_bytes", "added_operators", "added_bytes")
 BACKWARD, STEP, DEFAULT = "backward", "step", "default"
 PUBLISHED_NAMES = {"torch_ddp": TORCH, "python_async": "bucketed", "python_sync": "bucketed_sync"}
 # The wrapper whose waiting after backward is the communication of these, with nothing else to do.
@@ -146,6 +147,20 @@ def memory(frame: pd.DataFrame) -> pd.DataFrame:
 def memory_over_torch(frame: pd.DataFrame) -> pd.DataFrame:
     """Peak bytes of a step over those of torch's wrapper."""
     return exactly_over(memory(frame), SETTING, "implementation", "peak_bytes", TORCH)
+
+
+def traffic(frame: pd.DataFrame) -> pd.DataFrame:
+    """What averaging adds to one step of rank 0, counted: `COUNTED`, by implementation; not over shared memory."""
+    rows = select(frame, [*SETTING, "implementation", *COUNTED], sweep="timeline", rank=0).dropna(subset=[*COUNTED])
+    rows = rows[rows["world_size"] == rows["world_size"].min()]
+    return in_order(rows, implementation=ORDER)[["workload", "world_size", "implementation", *COUNTED]]
+
+
+def moved(table: pd.DataFrame) -> pd.DataFrame:
+    """From `traffic`, one row a bar: `bytes` by implementation and `what` moves them."""
+    kinds = {"collective_bytes": "averaged over ranks", "added_bytes": "copied and divided"}
+    rows = [table.assign(bytes=table[column], what=what) for column, what in kinds.items()]
+    return pd.concat(rows)[["implementation", "what", "bytes"]]
 
 
 def timeline(frame: pd.DataFrame) -> pd.DataFrame:

@@ -18,6 +18,7 @@ from torch.profiler import record_function
 
 from labkit.bench.allocator import record_allocations
 from labkit.bench.clock import Stopwatch, time_interleaved, time_parts_interleaved
+from labkit.bench.operators import OperatorRecord
 from labkit.lab.point import Point
 from labkit.nn.workloads import Workload, workload_named
 from labkit.parallel.data_parallel.implementations import OVER_SHARED_MEMORY, wrap
@@ -213,7 +214,8 @@ def _accumulated_step(alternative: Alternative, accumulate: Callable[[], None]) 
 
 
 def _timeline(point: DataParallelPoint, workload: Workload, device: str) -> Iterator[dict[str, Any]]:
-    """Boxes of one step of each implementation; of a wrong one only what is wrong."""
+    """Boxes and counts of one step of each implementation; of a wrong one only what is wrong."""
+    alone = _count(Alternative(LOCAL, workload, device))
     for name in point.alternatives:
         try:
             alternative = Alternative(name, workload, device)
@@ -222,8 +224,28 @@ def _timeline(point: DataParallelPoint, workload: Workload, device: str) -> Iter
             gate = reason_on_all_ranks(raised, f"{point.id} {name}", device)
         if gate == "ok":
             yield from timeline_rows(alternative, device)
+            if alternative.implementation not in OVER_SHARED_MEMORY:  # whose thread is not seen
+                yield {"implementation": alternative.implementation, "gate": gate} | _beside(_count(alternative), alone)
         else:
             yield {"implementation": split_name(name)[0], "gate": gate}
+
+
+def _count(alternative: Alternative) -> OperatorRecord:
+    """The operators and collectives of a step that is not the first."""
+    _one_step(alternative)
+    with OperatorRecord() as count:
+        _one_step(alternative)
+    return count
+
+
+def _beside(count: OperatorRecord, alone: OperatorRecord) -> dict[str, float]:
+    """What averaging adds to a step: all-reduces and what they add up, copies and divisions and what they move."""
+    return {
+        "collectives": len(count.all_reduces),
+        "collective_bytes": sum(count.all_reduces),
+        "added_operators": len(count.calls) - len(alone.calls),
+        "added_bytes": sum(call.n_bytes for call in count.calls) - sum(call.n_bytes for call in alone.calls),
+    }
 
 
 def _memory(point: DataParallelPoint, workload: Workload, device: str) -> Iterator[dict[str, Any]]:

@@ -13,6 +13,7 @@ from labkit.lab.study import Study
 from labkit.machine import Machine
 from labkit.nn.transformer import SIZES, shape_named
 from labkit.studies.kernels.findings import QUESTIONS
+from labkit.studies.kernels.tables import PREDICTED
 from labkit.studies.kernels.worker import KernelsPoint, measure_point
 
 HEADROOM = 1.1  # over the formulas, which leave out what comes while something else goes
@@ -49,27 +50,19 @@ class KernelsStudy(Study):
         "paper": KernelsConfig(models=["small", "medium", "large", "xl", "2.7B"], warmup=5),
     }
     worker = staticmethod(measure_point)
+    predicted = PREDICTED
 
     def points(self, config: KernelsConfig, machine: Machine) -> Sequence[KernelsPoint]:
-        """The rate of matrix products, for the prediction; then models from small to large."""
+        """From small models to large."""
         device = machine.device(config.device)
         models = sorted(dict.fromkeys(config.models), key=list(SIZES).index)
-        # the rates need no sizes; theirs are the defaults
-        sizes = {"batch": KernelsPoint.batch, "context_length": KernelsPoint.context_length}
-        rates = KernelsPoint.of(config, part="rates", device=device, **sizes)
-        return [
-            rates,
-            *(
-                KernelsPoint.of(config, part="profile", device=device, model=model, keep_trace=model == models[0])
-                for model in models
-            ),
-        ]
+        return [KernelsPoint.of(config, device=device, model=model, keep_trace=model == models[0]) for model in models]
 
     def skip_reason(self, point: KernelsPoint, machine: Machine) -> str | None:
-        return capacity.skip_reason(machine, point.device, needed_bytes(point) if point.part == "profile" else 0)
+        return capacity.skip_reason(machine, point.device, needed_bytes(point))
 
-    def series(self, point: KernelsPoint) -> tuple[Hashable, float] | None:
-        return (point.device, n_parameters(shape_named(point.model))) if point.part == "profile" else None
+    def series(self, point: KernelsPoint) -> tuple[Hashable, float]:
+        return point.device, n_parameters(shape_named(point.model))
 
 
 def needed_bytes(point: KernelsPoint) -> int:

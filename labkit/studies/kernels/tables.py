@@ -8,16 +8,21 @@ import base64
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
+from labkit.bench.operators import OperatorCall
 from labkit.bench.trace import FAMILIES, decode_trace, longest, read_events
-from labkit.costs.transformer import BACKWARD_OVER_FORWARD, forward_flops, softmax_flops
+from labkit.costs.calibration import Calibration
+from labkit.costs.transformer import forward_flops, softmax_flops
+from labkit.lab.predictions import Predicted, Row
 from labkit.lab.project import reference_directory, relative_to_project
 from labkit.lab.rows import Measured, in_order, select
 from labkit.nn.training import PHASES
 from labkit.nn.transformer import SIZES
-from labkit.studies.kernels.worker import INFERENCE, OTHERS, STEP
+from labkit.studies.kernels.worker import INFERENCE, OTHERS, STEP, KernelsPoint
+from labkit.studies.shared.step_operators import step_operators
 
 FORWARD, BOTH = "forward", "forward and backward"
 # What is looked at: the profiled mode it comes from, and the phases of that.
@@ -186,21 +191,36 @@ def _flop_ratio(model: str, batch: int, context: int) -> float:
     return softmax_flops(SIZES[model], batch, context) / (forward["scores"] + forward["values"])
 
 
-def predictions(frame: pd.DataFrame) -> pd.DataFrame:
-    """Time of all matrix products: predicted from their FLOPs and the rate of a large one, and as profiled."""
-    rates = select(frame, ["device", "flops_per_s"], record="rate").groupby("device")["flops_per_s"].median()
-    keys = [*SETTING, "batch", "context_length"]
-    sums = select(passes(frame), family="matmul").groupby([*keys, "repeat"])["self_s"].sum()
-    table = sums.groupby(keys).median().rename("profiled_s").reset_index().merge(rates.reset_index())
-    flops = [_flops(*row) for row in table[keys[1:]].itertuples(index=False)]
-    table = table.assign(gflop=[n / 1e9 for n in flops], predicted_s=flops / table["flops_per_s"])
-    table = table.assign(profiled_over_predicted=table["profiled_s"] / table["predicted_s"])
-    return _sorted(table[[*SETTING, "gflop", "predicted_s", "profiled_s", "profiled_over_predicted"]])
+def predictions(frame: pd.DataFrame, calibration: Calibration | None) -> pd.DataFrame:
+    """Time of all matrix products as profiled, and what they should take by the machine's calibration; `gflop`."""
+    table = PREDICTED.beside(frame, calibration)
+    flops = [sum(one.flops for one in _products(row)) for row in table.to_dict("records")]
+    return _sorted(table.assign(gflop=[n / 1e9 for n in flops]).drop(columns=["batch", "context_length"]))
 
 
-def _flops(model: str, mode: str, batch: float, context: float) -> int:
-    forward = sum(forward_flops(SIZES[model], int(batch), int(context)).values())
-    return forward if mode in (INFERENCE, FORWARD) else (1 + BACKWARD_OVER_FORWARD) * forward
+def _products(row: Row) -> list[OperatorCall]:
+    """The matrix products of a view: those of a step are its forward's and its backward's."""
+    operators = step_operators(row["model"], int(row["batch"]), int(row["context_length"]), device=row["device"])
+    parts = {"inference": ("inference",), "forward": ("forward",)}.get(row["mode"], ("forward", "backward"))
+    return [one for part in parts for one in operators[part] if one.flops]
+
+
+def _expected_s(row: Row, calibration: Calibration) -> float | None:
+    device = row["device"]
+    return calibration.operators_s(_products(row), device=device) if calibration.knows(device) else None
+
+
+def _planned(point: KernelsPoint) -> list[dict[str, Any]]:
+    return [point.describe() | {"mode": view} for view in VIEWS]
+
+
+def _product_times(frame: pd.DataFrame) -> pd.DataFrame:
+    of_one = select(passes(frame), family="matmul").groupby([*PRODUCTS.columns, "repeat"])["self_s"].sum()
+    return _sorted(PRODUCTS.medians(of_one.reset_index()))
+
+
+PRODUCTS = Measured(("device", "model", "batch", "context_length"), "mode", "self_s")
+PREDICTED = Predicted(tuple(PRODUCTS.columns), _expected_s, _planned, _product_times, "self_s")
 
 
 def _traces(frame: pd.DataFrame) -> pd.DataFrame:

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from labkit.bench.clock import order_of_turns, time_interleaved
-from labkit.bench.rates import matmul_flops_per_s
 from labkit.bench.trace import Profile, Sum, Trace, TraceEvent, encode_trace, host_seconds, profile_call, sum_up
 from labkit.lab.point import Point
 from labkit.lab.units import format_bytes
@@ -30,11 +29,10 @@ ERROR_BOUND = 1e-6
 
 @dataclass(frozen=True, kw_only=True)
 class KernelsPoint(Point):
-    """A model to profile in both modes, or (`part="rates"`) the rate of matrix products to predict with."""
+    """A model to profile in both modes."""
 
-    part: str
     device: str
-    model: str = ""
+    model: str
     batch: int = 4
     context_length: int = 128
     warmup: int = 2
@@ -43,7 +41,7 @@ class KernelsPoint(Point):
     seed: int = 0
 
     def title(self) -> str:
-        return ", ".join(word for word in (self.part, self.model, self.device) if word)
+        return ", ".join(word for word in (self.model, self.device) if word)
 
 
 @dataclass
@@ -71,13 +69,7 @@ class _Passes:
 
 
 def measure_point(point: KernelsPoint) -> Iterator[dict[str, Any]]:
-    """Rows of the kinds "rate", "clock", "operator" and "trace" (column `record`)."""
-    if point.part == "rates":
-        rates = matmul_flops_per_s(point.device, torch.float32, warmup=point.warmup, repeats=point.passes)
-        yield {"record": "rate", "flops_per_s": rates}
-        return
-    if point.part != "profile":
-        raise ValueError(f"no part {point.part!r} of this lab")
+    """Rows of the kinds "clock", "operator" and "trace" (column `record`)."""
     step = TrainingStep(
         shape_named(point.model),
         batch=point.batch,

@@ -17,7 +17,7 @@ from labkit.costs.calibration import ALL_REDUCE, BURST, MESSAGE
 from labkit.costs.transformer import TransformerShape, n_parameters
 from labkit.lab.point import Point
 from labkit.nn.transformer import shape_named
-from labkit.parallel.collectives import all_reduce
+from labkit.parallel.collectives import all_reduce, recursive_doubling_all_reduce
 from labkit.parallel.ranks.device import use_device
 from labkit.parallel.transport import SHARED, transport_in_use
 from labkit.parallel.transport.choice import find_transport
@@ -27,6 +27,7 @@ SAMPLE_S = 1e-3  # calls of something short follow one another until a sample ta
 MOST_CALLS = 200
 GLOO, SHARED_MEMORY = "gloo", "shared memory"
 ROW, IN_A_ROW = "messages in a row", 4
+DOUBLING = "recursive doubling"
 ATTENTION_BATCH = 8  # a batched product is as many products of an eighth of the size
 
 
@@ -155,7 +156,10 @@ def _threads(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
 
 
 def _exchange(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
-    """By gloo and through shared memory: an all-reduce, and messages in a row and at once, each of so many bytes."""
+    """By gloo and through shared memory: an all-reduce, and messages in a row and at once, each of so many bytes.
+
+    A whole all-reduce by recursive doubling, whose messages are known, says what its call costs beside them.
+    """
     ways: dict[str, Callable[[torch.Tensor], Any]] = {GLOO: dist.all_reduce}
     all_reduce(torch.zeros(1), op="sum")  # from here on it is known how ranks reach each other
     transports = {GLOO: POINT_TO_POINT}
@@ -170,6 +174,7 @@ def _exchange(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
             via = find_transport(None, torch.device(device), transport)
             for what, (steps, depth) in _messages(via, tensor).items():
                 calls[name, what] = partial(via.run, steps, depth)
+            calls[name, DOUBLING] = partial(recursive_doubling_all_reduce, tensor, op="sum", transport=transport)
         names = {f"{name}, {what}": (name, what) for name, what in calls}
         samples = time_interleaved(
             {name: calls[key] for name, key in names.items()},

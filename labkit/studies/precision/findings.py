@@ -5,6 +5,7 @@ from typing import Any
 
 import pandas as pd
 
+from labkit.costs.calibration import Calibration
 from labkit.lab.claims import claim, judged_claim, published
 from labkit.lab.comparing import contest
 from labkit.lab.findings import Claim, Finding, Questions, troubles
@@ -128,8 +129,8 @@ def _breakdown(rows: pd.DataFrame) -> str:
     "Is bf16 autocast faster than fp32, and does that grow with the size of the model?",
     "precision",
 )
-def autocast_speed(frame: pd.DataFrame) -> Finding | None:
-    table = tables.ratios(frame)
+def autocast_speed(frame: pd.DataFrame, calibration: Calibration | None) -> Finding | None:
+    table = tables.ratios(frame, calibration)
     return contest(
         table,
         "alternative",
@@ -144,7 +145,7 @@ def autocast_speed(frame: pd.DataFrame) -> Finding | None:
 
 
 def _with_size(steps: pd.DataFrame) -> str | None:
-    """The smallest and the largest model beside what matrix products alone would save; a trend where intervals part."""
+    """The smallest and the largest model beside what its operators should take; a trend where intervals part."""
     if len(steps) < 2:
         return None
     small, large = steps.iloc[0], steps.iloc[-1]
@@ -155,7 +156,7 @@ def _with_size(steps: pd.DataFrame) -> str | None:
         trend = "Larger models gain less"
     takes = f"forward and backward take {format_share(small['ratio'])} of {FULL}'s time for {small['model']}"
     alone = large["predicted_ratio"]
-    rest = f"; matrix products alone would take {format_share(alone)}" if alone == alone else ""
+    rest = f"; its operators should take {format_share(alone)}" if alone == alone else ""
     return f"{trend}: {takes}, {format_share(large['ratio'])} for {large['model']}{rest}."
 
 

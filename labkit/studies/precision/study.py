@@ -13,6 +13,7 @@ from labkit.lab.study import Study
 from labkit.machine import Machine
 from labkit.nn.transformer import SIZES, shape_named
 from labkit.studies.precision.findings import QUESTIONS
+from labkit.studies.precision.tables import PREDICTED
 from labkit.studies.precision.worker import FULL, PrecisionPoint, measure_point
 
 # From this size on a round takes seconds on two cores, and fewer repeats must do.
@@ -67,14 +68,15 @@ class PrecisionStudy(Study):
         "paper": PrecisionConfig(models=["small", "medium", "large", "xl", "2.7B"], warmup=5, repeats_large=10),
     }
     worker = staticmethod(measure_point)
+    predicted = PREDICTED
 
     def points(self, config: PrecisionConfig, machine: Machine) -> Sequence[PrecisionPoint]:
-        """Numbers on every device first, then rates for the prediction, then models from small to large."""
+        """Numbers on every device first, then models from small to large."""
         present = ["cpu", "cuda"] if machine.gpus else ["cpu"]
         devices = present if config.device == "auto" else [config.device]
         numbers = [point for device in devices for point in _number_points(config, device)]
         models = sorted(dict.fromkeys(config.models), key=list(SIZES).index)
-        return [*numbers, *(_timed_point(config, devices[-1], model) for model in ("", *models))]
+        return [*numbers, *(_timed_point(config, devices[-1], model) for model in models)]
 
     def skip_reason(self, point: PrecisionPoint, machine: Machine) -> str | None:
         return capacity.skip_reason(machine, point.device, needed_bytes(point) if point.part == "speed" else 0)
@@ -99,17 +101,14 @@ def _number_points(config: PrecisionConfig, device: str) -> list[PrecisionPoint]
 
 
 def _timed_point(config: PrecisionConfig, device: str, model: str) -> PrecisionPoint:
-    """The times of a model; without one the rates of matrix products, which need no batch."""
-    is_large = bool(model) and n_parameters(shape_named(model)) >= LARGE_PARAMETERS
+    """The times of a model."""
     fields: dict[str, Any] = {"term": PrecisionPoint.term, "additions": PrecisionPoint.additions}
-    if not model:
-        fields |= {"batch": PrecisionPoint.batch, "context_length": PrecisionPoint.context_length}
-    if is_large:
+    if n_parameters(shape_named(model)) >= LARGE_PARAMETERS:
         fields["repeats"] = config.repeats_large
         if device == "cpu":
             fields["warmup"] = min(1, config.warmup)
     fields["precisions"] = (FULL, *dict.fromkeys(config.precisions))
-    return PrecisionPoint.of(config, part="speed" if model else "rates", device=device, model=model, **fields)
+    return PrecisionPoint.of(config, part="speed", device=device, model=model, **fields)
 
 
 def needed_bytes(point: PrecisionPoint) -> int:

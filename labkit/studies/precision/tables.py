@@ -6,13 +6,16 @@ from typing import Any
 
 import pandas as pd
 
+from labkit.costs.calibration import Calibration
 from labkit.costs.transformer import n_parameters
+from labkit.lab.predictions import Predicted, Row
 from labkit.lab.project import reference_directory
 from labkit.lab.rows import Measured, in_order, select
 from labkit.nn.transformer import SIZES
 from labkit.studies.precision.dtypes import QUANTITIES
 from labkit.studies.precision.numerics import ACCUMULATIONS, NORM_STEPS
-from labkit.studies.precision.worker import BOTH, FULL
+from labkit.studies.precision.worker import BOTH, FULL, MODES, PrecisionPoint
+from labkit.studies.shared.step_operators import BACKWARD, FORWARD, step_operators
 
 PRECISIONS = (FULL, "bfloat16", "float16")
 # Significant bits, the hidden one included; half a unit in the last place is 2^-bits of the value.
@@ -20,7 +23,6 @@ SIGNIFICANT_BITS = {"float32": 24, "float16": 11, "bfloat16": 8}
 MOSTLY = 0.5  # of the values: from here on a step counts as one that underflows
 
 SPEED = Measured(("device", "mode", "model"), "alternative")
-RATES = Measured(("device",), "alternative", "tflop_per_s")
 
 
 def accumulation(frame: pd.DataFrame) -> pd.DataFrame:
@@ -140,24 +142,40 @@ def times(frame: pd.DataFrame) -> pd.DataFrame:
     return _by_size(SPEED.medians(frame, part="speed"))
 
 
-def ratios(frame: pd.DataFrame) -> pd.DataFrame:
+def ratios(frame: pd.DataFrame, calibration: Calibration | None = None) -> pd.DataFrame:
     """Time under autocast over that of float32 from the same rounds, with interval and verdict.
 
-    Besides: `predicted_ratio`, what the rates of matrix products alone would give, and `million_parameters`.
+    Besides: `predicted_ratio`, of what the operators of both should take by the machine's calibration, and
+    `million_parameters`.
     """
-    rates_here = rates(frame)[["device", "alternative", "tflop_per_s"]]
-    full = select(rates_here, alternative=FULL).drop(columns="alternative")
-    both = rates_here.merge(full, on="device", suffixes=("", "_full"))
-    predicted = both.assign(predicted_ratio=both["tflop_per_s_full"] / both["tflop_per_s"])
-    table = SPEED.over(frame, FULL, part="speed")
-    return _by_size(table.merge(predicted[["device", "alternative", "predicted_ratio"]], how="left"))
+    table, keys = SPEED.over(frame, FULL, part="speed"), list(SPEED.columns)
+    expected = PREDICTED.beside(frame, calibration)[[*keys, "predicted_s"]]
+    full = select(expected, alternative=FULL).drop(columns="alternative")
+    both = expected.merge(full, on=list(SPEED.setting), suffixes=("", "_full"))
+    both = both.assign(predicted_ratio=both["predicted_s"] / both["predicted_s_full"])
+    return _by_size(table.merge(both[[*keys, "predicted_ratio"]], how="left", on=keys))
 
 
-def rates(frame: pd.DataFrame) -> pd.DataFrame:
-    """Rate of a large matrix product, TFLOP/s, by device and precision, with interval."""
-    rows = select(frame, ["device", "alternative", "repeat", "flops_per_s"], part="rates").dropna(subset="flops_per_s")
-    rows = rows.assign(tflop_per_s=rows["flops_per_s"].astype(float) / 1e12)
-    return RATES.medians(rows)[["device", "alternative", "tflop_per_s", "low", "high"]]
+def _expected_s(row: Row, calibration: Calibration) -> float | None:
+    """Forward, or forward and backward: what their operators take, casts among them."""
+    if not calibration.knows(row["device"]):
+        return None
+    size = (row["model"], int(row["batch"]), int(row["context_length"]))
+    operators = step_operators(*size, row["alternative"], row["device"])
+    parts = (FORWARD, BACKWARD) if row["mode"] == BOTH else (FORWARD,)
+    return sum(calibration.operators_s(operators[part], device=row["device"]) for part in parts)
+
+
+def _planned(point: PrecisionPoint) -> list[dict[str, Any]]:
+    if point.part != "speed":
+        return []
+    return [point.describe() | {"mode": mode, "alternative": name} for mode in MODES for name in point.precisions]
+
+
+SIZED = Measured(("device", "model", "batch", "context_length", "mode"), "alternative")
+PREDICTED = Predicted(
+    tuple(SIZED.columns), _expected_s, _planned, lambda frame: _by_size(SIZED.medians(frame, part="speed"))
+)
 
 
 def errors(frame: pd.DataFrame) -> pd.DataFrame:

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from labkit.bench.rates import time_matmuls
 from labkit.lab.point import Point
 from labkit.nn.training import AUTOCAST_DTYPES, TrainingStep, gradients
 from labkit.nn.transformer import shape_named
@@ -17,7 +16,7 @@ from labkit.studies.precision.numerics import ACCUMULATIONS, accumulate, norm_st
 from labkit.studies.shared.alternatives import reason_of, time_those_that_run
 
 FULL = "float32"
-FORWARD, BOTH = "forward", "forward and backward"
+FORWARD, BOTH = MODES = "forward", "forward and backward"
 # Largest relative deviation from float32 before a precision counts as wrong: rounding of a 16-bit format through
 # tens of layers leaves a percent or two of the loss, and up to a tenth of the gradient of a parameter.
 LOSS_BOUND, GRADIENT_BOUND = 0.02, 0.25
@@ -25,14 +24,14 @@ LOSS_BOUND, GRADIENT_BOUND = 0.02, 0.25
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionPoint(Point):
-    """One part of the lab: "accumulation", "dtypes", "norm", "rates" or "speed"."""
+    """One part of the lab: "accumulation", "dtypes", "norm" or "speed"."""
 
     part: str
     device: str
     precision: str = FULL
     """dtypes: the autocast dtype; norm: the dtype of the inputs."""
     precisions: tuple[str, ...] = ()
-    """rates and speed: alternatives that take turns, float32 first."""
+    """speed: alternatives that take turns, float32 first."""
     term: float = 0.01
     additions: int = 1000
     offset: float = 0.0
@@ -61,32 +60,10 @@ def measure_point(point: PrecisionPoint) -> Iterator[dict[str, Any]]:
         case "norm":
             options = {"offset": point.offset, "scale": point.scale}
             yield from norm_steps(point.precision, device=point.device, seed=point.seed, **options)
-        case "rates":
-            yield from _rates(point)
         case "speed":
             yield from _speed(point)
         case _:
             raise ValueError(f"no part {point.part!r} of this lab")
-
-
-def _rates(point: PrecisionPoint) -> Iterator[dict[str, Any]]:
-    """FLOP/s of a large matrix product in each precision: what the prediction is made of."""
-    dtypes: dict[str, torch.dtype] = {}
-    for name in point.precisions:
-        try:
-            small = torch.ones(16, 16, dtype=getattr(torch, name), device=point.device)
-            small.mm(small)
-        except Exception as error:  # a device without this precision
-            yield {"alternative": name, "gate": reason_of(error, point.device)}
-            continue
-        dtypes[name] = small.dtype
-    options: dict[str, Any] = {"warmup": point.warmup, "repeats": point.repeats, "order_seed": point.id}
-    times = time_matmuls(point.device, list(dtypes.values()), **options) if dtypes else {}
-    for name, dtype in dtypes.items():
-        product = times[dtype]
-        yield {"alternative": name} | (
-            {"flops_per_s": product.flops_per_s} if product.gate == "ok" else {"gate": product.gate}
-        )
 
 
 def _speed(point: PrecisionPoint) -> Iterator[dict[str, Any]]:
@@ -104,10 +81,7 @@ def _speed(point: PrecisionPoint) -> Iterator[dict[str, Any]]:
         if row["gate"] != "ok":
             yield {"alternative": name} | row
     actions = {
-        (mode, name): _action(step, mode, name)
-        for mode in (FORWARD, BOTH)
-        for name, row in checks.items()
-        if row["gate"] == "ok"
+        (mode, name): _action(step, mode, name) for mode in MODES for name, row in checks.items() if row["gate"] == "ok"
     }
     labels = {f"{mode}/{name}": {mode: action} for (mode, name), action in actions.items()}
     options: dict[str, Any] = {"warmup": point.warmup, "repeats": point.repeats, "before": step.drop_gradients}
