@@ -61,22 +61,25 @@ def quantiles_by_group(
 ) -> dict[str, list[float]]:
     """Quantiles at `LEVELS` of every framework, and of each of its regimes with `ENOUGH` rows.
 
-    A framework with fewer rows than that has the wider of its own quantiles and of those of all frameworks alike: few
-    rows of two models say little about a third.
+    None is narrower than those of all frameworks alike: rows of one model err together, so that however many rows
+    there are of a framework, they are those of few models (three to twelve), and say little about the next one.
     """
-    found: dict[str, list[float]] = {}
     pooled = conformal(alike(framework, residuals))
+    found: dict[str, list[float]] = {}
     for name in np.unique(framework):
         own = framework == name
-        found[str(name)] = conformal(residuals[own])
-        if own.sum() < ENOUGH:
-            low = np.minimum(found[str(name)][:2], pooled[:2])
-            found[str(name)] = [*low.tolist(), *np.maximum(found[str(name)][2:], pooled[2:]).tolist()]
+        found[str(name)] = _wider(conformal(residuals[own]), pooled)
         for kind in np.unique(regime[own]):
             rows = own & (regime == kind)
             if rows.sum() >= ENOUGH:
-                found[f"{name}/{kind}"] = conformal(residuals[rows])
+                found[f"{name}/{kind}"] = _wider(conformal(residuals[rows]), pooled)
     return found
+
+
+def _wider(quantiles: list[float], pooled: list[float]) -> list[float]:
+    """Lower ends are the lower of both, upper ends the higher."""
+    lower, upper = np.minimum(quantiles[:2], pooled[:2]), np.maximum(quantiles[2:], pooled[2:])
+    return [*lower.tolist(), *upper.tolist()]
 
 
 def alike(group: NDArray[np.str_], residuals: Numbers) -> Numbers:

@@ -27,6 +27,7 @@ class Published:
     runs: Runs
     line: NDArray[np.intp]
     """Of `training_runs.csv`."""
+    source: NDArray[np.str_]
     group: NDArray[np.str_]
     model: NDArray[np.str_]
     gpu: NDArray[np.str_]
@@ -75,6 +76,7 @@ def load_published(directory: Path) -> Published:
     return Published(
         runs=Runs.of([row.run for row in rows if row.run is not None]),
         line=np.array([row.line for row in rows]),
+        source=np.array([row.cells["source"] for row in rows]),
         group=np.array([row.cells["group"] for row in rows]),
         model=np.array([row.cells["model"] for row in rows]),
         gpu=np.array([row.cells["gpu"] for row in rows]),

@@ -233,7 +233,7 @@ def test_many_panels_of_lines_take_several_rows():
 
 def test_bars_that_would_hide_one_another_are_refused_and_those_without_a_place_come_last():
     both = pd.concat([STEPS.assign(precision="float32"), STEPS.assign(precision="bfloat16")])
-    with pytest.raises(ValueError, match=r"one row a bar, got several for .*nano"):
+    with pytest.raises(ValueError, match=r"one row per bar, got several for .*nano"):
         bars(both, x="model", y="seconds", hue="phase")
     assert len(bars(both, x="model", y="seconds", hue="phase", facet="precision").figure.axes) == 2
     figure = bars(STEPS, x="model", y="seconds", hue="phase", hue_order=["forward"]).figure

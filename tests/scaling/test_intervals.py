@@ -14,17 +14,18 @@ def test_the_ends_of_both_intervals_lie_around_the_prediction_in_their_order():
     assert low_90 <= low_80 < found.step_s < high_80 <= high_90
 
 
-def test_a_framework_with_few_rows_has_quantiles_no_narrower_than_those_of_all():
+def test_no_framework_has_quantiles_narrower_than_those_of_all():
+    """However many rows it has: they are of few models, and err together."""
     rng = np.random.default_rng(0)
-    many, few = rng.normal(0, 0.2, ENOUGH), rng.normal(0, 0.01, ENOUGH - 1)
-    framework = np.array(["many"] * len(many) + ["few"] * len(few))
-    residuals = np.concatenate([many, few])
+    wide, narrow = rng.normal(0, 0.2, ENOUGH), rng.normal(0, 0.01, 10 * ENOUGH)
+    framework = np.array(["wide"] * len(wide) + ["narrow"] * len(narrow) + ["few"] * 3)
+    residuals = np.concatenate([wide, narrow, narrow[:3]])
     found = quantiles_by_group(framework, np.full(len(framework), "flat"), residuals)
-    assert found["many"] == found["many/flat"] == conformal(many)
+    pooled, own = conformal(alike(framework, residuals)), conformal(narrow)
+    assert found["narrow"] == found["narrow/flat"] == [*np.minimum(own, pooled)[:2], *np.maximum(own, pooled)[2:]]
+    assert found["narrow"] != own
+    assert found["wide"][0] <= conformal(wide)[0]
     assert "few/flat" not in found
-    own, pooled = conformal(few), conformal(alike(framework, residuals))
-    assert found["few"] == [*np.minimum(own, pooled)[:2], *np.maximum(own, pooled)[2:]]
-    assert found["few"] != own
 
 
 def test_quantiles_of_many_rows_are_outermost_by_rank():

@@ -70,7 +70,6 @@ def test_a_step_is_the_sum_of_its_parts_on_every_number_of_gpus():
     for _, own in tables.waterfalls(_frame()).groupby(["model", "gpus"]):
         whole = own[own["part"] == tables.STEP]
         assert whole["gpu_hours"].item() == pytest.approx(own["gpu_hours"].sum() / 2, rel=1e-3)
-        assert whole["low"].item() < whole["gpu_hours"].item() < whole["high"].item()
     assert tables.shares(_frame()).groupby(["model", "gpus"])["share_percent"].sum().tolist() == pytest.approx(
         [100, 100], rel=1e-3
     )

@@ -4,7 +4,7 @@ A recommendation is the alternative that was significantly faster than the defau
 the model asked for, or on the one nearest in size that the lab measured.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,13 +71,13 @@ class _Topic:
     value: Callable[[object], object] = lambda value: value
 
 
-def newest_runs(machine: Machine | None = None) -> dict[str, Run]:
-    """By lab, of those in `LABS`, the newest run of this machine that holds anything; recorded ones count, too."""
+def newest_runs(machine: Machine | None = None, labs: Container[str] | None = None) -> dict[str, Run]:
+    """By lab, of `labs` (None: those in `LABS`), the newest run of this machine that holds anything."""
     here = machine or describe_machine()
     found: dict[str, Run] = {}
     for path in sorted(_run_files(), key=lambda path: path.name, reverse=True):
         lab = path.parent.name
-        if lab in found or lab not in LABS:
+        if lab in found or lab not in (LABS if labs is None else labs):
             continue
         try:
             run = Run.load(path)

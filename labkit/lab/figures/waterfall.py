@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 from labkit.lab.columns import column
 from labkit.lab.figures.style import (
     FONT,
+    NEW_LINE,
     PALETTE,
     SOFT,
     TEXT,
@@ -74,7 +75,7 @@ def waterfall(
     panels = [(value, data if value is None else data[data[facet] == value]) for value in shown]
     panels = [(value, rows.set_index(part, drop=False)) for value, rows in panels if len(rows)]
     reach = [_reach(rows, total, y) for _, rows in panels]
-    figure, axes, outer = _subplots(len(panels), len(names) + 1)
+    figure, axes = _subplots(len(panels), len(names) + 1)
     marks: list[Mark] = []
     for axis, (value, rows), own in zip(axes, panels, reach, strict=True):
         axis.set_xlim(0, ROOM * (max(reach) if share else own) or 1.0)
@@ -86,8 +87,11 @@ def waterfall(
     axes[0].set_ylim(len(names) + 0.6, -0.6)
     for axis in axes:
         format_axis(axis.xaxis, y, False)
-    for axis in outer:
-        name_axis(axis.xaxis, value_title(y, y_title).replace("\n", " "))
+    title = value_title(y, y_title).replace(NEW_LINE, " ")
+    if len(axes) == 1:
+        name_axis(axes[0].xaxis, title)
+    else:  # once for all panels: side by side, long titles would run into one another
+        figure.supxlabel(title, fontsize=FONT, color=TEXT)
     legend(figure, axes, hue, [str(kind).replace("_", " ") for kind in kinds])
     return plotted(figure, data, marks)
 
@@ -114,8 +118,7 @@ def _reach(rows: pd.DataFrame, total: str, y: str) -> float:
     return max(end for end in ends if end == end)
 
 
-def _subplots(panels: int, boxes: int) -> tuple[Figure, list[Axes], list[Axes]]:
-    """The figure, its panels, and those with nothing below them."""
+def _subplots(panels: int, boxes: int) -> tuple[Figure, list[Axes]]:
     columns = min(panels, MOST_IN_A_ROW if panels != 4 else 2)
     rows = -(-panels // columns)
     size = (WIDTH if panels == 1 else WIDE, rows * (BOX_HEIGHT * boxes + TITLES_HEIGHT))
@@ -124,7 +127,7 @@ def _subplots(panels: int, boxes: int) -> tuple[Figure, list[Axes], list[Axes]]:
     axes = list(grid.flat)
     for empty in axes[panels:]:
         empty.remove()
-    return figure, axes[:panels], axes[max(0, panels - columns) : panels]
+    return figure, axes[:panels]
 
 
 def _draw_panel(

@@ -1,16 +1,25 @@
 """What the scaling lab asks, and how a run answers."""
 
+from dataclasses import replace
+
 import numpy as np
 import pandas as pd
 
-from labkit.lab.findings import Finding, Questions, Verdict
+from labkit.lab.claims import judged_claim, published
+from labkit.lab.comparing import agreement
+from labkit.lab.findings import Claim, Finding, Questions, Verdict
 from labkit.lab.rows import select
 from labkit.lab.units import counted, format_number, join_words
 from labkit.scaling.paying import KINDS
 from labkit.studies.scaling import tables
+from labkit.studies.scaling.here import NOTHING
 
 QUESTIONS = Questions(missing="no predictions of this kind in the run")
 LEAST_COVERED, MOST_COVERED = 85.0, 95.0
+TRENDS = (
+    ("Megatron, 1.7B to 1T", "Models that grow with the GPUs use them better: from 32 to 3072 A100s, 1.7B to 1T", True),
+    ("Llama 3, 405B", "With twice the GPUs on the same batch, MFU falls: 43 to 41 % from 8,192 to 16,384 H100s", False),
+)
 NEAR_BEST = 5.0  # percent behind the best measured, in the mean over families
 
 
@@ -41,8 +50,8 @@ def rivals(frame: pd.DataFrame) -> Finding | None:
     verdict: Verdict = "yes" if len(better) == len(table) else "it depends" if len(better) else "no"
     one, ours = (tables.errors(frame)[f"{name}_error"].median() for name in ("one_constant", "predicted"))
     rest = sorted(set(table["group"]) - set(better["group"]))
-    answer = {"yes": "Yes", "no": "No"}.get(verdict, f"Yes, but for {join_words(rest)}" if len(rest) < 3 else "Partly")
-    headline = f"{answer}: the median error is {ours:.1f} %, and {one:.0f} % with one MFU for all."
+    answer = {"yes": "Yes", "no": "No"}.get(verdict, f"Yes, but on {join_words(rest)}" if len(rest) < 3 else "Partly")
+    headline = f"{answer}: the median error is {ours:.1f} %, against {one:.0f} % with one MFU."
     told = [
         f"{row['predictor']} {row['mean_percent']:.1f} %, here {row['here_mean_percent']:.1f} %"
         for _, row in others.iterrows()
@@ -109,16 +118,21 @@ def where(frame: pd.DataFrame) -> Finding | None:
         f"{model} costs {format_number(cost.iloc[0])} GPU-hours per billion tokens on {cost.index[0]:,} GPUs and "
         f"{format_number(cost.iloc[-1])} on {most:,}."
     )
-    return Finding("measured", headline, table, why=why, caveat=_left_out(frame))
+    widest = table[table["model"] == model].iloc[-1]
+    caveat = (
+        f"The 90 % interval of a framework never seen is wide: {format_number(widest['low'])} to "
+        f"{format_number(widest['high'])} GPU-hours on {most:,} GPUs. {_left_out(frame)}"
+    )
+    return Finding("measured", headline, table, why=why, caveat=caveat.strip())
 
 
-def _left_out(frame: pd.DataFrame) -> str | None:
+def _left_out(frame: pd.DataFrame) -> str:
     """Trainings that fit on no layout."""
     rows = select(frame, ["model", "gpus", "not_measured"], sweep="training").dropna(subset="not_measured")
     told = [
         f"{row['model']} does not fit on {row['gpus']:.0f} GPUs: {row['not_measured']}" for _, row in rows.iterrows()
     ]
-    return f"{'; '.join(told)}." if told else None
+    return f"{'; '.join(told)}." if told else ""
 
 
 @QUESTIONS.ask("paying", "When does each kind of parallelism stop paying?")
@@ -165,3 +179,41 @@ def choice(frame: pd.DataFrame) -> Finding | None:
     alone = float(np.average(first, weights=weights))
     why = f"Its first proposal alone is {alone:.0f} % behind on the mean: time two or three before a long training."
     return Finding(verdict, headline, table, why=why)
+
+
+@QUESTIONS.ask("students", "Does it predict what students measured on two to four GPUs?")
+def students(frame: pd.DataFrame) -> Finding | None:
+    table = tables.students(frame)
+    found = agreement(table, "their steps", "what is predicted")
+    if found is None:
+        return None
+    inside = ((table["low"] <= table["measured_s"]) & (table["measured_s"] <= table["high"])).sum()
+    swept = table.dropna(subset="bucket_mb").groupby("bucket_mb")[["measured_s", "predicted_s"]].sum()
+    measured, predicted = (
+        100 * (swept[name].iloc[0] / swept[name].min() - 1) for name in ("measured_s", "predicted_s")
+    )
+    why = (
+        f"{inside} of {len(table)} lie in the 90 % interval of a framework never seen. The bucket sweep has the right "
+        f"shape: small buckets cost {measured:.0f} %, {predicted:.0f} % predicted. What is missing takes as long "
+        "on few tokens as on many, as an optimizer written in Python does."
+    )
+    return replace(found, why=why, caveat="The write-ups do not all name their GPUs: H100s are assumed.")
+
+
+@QUESTIONS.ask("here", "What do this machine's own ranks do, beside what its limits predict?", missing=NOTHING)
+def here(frame: pd.DataFrame) -> Finding | None:
+    return agreement(tables.here(frame), "steps of its ranks", "what the limits predict")
+
+
+@QUESTIONS.ask("trends", "Do published trends follow?")
+def trends(frame: pd.DataFrame) -> Finding | None:
+    table = tables.trends(frame)
+    found = published(_trend(text, own, up) for name, text, up in TRENDS if len(own := table[table["trend"] == name]))
+    return None if found is None else replace(found, table=table, why="Predicted, not run: no number here is measured.")
+
+
+def _trend(text: str, own: pd.DataFrame, rises: bool) -> Claim | None:
+    """Whether the predicted MFU goes the published way from the fewest GPUs to the most."""
+    first, last = (float(own.sort_values("gpus")["mfu_percent"].iloc[index]) for index in (0, -1))
+    follows = last > first if rises else last < first
+    return judged_claim(text, [follows], [not follows], f"predicted: {first:.0f} to {last:.0f} %")

@@ -14,7 +14,7 @@ from labkit.studies.scaling.findings import QUESTIONS
 from labkit.studies.scaling.worker import ScalingPoint, measure_point
 
 MOST_GPUS = 16384
-TABLES = ("published", "margins", "families")
+TABLES = ("published", "margins", "families", "students", "here", "trends")
 
 
 def _known(find: object) -> AfterValidator:

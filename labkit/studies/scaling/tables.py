@@ -32,6 +32,7 @@ PARTS = {
 """What the parts of a step are called, and of which kind each is; collectives are what of them is exposed."""
 
 
+SECONDS = "measured step (s)"  # plain numbers along an axis: from 60 ms to 5 minutes, units would crowd it
 PREDICTORS = ("predicted", "one_constant", "framework_left_out")
 PUBLISHED = (
     *("group", "line", "of_model", "of_gpu", "of_gpus", "arrangement", "unstable", "old_pipeline"),
@@ -45,6 +46,7 @@ def errors(frame: pd.DataFrame) -> pd.DataFrame:
     ratios = {name: table[f"{name}_s"].astype(float) / table["measured_s"].astype(float) for name in PREDICTORS}
     return table.assign(
         predicted_over_measured=ratios["predicted"],
+        **{SECONDS: table["measured_s"]},
         **{f"{name}_error": 100 * (ratio - 1).abs() for name, ratio in ratios.items()},
         covered=(table["low"] <= table["measured_s"]) & (table["measured_s"] <= table["high"]),
     )
@@ -133,7 +135,7 @@ def trainings(frame: pd.DataFrame) -> pd.DataFrame:
 
 def waterfalls(frame: pd.DataFrame) -> pd.DataFrame:
     """GPU-hours by part of the step; parts that are nowhere worth mentioning are one."""
-    columns = ["model", "gpus", "part", "gpu_hours", "low", "high"]
+    columns = ["model", "gpus", "part", "gpu_hours"]
     rows = select(frame, columns, sweep="training").dropna(subset="gpu_hours")[columns].astype({"gpus": int})
     if rows.empty:
         return rows.assign(kind=[])
@@ -147,7 +149,9 @@ def waterfalls(frame: pd.DataFrame) -> pd.DataFrame:
     )
     keys = ["model", "gpus", "part"]
     summed = rows.groupby(keys, sort=False)["gpu_hours"].sum().reset_index()
-    return summed.merge(rows.drop_duplicates(keys)[[*keys, "low", "high", "kind"]], on=keys)
+    table = summed.merge(rows.drop_duplicates(keys)[[*keys, "kind"]], on=keys).query("gpu_hours > 0")
+    order = {name: place for place, name in enumerate([*(title for title, _ in PARTS.values()), OTHER, STEP])}
+    return table.sort_values(["gpus", "part"], key=lambda column: column.map(order).fillna(column), ignore_index=True)
 
 
 def shares(frame: pd.DataFrame) -> pd.DataFrame:
@@ -192,3 +196,26 @@ def behind(frame: pd.DataFrame) -> pd.DataFrame:
     names = dict(zip(CHOICES, ("its first", "best of its three", "smallest that fits"), strict=True))
     table = choices(frame).melt("group", CHOICES, "choice", "behind_percent")
     return table.assign(choice=table["choice"].map(names))
+
+
+def students(frame: pd.DataFrame) -> pd.DataFrame:
+    """Steps on two to four GPUs: measured, predicted, and one over the other."""
+    columns = ["author", "setting", "variant", "bucket_mb", "measured_s", "predicted_s", "low", "high"]
+    return _against(select(frame, columns, sweep="students")[columns])
+
+
+def here(frame: pd.DataFrame) -> pd.DataFrame:
+    """Steps of this machine's ranks: measured, predicted, and one over the other."""
+    columns = ["lab", "workload", "world_size", "implementation", "measured_s", "predicted_s"]
+    return _against(select(frame, columns, sweep="here")[columns])
+
+
+def _against(table: pd.DataFrame) -> pd.DataFrame:
+    table = table.dropna(subset="measured_s").astype({"measured_s": float, "predicted_s": float})
+    return table.assign(measured_over_predicted=table["measured_s"] / table["predicted_s"])
+
+
+def trends(frame: pd.DataFrame) -> pd.DataFrame:
+    """MFU by number of GPUs, published and predicted."""
+    columns = ["trend", "gpus", "published_percent", "mfu_percent", "low", "high"]
+    return select(frame, columns, sweep="trends").dropna(subset="trend")[columns].astype({"gpus": int})

@@ -12,15 +12,21 @@ from labkit.lab.point import Point
 from labkit.lab.project import reference_directory
 from labkit.scaling.constants import load_constants
 from labkit.scaling.hardware import find_hardware
+from labkit.scaling.layout import Layout
+from labkit.scaling.model import step_flops
 from labkit.scaling.named_models import find_model
 from labkit.scaling.paying import KINDS, margins
-from labkit.scaling.prediction import is_unstable, predict_runs
+from labkit.scaling.prediction import is_unstable, predict, predict_runs
 from labkit.scaling.published import Published, arrangement, choices, load_published
 from labkit.scaling.scoring import folds, interval_90, one_constant_s
 from labkit.scaling.search import rank
 from labkit.scaling.step_time import PARTS
+from labkit.scaling.students import student_runs
 
 DIGITS = 5
+MEGATRON = "arXiv:2104.04473 Table 1"
+LLAMA = {64: 43.0, 128: 41.0}
+"""arXiv:2407.21783, table 4: copies of the model and MFU in percent, 16M tokens a step of 8192-token sequences."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,15 +46,15 @@ class ScalingPoint(Point):
 
 def measure_point(point: ScalingPoint) -> Iterator[dict[str, Any]]:
     """Rows of one table; lists are columns, one value per published run."""
-    published = load_published(reference_directory() / "scaling")
-    if point.sweep == "published":
-        yield from _published(published)
-    elif point.sweep == "margins":
-        yield from _margins(published)
-    elif point.sweep == "families":
-        yield from _families(published)
-    else:
+    if point.sweep == "training":
         yield from _training(point)
+    elif point.sweep == "here":
+        yield from _here()
+    elif point.sweep == "students":
+        yield from _students()
+    else:
+        tables = {"published": _published, "margins": _margins, "families": _families, "trends": _trends}
+        yield from tables[point.sweep](load_published(reference_directory() / "scaling"))
 
 
 def _columns(rows: NDArray[Any], **columns: NDArray[Any]) -> dict[str, list[Any]]:
@@ -113,6 +119,49 @@ def _families(published: Published) -> Iterator[dict[str, Any]]:
 def _percent(share: float) -> float | None:
     """None for what ran out of memory."""
     return _plain(100 * share) if np.isfinite(share) else None
+
+
+def _here() -> Iterator[dict[str, Any]]:
+    """Steps of this machine's ranks. Runs are read with pandas, which other points do without."""
+    from labkit.machine import describe_machine
+    from labkit.studies.scaling.here import own_ranks
+
+    return own_ranks(describe_machine())
+
+
+def _students() -> Iterator[dict[str, Any]]:
+    """Steps on two to four GPUs, beside their predictions."""
+    for run in student_runs(reference_directory()):
+        low, high = run.predicted.interval_90
+        yield {
+            "author": run.source, "setting": run.setting, "variant": run.variant, "bucket_mb": run.bucket_mb,
+            "measured_s": run.measured_s, "predicted_s": _plain(run.predicted.step_s), "low": _plain(low),
+            "high": _plain(high),
+        }  # fmt: skip
+
+
+def _trends(published: Published) -> Iterator[dict[str, Any]]:
+    """MFU by number of GPUs: Megatron's weak scaling, of constants that never saw the model, and Llama 3's 405B."""
+    runs = published.runs
+    flops = step_flops(runs, seq_len=runs.seq_len, sequences=runs.global_batch)
+    at_peak = 100 * flops / (runs.gpus * runs.peak_tflops * 1e12)
+    for row in np.flatnonzero(np.char.startswith(published.source, MEGATRON)):
+        yield {
+            "trend": "Megatron, 1.7B to 1T", "gpus": int(runs.gpus[row]),
+            "published_percent": _plain(at_peak[row] / published.step_s[row]),
+            "mfu_percent": _plain(at_peak[row] / published.model_left_out_s[row]),
+        }  # fmt: skip
+    model, hardware = find_model("llama-3-405b"), find_hardware("h100")
+    for dp, percent in LLAMA.items():
+        layout = Layout(
+            tp=8, sequence_parallel=True, pp=16, vp=7, dp=dp, shard="zero1", global_batch=2048
+        )  # one layer per chunk; the table does not say
+        found = predict(model, hardware, layout, seq_len=8192)
+        low, high = (100 * found.mfu * found.step_s / end for end in reversed(found.interval_90))
+        yield {
+            "trend": "Llama 3, 405B", "gpus": layout.gpus, "published_percent": percent,
+            "mfu_percent": _plain(100 * found.mfu), "low": _plain(low), "high": _plain(high),
+        }  # fmt: skip
 
 
 def _training(point: ScalingPoint) -> Iterator[dict[str, Any]]:

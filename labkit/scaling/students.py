@@ -1,0 +1,114 @@
+"""Published runs of two to four GPUs in a room, by students: a sweep of gradient buckets, and sharding, predicted.
+
+Their products are in float32, which no tensor core computes and whose elements are twice as long: as half of every
+bandwidth, at the rate of the other units. What a constant counts in bytes is halved, for it is as long as it was. Their
+attention writes its scores to memory, and AdamW keeps 28 bytes a parameter moving. The GPU is assumed: H100s.
+"""
+
+import csv
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from labkit.scaling.constants import Constants, Profile, load_constants
+from labkit.scaling.hardware import Hardware, find_hardware
+from labkit.scaling.layout import Layout
+from labkit.scaling.model import Model, parameters
+from labkit.scaling.named_models import find_model
+from labkit.scaling.prediction import Prediction, predict
+
+MB = 2**20
+FLOAT32_TFLOPS = 66.9
+"""NVIDIA H100 datasheet (2023): float32 outside the tensor cores."""
+ADAMW_BYTES = 28.0
+TENSORS_PER_LAYER = 9
+SMOLLM3 = Model(layers=36, hidden=2048, heads=16, kv_heads=4, ffn=11008, vocab=128256, tied=True, name="SmolLM3-3B")
+"""config.json as published."""
+SHARDS = {"sharded_optimizer": "zero1", "ZeRO-2": "zero2", "ZeRO-3": "zero3"}
+GPU = "h100"
+
+
+@dataclass(frozen=True)
+class StudentRun:
+    """A step that was published, and its prediction; `bucket_mb` where the sweep names one."""
+
+    source: str
+    setting: str
+    variant: str
+    bucket_mb: float | None
+    measured_s: float
+    predicted: Prediction
+
+
+def student_runs(directory: Path) -> Iterator[StudentRun]:
+    """Every timed GPU run in `directory`, `data/reference`; ranks that are CPUs are no hardware of this package."""
+    yield from _bucket_sweep(directory / "ddp_bucketed_xl_2gpu.csv")
+    yield from _sharded(directory / "sharded_training_2gpu.csv")
+
+
+def _bucket_sweep(path: Path) -> Iterator[StudentRun]:
+    model = find_model("xl")
+    for row in _rows(path):
+        batch, tokens, bucket_mb = int(row["local_batch"]), int(row["seq_len"]), float(row["bucket_mb"])
+        layout = Layout(dp=2, micro_batch=batch, global_batch=2 * batch)
+        predicted = _in_float32(model, layout, tokens, bucket_mb * MB)
+        setting = f"batch {batch}, {tokens} tokens"
+        yield StudentRun("bucket sweep", setting, f"{bucket_mb:g} MB", bucket_mb, float(row["step_s"]), predicted)
+
+
+def _sharded(path: Path) -> Iterator[StudentRun]:
+    for row in _rows(path):
+        if "gloo" in row["hardware"] or not row["step_ms"]:
+            continue
+        shard = next((name for words, name in SHARDS.items() if words in row["variant"]), "none")
+        source, tokens = row["source"].split("/")[0], int(row["seq_len"])
+        if row["precision"] == "bf16":  # its tokens/s times its step are one sequence a GPU
+            layout = Layout(dp=4, micro_batch=1, global_batch=4, shard=shard)
+            predicted, setting = predict(SMOLLM3, find_hardware(GPU), layout, seq_len=tokens), f"{tokens} tokens"
+        else:
+            batch = int(row["global_batch"])
+            layout = Layout(dp=2, micro_batch=batch // 2, global_batch=batch, shard=shard)
+            predicted = _in_float32(find_model("xl"), layout, tokens, 25 * MB)
+            setting = f"batch {batch // 2}, {tokens} tokens"
+        yield StudentRun(source, setting, row["variant"], None, float(row["step_ms"]) / 1000, predicted)
+
+
+def _in_float32(model: Model, layout: Layout, seq_len: int, bucket_bytes: float) -> Prediction:
+    constants = load_constants()
+    whole = 4.0 * parameters(model) / (TENSORS_PER_LAYER * model.layers)  # a bucket holds whole tensors
+    bytes_of = {
+        "gradient_bytes": 4.0, "optimizer_traffic": ADAMW_BYTES, "bucket_bytes": max(bucket_bytes, whole),
+        "loss_traffic": constants.table["loss_traffic"]["default"],
+    }  # fmt: skip
+    profile = Profile(
+        "in float32", "generic", {name: value / 2 for name, value in bytes_of.items()} | {"unfused_attention": 1.0}
+    )
+    return predict(
+        model,
+        _at_half(find_hardware(GPU)),
+        layout,
+        seq_len=seq_len,
+        framework=profile.name,
+        constants=_unseen(constants, profile),
+    )
+
+
+def _unseen(constants: Constants, profile: Profile) -> Constants:
+    """With the intervals of a framework that was never seen: nothing was calibrated."""
+    known = constants.with_profile(profile)
+    return replace(known, residuals={**known.residuals, profile.name: constants.residuals["never seen"]})
+
+
+def _at_half(hardware: Hardware) -> Hardware:
+    return replace(
+        hardware,
+        peak_tflops=FLOAT32_TFLOPS,
+        memory_gb_s=hardware.memory_gb_s / 2,
+        link_gb_s=hardware.link_gb_s / 2,
+        network_gbps=hardware.network_gbps / 2,
+    )
+
+
+def _rows(path: Path) -> list[dict[str, str]]:
+    with path.open() as file:
+        return list(csv.DictReader(file))

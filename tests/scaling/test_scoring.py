@@ -1,0 +1,72 @@
+"""How the score is kept: whole models are left out, and what is committed can be made again."""
+
+import csv
+import sys
+
+import numpy as np
+import pytest
+
+from labkit.scaling.constants import load_constants
+from labkit.scaling.runs import Runs
+from labkit.scaling.scoring import FOLDS, OTHERS, folds, interval_90, one_constant_s
+from labkit.scaling.students import student_runs
+from tests.scaling.conftest import DATA, run
+
+
+def test_a_model_is_in_one_fold():
+    group = np.array(["a"] * 14 + ["b"] * 2)
+    model = np.array([*"abcdefgabcdefg", "a", "b"])
+    found = folds(group, model)
+    assert found[:7].tolist() == found[7:14].tolist() == [0, 1, 2, 3, 4, 5, 0]
+    assert found[14:].tolist() == [0, 1]
+
+
+def test_an_interval_is_not_moved_by_the_rows_it_is_judged_on():
+    runs = Runs.of([run(dp=8, global_batch=8)] * 120)
+    fold, unstable = np.arange(120) // 20, np.zeros(120, dtype=bool)
+    residuals = np.random.default_rng(0).normal(0, 0.1, 120)
+    before = interval_90(runs, fold, residuals, unstable, load_constants())
+    residuals[fold == 2] += 5
+    after = interval_90(runs, fold, residuals, unstable, load_constants())
+    for ends, moved in zip(before, after, strict=True):
+        assert moved[fold == 2] == pytest.approx(ends[fold == 2])
+    assert (after[1][fold != 2] > before[1][fold != 2]).all()
+
+
+def test_one_constant_is_the_other_models_share_of_the_peak():
+    runs = Runs.of([run(dp=8, global_batch=8), run(dp=8, global_batch=16)])
+    found = one_constant_s(runs, np.array(["g", "g"]), np.array([0, 1]), np.array([1.0, 3.0]))
+    assert found == pytest.approx([1.5, 2.0])
+    assert np.isnan(one_constant_s(runs, np.array(["g", "h"]), np.array([0, 1]), np.array([1.0, 3.0]))).all()
+
+
+def test_other_predictors_are_compared_on_groups_that_there_are(published_rows):
+    assert {group for group, _, _ in OTHERS.values()} <= {row.cells["group"] for row in published_rows}
+
+
+def test_a_fold_that_is_fitted_again_predicts_what_is_committed(monkeypatch):
+    monkeypatch.syspath_prepend(str(DATA.parents[2] / "benchmarks"))
+    import fit_scaling
+
+    published = fit_scaling.Published()
+    fold = FOLDS - 1  # of all the one with the fewest rows to predict
+    out = (published.fold == fold) & published.timed
+    constants = fit_scaling.fit_steps(published, published.fold != fold)
+    found = fit_scaling.seconds(published.runs.take(out), constants)
+    committed = {
+        int(row["line"]): float(row["model_left_out_s"])
+        for row in csv.DictReader((DATA / "cross_validated.csv").open())
+    }
+    expected = np.array([committed[line] for line in published.line[out]])
+    assert np.median(np.abs(found / expected - 1)) < 1e-3
+    assert found == pytest.approx(expected, rel=0.02)
+    del sys.modules["fit_scaling"]
+
+
+def test_every_run_of_students_on_gpus_is_predicted():
+    found = list(student_runs(DATA.parent))
+    assert len(found) == 24 + 12
+    assert sum(one.bucket_mb is not None for one in found) == 24
+    assert all(one.predicted.step_s > 0 for one in found)
+    of_1, of_100 = (one.predicted.step_s for one in found[:4] if one.bucket_mb in (1, 100))
+    assert of_1 > of_100
