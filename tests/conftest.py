@@ -13,11 +13,20 @@ from pathlib import Path
 import pytest
 import torch
 
+from labkit.studies import LABS
 from tests.commands import carry_out
 
+BY_COMMAND = ("all_reduce", "this_machine")
+"""Labs whose notebooks `make test` carries out as users do: one that measures by ranks, one that joins the others."""
+
 TESTS = Path(__file__).parent
-# Of the files that the processes of `make test` share, the one that takes longest: a report of all labs.
-FIRST = TESTS / "test_notebooks.py"
+# Of the files that the processes of `make test` share, those that take longest, so that both end together.
+FIRST = (
+    *("test_notebooks.py", "rehearsal/test_missing_rows.py", "parallel/test_data_parallel.py"),
+    *("parallel/test_leftovers.py", "parallel/test_collectives.py", "studies/test_data_parallel_worker.py"),
+    *("parallel/test_joined.py", "test_adding_a_lab.py", "studies/test_memory_worker.py", "rehearsal/test_machines.py"),
+    *("studies/test_cifar100_worker.py", "nn/test_flash_attention.py", "faults/test_parents.py", "lab/test_killed.py"),
+)
 
 # Whatever makes an optimizer, profiles or wraps a model loads the compiler: 1.4 s in every rank of every group. Here
 # the fork server has it, once. The labs' own reports, and all that runs as a program of its own, do without.
@@ -38,7 +47,8 @@ def pytest_collection_modifyitems(items):
         for marker, reason in skipped.items():
             if item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=reason))
-    items.sort(key=lambda item: item.path != FIRST)
+    places = {TESTS / name: place for place, name in enumerate(FIRST)}
+    items.sort(key=lambda item: places.get(item.path, len(places)))
 
 
 @pytest.fixture(scope="session")
@@ -51,10 +61,14 @@ def interpreted_kernels(request):
 
 
 @pytest.fixture(scope="session")
-def smoke_report(tmp_path_factory):
-    """The folder of the pages of `labkit report` of all labs at profile `smoke`."""
+def smoke_report(request, tmp_path_factory):
+    """The folder of the pages of `labkit report` of all labs at profile `smoke`; in `make test` some come cheaper."""
     pages = tmp_path_factory.mktemp("smoke") / "pages"
-    command = [sys.executable, "-m", "labkit", "report", "--profile", "smoke", "--output", str(pages)]
+    by_command = BY_COMMAND if "not slow" in request.config.option.markexpr else LABS
+    if others := [lab for lab in LABS if lab not in by_command]:
+        outcome = carry_out([sys.executable, "-m", "tests.smoke", str(pages), *others], TESTS.parent)
+        assert outcome.returncode == 0, outcome.stdout + outcome.stderr
+    command = [sys.executable, "-m", "labkit", "report", *by_command, "--profile", "smoke", "--output", str(pages)]
     outcome = carry_out(command, TESTS.parent)
     assert outcome.returncode == 0, outcome.stdout + outcome.stderr
     return pages

@@ -20,20 +20,41 @@ from labkit.lab.pages.report import LabResult
 from labkit.lab.project import path_from_here, recorded_directory
 from labkit.lab.runs.store import Run, RunFileError
 from labkit.machine.source import describe_source
+from labkit.studies import LABS
+from tests.cases import thinned
 from tests.commands import all_runs, labkit, runs_by
 
 
-def test_list_names_every_lab_from_any_directory(tmp_path):
-    result = labkit("list", cwd=tmp_path)
-    assert result.returncode == 0
-    assert "all_reduce" in result.stdout
+@pytest.fixture
+def command(monkeypatch, capfd):
+    """Carries out a command in this process: its exit status, what it printed, and its complaints."""
+    # The program sets the garbage collector of its process for itself.
+    before = gc.get_threshold()
+
+    def carry_out(*arguments):
+        monkeypatch.setattr(sys, "argv", ["/somewhere/bin/labkit", *arguments])
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as end:
+            main()
+        return end.value.code or 0, *capfd.readouterr()
+
+    yield carry_out
+    gc.set_threshold(*before)
+    atexit.unregister(gc.freeze)
 
 
-def test_the_version_is_told():
-    result = labkit("--version")
-    assert result.returncode == 0
-    assert __version__ in result.stdout
-    assert str(describe_source()) in result.stdout
+def test_list_names_every_lab_from_any_directory(command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    status, said, _ = command("list")
+    assert status == 0
+    assert all(lab in said for lab in LABS)
+
+
+def test_the_version_is_told(command):
+    status, said, _ = command("--version")
+    assert status == 0
+    assert __version__ in said
+    assert str(describe_source()) in " ".join(said.split())
 
 
 def test_help_comes_without_what_measuring_needs():
@@ -45,38 +66,43 @@ def test_help_comes_without_what_measuring_needs():
     assert result.stdout.splitlines()[-1] == "[]", result.stderr
 
 
-def test_a_run_holds_the_command_and_no_path_of_the_machine():
-    arguments = ["measure", "all_reduce", "--profile", "smoke", "--set", "algorithms=['torch']", "--set", "seed=7"]
-    for earlier in runs_by(arguments):
-        earlier.unlink()
-    assert labkit(*arguments).returncode == 0
-    (path,) = runs_by(arguments)
+TWO_RANKS = ("world_sizes=[2]", "algorithms=['torch']", "backends=['gloo']")
+TWO_RANKS += ("many_world_sizes=[]", "transport_world_sizes=[]", "scheduling_sizes_bytes=[]")
+
+
+def _set(many, *one_by_one):
+    """Options that set parameters of a lab."""
+    return [part for text in (*many, *one_by_one) for part in ("--set", text)]
+
+
+def test_a_run_holds_the_command_and_no_path_of_the_machine(command, tmp_path, monkeypatch):
+    monkeypatch.setenv("LABKIT_HOME", str(tmp_path))
+    monkeypatch.delitem(sys.modules, "ipykernel", raising=False)  # with it, it were a notebook
+    arguments = ["measure", "all_reduce", "--profile", "smoke", *_set(TWO_RANKS, "sizes_bytes=[64]", "seed=7")]
+    status, *_ = command(*arguments)
+    assert status == 0
+    (path,) = all_runs()
     assert Run.load(path).header.command == shlex.join(["labkit", *arguments])
-    path.unlink()
+    assert str(tmp_path) not in path.read_text()
 
 
-def _run_of(seed):
-    """The run of the all-reduce lab with this seed, once a point of it has ended."""
-    for path in all_runs():
+def _begun(folder):
+    """The run in the folder, once a point of it has ended and before the last has."""
+    for path in folder.glob("data/runs/*/*.jsonl"):
         with suppress(RunFileError, FileNotFoundError):
             run = Run.load(path)
-            if run.header.lab == "all_reduce" and run.header.config["seed"] == seed and not run.coverage().empty:
-                return run if len(run.pending) < len(run.header.planned) else None
+            return run if 0 < len(run.pending) < len(run.header.planned) else None
     return None
 
 
-def test_a_report_that_is_interrupted_names_its_run_and_goes_on_with_it(tmp_path, monkeypatch, capfd):
-    seed = time.time_ns()
-    settings = ["world_sizes=[2]", f"sizes_bytes={[64 * n for n in range(1, 13)]}", "algorithms=['torch']"]
-    settings += ["backends=['gloo']"]
-    settings += ["many_world_sizes=[]", "transport_world_sizes=[]", "scheduling_sizes_bytes=[]"]
-    options = [part for text in (*settings, "repeats=200", f"seed={seed}") for part in ("--set", text)]
-    command = [sys.executable, "-m", "labkit", "report", "all_reduce", "--profile", "smoke", *options]
-    where = ["--output", str(tmp_path)]
-    process = subprocess.Popen([*command, *where], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    while (run := _run_of(seed)) is None:
+def test_a_report_that_is_interrupted_names_its_run_and_goes_on_with_it(command, tmp_path, monkeypatch):
+    monkeypatch.setenv("LABKIT_HOME", str(tmp_path))
+    program = [sys.executable, "-m", "labkit", "report", "all_reduce", "--profile", "smoke"]
+    program += _set(TWO_RANKS, f"sizes_bytes={[64 * n for n in range(1, 6)]}", "repeats=400")
+    process = subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while (run := _begun(tmp_path)) is None:
         assert process.poll() is None
-        time.sleep(0.05)
+        time.sleep(0.02)
     process.send_signal(signal.SIGINT)
     said = "".join(process.communicate(timeout=120))
     assert process.returncode == 130
@@ -87,20 +113,17 @@ def test_a_report_that_is_interrupted_names_its_run_and_goes_on_with_it(tmp_path
     monkeypatch.setattr(
         report, "report_lab", lambda *given: drawn.append(given[1]) or LabResult(given[0], tmp_path, 0, None)
     )
-    monkeypatch.setattr(sys, "argv", ["labkit", "report", "all_reduce", "--resume", run.name, *where])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 0
+    status, *_ = command("report", "all_reduce", "--resume", run.name)
+    assert status == 0
     assert drawn == [{"run": str(run.path)}]
     assert Run.load(run.path).coverage()["status"].unique().tolist() == ["ok"]
-    run.path.unlink()
 
 
-def test_doctor_says_what_runs_here_and_why_the_rest_does_not():
-    result = labkit("doctor")
-    assert result.returncode == 0
+def test_doctor_says_what_runs_here_and_why_the_rest_does_not(command):
+    status, said, _ = command("doctor")
+    assert status == 0
     for word in ("processor", "backends", "all_reduce", "smoke", "paper"):
-        assert word in result.stdout
+        assert word in said
 
 
 MISTAKES = [
@@ -121,8 +144,8 @@ MISTAKES = [
     (["compare", "no-such-run", "no-other"], ["no-such-run", "in data/recorded or data/runs"]),
     (["compare", "README.md", "README.md"], ["README.md: line 1", "not a line of a run"]),
 ]
-# Of each command one, and of each kind of error; a program of its own says nothing else, while it imports, either.
-MISTAKES_OF_A_PROGRAM = [MISTAKES[0], MISTAKES[1], MISTAKES[10]]
+# A program of its own says nothing else, while it imports, either; of the commands `report` imports most.
+MISTAKES_OF_A_PROGRAM = thinned([MISTAKES[0], MISTAKES[1], MISTAKES[10]], lambda command, _: command[0] == "report")
 
 
 def _assert_one_message(said, words):
@@ -132,36 +155,21 @@ def _assert_one_message(said, words):
         assert word in said
 
 
-@pytest.fixture
-def same_collector():
-    """The program sets the garbage collector of its process for itself."""
-    before = gc.get_threshold()
-    yield
-    gc.set_threshold(*before)
-    atexit.unregister(gc.freeze)
-
-
-@pytest.mark.usefixtures("same_collector")
-def test_an_interrupt_before_anything_has_begun_is_one_word(monkeypatch, capfd):
+def test_an_interrupt_before_anything_has_begun_is_one_word(command, monkeypatch):
     def interrupted(**_):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(program, "app", interrupted)
-    monkeypatch.setattr(sys, "argv", ["labkit", "measure", "all_reduce"])
-    with pytest.raises(SystemExit) as end:
-        main()
-    assert end.value.code == 130
-    assert capfd.readouterr().err.strip() == "interrupted"
+    status, _, complaint = command("measure", "all_reduce")
+    assert status == 130
+    assert complaint.strip() == "interrupted"
 
 
 @pytest.mark.parametrize(("arguments", "words"), MISTAKES)
-@pytest.mark.usefixtures("same_collector")
-def test_a_mistake_stops_before_measuring_with_one_message(arguments, words, monkeypatch, capfd):
-    monkeypatch.setattr(sys, "argv", ["labkit", *arguments])
-    with pytest.raises(SystemExit) as end:
-        main()
-    assert end.value.code == 2
-    _assert_one_message(capfd.readouterr().err, words)
+def test_a_mistake_stops_before_measuring_with_one_message(arguments, words, command):
+    status, _, complaint = command(*arguments)
+    assert status == 2
+    _assert_one_message(complaint, words)
     assert not runs_by(arguments)
 
 
@@ -183,18 +191,15 @@ WRITING = [
 
 
 @pytest.mark.parametrize("arguments", WRITING, ids=["measure", "report", "report --run", "compare"])
-@pytest.mark.usefixtures("same_collector")
-def test_a_folder_that_takes_no_files_is_told_before_anything_is_measured(arguments, tmp_path, monkeypatch, capfd):
+def test_a_folder_that_takes_no_files_is_told_before_anything_is_measured(arguments, command, tmp_path, monkeypatch):
     home = tmp_path / "home"
     home.write_text("")  # a file, for which not even root can make folders
     shutil.copy(RECORDED, tmp_path / "copy.jsonl")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("LABKIT_HOME", str(home))
-    monkeypatch.setattr(sys, "argv", ["labkit", *arguments])
-    with pytest.raises(SystemExit) as end:
-        main()
-    assert end.value.code == 2
-    _assert_one_message(capfd.readouterr().err, [str(home), "cannot be written", "export LABKIT_HOME="])
+    status, _, complaint = command(*arguments)
+    assert status == 2
+    _assert_one_message(complaint, [str(home), "cannot be written", "export LABKIT_HOME="])
 
 
 def test_paths_are_told_as_they_can_be_opened_from_here(tmp_path, monkeypatch):

@@ -1,0 +1,96 @@
+"""Notebooks of many labs at profile `smoke`, one after the other in one process: `python -m tests.smoke FOLDER LAB...`.
+
+The cells, in IPython, and the pages are those of `labkit report`; without a kernel and its imports for each lab, and
+the fork server of all labs has the compiler, which is a second and a half in every rank. What is left out is
+papermill's and the kernel's, which `tests/test_notebooks.py` sees in the labs that are reported by command.
+"""
+
+import io
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from multiprocessing import forkserver
+from pathlib import Path
+from typing import Any
+
+import nbformat
+from IPython.core.displayhook import DisplayHook
+from IPython.core.displaypub import DisplayPublisher
+from IPython.core.interactiveshell import InteractiveShell
+from papermill.iorw import load_notebook_node
+from papermill.parameterize import parameterize_notebook
+from traitlets import Type
+from traitlets.config import Config
+
+from labkit.lab.pages.export import export_page
+from labkit.lab.project import notebook_path
+from labkit.studies import load_study
+
+_preload = forkserver.set_forkserver_preload
+forkserver.set_forkserver_preload = lambda modules: _preload([*modules, "torch._dynamo"])
+
+
+class _Publisher(DisplayPublisher):
+    """Keeps what a cell shows, as a notebook keeps it: what is shown again replaces what was shown."""
+
+    def __init__(self, *arguments: Any, **options: Any):
+        super().__init__(*arguments, **options)
+        self.shown: list[Any] = []
+        self._by_id: dict[str, Any] = {}
+
+    def publish(
+        self, data: Any, metadata: Any = None, *, transient: Any = None, update: bool = False, **_: Any
+    ) -> None:
+        name = (transient or {}).get("display_id")
+        if update:
+            self._by_id[name] |= {"data": data, "metadata": metadata or {}}
+            return
+        output = nbformat.v4.new_output("display_data", data=data, metadata=metadata or {})
+        self.shown.append(output)
+        self._by_id[name] = output
+
+
+class _Hook(DisplayHook):
+    """Keeps the value of a cell's last line with what it shows."""
+
+    def write_output_prompt(self) -> None:
+        pass
+
+    def write_format_data(self, format_dict: Any, md_dict: Any = None) -> None:
+        self.shell.display_pub.publish(format_dict, md_dict)
+
+
+class _Shell(InteractiveShell):
+    display_pub_class = Type(_Publisher)
+    displayhook_class = Type(_Hook)
+
+
+def execute(lab: str, shell: InteractiveShell, notebook: Path) -> None:
+    """Every cell of the lab's notebook; raises what a cell raises."""
+    node = load_notebook_node(str(notebook_path(lab)))
+    node = parameterize_notebook(node, {"profile": "smoke"}, kernel_name="python3")
+    shell.reset(new_session=True)
+    for cell in node.cells:
+        if cell.cell_type == "code":
+            shell.display_pub.shown = cell.outputs = []
+            with redirect_stdout(io.StringIO()) as said, redirect_stderr(io.StringIO()) as complained:
+                result = shell.run_cell(cell.source, store_history=True)
+            result.raise_error()
+            for name, stream in (("stdout", said), ("stderr", complained)):
+                if text := stream.getvalue():
+                    cell.outputs.append(nbformat.v4.new_output("stream", name=name, text=text))
+    nbformat.write(node, notebook)
+
+
+def main(folder: Path, labs: list[str]) -> None:
+    program = sys.modules["__main__"]
+    shell = _Shell.instance(config=Config(HistoryManager={"enabled": False}))
+    (folder / "notebooks").mkdir(parents=True)
+    for lab in labs:
+        sys.modules["__main__"] = program  # the ranks' own, which a shell would be
+        notebook = folder / "notebooks" / f"{lab}.ipynb"
+        execute(lab, shell, notebook)
+        export_page(notebook, folder / f"{lab}.html", lab=lab, title=load_study(lab).title)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])
