@@ -18,19 +18,15 @@ import pandas as pd
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 
 from labkit.bench.clock import time_parts_interleaved
 from labkit.bench.statistics import compare, slowest_rank
 from labkit.costs.transformer import TransformerShape
 from labkit.nn.transformer import Transformer, language_model_loss
-from labkit.parallel.data_parallel import BucketedDDP
 from labkit.parallel.launch import Row, launch
-from labkit.parallel.sharding import FSDP, ReduceScatterDDP, ShardedOptimizer
+from labkit.parallel.sharding import FSDP
+from labkit.parallel.sharding.implementations import shard
 from labkit.parallel.transport import POINT_TO_POINT, SHARED
 
 ABOUT_100_MB = TransformerShape(d_model=384, d_ff=1536, n_layers=8, n_heads=6, vocabulary=8_000)
@@ -48,57 +44,25 @@ PROMISES = (
 Made = tuple[nn.Module, Optimizer]
 
 
-def _torch_ddp(model: Transformer) -> Made:
-    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+def _made(name: str, transport: str = SHARED) -> Callable[[Transformer], Made]:
+    return lambda model: shard(name, model, AdamW, transport=transport, **SETTINGS)
+
+
+def _not_resharded(model: Transformer) -> Made:
+    wrapped = FSDP(model, transport=SHARED, reshard_after_forward=False)
     return wrapped, AdamW(wrapped.parameters(), **SETTINGS)
-
-
-def _torch_zero1(model: Transformer) -> Made:
-    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    return wrapped, ZeroRedundancyOptimizer(wrapped.parameters(), AdamW, **SETTINGS)
-
-
-def _torch_fsdp(model: Transformer) -> Made:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for layer in (*model.layers, model.embedding, model.output):
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    return model, AdamW(model.parameters(), **SETTINGS)
-
-
-def _ddp(model: Transformer) -> Made:
-    wrapped = BucketedDDP(model, all_reduce=SHARED)
-    return wrapped, AdamW(wrapped.parameters(), **SETTINGS)
-
-
-def _zero1(model: Transformer) -> Made:
-    wrapped = BucketedDDP(model, all_reduce=SHARED)
-    return wrapped, ShardedOptimizer(wrapped.parameters(), AdamW, transport=SHARED, **SETTINGS)
-
-
-def _zero2(model: Transformer) -> Made:
-    wrapped = ReduceScatterDDP(model, all_reduce=SHARED)
-    return wrapped, ShardedOptimizer(wrapped.parameters(), AdamW, wrapper=wrapped, transport=SHARED, **SETTINGS)
-
-
-def _fsdp(**options: Any) -> Callable[[Transformer], Made]:
-    def make(model: Transformer) -> Made:
-        wrapped = FSDP(model, **options)
-        return wrapped, AdamW(wrapped.parameters(), **SETTINGS)
-
-    return make
 
 
 ALTERNATIVES: Mapping[str, Callable[[Transformer], Made]] = {
-    "ddp": _torch_ddp,
-    "ddp + ZeroRedundancyOptimizer": _torch_zero1,
-    "fully_shard": _torch_fsdp,
-    "BucketedDDP": _ddp,
-    "zero1": _zero1,
-    "zero2": _zero2,
-    "fsdp": _fsdp(transport=SHARED),
-    "fsdp, not resharded": _fsdp(transport=SHARED, reshard_after_forward=False),
-    "fsdp (gloo)": _fsdp(transport=POINT_TO_POINT),
+    "ddp": _made("torch_ddp"),
+    "ddp + ZeroRedundancyOptimizer": _made("torch_zero1"),
+    "fully_shard": _made("torch_zero3"),
+    "BucketedDDP": _made("ddp"),
+    "zero1": _made("zero1"),
+    "zero2": _made("zero2"),
+    "fsdp": _made("zero3"),
+    "fsdp, not resharded": _not_resharded,
+    "fsdp (gloo)": _made("zero3", POINT_TO_POINT),
 }
 
 

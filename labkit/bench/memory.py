@@ -50,9 +50,10 @@ def peak_memory_growth(device: str = "cpu") -> Iterator[PeakMemory]:
 
 
 def return_memory_when_freed() -> None:
-    """From now on, tensors are memory of their own to Linux, which gets it back when they are freed; costs time.
+    """From now on, tensors above 64 KiB are memory of their own to Linux, which gets it back when they are freed.
 
-    Otherwise the C library keeps what is freed for later: a peak then tells what it keeps. For the life of the process.
+    Otherwise the C library keeps what is freed for later: a peak then tells what it keeps. It costs time, and lasts as
+    long as the process.
     """
     if sys.platform == "linux" and hasattr(library := ctypes.CDLL(None), "mallopt"):
         library.mallopt(_MMAP_THRESHOLD, 1 << 16)

@@ -17,6 +17,7 @@
 ``checks``       what the optimizer refuses, and what ranks compare
 ``partition``    which rank has which elements
 ``checkpoint``   the state of all shards in torch's own layout, and a shard of such a state
+``implementations``    all of it, and torch's own, by name
 """
 
 from labkit.parallel.sharding.fsdp import FSDP

@@ -30,6 +30,7 @@ PARTS = {
     "straggler_s": ("slowest node", WAITING),
 }
 """What the parts of a step are called, and of which kind each is; collectives are what of them is exposed."""
+PART_ORDER = [*(title for title, _ in PARTS.values()), OTHER]
 
 
 SECONDS = "measured step (s)"  # plain numbers along an axis: from 60 ms to 5 minutes, units would crowd it
@@ -150,8 +151,7 @@ def waterfalls(frame: pd.DataFrame) -> pd.DataFrame:
     keys = ["model", "gpus", "part"]
     summed = rows.groupby(keys, sort=False)["gpu_hours"].sum().reset_index()
     table = summed.merge(rows.drop_duplicates(keys)[[*keys, "kind"]], on=keys).query("gpu_hours > 0")
-    order = {name: place for place, name in enumerate([*(title for title, _ in PARTS.values()), OTHER, STEP])}
-    return table.sort_values(["gpus", "part"], key=lambda column: column.map(order).fillna(column), ignore_index=True)
+    return table.sort_values("gpus", kind="stable", ignore_index=True)
 
 
 def shares(frame: pd.DataFrame) -> pd.DataFrame:

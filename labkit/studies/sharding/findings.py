@@ -41,14 +41,14 @@ def peaks(frame: pd.DataFrame) -> Finding | None:
     if found is None or parts.empty:
         return found
     columns = ["size", "world_size", "way", "moment", "peak_bytes", *(f"{part}_bytes" for part in PARTS)]
-    highest = parts[parts["way"] == DDP].sort_values("peak_bytes").tail(1)
+    fewest = parts[(parts["way"] == DDP) & (parts["world_size"] == parts["world_size"].min())]
     why = None
-    if len(highest):
-        one = highest.iloc[0]
+    if len(fewest):
+        one = fewest.loc[fewest["peak_bytes"].astype(float).idxmax()]
         why = (
             f"DDP's peak, {format_bytes(one['peak_bytes'])} with {one['size']}, is "
-            f"{format_share(one['optimizer_bytes'] / one['peak_bytes'])} optimizer state, of which a rank can do with "
-            f"one share of {one['world_size']}."
+            f"{format_share(one['optimizer_bytes'] / one['peak_bytes'])} optimizer state; in shards each of "
+            f"{one['world_size']} ranks keeps {format_share(1 / one['world_size'])} of that."
         )
     return replace(found, table=parts[[*columns, "rest_bytes"]], why=why)
 
@@ -121,7 +121,10 @@ def time(frame: pd.DataFrame) -> Finding | None:
     )
     if found is None or table.empty or found.verdict == "undecided":
         return found
-    return replace(found, advice=_advice(judged(table)), why=_why_not_slower(frame))
+    slower = found.table[found.table["verdict"] == "slower"] if found.table is not None else table[:0]
+    told = [f"{row['way']} takes {format_share(row['ratio'] - 1)} longer." for row in slower.to_dict("records")]
+    why = " ".join(filter(None, [_of_the_optimizer(frame), *told]))
+    return replace(found, advice=_advice(judged(table)), why=why or None)
 
 
 def _advice(table: pd.DataFrame) -> str:
@@ -137,7 +140,7 @@ def _advice(table: pd.DataFrame) -> str:
     return f"Shard {WHAT_TO_SHARD[fastest]} ({fastest}): less memory and less time{more}."
 
 
-def _why_not_slower(frame: pd.DataFrame) -> str | None:
+def _of_the_optimizer(frame: pd.DataFrame) -> str | None:
     parts = tables.times(frame).set_index(["way", "part"])["seconds"]
     parts = parts[~parts.index.duplicated()]
     if not {(DDP, "optimizer"), (FSDP, "optimizer")} <= set(parts.index):
@@ -150,14 +153,8 @@ def _why_not_slower(frame: pd.DataFrame) -> str | None:
 def against_torch(frame: pd.DataFrame) -> Finding | None:
     pieces = [tables.steps_over(frame, theirs, own).assign(baseline=theirs) for theirs, own in PAIRS.items()]
     table = pd.concat([piece for piece in pieces if len(piece)]) if any(map(len, pieces)) else pieces[0]
-    found = compared(
-        table,
-        "labkit's way",
-        "torch's of the same kind",
-        axis=("way",),
-        caveat=_troubles(frame, "time"),
-    )
-    return found and replace(found, why="torch's ways send through gloo, labkit's as the table says.")
+    caveat = _troubles(frame, "time")
+    return compared(table, "labkit's way", "torch's of the same kind", axis=("way",), caveat=caveat)
 
 
 @QUESTIONS.ask("break_even", "When does sharding the optimizer save time?")

@@ -42,9 +42,10 @@ class ShardingConfig(LabConfig):
     memory_world_sizes: WorldSizes = [2, 4]
     batch: Count = 1
     context_length: Count = 32
-    memory_batch: Count = 4
+    memory_batch: Count = 2
     warmup: Warmup = 0
     repeats: Repeats = 6
+    swept_repeats: Repeats = 15
     device: Device = "auto"
     seed: Seed = 0
     timeout_s: TimeoutSeconds = 600.0
@@ -68,8 +69,9 @@ class ShardingStudy(Study):
             memory_batch=1,
             context_length=8,
             repeats=6,
+            swept_repeats=6,
         ),
-        "quick": ShardingConfig(size="mini", swept_sizes=["nano"], swept_batches=[1, 16], memory_sizes=["mini"]),
+        "quick": ShardingConfig(size="mini", swept_sizes=["nano"], swept_batches=[1, 4], memory_sizes=["mini"]),
         "standard": ShardingConfig(
             size="mini",
             swept_sizes=["nano", "mini"],
@@ -126,6 +128,7 @@ def _points_of_world(config: ShardingConfig, world_size: int, machine: Machine) 
         for size in config.swept_sizes:
             for batch in config.swept_batches:
                 of = {"size": size, "batch": batch, "transport": transport, "ways": pair}
+                of["repeats"] = config.swept_repeats
                 yield ShardingPoint.of(config, kind="time", **of, **here)
     if world_size in config.world_sizes and device == "cpu":  # where there is a GPU, they are all of this kind
         nccl = here | {"device": "cuda", "backend": "nccl", "transport": AUTO}

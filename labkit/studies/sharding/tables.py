@@ -24,8 +24,8 @@ NAMES = {
     "zero2": "ZeRO-2",
     "zero3": "FSDP (ZeRO-3)",
     "torch_ddp": "torch's DDP",
-    "torch_zero1": "torch's ZeroRedundancyOptimizer",
-    "torch_zero3": "torch's fully_shard",
+    "torch_zero1": "torch's ZeRO-1",
+    "torch_zero3": "torch's FSDP",
 }
 ORDER = tuple(NAMES.values())
 DDP, ZERO1, ZERO2, FSDP = ORDER[:4]

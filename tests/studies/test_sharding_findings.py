@@ -1,0 +1,129 @@
+"""Findings of the sharding lab on made-up frames: textbook, contrary, noisy."""
+
+from functools import partial
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from labkit.costs.sharding import PARTS, STAGES, moved_bytes, state_bytes
+from labkit.costs.transformer import SIZES, n_parameters
+from labkit.studies.sharding import tables
+from labkit.studies.sharding.study import STUDY
+from labkit.studies.sharding.worker import GATHER
+from tests.studies.answering import answers_of, check_headline
+
+_findings = partial(answers_of, STUDY)
+
+N = n_parameters(SIZES["mini"])
+BASE = {"size": "mini", "batch": 1, "context_length": 32, "world_size": 2, "device": "cpu", "backend": "gloo"}
+# Seconds of the optimizer's part, with its gather; forward and backward take 100 ms everywhere.
+TEXTBOOK = {"ddp": 0.06, "zero1": 0.04, "zero2": 0.04, "zero3": 0.09}
+
+
+def _frame(optimizer=TEXTBOOK, *, noise=0.002, gather_s=0.01, peaks=1.05, sent=1.0, repeats=10, torch_factor=2.0):
+    generator = np.random.default_rng(0)
+    rows = []
+
+    def add(way, part, seconds, **fields):
+        for repeat in range(repeats):
+            rows.append(
+                BASE
+                | {"kind": "time", "transport": "shared", "way": way, "part": part, "rank": 0, "repeat": repeat}
+                | {"gate": "ok", "seconds": seconds * np.exp(generator.normal(0, noise))}
+                | fields
+            )
+
+    for way, seconds in optimizer.items():
+        names = [(way, 1.0)] + ([(f"torch_{way}", torch_factor)] if way != "zero2" else [])
+        for name, factor in names:
+            for part, of_part in (("forward", 0.03), ("backward", 0.07), ("optimizer", seconds)):
+                add(name, part, factor * of_part)
+        for collective, moved in moved_bytes(4 * N, way, replicated_bytes=4 * 1000).items():
+            formula = moved / 2 * (2 if collective == "all_reduce" else 1)
+            rows.append(
+                BASE
+                | {"kind": "time", "transport": "shared", "way": way, "rank": 0, "collective": collective, "calls": 4}
+                | {"tensors_bytes": moved, "sent_bytes": sent * formula, "formula_bytes": formula, "model_bytes": 4 * N}
+            )
+        states = state_bytes(N, way, 2, replicated=1000)
+        held = {f"{part}_bytes": states[part] for part in PARTS}
+        held |= {f"formula_{part}_bytes": states[part] for part in PARTS}
+        for moment in tables.MOMENTS:
+            peak = {"moment": moment, "peak_bytes": peaks * sum(states.values()), "machine_bytes": 24 * 2**30}
+            rows.append(BASE | {"kind": "memory", "way": way, "rank": 0, "gate": "ok"} | held | peak)
+    add(GATHER, GATHER, gather_s)
+    add("zero3", tables.WAITING, 0.01, gathers=16, in_time=12, gathering_s=0.05)
+    return pd.DataFrame(rows)
+
+
+def test_a_textbook_machine_is_answered_in_full():
+    findings = _findings(_frame())
+    assert {key: finding.verdict for key, finding in findings.items()} == {
+        "peaks": "yes",
+        "formula": "yes",
+        "fsdp_saving": "yes",
+        "bytes": "yes",
+        "zero_stage_1": "measured",
+        "time": "yes",
+        "torch": "yes",
+        "break_even": "yes",
+        "gathers": "measured",
+        "largest_model": "measured",
+        "published_trends": "it depends",
+    }
+    for finding in findings.values():
+        check_headline(finding.headline)
+    assert findings["zero_stage_1"].headline.startswith("It sends 50 % more")
+    assert findings["gathers"].headline.startswith("75 % of FSDP's gathers")
+    assert "waits for 20 %" in findings["gathers"].headline
+    assert "right sign in 1 of 1" in findings["break_even"].why
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "noise", "advice"),
+    [
+        (TEXTBOOK, 0.002, "Shard the optimizer (ZeRO-1): less memory and less time; where memory is short, the opt"),
+        (TEXTBOOK | {"zero3": 0.02}, 0.002, "Shard everything (FSDP (ZeRO-3)): less memory and less time."),
+        (dict.fromkeys(STAGES, 0.06), 0.002, "Shard everything (FSDP (ZeRO-3)): less memory, and no clear cost"),
+        (TEXTBOOK | {"zero1": 0.06, "zero2": 0.09}, 0.002, "Shard the optimizer (ZeRO-1): less memory, and no clear"),
+        (TEXTBOOK | dict.fromkeys(STAGES[1:], 0.09), 0.002, "Do not shard unless memory is short"),
+    ],
+)
+def test_the_advice_is_what_the_intervals_allow(optimizer, noise, advice):
+    assert _findings(_frame(optimizer, noise=noise))["time"].advice.startswith(advice)
+
+
+def test_noise_claims_nothing():
+    findings = _findings(_frame(dict.fromkeys(STAGES, 0.06), noise=0.5, torch_factor=1.0))
+    assert {findings[key].verdict for key in ("time", "torch", "break_even")} == {"no clear difference"}
+    assert not any(findings[key].significant for key in ("time", "torch", "break_even"))
+
+
+def test_a_slow_gather_is_predicted_to_cost_time_and_a_wrong_prediction_is_counted():
+    slow = _frame(TEXTBOOK | {"zero1": 0.13}, gather_s=0.1)
+    table = tables.break_even(slow)
+    assert table["predicted_ratio"].item() == pytest.approx((0.16 - 0.03 + 0.1) / 0.16, rel=0.01)
+    assert table["gather_bytes_per_s"].item() < table["needed_bytes_per_s"].item()
+    assert _findings(slow)["break_even"].verdict == "no"
+    assert "right sign in 1 of 1" in _findings(slow)["break_even"].why
+    assert "right sign in 0 of 1" in _findings(_frame(gather_s=0.1))["break_even"].why
+
+
+def test_bytes_and_memory_that_are_not_those_of_the_formulas_are_told():
+    assert _findings(_frame(sent=1.5))["bytes"].verdict == "no"
+    frame = _frame()
+    wrong = frame["way"].eq("zero3") & frame["kind"].eq("memory")
+    frame.loc[wrong, "gradients_bytes"] *= 2
+    assert _findings(frame)["formula"].verdict != "yes"
+
+
+def test_more_is_sharded_larger_models_fit():
+    table = tables.fits(_frame()).query("place != 'here' and world_size == 64")
+    assert table["parameters"].is_monotonic_increasing
+    assert table["parameters"].iloc[-1] > 10 * table["parameters"].iloc[0]
+
+
+def test_published_pairs_disagree_on_the_sign():
+    ratios = tables.published()["step_ratio"]
+    assert ratios.min() < 1 < ratios.max()
