@@ -82,3 +82,10 @@ def test_the_index_says_what_this_machine_should_use_and_what_that_gains_by_mode
     assert 'id="joined"' not in index(tmp_path)
     write_page(tmp_path)
     assert re.search(r'id="joined".*Change 1\..*<td class="text">mini</td>.*61 %', index(tmp_path), re.DOTALL)
+
+
+def test_the_index_says_how_steady_the_machine_was(tmp_path):
+    write_page(tmp_path, pulse=[{"ranks": 1, "threads": 2, "best_s": 1e-3, "median_s": 1.7e-3}])
+    assert "1.7 times during Fake" in index(tmp_path)
+    write_page(tmp_path)
+    assert "1.7 times" not in index(tmp_path)

@@ -339,6 +339,21 @@ def test_a_timeline_without_collectives_says_so(monkeypatch):
     assert [row["lane"] for row in boxes] == ["forward", "backward", "optimizer"]
 
 
+def test_the_timeline_is_of_the_step_of_median_length_and_of_no_freak(monkeypatch):
+    steps = iter([3.0, 144.0, 1.0, 2.0, 5.0])
+
+    def boxes(_):
+        length = next(steps)
+        return {"forward": [(0.0, 1.0)], "backward": [(1.0, 1.0)], "all-reduce": [], "optimizer": [(1.0, length)]}
+
+    monkeypatch.setattr(timeline, "profile_call", lambda *_, **__: None)
+    monkeypatch.setattr(timeline, "_boxes", boxes)
+    monkeypatch.setattr(timeline, "_run", lambda step: None)
+    rows = list(timeline.timeline_rows(SimpleNamespace(implementation="torch"), "cpu"))
+    assert rows[-1]["lane"] == "optimizer"
+    assert rows[-1]["start_s"] + rows[-1]["duration_s"] == 3.0
+
+
 def test_a_point_whose_alternatives_are_all_wrong_keeps_their_reasons(monkeypatch):
     wrong = [{"implementation": "torch", "gate": "wrong: error 1e+00"}]
     monkeypatch.setattr(worker, "_right_ones", lambda *_: ({}, wrong))

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
@@ -13,6 +14,7 @@ GLOO = "gloo:"
 COLLECTIVES = (GLOO + "all_reduce", "nccl:all_reduce", "ncclDevKernel_AllReduce", "ncclKernel_AllReduce")
 LAST_GRADIENT = "torch::autograd::AccumulateGrad"
 WARMUP_STEPS = 2
+PROFILED_STEPS = 5  # of which the one of median length is told: a single one may be a freak
 FINISH = "finish"
 """The range around what a wrapper does after its backward pass: waiting, and collectives that it begins there."""
 
@@ -31,14 +33,17 @@ class Step(Protocol):
 
 
 def timeline_rows(step: Step, device: str) -> Iterator[dict[str, Any]]:
-    """One row per box: `lane` (forward, backward, all-reduce, optimizer), `start_s`, `duration_s` within the step.
+    """One row per box of a step of median length: `lane`, and within the step `start_s` and `duration_s`.
 
-    Backward ends where the last gradient is there; `during_s` of a collective is how much of it ran before that.
+    Lanes are forward, backward, all-reduce and optimizer. Backward ends where the last gradient is there;
+    `during_s` of a collective is how much of it ran before that.
     """
     for _ in range(WARMUP_STEPS):
         _run(step)
-    profile = profile_call(lambda: _run(step), device=device, before=dist.barrier)
-    boxes = _boxes(profile)
+    steps = [
+        _boxes(profile_call(lambda: _run(step), device=device, before=dist.barrier)) for _ in range(PROFILED_STEPS)
+    ]
+    boxes = steps[_median_step([_length_s(one) for one in steps])]
     if not boxes["all-reduce"]:
         reason = "the profiler saw none of the collectives, which the timeline therefore lacks"
         yield {"implementation": step.implementation, "not_measured": reason}
@@ -80,6 +85,18 @@ def _boxes(profile: Profile) -> dict[str, list[tuple[float, float]]]:
         boxes["backward"] = [(boxes["backward"][0][0], _around(last)[1])]
     start = boxes["forward"][0][0]
     return boxes | {"all-reduce": [_around([event]) for event in collectives if event.start_s >= start]}
+
+
+def _length_s(boxes: dict[str, list[tuple[float, float]]]) -> float:
+    return boxes["optimizer"][-1][1] - boxes["forward"][0][0]
+
+
+def _median_step(lengths_s: Sequence[float]) -> int:
+    """Which of several steps has the median length, that of its slowest rank; the same on all ranks."""
+    slowest = torch.tensor(lengths_s, dtype=torch.float64)
+    if dist.is_initialized():
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return int(slowest.argsort(stable=True)[(len(slowest) - 1) // 2])
 
 
 def _around(events: Sequence[TraceEvent]) -> tuple[float, float]:
