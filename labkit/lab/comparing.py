@@ -54,7 +54,7 @@ def compared(
     return Finding(
         verdict,
         headline,
-        table,
+        quantity.marked(table),
         caveat,
         why,
         _advice(verdict, place, len(worse) > 0, choose, keep),
@@ -102,7 +102,8 @@ def contest(
     advice = _advice(verdict, place, len(lost) > 0, choose(winner) if choose and winner else None, keep)
     about = winner or (names(str(worse.loc[worse["ratio"].idxmax(), alternative])) if len(worse) else None)
     is_significant = len(better) + len(worse) > 0
-    return Finding(verdict, headline, table, caveat, why, advice, is_significant, (), tuple(parts), about)
+    marked = quantity.marked(table)
+    return Finding(verdict, headline, marked, caveat, why, advice, is_significant, (), tuple(parts), about)
 
 
 def _without_times(subject: str, caveat: str | None) -> Finding | None:

@@ -2,10 +2,15 @@
 
 from dataclasses import dataclass
 
+import pandas as pd
+
 
 @dataclass(frozen=True)
 class Quantity:
-    """How to say less and more of what ratios are of, a fraction of it and several times it; and the adjectives."""
+    """How to say less and more of what ratios are of, a fraction of it and several times it; and the adjectives.
+
+    `marks`: what stands in a table's row for less and for more; the adjectives if None.
+    """
 
     name: str
     less: str
@@ -14,6 +19,12 @@ class Quantity:
     times_more: str
     better: str
     worse: str
+    marks: tuple[str, str] | None = None
+
+    def marked(self, table: pd.DataFrame) -> pd.DataFrame:
+        """A judged table with `verdict` in this quantity's words."""
+        less, more = self.marks or (self.better, self.worse)
+        return table.assign(verdict=table["verdict"].replace({"faster": less, "slower": more}))
 
 
 TIME = Quantity(
@@ -23,4 +34,5 @@ TIME = Quantity(
 MEMORY = Quantity(
     *("memory", "need {n} less memory than", "need {n} less memory than"),
     *("need {n} more memory than", "need {n} as much memory as", "lighter", "heavier"),
+    marks=("less", "more"),
 )

@@ -5,7 +5,7 @@ import pandas as pd
 import pytest
 
 from labkit.lab.claims import claim, judged_claim, published
-from labkit.lab.comparing import MEMORY, agreement, compared, contest
+from labkit.lab.comparing import MEMORY, TIME, agreement, compared, contest
 from labkit.lab.findings import at_the_cost_of
 from labkit.lab.rows import Measured, exactly_over, select
 
@@ -205,3 +205,11 @@ def test_the_slowest_rank_counts():
 def test_of_two_that_are_alike_the_first_in_the_table_wins():
     both = {("ring", 2**20): 0.5, ("ring_two", 2**20): 0.498}
     assert contest(_ratios(both, noise=0.001), "name", "torch").headline.startswith("Yes: ring is 2 times")
+
+
+@pytest.mark.parametrize(("quantity", "marks"), [(TIME, ["faster", "slower"]), (MEMORY, ["less", "more"])])
+def test_rows_are_marked_in_the_words_of_what_is_compared(quantity, marks):
+    ratios = _ratios(_sizes(0.5, 2.0))
+    for finding in (compared(ratios, "a", "b", quantity=quantity), contest(ratios, "name", "b", quantity=quantity)):
+        assert list(finding.table["verdict"]) == marks
+        assert [effect.verdict for effect in finding.effects] == ["faster", "slower"]

@@ -105,9 +105,7 @@ def batch_and_length(frame: pd.DataFrame) -> Finding | None:
     axis = ("grows", "bucket_mb", "world_size")
     more, fewer = "the shares with more tokens", "those with fewer"
     table = tables.with_more_work(frame)
-    found = compared(table, more, fewer, axis=axis, quantity=SHARE, plural=True)
-    words = {"faster": "smaller", "slower": "larger"}
-    return found and replace(found, table=table.assign(verdict=table["verdict"].replace(words)))
+    return compared(table, more, fewer, axis=axis, quantity=SHARE, plural=True)
 
 
 @QUESTIONS.ask(
