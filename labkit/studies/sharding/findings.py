@@ -83,7 +83,13 @@ def sent_bytes(frame: pd.DataFrame) -> Finding | None:
     totals = tables.sent_per_step(frame)
     if found is None or totals.empty:
         return found
+    for row in table.to_dict("records"):
+        if (not row["sent_bytes"] and row["formula_bytes"]) or (row["sent_bytes"] and row["formula_bytes"] == 0):
+            what = "lacks its" if row["formula_bytes"] else "has one more collective than the formulas: an"
+            headline = f"No: {row['way']} {what} {row['collective'].replace('_', '-')}."
+            found = replace(found, verdict="no", headline=headline)
     told = [f"{way} {rows['times_parameters'].median():.3g}" for way, rows in totals.groupby("way", sort=False)]
+    found = replace(found, caveat=_troubles(frame, "time"))
     return replace(found, why=f"In units of the parameters' bytes, times (p-1)/p, a step sends: {', '.join(told)}.")
 
 
