@@ -16,7 +16,8 @@ from labkit.lab.project import reference_directory
 from labkit.lab.rows import Measured, in_order, select
 from labkit.scaling.model import parameters as parameters_of
 from labkit.scaling.named_models import NAMED
-from labkit.studies.sharding.worker import GATHER, LEAST_PEAK, NOTES, PHASES
+from labkit.studies.sharding.step_traffic import NOTES
+from labkit.studies.sharding.worker import GATHER, LEAST_PEAK, PHASES
 
 NAMES = {
     "ddp": "DDP",
@@ -110,31 +111,6 @@ def predictions(frame: pd.DataFrame) -> pd.DataFrame:
     keys = ["model", "transport", "world_size", "kind"]
     predicted = table[[*keys[:3], "predicted_ratio"]].rename(columns={"predicted_ratio": "ratio"})
     return pd.concat([table[[*keys, "ratio", "low", "high"]], predicted.assign(kind="predicted")], ignore_index=True)
-
-
-def gathers(frame: pd.DataFrame) -> pd.DataFrame:
-    """By setting and way: gathers per step, how many were complete when they were needed, and how long steps waited.
-
-    `hidden_percent`: of the time that gathers take, what a step does not wait for.
-    """
-    columns = ["gathers", "in_time", "gathering_s", "seconds"]
-    rows = select(named(frame), [*SETTING, "way", *columns], kind="time", part=WAITING).dropna(subset="gathers")
-    rows = rows.astype(dict.fromkeys(columns, float))
-    table = rows.groupby([*SETTING[:4], "way"], as_index=False)[columns].median()
-    table = table.assign(
-        in_time_percent=100 * table["in_time"] / table["gathers"],
-        hidden_percent=100 * (1 - table["seconds"] / table["gathering_s"]),
-    )
-    return in_order(table.rename(columns={"seconds": "waiting_s"}), way=ORDER)
-
-
-def gathering(frame: pd.DataFrame) -> pd.DataFrame:
-    """The same times, long: what a step waits for, and what hides behind computing."""
-    table = gathers(frame)
-    table = table[table.groupby(list(SETTING[:4]))["way"].transform("nunique") > 1] if len(table) else table
-    hidden = table.assign(kind="hidden", seconds=table["gathering_s"] - table["waiting_s"])
-    both = pd.concat([table.assign(kind="waited for", seconds=table["waiting_s"]), hidden])
-    return both[["size", "transport", "world_size", "way", "kind", "seconds"]]
 
 
 def moments(frame: pd.DataFrame) -> pd.DataFrame:

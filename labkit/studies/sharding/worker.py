@@ -7,7 +7,7 @@ Messages are counted before they are timed: bytes that are not those of the form
 """
 
 import gc
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,16 +19,15 @@ from torch.optim import AdamW
 from labkit.bench.clock import time_parts_interleaved
 from labkit.bench.gate import verdict, worst_of_ranks
 from labkit.bench.memory import peak_memory_growth, return_memory_when_freed
-from labkit.costs.communication import ALL_GATHER_COSTS, REDUCE_SCATTER_COSTS
-from labkit.costs.sharding import PARTS, STAGES, moved_bytes, state_bytes
+from labkit.costs.sharding import PARTS, STAGES, state_bytes
 from labkit.lab.point import Point
 from labkit.nn.workloads import Workload, workload_named
-from labkit.parallel.collectives import ALGORITHMS, all_gather
+from labkit.parallel.collectives import all_gather
 from labkit.parallel.ranks.device import use_device
-from labkit.parallel.sharding.gathering import ALIGNMENT_BYTES
 from labkit.parallel.sharding.implementations import TORCHS, held_tensors, n_bytes, shard, whole_parameters
-from labkit.parallel.traffic import Collective, recorded_traffic
+from labkit.parallel.traffic import recorded_traffic
 from labkit.parallel.transport import SHARED, empty_for_all_reduce, transport_in_use
+from labkit.studies.sharding.step_traffic import traffic_rows
 
 PHASES = ("forward", "backward", "optimizer")
 GATHER = "gather"
@@ -36,10 +35,6 @@ GATHER = "gather"
 GATE_STEPS = 2
 LARGEST_ERROR = 1e-2
 """Of a parameter, over the largest change of its tensor."""
-COLLECTIVES = {"all_reduce": None, "reduce_scatter": REDUCE_SCATTER_COSTS, "all_gather": ALL_GATHER_COSTS}
-"""What labkit's ways may call, with the costs of those that are one phase."""
-FOLDING = ("recursive_doubling", "halving_doubling")
-NOTES = "notes"
 LEAST_PEAK = 0.98  # of what is held: small tensors may lie in memory that the process had before
 BUCKET_BYTES = 25 * 2**20
 SETTINGS: Mapping[str, Any] = {"lr": 1e-3, "eps": 1e-5}
@@ -119,7 +114,7 @@ def _times(point: ShardingPoint, device: str) -> Iterator[dict[str, Any]]:
             training.run()
         error = worst_of_ranks(_error(whole_parameters(training.model), expected, start))
         about = {"way": way, "error": error, "gate": verdict(error, LARGEST_ERROR)}
-        rows = list(_traffic_rows(way, traffic, start)) if way not in TORCHS else []
+        rows = list(traffic_rows(way, traffic, start)) if way not in TORCHS else []
         if wrong := [row["collective"] for row in rows if not row.pop("is_right")]:
             about["gate"] = f"wrong: bytes sent by {', '.join(wrong)} are not those of the formulas"
         yield from (about | row for row in rows)
@@ -155,64 +150,6 @@ def _error(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], start: M
         return float("inf")
     errors = [(found[name] - one).abs().max() / (one - start[name]).abs().max() for name, one in expected.items()]
     return float(torch.stack(errors).max())
-
-
-def _traffic_rows(way: str, traffic: Sequence[Collective], whole: Mapping[str, Tensor]) -> Iterator[dict[str, Any]]:
-    """A row for every collective that a step should run or did: calls, bytes of tensors, bytes sent, mean over ranks.
-
-    And whether they are right: the tensors are those of the formulas, and every message is one of the algorithm that
-    was chosen. `formula_bytes` is what the stage should send, whatever was called; notes have none.
-    """
-    world_size = dist.get_world_size()
-    replicated = sum(value.nbytes for value in whole.values() if value.dim() < 2)
-    model_bytes = sum(value.nbytes for value in whole.values())
-    moved = moved_bytes(model_bytes, way, replicated_bytes=replicated)
-    found: dict[str, list[Collective]] = {name: [] for name in (*COLLECTIVES, NOTES)}
-    for call in traffic:
-        is_note = way == "zero3" and call.dtype == "float64"  # FSDP's ranks compare notes in float64
-        found[NOTES if is_note else call.collective].append(call)
-    for name, calls in found.items():
-        tensors = sum(call.n_bytes for call in calls)
-        expected = None if name == NOTES else moved.get(name, 0)
-        padding = _most_padding(whole.values(), len(calls)) if name == "all_gather" else 0
-        is_off = expected is not None and not 0 <= tensors - expected <= padding
-        by_algorithm = sum(_sent_by_all(call, world_size) for call in calls) / world_size
-        of_ranks = [sum(call.sent_bytes for call in calls), by_algorithm, is_off]
-        sums = torch.tensor(of_ranks, dtype=torch.float64, device=next(iter(whole.values())).device)
-        dist.all_reduce(sums)
-        sent, should_send, ranks_off = (round(value) for value in sums.tolist())
-        if calls or expected:
-            phases = 2 if name == "all_reduce" else 1
-            yield {
-                "collective": name,
-                "calls": len(calls),
-                "tensors_bytes": tensors,
-                "sent_bytes": sent / world_size,
-                "formula_bytes": None if expected is None else phases * expected * (world_size - 1) / world_size,
-                "model_bytes": model_bytes,
-                "is_right": sent == should_send and ranks_off == 0,
-            }
-
-
-def _most_padding(parameters: Iterable[Tensor], calls: int) -> int:
-    """Bytes by which pieces are aligned where parameters are gathered: none on two ranks that halve whole multiples."""
-    at_ends = sum(-value.nbytes % ALIGNMENT_BYTES for value in parameters)
-    return at_ends + 2 * ALIGNMENT_BYTES * dist.get_world_size() * calls  # both sides of a cut
-
-
-def _sent_by_all(call: Collective, world_size: int) -> float:
-    """Bytes that all ranks send together by the algorithm that carried a call out.
-
-    Costs are those of the busiest rank, which all are unless ranks beyond a power of two fold into others.
-    """
-    power, n_bytes = 2 ** (world_size.bit_length() - 1), call.n_bytes
-    of_phase = COLLECTIVES[call.collective]
-    cost = ALGORITHMS[call.algorithm].cost if of_phase is None else of_phase[call.algorithm]
-    assert cost is not None, "labkit's own algorithms have one"
-    if power == world_size or call.algorithm not in FOLDING:
-        return world_size * cost(world_size, n_bytes).n_bytes
-    returned = n_bytes if of_phase is None else n_bytes / world_size
-    return power * cost(power, n_bytes).n_bytes + (world_size - power) * (n_bytes + returned)
 
 
 def _timed_rows(
