@@ -173,7 +173,7 @@ def test_a_page_has_landmarks_contents_and_where_its_numbers_come_from(lab, repo
 def test_tables_are_sorted_by_a_click_and_by_the_keyboard(page_visit):
     page, _, errors = page_visit("all_reduce.html", width=1000)  # its own: it is changed
     page.locator("details.labkit-numbers > summary").first.press("Enter")
-    table = page.locator("table.labkit-table").first
+    table = page.locator("details.labkit-numbers table.labkit-table").first
     heading = table.locator("thead button").nth(2)
     for key in ("ascending", "descending"):
         heading.press("Enter")

@@ -1,7 +1,8 @@
 """The heartbeat: a fixed small computation, timed now and then beside what is measured: how steady the machine is.
 
 A measurement listens (`listening`); the clock beats before a round, outside of every timed region, and a rank
-at the start of a point and between its rows (`lab/runs/heard.py`). Where nobody listens, nothing beats.
+at the start of a point and between its rows (`lab/runs/heard.py`). Where nobody listens, nothing beats: a beat starts
+BLAS and its threads, and a point whose ranks have to be new is measured without one.
 
 A beat is a chain of float32 products with the threads that the process computes with. It takes about a millisecond
 on a 2-core machine, and touches 128 KiB, which fit into a core's own cache. Beats take at most `MOST_OF_TIME`.
@@ -40,17 +41,19 @@ class Heartbeat:
         """The clock begins `repeats` rounds: beats and rows from now on are of this call of it."""
         self._call, self._repeats = self._call + 1, repeats
 
-    def beat(self, round_number: int = 0) -> None:
+    def beat(self, round_number: int | None = None) -> None:
         """One beat, unless the last one was so short a while ago that they would take too much of the time.
 
-        Nor while the process computes with another number of threads than at first.
+        Nor while the process computes with another number of threads than at first. Without a number it is after the
+        last round of the call.
         """
+        number = self._repeats if round_number is None else round_number
         start = time.perf_counter()
         if start < self._next or torch.get_num_threads() != self._threads:
             return
         self._work()
         end = time.perf_counter()
-        self.beats.append((self._call, round_number, round(end - start, 7)))
+        self.beats.append((self._call, number, round(end - start, 7)))
         self._next = end + (end - start) / MOST_OF_TIME
 
     def call_of(self, values: Mapping[str, Any]) -> int | None:

@@ -12,6 +12,11 @@ from torch.utils.flop_counter import flop_registry
 # They read of their first tensor only what their indices say, or nothing at all.
 LOOKUPS = frozenset({"embedding", "gather", "index", "index_select", "nll_loss_forward"})
 ALLOCATIONS = ("empty", "new_empty")
+# They compute nothing and move nothing, as views do, without being declared as such.
+FREE = frozenset({"_unsafe_view", "_reshape_alias", "lift_fresh", "resize_", "set_", "promote_types"})
+# What they write into is not read; nor is what an operator is given as `out`.
+OVERWRITES = frozenset({"copy_", "fill_", "zero_", "normal_", "uniform_", "random_", "exponential_", "bernoulli_"})
+FOREACH = "_foreach_"
 
 
 @dataclass(frozen=True)
@@ -27,9 +32,9 @@ class OperatorCall:
 class OperatorRecord(TorchDispatchMode):
     """Records PyTorch's operators that run while it is entered, those of a backward pass included, in `calls`.
 
-    Whatever an operator does inside, it moves about the tensors that it is given and returns. Views move nothing and
-    are left out, and so are allocations. Works on fake tensors, too, where nothing is computed. `all_reduces` are the
-    bytes of each of torch.distributed's that begins.
+    Whatever an operator does inside, it moves the tensors that it reads, those that its schema says it writes into, and
+    those that it makes. Views move nothing and are left out, and so are allocations. Works on fake tensors, too, where
+    nothing is computed. `all_reduces` are the bytes of each of torch.distributed's that begins.
     """
 
     def __init__(self) -> None:
@@ -40,18 +45,41 @@ class OperatorRecord(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
-        if func.namespace == "aten" and not func.is_view and not name.startswith(ALLOCATIONS):
-            given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-            made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-            moved = [*given[1:], *made, *made] if name in LOOKUPS else [*given, *made]
+        if func.namespace == "aten" and not _moves_nothing(func, name):
+            read, written = _read_and_written(func, args, kwargs or {})
+            targets = {id(tensor) for tensor in written}
+            given, made = _tensors((args, kwargs)), [one for one in _tensors(result) if id(one) not in targets]
+            moved = [*given[1:], *made, *made] if name in LOOKUPS else [*read, *written, *made]
             count = flop_registry.get(func.overloadpacket)
             flops = count(*args, **(kwargs or {}), out_val=result) if count else 0
             n_bytes = _bytes_of(moved)
             dtype = str((given or made)[0].dtype).removeprefix("torch.") if given or made else ""
             self.calls.append(OperatorCall(name, float(flops), float(n_bytes), dtype))
         elif func.namespace == "c10d" and "allreduce" in name:
-            self.all_reduces.append(_bytes_of([leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]))
+            self.all_reduces.append(_bytes_of(_tensors(args)))
         return result
+
+
+def _moves_nothing(func: Any, name: str) -> bool:
+    return func.is_view or name in FREE or name.startswith(ALLOCATIONS)
+
+
+def _read_and_written(func: Any, args: Any, kwargs: Any) -> tuple[list[Tensor], list[Tensor]]:
+    """The tensors that an operator is given, by what its schema says it does with them: some are in both lists."""
+    overwrites = func.overloadpacket.__name__.removeprefix(FOREACH) in OVERWRITES
+    read, written = [], []
+    for place, argument in enumerate(func._schema.arguments):
+        given = _tensors(args[place] if place < len(args) else kwargs.get(argument.name))
+        is_written = argument.alias_info is not None and argument.alias_info.is_write
+        if is_written:
+            written += given
+        if not is_written or not (argument.is_out or overwrites):
+            read += given
+    return read, written
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
 def _bytes_of(tensors: Iterable[Tensor]) -> int:

@@ -19,6 +19,7 @@ from labkit.lab.config import LabConfig, ParameterError, nearest, resolve_config
 from labkit.lab.figures import Plot
 from labkit.lab.findings import UNCALIBRATED, Finding, Question
 from labkit.lab.pages import cards
+from labkit.lab.pages.agreement import known_record
 from labkit.lab.pages.source import shown_source
 from labkit.lab.pages.steadiness import pulse_record
 from labkit.lab.parameter_cells import given_parameters
@@ -269,6 +270,7 @@ class Lab:
             "duration_s": float(coverage["elapsed_s"].sum()),
             "not_measured": cards.not_measured(self.run),
             "pulse": pulse_record(self.run),
+            "known": known_record(self.study, self.run),
             "figures": self._figures,
             "answers": [
                 {"question": asdict(question)} | self.findings()[question.id].record()

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import pandas as pd
 
 from labkit.costs.calibration import Calibration
+from labkit.lab.agreement import Known
 from labkit.lab.config import LabConfig
 from labkit.lab.findings import Finding, Questions
 from labkit.lab.point import Point
@@ -68,6 +69,10 @@ class Study(ABC):
         `calibration`: that of the run, which predictions are made of.
         """
         return self.questions.find(frame, coverage, calibration)
+
+    def known(self, frame: pd.DataFrame) -> Iterable[Known]:
+        """Which rows of `Run.frame()` measure what other labs measure, too, by the very same computation."""
+        return ()
 
     def check_inputs(self, config: Any, say: Callable[[str], None]) -> None:  # noqa: B027 most studies have none
         """Check the files that the config names, before anything is planned or fetched; `say` shows how far it is.

@@ -1,11 +1,14 @@
 """The heartbeat beats between rounds and nowhere else, seldom, and changes nothing of what is measured."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from labkit.bench import heartbeat
 from labkit.bench.clock import time_interleaved, time_parts_interleaved
 from labkit.bench.heartbeat import Heartbeat, heartbeat_heard, listening
+from labkit.lab.runs.heard import heard
 
 PARTS = ("forward", "backward")
 
@@ -41,6 +44,24 @@ def test_where_nobody_listens_nothing_beats(notes):
     with listening():
         assert heartbeat_heard() is not None
     assert heartbeat_heard() is None
+
+
+def test_a_worker_of_new_ranks_starts_its_process_itself(notes):
+    def worker(point):
+        notes.append("starts")
+        yield {"seconds": time_interleaved({"a": lambda: None}, warmup=0, repeats=2)["a"]}
+
+    for is_new, expected in ((True, ["starts"]), (False, ["beat", "beat", "starts", "beat", "beat", "beat"])):
+        notes.clear()
+        list(heard(worker, SimpleNamespace(fresh_ranks=is_new)))
+        assert notes == expected
+
+
+def test_a_beat_after_the_last_round_is_near_its_last_sample(notes):
+    with listening() as heart:
+        time_interleaved({"a": lambda: None}, warmup=0, repeats=3)
+        heart.beat()
+    assert heart.beats[-1][:2] == (1, 3)
 
 
 def test_beats_take_a_fiftieth_of_the_time_at_most(monkeypatch):

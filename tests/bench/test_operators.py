@@ -13,6 +13,38 @@ def test_operators_move_what_they_are_given_and_return_and_views_do_not():
     assert (multiply.name, multiply.n_bytes) == ("mul_", 2 * 400)
 
 
+def test_a_product_of_rows_in_batches_is_one_operator():
+    layer = torch.nn.Linear(4, 8, bias=False)
+    rows = torch.zeros(2, 3, 4)
+    (product,) = operators_of(lambda: layer(rows))
+    assert (product.name, product.n_bytes) == ("mm", 4 * (6 * 4 + 4 * 8 + 6 * 8))
+
+
+def test_what_is_written_into_counts_as_written_and_as_read_only_where_it_is():
+    x, y, there = torch.zeros(3, 10, 10)
+    of_name = {
+        "mul_": 2 * 400,
+        "copy_": 2 * 400,
+        "fill_": 400,
+        "add": 3 * 400,  # into a tensor that is there, which is not read
+        "_foreach_mul_": 2 * 800,
+        "_foreach_copy_": 2 * 800,
+        "_foreach_add": 2 * 800,
+    }
+    found = operators_of(
+        lambda: (
+            x.mul_(2.0),
+            x.copy_(y),
+            x.fill_(1.0),
+            torch.add(x, y, out=there),
+            torch._foreach_mul_([x, y], 2.0),
+            torch._foreach_copy_([x, y], [y, x]),
+            torch._foreach_add([x, y], 2.0),
+        )
+    )
+    assert {one.name: one.n_bytes for one in found} == of_name
+
+
 def test_products_have_flops_and_lookups_read_their_rows_only():
     table, rows = torch.zeros(1000, 10), torch.tensor([1, 2])
     (lookup,) = operators_of(lambda: torch.embedding(table, rows))

@@ -268,6 +268,7 @@ def test_ranks_that_share_gpus_work_on_their_own_one(monkeypatch, module, point)
     def set_device(device):
         raise Reached(device)
 
+    monkeypatch.setattr(module.dist, "is_initialized", lambda: True)
     monkeypatch.setattr(module.dist, "get_rank", lambda: 3)
     monkeypatch.setattr(module.torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(module.torch.cuda, "set_device", set_device)

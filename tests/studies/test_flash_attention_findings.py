@@ -167,6 +167,18 @@ def test_the_share_is_of_the_matmul_measured_in_the_run():
     assert "above 100 %" in finding.caveat
 
 
+def test_a_share_is_the_quotient_of_the_rates_beside_it_however_uneven_the_product():
+    frame = _frame(noise=0.02)
+    slow = (frame["sweep"] == "matmul") & frame["repeat"].isin([3, 4, 9, 11])
+    frame["seconds"] = frame["seconds"].where(~slow, 2 * frame["seconds"])
+    flops, seconds = tables.matmul_rates(frame)["float32"]
+    table = tables.shares(frame).query("dtype == 'float32'")
+    rate = flops / np.median(seconds) / 1e12
+    assert table["share_percent"].to_numpy() == pytest.approx((100 * table["tflop_per_s"] / rate).to_numpy())
+    assert (table["low"] <= table["share_percent"]).all()
+    assert (table["share_percent"] <= table["high"]).all()
+
+
 def test_memory_is_compared_where_explicit_attention_needs_much():
     finding = _findings(_frame())["peak_memory"]
     assert finding.verdict == "yes"

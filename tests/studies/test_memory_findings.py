@@ -158,10 +158,22 @@ def test_the_best_segment_is_where_the_peak_is_lowest_whatever_the_textbook_says
         return {0: 10e9, 1: 9e9, 2: 8e9, 3: 5e9, 6: 9e9}[segment]
 
     found = _findings(_frame(contrary))["checkpointing"]
-    assert found.headline == "Yes: checkpointing every 3 layers needs 2 times less memory than no checkpointing."
+    assert (
+        found.headline
+        == "Yes: with mini, checkpointing every 3 layers needs 2 times less memory than no checkpointing."
+    )
     assert found.advice == "If memory is short, checkpoint every 3 layers."
     best = tables.best_segments(_frame(contrary)).iloc[0]
     assert (best["segment"], best["root_of_layers"]) == (3, pytest.approx(6**0.5))
+
+
+def test_a_sentence_speaks_of_one_model_and_names_it():
+    frame = pd.concat([_frame(), _frame().replace({"size": {"mini": "small"}})], ignore_index=True)
+    found = _findings(frame)
+    for name, largest in (("where_it_goes", "2.7B"), ("checkpointing", "small")):
+        sentences = [found[name].headline, found[name].why]
+        assert all(sum(size in told for size in ("mini", "small", "2.7B")) == 1 for told in sentences)
+        assert largest in found[name].headline
 
 
 def test_a_measured_setting_is_not_compared_a_second_time_as_counted():

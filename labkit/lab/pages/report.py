@@ -13,6 +13,7 @@ from labkit.lab.advise.page import table
 from labkit.lab.execute import NotebookFailed, execute_notebook, notebook_parameters
 from labkit.lab.notebook import check_parameters
 from labkit.lab.pages import cards
+from labkit.lab.pages.agreement import agreement_sentence, agreement_table, agreements
 from labkit.lab.pages.effects import all_effects, largest
 from labkit.lab.pages.export import OTHER_FORMAT, export_page, read_page
 from labkit.lab.pages.html import render, script, style_sheet
@@ -89,6 +90,7 @@ def write_index(studies: Iterable[Study], output: Path) -> Path:
         trends=published_trends(labs),
         labs=labs,
         steady=_steadiness(labs),
+        agreement=_agreement(labs),
         missing=[study.name for study in known if study.name not in {lab["name"] for lab in labs}],
         coverage=cards.table(_coverage_frame(labs)).data if labs else "",
     )
@@ -123,8 +125,19 @@ def _index_entry(study: Study, output: Path) -> dict[str, Any] | None:
 
 def _steadiness(labs: Iterable[Mapping[str, Any]]) -> str | None:
     """How steady this machine was from lab to lab, as their pages say."""
-    here = {lab["title"]: lab["record"] for lab in labs if lab["record"] and not lab["record"]["elsewhere"]}
-    return steadiness_sentence(slowdown_by_lab({title: record.get("pulse", []) for title, record in here.items()}))
+    pulses = {title: record.get("pulse", []) for title, record in _of_this_machine(labs).items()}
+    return steadiness_sentence(slowdown_by_lab(pulses))
+
+
+def _agreement(labs: Iterable[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """What several labs of this machine measured; None if there is nothing of the kind."""
+    rows = agreements(_of_this_machine(labs))
+    return {"told": agreement_sentence(rows), **agreement_table(rows)} if rows else None
+
+
+def _of_this_machine(labs: Iterable[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    """Records of pages by the titles of their labs."""
+    return {lab["title"]: lab["record"] for lab in labs if lab["record"] and not lab["record"]["elsewhere"]}
 
 
 def _coverage_frame(labs: Iterable[Mapping[str, Any]]) -> pd.DataFrame:

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from labkit.lab.columns import label
-from labkit.lab.runs.steadiness import best_by_group
+from labkit.lab.runs.steadiness import Group, best_by_group
 from labkit.lab.runs.store import Run
 from labkit.lab.units import counted
 
@@ -57,16 +57,22 @@ def pulse_record(run: Run) -> list[dict[str, Any]]:
 
 def slowdown_by_lab(pulses: Mapping[str, Iterable[Mapping[str, Any]]]) -> dict[str, float]:
     """By lab, how many times slower the machine was during it than at its best in any lab; from `pulse_record`s."""
-    best: dict[tuple[int, int], float] = {}
-    for records in pulses.values():
-        for record in records:
-            group = record["ranks"], record["threads"]
-            best[group] = min(record["best_s"], best.get(group, record["best_s"]))
+    best = best_of_labs(pulses)
     return {
         lab: max(record["median_s"] / best[record["ranks"], record["threads"]] for record in records)
         for lab, of_lab in pulses.items()
         if (records := list(of_lab))
     }
+
+
+def best_of_labs(pulses: Mapping[str, Iterable[Mapping[str, Any]]]) -> dict[Group, float]:
+    """The fastest heartbeat of any lab by ranks and threads, from `pulse_record`s."""
+    best: dict[Group, float] = {}
+    for records in pulses.values():
+        for record in records:
+            group = record["ranks"], record["threads"]
+            best[group] = min(record["best_s"], best.get(group, record["best_s"]))
+    return best
 
 
 def steadiness_sentence(slowdown: Mapping[str, float]) -> str | None:

@@ -11,7 +11,13 @@ CALL, BEATS = "heartbeat call", "heartbeats"  # no study's worker has names with
 
 
 def heard(worker: Callable[..., Any], point: Any, **options: Any) -> Iterator[Any]:
-    """What the worker yields for a point, and one more row with what was heard."""
+    """What the worker yields for a point, and one more row with what was heard.
+
+    Nothing is heard of a point whose ranks have to be new: the first beat would start the process in its stead.
+    """
+    if getattr(point, "fresh_ranks", False):
+        yield from worker(point, **options) or ()
+        return
     with listening() as heartbeat:
         for row in worker(point, **options) or ():
             call = heartbeat.call_of(row) if isinstance(row, Mapping) else None

@@ -54,7 +54,7 @@ def measure(
     _check_inputs(study, config, on_progress)
     points = list(study.points(config, machine))
     unavailable = _prepare(study, config, points, on_progress)
-    load = load_before_measuring()
+    load, hosts = load_before_measuring(), ranks_by_host()
     header = RunHeader(
         lab=study.name,
         profile=profile,
@@ -63,9 +63,10 @@ def measure(
         command=_command(),
         started=datetime.now(UTC),
         planned={point.id: point.describe() for point in points},
-        ranks_by_host=ranks_by_host(),
+        ranks_by_host=hosts,
         load=load,
-        calibration=newest_calibration(machine),
+        # of one machine: links between hosts are not among what it knows
+        calibration=newest_calibration(machine) if len(hosts or {}) < 2 else None,
     )
     if len(header.planned) != len(points):
         raise ValueError(f"{study.name}: the plan names a point twice")

@@ -1,12 +1,15 @@
 """The all-reduce lab: its parameters, the points it measures, and what it expects of them."""
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Annotated, Any, Literal
 
+import pandas as pd
 from pydantic import Field
 
 from labkit.lab import capacity
+from labkit.lab.agreement import AllReduceTime, Known
 from labkit.lab.config import LabConfig, Repeats, Seed, TimeoutSeconds, Warmup, one_of
+from labkit.lab.rows import select
 from labkit.lab.study import Study
 from labkit.lab.units import format_bytes
 from labkit.machine import Machine
@@ -14,7 +17,7 @@ from labkit.parallel.collectives import ALGORITHMS
 from labkit.parallel.ranks.joined import is_joined, ranks_here
 from labkit.studies.all_reduce.findings import QUESTIONS
 from labkit.studies.all_reduce.tables import PREDICTED
-from labkit.studies.all_reduce.transports import CHOSEN, FLOOR, ROUTES, TORCH, alternative
+from labkit.studies.all_reduce.transports import CHOSEN, FLOOR, MESSAGES, ROUTES, SHARED_MEMORY, TORCH, alternative
 from labkit.studies.all_reduce.worker import AllReducePoint, SchedulingPoint, measure_point, plug_in, torch_dtype
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
@@ -128,6 +131,18 @@ class AllReduceStudy(Study):
             points += _transport_points(config)
             points += _scheduling_points(config)
         return list({point.id: point for point in points}.values())
+
+    def known(self, frame: pd.DataFrame) -> Iterable[Known]:
+        on_cpu = select(frame, ["seconds", "transport"], backend="gloo", dtype="float32").assign(device="cpu")
+        for sweep in ("ranks", "sizes", "transports", "scheduling"):
+            rows = select(on_cpu, sweep=sweep)
+            torch_s = select(rows, algorithm=TORCH)
+            yield Known(AllReduceTime, torch_s.assign(over="gloo"), sweep)
+            doubling = select(rows, algorithm="recursive_doubling")
+            is_by_messages = doubling["transport"].isna() | (doubling["transport"] == MESSAGES)
+            yield Known(AllReduceTime, doubling[is_by_messages].assign(over="messages"), sweep)
+            shared = select(rows, algorithm=CHOSEN, transport=SHARED_MEMORY)
+            yield Known(AllReduceTime, shared.assign(over="shared"), sweep)
 
     def skip_reason(self, point: AllReducePoint, machine: Machine) -> str | None:
         total = point.world_size * point.n_bytes

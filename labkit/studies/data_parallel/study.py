@@ -1,14 +1,18 @@
 """The data-parallel lab: its parameters and the points it measures."""
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Annotated, Any
 
+import pandas as pd
 from pydantic import Field
 
 from labkit.lab import capacity
+from labkit.lab.agreement import Known, step_times
 from labkit.lab.config import Count, Device, LabConfig, Repeats, Seed, TimeoutSeconds, Warmup, one_of
+from labkit.lab.rows import select
 from labkit.lab.study import Study
 from labkit.machine import Machine
+from labkit.nn.transformer import SIZES
 from labkit.nn.workloads import WORKLOADS, workload_parameters
 from labkit.parallel.data_parallel.implementations import IMPLEMENTATIONS, OVER_SHARED_MEMORY, TORCH, plug_in
 from labkit.parallel.ranks.joined import ranks_here
@@ -110,6 +114,12 @@ class DataParallelStudy(Study):
             for point in _points_of_world(config, world_size, machine)
         ]
         return list({point.id: point for point in points}.values())
+
+    def known(self, frame: pd.DataFrame) -> Iterable[Known]:
+        local = select(
+            frame, ["seconds", "phase", "workload"], sweep="implementations", implementation=LOCAL, workload=list(SIZES)
+        )
+        yield step_times(local.assign(part=local["phase"], size=local["workload"], precision="float32"), "SGD")
 
     def skip_reason(self, point: DataParallelPoint, machine: Machine) -> str | None:
         ranks, copies = ranks_here(point.world_size), _copies(point)

@@ -93,7 +93,8 @@ def _length_s(boxes: dict[str, list[tuple[float, float]]]) -> float:
 
 def _median_step(lengths_s: Sequence[float]) -> int:
     """Which of several steps has the median length, that of its slowest rank; the same on all ranks."""
-    slowest = torch.tensor(lengths_s, dtype=torch.float64)
+    device = "cuda" if dist.is_initialized() and dist.get_backend() == "nccl" else "cpu"
+    slowest = torch.tensor(lengths_s, dtype=torch.float64, device=device)
     if dist.is_initialized():
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     return int(slowest.argsort(stable=True)[(len(slowest) - 1) // 2])

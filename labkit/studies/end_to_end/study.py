@@ -1,14 +1,17 @@
 """The end-to-end lab: its parameters and the points it measures."""
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Annotated, Any, Literal
 
+import pandas as pd
 from pydantic import Field
 
 from labkit.costs.memory import peak_bytes
 from labkit.costs.transformer import n_parameters
 from labkit.lab import capacity
+from labkit.lab.agreement import Known, step_times
 from labkit.lab.config import Count, Device, LabConfig, Repeats, Seed, TimeoutSeconds, Warmup, one_of
+from labkit.lab.rows import select
 from labkit.lab.study import Study
 from labkit.machine import Machine
 from labkit.nn.attention_implementations import why_nothing_compiles
@@ -93,6 +96,12 @@ class EndToEndStudy(Study):
             *_by_size(config, machine, "compile", config.compile_sizes),
         ]
         return list({point.id: point for point in points}.values())
+
+    def known(self, frame: pd.DataFrame) -> Iterable[Known]:
+        phases = select(frame, ["seconds", "phase"], sweep="phases", mode="step")
+        yield step_times(phases.assign(part=phases["phase"]), "AdamW", "phases")
+        eager = select(frame, ["seconds", "phase"], sweep="compile", implementation="eager")
+        yield step_times(eager.assign(part=eager["phase"]), "AdamW", "beside compiled")
 
     def skip_reason(self, point: EndToEndPoint, machine: Machine) -> str | None:
         if reason := machine.why_no_device(point.device):

@@ -84,13 +84,15 @@ def matmul_share(frame: pd.DataFrame) -> Finding | None:
         f"{format_flops(flops / pd.Series(seconds).median())}/s in {dtype}"
         for dtype, (flops, seconds) in tables.matmul_rates(frame).items()
     ]
+    done = name_of(best["implementation"])
     busy = "A share above 100 % says that the machine was busier during the matmul, measured first."
     return Finding(
         "measured",
         headline,
         table,
         busy if (table["low"] > 100).any() else None,
-        f"The matmul rate is {join_words(rates)}.",
+        f"{done[0].upper()}{done[1:]} does {format_flops(1e12 * best['tflop_per_s'])}/s in {best['dtype']}; "
+        f"the matmul rate is {join_words(rates)}.",
     )
 
 

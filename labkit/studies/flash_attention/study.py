@@ -1,14 +1,17 @@
 """The FlashAttention lab: its parameters and the points it measures."""
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Annotated, Literal
 
+import pandas as pd
 from pydantic import Field
 
 from labkit.bench.rates import MATMUL_SIZE
 from labkit.costs.attention import matrix_bytes
 from labkit.lab import capacity
+from labkit.lab.agreement import Known, ProductTime
 from labkit.lab.config import Device, LabConfig, Repeats, Seed, TimeoutSeconds, Warmup, one_of
+from labkit.lab.rows import select
 from labkit.lab.study import Study
 from labkit.machine import Machine
 from labkit.nn.attention_implementations import IMPLEMENTATIONS, plug_in
@@ -112,6 +115,10 @@ class FlashStudy(Study):
         device = machine.device(config.device)
         points = [*_lengths(config, device), *_techniques(config, device)]
         return list({point.id: point for point in points}.values())
+
+    def known(self, frame: pd.DataFrame) -> Iterable[Known]:
+        products = select(frame, ["seconds", "sequence"], sweep="matmul").dropna(subset="seconds")
+        yield Known(ProductTime, products.assign(size=products["sequence"]))
 
     def skip_reason(self, point: FlashPoint, machine: Machine) -> str | None:
         """Only where nothing fits; an implementation that does not becomes a row of its point."""

@@ -7,9 +7,10 @@ from functools import cache
 from textwrap import shorten
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
-from labkit.bench.statistics import compare, judged
+from labkit.bench.statistics import CONFIDENCE, FEWEST_SAMPLES, judged, resampled_medians
 from labkit.costs.attention import BACKWARD_OVER_FORWARD, forward_flops, visited_share
 from labkit.lab.project import reference_directory
 from labkit.lab.rows import Measured, select
@@ -77,6 +78,8 @@ def matmul_rates(frame: pd.DataFrame) -> dict[str, tuple[float, list[float]]]:
 def shares(frame: pd.DataFrame) -> pd.DataFrame:
     """Useful FLOP/s of each phase, and as a percentage of what a large product of the same dtype reaches here.
 
+    Both are rates at median times, so that a share is exactly one over the other, however uneven the product's times.
+
     Columns: dtype, head_dim, sequence, phase, implementation, `tflop_per_s`, `share_percent`, interval `low`, `high`.
     """
     products, rows = matmul_rates(frame), []
@@ -87,11 +90,20 @@ def shares(frame: pd.DataFrame) -> pd.DataFrame:
             continue
         of_product, product_s = products[row["dtype"]]
         flops = forward_flops(key[-1], row["sequence"], row["head_dim"], causal=True) * FLOPS_OF_FORWARD[row["phase"]]
-        ratio = compare(product_s, seconds, interleaved=False)
-        percent = 100 * flops / of_product
-        row |= {"tflop_per_s": flops / seconds.median() / 1e12, "share_percent": percent * ratio.ratio}
-        rows.append(row | {"low": percent * ratio.low, "high": percent * ratio.high})
+        rate, percent = flops / seconds.median(), 100 * flops / of_product
+        row |= {"tflop_per_s": rate / 1e12, "share_percent": percent * np.median(product_s) / seconds.median()}
+        low, high = (percent * ratio for ratio in _ratio_of_medians(np.asarray(product_s), seconds.to_numpy()))
+        rows.append(row | {"low": low, "high": high})
     return pd.DataFrame(rows, columns=[*keys, "tflop_per_s", "share_percent", "low", "high"])
+
+
+def _ratio_of_medians(a: np.ndarray, b: np.ndarray) -> tuple[float, float]:
+    """The interval of the median of a, (n,), over that of b, (m,), measured apart; NaN of too few samples."""
+    if min(len(a), len(b)) < FEWEST_SAMPLES:
+        return float("nan"), float("nan")
+    ratios = resampled_medians(a, seed=0) / resampled_medians(b, seed=1)
+    low, high = np.percentile(ratios, [50 * (1 - CONFIDENCE), 50 * (1 + CONFIDENCE)])
+    return float(low), float(high)
 
 
 def reasons(frame: pd.DataFrame) -> pd.DataFrame:

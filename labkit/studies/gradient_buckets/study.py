@@ -1,20 +1,23 @@
 """The gradient-buckets lab: its parameters and the points it measures."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Annotated, Any
 
+import pandas as pd
 from pydantic import Field, field_validator
 
 from labkit.costs.memory import activation_bytes
 from labkit.lab import capacity
+from labkit.lab.agreement import AllReduceTime, Known, step_times
 from labkit.lab.config import Count, Device, LabConfig, Repeats, Seed, TimeoutSeconds, Warmup, one_of
+from labkit.lab.rows import select
 from labkit.lab.study import Study
 from labkit.machine import Machine
 from labkit.nn.transformer import SIZES, shape_named
 from labkit.nn.workloads import workload_parameters
 from labkit.parallel.ranks.joined import ranks_here
 from labkit.studies.gradient_buckets.findings import QUESTIONS
-from labkit.studies.gradient_buckets.worker import PROBE, STEPS, BucketsPoint, measure_point
+from labkit.studies.gradient_buckets.worker import LOCAL, PROBE, STEPS, BucketsPoint, measure_point
 
 MIB = 2**20
 RANK_BYTES = 200 * MIB  # a rank's own resident memory, torch included
@@ -113,6 +116,13 @@ class GradientBucketsStudy(Study):
                 for sequence in sorted(set(config.sequences))
             ]
         return points
+
+    def known(self, frame: pd.DataFrame) -> Iterable[Known]:
+        local = select(frame, ["seconds", "workload", "sequence"], sweep=STEPS, alternative=LOCAL, phase="step")
+        about = {"size": local["workload"], "context_length": local["sequence"], "precision": "float32"}
+        yield step_times(local.assign(part="step", **about), "SGD")
+        probes = select(frame, ["seconds", "n_bytes"], sweep=PROBE, device="cpu", backend="gloo")
+        yield Known(AllReduceTime, probes.assign(algorithm="torch", over="gloo"))
 
     def skip_reason(self, point: BucketsPoint, machine: Machine) -> str | None:
         ranks = ranks_here(point.world_size)

@@ -1,20 +1,23 @@
 """The kernels lab: its parameters and the points it measures."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Annotated
 
+import pandas as pd
 from pydantic import Field
 
 from labkit.costs.memory import peak_bytes
 from labkit.costs.transformer import n_parameters
 from labkit.lab import capacity
+from labkit.lab.agreement import Known, step_times
 from labkit.lab.config import Device, LabConfig, Seed, TimeoutSeconds, one_of
+from labkit.lab.rows import select
 from labkit.lab.study import Study
 from labkit.machine import Machine
 from labkit.nn.transformer import SIZES, shape_named
 from labkit.studies.kernels.findings import QUESTIONS
 from labkit.studies.kernels.tables import PREDICTED
-from labkit.studies.kernels.worker import KernelsPoint, measure_point
+from labkit.studies.kernels.worker import INFERENCE, STEP, KernelsPoint, measure_point
 
 HEADROOM = 1.1  # over the formulas, which leave out what comes while something else goes
 
@@ -57,6 +60,12 @@ class KernelsStudy(Study):
         device = machine.device(config.device)
         models = sorted(dict.fromkeys(config.models), key=list(SIZES).index)
         return [KernelsPoint.of(config, device=device, model=model, keep_trace=model == models[0]) for model in models]
+
+    def known(self, frame: pd.DataFrame) -> Iterable[Known]:
+        for mode, part in ((INFERENCE, "inference"), (STEP, "step")):
+            rows = select(frame, ["clock_s", "model"], record="clock", mode=mode)
+            rows = rows.assign(part=part, seconds=rows["clock_s"], size=rows["model"], precision="float32")
+            yield step_times(rows, "AdamW")
 
     def skip_reason(self, point: KernelsPoint, machine: Machine) -> str | None:
         return capacity.skip_reason(machine, point.device, needed_bytes(point))

@@ -1,23 +1,34 @@
 """The limits lab: its parameters and the points it measures."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal
 
+import pandas as pd
 from pydantic import Field
 
+from labkit.costs.calibration import ALL_REDUCE
 from labkit.lab import capacity
+from labkit.lab.agreement import AllReduceTime, Known, ProductTime
 from labkit.lab.config import Count, Device, LabConfig, Repeats, Seed, TimeoutSeconds, Warmup, one_of
+from labkit.lab.rows import select
 from labkit.lab.study import Study
 from labkit.machine import Machine
 from labkit.nn.transformer import SIZES
 from labkit.studies.limits.findings import QUESTIONS
-from labkit.studies.limits.worker import LimitPoint, measure_point
+from labkit.studies.limits.worker import DOUBLING, GLOO, SHARED_MEMORY, LimitPoint, measure_point
 
 KIB, MIB = 2**10, 2**20
 Model = Annotated[str, one_of(lambda: SIZES)]
 Dtype = Literal["float32", "float64", "bfloat16", "float16"]
 # A product of this size, and arrays of so many bytes, keep all threads busy and fit nowhere but in memory.
 THREADED = (1024, 64 * MIB)
+
+_ALL_REDUCES = {
+    (GLOO, ALL_REDUCE): {"algorithm": "torch", "over": "gloo"},
+    (GLOO, DOUBLING): {"algorithm": "recursive_doubling", "over": "messages"},
+    (SHARED_MEMORY, ALL_REDUCE): {"algorithm": "chosen", "over": "shared"},
+}
+"""What the lab all_reduce calls them."""
 
 
 class LimitsConfig(LabConfig):
@@ -113,6 +124,16 @@ class LimitsStudy(Study):
                 messages = tuple(config.exchange_sizes_bytes)
                 points.append(LimitPoint.of(config, sweep="exchange", sizes=messages, **on_cpu))
         return list({point.id: point for point in points}.values())
+
+    def known(self, frame: pd.DataFrame) -> Iterable[Known]:
+        products = select(frame, ["seconds", "size"], sweep="products").dropna(subset="size")
+        yield Known(ProductTime, products, "products")
+        threaded = select(frame, ["seconds", "threads", "flops"], sweep="threads", operation="product")
+        threaded = threaded[threaded["threads"] == threaded["threads"].max()]
+        sizes = [round((flops / 2) ** (1 / 3)) for flops in threaded["flops"]]
+        yield Known(ProductTime, threaded.assign(size=sizes), "threads")
+        for (way, what), named in _ALL_REDUCES.items():
+            yield Known(AllReduceTime, select(frame, ["seconds"], sweep="exchange", way=way, what=what).assign(**named))
 
     def skip_reason(self, point: LimitPoint, machine: Machine) -> str | None:
         largest = max(point.sizes, default=0)

@@ -51,13 +51,18 @@ def where_it_goes(frame: pd.DataFrame) -> Finding | None:
     if parts.empty:
         return None
     largest = parts.sort_values("share").groupby("place").tail(1).sort_values("place")
-    ends = largest.iloc[[0, -1]].drop_duplicates("place").to_dict("records")
-    lengths = ["the shortest context", "the longest context"] if len(ends) > 1 else ["this context"]
+    *others, told = [_most_of(size, rows) for size, rows in largest.groupby("size", sort=False)]
+    return Finding("measured", told, tables.shares(frame), why=" ".join(others) or None)
+
+
+def _most_of(size: str, rows: pd.DataFrame) -> str:
+    """The largest part of one model's peak at its shortest and longest context; a row per context."""
+    ends = rows.iloc[[0, -1]].drop_duplicates("place")
     told = [
-        f"{format_share(row['share'])} of {row['size']}'s peak at {length} is {_part(row['part'])}"
-        for row, length in zip(ends, lengths, strict=True)
+        f"{format_share(row['share'])} at {row['context_length']} tokens is {_part(row['part'])}"
+        for row in ends.to_dict("records")
     ]
-    return Finding("measured", f"{join_words(told)}.", tables.shares(frame))
+    return f"Of {size}'s peak, {join_words(told)}."
 
 
 def _part(part: str) -> str:
@@ -112,7 +117,7 @@ def saved_by_a_block(frame: pd.DataFrame) -> Finding | None:
     "checkpointing",
 )
 def checkpointing(frame: pd.DataFrame) -> Finding | None:
-    peaks, times = tables.segment_peaks(frame), tables.segment_times(frame)
+    peaks, times = (tables.of_largest(table(frame)) for table in (tables.segment_peaks, tables.segment_times))
     rows = select(frame, ["segment"], table="checkpoint")
     gain = contest(
         peaks,
@@ -124,8 +129,19 @@ def checkpointing(frame: pd.DataFrame) -> Finding | None:
         keep="Keep all activations",
         caveat=troubles(rows.assign(segments=rows["segment"].map(_segments)), "segments"),
     )
-    found = at_the_cost_of(gain, contest(times, "segment", NO_CHECKPOINTS, names=_segments))
+    cost = contest(times, "segment", NO_CHECKPOINTS, names=_segments)
+    found = at_the_cost_of(_with_model(gain, peaks), _with_model(cost, times))
     return found and replace(found, table=tables.segments(frame))
+
+
+def _with_model(found: Finding | None, ratios: pd.DataFrame) -> Finding | None:
+    """The finding, its headline with the name of the one model in `ratios`."""
+    if found is None or ratios.empty:
+        return found
+    verdict, colon, said = found.headline.rpartition(": ")
+    said = said if colon else f"{said[0].lower()}{said[1:]}"
+    told = f"with {ratios['size'].iloc[0]}, {said}"
+    return replace(found, headline=f"{verdict}{colon}{told}" if colon else f"{told[0].upper()}{told[1:]}")
 
 
 def _segments(length: str | float) -> str:

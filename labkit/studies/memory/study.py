@@ -1,13 +1,16 @@
 """The memory lab: its parameters, the points it measures and counts, and which of them this machine cannot hold."""
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Annotated, Any, Literal
 
+import pandas as pd
 from pydantic import Field
 
 from labkit.costs.memory import PHASES, saved_by_layer, state_bytes
 from labkit.lab import capacity
+from labkit.lab.agreement import Known, PeakMemory, step_times
 from labkit.lab.config import Device, LabConfig, Seed, TimeoutSeconds, one_of
+from labkit.lab.rows import select
 from labkit.lab.study import Study
 from labkit.machine import Machine
 from labkit.nn.transformer import SIZES, shape_named
@@ -121,6 +124,14 @@ class MemoryStudy(Study):
         points = [*_counted(config, machine), *_blocks(config, machine), *_measured(config, machine)]
         points += _checkpointing(config, machine)
         return list({point.id: point for point in points}.values())
+
+    def known(self, frame: pd.DataFrame) -> Iterable[Known]:
+        step = select(frame, ["seconds", "peak_bytes"], table="checkpoint", segment=WITHOUT)
+        yield step_times(step.assign(part="step"), "AdamW", "checkpoints")
+        peaks = select(frame, ["peak_bytes", "phase"], table="peak", method="measured")
+        phases = peaks["phase"].replace({"full_step": "step"})
+        yield Known(PeakMemory, peaks.assign(part=phases), "phases", "peak_bytes")
+        yield Known(PeakMemory, step.assign(part="step"), "checkpoints", "peak_bytes")
 
     def skip_reason(self, point: MemoryPoint, machine: Machine) -> str | None:
         return capacity.skip_reason(machine, point.device, needed_bytes(point), says="needs {} (predicted)")

@@ -158,6 +158,11 @@ def segment_peaks(frame: pd.DataFrame) -> pd.DataFrame:
     return exactly_over(table, ["size", "context_length", "method"], "segment", "peak_bytes", WITHOUT)
 
 
+def of_largest(table: pd.DataFrame) -> pd.DataFrame:
+    """The rows of the largest model, of which a sentence speaks."""
+    return table[table["size"] == _by_size(table)["size"].iloc[-1]] if len(table) else table
+
+
 def segment_times(frame: pd.DataFrame) -> pd.DataFrame:
     """Time with each segment length over that without checkpointing, from the same rounds."""
     return SEGMENT_TIMES.over(frame, WITHOUT, table="checkpoint").astype({"segment": "int64"})

@@ -1,14 +1,17 @@
 """The precision lab: its parameters and the points it measures."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Annotated, Any, Literal
 
+import pandas as pd
 from pydantic import Field
 
 from labkit.costs.memory import peak_bytes, state_bytes
 from labkit.costs.transformer import n_parameters
 from labkit.lab import capacity
+from labkit.lab.agreement import Known, step_times
 from labkit.lab.config import Device, LabConfig, Repeats, Seed, TimeoutSeconds, Warmup, one_of
+from labkit.lab.rows import select
 from labkit.lab.study import Study
 from labkit.machine import Machine
 from labkit.nn.transformer import SIZES, shape_named
@@ -77,6 +80,10 @@ class PrecisionStudy(Study):
         numbers = [point for device in devices for point in _number_points(config, device)]
         models = sorted(dict.fromkeys(config.models), key=list(SIZES).index)
         return [*numbers, *(_timed_point(config, devices[-1], model) for model in models)]
+
+    def known(self, frame: pd.DataFrame) -> Iterable[Known]:
+        rows = select(frame, ["seconds", "mode", "model", "alternative"], part="speed")
+        yield step_times(rows.assign(part=rows["mode"], size=rows["model"], precision=rows["alternative"]), "AdamW")
 
     def skip_reason(self, point: PrecisionPoint, machine: Machine) -> str | None:
         return capacity.skip_reason(machine, point.device, needed_bytes(point) if point.part == "speed" else 0)

@@ -4,8 +4,10 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
+import torch
+
 from labkit.bench.operators import OperatorCall, operators_of
-from labkit.nn.training import TrainingStep
+from labkit.nn.training import TrainingStep, adamw
 from labkit.nn.transformer import shape_named
 
 INFERENCE, FORWARD, BACKWARD, OPTIMIZER = "inference", "forward", "backward", "optimizer"
@@ -16,13 +18,18 @@ Phases = Mapping[str, tuple[OperatorCall, ...]]
 def step_operators(
     size: str, batch: int, context_length: int, precision: str = "float32", device: str = "cpu"
 ) -> Phases:
-    """What each phase of a step calls, from the second step on: the first makes the optimizer's states, too."""
+    """What each phase of a step calls, from the second step on: the first makes the optimizer's states, too.
+
+    Traced on the CPU, whatever the device, so that a page is the same wherever it is drawn: a torch without CUDA has no
+    backward pass even of fake tensors there. The optimizer is that of the device.
+    """
     from torch._subclasses.fake_tensor import FakeTensorMode  # not needed by ranks, who import this package
 
     with FakeTensorMode(allow_non_fake_inputs=True):
         step = TrainingStep(
-            shape_named(size), batch=batch, context_length=context_length, precision=precision, device=device
+            shape_named(size), batch=batch, context_length=context_length, precision=precision, device="cpu"
         )
+        step.optimizer = adamw(step.model.parameters(), torch.device(device))
         step.run()
         actions: dict[str, Callable[[], Any]] = {
             INFERENCE: step.infer,

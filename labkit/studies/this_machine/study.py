@@ -1,8 +1,9 @@
 """The lab of this machine: the recommendations of all other labs in one configuration, against the default."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Annotated, Literal
 
+import pandas as pd
 from pydantic import Field
 
 from labkit.costs.memory import peak_bytes
@@ -18,12 +19,14 @@ from labkit.lab.advise.machine import (
     newest_runs,
     recommendations,
 )
+from labkit.lab.agreement import Known, step_times
 from labkit.lab.config import Count, Device, LabConfig, Repeats, Seed, TimeoutSeconds, Warmup
+from labkit.lab.rows import select
 from labkit.lab.study import Study
 from labkit.machine import Machine
 from labkit.parallel.data_parallel.implementations import OVER_SHARED_MEMORY
 from labkit.parallel.ranks.joined import ranks_here
-from labkit.studies.this_machine import findings
+from labkit.studies.this_machine import findings, worker
 from labkit.studies.this_machine.worker import ThisMachinePoint, measure_point
 
 RANK_BYTES = 200 * 2**20  # a rank's own resident memory, torch included
@@ -80,6 +83,10 @@ class ThisMachineStudy(Study):
             for world_size in sorted(set(config.world_sizes))
             for model in config.models
         ]
+
+    def known(self, frame: pd.DataFrame) -> Iterable[Known]:
+        rows = select(frame, ["seconds", "model"], implementation=worker.DEFAULT, world_size=1)
+        yield step_times(rows.assign(part="step", size=rows["model"], precision="float32"), "AdamW")
 
     def skip_reason(self, point: ThisMachinePoint, machine: Machine) -> str | None:
         if _joined(point) == DEFAULT:

@@ -1,0 +1,100 @@
+"""What a page tells the index of quantities that other labs measure, too, and the index's table of them."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from labkit.lab.agreement import Agreement, Value, agreement_of, value_of
+from labkit.lab.pages.steadiness import best_of_labs
+from labkit.lab.runs.store import Run
+from labkit.lab.study import Study
+from labkit.lab.units import counted, format_bytes, format_seconds
+
+
+@dataclass(frozen=True)
+class Row:
+    """A quantity with all that was measured of it, and how many times the values are apart."""
+
+    quantity: str
+    is_bytes: bool
+    values: list[Value]
+    verdict: Agreement
+    ratio: float
+
+
+def known_record(study: Study, run: Run) -> list[dict[str, Any]]:
+    """The values of a run that the index compares: key, words, where, value and interval, heartbeat of the point."""
+    threads = {point: int(facts["threads"]) for point, facts in run.facts().items() if "threads" in facts}
+    pulse_s, found = run.steadiness.pulse_s, []
+    for known in study.known(run.frame()):
+        for key, point, samples in known.samples(threads):
+            value, low, high = value_of(samples, is_exact=key.is_exact)
+            about = {"key": asdict(key) | {"quantity": key.name}, "words": key.words(), "is_bytes": key.is_exact}
+            told = {"place": known.place, "value": value, "low": low, "high": high, "pulse_s": pulse_s.get(point)}
+            found.append(about | told)
+    return found
+
+
+def agreements(records: Mapping[str, Mapping[str, Any]]) -> list[Row]:
+    """A row for each quantity that was measured more than once; those that differ first. `records` of pages by lab."""
+    best = best_of_labs({lab: record.get("pulse", []) for lab, record in records.items()})
+    groups: dict[tuple[Any, ...], list[tuple[str, Mapping[str, Any]]]] = {}
+    for lab, record in records.items():
+        for known in record.get("known", []):
+            groups.setdefault(tuple(sorted(known["key"].items())), []).append((lab, known))
+    rows = []
+    for group in groups.values():
+        if len(group) > 1:
+            values = [_value(lab, known, best) for lab, known in group]
+            first = group[0][1]
+            rows.append(Row(first["words"], first["is_bytes"], values, *agreement_of(values)))
+    order = ("differ", "agree", "too few repeats")
+    return sorted(rows, key=lambda row: (order.index(row.verdict), -row.ratio if row.verdict == "differ" else 0))
+
+
+def _value(lab: str, known: Mapping[str, Any], best: Mapping[tuple[int, int], float]) -> Value:
+    pulse, key = known["pulse_s"], known["key"]
+    usual = best.get((key["world_size"], key["threads"]))
+    slowdown = pulse / usual if pulse and usual and not known["is_bytes"] else 1.0
+    return Value(lab, known["place"], known["value"], known["low"], known["high"], max(1.0, slowdown))
+
+
+def agreement_sentence(rows: Iterable[Row]) -> str:
+    """The line above the table."""
+    verdicts = [row.verdict for row in rows]
+    told = len(verdicts) - verdicts.count("too few repeats")
+    counts = f"{verdicts.count('agree')} of {counted(told, 'quantity').replace('quantitys', 'quantities')}"
+    rest = verdicts.count("too few repeats")
+    return f"{counts} measured more than once agree." + (f" {rest} had too few repeats to tell." if rest else "")
+
+
+def agreement_table(rows: list[Row]) -> dict[str, list[Any]]:
+    """Headings and rows as the template's table takes them: a column a lab."""
+    labs = list(dict.fromkeys(value.lab for row in rows for value in row.values))
+    headings = [{"text": text, "number": False} for text in ("quantity", "agree?", *labs)]
+    cells = [
+        [row.quantity, _verdict(row), *("; ".join(_told(row, value) for value in _of(row, lab)) or "–" for lab in labs)]
+        for row in rows
+    ]
+    return {"headings": headings, "rows": [[_cell(text) for text in line] for line in cells]}
+
+
+def _of(row: Row, lab: str) -> list[Value]:
+    return [value for value in row.values if value.lab == lab]
+
+
+def _verdict(row: Row) -> str:
+    return f"differ, {row.ratio:.1f} times" if row.verdict == "differ" else row.verdict
+
+
+def _told(row: Row, value: Value) -> str:
+    """ "57.1 ms [55.2 ms, 60.3 ms] (phases; machine 1.3 times slower)"."""
+    form = format_bytes if row.is_bytes else format_seconds
+    interval = "" if value.low is None or value.low == value.high else f" [{form(value.low)}, {form(value.high or 0)}]"
+    slow = f"machine {value.slowdown:.1f} times slower" if value.slowdown >= 1.1 else ""
+    notes = "; ".join(filter(None, (value.place, slow)))
+    return f"{form(value.value)}{interval}" + (f" ({notes})" if notes else "")
+
+
+def _cell(text: str) -> dict[str, Any]:
+    return {"text": text, "sort": None, "number": False}
