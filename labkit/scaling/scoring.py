@@ -1,4 +1,4 @@
-"""How wrong predictions of the published runs are, always by constants and quantiles that saw no row of their architecture."""
+"""How wrong predictions of published runs are, by constants and quantiles that saw no row of their architecture."""
 
 from collections.abc import Mapping
 from dataclasses import replace
