@@ -112,7 +112,7 @@ def _with_broadcasts(found: Prediction, run: Run, constants: Constants) -> Predi
     call_s = rows["nccl_call_s"] * (1 + rows["nccl_rank_share"] * ranks) / 2
     sending = float((calls * call_s + BF16 * parameters(run.model) / around.bytes_per_s)[0])
     optimizer = found.parts_s["optimizer_s"] / ranks
-    parts = found.parts_s | {"optimizer_s": optimizer, "gather_s": found.parts_s["gather_s"] + sending}
+    parts = {**found.parts_s, "optimizer_s": optimizer, "gather_s": found.parts_s["gather_s"] + sending}
     longer = sum(parts.values()) / found.step_s
     low_80, high_80, low_90, high_90 = (longer * end for end in (*found.interval_80, *found.interval_90))
     return replace(
