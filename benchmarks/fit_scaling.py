@@ -3,8 +3,8 @@
     python benchmarks/fit_scaling.py            the scoreboard, some ten minutes on one core
     python benchmarks/fit_scaling.py --write    also labkit/scaling/fitted.json and the cross-validated predictions
 
-Cross-validation leaves whole models out: the six folds hold every sixth model of each group. "never seen" leaves out
-a framework with all its rows and tables, "three rows" then calibrates with three of its rows, drawn ten times.
+Cross-validation leaves whole models out: the six folds hold every sixth architecture. "never seen" leaves out a
+framework with all its rows and tables, "three rows" then calibrates with three of its rows, drawn ten times.
 Every row counts in the scoreboard. The objective is ln(predicted / measured) with a soft L1 loss, so that a step of
 45 times its time does not bend the constants, and each group counts with the square root of its rows. What layouts are
 chosen by these predictions `choose_layouts.py` says.
@@ -67,7 +67,7 @@ class Published:
             for name in ("step_s", "peak_allocated_gib", "peak_reserved_gib")
         )
         self.timed = np.isfinite(self.step_s)
-        self.fold = folds(self.group, self.model)
+        self.fold = folds(self.runs)
 
 
 def soft(errors: np.ndarray) -> np.ndarray:

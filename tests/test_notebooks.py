@@ -151,7 +151,7 @@ def test_every_figure_has_a_finding_or_a_caption_and_its_numbers(report):
         html = (report / f"{lab}.html").read_text()
         figures = html.count('<figure class="labkit-figure">')
         assert figures == len(page_record(report / "notebooks" / f"{lab}.ipynb")["figures"])
-        links = re.findall(r'<a download="\w+\.csv" href="data:text/csv;base64,([^"]*)">', html.replace("\n", " "))
+        links = re.findall(r'<a download="[\w.-]+\.csv" href="data:text/csv;base64,([^"]*)">', html.replace("\n", " "))
         assert len(links) + html.count(".csv under figures/") == figures
         assert all(b"," in base64.b64decode(link) for link in links)
 

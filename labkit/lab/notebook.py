@@ -223,10 +223,11 @@ class Lab:
     def answer(self, question_id: str, **plots: Plot) -> None:
         """Show what this run says of a question, with its figures, by the names under which they are saved.
 
-        Verdict and headline, then the figures, then the numbers. ValueError for an unknown id.
+        Verdict and headline, then the figures that have anything to show, then the numbers. ValueError for an unknown
+        id.
         """
         question, finding = self._asked(question_id), self.findings()[question_id]
-        drawn = [self._figure(plot, name, title=question.text) for name, plot in plots.items()]
+        drawn = [self._figure(plot, name, title=question.text) for name, plot in plots.items() if len(plot.data)]
         display(cards.answer(question, finding, drawn))
 
     def _asked(self, question_id: str) -> Question:

@@ -1,4 +1,4 @@
-"""How wrong predictions of the published runs are, always by constants and quantiles that saw no row of their model."""
+"""How wrong predictions of published runs are, by constants and quantiles that saw no row of their architecture."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -27,14 +27,15 @@ None states an interval, or a score on rows that were kept back.
 """
 
 
-def folds(group: NDArray[np.str_], model: NDArray[np.str_]) -> NDArray[np.intp]:
-    """The fold of every row, (n,): every sixth model of each group is left out together."""
-    found = np.zeros(len(group), dtype=np.intp)
-    for name in np.unique(group):
-        own = group == name
-        models = list(dict.fromkeys(model[own]))
-        found[own] = [models.index(one) % FOLDS for one in model[own]]
-    return found
+def folds(runs: Runs) -> NDArray[np.intp]:
+    """The fold of every row, (n,): every sixth architecture is left out, whatever its names, in all groups together.
+
+    An architecture is its layers, width, heads and width of the feed-forward part: GPT-3 18.4B of one table is the
+    18B of another.
+    """
+    shape = list(zip(runs.layers, runs.hidden, runs.heads, runs.ffn, strict=True))
+    order = {one: index for index, one in enumerate(dict.fromkeys(shape))}
+    return np.array([order[one] % FOLDS for one in shape], dtype=np.intp)
 
 
 def interval_90(

@@ -2,20 +2,25 @@
 
 Their products are in float32, which no tensor core computes and whose elements are twice as long: as half of every
 bandwidth, at the rate of the other units. What a constant counts in bytes is halved, for it is as long as it was. Their
-attention writes its scores to memory, and AdamW keeps 28 bytes a parameter moving. The GPU is assumed: H100s.
+attention writes its scores to memory, and AdamW keeps 28 bytes a parameter moving. Their sharded optimizer all-reduces
+gradients as DDP does, and then broadcasts what each rank has updated. The GPU is assumed: H100s.
 """
 
 import csv
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from string import ascii_uppercase
 
+from labkit.scaling.communication import group
+from labkit.scaling.compute import BF16
 from labkit.scaling.constants import Constants, Profile, load_constants
 from labkit.scaling.hardware import Hardware, find_hardware
 from labkit.scaling.layout import Layout
 from labkit.scaling.model import Model, parameters
 from labkit.scaling.named_models import find_model
 from labkit.scaling.prediction import Prediction, predict
+from labkit.scaling.runs import Run, Runs
 
 MB = 2**20
 FLOAT32_TFLOPS = 66.9
@@ -24,7 +29,8 @@ ADAMW_BYTES = 28.0
 TENSORS_PER_LAYER = 9
 SMOLLM3 = Model(layers=36, hidden=2048, heads=16, kv_heads=4, ffn=11008, vocab=128256, tied=True, name="SmolLM3-3B")
 """config.json as published."""
-SHARDS = {"sharded_optimizer": "zero1", "ZeRO-2": "zero2", "ZeRO-3": "zero3"}
+SHARDS = {"ZeRO-2": "zero2", "ZeRO-3": "zero3"}
+SHARDED_OPTIMIZER = "sharded_optimizer"
 GPU = "h100"
 
 
@@ -33,6 +39,7 @@ class StudentRun:
     """A step that was published, and its prediction; `bucket_mb` where the sweep names one."""
 
     source: str
+    """The bucket sweep, or a write-up: no names of people."""
     setting: str
     variant: str
     bucket_mb: float | None
@@ -57,23 +64,25 @@ def _bucket_sweep(path: Path) -> Iterator[StudentRun]:
 
 
 def _sharded(path: Path) -> Iterator[StudentRun]:
-    for row in _rows(path):
-        if "gloo" in row["hardware"] or not row["step_ms"]:
-            continue
+    rows = [row for row in _rows(path) if "gloo" not in row["hardware"] and row["step_ms"]]
+    sources = dict(zip(dict.fromkeys(row["source"] for row in rows), ascii_uppercase, strict=False))
+    for row in rows:
         shard = next((name for words, name in SHARDS.items() if words in row["variant"]), "none")
-        source, tokens = row["source"].split("/")[0], int(row["seq_len"])
+        source, tokens = f"write-up {sources[row['source']]}", int(row["seq_len"])
         if row["precision"] == "bf16":  # its tokens/s times its step are one sequence a GPU
             layout = Layout(dp=4, micro_batch=1, global_batch=4, shard=shard)
             predicted, setting = predict(SMOLLM3, find_hardware(GPU), layout, seq_len=tokens), f"{tokens} tokens"
         else:
             batch = int(row["global_batch"])
             layout = Layout(dp=2, micro_batch=batch // 2, global_batch=batch, shard=shard)
-            predicted = _in_float32(find_model("xl"), layout, tokens, 25 * MB)
+            predicted = _in_float32(find_model("xl"), layout, tokens, 25 * MB, SHARDED_OPTIMIZER in row["variant"])
             setting = f"batch {batch // 2}, {tokens} tokens"
         yield StudentRun(source, setting, row["variant"], None, float(row["step_ms"]) / 1000, predicted)
 
 
-def _in_float32(model: Model, layout: Layout, seq_len: int, bucket_bytes: float) -> Prediction:
+def _in_float32(
+    model: Model, layout: Layout, seq_len: int, bucket_bytes: float, shards_optimizer: bool = False
+) -> Prediction:
     constants = load_constants()
     whole = 4.0 * parameters(model) / (TENSORS_PER_LAYER * model.layers)  # a bucket holds whole tensors
     bytes_of = {
@@ -83,13 +92,37 @@ def _in_float32(model: Model, layout: Layout, seq_len: int, bucket_bytes: float)
     profile = Profile(
         "in float32", "generic", {name: value / 2 for name, value in bytes_of.items()} | {"unfused_attention": 1.0}
     )
-    return predict(
-        model,
-        _at_half(find_hardware(GPU)),
-        layout,
-        seq_len=seq_len,
-        framework=profile.name,
-        constants=_unseen(constants, profile),
+    run = Run(model, _at_half(find_hardware(GPU)), layout, seq_len, profile.name)
+    unseen = _unseen(constants, profile)
+    found = predict(run.model, run.hardware, layout, seq_len=seq_len, framework=run.framework, constants=unseen)
+    return _with_broadcasts(found, run, unseen) if shards_optimizer else found
+
+
+def _with_broadcasts(found: Prediction, run: Run, constants: Constants) -> Prediction:
+    """`found` with each rank updating its share, and sending it to the others, a tensor at a time, once it has.
+
+    A broadcast passes the whole of a tensor over each link of the ring (nccl-tests, PERFORMANCE.md): with the
+    gradients' all-reduce, three times the parameters (arXiv:1910.02054, section 7, counts two for reduce-scatter and
+    gather). Nothing hides it: the next forward pass waits.
+    """
+    runs, ranks = Runs.of([run]), run.layout.dp
+    rows = constants.rows(runs)
+    around = group(runs, rows, runs.dp, runs.tp)
+    calls = TENSORS_PER_LAYER * run.model.layers
+    call_s = rows["nccl_call_s"] * (1 + rows["nccl_rank_share"] * ranks) / 2
+    sending = float((calls * call_s + BF16 * parameters(run.model) / around.bytes_per_s)[0])
+    optimizer = found.parts_s["optimizer_s"] / ranks
+    parts = {**found.parts_s, "optimizer_s": optimizer, "gather_s": found.parts_s["gather_s"] + sending}
+    longer = sum(parts.values()) / found.step_s
+    low_80, high_80, low_90, high_90 = (longer * end for end in (*found.interval_80, *found.interval_90))
+    return replace(
+        found,
+        step_s=longer * found.step_s,
+        interval_80=(low_80, high_80),
+        interval_90=(low_90, high_90),
+        parts_s=parts,
+        mfu=found.mfu / longer,
+        tokens_per_s=found.tokens_per_s / longer,
     )
 
 

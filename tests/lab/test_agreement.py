@@ -37,6 +37,7 @@ def _record(middle_s, *, pulse_s=1e-3, n=9, is_bytes=False, **setting):
         (_record(1.0), _record(1.5), "differ"),
         (_record(1.5), _record(1.0), "differ"),
         (_record(1.0), _record(1.5, pulse_s=1.5e-3), "agree"),  # the machine was as much slower
+        (_record(1.5, pulse_s=1.5e-3), _record(1.0), "agree"),
         (_record(1.0), _record(1.5, pulse_s=1.2e-3), "differ"),  # and not by enough
         (_record(1.0, pulse_s=1.5e-3), _record(1.5), "differ"),  # the faster one was in the slow moment
         (_record(1.0), _record(1.5, pulse_s=None), "differ"),

@@ -63,7 +63,7 @@ MISTAKES = [
         LITERATURE,
         the_upper_quantile_is_one_row_too_low=("(count + 1))) - 1, count - 1)", "(count + 1))) - 2, count - 1)"),
         intervals_shrink_beyond_the_data=("BEYOND * logs, logs)", "logs / BEYOND, logs)"),
-        few_rows_have_their_own_quantiles=("if own.sum() < ENOUGH:", "if own.sum() > ENOUGH:"),
+        few_rows_have_their_own_quantiles=("if rows.sum() >= ENOUGH:", "if rows.any():"),
     ),
     *mistakes(
         "scaling/prediction.py",

@@ -36,7 +36,7 @@ def error(frame: pd.DataFrame) -> Finding | None:
         tables.scoreboard(frame),
         caveat=f"Of a framework that was never published, half are within {unseen.median():.0f} %, nine of ten within "
         f"{unseen.quantile(0.9):.0f} %: calibrate with three runs of your own.",
-        why="Each row is predicted by constants fitted without any row of its model.",
+        why="Each row is predicted by constants fitted without any row of its architecture.",
     )
 
 
@@ -72,7 +72,7 @@ def coverage(frame: pd.DataFrame) -> Finding | None:
     few = f"; too few on {narrow['group'].iloc[0]}" if len(narrow) == 1 else f"; too few in {len(narrow)} tables"
     headline = f"{answer}: the intervals hold {held:.0f} % of the rows{few if len(narrow) else ''}."
     columns = ["group", "rows", "covered_percent"]
-    return Finding(verdict, headline, table[columns], why="Each interval comes from rows of other models only.")
+    return Finding(verdict, headline, table[columns], why="Each interval comes from rows of other architectures only.")
 
 
 @QUESTIONS.ask("worst", "Which published rows are predicted worst, and why?")

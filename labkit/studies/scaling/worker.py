@@ -71,7 +71,7 @@ def _plain(value: Any) -> Any:
 def _published(published: Published) -> Iterator[dict[str, Any]]:
     """By published table, every timed row: measured, predicted by constants that never saw its model, and rivals."""
     runs, measured, predicted = published.runs, published.step_s, published.model_left_out_s
-    constants, fold = load_constants(), folds(published.group, published.model)
+    constants, fold = load_constants(), folds(published.runs)
     unstable = is_unstable(runs, predict_runs(runs, constants))
     residuals = np.log(measured / predicted)
     low, high = interval_90(runs, fold, residuals, unstable, constants)
