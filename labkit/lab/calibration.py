@@ -70,6 +70,19 @@ def newest_calibration(machine: Machine, within: timedelta | None = None) -> Cal
     return disturbed[1] if disturbed else None
 
 
+def calibration_told(run: Run) -> str:
+    """What the predictions of a run are made of, and what a reader should know of its age and source."""
+    calibration = run.header.calibration
+    if calibration is None:
+        return "nothing: the machine was not calibrated (labkit measure limits)"
+    told = f"the limits of {calibration.machine}, measured {calibration.measured:%Y-%m-%d %H:%M} UTC: {calibration.run}"
+    if run.header.started - calibration.measured > FRESH:
+        told += ", more than a day before this run"
+    if calibration.source and calibration.source != str(run.header.machine.source):
+        told += f", by another source ({calibration.source})"
+    return told
+
+
 def _is_enough(run: Run, machine: Machine) -> bool:
     """Whether it asks for the devices, dtypes and transports of predictions, and for large products.
 
