@@ -2,6 +2,7 @@
 
 from datetime import timedelta
 
+import numpy as np
 import pandas as pd
 import pytest
 
@@ -118,3 +119,20 @@ def test_every_limit_is_measured_and_right_and_makes_the_calibration(tmp_path, m
     assert {one.way for one in found.transports} >= {"gloo"}
     assert newest_calibration(run.header.machine.model_copy(update={"host": "another"})) is None
     assert newest_calibration(run.header.machine, within=timedelta(0)) is None
+
+
+@pytest.mark.parametrize(("noise", "smallest"), [(0.001, 3.0), (0.2, None)])
+def test_the_smallest_difference_is_what_an_operator_differs_from_itself_by(noise, smallest):
+    rng = np.random.default_rng(0)
+    rows = [
+        row | {"seconds": 1e-3 * np.exp(rng.normal(0, noise))}
+        for turn in ("first", "second")
+        for row in _rows("itself", 20, operation="product", turn=turn)
+    ]
+    found = _findings(pd.DataFrame(rows))["smallest_difference"]
+    (percent,) = found.table["smallest_percent"]
+    assert percent == pytest.approx(smallest) if smallest else 5 < percent < 30
+    assert found.caveat is None
+    assert f"{percent:.0f} %" in found.headline
+    twice = pd.DataFrame(rows).assign(seconds=lambda frame: np.where(frame["turn"] == "first", 2e-3, 1e-3))
+    assert "product" in _findings(twice)["smallest_difference"].caveat
