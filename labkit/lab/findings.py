@@ -39,6 +39,9 @@ TOPICS = {
 }
 """What a report recommends for its machine, in this order; a question names the topic it is asked for."""
 
+SMALLEST_DIFFERENCE = "smallest_difference"
+"""The id of the question whose answer the index prints beside how steady the machine was."""
+
 MOST_REASONS = 3
 NOTHING = "this run has no rows for it"
 UNCALIBRATED = "its machine had no calibration (labkit measure limits makes one)"

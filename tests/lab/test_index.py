@@ -8,6 +8,7 @@ import nbformat
 import pytest
 
 from labkit.lab.advise.report import Section
+from labkit.lab.findings import SMALLEST_DIFFERENCE
 from labkit.lab.notebook import PAGE_MIME
 from labkit.lab.pages.export import OTHER_FORMAT, PAGE_FORMAT, embed_json, export_page, read_page
 from labkit.lab.pages.report import write_index
@@ -84,8 +85,14 @@ def test_the_index_says_what_this_machine_should_use_and_what_that_gains_by_mode
     assert re.search(r'id="joined".*Change 1\..*<td class="text">mini</td>.*61 %', index(tmp_path), re.DOTALL)
 
 
-def test_the_index_says_how_steady_the_machine_was(tmp_path):
-    write_page(tmp_path, pulse=[{"ranks": 1, "threads": 2, "best_s": 1e-3, "median_s": 1.7e-3}])
-    assert "1.7 times during Fake" in index(tmp_path)
+def test_the_index_prints_how_steady_the_machine_was_and_the_smallest_difference(tmp_path):
+    question = {"id": SMALLEST_DIFFERENCE, "text": "?", "topic": None}
+    answer = {"question": question, "verdict": "measured", "headline": "4 % between products.", "effects": []}
+    answer |= {"claims": [], "advice": None, "caveat": None, "why": None, "significant": False, "subject": None}
+    pulse = [{"ranks": 1, "threads": 2, "best_s": 1e-3, "median_s": 1.7e-3}]
+    write_page(tmp_path, answers=[answer], pulse=pulse)
+    html = index(tmp_path)
+    assert '<a href="fake.html#answer-smallest_difference">4 % between products.</a>' in html
+    assert "1.7 times during Fake" in html
     write_page(tmp_path)
     assert "1.7 times" not in index(tmp_path)

@@ -3,6 +3,7 @@
 import json
 from datetime import timedelta
 
+import numpy as np
 import pandas as pd
 import pytest
 
@@ -148,3 +149,20 @@ def _a_later_run_is_passed_over_if_it_is_too_small_or_disturbed(run, found):
     assert newest_calibration(machine) == found
     write(run.path, quiet | {"other_measurements": 1})
     assert newest_calibration(machine).run == later.stem  # all were disturbed: the newest
+
+
+@pytest.mark.parametrize(("noise", "smallest"), [(0.001, 3.0), (0.2, None)])
+def test_the_smallest_difference_is_what_an_operator_differs_from_itself_by(noise, smallest):
+    rng = np.random.default_rng(0)
+    rows = [
+        row | {"seconds": 1e-3 * np.exp(rng.normal(0, noise))}
+        for turn in ("first", "second")
+        for row in _rows("itself", 20, operation="product", turn=turn)
+    ]
+    found = _findings(pd.DataFrame(rows))["smallest_difference"]
+    (percent,) = found.table["smallest_percent"]
+    assert percent == pytest.approx(smallest) if smallest else 5 < percent < 30
+    assert found.caveat is None
+    assert f"{percent:.0f} %" in found.headline
+    twice = pd.DataFrame(rows).assign(seconds=lambda frame: np.where(frame["turn"] == "first", 2e-3, 1e-3))
+    assert "product" in _findings(twice)["smallest_difference"].caveat

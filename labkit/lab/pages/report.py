@@ -18,7 +18,7 @@ from labkit.lab.pages.effects import all_effects, largest
 from labkit.lab.pages.export import OTHER_FORMAT, export_page, read_page
 from labkit.lab.pages.html import render, script, style_sheet
 from labkit.lab.pages.recommendations import further_advice, published_trends, recommendations
-from labkit.lab.pages.steadiness import slowdown_by_lab, steadiness_sentence
+from labkit.lab.pages.steadiness import slowdown_by_lab, smallest_difference, steadiness_sentence
 from labkit.lab.project import check_writable, figures_directory, notebook_path, runs_directory
 from labkit.lab.runs.progress import Progress
 from labkit.lab.study import Study
@@ -91,6 +91,7 @@ def write_index(studies: Iterable[Study], output: Path) -> Path:
         labs=labs,
         steady=_steadiness(labs),
         agreement=_agreement(labs),
+        smallest=smallest_difference(labs),
         missing=[study.name for study in known if study.name not in {lab["name"] for lab in labs}],
         coverage=cards.table(_coverage_frame(labs)).data if labs else "",
     )

@@ -4,7 +4,7 @@ import pandas as pd
 
 from labkit.costs.calibration import ALL_REDUCE
 from labkit.lab.comparing import compared
-from labkit.lab.findings import Finding, Questions, troubles
+from labkit.lab.findings import SMALLEST_DIFFERENCE, Finding, Questions, troubles
 from labkit.lab.rows import select
 from labkit.lab.units import format_bytes, format_flops, format_rate, format_seconds, join_words
 from labkit.studies.limits import tables
@@ -89,6 +89,26 @@ def exchange(frame: pd.DataFrame) -> Finding | None:
     return Finding(
         "measured", f"The shortest takes {join_words(alphas)}.", table, caveat, f"Long ones move {join_words(rates)}."
     )
+
+
+@QUESTIONS.ask(SMALLEST_DIFFERENCE, "What is the smallest difference that this machine can show today?")
+def smallest_difference(frame: pd.DataFrame) -> Finding | None:
+    table = tables.against_itself(frame).dropna(subset="smallest_percent")
+    if table.empty:
+        return None
+    least, most = (
+        table.loc[place] for place in (table["smallest_percent"].idxmin(), table["smallest_percent"].idxmax())
+    )
+    headline = f"{least['smallest_percent']:.0f} % between {least['operation']}s"
+    if most["operation"] != least["operation"]:
+        headline += f", {most['smallest_percent']:.0f} % between {most['operation']}s"
+    differing = table.loc[table["verdict"] != "no difference shown", "operation"]
+    caveat = (
+        f"Differs measurably from itself: {join_words(differing)}. Doubt other differences of today."
+        if len(differing)
+        else None
+    )
+    return Finding("measured", f"{headline}: what is smaller goes unseen.", table, caveat)
 
 
 @QUESTIONS.ask("roofline", "Which operators of a Transformer step are bound by arithmetic, and which by memory?")

@@ -29,6 +29,9 @@ _ALL_REDUCES = {
     (SHARED_MEMORY, ALL_REDUCE): {"algorithm": "chosen", "over": "shared"},
 }
 """What the lab all_reduce calls them."""
+# What is measured against itself: rows of a product, bytes of an addition and of an all-reduce between so many ranks;
+# in as many rounds as most labs have.
+OF_ITSELF, FEW_RANKS, REPEATS_OF_ITSELF = (512, 2**20), 2, 20
 
 
 class LimitsConfig(LabConfig):
@@ -120,6 +123,10 @@ class LimitsStudy(Study):
                 for sweep, all_, most in (("products", sizes, threaded[0]), ("memory", bytes_, threaded[1])):
                     fit = all_ if (ranks, device) == (1, "cpu") else tuple(n for n in all_ if n <= most)
                     points.append(LimitPoint.of(config, sweep=sweep, **on_cpu | {"sizes": fit}))
+            if ranks <= FEW_RANKS:
+                where = on_cpu if ranks > 1 else on_cpu | {"device": device}
+                of_itself = {"sizes": OF_ITSELF, "repeats": max(config.repeats, REPEATS_OF_ITSELF)}
+                points.append(LimitPoint.of(config, sweep="itself", **where | of_itself))
             if ranks > 1 and config.exchange_sizes_bytes:
                 messages = tuple(config.exchange_sizes_bytes)
                 points.append(LimitPoint.of(config, sweep="exchange", sizes=messages, **on_cpu))

@@ -1,7 +1,9 @@
 """From the frame of a limits run to its tables: rates, what bounds an operator, and the regime of a model's step."""
 
+import numpy as np
 import pandas as pd
 
+from labkit.bench.statistics import LEAST_RELEVANT_DIFFERENCE
 from labkit.costs.transformer import BACKWARD_OVER_FORWARD, forward_flops, n_parameters
 from labkit.lab.calibration import transports
 from labkit.lab.rows import Measured, select
@@ -12,6 +14,7 @@ MEMORY = Measured(("device", "n_bytes", "bytes"), "operation")
 OPERATORS = Measured(("device", "model", "batch", "context_length", "flops", "bytes"), "operator")
 THREADS = Measured(("operation",), "threads")
 RANKS = Measured(("shape", "flops"), "world_size", took_turns=False)
+ITSELF = Measured(("world_size", "device", "operation"), "turn")
 NEAR = 0.8  # of the best rate: from here on a size counts as large enough
 
 # A step in float32, by layer: operators that read and write activations (forward, and about twice as many backward),
@@ -34,6 +37,17 @@ def memory(frame: pd.DataFrame) -> pd.DataFrame:
     """Median seconds of a copy or an addition with interval, and bytes per second, read and written together."""
     table = MEMORY.medians(frame, sweep="memory", world_size=1)
     return table.assign(bytes_per_s=table["bytes"] / table["seconds"]).sort_values(["operation", "n_bytes"])
+
+
+def against_itself(frame: pd.DataFrame) -> pd.DataFrame:
+    """An operator over itself: `ratio` with interval, and the smallest difference that such an interval can show.
+
+    `smallest_percent`: half of the interval's width, as a factor, or the least that is ever claimed.
+    """
+    table = ITSELF.over(frame, "first", sweep="itself")
+    half = np.sqrt((table["high"] / table["low"]).astype(float)) - 1
+    smallest = np.maximum(half, LEAST_RELEVANT_DIFFERENCE).where(half.notna())
+    return table.drop(columns="turn").assign(smallest_percent=100 * smallest)
 
 
 def call_s(frame: pd.DataFrame) -> float:

@@ -155,6 +155,39 @@ def _threads(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
         yield row | {"operation": operation, "threads": int(threads)}
 
 
+def _itself(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
+    """An operator against itself: what the clock and the rule make of two alternatives that do not differ."""
+    size, n = point.sizes[0], max(1, point.sizes[1] // 4)
+    if point.world_size > 1:
+        tensor = torch.zeros(n)
+        calls = {
+            "all-reduce": _Call(
+                partial(dist.all_reduce, tensor), 0, 4.0 * n, first_wrong(dist.all_reduce, tensor) or "ok"
+            )
+        }
+    else:
+        a, b, out = (torch.ones(n, device=device) for _ in range(3))
+        calls = {
+            "product": _product(_dtype(point), device, 1, size, size, size),
+            "addition": _Call(partial(torch.add, a, b, out=out), n, 12.0 * n),
+        }
+    for operation, call in calls.items():
+        about = {"operation": operation, "flops": call.flops, "bytes": call.n_bytes, "gate": call.gate}
+        if call.gate != "ok":
+            yield about
+            continue
+        samples = time_interleaved(
+            dict.fromkeys(("first", "second"), call.run),
+            warmup=point.warmup,
+            repeats=point.repeats,
+            device=point.device,
+            seed=f"{point.id} {operation}",
+            **_together(point),
+        )
+        for turn, seconds in samples.items():
+            yield about | {"turn": turn, "seconds": seconds}
+
+
 def _exchange(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
     """By gloo and through shared memory: an all-reduce, and messages in a row and at once, each of so many bytes.
 
@@ -268,6 +301,7 @@ _SWEEPS: dict[str, Callable[[LimitPoint, str], Iterator[dict[str, Any]]]] = {
     "products": _products,
     "memory": _memory,
     "threads": _threads,
+    "itself": _itself,
     "exchange": _exchange,
     "operators": _operators,
 }
