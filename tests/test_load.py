@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -20,16 +21,19 @@ CONFIG = FakeConfig(actions=["fine", "raise"], world_size=1)
 
 
 @pytest.fixture(autouse=True)
-def own_folder_for_temporary_files(tmp_path, monkeypatch):
+def name_of_these_tests(monkeypatch):
     """Labs that others measure on this machine at the same time are not seen here."""
-    monkeypatch.setattr("labkit.machine.load._folder", lambda: tmp_path)
+    name = f"labkit-tested-{os.getpid()}-"
+    monkeypatch.setattr("labkit.machine.load._NAME", name)
+    return name
 
 
 @pytest.fixture
-def other(tmp_path):
+def other(name_of_these_tests):
     """Another process that says it measures."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    process = subprocess.Popen([sys.executable, "-c", ANNOUNCE], env=os.environ | {"TMPDIR": str(tmp_path)}, **pipes)
+    code = f"from labkit.machine import load\nload._NAME = {name_of_these_tests!r}\n{ANNOUNCE}"
+    process = subprocess.Popen([sys.executable, "-c", code], **pipes)
     process.stdout.readline()
     yield process
     process.kill()
@@ -42,19 +46,17 @@ def test_another_measurement_is_seen_as_long_as_it_lasts(other):
     assert other_measurements() == 0
 
 
-def test_a_measurement_that_was_killed_is_none(other, tmp_path):
+def test_a_measurement_that_was_killed_is_none(other):
     other.send_signal(signal.SIGKILL)
     other.wait()
-    assert list(tmp_path.glob("labkit-*"))
     assert other_measurements() == 0
-    assert not list(tmp_path.glob("labkit-*"))
 
 
-def test_a_measurement_does_not_see_itself_and_leaves_nothing_behind(tmp_path):
+def test_a_measurement_does_not_see_itself_and_leaves_nothing_behind(name_of_these_tests):
     with announced():
-        assert len(list(tmp_path.glob("labkit-*"))) == 1
+        assert name_of_these_tests in Path("/proc/net/unix").read_text()
         assert other_measurements() == 0
-    assert not list(tmp_path.glob("labkit-*"))
+    assert name_of_these_tests not in Path("/proc/net/unix").read_text()
 
 
 @pytest.mark.usefixtures("other")

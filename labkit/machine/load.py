@@ -1,13 +1,12 @@
 """What else the machine does while a lab measures: other programs, and other measurements of labkit.
 
-A measurement announces itself by a locked file in the machine's folder for temporary files. The lock ends with the
-process, however that ends, and any user may test it.
+A measurement announces itself by a socket with a name that only the kernel keeps (Linux's abstract ones): it is gone
+with the process, however that ends, and any user may read the list of them.
 """
 
-import fcntl
 import os
-import re
-import tempfile
+import socket
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -23,7 +22,8 @@ _BUSY = ("user", "nice", "system", "irq", "softirq")  # what guests of this mach
 LEAST_BUSY_SHARE = 0.15
 """Of the cores: from here on, and from half a core on, other programs are worth a word. Idle machines stay below."""
 
-_FILE = re.compile(r"labkit-measuring-(\d+)-.*")
+_SOCKETS = Path("/proc/net/unix")  # of every user
+_NAME = "labkit-measuring-"
 
 
 class Load(BaseModel):
@@ -117,40 +117,17 @@ def disturbances(load: Load, cores: int) -> list[str]:
 @contextmanager
 def announced() -> Iterator[None]:
     """Have other processes count this one among their `other_measurements` meanwhile."""
-    try:
-        descriptor, name = tempfile.mkstemp(prefix="labkit-starting-", dir=_folder())
-    except OSError:  # nowhere to say it: the measurement matters more
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sign:
+        if sys.platform == "linux":
+            with suppress(OSError):  # nowhere to say it: the measurement matters more
+                sign.bind(f"\0{_NAME}{os.getpid()}-{time.monotonic_ns()}")
         yield
-        return
-    path = Path(name)
-    try:
-        os.fchmod(descriptor, 0o644)
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        path = path.rename(path.with_name(f"labkit-measuring-{os.getpid()}-{path.name[-8:]}"))
-        yield
-    finally:
-        path.unlink(missing_ok=True)
-        os.close(descriptor)
-
-
-def _folder() -> Path:
-    return Path(tempfile.gettempdir())
 
 
 def other_measurements() -> int:
     """How many other processes of this machine measure now, of any user and any checkout."""
-    count = 0
-    for path in _folder().glob("labkit-measuring-*"):
-        match = _FILE.fullmatch(path.name)
-        if match is None or int(match.group(1)) == os.getpid():
-            continue
-        with suppress(OSError):
-            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                path.unlink()  # its process was killed
-            except BlockingIOError:
-                count += 1
-            finally:
-                os.close(descriptor)
-    return count
+    try:
+        names = [line.rpartition("@")[2] for line in _SOCKETS.read_text().splitlines()]
+    except OSError:
+        return 0
+    return sum(name.startswith(_NAME) and not name.startswith(f"{_NAME}{os.getpid()}-") for name in names)
