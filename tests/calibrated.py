@@ -13,12 +13,14 @@ def _curve(per_s, *work, call_s=CALL_S):
 
 
 def made_up(*, cores=2, ranks=(1, 2), flops_per_s=FLOPS_PER_S, bytes_per_s=BYTES_PER_S, call_s=CALL_S):
-    """p ranks reach a p-th of the rates each; messages take 100 us and a nanosecond per byte between any two."""
+    """p ranks reach a p-th of the rates each, in both dtypes; messages take 100 us and a nanosecond per byte."""
     rates = tuple(
         Rates(
             device="cpu",
             ranks=p,
-            products={"float32": _curve(flops_per_s / p, *(10**k for k in range(3, 13)), call_s=call_s)},
+            products=dict.fromkeys(
+                ("float32", "bfloat16"), _curve(flops_per_s / p, *(10**k for k in range(3, 13)), call_s=call_s)
+            ),
             additions=_curve(bytes_per_s / p, *(10**k for k in range(2, 11)), call_s=call_s),
             copies=_curve(bytes_per_s / p, *(10**k for k in range(2, 11)), call_s=call_s),
         )

@@ -49,14 +49,13 @@ class Rates:
     """The same of a copy into a tensor that is there."""
 
     def operator_s(self, flops: float, n_bytes: float, dtype: str = FULL) -> float:
-        """Seconds of one operator, its call included."""
+        """Seconds of one operator, its call included; NaN for a product in a dtype that was not measured."""
         moving = _seconds(self.additions, n_bytes)
-        return max(self.product_s(flops, dtype), moving) if flops else moving
+        return float(np.maximum(self.product_s(flops, dtype), moving)) if flops else moving
 
     def product_s(self, flops: float, dtype: str = FULL) -> float:
-        """Seconds of a matrix product of so many FLOPs; in a dtype that was not measured, of one in float32."""
-        curve = self.products.get(dtype) or self.products.get(FULL) or next(iter(self.products.values()))
-        return _seconds(curve, flops)
+        """Seconds of a matrix product of so many FLOPs; NaN in a dtype that was not measured."""
+        return _seconds(self.products[dtype], flops) if dtype in self.products else float("nan")
 
     def copy_s(self, n_bytes: float) -> float:
         return _seconds(self.copies, n_bytes)
@@ -113,18 +112,20 @@ class Calibration:
     rates: tuple[Rates, ...]
     """By device, and ranks at work."""
     transports: tuple[Transport, ...] = ()
+    source: str = ""
+    """Of the labkit that measured it; empty in older runs."""
 
     def of_ranks(self, ranks: int = 1, device: str = CPU) -> Rates:
-        """What each of so many ranks takes while all compute; beyond those measured, cores are shared by more.
+        """What each of so many ranks takes while all compute; beyond those measured, in proportion to their number.
 
-        ValueError for a device that was not measured. On a GPU every rank has one, or they take turns on it.
+        For ranks share the threads of a CPU from the second one on, and take turns on a GPU. ValueError for a device
+        that was not measured.
         """
         known = [one for one in self.rates if one.device == device and one.ranks <= ranks]
         if not known:
             raise ValueError(f"expected a device that was calibrated, got {device!r}")
         nearest = max(known, key=lambda one: one.ranks)
-        at_once = self.cores if device == CPU else 1
-        return _slowed(nearest, ranks, max(ranks, at_once) / max(nearest.ranks, at_once))
+        return _slowed(nearest, ranks, ranks / nearest.ranks)
 
     def knows(self, device: str) -> bool:
         return any(one.device == device for one in self.rates)
@@ -151,7 +152,7 @@ class Calibration:
         )
 
     def operators_s(self, operators: Iterable[Operator], ranks: int = 1, device: str = CPU) -> float:
-        """Seconds of operators that follow one another on each of so many ranks."""
+        """Seconds of operators that follow one another on each of so many ranks; NaN if one has no rate."""
         rates = self.of_ranks(ranks, device)
         return sum(rates.operator_s(one.flops, one.n_bytes, one.dtype) for one in operators)
 

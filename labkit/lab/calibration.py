@@ -14,6 +14,8 @@ from labkit.machine import Machine
 
 LIMITS = "limits"
 FRESH = timedelta(days=1)
+LEAST_ROWS = 512
+"""Of the largest products: the rate of smaller ones is that of their calls."""
 PRODUCTS = Measured(("world_size", "device", "dtype", "flops"), "shape")
 MEMORY = Measured(("world_size", "device", "n_bytes", "bytes"), "operation")
 EXCHANGE = Measured(("world_size", "what", "n_bytes"), "way")
@@ -37,23 +39,65 @@ def calibration_of(run: Run) -> Calibration | None:
         threads=int(threads) if threads == threads else 1,
         rates=rates,
         transports=tuple(transports(frame)),
+        source=str(run.header.machine.source),
     )
 
 
 def newest_calibration(machine: Machine, within: timedelta | None = None) -> Calibration | None:
-    """Of the newest complete limits run that this machine measured, at most `within` old; None if there is none."""
+    """Of the newest limits run of this machine that predictions can be made of, at most `within` old; None: no such.
+
+    It is complete and large enough (`_is_enough`). One during which the machine was slow or busy gives way to one of
+    the day before it that was not disturbed.
+    """
+    disturbed: tuple[datetime, Calibration] | None = None
     for path in sorted((runs_directory() / LIMITS).glob("*.jsonl"), reverse=True):
         try:
             run = Run.load(path)
         except (RunFileError, OSError):
             continue
         if within is not None and datetime.now(UTC) - run.header.started > within:
-            return None
-        if run.pending or not _is_same_machine(run.header.machine, machine):
+            break
+        if disturbed is not None and disturbed[0] - run.header.started > FRESH:
+            break
+        if run.pending or not _is_same_machine(run.header.machine, machine) or not _is_enough(run, machine):
             continue
-        if (found := calibration_of(run)) is not None:
+        found = calibration_of(run)
+        if found is None or not found.knows(machine.device("auto")):
+            continue
+        if not run.steadiness.flagged:
             return found
-    return None
+        disturbed = disturbed or (run.header.started, found)
+    return disturbed[1] if disturbed else None
+
+
+def calibration_told(run: Run) -> str:
+    """What the predictions of a run are made of, and what a reader should know of its age and source."""
+    calibration = run.header.calibration
+    if calibration is None:
+        return "nothing: the machine was not calibrated (labkit measure limits)"
+    told = f"the limits of {calibration.machine}, measured {calibration.measured:%Y-%m-%d %H:%M} UTC: {calibration.run}"
+    if run.header.started - calibration.measured > FRESH:
+        told += ", more than a day before this run"
+    if calibration.source and calibration.source != str(run.header.machine.source):
+        told += f", by another source ({calibration.source})"
+    return told
+
+
+def _is_enough(run: Run, machine: Machine) -> bool:
+    """Whether it asks for the devices, dtypes and transports of predictions, and for large products.
+
+    Not whether it has them all: a machine that has no products in bfloat16 has a calibration all the same.
+    """
+    planned = run.header.planned.values()
+    largest = {
+        (point.get("device"), point.get("dtype")): max(point.get("sizes") or [0])
+        for point in planned
+        if point.get("sweep") == "products" and point.get("world_size") == 1
+    }
+    device = machine.device("auto")
+    needed = {("cpu", "float32"), (device, "float32"), (device, "bfloat16")}
+    is_large = all(largest.get(products, 0) >= LEAST_ROWS for products in needed)
+    return run.header.profile != "smoke" and is_large and any(point.get("sweep") == "exchange" for point in planned)
 
 
 def _is_same_machine(theirs: Machine, here: Machine) -> bool:

@@ -122,10 +122,8 @@ def execute_notebook(
         KeyboardInterrupt: on Ctrl-C, once what a cell was measuring is kept and its ranks have ended.
     """
     in_cell = notebook_parameters(source)
-    check_parameters(study, in_cell | dict(parameters))
-    given = {name: value for name, value in parameters.items() if name in in_cell}
-    if others := {name: value for name, value in parameters.items() if name not in in_cell}:
-        given["more"] = (given.get("more") or in_cell.get("more") or {}) | others
+    given = _as_in_cell(in_cell, parameters)
+    check_parameters(study, in_cell | given)
     target.parent.mkdir(parents=True, exist_ok=True)
     running = target.with_suffix(".running.ipynb")
     papermill_engines.register(ENGINE, _LabEngine)
@@ -150,6 +148,16 @@ def execute_notebook(
     finally:
         if running.exists():
             running.replace(target)
+
+
+def _as_in_cell(in_cell: Mapping[str, Any], parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """The parameters by the names of the cell, all others in `more`: they win over what the cell says there."""
+    given = {name: value for name, value in parameters.items() if name in in_cell}
+    others = {name: value for name, value in parameters.items() if name not in in_cell}
+    more = given.get("more", in_cell.get("more")) or {}
+    if isinstance(more, dict) and (others or more.keys() & given.keys()):
+        given["more"] = {name: value for name, value in more.items() if name not in given} | others
+    return given
 
 
 def notebook_parameters(path: Path) -> dict[str, Any]:

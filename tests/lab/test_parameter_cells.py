@@ -4,6 +4,7 @@ import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
 from labkit.lab.config import ParameterError
+from labkit.lab.execute import _as_in_cell
 from labkit.lab.notebook import open_lab
 from labkit.lab.parameter_cells import given_parameters, literal_assignments
 from labkit.studies import load_study
@@ -113,3 +114,9 @@ def test_literals_are_read_beside_lines_that_set_nothing():
     for line in ("repeats = len(profile)", "repeats, warmup = 5, 2", "repeats += 1", "for repeats in [1]: pass"):
         with pytest.raises(ValueError, match="literal"):
             literal_assignments(f'profile = "smoke"\n{line}')
+
+
+def test_a_setting_from_outside_wins_over_more_in_the_cell():
+    in_cell = {"profile": "smoke", "repeats": 7, "more": {"batch": 8, "seed": 1}}
+    assert _as_in_cell(in_cell, {"batch": 4, "repeats": 9}) == {"repeats": 9, "more": {"batch": 4, "seed": 1}}
+    assert _as_in_cell(in_cell, {"repeats": 9}) == {"repeats": 9}

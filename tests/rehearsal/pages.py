@@ -3,13 +3,16 @@
 import hashlib
 import json
 import pickle
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import matplotlib.pyplot as plt
 
 from labkit.lab import figures, notebook
 from labkit.lab.figures.style import Plot
+from labkit.lab.pages.cards import Shown
 from labkit.lab.project import notebook_path
 from labkit.lab.runs.store import Record, Run
 from labkit.lab.study import Study
@@ -22,13 +25,15 @@ class LabOnRun(notebook.Lab):
         super().__init__(study, parameters)
         self._run = run
 
-    def measure(self):
+    def measure(self, alternatives: Mapping[str, Any] | None = None):
+        assert not alternatives or self.study.plugs_into
+        assert all(map(callable, (alternatives or {}).values()))
         return self.run.frame()
 
-    def show(self, plot: Plot, name: str, caption: str = "") -> None:
-        self._answer_of(name)
+    def _figure(self, plot: Plot, name: str, caption: str = "", title: str | None = None) -> Shown:
         plot.csv()
         plt.close(plot.figure)
+        return Shown("", name)
 
 
 class FiguresOnce:
@@ -50,17 +55,48 @@ class FiguresOnce:
 FIGURES = FiguresOnce()
 
 
+def cells_of(lab: str) -> list[tuple[str, str]]:
+    """Kind and source of each cell of a lab's notebook."""
+    cells = json.loads(notebook_path(lab).read_text())["cells"]
+    return [(cell["cell_type"], "".join(cell["source"])) for cell in cells]
+
+
+def tries_in(text: str) -> list[str]:
+    """The code that a Markdown cell offers to its reader."""
+    return re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+
+
 def carry_out(study: Study, run: Run) -> None:
     """Every code cell of the lab's notebook on `run`; raises what a cell raises."""
+    for _ in _carried_out(study, run):
+        pass
+
+
+def carry_out_tries(study: Study, run: Run) -> None:
+    """The same, and every Try where it stands; what a Try leaves is not there for the cells below it."""
+    for place, text, namespace in _carried_out(study, run):
+        for source in tries_in(text):
+            own = namespace | {"In": [*namespace["In"], source], "open_lab": partial(_opened_on, run)}
+            exec(compile(source, f"{place}, a Try", "exec"), own)
+
+
+def _opened_on(run: Run, study: Study, namespace: Mapping[str, Any]) -> LabOnRun:
+    return LabOnRun(study, notebook.open_lab(study, namespace).parameters, run)
+
+
+def _carried_out(study: Study, run: Run) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Place and text of each Markdown cell, and the notebook's namespace once all cells above it ran."""
     namespace: dict[str, Any] = {"display": lambda *_: None, "In": []}
-    for number, cell in enumerate(json.loads(notebook_path(study.name).read_text())["cells"]):
-        if cell["cell_type"] == "code":
-            source = "".join(cell["source"])
-            namespace["In"].append(source)
-            exec(compile(source, f"{study.name}, cell {number}", "exec"), namespace)
-            namespace["figures"] = FIGURES
-            if isinstance(lab := namespace.get("lab"), notebook.Lab) and not isinstance(lab, LabOnRun):
-                namespace["lab"] = LabOnRun(study, lab.parameters, run)
+    for number, (kind, source) in enumerate(cells_of(study.name)):
+        place = f"{study.name}, cell {number}"
+        if kind != "code":
+            yield place, source, namespace
+            continue
+        namespace["In"].append(source)
+        exec(compile(source, place, "exec"), namespace)
+        namespace["figures"] = FIGURES
+        if isinstance(lab := namespace.get("lab"), notebook.Lab) and not isinstance(lab, LabOnRun):
+            namespace["lab"] = LabOnRun(study, lab.parameters, run)
 
 
 def run_of(run: Run, rows: Callable[[Record, Record], Record | None]) -> Run:

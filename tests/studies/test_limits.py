@@ -1,13 +1,15 @@
 """The limits lab: every limit is gated and timed, and what is said follows the rates of a made-up machine."""
 
+import json
 from datetime import timedelta
 
 import pandas as pd
 import pytest
 
 from labkit.costs.calibration import ALL_REDUCE, BURST, MESSAGE
-from labkit.lab.calibration import DOUBLING, ROW, calibration_of, newest_calibration
+from labkit.lab.calibration import DOUBLING, ROW, _is_enough, calibration_of, newest_calibration
 from labkit.lab.runs.measure import measure
+from labkit.lab.runs.store import Run
 from labkit.studies.limits import tables
 from labkit.studies.limits.study import STUDY
 
@@ -103,9 +105,9 @@ def test_the_regime_of_a_step_is_the_limit_that_takes_longest():
 def test_every_limit_is_measured_and_right_and_makes_the_calibration(tmp_path, monkeypatch):
     monkeypatch.setattr("labkit.lab.calibration.runs_directory", lambda: tmp_path)
     config = STUDY.profiles["smoke"].model_copy(
-        update={"dtypes": ["float32"], "repeats": 2, "warmup": 0, "ranks": [2], "copy_sizes_bytes": [64, 2**20]}
+        update={"repeats": 2, "warmup": 0, "ranks": [2], "copy_sizes_bytes": [64, 2**20], "matmul_sizes": [32, 512]}
     )
-    run = measure(STUDY, config, profile="smoke", directory=tmp_path / "limits")
+    run = measure(STUDY, config, profile="quick", directory=tmp_path / "limits")
     assert set(run.coverage()["status"]) <= {"ok", "skipped"}
     frame = run.frame()
     assert set(frame["gate"].dropna()) == {"ok"}
@@ -118,3 +120,31 @@ def test_every_limit_is_measured_and_right_and_makes_the_calibration(tmp_path, m
     assert {one.way for one in found.transports} >= {"gloo"}
     assert newest_calibration(run.header.machine.model_copy(update={"host": "another"})) is None
     assert newest_calibration(run.header.machine, within=timedelta(0)) is None
+    _a_later_run_is_passed_over_if_it_is_too_small_or_disturbed(run, found)
+
+
+def _a_later_run_is_passed_over_if_it_is_too_small_or_disturbed(run, found):
+    header, *lines = run.path.read_text().splitlines()
+    machine, later = run.header.machine, run.path.with_name(f"{run.path.stem}x.jsonl")
+    quiet = {"average": 0.0, "other_measurements": 0, "busy_cores": 0.0, "stolen_cores": 0.0}
+
+    def write(path, load, **changed):
+        records = map(json.loads, lines)
+        ends = [line | {"load": load, "beats": []} if line["kind"] == "end" else line for line in records]
+        path.write_text("".join(json.dumps(line) + "\n" for line in [json.loads(header) | changed, *ends]))
+
+    write(run.path, quiet)
+    planned = json.loads(header)["planned"]
+    no_exchange = {point: fields for point, fields in planned.items() if fields["sweep"] != "exchange"}
+    in_full = {point: fields | {"dtype": "float32"} for point, fields in planned.items()}
+    small = {
+        point: fields | ({"sizes": [32]} if fields["sweep"] == "products" else {}) for point, fields in planned.items()
+    }
+    for changed in ({"profile": "smoke"}, {"planned": in_full}, {"planned": small}):
+        write(later, quiet, **changed)
+        assert newest_calibration(machine) == found
+    assert not _is_enough(Run(run.path, run.header.model_copy(update={"planned": no_exchange}), [], {}), machine)
+    write(later, quiet | {"other_measurements": 1})
+    assert newest_calibration(machine) == found
+    write(run.path, quiet | {"other_measurements": 1})
+    assert newest_calibration(machine).run == later.stem  # all were disturbed: the newest

@@ -68,15 +68,14 @@ def test_a_textbook_machine_is_answered_in_full():
         "time": "yes",
         "torch": "yes",
         "break_even": "yes",
-        "gathers": "measured",
+        "gathers": "yes",
         "largest_model": "predicted",
         "published_trends": "it depends",
     }
     for finding in findings.values():
         check_headline(finding.headline)
     assert findings["zero_stage_1"].headline.startswith("It sends 50 % more")
-    assert findings["gathers"].headline.startswith("75 % of FSDP's gathers")
-    assert "waits for 20 %" in findings["gathers"].headline
+    assert "2 times faster" in findings["gathers"].headline
     assert "right sign in 1 of 1" in findings["break_even"].why
 
 
@@ -98,6 +97,41 @@ def test_noise_claims_nothing():
     findings = _findings(_frame(dict.fromkeys(STAGES, 0.06), noise=0.5, torch_factor=1.0))
     assert {findings[key].verdict for key in ("time", "torch", "break_even")} == {"no clear difference"}
     assert not any(findings[key].significant for key in ("time", "torch", "break_even"))
+    assert findings["time"].advice.startswith("Do not shard unless memory is short: what it costs in time is not clear")
+
+
+def test_gathers_that_overlap_only_stretches_hide_nothing():
+    finding = _findings(_frame(gather_s=0.004))["gathers"]
+    assert finding.verdict == "no"
+    assert "50 ms while a step computes" in finding.why
+
+
+def test_a_peak_that_is_missing_or_below_what_is_held_says_nothing():
+    for peaks in (float("nan"), 0.5):
+        findings = _findings(_frame(peaks=peaks))
+        assert {findings[key].verdict for key in ("peaks", "fsdp_saving")} == {"not measured"}
+        assert findings["formula"].verdict == "yes"
+
+
+def test_a_collective_that_is_missing_doubled_or_extra_is_not_that_of_the_formulas():
+    frame = _frame()
+    gather = frame["way"].eq("zero1") & frame["collective"].eq("all_gather")
+    for change in ({"sent_bytes": 0.0}, {"formula_bytes": 0.0}):
+        finding = _findings(frame.assign(**{name: frame[name].mask(gather, value) for name, value in change.items()}))
+        assert finding["bytes"].verdict == "no"
+        assert "ZeRO-1" in finding["bytes"].headline
+    doubled = frame.assign(sent_bytes=frame["sent_bytes"].mask(gather, 2 * frame["sent_bytes"]))
+    assert _findings(doubled)["bytes"].verdict != "yes"
+
+
+def test_about_a_quarter_is_not_a_sixth():
+    frame = _frame()
+    zero1 = frame["way"].eq("zero1") & frame["peak_bytes"].notna()
+    ddp = frame.loc[frame["way"].eq("ddp"), "peak_bytes"].max()
+    for ratio, outcome in ((0.76, "holds here"), (0.84, "is not shown here")):
+        changed = frame.assign(peak_bytes=frame["peak_bytes"].mask(zero1, ratio * ddp))
+        claims = _findings(changed)["published_trends"].claims
+        assert claims[0].outcome == outcome
 
 
 def test_a_slow_gather_is_predicted_to_cost_time_and_a_wrong_prediction_is_counted():

@@ -14,7 +14,7 @@ import pandas as pd
 from IPython.display import HTML
 from markupsafe import Markup
 
-from labkit.costs.calibration import Calibration
+from labkit.lab.calibration import calibration_told
 from labkit.lab.columns import column
 from labkit.lab.figures import Plot
 from labkit.lab.figures.vector import drawing
@@ -242,7 +242,7 @@ def provenance_rows(study: Study, run: Run) -> dict[str, str]:
         "Draw again": f"labkit report {study.name} --run {shlex.quote(path)}",
         "Measure again": f"labkit report {study.name} --profile {run.header.profile}" + _changed(study, run),
         "Ranks": _ranks(run),
-        "Predicted from": _calibration(run.header.calibration),
+        "Predicted from": calibration_told(run),
         **({"Load": _load(run.header.load, run.header.machine.cores)} if run.header.load else {}),
         **({"Steadiness": row} if (row := steadiness_row(run)) else {}),
     }
@@ -256,12 +256,6 @@ def _resumed(again: Resumption) -> str:
     when = f"{again.at:%Y-%m-%d %H:%M:%S} UTC" if again.at else "a time that was not recorded"
     unknown = "not a git checkout" if "source" in again.model_fields_set else "commit not recorded"
     return f"{when}, {again.source or unknown}" + (f", by {again.command}" if again.command else "")
-
-
-def _calibration(calibration: Calibration | None) -> str:
-    if calibration is None:
-        return "nothing: the machine was not calibrated (labkit measure limits)"
-    return f"the limits of {calibration.machine}, measured {calibration.measured:%Y-%m-%d %H:%M} UTC: {calibration.run}"
 
 
 def _load(load: Load, cores: int) -> str:

@@ -11,6 +11,8 @@ from labkit.parallel.data_parallel.during_backward import BucketedDDP, Overlappe
 from labkit.parallel.transport import SHARED
 
 TORCH = "torch"
+LOCAL = "local"
+"""A model without a wrapper, beside which the others are measured; no implementation is named so."""
 
 Wrapper = Callable[[nn.Module, float | None, bool], nn.Module]
 """(module, bucket_mb, finish_in_backward) -> the wrapped module; what means nothing to it, it leaves alone."""
@@ -54,8 +56,8 @@ def plug_in(name: str, wrapper: Callable[[nn.Module], nn.Module]) -> None:
 
     If it has a method `finish_gradient_synchronization`, that is called first. ValueError for a name that is taken.
     """
-    if name in (TORCH, *OWN_NAMES):
-        raise ValueError(f"expected a name other than {', '.join((TORCH, *OWN_NAMES))}")
+    if name in (taken := (LOCAL, TORCH, *OWN_NAMES)):
+        raise ValueError(f"expected a name other than {', '.join(taken)}")
     IMPLEMENTATIONS[name] = lambda module, _, finish: wrapper(module)
 
 

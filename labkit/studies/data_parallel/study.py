@@ -14,10 +14,10 @@ from labkit.lab.study import Study
 from labkit.machine import Machine
 from labkit.nn.transformer import SIZES
 from labkit.nn.workloads import WORKLOADS, workload_parameters
-from labkit.parallel.data_parallel.implementations import IMPLEMENTATIONS, OVER_SHARED_MEMORY, TORCH, plug_in
+from labkit.parallel.data_parallel.implementations import IMPLEMENTATIONS, LOCAL, OVER_SHARED_MEMORY, TORCH, plug_in
 from labkit.parallel.ranks.joined import ranks_here
 from labkit.studies.data_parallel.findings import QUESTIONS
-from labkit.studies.data_parallel.worker import LOCAL, DataParallelPoint, measure_point
+from labkit.studies.data_parallel.worker import DataParallelPoint, measure_point
 
 MIB = 2**20
 RANK_BYTES = 200 * MIB  # a rank's own resident memory, torch included

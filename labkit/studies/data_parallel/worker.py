@@ -21,14 +21,13 @@ from labkit.bench.clock import Stopwatch, time_interleaved, time_parts_interleav
 from labkit.bench.operators import OperatorRecord
 from labkit.lab.point import Point
 from labkit.nn.workloads import Workload, workload_named
-from labkit.parallel.data_parallel.implementations import OVER_SHARED_MEMORY, wrap
+from labkit.parallel.data_parallel.implementations import LOCAL, OVER_SHARED_MEMORY, wrap
 from labkit.parallel.ranks.device import use_device
 from labkit.parallel.transport import SHARED, transport_in_use
 from labkit.studies.data_parallel.timeline import FINISH, timeline_rows
 from labkit.studies.shared.alternatives import reason_on_all_ranks
 from labkit.studies.shared.gradient_gate import check_completeness, check_gradients, local_means
 
-LOCAL = "local"
 PHASES = ("forward", "backward", "optimizer")
 
 

@@ -58,9 +58,10 @@ def where_it_goes(frame: pd.DataFrame) -> Finding | None:
 def _most_of(size: str, rows: pd.DataFrame) -> str:
     """The largest part of one model's peak at its shortest and longest context; a row per context."""
     ends = rows.iloc[[0, -1]].drop_duplicates("place")
+    lengths = ["the shortest context", "the longest"] if len(ends) > 1 else ["this context"]
     told = [
-        f"{format_share(row['share'])} at {row['context_length']} tokens is {_part(row['part'])}"
-        for row in ends.to_dict("records")
+        f"{format_share(row['share'])} at {length} is {_part(row['part'])}"
+        for row, length in zip(ends.to_dict("records"), lengths, strict=True)
     ]
     return f"Of {size}'s peak, {join_words(told)}."
 

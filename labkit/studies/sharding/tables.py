@@ -16,7 +16,8 @@ from labkit.lab.project import reference_directory
 from labkit.lab.rows import Measured, in_order, select
 from labkit.scaling.model import parameters as parameters_of
 from labkit.scaling.named_models import NAMED
-from labkit.studies.sharding.worker import GATHER, PHASES
+from labkit.studies.sharding.step_traffic import NOTES
+from labkit.studies.sharding.worker import GATHER, LEAST_PEAK, PHASES
 
 NAMES = {
     "ddp": "DDP",
@@ -112,43 +113,26 @@ def predictions(frame: pd.DataFrame) -> pd.DataFrame:
     return pd.concat([table[[*keys, "ratio", "low", "high"]], predicted.assign(kind="predicted")], ignore_index=True)
 
 
-def gathers(frame: pd.DataFrame) -> pd.DataFrame:
-    """By setting and way: gathers per step, how many were complete when they were needed, and how long steps waited.
-
-    `hidden_percent`: of the time that gathers take, what a step does not wait for.
-    """
-    columns = ["gathers", "in_time", "gathering_s", "seconds"]
-    rows = select(named(frame), [*SETTING, "way", *columns], kind="time", part=WAITING).dropna(subset="gathers")
-    rows = rows.astype(dict.fromkeys(columns, float))
-    table = rows.groupby([*SETTING[:4], "way"], as_index=False)[columns].median()
-    table = table.assign(
-        in_time_percent=100 * table["in_time"] / table["gathers"],
-        hidden_percent=100 * (1 - table["seconds"] / table["gathering_s"]),
-    )
-    return in_order(table.rename(columns={"seconds": "waiting_s"}), way=ORDER)
-
-
-def gathering(frame: pd.DataFrame) -> pd.DataFrame:
-    """The same times, long: what a step waits for, and what hides behind computing."""
-    table = gathers(frame)
-    table = table[table.groupby(list(SETTING[:4]))["way"].transform("nunique") > 1] if len(table) else table
-    hidden = table.assign(kind="hidden", seconds=table["gathering_s"] - table["waiting_s"])
-    both = pd.concat([table.assign(kind="waited for", seconds=table["waiting_s"]), hidden])
-    return both[["size", "transport", "world_size", "way", "kind", "seconds"]]
-
-
-def peaks(frame: pd.DataFrame) -> pd.DataFrame:
-    """By size, ranks, way and moment: the peak of the rank that needs most, and what it is made of."""
+def moments(frame: pd.DataFrame) -> pd.DataFrame:
+    """By size, ranks, way and moment: what the rank that needs most holds, its peak, if all ranks have one."""
     parts = [f"{part}_bytes" for part in PARTS]
     formulas = [f"formula_{part}" for part in parts]
     keys = ["size", "world_size", "device", "way", "moment"]
     rows = select(named(frame), [*keys, "peak_bytes", *parts, *formulas, "machine_bytes", "batch", "context_length"])
     rows = rows[rows["moment"].isin(MOMENTS)]
-    held = rows[parts].sum(axis=1)
-    rows = rows.assign(peak_bytes=rows["peak_bytes"].fillna(held), held_bytes=held)
-    rows = rows.sort_values("peak_bytes", kind="stable").drop_duplicates(keys, keep="last")
-    rest = (rows["peak_bytes"] - rows["held_bytes"]).clip(lower=0)
-    return in_order(rows.assign(rest_bytes=rest), size=SIZES, world_size=None, way=ORDER, moment=MOMENTS)
+    rows = rows.assign(held_bytes=rows[parts].sum(axis=1))
+    if len(rows):
+        is_known = rows["peak_bytes"].notna().groupby([rows[key] for key in keys]).transform("all")
+        rows = rows.assign(peak_bytes=rows["peak_bytes"].where(is_known))
+    rows = rows.sort_values(["peak_bytes", "held_bytes"], kind="stable").drop_duplicates(keys, keep="last")
+    return in_order(rows, size=SIZES, world_size=None, way=ORDER, moment=MOMENTS)
+
+
+def peaks(frame: pd.DataFrame) -> pd.DataFrame:
+    """Those with a peak, and what it is made of beside what is held. A peak below that is none, and left out."""
+    table = moments(frame).dropna(subset="peak_bytes")
+    table = table[table["peak_bytes"] >= LEAST_PEAK * table["held_bytes"]]
+    return table.assign(rest_bytes=table["peak_bytes"] - table["held_bytes"]).reset_index(drop=True)
 
 
 def made_of(frame: pd.DataFrame, *, held: bool = False) -> pd.DataFrame:
@@ -165,14 +149,24 @@ def made_of(frame: pd.DataFrame, *, held: bool = False) -> pd.DataFrame:
 
 def peak_ratios(frame: pd.DataFrame) -> pd.DataFrame:
     """The higher of the peaks before and after the optimizer's step over that of DDP."""
-    table = peaks(frame).groupby(["size", "world_size", "device", "way"], as_index=False)["peak_bytes"].max()
+    table = _highest(peaks(frame))
     over = Measured(("size", "world_size", "device"), "way", value="peak_bytes", exact=True)
     return in_order(over.over(table, DDP, way=list(ORDER[:4])), size=SIZES, world_size=None, way=ORDER)
 
 
+def _highest(table: pd.DataFrame) -> pd.DataFrame:
+    """Of the ways whose peak is known at both of these moments, the row of the higher one."""
+    keys = ["size", "world_size", "device", "way"]
+    rows = table[table["moment"].isin(MOMENTS[1:])]
+    if rows.empty:
+        return rows
+    rows = rows[rows.groupby(keys)["moment"].transform("nunique") == len(MOMENTS[1:])]
+    return rows.sort_values("peak_bytes", kind="stable").drop_duplicates(keys, keep="last")
+
+
 def against_formula(frame: pd.DataFrame) -> pd.DataFrame:
     """Bytes that a rank holds at the end of a step, by stage and part, beside the formula."""
-    table = peaks(frame)
+    table = moments(frame)
     table, keys = table[table["moment"] == MOMENTS[-1]], ["size", "world_size", "way"]
     pieces = [
         table[keys].assign(part=part, held_bytes=table[f"{part}_bytes"], formula_bytes=table[f"formula_{part}_bytes"])
@@ -190,11 +184,10 @@ def against_formula(frame: pd.DataFrame) -> pd.DataFrame:
 
 def savings(frame: pd.DataFrame) -> pd.DataFrame:
     """By stage, the peak less than DDP's, beside what the formula says is held less."""
-    table, keys = peaks(frame), ["size", "world_size"]
+    table, keys = _highest(peaks(frame)), ["size", "world_size"]
     table = table[table["way"].isin(ORDER[:4])]
     formula = table[[f"formula_{part}_bytes" for part in PARTS]].sum(axis=1)
-    table = table.assign(formula_bytes=formula).groupby([*keys, "way"], as_index=False)[["peak_bytes", "formula_bytes"]]
-    table = table.max()
+    table = table.assign(formula_bytes=formula)[[*keys, "way", "peak_bytes", "formula_bytes"]]
     of_ddp = table[table["way"] == DDP].drop(columns="way")
     both = table[table["way"] != DDP].merge(of_ddp, on=keys, suffixes=("", "_of_ddp"))
     expected = (both["formula_bytes_of_ddp"] - both["formula_bytes"]).astype(float)
@@ -207,11 +200,14 @@ def savings(frame: pd.DataFrame) -> pd.DataFrame:
 def sent(frame: pd.DataFrame) -> pd.DataFrame:
     """By way and collective: calls per step, bytes of tensors, bytes that a rank sends (mean over ranks), the formula.
 
-    `of_model`: the tensors over the model's own bytes, Psi.
+    `of_model`: the tensors over the model's own bytes, Psi. `measured_over_predicted` is infinite where the formula has
+    nothing, and there is none of FSDP's notes, which no formula has.
     """
     numbers = ["calls", "tensors_bytes", "sent_bytes", "formula_bytes", "model_bytes"]
     columns = [*SETTING[:4], "way", "collective", *numbers]
     rows = select(named(frame), columns, kind="time").dropna(subset="collective").drop_duplicates(columns)[columns]
+    rows = rows.astype(dict.fromkeys(numbers[1:], float))
+    rows["formula_bytes"] = rows["formula_bytes"].mask(rows["collective"] == NOTES)
     rows = rows.assign(
         of_model=rows["tensors_bytes"] / rows["model_bytes"],
         measured_over_predicted=rows["sent_bytes"] / rows["formula_bytes"],
@@ -230,7 +226,7 @@ def sent_per_step(frame: pd.DataFrame) -> pd.DataFrame:
 
 def fits(frame: pd.DataFrame) -> pd.DataFrame:
     """By stage: the largest size whose training fits into this machine; and, states alone, into GPUs of 80 GiB."""
-    table = peaks(frame)
+    table = moments(frame)
     columns = ["place", "world_size", "way", "model", "parameters", "needed_bytes", "memory_bytes"]
     found: list[list[object]] = []
     for _, one in table.drop_duplicates(["world_size"]).iterrows():

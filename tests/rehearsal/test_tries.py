@@ -1,0 +1,86 @@
+"""What a notebook offers its reader to try works as written, and ends in questions whose answers are folded."""
+
+import re
+from functools import cache
+
+import matplotlib.pyplot as plt
+import pytest
+
+from labkit.lab import notebook, project
+from labkit.lab.project import recorded_directory
+from labkit.lab.runs.store import Run
+from labkit.studies import LABS, load_study
+from tests import calibrated
+from tests.rehearsal.pages import carry_out_tries, cells_of, tries_in
+
+OWN = re.compile(r"lab\.measure\(\{")  # a reader's own alternative
+# What makes a lab's measurement of it short.
+SMALL = {
+    "all_reduce": {"many_world_sizes": [], "transport_world_sizes": [], "scheduling_sizes_bytes": []},
+    "attention": {"implementations": ["explicit", "tiled"], "sequences": [64], "tiling_sequences": []},
+    "data_parallel": {"implementations": ["torch"], "bucket_workloads": [], "accumulation_workloads": []},
+    "sync_batchnorm": {"batches": [32], "features": [128]},
+}
+
+
+@cache
+def _tries(lab):
+    return [source for kind, text in cells_of(lab) if kind == "markdown" for source in tries_in(text)]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_shown_or_written(monkeypatch, tmp_path):
+    monkeypatch.setattr(notebook, "display", lambda *_, **__: None)
+    monkeypatch.setattr(project, "figures_directory", lambda: tmp_path)
+    yield
+    plt.close("all")
+
+
+@pytest.mark.parametrize("lab", LABS)
+def test_every_try_works_as_written_below_the_cells_above_it(lab):
+    run = Run.load(max((recorded_directory() / lab).glob("*.jsonl")))
+    if run.header.calibration is None:  # predictions need one
+        run = Run(run.path, run.header.model_copy(update={"calibration": calibrated.made_up()}), run._rows, run._ends)
+    carry_out_tries(load_study(lab), run)
+
+
+@pytest.mark.parametrize("lab", LABS)
+def test_a_lab_has_some_tries_and_shows_what_it_studies(lab):
+    code = [source for kind, source in cells_of(lab) if kind == "code"]
+    assert 2 <= len(_tries(lab)) <= 5
+    assert any("lab.source(" in source for source in code)
+
+
+def test_some_tries_draw_with_seaborn_and_some_measure_the_readers_own():
+    everything = {lab: "".join(_tries(lab)) for lab in LABS}
+    assert sum("import seaborn" in tries for tries in everything.values()) >= 3
+    assert {lab for lab, tries in everything.items() if OWN.search(tries)} == set(SMALL)
+
+
+@pytest.mark.parametrize("lab", LABS)
+def test_three_questions_at_the_end_have_their_answers_folded(lab):
+    (text,) = [source for kind, source in cells_of(lab)[-2:] if kind == "markdown"]
+    folded = re.findall(r"<details><summary>[^<>$`]+\?</summary>\n\n(.+?)\n\n</details>", text, re.DOTALL)
+    assert len(folded) == 3
+    assert text.count("<details>") == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lab", SMALL)
+def test_a_readers_own_as_the_notebook_has_it_is_right_and_timed(lab, monkeypatch, tmp_path):
+    monkeypatch.setenv("LABKIT_HOME", str(tmp_path))
+    (source,) = [source for source in _tries(lab) if OWN.search(source)]
+    above = [text for kind, text in cells_of(lab) if kind == "code"][:2]
+    namespace = {"In": [*above, f"profile = 'smoke'; more = {SMALL[lab]}"], "__name__": "__main__"}
+    exec(above[0], namespace)
+    namespace |= {"profile": "smoke", "more": SMALL[lab]}
+    exec(above[1], namespace)
+    try:
+        exec(source, namespace)
+    finally:
+        load_study(lab).plug_in.__globals__.get("IMPLEMENTATIONS", {}).pop("mine", None)
+    frame = namespace["frame"]
+    named = load_study(lab).plugs_into.removesuffix("s")
+    mine = frame[frame[named] == "mine"]
+    assert set(mine["gate"].dropna()) == {"ok"}
+    assert mine["seconds"].notna().any()
