@@ -20,8 +20,13 @@ import pandas as pd
 from labkit.costs.calibration import Calibration
 from labkit.lab.units import join_words
 
-Verdict = Literal["yes", "no", "it depends", "measured", "no clear difference", "undecided", "not measured"]
-"""Of a question with a yes or no; "measured" for one that asks for a number, "undecided" if no interval tells."""
+Verdict = Literal[
+    "yes", "no", "it depends", "measured", "predicted", "no clear difference", "undecided", "not measured"
+]
+"""Of a question with a yes or no; "measured" for one that asks for a number, "predicted" if the number is computed.
+
+"undecided" if no interval tells.
+"""
 
 TOPICS = {
     "precision": "Precision",

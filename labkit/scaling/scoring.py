@@ -25,6 +25,8 @@ OTHERS: Mapping[str, tuple[str, float, str]] = {
 
 None states an interval, or a score on rows that were kept back.
 """
+ON_OTHER_ROWS = ("Calculon, as shipped", "RAPID-LLM")
+"""Calculon's are the 10 of Megatron's Table 1 alone, and RAPID-LLM's are chosen ones of several tables."""
 
 
 def folds(runs: Runs) -> NDArray[np.intp]:

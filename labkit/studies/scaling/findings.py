@@ -1,12 +1,13 @@
 """What the scaling lab asks, and how a run answers."""
 
 from dataclasses import replace
+from typing import Final
 
 import numpy as np
 import pandas as pd
 
-from labkit.lab.claims import judged_claim, published
-from labkit.lab.comparing import agreement
+from labkit.lab.claims import published
+from labkit.lab.comparing import CLOSE, agreement
 from labkit.lab.findings import Claim, Finding, Questions, Verdict
 from labkit.lab.rows import select
 from labkit.lab.units import counted, format_number, join_words
@@ -17,9 +18,11 @@ from labkit.studies.scaling.here import NOTHING
 QUESTIONS = Questions(missing="no predictions of this kind in the run")
 LEAST_COVERED, MOST_COVERED = 85.0, 95.0
 TRENDS = (
-    ("Megatron, 1.7B to 1T", "Models that grow with the GPUs use them better: from 32 to 3072 A100s, 1.7B to 1T", True),
-    ("Llama 3, 405B", "With twice the GPUs on the same batch, MFU falls: 43 to 41 % from 8,192 to 16,384 H100s", False),
+    ("Megatron, 1.7B to 1T", "Models that grow with the GPUs use them better: from 32 to 3072 A100s, 1.7B to 1T"),
+    ("Llama 3, 405B", "With twice the GPUs on the same batch, MFU falls: 43 to 41 % from 8,192 to 16,384 H100s"),
 )
+OPEN: Final = "is not shown here"
+FEWEST_ROWS = 20  # fewer do not tell 90 from 100 %
 NEAR_BEST = 5.0  # percent behind the best measured, in the mean over families
 
 
@@ -31,7 +34,7 @@ def error(frame: pd.DataFrame) -> Finding | None:
     half, nine = (table["predicted_error"].quantile(q) for q in (0.5, 0.9))
     unseen = table["framework_left_out_error"]
     return Finding(
-        "measured",
+        "predicted",
         f"Half of the published steps are predicted within {half:.1f} %, nine of ten within {nine:.0f} %.",
         tables.scoreboard(frame),
         caveat=f"Of a framework that was never published, half are within {unseen.median():.0f} %, nine of ten within "
@@ -52,11 +55,14 @@ def rivals(frame: pd.DataFrame) -> Finding | None:
     rest = sorted(set(table["group"]) - set(better["group"]))
     answer = {"yes": "Yes", "no": "No"}.get(verdict, f"Yes, but on {join_words(rest)}" if len(rest) < 3 else "Partly")
     headline = f"{answer}: the median error is {ours:.1f} %, against {one:.0f} % with one MFU."
-    told = [
-        f"{row['predictor']} {row['mean_percent']:.1f} %, here {row['here_mean_percent']:.1f} %"
-        for _, row in others.iterrows()
-    ]
-    why = f"Mean errors on the same published tables: {'; '.join(told)}." if told else None
+    told = {
+        words: [
+            f"{row['predictor']} {row['mean_percent']:.1f} %, here {row['here_mean_percent']:.1f} %"
+            for _, row in others[others["same_rows"] == same].iterrows()
+        ]
+        for words, same in (("Mean errors on the same rows", True), ("Not on the same rows", False))
+    }
+    why = " ".join(f"{words}: {'; '.join(texts)}." for words, texts in told.items() if texts) or None
     return Finding(verdict, headline, others, why=why)
 
 
@@ -67,12 +73,21 @@ def coverage(frame: pd.DataFrame) -> Finding | None:
         return None
     held = 100 * tables.errors(frame)["covered"].mean()
     narrow = table[table["covered_percent"] < LEAST_COVERED]
-    verdict: Verdict = "no" if not LEAST_COVERED <= held <= MOST_COVERED else "yes" if narrow.empty else "it depends"
+    wide = table[(table["covered_percent"] > MOST_COVERED) & (table["rows"] >= FEWEST_ROWS)]
+    off = {"too few": narrow["group"].tolist(), "too many": wide["group"].tolist()}
+    count = len(narrow) + len(wide)
+    verdict: Verdict = "no" if not LEAST_COVERED <= held <= MOST_COVERED else "it depends" if count else "yes"
     answer = {"yes": "Yes", "no": "No", "it depends": "Mostly"}[verdict]
-    few = f"; too few on {narrow['group'].iloc[0]}" if len(narrow) == 1 else f"; too few in {len(narrow)} tables"
-    headline = f"{answer}: the intervals hold {held:.0f} % of the rows{few if len(narrow) else ''}."
+    but = f", but not nine of ten in {counted(count, 'table')}" if count else ""
+    headline = f"{answer}: the intervals hold {held:.0f} % of the rows{but}."
+    told = [f"{words} on {join_words(groups)}" for words, groups in off.items() if groups]
+    caveat = (
+        f"They hold {', '.join(told)}: {LEAST_COVERED:.0f} to {MOST_COVERED:.0f} % would be right." if told else None
+    )
     columns = ["group", "rows", "covered_percent"]
-    return Finding(verdict, headline, table[columns], why="Each interval comes from rows of other architectures only.")
+    return Finding(
+        verdict, headline, table[columns], caveat, "Each interval comes from rows of other architectures only."
+    )
 
 
 @QUESTIONS.ask("worst", "Which published rows are predicted worst, and why?")
@@ -81,11 +96,14 @@ def worst(frame: pd.DataFrame) -> Finding | None:
     if rows.empty:
         return None
     if table.empty:
-        return Finding("measured", "None is more than twice off.")
+        return Finding("predicted", "None is more than twice off.")
     groups = table["group"].value_counts()
     where = f"{'all' if len(groups) == 1 else 'most'} of them {groups.index[0]}'s"
     headline = f"{counted(len(table), 'row')} of {len(rows):,} are more than twice off, {where}."
-    told = table["why"].value_counts()
+    told = table["why"].value_counts().drop(tables.UNKNOWN, errors="ignore")
+    known = f"A reason is known of {told.sum()}" + (
+        f", most often: {told.index[0]} ({told.iloc[0]})." if len(told) else "."
+    )
     columns = [
         "group",
         "line",
@@ -98,7 +116,7 @@ def worst(frame: pd.DataFrame) -> Finding | None:
         "times_off",
         "why",
     ]
-    return Finding("measured", headline, table[columns].head(25), why=f"Most often: {told.index[0]} ({told.iloc[0]}).")
+    return Finding("predicted", headline, table[columns].head(25), why=known)
 
 
 @QUESTIONS.ask("where", "Where does the time go from one node to thousands of GPUs?")
@@ -123,7 +141,7 @@ def where(frame: pd.DataFrame) -> Finding | None:
         f"The 90 % interval of a framework never seen is wide: {format_number(widest['low'])} to "
         f"{format_number(widest['high'])} GPU-hours on {most:,} GPUs. {_left_out(frame)}"
     )
-    return Finding("measured", headline, table, why=why, caveat=caveat.strip())
+    return Finding("predicted", headline, table, why=why, caveat=caveat.strip())
 
 
 def _left_out(frame: pd.DataFrame) -> str:
@@ -145,24 +163,26 @@ def paying(frame: pd.DataFrame) -> Finding | None:
     told = []
     for kind in KINDS:
         own = rows[rows["kind"] == kind.name]
-        below, above = own[own["margin"] < 2], own[own["margin"] >= 2]
+        below, above = own[own["margin"] < 1], own[own["margin"] >= 1]
         told.append(
             {
                 "kind": kind.name,
-                "margin": kind.formula,
+                "compute_over_communication": kind.formula,
                 "rows": len(own),
-                "below_twice": len(below),
+                "rows_below_one": len(below),
                 "exposed_below_percent": below["exposed_percent"].median(),
                 "exposed_above_percent": above["exposed_percent"].median(),
             }
         )
     shown = pd.DataFrame(told)
-    low, high = (rows[rows["margin"] < 2]["exposed_percent"], rows[rows["margin"] >= 8]["exposed_percent"])
-    headline = (
-        f"Where compute is under twice its communication: there a typical step loses {low.median():.0f} %, "
-        f"above eightfold {high.median():.0f} %."
-    )
-    return Finding("measured", headline, shown)
+    lost = shown.dropna(subset="exposed_below_percent").sort_values("exposed_below_percent")
+    if lost.empty:
+        return Finding("predicted", "No published row has less compute than communication.", shown)
+    each = [f"{row['exposed_below_percent']:.0f} % to {row['kind']} parallelism" for _, row in lost.iterrows()]
+    headline = f"With less compute than communication, a typical step loses {join_words([*each[:1], *each[1:][-1:]])}."
+    never = shown.loc[shown["rows_below_one"] == 0, "kind"].tolist()
+    caveat = f"No published row has so little compute for {join_words(never)} parallelism." if never else None
+    return Finding("predicted", headline, shown, caveat)
 
 
 @QUESTIONS.ask("choice", "How far is the layout it chooses from the best that was measured?")
@@ -188,16 +208,42 @@ def students(frame: pd.DataFrame) -> Finding | None:
     if found is None:
         return None
     inside = ((table["low"] <= table["measured_s"]) & (table["measured_s"] <= table["high"])).sum()
-    swept = table.dropna(subset="bucket_mb").groupby("bucket_mb")[["measured_s", "predicted_s"]].sum()
-    measured, predicted = (
-        100 * (swept[name].iloc[0] / swept[name].min() - 1) for name in ("measured_s", "predicted_s")
+    why = f"{inside} of {len(table)} lie in the 90 % interval of a framework never seen. {_of_buckets(table)}"
+    caveat = f"The write-ups do not all name their GPUs: H100s are assumed. {_of_sharded_optimizers(table)}"
+    return replace(found, why=why.strip(), caveat=caveat.strip())
+
+
+def _of_buckets(table: pd.DataFrame) -> str:
+    """What small buckets cost, and whether what is missing grows with the step."""
+    swept = table.dropna(subset="bucket_mb")
+    if swept.empty:
+        return ""
+    sums = swept.groupby("bucket_mb")[["measured_s", "predicted_s"]].sum()
+    measured, predicted = (100 * (sums[name].iloc[0] / sums[name].min() - 1) for name in sums)
+    short, long = (
+        1000 * (swept["measured_s"] - swept["predicted_s"]).loc[index]
+        for index in (swept["predicted_s"].idxmin(), swept["predicted_s"].idxmax())
     )
-    why = (
-        f"{inside} of {len(table)} lie in the 90 % interval of a framework never seen. The bucket sweep has the right "
-        f"shape: small buckets cost {measured:.0f} %, {predicted:.0f} % predicted. What is missing takes as long "
-        "on few tokens as on many, as an optimizer written in Python does."
+    return (
+        f"The smallest buckets cost {measured:.1f} %, {predicted:.1f} % predicted. Of the step that is predicted to be "
+        f"shortest {short:.0f} ms are missing, of the longest {long:.0f} ms."
     )
-    return replace(found, why=why, caveat="The write-ups do not all name their GPUs: H100s are assumed.")
+
+
+def _of_sharded_optimizers(table: pd.DataFrame) -> str:
+    """By write-up, what sharding the optimizer does to the step."""
+    whole = table.set_index(["author", "setting", "variant"])[["measured_s", "predicted_s"]]
+    told: dict[str, list[pd.Series]] = {}
+    for author, setting, variant in whole.index:
+        other = (author, setting, f"{variant}+sharded_optimizer")
+        if other in whole.index:
+            told.setdefault(author, []).append(whole.loc[other] / whole.loc[(author, setting, variant)])
+    changes = [(author, 100 * (pd.DataFrame(ratios).mean() - 1)) for author, ratios in told.items()]
+    texts = [
+        f"{author} {change['measured_s']:+.0f} %, {change['predicted_s']:+.0f} % predicted"
+        for author, change in changes
+    ]
+    return f"A sharded optimizer changes the step of {'; of '.join(texts)}." if texts else ""
 
 
 @QUESTIONS.ask("here", "What do this machine's own ranks do, beside what its limits predict?", missing=NOTHING)
@@ -208,12 +254,21 @@ def here(frame: pd.DataFrame) -> Finding | None:
 @QUESTIONS.ask("trends", "Do published trends follow?")
 def trends(frame: pd.DataFrame) -> Finding | None:
     table = tables.trends(frame)
-    found = published(_trend(text, own, up) for name, text, up in TRENDS if len(own := table[table["trend"] == name]))
-    return None if found is None else replace(found, table=table, why="Predicted, not run: no number here is measured.")
+    claims = [_trend(text, own) for name, text in TRENDS if len(own := table[table["trend"] == name])]
+    found = published(claims)
+    if found is None:
+        return None
+    held = sum(claim.outcome == "holds here" for claim in claims)
+    rest = "" if held == len(claims) else "; the other is not" if len(claims) == 2 else "; the others are not"
+    headline = f"{held} of {counted(len(claims), 'published trend')} {'is' if held == 1 else 'are'} predicted"
+    why = f"Change of MFU: {'; '.join(f'{claim.text}: {claim.seen}' for claim in claims)}."
+    return replace(found, headline=f"{headline} in direction and size{rest}.", table=table, why=why, claims=())
 
 
-def _trend(text: str, own: pd.DataFrame, rises: bool) -> Claim | None:
-    """Whether the predicted MFU goes the published way from the fewest GPUs to the most."""
-    first, last = (float(own.sort_values("gpus")["mfu_percent"].iloc[index]) for index in (0, -1))
-    follows = last > first if rises else last < first
-    return judged_claim(text, [follows], [not follows], f"predicted: {first:.0f} to {last:.0f} %")
+def _trend(text: str, own: pd.DataFrame) -> Claim:
+    """Whether MFU changes as published from the fewest GPUs to the most: in direction, and in size within `CLOSE`."""
+    ends = own.sort_values("gpus")[["published_percent", "mfu_percent"]].astype(float).iloc[[0, -1]]
+    theirs, ours = np.log(ends.iloc[1] / ends.iloc[0])
+    is_as_large = theirs * ours > 0 and 1 / CLOSE <= ours / theirs <= CLOSE
+    seen = f"published {100 * np.expm1(theirs):+.0f} %, predicted {100 * np.expm1(ours):+.0f} %"
+    return Claim(text, "holds here" if is_as_large else "is contradicted here" if theirs * ours < 0 else OPEN, seen)

@@ -5,11 +5,13 @@ from collections.abc import Callable
 import numpy as np
 import pandas as pd
 
+from labkit.lab.comparing import CLOSE
 from labkit.lab.rows import in_order, select
-from labkit.scaling.scoring import OTHERS
+from labkit.scaling.scoring import ON_OTHER_ROWS, OTHERS
 
 GROUPS = ("nanotron", "vtrain_multinode", "vtrain_singlenode", "mosaic", "dgxc", "megatron", "torchtitan", "fms")
 TWOFOLD = 2.0
+UNKNOWN, RATIO = "not known", "compute_over_communication"
 COMPUTE, COMMUNICATION, WAITING = "compute", "communication", "waiting"
 STEP, OTHER = "step", "all others"
 LEAST_SHARE = 0.005  # of a step: below it on all numbers of GPUs, parts are drawn as one
@@ -77,7 +79,14 @@ def predictors(frame: pd.DataFrame) -> pd.DataFrame:
     """Published predictors: the mean error they claim or were run at, beside this one's on the rows of that group."""
     means = errors(frame).groupby("group")["predicted_error"].mean()
     rows = [
-        {"predictor": name, "rows_of": group, "mean_percent": mean, "here_mean_percent": means.get(group), "note": note}
+        {
+            "predictor": name,
+            "rows_of": group,
+            "same_rows": name not in ON_OTHER_ROWS,
+            "mean_percent": mean,
+            "here_mean_percent": means.get(group),
+            "note": note,
+        }
         for name, (group, mean, note) in OTHERS.items()
     ]
     return pd.DataFrame(rows).dropna(subset="here_mean_percent")
@@ -97,20 +106,36 @@ def distribution(frame: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["predictor", "error_percent", "rows_percent"])
 
 
+OTHER_PIPELINE = "other_pipeline_s"
+
+
+def is_other_pipeline(rows: pd.DataFrame) -> "pd.Series[bool]":
+    """Whether nanotron took as long as its other pipeline engine, before the fix or after it, would have."""
+    if OTHER_PIPELINE not in rows:  # runs of older versions
+        return pd.Series(False, index=rows.index)
+    ratio = rows[OTHER_PIPELINE].astype(float) / rows["measured_s"].astype(float)
+    return ratio.between(1 / CLOSE, CLOSE)
+
+
 _Test = Callable[[pd.DataFrame], "pd.Series[bool]"]
 TROUBLES: dict[str, _Test] = {
     "marked as before nanotron's fix of its pipeline, but as fast as after it": lambda rows: (
-        rows["old_pipeline"].astype(bool) & (rows["predicted_over_measured"] > 1)
+        rows["old_pipeline"].astype(bool) & is_other_pipeline(rows)
     ),
     "as slow as nanotron's pipeline before its fix, but not marked so": lambda rows: (
         (rows["group"] == "nanotron")
         & ~rows["old_pipeline"].astype(bool)
-        & (rows["predicted_over_measured"] < 1)
         & ~rows["arrangement"].str.contains(" pp 1 ")
+        & is_other_pipeline(rows)
     ),
-    "so near the memory's limit that steps are several times slow": lambda rows: rows["unstable"].astype(bool),
+    "so near the memory's limit that steps are several times slow": lambda rows: (
+        rows["unstable"].astype(bool) & (rows["predicted_over_measured"] < 1)
+    ),
     "512 GPUs without a pipeline: nanotron's are often several times slow": lambda rows: (
-        (rows["group"] == "nanotron") & (rows["of_gpus"] >= 512) & rows["arrangement"].str.contains(" pp 1 ")
+        (rows["group"] == "nanotron")
+        & (rows["of_gpus"] >= 512)
+        & rows["arrangement"].str.contains(" pp 1 ")
+        & (rows["predicted_over_measured"] < 1)
     ),
 }
 """Why rows are off, as far as it is known; the first that applies is told."""
@@ -121,7 +146,7 @@ def worst(frame: pd.DataFrame) -> pd.DataFrame:
     table = errors(frame)
     ratio = table["predicted_over_measured"]
     far = table.assign(times_off=np.maximum(ratio, 1 / ratio)).query("times_off > @TWOFOLD")
-    why = pd.Series("not known", index=far.index)
+    why = pd.Series(UNKNOWN, index=far.index)
     for reason, test in reversed(TROUBLES.items()):
         why = why.mask(test(far), reason)
     return far.assign(why=why).sort_values("times_off", ascending=False, ignore_index=True)
@@ -166,12 +191,12 @@ def shares(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def margins(frame: pd.DataFrame) -> pd.DataFrame:
-    """By kind of parallelism and margin (compute over communication, in powers of two): the exposed share of a step."""
+    """By kind of parallelism and compute over communication, in powers of two: the exposed share of a step."""
     rows = select(frame, ["kind", "margin", "exposed_percent"], sweep="margins").dropna(subset="margin")
     if rows.empty:
-        return pd.DataFrame(columns=["kind", "margin", "exposed_percent", "low", "high", "rows"])
+        return pd.DataFrame(columns=["kind", RATIO, "exposed_percent", "low", "high", "rows"])
     power = 2.0 ** np.floor(np.log2(rows["margin"].astype(float))).clip(-2, 6)
-    grouped = rows.assign(margin=power).groupby(["kind", "margin"])["exposed_percent"]
+    grouped = rows.assign(**{RATIO: power}).groupby(["kind", RATIO])["exposed_percent"]
     table = grouped.quantile([0.05, 0.5, 0.95]).unstack()
     table.columns = pd.Index(["low", "exposed_percent", "high"])
     table = table[["exposed_percent", "low", "high"]].assign(rows=grouped.size())

@@ -1,7 +1,7 @@
 """What one rank computes: predictions of published runs beside what was measured, and of trainings nobody published."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -75,6 +75,7 @@ def _published(published: Published) -> Iterator[dict[str, Any]]:
     unstable = is_unstable(runs, predict_runs(runs, constants))
     residuals = np.log(measured / predicted)
     low, high = interval_90(runs, fold, residuals, unstable, constants)
+    other = predicted * _other_pipeline(published) / predict_runs(runs, constants).step_s
     for group in dict.fromkeys(published.group.tolist()):
         rows = np.flatnonzero((published.group == group) & np.isfinite(measured))
         yield {"group": group} | _columns(
@@ -92,7 +93,16 @@ def _published(published: Published) -> Iterator[dict[str, Any]]:
             one_constant_s=one_constant_s(runs, published.group, fold, measured),
             unstable=unstable,
             old_pipeline=runs.has("old_pipeline"),
+            other_pipeline_s=other,
         )
+
+
+def _other_pipeline(published: Published) -> NDArray[np.float64]:
+    """Seconds of nanotron's rows with its other pipeline engine, before the fix or after it; nan of other rows."""
+    runs, options = published.runs, np.empty(len(published.runs), dtype=object)
+    options[:] = [one ^ {"old_pipeline"} for one in runs.options]
+    found = predict_runs(replace(runs, options=options), load_constants()).step_s
+    return np.where(published.group == "nanotron", found, np.nan)
 
 
 def _margins(published: Published) -> Iterator[dict[str, Any]]:

@@ -230,7 +230,7 @@ def largest_model(frame: pd.DataFrame) -> Finding | None:
     ranks, models = far.loc[DDP, "world_size"], far["model"]
     why = f"On {ranks} GPUs of 80 GiB it would be {models[DDP]} and {models[FSDP]}."
     advice = f"Train models up to {shards} with FSDP." if shards not in (whole, "none") else None
-    return Finding("measured", headline, table, caveat, why, advice, significant=True)
+    return Finding("predicted", headline, table, caveat, why, advice)
 
 
 @QUESTIONS.ask("published_trends", "Do the published trends hold on this machine?")
