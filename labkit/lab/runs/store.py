@@ -120,17 +120,19 @@ class Run:
         ok = {point for point, end in self._ends.items() if end["status"] == "ok"}
         flat = [
             {"point": row["point"], "rank": row["rank"], **self._scalar_fields(row["point"]), **row["values"]}
-            | ({"is_freak": self._freak_samples(row)} if "call" in row else {})
+            | self._freak_samples(row)
             for row in self._rows
             if row["point"] in ok
         ]
         return _one_row_a_repeat(flat)
 
-    def _freak_samples(self, row: Record) -> list[bool]:
-        """Of each repeat of a row with samples, whether it was taken in a freak moment."""
+    def _freak_samples(self, row: Record) -> dict[str, list[bool]]:
+        """`is_freak` of each repeat, for a row with samples of a known call: taken in a freak moment or not."""
+        samples = next((value for value in row["values"].values() if isinstance(value, list)), None)
+        if samples is None or "call" not in row:
+            return {}
         freak = self.steadiness.freak.get(row["point"], frozenset())
-        repeats = next(len(value) for value in row["values"].values() if isinstance(value, list))
-        return [(row["call"], repeat) in freak for repeat in range(repeats)]
+        return {"is_freak": [(row["call"], repeat) in freak for repeat in range(len(samples))]}
 
     def sampled(self) -> list[str]:
         """Names of values that were recorded as samples, one a repeat; others were recorded once."""
