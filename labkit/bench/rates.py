@@ -1,19 +1,17 @@
-"""What this device reaches at best: FLOP/s of a large matrix product, bytes/s of a large copy.
+"""What this device reaches at best: FLOP/s of a large matrix product.
 
-The yardsticks for everything that is predicted: a data sheet's peak exists for few devices and is reached on none.
+A data sheet's peak exists for few devices and is reached on none.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 
-from labkit.bench.clock import Seed, time_interleaved
+from labkit.bench.clock import time_interleaved
 from labkit.bench.gate import verdict
 
 # Products of this size keep the units busy and fit everywhere; larger ones gain a few percent at most.
 MATMUL_SIZE = {"cpu": 1024, "cuda": 8192}
-COPY_BYTES = {"cpu": 2**28, "cuda": 2**30}
 # In a row for a sample: the launch of a single one is a few percent of it on the fastest devices.
 CALLS = {"cpu": 1, "cuda": 5}
 
@@ -46,37 +44,14 @@ def time_matmul(
     device: str, dtype: torch.dtype, *, size: int | None = None, warmup: int = 3, repeats: int = 10, seed: int = 0
 ) -> MatmulTimes:
     """Time `repeats` products of two normal square matrices of `size`; None: that of the device."""
-    return time_matmuls(device, [dtype], size=size, warmup=warmup, repeats=repeats, seed=seed)[dtype]
-
-
-def time_matmuls(
-    device: str,
-    dtypes: Iterable[torch.dtype],
-    *,
-    size: int | None = None,
-    warmup: int = 3,
-    repeats: int = 10,
-    seed: int = 0,
-    order_seed: Seed = 0,
-) -> dict[torch.dtype, MatmulTimes]:
-    """The same in several dtypes, which take turns."""
     kind = torch.device(device).type
     size = size or MATMUL_SIZE[kind]
     generator = torch.Generator(device).manual_seed(seed)
-    factors = torch.randn(2, size, size, device=device, generator=generator)
-    products = {dtype: _Product(factors, dtype) for dtype in dtypes}
+    product = _Product(torch.randn(2, size, size, device=device, generator=generator), dtype)
     samples = time_interleaved(
-        {str(dtype): product.run for dtype, product in products.items()},
-        warmup=warmup,
-        repeats=repeats,
-        device=device,
-        calls=CALLS[kind],
-        seed=order_seed,
+        {"product": product.run}, warmup=warmup, repeats=repeats, device=device, calls=CALLS[kind]
     )
-    return {
-        dtype: MatmulTimes(dtype, size, samples[str(dtype)], product.error, rounding_limit(dtype, size))
-        for dtype, product in products.items()
-    }
+    return MatmulTimes(dtype, size, samples["product"], product.error, rounding_limit(dtype, size))
 
 
 class _Product:
@@ -104,24 +79,3 @@ def rounding_limit(dtype: torch.dtype, size: int) -> float:
     adds in blocks and rounds once more. TF32, where somebody has allowed it for float32, is off by about 2**-12: seen.
     """
     return float(torch.finfo(dtype).eps) * max(8.0, size**0.5 / 2)
-
-
-def matmul_flops_per_s(
-    device: str, dtype: torch.dtype, *, size: int | None = None, warmup: int = 3, repeats: int = 10
-) -> list[float]:
-    """FLOP/s of each of `repeats` products of two square matrices of `size`; ArithmeticError for wrong ones."""
-    return time_matmul(device, dtype, size=size, warmup=warmup, repeats=repeats).flops_per_s
-
-
-def copy_bytes_per_s(device: str, *, n_bytes: int | None = None, warmup: int = 2, repeats: int = 10) -> list[float]:
-    """Bytes/s of each of `repeats` copies of a buffer, read and written bytes together."""
-    source = torch.zeros(n_bytes or COPY_BYTES[torch.device(device).type], dtype=torch.uint8, device=device)
-    target = torch.ones_like(source)  # written once: otherwise the first copy would wait for pages
-    samples = time_interleaved(
-        {"copy": lambda: target.copy_(source)},
-        warmup=warmup,
-        repeats=repeats,
-        device=device,
-        calls=CALLS[torch.device(device).type],
-    )
-    return [2 * source.numel() / seconds for seconds in samples["copy"]]

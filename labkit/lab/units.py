@@ -60,8 +60,10 @@ def format_share(share: float) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """1, "rank" -> "1 rank"; 2, "rank" -> "2 ranks"."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+    """1, "rank" -> "1 rank"; 2, "rank" -> "2 ranks"; 2, "quantity" -> "2 quantities"."""
+    if number == 1:
+        return f"{number} {noun}"
+    return f"{number} {noun[:-1]}ies" if noun.endswith("ty") else f"{number} {noun}s"
 
 
 def join_words(words: list[str]) -> str:

@@ -63,7 +63,7 @@ def agreement_sentence(rows: Iterable[Row]) -> str:
     """The line above the table."""
     verdicts = [row.verdict for row in rows]
     told = len(verdicts) - verdicts.count("too few repeats")
-    counts = f"{verdicts.count('agree')} of {counted(told, 'quantity').replace('quantitys', 'quantities')}"
+    counts = f"{verdicts.count('agree')} of {counted(told, 'quantity')}"
     rest = verdicts.count("too few repeats")
     return f"{counts} measured more than once agree." + (f" {rest} had too few repeats to tell." if rest else "")
 
