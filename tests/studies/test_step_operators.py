@@ -2,13 +2,14 @@
 
 from dataclasses import replace
 
+from labkit.costs.transformer import SIZES
 from labkit.studies.end_to_end.tables import PREDICTED
 from labkit.studies.shared.step_operators import OPTIMIZER, step_operators
 from tests.calibrated import made_up
 
 
 def test_a_step_on_a_gpu_is_predicted_without_one():
-    on_cpu, on_gpu = (step_operators("nano", 2, 16, "bfloat16", device)[OPTIMIZER] for device in ("cpu", "cuda"))
+    on_cpu, on_gpu = (step_operators(SIZES["nano"], 2, 16, "bfloat16", device)[OPTIMIZER] for device in ("cpu", "cuda"))
     assert any(one.name.startswith("_foreach") for one in on_gpu)
     assert not any(one.name.startswith("_foreach") for one in on_cpu)
     (rates, *_) = made_up().rates

@@ -7,6 +7,7 @@ import pandas as pd
 from pydantic import Field, field_validator
 
 from labkit.costs.memory import activation_bytes
+from labkit.costs.transformer import n_parameters
 from labkit.lab import capacity
 from labkit.lab.agreement import AllReduceTime, Known, step_times
 from labkit.lab.config import Count, Device, LabConfig, Repeats, Seed, TimeoutSeconds, Warmup, one_of
@@ -14,10 +15,9 @@ from labkit.lab.rows import select
 from labkit.lab.study import Study
 from labkit.machine import Machine
 from labkit.nn.transformer import SIZES, shape_named
-from labkit.nn.workloads import workload_parameters
 from labkit.parallel.ranks.joined import ranks_here
 from labkit.studies.gradient_buckets.findings import QUESTIONS
-from labkit.studies.gradient_buckets.worker import LOCAL, PROBE, STEPS, BucketsPoint, measure_point
+from labkit.studies.gradient_buckets.worker import LOCAL, PROBE, SCHEDULES, STEPS, BucketsPoint, measure_point, plug_in
 
 MIB = 2**20
 RANK_BYTES = 200 * MIB  # a rank's own resident memory, torch included
@@ -33,6 +33,8 @@ class BucketsConfig(LabConfig):
     workload: WorkloadName
     world_sizes: Annotated[list[Annotated[int, Field(ge=2, le=1024)]], Field(min_length=1)] = [2]
     buckets_mb: Annotated[list[Megabytes], Field(min_length=1)]
+    schedules: list[Annotated[str, one_of(lambda: SCHEDULES)]] = []
+    """A reader's own, by name."""
     batches: Annotated[list[Count], Field(min_length=1)]
     """Sequences a rank."""
     sequences: Annotated[list[Count], Field(min_length=1)]
@@ -99,6 +101,8 @@ class GradientBucketsStudy(Study):
         ),
     }
     worker = staticmethod(measure_point)
+    plugs_into = "schedules"
+    plug_in = staticmethod(plug_in)
 
     def points(self, config: BucketsConfig, machine: Machine) -> Sequence[BucketsPoint]:
         """By world size: single all-reduces first, then one point a (batch, sequence length)."""
@@ -109,7 +113,8 @@ class GradientBucketsStudy(Study):
             here["backend"] = machine.backend(device, ranks_here(world_size))
             probe = {"probe_bytes": sorted(set(config.probe_bytes)), "repeats": config.probe_repeats}
             points.append(BucketsPoint.of(config, sweep=PROBE, buckets_mb=(), **probe, **here))
-            sizes: dict[str, Any] = {"buckets_mb": sorted(set(config.buckets_mb)), "probe_bytes": ()}
+            buckets_mb = (*sorted(set(config.buckets_mb)), *config.schedules)
+            sizes: dict[str, Any] = {"buckets_mb": buckets_mb, "probe_bytes": ()}
             points += [
                 BucketsPoint.of(config, sweep=STEPS, batch=batch, sequence=sequence, **sizes, **here)
                 for batch in sorted(set(config.batches))
@@ -136,8 +141,8 @@ def _rank_bytes(point: BucketsPoint) -> int:
     """What a rank allocates: tensors of single all-reduces, or weights, gradients, buckets and activations."""
     if point.sweep == PROBE:
         return 8 * sum(point.probe_bytes)  # the check is in float64
-    parameters = 4 * workload_parameters(point.workload)
     shape = shape_named(point.workload)
+    parameters = 4 * n_parameters(shape)
     return (COPIES + len(point.buckets_mb)) * parameters + activation_bytes(
         shape, point.batch or 1, point.sequence or 1
     )

@@ -16,12 +16,17 @@ from torch import Tensor, nn
 from labkit.bench.clock import Stopwatch, time_interleaved
 from labkit.bench.exact_sums import sum_error, sum_verdict
 from labkit.lab.point import Point
-from labkit.nn.workloads import Workload, workload_named
+from labkit.nn.transformer import shape_named
+from labkit.nn.workloads import Workload, workload_of
 from labkit.parallel.data_parallel import BucketedDDP
+from labkit.parallel.data_parallel.buckets import Schedule
 from labkit.parallel.ranks.device import use_device
+from labkit.studies.shared.alternatives import reason_on_all_ranks
 from labkit.studies.shared.gradient_gate import check_gradients, local_means
 
 LOCAL = "local"
+SCHEDULES: dict[str, Schedule] = {}
+"""A reader's (`plug_in`)."""
 STEPS, PROBE = "steps", "probe"
 
 
@@ -38,8 +43,8 @@ class BucketsPoint(Point):
     """Sequences a rank."""
     sequence: int | None = None
     """Tokens of each."""
-    buckets_mb: tuple[float, ...] = ()
-    """MiB."""
+    buckets_mb: tuple[float | str, ...] = ()
+    """MiB, or the name of a schedule."""
     probe_bytes: tuple[int, ...] = ()
     warmup: int = 2
     repeats: int = 10
@@ -77,16 +82,30 @@ def _all_reduce(tensor: Tensor) -> Callable[[], Any]:
     return lambda: dist.all_reduce(tensor)
 
 
-class Trainer:
-    """One way to train the workload: buckets of `bucket_mb` MiB, or (None) no communication; plain SGD."""
+def plug_in(name: str, schedule: Schedule) -> dict[str, Schedule]:
+    """A reader's schedule: called with the trained parameters by name, in the order in which backward makes their
+    gradients, it returns the names in each bucket, in the order in which buckets are averaged.
 
-    def __init__(self, workload: Workload, bucket_mb: float | None, weights: nn.Module, device: str):
+    ValueError for a name that is taken.
+    """
+    if name == LOCAL:
+        raise ValueError(f"expected a name other than {LOCAL}")
+    SCHEDULES[name] = schedule
+    return SCHEDULES
+
+
+class Trainer:
+    """One way to train the workload: buckets of some MiB, or of a schedule, or (None) no communication; plain SGD."""
+
+    def __init__(self, workload: Workload, bucket_mb: float | str | None, weights: nn.Module, device: str):
         model = workload.build()
         for own, shared in zip(model.parameters(), weights.parameters(), strict=True):
             own.data = shared.data
         self.bucket_mb = bucket_mb
         self.ddp: BucketedDDP | None = None
-        if bucket_mb is not None:
+        if isinstance(bucket_mb, str):
+            self.ddp = BucketedDDP(model, schedule=SCHEDULES[bucket_mb], finish_in_backward=False)
+        elif bucket_mb is not None:
             # no smaller first bucket: a size should mean all buckets
             self.ddp = BucketedDDP(model, bucket_mb=bucket_mb, first_bucket_mb=bucket_mb, finish_in_backward=False)
         self.model: nn.Module = self.ddp or model
@@ -118,19 +137,27 @@ class Trainer:
             return {"alternative": LOCAL}
         sizes = self.ddp.bucket_bytes
         found = {"buckets": len(sizes), "last_bucket_bytes": sizes[-1], "gradient_bytes": sum(sizes)}
+        if isinstance(self.bucket_mb, str):
+            return {"alternative": self.bucket_mb, **found}
         return {"alternative": f"{self.bucket_mb:g} MiB", "bucket_mb": self.bucket_mb, **found}
 
 
 def _steps(point: BucketsPoint, device: str) -> Iterator[dict[str, Any]]:
-    workload = workload_named(
-        point.workload,
+    workload = workload_of(
+        shape_named(point.workload),
         batch=point.batch or 1,
         context_length=point.sequence or 1,
         device=device,
         seed=1000 * point.seed + dist.get_rank(),
     )
     weights = workload.build()
-    trainers = [Trainer(workload, bucket_mb, weights, device) for bucket_mb in (None, *point.buckets_mb)]
+    trainers = []
+    for bucket_mb in (None, *point.buckets_mb):
+        try:
+            trainers.append(Trainer(workload, bucket_mb, weights, device))
+        except Exception as raised:  # of any type: a reader's own schedule may be wrong in any way
+            gate = reason_on_all_ranks(raised, f"{point.id} {bucket_mb}", device)
+            yield {"alternative": str(bucket_mb), "gate": gate}
     abouts = list(_checked(trainers))
     right = [(trainer, about) for trainer, about in zip(trainers, abouts, strict=True) if about["gate"] == "ok"]
     yield from (about for about in abouts if about["gate"] != "ok")

@@ -4,11 +4,8 @@ On several ranks only if all of them raised: ranks that go on would wait in a co
 there an exception ends the point.
 """
 
-import sysconfig
 import time
-import traceback
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,10 +13,9 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from labkit.bench.clock import time_parts_interleaved
+from labkit.lab.own_models import readers_line
 from labkit.parallel.ranks.outcome import is_out_of_memory
 
-# Files of labkit, of Python, and those without a file.
-NOT_A_READERS = (str(Path(__file__).parents[2]), sysconfig.get_path("stdlib"), "<frozen")
 PATIENCE_S = 2.0  # ranks that make the same mistake make it at about the same time
 
 Actions = Mapping[str, Callable[[], Any]]
@@ -42,7 +38,7 @@ def reason_of(error: Exception, device: str) -> str:
     text = str(error).strip().partition("\n")[0]
     if is_out_of_memory(error):
         return f"out of memory: {text or type(error).__name__}"
-    return f"failed: {type(error).__name__}: {text}".removesuffix(": ") + _place(error)
+    return f"failed: {type(error).__name__}: {text}".removesuffix(": ") + readers_line(error)
 
 
 def reason_on_all_ranks(error: Exception, key: str, device: str) -> str:
@@ -58,15 +54,6 @@ def reason_on_all_ranks(error: Exception, key: str, device: str) -> str:
         time.sleep(0.01)
         raised = store.add(f"raised {key}", 0)
     return reason_of(error, device)
-
-
-def _place(error: Exception) -> str:
-    """ ", line 3 of the cell", or of a file: the deepest line that is neither labkit's nor installed; or nothing."""
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if not frame.filename.startswith(NOT_A_READERS) and "site-packages" not in frame.filename:
-            is_file = Path(frame.filename).is_file()
-            return f", line {frame.lineno} of {Path(frame.filename).name if is_file else 'the cell'}"
-    return ""
 
 
 def time_those_that_run(

@@ -1,4 +1,4 @@
-"""The operators of a training step of a named model, by phase: traced on fake tensors, which take no memory or time."""
+"""The operators of a training step of a Transformer, by phase: traced on fake tensors, which take no memory or time."""
 
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from labkit.bench.operators import OperatorCall, operators_of
+from labkit.costs.transformer import TransformerShape
 from labkit.nn.training import TrainingStep, adamw
-from labkit.nn.transformer import shape_named
 
 INFERENCE, FORWARD, BACKWARD, OPTIMIZER = "inference", "forward", "backward", "optimizer"
 Phases = Mapping[str, tuple[OperatorCall, ...]]
@@ -16,7 +16,7 @@ Phases = Mapping[str, tuple[OperatorCall, ...]]
 
 @cache
 def step_operators(
-    size: str, batch: int, context_length: int, precision: str = "float32", device: str = "cpu"
+    shape: TransformerShape, batch: int, context_length: int, precision: str = "float32", device: str = "cpu"
 ) -> Phases:
     """What each phase of a step calls, from the second step on: the first makes the optimizer's states, too.
 
@@ -26,9 +26,7 @@ def step_operators(
     from torch._subclasses.fake_tensor import FakeTensorMode  # not needed by ranks, who import this package
 
     with FakeTensorMode(allow_non_fake_inputs=True):
-        step = TrainingStep(
-            shape_named(size), batch=batch, context_length=context_length, precision=precision, device="cpu"
-        )
+        step = TrainingStep(shape, batch=batch, context_length=context_length, precision=precision, device="cpu")
         step.optimizer = adamw(step.model.parameters(), torch.device(device))
         step.run()
         actions: dict[str, Callable[[], Any]] = {
