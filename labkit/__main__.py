@@ -177,7 +177,7 @@ def report(
     if run is None and resume is None:
         _calibrate(studies, profile or "quick")
     results = []
-    for position, study in enumerate(studies, start=1):
+    for study in studies:
         with _progress("report", study.name) as show:
             if resume is not None:
                 path = find_run([runs_directory() / study.name], resume)
@@ -187,10 +187,9 @@ def report(
         outcome = f"[bold red]failed:[/] {_plain(result.error)}" if result.error else "ok"
         page = path_from_here(result.page)
         out.print(f"{study.name}: {outcome}, in {format_seconds(result.elapsed_s)}; {page}", soft_wrap=True)
-        index = write_index(_all_studies(), output, to_come=studies[position:])
-        if position in (1, len(studies)):
-            more = ", more with every lab" if studies[position:] else ""
-            out.print(f"index: {path_from_here(index)}{more}", soft_wrap=True)
+        index = write_index(_all_studies(), output, to_come=studies[len(results) :])
+        if len(results) in (1, len(studies)):
+            out.print(f"index: {path_from_here(index)}", soft_wrap=True)
     raise typer.Exit(1 if any(result.error for result in results) else 0)
 
 
