@@ -167,6 +167,7 @@ class Bare:
 
     def __init__(self, name: str, features: int, device: str):
         self.name = name
+        self.features = features
         self.statistics = torch.zeros(2 * features + 1, dtype=torch.float64, device=device)
         self.sums = torch.zeros(2 * features, dtype=torch.float32, device=device)
 
@@ -185,8 +186,12 @@ class Bare:
     @property
     def sent_bytes(self) -> dict[str, int]:
         """Of a rank, by phase."""
-        sizes = {"forward": self.statistics, "backward": self.sums}
-        return {phase: tensor.numel() * tensor.itemsize for phase, tensor in sizes.items()}
+        return dict(zip(("forward", "backward"), sent_bytes(self.features), strict=True))
+
+
+def sent_bytes(features: int) -> tuple[int, int]:
+    """Of a rank's statistics forward, in float64, and its sums backward, in float32."""
+    return 8 * (2 * features + 1), 4 * 2 * features
 
 
 def check_layer(layer: Layer, batch: Batch) -> tuple[float, str]:
