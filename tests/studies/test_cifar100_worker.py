@@ -19,7 +19,7 @@ from labkit.studies.cifar100 import worker as worker_module
 from labkit.studies.cifar100.data import CIFAR100, DIGITS, hand_out
 from labkit.studies.cifar100.study import STUDY
 from labkit.studies.cifar100.training import OWN_LOCAL, OWN_SYNC, TORCH_LOCAL, TORCH_SYNC
-from labkit.studies.cifar100.worker import EPOCH, MEMORY, PROBE, TOLERANCE, TrainingPoint, train_point
+from labkit.studies.cifar100.worker import EPOCH, MEMORY, TOLERANCE, TrainingPoint, train_point
 from tests.nn.cifar_archive import records, write_archive
 
 ON_CPU = (OWN_SYNC, OWN_LOCAL, TORCH_LOCAL)
@@ -67,7 +67,6 @@ def test_every_implementation_is_checked_and_trained_in_turns(archive):
         mine = [row for row in rows if row["rank"] == rank]
         assert {row["implementation"] for row in mine if row["phase"] == MEMORY} == set(ON_CPU)
         assert all(row["peak_bytes"] > 3 * 4 * 825_988 for row in mine if row["phase"] == MEMORY)
-        assert [len(row["seconds"]) > 5 for row in mine if row["phase"] == PROBE] == [True]
         turns = [(row["epoch"], row["implementation"]) for row in mine if row["phase"] == EPOCH]
         point_id = replace(SMALL, archive=str(archive)).id
         assert turns == [(epoch, name) for epoch in (1, 2) for name in order_of_turns(ON_CPU, epoch, seed=point_id)]

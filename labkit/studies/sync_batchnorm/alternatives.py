@@ -19,6 +19,7 @@ from labkit.bench import gate
 from labkit.bench.exact_sums import sum_error
 from labkit.parallel import sync_batchnorm
 from labkit.parallel.sync_batchnorm import SyncBatchNorm
+from labkit.studies.shared.norm_collectives import sent_bytes
 
 OWN, TWO_COLLECTIVES, ALONE, TORCH = "labkit", "labkit_two_collectives", "labkit_without_collectives", "torch"
 LOCAL, WHOLE = "plain_local_batch", "plain_whole_batch"
@@ -187,11 +188,6 @@ class Bare:
     def sent_bytes(self) -> dict[str, int]:
         """Of a rank, by phase."""
         return dict(zip(("forward", "backward"), sent_bytes(self.features), strict=True))
-
-
-def sent_bytes(features: int) -> tuple[int, int]:
-    """Of a rank's statistics forward, in float64, and its sums backward, in float32."""
-    return 8 * (2 * features + 1), 4 * 2 * features
 
 
 def check_layer(layer: Layer, batch: Batch) -> tuple[float, str]:

@@ -3,14 +3,11 @@
 import pandas as pd
 
 from labkit.costs.calibration import Calibration
-from labkit.costs.communication import ALL_GATHER_COSTS
 from labkit.lab.predictions import Row
 from labkit.lab.rows import select
-from labkit.parallel.chooser import choose_algorithm, choose_phase_algorithm
-from labkit.parallel.collectives import ALGORITHMS
-from labkit.parallel.transport.contract import SHARED
+from labkit.studies.shared.norm_collectives import collectives_s
 from labkit.studies.sync_batchnorm import tables
-from labkit.studies.sync_batchnorm.alternatives import ALONE, LOCAL, OWN, sent_bytes
+from labkit.studies.sync_batchnorm.alternatives import ALONE, LOCAL, OWN
 from labkit.studies.sync_batchnorm.tables import BOTH, LAYERS, SETTING
 from labkit.studies.sync_batchnorm.worker import LAYER
 
@@ -37,17 +34,5 @@ def _expected_s(row: Row, calibration: Calibration) -> float | None:
     seconds = float(row["operators"]) * rates.operator_s(0, row["moved_bytes"] / row["operators"])
     if row["alternative"] != OWN:
         return seconds
-    collectives = _collectives_s(int(row["world_size"]), int(row["features"]), calibration)
-    return seconds + collectives if collectives and row["backend"] == "gloo" else None
-
-
-def _collectives_s(ranks: int, features: int, calibration: Calibration) -> float | None:
-    """An all-gather forward and an all-reduce backward, over shared memory."""
-    statistics, sums = sent_bytes(features)
-    gather = choose_phase_algorithm(ranks * statistics, ranks, SHARED)
-    add = choose_algorithm(sums, ranks, SHARED)
-    each = (
-        calibration.algorithm_s("shared memory", gather, ALL_GATHER_COSTS[gather](ranks, ranks * statistics), ranks),
-        calibration.algorithm_s("shared memory", add, ALGORITHMS[add].cost(ranks, sums), ranks),
-    )
-    return sum(each) if None not in each else None
+    sending = collectives_s(int(row["features"]), int(row["world_size"]), row["backend"], calibration)
+    return None if sending is None else seconds + sending
