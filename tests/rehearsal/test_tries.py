@@ -20,6 +20,8 @@ SMALL = {
     "all_reduce": {"many_world_sizes": [], "transport_world_sizes": [], "scheduling_sizes_bytes": []},
     "attention": {"implementations": ["explicit", "tiled"], "sequences": [64], "tiling_sequences": []},
     "data_parallel": {"implementations": ["torch"], "bucket_workloads": [], "accumulation_workloads": []},
+    "end_to_end": {"warmup_sizes": []},
+    "kernels": {},
     "gradient_buckets": {"sequences": [8]},
     "memory": {"precisions": ["float32"]},
     "sync_batchnorm": {"batches": [32], "features": [128]},
@@ -82,7 +84,9 @@ def test_a_readers_own_as_the_notebook_has_it_is_right_and_measured(lab, source,
     is_model = "models=" in source
     named = (study.models_into[0] if is_model else study.plugs_into).removesuffix("s")
     named = "alternative" if lab == "gradient_buckets" else named
-    mine = frame[frame[named] == "mine"]
+    given = {"flat", "deep"} if lab == "end_to_end" else {"mine"}
+    mine = frame[frame[named].isin(given)]
+    assert set(mine[named]) == given
     assert set(mine.get("gate", pd.Series(dtype=str)).dropna()) <= {"ok"}
-    assert mine["peak_bytes" if lab == "memory" else "seconds"].notna().any()
+    assert mine[{"memory": "peak_bytes", "kernels": "clock_s"}.get(lab, "seconds")].notna().any()
     assert set(namespace["lab"].run.coverage()["status"]) <= {"ok", "skipped"}
