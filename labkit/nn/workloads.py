@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 
 from labkit.costs.transformer import TransformerShape
 from labkit.nn.training import Trained, random_tokens
-from labkit.nn.transformer import Transformer, language_model_loss
+from labkit.nn.transformer import Transformer, language_model_loss, shape_named
 from labkit.nn.vision import ResNet50
 
 RESNET50 = "resnet50"
@@ -24,6 +24,11 @@ class Workload:
 
     build: Callable[[], nn.Module]
     loss: Callable[[nn.Module], Tensor]
+
+
+def workload_named(name: str, **options: Any) -> Workload:
+    """`workload_of` ResNet-50, or a Transformer of a named size. ValueError for a name that is none."""
+    return workload_of(ResNet50 if name == RESNET50 else shape_named(name), **options)
 
 
 def workload_of(

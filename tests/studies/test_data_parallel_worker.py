@@ -149,10 +149,10 @@ def test_alternatives_carry_their_bucket_size():
 
 def _layouts(point):
     """Sizes of the buckets after a step, of torch's wrapper and of labkit's, with and without a size."""
-    from labkit.nn.workloads import workload_of
+    from labkit.nn.workloads import workload_named
     from labkit.studies.data_parallel.worker import Alternative, _one_step
 
-    workload = workload_of(SIZES["nano"], batch=1, context_length=8)
+    workload = workload_named("nano", batch=1, context_length=8)
     for name in point.alternatives:
         alternative = Alternative(name, workload, "cpu")
         for _ in range(3):  # torch's puts gradients into buckets anew after the first, and then says so

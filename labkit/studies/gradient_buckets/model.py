@@ -14,8 +14,7 @@ import pandas as pd
 from labkit.costs.calibration import ALL_REDUCE, CPU, Calibration
 from labkit.costs.communication import AlphaBeta, MessageCost, best_buckets, bucket_overhead, fit_alpha_beta
 from labkit.lab.predictions import Predicted, Row
-from labkit.nn.transformer import shape_named
-from labkit.nn.workloads import workload_of
+from labkit.nn.workloads import workload_named
 from labkit.parallel.data_parallel.buckets import assign_to_buckets
 from labkit.studies.gradient_buckets import tables
 from labkit.studies.gradient_buckets.tables import MACHINE, SETTING
@@ -58,7 +57,7 @@ def _planned(point: BucketsPoint) -> Iterator[dict[str, Any]]:
 @cache
 def bucket_bytes(workload: str, bucket_mb: float) -> tuple[int, ...]:
     """Bytes of the buckets that a wrapper makes of a workload's gradients, which come from the last layer on."""
-    model = workload_of(shape_named(workload), batch=1, context_length=1, device="meta").build()
+    model = workload_named(workload, batch=1, context_length=1, device="meta").build()
     gradients = list(model.parameters())[::-1]
     buckets = assign_to_buckets(gradients, bucket_mb, bucket_mb)
     return tuple(sum(gradients[i].nbytes for i in indices) for indices in buckets)

@@ -15,8 +15,7 @@ from torch import nn
 
 from labkit.bench.clock import Stopwatch, time_interleaved
 from labkit.lab.point import Point
-from labkit.nn.transformer import shape_named
-from labkit.nn.workloads import Workload, workload_of
+from labkit.nn.workloads import Workload, workload_named
 from labkit.parallel.data_parallel import BucketedDDP
 from labkit.parallel.data_parallel.buckets import Schedule
 from labkit.parallel.ranks.device import use_device
@@ -117,8 +116,8 @@ class Trainer:
 
 
 def _steps(point: BucketsPoint, device: str) -> Iterator[dict[str, Any]]:
-    workload = workload_of(
-        shape_named(point.workload),
+    workload = workload_named(
+        point.workload,
         batch=point.batch,
         context_length=point.sequence,
         device=device,

@@ -20,9 +20,8 @@ from labkit.bench.clock import time_parts_interleaved
 from labkit.bench.gate import verdict, worst_of_ranks
 from labkit.bench.memory import peak_memory_growth, return_memory_when_freed
 from labkit.costs.sharding import PARTS, STAGES, state_bytes
-from labkit.lab.own_models import source_of
 from labkit.lab.point import Point
-from labkit.nn.workloads import Workload, workload_of
+from labkit.nn.workloads import Workload, workload_named
 from labkit.parallel.collectives import all_gather
 from labkit.parallel.ranks.device import use_device
 from labkit.parallel.sharding.implementations import TORCHS, held_tensors, n_bytes, shard, whole_parameters
@@ -76,9 +75,7 @@ def measure_point(point: ShardingPoint) -> Iterator[dict[str, Any]]:
 
 def _workload(point: ShardingPoint, device: str, rank: int) -> Workload:
     seed = (1000 * point.seed + rank) % 2**63
-    return workload_of(
-        source_of(point.size), batch=point.batch, context_length=point.context_length, device=device, seed=seed
-    )
+    return workload_named(point.size, batch=point.batch, context_length=point.context_length, device=device, seed=seed)
 
 
 class Training:
