@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from labkit.bench.clock import Stopwatch, time_interleaved
-from labkit.bench.exact_sums import sum_error, sum_verdict
+from labkit.bench.exact_sums import first_wrong
 from labkit.lab.point import Point
 from labkit.nn.workloads import Workload, workload_named
 from labkit.parallel.data_parallel import BucketedDDP
@@ -59,17 +59,17 @@ def measure_point(point: BucketsPoint) -> Iterator[dict[str, Any]]:
 def _probe(point: BucketsPoint, device: str) -> Iterator[dict[str, Any]]:
     """Single all-reduces, timed before any step: they give the bandwidth and the cost of a call."""
     tensors = {str(n): torch.empty(n // 4, device=device) for n in point.probe_bytes}
-    errors = {}
+    gates = {}
     for name, tensor in tensors.items():
-        errors[name] = sum_error(dist.all_reduce, tensor)
+        gates[name] = first_wrong(dist.all_reduce, tensor) or "ok"
         tensor.zero_()  # sums of sums would overflow
-    right = {name: tensor for name, tensor in tensors.items() if sum_verdict(errors[name]) == "ok"}
+    right = {name: tensor for name, tensor in tensors.items() if gates[name] == "ok"}
     actions = {name: _all_reduce(tensor) for name, tensor in right.items()}
     times = time_interleaved(
         actions, warmup=point.warmup, repeats=point.repeats, device=device, before=dist.barrier, seed=point.id
     )
-    for name, error in errors.items():
-        row = {"n_bytes": int(name), "error": error, "gate": sum_verdict(error)}
+    for name, gate in gates.items():
+        row = {"n_bytes": int(name), "gate": gate}
         yield row | {"seconds": times[name]} if name in times else row
 
 

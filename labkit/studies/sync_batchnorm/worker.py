@@ -3,6 +3,7 @@
 A call takes a millisecond or less, so that a sample is the mean of several calls behind one barrier.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -26,9 +27,8 @@ from labkit.studies.sync_batchnorm.alternatives import (
     Bare,
     Batch,
     Layer,
-    bare_error,
+    bare_gate,
     check_layer,
-    verdict,
 )
 
 LAYER, PROBE = "layer", "probe"
@@ -72,7 +72,7 @@ def _probe(point: SyncBatchNormPoint, device: str) -> Iterator[dict[str, Any]]:
     abouts = {}
     for n_bytes in point.probe_bytes:
         bare = Bare(COLLECTIVES, n_bytes // 16, device)  # 2C + 1 numbers of 8 bytes, 2C of 4
-        gate = verdict(bare_error(bare))
+        gate = bare_gate(bare)
         for phase, size in bare.sent_bytes.items():
             abouts[f"{phase} {n_bytes}"] = {
                 "alternative": COLLECTIVES,
@@ -128,8 +128,8 @@ def _checked(name: str, point: SyncBatchNormPoint, batch: Batch, device: str) ->
     """An alternative, its error, and what the gate says."""
     if name in BARE:
         bare = Bare(name, point.features or 1, device)
-        error = bare_error(bare)
-        return bare, error, verdict(error)
+        gate = bare_gate(bare)
+        return bare, 0.0 if gate == "ok" else math.inf, gate
     layer = Layer(name, batch)
     return layer, *check_layer(layer, batch)
 
