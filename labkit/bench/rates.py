@@ -1,81 +1,52 @@
-"""What this device reaches at best: FLOP/s of a large matrix product.
+"""What a device reaches at best: an operator to time, with its arithmetic, its traffic, and whether it is right.
 
 A data sheet's peak exists for few devices and is reached on none.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 
-from labkit.bench.clock import time_interleaved
 from labkit.bench.gate import verdict
 
 # Products of this size keep the units busy and fit everywhere; larger ones gain a few percent at most.
 MATMUL_SIZE = {"cpu": 1024, "cuda": 8192}
 # In a row for a sample: the launch of a single one is a few percent of it on the fastest devices.
-CALLS = {"cpu": 1, "cuda": 5}
+MATMUL_CALLS = {"cpu": 1, "cuda": 5}
 
 
 @dataclass(frozen=True)
-class MatmulTimes:
-    """Products of two square matrices: seconds of each, and the relative error of one row against float64."""
+class Work:
+    """What runs, its FLOPs, the bytes that it reads and writes at least, and "ok" or what is wrong with its result."""
 
-    dtype: torch.dtype
-    size: int
-    seconds: list[float]
-    error: float
-    limit: float
-    """The largest error that rounding explains."""
-
-    @property
-    def gate(self) -> str:
-        """ "ok", or what is wrong; a NaN is."""
-        return verdict(self.error, self.limit)
-
-    @property
-    def flops_per_s(self) -> list[float]:
-        """Of each product, 2 * size^3 FLOPs in all. ArithmeticError for a wrong one."""
-        if self.gate != "ok":
-            raise ArithmeticError(f"a product of two {self.dtype} matrices is {self.gate}")
-        return [2 * self.size**3 / seconds for seconds in self.seconds]
+    run: Callable[[], Any]
+    flops: float
+    n_bytes: float
+    gate: str = "ok"
+    error: float = 0.0
+    """Relative, where the gate has measured it."""
 
 
-def time_matmul(
-    device: str, dtype: torch.dtype, *, size: int | None = None, warmup: int = 3, repeats: int = 10, seed: int = 0
-) -> MatmulTimes:
-    """Time `repeats` products of two normal square matrices of `size`; None: that of the device."""
-    kind = torch.device(device).type
-    size = size or MATMUL_SIZE[kind]
-    generator = torch.Generator(device).manual_seed(seed)
-    product = _Product(torch.randn(2, size, size, device=device, generator=generator), dtype)
-    samples = time_interleaved(
-        {"product": product.run}, warmup=warmup, repeats=repeats, device=device, calls=CALLS[kind]
-    )
-    return MatmulTimes(dtype, size, samples["product"], product.error, rounding_limit(dtype, size))
+def matrix_product(device: str, dtype: torch.dtype, m: int, k: int, n: int, *, batch: int = 1) -> Work:
+    """(m, k) by (k, n), normal, or a `batch` of them: run once, and a row of the result held against float64."""
+    left, right = (torch.randn(batch, *sides, device=device).to(dtype) for sides in ((m, k), (k, n)))
+    out = torch.empty(batch, m, n, dtype=dtype, device=device)
+    run = partial(torch.mm, left[0], right[0], out=out[0]) if batch == 1 else partial(torch.bmm, left, right, out=out)
+    run()
+    exact = left[-1, m // 2].double() @ right[-1].double()
+    error = float((out[-1, m // 2].double() - exact).norm() / exact.norm())
+    n_bytes = left.nbytes + right.nbytes + out.nbytes
+    return Work(run, 2.0 * batch * m * k * n, n_bytes, verdict(error, rounding_limit(dtype, k)), error)
 
 
-class _Product:
-    """Of two square matrices in one dtype, and how wrong one row of it is."""
-
-    def __init__(self, factors: torch.Tensor, dtype: torch.dtype):
-        self._a, self._b = factors.to(dtype)
-        self._out = torch.empty_like(self._a)
-
-    def run(self) -> None:
-        torch.mm(self._a, self._b, out=self._out)
-
-    @property
-    def error(self) -> float:
-        row = len(self._a) // 2
-        exact = self._a[row].double() @ self._b.double()
-        return float((self._out[row].double() - exact).norm() / exact.norm())
-
-
-def rounding_limit(dtype: torch.dtype, size: int) -> float:
-    """How far rounding may put a product of `size` terms off, relative.
+def rounding_limit(dtype: torch.dtype, terms: int) -> float:
+    """How far rounding may put a product off, relative, whose elements are sums of so many terms.
 
     A sum of K rounded terms, added one after another, is off by about sqrt(K)/6 units: every partial sum is rounded,
     by at most half a unit and in either direction. Three times that is allowed, and at least eight units for whoever
     adds in blocks and rounds once more. TF32, where somebody has allowed it for float32, is off by about 2**-12: seen.
     """
-    return float(torch.finfo(dtype).eps) * max(8.0, size**0.5 / 2)
+    return float(torch.finfo(dtype).eps) * max(8.0, terms**0.5 / 2)

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from labkit.bench.rates import time_matmul
+from labkit.bench.clock import time_interleaved
+from labkit.bench.rates import MATMUL_CALLS, matrix_product
 from labkit.nn.attention_implementations import attention_named
 from labkit.nn.attention_problem import AttentionProblem, check
 from labkit.nn.tiled_attention import tile_side
@@ -54,10 +55,14 @@ def measure_point(point: FlashPoint) -> Iterator[dict[str, Any]]:
 
 def _matmul(point: FlashPoint) -> dict[str, Any]:
     """Seconds of a product of two square matrices, the fastest thing this device does with numbers."""
-    options = {"size": point.sequence, "warmup": max(1, point.warmup), "repeats": point.repeats, "seed": point.seed}
-    times = time_matmul(point.device, point.torch_dtype, **options)
-    row = {"implementation": "matmul", "phase": "matmul", "gate": times.gate, "error": times.error}
-    return row | ({"seconds": times.seconds} if times.gate == "ok" else {})
+    torch.manual_seed(point.seed)
+    work = matrix_product(point.device, point.torch_dtype, *[point.sequence] * 3)
+    row = {"implementation": "matmul", "phase": "matmul", "gate": work.gate, "error": work.error}
+    if work.gate != "ok":
+        return row
+    options: dict[str, Any] = {"warmup": max(1, point.warmup), "repeats": point.repeats, "device": point.device}
+    times = time_interleaved({"matmul": work.run}, calls=MATMUL_CALLS[torch.device(point.device).type], **options)
+    return row | {"seconds": times["matmul"]}
 
 
 def _techniques(point: FlashPoint) -> Iterator[dict[str, Any]]:

@@ -11,8 +11,7 @@ from torch.nn import functional
 
 from labkit.bench.clock import time_interleaved
 from labkit.bench.exact_sums import first_wrong
-from labkit.bench.gate import verdict
-from labkit.bench.rates import rounding_limit
+from labkit.bench.rates import Work, matrix_product
 from labkit.costs.calibration import ALL_REDUCE, BURST, MESSAGE
 from labkit.costs.transformer import TransformerShape, n_parameters
 from labkit.lab.point import Point
@@ -58,17 +57,7 @@ def measure_point(point: LimitPoint) -> Iterator[dict[str, Any]]:
     yield from _SWEEPS[point.sweep](point, use_device(point.device))
 
 
-@dataclass(frozen=True)
-class _Call:
-    """An operator that is timed: what runs, its arithmetic and its traffic, and whether it is right."""
-
-    run: Callable[[], Any]
-    flops: float
-    n_bytes: float
-    gate: str = "ok"
-
-
-def _timed(point: LimitPoint, calls: dict[str, _Call], name: str, **options: Any) -> Iterator[dict[str, Any]]:
+def _timed(point: LimitPoint, calls: dict[str, Work], name: str, **options: Any) -> Iterator[dict[str, Any]]:
     """A row per call under the column `name`; a sample is the mean of as many in a row as make it long enough."""
     right = {key: call for key, call in calls.items() if call.gate == "ok"}
     once = time_interleaved(
@@ -99,21 +88,10 @@ def _products(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
     part = largest // ATTENTION_BATCH
     shapes = {f"square {size}": (1, size, size, size) for size in point.sizes}
     shapes |= {"tall": (1, 16 * largest, largest // 4, largest // 4), "batched": (ATTENTION_BATCH**3, part, part, part)}
-    calls = {name: _product(dtype, device, *shape) for name, shape in shapes.items()}
+    calls = {name: matrix_product(device, dtype, *sides, batch=b) for name, (b, *sides) in shapes.items()}
     for row in _timed(point, calls, "shape", **_together(point)):
         b, m, k, n = shapes[row["shape"]]
         yield row | {"size": m if row["shape"].startswith("square") else None, "dimensions": f"{b} x {m} x {k} x {n}"}
-
-
-def _product(dtype: torch.dtype, device: str, b: int, m: int, k: int, n: int) -> _Call:
-    left, right = torch.randn(b, m, k, device=device).to(dtype), torch.randn(b, k, n, device=device).to(dtype)
-    out = torch.empty(b, m, n, dtype=dtype, device=device)
-    run = partial(torch.mm, left[0], right[0], out=out[0]) if b == 1 else partial(torch.bmm, left, right, out=out)
-    run()
-    exact = left[-1, m // 2].double() @ right[-1].double()
-    error = float((out[-1, m // 2].double() - exact).norm() / exact.norm())
-    moved = (left.numel() + right.numel() + out.numel()) * left.itemsize
-    return _Call(run, 2.0 * b * m * k * n, moved, verdict(error, rounding_limit(dtype, k)))
 
 
 def _memory(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
@@ -122,9 +100,9 @@ def _memory(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
     for n_bytes in point.sizes:
         n = max(1, n_bytes // 4)
         a, b, out = (torch.ones(n, device=device) for _ in range(3))
-        calls[f"copy {n_bytes}"] = _Call(partial(out.copy_, a), 0, 8.0 * n)
-        calls[f"add {n_bytes}"] = _Call(partial(torch.add, a, b, out=out), n, 12.0 * n)
-        calls[f"new {n_bytes}"] = _Call(partial(torch.add, a, b), n, 12.0 * n)
+        calls[f"copy {n_bytes}"] = Work(partial(out.copy_, a), 0, 8.0 * n)
+        calls[f"add {n_bytes}"] = Work(partial(torch.add, a, b, out=out), n, 12.0 * n)
+        calls[f"new {n_bytes}"] = Work(partial(torch.add, a, b), n, 12.0 * n)
     for row in _timed(point, calls, "call", **_together(point)):
         operation, n_bytes = row.pop("call").split()
         yield row | {"operation": operation, "n_bytes": int(n_bytes)}
@@ -141,9 +119,9 @@ def _threads(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
     size, n = point.sizes[0], point.sizes[1] // 4
     a, b, out = (torch.ones(n) for _ in range(3))
     work = {
-        "product": _product(torch.float32, device, 1, size, size, size),
-        "copy": _Call(partial(out.copy_, a), 0, 8.0 * n),
-        "add": _Call(partial(torch.add, a, b, out=out), n, 12.0 * n),
+        "product": matrix_product(device, torch.float32, size, size, size),
+        "copy": Work(partial(out.copy_, a), 0, 8.0 * n),
+        "add": Work(partial(torch.add, a, b, out=out), n, 12.0 * n),
     }
     calls = {f"{name} {threads}": call for name, call in work.items() for threads in sorted({1, all_threads})}
     try:
@@ -161,15 +139,15 @@ def _itself(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
     if point.world_size > 1:
         tensor = torch.zeros(n)
         calls = {
-            "all-reduce": _Call(
+            "all-reduce": Work(
                 partial(dist.all_reduce, tensor), 0, 4.0 * n, first_wrong(dist.all_reduce, tensor) or "ok"
             )
         }
     else:
         a, b, out = (torch.ones(n, device=device) for _ in range(3))
         calls = {
-            "product": _product(_dtype(point), device, 1, size, size, size),
-            "addition": _Call(partial(torch.add, a, b, out=out), n, 12.0 * n),
+            "product": matrix_product(device, _dtype(point), size, size, size),
+            "addition": Work(partial(torch.add, a, b, out=out), n, 12.0 * n),
         }
     for operation, call in calls.items():
         about = {"operation": operation, "flops": call.flops, "bytes": call.n_bytes, "gate": call.gate}
@@ -259,7 +237,7 @@ def _operators(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
     yield from _timed(point, calls, "operator")
 
 
-def _calls_of_a_step(shape: TransformerShape, batch: int, context: int, device: str) -> dict[str, _Call]:
+def _calls_of_a_step(shape: TransformerShape, batch: int, context: int, device: str) -> dict[str, Work]:
     """Operators in float32; FLOPs of one per element are counted by hand, as is each tensor read or written once."""
 
     def tensor(*sizes: int) -> torch.Tensor:
@@ -280,14 +258,14 @@ def _calls_of_a_step(shape: TransformerShape, batch: int, context: int, device: 
         "output product": (1, tokens, d, v),
         "attention scores": (batch * shape.n_heads, context, shape.head_dim, context),
     }
-    calls = {name: _product(torch.float32, device, *sizes) for name, sizes in products.items()}
+    calls = {name: matrix_product(device, torch.float32, *sides, batch=b) for name, (b, *sides) in products.items()}
     calls |= {
-        "softmax": _Call(partial(torch.softmax, scores, -1), 5 * n_scores, 8 * n_scores),
-        "RMS norm": _Call(partial(functional.rms_norm, hidden, (d,), weight), 4 * n_hidden, 8 * n_hidden),
-        "SwiGLU": _Call(lambda: torch.mul(functional.silu(wide), wide, out=gated), 6 * n_wide, 12 * n_wide),
-        "residual addition": _Call(partial(torch.add, hidden, hidden), n_hidden, 8 * n_hidden),
-        "cross-entropy": _Call(partial(functional.cross_entropy, logits, labels), 5 * n_logits, 4 * n_logits),
-        "AdamW": _Call(optimizer.step, 12 * parameter.numel(), 28 * parameter.numel()),
+        "softmax": Work(partial(torch.softmax, scores, -1), 5 * n_scores, 8 * n_scores),
+        "RMS norm": Work(partial(functional.rms_norm, hidden, (d,), weight), 4 * n_hidden, 8 * n_hidden),
+        "SwiGLU": Work(lambda: torch.mul(functional.silu(wide), wide, out=gated), 6 * n_wide, 12 * n_wide),
+        "residual addition": Work(partial(torch.add, hidden, hidden), n_hidden, 8 * n_hidden),
+        "cross-entropy": Work(partial(functional.cross_entropy, logits, labels), 5 * n_logits, 4 * n_logits),
+        "AdamW": Work(optimizer.step, 12 * parameter.numel(), 28 * parameter.numel()),
     }
     return calls
 
