@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
 import torch
@@ -52,8 +52,9 @@ def record_schedule(all_reduce: Callable[..., None], world_size: int) -> Schedul
     channels = [[SimpleQueue[tuple[int, torch.Tensor]]() for _ in range(world_size)] for _ in range(world_size)]
     ranks = [_RecordingTransport(rank, channels, elements) for rank in range(world_size)]
     with ThreadPoolExecutor(world_size) as threads:
-        for done in [threads.submit(all_reduce, via.vector, None, "sum", transport=via) for via in ranks]:
-            done.result()
+        ends = [threads.submit(all_reduce, via.vector, None, "sum", transport=via) for via in ranks]
+    if errors := [error for end in ends if (error := end.exception())]:
+        raise next((error for error in errors if not isinstance(error, Empty)), errors[0])  # others only waited for it
     rounds = max(via.now for via in ranks)
     return Schedule(
         elements,

@@ -57,8 +57,7 @@ class LabComparison:
     `rows` has one row per (shared setting, other machine): the columns of `settings`, and `COLUMNS`. `medians` has one
     row a (shared setting, machine) with `seconds`, `low`, `high`. `not_shared` names, by machine, the settings that
     only one of it and the first run has, and those whose median is not above zero in one. `repeat_difference` is by
-    how much runs of one machine and source differ
-    (0.05: five percent), None if there are no two.
+    how much runs of one machine and source differ (0.05: five percent), None if there are no two.
     """
 
     lab: str

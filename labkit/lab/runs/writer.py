@@ -1,4 +1,4 @@
-"""Writing a run: a line at a time, at its end, under a lock. `lab/store.py` says what the lines are, and reads them."""
+"""Writing a run: a line at a time, at its end, under a lock. `store.py` says what the lines are, and reads them."""
 
 import fcntl
 import json
