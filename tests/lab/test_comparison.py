@@ -10,8 +10,8 @@ import pytest
 from labkit.lab.config import ParameterError
 from labkit.lab.pages import compare as compare_page
 from labkit.lab.pages.compare import load_runs, write_comparison
-from labkit.lab.pages.comparison import compare_runs, machine_names, overview
 from labkit.lab.pages.export import OTHER_FORMAT, PAGE_FORMAT, RECORD_KEYS, embed_json
+from labkit.lab.runs.comparison import compare_runs, machine_names, overview
 from labkit.lab.runs.store import Run, RunFileError
 from labkit.machine import describe_machine
 from tests.browser import CONTRASTS, opened_browser

@@ -13,7 +13,6 @@ from matplotlib.text import Text
 from labkit.lab.config import ParameterError
 from labkit.lab.figures import Plot, bars, lines
 from labkit.lab.pages import cards
-from labkit.lab.pages.comparison import UNKNOWN_REPEAT_DIFFERENCE, LabComparison, overview
 from labkit.lab.pages.export import read_page
 from labkit.lab.pages.html import render, script, style_sheet
 from labkit.lab.project import (
@@ -24,6 +23,7 @@ from labkit.lab.project import (
     runs_directory,
     shipped,
 )
+from labkit.lab.runs.comparison import UNKNOWN_REPEAT_DIFFERENCE, LabComparison, overview
 from labkit.lab.runs.store import Run, RunFileError, find_run
 from labkit.lab.units import counted, format_bytes
 
