@@ -167,16 +167,11 @@ def told(names: Iterable[str], y: str, row: pd.Series) -> str:
     return " · ".join([*filter(None, dict.fromkeys(names)), value])
 
 
-def require_columns(frame: pd.DataFrame, columns: Sequence[str]) -> None:
-    missing = [column for column in columns if column not in frame]
-    if missing:
-        raise ValueError(f"no column {', '.join(missing)}; the frame has {', '.join(map(str, frame.columns))}")
-
-
 def drawn_columns(frame: pd.DataFrame, *columns: str | None) -> list[str]:
     """The columns that a figure draws, each once. ValueError if the frame lacks one."""
     named = list(dict.fromkeys(column for column in columns if column is not None))
-    require_columns(frame, named)
+    if missing := [name for name in named if name not in frame]:
+        raise ValueError(f"no column {', '.join(missing)}; the frame has {', '.join(map(str, frame.columns))}")
     return named
 
 

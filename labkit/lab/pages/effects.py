@@ -91,7 +91,8 @@ def all_effects(labs: Iterable[Mapping[str, Any]]) -> tuple[list[Row], list[tupl
     ratios = [effect[name] for effects in groups.values() for effect in effects for name in ("low", "ratio", "high")]
     known = [min(WIDEST, max(1 / WIDEST, ratio)) for ratio in ratios if ratio > 0]
     axis = Axis(math.log2(min([0.5, *known])), math.log2(max([2.0, *known])))
-    middles = {key: _middle(effects) for key, effects in groups.items()}
+    by_ratio = {key: sorted(effects, key=lambda effect: float(effect["ratio"])) for key, effects in groups.items()}
+    middles = {key: effects[len(effects) // 2] for key, effects in by_ratio.items()}
     ordered = sorted(groups, key=lambda key: float(middles[key]["ratio"]))
     return [_row(key, middles[key], groups[key], axis) for key in ordered], axis.ticks()
 
@@ -134,10 +135,6 @@ def _difference(lab: Mapping[str, Any], answer: Mapping[str, Any], effect: Mappi
     is_cost = effect["quantity"] != answer["effects"][0]["quantity"]  # told beside what the headline is about
     text = answer["why"] if is_cost and answer["why"] else answer["headline"]
     return Difference(written, words, effect["setting"], text, lab["title"], href(lab, answer["question"]["id"]))
-
-
-def _middle(effects: list[dict[str, Any]]) -> dict[str, Any]:
-    return sorted(effects, key=lambda effect: float(effect["ratio"]))[len(effects) // 2]
 
 
 def _row(key: tuple[str, ...], middle: Mapping[str, Any], effects: list[dict[str, Any]], axis: Axis) -> Row:
