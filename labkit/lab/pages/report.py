@@ -115,7 +115,7 @@ def _steadiness(labs: Iterable[Mapping[str, Any]]) -> str | None:
 def _agreement(labs: Iterable[Mapping[str, Any]]) -> dict[str, Any] | None:
     """What several labs of this machine measured; None if there is nothing of the kind."""
     rows = agreements({lab["title"]: lab["record"] for lab in measured_here(labs)})
-    return {"told": agreement_sentence(rows), **agreement_table(rows)} if rows else None
+    return {"told": agreement_sentence(rows), "table": cards.table(agreement_table(rows)).data} if rows else None
 
 
 def _coverage_frame(labs: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
