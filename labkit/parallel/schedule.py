@@ -64,7 +64,7 @@ def record_schedule(all_reduce: Callable[..., None], world_size: int) -> Schedul
 
 
 class _RecordingTransport:
-    """A transport (`contract.Transport`) between threads. `now` is the round that this rank has completed."""
+    """What algorithms need of a transport (`contract.Transport`), between threads. `now`: its last round."""
 
     name = "recorded"
     device = torch.device("cpu")
@@ -104,15 +104,6 @@ class _RecordingTransport:
         shown = {rank: self._receive(self.now, rank, part) for rank in others}
         self.now = max([self.now, *(came for came, _ in shown.values())])
         return [part.clone() if rank == self.rank else shown[rank][1] for rank in range(self.world_size)]
-
-    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(numel, dtype=dtype)
-
-    def scratch_bytes(self) -> int:
-        return 0
-
-    def release_scratch(self) -> None:
-        pass
 
     def held_after(self, number: int) -> list[int]:
         """Whose contributions each element holds after a round. Called once the all-reduce has returned."""
