@@ -12,11 +12,6 @@ import torch
 
 from labkit.bench.gate import verdict
 
-# Products of this size keep the units busy and fit everywhere; larger ones gain a few percent at most.
-MATMUL_SIZE = {"cpu": 1024, "cuda": 8192}
-# In a row for a sample: the launch of a single one is a few percent of it on the fastest devices.
-MATMUL_CALLS = {"cpu": 1, "cuda": 5}
-
 
 @dataclass(frozen=True)
 class Work:

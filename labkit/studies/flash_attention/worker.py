@@ -1,7 +1,7 @@
 """What is run to measure one point of the FlashAttention lab. Imports torch and the instruments only.
 
-By `sweep`: "lengths", the passes of all implementations; "matmul", the rate of a large product, against which they
-are held; "techniques", the forward kernel with one technique left out; "hidden", tiled attention causal and full.
+By `sweep`: "lengths", the passes of all implementations; "techniques", the forward kernel with one technique left out;
+"hidden", tiled attention causal and full.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -11,8 +11,6 @@ from typing import Any
 
 import torch
 
-from labkit.bench.clock import time_interleaved
-from labkit.bench.rates import MATMUL_CALLS, matrix_product
 from labkit.nn.attention_implementations import attention_named
 from labkit.nn.attention_problem import AttentionProblem, check
 from labkit.nn.tiled_attention import tile_side
@@ -31,7 +29,7 @@ KERNEL = "kernel"
 
 @dataclass(frozen=True, kw_only=True)
 class FlashPoint(PassesPoint):
-    """Causal attention of one sequence; for "matmul" `sequence` is the side of the square matrices."""
+    """Causal attention of one sequence."""
 
     batch: int = 1
     causal: bool = True
@@ -43,26 +41,12 @@ class FlashPoint(PassesPoint):
 def measure_point(point: FlashPoint) -> Iterator[dict[str, Any]]:
     """Rows of the sweep that the point belongs to."""
     match point.sweep:
-        case "matmul":
-            yield _matmul(point)
         case "techniques":
             yield from _techniques(point)
         case "hidden":
             yield from _hidden(point)
         case _:
             yield from measure_passes(point)
-
-
-def _matmul(point: FlashPoint) -> dict[str, Any]:
-    """Seconds of a product of two square matrices, the fastest thing this device does with numbers."""
-    torch.manual_seed(point.seed)
-    work = matrix_product(point.device, point.torch_dtype, *[point.sequence] * 3)
-    row = {"implementation": "matmul", "phase": "matmul", "gate": work.gate, "error": work.error}
-    if work.gate != "ok":
-        return row
-    options: dict[str, Any] = {"warmup": max(1, point.warmup), "repeats": point.repeats, "device": point.device}
-    times = time_interleaved({"matmul": work.run}, calls=MATMUL_CALLS[torch.device(point.device).type], **options)
-    return row | {"seconds": times["matmul"]}
 
 
 def _techniques(point: FlashPoint) -> Iterator[dict[str, Any]]:
