@@ -84,7 +84,7 @@ def _in_a_row(run: Callable[[], Any], number: int) -> None:
 
 def _products(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
     """Square products of each size; and as many FLOPs as the largest takes, tall and in a batch."""
-    dtype, largest = _dtype(point), max(point.sizes)
+    dtype, largest = getattr(torch, point.dtype), max(point.sizes)
     part = largest // ATTENTION_BATCH
     shapes = {f"square {size}": (1, size, size, size) for size in point.sizes}
     shapes |= {"tall": (1, 16 * largest, largest // 4, largest // 4), "batched": (ATTENTION_BATCH**3, part, part, part)}
@@ -96,16 +96,23 @@ def _products(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
 
 def _memory(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
     """Copies and additions of arrays of each number of bytes; "new": additions whose result is a new tensor."""
-    calls = {}
-    for n_bytes in point.sizes:
-        n = max(1, n_bytes // 4)
-        a, b, out = (torch.ones(n, device=device) for _ in range(3))
-        calls[f"copy {n_bytes}"] = Work(partial(out.copy_, a), 0, 8.0 * n)
-        calls[f"add {n_bytes}"] = Work(partial(torch.add, a, b, out=out), n, 12.0 * n)
-        calls[f"new {n_bytes}"] = Work(partial(torch.add, a, b), n, 12.0 * n)
+    calls = {
+        f"{name} {n_bytes}": work for n_bytes in point.sizes for name, work in _elementwise(n_bytes, device).items()
+    }
     for row in _timed(point, calls, "call", **_together(point)):
         operation, n_bytes = row.pop("call").split()
         yield row | {"operation": operation, "n_bytes": int(n_bytes)}
+
+
+def _elementwise(n_bytes: int, device: str) -> dict[str, Work]:
+    """Of float32 arrays of so many bytes: a copy, an addition, and one whose result is a new tensor."""
+    n = max(1, n_bytes // 4)
+    a, b, out = (torch.ones(n, device=device) for _ in range(3))
+    return {
+        "copy": Work(partial(out.copy_, a), 0, 8.0 * n),
+        "add": Work(partial(torch.add, a, b, out=out), n, 12.0 * n),
+        "new": Work(partial(torch.add, a, b), n, 12.0 * n),
+    }
 
 
 def _together(point: LimitPoint) -> dict[str, Any]:
@@ -115,14 +122,9 @@ def _together(point: LimitPoint) -> dict[str, Any]:
 
 def _threads(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
     """A product, a copy and an addition with one thread, and with all that this process has."""
-    all_threads = torch.get_num_threads()
-    size, n = point.sizes[0], point.sizes[1] // 4
-    a, b, out = (torch.ones(n) for _ in range(3))
-    work = {
-        "product": matrix_product(device, torch.float32, size, size, size),
-        "copy": Work(partial(out.copy_, a), 0, 8.0 * n),
-        "add": Work(partial(torch.add, a, b, out=out), n, 12.0 * n),
-    }
+    all_threads, (size, n_bytes) = torch.get_num_threads(), point.sizes
+    product, of_arrays = matrix_product(device, torch.float32, size, size, size), _elementwise(n_bytes, device)
+    work = {"product": product, "copy": of_arrays["copy"], "add": of_arrays["add"]}
     calls = {f"{name} {threads}": call for name, call in work.items() for threads in sorted({1, all_threads})}
     try:
         rows = list(_timed(point, calls, "call", prepare=lambda key: torch.set_num_threads(int(key.split()[1]))))
@@ -135,20 +137,14 @@ def _threads(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
 
 def _itself(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
     """An operator against itself: what the clock and the rule make of two alternatives that do not differ."""
-    size, n = point.sizes[0], max(1, point.sizes[1] // 4)
+    size, n_bytes = point.sizes
     if point.world_size > 1:
-        tensor = torch.zeros(n)
-        calls = {
-            "all-reduce": Work(
-                partial(dist.all_reduce, tensor), 0, 4.0 * n, first_wrong(dist.all_reduce, tensor) or "ok"
-            )
-        }
+        tensor = torch.zeros(max(1, n_bytes // 4))
+        gate = first_wrong(dist.all_reduce, tensor) or "ok"
+        calls = {"all-reduce": Work(partial(dist.all_reduce, tensor), 0, tensor.nbytes, gate)}
     else:
-        a, b, out = (torch.ones(n, device=device) for _ in range(3))
-        calls = {
-            "product": matrix_product(device, _dtype(point), size, size, size),
-            "addition": Work(partial(torch.add, a, b, out=out), n, 12.0 * n),
-        }
+        product = matrix_product(device, getattr(torch, point.dtype), size, size, size)
+        calls = {"product": product, "addition": _elementwise(n_bytes, device)["add"]}
     for operation, call in calls.items():
         about = {"operation": operation, "flops": call.flops, "bytes": call.n_bytes, "gate": call.gate}
         if call.gate != "ok":
@@ -264,11 +260,6 @@ def _calls_of_a_step(shape: TransformerShape, batch: int, context: int, device: 
         "AdamW": Work(optimizer.step, 12 * parameter.numel(), 28 * parameter.numel()),
     }
     return calls
-
-
-def _dtype(point: LimitPoint) -> torch.dtype:
-    dtype: torch.dtype = getattr(torch, point.dtype)
-    return dtype
 
 
 _SWEEPS: dict[str, Callable[[LimitPoint, str], Iterator[dict[str, Any]]]] = {
