@@ -56,7 +56,8 @@ def check_same_on_all_ranks(
 def broadcast(tensors: Iterable[Tensor], group: dist.ProcessGroup | None) -> None:
     """Every tensor becomes that of the group's first rank; small ones of a dtype and device travel together."""
     if detached := [tensor.detach() for tensor in tensors]:
-        dist._broadcast_coalesced(member_group(group), detached, COALESCED_BYTES, 0)  # as torch's own wrapper does
+        # as torch's own wrapper does
+        dist._broadcast_coalesced(member_group(group), detached, COALESCED_BYTES, 0)  # type: ignore[attr-defined]
 
 
 def describe(name: str, tensor: Tensor) -> str:

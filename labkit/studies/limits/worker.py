@@ -187,7 +187,7 @@ def _exchange(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
             {name: calls[key] for name, key in names.items()},
             warmup=point.warmup,
             repeats=point.repeats,
-            prepare=lambda _, tensor=tensor: tensor.zero_(),
+            prepare=partial(_zero, tensor),
             before=dist.barrier,
             seed=f"{point.id} {n_bytes}",
         )
@@ -220,6 +220,10 @@ def _messages(via: Transport, tensor: torch.Tensor) -> dict[str, tuple[list[Step
         ROW: (steps(1) * IN_A_ROW, depth),
         BURST: (steps(*range(1, ranks)), ranks),
     }
+
+
+def _zero(tensor: torch.Tensor, _turn: str) -> None:
+    tensor.zero_()
 
 
 def _operators(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
