@@ -24,8 +24,7 @@ PRECISIONS = {"fp32": "float32", "bf16": "bfloat16"}
 
 def _by_size(table: pd.DataFrame, *then: str) -> pd.DataFrame:
     """The smallest size first, a reader's own last."""
-    own = {size: None for size in table["size"] if size not in SIZES}
-    return in_order(table, size=[*SIZES, *own], **dict.fromkeys(then))
+    return in_order(table, size=SIZES, **dict.fromkeys(then))
 
 
 def _setting(table: pd.DataFrame, unit: str = "") -> pd.Series:
