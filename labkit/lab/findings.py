@@ -68,13 +68,18 @@ class Question:
             raise ValueError(f"expected a topic among {', '.join(TOPICS)}, got {self.topic!r}")
 
 
+Outcome = Literal["holds here", "is contradicted here", "is not shown here"]
+
+
 @dataclass(frozen=True)
 class Claim:
     """A published statement, what this run's intervals say of it, and what it has instead of the published number."""
 
     text: str
-    outcome: Literal["holds here", "is contradicted here", "is not shown here"]
+    outcome: Outcome
     seen: str = ""
+    where_equal: Outcome | None = field(default=None, compare=False)
+    """What is right of it where nothing differs; None where that depends."""
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from labkit.lab.claims import claim, judged_claim, published
+from labkit.lab.claims import claim, exact, published
 from labkit.lab.comparing import MEMORY, TIME, agreement, compared, contest
 from labkit.lab.findings import at_the_cost_of
 from labkit.lab.rows import Measured, exactly_over, select
@@ -143,7 +143,7 @@ def test_a_claim_holds_is_contradicted_or_open():
     outcomes = [claim("", _ratios(_sizes(f, f)), "faster").outcome for f in (0.5, 2.0, 1.0)]
     assert outcomes == ["holds here", "is contradicted here", "is not shown here"]
     assert claim("", _ratios(_sizes(0.5, 1.0)), "faster").outcome == "is not shown here"
-    assert judged_claim("", [True, True], [False, False]).outcome == "holds here"
+    assert exact("", [True, True], [False, False]).outcome == "holds here"
 
 
 def test_the_verdict_on_published_claims():

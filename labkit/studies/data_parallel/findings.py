@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pandas as pd
 
-from labkit.lab.claims import claim, judged_claim, published
+from labkit.lab.claims import Trend, claim, lies_within, published
 from labkit.lab.comparing import MEMORY, compared, contest, winner_of
-from labkit.lab.findings import Claim, Finding, Questions
+from labkit.lab.findings import Finding, Questions
 from labkit.lab.rows import select
 from labkit.lab.units import format_seconds, span
 from labkit.parallel.data_parallel.implementations import DEFAULT_LAYOUT, OWN_NAMES, TORCH
@@ -159,7 +159,7 @@ def published_trends(frame: pd.DataFrame) -> Finding | None:
     return published([*_ratios_of_backward(frame), _size_does_not_matter_to_torch(frame)])
 
 
-def _ratios_of_backward(frame: pd.DataFrame) -> list[Claim | None]:
+def _ratios_of_backward(frame: pd.DataFrame) -> list[Trend | None]:
     """`ddp_compare_resnet50.csv`: the overlapping Python wrapper takes 1.02 to 1.21 of torch's backward, and one
     that reduces after backward 1.17 to 1.22 of it.
     """
@@ -171,10 +171,7 @@ def _ratios_of_backward(frame: pd.DataFrame) -> list[Claim | None]:
     ]
 
 
-def _size_does_not_matter_to_torch(frame: pd.DataFrame) -> Claim | None:
+def _size_does_not_matter_to_torch(frame: pd.DataFrame) -> Trend | None:
     """`ddp_compare_resnet50.csv`: medians of torch's backward over buckets of 3 to 27 MB are 3.2 % apart."""
     table = select(tables.buckets(frame), implementation=TORCH)
-    near = (table["low"] > 1 / HARDLY) & (table["high"] < HARDLY)
-    off = (table["high"] < 1 / HARDLY) | (table["low"] > HARDLY)
-    seen = f"{span(table['ratio'])} times the default" if len(table) else ""
-    return judged_claim("Torch's backward hardly depends on the bucket size", near, off, seen)
+    return lies_within("Torch's backward hardly depends on the bucket size", table, 1 / HARDLY, HARDLY)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pandas as pd
 
 from labkit.costs.calibration import Calibration
-from labkit.lab.claims import claim, judged_claim, published
+from labkit.lab.claims import claim, exact, published
 from labkit.lab.comparing import MEMORY, compared, contest
 from labkit.lab.findings import Claim, Finding, Questions, at_the_cost_of
 from labkit.lab.rows import select
@@ -217,6 +217,4 @@ def _longer_than_explicit(frame: pd.DataFrame) -> Claim | None:
         return None
     both = ended.merge(select(measured, implementation=[FLASH, TILED]), on=["dtype", "head_dim", "sequence"])
     seen = f"from {both['sequence'].min()} tokens on" if len(both) else ""
-    return judged_claim(
-        "Explicit attention runs out of memory where FlashAttention still runs", [len(both) > 0], [], seen
-    )
+    return exact("Explicit attention runs out of memory where FlashAttention still runs", [len(both) > 0], [], seen)
