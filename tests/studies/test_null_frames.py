@@ -13,6 +13,7 @@ from labkit.lab.project import recorded_directory
 from labkit.lab.runs.store import Run
 from labkit.studies import LABS, load_study
 from labkit.studies.kernels.worker import INFERENCE
+from labkit.studies.sharding.worker import GATHER
 
 FRAMES = 8  # of each kind of noise
 MOST = 0.05
@@ -83,7 +84,15 @@ def _null(frame, rows, draw, rng):
     """The same rows, each time a draw around 1 ms; all ranks of a repeat take as long."""
     for name in _times(frame):
         frame = _null_column(frame, name, rows, draw, rng)
-    return _parts_of_attention_take_as_long(frame)
+    return _gathers_take_as_long_as_waiting(_parts_of_attention_take_as_long(frame))
+
+
+def _gathers_take_as_long_as_waiting(frame):
+    """A step gathers the model several times, and waits for all of them."""
+    if not {"part", "of_model"} <= set(frame):
+        return frame
+    times = frame.loc[(frame["way"] == "fsdp") & (frame["collective"] == "all_gather"), "of_model"].max()
+    return frame.assign(seconds=frame["seconds"].where(frame["part"] != GATHER, frame["seconds"] / times))
 
 
 def _parts_of_attention_take_as_long(frame):

@@ -189,7 +189,7 @@ def _quadratic_memory(frame: pd.DataFrame) -> Trend | None:
 
 def _growth_claim(text: str, table: pd.DataFrame, columns: tuple[str, str, str]) -> Trend | None:
     """Whether the middle of three columns grows with the square of the length; the others are its interval."""
-    table = table.rename(columns=dict(zip(columns, ("low", "seconds", "high"), strict=True)))
+    table = table.assign(**{name: table[of] for name, of in zip(("low", "seconds", "high"), columns, strict=True)})
     table = table[table["sequence"] >= LONG].sort_values("sequence")
     series = table.groupby(["sweep", "head_dim", "phase"])
     first, last = series.first(), series.last()

@@ -118,10 +118,9 @@ def _both_with(name: str, other: str) -> str:
 def differences(frame: pd.DataFrame, pairs: Pairs) -> pd.DataFrame:
     """After the last epoch, seed by seed: the first of a pair less the second; points of accuracy, percent of a loss.
 
-    `verdict`: "the same" if the interval lies within the margin, "higher" or "lower" if significantly beyond it; "not shown";
-
-    "diverged" if a seed did with either of the pair: what the others show holds for them alone. `than_value` is the
-    median of the second.
+    `verdict`: "the same" if the interval lies within the margin, "higher" or "lower" if significantly beyond it, else
+    "not shown"; "diverged" if a seed did with either of the pair: what the others show holds for them alone.
+    `than_value` is the median of the second.
     """
     rows, last, lost = [], last_epoch(frame), _lost(divergences(frame, pairs))
     for (name, other), metric in ((pair, metric) for pair in pairs for metric in METRICS):

@@ -101,12 +101,15 @@ def overlap(frame: pd.DataFrame) -> Finding | None:
         headline = f"A step waits for {span(table['seconds'], format_seconds)} of communication."
         return Finding("measured", headline, table, caveat, why)
     if (most := hidden["hidden_high_percent"].max()) < ALMOST_NOTHING_PERCENT:
-        headline = f"Almost nothing: at most {most:.0f} % of the communication hides."
+        headline = f"Almost nothing: at most {max(most, 0):.0f} % of the communication hides."
         return Finding("measured", headline, table, caveat, why)
     medians = span(hidden["hidden_percent"], "{:.0f}".format)
     if not (hidden["hidden_low_percent"] > 0).any():
         return Finding("undecided", f"Too noisy to tell: {medians} % by the medians alone.", table, caveat, why)
     headline = f"{medians} % of the communication hides, depending on wrapper and workload."
+    if hidden["hidden_percent"].min() < 0:
+        up_to = f"{hidden['hidden_percent'].max():.0f} % of the communication hides"
+        headline = f"Up to {up_to}; elsewhere backward is longer by more than all of it."
     return Finding("measured", headline, table, caveat, why)
 
 

@@ -15,6 +15,9 @@ from labkit.studies.precision import tables
 from labkit.studies.precision.worker import BOTH, FULL
 
 QUESTIONS = Questions()
+WITHOUT_OPTIMIZER = (
+    "Of forward and backward: the optimizer is not in these times, and autocast does not change its own."
+)
 PLURALS = ("parameters", "logits", "gradients", "squares")
 
 
@@ -139,7 +142,7 @@ def autocast_speed(frame: pd.DataFrame, calibration: Calibration | None) -> Find
         axis=("model", "mode", "device"),
         choose=lambda winner: f"Train under {winner}",
         keep=f"Stay with {FULL}",
-        caveat=troubles(select(frame, ["alternative"], part="speed"), "alternative"),
+        caveat=troubles(select(frame, ["alternative"], part="speed"), "alternative") or WITHOUT_OPTIMIZER,
         why=_with_size(select(table, mode=BOTH, device=tables.first_device(table), alternative="bfloat16")),
     )
 
