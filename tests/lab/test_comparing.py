@@ -4,7 +4,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from labkit.lab.claims import claim, exact, published
+from labkit.lab.claims import claim, exact, lies_within, published
 from labkit.lab.comparing import MEMORY, TIME, agreement, compared, contest
 from labkit.lab.findings import at_the_cost_of
 from labkit.lab.rows import Measured, exactly_over, select
