@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import pandas as pd
 
-from labkit.costs.calibration import Calibration
+from labkit.costs.calibration import ANY, Calibration
 from labkit.lab.units import join_words
 
 Verdict = Literal[
@@ -174,8 +174,10 @@ class Questions:
         for question, find, missing in self._finders.values():
             predicts = len(signature(find).parameters) > 1
             finding = find(frame, calibration) if predicts else find(frame)
-            reason = UNCALIBRATED if predicts and calibration is None and len(frame) else missing
-            found[question.id] = finding or not_measured(coverage, reason)
+            if finding is None:
+                lacks_calibration = predicts and calibration is None and find(frame, ANY) is not None
+                finding = not_measured(coverage, UNCALIBRATED if lacks_calibration else missing)
+            found[question.id] = finding
         return found
 
 

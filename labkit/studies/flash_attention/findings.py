@@ -85,12 +85,14 @@ def matmul_share(frame: pd.DataFrame, calibration: Calibration | None) -> Findin
     each = zip(of_dtype["matmul_tflop_per_s"], of_dtype["dtype"], strict=True)
     rates = [f"{format_flops(1e12 * rate)}/s in {dtype}" for rate, dtype in each]
     done = name_of(best["implementation"])
-    busy = "A share above 100 % says that the machine was busier when it was calibrated."
+    caveats = ["A share above 100 %: the machine was busier when it was calibrated."] * bool((table["low"] > 100).any())
+    if uncalibrated := set(times(frame, "lengths")["dtype"]) - set(table["dtype"]):
+        caveats.append(f"No share in {join_words(sorted(uncalibrated))}, of which no product was calibrated.")
     return Finding(
         "measured",
         headline,
         table,
-        busy if (table["low"] > 100).any() else None,
+        " ".join(caveats) or None,
         f"{done[0].upper()}{done[1:]} does {format_flops(1e12 * best['tflop_per_s'])}/s in {best['dtype']}; "
         f"the matmul rate is {join_words(rates)}.",
     )
