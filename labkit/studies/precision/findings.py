@@ -142,7 +142,8 @@ def autocast_speed(frame: pd.DataFrame, calibration: Calibration | None) -> Find
         axis=("model", "mode", "device"),
         choose=lambda winner: f"Train under {winner}",
         keep=f"Stay with {FULL}",
-        caveat=troubles(select(frame, ["alternative"], part="speed"), "alternative") or WITHOUT_OPTIMIZER,
+        caveat=troubles(select(frame, ["alternative"], part="speed"), "alternative")
+        or (WITHOUT_OPTIMIZER if len(table) else None),
         why=_with_size(select(table, mode=BOTH, device=tables.first_device(table), alternative="bfloat16")),
     )
 
