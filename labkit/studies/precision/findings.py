@@ -15,9 +15,7 @@ from labkit.studies.precision import tables
 from labkit.studies.precision.worker import BOTH, FULL
 
 QUESTIONS = Questions()
-WITHOUT_OPTIMIZER = (
-    "Of forward and backward: the optimizer is not in these times, and autocast does not change its own."
-)
+WITHOUT_OPTIMIZER = "The optimizer is not in these times; autocast leaves it as it is."
 PLURALS = ("parameters", "logits", "gradients", "squares")
 
 
