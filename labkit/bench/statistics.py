@@ -205,14 +205,11 @@ def resampled_medians(values: np.ndarray, seed: int = 0) -> np.ndarray:
     order = np.argsort(values, kind="stable")
     rank = np.empty(len(values), np.int16 if len(values) <= np.iinfo(np.int16).max else np.int64)
     rank[order] = np.arange(len(values))
-    drawn = np.sort(rank[_resamples(len(values), seed)], axis=1)
+    resamples = _kept_resamples if len(values) <= MOST_KEPT else _draw
+    drawn = np.sort(rank[resamples(len(values), seed)], axis=1)
     ordered = values[order]
     lower, upper = drawn[:, (len(values) - 1) // 2], drawn[:, len(values) // 2]
     return (ordered[lower] + ordered[upper]) / 2
-
-
-def _resamples(n: int, seed: int) -> np.ndarray:
-    return _kept_resamples(n, seed) if n <= MOST_KEPT else _draw(n, seed)
 
 
 def _draw(n: int, seed: int) -> np.ndarray:

@@ -8,8 +8,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from labkit.lab.pages.comparison import LIMITS, NOTES, REPEATS, ROW_SETTINGS
 from labkit.lab.project import recorded_directory
+from labkit.lab.runs.comparison import LIMITS, NOTES, REPEATS, ROW_SETTINGS
 from labkit.lab.runs.store import Run
 from labkit.studies import LABS, load_study
 from labkit.studies.kernels.worker import INFERENCE

@@ -149,16 +149,8 @@ def fits(frame: pd.DataFrame) -> pd.DataFrame:
         ]
         if len({cost for cost, _ in known}) >= 2:
             model = fit_alpha_beta(*zip(*known, strict=True))
-            rows.append(
-                {
-                    "backend": backend,
-                    "world_size": world_size,
-                    "alpha_s": model.alpha_s,
-                    "beta_ns_per_byte": model.beta_s_per_byte * 1e9,
-                    "median_error_percent": model.median_error * 100,
-                    "largest_error_percent": model.largest_error * 100,
-                }
-            )
+            percents = (100 * model.median_error, 100 * model.largest_error)
+            rows.append((backend, world_size, model.alpha_s, 1e9 * model.beta_s_per_byte, *percents))
     columns = ["backend", "world_size", "alpha_s", "beta_ns_per_byte", "median_error_percent", "largest_error_percent"]
     return pd.DataFrame(rows, columns=columns)
 
@@ -191,18 +183,8 @@ def crossovers(frame: pd.DataFrame, calibration: Calibration | None) -> pd.DataF
             predicted = crossover_bytes(costs[0], costs[1], world_size, model)
             until = pair.loc[pair["verdict"] == "slower", "n_bytes"].max()
             start = pair.loc[pair["verdict"] == "faster", "n_bytes"].min()
-            rows.append(
-                {
-                    "backend": backend,
-                    "world_size": world_size,
-                    "first": first,
-                    "then": second,
-                    "predicted_bytes": predicted,
-                    "wins_until_bytes": until,
-                    "overtaken_from_bytes": start,
-                    "prediction": _crossover_holds(predicted, until, start),
-                }
-            )
+            told = _crossover_holds(predicted, until, start)
+            rows.append((backend, world_size, first, second, predicted, until, start, told))
     names = ["backend", "world_size", "first", "then", "predicted_bytes", "wins_until_bytes", "overtaken_from_bytes"]
     return pd.DataFrame(rows, columns=[*names, "prediction"])
 
