@@ -164,6 +164,11 @@ def crossovers(frame: pd.DataFrame, calibration: Calibration | None) -> pd.DataF
     never and the second never wins; it is "open" where no size is small enough to show the first one ahead.
     """
     rows = []
+    both = [
+        ALL_REDUCES.over(frame, first, sweep="sizes", backend="gloo", algorithm=[first, second]).assign(first=first)
+        for first, second in OVERTAKING
+    ]
+    ratios = judged(pd.concat(both, ignore_index=True))
     worlds = select(frame, ["world_size"], sweep="sizes", backend="gloo")["world_size"].unique()
     for world_size in sorted(int(ranks) for ranks in worlds):
         found = calibration.transport("gloo", MESSAGE, world_size) if calibration and world_size > 1 else None
@@ -171,9 +176,7 @@ def crossovers(frame: pd.DataFrame, calibration: Calibration | None) -> pd.DataF
             continue
         backend, model = "gloo", AlphaBeta(found.alpha_s, found.beta_s_per_byte)
         for first, second in OVERTAKING:
-            pair = ALL_REDUCES.over(
-                frame, first, sweep="sizes", backend=backend, world_size=world_size, algorithm=[first, second]
-            )
+            pair = select(ratios, world_size=world_size, first=first, algorithm=second)
             costs = [cost for cost in map(_cost, (first, second)) if cost is not None]
             if pair.empty or len(costs) < 2:
                 continue
