@@ -141,7 +141,7 @@ def test_a_readers_own_schedule_is_gated_timed_drawn_and_named(tmp_path):
     assert set(tables.by_bucket(frame, "step_s")["bucket_mb"]) == {1.0, 100.0}
     findings = STUDY.findings(frame, run.coverage())
     assert "halves" in {effect.subject for effect in findings["bucket_size"].effects}
-    assert "forgets_the_last" in findings["waiting"].caveat
+    assert "forgets the last" in findings["waiting"].caveat
 
 
 def test_a_bucket_of_a_schedule_that_is_not_averaged_is_told_where():

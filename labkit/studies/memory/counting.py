@@ -4,9 +4,10 @@ Nothing is allocated, so that a model that this machine could never hold is coun
 real tensors, which the tests use to show that a fake step and a real one make the same storages.
 """
 
+import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -85,7 +86,7 @@ def count_phases(phases: Sequence[str], *, fake: bool = True, **arguments: Any) 
     """Build a `TrainingStep(**arguments)` and run `phases` of it under a ledger, on fake tensors or on real ones."""
     is_own = not isinstance(arguments["source"], TransformerShape)  # its tensors may have been made before
     mode: AbstractContextManager[Any] = FakeTensorMode(allow_non_fake_inputs=is_own) if fake else nullcontext()
-    with mode, AllocationLedger(device=arguments.get("device", "cpu"), source=_file_under_study) as ledger:
+    with _unlogged(), mode, AllocationLedger(device=arguments.get("device", "cpu"), source=_file_under_study) as ledger:
         counted = CountedStep(ledger, TrainingStep(**arguments))
         run = {"inference": counted.infer, "forward": counted.forward, "full_step": counted.full_step}
         for phase in run:  # in this order: a full step leaves AdamW's states behind
@@ -93,6 +94,18 @@ def count_phases(phases: Sequence[str], *, fake: bool = True, **arguments: Any) 
                 run[phase]()
         ledger.label_rest(_category)
     return counted
+
+
+@contextmanager
+def _unlogged() -> Iterator[None]:
+    """What fake tensors raise is raised, and not also logged over thirty lines."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
 
 
 def _file_under_study(path: str) -> str:
