@@ -72,6 +72,8 @@ lint: $(VENV)/installed-test ## style and types only
 # What JupyterLab starts (its terminals, `!labkit`) finds this environment's commands first; a login shell, which is what
 # its terminals run where nobody looks at its output, would set another PATH.
 lab: export PATH := $(abspath $(BIN)):$(PATH)
+# It would ask, in a window over the tour, whether it may fetch news.
+lab: export JUPYTER_CONFIG_PATH := $(CURDIR)/.jupyter$(addprefix :,$(JUPYTER_CONFIG_PATH))
 lab: install ## JupyterLab on the notebooks; ARGS="--port 9999 --no-browser" for jupyter
 	$(if $(IS_ROOT),@echo "running as root: JupyterLab is started with --allow-root")
 	$(BIN)/jupyter lab --ServerApp.root_dir="$(CURDIR)" --LabApp.default_url=/lab/tree/notebooks/00_start_here.ipynb \
