@@ -32,7 +32,6 @@ err = Console(stderr=True, highlight=False)
 # Of the lab `limits`, before another one is measured alone: what predictions need, in as few repeats as tell.
 SHORT_LIMITS = {"repeats": 6, "warmup": 1, "model": "nano"}
 COLUMNS = reference_directory() / "scaling" / "README.md"
-MOST_REASONS = 5  # why points were not measured: the most frequent
 
 LabName = Annotated[str, typer.Argument(help=f"One of: {', '.join(LABS)}.", show_default=False)]
 Settings = Annotated[
@@ -136,11 +135,10 @@ def measure(
             path = find_run([runs_directory() / lab], resume)
             run = measuring.resume(study, path, on_progress=show, on_output=_print_output)
     coverage = run.coverage()
-    counts = coverage["status"].value_counts().to_dict()
-    described = ", ".join(f"{count} {status}" for status, count in counts.items())
+    described = ", ".join(f"{count} {status}" for status, count in coverage["status"].value_counts().items())
     out.print(f"{lab}: {described}; {path_from_here(run.path)}", soft_wrap=True)
-    others = coverage.loc[coverage["status"] != "ok", ["status", "reason"]].value_counts()
-    for (status, reason), count in others.head(MOST_REASONS).items():
+    others = coverage.loc[coverage["status"] != "ok", ["status", "reason"]]
+    for (status, reason), count in others.value_counts().head(5).items():
         err.print(f"  {count} {status}: {_plain(reason)}", soft_wrap=True)
     raise typer.Exit(1 if coverage["status"].isin(["failed", "timeout"]).any() else 0)
 
@@ -242,10 +240,9 @@ def predict_command(
         else:
             with output.open("w", newline="", encoding="utf-8") as file:
                 write_rows(predicted, file)
-    except OSError as error:
-        raise ParameterError(f"{error.filename}: {error.strerror}") from None
-    except ValueError as error:
-        raise ParameterError(str(error)) from None
+    except (OSError, ValueError) as error:
+        told = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
+        raise ParameterError(told) from None
     refused = [row for row in table if row.run is None]
     for row in refused:
         err.print(f"line {row.line}: {_plain(row.refusal)}", soft_wrap=True)
