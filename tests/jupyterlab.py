@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import nbformat
 import psutil
@@ -21,7 +22,7 @@ import pytest
 from labkit.lab.project import project_root
 from tests.browser import CHROMIUM
 
-pytestmark = [
+NEEDED = [
     pytest.mark.slow,
     pytest.mark.skipif(CHROMIUM is None, reason="no chromium to open JupyterLab with"),
     pytest.mark.skipif(not importlib.util.find_spec("jupyterlab"), reason="no jupyterlab"),
@@ -77,14 +78,16 @@ class Server:
         self._runtime = folder / "runtime"
         own = {"JUPYTER_RUNTIME_DIR": self._runtime, "JUPYTER_CONFIG_DIR": folder / "config"}
         own |= {"JUPYTER_DATA_DIR": folder / "data", "IPYTHONDIR": folder / "ipython"}
-        own |= {"JUPYTER_CONFIG_PATH": project_root() / ".jupyter"}  # as `make lab` has it
         own |= {"JUPYTERLAB_SETTINGS_DIR": folder / "settings", "JUPYTERLAB_WORKSPACES_DIR": folder / "workspaces"}
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--ip=127.0.0.1"]
         command += [f"--port={port}", f"--IdentityProvider.token={secrets.token_hex(16)}"]
         command += [f"--ServerApp.root_dir={self.root}", *_options_of_make_lab()]
-        environment = os.environ | {name: str(path) for name, path in own.items()}
+        # as `make lab` has them
+        own |= {"JUPYTER_CONFIG_PATH": project_root() / ".jupyter"}
+        own |= {"LABKIT_HOME": folder, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+        environment = os.environ | {name: str(value) for name, value in own.items()}
         with self.log.open("w") as log:
             self.process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
 
@@ -198,7 +201,7 @@ class Notebook:
 
     def text_below(self, source):
         """What the page shows below a cell; "" if that is nothing."""
-        return "\n".join(self._cell(source).locator(".jp-OutputArea").all_text_contents())
+        return "\n".join(self._cell(source).locator(".jp-OutputArea").all_inner_texts())
 
     def pictures_below(self, source):
         """How many figures the page shows below a cell, each with a width."""
