@@ -3,6 +3,7 @@
 The server is the test's own, on loopback, with a token, its own settings and a copy of the notebooks.
 """
 
+import base64
 import importlib.util
 import json
 import os
@@ -150,17 +151,32 @@ class Notebook:
     def write_parameters(self, source):
         self._write(self._cells.first, source)
 
-    def run(self, source, wait_s=90.0):
-        """Runs a cell, waits for its end; what the page shows below it."""
+    def begin(self, parameters):
+        """Runs the parameters cell with these, and the one that opens the lab."""
+        self.write_parameters(parameters)
+        self.run("profile =")
+        self.run("open_lab")
+
+    def write(self, source, new):
+        """Puts other code into a cell."""
+        self._write(self._cell(source), new)
+
+    def start(self, source):
+        """Runs a cell, and waits for nothing but its start."""
         cell = self._cell(source)
         before = cell.locator(".jp-InputPrompt").text_content()
         cell.locator(".cm-content").click()
         self.page.keyboard.press("Control+Enter")
         until(lambda: cell.locator(".jp-InputPrompt").text_content() != before, f"{source!r} to start")
-        until(lambda: "*" not in cell.locator(".jp-InputPrompt").text_content(), f"{source!r} to end", wait_s)
+
+    def run(self, source):
+        """Runs a cell, waits for its end; what the page shows below it."""
+        self.start(source)
+        prompt = self._cell(source).locator(".jp-InputPrompt")
+        until(lambda: "*" not in prompt.text_content(), f"{source!r} to end")
         return self.text_below(source)
 
-    def run_new(self, source, below, wait_s=90.0):
+    def run_new(self, source, below):
         """Writes a new cell below another one and runs it; what the page shows below it."""
         count = self._cells.count()
         self._cell(below).locator(".cm-content").click()
@@ -169,7 +185,7 @@ class Notebook:
         until(lambda: self._cells.count() == count + 1, "a new cell")
         new = self.page.locator(".jp-CodeCell.jp-mod-active")
         self._write(new, source)
-        return self.run(source.strip().splitlines()[-1], wait_s)
+        return self.run(source.strip().splitlines()[-1])
 
     def run_all(self):
         """As a reader does: once more if nothing happens, as just after a slow start of the kernel."""
@@ -183,17 +199,21 @@ class Notebook:
     def interrupt(self):
         self._choose("Kernel", "Interrupt Kernel")
 
+    def close(self):
+        """Ends its kernel, too."""
+        self._choose("Kernel", "Shut Down Kernel")
+        self.page.close()
+
     def clear_and_save(self):
         """The notebook's bytes with outputs cleared."""
         self._choose("Edit", "Clear Outputs of All Cells")
         self.saved()
         return self._path.read_bytes()
 
-    def wait_until_idle(self, deadline_s=90.0):
+    def wait_until_idle(self):
         """Until the kernel has nothing to do, and no cell waits for it."""
         idle = self.page.locator('.jp-Notebook-ExecutionIndicator[data-status="idle"]')
-        is_idle = lambda: idle.count() and not any("*" in prompt for prompt in self.prompts())  # noqa: E731
-        until(is_idle, "the kernel", deadline_s)
+        until(lambda: idle.count() and not any("*" in prompt for prompt in self.prompts()), "the kernel")
 
     def prompts(self):
         """What stands before each code cell: `[3]:`, `[*]:` while it waits or runs, or `[ ]:`."""
@@ -203,10 +223,12 @@ class Notebook:
         """What the page shows below a cell; "" if that is nothing."""
         return "\n".join(self._cell(source).locator(".jp-OutputArea").all_inner_texts())
 
-    def pictures_below(self, source):
-        """How many figures the page shows below a cell, each with a width."""
-        pictures = self._cell(source).locator(".jp-OutputArea img, .jp-OutputArea svg").all()
-        return sum(picture.bounding_box()["width"] > 0 for picture in pictures)
+    def points_drawn_below(self, source):
+        """The CSV of the points of the figure below a cell, as its link has them, once the figure is seen."""
+        output = self._cell(source).locator(".jp-OutputArea")
+        assert output.locator("figure img").first.bounding_box()["width"] > 100
+        link = output.get_by_text("Points (CSV)").first.get_attribute("href")
+        return base64.b64decode(link.partition("base64,")[2]).decode()
 
     def alignment_of(self, selector):
         """JupyterLab has a style for tables that labkit's must outweigh."""

@@ -1,44 +1,202 @@
-"""A lab as a reader has it in JupyterLab: opened, changed, run, interrupted, run again, in a real browser."""
+"""A lab as a reader has it in JupyterLab: opened, changed, run, interrupted, played with, in a real browser."""
 
+import json
 import re
 
 import nbformat
 import pytest
 
 from labkit.lab.notebook import PAGE_MIME
-from labkit.lab.project import notebook_path
+from labkit.lab.project import notebook_path, recorded_directory
+from labkit.machine import describe_machine
 from tests.jupyterlab import NEEDED, opened_browser, started_server, until
 from tests.rehearsal.pages import cells_of, tries_in
 
 pytestmark = NEEDED
-LAB = notebook_path("all_reduce").name
+LAB = "all_reduce"
+FEW = '{"many_world_sizes": [], "transport_world_sizes": [], "scheduling_sizes_bytes": []}'
 SMALL = """
 profile = "smoke"
 run = None
 world_sizes = [3]
-sizes_bytes = [4096, 65536]
-algorithms = ["torch", "ring"]
-more = {"many_world_sizes": [], "transport_world_sizes": [], "scheduling_sizes_bytes": [], "backends": ["gloo"]}
+many_world_sizes = []
+transport_world_sizes = []
+backends = ["gloo"]
 """
 LONG = f"{SMALL}repeats = 100_000\ntimeout_s = 3600.0\n"  # an hour, were nobody to interrupt it
+TRIED = {
+    LAB: f'profile = "smoke"\nmore = {FEW}',
+    "attention": 'profile = "smoke"\nsequences = [64]\nmore = {"implementations": ["explicit", "tiled"], '
+    '"tiling_sequences": [64]}',
+    "limits": 'profile = "smoke"',
+}
+"""Labs each Try of which is carried out here, with parameters that make them short."""
 
-# A reader's first ring: the first element of rank 1's result is not divided away but added once more.
+# A reader's first ring: `LAST` is where it stops to add and begins to copy. With 2 it stops a step too early.
 RING = """
 import torch
 import torch.distributed as dist
 
 def mine(tensor):
     rank, size = dist.get_rank(), dist.get_world_size()
-    chunks = list(tensor.chunk(size))
+    chunks = tensor.chunk(size)
     for step in range(2 * (size - 1)):
-        arrived = torch.empty_like(chunks[(rank - step - 1) % size])
-        requests = [dist.isend(chunks[(rank - step) % size].clone(), (rank + 1) % size), dist.irecv(arrived, (rank - 1) % size)]
-        for request in requests:
-            request.wait()
-        if step < size - LAST:
-            chunks[(rank - step - 1) % size].add_(arrived)
-        else:
-            chunks[(rank - step - 1) % size].copy_(arrived)
+        sent, received = chunks[(rank - step) % size], chunks[(rank - step - 1) % size]
+        arrived = torch.empty_like(received)
+        sending = dist.isend(sent.clone(), (rank + 1) % size)
+        dist.recv(arrived, (rank - 1) % size)
+        sending.wait()
+        received.copy_(received + arrived if step < size - LAST else arrived)
 
 frame = lab.measure({"mine": mine})
 """
+IN_THE_FIGURE = 'lab.answer("algorithms_against_torch"'
+
+
+def _outputs(cells, kind):
+    return [output for cell in cells for output in cell.outputs if output.output_type == kind]
+
+
+def _parameters(path):
+    (cell,) = [c for c in nbformat.read(path, as_version=4).cells if "parameters" in c.metadata.get("tags", [])]
+    return cell.source
+
+
+def _measuring(cells):
+    (cell,) = [cell for cell in cells if "lab.measure()" in cell.source]
+    return cell
+
+
+def _page_record(notebook, server):
+    """What the finished notebook leaves for the index, after a look at everything else it shows."""
+    until(lambda: all(any(map(str.isdigit, prompt)) for prompt in notebook.prompts()), "every cell to have run")
+    notebook.wait_until_idle()
+    assert server.ranks() == []
+    cells = notebook.saved()
+    assert _outputs(cells, "error") == []
+    assert _outputs(cells, "stream") == []
+    (line,) = _measuring(cells).outputs
+    assert "points planned" in line.data["text/html"]
+    (record,) = [output.data[PAGE_MIME] for output in _outputs(cells, "display_data") if PAGE_MIME in output.data]
+    return record
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with started_server(tmp_path_factory.mktemp("jupyterlab")) as running:
+        _calibrate(running.root)
+        yield running
+
+
+@pytest.fixture(scope="module")
+def visit():
+    with opened_browser() as opened:
+        yield opened
+
+
+@pytest.fixture
+def opened(server, visit):
+    """Opens a lab's notebook; afterwards its kernel is gone."""
+    notebooks = []
+
+    def open_lab(lab):
+        notebooks.append(visit(server, notebook_path(lab).name))
+        return notebooks[-1]
+
+    yield open_lab
+    for notebook in notebooks:
+        notebook.close()
+
+
+def _calibrate(folder):
+    """A recorded run of the lab `limits`, as if it were of this machine."""
+    (recorded,) = (recorded_directory() / "limits").glob("*.jsonl")
+    header, *rows = recorded.read_text().splitlines()
+    header = json.dumps(json.loads(header) | {"machine": describe_machine().model_dump(mode="json")})
+    own = folder / "data" / "runs" / "limits" / recorded.name
+    own.parent.mkdir(parents=True)
+    own.write_text("\n".join([header, *rows, ""]))
+
+
+def test_run_all_then_interrupt_a_longer_sweep_then_another_parameter(server, opened):
+    notebook = opened(LAB)
+    notebook.write_parameters(SMALL)
+    notebook.run_all()
+    record = _page_record(notebook, server)
+    assert record["coverage"] == {"ok": 6}
+    assert any("3 ranks" in effect["setting"] for effect in record["answers"][1]["effects"])
+    assert notebook.alignment_of(".labkit-card td") == "left"
+
+    notebook.write_parameters(LONG)
+    notebook.run_all()
+    until(server.ranks, "ranks to measure")
+    until(lambda: "of 6 points" in notebook.text_below("lab.measure()"), "the progress line")
+    notebook.interrupt()
+    until(lambda: not server.ranks(), "the ranks to end", deadline_s=20)
+    notebook.wait_until_idle()
+    cells = notebook.saved()
+    line, error = _measuring(cells).outputs
+    assert re.search("of 6 points   .* so far   interrupted", line.data["text/html"])
+    assert len(error.traceback) == 1
+    assert "KeyboardInterrupt: interrupted; what was measured is kept" in error.traceback[0]
+    assert _outputs(cells, "error") == [error]
+
+    notebook.write_parameters(SMALL.replace("[3]", "[2]"))
+    notebook.run_all()
+    record = _page_record(notebook, server)
+    assert record["coverage"] == {"ok": 6}
+    assert any("2 ranks" in effect["setting"] for effect in record["answers"][1]["effects"])
+
+    notebook.write_parameters(_parameters(notebook_path(LAB)))
+    assert notebook.clear_and_save() == notebook_path(LAB).read_bytes()
+
+
+def test_a_sweep_that_was_interrupted_goes_on_from_there(server, opened):
+    notebook = opened(LAB)
+    few = 'sizes_bytes = [1024, 2048, 4096]\nalgorithms = ["torch", "ring"]'
+    notebook.begin(f'profile = "smoke"\n{few}\nrepeats = 1000\nmore = {FEW}')
+    notebook.start("lab.measure()")
+    until(lambda: re.search(r"[1-9] of \d+ points", notebook.text_below("lab.measure()")), "a point")
+    notebook.interrupt()
+    notebook.wait_until_idle()
+    assert "lab.resume() goes on" in notebook.text_below("lab.measure()")
+    said = notebook.run_new("frame = lab.resume()", below="lab.measure()")
+    assert re.search(r"(\d+) points planned, \d+ measured, \d+ skipped", said)
+    assert server.ranks() == []
+
+
+def test_guess_predict_measure_and_a_ring_of_ones_own_first_with_a_bug(server, opened):
+    notebook = opened(LAB)
+    few = 'world_sizes = [3]\nalgorithms = ["torch", "ring", "recursive_doubling"]'
+    notebook.begin(f'profile = "smoke"\n{few}\nmore = {FEW}')
+    assert re.search(r"4 KiB, ring\s+[\d.]+ (µs|ms)", notebook.run("lab.predict(guess)"))
+    guessed = notebook.run_new('lab.predict({"4 KiB, ring": 0.25})', below="lab.predict(guess)")
+    assert re.search(r"4 KiB, ring\s+250 ms\s+[\d.]+ (µs|ms)", guessed)
+
+    said = notebook.run_new(RING.replace("LAST", "2"), below="frame = lab.measure()")
+    assert re.search(r"4 KiB, ring\s+250 ms\s+[\d.]+ (µs|ms)\s+[\d.]+ (µs|ms)", said)
+    answer = notebook.run(IN_THE_FIGURE)
+    assert re.search(r"mine: wrong: rank \d, element \d+: expected [\d.-]+, got [\d.-]+", answer)
+    assert "mine" not in notebook.points_drawn_below(IN_THE_FIGURE)
+
+    notebook.write('lab.measure({"mine"', RING.replace("LAST", "1"))
+    notebook.run('lab.measure({"mine"')
+    assert "wrong" not in notebook.run(IN_THE_FIGURE)
+    assert "mine" in notebook.points_drawn_below(IN_THE_FIGURE)
+    assert server.ranks() == []
+
+
+@pytest.mark.parametrize("lab", TRIED)
+def test_each_try_works_where_it_stands(lab, server, opened):
+    notebook = opened(lab)
+    notebook.begin(TRIED[lab])
+    above = ""
+    for kind, text in cells_of(lab):
+        if kind == "code":
+            above = text.strip().splitlines()[-1]
+            if "profile: str" not in text and "lab.close" not in text:
+                notebook.run(above)
+        for source in tries_in(text) if kind == "markdown" else ():
+            notebook.run_new(source, below=above)
+    assert _outputs(notebook.saved(), "error") == []
+    assert server.ranks() == []
