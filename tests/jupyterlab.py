@@ -98,7 +98,7 @@ class Server:
         until(lambda: self.process.poll() is not None or (about.exists() and about.stat().st_size), "the server")
         assert self.process.poll() is None, self.log.read_text()
         told = json.loads(about.read_text())
-        return f"{told['url']}lab/tree/notebooks/{notebook}?token={told['token']}"
+        return f"{told['url']}lab/tree/notebooks/{notebook}?token={told['token']}&reset"  # no tabs of before
 
     def family(self):
         with suppress(psutil.NoSuchProcess):
