@@ -128,9 +128,12 @@ def _points_of_world(config: ShardingConfig, world_size: int, machine: Machine) 
     ways = tuple(way for way in IMPLEMENTATIONS if way in config.ways)
     own = tuple(way for way in ways if way not in TORCHS)
     pair = tuple(way for way in ("ddp", "zero1") if way in ways)
+    # what torch has, too: over its own transport, what is left is the implementation
+    both = tuple(way for way in ways if way == "ddp" or way.removeprefix("torch_") in ("zero1", "zero3"))
     transports = config.transports if device == "cpu" else [AUTO]
-    for transport in transports if world_size in config.world_sizes else []:
-        yield ShardingPoint.of(config, kind="time", size=config.size, transport=transport, ways=ways, **here)
+    for number, transport in enumerate(transports if world_size in config.world_sizes else []):
+        compared = ways if number == 0 else both
+        yield ShardingPoint.of(config, kind="time", size=config.size, transport=transport, ways=compared, **here)
         for size, batch, optimizer in product(config.swept_sizes, config.swept_batches, config.swept_optimizers):
             of = {"size": size, "batch": batch, "optimizer": optimizer, "transport": transport, "ways": pair}
             of["repeats"] = config.swept_repeats
