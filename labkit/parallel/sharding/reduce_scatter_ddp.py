@@ -30,8 +30,6 @@ from labkit.parallel.sharding.partition import Piece
 from labkit.parallel.transport import AUTO
 
 LINK = ("_layouts", "_shares", "_memory", "_averages")
-VECTORS = 2
-"""One is filled while the other is averaged."""
 
 
 class Layout(NamedTuple):
@@ -57,9 +55,6 @@ class ReduceScatterDDP(DataParallel):
     Clip by `ShardedOptimizer.clip_grad_norm_`: no rank has all gradients.
     """
 
-    _vector: Tensor | None
-    """The bucket that is being filled."""
-
     def __init__(
         self,
         module: nn.Module,
@@ -82,7 +77,7 @@ class ReduceScatterDDP(DataParallel):
         self._bucket_of = {index: number for number, bucket in enumerate(self._buckets) for index in bucket}
         self._layouts: list[Layout] | None = None
         self._shares: Mapping[Piece, Tensor] = {}
-        self._memory: dict[torch.device, list[Tensor]] = {}
+        self._memory: dict[torch.device, Tensor] = {}
         self._averages: list[Tensor] = []
         super()._attach(empty)
 
@@ -110,8 +105,7 @@ class ReduceScatterDDP(DataParallel):
             first = self._parameters_in_order[bucket[0]]
             longest[first.device] = max(longest.get(first.device, 0), sum(layout.sizes) * first.itemsize)
         self._memory = {
-            device: [self._average.empty(n_bytes, torch.uint8, device) for _ in self._buckets[:VECTORS]]
-            for device, n_bytes in longest.items()
+            device: self._average.empty(n_bytes, torch.uint8, device) for device, n_bytes in longest.items()
         }
         self._averages = [
             self._parameters_in_order[bucket[0]].detach().new_empty(layout.sizes[self._rank])
@@ -151,28 +145,31 @@ class ReduceScatterDDP(DataParallel):
     def _go_on(self) -> None:
         """Fill buckets and begin those that are full, in their order: every rank must begin them in the same one.
 
-        Gradients of later buckets wait where they are.
+        There is one vector: while it travels, gradients wait where they are, and backward for it only if a bucket is
+        full meanwhile. Those of later buckets wait, too.
         """
         if self._layouts is None:
             raise RuntimeError("expected a ShardedOptimizer(..., wrapper=this) before the first backward pass")
         while (number := len(self._waits)) < len(self._buckets):
-            for index in self._here[number]:
-                self._put(index, number)
-            self._missing -= len(self._here[number])
-            self._here[number].clear()
+            here = self._here[number]
+            if not self._is_free and len(here) < self._missing:
+                return
+            for wait in self._waits[-1:]:
+                wait()
+            for index in here:
+                self._put(index, number, self._layouts[number])
+            self._missing -= len(here)
+            here.clear()
             if self._missing:
                 return
             self._begin(number, self._layouts[number])
 
-    def _put(self, index: int, number: int) -> None:
+    def _put(self, index: int, number: int, layout: Layout) -> None:
         """The gradient, divided by the number of ranks, into its bucket: now, while it is in the cache."""
-        assert self._layouts is not None
-        if self._vector is None:
-            self._vector = self._vector_of(number, self._layouts[number])
-        parameter = self._parameters_in_order[index]
+        vector, parameter = self._vector_of(number, layout), self._parameters_in_order[index]
         gradient = None if parameter.grad is None else flat_view(gradient_in_layout(parameter))
-        for piece, at in self._layouts[number].places[index]:
-            part = self._vector[at : at + piece.stop - piece.start]
+        for piece, at in layout.places[index]:
+            part = vector[at : at + piece.stop - piece.start]
             if gradient is None:
                 part.zero_()
             else:
@@ -180,20 +177,17 @@ class ReduceScatterDDP(DataParallel):
         parameter.grad = None
 
     def _vector_of(self, number: int, layout: Layout) -> Tensor:
-        if number >= VECTORS:
-            self._waits[number - VECTORS]()
         first = self._parameters_in_order[self._buckets[number][0]]
-        memory = self._memory[first.device][number % VECTORS]
-        return memory[: sum(layout.sizes) * first.itemsize].view(first.dtype)
+        return self._memory[first.device][: sum(layout.sizes) * first.itemsize].view(first.dtype)
 
     def _begin(self, number: int, layout: Layout) -> None:
-        vector, self._vector = self._vector, None
         assert isinstance(self._average, OwnAverage)
-        assert vector is not None, "a bucket has a parameter"
+        vector = self._vector_of(number, layout)
         has_gradients = any(self._shares[piece].grad is not None for piece in layout.own)
         average = torch.empty_like(self._averages[number]) if has_gradients else self._averages[number]
         channel = self._average.channels[vector.device]
         self._results.append(average)
+        self._is_free = False
         self._waits.append(channel.start(partial(self._reduce, vector, layout, channel, average)))
         if number + 1 < len(self._buckets):
             self._missing = len(self._buckets[number + 1])
@@ -201,6 +195,7 @@ class ReduceScatterDDP(DataParallel):
     def _reduce(self, vector: Tensor, layout: Layout, channel: Channel, average: Tensor) -> None:
         channel.call(reduce_scatter, vector, "sum", sizes=layout.sizes)
         average.copy_(vector.split(layout.sizes)[channel.transport.rank])
+        self._is_free = True
 
     def _assign(self, used: Sequence[bool]) -> None:
         """Averaged gradients for this rank's shares, added to what they have."""
@@ -230,4 +225,4 @@ class ReduceScatterDDP(DataParallel):
         self._results: list[Tensor] = []
         self._here: list[list[int]] = [[] for _ in self._buckets]  # gradients that are in no bucket yet
         self._missing = len(self._buckets[0])  # of the bucket that is being filled
-        self._vector = None
+        self._is_free = True  # the vector: nothing in it travels
