@@ -63,6 +63,8 @@ _COMPUTE = (
     Constant("unfused_attention", "vtrain", 1.0, "Megatron-LM of 2021"),
     Constant("score_traffic", "default", 1.0, "over 11 bytes forward and 17 backward a score", 0.4),
     Constant("score_traffic", "vtrain_node", 0.8, "the same, in profiled kernels", 0.3),
+    Constant("softmax_multiple", "default", 1.0, "heads x sequences of a rank that a fused softmax takes: any"),
+    Constant("softmax_multiple", "vtrain", 4.0, "Megatron-LM, fused_softmax.py: a multiple of four"),
     Constant("memory_efficiency", "all", 0.85, "share of HBM's bandwidth that streaming kernels reach"),
     Constant("memory_efficiency", "measured", 1.0, "of a calibrated machine the bandwidth itself is known"),
     Constant("elementwise_traffic", "default", 1.0, "over the counted reads and writes of unfused operators"),
@@ -94,6 +96,7 @@ _LAUNCH = (
     Constant("launch_s", "vtrain", 3e-3, "the same", 0.3),
     Constant("launch_tp_s", "default", 0.0, "the same for each further tensor rank"),
     Constant("launch_tp_s", "vtrain_node", 2e-4, "the same", 0.5),
+    Constant("kernel_launch_s", "all", 5e-5, "CPU time of a kernel that eager PyTorch launches", 0.5),
     Constant("engine_tp_s", "default", 0.0, "CPU time a layer and tensor rank of a pipeline on several nodes"),
     Constant("engine_tp_s", "nanotron", 2.45e-3, "the same", 0.5),
     Constant("old_pipeline_s", "all", 0.49, "a micro-batch and neighbor, before nanotron's fix", 0.5),
@@ -144,8 +147,9 @@ _MEMORY = (
     Constant("transient_ffn", "default", 2.0, "bytes a token and feed-forward column inside a layer"),
     Constant("transient_ffn", "nanotron", 12.0, "six bf16 columns in eager operators: gate, up, product and gradients"),
     Constant("held_gathers", "all", 2.0, "a bf16 copy a token, column and layer that waits for a collective", 0.2),
-    Constant("fragmentation", "default", 1.02, "reserved over allocated"),
-    Constant("fragmentation", "nanotron", 1.12, "the same", 0.03),
+    Constant("fragmentation", "all", 1.02, "reserved over allocated"),
+    Constant("stream_fragmentation", "default", 1.02, "the same with tensor parallelism"),
+    Constant("stream_fragmentation", "nanotron", 1.12, "the same: blocks wait for the stream of collectives", 0.03),
     Constant("runtime_bytes", "all", 0.35 * GIB, "small tensors and workspaces", 0.5),
 )
 
