@@ -104,8 +104,7 @@ def attention_s(runs: Runs, constants: Rows, forwards: Numbers) -> Numbers:
     """Scores, softmax and values of one layer: tiled (FlashAttention), or with the matrix of scores in memory.
 
     Tiled: 4 S^2 h FLOPs a sequence forward, half of them causal, 2.5 times that backward (arXiv:2307.08691).
-    Unfused: all of the S^2 scores, 11 bytes a score forward and 17 backward for masks, softmax and dropout. Without
-    the fused softmax, scale, mask, softmax and casts to float32 and back take 37 and 41 bytes instead of 4 and 6.
+    Unfused: all of the S^2 scores, 11 bytes a score forward and 17 backward for masks, softmax and dropout.
     """
     scores = runs.micro_batch * runs.seq_len**2 / (runs.cp * runs.tp)
     flops = 4 * scores * runs.hidden
@@ -114,21 +113,9 @@ def attention_s(runs: Runs, constants: Rows, forwards: Numbers) -> Numbers:
     short = 1 + constants["attention_head"] / head
     tiled = 0.5 * flops * (forwards + 2.5) * short / (peak * constants["attention_efficiency"])
     products = flops * (forwards + 2) * (1 + constants["gemm_k"] / head) / (peak * constants["gemm_efficiency"])
-    apart = softmax_apart(runs, constants)
-    a_score = (11 + 33 * apart) * forwards + 17 + 35 * apart
-    moved = scores * runs.heads * a_score * constants["score_traffic"]
+    moved = scores * runs.heads * (11 * forwards + 17) * constants["score_traffic"]
     unfused = products + moved / memory_bytes_per_s(runs, constants)
     return np.where(constants["unfused_attention"] > 0, unfused, tiled) * constants["attention_slowdown"]
-
-
-def softmax_apart(runs: Runs, constants: Rows) -> Numbers:
-    """1 where the softmax of unfused attention runs in five kernels instead of one, 0 elsewhere.
-
-    Megatron-LM's fused kernel takes heads x sequences of a rank that are a multiple of four
-    (`FusedScaleMaskSoftmax.is_kernel_available`).
-    """
-    batches = runs.heads / runs.tp * runs.micro_batch
-    return ((constants["unfused_attention"] > 0) & (batches % constants["softmax_multiple"] > 0)).astype(float)
 
 
 def elementwise_s(runs: Runs, constants: Rows, forwards: Numbers) -> Numbers:

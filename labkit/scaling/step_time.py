@@ -74,8 +74,6 @@ def _layer_s(runs: Runs, constants: Rows) -> dict[str, Numbers]:
     }
     running = np.sum(list(device.values()), axis=0)
     launching = constants["launch_s"] * (1 + (forwards.gemm - 1) / 3) + constants["launch_tp_s"] * (runs.tp - 1)
-    kernels = 4 * (1 + forwards.attention) * compute.softmax_apart(runs, constants)
-    launching = launching + kernels * constants["kernel_launch_s"]
     busy = soft_maximum(running, launching + _engine_s(runs, constants))
     gathering = _parameter_gather_s(runs, constants)
     layer = soft_maximum(busy, gathering, softness=constants["overlap_softness"])

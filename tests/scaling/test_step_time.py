@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from labkit.scaling.compute import softmax_apart
 from labkit.scaling.constants import load_constants
 from labkit.scaling.hardware import HARDWARE
 from labkit.scaling.layout import RECOMPUTE, SHARDS, why_impossible
@@ -170,19 +169,6 @@ def test_recomputation_costs_a_forward_pass():
     h, kv, f = LLAMA_8B.hidden, LLAMA_8B.hidden / 4, LLAMA_8B.ffn
     last = h * f / (2 * h * (h + kv) + 3 * h * f)
     assert again / kept == pytest.approx((4 - last) / 3, rel=0.02)
-
-
-@pytest.mark.parametrize(
-    ("framework", "micro_batch", "apart"), [("vtrain", 1, 1), ("vtrain", 2, 0), ("nanotron", 1, 0)]
-)
-def test_megatrons_fused_softmax_takes_multiples_of_four_heads(framework, micro_batch, apart):
-    one = run(GPT_1B, "a100", framework=framework, tp=8, micro_batch=micro_batch, global_batch=8)
-    one = replace(one, model=replace(one.model, heads=16, kv_heads=16))
-    runs = Runs.of([one])
-    assert softmax_apart(runs, load_constants().rows(runs)) == apart
-    if apart:  # twice the heads are twice the scores, and take less time in one kernel
-        more = replace(one, model=replace(one.model, heads=32, kv_heads=32))
-        assert part(more, "attention_s") < part(one, "attention_s")
 
 
 def test_a_pipeline_of_more_micro_batches_idles_less():
