@@ -119,7 +119,10 @@ MISTAKES = [
     *mistakes(
         "parallel/data_parallel/replicas.py",
         CONTRACT,
-        ranks_keep_their_own_parameters=("tensor.copy_(piece.view(tensor.shape))", "pass"),
+        ranks_keep_their_own_parameters=(
+            "detached := [tensor.detach() for",
+            "detached := [tensor.detach().clone() for",
+        ),
         differing_models_are_accepted=("if most != fewest:", "if most < fewest:"),
     ),
     *mistakes(

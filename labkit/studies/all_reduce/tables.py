@@ -166,16 +166,8 @@ def fits(frame: pd.DataFrame) -> pd.DataFrame:
         ]
         if len({cost for cost, _ in known}) >= 2:
             model = fit_alpha_beta(*zip(*known, strict=True))
-            rows.append(
-                {
-                    "backend": backend,
-                    "world_size": world_size,
-                    "alpha_s": model.alpha_s,
-                    "beta_ns_per_byte": model.beta_s_per_byte * 1e9,
-                    "median_error_percent": model.median_error * 100,
-                    "largest_error_percent": model.largest_error * 100,
-                }
-            )
+            percents = (100 * model.median_error, 100 * model.largest_error)
+            rows.append((backend, world_size, model.alpha_s, 1e9 * model.beta_s_per_byte, *percents))
     columns = ["backend", "world_size", "alpha_s", "beta_ns_per_byte", "median_error_percent", "largest_error_percent"]
     return pd.DataFrame(rows, columns=columns)
 
@@ -189,6 +181,11 @@ def crossovers(frame: pd.DataFrame, calibration: Calibration | None) -> pd.DataF
     never and the second never wins; it is "open" where no size is small enough to show the first one ahead.
     """
     rows = []
+    both = [
+        ALL_REDUCES.over(frame, first, sweep="sizes", backend="gloo", algorithm=[first, second]).assign(first=first)
+        for first, second in OVERTAKING
+    ]
+    ratios = judged(pd.concat(both, ignore_index=True))
     worlds = select(frame, ["world_size"], sweep="sizes", backend="gloo")["world_size"].unique()
     for world_size in sorted(int(ranks) for ranks in worlds):
         found = calibration.transport("gloo", MESSAGE, world_size) if calibration and world_size > 1 else None
@@ -196,27 +193,15 @@ def crossovers(frame: pd.DataFrame, calibration: Calibration | None) -> pd.DataF
             continue
         backend, model = "gloo", AlphaBeta(found.alpha_s, found.beta_s_per_byte)
         for first, second in OVERTAKING:
-            pair = ALL_REDUCES.over(
-                frame, first, sweep="sizes", backend=backend, world_size=world_size, algorithm=[first, second]
-            )
+            pair = select(ratios, world_size=world_size, first=first, algorithm=second)
             costs = [cost for cost in map(_cost, (first, second)) if cost is not None]
             if pair.empty or len(costs) < 2:
                 continue
             predicted = crossover_bytes(costs[0], costs[1], world_size, model)
             until = pair.loc[pair["verdict"] == "slower", "n_bytes"].max()
             start = pair.loc[pair["verdict"] == "faster", "n_bytes"].min()
-            rows.append(
-                {
-                    "backend": backend,
-                    "world_size": world_size,
-                    "first": first,
-                    "then": second,
-                    "predicted_bytes": predicted,
-                    "wins_until_bytes": until,
-                    "overtaken_from_bytes": start,
-                    "prediction": _crossover_holds(predicted, until, start),
-                }
-            )
+            told = _crossover_holds(predicted, until, start)
+            rows.append((backend, world_size, first, second, predicted, until, start, told))
     names = ["backend", "world_size", "first", "then", "predicted_bytes", "wins_until_bytes", "overtaken_from_bytes"]
     return pd.DataFrame(rows, columns=[*names, "prediction"])
 

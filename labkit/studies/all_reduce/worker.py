@@ -103,14 +103,18 @@ def measure_point(point: AllReducePoint) -> Iterator[dict[str, Any]]:
     if point.sweep == "transports":
         yield from measure_transports(point.algorithms, base, own, **options)
         return
-    right, tensor = {}, torch.empty_like(own)
+    right: dict[str, dict[str, Any]] = {}
+    tensor = torch.empty_like(own)
     for name in point.algorithms:
         row = _check(point, name, base, tensor.copy_(own))
         if row["gate"] == "ok":
             right[name] = row
         else:
             yield row
-    for name, seconds in _time(point, list(right), own, tensor).items():
+    # sums, the operation that all alternatives have in common
+    sums = {name: partial(collective(name, MESSAGES), tensor, op="sum") for name in right}
+    options |= {"device": _device(point), "before": dist.barrier}
+    for name, seconds in time_interleaved(sums, prepare=lambda _: tensor.copy_(own), **options).items():
         yield right[name] | {"seconds": seconds}
 
 
@@ -130,26 +134,4 @@ def _check(point: AllReducePoint, name: str, base: torch.Tensor, tensor: torch.T
         error, verdict = gate(reduce, tensor, base)
     except Exception as raised:
         return row | {"gate": reason_on_all_ranks(raised, f"{point.id} {name}", _device(point))}
-    return row | {
-        "error": error,
-        "extra_bytes": memory.growth_bytes,
-        "scratch_bytes": scratch,
-        "gate": verdict,
-    }
-
-
-def _time(point: AllReducePoint, names: list[str], own: torch.Tensor, tensor: torch.Tensor) -> dict[str, list[float]]:
-    """Sums, the operation all alternatives have in common, from fresh inputs behind a barrier."""
-    return time_interleaved(
-        {name: _call(name, tensor) for name in names},
-        warmup=point.warmup,
-        repeats=point.repeats,
-        device=_device(point),
-        prepare=lambda _: tensor.copy_(own),
-        before=dist.barrier,
-        seed=point.id,
-    )
-
-
-def _call(name: str, tensor: torch.Tensor) -> Callable[[], None]:
-    return partial(collective(name, MESSAGES), tensor, op="sum")
+    return row | {"error": error, "extra_bytes": memory.growth_bytes, "scratch_bytes": scratch, "gate": verdict}

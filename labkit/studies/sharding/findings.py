@@ -6,7 +6,7 @@ import pandas as pd
 
 from labkit.bench.statistics import judged
 from labkit.costs.sharding import PARTS
-from labkit.lab.claims import claim, judged_claim, published
+from labkit.lab.claims import Trend, claim, exact, published
 from labkit.lab.comparing import MEMORY, agreement, compared, contest, winner_of
 from labkit.lab.findings import Claim, Finding, Questions
 from labkit.lab.rows import select
@@ -260,10 +260,10 @@ def _a_quarter(frame: pd.DataFrame) -> Claim | None:
     """`sharded_training_2gpu.csv`: peaks of 29.8 and 34.1 GB become 22.5 and 26.3: 23 to 25 % less on two ranks."""
     ratios = select(tables.peak_ratios(frame), way=ZERO1, world_size=2)["ratio"].astype(float)
     near, off = (ratios >= 0.7) & (ratios <= 0.8), (ratios < 0.6) | (ratios > 0.95)
-    return judged_claim("Sharding AdamW over two ranks lowers the peak by about a quarter", near, off, _times(ratios))
+    return exact("Sharding AdamW over two ranks lowers the peak by about a quarter", near, off, _times(ratios))
 
 
-def _longer(frame: pd.DataFrame) -> Claim | None:
+def _longer(frame: pd.DataFrame) -> Trend | None:
     """Two of three write-ups: a step takes 1.37 to 1.45 times as long; the third: 0.97 times."""
     ratios = tables.steps_over(frame, DDP, ZERO1)
     return claim("A step with a sharded optimizer takes longer (two of three write-ups)", ratios, "slower")
@@ -274,7 +274,7 @@ def _most_in_time(frame: pd.DataFrame) -> Claim | None:
     table = gathers_tables.gathers(frame)
     shares = table.loc[table["way"] == FSDP, "in_time_percent"]
     seen = f"{span(shares, '{:.0f}'.format)} %"
-    return judged_claim("Most of FSDP's gathers are complete before they are used", shares > 50, shares < 40, seen)
+    return exact("Most of FSDP's gathers are complete before they are used", shares > 50, shares < 40, seen)
 
 
 def _times(ratios: pd.Series) -> str:
