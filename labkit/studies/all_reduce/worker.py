@@ -18,6 +18,7 @@ from labkit.parallel.collectives import ALGORITHMS, Algorithm, release_scratch, 
 from labkit.parallel.ranks.device import use_device
 from labkit.studies.all_reduce.exact import gate, inputs
 from labkit.studies.all_reduce.links import measure_links
+from labkit.studies.all_reduce.phases import measure_phases
 from labkit.studies.all_reduce.transports import CHOSEN, FLOOR, MESSAGES, TORCH, collective, measure_transports
 from labkit.studies.shared.alternatives import reason_on_all_ranks
 
@@ -29,7 +30,7 @@ class AllReducePoint(Point):
     """Alternatives to time in turn on the same tensor, or (`sweep="exchange"`) the links between hosts.
 
     In `sweep="transports"` an alternative is an algorithm and where its messages travel, "ring over shared", or the
-    floor: copying as many bytes as an all-reduce must move.
+    floor: copying as many bytes as an all-reduce must move. In `sweep="phases"` they are reduce-scatter and all-gather.
     """
 
     sweep: str
@@ -96,6 +97,9 @@ def measure_point(point: AllReducePoint) -> Iterator[dict[str, Any]]:
         yield from (row | {"n_bytes": point.n_bytes} for row in links)
         return
     base, own = inputs(point.n_elements, torch_dtype(point.dtype), _device(point), point.seed)
+    if point.sweep == "phases":
+        yield from measure_phases(base, own, **options)
+        return
     if point.sweep == "transports":
         yield from measure_transports(point.algorithms, base, own, **options)
         return
