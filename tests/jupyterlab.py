@@ -31,7 +31,7 @@ NEEDED = [
 ]
 
 
-def until(condition, waited_for, deadline_s=90.0):
+def until(condition, waited_for, deadline_s=240.0):
     """What `condition` gives, once that is something."""
     end = time.monotonic() + deadline_s
     while not (value := condition()):
