@@ -52,12 +52,9 @@ for number, (points, world_size, timeout_s) in enumerate(json.loads(sys.argv[1])
 """
 
 
-# A script that trains, with process groups of its own, and asks for measurements on the way.
+# Then it trains, with process groups of its own, and asks for measurements on the way.
 TRAINING = """
-import json, os, sys
-import torch, torch.distributed as dist
 from datetime import timedelta
-from labkit.parallel.launch import Row, launch, run_ranks
 
 dist.init_process_group("gloo", timeout=timedelta(seconds=77))
 pair = dist.new_group([0, 1])
@@ -95,7 +92,7 @@ more = [sum_over(None), sum_over(pair), sum_over(dist.new_group())]
 dist.destroy_process_group()
 results_without = run_ranks(sum_over, None, world_size=2)
 clean = not dist.is_initialized()
-print(json.dumps({"launch": 0, "rank": rank, "told": told, "results": [results, results_without],
+print(json.dumps({"launch": number + 1, "rank": rank, "told": told, "results": [results, results_without],
     "kept": kept and clean, "more": more}) + "\\n", end="", flush=True)
 """
 
@@ -128,16 +125,11 @@ print(json.dumps([place, results]))
 
 def torchrun(directory: Path, *launches: tuple[list[str], int, float]) -> CompletedProcess[str]:
     """A job of two ranks, which take part in each launch: points, ranks, and the time-out of a point in seconds."""
-    return job_of(SCRIPT, directory, json.dumps(launches))
-
-
-def job_of(text: str, directory: Path, *arguments: str) -> CompletedProcess[str]:
-    """A job of two ranks that run a script."""
     script = directory / "script.py"
-    script.write_text(text)
+    script.write_text(SCRIPT + TRAINING)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     environment = {**os.environ, "TMPDIR": str(directory), "OMP_NUM_THREADS": "1"}
-    command = [*launcher, str(script), *arguments]
+    command = [*launcher, str(script), json.dumps(launches)]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
 
 
@@ -151,7 +143,7 @@ def told_by_ranks(completed: CompletedProcess[str]) -> list[list[dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def launches(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, Any]]]:
-    """A job with a launch of as many ranks as there are, one of more, and one in which rank 1 fails, twice."""
+    """A launch of as many ranks as there are, one of more, one in which rank 1 fails, twice; and a training."""
     # The time-out of each is its own: after those that wait longer, the failures would not be found in time.
     launches = (["a", "b"], 2, 60.0), (["a", "b"], 4, 60.0), (["a", "fails", "fails", "b"], 2, 1.0)
     return told_by_ranks(torchrun(tmp_path_factory.mktemp("job"), *launches))
@@ -196,8 +188,10 @@ def test_all_ranks_agree_on_a_failure_and_carry_on(launches: list[list[dict[str,
     assert ranks[0]["results"] == [0, 1]
 
 
-def test_a_launch_leaves_the_process_groups_and_the_state_of_a_script_as_they_were(tmp_path: Path) -> None:
-    ((first, second),) = told_by_ranks(job_of(TRAINING, tmp_path))
+def test_a_launch_leaves_the_process_groups_and_the_state_of_a_script_as_they_were(
+    launches: list[list[dict[str, Any]]],
+) -> None:
+    first, second = launches[-1]
     failed = "rank 1: ValueError: rank 1 has had enough"
     assert first["told"] == [
         *([0, 3.0], [0, 3.0], [0, None], [1, 3.0], [1, 3.0], [1, failed]),

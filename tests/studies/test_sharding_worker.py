@@ -90,25 +90,31 @@ def _with_other_calls(point):
 
 
 def _measure(*tasks, world_size=2):
-    rows = []
-    for worker, point in tasks:
-        found = []
-        for item in launch(worker, [point], world_size=world_size, timeout_s=240):
-            if isinstance(item, PointEnd):
-                assert item.status == "ok", item.failure
-            elif item.rank == 0:
-                found.append(item.values)
-        rows.append(found)
+    """Rows of rank 0, by task: a worker and its point."""
+    rows = [[] for _ in tasks]
+    for item in launch(_carry_out, tasks, world_size=world_size, timeout_s=240):
+        if isinstance(item, PointEnd):
+            assert item.status == "ok", item.failure
+        elif item.rank == 0:
+            rows[item.index].append(item.values)
     return rows
+
+
+def _carry_out(task):
+    worker, point = task
+    yield from worker(point)
 
 
 @cache
 def _rows():
-    return _measure((measure_point, TIMES), (measure_point, MEMORY))
+    """Of the times, the memory, with calls that no formula has, and without each collective, by one group."""
+    once = replace(TIMES, repeats=1)
+    tasks = (measure_point, TIMES), (measure_point, MEMORY), (_with_other_calls, once), (_without_collectives, once)
+    return _measure(*tasks)
 
 
 def test_every_way_passes_the_gate_and_is_timed_in_parts():
-    times, _ = _rows()
+    times, *_ = _rows()
     assert {row["gate"] for row in times} == {"ok"}
     parts = {(row["way"], row["part"]) for row in times if "part" in row}
     assert parts >= {(way, part) for way in IMPLEMENTATIONS for part in ("forward", "backward", "optimizer")}
@@ -122,7 +128,7 @@ def test_every_way_passes_the_gate_and_is_timed_in_parts():
 
 
 def test_ranks_send_the_bytes_of_the_formulas_to_the_byte():
-    times, _ = _rows()
+    times, *_ = _rows()
     for way in OWN:
         rows = [row for row in times if row["way"] == way and "collective" in row and row["collective"] != "notes"]
         expected = sent_bytes(4 * PARAMETERS, way, 2, replicated_bytes=4 * NORMS)
@@ -137,7 +143,7 @@ def test_three_ranks_send_what_the_formulas_say_though_a_third_is_no_whole_numbe
 
 
 def test_a_call_that_no_formula_has_is_seen_and_gets_no_time():
-    (rows,) = _measure((_with_other_calls, replace(TIMES, repeats=1)))
+    *_, rows, _ = _rows()
     assert not any("seconds" in row for row in rows if row["way"] != GATHER)
     calls = {(row["case"], row["collective"]): row for row in rows if "collective" in row}
     doubled, extra = calls["doubled", "all_reduce"], calls["extra", "all_reduce"]
@@ -147,7 +153,7 @@ def test_a_call_that_no_formula_has_is_seen_and_gets_no_time():
 
 
 def test_ranks_hold_the_bytes_of_the_formulas_and_need_more_at_the_peak():
-    _, memory = _rows()
+    _, memory, *_ = _rows()
     assert {row["gate"] for row in memory} == {"ok"}
     for row in memory:
         held = sum(row[f"{part}_bytes"] for part in ("parameters", "gradients", "optimizer"))
@@ -162,7 +168,7 @@ def test_ranks_hold_the_bytes_of_the_formulas_and_need_more_at_the_peak():
 
 
 def test_a_missing_collective_is_seen_and_gets_no_time():
-    (rows,) = _measure((_without_collectives, replace(TIMES, repeats=1)))
+    *_, rows = _rows()
     for way, _, name in MISSING:
         found = [row for row in rows if row["missing"] == f"{way} without {name}" and row["way"] == way]
         assert found
