@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import re
@@ -138,7 +139,7 @@ def test_a_row_that_is_not_json_says_which_value(row: Any, reason: str) -> None:
 def test_the_facts_say_what_was_in_force() -> None:
     def worker(point: None) -> Iterator[dict[str, Any]]:
         batch = hasattr(os, "SCHED_BATCH") and os.sched_getscheduler(0) == os.SCHED_BATCH
-        yield {"batch": batch, "threads": torch.get_num_threads()}
+        yield {"batch": batch, "threads": torch.get_num_threads(), "frozen": gc.get_freeze_count()}
 
     for scheduling in ("batch", "default"):
         rows, ends = drain(worker, [None], world_size=2, threads=3, scheduling=scheduling)
@@ -148,6 +149,7 @@ def test_the_facts_say_what_was_in_force() -> None:
         assert facts["start_method"] == "forkserver"
         assert facts["threads"] == rows[0].values["threads"] == 3
         assert (facts["scheduling"] == "batch") == rows[0].values["batch"]
+        assert rows[0].values["frozen"] > 100_000  # no collection looks at torch
         assert facts["start_s"] > 0
         assert facts["scheduling"] == scheduling or not hasattr(os, "SCHED_BATCH")
 
