@@ -9,8 +9,11 @@ from labkit.costs.sharding import sent_bytes, state_bytes
 from labkit.costs.transformer import SIZES, parameters_by_part
 from labkit.parallel.launch import PointEnd, launch
 from labkit.parallel.sharding.implementations import IMPLEMENTATIONS, TORCHS
+from labkit.studies.sharding.memory import LEAST_PEAK
+from labkit.studies.sharding.step_traffic import TCP
 from labkit.studies.sharding.study import STUDY
-from labkit.studies.sharding.worker import GATHER, LARGEST_ERROR, LEAST_PEAK, ShardingPoint, measure_point
+from labkit.studies.sharding.training import OPTIMIZERS, ShardingPoint, Training
+from labkit.studies.sharding.worker import GATHER, LARGEST_ERROR, UPDATES, measure_point
 
 OWN = [way for way in IMPLEMENTATIONS if way not in TORCHS]
 PARAMETERS = sum(parameters_by_part(SIZES["nano"]).values())
@@ -89,37 +92,47 @@ def _with_other_calls(point):
             setattr(place, name, whole)
 
 
+def _by_socket(point):
+    """A step of each of labkit's ways by messages: bytes by its collectives, and by the sockets that carried them."""
+    import torch.distributed as dist
+
+    from labkit.parallel.traffic import recorded_traffic, tcp_bytes_sent
+
+    for way in point.ways:
+        training = Training(way, point, "cpu")
+        training.run()
+        dist.barrier()
+        before = tcp_bytes_sent()
+        with recorded_traffic() as traffic:
+            training.run()
+        yield {"way": way, "by_tcp": tcp_bytes_sent() - before, "counted": sum(call.sent_bytes for call in traffic)}
+
+
 def _measure(*tasks, world_size=2):
-    """Rows of rank 0, by task: a worker and its point."""
-    rows = [[] for _ in tasks]
-    for item in launch(_carry_out, tasks, world_size=world_size, timeout_s=240):
-        if isinstance(item, PointEnd):
-            assert item.status == "ok", item.failure
-        elif item.rank == 0:
-            rows[item.index].append(item.values)
+    rows = []
+    for worker, point in tasks:
+        found = []
+        for item in launch(worker, [point], world_size=world_size, timeout_s=240):
+            if isinstance(item, PointEnd):
+                assert item.status == "ok", item.failure
+            elif item.rank == 0:
+                found.append(item.values)
+        rows.append(found)
     return rows
-
-
-def _carry_out(task):
-    worker, point = task
-    yield from worker(point)
 
 
 @cache
 def _rows():
-    """Of the times, the memory, with calls that no formula has, and without each collective, by one group."""
-    once = replace(TIMES, repeats=1)
-    tasks = (measure_point, TIMES), (measure_point, MEMORY), (_with_other_calls, once), (_without_collectives, once)
-    return _measure(*tasks)
+    return _measure((measure_point, TIMES), (measure_point, MEMORY))
 
 
 def test_every_way_passes_the_gate_and_is_timed_in_parts():
-    times, *_ = _rows()
+    times, _ = _rows()
     assert {row["gate"] for row in times} == {"ok"}
     parts = {(row["way"], row["part"]) for row in times if "part" in row}
     assert parts >= {(way, part) for way in IMPLEMENTATIONS for part in ("forward", "backward", "optimizer")}
     assert {way for way, part in parts if part == "waiting for gathers"} == {"zero1", "zero2", "zero3"}
-    assert (GATHER, GATHER) in parts
+    assert {(GATHER, GATHER), (UPDATES, UPDATES)} <= parts
     assert all(len(row["seconds"]) == 2 for row in times if "seconds" in row)
     for row in times:
         if "gathers" in row:
@@ -128,12 +141,30 @@ def test_every_way_passes_the_gate_and_is_timed_in_parts():
 
 
 def test_ranks_send_the_bytes_of_the_formulas_to_the_byte():
-    times, *_ = _rows()
+    times, _ = _rows()
     for way in OWN:
         rows = [row for row in times if row["way"] == way and "collective" in row and row["collective"] != "notes"]
         expected = sent_bytes(4 * PARAMETERS, way, 2, replicated_bytes=4 * NORMS)
         assert sum(row["sent_bytes"] for row in rows) == expected
         assert all(row["sent_bytes"] == row["formula_bytes"] for row in rows)
+
+
+def test_what_torchs_ways_send_is_counted_at_their_sockets_as_labkits_are_by_messages():
+    times, _ = _rows()
+    sent = {row["way"]: row["sent_bytes"] / (2 * PARAMETERS) for row in times if row.get("collective") == TCP}
+    assert sent["torch_ddp"] == pytest.approx(2, rel=0.02)  # in units of (p-1)/p of the parameters' bytes
+    assert sent["torch_zero1"] == pytest.approx(3, rel=0.02)
+    assert sent["torch_zero3"] > 3
+    (rows,) = _measure((_by_socket, replace(TIMES, ways=tuple(OWN), transport="point_to_point")))
+    assert all(row["counted"] <= row["by_tcp"] <= 1.02 * row["counted"] for row in rows)
+    assert len(rows) == len(OWN)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_every_optimizer_of_the_sweep_passes_the_gate(optimizer):
+    (rows,) = _measure((measure_point, replace(TIMES, ways=("ddp", "zero1"), optimizer=optimizer)))
+    assert {row["gate"] for row in rows} == {"ok"}
+    assert max(row["error"] for row in rows if "error" in row) < LARGEST_ERROR
 
 
 def test_three_ranks_send_what_the_formulas_say_though_a_third_is_no_whole_number():
@@ -143,8 +174,8 @@ def test_three_ranks_send_what_the_formulas_say_though_a_third_is_no_whole_numbe
 
 
 def test_a_call_that_no_formula_has_is_seen_and_gets_no_time():
-    *_, rows, _ = _rows()
-    assert not any("seconds" in row for row in rows if row["way"] != GATHER)
+    (rows,) = _measure((_with_other_calls, replace(TIMES, repeats=1)))
+    assert not any("seconds" in row for row in rows if row["way"] not in (GATHER, UPDATES))
     calls = {(row["case"], row["collective"]): row for row in rows if "collective" in row}
     doubled, extra = calls["doubled", "all_reduce"], calls["extra", "all_reduce"]
     assert doubled["sent_bytes"] == 2 * doubled["formula_bytes"]
@@ -153,7 +184,7 @@ def test_a_call_that_no_formula_has_is_seen_and_gets_no_time():
 
 
 def test_ranks_hold_the_bytes_of_the_formulas_and_need_more_at_the_peak():
-    _, memory, *_ = _rows()
+    _, memory = _rows()
     assert {row["gate"] for row in memory} == {"ok"}
     for row in memory:
         held = sum(row[f"{part}_bytes"] for part in ("parameters", "gradients", "optimizer"))
@@ -168,7 +199,7 @@ def test_ranks_hold_the_bytes_of_the_formulas_and_need_more_at_the_peak():
 
 
 def test_a_missing_collective_is_seen_and_gets_no_time():
-    *_, rows = _rows()
+    (rows,) = _measure((_without_collectives, replace(TIMES, repeats=1)))
     for way, _, name in MISSING:
         found = [row for row in rows if row["missing"] == f"{way} without {name}" and row["way"] == way]
         assert found

@@ -18,6 +18,7 @@ from labkit.parallel.collectives import ALGORITHMS, Algorithm, release_scratch, 
 from labkit.parallel.ranks.device import use_device
 from labkit.studies.all_reduce.exact import gate, inputs
 from labkit.studies.all_reduce.links import measure_links
+from labkit.studies.all_reduce.phases import measure_phases
 from labkit.studies.all_reduce.transports import CHOSEN, FLOOR, MESSAGES, TORCH, collective, measure_transports
 from labkit.studies.shared.alternatives import reason_on_all_ranks
 
@@ -29,7 +30,7 @@ class AllReducePoint(Point):
     """Alternatives to time in turn on the same tensor, or (`sweep="exchange"`) the links between hosts.
 
     In `sweep="transports"` an alternative is an algorithm and where its messages travel, "ring over shared", or the
-    floor: copying as many bytes as an all-reduce must move.
+    floor: copying as many bytes as an all-reduce must move. In `sweep="phases"` they are reduce-scatter and all-gather.
     """
 
     sweep: str
@@ -96,17 +97,24 @@ def measure_point(point: AllReducePoint) -> Iterator[dict[str, Any]]:
         yield from (row | {"n_bytes": point.n_bytes} for row in links)
         return
     base, own = inputs(point.n_elements, torch_dtype(point.dtype), _device(point), point.seed)
+    if point.sweep == "phases":
+        yield from measure_phases(base, own, **options)
+        return
     if point.sweep == "transports":
         yield from measure_transports(point.algorithms, base, own, **options)
         return
-    right, tensor = {}, torch.empty_like(own)
+    right: dict[str, dict[str, Any]] = {}
+    tensor = torch.empty_like(own)
     for name in point.algorithms:
         row = _check(point, name, base, tensor.copy_(own))
         if row["gate"] == "ok":
             right[name] = row
         else:
             yield row
-    for name, seconds in _time(point, list(right), own, tensor).items():
+    # sums, the operation that all alternatives have in common
+    sums = {name: partial(collective(name, MESSAGES), tensor, op="sum") for name in right}
+    options |= {"device": _device(point), "before": dist.barrier}
+    for name, seconds in time_interleaved(sums, prepare=lambda _: tensor.copy_(own), **options).items():
         yield right[name] | {"seconds": seconds}
 
 
@@ -126,26 +134,4 @@ def _check(point: AllReducePoint, name: str, base: torch.Tensor, tensor: torch.T
         error, verdict = gate(reduce, tensor, base)
     except Exception as raised:
         return row | {"gate": reason_on_all_ranks(raised, f"{point.id} {name}", _device(point))}
-    return row | {
-        "error": error,
-        "extra_bytes": memory.growth_bytes,
-        "scratch_bytes": scratch,
-        "gate": verdict,
-    }
-
-
-def _time(point: AllReducePoint, names: list[str], own: torch.Tensor, tensor: torch.Tensor) -> dict[str, list[float]]:
-    """Sums, the operation all alternatives have in common, from fresh inputs behind a barrier."""
-    return time_interleaved(
-        {name: _call(name, tensor) for name in names},
-        warmup=point.warmup,
-        repeats=point.repeats,
-        device=_device(point),
-        prepare=lambda _: tensor.copy_(own),
-        before=dist.barrier,
-        seed=point.id,
-    )
-
-
-def _call(name: str, tensor: torch.Tensor) -> Callable[[], None]:
-    return partial(collective(name, MESSAGES), tensor, op="sum")
+    return row | {"error": error, "extra_bytes": memory.growth_bytes, "scratch_bytes": scratch, "gate": verdict}
