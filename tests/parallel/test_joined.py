@@ -20,7 +20,8 @@ SCRIPT = """
 import json, os, sys, time
 import torch, torch.distributed as dist
 from labkit.parallel.ranks.joined import is_joined, joined_rank
-from labkit.parallel.launch import Row, launch, run_ranks
+from labkit.parallel.launch import Again, Row, launch, run_ranks
+from labkit.parallel.ranks import whose_turn
 
 emptied = []
 torch.cuda.is_initialized, torch.cuda.empty_cache = lambda: True, lambda: emptied.append(True)
@@ -32,11 +33,19 @@ def worker(point):
         "emptied": len(emptied)}
     if point == "fails" and dist.get_rank() == 1:
         raise ValueError("rank 1 has had enough")
+    if point == "one fails" and whose_turn.why_left_out("one") is None:
+        whose_turn.begin("one")
+        if dist.get_rank() == 1:
+            whose_turn.explain("failed: of one's own doing")
+            raise ValueError("one")
+        dist.barrier()
     if point == "hangs" and dist.get_rank() == 1:
         time.sleep(1000)
     dist.barrier()
 
 def told(item):
+    if isinstance(item, Again):
+        return ["again", item.index, item.alternative, item.reason]
     if isinstance(item, Row):
         return ["row", item.index, item.rank, item.values]
     return ["end", item.index, item.status, item.reason, item.facts]
@@ -153,7 +162,7 @@ def told_by_ranks(completed: CompletedProcess[str]) -> list[list[dict[str, Any]]
 def launches(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, Any]]]:
     """A job with a launch of as many ranks as there are, one of more, and one in which rank 1 fails, twice."""
     # The time-out of each is its own: after those that wait longer, the failures would not be found in time.
-    launches = (["a", "b"], 2, 60.0), (["a", "b"], 4, 60.0), (["a", "fails", "fails", "b"], 2, 1.0)
+    launches = (["a", "b"], 2, 60.0), (["a", "b"], 4, 60.0), (["a", "fails", "fails", "b", "one fails", "b"], 2, 1.0)
     return told_by_ranks(torchrun(tmp_path_factory.mktemp("job"), *launches))
 
 
@@ -191,7 +200,10 @@ def test_all_ranks_agree_on_a_failure_and_carry_on(launches: list[list[dict[str,
     ranks = launches[2]
     ends = [item[1:4] for item in ranks[0]["first"] if item[0] == "end"]
     failed = ["failed", "rank 1: ValueError: rank 1 has had enough"]
-    assert ends == [[0, "ok", None], [1, *failed], [2, *failed], [3, "ok", None]]
+    fine = [[index, "ok", None] for index in range(6)]
+    assert ends == [fine[0], [1, *failed], [2, *failed], *fine[3:]]
+    assert [item[1:] for item in ranks[0]["first"] if item[0] == "again"] == [[4, "one", "failed: of one's own doing"]]
+    assert len([item for item in ranks[0]["first"] if item[:2] == ["row", 4]]) == 2  # of the second attempt only
     assert {item[4]["world_size"] for item in ranks[0]["first"] if item[0] == "end"} == {2}  # of those that failed, too
     assert ranks[0]["results"] == [0, 1]
 

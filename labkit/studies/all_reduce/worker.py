@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from labkit.bench.clock import time_interleaved
 from labkit.bench.exact_sums import fill_message
 from labkit.bench.memory import peak_memory_growth
 from labkit.lab.point import Point
@@ -19,8 +18,10 @@ from labkit.parallel.ranks.device import use_device
 from labkit.studies.all_reduce.exact import gate, inputs
 from labkit.studies.all_reduce.links import measure_links
 from labkit.studies.all_reduce.transports import CHOSEN, FLOOR, MESSAGES, TORCH, collective, measure_transports
-from labkit.studies.shared.alternatives import reason_on_all_ranks
+from labkit.studies.shared.alternatives import Failed, attempt, time_those_that_run
 
+SUM = "sum"
+"""The operation that all alternatives have in common: what is timed."""
 RESERVED = frozenset((TORCH, CHOSEN, FLOOR, *ALGORITHMS))  # before a reader adds any
 
 
@@ -101,13 +102,24 @@ def measure_point(point: AllReducePoint) -> Iterator[dict[str, Any]]:
         return
     right, tensor = {}, torch.empty_like(own)
     for name in point.algorithms:
-        row = _check(point, name, base, tensor.copy_(own))
+        release_scratch()
+        dist.barrier()
+        row = {"algorithm": name, "n_bytes": point.n_bytes}
+        found = attempt(name, partial(_check, point, name, base, tensor.copy_(own)), device=_device(point))
+        row |= {"gate": found.reason} if isinstance(found, Failed) else found
         if row["gate"] == "ok":
             right[name] = row
         else:
             yield row
-    for name, seconds in _time(point, list(right), own, tensor).items():
-        yield right[name] | {"seconds": seconds}
+    samples, failed = time_those_that_run(
+        {name: {SUM: _call(name, tensor)} for name in right},
+        device=_device(point),
+        prepare=lambda _: tensor.copy_(own),
+        before=dist.barrier,
+        **options,
+    )
+    for name, row in right.items():
+        yield row | ({"gate": failed[name]} if name in failed else {"seconds": samples[name][SUM]})
 
 
 def _device(point: AllReducePoint) -> str:
@@ -116,35 +128,12 @@ def _device(point: AllReducePoint) -> str:
 
 def _check(point: AllReducePoint, name: str, base: torch.Tensor, tensor: torch.Tensor) -> dict[str, Any]:
     """The gate: one averaging from a cold start, compared with the exact mean, its memory on the way; then a sum."""
-    release_scratch()
-    dist.barrier()
-    reduce, row = collective(name, MESSAGES), {"algorithm": name, "n_bytes": point.n_bytes}
-    try:
-        with peak_memory_growth(_device(point)) as memory:
-            reduce(tensor, op="mean")
-        scratch = scratch_bytes() if name != TORCH else None
-        error, verdict = gate(reduce, tensor, base)
-    except Exception as raised:
-        return row | {"gate": reason_on_all_ranks(raised, f"{point.id} {name}", _device(point))}
-    return row | {
-        "error": error,
-        "extra_bytes": memory.growth_bytes,
-        "scratch_bytes": scratch,
-        "gate": verdict,
-    }
-
-
-def _time(point: AllReducePoint, names: list[str], own: torch.Tensor, tensor: torch.Tensor) -> dict[str, list[float]]:
-    """Sums, the operation all alternatives have in common, from fresh inputs behind a barrier."""
-    return time_interleaved(
-        {name: _call(name, tensor) for name in names},
-        warmup=point.warmup,
-        repeats=point.repeats,
-        device=_device(point),
-        prepare=lambda _: tensor.copy_(own),
-        before=dist.barrier,
-        seed=point.id,
-    )
+    reduce = collective(name, MESSAGES)
+    with peak_memory_growth(_device(point)) as memory:
+        reduce(tensor, op="mean")
+    scratch = scratch_bytes() if name != TORCH else None
+    error, verdict = gate(reduce, tensor, base)
+    return {"error": error, "extra_bytes": memory.growth_bytes, "scratch_bytes": scratch, "gate": verdict}
 
 
 def _call(name: str, tensor: torch.Tensor) -> Callable[[], None]:

@@ -9,6 +9,7 @@ Messages are counted before they are timed: bytes that are not those of the form
 import gc
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from labkit.bench.clock import time_parts_interleaved
 from labkit.bench.gate import verdict, worst_of_ranks
 from labkit.bench.memory import peak_memory_growth, return_memory_when_freed
 from labkit.costs.sharding import PARTS, STAGES, state_bytes
@@ -28,6 +28,7 @@ from labkit.parallel.sharding.implementations import TORCHS, held_tensors, n_byt
 from labkit.parallel.traffic import recorded_traffic
 from labkit.parallel.transport import SHARED, empty_for_all_reduce, transport_in_use
 from labkit.studies.sharding.step_traffic import traffic_rows
+from labkit.studies.shared.alternatives import Failed, attempt, time_those_that_run
 
 PHASES = ("forward", "backward", "optimizer")
 GATHER = "gather"
@@ -108,15 +109,11 @@ def _times(point: ShardingPoint, device: str) -> Iterator[dict[str, Any]]:
     start, expected = _one_process(point, device)
     trainings: dict[str, Training] = {}
     for way in point.ways:
-        training = Training(way, point, device)
-        training.run()
-        with recorded_traffic() as traffic:
-            training.run()
-        error = worst_of_ranks(_error(whole_parameters(training.model), expected, start))
-        about = {"way": way, "error": error, "gate": verdict(error, LARGEST_ERROR)}
-        rows = list(traffic_rows(way, traffic, start)) if way not in TORCHS else []
-        if wrong := [row["collective"] for row in rows if not row.pop("is_right")]:
-            about["gate"] = f"wrong: bytes sent by {', '.join(wrong)} are not those of the formulas"
+        found = attempt(way, partial(_checked_steps, way, point, device, start, expected), device=device)
+        if isinstance(found, Failed):
+            yield {"way": way, "gate": found.reason}
+            continue
+        training, about, rows = found
         yield from (about | row for row in rows)
         if about["gate"] == "ok":
             trainings[way] = training
@@ -124,6 +121,22 @@ def _times(point: ShardingPoint, device: str) -> Iterator[dict[str, Any]]:
             yield about
     del expected
     yield from _timed_rows(point, device, trainings, sum(value.nbytes for value in start.values()))
+
+
+def _checked_steps(
+    way: str, point: ShardingPoint, device: str, start: dict[str, Tensor], expected: dict[str, Tensor]
+) -> tuple[Training, dict[str, Any], list[dict[str, Any]]]:
+    """A training after `GATE_STEPS` steps, what the gate says of it, and what its last step has sent."""
+    training = Training(way, point, device)
+    training.run()
+    with recorded_traffic() as traffic:
+        training.run()
+    error = worst_of_ranks(_error(whole_parameters(training.model), expected, start))
+    about = {"way": way, "error": error, "gate": verdict(error, LARGEST_ERROR)}
+    rows = list(traffic_rows(way, traffic, start)) if way not in TORCHS else []
+    if wrong := [row["collective"] for row in rows if not row.pop("is_right")]:
+        about["gate"] = f"wrong: bytes sent by {', '.join(wrong)} are not those of the formulas"
+    return training, about, rows
 
 
 def _one_process(point: ShardingPoint, device: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -171,7 +184,8 @@ def _timed_rows(
 
     options: dict[str, Any] = {"warmup": point.warmup, "repeats": point.repeats, "device": device, "seed": point.id}
     with recorded_traffic() as traffic:
-        times = time_parts_interleaved(actions, prepare=prepare, before=dist.barrier, **options)
+        times, failed = time_those_that_run(actions, prepare=prepare, before=dist.barrier, **options)
+    yield from ({"way": way, "gate": reason} for way, reason in failed.items() if way != GATHER)
     borders = sorted(at for of_way in turns.values() for at in of_way)
     for way, by_part in times.items():
         for part, seconds in by_part.items():
@@ -205,36 +219,54 @@ def _memory(point: ShardingPoint, device: str) -> Iterator[dict[str, Any]]:
     A peak below what is held is none: something else was freed meanwhile. Such a row says so and has no peak.
     """
     return_memory_when_freed()
-    for way in point.ways:  # libraries, and what is made once
-        Training(way, ShardingPoint.of(point, size="nano", batch=1), device).run()
+    failed: dict[str, str] = {}
+    for way in point.ways:
+        done = attempt(way, partial(_make_what_stays, way, point, device), device=device)
+        if isinstance(done, Failed):
+            failed[way] = done.reason
     for way in point.ways:
         gc.collect()  # the way before, which is full of cycles, would be freed within this one's peak
         dist.barrier()
-        with peak_memory_growth(device) as init:
-            training = Training(way, point, device)
-        about = {"way": way, "gate": "ok"}
-        held = {"init": _held(training)}
-        with peak_memory_growth(device) as first:  # makes what stays: optimizer state, buffers
-            training.run()
-            training.optimizer.zero_grad()
-        with peak_memory_growth(device) as before:
-            training.forward()
-            training.backward()
-        held["before step"] = _held(training)
-        with peak_memory_growth(device) as after:
-            training.step()
-        held["after step"] = _held(training)
-        resting = _total(init.kept_bytes, first.kept_bytes)
-        peaks = {
-            "init": init.growth_bytes,
-            "before step": _total(resting, before.growth_bytes),
-            "after step": _total(resting, before.kept_bytes, after.growth_bytes),
-        }
-        parameters = dict(_workload(point, "meta", 0).build().named_parameters())
-        formula = _formula(way, parameters) if way in STAGES else {}
-        for moment, parts in held.items():
-            yield about | parts | formula | {"moment": moment} | _checked(peaks[moment], sum(parts.values()))
-        del training
+        rows = attempt(way, partial(_memory_of, way, point, device), device=device) if way not in failed else []
+        if isinstance(rows, Failed):
+            failed[way] = rows.reason
+        else:
+            yield from rows
+    yield from ({"way": way, "gate": reason} for way, reason in failed.items())
+
+
+def _make_what_stays(way: str, point: ShardingPoint, device: str) -> None:
+    """What libraries make once is no part of any peak."""
+    Training(way, ShardingPoint.of(point, size="nano", batch=1), device).run()
+
+
+def _memory_of(way: str, point: ShardingPoint, device: str) -> list[dict[str, Any]]:
+    with peak_memory_growth(device) as init:
+        training = Training(way, point, device)
+    about = {"way": way, "gate": "ok"}
+    held = {"init": _held(training)}
+    with peak_memory_growth(device) as first:  # makes what stays: optimizer state, buffers
+        training.run()
+        training.optimizer.zero_grad()
+    with peak_memory_growth(device) as before:
+        training.forward()
+        training.backward()
+    held["before step"] = _held(training)
+    with peak_memory_growth(device) as after:
+        training.step()
+    held["after step"] = _held(training)
+    resting = _total(init.kept_bytes, first.kept_bytes)
+    peaks = {
+        "init": init.growth_bytes,
+        "before step": _total(resting, before.growth_bytes),
+        "after step": _total(resting, before.kept_bytes, after.growth_bytes),
+    }
+    parameters = dict(_workload(point, "meta", 0).build().named_parameters())
+    formula = _formula(way, parameters) if way in STAGES else {}
+    return [
+        about | parts | formula | {"moment": moment} | _checked(peaks[moment], sum(parts.values()))
+        for moment, parts in held.items()
+    ]
 
 
 def _checked(peak: int | None, held: int) -> dict[str, Any]:
