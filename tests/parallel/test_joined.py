@@ -12,8 +12,12 @@ from subprocess import PIPE, CompletedProcess
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
+from labkit.parallel.ranks import joined_launch
 from labkit.parallel.ranks.joined import is_joined, joined_rank
+from labkit.parallel.ranks.own_group import OwnGroup
+from labkit.parallel.ranks.rank import GroupPlan
 
 # What every rank prints is one line, so that the lines of two ranks do not mix.
 SCRIPT = """
@@ -206,6 +210,30 @@ def test_all_ranks_agree_on_a_failure_and_carry_on(launches: list[list[dict[str,
     assert len([item for item in ranks[0]["first"] if item[:2] == ["row", 4]]) == 2  # of the second attempt only
     assert {item[4]["world_size"] for item in ranks[0]["first"] if item[0] == "end"} == {2}  # of those that failed, too
     assert ranks[0]["results"] == [0, 1]
+
+
+def test_a_failure_elsewhere_aborts_what_a_rank_waits_for_under_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL's collectives wait for the time-out otherwise. A group is pretended; the words of the ranks are real."""
+
+    class Group:
+        def __init__(self) -> None:
+            self.aborted = 0
+
+        def abort(self) -> None:
+            self.aborted += 1
+
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    monkeypatch.setattr(joined_launch, "job_store", lambda: store)
+    for backend, word, times in (("nccl", joined_launch.FAILED, 1), ("nccl", "answered", 0), ("gloo", "failed", 0)):
+        made, own = Group(), object.__new__(OwnGroup)
+        own._backend = backend
+        monkeypatch.setattr(OwnGroup, "_made", lambda self, made=made: [made])
+        joint = joined_launch._JointLaunch(lambda _: None, GroupPlan(b"", 2, backend, "batch", 1, 5.0, {}), "launch")
+        joint._group = own
+        watch = joined_launch._Watch(f"{backend} {word}", joint._abort)
+        store.set(f"{backend} {word}", word)
+        assert watch.ends_as(20.0) == word
+        assert made.aborted == times
 
 
 def test_a_launch_leaves_the_process_groups_and_the_state_of_a_script_as_they_were(tmp_path: Path) -> None:
