@@ -11,6 +11,7 @@ import contextlib
 import mmap
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 LONGEST = 1024  # bytes of a name
@@ -58,7 +59,7 @@ def why_left_out(alternative: str) -> str | None:
 
 def begin(alternative: str) -> str:
     """From here on it is to blame; a name of the turn, the same on all ranks. A write to memory, no system call."""
-    _TURN.name[:] = alternative.encode()[:LONGEST].ljust(LONGEST, b"\0")
+    _TURN.name[:] = _padded(alternative)
     _TURN.number, _TURN.reason = _TURN.number + 1, None
     return f"turn {_TURN.number} of point {_TURN.point}"
 
@@ -82,6 +83,11 @@ def blamed() -> tuple[str, str] | None:
     """Whose turn it is, and what its row should say; None if nothing was explained."""
     name = alternative()
     return (name, _TURN.reason) if name is not None and _TURN.reason is not None else None
+
+
+@cache
+def _padded(alternative: str) -> bytes:
+    return alternative.encode()[:LONGEST].ljust(LONGEST, b"\0")
 
 
 def _read(content: bytes) -> str | None:
