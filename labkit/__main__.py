@@ -187,8 +187,9 @@ def report(
         outcome = f"[bold red]failed:[/] {_plain(result.error)}" if result.error else "ok"
         page = path_from_here(result.page)
         out.print(f"{study.name}: {outcome}, in {format_seconds(result.elapsed_s)}; {page}", soft_wrap=True)
-    index = write_index(_all_studies(), output)
-    out.print(f"index: {path_from_here(index)}", soft_wrap=True)
+        index = write_index(_all_studies(), output, to_come=studies[len(results) :])
+        if len(results) in (1, len(studies)):
+            out.print(f"index: {path_from_here(index)}", soft_wrap=True)
     raise typer.Exit(1 if any(result.error for result in results) else 0)
 
 

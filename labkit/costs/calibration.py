@@ -16,7 +16,7 @@ from typing import Protocol
 
 import numpy as np
 
-from labkit.costs.communication import AlphaBeta, MessageCost
+from labkit.costs.communication import AT_ONCE, AlphaBeta, MessageCost
 
 Curve = tuple[tuple[float, float], ...]
 """Pairs (FLOPs or bytes, seconds), from small to large."""
@@ -150,6 +150,11 @@ class Calibration:
             beta_s_per_byte=slower / bytes_per_rank * nearest.beta_s_per_byte,
             call_s=slower * nearest.call_s,
         )
+
+    def algorithm_s(self, way: str, algorithm: str, cost: MessageCost, ranks: int) -> float | None:
+        """Seconds of an algorithm that costs so many messages; None over what was not measured."""
+        found = self.transport(way, BURST if algorithm in AT_ONCE else MESSAGE, ranks)
+        return found.predict_s(cost) if found else None
 
     def operators_s(self, operators: Iterable[Operator], ranks: int = 1, device: str = CPU) -> float:
         """Seconds of operators that follow one another on each of so many ranks; NaN if one has no rate."""

@@ -106,6 +106,8 @@ def _folding(world_size: int, n_bytes: float) -> MessageCost:
 
 _PHASE_COSTS = {"ring": ring_phase, "butterfly": direct_phase, "halving_doubling": halving_phase}
 REDUCE_SCATTER_COSTS: Mapping[str, CostOf] = {**_PHASE_COSTS, "one_shot": one_shot}
+AT_ONCE = frozenset({"butterfly", "one_shot"})
+"""Algorithms whose ranks send to all others at once."""
 ALL_GATHER_COSTS: Mapping[str, CostOf] = {**_PHASE_COSTS, "one_shot": direct_phase}
 
 

@@ -125,7 +125,7 @@ def agreement(
     ratios = table[ratio].dropna()
     if ratios.empty:
         return None
-    off = np.maximum(ratios, 1 / ratios)
+    off = np.maximum(ratios, 1 / ratios).where(ratios > 0, np.inf)
     middle, worst = float(off.quantile(0.5, interpolation="lower")), float(off.max())
     if worst == 1:
         return Finding("yes", f"Yes: all {subject} are exactly {prediction}.", table)
@@ -299,5 +299,7 @@ def _within(factor: float) -> str:
 
 
 def _factor(value: float) -> str:
-    """1.25 -> "1.2", 3.0 -> "3", 47.3 -> "47"."""
+    """1.25 -> "1.2", 3.0 -> "3", 47.3 -> "47"; "many" of what is zero or less."""
+    if np.isinf(value):
+        return "many"
     return f"{value:.0f}" if value >= 10 else f"{value:.1f}".removesuffix(".0")

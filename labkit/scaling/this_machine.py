@@ -9,14 +9,17 @@ MEASURED = "measured"
 GIB = 2**30
 
 
-def hardware_of(calibration: Calibration, memory_bytes: float, *, ranks: int | None = None) -> Hardware:
+def hardware_of(
+    calibration: Calibration, memory_bytes: float, *, ranks: int | None = None, device: str | None = None
+) -> Hardware:
     """A node of this machine's own ranks, each a "GPU" that has its share of cores and memory.
 
-    Rates are what `ranks` (None: one per core, as far as calibrated) reach while all compute; the link is what an
-    all-reduce of long tensors moves a rank by its fastest way. There is no network: it is as fast as the link.
+    Rates are what `ranks` (None: one per core, as far as calibrated) reach while all compute on `device` (None: a GPU
+    if one was calibrated); the link is what an all-reduce of long tensors moves a rank by its fastest way. There is no
+    network: it is as fast as the link.
     ValueError for a machine whose ranks were not calibrated.
     """
-    device = next((one.device for one in calibration.rates if one.device != CPU), CPU)
+    device = device or next((one.device for one in calibration.rates if one.device != CPU), CPU)
     known = sorted({one.ranks for one in calibration.transports})
     ranks = ranks or max((n for n in known if n <= calibration.cores), default=1)
     rates = calibration.of_ranks(ranks, device)

@@ -286,6 +286,14 @@ def test_each_box_of_a_waterfall_begins_where_the_last_one_ended_and_the_last_is
     assert all(mark.right <= few.get_xlim()[1] for mark in plot.marks)
 
 
+def test_a_box_too_small_to_see_says_no_more_than_that():
+    frame = pd.DataFrame({"part": ["a", "b"], "seconds": [1.0, 0.000912]})
+    plot = waterfall(frame, part="part", y="seconds").of_source("predicted")
+    assert "< 0.1 %" in [text.get_text() for text in plot.figure.axes[0].texts]
+    assert set(plot.data["source"]) == {"predicted"}
+    assert "predicted" in plot.csv()
+
+
 def test_a_waterfall_takes_a_measured_whole_and_leaves_parts_empty_that_are_not_there():
     whole = pd.DataFrame({"part": ["step"], "step_s": [5.0], "low": [4.0], "high": [9.0], "gpus": [8]})
     frame = pd.concat([PARTS.drop(index=5), whole], ignore_index=True)

@@ -96,3 +96,10 @@ def test_the_index_prints_how_steady_the_machine_was_and_the_smallest_difference
     assert "1.7 times during Fake" in html
     write_page(tmp_path)
     assert "1.7 times" not in index(tmp_path)
+
+
+def test_while_a_report_is_under_way_the_index_says_what_is_to_come(tmp_path):
+    write_page(tmp_path)
+    coming = "Still being measured"
+    assert coming in write_index([FAKE], tmp_path, to_come=[FAKE]).read_text()
+    assert coming not in index(tmp_path)

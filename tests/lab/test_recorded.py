@@ -21,6 +21,6 @@ def test_a_recorded_run_is_complete_and_answers_questions(path):
     assert all(source and source.commit and not source.dirty for source in run.sources), (
         "its commit is not the source that measured it"
     )
-    findings = load_study(run.header.lab).findings(run.frame(), run.coverage())
+    findings = load_study(run.header.lab).findings(run.frame(), run.coverage(), run.header.calibration)
     assert sum(finding.verdict == "not measured" for finding in findings.values()) <= 1
     assert list((figures_directory() / path.parent.name / path.stem).glob("*.png"))

@@ -94,7 +94,7 @@ def test_the_model_of_a_textbook_machine_is_found_and_its_predictions_hold():
     assert table["alpha_s"].tolist() == pytest.approx([1e-4, 1e-4], rel=0.02)
     assert table["beta_ns_per_byte"].tolist() == pytest.approx([0.5, 0.5], rel=0.02)
     found = tables.predictions(_frame(noise=0), MACHINE)
-    assert found["measured_over_predicted"].tolist() == pytest.approx([1.0] * 50)
+    assert found["measured_over_predicted"].tolist() == pytest.approx([1.0] * 40)  # torch is not predicted
     assert _findings(_frame(), calibration=None)["alpha_beta"].verdict == "not measured"
 
 

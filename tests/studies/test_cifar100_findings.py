@@ -10,7 +10,8 @@ from labkit.nn.datasets import CIFAR100_MD5
 from labkit.studies.cifar100 import samples, tables
 from labkit.studies.cifar100.study import STUDY
 from labkit.studies.cifar100.training import IMPLEMENTATIONS, OWN_LOCAL, OWN_SYNC, TORCH_LOCAL, TORCH_SYNC
-from labkit.studies.cifar100.worker import EPOCH, MEMORY, PROBE
+from labkit.studies.cifar100.worker import EPOCH, MEMORY
+from tests.calibrated import ALPHA_S, made_up
 from tests.studies.answering import answers_of
 
 _findings = partial(answers_of, STUDY)
@@ -50,7 +51,6 @@ def _frame(
             rows += [
                 here | {"phase": MEMORY, "implementation": name, "rank": rank, "peak_bytes": peak} for rank in (0, 1)
             ]
-        rows += [here | {"phase": PROBE, "rank": 0, "repeat": n, "seconds": 1e-4} for n in range(30)]
         for epoch in range(1, epochs + 1):
             for name in names:
                 gain = gains[name] + generator.normal(0, scatter)
@@ -176,8 +176,12 @@ def test_a_training_resumed_after_the_first_of_two_epochs_has_a_time_beside_othe
 
 
 def test_what_synchronizing_costs_is_beside_what_its_collectives_should_cost():
-    table = tables.synchronizing(_frame(noise=0.0)).set_index("implementation")
-    assert table["predicted_s"].tolist() == pytest.approx([390e-4] * 2)
+    frame = _frame(noise=0.0).assign(backend="gloo", device="cpu")
+    table = tables.synchronizing(frame, made_up()).set_index("implementation")
+    assert table["predicted_s"].tolist() == pytest.approx([390 * 2 * ALPHA_S] * 2, rel=0.05)
+    told = answers_of(STUDY, frame, calibration=made_up())["sync_batchnorm"].why
+    assert "its collectives should take" in told
+    assert "should take" not in _findings(frame)["sync_batchnorm"].why
     assert table.loc[OWN_SYNC, "extra_s"] == pytest.approx(0.2)
 
 
@@ -310,6 +314,6 @@ def test_epochs_of_one_training_are_no_samples_of_their_own():
     seconds = dict.fromkeys(IMPLEMENTATIONS, 1.0) | {OWN_SYNC: 1.5, OWN_LOCAL: 1.5}
     few, enough = (_frame(seconds=seconds, seeds=seeds) for seeds in (5, 6))
     assert _findings(few)["time"].verdict == "undecided"
-    assert tables.synchronizing(few)["low"].isna().all()
+    assert tables.synchronizing(few, None)["low"].isna().all()
     assert _findings(enough)["time"].verdict == "no"
     assert set(tables.time_summary(enough)["n"]) == {6}

@@ -253,7 +253,9 @@ def test_an_accumulated_step_that_is_not_the_mean_gets_no_time():
         (worker, _point("memory", ["torch"], device="cuda", world_size=4)),
         (
             gradient_buckets,
-            gradient_buckets.BucketsPoint(sweep="steps", workload="nano", backend="gloo", device="cuda", world_size=4),
+            gradient_buckets.BucketsPoint(
+                workload="nano", batch=1, sequence=8, backend="gloo", device="cuda", world_size=4
+            ),
         ),
     ],
     ids=["data_parallel", "gradient_buckets"],

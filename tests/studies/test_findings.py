@@ -17,7 +17,7 @@ RUNS = pytest.mark.parametrize("path", RECORDED, ids=str)
 @cache
 def _recorded(path):
     run = Run.load(path)
-    return load_study(run.header.lab).findings(run.frame(), run.coverage())
+    return load_study(run.header.lab).findings(run.frame(), run.coverage(), run.header.calibration)
 
 
 @pytest.mark.parametrize("lab", LABS)

@@ -13,9 +13,11 @@ from labkit.machine import Gpu, describe_machine
 from labkit.studies.flash_attention import recorded, tables
 from labkit.studies.flash_attention.study import STUDY
 from labkit.studies.flash_attention.worker import ALL_TECHNIQUES, CAUSAL, FULL, TECHNIQUES, FlashPoint
+from tests.calibrated import made_up
 from tests.studies.answering import answers_of
 
-_findings = partial(answers_of, STUDY)
+MACHINE = made_up(flops_per_s=1e12, call_s=0.0)
+_findings = partial(answers_of, STUDY, calibration=MACHINE)
 
 SEQUENCES = (128, 1024, 4096, 16384)
 NO_GPU = "Triton kernels need a CUDA GPU"
@@ -43,8 +45,6 @@ def _frame(seconds=_textbook, *, gpu=True, noise=0.01, repeats=12, explicit_unti
     rows = []
     for dtype in ("float32", "bfloat16"):
         base |= {"dtype": dtype}
-        matmul = base | {"sweep": "matmul", "sequence": 1000, "implementation": "matmul", "phase": "matmul"}
-        rows += samples(matmul, 0.002)
         for sequence in SEQUENCES:
             for name in ("explicit", "tiled", "sdpa", "flash"):
                 row = base | {"sweep": "lengths", "sequence": sequence, "implementation": name}
@@ -154,9 +154,9 @@ def test_noise_and_few_repeats_show_no_crossover():
         assert "use" not in (finding.advice or "")
 
 
-def test_the_share_is_of_the_matmul_measured_in_the_run():
-    """1000^3 x 2 operations in 2 ms are 1 TFLOP/s; 16384 tokens causal are 2 s^2 d operations."""
-    table = tables.shares(_frame(noise=0))
+def test_the_share_is_of_the_calibrated_matmul():
+    """16384 tokens causal are 2 s^2 d operations."""
+    table = tables.shares(_frame(noise=0), MACHINE)
     row = table.query("implementation == 'flash' and phase == 'forward' and sequence == 16384").iloc[0]
     rate = 2 * 16384**2 * 64 / _textbook("flash", "forward", 16384)
     assert row["tflop_per_s"] == pytest.approx(rate / 1e12)
@@ -165,18 +165,9 @@ def test_the_share_is_of_the_matmul_measured_in_the_run():
     assert "the Triton kernel reaches" in finding.headline
     assert "1 TFLOP/s in float32" in finding.why
     assert "above 100 %" in finding.caveat
-
-
-def test_a_share_is_the_quotient_of_the_rates_beside_it_however_uneven_the_product():
-    frame = _frame(noise=0.02)
-    slow = (frame["sweep"] == "matmul") & frame["repeat"].isin([3, 4, 9, 11])
-    frame["seconds"] = frame["seconds"].where(~slow, 2 * frame["seconds"])
-    flops, seconds = tables.matmul_rates(frame)["float32"]
-    table = tables.shares(frame).query("dtype == 'float32'")
-    rate = flops / np.median(seconds) / 1e12
-    assert table["share_percent"].to_numpy() == pytest.approx((100 * table["tflop_per_s"] / rate).to_numpy())
-    assert (table["low"] <= table["share_percent"]).all()
-    assert (table["share_percent"] <= table["high"]).all()
+    assert "no calibration" in _findings(_frame(), calibration=None)["matmul_share"].headline
+    halves = tables.shares(_frame().assign(dtype="float16"), MACHINE)
+    assert halves.empty, "of a dtype that was not calibrated"
 
 
 def test_memory_is_compared_where_explicit_attention_needs_much():

@@ -1,23 +1,27 @@
 """Findings of the gradient-buckets lab on made-up frames: textbook, contrary, noisy, and with rows missing."""
 
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import pandas as pd
 import pytest
 
-from labkit.costs.communication import AlphaBeta, MessageCost, best_buckets, bucket_overhead
+from labkit.costs.calibration import ALL_REDUCE, Transport
+from labkit.costs.communication import AlphaBeta, best_buckets, bucket_overhead
 from labkit.studies.gradient_buckets import model, tables
 from labkit.studies.gradient_buckets.study import STUDY
-from labkit.studies.gradient_buckets.worker import LOCAL, PROBE, STEPS
+from labkit.studies.gradient_buckets.worker import LOCAL, STEPS
+from tests.calibrated import made_up
 from tests.studies.answering import answers_of
-
-_findings = partial(answers_of, STUDY)
 
 MIB = 2**20
 GRADIENTS = 1000 * MIB
 BUCKETS = {1.0: 1000, 10.0: 100, 100.0: 10, 1000.0: 1}
 TRUTH = AlphaBeta(1e-4, 1 / 10e9)
+GLOO = Transport(way="gloo", what=ALL_REDUCE, ranks=2, alpha_s=TRUTH.alpha_s, beta_s_per_byte=TRUTH.beta_s_per_byte)
+MACHINE = replace(made_up(), transports=(GLOO,))
+_findings = partial(answers_of, STUDY, calibration=MACHINE)
 SETTINGS = [(batch, sequence) for batch in (2, 4) for sequence in (128, 256, 512)]
 
 
@@ -28,6 +32,10 @@ def _computing(batch, sequence):
 def _overhead(bucket_mb, batch, sequence):
     """All but the last bucket hide."""
     return TRUTH.predict_s(bucket_overhead(BUCKETS[bucket_mb], GRADIENTS))
+
+
+def _nothing_hides(bucket_mb, batch, sequence):
+    return BUCKETS[bucket_mb] * TRUTH.alpha_s + GRADIENTS * TRUTH.beta_s_per_byte
 
 
 def _nothing(bucket_mb, batch, sequence):
@@ -47,8 +55,6 @@ def _frame(waiting=_overhead, beside=_nothing, *, noise=0.002, repeats=12, sizes
             )
 
     machine = {"workload": "xl", "world_size": 2, "backend": "gloo", "device": "cpu", "gate": "ok"}
-    for n_bytes in (4096, 100 * MIB):
-        add(machine | {"sweep": PROBE, "n_bytes": n_bytes}, TRUTH.predict_s(MessageCost(1, n_bytes)))
     for batch, sequence in settings:
         here = machine | {"sweep": STEPS, "batch": batch, "sequence": sequence}
         add(here | {"alternative": LOCAL, "phase": "step"}, _computing(batch, sequence))
@@ -75,18 +81,33 @@ def test_the_slowest_rank_counts_and_steps_are_compared_within_a_repeat():
     assert row["waiting_percent"] == pytest.approx(100 * waits / (_computing(2, 128) + waits))
 
 
-def test_a_textbook_machine_has_an_optimum_and_the_model_finds_it():
+def test_a_machine_on_which_nothing_hides_waits_as_predicted():
+    finding = _findings(_frame(_nothing_hides))["model"]
+    assert finding.verdict == "yes"
+    assert finding.table["measured_over_predicted"].tolist() == pytest.approx([1.0] * 24, rel=0.01)
+    assert finding.why.startswith("It predicts the shortest step with buckets of 1000 MiB, and none is faster")
+
+
+def test_without_a_calibration_nothing_is_predicted_and_the_rest_is_answered():
+    finding = _findings(_frame(), calibration=None)["model"]
+    assert finding.verdict == "not measured"
+    assert "no calibration" in finding.headline
+    assert set(model.curves(_frame(), None)["batch_x_sequence"]) == {model.FITTED}
+    gpus = _findings(_frame().assign(backend="nccl", device="cuda"))["model"]
+    assert gpus.verdict == "not measured"
+
+
+def test_a_textbook_machine_has_an_optimum_and_the_fit_finds_it():
     findings = _findings(_frame())
     size = findings["bucket_size"]
     assert (size.verdict, size.significant) == ("yes", True)
     assert size.advice.startswith("Average gradients in buckets of 10")
-    model_found = findings["model"]
-    assert model_found.verdict == "yes"
-    assert model_found.why.startswith("It predicts the shortest wait for buckets of 10 MiB, and none waits less")
-    constants = model.constants(_frame(noise=0)).set_index("model")
-    assert constants["call_s"].to_list() == pytest.approx([TRUTH.alpha_s] * 2, rel=1e-3)
-    assert constants["bandwidth_bytes_per_s"].to_list() == pytest.approx([10e9] * 2, rel=1e-3)
-    assert constants.loc["fitted", "best_buckets"] == pytest.approx(best_buckets(GRADIENTS, TRUTH), rel=1e-3)
+    assert findings["model"].verdict != "yes"  # here nearly everything hides
+    constants = model.constants(_frame(noise=0), MACHINE).set_index("model")
+    assert constants["call_s"].to_list() == pytest.approx([TRUTH.alpha_s] * 3, rel=1e-3)
+    assert constants["bandwidth_bytes_per_s"].to_list() == pytest.approx([1 / TRUTH.beta_s_per_byte] * 3, rel=1e-3)
+    best = best_buckets(GRADIENTS, TRUTH)
+    assert constants["best_buckets"].to_list() == pytest.approx([1, best, best], rel=1e-3)
     assert findings["batch_and_length"].verdict == "yes"
 
 
@@ -124,11 +145,11 @@ def test_a_rank_that_waits_for_a_slower_one_is_told_from_communication():
 
 
 def test_a_machine_that_contradicts_the_model_is_not_talked_round():
-    """One bucket waits least here, and the most calls most."""
-    findings = _findings(_frame(lambda size, *_: 0.01 * BUCKETS[size] ** 0.5))
+    """The most calls wait least here, and one bucket most."""
+    findings = _findings(_frame(lambda size, *_: 0.5 / BUCKETS[size] ** 0.5))
     assert findings["model"].verdict != "yes"
-    assert "but those of 100 MiB and 1000 MiB wait less" in findings["model"].why
-    assert "buckets of 1000 MiB" in findings["bucket_size"].advice
+    assert "but those of 1 MiB, 10 MiB and 100 MiB are faster" in findings["model"].why
+    assert findings["bucket_size"].advice == "Keep small buckets."
     outcomes = {claim.outcome for claim in findings["published_trends"].claims}
     assert "is contradicted here" in outcomes
 
@@ -162,18 +183,17 @@ def test_too_few_repeats_claim_nothing():
     assert findings["bucket_size"].advice is None
 
 
-@pytest.mark.parametrize("missing", [PROBE, LOCAL, "waiting", "one size", "one setting"])
+@pytest.mark.parametrize("missing", [LOCAL, "waiting", "one size", "one setting"])
 def test_with_rows_missing_the_other_questions_are_answered(missing):
     frame = _frame()
     kept = {
-        PROBE: frame["sweep"] != PROBE,
         LOCAL: frame["alternative"] != LOCAL,
         "waiting": frame["phase"] != "waiting",
         "one size": frame["bucket_mb"].isna() | (frame["bucket_mb"] == 10),
         "one setting": frame["batch"].isna() | ((frame["batch"] == 2) & (frame["sequence"] == 128)),
     }[missing]
-    silent = {PROBE: {"model"}, "waiting": {"batch_and_length", "model"}, "one size": {"bucket_size"}}
-    silent |= {"one setting": {"batch_and_length"}, LOCAL: set()}
+    silent = {"waiting": {"batch_and_length"}, "one size": {"bucket_size"}}
+    silent |= {"one setting": {"batch_and_length"}, LOCAL: {"model"}}
     findings = _findings(frame[kept])
     assert {key for key, finding in findings.items() if finding.verdict == "not measured"} == silent[missing]
 

@@ -7,13 +7,13 @@ from labkit.lab import capacity
 from labkit.machine import describe_machine
 from labkit.nn.workloads import workload_parameters
 from labkit.parallel.launch import PointEnd, Row, launch
+from labkit.studies.gradient_buckets.model import bucket_bytes
 from labkit.studies.gradient_buckets.study import STUDY
-from labkit.studies.gradient_buckets.worker import LOCAL, PROBE, STEPS, BucketsPoint, measure_point
+from labkit.studies.gradient_buckets.worker import LOCAL, BucketsPoint, measure_point
 
 SMALL = BucketsPoint(
     world_size=2,
     backend="gloo",
-    sweep=STEPS,
     workload="nano",
     batch=1,
     sequence=8,
@@ -64,6 +64,10 @@ def test_every_size_is_checked_and_timed_and_says_which_buckets_it_made(small):
         assert steps[size]["error"] < 1e-5
         assert steps[size]["gradient_bytes"] == 4 * workload_parameters("nano")
         assert steps[size]["last_bucket_bytes"] >= 4 * 10_000 * 128  # the token embedding is never split
+    planned = {row["alternative"]: bucket_bytes("nano", row["bucket_mb"]) for row in steps.values() if "buckets" in row}
+    assert {size: (len(found), found[-1]) for size, found in planned.items()} == {
+        size: (steps[size]["buckets"], steps[size]["last_bucket_bytes"]) for size in sizes
+    }
 
 
 def test_waiting_is_part_of_the_step(small):
@@ -81,25 +85,6 @@ def test_a_size_whose_gradients_are_not_the_mean_gets_no_time():
     assert {row["alternative"] for row in rows if "seconds" in row} == {LOCAL, "0.5 MiB", "5 MiB"}
 
 
-def test_single_all_reduces_are_checked_and_timed_by_size():
-    point = BucketsPoint(
-        world_size=2, backend="gloo", sweep=PROBE, workload="nano", probe_bytes=(64, 4096), warmup=1, repeats=3
-    )
-    rows = _rows(point)
-    assert sorted((row["n_bytes"], row["gate"], len(row["seconds"])) for row in rows) == [
-        (n, "ok", 3) for n in (64, 64, 4096, 4096)
-    ]
-
-
-def test_single_all_reduces_come_before_the_steps_of_their_world_size():
-    config = STUDY.profiles["standard"]
-    points = STUDY.points(config, describe_machine())
-    seen = [(point.world_size, point.sweep) for point in points]
-    assert seen[0] == (2, PROBE)
-    assert seen == sorted(seen)  # "probe" is before "steps"
-    assert len({point.id for point in points}) == len(points)
-
-
 def test_points_take_nccl_with_a_gpu_a_rank_and_gloo_where_ranks_share_one():
     machine = describe_machine()
     gpu = {"name": "Some GPU", "memory_bytes": 2**36, "compute_capability": "9.0", "dense_bf16_peak_tflops": None}
@@ -113,14 +98,12 @@ def test_what_does_not_fit_is_skipped_with_what_it_needs(monkeypatch):
     monkeypatch.setattr(capacity, "available_memory_bytes", lambda: 2**30)
     machine = describe_machine().model_copy(update={"gpus": []})
     points = STUDY.points(STUDY.profiles["paper"], machine)
-    reasons = [STUDY.skip_reason(point, machine) for point in points if point.sweep == STEPS]
+    reasons = [STUDY.skip_reason(point, machine) for point in points]
     assert all(reason.startswith("needs ") and reason.endswith("1 GiB available") for reason in reasons)
-    assert STUDY.series(points[1])[1] < STUDY.series(points[-1])[1]
+    assert STUDY.series(points[0])[1] < STUDY.series(points[-1])[1]
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"probe_bytes": [4096, 4096]}, {"probe_bytes": [4096]}, {"probe_bytes": [5, 6]}, {"buckets_mb": [0.0]}]
-)
+@pytest.mark.parametrize("wrong", [{"buckets_mb": []}, {"buckets_mb": [0.0]}, {"batches": [0]}])
 def test_impossible_parameters_are_refused(wrong):
     config = STUDY.profiles["smoke"]
     with pytest.raises(ValidationError):

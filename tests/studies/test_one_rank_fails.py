@@ -84,12 +84,12 @@ CASES = {
         told_as="naive",
     ),
     "sync_batchnorm": _case(
-        SyncBatchNormPoint(sweep="layer", batch=9, features=6, calls=1, alternatives=(OWN, TWO_COLLECTIVES), **TWO),
+        SyncBatchNormPoint(batch=9, features=6, calls=1, alternatives=(OWN, TWO_COLLECTIVES), **TWO),
         *("alternative", TWO_COLLECTIVES, OWN),
         when=CLOCK,
     ),
     "gradient_buckets": _case(
-        BucketsPoint(sweep="steps", sequence=8, buckets_mb=(0.5, 5.0), **NANO),
+        BucketsPoint(sequence=8, buckets_mb=(0.5, 5.0), **NANO),
         *("alternative", "0.5 MiB", "5 MiB", "local"),
         when=CLOCK,
     ),

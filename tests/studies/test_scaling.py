@@ -1,16 +1,19 @@
 """The scaling lab: what it computes of the published rows, and what is said of it."""
 
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
 import pandas as pd
 import pytest
 
+from labkit.costs.transformer import SIZES, n_parameters
 from labkit.lab.config import ParameterError, resolve_config
 from labkit.machine import describe_machine
-from labkit.studies.scaling import tables
+from labkit.studies.scaling import here, tables
 from labkit.studies.scaling.study import STUDY
 from labkit.studies.scaling.worker import measure_point
+from tests.calibrated import made_up
 
 
 @cache
@@ -132,3 +135,48 @@ def test_a_training_that_fits_nowhere_says_what_it_needs():
 def test_what_does_not_exist_is_refused(wrong):
     with pytest.raises(ParameterError, match="scaling"):
         resolve_config("scaling", STUDY.profiles, "smoke", wrong)
+
+
+def _sharding_run():
+    """Two repeats of a step of each way, on two ranks over shared memory."""
+    ways = ["ddp", "zero3", "torch_ddp", "torch_zero1", "torch_zero3", "gather"]
+    return pd.DataFrame(
+        [
+            {"way": way, "part": part, "repeat": repeat, "rank": rank, "seconds": 0.1}
+            | {"kind": "time", "size": "mini", "world_size": 2, "transport": "shared", "device": "cpu"}
+            | {"batch": 1.0, "context_length": 32.0}
+            for way in ways
+            for part in ("forward", "backward", "optimizer")
+            for repeat in range(2)
+            for rank in range(2)
+        ]
+    )
+
+
+def test_torchs_sharding_steps_are_predicted_too_with_what_gloo_makes_of_them():
+    machine = describe_machine()
+    steps = {step["implementation"]: step for step in here._sharding(_sharding_run())}
+    assert set(steps) == {
+        *("ddp, shared memory", "zero3, shared memory", "torch_ddp, messages"),
+        *("torch_zero1, messages", "torch_zero3, messages"),
+    }
+    seconds = {name: here._predicted_s(made_up(), machine, step) for name, step in steps.items()}
+    n_bytes = 4 * n_parameters(SIZES["mini"])
+    rates = made_up().transports[0]
+    computing = here._compute_s(made_up(), machine, steps["torch_zero3, messages"], 2)
+    calls = 4 * (SIZES["mini"].n_layers + 1)  # two gathers and an all-reduce for each of two ranks
+    moved = 2 * n_bytes / 2 + 2 * n_bytes  # two gathers are half an all-reduce each
+    expected = computing + calls * rates.alpha_s + moved * rates.beta_s_per_byte
+    assert seconds["torch_zero3, messages"] == pytest.approx(expected, rel=1e-6)
+    assert seconds["torch_ddp, messages"] == seconds["ddp, shared memory"]  # as fast ways, the same calls
+
+
+def test_cpu_ranks_are_predicted_by_the_rates_of_the_cpu():
+    known = made_up()
+    gpu = tuple(
+        replace(one, device="cuda", products=dict.fromkeys(one.products, ((1e3, 1e-12),))) for one in known.rates
+    )
+    both = replace(known, rates=(*gpu, *known.rates))
+    step = {"workload": "mini", "world_size": 2, "stage": None, "batch": 1, "context_length": 32}
+    machine = describe_machine()
+    assert here._predicted_s(both, machine, step) == here._predicted_s(known, machine, step)

@@ -54,7 +54,7 @@ def _without_collectives(point):
 
 
 def _without_a_rank(point):
-    """The same point once for each of `MISSING` and each rank, of which nothing of the last eighth is sent."""
+    """The same point once for each of `MISSING` and each rank, which sends nothing, or of what is added not the last eighth."""
     from importlib import import_module
 
     from torch import distributed as dist
@@ -65,8 +65,9 @@ def _without_a_rank(point):
         for left_out in range(dist.get_world_size()):
 
             def without(vector, *arguments, whole=whole, left_out=left_out, **options):
-                if vector.dtype == torch.float32 and dist.get_rank() == left_out:
-                    vector.view(-1)[-max(1, vector.numel() // 8) :] = 0
+                if vector.dtype != torch.float64 and dist.get_rank() == left_out:
+                    of_which = 1 if whole.__name__ == "all_gather" else 8  # a rank sends its own part of it, wherever
+                    vector.view(-1)[-max(1, vector.numel() // of_which) :] = 0
                 return whole(vector, *arguments, **options)
 
             setattr(place, name, without)

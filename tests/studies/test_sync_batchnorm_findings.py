@@ -1,11 +1,13 @@
 """Findings of the SyncBatchNorm lab on made-up frames: textbook, contrary, noisy, and with rows missing."""
 
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import pandas as pd
 import pytest
 
+from labkit.costs.calibration import Transport
 from labkit.studies.sync_batchnorm import findings, predictions, tables
 from labkit.studies.sync_batchnorm.alternatives import (
     ALL_REDUCES,
@@ -20,14 +22,21 @@ from labkit.studies.sync_batchnorm.alternatives import (
     WHOLE,
 )
 from labkit.studies.sync_batchnorm.study import STUDY
-from labkit.studies.sync_batchnorm.worker import COPY, LAYER, PHASES, PROBE
+from labkit.studies.sync_batchnorm.worker import LAYER, PHASES
+from tests.calibrated import made_up
 from tests.studies.answering import answers_of
-
-_findings = partial(answers_of, STUDY)
 
 SIZES = [(32, 128), (32, 1024), (64, 128), (64, 1024)]
 # Seconds of an operator, of a byte it moves, of a collective.
 OPERATOR, BYTE, ALPHA = 2e-6, 1e-11, 2e-4
+MACHINE = replace(
+    made_up(bytes_per_s=1 / BYTE, call_s=OPERATOR),
+    transports=tuple(
+        Transport(way="shared memory", what=what, ranks=ranks, alpha_s=ALPHA * ranks / 2 / rounds, beta_s_per_byte=0.0)
+        for what, ranks, rounds in (("a message", 2, 1), ("messages at once", 4, 1))
+    ),
+)
+_findings = partial(answers_of, STUDY, calibration=MACHINE)
 OPERATORS = {OWN: 30, TWO_COLLECTIVES: 30, ALONE: 30, LOCAL: 2, WHOLE: 2, TORCH: 6}
 MESSAGES = {OWN: 1, TORCH: 1, COLLECTIVES: 1, ALL_REDUCES: 1}
 
@@ -61,12 +70,6 @@ def _frame(seconds=_textbook, *, noise=0.002, repeats=8, sizes=SIZES, worlds=(2,
 
     for ranks in worlds:
         machine = {"world_size": ranks, "backend": "gloo", "device": "cpu", "gate": "ok"}
-        for n_bytes in (1024, 65536):
-            about = machine | {"sweep": PROBE, "alternative": COPY, "moved_bytes": 2 * n_bytes}
-            add(about, OPERATOR + 2 * n_bytes * BYTE)
-            for phase in PHASES[:2]:
-                about = machine | {"sweep": PROBE, "alternative": COLLECTIVES, "phase": phase, "sent_bytes": n_bytes}
-                add(about, ALPHA * ranks / 2)
         for batch, features in sizes:
             here = machine | {"sweep": LAYER, "batch": batch, "features": features}
             for name in names:
@@ -110,7 +113,7 @@ def test_a_textbook_machine_pays_for_messages():
     assert found["split"].why == "Intervals show it in 4 of 4 settings with 2 ranks and 4 of 4 settings with 4 ranks."
     assert found["one_collective"].verdict == "yes"
     assert found["prediction"].verdict == "yes"
-    assert "runs 60 operators beside its collectives, a plain one 4" in found["prediction"].why
+    assert "runs 60 operators, a plain one 4" in found["prediction"].why
 
 
 def test_numbers_come_from_the_frame():
@@ -215,27 +218,28 @@ def test_a_machine_that_costs_more_than_is_counted_contradicts_the_prediction():
     assert finding.verdict == "no"
 
 
-def test_costs_are_those_of_single_collectives_and_copies():
-    found = predictions.costs(_frame(noise=0))[4, "gloo", "cpu"]
-    assert found.operators.alpha_s == pytest.approx(OPERATOR)
-    assert found.operators.beta_s_per_byte == pytest.approx(BYTE)
-    assert found.collectives["backward"].alpha_s == pytest.approx(2 * ALPHA)
-    table = predictions.predictions(_frame(noise=0))
-    assert table["measured_over_predicted"].tolist() == pytest.approx([1.0] * len(table), rel=1e-3)
+def test_a_layer_is_predicted_from_its_operators_and_two_collectives():
+    frame = _frame(noise=0, worlds=(2,), sizes=[(32, 128)])
+    table = predictions.predictions(frame, MACHINE).set_index("alternative")
+    moved = {name: 2 * _moved(name, 2, 32, 128) for name in (OWN, LOCAL)}
+    with_two_ranks = 2 * BYTE  # each rank has half of the bandwidth
+    own = 60 * OPERATOR + moved[OWN] * with_two_ranks + 2 * ALPHA
+    assert table.loc[OWN, "predicted_s"] == pytest.approx(own, rel=0.05)
+    assert table.loc[LOCAL, "predicted_s"] == pytest.approx(4 * OPERATOR + moved[LOCAL] * with_two_ranks, rel=0.1)
+    assert predictions.predictions(frame.assign(backend="nccl", device="cuda"), MACHINE).empty
+    assert predictions.predictions(frame, None).empty
 
 
-@pytest.mark.parametrize("missing", [PROBE, LOCAL, TWO_COLLECTIVES, ALONE, WHOLE, COLLECTIVES, "memory", "forward"])
+@pytest.mark.parametrize("missing", [LOCAL, TWO_COLLECTIVES, ALONE, WHOLE, COLLECTIVES, "memory", "forward"])
 def test_with_rows_missing_the_other_questions_are_answered(missing):
     frame = _frame(worlds=(2,), sizes=SIZES[:2])
-    if missing == PROBE:
-        frame = frame[frame["sweep"] != PROBE]
-    elif missing == "memory":
+    if missing == "memory":
         frame = frame[frame["saved_bytes"].isna()]
     else:
         frame = frame[(frame["alternative"] != missing) & (frame["phase"] != missing)]
-    silent = {PROBE: {"prediction"}, LOCAL: {"price", "split", "memory"}, TWO_COLLECTIVES: {"one_collective"}}
-    silent |= {ALONE: {"split"}, COLLECTIVES: {"split", "prediction"}, "memory": {"memory"}}
-    silent |= {"forward": {"one_collective", "prediction"}}
+    silent = {LOCAL: {"price", "split", "memory"}, TWO_COLLECTIVES: {"one_collective"}}
+    silent |= {ALONE: {"split"}, COLLECTIVES: {"split"}, "memory": {"memory"}}
+    silent |= {"forward": {"one_collective"}}
     found = _findings(frame)
     assert {key for key, finding in found.items() if finding.verdict == "not measured"} == silent.get(missing, set())
 

@@ -32,7 +32,7 @@ from labkit.studies.sync_batchnorm.alternatives import (
     Layer,
 )
 from labkit.studies.sync_batchnorm.study import STUDY
-from labkit.studies.sync_batchnorm.worker import LAYER, PHASES, PROBE, SyncBatchNormPoint, measure_point
+from labkit.studies.sync_batchnorm.worker import LAYER, PHASES, SyncBatchNormPoint, measure_point
 from tests.parallel.sync_batchnorm_cases import collectives_of
 
 SMALL = SyncBatchNormPoint(
@@ -222,16 +222,6 @@ def test_each_rank_left_out_of_a_layer_or_a_bare_collective_is_seen():
             assert bare >= 1
 
 
-def test_single_collectives_and_copies_are_timed_by_size():
-    point = SyncBatchNormPoint(
-        world_size=2, backend="gloo", sweep=PROBE, probe_bytes=(64, 4096), calls=1, warmup=1, repeats=3
-    )
-    rows = [row for rank, row in _rows(measure_point, point) if rank == 0]
-    assert all(row["gate"] == "ok" and len(row["seconds"]) == 3 for row in rows)
-    sizes = sorted(row.get("sent_bytes") or row["moved_bytes"] for row in rows)
-    assert sizes == sorted([72, 32, 128, 4104, 2048, 8192])
-
-
 def test_the_whole_batch_is_the_same_on_every_rank_and_rows_are_shared_out():
     def batches():
         batch = Batch.of_rank(7, 2, seed=3, device="cpu")
@@ -244,20 +234,12 @@ def test_the_whole_batch_is_the_same_on_every_rank_and_rows_are_shared_out():
     assert torch.tensor(first[0])[4:].mean() > torch.tensor(first[0])[:2].mean()
 
 
-def test_single_collectives_come_before_the_layers_of_their_world_size():
-    points = STUDY.points(STUDY.profiles["standard"], describe_machine())
-    assert [(point.world_size, point.sweep) for point in points] == [
-        (world_size, sweep) for world_size in (2, 4) for sweep in (PROBE, *8 * [LAYER])
-    ]
-    assert len({point.id for point in points}) == len(points)
-
-
 def test_what_does_not_fit_is_skipped_with_the_reason(monkeypatch):
     machine = describe_machine().model_copy(update={"gpus": []})
     points = STUDY.points(STUDY.profiles["smoke"], machine)
     assert all(STUDY.skip_reason(point, machine) is None for point in points)
     config = STUDY.profiles["smoke"].model_copy(update={"world_sizes": [64]})
-    reasons = [STUDY.skip_reason(point, machine) for point in STUDY.points(config, machine)[1:]]
+    reasons = [STUDY.skip_reason(point, machine) for point in STUDY.points(config, machine)]
     assert set(reasons) == {"plain BatchNorm needs two rows a rank, and there are fewer"}
     monkeypatch.setattr(capacity, "available_memory_bytes", lambda: 2**20)
     assert STUDY.skip_reason(points[1], machine).endswith("1 MiB available")
@@ -265,7 +247,7 @@ def test_what_does_not_fit_is_skipped_with_the_reason(monkeypatch):
     assert "CUDA" in STUDY.skip_reason(STUDY.points(config, machine)[0], machine)
 
 
-@pytest.mark.parametrize("wrong", [{"probe_bytes": [64, 64]}, {"world_sizes": [1]}, {"calls": 0}, {"batches": [2]}])
+@pytest.mark.parametrize("wrong", [{"world_sizes": [1]}, {"calls": 0}, {"batches": [2]}])
 def test_impossible_parameters_are_refused(wrong):
     config = STUDY.profiles["smoke"]
     with pytest.raises(ValidationError):
@@ -280,7 +262,7 @@ def test_a_readers_own_layer_is_gated_timed_drawn_and_named(tmp_path):
         return nn.BatchNorm1d(features).nothing_of_the_kind
 
     own = {"mine": sync_batchnorm.SyncBatchNorm, "forgets_the_others": forgets_the_others, "mistaken": mistaken}
-    small = {"batches": [8], "features": [4], "alternatives": [OWN, LOCAL], "probe_bytes": [64, 128]}
+    small = {"batches": [8], "features": [4], "alternatives": [OWN, LOCAL]}
     config = STUDY.profiles["smoke"].model_copy(update=small)
     try:
         run = measure(STUDY, config, profile="smoke", alternatives=own, directory=tmp_path)

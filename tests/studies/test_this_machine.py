@@ -22,6 +22,8 @@ from labkit.lab.project import recorded_directory
 from labkit.lab.runs.store import Run
 from labkit.machine import describe_machine
 from labkit.parallel.launch import run_ranks
+from labkit.studies.data_parallel import findings as data_parallel
+from labkit.studies.data_parallel.findings import _name as wrapper_name
 from labkit.studies.this_machine.study import NOTHING, STUDY, _joined
 from labkit.studies.this_machine.worker import DEFAULT as DEFAULT_NAME
 from labkit.studies.this_machine.worker import JOINED, ThisMachinePoint, Training, measure_point
@@ -82,6 +84,41 @@ def test_what_is_not_faster_is_not_recommended(bfloat16):
     found = recommendations("mini", 64, {"precision": _precision(float32=1.0, bfloat16=bfloat16)})
     assert configuration(found) == DEFAULT
     assert expected_ratio(found) == 1.0
+
+
+def _steps(**workloads):
+    """Steps of one phase each, by workload and wrapper, by their factor over torch's."""
+    frames = []
+    for workload, wrappers in workloads.items():
+        samples = _samples(torch=1.0, **wrappers)
+        names = {"implementation": samples.pop("name"), "workload": workload}
+        frames += [pd.DataFrame(names | samples | {"phase": phase}) for phase in ("forward", "backward", "optimizer")]
+    return _Run(**pd.concat(frames).assign(sweep="implementations", world_size=2, device="cpu").to_dict("list"))
+
+
+@pytest.mark.parametrize(
+    ("naive_on_mini", "naive_on_small", "taken", "told"),
+    [
+        (0.79, 1.1, "bucketed_shared", "naive_shared is as fast"),
+        (0.5, 1.1, "naive_shared", "there it is slower"),
+        (0.7, 0.7, "naive_shared", "measured on mini"),
+    ],
+)
+def test_what_wins_over_all_settings_is_taken_unless_it_is_slower_in_the_nearest(
+    naive_on_mini, naive_on_small, taken, told
+):
+    of_mini = {"bucketed_shared": 0.8, "naive_shared": naive_on_mini}
+    runs = {"data_parallel": _steps(mini=of_mini, large={"bucketed_shared": 0.8, "naive_shared": naive_on_small})}
+    wrapper = next(one for one in recommendations("mini", 64, runs) if one.topic == "wrapper")
+    assert wrapper.value == taken
+    assert told in wrapper.why
+
+
+def test_the_lab_and_the_joined_configuration_recommend_the_same_wrapper():
+    runs = {path.parent.name: Run.load(path) for path in recorded_directory().glob("*/*.jsonl")}
+    wrapper = next(one for one in recommendations("small", 128, runs) if one.topic == "wrapper")
+    answer = data_parallel.fastest(runs["data_parallel"].frame())
+    assert wrapper.value == DEFAULT.wrapper or wrapper_name(wrapper.value) in answer.advice or "slower" in wrapper.why
 
 
 @pytest.mark.parametrize(("share", "expected"), [(0.5, 0.5 * 0.4 + 0.3), (0.9, 0.9 * 0.4)])

@@ -7,6 +7,7 @@ from labkit.costs.transformer import SIZES
 from labkit.lab.advise.machine import (
     DEFAULT,
     JOINED,
+    OF_RANKS,
     Configuration,
     Recommendation,
     compute_share,
@@ -17,7 +18,9 @@ from labkit.lab.advise.machine import (
 )
 from labkit.lab.advise.report import PREDICTED, Report, Section
 from labkit.lab.capacity import skip_reason
+from labkit.lab.rows import select
 from labkit.lab.runs.store import Run
+from labkit.lab.units import join_words
 from labkit.machine import describe_machine
 
 MEASURED = "measured here"
@@ -26,7 +29,7 @@ RANK_BYTES = 200 * 2**20
 """Of a process that has imported torch."""
 _HOW = f"On {RANKS} ranks, batch {BATCH}, sequences of {SEQUENCE}; the parts were measured one by one."
 ALLOWED = ("model", "sequence")
-_TOPICS: Mapping[str, str] = {
+TOPICS: Mapping[str, str] = {
     "precision": "precision",
     "attention": "attention",
     "compiled": "torch.compile",
@@ -49,7 +52,7 @@ def report(model: str, context_length: int) -> Report:
     runs = newest_runs()
     found = recommendations(model, context_length, runs)
     ratio = expected_ratio(found, compute_share=compute_share(model, runs))
-    gains = list(_gains(runs.get("this_machine")))
+    gains = list(_gains(runs))
     verdict, headline = _verdict(found, ratio)
     sections = [Section("What its labs recommend", MEASURED, ("", "use", "time", "because"), list(_rows(found)))]
     if gains:
@@ -66,7 +69,7 @@ def by_size() -> tuple[str, Section] | None:
     runs = newest_runs()
     if not runs:
         return None
-    measured = {row[0]: f"{row[2]}, {row[3]}" for row in _gains(runs.get("this_machine")) if row[1] == str(RANKS)}
+    measured = {row[0]: f"{row[2]}, {row[3]}" for row in _gains(runs) if row[1] == str(RANKS)}
     rows, told, before = [], "", ""
     for model in _trainable():
         found = recommendations(model, SEQUENCE, runs)
@@ -92,7 +95,7 @@ def _trainable() -> Iterator[str]:
 
 
 def _changes(found: Sequence[Recommendation]) -> str:
-    changed = [f"{_TOPICS[one.topic]} {_value(one)}" for one in found if one.value != getattr(DEFAULT, one.topic)]
+    changed = [f"{TOPICS[one.topic]} {_value(one)}" for one in found if one.value != getattr(DEFAULT, one.topic)]
     return ", ".join(changed) or "nothing"
 
 
@@ -143,7 +146,7 @@ def _step(precision: str) -> list[str]:
 
 
 def _verdict(found: Sequence[Recommendation], ratio: float) -> tuple[str, str]:
-    changed = [_TOPICS[one.topic] for one in found if one.value != getattr(DEFAULT, one.topic)]
+    changed = [TOPICS[one.topic] for one in found if one.value != getattr(DEFAULT, one.topic)]
     if not changed:
         return "Keep the defaults.", "No run of this machine shows anything else to be faster."
     headline = f"Together they should leave {100 * ratio:.0f} % of a step's time on two ranks ({PREDICTED})."
@@ -154,16 +157,29 @@ def _rows(found: Sequence[Recommendation]) -> Iterator[tuple[str, ...]]:
     for one in found:
         is_default = one.value == getattr(DEFAULT, one.topic)
         interval = "" if is_default else f"{100 * one.ratio:.0f} % [{100 * one.low:.0f}, {100 * one.high:.0f}]"
-        yield _TOPICS[one.topic], _value(one), interval, f"{one.lab}: {one.why}"
+        yield TOPICS[one.topic], _value(one), interval, f"{one.lab}: {one.why}"
 
 
-def _gains(run: Run | None) -> Iterator[tuple[str, ...]]:
-    """What the lab of this machine measured last."""
-    if run is None:
+def _gains(runs: Mapping[str, Run]) -> Iterator[tuple[str, ...]]:
+    """What the lab of this machine measured last, and of what, where that is not what is recommended now."""
+    if "this_machine" not in runs:
         return
-    for row in JOINED.over(run.frame(), "default").to_dict("records"):
+    frame = runs["this_machine"].frame()
+    for row in JOINED.over(frame, "default").to_dict("records"):
+        model, ranks = str(row["model"]), int(row["world_size"])
         ratio = f"{100 * row['ratio']:.0f} % [{100 * row['low']:.0f}, {100 * row['high']:.0f}]"
-        yield str(row["model"]), str(row["world_size"]), ratio, str(row["verdict"])
+        of_row = select(frame, list(TOPICS), model=model, world_size=ranks, implementation="joined").iloc[0]
+        then = [
+            f"{TOPICS[one.topic]} {of_row[one.topic]}"
+            for one in recommendations(model, SEQUENCE, runs)
+            if not _is_same(of_row[one.topic], one.value) and (ranks > 1 or one.topic not in OF_RANKS)
+        ]
+        yield model, str(ranks), ratio, f"{row['verdict']}{f' with {join_words(then)}' if then else ''}"
+
+
+def _is_same(measured: object, recommended: object) -> bool:
+    """No bucket size is None now, and nan in a frame."""
+    return measured == recommended or (recommended is None and measured != measured)
 
 
 def _notes(found: Sequence[Recommendation], gains: Sequence[Sequence[str]]) -> Iterator[str]:

@@ -1,7 +1,8 @@
 """This machine: what its own runs recommend, topic by topic, joined into one configuration of a training step.
 
-A recommendation is the alternative that was significantly faster than the default in the newest run of a lab here, on
-the model asked for, or on the one nearest in size that the lab measured.
+A recommendation is an alternative that was significantly faster than the default in the newest run of a lab here, on
+the model asked for, or on the one nearest in size that the lab measured. It is the one that wins in all settings of the
+lab, as the lab's own answer and the index say, unless another is clearly faster in that nearest one.
 """
 
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
@@ -12,6 +13,7 @@ import pandas as pd
 
 from labkit.bench.statistics import judged
 from labkit.costs.transformer import SIZES, n_parameters
+from labkit.lab.comparing import winner_of
 from labkit.lab.project import recorded_directory, runs_directory
 from labkit.lab.rows import Measured, select
 from labkit.lab.runs.store import Run, RunFileError
@@ -36,6 +38,8 @@ class Configuration:
 
 
 DEFAULT = Configuration()
+OF_RANKS = ("wrapper", "bucket_mb")
+"""Fields that mean nothing on one rank."""
 
 
 @dataclass(frozen=True)
@@ -62,13 +66,22 @@ class Recommendation:
 
 @dataclass(frozen=True)
 class _Topic:
-    """A field of `Configuration`: the lab that knows, and its ratios over the default; the column that has values."""
+    """A field of `Configuration`, the lab that knows, and its ratios over the default in all settings.
+
+    `setting` is the column of what a setting is near in, the model or "sequence"; `column` has the values.
+    """
 
     field: str
     lab: str
-    ratios: Callable[[pd.DataFrame, str, int], pd.DataFrame]
+    ratios: Callable[[pd.DataFrame], pd.DataFrame]
+    setting: str
     column: str
     value: Callable[[object], object] = lambda value: value
+
+    def nearest(self, ratios: pd.DataFrame, model: str, context_length: int) -> pd.DataFrame:
+        if self.setting == "sequence":
+            return _nearest_sequence(ratios, context_length)
+        return _nearest_model(ratios, self.setting, model)
 
 
 def newest_runs(machine: Machine | None = None, labs: Container[str] | None = None) -> dict[str, Run]:
@@ -110,7 +123,7 @@ def expected_ratio(found: Sequence[Recommendation], *, compute_share: float = 1.
     """
     computing, saved = compute_share, 0.0
     for one in found:
-        if one.topic in ("wrapper", "bucket_mb"):
+        if one.topic in OF_RANKS:
             saved += 1 - one.step_ratio
         else:
             computing *= one.step_ratio
@@ -122,7 +135,7 @@ def compute_share(model: str, runs: Mapping[str, Run]) -> float:
     run = runs.get("data_parallel")
     if run is None:
         return 1.0
-    ratios = _wrapper_ratios(run.frame(), model)
+    ratios = _nearest_model(_wrapper_ratios(run.frame()), "workload", model)
     alone = ratios.loc[ratios["implementation"] == "local", "ratio"]
     return min(float(alone.iloc[0]), 1.0) if len(alone) else 1.0
 
@@ -132,20 +145,38 @@ def _recommendation(topic: _Topic, model: str, context_length: int, runs: Mappin
     run = runs.get(topic.lab)
     if run is None:
         return Recommendation(topic.field, topic.lab, default, f"not measured here: labkit report {topic.lab}")
-    ratios = topic.ratios(run.frame(), model, context_length)
-    if ratios.empty:
+    ratios = topic.ratios(run.frame())
+    near = topic.nearest(ratios, model, context_length)
+    if near.empty:
         return Recommendation(topic.field, topic.lab, default, "its run has nothing comparable")
-    table = judged(ratios)
-    faster = table[table["verdict"] == "faster"]
-    if faster.empty:
-        return Recommendation(topic.field, topic.lab, default, "nothing was significantly faster")
-    best = faster.loc[faster["ratio"].idxmin()]
-    where = ", ".join(str(best[name]) for name in table.columns[: list(table.columns).index(topic.column)])
+    best, why = _choice(judged(ratios), near.index, topic.column)
+    if best is None:
+        return Recommendation(topic.field, topic.lab, default, why)
     return Recommendation(
-        *(topic.field, topic.lab, topic.value(best[topic.column]), f"measured on {where}"),
+        *(topic.field, topic.lab, topic.value(best[topic.column]), why),
         *(float(best["ratio"]), float(best["low"]), float(best["high"])),
         share=_passes_share(runs, model) if topic.field == "precision" else 1.0,
     )
+
+
+def _choice(table: pd.DataFrame, near: pd.Index, column: str) -> tuple[pd.Series | None, str]:
+    """The row of the alternative to take, of those near, and why; None where nothing is faster there.
+
+    What wins over all of the lab's settings is taken if it is about as fast as the fastest here: both intervals meet.
+    """
+    here = table.loc[near]
+    faster = here[here["verdict"] == "faster"]
+    if faster.empty:
+        return None, "nothing was significantly faster"
+    best, winner = faster.loc[faster["ratio"].idxmin()], winner_of(table, column)
+    where = ", ".join(str(best[name]) for name in table.columns[: list(table.columns).index(column)])
+    if winner == best[column]:
+        return best, f"measured on {where}"
+    alike = faster[(faster[column] == winner) & (faster["low"] <= best["high"])]
+    if alike.empty:
+        return best, f"measured on {where}; over all settings {winner} wins, but there it is slower"
+    fastest = alike.loc[alike["ratio"].idxmin()]
+    return fastest, f"measured on {where}, where {best[column]} is as fast; over all settings this wins"
 
 
 def _passes_share(runs: Mapping[str, Run], model: str) -> float:
@@ -171,51 +202,47 @@ def _nearest_model(ratios: pd.DataFrame, column: str, model: str) -> pd.DataFram
     return ratios[ratios[column] == min(known, key=apart)]
 
 
-def _precision(frame: pd.DataFrame, model: str, _: int) -> pd.DataFrame:
-    measured = Measured(("model",), "alternative")
-    return _nearest_model(measured.over(frame, "float32", part="speed", mode="forward and backward"), "model", model)
+def _nearest_sequence(ratios: pd.DataFrame, length: int) -> pd.DataFrame:
+    """The rows of the nearest sequence, if it is at most `FARTHEST` times as long or short."""
+    near = [one for one in ratios.get("sequence", []) if 1 / FARTHEST <= one / length <= FARTHEST]
+    return ratios[ratios["sequence"] == min(near, key=lambda one: abs(one - length))] if near else ratios.iloc[:0]
 
 
-def _compiled(frame: pd.DataFrame, model: str, _: int) -> pd.DataFrame:
-    measured = Measured(("size",), "implementation")
-    return _nearest_model(measured.over(frame, "eager", sweep="compile", phase="step"), "size", model)
+def _precision(frame: pd.DataFrame) -> pd.DataFrame:
+    return Measured(("model",), "alternative").over(frame, "float32", part="speed", mode="forward and backward")
 
 
-def _attention(frame: pd.DataFrame, _: str, context_length: int) -> pd.DataFrame:
-    """Forward and backward together, at the sequence nearest to the one asked for."""
+def _compiled(frame: pd.DataFrame) -> pd.DataFrame:
+    return Measured(("size",), "implementation").over(frame, "eager", sweep="compile", phase="step")
+
+
+def _attention(frame: pd.DataFrame) -> pd.DataFrame:
+    """Forward and backward together, of the longest heads."""
     rows = select(frame, ["head_dim", "implementation"], sweep="grid", phase=["forward", "backward"], dtype="float32")
-    rows = rows[rows["head_dim"] == rows["head_dim"].max()]
-    near = [length for length in rows["sequence"].unique() if 1 / FARTHEST <= length / context_length <= FARTHEST]
-    if not near:
-        return pd.DataFrame(columns=["ratio", "p"])
-    length = min(near, key=lambda one: abs(one - context_length))
-    whole = _summed(rows[rows["sequence"] == length], ["sequence", "implementation"])
+    whole = _summed(rows[rows["head_dim"] == rows["head_dim"].max()], ["sequence", "implementation"])
     return Measured(("sequence",), "implementation").over(whole, "explicit")
 
 
-def _wrapper(frame: pd.DataFrame, model: str, _: int) -> pd.DataFrame:
-    ratios = _wrapper_ratios(frame, model)
+def _wrapper(frame: pd.DataFrame) -> pd.DataFrame:
+    ratios = _wrapper_ratios(frame)
     return ratios[ratios["implementation"] != "local"]
 
 
-def _wrapper_ratios(frame: pd.DataFrame, model: str) -> pd.DataFrame:
+def _wrapper_ratios(frame: pd.DataFrame) -> pd.DataFrame:
     """Steps under each wrapper over those under torch's; "local" is without any."""
     rows = select(frame, ["workload", "implementation"], sweep="implementations", phase=list(WHOLE_STEP))
     whole = _summed(rows, ["workload", "world_size", "implementation"])
-    return _nearest_model(
-        Measured(("workload", "world_size"), "implementation").over(whole, "torch"), "workload", model
-    )
+    return Measured(("workload", "world_size"), "implementation").over(whole, "torch")
 
 
-def _bucket(frame: pd.DataFrame, model: str, _: int) -> pd.DataFrame:
+def _bucket(frame: pd.DataFrame) -> pd.DataFrame:
     """Sizes over the default one, which is written as 0 here: nothing equals nan."""
     rows = select(frame, ["workload", "of_bucket_mb"], sweep="buckets", phase=list(WHOLE_STEP))
     whole = _summed(
         rows.assign(of_bucket_mb=rows["of_bucket_mb"].fillna(0.0)),
         ["workload", "implementation", "point", "of_bucket_mb"],
     )
-    ratios = Measured(("workload", "implementation", "point"), "of_bucket_mb").over(whole, 0.0)
-    return _nearest_model(ratios, "workload", model)
+    return Measured(("workload", "implementation", "point"), "of_bucket_mb").over(whole, 0.0)
 
 
 def _summed(rows: pd.DataFrame, by: list[str]) -> pd.DataFrame:
@@ -226,11 +253,11 @@ def _summed(rows: pd.DataFrame, by: list[str]) -> pd.DataFrame:
 
 
 _TOPICS = (
-    _Topic("precision", "precision", _precision, "alternative"),
-    _Topic("attention", "attention", _attention, "implementation"),
-    _Topic("compiled", "end_to_end", _compiled, "implementation", lambda value: value == "compiled"),
-    _Topic("wrapper", "data_parallel", _wrapper, "implementation"),
-    _Topic("bucket_mb", "data_parallel", _bucket, "of_bucket_mb", lambda value: float(str(value))),
+    _Topic("precision", "precision", _precision, "model", "alternative"),
+    _Topic("attention", "attention", _attention, "sequence", "implementation"),
+    _Topic("compiled", "end_to_end", _compiled, "size", "implementation", lambda value: value == "compiled"),
+    _Topic("wrapper", "data_parallel", _wrapper, "workload", "implementation"),
+    _Topic("bucket_mb", "data_parallel", _bucket, "workload", "of_bucket_mb", lambda value: float(str(value))),
 )
 LABS = frozenset({topic.lab for topic in _TOPICS} | {"this_machine"})
 """Those whose runs recommend something, and the one that measured it together."""

@@ -7,7 +7,7 @@ marker of its own. Files are saved bit by bit the same.
 import io
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from textwrap import wrap
 from typing import Any, NamedTuple
@@ -105,6 +105,10 @@ class Plot:
 
     def _repr_png_(self) -> tuple[bytes, dict[str, Any]]:  # IPython asks for it
         return self.png(), {"alt": repr(self), "width": round(self.figure.get_figwidth() * CSS_INCH)}
+
+    def of_source(self, source: str) -> "Plot":
+        """The same, whose points' file says that they come from `source`: not everything is measured here."""
+        return replace(self, data=self.data.assign(source=source))
 
     def png(self, title: str | None = None) -> bytes:
         """The figure as a picture, below `title`."""

@@ -36,6 +36,7 @@ from labkit.lab.figures.style import (
 BOX_HEIGHT, TITLES_HEIGHT = 0.24, 0.75  # inches: of a box, and of what stands around a panel
 MOST_IN_A_ROW = 3  # panels
 ROOM = 1.28  # of the x axis relative to the whole: for the values beside the boxes
+LEAST = 1e-3  # share of the whole below which a box says no more than that
 TURN = 0.62  # of the x axis: a box that ends further to the right has its value on its left
 
 
@@ -154,7 +155,8 @@ def _draw_panel(
         end = start + float(row[y])
         axis.barh(place, row[y], left=start, height=0.72, color=color, linewidth=0, label=kind)
         left, right = _draw_interval(axis, place, start, end, row)
-        _write(axis, place, min(start, left), right, column(y).form(row[y]))
+        text = "< 0.1 %" if 0 < row[y] < LEAST * whole else column(y).form(row[y])
+        _write(axis, place, min(start, left), right, text)
         if name != total:
             axis.plot([end, end], [place - 0.36, place + 1.36], color=SOFT, linewidth=0.6)
         marks.append(Mark(axis, start, place + 0.4, end, place - 0.4, told([str(name).replace("_", " ")], y, row)))

@@ -1,7 +1,7 @@
 """The report: every asked-for lab executed and exported, and an index page over all pages of the folder."""
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,8 +66,10 @@ def report_lab(
     return LabResult(study, page, time.monotonic() - start, error)
 
 
-def write_index(studies: Iterable[Study], output: Path) -> Path:
+def write_index(studies: Iterable[Study], output: Path, to_come: Sequence[Study] = ()) -> Path:
     """Write `<output>/index.html` over the pages that are in `output`, in the order of `studies`.
+
+    `to_come` are labs whose pages a report that is under way still makes; an older page of theirs is listed until then.
 
     Pages carry all that it needs: an index can be made of pages that were measured or copied there one by one. Which
     are of another machine is judged here, where it is read, and not where they were made.
@@ -92,6 +94,7 @@ def write_index(studies: Iterable[Study], output: Path) -> Path:
         steady=_steadiness(labs),
         agreement=_agreement(labs),
         smallest=smallest_difference(labs),
+        to_come=[study.title for study in to_come],
         missing=[study.name for study in known if study.name not in {lab["name"] for lab in labs}],
         coverage=cards.table(_coverage_frame(labs)).data if labs else "",
     )

@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from labkit.bench.statistics import judged
-from labkit.costs.calibration import ALL_REDUCE, BURST, MESSAGE, Calibration
+from labkit.costs.calibration import MESSAGE, Calibration
 from labkit.costs.communication import (
     AlphaBeta,
     CostOf,
@@ -35,7 +35,6 @@ POLICIES = Measured(("backend", "world_size", "n_bytes", "algorithm", "turn"), "
 ALGORITHM_ORDER = (TORCH, *ALGORITHMS, CHOSEN)
 TRANSPORT_ORDER = (TORCH, MESSAGES, SHARED_MEMORY, REGISTERED, FLOOR)
 # Pairs of which the first sends fewer messages and the second fewer bytes.
-AT_ONCE = ("butterfly", "one_shot")
 OVERTAKING = (("recursive_doubling", "ring"), ("recursive_doubling", "halving_doubling"))
 
 
@@ -114,18 +113,12 @@ def predictions(frame: pd.DataFrame, calibration: Calibration | None) -> pd.Data
 
 
 def _expected_s(row: Row, calibration: Calibration) -> float | None:
-    """Torch's by what its all-reduce costs, labkit's by its messages; those of the butterfly all go at once."""
+    """By its messages. Torch's is not predicted: what the calibration has of it is a line through itself."""
     name, ranks = row["algorithm"], int(row["world_size"])
-    cost = _single if name == TORCH else _cost(name)
+    cost = _cost(name)
     if row["backend"] != "gloo" or ranks < 2 or cost is None:
         return None
-    what = ALL_REDUCE if name == TORCH else BURST if name in AT_ONCE else MESSAGE
-    found = calibration.transport("gloo", what, ranks)
-    return found.predict_s(cost(ranks, row["n_bytes"])) if found else None
-
-
-def _single(_: int, n_bytes: float) -> MessageCost:
-    return MessageCost(1, n_bytes)
+    return calibration.algorithm_s("gloo", name, cost(ranks, row["n_bytes"]), ranks)
 
 
 def _planned(point: AllReducePoint) -> list[dict[str, Any]]:

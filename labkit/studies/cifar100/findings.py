@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pandas as pd
 
+from labkit.costs.calibration import Calibration
 from labkit.lab.claims import judged_claim, published
 from labkit.lab.comparing import MEMORY, compared
 from labkit.lab.findings import Claim, Effect, Finding, Questions, Verdict, at_the_cost_of, troubles
@@ -139,11 +140,11 @@ def memory(frame: pd.DataFrame) -> Finding | None:
     "Does batch norm over all ranks train better than local batch norm, and what does it cost?",
     "batch_norm",
 )
-def sync_batchnorm(frame: pd.DataFrame) -> Finding | None:
+def sync_batchnorm(frame: pd.DataFrame, calibration: Calibration | None) -> Finding | None:
     table, lost = tables.differences(frame, tables.SYNC), tables.divergences(frame, tables.SYNC)
     if lost.empty:
         return None
-    ratios, costs = tables.time_ratios(frame, tables.SYNC), tables.synchronizing(frame)
+    ratios, costs = tables.time_ratios(frame, tables.SYNC), tables.synchronizing(frame, calibration)
     rows = _verdicts(table, lost)
     better = [f"a {BETTER[metric]} {metric}" for metric in _with_every_wrapper(rows, "better", len(lost))]
     worse = [f"a {OPPOSITE[BETTER[metric]]} {metric}" for metric in _with_every_wrapper(rows, "worse", len(lost))]
@@ -173,8 +174,12 @@ def sync_batchnorm(frame: pd.DataFrame) -> Finding | None:
     found = at_the_cost_of(gain, compared(ratios, SYNC_EPOCH, LOCAL_EPOCH, axis=("both_with",)))
     if found is None or found.why is None or costs.empty:
         return found
-    extra, alone = span(costs["extra_s"], format_seconds), format_seconds(costs["predicted_s"].iloc[0])
-    return replace(found, why=f"{found.why} The difference is {extra}; its collectives alone should take {alone}.")
+    extra, sending = span(costs["extra_s"], format_seconds), costs["predicted_s"].iloc[0]
+    told = f"{found.why} The difference is {extra}"
+    if sending != sending:
+        return replace(found, why=f"{told}.")
+    rest = "the rest is arithmetic and waiting for the slower rank"
+    return replace(found, why=f"{told}; its collectives should take {format_seconds(sending)}, {rest}.")
 
 
 def _with_every_wrapper(rows: pd.DataFrame, mark: str, pairs: int) -> list[str]:

@@ -12,7 +12,8 @@ from typing import Any
 
 import pandas as pd
 
-from labkit.bench.statistics import CONFIDENCE, compare, judged, slowest_rank, summarize, summarize_groups
+from labkit.bench.statistics import CONFIDENCE, compare, judged, summarize, summarize_groups
+from labkit.costs.calibration import Calibration
 from labkit.lab.project import reference_directory
 from labkit.lab.rows import exactly_over
 from labkit.nn.datasets import CIFAR100_MD5
@@ -31,7 +32,8 @@ from labkit.studies.cifar100.samples import (
 )
 from labkit.studies.cifar100.training import IMPLEMENTATIONS as IMPLEMENTATIONS  # the order in figures
 from labkit.studies.cifar100.training import OWN_LOCAL, OWN_SYNC, TORCH_LOCAL, TORCH_SYNC
-from labkit.studies.cifar100.worker import EPOCH, MEMORY, PROBE
+from labkit.studies.cifar100.worker import EPOCH, MEMORY
+from labkit.studies.shared.norm_collectives import collectives_s
 
 Pairs = tuple[tuple[str, str], ...]
 # The same arithmetic by labkit's parts and by torch's; and what synchronizing changes in one of them.
@@ -45,6 +47,7 @@ PUBLISHED_NAMES = {"selfmade": OWN_SYNC, "torch": TORCH_SYNC}
 PUBLISHED_RECIPE = (2, 64, 4, 16, 0.01, 0.5)  # in that order
 PUBLISHED_IMAGES = 50_000
 
+NORMALIZED = 128  # features of the net's one batch norm
 DIFFERENCES = ["both_with", "implementation", "than", "metric", "difference", "low", "high", "unit", "margin", "seeds"]
 DIFFERENCES += ["verdict", "than_value"]
 DIVERGENCES = ["implementation", "than", "seeds", "diverged", "than_diverged", "verdict"]
@@ -203,17 +206,16 @@ def memory_ratios(frame: pd.DataFrame) -> pd.DataFrame:
     return exactly_over(peaks, ["batch_norm"], "wrapper", "peak_bytes", "torch")
 
 
-def synchronizing(frame: pd.DataFrame) -> pd.DataFrame:
-    """What an epoch takes longer with batch norm over all ranks, and what its collectives alone take.
+def synchronizing(frame: pd.DataFrame, calibration: Calibration | None) -> pd.DataFrame:
+    """What an epoch takes longer with batch norm over all ranks, and what its collectives should take.
 
     `extra_s`      median over seeds of their median of synchronized less local, with its interval
-    `predicted_s`  micro-batches times a forward and a backward collective, timed with nothing else to do
+    `predicted_s`  micro-batches times a forward and a backward collective, as calibrated; NaN of what was not
     """
     rows, samples, about = [], times(frame), setting(frame)
-    probes = of_phase(frame, PROBE, "seconds")
-    if about is None or probes.empty:
+    if about is None:
         return pd.DataFrame(columns=SYNCHRONIZING)
-    pair_s = slowest_rank(probes, "seconds", ["seed"])["seconds"].median()
+    pair_s = collectives_s(NORMALIZED, int(about["world_size"]), about["backend"], calibration) or float("nan")
     for name, other in SYNC:
         table = paired(samples, name, other)
         if len(table):

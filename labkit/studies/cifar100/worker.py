@@ -17,21 +17,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from labkit.bench.allocator import record_allocations
-from labkit.bench.clock import Stopwatch, order_of_turns, time_interleaved
+from labkit.bench.clock import Stopwatch, order_of_turns
 from labkit.bench.gate import verdict
 from labkit.lab.point import Point
-from labkit.nn.vision import SmallConvNet
 from labkit.parallel.ranks import checkpoint
 from labkit.parallel.ranks.device import use_device
 from labkit.parallel.ranks.messages import gather_json
-from labkit.parallel.sync_batchnorm import _gather, _sum_over_ranks
 from labkit.studies.cifar100.data import RankData, hand_out
 from labkit.studies.cifar100.training import ALONE, SYNCHRONIZED, Recipe, Trainer, updates_of
 from labkit.studies.shared.alternatives import Failed, attempt, turn_of
 from labkit.studies.shared.gradient_gate import largest_error
 
-EPOCH, MEMORY, PROBE = "epoch", "memory", "probe"
-PROBES = 30
+EPOCH, MEMORY = "epoch", "memory"
 GATE_UPDATES = 2
 # Enough to be wrong, few enough to be quick. Batch norm over two images is so steep that rounding alone grows large.
 GATE_BATCH, GATE_ACCUMULATION = 4, 2
@@ -94,7 +91,6 @@ def train_point(point: TrainingPoint, checkpoints: Path | None = None) -> Iterat
     rows = training.resume(checkpoint.load(path))
     if not rows:
         rows = [_peak_memory(name, recipe, data, point.seed) for name in right]
-        rows.append(_collectives_of_one_layer(device))
     yield from rows
     while training.epochs_done < point.epochs:
         found = [row | {"error": errors[row["implementation"]]} for row in training.epoch()]
@@ -194,20 +190,6 @@ def _first(updates: int, images: int, recipe: Recipe, seed: int) -> Iterator[Ten
 def _weights(trainer: Trainer) -> Tensor:
     """All in one: the bias before the batch norm has a gradient of zero, and rounding makes of that no measure."""
     return torch.cat([parameter.detach().flatten() for parameter in trainer.net.parameters()])
-
-
-def _collectives_of_one_layer(device: str) -> dict[str, Any]:
-    """Seconds of the two collectives of labkit's synchronized batch norm over 128 channels, with nothing else to do."""
-    channels = SmallConvNet().bn1.num_features
-    statistics = torch.zeros(2 * channels + 1, dtype=torch.float64, device=device)
-    sums = torch.zeros(2, channels, device=device)
-
-    def both() -> None:
-        _gather(statistics, None)
-        _sum_over_ranks(sums, None)
-
-    times = time_interleaved({PROBE: both}, warmup=5, repeats=PROBES, device=device, before=dist.barrier)
-    return {"phase": PROBE, "gate": "ok", "seconds": times[PROBE]}
 
 
 def _peak_memory(name: str, recipe: Recipe, data: RankData, seed: int) -> dict[str, Any]:

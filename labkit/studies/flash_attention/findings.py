@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pandas as pd
 
+from labkit.costs.calibration import Calibration
 from labkit.lab.claims import claim, judged_claim, published
 from labkit.lab.comparing import MEMORY, compared, contest
 from labkit.lab.findings import Claim, Finding, Questions, at_the_cost_of
@@ -66,8 +67,8 @@ def crossover(frame: pd.DataFrame) -> Finding | None:
 
 
 @QUESTIONS.ask("matmul_share", "What share of the device's measured matmul rate does each implementation reach?")
-def matmul_share(frame: pd.DataFrame) -> Finding | None:
-    table = tables.widest(tables.shares(frame))
+def matmul_share(frame: pd.DataFrame, calibration: Calibration | None) -> Finding | None:
+    table = tables.widest(tables.shares(frame, calibration))
     table = table[table["sequence"] == table["sequence"].max()]
     both = select(table, phase=BOTH)
     if both.empty:
@@ -80,12 +81,11 @@ def matmul_share(frame: pd.DataFrame) -> Finding | None:
     )
     is_other = len(explicit) > 0 and best["implementation"] != EXPLICIT
     headline += f", explicit attention {explicit.iloc[0]:.0f} %." if is_other else "."
-    rates = [
-        f"{format_flops(flops / pd.Series(seconds).median())}/s in {dtype}"
-        for dtype, (flops, seconds) in tables.matmul_rates(frame).items()
-    ]
+    of_dtype = table.drop_duplicates("dtype").sort_values("dtype")
+    each = zip(of_dtype["matmul_tflop_per_s"], of_dtype["dtype"], strict=True)
+    rates = [f"{format_flops(1e12 * rate)}/s in {dtype}" for rate, dtype in each]
     done = name_of(best["implementation"])
-    busy = "A share above 100 % says that the machine was busier during the matmul, measured first."
+    busy = "A share above 100 % says that the machine was busier when it was calibrated."
     return Finding(
         "measured",
         headline,

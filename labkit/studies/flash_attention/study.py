@@ -1,17 +1,13 @@
 """The FlashAttention lab: its parameters and the points it measures."""
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Annotated, Literal
 
-import pandas as pd
 from pydantic import Field
 
-from labkit.bench.rates import MATMUL_SIZE
 from labkit.costs.attention import matrix_bytes
 from labkit.lab import capacity
-from labkit.lab.agreement import Known, ProductTime
 from labkit.lab.config import Device, LabConfig, Repeats, Seed, TimeoutSeconds, Warmup, one_of
-from labkit.lab.rows import select
 from labkit.lab.study import Study
 from labkit.machine import Machine
 from labkit.nn.attention_implementations import IMPLEMENTATIONS, plug_in
@@ -111,22 +107,14 @@ class FlashStudy(Study):
     plug_in = staticmethod(plug_in)
 
     def points(self, config: FlashConfig, machine: Machine) -> Sequence[FlashPoint]:
-        """First the rate of the device, then all lengths, then what the techniques of the kernel are worth."""
+        """All lengths, then what the techniques of the kernel are worth."""
         device = machine.device(config.device)
         points = [*_lengths(config, device), *_techniques(config, device)]
         return list({point.id: point for point in points}.values())
 
-    def known(self, frame: pd.DataFrame) -> Iterable[Known]:
-        products = select(frame, ["seconds", "sequence"], sweep="matmul").dropna(subset="seconds")
-        yield Known(ProductTime, products.assign(size=products["sequence"]))
-
     def skip_reason(self, point: FlashPoint, machine: Machine) -> str | None:
         """Only where nothing fits; an implementation that does not becomes a row of its point."""
-        if point.sweep == "matmul":
-            # three matrices, and one of them in float64 for the check
-            needed = 1.0 * matrix_bytes(1, point.sequence, 3 * point.torch_dtype.itemsize + 8)
-        else:
-            needed = MARGIN * min(point.needed_bytes(name) for name in point.implementations)
+        needed = MARGIN * min(point.needed_bytes(name) for name in point.implementations)
         return capacity.skip_reason(machine, point.device, needed)
 
     def series(self, point: FlashPoint) -> tuple[Hashable, float]:
@@ -135,7 +123,6 @@ class FlashStudy(Study):
 
 def _lengths(config: FlashConfig, device: str) -> Iterator[FlashPoint]:
     for dtype in config.dtypes:
-        yield _point(config, device, "matmul", dtype, MATMUL_SIZE[device], 0, ())
         for sequence in sorted(config.sequences):
             names = tuple(n for n in config.implementations if n != COMPILED or sequence in config.compiled_sequences)
             for head_dim in config.head_dims:

@@ -5,13 +5,12 @@ Every table is tidy and carries units in its names.
 
 from functools import cache
 from textwrap import shorten
-from typing import Any
 
-import numpy as np
 import pandas as pd
 
-from labkit.bench.statistics import CONFIDENCE, FEWEST_SAMPLES, judged, resampled_medians
+from labkit.bench.statistics import judged
 from labkit.costs.attention import BACKWARD_OVER_FORWARD, forward_flops, visited_share
+from labkit.costs.calibration import Calibration
 from labkit.lab.project import reference_directory
 from labkit.lab.rows import Measured, select
 from labkit.studies.flash_attention.recorded import RecordedRun, has_flash
@@ -20,10 +19,8 @@ from labkit.studies.shared.attention_passes import EXPLICIT, FLASH
 from labkit.studies.shared.attention_tables import (
     BOTH,
     ORDER,
-    PASSES,
     PROBLEM,
     against,
-    passes,
     peaks,
     refused,
     times,
@@ -66,44 +63,26 @@ def beats_from(frame: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=names)
 
 
-def matmul_rates(frame: pd.DataFrame) -> dict[str, tuple[float, list[float]]]:
-    """By dtype: floating-point operations of the large product, and seconds of its repeats."""
-    products = select(frame, ["seconds", "dtype"], sweep="matmul").dropna(subset="seconds")
-    return {
-        str(dtype): (2.0 * int(group["sequence"].iloc[0]) ** 3, group["seconds"].tolist())
-        for dtype, group in products.groupby("dtype")
-    }
+def shares(frame: pd.DataFrame, calibration: Calibration | None) -> pd.DataFrame:
+    """Useful FLOP/s of each phase, and as a percentage of the calibrated rate of the fastest product in its dtype.
 
-
-def shares(frame: pd.DataFrame) -> pd.DataFrame:
-    """Useful FLOP/s of each phase, and as a percentage of what a large product of the same dtype reaches here.
-
-    Both are rates at median times, so that a share is exactly one over the other, however uneven the product's times.
-
-    Columns: dtype, head_dim, sequence, phase, implementation, `tflop_per_s`, `share_percent`, interval `low`, `high`.
+    Columns: dtype, head_dim, sequence, phase, implementation, `tflop_per_s`, `matmul_tflop_per_s`, `share_percent` with
+    its interval `low`, `high`. Without what has no calibrated product in its dtype.
     """
-    products, rows = matmul_rates(frame), []
-    keys = ["dtype", "head_dim", "sequence", "phase", "implementation"]
-    for key, seconds in PASSES.samples(passes(frame, "lengths")).groupby([*keys, "batch"])["seconds"]:
-        row: dict[str, Any] = dict(zip(keys, key, strict=False))
-        if row["dtype"] not in products:
+    keys, rows = ["dtype", "head_dim", "sequence", "phase", "implementation"], []
+    for row in times(frame, "lengths").to_dict("records"):
+        if calibration is None or not calibration.knows(row["device"]):
             continue
-        of_product, product_s = products[row["dtype"]]
-        flops = forward_flops(key[-1], row["sequence"], row["head_dim"], causal=True) * FLOPS_OF_FORWARD[row["phase"]]
-        rate, percent = flops / seconds.median(), 100 * flops / of_product
-        row |= {"tflop_per_s": rate / 1e12, "share_percent": percent * np.median(product_s) / seconds.median()}
-        low, high = (percent * ratio for ratio in _ratio_of_medians(np.asarray(product_s), seconds.to_numpy()))
-        rows.append(row | {"low": low, "high": high})
-    return pd.DataFrame(rows, columns=[*keys, "tflop_per_s", "share_percent", "low", "high"])
-
-
-def _ratio_of_medians(a: np.ndarray, b: np.ndarray) -> tuple[float, float]:
-    """The interval of the median of a, (n,), over that of b, (m,), measured apart; NaN of too few samples."""
-    if min(len(a), len(b)) < FEWEST_SAMPLES:
-        return float("nan"), float("nan")
-    ratios = resampled_medians(a, seed=0) / resampled_medians(b, seed=1)
-    low, high = np.percentile(ratios, [50 * (1 - CONFIDENCE), 50 * (1 + CONFIDENCE)])
-    return float(low), float(high)
+        rate = calibration.of_ranks(1, row["device"]).flops_per_s(row["dtype"])
+        flops = forward_flops(row["batch"], row["sequence"], row["head_dim"], causal=True)
+        flops *= FLOPS_OF_FORWARD[row["phase"]]
+        # the longest time is the lowest rate
+        bounds = dict(zip(("share_percent", "low", "high"), ("seconds", "high", "low"), strict=True))
+        of_rate = {name: 100 * flops / row[bound] / rate for name, bound in bounds.items()}
+        speeds = {"tflop_per_s": flops / row["seconds"] / 1e12, "matmul_tflop_per_s": rate / 1e12}
+        rows.append({key: row[key] for key in keys} | speeds | of_rate)
+    names = [*keys, "tflop_per_s", "matmul_tflop_per_s", "share_percent", "low", "high"]
+    return pd.DataFrame(rows, columns=names).dropna(subset="share_percent")
 
 
 def reasons(frame: pd.DataFrame) -> pd.DataFrame:

@@ -1,7 +1,7 @@
 """What is run to measure one point of the FlashAttention lab. Imports torch and the instruments only.
 
-By `sweep`: "lengths", the passes of all implementations; "matmul", the rate of a large product, against which they
-are held; "techniques", the forward kernel with one technique left out; "hidden", tiled attention causal and full.
+By `sweep`: "lengths", the passes of all implementations; "techniques", the forward kernel with one technique left out;
+"hidden", tiled attention causal and full.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from labkit.bench.rates import time_matmul
 from labkit.nn.attention_implementations import attention_named
 from labkit.nn.attention_problem import AttentionProblem, Checked, check
 from labkit.nn.tiled_attention import tile_side
@@ -30,7 +29,7 @@ KERNEL = "kernel"
 
 @dataclass(frozen=True, kw_only=True)
 class FlashPoint(PassesPoint):
-    """Causal attention of one sequence; for "matmul" `sequence` is the side of the square matrices."""
+    """Causal attention of one sequence."""
 
     batch: int = 1
     causal: bool = True
@@ -42,22 +41,12 @@ class FlashPoint(PassesPoint):
 def measure_point(point: FlashPoint) -> Iterator[dict[str, Any]]:
     """Rows of the sweep that the point belongs to."""
     match point.sweep:
-        case "matmul":
-            yield _matmul(point)
         case "techniques":
             yield from _techniques(point)
         case "hidden":
             yield from _hidden(point)
         case _:
             yield from measure_passes(point)
-
-
-def _matmul(point: FlashPoint) -> dict[str, Any]:
-    """Seconds of a product of two square matrices, the fastest thing this device does with numbers."""
-    options = {"size": point.sequence, "warmup": max(1, point.warmup), "repeats": point.repeats, "seed": point.seed}
-    times = time_matmul(point.device, point.torch_dtype, **options)
-    row = {"implementation": "matmul", "phase": "matmul", "gate": times.gate, "error": times.error}
-    return row | ({"seconds": times.seconds} if times.gate == "ok" else {})
 
 
 def _techniques(point: FlashPoint) -> Iterator[dict[str, Any]]:

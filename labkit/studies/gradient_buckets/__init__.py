@@ -3,6 +3,6 @@
 ``worker``    what every rank runs
 ``study``     parameters, points
 ``tables``    from samples to tables
-``model``     the handout's model of the waiting, predicted and fitted
+``model``     what a step should wait, by the calibrated all-reduce, and fitted
 ``findings``  the questions, and what a run says of them
 """

@@ -5,11 +5,12 @@ from dataclasses import replace
 import pandas as pd
 
 from labkit.bench.statistics import judged, summarize
+from labkit.costs.calibration import Calibration
 from labkit.lab.claims import claim, judged_claim, published
 from labkit.lab.comparing import Quantity, agreement, compared, winner_of
 from labkit.lab.findings import Claim, Finding, Questions
 from labkit.lab.rows import select
-from labkit.lab.units import format_bytes, format_seconds, join_words, span
+from labkit.lab.units import format_bytes, format_seconds, format_share, join_words, span
 from labkit.studies.gradient_buckets import model, tables
 from labkit.studies.gradient_buckets.tables import MIB, SETTING
 from labkit.studies.shared.rank_troubles import rank_troubles
@@ -31,8 +32,7 @@ def _sizes(bucket_mb: pd.Series) -> str:
 
 
 def _troubles(frame: pd.DataFrame) -> str | None:
-    named = select(frame, ["alternative"])
-    return rank_troubles(named.assign(alternative=named["alternative"].fillna("an all-reduce")), "alternative")
+    return rank_troubles(select(frame, ["alternative"]), "alternative")
 
 
 @QUESTIONS.ask("waiting", "How long does a training step wait for its gradients?")
@@ -71,7 +71,7 @@ def bucket_size(frame: pd.DataFrame) -> Finding | None:
         ratios[[*before_ratio, *(name for name in ratios if name not in before_ratio)]],
         "a larger bucket",
         "the smallest",
-        axis=("sequence", "batch", "world_size"),
+        axis=("sequence", "batch", "world_size", "workload"),
         choose=f"Average gradients in buckets of {_size(winner_of(ratios, 'bucket_mb') or 0)}",
         keep="Keep small buckets" if (ratios["verdict"] == "slower").any() else "Keep the bucket size you have",
         why=_paid_in_backward(frame),
@@ -102,7 +102,7 @@ def _paid_in_backward(frame: pd.DataFrame) -> str | None:
     missing="this run has one batch and one sequence length",
 )
 def batch_and_length(frame: pd.DataFrame) -> Finding | None:
-    axis = ("grows", "bucket_mb", "world_size")
+    axis = ("grows", "bucket_mb", "world_size", "workload")
     more, fewer = "the shares with more tokens", "those with fewer"
     table = tables.with_more_work(frame)
     return compared(table, more, fewer, axis=axis, quantity=SHARE, plural=True)
@@ -110,34 +110,29 @@ def batch_and_length(frame: pd.DataFrame) -> Finding | None:
 
 @QUESTIONS.ask(
     "model",
-    "Does s/(wk) + ko predict how long a step waits, and which bucket is best?",
-    missing="this run has not both steps and single all-reduces",
+    "Does the all-reduce alone predict what communication adds to a step, and which bucket is best?",
+    missing="this run has no steps with all-reduces that were calibrated",
 )
-def explained(frame: pd.DataFrame) -> Finding | None:
-    table = model.against_measured(frame)
-    found = agreement(table, "waiting times", "what single all-reduces predict")
+def explained(frame: pd.DataFrame, calibration: Calibration | None) -> Finding | None:
+    table = model.against_measured(frame, calibration)
+    found = agreement(table, "additions to a step", "what their all-reduces should take")
     if found is None:
         return None
-    most = table.loc[table["buckets"].idxmax()]
-    equal = model.constants(frame)["gradient_bytes"].iloc[0] / most["buckets"]
-    last = (
-        f"With {most['buckets']} buckets the last one, which nothing can hide, holds "
-        f"{format_bytes(most['last_bucket_bytes'])}, not {format_bytes(equal)} as in the model."
-    )
-    best = _best_bucket(frame, table)
-    return replace(found, why=f"{best} {last}" if most["last_bucket_bytes"] > 1.5 * equal else best)
+    hidden = format_share((table["last_alone_s"] / table["exposed_s"]).median())
+    handout = f"If all but the last bucket hid, communication would typically add {hidden} of what it does."
+    return replace(found, why=f"{_best_bucket(frame, table)} {handout}")
 
 
 def _best_bucket(frame: pd.DataFrame, table: pd.DataFrame) -> str:
-    """Is the measured size for which the model predicts the shortest waiting beaten by another?"""
+    """Is the measured size for which the model predicts the shortest step beaten by another?"""
     size = float(table.groupby("bucket_mb")["predicted_s"].mean().idxmin())
-    others = judged(tables.over(frame, size, "waiting_s"))
+    others = judged(tables.over(frame, size))
     better, worse = (sorted(set(others.loc[others["verdict"] == v, "bucket_mb"])) for v in ("faster", "slower"))
-    said = f"It predicts the shortest wait for buckets of {_size(size)}"
+    said = f"It predicts the shortest step with buckets of {_size(size)}"
     if better:
-        return f"{said}, but those of {join_words([_size(other) for other in better])} wait less."
+        return f"{said}, but those of {join_words([_size(other) for other in better])} are faster."
     if worse:
-        return f"{said}, and none waits less; those of {join_words([_size(other) for other in worse])} wait longer."
+        return f"{said}, and none is faster; those of {join_words([_size(other) for other in worse])} are slower."
     return f"{said}; the noise leaves open whether that is right."
 
 

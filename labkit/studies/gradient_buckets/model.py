@@ -1,103 +1,139 @@
-"""The handout's model of the waiting, s/(w*k) + k*o: predicted from single all-reduces, fitted to what was waited for.
+"""What communication should add to a step: by the calibrated all-reduce, and fitted to what it adds.
 
-s bytes of gradients, w bytes/s, k buckets, o seconds a call. All but the last bucket are taken to hide behind the
-backward pass, and all buckets to be of one size.
+s bytes of gradients, w bytes/s, k buckets, o seconds a call. On a CPU the cores that carry the bytes are those that
+compute, so that nothing hides: k*o + s/w, part of it waiting and part a slower backward pass. The handout's
+s/(w*k) + k*o takes all but the last bucket to hide behind the backward pass, and all buckets to be of one size.
 """
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
 
 import pandas as pd
 
+from labkit.costs.calibration import ALL_REDUCE, CPU, Calibration
 from labkit.costs.communication import AlphaBeta, MessageCost, best_buckets, bucket_overhead, fit_alpha_beta
-from labkit.lab.rows import Measured
+from labkit.lab.predictions import Predicted, Row
+from labkit.nn.workloads import workload_named
+from labkit.parallel.data_parallel.buckets import assign_to_buckets
 from labkit.studies.gradient_buckets import tables
 from labkit.studies.gradient_buckets.tables import MACHINE, SETTING
-from labkit.studies.gradient_buckets.worker import PROBE
+from labkit.studies.gradient_buckets.worker import BucketsPoint
 
-PREDICTED, FITTED = "predicted", "fitted"
+NOTHING_HIDES, LAST_ALONE, FITTED = "nothing hides", "all but the last hide", "fitted"
+MODELS = (NOTHING_HIDES, LAST_ALONE, FITTED)
 CURVE_POINTS = 12
-PROBES = Measured(MACHINE, "n_bytes")
 
 Models = dict[tuple[object, ...], AlphaBeta]
 
 
-def probes(frame: pd.DataFrame) -> pd.DataFrame:
-    """Median seconds of single all-reduces with interval, by machine and `n_bytes`."""
-    return PROBES.medians(frame, sweep=PROBE).astype({"n_bytes": int})
+def all_reduce_cost(row: Row, calibration: Calibration | None) -> AlphaBeta | None:
+    """o and 1/w of gloo's all-reduce on the CPU; None for others, which no calibration knows."""
+    if calibration is None or (row["backend"], row["device"]) != ("gloo", CPU):
+        return None
+    found = calibration.transport("gloo", ALL_REDUCE, int(row["world_size"]))
+    return AlphaBeta(found.call_s + found.alpha_s, found.beta_s_per_byte) if found else None
 
 
-def predicted(frame: pd.DataFrame) -> Models:
-    """o and 1/w by machine, from single all-reduces timed before any step."""
-    return {
-        key: fit_alpha_beta([MessageCost(1, n) for n in some["n_bytes"]], some["seconds"].tolist())
-        for key, some in probes(frame).groupby(list(MACHINE))
-        if len(some) >= 2
-    }
+def _expected_s(row: Row, calibration: Calibration) -> float | None:
+    model = all_reduce_cost(row, calibration)
+    return _adds_s(NOTHING_HIDES, model, row["buckets"], row["gradient_bytes"]) if model else None
+
+
+def _adds_s(kind: str, model: AlphaBeta, buckets: float, n_bytes: float) -> float:
+    cost = MessageCost(buckets, n_bytes) if kind == NOTHING_HIDES else bucket_overhead(buckets, n_bytes)
+    return model.predict_s(cost)
+
+
+def _planned(point: BucketsPoint) -> Iterator[dict[str, Any]]:
+    for bucket_mb in point.buckets_mb:
+        sizes = bucket_bytes(point.workload, bucket_mb)
+        layout = {"bucket_mb": bucket_mb, "buckets": len(sizes), "gradient_bytes": sum(sizes)}
+        yield point.describe() | layout
+
+
+@cache
+def bucket_bytes(workload: str, bucket_mb: float) -> tuple[int, ...]:
+    """Bytes of the buckets that a wrapper makes of a workload's gradients, which come from the last layer on."""
+    model = workload_named(workload, batch=1, context_length=1, device="meta").build()
+    gradients = list(model.parameters())[::-1]
+    buckets = assign_to_buckets(gradients, bucket_mb, bucket_mb)
+    return tuple(sum(gradients[i].nbytes for i in indices) for indices in buckets)
+
+
+def _exposed(frame: pd.DataFrame) -> pd.DataFrame:
+    return tables.by_bucket(frame, "exposed_s")
+
+
+PREDICTED = Predicted(
+    (*SETTING, "gradient_bytes", "buckets", "bucket_mb"), _expected_s, _planned, _exposed, value="exposed_s"
+)
 
 
 def fitted(frame: pd.DataFrame) -> Models:
-    """o and 1/w by machine, from the waiting times of all batches, lengths and bucket sizes together."""
+    """o and 1/w by machine, from what it adds with all batches, lengths and bucket sizes together."""
     models = {}
-    for key, some in tables.by_bucket(frame, "waiting_s").groupby(list(MACHINE)):
+    for key, some in _exposed(frame).groupby(list(MACHINE)):
         costs = [bucket_overhead(k, n) for k, n in zip(some["buckets"], some["gradient_bytes"], strict=True)]
-        if len(set(costs)) >= 2 and (some["waiting_s"] > 0).all():
-            models[key] = fit_alpha_beta(costs, some["waiting_s"].tolist())
+        if len(set(costs)) >= 2 and (some["exposed_s"] > 0).all():
+            models[key] = fit_alpha_beta(costs, some["exposed_s"].tolist())
     return models
 
 
-def constants(frame: pd.DataFrame) -> pd.DataFrame:
+def constants(frame: pd.DataFrame, calibration: Calibration | None) -> pd.DataFrame:
     """o, w, the best number and size of buckets by each model; errors of the fit in percent."""
-    waiting = tables.by_bucket(frame, "waiting_s")
-    rows = []
-    for kind, models in ((PREDICTED, predicted(frame)), (FITTED, fitted(frame))):
-        for key, some in waiting.groupby(list(MACHINE)):
-            if key not in models:
+    after, rows = fitted(frame), []
+    for key, some in _exposed(frame).groupby(list(MACHINE)):
+        n_bytes = float(some["gradient_bytes"].iloc[0])
+        calibrated = all_reduce_cost(some.iloc[0].to_dict(), calibration)
+        for kind, model in zip(MODELS, (calibrated, calibrated, after.get(key)), strict=True):
+            if model is None:
                 continue
-            model, n_bytes = models[key], float(some["gradient_bytes"].iloc[0])
-            buckets = best_buckets(n_bytes, model)
+            buckets = 1.0 if kind == NOTHING_HIDES else best_buckets(n_bytes, model)
             bandwidth = 1 / model.beta_s_per_byte if model.beta_s_per_byte else float("inf")
-            fit = kind == FITTED
-            errors = [100 * e if fit else float("nan") for e in (model.median_error, model.largest_error)]
-            rows.append([*key, kind, model.alpha_s, bandwidth, buckets, n_bytes / buckets, n_bytes, *errors])
+            errors = (model.median_error, model.largest_error) if kind == FITTED else (float("nan"),) * 2
+            percent = [100 * error for error in errors]
+            rows.append([*key, kind, model.alpha_s, bandwidth, buckets, n_bytes / buckets, n_bytes, *percent])
     columns = [*MACHINE, "model", "call_s", "bandwidth_bytes_per_s", "best_buckets", "best_bucket_bytes"]
     return pd.DataFrame(rows, columns=[*columns, "gradient_bytes", "median_error_percent", "largest_error_percent"])
 
 
-def against_measured(frame: pd.DataFrame) -> pd.DataFrame:
-    """Waiting by bucket size beside what both models say, and measured over predicted.
+def against_measured(frame: pd.DataFrame, calibration: Calibration | None) -> pd.DataFrame:
+    """What communication adds by bucket size, what it should if nothing hides, and measured over predicted.
 
-    `with_real_last_s`: the prediction with the bytes that the last bucket really has, in place of an equal share.
+    `last_alone_s`: by the handout, where all but the last bucket hide.
     """
-    before, after, nothing = predicted(frame), fitted(frame), float("nan")
-    rows = []
-    for row in tables.by_bucket(frame, "waiting_s").to_dict("records"):
-        key = tuple(row[name] for name in MACHINE)
-        cost = bucket_overhead(row["buckets"], row["gradient_bytes"])
-        real = MessageCost(row["buckets"], row["last_bucket_bytes"])
-        rows.append(
-            {name: row[name] for name in (*SETTING, "bucket_mb", "buckets", "last_bucket_bytes", "waiting_s")}
-            | {"predicted_s": before[key].predict_s(cost) if key in before else nothing}
-            | {"with_real_last_s": before[key].predict_s(real) if key in before else nothing}
-            | {"fitted_s": after[key].predict_s(cost) if key in after else nothing}
-        )
-    columns = [*SETTING, "bucket_mb", "buckets", "last_bucket_bytes", "waiting_s"]
-    table = pd.DataFrame(rows, columns=[*columns, "predicted_s", "with_real_last_s", "fitted_s"])
-    return table.assign(measured_over_predicted=table["waiting_s"] / table["predicted_s"])
+    table = PREDICTED.beside(frame, calibration)
+    hidden = [
+        _adds_s(LAST_ALONE, model, row["buckets"], row["gradient_bytes"])
+        for row in table.to_dict("records")
+        if (model := all_reduce_cost(row, calibration))
+    ]
+    table = table.assign(last_alone_s=pd.Series(hidden, dtype=float))
+    columns = ["bucket_mb", "buckets", "exposed_s", "predicted_s", "last_alone_s", "measured_over_predicted"]
+    return table[[*SETTING, *columns]]
 
 
-def waiting_by_buckets(frame: pd.DataFrame) -> pd.DataFrame:
-    """Measured waiting with `buckets`, for the figure: `batch_x_sequence` names the line."""
-    table = tables.by_bucket(frame, "waiting_s")
+def exposed_by_buckets(frame: pd.DataFrame) -> pd.DataFrame:
+    """What communication adds with `buckets`, for the figure: `batch_x_sequence` names the line."""
+    table = _exposed(frame)
     curves = [f"{batch} x {sequence}" for batch, sequence in zip(table.batch, table.sequence, strict=True)]
-    return table.assign(batch_x_sequence=curves, ranks=[f"{ranks} ranks" for ranks in table["world_size"]])
+    return table.assign(batch_x_sequence=curves, on=[_on(row) for row in table.to_dict("records")])
 
 
-def curves(frame: pd.DataFrame) -> pd.DataFrame:
-    """Both models over numbers of buckets from 1 to the most that was measured, in the columns of the figure."""
-    most = tables.by_bucket(frame, "waiting_s").groupby(list(MACHINE))["buckets"].max()
+def _on(row: Row) -> str:
+    """The panel of a figure."""
+    return f"{row['workload']}, {row['world_size']} ranks"
+
+
+def curves(frame: pd.DataFrame, calibration: Calibration | None) -> pd.DataFrame:
+    """All models over numbers of buckets from 1 to the most that was measured, in the columns of the figure."""
+    most = _exposed(frame).groupby(list(MACHINE))["buckets"].max()
     rows = []
-    for row in constants(frame).to_dict("records"):
+    for row in constants(frame, calibration).to_dict("records"):
         model = AlphaBeta(row["call_s"], 1 / row["bandwidth_bytes_per_s"])
         for step in range(CURVE_POINTS):
             buckets = float(most[tuple(row[name] for name in MACHINE)]) ** (step / (CURVE_POINTS - 1))
-            seconds = model.predict_s(bucket_overhead(buckets, row["gradient_bytes"]))
-            rows.append([row["model"], f"{row['world_size']} ranks", buckets, seconds])
-    return pd.DataFrame(rows, columns=["batch_x_sequence", "ranks", "buckets", "waiting_s"])
+            seconds = _adds_s(row["model"], model, buckets, row["gradient_bytes"])
+            rows.append([row["model"], _on(row), buckets, seconds])
+    return pd.DataFrame(rows, columns=["batch_x_sequence", "on", "buckets", "exposed_s"])

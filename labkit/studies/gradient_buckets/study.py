@@ -1,14 +1,14 @@
-"""The gradient-buckets lab: its parameters and the points it measures."""
+"""The gradient-buckets lab: its parameters, the points it measures, and what it expects of them."""
 
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Annotated, Any
 
 import pandas as pd
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from labkit.costs.memory import activation_bytes
 from labkit.lab import capacity
-from labkit.lab.agreement import AllReduceTime, Known, step_times
+from labkit.lab.agreement import Known, step_times
 from labkit.lab.config import Count, Device, LabConfig, Repeats, Seed, TimeoutSeconds, Warmup, one_of
 from labkit.lab.rows import select
 from labkit.lab.study import Study
@@ -17,7 +17,8 @@ from labkit.nn.transformer import SIZES, shape_named
 from labkit.nn.workloads import workload_parameters
 from labkit.parallel.ranks.joined import ranks_here
 from labkit.studies.gradient_buckets.findings import QUESTIONS
-from labkit.studies.gradient_buckets.worker import LOCAL, PROBE, STEPS, BucketsPoint, measure_point
+from labkit.studies.gradient_buckets.model import PREDICTED
+from labkit.studies.gradient_buckets.worker import LOCAL, STEPS, BucketsPoint, measure_point
 
 MIB = 2**20
 RANK_BYTES = 200 * MIB  # a rank's own resident memory, torch included
@@ -30,28 +31,18 @@ Megabytes = Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]
 class BucketsConfig(LabConfig):
     """What a reader may set. Bucket sizes are in MiB."""
 
-    workload: WorkloadName
+    workloads: Annotated[list[WorkloadName], Field(min_length=1)]
     world_sizes: Annotated[list[Annotated[int, Field(ge=2, le=1024)]], Field(min_length=1)] = [2]
     buckets_mb: Annotated[list[Megabytes], Field(min_length=1)]
     batches: Annotated[list[Count], Field(min_length=1)]
     """Sequences a rank."""
     sequences: Annotated[list[Count], Field(min_length=1)]
     """Tokens of a sequence."""
-    probe_bytes: Annotated[list[Annotated[int, Field(ge=4, le=2**40, multiple_of=4)]], Field(min_length=2)]
-    """Two sizes or more of single all-reduces, which give bandwidth and cost of a call."""
-    probe_repeats: Repeats = 40
     warmup: Warmup = 2
     repeats: Repeats = 10
     device: Device = "auto"
     seed: Seed = 0
     timeout_s: TimeoutSeconds = 600.0
-
-    @field_validator("probe_bytes")
-    @classmethod
-    def _differ(cls, sizes: list[int]) -> list[int]:
-        if len(set(sizes)) < 2:
-            raise ValueError("should name two sizes that differ, or bandwidth and cost of a call cannot be told apart")
-        return sizes
 
 
 class GradientBucketsStudy(Study):
@@ -63,55 +54,51 @@ class GradientBucketsStudy(Study):
     questions = QUESTIONS
     profiles = {
         "smoke": BucketsConfig(
-            workload="nano",
+            workloads=["nano"],
             buckets_mb=[1.0, 100.0],
             batches=[1],
             sequences=[8, 16],
-            probe_bytes=[4096, MIB],
             warmup=1,
             repeats=6,
         ),
         "quick": BucketsConfig(
-            workload="mini",
+            workloads=["mini"],
             buckets_mb=[1.0, 10.0, 100.0],
             batches=[2],
             sequences=[16, 64],
-            probe_bytes=[4096, 25 * MIB],
         ),
         "standard": BucketsConfig(
-            workload="mini",
+            workloads=["mini"],
             world_sizes=[2, 4],
             buckets_mb=[1.0, 3.0, 10.0, 30.0, 100.0],
             batches=[2, 4],
             sequences=[32, 128],
-            probe_bytes=[4096, 25 * MIB],
             repeats=15,
         ),
         "paper": BucketsConfig(
-            workload="xl",
+            workloads=["small", "xl"],
             buckets_mb=[1.0, 10.0, 100.0, 1000.0],
             batches=[2, 4],
             sequences=[128, 256, 512],
-            probe_bytes=[4096, 100 * MIB],
             warmup=5,
             repeats=20,
             timeout_s=3600.0,
         ),
     }
     worker = staticmethod(measure_point)
+    predicted = PREDICTED
 
     def points(self, config: BucketsConfig, machine: Machine) -> Sequence[BucketsPoint]:
-        """By world size: single all-reduces first, then one point a (batch, sequence length)."""
+        """By world size one point per model, batch and sequence length."""
         device = machine.device(config.device)
         points = []
         for world_size in sorted(set(config.world_sizes)):
             here: dict[str, Any] = {"world_size": world_size, "device": device}
             here["backend"] = machine.backend(device, ranks_here(world_size))
-            probe = {"probe_bytes": sorted(set(config.probe_bytes)), "repeats": config.probe_repeats}
-            points.append(BucketsPoint.of(config, sweep=PROBE, buckets_mb=(), **probe, **here))
-            sizes: dict[str, Any] = {"buckets_mb": sorted(set(config.buckets_mb)), "probe_bytes": ()}
+            sizes = sorted(set(config.buckets_mb))
             points += [
-                BucketsPoint.of(config, sweep=STEPS, batch=batch, sequence=sequence, **sizes, **here)
+                BucketsPoint.of(config, workload=workload, batch=batch, sequence=sequence, buckets_mb=sizes, **here)
+                for workload in dict.fromkeys(config.workloads)
                 for batch in sorted(set(config.batches))
                 for sequence in sorted(set(config.sequences))
             ]
@@ -121,26 +108,20 @@ class GradientBucketsStudy(Study):
         local = select(frame, ["seconds", "workload", "sequence"], sweep=STEPS, alternative=LOCAL, phase="step")
         about = {"size": local["workload"], "context_length": local["sequence"], "precision": "float32"}
         yield step_times(local.assign(part="step", **about), "SGD")
-        probes = select(frame, ["seconds", "n_bytes"], sweep=PROBE, device="cpu", backend="gloo")
-        yield Known(AllReduceTime, probes.assign(algorithm="torch", over="gloo"))
 
     def skip_reason(self, point: BucketsPoint, machine: Machine) -> str | None:
         ranks = ranks_here(point.world_size)
         return capacity.skip_reason(machine, point.device, ranks * (RANK_BYTES + _rank_bytes(point)), ranks=ranks)
 
     def series(self, point: BucketsPoint) -> tuple[Hashable, float]:
-        return (point.sweep, point.world_size), (point.batch or 1) * (point.sequence or 1)
+        return (point.world_size, point.workload), point.batch * point.sequence
 
 
 def _rank_bytes(point: BucketsPoint) -> int:
-    """What a rank allocates: tensors of single all-reduces, or weights, gradients, buckets and activations."""
-    if point.sweep == PROBE:
-        return 8 * sum(point.probe_bytes)  # the check is in float64
+    """What a rank allocates: weights, gradients, buckets and activations."""
     parameters = 4 * workload_parameters(point.workload)
     shape = shape_named(point.workload)
-    return (COPIES + len(point.buckets_mb)) * parameters + activation_bytes(
-        shape, point.batch or 1, point.sequence or 1
-    )
+    return (COPIES + len(point.buckets_mb)) * parameters + activation_bytes(shape, point.batch, point.sequence)
 
 
 STUDY = GradientBucketsStudy()

@@ -59,7 +59,8 @@ def steps(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def _panel(table: pd.DataFrame) -> list[str]:
-    return [f"batch {batch:.0f}, {ranks:.0f} ranks" for batch, ranks in zip(table.batch, table.world_size, strict=True)]
+    several = zip(table.workload, table.batch, table.world_size, strict=True)
+    return [f"{model}, batch {batch:.0f}, {ranks:.0f} ranks" for model, batch, ranks in several]
 
 
 def by_bucket(frame: pd.DataFrame, quantity: str) -> pd.DataFrame:
@@ -122,5 +123,5 @@ def published() -> pd.DataFrame:
     table = pd.read_csv(reference_directory() / "ddp_bucketed_xl_2gpu.csv")
     names = {"local_batch": "batch", "seq_len": "sequence", "allreduce_s": "waiting_s"}
     table = table.rename(columns=names)
-    table = table.assign(world_size=PUBLISHED_RANKS, waiting_percent=100 * table["allreduce_ratio"])
+    table = table.assign(workload="xl", world_size=PUBLISHED_RANKS, waiting_percent=100 * table["allreduce_ratio"])
     return table.assign(panel=_panel(table)).drop(columns="allreduce_ratio")

@@ -5,7 +5,7 @@ the memory of the weights, so that a model that barely fits is there once. "loca
 communication. Its updates let the weights of the ranks drift apart, after the gate; times do not depend on them.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from labkit.bench.clock import Stopwatch, time_interleaved
-from labkit.bench.exact_sums import sum_error, sum_verdict
+from labkit.bench.clock import Stopwatch
 from labkit.lab.point import Point
 from labkit.nn.workloads import Workload, workload_named
 from labkit.parallel.data_parallel import BucketedDDP
@@ -24,59 +23,34 @@ from labkit.studies.shared.alternatives import Failed, attempt, time_those_that_
 from labkit.studies.shared.gradient_gate import check_gradients, local_means
 
 LOCAL = "local"
-STEPS, PROBE = "steps", "probe"
+STEPS = "steps"
 
 
 @dataclass(frozen=True, kw_only=True)
 class BucketsPoint(Point):
-    """Either a batch and sequence length, with the bucket sizes compared there, or the sizes of single all-reduces."""
+    """A batch and sequence length, with the bucket sizes compared there."""
 
-    sweep: str
-    """ "steps" or "probe"."""
+    sweep: str = STEPS
     workload: str
     device: str = "cpu"
     """ "cpu" or "cuda"; several ranks may share one CUDA device."""
-    batch: int | None = None
+    batch: int
     """Sequences a rank."""
-    sequence: int | None = None
+    sequence: int
     """Tokens of each."""
     buckets_mb: tuple[float, ...] = ()
     """MiB."""
-    probe_bytes: tuple[int, ...] = ()
     warmup: int = 2
     repeats: int = 10
     seed: int = 0
 
     def title(self) -> str:
-        about = "single all-reduces" if self.sweep == PROBE else f"batch {self.batch}, sequence {self.sequence}"
-        return f"{super().title()}, {self.workload}, {about}"
+        return f"{super().title()}, {self.workload}, batch {self.batch}, sequence {self.sequence}"
 
 
 def measure_point(point: BucketsPoint) -> Iterator[dict[str, Any]]:
-    """Rows of one point: seconds of single all-reduces by size, or of steps and waiting by bucket size."""
-    device = use_device(point.device)
-    yield from (_probe if point.sweep == PROBE else _steps)(point, device)
-
-
-def _probe(point: BucketsPoint, device: str) -> Iterator[dict[str, Any]]:
-    """Single all-reduces, timed before any step: they give the bandwidth and the cost of a call."""
-    tensors = {str(n): torch.empty(n // 4, device=device) for n in point.probe_bytes}
-    errors = {}
-    for name, tensor in tensors.items():
-        errors[name] = sum_error(dist.all_reduce, tensor)
-        tensor.zero_()  # sums of sums would overflow
-    right = {name: tensor for name, tensor in tensors.items() if sum_verdict(errors[name]) == "ok"}
-    actions = {name: _all_reduce(tensor) for name, tensor in right.items()}
-    times = time_interleaved(
-        actions, warmup=point.warmup, repeats=point.repeats, device=device, before=dist.barrier, seed=point.id
-    )
-    for name, error in errors.items():
-        row = {"n_bytes": int(name), "error": error, "gate": sum_verdict(error)}
-        yield row | {"seconds": times[name]} if name in times else row
-
-
-def _all_reduce(tensor: Tensor) -> Callable[[], Any]:
-    return lambda: dist.all_reduce(tensor)
+    """Rows of one point: seconds of steps and of waiting by bucket size."""
+    yield from _steps(point, use_device(point.device))
 
 
 class Trainer:
@@ -132,8 +106,8 @@ def _named(bucket_mb: float | None) -> dict[str, Any]:
 def _steps(point: BucketsPoint, device: str) -> Iterator[dict[str, Any]]:
     workload = workload_named(
         point.workload,
-        batch=point.batch or 1,
-        context_length=point.sequence or 1,
+        batch=point.batch,
+        context_length=point.sequence,
         device=device,
         seed=1000 * point.seed + dist.get_rank(),
     )

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from labkit.costs.calibration import ALL_REDUCE, Calibration
+from labkit.costs.calibration import ALL_REDUCE, CPU, Calibration
 from labkit.costs.communication import MessageCost
 from labkit.costs.sharding import sent_bytes
 from labkit.costs.transformer import SIZES, n_parameters
@@ -61,18 +61,29 @@ def _data_parallel(frame: pd.DataFrame) -> Iterator[dict[str, Any]]:
 
 
 def _sharding(frame: pd.DataFrame) -> Iterator[dict[str, Any]]:
-    """Ways are called after the stage of ZeRO; those that begin with torch send by gloo."""
+    """Ways are called after the stage of ZeRO; those that begin with torch send by gloo, whatever the transport."""
     rows = select(frame, ["size", "part", "transport"], kind="time", device="cpu", size=list(SIZES))
     for transport, some in rows.rename(columns={"size": "workload"}).groupby("transport"):
-        for step in _medians(some, "part", "way"):
-            stage, layers = step["way"].removeprefix("torch_"), SIZES[step["workload"]].n_layers
-            buckets = _calls(step["workload"], "bucketed") or 1
-            is_shared = transport == "shared" and stage == step["way"]
-            calls = {"ddp": buckets, "zero1": 2 * buckets, "zero2": 2 * buckets}.get(stage, 3 * (layers + 1))
-            name = f"{step['way']}, {SHARED if is_shared else 'messages'}"
-            about = {"stage": stage, "calls": calls, "way": SHARED if is_shared else GLOO, "adamw": True}
-            if stage == step["way"] or transport != "shared":  # torch's take part under each transport
-                yield step | {"implementation": name} | about
+        for step in _medians(some[some["way"] != "gather"], "part", "way"):
+            stage = step["way"].removeprefix("torch_")
+            is_torch = stage != step["way"]
+            is_shared = transport == "shared" and not is_torch
+            yield step | {
+                "implementation": f"{step['way']}, {SHARED if is_shared else 'messages'}",
+                "stage": stage,
+                "calls": _sharding_calls(step["workload"], stage, is_torch, int(step["world_size"])),
+                "way": SHARED if is_shared else GLOO,
+                "adamw": True,
+                "scatters_by_all_reduce": is_torch and stage == "zero3",
+            }
+
+
+def _sharding_calls(workload: str, stage: str, is_torch: bool, ranks: int) -> float:
+    """Collectives of a step. torch's ZeRO-1 broadcasts tensor by tensor; gloo reduces and scatters rank by rank."""
+    buckets, layers = _calls(workload, "bucketed") or 1, SIZES[workload].n_layers + 1
+    after = (_calls(workload, "naive") or 1) if is_torch else buckets
+    scatters = ranks if is_torch else 1
+    return {"ddp": buckets, "zero1": buckets + after, "zero2": 2 * buckets}.get(stage, (2 + scatters) * layers)
 
 
 def _medians(rows: pd.DataFrame, part: str, name: str) -> list[dict[str, Any]]:
@@ -103,6 +114,8 @@ def _predicted_s(calibration: Calibration, machine: Machine, step: dict[str, Any
         return None
     n_bytes = 4 * n_parameters(SIZES[step["workload"]])
     reduced = sent_bytes(n_bytes, step["stage"], ranks) / (2 * (ranks - 1) / ranks)
+    if step.get("scatters_by_all_reduce"):  # gloo has no reduce-scatter: an all-reduce for each rank, not half of one
+        reduced += (ranks - 0.5) * n_bytes
     return computing + way.predict_s(MessageCost(step["calls"], reduced))
 
 
@@ -110,7 +123,7 @@ def _compute_s(calibration: Calibration, machine: Machine, step: dict[str, Any],
     """A step without communication. In float32: elements are twice as long as the formulas have them."""
     batch, shards = int(step["batch"]), ranks if step["stage"] in ("zero1", "zero2", "zero3") else 1
     rates, known = calibration.of_ranks(ranks), load_constants()
-    hardware = hardware_of(calibration, machine.memory_bytes, ranks=ranks)
+    hardware = hardware_of(calibration, machine.memory_bytes, ranks=ranks, device=CPU)
     values = {
         "launch_s": CALLS_PER_LAYER * rates.call_s,
         "optimizer_traffic": (BYTES_OF_ADAMW / shards if "adamw" in step else BYTES_OF_SGD) / 2,

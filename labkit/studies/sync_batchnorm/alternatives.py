@@ -19,6 +19,7 @@ from labkit.bench import gate
 from labkit.bench.exact_sums import sum_error
 from labkit.parallel import sync_batchnorm
 from labkit.parallel.sync_batchnorm import SyncBatchNorm
+from labkit.studies.shared.norm_collectives import sent_bytes
 
 OWN, TWO_COLLECTIVES, ALONE, TORCH = "labkit", "labkit_two_collectives", "labkit_without_collectives", "torch"
 LOCAL, WHOLE = "plain_local_batch", "plain_whole_batch"
@@ -167,6 +168,7 @@ class Bare:
 
     def __init__(self, name: str, features: int, device: str):
         self.name = name
+        self.features = features
         self.statistics = torch.zeros(2 * features + 1, dtype=torch.float64, device=device)
         self.sums = torch.zeros(2 * features, dtype=torch.float32, device=device)
 
@@ -185,8 +187,7 @@ class Bare:
     @property
     def sent_bytes(self) -> dict[str, int]:
         """Of a rank, by phase."""
-        sizes = {"forward": self.statistics, "backward": self.sums}
-        return {phase: tensor.numel() * tensor.itemsize for phase, tensor in sizes.items()}
+        return dict(zip(("forward", "backward"), sent_bytes(self.features), strict=True))
 
 
 def check_layer(layer: Layer, batch: Batch) -> tuple[float, str]:

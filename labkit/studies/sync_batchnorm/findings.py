@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pandas as pd
 
+from labkit.costs.calibration import Calibration
 from labkit.lab.claims import claim, judged_claim, published
 from labkit.lab.comparing import MEMORY, agreement, compared
 from labkit.lab.findings import Claim, Finding, Questions
@@ -12,7 +13,7 @@ from labkit.lab.rows import select
 from labkit.lab.units import format_seconds, join_words, span
 from labkit.studies.shared.rank_troubles import rank_troubles
 from labkit.studies.sync_batchnorm import tables
-from labkit.studies.sync_batchnorm.alternatives import ALTERNATIVES, LOCAL, OWN, TORCH, TWO_COLLECTIVES
+from labkit.studies.sync_batchnorm.alternatives import ALONE, ALTERNATIVES, LOCAL, OWN, TORCH, TWO_COLLECTIVES
 from labkit.studies.sync_batchnorm.predictions import predictions
 from labkit.studies.sync_batchnorm.tables import BOTH, PARTS, PRICE, SETTING
 from labkit.studies.sync_batchnorm.worker import LAYER
@@ -145,15 +146,24 @@ def memory(frame: pd.DataFrame) -> Finding | None:
 
 
 @QUESTIONS.ask("prediction", "Do counted operators, bytes and messages predict the times?")
-def predicted(frame: pd.DataFrame) -> Finding | None:
-    table = predictions(frame)
+def predicted(frame: pd.DataFrame, calibration: Calibration | None) -> Finding | None:
+    table = predictions(frame, calibration)
     found = agreement(select(table, alternative=OWN), "times of a layer", "what its counts predict")
-    counts = table.groupby("alternative")["operators"].max()
-    if found is None or not {OWN, LOCAL} <= set(counts.index):
-        return found
-    own, plain = (f"{counts[name]:.0f}" for name in (OWN, LOCAL))
-    why = f"A synchronized layer runs {own} operators beside its collectives, a plain one {plain}."
-    return replace(found, table=table.drop(columns="panel"), why=why)
+    return found and replace(found, table=table.drop(columns="panel"), why=_unpredicted(table))
+
+
+def _unpredicted(table: pd.DataFrame) -> str | None:
+    """What an operator takes in a layer, beside what the calibration has of it; and how many there are."""
+    alone, counts = select(table, alternative=ALONE), table.groupby("alternative")["operators"].max()
+    if alone.empty or not {OWN, LOCAL} <= set(counts.index):
+        return None
+    taken, calibrated = (
+        format_seconds((alone[name] / alone["operators"]).median()) for name in ("seconds", "predicted_s")
+    )
+    return (
+        f"A synchronized layer runs {counts[OWN]:.0f} operators, a plain one {counts[LOCAL]:.0f}. In a layer without "
+        f"messages each takes {taken}; calibrated are {calibrated}, without Python and autograd around it."
+    )
 
 
 @QUESTIONS.ask("published_trends", "Do the published trends hold on this machine?")

@@ -3,7 +3,7 @@
 from collections.abc import Hashable, Sequence
 from typing import Annotated, Any
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from labkit.lab import capacity
 from labkit.lab.config import Count, Device, LabConfig, Repeats, Seed, TimeoutSeconds, Warmup, one_of
@@ -12,7 +12,7 @@ from labkit.machine import Machine
 from labkit.parallel.ranks.joined import ranks_here
 from labkit.studies.sync_batchnorm.alternatives import ALTERNATIVES, BARE, LAYERS, plug_in
 from labkit.studies.sync_batchnorm.findings import QUESTIONS
-from labkit.studies.sync_batchnorm.worker import LAYER, PROBE, SyncBatchNormPoint, measure_point
+from labkit.studies.sync_batchnorm.worker import SyncBatchNormPoint, measure_point
 
 RANK_BYTES = 200 * 2**20  # a rank's own resident memory, torch included
 # Of the whole batch in float32, on a rank, beside those that wait for their backward: every alternative's input and
@@ -27,8 +27,6 @@ class SyncBatchNormConfig(LabConfig):
     batches: Annotated[list[Annotated[int, Field(ge=4, lt=2**31)]], Field(min_length=1)] = [32, 64]
     """Rows of all ranks together."""
     features: Annotated[list[Count], Field(min_length=1)] = [128, 256, 512, 1024]
-    probe_bytes: Annotated[list[Annotated[int, Field(ge=16, le=2**40, multiple_of=16)]], Field(min_length=2)]
-    """Sizes of single collectives and copies, which give what a call and a byte cost."""
     alternatives: list[Annotated[str, one_of(lambda: (*LAYERS, *BARE))]] = list(ALTERNATIVES)
     calls: Annotated[int, Field(ge=1, le=10_000)] = 5
     """Of which one sample is the mean."""
@@ -37,16 +35,6 @@ class SyncBatchNormConfig(LabConfig):
     device: Device = "auto"
     seed: Seed = 0
     timeout_s: TimeoutSeconds = 300.0
-
-    @field_validator("probe_bytes")
-    @classmethod
-    def _differ(cls, sizes: list[int]) -> list[int]:
-        if len(set(sizes)) < 2:
-            raise ValueError("should name two sizes that differ, or a call and a byte cannot be told apart")
-        return sizes
-
-
-KIB = 2**10
 
 
 class SyncBatchNormStudy(Study):
@@ -61,15 +49,13 @@ class SyncBatchNormStudy(Study):
             world_sizes=[2],
             batches=[32, 64],
             features=[128, 1024],
-            probe_bytes=[KIB, 64 * KIB],
             calls=2,
             warmup=1,
             repeats=6,
         ),
-        "quick": SyncBatchNormConfig(probe_bytes=[KIB, 16 * KIB, 256 * KIB], calls=2, repeats=20),
-        "standard": SyncBatchNormConfig(probe_bytes=[KIB, 4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB], repeats=200),
+        "quick": SyncBatchNormConfig(calls=2, repeats=20),
+        "standard": SyncBatchNormConfig(repeats=200),
         "paper": SyncBatchNormConfig(
-            probe_bytes=[KIB, 4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB],
             calls=10,
             warmup=10,
             repeats=1000,
@@ -81,38 +67,32 @@ class SyncBatchNormStudy(Study):
     plug_in = staticmethod(plug_in)
 
     def points(self, config: SyncBatchNormConfig, machine: Machine) -> Sequence[SyncBatchNormPoint]:
-        """By world size: single collectives and copies first, then one point a (batch, features)."""
+        """By world size one point per batch and number of features."""
         device = machine.device(config.device)
         points = []
         for world_size in sorted(set(config.world_sizes)):
             here: dict[str, Any] = {"world_size": world_size, "device": device}
             here["backend"] = machine.backend(device, ranks_here(world_size))
-            sizes = sorted(set(config.probe_bytes))
-            probe: dict[str, Any] = here | {"probe_bytes": sizes, "features": None, "alternatives": ()}
-            points.append(SyncBatchNormPoint.of(config, sweep=PROBE, **probe))
-            layers: dict[str, Any] = here | {"sweep": LAYER, "probe_bytes": ()}
             for batch in sorted(set(config.batches)):
                 for features in sorted(set(config.features)):
-                    points.append(SyncBatchNormPoint.of(config, **layers | {"batch": batch, "features": features}))
+                    points.append(SyncBatchNormPoint.of(config, batch=batch, features=features, **here))
         return points
 
     def skip_reason(self, point: SyncBatchNormPoint, machine: Machine) -> str | None:
         if reason := machine.why_no_device(point.device):
             return reason
-        if point.batch is not None and point.batch < 2 * point.world_size:
+        if point.batch < 2 * point.world_size:
             return "plain BatchNorm needs two rows a rank, and there are fewer"
         ranks = ranks_here(point.world_size)
         return capacity.skip_reason(machine, point.device, ranks * (RANK_BYTES + _rank_bytes(point)), ranks=ranks)
 
     def series(self, point: SyncBatchNormPoint) -> tuple[Hashable, float]:
-        return (point.sweep, point.world_size), (point.batch or 1) * (point.features or 1)
+        return point.world_size, point.batch * point.features
 
 
 def _rank_bytes(point: SyncBatchNormPoint) -> int:
     """What a rank allocates: inputs, gradients, exact results, and the outputs that wait for their backward."""
-    if point.sweep == PROBE:
-        return 8 * sum(point.probe_bytes) * point.world_size
-    return (COPIES + 2 * point.calls) * 4 * (point.batch or 1) * (point.features or 1)
+    return (COPIES + 2 * point.calls) * 4 * point.batch * point.features
 
 
 STUDY = SyncBatchNormStudy()

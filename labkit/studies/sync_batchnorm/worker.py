@@ -8,11 +8,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from labkit.bench.allocator import record_allocations
-from labkit.bench.clock import time_interleaved
 from labkit.bench.operators import operators_of
 from labkit.bench.saved_tensors import saved_for_backward
 from labkit.lab.point import Point
@@ -20,7 +18,6 @@ from labkit.parallel.ranks.device import use_device
 from labkit.studies.shared.alternatives import Failed, attempt, time_those_that_run, turn_of
 from labkit.studies.sync_batchnorm.alternatives import (
     BARE,
-    COLLECTIVES,
     TORCH,
     WHOLE,
     Bare,
@@ -31,24 +28,21 @@ from labkit.studies.sync_batchnorm.alternatives import (
     verdict,
 )
 
-LAYER, PROBE = "layer", "probe"
+LAYER = "layer"
 PHASES = ("forward", "backward", "both")
-COPY = "copy"
 
 
 @dataclass(frozen=True, kw_only=True)
 class SyncBatchNormPoint(Point):
-    """Either a batch with the alternatives compared on it, or the sizes of single collectives and copies."""
+    """A batch with the alternatives compared on it."""
 
-    sweep: str
-    """ "layer" or "probe"."""
+    sweep: str = LAYER
     device: str = "cpu"
     """ "cpu" or "cuda"; several ranks may share one CUDA device."""
-    batch: int | None = None
+    batch: int
     """Rows of all ranks together."""
-    features: int | None = None
+    features: int
     alternatives: tuple[str, ...] = ()
-    probe_bytes: tuple[int, ...] = ()
     calls: int = 5
     """Of which one sample is the mean."""
     warmup: int = 2
@@ -56,42 +50,13 @@ class SyncBatchNormPoint(Point):
     seed: int = 0
 
     def title(self) -> str:
-        about = "single collectives" if self.sweep == PROBE else f"{self.batch} x {self.features}"
-        return f"{super().title()}, {about}"
+        return f"{super().title()}, {self.batch} x {self.features}"
 
 
 def measure_point(point: SyncBatchNormPoint) -> Iterator[dict[str, Any]]:
-    """Rows of one point: seconds of single collectives and copies, or of every alternative and phase, and memory."""
+    """Rows of one point: seconds of every alternative and phase, and memory."""
     device = use_device(point.device)
-    yield from (_probe if point.sweep == PROBE else _layers)(point, device)
-
-
-def _probe(point: SyncBatchNormPoint, device: str) -> Iterator[dict[str, Any]]:
-    """The layer's collectives and a copy at a few sizes, before any layer: they give what calls and bytes cost."""
-    actions: dict[str, Callable[[], Any]] = {}
-    abouts = {}
-    for n_bytes in point.probe_bytes:
-        bare = Bare(COLLECTIVES, n_bytes // 16, device)  # 2C + 1 numbers of 8 bytes, 2C of 4
-        gate = verdict(bare_error(bare))
-        for phase, size in bare.sent_bytes.items():
-            abouts[f"{phase} {n_bytes}"] = {
-                "alternative": COLLECTIVES,
-                "phase": phase,
-                "sent_bytes": size,
-                "gate": gate,
-            }
-        if gate == "ok":
-            actions |= {f"forward {n_bytes}": bare.forward, f"backward {n_bytes}": bare.backward}
-        source, target = torch.zeros(2, n_bytes // 4, device=device)
-        abouts[f"copy {n_bytes}"] = {"alternative": COPY, "moved_bytes": 2 * n_bytes, "gate": "ok"}
-        actions[f"copy {n_bytes}"] = partial(target.copy_, source)
-    times = time_interleaved(actions, **_timing(point, device))
-    for name, about in abouts.items():
-        yield about | {"seconds": times[name]} if name in times else about
-
-
-def _layers(point: SyncBatchNormPoint, device: str) -> Iterator[dict[str, Any]]:
-    batch = Batch.of_rank(point.batch or 2, point.features or 1, seed=point.seed, device=device)
+    batch = Batch.of_rank(point.batch, point.features, seed=point.seed, device=device)
     right: dict[str, Layer | Bare] = {}
     abouts: dict[str, dict[str, Any]] = {}
     for name in point.alternatives:
@@ -132,7 +97,7 @@ def _layers(point: SyncBatchNormPoint, device: str) -> Iterator[dict[str, Any]]:
 def _checked(name: str, point: SyncBatchNormPoint, batch: Batch, device: str) -> tuple[Layer | Bare, float, str]:
     """An alternative, its error, and what the gate says."""
     if name in BARE:
-        bare = Bare(name, point.features or 1, device)
+        bare = Bare(name, point.features, device)
         error = bare_error(bare)
         return bare, error, verdict(error)
     layer = Layer(name, batch)

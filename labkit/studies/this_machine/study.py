@@ -11,6 +11,7 @@ from labkit.costs.transformer import SIZES, n_parameters
 from labkit.lab import capacity
 from labkit.lab.advise.machine import (
     DEFAULT,
+    OF_RANKS,
     Configuration,
     Recommendation,
     compute_share,
@@ -67,7 +68,7 @@ class ThisMachineStudy(Study):
         "smoke": ThisMachineConfig(
             models=["nano"], precision="bfloat16", compiled=False, batch=1, context_length=32, warmup=1, repeats=6
         ),
-        "quick": ThisMachineConfig(models=["mini"], context_length=64, warmup=1, repeats=8),
+        "quick": ThisMachineConfig(models=["mini", "small"], context_length=64, warmup=1, repeats=8),
         "standard": ThisMachineConfig(models=["mini", "small", "medium"], world_sizes=[1, 2]),
         "paper": ThisMachineConfig(
             models=["small", "medium", "large"], world_sizes=[1, 2], batch=8, context_length=512, warmup=5, repeats=20
@@ -132,7 +133,7 @@ def _expected_ratio(found: Sequence[Recommendation], world_size: int, model: str
     """On one rank there is no communication, and no wrapper to save any."""
     if world_size > 1:
         return expected_ratio(found, compute_share=compute_share(model, runs))
-    return expected_ratio([one for one in found if one.topic not in ("wrapper", "bucket_mb")])
+    return expected_ratio([one for one in found if one.topic not in OF_RANKS])
 
 
 STUDY = ThisMachineStudy()
