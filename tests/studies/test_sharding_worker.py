@@ -54,7 +54,7 @@ def _without_collectives(point):
 
 
 def _without_a_rank(point):
-    """The same point once for each of `MISSING` and each rank, which sends nothing, or of what is added not the last eighth."""
+    """The same point once for each of `MISSING` and each rank: it sends nothing, or not the last eighth of a sum."""
     from importlib import import_module
 
     from torch import distributed as dist
