@@ -223,6 +223,7 @@ def _measure_group(
                 continue
             if isinstance(event, Again):
                 writer.measure_again(point, event.alternative, event.reason, _details(event.failure))
+                tally.tell(f"{point.title()}: again, without {event.alternative} ({event.reason})")
                 beats.clear()
                 continue
             _record_end(writer, point, event, meter.load(), [beats[rank] for rank in sorted(beats)])
