@@ -23,6 +23,7 @@ def test_summary_of_known_samples():
     summary = summarize(range(1, 102))
     assert (summary.n, summary.median, summary.mean) == (101, 51, 51)
     assert (summary.p90, summary.p95, summary.p99) == (91, 96, 100)
+    assert summary.std == pytest.approx(np.sqrt(101 * 102 / 12))  # of a sample, not of a population
     assert summary.low < 51 < summary.high
 
 
@@ -84,7 +85,8 @@ def test_of_many_comparisons_only_what_survives_all_of_them_is_claimed():
 @pytest.mark.parametrize("seconds", [1.0, 0.0012])
 def test_a_ratio_without_any_noise_is_certain(n, seconds):
     assert compare([seconds] * n, [2 * seconds] * n, interleaved=True).verdict == "faster"
-    assert compare([seconds] * n, [seconds] * n, interleaved=True).verdict == "no difference shown"
+    equal = compare([seconds] * n, [seconds] * n, interleaved=True)
+    assert (equal.verdict, equal.p) == ("no difference shown", pytest.approx(1.0))
     assert compare([seconds] * n, [2 * seconds] * n, interleaved=False).verdict == "faster"
 
 

@@ -3,10 +3,11 @@
 import copy
 import gc
 import pickle
+import tempfile
 import threading
 import time
 import weakref
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 import pytest
@@ -32,16 +33,37 @@ from tests.parallel.data_parallel_cases import (
 )
 
 
+def _by_point(worker, points, world_size):
+    """The only row of every rank, by point, or why there is none. One group has them all; a failure costs its own."""
+    points = list(points)
+    told = {point: [None] * world_size for point in points}
+    for item in launch(worker, points, world_size=world_size, timeout_s=120):
+        if isinstance(item, Row):
+            told[points[item.index]][item.rank] = item.values
+        elif item.status != "ok":
+            told[points[item.index]] = item.reason
+    return told
+
+
 @cache
 def _trained(world_size):
-    """What the ranks returned, by wrapper. One group trains them all; a failure costs its wrapper alone."""
-    points, trained = list(WRAPPERS), {name: [None] * world_size for name in WRAPPERS}
-    for item in launch(run_on_ranks, points, world_size=world_size, timeout_s=120):
-        if isinstance(item, Row):
-            trained[points[item.index]][item.rank] = item.values
-        elif item.status != "ok":
-            trained[points[item.index]] = item.reason
-    return trained
+    return _by_point(run_on_ranks, WRAPPERS, world_size)
+
+
+@cache
+def _said():
+    return _by_point(_answer, ON_TWO_RANKS, 2)
+
+
+def _told(name):
+    """What the function of `ON_TWO_RANKS` returned on each of two ranks."""
+    told = _said()[name]
+    assert isinstance(told, list), told
+    return [of_rank["told"] for of_rank in told]
+
+
+def _answer(name):
+    yield {"told": ON_TWO_RANKS[name]()}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -118,7 +140,7 @@ def _refusals():
 
 @pytest.fixture(scope="module")
 def refusals():
-    return run_ranks(_refusals, world_size=2, timeout_s=60)
+    return _told("refusals")
 
 
 @pytest.mark.parametrize(
@@ -196,7 +218,7 @@ def _fail(gradient):
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_the_rest_of_the_contract(wrapper):
-    first, second = run_ranks(_contract, wrapper, world_size=2, timeout_s=60)
+    first, second = _told(f"contract of {wrapper}")
     for told in (first, second):
         assert told["idempotent"]
         assert all(told["deferred"])
@@ -217,7 +239,7 @@ def _missing_elsewhere():
 
 
 def test_parameters_that_are_unused_on_one_rank_only_are_named_at_once():
-    for rank, told in enumerate(run_ranks(_missing_elsewhere, world_size=2, timeout_s=30)):
+    for rank, told in enumerate(_told("missing elsewhere")):
         assert f"heads.{1 - rank}.weight" in told
 
 
@@ -237,7 +259,7 @@ def _evaluate_after_training():
 
 
 def test_evaluation_after_training_uses_the_buffers_that_torchs_would():
-    for told in run_ranks(_evaluate_after_training, world_size=2, timeout_s=30):
+    for told in _told("evaluation"):
         assert told["labkit"] == pytest.approx(told["torch"], abs=1e-6)
 
 
@@ -261,12 +283,12 @@ def _collectives(wrapper):
     return calls
 
 
-@pytest.mark.parametrize(
-    ("wrapper", "collectives"),
-    [("naive", 6), ("flat", 1), ("overlapped", 6), ("bucketed", 3), ("one bucket", 1), ("bucketed, no overlap", 3)],
-)
+COLLECTIVES = {"naive": 6, "flat": 1, "overlapped": 6, "bucketed": 3, "one bucket": 1, "bucketed, no overlap": 3}
+
+
+@pytest.mark.parametrize(("wrapper", "collectives"), COLLECTIVES.items())
 def test_collectives_are_counted_and_begin_when_they_should(wrapper, collectives):
-    calls = run_ranks(_collectives, wrapper, world_size=2, timeout_s=60)[0]
+    calls = _told(f"collectives of {wrapper}")[0]
     elements = sum(p.numel() for p in plain().parameters())
     assert len(calls) == collectives
     assert sum(n for n, _ in calls) == elements
@@ -289,18 +311,19 @@ def test_buckets_are_filled_in_order_by_bytes_and_dtype():
         assert len({mixed[index].dtype for index in bucket}) == 1
 
 
-def test_gradients_are_views_of_the_buckets():
-    def share():
-        model = BucketedDDP(plain(), bucket_mb=3e-4)
-        found = []
-        for _ in range(2):
-            model(torch.randn(3, 6)).sum().backward()
-            storages = {bucket.buffer.untyped_storage().data_ptr() for bucket in model._buckets}
-            found.append(all(p.grad.untyped_storage().data_ptr() in storages for p in model.parameters()))
-            model.zero_grad(set_to_none=False)
-        return found, model.bucket_bytes
+def _shared():
+    model = BucketedDDP(plain(), bucket_mb=3e-4)
+    found = []
+    for _ in range(2):
+        model(torch.randn(3, 6)).sum().backward()
+        storages = {bucket.buffer.untyped_storage().data_ptr() for bucket in model._buckets}
+        found.append(all(p.grad.untyped_storage().data_ptr() in storages for p in model.parameters()))
+        model.zero_grad(set_to_none=False)
+    return found, model.bucket_bytes
 
-    (found, sizes), _ = run_ranks(share, world_size=2, timeout_s=60)
+
+def test_gradients_are_views_of_the_buckets():
+    (found, sizes), _ = _told("views")
     assert found == [True, True]
     assert sum(sizes) == 4 * sum(p.numel() for p in plain().parameters())
 
@@ -347,31 +370,32 @@ def test_buckets_in_a_thread_do_not_meet_the_messages_of_layers_that_synchronize
             assert got == pytest.approx(wanted, rel=1e-9, abs=1e-12)
 
 
-def test_what_labkits_all_reduce_cannot_do_is_said_and_an_error_in_its_thread_reaches_the_caller():
-    def attempt():
-        told = []
-        try:
-            NaiveDDP(nn.Linear(2, 2), all_reduce="pigeon")
-        except ValueError as error:
-            told.append(str(error))
-        try:
-            NaiveDDP(nn.Linear(2, 2, dtype=torch.complex64), all_reduce="shared")
-        except ValueError as error:
-            told.append(str(error))
-        model = BucketedDDP(nn.Linear(2, 2), all_reduce="shared")
-        try:
-            pickle.dumps(model)
-        except TypeError as error:
-            told.append(str(error))
-        told.append(str((model.transports, copy.deepcopy(model)(torch.ones(1, 2)).shape)))
-        model._average.channels[torch.device("cpu")].transport.run = None  # calling it is an error
-        try:
-            model(torch.ones(1, 2)).sum().backward()
-        except TypeError as error:
-            told.append(str(error))
-        return told
+def _impossible():
+    told = []
+    try:
+        NaiveDDP(nn.Linear(2, 2), all_reduce="pigeon")
+    except ValueError as error:
+        told.append(str(error))
+    try:
+        NaiveDDP(nn.Linear(2, 2, dtype=torch.complex64), all_reduce="shared")
+    except ValueError as error:
+        told.append(str(error))
+    model = BucketedDDP(nn.Linear(2, 2), all_reduce="shared")
+    try:
+        pickle.dumps(model)
+    except TypeError as error:
+        told.append(str(error))
+    told.append(str((model.transports, copy.deepcopy(model)(torch.ones(1, 2)).shape)))
+    model._average.channels[torch.device("cpu")].transport.run = None  # calling it is an error
+    try:
+        model(torch.ones(1, 2)).sum().backward()
+    except TypeError as error:
+        told.append(str(error))
+    return told
 
-    for told in run_ranks(attempt, world_size=2, timeout_s=60):
+
+def test_what_labkits_all_reduce_cannot_do_is_said_and_an_error_in_its_thread_reaches_the_caller():
+    for told in _told("impossible"):
         assert "torch, auto, point_to_point, shared" in told[0]
         assert "got torch.complex64" in told[1]
         assert "save its `module`" in told[2]
@@ -379,23 +403,24 @@ def test_what_labkits_all_reduce_cannot_do_is_said_and_an_error_in_its_thread_re
         assert "not callable" in told[4]
 
 
+def _threads():
+    before = threading.active_count()
+    model = BucketedDDP(nn.Linear(2, 2), all_reduce="shared")
+    model(torch.ones(1, 2)).sum().backward()
+    during = threading.active_count()
+    del model
+    gc.collect()
+    end = time.monotonic() + 10
+    while threading.active_count() > before and time.monotonic() < end:
+        time.sleep(0.01)
+    return during - before, threading.active_count() - before
+
+
 def test_a_wrapper_that_is_gone_leaves_no_thread_behind():
-    def use():
-        before = threading.active_count()
-        model = BucketedDDP(nn.Linear(2, 2), all_reduce="shared")
-        model(torch.ones(1, 2)).sum().backward()
-        during = threading.active_count()
-        del model
-        gc.collect()
-        end = time.monotonic() + 10
-        while threading.active_count() > before and time.monotonic() < end:
-            time.sleep(0.01)
-        return during - before, threading.active_count() - before
-
-    assert run_ranks(use, world_size=2, timeout_s=60) == [[1, 0], [1, 0]]
+    assert _told("threads") == [[1, 0], [1, 0]]
 
 
-def _copies(folder):
+def _copies():
     """Errors of the gradients of a copied, a saved and loaded wrapper; of the original after that; what is refused."""
     found, rank = {}, dist.get_rank()
     inputs = torch.randn(3, 6, generator=torch.Generator().manual_seed(rank))
@@ -405,7 +430,7 @@ def _copies(folder):
         if rank == 0:
             copy.deepcopy(model)  # no collective: one rank may do it alone, to keep the best model, say
         wrappers = {"copied": copy.deepcopy(model), "original": model}
-        path = f"{folder}/{rank}"
+        path = f"{tempfile.mkdtemp()}/wrapper"
         try:
             torch.save(model, path)
             wrappers["loaded"] = torch.load(path, weights_only=False)
@@ -426,8 +451,8 @@ def _copies(folder):
     return found
 
 
-def test_a_copied_or_loaded_wrapper_averages_or_is_refused(tmp_path):
-    for found in run_ranks(_copies, str(tmp_path), world_size=2, timeout_s=60):
+def test_a_copied_or_loaded_wrapper_averages_or_is_refused():
+    for found in _told("copies"):
         for name in WRAPPERS:
             can_be_saved = "shared" not in name and "point" not in name
             which = ("copied", "original", "loaded") if can_be_saved else ("copied", "original")
@@ -461,7 +486,7 @@ def _differing():
 
 
 def test_what_differs_between_ranks_is_refused_on_all_of_them():
-    first, second = run_ranks(_differing, world_size=2, timeout_s=60)
+    first, second = _told("differing")
     for name in first:
         if name.endswith(" group"):
             assert first[name] is None
@@ -511,7 +536,7 @@ def _two_threads(wrapper):
 
 @pytest.mark.parametrize("wrapper", ["bucketed", "overlapped"])
 def test_hooks_in_two_threads_begin_each_collective_once(wrapper):
-    for starts, different, wanted in run_ranks(_two_threads, wrapper, world_size=2, timeout_s=60):
+    for starts, different, wanted in _told(f"two threads of {wrapper}"):
         assert len(starts) == different == wanted
 
 
@@ -533,7 +558,24 @@ def _twice():
 
 
 def test_a_gradient_that_comes_after_it_was_sent_is_an_error():
-    for told in run_ranks(_twice, world_size=2, timeout_s=60):
+    for told in _told("twice"):
         assert told["NaiveDDP"] is told["FlatDDP"] is True
         for kind in ("OverlappedDDP", "BucketedDDP"):
             assert "pass find_unused=True" in told[kind]
+
+
+ON_TWO_RANKS = {
+    "threads": _threads,  # first: it counts those that are there
+    "refusals": _refusals,
+    "missing elsewhere": _missing_elsewhere,
+    "evaluation": _evaluate_after_training,
+    "views": _shared,
+    "impossible": _impossible,
+    "copies": _copies,
+    "differing": _differing,
+    "twice": _twice,
+    **{f"contract of {wrapper}": partial(_contract, wrapper) for wrapper in WRAPPERS},
+    **{f"collectives of {wrapper}": partial(_collectives, wrapper) for wrapper in COLLECTIVES},
+    **{f"two threads of {wrapper}": partial(_two_threads, wrapper) for wrapper in ("bucketed", "overlapped")},
+}
+"""What one group of two ranks goes through, by name."""

@@ -52,9 +52,9 @@ def one_process(net, images, labels, updates, batch):
 
 
 def deviation_from_one_process(name, batch):
-    """After 20 updates: how far weights are from one process's, how far they went, how far statistics are."""
+    """After 8 updates: how far weights are from one process's, how far they went, how far statistics are."""
     images, labels = random_images(60)
-    updates = first_updates(20, len(images))
+    updates = first_updates(8, len(images))
     trainer, alone = Trainer(name, RECIPE, 0), SmallConvNet(RECIPE.classes, dropout=(0.0, 0.0)).double()
     alone.load_state_dict(trainer.net.state_dict())
     start = weights(alone)

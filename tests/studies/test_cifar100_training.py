@@ -51,7 +51,7 @@ def _deviations():
 
 
 def test_two_ranks_train_to_the_weights_of_one_process_on_the_whole_batch():
-    """20 updates of two micro-batches, float64, no dropout."""
+    """8 updates of two micro-batches, float64, no dropout."""
     for deviation, change, of_statistics in _deviations()[OWN_SYNC, WHOLE]:
         assert change > 0.05
         assert deviation < 1e-9 * change

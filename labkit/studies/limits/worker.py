@@ -102,13 +102,13 @@ def _products(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
     part = largest // ATTENTION_BATCH
     shapes = {f"square {size}": (1, size, size, size) for size in point.sizes}
     shapes |= {"tall": (1, 16 * largest, largest // 4, largest // 4), "batched": (ATTENTION_BATCH**3, part, part, part)}
-    calls = {name: _product(dtype, device, *shape) for name, shape in shapes.items()}
+    calls = {name: checked_product(dtype, device, *shape) for name, shape in shapes.items()}
     for row in _timed(point, calls, "shape", **_together(point)):
         b, m, k, n = shapes[row["shape"]]
         yield row | {"size": m if row["shape"].startswith("square") else None, "dimensions": f"{b} x {m} x {k} x {n}"}
 
 
-def _product(dtype: torch.dtype, device: str, b: int, m: int, k: int, n: int) -> _Call:
+def checked_product(dtype: torch.dtype, device: str, b: int, m: int, k: int, n: int) -> _Call:
     left, right = torch.randn(b, m, k, device=device).to(dtype), torch.randn(b, k, n, device=device).to(dtype)
     out = torch.empty(b, m, n, dtype=dtype, device=device)
     run = partial(torch.mm, left[0], right[0], out=out[0]) if b == 1 else partial(torch.bmm, left, right, out=out)
@@ -144,7 +144,7 @@ def _threads(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
     size, n = point.sizes[0], point.sizes[1] // 4
     a, b, out = (torch.ones(n) for _ in range(3))
     work = {
-        "product": _product(torch.float32, device, 1, size, size, size),
+        "product": checked_product(torch.float32, device, 1, size, size, size),
         "copy": _Call(partial(out.copy_, a), 0, 8.0 * n),
         "add": _Call(partial(torch.add, a, b, out=out), n, 12.0 * n),
     }
@@ -171,7 +171,7 @@ def _itself(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
     else:
         a, b, out = (torch.ones(n, device=device) for _ in range(3))
         calls = {
-            "product": _product(_dtype(point), device, 1, size, size, size),
+            "product": checked_product(_dtype(point), device, 1, size, size, size),
             "addition": _Call(partial(torch.add, a, b, out=out), n, 12.0 * n),
         }
     for operation, call in calls.items():
@@ -289,7 +289,7 @@ def _calls_of_a_step(shape: TransformerShape, batch: int, context: int, device: 
         "output product": (1, tokens, d, v),
         "attention scores": (batch * shape.n_heads, context, shape.head_dim, context),
     }
-    calls = {name: _product(torch.float32, device, *sizes) for name, sizes in products.items()}
+    calls = {name: checked_product(torch.float32, device, *sizes) for name, sizes in products.items()}
     calls |= {
         "softmax": _Call(partial(torch.softmax, scores, -1), 5 * n_scores, 8 * n_scores),
         "RMS norm": _Call(partial(functional.rms_norm, hidden, (d,), weight), 4 * n_hidden, 8 * n_hidden),
