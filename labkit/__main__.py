@@ -202,8 +202,8 @@ def compare_command(
     import shlex
 
     from labkit.lab.pages.compare import load_runs, write_comparison
-    from labkit.lab.pages.comparison import compare_runs
     from labkit.lab.project import check_writable, path_from_here, reports_directory
+    from labkit.lab.runs.comparison import compare_runs
 
     page = output or reports_directory() / "compare.html"
     if page.is_dir():

@@ -26,8 +26,6 @@ from torch.profiler import ProfilerActivity, profile, record_function
 class Window:
     """Bytes in use, counted from the beginning of the record."""
 
-    start_bytes: int
-    """On entering the window."""
     peak_bytes: int
     """The most at any moment of it."""
     reserved_bytes: int | None = None
@@ -47,19 +45,16 @@ class AllocationRecord:
         """Look at the peak of what runs inside. ValueError if there is a window of that name."""
         if name in self.windows:
             raise ValueError(f"the record has a window {name!r} already")
-        self.windows[name] = Window(0, 0)
+        self.windows[name] = Window(0)
         if self.device_type != "cuda":
             with record_function(_mark(name)):
                 yield
             return
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-        start = _cuda_bytes("current")
         yield
         torch.cuda.synchronize()
-        self.windows[name] = Window(
-            start - self.base_bytes, _cuda_bytes("peak") - self.base_bytes, torch.cuda.max_memory_reserved()
-        )
+        self.windows[name] = Window(_cuda_bytes("peak") - self.base_bytes, torch.cuda.max_memory_reserved())
 
 
 @contextmanager
@@ -90,7 +85,7 @@ def _read_windows(record: AllocationRecord, profiler: profile) -> None:
     changes = sorted(((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"), key=lambda c: c[0])
     for name, (start, end) in spans.items():
         total = sum(n_bytes for at, n_bytes in changes if at < start)
-        window = Window(total, total)
+        window = Window(total)
         for at, n_bytes in changes:
             if start <= at <= end:
                 total += n_bytes

@@ -25,30 +25,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from labkit.bench.gate import first_of_ranks, worst_of_ranks
+from labkit.bench.gate import first_of_ranks
 
 PERIOD = 1021  # prime, so that chunks cut from round sizes do not begin at the same place in it
 ROWS_AT_ONCE = 64  # periods compared at a time, so that their float64 copies stay in cache
 MESSAGES = 256  # what ranks send one by one differs between so many neighbors; bfloat16 counts up to that
 
 
-def sum_error(reduce: Callable[[Tensor], object], tensor: Tensor) -> float:
-    """Largest deviation of any rank and element from the exact sum over all ranks; 0 is right, all ranks get the same.
-
-    `reduce` should sum `tensor`, contiguous and of a float type, over all ranks in place. The tensor is overwritten.
-    """
-    worst = 0.0
-    for members in turns(dist.get_world_size(), tensor.dtype):
-        fill_part(tensor, dist.get_rank(), members)
-        reduce(tensor)
-        worst = max(worst, sum_deviation(tensor, members))
-    return worst_of_ranks(worst)
-
-
 def first_wrong(reduce: Callable[[Tensor], object], tensor: Tensor) -> str | None:
     """ "wrong: rank 1, element 500: expected 96, got 48", of the first rank and element; None if the sum is right.
 
-    All ranks get the same; otherwise as `sum_error`.
+    `reduce` should sum `tensor`, contiguous and of a float type, over all ranks in place; it is overwritten. All ranks
+    get the same.
     """
     for members in turns(dist.get_world_size(), tensor.dtype):
         fill_part(tensor, dist.get_rank(), members)
@@ -79,11 +67,6 @@ def first_deviation(
     return -1, 0.0, 0.0
 
 
-def sum_verdict(error: float) -> str:
-    """ "ok", or what is wrong, of what `sum_error` returns."""
-    return f"wrong: a sum of whole numbers, which none rounds, is off by {error:g}" if error else "ok"
-
-
 def turns(ranks: int, dtype: torch.dtype) -> Iterator[range]:
     """Which ranks add something, turn by turn; each does in one of them."""
     at_once = _modulus(dtype) - 1
@@ -98,24 +81,16 @@ def fill_part(tensor: Tensor, rank: int, members: range, *, start: int = 0, time
         tensor.zero_()
 
 
-def sum_deviation(tensor: Tensor, members: range, *, starts: Iterable[int] = (0,)) -> float:
-    """Largest deviation of an element from the sum of what `members` add; infinite where it is no number.
-
-    Several `starts`: from the sum over them, too.
-    """
-    modulus = _modulus(tensor.dtype)
-    ranks = torch.tensor(members)[:, None]
-    return _deviation(tensor, torch.stack([_part(ranks, modulus, start).sum(0) for start in starts]).sum(0))
-
-
 def fill_message(tensor: Tensor, sender: int) -> None:
     """Overwrite the tensor with what tells `sender` from the 255 ranks around it, at each element."""
     _fill(tensor, _part(sender, MESSAGES))
 
 
-def message_deviation(tensor: Tensor, sender: int) -> float:
-    """Largest deviation of an element from `fill_message`; infinite where it is no number."""
-    return _deviation(tensor, _part(sender, MESSAGES))
+def is_message(tensor: Tensor, sender: int) -> bool:
+    """Whether each element is that of `fill_message`."""
+    expected = torch.empty_like(tensor)
+    fill_message(expected, sender)
+    return torch.equal(tensor, expected)
 
 
 def _modulus(dtype: torch.dtype) -> int:
@@ -135,21 +110,7 @@ def _sequence() -> Tensor:
 
 def _fill(tensor: Tensor, period: Tensor) -> None:
     period = period.to(tensor.device, tensor.dtype)
-    whole, rest = _periods(tensor)
-    whole.copy_(period)  # broadcast over rows
-    rest.copy_(period[: len(rest)])
-
-
-def _deviation(tensor: Tensor, period: Tensor) -> float:
-    period = period.to(tensor.device)
-    whole, rest = _periods(tensor)
-    parts = [(rows, period) for rows in whole.split(ROWS_AT_ONCE)] + [(rest, period[: len(rest)])]
-    largest = torch.stack([(got.double() - exact).abs().max() for got, exact in parts if got.numel()]).max()
-    return math.inf if largest.isnan() else float(largest)
-
-
-def _periods(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """Views of a contiguous tensor: as many whole periods as it has, (periods, PERIOD), and the rest of it."""
     vector = tensor.view(-1)
     end = len(vector) // PERIOD * PERIOD
-    return vector[:end].view(-1, PERIOD), vector[end:]
+    vector[:end].view(-1, PERIOD).copy_(period)  # broadcast over whole periods
+    vector[end:].copy_(period[: len(vector) - end])

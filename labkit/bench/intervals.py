@@ -76,7 +76,9 @@ def estimate_paired(differences: np.ndarray) -> Estimate:
     averages = np.sort((kept[first] + kept[second]) / 2)  # Walsh averages
     depth, p = _signed_rank(len(kept), float((averages > 0).sum() + (averages == 0).sum() / 2))
     value, low, high = float(np.median(averages)), float(averages[depth]), float(averages[-1 - depth])
-    return Estimate(value, value - widening * (value - low), value + widening * (high - value), _weakened(p, widening))
+    if widening > 1:
+        p = 2 * float(ndtr(ndtri(p / 2) / widening))
+    return Estimate(value, value - widening * (value - low), value + widening * (high - value), p)
 
 
 def estimate_unpaired(a: np.ndarray, b: np.ndarray) -> Estimate:
@@ -150,10 +152,6 @@ def _widening(values: np.ndarray) -> float:
         return 1.0
     correlation = min(0.9, max(0.0, float(centered[1:] @ centered[:-1]) / power))
     return float(np.sqrt((1 + correlation) / (1 - correlation)))
-
-
-def _weakened(p: float, widening: float) -> float:
-    return p if widening == 1.0 else 2 * float(ndtr(ndtri(p / 2) / widening))
 
 
 def _thinned(values: np.ndarray) -> np.ndarray:

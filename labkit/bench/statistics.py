@@ -12,6 +12,7 @@ from typing import Literal
 
 import numpy as np
 import pandas as pd
+from scipy.special import ndtr, ndtri
 
 from labkit.bench.intervals import (
     CONFIDENCE,
@@ -25,6 +26,7 @@ from labkit.bench.intervals import (
 
 __all__ = ["CONFIDENCE", "FEWEST_SAMPLES"]
 
+Bound = float | np.ndarray
 Verdict = Literal["faster", "slower", "no difference shown"]
 
 RESAMPLES = 2000
@@ -141,6 +143,23 @@ def judged(ratios: pd.DataFrame) -> pd.DataFrame:
     return ratios.assign(verdict=pd.Series(verdicts, index=ratios.index, dtype=object))
 
 
+def is_significant(p: np.ndarray) -> np.ndarray:
+    """Which of several comparisons that answer one question together are more than chance, by the rule of `judged`."""
+    return adjusted(p) <= FALSE_DISCOVERY_RATE
+
+
+def beyond_p(value: np.ndarray, low: np.ndarray, high: np.ndarray, least: Bound, most: Bound) -> np.ndarray:
+    """P-values of values' lying outside of `least` to `most` by chance; 1 inside, NaN without an interval.
+
+    `low` and `high` bound 95 %, or are the value itself where it is exact.
+    """
+    error = (high - low) / (2 * ndtri((1 + CONFIDENCE) / 2))
+    beyond = np.maximum(least - value, value - most)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        p = np.where(beyond > 0, 2 * ndtr(-beyond / error), 1.0)
+    return np.where(np.isnan(error), np.nan, p)
+
+
 def summarize_groups(frame: pd.DataFrame, value: str, by: Sequence[str]) -> pd.DataFrame:
     """One row per group of `by`, with the fields of `Summary` over the column `value`."""
     rows = []
@@ -186,14 +205,11 @@ def resampled_medians(values: np.ndarray, seed: int = 0) -> np.ndarray:
     order = np.argsort(values, kind="stable")
     rank = np.empty(len(values), np.int16 if len(values) <= np.iinfo(np.int16).max else np.int64)
     rank[order] = np.arange(len(values))
-    drawn = np.sort(rank[_resamples(len(values), seed)], axis=1)
+    resamples = _kept_resamples if len(values) <= MOST_KEPT else _draw
+    drawn = np.sort(rank[resamples(len(values), seed)], axis=1)
     ordered = values[order]
     lower, upper = drawn[:, (len(values) - 1) // 2], drawn[:, len(values) // 2]
     return (ordered[lower] + ordered[upper]) / 2
-
-
-def _resamples(n: int, seed: int) -> np.ndarray:
-    return _kept_resamples(n, seed) if n <= MOST_KEPT else _draw(n, seed)
 
 
 def _draw(n: int, seed: int) -> np.ndarray:

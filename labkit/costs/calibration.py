@@ -162,6 +162,23 @@ class Calibration:
         return sum(rates.operator_s(one.flops, one.n_bytes, one.dtype) for one in operators)
 
 
+def _any() -> Calibration:
+    """Of a machine that does a FLOP, a byte and a message per second in all dtypes on all devices."""
+    line: Curve = ((1.0, 1.0), (2.0, 2.0))
+    products = dict.fromkeys((FULL, "bfloat16", "float16", "float64"), line)
+    rates = tuple(
+        Rates(device=device, ranks=1, products=products, additions=line, copies=line) for device in (CPU, "cuda")
+    )
+    transports = tuple(
+        Transport(way=way, what=what, ranks=2, alpha_s=1.0, beta_s_per_byte=1.0)
+        for way in ("gloo", "shared memory")
+        for what in (ALL_REDUCE, MESSAGE, BURST)
+    )
+    return Calibration(
+        run="any", measured=datetime.min, machine="any", cores=1, threads=1, rates=rates, transports=transports
+    )
+
+
 def _slowed(rates: Rates, ranks: int, factor: float) -> Rates:
     if factor == 1:
         return rates
@@ -184,3 +201,7 @@ def _seconds(curve: Curve, work: float) -> float:
     if work >= sizes[-1]:
         return float(times[-1] * work / sizes[-1])
     return float(np.exp(np.interp(np.log(max(work, sizes[0])), np.log(sizes), np.log(times))))
+
+
+ANY = _any()
+"""What could be predicted at all, of any machine: to tell what lacks a calibration from what lacks rows."""

@@ -1,21 +1,59 @@
-"""Published statements, and what a run from here says of them."""
+"""Published statements, and what a run from here says of them: all of a lab's are judged together."""
 
+import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 
+import numpy as np
 import pandas as pd
 
-from labkit.bench.statistics import judged
-from labkit.lab.findings import Claim, Finding, Verdict
+from labkit.bench.statistics import LEAST_RELEVANT_DIFFERENCE, beyond_p, is_significant
+from labkit.lab.findings import Claim, Finding, Outcome, Verdict
 from labkit.lab.units import counted, span
 
+HOLDS: Outcome = "holds here"
+CONTRADICTED: Outcome = "is contradicted here"
+OPEN: Outcome = "is not shown here"
+RELEVANT = 1 + LEAST_RELEVANT_DIFFERENCE
 
-def published(claims: Iterable[Claim | None]) -> Finding | None:
+
+@dataclass(frozen=True)
+class Trend:
+    """A published statement on ratios, which is judged with the others.
+
+    Rows `against` contradict it where their `p`, (rows,), is significant; rows that show it, `holds`, need that as well
+    unless whole intervals do (`by_interval`).
+    """
+
+    text: str
+    seen: str
+    where_equal: Outcome | None
+    p: np.ndarray
+    holds: np.ndarray
+    against: np.ndarray
+    by_interval: bool = False
+
+    def judged(self, significant: np.ndarray) -> Claim:
+        """With which of its rows are significant beside those of all statements."""
+        if (self.against & significant).any():
+            outcome = CONTRADICTED
+        else:
+            outcome = HOLDS if (self.holds & (significant | self.by_interval)).all() else OPEN
+        return Claim(self.text, outcome, self.seen, self.where_equal)
+
+
+def published(claims: Iterable[Claim | Trend | None]) -> Finding | None:
     """What a run says of published statements; None if it has the rows to check none of them."""
-    checked = [claim for claim in claims if claim is not None]
-    if not checked:
+    stated = [claim for claim in claims if claim is not None]
+    if not stated:
         return None
-    holding = sum(claim.outcome == "holds here" for claim in checked)
-    contradicted = [claim.text for claim in checked if claim.outcome == "is contradicted here"]
+    trends = [claim for claim in stated if isinstance(claim, Trend)]
+    p = np.concatenate([np.empty(0), *(trend.p for trend in trends)])
+    significant = is_significant(np.where(p > 0, p, np.nan)) | (p == 0)  # counts are certain, and tell nothing of noise
+    parts = iter(np.split(significant, np.cumsum([len(trend.p) for trend in trends])[:-1]))
+    checked = [claim.judged(next(parts)) if isinstance(claim, Trend) else claim for claim in stated]
+    holding = sum(claim.outcome == HOLDS for claim in checked)
+    contradicted = [claim.text for claim in checked if claim.outcome == CONTRADICTED]
     verdict: Verdict = "it depends" if holding else "no" if contradicted else "undecided"
     if holding == len(checked):
         verdict = "yes"
@@ -31,18 +69,58 @@ def published(claims: Iterable[Claim | None]) -> Finding | None:
     return Finding(verdict, headline, pd.DataFrame(rows), caveat, claims=tuple(checked))
 
 
-def claim(text: str, ratios: pd.DataFrame, expects: str) -> Claim | None:
+def claim(text: str, ratios: pd.DataFrame, expects: str) -> Trend | None:
     """A published statement that every ratio is `expects`, "faster" or "slower"; None without ratios."""
     if ratios.empty:
         return None
-    verdicts = judged(ratios)["verdict"]
+    ratio, p = (ratios[name].to_numpy(dtype=float) for name in ("ratio", "p"))
+    sides = {"faster": ratio <= 1 / RELEVANT, "slower": ratio >= RELEVANT}
     opposite = {"faster": "slower", "slower": "faster"}[expects]
-    return judged_claim(text, verdicts == expects, verdicts == opposite, f"{span(ratios['ratio'])} times")
+    return Trend(text, _times(ratios), OPEN, p, sides[expects], sides[opposite])
 
 
-def judged_claim(text: str, shown: Iterable[bool], contradicted: Iterable[bool], seen: str = "") -> Claim | None:
-    """The outcome over several settings: one that contradicts is enough, and all must show it to hold; None of none."""
-    cases = list(shown)
+def lies_within(
+    text: str,
+    table: pd.DataFrame,
+    least: float = 0.0,
+    most: float = math.inf,
+    *,
+    seen: str | None = None,
+    equal: float | None = 1.0,
+    if_shown: bool = True,
+) -> Trend | None:
+    """A published statement that every `ratio`, with its interval `low` and `high`, is between `least` and `most`.
+
+    It holds if whole intervals lie there, and is contradicted by a ratio that is significantly outside. None without
+    any. `equal`: the ratio where nothing differs, if that is known. `if_shown`: what must be so besides to hold.
+    """
+    if table.empty:
+        return None
+    with np.errstate(divide="ignore", invalid="ignore"):
+        value, low, high = (np.log(table[name].to_numpy(dtype=float)) for name in ("ratio", "low", "high"))
+        bounds = np.log([least, most])
+    p = beyond_p(value, low, high, *bounds)
+    is_within = (low >= bounds[0]) & (high <= bounds[1])
+    where_equal = None if equal is None else HOLDS if least < equal < most else CONTRADICTED
+    if equal in (least, most):
+        where_equal = OPEN
+    told = _times(table) if seen is None else seen
+    return Trend(text, told, where_equal, p, is_within & if_shown, p < 1, by_interval=True)
+
+
+def quotients(table: pd.DataFrame, below: pd.DataFrame, value: str = "seconds") -> pd.DataFrame:
+    """Medians over others that were measured apart, row by row: `ratio`, `low`, `high` by the ends of both."""
+    pairs = {"ratio": (value, value), "low": ("low", "high"), "high": ("high", "low")}
+    return pd.DataFrame({name: table[of] / below[by] for name, (of, by) in pairs.items()}).astype(float)
+
+
+def exact(text: str, holds: Iterable[bool], contradicted: Iterable[bool], seen: str = "") -> Claim | None:
+    """Of counts, in which no noise is: one that contradicts is enough, and all must show it to hold; None of none."""
+    cases = list(holds)
     if any(contradicted):
-        return Claim(text, "is contradicted here", seen)
-    return Claim(text, "holds here" if all(cases) else "is not shown here", seen) if cases else None
+        return Claim(text, CONTRADICTED, seen)
+    return Claim(text, HOLDS if all(cases) else OPEN, seen) if cases else None
+
+
+def _times(table: pd.DataFrame) -> str:
+    return f"{span(table['ratio'])} times"

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import pandas as pd
 
-from labkit.costs.calibration import Calibration
+from labkit.costs.calibration import ANY, Calibration
 from labkit.lab.units import join_words
 
 Verdict = Literal[
@@ -68,13 +68,18 @@ class Question:
             raise ValueError(f"expected a topic among {', '.join(TOPICS)}, got {self.topic!r}")
 
 
+Outcome = Literal["holds here", "is contradicted here", "is not shown here"]
+
+
 @dataclass(frozen=True)
 class Claim:
     """A published statement, what this run's intervals say of it, and what it has instead of the published number."""
 
     text: str
-    outcome: Literal["holds here", "is contradicted here", "is not shown here"]
+    outcome: Outcome
     seen: str = ""
+    where_equal: Outcome | None = field(default=None, compare=False)
+    """What is right of it where nothing differs; None where that depends."""
 
 
 @dataclass(frozen=True)
@@ -169,8 +174,10 @@ class Questions:
         for question, find, missing in self._finders.values():
             predicts = len(signature(find).parameters) > 1
             finding = find(frame, calibration) if predicts else find(frame)
-            reason = UNCALIBRATED if predicts and calibration is None and len(frame) else missing
-            found[question.id] = finding or not_measured(coverage, reason)
+            if finding is None:
+                lacks_calibration = predicts and calibration is None and find(frame, ANY) is not None
+                finding = not_measured(coverage, UNCALIBRATED if lacks_calibration else missing)
+            found[question.id] = finding
         return found
 
 

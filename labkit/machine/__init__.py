@@ -6,9 +6,10 @@ The description is imported when it is asked for: ranks ask for memory alone, an
 
 from typing import TYPE_CHECKING, Any
 
+from labkit.machine.memory_limits import available_memory_bytes
+
 if TYPE_CHECKING:
     from labkit.machine.description import Gpu, Machine, available_cores, describe_machine
-    from labkit.machine.memory_limits import available_memory_bytes
     from labkit.machine.source import Source
 
 __all__ = ["Gpu", "Machine", "Source", "available_cores", "available_memory_bytes", "describe_machine"]
@@ -17,10 +18,6 @@ __all__ = ["Gpu", "Machine", "Source", "available_cores", "available_memory_byte
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if name == "available_memory_bytes":
-        from labkit.machine import memory_limits
-
-        return memory_limits.available_memory_bytes
     from labkit.machine import description
 
     return getattr(description, name)

@@ -10,13 +10,13 @@ import re
 from functools import cache
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
 from labkit.machine import gpus as cuda_gpus
-from labkit.machine.products import float32_products
 from labkit.machine.source import Source, describe_source
 
 GIB = 2**30
@@ -115,7 +115,7 @@ def describe_machine() -> Machine:
         python=platform.python_version(),
         versions={name: _version(name) for name in VERSIONED_PACKAGES},
         source=describe_source(),
-        float32_products=float32_products(),
+        float32_products=_float32_products(),
     )
 
 
@@ -131,6 +131,14 @@ def dense_bf16_peak_tflops(device_name: str) -> float | None:
     name = device_name.removeprefix("NVIDIA ")
     matches = (peak for pattern, peak in DENSE_BF16_PEAK_TFLOPS.items() if re.fullmatch(pattern, name))
     return next(matches, None)
+
+
+def _float32_products() -> dict[str, str]:
+    """How CUDA does "matmul" and "convolution", as torch is set up: as "ieee" float32, or "tf32", 10 bits of 23."""
+    backends: Any = torch.backends  # a module that types do not know all of
+    settings = {"matmul": backends.cuda.matmul, "convolution": backends.cudnn.conv}
+    # "none" leaves it to a setting that is IEEE where nobody changed it
+    return {name: each.fp32_precision.replace("none", "ieee") for name, each in settings.items()}
 
 
 def _gpu(index: int) -> Gpu:

@@ -76,19 +76,13 @@ def explicit_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) ->
     return unchecked_explicit_attention(q, k, v, causal)
 
 
-def explicit_attention_with_logsumexp(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> tuple[Tensor, Tensor]:
-    """The same, with the natural logarithm of the softmax denominators, (..., Q), in at least float32."""
-    check_attention_inputs(q, k, v)
-    scores = _masked_scores(q, k, causal)
-    return torch.softmax(scores, dim=-1) @ v, torch.logsumexp(scores.to(accumulator_dtype(q.dtype)), dim=-1)
-
-
 def unchecked_explicit_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     """The arithmetic alone, for what has checked its inputs: `torch.compile` makes a graph of it."""
-    return torch.softmax(_masked_scores(q, k, causal), dim=-1) @ v
+    return torch.softmax(masked_scores(q, k, causal), dim=-1) @ v
 
 
-def _masked_scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
+def masked_scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
+    """(..., Q, K), scaled; -inf where a query may not see a key."""
     scores = (q @ k.transpose(-2, -1)) * softmax_scale(q)  # (..., Q, K)
     if causal:
         seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()

@@ -3,11 +3,12 @@
 Every one answers to `attention.py`: the same arguments `(q, k, v, causal)`, the same checks, the same mask.
 """
 
-import functools
 import shutil
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -61,7 +62,7 @@ def _compiled(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
         return _compiled_explicit()(q, k, v, causal)
 
 
-@functools.cache
+@cache
 def _compiled_explicit() -> Attention:
     return torch.compile(unchecked_explicit_attention, fullgraph=True, dynamic=False)
 
@@ -76,19 +77,12 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     return flash_attention(q, k, v, causal)
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool, *, backend: SDPBackend | None = None) -> Tensor:
     check_attention_inputs(q, k, v)
     # the fused backends want exactly (batch, heads, sequence, head_dim)
     q4, k4, v4 = (x.reshape(1, -1, *x.shape[-2:]) if x.dim() != 4 else x for x in (q, k, v))
-    return scaled_dot_product_attention(q4, k4, v4, is_causal=causal).reshape(q.shape)
-
-
-def _sdpa_by(backend: SDPBackend) -> Attention:
-    def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-        with sdpa_kernel(backend):
-            return _sdpa(q, k, v, causal)
-
-    return attend
+    with nullcontext() if backend is None else sdpa_kernel(backend):
+        return scaled_dot_product_attention(q4, k4, v4, is_causal=causal).reshape(q.shape)
 
 
 # ------------------------------------------------------------------------------------- availability
@@ -141,14 +135,17 @@ def _why_no_sdpa(attend: Attention) -> Callable[[torch.device, torch.dtype, int]
 
 
 def _sdpa_rows() -> list[Implementation]:
-    choices: dict[str, tuple[str, Attention]] = {
-        "sdpa_math": ("PyTorch's SDPA, unfused", _sdpa_by(SDPBackend.MATH)),
-        "sdpa_flash": ("PyTorch's SDPA, FlashAttention-2", _sdpa_by(SDPBackend.FLASH_ATTENTION)),
-        "sdpa_efficient": ("PyTorch's SDPA, memory-efficient", _sdpa_by(SDPBackend.EFFICIENT_ATTENTION)),
-        "sdpa_cudnn": ("PyTorch's SDPA, cuDNN", _sdpa_by(SDPBackend.CUDNN_ATTENTION)),
-        "sdpa": ("PyTorch's SDPA, the backend it chooses itself", _sdpa),
+    choices = {
+        "sdpa_math": ("unfused", SDPBackend.MATH),
+        "sdpa_flash": ("FlashAttention-2", SDPBackend.FLASH_ATTENTION),
+        "sdpa_efficient": ("memory-efficient", SDPBackend.EFFICIENT_ATTENTION),
+        "sdpa_cudnn": ("cuDNN", SDPBackend.CUDNN_ATTENTION),
+        "sdpa": ("the backend it chooses itself", None),
     }
-    return [Implementation(name, text, fn, _why_no_sdpa(fn)) for name, (text, fn) in choices.items()]
+    return [
+        Implementation(name, f"PyTorch's SDPA, {text}", attend := partial(_sdpa, backend=backend), _why_no_sdpa(attend))
+        for name, (text, backend) in choices.items()
+    ]
 
 
 IMPLEMENTATIONS: dict[str, Implementation] = {

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from gzip import BadGzipFile, GzipFile
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
 import torch
@@ -132,38 +132,20 @@ class _Tell:
         """Nothing to close."""
 
 
-class _Bounded(io.RawIOBase):
-    """A gzip file as it is decompressed, up to a bound."""
-
-    def __init__(self, file: BinaryIO):
-        self._file, self._left = GzipFile(fileobj=file, mode="rb"), MOST_BYTES
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        piece = self._file.read(len(buffer))
-        self._left -= len(piece)
-        if self._left < 0:
-            raise DatasetError(f"expected at most {MOST_BYTES:,} bytes once decompressed, and there are more")
-        buffer[: len(piece)] = piece
-        return len(piece)
-
-
 def _read_members(path: Path, file: BinaryIO) -> dict[str, bytes]:
     """Contents by name of the two members, and nothing else; the checksum of the compressed file is checked too."""
-    stream = io.BufferedReader(_Bounded(file))
     found: dict[str, bytes] = {}
     try:
-        with tarfile.open(fileobj=stream, mode="r|") as archive:
+        unpacked = GzipFile(fileobj=file, mode="rb").read(MOST_BYTES + 1)  # to the end, where gzip keeps its checksum
+        if len(unpacked) > MOST_BYTES:
+            raise DatasetError(f"expected at most {MOST_BYTES:,} bytes once decompressed, and there are more")
+        with tarfile.open(fileobj=io.BytesIO(unpacked), mode="r:") as archive:
             for member in archive:
                 name = member.name.removeprefix("./")
                 if name in MEMBERS:
                     if name in found:
                         raise DatasetError(f"{name} is there twice")
                     found[name] = _content(archive, member, name)
-        while stream.read(2**20):  # to the end, where gzip keeps its checksum
-            pass
     except (EOFError, tarfile.ReadError) as error:
         raise DatasetError(
             f"{path}: cut short, or no .tar.gz: expected {', '.join(MEMBERS)}, got {path.stat().st_size:,} bytes "

@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -22,21 +23,13 @@ class BackwardPass:
 
     def begin(self, at_end: Callable[[], None]) -> None:
         """Ask autograd, which runs a pass now, to call `at_end` when it is over. Without a reference to its owner."""
-        call = _Call(at_end)  # a new object, which lives as long as autograd's record of the pass
+        call = partial(at_end)  # a new object, which lives as long as autograd's record of the pass
         Variable._execution_engine.queue_callback(call)
         self._end = weakref.ref(call)
 
     def forget(self) -> None:
         """It is over, or an exception has ended it."""
         self._end = None
-
-
-class _Call:
-    def __init__(self, action: Callable[[], None]) -> None:
-        self._action = action
-
-    def __call__(self) -> None:
-        self._action()
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

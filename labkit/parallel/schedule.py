@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
 import torch
@@ -52,8 +52,9 @@ def record_schedule(all_reduce: Callable[..., None], world_size: int) -> Schedul
     channels = [[SimpleQueue[tuple[int, torch.Tensor]]() for _ in range(world_size)] for _ in range(world_size)]
     ranks = [_RecordingTransport(rank, channels, elements) for rank in range(world_size)]
     with ThreadPoolExecutor(world_size) as threads:
-        for done in [threads.submit(all_reduce, via.vector, None, "sum", transport=via) for via in ranks]:
-            done.result()
+        ends = [threads.submit(all_reduce, via.vector, None, "sum", transport=via) for via in ranks]
+    if errors := [error for end in ends if (error := end.exception())]:
+        raise next((error for error in errors if not isinstance(error, Empty)), errors[0])  # others only waited for it
     rounds = max(via.now for via in ranks)
     return Schedule(
         elements,
@@ -63,7 +64,7 @@ def record_schedule(all_reduce: Callable[..., None], world_size: int) -> Schedul
 
 
 class _RecordingTransport:
-    """A transport (`contract.Transport`) between threads. `now` is the round that this rank has completed."""
+    """What algorithms need of a transport (`contract.Transport`), between threads. `now`: its last round."""
 
     name = "recorded"
     device = torch.device("cpu")
@@ -103,15 +104,6 @@ class _RecordingTransport:
         shown = {rank: self._receive(self.now, rank, part) for rank in others}
         self.now = max([self.now, *(came for came, _ in shown.values())])
         return [part.clone() if rank == self.rank else shown[rank][1] for rank in range(self.world_size)]
-
-    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(numel, dtype=dtype)
-
-    def scratch_bytes(self) -> int:
-        return 0
-
-    def release_scratch(self) -> None:
-        pass
 
     def held_after(self, number: int) -> list[int]:
         """Whose contributions each element holds after a round. Called once the all-reduce has returned."""

@@ -1,10 +1,19 @@
-"""Rounding of products: let pass whatever the order of additions; TF32 is seen."""
+"""Products: what they count as, and which errors are no rounding."""
 
 import pytest
 import torch
 
+from labkit.bench import rates
 from labkit.bench.gate import verdict
-from labkit.bench.rates import rounding_limit
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_product_is_right_and_knows_its_arithmetic_and_traffic(dtype, batch):
+    work = rates.matrix_product("cpu", dtype, 8, 4, 2, batch=batch)
+    assert work.gate == "ok"
+    assert work.flops == 2 * batch * 8 * 4 * 2
+    assert work.n_bytes == batch * (8 * 4 + 4 * 2 + 8 * 2) * dtype.itemsize
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -17,11 +26,13 @@ def test_the_gate_lets_rounding_pass_whatever_the_order_of_additions(dtype):
         one_by_one += rows[:, k].float() * columns[:, k].float()
     exact = (rows.double() * columns.double()).sum(dim=1)
     error = float((one_by_one.to(dtype).double() - exact).norm() / exact.norm())
-    assert verdict(error, rounding_limit(dtype, 8192)) == "ok"
+    assert verdict(error, rates.rounding_limit(dtype, 8192)) == "ok"
     assert dtype != torch.float32 or error > 8 * torch.finfo(dtype).eps, "more than blocks are off by"
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), 2.0**-12])
-def test_a_wrong_product_is_seen(wrong):
+def test_a_wrong_product_is_seen(monkeypatch, wrong):
     """NaN, and as far off as TF32 is."""
-    assert verdict(wrong, rounding_limit(torch.float32, 64)) != "ok"
+    right = torch.mm
+    monkeypatch.setattr(rates.torch, "mm", lambda a, b, out: right(a, b, out=out).mul_(1 + wrong))
+    assert rates.matrix_product("cpu", torch.float32, 64, 64, 64).gate.startswith("wrong: error")

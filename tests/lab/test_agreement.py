@@ -120,7 +120,7 @@ def test_recorded_runs_share_what_they_should_and_each_pair_agrees_or_is_flagged
 
     assert {words.split(",")[1] for words in shared_by("end_to_end", "precision")} >= {" forward"}
     assert {words.split(",")[1] for words in shared_by("end_to_end", "kernels")} >= {" step", " inference"}
-    assert {words.split(",")[0] for words in shared_by("all_reduce", "gradient_buckets")} == {"all-reduce"}
+    assert {words.split(",")[0] for words in shared_by("all_reduce", "limits")} == {"all-reduce"}
     assert any(words.startswith("peak memory, step") for words in labs)
     for row in rows:
         told = [value for value in row.values if value.low is not None]
@@ -144,7 +144,7 @@ def test_the_index_lists_both_values_beside_one_another_and_flags_the_gap(tmp_pa
 
 def test_the_table_names_each_lab_with_its_value():
     table = agreement_table(agreements({"one": _record(1.0), "other": _record(2.0, pulse_s=2e-3)}))
-    one, other = table["rows"][0][-1]["text"].split(" · ")
+    one, other = table.loc[0, "measured"].split(" · ")
     assert one.startswith("one: ")
     assert other.startswith("other: ")
     assert "machine 2.0 times slower" in other

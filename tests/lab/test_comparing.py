@@ -4,7 +4,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from labkit.lab.claims import claim, judged_claim, published
+from labkit.lab.claims import claim, exact, lies_within, published
 from labkit.lab.comparing import MEMORY, TIME, agreement, compared, contest
 from labkit.lab.findings import at_the_cost_of
 from labkit.lab.rows import Measured, exactly_over, select
@@ -140,10 +140,39 @@ def test_without_rows_there_is_no_finding():
 
 
 def test_a_claim_holds_is_contradicted_or_open():
-    outcomes = [claim("", _ratios(_sizes(f, f)), "faster").outcome for f in (0.5, 2.0, 1.0)]
-    assert outcomes == ["holds here", "is contradicted here", "is not shown here"]
-    assert claim("", _ratios(_sizes(0.5, 1.0)), "faster").outcome == "is not shown here"
-    assert judged_claim("", [True, True], [False, False]).outcome == "holds here"
+    def outcome(*trends):
+        return [told.outcome for told in published(trends).claims]
+
+    alone = [outcome(claim("", _ratios(_sizes(f, f)), "faster"))[0] for f in (0.5, 2.0, 1.0)]
+    assert alone == ["holds here", "is contradicted here", "is not shown here"]
+    assert outcome(claim("", _ratios(_sizes(0.5, 1.0)), "faster")) == ["is not shown here"]
+    assert exact("", [True, True], [False, False]).outcome == "holds here"
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "outcome"),
+    [
+        (0.9, 1.1, "holds here"),
+        (0.9, 1.4, "is not shown here"),
+        (1.5, 2.0, "is contradicted here"),
+        (1, 1, "holds here"),
+    ],
+)
+def test_a_range_is_kept_by_whole_intervals_and_left_by_significant_ratios(low, high, outcome):
+    table = pd.DataFrame({"ratio": [(low * high) ** 0.5], "low": [low], "high": [high]})
+    trend = lies_within("", table, 0.8, 1.25)
+    assert trend.where_equal == "holds here"
+    assert published([trend]).claims[0].outcome == outcome
+    unknown = table.assign(low=np.nan, high=np.nan)
+    assert published([lies_within("", unknown, 0.8, 1.25)]).claims[0].outcome == "is not shown here"
+
+
+def test_published_claims_are_judged_together():
+    """A p-value that alone says something says nothing beside many that do not."""
+    row = pd.DataFrame({"ratio": [0.5], "low": [0.3], "high": [0.9], "p": [0.02]})
+    others = [claim("", row.assign(ratio=1.0, p=0.9), "faster")] * 9
+    assert published([claim("", row, "faster")]).claims[0].outcome == "holds here"
+    assert published([claim("", row, "faster"), *others]).claims[0].outcome == "is not shown here"
 
 
 def test_the_verdict_on_published_claims():

@@ -6,12 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from jinja2.utils import htmlsafe_json_dumps
 
 from labkit.lab.config import ParameterError
 from labkit.lab.pages import compare as compare_page
 from labkit.lab.pages.compare import load_runs, write_comparison
-from labkit.lab.pages.comparison import compare_runs, machine_names, overview
-from labkit.lab.pages.export import OTHER_FORMAT, PAGE_FORMAT, RECORD_KEYS, embed_json
+from labkit.lab.pages.export import OTHER_FORMAT, PAGE_FORMAT, RECORD_KEYS
+from labkit.lab.runs.comparison import compare_runs, machine_names, overview
 from labkit.lab.runs.store import Run, RunFileError
 from labkit.machine import describe_machine
 from tests.browser import CONTRASTS, opened_browser
@@ -45,7 +46,7 @@ def write_page(path, *, run, version=PAGE_FORMAT):
     record = dict.fromkeys(RECORD_KEYS, "") | {"run": run}
     about = {"format_version": version, "lab": "lab", "title": "Lab", "error": None, "record": record}
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f'<script type="application/json" id="labkit-record">{embed_json(about)}</script>')
+    path.write_text(f'<script type="application/json" id="labkit-record">{htmlsafe_json_dumps(about)}</script>')
 
 
 def test_a_machine_that_is_twice_as_fast_is_faster_at_every_shared_setting(tmp_path):

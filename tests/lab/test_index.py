@@ -6,11 +6,12 @@ import re
 
 import nbformat
 import pytest
+from jinja2.utils import htmlsafe_json_dumps
 
 from labkit.lab.advise.report import Section
 from labkit.lab.findings import SMALLEST_DIFFERENCE
 from labkit.lab.notebook import PAGE_MIME
-from labkit.lab.pages.export import OTHER_FORMAT, PAGE_FORMAT, embed_json, export_page, read_page
+from labkit.lab.pages.export import OTHER_FORMAT, PAGE_FORMAT, export_page, read_page
 from labkit.lab.pages.report import write_index
 from labkit.machine import describe_machine
 from tests.lab.fake_study import FAKE
@@ -55,7 +56,7 @@ def test_a_page_of_another_format_is_listed_and_ends_nothing(version, tmp_path):
     page = write_page(tmp_path)
     written = f'"format_version": {PAGE_FORMAT}'
     assert written in page.read_text()
-    page.write_text(page.read_text().replace(written, f'"format_version": {embed_json(version)}'))
+    page.write_text(page.read_text().replace(written, f'"format_version": {htmlsafe_json_dumps(version)}'))
     assert f'<a href="fake.html">Fake</a>: {OTHER_FORMAT}' in index(tmp_path)
 
 
@@ -63,7 +64,7 @@ def test_a_page_of_another_format_is_listed_and_ends_nothing(version, tmp_path):
 def test_a_record_without_what_an_index_needs_is_of_another_format(record, tmp_path):
     about = {"format_version": PAGE_FORMAT, "lab": "fake", "title": "Fake", "error": None, "record": record}
     page = tmp_path / "fake.html"
-    page.write_text(f'<script type="application/json" id="labkit-record">{embed_json(about)}</script>')
+    page.write_text(f'<script type="application/json" id="labkit-record">{htmlsafe_json_dumps(about)}</script>')
     assert read_page(page)["error"] == OTHER_FORMAT
     assert OTHER_FORMAT in index(tmp_path)
 

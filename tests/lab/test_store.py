@@ -118,6 +118,27 @@ def test_a_damaged_resumption_is_refused_by_name(writer, wrong):
         Run.load(writer.path)
 
 
+@pytest.mark.parametrize(
+    ("record", "wrong", "words"),
+    [
+        ("end", {"facts": {"threads": "many"}}, "facts"),
+        ("end", {"facts": {"world_size": 0}}, "facts"),
+        ("row", {"call": -1}, "call"),
+    ],
+)
+def test_what_is_counted_with_is_checked(writer, record, wrong, words):
+    path = writer.path
+    whole = {
+        "row": {"kind": "row", "point": "POINT", "rank": 0, "values": {}},
+        "end": {"kind": "end", "point": "POINT", "status": "ok", "reason": None, "elapsed_s": 1.0},
+    }[record]
+    point = next(iter(Run.load(path).header.planned))
+    with path.open("a") as file:
+        file.write(json.dumps(whole | {"point": point} | wrong) + "\n")
+    with pytest.raises(RunFileError, match=words):
+        Run.load(path)
+
+
 def test_two_writers_of_one_run_are_refused(writer):
     with pytest.raises(RunFileError, match="another process is writing"):
         RunWriter.reopen(writer.path)

@@ -35,8 +35,14 @@ MISTAKES = [
         SUMS,
         the_last_rank_adds_nothing=("min(first + at_once, ranks))", "min(first + at_once, ranks - 1))"),
         a_part_may_be_zero=("% modulus + 1).double()", "% modulus).double()"),
-        no_number_is_no_deviation=("return math.inf if largest.isnan()", "return 0.0 if largest.isnan()"),
-        the_rest_of_a_tensor_is_not_compared=("+ [(rest, period[: len(rest)])]", "+ [(rest[:0], period[:0])]"),
+        no_number_is_no_deviation=(
+            "is_right = (got.double() - exact[: len(got)]).abs() <= within",
+            "is_right = ~((got.double() - exact[: len(got)]).abs() > within)",
+        ),
+        the_rest_of_a_tensor_is_not_compared=(
+            "tensor.view(-1).split(at_once), strict=True",
+            "tensor.view(-1)[:-1].split(at_once), strict=False",
+        ),
     ),
     *mistakes(
         "bench/intervals.py",

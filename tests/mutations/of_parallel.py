@@ -141,7 +141,10 @@ MISTAKES = [
     *mistakes(
         "parallel/data_parallel/replicas.py",
         CONTRACT,
-        ranks_keep_their_own_parameters=("tensor.copy_(piece.view(tensor.shape))", "pass"),
+        ranks_keep_their_own_parameters=(
+            "detached := [tensor.detach() for",
+            "detached := [tensor.detach().clone() for",
+        ),
         differing_models_are_accepted=("if most != fewest:", "if most < fewest:"),
     ),
     *mistakes(
@@ -188,7 +191,7 @@ MISTAKES = [
         "parallel/sharding/reduce_scatter_ddp.py",
         FSDP,
         later_passes_replace_gradients=("flat_view(share.grad).add_(part)", "flat_view(share.grad).copy_(part)"),
-        gradients_are_sums=('vector, "mean", sizes=layout.sizes', 'vector, "sum", sizes=layout.sizes'),
+        gradients_are_sums=("self.world_size, out=part", "1, out=part"),
     ),
     *mistakes(
         "parallel/sharding/norms.py",

@@ -13,8 +13,8 @@ pytest.importorskip("triton")
 
 import triton
 
+from benchmarks.flash_tiles import SHARED_BYTES_LIMIT, TileResources, tile_resources
 from labkit.nn import flash_attention
-from labkit.nn.flash_resources import SHARED_BYTES_LIMIT, TileResources, tile_resources
 from labkit.nn.flash_tiles import DELTA_TILE, KERNEL_NAMES, Tile, tiles_for
 from tests.cases import thinned
 

@@ -5,6 +5,7 @@ from collections import Counter
 import pytest
 
 from labkit.costs import communication
+from labkit.parallel import schedule
 from labkit.parallel.collectives import ALGORITHMS
 from labkit.parallel.schedule import record_schedule
 
@@ -38,14 +39,25 @@ def test_what_a_rank_holds_after_a_step_came_with_its_messages(name):
                 assert who & ~possible == 0
 
 
+def test_what_one_rank_raises_is_told_and_not_that_the_others_wait_in_vain(monkeypatch):
+    def broken_on_one(tensor, group=None, op="mean", *, transport):
+        if transport.rank == 1:
+            raise ZeroDivisionError
+        transport.show(tensor)
+
+    monkeypatch.setattr(schedule, "LONGEST_WAIT_S", 0.01)
+    with pytest.raises(ZeroDivisionError):
+        record_schedule(broken_on_one, 3)
+
+
 def test_a_function_of_the_readers_is_recorded_and_what_it_raises_comes_through():
     def everybody_shows(tensor, group=None, op="mean", *, transport):
         parts = list(transport.show(tensor))
         tensor.copy_(sum(parts[1:], parts[0]))
 
-    schedule = record_schedule(everybody_shows, 3)
-    assert [message.round for message in schedule.messages] == [1] * 6
-    assert schedule.held[-1] == [[7] * schedule.elements] * 3
+    recorded = record_schedule(everybody_shows, 3)
+    assert [message.round for message in recorded.messages] == [1] * 6
+    assert recorded.held[-1] == [[7] * recorded.elements] * 3
 
     def broken(tensor, group=None, op="mean", *, transport):
         raise ZeroDivisionError

@@ -2,6 +2,7 @@
 
 import re
 from contextlib import closing
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -17,7 +18,7 @@ from labkit.parallel.launch import Row, launch
 from labkit.parallel.transport.semaphores import Semaphores
 from labkit.parallel.transport.shared import SharedTransport
 from labkit.studies import load_study
-from labkit.studies.all_reduce import tables, transports
+from labkit.studies.all_reduce import phases, tables, transports
 from labkit.studies.all_reduce.study import STUDY, AllReduceConfig
 from labkit.studies.all_reduce.transports import ROUTES, alternative
 from labkit.studies.all_reduce.worker import AllReducePoint, measure_point
@@ -43,11 +44,34 @@ def _measure_with_a_broken_ring(point):
     yield from measure_point(point)
 
 
+def _measure_with_half_a_phase(point):
+    """A reduce-scatter that adds nothing, and an all-gather that brings nothing."""
+    phases.reduce_scatter = phases.all_gather = _broken
+    yield from measure_point(point)
+
+
 def _rows(measure, point):
     with closing(launch(measure, [point], world_size=point.world_size, timeout_s=60)) as events:
         seen = list(events)
     assert seen[-1].status == "ok", seen[-1].reason
     return [event.values for event in seen if isinstance(event, Row)]
+
+
+def test_phases_alone_are_checked_timed_and_their_bytes_counted():
+    point = replace(SMALL, sweep="phases", n_elements=100_001, algorithms=())
+    rows = _rows(measure_point, point)
+    alone = {(phase, route) for phase in phases.PHASES for route in ("torch", "messages", "shared")}
+    assert {(row["collective"], row["transport"]) for row in rows} == alone
+    for row in rows:
+        assert row["gate"] == "ok"
+        assert len(row["seconds"]) == SMALL.repeats
+        assert row["formula_bytes"] == 4 * 50_000
+        if row["transport"] != "torch":
+            assert row["sent_bytes"] == row["formula_bytes"]
+        else:  # its reduce-scatter is an all-reduce per rank, or should be half of one
+            assert row["sent_bytes"] >= row["formula_bytes"]
+    for row in _rows(_measure_with_half_a_phase, point):
+        assert (row["gate"] == "ok") == (row["transport"] == "torch") == ("seconds" in row)
 
 
 def test_every_alternative_is_checked_and_timed_on_every_rank():

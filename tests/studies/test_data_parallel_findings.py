@@ -160,7 +160,7 @@ def test_noise_is_no_evidence_that_nothing_hides():
     hidden = tables.exposed(frame)[["hidden_percent", "hidden_low_percent", "hidden_high_percent"]]
     overlapping = tables.exposed(frame).query("implementation in ['torch', 'bucketed', 'overlapped']")
     assert overlapping["hidden_percent"].max() < 10  # by medians alone
-    assert hidden.stack().between(0, 100).all()
+    assert hidden.min().min() < 0, "nothing is cut off into certainty"
     assert _findings(frame)["overlap"].verdict == "undecided"
 
 

@@ -93,6 +93,7 @@ def test_without_a_calibration_nothing_is_predicted_and_the_rest_is_answered():
     assert finding.verdict == "not measured"
     assert "no calibration" in finding.headline
     assert set(model.curves(_frame(), None)["batch_x_sequence"]) == {model.FITTED}
+    assert "no calibration" not in _findings(pd.DataFrame({"sweep": ["other"]}), calibration=None)["model"].headline
     gpus = _findings(_frame().assign(backend="nccl", device="cuda"))["model"]
     assert gpus.verdict == "not measured"
 

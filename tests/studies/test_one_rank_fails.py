@@ -18,7 +18,7 @@ from labkit.studies.cifar100.worker import TrainingPoint
 from labkit.studies.data_parallel.worker import LOCAL, DataParallelPoint
 from labkit.studies.gradient_buckets.worker import BucketsPoint
 from labkit.studies.limits.worker import LimitPoint
-from labkit.studies.sharding.worker import ShardingPoint
+from labkit.studies.sharding.training import ShardingPoint
 from labkit.studies.sync_batchnorm.alternatives import OWN, TWO_COLLECTIVES
 from labkit.studies.sync_batchnorm.worker import SyncBatchNormPoint
 from labkit.studies.this_machine.worker import ThisMachinePoint
@@ -116,7 +116,7 @@ def _with_a_failure(case_and_how):
     """The lab's worker, where the second rank raises or dies when it is the turn of that alternative."""
     case, how = case_and_how
     shared = import_module("labkit.studies.shared.alternatives")
-    lab = import_module(type(case.point).__module__)
+    lab = import_module(type(case.point).__module__.rpartition(".")[0] + ".worker")
 
     def fail():
         if dist.get_rank() == 1:

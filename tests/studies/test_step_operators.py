@@ -1,8 +1,13 @@
 """The operators of a step are the same wherever they are counted, and the optimizer is that of the device."""
 
+from collections import Counter
 from dataclasses import replace
 
+import pytest
+
+from labkit.nn.transformer import shape_named
 from labkit.studies.end_to_end.tables import PREDICTED
+from labkit.studies.shared import step_operators as module
 from labkit.studies.shared.step_operators import OPTIMIZER, step_operators
 from tests.calibrated import made_up
 
@@ -16,3 +21,15 @@ def test_a_step_on_a_gpu_is_predicted_without_one():
     row = dict.fromkeys(PREDICTED.columns, "") | {"device": "cuda", "precision": "float32", "size": "nano"}
     row |= {"batch": 2, "context_length": 16, "phase": "forward"}
     assert PREDICTED.seconds(row, calibration) > 0
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_layers_that_are_not_traced_are_counted(precision):
+    shape = replace(shape_named("nano"), n_layers=4)
+    whole = module._traced(shape, 2, 16, precision, "cpu")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "shape_named", lambda size: shape)
+        found = step_operators.__wrapped__("four layers", 2, 16, precision)
+    assert {phase: Counter(calls) for phase, calls in found.items()} == {
+        phase: Counter(calls) for phase, calls in whole.items()
+    }

@@ -1,7 +1,7 @@
 """Bars by category, side by side with intervals or stacked, and dots on a logarithmic axis; published ones apart."""
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
@@ -9,34 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from labkit.lab.columns import column, label
-from labkit.lab.figures.style import (
-    ALL,
-    MARKERS,
-    MEASURED,
-    PAGE,
-    PALETTE,
-    PANEL_HEIGHT,
-    PUBLISHED,
-    TEXT,
-    WIDE,
-    WIDTH,
-    Mark,
-    Plot,
-    drawn_columns,
-    error_bars,
-    facet_title,
-    finish_axes,
-    format_axis,
-    legend,
-    name_axis,
-    name_panel,
-    nothing_to_draw,
-    plotted,
-    told,
-    value_title,
-    with_hue,
-    with_interval,
-)
+from labkit.lab.figures import style
 
 GROUP_WIDTH = 0.76  # of the distance between two categories
 UPRIGHT_LABEL = 9  # characters; longer names of categories are slanted
@@ -60,8 +33,8 @@ def bars(
     y_title: str | None = None,
     reference: pd.DataFrame | None = None,
     reference_label: str = "published",
-    source: str = MEASURED,
-) -> Plot:
+    source: str = style.MEASURED,
+) -> style.Plot:
     """One group of bars per category of `x`, one bar (or layer, if `stacked`) per value of `hue`.
 
     Bars begin at zero, so on a logarithmic axis (`log`) there are dots instead.
@@ -72,73 +45,23 @@ def bars(
     and otherwise only if there is no reference: published absolute values are rarely of the same size. ValueError if a
     column is missing or two rows are the same bar.
     """
-    frame, hue = with_hue(frame, hue)
-    columns = drawn_columns(frame, x, y, hue, facet)
+    frame, hue = style.with_hue(frame, hue)
+    columns = style.drawn_columns(frame, x, y, hue, facet)
     if frame.empty:
-        return nothing_to_draw(frame[columns])
+        return style.nothing_to_draw(frame[columns])
+    columns = [*columns, "source"]
     pieces = [frame.assign(source=source)]
     if reference is not None and not reference.empty:
-        pieces.append(reference.assign(source=reference_label, **({ALL: ""} if hue == ALL else {})))
-    columns = [*columns, "source"]
-    kept = [columns if stacked else with_interval(columns, piece, y) for piece in pieces]
-    data = pd.concat([piece.reindex(columns=names) for piece, names in zip(pieces, kept, strict=True)])
-    data = data.dropna(subset=[y]).reset_index(drop=True)
+        pieces.append(reference.assign(source=reference_label, **({style.ALL: ""} if hue == style.ALL else {})))
+    kept = [columns if stacked else style.with_interval(columns, piece, y) for piece in pieces]
+    drawn = [piece.reindex(columns=names).dropna(subset=[y]) for piece, names in zip(pieces, kept, strict=True)]
+    data = pd.concat(drawn, ignore_index=True)
     _require_one_row_a_bar(data, [name for name in columns if name != y])
-    draw = partial(
-        _draw,
-        x=x,
-        y=y,
-        hue=hue,
-        x_order=_with_others(x_order, data[x]),
-        hue_order=_with_others(hue_order, data[hue]),
-        facet=facet,
-        stacked=stacked,
-        log=log,
-        level=level,
-        y_title=y_title,
-        source=source,
-    )
-    own = data[data["source"] == source]
-    if own.empty or len(own) == len(data) or not reference_label.startswith(PUBLISHED):
-        return draw(data)
-    return draw(own, with_published=draw(data))
-
-
-def _draw(
-    data: pd.DataFrame,
-    *,
-    x: str,
-    y: str,
-    hue: str,
-    x_order: Sequence[Any] | None,
-    hue_order: Sequence[Any] | None,
-    facet: str | None,
-    stacked: bool,
-    log: bool,
-    level: float | None,
-    y_title: str | None,
-    source: str,
-    with_published: Plot | None = None,
-) -> Plot:
-    panels = list(_panels(data, facet))
-    if not panels:
-        return nothing_to_draw(data)
-    figure, axes = _subplots(panels, x, share=log or data["source"].nunique() == 1)
-    width = float(figure.get_size_inches()[0]) - MARGIN_INCHES
-    hues = [value for value in hue_order or dict.fromkeys(data[hue]) if value in set(data[hue])]
-    styles = {value: index for index, value in enumerate(hue_order or hues)}
-    marks: list[Mark] = []
-    for axis, (title, panel) in zip(axes, panels, strict=True):
-        places = [value for value in x_order or dict.fromkeys(panel[x]) if value in set(panel[x])]
-        hollow = source != MEASURED or (panel["source"] != source).all()
-        rows = panel.set_index(x, drop=False)
-        marks += _draw_panel(axis, rows, y, hue, places, hues, styles, stacked=stacked, log=log, hollow=bool(hollow))
-        inches = width * max(2, len(places)) / sum(max(2, rows[x].nunique()) for _, rows in panels)
-        _finish(axis, x, y, places, title, facet, log, level, inches)
-    name_axis(axes[0].yaxis, value_title(y, y_title))
-    names = [str(value).replace("_", " ") for value in hues]
-    legend(figure, axes, hue, names[::-1] if stacked else names)
-    return plotted(figure, data, marks, with_published)
+    hues, places = _with_others(hue_order, data[hue]), _with_others(x_order, data[x])
+    look = _Bars(x, y, hue, places, hues, facet, stacked=stacked, log=log, level=level, y_title=y_title, source=source)
+    if len(drawn) == 1:
+        return look.draw(data)
+    return style.with_reference(look.draw, drawn[0], drawn[1], reference_label)
 
 
 def _with_others(order: Sequence[Any] | None, values: pd.Series) -> list[Any] | None:
@@ -153,103 +76,114 @@ def _require_one_row_a_bar(data: pd.DataFrame, keys: list[str]) -> None:
         raise ValueError(f"expected one row per bar, got several for {twice[keys].iloc[0].to_dict()}: name a facet")
 
 
-def _panels(data: pd.DataFrame, facet: str | None) -> list[tuple[Any, pd.DataFrame]]:
-    """(title, rows): one a facet for what is measured here, one for each other source."""
-    panels: list[tuple[Any, pd.DataFrame]] = []
-    for source, rows in data.groupby("source", sort=False):
-        if facet is None or source != data["source"].iloc[0]:
-            panels.append((source, rows))
-        else:
-            panels += [(value, of_facet) for value, of_facet in rows.groupby(facet, sort=False)]
-    return panels
+@dataclass(frozen=True)
+class _Bars:
+    """What is drawn of a frame and how, as `bars` is told."""
+
+    x: str
+    y: str
+    hue: str
+    x_order: Sequence[Any] | None
+    hue_order: Sequence[Any] | None
+    facet: str | None
+    stacked: bool
+    log: bool
+    level: float | None
+    y_title: str | None
+    source: str
+
+    def draw(self, data: pd.DataFrame) -> style.Plot:
+        panels = list(self._panels(data))
+        if not panels:
+            return style.nothing_to_draw(data)
+        figure, axes = _subplots(panels, self.x, share=self.log or data["source"].nunique() == 1)
+        inches = float(figure.get_size_inches()[0]) - MARGIN_INCHES
+        inches /= sum(max(2, rows[self.x].nunique()) for _, rows in panels)
+        hues = style.present(data[self.hue], self.hue_order)
+        styles = {value: index for index, value in enumerate(self.hue_order or hues)}
+        marks: list[style.Mark] = []
+        for axis, (title, rows) in zip(axes, panels, strict=True):
+            places = style.present(rows[self.x], self.x_order)
+            marks += self._draw_panel(axis, rows.set_index(self.x, drop=False), places, styles)
+            self._finish(axis, places, title, inches * max(2, len(places)))
+        style.name_axis(axes[0].yaxis, style.value_title(self.y, self.y_title))
+        names = [style.spoken(value) for value in hues]
+        style.legend(figure, axes, self.hue, names[::-1] if self.stacked else names)
+        return style.plotted(figure, data, marks)
+
+    def _panels(self, data: pd.DataFrame) -> list[tuple[Any, pd.DataFrame]]:
+        """(title, rows): one a facet for what is measured here, one for each other source."""
+        panels: list[tuple[Any, pd.DataFrame]] = []
+        for source, rows in data.groupby("source", sort=False):
+            if self.facet is None or source != data["source"].iloc[0]:
+                panels.append((source, rows))
+            else:
+                panels += [(value, of_facet) for value, of_facet in rows.groupby(self.facet, sort=False)]
+        return panels
+
+    def _draw_panel(
+        self, axis: Axes, panel: pd.DataFrame, places: Sequence[Any], styles: Mapping[Any, int]
+    ) -> list[style.Mark]:
+        """What is hollow is not from here: hatched bars, empty dots."""
+        hollow = self.source != style.MEASURED or bool((panel["source"] != self.source).all())
+        hues = style.present(panel[self.hue], styles)  # no room for bars of other panels
+        alone = self.stacked or self.hue == self.x  # one bar a place
+        width = GROUP_WIDTH if alone else GROUP_WIDTH / len(hues)
+        bottoms = dict.fromkeys(places, 0.0)
+        marks = []
+        for number, value in enumerate(hues):
+            rows = panel[panel[self.hue] == value]
+            here = [place for place in places if place in rows.index]
+            rows = rows.loc[here]
+            shift = 0.0 if alone else (number - (len(hues) - 1) / 2) * width
+            at = [places.index(place) + shift for place in here]
+            color = style.PALETTE[styles[value] % len(style.PALETTE)]
+            marker = style.MARKERS[styles[value] % len(style.MARKERS)]
+            intervals = None if self.stacked else style.error_bars(rows, self.y)
+            if self.log:
+                axis.errorbar(
+                    at, rows[self.y], intervals, color=color, linestyle="none", elinewidth=1.2, marker=marker,
+                    markersize=6, markerfacecolor=style.PAGE if hollow else color, label=style.spoken(value),
+                )  # fmt: skip
+            else:
+                axis.bar(
+                    at, rows[self.y], width, [bottoms[place] for place in here], color=color, edgecolor=style.PAGE,
+                    linewidth=0.8, hatch="//" if hollow else None, yerr=intervals,
+                    error_kw={"elinewidth": 1.0, "ecolor": style.TEXT}, label=style.spoken(value),
+                )  # fmt: skip
+            for place, middle, (_, row) in zip(here, at, rows.iterrows(), strict=True):
+                low = row[self.y] if self.log else bottoms[place]
+                top = row[self.y] + bottoms[place]
+                text = style.told((label(self.hue, value), label(self.x, place)), self.y, row)
+                left, right = middle - width / 2, middle + width / 2
+                marks.append(style.Mark(axis, left, min(low, top), right, max(low, top), text))
+                bottoms[place] += row[self.y] if self.stacked else 0.0
+        return marks
+
+    def _finish(self, axis: Axes, places: Sequence[Any], title: Any, inches: float) -> None:
+        if self.log:
+            axis.set_yscale("log")
+        if self.level is not None:
+            axis.axhline(self.level, color=style.TEXT, linewidth=1.0)
+        style.finish_axes(axis, grid="y")
+        names = [style.spoken(place) for place in places]
+        middle, half = (len(places) - 1) / 2, max(len(places) / 2 + 0.1, FEWEST_PLACES / 2)
+        longest = max(map(len, names))
+        slanted = longest > UPRIGHT_LABEL and len(names) > 3
+        slanted |= len(names) > 1 and longest * LABEL_INCHES > inches / (2 * half)
+        looks: dict[str, Any] = {"rotation": 25, "ha": "right", "rotation_mode": "anchor"} if slanted else {}
+        axis.set_xticks(range(len(places)), names, **looks)
+        axis.set_xlim(middle - half, middle + half)
+        style.name_axis(axis.xaxis, column(self.x).axis)
+        style.format_axis(axis.yaxis, self.y, self.log)
+        if title != style.MEASURED:
+            style.name_panel(axis, style.facet_title(self.facet or "", title))
 
 
 def _subplots(panels: Sequence[tuple[Any, pd.DataFrame]], x: str, share: bool) -> tuple[Figure, Sequence[Axes]]:
     """Panels as wide as they have categories."""
     ratios = [max(2, panel[x].nunique()) for _, panel in panels]
-    width = min(WIDE, max(WIDTH, 0.9 * sum(ratios) + MARGIN_INCHES))
-    figure = Figure(figsize=(width, PANEL_HEIGHT), layout="constrained")
+    width = min(style.WIDE, max(style.WIDTH, 0.9 * sum(ratios) + MARGIN_INCHES))
+    figure = Figure(figsize=(width, style.PANEL_HEIGHT), layout="constrained")
     axes = figure.subplots(1, len(panels), sharey=share, squeeze=False, width_ratios=ratios)[0]
     return figure, axes
-
-
-def _draw_panel(
-    axis: Axes,
-    panel: pd.DataFrame,
-    y: str,
-    hue: str,
-    places: Sequence[Any],
-    hues: Sequence[Any],
-    styles: dict[Any, int],
-    *,
-    stacked: bool,
-    log: bool,
-    hollow: bool,
-) -> list[Mark]:
-    """What is hollow is not from here: hatched bars, empty dots."""
-    hues = [value for value in hues if value in set(panel[hue])]  # no room for bars of other panels
-    x = str(panel.index.name)
-    alone = stacked or hue == x  # one bar a place
-    width = GROUP_WIDTH if alone else GROUP_WIDTH / len(hues)
-    bottoms = dict.fromkeys(places, 0.0)
-    marks = []
-    for number, value in enumerate(hues):
-        rows = panel[panel[hue] == value]
-        here = [place for place in places if place in rows.index]
-        if not here:
-            continue
-        rows = rows.loc[here]
-        shift = 0.0 if alone else (number - (len(hues) - 1) / 2) * width
-        at = [places.index(place) + shift for place in here]
-        name = str(value).replace("_", " ")
-        color, marker = PALETTE[styles[value] % len(PALETTE)], MARKERS[styles[value] % len(MARKERS)]
-        intervals = None if stacked else error_bars(rows, y)
-        if log:
-            face = PAGE if hollow else color
-            axis.errorbar(
-                at, rows[y], intervals, color=color, linestyle="none", elinewidth=1.2,
-                marker=marker, markersize=6, markerfacecolor=face, label=name,
-            )  # fmt: skip
-        else:
-            below = [bottoms[place] for place in here] if stacked else 0.0
-            axis.bar(
-                at, rows[y], width, below, color=color, edgecolor=PAGE, linewidth=0.8, hatch="//" if hollow else None,
-                yerr=intervals, error_kw={"elinewidth": 1.0, "ecolor": TEXT}, label=name,
-            )  # fmt: skip
-        for place, middle, (_, row) in zip(here, at, rows.iterrows(), strict=True):
-            low = row[y] if log else bottoms[place]
-            top = row[y] + (bottoms[place] if stacked else 0.0)
-            text = told((label(hue, value), label(x, place)), y, row)
-            marks.append(Mark(axis, middle - width / 2, min(low, top), middle + width / 2, max(low, top), text))
-            bottoms[place] += row[y] if stacked else 0.0
-    return marks
-
-
-def _finish(
-    axis: Axes,
-    x: str,
-    y: str,
-    places: Sequence[Any],
-    title: Any,
-    facet: str | None,
-    log: bool,
-    level: float | None,
-    inches: float,
-) -> None:
-    if log:
-        axis.set_yscale("log")
-    if level is not None:
-        axis.axhline(level, color=TEXT, linewidth=1.0)
-    finish_axes(axis, grid="y")
-    names = [str(place).replace("_", " ") for place in places]
-    middle, half = (len(places) - 1) / 2, max(len(places) / 2 + 0.1, FEWEST_PLACES / 2)
-    longest = max(map(len, names))
-    slanted = longest > UPRIGHT_LABEL and len(names) > 3
-    slanted |= len(names) > 1 and longest * LABEL_INCHES > inches / (2 * half)
-    looks: dict[str, Any] = {"rotation": 25, "ha": "right", "rotation_mode": "anchor"} if slanted else {}
-    axis.set_xticks(range(len(places)), names, **looks)
-    axis.set_xlim(middle - half, middle + half)
-    name_axis(axis.xaxis, column(x).axis)
-    format_axis(axis.yaxis, y, log)
-    if title != MEASURED:
-        name_panel(axis, facet_title(facet or "", title))

@@ -1,50 +1,22 @@
 """Lines over a numeric axis, one panel a facet, intervals as error bars."""
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from pandas.api.types import is_bool_dtype, is_numeric_dtype
 
 from labkit.lab.columns import column, label
-from labkit.lab.figures.style import (
-    ALL,
-    AT,
-    FEW_PLACES,
-    MARKERS,
-    MEASURED,
-    PAGE,
-    PALETTE,
-    PANEL_HEIGHT,
-    PUBLISHED,
-    SOFT,
-    TEXT,
-    WIDE,
-    WIDTH,
-    Mark,
-    Plot,
-    drawn_columns,
-    error_bars,
-    facet_title,
-    finish_axes,
-    format_axis,
-    legend,
-    name_axis,
-    name_panel,
-    nothing_to_draw,
-    plotted,
-    told,
-    value_title,
-    with_hue,
-    with_interval,
-)
+from labkit.lab.figures import style
+from labkit.lab.figures.style import AT, MEASURED
 
-MOST_IN_A_ROW = 3  # panels; more are cut off or too small to read on a page
 MOST_LINES = 6  # in a panel; more cannot be told from one another
 MOST_POINTS = 100  # of a line; more are drawn small
+
+Places = dict[Any, int] | None
+"""Where names stand on the x axis; None for numbers, which stand where they are."""
 
 
 def lines(
@@ -63,7 +35,7 @@ def lines(
     reference: pd.DataFrame | None = None,
     reference_label: str = "published",
     source: str = MEASURED,
-) -> Plot:
+) -> style.Plot:
     """One line per value of `hue`, one panel per value of `facet`, the interval as error bars.
 
     `frame` is tidy and aggregated: one row per plotted point; `low` and `high` right behind `y` are its interval.
@@ -79,149 +51,143 @@ def lines(
     log = log or ""
     if not set(log) <= set("xy"):
         raise ValueError(f"log names the logarithmic axes, 'x', 'y', 'xy' or '': got {log!r}")
-    frame, hue = with_hue(frame, hue)
-    columns = drawn_columns(frame, x, y, hue, facet)
+    frame, hue = style.with_hue(frame, hue)
+    columns = style.drawn_columns(frame, x, y, hue, facet)
     if frame.empty:
-        return nothing_to_draw(frame[columns])
+        return style.nothing_to_draw(frame[columns])
     columns = [*columns, "source"]
     own = frame.assign(source=source)
-    data = own[with_interval(columns, own, y)].dropna(subset=[y])
-    draw = partial(
-        _draw,
-        x=x,
-        y=y,
-        hue=hue,
-        hue_order=hue_order,
-        facet=facet,
-        facet_order=facet_order,
-        log=log,
-        linked=linked,
-        level=level,
-        y_title=y_title,
-    )
+    data = own[style.with_interval(columns, own, y)].dropna(subset=[y])
+    look = _Lines(x, y, hue, hue_order, facet, facet_order, log=log, linked=linked, level=level, y_title=y_title)
     if reference is None:
-        return draw(data)
-    reference = reference.assign(source=reference_label, **({ALL: ""} if hue == ALL else {}))
-    reference = reference[drawn_columns(reference, *columns)].dropna(subset=[y])  # drawn without intervals
-    both = pd.concat([data, reference], ignore_index=True)
-    if data.empty or reference.empty or not reference_label.startswith(PUBLISHED):
-        return draw(both)
-    return draw(data, with_published=draw(both))
+        return look.draw(data)
+    reference = reference.assign(source=reference_label, **({style.ALL: ""} if hue == style.ALL else {}))
+    reference = reference[style.drawn_columns(reference, *columns)].dropna(subset=[y])  # drawn without intervals
+    return style.with_reference(look.draw, data, reference, reference_label)
 
 
-def _draw(
-    data: pd.DataFrame,
-    *,
-    x: str,
-    y: str,
-    hue: str,
-    hue_order: Sequence[Any] | None,
-    facet: str | None,
-    facet_order: Sequence[Any] | None,
-    log: str,
-    linked: bool,
-    level: float | None,
-    y_title: str | None,
-    with_published: Plot | None = None,
-) -> Plot:
-    if data.empty:
-        return nothing_to_draw(data)
-    places = _places(data[x])
-    order = [name for name in data.columns if name not in ("low", "high")]
-    data = data.assign(**{AT: data[x].map(places) if places else data[x]}).sort_values(order, ignore_index=True)
-    styles = {value: index for index, value in enumerate(dict.fromkeys([*(hue_order or ()), *sorted(set(data[hue]))]))}
-    panels = [
-        (value, part)
-        for value in ([None] if facet is None else _in_order(data[facet], facet_order))
-        for part in _few_lines(data if value is None else data[data[facet] == value], hue, list(styles))
-    ]
-    figure, axes, first_of_row = _subplots(len(panels))
-    marks: list[Mark] = []
-    measured = set(data.loc[data["source"] == MEASURED, hue])
-    for axis, (value, panel) in zip(axes, panels, strict=True):
-        marks += _draw_panel(axis, panel, x, y, hue, styles, measured, linked=linked and not places)
-        _finish_panel(axis, x, places or sorted(set(data[x])), log, level)
-        if value is not None:
-            name_panel(axis, facet_title(facet or "", value))
-    for axis in first_of_row:
-        name_axis(axis.yaxis, value_title(y, y_title))
-    for source in sorted(set(data.loc[data[hue].isin(measured), "source"]) - {MEASURED}):  # named once, not once a line
-        axes[0].plot([], [], color=SOFT, linestyle="--", marker="o", markerfacecolor=PAGE, markersize=4.5, label=source)
-    format_axis(axes[0].yaxis, y, "y" in log)
-    legend(figure, axes, hue, _from_the_top(data, y, hue))
-    return plotted(figure, data, marks, with_published)
+@dataclass(frozen=True)
+class _Lines:
+    """What is drawn of a frame and how, as `lines` is told."""
+
+    x: str
+    y: str
+    hue: str
+    hue_order: Sequence[Any] | None
+    facet: str | None
+    facet_order: Sequence[Any] | None
+    log: str
+    linked: bool
+    level: float | None
+    y_title: str | None
+
+    def draw(self, data: pd.DataFrame) -> style.Plot:
+        if data.empty:
+            return style.nothing_to_draw(data)
+        hue, places = self.hue, _places(data[self.x])
+        order = [name for name in data.columns if name not in ("low", "high")]
+        at = data[self.x].map(places) if places else data[self.x]
+        data = data.assign(**{AT: at}).sort_values(order, ignore_index=True)
+        hues = dict.fromkeys([*(self.hue_order or ()), *sorted(set(data[hue]))])
+        panels = [
+            (value, part)
+            for value in ([None] if self.facet is None else self._facets(data[self.facet]))
+            for part in _few_lines(data if value is None else data[data[self.facet] == value], hue, list(hues))
+        ]
+        figure, axes = style.panel_grid(len(panels), style.PANEL_HEIGHT)
+        if len(panels) > style.MOST_IN_A_ROW:
+            figure.set_layout_engine("constrained", h_pad=0.12)  # inches: a title is not to touch the axis above it
+        marks: list[style.Mark] = []
+        measured = set(data.loc[data["source"] == MEASURED, hue])
+        styles = {value: index for index, value in enumerate(hues)}
+        for axis, (value, panel) in zip(axes, panels, strict=True):
+            marks += self._draw_panel(axis, panel, styles, measured, linked=self.linked and not places)
+            self._finish(axis, places, data[self.x])
+            if value is not None:
+                style.name_panel(axis, style.facet_title(self.facet or "", value))
+            if style.begins_row(axis):
+                style.name_axis(axis.yaxis, style.value_title(self.y, self.y_title))
+        others = sorted(set(data.loc[data[hue].isin(measured), "source"]) - {MEASURED})
+        looks: dict[str, Any] = {"color": style.SOFT, "linestyle": "--", "marker": "o", "markersize": 4.5}
+        for source in others:  # named once, not once a line
+            axes[0].plot([], [], markerfacecolor=style.PAGE, label=source, **looks)
+        style.format_axis(axes[0].yaxis, self.y, "y" in self.log)
+        style.legend(figure, axes, hue, self._from_the_top(data))
+        return style.plotted(figure, data, marks)
+
+    def _facets(self, values: pd.Series) -> list[Any]:
+        return sorted(set(values)) if self.facet_order is None else style.present(values, self.facet_order)
+
+    def _from_the_top(self, data: pd.DataFrame) -> list[str]:
+        """Names in the order in which their lines end, on the right, from the top down."""
+        ends = data[data["source"] == MEASURED].groupby(self.hue, sort=False)[self.y].last()
+        return [_name(value) for value in ends.sort_values(ascending=False, kind="stable").index]
+
+    def _draw_panel(
+        self, axis: Axes, panel: pd.DataFrame, styles: Mapping[Any, int], measured: set[Any], linked: bool
+    ) -> list[style.Mark]:
+        """Lines by source; one that is not from here has the color of the one that is, and no name of its own."""
+        marks = []
+        for source in dict.fromkeys([MEASURED, *panel["source"]]):
+            for value, index in styles.items():
+                series = panel[(panel["source"] == source) & (panel[self.hue] == value)]
+                if series.empty:
+                    continue
+                name = _name(value, source) if source == MEASURED or value not in measured else "_"
+                _draw_line(axis, series, self.y, name, index, source == MEASURED, linked)
+                for _, row in series.iterrows():
+                    names = (label(self.hue, value), source if source != MEASURED else "", label(self.x, row[self.x]))
+                    text = style.told(names, self.y, row)
+                    marks.append(style.Mark(axis, row[AT], row[self.y], row[AT], row[self.y], text))
+        return marks
+
+    def _finish(self, axis: Axes, places: Places, values: pd.Series) -> None:
+        if "x" in self.log and not places:
+            axis.set_xscale("log", base=2 if column(self.x).doubles else 10)
+        if "y" in self.log:
+            axis.set_yscale("log")
+        if self.level is not None:
+            axis.axhline(self.level, color=style.TEXT, linewidth=1.0, zorder=1)
+        style.finish_axes(axis, grid="y")
+        style.name_axis(axis.xaxis, column(self.x).axis)
+        if places:
+            names = [style.spoken(name) for name in places]
+            axis.set_xticks(list(places.values()), names, rotation=25, ha="right", rotation_mode="anchor")
+            axis.margins(x=0.15)
+            return
+        style.format_axis(axis.xaxis, self.x, "x" in self.log)
+        if len(few := sorted(set(values))) <= style.FEW_PLACES:
+            axis.set_xticks(few)
+            axis.margins(x=0.15)  # room for the labels of the first and the last, beside those of the next panel
 
 
 def _few_lines(panel: pd.DataFrame, hue: str, order: Sequence[Any]) -> list[pd.DataFrame]:
     """The rows of a panel, or of several where they are too many lines."""
-    found = [value for value in order if value in set(panel[hue])]
+    found = style.present(panel[hue], order)
     size = -(-len(found) // -(-len(found) // MOST_LINES))
     return [panel[panel[hue].isin(found[at : at + size])] for at in range(0, len(found), size)]
 
 
-def _from_the_top(data: pd.DataFrame, y: str, hue: str) -> list[str]:
-    """Names in the order in which their lines end, on the right, from the top down."""
-    ends = data[data["source"] == MEASURED].groupby(hue, sort=False)[y].last()
-    return [_name(value) for value in ends.sort_values(ascending=False, kind="stable").index]
-
-
 def _name(value: Any, source: str = MEASURED) -> str:
     name = f"{value}" if source == MEASURED else f"{value}, {source}"
-    return (name if value != "" else source).replace("_", " ")
+    return style.spoken(name if value != "" else source)
 
 
-def _places(values: pd.Series) -> dict[Any, int] | None:
-    """Where names stand, in the order of their rows; None for numbers, which stand where they are."""
+def _places(values: pd.Series) -> Places:
+    """Names in the order of their rows."""
     if is_numeric_dtype(values) and not is_bool_dtype(values):
         return None
     return {name: place for place, name in enumerate(dict.fromkeys(values))}
-
-
-def _subplots(panels: int) -> tuple[Figure, list[Axes], list[Axes]]:
-    """Panels that share the y axis, up to three side by side and four as two rows; those that begin a row."""
-    columns = panels if panels <= MOST_IN_A_ROW else 2 if panels == 4 else MOST_IN_A_ROW
-    rows = -(-panels // columns)
-    figure = Figure(figsize=(WIDTH if panels == 1 else WIDE, PANEL_HEIGHT * rows), layout="constrained")
-    if rows > 1:
-        figure.set_layout_engine("constrained", h_pad=0.12)  # inches: a title is not to touch the axis above it
-    grid = figure.subplots(rows, columns, sharey=True, squeeze=False)
-    axes = list(grid.flat)
-    for empty in axes[panels:]:
-        empty.remove()
-    return figure, axes[:panels], list(grid[:, 0])
-
-
-def _in_order(values: pd.Series, order: Sequence[Any] | None) -> list[Any]:
-    found = set(values)
-    return sorted(found) if order is None else [value for value in order if value in found]
-
-
-def _draw_panel(
-    axis: Axes, panel: pd.DataFrame, x: str, y: str, hue: str, styles: dict[Any, int], measured: set[Any], linked: bool
-) -> list[Mark]:
-    """Lines by source; one that is not from here has the color of the one that is, and no name of its own."""
-    marks = []
-    for source in dict.fromkeys([MEASURED, *panel["source"]]):
-        for value, index in styles.items():
-            series = panel[(panel["source"] == source) & (panel[hue] == value)]
-            if series.empty:
-                continue
-            name = _name(value, source) if source == MEASURED or value not in measured else "_"
-            _draw_line(axis, series, y, name, index, source == MEASURED, linked)
-            for _, row in series.iterrows():
-                names = (label(hue, value), source if source != MEASURED else "", label(x, row[x]))
-                marks.append(Mark(axis, row[AT], row[y], row[AT], row[y], told(names, y, row)))
-    return marks
 
 
 def _draw_line(axis: Axes, series: pd.DataFrame, y: str, name: str, index: int, here: bool, linked: bool) -> None:
     axis.errorbar(
         series[AT],
         series[y],
-        yerr=error_bars(series, y) if here else None,
-        color=PALETTE[index % len(PALETTE)],
-        marker=MARKERS[index % len(MARKERS)],
-        markerfacecolor=None if here else PAGE,
+        yerr=style.error_bars(series, y) if here else None,
+        color=style.PALETTE[index % len(style.PALETTE)],
+        marker=style.MARKERS[index % len(style.MARKERS)],
+        markerfacecolor=None if here else style.PAGE,
         linestyle="none" if not linked else "-" if here else "--",
         linewidth=1.8 if here else 1.0,
         elinewidth=1.0,
@@ -230,23 +196,3 @@ def _draw_line(axis: Axes, series: pd.DataFrame, y: str, name: str, index: int, 
         alpha=1.0 if here else 0.8,
         label=name,
     )
-
-
-def _finish_panel(axis: Axes, x: str, places: Sequence[Any] | dict[Any, int], log: str, level: float | None) -> None:
-    if "x" in log and not isinstance(places, dict):
-        axis.set_xscale("log", base=2 if column(x).doubles else 10)
-    if "y" in log:
-        axis.set_yscale("log")
-    if level is not None:
-        axis.axhline(level, color=TEXT, linewidth=1.0, zorder=1)
-    finish_axes(axis, grid="y")
-    name_axis(axis.xaxis, column(x).axis)
-    if isinstance(places, dict):
-        names = [str(name).replace("_", " ") for name in places]
-        axis.set_xticks(list(places.values()), names, rotation=25, ha="right", rotation_mode="anchor")
-        axis.margins(x=0.15)
-        return
-    format_axis(axis.xaxis, x, "x" in log)
-    if len(places) <= FEW_PLACES:
-        axis.set_xticks(places)
-        axis.margins(x=0.15)  # room for the labels of the first and the last, beside those of the next panel

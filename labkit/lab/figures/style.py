@@ -6,7 +6,7 @@ marker of its own. Files are saved bit by bit the same.
 
 import io
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from textwrap import wrap
@@ -33,6 +33,7 @@ PUBLISHED = "published"
 ALL = "all"  # the column that tells one line or bar from another where the caller names none
 AT = "at"  # the column that says where on the x axis a point stands
 FEW_PLACES = 4  # on the x axis: each gets a tick of its own
+MOST_IN_A_ROW = 3  # panels; more are cut off or too small to read on a page
 FEWEST_TICKS = 3  # on a logarithmic axis; fewer do not tell its scale
 LEAST_SPAN = 0.04  # of an axis, relative to its values: three digits tell its ticks from one another
 NEW_LINE = "\n"
@@ -170,16 +171,11 @@ def told(names: Iterable[str], y: str, row: pd.Series) -> str:
     return " · ".join([*filter(None, dict.fromkeys(names)), value])
 
 
-def require_columns(frame: pd.DataFrame, columns: Sequence[str]) -> None:
-    missing = [column for column in columns if column not in frame]
-    if missing:
-        raise ValueError(f"no column {', '.join(missing)}; the frame has {', '.join(map(str, frame.columns))}")
-
-
 def drawn_columns(frame: pd.DataFrame, *columns: str | None) -> list[str]:
     """The columns that a figure draws, each once. ValueError if the frame lacks one."""
     named = list(dict.fromkeys(column for column in columns if column is not None))
-    require_columns(frame, named)
+    if missing := [name for name in named if name not in frame]:
+        raise ValueError(f"no column {', '.join(missing)}; the frame has {', '.join(map(str, frame.columns))}")
     return named
 
 
@@ -199,9 +195,52 @@ def with_interval(columns: Sequence[str], frame: pd.DataFrame, y: str) -> list[s
     return [name for column in columns for name in ([column, *interval] if column == y else [column])]
 
 
-def plotted(figure: Figure, data: pd.DataFrame, marks: Sequence[Mark] = (), with_published: Plot | None = None) -> Plot:
+def with_reference(
+    draw: Callable[[pd.DataFrame], Plot], own: pd.DataFrame, reference: pd.DataFrame, reference_label: str
+) -> Plot:
+    """Both in one figure; what was published, by its label, on demand only where there is anything of one's own."""
+    both = draw(pd.concat([own, reference], ignore_index=True))
+    if own.empty or reference.empty or not reference_label.startswith(PUBLISHED):
+        return both
+    return replace(draw(own), with_published=both)
+
+
+def spoken(name: Any) -> str:
+    """A name as a reader sees it: "one_shot" is "one shot"."""
+    return str(name).replace("_", " ")
+
+
+def present(values: Iterable[Any], order: Iterable[Any] | None) -> list[Any]:
+    """Each value once, in an order that may name others, too; None: as they come."""
+    found = dict.fromkeys(values)
+    return [value for value in (order or found) if value in found]
+
+
+def colors_of(values: Iterable[Any]) -> Mapping[Any, str]:
+    """A color for each value, by its place."""
+    return {value: PALETTE[index % len(PALETTE)] for index, value in enumerate(values)}
+
+
+def panel_grid(panels: int, height: float) -> tuple[Figure, list[Axes]]:
+    """Panels of one y axis, so many inches high, up to three side by side and four as two rows."""
+    columns = 2 if panels == 4 else min(panels, MOST_IN_A_ROW)
+    rows = -(-panels // columns)
+    figure = Figure(figsize=(WIDTH if panels == 1 else WIDE, height * rows), layout="constrained")
+    axes = list(figure.subplots(rows, columns, sharey=True, squeeze=False).flat)
+    for empty in axes[panels:]:
+        empty.remove()
+    return figure, axes[:panels]
+
+
+def begins_row(axis: Axes) -> bool:
+    """Whether a panel is the first of its row, which has the title of the y axis."""
+    place = axis.get_subplotspec()
+    return place is not None and place.is_first_col()
+
+
+def plotted(figure: Figure, data: pd.DataFrame, marks: Sequence[Mark] = ()) -> Plot:
     """The plot of what was drawn, without the columns that only drawing needed."""
-    return Plot(figure, data.drop(columns=[ALL, AT], errors="ignore"), marks, with_published)
+    return Plot(figure, data.drop(columns=[ALL, AT], errors="ignore"), marks)
 
 
 def nothing_to_draw(data: pd.DataFrame) -> Plot:

@@ -41,17 +41,13 @@ def _svg(plot: Plot, salt: str) -> str:
     text = _HEAD.sub("", buffer.getvalue())
     text = re.sub(r'<svg [^>]*?(viewBox="[^"]*")[^>]*>', r"<svg \1>", text, count=1)
     text = text.replace("xlink:href", "href")
-    text = re.sub(r' transform="rotate\(-0 [^"]*"', "", _TAG.sub(_shorter, text))
+    text = _TAG.sub(lambda tag: _LONG_NUMBER.sub(r"\1", tag[0]), text)  # to a hundredth of a point
+    text = re.sub(r' transform="rotate\(-0 [^"]*"', "", text)
     text = re.sub(r"#[0-9a-f]{6}\b", lambda color: _VARIABLES.get(color[0], color[0]), text)
     referred = set(re.findall(r"(?:url\(|href=\")#([\w.]+)", text))
     text = re.sub(r' id="([^"]*)"', lambda found: found[0] if found[1] in referred else "", text)
     text = _FAMILIES.sub("var(--labkit-font, sans-serif)", text)
     return re.sub(r"\s*\n\s*", " ", text).strip()
-
-
-def _shorter(tag: re.Match[str]) -> str:
-    """Coordinates to a hundredth of a point."""
-    return _LONG_NUMBER.sub(r"\1", tag[0])
 
 
 def _places(plot: Plot) -> str:

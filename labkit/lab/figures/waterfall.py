@@ -1,40 +1,15 @@
 """A whole from its parts: each box begins where the one above it ends, and the last is the whole."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from labkit.lab.columns import column
-from labkit.lab.figures.style import (
-    FONT,
-    NEW_LINE,
-    PALETTE,
-    SOFT,
-    TEXT,
-    WIDE,
-    WIDTH,
-    Mark,
-    Plot,
-    drawn_columns,
-    facet_title,
-    finish_axes,
-    format_axis,
-    legend,
-    name_axis,
-    name_panel,
-    nothing_to_draw,
-    plotted,
-    told,
-    value_title,
-    with_hue,
-    with_interval,
-)
+from labkit.lab.figures import style
 
 BOX_HEIGHT, TITLES_HEIGHT = 0.24, 0.75  # inches: of a box, and of what stands around a panel
-MOST_IN_A_ROW = 3  # panels
 ROOM = 1.28  # of the x axis relative to the whole: for the values beside the boxes
 LEAST = 1e-3  # share of the whole below which a box says no more than that
 TURN = 0.62  # of the x axis: a box that ends further to the right has its value on its left
@@ -53,7 +28,7 @@ def waterfall(
     facet_order: Sequence[Any] | None = None,
     share: bool = True,
     y_title: str | None = None,
-) -> Plot:
+) -> style.Plot:
     """One box per value of `part`, from the top down in `part_order`, each from where the last one ended.
 
     `frame` has one row per (facet, part): `y` is how long the box is, zero or more, in the unit that its name says;
@@ -63,38 +38,36 @@ def waterfall(
     axis if `share`; a part that a panel lacks is left empty. ValueError if a column is missing, a length is negative,
     a part is there twice, or an order lacks a value.
     """
-    frame, hue = with_hue(frame, hue)
-    columns = drawn_columns(frame, part, y, hue, facet)
-    data = frame[with_interval(columns, frame, y)].dropna(subset=[y])
+    frame, hue = style.with_hue(frame, hue)
+    columns = style.drawn_columns(frame, part, y, hue, facet)
+    data = frame[style.with_interval(columns, frame, y)].dropna(subset=[y])
     if data.empty:
-        return nothing_to_draw(data)
+        return style.nothing_to_draw(data)
     _check(data, part, y, facet, {part: part_order, facet or "": facet_order, hue: hue_order}, total)
-    names = [value for value in part_order or dict.fromkeys(data[part]) if value in set(data[part]) and value != total]
+    names = [value for value in style.present(data[part], part_order) if value != total]
     kinds = list(hue_order or dict.fromkeys(data.loc[data[part] != total, hue]))
-    colors = {kind: PALETTE[index % len(PALETTE)] for index, kind in enumerate(kinds)}
-    shown = [None] if facet is None else list(facet_order or dict.fromkeys(data[facet]))
-    panels = [(value, data if value is None else data[data[facet] == value]) for value in shown]
-    panels = [(value, rows.set_index(part, drop=False)) for value, rows in panels if len(rows)]
-    reach = [_reach(rows, total, y) for _, rows in panels]
-    figure, axes = _subplots(len(panels), len(names) + 1)
-    marks: list[Mark] = []
-    for axis, (value, rows), own in zip(axes, panels, reach, strict=True):
+    shown = [None] if facet is None else style.present(data[facet], facet_order)
+    panels = [(data if value is None else data[data[facet] == value]).set_index(part, drop=False) for value in shown]
+    reach = [_reach(rows, total, y) for rows in panels]
+    figure, axes = style.panel_grid(len(panels), BOX_HEIGHT * (len(names) + 1) + TITLES_HEIGHT)
+    marks: list[style.Mark] = []
+    for axis, value, rows, own in zip(axes, shown, panels, reach, strict=True):
         axis.set_xlim(0, ROOM * (max(reach) if share else own) or 1.0)
-        marks += _draw_panel(axis, rows, names, total, y, hue, colors)
-        finish_axes(axis, grid="x")
-        axis.set_yticks(range(len(names) + 1), [str(name).replace("_", " ") for name in [*names, total]])
+        marks += _draw_panel(axis, rows, names, total, y, hue, style.colors_of(kinds))
+        style.finish_axes(axis, grid="x")
+        axis.set_yticks(range(len(names) + 1), [style.spoken(name) for name in [*names, total]])
         if value is not None:
-            name_panel(axis, facet_title(facet or "", value))
+            style.name_panel(axis, style.facet_title(facet or "", value))
     axes[0].set_ylim(len(names) + 0.6, -0.6)
     for axis in axes:
-        format_axis(axis.xaxis, y, False)
-    title = value_title(y, y_title).replace(NEW_LINE, " ")
+        style.format_axis(axis.xaxis, y, False)
+    title = style.value_title(y, y_title).replace("\n", " ")
     if len(axes) == 1:
-        name_axis(axes[0].xaxis, title)
+        style.name_axis(axes[0].xaxis, title)
     else:  # once for all panels: side by side, long titles would run into one another
-        figure.supxlabel(title, fontsize=FONT, color=TEXT)
-    legend(figure, axes, hue, [str(kind).replace("_", " ") for kind in kinds])
-    return plotted(figure, data, marks)
+        figure.supxlabel(title, fontsize=style.FONT, color=style.TEXT)
+    style.legend(figure, axes, hue, [style.spoken(kind) for kind in kinds])
+    return style.plotted(figure, data, marks)
 
 
 def _check(
@@ -119,18 +92,6 @@ def _reach(rows: pd.DataFrame, total: str, y: str) -> float:
     return max(end for end in ends if end == end)
 
 
-def _subplots(panels: int, boxes: int) -> tuple[Figure, list[Axes]]:
-    columns = min(panels, MOST_IN_A_ROW if panels != 4 else 2)
-    rows = -(-panels // columns)
-    size = (WIDTH if panels == 1 else WIDE, rows * (BOX_HEIGHT * boxes + TITLES_HEIGHT))
-    figure = Figure(figsize=size, layout="constrained")
-    grid = figure.subplots(rows, columns, sharey=True, squeeze=False)
-    axes = list(grid.flat)
-    for empty in axes[panels:]:
-        empty.remove()
-    return figure, axes[:panels]
-
-
 def _draw_panel(
     axis: Axes,
     rows: pd.DataFrame,
@@ -138,18 +99,18 @@ def _draw_panel(
     total: str,
     y: str,
     hue: str,
-    colors: dict[Any, str],
-) -> list[Mark]:
+    colors: Mapping[Any, str],
+) -> list[style.Mark]:
     parts = rows[rows.index != total]
     whole = float(rows[y].get(total, parts[y].sum()))
     marks, at = [], 0.0
     for place, name in enumerate([*names, total]):
         if name == total:
             row = rows.loc[total] if total in rows.index else pd.Series({y: whole})
-            start, color, kind = 0.0, SOFT, None
+            start, color, kind = 0.0, style.SOFT, None
         elif name in parts.index:
             row = parts.loc[name]
-            start, color, kind = at, colors[row[hue]], str(row[hue]).replace("_", " ")
+            start, color, kind = at, colors[row[hue]], style.spoken(row[hue])
         else:
             continue
         end = start + float(row[y])
@@ -158,8 +119,8 @@ def _draw_panel(
         text = "< 0.1 %" if 0 < row[y] < LEAST * whole else column(y).form(row[y])
         _write(axis, place, min(start, left), right, text)
         if name != total:
-            axis.plot([end, end], [place - 0.36, place + 1.36], color=SOFT, linewidth=0.6)
-        marks.append(Mark(axis, start, place + 0.4, end, place - 0.4, told([str(name).replace("_", " ")], y, row)))
+            axis.plot([end, end], [place - 0.36, place + 1.36], color=style.SOFT, linewidth=0.6)
+        marks.append(style.Mark(axis, start, place + 0.4, end, place - 0.4, style.told([style.spoken(name)], y, row)))
         at = at if name == total else end
     return marks
 
@@ -169,7 +130,7 @@ def _draw_interval(axis: Axes, place: int, start: float, end: float, row: pd.Ser
     if "low" not in row or row["low"] != row["low"]:
         return end, end
     low, high = start + float(row["low"]), start + float(row["high"])
-    axis.plot([low, high], [place, place], color=TEXT, linewidth=1.2)
+    axis.plot([low, high], [place, place], color=style.TEXT, linewidth=1.2)
     return low, max(end, high)
 
 
@@ -184,6 +145,6 @@ def _write(axis: Axes, place: int, left: float, right: float, text: str) -> None
         textcoords="offset points",
         ha="right" if is_left else "left",
         va="center",
-        fontsize=FONT,
-        color=TEXT,
+        fontsize=style.FONT,
+        color=style.TEXT,
     )

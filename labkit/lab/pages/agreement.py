@@ -4,6 +4,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import pandas as pd
+
 from labkit.lab.agreement import Agreement, Value, agreement_of, value_of
 from labkit.lab.pages.steadiness import best_of_labs
 from labkit.lab.runs.store import Run
@@ -68,11 +70,10 @@ def agreement_sentence(rows: Iterable[Row]) -> str:
     return f"{counts} measured more than once agree." + (f" {rest} had too few repeats to tell." if rest else "")
 
 
-def agreement_table(rows: list[Row]) -> dict[str, list[Any]]:
-    """Headings and rows as the template's table takes them."""
-    headings = [{"text": text, "number": False} for text in ("quantity", "agree?", "measured")]
-    cells = [[row.quantity, _verdict(row), " · ".join(_by_lab(row))] for row in rows]
-    return {"headings": headings, "rows": [[_cell(text) for text in line] for line in cells]}
+def agreement_table(rows: list[Row]) -> pd.DataFrame:
+    """One row per quantity."""
+    cells = [(row.quantity, _verdict(row), " · ".join(_by_lab(row))) for row in rows]
+    return pd.DataFrame(cells, columns=["quantity", "agree?", "measured"])
 
 
 def _by_lab(row: Row) -> list[str]:
@@ -92,7 +93,3 @@ def _told(row: Row, value: Value) -> str:
     slow = f"machine {value.slowdown:.1f} times slower" if value.slowdown >= 1.1 else ""
     notes = "; ".join(filter(None, (value.place, slow)))
     return f"{form(value.value)}{interval}" + (f" ({notes})" if notes else "")
-
-
-def _cell(text: str) -> dict[str, Any]:
-    return {"text": text, "sort": None, "number": False}

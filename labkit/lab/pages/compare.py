@@ -6,14 +6,13 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
-import numpy as np
 import pandas as pd
 from matplotlib.text import Text
 
+from labkit.lab.columns import label
 from labkit.lab.config import ParameterError
 from labkit.lab.figures import Plot, bars, lines
 from labkit.lab.pages import cards
-from labkit.lab.pages.comparison import UNKNOWN_REPEAT_DIFFERENCE, LabComparison, overview
 from labkit.lab.pages.export import read_page
 from labkit.lab.pages.html import render, script, style_sheet
 from labkit.lab.project import (
@@ -24,8 +23,8 @@ from labkit.lab.project import (
     runs_directory,
     shipped,
 )
+from labkit.lab.runs.comparison import UNKNOWN_REPEAT_DIFFERENCE, LabComparison, overview
 from labkit.lab.runs.store import Run, RunFileError, find_run
-from labkit.lab.units import counted, format_bytes
 
 MOST_ROWS = 300
 """Of a lab's table on the page; the link to its CSV has all."""
@@ -211,22 +210,11 @@ def _bars(found: LabComparison, machines: list[str]) -> Plot:
 def _labels(table: pd.DataFrame, columns: Sequence[str]) -> list[str]:
     """The values of some columns as one text a row; a value that is missing is left out."""
     return [
-        ", ".join(_label(name, row[name]) for name in columns if row[name] is not None and row[name] == row[name])
+        ", ".join(label(name, row[name]) for name in columns if row[name] is not None and row[name] == row[name])
         for row in table.to_dict("records")
     ]
 
 
 def _named(name: str, value: Any) -> str:
     """ "scheduling batch", "4 ranks", "64 KiB": of a list without headings, in which a word alone says nothing."""
-    return f"{name.replace('_', ' ')} {_label(name, value)}" if isinstance(value, str) else _label(name, value)
-
-
-def _label(name: str, value: Any) -> str:
-    """ "butterfly", "4 ranks", "64 KiB", "batch 8"."""
-    if isinstance(value, str):
-        return value.replace("_", " ")
-    if isinstance(value, bool | np.bool_ | list):  # the first from JSON, the second from a frame
-        return f"{name} {value}".replace("_", " ")
-    if name.endswith("bytes"):
-        return format_bytes(value)
-    return counted(int(value), "rank") if name == "world_size" else f"{name.replace('_', ' ')} {value:g}"
+    return f"{name.replace('_', ' ')} {label(name, value)}" if isinstance(value, str) else label(name, value)

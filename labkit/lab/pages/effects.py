@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from labkit.lab.comparing import UNEVEN
+from labkit.lab.findings import SMALLEST_DIFFERENCE
+from labkit.lab.pages.entries import answers_here, href
 
 MOST_LARGEST = 5
 MOST_TICKS = 6
@@ -65,7 +67,7 @@ class Axis:
 def largest(labs: Iterable[Mapping[str, Any]]) -> list[Difference]:
     """Of what each headline is about, the difference that is largest for certain; the largest of all first, five."""
     found = []
-    for lab, answer in _answers(labs):
+    for lab, answer in answers_here(labs):
         told = {"no": (SLOWER,), "measured": (FASTER, SLOWER)}.get(answer["verdict"], (FASTER,))
         certain = [effect for effect in _effects(answer) if effect["verdict"] in told and _is_told(effect, answer)]
         certain = [effect for effect in certain if effect["high"] <= UNEVEN * effect["low"]] or certain
@@ -82,26 +84,25 @@ def all_effects(labs: Iterable[Mapping[str, Any]]) -> tuple[list[Row], list[tupl
     Ticks are places and texts; that of 1 is among them.
     """
     groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
-    for lab, answer in _answers(labs):
+    for lab, answer in answers_here(labs):
         for effect in _effects(answer):
-            key = (_href(lab, answer), effect["subject"], effect["baseline"], effect["quantity"])
+            key = (href(lab, answer["question"]["id"]), effect["subject"], effect["baseline"], effect["quantity"])
             groups.setdefault(key, []).append(effect)
     ratios = [effect[name] for effects in groups.values() for effect in effects for name in ("low", "ratio", "high")]
     known = [min(WIDEST, max(1 / WIDEST, ratio)) for ratio in ratios if ratio > 0]
     axis = Axis(math.log2(min([0.5, *known])), math.log2(max([2.0, *known])))
-    middles = {key: _middle(effects) for key, effects in groups.items()}
+    by_ratio = {key: sorted(effects, key=lambda effect: float(effect["ratio"])) for key, effects in groups.items()}
+    middles = {key: effects[len(effects) // 2] for key, effects in by_ratio.items()}
     ordered = sorted(groups, key=lambda key: float(middles[key]["ratio"]))
     return [_row(key, middles[key], groups[key], axis) for key in ordered], axis.ticks()
 
 
-def _answers(labs: Iterable[Mapping[str, Any]]) -> Iterable[tuple[Mapping[str, Any], Mapping[str, Any]]]:
-    """Every lab that was measured here, with each of its findings."""
-    return (
-        (lab, answer)
-        for lab in labs
-        if lab["record"] and not lab["record"]["elsewhere"]
-        for answer in lab["record"]["answers"]
-    )
+def smallest_difference(labs: Iterable[Mapping[str, Any]]) -> dict[str, str] | None:
+    """What the index says of alternatives that were measured against themselves here, and where that stands."""
+    for lab, answer in answers_here(labs):
+        if answer["question"]["id"] == SMALLEST_DIFFERENCE and answer["verdict"] == "measured":
+            return {"headline": answer["headline"], "href": href(lab, SMALLEST_DIFFERENCE)}
+    return None
 
 
 def _effects(answer: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -133,11 +134,7 @@ def _difference(lab: Mapping[str, Any], answer: Mapping[str, Any], effect: Mappi
     written = f"{factor:.0f}×" if factor >= 10 else f"{factor:.1f}×"
     is_cost = effect["quantity"] != answer["effects"][0]["quantity"]  # told beside what the headline is about
     text = answer["why"] if is_cost and answer["why"] else answer["headline"]
-    return Difference(written, words, effect["setting"], text, lab["title"], _href(lab, answer))
-
-
-def _middle(effects: list[dict[str, Any]]) -> dict[str, Any]:
-    return sorted(effects, key=lambda effect: float(effect["ratio"]))[len(effects) // 2]
+    return Difference(written, words, effect["setting"], text, lab["title"], href(lab, answer["question"]["id"]))
 
 
 def _row(key: tuple[str, ...], middle: Mapping[str, Any], effects: list[dict[str, Any]], axis: Axis) -> Row:
@@ -149,7 +146,3 @@ def _row(key: tuple[str, ...], middle: Mapping[str, Any], effects: list[dict[str
     others = sorted({axis.place(effect["ratio"]) for effect in effects if effect is not middle})
     place, value = axis.place(middle["ratio"]), f"{middle['ratio']:.2f}"
     return Row(subject, against, href, middle["verdict"], value, interval, place, low, high, others)
-
-
-def _href(lab: Mapping[str, Any], answer: Mapping[str, Any]) -> str:
-    return f"{lab['page']}#answer-{answer['question']['id']}"

@@ -12,13 +12,14 @@ from typing import Any
 
 import nbformat
 from jinja2 import pass_context
+from jinja2.utils import htmlsafe_json_dumps
 from latex2mathml.converter import convert as latex_to_mathml
 from nbconvert import HTMLExporter
 from nbconvert.filters.markdown_mistune import IPythonRenderer, MarkdownWithMath
 
 from labkit.lab.notebook import PAGE_MIME
 from labkit.lab.pages.cards import PIECE_MIME
-from labkit.lab.pages.html import TEMPLATES, code_style, embed_json, render, script, style_sheet
+from labkit.lab.pages.html import TEMPLATES, code_style, render, script, style_sheet
 
 PAGE_FORMAT = 3
 """Of the record in a page: raised whenever what an index reads from it changes its name or meaning."""
@@ -79,7 +80,7 @@ def export_page(notebook: Path, page: Path, *, lab: str, title: str, error: str 
         "script": script(),
         "summary": render("page_summary.html.j2", record=record, machine=machine, error=error),
         "footer": render("page_footer.html.j2", record=record, rest=rest, error=error),
-        "record": embed_json(
+        "record": htmlsafe_json_dumps(
             {"format_version": PAGE_FORMAT, "lab": lab, "title": title, "error": error, "record": record}
         ),
         "hidden_mime": PAGE_MIME,

@@ -2,7 +2,6 @@
 
 import base64
 import hashlib
-import json
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -42,11 +41,6 @@ def script() -> str:
 def script_hash() -> str:
     """The page's script as its Content-Security-Policy names it, so that no other one runs in a page."""
     return f"sha256-{base64.b64encode(hashlib.sha256(script().encode()).digest()).decode()}"
-
-
-def embed_json(value: Any) -> str:
-    """JSON that may stand inside a script element: nothing in it ends the element or begins a comment."""
-    return json.dumps(value).replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def code_style(scope: str = "") -> str:

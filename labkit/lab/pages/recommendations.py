@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from labkit.lab.findings import TOPICS, Question
+from labkit.lab.pages.entries import answers_here, href
 from labkit.lab.study import Study
 
 Status = Literal["shown", "not shown here", "not measured here", "not measured"]
@@ -53,21 +54,21 @@ def recommendations(studies: Iterable[Study], labs: Mapping[str, Mapping[str, An
 def _advice(study: Study, question: Question, lab: Mapping[str, Any] | None) -> Advice:
     if lab is None:
         return Advice("not measured", f"the lab {study.name} was not run.", study.title)
-    href, record = f"{lab['page']}#answer-{question.id}", lab["record"]
+    place, record = href(lab, question.id), lab["record"]
     if record is None:
         text = lab["error"] if lab["is_other_format"] else f"the lab {study.name} failed"
         return Advice("not measured", f"{text}.", study.title, lab["page"])
     if record["elsewhere"]:
         text = f"the page is of another machine, {record['machine']}."
-        return Advice("not measured here", text, study.title, href)
+        return Advice("not measured here", text, study.title, place)
     answer = next((answer for answer in record["answers"] if answer["question"]["id"] == question.id), None)
     if answer is None:
         return Advice("not measured", f"the page of {study.name} is older than this question.", study.title)
     if answer["verdict"] == "not measured":
         text = answer["headline"].removeprefix("Not measured: ")
-        return Advice("not measured", text, study.title, href)
+        return Advice("not measured", text, study.title, place)
     text = answer["advice"] or answer["headline"]
-    return Advice(_status(answer), text, study.title, href)
+    return Advice(_status(answer), text, study.title, place)
 
 
 def _status(answer: Mapping[str, Any]) -> Status:
@@ -77,10 +78,8 @@ def _status(answer: Mapping[str, Any]) -> Status:
 def further_advice(labs: Iterable[Mapping[str, Any]]) -> list[Advice]:
     """Recommendations of questions that belong to no topic."""
     return [
-        Advice(_status(answer), answer["advice"], lab["title"], _href(lab, answer))
-        for lab in labs
-        if lab["record"] and not lab["record"]["elsewhere"]
-        for answer in lab["record"]["answers"]
+        Advice(_status(answer), answer["advice"], lab["title"], href(lab, answer["question"]["id"]))
+        for lab, answer in answers_here(labs)
         if answer["advice"] and answer["question"]["topic"] is None
     ]
 
@@ -90,14 +89,8 @@ def published_trends(labs: Iterable[Mapping[str, Any]]) -> dict[str, list[dict[s
     found: dict[str, list[dict[str, str]]] = {
         outcome: [] for outcome in ("holds here", "is contradicted here", "is not shown here")
     }
-    for lab in labs:
-        if lab["record"] and not lab["record"]["elsewhere"]:
-            for answer in lab["record"]["answers"]:
-                for claim in answer["claims"]:
-                    about = {"lab": lab["title"], "href": _href(lab, answer)}
-                    found[claim["outcome"]].append(claim | about)
+    for lab, answer in answers_here(labs):
+        about = {"lab": lab["title"], "href": href(lab, answer["question"]["id"])}
+        for claim in answer["claims"]:
+            found[claim["outcome"]].append(claim | about)
     return found
-
-
-def _href(lab: Mapping[str, Any], answer: Mapping[str, Any]) -> str:
-    return f"{lab['page']}#answer-{answer['question']['id']}"

@@ -14,17 +14,17 @@ from labkit.lab.execute import NotebookFailed, execute_notebook, notebook_parame
 from labkit.lab.notebook import check_parameters
 from labkit.lab.pages import cards
 from labkit.lab.pages.agreement import agreement_sentence, agreement_table, agreements
-from labkit.lab.pages.effects import all_effects, largest
-from labkit.lab.pages.export import OTHER_FORMAT, export_page, read_page
+from labkit.lab.pages.effects import all_effects, largest, smallest_difference
+from labkit.lab.pages.entries import index_entry, measured_here
+from labkit.lab.pages.export import export_page
 from labkit.lab.pages.html import render, script, style_sheet
 from labkit.lab.pages.recommendations import further_advice, published_trends, recommendations
-from labkit.lab.pages.steadiness import slowdown_by_lab, smallest_difference, steadiness_sentence
+from labkit.lab.pages.steadiness import slowdown_by_lab, steadiness_sentence
 from labkit.lab.project import check_writable, figures_directory, notebook_path, runs_directory
 from labkit.lab.runs.progress import Progress
 from labkit.lab.study import Study
 from labkit.machine import describe_machine
 
-FAILED = ("failed", "timeout")
 NOT_OK = ("skipped", "oom", "failed", "timeout", "pending")
 
 
@@ -75,7 +75,7 @@ def write_index(studies: Iterable[Study], output: Path, to_come: Sequence[Study]
     are of another machine is judged here, where it is read, and not where they were made.
     """
     known = list(studies)
-    labs = [entry for study in known if (entry := _index_entry(study, output)) is not None]
+    labs = [entry for study in known if (entry := index_entry(study, output)) is not None]
     effects, ticks = all_effects(labs)
     html = render(
         "index_page.html.j2",
@@ -105,43 +105,20 @@ def write_index(studies: Iterable[Study], output: Path, to_come: Sequence[Study]
 
 def _joined(labs: Iterable[Mapping[str, Any]]) -> dict[str, Any] | None:
     """What the runs of this machine recommend together, by model; None if no page is of this machine."""
-    if not any(lab["record"] and not lab["record"]["elsewhere"] for lab in labs):
-        return None
-    found = by_size()
+    found = by_size() if measured_here(labs) else None
     return None if found is None else {"told": found[0], "section": table(found[1])}
-
-
-def _index_entry(study: Study, output: Path) -> dict[str, Any] | None:
-    """What the index shows of a lab; None if there is no page of it."""
-    page = output / f"{study.name}.html"
-    found = read_page(page) if page.is_file() else None
-    if found is None:
-        return None
-    record = found["record"]
-    if record is not None:
-        here = describe_machine()
-        record = record | {"elsewhere": (record["host"], record["machine"]) != (here.host, here.label)}
-    failed = [entry for entry in record["not_measured"] if entry["status"] in FAILED] if record else []
-    about = {"name": study.name, "title": study.title, "summary": study.summary, "page": page.name}
-    about |= {"is_other_format": found["error"] == OTHER_FORMAT}
-    return about | {"record": record, "error": found["error"], "failed": failed}
 
 
 def _steadiness(labs: Iterable[Mapping[str, Any]]) -> str | None:
     """How steady this machine was from lab to lab, as their pages say."""
-    pulses = {title: record.get("pulse", []) for title, record in _of_this_machine(labs).items()}
+    pulses = {lab["title"]: lab["record"].get("pulse", []) for lab in measured_here(labs)}
     return steadiness_sentence(slowdown_by_lab(pulses))
 
 
 def _agreement(labs: Iterable[Mapping[str, Any]]) -> dict[str, Any] | None:
     """What several labs of this machine measured; None if there is nothing of the kind."""
-    rows = agreements(_of_this_machine(labs))
-    return {"told": agreement_sentence(rows), **agreement_table(rows)} if rows else None
-
-
-def _of_this_machine(labs: Iterable[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-    """Records of pages by the titles of their labs."""
-    return {lab["title"]: lab["record"] for lab in labs if lab["record"] and not lab["record"]["elsewhere"]}
+    rows = agreements({lab["title"]: lab["record"] for lab in measured_here(labs)})
+    return {"told": agreement_sentence(rows), "table": cards.table(agreement_table(rows)).data} if rows else None
 
 
 def _coverage_frame(labs: Iterable[Mapping[str, Any]]) -> pd.DataFrame:

@@ -4,7 +4,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from labkit.lab.columns import label
-from labkit.lab.findings import SMALLEST_DIFFERENCE
 from labkit.lab.runs.steadiness import Group, best_by_group
 from labkit.lab.runs.store import Run
 from labkit.lab.units import counted
@@ -86,16 +85,6 @@ def steadiness_sentence(slowdown: Mapping[str, float]) -> str | None:
         return f"The machine was steady: no lab found it more than {100 * (worst - 1):.0f} % slower than at its best."
     named = ", ".join(f"{factor:.1f} times during {lab}" for lab, factor in sorted(slow.items(), key=lambda x: -x[1]))
     return f"The machine was not equally fast all along. Against its best it was slower {named}."
-
-
-def smallest_difference(labs: Iterable[Mapping[str, Any]]) -> dict[str, str] | None:
-    """What the index says of alternatives that were measured against themselves here, and where that stands."""
-    for lab in labs:
-        if lab["record"] and not lab["record"]["elsewhere"]:
-            for answer in lab["record"]["answers"]:
-                if answer["question"]["id"] == SMALLEST_DIFFERENCE and answer["verdict"] == "measured":
-                    return {"headline": answer["headline"], "href": f"{lab['page']}#answer-{SMALLEST_DIFFERENCE}"}
-    return None
 
 
 def _named(run: Run, points: Iterable[str]) -> str:

@@ -3,10 +3,11 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from jinja2.utils import htmlsafe_json_dumps
 from markupsafe import Markup
 
 from labkit.lab.pages.cards import PIECE_MIME, Shown
-from labkit.lab.pages.html import embed_json, piece, piece_style, script
+from labkit.lab.pages.html import piece, piece_style, script
 from labkit.parallel.collectives import ALGORITHMS
 from labkit.parallel.schedule import record_schedule
 
@@ -24,7 +25,7 @@ def stepper(
         name: {p: record_schedule(all_reduce, p)._asdict() for p in world_sizes}
         for name, all_reduce in algorithms.items()
     }
-    about: dict[str, Any] = {"names": names, "world_sizes": world_sizes, "schedules": Markup(embed_json(schedules))}
+    about: dict[str, Any] = {"names": names, "world_sizes": world_sizes, "schedules": htmlsafe_json_dumps(schedules)}
     html = piece("stepper", **about, own=None)
     own = {"style": Markup(piece_style()), "script": Markup(script())}
     text = "\n".join(

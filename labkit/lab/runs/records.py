@@ -21,7 +21,16 @@ class _Row(_Record):
     point: str
     rank: int
     values: dict[str, Any]
-    call: int | None = None
+    call: Annotated[int, Field(ge=0)] | None = None
+
+
+class _Facts(_Record):
+    """What ranks said of themselves: these are counted with, others are told as they are."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    world_size: Annotated[int, Field(ge=1)] = 1
+    threads: Annotated[int, Field(ge=1)] = 1
 
 
 class _End(_Record):
@@ -30,7 +39,7 @@ class _End(_Record):
     status: Status
     reason: str | None
     elapsed_s: float
-    facts: dict[str, Any] = {}
+    facts: _Facts = _Facts()
     load: Load | None = None
     beats: list[list[Annotated[tuple[int, int, float], Field(strict=False)]]] = []  # JSON has no tuples
 

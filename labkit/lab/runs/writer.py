@@ -1,4 +1,4 @@
-"""Writing a run: a line at a time, at its end, under a lock. `lab/store.py` says what the lines are, and reads them."""
+"""Writing a run: a line at a time, at its end, under a lock. `store.py` says what the lines are, and reads them."""
 
 import fcntl
 import json
@@ -62,7 +62,7 @@ class RunWriter:
     def begin_again(self, command: str, source: Source | None) -> None:
         """Take up a reopened run: a torn last line is dropped, and what follows is of this command and source."""
         with _failing_by_name(self.path):
-            os.ftruncate(self._descriptor, _whole_lines_bytes(self.path))
+            os.ftruncate(self._descriptor, self.path.read_bytes().rfind(b"\n") + 1)
         resumption = Resumption(at=datetime.now(UTC), command=command, source=source)
         self._append(resumption.model_dump(mode="json"))
 
@@ -138,8 +138,3 @@ def _failing_by_name(path: Path) -> Iterator[None]:
 
 def _cannot_be_written(path: Path, error: OSError) -> RunFileError:
     return RunFileError(f"{path}: cannot be written ({error.strerror}); what was written before is kept")
-
-
-def _whole_lines_bytes(path: Path) -> int:
-    content = path.read_bytes()
-    return content.rfind(b"\n") + 1

@@ -6,9 +6,10 @@
 Both know two calls: `run` returns when a tensor is averaged, `start` returns at once what waits for it.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -23,21 +24,28 @@ TORCH = "torch"
 AVERAGES = (TORCH, *CHOICES)
 
 
-class Average(Protocol):
+class Average(ABC):
     """Sums or averages dense vectors over the ranks of a group, in place, in the order of the calls."""
 
-    group: dist.ProcessGroup | None
-    in_use: dict[str, tuple[str, str]]
-    """By device: what carries the vectors, and why it is not shared memory, where that was possible to ask for."""
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.group = group
+        self.in_use: dict[str, tuple[str, str]] = {}
+        """By device: what carries the vectors, and why it is not shared memory, where that was possible to ask for."""
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self  # a copied wrapper averages over the same ranks, and sends over the same transport
+
+    @abstractmethod
+    def start(self, vector: Tensor, op: str) -> Wait:
+        """Begin; call what is returned to wait for the end. `op` is "sum" or "mean"."""
 
     def run(self, vector: Tensor, op: str) -> None:
-        """Return when it is done. `op` is "sum" or "mean"."""
-
-    def start(self, vector: Tensor, op: str) -> Wait:
-        """Begin; call what is returned to wait for the end."""
+        """Return when it is done."""
+        self.start(vector, op)()
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory for what will be averaged again and again. A collective."""
+        return torch.empty(numel, dtype=dtype, device=device)
 
 
 def average_named(name: str, group: dist.ProcessGroup | None, like: Sequence[Tensor]) -> Average:
@@ -54,23 +62,13 @@ def average_named(name: str, group: dist.ProcessGroup | None, like: Sequence[Ten
     return OwnAverage(group, name, dict.fromkeys(tensor.device for tensor in like))
 
 
-class TorchAverage:
+class TorchAverage(Average):
     """`dist.all_reduce`."""
-
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self.group = group
-        self.in_use: dict[str, tuple[str, str]] = {}
-
-    def __deepcopy__(self, memo: object) -> "TorchAverage":
-        return self  # a copied wrapper averages over the same ranks
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self.group is not None:
             raise TypeError("a wrapper with a process group of its own holds other processes: save its `module`")
         return TorchAverage, (None,)
-
-    def run(self, vector: Tensor, op: str) -> None:
-        self.start(vector, op)()
 
     def start(self, vector: Tensor, op: str) -> Wait:
         if op == "mean":
@@ -79,30 +77,24 @@ class TorchAverage:
         assert work is not None, "async_op=True returns the work"
         return work.wait
 
-    def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(numel, dtype=dtype, device=device)
 
-
-class OwnAverage:
+class OwnAverage(Average):
     """labkit's `all_reduce`, in the background over transports that nobody else uses: a `Channel` a device."""
 
     def __init__(self, group: dist.ProcessGroup | None, preference: str, devices: Iterable[torch.device]) -> None:
-        self.group = group
+        super().__init__(group)
         self.channels = {device: Channel(group, device, preference) for device in devices}
         self.in_use = {str(device): channel.in_use for device, channel in self.channels.items()}
-
-    def __deepcopy__(self, memo: object) -> "OwnAverage":
-        return self  # a copied wrapper sends over the same transport
 
     def __reduce__(self) -> str:
         raise TypeError("a wrapper with labkit's all-reduce holds memory of other processes: save its `module`")
 
-    def run(self, vector: Tensor, op: str) -> None:
-        self.channels[vector.device].call(all_reduce, vector, op)
-
     def start(self, vector: Tensor, op: str) -> Wait:
         channel = self.channels[vector.device]
         return channel.start(partial(channel.call, all_reduce, vector, op))
+
+    def run(self, vector: Tensor, op: str) -> None:
+        self.channels[vector.device].call(all_reduce, vector, op)  # without a thread
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         return self.channels[device].empty(numel, dtype, device)

@@ -1,13 +1,14 @@
 """Is the model the same one on every rank? And making it so: values of the first rank for all."""
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from labkit.parallel.data_parallel.layout import strides_like
+from labkit.parallel.transport.choice import member_group
 
 COALESCED_BYTES = 2**26
 """Copies made for a broadcast take no more memory than this."""
@@ -54,12 +55,9 @@ def check_same_on_all_ranks(
 @torch.no_grad()
 def broadcast(tensors: Iterable[Tensor], group: dist.ProcessGroup | None) -> None:
     """Every tensor becomes that of the group's first rank; small ones of a dtype and device travel together."""
-    for together in _coalesced([tensor.detach() for tensor in tensors]):
-        flat = torch.cat([tensor.reshape(-1) for tensor in together])
-        dist.broadcast(flat, group=group, group_src=0)
-        pieces = flat.split([tensor.numel() for tensor in together])
-        for tensor, piece in zip(together, pieces, strict=True):
-            tensor.copy_(piece.view(tensor.shape))
+    if detached := [tensor.detach() for tensor in tensors]:
+        # as torch's own wrapper does
+        dist._broadcast_coalesced(member_group(group), detached, COALESCED_BYTES, 0)  # type: ignore[attr-defined]
 
 
 def describe(name: str, tensor: Tensor) -> str:
@@ -75,16 +73,3 @@ def device_of(group: dist.ProcessGroup | None) -> torch.device:
 
 def _digest(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
-
-
-def _coalesced(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Tensors of one dtype and device, at most `COALESCED_BYTES` together unless one alone is larger."""
-    filling: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for tensor in tensors:
-        key = (tensor.dtype, tensor.device)
-        together = filling.setdefault(key, [])
-        if together and sum(t.nbytes for t in together) + tensor.nbytes > COALESCED_BYTES:
-            yield together
-            filling[key] = together = []
-        together.append(tensor)
-    yield from filling.values()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import BinaryIO
@@ -51,7 +52,7 @@ class RankLog:
     def _unread(self, whole_lines: bool) -> Iterator[bytes]:
         with self._opened() as file:
             file.seek(self._read)
-            for line in _pieces(file):
+            for line in iter(partial(file.readline, LINE_BYTES), b""):
                 if whole_lines and not line.endswith(b"\n") and len(line) < LINE_BYTES:
                     return
                 self._read += len(line)
@@ -63,10 +64,6 @@ class RankLog:
             return self._path.open("rb")
         except FileNotFoundError:
             return BytesIO()
-
-
-def _pieces(file: BinaryIO) -> Iterator[bytes]:
-    return iter(lambda: file.readline(LINE_BYTES), b"")
 
 
 def _as_shown(line: bytes) -> str:

@@ -13,16 +13,16 @@ import torch
 import torch.distributed as dist
 
 
-def gather_json(value: Any) -> list[Any]:
-    """Every rank's JSON-able `value`, by rank, on every rank. A collective over the default process group."""
-    own = _tensor_of(json.dumps(value).encode())
-    lengths = [torch.zeros(1, dtype=torch.int64, device=own.device) for _ in range(dist.get_world_size())]
-    dist.all_gather(lengths, torch.tensor([own.numel()], device=own.device))
+def gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Every rank's JSON-able `value`, by rank of the group (None: all ranks), on every rank. A collective."""
+    own = _tensor_of(json.dumps(value).encode(), group)
+    lengths = [torch.zeros(1, dtype=torch.int64, device=own.device) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(lengths, torch.tensor([own.numel()], device=own.device), group=group)
     counts = [int(length) for length in lengths]
     padded = torch.zeros(max(counts), dtype=torch.uint8, device=own.device)
     padded[: own.numel()] = own
     everybody = [torch.empty_like(padded) for _ in counts]
-    dist.all_gather(everybody, padded)
+    dist.all_gather(everybody, padded, group=group)
     return [json.loads(_bytes_of(of_rank[:count])) for of_rank, count in zip(everybody, counts, strict=True)]
 
 
@@ -43,9 +43,9 @@ def broadcast_bytes(content: bytes) -> bytes:
     return _bytes_of(own)
 
 
-def _tensor_of(content: bytes) -> torch.Tensor:
-    """(bytes,) uint8, where the default process group wants it."""
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+def _tensor_of(content: bytes, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    """(bytes,) uint8, where the process group wants it."""
+    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
     return torch.from_numpy(np.frombuffer(content, dtype=np.uint8).copy()).to(device)
 
 

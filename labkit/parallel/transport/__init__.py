@@ -18,7 +18,7 @@ each of them:
     signals.py         its semaphores by number
     mapping.py         memory that several ranks map
     peers.py           waiting for another rank, as long as it lives
-    refusals.py        what a rank says when it waits in vain
+    errors.py          what a rank says when it waits in vain
     semaphores.py      how one rank waits for another without a call to torch.distributed
     choice.py          which of them serves a tensor
 """

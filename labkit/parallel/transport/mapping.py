@@ -10,7 +10,6 @@ process with SIGBUS in the middle of a copy.
 
 from __future__ import annotations
 
-import json
 import mmap
 import os
 import sys
@@ -24,9 +23,7 @@ import torch.distributed as dist
 
 from labkit.machine.memory_limits import available_memory_bytes
 from labkit.parallel.ranks.hosts import host_identity
-
-_NOTE_BYTES = 1024
-_REASON_LENGTH = 300
+from labkit.parallel.ranks.messages import gather_json
 
 
 class SharedMemoryUnavailable(RuntimeError):
@@ -108,16 +105,8 @@ def _map(descriptor: int, n_bytes: int) -> mmap.mmap:
 
 
 def _exchange(group: dist.ProcessGroup, note: dict[str, Any], unfit: str) -> list[dict[str, Any]]:
-    """Every rank's note, by group rank: JSON in tensors of one length, since a pickle runs code.
-
-    SharedMemoryUnavailable, on all ranks, with the first reason why one is unfit.
-    """
-    plain = unfit.encode("ascii", "replace").decode()[:_REASON_LENGTH]
-    text = json.dumps({**note, "unfit": plain}).encode().ljust(_NOTE_BYTES)
-    mine = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    everybody = [torch.empty_like(mine) for _ in range(group.size())]
-    dist.all_gather(everybody, mine, group=group)
-    notes = [json.loads(bytes(of_rank.tolist())) for of_rank in everybody]
+    """Every rank's note, by group rank; SharedMemoryUnavailable, on all, with the first reason why one is unfit."""
+    notes = gather_json(note | {"unfit": unfit}, group)
     for rank, of_rank in enumerate(notes):
         if of_rank["unfit"]:
             raise SharedMemoryUnavailable(f"rank {rank}: {of_rank['unfit']}")

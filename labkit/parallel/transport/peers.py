@@ -21,6 +21,7 @@ class Peers:
         self._own_rank = own_rank
         self._semaphores = semaphores
         self._timeout_s = timeout_s
+        self._for_this_rank = signals.filled(own_rank), signals.swapped(len(semaphores), own_rank)
         self._is_elsewhere: Callable[[], Callable[[int], bool] | None] = lambda: None
         if not hasattr(os, "pidfd_open"):
             raise OSError("this system has no descriptors of processes")
@@ -40,7 +41,7 @@ class Peers:
         if semaphores.take(number):
             return
         end = time.monotonic() + self._timeout_s
-        filled, swapped = signals.filled(self._own_rank), signals.swapped(len(self._semaphores), self._own_rank)
+        filled, swapped = self._for_this_rank
         unexpected = filled if number == swapped else swapped
 
         def look() -> None:
@@ -68,9 +69,7 @@ class Peers:
 
     def senders(self) -> list[int]:
         """The ranks of which a message for this one lies ready."""
-        filled, swapped = signals.filled(self._own_rank), signals.swapped(len(self._semaphores), self._own_rank)
-        posted = [(posts.is_posted(filled), posts.is_posted(swapped)) for posts in self._semaphores]
-        return [rank for rank, of_rank in enumerate(posted) if any(of_rank)]
+        return [rank for rank, posts in enumerate(self._semaphores) if any(map(posts.is_posted, self._for_this_rank))]
 
     def ended(self) -> list[int]:
         """The ranks whose processes have ended."""

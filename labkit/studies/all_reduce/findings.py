@@ -5,11 +5,11 @@ from dataclasses import replace
 import pandas as pd
 
 from labkit.costs.calibration import Calibration
-from labkit.lab.claims import claim, judged_claim, published
+from labkit.lab.claims import Trend, claim, lies_within, published, quotients
 from labkit.lab.comparing import agreement, compared, contest
-from labkit.lab.findings import Claim, Finding, Questions, troubles
+from labkit.lab.findings import Finding, Questions, troubles
 from labkit.lab.rows import select
-from labkit.lab.units import format_bytes, format_rate, format_seconds, span
+from labkit.lab.units import format_bytes, format_rate, format_seconds
 from labkit.studies.all_reduce import tables
 from labkit.studies.all_reduce.transports import CHOSEN, FLOOR, SHARED_MEMORY, TORCH
 
@@ -138,6 +138,29 @@ def transports(frame: pd.DataFrame) -> Finding | None:
     return replace(found, table=ratios.assign(verdict=found.table["verdict"].combine_first(ratios["verdict"])))
 
 
+@QUESTIONS.ask("phases", "Are reduce-scatter and all-gather, alone, faster through shared memory than torch's own?")
+def phases(frame: pd.DataFrame) -> Finding | None:
+    found = compared(
+        select(tables.phases_over_torch(frame), transport=SHARED_MEMORY),
+        "shared memory",
+        "gloo's own",
+        axis=("collective", "n_bytes", "world_size"),
+        caveat=troubles(select(frame, ["transport"], sweep="phases"), "transport"),
+    )
+    sent = tables.phases(frame)
+    if found is None or sent.empty:
+        return found
+    of_formula = sent.groupby(["collective", "transport"])["measured_over_predicted"].max()
+    told = [
+        f"{collective} {of_formula[collective, TORCH]:.2g} (labkit's {of_formula[collective, SHARED_MEMORY]:.2g})"
+        for collective in sent["collective"].unique()
+        if {(collective, TORCH), (collective, SHARED_MEMORY)} <= set(of_formula.index)
+    ]
+    if not told:
+        return found
+    return replace(found, why=f"In units of (p-1)/p of the tensor, a rank sends by torch's {' and '.join(told)}.")
+
+
 @QUESTIONS.ask(
     "scheduling",
     "Are small all-reduces faster under SCHED_BATCH than under the default scheduling policy?",
@@ -165,33 +188,23 @@ def _torch_gloo(frame: pd.DataFrame, least_bytes: int) -> pd.DataFrame:
     return table[(table["n_bytes"] >= least_bytes) & (table["world_size"] > 1)].sort_values(["world_size", "n_bytes"])
 
 
-def _linear_in_size(frame: pd.DataFrame) -> Claim | None:
+def _linear_in_size(frame: pd.DataFrame) -> Trend | None:
     """`allreduce_gloo_nccl.csv`: from 10 MB to 1 GB gloo's time grows about as the size does."""
-    growths = []  # of time over that of size, by world size: least, median, most
-    for _, group in _torch_gloo(frame, 10 * MIB).groupby("world_size"):
-        small, large = group.iloc[0], group.iloc[-1]
-        if (sizes := large["n_bytes"] / small["n_bytes"]) > 1:
-            pairs = (("low", "high"), ("seconds", "seconds"), ("high", "low"))
-            growths.append([large[of_large] / small[of_small] / sizes for of_large, of_small in pairs])
-    return judged_claim(
-        "From 10 MB on, gloo's time grows in proportion to the size",
-        [PROPORTIONAL[0] <= low and high <= PROPORTIONAL[1] for low, _, high in growths],
-        [high < PROPORTIONAL[0] or low > PROPORTIONAL[1] for low, _, high in growths],
-        f"{span(middle for _, middle, _ in growths)} times the size's growth" if growths else "",
-    )
+    by_ranks = _torch_gloo(frame, 10 * MIB).groupby("world_size")
+    smallest, largest = by_ranks.first(), by_ranks.last()
+    growth = quotients(largest, smallest).div(largest["n_bytes"] / smallest["n_bytes"], axis=0)
+    text = "From 10 MB on, gloo's time grows in proportion to the size"
+    return lies_within(text, growth[largest["n_bytes"] > smallest["n_bytes"]], *PROPORTIONAL, equal=None)
 
 
-def _slower_with_ranks(frame: pd.DataFrame) -> Claim | None:
+def _slower_with_ranks(frame: pd.DataFrame) -> Trend | None:
     """`allreduce_gloo_nccl.csv`: from 1 MB on, more ranks take longer at every size."""
     table = _torch_gloo(frame, MIB)
-    fewer = table.groupby("n_bytes").shift(1)
-    steps = table[fewer["low"].notna()].join(fewer[["low", "high"]].add_suffix("_fewer"))
-    longer, shorter = steps["low"] > steps["high_fewer"], steps["high"] < steps["low_fewer"]
-    text = "From 1 MB on, more ranks take longer at every size"
-    return judged_claim(text, longer, shorter, f"{longer.sum()} of {len(steps)} steps")
+    steps = quotients(table, table.groupby("n_bytes").shift(1)).dropna()
+    return lies_within("From 1 MB on, more ranks take longer at every size", steps, least=1.0)
 
 
-def _butterfly_ahead(frame: pd.DataFrame) -> Claim | None:
+def _butterfly_ahead(frame: pd.DataFrame) -> Trend | None:
     """`allreduce_ring_vs_butterfly.csv`: butterfly is ahead of ring from 8 ranks on, at one element a rank."""
     many = _many_ranks(frame, least_ranks=8)
     shortest = many[many["n_bytes"] == many["n_bytes"].min()]
@@ -199,7 +212,7 @@ def _butterfly_ahead(frame: pd.DataFrame) -> Claim | None:
     return claim("From 8 ranks on butterfly is faster than ring for the shortest tensors", ratios, "faster")
 
 
-def _ring_behind(frame: pd.DataFrame) -> Claim | None:
+def _ring_behind(frame: pd.DataFrame) -> Trend | None:
     """`allreduce_ring_vs_torch.csv`: ring is behind torch with 16 ranks and 131,072 elements."""
     many = _many_ranks(frame, least_ranks=16)
     near = many[(many["world_size"] == 16) & many["n_bytes"].between(256 * KIB, 2 * MIB)]

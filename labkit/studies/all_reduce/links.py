@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from labkit.bench.clock import time_interleaved
-from labkit.bench.exact_sums import message_deviation
+from labkit.bench.exact_sums import is_message
 from labkit.bench.gate import worst_of_ranks
 from labkit.parallel.ranks.hosts import host_identity
 from labkit.parallel.ranks.messages import gather_json
@@ -54,8 +54,8 @@ def measure_links(message: torch.Tensor, *, warmup: int, repeats: int, device: s
     for name, pair in pairs.items():
         received.fill_(math.nan)
         exchange(pair)
-        off = message_deviation(received, pair[1 - pair.index(rank)]) if rank in pair else 0.0
-        gates[name] = "wrong: the other rank's tensor did not arrive" if worst_of_ranks(off) else "ok"
+        is_lost = rank in pair and not is_message(received, pair[1 - pair.index(rank)])
+        gates[name] = "wrong: the other rank's tensor did not arrive" if worst_of_ranks(is_lost) else "ok"
     right = {name: pair for name, pair in pairs.items() if gates[name] == "ok"}
     actions = {name: lambda pair=pair: exchange(pair) for name, pair in right.items()}
     samples = time_interleaved(actions, warmup=warmup, repeats=repeats, device=device, before=dist.barrier, seed=seed)

@@ -25,12 +25,14 @@ from labkit.lab.project import reference_directory
 from labkit.lab.rows import Measured, in_order, select
 from labkit.parallel.collectives import ALGORITHMS
 from labkit.studies.all_reduce.links import BETWEEN, WITHIN
+from labkit.studies.all_reduce.phases import PHASES
 from labkit.studies.all_reduce.transports import CHOSEN, FLOOR, MESSAGES, REGISTERED, SHARED_MEMORY, TORCH
 from labkit.studies.all_reduce.worker import AllReducePoint
 
 MIB = 2**20
 ALL_REDUCES = Measured(("sweep", "backend", "scheduling", "world_size", "n_bytes"), "algorithm")
 TRANSPORTS = Measured(("world_size", "n_bytes"), "transport")
+PHASE_TIMES = Measured(("collective", "world_size", "n_bytes"), "transport")
 POLICIES = Measured(("backend", "world_size", "n_bytes", "algorithm", "turn"), "scheduling", took_turns=False)
 ALGORITHM_ORDER = (TORCH, *ALGORITHMS, CHOSEN)
 TRANSPORT_ORDER = (TORCH, MESSAGES, SHARED_MEMORY, REGISTERED, FLOOR)
@@ -68,6 +70,21 @@ def transports_over(frame: pd.DataFrame, baseline: str) -> pd.DataFrame:
     """Each transport's time over that of `baseline`, from the same rounds, with interval and verdict."""
     table = TRANSPORTS.over(frame, baseline, sweep="transports", algorithm=[TORCH, FLOOR, CHOSEN])
     return in_order(table, world_size=None, n_bytes=None, transport=TRANSPORT_ORDER)
+
+
+def phases(frame: pd.DataFrame) -> pd.DataFrame:
+    """Reduce-scatter and all-gather: median seconds by transport, and what a rank sends, over the formula's bytes."""
+    keys = list(PHASE_TIMES.columns)
+    table = PHASE_TIMES.medians(frame, sweep="phases")
+    sent = select(frame, [*keys, "sent_bytes", "formula_bytes"], sweep="phases")[[*keys, "sent_bytes", "formula_bytes"]]
+    table = table.merge(sent.drop_duplicates(), on=keys)
+    table = table.assign(measured_over_predicted=(table["sent_bytes"] / table["formula_bytes"]).astype(float).round(3))
+    return in_order(table, collective=PHASES, world_size=None, n_bytes=None, transport=TRANSPORT_ORDER)
+
+
+def phases_over_torch(frame: pd.DataFrame) -> pd.DataFrame:
+    """The time of each over torch's own, from the same rounds, with interval and verdict."""
+    return in_order(PHASE_TIMES.over(frame, TORCH, sweep="phases"), collective=PHASES, transport=TRANSPORT_ORDER)
 
 
 def batch_against_default(frame: pd.DataFrame) -> pd.DataFrame:
@@ -149,16 +166,8 @@ def fits(frame: pd.DataFrame) -> pd.DataFrame:
         ]
         if len({cost for cost, _ in known}) >= 2:
             model = fit_alpha_beta(*zip(*known, strict=True))
-            rows.append(
-                {
-                    "backend": backend,
-                    "world_size": world_size,
-                    "alpha_s": model.alpha_s,
-                    "beta_ns_per_byte": model.beta_s_per_byte * 1e9,
-                    "median_error_percent": model.median_error * 100,
-                    "largest_error_percent": model.largest_error * 100,
-                }
-            )
+            percents = (100 * model.median_error, 100 * model.largest_error)
+            rows.append((backend, world_size, model.alpha_s, 1e9 * model.beta_s_per_byte, *percents))
     columns = ["backend", "world_size", "alpha_s", "beta_ns_per_byte", "median_error_percent", "largest_error_percent"]
     return pd.DataFrame(rows, columns=columns)
 
@@ -172,6 +181,11 @@ def crossovers(frame: pd.DataFrame, calibration: Calibration | None) -> pd.DataF
     never and the second never wins; it is "open" where no size is small enough to show the first one ahead.
     """
     rows = []
+    both = [
+        ALL_REDUCES.over(frame, first, sweep="sizes", backend="gloo", algorithm=[first, second]).assign(first=first)
+        for first, second in OVERTAKING
+    ]
+    ratios = judged(pd.concat(both, ignore_index=True))
     worlds = select(frame, ["world_size"], sweep="sizes", backend="gloo")["world_size"].unique()
     for world_size in sorted(int(ranks) for ranks in worlds):
         found = calibration.transport("gloo", MESSAGE, world_size) if calibration and world_size > 1 else None
@@ -179,27 +193,15 @@ def crossovers(frame: pd.DataFrame, calibration: Calibration | None) -> pd.DataF
             continue
         backend, model = "gloo", AlphaBeta(found.alpha_s, found.beta_s_per_byte)
         for first, second in OVERTAKING:
-            pair = ALL_REDUCES.over(
-                frame, first, sweep="sizes", backend=backend, world_size=world_size, algorithm=[first, second]
-            )
+            pair = select(ratios, world_size=world_size, first=first, algorithm=second)
             costs = [cost for cost in map(_cost, (first, second)) if cost is not None]
             if pair.empty or len(costs) < 2:
                 continue
             predicted = crossover_bytes(costs[0], costs[1], world_size, model)
             until = pair.loc[pair["verdict"] == "slower", "n_bytes"].max()
             start = pair.loc[pair["verdict"] == "faster", "n_bytes"].min()
-            rows.append(
-                {
-                    "backend": backend,
-                    "world_size": world_size,
-                    "first": first,
-                    "then": second,
-                    "predicted_bytes": predicted,
-                    "wins_until_bytes": until,
-                    "overtaken_from_bytes": start,
-                    "prediction": _crossover_holds(predicted, until, start),
-                }
-            )
+            told = _crossover_holds(predicted, until, start)
+            rows.append((backend, world_size, first, second, predicted, until, start, told))
     names = ["backend", "world_size", "first", "then", "predicted_bytes", "wins_until_bytes", "overtaken_from_bytes"]
     return pd.DataFrame(rows, columns=[*names, "prediction"])
 

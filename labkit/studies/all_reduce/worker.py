@@ -17,6 +17,7 @@ from labkit.parallel.collectives import ALGORITHMS, Algorithm, release_scratch, 
 from labkit.parallel.ranks.device import use_device
 from labkit.studies.all_reduce.exact import gate, inputs
 from labkit.studies.all_reduce.links import measure_links
+from labkit.studies.all_reduce.phases import measure_phases
 from labkit.studies.all_reduce.transports import CHOSEN, FLOOR, MESSAGES, TORCH, collective, measure_transports
 from labkit.studies.shared.alternatives import Failed, attempt, time_those_that_run
 
@@ -30,7 +31,7 @@ class AllReducePoint(Point):
     """Alternatives to time in turn on the same tensor, or (`sweep="exchange"`) the links between hosts.
 
     In `sweep="transports"` an alternative is an algorithm and where its messages travel, "ring over shared", or the
-    floor: copying as many bytes as an all-reduce must move.
+    floor: copying as many bytes as an all-reduce must move. In `sweep="phases"` they are reduce-scatter and all-gather.
     """
 
     sweep: str
@@ -97,10 +98,14 @@ def measure_point(point: AllReducePoint) -> Iterator[dict[str, Any]]:
         yield from (row | {"n_bytes": point.n_bytes} for row in links)
         return
     base, own = inputs(point.n_elements, torch_dtype(point.dtype), _device(point), point.seed)
+    if point.sweep == "phases":
+        yield from measure_phases(base, own, **options)
+        return
     if point.sweep == "transports":
         yield from measure_transports(point.algorithms, base, own, **options)
         return
-    right, tensor = {}, torch.empty_like(own)
+    right: dict[str, dict[str, Any]] = {}
+    tensor = torch.empty_like(own)
     for name in point.algorithms:
         release_scratch()
         dist.barrier()
@@ -112,7 +117,7 @@ def measure_point(point: AllReducePoint) -> Iterator[dict[str, Any]]:
         else:
             yield row
     samples, failed = time_those_that_run(
-        {name: {SUM: _call(name, tensor)} for name in right},
+        {name: {SUM: partial(collective(name, MESSAGES), tensor, op="sum")} for name in right},
         device=_device(point),
         prepare=lambda _: tensor.copy_(own),
         before=dist.barrier,
@@ -134,7 +139,3 @@ def _check(point: AllReducePoint, name: str, base: torch.Tensor, tensor: torch.T
     scratch = scratch_bytes() if name != TORCH else None
     error, verdict = gate(reduce, tensor, base)
     return {"error": error, "extra_bytes": memory.growth_bytes, "scratch_bytes": scratch, "gate": verdict}
-
-
-def _call(name: str, tensor: torch.Tensor) -> Callable[[], None]:
-    return partial(collective(name, MESSAGES), tensor, op="sum")

@@ -1,14 +1,14 @@
 """What the attention lab asks, and how a run answers."""
 
 from dataclasses import replace
-from math import log
 
+import numpy as np
 import pandas as pd
 
 from labkit.bench.statistics import judged
-from labkit.lab.claims import claim, judged_claim, published
+from labkit.lab.claims import Trend, claim, lies_within, published, quotients
 from labkit.lab.comparing import MEMORY, TIME, agreement, compared
-from labkit.lab.findings import Claim, Finding, Questions, at_the_cost_of
+from labkit.lab.findings import Finding, Questions, at_the_cost_of
 from labkit.lab.own_effects import with_own
 from labkit.lab.quantities import Quantity
 from labkit.lab.rows import Measured, select
@@ -35,6 +35,7 @@ EXPLICITS = name_of(EXPLICIT)
 EXACT = 1.02  # measured over predicted bytes within this are what the formula says
 # Published, from 8192 to 16384 tokens forward and backward take 3.6 to 4.3 times as long.
 QUADRATIC = (1.75, 2.25)
+LEAST_EXPONENT = 0.01  # a time that falls has none that is compared as a ratio
 LONG = 4096
 SWEEPS = ("grid", "tiling")
 
@@ -171,7 +172,7 @@ def published_trends(frame: pd.DataFrame) -> Finding | None:
     return published([_quadratic(frame), _quadratic_memory(frame), _backward_longer(frame), *_compiled(frame)])
 
 
-def _quadratic(frame: pd.DataFrame) -> Claim | None:
+def _quadratic(frame: pd.DataFrame) -> Trend | None:
     """`attention_eager.csv`: from 4096 tokens on times grow with the square of the length."""
     table = pd.concat([times(frame, sweep).assign(sweep=sweep) for sweep in SWEEPS])
     table = select(table, implementation=EXPLICIT, phase=PHASES)
@@ -179,37 +180,31 @@ def _quadratic(frame: pd.DataFrame) -> Claim | None:
     return _growth_claim(text, table, ("low", "seconds", "high"))
 
 
-def _quadratic_memory(frame: pd.DataFrame) -> Claim | None:
+def _quadratic_memory(frame: pd.DataFrame) -> Trend | None:
     """`attention_eager.csv`: so does the memory held before backward."""
     table = pd.concat([tables.memory(frame, sweep).assign(sweep=sweep, phase="saved") for sweep in SWEEPS])
     text = f"From {LONG} tokens on, the memory held grows with the square of the length"
     return _growth_claim(text, select(table, implementation=EXPLICIT), ("saved_bytes",) * 3)
 
 
-def _growth_claim(text: str, table: pd.DataFrame, columns: tuple[str, str, str]) -> Claim | None:
+def _growth_claim(text: str, table: pd.DataFrame, columns: tuple[str, str, str]) -> Trend | None:
     """Whether the middle of three columns grows with the square of the length; the others are its interval."""
-    growths = []  # exponents: least, median, most
-    low, middle, high = columns
-    for _, group in table[table["sequence"] >= LONG].groupby(["sweep", "head_dim", "phase"]):
-        first, last = group.loc[group["sequence"].idxmin()], group.loc[group["sequence"].idxmax()]
-        if (longer := last["sequence"] / first["sequence"]) > 1:
-            pairs = ((low, high), (middle, middle), (high, low))
-            growths.append([log(last[of_last] / first[of_first]) / log(longer) for of_last, of_first in pairs])
-    return judged_claim(
-        text,
-        [QUADRATIC[0] <= low and high <= QUADRATIC[1] for low, _, high in growths],
-        [high < QUADRATIC[0] or low > QUADRATIC[1] for low, _, high in growths],
-        f"exponents {span(middle for _, middle, _ in growths)}" if growths else "",
-    )
+    table = table.assign(**{name: table[of] for name, of in zip(("low", "seconds", "high"), columns, strict=True)})
+    table = table[table["sequence"] >= LONG].sort_values("sequence")
+    series = table.groupby(["sweep", "head_dim", "phase"])
+    first, last = series.first(), series.last()
+    longer = np.log((last["sequence"] / first["sequence"]).astype(float))
+    exponents = np.log(quotients(last, first)[longer > 0]).div(longer[longer > 0], axis=0).clip(lower=LEAST_EXPONENT)
+    return lies_within(text, exponents, *QUADRATIC, equal=None, seen=f"exponents {span(exponents['ratio'])}")
 
 
-def _backward_longer(frame: pd.DataFrame) -> Claim | None:
+def _backward_longer(frame: pd.DataFrame) -> Trend | None:
     """`attention_eager.csv`: backward takes longer than forward at every size."""
     rows = select(passes(frame, "grid"), implementation=EXPLICIT, phase=PHASES)
     return claim("Backward takes longer than forward", Measured(PROBLEM, "phase").over(rows, "forward"), "slower")
 
 
-def _compiled(frame: pd.DataFrame) -> list[Claim | None]:
+def _compiled(frame: pd.DataFrame) -> list[Trend | None]:
     """`attention_compile.csv`: compiled is slower than eager at 256 tokens, and its backward is faster from 4096 on."""
     ratios = select(against(frame, "grid"), implementation=COMPILED, phase=PHASES)
     long = ratios[(ratios["sequence"] >= 2048) & (ratios["phase"] == "backward")]

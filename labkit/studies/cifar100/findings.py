@@ -6,7 +6,7 @@ from dataclasses import replace
 import pandas as pd
 
 from labkit.costs.calibration import Calibration
-from labkit.lab.claims import judged_claim, published
+from labkit.lab.claims import Trend, exact, lies_within, published
 from labkit.lab.comparing import MEMORY, compared
 from labkit.lab.findings import Claim, Effect, Finding, Questions, Verdict, at_the_cost_of, troubles
 from labkit.lab.rows import select
@@ -210,22 +210,19 @@ def published_trends(frame: pd.DataFrame) -> Finding | None:
     return found and replace(found, why=_reached(frame))
 
 
-def _as_fast(frame: pd.DataFrame) -> Claim | None:
+def _as_fast(frame: pd.DataFrame) -> Trend | None:
     """`cifar100_training_2gpu.csv`: 29.6 s against 29.3 s."""
     ratios = tables.time_ratios(frame, tables.SAME)
-    low, high = ratios["low"], ratios["high"]
-    return judged_claim(
-        "Training with self-made parts takes about as long as with torch's",
-        (low > 0.95) & (high < 1.05),
-        (high < 0.95) | (low > 1.05),
-        _beside(ratios["ratio"], tables.published_ratio("training_s")),
+    seen = _beside(ratios["ratio"], tables.published_ratio("training_s"))
+    return lies_within(
+        "Training with self-made parts takes about as long as with torch's", ratios, 0.95, 1.05, seen=seen
     )
 
 
 def _smaller(frame: pd.DataFrame) -> Claim | None:
     """`cifar100_training_2gpu.csv`: 170.1 MB against 174.1 MB."""
     ratios = tables.memory_ratios(frame)["ratio"]
-    return judged_claim(
+    return exact(
         "Training with self-made parts needs a little less memory",
         ratios < 1 - LEAST,
         ratios > 1 + LEAST,
@@ -243,7 +240,7 @@ def _as_good(frame: pd.DataFrame) -> Claim | None:
     rows = _verdicts(tables.differences(frame, tables.SAME), tables.divergences(frame, tables.SAME))
     said = rows.loc[rows["metric"].isin(["accuracy", DIVERGED]), "verdict"]
     told = span(tables.published()["accuracy_percent"], "{:.1f}".format)
-    return judged_claim("Both train equally well", said == "the same", said.isin(OPPOSITE), f"published: {told} %")
+    return exact("Both train equally well", said == "the same", said.isin(OPPOSITE), f"published: {told} %")
 
 
 def _reached(frame: pd.DataFrame) -> str:

@@ -10,9 +10,10 @@ from functools import cache
 from math import comb
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
-from labkit.bench.statistics import CONFIDENCE, compare, judged, summarize, summarize_groups
+from labkit.bench.statistics import CONFIDENCE, beyond_p, compare, is_significant, judged, summarize, summarize_groups
 from labkit.costs.calibration import Calibration
 from labkit.lab.project import reference_directory
 from labkit.lab.rows import exactly_over
@@ -117,9 +118,9 @@ def _both_with(name: str, other: str) -> str:
 def differences(frame: pd.DataFrame, pairs: Pairs) -> pd.DataFrame:
     """After the last epoch, seed by seed: the first of a pair less the second; points of accuracy, percent of a loss.
 
-    `verdict`: "the same" if the interval lies within the margin, "higher" or "lower" if wholly beyond it, "not shown";
-    "diverged" if a seed did with either of the pair: what the others show holds for them alone. `than_value` is the
-    median of the second.
+    `verdict`: "the same" if the interval lies within the margin, "higher" or "lower" if significantly beyond it, else
+    "not shown"; "diverged" if a seed did with either of the pair: what the others show holds for them alone.
+    `than_value` is the median of the second.
     """
     rows, last, lost = [], last_epoch(frame), _lost(divergences(frame, pairs))
     for (name, other), metric in ((pair, metric) for pair in pairs for metric in METRICS):
@@ -134,9 +135,8 @@ def differences(frame: pd.DataFrame, pairs: Pairs) -> pd.DataFrame:
         row |= {"metric": metric, "difference": found.median, "low": found.low, "high": found.high}
         row |= {"unit": UNITS[metric], "margin": margin, "seeds": found.n}
         row |= {"than_value": float(table[other].median())}
-        is_whole = (name, other) not in lost
-        rows.append(row | {"verdict": _verdict(found.low, found.high, margin) if is_whole else "diverged"})
-    return pd.DataFrame(rows, columns=DIFFERENCES)
+        rows.append(row | {"verdict": "diverged" if (name, other) in lost else "not shown"})
+    return _placed(pd.DataFrame(rows, columns=DIFFERENCES))
 
 
 def divergences(frame: pd.DataFrame, pairs: Pairs) -> pd.DataFrame:
@@ -166,10 +166,14 @@ def _lost(found: pd.DataFrame) -> set[tuple[str, str]]:
     return set(zip(some["implementation"], some["than"], strict=True))
 
 
-def _verdict(low: float, high: float, margin: float) -> str:
-    if -margin <= low and high <= margin:
-        return "the same"
-    return "higher" if low > margin else "lower" if high < -margin else "not shown"
+def _placed(table: pd.DataFrame) -> pd.DataFrame:
+    """With the verdict on each difference that has one: all of them answer one question together."""
+    value, low, high, margin = (table[name].to_numpy(dtype=float) for name in ("difference", "low", "high", "margin"))
+    is_whole = (table["verdict"] != "diverged").to_numpy()
+    beyond = is_significant(np.where(is_whole, beyond_p(value, low, high, -margin, margin), np.nan))
+    same = is_whole & (low >= -margin) & (high <= margin)
+    verdict = np.where(beyond, np.where(value > 0, "higher", "lower"), np.where(same, "the same", table["verdict"]))
+    return table.assign(verdict=pd.Series(verdict, index=table.index, dtype=object))
 
 
 def time_summary(frame: pd.DataFrame) -> pd.DataFrame:

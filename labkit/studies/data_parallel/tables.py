@@ -6,7 +6,6 @@ Every table is tidy and carries units in its names. Times are of the slowest ran
 from collections.abc import Hashable
 from functools import cache
 
-import numpy as np
 import pandas as pd
 
 from labkit.bench.statistics import summarize
@@ -73,8 +72,8 @@ def exposed(frame: pd.DataFrame) -> pd.DataFrame:
     """Communication that a step waits for: a step less the same one without communication, repeat by repeat.
 
     Columns: setting, implementation, and
-    `hidden_percent`    of the communication, what backward does not wait for, 0 to 100; `hidden_low_percent` and
-                        `hidden_high_percent` are from the interval of the backward pass
+    `hidden_percent`    of the communication, what backward does not wait for; below zero where backward is longer by
+                        more than all of it. `hidden_low_percent`, `hidden_high_percent`: by the interval of backward
     `communication_s`   the same collectives with nothing else to do
     `backward_s`        exposed in the backward pass alone
     `seconds`           exposed, median, with `low` and `high`; what forward broadcasts is in it
@@ -92,7 +91,7 @@ def exposed(frame: pd.DataFrame) -> pd.DataFrame:
             backward = summarize(table[name, BACKWARD] - table[LOCAL, BACKWARD])
             communication_s = alone.get((*key, SAME_COLLECTIVES.get(name)), float("nan"))
             waited = (backward.median, backward.high, backward.low)
-            hidden = [float(np.clip(100 * (1 - s / communication_s), 0, 100)) for s in waited]
+            hidden = [100 * (1 - s / communication_s) for s in waited]
             exposed_s = (step.median, step.low, step.high, 100 * step.median / table[name, STEP].median())
             found.append([*key, name, *hidden, communication_s, backward.median, *exposed_s])
     columns = [*SETTING, "implementation", "hidden_percent", "hidden_low_percent", "hidden_high_percent"]

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pandas as pd
 
 from labkit.costs.calibration import Calibration
-from labkit.lab.claims import claim, judged_claim, published
+from labkit.lab.claims import claim, exact, published
 from labkit.lab.comparing import MEMORY, compared, contest
 from labkit.lab.findings import Claim, Finding, Questions, at_the_cost_of
 from labkit.lab.rows import select
@@ -85,12 +85,14 @@ def matmul_share(frame: pd.DataFrame, calibration: Calibration | None) -> Findin
     each = zip(of_dtype["matmul_tflop_per_s"], of_dtype["dtype"], strict=True)
     rates = [f"{format_flops(1e12 * rate)}/s in {dtype}" for rate, dtype in each]
     done = name_of(best["implementation"])
-    busy = "A share above 100 % says that the machine was busier when it was calibrated."
+    caveats = ["A share above 100 %: the machine was busier when it was calibrated."] * bool((table["low"] > 100).any())
+    if uncalibrated := set(times(frame, "lengths")["dtype"]) - set(table["dtype"]):
+        caveats.append(f"No share in {join_words(sorted(uncalibrated))}, of which no product was calibrated.")
     return Finding(
         "measured",
         headline,
         table,
-        busy if (table["low"] > 100).any() else None,
+        " ".join(caveats) or None,
         f"{done[0].upper()}{done[1:]} does {format_flops(1e12 * best['tflop_per_s'])}/s in {best['dtype']}; "
         f"the matmul rate is {join_words(rates)}.",
     )
@@ -217,6 +219,4 @@ def _longer_than_explicit(frame: pd.DataFrame) -> Claim | None:
         return None
     both = ended.merge(select(measured, implementation=[FLASH, TILED]), on=["dtype", "head_dim", "sequence"])
     seen = f"from {both['sequence'].min()} tokens on" if len(both) else ""
-    return judged_claim(
-        "Explicit attention runs out of memory where FlashAttention still runs", [len(both) > 0], [], seen
-    )
+    return exact("Explicit attention runs out of memory where FlashAttention still runs", [len(both) > 0], [], seen)

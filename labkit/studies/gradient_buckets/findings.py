@@ -6,9 +6,9 @@ import pandas as pd
 
 from labkit.bench.statistics import judged, summarize
 from labkit.costs.calibration import Calibration
-from labkit.lab.claims import claim, judged_claim, published
+from labkit.lab.claims import Trend, claim, lies_within, published
 from labkit.lab.comparing import Quantity, agreement, compared, winner_of
-from labkit.lab.findings import Claim, Finding, Questions
+from labkit.lab.findings import Finding, Questions
 from labkit.lab.rows import select
 from labkit.lab.units import format_bytes, format_seconds, format_share, join_words, span
 from labkit.studies.gradient_buckets import model, tables
@@ -141,16 +141,12 @@ def published_trends(frame: pd.DataFrame) -> Finding | None:
     return published([_size_hardly_matters(frame), *_more_work_waits_less(frame), _few_large_ones_wait_longer(frame)])
 
 
-def _size_hardly_matters(frame: pd.DataFrame) -> Claim | None:
+def _size_hardly_matters(frame: pd.DataFrame) -> Trend | None:
     """`ddp_bucketed_xl_2gpu.csv`: at every batch and length, four bucket sizes differ by less than 4 %."""
-    ratios = tables.pairs(frame)
-    near = (ratios["low"] > 1 / HARDLY) & (ratios["high"] < HARDLY)
-    off = (ratios["high"] < 1 / HARDLY) | (ratios["low"] > HARDLY)
-    seen = f"{span(ratios['ratio'])} times" if len(ratios) else ""
-    return judged_claim("The bucket size moves a step by less than 4 %", near, off, seen)
+    return lies_within("The bucket size moves a step by less than 4 %", tables.pairs(frame), 1 / HARDLY, HARDLY)
 
 
-def _more_work_waits_less(frame: pd.DataFrame) -> list[Claim | None]:
+def _more_work_waits_less(frame: pd.DataFrame) -> list[Trend | None]:
     """Published: the share falls with every longer sequence and with the larger batch, at every bucket size."""
     table = tables.with_more_work(frame)
     text = "With {} a step waits for a smaller share of its time"
@@ -158,7 +154,7 @@ def _more_work_waits_less(frame: pd.DataFrame) -> list[Claim | None]:
     return [claim(text.format(words), select(table, grows=grows), "faster") for grows, words in several]
 
 
-def _few_large_ones_wait_longer(frame: pd.DataFrame) -> Claim | None:
+def _few_large_ones_wait_longer(frame: pd.DataFrame) -> Trend | None:
     """Published: buckets of 1000 MB wait longer than those of 100 MB. A question only if there are several of them."""
     several = select(tables.by_bucket(frame, "waiting_s"), bucket_mb=1000)
     ratios = select(tables.over(frame, 100, "waiting_s"), bucket_mb=1000)

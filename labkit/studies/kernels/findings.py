@@ -5,9 +5,9 @@ from dataclasses import replace
 import pandas as pd
 
 from labkit.bench.statistics import judged
-from labkit.lab.claims import claim, judged_claim, published
+from labkit.lab.claims import Trend, claim, lies_within, published, quotients
 from labkit.lab.comparing import TIME, Quantity, compared
-from labkit.lab.findings import Claim, Finding, Questions, troubles
+from labkit.lab.findings import Finding, Questions, troubles
 from labkit.lab.rows import select
 from labkit.lab.units import format_seconds, format_share, join_words, span
 from labkit.studies.kernels import tables
@@ -162,33 +162,35 @@ def published_trends(frame: pd.DataFrame) -> Finding | None:
                 tables.step_against_inference(frame),
                 "faster",
             ),
-            # `profile_kernels.csv`: the softmax 316 microseconds, the scores 146; the products are about equal
-            claim("The softmax takes more time than both matrix products", _softmax(frame), "slower"),
+            # `profile_kernels.csv`: the softmax 316 microseconds, the scores 146
+            claim(
+                "The softmax takes more time than the product of queries and keys",
+                tables.softmax_over_scores(frame),
+                "slower",
+            ),
         ]
     )
 
 
-def _a_product_leads(frame: pd.DataFrame) -> Claim | None:
+def _a_product_leads(frame: pd.DataFrame) -> Trend | None:
     """`profile_kernels.csv`: the kernel with the largest share of the forward pass multiplies matrices."""
     table = select(tables.operators(frame), mode=FORWARD)
     is_product = table["family"] == "matmul"
     product, other = (rows.groupby(["device", "model"]).nth(0) for rows in (table[is_product], table[~is_product]))
     pairs = product.merge(other, on=["device", "model"])
-    return judged_claim(
-        "A matrix product is the largest single operator of a forward pass",
-        pairs["low_x"] > pairs["high_y"],
-        pairs["high_x"] < pairs["low_y"],
-        _percents(pairs["share_percent_x"]),
+    first, second = (pairs.filter(regex=f"{end}$").rename(columns=lambda name: name[:-2]) for end in ("_x", "_y"))
+    text = "A matrix product is the largest single operator of a forward pass"
+    return lies_within(
+        text, quotients(first, second, "self_s"), least=1.0, seen=_percents(pairs["share_percent_x"]), equal=None
     )
 
 
-def _elementwise_take_their_share(frame: pd.DataFrame) -> Claim | None:
+def _elementwise_take_their_share(frame: pd.DataFrame) -> Trend | None:
     """`profile_kernels.csv`: elementwise kernels take at least 15 % of the forward pass."""
     table, least = tables.shares(frame), tables.published()["elementwise_share_of_forward"]
     table = select(table, mode=FORWARD, family="elementwise")
-    return judged_claim(
+    text, seen = (
         f"Elementwise operators take at least {least:.0f} % of a forward pass",
-        table["low"] >= least,
-        table["high"] < least,
         _percents(table["share_percent"]),
     )
+    return lies_within(text, table.rename(columns={"share_percent": "ratio"}), least, seen=seen, equal=None)

@@ -185,6 +185,15 @@ def against_products(frame: pd.DataFrame) -> pd.DataFrame:
     return _sorted(table.assign(flop_ratio=table["model"].map(ratios).where(is_softmax)), part=ATTENTION)
 
 
+def softmax_over_scores(frame: pd.DataFrame) -> pd.DataFrame:
+    """Time of the softmax over that of the product of queries and keys, in inference."""
+    table = select(passes(frame), mode=INFERENCE)
+    parts = [select(table, within="softmax").assign(part="softmax")]
+    parts.append(select(table, within="scores", family="matmul").assign(part="scores"))
+    samples = pd.concat(parts).groupby([*PARTS.columns, "repeat"])["self_s"].sum().rename("seconds").reset_index()
+    return _sorted(PARTS.over(samples[samples["seconds"] > 0], "scores"))
+
+
 def _flop_ratio(model: str, batch: int, context: int) -> float:
     """Operations of the softmax over those of the two products around it."""
     forward = forward_flops(SIZES[model], batch, context)

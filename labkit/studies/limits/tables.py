@@ -66,13 +66,8 @@ def operators(frame: pd.DataFrame) -> pd.DataFrame:
         added = ["intensity", "flops_per_s", "predicted_s", "bound", "measured_over_predicted"]
         return table.iloc[:0].reindex(columns=[*table.columns, *added])
     flops_per_s, bytes_per_s, per_call = rates
-    bounds = pd.DataFrame(
-        {
-            "arithmetic": table["flops"] / flops_per_s,
-            "memory": table["bytes"] / bytes_per_s,
-            "the call": per_call,
-        }
-    )
+    limited = {"arithmetic": table["flops"] / flops_per_s, "memory": table["bytes"] / bytes_per_s, "the call": per_call}
+    bounds = pd.DataFrame(limited)
     return table.assign(
         intensity=table["flops"] / table["bytes"],
         flops_per_s=table["flops"] / table["seconds"],
@@ -97,30 +92,25 @@ def limits(frame: pd.DataFrame) -> tuple[float, float, float] | None:
 
 def exchanges(frame: pd.DataFrame) -> pd.DataFrame:
     """What an all-reduce, messages in a row and messages at once cost, by way and ranks: a call, a message, a byte."""
-    rows = [
-        {"way": one.way, "what": one.what, "world_size": one.ranks, "call_s": one.call_s, "alpha_s": one.alpha_s}
-        | {"bytes_per_s": 1 / one.beta_s_per_byte if one.beta_s_per_byte else float("nan"), "median_error": one.error}
-        for one in transports(frame)
-    ]
+    rates = [(one, 1 / one.beta_s_per_byte if one.beta_s_per_byte else float("nan")) for one in transports(frame)]
+    rows = [(one.way, one.what, one.ranks, one.call_s, one.alpha_s, rate, one.error) for one, rate in rates]
     names = ["way", "what", "world_size", "call_s", "alpha_s", "bytes_per_s", "median_error"]
     return pd.DataFrame(rows, columns=names)
 
 
 def regimes(frame: pd.DataFrame, batch: int = 4, context: int = 128) -> pd.DataFrame:
     """A training step of each named model: what arithmetic, memory and calls alone would take, and the largest."""
-    rates = limits(frame)
-    rows = []
+    rates, rows = limits(frame), []
     columns = ["model", "parameters", "arithmetic_s", "memory_s", "calls_s", "regime"]
     if rates is None:
         return pd.DataFrame(columns=columns)
     flops_per_s, bytes_per_s, per_call = rates
     for name, shape in SIZES.items():
+        flops = (1 + BACKWARD_OVER_FORWARD) * sum(forward_flops(shape, batch, context).values())
         activations = shape.n_layers * 4 * batch * context
         passes = PASSES_PER_LAYER * shape.d_model + ATTENTION_PASSES * shape.n_heads * context
         parts = {
-            "arithmetic_s": (1 + BACKWARD_OVER_FORWARD)
-            * sum(forward_flops(shape, batch, context).values())
-            / flops_per_s,
+            "arithmetic_s": flops / flops_per_s,
             "memory_s": (3 * activations * passes + BYTES_OF_ADAMW * n_parameters(shape)) / bytes_per_s,
             "calls_s": 3 * CALLS_PER_LAYER * shape.n_layers * per_call,
         }

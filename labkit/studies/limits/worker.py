@@ -11,8 +11,7 @@ from torch.nn import functional
 
 from labkit.bench.clock import time_interleaved
 from labkit.bench.exact_sums import first_wrong
-from labkit.bench.gate import verdict
-from labkit.bench.rates import rounding_limit
+from labkit.bench.rates import Work, matrix_product
 from labkit.costs.calibration import ALL_REDUCE, BURST, MESSAGE
 from labkit.costs.transformer import TransformerShape, n_parameters
 from labkit.lab.point import Point
@@ -60,17 +59,7 @@ def measure_point(point: LimitPoint) -> Iterator[dict[str, Any]]:
     yield from _SWEEPS[point.sweep](point, use_device(point.device))
 
 
-@dataclass(frozen=True)
-class _Call:
-    """An operator that is timed: what runs, its arithmetic and its traffic, and whether it is right."""
-
-    run: Callable[[], Any]
-    flops: float
-    n_bytes: float
-    gate: str = "ok"
-
-
-def _timed(point: LimitPoint, calls: dict[str, _Call], name: str, **options: Any) -> Iterator[dict[str, Any]]:
+def _timed(point: LimitPoint, calls: dict[str, Work], name: str, **options: Any) -> Iterator[dict[str, Any]]:
     """A row per call under the column `name`; a sample is the mean of as many in a row as make it long enough."""
     right = {key: call for key, call in calls.items() if call.gate == "ok"}
     once, failed = time_those_that_run(
@@ -98,39 +87,35 @@ def _in_a_row(run: Callable[[], Any], number: int) -> None:
 
 def _products(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
     """Square products of each size; and as many FLOPs as the largest takes, tall and in a batch."""
-    dtype, largest = _dtype(point), max(point.sizes)
+    dtype, largest = getattr(torch, point.dtype), max(point.sizes)
     part = largest // ATTENTION_BATCH
     shapes = {f"square {size}": (1, size, size, size) for size in point.sizes}
     shapes |= {"tall": (1, 16 * largest, largest // 4, largest // 4), "batched": (ATTENTION_BATCH**3, part, part, part)}
-    calls = {name: checked_product(dtype, device, *shape) for name, shape in shapes.items()}
+    calls = {name: matrix_product(device, dtype, *sides, batch=b) for name, (b, *sides) in shapes.items()}
     for row in _timed(point, calls, "shape", **_together(point)):
         b, m, k, n = shapes[row["shape"]]
         yield row | {"size": m if row["shape"].startswith("square") else None, "dimensions": f"{b} x {m} x {k} x {n}"}
 
 
-def checked_product(dtype: torch.dtype, device: str, b: int, m: int, k: int, n: int) -> _Call:
-    left, right = torch.randn(b, m, k, device=device).to(dtype), torch.randn(b, k, n, device=device).to(dtype)
-    out = torch.empty(b, m, n, dtype=dtype, device=device)
-    run = partial(torch.mm, left[0], right[0], out=out[0]) if b == 1 else partial(torch.bmm, left, right, out=out)
-    run()
-    exact = left[-1, m // 2].double() @ right[-1].double()
-    error = float((out[-1, m // 2].double() - exact).norm() / exact.norm())
-    moved = (left.numel() + right.numel() + out.numel()) * left.itemsize
-    return _Call(run, 2.0 * b * m * k * n, moved, verdict(error, rounding_limit(dtype, k)))
-
-
 def _memory(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
     """Copies and additions of arrays of each number of bytes; "new": additions whose result is a new tensor."""
-    calls = {}
-    for n_bytes in point.sizes:
-        n = max(1, n_bytes // 4)
-        a, b, out = (torch.ones(n, device=device) for _ in range(3))
-        calls[f"copy {n_bytes}"] = _Call(partial(out.copy_, a), 0, 8.0 * n)
-        calls[f"add {n_bytes}"] = _Call(partial(torch.add, a, b, out=out), n, 12.0 * n)
-        calls[f"new {n_bytes}"] = _Call(partial(torch.add, a, b), n, 12.0 * n)
+    calls = {
+        f"{name} {n_bytes}": work for n_bytes in point.sizes for name, work in _elementwise(n_bytes, device).items()
+    }
     for row in _timed(point, calls, "call", **_together(point)):
         operation, n_bytes = row.pop("call").split()
         yield row | {"operation": operation, "n_bytes": int(n_bytes)}
+
+
+def _elementwise(n_bytes: int, device: str) -> dict[str, Work]:
+    """Of float32 arrays of so many bytes: a copy, an addition, and one whose result is a new tensor."""
+    n = max(1, n_bytes // 4)
+    a, b, out = (torch.ones(n, device=device) for _ in range(3))
+    return {
+        "copy": Work(partial(out.copy_, a), 0, 8.0 * n),
+        "add": Work(partial(torch.add, a, b, out=out), n, 12.0 * n),
+        "new": Work(partial(torch.add, a, b), n, 12.0 * n),
+    }
 
 
 def _together(point: LimitPoint) -> dict[str, Any]:
@@ -140,14 +125,9 @@ def _together(point: LimitPoint) -> dict[str, Any]:
 
 def _threads(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
     """A product, a copy and an addition with one thread, and with all that this process has."""
-    all_threads = torch.get_num_threads()
-    size, n = point.sizes[0], point.sizes[1] // 4
-    a, b, out = (torch.ones(n) for _ in range(3))
-    work = {
-        "product": checked_product(torch.float32, device, 1, size, size, size),
-        "copy": _Call(partial(out.copy_, a), 0, 8.0 * n),
-        "add": _Call(partial(torch.add, a, b, out=out), n, 12.0 * n),
-    }
+    all_threads, (size, n_bytes) = torch.get_num_threads(), point.sizes
+    product, of_arrays = matrix_product(device, torch.float32, size, size, size), _elementwise(n_bytes, device)
+    work = {"product": product, "copy": of_arrays["copy"], "add": of_arrays["add"]}
     calls = {f"{name} {threads}": call for name, call in work.items() for threads in sorted({1, all_threads})}
     try:
         rows = list(_timed(point, calls, "call", prepare=lambda key: torch.set_num_threads(int(key.split()[1]))))
@@ -160,20 +140,14 @@ def _threads(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
 
 def _itself(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
     """An operator against itself: what the clock and the rule make of two alternatives that do not differ."""
-    size, n = point.sizes[0], max(1, point.sizes[1] // 4)
+    size, n_bytes = point.sizes
     if point.world_size > 1:
-        tensor = torch.zeros(n)
-        calls = {
-            "all-reduce": _Call(
-                partial(dist.all_reduce, tensor), 0, 4.0 * n, first_wrong(dist.all_reduce, tensor) or "ok"
-            )
-        }
+        tensor = torch.zeros(max(1, n_bytes // 4))
+        gate = first_wrong(dist.all_reduce, tensor) or "ok"
+        calls = {"all-reduce": Work(partial(dist.all_reduce, tensor), 0, tensor.nbytes, gate)}
     else:
-        a, b, out = (torch.ones(n, device=device) for _ in range(3))
-        calls = {
-            "product": checked_product(_dtype(point), device, 1, size, size, size),
-            "addition": _Call(partial(torch.add, a, b, out=out), n, 12.0 * n),
-        }
+        product = matrix_product(device, getattr(torch, point.dtype), size, size, size)
+        calls = {"product": product, "addition": _elementwise(n_bytes, device)["add"]}
     for operation, call in calls.items():
         about = {"operation": operation, "flops": call.flops, "bytes": call.n_bytes, "gate": call.gate}
         if call.gate != "ok":
@@ -268,7 +242,7 @@ def _operators(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
     yield from _timed(point, calls, "operator")
 
 
-def _calls_of_a_step(shape: TransformerShape, batch: int, context: int, device: str) -> dict[str, _Call]:
+def _calls_of_a_step(shape: TransformerShape, batch: int, context: int, device: str) -> dict[str, Work]:
     """Operators in float32; FLOPs of one per element are counted by hand, as is each tensor read or written once."""
 
     def tensor(*sizes: int) -> torch.Tensor:
@@ -289,21 +263,16 @@ def _calls_of_a_step(shape: TransformerShape, batch: int, context: int, device: 
         "output product": (1, tokens, d, v),
         "attention scores": (batch * shape.n_heads, context, shape.head_dim, context),
     }
-    calls = {name: checked_product(torch.float32, device, *sizes) for name, sizes in products.items()}
+    calls = {name: matrix_product(device, torch.float32, *sides, batch=b) for name, (b, *sides) in products.items()}
     calls |= {
-        "softmax": _Call(partial(torch.softmax, scores, -1), 5 * n_scores, 8 * n_scores),
-        "RMS norm": _Call(partial(functional.rms_norm, hidden, (d,), weight), 4 * n_hidden, 8 * n_hidden),
-        "SwiGLU": _Call(lambda: torch.mul(functional.silu(wide), wide, out=gated), 6 * n_wide, 12 * n_wide),
-        "residual addition": _Call(partial(torch.add, hidden, hidden), n_hidden, 8 * n_hidden),
-        "cross-entropy": _Call(partial(functional.cross_entropy, logits, labels), 5 * n_logits, 4 * n_logits),
-        "AdamW": _Call(optimizer.step, 12 * parameter.numel(), 28 * parameter.numel()),
+        "softmax": Work(partial(torch.softmax, scores, -1), 5 * n_scores, 8 * n_scores),
+        "RMS norm": Work(partial(functional.rms_norm, hidden, (d,), weight), 4 * n_hidden, 8 * n_hidden),
+        "SwiGLU": Work(lambda: torch.mul(functional.silu(wide), wide, out=gated), 6 * n_wide, 12 * n_wide),
+        "residual addition": Work(partial(torch.add, hidden, hidden), n_hidden, 8 * n_hidden),
+        "cross-entropy": Work(partial(functional.cross_entropy, logits, labels), 5 * n_logits, 4 * n_logits),
+        "AdamW": Work(optimizer.step, 12 * parameter.numel(), 28 * parameter.numel()),
     }
     return calls
-
-
-def _dtype(point: LimitPoint) -> torch.dtype:
-    dtype: torch.dtype = getattr(torch, point.dtype)
-    return dtype
 
 
 _SWEEPS: dict[str, Callable[[LimitPoint, str], Iterator[dict[str, Any]]]] = {

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pandas as pd
 
 from labkit.costs.memory import state_bytes
-from labkit.lab.claims import judged_claim, published
+from labkit.lab.claims import exact, published
 from labkit.lab.comparing import MEMORY, agreement, contest
 from labkit.lab.findings import Claim, Finding, Questions, at_the_cost_of, troubles
 from labkit.lab.rows import select
@@ -260,6 +260,4 @@ def _claim(text: str, ratios: Iterable[float], least: float, most: float = float
     """A statement that every ratio is between `least` and `most`; one within `LEAST` of 1 contradicts no trend."""
     known = [ratio for ratio in ratios if ratio == ratio]
     outside = [not least <= ratio <= most and abs(ratio - 1) > LEAST for ratio in known]
-    return judged_claim(
-        text, [least <= ratio <= most for ratio in known], outside, f"{span(known)} times" if known else ""
-    )
+    return exact(text, [least <= ratio <= most for ratio in known], outside, f"{span(known)} times" if known else "")

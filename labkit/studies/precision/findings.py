@@ -6,7 +6,7 @@ from typing import Any
 import pandas as pd
 
 from labkit.costs.calibration import Calibration
-from labkit.lab.claims import claim, judged_claim, published
+from labkit.lab.claims import Trend, claim, exact, lies_within, published, quotients
 from labkit.lab.comparing import contest
 from labkit.lab.findings import Claim, Finding, Questions, troubles
 from labkit.lab.rows import select
@@ -15,6 +15,7 @@ from labkit.studies.precision import tables
 from labkit.studies.precision.worker import BOTH, FULL
 
 QUESTIONS = Questions()
+WITHOUT_OPTIMIZER = "The optimizer is not in these times; autocast leaves it as it is."
 PLURALS = ("parameters", "logits", "gradients", "squares")
 
 
@@ -139,7 +140,8 @@ def autocast_speed(frame: pd.DataFrame, calibration: Calibration | None) -> Find
         axis=("model", "mode", "device"),
         choose=lambda winner: f"Train under {winner}",
         keep=f"Stay with {FULL}",
-        caveat=troubles(select(frame, ["alternative"], part="speed"), "alternative"),
+        caveat=troubles(select(frame, ["alternative"], part="speed"), "alternative")
+        or (WITHOUT_OPTIMIZER if len(table) else None),
         why=_with_size(select(table, mode=BOTH, device=tables.first_device(table), alternative="bfloat16")),
     )
 
@@ -186,19 +188,18 @@ def _same_sums(frame: pd.DataFrame) -> Claim | None:
     table = table[(table["exact_sum"] - 10).abs() < 1e-9]
     same = [tables.agrees_with(value, text) for value, text in zip(table["sum"], table["published"], strict=True)]
     seen = f"{sum(same)} of {len(same)} in every printed digit"
-    return judged_claim("1000 x 0.01 comes to the published sums", same, [not agrees for agrees in same], seen)
+    return exact("1000 x 0.01 comes to the published sums", same, [not agrees for agrees in same], seen)
 
 
-def _gains_with_size(ratios: pd.DataFrame) -> Claim | None:
+def _gains_with_size(ratios: pd.DataFrame) -> Trend | None:
     """`mixed_precision.csv`: the ratio of bf16 over fp32 falls from each size to the next, and below 1.
 
     A ratio that falls and stays above 1 is less of a loss, which is no saving: it does not show the trend.
     """
     steps = [pair for _, of_device in ratios.groupby("device") for pair in pairwise(of_device.to_dict("records"))]
-    shown = [large["high"] < min(1, small["low"]) for small, large in steps]
-    return judged_claim(
-        "The larger the model, the more time bf16 autocast saves, forward and backward",
-        shown,
-        [large["low"] > small["high"] for small, large in steps],
-        f"{sum(shown)} of {len(steps)} steps from a size to the next",
-    )
+    text = "The larger the model, the more time bf16 autocast saves, forward and backward"
+    rows = [pd.DataFrame(rows) for rows in zip(*steps, strict=True)]
+    if not rows:
+        return None
+    saves = bool((rows[1]["high"] < 1).all())
+    return lies_within(text, quotients(rows[1], rows[0], "ratio"), most=1.0, if_shown=saves)

@@ -199,9 +199,14 @@ def _by_size(table: pd.DataFrame) -> pd.DataFrame:
 
 @cache
 def published_sums() -> dict[str, str]:
-    """Published results of the accumulation, with the digits in which they were printed, by variant."""
+    """Published results of the accumulation, with the digits in which they were printed, by variant.
+
+    Not that of fp32: its 10.0 is what was expected, and no result.
+    """
     table = pd.read_csv(reference_directory() / "profile_kernels.csv", dtype=str).set_index("quantity")["value"]
-    return {name: table[f"accumulate_{name}"] for name in ACCUMULATIONS if f"accumulate_{name}" in table}
+    return {
+        name: table[f"accumulate_{name}"] for name in ACCUMULATIONS if name != "fp32" and f"accumulate_{name}" in table
+    }
 
 
 def agrees_with(value: float, printed: str) -> bool:

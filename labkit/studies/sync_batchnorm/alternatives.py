@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from labkit.bench import gate
-from labkit.bench.exact_sums import sum_error
+from labkit.bench.exact_sums import first_wrong
 from labkit.parallel import sync_batchnorm
 from labkit.parallel.sync_batchnorm import SyncBatchNorm
 from labkit.studies.shared.norm_collectives import sent_bytes
@@ -243,8 +243,8 @@ def _running_statistics(layer: nn.Module) -> list[Tensor]:
     return [layer.get_buffer("running_mean"), layer.get_buffer("running_var")]
 
 
-def bare_error(bare: Bare) -> float:
-    """Largest error of any rank in what the bare collectives return, which whole numbers make exact."""
+def bare_gate(bare: Bare) -> str:
+    """ "ok", or what is wrong of what the bare collectives return, which whole numbers make exact."""
 
     def forward(statistics: Tensor) -> None:
         if bare.name == COLLECTIVES:
@@ -255,10 +255,10 @@ def bare_error(bare: Bare) -> float:
     def backward(sums: Tensor) -> None:
         bare.backward()
 
-    error = max(sum_error(forward, bare.statistics), sum_error(backward, bare.sums))
+    wrong = first_wrong(forward, bare.statistics) or first_wrong(backward, bare.sums)
     bare.statistics.zero_()  # sums of sums would overflow
     bare.sums.zero_()
-    return error
+    return wrong or "ok"
 
 
 def verdict(error: float) -> str:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pandas as pd
 
 from labkit.costs.calibration import Calibration
-from labkit.lab.claims import claim, judged_claim, published
+from labkit.lab.claims import Trend, claim, exact, lies_within, published
 from labkit.lab.comparing import MEMORY, agreement, compared
 from labkit.lab.findings import Claim, Finding, Questions
 from labkit.lab.own_effects import with_own
@@ -180,7 +180,7 @@ def published_trends(frame: pd.DataFrame) -> Finding | None:
     )
 
 
-def _hardly_grows(frame: pd.DataFrame, grows: str, span_of: tuple[int, int]) -> Claim | None:
+def _hardly_grows(frame: pd.DataFrame, grows: str, span_of: tuple[int, int]) -> Trend | None:
     """`sync_batchnorm.csv`, torch's and the self-made layer: neither features nor batch make it slower by 15 %."""
     table = select(tables.time_growth(frame), grows=grows, world_size=PUBLISHED_RANKS)
     some = table[(table["before"] >= span_of[0]) & (table["after"] <= span_of[1])]
@@ -188,7 +188,7 @@ def _hardly_grows(frame: pd.DataFrame, grows: str, span_of: tuple[int, int]) -> 
         return None
     text = "A layer with {0} {2} takes as long as one with {1}, or at most 15 % longer"
     text = text.format(some["after"].iloc[0], some["before"].iloc[0], GROWS[grows])
-    return judged_claim(text, some["high"] < HARDLY, some["low"] > HARDLY, f"{span(some['ratio'])} times")
+    return lies_within(text, some, most=HARDLY)
 
 
 def _peak_grows_with_size(frame: pd.DataFrame) -> Claim | None:
@@ -202,7 +202,7 @@ def _peak_grows_with_size(frame: pd.DataFrame) -> Claim | None:
             growths.append(last["peak_bytes"] / first["peak_bytes"] / (last["size"] / first["size"]))
     holds = [PROPORTIONAL[0] <= growth <= PROPORTIONAL[1] for growth in growths]
     seen = f"{span(growths)} times their growth" if growths else ""
-    return judged_claim("Peak memory grows in proportion to batch times features", holds, [not o for o in holds], seen)
+    return exact("Peak memory grows in proportion to batch times features", holds, [not o for o in holds], seen)
 
 
 def _peak_over_torch(frame: pd.DataFrame) -> Claim | None:
@@ -210,4 +210,4 @@ def _peak_over_torch(frame: pd.DataFrame) -> Claim | None:
     over = select(tables.memory_over(frame, TORCH), world_size=PUBLISHED_RANKS)["ratio"]
     seen = f"{span(over)} times" if len(over) else ""
     text = f"A self-made layer needs {PUBLISHED_PEAK} times the memory of torch's or more"
-    return judged_claim(text, over >= PUBLISHED_PEAK, over < PUBLISHED_PEAK, seen)
+    return exact(text, over >= PUBLISHED_PEAK, over < PUBLISHED_PEAK, seen)

@@ -7,6 +7,7 @@ twice with the same source; then no difference is claimed that such repeated run
 """
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
@@ -57,8 +58,7 @@ class LabComparison:
     `rows` has one row per (shared setting, other machine): the columns of `settings`, and `COLUMNS`. `medians` has one
     row a (shared setting, machine) with `seconds`, `low`, `high`. `not_shared` names, by machine, the settings that
     only one of it and the first run has, and those whose median is not above zero in one. `repeat_difference` is by
-    how much runs of one machine and source differ
-    (0.05: five percent), None if there are no two.
+    how much runs of one machine and source differ (0.05: five percent), None if there are no two.
     """
 
     lab: str
@@ -101,10 +101,9 @@ def machine_names(runs: Sequence[Run]) -> dict[Path, str]:
         names = {path: ", ".join(parts[part] for part in level) for path, parts in described.items()}
         if len({(run.header.lab, names[run.path]) for run in runs}) == len(runs):
             return names
-    seen: dict[tuple[str, str], int] = {}
+    seen: Counter[tuple[str, str]] = Counter()
     for run in runs:
-        key = (run.header.lab, names[run.path])
-        seen[key] = seen.get(key, 0) + 1
+        seen[key := (run.header.lab, names[run.path])] += 1
         names[run.path] += f", run {seen[key]}"
     return names
 
@@ -158,13 +157,8 @@ def compare_lab(lab: str, runs: Mapping[str, Run]) -> LabComparison:
 def _by_setting(runs: Sequence[Run]) -> list[Samples]:
     """Samples by setting of each run; device and backend are part of it only where one run has several of them."""
     full = [_samples(run) for run in runs]
-    places: dict[str, set[str]] = {}
-    ambiguous = set()
-    for samples in full:
-        places.clear()
-        for key in samples:
-            places.setdefault(_without_places(key), set()).add(key)
-        ambiguous |= {short for short, keys in places.items() if len(keys) > 1}
+    shorts = [Counter(map(_without_places, samples)) for samples in full]
+    ambiguous = {short for of_run in shorts for short, number in of_run.items() if number > 1}
     return [
         {key if _without_places(key) in ambiguous else _without_places(key): values for key, values in samples.items()}
         for samples in full
