@@ -204,13 +204,14 @@ def _look_at_what_is_prepared(point):
 
     def look(calls, *, prepare, **_):
         for name in reversed(calls):
-            for call in calls.values():
-                call.args[0].zero_()
+            tensors = {other: actions["sum"].args[0] for other, actions in calls.items()}
+            for tensor in tensors.values():
+                tensor.zero_()
             prepare(name)
-            told[name] = [other for other, call in calls.items() if call.args[0].any()]
-        return {}
+            told[name] = [other for other, tensor in tensors.items() if tensor.any()]
+        return {}, dict.fromkeys(calls, "not timed")
 
-    transports.time_interleaved = look
+    transports.time_those_that_run = look
     yield from measure_point(point)
     yield {"told": told}
 
@@ -239,7 +240,16 @@ def test_a_readers_own_algorithm_is_carried_to_the_ranks_gated_timed_and_named(t
     def mistaken(tensor):
         tensor.nothing_of_the_kind()
 
-    own = {"slow": slow, "forgets_the_last": forgets_the_last, "mistaken": mistaken}
+    calls = []
+
+    def tires_on_one_rank(tensor):
+        """While it is timed: the gate calls it twice."""
+        calls.append(dist.get_rank())
+        if len(calls) > 2 and calls[0] == 1:
+            raise RuntimeError("enough")
+        dist.all_reduce(tensor)
+
+    own = {"slow": slow, "forgets_the_last": forgets_the_last, "mistaken": mistaken, "tires": tires_on_one_rank}
     config = STUDY.profiles["smoke"].model_copy(
         update={
             "world_sizes": [2],
@@ -263,6 +273,8 @@ def test_a_readers_own_algorithm_is_carried_to_the_ranks_gated_timed_and_named(t
     assert re.match(r"wrong: rank \d, element 1023: expected \d+, got \d+", gates["forgets_the_last"])
     assert gates["mistaken"].startswith("failed: AttributeError:")
     assert "line " in gates["mistaken"]
+    assert re.match(r"failed on rank 1: RuntimeError: enough, line \d+ of ", gates["tires"])
+    assert set(run.coverage()["status"]) == {"ok"}
     finding = STUDY.findings(frame, run.coverage())["algorithms_against_torch"]
     assert "slow" in {effect.subject for effect in finding.effects}
     assert "forgets the last" in finding.caveat

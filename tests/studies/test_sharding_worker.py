@@ -4,6 +4,7 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
+import torch
 
 from labkit.costs.sharding import sent_bytes, state_bytes
 from labkit.costs.transformer import SIZES, parameters_by_part
@@ -14,6 +15,7 @@ from labkit.studies.sharding.step_traffic import TCP
 from labkit.studies.sharding.study import STUDY
 from labkit.studies.sharding.training import OPTIMIZERS, ShardingPoint, Training
 from labkit.studies.sharding.worker import GATHER, LARGEST_ERROR, UPDATES, measure_point
+from tests.cases import thinned
 
 OWN = [way for way in IMPLEMENTATIONS if way not in TORCHS]
 PARAMETERS = sum(parameters_by_part(SIZES["nano"]).values())
@@ -52,6 +54,31 @@ def _without_collectives(point):
                 yield row | {"missing": f"{way} without {name}"}
         finally:
             setattr(place, name, whole)
+
+
+def _without_a_rank(point):
+    """The same point once for each of `MISSING` and each rank: it sends nothing, or not the last eighth of a sum."""
+    from importlib import import_module
+
+    from torch import distributed as dist
+
+    for way, module, name in MISSING:
+        place = import_module(f"labkit.parallel.{module}")
+        whole = getattr(place, name)
+        for left_out in range(dist.get_world_size()):
+
+            def without(vector, *arguments, whole=whole, left_out=left_out, **options):
+                if vector.dtype != torch.float64 and dist.get_rank() == left_out:
+                    of_which = 1 if whole.__name__ == "all_gather" else 8  # a rank sends its own part of it, wherever
+                    vector.view(-1)[-max(1, vector.numel() // of_which) :] = 0
+                return whole(vector, *arguments, **options)
+
+            setattr(place, name, without)
+            try:
+                for row in measure_point(replace(point, ways=(way,))):
+                    yield row | {"missing": f"rank {left_out} in {name} of {way}"}
+            finally:
+                setattr(place, name, whole)
 
 
 def _with_other_calls(point):
@@ -205,6 +232,18 @@ def test_a_missing_collective_is_seen_and_gets_no_time():
         assert found
         assert all(row["error"] > LARGEST_ERROR and row["gate"] != "ok" for row in found), name
         assert not any("seconds" in row for row in found)
+
+
+@pytest.mark.parametrize("world_size", thinned([2, 3], lambda world_size: world_size == 2))
+def test_each_rank_left_out_of_a_part_is_seen_and_gets_no_time(world_size):
+    point = replace(TIMES, repeats=1, world_size=world_size)
+    (rows,) = _measure((_without_a_rank, point), world_size=world_size)
+    gates = {}
+    for row in rows:
+        if row["way"] not in (GATHER, UPDATES):
+            gates.setdefault(row["missing"], set()).add(row["gate"] != "ok")
+    assert len(gates) == world_size * len(MISSING)
+    assert {missing for missing, is_wrong in gates.items() if is_wrong != {True}} == set()
 
 
 def test_what_a_cpu_cannot_do_is_skipped_by_name(cpu_machine):

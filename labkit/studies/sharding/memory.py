@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -11,6 +12,7 @@ from labkit.bench.memory import peak_memory_growth, return_memory_when_freed
 from labkit.costs.sharding import PARTS, STAGES, state_bytes
 from labkit.parallel.sharding.implementations import held_tensors, n_bytes
 from labkit.studies.sharding.training import ShardingPoint, Training, workload_of
+from labkit.studies.shared.alternatives import Failed, attempt
 
 LEAST_PEAK = 0.98  # of what is held: small tensors may lie in memory that the process had before
 
@@ -21,36 +23,54 @@ def measure_memory(point: ShardingPoint, device: str) -> Iterator[dict[str, Any]
     A peak below what is held is none: something else was freed meanwhile. Such a row says so and has no peak.
     """
     return_memory_when_freed()
-    for way in point.ways:  # libraries, and what is made once
-        Training(way, ShardingPoint.of(point, size="nano", batch=1), device).run()
+    failed: dict[str, str] = {}
+    for way in point.ways:
+        done = attempt(way, partial(_make_what_stays, way, point, device), device=device)
+        if isinstance(done, Failed):
+            failed[way] = done.reason
     for way in point.ways:
         gc.collect()  # the way before, which is full of cycles, would be freed within this one's peak
         dist.barrier()
-        with peak_memory_growth(device) as init:
-            training = Training(way, point, device)
-        about = {"way": way, "gate": "ok"}
-        held = {"init": _held(training)}
-        with peak_memory_growth(device) as first:  # makes what stays: optimizer state, buffers
-            training.run()
-            training.optimizer.zero_grad()
-        with peak_memory_growth(device) as before:
-            training.forward()
-            training.backward()
-        held["before step"] = _held(training)
-        with peak_memory_growth(device) as after:
-            training.step()
-        held["after step"] = _held(training)
-        resting = _total(init.kept_bytes, first.kept_bytes)
-        peaks = {
-            "init": init.growth_bytes,
-            "before step": _total(resting, before.growth_bytes),
-            "after step": _total(resting, before.kept_bytes, after.growth_bytes),
-        }
-        parameters = dict(workload_of(point, "meta", 0).build().named_parameters())
-        formula = _formula(way, parameters) if way in STAGES else {}
-        for moment, parts in held.items():
-            yield about | parts | formula | {"moment": moment} | _checked(peaks[moment], sum(parts.values()))
-        del training
+        rows = attempt(way, partial(_memory_of, way, point, device), device=device) if way not in failed else []
+        if isinstance(rows, Failed):
+            failed[way] = rows.reason
+        else:
+            yield from rows
+    yield from ({"way": way, "gate": reason} for way, reason in failed.items())
+
+
+def _make_what_stays(way: str, point: ShardingPoint, device: str) -> None:
+    """What libraries make once is no part of any peak."""
+    Training(way, ShardingPoint.of(point, size="nano", batch=1), device).run()
+
+
+def _memory_of(way: str, point: ShardingPoint, device: str) -> list[dict[str, Any]]:
+    with peak_memory_growth(device) as init:
+        training = Training(way, point, device)
+    about = {"way": way, "gate": "ok"}
+    held = {"init": _held(training)}
+    with peak_memory_growth(device) as first:  # makes what stays: optimizer state, buffers
+        training.run()
+        training.optimizer.zero_grad()
+    with peak_memory_growth(device) as before:
+        training.forward()
+        training.backward()
+    held["before step"] = _held(training)
+    with peak_memory_growth(device) as after:
+        training.step()
+    held["after step"] = _held(training)
+    resting = _total(init.kept_bytes, first.kept_bytes)
+    peaks = {
+        "init": init.growth_bytes,
+        "before step": _total(resting, before.growth_bytes),
+        "after step": _total(resting, before.kept_bytes, after.growth_bytes),
+    }
+    parameters = dict(workload_of(point, "meta", 0).build().named_parameters())
+    formula = _formula(way, parameters) if way in STAGES else {}
+    return [
+        about | parts | formula | {"moment": moment} | _checked(peaks[moment], sum(parts.values()))
+        for moment, parts in held.items()
+    ]
 
 
 def _checked(peak: int | None, held: int) -> dict[str, Any]:

@@ -7,13 +7,13 @@ Messages are counted before they are timed: bytes that are not those of the form
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from labkit.bench.clock import time_parts_interleaved
 from labkit.bench.gate import verdict, worst_of_ranks
 from labkit.parallel.collectives import all_gather
 from labkit.parallel.ranks.device import use_device
@@ -24,6 +24,7 @@ from labkit.parallel.transport import SHARED, empty_for_all_reduce, transport_in
 from labkit.studies.sharding.memory import measure_memory
 from labkit.studies.sharding.step_traffic import tcp_row, traffic_rows
 from labkit.studies.sharding.training import OPTIMIZERS, ShardingPoint, Training, workload_of
+from labkit.studies.shared.alternatives import Failed, attempt, time_those_that_run
 
 PHASES = ("forward", "backward", "optimizer")
 GATHER = "gather"
@@ -50,18 +51,11 @@ def _times(point: ShardingPoint, device: str) -> Iterator[dict[str, Any]]:
     start, expected = _one_process(point, device)
     trainings: dict[str, Training] = {}
     for way in point.ways:
-        training = Training(way, point, device)
-        training.run()
-        dist.barrier()
-        before = tcp_bytes_sent()
-        with recorded_traffic() as traffic:
-            training.run()
-        by_tcp = tcp_bytes_sent()
-        error = worst_of_ranks(_error(whole_parameters(training.model), expected, start))
-        about = {"way": way, "error": error, "gate": verdict(error, LARGEST_ERROR)}
-        rows = list(traffic_rows(way, traffic, start)) if way not in TORCHS else tcp_row(before, by_tcp, start)
-        if wrong := [row["collective"] for row in rows if not row.pop("is_right")]:
-            about["gate"] = f"wrong: bytes sent by {', '.join(wrong)} are not those of the formulas"
+        found = attempt(way, partial(_checked_steps, way, point, device, start, expected), device=device)
+        if isinstance(found, Failed):
+            yield {"way": way, "gate": found.reason}
+            continue
+        training, about, rows = found
         yield from (about | row for row in rows)
         if about["gate"] == "ok":
             trainings[way] = training
@@ -69,6 +63,25 @@ def _times(point: ShardingPoint, device: str) -> Iterator[dict[str, Any]]:
             yield about
     del expected
     yield from _timed_rows(point, device, trainings, sum(value.nbytes for value in start.values()))
+
+
+def _checked_steps(
+    way: str, point: ShardingPoint, device: str, start: dict[str, Tensor], expected: dict[str, Tensor]
+) -> tuple[Training, dict[str, Any], list[dict[str, Any]]]:
+    """A training after `GATE_STEPS` steps, what the gate says of it, and what its last step has sent."""
+    training = Training(way, point, device)
+    training.run()
+    dist.barrier()
+    before = tcp_bytes_sent()
+    with recorded_traffic() as traffic:
+        training.run()
+    by_tcp = tcp_bytes_sent()
+    error = worst_of_ranks(_error(whole_parameters(training.model), expected, start))
+    about = {"way": way, "error": error, "gate": verdict(error, LARGEST_ERROR)}
+    rows = list(traffic_rows(way, traffic, start)) if way not in TORCHS else tcp_row(before, by_tcp, start)
+    if wrong := [row["collective"] for row in rows if not row.pop("is_right")]:
+        about["gate"] = f"wrong: bytes sent by {', '.join(wrong)} are not those of the formulas"
+    return training, about, rows
 
 
 def _one_process(point: ShardingPoint, device: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -121,7 +134,8 @@ def _timed_rows(
 
     options: dict[str, Any] = {"warmup": point.warmup, "repeats": point.repeats, "device": device, "seed": point.id}
     with recorded_traffic() as traffic:
-        times = time_parts_interleaved(actions, prepare=prepare, before=dist.barrier, **options)
+        times, failed = time_those_that_run(actions, prepare=prepare, before=dist.barrier, **options)
+    yield from ({"way": way, "gate": reason} for way, reason in failed.items() if way in trainings)
     borders = sorted(at for of_way in turns.values() for at in of_way)
     for way, by_part in times.items():
         for part, seconds in by_part.items():
