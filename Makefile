@@ -19,8 +19,10 @@ IS_ROOT := $(filter 0,$(shell id -u))
 INSTALL = $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check $(PIP_CONSTRAINTS)
 
 # OpenMP's threads wait in a loop, which takes the cores from the other process: the memory lab at smoke, in two
-# processes on two cores, takes 24 s in this way, and 14 s where they sleep.
-TESTS = OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
+# processes on two cores, takes 24 s in this way, and 14 s where they sleep. Bytecode is kept, whatever a container
+# says: the tests start a thousand processes, and each would compile labkit anew.
+TESTS = PYTHONDONTWRITEBYTECODE= OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest --numprocesses $(WORKERS) \
+	--dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help install report test test-all stress faults mutants versions versions-oldest versions-newest of-these-versions lab lint clean
@@ -72,6 +74,8 @@ lint: $(VENV)/installed-test ## style and types only
 # What JupyterLab starts (its terminals, `!labkit`) finds this environment's commands first; a login shell, which is what
 # its terminals run where nobody looks at its output, would set another PATH.
 lab: export PATH := $(abspath $(BIN)):$(PATH)
+# It would ask, in a window over the tour, whether it may fetch news.
+lab: export JUPYTER_CONFIG_PATH := $(CURDIR)/.jupyter$(addprefix :,$(JUPYTER_CONFIG_PATH))
 lab: install ## JupyterLab on the notebooks; ARGS="--port 9999 --no-browser" for jupyter
 	$(if $(IS_ROOT),@echo "running as root: JupyterLab is started with --allow-root")
 	$(BIN)/jupyter lab --ServerApp.root_dir="$(CURDIR)" --LabApp.default_url=/lab/tree/notebooks/00_start_here.ipynb \

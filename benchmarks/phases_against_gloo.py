@@ -26,15 +26,14 @@ from labkit.parallel.collectives import all_gather, reduce_scatter
 from labkit.parallel.launch import run_ranks
 from labkit.parallel.phases import REDUCE_SCATTERS
 from labkit.parallel.transport import AUTO, SHARED, TRANSPORTS, empty_for_all_reduce
+from labkit.studies.all_reduce.phases import torchs_all_gather, torchs_reduce_scatter
 
 GLOO = "gloo"
 SIZES = (1 << 20, 10 << 20, 100 << 20)
 # The largest ratio promised through shared memory on 2 cores, for each size, to two ranks.
 PROMISES = {"reduce_scatter": (0.35, 0.15, 0.15), "all_gather": (0.25, 0.25, 0.25)}
 WARMUP = 3
-# Newer versions of torch warn of the older names.
-_torch_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_torch_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+GLOOS = {"reduce_scatter": torchs_reduce_scatter, "all_gather": torchs_all_gather}
 
 
 def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -52,7 +51,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
 def _interleave(collective: str, n_bytes: int, options: argparse.Namespace) -> dict[str, float]:
     own: Callable[..., None] = reduce_scatter if collective == "reduce_scatter" else all_gather
     settings = {"op": "sum"} if collective == "reduce_scatter" else {}
-    calls: dict[str, Callable[[torch.Tensor], Any]] = {GLOO: partial(_gloo, collective)}
+    calls: dict[str, Callable[[torch.Tensor], Any]] = {GLOO: GLOOS[collective]}
     calls |= {
         name: partial(own, algorithm=name, transport=options.transport, **settings) for name in options.algorithms
     }
@@ -65,15 +64,6 @@ def _interleave(collective: str, n_bytes: int, options: argparse.Namespace) -> d
         for name in order_of_turns(calls, number, seed=n_bytes):
             samples_s[name].append(_time(collective, calls[name], tensors[name]))
     return {name: _median_of_slowest(samples_s[name][WARMUP:]) for name in calls}
-
-
-def _gloo(collective: str, tensor: torch.Tensor) -> None:
-    """In and out of one tensor, as labkit's."""
-    shard = tensor.chunk(dist.get_world_size())[dist.get_rank()]
-    if collective == "reduce_scatter":
-        _torch_reduce_scatter(shard, tensor)
-    else:
-        _torch_all_gather(tensor, shard)
 
 
 def _time(collective: str, call: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> float:

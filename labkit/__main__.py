@@ -14,6 +14,7 @@ from rich.table import Table
 
 from labkit.lab.advise.command import advise
 from labkit.lab.config import PROFILES, ParameterError, parse_assignments
+from labkit.lab.project import reference_directory
 from labkit.studies import LABS, load_study
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ err = Console(stderr=True, highlight=False)
 
 # Of the lab `limits`, before another one is measured alone: what predictions need, in as few repeats as tell.
 SHORT_LIMITS = {"repeats": 6, "warmup": 1, "model": "nano"}
+COLUMNS = reference_directory() / "scaling" / "README.md"
 
 LabName = Annotated[str, typer.Argument(help=f"One of: {', '.join(LABS)}.", show_default=False)]
 Settings = Annotated[
@@ -133,13 +135,12 @@ def measure(
             path = find_run([runs_directory() / lab], resume)
             run = measuring.resume(study, path, on_progress=show, on_output=_print_output)
     coverage = run.coverage()
-    counts = coverage["status"].value_counts().to_dict()
-    described = ", ".join(f"{count} {status}" for status, count in counts.items())
+    described = ", ".join(f"{count} {status}" for status, count in coverage["status"].value_counts().items())
     out.print(f"{lab}: {described}; {path_from_here(run.path)}", soft_wrap=True)
-    failed = coverage[coverage["status"].isin(["failed", "timeout"])]
-    for reason, count in failed["reason"].value_counts().items():
-        err.print(f"  {count} not measured: {_plain(reason)}", soft_wrap=True)
-    raise typer.Exit(0 if failed.empty else 1)
+    others = coverage.loc[coverage["status"] != "ok", ["status", "reason"]]
+    for (status, reason), count in others.value_counts().head(5).items():
+        err.print(f"  {count} {status}: {_plain(reason)}", soft_wrap=True)
+    raise typer.Exit(1 if coverage["status"].isin(["failed", "timeout"]).any() else 0)
 
 
 @app.command()
@@ -223,12 +224,10 @@ def compare_command(
 
 @app.command("predict")
 def predict_command(
-    rows: Annotated[
-        Path, typer.Argument(metavar="ROWS.csv", help="Runs, one a row: data/reference/scaling/README.md.")
-    ],
+    rows: Annotated[Path, typer.Argument(metavar="ROWS.csv", help=f"Runs, one per row; columns: {COLUMNS}.")],
     output: Annotated[Path | None, typer.Option(help="File of the predictions.", show_default="printed")] = None,
 ) -> None:
-    """Predict step time, memory and MFU of training runs on many GPUs, one a row of a table."""
+    """Predict step time, memory and MFU of training runs on many GPUs, one per row of a table."""
     import sys
 
     from labkit.scaling.table import predicted_rows, read_rows, write_rows
@@ -242,7 +241,8 @@ def predict_command(
             with output.open("w", newline="", encoding="utf-8") as file:
                 write_rows(predicted, file)
     except (OSError, ValueError) as error:
-        raise ParameterError(str(error)) from None
+        told = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
+        raise ParameterError(told) from None
     refused = [row for row in table if row.run is None]
     for row in refused:
         err.print(f"line {row.line}: {_plain(row.refusal)}", soft_wrap=True)

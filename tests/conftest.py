@@ -3,6 +3,7 @@
 Skipped are tests that need more than is there, or more time than `make test` has.
 """
 
+import gc
 import json
 import os
 import signal
@@ -22,10 +23,12 @@ BY_COMMAND = ("all_reduce", "this_machine")
 TESTS = Path(__file__).parent
 # Of the files that the processes of `make test` share, those that take longest, so that both end together.
 FIRST = (
-    *("test_notebooks.py", "rehearsal/test_missing_rows.py", "parallel/test_data_parallel.py"),
-    *("parallel/test_leftovers.py", "parallel/test_collectives.py", "studies/test_data_parallel_worker.py"),
-    *("parallel/test_joined.py", "test_adding_a_lab.py", "studies/test_memory_worker.py", "rehearsal/test_machines.py"),
-    *("studies/test_cifar100_worker.py", "nn/test_flash_attention.py", "faults/test_parents.py", "lab/test_killed.py"),
+    *("test_notebooks.py", "studies/test_data_parallel_worker.py", "parallel/test_leftovers.py"),
+    *("parallel/test_joined.py", "parallel/test_collectives.py", "studies/test_memory_worker.py"),
+    *("parallel/test_data_parallel.py", "studies/test_sharding_worker.py", "rehearsal/test_missing_rows.py"),
+    *("test_adding_a_lab.py", "nn/test_flash_attention.py", "studies/test_sync_batchnorm_worker.py"),
+    *("rehearsal/test_machines.py", "studies/test_cifar100_worker.py", "studies/test_all_reduce_worker.py"),
+    *("faults/test_parents.py", "lab/test_killed.py"),
 )
 
 # Whatever makes an optimizer, profiles or wraps a model loads the compiler: 1.4 s in every rank of every group. Here
@@ -49,6 +52,10 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(pytest.mark.skip(reason=reason))
     places = {TESTS / name: place for place, name in enumerate(FIRST)}
     items.sort(key=lambda item: places.get(item.path, len(places)))
+
+
+def pytest_collection_finish():
+    gc.freeze()  # modules and tests stay: no collection need look at them
 
 
 @pytest.fixture(scope="session")

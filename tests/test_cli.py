@@ -2,6 +2,7 @@
 
 import atexit
 import gc
+import re
 import shlex
 import shutil
 import signal
@@ -141,7 +142,7 @@ MISTAKES = [
         ["no-such-run", "data/recorded/all_reduce or data/runs/all_reduce"],
     ),
     (["measure", "all_reduce", "--resume", "no-such-run"], ["no-such-run", "in data/runs/all_reduce"]),
-    (["compare", "no-such-run", "no-other"], ["no-such-run", "in data/recorded or data/runs"]),
+    (["compare", "no-such-run", "no-other"], ["no-such-run", "in data/recorded"]),
     (["compare", "README.md", "README.md"], ["README.md: line 1", "not a line of a run"]),
 ]
 # A program of its own says nothing else, while it imports, either; of the commands `report` imports most.
@@ -207,3 +208,17 @@ def test_paths_are_told_as_they_can_be_opened_from_here(tmp_path, monkeypatch):
     assert path_from_here(tmp_path / "reports" / "index.html") == "reports/index.html"
     elsewhere = recorded_directory() / "attention"
     assert path_from_here(elsewhere) == str(elsewhere)
+
+
+def test_measure_says_why_points_were_skipped_and_they_are_no_failure(command, monkeypatch):
+    (recorded,) = (recorded_directory() / "all_reduce").glob("*.jsonl")
+    monkeypatch.setattr("labkit.lab.runs.measure.measure", lambda *_, **__: Run.load(recorded))
+    status, said, complaints = command("measure", "all_reduce", "--profile", "smoke")
+    assert status == 0
+    assert "skipped" in said
+    assert re.search(r"^  \d+ skipped: NCCL needs a GPU", complaints, re.MULTILINE)
+
+
+def test_a_table_of_runs_that_is_not_there_is_one_line(command):
+    status, _, complaints = command("predict", "nothing.csv")
+    assert (status, complaints) == (2, "error: nothing.csv: No such file or directory\n")

@@ -1,29 +1,20 @@
-"""A lab as a reader has it in JupyterLab: opened, changed, run, interrupted, run again, in a real browser.
+"""A lab as a reader has it in JupyterLab: opened, changed, run, interrupted, played with, in a real browser."""
 
-The server is the test's own, on loopback, with a token, its own settings and a copy of the notebooks.
-"""
-
-import importlib.util
 import json
-import os
 import re
-import secrets
-import shutil
-import socket
-import subprocess
-import sys
-import time
-from contextlib import suppress
 
 import nbformat
-import psutil
 import pytest
 
 from labkit.lab.notebook import PAGE_MIME
-from labkit.lab.project import notebook_path, project_root
-from tests.browser import CHROMIUM
+from labkit.lab.project import notebook_path, recorded_directory
+from labkit.machine import describe_machine
+from tests.jupyterlab import NEEDED, opened_browser, started_server, until
+from tests.rehearsal.pages import cells_of, tries_in
 
-LAB = notebook_path("all_reduce").name
+pytestmark = NEEDED
+LAB = "all_reduce"
+FEW = '{"many_world_sizes": [], "transport_world_sizes": [], "scheduling_sizes_bytes": []}'
 SMALL = """
 profile = "smoke"
 run = None
@@ -33,162 +24,33 @@ transport_world_sizes = []
 backends = ["gloo"]
 """
 LONG = f"{SMALL}repeats = 100_000\ntimeout_s = 3600.0\n"  # an hour, were nobody to interrupt it
+TRIED = {
+    LAB: f'profile = "smoke"\nmore = {FEW}',
+    "attention": 'profile = "smoke"\nsequences = [64]\nmore = {"implementations": ["explicit", "tiled"], '
+    '"tiling_sequences": [64]}',
+    "limits": 'profile = "smoke"',
+}
+"""Labs each Try of which is carried out here, with parameters that make them short."""
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(CHROMIUM is None, reason="no chromium to open JupyterLab with"),
-    pytest.mark.skipif(not importlib.util.find_spec("jupyterlab"), reason="no jupyterlab"),
-]
+# A reader's first ring: `LAST` is where it stops to add and begins to copy. With 2 it stops a step too early.
+RING = """
+import torch
+import torch.distributed as dist
 
+def mine(tensor):
+    rank, size = dist.get_rank(), dist.get_world_size()
+    chunks = tensor.chunk(size)
+    for step in range(2 * (size - 1)):
+        sent, received = chunks[(rank - step) % size], chunks[(rank - step - 1) % size]
+        arrived = torch.empty_like(received)
+        sending = dist.isend(sent.clone(), (rank + 1) % size)
+        dist.recv(arrived, (rank - 1) % size)
+        sending.wait()
+        received.copy_(received + arrived if step < size - LAST else arrived)
 
-def _until(condition, waited_for, deadline_s=90.0):
-    end = time.monotonic() + deadline_s
-    while not (value := condition()):
-        assert time.monotonic() < end, f"waited in vain for {waited_for}"
-        time.sleep(0.05)
-    return value
-
-
-def _options_of_make_lab():
-    """What `make lab` gives JupyterLab, but for where it is rooted and what it opens."""
-    given = subprocess.check_output(
-        ["make", "-s", "-n", "lab"], cwd=project_root(), text=True, stderr=subprocess.DEVNULL
-    )
-    return [option for option in given.split() if option.startswith(("--KernelManager.", "--FileContentsManager."))]
-
-
-class _Server:
-    """JupyterLab, all it writes in a folder of its own, and every process that descends from it."""
-
-    def __init__(self, folder):
-        self.root = folder
-        self.notebooks = shutil.copytree(project_root() / "notebooks", folder / "notebooks")
-        self.log = folder / "server.log"
-        self._runtime = folder / "runtime"
-        own = {"JUPYTER_RUNTIME_DIR": self._runtime, "JUPYTER_CONFIG_DIR": folder / "config"}
-        own |= {"JUPYTER_DATA_DIR": folder / "data", "IPYTHONDIR": folder / "ipython"}
-        own |= {"JUPYTERLAB_SETTINGS_DIR": folder / "settings", "JUPYTERLAB_WORKSPACES_DIR": folder / "workspaces"}
-        self._keep_quiet(folder / "settings")
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
-        command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--ip=127.0.0.1"]
-        command += [f"--port={port}", f"--IdentityProvider.token={secrets.token_hex(16)}"]
-        command += [f"--ServerApp.root_dir={self.root}", *_options_of_make_lab()]
-        environment = os.environ | {name: str(path) for name, path in own.items()}
-        with self.log.open("w") as log:
-            self.process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
-
-    @staticmethod
-    def _keep_quiet(settings):
-        """It would ask whether it may fetch news, in a window over the notebook."""
-        path = settings / "@jupyterlab" / "apputils-extension" / "notification.jupyterlab-settings"
-        path.parent.mkdir(parents=True)
-        path.write_text(json.dumps({"fetchNews": "false", "checkForUpdates": False}))
-
-    def url(self, notebook):
-        """The address of a notebook, once the server listens and has written its own."""
-        about = self._runtime / f"jpserver-{self.process.pid}.json"
-        _until(lambda: self.process.poll() is not None or (about.exists() and about.stat().st_size), "the server")
-        assert self.process.poll() is None, self.log.read_text()
-        told = json.loads(about.read_text())
-        return f"{told['url']}lab/tree/notebooks/{notebook}?token={told['token']}"
-
-    def family(self):
-        with suppress(psutil.NoSuchProcess):
-            return psutil.Process(self.process.pid).children(recursive=True)
-        return []
-
-    def ranks(self):
-        """Processes forked by a fork server: they have its command line, and so has their parent."""
-        found = []
-        for process in self.family():
-            with suppress(psutil.Error, AttributeError):
-                commands = [" ".join(some.cmdline()) for some in (process, process.parent())]
-                if all("forkserver" in command for command in commands):
-                    found.append(process)
-        return found
-
-    def end(self):
-        family = self.family()
-        self.process.terminate()
-        try:
-            self.process.wait(30)
-        finally:
-            left = psutil.wait_procs(family, timeout=10)[1]
-            for process in left:
-                process.kill()
-            self.process.kill()
-            self.process.wait()
-        assert not left
-
-
-class _Notebook:
-    """An opened notebook: what a reader does with it, and what is then in it."""
-
-    def __init__(self, page, path):
-        self._page = page
-        self._path = path
-        self._cells = page.locator(".jp-CodeCell")
-        expected = sum(cell.cell_type == "code" for cell in self._read().cells)
-        _until(lambda: self._cells.count() == expected, "the notebook")
-        page.get_by_text("Python 3 (ipykernel) | Idle").wait_for(timeout=90_000)
-
-    def write_parameters(self, source):
-        self._cells.first.locator(".cm-content").click()
-        self._page.keyboard.press("Control+a")
-        self._page.keyboard.insert_text(source.strip())
-
-    def run_all(self):
-        """As a reader does: once more if nothing happens, as just after a slow start of the kernel."""
-        for _ in range(3):
-            self._choose("Run", "Run All Cells")
-            with suppress(AssertionError):
-                _until(lambda: any("*" in prompt for prompt in self.prompts()), "a cell to run", deadline_s=10)
-                return
-        raise AssertionError("no cell runs")
-
-    def interrupt(self):
-        self._choose("Kernel", "Interrupt Kernel")
-
-    def _choose(self, menu, entry):
-        self._page.get_by_role("menuitem", name=menu, exact=True).click()
-        self._page.locator(".lm-Menu-item").filter(has_text=entry).first.click()
-
-    def clear_and_save(self):
-        """The notebook's bytes with outputs cleared."""
-        self._choose("Edit", "Clear Outputs of All Cells")
-        self.saved()
-        return self._path.read_bytes()
-
-    def wait_until_idle(self):
-        """Until the kernel has nothing to do, and no cell waits for it."""
-        idle = self._page.locator('.jp-Notebook-ExecutionIndicator[data-status="idle"]')
-        _until(lambda: idle.count() and not any("*" in prompt for prompt in self.prompts()), "the kernel")
-
-    def prompts(self):
-        """What stands before each code cell: `[3]:`, `[*]:` while it waits or runs, or `[ ]:`."""
-        return self._cells.locator(".jp-InputPrompt").all_text_contents()
-
-    def text_below(self, source):
-        """What the page shows below a cell; "" if that is nothing."""
-        return "\n".join(self._cells.filter(has_text=source).locator(".jp-OutputArea").all_text_contents())
-
-    def alignment_of(self, selector):
-        """JupyterLab has a style for tables that labkit's must outweigh."""
-        return self._page.locator(selector).first.evaluate("cell => getComputedStyle(cell).textAlign")
-
-    def saved(self):
-        """The code cells as saved now."""
-        before = self._path.stat().st_mtime_ns
-        self._page.keyboard.press("Escape")
-        self._page.keyboard.press("Control+s")
-        _until(lambda: self._path.stat().st_mtime_ns != before, "the notebook to be saved")
-        notebook = _until(self._read, "the notebook to be saved whole")
-        return [cell for cell in notebook.cells if cell.cell_type == "code"]
-
-    def _read(self):
-        with suppress(nbformat.reader.NotJSONError):
-            return nbformat.read(self._path, as_version=4)
+frame = lab.measure({"mine": mine})
+"""
+IN_THE_FIGURE = 'lab.answer("algorithms_against_torch"'
 
 
 def _outputs(cells, kind):
@@ -207,41 +69,57 @@ def _measuring(cells):
 
 def _page_record(notebook, server):
     """What the finished notebook leaves for the index, after a look at everything else it shows."""
-    _until(lambda: all(any(map(str.isdigit, prompt)) for prompt in notebook.prompts()), "every cell to have run")
+    until(lambda: all(any(map(str.isdigit, prompt)) for prompt in notebook.prompts()), "every cell to have run")
     notebook.wait_until_idle()
     assert server.ranks() == []
     cells = notebook.saved()
     assert _outputs(cells, "error") == []
     assert _outputs(cells, "stream") == []
-    (line,) = _measuring(cells).outputs
+    line, _what_was_expected = _measuring(cells).outputs
     assert "points planned" in line.data["text/html"]
     (record,) = [output.data[PAGE_MIME] for output in _outputs(cells, "display_data") if PAGE_MIME in output.data]
     return record
 
 
-@pytest.fixture
-def server(tmp_path):
-    running = _Server(tmp_path)
-    try:
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with started_server(tmp_path_factory.mktemp("jupyterlab")) as running:
+        _calibrate(running.root)
         yield running
-    finally:
-        running.end()
+
+
+@pytest.fixture(scope="module")
+def visit():
+    with opened_browser() as opened:
+        yield opened
 
 
 @pytest.fixture
-def notebook(server):
-    playwright = pytest.importorskip("playwright.sync_api")
-    with playwright.sync_playwright() as browsers:
-        browser = browsers.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
-        try:
-            page = browser.new_page(viewport={"width": 1280, "height": 1000})
-            page.goto(server.url(LAB))
-            yield _Notebook(page, server.notebooks / LAB)
-        finally:
-            browser.close()
+def opened(server, visit):
+    """Opens a lab's notebook; afterwards its kernel is gone."""
+    notebooks = []
+
+    def open_lab(lab):
+        notebooks.append(visit(server, notebook_path(lab).name))
+        return notebooks[-1]
+
+    yield open_lab
+    for notebook in notebooks:
+        notebook.close()
 
 
-def test_run_all_then_interrupt_a_longer_sweep_then_another_parameter(server, notebook):
+def _calibrate(folder):
+    """A recorded run of the lab `limits`, as if it were of this machine."""
+    (recorded,) = (recorded_directory() / "limits").glob("*.jsonl")
+    header, *rows = recorded.read_text().splitlines()
+    header = json.dumps(json.loads(header) | {"machine": describe_machine().model_dump(mode="json")})
+    own = folder / "data" / "runs" / "limits" / recorded.name
+    own.parent.mkdir(parents=True)
+    own.write_text("\n".join([header, *rows, ""]))
+
+
+def test_run_all_then_interrupt_a_longer_sweep_then_another_parameter(server, opened):
+    notebook = opened(LAB)
     notebook.write_parameters(SMALL)
     notebook.run_all()
     record = _page_record(notebook, server)
@@ -251,10 +129,10 @@ def test_run_all_then_interrupt_a_longer_sweep_then_another_parameter(server, no
 
     notebook.write_parameters(LONG)
     notebook.run_all()
-    _until(server.ranks, "ranks to measure")
-    _until(lambda: "of 6 points" in notebook.text_below("lab.measure()"), "the progress line")
+    until(server.ranks, "ranks to measure")
+    until(lambda: "of 6 points" in notebook.text_below("lab.measure()"), "the progress line")
     notebook.interrupt()
-    _until(lambda: not server.ranks(), "the ranks to end", deadline_s=20)
+    until(lambda: not server.ranks(), "the ranks to end", deadline_s=20)
     notebook.wait_until_idle()
     cells = notebook.saved()
     line, error = _measuring(cells).outputs
@@ -269,5 +147,56 @@ def test_run_all_then_interrupt_a_longer_sweep_then_another_parameter(server, no
     assert record["coverage"] == {"ok": 6}
     assert any("2 ranks" in effect["setting"] for effect in record["answers"][1]["effects"])
 
-    notebook.write_parameters(_parameters(notebook_path("all_reduce")))
-    assert notebook.clear_and_save() == notebook_path("all_reduce").read_bytes()
+    notebook.write_parameters(_parameters(notebook_path(LAB)))
+    assert notebook.clear_and_save() == notebook_path(LAB).read_bytes()
+
+
+def test_a_sweep_that_was_interrupted_goes_on_from_there(server, opened):
+    notebook = opened(LAB)
+    few = 'sizes_bytes = [1024, 2048, 4096]\nalgorithms = ["torch", "ring"]'
+    notebook.begin(f'profile = "smoke"\n{few}\nrepeats = 1000\nmore = {FEW}')
+    notebook.start("lab.measure()")
+    until(lambda: re.search(r"[1-9] of \d+ points", notebook.text_below("lab.measure()")), "a point")
+    notebook.interrupt()
+    notebook.wait_until_idle()
+    assert "lab.resume() goes on" in notebook.text_below("lab.measure()")
+    said = notebook.run_new("frame = lab.resume()", below="lab.measure()")
+    assert re.search(r"(\d+) points planned, \d+ measured, \d+ skipped", said)
+    assert server.ranks() == []
+
+
+def test_guess_predict_measure_and_a_ring_of_ones_own_first_with_a_bug(server, opened):
+    notebook = opened(LAB)
+    few = 'world_sizes = [3]\nalgorithms = ["torch", "ring", "recursive_doubling"]'
+    notebook.begin(f'profile = "smoke"\n{few}\nmore = {FEW}')
+    assert re.search(r"4 KiB, ring\s+[\d.]+ (µs|ms)", notebook.run("lab.predict(guess)"))
+    guessed = notebook.run_new('lab.predict({"4 KiB, ring": 0.25})', below="lab.predict(guess)")
+    assert re.search(r"4 KiB, ring\s+250 ms\s+[\d.]+ (µs|ms)", guessed)
+
+    said = notebook.run_new(RING.replace("LAST", "2"), below="frame = lab.measure()")
+    assert re.search(r"4 KiB, ring\s+250 ms\s+[\d.]+ (µs|ms)\s+[\d.]+ (µs|ms)", said)
+    answer = notebook.run(IN_THE_FIGURE)
+    assert re.search(r"mine: wrong: rank \d, element \d+: expected [\d.-]+, got [\d.-]+", answer)
+    assert "mine" not in notebook.points_drawn_below(IN_THE_FIGURE)
+
+    notebook.write('lab.measure({"mine"', RING.replace("LAST", "1"))
+    notebook.run('lab.measure({"mine"')
+    assert "wrong" not in notebook.run(IN_THE_FIGURE)
+    assert "mine" in notebook.points_drawn_below(IN_THE_FIGURE)
+    assert server.ranks() == []
+
+
+@pytest.mark.parametrize("lab", TRIED)
+def test_each_try_works_where_it_stands(lab, server, opened):
+    notebook = opened(lab)
+    notebook.begin(TRIED[lab])
+    above = ""
+    for kind, text in cells_of(lab):
+        if kind == "code":
+            above = text.strip().splitlines()[-1]
+            if "profile: str" not in text and "lab.close" not in text:
+                notebook.run(above)
+        for source in tries_in(text) if kind == "markdown" else ():
+            notebook.run_new(source, below=above)
+    assert _outputs(notebook.saved(), "error") == []
+    assert server.ranks() == []

@@ -23,9 +23,9 @@ from papermill.log import logger
 from traitlets import default
 
 from labkit.lab.config import ParameterError
-from labkit.lab.notebook import MeasuringInterrupted, check_parameters
+from labkit.lab.notebook import check_parameters
 from labkit.lab.parameter_cells import literal_assignments
-from labkit.lab.progress_lines import PROGRESS_MIME
+from labkit.lab.progress_lines import PROGRESS_MIME, MeasuringInterrupted
 from labkit.lab.runs.progress import Progress
 from labkit.lab.study import Study
 

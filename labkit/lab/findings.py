@@ -49,6 +49,7 @@ SMALLEST_DIFFERENCE = "smallest_difference"
 
 MOST_REASONS = 3
 NOTHING = "this run has no rows for it"
+CALIBRATE_FIRST = "run `!labkit measure limits` in a cell, which calibrates this machine, then this cell again"
 UNCALIBRATED = "its machine had no calibration (labkit measure limits makes one)"
 
 

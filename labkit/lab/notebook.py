@@ -5,7 +5,7 @@ exported page; nothing fetched.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,14 +17,14 @@ from labkit.costs.calibration import Calibration
 from labkit.lab.calibration import newest_calibration
 from labkit.lab.config import LabConfig, ParameterError, nearest, resolve_config
 from labkit.lab.figures import Plot
-from labkit.lab.findings import UNCALIBRATED, Finding, Question
+from labkit.lab.findings import CALIBRATE_FIRST, UNCALIBRATED, Finding, Question
 from labkit.lab.pages import cards
 from labkit.lab.pages.agreement import known_record
 from labkit.lab.pages.source import shown_source
 from labkit.lab.pages.steadiness import pulse_record
 from labkit.lab.parameter_cells import given_parameters
 from labkit.lab.predictions import check_guess, labels, telling, to_show
-from labkit.lab.progress_lines import progress_line
+from labkit.lab.progress_lines import MeasuringInterrupted, progress_line
 from labkit.lab.project import (
     check_writable,
     figures_directory,
@@ -84,13 +84,13 @@ def locate_run(study: Study, text: str) -> Path:
     return find_run([parent / study.name for parent in (recorded_directory(), runs_directory())], text)
 
 
+@dataclass(frozen=True)
 class Parameters:
     """Checked parameters: the profile, the run to draw instead of measuring (or None), the config."""
 
-    def __init__(self, profile: str, run: str | None, config: LabConfig):
-        self.profile = profile
-        self.run = run
-        self.config = config
+    profile: str
+    run: str | None
+    config: LabConfig
 
 
 class Lab:
@@ -131,8 +131,7 @@ class Lab:
 
     def machine_card(self) -> None:
         """Show what is measured on."""
-        if self.parameters.run is not None and self._run is None:
-            self._run = self._load(self.parameters.run)
+        self._read_run()
         hosts = self._run.header.ranks_by_host if self._run else None
         display(cards.machine_card(self.machine, elsewhere=self._is_of_another_machine(), hosts=hosts))
 
@@ -148,8 +147,12 @@ class Lab:
         """
         check_writable(figures_directory() / self.study.name)
         if self.parameters.run is not None:
-            self._run = self._run or self._load(self.parameters.run)
-            display(cards.Shown(cards.coverage(self._run), cards.coverage_line(self._run)))
+            if alternatives:
+                raise ParameterError(
+                    f"run = {self.parameters.run!r} is drawn, not measured: set run = None for your own"
+                )
+            self._read_run()
+            display(cards.Shown(cards.coverage(self.run), cards.coverage_line(self.run)))
         else:
             self._own = {"alternatives": alternatives, "models": models}
             begin = partial(measure, self.study, self.config, profile=self.parameters.profile)
@@ -173,11 +176,10 @@ class Lab:
         predicted = self.study.predicted
         if predicted is None:
             raise ValueError(f"{self.study.name} predicts no times")
-        if self.parameters.run is not None and self._run is None:
-            self._run = self._load(self.parameters.run)
+        self._read_run()
         calibration = self._run.header.calibration if self._run else newest_calibration(describe_machine())
         if calibration is None:
-            display(cards.note(f"No prediction: {UNCALIBRATED}."))
+            display(cards.note(f"No prediction: {UNCALIBRATED if self._run else CALIBRATE_FIRST}."))
             return
         points = self.study.points(self.config, self.machine)
         table = predicted.before(points, calibration)
@@ -287,11 +289,14 @@ class Lab:
         here = describe_machine()
         return (self.machine.host, self.machine.label) != (here.host, here.label)
 
-    def _load(self, text: str) -> Run:
+    def _read_run(self) -> None:
+        text = self.parameters.run
+        if text is None or self._run is not None:
+            return
         run = Run.load(locate_run(self.study, text))
         if run.header.lab != self.study.name:
             raise ParameterError(f"{text} is a run of {run.header.lab!r}, not of {self.study.name!r}")
-        return run
+        self._run = run
 
     def _note_begun(self, path: Path) -> None:
         self._interrupted = path
@@ -311,10 +316,3 @@ class Lab:
         self._interrupted = None
         line.finish(run)
         return run
-
-
-class MeasuringInterrupted(KeyboardInterrupt):
-    """The reader stopped a measurement. A notebook shows the message alone: where it was stopped tells nothing."""
-
-    def _render_traceback_(self) -> list[str]:  # IPython asks for it
-        return [f"KeyboardInterrupt: {self}"]

@@ -72,3 +72,10 @@ class ConsoleLine:
 
     def finish(self, run: Run) -> None:
         display(cards.Shown(cards.coverage(run), cards.coverage_line(run)))
+
+
+class MeasuringInterrupted(KeyboardInterrupt):
+    """The reader stopped a measurement. A notebook shows the message alone: where it was stopped tells nothing."""
+
+    def _render_traceback_(self) -> list[str]:  # IPython asks for it
+        return [f"KeyboardInterrupt: {self}"]

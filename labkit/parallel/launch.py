@@ -7,7 +7,9 @@
 
 Every rank calls ``worker(point)`` with `torch.distributed` ready, and what it yields arrives here at once.
 One group of ranks serves all points. A rank that raises, dies, aborts in C++ or hangs costs its point, never
-the sweep: the group is killed, the first failure is reported, and a new group carries on with the next point.
+the sweep: the group is killed, the first failure is reported, and a new group carries on with the next point. If the
+worker said whose turn it was (`labkit.parallel.ranks.whose_turn`), the failure costs that alternative only: an `Again`
+is handed over, and a new group measures the same point without it.
 Nothing is left behind, whatever ends this process: `labkit.parallel.ranks.rank` says how.
 
 Under torchrun the ranks exist already, and the same call runs the points in them, as
@@ -35,10 +37,10 @@ from labkit.parallel.ranks.answers import Worker
 from labkit.parallel.ranks.capacity import why_too_many
 from labkit.parallel.ranks.group import RankGroup, StartError
 from labkit.parallel.ranks.network_interface import GLOO_INTERFACE, LOOPBACK
-from labkit.parallel.ranks.outcome import PointEnd, RankError, RankFailure, Row
+from labkit.parallel.ranks.outcome import Again, PointEnd, RankError, RankFailure, Row, next_attempt
 from labkit.parallel.ranks.rank import GroupPlan, call_once
 
-__all__ = ["PointEnd", "RankError", "RankFailure", "Row", "launch", "run_ranks"]
+__all__ = ["Again", "PointEnd", "RankError", "RankFailure", "Row", "launch", "run_ranks"]
 
 BACKENDS = ("gloo", "nccl", None)
 SCHEDULINGS = ("batch", "default")
@@ -55,7 +57,7 @@ def launch(
     timeout_s: float = 120.0,
     environment: Mapping[str, str] | None = None,
     on_output: Callable[[str], None] | None = None,
-) -> Generator[Row | PointEnd, None, None]:
+) -> Generator[Row | Again | PointEnd, None, None]:
     """Run `worker(point)` on `world_size` ranks for every point; yield rows at once and an end a point.
 
     The arguments are checked before this returns, and nothing starts before the first item is asked for.
@@ -108,6 +110,8 @@ def run_ranks(function: Callable[..., Any], *args: Any, world_size: int, **optio
         for item in items:
             if isinstance(item, Row):
                 results[item.rank] = item.values["result"]
+            elif isinstance(item, Again):
+                results.clear()
             elif item.failure is not None:
                 raise RankError(_with_advice(item.failure))
             elif item.status != "ok":
@@ -123,10 +127,11 @@ def _with_advice(failure: RankFailure) -> RankFailure:
 
 def _run_points(
     plan: GroupPlan, number: int, on_output: Callable[[str], None]
-) -> Generator[Row | PointEnd, None, None]:
+) -> Generator[Row | Again | PointEnd, None, None]:
     group: RankGroup | None = None
+    index, left_out = 0, dict[str, str]()
     try:
-        for index in range(number):
+        while index < number:
             if group is None or not group.is_whole():
                 if group is not None:  # a rank has died since the last point, and took nothing with it
                     group.close()
@@ -135,10 +140,15 @@ def _run_points(
                 except StartError as error:
                     yield from _not_started(range(index, number), error, plan)
                     return
-            end = yield from group.run(index)
+            end = yield from group.run(index, left_out)
             if end.status != "ok":
                 group = None
+            if (again := next_attempt(index, end.failure, left_out)) is not None:
+                left_out[again.alternative] = again.reason
+                yield again
+                continue
             yield end
+            index, left_out = index + 1, {}
         if group is not None:
             group.leave()
     finally:

@@ -8,16 +8,24 @@ Of all groups, transports and threads of the process. Bytes are those that an al
 ranks; what a transport adds to a message, and collectives of `torch.distributed`, are not seen.
 """
 
+import os
+import socket
+import struct
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from labkit.parallel.transport.contract import Step, Transport
+
+OPEN_FILES = Path("/proc/self/fd")
+TCPI_BYTES_SENT = 200
+"""Where that is in Linux's `struct tcp_info`."""
 
 
 @dataclass
@@ -77,6 +85,26 @@ def calls_of_this_thread() -> Iterator[list[Collective]]:
         yield _of_thread.open[0]
     finally:
         del _of_thread.open
+
+
+def tcp_bytes_sent() -> int | None:
+    """Bytes that this process's open TCP connections have sent so far; None where the system does not say.
+
+    Linux says it by connection (`tcp_info.tcpi_bytes_sent`, since 4.19). A difference of two counts is what was sent
+    between them, if no connection was closed.
+    """
+    if not hasattr(socket, "TCP_INFO") or not OPEN_FILES.is_dir():
+        return None
+    total = 0
+    for path in [path for path in OPEN_FILES.iterdir() if path.is_socket()]:
+        connection = socket.socket(fileno=os.dup(int(path.name)))
+        with connection:
+            if connection.type == socket.SOCK_STREAM and connection.family in (socket.AF_INET, socket.AF_INET6):
+                info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCPI_BYTES_SENT + 8)
+                if len(info) < TCPI_BYTES_SENT + 8:
+                    return None
+                total += struct.unpack_from("Q", info, TCPI_BYTES_SENT)[0]
+    return total
 
 
 class _Counting:

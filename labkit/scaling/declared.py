@@ -144,8 +144,9 @@ _MEMORY = (
     Constant("transient_ffn", "default", 2.0, "bytes a token and feed-forward column inside a layer"),
     Constant("transient_ffn", "nanotron", 12.0, "six bf16 columns in eager operators: gate, up, product and gradients"),
     Constant("held_gathers", "all", 2.0, "a bf16 copy a token, column and layer that waits for a collective", 0.2),
-    Constant("fragmentation", "default", 1.02, "reserved over allocated"),
-    Constant("fragmentation", "nanotron", 1.12, "the same", 0.03),
+    Constant("fragmentation", "all", 1.02, "reserved over allocated"),
+    Constant("stream_fragmentation", "default", 1.02, "the same with tensor parallelism"),
+    Constant("stream_fragmentation", "nanotron", 1.12, "the same: blocks wait for the stream of collectives", 0.03),
     Constant("runtime_bytes", "all", 0.35 * GIB, "small tensors and workspaces", 0.5),
 )
 

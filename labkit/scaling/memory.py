@@ -100,7 +100,8 @@ def stages(runs: Runs, constants: Rows) -> Stages:
     parts = {name: np.where(exists, value, 0.0) for name, value in parts.items()}
     total = np.sum(list(parts.values()), axis=0)
     allocated = _allocated(runs, parameters)
-    lost = np.maximum((constants["fragmentation"][:, None] - 1) * total, allocated - total)
+    share = np.where(runs.tp > 1, constants["stream_fragmentation"], constants["fragmentation"]) - 1
+    lost = np.maximum(share[:, None] * total, allocated - total)
     parts["fragmentation"] = np.where(exists, lost, 0.0)
     parts["runtime"] = np.where(exists, constants["runtime_bytes"][:, None], 0.0)
     return Stages(parts, np.where(exists, allocated, 0.0))

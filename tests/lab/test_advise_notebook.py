@@ -31,7 +31,7 @@ def _shown(changes):
 
 @pytest.mark.parametrize("changes", TRIED, ids=str)
 def test_the_reader_sees_an_answer_a_ranking_and_where_the_time_goes(changes):
-    plan, ranking, layouts, questions, steps, by_gpus, names = _shown(changes)
+    plan, ranking, layouts, pair, questions, steps, by_gpus, names = _shown(changes)
     assert isinstance(plan, Plan)
     assert repr(plan).startswith(("Yes", "Only just"))
     assert (ranking["low_s"] <= ranking["step_s"]).all()
@@ -41,6 +41,11 @@ def test_the_reader_sees_an_answer_a_ranking_and_where_the_time_goes(changes):
         parts = plot.data[plot.data["part"] != "step"].groupby("layout", sort=False)["seconds"].sum()
         whole = shown["step_s"].to_numpy()[: len(parts)]
         assert ((parts > 0.96 * whole) & (parts < 1.001 * whole)).all()
+    asked, changed = pair.plans.values()
+    assert (asked, changed.asked.request.gpus) == (plan, plan.asked.request.gpus // 2)
+    html = pair._repr_html_()
+    assert all(html.count(text) >= 1 for text in (changed.ranking(1)["layout"].iloc[0], "data:image/png;base64,"))
+    assert "script" not in html
     assert questions.index[0] == "as asked"
     assert questions["tokens_per_s"].iloc[2] < questions["tokens_per_s"].iloc[0]
     assert isinstance(by_gpus, Plot)

@@ -1,5 +1,7 @@
 """A sweep ends with every point accounted for, whatever happens to its ranks."""
 
+import json
+
 import pytest
 
 from labkit.lab import notebook
@@ -29,6 +31,16 @@ def test_every_point_ends_with_a_status_and_a_reason(tmp_path):
     assert "SIGKILL" in reasons[2]
     assert reasons[3] == "needs what this machine has not"
     assert run.pending == []
+
+
+def test_what_was_measured_before_an_alternative_failed_does_not_count_twice(tmp_path):
+    run = _measure(tmp_path, "fine", "break", "fine")
+    assert run.coverage()["status"].tolist() == ["ok"] * 3
+    assert run.frame().groupby("size").size().tolist() == [4, 4, 4]
+    (again,) = [line for line in map(json.loads, run.path.read_text().splitlines()) if line["kind"] == "again"]
+    assert again["alternative"] == "broken"
+    assert "SIGABRT" in again["reason"]
+    assert "fake_study.py" in again["details"]  # where the rank was
 
 
 def test_the_frame_has_every_rank_and_repeat_of_the_points_that_worked(tmp_path):

@@ -1,5 +1,7 @@
 """Before measuring: what is expected, a reader's guess beside it; afterwards what it took."""
 
+from dataclasses import replace
+
 import pandas as pd
 import pytest
 
@@ -86,3 +88,15 @@ def test_many_rows_are_thinned_but_guessed_ones_stay():
 def test_a_name_is_what_tells_rows_apart():
     table = pd.DataFrame({"sweep": ["a", "b"], "model": ["nano", "nano"], "phase": ["forward", "backward"]})
     assert labels(table, telling(table, ("sweep", "model", "phase"))) == ["forward", "backward"]
+
+
+def test_a_machine_without_a_calibration_is_told_how_to_get_one(lab, monkeypatch, capsys):
+    monkeypatch.setattr("labkit.lab.notebook.newest_calibration", lambda machine: None)
+    lab.predict({})
+    assert "labkit measure limits" in capsys.readouterr().out
+
+
+def test_alternatives_beside_a_run_that_is_only_drawn_are_refused(lab):
+    lab.parameters = replace(lab.parameters, run="a run")
+    with pytest.raises(ParameterError, match="set run = None"):
+        lab.measure({"mine": print})

@@ -2,6 +2,7 @@
 
 from tests.mutations.mistake import mistakes
 
+AGAIN = ("tests/parallel/test_launch.py", "-k", "alternative or for_ever")
 BATCHNORM = ("tests/parallel/test_sync_batchnorm.py", "-k", "whole_batch or options or differences")
 BOARDS = ("tests/parallel/test_boards.py",)
 CONTRACT = ("tests/parallel/test_data_parallel.py",)
@@ -14,6 +15,27 @@ SWAPS = ("tests/parallel/test_swaps.py",)
 TRAINING = ("tests/parallel/test_data_parallel.py", "-k", "five_steps")
 
 MISTAKES = [
+    *mistakes(
+        "parallel/ranks/failure.py",
+        AGAIN,
+        a_kill_from_outside_is_an_alternatives=("and -code not in FROM_OUTSIDE", ""),
+        memory_that_ran_out_is_an_alternatives=('or said["oom"] or', "or"),
+    ),
+    *mistakes(
+        "parallel/launch.py",
+        AGAIN,
+        what_was_left_out_once_is_never_measured_again=("index, left_out = index + 1, {}", "index = index + 1"),
+    ),
+    *mistakes(
+        "parallel/ranks/outcome.py",
+        AGAIN,
+        a_point_is_measured_again_for_ever=("or len(left_out) >= MOST_LEFT_OUT", ""),
+    ),
+    *mistakes(
+        "lab/runs/store.py",
+        ("tests/lab/test_measure.py", "-k", "count_twice"),
+        rows_of_a_broken_attempt_count=('rows.pop(record["point"], None)', "pass"),
+    ),
     *mistakes(
         "parallel/phases.py",
         EXACT,
@@ -169,7 +191,7 @@ MISTAKES = [
         "parallel/sharding/reduce_scatter_ddp.py",
         FSDP,
         later_passes_replace_gradients=("flat_view(share.grad).add_(part)", "flat_view(share.grad).copy_(part)"),
-        gradients_are_sums=('vector, "mean", sizes=layout.sizes', 'vector, "sum", sizes=layout.sizes'),
+        gradients_are_sums=("self.world_size, out=part", "1, out=part"),
     ),
     *mistakes(
         "parallel/sharding/norms.py",

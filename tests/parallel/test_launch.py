@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import re
@@ -12,6 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from labkit.parallel.launch import PointEnd, RankError, Row, launch, run_ranks
+from labkit.parallel.launch import Again, PointEnd, RankError, Row, launch, run_ranks
+from labkit.parallel.ranks import whose_turn
+from labkit.parallel.ranks.outcome import MOST_LEFT_OUT
 from labkit.parallel.ranks.process import start_context
 
 pytestmark = pytest.mark.usefixtures("workers_travel_by_value")
@@ -138,7 +142,7 @@ def test_a_row_that_is_not_json_says_which_value(row: Any, reason: str) -> None:
 def test_the_facts_say_what_was_in_force() -> None:
     def worker(point: None) -> Iterator[dict[str, Any]]:
         batch = hasattr(os, "SCHED_BATCH") and os.sched_getscheduler(0) == os.SCHED_BATCH
-        yield {"batch": batch, "threads": torch.get_num_threads()}
+        yield {"batch": batch, "threads": torch.get_num_threads(), "frozen": gc.get_freeze_count()}
 
     for scheduling in ("batch", "default"):
         rows, ends = drain(worker, [None], world_size=2, threads=3, scheduling=scheduling)
@@ -148,6 +152,7 @@ def test_the_facts_say_what_was_in_force() -> None:
         assert facts["start_method"] == "forkserver"
         assert facts["threads"] == rows[0].values["threads"] == 3
         assert (facts["scheduling"] == "batch") == rows[0].values["batch"]
+        assert rows[0].values["frozen"] > 100_000  # no collection looks at torch
         assert facts["start_s"] > 0
         assert facts["scheduling"] == scheduling or not hasattr(os, "SCHED_BATCH")
 
@@ -288,6 +293,82 @@ def test_a_failure_costs_its_point_and_the_next_gets_new_ranks(
     assert pids[0] == pids[1]  # and the rows of the failed point were handed over
     assert not pids[1] & pids[2]
     assert all(is_gone(pid) for pid in pids[0] | pids[2])
+
+
+def in_turns(alternatives: dict[str, Callable[[], None]], point: str) -> Iterator[dict[str, Any]]:
+    """A worker that calls one after the other, on rank 1 only, and then says which took part."""
+    for name, call in alternatives.items():
+        if (reason := whose_turn.why_left_out(name)) is not None:
+            yield {"name": name, "reason": reason}
+            continue
+        whose_turn.begin(name)
+        try:
+            if dist.get_rank() == 1 and point == "fails":
+                call()
+        except Exception as error:
+            whose_turn.explain(f"failed: {error}")
+            raise
+        dist.barrier()
+        whose_turn.end()
+        yield {"name": name, "reason": None}
+
+
+def raise_here() -> None:
+    raise ValueError("here")
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        (raise_here, "failed: here"),
+        (exit_3, "failed: rank 1 exited with code 3"),
+        (os.abort, "failed: rank 1 was killed by SIGABRT"),
+    ],
+)
+def test_a_point_is_measured_again_without_the_alternative_that_failed(how: Callable[[], None], reason: str) -> None:
+    alternatives: dict[str, Callable[[], None]] = {"first": int, "second": how, "third": int, "fourth": how}
+    items = list(launch(partial(in_turns, alternatives), ["fails", "works"], world_size=2))
+    again = [item for item in items if isinstance(item, Again)]
+    assert [(item.index, item.alternative, item.reason) for item in again] == [
+        (0, "second", reason),
+        (0, "fourth", reason),
+    ]
+    last = items.index(again[-1])
+    measured = [item.values for item in items[last:] if isinstance(item, Row) and item.index == 0 and item.rank == 0]
+    expected = {"first": None, "second": reason, "third": None, "fourth": reason}
+    assert {row["name"]: row["reason"] for row in measured} == expected
+    ends = [item for item in items if isinstance(item, PointEnd)]
+    assert [end.status for end in ends] == ["ok", "ok"]
+    after = [item.values["reason"] for item in items if isinstance(item, Row) and item.index == 1]
+    assert after == [None] * 8  # the next point is measured with all of them
+
+
+@pytest.mark.parametrize(
+    ("how", "status"),
+    [(get_killed, "failed"), (raise_memory_error, "oom"), (lose_peer, "failed"), (lambda: time.sleep(60), "timeout")],
+    ids=["killed from outside", "out of memory", "a peer is lost", "hangs"],
+)
+def test_what_is_no_alternatives_failure_costs_the_point(how: Callable[[], None], status: str) -> None:
+    worker = partial(in_turns, {"first": int, "second": how})
+    items = list(launch(worker, ["fails"], world_size=2, timeout_s=5 if status == "timeout" else 120))
+    assert [item.status for item in items if isinstance(item, PointEnd)] == [status]
+    assert not [item for item in items if isinstance(item, Again)]
+
+
+def test_a_point_is_not_measured_again_for_ever() -> None:
+    worker = partial(in_turns, {str(number): raise_here for number in range(MOST_LEFT_OUT + 2)})
+    items = list(launch(worker, ["fails"], world_size=2))
+    assert sum(isinstance(item, Again) for item in items) == MOST_LEFT_OUT
+    assert isinstance(items[-1], PointEnd)
+    assert items[-1].status == "failed"
+
+    def blames_the_one_left_out(point: str) -> None:
+        whose_turn.begin("gone")
+        whose_turn.explain("failed: always")
+        raise ValueError
+
+    items = list(launch(blames_the_one_left_out, ["fails"], world_size=1, backend=None))
+    assert [type(item) for item in items] == [Again, PointEnd]
 
 
 def test_an_exception_comes_with_its_traceback_and_the_last_output() -> None:

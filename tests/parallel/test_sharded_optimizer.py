@@ -11,7 +11,6 @@ from functools import cache, partial
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -24,7 +23,7 @@ from labkit.parallel.sharding.gathering import Gathering, fill_buckets
 from labkit.parallel.sharding.partition import Piece, by_elements, by_parameters
 from labkit.parallel.sharding.splitting import BY_PARAMETER, ELEMENTWISE, is_elementwise
 from tests.cases import thinned
-from tests.parallel.data_parallel_cases import WIDTH, Tied, frozen, plain
+from tests.parallel.data_parallel_cases import plain
 from tests.parallel.sharding_cases import (
     CASES,
     FLOAT32,
@@ -205,32 +204,6 @@ def _continued(case: Case, model: nn.Module, state: Any, make: Any) -> tuple[lis
     return values(copied), optimizer
 
 
-def _check_course(group: dist.ProcessGroup, groups: Any) -> list[str]:
-    """Ten steps of AdamW in float32, gradients the same on all ranks, to a relative 1e-7 (CS336, assignment 2)."""
-    wrong = []
-    for build in (frozen, Tied):
-        torch.manual_seed(42)
-        model = build().float()
-        copied = copy.deepcopy(model)
-        settings = {"lr": 0.1, "weight_decay": 0.1, "betas": (0.9, 0.999), "eps": 1e-8}
-        optimizers: list[optim.Optimizer] = [
-            optim.AdamW(model.parameters(), **settings),  # type: ignore[arg-type]
-            ShardedOptimizer(copied.parameters(), optim.AdamW, group=group, **settings),
-        ]
-        for _ in range(10):
-            x = torch.rand(32, WIDTH)
-            for each, optimizer in zip((model, copied), optimizers, strict=True):
-                optimizer.zero_grad()
-                each(x).sub(1).square().mean().backward()
-                optimizer.step()
-        for expected, found in zip(values(model), values(copied), strict=True):
-            try:
-                np.testing.assert_allclose(found.numpy(), expected.numpy(), rtol=1e-7)
-            except AssertionError as error:
-                wrong.append(f"{build.__name__}: {error}")
-    return wrong
-
-
 def _check_changes(group: dist.ProcessGroup, groups: Any) -> list[str]:
     """Parameters whose data is replaced, that are thawed, that have no gradient, or one in other strides."""
     models = [plain(), plain()]
@@ -317,7 +290,6 @@ SECTIONS: dict[str, tuple[int, Callable[..., list[str]]]] = {
     "training on 3 ranks": (3, _check_training),
     "training on 4 ranks": (4, _check_training),
     "saving and loading": (4, _check_saving),
-    "the public course's test": (3, _check_course),
     "parameters that change": (3, _check_changes),
     "refusals": (3, _check_refusals),
 }

@@ -127,9 +127,10 @@ def watched(left_out: Callable[..., None] | None = None) -> Iterator[set[Callabl
     call, gather, used = Channel.call, gathering.all_gather, set[Callable[..., None]]()
 
     def carry_out(do: Callable[..., None], collective: Callable[..., None], *args: Any, **options: Any) -> None:
-        if "sum" not in args:
+        is_note = collective is all_reduce and "sum" in args
+        if not is_note:
             used.add(collective)
-        if "sum" in args or collective is not left_out:
+        if is_note or collective is not left_out:
             do(*args, **options)
         elif collective is all_gather:  # memory of an earlier training may hold what should have come
             vector, sizes = args[0], options["sizes"]

@@ -17,7 +17,12 @@ from tests.rehearsal.pages import carry_out_tries, cells_of, tries_in
 OWN = re.compile(r"lab\.measure\((models=)?\{")  # a reader's own alternative, or model
 # What makes a lab's measurement of it short.
 SMALL = {
-    "all_reduce": {"many_world_sizes": [], "transport_world_sizes": [], "scheduling_sizes_bytes": []},
+    "all_reduce": {
+        "many_world_sizes": [],
+        "transport_world_sizes": [],
+        "phase_world_sizes": [],
+        "scheduling_sizes_bytes": [],
+    },
     "attention": {"implementations": ["explicit", "tiled"], "sequences": [64], "tiling_sequences": []},
     "data_parallel": {"implementations": ["torch"], "bucket_workloads": [], "accumulation_workloads": []},
     "end_to_end": {"warmup_sizes": []},

@@ -52,6 +52,9 @@ def test_memory(published_rows, predictions, measured):
     allocated = predictions.stages.allocated[:, 0] / memory.GIB / measured["peak_allocated_gib"]
     assert np.nanmedian(np.abs(allocated - 1)) < 0.01
     assert np.nanpercentile(np.abs(allocated - 1), 90) < 0.05
+    reserved = np.abs(predictions.stages.reserved[:, 0] / memory.GIB / measured["peak_reserved_gib"] - 1)
+    assert np.nanmedian(reserved) < 0.07
+    assert np.nanpercentile(reserved, 90) < 0.18
 
 
 def test_there_are_at_most_fifty_fitted_constants_and_all_say_where_from():

@@ -11,6 +11,7 @@ from labkit.costs.calibration import ALL_REDUCE, BURST, MESSAGE, Transport
 from labkit.costs.communication import AlphaBeta, MessageCost
 from labkit.parallel.collectives import ALGORITHMS
 from labkit.studies.all_reduce import links, tables
+from labkit.studies.all_reduce.phases import PHASES
 from labkit.studies.all_reduce.study import STUDY, USUAL
 from tests.calibrated import made_up
 from tests.studies.answering import answers_of
@@ -39,6 +40,7 @@ def _textbook(algorithm, world_size, n_bytes, _scheduling):
 
 # Time over torch's, of labkit's chooser over each transport, and of the floor.
 ROUTES = {"torch": 1.0, "messages": 0.9, "shared": 0.2, "registered": 0.15, "floor": 0.1}
+PHASE_BYTES = {"torch": 2, "messages": 1, "shared": 1}  # over those of the formula
 
 
 def _frame(
@@ -73,11 +75,22 @@ def _frame(
             for repeat in range(repeats):
                 took = share * _textbook("torch", world_size, n_bytes, "batch") * np.exp(generator.normal(0, noise))
                 rows += [base | {"rank": r, "repeat": repeat, "seconds": took * (0.5 + r / 2)} for r in (0, 1)]
+                if transport in PHASE_BYTES and world_size == 2:
+                    sent = {"formula_bytes": n_bytes / 2, "sent_bytes": PHASE_BYTES[transport] * n_bytes / 2}
+                    of_phase = base | {"sweep": "phases", "rank": 0, "repeat": repeat, "seconds": took / 2} | sent
+                    rows += [of_phase | {"collective": phase} for phase in PHASES]
     return pd.DataFrame(rows)
 
 
 def test_every_question_is_answered_from_a_full_frame():
     assert all(finding.verdict != "not measured" for finding in _findings(_frame(routes=ROUTES)).values())
+
+
+@pytest.mark.parametrize(("share", "verdict"), [(0.2, "yes"), (1.0, "no clear difference"), (3.0, "no")])
+def test_phases_alone_are_compared_with_torchs_and_their_bytes_with_the_formula(share, verdict):
+    found = _findings(_frame(routes=ROUTES | {"shared": share}))["phases"]
+    assert found.verdict == verdict
+    assert "reduce-scatter 2 (labkit's 1) and all-gather 2 (labkit's 1)" in found.why
 
 
 def test_the_slowest_rank_counts():

@@ -2,6 +2,7 @@
 
 import re
 from contextlib import closing
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -17,7 +18,7 @@ from labkit.parallel.launch import Row, launch
 from labkit.parallel.transport.semaphores import Semaphores
 from labkit.parallel.transport.shared import SharedTransport
 from labkit.studies import load_study
-from labkit.studies.all_reduce import tables, transports
+from labkit.studies.all_reduce import phases, tables, transports
 from labkit.studies.all_reduce.study import STUDY, AllReduceConfig
 from labkit.studies.all_reduce.transports import ROUTES, alternative
 from labkit.studies.all_reduce.worker import AllReducePoint, measure_point
@@ -43,11 +44,34 @@ def _measure_with_a_broken_ring(point):
     yield from measure_point(point)
 
 
+def _measure_with_half_a_phase(point):
+    """A reduce-scatter that adds nothing, and an all-gather that brings nothing."""
+    phases.reduce_scatter = phases.all_gather = _broken
+    yield from measure_point(point)
+
+
 def _rows(measure, point):
     with closing(launch(measure, [point], world_size=point.world_size, timeout_s=60)) as events:
         seen = list(events)
     assert seen[-1].status == "ok", seen[-1].reason
     return [event.values for event in seen if isinstance(event, Row)]
+
+
+def test_phases_alone_are_checked_timed_and_their_bytes_counted():
+    point = replace(SMALL, sweep="phases", n_elements=100_001, algorithms=())
+    rows = _rows(measure_point, point)
+    alone = {(phase, route) for phase in phases.PHASES for route in ("torch", "messages", "shared")}
+    assert {(row["collective"], row["transport"]) for row in rows} == alone
+    for row in rows:
+        assert row["gate"] == "ok"
+        assert len(row["seconds"]) == SMALL.repeats
+        assert row["formula_bytes"] == 4 * 50_000
+        if row["transport"] != "torch":
+            assert row["sent_bytes"] == row["formula_bytes"]
+        else:  # its reduce-scatter is an all-reduce per rank, or should be half of one
+            assert row["sent_bytes"] >= row["formula_bytes"]
+    for row in _rows(_measure_with_half_a_phase, point):
+        assert (row["gate"] == "ok") == (row["transport"] == "torch") == ("seconds" in row)
 
 
 def test_every_alternative_is_checked_and_timed_on_every_rank():
@@ -180,13 +204,14 @@ def _look_at_what_is_prepared(point):
 
     def look(calls, *, prepare, **_):
         for name in reversed(calls):
-            for call in calls.values():
-                call.args[0].zero_()
+            tensors = {other: actions["sum"].args[0] for other, actions in calls.items()}
+            for tensor in tensors.values():
+                tensor.zero_()
             prepare(name)
-            told[name] = [other for other, call in calls.items() if call.args[0].any()]
-        return {}
+            told[name] = [other for other, tensor in tensors.items() if tensor.any()]
+        return {}, dict.fromkeys(calls, "not timed")
 
-    transports.time_interleaved = look
+    transports.time_those_that_run = look
     yield from measure_point(point)
     yield {"told": told}
 
@@ -215,7 +240,16 @@ def test_a_readers_own_algorithm_is_carried_to_the_ranks_gated_timed_and_named(t
     def mistaken(tensor):
         tensor.nothing_of_the_kind()
 
-    own = {"slow": slow, "forgets_the_last": forgets_the_last, "mistaken": mistaken}
+    calls = []
+
+    def tires_on_one_rank(tensor):
+        """While it is timed: the gate calls it twice."""
+        calls.append(dist.get_rank())
+        if len(calls) > 2 and calls[0] == 1:
+            raise RuntimeError("enough")
+        dist.all_reduce(tensor)
+
+    own = {"slow": slow, "forgets_the_last": forgets_the_last, "mistaken": mistaken, "tires": tires_on_one_rank}
     config = STUDY.profiles["smoke"].model_copy(
         update={
             "world_sizes": [2],
@@ -236,6 +270,8 @@ def test_a_readers_own_algorithm_is_carried_to_the_ranks_gated_timed_and_named(t
     assert re.match(r"wrong: rank \d, element 1023: expected \d+, got \d+", gates["forgets_the_last"])
     assert gates["mistaken"].startswith("failed: AttributeError:")
     assert "line " in gates["mistaken"]
+    assert re.match(r"failed on rank 1: RuntimeError: enough, line \d+ of ", gates["tires"])
+    assert set(run.coverage()["status"]) == {"ok"}
     finding = STUDY.findings(frame, run.coverage())["algorithms_against_torch"]
     assert "slow" in {effect.subject for effect in finding.effects}
     assert "forgets the last" in finding.caveat

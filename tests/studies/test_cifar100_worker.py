@@ -4,6 +4,7 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from labkit.bench.clock import order_of_turns
@@ -13,11 +14,14 @@ from labkit.lab.runs.measure import measure, resume
 from labkit.lab.runs.store import RunFileError
 from labkit.machine import describe_machine
 from labkit.nn import datasets
+from labkit.parallel import sync_batchnorm
+from labkit.parallel.data_parallel.averaging import TorchAverage
 from labkit.parallel.launch import PointEnd, Row, launch, run_ranks
 from labkit.studies.cifar100 import study as study_module
+from labkit.studies.cifar100 import worker as worker_module
 from labkit.studies.cifar100.data import CIFAR100, DIGITS, hand_out
 from labkit.studies.cifar100.study import STUDY
-from labkit.studies.cifar100.training import OWN_LOCAL, OWN_SYNC, TORCH_LOCAL, TORCH_SYNC
+from labkit.studies.cifar100.training import OWN_LOCAL, OWN_SYNC, TORCH_LOCAL, TORCH_SYNC, Recipe
 from labkit.studies.cifar100.worker import EPOCH, MEMORY, TOLERANCE, TrainingPoint, train_point
 from tests.nn.cifar_archive import records, write_archive
 
@@ -104,6 +108,53 @@ def test_a_wrapper_with_wrong_weights_is_not_trained(archive):
     assert all(row["error"] > 1e-3 and "epoch_s" not in row for row in wrong)
     assert all(row["gate"] == verdict(row["error"], TOLERANCE) for row in wrong)
     assert {row["implementation"] for row in rows if "epoch_s" in row} == {TORCH_LOCAL}
+
+
+def _errors_without_a_rank():
+    """What the gate says of the first updates without what each rank sends, by what is sent; and with everything."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    data = hand_out(DIGITS, None, 64, "cpu")
+    recipe = Recipe(classes=data.classes, batch=4, accumulation=2, learning_rate=0.01, momentum=0.5)
+    gather, add, start = sync_batchnorm._gather, sync_batchnorm._sum_over_ranks, TorchAverage.start
+
+    def error():
+        sent.clear()
+        return worker_module.first_updates_error(OWN_SYNC, recipe, data, 0)
+
+    sent = []
+    found = {"everything": error()}
+    for left_out in range(ranks):
+
+        def gather_without(statistics, group, left_out=left_out):
+            rows = gather(statistics, group)
+            return torch.cat([rows[:left_out], rows[left_out + 1 :]])
+
+        def add_without(sums, group, left_out=left_out):
+            add(sums.zero_() if rank == left_out else sums, group)
+
+        def start_without(self, vector, op, left_out=left_out):
+            sent.append(vector)
+            return start(self, vector.zero_() if rank == left_out else vector, op)
+
+        for name, place, missing, whole in (
+            ("_gather", sync_batchnorm, gather_without, gather),
+            ("_sum_over_ranks", sync_batchnorm, add_without, add),
+            ("start", TorchAverage, start_without, start),
+        ):
+            setattr(place, name, missing)
+            try:
+                found[f"{name} {left_out}"] = error()
+            finally:
+                setattr(place, name, whole)
+            assert sent or name != "start"
+    return found
+
+
+def test_the_gate_sees_each_rank_that_is_left_out():
+    for found in run_ranks(_errors_without_a_rank, world_size=3, timeout_s=120):
+        assert found.pop("everything") < TOLERANCE / 100
+        assert len(found) == 9
+        assert min(found.values()) > 100 * TOLERANCE
 
 
 def _handed_out(dataset, archive, most):

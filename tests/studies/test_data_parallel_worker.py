@@ -2,14 +2,18 @@
 
 import re
 from collections import Counter
+from contextlib import contextmanager
 from functools import cache
-from itertools import chain, pairwise
+from itertools import pairwise
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks
+from torch.nn.parallel import DistributedDataParallel
 
 from labkit.bench.trace import Profile, read_events
 from labkit.costs.transformer import SIZES, TransformerShape, n_parameters
@@ -17,7 +21,8 @@ from labkit.lab import capacity, figures
 from labkit.lab.runs.measure import measure
 from labkit.lab.units import format_bytes
 from labkit.machine import Gpu, describe_machine
-from labkit.nn.workloads import RESNET50_PARAMETERS
+from labkit.nn.workloads import RESNET50_PARAMETERS, workload_named
+from labkit.parallel.data_parallel import BucketedDDP, NaiveDDP
 from labkit.parallel.data_parallel.implementations import IMPLEMENTATIONS, OVER_SHARED_MEMORY
 from labkit.parallel.launch import PointEnd, Row, launch
 from labkit.parallel.transport.semaphores import Semaphores
@@ -33,24 +38,6 @@ def _point(sweep, alternatives, **options):
     return DataParallelPoint(sweep=sweep, alternatives=tuple(alternatives), backend="gloo", **(fields | options))
 
 
-def _wrong_wrapper(point):
-    """A wrapper that averages nothing must not be timed."""
-    from labkit.parallel.data_parallel import NaiveDDP
-
-    NaiveDDP._finish = lambda self, missing: None
-    yield from measure_point(point)
-
-
-def _measure(point, worker):
-    rows = []
-    for item in launch(worker, [point], world_size=2, timeout_s=120):
-        if isinstance(item, PointEnd):
-            assert item.status == "ok", item.failure
-        elif isinstance(item, Row) and item.rank == 0:
-            rows.append(item.values)
-    return rows
-
-
 POINTS = {
     "implementations": _point("implementations", [LOCAL, *IMPLEMENTATIONS]),
     "buckets": _point("buckets", ["torch", "torch@0.5", "bucketed@0.5"], bucket_mb=0.5),
@@ -62,15 +49,21 @@ POINTS = {
 
 @cache
 def _all_measured():
-    """Rows of rank 0 and the end of each point, by name: one group of ranks measures them all, as the lab does."""
-    rows, ends = {name: [] for name in POINTS}, {}
-    for item in launch(measure_point, POINTS.values(), world_size=2, timeout_s=120):
-        name = list(POINTS)[item.index]
+    """Rows of rank 0 and the end of each task, by name: one group of ranks goes through them all, as the lab does."""
+    tasks = {name: (measure_point, point) for name, point in POINTS.items()} | SPOILED
+    rows, ends = {name: [] for name in tasks}, {}
+    for item in launch(_carry_out, tasks.values(), world_size=2, timeout_s=120):
+        name = list(tasks)[item.index]
         if isinstance(item, PointEnd):
             ends[name] = item
         elif item.rank == 0:
             rows[name].append(item.values)
     return rows, ends
+
+
+def _carry_out(task):
+    worker, point = task
+    yield from worker(point)
 
 
 def _measured(name):
@@ -91,8 +84,14 @@ def test_every_implementation_is_gated_and_timed_in_phases():
         assert phases == ["forward", "backward", "optimizer", *waiting]
 
 
+def _wrong_wrapper(point):
+    """A wrapper that averages nothing must not be timed."""
+    with patch.object(NaiveDDP, "_finish", lambda self, missing: None):
+        yield from measure_point(point)
+
+
 def test_a_wrapper_whose_gradients_are_not_the_mean_gets_no_time():
-    rows = _measure(_point("implementations", [LOCAL, "naive", "flat"]), _wrong_wrapper)
+    rows = _measured("wrong wrapper")
     (wrong,) = [row for row in rows if row["implementation"] == "naive"]
     assert re.match(r"wrong: rank 0, \S+, element \d+: expected \S+, got \S+$", wrong["gate"])
     assert "seconds" not in wrong
@@ -100,14 +99,6 @@ def test_a_wrapper_whose_gradients_are_not_the_mean_gets_no_time():
 
 
 def _no_wrapper_averages(point):
-    from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks
-    from torch.nn.parallel import DistributedDataParallel
-
-    from labkit.parallel.data_parallel import BucketedDDP
-    from labkit.studies.data_parallel import worker
-
-    BucketedDDP._begin_full = lambda self: None
-
     def wrap(name, model, **options):
         if name != "torch":
             return wrap_rightly(name, model, **options)
@@ -115,28 +106,25 @@ def _no_wrapper_averages(point):
         wrapped.register_comm_hook(None, debugging_hooks.noop_hook)
         return wrapped
 
-    wrap_rightly, worker.wrap = worker.wrap, wrap
-    yield from measure_point(point)
+    wrap_rightly = worker.wrap
+    with patch.object(worker, "wrap", wrap), patch.object(BucketedDDP, "_begin_full", lambda self: None):
+        yield from measure_point(point)
 
 
-ALL_WRONG = [
-    _point("buckets", ["torch", "torch@0.5", "bucketed", "bucketed@0.5"], bucket_mb=0.5),
-    _point("accumulation", ["torch", "bucketed"], micro_batches=2),
-    _point("memory", ["torch", "bucketed"]),
-    _point("timeline", ["bucketed"]),
-]
+ALL_WRONG = {
+    _point("buckets", ["torch", "torch@0.5", "bucketed", "bucketed@0.5"], bucket_mb=0.5): 4,
+    _point("accumulation", ["torch", "bucketed"], micro_batches=2): 4,
+    _point("memory", ["torch", "bucketed"]): 2,
+    _point("timeline", ["bucketed"]): 1,
+}
+"""Points, and how many rows each has."""
 
 
-def test_points_whose_alternatives_are_all_wrong_have_rows_that_say_so():
-    rows, ends = {}, []
-    for item in launch(_no_wrapper_averages, ALL_WRONG, world_size=2, timeout_s=120):
-        if isinstance(item, PointEnd):
-            ends.append(item.status)
-        elif item.rank == 0:
-            rows.setdefault(item.index, []).append(item.values)
-    assert ends == ["ok"] * len(ALL_WRONG)
-    assert [len(rows[index]) for index in range(len(ALL_WRONG))] == [4, 4, 2, 1]
-    for row in chain.from_iterable(rows.values()):
+@pytest.mark.parametrize(("point", "n_rows"), ALL_WRONG.items(), ids=lambda value: getattr(value, "sweep", ""))
+def test_points_whose_alternatives_are_all_wrong_have_rows_that_say_so(point, n_rows):
+    rows = _measured(f"all wrong: {point.sweep}")
+    assert len(rows) == n_rows
+    for row in rows:
         assert row["gate"].startswith("wrong")
         assert not {"seconds", "peak_bytes", "lane"} & set(row)
 
@@ -149,14 +137,11 @@ def test_alternatives_carry_their_bucket_size():
 
 def _layouts(point):
     """Sizes of the buckets after a step, of torch's wrapper and of labkit's, with and without a size."""
-    from labkit.nn.workloads import workload_named
-    from labkit.studies.data_parallel.worker import Alternative, _one_step
-
     workload = workload_named("nano", batch=1, context_length=8)
     for name in point.alternatives:
-        alternative = Alternative(name, workload, "cpu")
+        alternative = worker.Alternative(name, workload, "cpu")
         for _ in range(3):  # torch's puts gradients into buckets anew after the first, and then says so
-            _one_step(alternative)
+            worker._one_step(alternative)
         if hasattr(alternative.model, "bucket_bytes"):
             sizes = alternative.model.bucket_bytes
         else:
@@ -166,10 +151,7 @@ def _layouts(point):
 
 
 def test_buckets_of_one_size_are_the_same_buckets_on_both_sides():
-    rows = _measure(
-        _point("buckets", ["torch", "bucketed", "torch@2", "bucketed@2", "torch@25", "bucketed@25"]), _layouts
-    )
-    sizes = {row["name"]: row["sizes"] for row in rows}
+    sizes = {row["name"]: row["sizes"] for row in _measured("layouts")}
     assert sizes["bucketed@2"] == sizes["torch@2"]
     assert sizes["bucketed"] == sizes["torch"]
     assert sizes["bucketed@25"] == sizes["torch@25"]
@@ -225,23 +207,20 @@ def test_accumulation_compares_every_with_last():
     ]
 
 
+@contextmanager
+def _forgetting(self):
+    yield
+    self.zero_grad()
+
+
 def _forgets_micro_batches(point):
     """Under no_sync, what was accumulated is lost."""
-    from contextlib import contextmanager
-
-    from labkit.parallel.data_parallel import BucketedDDP
-
-    @contextmanager
-    def no_sync(self):
-        yield
-        self.zero_grad()
-
-    BucketedDDP.no_sync = no_sync
-    yield from measure_point(point)
+    with patch.object(BucketedDDP, "no_sync", _forgetting):
+        yield from measure_point(point)
 
 
 def test_an_accumulated_step_that_is_not_the_mean_gets_no_time():
-    rows = _measure(_point("accumulation", ["torch", "bucketed"], micro_batches=2), _forgets_micro_batches)
+    rows = _measured("forgotten micro-batches")
     (wrong,) = [row for row in rows if row["gate"] != "ok"]
     assert (wrong["implementation"], wrong["synchronized"]) == ("bucketed", "last")
     assert re.match(r"wrong: rank 0, \S+, element \d+: expected \S+, got \S+$", wrong["gate"])
@@ -423,7 +402,8 @@ def _measure_without_shared_memory(point):
 
 def test_wrappers_over_shared_memory_say_why_where_there_is_none():
     point = _point("implementations", [LOCAL, "naive", *OVER_SHARED_MEMORY])
-    rows = _measure(point, _measure_without_shared_memory)
+    events = launch(_measure_without_shared_memory, [point], world_size=2, timeout_s=120)  # ranks ask once
+    rows = [event.values for event in events if isinstance(event, Row) and event.rank == 0]
     refused = [row for row in rows if "seconds" not in row]
     assert {row["implementation"] for row in refused} == set(OVER_SHARED_MEMORY)
     assert all("none here" in row["not_measured"] for row in refused)
@@ -517,3 +497,15 @@ def test_a_readers_own_models_are_gated_timed_drawn_and_named_and_a_mistake_cost
     finding = STUDY.findings(frame, run.coverage())["fastest"]
     assert {"mine", "wide"} <= set(finding.table["workload"])
     assert set(frame.loc[frame["workload"] == "mine", "model_parameters"]) == {8 * 16 + 16 + 16 * 2 + 2}
+
+
+SPOILED = {
+    "wrong wrapper": (_wrong_wrapper, _point("implementations", [LOCAL, "naive", "flat"])),
+    "layouts": (
+        _layouts,
+        _point("buckets", ["torch", "bucketed", "torch@2", "bucketed@2", "torch@25", "bucketed@25"]),
+    ),
+    "forgotten micro-batches": (_forgets_micro_batches, POINTS["accumulation"]),
+    **{f"all wrong: {point.sweep}": (_no_wrapper_averages, point) for point in ALL_WRONG},
+}
+"""What ranks do besides measuring: a function and its point, by name."""

@@ -171,7 +171,7 @@ def test_softmax_against_products_by_time_and_flops():
     quick = _findings(_frame({("forward", "softmax", "softmax", "aten::_softmax"): (1.0, 4)}))
     assert quick["softmax_in_attention"].verdict == "yes"
     outcomes = {claim.text: claim.outcome for claim in quick["published_trends"].claims}
-    assert outcomes["The softmax takes more time than both matrix products"] == "is contradicted here"
+    assert outcomes["The softmax takes more time than the product of queries and keys"] == "is contradicted here"
 
 
 def test_published_observations_hold_on_a_textbook_machine_and_few_passes_show_nothing():

@@ -89,9 +89,10 @@ def _null(frame, rows, draw, rng):
 
 def _gathers_take_as_long_as_waiting(frame):
     """A step gathers the model several times, and waits for all of them."""
-    if not {"part", "of_model"} <= set(frame):
+    if "tensors_bytes" not in frame:
         return frame
-    times = frame.loc[(frame["way"] == "fsdp") & (frame["collective"] == "all_gather"), "of_model"].max()
+    gathered = frame[(frame["way"] == "fsdp") & (frame["collective"] == "all_gather")]
+    times = (gathered["tensors_bytes"] / gathered["model_bytes"]).max()
     return frame.assign(seconds=frame["seconds"].where(frame["part"] != GATHER, frame["seconds"] / times))
 
 

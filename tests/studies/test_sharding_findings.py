@@ -10,7 +10,7 @@ from labkit.costs.sharding import PARTS, STAGES, moved_bytes, state_bytes
 from labkit.costs.transformer import SIZES, n_parameters
 from labkit.studies.sharding import tables
 from labkit.studies.sharding.study import STUDY
-from labkit.studies.sharding.worker import GATHER
+from labkit.studies.sharding.worker import GATHER, UPDATES
 from tests.studies.answering import answers_of, check_headline
 
 _findings = partial(answers_of, STUDY)
@@ -53,6 +53,7 @@ def _frame(optimizer=TEXTBOOK, *, noise=0.002, gather_s=0.01, peaks=1.05, sent=1
             peak = {"moment": moment, "peak_bytes": peaks * sum(states.values()), "machine_bytes": 24 * 2**30}
             rows.append(BASE | {"kind": "memory", "way": way, "rank": 0, "gate": "ok"} | held | peak)
     add(GATHER, GATHER, gather_s)
+    add(UPDATES, UPDATES, gather_s)
     add("zero3", tables.WAITING, 0.01, gathers=16, in_time=12, gathering_s=0.05)
     return pd.DataFrame(rows)
 
@@ -111,6 +112,22 @@ def test_a_peak_that_is_missing_or_below_what_is_held_says_nothing():
         findings = _findings(_frame(peaks=peaks))
         assert {findings[key].verdict for key in ("peaks", "fsdp_saving")} == {"not measured"}
         assert findings["formula"].verdict == "yes"
+
+
+def test_what_the_transport_brings_and_what_the_implementation_brings_stand_apart():
+    by_messages = _frame(dict.fromkeys(STAGES, 0.05), torch_factor=1.0).assign(transport="point_to_point")
+    both = pd.concat([_frame(dict.fromkeys(STAGES, 0.05), torch_factor=4.0), by_messages])
+    found = _findings(both)["torch"]
+    assert found.verdict == "it depends"
+    assert "FSDP (ZeRO-3) takes 100 % of the time of torch's over the same gloo, and 25 % through shared" in found.why
+
+
+def test_an_optimizer_that_is_dear_pays_where_one_that_is_cheap_does_not():
+    cheap = _frame({"ddp": 0.004, "zero1": 0.012}, gather_s=0.01).assign(optimizer="SGD")
+    found = _findings(pd.concat([_frame().assign(optimizer="AdamW"), cheap]))["break_even"]
+    assert found.verdict == "it depends"
+    assert "right sign in 2 of 2" in found.why
+    assert "AdamW" in found.headline or "SGD" in found.headline
 
 
 def test_a_collective_that_is_missing_doubled_or_extra_is_not_that_of_the_formulas():

@@ -4,13 +4,18 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
+import torch
 
 from labkit.costs.sharding import sent_bytes, state_bytes
 from labkit.costs.transformer import SIZES, parameters_by_part
 from labkit.parallel.launch import PointEnd, launch
 from labkit.parallel.sharding.implementations import IMPLEMENTATIONS, TORCHS
+from labkit.studies.sharding.memory import LEAST_PEAK
+from labkit.studies.sharding.step_traffic import TCP
 from labkit.studies.sharding.study import STUDY
-from labkit.studies.sharding.worker import GATHER, LARGEST_ERROR, LEAST_PEAK, ShardingPoint, measure_point
+from labkit.studies.sharding.training import OPTIMIZERS, ShardingPoint, Training
+from labkit.studies.sharding.worker import GATHER, LARGEST_ERROR, UPDATES, measure_point
+from tests.cases import thinned
 
 OWN = [way for way in IMPLEMENTATIONS if way not in TORCHS]
 PARAMETERS = sum(parameters_by_part(SIZES["nano"]).values())
@@ -51,6 +56,31 @@ def _without_collectives(point):
             setattr(place, name, whole)
 
 
+def _without_a_rank(point):
+    """The same point once for each of `MISSING` and each rank: it sends nothing, or not the last eighth of a sum."""
+    from importlib import import_module
+
+    from torch import distributed as dist
+
+    for way, module, name in MISSING:
+        place = import_module(f"labkit.parallel.{module}")
+        whole = getattr(place, name)
+        for left_out in range(dist.get_world_size()):
+
+            def without(vector, *arguments, whole=whole, left_out=left_out, **options):
+                if vector.dtype != torch.float64 and dist.get_rank() == left_out:
+                    of_which = 1 if whole.__name__ == "all_gather" else 8  # a rank sends its own part of it, wherever
+                    vector.view(-1)[-max(1, vector.numel() // of_which) :] = 0
+                return whole(vector, *arguments, **options)
+
+            setattr(place, name, without)
+            try:
+                for row in measure_point(replace(point, ways=(way,))):
+                    yield row | {"missing": f"rank {left_out} in {name} of {way}"}
+            finally:
+                setattr(place, name, whole)
+
+
 def _with_other_calls(point):
     """DDP with an all-reduce more, and with each of its own done twice; ZeRO-2 with an all-reduce that it has not."""
     from importlib import import_module
@@ -89,6 +119,22 @@ def _with_other_calls(point):
             setattr(place, name, whole)
 
 
+def _by_socket(point):
+    """A step of each of labkit's ways by messages: bytes by its collectives, and by the sockets that carried them."""
+    import torch.distributed as dist
+
+    from labkit.parallel.traffic import recorded_traffic, tcp_bytes_sent
+
+    for way in point.ways:
+        training = Training(way, point, "cpu")
+        training.run()
+        dist.barrier()
+        before = tcp_bytes_sent()
+        with recorded_traffic() as traffic:
+            training.run()
+        yield {"way": way, "by_tcp": tcp_bytes_sent() - before, "counted": sum(call.sent_bytes for call in traffic)}
+
+
 def _measure(*tasks, world_size=2):
     rows = []
     for worker, point in tasks:
@@ -113,7 +159,7 @@ def test_every_way_passes_the_gate_and_is_timed_in_parts():
     parts = {(row["way"], row["part"]) for row in times if "part" in row}
     assert parts >= {(way, part) for way in IMPLEMENTATIONS for part in ("forward", "backward", "optimizer")}
     assert {way for way, part in parts if part == "waiting for gathers"} == {"zero1", "zero2", "zero3"}
-    assert (GATHER, GATHER) in parts
+    assert {(GATHER, GATHER), (UPDATES, UPDATES)} <= parts
     assert all(len(row["seconds"]) == 2 for row in times if "seconds" in row)
     for row in times:
         if "gathers" in row:
@@ -130,6 +176,24 @@ def test_ranks_send_the_bytes_of_the_formulas_to_the_byte():
         assert all(row["sent_bytes"] == row["formula_bytes"] for row in rows)
 
 
+def test_what_torchs_ways_send_is_counted_at_their_sockets_as_labkits_are_by_messages():
+    times, _ = _rows()
+    sent = {row["way"]: row["sent_bytes"] / (2 * PARAMETERS) for row in times if row.get("collective") == TCP}
+    assert sent["torch_ddp"] == pytest.approx(2, rel=0.02)  # in units of (p-1)/p of the parameters' bytes
+    assert sent["torch_zero1"] == pytest.approx(3, rel=0.02)
+    assert sent["torch_zero3"] > 3
+    (rows,) = _measure((_by_socket, replace(TIMES, ways=tuple(OWN), transport="point_to_point")))
+    assert all(row["counted"] <= row["by_tcp"] <= 1.02 * row["counted"] for row in rows)
+    assert len(rows) == len(OWN)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_every_optimizer_of_the_sweep_passes_the_gate(optimizer):
+    (rows,) = _measure((measure_point, replace(TIMES, ways=("ddp", "zero1"), optimizer=optimizer)))
+    assert {row["gate"] for row in rows} == {"ok"}
+    assert max(row["error"] for row in rows if "error" in row) < LARGEST_ERROR
+
+
 def test_three_ranks_send_what_the_formulas_say_though_a_third_is_no_whole_number():
     (rows,) = _measure((measure_point, replace(TIMES, ways=tuple(OWN), world_size=3, repeats=1)), world_size=3)
     assert {row["gate"] for row in rows} == {"ok"}
@@ -138,7 +202,7 @@ def test_three_ranks_send_what_the_formulas_say_though_a_third_is_no_whole_numbe
 
 def test_a_call_that_no_formula_has_is_seen_and_gets_no_time():
     (rows,) = _measure((_with_other_calls, replace(TIMES, repeats=1)))
-    assert not any("seconds" in row for row in rows if row["way"] != GATHER)
+    assert not any("seconds" in row for row in rows if row["way"] not in (GATHER, UPDATES))
     calls = {(row["case"], row["collective"]): row for row in rows if "collective" in row}
     doubled, extra = calls["doubled", "all_reduce"], calls["extra", "all_reduce"]
     assert doubled["sent_bytes"] == 2 * doubled["formula_bytes"]
@@ -168,6 +232,18 @@ def test_a_missing_collective_is_seen_and_gets_no_time():
         assert found
         assert all(row["error"] > LARGEST_ERROR and row["gate"] != "ok" for row in found), name
         assert not any("seconds" in row for row in found)
+
+
+@pytest.mark.parametrize("world_size", thinned([2, 3], lambda world_size: world_size == 2))
+def test_each_rank_left_out_of_a_part_is_seen_and_gets_no_time(world_size):
+    point = replace(TIMES, repeats=1, world_size=world_size)
+    (rows,) = _measure((_without_a_rank, point), world_size=world_size)
+    gates = {}
+    for row in rows:
+        if row["way"] not in (GATHER, UPDATES):
+            gates.setdefault(row["missing"], set()).add(row["gate"] != "ok")
+    assert len(gates) == world_size * len(MISSING)
+    assert {missing for missing, is_wrong in gates.items() if is_wrong != {True}} == set()
 
 
 def test_what_a_cpu_cannot_do_is_skipped_by_name(cpu_machine):

@@ -26,7 +26,7 @@ from labkit.studies.data_parallel import findings as data_parallel
 from labkit.studies.data_parallel.findings import _name as wrapper_name
 from labkit.studies.this_machine.study import NOTHING, STUDY, _joined
 from labkit.studies.this_machine.worker import DEFAULT as DEFAULT_NAME
-from labkit.studies.this_machine.worker import JOINED, ThisMachinePoint, measure_point
+from labkit.studies.this_machine.worker import JOINED, ThisMachinePoint, Training, measure_point
 
 
 @pytest.fixture(autouse=True)
@@ -189,6 +189,24 @@ def _on_a_rank():
 
 def test_two_ranks_train_under_a_wrapper():
     assert run_ranks(_on_a_rank, world_size=2) == [[[DEFAULT_NAME, "ok", 2], [JOINED, "ok", 2]]] * 2
+
+
+def _one_element_a_little_off():
+    """By less than 16 bits may be off: what one of fifty ranks adds."""
+
+    def passes(self):
+        right(self)
+        gradient = next(iter(self.model.parameters())).grad.view(-1)
+        gradient[0] += 0.02 * gradient.abs().max()
+
+    right, Training.passes = Training.passes, passes
+    return [row["gate"] for row in measure_point(_point(world_size=2, precision="bfloat16"))]
+
+
+def test_a_part_of_a_mean_that_rounding_would_hide_is_seen():
+    for (gate,) in run_ranks(_one_element_a_little_off, world_size=2):
+        assert gate.startswith("wrong: rank 0, ")
+        assert "element 0: expected" in gate
 
 
 def _frame(ratio):

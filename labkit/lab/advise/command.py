@@ -21,7 +21,7 @@ def advise(
     model: Annotated[Text, _option("A name (llama-3-8b, qwen-2.5-7b, gpt-3-175b, mini) or a config.json.")] = None,
     gpus: Annotated[Text, _option("How many GPUs.")] = None,
     gpu: Annotated[Text, _option("Which: h100, a100-40gb, h200, b200, mi300x, 4090, ...")] = None,
-    gpus_per_node: Annotated[Text, _option("GPUs that share a node; declared: 8.")] = None,
+    gpus_per_node: Annotated[Text, _option("GPUs that share a node; default 8.")] = None,
     network_gbps: Annotated[Text, _option("All links of a node, in one direction.")] = None,
     tokens_per_step: Annotated[Text, _option("Of all GPUs together; default 4M.")] = None,
     sequence: Annotated[Text, _option("Tokens of a sequence; default 4096.")] = None,

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pandas as pd
 
-from labkit.lab.advise.report import Step
+from labkit.lab.advise.report import YOURS, Step
 from labkit.lab.figures import Plot, waterfall
 
 DRAWN = 5e-3
@@ -32,4 +32,5 @@ def waterfalls(steps: Sequence[Step]) -> Plot:
     ]
     columns = ["layout", "part", "seconds", "low", "high"]
     frame = pd.DataFrame(rows, columns=columns)
-    return waterfall(frame, part="part", y="seconds", part_order=shown, total="step", facet="layout")
+    plot = waterfall(frame, part="part", y="seconds", part_order=shown, total="step", facet="layout")
+    return plot.of_source("predicted" if all(step.name != YOURS for step in steps) else f"predicted, {YOURS}")

@@ -1,7 +1,9 @@
 """An advice in a notebook: the ranking as a frame, and where the time goes as figures."""
 
+import base64
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from html import escape
 from typing import TYPE_CHECKING, Any
 
 from labkit.lab.advise import report, screen, words
@@ -61,6 +63,11 @@ class Plan:
             raise ValueError(f"expected options among {', '.join(NAMES)}; got {', '.join(sorted(unknown))}")
         return Plan(_texts({**self.options, **changes}))
 
+    def beside(self, **changes: Any) -> "Beside":
+        """This plan and the one with other values, `plan.beside(gpus=32)`: both rankings and both waterfalls."""
+        told = ", ".join(f"{name} {value}" for name, value in changes.items())
+        return Beside({"as asked": self, told: self.but(**changes)})
+
     def by_gpus(self, gpus: Iterable[int]) -> "Plot":
         """The same of the best layout on each number of GPUs; numbers on which nothing fits are left out."""
         found: list[tuple[str, Candidate]] = []
@@ -69,6 +76,29 @@ class Plan:
             if ranking.order:
                 found.append((str(count), ranking.candidate(ranking.order[0])))
         return _stacked("gpus", found)
+
+
+class Beside:
+    """Plans to compare. As the last expression of a cell: the three best layouts of each, and where their best goes."""
+
+    def __init__(self, plans: Mapping[str, Plan]) -> None:
+        self.plans = plans
+
+    def __repr__(self) -> str:
+        return compare(self.plans).to_string()
+
+    def _repr_html_(self) -> str:
+        shown = ["layout", "step_s", "mfu_percent", "peak_gib"]
+        tables = [
+            f"<div><p><b>{escape(name)}</b></p>{plan.ranking(3)[shown].to_html(float_format='{:.3g}'.format)}</div>"
+            for name, plan in self.plans.items()
+        ]
+        image = base64.b64encode(waterfall(self.plans).png()).decode()
+        alt = f"Where a step goes: {', '.join(self.plans)}."
+        return (
+            f'<div style="display: flex; flex-wrap: wrap; gap: 2em">{"".join(tables)}</div>'
+            f'<img style="max-width: 100%" alt="{escape(alt)}" src="data:image/png;base64,{image}">'
+        )
 
 
 def ask(variables: Mapping[str, Any]) -> Plan:

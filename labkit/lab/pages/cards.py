@@ -120,7 +120,7 @@ def coverage_line(run: Run) -> str:
     """ "12 points planned, 10 measured, 2 skipped, in 8.1 s." """
     table = run.coverage()
     counts = table["status"].value_counts().to_dict()
-    line = f"{len(table)} points planned, {counts.pop('ok', 0)} measured"
+    line = f"{counted(len(table), 'point')} planned, {counts.pop('ok', 0)} measured"
     line += "".join(f", {count} {status}" for status, count in counts.items())
     return f"{line}, in {format_seconds(table['elapsed_s'].sum())}."
 

@@ -18,7 +18,7 @@ def steadiness_notes(run: Run) -> list[str]:
     steady, planned = run.steadiness, len(run.header.planned)
     notes = []
     if steady.slow:
-        of_points = f"{len(steady.slow)} of {counted(planned, 'point')} ({_named(run, steady.slow)})"
+        of_points = f"{len(steady.slow)} of {counted(planned, 'point')}{_named(run, steady.slow)}"
         notes.append(
             f"The machine was up to {max(steady.slow.values()):.1f} times slower during {of_points}: "
             "their times are too long, ratios within a point hold."
@@ -28,7 +28,7 @@ def steadiness_notes(run: Run) -> list[str]:
     elif steady.busy:
         taken = max((load.busy_cores or 0.0) + (load.stolen_cores or 0.0) for load in steady.busy.values())
         kept = f"Other programs took up to {taken:.1f} of {run.header.machine.cores} cores"
-        notes.append(f"{kept} during {counted(len(steady.busy), 'point')} ({_named(run, steady.busy)}).")
+        notes.append(f"{kept} during {counted(len(steady.busy), 'point')}{_named(run, steady.busy)}.")
     return notes
 
 
@@ -88,7 +88,7 @@ def steadiness_sentence(slowdown: Mapping[str, float]) -> str | None:
 
 
 def _named(run: Run, points: Iterable[str]) -> str:
-    """The points by what tells them apart from others of the run: "2 ranks, exchange; threads"."""
+    """ " (2 ranks, exchange; threads)": points by what tells them apart from others of the run, if anything does."""
     planned = {
         point: {name: value for name, value in fields.items() if isinstance(value, str | int | float)}
         for point, fields in run.header.planned.items()
@@ -101,6 +101,6 @@ def _named(run: Run, points: Iterable[str]) -> str:
     told = [
         ", ".join(label(name, planned[point][name]) for name in varying if planned[point].get(name)) for point in points
     ]
-    distinct = [text for text in dict.fromkeys(told) if text] or ["all alike"]
+    distinct = [text for text in dict.fromkeys(told) if text]
     more = f"; and {len(distinct) - MOST_NAMED} more" if len(distinct) > MOST_NAMED else ""
-    return "; ".join(distinct[:MOST_NAMED]) + more
+    return f" ({'; '.join(distinct[:MOST_NAMED])}{more})" if distinct else ""

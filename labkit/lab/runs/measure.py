@@ -24,7 +24,7 @@ from labkit.lab.runs.writer import RunWriter
 from labkit.lab.study import Study
 from labkit.machine import describe_machine
 from labkit.machine.load import Load, LoadMeter, announced, load_before_measuring
-from labkit.parallel.launch import PointEnd, Row, launch
+from labkit.parallel.launch import Again, PointEnd, RankFailure, Row, launch
 from labkit.parallel.ranks.capacity import why_too_many
 from labkit.parallel.ranks.joined import broadcast_from_first_rank, is_joined, joined_rank, ranks_by_host
 
@@ -227,6 +227,11 @@ def _measure_group(
                 if event.rank == 0 and (text := study.progress(point, values)):
                     tally.tell(f"{point.title()}: {text}")
                 continue
+            if isinstance(event, Again):
+                writer.measure_again(point, event.alternative, event.reason, _details(event.failure))
+                tally.tell(f"{point.title()}: again, without {event.alternative} ({event.reason})")
+                beats.clear()
+                continue
             _record_end(writer, point, event, meter.load(), [beats[rank] for rank in sorted(beats)])
             beats.clear()
             shutil.rmtree(_checkpoints(writer) / point.id, ignore_errors=True)
@@ -252,7 +257,7 @@ def _launch(
     on_output: Callable[[str], None] | None,
     own: Own,
     checkpoints: Path | None = None,
-) -> Generator[Row | PointEnd, None, None]:
+) -> Generator[Row | Again | PointEnd, None, None]:
     first = points[0]
     worker = worker_with(study, own)
     return launch(
@@ -267,20 +272,21 @@ def _launch(
 
 
 def _record_end(writer: RunWriter, point: Point, end: PointEnd, load: Load, beats: list[list[Beat]]) -> None:
-    details = ""
-    if end.failure is not None:
-        parts = (end.failure.traceback, end.failure.output_tail)
-        details = "\n".join(part.strip() for part in parts if part.strip())
     writer.end_point(
         point,
         end.status,
         reason=end.reason,
         elapsed_s=end.elapsed_s,
         facts=end.facts,
-        details=details,
+        details=_details(end.failure),
         load=load,
         beats=beats,
     )
+
+
+def _details(failure: RankFailure | None) -> str:
+    parts = (failure.traceback, failure.output_tail) if failure is not None else ()
+    return "\n".join(part.strip() for part in parts if part.strip())
 
 
 def _skip(

@@ -44,6 +44,16 @@ class _End(_Record):
     beats: list[list[Annotated[tuple[int, int, float], Field(strict=False)]]] = []  # JSON has no tuples
 
 
+class _Again(_Record):
+    """A point is measured again, without an alternative that failed: its rows so far do not count."""
+
+    kind: Literal["again"]
+    point: str
+    alternative: str
+    reason: str
+    details: str = ""
+
+
 class Resumption(BaseModel):
     """A run was taken up again: when, from which source, by which command. Old files lack some of it."""
 
@@ -58,6 +68,7 @@ class Resumption(BaseModel):
 _MODELS: dict[str, TypeAdapter[Any]] = {
     "row": TypeAdapter(_Row),
     "end": TypeAdapter(_End),
+    "again": TypeAdapter(_Again),
     "resumed": TypeAdapter(Resumption),
 }
 

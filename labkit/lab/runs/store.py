@@ -3,6 +3,7 @@
     {"kind": "header", ...}    once: what was asked for, on which machine, from which source, the plan
     {"kind": "row", "point": id, "rank": r, "values": {...}}     as soon as it is measured
     {"kind": "end", "point": id, "status": ..., "reason": ...}   once a point is over; the file is synced
+    {"kind": "again", "point": id, "alternative": ..., "reason": ...}   its rows so far do not count
     {"kind": "resumed", "at": ..., "command": ..., "source": ...}   each time a run is taken up again
 
 A killed run keeps every complete line. Rows of a point that did not end are ignored, and measured again by
@@ -218,6 +219,8 @@ def _collect(record: Record, rows: dict[str, list[Record]], ends: dict[str, Reco
             rows.setdefault(record["point"], []).append(record)
         case "end":
             ends[record["point"]] = record
+        case "again":
+            rows.pop(record["point"], None)
         case "resumed":  # what an interrupted attempt measured of a point is measured again
             for point in rows.keys() - ends.keys():
                 del rows[point]

@@ -95,6 +95,12 @@ class RunWriter:
         self._append(end | {"facts": facts or {}} | about_machine | ({"details": details} if details else {}))
         self.sync()
 
+    def measure_again(self, point: Point, alternative: str, reason: str, details: str) -> None:
+        """Record that a point begins anew without an alternative that failed; `details` as in `end_point`."""
+        self._append(
+            {"kind": "again", "point": point.id, "alternative": alternative, "reason": reason, "details": details}
+        )
+
     def sync(self) -> None:
         """Onto the disk itself, so that not even a power cut loses it."""
         with _failing_by_name(self.path):

@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+from labkit.parallel.ranks import whose_turn
 from labkit.parallel.ranks.outcome import is_out_of_memory, reads_as_consequence
 
 Worker = Callable[[Any], Iterable[Mapping[str, Any]] | None]
@@ -69,6 +70,7 @@ def described(error: BaseException) -> dict[str, Any]:
         "traceback": "".join(traceback.format_exception(error)),
         "oom": is_out_of_memory(error),
         "consequence": _is_consequence(error),
+        "blamed": whose_turn.blamed(),
     }
 
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import re
 import signal
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from labkit.machine.memory_limits import memory_limit_bytes, oom_kills
 from labkit.parallel.ranks.outcome import FailureKind, RankFailure, Report, reads_as_consequence, reads_as_out_of_memory
 from labkit.parallel.ranks.process import STATUS_LOST, RankProcess
+
+FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""What ends a rank is not its own doing then."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +35,17 @@ def exception_of(rank: RankProcess, message: Message) -> Report:
         message=f"rank {rank.number}: {body['message']}",
         traceback=body["traceback"],
         output_tail=rank.log.tail(),
+        blamed=blamed_in(body),
     )
     return Report(failure, message.at, body["consequence"])
+
+
+def blamed_in(said: Mapping[str, Any]) -> tuple[str, str] | None:
+    """The alternative whose failure an exception was; of none if memory ran out, or another rank was lost."""
+    if said["blamed"] is None or said["oom"] or said["consequence"]:
+        return None
+    name, reason = said["blamed"]
+    return name, reason
 
 
 def death_of(rank: RankProcess, message: Message, kills_before: int | None) -> Report:
@@ -47,14 +60,18 @@ def death_of(rank: RankProcess, message: Message, kills_before: int | None) -> R
     if code == -signal.SIGKILL:
         cause += _kernel_kills(kills_before, oom_kills())
     died: FailureKind = "killed" if code < 0 else "exited"
+    kind: FailureKind = "oom" if reads_as_out_of_memory(cause) else died
+    is_consequence, reason = reads_as_consequence(cause), f"rank {rank.number} {how}{cause}"
+    name = rank.whose_turn() if kind != "oom" and not is_consequence and -code not in FROM_OUTSIDE else None
     failure = RankFailure(
         rank=rank.number,
-        kind="oom" if reads_as_out_of_memory(cause) else died,
-        message=f"rank {rank.number} {how}{cause}",
+        kind=kind,
+        message=reason,
         traceback=rank.stacks(),
         output_tail=tail,
+        blamed=(name, f"failed: {reason}") if name and code != STATUS_LOST else None,
     )
-    return Report(failure, message.at, reads_as_consequence(cause))
+    return Report(failure, message.at, is_consequence)
 
 
 def _kernel_kills(before: int | None, now: int | None) -> str:

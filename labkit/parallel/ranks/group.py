@@ -12,7 +12,7 @@ import shutil
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, field
 from multiprocessing import connection
 from pathlib import Path
@@ -97,8 +97,8 @@ class RankGroup:
             raise
         self._note_facts([answer.body["facts"] for answer in wait.answers], time.monotonic() - begun)
 
-    def run(self, index: int) -> Generator[Row, None, PointEnd]:
-        """Run one point on every rank: rows as they come, then how it ended.
+    def run(self, index: int, left_out: Mapping[str, str]) -> Generator[Row, None, PointEnd]:
+        """Run one point on every rank, without some alternatives: rows as they come, then how it ended.
 
         A group whose point has not ended ok is of no more use, and has been closed.
         """
@@ -106,7 +106,7 @@ class RankGroup:
         begun = time.monotonic()
         wait = self._wait_for("done", begun + self._plan.timeout_s)
         for rank in self._ranks:
-            rank.tell(index)
+            rank.tell((index, left_out))
         yield from self._listen(wait, index)
         if failure := self._failure(wait, f"still running after {self._plan.timeout_s:g} s"):
             ended = time.monotonic()

@@ -29,12 +29,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from labkit.parallel.ranks import whose_turn
 from labkit.parallel.ranks.answers import Worker, described, release_device_memory, rows_of
 from labkit.parallel.ranks.deadlines import MARGIN_S
 from labkit.parallel.ranks.device import use_device
+from labkit.parallel.ranks.failure import blamed_in
 from labkit.parallel.ranks.joined import PATIENCE, job_store, joined_rank, ranks_on_this_node, wait_for
 from labkit.parallel.ranks.network_interface import GLOO_INTERFACE, choose_gloo_interface
-from labkit.parallel.ranks.outcome import PointEnd, RankFailure, Report, Row, end_point, first_cause
+from labkit.parallel.ranks.outcome import (
+    Again,
+    PointEnd,
+    RankFailure,
+    Report,
+    Row,
+    end_point,
+    first_cause,
+    next_attempt,
+)
 from labkit.parallel.ranks.own_group import OwnGroup
 from labkit.parallel.ranks.process import variables_set
 from labkit.parallel.ranks.rank import GroupPlan
@@ -46,7 +57,7 @@ GO_ON, STOP = "go on", "stop"
 
 def run_points(
     worker: Worker, points: Sequence[Any], plan: GroupPlan, environment: Mapping[str, str]
-) -> Generator[Row | PointEnd, None, None]:
+) -> Generator[Row | Again | PointEnd, None, None]:
     """`launch` in the ranks of this job: rank 0 yields a point's rows and its end once all ranks have answered."""
     actual = int(os.environ["WORLD_SIZE"])
     if actual != plan.world_size:
@@ -62,9 +73,12 @@ def run_points(
     with _state_kept({**_gloo_interface(plan), **environment}, plan.threads):
         joint = _JointLaunch(worker, plan, key)
         try:
-            for index, point in enumerate(points):
-                if not (yield from joint.run_point(index, point)):
+            index, left_out = 0, dict[str, str]()
+            while index < len(points):
+                told = yield from joint.run_point(index, points[index], left_out)
+                if told == STOP:
                     return
+                index, left_out = (index + 1, {}) if told == GO_ON else (index, json.loads(told))
         finally:
             joint.leave()
 
@@ -78,13 +92,19 @@ class _JointLaunch:
         self._facts: dict[str, Any] = {}
         self._leaving = threading.Lock()
 
-    def run_point(self, index: int, point: Any) -> Generator[Row | PointEnd, None, bool]:
-        """One point on this rank, and what rank 0 tells of it; whether rank 0 wants the next one."""
-        key, store = f"{self._key}/point {index}", job_store()
+    def run_point(
+        self, index: int, point: Any, left_out: Mapping[str, str]
+    ) -> Generator[Row | Again | PointEnd, None, str]:
+        """One point on this rank, and what rank 0 tells of it.
+
+        Returns what rank 0 wants: the next one, the end, or the same one again; then, as JSON, what to leave out.
+        """
+        key, store = f"{self._key}/point {index}/{len(left_out)}", job_store()
         if not self._facts:
             self._get_ready(f"{key}: group")
         facts, begun = self._facts, time.monotonic()
         watch = _Watch(f"{key}: over", self._abort)
+        whose_turn.new_point(index, left_out)
         answer = _answer(self._worker, point, self._plan)
         if (failure := answer["failure"]) is not None:
             failure["consequence"] |= watch.has_failed
@@ -99,16 +119,22 @@ class _JointLaunch:
             self.leave()  # some ranks may have given up inside a collective that others never entered
         if joined_rank() > 0:
             wait_for([f"{key}: next"])
-            return bool(store.get(f"{key}: next").decode() == GO_ON)
+            return store.get(f"{key}: next").decode()
         word = STOP  # unless the caller asks for more
         try:
             answers = self._collect(key)
-            yield from (Row(index, rank, values) for rank, answer in enumerate(answers) for values in answer["rows"])
-            yield end_point(index, _first_failure(answers), time.monotonic() - begun, facts)
-            word = GO_ON
+            failure = _first_failure(answers)
+            if (again := next_attempt(index, failure, left_out)) is not None:
+                yield again
+                word = json.dumps({**left_out, again.alternative: again.reason})
+            else:
+                rows = ((rank, values) for rank, answer in enumerate(answers) for values in answer["rows"])
+                yield from (Row(index, rank, values) for rank, values in rows)
+                yield end_point(index, failure, time.monotonic() - begun, facts)
+                word = GO_ON
         finally:
             store.set(f"{key}: next", word)
-        return True
+        return word
 
     def leave(self) -> None:
         """Take down the process group, if there is one: the next point gets another. Safe to repeat."""
@@ -236,6 +262,7 @@ def _first_failure(answers: Sequence[Mapping[str, Any]]) -> RankFailure | None:
     for rank, answer in enumerate(answers):
         if (said := answer["failure"]) is not None:
             kind: Any = "oom" if said["oom"] else "exception"
-            failure = RankFailure(rank, kind, f"rank {rank}: {said['message']}", said["traceback"], "")
+            message = f"rank {rank}: {said['message']}"
+            failure = RankFailure(rank, kind, message, said["traceback"], "", blamed_in(said))
             reports.append(Report(failure, said["at"], said["consequence"]))
     return first_cause(reports) if reports else None

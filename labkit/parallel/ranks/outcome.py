@@ -39,6 +39,17 @@ class Row:
 
 
 @dataclass(frozen=True)
+class Again:
+    """The point is measured again in new ranks, without an alternative that failed: its rows so far do not count."""
+
+    index: int
+    alternative: str
+    reason: str
+    """What stands in the row of that alternative."""
+    failure: RankFailure
+
+
+@dataclass(frozen=True)
 class RankFailure:
     """The first thing that went wrong in a group of ranks; what followed from it is left out."""
 
@@ -51,6 +62,8 @@ class RankFailure:
     """Full Python traceback; the dumped stacks of every rank for a timeout or an abort; else empty."""
     output_tail: str
     """The last lines the rank wrote to stdout and stderr."""
+    blamed: tuple[str, str] | None = None
+    """The alternative whose failure this is, and what its row should say; None: the whole point's."""
 
     @property
     def status(self) -> Status:
@@ -124,6 +137,18 @@ def is_out_of_memory(error: BaseException) -> bool:
 def reads_as_consequence(text: str) -> bool:
     """Whether the text of an error says that a peer was lost."""
     return _CONSEQUENCE.search(text) is not None
+
+
+MOST_LEFT_OUT = 4
+"""Alternatives that a point goes on without; with one more failure it has failed."""
+
+
+def next_attempt(index: int, failure: RankFailure | None, left_out: Mapping[str, str]) -> Again | None:
+    """Whether a point that ended so is measured once more, beside those left out already."""
+    if failure is None or failure.blamed is None or len(left_out) >= MOST_LEFT_OUT:
+        return None
+    alternative, reason = failure.blamed
+    return None if alternative in left_out else Again(index, alternative, reason, failure)
 
 
 def end_point(index: int, failure: RankFailure | None, elapsed_s: float, facts: Mapping[str, Any]) -> PointEnd:

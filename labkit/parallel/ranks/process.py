@@ -24,6 +24,7 @@ import psutil
 import torch.multiprocessing
 
 from labkit.parallel.ranks import rank as rank_side
+from labkit.parallel.ranks import whose_turn
 from labkit.parallel.ranks.log import RankLog
 
 JOIN_TIMEOUT_S = 5.0
@@ -44,6 +45,7 @@ class RankProcess:
     pipe_of_rank: connection.Connection[Any, Any]
     log: RankLog
     stacks_path: Path
+    turn_path: Path
     talking: bool = True
     """Its end of the pipe is open."""
     alive: bool = True
@@ -64,7 +66,8 @@ class RankProcess:
         arguments = (plan, number, directory, pipe_of_rank)
         process = context.Process(target=rank_side.main, args=arguments, name=f"labkit-rank-{number}")
         log = RankLog(rank_side.log_path(directory, number))
-        return cls(number, process, pipe, pipe_of_rank, log, rank_side.stacks_path(directory, number))
+        stacks, turn = rank_side.stacks_path(directory, number), rank_side.turn_path(directory, number)
+        return cls(number, process, pipe, pipe_of_rank, log, stacks, turn)
 
     def start(self) -> None:
         """Start the process; it gets its end of the pipe, so that its end ends the pipe."""
@@ -74,8 +77,8 @@ class RankProcess:
             self.identity = psutil.Process(self.process.pid)
         self.pipe_of_rank.close()
 
-    def tell(self, word: int | None) -> None:
-        """Send the index of a point, or None for the end."""
+    def tell(self, word: tuple[int, Mapping[str, str]] | None) -> None:
+        """Send the index of a point and what it is measured without (`whose_turn.new_point`), or None for the end."""
         with contextlib.suppress(OSError):  # it has died; the parent learns that from the sentinel
             self.pipe.send(word)
 
@@ -101,6 +104,10 @@ class RankProcess:
         with contextlib.suppress(FileNotFoundError):  # it has not begun, or somebody has cleaned up
             return self.stacks_path.read_text(errors="replace")
         return ""
+
+    def whose_turn(self) -> str | None:
+        """The alternative that it was measuring when it ended; None: none."""
+        return whose_turn.name_in(self.turn_path)
 
     def stop(self) -> None:
         """Let it write nothing more. Should the parent die now, the kernel continues it, and it cleans up."""

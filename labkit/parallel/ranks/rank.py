@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import json
 import multiprocessing
 import multiprocessing.forkserver
@@ -31,6 +32,7 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
+from labkit.parallel.ranks import whose_turn
 from labkit.parallel.ranks.answers import described, release_device_memory, rows_of
 from labkit.parallel.ranks.deadlines import MARGIN_S
 from labkit.parallel.ranks.scheduling import use_scheduling
@@ -72,18 +74,27 @@ def stacks_path(directory: Path, rank: int) -> Path:
     return directory / f"rank-{rank}.stacks"
 
 
+def turn_path(directory: Path, rank: int) -> Path:
+    """Where a rank notes whose turn it is."""
+    return directory / f"rank-{rank}.turn"
+
+
 def main(plan: GroupPlan, rank: int, directory: Path, parent: connection.Connection[Any, Any]) -> None:
     """The life of one rank, from its first instruction to its last."""
+    gc.freeze()  # what the fork server has imported is no garbage: to look at it copies 30 MB, a quarter of a start
     watcher = _die_with_parent(directory)
     _die_before_parent()
     _redirect_output(directory, rank)
+    whose_turn.share(turn_path(directory, rank))
     os.environ.clear()
     os.environ.update(plan.environment)
     _use_own_temporary_directory(directory)
     try:
         worker, points = pickle.loads(plan.payload)
         _send(parent, "ready", facts=_join_group(plan, rank, directory))
-        while (index := parent.recv()) is not None:
+        while (told := parent.recv()) is not None:
+            index, left_out = told
+            whose_turn.new_point(index, left_out)
             for values in rows_of(worker, points[index]):
                 _send(parent, "row", values=values)
             release_device_memory()

@@ -11,6 +11,9 @@ gather for the backward pass, and to average gradients. With `reshard_after_forw
 backward has used them: two times, as an all-reduce does. Parameters of fewer than two dimensions (biases, norms) are
 small: every rank has them whole, and averages their gradients at the end of the pass, all together.
 
+In float32 two ranks end, to the bit, where one process does that adds up the gradients of their batches one after the
+other. One process that takes both batches at once may round differently: its products are of larger matrices.
+
 Sources: Rajbhandari, Rasley, Ruwase & He 2020, arXiv:1910.02054, section 5.3 (P_os+g+p) and, for what is sent, 7.2;
 Zhao et al. 2023, "PyTorch FSDP", arXiv:2304.11277, for units and prefetching.
 """

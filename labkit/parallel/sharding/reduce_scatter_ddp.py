@@ -7,8 +7,8 @@
     optimizer.step()            each rank updates its share, then all get all of it
 
 With Psi bytes of parameters, each rank sends 2 Psi (p-1)/p bytes a step, as an all-reduce of the gradients does:
-here they are averaged by the first half of one, and the second half moves updated parameters. Gradients of whole
-parameters live until their bucket is full.
+here they are averaged by the first half of one, and the second half moves updated parameters. A whole gradient lives
+until it has been put into its bucket.
 
 Source: Rajbhandari et al. 2020, arXiv:1910.02054, section 5.2 (P_os+g) and 7.2.
 """
@@ -29,14 +29,16 @@ from labkit.parallel.data_parallel.layout import flat_view, gradient_in_layout
 from labkit.parallel.sharding.partition import Piece
 from labkit.parallel.transport import AUTO
 
-LINK = ("_layouts", "_shares", "_memory")
+LINK = ("_layouts", "_shares", "_memory", "_averages")
 
 
 class Layout(NamedTuple):
-    """How a bucket travels: pieces of its parameters by rank, and of how many elements each rank's are together."""
+    """How a bucket travels: of how many elements each rank's part is, this rank's pieces, and where all others go."""
 
-    pieces: list[list[Piece]]
     sizes: list[int]
+    own: list[Piece]
+    places: dict[int, list[tuple[Piece, int]]]
+    """By parameter: its pieces, and at which element of the bucket each begins."""
 
 
 class ReduceScatterDDP(DataParallel):
@@ -76,6 +78,7 @@ class ReduceScatterDDP(DataParallel):
         self._layouts: list[Layout] | None = None
         self._shares: Mapping[Piece, Tensor] = {}
         self._memory: dict[torch.device, Tensor] = {}
+        self._averages: list[Tensor] = []
         super()._attach(empty)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -96,11 +99,7 @@ class ReduceScatterDDP(DataParallel):
 
         Pieces count parameters as `parameters_in_order` does, and cover each of them once.
         """
-        layouts = []
-        for bucket in self._buckets:
-            members = set(bucket)
-            inside = [[piece for piece in of_rank if piece.parameter in members] for of_rank in pieces]
-            layouts.append(Layout(inside, [sum(piece.stop - piece.start for piece in of_rank) for of_rank in inside]))
+        layouts = [self._layout(bucket, pieces) for bucket in self._buckets]
         longest: dict[torch.device, int] = {}
         for bucket, layout in zip(self._buckets, layouts, strict=True):
             first = self._parameters_in_order[bucket[0]]
@@ -108,20 +107,34 @@ class ReduceScatterDDP(DataParallel):
         self._memory = {
             device: self._average.empty(n_bytes, torch.uint8, device) for device, n_bytes in longest.items()
         }
+        self._averages = [
+            self._parameters_in_order[bucket[0]].detach().new_empty(layout.sizes[self._rank])
+            for bucket, layout in zip(self._buckets, layouts, strict=True)
+        ]
         self._layouts, self._shares = layouts, shares
+
+    def _layout(self, bucket: Sequence[int], pieces: Sequence[Sequence[Piece]]) -> Layout:
+        places: dict[int, list[tuple[Piece, int]]] = {index: [] for index in bucket}
+        inside = [[piece for piece in of_rank if piece.parameter in places] for of_rank in pieces]
+        at = 0
+        for piece in (piece for of_rank in inside for piece in of_rank):
+            places[piece.parameter].append((piece, at))
+            at += piece.stop - piece.start
+        sizes = [sum(piece.stop - piece.start for piece in of_rank) for of_rank in inside]
+        return Layout(sizes, inside[self._rank], places)
 
     @property
     def _overlaps(self) -> bool:
         return not self.find_unused
 
     def _gradient_ready(self, index: int) -> None:
-        self._missing[self._bucket_of[index]] -= 1
-        self._begin_full()
+        self._here[self._bucket_of[index]].append(index)
+        self._go_on()
 
     def _finish(self, pending: list[int]) -> None:
         for index in pending:
-            self._missing[self._bucket_of[index]] -= 1
-        self._begin_full()
+            self._here[self._bucket_of[index]].append(index)
+        self._go_on()
         self._abandon()
         if not self.find_unused:
             self._assign([True] * len(self._parameters_in_order))
@@ -129,42 +142,66 @@ class ReduceScatterDDP(DataParallel):
     def _clear_globally_unused(self, has_gradient: list[bool]) -> None:
         self._assign(self._globally_used(has_gradient))
 
-    def _begin_full(self) -> None:
-        """Begin buckets that are full, in their order: every rank must begin them in the same one."""
+    def _go_on(self) -> None:
+        """Fill buckets and begin those that are full, in their order: every rank must begin them in the same one.
+
+        There is one vector: while it travels, gradients wait where they are, and backward for it only if a bucket is
+        full meanwhile. Those of later buckets wait, too.
+        """
         if self._layouts is None:
             raise RuntimeError("expected a ShardedOptimizer(..., wrapper=this) before the first backward pass")
-        while (number := len(self._waits)) < len(self._buckets) and self._missing[number] == 0:
+        while (number := len(self._waits)) < len(self._buckets):
+            here = self._here[number]
+            if not self._is_free and len(here) < self._missing:
+                return
             for wait in self._waits[-1:]:
-                wait()  # there is one buffer
-            self._waits.append(self._begin(number, self._layouts[number]))
+                wait()
+            for index in here:
+                self._put(index, number, self._layouts[number])
+            self._missing -= len(here)
+            here.clear()
+            if self._missing:
+                return
+            self._begin(number, self._layouts[number])
 
-    def _begin(self, number: int, layout: Layout) -> Wait:
-        parameters = [self._parameters_in_order[index] for index in self._buckets[number]]
-        dtype, device = parameters[0].dtype, parameters[0].device
-        vector = self._memory[device][: sum(layout.sizes) * dtype.itemsize].view(dtype)
-        sources = {
-            index: flat_view(gradient_in_layout(parameter))
-            for index, parameter in zip(self._buckets[number], parameters, strict=True)
-        }
-        pieces = [piece for of_rank in layout.pieces for piece in of_rank]
-        parts = list(vector.split([piece.stop - piece.start for piece in pieces]))
-        torch._foreach_copy_(parts, [sources[piece.parameter][piece.start : piece.stop] for piece in pieces])
-        for parameter in parameters:
-            parameter.grad = None
+    def _put(self, index: int, number: int, layout: Layout) -> None:
+        """The gradient, divided by the number of ranks, into its bucket: now, while it is in the cache."""
+        vector, parameter = self._vector_of(number, layout), self._parameters_in_order[index]
+        gradient = None if parameter.grad is None else flat_view(gradient_in_layout(parameter))
+        for piece, at in layout.places[index]:
+            part = vector[at : at + piece.stop - piece.start]
+            if gradient is None:
+                part.zero_()
+            else:
+                torch.div(gradient[piece.start : piece.stop], self.world_size, out=part)
+        parameter.grad = None
+
+    def _vector_of(self, number: int, layout: Layout) -> Tensor:
+        first = self._parameters_in_order[self._buckets[number][0]]
+        return self._memory[first.device][: sum(layout.sizes) * first.itemsize].view(first.dtype)
+
+    def _begin(self, number: int, layout: Layout) -> None:
         assert isinstance(self._average, OwnAverage)
-        channel = self._average.channels[device]
-        return channel.start(partial(self._reduce, vector, layout, channel, number))
+        vector = self._vector_of(number, layout)
+        has_gradients = any(self._shares[piece].grad is not None for piece in layout.own)
+        average = torch.empty_like(self._averages[number]) if has_gradients else self._averages[number]
+        channel = self._average.channels[vector.device]
+        self._results.append(average)
+        self._is_free = False
+        self._waits.append(channel.start(partial(self._reduce, vector, layout, channel, average)))
+        if number + 1 < len(self._buckets):
+            self._missing = len(self._buckets[number + 1])
 
-    def _reduce(self, vector: Tensor, layout: Layout, channel: Channel, number: int) -> None:
-        channel.call(reduce_scatter, vector, "mean", sizes=layout.sizes)
-        self._results[number] = vector.split(layout.sizes)[channel.transport.rank].clone()
+    def _reduce(self, vector: Tensor, layout: Layout, channel: Channel, average: Tensor) -> None:
+        channel.call(reduce_scatter, vector, "sum", sizes=layout.sizes)
+        average.copy_(vector.split(layout.sizes)[channel.transport.rank])
+        self._is_free = True
 
     def _assign(self, used: Sequence[bool]) -> None:
         """Averaged gradients for this rank's shares, added to what they have."""
         assert self._layouts is not None, "there is one by the time a bucket begins"
-        for number, result in self._results.items():
-            own = self._layouts[number].pieces[self._rank]
-            for piece, part in zip(own, result.split([piece.stop - piece.start for piece in own]), strict=True):
+        for layout, average in zip(self._layouts, self._results, strict=True):
+            for piece, part in zip(layout.own, average.split([p.stop - p.start for p in layout.own]), strict=True):
                 share = self._shares[piece]
                 if not used[piece.parameter]:
                     continue
@@ -185,5 +222,7 @@ class ReduceScatterDDP(DataParallel):
     def _forget_pass(self) -> None:
         super()._forget_pass()
         self._waits: list[Wait] = []
-        self._results: dict[int, Tensor] = {}
-        self._missing = [len(bucket) for bucket in self._buckets]
+        self._results: list[Tensor] = []
+        self._here: list[list[int]] = [[] for _ in self._buckets]  # gradients that are in no bucket yet
+        self._missing = len(self._buckets[0])  # of the bucket that is being filled
+        self._is_free = True  # the vector: nothing in it travels

@@ -138,6 +138,29 @@ def transports(frame: pd.DataFrame) -> Finding | None:
     return replace(found, table=ratios.assign(verdict=found.table["verdict"].combine_first(ratios["verdict"])))
 
 
+@QUESTIONS.ask("phases", "Are reduce-scatter and all-gather, alone, faster through shared memory than torch's own?")
+def phases(frame: pd.DataFrame) -> Finding | None:
+    found = compared(
+        select(tables.phases_over_torch(frame), transport=SHARED_MEMORY),
+        "shared memory",
+        "gloo's own",
+        axis=("collective", "n_bytes", "world_size"),
+        caveat=troubles(select(frame, ["transport"], sweep="phases"), "transport"),
+    )
+    sent = tables.phases(frame)
+    if found is None or sent.empty:
+        return found
+    of_formula = sent.groupby(["collective", "transport"])["measured_over_predicted"].max()
+    told = [
+        f"{collective} {of_formula[collective, TORCH]:.2g} (labkit's {of_formula[collective, SHARED_MEMORY]:.2g})"
+        for collective in sent["collective"].unique()
+        if {(collective, TORCH), (collective, SHARED_MEMORY)} <= set(of_formula.index)
+    ]
+    if not told:
+        return found
+    return replace(found, why=f"In units of (p-1)/p of the tensor, a rank sends by torch's {' and '.join(told)}.")
+
+
 @QUESTIONS.ask(
     "scheduling",
     "Are small all-reduces faster under SCHED_BATCH than under the default scheduling policy?",

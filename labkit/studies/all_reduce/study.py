@@ -53,6 +53,9 @@ class AllReduceConfig(LabConfig):
     transport_sizes_bytes: list[PositiveInt] = [4 * KIB, 64 * KIB, MIB, 10 * MIB, 100 * MIB]
     transport_algorithms: list[OwnAlgorithm] = [CHOSEN]
     """Each of them is measured over messages, over shared memory, and on a tensor that lies there."""
+    phase_world_sizes: list[Ranks] = [2]
+    """Ranks with which reduce-scatter and all-gather are measured on their own, over each transport, on the CPU."""
+    phase_sizes_bytes: list[PositiveInt] = [MIB, 10 * MIB, 100 * MIB]
     warmup: Warmup = 2
     repeats: Repeats = 20
     repeats_large: Repeats = 8
@@ -79,6 +82,7 @@ class AllReduceStudy(Study):
             scheduling_sizes_bytes=[4 * KIB],
             transport_world_sizes=[2],
             transport_sizes_bytes=[4 * KIB, MIB],
+            phase_sizes_bytes=[MIB],
             warmup=1,
             repeats=6,
         ),
@@ -129,6 +133,12 @@ class AllReduceStudy(Study):
         ]
         if "gloo" in config.backends:
             points += _transport_points(config)
+            points += [
+                _point(config, n_bytes, sweep="phases", world_size=world_size)
+                for world_size in config.phase_world_sizes
+                if world_size > 1
+                for n_bytes in config.phase_sizes_bytes
+            ]
             points += _scheduling_points(config)
         return list({point.id: point for point in points}.values())
 

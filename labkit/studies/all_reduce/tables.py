@@ -25,12 +25,14 @@ from labkit.lab.project import reference_directory
 from labkit.lab.rows import Measured, in_order, select
 from labkit.parallel.collectives import ALGORITHMS
 from labkit.studies.all_reduce.links import BETWEEN, WITHIN
+from labkit.studies.all_reduce.phases import PHASES
 from labkit.studies.all_reduce.transports import CHOSEN, FLOOR, MESSAGES, REGISTERED, SHARED_MEMORY, TORCH
 from labkit.studies.all_reduce.worker import AllReducePoint
 
 MIB = 2**20
 ALL_REDUCES = Measured(("sweep", "backend", "scheduling", "world_size", "n_bytes"), "algorithm")
 TRANSPORTS = Measured(("world_size", "n_bytes"), "transport")
+PHASE_TIMES = Measured(("collective", "world_size", "n_bytes"), "transport")
 POLICIES = Measured(("backend", "world_size", "n_bytes", "algorithm", "turn"), "scheduling", took_turns=False)
 ALGORITHM_ORDER = (TORCH, *ALGORITHMS, CHOSEN)
 TRANSPORT_ORDER = (TORCH, MESSAGES, SHARED_MEMORY, REGISTERED, FLOOR)
@@ -68,6 +70,21 @@ def transports_over(frame: pd.DataFrame, baseline: str) -> pd.DataFrame:
     """Each transport's time over that of `baseline`, from the same rounds, with interval and verdict."""
     table = TRANSPORTS.over(frame, baseline, sweep="transports", algorithm=[TORCH, FLOOR, CHOSEN])
     return in_order(table, world_size=None, n_bytes=None, transport=TRANSPORT_ORDER)
+
+
+def phases(frame: pd.DataFrame) -> pd.DataFrame:
+    """Reduce-scatter and all-gather: median seconds by transport, and what a rank sends, over the formula's bytes."""
+    keys = list(PHASE_TIMES.columns)
+    table = PHASE_TIMES.medians(frame, sweep="phases")
+    sent = select(frame, [*keys, "sent_bytes", "formula_bytes"], sweep="phases")[[*keys, "sent_bytes", "formula_bytes"]]
+    table = table.merge(sent.drop_duplicates(), on=keys)
+    table = table.assign(measured_over_predicted=(table["sent_bytes"] / table["formula_bytes"]).astype(float).round(3))
+    return in_order(table, collective=PHASES, world_size=None, n_bytes=None, transport=TRANSPORT_ORDER)
+
+
+def phases_over_torch(frame: pd.DataFrame) -> pd.DataFrame:
+    """The time of each over torch's own, from the same rounds, with interval and verdict."""
+    return in_order(PHASE_TIMES.over(frame, TORCH, sweep="phases"), collective=PHASES, transport=TRANSPORT_ORDER)
 
 
 def batch_against_default(frame: pd.DataFrame) -> pd.DataFrame:

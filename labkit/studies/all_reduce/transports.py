@@ -18,11 +18,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from labkit.bench.clock import time_interleaved
 from labkit.parallel.collectives import ALGORITHMS, all_reduce
 from labkit.parallel.transport import POINT_TO_POINT, SHARED, empty_for_all_reduce, find_transport, transport_in_use
 from labkit.parallel.transport.shared import SharedTransport
 from labkit.studies.all_reduce.exact import gate
+from labkit.studies.shared.alternatives import Failed, attempt, time_those_that_run
 
 TORCH = "torch"
 CHOSEN = "chosen"
@@ -57,10 +57,9 @@ def measure_transports(
             continue
         tensor = registered if route == REGISTERED else ordinary
         reduce = collective(algorithm, route)
-        reduce(tensor.copy_(own), op="mean")
-        error, verdict = gate(reduce, tensor, base)
-        row |= {"error": error, "gate": verdict}
-        if verdict == "ok":
+        found = attempt(name, partial(_check, reduce, tensor.copy_(own), base), device=str(own.device))
+        row |= {"gate": found.reason} if isinstance(found, Failed) else found
+        if row["gate"] == "ok":
             rows[name], calls[name] = row, partial(reduce, tensor, op="sum")
         else:
             yield row
@@ -69,9 +68,17 @@ def measure_transports(
         """Fresh values for whose turn it is, and only there: what is in the caches is then the same for all."""
         (registered if name.endswith(OVER + REGISTERED) else ordinary).copy_(own)
 
-    samples = time_interleaved(calls, warmup=warmup, repeats=repeats, prepare=prepare, before=dist.barrier, seed=seed)
-    for name, seconds in samples.items():
-        yield rows[name] | {"seconds": seconds}
+    turns = {name: {"sum": call} for name, call in calls.items()}
+    options: dict[str, Any] = {"warmup": warmup, "repeats": repeats, "seed": seed, "device": str(own.device)}
+    samples, failed = time_those_that_run(turns, prepare=prepare, before=dist.barrier, **options)
+    for name, row in rows.items():
+        yield row | ({"gate": failed[name]} if name in failed else {"seconds": samples[name]["sum"]})
+
+
+def _check(reduce: Callable[..., None], tensor: torch.Tensor, base: torch.Tensor) -> dict[str, Any]:
+    reduce(tensor, op="mean")
+    error, verdict = gate(reduce, tensor, base)
+    return {"error": error, "gate": verdict}
 
 
 def _why_not_shared(device: torch.device) -> dict[str, str]:

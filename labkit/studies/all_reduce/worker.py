@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from labkit.bench.clock import time_interleaved
 from labkit.bench.exact_sums import fill_message
 from labkit.bench.memory import peak_memory_growth
 from labkit.lab.point import Point
@@ -18,9 +17,12 @@ from labkit.parallel.collectives import ALGORITHMS, Algorithm, release_scratch, 
 from labkit.parallel.ranks.device import use_device
 from labkit.studies.all_reduce.exact import gate, inputs
 from labkit.studies.all_reduce.links import measure_links
+from labkit.studies.all_reduce.phases import measure_phases
 from labkit.studies.all_reduce.transports import CHOSEN, FLOOR, MESSAGES, TORCH, collective, measure_transports
-from labkit.studies.shared.alternatives import reason_on_all_ranks
+from labkit.studies.shared.alternatives import Failed, attempt, time_those_that_run
 
+SUM = "sum"
+"""The operation that all alternatives have in common: what is timed."""
 RESERVED = frozenset((TORCH, CHOSEN, FLOOR, *ALGORITHMS))  # before a reader adds any
 
 
@@ -29,7 +31,7 @@ class AllReducePoint(Point):
     """Alternatives to time in turn on the same tensor, or (`sweep="exchange"`) the links between hosts.
 
     In `sweep="transports"` an alternative is an algorithm and where its messages travel, "ring over shared", or the
-    floor: copying as many bytes as an all-reduce must move.
+    floor: copying as many bytes as an all-reduce must move. In `sweep="phases"` they are reduce-scatter and all-gather.
     """
 
     sweep: str
@@ -97,22 +99,33 @@ def measure_point(point: AllReducePoint) -> Iterator[dict[str, Any]]:
         yield from (row | {"n_bytes": point.n_bytes} for row in links)
         return
     base, own = inputs(point.n_elements, torch_dtype(point.dtype), _device(point), point.seed)
+    if point.sweep == "phases":
+        yield from measure_phases(base, own, **options)
+        return
     if point.sweep == "transports":
         yield from measure_transports(point.algorithms, base, own, **options)
         return
     right: dict[str, dict[str, Any]] = {}
     tensor = torch.empty_like(own)
     for name in point.algorithms:
-        row = _check(point, name, base, tensor.copy_(own))
+        release_scratch()
+        dist.barrier()
+        row = {"algorithm": name, "n_bytes": point.n_bytes}
+        found = attempt(name, partial(_check, point, name, base, tensor.copy_(own)), device=_device(point))
+        row |= {"gate": found.reason} if isinstance(found, Failed) else found
         if row["gate"] == "ok":
             right[name] = row
         else:
             yield row
-    # sums, the operation that all alternatives have in common
-    sums = {name: partial(collective(name, MESSAGES), tensor, op="sum") for name in right}
-    options |= {"device": _device(point), "before": dist.barrier}
-    for name, seconds in time_interleaved(sums, prepare=lambda _: tensor.copy_(own), **options).items():
-        yield right[name] | {"seconds": seconds}
+    samples, failed = time_those_that_run(
+        {name: {SUM: partial(collective(name, MESSAGES), tensor, op="sum")} for name in right},
+        device=_device(point),
+        prepare=lambda _: tensor.copy_(own),
+        before=dist.barrier,
+        **options,
+    )
+    for name, row in right.items():
+        yield row | ({"gate": failed[name]} if name in failed else {"seconds": samples[name][SUM]})
 
 
 def _device(point: AllReducePoint) -> str:
@@ -121,14 +134,9 @@ def _device(point: AllReducePoint) -> str:
 
 def _check(point: AllReducePoint, name: str, base: torch.Tensor, tensor: torch.Tensor) -> dict[str, Any]:
     """The gate: one averaging from a cold start, compared with the exact mean, its memory on the way; then a sum."""
-    release_scratch()
-    dist.barrier()
-    reduce, row = collective(name, MESSAGES), {"algorithm": name, "n_bytes": point.n_bytes}
-    try:
-        with peak_memory_growth(_device(point)) as memory:
-            reduce(tensor, op="mean")
-        scratch = scratch_bytes() if name != TORCH else None
-        error, verdict = gate(reduce, tensor, base)
-    except Exception as raised:
-        return row | {"gate": reason_on_all_ranks(raised, f"{point.id} {name}", _device(point))}
-    return row | {"error": error, "extra_bytes": memory.growth_bytes, "scratch_bytes": scratch, "gate": verdict}
+    reduce = collective(name, MESSAGES)
+    with peak_memory_growth(_device(point)) as memory:
+        reduce(tensor, op="mean")
+    scratch = scratch_bytes() if name != TORCH else None
+    error, verdict = gate(reduce, tensor, base)
+    return {"error": error, "extra_bytes": memory.growth_bytes, "scratch_bytes": scratch, "gate": verdict}

@@ -8,6 +8,7 @@ process is marked as warm-up, also when it is one that goes on.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from labkit.parallel.ranks.device import use_device
 from labkit.parallel.ranks.messages import gather_json
 from labkit.studies.cifar100.data import RankData, hand_out
 from labkit.studies.cifar100.training import ALONE, SYNCHRONIZED, Recipe, Trainer, updates_of
+from labkit.studies.shared.alternatives import Failed, attempt, turn_of
 from labkit.studies.shared.gradient_gate import largest_error
 
 EPOCH, MEMORY = "epoch", "memory"
@@ -74,14 +76,16 @@ def train_point(point: TrainingPoint, checkpoints: Path | None = None) -> Iterat
         device=device,
     )
     small = replace(recipe, batch=GATE_BATCH, accumulation=GATE_ACCUMULATION)
-    errors = {name: first_updates_error(name, small, data, point.seed) for name in point.implementations}
-    checked = {name: verdict(error, TOLERANCE) for name, error in errors.items()}
-    right = [name for name, checks in checked.items() if checks == "ok"]
-    yield from (
-        {"implementation": name, "phase": EPOCH, "error": errors[name], "gate": checks}
-        for name, checks in checked.items()
-        if name not in right
-    )
+    errors: dict[str, float] = {}
+    for name in point.implementations:
+        error = attempt(name, partial(first_updates_error, name, small, data, point.seed), device=device)
+        if isinstance(error, Failed):
+            yield {"implementation": name, "phase": EPOCH, "gate": error.reason}
+        elif (checks := verdict(error, TOLERANCE)) == "ok":
+            errors[name] = error
+        else:
+            yield {"implementation": name, "phase": EPOCH, "error": error, "gate": checks}
+    right = list(errors)
     training = _Training(point, recipe, data, right)
     path = checkpoints / point.id / "checkpoint.pt" if checkpoints else None
     rows = training.resume(checkpoint.load(path))
@@ -114,6 +118,10 @@ class _Training:
         return rows
 
     def _one_epoch(self, trainer: Trainer, epoch: int) -> dict[str, Any]:
+        with turn_of(trainer.implementation, trainer.recipe.device):
+            return self._timed_epoch(trainer, epoch)
+
+    def _timed_epoch(self, trainer: Trainer, epoch: int) -> dict[str, Any]:
         dist.barrier()
         self._watch.start()
         total, seen = trainer.epoch(*self.data.training, self.point.seed, epoch)
@@ -136,16 +144,16 @@ class _Training:
         return {"point": self.point.id, "epochs_done": self.epochs_done, "trainers": trainers, "rows": of_ranks}
 
     def resume(self, state: dict[str, Any] | None) -> list[dict[str, Any]]:
-        """Go on from a checkpoint, if there is one for these implementations; the rows of this rank that it holds."""
+        """Go on from a checkpoint, if there is one of all these implementations; the rows of theirs that it holds."""
         if state is None or state["point"] != self.point.id:
             return []
-        if state["trainers"].keys() != self._trainers.keys():
+        if not self._trainers.keys() <= state["trainers"].keys():
             return []
         for name, trainer in self._trainers.items():
             trainer.load(state["trainers"][name])
         self.epochs_done = state["epochs_done"]
         rows: list[dict[str, Any]] = state["rows"][dist.get_rank()]
-        return rows
+        return [row for row in rows if row.get("implementation") in (None, *self._trainers)]
 
 
 def first_updates_error(name: str, recipe: Recipe, data: RankData, seed: int, updates: int = GATE_UPDATES) -> float:
@@ -190,7 +198,7 @@ def _peak_memory(name: str, recipe: Recipe, data: RankData, seed: int) -> dict[s
     mine = update[:, dist.get_rank()].flatten()
     images, labels = (part[mine] for part in data.training)
     dist.barrier()
-    with record_allocations(recipe.device) as record:
+    with turn_of(name, recipe.device), record_allocations(recipe.device) as record:
         trainer = Trainer(name, recipe, seed)
         trainer.update(images, labels)  # the first one makes what stays
         with record.window("update"):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 
 from labkit.bench.allocator import record_allocations
-from labkit.bench.clock import Stopwatch, time_interleaved, time_parts_interleaved
+from labkit.bench.clock import Stopwatch
 from labkit.bench.operators import OperatorRecord
 from labkit.lab.own_models import source_of
 from labkit.lab.point import Point
@@ -27,7 +27,7 @@ from labkit.parallel.data_parallel.implementations import LOCAL, OVER_SHARED_MEM
 from labkit.parallel.ranks.device import use_device
 from labkit.parallel.transport import SHARED, transport_in_use
 from labkit.studies.data_parallel.timeline import FINISH, timeline_rows
-from labkit.studies.shared.alternatives import reason_on_all_ranks
+from labkit.studies.shared.alternatives import Failed, attempt, time_those_that_run
 from labkit.studies.shared.gradient_gate import check_completeness, check_gradients, local_means
 
 PHASES = ("forward", "backward", "optimizer")
@@ -125,7 +125,7 @@ class Alternative:
 def _phases(point: DataParallelPoint, workload: Workload, device: str) -> Iterator[dict[str, Any]]:
     alternatives, wrong = _right_ones(point, workload, device)
     yield from wrong
-    times = time_parts_interleaved(
+    times, failed = time_those_that_run(
         {
             name: dict(zip(PHASES, (one.forward, one.backward, one.step), strict=True))
             for name, (one, _) in alternatives.items()
@@ -137,6 +137,9 @@ def _phases(point: DataParallelPoint, workload: Workload, device: str) -> Iterat
         seed=point.id,
     )
     for name, (alternative, about) in alternatives.items():
+        if name in failed:
+            yield about | {"gate": failed[name]}
+            continue
         for phase in PHASES:
             yield about | {"phase": phase, "seconds": times[name][phase]}
         if laps := alternative.waiting.seconds[-point.repeats :]:
@@ -155,19 +158,28 @@ def _right_ones(
             wrong.append({"implementation": name, "not_measured": transport_in_use()[1]})
             continue
         implementation, bucket_mb = split_name(name)
-        about: dict[str, Any] = {"implementation": implementation, "of_bucket_mb": bucket_mb, "gate": "ok"}
-        try:
-            alternative = Alternative(name, workload, device)
-            if implementation != LOCAL:
-                run = partial(_accumulate, alternative, 1, only_last=False)
-                about["error"], about["gate"] = check_gradients(alternative.parameters, run, expected)
-        except Exception as raised:  # of any type: a reader's own wrapper may be wrong in any way
-            about["gate"] = reason_on_all_ranks(raised, f"{point.id} {name}", device)
-        if about["gate"] == "ok":
-            right[name] = alternative, about
+        about: dict[str, Any] = {"implementation": implementation, "of_bucket_mb": bucket_mb}
+        found = attempt(name, partial(_checked, name, workload, device, expected), device=device)
+        if isinstance(found, Failed):
+            wrong.append(about | {"gate": found.reason})
+            continue
+        alternative, checked = found
+        if checked["gate"] == "ok":
+            right[name] = alternative, about | checked
         else:
-            wrong.append(about)
+            wrong.append(about | checked)
     return right, wrong
+
+
+def _checked(
+    name: str, workload: Workload, device: str, expected: list[Tensor | None]
+) -> tuple[Alternative, dict[str, Any]]:
+    alternative = Alternative(name, workload, device)
+    if alternative.implementation == LOCAL:
+        return alternative, {"gate": "ok"}
+    run = partial(_accumulate, alternative, 1, only_last=False)
+    error, gate = check_gradients(alternative.parameters, run, expected)
+    return alternative, {"error": error, "gate": gate}
 
 
 def _expected(workload: Workload, device: str, micro_batches: int = 1) -> list[Tensor | None]:
@@ -189,24 +201,43 @@ def _accumulation(point: DataParallelPoint, workload: Workload, device: str) -> 
     The gate: either way they are the mean over ranks of what every rank accumulates by itself.
     """
     expected = _expected(workload, device, point.micro_batches)
-    actions: dict[str, Callable[[], None]] = {}
-    abouts = {}
+    actions: dict[str, dict[str, Callable[[], None]]] = {}
+    abouts: dict[str, dict[str, Any]] = {}
     for name in point.alternatives:
         for kind in ("every", "last"):
-            alternative = Alternative(name, workload, device)
-            accumulate = partial(_accumulate, alternative, point.micro_batches, only_last=kind == "last")
-            error, gate = check_gradients(alternative.parameters, accumulate, expected)
-            about = {"implementation": alternative.implementation, "synchronized": kind, "error": error, "gate": gate}
+            key, about = f"{name} {kind}", {"implementation": split_name(name)[0], "synchronized": kind}
+            accumulating = partial(_accumulating, point, name, kind == "last", workload, device, expected)
+            found = attempt(key, accumulating, device=device)
+            if isinstance(found, Failed):
+                yield about | {"gate": found.reason}
+                continue
+            step, error, gate = found
+            abouts[key] = about | {"error": error, "gate": gate}
             if gate == "ok":
-                abouts[f"{name} {kind}"] = about
-                actions[f"{name} {kind}"] = partial(_accumulated_step, alternative, accumulate)
+                actions[key] = {kind: step}
             else:
-                yield about
-    times = time_interleaved(
+                yield abouts[key]
+    times, failed = time_those_that_run(
         actions, warmup=point.warmup, repeats=point.repeats, device=device, before=dist.barrier, seed=point.id
     )
-    for key, seconds in times.items():
-        yield abouts[key] | {"seconds": seconds}
+    for key, by_kind in actions.items():
+        timed = {"gate": failed[key]} if key in failed else {"seconds": times[key][next(iter(by_kind))]}
+        yield abouts[key] | timed
+
+
+def _accumulating(
+    point: DataParallelPoint,
+    name: str,
+    only_last: bool,
+    workload: Workload,
+    device: str,
+    expected: list[Tensor | None],
+) -> tuple[Callable[[], None], float, str]:
+    """A step of an alternative, its error, and what the gate says."""
+    alternative = Alternative(name, workload, device)
+    accumulate = partial(_accumulate, alternative, point.micro_batches, only_last=only_last)
+    error, gate = check_gradients(alternative.parameters, accumulate, expected)
+    return partial(_accumulated_step, alternative, accumulate), error, gate
 
 
 def _accumulate(alternative: Alternative, micro_batches: int, *, only_last: bool) -> None:
@@ -226,17 +257,22 @@ def _timeline(point: DataParallelPoint, workload: Workload, device: str) -> Iter
     """Boxes and counts of one step of each implementation; of a wrong one only what is wrong."""
     alone = _count(Alternative(LOCAL, workload, device))
     for name in point.alternatives:
-        try:
-            alternative = Alternative(name, workload, device)
-            gate = _completeness(alternative)
-        except Exception as raised:
-            gate = reason_on_all_ranks(raised, f"{point.id} {name}", device)
-        if gate == "ok":
-            yield from timeline_rows(alternative, device)
-            if alternative.implementation not in OVER_SHARED_MEMORY:  # whose thread is not seen
-                yield {"implementation": alternative.implementation, "gate": gate} | _beside(_count(alternative), alone)
+        found = attempt(name, partial(_lanes_and_counts, name, workload, device, alone), device=device)
+        if isinstance(found, Failed):
+            yield {"implementation": split_name(name)[0], "gate": found.reason}
         else:
-            yield {"implementation": split_name(name)[0], "gate": gate}
+            yield from found
+
+
+def _lanes_and_counts(name: str, workload: Workload, device: str, alone: OperatorRecord) -> list[dict[str, Any]]:
+    alternative = Alternative(name, workload, device)
+    about = {"implementation": alternative.implementation, "gate": _completeness(alternative)}
+    if about["gate"] != "ok":
+        return [about]
+    rows = list(timeline_rows(alternative, device))
+    if alternative.implementation not in OVER_SHARED_MEMORY:  # whose thread is not seen
+        rows.append(about | _beside(_count(alternative), alone))
+    return rows
 
 
 def _count(alternative: Alternative) -> OperatorRecord:
@@ -263,17 +299,19 @@ def _memory(point: DataParallelPoint, workload: Workload, device: str) -> Iterat
         dist.barrier()
         implementation, bucket_mb = split_name(name)
         about: dict[str, Any] = {"implementation": implementation, "of_bucket_mb": bucket_mb}
-        try:
-            with record_allocations(device) as record:
-                alternative = Alternative(name, workload, device)
-                _one_step(alternative)  # the first one makes what stays
-                with record.window("step"):
-                    _one_step(alternative)
-                gate = _completeness(alternative)
-                del alternative
-        except Exception as raised:
-            gate = reason_on_all_ranks(raised, f"{point.id} {name}", device)
-        yield about | {"gate": gate} | ({"peak_bytes": record.windows["step"].peak_bytes} if gate == "ok" else {})
+        found = attempt(name, partial(_peak, name, workload, device), device=device)
+        yield about | ({"gate": found.reason} if isinstance(found, Failed) else found)
+
+
+def _peak(name: str, workload: Workload, device: str) -> dict[str, Any]:
+    with record_allocations(device) as record:
+        alternative = Alternative(name, workload, device)
+        _one_step(alternative)  # the first one makes what stays
+        with record.window("step"):
+            _one_step(alternative)
+        gate = _completeness(alternative)
+        del alternative
+    return {"gate": gate} | ({"peak_bytes": record.windows["step"].peak_bytes} if gate == "ok" else {})
 
 
 def _completeness(alternative: Alternative) -> str:

@@ -13,7 +13,7 @@ from labkit.bench.gate import largest_difference, verdict
 from labkit.lab.own_models import source_of
 from labkit.lab.point import Point
 from labkit.nn.training import TrainingStep, gradients
-from labkit.studies.shared.alternatives import reason_of
+from labkit.studies.shared.alternatives import Failed, attempt, time_those_that_run
 
 # In the order in which they follow one another; "inference" is a forward pass that keeps nothing.
 PHASES = ("inference", "forward", "backward", "optimizer")
@@ -105,26 +105,31 @@ def _compiled_against_eager(point: EndToEndPoint) -> Iterator[dict[str, Any]]:
     torch._dynamo.reset()
     with fresh_cache():
         steps = {"eager": _training_step(point)}
-        try:
+
+        def compile_and_compare() -> tuple[_Difference, dict[str, float]]:
             steps["compiled"] = _training_step(point, compiled=True)
             error = _largest_difference(steps["compiled"], steps["eager"], point.device)
-            compile_s = {"inference": _first_call(steps["compiled"].infer, point.device), "step": error.compile_s}
-        except Exception as raised:  # of any type: compilers have their own
-            yield {"implementation": "compiled", "gate": reason_of(raised, point.device)}
+            return error, {"inference": _first_call(steps["compiled"].infer, point.device), "step": error.compile_s}
+
+        found = attempt("compiled", compile_and_compare, device=point.device)
+        if isinstance(found, Failed):
+            yield {"implementation": "compiled", "gate": found.reason}
             return
+        error, compile_s = found
         bound = FLOAT32_TOLERANCE if point.precision == "float32" else HALF_TOLERANCE
         gate = verdict(error.relative, bound)
         if gate != "ok":
             yield {"implementation": "compiled", "error": error.relative, "gate": gate}
             return
         for phase in ("inference", "step"):
-            actions = {name: step.infer if phase == "inference" else step.run for name, step in steps.items()}
-            samples = time_interleaved(
+            actions = {name: {phase: step.infer if phase == "inference" else step.run} for name, step in steps.items()}
+            samples, failed = time_those_that_run(
                 actions, warmup=point.warmup, repeats=point.repeats, device=point.device, seed=f"{point.id} {phase}"
             )
-            for name, seconds in samples.items():
+            yield from ({"implementation": name, "phase": phase, "gate": reason} for name, reason in failed.items())
+            for name, parts in samples.items():
                 compiling = {"compile_s": compile_s[phase], "error": error.relative} if name == "compiled" else {}
-                yield {"implementation": name, "phase": phase, "seconds": seconds, "gate": gate} | compiling
+                yield {"implementation": name, "phase": phase, "seconds": parts[phase], "gate": gate} | compiling
 
 
 @dataclass(frozen=True)

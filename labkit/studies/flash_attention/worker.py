@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from labkit.nn.attention_implementations import attention_named
-from labkit.nn.attention_problem import AttentionProblem, check
+from labkit.nn.attention_problem import AttentionProblem, Checked, check
 from labkit.nn.tiled_attention import tile_side
-from labkit.studies.shared.alternatives import reason_of, time_those_that_run
+from labkit.studies.shared.alternatives import Failed, attempt, time_those_that_run
 from labkit.studies.shared.attention_passes import PassesPoint, gate_of, measure_passes, problem_of
 
 ALL_TECHNIQUES = "all techniques"
@@ -83,6 +83,11 @@ def _hidden(point: FlashPoint) -> Iterator[dict[str, Any]]:
         yield row | {"tiles": tiles}
 
 
+def _checked(problem: AttentionProblem, action: Callable[[], Any]) -> Checked:
+    result = action()  # flash_forward gives the logsumexp as well
+    return check(problem, [result[0] if isinstance(result, tuple) else result])
+
+
 def _checked_and_timed(
     point: FlashPoint, contenders: Mapping[str, tuple[AttentionProblem, Callable[[], Any]]], *, calls: int = 1
 ) -> Iterator[dict[str, Any]]:
@@ -90,13 +95,11 @@ def _checked_and_timed(
     rows: dict[str, dict[str, Any]] = {}
     for name, (problem, action) in contenders.items():
         row: dict[str, Any] = {"implementation": name, "phase": KERNEL}
-        try:
-            result = action()  # flash_forward gives the logsumexp as well
-            checked = check(problem, [result[0] if isinstance(result, tuple) else result])
-        except Exception as error:  # of any type: compilers, libraries and drivers have their own
-            rows[name] = row | {"gate": reason_of(error, point.device)}
-            continue
-        rows[name] = row | {"gate": gate_of(checked), "error": checked.error}
+        checked = attempt(name, partial(_checked, problem, action), device=point.device)
+        if isinstance(checked, Failed):
+            rows[name] = row | {"gate": checked.reason}
+        else:
+            rows[name] = row | {"gate": gate_of(checked), "error": checked.error}
     right = {name: {KERNEL: contenders[name][1]} for name, row in rows.items() if row["gate"] == "ok"}
     options: dict[str, Any] = {"warmup": max(1, point.warmup), "repeats": point.repeats, "calls": calls}
     samples, failed = time_those_that_run(right, device=point.device, seed=point.id, **options)

@@ -7,19 +7,20 @@ communication. Its updates let the weights of the ranks drift apart, after the g
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
-from labkit.bench.clock import Stopwatch, time_interleaved
+from labkit.bench.clock import Stopwatch
 from labkit.lab.point import Point
 from labkit.nn.workloads import Workload, workload_named
 from labkit.parallel.data_parallel import BucketedDDP
 from labkit.parallel.data_parallel.buckets import Schedule
 from labkit.parallel.ranks.device import use_device
-from labkit.studies.shared.alternatives import reason_on_all_ranks
+from labkit.studies.shared.alternatives import Failed, attempt, time_those_that_run
 from labkit.studies.shared.gradient_gate import check_gradients, local_means
 
 LOCAL = "local"
@@ -107,12 +108,16 @@ class Trainer:
     def about(self) -> dict[str, Any]:
         """The buckets that there are: a parameter is never split, so that a bucket may be larger than asked for."""
         if self.ddp is None:
-            return {"alternative": LOCAL}
+            return _named(None)
         sizes = self.ddp.bucket_bytes
         found = {"buckets": len(sizes), "last_bucket_bytes": sizes[-1], "gradient_bytes": sum(sizes)}
-        if isinstance(self.bucket_mb, str):
-            return {"alternative": self.bucket_mb, **found}
-        return {"alternative": f"{self.bucket_mb:g} MiB", "bucket_mb": self.bucket_mb, **found}
+        return _named(self.bucket_mb) | found
+
+
+def _named(bucket_mb: float | str | None) -> dict[str, Any]:
+    if bucket_mb is None or isinstance(bucket_mb, str):
+        return {"alternative": bucket_mb or LOCAL}
+    return {"alternative": f"{bucket_mb:g} MiB", "bucket_mb": bucket_mb}
 
 
 def _steps(point: BucketsPoint, device: str) -> Iterator[dict[str, Any]]:
@@ -124,19 +129,21 @@ def _steps(point: BucketsPoint, device: str) -> Iterator[dict[str, Any]]:
         seed=1000 * point.seed + dist.get_rank(),
     )
     weights = workload.build()
-    trainers = []
-    for bucket_mb in (None, *point.buckets_mb):
-        try:
-            trainers.append(Trainer(workload, bucket_mb, weights, device))
-        except Exception as raised:  # of any type: a reader's own schedule may be wrong in any way
-            gate = reason_on_all_ranks(raised, f"{point.id} {bucket_mb}", device)
-            yield {"alternative": str(bucket_mb), "gate": gate}
-    abouts = list(_checked(trainers))
-    right = [(trainer, about) for trainer, about in zip(trainers, abouts, strict=True) if about["gate"] == "ok"]
-    yield from (about for about in abouts if about["gate"] != "ok")
-    del trainers  # buckets of a wrong one need not stay
-    times = time_interleaved(
-        {about["alternative"]: trainer.step for trainer, about in right},
+    local = Trainer(workload, None, weights, device)
+    means = local_means(local.parameters, local.average_gradients)
+    right = [(local, local.about() | {"gate": "ok"})]
+    for bucket_mb in point.buckets_mb:
+        named = _named(bucket_mb)
+        checking = partial(_checked, workload, bucket_mb, weights, device, means)
+        found = attempt(named["alternative"], checking, device=device)
+        if isinstance(found, Failed):
+            yield named | {"gate": found.reason}
+        elif found[1]["gate"] == "ok":
+            right.append(found)
+        else:
+            yield found[1]
+    times, failed = time_those_that_run(
+        {about["alternative"]: {STEPS: trainer.step} for trainer, about in right},
         warmup=point.warmup,
         repeats=point.repeats,
         device=device,
@@ -144,16 +151,18 @@ def _steps(point: BucketsPoint, device: str) -> Iterator[dict[str, Any]]:
         seed=point.id,
     )
     for trainer, about in right:
-        yield about | {"phase": "step", "seconds": times[about["alternative"]]}
+        if (name := about["alternative"]) in failed:
+            yield about | {"gate": failed[name]}
+            continue
+        yield about | {"phase": "step", "seconds": times[name][STEPS]}
         if laps := trainer.waiting.seconds[-point.repeats :]:
             yield about | {"phase": "waiting", "seconds": laps}
 
 
-def _checked(trainers: list[Trainer]) -> Iterator[dict[str, Any]]:
-    """The gate: what is averaged must be the mean over ranks of the first trainer's local gradients."""
-    local, *others = trainers
-    means = local_means(local.parameters, local.average_gradients)
-    yield local.about() | {"gate": "ok"}
-    for trainer in others:
-        error, gate = check_gradients(trainer.parameters, trainer.average_gradients, means)
-        yield trainer.about() | {"error": error, "gate": gate}
+def _checked(
+    workload: Workload, bucket_mb: float | str, weights: nn.Module, device: str, means: list[Tensor | None]
+) -> tuple[Trainer, dict[str, Any]]:
+    """The gate: what is averaged must be the mean over ranks of the local gradients."""
+    trainer = Trainer(workload, bucket_mb, weights, device)
+    error, gate = check_gradients(trainer.parameters, trainer.average_gradients, means)
+    return trainer, trainer.about() | {"error": error, "gate": gate}

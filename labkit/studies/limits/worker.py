@@ -21,7 +21,9 @@ from labkit.parallel.ranks.device import use_device
 from labkit.parallel.transport import SHARED, transport_in_use
 from labkit.parallel.transport.choice import find_transport
 from labkit.parallel.transport.contract import POINT_TO_POINT, Step, Transport
+from labkit.studies.shared.alternatives import Failed, attempt, time_those_that_run
 
+CALLS = "calls"
 SAMPLE_S = 1e-3  # calls of something short follow one another until a sample takes about this long
 MOST_CALLS = 200
 GLOO, SHARED_MEMORY = "gloo", "shared memory"
@@ -60,21 +62,22 @@ def measure_point(point: LimitPoint) -> Iterator[dict[str, Any]]:
 def _timed(point: LimitPoint, calls: dict[str, Work], name: str, **options: Any) -> Iterator[dict[str, Any]]:
     """A row per call under the column `name`; a sample is the mean of as many in a row as make it long enough."""
     right = {key: call for key, call in calls.items() if call.gate == "ok"}
-    once = time_interleaved(
-        {key: call.run for key, call in right.items()}, warmup=1, repeats=1, device=point.device, seed=point.id
+    once, failed = time_those_that_run(
+        {key: {CALLS: call.run} for key, call in right.items()}, device=point.device, warmup=1, repeats=1, seed=point.id
     )
-    number = {key: max(1, min(MOST_CALLS, int(SAMPLE_S / max(once[key][0], 1e-9)))) for key in right}
-    samples = time_interleaved(
-        {key: partial(_in_a_row, call.run, number[key]) for key, call in right.items()},
+    number = {key: max(1, min(MOST_CALLS, int(SAMPLE_S / max(parts[CALLS][0], 1e-9)))) for key, parts in once.items()}
+    samples, failed_later = time_those_that_run(
+        {key: {CALLS: partial(_in_a_row, right[key].run, n)} for key, n in number.items()},
         warmup=point.warmup,
         repeats=point.repeats,
         device=point.device,
         seed=point.id,
         **options,
     )
+    failed |= failed_later
     for key, call in calls.items():
-        row = {name: key, "flops": call.flops, "bytes": call.n_bytes, "gate": call.gate}
-        yield row | ({"seconds": [s / number[key] for s in samples[key]]} if key in right else {})
+        row = {name: key, "flops": call.flops, "bytes": call.n_bytes, "gate": failed.get(key, call.gate)}
+        yield row | ({"seconds": [s / number[key] for s in samples[key][CALLS]]} if key in samples else {})
 
 
 def _in_a_row(run: Callable[[], Any], number: int) -> None:
@@ -175,16 +178,21 @@ def _exchange(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
         transports[SHARED_MEMORY] = SHARED
     for n_bytes in point.sizes:
         tensor = torch.empty(max(1, n_bytes // 4))
-        gates = {name: first_wrong(way, tensor) or "ok" for name, way in ways.items()}
+        found = {name: attempt(name, partial(first_wrong, way, tensor), device=device) for name, way in ways.items()}
+        gates = {name: one.reason if isinstance(one, Failed) else one or "ok" for name, one in found.items()}
         calls = {(name, ALL_REDUCE): partial(way, tensor) for name, way in ways.items() if gates[name] == "ok"}
         for name, transport in transports.items():
+            if gates[name] != "ok":
+                continue
             via = find_transport(None, torch.device(device), transport)
             for what, (steps, depth) in _messages(via, tensor).items():
                 calls[name, what] = partial(via.run, steps, depth)
             calls[name, DOUBLING] = partial(recursive_doubling_all_reduce, tensor, op="sum", transport=transport)
         names = {f"{name}, {what}": (name, what) for name, what in calls}
-        samples = time_interleaved(
-            {name: calls[key] for name, key in names.items()},
+        samples, failed = time_those_that_run(
+            {name: {CALLS: calls[key]} for name, key in names.items()},
+            alternative_of=lambda name: name.partition(", ")[0],
+            device=device,
             warmup=point.warmup,
             repeats=point.repeats,
             prepare=partial(_zero, tensor),
@@ -195,7 +203,8 @@ def _exchange(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
             if gate != "ok":
                 yield {"way": way, "what": ALL_REDUCE, "n_bytes": n_bytes, "gate": gate}
         for name, (way, what) in names.items():
-            yield {"way": way, "what": what, "n_bytes": n_bytes, "gate": "ok", "seconds": samples[name]}
+            timed = {"gate": failed[way]} if way in failed else {"gate": "ok", "seconds": samples[name][CALLS]}
+            yield {"way": way, "what": what, "n_bytes": n_bytes} | timed
 
 
 def _messages(via: Transport, tensor: torch.Tensor) -> dict[str, tuple[list[Step], int]]:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from labkit.nn.training import AUTOCAST_DTYPES, TrainingStep, gradients
 from labkit.nn.transformer import shape_named
 from labkit.studies.precision.dtypes import MODELS, observed_dtypes
 from labkit.studies.precision.numerics import ACCUMULATIONS, accumulate, norm_steps
-from labkit.studies.shared.alternatives import reason_of, time_those_that_run
+from labkit.studies.shared.alternatives import Failed, attempt, time_those_that_run
 
 FULL = "float32"
 FORWARD, BOTH = MODES = "forward", "forward and backward"
@@ -113,11 +114,12 @@ def _check(step: TrainingStep, precisions: tuple[str, ...], device: str) -> Iter
     """
     loss, reference = _loss_and_gradients(step, FULL)
     for name in precisions:
-        try:
-            own_loss, own = _loss_and_gradients(step, name)
-        except Exception as raised:  # a device without this precision
-            yield {"gate": reason_of(raised, device)}
+        found = attempt(name, partial(_loss_and_gradients, step, name), device=device)
+        if isinstance(found, Failed):  # a device without this precision
+            yield {"gate": found.reason}
             continue
+        own_loss, own = found
+        del found
         loss_error = abs(own_loss - loss) / abs(loss)
         sizes = {key: float(grad.double().square().sum()) for key, grad in reference.items()}
         off = {key: float((own[key] - grad).double().square().sum()) for key, grad in reference.items() if key in own}

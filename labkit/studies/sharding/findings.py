@@ -165,23 +165,40 @@ def _of_the_optimizer(frame: pd.DataFrame) -> str | None:
 def against_torch(frame: pd.DataFrame) -> Finding | None:
     pieces = [tables.steps_over(frame, theirs, own).assign(baseline=theirs) for theirs, own in PAIRS.items()]
     table = pd.concat([piece for piece in pieces if len(piece)]) if any(map(len, pieces)) else pieces[0]
-    caveat = _troubles(frame, "time")
-    return compared(table, "labkit's way", "torch's of the same kind", axis=("way",), caveat=caveat)
+    by_transport = table.groupby(["way", "transport"])["ratio"].median().unstack() if len(table) else table
+    why = None
+    if {"point_to_point", "shared"} <= set(by_transport.columns):
+        told = [
+            f"{way} takes {format_share(one['point_to_point'])} of the time of torch's over the same gloo, and "
+            f"{format_share(one['shared'])} through shared memory"
+            for way, one in by_transport.dropna().iterrows()
+        ]
+        why = f"{'; '.join(told)}." if told else None
+    return compared(
+        table,
+        "labkit's way",
+        "torch's of the same kind",
+        axis=("transport", "way"),
+        caveat=_troubles(frame, "time"),
+        why=why,
+    )
 
 
 @QUESTIONS.ask("break_even", "When does sharding the optimizer save time?")
 def break_even(frame: pd.DataFrame) -> Finding | None:
     table = tables.break_even(frame)
-    found = compared(table, ZERO1, DDP, axis=("transport", "size", "batch"), caveat=_troubles(frame, "time"))
+    found = compared(
+        table, ZERO1, DDP, axis=("optimizer", "transport", "size", "batch"), caveat=_troubles(frame, "time")
+    )
     if found is None or found.table is None or "predicted_ratio" not in found.table:
         return found
     clear = found.table[found.table["verdict"] != "no difference shown"]
     right = ((clear["predicted_ratio"] < 1) == (clear["ratio"] < 1)).sum()
     told = [
-        f"{'through shared memory' if transport == 'shared' else 'by messages'} {_rates(rows)}"
-        for transport, rows in found.table.groupby("transport")
+        f"{optimizer} {'through shared memory' if transport == 'shared' else 'by messages'} {_rates(rows)}"
+        for (optimizer, transport), rows in found.table.groupby(["optimizer", "transport"])
     ]
-    why = f"It pays where a gather sends more per second than the optimizer updates: {', '.join(told)}."
+    why = f"It pays where a gather moves more per second than the optimizer updates: {', '.join(told)}."
     if len(clear):
         why += f" The prediction has the right sign in {right} of {len(clear)} settings that differ clearly."
     return replace(found, why=why)

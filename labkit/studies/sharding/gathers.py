@@ -3,7 +3,7 @@
 import pandas as pd
 
 from labkit.lab.rows import in_order, select
-from labkit.studies.sharding.tables import DDP, FSDP, ORDER, SETTING, STEPS, WAITING, named, sent, timed
+from labkit.studies.sharding.tables import DDP, FSDP, ORDER, SETTING, STEPS, WAITING, WHERE, named, sent, timed
 from labkit.studies.sharding.worker import GATHER
 
 
@@ -36,8 +36,8 @@ def _gathers_alone(frame: pd.DataFrame) -> pd.DataFrame:
     keys = list(SETTING)
     rows = timed(frame)
     alone = rows[rows["part"] == GATHER][[*keys, "rank", "repeat", "seconds"]]
-    of_way = select(sent(frame), collective="all_gather")[[*keys[:4], "way", "of_model"]]
-    both = alone.merge(of_way, on=keys[:4])
+    of_way = select(sent(frame), collective="all_gather")[[*WHERE, "way", "of_model"]]
+    both = alone.merge(of_way, on=list(WHERE))
     return both.assign(seconds=both["seconds"].astype(float) * both["of_model"].astype(float))
 
 
@@ -53,7 +53,7 @@ def waits_over_gathers(frame: pd.DataFrame) -> pd.DataFrame:
 def gathering(frame: pd.DataFrame) -> pd.DataFrame:
     """The same times, long: gathers alone, while a step computes, and what it waits for."""
     table = gathers(frame)
-    table = table[table.groupby(list(SETTING[:4]))["way"].transform("nunique") > 1] if len(table) else table
+    table = table[table.groupby(list(WHERE))["way"].transform("nunique") > 1] if len(table) else table
     kinds = {"alone": "alone_s", "while computing": "gathering_s", "waited for": "waiting_s"}
     long = [table.assign(kind=kind, seconds=table[name]) for kind, name in kinds.items()]
     return pd.concat(long)[["size", "transport", "world_size", "way", "kind", "seconds"]]

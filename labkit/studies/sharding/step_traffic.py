@@ -16,7 +16,7 @@ from labkit.parallel.traffic import Collective
 COLLECTIVES = {"all_reduce": None, "reduce_scatter": REDUCE_SCATTER_COSTS, "all_gather": ALL_GATHER_COSTS}
 """What labkit's ways may call, with the costs of those that are one phase."""
 FOLDING = ("recursive_doubling", "halving_doubling")
-NOTES = "notes"
+NOTES, TCP = "notes", "all of them, by TCP"
 
 
 def traffic_rows(way: str, traffic: Sequence[Collective], whole: Mapping[str, Tensor]) -> Iterator[dict[str, Any]]:
@@ -54,6 +54,22 @@ def traffic_rows(way: str, traffic: Sequence[Collective], whole: Mapping[str, Te
                 "model_bytes": model_bytes,
                 "is_right": sent == should_send and ranks_off == 0,
             }
+
+
+def tcp_row(before: int | None, after: int | None, whole: Mapping[str, Tensor]) -> list[dict[str, Any]]:
+    """A row for a step of torch's, whose collectives are not seen: what its sockets sent, gloo's headers included.
+
+    None where the system does not count, or nothing went by TCP (NCCL).
+    """
+    device = next(iter(whole.values())).device
+    own = 0 if before is None or after is None else after - before
+    sent = torch.tensor(own, dtype=torch.float64, device=device)
+    dist.all_reduce(sent)
+    if device.type != "cpu" or not sent:
+        return []
+    model_bytes = sum(value.nbytes for value in whole.values())
+    mean = float(sent) / dist.get_world_size()
+    return [{"collective": TCP, "sent_bytes": mean, "model_bytes": model_bytes, "is_right": True}]
 
 
 def _most_padding(parameters: Iterable[Tensor], calls: int) -> int:

@@ -1,6 +1,7 @@
 """The sharding lab: its parameters and the points it measures."""
 
 from collections.abc import Hashable, Iterator, Sequence
+from itertools import product
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -15,13 +16,15 @@ from labkit.parallel.ranks.joined import ranks_here
 from labkit.parallel.sharding.implementations import IMPLEMENTATIONS, TORCHS
 from labkit.parallel.transport import AUTO, POINT_TO_POINT, TRANSPORTS
 from labkit.studies.sharding.findings import QUESTIONS
-from labkit.studies.sharding.worker import ShardingPoint, measure_point
+from labkit.studies.sharding.training import OPTIMIZERS, ShardingPoint
+from labkit.studies.sharding.worker import measure_point
 
 RANK_BYTES = 300 * 2**20  # a rank's own resident memory, torch included
 COPIES = 5  # of the parameters, for each way: parameters, gradients, two states, what is on its way
 
 Size = Annotated[str, one_of(lambda: SIZES)]
 Way = Annotated[str, one_of(lambda: IMPLEMENTATIONS)]
+OptimizerName = Annotated[str, one_of(lambda: OPTIMIZERS)]
 TransportName = Annotated[str, one_of(lambda: TRANSPORTS)]
 Sizes = list[Size]
 WorldSizes = Annotated[list[Annotated[int, Field(ge=2, le=1024)]], Field(min_length=1)]
@@ -33,8 +36,10 @@ class ShardingConfig(LabConfig):
     size: Size
     """Measured with all ways."""
     swept_sizes: Sizes
-    """With and without a sharded optimizer, at every batch of `swept_batches`, over both transports."""
+    """With and without a sharded optimizer, for each of `swept_optimizers` and `swept_batches`, by both transports."""
     swept_batches: Annotated[list[Count], Field(min_length=1)]
+    swept_optimizers: list[OptimizerName] = list(OPTIMIZERS)
+    """One whose step is dear, one whose step is cheap: what sharding saves, and so whether it pays, depends on that."""
     ways: Annotated[list[Way], Field(min_length=1)] = list(IMPLEMENTATIONS)
     transports: Annotated[list[TransportName], Field(min_length=1)] = list(reversed(TRANSPORTS))
     world_sizes: WorldSizes = [2]
@@ -110,7 +115,9 @@ class ShardingStudy(Study):
         return capacity.skip_reason(machine, point.device, needed, ranks=ranks, says=f"{ways} copies need {{}}")
 
     def series(self, point: ShardingPoint) -> tuple[Hashable, float]:
-        return (point.kind, point.world_size, point.transport, point.ways), n_parameters(shape_named(point.size))
+        return (point.kind, point.world_size, point.transport, point.optimizer, point.ways), n_parameters(
+            shape_named(point.size)
+        )
 
 
 def _points_of_world(config: ShardingConfig, world_size: int, machine: Machine) -> Iterator[ShardingPoint]:
@@ -121,15 +128,16 @@ def _points_of_world(config: ShardingConfig, world_size: int, machine: Machine) 
     ways = tuple(way for way in IMPLEMENTATIONS if way in config.ways)
     own = tuple(way for way in ways if way not in TORCHS)
     pair = tuple(way for way in ("ddp", "zero1") if way in ways)
+    # what torch has, too: over its own transport, what is left is the implementation
+    both = tuple(way for way in ways if way == "ddp" or way.removeprefix("torch_") in ("zero1", "zero3"))
     transports = config.transports if device == "cpu" else [AUTO]
     for number, transport in enumerate(transports if world_size in config.world_sizes else []):
-        compared = ways if number == 0 else pair
+        compared = ways if number == 0 else both
         yield ShardingPoint.of(config, kind="time", size=config.size, transport=transport, ways=compared, **here)
-        for size in config.swept_sizes:
-            for batch in config.swept_batches:
-                of = {"size": size, "batch": batch, "transport": transport, "ways": pair}
-                of["repeats"] = config.swept_repeats
-                yield ShardingPoint.of(config, kind="time", **of, **here)
+        for size, batch, optimizer in product(config.swept_sizes, config.swept_batches, config.swept_optimizers):
+            of = {"size": size, "batch": batch, "optimizer": optimizer, "transport": transport, "ways": pair}
+            of["repeats"] = config.swept_repeats
+            yield ShardingPoint.of(config, kind="time", **of, **here)
     if world_size in config.world_sizes and device == "cpu":  # where there is a GPU, they are all of this kind
         nccl = here | {"device": "cuda", "backend": "nccl", "transport": AUTO}
         yield ShardingPoint.of(config, kind="time", size=config.size, ways=ways, **nccl)

@@ -16,8 +16,9 @@ from labkit.lab.project import reference_directory
 from labkit.lab.rows import Measured, in_order, select
 from labkit.scaling.model import parameters as parameters_of
 from labkit.scaling.named_models import NAMED
+from labkit.studies.sharding.memory import LEAST_PEAK
 from labkit.studies.sharding.step_traffic import NOTES
-from labkit.studies.sharding.worker import GATHER, LEAST_PEAK, PHASES
+from labkit.studies.sharding.worker import GATHER, PHASES, UPDATES
 
 NAMES = {
     "ddp": "DDP",
@@ -30,7 +31,8 @@ NAMES = {
 }
 ORDER = tuple(NAMES.values())
 DDP, ZERO1, ZERO2, FSDP = ORDER[:4]
-SETTING = ("size", "batch", "transport", "world_size", "device")
+WHERE = ("size", "batch", "optimizer", "transport", "world_size")
+SETTING = (*WHERE, "device")
 STEP, WAITING = "step", "waiting for gathers"
 STEPS = Measured(SETTING, "way")
 PARTS_OF_STEP = Measured(("part", *SETTING), "way")
@@ -45,6 +47,8 @@ GPU_BYTES, GPU_RANKS = 80 * 2**30, (2, 8, 64)
 
 def named(frame: pd.DataFrame) -> pd.DataFrame:
     """The rows, with ways by the names that a reader knows."""
+    if "optimizer" not in frame:  # older runs have AdamW only
+        frame = frame.assign(optimizer="AdamW")
     return frame.assign(way=frame["way"].map(lambda way: NAMES.get(way, way))) if "way" in frame else frame
 
 
@@ -60,12 +64,18 @@ def timed(frame: pd.DataFrame) -> pd.DataFrame:
 def times(frame: pd.DataFrame) -> pd.DataFrame:
     """Median seconds by setting, way and part, with interval; of settings in which more than a pair took turns."""
     rows = timed(frame)
-    rows = rows[rows["way"] != GATHER]
+    rows = rows[~rows["way"].isin((GATHER, UPDATES))]
     table = PARTS_OF_STEP.medians(rows)
     many = table.groupby(list(SETTING))["way"].transform("nunique") > 2 if len(table) else []
     table = table[many] if len(table) else table
-    columns = [*SETTING[:4], "way", "part", "seconds", "low", "high"]
+    columns = [*WHERE, "way", "part", "seconds", "low", "high"]
     return in_order(table, way=ORDER, part=[*PHASES, STEP, WAITING])[columns]
+
+
+def in_panels(table: pd.DataFrame) -> pd.DataFrame:
+    """Add `panel`: what labkit's ways send by, and how many ranks there are."""
+    panels = [f"{by}, {ranks} ranks" for by, ranks in zip(table["transport"], table["world_size"], strict=True)]
+    return table.assign(panel=panels)
 
 
 def steps_over(frame: pd.DataFrame, baseline: str, *ways: str) -> pd.DataFrame:
@@ -74,17 +84,17 @@ def steps_over(frame: pd.DataFrame, baseline: str, *ways: str) -> pd.DataFrame:
 
 
 def break_even(frame: pd.DataFrame) -> pd.DataFrame:
-    """ZeRO-1 over DDP by setting, with what was predicted of it from DDP's step and a gather alone.
+    """ZeRO-1 over DDP by setting, with what was predicted of it from DDP's step and a gather of updates alone.
 
-    A step saves (p-1)/p of the optimizer's time and pays a gather of all parameters. `needed_bytes_per_s` is what a
-    gather has to send for both to be equal, `gather_bytes_per_s` what it does send.
+    A step saves (p-1)/p of the optimizer's time and pays a gather of all parameters, copies in and out included.
+    `needed_bytes_per_s` is what a gather has to move for both to be equal, `gather_bytes_per_s` what it does move.
     """
     ratios, rows = steps_over(frame, DDP, ZERO1), timed(frame)
     added = ["predicted_ratio", "optimizer_s", "gather_s", "needed_bytes_per_s", "gather_bytes_per_s"]
     if ratios.empty:
         return ratios.reindex(columns=[*ratios.columns, *added])
     keys = list(SETTING)
-    alone = STEPS.medians(rows, part=GATHER)[[*keys, "seconds"]].rename(columns={"seconds": "gather_s"})
+    alone = STEPS.medians(rows, part=UPDATES)[[*keys, "seconds"]].rename(columns={"seconds": "gather_s"})
     whole = STEPS.medians(rows, part=STEP, way=DDP)[[*keys, "seconds"]].rename(columns={"seconds": "ddp_s"})
     update = STEPS.medians(rows, part="optimizer", way=DDP)[[*keys, "seconds"]]
     table = ratios.merge(alone, on=keys).merge(whole, on=keys)
@@ -107,8 +117,9 @@ def predictions(frame: pd.DataFrame) -> pd.DataFrame:
     """The same ratios, long: a row as measured, with its interval, and a row as predicted."""
     table = break_even(frame)
     about = [f"{size}, batch {batch}" for size, batch in zip(table["size"], table["batch"], strict=True)]
-    table = table.assign(model=about, kind="measured")
-    keys = ["model", "transport", "world_size", "kind"]
+    panels = [f"{name}, {by}" for name, by in zip(table["optimizer"], table["transport"], strict=True)]
+    table = table.assign(model=about, panel=panels, kind="measured")
+    keys = ["model", "panel", "world_size", "kind"]
     predicted = table[[*keys[:3], "predicted_ratio"]].rename(columns={"predicted_ratio": "ratio"})
     return pd.concat([table[[*keys, "ratio", "low", "high"]], predicted.assign(kind="predicted")], ignore_index=True)
 
@@ -201,10 +212,10 @@ def sent(frame: pd.DataFrame) -> pd.DataFrame:
     """By way and collective: calls per step, bytes of tensors, bytes that a rank sends (mean over ranks), the formula.
 
     `of_model`: the tensors over the model's own bytes, Psi. `measured_over_predicted` is infinite where the formula has
-    nothing, and there is none of FSDP's notes, which no formula has.
+    nothing, and there is none of FSDP's notes and torch's ways, which no formula has.
     """
     numbers = ["calls", "tensors_bytes", "sent_bytes", "formula_bytes", "model_bytes"]
-    columns = [*SETTING[:4], "way", "collective", *numbers]
+    columns = [*WHERE, "way", "collective", *numbers]
     rows = select(named(frame), columns, kind="time").dropna(subset="collective").drop_duplicates(columns)[columns]
     rows = rows.astype(dict.fromkeys(numbers[1:], float))
     rows["formula_bytes"] = rows["formula_bytes"].mask(rows["collective"] == NOTES)
@@ -217,7 +228,7 @@ def sent(frame: pd.DataFrame) -> pd.DataFrame:
 
 def sent_per_step(frame: pd.DataFrame) -> pd.DataFrame:
     """By way, all collectives together: bytes that a rank sends per step, and in units of Psi (p-1)/p."""
-    table = sent(frame).groupby([*SETTING[:4], "way"], as_index=False)[["sent_bytes", "model_bytes"]]
+    table = sent(frame).groupby([*WHERE, "way"], as_index=False)[["sent_bytes", "model_bytes"]]
     table = table.agg({"sent_bytes": "sum", "model_bytes": "max"})
     share = (table["world_size"] - 1) / table["world_size"]
     times_psi = (table["sent_bytes"] / table["model_bytes"] / share).astype(float).round(3)

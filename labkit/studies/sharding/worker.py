@@ -6,61 +6,35 @@
 Messages are counted before they are timed: bytes that are not those of the formulas are wrong results.
 """
 
-import gc
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import AdamW
 
-from labkit.bench.clock import time_parts_interleaved
 from labkit.bench.gate import verdict, worst_of_ranks
-from labkit.bench.memory import peak_memory_growth, return_memory_when_freed
-from labkit.costs.sharding import PARTS, STAGES, state_bytes
-from labkit.lab.point import Point
-from labkit.nn.workloads import Workload, workload_named
 from labkit.parallel.collectives import all_gather
 from labkit.parallel.ranks.device import use_device
-from labkit.parallel.sharding.implementations import TORCHS, held_tensors, n_bytes, shard, whole_parameters
-from labkit.parallel.traffic import recorded_traffic
+from labkit.parallel.sharding import ShardedOptimizer
+from labkit.parallel.sharding.implementations import TORCHS, whole_parameters
+from labkit.parallel.traffic import recorded_traffic, tcp_bytes_sent
 from labkit.parallel.transport import SHARED, empty_for_all_reduce, transport_in_use
-from labkit.studies.sharding.step_traffic import traffic_rows
+from labkit.studies.sharding.memory import measure_memory
+from labkit.studies.sharding.step_traffic import tcp_row, traffic_rows
+from labkit.studies.sharding.training import OPTIMIZERS, ShardingPoint, Training, workload_of
+from labkit.studies.shared.alternatives import Failed, attempt, time_those_that_run
 
 PHASES = ("forward", "backward", "optimizer")
 GATHER = "gather"
 """An all-gather of as many bytes as the model has, with nothing else to do."""
+UPDATES = "gather of updates"
+"""What ends a step of ZeRO-1, with nothing else to do: updated parameters packed, gathered, and copied out."""
 GATE_STEPS = 2
 LARGEST_ERROR = 1e-2
 """Of a parameter, over the largest change of its tensor."""
-LEAST_PEAK = 0.98  # of what is held: small tensors may lie in memory that the process had before
 BUCKET_BYTES = 25 * 2**20
-SETTINGS: Mapping[str, Any] = {"lr": 1e-3, "eps": 1e-5}
-"""Of AdamW. `eps` is above what rounding makes of a gradient: three ranks add in another order than one process."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ShardingPoint(Point):
-    """A model, a batch, a transport, and the ways that are compared on it."""
-
-    kind: str
-    size: str
-    transport: str
-    """What labkit's ways send by; torch's send by the backend."""
-    ways: tuple[str, ...]
-    device: str = "cpu"
-    batch: int = 1
-    context_length: int = 32
-    machine_bytes: int = 0
-    """Memory of the device, or of the machine whose ranks share it."""
-    warmup: int = 0
-    repeats: int = 6
-    seed: int = 0
-
-    def title(self) -> str:
-        return f"{super().title()}, {self.kind}, {self.size}, {self.transport}, batch {self.batch}"
 
 
 def measure_point(point: ShardingPoint) -> Iterator[dict[str, Any]]:
@@ -70,53 +44,18 @@ def measure_point(point: ShardingPoint) -> Iterator[dict[str, Any]]:
         for way in point.ways:
             yield {"way": way, "not_measured": transport_in_use()[1]}
         return
-    yield from (_memory if point.kind == "memory" else _times)(point, device)
-
-
-def _workload(point: ShardingPoint, device: str, rank: int) -> Workload:
-    seed = (1000 * point.seed + rank) % 2**63
-    return workload_named(point.size, batch=point.batch, context_length=point.context_length, device=device, seed=seed)
-
-
-class Training:
-    """One way to train: a copy of the model in its shards, and AdamW."""
-
-    def __init__(self, way: str, point: ShardingPoint, device: str):
-        self._workload = _workload(point, device, dist.get_rank())
-        self.model, self.optimizer = shard(way, self._workload.build(), AdamW, transport=point.transport, **SETTINGS)
-        self._loss: Tensor | None = None
-
-    def forward(self) -> None:
-        self._loss = self._workload.loss(self.model)
-
-    def backward(self) -> None:
-        assert self._loss is not None, "forward comes first"
-        self._loss.backward()
-        self._loss = None
-
-    def step(self) -> None:
-        self.optimizer.step()
-
-    def run(self) -> None:
-        self.optimizer.zero_grad()
-        self.forward()
-        self.backward()
-        self.step()
+    yield from (measure_memory if point.kind == "memory" else _times)(point, device)
 
 
 def _times(point: ShardingPoint, device: str) -> Iterator[dict[str, Any]]:
     start, expected = _one_process(point, device)
     trainings: dict[str, Training] = {}
     for way in point.ways:
-        training = Training(way, point, device)
-        training.run()
-        with recorded_traffic() as traffic:
-            training.run()
-        error = worst_of_ranks(_error(whole_parameters(training.model), expected, start))
-        about = {"way": way, "error": error, "gate": verdict(error, LARGEST_ERROR)}
-        rows = list(traffic_rows(way, traffic, start)) if way not in TORCHS else []
-        if wrong := [row["collective"] for row in rows if not row.pop("is_right")]:
-            about["gate"] = f"wrong: bytes sent by {', '.join(wrong)} are not those of the formulas"
+        found = attempt(way, partial(_checked_steps, way, point, device, start, expected), device=device)
+        if isinstance(found, Failed):
+            yield {"way": way, "gate": found.reason}
+            continue
+        training, about, rows = found
         yield from (about | row for row in rows)
         if about["gate"] == "ok":
             trainings[way] = training
@@ -126,12 +65,32 @@ def _times(point: ShardingPoint, device: str) -> Iterator[dict[str, Any]]:
     yield from _timed_rows(point, device, trainings, sum(value.nbytes for value in start.values()))
 
 
+def _checked_steps(
+    way: str, point: ShardingPoint, device: str, start: dict[str, Tensor], expected: dict[str, Tensor]
+) -> tuple[Training, dict[str, Any], list[dict[str, Any]]]:
+    """A training after `GATE_STEPS` steps, what the gate says of it, and what its last step has sent."""
+    training = Training(way, point, device)
+    training.run()
+    dist.barrier()
+    before = tcp_bytes_sent()
+    with recorded_traffic() as traffic:
+        training.run()
+    by_tcp = tcp_bytes_sent()
+    error = worst_of_ranks(_error(whole_parameters(training.model), expected, start))
+    about = {"way": way, "error": error, "gate": verdict(error, LARGEST_ERROR)}
+    rows = list(traffic_rows(way, traffic, start)) if way not in TORCHS else tcp_row(before, by_tcp, start)
+    if wrong := [row["collective"] for row in rows if not row.pop("is_right")]:
+        about["gate"] = f"wrong: bytes sent by {', '.join(wrong)} are not those of the formulas"
+    return training, about, rows
+
+
 def _one_process(point: ShardingPoint, device: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Parameters before and after training with the batches of all ranks in one process: what all ways must come to."""
-    workloads = [_workload(point, device, rank) for rank in range(dist.get_world_size())]
+    workloads = [workload_of(point, device, rank) for rank in range(dist.get_world_size())]
     model = workloads[0].build()
     start = _copied(model)
-    optimizer = AdamW(model.parameters(), **SETTINGS)
+    make, settings = OPTIMIZERS[point.optimizer]
+    optimizer = make(model.parameters(), **settings)
     for _ in range(GATE_STEPS):
         optimizer.zero_grad()
         for workload in workloads:
@@ -155,13 +114,17 @@ def _error(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], start: M
 def _timed_rows(
     point: ShardingPoint, device: str, trainings: Mapping[str, Training], model_bytes: int
 ) -> Iterator[dict[str, Any]]:
-    """Seconds by part, all ways in turns with a gather alone; and of labkit's ways how long steps wait for gathers."""
+    """Seconds by part, all ways in turns with gathers alone; and of labkit's ways how long steps wait for gathers."""
     actions: dict[str, dict[str, Callable[[], Any]]] = {
         way: dict(zip(PHASES, (one.forward, one.backward, one.step), strict=True)) for way, one in trainings.items()
     }
     if set(trainings) - set(TORCHS):
         buffer = empty_for_all_reduce(model_bytes, torch.uint8, torch.device(device), None, point.transport)
         actions[GATHER] = {GATHER: lambda: _gather(buffer, point.transport)}
+    if "zero1" in trainings:
+        optimizer = trainings["zero1"].optimizer
+        assert isinstance(optimizer, ShardedOptimizer)
+        actions[UPDATES] = {UPDATES: optimizer.gather_parameters}
     turns: dict[str, list[int]] = {name: [] for name in actions}
 
     def prepare(name: str) -> None:
@@ -171,7 +134,8 @@ def _timed_rows(
 
     options: dict[str, Any] = {"warmup": point.warmup, "repeats": point.repeats, "device": device, "seed": point.id}
     with recorded_traffic() as traffic:
-        times = time_parts_interleaved(actions, prepare=prepare, before=dist.barrier, **options)
+        times, failed = time_those_that_run(actions, prepare=prepare, before=dist.barrier, **options)
+    yield from ({"way": way, "gate": reason} for way, reason in failed.items() if way in trainings)
     borders = sorted(at for of_way in turns.values() for at in of_way)
     for way, by_part in times.items():
         for part, seconds in by_part.items():
@@ -197,64 +161,3 @@ def _timed_rows(
 def _gather(buffer: Tensor, transport: str) -> None:
     for bucket in buffer.split(BUCKET_BYTES):
         all_gather(bucket, transport=transport)
-
-
-def _memory(point: ShardingPoint, device: str) -> Iterator[dict[str, Any]]:
-    """Three rows a way: what a rank holds by part, as its tensors say, and the peak that the system saw, once.
-
-    A peak below what is held is none: something else was freed meanwhile. Such a row says so and has no peak.
-    """
-    return_memory_when_freed()
-    for way in point.ways:  # libraries, and what is made once
-        Training(way, ShardingPoint.of(point, size="nano", batch=1), device).run()
-    for way in point.ways:
-        gc.collect()  # the way before, which is full of cycles, would be freed within this one's peak
-        dist.barrier()
-        with peak_memory_growth(device) as init:
-            training = Training(way, point, device)
-        about = {"way": way, "gate": "ok"}
-        held = {"init": _held(training)}
-        with peak_memory_growth(device) as first:  # makes what stays: optimizer state, buffers
-            training.run()
-            training.optimizer.zero_grad()
-        with peak_memory_growth(device) as before:
-            training.forward()
-            training.backward()
-        held["before step"] = _held(training)
-        with peak_memory_growth(device) as after:
-            training.step()
-        held["after step"] = _held(training)
-        resting = _total(init.kept_bytes, first.kept_bytes)
-        peaks = {
-            "init": init.growth_bytes,
-            "before step": _total(resting, before.growth_bytes),
-            "after step": _total(resting, before.kept_bytes, after.growth_bytes),
-        }
-        parameters = dict(_workload(point, "meta", 0).build().named_parameters())
-        formula = _formula(way, parameters) if way in STAGES else {}
-        for moment, parts in held.items():
-            yield about | parts | formula | {"moment": moment} | _checked(peaks[moment], sum(parts.values()))
-        del training
-
-
-def _checked(peak: int | None, held: int) -> dict[str, Any]:
-    if peak is None or peak >= LEAST_PEAK * held:
-        return {"peak_bytes": peak}
-    return {"peak_bytes": None, "gate": f"wrong: a peak of {peak} bytes while {held} are held"}
-
-
-def _held(training: Training) -> dict[str, int]:
-    tensors = held_tensors(training.model, training.optimizer)
-    return {f"{part}_bytes": n_bytes(tensors[part]) for part in PARTS}
-
-
-def _formula(way: str, parameters: Mapping[str, Tensor]) -> dict[str, float]:
-    replicated = sum(value.numel() for value in parameters.values() if value.dim() < 2)
-    n = sum(value.numel() for value in parameters.values())
-    states = state_bytes(n, way, dist.get_world_size(), replicated=replicated)
-    return {f"formula_{part}_bytes": states[part] for part in PARTS}
-
-
-def _total(*n_bytes: int | None) -> int | None:
-    known = [n for n in n_bytes if n is not None]
-    return sum(known) if len(known) == len(n_bytes) else None

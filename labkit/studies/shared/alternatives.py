@@ -1,12 +1,15 @@
 """One alternative's failure costs no other: what it raised is the reason in its own row, and the others are measured.
 
-On several ranks only if all of them raised: ranks that go on would wait in a collective for one that did not, so that
-there an exception ends the point.
+`attempt` and `time_those_that_run` say whose turn it is (`parallel.ranks.whose_turn`). On one rank, and where all ranks
+raise, the point goes on. Ranks that go on would wait in a collective for one that does not: if only some raise, or a
+rank dies, the point is measured again in new ranks, and these two say of the alternative why it is left out.
 """
 
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,15 +17,60 @@ from torch.distributed import distributed_c10d
 
 from labkit.bench.clock import time_parts_interleaved
 from labkit.lab.own_models import readers_line
+from labkit.parallel.ranks import whose_turn
 from labkit.parallel.ranks.outcome import is_out_of_memory
 
 PATIENCE_S = 2.0  # ranks that make the same mistake make it at about the same time
 
+T = TypeVar("T")
 Actions = Mapping[str, Callable[[], Any]]
 """What is timed of one alternative, by phase, in the order in which the phases follow one another."""
 
 
-def reason_of(error: Exception, device: str) -> str:
+@dataclass(frozen=True)
+class Failed:
+    """What stands in the place of an alternative's results."""
+
+    reason: str
+    """For the `gate` of its row: "failed: RuntimeError: ..."."""
+
+
+def attempt(alternative: str, action: Callable[[], T], *, device: str) -> T | Failed:
+    """What the action returns, or why there is nothing of this alternative: it has failed, now or before.
+
+    A collective wherever there are several ranks. Raises on if only some of them fail, or the device is dead.
+    """
+    if (reason := whose_turn.why_left_out(alternative)) is not None:
+        return Failed(reason)
+    try:
+        with turn_of(alternative, device) as turn:
+            return action()
+    except Exception as error:
+        if not _all_ranks_raise(turn):
+            raise
+        whose_turn.end()
+        return Failed(reason_of(error, device))
+
+
+@contextmanager
+def turn_of(alternative: str, device: str) -> Iterator[str]:
+    """Inside, what is raised is this alternative's failure; yields a name of the turn, the same on all ranks."""
+    name = whose_turn.begin(alternative)
+    try:
+        yield name
+    except Exception as error:
+        _explain(error, device)
+        raise
+    whose_turn.end()
+
+
+def _explain(error: Exception, device: str) -> None:
+    """Note what the row of the alternative should say whose turn it is, in case this error ends the rank's point."""
+    where = f" on rank {dist.get_rank()}" if _is_one_of_several() else ""
+    whose_turn.explain(reason_of(error, device, where=where))
+
+
+def reason_of(error: Exception, device: str, where: str = "") -> str:
     """What stands in the row of an alternative that raised: "out of memory: ..." or "failed: RuntimeError: ...".
 
     Of a reader's own also where: "..., line 3 of the cell".
@@ -38,51 +86,70 @@ def reason_of(error: Exception, device: str) -> str:
     text = str(error).strip().partition("\n")[0]
     if is_out_of_memory(error):
         return f"out of memory: {text or type(error).__name__}"
-    return f"failed: {type(error).__name__}: {text}".removesuffix(": ") + readers_line(error)
+    return f"failed{where}: {type(error).__name__}: {text}".removesuffix(": ") + readers_line(error)
 
 
-def reason_on_all_ranks(error: Exception, key: str, device: str) -> str:
-    """`reason_of` an error that every rank has raised.
+def _is_one_of_several() -> bool:
+    return dist.is_initialized() and dist.get_world_size() > 1
 
-    Raises the error again if another rank does not follow within `PATIENCE_S`. `key` is new for each attempt.
-    """
+
+def _all_ranks_raise(turn: str) -> bool:
+    """Whether all ranks raise in this turn; those that do find each other within `PATIENCE_S`."""
+    if not _is_one_of_several():
+        return True
     store, ranks = distributed_c10d._get_default_store(), dist.get_world_size()
-    raised, deadline = store.add(f"raised {key}", 1), time.monotonic() + PATIENCE_S
-    while raised < ranks:
-        if time.monotonic() > deadline:
-            raise error
+    key, deadline = f"raised in {turn}", time.monotonic() + PATIENCE_S
+    raised = store.add(key, 1)
+    while raised < ranks and time.monotonic() < deadline:
         time.sleep(0.01)
-        raised = store.add(f"raised {key}", 0)
-    return reason_of(error, device)
+        raised = store.add(key, 0)
+    return raised >= ranks
 
 
 def time_those_that_run(
-    alternatives: Mapping[str, Actions], *, device: str, **options: Any
+    alternatives: Mapping[str, Actions],
+    *,
+    device: str,
+    alternative_of: Callable[[str], str] = str,
+    prepare: Callable[[str], Any] | None = None,
+    before: Callable[[], Any] | None = None,
+    **options: Any,
 ) -> tuple[dict[str, dict[str, list[float]]], dict[str, str]]:
-    """Seconds by alternative and phase, all taking turns; and by alternative that raised, the reason.
+    """Seconds by turn and phase, all taking turns; and by alternative that failed, now or before, the reason.
 
-    Where one raises, its turn broke off halfway: the others are timed again from the start, without it. `options` are
-    those of `time_parts_interleaved`.
+    Where one raises, its turn broke off halfway: the others are timed again from the start, without it; on several
+    ranks by measuring the point again. `alternative_of` a turn, if that is not the same. `prepare`, `before` and
+    `options` are those of `time_parts_interleaved`.
     """
-    failed: dict[str, str] = {}
-    while running := {name: actions for name, actions in alternatives.items() if name not in failed}:
-        called: list[str] = []
-        noting = {
-            name: {phase: _noting(called, name, action) for phase, action in actions.items()}
-            for name, actions in running.items()
-        }
+    names = dict.fromkeys(map(alternative_of, alternatives))
+    failed = {name: why for name in names if (why := whose_turn.why_left_out(name)) is not None}
+    turn = ""
+
+    def prepare_turn(name: str) -> None:
+        nonlocal turn
+        turn = alternative_of(name)
+        if prepare is not None:
+            prepare(name)
+
+    def begin() -> None:
+        """After the barrier: what breaks there is the doing of whose turn was last."""
+        if before is not None:
+            before()
+        whose_turn.begin(turn)
+
+    options |= {"device": device, "prepare": prepare_turn, "before": begin}
+    samples: dict[str, dict[str, list[float]]] = {}
+    while running := {name: of for name, of in alternatives.items() if alternative_of(name) not in failed}:
         try:
-            return time_parts_interleaved(noting, device=device, **options), failed
+            samples = time_parts_interleaved(running, **options)
+            break
         except Exception as error:
-            if not called:
+            if (blamed := whose_turn.alternative()) is None:
                 raise
-            failed[called[-1]] = reason_of(error, device)
-    return {}, failed
-
-
-def _noting(called: list[str], name: str, action: Callable[[], Any]) -> Callable[[], Any]:
-    def call() -> Any:
-        called[:] = [name]
-        return action()
-
-    return call
+            _explain(error, device)
+            if _is_one_of_several():
+                raise
+            failed[blamed] = reason_of(error, device)
+            whose_turn.end()
+    whose_turn.end()
+    return samples, failed

@@ -8,6 +8,7 @@ becomes a row whose `gate` says why.
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from labkit.lab.units import format_bytes
 from labkit.machine.memory_limits import available_memory_bytes
 from labkit.nn.attention_implementations import RESERVED, attention_named
 from labkit.nn.attention_problem import AttentionProblem, Checked, Passes, check
-from labkit.studies.shared.alternatives import reason_of, time_those_that_run
+from labkit.studies.shared.alternatives import Failed, attempt, time_those_that_run
 
 EXPLICIT, COMPILED, TILED, FLASH = "explicit", "compiled", "tiled", "flash"
 WHOLE_MATRIX = (EXPLICIT, COMPILED, "sdpa_math")
@@ -81,19 +82,25 @@ def measure_passes(point: PassesPoint) -> Iterator[dict[str, Any]]:
             continue
         problem = problem or problem_of(point)
         passes = problem.passes(attention_named(name).attend)
-        try:
-            row = {"implementation": name} | _examine(point, problem, passes, name)
-            saved = list(_accounting(problem, passes, name))
-        except Exception as error:  # of any type: compilers, libraries and drivers have their own
+        found = attempt(name, partial(_examine_and_account, point, problem, passes, name), device=point.device)
+        if isinstance(found, Failed):
             passes.release()
-            yield {"implementation": name, "phase": "both", "gate": reason_of(error, point.device)}
+            yield {"implementation": name, "phase": "both", "gate": found.reason}
             continue
+        row, saved = found
         yield from saved
         if row["gate"] == "ok":
             right[name] = passes, row
         yield row | {"phase": "both"}
     if right and point.repeats:
         yield from _time(point, right)
+
+
+def _examine_and_account(
+    point: PassesPoint, problem: AttentionProblem, passes: Passes, name: str
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    row = {"implementation": name} | _examine(point, problem, passes, name)
+    return row, list(_accounting(problem, passes, name))
 
 
 def problem_of(point: PassesPoint) -> AttentionProblem:

@@ -6,17 +6,17 @@ A call takes a millisecond or less, so that a sample is the mean of several call
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 
 from labkit.bench.allocator import record_allocations
-from labkit.bench.clock import time_parts_interleaved
 from labkit.bench.operators import operators_of
 from labkit.bench.saved_tensors import saved_for_backward
 from labkit.lab.point import Point
 from labkit.parallel.ranks.device import use_device
-from labkit.studies.shared.alternatives import reason_on_all_ranks
+from labkit.studies.shared.alternatives import Failed, attempt, time_those_that_run, turn_of
 from labkit.studies.sync_batchnorm.alternatives import (
     BARE,
     TORCH,
@@ -63,30 +63,35 @@ def measure_point(point: SyncBatchNormPoint) -> Iterator[dict[str, Any]]:
         if refusal := _refusal(name, batch):
             yield {"alternative": name, "refused": refusal}
             continue
-        try:
-            candidate, error, gate = _checked(name, point, batch, device)
-        except Exception as raised:  # of any type: a reader's own layer may be wrong in any way
-            yield {"alternative": name, "gate": reason_on_all_ranks(raised, f"{point.id} {name}", device)}
+        found = attempt(name, partial(_checked, name, point, batch, device), device=device)
+        if isinstance(found, Failed):
+            yield {"alternative": name, "gate": found.reason}
             continue
+        candidate, error, gate = found
         abouts[name] = {"alternative": name, "error": error, "gate": gate}
         if abouts[name]["gate"] == "ok":
             right[name] = candidate
         else:
             yield abouts[name]
     turns = {turn: parts for one in right.values() for turn, parts in _turns(one).items()}
-    times = time_parts_interleaved(turns, **_timing(point, device))
+    owner = {turn: name for name, one in right.items() for turn in _turns(one)}
+    times, failed = time_those_that_run(turns, alternative_of=owner.__getitem__, **_timing(point, device))
     for name, one in right.items():
-        counts = _counts(one)
+        if name in failed:
+            yield abouts[name] | {"gate": failed[name]}
+            continue
+        with turn_of(name, device):
+            counts = _counts(one)
         for turn in _turns(one):
             for phase, seconds in times[turn].items():
                 if not _is_idle(name):
                     yield abouts[name] | {"phase": phase, "seconds": seconds} | counts[phase]
         if isinstance(one, Layer) and not _is_idle(name):
             # one rank tells, the others take part: a profiler in every rank costs more than all timing
-            if dist.get_rank() == 0:
-                yield abouts[name] | _memory(name, batch, device)
-            else:
-                _take_part(name, batch)
+            with turn_of(name, device):
+                memory = _memory(name, batch, device) if dist.get_rank() == 0 else _take_part(name, batch)
+            if memory:
+                yield abouts[name] | memory
 
 
 def _checked(name: str, point: SyncBatchNormPoint, batch: Batch, device: str) -> tuple[Layer | Bare, float, str]:
@@ -172,9 +177,10 @@ def _memory(name: str, batch: Batch, device: str) -> dict[str, Any]:
     }
 
 
-def _take_part(name: str, batch: Batch) -> None:
+def _take_part(name: str, batch: Batch) -> dict[str, Any]:
     """The collectives of `_memory`, for the rank that measures it."""
     layer = Layer(name, batch)
     for _ in range(2):
         layer.forward()
         layer.backward()
+    return {}

@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from labkit.bench.clock import time_interleaved
 from labkit.bench.gate import largest_difference, verdict, worst_of_ranks
 from labkit.lab.point import Point
 from labkit.nn.attention_implementations import attention_named
@@ -16,7 +15,8 @@ from labkit.nn.training import AUTOCAST_DTYPES, adamw, gradients
 from labkit.nn.transformer import Transformer, language_model_loss, shape_named
 from labkit.parallel.data_parallel.implementations import BUCKETED, wrap
 from labkit.parallel.ranks.device import use_device
-from labkit.studies.shared.alternatives import reason_of
+from labkit.studies.shared.alternatives import Failed, attempt, time_those_that_run
+from labkit.studies.shared.gradient_gate import check_completeness
 
 DEFAULT, JOINED = "default", "joined"
 # Relative to the largest gradient of a tensor, as in the labs that measured the parts: the order of sums, or 8 bits.
@@ -95,26 +95,43 @@ def measure_point(point: ThisMachinePoint) -> Iterator[dict[str, Any]]:
     """Seconds of a step by configuration, in turns; of a joined one with other gradients, the reason instead."""
     device = use_device(point.device)
     trainings, row = {DEFAULT: Training(point, DEFAULT, device)}, {"implementation": JOINED}
-    try:
+
+    def compare() -> tuple[float, str]:
         trainings[JOINED] = Training(point, JOINED, device)
-        error = _error(trainings)
-    except Exception as raised:  # of any type: compilers have their own
-        yield row | {"gate": reason_of(raised, device)}
+        return _gate(trainings, FLOAT32_TOLERANCE if point.precision == "float32" else HALF_TOLERANCE)
+
+    found = attempt(JOINED, compare, device=device)
+    if isinstance(found, Failed):
+        yield row | {"gate": found.reason}
         return
-    gate = verdict(error, FLOAT32_TOLERANCE if point.precision == "float32" else HALF_TOLERANCE)
+    error, gate = found
     if gate != "ok":
         yield row | {"gate": gate, "error": error}
         return
-    samples = time_interleaved(
-        {name: training.step for name, training in trainings.items()},
+    samples, failed = time_those_that_run(
+        {name: {"step": training.step} for name, training in trainings.items()},
         warmup=point.warmup,
         repeats=point.repeats,
         device=device,
         before=dist.barrier if dist.is_initialized() else None,
         seed=point.id,
     )
-    for name, seconds in samples.items():
-        yield {"implementation": name, "seconds": seconds, "error": error, "gate": gate}
+    yield from ({"implementation": name, "gate": reason} for name, reason in failed.items())
+    for name, parts in samples.items():
+        yield {"implementation": name, "seconds": parts["step"], "error": error, "gate": gate}
+
+
+def _gate(trainings: dict[str, Training], tolerance: float) -> tuple[float, str]:
+    """How far the gradients of a first step are apart, and "ok" or what is wrong.
+
+    In 16 bits one of many ranks could be missing from a mean within the tolerance: whole numbers tell.
+    """
+    error = _error(trainings)
+    found = verdict(error, tolerance)
+    if found == "ok" and dist.is_initialized() and dist.get_world_size() > 1:
+        told = [check_completeness(dict(one.model.named_parameters()), one.passes) for one in trainings.values()]
+        found = next((one for one in told if one != "ok"), "ok")
+    return error, found
 
 
 def _error(trainings: dict[str, Training]) -> float:

@@ -1,0 +1,96 @@
+"""Memory of one way after the other: what a rank holds, and what it needs at most at three moments of a step."""
+
+import gc
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from labkit.bench.memory import peak_memory_growth, return_memory_when_freed
+from labkit.costs.sharding import PARTS, STAGES, state_bytes
+from labkit.parallel.sharding.implementations import held_tensors, n_bytes
+from labkit.studies.sharding.training import ShardingPoint, Training, workload_of
+from labkit.studies.shared.alternatives import Failed, attempt
+
+LEAST_PEAK = 0.98  # of what is held: small tensors may lie in memory that the process had before
+
+
+def measure_memory(point: ShardingPoint, device: str) -> Iterator[dict[str, Any]]:
+    """Three rows a way: what a rank holds by part, as its tensors say, and the peak that the system saw, once.
+
+    A peak below what is held is none: something else was freed meanwhile. Such a row says so and has no peak.
+    """
+    return_memory_when_freed()
+    failed: dict[str, str] = {}
+    for way in point.ways:
+        done = attempt(way, partial(_make_what_stays, way, point, device), device=device)
+        if isinstance(done, Failed):
+            failed[way] = done.reason
+    for way in point.ways:
+        gc.collect()  # the way before, which is full of cycles, would be freed within this one's peak
+        dist.barrier()
+        rows = attempt(way, partial(_memory_of, way, point, device), device=device) if way not in failed else []
+        if isinstance(rows, Failed):
+            failed[way] = rows.reason
+        else:
+            yield from rows
+    yield from ({"way": way, "gate": reason} for way, reason in failed.items())
+
+
+def _make_what_stays(way: str, point: ShardingPoint, device: str) -> None:
+    """What libraries make once is no part of any peak."""
+    Training(way, ShardingPoint.of(point, size="nano", batch=1), device).run()
+
+
+def _memory_of(way: str, point: ShardingPoint, device: str) -> list[dict[str, Any]]:
+    with peak_memory_growth(device) as init:
+        training = Training(way, point, device)
+    about = {"way": way, "gate": "ok"}
+    held = {"init": _held(training)}
+    with peak_memory_growth(device) as first:  # makes what stays: optimizer state, buffers
+        training.run()
+        training.optimizer.zero_grad()
+    with peak_memory_growth(device) as before:
+        training.forward()
+        training.backward()
+    held["before step"] = _held(training)
+    with peak_memory_growth(device) as after:
+        training.step()
+    held["after step"] = _held(training)
+    resting = _total(init.kept_bytes, first.kept_bytes)
+    peaks = {
+        "init": init.growth_bytes,
+        "before step": _total(resting, before.growth_bytes),
+        "after step": _total(resting, before.kept_bytes, after.growth_bytes),
+    }
+    parameters = dict(workload_of(point, "meta", 0).build().named_parameters())
+    formula = _formula(way, parameters) if way in STAGES else {}
+    return [
+        about | parts | formula | {"moment": moment} | _checked(peaks[moment], sum(parts.values()))
+        for moment, parts in held.items()
+    ]
+
+
+def _checked(peak: int | None, held: int) -> dict[str, Any]:
+    if peak is None or peak >= LEAST_PEAK * held:
+        return {"peak_bytes": peak}
+    return {"peak_bytes": None, "gate": f"wrong: a peak of {peak} bytes while {held} are held"}
+
+
+def _held(training: Training) -> dict[str, int]:
+    tensors = held_tensors(training.model, training.optimizer)
+    return {f"{part}_bytes": n_bytes(tensors[part]) for part in PARTS}
+
+
+def _formula(way: str, parameters: Mapping[str, Tensor]) -> dict[str, float]:
+    replicated = sum(value.numel() for value in parameters.values() if value.dim() < 2)
+    n = sum(value.numel() for value in parameters.values())
+    states = state_bytes(n, way, dist.get_world_size(), replicated=replicated)
+    return {f"formula_{part}_bytes": states[part] for part in PARTS}
+
+
+def _total(*n_bytes: int | None) -> int | None:
+    known = [n for n in n_bytes if n is not None]
+    return sum(known) if len(known) == len(n_bytes) else None

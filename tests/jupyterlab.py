@@ -1,0 +1,260 @@
+"""JupyterLab as `make lab` starts it, and an opened notebook in Chromium: what a reader does there, and then sees.
+
+The server is the test's own, on loopback, with a token, its own settings and a copy of the notebooks.
+"""
+
+import base64
+import importlib.util
+import json
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import nbformat
+import psutil
+import pytest
+
+from labkit.lab.project import project_root
+from tests.browser import CHROMIUM
+
+NEEDED = [
+    pytest.mark.slow,
+    pytest.mark.skipif(CHROMIUM is None, reason="no chromium to open JupyterLab with"),
+    pytest.mark.skipif(not importlib.util.find_spec("jupyterlab"), reason="no jupyterlab"),
+    pytest.mark.skipif(not importlib.util.find_spec("playwright"), reason="no playwright to drive chromium with"),
+]
+
+
+def until(condition, waited_for, deadline_s=240.0):
+    """What `condition` gives, once that is something."""
+    end = time.monotonic() + deadline_s
+    while not (value := condition()):
+        assert time.monotonic() < end, f"waited in vain for {waited_for}"
+        time.sleep(0.05)
+    return value
+
+
+@contextmanager
+def started_server(folder):
+    """A server on a copy of the notebooks in `folder`; nothing of it is left afterwards."""
+    server = Server(folder)
+    try:
+        yield server
+    finally:
+        server.end()
+
+
+@contextmanager
+def opened_browser():
+    """Gives a function that opens a notebook of a server in a tab of its own."""
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as browsers:
+        browser = browsers.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+
+        def visit(server, name):
+            page = browser.new_page(viewport={"width": 1280, "height": 1000})
+            page.goto(server.url(name))
+            return Notebook(page, server.notebooks / name)
+
+        try:
+            yield visit
+        finally:
+            browser.close()
+
+
+class Server:
+    """JupyterLab, all it writes in a folder of its own, and every process that descends from it."""
+
+    def __init__(self, folder):
+        self.root = folder
+        self.notebooks = shutil.copytree(project_root() / "notebooks", folder / "notebooks")
+        self.log = folder / "server.log"
+        self._runtime = folder / "runtime"
+        own = {"JUPYTER_RUNTIME_DIR": self._runtime, "JUPYTER_CONFIG_DIR": folder / "config"}
+        own |= {"JUPYTER_DATA_DIR": folder / "data", "IPYTHONDIR": folder / "ipython"}
+        own |= {"JUPYTERLAB_SETTINGS_DIR": folder / "settings", "JUPYTERLAB_WORKSPACES_DIR": folder / "workspaces"}
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--ip=127.0.0.1"]
+        command += [f"--port={port}", f"--IdentityProvider.token={secrets.token_hex(16)}"]
+        command += [f"--ServerApp.root_dir={self.root}", *_options_of_make_lab()]
+        # as `make lab` has them
+        own |= {"JUPYTER_CONFIG_PATH": project_root() / ".jupyter"}
+        own |= {"LABKIT_HOME": folder, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+        environment = os.environ | {name: str(value) for name, value in own.items()}
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+
+    def url(self, notebook):
+        """The address of a notebook, once the server listens and has written its own."""
+        about = self._runtime / f"jpserver-{self.process.pid}.json"
+        until(lambda: self.process.poll() is not None or (about.exists() and about.stat().st_size), "the server")
+        assert self.process.poll() is None, self.log.read_text()
+        told = json.loads(about.read_text())
+        return f"{told['url']}lab/tree/notebooks/{notebook}?token={told['token']}&reset"  # no tabs of before
+
+    def family(self):
+        with suppress(psutil.NoSuchProcess):
+            return psutil.Process(self.process.pid).children(recursive=True)
+        return []
+
+    def ranks(self):
+        """Processes forked by a fork server: they have its command line, and so has their parent."""
+        found = []
+        for process in self.family():
+            with suppress(psutil.Error, AttributeError):
+                commands = [" ".join(some.cmdline()) for some in (process, process.parent())]
+                if all("forkserver" in command for command in commands):
+                    found.append(process)
+        return found
+
+    def end(self):
+        family = self.family()
+        self.process.terminate()
+        try:
+            self.process.wait(30)
+        finally:
+            left = psutil.wait_procs(family, timeout=10)[1]
+            for process in left:
+                process.kill()
+            self.process.kill()
+            self.process.wait()
+        assert not left
+
+
+def _options_of_make_lab():
+    """What `make lab` gives JupyterLab, but for where it is rooted and what it opens."""
+    given = subprocess.check_output(
+        ["make", "-s", "-n", "lab"], cwd=project_root(), text=True, stderr=subprocess.DEVNULL
+    )
+    return [option for option in given.split() if option.startswith(("--KernelManager.", "--FileContentsManager."))]
+
+
+class Notebook:
+    """An opened notebook: what a reader does with it, and what is then in it. Words of its source name a cell."""
+
+    def __init__(self, page, path):
+        self.page = page
+        self._path = path
+        self._cells = page.locator(".jp-CodeCell")
+        expected = sum(cell.cell_type == "code" for cell in self._read().cells)
+        until(lambda: self._cells.count() == expected, "the notebook")
+        page.get_by_text("Python 3 (ipykernel) | Idle").wait_for(timeout=90_000)
+
+    def write_parameters(self, source):
+        self._write(self._cells.first, source)
+
+    def begin(self, parameters):
+        """Runs the parameters cell with these, and the one that opens the lab."""
+        self.write_parameters(parameters)
+        self.run("profile =")
+        self.run("open_lab")
+
+    def write(self, source, new):
+        """Puts other code into a cell."""
+        self._write(self._cell(source), new)
+
+    def start(self, source):
+        """Runs a cell, and waits for nothing but its start."""
+        cell = self._cell(source)
+        before = cell.locator(".jp-InputPrompt").text_content()
+        cell.locator(".cm-content").click()
+        self.page.keyboard.press("Control+Enter")
+        until(lambda: cell.locator(".jp-InputPrompt").text_content() != before, f"{source!r} to start")
+
+    def run(self, source):
+        """Runs a cell, waits for its end; what the page shows below it."""
+        self.start(source)
+        prompt = self._cell(source).locator(".jp-InputPrompt")
+        until(lambda: "*" not in prompt.text_content(), f"{source!r} to end")
+        return self.text_below(source)
+
+    def run_new(self, source, below):
+        """Writes a new cell below another one and runs it; what the page shows below it."""
+        count = self._cells.count()
+        self._cell(below).locator(".cm-content").click()
+        self.page.keyboard.press("Escape")
+        self.page.keyboard.press("b")
+        until(lambda: self._cells.count() == count + 1, "a new cell")
+        new = self.page.locator(".jp-CodeCell.jp-mod-active")
+        self._write(new, source)
+        return self.run(source.strip().splitlines()[-1])
+
+    def run_all(self):
+        """As a reader does: once more if nothing happens, as just after a slow start of the kernel."""
+        for _ in range(3):
+            self._choose("Run", "Run All Cells")
+            with suppress(AssertionError):
+                until(lambda: any("*" in prompt for prompt in self.prompts()), "a cell to run", deadline_s=10)
+                return
+        raise AssertionError("no cell runs")
+
+    def interrupt(self):
+        self._choose("Kernel", "Interrupt Kernel")
+
+    def close(self):
+        """Ends its kernel, too."""
+        self._choose("Kernel", "Shut Down Kernel")
+        self.page.close()
+
+    def clear_and_save(self):
+        """The notebook's bytes with outputs cleared."""
+        self._choose("Edit", "Clear Outputs of All Cells")
+        self.saved()
+        return self._path.read_bytes()
+
+    def wait_until_idle(self):
+        """Until the kernel has nothing to do, and no cell waits for it."""
+        idle = self.page.locator('.jp-Notebook-ExecutionIndicator[data-status="idle"]')
+        until(lambda: idle.count() and not any("*" in prompt for prompt in self.prompts()), "the kernel")
+
+    def prompts(self):
+        """What stands before each code cell: `[3]:`, `[*]:` while it waits or runs, or `[ ]:`."""
+        return self._cells.locator(".jp-InputPrompt").all_text_contents()
+
+    def text_below(self, source):
+        """What the page shows below a cell; "" if that is nothing."""
+        return "\n".join(self._cell(source).locator(".jp-OutputArea").all_inner_texts())
+
+    def points_drawn_below(self, source):
+        """The CSV of the points of the figure below a cell, as its link has them, once the figure is seen."""
+        output = self._cell(source).locator(".jp-OutputArea")
+        assert output.locator("figure img").first.bounding_box()["width"] > 100
+        link = output.get_by_text("Points (CSV)").first.get_attribute("href")
+        return base64.b64decode(link.partition("base64,")[2]).decode()
+
+    def alignment_of(self, selector):
+        """JupyterLab has a style for tables that labkit's must outweigh."""
+        return self.page.locator(selector).first.evaluate("cell => getComputedStyle(cell).textAlign")
+
+    def saved(self):
+        """The code cells as saved now."""
+        before = self._path.stat().st_mtime_ns
+        self.page.keyboard.press("Escape")
+        self.page.keyboard.press("Control+s")
+        until(lambda: self._path.stat().st_mtime_ns != before, "the notebook to be saved")
+        notebook = until(self._read, "the notebook to be saved whole")
+        return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+    def _cell(self, source):
+        return self._cells.filter(has_text=source).last
+
+    def _write(self, cell, source):
+        cell.locator(".cm-content").click()
+        self.page.keyboard.press("Control+a")
+        self.page.keyboard.insert_text(source.strip())
+
+    def _choose(self, menu, entry):
+        self.page.get_by_role("menuitem", name=menu, exact=True).click()
+        self.page.locator(".lm-Menu-item").filter(has_text=entry).first.click()
+
+    def _read(self):
+        with suppress(nbformat.reader.NotJSONError):
+            return nbformat.read(self._path, as_version=4)
