@@ -194,11 +194,11 @@ def test_a_readers_own_models_are_counted_measured_drawn_and_named_and_a_mistake
     coverage = run.coverage()
     failed = coverage[coverage["status"] != "ok"]
     assert set(failed["size"]) == {"wrong_shape"}
-    assert failed["reason"].str.contains(r"(multiplied|reduction dim).* line \d+ of test_memory_worker.py").all()
+    assert failed["reason"].str.contains(r"(?:multiplied|reduction dim).* line \d+ of test_memory_worker.py").all()
     frame = run.frame()
     both = tables.counted_against_measured(frame).set_index(["size", "context_length"])
     for model in (("mine", 0), ("wide", 16), ("wide", 32)):
-        assert (both.loc[[model], "counted_over_measured"] == pytest.approx(1, rel=0.05)).all()
+        assert both.loc[[model], "counted_over_measured"].between(0.95, 1.05).all()
     assert both["predicted_over_measured"].notna()["wide"].all()
     assert both["predicted_over_measured"].isna()["mine"].all()
     counted = tables.peaks(frame, method="counted", phase="full_step", size="mine")
