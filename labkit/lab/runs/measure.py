@@ -12,13 +12,13 @@ from typing import Any
 
 from labkit.bench.heartbeat import Beat
 from labkit.lab.calibration import newest_calibration
-from labkit.lab.config import LabConfig, ParameterError, resolve_config
+from labkit.lab.config import LabConfig, ParameterError
 from labkit.lab.own import Own, check_own, known, with_names, worker_with
 from labkit.lab.point import Point, by_ranks
 from labkit.lab.project import check_writable, runs_directory
 from labkit.lab.runs.heard import heard, split
 from labkit.lab.runs.progress import Progress, ShowProgress, Tally
-from labkit.lab.runs.resuming import check_same_setting, replan
+from labkit.lab.runs.resuming import check_same_setting, config_again, replan
 from labkit.lab.runs.store import Run, RunFileError, RunHeader
 from labkit.lab.runs.writer import RunWriter
 from labkit.lab.study import Study
@@ -106,10 +106,7 @@ def resume(
     _on_first_rank(lambda: check_same_setting(study, run, layout))
     own = Own(alternatives or {}, models or {})
     with known(study.plug_in, own):  # the run's config names them
-        try:
-            config = resolve_config(study.name, study.profiles, run.header.profile, run.header.config)
-        except ParameterError as error:
-            raise ParameterError(f"{error}; a run with a notebook's own goes on there, by lab.resume()") from None
+        config = config_again(study, run)
         pending = set(run.pending)
         if pending:
             _check_inputs(study, config, on_progress)

@@ -28,7 +28,7 @@ from labkit.parallel.ranks.device import use_device
 from labkit.parallel.transport import SHARED, transport_in_use
 from labkit.studies.data_parallel.timeline import FINISH, timeline_rows
 from labkit.studies.shared.alternatives import Failed, attempt, time_those_that_run
-from labkit.studies.shared.gradient_gate import check_completeness, check_gradients, local_means
+from labkit.studies.shared.gradient_gate import check_all_used, check_completeness, check_gradients, local_means
 
 PHASES = ("forward", "backward", "optimizer")
 
@@ -185,13 +185,7 @@ def _checked(
 def _expected(workload: Workload, device: str, micro_batches: int = 1) -> list[Tensor | None]:
     local = Alternative(LOCAL, workload, device)
     means = local_means(local.parameters, partial(_accumulate, local, micro_batches, only_last=False))
-    unused = [
-        name
-        for (name, parameter), mean in zip(local.parameters.items(), means, strict=True)
-        if mean is None and parameter.requires_grad
-    ]
-    if unused:  # what wrappers do then differs, torch's raises only in the next step
-        raise ValueError(f"expected a gradient for every parameter that is not frozen, got none for {unused[0]}")
+    check_all_used(local.parameters, means)
     return means
 
 

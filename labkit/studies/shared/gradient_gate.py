@@ -45,6 +45,13 @@ def local_means(parameters: Mapping[str, nn.Parameter], run: Run) -> list[Tensor
     return [_mean_over_ranks(gradient) for gradient in _taken(parameters.values())]
 
 
+def check_all_used(parameters: Mapping[str, nn.Parameter], means: Sequence[Tensor | None]) -> None:
+    """ValueError if one that is not frozen has no gradient: wrappers differ in what they do then."""
+    for (name, parameter), mean in zip(parameters.items(), means, strict=True):
+        if mean is None and parameter.requires_grad:
+            raise ValueError(f"expected a gradient for every parameter that is not frozen, got none for {name}")
+
+
 def check_gradients(
     parameters: Mapping[str, nn.Parameter], run: Run, means: Sequence[Tensor | None]
 ) -> tuple[float, str]:
