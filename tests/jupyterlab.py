@@ -98,6 +98,7 @@ class Server:
         until(lambda: self.process.poll() is not None or (about.exists() and about.stat().st_size), "the server")
         assert self.process.poll() is None, self.log.read_text()
         told = json.loads(about.read_text())
+        until(lambda: _listens(told["port"]), "the server to listen")
         return f"{told['url']}lab/tree/notebooks/{notebook}?token={told['token']}&reset"  # no tabs of before
 
     def family(self):
@@ -127,6 +128,11 @@ class Server:
             self.process.kill()
             self.process.wait()
         assert not left
+
+
+def _listens(port):
+    with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+        return True
 
 
 def _options_of_make_lab():
