@@ -101,8 +101,7 @@ def resume(
     ParameterError if what they need is no longer what it was, or not to be had. Whatever else may refuse has been
     looked at before anything is fetched.
     """
-    run = Run.load(path)
-    layout = ranks_by_host()
+    run, layout = Run.load(path), ranks_by_host()
     _on_first_rank(lambda: check_same_setting(study, run, layout))
     own = Own(alternatives or {}, models or {})
     with known(study.plug_in, own):  # the run's config names them
