@@ -68,7 +68,7 @@ class ThisMachineStudy(Study):
         "smoke": ThisMachineConfig(
             models=["nano"], precision="bfloat16", compiled=False, batch=1, context_length=32, warmup=1, repeats=6
         ),
-        "quick": ThisMachineConfig(models=["mini", "small"], context_length=64, warmup=1, repeats=8),
+        "quick": ThisMachineConfig(models=["mini"], context_length=64, warmup=1, repeats=8),
         "standard": ThisMachineConfig(models=["mini", "small", "medium"], world_sizes=[1, 2]),
         "paper": ThisMachineConfig(
             models=["small", "medium", "large"], world_sizes=[1, 2], batch=8, context_length=512, warmup=5, repeats=20
