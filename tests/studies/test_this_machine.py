@@ -100,7 +100,7 @@ def _steps(**workloads):
     ("naive_on_mini", "naive_on_small", "taken", "told"),
     [
         (0.798, 1.1, "bucketed_shared", "naive_shared is as fast"),
-        (0.5, 1.1, "naive_shared", "there it is slower"),
+        (0.5, 1.1, "naive_shared", "but not there"),
         (0.7, 0.7, "naive_shared", "measured on mini"),
     ],
 )
