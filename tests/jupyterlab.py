@@ -227,7 +227,9 @@ class Notebook:
 
     def text_below(self, source):
         """What the page shows below a cell; "" if that is nothing."""
-        return "\n".join(self._cell(source).locator(".jp-OutputArea").all_inner_texts())
+        cell = self._cell(source)
+        cell.scroll_into_view_if_needed()  # what is out of sight has no text
+        return "\n".join(cell.locator(".jp-OutputArea").all_inner_texts())
 
     def points_drawn_below(self, source):
         """The CSV of the points of the figure below a cell, as its link has them, once the figure is seen."""
@@ -250,7 +252,7 @@ class Notebook:
         return [cell for cell in notebook.cells if cell.cell_type == "code"]
 
     def _cell(self, source):
-        return self._cells.filter(has_text=source).last
+        return self._cells.filter(has=self.page.locator(".cm-content", has_text=source)).last
 
     def _write(self, cell, source):
         cell.locator(".cm-content").click()
