@@ -1,6 +1,6 @@
 """A ledger of tensor memory: every storage from its birth to its end, with size, operator and line of code.
 
-    with FakeTensorMode(), AllocationLedger(source="labkit/nn") as ledger:      # or without FakeTensorMode
+    with FakeTensorMode(), AllocationLedger(source=name) as ledger:      # or without FakeTensorMode
         step = ...
         ledger.label("parameters", step.model.parameters())
         start = ledger.moment
@@ -69,11 +69,11 @@ class Peak:
 class AllocationLedger(TorchDispatchMode):
     """Follows every storage that operators make on `device` while it is active.
 
-    `source` is the part of a path by which a frame is recognized as the code under study. Sizes are what was asked
-    for, before an allocator rounds them up.
+    `source` says what a file of the code under study is called, given its path; "" of other files. Sizes are what was
+    asked for, before an allocator rounds them up.
     """
 
-    def __init__(self, *, device: str = "cpu", source: str = ""):
+    def __init__(self, *, device: str = "cpu", source: Callable[[str], str] = lambda path: ""):
         super().__init__()
         self.allocations: list[Allocation] = []
         self.moment = 0
@@ -162,13 +162,12 @@ class AllocationLedger(TorchDispatchMode):
         return line
 
 
-def _calling_line(source: str) -> str:
-    """The innermost frame whose file has `source` in its path, as "file.py:12"; "" if there is none."""
+def _calling_line(source: Callable[[str], str]) -> str:
+    """The innermost frame of the code under study, as "file.py:12"; "" if there is none."""
     frame: Any = sys._getframe(2)
     while frame is not None:
-        path = frame.f_code.co_filename
-        if source in path and path != __file__:
-            return f"{path.rpartition('/')[2]}:{frame.f_lineno}"
+        if name := source(frame.f_code.co_filename):
+            return f"{name}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
 

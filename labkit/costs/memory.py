@@ -14,6 +14,8 @@ from labkit.costs.transformer import ADAMW_STATES, TransformerShape, n_parameter
 
 FLOAT32 = 4
 LOW_PRECISION = 2
+STATES_BYTES = (2 + ADAMW_STATES) * FLOAT32
+"""Of a parameter, its gradient, and AdamW's running means."""
 PHASES = ("inference", "forward", "full_step")
 
 

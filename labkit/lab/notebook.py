@@ -100,7 +100,7 @@ class Lab:
         self.study = study
         self.parameters = parameters
         self._run: Run | None = None
-        self._own: Mapping[str, Any] = {}
+        self._own: dict[str, Mapping[str, Any] | None] = {}
         self._interrupted: Path | None = None
         self._findings: dict[str, Finding] = {}
         self._figures: dict[str, str] = {}
@@ -135,11 +135,14 @@ class Lab:
         hosts = self._run.header.ranks_by_host if self._run else None
         display(cards.machine_card(self.machine, elsewhere=self._is_of_another_machine(), hosts=hosts))
 
-    def measure(self, alternatives: Mapping[str, Any] | None = None) -> pd.DataFrame:
+    def measure(
+        self, alternatives: Mapping[str, Any] | None = None, *, models: Mapping[str, Any] | None = None
+    ) -> pd.DataFrame:
         """Measure, or read the run that the parameter `run` names; show the coverage; return the frame.
 
         `alternatives` are your own, by name, as `{"mine": my_all_reduce}`: checked, timed in turns with labkit's,
-        drawn and named like these. What they have to do is in the docstring of the lab's `plug_in`.
+        drawn and named like these. What they have to do is in the docstring of the lab's `plug_in`. `models` are your
+        own, by name, beside the named sizes: `labkit.lab.own_models` says what a model is.
         The frame is long: one row per (point, rank, repeat), units in the column names.
         """
         check_writable(figures_directory() / self.study.name)
@@ -151,7 +154,7 @@ class Lab:
             self._read_run()
             display(cards.Shown(cards.coverage(self.run), cards.coverage_line(self.run)))
         else:
-            self._own = alternatives or {}
+            self._own = {"alternatives": alternatives, "models": models}
             begin = partial(measure, self.study, self.config, profile=self.parameters.profile)
             self._run = self._measure(partial(begin, on_start=self._note_begun))
         return self._frame()
@@ -302,12 +305,13 @@ class Lab:
         line = progress_line()
         try:
             with line:
-                run = measure_all(alternatives=self._own, on_progress=line.update, on_output=print)
+                run = measure_all(**self._own, on_progress=line.update, on_output=print)
         except KeyboardInterrupt:
             kept = ""
             if self._interrupted is not None:
-                in_terminal = f"labkit measure {self.study.name} --resume {self._interrupted.stem}"
-                kept = f"; what was measured is kept: lab.resume() goes on, or in a terminal `{in_terminal}`"
+                kept = "; what was measured is kept: lab.resume() goes on"
+                if not any(self._own.values()):  # what is the notebook's own is known here only
+                    kept += f", or in a terminal `labkit measure {self.study.name} --resume {self._interrupted.stem}`"
             raise MeasuringInterrupted(f"interrupted{kept}") from None
         self._interrupted = None
         line.finish(run)

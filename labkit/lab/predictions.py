@@ -16,6 +16,7 @@ import pandas as pd
 from labkit.costs.calibration import Calibration
 from labkit.lab.columns import column, label
 from labkit.lab.config import ParameterError, nearest
+from labkit.lab.own_models import models_in
 from labkit.lab.point import Point
 
 Row = Mapping[str, Any]
@@ -46,7 +47,8 @@ class Predicted:
         table = self.medians(frame)[[*self.columns, self.value, "low", "high"]]
         if calibration is None:
             return table.iloc[:0].assign(predicted_s=[], measured_over_predicted=[])
-        found = self._predicted(table, calibration)
+        with models_in(frame):
+            found = self._predicted(table, calibration)
         return found.assign(measured_over_predicted=found[self.value].astype(float) / found["predicted_s"])
 
     def _predicted(self, table: pd.DataFrame, calibration: Calibration) -> pd.DataFrame:

@@ -25,8 +25,15 @@ def select(frame: pd.DataFrame, columns: Iterable[str] = (), **wanted: Any) -> p
 
 
 def in_order(table: pd.DataFrame, **orders: Iterable[Any] | None) -> pd.DataFrame:
-    """Sorted by these columns, the first one first, each in the order that is given; None: from small to large."""
-    places = {name: {value: place for place, value in enumerate(order)} for name, order in orders.items() if order}
+    """Sorted by these columns, the first one first, each in the order that is given; None: from small to large.
+
+    What an order does not name comes after it, as it appears in the table.
+    """
+    places = {
+        name: {value: place for place, value in enumerate(dict.fromkeys([*order, *table[name]]))}
+        for name, order in orders.items()
+        if order
+    }
     return table.sort_values(
         list(orders),
         key=lambda values: values.map(places[values.name]) if values.name in places else values,

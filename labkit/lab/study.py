@@ -44,12 +44,16 @@ class Study(ABC):
     """The field of the config that names what is compared, where a reader can plug in an alternative; None: nowhere."""
 
     @staticmethod
-    def plug_in(name: str, alternative: Any, /) -> None:
+    def plug_in(name: str, alternative: Any, /) -> dict[str, Any]:
         """Make a reader's own alternative known in this process, under a name that is not taken: ValueError otherwise.
 
-        Called in the notebook and in every rank. Assign `staticmethod(function)`, from the worker's module.
+        Returns the table from which the name is taken out again after the measurement. Called in the notebook and in
+        every rank. Assign `staticmethod(function)`, from the worker's module.
         """
         raise ValueError("this lab compares nothing of the kind")
+
+    models_into: ClassVar[tuple[str, ...]] = ()
+    """The fields of the config that name models, a reader's own too (`lab.own_models`)."""
 
     keeps_checkpoints: ClassVar[bool] = False
     """Whether the worker goes on with an interrupted point. It then gets a second argument, `checkpoints`: a directory

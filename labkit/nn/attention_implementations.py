@@ -162,7 +162,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
 RESERVED = frozenset(IMPLEMENTATIONS)
 
 
-def plug_in(name: str, attend: Attention) -> None:
+def plug_in(name: str, attend: Attention) -> dict[str, Implementation]:
     """Add a reader's attention: (q, k, v, causal) -> output, each (batch, sequence, head_dim), scale 1/sqrt(head_dim).
 
     It has to be differentiable. ValueError for a name that is taken.
@@ -170,3 +170,4 @@ def plug_in(name: str, attend: Attention) -> None:
     if name in RESERVED:
         raise ValueError(f"expected a name other than {', '.join(sorted(RESERVED))}")
     IMPLEMENTATIONS[name] = Implementation(name, "a reader's own", attend, _always)
+    return IMPLEMENTATIONS

@@ -8,6 +8,7 @@ The three phases are named ranges ("forward", "backward", "optimizer") for `torc
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,9 +26,20 @@ AUTOCAST_DTYPES: Mapping[str, torch.dtype | None] = {
 }
 
 
-class TrainingStep:
-    """A model, AdamW and one random batch of tokens (B, S); parameters are float32.
+class Trained(NamedTuple):
+    """A model and what it is trained with: `loss(model(inputs), targets)` is a scalar."""
 
+    model: nn.Module
+    inputs: Any
+    targets: Any
+    loss: Callable[[Any, Any], Tensor]
+
+
+class TrainingStep:
+    """A model, AdamW and one batch: of a Transformer a random one of tokens (B, S), with parameters in float32.
+
+    `source` may also be a function that makes a model and its batch on the default device; `batch`, `context_length`,
+    `attention` and `checkpoint_segment` are then its own business.
     `precision` other than "float32" is autocast to that dtype, forward and loss (float16 without loss scaling: what
     it does to the gradients is for the caller to look at). `compiled` wraps the model in `torch.compile`.
     ValueError for an unknown precision or sizes that are not positive.
@@ -35,7 +47,7 @@ class TrainingStep:
 
     def __init__(
         self,
-        shape: TransformerShape,
+        source: TransformerShape | Callable[[], Trained],
         *,
         batch: int,
         context_length: int,
@@ -48,18 +60,21 @@ class TrainingStep:
     ):
         if precision not in AUTOCAST_DTYPES:
             raise ValueError(f"expected a precision among {', '.join(AUTOCAST_DTYPES)}, got {precision!r}")
-        if batch < 1:
-            raise ValueError(f"expected batch >= 1, got {batch}")
         torch.manual_seed(seed)
         self.device = torch.device(device)
         self.autocast_dtype = AUTOCAST_DTYPES[precision]
         with self.device:
-            self.model = Transformer(
-                shape, context_length=context_length, attention=attention, checkpoint_segment=checkpoint_segment
-            )
-            tokens = torch.randint(shape.vocabulary, (batch, context_length + 1))
-        self.tokens, self.targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-        self.call: Callable[[Tensor], Tensor] = self.model
+            if isinstance(source, TransformerShape):
+                if batch < 1:
+                    raise ValueError(f"expected batch >= 1, got {batch}")
+                options: dict[str, Any] = {"attention": attention, "checkpoint_segment": checkpoint_segment}
+                model = Transformer(source, context_length=context_length, **options)
+                made = Trained(model, *random_tokens(source, batch, context_length), language_model_loss)
+            else:
+                made = source()
+        self.model: Any = made.model
+        self.inputs, self.targets, self._loss_of = made[1:]
+        self.call: Callable[[Any], Any] = self.model
         if compiled:
             self.call = torch.compile(self.model, dynamic=False)
         self.optimizer = adamw(self.model.parameters(), self.device)
@@ -102,7 +117,15 @@ class TrainingStep:
 
     def _compute_loss(self) -> Tensor:
         with torch.autocast(self.device.type, dtype=self.autocast_dtype, enabled=self.autocast_dtype is not None):
-            return language_model_loss(self.call(self.tokens), self.targets)
+            return self._loss_of(self.call(self.inputs), self.targets)
+
+
+def random_tokens(
+    shape: TransformerShape, batch: int, context_length: int, generator: torch.Generator | None = None
+) -> tuple[Tensor, Tensor]:
+    """Inputs and targets, each (batch, context_length), int64: every target is the input that follows."""
+    tokens = torch.randint(shape.vocabulary, (batch, context_length + 1), generator=generator)
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
 def adamw(parameters: Iterable[nn.Parameter], device: torch.device) -> torch.optim.AdamW:

@@ -61,7 +61,7 @@ def test_on_cuda_autocast_keeps_the_softmax_in_float32_and_a_copy():
     assert best_segment(SHAPE, 2, 24, "bfloat16", device="cuda") < best_segment(SHAPE, 2, 24, "bfloat16")
     long = {"batch": 4, "sequence": 512, "precision": "bfloat16"}
     peak = _count(
-        precision="bfloat16", shape=shape_named("nano"), batch=4, context_length=512, attention=_softmax_in_float32
+        precision="bfloat16", source=shape_named("nano"), batch=4, context_length=512, attention=_softmax_in_float32
     )
     assert peak_bytes(shape_named("nano"), **long, device="cuda") == pytest.approx(
         peak.peak("full_step").n_bytes, rel=0.02

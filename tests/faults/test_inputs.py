@@ -244,7 +244,7 @@ def test_text_of_a_run_stays_text_on_its_page(tmp_path):
     )
     with run_path.open("a") as file:
         end = {"kind": "end", "point": POINTS[0].id, "status": "failed", "reason": HTML, "elapsed_s": 1.0, "facts": {}}
-        end["facts"] = dict.fromkeys(("backend", "start_method", "scheduling", "threads"), HTML) | {"world_size": 1}
+        end["facts"] = dict.fromkeys(("backend", "start_method", "scheduling"), HTML) | {"world_size": 1}
         file.write(json.dumps(end) + "\n")
     run = Run.load(run_path)
     shown = [

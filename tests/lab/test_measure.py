@@ -287,3 +287,23 @@ def test_an_interrupted_measurement_goes_on_in_its_notebook(monkeypatch, tmp_pat
     assert len(list(tmp_path.glob("data/runs/fake/*.jsonl"))) == 1
     with pytest.raises(ValueError, match="nothing was interrupted"):
         lab.resume()
+
+
+class _FakeWithOwn(type(FAKE)):
+    plugs_into = "actions"
+
+    @staticmethod
+    def plug_in(name, alternative):
+        return {name: alternative}
+
+
+def test_what_was_interrupted_with_alternatives_of_ones_own_goes_on_in_its_notebook_alone(monkeypatch, tmp_path):
+    monkeypatch.setenv("LABKIT_HOME", str(tmp_path))
+    study = _FakeWithOwn()
+    lab = Lab(study, Parameters("smoke", None, FAKE.profiles["smoke"].model_copy(update={"actions": ["fine"]})))
+    monkeypatch.setattr(notebook, "progress_line", _InterruptedLine)
+    with pytest.raises(KeyboardInterrupt, match=r"lab\.resume\(\) goes on$"):
+        lab.measure({"mine": print})
+    monkeypatch.undo()
+    monkeypatch.setenv("LABKIT_HOME", str(tmp_path))
+    assert set(lab.resume()["action"]) == {"fine", "mine"}

@@ -26,7 +26,8 @@ def dead_rank(directory: Path, number: signal.Signals) -> RankProcess:
     process.start()
     process.join()
     pipe, pipe_of_rank = context.Pipe()
-    return RankProcess(1, process, pipe, pipe_of_rank, RankLog(directory / "log"), directory / "stacks")
+    files = directory / "stacks", directory / "turn"
+    return RankProcess(1, process, pipe, pipe_of_rank, RankLog(directory / "log"), *files)
 
 
 def test_what_a_rank_wrote_may_be_cleaned_up_at_any_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

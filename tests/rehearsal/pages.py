@@ -12,6 +12,7 @@ import matplotlib.pyplot as plt
 
 from labkit.lab import figures, notebook
 from labkit.lab.figures.style import Plot
+from labkit.lab.own import Own, check_own
 from labkit.lab.pages.cards import Shown
 from labkit.lab.project import notebook_path
 from labkit.lab.runs.store import Record, Run
@@ -25,9 +26,8 @@ class LabOnRun(notebook.Lab):
         super().__init__(study, parameters)
         self._run = run
 
-    def measure(self, alternatives: Mapping[str, Any] | None = None):
-        assert not alternatives or self.study.plugs_into
-        assert all(map(callable, (alternatives or {}).values()))
+    def measure(self, alternatives: Mapping[str, Any] | None = None, *, models: Mapping[str, Any] | None = None):
+        check_own(self.study, Own(alternatives or {}, models or {}))
         return self.run.frame()
 
     def _figure(self, plot: Plot, name: str, caption: str = "", title: str | None = None) -> Shown:

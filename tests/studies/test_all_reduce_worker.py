@@ -261,11 +261,8 @@ def test_a_readers_own_algorithm_is_carried_to_the_ranks_gated_timed_and_named(t
             "algorithms": ["torch", "ring"],
         }
     )
-    try:
-        run = measure(STUDY, config, profile="smoke", alternatives=own, directory=tmp_path)
-    finally:
-        for name in own:
-            ALGORITHMS.pop(name, None)
+    run = measure(STUDY, config, profile="smoke", alternatives=own, directory=tmp_path)
+    assert not set(own) & set(ALGORITHMS)
     frame = run.frame()
     times = tables.times(frame, "sizes")
     assert set(times["algorithm"]) == {"torch", "ring", "slow"}

@@ -149,11 +149,8 @@ def test_a_readers_own_attention_is_gated_timed_drawn_and_named(study, sweep, qu
     sizes = {"sequences": [32], "head_dims": [16], "implementations": ["explicit", "tiled"]}
     shorter = {"tiling_sequences": [64]} if study is STUDY else {"dtypes": ["float32"], "technique_sequences": []}
     config = study.profiles["smoke"].model_copy(update=sizes | shorter)
-    try:
-        run = measure(study, config, profile="smoke", alternatives=own, directory=tmp_path)
-    finally:
-        for name in own:
-            IMPLEMENTATIONS.pop(name, None)
+    run = measure(study, config, profile="smoke", alternatives=own, directory=tmp_path)
+    assert not set(own) & set(IMPLEMENTATIONS)
     frame = run.frame()
     gates = frame[frame["phase"] == "both"].query("sweep == @sweep").groupby("implementation")["gate"].first()
     rows = {"tiling": 63, "lengths": 31}

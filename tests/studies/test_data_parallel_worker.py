@@ -4,22 +4,24 @@ import re
 from collections import Counter
 from contextlib import contextmanager
 from functools import cache
+from itertools import pairwise
 from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from labkit.bench.trace import Profile, read_events
-from labkit.costs.transformer import SIZES, n_parameters
+from labkit.costs.transformer import SIZES, TransformerShape, n_parameters
 from labkit.lab import capacity, figures
 from labkit.lab.runs.measure import measure
 from labkit.lab.units import format_bytes
 from labkit.machine import Gpu, describe_machine
-from labkit.nn.workloads import workload_named, workload_parameters
+from labkit.nn.workloads import RESNET50_PARAMETERS, workload_named
 from labkit.parallel.data_parallel import BucketedDDP, NaiveDDP
 from labkit.parallel.data_parallel.implementations import IMPLEMENTATIONS, OVER_SHARED_MEMORY
 from labkit.parallel.launch import PointEnd, Row, launch
@@ -358,7 +360,7 @@ def test_copies_that_do_not_fit_are_skipped_with_what_they_need(monkeypatch):
     reasons = [STUDY.skip_reason(point, machine) for point in points]
     assert reasons[0] == "10 copies need 6.1 GiB, 1 GiB available"
     (accumulating,) = [point for point in points if point.sweep == "accumulation"]
-    needed = 2 * (study_module.RANK_BYTES + 5 * 3 * 4 * workload_parameters("resnet50"))  # two of each, and the gate's
+    needed = 2 * (study_module.RANK_BYTES + 5 * 3 * 4 * RESNET50_PARAMETERS)  # two of each, and the gate's
     assert STUDY.skip_reason(accumulating, machine) == f"5 copies need {format_bytes(needed)}, 1 GiB available"
 
 
@@ -444,11 +446,8 @@ def test_a_readers_own_wrapper_is_gated_timed_drawn_and_named(tmp_path):
     own = {"summed": _Summed, "forgets_the_norm": forgets_the_norm, "mistaken": mistaken}
     given = {"implementations": ["torch", "naive"], "bucket_workloads": [], "accumulation_workloads": []}
     config = STUDY.profiles["smoke"].model_copy(update=given)
-    try:
-        run = measure(STUDY, config, profile="smoke", alternatives=own, directory=tmp_path)
-    finally:
-        for name in own:
-            IMPLEMENTATIONS.pop(name, None)
+    run = measure(STUDY, config, profile="smoke", alternatives=own, directory=tmp_path)
+    assert not set(own) & set(IMPLEMENTATIONS)
     frame = run.frame()
     gates = frame.dropna(subset="gate").groupby(["sweep", "implementation"])["gate"].first().unstack(0)
     for sweep in ("implementations", "timeline", "memory"):
@@ -462,6 +461,42 @@ def test_a_readers_own_wrapper_is_gated_timed_drawn_and_named(tmp_path):
     assert "summed" in {effect.subject for effect in finding.effects}
     assert "forgets the norm" in finding.caveat or "forgets_the_norm" in finding.caveat
     assert "summed" in set(tables.exposed(frame)["implementation"])
+
+
+def _perceptron(*widths):
+    layers = [layer for n_in, n_out in pairwise(widths) for layer in (nn.Linear(n_in, n_out), nn.Dropout(0.1))]
+    return nn.Sequential(*layers), torch.randn(4, widths[0]), torch.randn(4, widths[-1]), nn.functional.mse_loss
+
+
+def test_a_readers_own_models_are_gated_timed_drawn_and_named_and_a_mistake_costs_no_other(tmp_path):
+    def wrong_shape():
+        model, _, targets, loss = _perceptron(8, 4, 2)
+        return model, torch.randn(4, 9), targets, loss
+
+    def has_a_spare_layer():
+        model, *others = _perceptron(8, 2)
+        model.spare = nn.Linear(3, 3)
+        model.forward = model[0].forward
+        return model, *others
+
+    wide = TransformerShape(d_model=8, d_ff=16, n_layers=1, n_heads=2, vocabulary=50)
+    own = {"mine": lambda: _perceptron(8, 16, 2), "wide": wide, "wrong_shape": wrong_shape, "spare": has_a_spare_layer}
+    given = {"implementations": ["torch", "naive"], "bucket_workloads": [], "accumulation_workloads": []}
+    config = STUDY.profiles["smoke"].model_copy(update=given)
+    run = measure(STUDY, config, profile="smoke", models=own, directory=tmp_path)
+    reasons = run.coverage().dropna(subset="reason").set_index("workload")["reason"]
+    assert re.search(r"shapes cannot be multiplied .*line \d+ of test_data_parallel_worker.py", reasons["wrong_shape"])
+    assert re.search(r"a gradient for every parameter .*got none for spare.weight", reasons["spare"])
+    assert set(reasons.index) == {"wrong_shape", "spare"}
+    frame = run.frame()
+    assert set(frame["gate"].dropna()) == {"ok"}
+    backward = tables.phases(frame).query("phase == 'backward'")
+    assert set(backward["workload"]) == {"nano", "mine", "wide"}
+    plot = figures.bars(backward, x="implementation", y="seconds", x_order=tables.ORDER, hue="workload")
+    assert "mine" in [text.get_text() for text in plot.figure.legends[0].get_texts()]
+    finding = STUDY.findings(frame, run.coverage())["fastest"]
+    assert {"mine", "wide"} <= set(finding.table["workload"])
+    assert set(frame.loc[frame["workload"] == "mine", "model_parameters"]) == {8 * 16 + 16 + 16 * 2 + 2}
 
 
 SPOILED = {

@@ -1,15 +1,20 @@
 """The worker of the gradient-buckets lab on two ranks, with the smallest model."""
 
+import re
+from dataclasses import replace
+
 import pytest
 from pydantic import ValidationError
 
-from labkit.lab import capacity
+from labkit.costs.transformer import SIZES, n_parameters
+from labkit.lab import capacity, figures
+from labkit.lab.runs.measure import measure
 from labkit.machine import describe_machine
-from labkit.nn.workloads import workload_parameters
 from labkit.parallel.launch import PointEnd, Row, launch
+from labkit.studies.gradient_buckets import tables
 from labkit.studies.gradient_buckets.model import bucket_bytes
 from labkit.studies.gradient_buckets.study import STUDY
-from labkit.studies.gradient_buckets.worker import LOCAL, BucketsPoint, measure_point
+from labkit.studies.gradient_buckets.worker import LOCAL, SCHEDULES, BucketsPoint, measure_point, plug_in
 
 SMALL = BucketsPoint(
     world_size=2,
@@ -62,7 +67,7 @@ def test_every_size_is_checked_and_timed_and_says_which_buckets_it_made(small):
     assert steps["0.5 MiB"]["buckets"] > steps["5 MiB"]["buckets"] > steps["100 MiB"]["buckets"] == 1
     for size in sizes:
         assert steps[size]["error"] < 1e-5
-        assert steps[size]["gradient_bytes"] == 4 * workload_parameters("nano")
+        assert steps[size]["gradient_bytes"] == 4 * n_parameters(SIZES["nano"])
         assert steps[size]["last_bucket_bytes"] >= 4 * 10_000 * 128  # the token embedding is never split
     planned = {row["alternative"]: bucket_bytes("nano", row["bucket_mb"]) for row in steps.values() if "buckets" in row}
     assert {size: (len(found), found[-1]) for size, found in planned.items()} == {
@@ -108,3 +113,46 @@ def test_impossible_parameters_are_refused(wrong):
     config = STUDY.profiles["smoke"]
     with pytest.raises(ValidationError):
         type(config).model_validate(config.model_dump() | wrong)
+
+
+def test_a_readers_own_schedule_is_gated_timed_drawn_and_named(tmp_path):
+    def halves(parameters):
+        names = list(parameters)
+        return [names[: len(names) // 2], names[len(names) // 2 :]]
+
+    def forgets_the_last(parameters):
+        return [list(parameters)[:-1]]
+
+    def mistaken(parameters):
+        return parameters.nothing_of_the_kind
+
+    own = {"halves": halves, "forgets_the_last": forgets_the_last, "mistaken": mistaken}
+    config = STUDY.profiles["smoke"].model_copy(update={"sequences": [8]})
+    run = measure(STUDY, config, profile="smoke", alternatives=own, directory=tmp_path)
+    assert SCHEDULES == {}
+    frame = run.frame()
+    gates = frame.groupby("alternative")["gate"].first()
+    assert gates["halves"] == "ok"
+    assert "expected every parameter in one bucket, got 'embedding.weight' in 0" in gates["forgets_the_last"]
+    assert re.match(r"failed: AttributeError: .*, line \d+", gates["mistaken"])
+    assert set(frame.loc[frame["alternative"] == "halves", "buckets"]) == {2}
+    drawn = figures.bars(tables.beside_own(frame), x="alternative", y="step_s", hue="sequence", facet="panel")
+    assert set(drawn.data["alternative"]) == {"1 MiB", "100 MiB", "halves"}
+    assert set(tables.by_bucket(frame, "step_s")["bucket_mb"]) == {1.0, 100.0}
+    findings = STUDY.findings(frame, run.coverage())
+    assert "halves" in {effect.subject for effect in findings["bucket_size"].effects}
+    assert "forgets the last" in findings["waiting"].caveat
+
+
+def test_a_bucket_of_a_schedule_that_is_not_averaged_is_told_where():
+    rows = _rows(replace(SMALL, buckets_mb=("one_bucket",)), _one_bucket_is_never_averaged)
+    (wrong,) = {row["gate"] for row in rows if row["alternative"] == "one_bucket"}
+    assert re.match(r"wrong: rank 0, \S+, element \d+: expected", wrong)
+
+
+def _one_bucket_is_never_averaged(point):
+    from labkit.parallel.data_parallel import BucketedDDP
+
+    BucketedDDP._begin_full = lambda self: None
+    plug_in("one_bucket", lambda parameters: [list(parameters)])
+    yield from measure_point(point)

@@ -5,16 +5,21 @@ from contextlib import closing
 
 import psutil
 import pytest
+import torch
+from torch import nn
 
 from labkit.bench.ledger import peak_between
-from labkit.lab import capacity
+from labkit.costs.transformer import TransformerShape
+from labkit.lab import capacity, figures
+from labkit.lab.own_models import known_models
 from labkit.lab.runs.measure import measure
 from labkit.machine import describe_machine
 from labkit.nn.transformer import shape_named
 from labkit.parallel.launch import Row, launch
+from labkit.studies.memory import tables
 from labkit.studies.memory.counting import PARTS, count_phases
 from labkit.studies.memory.study import STUDY, needed_bytes, segment_lengths
-from labkit.studies.memory.worker import MemoryPoint, measure_point, predicted_bytes
+from labkit.studies.memory.worker import MemoryPoint, measure_point, predicted
 
 MIB, GIB = 2**20, 2**30
 
@@ -44,7 +49,7 @@ def test_the_counted_peak_is_the_measured_one(size, context, precision, during):
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_a_fake_step_makes_the_storages_of_a_real_one(precision):
-    arguments = {"shape": shape_named("nano"), "batch": 2, "context_length": 16, "precision": precision}
+    arguments = {"source": shape_named("nano"), "batch": 2, "context_length": 16, "precision": precision}
     fake, real = (count_phases(("full_step",), fake=fake, **arguments) for fake in (True, False))
     assert fake.peak("full_step").by_category() == real.peak("full_step").by_category()
     assert [a.n_bytes for a in fake.ledger.allocations] == [a.n_bytes for a in real.ledger.allocations]
@@ -90,7 +95,7 @@ def test_checkpointing_keeps_the_gradients_and_lowers_the_peak():
 
 def test_recomputed_activations_are_told_apart():
     for segment in (0, 4):
-        arguments = {"shape": shape_named("nano"), "batch": 1, "context_length": 32, "checkpoint_segment": segment}
+        arguments = {"source": shape_named("nano"), "batch": 1, "context_length": 32, "checkpoint_segment": segment}
         counted = count_phases(("full_step",), **arguments)
         assert any(a.recomputed and a.category == "recomputed" for a in counted.ledger.allocations) == (segment > 0)
 
@@ -133,7 +138,8 @@ def test_a_counted_point_needs_no_memory_and_a_measured_one_what_is_predicted():
 def test_what_is_predicted_is_of_the_device_of_the_point(kind):
     sizes = {"size": "nano", "context_length": 512, "precision": "bfloat16", "phases": ("full_step",)}
     cpu, cuda = (MemoryPoint(kind=kind, device=device, **sizes) for device in ("cpu", "cuda"))
-    assert predicted_bytes(cuda, "full_step") > predicted_bytes(cpu, "full_step")  # the softmax in float32
+    on_cpu, on_cuda = (predicted(point, "full_step")["predicted_bytes"] for point in (cpu, cuda))
+    assert on_cuda > on_cpu  # the softmax in float32
     assert needed_bytes(cuda) > needed_bytes(cpu)
 
 
@@ -155,3 +161,68 @@ def test_segment_lengths_divide_the_layers():
 
 def test_a_peak_needs_no_allocation():
     assert peak_between([], 0, 0).n_bytes == 0
+
+
+class _Own(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.convolution = nn.Conv2d(1, 32, 3)
+        self.output = nn.Linear(32 * 36, 10)
+
+    def forward(self, images):
+        return self.output(torch.relu(self.convolution(images)).flatten(1))
+
+
+IMAGES = torch.zeros(16, 1, 8, 8)  # as data that a cell has loaded
+
+
+def _mine():
+    return _Own(), IMAGES, torch.randint(10, (16,)), nn.functional.cross_entropy
+
+
+def _wrong_shape():
+    return nn.Linear(3, 10), IMAGES, torch.randint(10, (16,)), nn.functional.cross_entropy
+
+
+WIDE = TransformerShape(d_model=64, d_ff=128, n_layers=1, n_heads=2, vocabulary=100)
+
+
+def test_a_readers_own_models_are_counted_measured_drawn_and_named_and_a_mistake_costs_no_other(tmp_path):
+    own = {"mine": _mine, "wide": WIDE, "wrong_shape": _wrong_shape}
+    config = STUDY.profiles["smoke"].model_copy(update={"precisions": ["float32"]})
+    run = measure(STUDY, config, profile="smoke", models=own, directory=tmp_path)
+    coverage = run.coverage()
+    failed = coverage[coverage["status"] != "ok"]
+    assert set(failed["size"]) == {"wrong_shape"}
+    assert failed["reason"].str.contains(r"(?:multiplied|reduction dim).* line \d+ of test_memory_worker.py").all()
+    frame = run.frame()
+    both = tables.counted_against_measured(frame).set_index(["size", "context_length"])
+    for model in (("mine", 0), ("wide", 16), ("wide", 32)):
+        assert both.loc[[model], "counted_over_measured"].between(0.95, 1.05).all()
+    assert both["predicted_over_measured"].notna()["wide"].all()
+    assert both["predicted_over_measured"].isna()["mine"].all()
+    counted = tables.peaks(frame, method="counted", phase="full_step", size="mine")
+    assert counted["parameters_bytes"].tolist() == [4 * (32 * 9 + 32 + 32 * 36 * 10 + 10)]
+    lines = tables.allocations(frame).query("size == 'mine'").set_index("operator")["line"]
+    assert lines["relu"].startswith("test_memory_worker.py:")
+    drawn = tables.by_context(frame, *tables.drawn_sizes(frame))
+    plot = figures.bars(tables.its_own(drawn), x="size", y="peak_bytes", hue="phase", facet="precision")
+    assert set(plot.data["size"]) == {"mine"}
+    assert set(tables.in_tokens(drawn)["size"]) == {"nano", "wide"}
+    assert "mine" in set(tables.parts_of_peaks(frame)["size_and_context"])
+    assert {"mine", "wide"} <= set(tables.fits(frame)["size"])
+    findings = STUDY.findings(frame, coverage)
+    assert all(name in findings["peak_by_context"].why for name in ("mine", "wide"))
+    assert "mine" in findings["where_it_goes"].why + findings["where_it_goes"].headline
+    assert "small" in findings["largest_model"].headline
+    assert tables.big_size(frame) == ["nano"]
+
+
+def test_a_model_that_a_cell_has_made_is_counted_without_touching_it():
+    held = _Own()
+    with known_models(
+        {"held": lambda: (held, IMAGES, torch.zeros(16, dtype=torch.int64), nn.functional.cross_entropy)}
+    ):
+        (row,) = _rows("counted", "held", 0, batch=0, phases=("full_step",))
+    assert row["parameters_bytes"] == sum(parameter.nbytes for parameter in held.parameters())
+    assert all(parameter.grad is None for parameter in held.parameters())

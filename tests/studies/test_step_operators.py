@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from labkit.nn.transformer import shape_named
+from labkit.costs.transformer import SIZES
 from labkit.studies.end_to_end.tables import PREDICTED
 from labkit.studies.shared import step_operators as module
 from labkit.studies.shared.step_operators import OPTIMIZER, step_operators
@@ -13,7 +13,7 @@ from tests.calibrated import made_up
 
 
 def test_a_step_on_a_gpu_is_predicted_without_one():
-    on_cpu, on_gpu = (step_operators("nano", 2, 16, "bfloat16", device)[OPTIMIZER] for device in ("cpu", "cuda"))
+    on_cpu, on_gpu = (step_operators(SIZES["nano"], 2, 16, "bfloat16", device)[OPTIMIZER] for device in ("cpu", "cuda"))
     assert any(one.name.startswith("_foreach") for one in on_gpu)
     assert not any(one.name.startswith("_foreach") for one in on_cpu)
     (rates, *_) = made_up().rates
@@ -25,11 +25,9 @@ def test_a_step_on_a_gpu_is_predicted_without_one():
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_layers_that_are_not_traced_are_counted(precision):
-    shape = replace(shape_named("nano"), n_layers=4)
+    shape = replace(SIZES["nano"], n_layers=4)
     whole = module._traced(shape, 2, 16, precision, "cpu")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "shape_named", lambda size: shape)
-        found = step_operators.__wrapped__("four layers", 2, 16, precision)
+    found = step_operators(shape, 2, 16, precision)
     assert {phase: Counter(calls) for phase, calls in found.items()} == {
         phase: Counter(calls) for phase, calls in whole.items()
     }

@@ -264,11 +264,8 @@ def test_a_readers_own_layer_is_gated_timed_drawn_and_named(tmp_path):
     own = {"mine": sync_batchnorm.SyncBatchNorm, "forgets_the_others": forgets_the_others, "mistaken": mistaken}
     small = {"batches": [8], "features": [4], "alternatives": [OWN, LOCAL]}
     config = STUDY.profiles["smoke"].model_copy(update=small)
-    try:
-        run = measure(STUDY, config, profile="smoke", alternatives=own, directory=tmp_path)
-    finally:
-        for name in own:
-            LAYERS.pop(name, None)
+    run = measure(STUDY, config, profile="smoke", alternatives=own, directory=tmp_path)
+    assert not set(own) & set(LAYERS)
     frame = run.frame()
     gates = frame[frame["sweep"] == LAYER].groupby("alternative")["gate"].first()
     where = r"; rank 0, [a-z_ ]+(, row \d)?, feature \d: expected \S+, got \S+$"

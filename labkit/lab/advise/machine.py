@@ -237,11 +237,9 @@ def _wrapper_ratios(frame: pd.DataFrame) -> pd.DataFrame:
 
 def _bucket(frame: pd.DataFrame) -> pd.DataFrame:
     """Sizes over the default one, which is written as 0 here: nothing equals nan."""
-    rows = select(frame, ["workload", "of_bucket_mb"], sweep="buckets", phase=list(WHOLE_STEP))
-    whole = _summed(
-        rows.assign(of_bucket_mb=rows["of_bucket_mb"].fillna(0.0)),
-        ["workload", "implementation", "point", "of_bucket_mb"],
-    )
+    by = ["workload", "implementation", "point", "of_bucket_mb"]
+    rows = select(frame, by, sweep="buckets", phase=list(WHOLE_STEP))
+    whole = _summed(rows.assign(of_bucket_mb=rows["of_bucket_mb"].fillna(0.0)), by)
     return Measured(("workload", "implementation", "point"), "of_bucket_mb").over(whole, 0.0)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pandas as pd
 
 from labkit.lab.agreement import Agreement, Value, agreement_of, value_of
+from labkit.lab.own_models import without_own
 from labkit.lab.pages.steadiness import best_of_labs
 from labkit.lab.runs.store import Run
 from labkit.lab.study import Study
@@ -28,7 +29,7 @@ def known_record(study: Study, run: Run) -> list[dict[str, Any]]:
     """The values of a run that the index compares: key, words, where, value and interval, heartbeat of the point."""
     threads = {point: int(facts["threads"]) for point, facts in run.facts().items() if "threads" in facts}
     pulse_s, found = run.steadiness.pulse_s, []
-    for known in study.known(run.frame()):
+    for known in study.known(without_own(run.frame())):
         for key, point, samples in known.samples(threads):
             value, low, high = value_of(samples, is_exact=key.is_exact)
             about = {"key": asdict(key) | {"quantity": key.name}, "words": key.words(), "is_bytes": key.is_exact}

@@ -12,13 +12,13 @@ from typing import Any
 
 from labkit.bench.heartbeat import Beat
 from labkit.lab.calibration import newest_calibration
-from labkit.lab.config import LabConfig, ParameterError, resolve_config
-from labkit.lab.own_alternatives import with_alternatives, worker_with
+from labkit.lab.config import LabConfig, ParameterError
+from labkit.lab.own import Own, check_own, known, with_names, worker_with
 from labkit.lab.point import Point, by_ranks
 from labkit.lab.project import check_writable, runs_directory
 from labkit.lab.runs.heard import heard, split
 from labkit.lab.runs.progress import Progress, ShowProgress, Tally
-from labkit.lab.runs.resuming import check_same_setting, replan
+from labkit.lab.runs.resuming import check_same_setting, config_again, replan
 from labkit.lab.runs.store import Run, RunFileError, RunHeader
 from labkit.lab.runs.writer import RunWriter
 from labkit.lab.study import Study
@@ -35,6 +35,7 @@ def measure(
     *,
     profile: str,
     alternatives: Mapping[str, Any] | None = None,
+    models: Mapping[str, Any] | None = None,
     directory: Path | None = None,
     on_progress: ShowProgress = lambda progress: None,
     on_start: Callable[[Path], None] = lambda path: None,
@@ -44,44 +45,46 @@ def measure(
 
     Points that fail are recorded with their reason and do not stop the others. Interrupted at any moment, the
     run keeps what was measured and can be resumed. `on_start` gets the run's path before anything is measured.
-    `alternatives` are the caller's own, by name: measured in turns with the study's.
+    `alternatives` and `models` are the caller's own, by name, measured with the study's; known only meanwhile.
     """
-    own = dict(alternatives or {})
-    config = with_alternatives(study, config, own)
-    machine = describe_machine()
-    folder = directory or runs_directory() / study.name
-    _on_first_rank(lambda: check_writable(folder))
-    _check_inputs(study, config, on_progress)
-    points = list(study.points(config, machine))
-    unavailable = _prepare(study, config, points, on_progress)
-    load, hosts = load_before_measuring(), ranks_by_host()
-    header = RunHeader(
-        lab=study.name,
-        profile=profile,
-        config=config.model_dump(mode="json"),
-        machine=machine,
-        command=_command(),
-        started=datetime.now(UTC),
-        planned={point.id: point.describe() for point in points},
-        ranks_by_host=hosts,
-        load=load,
-        # of one machine: links between hosts are not among what it knows
-        calibration=newest_calibration(machine) if len(hosts or {}) < 2 else None,
-    )
-    if len(header.planned) != len(points):
-        raise ValueError(f"{study.name}: the plan names a point twice")
-    if joined_rank() > 0:  # under torchrun the first rank writes; the others only take part
-        _take_part(study, [] if unavailable else points, own)
-        raise SystemExit(0)
-    with RunWriter.create(folder, header) as writer, announced():
-        on_start(writer.path)
-        if unavailable:
-            for point in points:
-                writer.end_point(point, "skipped", reason=unavailable)
-        else:
-            tally = Tally(on_progress, writer.path, [point.id for point in points], len(points))
-            _measure_points(study, points, writer, tally, on_output, own)
-    return Run.load(writer.path)
+    own = Own(alternatives or {}, models or {})
+    check_own(study, own)
+    with known(study.plug_in, own):
+        config = with_names(study, config, own)
+        machine = describe_machine()
+        folder = directory or runs_directory() / study.name
+        _on_first_rank(lambda: check_writable(folder))
+        _check_inputs(study, config, on_progress)
+        points = list(study.points(config, machine))
+        unavailable = _prepare(study, config, points, on_progress)
+        load, hosts = load_before_measuring(), ranks_by_host()
+        header = RunHeader(
+            lab=study.name,
+            profile=profile,
+            config=config.model_dump(mode="json"),
+            machine=machine,
+            command=_command(),
+            started=datetime.now(UTC),
+            planned={point.id: point.describe() for point in points},
+            ranks_by_host=hosts,
+            load=load,
+            # of one machine: links between hosts are not among what it knows
+            calibration=newest_calibration(machine) if len(hosts or {}) < 2 else None,
+        )
+        if len(header.planned) != len(points):
+            raise ValueError(f"{study.name}: the plan names a point twice")
+        if joined_rank() > 0:  # under torchrun the first rank writes; the others only take part
+            _take_part(study, [] if unavailable else points, own)
+            raise SystemExit(0)
+        with RunWriter.create(folder, header) as writer, announced():
+            on_start(writer.path)
+            if unavailable:
+                for point in points:
+                    writer.end_point(point, "skipped", reason=unavailable)
+            else:
+                tally = Tally(on_progress, writer.path, [point.id for point in points], len(points))
+                _measure_points(study, points, writer, tally, on_output, own)
+        return Run.load(writer.path)
 
 
 def resume(
@@ -89,6 +92,7 @@ def resume(
     path: Path,
     *,
     alternatives: Mapping[str, Any] | None = None,
+    models: Mapping[str, Any] | None = None,
     on_progress: ShowProgress = lambda progress: None,
     on_output: Callable[[str], None] | None = None,
 ) -> Run:
@@ -97,31 +101,29 @@ def resume(
     ParameterError if what they need is no longer what it was, or not to be had. Whatever else may refuse has been
     looked at before anything is fetched.
     """
-    run = Run.load(path)
-    layout = ranks_by_host()
+    run, layout = Run.load(path), ranks_by_host()
     _on_first_rank(lambda: check_same_setting(study, run, layout))
-    own = dict(alternatives or {})
-    for name, alternative in own.items():  # the run's config names them
-        study.plug_in(name, alternative)
-    config = resolve_config(study.name, study.profiles, run.header.profile, run.header.config)
-    pending = set(run.pending)
-    if pending:
-        _check_inputs(study, config, on_progress)
-    points = replan(study, run, config)
-    remaining = [point for point in points if point.id in pending]
-    if joined_rank() > 0:
-        _prepare_again(study, path, config, remaining, on_progress)
-        _take_part(study, remaining, own)
-        raise SystemExit(0)
-    with RunWriter.reopen(path) as writer, announced():
-        if Run.load(path).pending != run.pending:  # what was read before the file was locked
-            raise RunFileError(f"{path}: another process has written this run meanwhile; resume it again")
-        _prepare_again(study, path, config, remaining, on_progress)
-        if remaining:
-            writer.begin_again(_command(), describe_machine().source)
-        tally = Tally(on_progress, path, [point.id for point in remaining], len(points))
-        _measure_points(study, remaining, writer, tally, on_output, own)
-    return Run.load(path)
+    own = Own(alternatives or {}, models or {})
+    with known(study.plug_in, own):  # the run's config names them
+        config = config_again(study, run)
+        pending = set(run.pending)
+        if pending:
+            _check_inputs(study, config, on_progress)
+        points = replan(study, run, config)
+        remaining = [point for point in points if point.id in pending]
+        if joined_rank() > 0:
+            _prepare_again(study, path, config, remaining, on_progress)
+            _take_part(study, remaining, own)
+            raise SystemExit(0)
+        with RunWriter.reopen(path) as writer, announced():
+            if Run.load(path).pending != run.pending:  # what was read before the file was locked
+                raise RunFileError(f"{path}: another process has written this run meanwhile; resume it again")
+            _prepare_again(study, path, config, remaining, on_progress)
+            if remaining:
+                writer.begin_again(_command(), describe_machine().source)
+            tally = Tally(on_progress, path, [point.id for point in remaining], len(points))
+            _measure_points(study, remaining, writer, tally, on_output, own)
+        return Run.load(path)
 
 
 def _check_inputs(study: Study, config: LabConfig, on_progress: ShowProgress) -> None:
@@ -177,7 +179,7 @@ def _measure_points(
     writer: RunWriter,
     tally: Tally,
     on_output: Callable[[str], None] | None,
-    own: Mapping[str, Any],
+    own: Own,
 ) -> None:
     exhausted: dict[Any, float] = {}  # series -> the size at which it ran out of memory
     for same_ranks in by_ranks(points):
@@ -203,7 +205,7 @@ def _measure_group(
     exhausted: dict[Any, float],
     on_output: Callable[[str], None] | None,
     tally: Tally,
-    own: Mapping[str, Any],
+    own: Own,
 ) -> int:
     """Measure points of one group of ranks, until all ended or one ran out of memory; returns how many."""
     ended, meter = 0, LoadMeter(knows_own=not is_joined())
@@ -249,7 +251,7 @@ def _launch(
     study: Study,
     points: list[Point],
     on_output: Callable[[str], None] | None,
-    own: Mapping[str, Any],
+    own: Own,
     checkpoints: Path | None = None,
 ) -> Generator[Row | Again | PointEnd, None, None]:
     first = points[0]
@@ -309,7 +311,7 @@ def _exhausted_reason(study: Study, point: Point, exhausted: dict[Any, float]) -
     return "a smaller point of this series ran out of memory"
 
 
-def _take_part(study: Study, points: list[Point], own: Mapping[str, Any]) -> None:
+def _take_part(study: Study, points: list[Point], own: Own) -> None:
     """A rank of torchrun other than the first: the points that the first one chooses, nothing written."""
     for same_ranks in by_ranks(points):
         chosen = set(broadcast_from_first_rank(None))

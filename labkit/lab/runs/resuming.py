@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from labkit.lab.config import LabConfig
+from labkit.lab.config import LabConfig, ParameterError, resolve_config
 from labkit.lab.point import Point
 from labkit.lab.runs.store import Run, RunFileError
 from labkit.lab.study import Study
@@ -26,6 +26,14 @@ def check_same_setting(study: Study, run: Run, layout: dict[str, list[int]] | No
     if header.ranks_by_host != layout:
         there = describe_hosts(header.ranks_by_host)
         raise RunFileError(f"{run.path}: measured by {there}, and numbers of two layouts of ranks do not mix")
+
+
+def config_again(study: Study, run: Run) -> LabConfig:
+    """The config of a run. ParameterError for what is no longer known, as a reader's own is in another process."""
+    try:
+        return resolve_config(study.name, study.profiles, run.header.profile, run.header.config)
+    except ParameterError as error:
+        raise ParameterError(f"{error}; a run with a notebook's own goes on there, by lab.resume()") from None
 
 
 def replan(study: Study, run: Run, config: LabConfig) -> list[Point]:

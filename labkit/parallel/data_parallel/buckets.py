@@ -1,12 +1,15 @@
 """Buckets: gradients that are averaged together, in one flat buffer that lives as long as the wrapper."""
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from labkit.parallel.data_parallel.layout import strides_like
 
+Schedule = Callable[[dict[str, Tensor]], Sequence[Iterable[str]]]
+"""From trained parameters by name, as backward makes their gradients, to the names in each bucket, in order."""
 MIB = 2**20
 ALIGNMENT = 16  # elements: 64 bytes of float32
 
@@ -69,3 +72,19 @@ def assign_to_buckets(parameters: Sequence[Tensor], bucket_mb: float, first_buck
             done.append(filling.pop(key))
             begun.add(key)
     return done + sorted(filling.values())
+
+
+def assign_by_schedule(schedule: Schedule, parameters: Mapping[str, Tensor]) -> list[list[int]]:
+    """Indices by bucket, as a schedule has it. ValueError unless every parameter is in one bucket, of one dtype."""
+    assigned = [list(names) for names in schedule(dict(parameters))]
+    times = Counter(name for names in assigned for name in names)
+    for name in {**parameters, **times}:
+        if name not in parameters:
+            raise ValueError(f"expected names of parameters, got {name!r}")
+        if times[name] != 1:
+            raise ValueError(f"expected every parameter in one bucket, got {name!r} in {times[name]}")
+    for names in assigned:
+        if len({(parameters[name].dtype, parameters[name].device) for name in names}) != 1:
+            raise ValueError(f"expected parameters of one dtype and device in a bucket, got {names!r:.80}")
+    places = {name: index for index, name in enumerate(parameters)}
+    return [[places[name] for name in names] for names in assigned]

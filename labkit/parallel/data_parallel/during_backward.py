@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from labkit.parallel.channel import Wait
-from labkit.parallel.data_parallel.buckets import assign_to_buckets, make_buckets
+from labkit.parallel.data_parallel.buckets import Schedule, assign_by_schedule, assign_to_buckets, make_buckets
 from labkit.parallel.data_parallel.contract import DataParallel, Empty
 from labkit.parallel.data_parallel.layout import flat_view, gradient_in_layout
 
@@ -55,8 +55,10 @@ class BucketedDDP(DataParallel):
         bucket_mb: a bucket is full from so many MiB of gradients on.
         first_bucket_mb: the same for the first bucket.
         overlap: if False, the collectives begin when backward is over.
+        schedule: which parameters are averaged together, and in which order, whatever their sizes.
 
-    Other arguments as `DataParallel`; ValueError for sizes that are not positive.
+    Other arguments as `DataParallel`; ValueError for sizes that are not positive, and for a schedule that leaves a
+    parameter out or has one twice.
     """
 
     def __init__(
@@ -66,18 +68,22 @@ class BucketedDDP(DataParallel):
         bucket_mb: float = 25.0,
         first_bucket_mb: float = 1.0,
         overlap: bool = True,
+        schedule: Schedule | None = None,
         **options: Any,
     ):
         self.overlap = overlap
         self._sizes_mb = (bucket_mb, first_bucket_mb)
+        trained = {name: p for name, p in reversed(list(module.named_parameters())) if p.requires_grad}
+        self._assigned = assign_by_schedule(schedule, trained) if schedule else None
         super().__init__(module, **options)
 
     def _settings(self) -> dict[str, object]:
-        return super()._settings() | {"bucket_mb, first_bucket_mb": self._sizes_mb}
+        return super()._settings() | {"bucket_mb, first_bucket_mb": self._sizes_mb, "schedule": self._assigned}
 
     def _attach(self, empty: Empty) -> None:
         parameters = self._parameters_in_order
-        self._buckets = make_buckets(assign_to_buckets(parameters, *self._sizes_mb), parameters, empty)
+        assigned = self._assigned or assign_to_buckets(parameters, *self._sizes_mb)
+        self._buckets = make_buckets(assigned, parameters, empty)
         self._bucket_of = {index: bucket for bucket in self._buckets for index in bucket.indices}
         super()._attach(empty)
 

@@ -51,7 +51,7 @@ def _sizes(bucket_mb: float | None) -> dict[str, Any]:
     return {} if bucket_mb is None else {"bucket_mb": bucket_mb, "first_bucket_mb": bucket_mb}
 
 
-def plug_in(name: str, wrapper: Callable[[nn.Module], nn.Module]) -> None:
+def plug_in(name: str, wrapper: Callable[[nn.Module], nn.Module]) -> dict[str, Wrapper]:
     """Add a reader's wrapper: called with the model, it returns a module whose gradients are means after `backward()`.
 
     If it has a method `finish_gradient_synchronization`, that is called first. ValueError for a name that is taken.
@@ -59,6 +59,7 @@ def plug_in(name: str, wrapper: Callable[[nn.Module], nn.Module]) -> None:
     if name in (taken := (LOCAL, TORCH, *OWN_NAMES)):
         raise ValueError(f"expected a name other than {', '.join(taken)}")
     IMPLEMENTATIONS[name] = lambda module, _, finish: wrapper(module)
+    return IMPLEMENTATIONS
 
 
 def wrap(name: str, module: nn.Module, *, bucket_mb: float | None = None, finish_in_backward: bool = True) -> nn.Module:

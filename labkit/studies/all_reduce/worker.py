@@ -62,7 +62,7 @@ class SchedulingPoint(AllReducePoint):
         return f"{super().title()}, scheduling {self.scheduling}"
 
 
-def plug_in(name: str, alternative: Callable[..., Any]) -> None:
+def plug_in(name: str, alternative: Callable[..., Any]) -> dict[str, Algorithm]:
     """A reader's all-reduce: a function of a tensor that leaves the sum over all ranks in it.
 
     If it takes `op`, as labkit's do, it is called with op="sum" and op="mean"; the mean is otherwise the sum divided.
@@ -70,6 +70,7 @@ def plug_in(name: str, alternative: Callable[..., Any]) -> None:
     if name in RESERVED:
         raise ValueError(f"expected a name other than {', '.join(sorted(RESERVED))}")
     ALGORITHMS[name] = Algorithm(partial(_run_own, alternative))
+    return ALGORITHMS
 
 
 def _run_own(

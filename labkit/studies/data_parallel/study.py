@@ -9,11 +9,12 @@ from pydantic import Field
 from labkit.lab import capacity
 from labkit.lab.agreement import Known, step_times
 from labkit.lab.config import Count, Device, LabConfig, Repeats, Seed, TimeoutSeconds, Warmup, one_of
+from labkit.lab.own_models import model_names, parameters_of
 from labkit.lab.rows import select
 from labkit.lab.study import Study
 from labkit.machine import Machine
 from labkit.nn.transformer import SIZES
-from labkit.nn.workloads import WORKLOADS, workload_parameters
+from labkit.nn.workloads import RESNET50, RESNET50_PARAMETERS
 from labkit.parallel.data_parallel.implementations import IMPLEMENTATIONS, LOCAL, OVER_SHARED_MEMORY, TORCH, plug_in
 from labkit.parallel.ranks.joined import ranks_here
 from labkit.studies.data_parallel.findings import QUESTIONS
@@ -23,7 +24,7 @@ MIB = 2**20
 RANK_BYTES = 200 * MIB  # a rank's own resident memory, torch included
 COPIES = 3  # of the parameters, for each alternative: parameters, gradients, what is on its way
 
-WorkloadName = Annotated[str, one_of(lambda: WORKLOADS)]
+WorkloadName = Annotated[str, one_of(lambda: (RESNET50, *model_names()))]
 Implementation = Annotated[str, one_of(lambda: IMPLEMENTATIONS)]
 Megabytes = Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]
 
@@ -105,6 +106,7 @@ class DataParallelStudy(Study):
     worker = staticmethod(measure_point)
     plugs_into = "implementations"
     plug_in = staticmethod(plug_in)
+    models_into = ("workloads",)
 
     def points(self, config: DataParallelConfig, machine: Machine) -> Sequence[DataParallelPoint]:
         """By world size: all implementations, the bucket sizes, accumulation, a timeline, the memory."""
@@ -123,11 +125,15 @@ class DataParallelStudy(Study):
 
     def skip_reason(self, point: DataParallelPoint, machine: Machine) -> str | None:
         ranks, copies = ranks_here(point.world_size), _copies(point)
-        needed = ranks * (RANK_BYTES + COPIES * copies * 4 * workload_parameters(point.workload))
+        needed = ranks * (RANK_BYTES + COPIES * copies * 4 * _parameters(point.workload))
         return capacity.skip_reason(machine, point.device, needed, ranks=ranks, says=f"{copies} copies need {{}}")
 
     def series(self, point: DataParallelPoint) -> tuple[Hashable, float]:
-        return (point.sweep, point.world_size), workload_parameters(point.workload)
+        return (point.sweep, point.world_size), _parameters(point.workload)
+
+
+def _parameters(workload: str) -> int:
+    return RESNET50_PARAMETERS if workload == RESNET50 else parameters_of(workload)
 
 
 def _copies(point: DataParallelPoint) -> int:

@@ -19,14 +19,16 @@ from torch.profiler import record_function
 from labkit.bench.allocator import record_allocations
 from labkit.bench.clock import Stopwatch
 from labkit.bench.operators import OperatorRecord
+from labkit.lab.own_models import source_of
 from labkit.lab.point import Point
-from labkit.nn.workloads import Workload, workload_named
+from labkit.nn.vision import ResNet50
+from labkit.nn.workloads import RESNET50, Workload, workload_of
 from labkit.parallel.data_parallel.implementations import LOCAL, OVER_SHARED_MEMORY, wrap
 from labkit.parallel.ranks.device import use_device
 from labkit.parallel.transport import SHARED, transport_in_use
 from labkit.studies.data_parallel.timeline import FINISH, timeline_rows
 from labkit.studies.shared.alternatives import Failed, attempt, time_those_that_run
-from labkit.studies.shared.gradient_gate import check_completeness, check_gradients, local_means
+from labkit.studies.shared.gradient_gate import check_all_used, check_completeness, check_gradients, local_means
 
 PHASES = ("forward", "backward", "optimizer")
 
@@ -63,8 +65,8 @@ def split_name(alternative: str) -> tuple[str, float | None]:
 def measure_point(point: DataParallelPoint) -> Iterator[dict[str, Any]]:
     """Rows of one point: seconds by alternative and phase, peak bytes, or boxes of a timeline."""
     device = use_device(point.device)
-    workload = workload_named(
-        point.workload,
+    workload = workload_of(
+        ResNet50 if point.workload == RESNET50 else source_of(point.workload),
         batch=point.batch,
         context_length=point.context_length,
         image_size=point.image_size,
@@ -182,7 +184,9 @@ def _checked(
 
 def _expected(workload: Workload, device: str, micro_batches: int = 1) -> list[Tensor | None]:
     local = Alternative(LOCAL, workload, device)
-    return local_means(local.parameters, partial(_accumulate, local, micro_batches, only_last=False))
+    means = local_means(local.parameters, partial(_accumulate, local, micro_batches, only_last=False))
+    check_all_used(local.parameters, means)
+    return means
 
 
 def _accumulation(point: DataParallelPoint, workload: Workload, device: str) -> Iterator[dict[str, Any]]:

@@ -8,6 +8,7 @@ from labkit.costs.calibration import Calibration
 from labkit.lab.claims import Trend, claim, lies_within, published, quotients
 from labkit.lab.comparing import agreement, compared
 from labkit.lab.findings import Finding, Questions, troubles
+from labkit.lab.own_models import without_own
 from labkit.lab.rows import select
 from labkit.lab.units import counted, format_seconds, format_share, span
 from labkit.studies.end_to_end import tables
@@ -105,6 +106,7 @@ def compiling(frame: pd.DataFrame) -> Finding | None:
 
 @QUESTIONS.ask("published_trends", "Do the published trends hold on this machine?")
 def published_trends(frame: pd.DataFrame) -> Finding | None:
+    frame = without_own(frame)
     compiled = tables.compiled_against_eager(frame)
     return published(
         [

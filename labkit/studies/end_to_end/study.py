@@ -6,21 +6,20 @@ from typing import Annotated, Any, Literal
 import pandas as pd
 from pydantic import Field
 
-from labkit.costs.memory import peak_bytes
-from labkit.costs.transformer import n_parameters
+from labkit.costs.memory import STATES_BYTES, peak_bytes
 from labkit.lab import capacity
 from labkit.lab.agreement import Known, step_times
 from labkit.lab.config import Count, Device, LabConfig, Repeats, Seed, TimeoutSeconds, Warmup, one_of
+from labkit.lab.own_models import in_model_order, model_names, parameters_of, shape_of
 from labkit.lab.rows import select
 from labkit.lab.study import Study
 from labkit.machine import Machine
 from labkit.nn.attention_implementations import why_nothing_compiles
-from labkit.nn.transformer import SIZES
 from labkit.studies.end_to_end.findings import QUESTIONS
 from labkit.studies.end_to_end.tables import PREDICTED
 from labkit.studies.end_to_end.worker import PHASES_OF_MODE, EndToEndPoint, measure_point
 
-Size = Annotated[str, one_of(lambda: SIZES)]
+Size = Annotated[str, one_of(model_names)]
 Precision = Literal["float32", "bfloat16"]
 
 # From here on a step takes seconds on two cores, and fewer repeats must do.
@@ -86,6 +85,7 @@ class EndToEndStudy(Study):
         ),
     }
     worker = staticmethod(measure_point)
+    models_into = ("sizes", "compile_sizes")
     predicted = PREDICTED
 
     def points(self, config: EndToEndConfig, machine: Machine) -> Sequence[EndToEndPoint]:
@@ -109,21 +109,25 @@ class EndToEndStudy(Study):
         if point.sweep == "compile" and (reason := why_nothing_compiles(point.device)):
             return reason
         copies = 2 if point.sweep == "compile" else 1
-        phase = "full_step" if point.mode == "step" else "forward"
-        needed = copies * peak_bytes(
-            point.shape, point.batch, point.context_length, phase=phase, precision=point.precision, device=point.device
-        )
-        return capacity.skip_reason(machine, point.device, needed)
+        return capacity.skip_reason(machine, point.device, copies * _needed_bytes(point))
 
     def series(self, point: EndToEndPoint) -> tuple[Hashable, float]:
-        return (point.sweep, point.precision, point.device), n_parameters(point.shape)
+        return (point.sweep, point.precision, point.device), parameters_of(point.size)
+
+
+def _needed_bytes(point: EndToEndPoint) -> int:
+    """By the formulas; of a model without them, what its states take."""
+    if (shape := shape_of(point.size)) is None:
+        return STATES_BYTES * parameters_of(point.size)
+    phase, about = "full_step" if point.mode == "step" else "forward", (shape, point.batch, point.context_length)
+    return peak_bytes(*about, phase=phase, precision=point.precision, device=point.device)
 
 
 def _by_size(
     config: EndToEndConfig, machine: Machine, sweep: str, sizes: Sequence[Size], mode: str = "step"
 ) -> Iterator[EndToEndPoint]:
     for precision in config.precisions:
-        for size in sorted(set(sizes), key=list(SIZES).index):
+        for size in in_model_order(sizes):
             yield _point(config, machine, sweep, size=size, precision=precision, mode=mode)
 
 
@@ -139,7 +143,7 @@ def _point(config: EndToEndConfig, machine: Machine, sweep: str, **given: Any) -
     device = machine.device(config.device)
     peak = machine.gpus[0].dense_bf16_peak_tflops if device == "cuda" and machine.gpus else None
     large: dict[str, Any] = {}
-    if n_parameters(SIZES[given["size"]]) >= LARGE_PARAMETERS:
+    if parameters_of(given["size"]) >= LARGE_PARAMETERS:
         large = {"repeats": config.repeats_large}
         if device == "cpu":
             large["warmup"] = min(1, config.warmup)

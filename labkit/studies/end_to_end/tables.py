@@ -9,6 +9,7 @@ import pandas as pd
 from labkit.bench.statistics import FEWEST_SAMPLES, RESAMPLES
 from labkit.costs.calibration import Calibration
 from labkit.costs.transformer import backward_flops, forward_flops
+from labkit.lab.own_models import models_in, shape_of
 from labkit.lab.predictions import Predicted, Row
 from labkit.lab.project import reference_directory
 from labkit.lab.rows import Measured, in_order, select
@@ -86,7 +87,8 @@ def predictions(frame: pd.DataFrame, calibration: Calibration | None) -> pd.Data
     known = select(frame, [*MODEL, "peak_flops_per_s"], sweep="phases").groupby(list(MODEL))["peak_flops_per_s"]
     table = table.merge(known.first().reset_index(), how="left", on=list(MODEL))
     rows = table[["size", "phase", "batch", "context_length"]].itertuples(index=False)
-    flops = pd.Series([_flops(*row) for row in rows], dtype=float)
+    with models_in(frame):
+        flops = pd.Series([_flops(*row) for row in rows], dtype=float)
     peak = table["peak_flops_per_s"].astype(float).where(table["precision"] == "bfloat16")
     table = table.assign(flops=flops, mfu_percent=(100 * flops / table["seconds"] / peak).where(flops > 0))
     return table.drop(columns=["batch", "context_length", "peak_flops_per_s"])
@@ -98,16 +100,16 @@ def _flops(size: str, phase: str, batch: float, sequence: float) -> int:
         return sum(_flops(size, part, batch, sequence) for part in SUMS[phase])
     if phase == "optimizer":
         return 0
-    count = backward_flops if phase == "backward" else forward_flops
-    return sum(count(SIZES[size], int(batch), int(sequence)).values())
+    count, shape = backward_flops if phase == "backward" else forward_flops, shape_of(size)
+    return sum(count(shape, int(batch), int(sequence)).values()) if shape else 0
 
 
 def _expected_s(row: Row, calibration: Calibration) -> float | None:
     """What the operators of a phase, or of several, take by the machine's rates."""
     device, precision, size, batch, context_length, phase = (row[name] for name in PREDICTED.columns)
-    if not calibration.knows(device):
+    if not calibration.knows(device) or (shape := shape_of(size)) is None:
         return None
-    operators = step_operators(size, int(batch), int(context_length), precision, device)
+    operators = step_operators(shape, int(batch), int(context_length), precision, device)
     return sum(calibration.operators_s(operators[part], device=device) for part in SUMS.get(phase, (phase,)))
 
 

@@ -10,10 +10,9 @@ import torch
 
 from labkit.bench.clock import time_interleaved, time_parts_interleaved
 from labkit.bench.gate import largest_difference, verdict
-from labkit.costs.transformer import TransformerShape
+from labkit.lab.own_models import source_of
 from labkit.lab.point import Point
 from labkit.nn.training import TrainingStep, gradients
-from labkit.nn.transformer import shape_named
 from labkit.studies.shared.alternatives import Failed, attempt, time_those_that_run
 
 # In the order in which they follow one another; "inference" is a forward pass that keeps nothing.
@@ -43,10 +42,6 @@ class EndToEndPoint(Point):
     peak_flops_per_s: float | None = None
     """The device's data-sheet peak, dense bfloat16; None where none is known."""
     seed: int = 0
-
-    @property
-    def shape(self) -> TransformerShape:
-        return shape_named(self.size)
 
     def title(self) -> str:
         what = f"first steps, try {self.trial + 1}" if self.sweep == "warmup" else self.sweep
@@ -171,7 +166,7 @@ def _first_call(action: Callable[[], Any], device: str) -> float:
 
 def _training_step(point: EndToEndPoint, *, compiled: bool = False) -> TrainingStep:
     return TrainingStep(
-        point.shape,
+        source_of(point.size),
         batch=point.batch,
         context_length=point.context_length,
         device=point.device,

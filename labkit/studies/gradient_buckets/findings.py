@@ -9,6 +9,7 @@ from labkit.costs.calibration import Calibration
 from labkit.lab.claims import Trend, claim, lies_within, published
 from labkit.lab.comparing import Quantity, agreement, compared, winner_of
 from labkit.lab.findings import Finding, Questions
+from labkit.lab.own_effects import with_own
 from labkit.lab.rows import select
 from labkit.lab.units import format_bytes, format_seconds, format_share, join_words, span
 from labkit.studies.gradient_buckets import model, tables
@@ -16,6 +17,7 @@ from labkit.studies.gradient_buckets.tables import MIB, SETTING
 from labkit.studies.shared.rank_troubles import rank_troubles
 
 QUESTIONS = Questions()
+AXIS = ("sequence", "batch", "world_size", "workload")
 SHARE = Quantity(
     *("share of a step", "are {n} smaller than", "are {n} smaller than", "are {n} larger than", "are {n} as large as"),
     *("smaller", "larger"),
@@ -67,15 +69,17 @@ def bucket_size(frame: pd.DataFrame) -> Finding | None:
     ratios = tables.over(frame, smallest)
     before_ratio = [*SETTING, "bucket_mb", "compared_with"]
     ratios = ratios.assign(compared_with=[_size(smallest)] * len(ratios))
-    return compared(
+    found = compared(
         ratios[[*before_ratio, *(name for name in ratios if name not in before_ratio)]],
         "a larger bucket",
         "the smallest",
-        axis=("sequence", "batch", "world_size", "workload"),
+        axis=AXIS,
         choose=f"Average gradients in buckets of {_size(winner_of(ratios, 'bucket_mb') or 0)}",
         keep="Keep small buckets" if (ratios["verdict"] == "slower").any() else "Keep the bucket size you have",
         why=_paid_in_backward(frame),
     )
+    sizes = set(tables.steps(frame)["alternative"])
+    return with_own(found, tables.over_smallest(frame), "alternative", sizes, "the smallest buckets", axis=AXIS)
 
 
 def _paid_in_backward(frame: pd.DataFrame) -> str | None:

@@ -47,6 +47,8 @@ def _adds_s(kind: str, model: AlphaBeta, buckets: float, n_bytes: float) -> floa
 
 def _planned(point: BucketsPoint) -> Iterator[dict[str, Any]]:
     for bucket_mb in point.buckets_mb:
+        if isinstance(bucket_mb, str):  # a reader's schedule
+            continue
         sizes = bucket_bytes(point.workload, bucket_mb)
         layout = {"bucket_mb": bucket_mb, "buckets": len(sizes), "gradient_bytes": sum(sizes)}
         yield point.describe() | layout

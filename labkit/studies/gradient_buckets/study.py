@@ -7,6 +7,7 @@ import pandas as pd
 from pydantic import Field
 
 from labkit.costs.memory import activation_bytes
+from labkit.costs.transformer import n_parameters
 from labkit.lab import capacity
 from labkit.lab.agreement import Known, step_times
 from labkit.lab.config import Count, Device, LabConfig, Repeats, Seed, TimeoutSeconds, Warmup, one_of
@@ -14,11 +15,10 @@ from labkit.lab.rows import select
 from labkit.lab.study import Study
 from labkit.machine import Machine
 from labkit.nn.transformer import SIZES, shape_named
-from labkit.nn.workloads import workload_parameters
 from labkit.parallel.ranks.joined import ranks_here
 from labkit.studies.gradient_buckets.findings import QUESTIONS
 from labkit.studies.gradient_buckets.model import PREDICTED
-from labkit.studies.gradient_buckets.worker import LOCAL, STEPS, BucketsPoint, measure_point
+from labkit.studies.gradient_buckets.worker import LOCAL, SCHEDULES, STEPS, BucketsPoint, measure_point, plug_in
 
 MIB = 2**20
 RANK_BYTES = 200 * MIB  # a rank's own resident memory, torch included
@@ -34,6 +34,8 @@ class BucketsConfig(LabConfig):
     workloads: Annotated[list[WorkloadName], Field(min_length=1)]
     world_sizes: Annotated[list[Annotated[int, Field(ge=2, le=1024)]], Field(min_length=1)] = [2]
     buckets_mb: Annotated[list[Megabytes], Field(min_length=1)]
+    schedules: list[Annotated[str, one_of(lambda: SCHEDULES)]] = []
+    """A reader's own, by name."""
     batches: Annotated[list[Count], Field(min_length=1)]
     """Sequences a rank."""
     sequences: Annotated[list[Count], Field(min_length=1)]
@@ -87,6 +89,8 @@ class GradientBucketsStudy(Study):
     }
     worker = staticmethod(measure_point)
     predicted = PREDICTED
+    plugs_into = "schedules"
+    plug_in = staticmethod(plug_in)
 
     def points(self, config: BucketsConfig, machine: Machine) -> Sequence[BucketsPoint]:
         """By world size one point per model, batch and sequence length."""
@@ -95,7 +99,7 @@ class GradientBucketsStudy(Study):
         for world_size in sorted(set(config.world_sizes)):
             here: dict[str, Any] = {"world_size": world_size, "device": device}
             here["backend"] = machine.backend(device, ranks_here(world_size))
-            sizes = sorted(set(config.buckets_mb))
+            sizes = (*sorted(set(config.buckets_mb)), *config.schedules)
             points += [
                 BucketsPoint.of(config, workload=workload, batch=batch, sequence=sequence, buckets_mb=sizes, **here)
                 for workload in dict.fromkeys(config.workloads)
@@ -119,8 +123,8 @@ class GradientBucketsStudy(Study):
 
 def _rank_bytes(point: BucketsPoint) -> int:
     """What a rank allocates: weights, gradients, buckets and activations."""
-    parameters = 4 * workload_parameters(point.workload)
     shape = shape_named(point.workload)
+    parameters = 4 * n_parameters(shape)
     return (COPIES + len(point.buckets_mb)) * parameters + activation_bytes(shape, point.batch, point.sequence)
 
 

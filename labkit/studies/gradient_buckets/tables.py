@@ -23,11 +23,32 @@ SETTING = (*MACHINE, "batch", "sequence")
 LAYOUT = ("buckets", "last_bucket_bytes", "gradient_bytes", "panel")  # what a bucket size comes to
 QUANTITIES = ("step_s", "waiting_s", "waiting_percent", "exposed_s", "contention_s")
 PHASES = Measured((*SETTING, "alternative"), "phase")
+ALTERNATIVES = Measured(SETTING, "alternative", "step_s")
 PUBLISHED_RANKS = 2
 
 
 def steps(frame: pd.DataFrame) -> pd.DataFrame:
-    """One row per (setting, bucket size, repeat), of the slowest rank.
+    """The rows of `all_steps` that are of a bucket size."""
+    return all_steps(frame).dropna(subset="bucket_mb")
+
+
+def over_smallest(frame: pd.DataFrame) -> pd.DataFrame:
+    """The step with each schedule of a reader, and each bucket size, over that with the smallest size: `ratio`."""
+    table = all_steps(frame)
+    smallest = table.loc[table["bucket_mb"] == table["bucket_mb"].min(), "alternative"]
+    return ALTERNATIVES.over(table, smallest.iloc[0] if len(smallest) else "")
+
+
+def beside_own(frame: pd.DataFrame) -> pd.DataFrame:
+    """Median step of each alternative with its interval, if there are schedules of a reader among them."""
+    table = all_steps(frame)
+    return ALTERNATIVES.medians(table if table["bucket_mb"].isna().any() else table.iloc[:0]).assign(
+        panel=lambda rows: _panel(rows)
+    )
+
+
+def all_steps(frame: pd.DataFrame) -> pd.DataFrame:
+    """One row per (setting, bucket size or schedule, repeat), of the slowest rank.
 
     Columns: setting, the bucket's, `repeat`, and
     `step_s`           forward, backward, waiting, optimizer
@@ -37,7 +58,7 @@ def steps(frame: pd.DataFrame) -> pd.DataFrame:
     `contention_s`     exposed less waiting: what communication costs backward while it runs beside it; below zero
                        where a rank waits for a slower one
     """
-    columns = [*SETTING, "bucket_mb", *LAYOUT, "repeat", "local_s", *QUANTITIES]
+    columns = [*SETTING, "alternative", "bucket_mb", *LAYOUT, "repeat", "local_s", *QUANTITIES]
     slowest = PHASES.samples(frame, sweep=STEPS)
     if slowest.empty:
         return pd.DataFrame(columns=columns)

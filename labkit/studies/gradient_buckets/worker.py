@@ -18,11 +18,14 @@ from labkit.bench.clock import Stopwatch
 from labkit.lab.point import Point
 from labkit.nn.workloads import Workload, workload_named
 from labkit.parallel.data_parallel import BucketedDDP
+from labkit.parallel.data_parallel.buckets import Schedule
 from labkit.parallel.ranks.device import use_device
 from labkit.studies.shared.alternatives import Failed, attempt, time_those_that_run
 from labkit.studies.shared.gradient_gate import check_gradients, local_means
 
 LOCAL = "local"
+SCHEDULES: dict[str, Schedule] = {}
+"""A reader's (`plug_in`)."""
 STEPS = "steps"
 
 
@@ -38,8 +41,8 @@ class BucketsPoint(Point):
     """Sequences a rank."""
     sequence: int
     """Tokens of each."""
-    buckets_mb: tuple[float, ...] = ()
-    """MiB."""
+    buckets_mb: tuple[float | str, ...] = ()
+    """MiB, or the name of a schedule."""
     warmup: int = 2
     repeats: int = 10
     seed: int = 0
@@ -53,16 +56,30 @@ def measure_point(point: BucketsPoint) -> Iterator[dict[str, Any]]:
     yield from _steps(point, use_device(point.device))
 
 
-class Trainer:
-    """One way to train the workload: buckets of `bucket_mb` MiB, or (None) no communication; plain SGD."""
+def plug_in(name: str, schedule: Schedule) -> dict[str, Schedule]:
+    """A reader's schedule: called with the trained parameters by name, in the order in which backward makes their
+    gradients, it returns the names in each bucket, in the order in which buckets are averaged.
 
-    def __init__(self, workload: Workload, bucket_mb: float | None, weights: nn.Module, device: str):
+    ValueError for a name that is taken.
+    """
+    if name == LOCAL:
+        raise ValueError(f"expected a name other than {LOCAL}")
+    SCHEDULES[name] = schedule
+    return SCHEDULES
+
+
+class Trainer:
+    """One way to train the workload: buckets of some MiB, or of a schedule, or (None) no communication; plain SGD."""
+
+    def __init__(self, workload: Workload, bucket_mb: float | str | None, weights: nn.Module, device: str):
         model = workload.build()
         for own, shared in zip(model.parameters(), weights.parameters(), strict=True):
             own.data = shared.data
         self.bucket_mb = bucket_mb
         self.ddp: BucketedDDP | None = None
-        if bucket_mb is not None:
+        if isinstance(bucket_mb, str):
+            self.ddp = BucketedDDP(model, schedule=SCHEDULES[bucket_mb], finish_in_backward=False)
+        elif bucket_mb is not None:
             # no smaller first bucket: a size should mean all buckets
             self.ddp = BucketedDDP(model, bucket_mb=bucket_mb, first_bucket_mb=bucket_mb, finish_in_backward=False)
         self.model: nn.Module = self.ddp or model
@@ -97,10 +114,10 @@ class Trainer:
         return _named(self.bucket_mb) | found
 
 
-def _named(bucket_mb: float | None) -> dict[str, Any]:
-    return (
-        {"alternative": LOCAL} if bucket_mb is None else {"alternative": f"{bucket_mb:g} MiB", "bucket_mb": bucket_mb}
-    )
+def _named(bucket_mb: float | str | None) -> dict[str, Any]:
+    if bucket_mb is None or isinstance(bucket_mb, str):
+        return {"alternative": bucket_mb or LOCAL}
+    return {"alternative": f"{bucket_mb:g} MiB", "bucket_mb": bucket_mb}
 
 
 def _steps(point: BucketsPoint, device: str) -> Iterator[dict[str, Any]]:
@@ -143,7 +160,7 @@ def _steps(point: BucketsPoint, device: str) -> Iterator[dict[str, Any]]:
 
 
 def _checked(
-    workload: Workload, bucket_mb: float, weights: nn.Module, device: str, means: list[Tensor | None]
+    workload: Workload, bucket_mb: float | str, weights: nn.Module, device: str, means: list[Tensor | None]
 ) -> tuple[Trainer, dict[str, Any]]:
     """The gate: what is averaged must be the mean over ranks of the local gradients."""
     trainer = Trainer(workload, bucket_mb, weights, device)

@@ -8,6 +8,7 @@ from labkit.bench.statistics import judged
 from labkit.lab.claims import Trend, claim, lies_within, published, quotients
 from labkit.lab.comparing import TIME, Quantity, compared
 from labkit.lab.findings import Finding, Questions, troubles
+from labkit.lab.own_models import without_own
 from labkit.lab.rows import select
 from labkit.lab.units import format_seconds, format_share, join_words, span
 from labkit.studies.kernels import tables
@@ -149,6 +150,7 @@ def softmax_in_attention(frame: pd.DataFrame) -> Finding | None:
 
 @QUESTIONS.ask("published_trends", "Do the published observations hold on this machine?")
 def published_trends(frame: pd.DataFrame) -> Finding | None:
+    frame = without_own(frame)
     events = select(tables.against_clock(frame), mode=INFERENCE, measure=EVENTS)
     return published(
         [

@@ -6,22 +6,21 @@ from typing import Annotated
 import pandas as pd
 from pydantic import Field
 
-from labkit.costs.memory import peak_bytes
-from labkit.costs.transformer import n_parameters
+from labkit.costs.memory import STATES_BYTES, peak_bytes
 from labkit.lab import capacity
 from labkit.lab.agreement import Known, step_times
 from labkit.lab.config import Device, LabConfig, Seed, TimeoutSeconds, one_of
+from labkit.lab.own_models import in_model_order, model_names, parameters_of, shape_of
 from labkit.lab.rows import select
 from labkit.lab.study import Study
 from labkit.machine import Machine
-from labkit.nn.transformer import SIZES, shape_named
 from labkit.studies.kernels.findings import QUESTIONS
 from labkit.studies.kernels.tables import PREDICTED
 from labkit.studies.kernels.worker import INFERENCE, STEP, KernelsPoint, measure_point
 
 HEADROOM = 1.1  # over the formulas, which leave out what comes while something else goes
 
-Size = Annotated[str, one_of(lambda: SIZES)]
+Size = Annotated[str, one_of(model_names)]
 
 
 class KernelsConfig(LabConfig):
@@ -53,12 +52,13 @@ class KernelsStudy(Study):
         "paper": KernelsConfig(models=["small", "medium", "large", "xl", "2.7B"], warmup=5),
     }
     worker = staticmethod(measure_point)
+    models_into = ("models",)
     predicted = PREDICTED
 
     def points(self, config: KernelsConfig, machine: Machine) -> Sequence[KernelsPoint]:
         """From small models to large."""
         device = machine.device(config.device)
-        models = sorted(dict.fromkeys(config.models), key=list(SIZES).index)
+        models = in_model_order(config.models)
         return [KernelsPoint.of(config, device=device, model=model, keep_trace=model == models[0]) for model in models]
 
     def known(self, frame: pd.DataFrame) -> Iterable[Known]:
@@ -71,12 +71,14 @@ class KernelsStudy(Study):
         return capacity.skip_reason(machine, point.device, needed_bytes(point))
 
     def series(self, point: KernelsPoint) -> tuple[Hashable, float]:
-        return point.device, n_parameters(shape_named(point.model))
+        return point.device, parameters_of(point.model)
 
 
 def needed_bytes(point: KernelsPoint) -> int:
-    """Memory of a full step, which needs more than inference, by the formulas."""
-    peak = peak_bytes(shape_named(point.model), point.batch, point.context_length, device=point.device)
+    """Memory of a full step, which needs more than inference, by the formulas; of a model without them, its states."""
+    if (shape := shape_of(point.model)) is None:
+        return STATES_BYTES * parameters_of(point.model)
+    peak = peak_bytes(shape, point.batch, point.context_length, device=point.device)
     return round(HEADROOM * peak)
 
 

@@ -16,6 +16,7 @@ from labkit.bench.operators import OperatorCall
 from labkit.bench.trace import FAMILIES, decode_trace, longest, read_events
 from labkit.costs.calibration import Calibration
 from labkit.costs.transformer import forward_flops, softmax_flops
+from labkit.lab.own_models import models_in, shape_of
 from labkit.lab.predictions import Predicted, Row
 from labkit.lab.project import reference_directory, relative_to_project
 from labkit.lab.rows import Measured, in_order, select
@@ -178,9 +179,11 @@ def against_products(frame: pd.DataFrame) -> pd.DataFrame:
     samples = attention_samples(frame)
     table = PARTS.over(samples[samples["seconds"] > 0], "matrix products")
     sizes = select(frame, ["model", "batch", "context_length"], record="operator").groupby("model").first()
-    ratios = {
-        model: _flop_ratio(model, int(row["batch"]), int(row["context_length"])) for model, row in sizes.iterrows()
-    }
+    with models_in(frame):
+        ratios = {
+            model: _flop_ratio(str(model), int(row["batch"]), int(row["context_length"]))
+            for model, row in sizes.iterrows()
+        }
     is_softmax = table["part"] == "softmax"
     return _sorted(table.assign(flop_ratio=table["model"].map(ratios).where(is_softmax)), part=ATTENTION)
 
@@ -195,28 +198,34 @@ def softmax_over_scores(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def _flop_ratio(model: str, batch: int, context: int) -> float:
-    """Operations of the softmax over those of the two products around it."""
-    forward = forward_flops(SIZES[model], batch, context)
-    return softmax_flops(SIZES[model], batch, context) / (forward["scores"] + forward["values"])
+    """Operations of the softmax over those of the two products around it; NaN of a model that is not known."""
+    if (shape := shape_of(model)) is None:
+        return float("nan")
+    forward = forward_flops(shape, batch, context)
+    return softmax_flops(shape, batch, context) / (forward["scores"] + forward["values"])
 
 
 def predictions(frame: pd.DataFrame, calibration: Calibration | None) -> pd.DataFrame:
     """Time of all matrix products as profiled, and what they should take by the machine's calibration; `gflop`."""
     table = PREDICTED.beside(frame, calibration)
-    flops = [sum(one.flops for one in _products(row)) for row in table.to_dict("records")]
+    with models_in(frame):
+        flops = [sum(one.flops for one in _products(row)) for row in table.to_dict("records")]
     return _sorted(table.assign(gflop=[n / 1e9 for n in flops]).drop(columns=["batch", "context_length"]))
 
 
 def _products(row: Row) -> list[OperatorCall]:
     """The matrix products of a view: those of a step are its forward's and its backward's."""
-    operators = step_operators(row["model"], int(row["batch"]), int(row["context_length"]), device=row["device"])
+    if (shape := shape_of(row["model"])) is None:
+        return []
+    operators = step_operators(shape, int(row["batch"]), int(row["context_length"]), device=row["device"])
     parts = {"inference": ("inference",), "forward": ("forward",)}.get(row["mode"], ("forward", "backward"))
     return [one for part in parts for one in operators[part] if one.flops]
 
 
 def _expected_s(row: Row, calibration: Calibration) -> float | None:
     device = row["device"]
-    return calibration.operators_s(_products(row), device=device) if calibration.knows(device) else None
+    products = _products(row)
+    return calibration.operators_s(products, device=device) if products and calibration.knows(device) else None
 
 
 def _planned(point: KernelsPoint) -> list[dict[str, Any]]:

@@ -4,22 +4,25 @@ Nothing is allocated, so that a model that this machine could never hold is coun
 real tensors, which the tests use to show that a fake step and a real one make the same storages.
 """
 
+import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
 
 from labkit.bench.ledger import Allocation, AllocationLedger, Peak, peak_between, timeline_between
 from labkit.bench.memory import peak_memory_growth
+from labkit.costs.transformer import TransformerShape
+from labkit.lab.own_models import readers_file
 from labkit.nn.training import TrainingStep
 
 PARTS = ("parameters", "optimizer", "gradients", "activations", "recomputed", "temporaries", "inputs")
 """Of the bytes at a peak. `recomputed`: what checkpointing makes again during backward. `inputs`: tokens and tables."""
 
-SOURCE = "labkit/nn/"
 LISTED = 10  # of the largest allocations
 
 
@@ -32,7 +35,7 @@ class CountedStep:
         self.spans: dict[str, tuple[int, int]] = {}
         """Moments by phase; "full_step" also has the begin of its parts, "backward" and "optimizer"."""
         ledger.label("parameters", step.model.parameters())
-        ledger.label("inputs", [step.tokens, step.targets, *step.model.buffers()])
+        ledger.label("inputs", [*tree_leaves([step.inputs, step.targets]), *step.model.buffers()])
 
     def infer(self) -> None:
         start = self.ledger.moment
@@ -81,8 +84,9 @@ class CountedStep:
 
 def count_phases(phases: Sequence[str], *, fake: bool = True, **arguments: Any) -> CountedStep:
     """Build a `TrainingStep(**arguments)` and run `phases` of it under a ledger, on fake tensors or on real ones."""
-    mode: AbstractContextManager[Any] = FakeTensorMode() if fake else nullcontext()
-    with mode, AllocationLedger(device=arguments.get("device", "cpu"), source=SOURCE) as ledger:
+    is_own = not isinstance(arguments["source"], TransformerShape)  # its tensors may have been made before
+    mode: AbstractContextManager[Any] = FakeTensorMode(allow_non_fake_inputs=is_own) if fake else nullcontext()
+    with _unlogged(), mode, AllocationLedger(device=arguments.get("device", "cpu"), source=_file_under_study) as ledger:
         counted = CountedStep(ledger, TrainingStep(**arguments))
         run = {"inference": counted.infer, "forward": counted.forward, "full_step": counted.full_step}
         for phase in run:  # in this order: a full step leaves AdamW's states behind
@@ -90,6 +94,22 @@ def count_phases(phases: Sequence[str], *, fake: bool = True, **arguments: Any) 
                 run[phase]()
         ledger.label_rest(_category)
     return counted
+
+
+@contextmanager
+def _unlogged() -> Iterator[None]:
+    """What fake tensors raise is raised, and not also logged over thirty lines."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+
+
+def _file_under_study(path: str) -> str:
+    return path.rpartition("/")[2] if "labkit/nn/" in path else readers_file(path)
 
 
 def _category(allocation: Allocation) -> str:

@@ -10,9 +10,10 @@ from labkit.costs.memory import state_bytes
 from labkit.lab.claims import exact, published
 from labkit.lab.comparing import MEMORY, agreement, contest
 from labkit.lab.findings import Claim, Finding, Questions, at_the_cost_of, troubles
+from labkit.lab.own_models import without_own
 from labkit.lab.rows import select
 from labkit.lab.units import format_bytes, format_seconds, format_share, join_words, span
-from labkit.nn.transformer import shape_named
+from labkit.nn.transformer import SIZES, shape_named
 from labkit.studies.memory import tables
 
 QUESTIONS = Questions("no row of this run holds the bytes it needs")
@@ -33,16 +34,24 @@ def peak_by_context(frame: pd.DataFrame) -> Finding | None:
     short, long = full.iloc[0], full.iloc[-1]
     headline = f"A full step of {short['size']} peaks at {format_bytes(short['full_step_bytes'])}"
     if len(full) == 1:
-        return Finding("measured", f"{headline} with {short['context_length']} tokens.", table)
+        why = " ".join(_own_peaks(frame)) or None
+        return Finding("measured", f"{headline} with {short['context_length']} tokens.", table, why=why)
     context, memory = (long[name] / short[name] for name in ("context_length", "full_step_bytes"))
     states = format_bytes(sum(state_bytes(shape_named(short["size"])).values()))
+    why = f"A context {context:.1f} times as long takes {memory:.1f} times the memory: the {states} of parameters, "
     return Finding(
         "measured",
         f"{headline} with the shortest context and at {format_bytes(long['full_step_bytes'])} with the longest.",
         table,
-        why=f"A context {context:.1f} times as long takes {memory:.1f} times the memory: the {states} of parameters, "
-        "gradients and AdamW's states do not depend on it.",
+        why=" ".join([f"{why}gradients and AdamW's states do not depend on it.", *_own_peaks(frame)]),
     )
+
+
+def _own_peaks(frame: pd.DataFrame) -> Iterator[str]:
+    full = tables.by_context(frame, *tables.own_models(frame)) if tables.own_models(frame) else pd.DataFrame()
+    for size, rows in select(full, ["size"], phase="full_step", precision="float32").groupby("size", sort=False):
+        peaks = rows.sort_values("context_length")["peak_bytes"]
+        yield f"A full step of {size} peaks at {span(peaks, format_bytes)}."
 
 
 @QUESTIONS.ask("where_it_goes", "What is the peak of a full step made of?")
@@ -58,9 +67,9 @@ def where_it_goes(frame: pd.DataFrame) -> Finding | None:
 def _most_of(size: str, rows: pd.DataFrame) -> str:
     """The largest part of one model's peak at its shortest and longest context; a row per context."""
     ends = rows.iloc[[0, -1]].drop_duplicates("place")
-    lengths = ["the shortest context", "the longest"] if len(ends) > 1 else ["this context"]
+    lengths = [" at the shortest context", " at the longest"] if len(ends) > 1 else [""]
     told = [
-        f"{format_share(row['share'])} at {length} is {_part(row['part'])}"
+        f"{format_share(row['share'])}{length} is {_part(row['part'])}"
         for row, length in zip(ends.to_dict("records"), lengths, strict=True)
     ]
     return f"Of {size}'s peak, {join_words(told)}."
@@ -96,7 +105,7 @@ def largest_allocations(frame: pd.DataFrame) -> Finding | None:
     same = of_largest[of_largest["n_bytes"] == of_largest["n_bytes"].max()]
     makers = join_words(list(dict.fromkeys(same["operator"])))
     why = f"The largest single tensors hold {_first(same, 'n_bytes')} each, made by {makers}."
-    return Finding("measured", f"{text}, allocated at {row['line']}.", table, why=why)
+    return Finding("measured", f"{text}{', allocated at ' if row['line'] else ''}{row['line']}.", table, why=why)
 
 
 @QUESTIONS.ask("saved_by_a_block", "Does one block keep for its backward pass what the formulas predict?")
@@ -155,15 +164,18 @@ def _segments(length: str | float) -> str:
 )
 def largest_model(frame: pd.DataFrame) -> Finding | None:
     table = tables.fits(frame)
-    if table.empty:
+    named, own = (table[table["size"].isin(list(SIZES)) == is_named] for is_named in (True, False))
+    if named.empty:
         return None
-    fit, others = table[table["fits"]], table[~table["fits"]]
-    memory, setting = _first(table, "machine_bytes"), table.iloc[0]
+    fit, others = named[named["fits"]], named[~named["fits"]]
+    memory, setting = _first(table, "machine_bytes"), named.iloc[0]
     caveat = (
         f"Counted, not measured: batch {setting['batch']:.0f}, {setting['context_length']} tokens, float32, AdamW; "
         f"{format_share(1 - tables.FIT_SHARE)} of the memory is left for everything else."
     )
-    why = f"The next size, {others['size'].iloc[0]}, needs {_first(others, 'peak_bytes')}." if len(others) else None
+    told = [f"The next size, {others['size'].iloc[0]}, needs {_first(others, 'peak_bytes')}."] if len(others) else []
+    told += [f"{row['size']} needs {format_bytes(row['peak_bytes'])}." for row in own.to_dict("records")]
+    why = " ".join(told) or None
     if fit.empty:
         return Finding("no", f"No: none of the counted sizes fits into {memory}.", table, caveat, why)
     best = fit.iloc[-1]
@@ -222,7 +234,7 @@ def _graph_kept(frame: pd.DataFrame, table: pd.DataFrame) -> Iterator[str]:
 
 @QUESTIONS.ask("published_trends", "Do the published trends hold here?")
 def published_trends(frame: pd.DataFrame) -> Finding | None:
-    table = tables.phases(frame)
+    table = tables.phases(without_own(frame))
     series = [
         list(zip(group["context_length"], group["full_step_bytes"], strict=True))
         for _, group in table.dropna(subset="full_step_bytes").groupby(["size", "precision"])

@@ -6,21 +6,22 @@ from typing import Annotated, Any, Literal
 import pandas as pd
 from pydantic import Field
 
-from labkit.costs.memory import PHASES, saved_by_layer, state_bytes
+from labkit.costs.memory import PHASES, STATES_BYTES, saved_by_layer, state_bytes
 from labkit.lab import capacity
 from labkit.lab.agreement import Known, PeakMemory, step_times
 from labkit.lab.config import Device, LabConfig, Seed, TimeoutSeconds, one_of
+from labkit.lab.own_models import model_names, own_names, parameters_of, shape_of
 from labkit.lab.rows import select
 from labkit.lab.study import Study
 from labkit.machine import Machine
 from labkit.nn.transformer import SIZES, shape_named
 from labkit.studies.memory.findings import QUESTIONS
-from labkit.studies.memory.worker import WITHOUT, MemoryPoint, measure_point, predicted_bytes
+from labkit.studies.memory.worker import ITS_OWN, WITHOUT, MemoryPoint, measure_point, predicted
 
 RANK_BYTES = 400 * 2**20  # a rank's own resident memory, torch and the profiler's events included
 HEADROOM = 1.1  # over the prediction, which leaves out what comes while something else goes
 
-Size = Annotated[str, one_of(lambda: SIZES)]
+Size = Annotated[str, one_of(model_names)]
 Context = Annotated[int, Field(ge=1, le=2**20)]
 Precision = Literal["float32", "bfloat16"]
 Phase = Annotated[str, one_of(lambda: PHASES)]
@@ -118,6 +119,7 @@ class MemoryStudy(Study):
         ),
     }
     worker = staticmethod(measure_point)
+    models_into = ("sizes", "fitted_sizes")
 
     def points(self, config: MemoryConfig, machine: Machine) -> Sequence[MemoryPoint]:
         """Counting first, which is cheap and predicts; then blocks, peaks by growing size, checkpointing."""
@@ -141,18 +143,22 @@ class MemoryStudy(Study):
 
 
 def needed_bytes(point: MemoryPoint) -> int:
-    """Memory that a point takes of its device, by the formulas; 0 for counted ones, whose tensors take none."""
-    shape = shape_named(point.size)
+    """Memory that a point takes of its device, by the formulas; 0 for counted ones, whose tensors take none.
+
+    Of a model without formulas: its parameters, their gradients and AdamW's states.
+    """
     if point.kind == "counted":
         return 0
+    if (shape := shape_of(point.size)) is None:
+        return RANK_BYTES + STATES_BYTES * parameters_of(point.size)
     if point.kind == "block":
         states = state_bytes(shape)["parameters"] // shape.n_layers
         saved = saved_by_layer(shape, point.batch, point.context_length, point.precision, device=point.device)
         return RANK_BYTES + round(HEADROOM * (2 * states + 2 * sum(saved.values())))
     if point.kind == "checkpoint":  # the gate holds two more sets of gradients
-        peak = predicted_bytes(point, "full_step") + 2 * state_bytes(shape)["gradients"]
+        peak = predicted(point, "full_step")["predicted_bytes"] + 2 * state_bytes(shape)["gradients"]
     else:
-        peak = predicted_bytes(point, point.phases[0])
+        peak = predicted(point, point.phases[0])["predicted_bytes"]
     return RANK_BYTES + round(HEADROOM * peak)
 
 
@@ -164,16 +170,17 @@ def segment_lengths(n_layers: int) -> tuple[int, ...]:
 def _counted(config: MemoryConfig, machine: Machine) -> Iterator[MemoryPoint]:
     phases = tuple(phase for phase in PHASES if phase in config.phases)
     contexts = sorted({*config.contexts, *config.counted_contexts})
-    shown = (config.sizes[-1], max(config.contexts), "float32")  # its timeline is drawn
-    settings = [(s, c, p) for s in config.sizes for p in config.precisions for c in contexts]
+    shown = [(s, max(_contexts(s, config.contexts)), "float32") for s in (_largest(config), *own_names())]
+    settings = [(s, c, p) for s in config.sizes for p in config.precisions for c in _contexts(s, contexts)]
     settings += [(config.big_size, context, "float32") for context in config.big_contexts]
     low = [precision for precision in config.precisions if precision != "float32"]
     settings += [(config.big_size, context, p) for p in low for context in config.big_low_precision_contexts]
-    last = (config.big_size, max(config.big_contexts, default=0), "float32")
+    shown.append((config.big_size, max(config.big_contexts, default=0), "float32"))  # of these, timelines are drawn
     for setting in dict.fromkeys(settings):
-        yield _point(config, machine, "counted", *setting, phases=phases, detail=setting in (shown, last))
+        yield _point(config, machine, "counted", *setting, phases=phases, detail=setting in shown)
     for size in config.fitted_sizes:
-        if (setting := (size, config.fitted_context, "float32")) not in settings:
+        (context,) = _contexts(size, [config.fitted_context])
+        if (setting := (size, context, "float32")) not in settings:
             yield _point(config, machine, "counted", *setting, phases=("full_step",))
     size, context = config.counted_checkpoint_size, config.counted_checkpoint_context
     for segment in segment_lengths(shape_named(size).n_layers):
@@ -182,16 +189,27 @@ def _counted(config: MemoryConfig, machine: Machine) -> Iterator[MemoryPoint]:
         )
 
 
+def _largest(config: MemoryConfig) -> str:
+    """The last of the named sizes: what is looked at in detail."""
+    named = [size for size in config.sizes if size not in own_names()]
+    return named[-1]
+
+
+def _contexts(size: str, contexts: Sequence[int]) -> list[int]:
+    """From short to long; of a model that comes with its own batch, just that one."""
+    return sorted(contexts) if shape_of(size) else [ITS_OWN]
+
+
 def _blocks(config: MemoryConfig, machine: Machine) -> Iterator[MemoryPoint]:
     for precision in config.precisions:
-        yield _point(config, machine, "block", config.sizes[-1], max(config.contexts), precision)
+        yield _point(config, machine, "block", _largest(config), max(config.contexts), precision)
 
 
 def _measured(config: MemoryConfig, machine: Machine) -> Iterator[MemoryPoint]:
     for size in config.sizes:
         for precision in config.precisions:
             for phase in config.phases:
-                for context in sorted(config.contexts):
+                for context in _contexts(size, config.contexts):
                     yield _point(config, machine, "measured", size, context, precision, phases=(phase,), repeats=2)
 
 
@@ -207,6 +225,8 @@ def _point(
     device = machine.device(config.device)
     in_all = machine.gpus[0].memory_bytes if device == "cuda" and machine.gpus else machine.memory_bytes
     given = {"phases": (), "repeats": MemoryPoint.repeats} | others
+    if context == ITS_OWN:
+        given["batch"] = ITS_OWN
     return MemoryPoint.of(
         config,
         kind=kind,

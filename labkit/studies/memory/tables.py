@@ -6,11 +6,11 @@ import pandas as pd
 
 from labkit.costs.memory import PHASES, best_segment
 from labkit.lab.project import reference_directory
-from labkit.lab.rows import Measured, exactly_over, select
+from labkit.lab.rows import Measured, exactly_over, in_order, select
 from labkit.lab.units import join_words
 from labkit.nn.transformer import SIZES, shape_named
 from labkit.studies.memory.counting import PARTS
-from labkit.studies.memory.worker import WITHOUT
+from labkit.studies.memory.worker import ITS_OWN, WITHOUT
 
 SETTING = ["size", "context_length", "precision", "phase"]
 PART_COLUMNS = [f"{part}_bytes" for part in PARTS]
@@ -23,9 +23,14 @@ PRECISIONS = {"fp32": "float32", "bf16": "bfloat16"}
 
 
 def _by_size(table: pd.DataFrame, *then: str) -> pd.DataFrame:
-    """The smallest size first."""
-    places = {size: place for place, size in enumerate(SIZES)}
-    return table.sort_values(["size", *then], key=lambda names: names.replace(places), kind="stable", ignore_index=True)
+    """The smallest size first, a reader's own last."""
+    return in_order(table, size=SIZES, **dict.fromkeys(then))
+
+
+def _setting(table: pd.DataFrame, unit: str = "") -> pd.Series:
+    """Size and context; of a model that comes with its own batch, its name."""
+    contexts = ", " + table["context_length"].astype(str) + unit
+    return table["size"] + contexts.where(table["context_length"] != ITS_OWN, "")
 
 
 def peaks(frame: pd.DataFrame, **wanted: object) -> pd.DataFrame:
@@ -50,7 +55,7 @@ def counted_against_measured(frame: pd.DataFrame) -> pd.DataFrame:
 
 def by_context(frame: pd.DataFrame, *sizes: str) -> pd.DataFrame:
     """Peaks by context: measured where there is a measurement, else counted; `panel` is size and precision."""
-    table = peaks(frame, size=sizes or tuple(SIZES))
+    table = peaks(frame, **({"size": sizes} if sizes else {}))
     table = table.sort_values("method", ascending=False, kind="stable").drop_duplicates(SETTING)  # measured first
     return _by_size(table.assign(panel=table["size"] + ", " + table["precision"]), "precision", "context_length")
 
@@ -66,10 +71,35 @@ def phases(frame: pd.DataFrame, *sizes: str) -> pd.DataFrame:
 
 
 def shown_sizes(frame: pd.DataFrame) -> list[str]:
-    """The largest measured size, and the largest that was counted at several contexts: beside the published peaks."""
-    counts = peaks(frame, method="counted", phase="full_step").groupby("size")["context_length"].nunique()
-    several = _by_size(counts[counts >= min(2, counts.max())].reset_index())["size"] if len(counts) else []
-    return list(dict.fromkeys([*peaks(frame, method="measured")["size"].tolist()[-1:], *list(several)[-1:]]))
+    """Those of which peaks are drawn, and the one beside the published peaks."""
+    return list(dict.fromkeys([*drawn_sizes(frame), *big_size(frame)]))
+
+
+def drawn_sizes(frame: pd.DataFrame) -> list[str]:
+    """The largest measured size, and a reader's models."""
+    return [*peaks(frame, method="measured", size=list(SIZES))["size"].tolist()[-1:], *own_models(frame)]
+
+
+def big_size(frame: pd.DataFrame) -> list[str]:
+    """The largest size that was counted at several contexts, to stand beside the published peaks; none without rows."""
+    counts = peaks(frame, method="counted", phase="full_step", size=list(SIZES)).groupby("size")
+    counts = counts["context_length"].nunique()
+    return _by_size(counts[counts >= min(2, counts.max())].reset_index())["size"].tolist()[-1:] if len(counts) else []
+
+
+def own_models(frame: pd.DataFrame) -> list[str]:
+    """A reader's models."""
+    return [size for size in peaks(frame)["size"].drop_duplicates() if size not in SIZES]
+
+
+def in_tokens(table: pd.DataFrame) -> pd.DataFrame:
+    """The rows of models whose batch has a context length."""
+    return table[table["context_length"] != ITS_OWN]
+
+
+def its_own(table: pd.DataFrame) -> pd.DataFrame:
+    """The rows of models that come with their own batch."""
+    return table[table["context_length"] == ITS_OWN]
 
 
 def parts_of_peaks(frame: pd.DataFrame) -> pd.DataFrame:
@@ -79,7 +109,7 @@ def parts_of_peaks(frame: pd.DataFrame) -> pd.DataFrame:
         "place", kind="stable"
     )
     long = long.assign(share=long["bytes"] / long["peak_bytes"])
-    return long.assign(size_and_context=long["size"] + ", " + long["context_length"].astype(str))
+    return long.assign(size_and_context=_setting(long))
 
 
 def _long(table: pd.DataFrame, about: list[str]) -> pd.DataFrame:
@@ -102,8 +132,7 @@ def timeline(frame: pd.DataFrame) -> pd.DataFrame:
     """Live bytes by part over the events of one full step; `panel` names the model."""
     about = ["size", "context_length", "moment", "part_of_step"]
     rows = select(frame, [*about, *PART_COLUMNS], table="timeline").dropna(subset="moment")
-    panel = rows["size"] + ", " + rows["context_length"].astype(str) + " tokens"
-    rows = rows.assign(panel=panel, allocations_and_frees=rows["moment"])
+    rows = rows.assign(panel=_setting(rows, " tokens"), allocations_and_frees=rows["moment"])
     return _by_size(_long(rows, [*about, "panel", "allocations_and_frees"]), "moment")
 
 
@@ -145,7 +174,7 @@ def checkpoints(frame: pd.DataFrame) -> pd.DataFrame:
     by_method = [("measured", rows), ("counted", again), ("counted", counted)]
     table = pd.concat([some[[*keys, "peak_bytes"]].assign(method=method) for method, some in by_method])
     table = table.dropna(subset="peak_bytes").drop_duplicates(["method", *keys]).astype({"segment": "int64"})
-    panel = table["size"] + ", " + table["context_length"].astype(str) + " tokens"
+    panel = _setting(table, " tokens")
     lengths = table["segment"].astype(str).mask(table["segment"] == WITHOUT, "none")
     return _by_size(table.assign(panel=panel, segment_length=lengths), "context_length", "method", "segment")
 
@@ -195,8 +224,8 @@ def best_segments(frame: pd.DataFrame) -> pd.DataFrame:
 def fits(frame: pd.DataFrame) -> pd.DataFrame:
     """Full-step peak of each size at the context most sizes were counted at, and whether it fits this machine."""
     table = peaks(frame, method="counted", phase="full_step", precision="float32")
-    counts = table.groupby("context_length")["size"].nunique()
-    at = table[table["context_length"] == counts.idxmax()] if len(counts) else table
+    counts = in_tokens(table).groupby("context_length")["size"].nunique()
+    at = table[table["context_length"].isin([counts.idxmax(), ITS_OWN])] if len(counts) else table
     at = at.assign(parameters=at["parameters_bytes"] / 4, fits=at["peak_bytes"] <= FIT_SHARE * at["machine_bytes"])
     columns = ["size", "parameters", "peak_bytes", "predicted_bytes", "machine_bytes", "fits", "batch"]
     return at[[*columns, "context_length"]].sort_values("peak_bytes", ignore_index=True)
@@ -212,7 +241,7 @@ def published() -> pd.DataFrame:
 
 def beside_published(frame: pd.DataFrame) -> pd.DataFrame:
     """The big size's counted peaks at the published settings, with the published ones and their ratio."""
-    counted = peaks(frame, method="counted", size=shown_sizes(frame)[-1:])[[*SETTING, "peak_bytes"]]
+    counted = peaks(frame, method="counted", size=big_size(frame))[[*SETTING, "peak_bytes"]]
     both = counted.merge(published(), on=SETTING[1:], suffixes=("", "_published"))
     both = both.rename(columns={"peak_bytes": "counted_bytes", "peak_bytes_published": "published_bytes"})
     both = both.assign(counted_over_published=both["counted_bytes"] / both["published_bytes"])

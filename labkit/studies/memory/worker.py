@@ -17,6 +17,7 @@ from labkit.bench.clock import time_interleaved
 from labkit.bench.gate import largest_difference, verdict
 from labkit.bench.saved_tensors import saved_by_operator
 from labkit.costs import memory as costs
+from labkit.lab.own_models import shape_of, source_of
 from labkit.lab.point import Point
 from labkit.nn.attention import explicit_attention
 from labkit.nn.training import AUTOCAST_DTYPES, TrainingStep, gradients
@@ -25,6 +26,8 @@ from labkit.studies.memory.counting import count_phases, count_rows
 
 WITHOUT = 0
 """The segment length that stands for no checkpointing."""
+ITS_OWN = 0
+"""The batch and the context length of a model that comes with its own batch."""
 LARGEST_ERROR = 1e-4
 """Of a gradient, over the largest of its tensor: the same operators run again."""
 
@@ -53,7 +56,8 @@ class MemoryPoint(Point):
     seed: int = 0
 
     def title(self) -> str:
-        return f"{self.kind} {self.size}, context {self.context_length}, {self.precision}"
+        context = f", context {self.context_length}" if self.context_length != ITS_OWN else ""
+        return f"{self.kind} {self.size}{context}, {self.precision}"
 
 
 def measure_point(point: MemoryPoint) -> Iterator[dict[str, Any]]:
@@ -67,10 +71,12 @@ def measure_point(point: MemoryPoint) -> Iterator[dict[str, Any]]:
     yield from kinds[point.kind](point)
 
 
-def predicted_bytes(point: MemoryPoint, phase: str) -> int:
-    """What the formulas say of a phase."""
-    return costs.peak_bytes(
-        shape_named(point.size),
+def predicted(point: MemoryPoint, phase: str) -> dict[str, int]:
+    """`predicted_bytes`, what the formulas say of a phase; nothing of a model that is no Transformer of labkit's."""
+    if (shape := shape_of(point.size)) is None:
+        return {}
+    peak = costs.peak_bytes(
+        shape,
         point.batch,
         point.context_length,
         phase=phase,
@@ -78,12 +84,13 @@ def predicted_bytes(point: MemoryPoint, phase: str) -> int:
         checkpoint_segment=point.checkpoint_segment,
         device=point.device,
     )
+    return {"predicted_bytes": peak}
 
 
 def _arguments(point: MemoryPoint) -> dict[str, Any]:
     """Of the `TrainingStep` that a point describes."""
     return {
-        "shape": shape_named(point.size),
+        "source": source_of(point.size),
         "batch": point.batch,
         "context_length": point.context_length,
         "device": point.device,
@@ -96,7 +103,6 @@ def _arguments(point: MemoryPoint) -> dict[str, Any]:
 def _measured(point: MemoryPoint) -> Iterator[dict[str, Any]]:
     """One row: the peak of each repeat of the phase, after a first run of it that warms up and is left out."""
     (phase,) = point.phases
-    predicted = predicted_bytes(point, phase)
     _warm_up(point.device)
     with record_allocations(point.device) as record:
         step = TrainingStep(**_arguments(point))
@@ -113,10 +119,9 @@ def _measured(point: MemoryPoint) -> Iterator[dict[str, Any]]:
         "table": "peak",
         "method": "measured",
         "phase": phase,
-        "predicted_bytes": predicted,
         "peak_bytes": [window.peak_bytes for window in windows],
         "reserved_bytes": max((w.reserved_bytes for w in windows if w.reserved_bytes is not None), default=None),
-    }
+    } | predicted(point, phase)
 
 
 def _warm_up(device: str) -> None:
@@ -129,7 +134,7 @@ def _warm_up(device: str) -> None:
 def _counted(point: MemoryPoint) -> Iterator[dict[str, Any]]:
     for row in count_rows(point.phases, detail=point.detail, **_arguments(point)):
         if row["table"] == "peak":
-            row["predicted_bytes"] = predicted_bytes(point, row["phase"])
+            row |= predicted(point, row["phase"])
         yield row
 
 

@@ -160,7 +160,7 @@ def _expected_s(row: Row, calibration: Calibration) -> float | None:
     """Forward, or forward and backward: what their operators take, casts among them."""
     if not calibration.knows(row["device"]):
         return None
-    size = (row["model"], int(row["batch"]), int(row["context_length"]))
+    size = (SIZES[row["model"]], int(row["batch"]), int(row["context_length"]))
     operators = step_operators(*size, row["alternative"], row["device"])
     parts = (FORWARD, BACKWARD) if row["mode"] == BOTH else (FORWARD,)
     return sum(calibration.operators_s(operators[part], device=row["device"]) for part in parts)

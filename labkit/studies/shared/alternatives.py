@@ -5,13 +5,10 @@ raise, the point goes on. Ranks that go on would wait in a collective for one th
 rank dies, the point is measured again in new ranks, and these two say of the alternative why it is left out.
 """
 
-import sysconfig
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -19,11 +16,10 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from labkit.bench.clock import time_parts_interleaved
+from labkit.lab.own_models import readers_line
 from labkit.parallel.ranks import whose_turn
 from labkit.parallel.ranks.outcome import is_out_of_memory
 
-# Files of labkit, of Python, and those without a file.
-NOT_A_READERS = (str(Path(__file__).parents[2]), sysconfig.get_path("stdlib"), "<frozen")
 PATIENCE_S = 2.0  # ranks that make the same mistake make it at about the same time
 
 T = TypeVar("T")
@@ -90,7 +86,7 @@ def reason_of(error: Exception, device: str, where: str = "") -> str:
     text = str(error).strip().partition("\n")[0]
     if is_out_of_memory(error):
         return f"out of memory: {text or type(error).__name__}"
-    return f"failed{where}: {type(error).__name__}: {text}".removesuffix(": ") + _place(error)
+    return f"failed{where}: {type(error).__name__}: {text}".removesuffix(": ") + readers_line(error)
 
 
 def _is_one_of_several() -> bool:
@@ -108,15 +104,6 @@ def _all_ranks_raise(turn: str) -> bool:
         time.sleep(0.01)
         raised = store.add(key, 0)
     return raised >= ranks
-
-
-def _place(error: Exception) -> str:
-    """ ", line 3 of the cell", or of a file: the deepest line that is neither labkit's nor installed; or nothing."""
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if not frame.filename.startswith(NOT_A_READERS) and "site-packages" not in frame.filename:
-            is_file = Path(frame.filename).is_file()
-            return f", line {frame.lineno} of {Path(frame.filename).name if is_file else 'the cell'}"
-    return ""
 
 
 def time_those_that_run(

@@ -45,6 +45,13 @@ def local_means(parameters: Mapping[str, nn.Parameter], run: Run) -> list[Tensor
     return [_mean_over_ranks(gradient) for gradient in _taken(parameters.values())]
 
 
+def check_all_used(parameters: Mapping[str, nn.Parameter], means: Sequence[Tensor | None]) -> None:
+    """ValueError if one that is not frozen has no gradient: wrappers differ in what they do then."""
+    for (name, parameter), mean in zip(parameters.items(), means, strict=True):
+        if mean is None and parameter.requires_grad:
+            raise ValueError(f"expected a gradient for every parameter that is not frozen, got none for {name}")
+
+
 def check_gradients(
     parameters: Mapping[str, nn.Parameter], run: Run, means: Sequence[Tensor | None]
 ) -> tuple[float, str]:
@@ -67,21 +74,23 @@ def check_gradients(
 def check_completeness(parameters: Mapping[str, nn.Parameter], run: Run) -> str:
     """ "ok", or what is wrong of the mean over ranks of whole numbers in the place of local gradients, on all ranks.
 
-    Gradients, float32 or float64, are forgotten.
+    Gradients, float32 or float64, are forgotten. Parameters that are frozen have none, nor have those without a use.
     """
-    trained = list(parameters.values())
-    for members in turns(dist.get_world_size(), trained[0].dtype):
-        with _whole_numbers(trained, members) as starts:
+    trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+    for members in turns(dist.get_world_size(), next(iter(trained.values())).dtype):
+        with _whole_numbers(list(trained.values()), members) as starts:
             run()
-        off = [
-            _LOST
-            if gradient is None or not of_passes
-            else first_deviation(gradient.contiguous(), members, starts=of_passes, within=HALF)
-            for gradient, of_passes in zip(_taken(trained), starts, strict=True)
-        ]
-        if told := _told(parameters, off):
+        gradients = _taken(trained.values())
+        off = [_deviation(*of_one, members) for of_one in zip(gradients, starts, strict=True)]
+        if told := _told(trained, off):
             return f"{told} in a mean of whole numbers, which is whole"
     return "ok"
+
+
+def _deviation(gradient: Tensor | None, of_passes: list[int], members: range) -> Off:
+    if gradient is None or not of_passes:
+        return _LOST if gradient is not None or of_passes else (RIGHT, 0.0, 0.0)
+    return first_deviation(gradient.contiguous(), members, starts=of_passes, within=HALF)
 
 
 def _told(parameters: Mapping[str, nn.Parameter], off: Sequence[Off]) -> str | None:

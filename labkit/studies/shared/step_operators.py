@@ -1,4 +1,4 @@
-"""The operators of a training step of a named model, by phase: traced on fake tensors, which take no memory or time."""
+"""The operators of a training step of a Transformer, by phase: traced on fake tensors, which take no memory or time."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -11,7 +11,6 @@ import torch
 from labkit.bench.operators import OperatorCall, operators_of
 from labkit.costs.transformer import TransformerShape
 from labkit.nn.training import TrainingStep, adamw
-from labkit.nn.transformer import shape_named
 
 INFERENCE, FORWARD, BACKWARD, OPTIMIZER = "inference", "forward", "backward", "optimizer"
 Phases = Mapping[str, tuple[OperatorCall, ...]]
@@ -19,7 +18,7 @@ Phases = Mapping[str, tuple[OperatorCall, ...]]
 
 @cache
 def step_operators(
-    size: str, batch: int, context_length: int, precision: str = "float32", device: str = "cpu"
+    shape: TransformerShape, batch: int, context_length: int, precision: str = "float32", device: str = "cpu"
 ) -> Phases:
     """What each phase of a step calls, in any order, from the second step on: the first makes the optimizer's states.
 
@@ -27,7 +26,7 @@ def step_operators(
     adds is taken for each of the others. Where all layers are in one call, as in a GPU's optimizer, the whole model is
     traced.
     """
-    shape, how = shape_named(size), (batch, context_length, precision, device)
+    how = (batch, context_length, precision, device)
     one, two = (_traced(replace(shape, n_layers=layers), *how) for layers in (1, 2))
     each = {phase: Counter(two[phase]) - Counter(one[phase]) for phase in one}
     if any(Counter(one[phase]) + each[phase] != Counter(two[phase]) for phase in one):

@@ -44,7 +44,7 @@ TENSORS = ("output", "gradient of the input", "gradient of weight", "gradient of
 TOLERANCE = 1e-4
 
 
-def plug_in(name: str, layer: Callable[[int], nn.Module]) -> None:
+def plug_in(name: str, layer: Callable[[int], nn.Module]) -> dict[str, Callable[[int], nn.Module]]:
     """Add a reader's layer: called with the number of features, it returns a module that normalizes by all ranks' rows.
 
     It has `weight`, `bias`, `running_mean` and `running_var`, as nn.BatchNorm1d. ValueError for a name that is taken.
@@ -52,6 +52,7 @@ def plug_in(name: str, layer: Callable[[int], nn.Module]) -> None:
     if name in ALTERNATIVES:
         raise ValueError(f"expected a name other than {', '.join(ALTERNATIVES)}")
     LAYERS[name] = layer
+    return LAYERS
 
 
 # What labkit's layer sends through, as it is: `_sending` puts something else in its place.

@@ -1,0 +1,86 @@
+"""What a reader puts beside what a lab compares: checked, carried to the ranks, and measured as one of them."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from labkit.costs.transformer import SIZES, TransformerShape
+from labkit.lab.config import LabConfig, ParameterError
+from labkit.lab.own_models import EXPECTED, MODEL_FIELDS, facts_of, known_models, told_where
+from labkit.lab.study import Study
+from labkit.nn.workloads import RESNET50
+
+PlugIn = Callable[[str, Any], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Own:
+    """A reader's own, by name: alternatives as the lab's `plug_in` takes them, models as `lab.own_models` has them."""
+
+    alternatives: Mapping[str, Any] = field(default_factory=dict)
+    models: Mapping[str, Any] = field(default_factory=dict)
+
+
+@contextmanager
+def known(plug_in: PlugIn, own: Own) -> Iterator[None]:
+    """Within, these are known in this process, and afterwards no longer. ParameterError for a name that is taken."""
+    with ExitStack() as added:
+        for name, alternative in own.alternatives.items():
+            try:
+                added.callback(plug_in(name, alternative).pop, name)
+            except ValueError as error:
+                raise ParameterError(f"{name!r}: {error}") from None
+        added.enter_context(known_models(own.models))
+        yield
+
+
+def check_own(study: Study, own: Own) -> None:
+    """ParameterError if the lab compares nothing of the kind, for a name that can't be, and for what is neither."""
+    for kind, given, has_place in (
+        ("alternatives", own.alternatives, study.plugs_into),
+        ("models", own.models, study.models_into),
+    ):
+        if given and not has_place:
+            raise ParameterError(f"{study.name}: has no place for {kind} of your own, got {', '.join(map(str, given))}")
+        for name in given:
+            if not isinstance(name, str) or not name.isidentifier():
+                raise ParameterError(f"{study.name}: expected names of letters, digits and _, got {name!r:.80}")
+    for name, alternative in own.alternatives.items():
+        if not callable(alternative):
+            raise ParameterError(f"{study.name}: alternative {name!r}: expected a function, got {alternative!r:.80}")
+    for name, model in own.models.items():
+        if name in (taken := (*SIZES, RESNET50)):
+            raise ParameterError(f"{study.name}: model {name!r}: expected a name other than {', '.join(taken)}")
+        if not isinstance(model, TransformerShape) and (not callable(model) or isinstance(model, nn.Module)):
+            raise ParameterError(f"{study.name}: model {name!r}: expected {EXPECTED}, got {model!r:.80}")
+
+
+def with_names(study: Study, config: LabConfig, own: Own) -> LabConfig:
+    """The config that also names these wherever it says what is compared; of models, lists that are empty stay so."""
+    places = {study.plugs_into: own.alternatives} if study.plugs_into else {}
+    places |= {place: own.models for place in study.models_into if getattr(config, place)}
+    return config.model_copy(update={place: [*getattr(config, place), *given] for place, given in places.items()})
+
+
+def worker_with(study: Study, own: Own) -> Callable[..., Any]:
+    """The study's worker; in a rank, it makes the reader's own known first."""
+    worker: Callable[..., Any] = type(study).worker
+    if not own.alternatives and not own.models:
+        return worker
+    return partial(_work, type(study).plug_in, own, worker)
+
+
+def _work(
+    plug_in: PlugIn, own: Own, worker: Callable[..., Any], point: Any, **options: Any
+) -> Iterator[Mapping[str, Any]]:
+    with known(plug_in, own):
+        names = [getattr(point, field, None) for field in MODEL_FIELDS]
+        model = next((name for name in names if name in own.models), None)
+        facts = facts_of(model) if model else {}
+        with told_where(model):
+            for row in worker(point, **options) or ():
+                yield facts | row

@@ -1,0 +1,143 @@
+"""A reader's own models: what one is, what is wrong with others, and that they are known only for a while."""
+
+import pandas as pd
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+
+from labkit.costs.transformer import SIZES, TransformerShape, n_parameters
+from labkit.lab.config import ParameterError
+from labkit.lab.own import Own, check_own, known
+from labkit.lab.own_models import (
+    ModelError,
+    facts_of,
+    known_models,
+    model_names,
+    models_in,
+    own_names,
+    parameters_of,
+    shape_of,
+    source_of,
+    told_where,
+    without_own,
+)
+from labkit.nn.training import TrainingStep
+from labkit.nn.workloads import workload_of
+from labkit.studies import LABS, load_study
+from tests.lab.fake_study import FakeStudy
+
+SHAPE = TransformerShape(d_model=8, d_ff=16, n_layers=1, n_heads=2, vocabulary=10)
+
+
+def tied():
+    """Two layers with one weight, a frozen bias and dropout."""
+    first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+    second.weight = first.weight
+    first.bias.requires_grad_(False)
+    return nn.Sequential(first, nn.Dropout(0.5), second), torch.randn(8, 4), torch.randn(8, 4), mse_loss
+
+
+HELD = tied()[0]  # as a model that a cell has made before
+
+
+@pytest.fixture
+def models():
+    own = {"tied": tied, "held": lambda: (HELD, torch.ones(2, 4), torch.ones(2, 4), mse_loss), "shape": SHAPE}
+    with known_models(own):
+        yield own
+
+
+def test_models_are_made_anew_with_the_same_parameters_and_other_batches(models):
+    rank0, rank1 = (workload_of(source_of("tied"), batch=1, seed=seed) for seed in (0, 1))
+    one, other = rank0.build(), rank1.build()
+    assert torch.equal(one[0].weight, other[0].weight)
+    assert one[0].weight is one[2].weight is not other[0].weight
+    assert [parameter.requires_grad for parameter in one.parameters()] == [True, False, True]
+    assert rank0.loss(one).item() == rank0.loss(other).item() != rank1.loss(one).item()  # dropout leaves out the same
+
+
+def test_a_model_that_was_there_before_is_copied(models):
+    step = TrainingStep(source_of("held"), batch=0, context_length=0)
+    step.run()
+    assert step.model[0].weight is not HELD[0].weight
+    assert all(parameter.grad is None for parameter in HELD.parameters())
+
+
+def test_what_is_known_of_a_model_stands_in_its_rows(models):
+    assert parameters_of("tied") == 4 * 4 + 4 + 4
+    assert parameters_of("shape") == n_parameters(SHAPE)
+    assert facts_of("nano") == {}
+    frame = pd.DataFrame([{"size": name, **facts_of(name)} for name in ("tied", "shape", "nano")])
+    assert without_own(frame)["size"].tolist() == ["nano"]
+    assert without_own(pd.DataFrame()).empty
+    with known_models(dict.fromkeys(own_names(), print)), models_in(frame):
+        assert (shape_of("shape"), shape_of("tied")) == (SHAPE, None)
+    with models_in(pd.DataFrame()):
+        assert own_names() == tuple(models)
+
+
+@pytest.mark.parametrize(
+    ("made", "expected"),
+    [
+        (lambda: nn.Linear(2, 2), r"expected \(model, inputs, targets, loss\), got Linear"),
+        (lambda: (1, 2, 3, 4), "expected the model to be an nn.Module, got int"),
+        (lambda: (nn.ReLU(), 1, 1, mse_loss), "expected a model with parameters"),
+        (lambda: (nn.Linear(1, 1), torch.ones(3, 1), 1, None), "expected the loss to be a function"),
+        (lambda: (nn.Linear(1, 1), torch.ones(3, 1), 1, lambda y, _: y), r"one number, got a tensor of shape \(3, 1\)"),
+        (lambda: (nn.Linear(1, 1), torch.ones(3, 1), 1, lambda y, _: y.detach().sum()), "a loss with a gradient"),
+        (lambda: (nn.Linear(1, 1), torch.ones(3, 2), 1, mse_loss), "cannot be multiplied .*line"),
+        (lambda: (nn.Linear(1, 1), 1 / 0), "ZeroDivisionError.*, line"),
+    ],
+)
+def test_a_mistake_is_told_with_its_line(made, expected):
+    told = pytest.raises(ModelError, match=rf"{expected}.* of test_own_models.py")
+    with known_models({"mine": made}), told, told_where("mine"):
+        TrainingStep(source_of("mine"), batch=0, context_length=0).run()
+
+
+def test_what_is_not_the_readers_model_or_runs_out_of_memory_is_raised_as_it_is(models):
+    with pytest.raises(MemoryError), told_where("tied"):
+        raise MemoryError
+    with pytest.raises(KeyError), told_where("nano"):
+        raise KeyError
+
+
+class _Models(FakeStudy):
+    models_into = ("sizes",)
+
+
+@pytest.mark.parametrize(
+    ("study", "given", "expected"),
+    [
+        (FakeStudy(), {"mine": tied}, "no place for models"),
+        (_Models(), {"nano": tied}, "expected a name other than"),
+        (_Models(), {"my model": tied}, "letters, digits and _"),
+        (_Models(), {"mine": nn.Linear(1, 1)}, "a function that returns"),
+        (_Models(), {"mine": 3}, "expected a TransformerShape, or a function"),
+    ],
+)
+def test_what_is_no_model_is_refused_before_anything_runs(study, given, expected):
+    with pytest.raises(ParameterError, match=expected):
+        check_own(study, Own(models=given))
+
+
+@pytest.mark.parametrize("lab", [lab for lab in LABS if load_study(lab).plugs_into or load_study(lab).models_into])
+def test_a_readers_own_is_known_only_while_it_is_measured(lab):
+    study = load_study(lab)
+    own = Own({"mine": print} if study.plugs_into else {}, {"its_model": SHAPE} if study.models_into else {})
+
+    def measured():
+        assert not study.models_into or own_names() == ("its_model",)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), known(study.plug_in, own):
+        measured()
+    assert own_names() == ()
+    assert model_names() == tuple(SIZES)
+    with known(study.plug_in, own):  # not taken
+        pass
+    if study.plugs_into:
+        table = study.plug_in("mine", print)
+        del table["mine"]
+        assert "mine" not in table
