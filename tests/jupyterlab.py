@@ -232,11 +232,11 @@ class Notebook:
         return "\n".join(cell.locator(".jp-OutputArea").all_inner_texts())
 
     def points_drawn_below(self, source):
-        """The CSV of the points of the figure below a cell, as its link has them, once the figure is seen."""
+        """The CSVs of the points of the figures below a cell, as their links have them, once a figure is seen."""
         output = self._cell(source).locator(".jp-OutputArea")
         assert output.locator("figure img").first.bounding_box()["width"] > 100
-        link = output.get_by_text("Points (CSV)").first.get_attribute("href")
-        return base64.b64decode(link.partition("base64,")[2]).decode()
+        links = [link.get_attribute("href") for link in output.get_by_text("Points (CSV)").all()]
+        return "".join(base64.b64decode(link.partition("base64,")[2]).decode() for link in links)
 
     def alignment_of(self, selector):
         """JupyterLab has a style for tables that labkit's must outweigh."""
