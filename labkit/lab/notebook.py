@@ -147,7 +147,7 @@ class Lab:
         """
         check_writable(figures_directory() / self.study.name)
         if self.parameters.run is not None:
-            if alternatives:
+            if alternatives or models:
                 raise ParameterError(
                     f"run = {self.parameters.run!r} is drawn, not measured: set run = None for your own"
                 )

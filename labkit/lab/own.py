@@ -31,9 +31,10 @@ def known(plug_in: PlugIn, own: Own) -> Iterator[None]:
     with ExitStack() as added:
         for name, alternative in own.alternatives.items():
             try:
-                added.callback(plug_in(name, alternative).pop, name)
+                table = plug_in(name, alternative)
             except ValueError as error:
                 raise ParameterError(f"{name!r}: {error}") from None
+            added.callback(table.pop, name, None)
         added.enter_context(known_models(own.models))
         yield
 

@@ -78,7 +78,7 @@ class _Task:
         needed_s = time.perf_counter()
         self._is_done.wait()
         for call in self._calls:
-            call.needed_s = needed_s
+            call.needed_s = needed_s if call.needed_s is None else call.needed_s
         if self._error is not None:
             raise self._error
 

@@ -1,6 +1,7 @@
 """What to use on this machine, in words, and as Python to paste."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from labkit.costs.memory import peak_bytes
 from labkit.costs.transformer import SIZES
@@ -52,7 +53,7 @@ def report(model: str, context_length: int) -> Report:
     runs = newest_runs()
     found = recommendations(model, context_length, runs)
     ratio = expected_ratio(found, compute_share=compute_share(model, runs))
-    gains = list(_gains(runs))
+    gains = list(_gains(runs, context_length))
     verdict, headline = _verdict(found, ratio)
     sections = [Section("What its labs recommend", MEASURED, ("", "use", "time", "because"), list(_rows(found)))]
     if gains:
@@ -69,7 +70,7 @@ def by_size() -> tuple[str, Section] | None:
     runs = newest_runs()
     if not runs:
         return None
-    measured = {row[0]: f"{row[2]}, {row[3]}" for row in _gains(runs) if row[1] == str(RANKS)}
+    measured = {row[0]: f"{row[2]}, {row[3]}" for row in _gains(runs, SEQUENCE) if row[1] == str(RANKS)}
     rows, told, before = [], "", ""
     for model in _trainable():
         found = recommendations(model, SEQUENCE, runs)
@@ -95,12 +96,14 @@ def _trainable() -> Iterator[str]:
 
 
 def _changes(found: Sequence[Recommendation]) -> str:
-    changed = [f"{TOPICS[one.topic]} {_value(one)}" for one in found if one.value != getattr(DEFAULT, one.topic)]
+    changed = [f"{TOPICS[one.topic]} {_value(one.value)}" for one in found if one.value != getattr(DEFAULT, one.topic)]
     return ", ".join(changed) or "nothing"
 
 
-def _value(one: Recommendation) -> str:
-    return {True: "yes", False: "no", None: "the default"}.get(one.value, str(one.value))  # type: ignore[call-overload]
+def _value(value: Any) -> str:
+    """In words; no bucket size is None in a configuration, and nan in a frame."""
+    is_default = value is None or value != value
+    return "the default" if is_default else {True: "yes", False: "no"}.get(value, str(value))
 
 
 def python_of(model: str, context_length: int) -> str:
@@ -157,10 +160,10 @@ def _rows(found: Sequence[Recommendation]) -> Iterator[tuple[str, ...]]:
     for one in found:
         is_default = one.value == getattr(DEFAULT, one.topic)
         interval = "" if is_default else f"{100 * one.ratio:.0f} % [{100 * one.low:.0f}, {100 * one.high:.0f}]"
-        yield TOPICS[one.topic], _value(one), interval, f"{one.lab}: {one.why}"
+        yield TOPICS[one.topic], _value(one.value), interval, f"{one.lab}: {one.why}"
 
 
-def _gains(runs: Mapping[str, Run]) -> Iterator[tuple[str, ...]]:
+def _gains(runs: Mapping[str, Run], context_length: int) -> Iterator[tuple[str, ...]]:
     """What the lab of this machine measured last, and of what, where that is not what is recommended now."""
     if "this_machine" not in runs:
         return
@@ -170,8 +173,8 @@ def _gains(runs: Mapping[str, Run]) -> Iterator[tuple[str, ...]]:
         ratio = f"{100 * row['ratio']:.0f} % [{100 * row['low']:.0f}, {100 * row['high']:.0f}]"
         of_row = select(frame, list(TOPICS), model=model, world_size=ranks, implementation="joined").iloc[0]
         then = [
-            f"{TOPICS[one.topic]} {of_row[one.topic]}"
-            for one in recommendations(model, SEQUENCE, runs)
+            f"{TOPICS[one.topic]} {_value(of_row[one.topic])}"
+            for one in recommendations(model, context_length, runs)
             if not _is_same(of_row[one.topic], one.value) and (ranks > 1 or one.topic not in OF_RANKS)
         ]
         yield model, str(ranks), ratio, f"{row['verdict']}{f' with {join_words(then)}' if then else ''}"

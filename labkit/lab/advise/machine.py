@@ -18,6 +18,8 @@ from labkit.lab.project import recorded_directory, runs_directory
 from labkit.lab.rows import Measured, select
 from labkit.lab.runs.store import Run, RunFileError
 from labkit.machine import Machine, describe_machine
+from labkit.nn.attention_implementations import RESERVED
+from labkit.parallel.data_parallel.implementations import OWN_NAMES
 
 WHOLE_STEP = ("forward", "backward", "optimizer")
 FARTHEST = 2.0
@@ -169,12 +171,14 @@ def _choice(table: pd.DataFrame, near: pd.Index, column: str) -> tuple[pd.Series
     if faster.empty:
         return None, "nothing was significantly faster"
     best, winner = faster.loc[faster["ratio"].idxmin()], winner_of(table, column)
-    where = ", ".join(str(best[name]) for name in table.columns[: list(table.columns).index(column)])
+    setting = list(table.columns[: list(table.columns).index(column)])
+    where = ", ".join(str(best[name]) for name in setting)
     if winner == best[column]:
         return best, f"measured on {where}"
-    alike = faster[(faster[column] == winner) & (faster["low"] <= best["high"])]
+    same = (faster[setting] == best[setting]).all(axis=1)
+    alike = faster[same & (faster[column] == winner) & (faster["low"] <= best["high"])]
     if alike.empty:
-        return best, f"measured on {where}; over all settings {winner} wins, but there it is slower"
+        return best, f"measured on {where}; over all settings {winner} wins, but not there"
     fastest = alike.loc[alike["ratio"].idxmin()]
     return fastest, f"measured on {where}, where {best[column]} is as fast; over all settings this wins"
 
@@ -219,13 +223,14 @@ def _compiled(frame: pd.DataFrame) -> pd.DataFrame:
 def _attention(frame: pd.DataFrame) -> pd.DataFrame:
     """Forward and backward together, of the longest heads."""
     rows = select(frame, ["head_dim", "implementation"], sweep="grid", phase=["forward", "backward"], dtype="float32")
+    rows = rows[rows["implementation"].isin(RESERVED)]
     whole = _summed(rows[rows["head_dim"] == rows["head_dim"].max()], ["sequence", "implementation"])
     return Measured(("sequence",), "implementation").over(whole, "explicit")
 
 
 def _wrapper(frame: pd.DataFrame) -> pd.DataFrame:
     ratios = _wrapper_ratios(frame)
-    return ratios[ratios["implementation"] != "local"]
+    return ratios[ratios["implementation"].isin(OWN_NAMES)]  # not a reader's own: it cannot be named elsewhere
 
 
 def _wrapper_ratios(frame: pd.DataFrame) -> pd.DataFrame:

@@ -33,7 +33,7 @@ def config_again(study: Study, run: Run) -> LabConfig:
     try:
         return resolve_config(study.name, study.profiles, run.header.profile, run.header.config)
     except ParameterError as error:
-        raise ParameterError(f"{error}; a run with a notebook's own goes on there, by lab.resume()") from None
+        raise ParameterError(f"{error}; if it is of a notebook's own, the run goes on there, by lab.resume()") from None
 
 
 def replan(study: Study, run: Run, config: LabConfig) -> list[Point]:

@@ -11,7 +11,7 @@ from labkit.parallel.data_parallel.layout import strides_like
 from labkit.parallel.transport.choice import member_group
 
 COALESCED_BYTES = 2**26
-"""Copies made for a broadcast take no more memory than this."""
+"""A broadcast copies some tensors together, until they are this large; two of these copies are on their way at once."""
 
 
 def check_replicas(module: nn.Module, settings: Mapping[str, object], group: dist.ProcessGroup | None) -> None:

@@ -147,7 +147,7 @@ def phases(frame: pd.DataFrame) -> Finding | None:
         axis=("collective", "n_bytes", "world_size"),
         caveat=troubles(select(frame, ["transport"], sweep="phases"), "transport"),
     )
-    sent = tables.phases(frame)
+    sent = tables.phases(frame).dropna(subset="measured_over_predicted")
     if found is None or sent.empty:
         return found
     of_formula = sent.groupby(["collective", "transport"])["measured_over_predicted"].max()

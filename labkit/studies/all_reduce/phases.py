@@ -99,14 +99,17 @@ def _all_reduce(phase: str, run: Run, tensor: torch.Tensor, op: str) -> None:
     (run if phase == ALL_GATHER else torchs_all_gather)(tensor, op)
 
 
-def _sent_bytes(call: Callable[[], Any]) -> float:
-    """By one call, mean over ranks."""
+def _sent_bytes(call: Callable[[], Any]) -> float | None:
+    """By one call, mean over ranks; None where what sockets sent cannot be read."""
     dist.barrier()
     before = tcp_bytes_sent()
     with recorded_traffic() as traffic:
         call()
     after = tcp_bytes_sent()
-    own = sum(each.sent_bytes for each in traffic) if traffic else (after or 0) - (before or 0)
-    sent = torch.tensor(float(own), dtype=torch.float64)
+    if traffic:
+        own = float(sum(each.sent_bytes for each in traffic))
+    else:
+        own = float("nan") if before is None or after is None else float(after - before)
+    sent = torch.tensor(own, dtype=torch.float64)
     dist.all_reduce(sent)
-    return float(sent) / dist.get_world_size()
+    return None if sent.isnan() else float(sent) / dist.get_world_size()

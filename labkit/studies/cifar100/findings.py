@@ -178,8 +178,8 @@ def sync_batchnorm(frame: pd.DataFrame, calibration: Calibration | None) -> Find
     told = f"{found.why} The difference is {extra}"
     if sending != sending:
         return replace(found, why=f"{told}.")
-    rest = "the rest is arithmetic and waiting for the slower rank"
-    return replace(found, why=f"{told}; its collectives should take {format_seconds(sending)}, {rest}.")
+    rest = ", the rest is arithmetic and waiting for the slower rank" if sending < costs["extra_s"].min() else ""
+    return replace(found, why=f"{told}; its collectives should take {format_seconds(sending)}{rest}.")
 
 
 def _with_every_wrapper(rows: pd.DataFrame, mark: str, pairs: int) -> list[str]:

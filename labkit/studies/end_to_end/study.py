@@ -111,7 +111,9 @@ class EndToEndStudy(Study):
         copies = 2 if point.sweep == "compile" else 1
         return capacity.skip_reason(machine, point.device, copies * _needed_bytes(point))
 
-    def series(self, point: EndToEndPoint) -> tuple[Hashable, float]:
+    def series(self, point: EndToEndPoint) -> tuple[Hashable, float] | None:
+        if shape_of(point.size) is None:  # what a reader's model needs, its parameters alone do not say
+            return None
         return (point.sweep, point.precision, point.device), parameters_of(point.size)
 
 

@@ -122,9 +122,11 @@ def explained(frame: pd.DataFrame, calibration: Calibration | None) -> Finding |
     found = agreement(table, "additions to a step", "what their all-reduces should take")
     if found is None:
         return None
-    hidden = format_share((table["last_alone_s"] / table["exposed_s"]).median())
-    handout = f"If all but the last bucket hid, communication would typically add {hidden} of what it does."
-    return replace(found, why=f"{_best_bucket(frame, table)} {handout}")
+    why, added = _best_bucket(frame, table), table[table["exposed_s"] > 0]
+    if len(added):
+        hidden = format_share((added["last_alone_s"] / added["exposed_s"]).median())
+        why += f" If all but the last bucket hid, communication would typically add {hidden} of what it does."
+    return replace(found, why=why)
 
 
 def _best_bucket(frame: pd.DataFrame, table: pd.DataFrame) -> str:

@@ -70,7 +70,9 @@ class KernelsStudy(Study):
     def skip_reason(self, point: KernelsPoint, machine: Machine) -> str | None:
         return capacity.skip_reason(machine, point.device, needed_bytes(point))
 
-    def series(self, point: KernelsPoint) -> tuple[Hashable, float]:
+    def series(self, point: KernelsPoint) -> tuple[Hashable, float] | None:
+        if shape_of(point.model) is None:  # what a reader's model needs, its parameters alone do not say
+            return None
         return point.device, parameters_of(point.model)
 
 

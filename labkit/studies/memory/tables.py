@@ -77,7 +77,8 @@ def shown_sizes(frame: pd.DataFrame) -> list[str]:
 
 def drawn_sizes(frame: pd.DataFrame) -> list[str]:
     """The largest measured size, and a reader's models."""
-    return [*peaks(frame, method="measured", size=list(SIZES))["size"].tolist()[-1:], *own_models(frame)]
+    measured = peaks(frame, method="measured", size=list(SIZES))["size"].tolist()[-1:]
+    return [*(measured or big_size(frame)), *own_models(frame)]
 
 
 def big_size(frame: pd.DataFrame) -> list[str]:

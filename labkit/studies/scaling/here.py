@@ -42,7 +42,7 @@ def own_ranks(machine: Machine) -> Iterator[dict[str, Any]]:
         if seconds is not None:
             yield {
                 "lab": step["lab"],
-                "workload": f"{step['workload']}, batch {step['batch']:.0f}",
+                "workload": f"{step['workload']}, batch {step['batch']:.0f}, {step['world_size']:.0f} ranks",
                 "world_size": int(step["world_size"]),
                 "implementation": step["implementation"],
                 "measured_s": step["measured_s"],
@@ -61,29 +61,35 @@ def _data_parallel(frame: pd.DataFrame) -> Iterator[dict[str, Any]]:
 
 
 def _sharding(frame: pd.DataFrame) -> Iterator[dict[str, Any]]:
-    """Ways are called after the stage of ZeRO; those that begin with torch send by gloo, whatever the transport."""
+    """Steps of AdamW. Ways are called after the stage of ZeRO; those of torch send by gloo, whatever the transport."""
+    if "optimizer" in frame:  # older runs have AdamW only
+        frame = frame[frame["optimizer"].isin(["AdamW"])]
     rows = select(frame, ["size", "part", "transport"], kind="time", device="cpu", size=list(SIZES))
+    told = set()
     for transport, some in rows.rename(columns={"size": "workload"}).groupby("transport"):
-        for step in _medians(some[some["way"] != "gather"], "part", "way"):
+        for step in _medians(some, "part", "way"):
             stage = step["way"].removeprefix("torch_")
             is_torch = stage != step["way"]
             is_shared = transport == "shared" and not is_torch
+            setting = (step["way"], step["workload"], step["batch"], step["world_size"])
+            if is_torch and setting in told:  # it took turns in both transports, and sent by gloo in both
+                continue
+            told.add(setting)
             yield step | {
                 "implementation": f"{step['way']}, {SHARED if is_shared else 'messages'}",
                 "stage": stage,
-                "calls": _sharding_calls(step["workload"], stage, is_torch, int(step["world_size"])),
+                "calls": _sharding_calls(step["workload"], stage, is_torch),
                 "way": SHARED if is_shared else GLOO,
                 "adamw": True,
                 "scatters_by_all_reduce": is_torch and stage == "zero3",
             }
 
 
-def _sharding_calls(workload: str, stage: str, is_torch: bool, ranks: int) -> float:
-    """Collectives of a step. torch's ZeRO-1 broadcasts tensor by tensor; gloo reduces and scatters rank by rank."""
+def _sharding_calls(workload: str, stage: str, is_torch: bool) -> float:
+    """Collectives of a step. torch's ZeRO-1 broadcasts tensor by tensor."""
     buckets, layers = _calls(workload, "bucketed") or 1, SIZES[workload].n_layers + 1
     after = (_calls(workload, "naive") or 1) if is_torch else buckets
-    scatters = ranks if is_torch else 1
-    return {"ddp": buckets, "zero1": buckets + after, "zero2": 2 * buckets}.get(stage, (2 + scatters) * layers)
+    return {"ddp": buckets, "zero1": buckets + after, "zero2": 2 * buckets}.get(stage, 3 * layers)
 
 
 def _medians(rows: pd.DataFrame, part: str, name: str) -> list[dict[str, Any]]:
@@ -92,8 +98,8 @@ def _medians(rows: pd.DataFrame, part: str, name: str) -> list[dict[str, Any]]:
     rows = rows[rows[part].isin(WHOLE_STEP)].dropna(subset="seconds") if len(rows) else rows.reindex(columns=by)
     if rows.empty:
         return []
-    of_rank = rows.groupby([*by, "repeat", "rank"])["seconds"].sum()
-    table = of_rank.groupby([*by, "repeat"]).max().groupby(by).median().reset_index(name="measured_s")
+    of_rank = rows.groupby([*by, "point", "repeat", "rank"])["seconds"].sum()
+    table = of_rank.groupby([*by, "point", "repeat"]).max().groupby(by).median().reset_index(name="measured_s")
     return [{str(key): value for key, value in row.items()} for row in table.to_dict("records")]
 
 
@@ -114,8 +120,8 @@ def _predicted_s(calibration: Calibration, machine: Machine, step: dict[str, Any
         return None
     n_bytes = 4 * n_parameters(SIZES[step["workload"]])
     reduced = sent_bytes(n_bytes, step["stage"], ranks) / (2 * (ranks - 1) / ranks)
-    if step.get("scatters_by_all_reduce"):  # gloo has no reduce-scatter: an all-reduce for each rank, not half of one
-        reduced += (ranks - 0.5) * n_bytes
+    if step.get("scatters_by_all_reduce"):  # gloo has no reduce-scatter: a whole all-reduce instead of half of one
+        reduced += 0.5 * n_bytes
     return computing + way.predict_s(MessageCost(step["calls"], reduced))
 
 

@@ -133,11 +133,13 @@ def _points_of_world(config: ShardingConfig, world_size: int, machine: Machine) 
     transports = config.transports if device == "cpu" else [AUTO]
     for number, transport in enumerate(transports if world_size in config.world_sizes else []):
         compared = ways if number == 0 else both
-        yield ShardingPoint.of(config, kind="time", size=config.size, transport=transport, ways=compared, **here)
+        main = ShardingPoint.of(config, kind="time", size=config.size, transport=transport, ways=compared, **here)
+        yield main
         for size, batch, optimizer in product(config.swept_sizes, config.swept_batches, config.swept_optimizers):
             of = {"size": size, "batch": batch, "optimizer": optimizer, "transport": transport, "ways": pair}
             of["repeats"] = config.swept_repeats
-            yield ShardingPoint.of(config, kind="time", **of, **here)
+            if (size, batch, optimizer) != (main.size, main.batch, main.optimizer):
+                yield ShardingPoint.of(config, kind="time", **of, **here)
     if world_size in config.world_sizes and device == "cpu":  # where there is a GPU, they are all of this kind
         nccl = here | {"device": "cuda", "backend": "nccl", "transport": AUTO}
         yield ShardingPoint.of(config, kind="time", size=config.size, ways=ways, **nccl)
