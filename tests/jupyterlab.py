@@ -227,14 +227,16 @@ class Notebook:
 
     def text_below(self, source):
         """What the page shows below a cell; "" if that is nothing."""
-        return "\n".join(self._cell(source).locator(".jp-OutputArea").all_inner_texts())
+        cell = self._cell(source)
+        cell.scroll_into_view_if_needed()  # what is out of sight has no text
+        return "\n".join(cell.locator(".jp-OutputArea").all_inner_texts())
 
     def points_drawn_below(self, source):
-        """The CSV of the points of the figure below a cell, as its link has them, once the figure is seen."""
+        """The CSVs of the points of the figures below a cell, as their links have them, once a figure is seen."""
         output = self._cell(source).locator(".jp-OutputArea")
         assert output.locator("figure img").first.bounding_box()["width"] > 100
-        link = output.get_by_text("Points (CSV)").first.get_attribute("href")
-        return base64.b64decode(link.partition("base64,")[2]).decode()
+        links = [link.get_attribute("href") for link in output.get_by_text("Points (CSV)").all()]
+        return "".join(base64.b64decode(link.partition("base64,")[2]).decode() for link in links)
 
     def alignment_of(self, selector):
         """JupyterLab has a style for tables that labkit's must outweigh."""
@@ -250,7 +252,7 @@ class Notebook:
         return [cell for cell in notebook.cells if cell.cell_type == "code"]
 
     def _cell(self, source):
-        return self._cells.filter(has_text=source).last
+        return self._cells.filter(has=self.page.locator(".cm-content", has_text=source)).last
 
     def _write(self, cell, source):
         cell.locator(".cm-content").click()

@@ -14,13 +14,16 @@ from tests.rehearsal.pages import cells_of, tries_in
 
 pytestmark = NEEDED
 LAB = "all_reduce"
-FEW = '{"many_world_sizes": [], "transport_world_sizes": [], "scheduling_sizes_bytes": []}'
+FEW = """{
+    "many_world_sizes": [], "transport_world_sizes": [], "phase_world_sizes": [], "scheduling_sizes_bytes": []
+}"""
 SMALL = """
 profile = "smoke"
 run = None
 world_sizes = [3]
 many_world_sizes = []
 transport_world_sizes = []
+phase_world_sizes = []
 backends = ["gloo"]
 """
 LONG = f"{SMALL}repeats = 100_000\ntimeout_s = 3600.0\n"  # an hour, were nobody to interrupt it
@@ -123,7 +126,7 @@ def test_run_all_then_interrupt_a_longer_sweep_then_another_parameter(server, op
     notebook.write_parameters(SMALL)
     notebook.run_all()
     record = _page_record(notebook, server)
-    assert record["coverage"] == {"ok": 7}
+    assert record["coverage"] == {"ok": 6}
     assert any("3 ranks" in effect["setting"] for effect in record["answers"][1]["effects"])
     assert notebook.alignment_of(".labkit-card td") == "left"
 
@@ -144,7 +147,7 @@ def test_run_all_then_interrupt_a_longer_sweep_then_another_parameter(server, op
     notebook.write_parameters(SMALL.replace("[3]", "[2]"))
     notebook.run_all()
     record = _page_record(notebook, server)
-    assert record["coverage"] == {"ok": 7}
+    assert record["coverage"] == {"ok": 6}
     assert any("2 ranks" in effect["setting"] for effect in record["answers"][1]["effects"])
 
     notebook.write_parameters(_parameters(notebook_path(LAB)))
@@ -198,5 +201,25 @@ def test_each_try_works_where_it_stands(lab, server, opened):
                 notebook.run(above)
         for source in tries_in(text) if kind == "markdown" else ():
             notebook.run_new(source, below=above)
+    assert _outputs(notebook.saved(), "error") == []
+    assert server.ranks() == []
+
+
+@pytest.mark.parametrize(
+    ("lab", "more", "figure"),
+    [
+        ("memory", {"precisions": ["float32"]}, 'lab.answer("peak_by_context"'),
+        ("data_parallel", {"implementations": ["torch", "flat"], "bucket_workloads": []}, 'lab.answer("fastest"'),
+    ],
+)
+def test_a_module_of_ones_own_is_measured_and_drawn(lab, more, figure, server, opened):
+    notebook = opened(lab)
+    notebook.begin(f'profile = "smoke"\nmore = {more}')
+    (source,) = [source for _, text in cells_of(lab) for source in tries_in(text) if "models=" in source]
+    assert "nn.Linear" in source
+    said = notebook.run_new(source, below="lab.measure()")
+    assert re.search(r"(\d+) points planned, \1 measured", said)
+    notebook.run(figure)
+    assert "mine" in notebook.points_drawn_below(figure)
     assert _outputs(notebook.saved(), "error") == []
     assert server.ranks() == []
