@@ -30,9 +30,9 @@ def _softmax_in_float32(q, k, v, causal):
     return torch.softmax(scores.masked_fill(~seen, -math.inf).float(), dim=-1) @ v
 
 
-def _count(phase="full_step", precision="float32", shape=SHAPE, batch=2, context_length=24, **others):
+def _count(phase="full_step", precision="float32", source=SHAPE, batch=2, context_length=24, **others):
     return count_phases(
-        (phase,), shape=shape, batch=batch, context_length=context_length, precision=precision, **others
+        (phase,), source=source, batch=batch, context_length=context_length, precision=precision, **others
     )
 
 
@@ -83,7 +83,7 @@ def test_the_optimizer_of_cuda_has_temporaries_of_all_parameters(monkeypatch):
 @pytest.mark.parametrize("context", [16, 128, 512])
 def test_predicted_peaks_are_near_the_counted_ones(phase, precision, context):
     shape = shape_named("nano")
-    counted = count_phases((phase,), shape=shape, batch=4, context_length=context, precision=precision)
+    counted = count_phases((phase,), source=shape, batch=4, context_length=context, precision=precision)
     predicted = peak_bytes(shape, 4, context, phase=phase, precision=precision)
     assert predicted == pytest.approx(counted.peak(phase).n_bytes, rel=0.05)
 
@@ -91,7 +91,7 @@ def test_predicted_peaks_are_near_the_counted_ones(phase, precision, context):
 @pytest.mark.parametrize("segment", [1, 2, 4])
 def test_predicted_peaks_with_checkpointing_are_near_the_counted_ones(segment):
     shape = shape_named("nano")
-    counted = count_phases(("full_step",), shape=shape, batch=4, context_length=512, checkpoint_segment=segment).peak(
+    counted = count_phases(("full_step",), source=shape, batch=4, context_length=512, checkpoint_segment=segment).peak(
         "full_step"
     )
     assert peak_bytes(shape, 4, 512, checkpoint_segment=segment) == pytest.approx(counted.n_bytes, rel=0.1)

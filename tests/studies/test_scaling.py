@@ -138,34 +138,39 @@ def test_what_does_not_exist_is_refused(wrong):
 
 
 def _sharding_run():
-    """Two repeats of a step of each way, on two ranks over shared memory."""
+    """Two repeats of a step of each way, on two ranks over each transport, under two optimizers."""
     ways = ["ddp", "zero3", "torch_ddp", "torch_zero1", "torch_zero3", "gather"]
     return pd.DataFrame(
         [
             {"way": way, "part": part, "repeat": repeat, "rank": rank, "seconds": 0.1}
-            | {"kind": "time", "size": "mini", "world_size": 2, "transport": "shared", "device": "cpu"}
-            | {"batch": 1.0, "context_length": 32.0}
+            | {"kind": "time", "size": "mini", "world_size": 2, "transport": transport, "device": "cpu"}
+            | {"batch": 1.0, "context_length": 32.0, "optimizer": optimizer, "point": f"{transport} {optimizer}"}
             for way in ways
-            for part in ("forward", "backward", "optimizer")
+            for part in (["gather"] if way == "gather" else ["forward", "backward", "optimizer"])
             for repeat in range(2)
             for rank in range(2)
+            for transport in ("shared", "point to point")
+            for optimizer in ("AdamW", "SGD")
         ]
     )
 
 
 def test_torchs_sharding_steps_are_predicted_too_with_what_gloo_makes_of_them():
     machine = describe_machine()
-    steps = {step["implementation"]: step for step in here._sharding(_sharding_run())}
+    found = list(here._sharding(_sharding_run()))
+    steps = {step["implementation"]: step for step in found}
     assert set(steps) == {
-        *("ddp, shared memory", "zero3, shared memory", "torch_ddp, messages"),
-        *("torch_zero1, messages", "torch_zero3, messages"),
+        *("ddp, shared memory", "zero3, shared memory", "ddp, messages", "zero3, messages"),
+        *("torch_ddp, messages", "torch_zero1, messages", "torch_zero3, messages"),
     }
+    assert len(found) == len(steps)  # torch's ways once, though they took turns with labkit's over both
+    assert all(step["measured_s"] == pytest.approx(0.3) for step in found)  # of AdamW alone
     seconds = {name: here._predicted_s(made_up(), machine, step) for name, step in steps.items()}
     n_bytes = 4 * n_parameters(SIZES["mini"])
     rates = made_up().transports[0]
     computing = here._compute_s(made_up(), machine, steps["torch_zero3, messages"], 2)
-    calls = 4 * (SIZES["mini"].n_layers + 1)  # two gathers and an all-reduce for each of two ranks
-    moved = 2 * n_bytes / 2 + 2 * n_bytes  # two gathers are half an all-reduce each
+    calls = 3 * (SIZES["mini"].n_layers + 1)  # two gathers, and a whole all-reduce instead of a reduce-scatter
+    moved = 2 * n_bytes / 2 + n_bytes  # two gathers are half an all-reduce each
     expected = computing + calls * rates.alpha_s + moved * rates.beta_s_per_byte
     assert seconds["torch_zero3, messages"] == pytest.approx(expected, rel=1e-6)
     assert seconds["torch_ddp, messages"] == seconds["ddp, shared memory"]  # as fast ways, the same calls
