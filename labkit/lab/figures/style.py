@@ -38,6 +38,7 @@ FEWEST_TICKS = 3  # on a logarithmic axis; fewer do not tell its scale
 LEAST_SPAN = 0.04  # of an axis, relative to its values: three digits tell its ticks from one another
 NEW_LINE = "\n"
 LONGEST_LINE = 34  # characters beside a panel
+LEGEND_ROW_INCHES = 0.2
 LONGEST_BESIDE = 26  # characters of a name in a legend that stands beside the panels
 
 
@@ -288,6 +289,8 @@ def legend(figure: Figure, axes: Sequence[Axes], hue: str, order: Sequence[str] 
     is_beside = widest <= LONGEST_BESIDE
     most = max(1, min(len(entries), int(figure.get_figwidth() * 14 / (widest + 8))))
     columns = math.ceil(len(entries) / math.ceil(len(entries) / most)) if entries else 1  # rows of about equal length
+    if not is_beside:  # panels stay as high as they are
+        figure.set_figheight(figure.get_figheight() + LEGEND_ROW_INCHES * (1 + math.ceil(len(entries) / columns)))
     figure.legend(
         entries.values(),
         entries.keys(),
