@@ -146,7 +146,9 @@ def measure(
 @app.command()
 def report(
     labs: Annotated[list[str] | None, typer.Argument(metavar="[LAB]...", show_default="all")] = None,
-    profile: Annotated[str | None, typer.Option(help=f"How much to measure: {', '.join(PROFILES)}.")] = None,
+    profile: Annotated[
+        str | None, typer.Option(help=f"How much to measure: {', '.join(PROFILES)}.", show_default="quick")
+    ] = None,
     settings: Settings = None,
     run: Annotated[str | None, typer.Option(metavar="RUN", help="Draw this run instead of measuring.")] = None,
     resume: Annotated[
