@@ -10,6 +10,7 @@ from pygments import highlight
 from pygments.formatters import HtmlFormatter
 from pygments.lexers import PythonLexer
 
+from labkit.lab.config import ParameterError
 from labkit.lab.pages.cards import PIECE_MIME, Shown
 from labkit.lab.pages.html import code_style, piece
 
@@ -26,7 +27,7 @@ def shown_source(studied: Any) -> Shown:
         lines, first = inspect.getsourcelines(inside)
         file = Path(inspect.getsourcefile(inside) or "")
     except (TypeError, OSError):
-        raise ValueError(f"expected a function or class written in Python, got {studied!r:.80}") from None
+        raise ParameterError(f"expected a function or class written in Python, got {studied!r:.80}") from None
     text = dedent("".join(lines)).rstrip()
     name = getattr(inside, "__qualname__", getattr(inside, "__name__", "source"))
     where = f"{file.name}, line {max(first, 1)}" if file.is_file() else "this notebook"

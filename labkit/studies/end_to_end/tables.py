@@ -130,7 +130,9 @@ def _with_sizes(frame: pd.DataFrame) -> pd.DataFrame:
     return phases(frame).merge(sizes[["batch", "context_length"]].first().reset_index(), on=list(MODEL))
 
 
-PREDICTED = Predicted((*MODEL, "batch", "context_length", "phase"), _expected_s, _planned, _with_sizes)
+PREDICTED = Predicted(
+    (*MODEL, "batch", "context_length", "phase"), _expected_s, _planned, _with_sizes, names=("size", "phase")
+)
 
 
 def _of_processes(frame: pd.DataFrame) -> pd.DataFrame:

@@ -144,12 +144,12 @@ class MemoryStudy(Study):
 def needed_bytes(point: MemoryPoint) -> int:
     """Memory that a point takes of its device, by the formulas; 0 for counted ones, whose tensors take none.
 
-    Of a model without formulas: its parameters, their gradients and AdamW's states.
+    Of a model without formulas: its parameters, their gradients and AdamW's states, if they are known.
     """
     if point.kind == "counted":
         return 0
     if (shape := shape_of(point.size)) is None:
-        return RANK_BYTES + STATES_BYTES * parameters_of(point.size)
+        return RANK_BYTES + STATES_BYTES * (parameters_of(point.size) or 0)
     if point.kind == "block":
         states = state_bytes(shape)["parameters"] // shape.n_layers
         saved = saved_by_layer(shape, point.batch, point.context_length, point.precision, device=point.device)
