@@ -42,7 +42,7 @@ class EndToEndConfig(LabConfig):
     batch: Count = 4
     context_length: Count = 128
     warmup: Warmup = 5
-    repeats: Repeats = 10
+    repeats: Repeats = 15
     repeats_large: Repeats = 10
     """Repeats from 100 million parameters on."""
     trials: Repeats = 6

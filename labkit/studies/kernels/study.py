@@ -33,7 +33,7 @@ class KernelsConfig(LabConfig):
     batch: Annotated[int, Field(ge=1, le=2**16)] = 4
     context_length: Annotated[int, Field(ge=1, le=2**20)] = 128
     warmup: Annotated[int, Field(ge=0, le=1000)] = 2
-    passes: Annotated[int, Field(ge=1, le=1000)] = 8
+    passes: Annotated[int, Field(ge=1, le=1000)] = 12
     """Profiled passes of each mode. Below six there is no interval, and so no verdict."""
     seed: Seed = 0
     timeout_s: TimeoutSeconds = 600.0

@@ -52,7 +52,7 @@ class MemoryConfig(LabConfig):
     batch: Annotated[int, Field(ge=1, le=4096)] = 4
     device: Device = "auto"
     warmup: Annotated[int, Field(ge=0, le=1000)] = 1
-    repeats: Annotated[int, Field(ge=1, le=10_000)] = 6
+    repeats: Annotated[int, Field(ge=1, le=10_000)] = 15
     """Of timed steps. Below six there is no interval, and so no verdict."""
     seed: Seed = 0
     timeout_s: TimeoutSeconds = 300.0
@@ -114,7 +114,6 @@ class MemoryStudy(Study):
             checkpoint_context=512,
             counted_checkpoint_size="2.7B",
             counted_checkpoint_context=2048,
-            repeats=10,
             timeout_s=900.0,
         ),
     }
