@@ -99,6 +99,10 @@ class RankError(RuntimeError):
         super().__init__("\n\n".join(parts))
         self.failure = failure
 
+    def _render_traceback_(self) -> list[str]:
+        """What a notebook shows: of the caller's side there is nothing to tell."""
+        return [f"{type(self).__name__}: {self}"]
+
 
 @dataclass(frozen=True)
 class Report:
