@@ -117,12 +117,12 @@ def _notes(run: Run) -> list[str]:
 
 
 def coverage_line(run: Run) -> str:
-    """ "12 points planned, 10 measured, 2 skipped, in 8.1 s." """
+    """ "12 points planned, 10 measured, 2 skipped; measuring took 8.1 s": without the start of ranks."""
     table = run.coverage()
     counts = table["status"].value_counts().to_dict()
     line = f"{counted(len(table), 'point')} planned, {counts.pop('ok', 0)} measured"
     line += "".join(f", {count} {status}" for status, count in counts.items())
-    return f"{line}, in {format_seconds(table['elapsed_s'].sum())}."
+    return f"{line}; measuring took {format_seconds(table['elapsed_s'].sum())}."
 
 
 def not_measured(run: Run) -> list[dict[str, Any]]:
@@ -142,6 +142,8 @@ def table(frame: pd.DataFrame, caption: str = "") -> Shown:
 
     `low` and `high` behind one another are one interval. Columns that say nothing to a reader are left out.
     """
+    if frame.empty:  # headings alone look like a mistake
+        return note(f"{caption or 'The numbers.'} (This run has none.)")
     columns = list(_columns(frame))
     headings = [{"text": heading, "number": is_number} for heading, is_number, _ in columns]
     content = {"headings": headings, "rows": list(zip(*(cells for *_, cells in columns), strict=True))}
