@@ -95,6 +95,8 @@ def test_what_a_run_holds_is_escaped(tmp_path):
 def test_the_command_that_measures_again_has_the_changed_parameters(tmp_path):
     run = measure(FAKE, FakeConfig(actions=["fine"], world_size=1), profile="smoke", directory=tmp_path)
     assert "labkit report fake --profile smoke --set world_size=1<" in cards.provenance(FAKE, run)
+    own = Run(run.path, run.header.model_copy(update={"config": {"actions": "of a reader"}}), run._rows, run._ends)
+    assert "labkit report" not in cards.provenance_rows(FAKE, own)["Measure again"]
 
 
 def test_the_provenance_of_a_resumed_run_says_when_and_at_which_commit(tmp_path):
@@ -171,5 +173,5 @@ def test_records_travel_with_a_piece_unseen():
 def test_progress_says_how_long_it_has_taken_and_may_take():
     begun = Progress(3, 9, "ring", elapsed_s=61.4, left_s=150.0, run="a")
     assert "3 of 9 points   61 s so far, about 2 min 30 s left   ring" in cards.progress(begun)
-    assert begun.times(waited_s=100) == "2 min 41 s so far, about 50 s left"
+    assert begun.after(100).times() == "2 min 41 s so far, about 50 s left"
     assert "0 of 9 points   fetching" in cards.progress(Progress(0, 9, "fetching"))
