@@ -8,7 +8,6 @@ import json
 import os
 import signal
 import sys
-from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ import torch
 from labkit.lab.project import notebook_path
 from labkit.studies import LABS
 from tests.commands import carry_out
+from tests.fork_server import OF_TESTS, preload
 
 BY_COMMAND = ("all_reduce", "this_machine")
 """Labs whose notebooks `make test` carries out as users do: one that measures by ranks, one that joins the others."""
@@ -32,10 +32,7 @@ FIRST = (
     *("faults/test_parents.py", "lab/test_killed.py"),
 )
 
-# Whatever makes an optimizer, profiles or wraps a model loads the compiler: 1.4 s in every rank of every group. Here
-# the fork server has it, once. The labs' own reports, and all that runs as a program of its own, do without.
-_preload = forkserver.set_forkserver_preload
-forkserver.set_forkserver_preload = lambda modules: _preload([*modules, "torch._dynamo"])
+preload(*OF_TESTS)
 
 # What is started in the background of a shell ignores SIGINT, and so does all that it starts. Tests interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,14 +1,13 @@
 """Notebooks of many labs at profile `smoke`, one after the other in one process: `python -m tests.smoke FOLDER LAB...`.
 
 The cells, in IPython, and the pages are those of `labkit report`; without a kernel and its imports for each lab, and
-the fork server of all labs has the compiler, which is a second and a half in every rank. What is left out is
-papermill's and the kernel's, which `tests/test_notebooks.py` sees in the labs that are reported by command.
+the fork server of all labs has what their workers import. What is left out is papermill's and the kernel's, which
+`tests/test_notebooks.py` sees in the labs that are reported by command.
 """
 
 import io
 import sys
 from contextlib import redirect_stderr, redirect_stdout
-from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +23,9 @@ from traitlets.config import Config
 from labkit.lab.pages.export import export_page
 from labkit.lab.project import notebook_path
 from labkit.studies import load_study
+from tests.fork_server import preload
 
-_preload = forkserver.set_forkserver_preload
-forkserver.set_forkserver_preload = lambda modules: _preload([*modules, "torch._dynamo"])
+preload()
 
 
 class _Publisher(DisplayPublisher):
