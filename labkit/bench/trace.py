@@ -18,7 +18,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -121,7 +121,11 @@ class Profile:
     trace: Trace
     seconds: float
     """Of the call by labkit's clock, while the profiler was on."""
-    events: list[TraceEvent]
+
+    @cached_property
+    def events(self) -> list[TraceEvent]:
+        """As `read_events` has them."""
+        return read_events(self.trace)
 
     @property
     def n_recorded(self) -> int:
@@ -150,7 +154,7 @@ def profile_call(action: Callable[[], Any], *, device: str = "cpu", before: Call
             "the profiler saw no GPU kernel: CUPTI gave none, as where only administrators may profile "
             "(NVreg_RestrictProfilingToAdminUsers), or where another profiler is at work"
         )
-    return Profile(trace, seconds, read_events(trace))
+    return Profile(trace, seconds)
 
 
 def has_kernels(trace: Trace) -> bool:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from labkit.bench.trace import Profile, read_events
+from labkit.bench.trace import Profile
 from labkit.costs.transformer import SIZES, TransformerShape, n_parameters
 from labkit.lab import capacity, figures
 from labkit.lab.runs.measure import measure
@@ -283,7 +283,7 @@ def test_on_a_gpu_backward_ends_before_what_the_wrapper_launches_when_it_finishe
         *kernel("multi_tensor_apply_kernel", 61, 85, 5),
     ]
     trace = {"traceEvents": events}
-    boxes = timeline._boxes(Profile(trace, 1e-4, read_events(trace)))
+    boxes = timeline._boxes(Profile(trace, 1e-4))
     (backward,), (collective,) = boxes["backward"], boxes["all-reduce"]
     assert backward[1] - backward[0] == pytest.approx(20e-6)
     assert collective[0] - backward[1] == pytest.approx(8e-6)
@@ -307,7 +307,7 @@ def test_on_a_shared_gpu_gloos_collectives_are_seen_and_a_barrier_is_none_of_the
         ("gloo:all_reduce", "cpu_op", 22, 4),
         ("aten::mm", "cpu_op", 11, 1),
     )
-    boxes = timeline._boxes(Profile(trace, 1e-4, read_events(trace)))
+    boxes = timeline._boxes(Profile(trace, 1e-4))
     ((start, end),) = boxes["all-reduce"]
     assert end - start == pytest.approx(4e-6)
     assert start - boxes["forward"][0][0] == pytest.approx(10e-6)
@@ -315,7 +315,7 @@ def test_on_a_shared_gpu_gloos_collectives_are_seen_and_a_barrier_is_none_of_the
 
 def test_a_timeline_without_collectives_says_so(monkeypatch):
     trace = _gpu_events()
-    monkeypatch.setattr(timeline, "profile_call", lambda *_, **__: Profile(trace, 1e-4, read_events(trace)))
+    monkeypatch.setattr(timeline, "profile_call", lambda *_, **__: Profile(trace, 1e-4))
     monkeypatch.setattr(timeline, "_run", lambda step: None)
     first, *boxes = timeline.timeline_rows(SimpleNamespace(implementation="torch"), "cpu")
     assert "none of the collectives" in first["not_measured"]

@@ -65,7 +65,8 @@ def _beside(frame: pd.DataFrame) -> str | None:
 
 @QUESTIONS.ask("bucket_size", "Does a larger bucket make a step faster?", "bucket_size")
 def bucket_size(frame: pd.DataFrame) -> Finding | None:
-    smallest = tables.steps(frame)["bucket_mb"].min()
+    steps = tables.steps(frame)
+    smallest = steps["bucket_mb"].min()
     ratios = tables.over(frame, smallest)
     before_ratio = [*SETTING, "bucket_mb", "compared_with"]
     ratios = ratios.assign(compared_with=[_size(smallest)] * len(ratios))
@@ -78,18 +79,18 @@ def bucket_size(frame: pd.DataFrame) -> Finding | None:
         keep="Keep small buckets" if (ratios["verdict"] == "slower").any() else "Keep the bucket size you have",
         why=_paid_in_backward(frame),
     )
-    sizes = set(tables.steps(frame)["alternative"])
+    sizes = set(steps["alternative"])
     return with_own(found, tables.over_smallest(frame), "alternative", sizes, "the smallest buckets", axis=AXIS)
 
 
 def _paid_in_backward(frame: pd.DataFrame) -> str | None:
     """Where one size waits less than another, and the rest of its step is slower instead: the clearest case."""
-    pairs = tables.pairs(frame, "waiting_s")
+    steps, pairs = tables.steps(frame), tables.pairs(frame, "waiting_s")
     clear = pairs[pairs["verdict"] != "no difference shown"]
     clear = clear.sort_values("ratio", key=lambda ratios: -ratios.where(ratios > 1, 1 / ratios))
     for row in clear.itertuples():
         long, short = (row.bucket_mb, row.smaller_mb) if row.ratio > 1 else (row.smaller_mb, row.bucket_mb)
-        here = select(tables.steps(frame), **{name: getattr(row, name) for name in SETTING})
+        here = select(steps, **{name: getattr(row, name) for name in SETTING})
         wide = here.pivot_table(index="repeat", columns="bucket_mb", values=["waiting_s", "contention_s"])
         if "contention_s" in wide and summarize(wide["contention_s", short] - wide["contention_s", long]).low > 0:
             less, more = (abs(float((wide[q, short] - wide[q, long]).median())) for q in ("waiting_s", "contention_s"))

@@ -96,8 +96,9 @@ def over(frame: pd.DataFrame, bucket_mb: float, quantity: str = "step_s") -> pd.
 
 def pairs(frame: pd.DataFrame, quantity: str = "step_s") -> pd.DataFrame:
     """Every bucket size over every smaller one, `smaller_mb`, from the same turns: `ratio`, interval, verdict."""
-    sizes = sorted(set(steps(frame)["bucket_mb"]))
-    found = [over(frame, size, quantity).assign(smaller_mb=size) for size in sizes[:-1]]
+    measured, of_sizes = Measured(SETTING, "bucket_mb", quantity), steps(frame)
+    sizes = sorted(set(of_sizes["bucket_mb"]))
+    found = [measured.over(of_sizes, size).assign(smaller_mb=size) for size in sizes[:-1]]
     if not found:
         return over(frame, 0.0).assign(smaller_mb=[])
     table = pd.concat(found, ignore_index=True)
