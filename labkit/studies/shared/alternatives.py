@@ -39,7 +39,7 @@ class Failed:
 def attempt(alternative: str, action: Callable[[], T], *, device: str) -> T | Failed:
     """What the action returns, or why there is nothing of this alternative: it has failed, now or before.
 
-    Raises on if the device is dead, and wherever there are several ranks, unless all of them are out of memory.
+    Raises on if the device is dead, and wherever there are several ranks.
     """
     if (reason := whose_turn.why_left_out(alternative)) is not None:
         return Failed(reason)
@@ -47,10 +47,9 @@ def attempt(alternative: str, action: Callable[[], T], *, device: str) -> T | Fa
         with turn_of(alternative, device) as turn:
             return action()
     except Exception as error:
-        everywhere = _all_ranks_raise(turn)
-        if everywhere:
+        if _all_ranks_raise(turn):
             whose_turn.explain(reason_of(error, device))
-        if _is_one_of_several() and not (everywhere and is_out_of_memory(error)):
+        if _is_one_of_several():
             raise
         whose_turn.end()
         return Failed(reason_of(error, device))
