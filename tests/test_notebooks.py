@@ -20,9 +20,9 @@ from labkit.lab.config import ParameterError
 from labkit.lab.execute import notebook_parameters
 from labkit.lab.findings import TOPICS
 from labkit.lab.notebook import COMMON_PARAMETERS, open_lab
-from labkit.lab.parameter_cells import literal_assignments
 from labkit.lab.pages.export import page_record
 from labkit.lab.pages.report import write_index
+from labkit.lab.parameter_cells import literal_assignments
 from labkit.lab.project import notebook_path, project_root
 from labkit.studies import LABS, load_study
 from tests.browser import CONTRASTS, OVERLAPS, TOO_WIDE, barriers, fetch_axe, opened_browser
