@@ -74,7 +74,7 @@ def _in_turns(_):
 
 def test_a_collective_that_all_ranks_left_halfway_costs_no_later_alternative():
     items = list(launch(_in_turns, [None], world_size=2))
-    (_, at) = [number for number, item in enumerate(items) if isinstance(item, Again)]
+    (at,) = [number for number, item in enumerate(items) if isinstance(item, Again)]
     found = {item.values["name"]: item.values["found"] for item in items[at:] if isinstance(item, Row)}
     assert found["out_of_memory"] == "out of memory: no more"
     assert re.match(r"failed: RuntimeError: rank \d sent \d+ bytes", found["halfway"])
