@@ -30,7 +30,6 @@ def step_operators(
     return {**_passes(shape, batch, context_length, precision), **_update(shape, device)}
 
 
-@cache
 def seconds_of(calibration: Calibration, operators: Phases, parts: Iterable[str], device: str) -> float:
     """What the operators of these parts of a step take by the machine's rates, under autograd."""
     parts = list(parts)
@@ -40,6 +39,7 @@ def seconds_of(calibration: Calibration, operators: Phases, parts: Iterable[str]
     return seconds + calibration.of_ranks(1, device).under_autograd_s(passed, begin=begin)
 
 
+@cache
 def _passes(shape: TransformerShape, batch: int, context_length: int, precision: str) -> Phases:
     return _of_all_layers(
         shape, partial(_traced_passes, batch=batch, context_length=context_length, precision=precision)
