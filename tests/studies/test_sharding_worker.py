@@ -10,11 +10,12 @@ from labkit.costs.sharding import sent_bytes, state_bytes
 from labkit.costs.transformer import SIZES, parameters_by_part
 from labkit.parallel.launch import PointEnd, launch
 from labkit.parallel.sharding.implementations import IMPLEMENTATIONS, TORCHS
+from labkit.studies.sharding.gate import LARGEST_ERROR
 from labkit.studies.sharding.memory import LEAST_PEAK
 from labkit.studies.sharding.step_traffic import TCP
 from labkit.studies.sharding.study import STUDY
 from labkit.studies.sharding.training import OPTIMIZERS, ShardingPoint, Training
-from labkit.studies.sharding.worker import GATHER, LARGEST_ERROR, UPDATES, measure_point
+from labkit.studies.sharding.worker import GATHER, UPDATES, measure_point
 from tests.cases import thinned
 
 OWN = [way for way in IMPLEMENTATIONS if way not in TORCHS]

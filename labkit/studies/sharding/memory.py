@@ -1,15 +1,16 @@
 """Memory of one way after the other: what a rank holds, and what it needs at most at three moments of a step."""
 
 import gc
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from labkit.bench.memory import peak_memory_growth, return_memory_when_freed
 from labkit.costs.sharding import PARTS, STAGES, state_bytes
+from labkit.lab.own_models import shape_of
 from labkit.parallel.sharding.implementations import held_tensors, n_bytes
 from labkit.studies.sharding.training import ShardingPoint, Training, workload_of
 from labkit.studies.shared.alternatives import Failed, attempt
@@ -23,6 +24,7 @@ def measure_memory(point: ShardingPoint, device: str) -> Iterator[dict[str, Any]
     A peak below what is held is none: something else was freed meanwhile. Such a row says so and has no peak.
     """
     return_memory_when_freed()
+    shapes = _shapes(point, device)
     failed: dict[str, str] = {}
     for way in point.ways:
         done = attempt(way, partial(_make_what_stays, way, point, device), device=device)
@@ -31,7 +33,7 @@ def measure_memory(point: ShardingPoint, device: str) -> Iterator[dict[str, Any]
     for way in point.ways:
         gc.collect()  # the way before, which is full of cycles, would be freed within this one's peak
         dist.barrier()
-        rows = attempt(way, partial(_memory_of, way, point, device), device=device) if way not in failed else []
+        rows = attempt(way, partial(_memory_of, way, point, device, shapes), device=device) if way not in failed else []
         if isinstance(rows, Failed):
             failed[way] = rows.reason
         else:
@@ -44,7 +46,7 @@ def _make_what_stays(way: str, point: ShardingPoint, device: str) -> None:
     Training(way, ShardingPoint.of(point, size="nano", batch=1), device).run()
 
 
-def _memory_of(way: str, point: ShardingPoint, device: str) -> list[dict[str, Any]]:
+def _memory_of(way: str, point: ShardingPoint, device: str, shapes: Sequence[torch.Size]) -> list[dict[str, Any]]:
     with peak_memory_growth(device) as init:
         training = Training(way, point, device)
     about = {"way": way, "gate": "ok"}
@@ -65,8 +67,7 @@ def _memory_of(way: str, point: ShardingPoint, device: str) -> list[dict[str, An
         "before step": _total(resting, before.growth_bytes),
         "after step": _total(resting, before.kept_bytes, after.growth_bytes),
     }
-    parameters = dict(workload_of(point, "meta", 0).build().named_parameters())
-    formula = _formula(way, parameters) if way in STAGES else {}
+    formula = _formula(way, shapes) if way in STAGES else {}
     return [
         about | parts | formula | {"moment": moment} | _checked(peaks[moment], sum(parts.values()))
         for moment, parts in held.items()
@@ -84,9 +85,15 @@ def _held(training: Training) -> dict[str, int]:
     return {f"{part}_bytes": n_bytes(tensors[part]) for part in PARTS}
 
 
-def _formula(way: str, parameters: Mapping[str, Tensor]) -> dict[str, float]:
-    replicated = sum(value.numel() for value in parameters.values() if value.dim() < 2)
-    n = sum(value.numel() for value in parameters.values())
+def _shapes(point: ShardingPoint, device: str) -> list[torch.Size]:
+    """Of all parameters; a reader's model may not be made without memory."""
+    made = workload_of(point, "meta" if shape_of(point.size) else device, 0).build()
+    return [parameter.shape for parameter in made.parameters()]
+
+
+def _formula(way: str, shapes: Sequence[torch.Size]) -> dict[str, float]:
+    replicated = sum(shape.numel() for shape in shapes if len(shape) < 2)
+    n = sum(shape.numel() for shape in shapes)
     states = state_bytes(n, way, dist.get_world_size(), replicated=replicated)
     return {f"formula_{part}_bytes": states[part] for part in PARTS}
 
