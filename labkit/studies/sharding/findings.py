@@ -5,15 +5,16 @@ from dataclasses import replace
 import pandas as pd
 
 from labkit.bench.statistics import judged
+from labkit.costs.calibration import Calibration
 from labkit.costs.sharding import PARTS
 from labkit.lab.claims import Trend, claim, exact, published
 from labkit.lab.comparing import MEMORY, agreement, compared, contest, winner_of
 from labkit.lab.findings import Claim, Finding, Questions
 from labkit.lab.own_effects import with_own
 from labkit.lab.rows import select
-from labkit.lab.units import format_bytes, format_rate, format_seconds, format_share, span
+from labkit.lab.units import format_bytes, format_seconds, format_share, span
 from labkit.studies.sharding import gathers as gathers_tables
-from labkit.studies.sharding import tables
+from labkit.studies.sharding import predicting, tables
 from labkit.studies.sharding.tables import DDP, FSDP, LABKITS, TORCHS, ZERO1, ZERO2
 from labkit.studies.shared.rank_troubles import rank_troubles
 
@@ -171,28 +172,25 @@ def against_torch(frame: pd.DataFrame) -> Finding | None:
 
 
 @QUESTIONS.ask("break_even", "When does sharding the optimizer save time?")
-def break_even(frame: pd.DataFrame) -> Finding | None:
-    table = tables.break_even(frame)
+def break_even(frame: pd.DataFrame, calibration: Calibration | None) -> Finding | None:
+    table = predicting.break_even(frame, calibration)
     found = compared(
         table, ZERO1, DDP, axis=("optimizer", "transport", "size", "batch"), caveat=_troubles(frame, "time")
     )
-    if found is None or found.table is None or "predicted_ratio" not in found.table:
+    known = found.table.dropna(subset="predicted_ratio") if found is not None and found.table is not None else table[:0]
+    if found is None or known.empty:
         return found
-    clear = found.table[found.table["verdict"] != "no difference shown"]
-    right = ((clear["predicted_ratio"] < 1) == (clear["ratio"] < 1)).sum()
     told = [
-        f"{optimizer} {'through shared memory' if transport == 'shared' else 'by messages'} {_rates(rows)}"
-        for (optimizer, transport), rows in found.table.groupby(["optimizer", "transport"])
+        f"{span(rows['saved_over_paid'])} with {optimizer} "
+        f"{'through shared memory' if transport == 'shared' else 'by messages'}"
+        for (optimizer, transport), rows in known.groupby(["optimizer", "transport"])
     ]
-    why = f"It pays where a gather moves more per second than the optimizer updates: {', '.join(told)}."
+    why = f"What the update saves over what the gather costs, by the calibration: {', '.join(told)}."
+    clear = known[known["verdict"] != "no difference shown"]
     if len(clear):
-        why += f" The prediction has the right sign in {right} of {len(clear)} settings that differ clearly."
+        right = ((clear["predicted_ratio"] < 1) == (clear["ratio"] < 1)).sum()
+        why += f" The sign so predicted is right in {right} of {len(clear)} settings that differ clearly."
     return replace(found, why=why)
-
-
-def _rates(rows: pd.DataFrame) -> str:
-    has, needs = rows["gather_bytes_per_s"].median(), rows["needed_bytes_per_s"].median()
-    return f"{format_rate(has)} against {format_rate(needs)}"
 
 
 @QUESTIONS.ask("gathers", "Does a step wait less for FSDP's gathers than they take alone?")

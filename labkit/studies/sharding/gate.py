@@ -1,4 +1,7 @@
-"""The gate of sharding: are parameters, after two steps, those of one process with the batches of all ranks?"""
+"""The gate of sharding: are parameters, after two steps, those of one process with the batches of all ranks?
+
+What is wrong after the first one has spread by the second: of a reader's way, the first that is wrong is told.
+"""
 
 import math
 from collections.abc import Mapping
@@ -21,7 +24,7 @@ NONE = -1
 
 @dataclass(frozen=True)
 class OneProcess:
-    """What all ways must come to."""
+    """What all ways must come to after a step."""
 
     expected: Mapping[str, Tensor]
     scales: Mapping[str, float]
@@ -62,18 +65,24 @@ class OneProcess:
         return index, element, float(expected.reshape(-1)[element]), float(found.reshape(-1)[element])
 
 
-def train_in_one_process(point: ShardingPoint, device: str) -> OneProcess:
-    """The same steps without any rank's help."""
+def train_in_one_process(point: ShardingPoint, device: str) -> list[OneProcess]:
+    """Each of the same steps, without any rank's help."""
     workloads = [workload_of(point, device, rank) for rank in range(dist.get_world_size())]
     model = workloads[0].build()
     start = _copied(model)
     make, settings = OPTIMIZERS[point.optimizer]
     optimizer = make(model.parameters(), **settings)
+    steps = []
     for _ in range(GATE_STEPS):
         optimizer.zero_grad()
         for workload in workloads:
             (workload.loss(model) / len(workloads)).backward()
         optimizer.step()
+        steps.append(_after(model, start))
+    return steps
+
+
+def _after(model: nn.Module, start: Mapping[str, Tensor]) -> OneProcess:
     slopes = {name: _largest(value.grad) for name, value in model.named_parameters() if value.grad is not None}
     expected = _copied(model)
     changes = {name: _largest(value - start[name]) for name, value in expected.items()}

@@ -16,6 +16,7 @@ from labkit.parallel.ranks.joined import ranks_here
 from labkit.parallel.sharding.implementations import IMPLEMENTATIONS, TORCHS, plug_in
 from labkit.parallel.transport import AUTO, POINT_TO_POINT, TRANSPORTS
 from labkit.studies.sharding.findings import QUESTIONS
+from labkit.studies.sharding.predicting import PREDICTED
 from labkit.studies.sharding.training import OPTIMIZERS, ShardingPoint
 from labkit.studies.sharding.worker import measure_point
 
@@ -102,6 +103,7 @@ class ShardingStudy(Study):
         ),
     }
     worker = staticmethod(measure_point)
+    predicted = PREDICTED
     plugs_into = "ways"
     plug_in = staticmethod(plug_in)
     models_into = ("sizes", "memory_sizes")

@@ -19,7 +19,7 @@ from labkit.scaling.model import parameters as parameters_of
 from labkit.scaling.named_models import NAMED
 from labkit.studies.sharding.memory import LEAST_PEAK
 from labkit.studies.sharding.step_traffic import NOTES
-from labkit.studies.sharding.worker import GATHER, PHASES, UPDATES
+from labkit.studies.sharding.worker import PHASES
 
 NAMES = {
     "ddp": "DDP",
@@ -65,9 +65,7 @@ def timed(frame: pd.DataFrame) -> pd.DataFrame:
 
 def times(frame: pd.DataFrame) -> pd.DataFrame:
     """Median seconds by setting, way and part, with interval; of `contests`."""
-    rows = timed(frame)
-    rows = rows[~rows["way"].isin((GATHER, UPDATES))]
-    table = PARTS_OF_STEP.medians(rows)
+    table = PARTS_OF_STEP.medians(timed(frame), part=[*PHASES, STEP, WAITING])
     columns = [*WHERE, "way", "part", "seconds", "low", "high"]
     return in_order(contests(table), size=SIZES, way=ORDER, part=[*PHASES, STEP, WAITING])[columns]
 
@@ -89,45 +87,6 @@ def steps_over(frame: pd.DataFrame, baseline: str, *ways: str) -> pd.DataFrame:
     """Time of a step of these ways, or of all, over that of another, from the same rounds: `ratio`, interval."""
     wanted = {"way": [baseline, *ways]} if ways else {}
     return in_order(STEPS.over(timed(frame), baseline, part=STEP, **wanted), way=ORDER)
-
-
-def break_even(frame: pd.DataFrame) -> pd.DataFrame:
-    """ZeRO-1 over DDP by setting, with what was predicted of it from DDP's step and a gather of updates alone.
-
-    A step saves (p-1)/p of the optimizer's time and pays a gather of all parameters, copies in and out included.
-    `needed_bytes_per_s` is what a gather has to move for both to be equal, `gather_bytes_per_s` what it does move.
-    """
-    ratios, rows = steps_over(frame, DDP, ZERO1), timed(frame)
-    added = ["predicted_ratio", "optimizer_s", "gather_s", "needed_bytes_per_s", "gather_bytes_per_s"]
-    if ratios.empty:
-        return ratios.reindex(columns=[*ratios.columns, *added])
-    keys = list(SETTING)
-    alone = STEPS.medians(rows, part=UPDATES)[[*keys, "seconds"]].rename(columns={"seconds": "gather_s"})
-    whole = STEPS.medians(rows, part=STEP, way=DDP)[[*keys, "seconds"]].rename(columns={"seconds": "ddp_s"})
-    update = STEPS.medians(rows, part="optimizer", way=DDP)[[*keys, "seconds"]]
-    table = ratios.merge(alone, on=keys).merge(whole, on=keys)
-    table = table.merge(update.rename(columns={"seconds": "optimizer_s"}), on=keys)
-    others = (table["world_size"] - 1) / table["world_size"]
-    model_bytes = select(frame, ["size", "model_bytes"], kind="time").groupby("size")["model_bytes"].max().astype(float)
-    saved, n_bytes = others * table["optimizer_s"], table["size"].map(model_bytes)
-    table = table.assign(
-        predicted_ratio=(table["ddp_s"] - saved + table["gather_s"]) / table["ddp_s"],
-        needed_bytes_per_s=n_bytes / table["optimizer_s"],
-        gather_bytes_per_s=others * n_bytes / table["gather_s"],
-    )
-    return table[[*ratios.columns, *added]]
-
-
-def predictions(frame: pd.DataFrame) -> pd.DataFrame:
-    """The same ratios, long: a row as measured, with its interval, and a row as predicted."""
-    table, own = break_even(frame), {*frame["size"]} - {*without_own(frame)["size"]}
-    sizes = zip(table["size"], table["batch"], strict=True)
-    about = [size if size in own else f"{size}, batch {batch}" for size, batch in sizes]
-    panels = [f"{name}, {by}" for name, by in zip(table["optimizer"], table["transport"], strict=True)]
-    table = table.assign(model=about, panel=panels, kind="measured")
-    keys = ["model", "panel", "world_size", "kind"]
-    predicted = table[[*keys[:3], "predicted_ratio"]].rename(columns={"predicted_ratio": "ratio"})
-    return pd.concat([table[[*keys, "ratio", "low", "high"]], predicted.assign(kind="predicted")], ignore_index=True)
 
 
 def moments(frame: pd.DataFrame) -> pd.DataFrame:

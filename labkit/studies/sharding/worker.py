@@ -6,7 +6,7 @@
 Messages are counted before they are timed: bytes that are not those of the formulas are wrong results.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,11 +16,10 @@ from torch import Tensor
 
 from labkit.parallel.collectives import all_gather
 from labkit.parallel.ranks.device import use_device
-from labkit.parallel.sharding import ShardedOptimizer
 from labkit.parallel.sharding.implementations import LABKITS, TORCHS, whole_parameters
 from labkit.parallel.traffic import recorded_traffic, tcp_bytes_sent
 from labkit.parallel.transport import POINT_TO_POINT, SHARED, empty_for_all_reduce, transport_in_use
-from labkit.studies.sharding.gate import GATE_STEPS, OneProcess, train_in_one_process
+from labkit.studies.sharding.gate import OneProcess, train_in_one_process
 from labkit.studies.sharding.memory import measure_memory
 from labkit.studies.sharding.step_traffic import tcp_row, traffic_rows
 from labkit.studies.sharding.training import ShardingPoint, Training
@@ -29,8 +28,6 @@ from labkit.studies.shared.alternatives import Failed, attempt, time_those_that_
 PHASES = ("forward", "backward", "optimizer")
 GATHER = "gather"
 """An all-gather of as many bytes as the model has, with nothing else to do."""
-UPDATES = "gather of updates"
-"""What ends a step of ZeRO-1, with nothing else to do: updated parameters packed, gathered, and copied out."""
 BUCKET_BYTES = 25 * 2**20
 
 
@@ -45,11 +42,11 @@ def measure_point(point: ShardingPoint) -> Iterator[dict[str, Any]]:
 
 
 def _times(point: ShardingPoint, device: str) -> Iterator[dict[str, Any]]:
-    reference = train_in_one_process(point, device)
-    model_bytes = sum(value.nbytes for value in reference.expected.values())
+    references = train_in_one_process(point, device)
+    model_bytes = sum(value.nbytes for value in references[0].expected.values())
     trainings: dict[str, Training] = {}
     for way in point.ways:
-        found = attempt(way, partial(_checked_steps, way, point, device, reference), device=device)
+        found = attempt(way, partial(_checked_steps, way, point, device, references), device=device)
         if isinstance(found, Failed):
             yield {"way": way, "gate": found.reason}
             continue
@@ -59,17 +56,21 @@ def _times(point: ShardingPoint, device: str) -> Iterator[dict[str, Any]]:
             trainings[way] = training
         else:
             yield about
-    del reference
+    del references
     yield from _timed_rows(point, device, trainings, model_bytes)
 
 
 def _checked_steps(
-    way: str, point: ShardingPoint, device: str, reference: OneProcess
+    way: str, point: ShardingPoint, device: str, references: Sequence[OneProcess]
 ) -> tuple[Training, dict[str, Any], list[dict[str, Any]]]:
-    """A training after `GATE_STEPS` steps, what the gate says of it, and what its last step has sent."""
-    training = Training(way, point, device)
-    for _ in range(GATE_STEPS - 1):
+    """A training after as many steps, what the gate says of it, and what its last step has sent."""
+    training, (*before_last, reference) = Training(way, point, device), references
+    for earlier in before_last:
         training.run()
+        if way not in LABKITS + TORCHS:
+            error, gate = earlier.check(whole_parameters(training.model))
+            if gate != "ok":
+                return training, {"way": way, "error": error, "gate": gate}, []
     dist.barrier()
     before = tcp_bytes_sent()
     with recorded_traffic() as traffic:
@@ -96,10 +97,6 @@ def _timed_rows(
     if set(trainings) & set(LABKITS):
         buffer = empty_for_all_reduce(model_bytes, torch.uint8, torch.device(device), None, point.transport)
         actions[GATHER] = {GATHER: lambda: _gather(buffer, point.transport)}
-    if "zero1" in trainings:
-        optimizer = trainings["zero1"].optimizer
-        assert isinstance(optimizer, ShardedOptimizer)
-        actions[UPDATES] = {UPDATES: optimizer.gather_parameters}
     turns: dict[str, list[int]] = {name: [] for name in actions}
 
     def prepare(name: str) -> None:
