@@ -51,7 +51,7 @@ class ShardingConfig(LabConfig):
     memory_batch: Count = 2
     warmup: Warmup = 0
     repeats: Repeats = 6
-    swept_repeats: Repeats = 15
+    swept_repeats: Repeats = 10
     device: Device = "auto"
     seed: Seed = 0
     timeout_s: TimeoutSeconds = 600.0
@@ -145,9 +145,10 @@ def _points_of_world(config: ShardingConfig, world_size: int, machine: Machine) 
             if size not in config.sizes or (batch, optimizer) != (config.batch, ShardingPoint.optimizer):
                 yield ShardingPoint.of(config, **compared | of, **here)
     for size in config.memory_sizes if world_size in config.memory_world_sizes else []:
+        weighed = own if world_size > 2 else tuple(way for way in ways if way != "torch_ddp")  # holds what DDP does
         # what several ranks map would count on each of them
-        of = {"size": size, "batch": config.memory_batch, "ways": own if world_size > 2 else ways}
-        of["transport"] = POINT_TO_POINT if device == "cpu" else AUTO
+        of = {"transport": POINT_TO_POINT if device == "cpu" else AUTO, "batch": config.memory_batch}
+        of |= {"size": size, "ways": weighed}
         yield ShardingPoint.of(config, kind="memory", **of, **here)
     if world_size in config.world_sizes and device == "cpu":  # where there is a GPU, they are all of this kind
         nccl = here | {"device": "cuda", "backend": "nccl", "transport": AUTO}
