@@ -9,6 +9,7 @@ import pytest
 
 from labkit.costs.sharding import PARTS, STAGES, moved_bytes, state_bytes
 from labkit.costs.transformer import SIZES, n_parameters
+from labkit.lab.point import by_ranks
 from labkit.machine import describe_machine
 from labkit.studies.sharding import predicting, tables
 from labkit.studies.sharding.study import STUDY
@@ -196,6 +197,13 @@ def test_steps_are_predicted_before_they_are_measured_and_beside_them(cpu):
     beside = STUDY.predicted.beside(_frame(), MACHINE)
     assert set(beside["way"]) == {"DDP", "ZeRO-1"}
     assert beside["measured_over_predicted"].gt(0).all()
+
+
+def test_optimizers_and_batches_are_swept_one_by_one_and_all_of_two_ranks_share_a_group(cpu):
+    points = STUDY.points(STUDY.profiles["quick"], cpu)
+    swept = [(point.optimizer, point.batch) for point in points if point.size == "nano" and point.transport == "shared"]
+    assert swept == [("AdamW", 1), ("SGD", 1), ("AdamW", 4)]
+    assert {point.kind for point in by_ranks(points)[0]} == {"time", "memory"}
 
 
 def test_bytes_and_memory_that_are_not_those_of_the_formulas_are_told():
