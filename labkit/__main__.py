@@ -34,6 +34,7 @@ SHORT_LIMITS = {"repeats": 6, "warmup": 1, "model": "nano"}
 COLUMNS = reference_directory() / "scaling" / "README.md"
 
 LabName = Annotated[str, typer.Argument(help=f"One of: {', '.join(LABS)}.", show_default=False)]
+Profile = Annotated[str | None, typer.Option(help=f"How much to measure: {', '.join(PROFILES)}.", show_default="quick")]
 Settings = Annotated[
     list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Change a parameter; may be repeated.")
 ]
@@ -107,9 +108,7 @@ def doctor() -> None:
 @app.command()
 def measure(
     lab: LabName,
-    profile: Annotated[
-        str | None, typer.Option(help=f"How much to measure: {', '.join(PROFILES)}.", show_default="quick")
-    ] = None,
+    profile: Profile = None,
     settings: Settings = None,
     resume: Annotated[str | None, typer.Option(metavar="RUN", help="Measure what this run still lacks.")] = None,
 ) -> None:
@@ -146,7 +145,7 @@ def measure(
 @app.command()
 def report(
     labs: Annotated[list[str] | None, typer.Argument(metavar="[LAB]...", show_default="all")] = None,
-    profile: Annotated[str | None, typer.Option(help=f"How much to measure: {', '.join(PROFILES)}.")] = None,
+    profile: Profile = None,
     settings: Settings = None,
     run: Annotated[str | None, typer.Option(metavar="RUN", help="Draw this run instead of measuring.")] = None,
     resume: Annotated[

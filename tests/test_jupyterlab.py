@@ -134,6 +134,7 @@ def test_run_all_then_interrupt_a_longer_sweep_then_another_parameter(server, op
     notebook.run_all()
     until(server.ranks, "ranks to measure")
     until(lambda: re.search(r"of \d+ points", notebook.text_below("lab.measure()")), "the progress line")
+    until(lambda: re.search(r" [1-9]\d* s so far", notebook.text_below("lab.measure()")), "its time to go on")
     notebook.interrupt()
     until(lambda: not server.ranks(), "the ranks to end", deadline_s=20)
     notebook.wait_until_idle()
@@ -175,6 +176,8 @@ def test_guess_predict_measure_and_a_ring_of_ones_own_first_with_a_bug(server, o
     assert re.search(r"4 KiB, ring\s+[\d.]+ (µs|ms)", notebook.run("lab.predict(guess)"))
     guessed = notebook.run_new('lab.predict({"4 KiB, ring": 0.25})', below="lab.predict(guess)")
     assert re.search(r"4 KiB, ring\s+250 ms\s+[\d.]+ (µs|ms)", guessed)
+    refused = notebook.run_new('lab.predict({"ring": 0.25})', below='"4 KiB, ring": 0.25')
+    assert re.fullmatch(r"ParameterError: guess: 'ring' may be .+: say which", refused.strip())
 
     said = notebook.run_new(RING.replace("LAST", "2"), below="frame = lab.measure()")
     assert re.search(r"4 KiB, ring\s+250 ms\s+[\d.]+ (µs|ms)\s+[\d.]+ (µs|ms)", said)

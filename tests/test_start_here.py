@@ -1,8 +1,10 @@
 """The tour for newcomers: executed as they would, and right in what it says of the labs."""
 
 import re
+from unittest.mock import Mock
 
 import nbformat
+import pandas as pd
 import pytest
 
 from labkit.lab import contents
@@ -43,6 +45,15 @@ def test_the_point_that_was_added_is_measured_alone(outputs):
     first, second = [html for html in _shown(outputs, "text/html") if re.search("points? planned", html)]
     assert "3 points planned, 3 measured" in first
     assert re.search(r"\b1 points? planned, 1 measured", second)
+
+
+def test_what_is_interrupted_in_the_last_cell_is_what_lab_resume_goes_on_with(tour):
+    (source,) = [cell.source for cell in nbformat.read(tour, as_version=4).cells if "one_more_point" in cell.source]
+    lab = Mock(measure=Mock(side_effect=KeyboardInterrupt))
+    namespace = {"open_lab": lambda *_: lab, "load_study": load_study, "pd": pd, "frame": pd.DataFrame(), "lab": None}
+    with pytest.raises(KeyboardInterrupt):
+        exec(source, namespace)
+    assert namespace["lab"] is lab
 
 
 def test_the_table_has_every_lab_with_a_link_to_its_notebook(outputs):

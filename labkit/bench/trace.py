@@ -53,19 +53,24 @@ FAMILIES = (
 _RULES: tuple[tuple[str, str], ...] = (
     (
         "dispatch",
-        r"^autograd::|^(?!aten::)\w*Backward\d*$|^torch::|^(aten::)?(linear|matmul|cross_entropy_loss|detach)$",
+        r"^autograd::|^(?!aten::)\w*Backward\d*$|^torch::|^(aten::)?(linear|matmul|cross_entropy_loss|detach|dropout|lstm|gru|"
+        r"conv(_transpose)?\dd|_?convolution|(max|(adaptive_)?avg)_pool\dd)$",
     ),
     ("optimizer", r"multi_tensor_apply|_foreach_|_fused_adam|fused_adam"),
     ("attention", r"flash|fmha|scaled_dot_product|efficient_attention|attention"),
     ("loss", r"log_?softmax|nll_loss|cross_entropy"),
     ("softmax", r"softmax"),
-    ("matmul", r"gemm|gemv|cutlass|cublas|nvjet|xmma|splitk|^aten::(mm|bmm|addmm|addmv|mv|dot|baddbmm)$|mkldnn_linear"),
+    (
+        "matmul",
+        r"gemm|gemv|cutlass|cublas|nvjet|xmma|splitk|^aten::(mm|bmm|addmm|addmv|mv|dot|baddbmm)$|mkldnn_linear|"
+        r"convol|conv_?(transpose|depthwise)?_?\dd|winograd|rnn_layer",
+    ),
     ("norm", r"layer_?norm|rms_?norm|batch_?norm|group_?norm"),
     (
         "copy",
         r"copy|memcpy|memset|(?<!masked_)fill|zero|clone|^aten::(cat|stack|tril|triu|arange)$|catarray|index|embedding|gather|scatter",
     ),
-    ("reduction", r"reduce|^aten::(sum|mean|max|min|amax|amin|prod|norm|logsumexp)$"),
+    ("reduction", r"reduce|pool|^aten::(sum|mean|max|min|amax|amin|prod|norm|logsumexp)$"),
     (
         "dispatch",
         r"^aten::(empty|view|_unsafe_view|as_strided|reshape|_reshape|expand|transpose|t$|slice|select|unbind|unflatten|"
@@ -75,7 +80,8 @@ _RULES: tuple[tuple[str, str], ...] = (
     (
         "elementwise",
         r"elementwise|^aten::(mul|add|sub|div|neg|pow|square|sqrt|rsqrt|exp|log|silu|gelu|relu|sigmoid|tanh|where|"
-        r"masked_fill|bitwise|logical|lerp|addcmul|addcdiv|eq|ne|lt|gt|le|ge|abs|sin|cos|clamp|threshold|maximum|minimum)"
+        r"masked_fill|bitwise|logical|lerp|addcmul|addcdiv|eq|ne|lt|gt|le|ge|abs|sin|cos|clamp|threshold|maximum|minimum|"
+        r"bernoulli|native_dropout|leaky_relu|elu|softplus|hardtanh|mish)"
         r"[_a-z]*$",
     ),
 )

@@ -36,6 +36,16 @@ class Operator(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Autograd:
+    """What a forward and backward pass costs beside its work, where something else ran before it."""
+
+    begin_s: float
+    """Of both passes together, once."""
+    operator_s: float
+    """Of each operator that has next to nothing to do, forward or backward, the Python that calls it included."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Rates:
     """What one rank takes on `device`, "cpu" or "cuda", while `ranks` compute at once."""
 
@@ -47,6 +57,8 @@ class Rates:
     """Bytes moved and seconds of an addition whose result is a new tensor, as an operator of a model makes it."""
     copies: Curve
     """The same of a copy into a tensor that is there."""
+    autograd: Autograd | None = None
+    """None on a GPU, and in older runs."""
 
     def operator_s(self, flops: float, n_bytes: float, dtype: str = FULL) -> float:
         """Seconds of one operator, its call included; NaN for a product in a dtype that was not measured."""
@@ -56,6 +68,16 @@ class Rates:
     def product_s(self, flops: float, dtype: str = FULL) -> float:
         """Seconds of a matrix product of so many FLOPs; NaN in a dtype that was not measured."""
         return _seconds(self.products[dtype], flops) if dtype in self.products else float("nan")
+
+    def under_autograd_s(self, operators: float, *, begin: bool = True) -> float:
+        """What so many operators of a forward and backward pass take beside `operator_s` of each; 0 if unknown.
+
+        `begin`: with what both passes take to begin.
+        """
+        if self.autograd is None:
+            return 0.0
+        more_s = operators * max(0.0, self.autograd.operator_s - self.call_s)
+        return more_s + self.autograd.begin_s if begin else more_s
 
     def copy_s(self, n_bytes: float) -> float:
         return _seconds(self.copies, n_bytes)
@@ -187,9 +209,10 @@ def _slowed(rates: Rates, ranks: int, factor: float) -> Rates:
         return tuple((work, factor * seconds) for work, seconds in curve)
 
     products = {dtype: longer(curve) for dtype, curve in rates.products.items()}
-    return replace(
-        rates, ranks=ranks, products=products, additions=longer(rates.additions), copies=longer(rates.copies)
-    )
+    known = rates.autograd
+    autograd = known and Autograd(begin_s=factor * known.begin_s, operator_s=factor * known.operator_s)
+    additions, copies = longer(rates.additions), longer(rates.copies)
+    return replace(rates, ranks=ranks, products=products, additions=additions, copies=copies, autograd=autograd)
 
 
 def _seconds(curve: Curve, work: float) -> float:

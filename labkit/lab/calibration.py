@@ -5,7 +5,7 @@ from datetime import UTC, datetime, timedelta
 
 import pandas as pd
 
-from labkit.costs.calibration import ALL_REDUCE, BURST, MESSAGE, Calibration, Curve, Rates, Transport
+from labkit.costs.calibration import ALL_REDUCE, BURST, MESSAGE, Autograd, Calibration, Curve, Rates, Transport
 from labkit.costs.communication import MessageCost, fit_alpha_beta, recursive_doubling
 from labkit.lab.project import runs_directory
 from labkit.lab.rows import Measured, select
@@ -19,6 +19,7 @@ LEAST_ROWS = 512
 PRODUCTS = Measured(("world_size", "device", "dtype", "flops"), "shape")
 MEMORY = Measured(("world_size", "device", "n_bytes", "bytes"), "operation")
 EXCHANGE = Measured(("world_size", "what", "n_bytes"), "way")
+CHAINS = Measured(("world_size", "device"), "operators")
 NEW, COPY = "new", "copy"  # operations of the sweep "memory"
 ROW, IN_A_ROW = "messages in a row", 4
 DOUBLING = "recursive doubling"
@@ -116,7 +117,27 @@ def _rates(frame: pd.DataFrame) -> Iterator[Rates]:
         additions, copies = (_curve(select(moved, operation=name), "bytes") for name in (NEW, COPY))
         if additions and copies:
             curves = {str(dtype): _faster_with_size(of_one) for dtype, of_one in some.groupby("dtype")}
-            yield Rates(device=str(device), ranks=int(ranks), products=curves, additions=additions, copies=copies)
+            yield Rates(
+                device=str(device),
+                ranks=int(ranks),
+                products=curves,
+                additions=additions,
+                copies=copies,
+                autograd=autograd(select(frame, ["device"], world_size=ranks, device=device)),
+            )
+
+
+def autograd(frame: pd.DataFrame) -> Autograd | None:
+    """From passes over chains of few and of many operators, of one device and number of ranks; None without both.
+
+    Medians: what a pass costs after others ran is asked, not what it costs at best.
+    """
+    table = CHAINS.medians(frame, sweep="autograd").sort_values("operators")
+    if len(table) < 2:
+        return None
+    (few, short_s), (many, long_s) = table[["operators", "seconds"]].iloc[[0, -1]].to_numpy(dtype=float)
+    operator_s = max(0.0, (long_s - short_s) / (many - few))
+    return Autograd(begin_s=max(0.0, short_s - few * operator_s), operator_s=operator_s)
 
 
 def _least(measured: Measured, frame: pd.DataFrame, sweep: str) -> pd.DataFrame:

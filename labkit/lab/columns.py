@@ -9,7 +9,6 @@ from numbers import Real
 from typing import Any
 
 from labkit.lab.units import (
-    counted,
     format_bytes,
     format_flops,
     format_number,
@@ -113,9 +112,8 @@ def label(name: str, value: Any) -> str:
     """A value on its own: "butterfly", "4 ranks", "64 KiB", "batch 8"."""
     if isinstance(value, str):
         return value.replace("_", " ")
-    if name == "world_size":
-        return counted(int(value), "rank")
     found = column(name)
     if isinstance(value, bool) or not isinstance(value, Real):
         return f"{found.title} {value}"
-    return found.label.format(title=found.title, value=found.form(float(value)))
+    text = found.label.format(title=found.title, value=found.form(float(value)))
+    return text.removesuffix("s") if value == 1 and found.label.startswith("{value} ") else text  # "1 rank"

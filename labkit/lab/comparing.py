@@ -5,13 +5,13 @@ the verdict, the headline, the advice and the effects come from one rule.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from labkit.bench.statistics import LEAST_RELEVANT_DIFFERENCE, judged
+from labkit.bench.statistics import LEAST_RELEVANT_DIFFERENCE, Comparison, judged, together
 from labkit.lab.columns import column, label
 from labkit.lab.findings import Effect, Finding, Verdict
 from labkit.lab.places import place_of, reach_of
@@ -43,14 +43,19 @@ def compared(
 
     `ratios` has a row per setting, as `rows.Measured.over` gives it. `axis` names the columns by which places are told
     ("from 1 MiB on"), the most telling first. `choose` and `keep` are the advice where it is faster and where it is
-    not, as imperatives without a period. `plural`: the subject is several things.
+    not, as imperatives without a period. `plural`: the subject is several things. What too few settings show on their
+    own, all may show together (`bench.statistics.together`).
     """
     if ratios.empty:
         return _without_times(subject, caveat)
     table = judged(ratios)
     better, worse = table[table["verdict"] == "faster"], table[table["verdict"] == "slower"]
-    told = _Told(subject, baseline, quantity, plural)
+    told, whole = _Told(subject, baseline, quantity, plural), together(table, _settings(table))
     verdict, headline, place = _told(table, better, worse, told, axis)
+    if whole and not place and 2 * max(len(better), len(worse)) <= len(table):
+        verdict = "yes" if whole.verdict == "faster" else "no"
+        clause = told.clause(pd.DataFrame([asdict(whole)]))
+        headline = f"{verdict.capitalize()}, over all settings together: {clause}."
     return Finding(
         verdict,
         headline,
@@ -58,8 +63,8 @@ def compared(
         caveat,
         why,
         _advice(verdict, place, len(worse) > 0, choose, keep),
-        significant=len(better) + len(worse) > 0,
-        effects=effects(table, subject, baseline, quantity),
+        significant=len(better) + len(worse) > 0 or whole is not None,
+        effects=(*effects(table, subject, baseline, quantity), *_effect_of_all(whole, told)),
         subject=subject,
     )
 
@@ -142,8 +147,7 @@ def agreement(
 
 def effects(table: pd.DataFrame, subject: str, baseline: str, quantity: Quantity = TIME) -> tuple[Effect, ...]:
     """The judged rows as effects. The setting is what stands left of the ratio, but for the alternative beside it."""
-    before_ratio = table.columns[: list(table.columns).index("ratio") - 1]
-    settings = [name for name in before_ratio if not column(name).is_internal]
+    settings = [name for name in _settings(table) if not column(name).is_internal]
     return tuple(
         Effect(
             subject,
@@ -157,6 +161,17 @@ def effects(table: pd.DataFrame, subject: str, baseline: str, quantity: Quantity
         )
         for row in table.to_dict("records")
     )
+
+
+def _settings(table: pd.DataFrame) -> list[str]:
+    return list(table.columns[: list(table.columns).index("ratio") - 1])
+
+
+def _effect_of_all(whole: Comparison | None, told: "_Told") -> tuple[Effect, ...]:
+    if whole is None:
+        return ()
+    about = (told.subject, told.baseline, "all settings together", told.quantity.name)
+    return (Effect(*about, whole.ratio, whole.low, whole.high, whole.verdict),)
 
 
 @dataclass(frozen=True)

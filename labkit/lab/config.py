@@ -38,7 +38,10 @@ PROFILES = ("smoke", "quick", "standard", "paper")
 
 
 class ParameterError(ValueError):
-    """A parameter that a lab does not have or cannot use; the message names it and what was expected."""
+    """What a lab does not have or cannot use; the message names it and what was expected. A notebook shows it alone."""
+
+    def _render_traceback_(self) -> list[str]:  # IPython asks for it
+        return [f"{type(self).__name__}: {self}"]
 
 
 class LabConfig(BaseModel):
@@ -108,7 +111,8 @@ def _describe(error: ValidationError, profile: str, base: LabConfig) -> str:
         name, *inside = [str(part) for part in finding["loc"]] or ["parameters"]
         place = f" (item {inside[0]})" if inside else ""
         message = finding["msg"].removeprefix("Value error, ").removeprefix("Input ")
-        text = f"parameter {name!r}{place} {message}, got {finding['input']!r:.300}"
+        message, hints, hint = message.partition("; did you mean")
+        text = f"parameter {name!r}{place} {message}, got {finding['input']!r:.300}{hints}{hint}"
         known = json.dumps(base.model_dump(mode="json").get(name))
         findings.append(text if known == "null" else f"{text}; {profile} has {name}={known.replace(', ', ',')}")
     return "; ".join(findings)

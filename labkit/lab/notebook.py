@@ -23,7 +23,7 @@ from labkit.lab.pages.agreement import known_record
 from labkit.lab.pages.source import shown_source
 from labkit.lab.pages.steadiness import pulse_record
 from labkit.lab.parameter_cells import given_parameters
-from labkit.lab.predictions import check_guess, labels, telling, to_show
+from labkit.lab.predictions import labels, named, to_show
 from labkit.lab.progress_lines import MeasuringInterrupted, progress_line
 from labkit.lab.project import (
     check_writable,
@@ -106,7 +106,7 @@ class Lab:
         self._figures: dict[str, str] = {}
         self._guess: dict[str, float] | None = None
         """The reader's, once a prediction was shown; empty: none was given."""
-        self._telling: list[str] = []
+        self._naming: list[str] = []
 
     @property
     def calibration(self) -> Calibration | None:
@@ -121,7 +121,7 @@ class Lab:
     def run(self) -> Run:
         """The run that was measured or read. ValueError before `measure()`."""
         if self._run is None:
-            raise ValueError("nothing is measured yet: call lab.measure() first")
+            raise ParameterError("nothing is measured yet: call lab.measure() first")
         return self._run
 
     @property
@@ -170,12 +170,12 @@ class Lab:
     def predict(self, guess: Mapping[str, float] | None = None) -> None:
         """Show the times that this lab expects on this machine, by its calibration, before anything is measured.
 
-        `guess` are your own numbers, in seconds, by the names in the first column; `measure()` shows them again beside
-        what was measured. ParameterError for a name that is not there.
+        `guess` are your own numbers, in seconds, by the names in the first column or a part of one; `measure()` shows
+        them again beside what was measured. ParameterError for a name that is not there.
         """
         predicted = self.study.predicted
         if predicted is None:
-            raise ValueError(f"{self.study.name} predicts no times")
+            raise ParameterError(f"{self.study.name} predicts no times")
         self._read_run()
         calibration = self._run.header.calibration if self._run else newest_calibration(describe_machine())
         if calibration is None:
@@ -183,9 +183,8 @@ class Lab:
             return
         points = self.study.points(self.config, self.machine)
         table = predicted.before(points, calibration)
-        self._telling = telling(table, predicted.columns)
-        check_guess(guess or {}, labels(table, self._telling))
-        self._guess = dict(guess or {})
+        self._naming = predicted.naming(table)
+        self._guess = named(guess or {}, labels(table, self._naming))
         when = f"{calibration.measured:%Y-%m-%d %H:%M} UTC"
         self._show_expected(table, f"Expected of {calibration.machine}, as calibrated on {when}")
 
@@ -193,7 +192,7 @@ class Lab:
         """Guess, prediction and, once there is one, measurement side by side."""
         assert self.study.predicted is not None
         value, guess = self.study.predicted.value, self._guess or {}
-        names = labels(table, self._telling)
+        names = labels(table, self._naming)
         columns = [name for name in (value, "predicted_s", "measured_over_predicted") if name in table]
         shown = table[columns].assign(what=names)
         if guess:
@@ -208,7 +207,7 @@ class Lab:
         ValueError if nothing was interrupted since this lab was opened.
         """
         if self._interrupted is None:
-            raise ValueError("nothing was interrupted here: call lab.measure()")
+            raise ParameterError("nothing was interrupted here: call lab.measure()")
         self._run = self._measure(partial(resume, self.study, self._interrupted))
         return self._frame()
 
@@ -238,7 +237,7 @@ class Lab:
     def _asked(self, question_id: str) -> Question:
         questions = {question.id: question for question in self.study.questions}
         if question_id not in questions:
-            raise ValueError(f"no question {question_id!r}{nearest(question_id, questions)}")
+            raise ParameterError(f"no question {question_id!r}{nearest(question_id, questions)}")
         return questions[question_id]
 
     def _figure(self, plot: Plot, name: str, caption: str = "", title: str | None = None) -> cards.Shown:

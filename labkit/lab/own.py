@@ -1,7 +1,7 @@
 """What a reader puts beside what a lab compares: checked, carried to the ranks, and measured as one of them."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -13,6 +13,7 @@ from labkit.lab.config import LabConfig, ParameterError
 from labkit.lab.own_models import EXPECTED, MODEL_FIELDS, facts_of, known_models, told_where
 from labkit.lab.study import Study
 from labkit.nn.workloads import RESNET50
+from labkit.parallel.ranks.joined import is_joined
 
 PlugIn = Callable[[str, Any], dict[str, Any]]
 
@@ -78,7 +79,8 @@ def worker_with(study: Study, own: Own) -> Callable[..., Any]:
 def _work(
     plug_in: PlugIn, own: Own, worker: Callable[..., Any], point: Any, **options: Any
 ) -> Iterator[Mapping[str, Any]]:
-    with known(plug_in, own):
+    # a rank that torchrun has started is inside `measure`, which has made them known for all points
+    with nullcontext() if is_joined() else known(plug_in, own):
         names = [getattr(point, field, None) for field in MODEL_FIELDS]
         model = next((name for name in names if name in own.models), None)
         facts = facts_of(model) if model else {}

@@ -85,15 +85,15 @@ def source_of(name: str) -> TransformerShape | Callable[[], Trained]:
     return shape_of(name) or partial(_made, _known[name])
 
 
-def parameters_of(name: str) -> int:
-    """Parameters of a model; 0 of one that can't be made, whose ranks will say why."""
+def parameters_of(name: str) -> int | None:
+    """Parameters of a model; None of one that can't be made on the meta device: they are unknown until it is made."""
     if (shape := shape_of(name)) is not None:
         return n_parameters(shape)
     try:
         with torch.device("meta"):
             model = _made(_known[name]).model
     except Exception:
-        return 0
+        return None
     return sum(parameter.numel() for parameter in model.parameters())
 
 
@@ -103,7 +103,7 @@ def facts_of(name: str) -> dict[str, Any]:
         return {}
     shape = shape_of(name)
     written = ", ".join(f"{field}={value}" for field, value in asdict(shape).items()) if shape else None
-    return {"model_parameters": parameters_of(name), "model_shape": written}
+    return {"is_own_model": True, "model_shape": written}
 
 
 def models_in(frame: "pd.DataFrame") -> AbstractContextManager[None]:
@@ -118,7 +118,7 @@ def models_in(frame: "pd.DataFrame") -> AbstractContextManager[None]:
 
 def without_own(frame: "pd.DataFrame") -> "pd.DataFrame":
     """The rows of the named sizes."""
-    return frame[frame["model_parameters"].isna()] if "model_parameters" in frame else frame
+    return frame[frame["is_own_model"].isna()] if "is_own_model" in frame else frame
 
 
 @contextmanager

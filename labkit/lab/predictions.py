@@ -1,6 +1,6 @@
 """What a lab expects before it measures: numbers from the machine's calibration, a reader's guess beside them.
 
-    PREDICTED = Predicted(("size", "phase"), seconds, planned, medians)
+    PREDICTED = Predicted(("device", "size", "phase"), seconds, planned, medians, names=("size", "phase"))
 
 `seconds(row, calibration)` is the formula, of a mapping with these columns; `planned(point)` gives the rows that a
 point will have, `medians(frame)` those that a run has. So one formula serves before and after.
@@ -29,6 +29,7 @@ class Predicted:
 
     `columns` are of the setting and, last, of what took turns; a row of `planned` has them all. `seconds` gives None
     for what has no formula. `medians` makes of a run's frame a table with `columns`, `value`, `low` and `high`.
+    `names` are the columns that always name a row; of the others, those do that tell rows apart.
     """
 
     columns: tuple[str, ...]
@@ -36,6 +37,7 @@ class Predicted:
     planned: Callable[[Any], Iterable[Row]]
     medians: Callable[[pd.DataFrame], pd.DataFrame]
     value: str = "seconds"
+    names: tuple[str, ...] = ()
 
     def before(self, points: Iterable[Point], calibration: Calibration) -> pd.DataFrame:
         """One row for each time that is planned and has a formula: `predicted_s`."""
@@ -56,11 +58,10 @@ class Predicted:
         table = table.assign(predicted_s=pd.Series(seconds, index=table.index, dtype=float))
         return table.dropna(subset="predicted_s").reset_index(drop=True)
 
-
-def telling(table: pd.DataFrame, columns: Sequence[str]) -> list[str]:
-    """The columns that tell the rows of a table apart."""
-    named = [name for name in columns if not column(name).is_internal]
-    return [name for name in named if table[name].nunique(dropna=False) > 1] or named[-1:]
+    def naming(self, table: pd.DataFrame) -> list[str]:
+        """The columns that name the rows of a table."""
+        shown = [name for name in self.columns if not column(name).is_internal]
+        return [name for name in shown if name in self.names or table[name].nunique(dropna=False) > 1]
 
 
 def labels(table: pd.DataFrame, columns: Sequence[str]) -> list[str]:
@@ -68,13 +69,26 @@ def labels(table: pd.DataFrame, columns: Sequence[str]) -> list[str]:
     return [", ".join(label(name, row[name]) for name in columns) for row in table.to_dict("records")]
 
 
-def check_guess(guess: Mapping[str, float], names: Sequence[str]) -> None:
-    """ParameterError for a guess of something that is not predicted, or that is no number of seconds."""
+def named(guess: object, names: Sequence[str]) -> dict[str, float]:
+    """A guess by the names that its rows have here.
+
+    A part of a name does where one row alone has it: what tells rows apart depends on the parameters. ParameterError
+    for a guess of what is not predicted or could be several, and for what is no number of seconds.
+    """
+    if not isinstance(guess, Mapping):
+        raise ParameterError(f"guess: expected {{name: seconds}}, got {guess!r:.80}")
+    found: dict[str, float] = {}
     for name, seconds in guess.items():
-        if name not in names:
+        parts = set(str(name).split(", "))
+        meant = [one for one in dict.fromkeys(names) if parts <= set(one.split(", "))]
+        if not meant:
             raise ParameterError(f"guess: nothing is called {name!r}{nearest(name, names) or f'; one is {names[0]!r}'}")
+        if len(meant) > 1:
+            raise ParameterError(f"guess: {name!r} may be {meant[0]!r} or {meant[1]!r}: say which")
         if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
             raise ParameterError(f"guess: expected seconds above zero for {name!r}, got {seconds!r}")
+        found[meant[0]] = seconds
+    return found
 
 
 def to_show(names: Sequence[str], guess: Mapping[str, float]) -> list[str]:

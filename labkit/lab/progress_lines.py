@@ -1,6 +1,8 @@
 """The line that says how far a measurement is: replaced in place in a notebook, kept up to date in a terminal."""
 
+import threading
 import time
+from contextvars import copy_context
 from dataclasses import asdict, replace
 from types import TracebackType
 from typing import Any, Self
@@ -15,6 +17,7 @@ from labkit.lab.runs.store import Run
 from labkit.lab.terminal_line import terminal_line
 
 PROGRESS_MIME = "application/vnd.labkit.progress+json"
+TICK_S = 1.0
 
 
 def progress_line() -> "NotebookLine | ConsoleLine":
@@ -23,27 +26,43 @@ def progress_line() -> "NotebookLine | ConsoleLine":
 
 
 class NotebookLine:
-    """One output that is replaced in place, and in the end says what was covered."""
+    """One output that is replaced in place, whose time goes on, and which in the end says what was covered."""
 
     def __init__(self) -> None:
         self._handle: DisplayHandle | None = None
         self._last: Progress | None = None
         self._since = 0.0
+        self._showing, self._over = threading.Lock(), threading.Event()
+        # in this context: what a thread shows belongs to the cell that is running
+        self._clock = threading.Thread(target=copy_context().run, args=(self._tick,), daemon=True)
 
     def __enter__(self) -> Self:
+        self._clock.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         """Say that it was interrupted, in place of what was being measured."""
+        self._over.set()
+        self._clock.join()
         if kind is KeyboardInterrupt and self._last is not None:
-            elapsed_s = self._last.elapsed_s + time.monotonic() - self._since
-            self.update(replace(self._last, text="interrupted", elapsed_s=elapsed_s, left_s=None))
+            self.update(replace(self._now(self._last), text="interrupted", left_s=None))
 
     def update(self, progress: Progress) -> None:
-        self._last, self._since = progress, time.monotonic()
-        self._show(cards.progress(progress), asdict(progress))
+        with self._showing:
+            self._last, self._since = progress, time.monotonic()
+            self._show(cards.progress(progress), asdict(progress))
+
+    def _now(self, last: Progress) -> Progress:
+        return last.after(time.monotonic() - self._since)
+
+    def _tick(self) -> None:
+        while not self._over.wait(TICK_S):
+            with self._showing:
+                if self._last is not None:
+                    now = self._now(self._last)
+                    self._show(cards.progress(now), asdict(now))
 
     def finish(self, run: Run) -> None:
         self._show(cards.coverage(run), {})

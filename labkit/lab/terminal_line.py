@@ -24,7 +24,6 @@ class _Ticking:
         self._name, self._progress, self._since = name, progress, time.monotonic()
 
     def __rich__(self) -> Text:
-        state = self._progress
-        times = state.times(time.monotonic() - self._since)
-        parts = (f"{self._name}: {state.done} of {state.total}", times, state.text)
+        state = self._progress.after(time.monotonic() - self._since)
+        parts = (f"{self._name}: {state.done} of {state.total}", state.times(), state.text)
         return Text("  ".join(filter(None, parts)), no_wrap=True, overflow="ellipsis")

@@ -37,8 +37,8 @@ serves CPU tensors of ranks on one host. `transport="auto"` takes shared memory 
 the group; "point_to_point" and "shared" are what they say. Algorithms are the same and so are results, to the bit.
 
 Memory. Scratch of at most two pieces a group and rank (2 MiB on CPU) whatever n is, kept between calls, and never more
-than a chunk for the ring; in shared memory an outbox of 2 MiB, slots of 1 and boards of 1 a rank. A tensor that is not
-contiguous, or that gloo has to move for a GPU, is copied during the call.
+than a chunk for the ring; in shared memory an outbox of 2 MiB, slots of up to 1 and boards of 1 a rank. A tensor that
+is not contiguous, or that gloo has to move for a GPU, is copied during the call.
 
 Sources: Patarasuk & Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations" (ring);
 Thakur, Rabenseifner & Gropp 2005, "Optimization of collective communication operations in MPICH" (the two with
@@ -73,9 +73,9 @@ from labkit.parallel.phases import (
     survivors,
     swap,
 )
-from labkit.parallel.reduction import InPlace, Reduction, check_shards, cut, even_sizes
+from labkit.parallel.reduction import InPlace, Reduction, check_into, check_shards, cut, even_sizes
 from labkit.parallel.traffic import watched
-from labkit.parallel.transport.choice import AUTO, find_transport, group_transports
+from labkit.parallel.transport.choice import AUTO, find_transport, group_transports, member_group
 from labkit.parallel.transport.contract import Transport
 from labkit.parallel.uncompiled import uncompiled
 
@@ -247,10 +247,13 @@ def reduce_scatter(
     op: str = "mean",
     *,
     sizes: Sequence[int] | None = None,
+    into: torch.Tensor | None = None,
     algorithm: str = AUTO,
     transport: str | Transport = AUTO,
 ) -> None:
     """Sum or mean over the ranks of `group`, of which rank r keeps shard r, in place. The rest is overwritten.
+
+    `into`: a vector, (size of the shard,), of the tensor's type, that gets the shard instead.
 
     `sizes`: elements of each rank's shard, in the order of ranks, which add up to those of the tensor; alike on all
     ranks, 0 allowed. None: as even as possible, the longer ones first, which is `tensor.view(-1).tensor_split(p)`; what
@@ -258,13 +261,20 @@ def reduce_scatter(
 
     `algorithm`: one of `REDUCE_SCATTERS`, or "auto": the one that suits.
 
-    Raises ValueError as `all_reduce`, and for `sizes` and an `algorithm` that cannot be: before any message.
+    Raises ValueError as `all_reduce`, and for `sizes`, `into` and an `algorithm` that cannot be: before any message.
     """
     shards = check_shards(tensor, group, sizes, algorithm, REDUCE_SCATTERS)
+    if into is not None:
+        into = into.detach()
+        check_into(into, tensor, shards[member_group(group).rank()])
     with Reduction(tensor, group, op, transport) as (vector, via, divisor):
         if algorithm == AUTO:
             algorithm = choose_phase_algorithm(vector.nbytes, via.world_size, via.name)
-        REDUCE_SCATTERS[algorithm](vector, shards, watched(via, "reduce_scatter", algorithm, vector), divisor)
+        is_direct = into is not None and into.device == vector.device and via.world_size > 1
+        watching = watched(via, "reduce_scatter", algorithm, vector)
+        REDUCE_SCATTERS[algorithm](vector, shards, watching, divisor, into if is_direct else None)
+        if into is not None and not is_direct:
+            into.copy_(vector.split_with_sizes(shards)[via.rank])
 
 
 @uncompiled

@@ -3,7 +3,8 @@
 A vector, (n,), is cut into a shard a rank: `sizes` says how many elements each has, in the order of ranks, 0 allowed.
 
     reduce-scatter   every rank comes with its own vector; shard r ends as the sum over ranks, divided by `divisor`, on
-                     rank r; what the other shards hold afterwards is of no use
+                     rank r, in its place or in a vector of its length, `into`; what the vector else holds afterwards
+                     is of no use
     all-gather       shard r is right on rank r; every shard ends so on every rank
 
 Letters as in `collectives.py`: p ranks, r this rank, q the largest power of two <= p.
@@ -22,19 +23,21 @@ from labkit.parallel.reduction import cut
 from labkit.parallel.transport.contract import Step, Transport
 
 Sizes = Sequence[int]
-ReduceScatter = Callable[[torch.Tensor, Sizes, Transport, int], None]
+ReduceScatter = Callable[[torch.Tensor, Sizes, Transport, int, torch.Tensor | None], None]
 AllGather = Callable[[torch.Tensor, Sizes, Transport], None]
 
 
 # Around the ring
 
 
-def ring_reduce_scatter(vector: torch.Tensor, sizes: Sizes, via: Transport, divisor: int) -> None:
+def ring_reduce_scatter(
+    vector: torch.Tensor, sizes: Sizes, via: Transport, divisor: int, into: torch.Tensor | None = None
+) -> None:
     """p-1 rounds: in round s, rank r sends shard r-s-1 to the right and adds what comes from the left to shard r-s-2.
 
     A shard so collects one rank's share a round, and ends complete on its own rank.
     """
-    _around(vector, sizes, via, -1, divisor)
+    _around(vector, sizes, via, -1, divisor, into)
 
 
 def ring_all_gather(vector: torch.Tensor, sizes: Sizes, via: Transport) -> None:
@@ -42,7 +45,14 @@ def ring_all_gather(vector: torch.Tensor, sizes: Sizes, via: Transport) -> None:
     _around(vector, sizes, via, 0)
 
 
-def _around(vector: torch.Tensor, sizes: Sizes, via: Transport, first: int, divisor: int | None = None) -> None:
+def _around(
+    vector: torch.Tensor,
+    sizes: Sizes,
+    via: Transport,
+    first: int,
+    divisor: int | None = None,
+    into: torch.Tensor | None = None,
+) -> None:
     """Begin with shard r + `first`; add what comes, if there is a divisor.
 
     Long shards are cut into pieces, all ranks alike. A round needs of the round before only the same piece, so
@@ -52,25 +62,29 @@ def _around(vector: torch.Tensor, sizes: Sizes, via: Transport, first: int, divi
     right, left = (r + 1) % p, (r - 1) % p
     pieces = cut(vector.split_with_sizes(sizes), via)
     number = len(pieces[0])
+    ends = [None] * number if into is None else into.tensor_split(number)
     steps = []
     for s in range(p - 1):
         sent, received = pieces[(r + first - s) % p], pieces[(r + first - s - 1) % p]
-        last = divisor if divisor and s == p - 2 else 1
-        steps += [Step(sent[i], right, received[i], left, divisor is not None, last) for i in range(number)]
+        last = [(divisor, end) if divisor and s == p - 2 else (1, None) for end in ends]
+        steps += [Step(sent[i], right, received[i], left, divisor is not None, *last[i]) for i in range(number)]
     via.run(steps, min(2, number))
 
 
 # Direct exchange
 
 
-def butterfly_reduce_scatter(vector: torch.Tensor, sizes: Sizes, via: Transport, divisor: int) -> None:
+def butterfly_reduce_scatter(
+    vector: torch.Tensor, sizes: Sizes, via: Transport, divisor: int, into: torch.Tensor | None = None
+) -> None:
     """Rank r sends shard r+s to rank r+s, for every s from 1 to p-1, and adds up the p-1 versions of its own.
 
     All messages are independent, so as many are in flight as there is scratch memory for; rank r turns to rank r+s in
     step s, so that at no time everybody sends to the same rank.
     """
     pieces = cut(vector.split_with_sizes(sizes), via)
-    steps = [step for i in range(len(pieces[0])) for step in exchange_to_add(pieces, i, via, divisor)]
+    ends = [None] * len(pieces[0]) if into is None else into.tensor_split(len(pieces[0]))
+    steps = [step for i, end in enumerate(ends) for step in exchange_to_add(pieces, i, via, divisor, end)]
     via.run(steps, depth=via.world_size)
 
 
@@ -81,15 +95,18 @@ def butterfly_all_gather(vector: torch.Tensor, sizes: Sizes, via: Transport) -> 
     via.run(steps, depth=via.world_size)
 
 
-def exchange_to_add(pieces: Sequence[Sequence[torch.Tensor]], i: int, via: Transport, divisor: int) -> list[Step]:
+def exchange_to_add(
+    pieces: Sequence[Sequence[torch.Tensor]], i: int, via: Transport, divisor: int, into: torch.Tensor | None = None
+) -> list[Step]:
     """Direct exchange of piece i of every shard: `pieces` by shard."""
     p, r = via.world_size, via.rank
     turns = [((r + s) % p, (r - s) % p) for s in range(1, p)]
-    last = (r + 1) % p
-    return [
-        Step(pieces[target][i], target, pieces[r][i], source, True, divisor if source == last else 1)
-        for target, source in turns
-    ]
+    first, last = (r - 1) % p, (r + 1) % p
+    steps = []
+    for target, source in turns:
+        incoming, end = (pieces[r][i], into) if into is None or source == first else (into, None)
+        steps.append(Step(pieces[target][i], target, incoming, source, True, divisor if source == last else 1, end))
+    return steps
 
 
 def exchange_to_store(pieces: Sequence[Sequence[torch.Tensor]], i: int, via: Transport) -> list[Step]:
@@ -102,10 +119,14 @@ def exchange_to_store(pieces: Sequence[Sequence[torch.Tensor]], i: int, via: Tra
 # Everything shown to all
 
 
-def one_shot_reduce_scatter(vector: torch.Tensor, sizes: Sizes, via: Transport, divisor: int) -> None:
+def one_shot_reduce_scatter(
+    vector: torch.Tensor, sizes: Sizes, via: Transport, divisor: int, into: torch.Tensor | None = None
+) -> None:
     """Every rank shows all others its whole vector, and adds up its own shard of theirs, in the order of ranks."""
     start = sum(sizes[: via.rank])
     add_shown(vector, start, start + sizes[via.rank], via, divisor)
+    if into is not None:  # what all are shown is short
+        into.copy_(vector[start : start + len(into)])
 
 
 def add_shown(vector: torch.Tensor, start: int, stop: int, via: Transport, divisor: int) -> None:
@@ -159,12 +180,16 @@ def one_shot_all_gather(vector: torch.Tensor, sizes: Sizes, via: Transport) -> N
 # Halving and doubling
 
 
-def halving_reduce_scatter(vector: torch.Tensor, sizes: Sizes, via: Transport, divisor: int) -> None:
+def halving_reduce_scatter(
+    vector: torch.Tensor, sizes: Sizes, via: Transport, divisor: int, into: torch.Tensor | None = None
+) -> None:
     """Recursive halving: `halve`. Ranks that are folded in get their shard from the rank that has it."""
     fold_in(vector, via)
     halve(vector, _bounds(sizes), via, divisor)
     if _is_paired(via):
         _fold(vector.split_with_sizes(sizes)[via.rank | 1], via, inward=False)
+    if into is not None:  # with another rank's, a shard is no range of its own
+        into.copy_(vector.split_with_sizes(sizes)[via.rank])
 
 
 def doubling_all_gather(vector: torch.Tensor, sizes: Sizes, via: Transport) -> None:

@@ -103,6 +103,16 @@ def check_shards(
     return sizes
 
 
+def check_into(into: torch.Tensor, tensor: torch.Tensor, size: int) -> None:
+    """ValueError unless it can hold a shard of the tensor of that many elements."""
+    expected = ((size,), tensor.dtype, tensor.device, True)
+    if (tuple(into.shape), into.dtype, into.device, into.is_contiguous()) != expected:
+        raise ValueError(
+            f"into must be a contiguous vector of {size} elements, {tensor.dtype} on {tensor.device}, got "
+            f"{tuple(into.shape)}, {into.dtype} on {into.device}"
+        )
+
+
 def even_sizes(numel: int, world_size: int) -> list[int]:
     """Elements by rank, as even as possible, the longer ones first: what `tensor_split` makes."""
     size, longer = divmod(numel, world_size)

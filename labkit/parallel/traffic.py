@@ -96,8 +96,11 @@ def tcp_bytes_sent() -> int | None:
     if not hasattr(socket, "TCP_INFO") or not OPEN_FILES.is_dir():
         return None
     total = 0
-    for path in [path for path in OPEN_FILES.iterdir() if path.is_socket()]:
-        connection = socket.socket(fileno=os.dup(int(path.name)))
+    for path in list(OPEN_FILES.iterdir()):
+        try:
+            connection = _socket_at(int(path.name))
+        except OSError:  # no socket, or closed by another thread since it was listed
+            continue
         with connection:
             if connection.type == socket.SOCK_STREAM and connection.family in (socket.AF_INET, socket.AF_INET6):
                 info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCPI_BYTES_SENT + 8)
@@ -105,6 +108,16 @@ def tcp_bytes_sent() -> int | None:
                     return None
                 total += struct.unpack_from("Q", info, TCPI_BYTES_SENT)[0]
     return total
+
+
+def _socket_at(descriptor: int) -> socket.socket:
+    """A descriptor of its own of the same socket; OSError if that is none, or closed."""
+    own = os.dup(descriptor)
+    try:
+        return socket.socket(fileno=own)
+    except OSError:
+        os.close(own)
+        raise
 
 
 class _Counting:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from pydantic import TypeAdapter
 
-from labkit.costs.calibration import ALL_REDUCE, MESSAGE, Calibration
+from labkit.costs.calibration import ALL_REDUCE, MESSAGE, Autograd, Calibration
 from labkit.costs.communication import MessageCost
 from labkit.scaling.constants import load_constants
 from labkit.scaling.hardware import find_hardware
@@ -39,6 +39,18 @@ def test_ranks_beyond_the_cores_share_them():
     assert made_up(cores=8, ranks=(1,)).operators_s([_operator(1e10, 1)], ranks=4) == pytest.approx(0.4, rel=0.02)
     with pytest.raises(ValueError, match="expected a device"):
         machine.of_ranks(1, "cuda")
+
+
+def test_operators_under_autograd_cost_more_than_calls_in_a_row():
+    plain = made_up().of_ranks()
+    assert plain.under_autograd_s(100) == 0  # an older run
+    rates = replace(plain, autograd=Autograd(begin_s=5e-5, operator_s=3e-6))
+    assert rates.under_autograd_s(100) == pytest.approx(5e-5 + 100 * (3e-6 - rates.call_s))
+    assert rates.under_autograd_s(100, begin=False) == pytest.approx(100 * (3e-6 - rates.call_s))
+    machine = replace(made_up(), rates=(rates,))
+    assert machine.of_ranks(4).under_autograd_s(100) == pytest.approx(4 * rates.under_autograd_s(100))
+    adapter = TypeAdapter(Calibration)
+    assert adapter.validate_json(adapter.dump_json(machine)) == machine
 
 
 def test_a_way_costs_its_call_its_messages_and_its_bytes():

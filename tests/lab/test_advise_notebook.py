@@ -6,6 +6,7 @@ import nbformat
 import pytest
 
 from labkit.lab.advise.notebook import Plan, ask
+from labkit.lab.config import ParameterError
 from labkit.lab.figures import Plot
 from labkit.lab.project import notebook_path
 
@@ -58,7 +59,7 @@ def test_a_changed_question_keeps_the_rest_and_refuses_what_is_no_option():
     changed = plan.but(gpus=32)
     assert (changed.asked.request.gpus, changed.asked.request.model) == (32, plan.asked.request.model)
     assert plan.but(tokens_per_step=None).asked.unnamed == {"sequence", "tokens_per_step"}
-    with pytest.raises(ValueError, match="expected options among"):
+    with pytest.raises(ParameterError, match="expected options among"):
         plan.but(networks=3)
-    with pytest.raises(ValueError, match="whole number"):
+    with pytest.raises(ParameterError, match="whole number"):
         plan.but(gpus=2.5)

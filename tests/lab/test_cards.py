@@ -171,5 +171,5 @@ def test_records_travel_with_a_piece_unseen():
 def test_progress_says_how_long_it_has_taken_and_may_take():
     begun = Progress(3, 9, "ring", elapsed_s=61.4, left_s=150.0, run="a")
     assert "3 of 9 points   61 s so far, about 2 min 30 s left   ring" in cards.progress(begun)
-    assert begun.times(waited_s=100) == "2 min 41 s so far, about 50 s left"
+    assert begun.after(100).times() == "2 min 41 s so far, about 50 s left"
     assert "0 of 9 points   fetching" in cards.progress(Progress(0, 9, "fetching"))

@@ -3,9 +3,11 @@
 from typing import Annotated
 
 import pytest
+from IPython.core.interactiveshell import InteractiveShell
 from pydantic import Field
 
 from labkit.lab.config import LabConfig, ParameterError, parse_assignments, resolve_config
+from labkit.lab.runs.store import RunFileError
 
 
 class _Config(LabConfig):
@@ -68,3 +70,11 @@ def test_assignments_are_json_python_or_text():
 def test_what_is_no_assignment_is_refused(text):
     with pytest.raises(ParameterError, match="name=value"):
         parse_assignments([text])
+
+
+@pytest.mark.parametrize("kind", [ParameterError, RunFileError])
+def test_a_notebook_shows_a_mistake_in_one_line(kind, capsys):
+    shell = InteractiveShell()
+    shell.user_ns["mistake"] = kind("ranks: expected a list, got 'x'")
+    shell.run_cell("def refuse():\n    raise mistake\n\n\nrefuse()")
+    assert capsys.readouterr().out == f"{kind.__name__}: ranks: expected a list, got 'x'\n"

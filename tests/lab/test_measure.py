@@ -1,15 +1,18 @@
 """A sweep ends with every point accounted for, whatever happens to its ranks."""
 
 import json
+import threading
+from contextvars import ContextVar
 
 import pytest
 
-from labkit.lab import notebook
+from labkit.lab import notebook, progress_lines
 from labkit.lab.config import ParameterError
 from labkit.lab.notebook import Lab, Parameters
 from labkit.lab.progress_lines import NotebookLine
 from labkit.lab.runs import measure as measuring
 from labkit.lab.runs.measure import measure, resume
+from labkit.lab.runs.progress import Progress
 from labkit.lab.runs.store import Run, RunFileError
 from labkit.lab.runs.writer import RunWriter
 from labkit.machine import describe_machine
@@ -269,6 +272,29 @@ class _InterruptedLine(NotebookLine):
         super().update(progress)
         if progress.done == 1:
             raise KeyboardInterrupt
+
+
+CELL: ContextVar[str] = ContextVar("the cell that is running")
+
+
+def test_the_line_of_a_notebook_goes_on_counting_in_its_cell(monkeypatch):
+    monkeypatch.setattr(progress_lines, "TICK_S", 0.001)
+    shown, is_often = [], threading.Event()
+
+    class Line(NotebookLine):
+        def _show(self, html, record):
+            shown.append((CELL.get(), record["elapsed_s"]))
+            if len(shown) == 3:
+                is_often.set()
+
+    cell = CELL.set("this one")
+    with Line() as line:
+        line.update(Progress(0, 1, "a long point", run="a run"))
+        assert is_often.wait(60)
+    CELL.reset(cell)
+    cells, elapsed = zip(*shown, strict=True)
+    assert set(cells) == {"this one"}
+    assert 0 == elapsed[0] < elapsed[1] < elapsed[2]
 
 
 def test_an_interrupted_measurement_goes_on_in_its_notebook(monkeypatch, tmp_path):

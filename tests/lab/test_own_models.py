@@ -8,7 +8,7 @@ from torch.nn.functional import mse_loss
 
 from labkit.costs.transformer import SIZES, TransformerShape, n_parameters
 from labkit.lab.config import ParameterError
-from labkit.lab.own import Own, check_own, known
+from labkit.lab.own import Own, check_own, known, worker_with
 from labkit.lab.own_models import (
     ModelError,
     facts_of,
@@ -43,9 +43,19 @@ HELD = tied()[0]  # as a model that a cell has made before
 
 @pytest.fixture
 def models():
-    own = {"tied": tied, "held": lambda: (HELD, torch.ones(2, 4), torch.ones(2, 4), mse_loss), "shape": SHAPE}
+    own = {
+        "tied": tied,
+        "needs_numbers": needs_numbers,
+        "held": lambda: (HELD, torch.ones(2, 4), torch.ones(2, 4), mse_loss),
+        "shape": SHAPE,
+    }
     with known_models(own):
         yield own
+
+
+def needs_numbers():
+    """What the meta device has none of."""
+    return nn.Linear(int(torch.full((), 3.0)), 1), torch.ones(2, 3), torch.ones(2, 1), mse_loss
 
 
 def test_models_are_made_anew_with_the_same_parameters_and_other_batches(models):
@@ -67,12 +77,13 @@ def test_a_model_that_was_there_before_is_copied(models):
 def test_what_is_known_of_a_model_stands_in_its_rows(models):
     assert parameters_of("tied") == 4 * 4 + 4 + 4
     assert parameters_of("shape") == n_parameters(SHAPE)
+    assert parameters_of("needs_numbers") is None
     assert facts_of("nano") == {}
-    frame = pd.DataFrame([{"size": name, **facts_of(name)} for name in ("tied", "shape", "nano")])
+    frame = pd.DataFrame([{"size": name, **facts_of(name)} for name in ("needs_numbers", "shape", "nano")])
     assert without_own(frame)["size"].tolist() == ["nano"]
     assert without_own(pd.DataFrame()).empty
     with known_models(dict.fromkeys(own_names(), print)), models_in(frame):
-        assert (shape_of("shape"), shape_of("tied")) == (SHAPE, None)
+        assert (shape_of("shape"), shape_of("needs_numbers")) == (SHAPE, None)
     with models_in(pd.DataFrame()):
         assert own_names() == tuple(models)
 
@@ -141,3 +152,21 @@ def test_a_readers_own_is_known_only_while_it_is_measured(lab):
         table = study.plug_in("mine", print)
         del table["mine"]
         assert "mine" not in table
+
+
+@pytest.mark.parametrize("lab", [lab for lab in LABS if load_study(lab).plugs_into])
+def test_a_rank_that_torchrun_has_started_knows_a_readers_own_between_its_points(lab, monkeypatch):
+    study, own = load_study(lab), Own({"mine": print})
+    table = study.plug_in("mine", print)
+    del table["mine"]
+    monkeypatch.setattr(type(study), "worker", staticmethod(lambda point: [{"knows": "mine" in table}]))
+    work = worker_with(study, own)
+    assert list(work(None)) == [{"knows": True}]
+    assert "mine" not in table
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "1")
+    with known(study.plug_in, own):
+        for _ in range(2):
+            assert list(work(None)) == [{"knows": True}]
+            assert "mine" in table
+    assert "mine" not in table

@@ -1,5 +1,7 @@
 """Before measuring: what is expected, a reader's guess beside it; afterwards what it took."""
 
+import ast
+import re
 from dataclasses import replace
 
 import pandas as pd
@@ -7,10 +9,13 @@ import pytest
 
 from labkit.lab.config import ParameterError
 from labkit.lab.notebook import Lab, check_parameters
-from labkit.lab.predictions import Predicted, check_guess, labels, telling, to_show
+from labkit.lab.predictions import Predicted, labels, named, to_show
 from labkit.lab.rows import Measured
+from labkit.machine import describe_machine
+from labkit.studies import LABS, load_study
 from tests.calibrated import CALL_S, made_up
 from tests.lab.fake_study import FakeStudy
+from tests.rehearsal.pages import cells_of
 
 TIMES = Measured(("action",), "size")
 
@@ -82,12 +87,40 @@ def test_many_rows_are_thinned_but_guessed_ones_stay():
     shown = to_show(names, {"33": 1.0})
     assert len(shown) <= 11
     assert {"0", "33", "99"} <= set(shown)
-    check_guess({}, names)
 
 
-def test_a_name_is_what_tells_rows_apart():
-    table = pd.DataFrame({"sweep": ["a", "b"], "model": ["nano", "nano"], "phase": ["forward", "backward"]})
-    assert labels(table, telling(table, ("sweep", "model", "phase"))) == ["forward", "backward"]
+def test_a_name_has_what_always_names_a_row_and_what_tells_rows_apart():
+    columns = ("sweep", "world_size", "model", "buckets", "phase")
+    predicted = Predicted(columns, lambda *_: None, lambda _: [], lambda frame: frame, names=("model",))
+    rows = [("a", 2, "nano", 1, "forward"), ("b", 2, "nano", 6, "forward")]
+    table = pd.DataFrame(rows, columns=columns)
+    assert labels(table, predicted.naming(table)) == ["nano, 1 bucket", "nano, 6 buckets"]
+    assert labels(table[:1], predicted.naming(table[:1])) == ["nano"]
+    assert labels(table[:1], columns[1:4]) == ["2 ranks, nano, 1 bucket"]
+
+
+def test_a_guess_may_name_a_part_of_what_one_row_alone_has():
+    names = ["float32, nano, step", "float32, nano, backward", "bfloat16, nano, step"]
+    assert named({"nano, backward": 1, "bfloat16": 2}, names) == {names[1]: 1, names[2]: 2}
+    with pytest.raises(ParameterError, match="may be 'float32, nano, step' or 'bfloat16, nano, step'"):
+        named({"nano, step": 1}, names)
+    with pytest.raises(ParameterError, match=r"expected \{name: seconds\}, got 0\.5"):
+        named(0.5, names)
+
+
+@pytest.mark.parametrize("profile", ["smoke", "quick"])
+@pytest.mark.parametrize("lab", [lab for lab in LABS if load_study(lab).predicted])
+def test_what_a_notebook_guesses_has_its_name_whatever_the_profile(lab, profile):
+    study = load_study(lab)
+    # what has a formula here, without tracing any model
+    by_name = replace(study.predicted, seconds=lambda row, _: None if row.get("backend") == "nccl" else 1.0)
+    table = by_name.before(study.points(study.profiles[profile], describe_machine()), made_up())
+    names = labels(table, by_name.naming(table))
+    text = "".join(source for _, source in cells_of(lab))
+    guesses = re.findall(r"lab\.predict\(({.*?})\)|# your own, in seconds: ({.*})", text)
+    assert guesses
+    for guess in guesses:
+        assert set(named(ast.literal_eval("".join(guess)), names)) <= set(names)
 
 
 def test_a_machine_without_a_calibration_is_told_how_to_get_one(lab, monkeypatch, capsys):

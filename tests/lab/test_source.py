@@ -3,6 +3,7 @@
 from functools import partial
 
 import pytest
+from IPython.core.interactiveshell import InteractiveShell
 
 from labkit.lab.pages.cards import PIECE_MIME
 from labkit.lab.pages.source import shown_source
@@ -28,6 +29,14 @@ def test_what_wraps_a_function_shows_the_function_and_markup_in_it_is_text():
 
     assert "&lt;script&gt;" in shown_source(partial(mine, 1)).data
     assert repr(shown_source(ALGORITHMS["ring"].run)) == repr(shown_source(ring_all_reduce))
+
+
+def test_a_class_that_a_cell_defines_is_shown():
+    shell = InteractiveShell()
+    shell.run_cell("class Other:\n    pass\n\nclass Mine:\n    def forward(self):\n        return 1")
+    shown = shown_source(shell.user_ns["Mine"])
+    assert repr(shown) == "class Mine:\n    def forward(self):\n        return 1"
+    assert "this notebook" in shown.data
 
 
 def test_what_has_no_source_is_refused():

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 from tests.mutations.mistake import Mistake
@@ -24,7 +24,7 @@ def main(words: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="labkit-mutants-") as folder:
         tree = Path(folder)
         _copy(tree)
-        passes = cache(lambda tests: _status(tree, tests) == 0)
+        passes = cache(partial(_passes, tree))
         outcomes = [_report(tree, mistake, passes(mistake.tests)) for mistake in chosen]
     print(f"{outcomes.count('caught')} of {len(outcomes)} mistakes are caught by the tests of `make test`")
     return int(not outcomes or set(outcomes) != {"caught"})
@@ -40,6 +40,14 @@ def _copy(tree: Path) -> None:
             shutil.copy(source, target, follow_symlinks=False)
 
 
+def _passes(tree: Path, tests: Sequence[str]) -> bool:
+    """Whether they do without a mistake; if not, what they say is printed."""
+    ended = _ended(tree, tests)
+    if ended is None or ended.returncode:
+        print(ended.stdout[-2000:] if ended else f"not over after {TIMEOUT_S} s", flush=True)
+    return ended is not None and ended.returncode == 0
+
+
 def _report(tree: Path, mistake: Mistake, passes_without: bool) -> str:
     outcome = _outcome(tree, mistake) if passes_without else "its tests fail without it"
     print(f"{outcome:<12} labkit/{mistake.file}: {mistake.name}", flush=True)
@@ -52,18 +60,19 @@ def _outcome(tree: Path, mistake: Mistake) -> str:
     assert right.count(mistake.old) == 1, mistake
     path.write_text(right.replace(mistake.old, mistake.new))
     try:
-        status = _status(tree, mistake.tests)
+        ended = _ended(tree, mistake.tests)
     finally:
         path.write_text(right)
     # 1: a test failed. What hangs is seen, too. Anything else is no test's verdict.
-    return {0: "NOT CAUGHT", 1: "caught", None: "caught"}.get(status, f"pytest ended with {status}")
+    status = ended.returncode if ended else 1
+    return {0: "NOT CAUGHT", 1: "caught"}.get(status, f"pytest ended with {status}")
 
 
-def _status(tree: Path, tests: Sequence[str]) -> int | None:
-    """How pytest ended; None if it did not in time."""
+def _ended(tree: Path, tests: Sequence[str]) -> subprocess.CompletedProcess[str] | None:
+    """Pytest, and what it said; None if it did not end in time."""
     command = [sys.executable, "-B", "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not slow", *tests]
     try:
-        return subprocess.run(command, cwd=tree, capture_output=True, timeout=TIMEOUT_S, check=False).returncode
+        return subprocess.run(command, cwd=tree, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:
         return None
 

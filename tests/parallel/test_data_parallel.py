@@ -107,6 +107,12 @@ def _all_heads(model, inputs):
     return sum(model(inputs, head).sum() for head in range(3))
 
 
+def _schedule_of_rank_0(parameters):
+    if dist.get_rank():
+        raise ValueError("expected a better schedule")
+    return [list(parameters)]
+
+
 def _refusals():
     told = {}
 
@@ -123,6 +129,8 @@ def _refusals():
     attempt("number", lambda: NaiveDDP(more))
     attempt("nothing to train", lambda: FlatDDP(nn.ReLU()))
     attempt("bucket size", lambda: BucketedDDP(nn.Linear(2, 2), bucket_mb=0))
+    attempt("schedule", lambda: BucketedDDP(nn.Linear(2, 2), schedule=lambda parameters: [["weight"]]))
+    attempt("schedule on rank 1", lambda: BucketedDDP(nn.Linear(2, 2), schedule=_schedule_of_rank_0))
     for kind in (NaiveDDP, FlatDDP, OverlappedDDP, BucketedDDP):
         model = kind(TwoHeads())
         attempt(f"unused {kind.__name__}", lambda m=model: m(torch.ones(1, 6), 1).sum().backward())
@@ -150,6 +158,8 @@ def refusals():
         ("number", "ValueError: expected the same model on every rank, got 2 to 4 parameters and buffers"),
         ("nothing to train", "ValueError: expected a module with at least one parameter that requires a gradient"),
         ("bucket size", "ValueError: expected bucket sizes above 0 MB"),
+        ("schedule", "ValueError: expected every parameter in one bucket, got 'bias' in 0"),
+        ("schedule on rank 1", "ValueError: expected "),
         ("sparse", "ValueError: expected dense gradients, got a sparse one for weight"),
         *(
             (f"unused {kind}", "UnusedParameterError: the backward pass gave no gradient to heads.0.weight, ")

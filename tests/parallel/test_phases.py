@@ -112,10 +112,13 @@ def _check_against_all_reduce() -> list[str]:
             )
             for name in REDUCE_SCATTERS:
                 for transport in TRANSPORTS:
-                    reduced, x = inputs[rank].clone(), inputs[rank].clone()
+                    reduced, x, y = (inputs[rank].clone() for _ in range(3))
                     ALGORITHMS[name](reduced, transport=transport)
                     reduce_scatter(x, algorithm=name, transport=transport)
-                    same = torch.equal(shard_of(x, None, rank), shard_of(reduced, None, rank))
+                    elsewhere = torch.full_like(shard_of(y, None, rank), torch.nan)
+                    reduce_scatter(y, algorithm=name, transport=transport, into=elsewhere)
+                    ends = [shard_of(reduced, None, rank), shard_of(x, None, rank), elsewhere]
+                    same = all(torch.equal(ends[0], end) for end in ends)
                     all_gather(x, algorithm=name, transport=transport)
                     bound = (p + 1) * torch.finfo(dtype).eps / 2 * magnitude + p * 2.0**-25 * (dtype == torch.float16)
                     if not same or not torch.equal(x, reduced) or not ((x.double() - exact).abs() <= bound).all():
@@ -238,6 +241,8 @@ def _check_refusals() -> list[str]:
     outside: Any = dist.GroupMember.NON_GROUP_MEMBER
     calls: list[tuple[str, Callable[[], None]]] = [
         ("shards", lambda: reduce_scatter(half, sizes=[6])),
+        ("into", lambda: reduce_scatter(half, into=torch.empty(6, dtype=torch.float16))),
+        ("into", lambda: reduce_scatter(half, into=torch.empty(len(shard_of(half, None, dist.get_rank()))))),
         ("shards", lambda: all_gather(half, sizes=[1] * p + [6 - p])),
         ("shards", lambda: reduce_scatter(half, sizes=[7, -1, *[0] * (p - 2)])),
         ("shards", lambda: all_gather(half, sizes=[2] * p + [1])),

@@ -250,6 +250,7 @@ def _check_refusals(group: dist.ProcessGroup, groups: Any) -> list[str]:
         "a bad setting": lambda: make(parameters, optim.AdamW, lr=-1.0),
         "an unknown setting": lambda: make(parameters, optim.AdamW, speed=1),
         "a bad setting on one rank": lambda: make(parameters, optim.AdamW, lr=-1.0 if rank == 1 else 1.0),
+        "one that raises on one rank": lambda: make(parameters, lambda params: optim.SGD(params, lr=0.1 / (1 - rank))),
         "another setting": lambda: make(parameters, optim.AdamW, lr=0.1 * (rank + 1)),
         "another number": lambda: make(parameters[: 4 + (rank == 0)], optim.AdamW),
         "another class": lambda: make(parameters, optim.AdamW if rank else optim.Adam),
@@ -265,7 +266,7 @@ def _check_refusals(group: dist.ProcessGroup, groups: Any) -> list[str]:
         try:
             call()
             wrong.append(f"rank {rank}: {what}: accepted")
-        except ValueError:
+        except (ValueError, ZeroDivisionError):
             pass
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter).to_sparse()

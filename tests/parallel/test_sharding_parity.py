@@ -137,6 +137,8 @@ def watched(left_out: Callable[..., None] | None = None) -> Iterator[set[Callabl
             for rank, part in enumerate(vector.split(list(sizes))):
                 if rank != dist.get_rank():
                     part.zero_()
+        elif collective is reduce_scatter:
+            options["into"].zero_()
 
     def of_channel(self: Channel, asked: Callable[..., None], *args: Any, **options: Any) -> None:
         carry_out(partial(call, self, asked), asked, *args, **options)

@@ -105,8 +105,8 @@ def _by_notes(steps: list[Step]) -> list[Step]:
     """The steps, so that none is a swap (`test_swaps.py`): between two ranks a single one would be."""
     if len(steps) > 1:
         return steps
-    outgoing, target, incoming, source, add, divisor = steps[0]
-    return [Step(outgoing, target, None, source, False), Step(None, target, incoming, source, add, divisor)]
+    (step,) = steps
+    return [step._replace(incoming=None, add=False), step._replace(outgoing=None)]
 
 
 @pytest.mark.parametrize("world_size", [2, 4])

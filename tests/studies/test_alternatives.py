@@ -4,8 +4,11 @@ import re
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from labkit.studies.shared.alternatives import reason_of, time_those_that_run
+from labkit.parallel.collectives import ring_all_reduce
+from labkit.parallel.launch import Again, Row, launch
+from labkit.studies.shared.alternatives import Failed, attempt, reason_of, time_those_that_run
 
 NO_PLAN = r"failed: ValueError: no plan, line \d+ of test_alternatives.py"  # where it was raised
 
@@ -49,3 +52,30 @@ def test_what_no_alternative_is_to_blame_for_is_raised():
         time_those_that_run({"one": {"call": int}}, device="cpu", warmup=0, repeats=1, before=_broken)
     with pytest.raises(ValueError, match="repeats"):
         time_those_that_run({"one": {"call": int}}, device="cpu", warmup=0, repeats=0)
+
+
+def _in_turns(_):
+    """On all ranks one is out of memory, and one leaves a collective halfway: the ranks' tensors differ in length."""
+
+    def out_of_memory():
+        raise MemoryError("no more")
+
+    def halfway():
+        ring_all_reduce(torch.ones(100 * (1 + dist.get_rank())))
+
+    def right():
+        ring_all_reduce(tensor := torch.full((4,), float(dist.get_rank())))
+        return tensor.tolist()
+
+    for action in (out_of_memory, halfway, right):
+        found = attempt(action.__name__, action, device="cpu")
+        yield {"name": action.__name__, "found": found.reason if isinstance(found, Failed) else found}
+
+
+def test_a_collective_that_all_ranks_left_halfway_costs_no_later_alternative():
+    items = list(launch(_in_turns, [None], world_size=2))
+    (at,) = [number for number, item in enumerate(items) if isinstance(item, Again)]
+    found = {item.values["name"]: item.values["found"] for item in items[at:] if isinstance(item, Row)}
+    assert found["out_of_memory"] == "out of memory: no more"
+    assert re.match(r"failed: RuntimeError: rank \d sent \d+ bytes", found["halfway"])
+    assert found["right"] == [0.5] * 4

@@ -1,5 +1,6 @@
 """Findings of the data-parallel lab on made-up frames: textbook, contrary, noisy, and with rows missing."""
 
+import re
 from functools import partial
 
 import numpy as np
@@ -162,6 +163,14 @@ def test_noise_is_no_evidence_that_nothing_hides():
     assert overlapping["hidden_percent"].max() < 10  # by medians alone
     assert hidden.min().min() < 0, "nothing is cut off into certainty"
     assert _findings(frame)["overlap"].verdict == "undecided"
+
+
+def test_no_step_waits_for_less_than_nothing():
+    frame = _frame(TEXTBOOK | {"torch": -0.03}, sweeps=["implementations"])
+    alone = frame[frame["implementation"].isin(["local", "torch", "naive"])]
+    assert tables.exposed(alone)["seconds"].min() < 0
+    assert re.fullmatch("A step waits for [78]\\d(.\\d)? ms of communication.", _findings(alone)["overlap"].headline)
+    assert _findings(alone[alone["implementation"] != "naive"])["overlap"].verdict == "undecided"
 
 
 def test_a_wrapper_that_is_faster_than_torch_is_recommended_and_noise_recommends_nothing():

@@ -31,6 +31,7 @@ from labkit.studies.data_parallel import tables, timeline, worker
 from labkit.studies.data_parallel.study import STUDY
 from labkit.studies.data_parallel.worker import LOCAL, DataParallelPoint, measure_point
 from labkit.studies.gradient_buckets import worker as gradient_buckets
+from labkit.studies.shared.gradient_gate import local_means
 
 
 def _point(sweep, alternatives, **options):
@@ -496,7 +497,22 @@ def test_a_readers_own_models_are_gated_timed_drawn_and_named_and_a_mistake_cost
     assert "mine" in [text.get_text() for text in plot.figure.legends[0].get_texts()]
     finding = STUDY.findings(frame, run.coverage())["fastest"]
     assert {"mine", "wide"} <= set(finding.table["workload"])
-    assert set(frame.loc[frame["workload"] == "mine", "model_parameters"]) == {8 * 16 + 16 + 16 * 2 + 2}
+    assert frame.loc[frame["workload"] == "mine", "is_own_model"].all()
+
+
+def _heads_of_its_own(point):
+    """The second rank leaves one of three heads unused."""
+    model = torch.nn.ModuleList([torch.nn.Linear(2, 1) for _ in range(3)])
+    used = model if dist.get_rank() == 0 else [model[0], model[2]]
+    try:
+        local_means(dict(model.named_parameters()), lambda: sum(head(torch.ones(2)) for head in used).backward())
+    except ValueError as error:
+        yield {"refused": str(error)}
+
+
+def test_ranks_that_leave_different_parameters_unused_are_refused_together():
+    (row,) = _measured("heads of its own")
+    assert row["refused"] == "expected the same gradients on every rank; they differ at 1.weight: one (here)"
 
 
 SPOILED = {
@@ -505,6 +521,7 @@ SPOILED = {
         _layouts,
         _point("buckets", ["torch", "bucketed", "torch@2", "bucketed@2", "torch@25", "bucketed@25"]),
     ),
+    "heads of its own": (_heads_of_its_own, POINTS["implementations"]),
     "forgotten micro-batches": (_forgets_micro_batches, POINTS["accumulation"]),
     **{f"all wrong: {point.sweep}": (_no_wrapper_averages, point) for point in ALL_WRONG},
 }

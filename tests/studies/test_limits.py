@@ -15,6 +15,7 @@ from labkit.studies.limits import tables
 from labkit.studies.limits.study import STUDY
 
 FLOPS_PER_S, BYTES_PER_S, CALL_S = 1e11, 1e10, 1e-6
+BEGIN_S = 5e-5
 MIB = 2**20
 
 
@@ -41,6 +42,8 @@ def _frame(*, add=1.0, threads=2.0, cache=5.0):
                       bytes=moved, seconds=1.2 * limit)  # fmt: skip
     for number, seconds in ((1, 1.0), (2, 1 / threads)):
         rows += _rows("threads", operation="product", threads=number, seconds=seconds)
+    for operators in (4, 32, 128):
+        rows += _rows("autograd", operators=operators, seconds=BEGIN_S + 3e-6 * operators)
     flops, of_one = 2 * 1024**3, CALL_S + 2 * 1024**3 / FLOPS_PER_S
     rows += [
         row | {"world_size": 2}
@@ -90,6 +93,7 @@ def test_findings_follow_the_rates():
     assert findings["threads"].headline == "Yes: work with all threads is 2 times faster than with one."
     assert "1.0 times the products" in findings["threads"].why
     assert "64 KiB" not in findings["calls"].headline
+    assert "takes 50 µs to begin, and 3 µs for each operator" in findings["calls"].why
     assert _findings(_frame(add=4.0))["memory"].headline.startswith("Not memory alone")
     assert _findings(_frame(threads=1.0))["threads"].verdict == "no clear difference"
     assert _findings(_frame(threads=0.5))["threads"].verdict == "no"
@@ -112,12 +116,12 @@ def test_every_limit_is_measured_and_right_and_makes_the_calibration(tmp_path, m
     assert set(run.coverage()["status"]) <= {"ok", "skipped"}
     frame = run.frame()
     assert set(frame["gate"].dropna()) == {"ok"}
-    assert {"products", "memory", "operators", "threads", "exchange"} <= set(frame["sweep"])
+    assert {"products", "memory", "operators", "threads", "autograd", "exchange"} <= set(frame["sweep"])
     assert (frame["seconds"] > 0).all()
     assert len(tables.operators(frame)) == 10
     found = newest_calibration(run.header.machine)
     assert found == calibration_of(run) is not None
-    assert {one.ranks for one in found.rates if one.device == "cpu"} == {1, 2}
+    assert {one.ranks for one in found.rates if one.device == "cpu" and one.autograd} == {1, 2}
     assert {one.way for one in found.transports} >= {"gloo"}
     assert newest_calibration(run.header.machine.model_copy(update={"host": "another"})) is None
     assert newest_calibration(run.header.machine, within=timedelta(0)) is None

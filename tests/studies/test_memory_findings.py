@@ -225,3 +225,13 @@ def test_a_published_peak_below_the_states_is_pointed_out_and_only_then():
     why = _findings(frame)["published_peaks"].why
     assert "AdamW's states alone" not in why
     assert why.startswith("Inference needs ")
+
+
+def test_where_no_checkpointing_runs_out_of_memory_what_is_counted_is_compared():
+    frame = _frame()
+    without = (frame["table"] == "checkpoint") & (frame["segment"] == 0)
+    frame.loc[without, ["gate", "seconds", "peak_bytes"]] = ["out of memory: 20 GiB", np.nan, np.nan]
+    found = _findings(frame)["checkpointing"]
+    assert found.verdict == "yes"
+    assert "out of memory" in found.caveat.lower()
+    assert set(tables.segment_peaks(frame)["method"]) == {"counted"}

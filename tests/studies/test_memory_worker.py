@@ -16,7 +16,7 @@ from labkit.lab.runs.measure import measure
 from labkit.machine import describe_machine
 from labkit.nn.transformer import shape_named
 from labkit.parallel.launch import Row, launch
-from labkit.studies.memory import tables
+from labkit.studies.memory import tables, worker
 from labkit.studies.memory.counting import PARTS, count_phases
 from labkit.studies.memory.study import STUDY, needed_bytes, segment_lengths
 from labkit.studies.memory.worker import MemoryPoint, measure_point, predicted
@@ -91,6 +91,23 @@ def test_checkpointing_keeps_the_gradients_and_lowers_the_peak():
     assert rows[1]["peak_bytes"] < 0.9 * rows[0]["peak_bytes"]
     for row in rows.values():
         assert row["counted_bytes"] == pytest.approx(row["peak_bytes"], rel=0.05)
+
+
+@pytest.mark.parametrize("where", ["_peak_of_segment", "_gradients_with", "_step_with"])
+def test_a_segment_length_that_runs_out_of_memory_costs_no_other(where, monkeypatch):
+    as_it_is = getattr(worker, where)
+
+    def limited(of, segment):
+        if segment == 0:
+            raise torch.OutOfMemoryError("tried to allocate 20 GiB")
+        return as_it_is(of, segment)
+
+    monkeypatch.setattr(worker, where, limited)
+    rows = {row["segment"]: row for row in _rows("checkpoint", segments=(0, 1, 2))}
+    assert rows[0]["gate"] == "out of memory: tried to allocate 20 GiB"
+    assert "seconds" not in rows[0]
+    assert all(row["gate"] == "ok" and row["peak_bytes"] and row["seconds"] for row in (rows[1], rows[2]))
+    assert all(row["counted_bytes"] for row in rows.values())
 
 
 def test_recomputed_activations_are_told_apart():

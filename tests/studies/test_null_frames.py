@@ -24,8 +24,11 @@ def _recorded(lab):
     return Run.load(max((recorded_directory() / lab).glob("*.jsonl")))
 
 
-def _claims_a_difference(finding):
-    """Whether it says of times what is false where nothing differs. How right predictions are is another question."""
+def _claims_a_difference(finding, untimed):
+    """Whether it says of times what is false where nothing differs. How right predictions are is another question.
+
+    `untimed` is what the same question is answered without any time: what is no different is not of times.
+    """
     timed = [effect for effect in finding.effects if effect.low < effect.high]
     if any(effect.verdict in ("faster", "slower") for effect in timed):
         return True
@@ -36,8 +39,9 @@ def _claims_a_difference(finding):
     if "overtakes another" in (finding.why or ""):
         return True
     is_prediction = finding.table is not None and "measured_over_predicted" in finding.table
-    is_judged = finding.verdict in ("yes", "no", "it depends")
-    return is_judged and not (finding.effects or finding.claims or is_prediction or finding.verdict == "predicted")
+    is_timed = (finding.verdict, finding.headline) != (untimed.verdict, untimed.headline)
+    is_judged = is_timed and finding.verdict in ("yes", "no", "it depends")
+    return is_judged and not (finding.effects or finding.claims or is_prediction)
 
 
 def _times(frame):
@@ -81,10 +85,22 @@ def _kinds(residuals):
 
 
 def _null(frame, rows, draw, rng):
-    """The same rows, each time a draw around 1 ms; all ranks of a repeat take as long."""
+    """The same rows, each time a draw around 1 ms; all ranks of a repeat take as long.
+
+    What was published, and has a prediction beside it, stays.
+    """
+    measured = ~_is_published(frame)
     for name in _times(frame):
-        frame = _null_column(frame, name, rows, draw, rng)
+        frame = _null_column(frame, name, rows, draw, rng, measured)
     return _gathers_take_as_long_as_waiting(_parts_of_attention_take_as_long(frame))
+
+
+def _is_published(frame):
+    return frame["predicted_s"].notna() if "predicted_s" in frame else pd.Series(False, index=frame.index)
+
+
+def _untimed(frame):
+    return frame.assign(**{name: frame[name].where(_is_published(frame)) for name in _times(frame)})
 
 
 def _gathers_take_as_long_as_waiting(frame):
@@ -99,7 +115,8 @@ def _gathers_take_as_long_as_waiting(frame):
 def _parts_of_attention_take_as_long(frame):
     """Of a profiled pass, products take half, and in attention the softmax takes as long as they do.
 
-    There the product with the values takes next to nothing: the softmax is also held against that of the scores.
+    There the product with the values takes next to nothing: the softmax is also held against that of the scores. The
+    operators of a part share a draw: the sum of several has a larger median than one, by 8 % with noise of 40 %.
     """
     if not {"within", "self_s", "family"} <= set(frame):
         return frame
@@ -108,18 +125,18 @@ def _parts_of_attention_take_as_long(frame):
     part = part.mask(frame["within"] == "softmax", "softmax")
     part = part.mask((frame["mode"] == INFERENCE) & (frame["phase"] != "forward"), "not looked at")
     together = frame.groupby([part, *(frame[name] for name in ("model", "mode", "rank", "repeat"))], dropna=False)
-    each = 1 / together["self_s"].transform("size")
-    return frame.assign(self_s=frame["self_s"] * each.mask(part == "values", 1e-6 * each))
+    each = together["self_s"].transform("first") / together["self_s"].transform("size")
+    return frame.assign(self_s=each.mask(part == "values", 1e-6 * each))
 
 
-def _null_column(frame, name, rows, draw, rng):
+def _null_column(frame, name, rows, draw, rng, measured):
     keys = pd.Series(rows, index=frame.index).astype(str) + "," + frame["repeat"].astype(str)
     codes, names = keys.factorize()
     order = pd.Series(names).str.split(",", expand=True).astype(int)
     drawn = np.empty(len(names))
     for _, of_row in order.groupby(0):
         drawn[of_row.sort_values(1).index] = draw(rng, len(of_row))
-    return frame.assign(**{name: np.where(frame[name].notna(), 1e-3 * np.exp(drawn[codes]), np.nan)})
+    return frame.assign(**{name: frame[name].mask(frame[name].notna() & measured, 1e-3 * np.exp(drawn[codes]))})
 
 
 @pytest.mark.slow
@@ -130,13 +147,23 @@ def test_runs_in_which_nothing_differs_claim_next_to_nothing(lab):
     if not _times(frame):
         pytest.skip("no times in a recorded run")
     study, rows = load_study(lab), _rows(frame)
-    claims: dict[str, int] = {}
-    kinds = _kinds(_residuals(frame, rows))
-    for number, draw in enumerate(kinds.values()):
-        for seed in range(FRAMES):
-            null = _null(frame, rows, draw, np.random.default_rng([number, seed]))
-            for identifier, finding in study.findings(null, pd.DataFrame(), calibration).items():
-                claims[identifier] = claims.get(identifier, 0) + _claims_a_difference(finding)
-    tries = FRAMES * len(kinds)
-    most = tries * (MOST + 2 * np.sqrt(MOST * (1 - MOST) / tries))
-    assert {identifier: count for identifier, count in claims.items() if count > most} == {}
+    untimed = study.findings(_untimed(frame), pd.DataFrame(), calibration)
+    kinds = _kinds(_residuals(frame, rows)).values()
+
+    def claiming(seeds):
+        """Questions of which more than `MOST` of the frames of these seeds claim something, beyond chance."""
+        claims: dict[str, int] = {}
+        for number, draw in enumerate(kinds):
+            for seed in seeds:
+                null = _null(frame, rows, draw, np.random.default_rng([number, seed]))
+                for identifier, finding in study.findings(null, pd.DataFrame(), calibration).items():
+                    claims[identifier] = claims.get(identifier, 0) + _claims_a_difference(finding, untimed[identifier])
+        tries = len(seeds) * len(kinds)
+        most = tries * (MOST + 2 * np.sqrt(MOST * (1 - MOST) / tries))
+        return {identifier: f"{count} of {tries}" for identifier, count in claims.items() if count > most}
+
+    suspect = claiming(range(FRAMES))
+    if suspect:  # among so many questions of all labs some are by chance: other frames decide
+        again = claiming(range(FRAMES, 4 * FRAMES))
+        suspect = {identifier: again[identifier] for identifier in suspect if identifier in again}
+    assert suspect == {}

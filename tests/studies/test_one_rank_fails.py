@@ -27,7 +27,7 @@ TWO = {"world_size": 2, "backend": "gloo", "warmup": 0, "repeats": 2}
 NANO = {"workload": "nano", "batch": 1} | TWO
 GATE, CLOCK, EPOCH = "gate", "clock", "epoch"
 ELEMENTS = {"n_elements": 100} | TWO
-TRAINING = {"dataset": "digits", "source": "digits", "epochs": 2, "batch": 4, "accumulation": 2, "train_images": 64}
+TRAINING = {"dataset": "digits", "source": "digits", "epochs": 1, "batch": 4, "accumulation": 2, "train_images": 16}
 TRAINING |= {"learning_rate": 0.01, "momentum": 0.5, "world_size": 2, "backend": "gloo"}
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from labkit.costs.calibration import Transport
+from labkit.costs.calibration import Autograd, Transport
 from labkit.studies.sync_batchnorm import findings, predictions, tables
 from labkit.studies.sync_batchnorm.alternatives import (
     ALL_REDUCES,
@@ -228,6 +228,10 @@ def test_a_layer_is_predicted_from_its_operators_and_two_collectives():
     assert table.loc[LOCAL, "predicted_s"] == pytest.approx(4 * OPERATOR + moved[LOCAL] * with_two_ranks, rel=0.1)
     assert predictions.predictions(frame.assign(backend="nccl", device="cuda"), MACHINE).empty
     assert predictions.predictions(frame, None).empty
+    rates = tuple(replace(one, autograd=Autograd(begin_s=1e-4, operator_s=1e-5)) for one in MACHINE.rates)
+    under = predictions.predictions(frame, replace(MACHINE, rates=rates)).set_index("alternative")
+    more = 1e-4 + 4 * (1e-5 - MACHINE.of_ranks(2).call_s)
+    assert (under["predicted_s"] - table["predicted_s"])[LOCAL] == pytest.approx(more)
 
 
 @pytest.mark.parametrize("missing", [LOCAL, TWO_COLLECTIVES, ALONE, WHOLE, COLLECTIVES, "memory", "forward"])

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from labkit.lab.advise import report, screen, words
 from labkit.lab.advise.request import Asked, read_request
+from labkit.lab.config import ParameterError
 from labkit.lab.project import reference_directory
 from labkit.scaling.advice import Advice, advise, sums_s
 from labkit.scaling.published import load_published, nearest
@@ -31,13 +32,16 @@ DRAWN = 0.5
 class Plan:
     """What was asked in a notebook, by the options of `labkit advise`, and what is best.
 
-    As the last expression of a cell it prints the answer. ValueError as the command's.
+    As the last expression of a cell it prints the answer. ParameterError for what the command refuses.
     """
 
     def __init__(self, options: Mapping[str, str]) -> None:
         self.options = options
-        self.asked: Asked = read_request(options)
-        self.advice: Advice = advise(self.asked.request)
+        try:
+            self.asked: Asked = read_request(options)
+            self.advice: Advice = advise(self.asked.request)
+        except ValueError as error:
+            raise ParameterError(str(error)) from None
 
     def __repr__(self) -> str:
         published = load_published(reference_directory() / "scaling")
@@ -60,7 +64,7 @@ class Plan:
     def but(self, **changes: Any) -> "Plan":
         """The plan for the same question with other values: `plan.but(gpus=128, network_gbps=400)`; None: as usual."""
         if unknown := set(changes) - set(NAMES):
-            raise ValueError(f"expected options among {', '.join(NAMES)}; got {', '.join(sorted(unknown))}")
+            raise ParameterError(f"expected options among {', '.join(NAMES)}; got {', '.join(sorted(unknown))}")
         return Plan(_texts({**self.options, **changes}))
 
     def beside(self, **changes: Any) -> "Beside":
@@ -102,7 +106,7 @@ class Beside:
 
 
 def ask(variables: Mapping[str, Any]) -> Plan:
-    """The plan for a notebook's variables: those named as an option of `labkit advise`. ValueError as there."""
+    """The plan for a notebook's variables: those named as an option of `labkit advise`. ParameterError as there."""
     return Plan(_texts({name: variables.get(name) for name in NAMES}))
 
 

@@ -9,6 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from labkit.lab.columns import column, label
+from labkit.lab.config import ParameterError
 from labkit.lab.figures import style
 
 GROUP_WIDTH = 0.76  # of the distance between two categories
@@ -73,7 +74,7 @@ def _require_one_row_a_bar(data: pd.DataFrame, keys: list[str]) -> None:
     """ValueError for what would be drawn over one another."""
     twice = data[data.duplicated(keys)]
     if not twice.empty:
-        raise ValueError(f"expected one row per bar, got several for {twice[keys].iloc[0].to_dict()}: name a facet")
+        raise ParameterError(f"expected one row per bar, got several for {twice[keys].iloc[0].to_dict()}: name a facet")
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from matplotlib.axes import Axes
 from pandas.api.types import is_bool_dtype, is_numeric_dtype
 
 from labkit.lab.columns import column, label
+from labkit.lab.config import ParameterError
 from labkit.lab.figures import style
 from labkit.lab.figures.style import AT, MEASURED
 
@@ -50,7 +51,7 @@ def lines(
     """
     log = log or ""
     if not set(log) <= set("xy"):
-        raise ValueError(f"log names the logarithmic axes, 'x', 'y', 'xy' or '': got {log!r}")
+        raise ParameterError(f"log names the logarithmic axes, 'x', 'y', 'xy' or '': got {log!r}")
     frame, hue = style.with_hue(frame, hue)
     columns = style.drawn_columns(frame, x, y, hue, facet)
     if frame.empty:

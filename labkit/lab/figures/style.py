@@ -18,6 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, Locator, LogLocator, MaxNLocator, NullFormatter, NullLocator
 
 from labkit.lab.columns import better, column, label
+from labkit.lab.config import ParameterError
 from labkit.lab.units import counted
 
 PALETTE = ("#0072B2", "#D55E00", "#008F68", "#B0579A", "#A67C00", "#5E3FBE", "#5B5B5B", "#8C564B", "#3A86C8", "#2A8C95")
@@ -176,7 +177,7 @@ def drawn_columns(frame: pd.DataFrame, *columns: str | None) -> list[str]:
     """The columns that a figure draws, each once. ValueError if the frame lacks one."""
     named = list(dict.fromkeys(column for column in columns if column is not None))
     if missing := [name for name in named if name not in frame]:
-        raise ValueError(f"no column {', '.join(missing)}; the frame has {', '.join(map(str, frame.columns))}")
+        raise ParameterError(f"no column {', '.join(missing)}; the frame has {', '.join(map(str, frame.columns))}")
     return named
 
 

@@ -7,6 +7,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 
 from labkit.lab.columns import column
+from labkit.lab.config import ParameterError
 from labkit.lab.figures import style
 
 BOX_HEIGHT, TITLES_HEIGHT = 0.24, 0.75  # inches: of a box, and of what stands around a panel
@@ -74,13 +75,13 @@ def _check(
     data: pd.DataFrame, part: str, y: str, facet: str | None, orders: dict[str, Sequence[Any] | None], total: str
 ) -> None:
     if (data[y] < 0).any():
-        raise ValueError(f"expected lengths of zero or more in {y}, got {data[y].min():g}")
+        raise ParameterError(f"expected lengths of zero or more in {y}, got {data[y].min():g}")
     keys = [part] if facet is None else [facet, part]
     if (twice := data[data.duplicated(keys)]).size:
-        raise ValueError(f"expected one row per box, got several for {twice[keys].iloc[0].to_dict()}")
+        raise ParameterError(f"expected one row per box, got several for {twice[keys].iloc[0].to_dict()}")
     for name, order in orders.items():
         if order is not None and (unknown := set(data.loc[data[part] != total, name]) - {*order}):
-            raise ValueError(f"expected values of {name} among {list(order)}, got {sorted(map(str, unknown))}")
+            raise ParameterError(f"expected values of {name} among {list(order)}, got {sorted(map(str, unknown))}")
 
 
 def _reach(rows: pd.DataFrame, total: str, y: str) -> float:

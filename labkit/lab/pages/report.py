@@ -86,7 +86,7 @@ def write_index(studies: Iterable[Study], output: Path, to_come: Sequence[Study]
         style=style_sheet(),
         script=script(),
         machine=cards.machine_rows(describe_machine(), elsewhere=False).items(),
-        joined=_joined(labs),
+        joined=None if to_come else _joined(labs),  # of what all labs found
         topics=recommendations(known, {lab["name"]: lab for lab in labs}),
         further=further_advice(labs),
         trends=published_trends(labs),

@@ -1,6 +1,8 @@
 """The source of what a lab studies, highlighted, as a piece of a notebook or a page."""
 
+import ast
 import inspect
+import linecache
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
@@ -10,6 +12,7 @@ from pygments import highlight
 from pygments.formatters import HtmlFormatter
 from pygments.lexers import PythonLexer
 
+from labkit.lab.config import ParameterError
 from labkit.lab.pages.cards import PIECE_MIME, Shown
 from labkit.lab.pages.html import code_style, piece
 
@@ -23,14 +26,34 @@ def shown_source(studied: Any) -> Shown:
     """
     inside = inspect.unwrap(getattr(studied, "func", studied))
     try:
-        lines, first = inspect.getsourcelines(inside)
-        file = Path(inspect.getsourcefile(inside) or "")
+        text, first, file = _of_class_in_cell(inside) or _of_file(inside)
     except (TypeError, OSError):
-        raise ValueError(f"expected a function or class written in Python, got {studied!r:.80}") from None
-    text = dedent("".join(lines)).rstrip()
+        raise ParameterError(f"expected a function or class written in Python, got {studied!r:.80}") from None
     name = getattr(inside, "__qualname__", getattr(inside, "__name__", "source"))
     where = f"{file.name}, line {max(first, 1)}" if file.is_file() else "this notebook"
     code = Markup(highlight(text, PythonLexer(), HtmlFormatter(wrapcode=True)))
     about = {"function": name, "where": where, "code": code}
     html = piece("source", **about, style=None)  # a page has the style
     return Shown(piece("source", **about, style=Markup(code_style(SCOPE))), text, {PIECE_MIME: {"html": html}})
+
+
+def _of_file(inside: Any) -> tuple[str, int, Path]:
+    """Text, first line and file. TypeError or OSError for what has none."""
+    lines, first = inspect.getsourcelines(inside)
+    return dedent("".join(lines)).rstrip(), first, Path(inspect.getsourcefile(inside) or "")
+
+
+def _of_class_in_cell(inside: Any) -> tuple[str, int, Path] | None:
+    """The same of a class that a cell defines: `inspect` looks for it in the file of its module, which has none.
+
+    Its methods know their cell. None of anything else.
+    """
+    if not inspect.isclass(inside) or inside.__module__ != "__main__":
+        return None
+    for method in filter(inspect.isfunction, vars(inside).values()):
+        cell = method.__code__.co_filename
+        source = "".join(linecache.getlines(cell))
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.ClassDef) and node.name == inside.__name__:
+                return ast.get_source_segment(source, node) or "", node.lineno, Path(cell)
+    return None

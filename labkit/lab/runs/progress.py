@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from labkit.lab.runs.store import Run, RunFileError
@@ -23,14 +23,19 @@ class Progress:
     run: str | None = None
     """The name of the run that is written, by which it can be resumed; None: there is none yet."""
 
-    def times(self, waited_s: float = 0.0) -> str:
-        """ "1 min 40 s so far, about 20 s left", `waited_s` after this was said; "" before anything is measured."""
+    def after(self, waited_s: float) -> "Progress":
+        """The same point, `waited_s` later."""
+        left_s = None if self.left_s is None else self.left_s - waited_s
+        return replace(self, elapsed_s=self.elapsed_s + waited_s, left_s=left_s)
+
+    def times(self) -> str:
+        """ "1 min 40 s so far, about 20 s left"; "" before anything is measured."""
         if self.run is None:
             return ""
-        so_far = f"{format_seconds(round(self.elapsed_s + waited_s))} so far"
+        so_far = f"{format_seconds(round(self.elapsed_s))} so far"
         if self.left_s is None:
             return so_far
-        return f"{so_far}, about {format_seconds(max(1, round(self.left_s - waited_s)))} left"
+        return f"{so_far}, about {format_seconds(max(1, round(self.left_s)))} left"
 
 
 FEWEST_ENDED = 3  # points from whose time that of others is expected: the first one contains the start of the ranks

@@ -112,12 +112,16 @@ class Run:
         return [point for point in self.header.planned if point not in self._ends]
 
     def frame(self) -> pd.DataFrame:
-        """What was measured: one row per (point, rank, repeat), with the point's fields beside the values.
+        """What was measured: one row per (point, rank, repeat), with the point's fields beside the values. A copy.
 
         Only points that ended `ok`: in another some ranks are missing, and the slowest rank unknown. Fields
         of a point that are lists (the alternatives it compared) are left out. Where heartbeats were noted, `is_freak`
         marks samples that were taken in a freak moment of the machine.
         """
+        return self._frame.copy()
+
+    @cached_property
+    def _frame(self) -> pd.DataFrame:
         ok = {point for point, end in self._ends.items() if end["status"] == "ok"}
         flat = [
             {"point": row["point"], "rank": row["rank"], **self._scalar_fields(row["point"]), **row["values"]}

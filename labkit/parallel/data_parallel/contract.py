@@ -76,6 +76,7 @@ class DataParallel(nn.Module, ABC):
     """
 
     _average: Average
+    _refused: Exception | None = None
 
     def __init__(
         self,
@@ -93,7 +94,7 @@ class DataParallel(nn.Module, ABC):
         self.find_unused = find_unused
         self.broadcast_buffers = broadcast_buffers
         self.finish_in_backward = finish_in_backward
-        check_replicas(module, {**self._settings(), "all_reduce": all_reduce}, group)
+        check_replicas(module, {**self._settings(), "all_reduce": all_reduce}, group, self._refused)
         trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         # Backward visits a model from its end: in this order gradients become ready, more or less.
         self._names, self._parameters_in_order = map(list, zip(*reversed(trained), strict=True))

@@ -74,7 +74,11 @@ class BucketedDDP(DataParallel):
         self.overlap = overlap
         self._sizes_mb = (bucket_mb, first_bucket_mb)
         trained = {name: p for name, p in reversed(list(module.named_parameters())) if p.requires_grad}
-        self._assigned = assign_by_schedule(schedule, trained) if schedule else None
+        self._assigned: list[list[int]] | None = None
+        try:
+            self._assigned = assign_by_schedule(schedule, trained) if schedule else None
+        except Exception as error:
+            self._refused = error  # the others wait for this rank until it is told
         super().__init__(module, **options)
 
     def _settings(self) -> dict[str, object]:

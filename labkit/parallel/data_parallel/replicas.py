@@ -14,16 +14,21 @@ COALESCED_BYTES = 2**26
 """A broadcast copies some tensors together, until they are this large; two of these copies are on their way at once."""
 
 
-def check_replicas(module: nn.Module, settings: Mapping[str, object], group: dist.ProcessGroup | None) -> None:
+def check_replicas(
+    module: nn.Module,
+    settings: Mapping[str, object],
+    group: dist.ProcessGroup | None,
+    refused: Exception | None = None,
+) -> None:
     """ValueError, on every rank or on none, unless settings and model are the same and something is trained.
 
-    A collective. What counts of a model: names, shapes, dtypes and what is trained; the strides of what is trained,
-    too, since gradients are averaged in the order in which they lie in memory.
+    A collective; `refused` as for `check_same_on_all_ranks`. What counts of a model: names, shapes, dtypes and what is
+    trained; the strides of what is trained, too, since gradients are averaged in the order in which they lie in memory.
     """
     state = [*module.named_parameters(), *module.named_buffers()]
     described = [describe(name, tensor) for name, tensor in state]
     device = state[0][1].device if state else device_of(group)
-    check_same_on_all_ranks("model", settings, described, device, group)
+    check_same_on_all_ranks("model", settings, described, device, group, refused)
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise ValueError("expected a module with at least one parameter that requires a gradient")
 
@@ -34,15 +39,21 @@ def check_same_on_all_ranks(
     tensors: Sequence[str],
     device: torch.device,
     group: dist.ProcessGroup | None,
+    refused: Exception | None = None,
 ) -> None:
     """ValueError, on every rank or on none, unless settings and descriptions of tensors are the same. A collective.
 
-    As many settings on every rank; `device` is where the group's collectives work.
+    As many settings on every rank; `device` is where the group's collectives work. A rank that cannot go on gives what
+    it has `refused` for, and raises that once all ranks know of it.
     """
     described = [*(f"{name}={value}" for name, value in settings.items()), *tensors]
-    number = torch.tensor([len(tensors), -len(tensors)], device=device)
+    number = torch.tensor([len(tensors), -len(tensors), refused is not None], device=device)
     dist.all_reduce(number, op=dist.ReduceOp.MAX, group=group)
-    most, fewest = int(number[0]), -int(number[1])
+    if refused is not None:
+        raise refused
+    most, fewest, somebody_refused = int(number[0]), -int(number[1]), bool(number[2])
+    if somebody_refused:
+        raise ValueError(f"expected the same {what} on every rank; one of the others raised an error")
     if most != fewest:
         raise ValueError(f"expected the same {what} on every rank, got {fewest} to {most} parameters and buffers")
     digests = torch.tensor([_digest(text) for text in described], device=device)

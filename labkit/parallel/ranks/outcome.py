@@ -22,7 +22,8 @@ _OUT_OF_MEMORY = re.compile(
 # gloo, the stores and NCCL, when the process at the other end is gone or never came
 _CONSEQUENCE = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|socket closed|timed? ?out|communicator was aborted"
-    r"|remote process exited|connectFullMesh failed|ended while this rank waited|waited too long for rank",
+    r"|remote process exited|connectFullMesh failed|ended while this rank waited|waited too long for rank"
+    r"|one of the others raised",
     re.IGNORECASE,
 )
 
@@ -98,6 +99,10 @@ class RankError(RuntimeError):
         super().__init__("\n\n".join(parts))
         self.failure = failure
 
+    def _render_traceback_(self) -> list[str]:
+        """What a notebook shows: of the caller's side there is nothing to tell."""
+        return [f"{type(self).__name__}: {self}"]
+
 
 @dataclass(frozen=True)
 class Report:
@@ -139,7 +144,7 @@ def reads_as_consequence(text: str) -> bool:
     return _CONSEQUENCE.search(text) is not None
 
 
-MOST_LEFT_OUT = 4
+MOST_LEFT_OUT = 8
 """Alternatives that a point goes on without; with one more failure it has failed."""
 
 

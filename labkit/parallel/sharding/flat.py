@@ -176,8 +176,9 @@ class Flat:
 
     def reduce(self, vector: Tensor, channel: Channel) -> None:
         """Carry out the collective, and keep this rank's part."""
-        channel.call(reduce_scatter, vector, "mean", sizes=self.sizes)
-        self.results.append(vector[self.own].to(self.dtype, copy=True))
+        own = vector.new_empty(self.own.stop - self.own.start)
+        channel.call(reduce_scatter, vector, "mean", sizes=self.sizes, into=own)
+        self.results.append(own.to(self.dtype))
 
     def assign(self, used: Sequence[bool]) -> None:
         """Averaged gradients for the shards of parameters that are `used`, added to what they have."""

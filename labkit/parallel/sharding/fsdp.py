@@ -102,15 +102,15 @@ class FSDP(nn.Module):
         fill = initialize or reset_parameters
         tensors = [*module.named_parameters(), *module.named_buffers()]
         device = next((tensor.device for _, tensor in tensors if not tensor.is_meta), device_of(group))
-        refused, found = None, list[nn.Module]()
+        refused: Exception | None = None
+        found: list[nn.Module] = []
         try:
             _check_arguments(compute_dtype, prefetch)
             found = find_units(module, units)
             check_module(module, device, fill)
-        except ValueError as error:
+        except Exception as error:
             refused = error
         settings = {
-            "refused": refused is not None,
             "compute_dtype": compute_dtype,
             "units": [_place(module, unit) for unit in found],
             "reshard_after_forward": reshard_after_forward,
@@ -120,12 +120,8 @@ class FSDP(nn.Module):
             "finish_in_backward": finish_in_backward,
             "transport": transport,
         }
-        try:
-            described = [describe(name, tensor) for name, tensor in tensors]
-            check_same_on_all_ranks("model", settings, described, device, group)
-        finally:
-            if refused is not None:
-                raise refused
+        described = [describe(name, tensor) for name, tensor in tensors]
+        check_same_on_all_ranks("model", settings, described, device, group, refused)
         if not any(parameter.requires_grad for parameter in module.parameters()):
             raise ValueError("expected a module with at least one parameter that requires a gradient")
         self._group, self._device = group, device

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from labkit.parallel.data_parallel.replicas import check_same_on_all_ranks
+from labkit.parallel.data_parallel.replicas import check_same_on_all_ranks, device_of
 from labkit.parallel.sharding.checkpoint import State, gather_states, part_of_state
 from labkit.parallel.sharding.checks import check, check_parameters, describe_group, describe_parameter
 from labkit.parallel.sharding.gathering import Gathering
@@ -239,17 +239,16 @@ class ShardedOptimizer(Optimizer):
         refused: Exception | None = None
         try:
             action()
-        except (TypeError, ValueError) as error:
+        except TypeError as error:
+            refused = ValueError(str(error))
+            refused.__cause__ = error
+        except Exception as error:
             refused = error
         groups = [] if refused else self.param_groups
         described = [describe_parameter(parameter) for group in groups for parameter in group["params"]]
-        settings |= {"refused": refused is not None, "groups": [describe_group(group) for group in groups]}
-        device = self._device if described else torch.device("cpu")
-        try:
-            check_same_on_all_ranks("optimizer", settings, described, device, self._group)
-        finally:
-            if refused is not None:
-                raise refused if isinstance(refused, ValueError) else ValueError(str(refused)) from refused
+        settings["groups"] = [describe_group(group) for group in groups]
+        device = self._device if described else device_of(self._group)
+        check_same_on_all_ranks("optimizer", settings, described, device, self._group, refused)
 
     def _share_of_group(self, group: Mapping[str, Any]) -> dict[str, Any]:
         """Share out the parameters of a group; what the inner optimizer gets of it."""

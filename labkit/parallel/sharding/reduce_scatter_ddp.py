@@ -193,8 +193,7 @@ class ReduceScatterDDP(DataParallel):
             self._missing = len(self._buckets[number + 1])
 
     def _reduce(self, vector: Tensor, layout: Layout, channel: Channel, average: Tensor) -> None:
-        channel.call(reduce_scatter, vector, "sum", sizes=layout.sizes)
-        average.copy_(vector.split(layout.sizes)[channel.transport.rank])
+        channel.call(reduce_scatter, vector, "sum", sizes=layout.sizes, into=average)
         self._is_free = True
 
     def _assign(self, used: Sequence[bool]) -> None:

@@ -31,8 +31,8 @@ TRANSPORTS = (POINT_TO_POINT, SHARED)
 class Step(NamedTuple):
     """Send `outgoing` to group rank `target`; receive `incoming` from group rank `source`, and add it if `add`.
 
-    Parts are contiguous vectors; None is no message. Once it has been received, `incoming` is divided by `divisor`:
-    here, because now it is in the cache.
+    Parts are contiguous vectors; None is no message. The sum goes to `into` if there is one, and to `incoming` if not,
+    and is divided by `divisor`: here, because now it is in the cache.
     """
 
     outgoing: torch.Tensor | None
@@ -41,6 +41,16 @@ class Step(NamedTuple):
     source: int
     add: bool
     divisor: int = 1
+    into: torch.Tensor | None = None
+
+
+def taken_in(step: Step, message: torch.Tensor) -> torch.Tensor:
+    """Where the message of a step is from now on, added or copied; still to be divided."""
+    incoming, into = step.incoming, step.into
+    assert incoming is not None, "a message is for somebody"
+    if not step.add:
+        return incoming.copy_(message)
+    return incoming.add_(message) if into is None else torch.add(incoming, message, out=into)
 
 
 class Transport(Protocol):

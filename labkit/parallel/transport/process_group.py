@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from labkit.parallel.transport.contract import POINT_TO_POINT, Step, check_shown
+from labkit.parallel.transport.contract import POINT_TO_POINT, Step, check_shown, taken_in
 
 # Keeps our messages apart from the caller's own send/recv on the same group, which count from tag 0.
 TAG = 0x6C6B
@@ -138,12 +138,12 @@ class StreamTransport(_GroupTransport):
             started.finish()
 
     def _start(self, step: Step, slot: torch.Tensor | None) -> _Started:
-        outgoing, target, incoming, source, add, divisor = step
+        outgoing, target, _, source = step[:4]
         landing = _landing(step, slot)
         arrival = None if landing is None else self._receive([landing], source, self._tag)
         is_empty = outgoing is None or outgoing.numel() == 0
         departure = None if is_empty else self._send([outgoing], target, self._tag)
-        return _Started(departure, arrival, incoming, landing if add else None, divisor)
+        return _Started(departure, arrival, step, landing)
 
 
 class BatchTransport(_GroupTransport):
@@ -185,7 +185,7 @@ class BatchTransport(_GroupTransport):
         for work in dist.batch_isend_irecv(messages) if messages else []:
             work.wait()
         for step, landing in received:
-            _settle(step.incoming, landing if step.add else None, step.divisor)
+            _settle(step, landing)
 
 
 class _Started(NamedTuple):
@@ -193,9 +193,8 @@ class _Started(NamedTuple):
 
     departure: dist.Work | None
     arrival: dist.Work | None
-    incoming: torch.Tensor | None
-    to_add: torch.Tensor | None
-    divisor: int
+    step: Step
+    landing: torch.Tensor | None
 
     def finish(self) -> None:
         # Each wait() once: a second one would not return before gloo's time-out.
@@ -203,7 +202,7 @@ class _Started(NamedTuple):
             self.departure.wait()
         if self.arrival is not None:
             self.arrival.wait()
-            _settle(self.incoming, self.to_add, self.divisor)
+            _settle(self.step, self.landing)
 
 
 def _landing(step: Step, slot: torch.Tensor | None) -> torch.Tensor | None:
@@ -217,11 +216,10 @@ def _landing(step: Step, slot: torch.Tensor | None) -> torch.Tensor | None:
     return slot if slot.numel() == incoming.numel() else slot[: incoming.numel()]
 
 
-def _settle(incoming: torch.Tensor | None, to_add: torch.Tensor | None, divisor: int) -> None:
+def _settle(step: Step, landing: torch.Tensor | None) -> None:
     """What is left to do when a message has come."""
-    if incoming is None:
+    if landing is None:
         return
-    if to_add is not None:
-        incoming.add_(to_add)
-    if divisor > 1:
-        incoming.div_(divisor)
+    result = taken_in(step, landing) if step.add else landing
+    if step.divisor > 1:
+        result.div_(step.divisor)

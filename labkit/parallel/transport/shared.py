@@ -45,7 +45,7 @@ import torch.distributed as dist
 
 from labkit.parallel.transport import boards, signals
 from labkit.parallel.transport.boards import Boards, board_bytes
-from labkit.parallel.transport.contract import SHARED, Step, check_shown
+from labkit.parallel.transport.contract import SHARED, Step, check_shown, taken_in
 from labkit.parallel.transport.errors import refuse_length
 from labkit.parallel.transport.mapping import Allocation, SharedMemoryUnavailable, map_together
 from labkit.parallel.transport.peers import Peers
@@ -291,14 +291,11 @@ class SharedTransport:
         if notes[at + 2] != n_bytes:
             refuse_length(source, notes[at + 2], self.rank, n_bytes)
         message = self._view(source, notes[at], notes[at + 1], n_bytes, incoming.dtype)
-        if step.add:
-            incoming.add_(message)
-        else:
-            incoming.copy_(message)
+        result = taken_in(step, message)
         self._semaphores[source].post(signals.taken(self.world_size, self.rank))
         self._received[source] += 1
         if step.divisor > 1:
-            incoming.div_(step.divisor)
+            result.div_(step.divisor)
 
     def _view(self, rank: int, allocation: int, offset: int, n_bytes: int, dtype: torch.dtype) -> torch.Tensor:
         """A rank's memory as a vector; kept, since making it takes as long as a short message."""

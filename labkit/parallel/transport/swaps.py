@@ -23,11 +23,11 @@ import numpy as np
 import torch
 
 from labkit.parallel.transport import signals
-from labkit.parallel.transport.contract import Step
+from labkit.parallel.transport.contract import Step, taken_in
 from labkit.parallel.transport.errors import refuse_length
 from labkit.parallel.transport.semaphores import Semaphores
 
-MOST_BYTES = 512 << 10
+MOST_BYTES = 256 << 10  # what is longer may lie in shared memory, and is not copied then
 BUDGET_BYTES = 1 << 20  # of what slots hold, in each mailbox
 HEADER_BYTES = 64  # before a slot, the length of what is in it; a cache line
 KEPT_PLACES = 1024
@@ -76,7 +76,7 @@ class Swaps:
 
     def swap(self, step: Step) -> bool:
         """Carry out a step in which two ranks send each other something short; False, on both, if it is none."""
-        outgoing, other, incoming, source, add, divisor = step
+        outgoing, other, incoming, source = step[:4]
         if other != source or outgoing is None or incoming is None:
             return False
         sent, expected = outgoing.nbytes, incoming.nbytes
@@ -98,12 +98,9 @@ class Swaps:
                 break
         if others_header[0] != expected:
             refuse_length(other, others_header[0], self._rank, expected)
-        if add:
-            incoming.add_(others)
-        else:
-            incoming.copy_(others)
-        if divisor > 1:
-            incoming.div_(divisor)
+        result = taken_in(step, others)
+        if step.divisor > 1:
+            result.div_(step.divisor)
         return True
 
     def _make(self, key: tuple[int, int, int, int, torch.dtype]) -> _Place:

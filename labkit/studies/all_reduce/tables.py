@@ -150,7 +150,11 @@ def _cost(algorithm: str) -> CostOf | None:
 
 
 PREDICTED = Predicted(
-    tuple(ALL_REDUCES.columns), _expected_s, _planned, lambda frame: ALL_REDUCES.medians(frame, sweep="sizes")
+    tuple(ALL_REDUCES.columns),
+    _expected_s,
+    _planned,
+    lambda frame: ALL_REDUCES.medians(frame, sweep="sizes"),
+    names=("world_size", "n_bytes", "algorithm"),
 )
 
 

@@ -79,7 +79,7 @@ class AttentionStudy(Study):
             tiling_sequences=[2048, 4096],
             memory_sequences=[16384],
             warmup=1,
-            repeats=10,
+            repeats=12,
             most_bytes=6 * GIB,
         ),
         "standard": AttentionConfig(

@@ -98,7 +98,9 @@ def overlap(frame: pd.DataFrame) -> Finding | None:
     hidden = select(table, implementation=list(OVERLAPPING)).dropna(subset="hidden_percent")
     caveat, why = _troubles(frame, "implementations"), _seen_by_the_profiler(frame)
     if hidden.empty:
-        headline = f"A step waits for {span(table['seconds'], format_seconds)} of communication."
+        if (waits := table[table["low"] > 0]).empty:
+            return Finding("undecided", "Too noisy to tell what a step waits for.", table, caveat, why)
+        headline = f"A step waits for {span(waits['seconds'], format_seconds)} of communication."
         return Finding("measured", headline, table, caveat, why)
     if (most := hidden["hidden_high_percent"].max()) < ALMOST_NOTHING_PERCENT:
         headline = f"Almost nothing: at most {max(most, 0):.0f} % of the communication hides."

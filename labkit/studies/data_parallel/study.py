@@ -125,14 +125,15 @@ class DataParallelStudy(Study):
 
     def skip_reason(self, point: DataParallelPoint, machine: Machine) -> str | None:
         ranks, copies = ranks_here(point.world_size), _copies(point)
-        needed = ranks * (RANK_BYTES + COPIES * copies * 4 * _parameters(point.workload))
+        needed = ranks * (RANK_BYTES + COPIES * copies * 4 * (_parameters(point.workload) or 0))
         return capacity.skip_reason(machine, point.device, needed, ranks=ranks, says=f"{copies} copies need {{}}")
 
-    def series(self, point: DataParallelPoint) -> tuple[Hashable, float]:
-        return (point.sweep, point.world_size), _parameters(point.workload)
+    def series(self, point: DataParallelPoint) -> tuple[Hashable, float] | None:
+        parameters = _parameters(point.workload)
+        return ((point.sweep, point.world_size), parameters) if parameters else None
 
 
-def _parameters(workload: str) -> int:
+def _parameters(workload: str) -> int | None:
     return RESNET50_PARAMETERS if workload == RESNET50 else parameters_of(workload)
 
 

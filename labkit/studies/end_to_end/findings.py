@@ -6,7 +6,7 @@ import pandas as pd
 
 from labkit.costs.calibration import Calibration
 from labkit.lab.claims import Trend, claim, lies_within, published, quotients
-from labkit.lab.comparing import agreement, compared
+from labkit.lab.comparing import CLOSE, agreement, compared
 from labkit.lab.findings import Finding, Questions, troubles
 from labkit.lab.own_models import without_own
 from labkit.lab.rows import select
@@ -78,6 +78,11 @@ def predicted(frame: pd.DataFrame, calibration: Calibration | None) -> Finding |
     if len(by_size) > 1:
         small, large = (f"the {by_size.index[at]} model {{}}{by_size.iloc[at]:.1f} times" for at in (0, -1))
         told.append(f"Typically {small.format('takes ')} what is predicted, {large.format('')}.")
+    if by_size.max() > CLOSE:
+        told.append(
+            "Calibrated are square products, additions and calls: products of other shapes, exponentials and what is "
+            "no longer in a cache take longer."
+        )
     if len(mfu := table.dropna(subset="mfu_percent")):
         best = mfu.loc[mfu["mfu_percent"].idxmax()]
         told.append(f"At best {best['mfu_percent']:.0f} % of the data-sheet peak ({best['phase']} of {best['size']}).")

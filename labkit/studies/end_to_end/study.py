@@ -7,6 +7,7 @@ import pandas as pd
 from pydantic import Field
 
 from labkit.costs.memory import STATES_BYTES, peak_bytes
+from labkit.costs.transformer import n_parameters
 from labkit.lab import capacity
 from labkit.lab.agreement import Known, step_times
 from labkit.lab.config import Count, Device, LabConfig, Repeats, Seed, TimeoutSeconds, Warmup, one_of
@@ -41,7 +42,7 @@ class EndToEndConfig(LabConfig):
     batch: Count = 4
     context_length: Count = 128
     warmup: Warmup = 5
-    repeats: Repeats = 10
+    repeats: Repeats = 15
     repeats_large: Repeats = 10
     """Repeats from 100 million parameters on."""
     trials: Repeats = 6
@@ -112,15 +113,14 @@ class EndToEndStudy(Study):
         return capacity.skip_reason(machine, point.device, copies * _needed_bytes(point))
 
     def series(self, point: EndToEndPoint) -> tuple[Hashable, float] | None:
-        if shape_of(point.size) is None:  # what a reader's model needs, its parameters alone do not say
-            return None
-        return (point.sweep, point.precision, point.device), parameters_of(point.size)
+        shape = shape_of(point.size)  # what another model of a reader's needs, its parameters alone do not say
+        return ((point.sweep, point.precision, point.device), n_parameters(shape)) if shape else None
 
 
 def _needed_bytes(point: EndToEndPoint) -> int:
-    """By the formulas; of a model without them, what its states take."""
+    """By the formulas; of a model without them, what its states take, if known."""
     if (shape := shape_of(point.size)) is None:
-        return STATES_BYTES * parameters_of(point.size)
+        return STATES_BYTES * (parameters_of(point.size) or 0)
     phase, about = "full_step" if point.mode == "step" else "forward", (shape, point.batch, point.context_length)
     return peak_bytes(*about, phase=phase, precision=point.precision, device=point.device)
 
@@ -145,7 +145,7 @@ def _point(config: EndToEndConfig, machine: Machine, sweep: str, **given: Any) -
     device = machine.device(config.device)
     peak = machine.gpus[0].dense_bf16_peak_tflops if device == "cuda" and machine.gpus else None
     large: dict[str, Any] = {}
-    if parameters_of(given["size"]) >= LARGE_PARAMETERS:
+    if (parameters_of(given["size"]) or 0) >= LARGE_PARAMETERS:
         large = {"repeats": config.repeats_large}
         if device == "cpu":
             large["warmup"] = min(1, config.warmup)

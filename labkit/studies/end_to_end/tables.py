@@ -110,7 +110,10 @@ def _expected_s(row: Row, calibration: Calibration) -> float | None:
     if not calibration.knows(device) or (shape := shape_of(size)) is None:
         return None
     operators = step_operators(shape, int(batch), int(context_length), precision, device)
-    return sum(calibration.operators_s(operators[part], device=device) for part in SUMS.get(phase, (phase,)))
+    parts = SUMS.get(phase, (phase,))
+    passed = sum(len(operators[part]) for part in parts if part in SUMS[BOTH])
+    seconds = sum(calibration.operators_s(operators[part], device=device) for part in parts)
+    return seconds + calibration.of_ranks(1, device).under_autograd_s(passed, begin=phase in SUMS)
 
 
 def _planned(point: EndToEndPoint) -> list[dict[str, Any]]:
@@ -127,7 +130,9 @@ def _with_sizes(frame: pd.DataFrame) -> pd.DataFrame:
     return phases(frame).merge(sizes[["batch", "context_length"]].first().reset_index(), on=list(MODEL))
 
 
-PREDICTED = Predicted((*MODEL, "batch", "context_length", "phase"), _expected_s, _planned, _with_sizes)
+PREDICTED = Predicted(
+    (*MODEL, "batch", "context_length", "phase"), _expected_s, _planned, _with_sizes, names=("size", "phase")
+)
 
 
 def _of_processes(frame: pd.DataFrame) -> pd.DataFrame:

@@ -81,7 +81,7 @@ class FlashStudy(Study):
             compiled_sequences=[1024],
             technique_sequences=[4096],
             warmup=1,
-            repeats=10,
+            repeats=12,
             most_bytes=512 * MIB,
         ),
         "standard": FlashConfig(

@@ -68,7 +68,12 @@ def _exposed(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 PREDICTED = Predicted(
-    (*SETTING, "gradient_bytes", "buckets", "bucket_mb"), _expected_s, _planned, _exposed, value="exposed_s"
+    (*SETTING, "gradient_bytes", "buckets", "bucket_mb"),
+    _expected_s,
+    _planned,
+    _exposed,
+    value="exposed_s",
+    names=("sequence", "buckets", "bucket_mb"),
 )
 
 

@@ -41,7 +41,7 @@ class BucketsConfig(LabConfig):
     sequences: Annotated[list[Count], Field(min_length=1)]
     """Tokens of a sequence."""
     warmup: Warmup = 2
-    repeats: Repeats = 10
+    repeats: Repeats = 12
     device: Device = "auto"
     seed: Seed = 0
     timeout_s: TimeoutSeconds = 600.0

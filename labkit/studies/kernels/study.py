@@ -7,6 +7,7 @@ import pandas as pd
 from pydantic import Field
 
 from labkit.costs.memory import STATES_BYTES, peak_bytes
+from labkit.costs.transformer import n_parameters
 from labkit.lab import capacity
 from labkit.lab.agreement import Known, step_times
 from labkit.lab.config import Device, LabConfig, Seed, TimeoutSeconds, one_of
@@ -32,7 +33,7 @@ class KernelsConfig(LabConfig):
     batch: Annotated[int, Field(ge=1, le=2**16)] = 4
     context_length: Annotated[int, Field(ge=1, le=2**20)] = 128
     warmup: Annotated[int, Field(ge=0, le=1000)] = 2
-    passes: Annotated[int, Field(ge=1, le=1000)] = 8
+    passes: Annotated[int, Field(ge=1, le=1000)] = 12
     """Profiled passes of each mode. Below six there is no interval, and so no verdict."""
     seed: Seed = 0
     timeout_s: TimeoutSeconds = 600.0
@@ -71,15 +72,14 @@ class KernelsStudy(Study):
         return capacity.skip_reason(machine, point.device, needed_bytes(point))
 
     def series(self, point: KernelsPoint) -> tuple[Hashable, float] | None:
-        if shape_of(point.model) is None:  # what a reader's model needs, its parameters alone do not say
-            return None
-        return point.device, parameters_of(point.model)
+        shape = shape_of(point.model)  # what another model of a reader's needs, its parameters alone do not say
+        return (point.device, n_parameters(shape)) if shape else None
 
 
 def needed_bytes(point: KernelsPoint) -> int:
-    """Memory of a full step, which needs more than inference, by the formulas; of a model without them, its states."""
+    """Memory of a full step, the larger mode, by the formulas; of a model without them, its states, if known."""
     if (shape := shape_of(point.model)) is None:
-        return STATES_BYTES * parameters_of(point.model)
+        return STATES_BYTES * (parameters_of(point.model) or 0)
     peak = peak_bytes(shape, point.batch, point.context_length, device=point.device)
     return round(HEADROOM * peak)
 

@@ -238,7 +238,7 @@ def _product_times(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 PRODUCTS = Measured(("device", "model", "batch", "context_length"), "mode", "self_s")
-PREDICTED = Predicted(tuple(PRODUCTS.columns), _expected_s, _planned, _product_times, "self_s")
+PREDICTED = Predicted(tuple(PRODUCTS.columns), _expected_s, _planned, _product_times, "self_s", names=("model", "mode"))
 
 
 def _traces(frame: pd.DataFrame) -> pd.DataFrame:

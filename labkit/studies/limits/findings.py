@@ -3,6 +3,7 @@
 import pandas as pd
 
 from labkit.costs.calibration import ALL_REDUCE
+from labkit.lab.calibration import autograd
 from labkit.lab.comparing import compared
 from labkit.lab.findings import SMALLEST_DIFFERENCE, Finding, Questions, troubles
 from labkit.lab.rows import select
@@ -65,7 +66,11 @@ def calls(frame: pd.DataFrame) -> Finding | None:
     cost = tables.call_s(frame)
     cheap = adds[adds["seconds"] <= 2 * cost]["n_bytes"].max()
     headline = f"A call costs {format_seconds(cost)}: more than its work for arrays of up to {format_bytes(cheap)}."
-    return Finding("measured", headline, adds[["n_bytes", "seconds", "low", "high"]])
+    found, why = autograd(select(frame, ["device"], world_size=1, device="cpu")), None
+    if found is not None:
+        begin, each = format_seconds(found.begin_s), format_seconds(found.operator_s)
+        why = f"A forward and backward pass on the CPU takes {begin} to begin, and {each} for each operator."
+    return Finding("measured", headline, adds[["n_bytes", "seconds", "low", "high"]], why=why)
 
 
 @QUESTIONS.ask("threads", "How much do more threads or a second rank bring?")

@@ -127,6 +127,8 @@ class LimitsStudy(Study):
                 where = on_cpu if ranks > 1 else on_cpu | {"device": device}
                 of_itself = {"sizes": OF_ITSELF, "repeats": max(config.repeats, REPEATS_OF_ITSELF)}
                 points.append(LimitPoint.of(config, sweep="itself", **where | of_itself))
+                chains = {"sizes": (threaded[1],), "repeats": of_itself["repeats"]}
+                points.append(LimitPoint.of(config, sweep="autograd", **on_cpu | chains))
             if ranks > 1 and config.exchange_sizes_bytes:
                 messages = tuple(config.exchange_sizes_bytes)
                 points.append(LimitPoint.of(config, sweep="exchange", sizes=messages, **on_cpu))

@@ -29,6 +29,7 @@ MOST_CALLS = 200
 GLOO, SHARED_MEMORY = "gloo", "shared memory"
 ROW, IN_A_ROW = "messages in a row", 4
 DOUBLING = "recursive doubling"
+CHAINS = (2, 16, 64)  # operators, each with one of its own in the backward pass
 ATTENTION_BATCH = 8  # a batched product is as many products of an eighth of the size
 
 
@@ -136,6 +137,33 @@ def _threads(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
     for row in rows:
         operation, threads = row.pop("call").split()
         yield row | {"operation": operation, "threads": int(threads)}
+
+
+def _autograd(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
+    """A forward and backward pass over operators with next to nothing to do, each turn after others have run.
+
+    A long copy takes its turn among them: what a model's passes find in the caches is not what they left there.
+    """
+    ones, weight = torch.ones(1, device=device), torch.ones(1, device=device, requires_grad=True)
+
+    def pass_over(operators: int) -> None:
+        value = weight
+        for _ in range(operators):
+            value = value * ones
+        value.backward()
+
+    (n_bytes,) = point.sizes
+    others = _elementwise(n_bytes, device)["copy"].run
+    samples = time_interleaved(
+        {str(n): partial(pass_over, n) for n in CHAINS} | {"others": others},
+        warmup=point.warmup,
+        repeats=point.repeats,
+        device=device,
+        seed=point.id,
+        **_together(point),
+    )
+    for n in CHAINS:
+        yield {"operators": 2 * n, "gate": "ok", "seconds": samples[str(n)]}
 
 
 def _itself(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
@@ -279,6 +307,7 @@ _SWEEPS: dict[str, Callable[[LimitPoint, str], Iterator[dict[str, Any]]]] = {
     "products": _products,
     "memory": _memory,
     "threads": _threads,
+    "autograd": _autograd,
     "itself": _itself,
     "exchange": _exchange,
     "operators": _operators,

@@ -52,7 +52,7 @@ class MemoryConfig(LabConfig):
     batch: Annotated[int, Field(ge=1, le=4096)] = 4
     device: Device = "auto"
     warmup: Annotated[int, Field(ge=0, le=1000)] = 1
-    repeats: Annotated[int, Field(ge=1, le=10_000)] = 6
+    repeats: Annotated[int, Field(ge=1, le=10_000)] = 15
     """Of timed steps. Below six there is no interval, and so no verdict."""
     seed: Seed = 0
     timeout_s: TimeoutSeconds = 300.0
@@ -114,7 +114,6 @@ class MemoryStudy(Study):
             checkpoint_context=512,
             counted_checkpoint_size="2.7B",
             counted_checkpoint_context=2048,
-            repeats=10,
             timeout_s=900.0,
         ),
     }
@@ -145,12 +144,12 @@ class MemoryStudy(Study):
 def needed_bytes(point: MemoryPoint) -> int:
     """Memory that a point takes of its device, by the formulas; 0 for counted ones, whose tensors take none.
 
-    Of a model without formulas: its parameters, their gradients and AdamW's states.
+    Of a model without formulas: its parameters, their gradients and AdamW's states, if they are known.
     """
     if point.kind == "counted":
         return 0
     if (shape := shape_of(point.size)) is None:
-        return RANK_BYTES + STATES_BYTES * parameters_of(point.size)
+        return RANK_BYTES + STATES_BYTES * (parameters_of(point.size) or 0)
     if point.kind == "block":
         states = state_bytes(shape)["parameters"] // shape.n_layers
         saved = saved_by_layer(shape, point.batch, point.context_length, point.precision, device=point.device)

@@ -182,10 +182,9 @@ def checkpoints(frame: pd.DataFrame) -> pd.DataFrame:
 
 def segment_peaks(frame: pd.DataFrame) -> pd.DataFrame:
     """Peak with each segment length over that without checkpointing, measured where it was, else counted."""
-    table = checkpoints(frame)
+    table = exactly_over(checkpoints(frame), ["size", "context_length", "method"], "segment", "peak_bytes", WITHOUT)
     of_setting = table.groupby(["size", "context_length"])["method"]  # "measured" comes after "counted"
-    table = table[table["method"] == of_setting.transform("max")]
-    return exactly_over(table, ["size", "context_length", "method"], "segment", "peak_bytes", WITHOUT)
+    return table[table["method"] == of_setting.transform("max")].reset_index(drop=True)
 
 
 def of_largest(table: pd.DataFrame) -> pd.DataFrame:

@@ -8,12 +8,12 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from labkit.bench.allocator import record_allocations
-from labkit.bench.clock import time_interleaved
 from labkit.bench.gate import largest_difference, verdict
 from labkit.bench.saved_tensors import saved_by_operator
 from labkit.costs import memory as costs
@@ -23,6 +23,7 @@ from labkit.nn.attention import explicit_attention
 from labkit.nn.training import AUTOCAST_DTYPES, TrainingStep, gradients
 from labkit.nn.transformer import RotaryPositions, TransformerLayer, shape_named
 from labkit.studies.memory.counting import count_phases, count_rows
+from labkit.studies.shared.alternatives import Failed, attempt, time_those_that_run
 
 WITHOUT = 0
 """The segment length that stands for no checkpointing."""
@@ -172,33 +173,48 @@ def _block(point: MemoryPoint) -> Iterator[dict[str, Any]]:
 
 
 def _checkpoint(point: MemoryPoint) -> Iterator[dict[str, Any]]:
-    """A row per segment length: error against no checkpointing, peak as measured and as counted, seconds a step."""
-    peaks = {segment: _peak_of_segment(point, segment) for segment in point.segments}
-    step = TrainingStep(**_arguments(point))
-    errors = _gradient_errors(step, point.segments)
-    right = [segment for segment in point.segments if errors[segment] <= LARGEST_ERROR]
-
-    def call(segment: int) -> Callable[[], None]:
-        def run() -> None:
-            step.model.checkpoint_segment = segment
-            step.run()
-
-        return run
-
-    seconds = time_interleaved(
-        {str(segment): call(segment) for segment in right},
+    """A row per segment length: error against the first that runs, peak as measured and as counted, seconds a step."""
+    rows: dict[int, dict[str, Any]] = {}
+    for segment in point.segments:
+        row = {"table": "checkpoint", "segment": segment, "counted_bytes": _counted_peak(point, segment)}
+        found = attempt(str(segment), partial(_peak_of_segment, point, segment), device=point.device)
+        rows[segment] = row | ({"gate": found.reason} if isinstance(found, Failed) else {"peak_bytes": found})
+    step = TrainingStep(**_arguments(point))  # after all peaks, in which it must not be
+    expected: dict[str, torch.Tensor] = {}
+    for segment, row in rows.items():
+        if "gate" not in row:
+            error = attempt(str(segment), partial(_error, step, segment, expected), device=point.device)
+            step.drop_gradients()
+            if isinstance(error, Failed):
+                row["gate"] = error.reason
+            else:
+                row |= {"gate": verdict(error, LARGEST_ERROR), "error": error}
+    right = [segment for segment, row in rows.items() if row["gate"] == "ok"]
+    seconds, failed = time_those_that_run(
+        {str(segment): {"step": partial(_step_with, step, segment)} for segment in right},
         warmup=point.warmup,
         repeats=point.repeats,
         device=point.device,
         seed=point.id,
     )
-    for segment in point.segments:
-        row = {"table": "checkpoint", "segment": segment, "error": errors[segment], "peak_bytes": peaks[segment]}
-        row["counted_bytes"] = _counted_peak(point, segment)
-        if segment in right:
-            yield row | {"gate": "ok", "seconds": seconds[str(segment)]}
+    for segment, row in rows.items():
+        if (name := str(segment)) in failed:
+            yield row | {"gate": failed[name]}
         else:
-            yield row | {"gate": verdict(errors[segment], LARGEST_ERROR)}
+            yield row | ({"seconds": seconds[name]["step"]} if name in seconds else {})
+
+
+def _error(step: TrainingStep, segment: int, expected: dict[str, torch.Tensor]) -> float:
+    """Largest difference of any gradient from the `expected`, over its largest value; if there are none, of these."""
+    found = _gradients_with(step, segment)
+    if not expected:
+        expected |= found
+    return largest_difference(found, expected)
+
+
+def _step_with(step: TrainingStep, segment: int) -> None:
+    step.model.checkpoint_segment = segment
+    step.run()
 
 
 def _peak_of_segment(point: MemoryPoint, segment: int) -> int:
@@ -217,20 +233,10 @@ def _counted_peak(point: MemoryPoint, segment: int) -> int:
     return counted.peak("full_step").n_bytes
 
 
-def _gradient_errors(step: TrainingStep, segments: tuple[int, ...]) -> dict[int, float]:
-    """Largest difference of any gradient from that without checkpointing, over its largest value."""
-    expected = _gradients_with(step, WITHOUT)
-    errors = {}
-    for segment in segments:
-        found = _gradients_with(step, segment)
-        errors[segment] = largest_difference(found, expected)
-    return errors
-
-
 def _gradients_with(step: TrainingStep, segment: int) -> dict[str, torch.Tensor]:
     step.model.checkpoint_segment = segment
     step.forward()
     step.backward()
-    found = {name: gradient.clone() for name, gradient in gradients(step.model).items()}
+    found = gradients(step.model)
     step.drop_gradients()
     return found

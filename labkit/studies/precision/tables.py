@@ -174,7 +174,11 @@ def _planned(point: PrecisionPoint) -> list[dict[str, Any]]:
 
 SIZED = Measured(("device", "model", "batch", "context_length", "mode"), "alternative")
 PREDICTED = Predicted(
-    tuple(SIZED.columns), _expected_s, _planned, lambda frame: _by_size(SIZED.medians(frame, part="speed"))
+    tuple(SIZED.columns),
+    _expected_s,
+    _planned,
+    lambda frame: _by_size(SIZED.medians(frame, part="speed")),
+    names=("model", "mode", "alternative"),
 )
 
 

@@ -1,8 +1,9 @@
 """One alternative's failure costs no other: what it raised is the reason in its own row, and the others are measured.
 
-`attempt` and `time_those_that_run` say whose turn it is (`parallel.ranks.whose_turn`). On one rank, and where all ranks
-raise, the point goes on. Ranks that go on would wait in a collective for one that does not: if only some raise, or a
-rank dies, the point is measured again in new ranks, and these two say of the alternative why it is left out.
+`attempt` and `time_those_that_run` say whose turn it is (`parallel.ranks.whose_turn`). On one rank the point goes on,
+and where all ranks are out of memory. Several ranks may have left collectives halfway, which are then met by those of
+the next alternative: if any raises or dies, the point is measured again in new ranks, and these two say of the
+alternative why it is left out.
 """
 
 import time
@@ -38,7 +39,7 @@ class Failed:
 def attempt(alternative: str, action: Callable[[], T], *, device: str) -> T | Failed:
     """What the action returns, or why there is nothing of this alternative: it has failed, now or before.
 
-    A collective wherever there are several ranks. Raises on if only some of them fail, or the device is dead.
+    Raises on if the device is dead, and wherever there are several ranks, unless all of them are out of memory.
     """
     if (reason := whose_turn.why_left_out(alternative)) is not None:
         return Failed(reason)
@@ -46,7 +47,10 @@ def attempt(alternative: str, action: Callable[[], T], *, device: str) -> T | Fa
         with turn_of(alternative, device) as turn:
             return action()
     except Exception as error:
-        if not _all_ranks_raise(turn):
+        everywhere = _all_ranks_raise(turn)
+        if everywhere:
+            whose_turn.explain(reason_of(error, device))
+        if _is_one_of_several() and not (everywhere and is_out_of_memory(error)):
             raise
         whose_turn.end()
         return Failed(reason_of(error, device))

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from labkit.bench.exact_sums import fill_part, first_deviation, turns
 from labkit.bench.gate import first_of_ranks, verdict, worst_of_ranks
 from labkit.bench.products import settled_products
+from labkit.parallel.data_parallel.replicas import check_same_on_all_ranks, device_of
 
 # The order of sums, and of atomic additions on a GPU, changes a gradient by some hundred units of float32, relative to
 # the largest of its tensor.
@@ -38,11 +39,14 @@ Run = Callable[[], None]
 def local_means(parameters: Mapping[str, nn.Parameter], run: Run) -> list[Tensor | None]:
     """What wrappers should arrive at: the mean over ranks of what `run` leaves on the bare model, which is forgotten.
 
-    Summed in float64, each in its own dtype.
+    Summed in float64, each in its own dtype. ValueError, on all ranks, if these leave different parameters unused.
     """
     with settled_products():
         run()
-    return [_mean_over_ranks(gradient) for gradient in _taken(parameters.values())]
+    gradients = _taken(parameters.values())
+    found = [f"{name}: {'none' if one is None else 'one'}" for name, one in zip(parameters, gradients, strict=True)]
+    check_same_on_all_ranks("gradients", {}, found, device_of(None), None)
+    return [_mean_over_ranks(gradient) for gradient in gradients]
 
 
 def check_all_used(parameters: Mapping[str, nn.Parameter], means: Sequence[Tensor | None]) -> None:

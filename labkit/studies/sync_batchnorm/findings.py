@@ -162,7 +162,7 @@ def _unpredicted(table: pd.DataFrame) -> str | None:
     )
     return (
         f"A synchronized layer runs {counts[OWN]:.0f} operators, a plain one {counts[LOCAL]:.0f}. In a layer without "
-        f"messages each takes {taken}; calibrated are {calibrated}, without Python and autograd around it."
+        f"messages each takes {taken}; calibrated are {calibrated}, without the Python around it."
     )
 
 

@@ -27,11 +27,12 @@ def predictions(frame: pd.DataFrame, calibration: Calibration | None) -> pd.Data
 
 
 def _expected_s(row: Row, calibration: Calibration) -> float | None:
-    """Its operators, all of their mean size, and its two collectives; None for what was not calibrated."""
+    """Its operators, all of their mean size, under autograd, and its two collectives; None if not calibrated."""
     if not calibration.knows(row["device"]) or not row["operators"] > 0:
         return None
     rates = calibration.of_ranks(int(row["world_size"]), row["device"])
-    seconds = float(row["operators"]) * rates.operator_s(0, row["moved_bytes"] / row["operators"])
+    operators = float(row["operators"])
+    seconds = operators * rates.operator_s(0, row["moved_bytes"] / operators) + rates.under_autograd_s(operators)
     if row["alternative"] != OWN:
         return seconds
     sending = collectives_s(int(row["features"]), int(row["world_size"]), row["backend"], calibration)
