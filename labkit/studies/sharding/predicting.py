@@ -12,7 +12,8 @@ import pandas as pd
 
 from labkit.costs.calibration import ALL_REDUCE, CPU, Calibration
 from labkit.costs.communication import MessageCost
-from labkit.lab.own_models import models_in, parameters_of, shape_of
+from labkit.costs.transformer import n_parameters
+from labkit.lab.own_models import models_in, shape_of
 from labkit.lab.predictions import Predicted, Row
 from labkit.lab.rows import select
 from labkit.parallel.transport import POINT_TO_POINT, SHARED
@@ -33,13 +34,14 @@ def _parts_s(row: Row, calibration: Calibration) -> dict[str, float] | None:
     if shape is None or way is None or row["device"] != CPU or not calibration.knows(CPU):
         return None
     operators = step_operators(shape, int(row["batch"]), int(row["context_length"]))
-    n_bytes, rates = 4 * parameters_of(row["size"]), calibration.of_ranks(ranks)
+    passes = [*operators[FORWARD], *operators[BACKWARD]]
+    n_bytes, rates = 4 * n_parameters(shape), calibration.of_ranks(ranks)
     optimizer_s = rates.operator_s(0, MOVED_BY_SGD * n_bytes)
     if row["optimizer"] == "AdamW":
         optimizer_s = calibration.operators_s(operators[OPTIMIZER], ranks)
     calls = {name: float(np.ceil(n_bytes / MIB / mib)) for name, mib in BUCKETS_MIB.items()}
     return {
-        "computing": calibration.operators_s([*operators[FORWARD], *operators[BACKWARD]], ranks),
+        "computing": calibration.operators_s(passes, ranks) + rates.under_autograd_s(len(passes)),
         "optimizer": optimizer_s,
         "all_reduce": way.predict_s(MessageCost(calls[DDP], n_bytes)),
         "saved": (1 - 1 / ranks) * optimizer_s,
@@ -69,7 +71,7 @@ def _with_context(table: pd.DataFrame, frame: pd.DataFrame) -> pd.DataFrame:
     return table.merge(select(named(frame), keys, kind="time")[keys].drop_duplicates(), on=list(SETTING))
 
 
-PREDICTED = Predicted((*SETTING, "context_length", "way"), _step_s, _planned, _steps)
+PREDICTED = Predicted((*SETTING, "context_length", "way"), _step_s, _planned, _steps, names=("size", "way"))
 """Steps of DDP and of ZeRO-1."""
 
 

@@ -116,12 +116,13 @@ class ShardingStudy(Study):
 
     def skip_reason(self, point: ShardingPoint, machine: Machine) -> str | None:
         ranks, ways = ranks_here(point.world_size), 1 if point.kind == "memory" else len(point.ways) + 2
-        needed = ranks * (RANK_BYTES + ways * COPIES * 4 * parameters_of(point.size))
+        needed = ranks * (RANK_BYTES + ways * COPIES * 4 * (parameters_of(point.size) or 0))
         return capacity.skip_reason(machine, point.device, needed, ranks=ranks, says=f"{ways} copies need {{}}")
 
-    def series(self, point: ShardingPoint) -> tuple[Hashable, float]:
+    def series(self, point: ShardingPoint) -> tuple[Hashable, float] | None:
         setting = (point.kind, point.world_size, point.transport, point.optimizer, point.ways)
-        return setting, parameters_of(point.size)
+        parameters = parameters_of(point.size)
+        return (setting, parameters) if parameters else None
 
 
 def _points_of_world(config: ShardingConfig, world_size: int, machine: Machine) -> Iterator[ShardingPoint]:
