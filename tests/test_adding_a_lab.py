@@ -51,7 +51,7 @@ def project(tmp_path_factory):
         source, target = project_root() / name, copy / name
         target.parent.mkdir(exist_ok=True)
         if source.is_dir():
-            shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__", ".ipynb_checkpoints"))
+            shutil.copytree(source, target, ignore=shutil.ignore_patterns(".ipynb_checkpoints"))  # compiled as it is
         else:
             shutil.copy(source, target)
     steps = _steps()
@@ -73,8 +73,7 @@ def project(tmp_path_factory):
 @pytest.fixture(scope="module")
 def outcome(project):
     """Carries out a program in the copy."""
-    variables = {"PYTHONPATH": str(project), "PYTHONDONTWRITEBYTECODE": "1"}
-    return lambda *arguments: carry_out([sys.executable, "-m", *arguments], project, variables)
+    return lambda *arguments: carry_out([sys.executable, "-m", *arguments], project, {"PYTHONPATH": str(project)})
 
 
 def test_the_new_lab_has_a_page_with_its_answer(project, outcome):

@@ -22,6 +22,7 @@ from labkit.lab.findings import TOPICS
 from labkit.lab.notebook import COMMON_PARAMETERS, open_lab
 from labkit.lab.pages.export import page_record
 from labkit.lab.pages.report import write_index
+from labkit.lab.parameter_cells import literal_assignments
 from labkit.lab.project import notebook_path, project_root
 from labkit.studies import LABS, load_study
 from tests.browser import CONTRASTS, OVERLAPS, TOO_WIDE, barriers, fetch_axe, opened_browser
@@ -106,9 +107,10 @@ def test_a_parameters_cell_has_a_few_with_hint_and_comment_and_a_place_for_all_o
         assert parameter.help
 
 
-def test_a_notebook_is_short():
+def test_a_notebook_is_short_and_so_is_its_first_cell():
     for path in project_root().glob("notebooks/*.ipynb"):
         cells = [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
+        assert len(literal_assignments(cells[0].source)) <= 6, path.name
         assert sum(line.strip() != "" for cell in cells for line in cell.source.splitlines()) <= 80, path.name
 
 

@@ -46,6 +46,8 @@ def check_own(study: Study, own: Own) -> None:
         ("alternatives", own.alternatives, study.plugs_into),
         ("models", own.models, study.models_into),
     ):
+        if not isinstance(given, Mapping):
+            raise ParameterError(f"{study.name}: expected {kind} by name, as {{'mine': mine}}, got {given!r:.80}")
         if given and not has_place:
             raise ParameterError(f"{study.name}: has no place for {kind} of your own, got {', '.join(map(str, given))}")
         for name in given:

@@ -95,6 +95,8 @@ def test_what_a_run_holds_is_escaped(tmp_path):
 def test_the_command_that_measures_again_has_the_changed_parameters(tmp_path):
     run = measure(FAKE, FakeConfig(actions=["fine"], world_size=1), profile="smoke", directory=tmp_path)
     assert "labkit report fake --profile smoke --set world_size=1<" in cards.provenance(FAKE, run)
+    own = Run(run.path, run.header.model_copy(update={"config": {"actions": "of a reader"}}), run._rows, run._ends)
+    assert "labkit report" not in cards.provenance_rows(FAKE, own)["Measure again"]
 
 
 def test_the_provenance_of_a_resumed_run_says_when_and_at_which_commit(tmp_path):

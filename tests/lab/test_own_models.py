@@ -126,6 +126,7 @@ class _Models(FakeStudy):
         (_Models(), {"my model": tied}, "letters, digits and _"),
         (_Models(), {"mine": nn.Linear(1, 1)}, "a function that returns"),
         (_Models(), {"mine": 3}, "expected a TransformerShape, or a function"),
+        (_Models(), tied, "expected models by name, as {'mine': mine}, got <function tied"),
     ],
 )
 def test_what_is_no_model_is_refused_before_anything_runs(study, given, expected):

@@ -423,12 +423,13 @@ def test_a_hang_ends_at_the_deadline_with_the_stacks_of_all_ranks() -> None:
     def worker(point: str) -> Iterator[dict[str, Any]]:
         yield {"point": point}
         if point == "hangs":
+            whose_turn.begin("a ring")
             dist.barrier() if dist.get_rank() == 0 else sleep_for_long()
 
     rows, ends = drain(worker, ["hangs", "works"], world_size=2, timeout_s=1)
     assert len(rows) == 4
     assert [end.status for end in ends] == ["timeout", "ok"]
-    assert ends[0].reason == "ranks 0, 1 still running after 1 s"
+    assert ends[0].reason == "ranks 0, 1 still running after 1 s, in a ring"
     failure = ends[0].failure
     assert failure is not None
     assert failure.rank is None

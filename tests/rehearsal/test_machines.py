@@ -4,10 +4,11 @@ import json
 
 import pytest
 
-from labkit.lab import notebook, project
+from labkit.lab import capacity, notebook, project
 from labkit.lab.config import PROFILES
 from labkit.lab.project import recorded_directory
 from labkit.lab.runs.store import Run
+from labkit.machine.description import GIB
 from labkit.studies import LABS, load_study
 from tests.rehearsal.machines import MACHINES, TOO_OLD
 from tests.rehearsal.pages import carry_out
@@ -34,7 +35,8 @@ def _plan(study, machine, profile):
 
 @pytest.fixture(autouse=True)
 def _this_machine_has_no_say(monkeypatch):
-    """A plan asks the machine it is given: what this one can compile is another matter."""
+    """A plan asks the machine it is given: what this one can compile, or has free just now, is another matter."""
+    monkeypatch.setattr(capacity, "available_memory_bytes", lambda: 32 * GIB)
     monkeypatch.setattr("labkit.studies.end_to_end.study.why_nothing_compiles", lambda device: None)
 
 

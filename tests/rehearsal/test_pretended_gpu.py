@@ -59,11 +59,14 @@ def test_it_refuses_what_cuda_refuses():
     assert not torch.cuda.is_available()
 
 
-@pytest.mark.parametrize("lab", [lab for lab in LABS if any(True for _ in _points(lab))])
+@pytest.mark.parametrize("lab", LABS)
 def test_a_labs_worker_on_a_gpu(lab):
     worker = partial(_pretending, type(load_study(lab)).worker)
-    for (world_size, backend), points in _points(lab):
-        points, rows = list(points), 0
+    groups = [(group, list(points)) for group, points in _points(lab)]
+    if not groups:
+        pytest.skip("no point of it runs on a pretended GPU")
+    for (world_size, backend), points in groups:
+        rows = 0
         with closing(launch(worker, points, world_size=world_size, backend=backend, timeout_s=300)) as events:
             for event in events:
                 if not isinstance(event, PointEnd):

@@ -16,6 +16,7 @@ from markupsafe import Markup
 
 from labkit.lab.calibration import calibration_told
 from labkit.lab.columns import column
+from labkit.lab.config import ParameterError, resolve_config
 from labkit.lab.figures import Plot
 from labkit.lab.figures.vector import drawing
 from labkit.lab.findings import Finding, Question
@@ -24,7 +25,7 @@ from labkit.lab.pages.steadiness import steadiness_notes, steadiness_row
 from labkit.lab.project import relative_to_project
 from labkit.lab.runs.progress import Progress
 from labkit.lab.runs.records import Resumption
-from labkit.lab.runs.store import Run
+from labkit.lab.runs.store import Run, RunHeader
 from labkit.lab.study import Study
 from labkit.lab.units import counted, format_bytes, format_seconds
 from labkit.machine import Machine
@@ -93,8 +94,7 @@ def machine_rows(machine: Machine, *, elsewhere: bool) -> dict[str, str]:
 
 
 def progress(state: Progress) -> str:
-    filled = round(20 * state.done / max(1, state.total))
-    bar = "█" * filled + "░" * (20 - filled)
+    bar = ("█" * round(20 * state.done / max(1, state.total))).ljust(20, "░")
     parts = (f"{bar} {state.done} of {state.total} points", state.times(), state.text)
     return piece("progress", text="   ".join(filter(None, parts)))
 
@@ -117,12 +117,12 @@ def _notes(run: Run) -> list[str]:
 
 
 def coverage_line(run: Run) -> str:
-    """ "12 points planned, 10 measured, 2 skipped, in 8.1 s." """
+    """ "12 points planned, 10 measured, 2 skipped; measuring took 8.1 s": without the start of ranks."""
     table = run.coverage()
     counts = table["status"].value_counts().to_dict()
     line = f"{counted(len(table), 'point')} planned, {counts.pop('ok', 0)} measured"
     line += "".join(f", {count} {status}" for status, count in counts.items())
-    return f"{line}, in {format_seconds(table['elapsed_s'].sum())}."
+    return f"{line}; measuring took {format_seconds(table['elapsed_s'].sum())}."
 
 
 def not_measured(run: Run) -> list[dict[str, Any]]:
@@ -142,6 +142,8 @@ def table(frame: pd.DataFrame, caption: str = "") -> Shown:
 
     `low` and `high` behind one another are one interval. Columns that say nothing to a reader are left out.
     """
+    if frame.empty:  # headings alone look like a mistake
+        return note(f"{caption or 'The numbers.'} (This run has none.)")
     columns = list(_columns(frame))
     headings = [{"text": heading, "number": is_number} for heading, is_number, _ in columns]
     content = {"headings": headings, "rows": list(zip(*(cells for *_, cells in columns), strict=True))}
@@ -240,7 +242,7 @@ def provenance_rows(study: Study, run: Run) -> dict[str, str]:
         "Measured by": run.header.command,
         **({"Resumed at": "; ".join(map(_resumed, run.resumptions))} if run.resumptions else {}),
         "Draw again": f"labkit report {study.name} --run {shlex.quote(path)}",
-        "Measure again": f"labkit report {study.name} --profile {run.header.profile}" + _changed(study, run),
+        "Measure again": _command_again(study, run.header),
         "Ranks": _ranks(run),
         "Predicted from": calibration_told(run),
         **({"Load": _load(run.header.load, run.header.machine.cores)} if run.header.load else {}),
@@ -263,12 +265,16 @@ def _load(load: Load, cores: int) -> str:
     return f"at the start a load average of {load.average:.1f}{busy}"
 
 
-def _changed(study: Study, run: Run) -> str:
-    """The --set options that lead from the profile to the config of the run."""
-    known = study.profiles.get(run.header.profile)  # a run may be of a version with other ones
-    profile = known.model_dump(mode="json") if known else {}
-    changed = {name: value for name, value in run.header.config.items() if profile.get(name) != value}
-    return "".join(f" --set {shlex.quote(f'{name}={json.dumps(value)}')}" for name, value in changed.items())
+def _command_again(study: Study, header: RunHeader) -> str:
+    """With the --set options that lead from the profile to the config of the run."""
+    try:
+        resolve_config(study.name, study.profiles, header.profile, header.config)
+    except ParameterError:
+        return "by the notebook with what is its own, or the labkit that measured it"
+    profile = study.profiles[header.profile].model_dump(mode="json")
+    changed = {name: value for name, value in header.config.items() if profile[name] != value}
+    options = [f" --set {shlex.quote(f'{name}={json.dumps(value)}')}" for name, value in changed.items()]
+    return f"labkit report {study.name} --profile {header.profile}" + "".join(options)
 
 
 def _ranks(run: Run) -> str:

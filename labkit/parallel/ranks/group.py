@@ -224,8 +224,10 @@ class RankGroup:
         missing = sorted(wait.missing)
         alone = missing[0] if len(missing) == 1 else None
         names = f"ranks {', '.join(map(str, missing))}" if alone is None else f"rank {alone}"
+        turns = sorted({turn for number in missing if (turn := self._ranks[number].whose_turn())})
+        message = f"{names} {overdue}" + (f", in {', '.join(turns)}" if turns else "")
         tails = [self._ranks[number].log.tail() for number in missing]
-        return RankFailure(alone, "timeout", f"{names} {overdue}", self._dump_stacks(), "\n".join(filter(None, tails)))
+        return RankFailure(alone, "timeout", message, self._dump_stacks(), "\n".join(filter(None, tails)))
 
     def _dump_stacks(self) -> str:
         """What every rank is doing at this moment."""

@@ -106,7 +106,7 @@ class RankProcess:
         return ""
 
     def whose_turn(self) -> str | None:
-        """The alternative that it was measuring when it ended; None: none."""
+        """The alternative that it is measuring, or was when it ended; None: none."""
         return whose_turn.name_in(self.turn_path)
 
     def stop(self) -> None:
