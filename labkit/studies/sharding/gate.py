@@ -29,6 +29,8 @@ class OneProcess:
     expected: Mapping[str, Tensor]
     scales: Mapping[str, float]
     """By parameter, the largest change of its tensor: of the whole model where its gradients are rounding."""
+    trained: frozenset[str]
+    """Names of parameters that an optimizer updates; others are frozen."""
 
     def check(self, found: Mapping[str, Tensor]) -> tuple[float, str]:
         """The largest error of any rank over that scale, and "ok" or where it is wrong. A collective; all get the same.
@@ -87,7 +89,9 @@ def _after(model: nn.Module, start: Mapping[str, Tensor]) -> OneProcess:
     expected = _copied(model)
     changes = {name: _largest(value - start[name]) for name, value in expected.items()}
     flat, most = ROUNDING * max(slopes.values(), default=0.0), max(changes.values())
-    return OneProcess(expected, {name: most if 0 < slopes.get(name, 0) <= flat else c for name, c in changes.items()})
+    scales = {name: most if 0 < slopes.get(name, 0) <= flat else change for name, change in changes.items()}
+    trained = frozenset(name for name, value in model.named_parameters() if value.requires_grad)
+    return OneProcess(expected, scales, trained)
 
 
 def _largest(value: Tensor) -> float:

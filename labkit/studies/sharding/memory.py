@@ -1,12 +1,12 @@
 """Memory of one way after the other: what a rank holds, and what it needs at most at three moments of a step."""
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
+from torch import nn
 
 from labkit.bench.memory import peak_memory_growth, return_memory_when_freed
 from labkit.costs.sharding import PARTS, STAGES, state_bytes
@@ -17,15 +17,17 @@ from labkit.studies.sharding.training import ShardingPoint, Training, workload_o
 from labkit.studies.shared.alternatives import Failed, attempt
 
 LEAST_PEAK = 0.98  # of what is held: small tensors may lie in memory that the process had before
+LEAST_SEEN = 2**20  # bytes held: below, most tensors lie there
 
 
 def measure_memory(point: ShardingPoint, device: str) -> Iterator[dict[str, Any]]:
     """Three rows a way: what a rank holds by part, as its tensors say, and the peak that the system saw, once.
 
-    A peak below what is held is none: something else was freed meanwhile. Such a row says so and has no peak.
+    A peak below what is held is none: something else was freed meanwhile. Such a row says so and has no peak. Nor has
+    one of a model too small for the system to see.
     """
     return_memory_when_freed()
-    shapes = _shapes(point, device)
+    parameters = _parameters(point, device)
     failed: dict[str, str] = {}
     for way in point.ways:
         gate = attempt(way, partial(_make_what_stays, way, point, device), device=device)
@@ -36,7 +38,7 @@ def measure_memory(point: ShardingPoint, device: str) -> Iterator[dict[str, Any]
     for way in point.ways:
         gc.collect()  # the way before, which is full of cycles, would be freed within this one's peak
         dist.barrier()
-        rows = attempt(way, partial(_memory_of, way, point, device, shapes), device=device) if way not in failed else []
+        rows = attempt(way, partial(_memory_of, way, point, device, parameters), device=device) if way not in failed else []
         if isinstance(rows, Failed):
             failed[way] = rows.reason
         else:
@@ -57,7 +59,7 @@ def _make_what_stays(way: str, point: ShardingPoint, device: str) -> str:
     return gate
 
 
-def _memory_of(way: str, point: ShardingPoint, device: str, shapes: Sequence[torch.Size]) -> list[dict[str, Any]]:
+def _memory_of(way: str, point: ShardingPoint, device: str, parameters: Sequence[nn.Parameter]) -> list[dict[str, Any]]:
     with peak_memory_growth(device) as init:
         training = Training(way, point, device)
     about = {"way": way, "gate": "ok"}
@@ -78,7 +80,7 @@ def _memory_of(way: str, point: ShardingPoint, device: str, shapes: Sequence[tor
         "before step": _total(resting, before.growth_bytes),
         "after step": _total(resting, before.kept_bytes, after.growth_bytes),
     }
-    formula = _formula(way, shapes) if way in STAGES else {}
+    formula = _formula(way, parameters) if way in STAGES else {}
     return [
         about | parts | formula | {"moment": moment} | _checked(peaks[moment], sum(parts.values()))
         for moment, parts in held.items()
@@ -86,6 +88,8 @@ def _memory_of(way: str, point: ShardingPoint, device: str, shapes: Sequence[tor
 
 
 def _checked(peak: int | None, held: int) -> dict[str, Any]:
+    if held < LEAST_SEEN:
+        return {"peak_bytes": None}
     if peak is None or peak >= LEAST_PEAK * held:
         return {"peak_bytes": peak}
     return {"peak_bytes": None, "gate": f"wrong: a peak of {peak} bytes while {held} are held"}
@@ -96,21 +100,27 @@ def _held(training: Training) -> dict[str, int]:
     return {f"{part}_bytes": n_bytes(tensors[part]) for part in PARTS}
 
 
-def _shapes(point: ShardingPoint, device: str) -> list[torch.Size]:
-    """Of all parameters. A reader's model is made and computed with, once: it may fail, and what stays is made."""
+def _parameters(point: ShardingPoint, device: str) -> list[nn.Parameter]:
+    """Of the model, without memory. A reader's is made and computed with, once: it may fail, and what stays is made."""
     is_transformer = shape_of(point.size) is not None
     workload = workload_of(point, "meta" if is_transformer else device, 0)
     model = workload.build()
     if not is_transformer:
         workload.loss(model).backward()
-    return [parameter.shape for parameter in model.parameters()]
+    return [nn.Parameter(one.detach().to("meta"), one.requires_grad) for one in model.parameters()]
 
 
-def _formula(way: str, shapes: Sequence[torch.Size]) -> dict[str, float]:
-    replicated = sum(shape.numel() for shape in shapes if len(shape) < 2)
-    n = sum(shape.numel() for shape in shapes)
-    states = state_bytes(n, way, dist.get_world_size(), replicated=replicated)
+def _formula(way: str, parameters: Sequence[nn.Parameter]) -> dict[str, float]:
+    """By part; what is frozen has neither gradients nor states."""
+    states = dict(_states(way, [one for one in parameters if one.requires_grad]))
+    states["parameters"] = _states(way, parameters)["parameters"]
     return {f"formula_{part}_bytes": states[part] for part in PARTS}
+
+
+def _states(way: str, parameters: Sequence[nn.Parameter]) -> Mapping[str, float]:
+    replicated = sum(one.numel() for one in parameters if one.dim() < 2)
+    n = sum(one.numel() for one in parameters)
+    return state_bytes(n, way, dist.get_world_size(), replicated=replicated)
 
 
 def _total(*n_bytes: int | None) -> int | None:

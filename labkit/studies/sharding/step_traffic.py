@@ -1,6 +1,6 @@
 """What the collectives of one step sent, against the formulas: calls that are missing, doubled or extra are wrong."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,17 +19,18 @@ FOLDING = ("recursive_doubling", "halving_doubling")
 NOTES, TCP = "notes", "all of them, by TCP"
 
 
-def traffic_rows(way: str, traffic: Sequence[Collective], whole: Mapping[str, Tensor]) -> Iterator[dict[str, Any]]:
+def traffic_rows(
+    way: str, traffic: Sequence[Collective], whole: Mapping[str, Tensor], trained: Collection[str]
+) -> Iterator[dict[str, Any]]:
     """A row for every collective that a step should run or did: calls, bytes of tensors, bytes sent, mean over ranks.
 
     And whether they are right: the tensors are those of the formulas, and every message is one of the algorithm that
     was chosen. `formula_bytes` is what the stage should send, whatever was called; notes have none, nor have a reader's
-    ways, of which the bytes of tensors may be any.
+    ways, of which the bytes of tensors may be any. `trained`: names of parameters that are not frozen.
     """
     world_size = dist.get_world_size()
-    replicated = sum(value.nbytes for value in whole.values() if value.dim() < 2)
     model_bytes = sum(value.nbytes for value in whole.values())
-    moved = moved_bytes(model_bytes, way, replicated_bytes=replicated) if way in STAGES else None
+    moved = _expected_moves(way, whole, trained) if way in STAGES else None
     found: dict[str, list[Collective]] = {name: [] for name in (*COLLECTIVES, NOTES)}
     for call in traffic:
         is_note = way == "zero3" and call.dtype == "float64"  # FSDP's ranks compare notes in float64
@@ -55,6 +56,17 @@ def traffic_rows(way: str, traffic: Sequence[Collective], whole: Mapping[str, Te
                 "model_bytes": model_bytes,
                 "is_right": moved is None or (sent == should_send and ranks_off == 0),
             }
+
+
+def _expected_moves(stage: str, whole: Mapping[str, Tensor], trained: Collection[str]) -> Mapping[str, int]:
+    """Of a model with frozen parameters all but these are averaged and updated; sharded, frozen ones are gathered."""
+    of_trained = _moved(stage, [value for name, value in whole.items() if name in trained])
+    return {**of_trained, "all_gather": _moved(stage, whole.values())["all_gather"]} if stage == "zero3" else of_trained
+
+
+def _moved(stage: str, values: Collection[Tensor]) -> Mapping[str, int]:
+    replicated = sum(value.nbytes for value in values if value.dim() < 2)
+    return moved_bytes(sum(value.nbytes for value in values), stage, replicated_bytes=replicated)
 
 
 def tcp_row(before: int | None, after: int | None, known: int, whole: Mapping[str, Tensor]) -> list[dict[str, Any]]:

@@ -78,7 +78,7 @@ def _checked_steps(
     by_tcp = tcp_bytes_sent()
     error, gate = reference.check(whole_parameters(training.model))
     about = {"way": way, "error": error, "gate": gate}
-    rows = list(traffic_rows(way, traffic, reference.expected)) if way not in TORCHS else []
+    rows = list(traffic_rows(way, traffic, reference.expected, reference.trained)) if way not in TORCHS else []
     if way not in LABKITS:
         known = sum(call.sent_bytes for call in traffic) if point.transport == POINT_TO_POINT else 0
         rows += tcp_row(before, by_tcp, known, reference.expected)
