@@ -35,8 +35,6 @@ MOST_KEPT = 500  # samples whose resamples are kept, of which there are RESAMPLE
 FALSE_DISCOVERY_RATE = 0.025
 # Other runs differ by more than repeats within one do.
 LEAST_RELEVANT_DIFFERENCE = 0.03
-# What all settings say together is claimed beside what each says: it takes half of what a question may err.
-TOGETHER = 2
 
 
 @dataclass(frozen=True)
@@ -143,27 +141,6 @@ def judged(ratios: pd.DataFrame) -> pd.DataFrame:
     adjusted_p = adjusted(ratios["p"].to_numpy(dtype=float))
     verdicts = [_verdict(ratio, p) for ratio, p in zip(ratios["ratio"], adjusted_p, strict=True)]
     return ratios.assign(verdict=pd.Series(verdicts, index=ratios.index, dtype=object))
-
-
-def together(ratios: pd.DataFrame, setting: Sequence[str]) -> Comparison | None:
-    """The ratio over all settings, if they show one together and no setting of a judged table shows the opposite.
-
-    Settings are measured apart, most of them in other processes: how their ratios differ holds what varies from one
-    process to the next, which no interval of a single one has. Ratios of one setting share a baseline and count as one,
-    their geometric mean. None for fewer than `FEWEST_SAMPLES` settings, and for counts.
-    """
-    noisy = ratios[ratios["low"] < ratios["high"]]
-    if noisy.empty:
-        return None
-    logs = np.log(noisy["ratio"].astype(float))
-    if setting:
-        logs = logs.groupby([noisy[name] for name in setting], dropna=False).mean()
-    found = estimate_paired(logs.to_numpy())
-    ratio, low, high = (float(np.exp(value)) for value in (found.value, found.low, found.high))
-    verdict = _verdict(ratio, TOGETHER * found.p)
-    if verdict == "no difference shown" or set(ratios["verdict"]) - {verdict, "no difference shown"}:
-        return None
-    return Comparison(ratio, low, high, found.p, verdict)
 
 
 def is_significant(p: np.ndarray) -> np.ndarray:

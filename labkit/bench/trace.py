@@ -54,7 +54,7 @@ _RULES: tuple[tuple[str, str], ...] = (
     (
         "dispatch",
         r"^autograd::|^(?!aten::)\w*Backward\d*$|^torch::|^(aten::)?(linear|matmul|cross_entropy_loss|detach|dropout|lstm|gru|"
-        r"conv(_transpose)?\dd|_?convolution|(max|(adaptive_)?avg)_pool\dd)$",
+        r"conv(_transpose)?\dd|_?convolution|(max|adaptive_avg)_pool\dd|avg_pool1d)$",
     ),
     ("optimizer", r"multi_tensor_apply|_foreach_|_fused_adam|fused_adam"),
     ("attention", r"flash|fmha|scaled_dot_product|efficient_attention|attention"),

@@ -143,10 +143,12 @@ class Calibration:
         For ranks share the threads of a CPU from the second one on, and take turns on a GPU. ValueError for a device
         that was not measured.
         """
-        known = [one for one in self.rates if one.device == device and one.ranks <= ranks]
+        known = sorted((r for r in self.rates if r.device == device and r.ranks <= ranks), key=lambda r: r.ranks)
         if not known:
             raise ValueError(f"expected a device that was calibrated, got {device!r}")
-        nearest = max(known, key=lambda one: one.ranks)
+        nearest = known[-1]
+        if nearest.autograd is None:  # is a matter of calls, and measured of few ranks
+            nearest = replace(nearest, autograd=next((one.autograd for one in reversed(known) if one.autograd), None))
         return _slowed(nearest, ranks, ranks / nearest.ranks)
 
     def knows(self, device: str) -> bool:

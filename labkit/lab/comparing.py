@@ -5,13 +5,13 @@ the verdict, the headline, the advice and the effects come from one rule.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from labkit.bench.statistics import LEAST_RELEVANT_DIFFERENCE, Comparison, judged, together
+from labkit.bench.statistics import LEAST_RELEVANT_DIFFERENCE, judged
 from labkit.lab.columns import column, label
 from labkit.lab.findings import Effect, Finding, Verdict
 from labkit.lab.places import place_of, reach_of
@@ -43,19 +43,14 @@ def compared(
 
     `ratios` has a row per setting, as `rows.Measured.over` gives it. `axis` names the columns by which places are told
     ("from 1 MiB on"), the most telling first. `choose` and `keep` are the advice where it is faster and where it is
-    not, as imperatives without a period. `plural`: the subject is several things. What too few settings show on their
-    own, all may show together (`bench.statistics.together`).
+    not, as imperatives without a period. `plural`: the subject is several things.
     """
     if ratios.empty:
         return _without_times(subject, caveat)
     table = judged(ratios)
     better, worse = table[table["verdict"] == "faster"], table[table["verdict"] == "slower"]
-    told, whole = _Told(subject, baseline, quantity, plural), together(table, _settings(table))
+    told = _Told(subject, baseline, quantity, plural)
     verdict, headline, place = _told(table, better, worse, told, axis)
-    if whole and not place and 2 * max(len(better), len(worse)) <= len(table):
-        verdict = "yes" if whole.verdict == "faster" else "no"
-        clause = told.clause(pd.DataFrame([asdict(whole)]))
-        headline = f"{verdict.capitalize()}, over all settings together: {clause}."
     return Finding(
         verdict,
         headline,
@@ -63,8 +58,8 @@ def compared(
         caveat,
         why,
         _advice(verdict, place, len(worse) > 0, choose, keep),
-        significant=len(better) + len(worse) > 0 or whole is not None,
-        effects=(*effects(table, subject, baseline, quantity), *_effect_of_all(whole, told)),
+        significant=len(better) + len(worse) > 0,
+        effects=effects(table, subject, baseline, quantity),
         subject=subject,
     )
 
@@ -147,7 +142,8 @@ def agreement(
 
 def effects(table: pd.DataFrame, subject: str, baseline: str, quantity: Quantity = TIME) -> tuple[Effect, ...]:
     """The judged rows as effects. The setting is what stands left of the ratio, but for the alternative beside it."""
-    settings = [name for name in _settings(table) if not column(name).is_internal]
+    before_ratio = table.columns[: list(table.columns).index("ratio") - 1]
+    settings = [name for name in before_ratio if not column(name).is_internal]
     return tuple(
         Effect(
             subject,
@@ -161,17 +157,6 @@ def effects(table: pd.DataFrame, subject: str, baseline: str, quantity: Quantity
         )
         for row in table.to_dict("records")
     )
-
-
-def _settings(table: pd.DataFrame) -> list[str]:
-    return list(table.columns[: list(table.columns).index("ratio") - 1])
-
-
-def _effect_of_all(whole: Comparison | None, told: "_Told") -> tuple[Effect, ...]:
-    if whole is None:
-        return ()
-    about = (told.subject, told.baseline, "all settings together", told.quantity.name)
-    return (Effect(*about, whole.ratio, whole.low, whole.high, whole.verdict),)
 
 
 @dataclass(frozen=True)

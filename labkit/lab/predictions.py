@@ -82,11 +82,14 @@ def named(guess: object, names: Sequence[str]) -> dict[str, float]:
         parts = set(str(name).split(", "))
         meant = [one for one in dict.fromkeys(names) if parts <= set(one.split(", "))]
         if not meant:
-            raise ParameterError(f"guess: nothing is called {name!r}{nearest(name, names) or f'; one is {names[0]!r}'}")
+            known = nearest(name, names) or (f"; one is {names[0]!r}" if names else "")
+            raise ParameterError(f"guess: nothing is called {name!r}{known}")
         if len(meant) > 1:
             raise ParameterError(f"guess: {name!r} may be {meant[0]!r} or {meant[1]!r}: say which")
         if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
             raise ParameterError(f"guess: expected seconds above zero for {name!r}, got {seconds!r}")
+        if meant[0] in found:
+            raise ParameterError(f"guess: {meant[0]!r} is guessed twice, as {name!r}, too")
         found[meant[0]] = seconds
     return found
 

@@ -17,7 +17,7 @@ from labkit.lab.runs.store import Run
 from labkit.lab.terminal_line import terminal_line
 
 PROGRESS_MIME = "application/vnd.labkit.progress+json"
-TICK_S = 1.0
+TICK_S = 5.0  # each costs the machine that is measured some milliseconds
 
 
 def progress_line() -> "NotebookLine | ConsoleLine":

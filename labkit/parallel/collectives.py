@@ -267,7 +267,7 @@ def reduce_scatter(
     if into is not None:
         into = into.detach()
         check_into(into, tensor, shards[member_group(group).rank()])
-    with Reduction(tensor, group, op, transport) as (vector, via, divisor):
+    with (reduction := Reduction(tensor, group, op, transport)) as (vector, via, divisor):
         if algorithm == AUTO:
             algorithm = choose_phase_algorithm(vector.nbytes, via.world_size, via.name)
         is_direct = into is not None and into.device == vector.device and via.world_size > 1
@@ -275,6 +275,8 @@ def reduce_scatter(
         REDUCE_SCATTERS[algorithm](vector, shards, watching, divisor, into if is_direct else None)
         if into is not None and not is_direct:
             into.copy_(vector.split_with_sizes(shards)[via.rank])
+        if into is not None:
+            reduction.copy_to = None  # what the tensor holds now is of no use
 
 
 @uncompiled

@@ -111,6 +111,17 @@ def check_into(into: torch.Tensor, tensor: torch.Tensor, size: int) -> None:
             f"into must be a contiguous vector of {size} elements, {tensor.dtype} on {tensor.device}, got "
             f"{tuple(into.shape)}, {into.dtype} on {into.device}"
         )
+    if into.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr() and _meet(into, tensor):
+        raise ValueError("into must not share elements with the tensor, which travels while into is written")
+
+
+def _meet(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether the ranges of memory do that two tensors of one storage lie in."""
+    (start, end), (others_start, others_end) = (
+        (t.storage_offset(), t.storage_offset() + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)))
+        for t in (one, other)
+    )
+    return one.numel() > 0 < other.numel() and start <= others_end and others_start <= end
 
 
 def even_sizes(numel: int, world_size: int) -> list[int]:

@@ -144,6 +144,8 @@ def test_a_trace_without_events_has_none():
         ("aten::convolution", "dispatch"),
         ("aten::conv2d", "dispatch"),
         ("aten::max_pool2d_with_indices", "reduction"),
+        ("aten::max_pool2d", "dispatch"),
+        ("aten::avg_pool2d", "reduction"),
         ("aten::bernoulli_", "elementwise"),
         ("aten::t", "dispatch"),
         ("aten::empty_strided", "dispatch"),

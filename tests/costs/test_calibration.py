@@ -49,6 +49,8 @@ def test_operators_under_autograd_cost_more_than_calls_in_a_row():
     assert rates.under_autograd_s(100, begin=False) == pytest.approx(100 * (3e-6 - rates.call_s))
     machine = replace(made_up(), rates=(rates,))
     assert machine.of_ranks(4).under_autograd_s(100) == pytest.approx(4 * rates.under_autograd_s(100))
+    more = replace(machine, rates=(rates, replace(plain, ranks=4)))
+    assert more.of_ranks(4).autograd == rates.autograd  # measured of fewer ranks only
     adapter = TypeAdapter(Calibration)
     assert adapter.validate_json(adapter.dump_json(machine)) == machine
 

@@ -63,27 +63,6 @@ def test_verdict_and_headline_say_what_the_rows_show(factors, verdict, headline)
     assert finding.effects[0].setting == "mini, 1 MiB"
 
 
-def test_settings_that_show_little_alone_may_show_it_together():
-    def of(*factors, noise=0.1):
-        return compared(_ratios(_sizes(*factors), noise=noise, seed=1), "the ring", "torch", choose="Take it")
-
-    found = of(*[0.93] * 12)
-    assert [effect.verdict for effect in found.effects[:-1]].count("faster") <= 6
-    assert (found.verdict, found.significant, found.advice) == ("yes", True, "Take it.")
-    assert found.headline.startswith("Yes, over all settings together: the ring takes")
-    assert (found.effects[-1].setting, found.effects[-1].verdict) == ("all settings together", "faster")
-    assert of(*[1 / 0.93] * 12).headline.startswith("No, over all settings together: the ring takes")
-    assert len(of(*[0.93] * 5).effects) == 5  # too few to tell
-    assert len(of(*[0.98] * 12, noise=0.01).effects) == 12  # too little to matter
-    assert len(of(*[0.8] * 12, 2.0, noise=0.01).effects) == 13  # one shows the opposite
-    assert len(of(*[1.0] * 12).effects) == 12
-
-
-def test_alternatives_over_one_baseline_are_no_further_settings():
-    ratios = _ratios({(name, size): 0.9 for name in "abc" for size in (2**20, 2**22)}, noise=0.001)
-    assert len(compared(ratios, "another", "torch").effects) == 6
-
-
 def test_advice_follows_the_verdict():
     def advice(*factors):
         ratios = _ratios(_sizes(*factors), noise=0.001)

@@ -106,6 +106,10 @@ def test_a_guess_may_name_a_part_of_what_one_row_alone_has():
         named({"nano, step": 1}, names)
     with pytest.raises(ParameterError, match=r"expected \{name: seconds\}, got 0\.5"):
         named(0.5, names)
+    with pytest.raises(ParameterError, match="guessed twice"):
+        named({"nano, backward": 1, "backward": 2}, names)
+    with pytest.raises(ParameterError, match="nothing is called 'nano'"):
+        named({"nano": 1}, [])
 
 
 @pytest.mark.parametrize("profile", ["smoke", "quick"])

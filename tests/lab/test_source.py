@@ -33,9 +33,10 @@ def test_what_wraps_a_function_shows_the_function_and_markup_in_it_is_text():
 
 def test_a_class_that_a_cell_defines_is_shown():
     shell = InteractiveShell()
-    shell.run_cell("class Other:\n    pass\n\nclass Mine:\n    def forward(self):\n        return 1")
+    mine = "@dataclass\nclass Mine:\n    def forward(self):\n        return 1"
+    shell.run_cell(f"from dataclasses import dataclass\nclass Other:\n    pass\n\n{mine}")
     shown = shown_source(shell.user_ns["Mine"])
-    assert repr(shown) == "class Mine:\n    def forward(self):\n        return 1"
+    assert repr(shown) == mine
     assert "this notebook" in shown.data
 
 

@@ -92,6 +92,12 @@ def _check_exact() -> list[str]:
                 reduce_scatter(x, op="sum", sizes=case.sizes, algorithm=name, transport=transport)
                 if not torch.equal(shard_of(x, case.sizes, rank), shard_of(total, case.sizes, rank).to(case.dtype)):
                     wrong.append(f"rank {rank}: reduce-scatter {name} {transport} {case}")
+                own = torch.full_like(shard_of(x, case.sizes, rank), torch.nan)
+                reduce_scatter(
+                    numbers(rank, case), op="sum", sizes=case.sizes, algorithm=name, transport=transport, into=own
+                )
+                if not torch.equal(own, shard_of(x, case.sizes, rank)):
+                    wrong.append(f"rank {rank}: reduce-scatter {name} {transport} {case} into another vector")
                 y = torch.full_like(x, torch.nan)
                 shard_of(y, case.sizes, rank).copy_(shard_of(x, case.sizes, rank))
                 all_gather(y, sizes=case.sizes, algorithm=name, transport=transport)
@@ -243,6 +249,7 @@ def _check_refusals() -> list[str]:
         ("shards", lambda: reduce_scatter(half, sizes=[6])),
         ("into", lambda: reduce_scatter(half, into=torch.empty(6, dtype=torch.float16))),
         ("into", lambda: reduce_scatter(half, into=torch.empty(len(shard_of(half, None, dist.get_rank()))))),
+        ("share elements", lambda: reduce_scatter(half, into=half[-len(shard_of(half, None, dist.get_rank())) :])),
         ("shards", lambda: all_gather(half, sizes=[1] * p + [6 - p])),
         ("shards", lambda: reduce_scatter(half, sizes=[7, -1, *[0] * (p - 2)])),
         ("shards", lambda: all_gather(half, sizes=[2] * p + [1])),

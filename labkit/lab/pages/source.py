@@ -55,5 +55,7 @@ def _of_class_in_cell(inside: Any) -> tuple[str, int, Path] | None:
         source = "".join(linecache.getlines(cell))
         for node in ast.walk(ast.parse(source)):
             if isinstance(node, ast.ClassDef) and node.name == inside.__name__:
-                return ast.get_source_segment(source, node) or "", node.lineno, Path(cell)
+                first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+                lines = source.splitlines()[first - 1 : node.end_lineno]
+                return dedent("\n".join(lines)), first, Path(cell)
     return None

@@ -144,7 +144,7 @@ def reads_as_consequence(text: str) -> bool:
     return _CONSEQUENCE.search(text) is not None
 
 
-MOST_LEFT_OUT = 8
+MOST_LEFT_OUT = 32
 """Alternatives that a point goes on without; with one more failure it has failed."""
 
 

@@ -15,7 +15,7 @@ from labkit.lab.project import reference_directory
 from labkit.lab.rows import Measured, in_order, select
 from labkit.nn.transformer import SIZES
 from labkit.studies.end_to_end.worker import PHASES, PHASES_OF_MODE, EndToEndPoint
-from labkit.studies.shared.step_operators import step_operators
+from labkit.studies.shared.step_operators import seconds_of, step_operators
 
 MODEL = ("device", "precision", "size")
 BOTH = "forward + backward"
@@ -110,10 +110,7 @@ def _expected_s(row: Row, calibration: Calibration) -> float | None:
     if not calibration.knows(device) or (shape := shape_of(size)) is None:
         return None
     operators = step_operators(shape, int(batch), int(context_length), precision, device)
-    parts = SUMS.get(phase, (phase,))
-    passed = sum(len(operators[part]) for part in parts if part in SUMS[BOTH])
-    seconds = sum(calibration.operators_s(operators[part], device=device) for part in parts)
-    return seconds + calibration.of_ranks(1, device).under_autograd_s(passed, begin=phase in SUMS)
+    return seconds_of(calibration, operators, SUMS.get(phase, (phase,)), device)
 
 
 def _planned(point: EndToEndPoint) -> list[dict[str, Any]]:

@@ -189,6 +189,7 @@ def _checkpoint(point: MemoryPoint) -> Iterator[dict[str, Any]]:
                 row["gate"] = error.reason
             else:
                 row |= {"gate": verdict(error, LARGEST_ERROR), "error": error}
+    expected.clear()
     right = [segment for segment, row in rows.items() if row["gate"] == "ok"]
     seconds, failed = time_those_that_run(
         {str(segment): {"step": partial(_step_with, step, segment)} for segment in right},
@@ -214,7 +215,11 @@ def _error(step: TrainingStep, segment: int, expected: dict[str, torch.Tensor]) 
 
 def _step_with(step: TrainingStep, segment: int) -> None:
     step.model.checkpoint_segment = segment
-    step.run()
+    try:
+        step.run()
+    except Exception:
+        step.drop_gradients()  # and what is saved for them, which others need room for
+        raise
 
 
 def _peak_of_segment(point: MemoryPoint, segment: int) -> int:

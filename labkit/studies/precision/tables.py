@@ -15,7 +15,7 @@ from labkit.nn.transformer import SIZES
 from labkit.studies.precision.dtypes import QUANTITIES
 from labkit.studies.precision.numerics import ACCUMULATIONS, NORM_STEPS
 from labkit.studies.precision.worker import BOTH, FULL, MODES, PrecisionPoint
-from labkit.studies.shared.step_operators import BACKWARD, FORWARD, step_operators
+from labkit.studies.shared.step_operators import BACKWARD, FORWARD, seconds_of, step_operators
 
 PRECISIONS = (FULL, "bfloat16", "float16")
 # Significant bits, the hidden one included; half a unit in the last place is 2^-bits of the value.
@@ -163,7 +163,7 @@ def _expected_s(row: Row, calibration: Calibration) -> float | None:
     size = (SIZES[row["model"]], int(row["batch"]), int(row["context_length"]))
     operators = step_operators(*size, row["alternative"], row["device"])
     parts = (FORWARD, BACKWARD) if row["mode"] == BOTH else (FORWARD,)
-    return sum(calibration.operators_s(operators[part], device=row["device"]) for part in parts)
+    return seconds_of(calibration, operators, parts, row["device"])
 
 
 def _planned(point: PrecisionPoint) -> list[dict[str, Any]]:

@@ -47,10 +47,10 @@ def attempt(alternative: str, action: Callable[[], T], *, device: str) -> T | Fa
         with turn_of(alternative, device) as turn:
             return action()
     except Exception as error:
-        everywhere = _all_ranks_raise(turn)
+        everywhere, out_of_memory = _how_all_ranks_raise(turn, is_out_of_memory(error))
         if everywhere:
             whose_turn.explain(reason_of(error, device))
-        if _is_one_of_several() and not (everywhere and is_out_of_memory(error)):
+        if _is_one_of_several() and not out_of_memory:
             raise
         whose_turn.end()
         return Failed(reason_of(error, device))
@@ -97,17 +97,18 @@ def _is_one_of_several() -> bool:
     return dist.is_initialized() and dist.get_world_size() > 1
 
 
-def _all_ranks_raise(turn: str) -> bool:
-    """Whether all ranks raise in this turn; those that do find each other within `PATIENCE_S`."""
+def _how_all_ranks_raise(turn: str, out_of_memory: bool) -> tuple[bool, bool]:
+    """Whether all ranks raise in this turn, and all for want of memory; they find each other within `PATIENCE_S`."""
     if not _is_one_of_several():
-        return True
+        return True, out_of_memory
     store, ranks = distributed_c10d._get_default_store(), dist.get_world_size()
     key, deadline = f"raised in {turn}", time.monotonic() + PATIENCE_S
+    store.add(f"{key} for want of memory", int(out_of_memory))  # before it counts: who sees all counted sees all of it
     raised = store.add(key, 1)
     while raised < ranks and time.monotonic() < deadline:
         time.sleep(0.01)
         raised = store.add(key, 0)
-    return raised >= ranks
+    return raised >= ranks, raised >= ranks == store.add(f"{key} for want of memory", 0)
 
 
 def time_those_that_run(

@@ -1,7 +1,7 @@
 """The operators of a training step of a Transformer, by phase: traced on fake tensors, which take no memory or time."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cache, partial
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from labkit.bench.operators import OperatorCall, operators_of
+from labkit.costs.calibration import Calibration
 from labkit.costs.transformer import TransformerShape
 from labkit.nn.training import TrainingStep, adamw
 
@@ -27,6 +28,15 @@ def step_operators(
     no backward pass even of fake tensors there. The optimizer is that of the device.
     """
     return {**_passes(shape, batch, context_length, precision), **_update(shape, device)}
+
+
+def seconds_of(calibration: Calibration, operators: Phases, parts: Iterable[str], device: str) -> float:
+    """What the operators of these parts of a step take by the machine's rates, under autograd."""
+    parts = list(parts)
+    passed = sum(len(operators[part]) for part in parts if part in (FORWARD, BACKWARD))
+    seconds = sum(calibration.operators_s(operators[part], device=device) for part in parts)
+    begin = {FORWARD, BACKWARD} <= set(parts)
+    return seconds + calibration.of_ranks(1, device).under_autograd_s(passed, begin=begin)
 
 
 @cache
