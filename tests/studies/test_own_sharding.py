@@ -122,7 +122,7 @@ def test_a_readers_own_models_are_gated_timed_weighed_and_named_and_a_mistake_co
     assert any(panel.startswith("mine, ") for panel in panels)
     ratios = predicting.break_even(frame, calibrated.made_up()).set_index("size")["predicted_ratio"]
     assert ratios.notna().to_dict() == {"nano": True, "mine": False, "wide": True}
-    assert {"mine", "wide"} <= set(tables.peaks(frame)["size"])
+    assert {"mine", "wide"} <= set(tables.made_of(frame, held=True)["size"])
     found = STUDY.findings(frame, run.coverage())
     assert {"mine", "wide"} <= set(found["formula"].table["size"]) & set(found["bytes"].table["size"])
     assert found["formula"].verdict == found["bytes"].verdict == "yes"

@@ -38,7 +38,9 @@ def measure_memory(point: ShardingPoint, device: str) -> Iterator[dict[str, Any]
     for way in point.ways:
         gc.collect()  # the way before, which is full of cycles, would be freed within this one's peak
         dist.barrier()
-        rows = attempt(way, partial(_memory_of, way, point, device, parameters), device=device) if way not in failed else []
+        if way in failed:
+            continue
+        rows = attempt(way, partial(_memory_of, way, point, device, parameters), device=device)
         if isinstance(rows, Failed):
             failed[way] = rows.reason
         else:
