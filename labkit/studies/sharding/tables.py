@@ -113,7 +113,7 @@ def peaks(frame: pd.DataFrame) -> pd.DataFrame:
 
 def made_of(frame: pd.DataFrame, *, held: bool = False) -> pd.DataFrame:
     """The parts of these peaks, long; `held`: only what ranks hold at the end of a step, without torch's ways."""
-    table = peaks(frame)
+    table = moments(frame) if held else peaks(frame)  # what is held is known without a peak
     names = {f"{part}_bytes": part for part in PARTS} | ({} if held else {"rest_bytes": REST})
     if held:
         table = table[(table["moment"] == MOMENTS[-1]) & ~table["way"].isin(TORCHS)]
