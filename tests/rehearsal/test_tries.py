@@ -29,6 +29,7 @@ SMALL = {
     "kernels": {},
     "gradient_buckets": {"sequences": [8]},
     "memory": {"precisions": ["float32"]},
+    "sharding": {"ways": ["ddp", "zero1"]},
     "sync_batchnorm": {"batches": [32], "features": [128]},
 }
 

@@ -9,7 +9,7 @@ import pandas as pd
 
 from labkit.costs.calibration import ALL_REDUCE, CPU, Calibration
 from labkit.costs.communication import MessageCost
-from labkit.costs.sharding import sent_bytes
+from labkit.costs.sharding import STAGES, sent_bytes
 from labkit.costs.transformer import SIZES, n_parameters
 from labkit.lab.advise.machine import WHOLE_STEP, newest_runs
 from labkit.lab.calibration import newest_calibration
@@ -69,6 +69,8 @@ def _sharding(frame: pd.DataFrame) -> Iterator[dict[str, Any]]:
     for transport, some in rows.rename(columns={"size": "workload"}).groupby("transport"):
         for step in _medians(some, "part", "way"):
             stage = step["way"].removeprefix("torch_")
+            if stage not in STAGES:  # a reader's own
+                continue
             is_torch = stage != step["way"]
             is_shared = transport == "shared" and not is_torch
             setting = (step["way"], step["workload"], step["batch"], step["world_size"])

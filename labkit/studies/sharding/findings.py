@@ -5,22 +5,23 @@ from dataclasses import replace
 import pandas as pd
 
 from labkit.bench.statistics import judged
+from labkit.costs.calibration import Calibration
 from labkit.costs.sharding import PARTS
 from labkit.lab.claims import Trend, claim, exact, published
 from labkit.lab.comparing import MEMORY, agreement, compared, contest, winner_of
 from labkit.lab.findings import Claim, Finding, Questions
+from labkit.lab.own_effects import with_own
 from labkit.lab.rows import select
-from labkit.lab.units import format_bytes, format_rate, format_seconds, format_share, span
+from labkit.lab.units import format_bytes, format_seconds, format_share, span
 from labkit.studies.sharding import gathers as gathers_tables
-from labkit.studies.sharding import tables
-from labkit.studies.sharding.tables import DDP, FSDP, ORDER, ZERO1, ZERO2
+from labkit.studies.sharding import predicting, tables
+from labkit.studies.sharding.tables import DDP, FSDP, LABKITS, TORCHS, ZERO1, ZERO2
 from labkit.studies.shared.rank_troubles import rank_troubles
 
 QUESTIONS = Questions()
 LITTLE_LONGER = 1.1  # than DDP's step, at the upper end of an interval: up to there a way is advised
 AS_PROMISED = 1.1  # a saving is what the formula promises up to this factor
 EXACT = 1.01  # the optimizer counts its steps, in a number per tensor
-OWN, TORCHS = ORDER[:4], ORDER[4:]
 PAIRS = dict(zip(TORCHS[1:], (ZERO1, FSDP), strict=True))  # of what is sharded
 WHAT_TO_SHARD = {ZERO1: "the optimizer", ZERO2: "the optimizer and gradients", FSDP: "everything"}
 
@@ -31,15 +32,9 @@ def _troubles(frame: pd.DataFrame, kind: str) -> str | None:
 
 @QUESTIONS.ask("peaks", "Does a rank need less memory in shards, and what is its peak made of?")
 def peaks(frame: pd.DataFrame) -> Finding | None:
-    found = contest(
-        tables.peak_ratios(frame),
-        "way",
-        DDP,
-        names=str,
-        axis=("world_size",),
-        quantity=MEMORY,
-        caveat=_troubles(frame, "memory"),
-    )
+    ratios, caveat = tables.peak_ratios(frame), _troubles(frame, "memory")
+    labkits = ratios[ratios["way"].isin(LABKITS)]
+    found = contest(labkits, "way", DDP, names=str, axis=("world_size",), quantity=MEMORY, caveat=caveat)
     parts = tables.peaks(frame)
     if found is None or parts.empty:
         return found
@@ -53,7 +48,8 @@ def peaks(frame: pd.DataFrame) -> Finding | None:
             f"{format_share(one['optimizer_bytes'] / one['peak_bytes'])} optimizer state; in shards each of "
             f"{one['world_size']} ranks keeps {format_share(1 / one['world_size'])} of that."
         )
-    return replace(found, table=parts[[*columns, "rest_bytes"]], why=why)
+    found = replace(found, table=parts[[*columns, "rest_bytes"]], why=why)
+    return with_own(found, ratios, "way", LABKITS, DDP, axis=("world_size",), quantity=MEMORY, names=str)
 
 
 @QUESTIONS.ask("formula", "Does a rank hold the bytes that the formulas say?")
@@ -116,24 +112,15 @@ def zero_stage_1(frame: pd.DataFrame) -> Finding | None:
 
 @QUESTIONS.ask("time", "Is a step in shards faster than one with whole copies?", "sharding")
 def time(frame: pd.DataFrame) -> Finding | None:
-    table = tables.steps_over(frame, DDP, *OWN[1:])
-    # where only the optimizer was tried, nothing can be said of the others: `break_even`
-    many = table.groupby(list(tables.SETTING))["way"].transform("nunique") > 1 if len(table) else []
-    table = table[many] if len(table) else table
-    found = contest(
-        table,
-        "way",
-        DDP,
-        names=str,
-        axis=("transport", "size", "world_size"),
-        caveat=_troubles(frame, "time"),
-    )
-    if found is None or table.empty or found.verdict == "undecided":
-        return found
-    slower = found.table[found.table["verdict"] == "slower"] if found.table is not None else table[:0]
-    told = [f"{row['way']} takes {format_share(row['ratio'] - 1)} longer." for row in slower.to_dict("records")]
-    why = " ".join(filter(None, [_of_the_optimizer(frame), *told]))
-    return replace(found, advice=_advice(judged(table)), why=why or None)
+    everything = tables.contests(tables.steps_over(frame, DDP))  # of the others: `break_even`
+    table, axis = everything[everything["way"].isin(LABKITS)], ("transport", "size", "world_size")
+    found = contest(table, "way", DDP, names=str, axis=axis, caveat=_troubles(frame, "time"))
+    if found is not None and len(table) and found.verdict != "undecided":
+        slower = found.table[found.table["verdict"] == "slower"] if found.table is not None else table[:0]
+        told = [f"{row['way']} takes {format_share(row['ratio'] - 1)} longer." for row in slower.to_dict("records")]
+        why = " ".join(filter(None, [_of_the_optimizer(frame), *told]))
+        found = replace(found, advice=_advice(judged(table)), why=why or None)
+    return with_own(found, everything, "way", (*LABKITS, *TORCHS), DDP, axis=axis, names=str)
 
 
 def _advice(table: pd.DataFrame) -> str:
@@ -185,28 +172,25 @@ def against_torch(frame: pd.DataFrame) -> Finding | None:
 
 
 @QUESTIONS.ask("break_even", "When does sharding the optimizer save time?")
-def break_even(frame: pd.DataFrame) -> Finding | None:
-    table = tables.break_even(frame)
+def break_even(frame: pd.DataFrame, calibration: Calibration | None) -> Finding | None:
+    table = predicting.break_even(frame, calibration)
     found = compared(
         table, ZERO1, DDP, axis=("optimizer", "transport", "size", "batch"), caveat=_troubles(frame, "time")
     )
-    if found is None or found.table is None or "predicted_ratio" not in found.table:
+    known = found.table.dropna(subset="predicted_ratio") if found is not None and found.table is not None else table[:0]
+    if found is None or known.empty:
         return found
-    clear = found.table[found.table["verdict"] != "no difference shown"]
-    right = ((clear["predicted_ratio"] < 1) == (clear["ratio"] < 1)).sum()
     told = [
-        f"{optimizer} {'through shared memory' if transport == 'shared' else 'by messages'} {_rates(rows)}"
-        for (optimizer, transport), rows in found.table.groupby(["optimizer", "transport"])
+        f"{span(rows['saved_over_paid'])} with {optimizer} "
+        f"{'through shared memory' if transport == 'shared' else 'by messages'}"
+        for (optimizer, transport), rows in known.groupby(["optimizer", "transport"])
     ]
-    why = f"It pays where a gather moves more per second than the optimizer updates: {', '.join(told)}."
+    why = f"What the update saves over what the gather costs, by the calibration: {', '.join(told)}."
+    clear = known[known["verdict"] != "no difference shown"]
     if len(clear):
-        why += f" The prediction has the right sign in {right} of {len(clear)} settings that differ clearly."
+        right = ((clear["predicted_ratio"] < 1) == (clear["ratio"] < 1)).sum()
+        why += f" The sign so predicted is right in {right} of {len(clear)} settings that differ clearly."
     return replace(found, why=why)
-
-
-def _rates(rows: pd.DataFrame) -> str:
-    has, needs = rows["gather_bytes_per_s"].median(), rows["needed_bytes_per_s"].median()
-    return f"{format_rate(has)} against {format_rate(needs)}"
 
 
 @QUESTIONS.ask("gathers", "Does a step wait less for FSDP's gathers than they take alone?")

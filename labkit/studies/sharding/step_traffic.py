@@ -1,6 +1,6 @@
 """What the collectives of one step sent, against the formulas: calls that are missing, doubled or extra are wrong."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from labkit.costs.communication import ALL_GATHER_COSTS, REDUCE_SCATTER_COSTS
-from labkit.costs.sharding import moved_bytes
+from labkit.costs.sharding import STAGES, moved_bytes
 from labkit.parallel.collectives import ALGORITHMS
 from labkit.parallel.sharding.gathering import ALIGNMENT_BYTES
 from labkit.parallel.traffic import Collective
@@ -19,23 +19,25 @@ FOLDING = ("recursive_doubling", "halving_doubling")
 NOTES, TCP = "notes", "all of them, by TCP"
 
 
-def traffic_rows(way: str, traffic: Sequence[Collective], whole: Mapping[str, Tensor]) -> Iterator[dict[str, Any]]:
+def traffic_rows(
+    way: str, traffic: Sequence[Collective], whole: Mapping[str, Tensor], trained: Collection[str]
+) -> Iterator[dict[str, Any]]:
     """A row for every collective that a step should run or did: calls, bytes of tensors, bytes sent, mean over ranks.
 
     And whether they are right: the tensors are those of the formulas, and every message is one of the algorithm that
-    was chosen. `formula_bytes` is what the stage should send, whatever was called; notes have none.
+    was chosen. `formula_bytes` is what the stage should send, whatever was called; notes have none, nor have a reader's
+    ways, of which the bytes of tensors may be any. `trained`: names of parameters that are not frozen.
     """
     world_size = dist.get_world_size()
-    replicated = sum(value.nbytes for value in whole.values() if value.dim() < 2)
     model_bytes = sum(value.nbytes for value in whole.values())
-    moved = moved_bytes(model_bytes, way, replicated_bytes=replicated)
+    moved = _expected_moves(way, whole, trained) if way in STAGES else None
     found: dict[str, list[Collective]] = {name: [] for name in (*COLLECTIVES, NOTES)}
     for call in traffic:
         is_note = way == "zero3" and call.dtype == "float64"  # FSDP's ranks compare notes in float64
         found[NOTES if is_note else call.collective].append(call)
     for name, calls in found.items():
         tensors = sum(call.n_bytes for call in calls)
-        expected = None if name == NOTES else moved.get(name, 0)
+        expected = None if name == NOTES or moved is None else moved.get(name, 0)
         padding = _most_padding(whole.values(), len(calls)) if name == "all_gather" else 0
         is_off = expected is not None and not 0 <= tensors - expected <= padding
         by_algorithm = sum(_sent_by_all(call, world_size) for call in calls) / world_size
@@ -52,17 +54,28 @@ def traffic_rows(way: str, traffic: Sequence[Collective], whole: Mapping[str, Te
                 "sent_bytes": sent / world_size,
                 "formula_bytes": None if expected is None else phases * expected * (world_size - 1) / world_size,
                 "model_bytes": model_bytes,
-                "is_right": sent == should_send and ranks_off == 0,
+                "is_right": moved is None or (sent == should_send and ranks_off == 0),
             }
 
 
-def tcp_row(before: int | None, after: int | None, whole: Mapping[str, Tensor]) -> list[dict[str, Any]]:
-    """A row for a step of torch's, whose collectives are not seen: what its sockets sent, gloo's headers included.
+def _expected_moves(stage: str, whole: Mapping[str, Tensor], trained: Collection[str]) -> Mapping[str, int]:
+    """Of a model with frozen parameters all but these are averaged and updated; sharded, frozen ones are gathered."""
+    of_trained = _moved(stage, [value for name, value in whole.items() if name in trained])
+    return {**of_trained, "all_gather": _moved(stage, whole.values())["all_gather"]} if stage == "zero3" else of_trained
 
-    None where the system does not count, or nothing went by TCP (NCCL).
+
+def _moved(stage: str, values: Collection[Tensor]) -> Mapping[str, int]:
+    replicated = sum(value.nbytes for value in values if value.dim() < 2)
+    return moved_bytes(sum(value.nbytes for value in values), stage, replicated_bytes=replicated)
+
+
+def tcp_row(before: int | None, after: int | None, known: int, whole: Mapping[str, Tensor]) -> list[dict[str, Any]]:
+    """A row for what is not seen of a step of torch's or a reader's: what sockets sent, gloo's headers included.
+
+    Less `known` bytes, which were. None where the system does not count, or nothing went by TCP (NCCL).
     """
     device = next(iter(whole.values())).device
-    own = 0 if before is None or after is None else after - before
+    own = 0 if before is None or after is None else max(0, after - before - known)
     sent = torch.tensor(own, dtype=torch.float64, device=device)
     dist.all_reduce(sent)
     if device.type != "cpu" or not sent:

@@ -12,13 +12,14 @@ import pandas as pd
 from labkit.costs.memory import activation_bytes
 from labkit.costs.sharding import PARTS, STAGES, state_bytes
 from labkit.costs.transformer import SIZES, parameters_by_part
+from labkit.lab.own_models import without_own
 from labkit.lab.project import reference_directory
 from labkit.lab.rows import Measured, in_order, select
 from labkit.scaling.model import parameters as parameters_of
 from labkit.scaling.named_models import NAMED
 from labkit.studies.sharding.memory import LEAST_PEAK
 from labkit.studies.sharding.step_traffic import NOTES
-from labkit.studies.sharding.worker import GATHER, PHASES, UPDATES
+from labkit.studies.sharding.worker import PHASES
 
 NAMES = {
     "ddp": "DDP",
@@ -30,7 +31,8 @@ NAMES = {
     "torch_zero3": "torch's FSDP",
 }
 ORDER = tuple(NAMES.values())
-DDP, ZERO1, ZERO2, FSDP = ORDER[:4]
+LABKITS, TORCHS = ORDER[:4], ORDER[4:]
+DDP, ZERO1, ZERO2, FSDP = LABKITS
 WHERE = ("size", "batch", "optimizer", "transport", "world_size")
 SETTING = (*WHERE, "device")
 STEP, WAITING = "step", "waiting for gathers"
@@ -62,66 +64,29 @@ def timed(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def times(frame: pd.DataFrame) -> pd.DataFrame:
-    """Median seconds by setting, way and part, with interval; of settings in which more than a pair took turns."""
-    rows = timed(frame)
-    rows = rows[~rows["way"].isin((GATHER, UPDATES))]
-    table = PARTS_OF_STEP.medians(rows)
-    many = table.groupby(list(SETTING))["way"].transform("nunique") > 2 if len(table) else []
-    table = table[many] if len(table) else table
+    """Median seconds by setting, way and part, with interval; of `contests`."""
+    table = PARTS_OF_STEP.medians(timed(frame), part=[*PHASES, STEP, WAITING])
     columns = [*WHERE, "way", "part", "seconds", "low", "high"]
-    return in_order(table, way=ORDER, part=[*PHASES, STEP, WAITING])[columns]
+    return in_order(contests(table), size=SIZES, way=ORDER, part=[*PHASES, STEP, WAITING])[columns]
+
+
+def contests(table: pd.DataFrame) -> pd.DataFrame:
+    """The settings in which more than the sharded optimizer was tried beside DDP."""
+    others = ~table["way"].isin((DDP, ZERO1))
+    return table[others.groupby([table[name] for name in WHERE]).transform("any")] if len(table) else table
 
 
 def in_panels(table: pd.DataFrame) -> pd.DataFrame:
-    """Add `panel`: what labkit's ways send by, and how many ranks there are."""
-    panels = [f"{by}, {ranks} ranks" for by, ranks in zip(table["transport"], table["world_size"], strict=True)]
-    return table.assign(panel=panels)
+    """Add `panel`: what labkit's ways send by, and how many ranks there are; of several models also which."""
+    several = table["size"].nunique() > 1
+    about = zip(table["size"], table["transport"], table["world_size"], strict=True)
+    return table.assign(panel=[f"{f'{size}, ' if several else ''}{by}, {ranks} ranks" for size, by, ranks in about])
 
 
 def steps_over(frame: pd.DataFrame, baseline: str, *ways: str) -> pd.DataFrame:
-    """Time of a step over that of another way, from the same rounds: `ratio`, interval, verdict."""
-    return in_order(STEPS.over(timed(frame), baseline, part=STEP, way=[baseline, *ways]), way=ORDER)
-
-
-def break_even(frame: pd.DataFrame) -> pd.DataFrame:
-    """ZeRO-1 over DDP by setting, with what was predicted of it from DDP's step and a gather of updates alone.
-
-    A step saves (p-1)/p of the optimizer's time and pays a gather of all parameters, copies in and out included.
-    `needed_bytes_per_s` is what a gather has to move for both to be equal, `gather_bytes_per_s` what it does move.
-    """
-    ratios, rows = steps_over(frame, DDP, ZERO1), timed(frame)
-    added = ["predicted_ratio", "optimizer_s", "gather_s", "needed_bytes_per_s", "gather_bytes_per_s"]
-    if ratios.empty:
-        return ratios.reindex(columns=[*ratios.columns, *added])
-    keys = list(SETTING)
-    alone = STEPS.medians(rows, part=UPDATES)[[*keys, "seconds"]].rename(columns={"seconds": "gather_s"})
-    whole = STEPS.medians(rows, part=STEP, way=DDP)[[*keys, "seconds"]].rename(columns={"seconds": "ddp_s"})
-    update = STEPS.medians(rows, part="optimizer", way=DDP)[[*keys, "seconds"]]
-    table = ratios.merge(alone, on=keys).merge(whole, on=keys)
-    table = table.merge(update.rename(columns={"seconds": "optimizer_s"}), on=keys)
-    others = (table["world_size"] - 1) / table["world_size"]
-    saved, n_bytes = others * table["optimizer_s"], table["size"].map(_model_bytes)
-    table = table.assign(
-        predicted_ratio=(table["ddp_s"] - saved + table["gather_s"]) / table["ddp_s"],
-        needed_bytes_per_s=n_bytes / table["optimizer_s"],
-        gather_bytes_per_s=others * n_bytes / table["gather_s"],
-    )
-    return table[[*ratios.columns, *added]]
-
-
-def _model_bytes(size: str) -> int:
-    return 4 * sum(parameters_by_part(SIZES[size]).values())
-
-
-def predictions(frame: pd.DataFrame) -> pd.DataFrame:
-    """The same ratios, long: a row as measured, with its interval, and a row as predicted."""
-    table = break_even(frame)
-    about = [f"{size}, batch {batch}" for size, batch in zip(table["size"], table["batch"], strict=True)]
-    panels = [f"{name}, {by}" for name, by in zip(table["optimizer"], table["transport"], strict=True)]
-    table = table.assign(model=about, panel=panels, kind="measured")
-    keys = ["model", "panel", "world_size", "kind"]
-    predicted = table[[*keys[:3], "predicted_ratio"]].rename(columns={"predicted_ratio": "ratio"})
-    return pd.concat([table[[*keys, "ratio", "low", "high"]], predicted.assign(kind="predicted")], ignore_index=True)
+    """Time of a step of these ways, or of all, over that of another, from the same rounds: `ratio`, interval."""
+    wanted = {"way": [baseline, *ways]} if ways else {}
+    return in_order(STEPS.over(timed(frame), baseline, part=STEP, **wanted), way=ORDER)
 
 
 def moments(frame: pd.DataFrame) -> pd.DataFrame:
@@ -147,11 +112,11 @@ def peaks(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def made_of(frame: pd.DataFrame, *, held: bool = False) -> pd.DataFrame:
-    """The parts of these peaks, long; `held`: only what ranks hold at the end of a step, at labkit's stages."""
-    table = peaks(frame)
+    """The parts of these peaks, long; `held`: only what ranks hold at the end of a step, without torch's ways."""
+    table = moments(frame) if held else peaks(frame)  # what is held is known without a peak
     names = {f"{part}_bytes": part for part in PARTS} | ({} if held else {"rest_bytes": REST})
     if held:
-        table = table[(table["moment"] == MOMENTS[-1]) & table["way"].isin(ORDER[:4])]
+        table = table[(table["moment"] == MOMENTS[-1]) & ~table["way"].isin(TORCHS)]
     long = table.melt(["size", "world_size", "way", "moment"], list(names), "part", "bytes")
     panels = [f"{size}, {ranks} ranks" for size, ranks in zip(long["size"], long["world_size"], strict=True)]
     long = long.assign(part=long["part"].map(names).replace({"optimizer": "optimizer state"}), panel=panels)
@@ -162,7 +127,7 @@ def peak_ratios(frame: pd.DataFrame) -> pd.DataFrame:
     """The higher of the peaks before and after the optimizer's step over that of DDP."""
     table = _highest(peaks(frame))
     over = Measured(("size", "world_size", "device"), "way", value="peak_bytes", exact=True)
-    return in_order(over.over(table, DDP, way=list(ORDER[:4])), size=SIZES, world_size=None, way=ORDER)
+    return in_order(over.over(table[~table["way"].isin(TORCHS)], DDP), size=SIZES, world_size=None, way=ORDER)
 
 
 def _highest(table: pd.DataFrame) -> pd.DataFrame:
@@ -196,7 +161,7 @@ def against_formula(frame: pd.DataFrame) -> pd.DataFrame:
 def savings(frame: pd.DataFrame) -> pd.DataFrame:
     """By stage, the peak less than DDP's, beside what the formula says is held less."""
     table, keys = _highest(peaks(frame)), ["size", "world_size"]
-    table = table[table["way"].isin(ORDER[:4])]
+    table = table[table["way"].isin(LABKITS)]
     formula = table[[f"formula_{part}_bytes" for part in PARTS]].sum(axis=1)
     table = table.assign(formula_bytes=formula)[[*keys, "way", "peak_bytes", "formula_bytes"]]
     of_ddp = table[table["way"] == DDP].drop(columns="way")
@@ -212,7 +177,7 @@ def sent(frame: pd.DataFrame) -> pd.DataFrame:
     """By way and collective: calls per step, bytes of tensors, bytes that a rank sends (mean over ranks), the formula.
 
     `of_model`: the tensors over the model's own bytes, Psi. `measured_over_predicted` is infinite where the formula has
-    nothing, and there is none of FSDP's notes and torch's ways, which no formula has.
+    nothing, and there is none of FSDP's notes and of ways that are not labkit's, which no formula has.
     """
     numbers = ["calls", "tensors_bytes", "sent_bytes", "formula_bytes", "model_bytes"]
     columns = [*WHERE, "way", "collective", *numbers]
@@ -226,6 +191,14 @@ def sent(frame: pd.DataFrame) -> pd.DataFrame:
     return in_order(rows, way=ORDER).reset_index(drop=True)
 
 
+def sent_in_panels(frame: pd.DataFrame) -> pd.DataFrame:
+    """The same by the first transport and number of ranks, for each model."""
+    table = contests(sent(frame))
+    for name in ("world_size", "transport"):
+        table = table[table[name] == table[name].iloc[:1].squeeze()]
+    return in_order(table, size=SIZES, way=ORDER)
+
+
 def sent_per_step(frame: pd.DataFrame) -> pd.DataFrame:
     """By way, all collectives together: bytes that a rank sends per step, and in units of Psi (p-1)/p."""
     table = sent(frame).groupby([*WHERE, "way"], as_index=False)[["sent_bytes", "model_bytes"]]
@@ -237,7 +210,7 @@ def sent_per_step(frame: pd.DataFrame) -> pd.DataFrame:
 
 def fits(frame: pd.DataFrame) -> pd.DataFrame:
     """By stage: the largest size whose training fits into this machine; and, states alone, into GPUs of 80 GiB."""
-    table = moments(frame)
+    table = moments(without_own(frame))
     columns = ["place", "world_size", "way", "model", "parameters", "needed_bytes", "memory_bytes"]
     found: list[list[object]] = []
     for _, one in table.drop_duplicates(["world_size"]).iterrows():

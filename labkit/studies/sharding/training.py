@@ -9,8 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import SGD, AdamW, Optimizer
 
+from labkit.lab.own_models import source_of
 from labkit.lab.point import Point
-from labkit.nn.workloads import Workload, workload_named
+from labkit.nn import workloads
 from labkit.parallel.sharding.implementations import shard
 
 OPTIMIZERS: Mapping[str, tuple[type[Optimizer], Mapping[str, Any]]] = MappingProxyType(
@@ -44,10 +45,15 @@ class ShardingPoint(Point):
         return f"{super().title()}, {about}"
 
 
-def workload_of(point: ShardingPoint, device: str, rank: int) -> Workload:
+def workload_of(point: ShardingPoint, device: str, rank: int) -> workloads.Workload:
     """The model, and the batch of a rank."""
-    seed = (1000 * point.seed + rank) % 2**63
-    return workload_named(point.size, batch=point.batch, context_length=point.context_length, device=device, seed=seed)
+    return workloads.workload_of(
+        source_of(point.size),
+        batch=point.batch,
+        context_length=point.context_length,
+        device=device,
+        seed=(1000 * point.seed + rank) % 2**63,
+    )
 
 
 class Training:
@@ -59,6 +65,7 @@ class Training:
         self.model, self.optimizer = shard(
             way, self._workload.build(), optimizer, transport=point.transport, **settings
         )
+        self._finish = getattr(self.model, "finish_gradient_synchronization", None)
         self._loss: Tensor | None = None
 
     def forward(self) -> None:
@@ -68,6 +75,8 @@ class Training:
         assert self._loss is not None, "forward comes first"
         self._loss.backward()
         self._loss = None
+        if self._finish is not None:  # labkit's and torch's have finished; a reader's may not have
+            self._finish()
 
     def step(self) -> None:
         self.optimizer.step()

@@ -6,34 +6,28 @@
 Messages are counted before they are timed: bytes that are not those of the formulas are wrong results.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from labkit.bench.gate import verdict, worst_of_ranks
 from labkit.parallel.collectives import all_gather
 from labkit.parallel.ranks.device import use_device
-from labkit.parallel.sharding import ShardedOptimizer
-from labkit.parallel.sharding.implementations import TORCHS, whole_parameters
+from labkit.parallel.sharding.implementations import LABKITS, TORCHS, whole_parameters
 from labkit.parallel.traffic import recorded_traffic, tcp_bytes_sent
-from labkit.parallel.transport import SHARED, empty_for_all_reduce, transport_in_use
+from labkit.parallel.transport import POINT_TO_POINT, SHARED, empty_for_all_reduce, transport_in_use
+from labkit.studies.sharding.gate import OneProcess, train_in_one_process
 from labkit.studies.sharding.memory import measure_memory
 from labkit.studies.sharding.step_traffic import tcp_row, traffic_rows
-from labkit.studies.sharding.training import OPTIMIZERS, ShardingPoint, Training, workload_of
+from labkit.studies.sharding.training import ShardingPoint, Training
 from labkit.studies.shared.alternatives import Failed, attempt, time_those_that_run
 
 PHASES = ("forward", "backward", "optimizer")
 GATHER = "gather"
 """An all-gather of as many bytes as the model has, with nothing else to do."""
-UPDATES = "gather of updates"
-"""What ends a step of ZeRO-1, with nothing else to do: updated parameters packed, gathered, and copied out."""
-GATE_STEPS = 2
-LARGEST_ERROR = 1e-2
-"""Of a parameter, over the largest change of its tensor."""
 BUCKET_BYTES = 25 * 2**20
 
 
@@ -48,10 +42,11 @@ def measure_point(point: ShardingPoint) -> Iterator[dict[str, Any]]:
 
 
 def _times(point: ShardingPoint, device: str) -> Iterator[dict[str, Any]]:
-    start, expected = _one_process(point, device)
+    references = train_in_one_process(point, device)
+    model_bytes = sum(value.nbytes for value in references[0].expected.values())
     trainings: dict[str, Training] = {}
     for way in point.ways:
-        found = attempt(way, partial(_checked_steps, way, point, device, start, expected), device=device)
+        found = attempt(way, partial(_checked_steps, way, point, device, references), device=device)
         if isinstance(found, Failed):
             yield {"way": way, "gate": found.reason}
             continue
@@ -61,54 +56,35 @@ def _times(point: ShardingPoint, device: str) -> Iterator[dict[str, Any]]:
             trainings[way] = training
         else:
             yield about
-    del expected
-    yield from _timed_rows(point, device, trainings, sum(value.nbytes for value in start.values()))
+    del references
+    yield from _timed_rows(point, device, trainings, model_bytes)
 
 
 def _checked_steps(
-    way: str, point: ShardingPoint, device: str, start: dict[str, Tensor], expected: dict[str, Tensor]
+    way: str, point: ShardingPoint, device: str, references: Sequence[OneProcess]
 ) -> tuple[Training, dict[str, Any], list[dict[str, Any]]]:
-    """A training after `GATE_STEPS` steps, what the gate says of it, and what its last step has sent."""
-    training = Training(way, point, device)
-    training.run()
+    """A training after as many steps, what the gate says of it, and what its last step has sent."""
+    training, (*before_last, reference) = Training(way, point, device), references
+    for earlier in before_last:
+        training.run()
+        if way not in LABKITS + TORCHS:
+            error, gate = earlier.check(whole_parameters(training.model))
+            if gate != "ok":
+                return training, {"way": way, "error": error, "gate": gate}, []
     dist.barrier()
     before = tcp_bytes_sent()
     with recorded_traffic() as traffic:
         training.run()
     by_tcp = tcp_bytes_sent()
-    error = worst_of_ranks(_error(whole_parameters(training.model), expected, start))
-    about = {"way": way, "error": error, "gate": verdict(error, LARGEST_ERROR)}
-    rows = list(traffic_rows(way, traffic, start)) if way not in TORCHS else tcp_row(before, by_tcp, start)
+    error, gate = reference.check(whole_parameters(training.model))
+    about = {"way": way, "error": error, "gate": gate}
+    rows = list(traffic_rows(way, traffic, reference.expected, reference.trained)) if way not in TORCHS else []
+    if way not in LABKITS:
+        known = sum(call.sent_bytes for call in traffic) if point.transport == POINT_TO_POINT else 0
+        rows += tcp_row(before, by_tcp, known, reference.expected)
     if wrong := [row["collective"] for row in rows if not row.pop("is_right")]:
         about["gate"] = f"wrong: bytes sent by {', '.join(wrong)} are not those of the formulas"
     return training, about, rows
-
-
-def _one_process(point: ShardingPoint, device: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Parameters before and after training with the batches of all ranks in one process: what all ways must come to."""
-    workloads = [workload_of(point, device, rank) for rank in range(dist.get_world_size())]
-    model = workloads[0].build()
-    start = _copied(model)
-    make, settings = OPTIMIZERS[point.optimizer]
-    optimizer = make(model.parameters(), **settings)
-    for _ in range(GATE_STEPS):
-        optimizer.zero_grad()
-        for workload in workloads:
-            (workload.loss(model) / len(workloads)).backward()
-        optimizer.step()
-    return start, _copied(model)
-
-
-def _copied(model: nn.Module) -> dict[str, Tensor]:
-    return {name: value.detach().clone() for name, value in model.named_parameters()}
-
-
-def _error(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> float:
-    """Largest deviation of a parameter over the largest change of its tensor: 1 where it has not been updated."""
-    if found.keys() != expected.keys():
-        return float("inf")
-    errors = [(found[name] - one).abs().max() / (one - start[name]).abs().max() for name, one in expected.items()]
-    return float(torch.stack(errors).max())
 
 
 def _timed_rows(
@@ -118,13 +94,9 @@ def _timed_rows(
     actions: dict[str, dict[str, Callable[[], Any]]] = {
         way: dict(zip(PHASES, (one.forward, one.backward, one.step), strict=True)) for way, one in trainings.items()
     }
-    if set(trainings) - set(TORCHS):
+    if set(trainings) & set(LABKITS):
         buffer = empty_for_all_reduce(model_bytes, torch.uint8, torch.device(device), None, point.transport)
         actions[GATHER] = {GATHER: lambda: _gather(buffer, point.transport)}
-    if "zero1" in trainings:
-        optimizer = trainings["zero1"].optimizer
-        assert isinstance(optimizer, ShardedOptimizer)
-        actions[UPDATES] = {UPDATES: optimizer.gather_parameters}
     turns: dict[str, list[int]] = {name: [] for name in actions}
 
     def prepare(name: str) -> None:
