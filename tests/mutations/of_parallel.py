@@ -8,6 +8,7 @@ BOARDS = ("tests/parallel/test_boards.py",)
 CONTRACT = ("tests/parallel/test_data_parallel.py",)
 EXACT = ("tests/parallel/test_collectives.py", "-k", "whole_numbers")
 LAYOUTS = ("tests/parallel/test_collectives.py", "-k", "layout or overflow")
+PHASES = ("tests/parallel/test_phases.py",)
 SHARDED = ("tests/parallel/test_sharded_optimizer.py",)
 FSDP = ("tests/parallel/test_fsdp.py",)
 SHARED_MEMORY = ("tests/parallel/test_shared_transport.py",)
@@ -39,14 +40,19 @@ MISTAKES = [
     *mistakes(
         "parallel/phases.py",
         EXACT,
-        ring_never_divides=("last = divisor if divisor and s == p - 2 else 1", "last = 1"),
+        ring_never_divides=("(divisor, end) if divisor and s == p - 2", "(1, end) if divisor and s == p - 2"),
         butterfly_sends_the_wrong_chunk=(
-            "Step(pieces[target][i], target, pieces[r]",
-            "Step(pieces[source][i], target, pieces[r]",
+            "steps.append(Step(pieces[target][i], target,",
+            "steps.append(Step(pieces[source][i], target,",
         ),
         one_shot_leaves_out_a_rank=("for other in others:", "for other in others[1:]:"),
         a_folded_rank_is_not_added=("inward=True, add=True)", "inward=True, add=False)"),
         the_wrong_half_is_kept=("kept = k & -distance  #", "kept = ~k & -distance  #"),
+    ),
+    *mistakes(
+        "parallel/phases.py",
+        PHASES,
+        a_shard_that_goes_elsewhere_misses_ranks=("if into is None or source == first else (into, None)", ""),
     ),
     *mistakes(
         "parallel/collectives.py",

@@ -143,6 +143,30 @@ def _check_memory() -> list[str]:
     return wrong
 
 
+class Dropped(nn.Module):
+    """Backward never comes to the second layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.layers[1](x)
+        return self.layers[0](x)
+
+
+def _check_released() -> list[str]:
+    """What was to be kept until backward is given back by its end, where backward never came, too."""
+    model = FSDP(Dropped(), reshard_after_forward=False, replicate_below=0)
+    with AllocationLedger() as ledger:
+        outputs = model(inputs(0))
+        kept = [each for each in ledger.allocations if each.operator == "resize_storage" and each.freed is None]
+        outputs.mean().backward()
+    gathered = [each for each in ledger.allocations if each.operator == "resize_storage"]
+    wrong = [] if len(kept) > 1 else ["nothing was kept until backward"]
+    return wrong + ["whole parameters are kept after backward"] * any(each.freed is None for each in gathered)
+
+
 class Counted:
     """Bytes that this rank sends point to point."""
 
@@ -500,6 +524,7 @@ SECTIONS: dict[str, tuple[int, Callable[[], list[str]]]] = {
     "the wrappers' easy cases, ZeRO-2": (2, partial(_check_wrappers_cases, 2, hard=False)),
     "bitwise": (2, _check_bitwise),
     "memory": (2, _check_memory),
+    "released": (2, _check_released),
     "messages": (2, _check_messages),
     "messages of four": (4, _check_messages),
     "order": (2, _check_order),
