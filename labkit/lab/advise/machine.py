@@ -22,6 +22,7 @@ from labkit.nn.attention_implementations import RESERVED
 from labkit.parallel.data_parallel.implementations import OWN_NAMES
 
 WHOLE_STEP = ("forward", "backward", "optimizer")
+WRAPPERS, OF_STEP = Measured(("workload", "world_size"), "implementation"), "_of_step"
 FARTHEST = 2.0
 """By this factor the length of a sequence may differ from a measured one for its result to be taken over."""
 JOINED = Measured(("model", "world_size"), "implementation")
@@ -154,9 +155,10 @@ def _recommendation(topic: _Topic, model: str, context_length: int, runs: Mappin
     best, why = _choice(judged(ratios), near.index, topic.column)
     if best is None:
         return Recommendation(topic.field, topic.lab, default, why)
+    gain = [f"{name}{OF_STEP}" if f"ratio{OF_STEP}" in best else name for name in ("ratio", "low", "high")]
     return Recommendation(
         *(topic.field, topic.lab, topic.value(best[topic.column]), why),
-        *(float(best["ratio"]), float(best["low"]), float(best["high"])),
+        *(float(best[gain[0]]), float(best[gain[1]]), float(best[gain[2]])),
         share=_passes_share(runs, model) if topic.field == "precision" else 1.0,
     )
 
@@ -229,15 +231,20 @@ def _attention(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def _wrapper(frame: pd.DataFrame) -> pd.DataFrame:
-    ratios = _wrapper_ratios(frame)
-    return ratios[ratios["implementation"].isin(OWN_NAMES)]  # not a reader's own: it cannot be named elsewhere
+    """Chosen by backward, as the lab's own answer is: there a wrapper works. What it gains is of the step."""
+    rows = select(frame, ["workload", "implementation"], sweep="implementations", phase="backward")
+    ratios = WRAPPERS.over(rows[rows["implementation"] != "local"], "torch")
+    ratios = ratios[ratios["implementation"].isin(OWN_NAMES)]  # not a reader's own: it cannot be named elsewhere
+    keys = list(WRAPPERS.columns)
+    of_step = _wrapper_ratios(frame)[[*keys, "ratio", "low", "high"]]
+    return ratios.merge(of_step, how="left", on=keys, suffixes=("", OF_STEP))
 
 
 def _wrapper_ratios(frame: pd.DataFrame) -> pd.DataFrame:
     """Steps under each wrapper over those under torch's; "local" is without any."""
     rows = select(frame, ["workload", "implementation"], sweep="implementations", phase=list(WHOLE_STEP))
     whole = _summed(rows, ["workload", "world_size", "implementation"])
-    return Measured(("workload", "world_size"), "implementation").over(whole, "torch")
+    return WRAPPERS.over(whole, "torch")
 
 
 def _bucket(frame: pd.DataFrame) -> pd.DataFrame:

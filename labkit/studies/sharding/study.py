@@ -67,7 +67,7 @@ class ShardingStudy(Study):
     profiles = {
         "smoke": ShardingConfig(
             sizes=["nano"],
-            swept_sizes=[],
+            swept_sizes=["nano"],
             swept_batches=[1],
             transports=["shared"],
             memory_sizes=["nano"],
