@@ -19,7 +19,7 @@ from labkit.studies.sharding import predicting, tables
 from labkit.studies.sharding.study import STUDY
 from tests import calibrated
 
-SMOKE = STUDY.profiles["smoke"].model_copy(update={"ways": ["ddp", "zero1"]})
+SMOKE = STUDY.profiles["smoke"].model_copy(update={"ways": ["ddp", "zero1"], "swept_sizes": []})
 HERE = r"line \d+ of test_own_sharding.py"
 
 
