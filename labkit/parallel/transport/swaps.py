@@ -27,7 +27,7 @@ from labkit.parallel.transport.contract import Step, taken_in
 from labkit.parallel.transport.errors import refuse_length
 from labkit.parallel.transport.semaphores import Semaphores
 
-MOST_BYTES = 256 << 10  # what is longer may lie in shared memory, and is not copied then
+MOST_BYTES = 512 << 10
 BUDGET_BYTES = 1 << 20  # of what slots hold, in each mailbox
 HEADER_BYTES = 64  # before a slot, the length of what is in it; a cache line
 KEPT_PLACES = 1024
