@@ -4,7 +4,7 @@ A step of ZeRO-1 saves (p-1)/p of the optimizer's time, and pays an all-gather o
 all-reduce, with copies into and out of its buckets. Nothing hides: the cores that compute also send.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -50,10 +50,13 @@ def _parts_s(row: Row, calibration: Calibration) -> dict[str, float] | None:
 
 
 def _step_s(row: Row, calibration: Calibration) -> float | None:
-    if (parts := _parts_s(row, calibration)) is None:
-        return None
+    parts = _parts_s(row, calibration)
+    return None if parts is None else _whole_s(parts, row["way"])
+
+
+def _whole_s(parts: Mapping[str, float], way: str) -> float:
     of_ddp = parts["computing"] + parts["optimizer"] + parts["all_reduce"]
-    return of_ddp if row["way"] == DDP else of_ddp - parts["saved"] + parts["paid"]
+    return of_ddp if way == DDP else of_ddp - parts["saved"] + parts["paid"]
 
 
 def _planned(point: ShardingPoint) -> Iterator[dict[str, Any]]:
@@ -85,11 +88,10 @@ def break_even(frame: pd.DataFrame, calibration: Calibration | None) -> pd.DataF
     with models_in(frame):
         for row in table.to_dict("records"):
             parts = _parts_s(row, calibration) if calibration is not None else None
-            if parts is None or calibration is None:
+            if parts is None:
                 found.append([np.nan] * 3)
-                continue
-            of_ddp, of_zero1 = (_step_s({**row, "way": way}, calibration) or np.nan for way in (DDP, ZERO1))
-            found.append([of_zero1 / of_ddp, parts["saved"], parts["paid"]])
+            else:
+                found.append([_whole_s(parts, ZERO1) / _whole_s(parts, DDP), parts["saved"], parts["paid"]])
     added = pd.DataFrame(found, index=table.index, columns=["predicted_ratio", "saved_s", "paid_s"], dtype=float)
     table = pd.concat([table.drop(columns="context_length"), added], axis=1)
     return table.assign(saved_over_paid=table["saved_s"] / table["paid_s"])
