@@ -164,7 +164,10 @@ class Lab:
         self._findings = {}
         frame = self.run.frame()
         if self._guess is not None and self.study.predicted and (calibration := self.run.header.calibration):
-            self._show_expected(self.study.predicted.beside(frame, calibration), "What was expected, and what it took")
+            table = self.study.predicted.beside(frame, calibration)
+            self._show_expected(table, "What was expected, and what it took")
+            if told := self.study.predicted.told(table):
+                display(cards.note(told))
         return frame
 
     def predict(self, guess: Mapping[str, float] | None = None) -> None:

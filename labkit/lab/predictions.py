@@ -15,6 +15,7 @@ import pandas as pd
 
 from labkit.costs.calibration import Calibration
 from labkit.lab.columns import column, label
+from labkit.lab.comparing import CLOSE
 from labkit.lab.config import ParameterError, nearest
 from labkit.lab.own_models import models_in
 from labkit.lab.point import Point
@@ -38,6 +39,8 @@ class Predicted:
     medians: Callable[[pd.DataFrame], pd.DataFrame]
     value: str = "seconds"
     names: tuple[str, ...] = ()
+    leaves_out: str = ""
+    """A sentence on what the formula does not count, and what therefore takes longer."""
 
     def before(self, points: Iterable[Point], calibration: Calibration) -> pd.DataFrame:
         """One row for each time that is planned and has a formula: `predicted_s`."""
@@ -52,6 +55,14 @@ class Predicted:
         with models_in(frame):
             found = self._predicted(table, calibration)
         return found.assign(measured_over_predicted=found[self.value].astype(float) / found["predicted_s"])
+
+    def told(self, table: pd.DataFrame) -> str:
+        """How `beside`'s times stand to what was expected, in the middle, and what explains it if they are much longer."""
+        middle = float(table["measured_over_predicted"].median())
+        if middle != middle:
+            return ""
+        text = f"Typically {middle:.2g} times what was expected."
+        return text if middle <= CLOSE else f"{text} {self.leaves_out}".rstrip()
 
     def _predicted(self, table: pd.DataFrame, calibration: Calibration) -> pd.DataFrame:
         seconds = [self.seconds(row, calibration) for row in table.to_dict("records")]

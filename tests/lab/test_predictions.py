@@ -61,6 +61,16 @@ def test_one_formula_serves_before_and_after():
     assert study.predicted.beside(pd.DataFrame(), machine).empty
 
 
+@pytest.mark.parametrize(("factor", "explains"), [(0.5, False), (1.4, False), (1.6, True)])
+def test_what_a_formula_leaves_out_is_named_where_it_shows(factor, explains):
+    predicted = replace(_Predicting.predicted, leaves_out="What it does not know.")
+    expected_s = _Predicting.predicted.seconds({"action": "fine", "size": 1}, made_up())
+    told = predicted.told(predicted.beside(_measured(("fine", factor * expected_s)), made_up()))
+    assert f"{factor} times" in told
+    assert (predicted.leaves_out in told) == explains
+    assert predicted.told(predicted.beside(_measured(("fine", 1.0)), None)) == ""
+
+
 def test_the_readers_guess_stands_beside_the_prediction_and_the_measurement(lab):
     lab.predict({"fine, size 1": 0.5})
     table, caption = lab.shown[0]

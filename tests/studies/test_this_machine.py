@@ -222,6 +222,7 @@ def test_findings(ratio, verdict, agrees):
     assert found["gain"].verdict == verdict
     assert found["ingredients"].headline == "Other than the default: precision and compiled."
     assert found["predicted"].verdict == agrees
+    assert (found["predicted"].why is None) == (agrees == "yes")
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from labkit.nn.transformer import SIZES
 from labkit.studies.precision.dtypes import QUANTITIES
 from labkit.studies.precision.numerics import ACCUMULATIONS, NORM_STEPS
 from labkit.studies.precision.worker import BOTH, FULL, MODES, PrecisionPoint
-from labkit.studies.shared.step_operators import BACKWARD, FORWARD, seconds_of, step_operators
+from labkit.studies.shared.step_operators import BACKWARD, FORWARD, UNCOUNTED, seconds_of, step_operators
 
 PRECISIONS = (FULL, "bfloat16", "float16")
 # Significant bits, the hidden one included; half a unit in the last place is 2^-bits of the value.
@@ -179,6 +179,7 @@ PREDICTED = Predicted(
     _planned,
     lambda frame: _by_size(SIZED.medians(frame, part="speed")),
     names=("model", "mode", "alternative"),
+    leaves_out=UNCOUNTED,
 )
 
 

@@ -19,7 +19,7 @@ from labkit.lab.rows import select
 from labkit.parallel.transport import POINT_TO_POINT, SHARED
 from labkit.studies.sharding.tables import DDP, NAMES, SETTING, STEP, STEPS, ZERO1, named, steps_over, timed
 from labkit.studies.sharding.training import ShardingPoint
-from labkit.studies.shared.step_operators import BACKWARD, FORWARD, OPTIMIZER, step_operators
+from labkit.studies.shared.step_operators import BACKWARD, FORWARD, OPTIMIZER, UNCOUNTED, step_operators
 
 MIB = 2**20
 BUCKETS_MIB = {DDP: 25, ZERO1: 4}  # of gradients, of updated parameters
@@ -74,7 +74,9 @@ def _with_context(table: pd.DataFrame, frame: pd.DataFrame) -> pd.DataFrame:
     return table.merge(select(named(frame), keys, kind="time")[keys].drop_duplicates(), on=list(SETTING))
 
 
-PREDICTED = Predicted((*SETTING, "context_length", "way"), _step_s, _planned, _steps, names=("size", "way"))
+PREDICTED = Predicted(
+    (*SETTING, "context_length", "way"), _step_s, _planned, _steps, names=("size", "way"), leaves_out=UNCOUNTED
+)
 """Steps of DDP and of ZeRO-1."""
 
 
