@@ -57,7 +57,7 @@ class Predicted:
         return found.assign(measured_over_predicted=found[self.value].astype(float) / found["predicted_s"])
 
     def told(self, table: pd.DataFrame) -> str:
-        """How `beside`'s times stand to what was expected, in the middle, and what explains it if they are much longer."""
+        """How `beside`'s times stand to what was expected, in the middle, and why if they are much longer."""
         middle = float(table["measured_over_predicted"].median())
         if middle != middle:
             return ""

@@ -55,6 +55,7 @@ def predicted(frame: pd.DataFrame) -> Finding | None:
         return found
     return replace(
         found,
-        why="The gains are multiplied as if none changed another, and each was measured alone: autocast and compiling in "
-        "one process that had all cores, the wrapper in float32. What none makes faster weighs more in a faster step.",
+        why="The gains are multiplied as if none changed another, and each was measured alone: autocast and compiling "
+        "in one process that had all cores, the wrapper in float32. What none makes faster weighs more in a faster "
+        "step.",
     )
