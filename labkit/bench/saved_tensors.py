@@ -1,5 +1,6 @@
 """What autograd keeps from a forward pass for the backward pass, counted and not estimated: in all, or by operator."""
 
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -105,5 +106,5 @@ def _nodes(root: Any) -> list[Any]:
 
 
 def _operator(node: Any) -> str:
-    """ "MulBackward0" -> "mul"."""
-    return str(node.name()).rpartition("::")[2].partition("Backward")[0].lower()
+    """ "MaskedFillBackward0" -> "masked_fill", as the operator is called."""
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", str(node.name()).rpartition("::")[2].partition("Backward")[0]).lower()

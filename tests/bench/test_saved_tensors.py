@@ -35,6 +35,12 @@ def test_what_is_saved_is_named_by_its_operators():
     }
 
 
+def test_an_operator_of_two_words_is_written_as_it_is_called():
+    x, where = torch.randn(8, 8, requires_grad=True), torch.eye(8).bool()
+    _, saved = saved_by_operator(lambda: x.masked_fill(where, 0.0), inputs=[x, where])
+    assert [storage.operators for storage in saved] == [("masked_fill",)]
+
+
 def test_a_storage_that_two_operators_read_counts_once():
     x = torch.randn(8, requires_grad=True)
     _, saved = saved_by_operator(lambda: (x * 2).exp().square(), inputs=[x])
