@@ -1,8 +1,10 @@
 """Puts each mistake into a copy of the tree and runs its tests there: `python -m tests.mutations.check [WORDS]`.
 
-Prints a row per mistake and ends with 1 if any is not caught. WORDS pick the mistakes with them in file or name.
+Prints a row per mistake, with the test that saw it, and ends with 1 if any is not caught. WORDS pick the mistakes with
+them in file or name.
 """
 
+import re
 import shutil
 import subprocess
 import sys
@@ -49,12 +51,13 @@ def _passes(tree: Path, tests: Sequence[str]) -> bool:
 
 
 def _report(tree: Path, mistake: Mistake, passes_without: bool) -> str:
-    outcome = _outcome(tree, mistake) if passes_without else "its tests fail without it"
-    print(f"{outcome:<12} labkit/{mistake.file}: {mistake.name}", flush=True)
+    outcome, by = _outcome(tree, mistake) if passes_without else ("its tests fail without it", "")
+    print(f"{outcome:<12} labkit/{mistake.file}: {mistake.name}{by and f', by {by}'}", flush=True)
     return outcome
 
 
-def _outcome(tree: Path, mistake: Mistake) -> str:
+def _outcome(tree: Path, mistake: Mistake) -> tuple[str, str]:
+    """What became of it, and the first test that failed."""
     path = tree / "labkit" / mistake.file
     right = path.read_text()
     assert right.count(mistake.old) == 1, mistake
@@ -65,7 +68,9 @@ def _outcome(tree: Path, mistake: Mistake) -> str:
         path.write_text(right)
     # 1: a test failed. What hangs is seen, too. Anything else is no test's verdict.
     status = ended.returncode if ended else 1
-    return {0: "NOT CAUGHT", 1: "caught"}.get(status, f"pytest ended with {status}")
+    outcome = {0: "NOT CAUGHT", 1: "caught"}.get(status, f"pytest ended with {status}")
+    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", ended.stdout, re.MULTILINE) if ended else None
+    return outcome, failed[1] if failed else "" if ended else f"no end within {TIMEOUT_S} s"
 
 
 def _ended(tree: Path, tests: Sequence[str]) -> subprocess.CompletedProcess[str] | None:
