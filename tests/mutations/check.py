@@ -4,6 +4,7 @@ Prints a row per mistake, with the test that saw it, and ends with 1 if any is n
 them in file or name.
 """
 
+import os
 import re
 import shutil
 import subprocess
@@ -76,8 +77,12 @@ def _outcome(tree: Path, mistake: Mistake) -> tuple[str, str]:
 def _ended(tree: Path, tests: Sequence[str]) -> subprocess.CompletedProcess[str] | None:
     """Pytest, and what it said; None if it did not end in time."""
     command = [sys.executable, "-B", "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not slow", *tests]
+    # What the fork server loads for the ranks it does not look for in the working directory.
+    variables = os.environ | {"PYTHONPATH": str(tree)}
     try:
-        return subprocess.run(command, cwd=tree, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+        return subprocess.run(
+            command, cwd=tree, env=variables, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+        )
     except subprocess.TimeoutExpired:
         return None
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.mutations.check import main
 from tests.mutations.mistakes import MISTAKES
 
 ROOT = Path(__file__).parents[2]
@@ -17,3 +18,9 @@ def test_a_mistake_replaces_one_piece_of_a_file_and_leaves_python(mistake):
     assert mistake.new != mistake.old
     ast.parse(text.replace(mistake.old, mistake.new))
     assert all((ROOT / test).exists() for test in mistake.tests if test.startswith("tests/"))
+
+
+@pytest.mark.slow
+def test_ranks_make_the_mistake_too():
+    """They start from a server that has loaded labkit before it knows of the copy of the tree."""
+    assert main(["phases", "ring never divides"]) == 0
