@@ -74,7 +74,26 @@ MISTAKES = [
             "bucket.missing = len(bucket.indices) - 1",
         ),
         the_last_bucket_is_not_waited_for=("for wait in self._waits:", "for wait in self._waits[:-1]:"),
-        the_last_gradient_is_not_waited_for=("for _, wait in self._begun:", "for _, wait in self._begun[:-1]:"),
+        the_last_gradient_is_not_waited_for=(
+            "for gradient, sent, wait in self._begun:",
+            "for gradient, sent, wait in self._begun[:-1]:",
+        ),
+    ),
+    *mistakes(
+        "parallel/data_parallel/during_backward.py",
+        CONTRACT,
+        what_autograd_still_reads_is_sent=("gradient.clone() if shares_memory(gradient) else gradient", "gradient"),
+    ),
+    *mistakes(
+        "parallel/data_parallel/layout.py",
+        CONTRACT,
+        gradients_of_inputs_are_averaged=("parameter.grad = gradient = gradient.clone()", "pass"),
+    ),
+    *mistakes(
+        "parallel/data_parallel/hooks.py",
+        CONTRACT,
+        later_hooks_come_later=("if next(reversed(hooks)) != handle.id:", "if False:"),
+        two_wrappers_average=("                older._supersede()", "                pass"),
     ),
     *mistakes(
         "parallel/data_parallel/buckets.py",

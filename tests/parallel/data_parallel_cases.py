@@ -133,6 +133,17 @@ class WhollyReentrant(nn.Module):
         return x
 
 
+class Offset(nn.Module):
+    """The gradient of the offset, a view, and the gradient that goes on to the layer are one piece of memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.offset = nn.Linear(WIDTH, WIDTH), nn.ParameterList([torch.randn(ROWS * WIDTH)])
+
+    def forward(self, x):
+        return torch.tanh(self.layer(x)) + self.offset[0].view(ROWS, WIDTH)
+
+
 class TwoOutputs(nn.Module):
     """Two outputs without a parameter in common."""
 
@@ -238,6 +249,7 @@ CASES = {
     "AdamW, set_to_none=False": Case(plain, adamw=True, set_to_none=False),
     "tied weights": Case(Tied),
     "a frozen parameter": Case(frozen),
+    "gradients in one piece of memory": Case(Offset),
     "buffers": Case(WithBuffer, whole_batch=True),
     "mixed dtypes": Case(MixedDtypes, tolerance=FLOAT32),
     "parameters unused": Case(TwoHeads, _one_head, options={"find_unused": True}),

@@ -27,6 +27,7 @@ from tests.parallel.data_parallel_cases import (
     TiedInsideAndOutside,
     TwoHeads,
     built,
+    frozen,
     plain,
     reference,
     run_on_ranks,
@@ -214,6 +215,26 @@ def _contract(wrapper):
     interrupted(inputs).sum().backward()
     told["after an exception"] = _is_mean_over_ranks(interrupted, lambda m: m(inputs).sum())
 
+    hooked = WRAPPERS[wrapper](plain())
+    for parameter in hooked.parameters():
+        parameter.register_post_accumulate_grad_hook(_clip)
+    hooked(inputs).sum().backward()
+    told["hooks before it"] = _is_mean_over_ranks(hooked, lambda m: m(inputs).sum())
+
+    again = WRAPPERS[wrapper](hooked.module)
+    again.zero_grad()
+    again(inputs).sum().backward()
+    told["wrapped again"] = _is_mean_over_ranks(again, lambda m: m(inputs).sum())
+    told["superseded"] = _refused(hooked, inputs)
+    again.module[0].weight.register_post_accumulate_grad_hook(_take)
+    told["taken away"] = _refused(again, inputs)
+
+    told["with a graph"] = _refused(WRAPPERS[wrapper](plain()), inputs, create_graph=True)
+    thawed = WRAPPERS[wrapper](frozen())
+    thawed(inputs).sum().backward()
+    thawed.requires_grad_()
+    told["thawed"] = _refused(thawed, inputs)
+
     told["names"] = list(model.state_dict())
     alive = weakref.ref(model)
     del model
@@ -226,6 +247,22 @@ def _fail(gradient):
     raise KeyError("deliberate")
 
 
+def _clip(parameter):
+    parameter.grad.clamp_(-0.1, 0.1)
+
+
+def _take(parameter):
+    parameter.grad = None
+
+
+def _refused(model, inputs, **options):
+    """What a step says."""
+    try:
+        model(inputs).sum().backward(**options)
+    except (RuntimeError, ValueError) as error:
+        return str(error)
+
+
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_the_rest_of_the_contract(wrapper):
     first, second = _told(f"contract of {wrapper}")
@@ -234,6 +271,12 @@ def test_the_rest_of_the_contract(wrapper):
         assert all(told["deferred"])
         assert told["forgotten"] == "call finish_gradient_synchronization() after each backward pass"
         assert all(told["after an exception"])
+        assert all(told["hooks before it"])
+        assert all(told["wrapped again"])
+        assert "was wrapped again" in told["superseded"]
+        assert "took the gradient of 0.weight away" in told["taken away"]
+        assert "without create_graph" in told["with a graph"]
+        assert told["thawed"].startswith("2.weight is trained now")
         assert told["freed"]
         assert told["names"] == [f"module.{name}" for name in plain().state_dict()]
     assert first["local"] != second["local"]
@@ -251,6 +294,57 @@ def _missing_elsewhere():
 def test_parameters_that_are_unused_on_one_rank_only_are_named_at_once():
     for rank, told in enumerate(_told("missing elsewhere")):
         assert f"heads.{1 - rank}.weight" in told
+
+
+class _Conjugate(nn.Module):
+    """Autograd gives the parameter's gradient as a conjugate that is not carried out."""
+
+    def __init__(self):
+        super().__init__()
+        self.factor = nn.Parameter(torch.tensor([1 + 2j, 3 - 1j]))
+
+    def forward(self, x):
+        return torch.view_as_real(self.factor.conj() * x)
+
+
+def _complex():
+    """Whether the gradient of a complex parameter is the mean over ranks."""
+    found, x = {}, torch.tensor([1j, 2.0]) * (1 + dist.get_rank())
+    for kind in (NaiveDDP, FlatDDP, OverlappedDDP, BucketedDDP):
+        model = kind(_Conjugate())
+        model(x).square().sum().backward()
+        (own,) = torch.autograd.grad(model(x).square().sum(), [model.module.factor])
+        dist.all_reduce(own := own.resolve_conj())
+        found[kind.__name__] = torch.allclose(model.module.factor.grad, own / dist.get_world_size())
+    return found
+
+
+def test_gradients_of_complex_parameters_are_averaged():
+    assert all(all(found.values()) for found in _told("complex"))
+
+
+def _inputs_gradient():
+    """Whether the gradient of an input, which autograd puts where the parameter's is, stays this rank's own."""
+    found, rank = {}, dist.get_rank()
+    for name, wrap in WRAPPERS.items():
+        x = torch.full((6,), 1.0 + rank, requires_grad=True)
+        model = wrap(_Added())
+        model(x).square().sum().backward()
+        found[name] = torch.equal(x.grad, 2 * x.detach())
+    return found
+
+
+class _Added(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.offset = nn.Parameter(torch.zeros(6))
+
+    def forward(self, x):
+        return x.view(2, 3) + self.offset.view(2, 3)
+
+
+def test_the_gradient_of_an_input_stays_the_ranks_own():
+    assert all(all(found.values()) for found in _told("inputs"))
 
 
 def _evaluate_after_training():
@@ -578,6 +672,8 @@ ON_TWO_RANKS = {
     "threads": _threads,  # first: it counts those that are there
     "refusals": _refusals,
     "missing elsewhere": _missing_elsewhere,
+    "complex": _complex,
+    "inputs": _inputs_gradient,
     "evaluation": _evaluate_after_training,
     "views": _shared,
     "impossible": _impossible,

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from labkit.parallel.data_parallel.contract import DataParallel
-from labkit.parallel.data_parallel.layout import flat_view, gradient_in_layout
+from labkit.parallel.data_parallel.layout import flat_view, gradient_to_write
 
 
 class NaiveDDP(DataParallel):
@@ -12,7 +12,7 @@ class NaiveDDP(DataParallel):
 
     def _finish(self, pending: list[int]) -> None:
         for parameter in self._parameters_in_order:
-            self._average.run(flat_view(gradient_in_layout(parameter)), "mean")
+            self._average.run(flat_view(gradient_to_write(parameter)), "mean")
 
 
 class FlatDDP(DataParallel):
@@ -21,7 +21,7 @@ class FlatDDP(DataParallel):
     def _finish(self, pending: list[int]) -> None:
         alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
         for parameter in self._parameters_in_order:
-            gradient = gradient_in_layout(parameter)
+            gradient = gradient_to_write(parameter)
             alike.setdefault((gradient.dtype, gradient.device), []).append(flat_view(gradient))
         for gradients in alike.values():
             flat = torch.cat(gradients)

@@ -37,16 +37,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from labkit.parallel.backward_pass import BackwardPass, tensors_in
 from labkit.parallel.data_parallel.averaging import TORCH, Average, average_named
+from labkit.parallel.data_parallel.hooks import GradientHooks
+from labkit.parallel.data_parallel.layout import check_gradient
 from labkit.parallel.data_parallel.replicas import broadcast, check_replicas
 from labkit.parallel.transport.choice import member_group
 from labkit.parallel.uncompiled import uncompiled
 
 Empty = Callable[[int, torch.dtype, torch.device], Tensor]
-NOT_COPIED = ("_lock", "_pass")
+NOT_COPIED = ("_lock", "_pass", "_gradient_hooks")
 
 
 class UnusedParameterError(RuntimeError):
@@ -57,7 +58,8 @@ class DataParallel(nn.Module, ABC):
     """Base of the wrappers. `module` is the model; names in a `state_dict` begin with "module.", as torch's do.
 
     Args:
-        module: the same on all ranks but for its values; parameters frozen now are left alone.
+        module: the same on all ranks but for its values; parameters frozen now are left alone, and stay frozen.
+            Whoever wraps it again takes it over: the older wrapper's next forward pass is a RuntimeError.
         group: the process group; None: all ranks.
         find_unused: parameters may get no gradient in some backward passes, not the same ones on every rank.
             It costs one small collective a pass. Without it such a pass raises UnusedParameterError.
@@ -72,7 +74,7 @@ class DataParallel(nn.Module, ABC):
 
     Raises ValueError, on all ranks of the group, if no parameter is trained, arguments differ between ranks, or a
     parameter or buffer does in name, shape, dtype or, if trained, strides; on a rank that is not of the group; and in
-    backward if gradients are sparse.
+    backward if gradients are sparse, made with `create_graph`, or taken away by a hook.
     """
 
     _average: Average
@@ -120,12 +122,9 @@ class DataParallel(nn.Module, ABC):
         self._lock = threading.Lock()
         self._pass = BackwardPass()
         self._forget_pass()
-        # Weakly: a parameter holds its hooks where the garbage collector does not look.
-        hooks = [
-            p.register_post_accumulate_grad_hook(partial(_gradient_hook, weakref.ref(self), index))
-            for index, p in enumerate(self._parameters_in_order)
-        ]
-        weakref.finalize(self, _remove, hooks)
+        averaged = set(map(id, self._parameters_in_order))
+        left_alone = {name: p for name, p in self.module.named_parameters() if id(p) not in averaged}
+        self._gradient_hooks = GradientHooks(self._mark_ready, self._parameters_in_order, left_alone)
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name not in NOT_COPIED}
@@ -149,6 +148,7 @@ class DataParallel(nn.Module, ABC):
     def _before_forward(self) -> None:
         # Checkpointing may run a forward pass in the middle of backward, which belongs to that.
         if torch.is_grad_enabled() and not self._pass.is_running:
+            self._gradient_hooks.check()
             self._leave_unfinished_pass()
             self._synchronize_this_pass = self._synchronize
         if self.broadcast_buffers and self._broadcast_before_forward:
@@ -216,10 +216,7 @@ class DataParallel(nn.Module, ABC):
         """The hook: note the gradient, and average it now if that is what this wrapper does."""
         if not self._synchronize_this_pass:
             return
-        gradient = parameter.grad
-        assert gradient is not None, "autograd calls the hook after it has set the gradient"
-        if gradient.is_sparse:
-            raise ValueError(f"expected dense gradients, got a sparse one for {self._names[index]}")
+        check_gradient(self._names[index], parameter.grad)
         with self._lock, torch.no_grad():
             self._begin_pass()
             if self._overlaps and self._ready[index]:
@@ -236,6 +233,7 @@ class DataParallel(nn.Module, ABC):
         if self._pass.is_running:
             return
         self._leave_unfinished_pass()
+        self._gradient_hooks.come_last()
         self._pass.begin(self._end_pass)
 
     def _end_pass(self) -> None:
@@ -278,22 +276,11 @@ class DataParallel(nn.Module, ABC):
         )
 
 
-def _gradient_hook(wrapper: "weakref.ref[DataParallel]", index: int, parameter: Tensor) -> None:
-    """The hook on a parameter: its wrapper hears of it, if there still is one."""
-    if (alive := wrapper()) is not None:
-        alive._mark_ready(index, parameter)
-
-
 def _output_hook(wrapper: "weakref.ref[DataParallel]", gradients: tuple[Tensor, ...]) -> None:
     """The hook on an output: a backward pass has reached it."""
     if (alive := wrapper()) is not None and alive._synchronize_this_pass:
         with alive._lock:
             alive._begin_pass()
-
-
-def _remove(hooks: list[RemovableHandle]) -> None:
-    for hook in hooks:
-        hook.remove()
 
 
 def _empty(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from labkit.parallel.channel import Wait
 from labkit.parallel.data_parallel.buckets import Schedule, assign_by_schedule, assign_to_buckets, make_buckets
 from labkit.parallel.data_parallel.contract import DataParallel, Empty
-from labkit.parallel.data_parallel.layout import flat_view, gradient_in_layout
+from labkit.parallel.data_parallel.layout import flat_view, gradient_to_write, shares_memory
 
 
 class OverlappedDDP(DataParallel):
@@ -19,7 +19,7 @@ class OverlappedDDP(DataParallel):
     """
 
     def __init__(self, module: nn.Module, **options: Any):
-        self._begun: list[tuple[Tensor, Wait]] = []
+        self._begun: list[tuple[Tensor, Tensor, Wait]] = []
         super().__init__(module, **options)
 
     @property
@@ -36,12 +36,17 @@ class OverlappedDDP(DataParallel):
         self._abandon()
 
     def _begin(self, parameter: Tensor) -> None:
-        gradient = gradient_in_layout(parameter)
-        self._begun.append((gradient, self._average.start(flat_view(gradient), "mean")))
+        gradient = gradient_to_write(parameter)
+        # What the rest of the pass may still read is not what is written in the meantime.
+        sent = gradient.clone() if shares_memory(gradient) else gradient
+        self._begun.append((gradient, sent, self._average.start(flat_view(sent), "mean")))
 
+    @torch.no_grad()
     def _abandon(self) -> None:
-        for _, wait in self._begun:
+        for gradient, sent, wait in self._begun:
             wait()
+            if sent is not gradient:
+                gradient.copy_(sent)
 
     def _forget_pass(self) -> None:
         super()._forget_pass()
