@@ -27,9 +27,9 @@ def _recorded(lab):
 def _claims_a_difference(finding, untimed):
     """Whether it says of times what is false where nothing differs. How right predictions are is another question.
 
-    `untimed` is what the same question is answered without any time: what is no different is not of times.
+    `untimed` is what the same question is answered without any time: what is no different is not of times (a loss).
     """
-    timed = [effect for effect in finding.effects if effect.low < effect.high]
+    timed = [effect for effect in finding.effects if effect.low < effect.high and effect not in untimed.effects]
     if any(effect.verdict in ("faster", "slower") for effect in timed):
         return True
     if any(
