@@ -233,6 +233,18 @@ def _check_changes(group: dist.ProcessGroup, groups: Any) -> list[str]:
     return wrong + ([f"{len(inner)} gradients are kept"] if inner else [])
 
 
+class _Careful(optim.SGD):
+    """It refuses a group when the base class has accepted it, and with an error that is nobody else's."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        1 / param_group.get("weights", [1])[0]
+        super().add_param_group(param_group)
+
+
+def _weighing(weight: int) -> dict[str, Any]:
+    return {"params": [nn.Parameter(torch.ones(3))], "weights": [weight]}
+
+
 def _check_refusals(group: dist.ProcessGroup, groups: Any) -> list[str]:
     """What is wrong on one rank is refused on all of them; nobody waits for the others."""
     wrong = []
@@ -240,7 +252,7 @@ def _check_refusals(group: dist.ProcessGroup, groups: Any) -> list[str]:
     model = plain()
     parameters = list(model.parameters())
     make = partial(ShardedOptimizer, group=group)
-    sound = make(parameters, optim.SGD, lr=0.1)
+    sound = make(parameters, _Careful, lr=0.1)
     calls: dict[str, Callable[[], Any]] = {
         "LBFGS": lambda: make(parameters, optim.LBFGS),
         "SparseAdam": lambda: make(parameters, optim.SparseAdam),
@@ -260,6 +272,8 @@ def _check_refusals(group: dist.ProcessGroup, groups: Any) -> list[str]:
         "bucket": lambda: make(parameters, optim.SGD, bucket_mb=0),
         "an added one twice": lambda: sound.add_param_group({"params": parameters[:1]}),
         "another added on one rank": lambda: sound.add_param_group({"params": [nn.Parameter(torch.ones(3 + rank))]}),
+        "an added one that its optimizer refuses": lambda: sound.add_param_group(_weighing(0)),
+        "an added one that it refuses on one rank": lambda: sound.add_param_group(_weighing(rank - 1)),
         "a state of other groups": lambda: sound.load_state_dict({"state": {}, "param_groups": [{"params": [0]}]}),
     }
     for what, call in calls.items():

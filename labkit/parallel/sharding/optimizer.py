@@ -113,19 +113,21 @@ class ShardedOptimizer(Optimizer):
             return
         if self._wrapper is not None:
             raise ValueError("expected all parameters at first: the wrapper has shared their gradients out")
-        number = len(self.param_groups)
+        number, share, inner = len(self.param_groups), self._share, self._inner
 
         def add() -> None:
             super(ShardedOptimizer, self).add_param_group(param_group)
             check_parameters(self._parameters)
+            self._share = share.copy()
+            inner.add_param_group(self._share_of_group(self.param_groups[number]))
 
         try:
             self._on_all_ranks(add, {})
-        except ValueError:
-            del self.param_groups[number:]
+        except BaseException:  # whatever it was, the optimizer is as before
+            del self.param_groups[number:], inner.param_groups[number:]
+            self._share = share
             raise
-        self._inner.add_param_group(self._share_of_group(self.param_groups[number]))
-        _copy_settings(self._inner.param_groups, self.param_groups)
+        _copy_settings(inner.param_groups, self.param_groups)
         self._gathering = None
 
     @torch.no_grad()

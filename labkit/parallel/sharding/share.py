@@ -1,6 +1,7 @@
 """A rank's share of the parameters: what the optimizer inside of a `ShardedOptimizer` updates."""
 
 from collections.abc import Iterable, Sequence
+from copy import copy
 from typing import Any
 
 from torch import Tensor
@@ -28,6 +29,13 @@ class Share:
     @property
     def own(self) -> list[Piece]:
         return self.pieces[self.rank]
+
+    def copy(self) -> "Share":
+        """The same pieces and tensors, to which more can be added that this one does not get."""
+        other = copy(self)
+        other._loads = {trained: [*loads] for trained, loads in self._loads.items()}
+        other.pieces, other.tensors = [[*of_rank] for of_rank in self.pieces], {**self.tensors}
+        return other
 
     def add(self, parameters: Sequence[Tensor], first: int) -> list[Tensor]:
         """Share out more parameters, numbered from `first`; those of this rank."""
