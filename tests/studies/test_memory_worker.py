@@ -3,6 +3,7 @@
 import resource
 from contextlib import closing
 
+import pandas as pd
 import psutil
 import pytest
 import torch
@@ -20,6 +21,7 @@ from labkit.studies.memory import tables, worker
 from labkit.studies.memory.counting import PARTS, count_phases
 from labkit.studies.memory.study import STUDY, needed_bytes, segment_lengths
 from labkit.studies.memory.worker import MemoryPoint, measure_point, predicted
+from tests.studies.answering import answers_of
 
 MIB, GIB = 2**20, 2**30
 
@@ -93,21 +95,44 @@ def test_checkpointing_keeps_the_gradients_and_lowers_the_peak():
         assert row["counted_bytes"] == pytest.approx(row["peak_bytes"], rel=0.05)
 
 
-@pytest.mark.parametrize("where", ["_peak_of_segment", "_gradients_with", "_step_with"])
-def test_a_segment_length_that_runs_out_of_memory_costs_no_other(where, monkeypatch):
+def _limited(monkeypatch, where, too_long):
+    """The rows by segment length, where that length runs out of memory in that function."""
     as_it_is = getattr(worker, where)
 
     def limited(of, segment):
-        if segment == 0:
+        if segment == too_long:
             raise torch.OutOfMemoryError("tried to allocate 20 GiB")
         return as_it_is(of, segment)
 
     monkeypatch.setattr(worker, where, limited)
     rows = {row["segment"]: row for row in _rows("checkpoint", segments=(0, 1, 2))}
-    assert rows[0]["gate"] == "out of memory: tried to allocate 20 GiB"
-    assert "seconds" not in rows[0]
-    assert all(row["gate"] == "ok" and row["peak_bytes"] and row["seconds"] for row in (rows[1], rows[2]))
+    assert rows[too_long]["gate"] == "out of memory: tried to allocate 20 GiB"
+    assert "seconds" not in rows[too_long]
     assert all(row["counted_bytes"] for row in rows.values())
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("where", "too_long"), [("_peak_of_segment", 1), ("_gradients_with", 1), ("_step_with", 1), ("_step_with", 0)]
+)
+def test_a_segment_length_that_runs_out_of_memory_costs_no_other(where, too_long, monkeypatch):
+    rows = _limited(monkeypatch, where, too_long)
+    del rows[too_long]
+    assert all(row["gate"] == "ok" and row["peak_bytes"] and row["seconds"] for row in rows.values())
+
+
+@pytest.mark.parametrize("where", ["_peak_of_segment", "_gradients_with"])
+def test_without_a_step_that_keeps_everything_nothing_is_compared_and_the_answer_says_why(where, monkeypatch):
+    rows = _limited(monkeypatch, where, 0)
+    for segment in (1, 2):
+        assert rows[segment]["peak_bytes"]
+        assert rows[segment]["gate"] == worker.NOTHING_TO_COMPARE
+        assert not {"error", "seconds"} & rows[segment].keys()
+    frame = pd.DataFrame([{"size": "nano", "context_length": 32, "batch": 4} | row for row in rows.values()])
+    caveat = answers_of(STUDY, frame)["checkpointing"].caveat
+    assert "no checkpointing" in caveat
+    assert "20 GiB" in caveat
+    assert worker.NOTHING_TO_COMPARE in caveat
 
 
 def test_recomputed_activations_are_told_apart():

@@ -15,6 +15,7 @@ from labkit.lab.rows import select
 from labkit.lab.units import format_bytes, format_seconds, format_share, join_words, span
 from labkit.nn.transformer import SIZES, shape_named
 from labkit.studies.memory import tables
+from labkit.studies.memory.worker import WITHOUT
 
 QUESTIONS = Questions("no row of this run holds the bytes it needs")
 CLOSE = 1.05
@@ -155,7 +156,9 @@ def _with_model(found: Finding | None, ratios: pd.DataFrame) -> Finding | None:
 
 
 def _segments(length: str | float) -> str:
-    """ "checkpointing every layer", "checkpointing every 3 layers"."""
+    """ "checkpointing every layer", "checkpointing every 3 layers"; of no segments that nothing is checkpointed."""
+    if float(length) == WITHOUT:
+        return NO_CHECKPOINTS
     return "checkpointing every layer" if float(length) == 1 else f"checkpointing every {float(length):.0f} layers"
 
 

@@ -29,6 +29,7 @@ WITHOUT = 0
 """The segment length that stands for no checkpointing."""
 ITS_OWN = 0
 """The batch and the context length of a model that comes with its own batch."""
+NOTHING_TO_COMPARE = "no gradients without checkpointing to compare with"
 LARGEST_ERROR = 1e-4
 """Of a gradient, over the largest of its tensor: the same operators run again."""
 
@@ -173,7 +174,10 @@ def _block(point: MemoryPoint) -> Iterator[dict[str, Any]]:
 
 
 def _checkpoint(point: MemoryPoint) -> Iterator[dict[str, Any]]:
-    """A row per segment length: error against the first that runs, peak as measured and as counted, seconds a step."""
+    """A row per segment length: error against the first one, peak as measured and as counted, seconds a step.
+
+    If the first one cannot run, nothing is compared with it, and so nothing is timed.
+    """
     rows: dict[int, dict[str, Any]] = {}
     for segment in point.segments:
         row = {"table": "checkpoint", "segment": segment, "counted_bytes": _counted_peak(point, segment)}
@@ -182,6 +186,8 @@ def _checkpoint(point: MemoryPoint) -> Iterator[dict[str, Any]]:
     step = TrainingStep(**_arguments(point))  # after all peaks, in which it must not be
     expected: dict[str, torch.Tensor] = {}
     for segment, row in rows.items():
+        if "gate" not in row and segment != WITHOUT and not expected:
+            row["gate"] = NOTHING_TO_COMPARE
         if "gate" not in row:
             error = attempt(str(segment), partial(_error, step, segment, expected), device=point.device)
             step.drop_gradients()
