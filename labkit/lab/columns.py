@@ -74,6 +74,10 @@ _KNOWN = {
     "flops": Column("FLOPs", "FLOPs", format_flops),
     "ratio": Column("ratio", "ratio of times", format_number),
     "warmup": Column("warm-up steps", "warm-up steps", format_number),
+    "n_elements": Column("n elements", "n elements", format_number, "{value} elements"),
+    "keep_trace": Column("with a trace", "with a trace", format_number),
+    "detail": Column("in detail", "in detail", format_number),
+    "fresh_ranks": Column("fresh ranks", "fresh ranks", format_number),
     "mfu_percent": Column("MFU (%)", "MFU (%)", format_number),
     "tflop_per_s": Column("TFLOP/s", "TFLOP/s", format_number),
     "gflop": Column("GFLOP", "GFLOP", format_number),
@@ -109,11 +113,13 @@ def column(name: str) -> Column:
 
 
 def label(name: str, value: Any) -> str:
-    """A value on its own: "butterfly", "4 ranks", "64 KiB", "batch 8"."""
+    """A value on its own: "butterfly", "4 ranks", "64 KiB", "batch 8", "compiled"."""
     if isinstance(value, str):
         return value.replace("_", " ")
     found = column(name)
-    if isinstance(value, bool) or not isinstance(value, Real):
+    if isinstance(value, bool):
+        return found.title if value else f"not {found.title}"
+    if not isinstance(value, Real):
         return f"{found.title} {value}"
     text = found.label.format(title=found.title, value=found.form(float(value)))
     return text.removesuffix("s") if value == 1 and found.label.startswith("{value} ") else text  # "1 rank"

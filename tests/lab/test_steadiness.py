@@ -85,6 +85,19 @@ def test_the_page_names_slow_points_and_a_steady_run_is_silent(run):
     assert steadiness_notes(steady) == []
 
 
+def test_slow_points_are_told_apart_by_what_was_measured_and_not_by_how(run):
+    settings = [{"size": "nano", "keep_trace": True, "warmup": 2}, {"size": "nano", "keep_trace": False, "warmup": 1}]
+    planned = run.header.planned
+    told = dict(zip(planned, settings, strict=False))
+    header = run.header.model_copy(update={"planned": planned | told})
+    slow = dict(run._ends)
+    slow[POINTS[0].id], slow[POINTS[1].id] = slow[POINTS[1].id], slow[POINTS[0].id]  # the one with a trace
+    (note,) = steadiness_notes(Run(run.path, header, [], slow))
+    assert "with a trace" in note
+    assert "True" not in note
+    assert "warm-up" not in note
+
+
 def test_labs_are_compared_by_their_pulse_and_an_older_page_is_left_out(run):
     (record,) = pulse_record(run)
     assert (record["ranks"], record["threads"], record["best_s"]) == (1, 1, 1e-3)

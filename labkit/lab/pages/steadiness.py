@@ -9,6 +9,8 @@ from labkit.lab.runs.store import Run
 from labkit.lab.units import counted
 
 MOST_NAMED = 3
+HOW_MEASURED = {"timeout_s", "warmup", "repeats", "backend", "scheduling"}
+"""Of a point, what says nothing of what was measured."""
 ALIKE = 1.1
 """Times the fastest lab of a report: up to here the machine was equally fast for all."""
 
@@ -97,7 +99,7 @@ def _named(run: Run, points: Iterable[str]) -> str:
     for fields in planned.values():
         for name, value in fields.items():
             values.setdefault(name, set()).add(value)
-    varying = [name for name, different in values.items() if len(different) > 1 and name != "timeout_s"]
+    varying = [name for name, different in values.items() if len(different) > 1 and name not in HOW_MEASURED]
     told = [
         ", ".join(label(name, planned[point][name]) for name in varying if planned[point].get(name)) for point in points
     ]
