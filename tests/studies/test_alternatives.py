@@ -55,27 +55,43 @@ def test_what_no_alternative_is_to_blame_for_is_raised():
 
 
 def _in_turns(_):
-    """On all ranks one is out of memory, and one leaves a collective halfway: the ranks' tensors differ in length."""
+    """On all ranks two are out of memory, the second with a message on its way, and one leaves a collective halfway."""
 
     def out_of_memory():
         raise MemoryError("no more")
 
-    def halfway():
+    def out_of_memory_later():
+        if dist.get_rank() == 1:
+            sent.append(dist.isend(torch.full((4,), 9.0), 0))
+        raise MemoryError("no more")
+
+    def next_message():
+        if dist.get_rank() == 1:
+            sent.append(dist.isend(torch.full((4,), 1.0), 0))
+            return None
+        dist.recv(tensor := torch.zeros(4), 1)
+        return tensor.tolist()
+
+    def halfway():  # the ranks' tensors differ in length
         ring_all_reduce(torch.ones(100 * (1 + dist.get_rank())))
 
     def right():
         ring_all_reduce(tensor := torch.full((4,), float(dist.get_rank())))
         return tensor.tolist()
 
-    for action in (out_of_memory, halfway, right):
+    sent = []
+    for action in (out_of_memory, out_of_memory_later, next_message, halfway, right):
         found = attempt(action.__name__, action, device="cpu")
         yield {"name": action.__name__, "found": found.reason if isinstance(found, Failed) else found}
 
 
 def test_a_collective_that_all_ranks_left_halfway_costs_no_later_alternative():
     items = list(launch(_in_turns, [None], world_size=2))
-    (at,) = [number for number, item in enumerate(items) if isinstance(item, Again)]
-    found = {item.values["name"]: item.values["found"] for item in items[at:] if isinstance(item, Row)}
-    assert found["out_of_memory"] == "out of memory: no more"
+    at = max(number for number, item in enumerate(items) if isinstance(item, Again))
+    found = {
+        item.values["name"]: item.values["found"] for item in items[at:] if isinstance(item, Row) and not item.rank
+    }
+    assert found["out_of_memory"] == found["out_of_memory_later"] == "out of memory: no more"
+    assert found["next_message"] == [1.0] * 4
     assert re.match(r"failed: RuntimeError: rank \d sent \d+ bytes", found["halfway"])
     assert found["right"] == [0.5] * 4

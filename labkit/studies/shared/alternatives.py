@@ -1,9 +1,9 @@
 """One alternative's failure costs no other: what it raised is the reason in its own row, and the others are measured.
 
-`attempt` and `time_those_that_run` say whose turn it is (`parallel.ranks.whose_turn`). On one rank the point goes on,
-and where all ranks are out of memory. Several ranks may have left collectives halfway, which are then met by those of
-the next alternative: if any raises or dies, the point is measured again in new ranks, and these two say of the
-alternative why it is left out.
+`attempt` and `time_those_that_run` say whose turn it is (`parallel.ranks.whose_turn`). On one rank the point goes on.
+Several ranks may have left collectives halfway, which are then met by those of the next alternative: if any raises,
+dies or hangs, the point is measured again in new ranks, and these two say of the alternative why it is left out. A rank
+that is out of memory alone costs the point: the others' tensors may be to blame.
 """
 
 import time
@@ -39,39 +39,48 @@ class Failed:
 def attempt(alternative: str, action: Callable[[], T], *, device: str) -> T | Failed:
     """What the action returns, or why there is nothing of this alternative: it has failed, now or before.
 
-    Raises on if the device is dead, and wherever there are several ranks, unless all of them are out of memory.
+    Raises on if the device is dead, and wherever there are several ranks.
     """
     if (reason := whose_turn.why_left_out(alternative)) is not None:
         return Failed(reason)
     try:
-        with turn_of(alternative, device) as turn:
+        with turn_of(alternative, device):
             return action()
     except Exception as error:
-        everywhere, out_of_memory = _how_all_ranks_raise(turn, is_out_of_memory(error))
-        if everywhere:
-            whose_turn.explain(reason_of(error, device))
-        if _is_one_of_several() and not out_of_memory:
+        if _is_one_of_several():
             raise
         whose_turn.end()
         return Failed(reason_of(error, device))
 
 
 @contextmanager
-def turn_of(alternative: str, device: str) -> Iterator[str]:
-    """Inside, what is raised is this alternative's failure; yields a name of the turn, the same on all ranks."""
-    name = whose_turn.begin(alternative)
+def turn_of(alternative: str, device: str) -> Iterator[None]:
+    """Inside, what is raised is this alternative's failure."""
+    turn = whose_turn.begin(alternative)
     try:
-        yield name
+        yield
     except Exception as error:
-        _explain(error, device)
+        _explain(error, device, turn)
         raise
     whose_turn.end()
 
 
-def _explain(error: Exception, device: str) -> None:
-    """Note what the row of the alternative should say whose turn it is, in case this error ends the rank's point."""
-    where = f" on rank {dist.get_rank()}" if _is_one_of_several() else ""
-    whose_turn.explain(reason_of(error, device, where=where))
+class OutOfMemoryEverywhere(Exception):
+    """All ranks are out of memory in one turn: that alternative needs more than there is."""
+
+
+def _explain(error: Exception, device: str, turn: str) -> None:
+    """Note what the row of the alternative should say whose turn it is, in case this error ends the rank's point.
+
+    Raises `OutOfMemoryEverywhere` if that is so.
+    """
+    if not _is_one_of_several():
+        whose_turn.explain(reason_of(error, device))
+        return
+    everywhere, out_of_memory = _how_all_ranks_raise(turn, is_out_of_memory(error))
+    whose_turn.explain(reason_of(error, device, where="" if everywhere else f" on rank {dist.get_rank()}"))
+    if out_of_memory:
+        raise OutOfMemoryEverywhere(str(error)) from error
 
 
 def reason_of(error: Exception, device: str, where: str = "") -> str:
@@ -99,8 +108,6 @@ def _is_one_of_several() -> bool:
 
 def _how_all_ranks_raise(turn: str, out_of_memory: bool) -> tuple[bool, bool]:
     """Whether all ranks raise in this turn, and all for want of memory; they find each other within `PATIENCE_S`."""
-    if not _is_one_of_several():
-        return True, out_of_memory
     store, ranks = distributed_c10d._get_default_store(), dist.get_world_size()
     key, deadline = f"raised in {turn}", time.monotonic() + PATIENCE_S
     store.add(f"{key} for want of memory", int(out_of_memory))  # before it counts: who sees all counted sees all of it
@@ -128,19 +135,20 @@ def time_those_that_run(
     """
     names = dict.fromkeys(map(alternative_of, alternatives))
     failed = {name: why for name in names if (why := whose_turn.why_left_out(name)) is not None}
-    turn = ""
+    next_one = turn = ""
 
     def prepare_turn(name: str) -> None:
-        nonlocal turn
-        turn = alternative_of(name)
+        nonlocal next_one
+        next_one = alternative_of(name)
         if prepare is not None:
             prepare(name)
 
     def begin() -> None:
         """After the barrier: what breaks there is the doing of whose turn was last."""
+        nonlocal turn
         if before is not None:
             before()
-        whose_turn.begin(turn)
+        turn = whose_turn.begin(next_one)
 
     options |= {"device": device, "prepare": prepare_turn, "before": begin}
     samples: dict[str, dict[str, list[float]]] = {}
@@ -151,7 +159,7 @@ def time_those_that_run(
         except Exception as error:
             if (blamed := whose_turn.alternative()) is None:
                 raise
-            _explain(error, device)
+            _explain(error, device, turn)
             if _is_one_of_several():
                 raise
             failed[blamed] = reason_of(error, device)
