@@ -9,7 +9,7 @@ Every rank calls ``worker(point)`` with `torch.distributed` ready, and what it y
 One group of ranks serves all points. A rank that raises, dies, aborts in C++ or hangs costs its point, never
 the sweep: the group is killed, the first failure is reported, and a new group carries on with the next point. If the
 worker said whose turn it was (`labkit.parallel.ranks.whose_turn`), the failure costs that alternative only: an `Again`
-is handed over, and a new group measures the same point without it.
+is handed over, and a new group measures the same point without it. One that hangs costs the time of the point as well.
 Nothing is left behind, whatever ends this process: `labkit.parallel.ranks.rank` says how.
 
 Under torchrun the ranks exist already, and the same call runs the points in them, as
@@ -129,7 +129,7 @@ def _run_points(
     plan: GroupPlan, number: int, on_output: Callable[[str], None]
 ) -> Generator[Row | Again | PointEnd, None, None]:
     group: RankGroup | None = None
-    index, left_out = 0, dict[str, str]()
+    index, left_out, n_hanging = 0, dict[str, str](), 0
     try:
         while index < number:
             if group is None or not group.is_whole():
@@ -143,12 +143,13 @@ def _run_points(
             end = yield from group.run(index, left_out)
             if end.status != "ok":
                 group = None
-            if (again := next_attempt(index, end.failure, left_out)) is not None:
+            if (again := next_attempt(index, end.failure, left_out, n_hanging)) is not None:
                 left_out[again.alternative] = again.reason
+                n_hanging += end.status == "timeout"
                 yield again
                 continue
             yield end
-            index, left_out = index + 1, {}
+            index, left_out, n_hanging = index + 1, {}, 0
         if group is not None:
             group.leave()
     finally:

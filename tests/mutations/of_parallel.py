@@ -25,7 +25,10 @@ MISTAKES = [
     *mistakes(
         "parallel/launch.py",
         AGAIN,
-        what_was_left_out_once_is_never_measured_again=("index, left_out = index + 1, {}", "index = index + 1"),
+        what_was_left_out_once_is_never_measured_again=(
+            "index, left_out, n_hanging = index + 1, {}, 0",
+            "index = index + 1",
+        ),
     ),
     *mistakes(
         "parallel/ranks/outcome.py",

@@ -344,14 +344,52 @@ def test_a_point_is_measured_again_without_the_alternative_that_failed(how: Call
 
 @pytest.mark.parametrize(
     ("how", "status"),
-    [(get_killed, "failed"), (raise_memory_error, "oom"), (lose_peer, "failed"), (lambda: time.sleep(60), "timeout")],
-    ids=["killed from outside", "out of memory", "a peer is lost", "hangs"],
+    [(get_killed, "failed"), (raise_memory_error, "oom"), (lose_peer, "failed")],
+    ids=["killed from outside", "out of memory", "a peer is lost"],
 )
 def test_what_is_no_alternatives_failure_costs_the_point(how: Callable[[], None], status: str) -> None:
     worker = partial(in_turns, {"first": int, "second": how})
-    items = list(launch(worker, ["fails"], world_size=2, timeout_s=5 if status == "timeout" else 120))
+    items = list(launch(worker, ["fails"], world_size=2))
     assert [item.status for item in items if isinstance(item, PointEnd)] == [status]
     assert not [item for item in items if isinstance(item, Again)]
+
+
+def hang() -> None:
+    time.sleep(1000)
+
+
+@pytest.mark.parametrize("most", [1, 0])
+def test_an_alternative_that_hangs_costs_no_other_unless_there_are_too_many(
+    monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    monkeypatch.setattr(outcome, "MOST_HANGING", most)
+    worker = partial(in_turns, {"first": int, "second": hang, "third": int})
+    items = list(launch(worker, ["fails"], world_size=2, timeout_s=5))
+    again = [(item.alternative, item.reason) for item in items if isinstance(item, Again)]
+    ends = [(item.status, item.reason) for item in items if isinstance(item, PointEnd)]
+    late = "ranks 0, 1 still running after 5 s"
+    if most == 0:
+        assert (again, ends) == ([], [("timeout", f"{late}, in second")])
+        return
+    assert (again, ends) == ([("second", f"failed: {late}")], [("ok", None)])
+    (at,) = [number for number, item in enumerate(items) if isinstance(item, Again)]
+    rows = [item.values for item in items[at:] if isinstance(item, Row) and item.rank == 0]
+    assert {row["name"]: row["reason"] for row in rows} == {"first": None, "second": f"failed: {late}", "third": None}
+
+
+@pytest.mark.parametrize(
+    ("turns", "hanging"),
+    [
+        ([(2, "own"), (3, "ring")], "own"),  # one rank has left it, and waits for the other in the next
+        ([(2, None), (2, "own")], "own"),
+        ([(2, None), (3, "own")], None),  # it waits for what is no alternative's doing
+        ([(0, None)], None),
+    ],
+)
+def test_of_ranks_that_wait_for_each_other_the_one_furthest_behind_hangs(
+    turns: list[tuple[int, str | None]], hanging: str | None
+) -> None:
+    assert whose_turn.hanging(whose_turn.Turn(*turn) for turn in turns) == hanging
 
 
 def test_a_point_is_not_measured_again_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -416,7 +454,9 @@ def test_an_abort_in_cpp_says_why() -> None:
     assert "Fatal Python error: Aborted" in ends[0].failure.traceback
 
 
-def test_a_hang_ends_at_the_deadline_with_the_stacks_of_all_ranks() -> None:
+def test_a_hang_ends_at_the_deadline_with_the_stacks_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outcome, "MOST_HANGING", 0)
+
     def sleep_for_long() -> None:
         time.sleep(1000)
 

@@ -62,7 +62,7 @@ def death_of(rank: RankProcess, message: Message, kills_before: int | None) -> R
     died: FailureKind = "killed" if code < 0 else "exited"
     kind: FailureKind = "oom" if reads_as_out_of_memory(cause) else died
     is_consequence, reason = reads_as_consequence(cause), f"rank {rank.number} {how}{cause}"
-    name = rank.whose_turn() if kind != "oom" and not is_consequence and -code not in FROM_OUTSIDE else None
+    name = rank.turn().alternative if kind != "oom" and not is_consequence and -code not in FROM_OUTSIDE else None
     failure = RankFailure(
         rank=rank.number,
         kind=kind,

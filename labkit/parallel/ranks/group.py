@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from labkit.machine.memory_limits import oom_kills
+from labkit.parallel.ranks import whose_turn
 from labkit.parallel.ranks.deadlines import START_TIMEOUT_S
 from labkit.parallel.ranks.failure import Message, death_of, exception_of
 from labkit.parallel.ranks.janitor import Janitor
@@ -224,10 +225,11 @@ class RankGroup:
         missing = sorted(wait.missing)
         alone = missing[0] if len(missing) == 1 else None
         names = f"ranks {', '.join(map(str, missing))}" if alone is None else f"rank {alone}"
-        turns = sorted({turn for number in missing if (turn := self._ranks[number].whose_turn())})
-        message = f"{names} {overdue}" + (f", in {', '.join(turns)}" if turns else "")
+        turn = whose_turn.hanging(self._ranks[number].turn() for number in missing)
+        message = f"{names} {overdue}" + (f", in {turn}" if turn else "")
         tails = [self._ranks[number].log.tail() for number in missing]
-        return RankFailure(alone, "timeout", message, self._dump_stacks(), "\n".join(filter(None, tails)))
+        blamed = (turn, f"failed: {names} {overdue}") if turn else None
+        return RankFailure(alone, "timeout", message, self._dump_stacks(), "\n".join(filter(None, tails)), blamed)
 
     def _dump_stacks(self) -> str:
         """What every rank is doing at this moment."""

@@ -146,14 +146,20 @@ def reads_as_consequence(text: str) -> bool:
 
 MOST_LEFT_OUT = 32
 """Alternatives that a point goes on without; with one more failure it has failed."""
+MOST_HANGING = 2
+"""Of them, those that hang: each costs the point's whole time. A point that is late once more has too little time."""
 
 
-def next_attempt(index: int, failure: RankFailure | None, left_out: Mapping[str, str]) -> Again | None:
-    """Whether a point that ended so is measured once more, beside those left out already."""
+def next_attempt(
+    index: int, failure: RankFailure | None, left_out: Mapping[str, str], n_hanging: int = 0
+) -> Again | None:
+    """Whether a point that ended so is measured once more, beside those left out already, so many for hanging."""
     if failure is None or failure.blamed is None or len(left_out) >= MOST_LEFT_OUT:
         return None
     alternative, reason = failure.blamed
-    return None if alternative in left_out else Again(index, alternative, reason, failure)
+    if alternative in left_out or (failure.kind == "timeout" and n_hanging >= MOST_HANGING):
+        return None
+    return Again(index, alternative, reason, failure)
 
 
 def end_point(index: int, failure: RankFailure | None, elapsed_s: float, facts: Mapping[str, Any]) -> PointEnd:

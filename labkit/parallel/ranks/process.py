@@ -105,9 +105,9 @@ class RankProcess:
             return self.stacks_path.read_text(errors="replace")
         return ""
 
-    def whose_turn(self) -> str | None:
-        """The alternative that it is measuring, or was when it ended; None: none."""
-        return whose_turn.name_in(self.turn_path)
+    def turn(self) -> whose_turn.Turn:
+        """Whose turn it is on this rank, or was when it ended."""
+        return whose_turn.turn_in(self.turn_path)
 
     def stop(self) -> None:
         """Let it write nothing more. Should the parent die now, the kernel continues it, and it cleans up."""

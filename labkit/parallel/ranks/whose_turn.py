@@ -1,28 +1,37 @@
 """Whose turn it is on this rank, and which alternatives its point is measured without.
 
-A worker says which alternative it is about to call. Should the rank raise then, or die, the failure is that
-alternative's: `launch` measures the point again in new ranks without it. A rank that dies says nothing any more, so the
-name stands in memory that its parent can read. Standard library only: a rank imports this before torch.
+A worker says which alternative it is about to call. Should the rank raise then, die or hang, the failure is that
+alternative's: `launch` measures the point again in new ranks without it. A rank that dies or hangs says nothing any
+more, so the name stands in memory that its parent can read, and the number of the turn, by which the ranks that hang
+are told from those that wait for them. Standard library only: a rank imports this before torch.
 """
 
 from __future__ import annotations
 
 import contextlib
 import mmap
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
+NUMBER = 8  # bytes of the number of the turn, ahead of the name
 LONGEST = 1024  # bytes of a name
+
+
+class Turn(NamedTuple):
+    """How many turns of the point have begun, and whose it is; None: nobody's, as between two."""
+
+    number: int
+    alternative: str | None
 
 
 @dataclass
 class _Turn:
-    name: bytearray | mmap.mmap = field(default_factory=lambda: bytearray(LONGEST))
-    """Padded with zeros; nothing else in it: it is nobody's turn."""
+    memory: bytearray | mmap.mmap = field(default_factory=lambda: bytearray(NUMBER + LONGEST))
+    """The number, then the name, padded with zeros."""
     point: int = 0
-    number: int = 0
     reason: str | None = None
     left_out: Mapping[str, str] = field(default_factory=dict)
 
@@ -31,25 +40,32 @@ _TURN = _Turn()
 
 
 def share(path: Path) -> None:
-    """Keep the name in this file from now on, where `name_in` finds it after the death of this process."""
+    """Keep the turn in this file from now on, where `turn_in` finds it after the death of this process."""
     with contextlib.suppress(OSError), path.open("w+b") as file:  # a full disk must not end the rank
-        file.write(bytes(LONGEST))  # and not later either
+        file.write(bytes(NUMBER + LONGEST))  # and not later either
         file.flush()
-        _TURN.name = mmap.mmap(file.fileno(), LONGEST)
+        _TURN.memory = mmap.mmap(file.fileno(), NUMBER + LONGEST)
 
 
-def name_in(path: Path) -> str | None:
-    """Whose turn it was when the process ended that shared this file; None: nobody's."""
+def turn_in(path: Path) -> Turn:
+    """The turn of the process that shares this file, or when it ended."""
     try:
         return _read(path.read_bytes())
     except OSError:
-        return None
+        return Turn(0, None)
+
+
+def hanging(turns: Iterable[Turn]) -> str | None:
+    """Of ranks that do not end: in whose turn those are that are furthest behind, for which others may wait."""
+    turns = list(turns)
+    last = min(turn.number for turn in turns)
+    return next((turn.alternative for turn in turns if turn.number == last and turn.alternative), None)
 
 
 def new_point(index: int, left_out: Mapping[str, str]) -> None:
     """A point begins, without these alternatives; by name, why."""
-    end()
-    _TURN.point, _TURN.number, _TURN.left_out = index, 0, left_out
+    _TURN.memory[:] = bytes(NUMBER + LONGEST)
+    _TURN.point, _TURN.reason, _TURN.left_out = index, None, left_out
 
 
 def why_left_out(alternative: str) -> str | None:
@@ -59,13 +75,14 @@ def why_left_out(alternative: str) -> str | None:
 
 def begin(alternative: str) -> str:
     """From here on it is to blame; a name of the turn, the same on all ranks. A write to memory, no system call."""
-    _TURN.name[:] = _padded(alternative)
-    _TURN.number, _TURN.reason = _TURN.number + 1, None
-    return f"turn {_TURN.number} of point {_TURN.point}"
+    number = _now().number + 1
+    _TURN.memory[:] = number.to_bytes(NUMBER) + _padded(alternative)
+    _TURN.reason = None
+    return f"turn {number} of point {_TURN.point}"
 
 
 def end() -> None:
-    _TURN.name[:] = bytes(LONGEST)
+    _TURN.memory[NUMBER:] = bytes(LONGEST)
     _TURN.reason = None
 
 
@@ -76,7 +93,7 @@ def explain(reason: str) -> None:
 
 def alternative() -> str | None:
     """Whose turn it is."""
-    return _read(bytes(_TURN.name))
+    return _now().alternative
 
 
 def blamed() -> tuple[str, str] | None:
@@ -90,5 +107,10 @@ def _padded(alternative: str) -> bytes:
     return alternative.encode()[:LONGEST].ljust(LONGEST, b"\0")
 
 
-def _read(content: bytes) -> str | None:
-    return content.rstrip(b"\0").decode(errors="replace") or None
+def _now() -> Turn:
+    return _read(bytes(_TURN.memory))
+
+
+def _read(content: bytes) -> Turn:
+    name = content[NUMBER:].rstrip(b"\0").decode(errors="replace")
+    return Turn(int.from_bytes(content[:NUMBER]), name or None)
