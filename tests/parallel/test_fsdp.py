@@ -6,11 +6,13 @@ Ranks are started once and go through all sections; they return what was wrong, 
 import contextlib
 import copy
 import gc
+import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,8 +22,9 @@ from torch import nn, optim
 from labkit.bench.ledger import AllocationLedger, peak_between
 from labkit.costs.transformer import TransformerShape
 from labkit.nn.transformer import Transformer, TransformerLayer, language_model_loss
+from labkit.parallel.data_parallel import replicas
 from labkit.parallel.launch import run_ranks
-from labkit.parallel.sharding import FSDP, ReduceScatterDDP, ShardedOptimizer
+from labkit.parallel.sharding import FSDP, ReduceScatterDDP, ShardedOptimizer, building
 from labkit.parallel.sharding.unit import Unit
 from labkit.parallel.sharding.units import find_units, slots_by_unit
 from labkit.parallel.transport.contract import Step
@@ -301,12 +304,34 @@ def _check_saving() -> list[str]:
     return wrong
 
 
+@contextlib.contextmanager
+def _broadcasts_over(ledger: AllocationLedger) -> Iterator[None]:
+    """A broadcast returns when gloo's threads have let go of what it has sent: on a busy machine, later."""
+
+    def users(tensors: list[torch.Tensor]) -> list[int]:
+        return [torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) for tensor in tensors]
+
+    def broadcast_and_wait(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None) -> None:
+        tensors = [*tensors]
+        before, number = users(tensors), len(ledger.allocations)
+        replicas.broadcast(tensors, group)
+        copies, deadline = ledger.allocations[number:], time.monotonic() + 60
+        while any(now > then for now, then in zip(users(tensors), before, strict=True)) or any(
+            one.freed is None for one in copies
+        ):
+            assert time.monotonic() < deadline, "gloo holds what it has sent"
+            time.sleep(0.001)
+
+    with mock.patch.object(building, "broadcast", broadcast_and_wait):
+        yield
+
+
 def _check_meta() -> list[str]:
     """Made a unit at a time, the same on all ranks; a module that cannot make itself needs to be told how."""
     wrong, deep = [], replace(SHAPE, n_layers=12)
     with torch.device("meta"):
         model, tied, odd = transformer(deep), Tied(), nn.Sequential(nn.Linear(2, 2), Odd())
-    with AllocationLedger() as ledger:
+    with AllocationLedger() as ledger, _broadcasts_over(ledger):
         sharded = FSDP(model)
     reference = transformer(deep)
     by_unit = [sum(slot.like.nbytes for slot in slots) for slots in slots_by_unit(find_units(reference, None))]
