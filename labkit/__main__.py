@@ -3,22 +3,20 @@
 import atexit
 import gc
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from labkit.lab.advise.command import advise
 from labkit.lab.config import PROFILES, ParameterError, parse_assignments
+from labkit.lab.console import err, out, plain, print_output, progress, tell_of_load
 from labkit.lab.project import reference_directory
 from labkit.studies import LABS, load_study
 
 if TYPE_CHECKING:
-    from labkit.lab.runs.progress import Progress
     from labkit.lab.study import Study
 
 app = typer.Typer(
@@ -26,8 +24,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-out = Console(highlight=False)
-err = Console(stderr=True, highlight=False)
 
 # Of the lab `limits`, before another one is measured alone: what predictions need, in as few repeats as tell.
 SHORT_LIMITS = {"repeats": 6, "warmup": 1, "model": "nano"}
@@ -52,13 +48,13 @@ def main() -> None:
         err.print("interrupted")
         raise SystemExit(130) from None
     except ParameterError as error:
-        err.print(f"[bold red]error:[/] {_plain(error)}", soft_wrap=True)
+        err.print(f"[bold red]error:[/] {plain(error)}", soft_wrap=True)
         raise SystemExit(2) from None
     except Exception as error:
         if not hasattr(error, "format_message"):  # typer's own errors, whose class it keeps to itself
             raise
         if message := error.format_message().strip():
-            err.print(f"[bold red]error:[/] {_plain(' '.join(message.split()))}", soft_wrap=True)
+            err.print(f"[bold red]error:[/] {plain(' '.join(message.split()))}", soft_wrap=True)
         raise SystemExit(2) from None
     raise SystemExit(status)
 
@@ -97,11 +93,11 @@ def doctor() -> None:
 
     machine = Table(box=None, show_header=False, pad_edge=False)
     for name, value in machine_rows():
-        machine.add_row(f"[bold]{name}[/]", _plain(value))
+        machine.add_row(f"[bold]{name}[/]", plain(value))
     out.print(machine, "")
     labs = Table("lab", "profile", "points", "can run", "why not", box=None, pad_edge=False)
     for row in lab_rows(load_study(lab) for lab in LABS):
-        labs.add_row(*(_plain(cell) for cell in row))
+        labs.add_row(*(plain(cell) for cell in row))
     out.print(labs)
 
 
@@ -125,20 +121,20 @@ def measure(
     config = resolve_config(lab, study.profiles, profile, parse_assignments(settings or []))
     if resume is None:
         _calibrate([study], profile)
-    with _progress("measure", lab) as show:
+    with progress("measure", lab) as show:
         if resume is None:
             run = measuring.measure(
-                study, config, profile=profile, on_progress=show, on_start=_tell_of_load, on_output=_print_output
+                study, config, profile=profile, on_progress=show, on_start=tell_of_load, on_output=print_output
             )
         else:
             path = find_run([runs_directory() / lab], resume)
-            run = measuring.resume(study, path, on_progress=show, on_output=_print_output)
+            run = measuring.resume(study, path, on_progress=show, on_output=print_output)
     coverage = run.coverage()
     described = ", ".join(f"{count} {status}" for status, count in coverage["status"].value_counts().items())
     out.print(f"{lab}: {described}; {path_from_here(run.path)}", soft_wrap=True)
     others = coverage.loc[coverage["status"] != "ok", ["status", "reason"]]
     for (status, reason), count in others.value_counts().head(5).items():
-        err.print(f"  {count} {status}: {_plain(reason)}", soft_wrap=True)
+        err.print(f"  {count} {status}: {plain(reason)}", soft_wrap=True)
     raise typer.Exit(1 if coverage["status"].isin(["failed", "timeout"]).any() else 0)
 
 
@@ -173,18 +169,18 @@ def report(
     output = output or reports_directory()
     check_report(studies, parameters, output)
     if run is None:
-        _tell_of_load()
+        tell_of_load()
     if run is None and resume is None:
         _calibrate(studies, profile or "quick")
     results = []
     for study in studies:
-        with _progress("report", study.name) as show:
+        with progress("report", study.name) as show:
             if resume is not None:
                 path = find_run([runs_directory() / study.name], resume)
-                parameters["run"] = str(measuring.resume(study, path, on_progress=show, on_output=_print_output).path)
+                parameters["run"] = str(measuring.resume(study, path, on_progress=show, on_output=print_output).path)
             result = report_lab(study, parameters, output, show)
         results.append(result)
-        outcome = f"[bold red]failed:[/] {_plain(result.error)}" if result.error else "ok"
+        outcome = f"[bold red]failed:[/] {plain(result.error)}" if result.error else "ok"
         page = path_from_here(result.page)
         out.print(f"{study.name}: {outcome}, in {format_seconds(result.elapsed_s)}; {page}", soft_wrap=True)
         index = write_index(_all_studies(), output, to_come=studies[len(results) :])
@@ -210,15 +206,15 @@ def compare_command(
         raise ParameterError(f"--output names the file of the page, and {page} is a folder")
     found, unread = load_runs(runs)
     for name, reason in unread.items():
-        err.print(f"left out: {_plain(name)}: {_plain(reason)}", soft_wrap=True)
+        err.print(f"left out: {plain(name)}: {plain(reason)}", soft_wrap=True)
     comparisons = compare_runs(found)
     check_writable(page.parent)
     table = write_comparison(comparisons, shlex.join(["labkit", "compare", *runs]), page, unread)
     for row in table.to_dict("records"):
         counts = ", ".join(f"{row[verdict]} {verdict}" for verdict in ("faster", "slower", "no difference shown"))
         line = f"{row['lab']}: {row['machine']} against {row['against']}: {row['verdict']} ({counts})"
-        out.print(_plain(line), soft_wrap=True)
-    out.print(f"page: {_plain(path_from_here(page))}", soft_wrap=True)
+        out.print(plain(line), soft_wrap=True)
+    out.print(f"page: {plain(path_from_here(page))}", soft_wrap=True)
 
 
 @app.command("predict")
@@ -244,9 +240,9 @@ def predict_command(
         raise ParameterError(told) from None
     refused = [row for row in table if row.run is None]
     for row in refused:
-        err.print(f"line {row.line}: {_plain(row.refusal)}", soft_wrap=True)
+        err.print(f"line {row.line}: {plain(row.refusal)}", soft_wrap=True)
     if output is not None:
-        out.print(f"{len(table) - len(refused)} predicted, {len(refused)} refused; {_plain(output)}", soft_wrap=True)
+        out.print(f"{len(table) - len(refused)} predicted, {len(refused)} refused; {plain(output)}", soft_wrap=True)
     raise typer.Exit(1 if refused else 0)
 
 
@@ -267,52 +263,12 @@ def _calibrate(studies: "Sequence[Study]", profile: str) -> None:
     err.print("calibrating this machine first, which takes some 15 seconds once a day: predictions are made of it")
     limits = load_study(LIMITS)
     short = limits.profiles["quick"].model_copy(update=SHORT_LIMITS)
-    with _progress("measure", LIMITS) as show:
-        measure_run(limits, short, profile="quick", on_progress=show, on_output=_print_output)
+    with progress("measure", LIMITS) as show:
+        measure_run(limits, short, profile="quick", on_progress=show, on_output=print_output)
 
 
 def _all_studies() -> "Iterator[Study]":
     return (load_study(lab) for lab in LABS)
-
-
-@contextmanager
-def _progress(command: str, lab: str) -> "Iterator[Callable[[Progress], None]]":
-    """A line in the terminal that says how far a lab is, and after Ctrl-C the command that goes on from there."""
-    from labkit.lab.terminal_line import terminal_line
-
-    run: str | None = None
-
-    def tell(progress: "Progress") -> None:
-        nonlocal run
-        run = progress.run or run
-        show(progress)
-
-    try:
-        with terminal_line(err, lab) as show:
-            yield tell
-    except KeyboardInterrupt:  # here: typer would end without a word
-        kept = f"; what was measured is kept: `labkit {command} {lab} --resume {run}` goes on from there"
-        err.print(f"interrupted{kept if run else ''}", soft_wrap=True)
-        raise typer.Exit(130) from None
-
-
-def _print_output(line: str) -> None:
-    """What the ranks print, above the progress line."""
-    err.print(_plain(line), soft_wrap=True)
-
-
-def _tell_of_load(run: Path | None = None) -> None:
-    """What else keeps this machine busy; the page says so, too."""
-    from labkit.machine import describe_machine
-    from labkit.machine.load import disturbances, load_before_measuring
-
-    for disturbance in disturbances(load_before_measuring(), describe_machine().cores):
-        err.print(_plain(disturbance), soft_wrap=True)
-
-
-def _plain(value: object) -> str:
-    """Text that rich shows as it is: brackets are not markup."""
-    return str(value).replace("[", r"\[")
 
 
 if __name__ == "__main__":

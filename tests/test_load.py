@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from labkit import __main__ as program
+from labkit.lab.console import tell_of_load
 from labkit.lab.pages import cards
+from labkit.lab.pages.provenance import provenance_rows
 from labkit.lab.runs.measure import measure
 from labkit.lab.runs.store import Run
 from labkit.machine.load import Load, announced, disturbances, load_before_measuring, other_measurements
@@ -61,7 +62,7 @@ def test_a_measurement_does_not_see_itself_and_leaves_nothing_behind(name_of_the
 
 @pytest.mark.usefixtures("other")
 def test_the_terminal_tells_of_another_measurement(capsys):
-    program._tell_of_load()
+    tell_of_load()
     assert capsys.readouterr().err.startswith("Another labkit measurement")
 
 
@@ -74,7 +75,7 @@ def test_a_run_records_the_load_and_its_page_tells_of_another_measurement(tmp_pa
     ends = [json.loads(line) for line in run.path.read_text().splitlines() if '"kind":"end"' in line]
     assert all(end["load"]["average"] >= 0 for end in ends)
     assert "2 points another labkit measurement" in cards.coverage(run)
-    assert "load average" in cards.provenance_rows(FAKE, run)["Load"]
+    assert "load average" in provenance_rows(FAKE, run)["Load"]
 
 
 def test_a_quiet_run_says_nothing_and_an_older_one_is_read(tmp_path, monkeypatch):
@@ -89,7 +90,7 @@ def test_a_quiet_run_says_nothing_and_an_older_one_is_read(tmp_path, monkeypatch
     run.path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     older = Run.load(run.path)
     assert (older.header.load, dict(older.steadiness.busy)) == (None, {})
-    assert "Load" not in cards.provenance_rows(FAKE, older)
+    assert "Load" not in provenance_rows(FAKE, older)
 
 
 def test_other_programs_are_worth_a_word_from_a_share_of_the_cores_on():

@@ -20,6 +20,7 @@ from labkit.lab.figures import Plot
 from labkit.lab.findings import CALIBRATE_FIRST, UNCALIBRATED, Finding, Question
 from labkit.lab.pages import cards
 from labkit.lab.pages.agreement import known_record
+from labkit.lab.pages.provenance import provenance, provenance_rows
 from labkit.lab.pages.source import shown_source
 from labkit.lab.pages.steadiness import pulse_record
 from labkit.lab.parameter_cells import given_parameters
@@ -271,7 +272,7 @@ class Lab:
             "machine": self.machine.label,
             # pairs, because a saved notebook has the keys of its dictionaries in another order
             "machine_rows": list(cards.machine_rows(self.machine, elsewhere=self._is_of_another_machine()).items()),
-            "provenance": list(cards.provenance_rows(self.study, self.run).items()),
+            "provenance": list(provenance_rows(self.study, self.run).items()),
             "started": self.run.header.started.isoformat(timespec="seconds"),
             "coverage": coverage["status"].value_counts().to_dict(),
             "duration_s": float(coverage["elapsed_s"].sum()),
@@ -284,8 +285,8 @@ class Lab:
                 for question in self.study.questions
             ],
         }
-        text = cards.definitions_text(cards.provenance_rows(self.study, self.run))
-        display(cards.Shown(cards.provenance(self.study, self.run), text, {PAGE_MIME: page}))
+        text = cards.definitions_text(provenance_rows(self.study, self.run))
+        display(cards.Shown(provenance(self.study, self.run), text, {PAGE_MIME: page}))
 
     def _is_of_another_machine(self) -> bool:
         here = describe_machine()

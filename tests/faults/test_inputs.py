@@ -13,6 +13,7 @@ from labkit.lab.execute import notebook_parameters
 from labkit.lab.notebook import check_parameters
 from labkit.lab.pages import cards
 from labkit.lab.pages.export import export_page
+from labkit.lab.pages.provenance import provenance
 from labkit.lab.runs.store import Run, RunFileError, RunHeader
 from labkit.lab.runs.writer import RunWriter
 from labkit.machine import describe_machine
@@ -88,7 +89,7 @@ def read_all(path):
         assert run.frame() is not None
         assert run.pending is not None
         assert cards.coverage(run)
-        assert cards.provenance(load_study("all_reduce"), run)
+        assert provenance(load_study("all_reduce"), run)
         assert cards.machine_card(run.header.machine, elsewhere=True, hosts=run.header.ranks_by_host)
     except RunFileError as error:
         if str(path) in str(error):
@@ -249,7 +250,7 @@ def test_text_of_a_run_stays_text_on_its_page(tmp_path):
     run = Run.load(run_path)
     shown = [
         cards.machine_card(run.header.machine, elsewhere=True, hosts=run.header.ranks_by_host).data,
-        cards.provenance(study, run),
+        provenance(study, run),
         cards.coverage(run),
         cards.table(run.coverage().assign(**{HTML: HTML}), HTML).data,
     ]

@@ -11,7 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from labkit.lab.pages.cards import machine_card, provenance
+from labkit.lab.pages.cards import machine_card
+from labkit.lab.pages.provenance import provenance
 from labkit.lab.project import project_root
 from labkit.lab.runs.store import Run
 from labkit.studies import load_study

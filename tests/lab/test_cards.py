@@ -10,6 +10,7 @@ from IPython.core.formatters import DisplayFormatter
 from labkit.lab import figures
 from labkit.lab.findings import Finding, Question
 from labkit.lab.pages import cards
+from labkit.lab.pages.provenance import provenance, provenance_rows
 from labkit.lab.runs.measure import measure
 from labkit.lab.runs.progress import Progress
 from labkit.lab.runs.store import Run, RunHeader
@@ -71,7 +72,7 @@ def test_a_quote_does_not_end_an_attribute(tmp_path):
         writer.end_point(POINTS[0], "skipped", reason=QUOTED)
         writer.begin_again(QUOTED, source)
     run = Run.load(writer.path)
-    pieces += [cards.coverage(run), cards.provenance(FAKE, run)]
+    pieces += [cards.coverage(run), provenance(FAKE, run)]
     for piece in pieces:
         assert QUOTED not in re.sub(r"<text[^>]*>[^<]*</text>", "", piece)  # in an element's text it is a quote
         assert "&#34; onerror=&#39;alert(1)" in piece
@@ -88,15 +89,15 @@ def test_points_that_did_not_end_say_so(tmp_path):
 
 def test_what_a_run_holds_is_escaped(tmp_path):
     run = measure(FAKE, FakeConfig(actions=["skip", EVIL], world_size=1), profile="smoke", directory=tmp_path)
-    assert "<script" not in cards.coverage(run) + cards.provenance(FAKE, run)
+    assert "<script" not in cards.coverage(run) + provenance(FAKE, run)
     assert "1 skipped: needs what this machine has not" in cards.coverage(run)
 
 
 def test_the_command_that_measures_again_has_the_changed_parameters(tmp_path):
     run = measure(FAKE, FakeConfig(actions=["fine"], world_size=1), profile="smoke", directory=tmp_path)
-    assert "labkit report fake --profile smoke --set world_size=1<" in cards.provenance(FAKE, run)
+    assert "labkit report fake --profile smoke --set world_size=1<" in provenance(FAKE, run)
     own = Run(run.path, run.header.model_copy(update={"config": {"actions": "of a reader"}}), run._rows, run._ends)
-    assert "labkit report" not in cards.provenance_rows(FAKE, own)["Measure again"]
+    assert "labkit report" not in provenance_rows(FAKE, own)["Measure again"]
 
 
 def test_the_provenance_of_a_resumed_run_says_when_and_at_which_commit(tmp_path):
@@ -104,16 +105,16 @@ def test_the_provenance_of_a_resumed_run_says_when_and_at_which_commit(tmp_path)
     known = old | {"at": "2030-01-03T03:04:05+00:00", "git": {"commit": "abc1234def", "dirty": True}}
     outside = {"kind": "resumed", "git": None}
     with RunWriter.create(tmp_path, header()) as writer:
-        assert "Resumed" not in cards.provenance(FAKE, Run.load(writer.path))
+        assert "Resumed" not in provenance(FAKE, Run.load(writer.path))
     with writer.path.open("a") as file:
         file.writelines(json.dumps(record) + "\n" for record in (old, known, outside))
-    rows = cards.provenance_rows(FAKE, Run.load(writer.path))
+    rows = provenance_rows(FAKE, Run.load(writer.path))
     assert rows["Resumed at"].split("; ") == [
         "2030-01-02 03:04:05 UTC, commit not recorded, by labkit measure fake --resume a",
         "2030-01-03 03:04:05 UTC, commit abc1234def with local changes, by labkit measure fake --resume a",
         "a time that was not recorded, not a git checkout",
     ]
-    assert '<th scope="row">Resumed at</th>' in cards.provenance(FAKE, Run.load(writer.path))
+    assert '<th scope="row">Resumed at</th>' in provenance(FAKE, Run.load(writer.path))
 
 
 def test_cells_have_units_and_missing_values_a_dash():

@@ -1,12 +1,10 @@
-"""Pieces of a page as HTML: machine card, coverage line, table, figure, answer, provenance.
+"""Pieces of a page as HTML: machine card, coverage line, table, figure, answer.
 
 The same pieces serve JupyterLab and the exported page: a small style sheet travels with the machine card and uses
 the colors of whatever surrounds it. All text passes the templates, which escape it.
 """
 
 import base64
-import json
-import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,22 +12,17 @@ import pandas as pd
 from IPython.display import HTML
 from markupsafe import Markup
 
-from labkit.lab.calibration import calibration_told
 from labkit.lab.columns import column
-from labkit.lab.config import ParameterError, resolve_config
 from labkit.lab.figures import Plot
 from labkit.lab.figures.vector import drawing
 from labkit.lab.findings import Finding, Question
 from labkit.lab.pages.html import piece, piece_style
-from labkit.lab.pages.steadiness import steadiness_notes, steadiness_row
-from labkit.lab.project import relative_to_project
+from labkit.lab.pages.steadiness import steadiness_notes
 from labkit.lab.runs.progress import Progress
-from labkit.lab.runs.records import Resumption
-from labkit.lab.runs.store import Run, RunHeader
-from labkit.lab.study import Study
+from labkit.lab.runs.store import Run
 from labkit.lab.units import counted, format_bytes, format_seconds
 from labkit.machine import Machine
-from labkit.machine.load import Load, disturbances
+from labkit.machine.load import disturbances
 from labkit.parallel.ranks.hosts import describe_hosts
 
 PIECE_MIME = "application/vnd.labkit.piece+json"  # what stands on the page for what a notebook shows
@@ -226,67 +219,6 @@ def answer(question: Question, finding: Finding, figures: Sequence[Shown] = ()) 
     said = (finding.headline, finding.caveat, *map(repr, figures), finding.why, finding.advice)
     text = "\n".join(filter(None, (f"{question.text} [{finding.verdict}]", *said)))
     return Shown(html, text, {PIECE_MIME: {"html": on_page}})
-
-
-def provenance(study: Study, run: Run) -> str:
-    """Where the page's numbers are, and the commands that draw or measure it again."""
-    return piece("provenance", rows=provenance_rows(study, run).items())
-
-
-def provenance_rows(study: Study, run: Run) -> dict[str, str]:
-    """The facts of the provenance card by their names."""
-    path = relative_to_project(run.path)
-    rows = {
-        "Run": path,
-        "Started": f"{run.header.started:%Y-%m-%d %H:%M:%S} UTC",
-        "Measured by": run.header.command,
-        **({"Resumed at": "; ".join(map(_resumed, run.resumptions))} if run.resumptions else {}),
-        "Draw again": f"labkit report {study.name} --run {shlex.quote(path)}",
-        "Measure again": _command_again(study, run.header),
-        "Ranks": _ranks(run),
-        "Predicted from": calibration_told(run),
-        **({"Load": _load(run.header.load, run.header.machine.cores)} if run.header.load else {}),
-        **({"Steadiness": row} if (row := steadiness_row(run)) else {}),
-    }
-    if run.header.ranks_by_host is not None:
-        rows["Hosts"] = describe_hosts(run.header.ranks_by_host)
-    return rows
-
-
-def _resumed(again: Resumption) -> str:
-    """When, at which commit and by which command a run was taken up again."""
-    when = f"{again.at:%Y-%m-%d %H:%M:%S} UTC" if again.at else "a time that was not recorded"
-    unknown = "not a git checkout" if "source" in again.model_fields_set else "commit not recorded"
-    return f"{when}, {again.source or unknown}" + (f", by {again.command}" if again.command else "")
-
-
-def _load(load: Load, cores: int) -> str:
-    busy = "" if load.busy_cores is None else f", {load.busy_cores:.1f} of {cores} cores busy"
-    return f"at the start a load average of {load.average:.1f}{busy}"
-
-
-def _command_again(study: Study, header: RunHeader) -> str:
-    """With the --set options that lead from the profile to the config of the run."""
-    try:
-        resolve_config(study.name, study.profiles, header.profile, header.config)
-    except ParameterError:
-        return "by the notebook with what is its own, or the labkit that measured it"
-    profile = study.profiles[header.profile].model_dump(mode="json")
-    changed = {name: value for name, value in header.config.items() if profile[name] != value}
-    options = [f" --set {shlex.quote(f'{name}={json.dumps(value)}')}" for name, value in changed.items()]
-    return f"labkit report {study.name} --profile {header.profile}" + "".join(options)
-
-
-def _ranks(run: Run) -> str:
-    """How the ranks ran, as they reported it: start method, scheduling policy, threads."""
-    needed = {"world_size", "backend", "start_method", "scheduling", "threads"}  # known once ranks are ready
-    facts = [fact for fact in run.facts().values() if needed <= fact.keys() and isinstance(fact["world_size"], int)]
-    described = {
-        f"{counted(fact['world_size'], 'rank')}: {fact['backend'] or 'no process group'}, {fact['start_method']}, "
-        f"scheduling {fact['scheduling']}, {counted(fact['threads'], 'thread')} each"
-        for fact in sorted(facts, key=lambda fact: fact["world_size"])
-    }
-    return "; ".join(sorted(described, key=lambda text: int(text.split()[0]))) or "none"
 
 
 def _is_number(values: pd.Series) -> bool:

@@ -1,32 +1,26 @@
-"""Measuring: the pending points of a study on their ranks, every row into the run as it comes."""
+"""Measuring a lab into a new run, or what a run still lacks: what may refuse, then the header, then the points."""
 
 import shlex
-import shutil
 import sys
-from collections.abc import Callable, Generator, Mapping
-from contextlib import closing
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from labkit.bench.heartbeat import Beat
 from labkit.lab.calibration import newest_calibration
 from labkit.lab.config import LabConfig, ParameterError
-from labkit.lab.own import Own, check_own, known, with_names, worker_with
-from labkit.lab.point import Point, by_ranks
+from labkit.lab.own import Own, check_own, known, with_names
+from labkit.lab.point import Point
 from labkit.lab.project import check_writable, runs_directory
-from labkit.lab.runs.heard import heard, split
+from labkit.lab.runs.point_by_point import measure_points, take_part
 from labkit.lab.runs.progress import Progress, ShowProgress, Tally
 from labkit.lab.runs.resuming import check_same_setting, config_again, replan
 from labkit.lab.runs.store import Run, RunFileError, RunHeader
 from labkit.lab.runs.writer import RunWriter
 from labkit.lab.study import Study
 from labkit.machine import describe_machine
-from labkit.machine.load import Load, LoadMeter, announced, load_before_measuring
-from labkit.parallel.launch import Again, PointEnd, RankFailure, Row, launch
-from labkit.parallel.ranks.capacity import why_too_many
-from labkit.parallel.ranks.joined import broadcast_from_first_rank, is_joined, joined_rank, ranks_by_host
+from labkit.machine.load import announced, load_before_measuring
+from labkit.parallel.ranks.joined import broadcast_from_first_rank, joined_rank, ranks_by_host
 
 
 def measure(
@@ -74,7 +68,7 @@ def measure(
         if len(header.planned) != len(points):
             raise ValueError(f"{study.name}: the plan names a point twice")
         if joined_rank() > 0:  # under torchrun the first rank writes; the others only take part
-            _take_part(study, [] if unavailable else points, own)
+            take_part(study, [] if unavailable else points, own)
             raise SystemExit(0)
         with RunWriter.create(folder, header) as writer, announced():
             on_start(writer.path)
@@ -83,7 +77,7 @@ def measure(
                     writer.end_point(point, "skipped", reason=unavailable)
             else:
                 tally = Tally(on_progress, writer.path, [point.id for point in points], len(points))
-                _measure_points(study, points, writer, tally, on_output, own)
+                measure_points(study, points, writer, tally, on_output, own)
         return Run.load(writer.path)
 
 
@@ -113,7 +107,7 @@ def resume(
         remaining = [point for point in points if point.id in pending]
         if joined_rank() > 0:
             _prepare_again(study, path, config, remaining, on_progress)
-            _take_part(study, remaining, own)
+            take_part(study, remaining, own)
             raise SystemExit(0)
         with RunWriter.reopen(path) as writer, announced():
             if Run.load(path).pending != run.pending:  # what was read before the file was locked
@@ -122,7 +116,7 @@ def resume(
             if remaining:
                 writer.begin_again(_command(), describe_machine().source)
             tally = Tally(on_progress, path, [point.id for point in remaining], len(points))
-            _measure_points(study, remaining, writer, tally, on_output, own)
+            measure_points(study, remaining, writer, tally, on_output, own)
         return Run.load(path)
 
 
@@ -171,150 +165,3 @@ def _command() -> str:
         return "notebook"
     is_labkit = program in ("labkit", "__main__.py")
     return shlex.join(["labkit", *sys.argv[1:]] if is_labkit else [program])
-
-
-def _measure_points(
-    study: Study,
-    points: list[Point],
-    writer: RunWriter,
-    tally: Tally,
-    on_output: Callable[[str], None] | None,
-    own: Own,
-) -> None:
-    exhausted: dict[Any, float] = {}  # series -> the size at which it ran out of memory
-    for same_ranks in by_ranks(points):
-        while same_ranks:
-            same_ranks, skipped = _skip(study, same_ranks, exhausted)
-            broadcast_from_first_rank([point.id for point in same_ranks])
-            for point, reason in skipped:
-                writer.end_point(point, "skipped", reason=reason)
-                tally.skipped(point.id)
-            if not same_ranks:
-                break
-            tally.tell(same_ranks[0].title())
-            ended = _measure_group(study, same_ranks, writer, exhausted, on_output, tally, own)
-            same_ranks = same_ranks[ended:]
-    shutil.rmtree(_checkpoints(writer), ignore_errors=True)
-    tally.tell("")
-
-
-def _measure_group(
-    study: Study,
-    points: list[Point],
-    writer: RunWriter,
-    exhausted: dict[Any, float],
-    on_output: Callable[[str], None] | None,
-    tally: Tally,
-    own: Own,
-) -> int:
-    """Measure points of one group of ranks, until all ended or one ran out of memory; returns how many."""
-    ended, meter = 0, LoadMeter(knows_own=not is_joined())
-    beats: dict[int, list[Beat]] = {}
-    # closing: an interrupt must end the ranks now, not when a traceback lets go of the generator
-    with closing(_launch(study, points, on_output, own, _checkpoints(writer))) as events:
-        for event in events:
-            point = points[event.index]
-            if isinstance(event, Row):
-                values, call, noted = split(event.values)
-                if noted is not None:
-                    beats[event.rank] = noted
-                    continue
-                writer.add_row(point, event.rank, values, call)
-                if event.rank == 0 and (text := study.progress(point, values)):
-                    tally.tell(f"{point.title()}: {text}")
-                continue
-            if isinstance(event, Again):
-                writer.measure_again(point, event.alternative, event.reason, _details(event.failure))
-                tally.tell(f"{point.title()}: again, without {event.alternative} ({event.reason})")
-                beats.clear()
-                continue
-            _record_end(writer, point, event, meter.load(), [beats[rank] for rank in sorted(beats)])
-            beats.clear()
-            shutil.rmtree(_checkpoints(writer) / point.id, ignore_errors=True)
-            ended += 1
-            tally.ended(point.id)
-            if ended < len(points):
-                tally.tell(points[ended].title())
-            if event.status == "oom" and (series := study.series(point)) is not None:
-                exhausted[series[0]] = series[1]
-                if not is_joined():  # the ranks of a torchrun job all go on to the next point
-                    break
-    return ended
-
-
-def _checkpoints(writer: RunWriter) -> Path:
-    """Where the workers of a run keep what an interrupted point goes on from; not there once the run is complete."""
-    return writer.path.with_suffix(".checkpoints")
-
-
-def _launch(
-    study: Study,
-    points: list[Point],
-    on_output: Callable[[str], None] | None,
-    own: Own,
-    checkpoints: Path | None = None,
-) -> Generator[Row | Again | PointEnd, None, None]:
-    first = points[0]
-    worker = worker_with(study, own)
-    return launch(
-        partial(heard, worker, **({"checkpoints": checkpoints} if study.keeps_checkpoints else {})),
-        points,
-        world_size=first.world_size,
-        backend=first.backend,
-        scheduling=first.scheduling,
-        timeout_s=first.timeout_s,
-        on_output=on_output,
-    )
-
-
-def _record_end(writer: RunWriter, point: Point, end: PointEnd, load: Load, beats: list[list[Beat]]) -> None:
-    writer.end_point(
-        point,
-        end.status,
-        reason=end.reason,
-        elapsed_s=end.elapsed_s,
-        facts=end.facts,
-        details=_details(end.failure),
-        load=load,
-        beats=beats,
-    )
-
-
-def _details(failure: RankFailure | None) -> str:
-    parts = (failure.traceback, failure.output_tail) if failure is not None else ()
-    return "\n".join(part.strip() for part in parts if part.strip())
-
-
-def _skip(
-    study: Study, points: list[Point], exhausted: dict[Any, float]
-) -> tuple[list[Point], list[tuple[Point, str]]]:
-    """Split points into those to measure and those this machine cannot, with the reason."""
-    machine = describe_machine()
-    remaining, skipped = [], []
-    for point in points:
-        reason = study.skip_reason(point, machine) or _exhausted_reason(study, point, exhausted)
-        if point.fresh_ranks and is_joined():
-            reason = "needs new processes, and the ranks of a torchrun job are there already"
-        if reason is None and not is_joined():
-            reason = why_too_many(point.world_size)
-        if reason is None:
-            remaining.append(point)
-        else:
-            skipped.append((point, reason))
-    return remaining, skipped
-
-
-def _exhausted_reason(study: Study, point: Point, exhausted: dict[Any, float]) -> str | None:
-    series = study.series(point)
-    if series is None or series[0] not in exhausted or series[1] < exhausted[series[0]]:
-        return None
-    return "a smaller point of this series ran out of memory"
-
-
-def _take_part(study: Study, points: list[Point], own: Own) -> None:
-    """A rank of torchrun other than the first: the points that the first one chooses, nothing written."""
-    for same_ranks in by_ranks(points):
-        chosen = set(broadcast_from_first_rank(None))
-        if to_measure := [point for point in same_ranks if point.id in chosen]:
-            for _ in _launch(study, to_measure, None, own):
-                pass

@@ -1,0 +1,55 @@
+"""What a command says in a terminal: results on stdout; how far it is, and what else there is to tell, on stderr."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+from rich.console import Console
+
+if TYPE_CHECKING:
+    from labkit.lab.runs.progress import Progress
+
+out = Console(highlight=False)
+err = Console(stderr=True, highlight=False)
+
+
+@contextmanager
+def progress(command: str, lab: str) -> "Iterator[Callable[[Progress], None]]":
+    """A line in the terminal that says how far a lab is, and after Ctrl-C the command that goes on from there."""
+    from labkit.lab.terminal_line import terminal_line
+
+    run: str | None = None
+
+    def tell(now: "Progress") -> None:
+        nonlocal run
+        run = now.run or run
+        show(now)
+
+    try:
+        with terminal_line(err, lab) as show:
+            yield tell
+    except KeyboardInterrupt:  # here: typer would end without a word
+        kept = f"; what was measured is kept: `labkit {command} {lab} --resume {run}` goes on from there"
+        err.print(f"interrupted{kept if run else ''}", soft_wrap=True)
+        raise typer.Exit(130) from None
+
+
+def print_output(line: str) -> None:
+    """What the ranks print, above the progress line."""
+    err.print(plain(line), soft_wrap=True)
+
+
+def tell_of_load(run: Path | None = None) -> None:
+    """What else keeps this machine busy; the page says so, too."""
+    from labkit.machine import describe_machine
+    from labkit.machine.load import disturbances, load_before_measuring
+
+    for disturbance in disturbances(load_before_measuring(), describe_machine().cores):
+        err.print(plain(disturbance), soft_wrap=True)
+
+
+def plain(value: object) -> str:
+    """Text that rich shows as it is: brackets are not markup."""
+    return str(value).replace("[", r"\[")

@@ -1,0 +1,169 @@
+"""The points of a run, one after the other on their ranks: every row into the run as it comes, and how each ended."""
+
+import shutil
+from collections.abc import Callable, Generator
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from labkit.bench.heartbeat import Beat
+from labkit.lab.own import Own, worker_with
+from labkit.lab.point import Point, by_ranks
+from labkit.lab.runs.heard import heard, split
+from labkit.lab.runs.progress import Tally
+from labkit.lab.runs.writer import RunWriter
+from labkit.lab.study import Study
+from labkit.machine import describe_machine
+from labkit.machine.load import Load, LoadMeter
+from labkit.parallel.launch import Again, PointEnd, RankFailure, Row, launch
+from labkit.parallel.ranks.capacity import why_too_many
+from labkit.parallel.ranks.joined import broadcast_from_first_rank, is_joined
+
+
+def measure_points(
+    study: Study,
+    points: list[Point],
+    writer: RunWriter,
+    tally: Tally,
+    on_output: Callable[[str], None] | None,
+    own: Own,
+) -> None:
+    """Measure these points, those of the same ranks by one launch; what this machine cannot hold is skipped."""
+    exhausted: dict[Any, float] = {}  # series -> the size at which it ran out of memory
+    for same_ranks in by_ranks(points):
+        while same_ranks:
+            same_ranks, skipped = _skip(study, same_ranks, exhausted)
+            broadcast_from_first_rank([point.id for point in same_ranks])
+            for point, reason in skipped:
+                writer.end_point(point, "skipped", reason=reason)
+                tally.skipped(point.id)
+            if not same_ranks:
+                break
+            tally.tell(same_ranks[0].title())
+            ended = _measure_group(study, same_ranks, writer, exhausted, on_output, tally, own)
+            same_ranks = same_ranks[ended:]
+    shutil.rmtree(_checkpoints(writer), ignore_errors=True)
+    tally.tell("")
+
+
+def _measure_group(
+    study: Study,
+    points: list[Point],
+    writer: RunWriter,
+    exhausted: dict[Any, float],
+    on_output: Callable[[str], None] | None,
+    tally: Tally,
+    own: Own,
+) -> int:
+    """Measure points of one group of ranks, until all ended or one ran out of memory; returns how many."""
+    ended, meter = 0, LoadMeter(knows_own=not is_joined())
+    beats: dict[int, list[Beat]] = {}
+    # closing: an interrupt must end the ranks now, not when a traceback lets go of the generator
+    with closing(_launch(study, points, on_output, own, _checkpoints(writer))) as events:
+        for event in events:
+            point = points[event.index]
+            if isinstance(event, Row):
+                values, call, noted = split(event.values)
+                if noted is not None:
+                    beats[event.rank] = noted
+                    continue
+                writer.add_row(point, event.rank, values, call)
+                if event.rank == 0 and (text := study.progress(point, values)):
+                    tally.tell(f"{point.title()}: {text}")
+                continue
+            if isinstance(event, Again):
+                writer.measure_again(point, event.alternative, event.reason, _details(event.failure))
+                tally.tell(f"{point.title()}: again, without {event.alternative} ({event.reason})")
+                beats.clear()
+                continue
+            _record_end(writer, point, event, meter.load(), [beats[rank] for rank in sorted(beats)])
+            beats.clear()
+            shutil.rmtree(_checkpoints(writer) / point.id, ignore_errors=True)
+            ended += 1
+            tally.ended(point.id)
+            if ended < len(points):
+                tally.tell(points[ended].title())
+            if event.status == "oom" and (series := study.series(point)) is not None:
+                exhausted[series[0]] = series[1]
+                if not is_joined():  # the ranks of a torchrun job all go on to the next point
+                    break
+    return ended
+
+
+def _checkpoints(writer: RunWriter) -> Path:
+    """Where the workers of a run keep what an interrupted point goes on from; not there once the run is complete."""
+    return writer.path.with_suffix(".checkpoints")
+
+
+def _launch(
+    study: Study,
+    points: list[Point],
+    on_output: Callable[[str], None] | None,
+    own: Own,
+    checkpoints: Path | None = None,
+) -> Generator[Row | Again | PointEnd, None, None]:
+    first = points[0]
+    worker = worker_with(study, own)
+    return launch(
+        partial(heard, worker, **({"checkpoints": checkpoints} if study.keeps_checkpoints else {})),
+        points,
+        world_size=first.world_size,
+        backend=first.backend,
+        scheduling=first.scheduling,
+        timeout_s=first.timeout_s,
+        on_output=on_output,
+    )
+
+
+def _record_end(writer: RunWriter, point: Point, end: PointEnd, load: Load, beats: list[list[Beat]]) -> None:
+    writer.end_point(
+        point,
+        end.status,
+        reason=end.reason,
+        elapsed_s=end.elapsed_s,
+        facts=end.facts,
+        details=_details(end.failure),
+        load=load,
+        beats=beats,
+    )
+
+
+def _details(failure: RankFailure | None) -> str:
+    parts = (failure.traceback, failure.output_tail) if failure is not None else ()
+    return "\n".join(part.strip() for part in parts if part.strip())
+
+
+def _skip(
+    study: Study, points: list[Point], exhausted: dict[Any, float]
+) -> tuple[list[Point], list[tuple[Point, str]]]:
+    """Split points into those to measure and those this machine cannot, with the reason."""
+    machine = describe_machine()
+    remaining, skipped = [], []
+    for point in points:
+        reason = study.skip_reason(point, machine) or _exhausted_reason(study, point, exhausted)
+        if point.fresh_ranks and is_joined():
+            reason = "needs new processes, and the ranks of a torchrun job are there already"
+        if reason is None and not is_joined():
+            reason = why_too_many(point.world_size)
+        if reason is None:
+            remaining.append(point)
+        else:
+            skipped.append((point, reason))
+    return remaining, skipped
+
+
+def _exhausted_reason(study: Study, point: Point, exhausted: dict[Any, float]) -> str | None:
+    series = study.series(point)
+    if series is None or series[0] not in exhausted or series[1] < exhausted[series[0]]:
+        return None
+    return "a smaller point of this series ran out of memory"
+
+
+def take_part(study: Study, points: list[Point], own: Own) -> None:
+    """A rank of torchrun other than the first: the points that the first one chooses, nothing written."""
+    for same_ranks in by_ranks(points):
+        chosen = set(broadcast_from_first_rank(None))
+        if to_measure := [point for point in same_ranks if point.id in chosen]:
+            for _ in _launch(study, to_measure, None, own):
+                pass
