@@ -26,8 +26,8 @@ from labkit.parallel.data_parallel import BucketedDDP, NaiveDDP
 from labkit.parallel.data_parallel.implementations import IMPLEMENTATIONS, OVER_SHARED_MEMORY
 from labkit.parallel.launch import PointEnd, Row, launch
 from labkit.parallel.transport.semaphores import Semaphores
+from labkit.studies.data_parallel import alternatives, tables, timeline, worker
 from labkit.studies.data_parallel import study as study_module
-from labkit.studies.data_parallel import tables, timeline, worker
 from labkit.studies.data_parallel.study import STUDY
 from labkit.studies.data_parallel.worker import LOCAL, DataParallelPoint, measure_point
 from labkit.studies.gradient_buckets import worker as gradient_buckets
@@ -107,8 +107,8 @@ def _no_wrapper_averages(point):
         wrapped.register_comm_hook(None, debugging_hooks.noop_hook)
         return wrapped
 
-    wrap_rightly = worker.wrap
-    with patch.object(worker, "wrap", wrap), patch.object(BucketedDDP, "_begin_full", lambda self: None):
+    wrap_rightly = alternatives.wrap
+    with patch.object(alternatives, "wrap", wrap), patch.object(BucketedDDP, "_begin_full", lambda self: None):
         yield from measure_point(point)
 
 
@@ -140,9 +140,9 @@ def _layouts(point):
     """Sizes of the buckets after a step, of torch's wrapper and of labkit's, with and without a size."""
     workload = workload_named("nano", batch=1, context_length=8)
     for name in point.alternatives:
-        alternative = worker.Alternative(name, workload, "cpu")
+        alternative = alternatives.Alternative(name, workload, "cpu")
         for _ in range(3):  # torch's puts gradients into buckets anew after the first, and then says so
-            worker._one_step(alternative)
+            alternative.run()
         if hasattr(alternative.model, "bucket_bytes"):
             sizes = alternative.model.bucket_bytes
         else:
@@ -203,14 +203,14 @@ def test_bucketed_needs_no_more_memory_than_torchs_gradient_views():
 
 def _holds_on_for_a_moment(point):
     """Something holds what the first step has let go of when the second one begins, as a thread of gloo's may."""
-    steps, one_step, held = Counter(), worker._one_step, []
+    steps, run, held = Counter(), alternatives.Alternative.run, []
 
     def step(alternative):
         steps[alternative] += 1
         held[:] = [torch.empty(2**24)] if steps[alternative] == 2 else []
-        one_step(alternative)
+        run(alternative)
 
-    with patch.object(worker, "_one_step", step):
+    with patch.object(alternatives.Alternative, "run", step):
         yield from measure_point(point)
 
 
@@ -409,9 +409,7 @@ def test_a_point_refuses_a_device_that_is_not_there():
 
 @pytest.mark.parametrize(("text", "name", "size"), [("torch@5", "torch", 5.0), ("naive", "naive", None)])
 def test_names_of_alternatives(text, name, size):
-    from labkit.studies.data_parallel.worker import split_name
-
-    assert split_name(text) == (name, size)
+    assert alternatives.split_name(text) == (name, size)
 
 
 def _measure_without_shared_memory(point):

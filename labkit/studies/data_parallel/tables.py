@@ -13,7 +13,7 @@ from labkit.lab.project import reference_directory
 from labkit.lab.rows import Measured, exactly_over, in_order, select
 from labkit.lab.units import format_bytes
 from labkit.parallel.data_parallel.implementations import BUCKETED, LOCAL, OWN_NAMES, TORCH
-from labkit.studies.data_parallel.worker import PHASES
+from labkit.studies.data_parallel.alternatives import PHASES
 
 MIB = 2**20
 SETTING = ("workload", "world_size", "backend", "device")

@@ -1,13 +1,15 @@
 """One training step as the profiler sees it: when backward computes, when collectives run, what is waited for."""
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
+from labkit.bench.operators import OperatorRecord
 from labkit.bench.trace import Profile, TraceEvent, profile_call, read_events
+from labkit.studies.data_parallel.alternatives import FINISH, PHASES, Alternative
 
 # Events of a collective at work, not of the call that begins it.
 GLOO = "gloo:"
@@ -15,24 +17,9 @@ COLLECTIVES = (GLOO + "all_reduce", "nccl:all_reduce", "ncclDevKernel_AllReduce"
 LAST_GRADIENT = "torch::autograd::AccumulateGrad"
 WARMUP_STEPS = 2
 PROFILED_STEPS = 5  # of which the one of median length is told: a single one may be a freak
-FINISH = "finish"
-"""The range around what a wrapper does after its backward pass: waiting, and collectives that it begins there."""
 
 
-class Step(Protocol):
-    """What is profiled."""
-
-    implementation: str
-
-    @property
-    def forward(self) -> Callable[[], None]: ...
-    @property
-    def backward(self) -> Callable[[], None]: ...
-    @property
-    def step(self) -> Callable[[], None]: ...
-
-
-def timeline_rows(step: Step, device: str) -> Iterator[dict[str, Any]]:
+def timeline_rows(step: Alternative, device: str) -> Iterator[dict[str, Any]]:
     """One row per box of a step of median length: `lane`, and within the step `start_s` and `duration_s`.
 
     Lanes are forward, backward, all-reduce and optimizer. Backward ends where the last gradient is there;
@@ -58,7 +45,7 @@ def timeline_rows(step: Step, device: str) -> Iterator[dict[str, Any]]:
             yield row
 
 
-def _run(step: Step) -> None:
+def _run(step: Alternative) -> None:
     with record_function("forward"):
         step.forward()
     with record_function("backward"):
@@ -77,10 +64,7 @@ def _boxes(profile: Profile) -> dict[str, list[tuple[float, float]]]:
     collectives = [event for event in events if event.name.startswith(COLLECTIVES)]
     others = [event for event in events if not event.name.startswith(COLLECTIVES)]
     others = [event for event in others if FINISH not in event.ranges]
-    boxes = {
-        phase: [_around([event for event in others if phase in event.ranges])]
-        for phase in ("forward", "backward", "optimizer")
-    }
+    boxes = {phase: [_around([event for event in others if phase in event.ranges])] for phase in PHASES}
     if last := [event for event in others if event.name == LAST_GRADIENT]:
         boxes["backward"] = [(boxes["backward"][0][0], _around(last)[1])]
     start = boxes["forward"][0][0]
@@ -102,3 +86,22 @@ def _median_step(lengths_s: Sequence[float]) -> int:
 
 def _around(events: Sequence[TraceEvent]) -> tuple[float, float]:
     return min(event.start_s for event in events), max(event.start_s + event.duration_s for event in events)
+
+
+def operators_of_step(alternative: Alternative) -> OperatorRecord:
+    """The operators and collectives of a step that is not the first."""
+    alternative.run()
+    with OperatorRecord() as count:
+        alternative.run()
+    return count
+
+
+def added_by_averaging(alternative: Alternative, alone: OperatorRecord) -> dict[str, float]:
+    """What averaging adds to a step: all-reduces and what they add up, copies and divisions and what they move."""
+    count = operators_of_step(alternative)
+    return {
+        "collectives": len(count.all_reduces),
+        "collective_bytes": sum(count.all_reduces),
+        "added_operators": len(count.calls) - len(alone.calls),
+        "added_bytes": sum(call.n_bytes for call in count.calls) - sum(call.n_bytes for call in alone.calls),
+    }

@@ -1,37 +1,31 @@
 """What a rank runs to measure one point of the data-parallel lab. Imports torch, the wrappers and the instruments.
 
-Alternatives are named "implementation@size of every bucket in MiB", or "implementation" with the default buckets,
-and take turns, each with a copy of the model and an optimizer of its own. "local" is the bare model: the same step
-without communication.
+Alternatives (`alternatives.py`) take turns, each with a copy of the model and an optimizer of its own.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from statistics import median_low
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.profiler import record_function
+from torch import Tensor
 
 from labkit.bench.allocator import record_allocations
-from labkit.bench.clock import Stopwatch
 from labkit.bench.operators import OperatorRecord
 from labkit.lab.own_models import source_of
 from labkit.lab.point import Point
 from labkit.nn.vision import ResNet50
 from labkit.nn.workloads import RESNET50, Workload, workload_of
-from labkit.parallel.data_parallel.implementations import LOCAL, OVER_SHARED_MEMORY, wrap
+from labkit.parallel.data_parallel.implementations import LOCAL, OVER_SHARED_MEMORY
 from labkit.parallel.ranks.device import use_device
 from labkit.parallel.transport import SHARED, transport_in_use
-from labkit.studies.data_parallel.timeline import FINISH, timeline_rows
+from labkit.studies.data_parallel.alternatives import PHASES, Alternative, split_name
+from labkit.studies.data_parallel.timeline import added_by_averaging, operators_of_step, timeline_rows
 from labkit.studies.shared.alternatives import Failed, attempt, time_those_that_run
-from labkit.studies.shared.gradient_gate import check_all_used, check_completeness, check_gradients, local_means
+from labkit.studies.shared.gradient_gate import check_all_used, check_gradients, local_means
 
-PHASES = ("forward", "backward", "optimizer")
 PEAKS = 3
 """Steps whose peaks are looked at."""
 
@@ -59,12 +53,6 @@ class DataParallelPoint(Point):
         return f"{super().title()}, {self.workload}, {self.sweep}"
 
 
-def split_name(alternative: str) -> tuple[str, float | None]:
-    """ "torch@25" -> ("torch", 25.0); None for the default buckets."""
-    name, _, bucket_mb = alternative.partition("@")
-    return name, float(bucket_mb) if bucket_mb else None
-
-
 def measure_point(point: DataParallelPoint) -> Iterator[dict[str, Any]]:
     """Rows of one point: seconds by alternative and phase, peak bytes, or boxes of a timeline."""
     device = use_device(point.device)
@@ -84,45 +72,6 @@ def measure_point(point: DataParallelPoint) -> Iterator[dict[str, Any]]:
         yield from _accumulation(point, workload, device)
     else:
         yield from _phases(point, workload, device)
-
-
-class Alternative:
-    """One way to train the workload: a copy of the model under its wrapper, and plain SGD."""
-
-    def __init__(self, name: str, workload: Workload, device: str):
-        self.implementation, self.bucket_mb = split_name(name)
-        model = workload.build()
-        self.model: Any = model
-        if self.implementation != LOCAL:
-            # labkit's wrappers finish when told to, so that the waiting can be told apart
-            self.model = wrap(self.implementation, model, bucket_mb=self.bucket_mb, finish_in_backward=False)
-        self.optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-        self._finish = getattr(self.model, "finish_gradient_synchronization", None)
-        self.waiting = Stopwatch(device)
-        self._loss_of = workload.loss
-        self._loss: Tensor | None = None
-
-    def forward(self) -> None:
-        self._loss = self._loss_of(self.model)
-
-    def backward(self) -> None:
-        """When it returns, gradients are averaged; `waiting` has the time from the end of the pass on."""
-        assert self._loss is not None, "forward comes first"
-        self._loss.backward()
-        self._loss = None
-        if self._finish is not None:  # torch's has finished already
-            with record_function(FINISH):
-                self.waiting.start()
-                self._finish()
-                self.waiting.stop()
-
-    def step(self) -> None:
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-
-    @property
-    def parameters(self) -> dict[str, nn.Parameter]:
-        return dict(self.model.named_parameters())
 
 
 def _phases(point: DataParallelPoint, workload: Workload, device: str) -> Iterator[dict[str, Any]]:
@@ -180,14 +129,13 @@ def _checked(
     alternative = Alternative(name, workload, device)
     if alternative.implementation == LOCAL:
         return alternative, {"gate": "ok"}
-    run = partial(_accumulate, alternative, 1, only_last=False)
-    error, gate = check_gradients(alternative.parameters, run, expected)
+    error, gate = check_gradients(alternative.parameters, alternative.accumulate, expected)
     return alternative, {"error": error, "gate": gate}
 
 
 def _expected(workload: Workload, device: str, micro_batches: int = 1) -> list[Tensor | None]:
     local = Alternative(LOCAL, workload, device)
-    means = local_means(local.parameters, partial(_accumulate, local, micro_batches, only_last=False))
+    means = local_means(local.parameters, partial(local.accumulate, micro_batches))
     check_all_used(local.parameters, means)
     return means
 
@@ -232,27 +180,19 @@ def _accumulating(
 ) -> tuple[Callable[[], None], float, str]:
     """A step of an alternative, its error, and what the gate says."""
     alternative = Alternative(name, workload, device)
-    accumulate = partial(_accumulate, alternative, point.micro_batches, only_last=only_last)
+    accumulate = partial(alternative.accumulate, point.micro_batches, only_last=only_last)
     error, gate = check_gradients(alternative.parameters, accumulate, expected)
-    return partial(_accumulated_step, alternative, accumulate), error, gate
 
+    def step() -> None:
+        accumulate()
+        alternative.step()
 
-def _accumulate(alternative: Alternative, micro_batches: int, *, only_last: bool) -> None:
-    for micro_batch in range(micro_batches):
-        silent = only_last and micro_batch < micro_batches - 1
-        with alternative.model.no_sync() if silent else nullcontext():
-            alternative.forward()
-            alternative.backward()
-
-
-def _accumulated_step(alternative: Alternative, accumulate: Callable[[], None]) -> None:
-    accumulate()
-    alternative.step()
+    return step, error, gate
 
 
 def _timeline(point: DataParallelPoint, workload: Workload, device: str) -> Iterator[dict[str, Any]]:
     """Boxes and counts of one step of each implementation; of a wrong one only what is wrong."""
-    alone = _count(Alternative(LOCAL, workload, device))
+    alone = operators_of_step(Alternative(LOCAL, workload, device))
     for name in point.alternatives:
         found = attempt(name, partial(_lanes_and_counts, name, workload, device, alone), device=device)
         if isinstance(found, Failed):
@@ -263,31 +203,13 @@ def _timeline(point: DataParallelPoint, workload: Workload, device: str) -> Iter
 
 def _lanes_and_counts(name: str, workload: Workload, device: str, alone: OperatorRecord) -> list[dict[str, Any]]:
     alternative = Alternative(name, workload, device)
-    about = {"implementation": alternative.implementation, "gate": _completeness(alternative)}
+    about = {"implementation": alternative.implementation, "gate": alternative.completeness()}
     if about["gate"] != "ok":
         return [about]
     rows = list(timeline_rows(alternative, device))
     if alternative.implementation not in OVER_SHARED_MEMORY:  # whose thread is not seen
-        rows.append(about | _beside(_count(alternative), alone))
+        rows.append(about | added_by_averaging(alternative, alone))
     return rows
-
-
-def _count(alternative: Alternative) -> OperatorRecord:
-    """The operators and collectives of a step that is not the first."""
-    _one_step(alternative)
-    with OperatorRecord() as count:
-        _one_step(alternative)
-    return count
-
-
-def _beside(count: OperatorRecord, alone: OperatorRecord) -> dict[str, float]:
-    """What averaging adds to a step: all-reduces and what they add up, copies and divisions and what they move."""
-    return {
-        "collectives": len(count.all_reduces),
-        "collective_bytes": sum(count.all_reduces),
-        "added_operators": len(count.calls) - len(alone.calls),
-        "added_bytes": sum(call.n_bytes for call in count.calls) - sum(call.n_bytes for call in alone.calls),
-    }
 
 
 def _memory(point: DataParallelPoint, workload: Workload, device: str) -> Iterator[dict[str, Any]]:
@@ -304,24 +226,12 @@ def _peak(name: str, workload: Workload, device: str) -> dict[str, Any]:
     """The middle one of a few steps: a thread of gloo's may hold for a moment longer what a step has let go."""
     with record_allocations(device) as record:
         alternative = Alternative(name, workload, device)
-        _one_step(alternative)  # the first one makes what stays
+        alternative.run()  # the first one makes what stays
         for number in range(PEAKS):
             dist.barrier()  # which the threads come to when they have let go of what they averaged before
             with record.window(str(number)):
-                _one_step(alternative)
-        gate = _completeness(alternative)
+                alternative.run()
+        gate = alternative.completeness()
         del alternative
     peak_bytes = median_low(window.peak_bytes for window in record.windows.values())
     return {"gate": gate} | ({"peak_bytes": peak_bytes} if gate == "ok" else {})
-
-
-def _completeness(alternative: Alternative) -> str:
-    if alternative.implementation == LOCAL:
-        return "ok"
-    return check_completeness(alternative.parameters, partial(_accumulate, alternative, 1, only_last=False))
-
-
-def _one_step(alternative: Alternative) -> None:
-    alternative.forward()
-    alternative.backward()
-    alternative.step()
