@@ -11,6 +11,7 @@ from labkit.lab.config import ParameterError
 from labkit.lab.notebook import Lab, Parameters
 from labkit.lab.progress_lines import NotebookLine
 from labkit.lab.runs import measure as measuring
+from labkit.lab.runs import point_by_point
 from labkit.lab.runs.measure import measure, resume
 from labkit.lab.runs.progress import Progress
 from labkit.lab.runs.store import Run, RunFileError
@@ -183,7 +184,8 @@ def test_only_the_first_rank_of_a_job_compares_its_machine_with_the_run(tmp_path
     nothing = [None, None, False]  # after a broadcast that only waits for all
     agreed = iter([None, nothing, None, nothing, None, nothing, []])
     monkeypatch.setattr(measuring, "joined_rank", lambda: 1)
-    monkeypatch.setattr(measuring, "broadcast_from_first_rank", lambda _: next(agreed))
+    for module in (measuring, point_by_point):
+        monkeypatch.setattr(module, "broadcast_from_first_rank", lambda _: next(agreed))
     with pytest.raises(SystemExit) as end:
         resume(FAKE, path)
     assert end.value.code == 0

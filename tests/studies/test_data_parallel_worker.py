@@ -202,13 +202,14 @@ def test_bucketed_needs_no_more_memory_than_torchs_gradient_views():
 
 
 def _holds_on_for_a_moment(point):
-    """Something holds what the first step has let go of when the second one begins, as a thread of gloo's may."""
-    steps, run, held = Counter(), alternatives.Alternative.run, []
+    """Something holds what the first step has let go of during the second one, as a thread of gloo's may."""
+    steps, run = Counter(), alternatives.Alternative.run
 
     def step(alternative):
         steps[alternative] += 1
-        held[:] = [torch.empty(2**24)] if steps[alternative] == 2 else []
+        held = torch.empty(2**24) if steps[alternative] == 2 else None
         run(alternative)
+        del held
 
     with patch.object(alternatives.Alternative, "run", step):
         yield from measure_point(point)
@@ -270,8 +271,8 @@ def test_ranks_that_share_gpus_work_on_their_own_one(monkeypatch, module, point)
 
     monkeypatch.setattr(module.dist, "is_initialized", lambda: True)
     monkeypatch.setattr(module.dist, "get_rank", lambda: 3)
-    monkeypatch.setattr(module.torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(module.torch.cuda, "set_device", set_device)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", set_device)
     with pytest.raises(Reached, match="cuda:1"):
         list(module.measure_point(point))
 
