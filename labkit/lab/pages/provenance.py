@@ -72,6 +72,6 @@ def _ranks(run: Run) -> str:
     described = {
         f"{counted(fact['world_size'], 'rank')}: {fact['backend'] or 'no process group'}, {fact['start_method']}, "
         f"scheduling {fact['scheduling']}, {counted(fact['threads'], 'thread')} each"
-        for fact in sorted(facts, key=lambda fact: fact["world_size"])
+        for fact in facts
     }
-    return "; ".join(sorted(described, key=lambda text: int(text.split()[0]))) or "none"
+    return "; ".join(sorted(described, key=lambda text: (int(text.split()[0]), text))) or "none"
