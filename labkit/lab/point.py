@@ -56,6 +56,26 @@ class Point:
         return f"{self.world_size} rank{'s' if self.world_size > 1 else ''}"
 
 
+@dataclass(frozen=True, kw_only=True)
+class TimedPoint(Point):
+    """One whose alternatives take turns before the clock."""
+
+    warmup: int = 2
+    """Rounds that are thrown away."""
+    repeats: int = 10
+    """Rounds that are kept."""
+    seed: int = 0
+
+    @property
+    def rounds(self) -> dict[str, Any]:
+        """What `time_parts_interleaved` is told of them: how many, and the seed of their order."""
+        return {"warmup": self.warmup, "repeats": self.repeats, "seed": self.id}
+
+    def seed_of(self, rank: int) -> int:
+        """Of a rank's own batch."""
+        return (1000 * self.seed + rank) % 2**63
+
+
 def by_ranks(points: Iterable[Point]) -> list[list[Point]]:
     """Neighbors that can share one group of ranks."""
     return [list(group) for _, group in groupby(points, key=_rank_key)]

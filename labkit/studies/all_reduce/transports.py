@@ -22,7 +22,7 @@ from labkit.parallel.collectives import ALGORITHMS, all_reduce
 from labkit.parallel.transport import POINT_TO_POINT, SHARED, empty_for_all_reduce, find_transport, transport_in_use
 from labkit.parallel.transport.shared import SharedTransport
 from labkit.studies.all_reduce.exact import gate
-from labkit.studies.shared.alternatives import Failed, attempt, time_those_that_run
+from labkit.studies.shared.alternatives import row_of, timed_rows
 
 TORCH = "torch"
 CHOSEN = "chosen"
@@ -38,9 +38,12 @@ def alternative(algorithm: str, route: str) -> str:
 
 
 def measure_transports(
-    names: Sequence[str], base: torch.Tensor, own: torch.Tensor, *, warmup: int, repeats: int, seed: str
+    names: Sequence[str], base: torch.Tensor, own: torch.Tensor, **options: Any
 ) -> Iterator[dict[str, Any]]:
-    """One row an alternative; without a time if it is wrong, or if the ranks cannot share memory."""
+    """One row an alternative; without a time if it is wrong, or if the ranks cannot share memory.
+
+    `options`: how many rounds, and the seed of their order.
+    """
     registered = empty_for_all_reduce(own.numel(), own.dtype)
     refused = _why_not_shared(own.device)
     ordinary = torch.empty_like(own)
@@ -57,22 +60,15 @@ def measure_transports(
             continue
         tensor = registered if route == REGISTERED else ordinary
         reduce = collective(algorithm, route)
-        found = attempt(name, partial(_check, reduce, tensor.copy_(own), base), device=str(own.device))
-        row |= {"gate": found.reason} if isinstance(found, Failed) else found
-        if row["gate"] == "ok":
-            rows[name], calls[name] = row, partial(reduce, tensor, op="sum")
-        else:
-            yield row
+        found = row_of(name, partial(_check, reduce, tensor.copy_(own), base), device=str(own.device))
+        rows[name], calls[name] = row | found, partial(reduce, tensor, op="sum")
 
     def prepare(name: str) -> None:
         """Fresh values for whose turn it is, and only there: what is in the caches is then the same for all."""
         (registered if name.endswith(OVER + REGISTERED) else ordinary).copy_(own)
 
-    turns = {name: {"sum": call} for name, call in calls.items()}
-    options: dict[str, Any] = {"warmup": warmup, "repeats": repeats, "seed": seed, "device": str(own.device)}
-    samples, failed = time_those_that_run(turns, prepare=prepare, before=dist.barrier, **options)
-    for name, row in rows.items():
-        yield row | ({"gate": failed[name]} if name in failed else {"seconds": samples[name]["sum"]})
+    options |= {"device": str(own.device), "prepare": prepare, "before": dist.barrier}
+    yield from timed_rows(rows, calls, **options)
 
 
 def _check(reduce: Callable[..., None], tensor: torch.Tensor, base: torch.Tensor) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from labkit.bench.exact_sums import fill_message
 from labkit.bench.memory import peak_memory_growth
-from labkit.lab.point import Point
+from labkit.lab.point import TimedPoint
 from labkit.lab.units import format_bytes
 from labkit.parallel.collectives import ALGORITHMS, Algorithm, release_scratch, scratch_bytes
 from labkit.parallel.ranks.device import use_device
@@ -19,15 +19,13 @@ from labkit.studies.all_reduce.exact import gate, inputs
 from labkit.studies.all_reduce.links import measure_links
 from labkit.studies.all_reduce.phases import measure_phases
 from labkit.studies.all_reduce.transports import CHOSEN, FLOOR, MESSAGES, TORCH, collective, measure_transports
-from labkit.studies.shared.alternatives import Failed, attempt, time_those_that_run
+from labkit.studies.shared.alternatives import row_of, timed_rows
 
-SUM = "sum"
-"""The operation that all alternatives have in common: what is timed."""
 RESERVED = frozenset((TORCH, CHOSEN, FLOOR, *ALGORITHMS))  # before a reader adds any
 
 
 @dataclass(frozen=True, kw_only=True)
-class AllReducePoint(Point):
+class AllReducePoint(TimedPoint):
     """Alternatives to time in turn on the same tensor, or (`sweep="exchange"`) the links between hosts.
 
     In `sweep="transports"` an alternative is an algorithm and where its messages travel, "ring over shared", or the
@@ -38,10 +36,7 @@ class AllReducePoint(Point):
     n_elements: int
     dtype: str = "float32"
     algorithms: tuple[str, ...] = ()
-    warmup: int = 2
-    repeats: int = 10
     most_bytes: int = 0
-    seed: int = 0
 
     @property
     def n_bytes(self) -> int:
@@ -91,7 +86,7 @@ def torch_dtype(name: str) -> torch.dtype:
 
 def measure_point(point: AllReducePoint) -> Iterator[dict[str, Any]]:
     """One row an alternative: seconds of each repeat on this rank, error, memory; "wrong" gets no time."""
-    options: dict[str, Any] = {"warmup": point.warmup, "repeats": point.repeats, "seed": point.id}
+    options = point.rounds
     if point.sweep == "exchange":
         message = torch.empty(point.n_elements, dtype=torch_dtype(point.dtype), device=_device(point))
         fill_message(message, dist.get_rank())
@@ -105,27 +100,16 @@ def measure_point(point: AllReducePoint) -> Iterator[dict[str, Any]]:
     if point.sweep == "transports":
         yield from measure_transports(point.algorithms, base, own, **options)
         return
-    right: dict[str, dict[str, Any]] = {}
+    rows: dict[str, dict[str, Any]] = {}
     tensor = torch.empty_like(own)
     for name in point.algorithms:
         release_scratch()
         dist.barrier()
-        row = {"algorithm": name, "n_bytes": point.n_bytes}
-        found = attempt(name, partial(_check, point, name, base, tensor.copy_(own)), device=_device(point))
-        row |= {"gate": found.reason} if isinstance(found, Failed) else found
-        if row["gate"] == "ok":
-            right[name] = row
-        else:
-            yield row
-    samples, failed = time_those_that_run(
-        {name: {SUM: partial(collective(name, MESSAGES), tensor, op="sum")} for name in right},
-        device=_device(point),
-        prepare=lambda _: tensor.copy_(own),
-        before=dist.barrier,
-        **options,
-    )
-    for name, row in right.items():
-        yield row | ({"gate": failed[name]} if name in failed else {"seconds": samples[name][SUM]})
+        found = row_of(name, partial(_check, point, name, base, tensor.copy_(own)), device=_device(point))
+        rows[name] = {"algorithm": name, "n_bytes": point.n_bytes} | found
+    calls = {name: partial(collective(name, MESSAGES), tensor, op="sum") for name in rows}
+    options |= {"device": _device(point), "prepare": lambda _: tensor.copy_(own), "before": dist.barrier}
+    yield from timed_rows(rows, calls, **options)
 
 
 def _device(point: AllReducePoint) -> str:

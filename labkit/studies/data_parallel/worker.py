@@ -15,7 +15,7 @@ from torch import Tensor
 from labkit.bench.allocator import record_allocations
 from labkit.bench.operators import OperatorRecord
 from labkit.lab.own_models import source_of
-from labkit.lab.point import Point
+from labkit.lab.point import TimedPoint
 from labkit.nn.vision import ResNet50
 from labkit.nn.workloads import RESNET50, Workload, workload_of
 from labkit.parallel.data_parallel.implementations import LOCAL, OVER_SHARED_MEMORY
@@ -23,7 +23,7 @@ from labkit.parallel.ranks.device import use_device
 from labkit.parallel.transport import SHARED, transport_in_use
 from labkit.studies.data_parallel.alternatives import PHASES, Alternative, split_name
 from labkit.studies.data_parallel.timeline import added_by_averaging, operators_of_step, timeline_rows
-from labkit.studies.shared.alternatives import Failed, attempt, time_those_that_run
+from labkit.studies.shared.alternatives import Failed, attempt, row_of, time_those_that_run, timed_rows
 from labkit.studies.shared.gradient_gate import check_all_used, check_gradients, local_means
 
 PEAKS = 3
@@ -31,7 +31,7 @@ PEAKS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataParallelPoint(Point):
+class DataParallelPoint(TimedPoint):
     """A workload and the alternatives that are compared on it."""
 
     sweep: str
@@ -45,9 +45,6 @@ class DataParallelPoint(Point):
     context_length: int = 128
     image_size: int = 224
     micro_batches: int = 1
-    warmup: int = 2
-    repeats: int = 10
-    seed: int = 0
 
     def title(self) -> str:
         return f"{super().title()}, {self.workload}, {self.sweep}"
@@ -62,7 +59,7 @@ def measure_point(point: DataParallelPoint) -> Iterator[dict[str, Any]]:
         context_length=point.context_length,
         image_size=point.image_size,
         device=device,
-        seed=(1000 * point.seed + dist.get_rank()) % 2**63,
+        seed=point.seed_of(dist.get_rank()),
     )
     if point.sweep == "memory":
         yield from _memory(point, workload, device)
@@ -82,11 +79,9 @@ def _phases(point: DataParallelPoint, workload: Workload, device: str) -> Iterat
             name: dict(zip(PHASES, (one.forward, one.backward, one.step), strict=True))
             for name, (one, _) in alternatives.items()
         },
-        warmup=point.warmup,
-        repeats=point.repeats,
         device=device,
         before=dist.barrier,
-        seed=point.id,
+        **point.rounds,
     )
     for name, (alternative, about) in alternatives.items():
         if name in failed:
@@ -146,48 +141,27 @@ def _accumulation(point: DataParallelPoint, workload: Workload, device: str) -> 
     The gate: either way they are the mean over ranks of what every rank accumulates by itself.
     """
     expected = _expected(workload, device, point.micro_batches)
-    actions: dict[str, dict[str, Callable[[], None]]] = {}
-    abouts: dict[str, dict[str, Any]] = {}
+    rows: dict[str, dict[str, Any]] = {}
+    steps: dict[str, Callable[[], None]] = {}
+
+    def check(key: str, name: str, only_last: bool) -> dict[str, Any]:
+        alternative = Alternative(name, workload, device)
+        accumulate = partial(alternative.accumulate, point.micro_batches, only_last=only_last)
+        error, gate = check_gradients(alternative.parameters, accumulate, expected)
+        if gate == "ok":
+            steps[key] = partial(_accumulated_step, alternative, accumulate)
+        return {"error": error, "gate": gate}
+
     for name in point.alternatives:
         for kind in ("every", "last"):
             key, about = f"{name} {kind}", {"implementation": split_name(name)[0], "synchronized": kind}
-            accumulating = partial(_accumulating, point, name, kind == "last", workload, device, expected)
-            found = attempt(key, accumulating, device=device)
-            if isinstance(found, Failed):
-                yield about | {"gate": found.reason}
-                continue
-            step, error, gate = found
-            abouts[key] = about | {"error": error, "gate": gate}
-            if gate == "ok":
-                actions[key] = {kind: step}
-            else:
-                yield abouts[key]
-    times, failed = time_those_that_run(
-        actions, warmup=point.warmup, repeats=point.repeats, device=device, before=dist.barrier, seed=point.id
-    )
-    for key, by_kind in actions.items():
-        timed = {"gate": failed[key]} if key in failed else {"seconds": times[key][next(iter(by_kind))]}
-        yield abouts[key] | timed
+            rows[key] = about | row_of(key, partial(check, key, name, kind == "last"), device=device)
+    yield from timed_rows(rows, steps, device=device, before=dist.barrier, **point.rounds)
 
 
-def _accumulating(
-    point: DataParallelPoint,
-    name: str,
-    only_last: bool,
-    workload: Workload,
-    device: str,
-    expected: list[Tensor | None],
-) -> tuple[Callable[[], None], float, str]:
-    """A step of an alternative, its error, and what the gate says."""
-    alternative = Alternative(name, workload, device)
-    accumulate = partial(alternative.accumulate, point.micro_batches, only_last=only_last)
-    error, gate = check_gradients(alternative.parameters, accumulate, expected)
-
-    def step() -> None:
-        accumulate()
-        alternative.step()
-
-    return step, error, gate
+def _accumulated_step(alternative: Alternative, accumulate: Callable[[], None]) -> None:
+    accumulate()
+    alternative.step()
 
 
 def _timeline(point: DataParallelPoint, workload: Workload, device: str) -> Iterator[dict[str, Any]]:
@@ -218,8 +192,7 @@ def _memory(point: DataParallelPoint, workload: Workload, device: str) -> Iterat
         dist.barrier()
         implementation, bucket_mb = split_name(name)
         about: dict[str, Any] = {"implementation": implementation, "of_bucket_mb": bucket_mb}
-        found = attempt(name, partial(_peak, name, workload, device), device=device)
-        yield about | ({"gate": found.reason} if isinstance(found, Failed) else found)
+        yield about | row_of(name, partial(_peak, name, workload, device), device=device)
 
 
 def _peak(name: str, workload: Workload, device: str) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import torch
 from labkit.bench.clock import time_interleaved, time_parts_interleaved
 from labkit.bench.gate import largest_difference, verdict
 from labkit.lab.own_models import source_of
-from labkit.lab.point import Point
+from labkit.lab.point import TimedPoint
 from labkit.nn.training import TrainingStep, gradients
 from labkit.studies.shared.alternatives import Failed, attempt, time_those_that_run
 
@@ -26,7 +26,7 @@ HALF_TOLERANCE = 5e-2  # bfloat16 has 8 bits: an ulp is 0.8 %, and a fused kerne
 
 
 @dataclass(frozen=True, kw_only=True)
-class EndToEndPoint(Point):
+class EndToEndPoint(TimedPoint):
     """One of: the phases of a step, the first steps of a new process, eager against compiled."""
 
     sweep: str
@@ -37,11 +37,8 @@ class EndToEndPoint(Point):
     context_length: int = 128
     mode: str = "step"
     trial: int = 0
-    warmup: int = 5
-    repeats: int = 10
     peak_flops_per_s: float | None = None
     """The device's data-sheet peak, dense bfloat16; None where none is known."""
-    seed: int = 0
 
     def title(self) -> str:
         what = f"first steps, try {self.trial + 1}" if self.sweep == "warmup" else self.sweep

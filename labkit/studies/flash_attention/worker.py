@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from labkit.nn.attention_implementations import attention_named
-from labkit.nn.attention_problem import AttentionProblem, Checked, check
+from labkit.nn.attention_problem import AttentionProblem, check
 from labkit.nn.tiled_attention import tile_side
-from labkit.studies.shared.alternatives import Failed, attempt, time_those_that_run
+from labkit.studies.shared.alternatives import row_of, timed_rows
 from labkit.studies.shared.attention_passes import PassesPoint, gate_of, measure_passes, problem_of
 
 ALL_TECHNIQUES = "all techniques"
@@ -83,26 +83,19 @@ def _hidden(point: FlashPoint) -> Iterator[dict[str, Any]]:
         yield row | {"tiles": tiles}
 
 
-def _checked(problem: AttentionProblem, action: Callable[[], Any]) -> Checked:
+def _checked(problem: AttentionProblem, action: Callable[[], Any]) -> dict[str, Any]:
     result = action()  # flash_forward gives the logsumexp as well
-    return check(problem, [result[0] if isinstance(result, tuple) else result])
+    checked = check(problem, [result[0] if isinstance(result, tuple) else result])
+    return {"gate": gate_of(checked), "error": checked.error}
 
 
 def _checked_and_timed(
     point: FlashPoint, contenders: Mapping[str, tuple[AttentionProblem, Callable[[], Any]]], *, calls: int = 1
 ) -> Iterator[dict[str, Any]]:
     """Gate each output, then time those that are right in turns."""
-    rows: dict[str, dict[str, Any]] = {}
-    for name, (problem, action) in contenders.items():
-        row: dict[str, Any] = {"implementation": name, "phase": KERNEL}
-        checked = attempt(name, partial(_checked, problem, action), device=point.device)
-        if isinstance(checked, Failed):
-            rows[name] = row | {"gate": checked.reason}
-        else:
-            rows[name] = row | {"gate": gate_of(checked), "error": checked.error}
-    right = {name: {KERNEL: contenders[name][1]} for name, row in rows.items() if row["gate"] == "ok"}
-    options: dict[str, Any] = {"warmup": max(1, point.warmup), "repeats": point.repeats, "calls": calls}
-    samples, failed = time_those_that_run(right, device=point.device, seed=point.id, **options)
-    for name, row in rows.items():
-        timed = {"seconds": samples[name][KERNEL]} if name in samples else {}
-        yield row | timed | ({"gate": failed[name]} if name in failed else {})
+    rows = {
+        name: {"implementation": name, "phase": KERNEL} | row_of(name, partial(_checked, *one), device=point.device)
+        for name, one in contenders.items()
+    }
+    options = point.rounds | {"warmup": max(1, point.warmup), "calls": calls, "device": point.device}
+    yield from timed_rows(rows, {name: action for name, (_, action) in contenders.items()}, **options)

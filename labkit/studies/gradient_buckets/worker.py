@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from labkit.bench.clock import Stopwatch
-from labkit.lab.point import Point
+from labkit.lab.point import TimedPoint
 from labkit.nn.workloads import Workload, workload_named
 from labkit.parallel.data_parallel import BucketedDDP
 from labkit.parallel.data_parallel.buckets import Schedule
@@ -30,7 +30,7 @@ STEPS = "steps"
 
 
 @dataclass(frozen=True, kw_only=True)
-class BucketsPoint(Point):
+class BucketsPoint(TimedPoint):
     """A batch and sequence length, with the bucket sizes compared there."""
 
     sweep: str = STEPS
@@ -43,9 +43,6 @@ class BucketsPoint(Point):
     """Tokens of each."""
     buckets_mb: tuple[float | str, ...] = ()
     """MiB, or the name of a schedule."""
-    warmup: int = 2
-    repeats: int = 10
-    seed: int = 0
 
     def title(self) -> str:
         return f"{super().title()}, {self.workload}, batch {self.batch}, sequence {self.sequence}"
@@ -126,7 +123,7 @@ def _steps(point: BucketsPoint, device: str) -> Iterator[dict[str, Any]]:
         batch=point.batch,
         context_length=point.sequence,
         device=device,
-        seed=1000 * point.seed + dist.get_rank(),
+        seed=point.seed_of(dist.get_rank()),
     )
     weights = workload.build()
     local = Trainer(workload, None, weights, device)
@@ -144,11 +141,9 @@ def _steps(point: BucketsPoint, device: str) -> Iterator[dict[str, Any]]:
             yield found[1]
     times, failed = time_those_that_run(
         {about["alternative"]: {STEPS: trainer.step} for trainer, about in right},
-        warmup=point.warmup,
-        repeats=point.repeats,
         device=device,
         before=dist.barrier,
-        seed=point.id,
+        **point.rounds,
     )
     for trainer, about in right:
         if (name := about["alternative"]) in failed:

@@ -14,7 +14,7 @@ from labkit.bench.exact_sums import first_wrong
 from labkit.bench.rates import Work, matrix_product
 from labkit.costs.calibration import ALL_REDUCE, BURST, MESSAGE
 from labkit.costs.transformer import TransformerShape, n_parameters
-from labkit.lab.point import Point
+from labkit.lab.point import TimedPoint
 from labkit.nn.transformer import shape_named
 from labkit.parallel.collectives import all_reduce, recursive_doubling_all_reduce
 from labkit.parallel.ranks.device import use_device
@@ -34,7 +34,7 @@ ATTENTION_BATCH = 8  # a batched product is as many products of an eighth of the
 
 
 @dataclass(frozen=True, kw_only=True)
-class LimitPoint(Point):
+class LimitPoint(TimedPoint):
     """What takes turns: products of several sizes, copies and additions of several, numbers of threads, operators."""
 
     sweep: str
@@ -45,9 +45,6 @@ class LimitPoint(Point):
     model: str = ""
     batch: int = 1
     context_length: int = 1
-    warmup: int = 2
-    repeats: int = 10
-    seed: int = 0
 
     def title(self) -> str:
         about = self.model or self.dtype
@@ -69,10 +66,8 @@ def _timed(point: LimitPoint, calls: dict[str, Work], name: str, **options: Any)
     number = {key: max(1, min(MOST_CALLS, int(SAMPLE_S / max(parts[CALLS][0], 1e-9)))) for key, parts in once.items()}
     samples, failed_later = time_those_that_run(
         {key: {CALLS: partial(_in_a_row, right[key].run, n)} for key, n in number.items()},
-        warmup=point.warmup,
-        repeats=point.repeats,
         device=point.device,
-        seed=point.id,
+        **point.rounds,
         **options,
     )
     failed |= failed_later

@@ -6,8 +6,8 @@
 ``checkpoint``  peak and time of a full step by segment length of activation checkpointing
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,12 +18,12 @@ from labkit.bench.gate import largest_difference, verdict
 from labkit.bench.saved_tensors import saved_by_operator
 from labkit.costs import memory as costs
 from labkit.lab.own_models import shape_of, source_of
-from labkit.lab.point import Point
+from labkit.lab.point import TimedPoint
 from labkit.nn.attention import explicit_attention
 from labkit.nn.training import AUTOCAST_DTYPES, TrainingStep, gradients
 from labkit.nn.transformer import RotaryPositions, TransformerLayer, shape_named
 from labkit.studies.memory.counting import count_phases, count_rows
-from labkit.studies.shared.alternatives import Failed, attempt, time_those_that_run
+from labkit.studies.shared.alternatives import row_of, timed_rows
 
 WITHOUT = 0
 """The segment length that stands for no checkpointing."""
@@ -35,7 +35,7 @@ LARGEST_ERROR = 1e-4
 
 
 @dataclass(frozen=True, kw_only=True)
-class MemoryPoint(Point):
+class MemoryPoint(TimedPoint):
     """One kind of look at one model size, context length and precision."""
 
     kind: str
@@ -53,9 +53,7 @@ class MemoryPoint(Point):
     """Of a counted point: its full step's timeline and largest allocations too."""
     machine_bytes: int = 0
     """Memory of the device that would have to hold it."""
-    warmup: int = 1
     repeats: int = 2
-    seed: int = 0
 
     def title(self) -> str:
         context = f", context {self.context_length}" if self.context_length != ITS_OWN else ""
@@ -64,12 +62,7 @@ class MemoryPoint(Point):
 
 def measure_point(point: MemoryPoint) -> Iterator[dict[str, Any]]:
     """The rows of a point, predictions first among their columns."""
-    kinds: dict[str, Callable[[MemoryPoint], Iterator[dict[str, Any]]]] = {
-        "measured": _measured,
-        "counted": _counted,
-        "block": _block,
-        "checkpoint": _checkpoint,
-    }
+    kinds = {"measured": _measured, "counted": _counted, "block": _block, "checkpoint": _checkpoint}
     yield from kinds[point.kind](point)
 
 
@@ -91,15 +84,8 @@ def predicted(point: MemoryPoint, phase: str) -> dict[str, int]:
 
 def _arguments(point: MemoryPoint) -> dict[str, Any]:
     """Of the `TrainingStep` that a point describes."""
-    return {
-        "source": source_of(point.size),
-        "batch": point.batch,
-        "context_length": point.context_length,
-        "device": point.device,
-        "precision": point.precision,
-        "checkpoint_segment": point.checkpoint_segment,
-        "seed": point.seed,
-    }
+    same = ("batch", "context_length", "device", "precision", "checkpoint_segment", "seed")
+    return {"source": source_of(point.size)} | {name: getattr(point, name) for name in same}
 
 
 def _measured(point: MemoryPoint) -> Iterator[dict[str, Any]]:
@@ -178,45 +164,30 @@ def _checkpoint(point: MemoryPoint) -> Iterator[dict[str, Any]]:
 
     If the first one cannot run, nothing is compared with it, and so nothing is timed.
     """
-    rows: dict[int, dict[str, Any]] = {}
+    rows: dict[str, dict[str, Any]] = {}
     for segment in point.segments:
-        row = {"table": "checkpoint", "segment": segment, "counted_bytes": _counted_peak(point, segment)}
-        found = attempt(str(segment), partial(_peak_of_segment, point, segment), device=point.device)
-        rows[segment] = row | ({"gate": found.reason} if isinstance(found, Failed) else {"peak_bytes": found})
+        peak = row_of(str(segment), partial(_peak_of_segment, point, segment), device=point.device)
+        rows[str(segment)] = {"table": "checkpoint", "segment": segment} | _counted_peak(point, segment) | peak
     step = TrainingStep(**_arguments(point))  # after all peaks, in which it must not be
     expected: dict[str, torch.Tensor] = {}
-    for segment, row in rows.items():
-        if "gate" not in row and segment != WITHOUT and not expected:
-            row["gate"] = NOTHING_TO_COMPARE
+    for name, row in rows.items():
         if "gate" not in row:
-            error = attempt(str(segment), partial(_error, step, segment, expected), device=point.device)
+            row |= row_of(name, partial(_check, step, row["segment"], expected), device=point.device)
             step.drop_gradients()
-            if isinstance(error, Failed):
-                row["gate"] = error.reason
-            else:
-                row |= {"gate": verdict(error, LARGEST_ERROR), "error": error}
     expected.clear()
-    right = [segment for segment, row in rows.items() if row["gate"] == "ok"]
-    seconds, failed = time_those_that_run(
-        {str(segment): {"step": partial(_step_with, step, segment)} for segment in right},
-        warmup=point.warmup,
-        repeats=point.repeats,
-        device=point.device,
-        seed=point.id,
-    )
-    for segment, row in rows.items():
-        if (name := str(segment)) in failed:
-            yield row | {"gate": failed[name]}
-        else:
-            yield row | ({"seconds": seconds[name]["step"]} if name in seconds else {})
+    calls = {name: partial(_step_with, step, row["segment"]) for name, row in rows.items()}
+    yield from timed_rows(rows, calls, device=point.device, **point.rounds)
 
 
-def _error(step: TrainingStep, segment: int, expected: dict[str, torch.Tensor]) -> float:
-    """Largest difference of any gradient from the `expected`, over its largest value; if there are none, of these."""
+def _check(step: TrainingStep, segment: int, expected: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """The gate: the largest difference of any gradient from the `expected`, which those without segments become."""
+    if segment != WITHOUT and not expected:
+        return {"gate": NOTHING_TO_COMPARE}
     found = _gradients_with(step, segment)
-    if not expected:
+    if segment == WITHOUT:
         expected |= found
-    return largest_difference(found, expected)
+    error = largest_difference(found, expected)
+    return {"gate": verdict(error, LARGEST_ERROR), "error": error}
 
 
 def _step_with(step: TrainingStep, segment: int) -> None:
@@ -228,20 +199,14 @@ def _step_with(step: TrainingStep, segment: int) -> None:
         raise
 
 
-def _peak_of_segment(point: MemoryPoint, segment: int) -> int:
-    _warm_up(point.device)
-    with record_allocations(point.device) as record:
-        step = TrainingStep(**_arguments(point) | {"checkpoint_segment": segment})
-        step.run()
-        with record.window("step"):
-            step.run()
-        del step
-    return record.windows["step"].peak_bytes
+def _peak_of_segment(point: MemoryPoint, segment: int) -> dict[str, int]:
+    (row,) = _measured(replace(point, phases=("full_step",), checkpoint_segment=segment, repeats=1))
+    return {"peak_bytes": row["peak_bytes"][0]}
 
 
-def _counted_peak(point: MemoryPoint, segment: int) -> int:
-    counted = count_phases(("full_step",), **_arguments(point) | {"checkpoint_segment": segment})
-    return counted.peak("full_step").n_bytes
+def _counted_peak(point: MemoryPoint, segment: int) -> dict[str, int]:
+    counted = count_phases(("full_step",), **_arguments(replace(point, checkpoint_segment=segment)))
+    return {"counted_bytes": counted.peak("full_step").n_bytes}
 
 
 def _gradients_with(step: TrainingStep, segment: int) -> dict[str, torch.Tensor]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from labkit.lab.point import Point
+from labkit.lab.point import TimedPoint
 from labkit.nn.training import AUTOCAST_DTYPES, TrainingStep, gradients
 from labkit.nn.transformer import shape_named
 from labkit.studies.precision.dtypes import MODELS, observed_dtypes
@@ -24,7 +24,7 @@ LOSS_BOUND, GRADIENT_BOUND = 0.02, 0.25
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrecisionPoint(Point):
+class PrecisionPoint(TimedPoint):
     """One part of the lab: "accumulation", "dtypes", "norm" or "speed"."""
 
     part: str
@@ -42,7 +42,6 @@ class PrecisionPoint(Point):
     context_length: int = 128
     warmup: int = 1
     repeats: int = 6
-    seed: int = 0
 
     def title(self) -> str:
         what = {"dtypes": self.precision, "norm": self.precision, "speed": self.model}.get(self.part)
@@ -85,8 +84,8 @@ def _speed(point: PrecisionPoint) -> Iterator[dict[str, Any]]:
         (mode, name): _action(step, mode, name) for mode in MODES for name, row in checks.items() if row["gate"] == "ok"
     }
     labels = {f"{mode}/{name}": {mode: action} for (mode, name), action in actions.items()}
-    options: dict[str, Any] = {"warmup": point.warmup, "repeats": point.repeats, "before": step.drop_gradients}
-    samples, failed = time_those_that_run(labels, device=point.device, seed=point.id, **options)
+    before = step.drop_gradients
+    samples, failed = time_those_that_run(labels, device=point.device, before=before, **point.rounds)
     for mode, name in actions:
         label = f"{mode}/{name}"
         if label in failed:

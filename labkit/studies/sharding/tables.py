@@ -41,7 +41,7 @@ PARTS_OF_STEP = Measured(("part", *SETTING), "way")
 MOMENTS = ("init", "before step", "after step")
 REST = "activations and buffers"
 HELD = ("parameters", "gradients", "optimizer state", REST)
-PEAKS = Measured(("size", "world_size", "device", "moment"), "way", value="peak_bytes", exact=True)
+PEAKS = Measured(("size", "world_size", "device"), "way", value="peak_bytes", exact=True)
 FIT_SHARE = 0.9
 """Of a memory that a training may take: the rest is for everything else."""
 GPU_BYTES, GPU_RANKS = 80 * 2**30, (2, 8, 64)
@@ -126,8 +126,7 @@ def made_of(frame: pd.DataFrame, *, held: bool = False) -> pd.DataFrame:
 def peak_ratios(frame: pd.DataFrame) -> pd.DataFrame:
     """The higher of the peaks before and after the optimizer's step over that of DDP."""
     table = _highest(peaks(frame))
-    over = Measured(("size", "world_size", "device"), "way", value="peak_bytes", exact=True)
-    return in_order(over.over(table[~table["way"].isin(TORCHS)], DDP), size=SIZES, world_size=None, way=ORDER)
+    return in_order(PEAKS.over(table[~table["way"].isin(TORCHS)], DDP), size=SIZES, world_size=None, way=ORDER)
 
 
 def _highest(table: pd.DataFrame) -> pd.DataFrame:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import SGD, AdamW, Optimizer
 
 from labkit.lab.own_models import source_of
-from labkit.lab.point import Point
+from labkit.lab.point import TimedPoint
 from labkit.nn import workloads
 from labkit.parallel.sharding.implementations import shard
 
@@ -22,7 +22,7 @@ three ranks add in another order than one process. SGD's `lr` is such that round
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShardingPoint(Point):
+class ShardingPoint(TimedPoint):
     """A model, a batch, an optimizer, a transport, and the ways that are compared on them."""
 
     kind: str
@@ -36,9 +36,6 @@ class ShardingPoint(Point):
     context_length: int = 32
     machine_bytes: int = 0
     """Memory of the device, or of the machine whose ranks share it."""
-    warmup: int = 0
-    repeats: int = 6
-    seed: int = 0
 
     def title(self) -> str:
         about = f"{self.kind}, {self.size}, {self.optimizer}, {self.transport}, batch {self.batch}"
@@ -52,7 +49,7 @@ def workload_of(point: ShardingPoint, device: str, rank: int) -> workloads.Workl
         batch=point.batch,
         context_length=point.context_length,
         device=device,
-        seed=(1000 * point.seed + rank) % 2**63,
+        seed=point.seed_of(rank),
     )
 
 

@@ -105,9 +105,10 @@ def _timed_rows(
         if name in trainings:
             trainings[name].optimizer.zero_grad()
 
-    options: dict[str, Any] = {"warmup": point.warmup, "repeats": point.repeats, "device": device, "seed": point.id}
     with recorded_traffic() as traffic:
-        times, failed = time_those_that_run(actions, prepare=prepare, before=dist.barrier, **options)
+        times, failed = time_those_that_run(
+            actions, prepare=prepare, before=dist.barrier, device=device, **point.rounds
+        )
     yield from ({"way": way, "gate": reason} for way, reason in failed.items() if way in trainings)
     borders = sorted(at for of_way in turns.values() for at in of_way)
     for way, by_part in times.items():

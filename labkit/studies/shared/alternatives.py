@@ -53,6 +53,12 @@ def attempt(alternative: str, action: Callable[[], T], *, device: str) -> T | Fa
         return Failed(reason_of(error, device))
 
 
+def row_of(alternative: str, check: Callable[[], Mapping[str, Any]], *, device: str) -> dict[str, Any]:
+    """What `check` finds, a row or a part of it; where it fails, a `gate` that says why."""
+    found = attempt(alternative, check, device=device)
+    return {"gate": found.reason} if isinstance(found, Failed) else dict(found)
+
+
 @contextmanager
 def turn_of(alternative: str, device: str) -> Iterator[None]:
     """Inside, what is raised is this alternative's failure."""
@@ -166,3 +172,17 @@ def time_those_that_run(
             whose_turn.end()
     whose_turn.end()
     return samples, failed
+
+
+def timed_rows(
+    rows: Mapping[str, dict[str, Any]], actions: Mapping[str, Callable[[], Any]], **options: Any
+) -> Iterator[dict[str, Any]]:
+    """The row of each alternative: of one that is right, with the `seconds` of its action, or why it failed.
+
+    Those whose `gate` is "ok", or that have none, take turns; `options` are those of `time_those_that_run`.
+    """
+    right = {name: {"action": actions[name]} for name, row in rows.items() if row.get("gate", "ok") == "ok"}
+    samples, failed = time_those_that_run(right, **options)
+    for name, row in rows.items():
+        timed = {"seconds": samples[name]["action"]} if name in samples else {}
+        yield row | timed | ({"gate": failed[name]} if name in failed else {})

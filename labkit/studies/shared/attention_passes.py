@@ -17,7 +17,7 @@ from labkit.bench.gate import verdict
 from labkit.bench.memory import peak_memory_growth
 from labkit.bench.saved_tensors import SavedTensor, saved_for_backward
 from labkit.costs.attention import explicit_peak, tiled_saved
-from labkit.lab.point import Point
+from labkit.lab.point import TimedPoint
 from labkit.lab.units import format_bytes
 from labkit.machine.memory_limits import available_memory_bytes
 from labkit.nn.attention_implementations import RESERVED, attention_named
@@ -36,7 +36,7 @@ SMALL = 64  # tokens of a problem that warms an implementation up
 
 
 @dataclass(frozen=True, kw_only=True)
-class PassesPoint(Point):
+class PassesPoint(TimedPoint):
     """Implementations to compare on one problem: (batch, sequence, head_dim), one head."""
 
     sweep: str
@@ -51,7 +51,6 @@ class PassesPoint(Point):
     repeats: int = 8
     """0: memory only."""
     most_bytes: int = 0
-    seed: int = 0
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -183,7 +182,7 @@ def _named_by_shape(tensor: SavedTensor, problem: AttentionProblem) -> str:
 def _time(point: PassesPoint, right: dict[str, tuple[Passes, dict[str, Any]]]) -> Iterator[dict[str, Any]]:
     """Forward and backward of each in turn: a backward pass follows its own forward pass."""
     alternatives = {name: {phase: getattr(passes, phase) for phase in PHASES} for name, (passes, _) in right.items()}
-    options: dict[str, Any] = {"warmup": point.warmup, "repeats": point.repeats, "seed": point.id}
+    options = point.rounds
     samples, failed = time_those_that_run(alternatives, device=point.device, **options)
     for name, reason in failed.items():
         yield {"implementation": name, "phase": "both", "gate": reason}

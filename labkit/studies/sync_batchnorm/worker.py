@@ -14,9 +14,9 @@ import torch.distributed as dist
 from labkit.bench.allocator import record_allocations
 from labkit.bench.operators import operators_of
 from labkit.bench.saved_tensors import saved_for_backward
-from labkit.lab.point import Point
+from labkit.lab.point import TimedPoint
 from labkit.parallel.ranks.device import use_device
-from labkit.studies.shared.alternatives import Failed, attempt, time_those_that_run, turn_of
+from labkit.studies.shared.alternatives import row_of, time_those_that_run, turn_of
 from labkit.studies.sync_batchnorm.alternatives import (
     BARE,
     TORCH,
@@ -33,7 +33,7 @@ PHASES = ("forward", "backward", "both")
 
 
 @dataclass(frozen=True, kw_only=True)
-class SyncBatchNormPoint(Point):
+class SyncBatchNormPoint(TimedPoint):
     """A batch with the alternatives compared on it."""
 
     sweep: str = LAYER
@@ -45,9 +45,6 @@ class SyncBatchNormPoint(Point):
     alternatives: tuple[str, ...] = ()
     calls: int = 5
     """Of which one sample is the mean."""
-    warmup: int = 2
-    repeats: int = 20
-    seed: int = 0
 
     def title(self) -> str:
         return f"{super().title()}, {self.batch} x {self.features}"
@@ -63,19 +60,14 @@ def measure_point(point: SyncBatchNormPoint) -> Iterator[dict[str, Any]]:
         if refusal := _refusal(name, batch):
             yield {"alternative": name, "refused": refusal}
             continue
-        found = attempt(name, partial(_checked, name, point, batch, device), device=device)
-        if isinstance(found, Failed):
-            yield {"alternative": name, "gate": found.reason}
-            continue
-        candidate, error, gate = found
-        abouts[name] = {"alternative": name, "error": error, "gate": gate}
-        if abouts[name]["gate"] == "ok":
-            right[name] = candidate
-        else:
+        found = row_of(name, partial(_check, name, point, batch, device, right), device=device)
+        abouts[name] = {"alternative": name} | found
+        if name not in right:
             yield abouts[name]
     turns = {turn: parts for one in right.values() for turn, parts in _turns(one).items()}
     owner = {turn: name for name, one in right.items() for turn in _turns(one)}
-    times, failed = time_those_that_run(turns, alternative_of=owner.__getitem__, **_timing(point, device))
+    timing: dict[str, Any] = point.rounds | {"calls": point.calls, "device": device, "before": dist.barrier}
+    times, failed = time_those_that_run(turns, alternative_of=owner.__getitem__, **timing)
     for name, one in right.items():
         if name in failed:
             yield abouts[name] | {"gate": failed[name]}
@@ -94,14 +86,21 @@ def measure_point(point: SyncBatchNormPoint) -> Iterator[dict[str, Any]]:
                 yield abouts[name] | memory
 
 
-def _checked(name: str, point: SyncBatchNormPoint, batch: Batch, device: str) -> tuple[Layer | Bare, float, str]:
-    """An alternative, its error, and what the gate says."""
+def _check(
+    name: str, point: SyncBatchNormPoint, batch: Batch, device: str, right: dict[str, Layer | Bare]
+) -> dict[str, Any]:
+    """The gate; an alternative that passes it comes to those that are `right`."""
+    candidate: Layer | Bare
     if name in BARE:
-        bare = Bare(name, point.features, device)
-        gate = bare_gate(bare)
-        return bare, 0.0 if gate == "ok" else math.inf, gate
-    layer = Layer(name, batch)
-    return layer, *check_layer(layer, batch)
+        candidate = Bare(name, point.features, device)
+        gate = bare_gate(candidate)
+        error = 0.0 if gate == "ok" else math.inf
+    else:
+        candidate = Layer(name, batch)
+        error, gate = check_layer(candidate, batch)
+    if gate == "ok":
+        right[name] = candidate
+    return {"error": error, "gate": gate}
 
 
 def _refusal(name: str, batch: Batch) -> str | None:
@@ -139,12 +138,6 @@ def _actions(one: Layer | Bare) -> dict[str, Callable[[], None]]:
 
 def _nothing() -> None:
     pass
-
-
-def _timing(point: SyncBatchNormPoint, device: str) -> dict[str, Any]:
-    """For the clock."""
-    counts = {"warmup": point.warmup, "repeats": point.repeats, "calls": point.calls}
-    return counts | {"device": device, "before": dist.barrier, "seed": point.id}
 
 
 def _counts(one: Layer | Bare) -> dict[str, dict[str, float]]:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from labkit.bench.gate import largest_difference, verdict, worst_of_ranks
-from labkit.lab.point import Point
+from labkit.lab.point import TimedPoint
 from labkit.nn.attention_implementations import attention_named
 from labkit.nn.training import AUTOCAST_DTYPES, adamw, gradients
 from labkit.nn.transformer import Transformer, language_model_loss, shape_named
@@ -25,7 +25,7 @@ HALF_TOLERANCE = 5e-2
 
 
 @dataclass(frozen=True, kw_only=True)
-class ThisMachinePoint(Point):
+class ThisMachinePoint(TimedPoint):
     """A model, and the joined configuration that takes turns with the default one.
 
     `expected_ratio` is what the other labs' runs say of the joined step's time over the default's.
@@ -41,9 +41,6 @@ class ThisMachinePoint(Point):
     device: str = "cpu"
     batch: int = 2
     context_length: int = 128
-    warmup: int = 2
-    repeats: int = 10
-    seed: int = 0
 
     def title(self) -> str:
         return f"{super().title()}, {self.model}"
@@ -85,7 +82,7 @@ class Training:
 def _tokens(point: ThisMachinePoint) -> Tensor:
     """This rank's batch, the same for both."""
     rank = dist.get_rank() if dist.is_initialized() else 0
-    generator = torch.Generator().manual_seed((1000 * point.seed + rank) % 2**63)
+    generator = torch.Generator().manual_seed(point.seed_of(rank))
     return torch.randint(
         shape_named(point.model).vocabulary, (point.batch, point.context_length + 1), generator=generator
     )
@@ -110,11 +107,9 @@ def measure_point(point: ThisMachinePoint) -> Iterator[dict[str, Any]]:
         return
     samples, failed = time_those_that_run(
         {name: {"step": training.step} for name, training in trainings.items()},
-        warmup=point.warmup,
-        repeats=point.repeats,
         device=device,
         before=dist.barrier if dist.is_initialized() else None,
-        seed=point.id,
+        **point.rounds,
     )
     yield from ({"implementation": name, "gate": reason} for name, reason in failed.items())
     for name, parts in samples.items():
