@@ -39,6 +39,9 @@ class AllocationRecord:
     device_type: str
     windows: dict[str, Window] = field(default_factory=dict)
     base_bytes: int = 0
+    left_bytes: int = 0
+    """CPU: allocated inside and not seen to be freed. If all was dropped, some other thread has freed it, which the
+    profiler does not see: from then on the record is so much too high."""
 
     @contextmanager
     def window(self, name: str) -> Iterator[None]:
@@ -83,6 +86,7 @@ def _read_windows(record: AllocationRecord, profiler: profile) -> None:
         if event.name() in names
     }
     changes = sorted(((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"), key=lambda c: c[0])
+    record.left_bytes = max(0, sum(n_bytes for _, n_bytes in changes))
     for name, (start, end) in spans.items():
         total = sum(n_bytes for at, n_bytes in changes if at < start)
         window = Window(total)

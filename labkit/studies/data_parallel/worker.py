@@ -3,16 +3,17 @@
 Alternatives (`alternatives.py`) take turns, each with a copy of the model and an optimizer of its own.
 """
 
+import gc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from statistics import median_low
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
 from labkit.bench.allocator import record_allocations
+from labkit.bench.gate import worst_of_ranks
 from labkit.bench.operators import OperatorRecord
 from labkit.lab.own_models import source_of
 from labkit.lab.point import TimedPoint
@@ -26,8 +27,9 @@ from labkit.studies.data_parallel.timeline import added_by_averaging, operators_
 from labkit.studies.shared.alternatives import Failed, attempt, row_of, time_those_that_run, timed_rows
 from labkit.studies.shared.gradient_gate import check_all_used, check_gradients, local_means
 
-PEAKS = 3
-"""Steps whose peaks are looked at."""
+MOST_RECORDS = 8
+LEAST_LEFT = 0.01
+"""Of the peak: what a record has to be too high by to count."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,15 +198,17 @@ def _memory(point: DataParallelPoint, workload: Workload, device: str) -> Iterat
 
 
 def _peak(name: str, workload: Workload, device: str) -> dict[str, Any]:
-    """The middle one of a few steps: a thread of gloo's may hold for a moment longer what a step has let go."""
-    with record_allocations(device) as record:
-        alternative = Alternative(name, workload, device)
-        alternative.run()  # the first one makes what stays
-        for number in range(PEAKS):
-            dist.barrier()  # which the threads come to when they have let go of what they averaged before
-            with record.window(str(number)):
+    """Once more if a record is too high: a thread of gloo's may be the last to let go of a tensor, unseen."""
+    for _ in range(MOST_RECORDS):
+        with record_allocations(device) as record:
+            alternative = Alternative(name, workload, device)
+            alternative.run()  # the first one makes what stays
+            with record.window("step"):
                 alternative.run()
-        gate = alternative.completeness()
-        del alternative
-    peak_bytes = median_low(window.peak_bytes for window in record.windows.values())
+            gate = alternative.completeness()
+            del alternative
+            gc.collect()
+        peak_bytes = record.windows["step"].peak_bytes
+        if worst_of_ranks(record.left_bytes / peak_bytes) < LEAST_LEFT:
+            break
     return {"gate": gate} | ({"peak_bytes": peak_bytes} if gate == "ok" else {})
