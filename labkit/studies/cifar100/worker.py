@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from labkit.bench.allocator import record_allocations
 from labkit.bench.clock import Stopwatch, order_of_turns
 from labkit.bench.gate import verdict
 from labkit.lab.point import Point
@@ -27,6 +26,7 @@ from labkit.studies.cifar100.data import RankData, hand_out
 from labkit.studies.cifar100.training import ALONE, SYNCHRONIZED, Recipe, Trainer, updates_of
 from labkit.studies.shared.alternatives import Failed, attempt, turn_of
 from labkit.studies.shared.gradient_gate import largest_error
+from labkit.studies.shared.peaks import peak_of_second
 
 EPOCH, MEMORY = "epoch", "memory"
 GATE_UPDATES = 2
@@ -198,10 +198,7 @@ def _peak_memory(name: str, recipe: Recipe, data: RankData, seed: int) -> dict[s
     mine = update[:, dist.get_rank()].flatten()
     images, labels = (part[mine] for part in data.training)
     dist.barrier()
-    with turn_of(name, recipe.device), record_allocations(recipe.device) as record:
-        trainer = Trainer(name, recipe, seed)
-        trainer.update(images, labels)  # the first one makes what stays
-        with record.window("update"):
-            trainer.update(images, labels)
-        del trainer
-    return {"implementation": name, "phase": MEMORY, "gate": "ok", "peak_bytes": record.windows["update"].peak_bytes}
+    with turn_of(name, recipe.device):
+        make = partial(Trainer, name, recipe, seed)
+        peak_bytes = peak_of_second(make, lambda trainer: trainer.update(images, labels), device=recipe.device)
+    return {"implementation": name, "phase": MEMORY, "gate": "ok", "peak_bytes": peak_bytes}

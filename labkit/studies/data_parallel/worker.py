@@ -3,7 +3,6 @@
 Alternatives (`alternatives.py`) take turns, each with a copy of the model and an optimizer of its own.
 """
 
-import gc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -12,8 +11,6 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from labkit.bench.allocator import record_allocations
-from labkit.bench.gate import worst_of_ranks
 from labkit.bench.operators import OperatorRecord
 from labkit.lab.own_models import source_of
 from labkit.lab.point import TimedPoint
@@ -26,10 +23,7 @@ from labkit.studies.data_parallel.alternatives import PHASES, Alternative, split
 from labkit.studies.data_parallel.timeline import added_by_averaging, operators_of_step, timeline_rows
 from labkit.studies.shared.alternatives import Failed, attempt, row_of, time_those_that_run, timed_rows
 from labkit.studies.shared.gradient_gate import check_all_used, check_gradients, local_means
-
-MOST_RECORDS = 8
-LEAST_LEFT = 0.01
-"""Of the peak: what a record has to be too high by to count."""
+from labkit.studies.shared.peaks import peak_of_second
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,17 +192,7 @@ def _memory(point: DataParallelPoint, workload: Workload, device: str) -> Iterat
 
 
 def _peak(name: str, workload: Workload, device: str) -> dict[str, Any]:
-    """Once more if a record is too high: a thread of gloo's may be the last to let go of a tensor, unseen."""
-    for _ in range(MOST_RECORDS):
-        with record_allocations(device) as record:
-            alternative = Alternative(name, workload, device)
-            alternative.run()  # the first one makes what stays
-            with record.window("step"):
-                alternative.run()
-            gate = alternative.completeness()
-            del alternative
-            gc.collect()
-        peak_bytes = record.windows["step"].peak_bytes
-        if worst_of_ranks(record.left_bytes / peak_bytes) < LEAST_LEFT:
-            break
-    return {"gate": gate} | ({"peak_bytes": peak_bytes} if gate == "ok" else {})
+    if (gate := Alternative(name, workload, device).completeness()) != "ok":
+        return {"gate": gate}
+    make = partial(Alternative, name, workload, device)
+    return {"gate": gate, "peak_bytes": peak_of_second(make, Alternative.run, device=device)}
