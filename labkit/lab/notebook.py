@@ -5,7 +5,7 @@ exported page; nothing fetched.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,8 @@ from labkit.lab.config import LabConfig, ParameterError, nearest, resolve_config
 from labkit.lab.figures import Plot
 from labkit.lab.findings import CALIBRATE_FIRST, UNCALIBRATED, Finding, Question
 from labkit.lab.pages import cards
-from labkit.lab.pages.agreement import known_record
-from labkit.lab.pages.provenance import provenance, provenance_rows
+from labkit.lab.pages.provenance import page_record, provenance, provenance_rows
 from labkit.lab.pages.source import shown_source
-from labkit.lab.pages.steadiness import pulse_record
 from labkit.lab.parameter_cells import given_parameters
 from labkit.lab.predictions import labels, named, to_show
 from labkit.lab.progress_lines import MeasuringInterrupted, progress_line
@@ -261,30 +259,9 @@ class Lab:
 
     def close(self) -> None:
         """Show where the numbers come from and how to get them again; leave the answers for the index."""
-        coverage = self.run.coverage()
-        page = {
-            "lab": self.study.name,
-            "title": self.study.title,
-            "summary": self.study.summary,
-            "run": relative_to_project(self.run.path),
-            "profile": self.run.header.profile,
-            "host": self.machine.host,
-            "machine": self.machine.label,
-            # pairs, because a saved notebook has the keys of its dictionaries in another order
-            "machine_rows": list(cards.machine_rows(self.machine, elsewhere=self._is_of_another_machine()).items()),
-            "provenance": list(provenance_rows(self.study, self.run).items()),
-            "started": self.run.header.started.isoformat(timespec="seconds"),
-            "coverage": coverage["status"].value_counts().to_dict(),
-            "duration_s": float(coverage["elapsed_s"].sum()),
-            "not_measured": cards.not_measured(self.run),
-            "pulse": pulse_record(self.run),
-            "known": known_record(self.study, self.run),
-            "figures": self._figures,
-            "answers": [
-                {"question": asdict(question)} | self.findings()[question.id].record()
-                for question in self.study.questions
-            ],
-        }
+        page = page_record(
+            self.study, self.run, self.findings(), self._figures, elsewhere=self._is_of_another_machine()
+        )
         text = cards.definitions_text(provenance_rows(self.study, self.run))
         display(cards.Shown(provenance(self.study, self.run), text, {PAGE_MIME: page}))
 

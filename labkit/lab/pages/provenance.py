@@ -1,12 +1,21 @@
-"""Where the numbers of a page are from: the run, how its ranks ran, and the commands that draw or measure it again."""
+"""Where the numbers of a page are from: the run, how its ranks ran, and the commands that draw or measure it again.
+
+And what the page leaves of all this for the index.
+"""
 
 import json
 import shlex
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
 
 from labkit.lab.calibration import calibration_told
 from labkit.lab.config import ParameterError, resolve_config
+from labkit.lab.findings import Finding
+from labkit.lab.pages.agreement import known_record
+from labkit.lab.pages.cards import machine_rows, not_measured
 from labkit.lab.pages.html import piece
-from labkit.lab.pages.steadiness import steadiness_row
+from labkit.lab.pages.steadiness import pulse_record, steadiness_row
 from labkit.lab.project import relative_to_project
 from labkit.lab.runs.records import Resumption
 from labkit.lab.runs.store import Run, RunHeader
@@ -39,6 +48,33 @@ def provenance_rows(study: Study, run: Run) -> dict[str, str]:
     if run.header.ranks_by_host is not None:
         rows["Hosts"] = describe_hosts(run.header.ranks_by_host)
     return rows
+
+
+def page_record(
+    study: Study, run: Run, findings: Mapping[str, Finding], figures: Mapping[str, str], *, elsewhere: bool
+) -> dict[str, Any]:
+    """What a page leaves for the index: of which run it is, what was found, and its figures' captions by name."""
+    coverage, machine = run.coverage(), run.header.machine
+    return {
+        "lab": study.name,
+        "title": study.title,
+        "summary": study.summary,
+        "run": relative_to_project(run.path),
+        "profile": run.header.profile,
+        "host": machine.host,
+        "machine": machine.label,
+        # pairs, because a saved notebook has the keys of its dictionaries in another order
+        "machine_rows": list(machine_rows(machine, elsewhere=elsewhere).items()),
+        "provenance": list(provenance_rows(study, run).items()),
+        "started": run.header.started.isoformat(timespec="seconds"),
+        "coverage": coverage["status"].value_counts().to_dict(),
+        "duration_s": float(coverage["elapsed_s"].sum()),
+        "not_measured": not_measured(run),
+        "pulse": pulse_record(run),
+        "known": known_record(study, run),
+        "figures": figures,
+        "answers": [{"question": asdict(question)} | findings[question.id].record() for question in study.questions],
+    }
 
 
 def _resumed(again: Resumption) -> str:
