@@ -361,7 +361,7 @@ def test_the_timeline_is_of_the_step_of_median_length_and_of_no_freak(monkeypatc
 
 def test_a_point_whose_alternatives_are_all_wrong_keeps_their_reasons(monkeypatch):
     wrong = [{"implementation": "torch", "gate": "wrong: error 1e+00"}]
-    monkeypatch.setattr(worker, "_right_ones", lambda *_: ({}, wrong))
+    monkeypatch.setattr(worker, "_right_ones", lambda *_: ({}, {"torch": wrong[0]}))
     point = STUDY.points(STUDY.profiles["smoke"], describe_machine())[0]
     assert list(worker._phases(point, None, "cpu")) == wrong
 

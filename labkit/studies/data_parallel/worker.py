@@ -68,60 +68,44 @@ def measure_point(point: DataParallelPoint) -> Iterator[dict[str, Any]]:
 
 
 def _phases(point: DataParallelPoint, workload: Workload, device: str) -> Iterator[dict[str, Any]]:
-    alternatives, wrong = _right_ones(point, workload, device)
-    yield from wrong
-    times, failed = time_those_that_run(
-        {
-            name: dict(zip(PHASES, (one.forward, one.backward, one.step), strict=True))
-            for name, (one, _) in alternatives.items()
-        },
-        device=device,
-        before=dist.barrier,
-        **point.rounds,
-    )
-    for name, (alternative, about) in alternatives.items():
-        if name in failed:
-            yield about | {"gate": failed[name]}
+    right, rows = _right_ones(point, workload, device)
+    turns = {name: dict(zip(PHASES, (one.forward, one.backward, one.step), strict=True)) for name, one in right.items()}
+    times, failed = time_those_that_run(turns, device=device, before=dist.barrier, **point.rounds)
+    for name, row in rows.items():
+        if name not in times:
+            yield row | ({"gate": failed[name]} if name in failed else {})
             continue
         for phase in PHASES:
-            yield about | {"phase": phase, "seconds": times[name][phase]}
-        if laps := alternative.waiting.seconds[-point.repeats :]:
-            yield about | {"phase": "waiting", "seconds": laps}
+            yield row | {"phase": phase, "seconds": times[name][phase]}
+        if laps := right[name].waiting.seconds[-point.repeats :]:
+            yield row | {"phase": "waiting", "seconds": laps}
 
 
 def _right_ones(
     point: DataParallelPoint, workload: Workload, device: str
-) -> tuple[dict[str, tuple[Alternative, dict[str, Any]]], list[dict[str, Any]]]:
-    """The gate: alternatives whose gradients are the mean of all ranks' local ones, and rows for the others."""
+) -> tuple[dict[str, Alternative], dict[str, dict[str, Any]]]:
+    """The gate: alternatives whose gradients are the mean of all ranks' local ones; and the rows of all."""
     expected = _expected(workload, device)
-    right: dict[str, tuple[Alternative, dict[str, Any]]] = {}
-    wrong: list[dict[str, Any]] = []
+    right: dict[str, Alternative] = {}
+    rows: dict[str, dict[str, Any]] = {}
+
+    def check(name: str) -> dict[str, Any]:
+        alternative, found = Alternative(name, workload, device), dict[str, Any]({"gate": "ok"})
+        if alternative.implementation != LOCAL:
+            error, gate = check_gradients(alternative.parameters, alternative.accumulate, expected)
+            found = {"error": error, "gate": gate}
+        if found["gate"] == "ok":
+            right[name] = alternative
+        return found
+
     for name in point.alternatives:
-        if split_name(name)[0] in OVER_SHARED_MEMORY and transport_in_use()[0] != SHARED:
-            wrong.append({"implementation": name, "not_measured": transport_in_use()[1]})
-            continue
         implementation, bucket_mb = split_name(name)
-        about: dict[str, Any] = {"implementation": implementation, "of_bucket_mb": bucket_mb}
-        found = attempt(name, partial(_checked, name, workload, device, expected), device=device)
-        if isinstance(found, Failed):
-            wrong.append(about | {"gate": found.reason})
-            continue
-        alternative, checked = found
-        if checked["gate"] == "ok":
-            right[name] = alternative, about | checked
+        if implementation in OVER_SHARED_MEMORY and transport_in_use()[0] != SHARED:
+            rows[name] = {"implementation": name, "not_measured": transport_in_use()[1]}
         else:
-            wrong.append(about | checked)
-    return right, wrong
-
-
-def _checked(
-    name: str, workload: Workload, device: str, expected: list[Tensor | None]
-) -> tuple[Alternative, dict[str, Any]]:
-    alternative = Alternative(name, workload, device)
-    if alternative.implementation == LOCAL:
-        return alternative, {"gate": "ok"}
-    error, gate = check_gradients(alternative.parameters, alternative.accumulate, expected)
-    return alternative, {"error": error, "gate": gate}
+            about: dict[str, Any] = {"implementation": implementation, "of_bucket_mb": bucket_mb}
+            rows[name] = about | row_of(name, partial(check, name), device=device)
+    return right, rows
 
 
 def _expected(workload: Workload, device: str, micro_batches: int = 1) -> list[Tensor | None]:

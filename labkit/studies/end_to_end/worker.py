@@ -59,12 +59,10 @@ def _phases(point: EndToEndPoint) -> Iterator[dict[str, Any]]:
     step = _training_step(point)
     samples = time_parts_interleaved(
         _turns(step, PHASES_OF_MODE[point.mode]),
-        warmup=point.warmup,
-        repeats=point.repeats,
         device=point.device,
         # without the optimizer's step nobody else drops the gradients
         prepare=None if point.mode == "step" else lambda _: step.drop_gradients(),
-        seed=point.id,
+        **point.rounds,
     )
     loss = float(step.infer())
     if (gate := _finite(loss)) != "ok":
@@ -120,9 +118,8 @@ def _compiled_against_eager(point: EndToEndPoint) -> Iterator[dict[str, Any]]:
             return
         for phase in ("inference", "step"):
             actions = {name: {phase: step.infer if phase == "inference" else step.run} for name, step in steps.items()}
-            samples, failed = time_those_that_run(
-                actions, warmup=point.warmup, repeats=point.repeats, device=point.device, seed=f"{point.id} {phase}"
-            )
+            timing = point.rounds | {"seed": f"{point.id} {phase}"}
+            samples, failed = time_those_that_run(actions, device=point.device, **timing)
             yield from ({"implementation": name, "phase": phase, "gate": reason} for name, reason in failed.items())
             for name, parts in samples.items():
                 compiling = {"compile_s": compile_s[phase], "error": error.relative} if name == "compiled" else {}

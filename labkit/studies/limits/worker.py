@@ -149,14 +149,8 @@ def _autograd(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
 
     (n_bytes,) = point.sizes
     others = _elementwise(n_bytes, device)["copy"].run
-    samples = time_interleaved(
-        {str(n): partial(pass_over, n) for n in CHAINS} | {"others": others},
-        warmup=point.warmup,
-        repeats=point.repeats,
-        device=device,
-        seed=point.id,
-        **_together(point),
-    )
+    actions = {str(n): partial(pass_over, n) for n in CHAINS} | {"others": others}
+    samples = time_interleaved(actions, device=device, **point.rounds, **_together(point))
     for n in CHAINS:
         yield {"operators": 2 * n, "gate": "ok", "seconds": samples[str(n)]}
 
@@ -176,14 +170,8 @@ def _itself(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
         if call.gate != "ok":
             yield about
             continue
-        samples = time_interleaved(
-            dict.fromkeys(("first", "second"), call.run),
-            warmup=point.warmup,
-            repeats=point.repeats,
-            device=point.device,
-            seed=f"{point.id} {operation}",
-            **_together(point),
-        )
+        timing = point.rounds | {"seed": f"{point.id} {operation}", "device": point.device} | _together(point)
+        samples = time_interleaved(dict.fromkeys(("first", "second"), call.run), **timing)
         for turn, seconds in samples.items():
             yield about | {"turn": turn, "seconds": seconds}
 
@@ -212,15 +200,12 @@ def _exchange(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
                 calls[name, what] = partial(via.run, steps, depth)
             calls[name, DOUBLING] = partial(recursive_doubling_all_reduce, tensor, op="sum", transport=transport)
         names = {f"{name}, {what}": (name, what) for name, what in calls}
+        timing = point.rounds | {"seed": f"{point.id} {n_bytes}", "device": device, "before": dist.barrier}
         samples, failed = time_those_that_run(
             {name: {CALLS: calls[key]} for name, key in names.items()},
             alternative_of=lambda name: name.partition(", ")[0],
-            device=device,
-            warmup=point.warmup,
-            repeats=point.repeats,
             prepare=partial(_zero, tensor),
-            before=dist.barrier,
-            seed=f"{point.id} {n_bytes}",
+            **timing,
         )
         for way, gate in gates.items():
             if gate != "ok":

@@ -182,8 +182,7 @@ def _named_by_shape(tensor: SavedTensor, problem: AttentionProblem) -> str:
 def _time(point: PassesPoint, right: dict[str, tuple[Passes, dict[str, Any]]]) -> Iterator[dict[str, Any]]:
     """Forward and backward of each in turn: a backward pass follows its own forward pass."""
     alternatives = {name: {phase: getattr(passes, phase) for phase in PHASES} for name, (passes, _) in right.items()}
-    options = point.rounds
-    samples, failed = time_those_that_run(alternatives, device=point.device, **options)
+    samples, failed = time_those_that_run(alternatives, device=point.device, **point.rounds)
     for name, reason in failed.items():
         yield {"implementation": name, "phase": "both", "gate": reason}
     for name, by_phase in samples.items():
