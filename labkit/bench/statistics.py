@@ -6,7 +6,7 @@ however certain it is. Intervals cover what varied *within* the run.
 """
 
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
@@ -163,8 +163,8 @@ def beyond_p(value: np.ndarray, low: np.ndarray, high: np.ndarray, least: Bound,
 def summarize_groups(frame: pd.DataFrame, value: str, by: Sequence[str]) -> pd.DataFrame:
     """One row per group of `by`, with the fields of `Summary` over the column `value`."""
     rows = []
-    for key, group in frame.groupby(list(by), sort=True, dropna=False):
-        rows.append(dict(zip(by, key, strict=True)) | asdict(summarize(group[value])))
+    for key, samples in frame.groupby(list(by), sort=True, dropna=False)[value]:
+        rows.append(dict(zip(by, key, strict=True)) | vars(summarize(samples)))
     return pd.DataFrame(rows, columns=[*by, *Summary.__dataclass_fields__])
 
 
@@ -185,11 +185,12 @@ def compare_groups(
     """
     rows = []
     for key, group in frame.groupby(list(setting), sort=True, dropna=False):
-        base = group.loc[group[column] == baseline, value]
-        if base.empty:
+        by_name = dict(iter(group.groupby(column)[value]))
+        base = by_name.pop(baseline, None)
+        if base is None:
             continue
-        for name, samples in group[group[column] != baseline].groupby(column)[value]:
-            ratio = asdict(compare(samples, base, interleaved=interleaved))
+        for name, samples in by_name.items():
+            ratio = vars(compare(samples, base, interleaved=interleaved))
             rows.append(dict(zip(setting, key, strict=True)) | {column: name} | ratio)
     return judged(pd.DataFrame(rows, columns=[*setting, column, *Comparison.__dataclass_fields__]))
 

@@ -9,6 +9,7 @@ messages * alpha + bytes * beta of its transport. With several ranks at work the
 ranks computed at once, or, of more ranks than were measured, those times ranks over ranks measured.
 """
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -183,7 +184,8 @@ class Calibration:
     def operators_s(self, operators: Iterable[Operator], ranks: int = 1, device: str = CPU) -> float:
         """Seconds of operators that follow one another on each of so many ranks; NaN if one has no rate."""
         rates = self.of_ranks(ranks, device)
-        return sum(rates.operator_s(one.flops, one.n_bytes, one.dtype) for one in operators)
+        alike = Counter((one.flops, one.n_bytes, one.dtype) for one in operators)  # layers are
+        return sum(times * rates.operator_s(*one) for one, times in alike.items())
 
 
 def _any() -> Calibration:

@@ -8,6 +8,7 @@ import hashlib
 import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
+from functools import cached_property
 from itertools import groupby
 from typing import Any, Self
 
@@ -40,10 +41,10 @@ class Point:
         }
         return cls(**values)
 
-    @property
+    @cached_property
     def id(self) -> str:
         """Twelve hexadecimal digits that identify the description, in every process and on every machine."""
-        text = json.dumps(self.describe(), sort_keys=True, separators=(",", ":"))
+        text = json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
     def describe(self) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from labkit.bench.statistics import compare_groups, judged, slowest_rank, summarize_groups
@@ -19,9 +20,11 @@ def select(frame: pd.DataFrame, columns: Iterable[str] = (), **wanted: Any) -> p
     if missing:
         # of objects, as all tables without rows are: they can be merged
         return frame.iloc[:0].reindex(columns=list(dict.fromkeys([*frame.columns, *missing]))).astype(object)
+    kept = np.ones(len(frame), dtype=bool)  # the rows are copied once, with all their columns
     for name, value in wanted.items():
-        frame = frame[frame[name].isin(value) if isinstance(value, list | tuple | set) else frame[name] == value]
-    return frame
+        is_one = frame[name].isin(value) if isinstance(value, list | tuple | set) else frame[name] == value
+        kept &= is_one.to_numpy(dtype=bool, na_value=False)
+    return frame[kept] if wanted else frame
 
 
 def in_order(table: pd.DataFrame, **orders: Iterable[Any] | None) -> pd.DataFrame:

@@ -58,7 +58,7 @@ MISTAKES = [
         INTERVALS,
         the_baseline_is_the_numerator=("estimate_paired(logs[0] - logs[1])", "estimate_paired(logs[1] - logs[0])"),
         the_bounds_are_swapped=("        low=low,\n        high=high,\n", "        low=high,\n        high=low,\n"),
-        the_baseline_is_all_others=("group[column] == baseline, value]", "group[column] != baseline, value]"),
+        the_baseline_is_the_first_one=("by_name.pop(baseline, None)", "by_name.pop(next(iter(by_name)), None)"),
         resamples_have_the_wrong_median=("drawn[:, len(values) // 2]", "drawn[:, len(values) // 2 - 1]"),
         the_spread_is_of_a_population=("values.std(ddof=1)", "values.std(ddof=0)"),
         turns_do_not_pair=("if interleaved else estimate_unpaired", "if not interleaved else estimate_unpaired"),

@@ -5,7 +5,7 @@ import json
 import pickle
 import re
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -14,7 +14,7 @@ from labkit.lab import figures, notebook
 from labkit.lab.figures.style import Plot
 from labkit.lab.own import Own, check_own
 from labkit.lab.pages.cards import Shown
-from labkit.lab.project import notebook_path
+from labkit.lab.project import notebook_path, recorded_directory
 from labkit.lab.runs.store import Record, Run
 from labkit.lab.study import Study
 
@@ -53,6 +53,12 @@ class FiguresOnce:
 
 
 FIGURES = FiguresOnce()
+
+
+@cache
+def recorded(lab: str) -> Run:
+    """The newest recorded run of a lab."""
+    return Run.load(max((recorded_directory() / lab).glob("*.jsonl")))
 
 
 def cells_of(lab: str) -> list[tuple[str, str]]:

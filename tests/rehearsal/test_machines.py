@@ -6,12 +6,11 @@ import pytest
 
 from labkit.lab import capacity, notebook, project
 from labkit.lab.config import PROFILES
-from labkit.lab.project import recorded_directory
 from labkit.lab.runs.store import Run
 from labkit.machine.description import GIB
 from labkit.studies import LABS, load_study
 from tests.rehearsal.machines import MACHINES, TOO_OLD
-from tests.rehearsal.pages import carry_out
+from tests.rehearsal.pages import carry_out, recorded
 
 # Labs whose points are about the ranks of a CPU wherever they run.
 ON_THE_CPU = {"all_reduce"}
@@ -76,11 +75,11 @@ def test_the_page_of_a_run_from_gpus(lab, monkeypatch, tmp_path):
     """The recorded numbers, told of another machine, with a GPU for each rank."""
     monkeypatch.setattr(notebook, "display", lambda *_, **__: None)
     monkeypatch.setattr(project, "figures_directory", lambda: tmp_path)
-    recorded = Run.load(max((recorded_directory() / lab).glob("*.jsonl")))
+    run = recorded(lab)
     there = {"device": "cuda", "backend": "nccl"}
     planned = {
         id: point | {field: value for field, value in there.items() if point.get(field)}
-        for id, point in recorded.header.planned.items()
+        for id, point in run.header.planned.items()
     }
-    header = recorded.header.model_copy(update={"machine": MACHINES["eight H100"], "planned": planned})
-    carry_out(load_study(lab), Run(recorded.path, header, recorded._rows, recorded._ends))
+    header = run.header.model_copy(update={"machine": MACHINES["eight H100"], "planned": planned})
+    carry_out(load_study(lab), Run(run.path, header, run._rows, run._ends))

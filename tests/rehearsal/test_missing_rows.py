@@ -4,16 +4,12 @@ From the recorded run of each lab, one kind of rows after another is taken away;
 of the rest must come without an exception.
 """
 
-from functools import cache
-
 import pytest
 
 from labkit.lab import notebook, project
-from labkit.lab.project import recorded_directory
-from labkit.lab.runs.store import Run
 from labkit.studies import LABS, load_study
 from tests.cases import thinned
-from tests.rehearsal.pages import carry_out, run_of
+from tests.rehearsal.pages import carry_out, recorded, run_of
 
 # What tells the kinds of points of a lab apart.
 KIND_OF_POINT = ("sweep", "part", "kind")
@@ -29,18 +25,13 @@ KINDS_OF_ROWS = [
 FAILED = {"gate": "failed: RuntimeError: rehearsed"}
 
 
-@cache
-def _recorded(lab):
-    return Run.load(max((recorded_directory() / lab).glob("*.jsonl")))
-
-
 def _kind_of_point(point):
     return next((point[name] for name in KIND_OF_POINT if name in point), "point")
 
 
 def _kinds_of_points():
     for lab in LABS:
-        yield from dict.fromkeys((lab, _kind_of_point(point)) for point in _recorded(lab).header.planned.values())
+        yield from dict.fromkeys((lab, _kind_of_point(point)) for point in recorded(lab).header.planned.values())
 
 
 MAIN_KINDS = dict(reversed(list(_kinds_of_points())))  # the first of each lab
@@ -54,7 +45,7 @@ def _nothing_is_shown_or_written(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize(("lab", "kind"), thinned(_kinds_of_points(), lambda lab, kind: kind == MAIN_KINDS[lab]))
 def test_a_page_whose_points_of_a_kind_failed(lab, kind):
-    run = run_of(_recorded(lab), lambda point, row: None if _kind_of_point(point) == kind else row)
+    run = run_of(recorded(lab), lambda point, row: None if _kind_of_point(point) == kind else row)
     carry_out(load_study(lab), run)
 
 
@@ -66,10 +57,10 @@ def test_a_page_whose_alternatives_all_failed(lab):
         names = {name: value for name, value in row["values"].items() if isinstance(value, str)}
         return row | {"values": names | FAILED}
 
-    carry_out(load_study(lab), run_of(_recorded(lab), failed))
+    carry_out(load_study(lab), run_of(recorded(lab), failed))
 
 
 @pytest.mark.parametrize(("lab", "column", "value"), thinned(KINDS_OF_ROWS, lambda lab, *_: lab == "data_parallel"))
 def test_a_page_without_some_rows_of_its_points(lab, column, value):
-    run = run_of(_recorded(lab), lambda _, row: None if row["values"].get(column) == value else row)
+    run = run_of(recorded(lab), lambda _, row: None if row["values"].get(column) == value else row)
     carry_out(load_study(lab), run)

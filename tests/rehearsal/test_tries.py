@@ -8,11 +8,10 @@ import pandas as pd
 import pytest
 
 from labkit.lab import notebook, project
-from labkit.lab.project import recorded_directory
 from labkit.lab.runs.store import Run
 from labkit.studies import LABS, load_study
 from tests import calibrated
-from tests.rehearsal.pages import carry_out_tries, cells_of, tries_in
+from tests.rehearsal.pages import carry_out_tries, cells_of, recorded, tries_in
 
 OWN = re.compile(r"lab\.measure\((models=)?\{")  # a reader's own alternative, or model
 # What makes a lab's measurement of it short.
@@ -49,7 +48,7 @@ def _nothing_is_shown_or_written(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("lab", LABS)
 def test_every_try_works_as_written_below_the_cells_above_it(lab):
-    run = Run.load(max((recorded_directory() / lab).glob("*.jsonl")))
+    run = recorded(lab)
     if run.header.calibration is None:  # predictions need one
         run = Run(run.path, run.header.model_copy(update={"calibration": calibrated.made_up()}), run._rows, run._ends)
     carry_out_tries(load_study(lab), run)
