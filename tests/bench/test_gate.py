@@ -4,8 +4,10 @@ import math
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from labkit.bench.gate import largest_difference, verdict
+from labkit.bench.gate import first_of_ranks, largest_difference, verdict, worst_of_ranks
+from labkit.parallel.launch import run_ranks
 
 
 @pytest.mark.parametrize("error", [0.0, 1e-9, 1e-3])
@@ -25,3 +27,26 @@ def test_one_tensor_that_is_missing_zero_or_no_number_is_seen_among_many():
         assert largest_difference({key: value for key, value in right.items() if key != name}, right) == math.inf
         assert largest_difference(right | {name: tensor * 0}, right) == 1
         assert largest_difference(right | {name: tensor * math.nan}, right) == math.inf
+
+
+def _agreed():
+    rank = dist.get_rank()
+    return {
+        "largest": worst_of_ranks(float(rank)),
+        "no number": worst_of_ranks(math.nan if rank == 1 else 0.0),
+        "found by the last": first_of_ranks([0.0, math.inf] if rank == 2 else [-1.0, 0.0]),
+        "found by two": first_of_ranks([float(rank), 5.0] if rank else [-1.0, 0.0]),
+        "found by none": first_of_ranks([-1.0, 0.0]),
+    }
+
+
+def test_ranks_agree_on_what_any_of_them_found():
+    found = run_ranks(_agreed, world_size=3)
+    assert found[0] == found[1] == found[2]
+    assert found[0] == {
+        "largest": 2.0,
+        "no number": math.inf,
+        "found by the last": [2, [0.0, math.inf]],
+        "found by two": [1, [1.0, 5.0]],
+        "found by none": None,
+    }

@@ -1,8 +1,10 @@
-"""Mistakes in the instruments: intervals, verdicts, exact sums."""
+"""Mistakes in the instruments: intervals, verdicts, exact sums, gates."""
 
 from tests.mutations.mistake import mistakes
 
 INTERVALS = ("tests/bench/test_intervals.py", "tests/bench/test_statistics.py")
+GATE = ("tests/bench/test_gate.py",)
+GRADIENTS = ("tests/studies/test_gradient_gate.py",)
 SUMS = ("tests/bench/test_exact_sums.py",)
 
 MISTAKES = [
@@ -29,6 +31,22 @@ MISTAKES = [
             'adjusted_p = adjusted(ratios["p"].to_numpy(dtype=float))',
             'adjusted_p = ratios["p"].to_numpy(dtype=float)',
         ),
+    ),
+    *mistakes(
+        "bench/gate.py",
+        GATE,
+        no_number_is_within_the_limit=("if error <= limit else", "if not error > limit else"),
+        no_number_is_passed_over=("math.inf if any(map(math.isnan, errors)) else max(", "max("),
+        no_number_of_a_rank_is_passed_over=("math.inf if math.isnan(error) else error  #", "error  #"),
+        the_first_element_goes_unnoticed=("if of_rank[0] >= 0)", "if of_rank[0] > 0)"),
+        the_best_rank_counts=("op=dist.ReduceOp.MAX", "op=dist.ReduceOp.MIN"),
+    ),
+    *mistakes(
+        "studies/shared/gradient_gate.py",
+        GRADIENTS,
+        a_part_of_a_mean_may_be_missing=("within=HALF)", "within=40 * HALF)"),
+        a_gradient_may_be_missing=("return _LOST if gradient is not None or of_passes else (", "return ("),
+        micro_batches_are_alike=("begins[index] + 7 * len(starts[index])", "begins[index]"),
     ),
     *mistakes(
         "bench/exact_sums.py",

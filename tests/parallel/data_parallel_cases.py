@@ -144,6 +144,17 @@ class Offset(nn.Module):
         return torch.tanh(self.layer(x)) + self.offset[0].view(ROWS, WIDTH)
 
 
+class OffsetOfARow(nn.Module):
+    """The gradient of the offset is a part of the memory of the gradient that goes on to the layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.offset = nn.Linear(WIDTH, WIDTH), nn.ParameterList([torch.randn(1, WIDTH)])
+
+    def forward(self, x):
+        return torch.tanh(self.layer(x)) + torch.cat([x[1:], self.offset[0]])
+
+
 class TwoOutputs(nn.Module):
     """Two outputs without a parameter in common."""
 
@@ -250,6 +261,7 @@ CASES = {
     "tied weights": Case(Tied),
     "a frozen parameter": Case(frozen),
     "gradients in one piece of memory": Case(Offset),
+    "a gradient in a part of another": Case(OffsetOfARow),
     "buffers": Case(WithBuffer, whole_batch=True),
     "mixed dtypes": Case(MixedDtypes, tolerance=FLOAT32),
     "parameters unused": Case(TwoHeads, _one_head, options={"find_unused": True}),

@@ -127,6 +127,7 @@ def test_scalars_become_numbers_and_tuples_lists() -> None:
     [
         ({"good": 1, "bad": {1, 2}}, r"rank 0: TypeError: row value 'bad' is not JSON-able: it holds a set"),
         ({"bad": torch.ones(2)}, r"row value 'bad' is not JSON-able: it holds a torch.Tensor"),
+        ({"bad": [{0: 1.5}]}, r"row value 'bad' is not JSON-able: keys must be strings, not int"),
         ({1: "one"}, r"names are strings, but the worker yielded 1"),
         ("row", r"a row is a mapping .* but the worker yielded a str"),
     ],

@@ -18,16 +18,16 @@ WORLDS = [2, 3, 5, 8, 16, 32]
 class _Ranks:
     """A model whose gradients of all ranks are known while a gate looks; `mistake` changes their means."""
 
-    def __init__(self, ranks, monkeypatch):
+    def __init__(self, ranks, monkeypatch, dtype=torch.float32):
         self.rank, self.ranks = 0, ranks
         monkeypatch.setattr(gradient_gate.dist, "get_rank", lambda: self.rank)
         monkeypatch.setattr(gradient_gate.dist, "get_world_size", lambda: ranks)
         monkeypatch.setattr(gradient_gate, "first_of_ranks", lambda found: (0, found) if found[0] >= 0 else None)
         torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 5), nn.Linear(5, 3))
+        self.model = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 5), nn.Linear(5, 3)).to(dtype)
         self.named = dict(self.model.named_parameters())
         self.parameters = list(self.named.values())
-        self.x = torch.randn(4, 6)
+        self.x = torch.randn(4, 6, dtype=dtype)
         self.local = []
         for self.rank in range(ranks):
             with gradient_gate._whole_numbers(self.parameters, range(ranks)):
@@ -61,9 +61,9 @@ def test_a_mean_is_right_whenever_it_is_divided(ranks, divides_first, monkeypatc
     assert world.verdict(divided_first if divides_first else None) == "ok"
 
 
-@pytest.mark.parametrize("ranks", WORLDS)
-def test_each_rank_and_each_parameter_left_out_counted_twice_or_swapped_is_seen(ranks, monkeypatch):
-    world = _Ranks(ranks, monkeypatch)
+@pytest.mark.parametrize(("ranks", "dtype"), [*((ranks, torch.float32) for ranks in WORLDS), (3, torch.float64)])
+def test_each_rank_and_each_parameter_left_out_counted_twice_or_swapped_is_seen(ranks, dtype, monkeypatch):
+    world = _Ranks(ranks, monkeypatch, dtype)
     for rank, parts in enumerate(world.local):
         few = range(len(parts)) if ranks < 8 else [rank % len(parts)]
         for index, part in ((index, parts[index]) for index in few):

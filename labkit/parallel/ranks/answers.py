@@ -34,7 +34,8 @@ def plain_row(row: Mapping[str, Any]) -> dict[str, Any]:
     """The row as JSON has it: scalars of numpy and torch become numbers, tuples become lists.
 
     NaN and infinities pass. Raises TypeError naming the value that JSON cannot carry. A tensor or array with
-    dimensions is such a value, even with one element: the worker says what number it means.
+    dimensions is such a value, even with one element: the worker says what number it means. So is a mapping whose
+    keys are no strings, which JSON would make of them.
     """
     if not isinstance(row, Mapping):
         raise TypeError(f"a row is a mapping from names to values, but the worker yielded a {_kind(row)}: {row!r:.80}")
@@ -42,6 +43,7 @@ def plain_row(row: Mapping[str, Any]) -> dict[str, Any]:
         if not isinstance(name, str):
             raise TypeError(f"a row's names are strings, but the worker yielded {name!r:.80}")
         try:
+            _check_keys(value)
             json.dumps(value, default=_number)
         except (TypeError, ValueError) as error:
             raise TypeError(f"row value {name!r} is not JSON-able: {error} ({value!r:.80})") from None
@@ -72,6 +74,18 @@ def described(error: BaseException) -> dict[str, Any]:
         "consequence": _is_consequence(error),
         "blamed": whose_turn.blamed(),
     }
+
+
+def _check_keys(value: Any) -> None:
+    """TypeError for a mapping, wherever it is inside of the value, with a key that JSON would change."""
+    if isinstance(value, Mapping):
+        for key, inside in value.items():
+            if not isinstance(key, str):
+                raise TypeError(f"keys must be strings, not {_kind(key)}")
+            _check_keys(inside)
+    elif isinstance(value, list | tuple):
+        for inside in value:
+            _check_keys(inside)
 
 
 def _number(value: Any) -> Any:
