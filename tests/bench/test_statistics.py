@@ -7,6 +7,7 @@ import pytest
 from labkit.bench.statistics import (
     RESAMPLES,
     compare,
+    compare_groups,
     judged,
     resampled_medians,
     slowest_rank,
@@ -101,3 +102,10 @@ def test_samples_that_are_not_above_zero_have_a_ratio_and_no_interval():
     assert found.ratio == 2.0
     assert np.isnan([found.low, found.high, found.p]).all()
     assert found.verdict == "no difference shown"
+
+
+def test_any_alternative_can_be_the_baseline():
+    seconds = {"a": 1.0, "b": 2.0, "c": 4.0}
+    rows = [{"n": 1, "name": name, "s": median + i / 1000} for name, median in seconds.items() for i in range(8)]
+    ratios = compare_groups(pd.DataFrame(rows), "s", ["n"], "name", "b").set_index("name")["ratio"]
+    assert ratios.to_dict() == pytest.approx({"a": 0.5, "c": 2.0}, rel=0.01)

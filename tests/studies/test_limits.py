@@ -6,12 +6,15 @@ from datetime import timedelta
 import numpy as np
 import pandas as pd
 import pytest
+import torch.distributed as dist
 
 from labkit.costs.calibration import ALL_REDUCE, BURST, MESSAGE
 from labkit.lab.calibration import DOUBLING, ROW, _is_enough, calibration_of, newest_calibration
 from labkit.lab.runs.measure import measure
 from labkit.lab.runs.store import Run
-from labkit.studies.limits import tables
+from labkit.machine import describe_machine
+from labkit.parallel.launch import run_ranks
+from labkit.studies.limits import tables, worker
 from labkit.studies.limits.study import STUDY
 
 FLOPS_PER_S, BYTES_PER_S, CALL_S = 1e11, 1e10, 1e-6
@@ -170,3 +173,30 @@ def test_the_smallest_difference_is_what_an_operator_differs_from_itself_by(nois
     assert f"{percent:.0f} %" in found.headline
     twice = pd.DataFrame(rows).assign(seconds=lambda frame: np.where(frame["turn"] == "first", 2e-3, 1e-3))
     assert "product" in _findings(twice)["smallest_difference"].caveat
+
+
+def _without_each_rank(point):
+    """Gates of a point's all-reduces without what a rank adds to them, each rank in turn."""
+    own, torchs, found = worker.all_reduce, dist.all_reduce, []
+
+    def lossy(whole, left_out):
+        def reduce(tensor, *arguments, **options):
+            return whole(tensor.zero_() if dist.get_rank() == left_out else tensor, *arguments, **options)
+
+        return reduce
+
+    for left_out in range(dist.get_world_size()):
+        worker.all_reduce, dist.all_reduce = lossy(own, left_out), lossy(torchs, left_out)
+        try:
+            found.append([row["gate"] for row in worker.measure_point(point)])
+        finally:
+            worker.all_reduce, dist.all_reduce = own, torchs
+    return found
+
+
+def test_each_rank_left_out_of_an_all_reduce_is_seen_and_gets_no_time():
+    points = STUDY.points(STUDY.profiles["smoke"], describe_machine())
+    point = next(point for point in points if point.sweep == "exchange")
+    for found in run_ranks(_without_each_rank, point, world_size=point.world_size):
+        assert len(found) == point.world_size
+        assert all(gate.startswith("wrong: rank ") for gates in found for gate in gates)

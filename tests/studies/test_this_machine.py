@@ -6,6 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+import torch.distributed as dist
 
 from labkit.lab.advise import here
 from labkit.lab.advise.machine import (
@@ -21,6 +22,7 @@ from labkit.lab.advise.machine import (
 from labkit.lab.project import recorded_directory
 from labkit.lab.runs.store import Run
 from labkit.machine import describe_machine
+from labkit.parallel.data_parallel.averaging import TorchAverage
 from labkit.parallel.launch import run_ranks
 from labkit.studies.data_parallel import findings as data_parallel
 from labkit.studies.data_parallel.findings import _name as wrapper_name
@@ -207,6 +209,30 @@ def test_a_part_of_a_mean_that_rounding_would_hide_is_seen():
     for (gate,) in run_ranks(_one_element_a_little_off, world_size=2):
         assert gate.startswith("wrong: rank 0, ")
         assert "element 0: expected" in gate
+
+
+def _without_each_rank():
+    """Gates of a point without what a rank adds to the means of the joined configuration, each rank in turn."""
+    start, found = TorchAverage.start, {}
+    for precision in ("float32", "bfloat16"):
+        for left_out in range(dist.get_world_size()):
+
+            def lossy(self, vector, op, left_out=left_out):
+                return start(self, vector.zero_() if dist.get_rank() == left_out else vector, op)
+
+            TorchAverage.start = lossy
+            try:
+                point = _point(world_size=dist.get_world_size(), precision=precision)
+                found[f"{precision} {left_out}"] = [row["gate"] for row in measure_point(point)]
+            finally:
+                TorchAverage.start = start
+    return found
+
+
+def test_each_rank_left_out_is_seen_in_both_precisions():
+    for found in run_ranks(_without_each_rank, world_size=3):
+        assert len(found) == 6
+        assert all(gate.startswith("wrong") for gates in found.values() for gate in gates)
 
 
 def _frame(ratio):
