@@ -221,7 +221,9 @@ def _contract(wrapper):
     hooked(inputs).sum().backward()
     told["hooks before it"] = _is_mean_over_ranks(hooked, lambda m: m(inputs).sum())
 
+    before = hooked(inputs).sum()
     again = WRAPPERS[wrapper](hooked.module)
+    told["superseded meanwhile"] = _message(before.backward)
     again.zero_grad()
     again(inputs).sum().backward()
     told["wrapped again"] = _is_mean_over_ranks(again, lambda m: m(inputs).sum())
@@ -257,8 +259,12 @@ def _take(parameter):
 
 def _refused(model, inputs, **options):
     """What a step says."""
+    return _message(lambda: model(inputs).sum().backward(**options))
+
+
+def _message(action):
     try:
-        model(inputs).sum().backward(**options)
+        action()
     except (RuntimeError, ValueError) as error:
         return str(error)
 
@@ -273,6 +279,7 @@ def test_the_rest_of_the_contract(wrapper):
         assert all(told["after an exception"])
         assert all(told["hooks before it"])
         assert all(told["wrapped again"])
+        assert "was wrapped again" in told["superseded meanwhile"]
         assert "was wrapped again" in told["superseded"]
         assert "took the gradient of 0.weight away" in told["taken away"]
         assert "without create_graph" in told["with a graph"]

@@ -48,7 +48,11 @@ class GradientHooks:
             raise RuntimeError(f"{trained} is trained now, and was frozen when the model was wrapped: wrap it again")
 
     def come_last(self) -> None:
-        """Move behind the hooks that were registered later. Autograd calls them in the order of their mapping."""
+        """Move behind the hooks that were registered later. Autograd calls them in the order of their mapping.
+
+        RuntimeError as `check`: the forward pass may have been before.
+        """
+        self.check()
         for parameter, handle in zip(self._parameters, self._handles, strict=True):
             hooks = _hooks_on(parameter)
             if next(reversed(hooks)) != handle.id:
