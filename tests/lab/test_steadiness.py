@@ -86,7 +86,8 @@ def test_the_page_names_slow_points_and_a_steady_run_is_silent(run):
 
 
 def test_slow_points_are_told_apart_by_what_was_measured_and_not_by_how(run):
-    settings = [{"size": "nano", "keep_trace": True, "warmup": 2}, {"size": "nano", "keep_trace": False, "warmup": 1}]
+    slow_one = {"size": "nano", "backend": "nccl", "keep_trace": True, "warmup": 2}
+    settings = [slow_one, slow_one | {"backend": "gloo", "keep_trace": False, "warmup": 1}]
     planned = run.header.planned
     told = dict(zip(planned, settings, strict=False))
     header = run.header.model_copy(update={"planned": planned | told})
@@ -94,6 +95,7 @@ def test_slow_points_are_told_apart_by_what_was_measured_and_not_by_how(run):
     slow[POINTS[0].id], slow[POINTS[1].id] = slow[POINTS[1].id], slow[POINTS[0].id]  # the one with a trace
     (note,) = steadiness_notes(Run(run.path, header, [], slow))
     assert "with a trace" in note
+    assert "nccl" in note
     assert "True" not in note
     assert "warm-up" not in note
 

@@ -9,7 +9,7 @@ from labkit.lab.runs.store import Run
 from labkit.lab.units import counted
 
 MOST_NAMED = 3
-HOW_MEASURED = {"timeout_s", "warmup", "repeats", "backend", "scheduling"}
+HOW_MEASURED = {"timeout_s", "warmup", "repeats", "scheduling"}
 """Of a point, what says nothing of what was measured."""
 ALIKE = 1.1
 """Times the fastest lab of a report: up to here the machine was equally fast for all."""
