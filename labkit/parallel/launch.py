@@ -9,7 +9,8 @@ Every rank calls ``worker(point)`` with `torch.distributed` ready, and what it y
 One group of ranks serves all points. A rank that raises, dies, aborts in C++ or hangs costs its point, never
 the sweep: the group is killed, the first failure is reported, and a new group carries on with the next point. If the
 worker said whose turn it was (`labkit.parallel.ranks.whose_turn`), the failure costs that alternative only: an `Again`
-is handed over, and a new group measures the same point without it. One that hangs costs the time of the point as well.
+is handed over, and a new group measures the same point without it. One that hangs costs the time of the point as well;
+where it has taken less than half of that, all are slow, and the point is late.
 Nothing is left behind, whatever ends this process: `labkit.parallel.ranks.rank` says how.
 
 Under torchrun the ranks exist already, and the same call runs the points in them, as

@@ -31,6 +31,11 @@ MISTAKES = [
         ),
     ),
     *mistakes(
+        "parallel/ranks/group.py",
+        AGAIN,
+        who_is_slow_is_said_to_hang=(">= HANGS_FROM * self._plan.timeout_s", ">= 0"),
+    ),
+    *mistakes(
         "parallel/ranks/outcome.py",
         AGAIN,
         a_point_is_measured_again_for_ever=("or len(left_out) >= MOST_LEFT_OUT", ""),

@@ -390,7 +390,18 @@ def test_an_alternative_that_hangs_costs_no_other_unless_there_are_too_many(
 def test_of_ranks_that_wait_for_each_other_the_one_furthest_behind_hangs(
     turns: list[tuple[int, str | None]], hanging: str | None
 ) -> None:
-    assert whose_turn.hanging(whose_turn.Turn(*turn) for turn in turns) == hanging
+    found = whose_turn.furthest_behind(whose_turn.Turn(*turn) for turn in turns)
+    assert (found and found.alternative) == hanging
+
+
+def test_alternatives_that_are_slow_together_are_not_said_to_hang() -> None:
+    def slow() -> None:
+        time.sleep(0.5)
+
+    worker = partial(in_turns, {str(number): slow for number in range(20)})
+    items = list(launch(worker, ["fails"], world_size=2, timeout_s=4))
+    assert not [item for item in items if isinstance(item, Again)]
+    assert [item.status for item in items if isinstance(item, PointEnd)] == ["timeout"]
 
 
 def test_a_point_is_not_measured_again_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,9 @@ from labkit.parallel.ranks.outcome import PointEnd, RankFailure, Report, Row, en
 from labkit.parallel.ranks.process import RankProcess, start_context
 from labkit.parallel.ranks.rank import GroupPlan
 
+# Of the time of a point: a turn that has taken so much of it when time is up is said to hang. Where it has taken less,
+# all are slow together, and whose turn it happens to be is not to blame.
+HANGS_FROM = 0.5
 # How long to go on listening after a first failure, since its consequences in other ranks may be reported before
 # it. A death is noticed within milliseconds, but a large process takes longer to be taken down: when all that has
 # come in are consequences, it is worth waiting for the cause.
@@ -225,10 +228,12 @@ class RankGroup:
         missing = sorted(wait.missing)
         alone = missing[0] if len(missing) == 1 else None
         names = f"ranks {', '.join(map(str, missing))}" if alone is None else f"rank {alone}"
-        turn = whose_turn.hanging(self._ranks[number].turn() for number in missing)
-        message = f"{names} {overdue}" + (f", in {turn}" if turn else "")
+        turn = whose_turn.furthest_behind(self._ranks[number].turn() for number in missing)
+        message = f"{names} {overdue}" + (f", in {turn.alternative}" if turn else "")
         tails = [self._ranks[number].log.tail() for number in missing]
-        blamed = (turn, f"failed: {names} {overdue}") if turn else None
+        blamed = None
+        if turn and turn.alternative and time.monotonic() - turn.begun_s >= HANGS_FROM * self._plan.timeout_s:
+            blamed = turn.alternative, f"failed: {names} {overdue}"
         return RankFailure(alone, "timeout", message, self._dump_stacks(), "\n".join(filter(None, tails)), blamed)
 
     def _dump_stacks(self) -> str:

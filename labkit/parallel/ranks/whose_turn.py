@@ -2,21 +2,24 @@
 
 A worker says which alternative it is about to call. Should the rank raise then, die or hang, the failure is that
 alternative's: `launch` measures the point again in new ranks without it. A rank that dies or hangs says nothing any
-more, so the name stands in memory that its parent can read, and the number of the turn, by which the ranks that hang
-are told from those that wait for them. Standard library only: a rank imports this before torch.
+more, so the name stands in memory that its parent can read; the number of the turn, by which the ranks that hang are
+told from those that wait for them; and when it began, by which they are told from those that are slow. Standard library
+only: a rank imports this before torch.
 """
 
 from __future__ import annotations
 
 import contextlib
 import mmap
+import struct
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-NUMBER = 8  # bytes of the number of the turn, ahead of the name
+HEAD = struct.Struct("=Qd")  # number of the turn, and when it began; then the name
 LONGEST = 1024  # bytes of a name
 
 
@@ -25,12 +28,14 @@ class Turn(NamedTuple):
 
     number: int
     alternative: str | None
+    begun_s: float = 0.0
+    """On the monotonic clock, which a host's processes share."""
 
 
 @dataclass
 class _Turn:
-    memory: bytearray | mmap.mmap = field(default_factory=lambda: bytearray(NUMBER + LONGEST))
-    """The number, then the name, padded with zeros."""
+    memory: bytearray | mmap.mmap = field(default_factory=lambda: bytearray(HEAD.size + LONGEST))
+    """The number, the time, then the name, padded with zeros."""
     point: int = 0
     reason: str | None = None
     left_out: Mapping[str, str] = field(default_factory=dict)
@@ -42,29 +47,29 @@ _TURN = _Turn()
 def share(path: Path) -> None:
     """Keep the turn in this file from now on, where `turn_in` finds it after the death of this process."""
     with contextlib.suppress(OSError), path.open("w+b") as file:  # a full disk must not end the rank
-        file.write(bytes(NUMBER + LONGEST))  # and not later either
+        file.write(bytes(HEAD.size + LONGEST))  # and not later either
         file.flush()
-        _TURN.memory = mmap.mmap(file.fileno(), NUMBER + LONGEST)
+        _TURN.memory = mmap.mmap(file.fileno(), HEAD.size + LONGEST)
 
 
 def turn_in(path: Path) -> Turn:
     """The turn of the process that shares this file, or when it ended."""
     try:
         return _read(path.read_bytes())
-    except OSError:
+    except (OSError, struct.error):  # it has not begun, or has not come to it
         return Turn(0, None)
 
 
-def hanging(turns: Iterable[Turn]) -> str | None:
-    """Of ranks that do not end: in whose turn those are that are furthest behind, for which others may wait."""
+def furthest_behind(turns: Iterable[Turn]) -> Turn | None:
+    """Of ranks that do not end: an alternative's turn in which those are for which others may wait."""
     turns = list(turns)
     last = min(turn.number for turn in turns)
-    return next((turn.alternative for turn in turns if turn.number == last and turn.alternative), None)
+    return next((turn for turn in turns if turn.number == last and turn.alternative), None)
 
 
 def new_point(index: int, left_out: Mapping[str, str]) -> None:
     """A point begins, without these alternatives; by name, why."""
-    _TURN.memory[:] = bytes(NUMBER + LONGEST)
+    _TURN.memory[:] = bytes(HEAD.size + LONGEST)
     _TURN.point, _TURN.reason, _TURN.left_out = index, None, left_out
 
 
@@ -76,13 +81,13 @@ def why_left_out(alternative: str) -> str | None:
 def begin(alternative: str) -> str:
     """From here on it is to blame; a name of the turn, the same on all ranks. A write to memory, no system call."""
     number = _now().number + 1
-    _TURN.memory[:] = number.to_bytes(NUMBER) + _padded(alternative)
+    _TURN.memory[:] = HEAD.pack(number, time.monotonic()) + _padded(alternative)
     _TURN.reason = None
     return f"turn {number} of point {_TURN.point}"
 
 
 def end() -> None:
-    _TURN.memory[NUMBER:] = bytes(LONGEST)
+    _TURN.memory[HEAD.size :] = bytes(LONGEST)
     _TURN.reason = None
 
 
@@ -112,5 +117,5 @@ def _now() -> Turn:
 
 
 def _read(content: bytes) -> Turn:
-    name = content[NUMBER:].rstrip(b"\0").decode(errors="replace")
-    return Turn(int.from_bytes(content[:NUMBER]), name or None)
+    number, begun_s = HEAD.unpack_from(content)
+    return Turn(number, content[HEAD.size :].rstrip(b"\0").decode(errors="replace") or None, begun_s)
