@@ -78,7 +78,7 @@ def _page_record(notebook, server):
     cells = notebook.saved()
     assert _outputs(cells, "error") == []
     assert _outputs(cells, "stream") == []
-    line, _what_was_expected = _measuring(cells).outputs
+    line, _what_was_expected, _how_far_off = _measuring(cells).outputs
     assert "points planned" in line.data["text/html"]
     (record,) = [output.data[PAGE_MIME] for output in _outputs(cells, "display_data") if PAGE_MIME in output.data]
     return record
