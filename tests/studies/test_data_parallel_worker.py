@@ -1,4 +1,4 @@
-"""The worker of the data-parallel lab on two ranks, with the smallest model."""
+"""The worker of the data-parallel lab on two ranks, with small models."""
 
 import re
 from collections import Counter
@@ -33,18 +33,20 @@ from labkit.studies.data_parallel.study import STUDY
 from labkit.studies.data_parallel.worker import LOCAL, DataParallelPoint, measure_point
 from labkit.studies.gradient_buckets import worker as gradient_buckets
 from labkit.studies.shared.gradient_gate import local_means
+from tests.studies import tiny
 
 
 def _point(sweep, alternatives, **options):
-    fields = {"workload": "nano", "batch": 1, "context_length": 8, "warmup": 1, "repeats": 2, "world_size": 2}
+    fields = {"workload": tiny.NAME, "batch": 1, "context_length": 8, "warmup": 1, "repeats": 2, "world_size": 2}
     return DataParallelPoint(sweep=sweep, alternatives=tuple(alternatives), backend="gloo", **(fields | options))
 
 
 POINTS = {
     "implementations": _point("implementations", [LOCAL, *IMPLEMENTATIONS]),
     "buckets": _point("buckets", ["torch", "torch@0.5", "bucketed@0.5"], bucket_mb=0.5),
-    "timeline": _point("timeline", ["torch", "naive", "flat", "overlapped", "bucketed@0.5"]),
-    "memory": _point("memory", ["torch", "flat", "bucketed"]),
+    # of a size at which collectives overlap, and which fills several buckets
+    "timeline": _point("timeline", ["torch", "naive", "flat", "overlapped", "bucketed@0.5"], workload="nano"),
+    "memory": _point("memory", ["torch", "flat", "bucketed"], workload="nano"),
     "accumulation": _point("accumulation", ["torch", "bucketed"], micro_batches=2),
 }
 
@@ -64,8 +66,7 @@ def _all_measured():
 
 
 def _carry_out(task):
-    worker, point = task
-    yield from worker(point)
+    yield from tiny.with_tiny(*task)
 
 
 def _measured(name):
@@ -423,7 +424,8 @@ def _measure_without_shared_memory(point):
 
 def test_wrappers_over_shared_memory_say_why_where_there_is_none():
     point = _point("implementations", [LOCAL, "naive", *OVER_SHARED_MEMORY])
-    events = launch(_measure_without_shared_memory, [point], world_size=2, timeout_s=120)  # ranks ask once
+    tasks = [(_measure_without_shared_memory, point)]
+    events = launch(_carry_out, tasks, world_size=2, timeout_s=120)  # ranks ask once
     rows = [event.values for event in events if isinstance(event, Row) and event.rank == 0]
     refused = [row for row in rows if "seconds" not in row]
     assert {row["implementation"] for row in refused} == set(OVER_SHARED_MEMORY)
@@ -466,8 +468,8 @@ def test_a_readers_own_wrapper_is_gated_timed_drawn_and_named(tmp_path):
 
     own = {"summed": _Summed, "forgets_the_norm": forgets_the_norm, "mistaken": mistaken}
     given = {"implementations": ["torch", "naive"], "bucket_workloads": [], "accumulation_workloads": []}
-    config = STUDY.profiles["smoke"].model_copy(update=given)
-    run = measure(STUDY, config, profile="smoke", alternatives=own, directory=tmp_path)
+    config = STUDY.profiles["smoke"].model_copy(update=given | {"workloads": [tiny.NAME]})
+    run = measure(STUDY, config, profile="smoke", alternatives=own, models=tiny.MODELS, directory=tmp_path)
     assert not set(own) & set(IMPLEMENTATIONS)
     frame = run.frame()
     gates = frame.dropna(subset="gate").groupby(["sweep", "implementation"])["gate"].first().unstack(0)
@@ -539,9 +541,9 @@ SPOILED = {
     "wrong wrapper": (_wrong_wrapper, _point("implementations", [LOCAL, "naive", "flat"])),
     "layouts": (
         _layouts,
-        _point("buckets", ["torch", "bucketed", "torch@2", "bucketed@2", "torch@25", "bucketed@25"]),
+        _point("buckets", ["torch", "bucketed", "torch@2", "bucketed@2", "torch@25", "bucketed@25"], workload="nano"),
     ),
-    "last to let go": (_last_to_let_go, _point("memory", ["flat"])),
+    "last to let go": (_last_to_let_go, _point("memory", ["flat"], workload="nano")),
     "heads of its own": (_heads_of_its_own, POINTS["implementations"]),
     "forgotten micro-batches": (_forgets_micro_batches, POINTS["accumulation"]),
     **{f"all wrong: {point.sweep}": (_no_wrapper_averages, point) for point in ALL_WRONG},

@@ -22,9 +22,10 @@ from labkit.studies.sharding.training import ShardingPoint
 from labkit.studies.sync_batchnorm.alternatives import OWN, TWO_COLLECTIVES
 from labkit.studies.sync_batchnorm.worker import SyncBatchNormPoint
 from labkit.studies.this_machine.worker import ThisMachinePoint
+from tests.studies import tiny
 
 TWO = {"world_size": 2, "backend": "gloo", "warmup": 0, "repeats": 2}
-NANO = {"workload": "nano", "batch": 1} | TWO
+SMALL = {"batch": 1} | TWO
 GATE, CLOCK, EPOCH = "gate", "clock", "epoch"
 ELEMENTS = {"n_elements": 100} | TWO
 TRAINING = {"dataset": "digits", "source": "digits", "epochs": 1, "batch": 4, "accumulation": 2, "train_images": 16}
@@ -49,12 +50,14 @@ def _case(point, column, fails, *spared, **options):
 
 
 def _data_parallel(sweep, *alternatives, **options):
-    return DataParallelPoint(sweep=sweep, alternatives=alternatives, context_length=8, **(NANO | options))
+    return DataParallelPoint(
+        sweep=sweep, alternatives=alternatives, workload=tiny.NAME, context_length=8, **(SMALL | options)
+    )
 
 
 def _sharding(kind):
     ways = ("ddp", "zero1", "torch_ddp")
-    settings = {"size": "nano", "context_length": 8} | TWO
+    settings = {"size": tiny.NAME, "context_length": 8} | TWO
     return ShardingPoint(kind=kind, transport="point_to_point", ways=ways, **settings)
 
 
@@ -89,7 +92,7 @@ CASES = {
         when=CLOCK,
     ),
     "gradient_buckets": _case(
-        BucketsPoint(sequence=8, buckets_mb=(0.5, 5.0), **NANO),
+        BucketsPoint(workload="nano", sequence=8, buckets_mb=(0.5, 5.0), **SMALL),
         *("alternative", "0.5 MiB", "5 MiB", "local"),
         when=CLOCK,
     ),
@@ -146,7 +149,7 @@ def _with_a_failure(case_and_how):
     else:
         lab.turn_of = turn_of
     try:
-        yield from (lab.train_point if case.when == EPOCH else lab.measure_point)(case.point)
+        yield from tiny.with_tiny(lab.train_point if case.when == EPOCH else lab.measure_point, case.point)
     finally:
         shared.turn_of, shared.time_parts_interleaved = gate, clock
         lab.turn_of = gate

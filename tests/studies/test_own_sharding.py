@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss
 
-from labkit.costs.transformer import SIZES, TransformerShape
+from labkit.costs.transformer import TransformerShape
 from labkit.lab import figures
 from labkit.lab.own import Own, known
 from labkit.lab.runs.measure import measure
@@ -18,8 +18,10 @@ from labkit.parallel.sharding.implementations import IMPLEMENTATIONS, held_tenso
 from labkit.studies.sharding import predicting, tables
 from labkit.studies.sharding.study import STUDY
 from tests import calibrated
+from tests.studies import tiny
 
-SMOKE = STUDY.profiles["smoke"].model_copy(update={"ways": ["ddp", "zero1"], "swept_sizes": []})
+OF_TINY = {"sizes": [tiny.NAME], "memory_sizes": [tiny.NAME], "swept_sizes": []}
+SMOKE = STUDY.profiles["smoke"].model_copy(update={"ways": ["ddp", "zero1"]} | OF_TINY)
 HERE = r"line \d+ of test_own_sharding.py"
 
 
@@ -62,7 +64,7 @@ def test_a_readers_own_sharded_optimizer_and_wrapper_are_gated_timed_counted_dra
         "ahead": _ahead,
         "none": lambda model: None,
     }
-    run = measure(STUDY, SMOKE, profile="smoke", alternatives=own, directory=tmp_path)
+    run = measure(STUDY, SMOKE, profile="smoke", alternatives=own, models=tiny.MODELS, directory=tmp_path)
     assert not set(own) & set(IMPLEMENTATIONS)
     frame, coverage = run.frame(), run.coverage()
     for kind in ("time", "memory"):
@@ -80,7 +82,7 @@ def test_a_readers_own_sharded_optimizer_and_wrapper_are_gated_timed_counted_dra
     assert sent["ahead"] == pytest.approx(sent["DDP"] * 1.5, rel=0.02)
     held = tables.made_of(frame, held=True).pivot_table(index="way", columns="part", values="bytes", observed=True)
     with torch.device("meta"):
-        sizes = [parameter.numel() for parameter in Transformer(SIZES["nano"], context_length=8).parameters()]
+        sizes = [parameter.numel() for parameter in Transformer(tiny.TINY, context_length=8).parameters()]
     most = max(sum(sizes[rank::2]) for rank in range(2))  # dealt out by parameter, not by element
     assert held.loc["mine", "optimizer state"] == pytest.approx(2 * 4 * most, rel=0.001)
     assert held.loc["ahead", "parameters"] < 0.6 * held.loc["DDP", "parameters"]
@@ -106,7 +108,7 @@ def _wrong_shape():
 
 def test_a_readers_own_models_are_gated_timed_weighed_and_named_and_a_mistake_costs_no_other(tmp_path):
     wide = TransformerShape(d_model=8, d_ff=16, n_layers=1, n_heads=2, vocabulary=50)
-    own = {"mine": _convolutions, "wide": wide, "wrong_shape": _wrong_shape}
+    own = tiny.MODELS | {"mine": _convolutions, "wide": wide, "wrong_shape": _wrong_shape}
     config = SMOKE.model_copy(update={"ways": ["ddp", "zero1", "zero2", "zero3", "torch_zero3"]})
     run = measure(STUDY, config, profile="smoke", models=own, directory=tmp_path)
     coverage = run.coverage().query("device == 'cpu'")
@@ -115,13 +117,13 @@ def test_a_readers_own_models_are_gated_timed_weighed_and_named_and_a_mistake_co
     assert len(wrong) == 2
     assert all(re.search(rf"shapes cannot be multiplied .*{HERE}", reason) for reason in wrong)
     frame = run.frame()
-    assert set(frame["size"]) == {"nano", "mine", "wide"}
+    assert set(frame["size"]) == {"tiny", "mine", "wide"}
     assert set(frame["gate"].dropna()) == {"ok"}
-    assert set(tables.times(frame)["size"]) == {"nano", "mine", "wide"}
+    assert set(tables.times(frame)["size"]) == {"tiny", "mine", "wide"}
     panels = set(tables.in_panels(tables.times(frame))["panel"])
     assert any(panel.startswith("mine, ") for panel in panels)
     ratios = predicting.break_even(frame, calibrated.made_up()).set_index("size")["predicted_ratio"]
-    assert ratios.notna().to_dict() == {"nano": True, "mine": False, "wide": True}
+    assert ratios.notna().to_dict() == {"tiny": True, "mine": False, "wide": True}
     assert {"mine", "wide"} <= set(tables.made_of(frame, held=True)["size"])
     found = STUDY.findings(frame, run.coverage())
     assert {"mine", "wide"} <= set(found["formula"].table["size"]) & set(found["bytes"].table["size"])
