@@ -14,7 +14,7 @@ from labkit.lab.advise.command import advise
 from labkit.lab.config import PROFILES, ParameterError, parse_assignments
 from labkit.lab.console import err, out, plain, print_output, progress, tell_of_load
 from labkit.lab.project import reference_directory
-from labkit.studies import LABS, load_study
+from labkit.studies import LABS, load_study, modules_of_labs
 
 if TYPE_CHECKING:
     from labkit.lab.study import Study
@@ -150,7 +150,10 @@ def report(
     output: Annotated[Path | None, typer.Option(help="Folder of the pages.", show_default="reports/")] = None,
 ) -> None:
     """Execute notebooks and write HTML pages and an index."""
-    from labkit.lab.pages.report import check_report, report_lab, write_index
+    from labkit.lab.warm_kernels import WarmKernels, without_threads
+
+    with without_threads():
+        from labkit.lab.pages.report import check_report, report_lab, write_index
     from labkit.lab.project import path_from_here, reports_directory, runs_directory
     from labkit.lab.runs import measure as measuring
     from labkit.lab.runs.store import find_run
@@ -168,6 +171,7 @@ def report(
     parameters |= {name: value for name, value in (("profile", profile), ("run", run)) if value is not None}
     output = output or reports_directory()
     check_report(studies, parameters, output)
+    kernels = WarmKernels.begun(modules_of_labs("study"), ranks=modules_of_labs("worker") if run is None else None)
     if run is None:
         tell_of_load()
     if run is None and resume is None:
@@ -178,7 +182,7 @@ def report(
             if resume is not None:
                 path = find_run([runs_directory() / study.name], resume)
                 parameters["run"] = str(measuring.resume(study, path, on_progress=show, on_output=print_output).path)
-            result = report_lab(study, parameters, output, show)
+            result = report_lab(study, parameters, output, show, kernels)
         results.append(result)
         outcome = f"[bold red]failed:[/] {plain(result.error)}" if result.error else "ok"
         page = path_from_here(result.page)

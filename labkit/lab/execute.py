@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from labkit.lab.parameter_cells import literal_assignments
 from labkit.lab.progress_lines import PROGRESS_MIME, MeasuringInterrupted
 from labkit.lab.runs.progress import Progress
 from labkit.lab.study import Study
+from labkit.lab.warm_kernels import WarmKernels
 
 ENGINE = "labkit"
 # A kernel of torch, pandas and matplotlib has a million objects, and none of them is garbage: Python would look through
@@ -49,12 +50,41 @@ class EncryptedKernelManager(AsyncKernelManager):
         return "auto"
 
 
+class _KernelManager(EncryptedKernelManager):
+    """Has its kernel forked from a process with all imports, where there is one."""
+
+    warm: WarmKernels | None = None
+
+    async def _async_launch_kernel(self, kernel_cmd: list[str], **options: Any) -> None:
+        if self.warm is not None:
+            arguments = kernel_cmd[kernel_cmd.index("ipykernel_launcher") + 1 :]
+            with suppress(OSError):  # that process is gone: as without it
+                kernel = self.warm.start(arguments, options["env"], options.get("cwd"))
+                provisioner: Any = self.provisioner
+                provisioner.process, provisioner.pid, provisioner.pgid = kernel, kernel.pid, kernel.pid
+                self._reconcile_connection_info(provisioner.connection_info)
+                return
+        await super()._async_launch_kernel(kernel_cmd, **options)
+
+
 class _Client(PapermillNotebookClient):
     """papermill's client, which passes a lab's progress on to whoever runs the notebook."""
 
-    def __init__(self, notebook_manager: Any, on_progress: Callable[[Progress], None], **options: Any):
+    def __init__(
+        self,
+        notebook_manager: Any,
+        on_progress: Callable[[Progress], None],
+        kernels: WarmKernels | None,
+        **options: Any,
+    ):
         super().__init__(notebook_manager, **options)
         self._on_progress = on_progress
+        self._kernels = kernels
+
+    def create_kernel_manager(self) -> Any:
+        manager = super().create_kernel_manager()
+        manager.warm = self._kernels
+        return manager
 
     def papermill_execute_cells(self) -> None:
         with _handing_on_interrupts(self.km.provisioner.pid):
@@ -91,13 +121,20 @@ def _handing_on_interrupts(kernel: int) -> Iterator[None]:
 class _LabEngine(Engine):
     @classmethod
     def execute_managed_notebook(
-        cls, notebook_manager: Any, kernel_name: str, *, on_progress: Callable[[Progress], None], **_: Any
+        cls,
+        notebook_manager: Any,
+        kernel_name: str,
+        *,
+        on_progress: Callable[[Progress], None],
+        kernels: WarmKernels | None,
+        **_: Any,
     ) -> Any:
         client = _Client(
             notebook_manager,
             on_progress,
+            kernels,
             kernel_name=kernel_name,
-            kernel_manager_class=EncryptedKernelManager,
+            kernel_manager_class=_KernelManager,
             timeout=None,  # a lab has deadlines of its own, one a point
             startup_timeout=60,
             extra_arguments=[f"--IPKernelApp.exec_lines={KERNEL_START}"],
@@ -113,8 +150,11 @@ def execute_notebook(
     parameters: Mapping[str, Any],
     *,
     on_progress: Callable[[Progress], None] = lambda progress: None,
+    kernels: WarmKernels | None = None,
 ) -> None:
     """Run a lab's notebook with `parameters` and save it, outputs included, as `target`.
+
+    The kernel is one of `kernels`, which have their imports already, or starts by itself.
 
     Raises:
         ParameterError: before a kernel starts, if a parameter is not the notebook's or not valid.
@@ -136,6 +176,7 @@ def execute_notebook(
             kernel_name="python3",  # this interpreter, whatever kernels are registered
             progress_bar=False,
             on_progress=on_progress,
+            kernels=kernels,
         )
     except PapermillExecutionError as error:
         if error.ename in INTERRUPTED:

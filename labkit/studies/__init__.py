@@ -36,3 +36,8 @@ def load_study(lab: str) -> "Study":
         raise ParameterError(f"unknown lab {lab!r:.300}{nearest(lab, LABS)}; the labs are {', '.join(LABS)}")
     study: Study = import_module(f"labkit.studies.{lab}.study").STUDY
     return study
+
+
+def modules_of_labs(name: str) -> list[str]:
+    """The module "study" or "worker" of every lab, for who imports them ahead of their use."""
+    return [f"labkit.studies.{lab}.{name}" for lab in LABS]

@@ -23,6 +23,7 @@ from labkit.lab.pages.steadiness import slowdown_by_lab, steadiness_sentence
 from labkit.lab.project import check_writable, figures_directory, notebook_path, runs_directory
 from labkit.lab.runs.progress import Progress
 from labkit.lab.study import Study
+from labkit.lab.warm_kernels import WarmKernels
 from labkit.machine import describe_machine
 
 NOT_OK = ("skipped", "oom", "failed", "timeout", "pending")
@@ -53,13 +54,15 @@ def report_lab(
     parameters: Mapping[str, Any],
     output: Path,
     on_progress: Callable[[Progress], None] = lambda progress: None,
+    kernels: WarmKernels | None = None,
 ) -> LabResult:
     """Execute one lab's notebook and write `<output>/<lab>.html`; a failure is in the result and on the page."""
     start = time.monotonic()
     notebook, page = output / "notebooks" / f"{study.name}.ipynb", output / f"{study.name}.html"
     error = None
     try:
-        execute_notebook(study, notebook_path(study.name), notebook, parameters, on_progress=on_progress)
+        source = notebook_path(study.name)
+        execute_notebook(study, source, notebook, parameters, on_progress=on_progress, kernels=kernels)
     except NotebookFailed as failure:
         error = str(failure)
     export_page(notebook, page, lab=study.name, title=study.title, error=error)

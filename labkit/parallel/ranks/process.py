@@ -156,17 +156,18 @@ class RankProcess:
         return True
 
 
-def start_context() -> ForkServerContext | SpawnContext:
+def start_context(preload: Sequence[str] = ()) -> ForkServerContext | SpawnContext:
     """A fork server that has imported torch and nothing of ours, or spawn where there is none.
 
     Only torch is preloaded, so that an edited module of labkit or of the reader takes effect in the next group.
     The server is a fresh process without CUDA: ranks forked from it may use CUDA even where the parent does.
-    The context is torch's, so that a tensor can be handed over by what is made of it, as by queues.
+    The context is torch's, so that a tensor can be handed over by what is made of it, as by queues. `preload` are
+    further modules, of a server that several processes share (`shared_server`).
     """
     if "forkserver" not in torch.multiprocessing.get_all_start_methods():
         return torch.multiprocessing.get_context("spawn")
     context = torch.multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch"])
+    context.set_forkserver_preload(["torch", *preload])
     # What is forked must have no threads: OpenMP and BLAS read these when torch loads them, in the server.
     # A rank sets its own number of threads later, and gets this process's variables as they are.
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")

@@ -41,6 +41,8 @@ STACKS_SIGNAL = signal.SIGUSR1
 # A tenth of the memory there is: the parent may hold that much more than a rank before it is taken instead. Its tables
 # and figures take less than a GiB; a larger number would have ranks killed for what somebody else's processes take.
 OOM_SCORE = 100
+# A variable of a fork server that others use as well: its socket is not the parent's to remove.
+SERVER_OF_SEVERAL = "LABKIT_SERVER_OF_SEVERAL"
 # To open a file: milliseconds, or never.
 STORE_TIMEOUT_S = 10.0
 
@@ -131,7 +133,8 @@ def _die_with_parent(directory: Path) -> threading.Thread:
     server = getattr(multiprocessing.forkserver, "_forkserver", None)
     if (alive := getattr(server, "_forkserver_alive_fd", None)) is not None:
         os.close(alive)
-    socket = Path(getattr(server, "_forkserver_address", None) or directory / "no-server")
+    address = None if SERVER_OF_SEVERAL in os.environ else getattr(server, "_forkserver_address", None)
+    socket = Path(address or directory / "no-server")
     arguments = (directory, socket)
     watcher = threading.Thread(target=_outlive_parent, args=arguments, name="labkit-watch-parent", daemon=True)
     watcher.start()

@@ -1,0 +1,102 @@
+"""Kernels that are forked from one process: each is its own, and nothing outlives the command."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from contextlib import suppress
+
+import psutil
+
+from tests.commands import carry_out
+
+MARK = "LABKIT_TEST_MARK"
+
+PROGRAM = """
+import asyncio, json, os, signal
+from labkit.lab.warm_kernels import WarmKernels, without_threads
+with without_threads():
+    from labkit.lab.execute import _KernelManager
+nest = WarmKernels.begun(["labkit.studies.scaling.study"], ranks=["labkit.studies.limits.worker"])
+ASKED = '''
+import json, os, sys, torch
+from labkit.parallel.launch import run_ranks
+known = "labkit.studies.scaling.study" in sys.modules
+def parent():
+    return os.getppid()
+print(json.dumps([os.getppid(), os.getpid(), known, hasattr(json, "left"), run_ranks(parent, world_size=2)]))
+json.left = True
+'''
+
+async def ask():
+    manager = _KernelManager(kernel_name="python3")
+    manager.warm = nest
+    await manager.start_kernel()
+    client = manager.client()
+    client.start_channels()
+    await client.wait_for_ready(timeout=60)
+    said = []
+    await client.execute_interactive(ASKED, timeout=60, output_hook=lambda message: said.append(message["content"]))
+    client.stop_channels()
+    await manager.shutdown_kernel()
+    return json.loads("".join(content.get("text", "") for content in said))
+
+async def main():
+    found = [await ask(), await ask()]
+    os.kill(found[0][0], signal.SIGKILL)
+    print(json.dumps({"here": os.getpid(), "found": [*found, await ask()]}))
+
+asyncio.run(main())
+"""
+
+
+def test_each_kernel_is_a_process_of_its_own_and_one_starts_without_them_too(tmp_path):
+    outcome = carry_out([sys.executable, "-c", PROGRAM], tmp_path)
+    assert outcome.returncode == 0, outcome.stderr
+    told = json.loads(outcome.stdout.splitlines()[-1])
+    first, second, alone = told["found"]
+    (nest, pid, knew, was_changed, servers), (again, other, knew_too, was_changed_too, others) = first, second
+    assert nest == again != told["here"]
+    assert pid != other
+    assert [knew, knew_too] == [True, True]
+    assert [was_changed, was_changed_too] == [False, False]
+    assert len({*servers, *others}) == 1  # one fork server has all ranks
+    assert alone[0] == told["here"]
+    assert not alone[2]
+    assert set(alone[4]).isdisjoint(servers)
+
+
+def test_nothing_survives_a_report_that_is_killed(tmp_path):
+    mark, runs = uuid.uuid4().hex, tmp_path / "data" / "runs" / "sync_batchnorm"
+    command = [sys.executable, "-m", "labkit", "report", "sync_batchnorm", "--profile", "smoke"]
+    environment = os.environ | {MARK: mark, "LABKIT_HOME": str(tmp_path)}
+    report = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        _await(lambda: any('"kind":"row"' in path.read_text() for path in runs.glob("*.jsonl")))
+        assert len(_family(mark)) > 3  # the command, what kernels are forked from, a kernel, ranks
+        report.send_signal(signal.SIGKILL)
+        report.wait()
+        _await(lambda: not _family(mark))
+    finally:
+        for process in _family(mark):
+            process.kill()
+        report.wait()
+
+
+def _family(mark):
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.environ().get(MARK) == mark:
+                found.append(process)
+    return found
+
+
+def _await(condition, deadline_s=60.0):
+    end = time.monotonic() + deadline_s
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.02)
