@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from subprocess import PIPE, CompletedProcess
 from typing import Any
@@ -18,52 +19,6 @@ from labkit.parallel.ranks import joined_launch
 from labkit.parallel.ranks.joined import is_joined, joined_rank
 from labkit.parallel.ranks.own_group import OwnGroup
 from labkit.parallel.ranks.rank import GroupPlan
-
-# What every rank prints is one line, so that the lines of two ranks do not mix.
-SCRIPT = """
-import json, os, sys, time
-import torch, torch.distributed as dist
-from labkit.parallel.ranks.joined import is_joined, joined_rank
-from labkit.parallel.launch import Again, Row, launch, run_ranks
-from labkit.parallel.ranks import whose_turn
-
-emptied = []
-torch.cuda.is_initialized, torch.cuda.empty_cache = lambda: True, lambda: emptied.append(True)
-
-def worker(point):
-    total = torch.tensor(1.0)
-    dist.all_reduce(total)
-    yield {"point": point, "total": total, "pid": os.getpid(), "flag": os.environ.get("LABKIT_FLAG"),
-        "emptied": len(emptied)}
-    if point == "fails" and dist.get_rank() == 1:
-        raise ValueError("rank 1 has had enough")
-    if point == "one fails" and whose_turn.why_left_out("one") is None:
-        whose_turn.begin("one")
-        if dist.get_rank() == 1:
-            whose_turn.explain("failed: of one's own doing")
-            raise ValueError("one")
-        dist.barrier()
-    if point == "hangs" and dist.get_rank() == 1:
-        time.sleep(1000)
-    dist.barrier()
-
-def told(item):
-    if isinstance(item, Again):
-        return ["again", item.index, item.alternative, item.reason]
-    if isinstance(item, Row):
-        return ["row", item.index, item.rank, item.values]
-    return ["end", item.index, item.status, item.reason, item.facts]
-
-assert is_joined() and joined_rank() == int(os.environ["RANK"])
-for number, (points, world_size, timeout_s) in enumerate(json.loads(sys.argv[1])):
-    options = {"world_size": world_size, "timeout_s": timeout_s, "environment": {"LABKIT_FLAG": "up"}}
-    first = [told(item) for item in launch(worker, points, **options)]
-    second = [told(item) for item in launch(lambda point: [{"rank": dist.get_rank()}], ["again"], world_size=2)]
-    results = run_ranks(lambda: dist.get_rank(), world_size=2)
-    print(json.dumps({"launch": number, "rank": joined_rank(), "pid": os.getpid(), "first": first, "second": second,
-        "results": results, "flag": os.environ.get("LABKIT_FLAG")}) + "\\n", end="", flush=True)
-"""
-
 
 # A script that trains, with process groups of its own, and asks for measurements on the way.
 TRAINING = """
@@ -108,8 +63,55 @@ more = [sum_over(None), sum_over(pair), sum_over(dist.new_group())]
 dist.destroy_process_group()
 results_without = run_ranks(sum_over, None, world_size=2)
 clean = not dist.is_initialized()
-print(json.dumps({"launch": 0, "rank": rank, "told": told, "results": [results, results_without],
+print(json.dumps({"part": "training", "rank": rank, "told": told, "results": [results, results_without],
     "kept": kept and clean, "more": more}) + "\\n", end="", flush=True)
+"""
+
+# What every rank prints is one line, so that the lines of two ranks do not mix.
+SCRIPT = """
+import json, os, sys, time
+import torch, torch.distributed as dist
+from labkit.parallel.ranks.joined import is_joined, joined_rank
+from labkit.parallel.launch import Again, Row, launch, run_ranks
+from labkit.parallel.ranks import joined_launch, whose_turn
+
+emptied = []
+torch.cuda.is_initialized, torch.cuda.empty_cache = lambda: True, lambda: emptied.append(True)
+
+def worker(point):
+    total = torch.tensor(1.0)
+    dist.all_reduce(total)
+    yield {"point": point, "total": total, "pid": os.getpid(), "flag": os.environ.get("LABKIT_FLAG"),
+        "emptied": len(emptied)}
+    if point == "fails" and dist.get_rank() == 1:
+        raise ValueError("rank 1 has had enough")
+    if point == "one fails" and whose_turn.why_left_out("one") is None:
+        whose_turn.begin("one")
+        if dist.get_rank() == 1:
+            whose_turn.explain("failed: of one's own doing")
+            raise ValueError("one")
+        dist.barrier()
+    if point == "hangs" and dist.get_rank() == 1:
+        time.sleep(1000)
+    dist.barrier()
+
+def told(item):
+    if isinstance(item, Again):
+        return ["again", item.index, item.alternative, item.reason]
+    if isinstance(item, Row):
+        return ["row", item.index, item.rank, item.values]
+    return ["end", item.index, item.status, item.reason, item.facts]
+
+assert is_joined() and joined_rank() == int(os.environ["RANK"])
+for number, (points, world_size, timeout_s) in enumerate(json.loads(sys.argv[1])):
+    if "hangs" in points:
+        joined_launch.MARGIN_S = 1.0  # this deadline is meant to pass
+    options = {"world_size": world_size, "timeout_s": timeout_s, "environment": {"LABKIT_FLAG": "up"}}
+    first = [told(item) for item in launch(worker, points, **options)]
+    second = [told(item) for item in launch(lambda point: [{"rank": dist.get_rank()}], ["again"], world_size=2)]
+    results = run_ranks(lambda: dist.get_rank(), world_size=2)
+    print(json.dumps({"part": f"launch {number}", "rank": joined_rank(), "pid": os.getpid(), "first": first,
+        "second": second, "results": results, "flag": os.environ.get("LABKIT_FLAG")}) + "\\n", end="", flush=True)
 """
 
 # Ranks of a launcher that only says who they are: rank 0 serves the store.
@@ -139,39 +141,43 @@ print(json.dumps([place, results]))
 """
 
 
-def torchrun(directory: Path, *launches: tuple[list[str], int, float]) -> CompletedProcess[str]:
-    """A job of two ranks, which take part in each launch: points, ranks, and the time-out of a point in seconds."""
-    return job_of(SCRIPT, directory, json.dumps(launches))
-
-
-def job_of(text: str, directory: Path, *arguments: str) -> CompletedProcess[str]:
-    """A job of two ranks that run a script."""
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> CompletedProcess[str]:
+    """Two ranks that train, and then take part in a launch of as many ranks as there are, one of more, one in which
+    rank 1 fails, twice, and one in which it hangs. One job has it all: each is three programs that import torch.
+    """
+    directory = tmp_path_factory.mktemp("job")
+    # Points, ranks, and the time-out of a point in seconds. The time-out of each launch is its own: after those that
+    # wait longer, the failures would not be found in time.
+    launches = [
+        (["a", "b"], 2, 60.0),
+        (["a", "b"], 4, 60.0),
+        (["a", "fails", "fails", "b", "one fails", "b"], 2, 1.0),
+        (["hangs"], 2, 1.0),
+    ]
     script = directory / "script.py"
-    script.write_text(text)
+    script.write_text(TRAINING + SCRIPT)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     environment = {**os.environ, "TMPDIR": str(directory), "OMP_NUM_THREADS": "1"}
-    command = [*launcher, str(script), *arguments]
+    command = [*launcher, str(script), json.dumps(launches)]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
 
 
-def told_by_ranks(completed: CompletedProcess[str]) -> list[list[dict[str, Any]]]:
-    """By launch, what each rank told of it."""
-    assert completed.returncode == 0, completed.stderr
-    told = [json.loads(line) for line in completed.stdout.splitlines()]
-    launches = range(1 + max(said["launch"] for said in told))
-    return [sorted((s for s in told if s["launch"] == number), key=lambda s: s["rank"]) for number in launches]
-
-
 @pytest.fixture(scope="module")
-def launches(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, Any]]]:
-    """A job with a launch of as many ranks as there are, one of more, and one in which rank 1 fails, twice."""
-    # The time-out of each is its own: after those that wait longer, the failures would not be found in time.
-    launches = (["a", "b"], 2, 60.0), (["a", "b"], 4, 60.0), (["a", "fails", "fails", "b", "one fails", "b"], 2, 1.0)
-    return told_by_ranks(torchrun(tmp_path_factory.mktemp("job"), *launches))
+def told_by_ranks(job: CompletedProcess[str]) -> Callable[[str], list[dict[str, Any]]]:
+    """What each rank told of a part of the job, by rank."""
+    told = [json.loads(line) for line in job.stdout.splitlines()]
+
+    def of(part: str) -> list[dict[str, Any]]:
+        by_rank = sorted((said for said in told if said["part"] == part), key=lambda said: said["rank"])
+        assert [said["rank"] for said in by_rank] == [0, 1], job.stderr
+        return by_rank
+
+    return of
 
 
-def test_points_run_in_the_ranks_of_the_job(launches: list[list[dict[str, Any]]]) -> None:
-    ranks = launches[0]
+def test_points_run_in_the_ranks_of_the_job(told_by_ranks: Callable[[str], list[dict[str, Any]]]) -> None:
+    ranks = told_by_ranks("launch 0")
     assert [said["first"] for said in ranks[1:]] == [[]]  # the others take part and yield nothing
     first = ranks[0]["first"]
     assert [item[:3] for item in first if item[0] == "row"] == [
@@ -193,15 +199,15 @@ def test_points_run_in_the_ranks_of_the_job(launches: list[list[dict[str, Any]]]
     assert [said["flag"] for said in ranks] == [None, None]  # the environment of a launch ends with it
 
 
-def test_another_world_size_skips_every_point(launches: list[list[dict[str, Any]]]) -> None:
-    ranks = launches[1]
+def test_another_world_size_skips_every_point(told_by_ranks: Callable[[str], list[dict[str, Any]]]) -> None:
+    ranks = told_by_ranks("launch 1")
     reason = "needs 4 ranks, but this job has 2"
     assert [item[:4] for item in ranks[0]["first"]] == [["end", 0, "skipped", reason], ["end", 1, "skipped", reason]]
     assert ranks[1]["first"] == []
 
 
-def test_all_ranks_agree_on_a_failure_and_carry_on(launches: list[list[dict[str, Any]]]) -> None:
-    ranks = launches[2]
+def test_all_ranks_agree_on_a_failure_and_carry_on(told_by_ranks: Callable[[str], list[dict[str, Any]]]) -> None:
+    ranks = told_by_ranks("launch 2")
     ends = [item[1:4] for item in ranks[0]["first"] if item[0] == "end"]
     failed = ["failed", "rank 1: ValueError: rank 1 has had enough"]
     fine = [[index, "ok", None] for index in range(6)]
@@ -236,8 +242,10 @@ def test_a_failure_elsewhere_aborts_what_a_rank_waits_for_under_nccl(monkeypatch
         assert made.aborted == times
 
 
-def test_a_launch_leaves_the_process_groups_and_the_state_of_a_script_as_they_were(tmp_path: Path) -> None:
-    ((first, second),) = told_by_ranks(job_of(TRAINING, tmp_path))
+def test_a_launch_leaves_the_process_groups_and_the_state_of_a_script_as_they_were(
+    told_by_ranks: Callable[[str], list[dict[str, Any]]],
+) -> None:
+    first, second = told_by_ranks("training")
     failed = "rank 1: ValueError: rank 1 has had enough"
     assert first["told"] == [
         *([0, 3.0], [0, 3.0], [0, None], [1, 3.0], [1, 3.0], [1, failed]),
@@ -270,11 +278,10 @@ def test_ranks_that_torchrun_did_not_start_wait_for_rank_0_which_leaves_last(tmp
     assert json.loads(told[1][0]) == [[2, 1, [[0, 1]]], []]
 
 
-def test_a_hang_fails_the_job_loudly(tmp_path: Path) -> None:
-    completed = torchrun(tmp_path, (["hangs"], 2, 1.0))
-    assert completed.returncode != 0
-    assert "Timeout (0:00:" in completed.stderr
-    assert "in worker" in completed.stderr
+def test_a_hang_fails_the_job_loudly(job: CompletedProcess[str]) -> None:
+    assert job.returncode != 0
+    assert "Timeout (0:00:" in job.stderr
+    assert "in worker" in job.stderr
 
 
 def test_a_process_of_its_own_is_not_joined(monkeypatch: pytest.MonkeyPatch) -> None:
