@@ -19,6 +19,7 @@ from labkit.lab.comparing import CLOSE
 from labkit.lab.config import ParameterError, nearest
 from labkit.lab.own_models import models_in
 from labkit.lab.point import Point
+from labkit.lab.units import format_number
 
 Row = Mapping[str, Any]
 MOST_ROWS = 10  # that are shown before anything is measured
@@ -61,7 +62,7 @@ class Predicted:
         middle = float(table["measured_over_predicted"].median())
         if middle != middle:
             return ""
-        text = f"Typically {middle:.2g} times what was expected."
+        text = f"It typically took {format_number(float(f'{middle:.2g}'))} times as long as expected."
         return text if middle <= CLOSE else f"{text} {self.leaves_out}".rstrip()
 
     def _predicted(self, table: pd.DataFrame, calibration: Calibration) -> pd.DataFrame:

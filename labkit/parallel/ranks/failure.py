@@ -41,7 +41,7 @@ def exception_of(rank: RankProcess, message: Message) -> Report:
 
 
 def blamed_in(said: Mapping[str, Any]) -> tuple[str, str] | None:
-    """The alternative whose failure an exception was; of none if memory ran out, or another rank was lost."""
+    """The alternative whose failure an exception was; of none if this rank ran out of memory, or lost another one."""
     if said["blamed"] is None or said["oom"] or said["consequence"]:
         return None
     name, reason = said["blamed"]
