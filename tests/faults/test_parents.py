@@ -164,6 +164,7 @@ def test_two_measurements_of_one_lab_at_the_same_time(victim):
     note("two measurements", "at the same time", "two runs, both whole")
 
 
+@pytest.mark.slow  # `test_a_run_that_somebody_writes_is_refused...` of tests/lab/test_measure.py has it in one process
 @pytest.mark.parametrize("resumed", ["paused", pytest.param("finished", marks=pytest.mark.faults)])
 def test_a_run_that_somebody_writes_is_not_taken_up(victim, resumed):
     first = victim(LABKIT_FAULT_PAUSE=BETWEEN if resumed == "paused" else "")

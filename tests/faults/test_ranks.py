@@ -26,7 +26,8 @@ CASES = [  # a case and the next take about as long
 ]
 QUICK = {"raises": (BEFORE,), "sizes differ": (INSIDE,), "SIGKILL": (SHARED,)}
 """In `make test` too, or `make test-all`, so each alone."""
-SLOW = {"sizes differ"}
+SLOW = {"sizes differ", "SIGKILL"}
+"""Of them, those of `make test-all`: test_launch.py has either, and test_memory.py a kill at the same moment."""
 
 
 def _cases():
