@@ -137,7 +137,7 @@ def server(tmp_path):
             pass
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=folder)) as serving:
-        thread = threading.Thread(target=serving.serve_forever)
+        thread = threading.Thread(target=serving.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         yield folder, f"http://127.0.0.1:{serving.server_address[1]}"
         serving.shutdown()

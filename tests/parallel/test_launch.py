@@ -7,7 +7,6 @@ import importlib
 import os
 import re
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -196,20 +195,6 @@ def test_the_main_module_is_left_in_place() -> None:
     before = sys.modules["__main__"]
     assert run_ranks(lambda: "__file__" in vars(sys.modules["__main__"]), world_size=1) == [False]
     assert sys.modules["__main__"] is before
-
-
-def test_files_named_like_modules_in_the_working_directory_do_not_matter(tmp_path: Path) -> None:
-    for module in ("random", "statistics", "torch"):
-        (tmp_path / f"{module}.py").write_text(f"raise SystemExit('{module}.py of the working directory')\n")
-    program = """
-import os, sys
-from labkit.parallel.launch import run_ranks
-os.chdir(sys.argv[1])
-print(run_ranks(lambda: os.getcwd(), world_size=1) == [sys.argv[1]])
-"""
-    command = [sys.executable, "-c", program, str(tmp_path)]
-    told = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert (told.stdout.strip(), told.returncode) == ("True", 0), told.stderr
 
 
 def test_a_tensor_is_handed_over_through_a_queue() -> None:

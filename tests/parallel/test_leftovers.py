@@ -32,6 +32,8 @@ import os, sys, time
 import psutil, torch, torch.distributed as dist
 from labkit.parallel.launch import launch, run_ranks
 
+sys.path.insert(0, "")  # the working directory comes first, as in a kernel
+
 def worker(hows):
     yield {"pid": os.getpid()}
     how = (hows.split("+") * 2)[dist.get_rank()]
@@ -54,6 +56,11 @@ class Script:
 
     def __init__(self, directory: Path) -> None:
         self.temporary = Path(tempfile.mkdtemp(prefix="labkit-"))  # short: sockets lie in it, of 107 characters
+        self._elsewhere = directory / "elsewhere"  # files of the working directory do not matter, whatever their names
+        self._elsewhere.mkdir()
+        for module in ("random", "statistics", "torch"):
+            text = f"raise SystemExit('{module}.py of the working directory')\n"
+            (self._elsewhere / f"{module}.py").write_text(text)
         self._path = directory / "script.py"
         self._path.write_text(SCRIPT)
         self._mark = uuid.uuid4().hex
@@ -62,7 +69,13 @@ class Script:
         environment = {**os.environ, MARK: self._mark, "TMPDIR": str(self.temporary)}
         command = [sys.executable, str(self._path), *arguments]
         self.process = subprocess.Popen(
-            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+            command,
+            cwd=self._elsewhere,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
         )
         return self.process
 
