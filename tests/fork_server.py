@@ -1,8 +1,8 @@
 """What the fork server of the tests loads once, so that no rank of the many groups has to.
 
-Whatever makes an optimizer, profiles or wraps a model loads the compiler: 1.4 s in every rank. A rank whose worker
-stands in a module of tests imports that module, and with it pytest, pandas and matplotlib: another second. The labs'
-own reports, and all that runs as a program of its own, do without.
+Whatever makes an optimizer, profiles or wraps a model loads the compiler: 1.4 s in every rank; what trains on digits
+loads scikit-learn. A rank whose worker stands in a module of tests imports that module, and with it pytest, pandas and
+matplotlib: another second. The labs' own reports, and all that runs as a program of its own, do without.
 """
 
 from multiprocessing import forkserver
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import labkit.studies
 
-OF_WORKERS = ("torch._dynamo", "torch.distributed.optim")
+OF_WORKERS = ("torch._dynamo", "torch.distributed.optim", "sklearn.datasets")
 OF_TESTS = ("pytest", "hypothesis", "matplotlib.pyplot", "labkit.lab.figures", "labkit.lab.runs.measure")
 
 

@@ -348,11 +348,11 @@ def test_a_timeline_without_collectives_says_so(monkeypatch):
 def test_the_timeline_is_of_the_step_of_median_length_and_of_no_freak(monkeypatch):
     steps = iter([3.0, 144.0, 1.0, 2.0, 5.0])
 
-    def boxes(_):
-        length = next(steps)
-        return {"forward": [(0.0, 1.0)], "backward": [(1.0, 1.0)], "all-reduce": [], "optimizer": [(1.0, length)]}
+    def boxes(profile):
+        end = profile.seconds
+        return {"forward": [(0.0, 1.0)], "backward": [(1.0, 1.0)], "all-reduce": [], "optimizer": [(1.0, end)]}
 
-    monkeypatch.setattr(timeline, "profile_call", lambda *_, **__: None)
+    monkeypatch.setattr(timeline, "profile_call", lambda *_, **__: Profile({}, next(steps)))
     monkeypatch.setattr(timeline, "_boxes", boxes)
     monkeypatch.setattr(timeline, "_run", lambda step: None)
     rows = list(timeline.timeline_rows(SimpleNamespace(implementation="torch"), "cpu"))

@@ -85,7 +85,7 @@ class Cifar100Study(Study):
     )
     questions = QUESTIONS
     profiles = {
-        "smoke": CifarConfig(seeds=[0, 1], epochs=2, train_images=64, accumulation=2),
+        "smoke": CifarConfig(seeds=[0], epochs=2, train_images=64, accumulation=2),
         "quick": CifarConfig(seeds=list(range(6)), epochs=3, train_images=640),
         "standard": CifarConfig(seeds=list(range(8)), epochs=8),
         "paper": CifarConfig(

@@ -27,10 +27,8 @@ def timeline_rows(step: Alternative, device: str) -> Iterator[dict[str, Any]]:
     """
     for _ in range(WARMUP_STEPS):
         _run(step)
-    steps = [
-        _boxes(profile_call(lambda: _run(step), device=device, before=dist.barrier)) for _ in range(PROFILED_STEPS)
-    ]
-    boxes = steps[_median_step([_length_s(one) for one in steps])]
+    steps = [profile_call(lambda: _run(step), device=device, before=dist.barrier) for _ in range(PROFILED_STEPS)]
+    boxes = _boxes(steps[_median_step([one.seconds for one in steps])])
     if not boxes["all-reduce"]:
         reason = "the profiler saw none of the collectives, which the timeline therefore lacks"
         yield {"implementation": step.implementation, "not_measured": reason}
@@ -69,10 +67,6 @@ def _boxes(profile: Profile) -> dict[str, list[tuple[float, float]]]:
         boxes["backward"] = [(boxes["backward"][0][0], _around(last)[1])]
     start = boxes["forward"][0][0]
     return boxes | {"all-reduce": [_around([event]) for event in collectives if event.start_s >= start]}
-
-
-def _length_s(boxes: dict[str, list[tuple[float, float]]]) -> float:
-    return boxes["optimizer"][-1][1] - boxes["forward"][0][0]
 
 
 def _median_step(lengths_s: Sequence[float]) -> int:
