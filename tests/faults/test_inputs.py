@@ -18,7 +18,6 @@ from labkit.lab.runs.store import Run, RunFileError, RunHeader
 from labkit.lab.runs.writer import RunWriter
 from labkit.machine import describe_machine
 from labkit.studies import LABS, load_study
-from tests.cases import thinned
 from tests.commands import labkit
 from tests.faults.check import note
 from tests.faults.worker import FaultyPoint
@@ -205,7 +204,8 @@ def test_a_lab_name_with_a_path_in_it_is_no_lab(name):
         load_study(name)
 
 
-@pytest.mark.parametrize("verb", thinned(["measure", "report"], lambda verb: verb == "measure"))
+@pytest.mark.slow  # test_cli.py has it in one process
+@pytest.mark.parametrize("verb", ["measure", "report"])
 def test_the_command_line_refuses_a_lab_name_with_a_path_in_it(verb, tmp_path):
     output = ["--output", str(tmp_path)] if verb == "report" else []
     result = labkit(verb, f"../../{HTML}", *output)

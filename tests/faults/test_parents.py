@@ -17,15 +17,17 @@ from tests.faults.worker import BEFORE, BETWEEN, INSIDE, WRITING
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
 TOGETHER = ((BEFORE, WRITING), (INSIDE, BETWEEN))
-QUICK = (signal.SIGINT, BETWEEN)
-"""In `make test` too, so alone."""
+ALONE = (signal.SIGINT, BETWEEN)
+"""In `make test-all` too. In `make test`, test_cli.py interrupts a report and goes on with its run, test_killed.py
+kills a measurement and resumes it, and test_leftovers.py looks for what an interrupt leaves.
+"""
 
 
 def _cases():
-    yield pytest.param(QUICK[0], [QUICK[1]], id=_name(QUICK[0], [QUICK[1]]))
+    yield pytest.param(ALONE[0], [ALONE[1]], marks=pytest.mark.slow, id=_name(ALONE[0], [ALONE[1]]))
     for number in SIGNALS:
         for together in TOGETHER:
-            moments = [moment for moment in together if (number, moment) != QUICK]
+            moments = [moment for moment in together if (number, moment) != ALONE]
             yield pytest.param(number, moments, marks=pytest.mark.faults, id=_name(number, moments))
 
 
