@@ -18,6 +18,7 @@ from typing import Any, Literal
 import pandas as pd
 
 from labkit.costs.calibration import ANY, Calibration
+from labkit.lab.made_once import unchanged_frames
 from labkit.lab.units import join_words
 
 Verdict = Literal[
@@ -172,13 +173,14 @@ class Questions:
         `calibration`: that of the run, which predictions are made of.
         """
         found = {}
-        for question, find, missing in self._finders.values():
-            predicts = len(signature(find).parameters) > 1
-            finding = find(frame, calibration) if predicts else find(frame)
-            if finding is None:
-                lacks_calibration = predicts and calibration is None and find(frame, ANY) is not None
-                finding = not_measured(coverage, UNCALIBRATED if lacks_calibration else missing)
-            found[question.id] = finding
+        with unchanged_frames():
+            for question, find, missing in self._finders.values():
+                predicts = len(signature(find).parameters) > 1
+                finding = find(frame, calibration) if predicts else find(frame)
+                if finding is None:
+                    lacks_calibration = predicts and calibration is None and find(frame, ANY) is not None
+                    finding = not_measured(coverage, UNCALIBRATED if lacks_calibration else missing)
+                found[question.id] = finding
         return found
 
 

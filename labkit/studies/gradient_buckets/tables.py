@@ -13,6 +13,7 @@ import pandas as pd
 
 from labkit.bench.intervals import adjusted, estimate_paired
 from labkit.bench.statistics import FALSE_DISCOVERY_RATE, compare, judged
+from labkit.lab.made_once import made_once
 from labkit.lab.project import reference_directory
 from labkit.lab.rows import Measured
 from labkit.studies.gradient_buckets.worker import LOCAL, STEPS
@@ -47,6 +48,7 @@ def beside_own(frame: pd.DataFrame) -> pd.DataFrame:
     )
 
 
+@made_once
 def all_steps(frame: pd.DataFrame) -> pd.DataFrame:
     """One row per (setting, bucket size or schedule, repeat), of the slowest rank.
 
