@@ -9,6 +9,7 @@ from functools import cache
 import pandas as pd
 
 from labkit.bench.statistics import summarize
+from labkit.lab.made_once import made_once
 from labkit.lab.project import reference_directory
 from labkit.lab.rows import Measured, exactly_over, in_order, select
 from labkit.lab.units import format_bytes
@@ -38,6 +39,7 @@ SAME_COLLECTIVES = {
 }
 
 
+@made_once
 def timed(frame: pd.DataFrame) -> pd.DataFrame:
     """Rows of the comparison of implementations, and each whole step as the sum of its phases on its rank."""
     of_rank = [*SETTING, "implementation", "rank", "repeat"]

@@ -16,6 +16,7 @@ from labkit.bench.operators import OperatorCall
 from labkit.bench.trace import FAMILIES, decode_trace, longest, read_events
 from labkit.costs.calibration import Calibration
 from labkit.costs.transformer import forward_flops, softmax_flops
+from labkit.lab.made_once import made_once
 from labkit.lab.own_models import models_in, shape_of
 from labkit.lab.predictions import Predicted, Row
 from labkit.lab.project import reference_directory, relative_to_project
@@ -54,6 +55,7 @@ def _sorted(table: pd.DataFrame, **orders: Iterable[str]) -> pd.DataFrame:
     return in_order(table, device=None, model=SIZES, mode=VIEWS, **orders)
 
 
+@made_once
 def passes(frame: pd.DataFrame) -> pd.DataFrame:
     """Own seconds and calls of each operator in each pass, by view (column `mode`).
 
@@ -78,6 +80,7 @@ def passes(frame: pd.DataFrame) -> pd.DataFrame:
     return pd.concat(views, ignore_index=True)
 
 
+@made_once
 def family_samples(frame: pd.DataFrame) -> pd.DataFrame:
     """`share_percent` of each family in each pass; 0 where a pass has none of it."""
     table, keys = passes(frame), [*SETTING, "repeat"]

@@ -6,6 +6,7 @@ import pandas as pd
 from labkit.bench.statistics import LEAST_RELEVANT_DIFFERENCE
 from labkit.costs.transformer import BACKWARD_OVER_FORWARD, forward_flops, n_parameters
 from labkit.lab.calibration import transports
+from labkit.lab.made_once import made_once
 from labkit.lab.rows import Measured, select
 from labkit.nn.transformer import SIZES
 
@@ -33,6 +34,7 @@ def products(frame: pd.DataFrame) -> pd.DataFrame:
     return table.assign(size=pd.to_numeric(size), kind=kind, of_best_percent=100 * table["flops_per_s"] / best)
 
 
+@made_once
 def memory(frame: pd.DataFrame) -> pd.DataFrame:
     """Median seconds of a copy or an addition with interval, and bytes per second, read and written together."""
     table = MEMORY.medians(frame, sweep="memory", world_size=1)

@@ -12,6 +12,7 @@ import pandas as pd
 from labkit.costs.memory import activation_bytes
 from labkit.costs.sharding import PARTS, STAGES, state_bytes
 from labkit.costs.transformer import SIZES, parameters_by_part
+from labkit.lab.made_once import made_once
 from labkit.lab.own_models import without_own
 from labkit.lab.project import reference_directory
 from labkit.lab.rows import Measured, in_order, select
@@ -54,6 +55,7 @@ def named(frame: pd.DataFrame) -> pd.DataFrame:
     return frame.assign(way=frame["way"].map(lambda way: NAMES.get(way, way))) if "way" in frame else frame
 
 
+@made_once
 def timed(frame: pd.DataFrame) -> pd.DataFrame:
     """Rows of times, and each whole step as the sum of its phases on its rank."""
     of_rank = [*SETTING, "way", "rank", "repeat"]

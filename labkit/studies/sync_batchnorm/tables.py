@@ -10,6 +10,7 @@ from typing import Any
 import pandas as pd
 
 from labkit.bench.statistics import compare, compare_groups, judged, summarize
+from labkit.lab.made_once import made_once
 from labkit.lab.project import reference_directory
 from labkit.lab.rows import Measured, exactly_over, in_order, select
 from labkit.studies.sync_batchnorm.alternatives import ALL_REDUCES, ALONE, COLLECTIVES, LOCAL, OWN, TORCH
@@ -70,6 +71,7 @@ def _by_turn(frame: pd.DataFrame, *alternatives: str) -> pd.DataFrame:
     return wide.reindex(columns=list(alternatives)).astype(float)
 
 
+@made_once
 def price_samples(frame: pd.DataFrame) -> pd.DataFrame:
     """What synchronizing adds to forward and backward of plain BatchNorm, and its parts, turn by turn.
 
