@@ -4,6 +4,7 @@ A measurement announces itself by a socket with a name that only the kernel keep
 with the process, however that ends, and any user may read the list of them.
 """
 
+import multiprocessing.forkserver
 import os
 import socket
 import sys
@@ -89,12 +90,25 @@ class _CoreSeconds:
         of_cores = [times for core, times in enumerate(every) if core in usable]
         busy = sum(getattr(times, name, 0.0) for times in of_cores for name in _BUSY)
         stolen = sum(getattr(times, "steal", 0.0) for times in of_cores)
-        this = psutil.Process()
         own = 0.0
-        for process in [this, *this.children(recursive=True)]:
+        for process in own_processes():
             with suppress(psutil.Error):  # it has ended, and its time is its parent's
                 own += sum(process.cpu_times()[:4])  # user and system, its own and of children that ended
         return cls(time.monotonic(), busy, stolen, own)
+
+
+def own_processes() -> set[psutil.Process]:
+    """This process and all below it; and all below its fork server, which another process may have started for it."""
+    heads = [psutil.Process()]
+    server = getattr(multiprocessing.forkserver, "_forkserver", None)
+    if (pid := getattr(server, "_forkserver_pid", None)) is not None:
+        with suppress(psutil.NoSuchProcess):
+            heads.append(psutil.Process(pid))
+    own = set(heads)
+    for head in heads:
+        with suppress(psutil.NoSuchProcess):
+            own.update(head.children(recursive=True))
+    return own
 
 
 def is_busy(load: Load, cores: int) -> bool:

@@ -23,11 +23,14 @@ with without_threads():
 nest = WarmKernels.begun(["labkit.studies.scaling.study"], ranks=["labkit.studies.limits.worker"])
 ASKED = '''
 import json, os, sys, torch
+from labkit.machine.load import own_processes
 from labkit.parallel.launch import run_ranks
 known = "labkit.studies.scaling.study" in sys.modules
 def parent():
     return os.getppid()
-print(json.dumps([os.getppid(), os.getpid(), known, hasattr(json, "left"), run_ranks(parent, world_size=2)]))
+servers = run_ranks(parent, world_size=2)
+own = {process.pid for process in own_processes()}
+print(json.dumps([os.getppid(), os.getpid(), known, hasattr(json, "left"), servers, sorted(own)]))
 json.left = True
 '''
 
@@ -58,12 +61,14 @@ def test_each_kernel_is_a_process_of_its_own_and_one_starts_without_them_too(tmp
     assert outcome.returncode == 0, outcome.stderr
     told = json.loads(outcome.stdout.splitlines()[-1])
     first, second, alone = told["found"]
-    (nest, pid, knew, was_changed, servers), (again, other, knew_too, was_changed_too, others) = first, second
+    nest, pid, knew, was_changed, servers, own = first
+    again, other, knew_too, was_changed_too, others, _ = second
     assert nest == again != told["here"]
     assert pid != other
     assert [knew, knew_too] == [True, True]
     assert [was_changed, was_changed_too] == [False, False]
     assert len({*servers, *others}) == 1  # one fork server has all ranks
+    assert {pid, *servers} <= set(own)  # what ranks take of the cores is not the load of other programs
     assert alone[0] == told["here"]
     assert not alone[2]
     assert set(alone[4]).isdisjoint(servers)
