@@ -171,7 +171,9 @@ def report(
     parameters |= {name: value for name, value in (("profile", profile), ("run", run)) if value is not None}
     output = output or reports_directory()
     check_report(studies, parameters, output)
-    kernels = WarmKernels.begun(modules_of_labs("study"), ranks=modules_of_labs("worker") if run is None else None)
+    names = [study.name for study in studies]
+    workers = modules_of_labs("worker", names) if run is None else None
+    kernels = WarmKernels.begun(modules_of_labs("study", names), ranks=workers)
     if run is None:
         tell_of_load()
     if run is None and resume is None:

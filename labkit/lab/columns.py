@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
+import numpy as np
+
 from labkit.lab.units import (
     format_bytes,
     format_flops,
@@ -117,7 +119,7 @@ def label(name: str, value: Any) -> str:
     if isinstance(value, str):
         return value.replace("_", " ")
     found = column(name)
-    if isinstance(value, bool):
+    if isinstance(value, bool | np.bool_):
         return found.title if value else f"not {found.title}"
     if not isinstance(value, Real):
         return f"{found.title} {value}"

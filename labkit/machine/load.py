@@ -65,9 +65,10 @@ class LoadMeter:
         load = Load(average=round(os.getloadavg()[0], 2), other_measurements=other_measurements())
         if elapsed < at_least_s or not self._knows_own:
             return load
-        others = (now.busy - before.busy) - (now.own - before.own)
+        others = ((now.busy - before.busy) - (now.own - before.own)) / elapsed
         stolen = (now.stolen - before.stolen) / elapsed
-        cores = {"busy_cores": round(max(0.0, others / elapsed), 2), "stolen_cores": round(stolen, 2)}
+        # ticks may add up to a little more than there was, or less
+        cores = {"busy_cores": round(min(max(0.0, others), now.cores), 2), "stolen_cores": round(stolen, 2)}
         return load.model_copy(update=cores)
 
 
@@ -82,6 +83,7 @@ class _CoreSeconds:
     busy: float
     stolen: float
     own: float
+    cores: int
 
     @classmethod
     def now(cls) -> "_CoreSeconds":
@@ -94,7 +96,7 @@ class _CoreSeconds:
         for process in own_processes():
             with suppress(psutil.Error):  # it has ended, and its time is its parent's
                 own += sum(process.cpu_times()[:4])  # user and system, its own and of children that ended
-        return cls(time.monotonic(), busy, stolen, own)
+        return cls(time.monotonic(), busy, stolen, own, len(of_cores))
 
 
 def own_processes() -> set[psutil.Process]:

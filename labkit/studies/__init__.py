@@ -7,6 +7,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from labkit.lab.study import Study
 
 LABS = (
@@ -38,6 +40,6 @@ def load_study(lab: str) -> "Study":
     return study
 
 
-def modules_of_labs(name: str) -> list[str]:
-    """The module "study" or "worker" of every lab, for who imports them ahead of their use."""
-    return [f"labkit.studies.{lab}.{name}" for lab in LABS]
+def modules_of_labs(name: str, labs: "Iterable[str]") -> list[str]:
+    """The module "study" or "worker" of each lab, for who imports them ahead of their use."""
+    return [f"labkit.studies.{lab}.{name}" for lab in labs]

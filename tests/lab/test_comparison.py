@@ -424,8 +424,8 @@ def test_what_all_settings_share_is_told_with_its_name():
         "4 KiB",
         "scheduling batch",
         "seed 0",
-        "causal False",
-        "overlapped True",
+        "not causal",
+        "overlapped",
         "sizes [1, 2]",
     ]
     assert compare_page._named("world_size", 1) == "1 rank"

@@ -10,6 +10,7 @@ import uuid
 from contextlib import suppress
 
 import psutil
+import pytest
 
 from tests.commands import carry_out
 
@@ -74,6 +75,7 @@ def test_each_kernel_is_a_process_of_its_own_and_one_starts_without_them_too(tmp
     assert set(alone[4]).isdisjoint(servers)
 
 
+@pytest.mark.slow  # of a process that measures by itself, tests/lab/test_killed.py shows it
 def test_nothing_survives_a_report_that_is_killed(tmp_path):
     mark, runs = uuid.uuid4().hex, tmp_path / "data" / "runs" / "sync_batchnorm"
     command = [sys.executable, "-m", "labkit", "report", "sync_batchnorm", "--profile", "smoke"]

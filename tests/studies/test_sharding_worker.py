@@ -199,8 +199,9 @@ def test_every_optimizer_of_the_sweep_passes_the_gate():
         assert max(row["error"] for row in rows if "error" in row) < LARGEST_ERROR
 
 
-def test_three_ranks_send_what_the_formulas_say_though_a_third_is_no_whole_number():
-    point = replace(TIMES, size="nano", ways=tuple(OWN), world_size=3, repeats=1)
+@pytest.mark.parametrize("size", [TIMES.size, "nano"])  # shown to all in one piece, and sent in several
+def test_three_ranks_send_what_the_formulas_say_though_a_third_is_no_whole_number(size):
+    point = replace(TIMES, size=size, ways=tuple(OWN), world_size=3, repeats=1)
     (rows,) = _measure((measure_point, point), world_size=3)
     assert {row["gate"] for row in rows} == {"ok"}
     assert {row["way"] for row in rows if "seconds" in row} >= set(OWN)
