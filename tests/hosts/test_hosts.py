@@ -105,7 +105,7 @@ def test_three_hosts_whose_names_lead_nowhere(tmp_path):
             name: "torchrun --nnodes=3 --nproc-per-node=1 --rdzv-backend=c10d --rdzv-id=three "
             f"--rdzv-endpoint={network.addresses['node-a']}:29400 --local-addr={address} "
             f"--rdzv-conf=is_host={int(name == 'node-a')} -m labkit measure all_reduce --profile smoke "
-            f"--set world_sizes=[3] {ONLY_SIZES}"
+            f"--set world_sizes=[3] --set phase_world_sizes=[3] {ONLY_SIZES}"
             for name, address in network.addresses.items()
         }
         run = measured("all_reduce", network, commands, tmp_path)
