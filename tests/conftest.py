@@ -18,8 +18,8 @@ from labkit.studies import LABS
 from tests.commands import carry_out
 from tests.fork_server import OF_TESTS, preload
 
-BY_COMMAND = ("all_reduce", "this_machine")
-"""Labs whose notebooks `make test` carries out as users do: one that measures by ranks, one that joins the others."""
+BY_COMMAND = ("all_reduce",)
+"""The lab whose notebook `make test` carries out as users do, `make test-all` all of them."""
 
 TESTS = Path(__file__).parent
 # Of the files that the processes of `make test` share, those that take longest, so that both end together.

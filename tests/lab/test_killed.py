@@ -86,6 +86,7 @@ def test_kill_9_of_the_measuring_process_loses_nothing_and_resume_does_the_rest(
     ][: len(ended)]
 
 
+@pytest.mark.slow  # of a launch, tests/parallel/test_launch.py shows it
 def test_kill_9_of_a_rank_costs_its_point_and_the_sweep_goes_on(measurement):
     """And nothing listens beyond loopback while it does."""
     measurement.wait_for_points(1)

@@ -113,7 +113,13 @@ def _limited(monkeypatch, where, too_long):
 
 
 @pytest.mark.parametrize(
-    ("where", "too_long"), [("_peak_of_segment", 1), ("_gradients_with", 1), ("_step_with", 1), ("_step_with", 0)]
+    ("where", "too_long"),
+    [
+        pytest.param("_peak_of_segment", 1, marks=pytest.mark.slow),
+        ("_gradients_with", 1),
+        pytest.param("_step_with", 1, marks=pytest.mark.slow),
+        ("_step_with", 0),
+    ],
 )
 def test_a_segment_length_that_runs_out_of_memory_costs_no_other(where, too_long, monkeypatch):
     rows = _limited(monkeypatch, where, too_long)

@@ -68,7 +68,7 @@ class DataParallelStudy(Study):
             image_size=32,
             context_length=16,
             warmup=1,
-            repeats=6,
+            repeats=3,
         ),
         "quick": DataParallelConfig(
             workloads=["resnet50", "mini"],

@@ -74,8 +74,8 @@ class ShardingStudy(Study):
             memory_world_sizes=[2],
             memory_batch=1,
             context_length=8,
-            repeats=6,
-            swept_repeats=6,
+            repeats=3,
+            swept_repeats=3,
         ),
         "quick": ShardingConfig(sizes=["mini"], swept_sizes=["nano"], swept_batches=[1, 4], memory_sizes=["mini"]),
         "standard": ShardingConfig(
