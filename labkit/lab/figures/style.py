@@ -36,6 +36,7 @@ AT = "at"  # the column that says where on the x axis a point stands
 FEW_PLACES = 4  # on the x axis: each gets a tick of its own
 MOST_IN_A_ROW = 3  # panels; more are cut off or too small to read on a page
 FEWEST_TICKS = 3  # on a logarithmic axis; fewer do not tell its scale
+MOST_TICKS = 10  # of which the labels have room
 LEAST_SPAN = 0.04  # of an axis, relative to its values: three digits tell its ticks from one another
 NEW_LINE = "\n"
 LONGEST_LINE = 34  # characters beside a panel
@@ -56,14 +57,19 @@ class _PowersOfTwo(Locator):
 
 
 class _OneTwoFive(LogLocator):
-    """Ticks at 1, 2 and 5 of each power of ten; on an axis so short that they are too few, at equal distances."""
+    """Ticks at 1, 2 and 5 of each power of ten, or at the powers alone where that were too many; on an axis so short
+    that they are too few, at equal distances.
+    """
 
     def __init__(self) -> None:
         super().__init__(subs=(1, 2, 5), numticks=12)
 
     def tick_values(self, vmin: float, vmax: float) -> Sequence[float]:
         ticks = super().tick_values(vmin, vmax)
-        if sum(vmin <= tick <= vmax for tick in ticks) >= FEWEST_TICKS:
+        number = sum(vmin <= tick <= vmax for tick in ticks)
+        if number > MOST_TICKS:
+            return LogLocator(numticks=MOST_TICKS).tick_values(vmin, vmax)
+        if number >= FEWEST_TICKS:
             return ticks
         return _round_numbers().tick_values(vmin, vmax)
 
