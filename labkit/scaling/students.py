@@ -3,7 +3,8 @@
 Their products are in float32, which no tensor core computes and whose elements are twice as long: as half of every
 bandwidth, at the rate of the other units. What a constant counts in bytes is halved, for it is as long as it was. Their
 attention writes its scores to memory, and AdamW keeps 28 bytes a parameter moving. Their sharded optimizer all-reduces
-gradients as DDP does, and then broadcasts what each rank has updated. The GPU is assumed: H100s.
+gradients as DDP does, and then broadcasts what each rank has updated. The GPU is assumed: H100s, linked by NVLink but
+where their author measured the link.
 """
 
 import csv
@@ -32,6 +33,10 @@ SMOLLM3 = Model(layers=36, hidden=2048, heads=16, kv_heads=4, ffn=11008, vocab=1
 SHARDS = {"ZeRO-2": "zero2", "ZeRO-3": "zero3"}
 SHARDED_OPTIMIZER = "sharded_optimizer"
 GPU = "h100"
+LINKED = "damek/cs336-assignment2-systems"
+"""The author of the bucket sweep and of a write-up, who measured what the link of the two GPUs moves."""
+LINK_GB_S = 1000 * MB / 50.78e-3 / 1e9
+"""All-reduce of 1000 MiB, outputs/distributed_communication_single_node.md. NVLink moves 16 times as much."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +63,7 @@ def _bucket_sweep(path: Path) -> Iterator[StudentRun]:
     for row in _rows(path):
         batch, tokens, bucket_mb = int(row["local_batch"]), int(row["seq_len"]), float(row["bucket_mb"])
         layout = Layout(dp=2, micro_batch=batch, global_batch=2 * batch)
-        predicted = _in_float32(model, layout, tokens, bucket_mb * MB)
+        predicted = _in_float32(model, layout, tokens, bucket_mb * MB, is_linked=True)
         setting = f"batch {batch}, {tokens} tokens"
         yield StudentRun("bucket sweep", setting, f"{bucket_mb:g} MB", bucket_mb, float(row["step_s"]), predicted)
 
@@ -75,13 +80,14 @@ def _sharded(path: Path) -> Iterator[StudentRun]:
         else:
             batch = int(row["global_batch"])
             layout = Layout(dp=2, micro_batch=batch // 2, global_batch=batch, shard=shard)
-            predicted = _in_float32(find_model("xl"), layout, tokens, 25 * MB, SHARDED_OPTIMIZER in row["variant"])
+            is_sharded, is_linked = SHARDED_OPTIMIZER in row["variant"], row["source"].startswith(LINKED)
+            predicted = _in_float32(find_model("xl"), layout, tokens, 25 * MB, is_linked, is_sharded)
             setting = f"batch {batch // 2}, {tokens} tokens"
         yield StudentRun(source, setting, row["variant"], None, float(row["step_ms"]) / 1000, predicted)
 
 
 def _in_float32(
-    model: Model, layout: Layout, seq_len: int, bucket_bytes: float, shards_optimizer: bool = False
+    model: Model, layout: Layout, seq_len: int, bucket_bytes: float, is_linked: bool, shards_optimizer: bool = False
 ) -> Prediction:
     constants = load_constants()
     whole = 4.0 * parameters(model) / (TENSORS_PER_LAYER * model.layers)  # a bucket holds whole tensors
@@ -92,7 +98,10 @@ def _in_float32(
     profile = Profile(
         "in float32", "generic", {name: value / 2 for name, value in bytes_of.items()} | {"unfused_attention": 1.0}
     )
-    run = Run(model, _at_half(find_hardware(GPU)), layout, seq_len, profile.name)
+    hardware = find_hardware(GPU)
+    if is_linked:  # a declared rate, of which NCCL reaches a share
+        hardware = replace(hardware, link_gb_s=LINK_GB_S / constants.table["link_efficiency"]["default"])
+    run = Run(model, _at_half(hardware), layout, seq_len, profile.name)
     unseen = _unseen(constants, profile)
     found = predict(run.model, run.hardware, layout, seq_len=seq_len, framework=run.framework, constants=unseen)
     return _with_broadcasts(found, run, unseen) if shards_optimizer else found

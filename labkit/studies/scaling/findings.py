@@ -209,7 +209,10 @@ def students(frame: pd.DataFrame) -> Finding | None:
         return None
     inside = ((table["low"] <= table["measured_s"]) & (table["measured_s"] <= table["high"])).sum()
     why = f"{inside} of {len(table)} lie in the 90 % interval of a framework never seen. {_of_buckets(table)}"
-    caveat = f"The write-ups do not all name their GPUs: H100s are assumed. {_of_sharded_optimizers(table)}"
+    caveat = (
+        "The write-ups do not all name their GPUs: H100s are assumed, linked as the author of the sweep and of "
+        f"write-up A measured, by NVLink elsewhere. {_of_sharded_optimizers(table)}"
+    )
     return replace(found, why=why.strip(), caveat=caveat.strip())
 
 
