@@ -13,6 +13,7 @@ from labkit.machine import describe_machine
 from labkit.studies.scaling import here, tables
 from labkit.studies.scaling.study import STUDY
 from labkit.studies.scaling.worker import measure_point
+from labkit.studies.shared.step_operators import OPTIMIZER, step_operators
 from tests.calibrated import made_up
 
 
@@ -174,6 +175,13 @@ def test_torchs_sharding_steps_are_predicted_too_with_what_gloo_makes_of_them():
     expected = computing + calls * rates.alpha_s + moved * rates.beta_s_per_byte
     assert seconds["torch_zero3, messages"] == pytest.approx(expected, rel=1e-6)
     assert seconds["torch_ddp, messages"] == seconds["ddp, shared memory"]  # as fast ways, the same calls
+
+
+def test_the_optimizer_of_own_ranks_moves_what_its_operators_do():
+    calls = step_operators(SIZES["nano"], 1, 8)[OPTIMIZER]
+    assert sum(call.n_bytes for call in calls) / n_parameters(SIZES["nano"]) == pytest.approx(
+        here.BYTES_OF_ADAMW, rel=1e-3
+    )
 
 
 def test_cpu_ranks_are_predicted_by_the_rates_of_the_cpu():

@@ -25,7 +25,7 @@ MIB = 2**20
 TENSORS_PER_LAYER, TENSORS_AROUND = 9, 3
 CALLS_PER_LAYER = 75  # forward and backward, as in the lab `limits`
 BYTES_OF_SGD = 12.0  # per parameter: gradient and weight read, weight written
-BYTES_OF_ADAMW = 28.0  # and two averages, read and written
+BYTES_OF_ADAMW = 84.0  # a CPU's, operator by operator: what `shared.step_operators` counts of it
 LOCAL, SHARED, GLOO = "local", "shared memory", "gloo"
 NOTHING = "this machine has no complete run of limits, or none of data_parallel or sharding: measure them first"
 
