@@ -9,6 +9,7 @@ A caller on several ranks passes a barrier as `before`; each rank then times its
 takes the slowest rank of each repeat.
 """
 
+import math
 import os
 import random
 import time
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from labkit.bench.heartbeat import heartbeat_heard
+from labkit.bench.stopping import Stopping
 
 Action = Callable[[], Any]
 Prepare = Callable[[str], Any]
@@ -35,6 +37,8 @@ def time_interleaved(
     before: Action | None = None,
     calls: int = 1,
     seed: Seed = 0,
+    ratio_within: float = 0.0,
+    rounds_s: float = math.inf,
 ) -> dict[str, list[float]]:
     """Seconds of a call of each alternative, which take turns in an order that is shuffled anew every round.
 
@@ -46,7 +50,7 @@ def time_interleaved(
     Args:
         alternatives: what to time, by name; the same names on all ranks. An empty mapping takes no time.
         warmup: rounds that are thrown away.
-        repeats: rounds that are kept.
+        repeats: rounds that are kept, at most.
         device: "cpu", or a CUDA device, whose current stream is timed.
         prepare: called with the name of the alternative whose turn comes, outside the timed region (fresh inputs).
         before: called after `prepare`, right ahead of what is timed (a barrier).
@@ -54,9 +58,11 @@ def time_interleaved(
             timed: while the device is busy with it, the host launches the next ones, so that a sample is what the
             device takes, or the time of a launch if that is longer.
         seed: of the order: `order_of_turns`. A point's `id` is the same on all ranks, and another for every point.
+        ratio_within: rounds end when the ratio of any two alternatives is known to this share; 0: they do not.
+        rounds_s: they end after so many seconds, too (`stopping.py`). With either, all ranks of the job call.
 
     Returns:
-        `repeats` samples by name, in the order of the mapping; sample i of all names is of one round.
+        As many samples by name as rounds were kept, in the order of the mapping; sample i of all is of one round.
 
     Raises:
         ValueError: counts that cannot be.
@@ -71,6 +77,8 @@ def time_interleaved(
         before=before,
         calls=calls,
         seed=seed,
+        ratio_within=ratio_within,
+        rounds_s=rounds_s,
     )
     return {name: parts[name] for name, parts in samples.items()}
 
@@ -85,6 +93,8 @@ def time_parts_interleaved(
     before: Action | None = None,
     calls: int = 1,
     seed: Seed = 0,
+    ratio_within: float = 0.0,
+    rounds_s: float = math.inf,
 ) -> dict[str, dict[str, list[float]]]:
     """`time_interleaved` for alternatives in parts that follow one another: forward, then backward.
 
@@ -94,14 +104,19 @@ def time_parts_interleaved(
     """
     if warmup < 0 or repeats < 1 or calls < 1:
         raise ValueError(f"expected warmup >= 0, repeats >= 1 and calls >= 1, got {warmup}, {repeats} and {calls}")
+    if not (ratio_within >= 0 and rounds_s > 0):
+        raise ValueError(f"expected ratio_within >= 0 and rounds_s > 0, got {ratio_within} and {rounds_s}")
     time_calls = _time_cuda if torch.device(device).type == "cuda" else _time_cpu
     samples: dict[str, dict[str, list[float]]] = {
         name: {part: [] for part in parts} for name, parts in alternatives.items()
     }
     heartbeat = heartbeat_heard()
     if heartbeat is not None:
-        heartbeat.begin_rounds(repeats)
+        heartbeat.begin_rounds()
+    stopping = None
     for repeat in range(-warmup, repeats):
+        if repeat == 0:
+            stopping = Stopping(ratio_within, rounds_s)
         if heartbeat is not None:
             heartbeat.beat(repeat)
         for name in order_of_turns(alternatives, repeat, seed=seed):
@@ -113,6 +128,10 @@ def time_parts_interleaved(
                 seconds = time_calls(action, calls)
                 if repeat >= 0:
                     samples[name][part].append(seconds)
+        if heartbeat is not None:
+            heartbeat.end_round(repeat)
+        if stopping is not None and repeat + 1 < repeats and stopping.is_enough(samples, device):
+            break
     return samples
 
 

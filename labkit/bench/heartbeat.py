@@ -28,7 +28,7 @@ class Heartbeat:
 
     def __init__(self) -> None:
         self.beats: list[Beat] = []
-        self._call, self._repeats = 0, 0
+        self._call, self._rounds = 0, 0
         self._threads = torch.get_num_threads()
         # Not random: the generator is the measurement's.
         self._values = torch.full((SIDE, SIDE), 1 / SIDE, dtype=torch.float32, device="cpu")
@@ -37,9 +37,13 @@ class Heartbeat:
         self._next = 0.0
         self.beat()
 
-    def begin_rounds(self, repeats: int) -> None:
-        """The clock begins `repeats` rounds: beats and rows from now on are of this call of it."""
-        self._call, self._repeats = self._call + 1, repeats
+    def begin_rounds(self) -> None:
+        """The clock begins: beats and rows from now on are of this call of it."""
+        self._call, self._rounds = self._call + 1, 0
+
+    def end_round(self, number: int) -> None:
+        """The round of that number is over."""
+        self._rounds = number + 1
 
     def beat(self, round_number: int | None = None) -> None:
         """One beat, unless the last one was so short a while ago that they would take too much of the time.
@@ -47,7 +51,7 @@ class Heartbeat:
         Nor while the process computes with another number of threads than at first. Without a number it is after the
         last round of the call.
         """
-        number = self._repeats if round_number is None else round_number
+        number = self._rounds if round_number is None else round_number
         start = time.perf_counter()
         if start < self._next or torch.get_num_threads() != self._threads:
             return
@@ -58,7 +62,7 @@ class Heartbeat:
 
     def call_of(self, values: Mapping[str, Any]) -> int | None:
         """The call of the clock whose samples a row has: the last one, if their number is that of its rounds."""
-        has_samples = any(isinstance(value, list) and len(value) == self._repeats for value in values.values())
+        has_samples = any(isinstance(value, list) and len(value) == self._rounds for value in values.values())
         return self._call if has_samples and self._call else None
 
     def _work(self) -> None:

@@ -14,7 +14,9 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 # What several labs let a reader set, each with the bounds of what can be meant.
 Count = Annotated[int, Field(ge=1, lt=2**31)]
 Repeats = Annotated[int, Field(ge=1, le=100_000)]
-"""Timed calls. Below six there is no interval, and so no verdict."""
+"""Timed calls, at most. Below six there is no interval, and so no verdict."""
+RatioWithin = Annotated[float, Field(ge=0, le=10, allow_inf_nan=False)]
+RoundsSeconds = Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)]
 Warmup = Annotated[int, Field(ge=0, le=10_000)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 TimeoutSeconds = Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)]
@@ -51,6 +53,18 @@ class LabConfig(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class TimedConfig(LabConfig):
+    """What every lab lets a reader set whose alternatives take turns before the clock."""
+
+    warmup: Warmup = 2
+    repeats: Repeats = 30
+    ratio_within: RatioWithin = 0.05
+    """Rounds end when the ratio of any two alternatives is known to this share; 0: they do not."""
+    rounds_s: RoundsSeconds | None = 30.0
+    """They end after so many seconds, too, once there are six; None: they do not."""
+    seed: Seed = 0
 
 
 def resolve_config(

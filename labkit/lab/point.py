@@ -6,6 +6,7 @@ record and the run cannot differ. Imports nothing heavy: every rank loads this m
 
 import hashlib
 import json
+import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
@@ -64,13 +65,18 @@ class TimedPoint(Point):
     warmup: int = 2
     """Rounds that are thrown away."""
     repeats: int = 10
-    """Rounds that are kept."""
+    """Rounds that are kept, at most."""
+    ratio_within: float = 0.0
+    """Rounds end when the ratio of any two alternatives is known to this share; 0: they do not."""
+    rounds_s: float | None = None
+    """They end after so many seconds, too; None: they do not."""
     seed: int = 0
 
     @property
     def rounds(self) -> dict[str, Any]:
-        """What `time_parts_interleaved` is told of them: how many, and the seed of their order."""
-        return {"warmup": self.warmup, "repeats": self.repeats, "seed": self.id}
+        """What `time_parts_interleaved` is told of them: how many, until when, and the seed of their order."""
+        ends = {"ratio_within": self.ratio_within, "rounds_s": math.inf if self.rounds_s is None else self.rounds_s}
+        return {"warmup": self.warmup, "repeats": self.repeats, "seed": self.id} | ends
 
     def seed_of(self, rank: int) -> int:
         """Of a rank's own batch."""

@@ -32,7 +32,7 @@ def pairs_to_measure(hosts: Sequence[str]) -> dict[str, tuple[int, int]]:
     return within | {BETWEEN: (first[0], second[0])}
 
 
-def measure_links(message: torch.Tensor, *, warmup: int, repeats: int, device: str, seed: str) -> list[dict[str, Any]]:
+def measure_links(message: torch.Tensor, *, device: str, **options: Any) -> list[dict[str, Any]]:
     """One row per pair that this rank belongs to: the seconds in which both ranks send each other their message.
 
     Messages are those of `exact_sums.fill_message`.
@@ -58,6 +58,6 @@ def measure_links(message: torch.Tensor, *, warmup: int, repeats: int, device: s
         gates[name] = "wrong: the other rank's tensor did not arrive" if worst_of_ranks(is_lost) else "ok"
     right = {name: pair for name, pair in pairs.items() if gates[name] == "ok"}
     actions = {name: lambda pair=pair: exchange(pair) for name, pair in right.items()}
-    samples = time_interleaved(actions, warmup=warmup, repeats=repeats, device=device, before=dist.barrier, seed=seed)
+    samples = time_interleaved(actions, device=device, before=dist.barrier, **options)
     rows = [{"algorithm": name, "gate": gates[name]} for name, pair in pairs.items() if rank in pair]
     return [row | ({"seconds": samples[row["algorithm"]]} if row["gate"] == "ok" else {}) for row in rows]

@@ -26,10 +26,11 @@ _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", Non
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-def measure_phases(
-    base: torch.Tensor, own: torch.Tensor, *, warmup: int, repeats: int, seed: str
-) -> Iterator[dict[str, Any]]:
-    """One row per phase and transport; without a time if it is wrong, or if the ranks cannot share memory."""
+def measure_phases(base: torch.Tensor, own: torch.Tensor, *, seed: str, **options: Any) -> Iterator[dict[str, Any]]:
+    """One row per phase and transport; without a time if it is wrong, or if the ranks cannot share memory.
+
+    `options`: how many rounds; `seed`: of their order.
+    """
     numel = own.numel() // dist.get_world_size() * dist.get_world_size()  # torch's knows even shards only
     base, own, tensor = base[:numel], own[:numel], torch.empty_like(own[:numel])
     refused = {SHARED_MEMORY: transport_in_use()[1]} if transport_in_use()[0] != SHARED else {}
@@ -54,14 +55,8 @@ def measure_phases(
                 rows[route], calls[route] = row, partial(run, tensor, "sum")
             else:
                 yield row
-        times = time_interleaved(
-            calls,
-            warmup=warmup,
-            repeats=repeats,
-            prepare=lambda _: tensor.copy_(own),
-            before=dist.barrier,
-            seed=seed + phase,
-        )
+        options |= {"prepare": lambda _: tensor.copy_(own), "before": dist.barrier, "seed": seed + phase}
+        times = time_interleaved(calls, **options)
         for route, seconds in times.items():
             yield rows[route] | {"seconds": seconds}
 

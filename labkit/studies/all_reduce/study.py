@@ -8,7 +8,7 @@ from pydantic import Field
 
 from labkit.lab import capacity
 from labkit.lab.agreement import AllReduceTime, Known
-from labkit.lab.config import LabConfig, Repeats, Seed, TimeoutSeconds, Warmup, one_of
+from labkit.lab.config import TimedConfig, TimeoutSeconds, one_of
 from labkit.lab.rows import select
 from labkit.lab.study import Study
 from labkit.lab.units import format_bytes
@@ -21,8 +21,6 @@ from labkit.studies.all_reduce.transports import CHOSEN, FLOOR, MESSAGES, ROUTES
 from labkit.studies.all_reduce.worker import AllReducePoint, SchedulingPoint, measure_point, plug_in, torch_dtype
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
-# From here on a round of all alternatives takes a second on two cores, and fewer repeats must do.
-LARGE_BYTES, LARGE_WORLD = 8 * MIB, 8
 RANK_BYTES = 160 * MIB  # a rank's own resident memory, torch included
 COPIES = 5  # of the tensor on each rank: base, input, two or three that are reduced, an algorithm's scratch
 
@@ -34,7 +32,7 @@ PositiveInt = Annotated[int, Field(ge=1, lt=2**48)]
 Ranks = Annotated[int, Field(ge=1, le=1024)]
 
 
-class AllReduceConfig(LabConfig):
+class AllReduceConfig(TimedConfig):
     """What a reader may set. Sizes are of the whole tensor, in bytes."""
 
     world_sizes: Annotated[list[Ranks], Field(min_length=1)]
@@ -56,13 +54,8 @@ class AllReduceConfig(LabConfig):
     phase_world_sizes: list[Ranks] = [2]
     """Ranks with which reduce-scatter and all-gather are measured on their own, over each transport, on the CPU."""
     phase_sizes_bytes: list[PositiveInt] = [MIB, 10 * MIB, 100 * MIB]
-    warmup: Warmup = 2
-    repeats: Repeats = 20
-    repeats_large: Repeats = 8
-    """Repeats from 8 MiB or 8 ranks on. Below six there is no interval, and so no verdict."""
     most_bytes: Annotated[int, Field(ge=0)] = 0
     """Larger points, all ranks' tensors together, are left out; 0: only what does not fit into memory is."""
-    seed: Seed = 0
     timeout_s: TimeoutSeconds = 120.0
 
 
@@ -91,9 +84,10 @@ class AllReduceStudy(Study):
             sizes_bytes=[KIB, 4 * KIB, 64 * KIB, 256 * KIB, MIB, 10 * MIB, 100 * MIB],
             many_world_sizes=[1, 2, 4, 8, 16, 32],
             many_elements=[1000, 100_000],
+            warmup=1,
             # A few of 30 settings that take 20 % less, in rounds with noise of 25 %: 30 find 4 of 5, 15 find 1 of 4.
-            repeats=30,
-            repeats_large=6,
+            repeats=60,
+            rounds_s=0.6,
             most_bytes=512 * MIB,
         ),
         "standard": AllReduceConfig(
@@ -103,8 +97,8 @@ class AllReduceStudy(Study):
             many_elements=[1000, 10_000, 100_000, 1_000_000],
             transport_world_sizes=[2, 4, 8],
             transport_algorithms=USUAL,
-            repeats=50,
-            repeats_large=10,
+            repeats=100,
+            rounds_s=10.0,
         ),
         "paper": AllReduceConfig(
             world_sizes=[2, 4, 6],
@@ -114,7 +108,8 @@ class AllReduceStudy(Study):
             transport_world_sizes=[2, 4, 8],
             transport_algorithms=USUAL,
             repeats=50,
-            repeats_large=10,
+            ratio_within=0.0,
+            rounds_s=60.0,
             timeout_s=600.0,
         ),
     }
@@ -219,13 +214,10 @@ def _scheduling_points(config: AllReduceConfig) -> list[AllReducePoint]:
 
 
 def _point(config: AllReduceConfig, n_bytes: int, *, world_size: int, **more: Any) -> AllReducePoint:
-    is_large = n_bytes >= LARGE_BYTES or world_size >= LARGE_WORLD
     return (SchedulingPoint if "turn" in more else AllReducePoint).of(
         config,
         world_size=world_size,
         n_elements=max(1, n_bytes // torch_dtype(config.dtype).itemsize),
-        warmup=min(1, config.warmup) if is_large else config.warmup,
-        repeats=config.repeats_large if is_large else config.repeats,
         **{"backend": "gloo"} | more,
     )
 

@@ -6,9 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from labkit.costs.attention import matrix_bytes
 from labkit.lab import capacity
-from labkit.lab.config import Count, Device, LabConfig, Repeats, Seed, TimeoutSeconds, Warmup, one_of
+from labkit.lab.config import Count, Device, TimedConfig, TimeoutSeconds, one_of
 from labkit.lab.study import Study
 from labkit.machine import Machine
 from labkit.nn.attention_implementations import IMPLEMENTATIONS, plug_in
@@ -16,15 +15,13 @@ from labkit.studies.attention.findings import QUESTIONS
 from labkit.studies.attention.worker import COMPILED, EXPLICIT, MARGIN, TILED, AttentionPoint, measure_point
 
 MIB, GIB = 2**20, 2**30
-# A matrix of scores from which a round takes a good part of a second on two cores, and fewer repeats must do.
-LARGE_BYTES = 128 * MIB
 
 # below, gradients are sums of so few terms that their relative error means nothing
 Length = Annotated[int, Field(ge=16, lt=2**31)]
 HeadDim = Annotated[int, Field(ge=1, le=1024)]
 
 
-class AttentionConfig(LabConfig):
+class AttentionConfig(TimedConfig):
     """What a reader may set."""
 
     sequences: Annotated[list[Length], Field(min_length=1)]
@@ -43,13 +40,8 @@ class AttentionConfig(LabConfig):
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     device: Device = "auto"
     """auto: CUDA if there is a GPU."""
-    warmup: Warmup = 2
-    repeats: Repeats = 15
-    repeats_large: Repeats = 6
-    """Repeats from matrices of 128 MiB on, on a CPU. Below six there is no interval, and so no verdict."""
     most_bytes: Annotated[int, Field(ge=0)] = 0
     """Larger problems are left out; 0: only what does not fit into memory is."""
-    seed: Seed = 0
     timeout_s: TimeoutSeconds = 300.0
 
 
@@ -79,7 +71,7 @@ class AttentionStudy(Study):
             tiling_sequences=[2048, 4096],
             memory_sequences=[16384],
             warmup=1,
-            repeats=12,
+            rounds_s=3.0,
             most_bytes=6 * GIB,
         ),
         "standard": AttentionConfig(
@@ -88,7 +80,6 @@ class AttentionStudy(Study):
             compiled_sequences=[256, 512, 1024, 2048, 4096, 8192, 16384],
             compiled_head_dims=[16, 64],
             tiling_sequences=[1024, 2048, 4096, 8192, 16384],
-            repeats=20,
             timeout_s=600.0,
         ),
         "paper": AttentionConfig(
@@ -99,6 +90,8 @@ class AttentionStudy(Study):
             tiling_sequences=[4096, 8192, 16384],
             warmup=10,
             repeats=100,
+            ratio_within=0.0,
+            rounds_s=300.0,
             timeout_s=3600.0,
         ),
     }
@@ -133,8 +126,6 @@ def _point(config: AttentionConfig, device: str, sweep: str, sequence: int, head
     batch = config.batch if grid else 1
     compiled = grid and sequence in config.compiled_sequences and head_dim in config.compiled_head_dims
     names = dict.fromkeys([EXPLICIT, *config.implementations])
-    large = device == "cpu" and matrix_bytes(batch, sequence, 4) >= LARGE_BYTES
-    repeats = config.repeats_large if large else config.repeats
     return AttentionPoint.of(
         config,
         sweep=sweep,
@@ -143,8 +134,7 @@ def _point(config: AttentionConfig, device: str, sweep: str, sequence: int, head
         head_dim=head_dim,
         device=device,
         implementations=tuple(name for name in names if compiled or name != COMPILED),
-        warmup=min(1, config.warmup) if large else config.warmup,
-        repeats=repeats if grid or sequence in config.tiling_sequences else 0,
+        repeats=config.repeats if grid or sequence in config.tiling_sequences else 0,
     )
 
 

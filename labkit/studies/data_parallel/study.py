@@ -8,7 +8,7 @@ from pydantic import Field
 
 from labkit.lab import capacity
 from labkit.lab.agreement import Known, step_times
-from labkit.lab.config import Count, Device, LabConfig, Repeats, Seed, TimeoutSeconds, Warmup, one_of
+from labkit.lab.config import Count, Device, TimedConfig, TimeoutSeconds, one_of
 from labkit.lab.own_models import model_names, parameters_of
 from labkit.lab.rows import select
 from labkit.lab.study import Study
@@ -29,7 +29,7 @@ Implementation = Annotated[str, one_of(lambda: IMPLEMENTATIONS)]
 Megabytes = Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]
 
 
-class DataParallelConfig(LabConfig):
+class DataParallelConfig(TimedConfig):
     """What a reader may set. Bucket sizes are in MiB on every side."""
 
     workloads: Annotated[list[WorkloadName], Field(min_length=1)]
@@ -43,10 +43,7 @@ class DataParallelConfig(LabConfig):
     batch: Count = 4
     image_size: Annotated[int, Field(ge=32, le=4096)] = 224
     context_length: Count = 128
-    warmup: Warmup = 2
-    repeats: Repeats = 10
     device: Device = "auto"
-    seed: Seed = 0
     timeout_s: TimeoutSeconds = 600.0
 
 
@@ -80,7 +77,7 @@ class DataParallelStudy(Study):
             image_size=32,
             context_length=32,
             warmup=1,
-            repeats=6,
+            rounds_s=6.0,
         ),
         "standard": DataParallelConfig(
             workloads=["resnet50", "mini"],
@@ -90,7 +87,6 @@ class DataParallelStudy(Study):
             accumulation_workloads=["resnet50", "mini"],
             image_size=64,
             context_length=64,
-            repeats=15,
         ),
         "paper": DataParallelConfig(
             workloads=["resnet50", "medium"],
@@ -100,6 +96,8 @@ class DataParallelStudy(Study):
             batch=32,
             warmup=20,
             repeats=20,
+            ratio_within=0.0,
+            rounds_s=None,
             timeout_s=3600.0,
         ),
     }

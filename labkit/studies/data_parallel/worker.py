@@ -75,9 +75,9 @@ def _phases(point: DataParallelPoint, workload: Workload, device: str) -> Iterat
         if name not in times:
             yield row | ({"gate": failed[name]} if name in failed else {})
             continue
-        for phase in PHASES:
-            yield row | {"phase": phase, "seconds": times[name][phase]}
-        if laps := right[name].waiting.seconds[-point.repeats :]:
+        for phase, seconds in times[name].items():
+            yield row | {"phase": phase, "seconds": seconds}
+        if laps := right[name].waiting.seconds[-len(seconds) :]:
             yield row | {"phase": "waiting", "seconds": laps}
 
 

@@ -10,7 +10,7 @@ from labkit.costs.memory import STATES_BYTES, peak_bytes
 from labkit.costs.transformer import n_parameters
 from labkit.lab import capacity
 from labkit.lab.agreement import Known, step_times
-from labkit.lab.config import Count, Device, LabConfig, Repeats, Seed, TimeoutSeconds, Warmup, one_of
+from labkit.lab.config import Count, Device, Repeats, TimedConfig, TimeoutSeconds, Warmup, one_of
 from labkit.lab.own_models import in_model_order, model_names, parameters_of, shape_of
 from labkit.lab.rows import select
 from labkit.lab.study import Study
@@ -23,11 +23,8 @@ from labkit.studies.end_to_end.worker import PHASES_OF_MODE, EndToEndPoint, meas
 Size = Annotated[str, one_of(model_names)]
 Precision = Literal["float32", "bfloat16"]
 
-# From here on a step takes seconds on two cores, and fewer repeats must do.
-LARGE_PARAMETERS = 100_000_000
 
-
-class EndToEndConfig(LabConfig):
+class EndToEndConfig(TimedConfig):
     """What a reader may set."""
 
     sizes: Annotated[list[Size], Field(min_length=1)]
@@ -43,12 +40,9 @@ class EndToEndConfig(LabConfig):
     context_length: Count = 128
     warmup: Warmup = 5
     repeats: Repeats = 15
-    repeats_large: Repeats = 10
-    """Repeats from 100 million parameters on."""
     trials: Repeats = 6
     """New processes whose first steps are timed. Below six there is no interval, and so no verdict."""
     device: Device = "auto"
-    seed: Seed = 0
     timeout_s: TimeoutSeconds = 600.0
 
 
@@ -68,8 +62,8 @@ class EndToEndStudy(Study):
             warmup_sizes=["nano"],
             compile_sizes=["nano"],
             context_length=64,
-            warmup=2,
-            repeats_large=6,
+            warmup=1,
+            rounds_s=4.0,
         ),
         "standard": EndToEndConfig(
             sizes=["nano", "mini", "small", "medium", "large"],
@@ -82,6 +76,8 @@ class EndToEndStudy(Study):
             warmup_sizes=["small", "medium", "large"],
             compile_sizes=["small", "medium", "large", "xl"],
             precisions=["float32", "bfloat16"],
+            ratio_within=0.0,
+            rounds_s=600.0,
             timeout_s=1800.0,
         ),
     }
@@ -144,12 +140,7 @@ def _first_steps(config: EndToEndConfig, machine: Machine) -> Iterator[EndToEndP
 def _point(config: EndToEndConfig, machine: Machine, sweep: str, **given: Any) -> EndToEndPoint:
     device = machine.device(config.device)
     peak = machine.gpus[0].dense_bf16_peak_tflops if device == "cuda" and machine.gpus else None
-    large: dict[str, Any] = {}
-    if (parameters_of(given["size"]) or 0) >= LARGE_PARAMETERS:
-        large = {"repeats": config.repeats_large}
-        if device == "cpu":
-            large["warmup"] = min(1, config.warmup)
-    fields = {"mode": "step", "device": device, "peak_flops_per_s": peak and peak * 1e12} | large | given
+    fields = {"mode": "step", "device": device, "peak_flops_per_s": peak and peak * 1e12} | given
     return EndToEndPoint.of(config, sweep=sweep, **fields)
 
 

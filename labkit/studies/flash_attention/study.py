@@ -5,9 +5,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from labkit.costs.attention import matrix_bytes
 from labkit.lab import capacity
-from labkit.lab.config import Device, LabConfig, Repeats, Seed, TimeoutSeconds, Warmup, one_of
+from labkit.lab.config import Device, TimedConfig, TimeoutSeconds, one_of
 from labkit.lab.study import Study
 from labkit.machine import Machine
 from labkit.nn.attention_implementations import IMPLEMENTATIONS, plug_in
@@ -16,8 +15,6 @@ from labkit.studies.flash_attention.worker import FlashPoint, measure_point
 from labkit.studies.shared.attention_passes import COMPILED, FLASH, MARGIN, TILED
 
 MIB = 2**20
-# A matrix of scores from which a round takes a good part of a second on two cores, and fewer repeats must do.
-LARGE_BYTES = 64 * MIB
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 Name = Annotated[str, one_of(lambda: IMPLEMENTATIONS)]
@@ -26,7 +23,7 @@ Length = Annotated[int, Field(ge=16, lt=2**31)]
 HeadDim = Annotated[int, Field(ge=1, le=1024)]
 
 
-class FlashConfig(LabConfig):
+class FlashConfig(TimedConfig):
     """What a reader may set."""
 
     sequences: Annotated[list[Length], Field(min_length=1)]
@@ -49,13 +46,8 @@ class FlashConfig(LabConfig):
     """Tokens at which the techniques of the kernel are left out one by one."""
     device: Device = "auto"
     """auto: CUDA if there is a GPU."""
-    warmup: Warmup = 2
-    repeats: Repeats = 15
-    repeats_large: Repeats = 6
-    """Repeats from matrices of 64 MiB on, on a CPU. Below six there is no interval, and so no verdict."""
     most_bytes: Annotated[int, Field(ge=0)] = 0
     """An implementation that needs more is left out; 0: only what does not fit into memory is."""
-    seed: Seed = 0
     timeout_s: TimeoutSeconds = 300.0
 
 
@@ -81,7 +73,7 @@ class FlashStudy(Study):
             compiled_sequences=[1024],
             technique_sequences=[4096],
             warmup=1,
-            repeats=12,
+            rounds_s=2.0,
             most_bytes=512 * MIB,
         ),
         "standard": FlashConfig(
@@ -89,7 +81,6 @@ class FlashStudy(Study):
             head_dims=[64, 128],
             compiled_sequences=[512, 2048, 8192],
             technique_sequences=[4096, 16384],
-            repeats=20,
             timeout_s=600.0,
         ),
         "paper": FlashConfig(
@@ -98,7 +89,8 @@ class FlashStudy(Study):
             compiled_sequences=[2**k for k in range(7, 17)],
             technique_sequences=[4096, 16384, 65536],
             warmup=3,
-            repeats=30,
+            ratio_within=0.0,
+            rounds_s=300.0,
             timeout_s=3600.0,
         ),
     }
@@ -141,7 +133,6 @@ def _techniques(config: FlashConfig, device: str) -> Iterator[FlashPoint]:
 def _point(
     config: FlashConfig, device: str, sweep: str, dtype: str, sequence: int, head_dim: int, names: tuple[str, ...]
 ) -> FlashPoint:
-    large = device == "cpu" and sweep == "lengths" and matrix_bytes(1, sequence, 4) >= LARGE_BYTES
     return FlashPoint.of(
         config,
         sweep=sweep,
@@ -150,8 +141,6 @@ def _point(
         dtype=dtype,
         device=device,
         implementations=names,
-        warmup=min(1, config.warmup) if large else config.warmup,
-        repeats=config.repeats_large if large else config.repeats,
     )
 
 

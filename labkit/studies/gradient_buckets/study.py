@@ -10,7 +10,7 @@ from labkit.costs.memory import activation_bytes
 from labkit.costs.transformer import n_parameters
 from labkit.lab import capacity
 from labkit.lab.agreement import Known, step_times
-from labkit.lab.config import Count, Device, LabConfig, Repeats, Seed, TimeoutSeconds, Warmup, one_of
+from labkit.lab.config import Count, Device, TimedConfig, TimeoutSeconds, one_of
 from labkit.lab.rows import select
 from labkit.lab.study import Study
 from labkit.machine import Machine
@@ -28,7 +28,7 @@ WorkloadName = Annotated[str, one_of(lambda: SIZES)]
 Megabytes = Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]
 
 
-class BucketsConfig(LabConfig):
+class BucketsConfig(TimedConfig):
     """What a reader may set. Bucket sizes are in MiB."""
 
     workloads: Annotated[list[WorkloadName], Field(min_length=1)]
@@ -40,10 +40,7 @@ class BucketsConfig(LabConfig):
     """Sequences a rank."""
     sequences: Annotated[list[Count], Field(min_length=1)]
     """Tokens of a sequence."""
-    warmup: Warmup = 2
-    repeats: Repeats = 12
     device: Device = "auto"
-    seed: Seed = 0
     timeout_s: TimeoutSeconds = 600.0
 
 
@@ -68,6 +65,8 @@ class GradientBucketsStudy(Study):
             buckets_mb=[1.0, 10.0, 100.0],
             batches=[2],
             sequences=[16, 64],
+            warmup=1,
+            rounds_s=8.0,
         ),
         "standard": BucketsConfig(
             workloads=["mini"],
@@ -75,7 +74,6 @@ class GradientBucketsStudy(Study):
             buckets_mb=[1.0, 3.0, 10.0, 30.0, 100.0],
             batches=[2, 4],
             sequences=[32, 128],
-            repeats=15,
         ),
         "paper": BucketsConfig(
             workloads=["small", "xl"],
@@ -84,6 +82,8 @@ class GradientBucketsStudy(Study):
             sequences=[128, 256, 512],
             warmup=5,
             repeats=20,
+            ratio_within=0.0,
+            rounds_s=None,
             timeout_s=3600.0,
         ),
     }

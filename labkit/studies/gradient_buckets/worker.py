@@ -150,7 +150,7 @@ def _steps(point: BucketsPoint, device: str) -> Iterator[dict[str, Any]]:
             yield about | {"gate": failed[name]}
             continue
         yield about | {"phase": "step", "seconds": times[name][STEPS]}
-        if laps := trainer.waiting.seconds[-point.repeats :]:
+        if laps := trainer.waiting.seconds[-len(times[name][STEPS]) :]:
             yield about | {"phase": "waiting", "seconds": laps}
 
 

@@ -9,7 +9,7 @@ from pydantic import Field
 from labkit.costs.calibration import ALL_REDUCE
 from labkit.lab import capacity
 from labkit.lab.agreement import AllReduceTime, Known, ProductTime
-from labkit.lab.config import Count, Device, LabConfig, Repeats, Seed, TimeoutSeconds, Warmup, one_of
+from labkit.lab.config import Count, Device, TimedConfig, TimeoutSeconds, one_of
 from labkit.lab.rows import select
 from labkit.lab.study import Study
 from labkit.machine import Machine
@@ -34,7 +34,7 @@ _ALL_REDUCES = {
 OF_ITSELF, FEW_RANKS, REPEATS_OF_ITSELF = (512, 2**20), 2, 20
 
 
-class LimitsConfig(LabConfig):
+class LimitsConfig(TimedConfig):
     """What a reader may set."""
 
     matmul_sizes: Annotated[list[Annotated[int, Field(ge=8, le=2**15)]], Field(min_length=1)]
@@ -50,10 +50,7 @@ class LimitsConfig(LabConfig):
     """Whose operators are timed, for the roofline."""
     batch: Count = 4
     context_length: Count = 128
-    warmup: Warmup = 2
-    repeats: Repeats = 12
     device: Device = "auto"
-    seed: Seed = 0
     timeout_s: TimeoutSeconds = 300.0
 
 
@@ -79,6 +76,8 @@ class LimitsStudy(Study):
             matmul_sizes=[16, 32, 64, 128, 256, 512, 1024, 2048],
             copy_sizes_bytes=[64, *(KIB * 4**k for k in range(10))],
             exchange_sizes_bytes=[KIB, 16 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB],
+            warmup=1,
+            rounds_s=1.5,
         ),
         "standard": LimitsConfig(
             matmul_sizes=[16, 32, 64, 128, 256, 512, 1024, 2048, 4096],
@@ -86,7 +85,6 @@ class LimitsStudy(Study):
             copy_sizes_bytes=[64, *(KIB * 2**k for k in range(20))],
             exchange_sizes_bytes=[KIB * 4**k for k in range(9)],
             model="small",
-            repeats=30,
         ),
         "paper": LimitsConfig(
             matmul_sizes=[16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192],
@@ -95,7 +93,8 @@ class LimitsStudy(Study):
             exchange_sizes_bytes=[KIB * 4**k for k in range(10)],
             model="large",
             context_length=512,
-            repeats=30,
+            ratio_within=0.0,
+            rounds_s=300.0,
             timeout_s=1200.0,
         ),
     }
@@ -125,10 +124,11 @@ class LimitsStudy(Study):
                     points.append(LimitPoint.of(config, sweep=sweep, **on_cpu | {"sizes": fit}))
             if ranks <= FEW_RANKS:
                 where = on_cpu if ranks > 1 else on_cpu | {"device": device}
-                of_itself = {"sizes": OF_ITSELF, "repeats": max(config.repeats, REPEATS_OF_ITSELF)}
-                points.append(LimitPoint.of(config, sweep="itself", **where | of_itself))
-                chains = {"sizes": (threaded[1],), "repeats": of_itself["repeats"]}
-                points.append(LimitPoint.of(config, sweep="autograd", **on_cpu | chains))
+                # as many rounds as were asked for: there is nothing to be found out early
+                all_rounds: dict[str, Any] = {"repeats": max(config.repeats, REPEATS_OF_ITSELF)}
+                all_rounds |= {"ratio_within": 0.0, "rounds_s": None}
+                points.append(LimitPoint.of(config, sweep="itself", sizes=OF_ITSELF, **where | all_rounds))
+                points.append(LimitPoint.of(config, sweep="autograd", sizes=(threaded[1],), **on_cpu | all_rounds))
             if ranks > 1 and config.exchange_sizes_bytes:
                 messages = tuple(config.exchange_sizes_bytes)
                 points.append(LimitPoint.of(config, sweep="exchange", sizes=messages, **on_cpu))

@@ -9,7 +9,7 @@ from pydantic import Field
 from labkit.costs.memory import PHASES, STATES_BYTES, saved_by_layer, state_bytes
 from labkit.lab import capacity
 from labkit.lab.agreement import Known, PeakMemory, step_times
-from labkit.lab.config import Device, LabConfig, Seed, TimeoutSeconds, one_of
+from labkit.lab.config import Device, TimedConfig, TimeoutSeconds, Warmup, one_of
 from labkit.lab.own_models import model_names, own_names, parameters_of, shape_of
 from labkit.lab.rows import select
 from labkit.lab.study import Study
@@ -27,7 +27,7 @@ Precision = Literal["float32", "bfloat16"]
 Phase = Annotated[str, one_of(lambda: PHASES)]
 
 
-class MemoryConfig(LabConfig):
+class MemoryConfig(TimedConfig):
     """What a reader may set. Contexts in tokens."""
 
     sizes: Annotated[list[Size], Field(min_length=1)]
@@ -51,10 +51,8 @@ class MemoryConfig(LabConfig):
     counted_checkpoint_context: Context
     batch: Annotated[int, Field(ge=1, le=4096)] = 4
     device: Device = "auto"
-    warmup: Annotated[int, Field(ge=0, le=1000)] = 1
-    repeats: Annotated[int, Field(ge=1, le=10_000)] = 15
-    """Of timed steps. Below six there is no interval, and so no verdict."""
-    seed: Seed = 0
+    warmup: Warmup = 1
+    """Of timed steps."""
     timeout_s: TimeoutSeconds = 300.0
 
 
@@ -92,6 +90,7 @@ class MemoryStudy(Study):
             checkpoint_context=128,
             counted_checkpoint_size="small",
             counted_checkpoint_context=512,
+            rounds_s=5.0,
         ),
         "standard": MemoryConfig(
             sizes=["nano", "mini", "small"],

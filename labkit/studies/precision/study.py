@@ -10,7 +10,7 @@ from labkit.costs.memory import peak_bytes, state_bytes
 from labkit.costs.transformer import n_parameters
 from labkit.lab import capacity
 from labkit.lab.agreement import Known, step_times
-from labkit.lab.config import Device, LabConfig, Repeats, Seed, TimeoutSeconds, Warmup, one_of
+from labkit.lab.config import Device, TimedConfig, TimeoutSeconds, one_of
 from labkit.lab.rows import select
 from labkit.lab.study import Study
 from labkit.machine import Machine
@@ -19,8 +19,6 @@ from labkit.studies.precision.findings import QUESTIONS
 from labkit.studies.precision.tables import PREDICTED
 from labkit.studies.precision.worker import FULL, PrecisionPoint, measure_point
 
-# From this size on a round takes seconds on two cores, and fewer repeats must do.
-LARGE_PARAMETERS = 50e6
 HEADROOM = 1.1  # over the formulas, which leave out what comes while something else goes
 
 Size = Annotated[str, one_of(lambda: SIZES)]
@@ -28,7 +26,7 @@ Low = Literal["bfloat16", "float16"]
 Pair = Annotated[list[Annotated[float, Field(allow_inf_nan=False)]], Field(min_length=2, max_length=2)]
 
 
-class PrecisionConfig(LabConfig):
+class PrecisionConfig(TimedConfig):
     """What a reader may set."""
 
     device: Device = "auto"
@@ -49,11 +47,6 @@ class PrecisionConfig(LabConfig):
         [1000.0, 1.0],
     ]
     """[offset, scale] of the inputs of the layer norm."""
-    warmup: Warmup = 2
-    repeats: Repeats = 20
-    repeats_large: Repeats = 6
-    """Repeats of models from 50 million parameters on. Below six there is no interval, and so no verdict."""
-    seed: Seed = 0
     timeout_s: TimeoutSeconds = 300.0
 
 
@@ -66,9 +59,11 @@ class PrecisionStudy(Study):
     questions = QUESTIONS
     profiles = {
         "smoke": PrecisionConfig(models=["nano"], context_length=32, warmup=1, repeats=6),
-        "quick": PrecisionConfig(models=["nano", "mini", "small"], context_length=64),
-        "standard": PrecisionConfig(models=["nano", "mini", "small", "medium", "large"], repeats_large=8),
-        "paper": PrecisionConfig(models=["small", "medium", "large", "xl", "2.7B"], warmup=5, repeats_large=10),
+        "quick": PrecisionConfig(models=["nano", "mini", "small"], context_length=64, warmup=1, rounds_s=6.0),
+        "standard": PrecisionConfig(models=["nano", "mini", "small", "medium", "large"]),
+        "paper": PrecisionConfig(
+            models=["small", "medium", "large", "xl", "2.7B"], warmup=5, repeats=20, ratio_within=0.0, rounds_s=200.0
+        ),
     }
     worker = staticmethod(measure_point)
     predicted = PREDICTED
@@ -110,10 +105,6 @@ def _number_points(config: PrecisionConfig, device: str) -> list[PrecisionPoint]
 def _timed_point(config: PrecisionConfig, device: str, model: str) -> PrecisionPoint:
     """The times of a model."""
     fields: dict[str, Any] = {"term": PrecisionPoint.term, "additions": PrecisionPoint.additions}
-    if n_parameters(shape_named(model)) >= LARGE_PARAMETERS:
-        fields["repeats"] = config.repeats_large
-        if device == "cpu":
-            fields["warmup"] = min(1, config.warmup)
     fields["precisions"] = (FULL, *dict.fromkeys(config.precisions))
     return PrecisionPoint.of(config, part="speed", device=device, model=model, **fields)
 

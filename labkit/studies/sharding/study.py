@@ -8,7 +8,7 @@ from pydantic import Field
 
 from labkit.costs.transformer import SIZES
 from labkit.lab import capacity
-from labkit.lab.config import Count, Device, LabConfig, Repeats, Seed, TimeoutSeconds, Warmup, one_of
+from labkit.lab.config import Count, Device, TimedConfig, TimeoutSeconds, Warmup, one_of
 from labkit.lab.own_models import model_names, parameters_of
 from labkit.lab.study import Study
 from labkit.machine import Machine
@@ -30,7 +30,7 @@ TransportName = Annotated[str, one_of(lambda: TRANSPORTS)]
 WorldSizes = Annotated[list[Annotated[int, Field(ge=2, le=1024)]], Field(min_length=1)]
 
 
-class ShardingConfig(LabConfig):
+class ShardingConfig(TimedConfig):
     """What a reader may set."""
 
     sizes: Annotated[list[Size], Field(min_length=1)]
@@ -50,10 +50,7 @@ class ShardingConfig(LabConfig):
     context_length: Count = 32
     memory_batch: Count = 2
     warmup: Warmup = 0
-    repeats: Repeats = 6
-    swept_repeats: Repeats = 10
     device: Device = "auto"
-    seed: Seed = 0
     timeout_s: TimeoutSeconds = 600.0
 
 
@@ -75,9 +72,10 @@ class ShardingStudy(Study):
             memory_batch=1,
             context_length=8,
             repeats=3,
-            swept_repeats=3,
         ),
-        "quick": ShardingConfig(sizes=["mini"], swept_sizes=["nano"], swept_batches=[1, 4], memory_sizes=["mini"]),
+        "quick": ShardingConfig(
+            sizes=["mini"], swept_sizes=["nano"], swept_batches=[1, 4], memory_sizes=["mini"], rounds_s=2.0
+        ),
         "standard": ShardingConfig(
             sizes=["mini"],
             swept_sizes=["nano", "mini"],
@@ -99,6 +97,8 @@ class ShardingStudy(Study):
             memory_batch=2,
             warmup=5,
             repeats=10,
+            ratio_within=0.0,
+            rounds_s=None,
             timeout_s=3600.0,
         ),
     }
@@ -142,7 +142,6 @@ def _points_of_world(config: ShardingConfig, world_size: int, machine: Machine) 
             yield ShardingPoint.of(config, size=size, **compared, **here)
         for size, (batch, optimizer) in product(config.swept_sizes, _swept(config)):
             of = {"size": size, "batch": batch, "optimizer": optimizer, "ways": pair}
-            of["repeats"] = config.swept_repeats
             if size not in config.sizes or (batch, optimizer) != (config.batch, ShardingPoint.optimizer):
                 yield ShardingPoint.of(config, **compared | of, **here)
     for size in config.memory_sizes if world_size in config.memory_world_sizes else []:

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from labkit.lab import capacity
-from labkit.lab.config import Count, Device, LabConfig, Repeats, Seed, TimeoutSeconds, Warmup, one_of
+from labkit.lab.config import Count, Device, TimedConfig, TimeoutSeconds, one_of
 from labkit.lab.study import Study
 from labkit.machine import Machine
 from labkit.parallel.ranks.joined import ranks_here
@@ -20,7 +20,7 @@ RANK_BYTES = 200 * 2**20  # a rank's own resident memory, torch included
 COPIES = 30
 
 
-class SyncBatchNormConfig(LabConfig):
+class SyncBatchNormConfig(TimedConfig):
     """What a reader may set."""
 
     world_sizes: Annotated[list[Annotated[int, Field(ge=2, le=1024)]], Field(min_length=1)] = [2, 4]
@@ -30,10 +30,7 @@ class SyncBatchNormConfig(LabConfig):
     alternatives: list[Annotated[str, one_of(lambda: (*LAYERS, *BARE))]] = list(ALTERNATIVES)
     calls: Annotated[int, Field(ge=1, le=10_000)] = 5
     """Of which one sample is the mean."""
-    warmup: Warmup = 2
-    repeats: Repeats = 20
     device: Device = "auto"
-    seed: Seed = 0
     timeout_s: TimeoutSeconds = 300.0
 
 
@@ -53,12 +50,14 @@ class SyncBatchNormStudy(Study):
             warmup=1,
             repeats=6,
         ),
-        "quick": SyncBatchNormConfig(calls=2, repeats=20),
+        "quick": SyncBatchNormConfig(calls=2, repeats=60, warmup=1, rounds_s=0.5),
         "standard": SyncBatchNormConfig(repeats=200),
         "paper": SyncBatchNormConfig(
             calls=10,
             warmup=10,
             repeats=1000,
+            ratio_within=0.0,
+            rounds_s=None,
             timeout_s=3600.0,
         ),
     }

@@ -21,7 +21,7 @@ from labkit.lab.advise.machine import (
     recommendations,
 )
 from labkit.lab.agreement import Known, step_times
-from labkit.lab.config import Count, Device, LabConfig, Repeats, Seed, TimeoutSeconds, Warmup
+from labkit.lab.config import Count, Device, TimedConfig, TimeoutSeconds
 from labkit.lab.rows import select
 from labkit.lab.study import Study
 from labkit.machine import Machine
@@ -36,7 +36,7 @@ Model = Literal["nano", "mini", "small", "medium", "large"]
 Choice = Literal["as recommended"]
 
 
-class ThisMachineConfig(LabConfig):
+class ThisMachineConfig(TimedConfig):
     """What a reader may set. "as recommended": by the newest runs of the other labs on this machine."""
 
     models: Annotated[list[Model], Field(min_length=1)]
@@ -50,10 +50,7 @@ class ThisMachineConfig(LabConfig):
     bucket_mb: Choice | Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)] | None = "as recommended"
     batch: Count = 2
     context_length: Count = 128
-    warmup: Warmup = 2
-    repeats: Repeats = 10
     device: Device = "auto"
-    seed: Seed = 0
     timeout_s: TimeoutSeconds = 900.0
 
 
@@ -68,10 +65,17 @@ class ThisMachineStudy(Study):
         "smoke": ThisMachineConfig(
             models=["nano"], precision="bfloat16", compiled=False, batch=1, context_length=32, warmup=1, repeats=6
         ),
-        "quick": ThisMachineConfig(models=["mini"], context_length=64, warmup=1, repeats=8),
+        "quick": ThisMachineConfig(models=["mini"], context_length=64, warmup=1, rounds_s=6.0),
         "standard": ThisMachineConfig(models=["mini", "small", "medium"], world_sizes=[1, 2]),
         "paper": ThisMachineConfig(
-            models=["small", "medium", "large"], world_sizes=[1, 2], batch=8, context_length=512, warmup=5, repeats=20
+            models=["small", "medium", "large"],
+            world_sizes=[1, 2],
+            batch=8,
+            context_length=512,
+            warmup=5,
+            repeats=20,
+            ratio_within=0.0,
+            rounds_s=None,
         ),
     }
     worker = staticmethod(measure_point)
