@@ -73,9 +73,18 @@ from labkit.parallel.phases import (
     survivors,
     swap,
 )
-from labkit.parallel.reduction import InPlace, Reduction, check_into, check_shards, cut, even_sizes
+from labkit.parallel.reduction import (
+    SCHEDULES,
+    InPlace,
+    Reduction,
+    all_reduce_by,
+    check_into,
+    check_shards,
+    cut,
+    even_sizes,
+)
 from labkit.parallel.traffic import watched
-from labkit.parallel.transport.choice import AUTO, find_transport, group_transports, member_group
+from labkit.parallel.transport.choice import AUTO, group_transports, member_group
 from labkit.parallel.transport.contract import Transport
 from labkit.parallel.uncompiled import uncompiled
 
@@ -85,33 +94,28 @@ class Algorithm:
     """An all-reduce: the function, and what it should cost for (world size, bytes), if that is known."""
 
     run: Callable[..., None]
-    """(tensor, group=None, op="mean", *, transport="auto"): in place."""
+    """A `reduction.AllReduce`."""
     cost: CostOf | None = None
 
     def __call__(self, tensor: torch.Tensor, *arguments: Any, **options: Any) -> None:
         self.run(tensor, *arguments, **options)
 
 
-@uncompiled
-def ring_all_reduce(
-    tensor: torch.Tensor, group: dist.ProcessGroup | None = None, op: str = "mean", *, transport: str | Transport = AUTO
-) -> None:
+@all_reduce_by("ring")
+def ring_all_reduce(vector: torch.Tensor, via: Transport, divisor: int) -> None:
     """Ranks stand in a ring; each sends to its right neighbor only. Best for long tensors (Patarasuk & Yuan 2009).
 
     The vector is cut into p shards, which go around twice: `ring_reduce_scatter`, `ring_all_gather`.
 
     2 (p-1) messages in a row, 2 n (p-1)/p bytes sent a rank, time 2 (p-1) a + 2 n (p-1)/p b.
     """
-    with Reduction(tensor, group, op, transport) as (vector, via, divisor):
-        sizes = even_sizes(len(vector), via.world_size)
-        ring_reduce_scatter(vector, sizes, via, divisor)
-        ring_all_gather(vector, sizes, via)
+    sizes = even_sizes(len(vector), via.world_size)
+    ring_reduce_scatter(vector, sizes, via, divisor)
+    ring_all_gather(vector, sizes, via)
 
 
-@uncompiled
-def butterfly_all_reduce(
-    tensor: torch.Tensor, group: dist.ProcessGroup | None = None, op: str = "mean", *, transport: str | Transport = AUTO
-) -> None:
+@all_reduce_by("butterfly")
+def butterfly_all_reduce(vector: torch.Tensor, via: Transport, divisor: int) -> None:
     """Direct exchange, published as "butterfly": rank i averages shard i and sends it to all. Best in the middle.
 
     Not what textbooks call butterfly: that is `recursive_doubling_all_reduce`. The vector is cut into p shards.
@@ -127,24 +131,21 @@ def butterfly_all_reduce(
 
     2 messages in a row (p-1 at a time), 2 n (p-1)/p bytes sent a rank, time 2 a' + 2 n (p-1)/p b.
     """
-    with Reduction(tensor, group, op, transport) as (vector, via, divisor):
-        p = via.world_size
-        pieces = cut(vector.tensor_split(p), via)
-        number = len(pieces[0])
-        if number == 1:
-            via.run(exchange_to_add(pieces, 0, via, divisor), depth=p)
-            via.run(exchange_to_store(pieces, 0, via), depth=p)
-            return
-        steps = exchange_to_add(pieces, 0, via, divisor)
-        for i in range(1, number):
-            steps += exchange_to_add(pieces, i, via, divisor) + exchange_to_store(pieces, i - 1, via)
-        via.run(steps + exchange_to_store(pieces, number - 1, via), depth=p)
+    p = via.world_size
+    pieces = cut(vector.tensor_split(p), via)
+    number = len(pieces[0])
+    if number == 1:
+        via.run(exchange_to_add(pieces, 0, via, divisor), depth=p)
+        via.run(exchange_to_store(pieces, 0, via), depth=p)
+        return
+    steps = exchange_to_add(pieces, 0, via, divisor)
+    for i in range(1, number):
+        steps += exchange_to_add(pieces, i, via, divisor) + exchange_to_store(pieces, i - 1, via)
+    via.run(steps + exchange_to_store(pieces, number - 1, via), depth=p)
 
 
-@uncompiled
-def one_shot_all_reduce(
-    tensor: torch.Tensor, group: dist.ProcessGroup | None = None, op: str = "mean", *, transport: str | Transport = AUTO
-) -> None:
+@all_reduce_by("one_shot")
+def one_shot_all_reduce(vector: torch.Tensor, via: Transport, divisor: int) -> None:
     """Every rank shows all others its whole vector, and adds up all of them itself. Few waits, many bytes.
 
     Everybody adds in the order of ranks, so that sums are the same to the bit. What is longer than a transport can
@@ -153,14 +154,11 @@ def one_shot_all_reduce(
     1 message in a row (p-1 at a time), n (p-1) bytes sent a rank, time a' + n (p-1) b. Through shared memory a rank
     writes n bytes only, and waits once, however many ranks there are.
     """
-    with Reduction(tensor, group, op, transport) as (vector, via, divisor):
-        add_shown(vector, 0, len(vector), via, divisor)
+    add_shown(vector, 0, len(vector), via, divisor)
 
 
-@uncompiled
-def recursive_doubling_all_reduce(
-    tensor: torch.Tensor, group: dist.ProcessGroup | None = None, op: str = "mean", *, transport: str | Transport = AUTO
-) -> None:
+@all_reduce_by("recursive_doubling")
+def recursive_doubling_all_reduce(vector: torch.Tensor, via: Transport, divisor: int) -> None:
     """The textbook butterfly: whole vectors between partners 1, 2, 4, ... apart. Best for short tensors by messages.
 
     Fold in: of the first 2 (p-q) ranks, q the largest power of two, every second hands its vector to the one before it,
@@ -174,22 +172,19 @@ def recursive_doubling_all_reduce(
     log2 p messages in a row, n log2 p bytes sent a rank, time log2 p (a + n b) (Thakur et al. 2005, section 4.2);
     folding adds 2 messages of n bytes in a row.
     """
-    with Reduction(tensor, group, op, transport) as (vector, via, divisor):
-        ranks = survivors(via.world_size)
-        fold_in(vector, via)
-        if via.rank in ranks:
-            k, distance = ranks.index(via.rank), 1
-            while distance < len(ranks):
-                is_last = 2 * distance == len(ranks)
-                swap(via, ranks[k ^ distance], vector, vector, add=True, divisor=divisor if is_last else 1)
-                distance *= 2
-        fold_out(vector, via)
+    ranks = survivors(via.world_size)
+    fold_in(vector, via)
+    if via.rank in ranks:
+        k, distance = ranks.index(via.rank), 1
+        while distance < len(ranks):
+            is_last = 2 * distance == len(ranks)
+            swap(via, ranks[k ^ distance], vector, vector, add=True, divisor=divisor if is_last else 1)
+            distance *= 2
+    fold_out(vector, via)
 
 
-@uncompiled
-def halving_doubling_all_reduce(
-    tensor: torch.Tensor, group: dist.ProcessGroup | None = None, op: str = "mean", *, transport: str | Transport = AUTO
-) -> None:
+@all_reduce_by("halving_doubling")
+def halving_doubling_all_reduce(vector: torch.Tensor, via: Transport, divisor: int) -> None:
     """Rabenseifner's algorithm: the few messages of doubling and the few bytes of the ring.
 
     Fold in: of the first 2 (p-q) ranks, q the largest power of two, every second hands its vector to the one before it,
@@ -206,13 +201,12 @@ def halving_doubling_all_reduce(
     2 log2 p messages in a row, 2 n (p-1)/p bytes sent a rank, time 2 log2 p a + 2 n (p-1)/p b (Thakur et al. 2005,
     section 4.2); folding adds 2 messages of n bytes in a row.
     """
-    with Reduction(tensor, group, op, transport) as (vector, via, divisor):
-        q = len(survivors(via.world_size))
-        bounds = [0, *accumulate(even_sizes(len(vector), q))]
-        fold_in(vector, via)
-        halve(vector, bounds, via, divisor)
-        double(vector, bounds, via)
-        fold_out(vector, via)
+    q = len(survivors(via.world_size))
+    bounds = [0, *accumulate(even_sizes(len(vector), q))]
+    fold_in(vector, via)
+    halve(vector, bounds, via, divisor)
+    double(vector, bounds, via)
+    fold_out(vector, via)
 
 
 ALGORITHMS: dict[str, Algorithm] = {
@@ -235,9 +229,9 @@ def all_reduce(
         ValueError: an `op` other than "mean" and "sum", a tensor that is not of a float type or whose elements
             share memory, or a group this rank is not in.
     """
-    via = find_transport(group, tensor.device, transport)
-    algorithm = choose_algorithm(tensor.numel() * tensor.itemsize, via.world_size, via.name)
-    ALGORITHMS[algorithm](tensor, group, op, transport=watched(via, "all_reduce", algorithm, tensor))
+    with Reduction(tensor, group, op, transport) as (vector, via, divisor):
+        algorithm = choose_algorithm(vector.nbytes, via.world_size, via.name)
+        SCHEDULES[algorithm](vector, watched(via, "all_reduce", algorithm, vector), divisor)
 
 
 @uncompiled

@@ -136,18 +136,7 @@ def add_shown(vector: torch.Tensor, start: int, stop: int, via: Transport, divis
     step = via.shown_bytes // vector.itemsize
     for at in range(0, len(vector), step):
         part = vector[at : at + step] if len(vector) > step else vector
-        shown = via.show(part)
-        low, high = max(at, start), min(at + len(part), stop)
-        if low >= high:
-            continue
-        if high - low < len(part):
-            part, shown = vector[low:high], [of_rank[low - at : high - at] for of_rank in shown]
-        first, second, *others = shown
-        torch.add(first, second, out=part)
-        for other in others:
-            part.add_(other)
-        if divisor > 1:
-            part.div_(divisor)
+        via.add_shown(part, max(0, start - at), min(len(part), stop - at), divisor)
 
 
 def one_shot_all_gather(vector: torch.Tensor, sizes: Sizes, via: Transport) -> None:

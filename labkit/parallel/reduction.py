@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Container, Sequence
+from functools import wraps
+from inspect import signature
+from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
 
 from labkit.parallel.transport.choice import AUTO, find_transport, member_group
 from labkit.parallel.transport.contract import Transport
+from labkit.parallel.uncompiled import uncompiled
 
 FLOAT_TYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 OPS = ("mean", "sum")
@@ -67,6 +70,47 @@ class Reduction(InPlace):
 
     def __enter__(self) -> tuple[torch.Tensor, Transport, int]:
         return self.vector, self.transport, self.divisor
+
+
+class AllReduce(Protocol):
+    """An all-reduce, in place."""
+
+    def __call__(
+        self,
+        tensor: torch.Tensor,
+        group: dist.ProcessGroup | None = None,
+        op: str = "mean",
+        *,
+        transport: str | Transport = AUTO,
+    ) -> None: ...
+
+
+Schedule = Callable[[torch.Tensor, Transport, int], None]
+"""What an algorithm does with a vector, (n,), a transport, and what to divide the sum by: no checks."""
+
+SCHEDULES: dict[str, Schedule] = {}
+
+
+def all_reduce_by(name: str) -> Callable[[Schedule], AllReduce]:
+    """Makes an `AllReduce` of a schedule, which is kept under that name."""
+
+    def make(schedule: Schedule) -> AllReduce:
+        def run(
+            tensor: torch.Tensor,
+            group: dist.ProcessGroup | None = None,
+            op: str = "mean",
+            *,
+            transport: str | Transport = AUTO,
+        ) -> None:
+            with Reduction(tensor, group, op, transport) as (vector, via, divisor):
+                schedule(vector, via, divisor)
+
+        SCHEDULES[name] = schedule
+        made = wraps(schedule)(uncompiled(run))
+        made.__signature__ = signature(run)  # type: ignore[attr-defined]
+        return made
+
+    return make
 
 
 def _refuse(tensor: torch.Tensor, op: str) -> NoReturn:

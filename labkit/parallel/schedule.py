@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from labkit.parallel.phases import survivors
-from labkit.parallel.transport.contract import Step
+from labkit.parallel.transport.contract import Step, add_up
 
 MOST_RANKS = 32  # whose powers of two float64 adds exactly, and a picture shows
 LONGEST_WAIT_S = 10.0  # for a message that may never come: the function may have raised on another rank
@@ -104,6 +104,9 @@ class _RecordingTransport:
         shown = {rank: self._receive(self.now, rank, part) for rank in others}
         self.now = max([self.now, *(came for came, _ in shown.values())])
         return [part.clone() if rank == self.rank else shown[rank][1] for rank in range(self.world_size)]
+
+    def add_shown(self, part: torch.Tensor, start: int, stop: int, divisor: int) -> None:
+        add_up(self.show(part), part, start, stop, divisor)
 
     def held_after(self, number: int) -> list[int]:
         """Whose contributions each element holds after a round. Called once the all-reduce has returned."""

@@ -53,7 +53,6 @@ MISTAKES = [
             "steps.append(Step(pieces[target][i], target,",
             "steps.append(Step(pieces[source][i], target,",
         ),
-        one_shot_leaves_out_a_rank=("for other in others:", "for other in others[1:]:"),
         a_folded_rank_is_not_added=("inward=True, add=True)", "inward=True, add=False)"),
         the_wrong_half_is_kept=("kept = k & -distance  #", "kept = ~k & -distance  #"),
     ),
@@ -131,13 +130,18 @@ MISTAKES = [
         ranks_weigh_alike=("mean = (count * means).sum(0) / total", "mean = means.mean(0)"),
     ),
     *mistakes(
+        "parallel/transport/contract.py",
+        EXACT,
+        one_shot_leaves_out_a_rank=("for other in others:", "for other in others[1:]:"),
+    ),
+    *mistakes(
         "parallel/transport/process_group.py",
         EXACT,
         a_slot_is_written_before_it_was_added=("if number >= depth:", "if number > depth:"),
         the_last_messages_are_not_waited_for=("for started in in_flight:", "for started in list(in_flight)[:-1]:"),
     ),
     *mistakes(
-        "parallel/transport/shared.py",
+        "parallel/transport/messages.py",
         SHARED_MEMORY,
         notes_are_written_before_they_were_read=(
             "oldest = self._sent[target] - NOTES  #",
@@ -158,8 +162,34 @@ MISTAKES = [
     *mistakes(
         "parallel/transport/boards.py",
         BOARDS,
-        one_board_serves_all_shows=("side = number & 1", "side = number & 0"),
+        one_board_serves_all_shows=("dtype = number & 1,", "dtype = number & 0,"),
         the_last_rank_is_not_awaited=("if arrived == self._world_size:", "if arrived >= self._world_size - 1:"),
+    ),
+    *mistakes(
+        "parallel/core/core.cpp",
+        SWAPS,
+        one_compiled_slot_serves_all_swaps=("turns[other] = 1 - turn;", "turns[other] = turn;"),
+    ),
+    *mistakes(
+        "parallel/core/core.cpp",
+        SHARED_MEMORY,
+        compiled_notes_are_written_before_they_were_read=(
+            "sent[move.target] - notes}",
+            "sent[move.target] - 2 * notes}",
+        ),
+    ),
+    *mistakes(
+        "parallel/core/core.cpp",
+        BOARDS,
+        one_compiled_board_serves_all_shows=(
+            "(number & 1) * (LINE + most_shown)",
+            "(number & 0) * (LINE + most_shown)",
+        ),
+    ),
+    *mistakes(
+        "parallel/core/core.cpp",
+        EXACT,
+        a_compiled_mean_of_boards_is_a_sum=("other == p - 1 ? divisor : 1", "1"),
     ),
     *mistakes(
         "parallel/data_parallel/averaging.py",

@@ -16,7 +16,8 @@ def test_a_mistake_replaces_one_piece_of_a_file_and_leaves_python(mistake):
     text = (ROOT / "labkit" / mistake.file).read_text()
     assert text.count(mistake.old) == 1
     assert mistake.new != mistake.old
-    ast.parse(text.replace(mistake.old, mistake.new))
+    if mistake.file.endswith(".py"):
+        ast.parse(text.replace(mistake.old, mistake.new))
     assert all((ROOT / test).exists() for test in mistake.tests if test.startswith("tests/"))
 
 

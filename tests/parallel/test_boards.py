@@ -13,12 +13,14 @@ import torch
 import torch.distributed as dist
 
 from labkit.parallel.collectives import all_reduce
+from labkit.parallel.core.build import VARIABLE
 from labkit.parallel.launch import run_ranks
 from labkit.parallel.transport import POINT_TO_POINT, SHARED, find_transport
 from labkit.parallel.transport.boards import KEPT_LENGTHS, MOST_BYTES
 from labkit.parallel.transport.contract import Step
 from labkit.parallel.transport.semaphores import Semaphores
 from tests.cases import thinned
+from tests.parallel.versions import COMPILED, MIXED, PYTHON, VERSIONS, shared_transport
 
 pytestmark = [
     pytest.mark.usefixtures("workers_travel_by_value"),
@@ -28,22 +30,24 @@ pytestmark = [
 CPU = torch.device("cpu")
 # The whole number of rounds for every number of ranks is `make stress`.
 STRESS_ROUNDS = int(os.environ.get("LABKIT_STRESS_ROUNDS", "0"))
-# Numbers of ranks and rounds: of `make test`, and of `make test-all`.
-QUICK = [(2, 400), (4, 100)]
-ROUNDS = [(2, 4_000), (3, 2_000), (4, 1_000), (5, 800), (8, 400)]
+# Versions, numbers of ranks and rounds: of `make test`, and of `make test-all`.
+QUICK = [(COMPILED, 2, 400), (PYTHON, 2, 400), (COMPILED, 4, 100), (MIXED, 4, 100)]
+ROUNDS = [(version, *case) for version in VERSIONS for case in ((2, 4_000), (3, 2_000), (4, 1_000), (5, 800), (8, 400))]
 
 
-@pytest.mark.parametrize(("world_size", "rounds"), thinned([*QUICK, *ROUNDS], lambda *case: case in QUICK))
+@pytest.mark.parametrize(("version", "world_size", "rounds"), thinned([*QUICK, *ROUNDS], lambda *case: case in QUICK))
 def test_boards_among_messages_are_neither_overwritten_nor_read_before_they_are_written(
-    world_size: int, rounds: int
+    version: str, world_size: int, rounds: int
 ) -> None:
-    wrong = run_ranks(_show_in_turns, STRESS_ROUNDS or rounds, world_size=world_size, threads=1, timeout_s=3000)
+    wrong = run_ranks(
+        _show_in_turns, version, STRESS_ROUNDS or rounds, world_size=world_size, threads=1, timeout_s=3000
+    )
     assert [text for of_rank in wrong for text in of_rank] == []
 
 
-def _show_in_turns(rounds: int) -> list[str]:
+def _show_in_turns(version: str, rounds: int) -> list[str]:
     """Everything shown differs from all before it in every element; now and then a message goes between."""
-    transport = find_transport(None, CPU, SHARED)
+    transport = shared_transport(version)
     rank, p = transport.rank, transport.world_size
     lengths = (1, 7, 64, 500, 3000)
     wrong: list[str] = []
@@ -153,6 +157,8 @@ def test_a_rank_that_dies_ends_the_wait_of_the_others(place: str, last: int) -> 
 
 def _die_at(place: str, last: int) -> str:
     """A process that has ended stands in for rank 2, which must live for the launcher's sake."""
+    if dist.get_rank() == 2:
+        os.environ[VARIABLE] = PYTHON  # which can be stopped in the middle
     transport: Any = find_transport(None, CPU, SHARED)
     boards, x = transport._boards, torch.ones(3)
     while dist.get_rank() == last and boards._arrived[0] < 2:
@@ -197,6 +203,8 @@ def test_a_rank_that_does_not_come_ends_the_wait_at_the_time_out(place: str, awa
 
 
 def _wait_in_vain(place: str) -> str:
+    if dist.get_rank() == 2:
+        os.environ[VARIABLE] = PYTHON
     transport: Any = find_transport(None, CPU, SHARED)
     transport._peers._timeout_s = 1.0  # it is to pass: and no sooner than the ranks have met on a loaded machine
     said = ""

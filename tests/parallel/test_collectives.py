@@ -29,6 +29,7 @@ from labkit.parallel.launch import run_ranks
 from labkit.parallel.transport import POINT_TO_POINT, SHARED, TRANSPORTS, choice, find_transport
 from labkit.parallel.transport.process_group import BatchTransport, StreamTransport
 from tests.cases import thinned
+from tests.parallel.versions import DEFAULT, MIXED, PYTHON, shared_transport
 
 pytestmark = pytest.mark.usefixtures("workers_travel_by_value")
 
@@ -84,19 +85,23 @@ def differing_between_ranks(checksums: dict[str, int], group: dist.ProcessGroup 
 
 # The long vectors of many ranks take most of the time: on three ranks, which no algorithm treats alike, all are quick.
 @pytest.mark.parametrize(
-    ("world_size", "lengths"),
+    ("version", "world_size", "lengths"),
     [
-        *((p, LENGTHS) for p in (1, 2, 3)),
-        *((p, SHORT) for p in (4, 5, 8)),
-        *(pytest.param(p, LENGTHS[-1:], marks=pytest.mark.slow) for p in (4, 5, 8)),
+        *((DEFAULT, p, LENGTHS) for p in (1, 2, 3)),
+        *((DEFAULT, p, SHORT) for p in (4, 5, 8)),
+        (PYTHON, 3, SHORT),
+        (MIXED, 4, SHORT),
+        *(pytest.param(DEFAULT, p, LENGTHS[-1:], marks=pytest.mark.slow) for p in (4, 5, 8)),
+        *(pytest.param(version, p, LENGTHS, marks=pytest.mark.slow) for version in (PYTHON, MIXED) for p in (2, 3, 5)),
     ],
-    ids=lambda value: str(value) if isinstance(value, int) else f"to {value[-1]}",
+    ids=lambda value: f"to {value[-1]}" if isinstance(value, tuple) else str(value),
 )
-def test_sum_and_mean_of_whole_numbers_are_exact(world_size: int, lengths: tuple[int, ...]) -> None:
-    check_on_ranks(_check_exact, lengths, world_size=world_size)
+def test_sum_and_mean_of_whole_numbers_are_exact(version: str, world_size: int, lengths: tuple[int, ...]) -> None:
+    check_on_ranks(_check_exact, version, lengths, world_size=world_size)
 
 
-def _check_exact(lengths: tuple[int, ...]) -> list[str]:
+def _check_exact(version: str, lengths: tuple[int, ...]) -> list[str]:
+    shared_transport(version)
     wrong = []
     checksums: dict[str, int] = {}
     rank, p = dist.get_rank(), dist.get_world_size()

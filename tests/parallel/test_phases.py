@@ -19,7 +19,7 @@ from labkit.parallel.collectives import ALGORITHMS, all_gather, reduce_scatter
 from labkit.parallel.launch import run_ranks
 from labkit.parallel.phases import ALL_GATHERS, REDUCE_SCATTERS
 from labkit.parallel.transport import POINT_TO_POINT, SHARED, TRANSPORTS, find_transport
-from labkit.parallel.transport.contract import Step, Transport
+from labkit.parallel.transport.contract import Step, Transport, add_up
 from tests.cases import thinned
 
 pytestmark = pytest.mark.usefixtures("workers_travel_by_value")
@@ -162,6 +162,9 @@ class Lossy:
             torch.zeros_like(shown) if rank == self._lost != self.rank else shown
             for rank, shown in enumerate(self._via.show(part))
         ]
+
+    def add_shown(self, part: torch.Tensor, start: int, stop: int, divisor: int) -> None:
+        add_up(self.show(part), part, start, stop, divisor)
 
 
 def _check_lost_contributions() -> list[str]:

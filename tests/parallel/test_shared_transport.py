@@ -10,6 +10,7 @@ import resource
 import time
 import warnings
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +27,14 @@ from labkit.parallel.transport import (
     empty_for_all_reduce,
     find_transport,
     mapping,
-    shared,
     transport_in_use,
 )
 from labkit.parallel.transport.contract import Step
+from labkit.parallel.transport.messages import NOTES, OUTBOXES
 from labkit.parallel.transport.semaphores import Semaphores
 from tests import shared_memory
 from tests.cases import thinned
+from tests.parallel.versions import COMPILED, MIXED, PYTHON, VERSIONS, shared_transport
 
 pytestmark = [
     pytest.mark.usefixtures("workers_travel_by_value"),
@@ -40,6 +42,7 @@ pytestmark = [
 ]
 
 CPU = torch.device("cpu")
+UNTOUCHED = 171  # of an outbox that is full of it
 # The whole number of rounds for every number of ranks is `make stress`.
 STRESS_ROUNDS = int(os.environ.get("LABKIT_STRESS_ROUNDS", "0"))
 
@@ -51,19 +54,23 @@ def check_on_ranks(check: Callable[..., list[str]], *args: Any, world_size: int,
 
 # Order
 
-# Numbers of ranks and rounds: of `make test`, and of `make test-all`.
-QUICK = [(2, 2_000), (4, 200)]
-ROUNDS = [(2, 20_000), (3, 3_000), (4, 2_000), (6, 1_000), (8, 600)]
+# Versions, numbers of ranks and rounds: of `make test`, and of `make test-all`.
+QUICK = [(COMPILED, 2, 2_000), (PYTHON, 2, 2_000), (COMPILED, 4, 200), (MIXED, 4, 200)]
+ROUNDS = [
+    (version, *case) for version in VERSIONS for case in ((2, 20_000), (3, 3_000), (4, 2_000), (6, 1_000), (8, 600))
+]
 
 
-@pytest.mark.parametrize(("world_size", "rounds"), thinned([*QUICK, *ROUNDS], lambda *case: case in QUICK))
-def test_no_message_is_read_before_it_is_written_or_written_before_it_is_read(world_size: int, rounds: int) -> None:
-    check_on_ranks(_check_stress, STRESS_ROUNDS or rounds, world_size=world_size, threads=1, timeout_s=3000)
+@pytest.mark.parametrize(("version", "world_size", "rounds"), thinned([*QUICK, *ROUNDS], lambda *case: case in QUICK))
+def test_no_message_is_read_before_it_is_written_or_written_before_it_is_read(
+    version: str, world_size: int, rounds: int
+) -> None:
+    check_on_ranks(_check_stress, version, STRESS_ROUNDS or rounds, world_size=world_size, threads=1, timeout_s=3000)
 
 
-def _check_stress(rounds: int) -> list[str]:
+def _check_stress(version: str, rounds: int) -> list[str]:
     """Every message differs from all before it in every element, so that one torn or stale byte is seen."""
-    transport = find_transport(None, CPU, SHARED)
+    transport = shared_transport(version)
     rank, p = transport.rank, transport.world_size
     registered = empty_for_all_reduce((p + 1) * 6000, torch.int64)
     lengths = (1, 7, 64, 500, 3000)
@@ -79,7 +86,7 @@ def _check_stress(rounds: int) -> list[str]:
             found = [(parts[source], value + source) for _, _, source in everybody]
         elif round_ % 5 == 0:  # a stream one way, while its readers are behind: more than there are notes and slots
             sender = (round_ // 5) % p
-            stream = [torch.full((n,), value + number) for number in range(2 * shared.NOTES)]
+            stream = [torch.full((n,), value + number) for number in range(2 * NOTES)]
             if rank == sender:
                 targets = [target for target in range(p) if target != sender]
                 transport.run([Step(x, to, None, 0, False) for x in stream for to in targets], depth=len(targets))
@@ -109,16 +116,19 @@ def _by_notes(steps: list[Step]) -> list[Step]:
     return [step._replace(incoming=None, add=False), step._replace(outgoing=None)]
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_ranks_may_run_ahead_until_the_notes_are_full(world_size: int) -> None:
-    check_on_ranks(_check_run_ahead, world_size=world_size)
+@pytest.mark.parametrize(
+    ("version", "world_size"),
+    thinned(product(VERSIONS, [2, 4]), lambda version, world_size: (version == COMPILED) != (world_size == 2)),
+)
+def test_ranks_may_run_ahead_until_the_notes_are_full(version: str, world_size: int) -> None:
+    check_on_ranks(_check_run_ahead, version, world_size=world_size)
 
 
-def _check_run_ahead() -> list[str]:
+def _check_run_ahead(version: str) -> list[str]:
     """Rank 0 only sends, many more messages than there are notes and slots, to ranks that begin late."""
-    transport = find_transport(None, CPU, SHARED)
+    transport = shared_transport(version)
     wrong = []
-    for number in range(10 * shared.NOTES):
+    for number in range(10 * NOTES):
         x = torch.full((100,), float(number))
         if transport.rank == 0:
             steps = [Step(x, target, None, 0, False) for target in range(1, transport.world_size)]
@@ -131,7 +141,7 @@ def _check_run_ahead() -> list[str]:
         if not torch.equal(x, y):
             wrong.append(f"rank {transport.rank}: message {number} is {y[0]}")
     # By reference there are no slots to wait for: only the notes are counted.
-    number = 3 * shared.NOTES
+    number = 3 * NOTES
     parts = empty_for_all_reduce(number * 10_000, torch.float32).split(10_000)
     for index, part in enumerate(parts):
         part.fill_(index if transport.rank == 0 else -1)
@@ -149,38 +159,33 @@ def _check_run_ahead() -> list[str]:
 # Memory
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_memory_made_for_it_is_sent_without_a_copy_and_reduced_alike(world_size: int) -> None:
-    check_on_ranks(_check_allocated, world_size=world_size)
+@pytest.mark.parametrize(
+    ("version", "world_size"),
+    thinned(product(VERSIONS, [2, 3]), lambda version, world_size: (version == COMPILED) == (world_size == 3)),
+)
+def test_memory_made_for_it_is_sent_without_a_copy_and_reduced_alike(version: str, world_size: int) -> None:
+    check_on_ranks(_check_allocated, version, world_size=world_size)
 
 
-def _check_allocated() -> list[str]:
+def _check_allocated(version: str) -> list[str]:
     wrong = []
     p, rank = dist.get_world_size(), dist.get_rank()
-    transport: Any = find_transport(None, CPU, SHARED)
+    transport: Any = shared_transport(version)
+    outbox = transport._allocations[OUTBOXES].of_rank[rank]
     for length in (5, 10_000, 700_001):
         buffer = empty_for_all_reduce(length, torch.float32)
         for name, function in {**collectives.ALGORITHMS, "chooser": all_reduce}.items():
             for start in (0, length // 3):  # a part of it, too
                 buffer.copy_(torch.arange(float(length)) + rank)
                 part = buffer[start:]
-                used_slots = []
-                transport._free_slot, kept = _noting(transport._free_slot, used_slots), transport._free_slot
+                dist.barrier()  # others have read what was in it
+                outbox.fill_(UNTOUCHED)
                 function(part, op="sum", transport=SHARED)
-                transport._free_slot = kept
                 if not torch.equal(part, p * torch.arange(float(length))[start:] + p * (p - 1) / 2):
                     wrong.append(f"rank {rank}: {name} {length} from {start}")
-                if name in ("ring", "butterfly") and length > 500_000 and used_slots:
-                    wrong.append(f"rank {rank}: {name} {length}: copied {len(used_slots)} times")
+                if name in ("ring", "butterfly") and length > 500_000 and bool((outbox != UNTOUCHED).any()):
+                    wrong.append(f"rank {rank}: {name} {length}: copied")
     return wrong
-
-
-def _noting(function: Callable[..., Any], calls: list[Any]) -> Callable[..., Any]:
-    def noted(**options: Any) -> Any:
-        calls.append(options)
-        return function(**options)
-
-    return noted
 
 
 def test_allocations_are_used_again_once_no_rank_uses_them_and_given_back_otherwise() -> None:

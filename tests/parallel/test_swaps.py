@@ -15,6 +15,7 @@ from labkit.parallel.transport.contract import Step
 from labkit.parallel.transport.semaphores import Semaphores
 from labkit.parallel.transport.swaps import BUDGET_BYTES, KEPT_PLACES, MOST_BYTES, longest_swap
 from tests.cases import thinned
+from tests.parallel.versions import COMPILED, MIXED, PYTHON, VERSIONS, shared_transport
 
 pytestmark = [
     pytest.mark.usefixtures("workers_travel_by_value"),
@@ -24,20 +25,24 @@ pytestmark = [
 CPU = torch.device("cpu")
 # The whole number of rounds for every number of ranks is `make stress`.
 STRESS_ROUNDS = int(os.environ.get("LABKIT_STRESS_ROUNDS", "0"))
-# Numbers of ranks and rounds: of `make test`, and of `make test-all`.
-QUICK = [(2, 600), (4, 100)]
-ROUNDS = [(2, 6_000), (3, 2_000), (4, 1_000), (5, 500), (8, 200)]
+# Versions, numbers of ranks and rounds: of `make test`, and of `make test-all`.
+QUICK = [(COMPILED, 2, 600), (PYTHON, 2, 600), (COMPILED, 4, 100), (MIXED, 4, 100)]
+ROUNDS = [(version, *case) for version in VERSIONS for case in ((2, 6_000), (3, 2_000), (4, 1_000), (5, 500), (8, 200))]
 
 
-@pytest.mark.parametrize(("world_size", "rounds"), thinned([*QUICK, *ROUNDS], lambda *case: case in QUICK))
-def test_swaps_among_other_messages_are_neither_overwritten_nor_overtaken(world_size: int, rounds: int) -> None:
-    wrong = run_ranks(_swap_in_turns, STRESS_ROUNDS or rounds, world_size=world_size, threads=1, timeout_s=3000)
+@pytest.mark.parametrize(("version", "world_size", "rounds"), thinned([*QUICK, *ROUNDS], lambda *case: case in QUICK))
+def test_swaps_among_other_messages_are_neither_overwritten_nor_overtaken(
+    version: str, world_size: int, rounds: int
+) -> None:
+    wrong = run_ranks(
+        _swap_in_turns, version, STRESS_ROUNDS or rounds, world_size=world_size, threads=1, timeout_s=3000
+    )
     assert [text for of_rank in wrong for text in of_rank] == []
 
 
-def _swap_in_turns(rounds: int) -> list[str]:
+def _swap_in_turns(version: str, rounds: int) -> list[str]:
     """Every message differs from all before it in every element; now and then one takes the longer way."""
-    transport = find_transport(None, CPU, SHARED)
+    transport = shared_transport(version)
     rank, p = transport.rank, transport.world_size
     most = longest_swap(p) // 8  # elements
     lengths = (1, 7, 64, 500, 3000)

@@ -102,12 +102,13 @@ def _command_again(study: Study, header: RunHeader) -> str:
 
 
 def _ranks(run: Run) -> str:
-    """How the ranks ran, as they reported it: start method, scheduling policy, threads."""
+    """How the ranks ran, as they reported it: start method, scheduling policy, threads, and code for shared memory."""
     needed = {"world_size", "backend", "start_method", "scheduling", "threads"}  # known once ranks are ready
     facts = [fact for fact in run.facts().values() if needed <= fact.keys() and isinstance(fact["world_size"], int)]
     described = {
         f"{counted(fact['world_size'], 'rank')}: {fact['backend'] or 'no process group'}, {fact['start_method']}, "
         f"scheduling {fact['scheduling']}, {counted(fact['threads'], 'thread')} each"
+        f"{', shared memory ' + fact['shared_memory'] if 'shared_memory' in fact else ''}"
         for fact in facts
     }
     return "; ".join(sorted(described, key=lambda text: (int(text.split()[0]), text))) or "none"

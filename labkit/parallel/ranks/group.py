@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from labkit.machine.memory_limits import oom_kills
+from labkit.parallel.core import build
 from labkit.parallel.ranks import whose_turn
 from labkit.parallel.ranks.deadlines import START_TIMEOUT_S
 from labkit.parallel.ranks.failure import Message, death_of, exception_of
@@ -86,6 +87,8 @@ class RankGroup:
 
     def start(self) -> None:
         """Start the ranks and wait until their process group is made; StartError with the cause otherwise."""
+        if self._plan.backend == "gloo" and self._plan.world_size > 1:
+            self.facts["shared_memory"] = build.prepare()
         begun = time.monotonic()
         try:
             self._start_processes()

@@ -13,6 +13,7 @@ each of them:
     contract.py        what a transport and an algorithm promise each other
     process_group.py   the two over torch.distributed, point to point, on any machines
     shared.py          the one over shared memory
+    messages.py        its messages of any length, with a note for each
     swaps.py           its shortest way, for short messages that two ranks send each other
     boards.py          its shortest way from all to all, for what every rank shows the others
     signals.py         its semaphores by number

@@ -33,6 +33,7 @@ import numpy as np
 import torch
 
 from labkit.parallel.transport import signals
+from labkit.parallel.transport.contract import add_up
 from labkit.parallel.transport.errors import refuse_kind, refuse_length, report_ended, report_late
 from labkit.parallel.transport.peers import Peers
 from labkit.parallel.transport.semaphores import Semaphores
@@ -75,19 +76,15 @@ class Boards:
         self._number = 0
         self._parts: dict[tuple[int, int, torch.dtype], list[torch.Tensor]] = {}
 
-    def show(self, part: torch.Tensor) -> list[torch.Tensor]:
-        """Every rank's part, by rank; to be read until this rank shows the next.
+    def show(self, part: torch.Tensor, number: int, start: int = 0, stop: int = 0, divisor: int = 1) -> None:
+        """Show a part in the show of that number, and add up what all show from element `start` to `stop`.
 
         Parts are contiguous vectors of one length and type, of up to `MOST_BYTES`. RuntimeError if lengths differ or a
         rank has ended, TimeoutError if one does not come.
         """
-        n_bytes = part.nbytes
-        number = self._number + 1
-        side = number & 1
-        parts = self._parts.get((side, n_bytes, part.dtype)) or self._cut(side, n_bytes, part.dtype)
-        self._number = number
+        n_bytes, parts = part.nbytes, self.parts(number, part)
         parts[self._rank].copy_(part)
-        headers = self._headers[side]
+        headers = self._headers[number & 1]
         own = headers[self._rank]
         own[0], own[1] = number, n_bytes
         self._meet()
@@ -96,12 +93,26 @@ class Boards:
                 refuse_length(rank, length, self._rank, n_bytes)
             if shown != number:
                 refuse_kind(rank, self._rank)
-        return parts
+        add_up(parts, part, start, stop, divisor)
+
+    def next_number(self) -> int:
+        """The number of the show that begins now."""
+        self._number += 1
+        return self._number
+
+    def parts(self, number: int, part: torch.Tensor) -> list[torch.Tensor]:
+        """Where every rank's part is in the show of that number, by rank; to be read until this rank shows the next."""
+        side, n_bytes, dtype = number & 1, part.nbytes, part.dtype
+        return self._parts.get((side, n_bytes, dtype)) or self._cut(side, n_bytes, dtype)
+
+    def wait(self, owner: int, number: int) -> None:
+        """Take a semaphore of the rank `owner`, as long as there is hope."""
+        self._peers.wait_for_any(owner, number, self._look)
 
     def _meet(self) -> None:
         """Return when every rank has come here as often as this one."""
         if self._lock():
-            self._peers.wait_for_any(0, signals.lock(self._world_size), self._look)
+            self.wait(0, signals.lock(self._world_size))
         arrived = self._arrived[0] + 1
         if arrived == self._world_size:
             self._arrived[0], self._arrived[1], self._arrived[2] = 0, self._rank, self._number
@@ -115,7 +126,7 @@ class Boards:
         while self._gate():
             yields -= 1
             if yields < 0:
-                self._peers.wait_for_any(self._rank, signals.gate(self._world_size), self._look)
+                self.wait(self._rank, signals.gate(self._world_size))
                 return
             os.sched_yield()
 

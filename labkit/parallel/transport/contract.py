@@ -72,6 +72,9 @@ class Transport(Protocol):
         Parts are contiguous vectors of one length and type, of 1 to `shown_bytes`; ValueError for others.
         """
 
+    def add_shown(self, part: torch.Tensor, start: int, stop: int, divisor: int) -> None:
+        """Show it, and make its elements `start` to `stop` the sum of every rank's, in the order of ranks, divided."""
+
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A vector, (numel,), in the memory that it sends best. A collective, sizes alike."""
 
@@ -80,6 +83,20 @@ class Transport(Protocol):
 
     def release_scratch(self) -> None:
         """Give back what scratch memory can be made again by this rank alone."""
+
+
+def add_up(shown: Sequence[torch.Tensor], part: torch.Tensor, start: int, stop: int, divisor: int) -> None:
+    """`Transport.add_shown`, once every rank's part is shown."""
+    if start >= stop:
+        return
+    if stop - start < len(part):
+        part, shown = part[start:stop], [of_rank[start:stop] for of_rank in shown]
+    first, second, *others = shown
+    torch.add(first, second, out=part)
+    for other in others:
+        part.add_(other)
+    if divisor > 1:
+        part.div_(divisor)
 
 
 def check_shown(part: torch.Tensor, shown_bytes: int) -> None:

@@ -126,6 +126,10 @@ class Allocation:
         self.n_bytes = self._own.nbytes
         self.pointer = self.of_rank[own_rank].data_ptr()
 
+    def addresses(self) -> tuple[tuple[int, ...], int]:
+        """Where each rank's memory is, and its bytes."""
+        return tuple(memory.data_ptr() for memory in self.of_rank), self.n_bytes
+
     def lend(self) -> torch.Tensor:
         """This rank's memory, (n_bytes,) uint8."""
         # A tensor made from an array holds it as long as any tensor of that storage lives.

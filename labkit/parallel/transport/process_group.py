@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from labkit.parallel.transport.contract import POINT_TO_POINT, Step, check_shown, taken_in
+from labkit.parallel.transport.contract import POINT_TO_POINT, Step, add_up, check_shown, taken_in
 
 # Keeps our messages apart from the caller's own send/recv on the same group, which count from tag 0.
 TAG = 0x6C6B
@@ -84,6 +84,9 @@ class _GroupTransport:
         turns = [((r + s) % p, (r - s) % p) for s in range(1, p)]
         self.run([Step(part, target, parts[source], source, False) for target, source in turns], depth=p)
         return parts
+
+    def add_shown(self, part: torch.Tensor, start: int, stop: int, divisor: int) -> None:
+        add_up(self.show(part), part, start, stop, divisor)
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device=self.device)

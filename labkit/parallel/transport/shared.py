@@ -1,34 +1,12 @@
 """Messages between ranks of one host, through memory that all of them map.
 
-Each rank has a mailbox: one file, mapped by all (`mapping.py`). In it, for each other rank, two semaphores and a
-ring of notes; an outbox, which is memory for messages; and what `swaps.py` and `boards.py` need.
+Each rank has a mailbox: one file, mapped by all (`mapping.py`), with semaphores and what each of these needs:
 
-    send      copy the part into a free slot of the own outbox, write a note (where, how many bytes) for the target,
-              post its semaphore `filled`
-    receive   wait for `filled`, read the note, copy or add from the sender's memory straight into place,
-              post `taken`
+    messages.py   messages of any length, with a note for each
+    swaps.py      short messages that two ranks send each other at the same step: a shorter way
+    boards.py     what every rank shows to all
 
-Short messages that two ranks send each other at the same step go a shorter way: `swaps.py`. What every rank shows to
-all goes by `boards.py`.
-
-A slot is free again when every rank it was sent to has posted `taken`. A long part that lies in shared memory already
-(`allocate`: the buckets of a data-parallel wrapper) is not copied: the note points to it, and the step is complete
-when it has been taken. Either way an addition reads the other rank's memory directly.
-
-Why no rank reads what is half written. All that passes between two ranks this way is ordered by two semaphores, of
-which POSIX and the C library promise that what happened before a post is seen after the wait that took it
-(`semaphores.py`):
-
-* Note and message are written before `filled` is posted, and read after it has been taken.
-* They are written again only after `taken` has been taken, which the reader posts when it has read them.
-
-The counters of either side are its own and never shared. Nothing depends on the order in which a processor makes
-stores visible, nor on how many bytes it stores at once.
-
-Why nothing waits for ever. A rank blocks only for the step that is its oldest unfinished one: for that step's
-message, or for the slot or note its own message needs, which older messages hold until their readers, at older steps
-still, have taken them. So of all ranks the one whose oldest unfinished step is the oldest can always go on. Sends of
-later steps, up to `depth`, are tried, never waited for.
+The three are there twice: in Python, to be read, and compiled (`parallel/core`), which runs where it could be built.
 """
 
 from __future__ import annotations
@@ -37,40 +15,40 @@ import mmap
 import os
 import warnings
 import weakref
-from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
+from labkit.parallel.core import build
 from labkit.parallel.transport import boards, signals
 from labkit.parallel.transport.boards import Boards, board_bytes
-from labkit.parallel.transport.contract import SHARED, Step, check_shown, taken_in
-from labkit.parallel.transport.errors import refuse_length
+from labkit.parallel.transport.contract import SHARED, Step, check_shown
+from labkit.parallel.transport.errors import refuse_kind, refuse_length
 from labkit.parallel.transport.mapping import Allocation, SharedMemoryUnavailable, map_together
+from labkit.parallel.transport.messages import (
+    NOTES,
+    OUTBOXES,
+    REFERENCE_BYTES,
+    SLOT_BYTES,
+    SLOTS,
+    Messages,
+    note_bytes,
+)
 from labkit.parallel.transport.peers import Peers
 from labkit.parallel.transport.semaphores import SEMAPHORE_BYTES, Semaphores
-from labkit.parallel.transport.swaps import Swaps, swap_bytes
+from labkit.parallel.transport.swaps import Swaps, longest_swap, swap_bytes
 
-NOTES = 16  # from one rank to another, not yet taken
-NOTE_WORDS = 8  # of 8 bytes, so that no two notes share a cache line: allocation, offset, bytes
-SLOTS = 4
-# Sent by reference from this size on: below, a copy costs less than waiting until the message has been taken.
-REFERENCE_BYTES = 32 << 10
-KEPT_VIEWS = 4096
-OUTBOXES = 0  # the allocation that comes with the mailboxes
-NOTHING_STAGED: tuple[torch.Tensor | None, int, int, list[tuple[int, int]]] = (None, 0, 0, [])
-
-
-Sent = tuple[int, int]
-"""A message that may not have been taken yet: to which rank, and its number among those sent there, from 0."""
+ADDED_TYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64)  # by the compiled core
 
 
 class SharedTransport:
     """Ranks of one host, CPU memory: see the module."""
 
     name = SHARED
-    piece_bytes = 512 << 10
+    piece_bytes = SLOT_BYTES
     shown_bytes = boards.MOST_BYTES
 
     def __init__(self, group: dist.ProcessGroup, timeout_s: float) -> None:
@@ -80,8 +58,7 @@ class SharedTransport:
         self._group = weakref.ref(group)
         p = self.world_size
         notes_at = signals.count(p) * SEMAPHORE_BYTES
-        notes_bytes = p * NOTES * NOTE_WORDS * 8
-        swaps_at = notes_at + notes_bytes
+        swaps_at = notes_at + note_bytes(p)
         boards_at = swaps_at + swap_bytes(p)
         outbox_at = -(-(boards_at + board_bytes()) // 4096) * 4096
         # Ranks of other groups want the cores, too.
@@ -97,18 +74,28 @@ class SharedTransport:
         mailboxes = map_together(
             group, outbox_at + SLOTS * self.piece_bytes, Semaphores.unavailable(), get_ready
         )  # nobody posts what is not made yet: it returns when all are ready
-        self._notes = [memoryview(mailbox)[notes_at : notes_at + notes_bytes].cast("q") for mailbox in mailboxes]
-        self._wait = self._peers.wait
-        self._swap = Swaps(mailboxes, swaps_at, self.rank, self._semaphores, self._wait, spin=spin).swap
-        self._boards = Boards(mailboxes, boards_at, self.rank, self._semaphores, self._peers)
+        wait = self._peers.wait
         self._allocations = {OUTBOXES: Allocation(mailboxes, self.rank, outbox_at)}
-        self._sent, self._taken, self._received = [0] * p, [0] * p, [0] * p
-        self._free_slots = deque(range(SLOTS))
-        self._used_slots: deque[tuple[int, list[Sent]]] = deque()
-        # The part copied last into a slot, at which step, where, and the messages that point there.
-        self._staged: tuple[torch.Tensor | None, int, int, list[Sent]] = NOTHING_STAGED
-        self._referenced: deque[tuple[int, Sent]] = deque()
-        self._views: dict[tuple[int, int, int, int, torch.dtype], torch.Tensor] = {}
+        self._boards = Boards(mailboxes, boards_at, self.rank, self._semaphores, self._peers)
+        self._link: Any = None
+        self.why_python = ""
+        """Why the version in Python runs, if it does."""
+        try:
+            self._link = build.load(timeout_s / 4).Link(
+                self.rank,
+                tuple(map(_address, mailboxes)),
+                spin,
+                (notes_at, swaps_at, longest_swap(p), boards_at, boards.MOST_BYTES),
+                (NOTES, SLOTS, SLOT_BYTES, REFERENCE_BYTES),
+                (wait, self._boards.wait, refuse_length, refuse_kind),
+                ADDED_TYPES,
+            )
+        except build.CoreUnavailable as error:
+            self.why_python = str(error)
+            self._swap = Swaps(mailboxes, swaps_at, self.rank, self._semaphores, wait, spin=spin).swap
+            self._messages = Messages(mailboxes, notes_at, self.rank, self._semaphores, wait, self._allocations)
+        else:
+            self._link.map(OUTBOXES, *self._allocations[OUTBOXES].addresses())
         self._is_between_calls = True
         self.why_copied = ""
         """Why the last vector asked of `empty` is copied when it is sent, if it is."""
@@ -150,20 +137,36 @@ class SharedTransport:
         for number in free:
             if number not in fitting[:1]:
                 del self._allocations[number]
-        self._views.clear()  # they would keep what is given back
+                if self._link is not None:
+                    self._link.unmap(number)
+        if self._link is None:
+            self._messages.forget_views()
         if fitting:
             return self._allocations[fitting[0]].lend()
         memories = map_together(group, n_bytes)
         number = max(self._allocations) + 1
         self._allocations[number] = Allocation(memories, self.rank, 0)
+        if self._link is not None:
+            self._link.map(number, *self._allocations[number].addresses())
         return self._allocations[number].lend()
 
     def show(self, part: torch.Tensor) -> Sequence[torch.Tensor]:
+        return self._boards.parts(self._show(part, 0, 0, 1), part)
+
+    def add_shown(self, part: torch.Tensor, start: int, stop: int, divisor: int) -> None:
+        self._show(part, start, stop, divisor)
+
+    def _show(self, part: torch.Tensor, start: int, stop: int, divisor: int) -> int:
+        """Show a part, add up what of it lies between `start` and `stop`; the number of the show."""
         check_shown(part, self.shown_bytes)
         self._begin_call()
-        parts = self._boards.show(part)
+        number = self._boards.next_number()
+        if self._link is None:
+            self._boards.show(part, number, start, stop, divisor)
+        else:
+            self._link.show(part, number, start, stop, divisor)
         self._is_between_calls = True
-        return parts
+        return number
 
     def _begin_call(self) -> None:
         if not self._is_between_calls:
@@ -175,137 +178,12 @@ class SharedTransport:
 
     def run(self, steps: Sequence[Step], depth: int = 1) -> None:
         self._begin_call()
-        if len(steps) == 1 and self._swap(steps[0]):
-            self._is_between_calls = True
-            return
-        try:
-            self._carry_out(steps, depth)
-        finally:
-            self._staged = NOTHING_STAGED  # it holds the caller's tensor
+        if self._link is not None:
+            self._link.run([*steps], depth)
+        elif len(steps) != 1 or not self._swap(steps[0]):
+            self._messages.run(steps, depth)
         self._is_between_calls = True
 
-    def _carry_out(self, steps: Sequence[Step], depth: int) -> None:
-        if len(steps) == 1:  # short vectors: the same without a window
-            self._send(steps[0], 0, 1, wait=True)
-            self._receive(steps[0])
-            self._await_references()
-            return
-        sent = 0
-        for number, step in enumerate(steps):
-            while sent <= number:
-                self._send(steps[sent], sent, depth, wait=True)
-                sent += 1
-            while sent < min(len(steps), number + depth) and self._send(steps[sent], sent, depth, wait=False):
-                sent += 1
-            # What this step writes may have been sent by one that should be complete by now.
-            while self._referenced and self._referenced[0][0] <= number - depth:
-                self._is_taken(*self._referenced.popleft()[1], wait=True)
-            self._receive(step)
-        self._await_references()
 
-    def _await_references(self) -> None:
-        """What was sent without a copy may be changed by the caller now: once it has been taken."""
-        while self._referenced:
-            self._is_taken(*self._referenced.popleft()[1], wait=True)
-
-    # Sending. Of a short message this is most of the time: few calls, few objects.
-
-    def _send(self, step: Step, number: int, depth: int, *, wait: bool) -> bool:
-        """Send the part of a step, if there is one; False if that would mean to wait, and `wait` is False."""
-        part, target = step.outgoing, step.target
-        if part is None or not (n_bytes := part.nbytes):
-            return True
-        oldest = self._sent[target] - NOTES  # whose note this one overwrites
-        if self._taken[target] <= oldest and not self._is_taken(target, oldest, wait=wait):
-            return False
-        if n_bytes >= REFERENCE_BYTES and len(self._allocations) > 1 and (place := self._place(step)):
-            self._referenced.append((number, self._post(target, *place, n_bytes)))
-            return True
-        staged, at_step, offset, messages = self._staged
-        if part is not staged or number - at_step >= depth:
-            if n_bytes > self.piece_bytes:
-                raise ValueError(f"expected a part of at most {self.piece_bytes} bytes, got {n_bytes}")
-            slot = self._free_slot(wait=wait)
-            if slot is None:
-                return False
-            offset, messages = slot * self.piece_bytes, []
-            self._view(self.rank, OUTBOXES, offset, n_bytes, part.dtype).copy_(part)
-            self._staged = (part, number, offset, messages)
-            self._used_slots.append((slot, messages))
-        # One copy serves all targets; the steps between cannot have changed the part.
-        messages.append(self._post(target, OUTBOXES, offset, n_bytes))
-        return True
-
-    def _post(self, target: int, allocation: int, offset: int, n_bytes: int) -> Sent:
-        """Tell a rank of a message, which is where it says."""
-        notes, count = self._notes[self.rank], self._sent[target]
-        at = (target * NOTES + count % NOTES) * NOTE_WORDS
-        notes[at], notes[at + 1], notes[at + 2] = allocation, offset, n_bytes
-        self._semaphores[self.rank].post(signals.filled(target))
-        self._sent[target] = count + 1
-        return target, count
-
-    def _place(self, step: Step) -> tuple[int, int] | None:
-        """Allocation and offset of the outgoing part, if it lies in shared memory and this step does not change it."""
-        assert step.outgoing is not None
-        pointer, incoming = step.outgoing.data_ptr(), step.incoming
-        if incoming is not None and 0 < pointer + step.outgoing.nbytes - incoming.data_ptr() < (
-            step.outgoing.nbytes + incoming.nbytes
-        ):
-            return None
-        for number, allocation in self._allocations.items():
-            if 0 <= (offset := pointer - allocation.pointer) < allocation.n_bytes:
-                return number, offset
-        return None
-
-    def _free_slot(self, *, wait: bool) -> int | None:
-        """A slot of the outbox that nobody reads any more."""
-        if not self._free_slots:
-            slot, messages = self._used_slots[0]
-            for target, number in messages:
-                if not self._is_taken(target, number, wait=wait):
-                    return None
-            self._used_slots.popleft()
-            return slot
-        return self._free_slots.popleft()
-
-    def _is_taken(self, target: int, number: int, *, wait: bool) -> bool:
-        """Whether the message of that number to that rank has been taken; if `wait`, once it has."""
-        while self._taken[target] <= number:
-            if wait:
-                self._wait(self.rank, signals.taken(self.world_size, target), target)
-            elif not self._semaphores[self.rank].take(signals.taken(self.world_size, target)):
-                return False
-            self._taken[target] += 1
-        return True
-
-    # Receiving
-
-    def _receive(self, step: Step) -> None:
-        incoming, source = step.incoming, step.source
-        if incoming is None or not (n_bytes := incoming.nbytes):
-            return
-        self._wait(source, signals.filled(self.rank), source)
-        notes = self._notes[source]
-        at = (self.rank * NOTES + self._received[source] % NOTES) * NOTE_WORDS
-        if notes[at + 2] != n_bytes:
-            refuse_length(source, notes[at + 2], self.rank, n_bytes)
-        message = self._view(source, notes[at], notes[at + 1], n_bytes, incoming.dtype)
-        result = taken_in(step, message)
-        self._semaphores[source].post(signals.taken(self.world_size, self.rank))
-        self._received[source] += 1
-        if step.divisor > 1:
-            result.div_(step.divisor)
-
-    def _view(self, rank: int, allocation: int, offset: int, n_bytes: int, dtype: torch.dtype) -> torch.Tensor:
-        """A rank's memory as a vector; kept, since making it takes as long as a short message."""
-        key = (rank, allocation, offset, n_bytes, dtype)
-        view = self._views.get(key)
-        if view is None:
-            if len(self._views) >= KEPT_VIEWS:
-                self._views.clear()
-            # Made in inference mode, it could not be written to outside it.
-            with torch.inference_mode(False):
-                view = self._allocations[allocation].of_rank[rank][offset : offset + n_bytes].view(dtype)
-            self._views[key] = view
-        return view
+def _address(mailbox: mmap.mmap) -> int:
+    return int(np.frombuffer(mailbox, dtype=np.uint8).ctypes.data)

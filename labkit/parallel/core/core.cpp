@@ -1,0 +1,461 @@
+// What messages.py, swaps.py and boards.py do, compiled: the same memory, the same semaphores in the same order, the same
+// results to the bit, so that a rank with this and a rank with Python's version can be in one group. Read those first;
+// the names are theirs. Left to Python: waits of more than 20 ms, with their time-outs, signals and ended ranks, and
+// the errors of messages that do not fit.
+
+#include <Python.h>
+#include <sched.h>
+#include <semaphore.h>
+#include <time.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <deque>
+#include <map>
+#include <vector>
+
+#if defined(__F16C__)
+#include <immintrin.h>
+#elif !defined(__ARM_FP16_FORMAT_IEEE)
+#error "this processor does not convert float16"
+#endif
+
+namespace {
+
+// Arithmetic. Every addition and every division is rounded to the type, as torch's operators do.
+
+template <class T>
+struct Plain {
+    using Stored = T;
+    static T load(T x) { return x; }
+    static T store(T x) { return x; }
+};
+
+struct BFloat16 {
+    using Stored = uint16_t;
+    static float load(uint16_t x) { return __builtin_bit_cast(float, uint32_t(x) << 16); }
+    static uint16_t store(float x) {
+        auto bits = __builtin_bit_cast(uint32_t, x);
+        return uint16_t(x == x ? (bits + 0x7fff + ((bits >> 16) & 1)) >> 16 : 0x7fc0);
+    }
+};
+
+struct Float16 {
+#if defined(__F16C__)
+    using Stored = uint16_t;
+    static float load(uint16_t x) { return _cvtsh_ss(x); }
+    static uint16_t store(float x) { return _cvtss_sh(x, 0); }
+#else
+    using Stored = __fp16;
+    static float load(__fp16 x) { return x; }
+    static __fp16 store(float x) { return __fp16(x); }
+#endif
+};
+
+// to = (a + b) / divisor, and a / divisor without b. `to` may be `a`.
+template <class N>
+void combine(void* result, const void* first, const void* second, long n_bytes, long divisor) {
+    using T = typename N::Stored;
+    auto to = static_cast<T*>(result);
+    auto a = static_cast<const T*>(first), b = static_cast<const T*>(second);
+    long n = n_bytes / long(sizeof(T));
+    auto by = decltype(N::load(T()))(divisor);
+    auto fill = [=](auto value) {
+#pragma GCC ivdep
+        for (long i = 0; i < n; i++) to[i] = value(i);
+    };
+    if (!b)
+        fill([=](long i) { return N::store(N::load(a[i]) / by); });
+    else if (divisor == 1)
+        fill([=](long i) { return N::store(N::load(a[i]) + N::load(b[i])); });
+    else
+        fill([=](long i) { return N::store(N::load(N::store(N::load(a[i]) + N::load(b[i]))) / by); });
+}
+
+void (*const COMBINE[])(void*, const void*, const void*, long, long) = {
+    combine<Plain<double>>, combine<Plain<float>>, combine<Float16>, combine<BFloat16>, combine<Plain<int64_t>>};
+const long SIZE[] = {8, 4, 2, 2, 8};  // bytes
+const int TYPES = 5, UNKNOWN = -1;
+
+// One rank's end
+
+const long SPIN_NS = 500000, PATIENCE_NS = 20000000, BLOCK_BYTES = 16 << 10;
+const long LINE = 64;  // bytes of a semaphore, a note, a header
+const int LOOKS = 200, YIELDS = 30;
+enum { WAIT_FOR_PEER, WAIT_FOR_ANY, REFUSE_LENGTH, REFUSE_KIND };  // of Python's functions
+
+struct Vector {
+    char* data = nullptr;
+    long n_bytes = 0;
+    int type = UNKNOWN;
+};
+
+struct Move {  // a step
+    PyObject* part;
+    char *outgoing, *incoming, *into;
+    long sent, expected, target, source, divisor;
+    bool is_added;
+    int type;
+};
+
+struct Message {
+    long target, number;
+};
+
+struct Allocation {
+    std::vector<char*> of_rank;
+    long n_bytes;
+};
+
+struct Failed {};  // as Python's exception says
+
+struct State {
+    long p, rank, notes_at, swaps_at, most_swapped, boards_at, most_shown, notes, slots, slot_bytes, by_reference;
+    int spin;
+    PyObject *functions = nullptr, *types = nullptr;
+    PyThreadState* thread;
+    std::vector<char*> mailboxes;
+    std::map<long, Allocation> allocations;  // 0 is the outbox
+    std::vector<long> sent, taken, received, turns;
+    std::vector<std::vector<Message>> in_slot;
+    std::deque<std::pair<long, Message>> referenced;  // with the number of their step
+    PyObject* staged;
+    long slots_used = 0, staged_at, staged_slot;
+
+    sem_t* semaphore(long owner, long number) { return reinterpret_cast<sem_t*>(mailboxes[owner] + number * LINE); }
+    void post(long owner, long number) { sem_post(semaphore(owner, number)); }
+    long filled(long target) { return target; }
+    long taken_by(long reader) { return p + reader; }
+    long swapped(long target) { return 2 * p + target; }
+    long gate() { return 3 * p; }
+    long lock() { return 3 * p + 1; }
+
+    long* words(char* at) { return reinterpret_cast<long*>(at); }
+    long* note(long sender, long target, long number) {
+        return words(mailboxes[sender] + notes_at + (target * notes + number % notes) * LINE);
+    }
+    char* slot(long owner, long target, long turn) {
+        return mailboxes[owner] + swaps_at + (2 * ((target - owner - 1 + p) % p) + turn) * (LINE + most_swapped);
+    }
+    char* board(long owner, long number) { return mailboxes[owner] + boards_at + (number & 1) * (LINE + most_shown); }
+
+    // Call one of Python's functions, from where other threads may run Python.
+    template <class... Longs>
+    void call(int which, const char* format, Longs... values) {
+        PyEval_RestoreThread(thread);
+        PyObject* result = PyObject_CallFunction(PyTuple_GET_ITEM(functions, which), format, values...);
+        Py_XDECREF(result);
+        thread = PyEval_SaveThread();
+        if (!result) throw Failed();
+    }
+
+    // Take a semaphore of `owner`, which `peer` posts; a negative one is any rank.
+    void wait(long owner, long number, long peer, int yields = 0) {
+        sem_t* awaited = semaphore(owner, number);
+        for (int looks = spin ? LOOKS : 1; looks; looks--) {
+            if (sem_trywait(awaited) == 0) return;
+#if defined(__x86_64__)
+            __builtin_ia32_pause();
+#endif
+        }
+        long start = now_ns(), now = start;
+        for (; spin ? now < start + SPIN_NS : yields-- > 0; now = now_ns()) {
+            sched_yield();
+            if (sem_trywait(awaited) == 0) return;
+        }
+        timespec until = {(now + PATIENCE_NS) / 1000000000, (now + PATIENCE_NS) % 1000000000};
+        if (sem_clockwait(awaited, CLOCK_MONOTONIC, &until) == 0) return;
+        if (peer < 0)
+            call(WAIT_FOR_ANY, "ll", owner, number);
+        else
+            call(WAIT_FOR_PEER, "lll", owner, number, peer);
+    }
+
+    void refuse(long other, long n_bytes, long expected) { call(REFUSE_LENGTH, "llll", other, n_bytes, rank, expected); }
+
+    static long now_ns() {
+        timespec now;
+        clock_gettime(CLOCK_MONOTONIC, &now);
+        return now.tv_sec * 1000000000 + now.tv_nsec;
+    }
+
+    void take_in(const Move& move, const char* message) {
+        if (move.is_added)
+            COMBINE[move.type](move.into ? move.into : move.incoming, move.incoming, message, move.expected, move.divisor);
+        else if (move.divisor > 1)
+            COMBINE[move.type](move.incoming, message, nullptr, move.expected, move.divisor);
+        else
+            memcpy(move.incoming, message, move.expected);
+    }
+
+    // swaps.py
+
+    bool is_swap(const Move& move) {
+        return move.target == move.source && 0 < move.sent && move.sent <= most_swapped && 0 < move.expected &&
+               move.expected <= most_swapped;
+    }
+
+    void swap(const Move& move) {
+        long other = move.target, turn = turns[other];
+        turns[other] = 1 - turn;
+        char *own = slot(rank, other, turn), *others = slot(other, rank, turn);
+        memcpy(own + LINE, move.outgoing, move.sent);
+        *words(own) = move.sent;
+        post(rank, swapped(other));
+        wait(other, swapped(rank), other);
+        if (*words(others) != move.expected) refuse(other, *words(others), move.expected);
+        take_in(move, others + LINE);
+    }
+
+    // messages.py
+
+    bool is_taken(const Message& message, bool is_patient) {
+        long target = message.target;
+        for (; taken[target] <= message.number; taken[target]++) {
+            if (is_patient)
+                wait(rank, taken_by(target), target);
+            else if (sem_trywait(semaphore(rank, taken_by(target))) != 0)
+                return false;
+        }
+        return true;
+    }
+
+    Message tell(long target, long allocation, long offset, long n_bytes) {
+        long* place = note(rank, target, sent[target]);
+        place[0] = allocation, place[1] = offset, place[2] = n_bytes;
+        post(rank, filled(target));
+        return {target, sent[target]++};
+    }
+
+    // The allocation in which the outgoing part lies, if the step does not change it; 0 for none.
+    long place(const Move& move) {
+        if (move.incoming && move.incoming < move.outgoing + move.sent && move.outgoing < move.incoming + move.expected)
+            return 0;
+        for (auto& [number, allocation] : allocations) {
+            long offset = move.outgoing - allocation.of_rank[rank];
+            if (number && 0 <= offset && offset < allocation.n_bytes) return number;
+        }
+        return 0;
+    }
+
+    bool send(const Move& move, long number, long depth, bool is_patient) {
+        if (!move.sent) return true;
+        if (!is_taken({move.target, sent[move.target] - notes}, is_patient)) return false;
+        if (long allocation = move.sent < by_reference ? 0 : place(move)) {
+            long offset = move.outgoing - allocations[allocation].of_rank[rank];
+            referenced.push_back({number, tell(move.target, allocation, offset, move.sent)});
+            return true;
+        }
+        if (move.part != staged || number - staged_at >= depth) {
+            long slot = slots_used % slots;
+            for (auto& message : in_slot[slot])
+                if (!is_taken(message, is_patient)) return false;
+            in_slot[slot].clear();
+            memcpy(allocations[0].of_rank[rank] + slot * slot_bytes, move.outgoing, move.sent);
+            slots_used++, staged = move.part, staged_at = number, staged_slot = slot;
+        }
+        in_slot[staged_slot].push_back(tell(move.target, 0, staged_slot * slot_bytes, move.sent));
+        return true;
+    }
+
+    void receive(const Move& move) {
+        if (!move.expected) return;
+        wait(move.source, filled(rank), move.source);
+        long* told = note(move.source, rank, received[move.source]);
+        if (told[2] != move.expected) refuse(move.source, told[2], move.expected);
+        take_in(move, allocations[told[0]].of_rank[move.source] + told[1]);
+        post(move.source, taken_by(rank));
+        received[move.source]++;
+    }
+
+    void await_references(long last) {
+        for (; !referenced.empty() && referenced.front().first <= last; referenced.pop_front())
+            is_taken(referenced.front().second, true);
+    }
+
+    void carry_out(const std::vector<Move>& moves, long depth) {
+        long count = moves.size(), sent = 0;
+        staged = nullptr;
+        for (long number = 0; number < count; number++) {
+            for (; sent <= number; sent++) send(moves[sent], sent, depth, true);
+            while (sent < std::min(count, number + depth) && send(moves[sent], sent, depth, false)) sent++;
+            await_references(number - depth);
+            receive(moves[number]);
+        }
+        await_references(count);
+    }
+
+    // boards.py
+
+    void show(const char* part, long n_bytes, long number) {
+        char* own = board(rank, number);
+        memcpy(own + LINE, part, n_bytes);
+        words(own)[0] = number, words(own)[1] = n_bytes;
+        meet(number);
+        for (long other = 0; other < p; other++) {
+            long* header = words(board(other, number));
+            if (header[1] != n_bytes) refuse(other, header[1], n_bytes);
+            if (header[0] != number) call(REFUSE_KIND, "ll", other, rank);
+        }
+    }
+
+    void meet(long number) {
+        wait(0, lock(), -1, YIELDS);
+        long* arrived = words(mailboxes[0] + boards_at + 2 * (LINE + most_shown));
+        bool is_last = arrived[0] + 1 == p;
+        arrived[0] = is_last ? 0 : arrived[0] + 1;
+        if (is_last) arrived[1] = rank, arrived[2] = number;
+        post(0, lock());
+        if (!is_last) return wait(rank, gate(), -1, YIELDS);
+        for (long other = 0; other < p; other++)
+            if (other != rank) post(other, gate());
+    }
+
+    // The sum of all boards, in the order of ranks: a block at a time, which stays in the nearest cache.
+    void add_boards(char* to, long start, long stop, long number, int type, long divisor) {
+        for (long at = start; at < stop; at += BLOCK_BYTES) {
+            const char* sum = board(0, number) + LINE + at;
+            for (long other = 1; other < p; other++, sum = to + at)
+                COMBINE[type](to + at, sum, board(other, number) + LINE + at, std::min(BLOCK_BYTES, stop - at),
+                              other == p - 1 ? divisor : 1);
+        }
+    }
+};
+
+// From Python, and back
+
+struct Link : PyObject, State {};
+
+PyObject *DATA_PTR, *NBYTES, *DTYPE;
+
+// What a tensor says of itself, and None of none. False if that is an error, as all that follow.
+bool read(Link* link, PyObject* tensor, Vector& vector) {
+    if (tensor == Py_None) return true;
+    PyObject *data = PyObject_CallMethodNoArgs(tensor, DATA_PTR), *n_bytes = PyObject_GetAttr(tensor, NBYTES);
+    PyObject* dtype = PyObject_GetAttr(tensor, DTYPE);
+    if (data && n_bytes && dtype) {
+        vector.data = static_cast<char*>(PyLong_AsVoidPtr(data));
+        vector.n_bytes = PyLong_AsLong(n_bytes);
+        for (int type = 0; type < TYPES; type++)
+            if (dtype == PyTuple_GET_ITEM(link->types, type)) vector.type = type;
+    }
+    Py_XDECREF(data), Py_XDECREF(n_bytes), Py_XDECREF(dtype);
+    return !PyErr_Occurred();
+}
+
+bool is_known(int type) {
+    if (type == UNKNOWN) PyErr_SetString(PyExc_ValueError, "expected a tensor of a float type, or of int64, to add");
+    return type != UNKNOWN;
+}
+
+bool read_step(Link* link, PyObject* step, Move& move) {
+    PyObject** of = PySequence_Fast_ITEMS(step);
+    Vector outgoing, incoming, into;
+    if (!read(link, of[0], outgoing) || !read(link, of[2], incoming) || !read(link, of[6], into)) return false;
+    move = {of[0], outgoing.data, incoming.data, into.data, outgoing.n_bytes, incoming.n_bytes, PyLong_AsLong(of[1]),
+            PyLong_AsLong(of[3]), PyLong_AsLong(of[5]), of[4] == Py_True, incoming.type};
+    return !PyErr_Occurred() && (!incoming.n_bytes || (!move.is_added && move.divisor == 1) || is_known(move.type));
+}
+
+// Do it while other threads may run Python.
+template <class F>
+PyObject* outside(Link* link, F work) {
+    link->thread = PyEval_SaveThread();
+    try {
+        work();
+    } catch (Failed&) {
+    }
+    PyEval_RestoreThread(link->thread);
+    return PyErr_Occurred() ? nullptr : Py_NewRef(Py_None);
+}
+
+PyObject* run(Link* link, PyObject* arguments) {
+    PyObject* steps;
+    long depth;
+    if (!PyArg_ParseTuple(arguments, "O!l", &PyList_Type, &steps, &depth)) return nullptr;
+    std::vector<Move> moves(PyList_GET_SIZE(steps));
+    for (size_t i = 0; i < moves.size(); i++)
+        if (!read_step(link, PyList_GET_ITEM(steps, i), moves[i])) return nullptr;
+    return outside(link, [&] {
+        moves.size() == 1 && link->is_swap(moves[0]) ? link->swap(moves[0]) : link->carry_out(moves, depth);
+    });
+}
+
+// Show a part, and add up what of it lies between `start` and `stop`.
+PyObject* show(Link* link, PyObject* arguments) {
+    PyObject* tensor;
+    Vector part;
+    long number, start, stop, divisor;
+    if (!PyArg_ParseTuple(arguments, "Ollll", &tensor, &number, &start, &stop, &divisor)) return nullptr;
+    if (!read(link, tensor, part) || (start < stop && !is_known(part.type))) return nullptr;
+    return outside(link, [&] {
+        link->show(part.data, part.n_bytes, number);
+        if (start < stop)
+            link->add_boards(part.data, start * SIZE[part.type], stop * SIZE[part.type], number, part.type, divisor);
+    });
+}
+
+std::vector<char*> addresses(PyObject* tuple) {
+    std::vector<char*> found;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tuple); i++)
+        found.push_back(static_cast<char*>(PyLong_AsVoidPtr(PyTuple_GET_ITEM(tuple, i))));
+    return found;
+}
+
+PyObject* map(Link* link, PyObject* arguments) {
+    long number, n_bytes;
+    PyObject* tuple;
+    if (!PyArg_ParseTuple(arguments, "lO!l", &number, &PyTuple_Type, &tuple, &n_bytes)) return nullptr;
+    link->allocations[number] = {addresses(tuple), n_bytes};
+    return PyErr_Occurred() ? nullptr : Py_NewRef(Py_None);
+}
+
+PyObject* unmap(Link* link, PyObject* number) {
+    link->allocations.erase(PyLong_AsLong(number));
+    return PyErr_Occurred() ? nullptr : Py_NewRef(Py_None);
+}
+
+PyObject* make(PyTypeObject* type, PyObject* arguments, PyObject*) {
+    PyObject* tuple;
+    auto link = static_cast<Link*>(type->tp_alloc(type, 0));
+    if (!link) return nullptr;
+    State* of = new (static_cast<State*>(link)) State();
+    bool is_right = PyArg_ParseTuple(
+        arguments, "lO!p(lllll)(llll)O!O!", &of->rank, &PyTuple_Type, &tuple, &of->spin, &of->notes_at, &of->swaps_at,
+        &of->most_swapped, &of->boards_at, &of->most_shown, &of->notes, &of->slots, &of->slot_bytes, &of->by_reference,
+        &PyTuple_Type, &of->functions, &PyTuple_Type, &of->types);
+    Py_XINCREF(of->functions), Py_XINCREF(of->types);
+    if (is_right) of->mailboxes = addresses(tuple);
+    of->p = of->mailboxes.size();
+    for (auto counts : {&of->sent, &of->taken, &of->received, &of->turns}) counts->resize(of->p);
+    of->in_slot.resize(is_right ? of->slots : 0);
+    if (PyErr_Occurred()) Py_CLEAR(link);
+    return link;
+}
+
+void drop(Link* link) {
+    PyTypeObject* type = Py_TYPE(link);
+    Py_XDECREF(link->functions), Py_XDECREF(link->types);
+    link->~State();
+    type->tp_free(link);
+    Py_DECREF(type);
+}
+
+#define METHOD(function, flags) {#function, reinterpret_cast<PyCFunction>(function), flags, ""}
+PyMethodDef METHODS[] = {METHOD(run, METH_VARARGS), METHOD(show, METH_VARARGS), METHOD(map, METH_VARARGS),
+                         METHOD(unmap, METH_O), {}};
+PyType_Slot SLOTS[] = {{Py_tp_new, reinterpret_cast<void*>(make)}, {Py_tp_dealloc, reinterpret_cast<void*>(drop)},
+                       {Py_tp_methods, METHODS}, {}};
+PyType_Spec LINK = {"core.Link", sizeof(Link), 0, Py_TPFLAGS_DEFAULT, SLOTS};
+PyModuleDef MODULE = {PyModuleDef_HEAD_INIT, "core", "", -1, nullptr, nullptr, nullptr, nullptr, nullptr};
+
+}  // namespace
+
+PyMODINIT_FUNC PyInit_core() {
+    DATA_PTR = PyUnicode_InternFromString("data_ptr");
+    NBYTES = PyUnicode_InternFromString("nbytes");
+    DTYPE = PyUnicode_InternFromString("dtype");
+    PyObject *module = PyModule_Create(&MODULE), *link = PyType_FromSpec(&LINK);
+    return module && link && PyModule_AddObject(module, "Link", link) == 0 ? module : nullptr;
+}
