@@ -50,7 +50,7 @@ class SyncBatchNormStudy(Study):
             warmup=1,
             repeats=6,
         ),
-        "quick": SyncBatchNormConfig(calls=2, repeats=60, warmup=1, rounds_s=0.5),
+        "quick": SyncBatchNormConfig(calls=2, repeats=60, warmup=1, rounds_s=0.8),
         "standard": SyncBatchNormConfig(repeats=200),
         "paper": SyncBatchNormConfig(
             calls=10,
