@@ -1,6 +1,6 @@
-// What messages.py, swaps.py and boards.py do, compiled: the same memory, the same semaphores in the same order, the same
-// results to the bit, so that a rank with this and a rank with Python's version can be in one group. Read those first;
-// the names are theirs. Left to Python: waits of more than 20 ms, with their time-outs, signals and ended ranks, and
+// What messages.py, swaps.py and boards.py do, compiled: the same memory, the same semaphores in the same order, the
+// same results to the bit, so that a rank with this and a rank with Python's version can be in one group. Read those
+// first; names are theirs. Left to Python: waits of more than 20 ms, with their time-outs, signals and ended ranks, and
 // the errors of messages that do not fit.
 
 #include <Python.h>
@@ -82,31 +82,26 @@ const int TYPES = 5, UNKNOWN = -1;
 
 const long SPIN_NS = 500000, PATIENCE_NS = 20000000, BLOCK_BYTES = 16 << 10;
 const long LINE = 64;  // bytes of a semaphore, a note, a header
-const int LOOKS = 200, YIELDS = 30;
+// Before a rank sleeps that has no core of its own. 4 ranks on 2 cores, time over gloo's at 4, 64 KiB, 1, 10 MiB:
+// 30 yields .26 .31 .48 .41; 300 yields .23 .28 .32 .38; 1000 yields .25 .27 .35 .40.
+const int LOOKS = 200, YIELDS = 300;
 enum { WAIT_FOR_PEER, WAIT_FOR_ANY, REFUSE_LENGTH, REFUSE_KIND };  // of Python's functions
 
-struct Vector {
+struct Vector {  // a tensor, or none
+    PyObject* object;
     char* data = nullptr;
     long n_bytes = 0;
     int type = UNKNOWN;
 };
 
 struct Move {  // a step
-    PyObject* part;
-    char *outgoing, *incoming, *into;
-    long sent, expected, target, source, divisor;
+    Vector outgoing, incoming, into;
+    long target, source, divisor;
     bool is_added;
-    int type;
 };
 
-struct Message {
-    long target, number;
-};
-
-struct Allocation {
-    std::vector<char*> of_rank;
-    long n_bytes;
-};
+using Message = std::pair<long, long>;                    // to whom, and its number
+using Allocation = std::pair<std::vector<char*>, long>;  // of each rank, and its bytes
 
 struct Failed {};  // as Python's exception says
 
@@ -151,7 +146,7 @@ struct State {
     }
 
     // Take a semaphore of `owner`, which `peer` posts; a negative one is any rank.
-    void wait(long owner, long number, long peer, int yields = 0) {
+    void wait(long owner, long number, long peer) {
         sem_t* awaited = semaphore(owner, number);
         for (int looks = spin ? LOOKS : 1; looks; looks--) {
             if (sem_trywait(awaited) == 0) return;
@@ -160,7 +155,7 @@ struct State {
 #endif
         }
         long start = now_ns(), now = start;
-        for (; spin ? now < start + SPIN_NS : yields-- > 0; now = now_ns()) {
+        for (int yields = YIELDS; spin ? now < start + SPIN_NS : yields-- > 0; now = now_ns()) {
             sched_yield();
             if (sem_trywait(awaited) == 0) return;
         }
@@ -172,7 +167,7 @@ struct State {
             call(WAIT_FOR_PEER, "lll", owner, number, peer);
     }
 
-    void refuse(long other, long n_bytes, long expected) { call(REFUSE_LENGTH, "llll", other, n_bytes, rank, expected); }
+    void refuse(long other, long sent, long expected) { call(REFUSE_LENGTH, "llll", other, sent, rank, expected); }
 
     static long now_ns() {
         timespec now;
@@ -181,43 +176,42 @@ struct State {
     }
 
     void take_in(const Move& move, const char* message) {
+        auto& to = move.incoming;
         if (move.is_added)
-            COMBINE[move.type](move.into ? move.into : move.incoming, move.incoming, message, move.expected, move.divisor);
+            COMBINE[to.type](move.into.data ? move.into.data : to.data, to.data, message, to.n_bytes, move.divisor);
         else if (move.divisor > 1)
-            COMBINE[move.type](move.incoming, message, nullptr, move.expected, move.divisor);
+            COMBINE[to.type](to.data, message, nullptr, to.n_bytes, move.divisor);
         else
-            memcpy(move.incoming, message, move.expected);
+            memcpy(to.data, message, to.n_bytes);
     }
 
     // swaps.py
 
     bool is_swap(const Move& move) {
-        return move.target == move.source && 0 < move.sent && move.sent <= most_swapped && 0 < move.expected &&
-               move.expected <= most_swapped;
+        long sent = move.outgoing.n_bytes, expected = move.incoming.n_bytes;
+        return move.target == move.source && std::min(sent, expected) > 0 && std::max(sent, expected) <= most_swapped;
     }
 
     void swap(const Move& move) {
         long other = move.target, turn = turns[other];
         turns[other] = 1 - turn;
         char *own = slot(rank, other, turn), *others = slot(other, rank, turn);
-        memcpy(own + LINE, move.outgoing, move.sent);
-        *words(own) = move.sent;
+        memcpy(own + LINE, move.outgoing.data, *words(own) = move.outgoing.n_bytes);
         post(rank, swapped(other));
         wait(other, swapped(rank), other);
-        if (*words(others) != move.expected) refuse(other, *words(others), move.expected);
+        if (*words(others) != move.incoming.n_bytes) refuse(other, *words(others), move.incoming.n_bytes);
         take_in(move, others + LINE);
     }
 
     // messages.py
 
     bool is_taken(const Message& message, bool is_patient) {
-        long target = message.target;
-        for (; taken[target] <= message.number; taken[target]++) {
+        auto [target, number] = message;
+        for (; taken[target] <= number; taken[target]++)
             if (is_patient)
                 wait(rank, taken_by(target), target);
             else if (sem_trywait(semaphore(rank, taken_by(target))) != 0)
                 return false;
-        }
         return true;
     }
 
@@ -229,44 +223,44 @@ struct State {
     }
 
     // The allocation in which the outgoing part lies, if the step does not change it; 0 for none.
-    long place(const Move& move) {
-        if (move.incoming && move.incoming < move.outgoing + move.sent && move.outgoing < move.incoming + move.expected)
-            return 0;
+    long place(const Vector& out, const Vector& in) {
+        if (in.data && in.data < out.data + out.n_bytes && out.data < in.data + in.n_bytes) return 0;
         for (auto& [number, allocation] : allocations) {
-            long offset = move.outgoing - allocation.of_rank[rank];
-            if (number && 0 <= offset && offset < allocation.n_bytes) return number;
+            long offset = out.data - allocation.first[rank];
+            if (number && 0 <= offset && offset < allocation.second) return number;
         }
         return 0;
     }
 
     bool send(const Move& move, long number, long depth, bool is_patient) {
-        if (!move.sent) return true;
+        auto& out = move.outgoing;
+        if (!out.n_bytes) return true;
         if (!is_taken({move.target, sent[move.target] - notes}, is_patient)) return false;
-        if (long allocation = move.sent < by_reference ? 0 : place(move)) {
-            long offset = move.outgoing - allocations[allocation].of_rank[rank];
-            referenced.push_back({number, tell(move.target, allocation, offset, move.sent)});
+        if (long allocation = out.n_bytes < by_reference ? 0 : place(out, move.incoming)) {
+            long offset = out.data - allocations[allocation].first[rank];
+            referenced.push_back({number, tell(move.target, allocation, offset, out.n_bytes)});
             return true;
         }
-        if (move.part != staged || number - staged_at >= depth) {
+        if (out.object != staged || number - staged_at >= depth) {
             long slot = slots_used % slots;
             for (auto& message : in_slot[slot])
                 if (!is_taken(message, is_patient)) return false;
             in_slot[slot].clear();
-            memcpy(allocations[0].of_rank[rank] + slot * slot_bytes, move.outgoing, move.sent);
-            slots_used++, staged = move.part, staged_at = number, staged_slot = slot;
+            memcpy(allocations[0].first[rank] + slot * slot_bytes, out.data, out.n_bytes);
+            slots_used++, staged = out.object, staged_at = number, staged_slot = slot;
         }
-        in_slot[staged_slot].push_back(tell(move.target, 0, staged_slot * slot_bytes, move.sent));
+        in_slot[staged_slot].push_back(tell(move.target, 0, staged_slot * slot_bytes, out.n_bytes));
         return true;
     }
 
     void receive(const Move& move) {
-        if (!move.expected) return;
-        wait(move.source, filled(rank), move.source);
-        long* told = note(move.source, rank, received[move.source]);
-        if (told[2] != move.expected) refuse(move.source, told[2], move.expected);
-        take_in(move, allocations[told[0]].of_rank[move.source] + told[1]);
-        post(move.source, taken_by(rank));
-        received[move.source]++;
+        long source = move.source, expected = move.incoming.n_bytes;
+        if (!expected) return;
+        wait(source, filled(rank), source);
+        long* told = note(source, rank, received[source]++);
+        if (told[2] != expected) refuse(source, told[2], expected);
+        take_in(move, allocations[told[0]].first[source] + told[1]);
+        post(source, taken_by(rank));
     }
 
     void await_references(long last) {
@@ -301,13 +295,13 @@ struct State {
     }
 
     void meet(long number) {
-        wait(0, lock(), -1, YIELDS);
+        wait(0, lock(), -1);
         long* arrived = words(mailboxes[0] + boards_at + 2 * (LINE + most_shown));
         bool is_last = arrived[0] + 1 == p;
         arrived[0] = is_last ? 0 : arrived[0] + 1;
         if (is_last) arrived[1] = rank, arrived[2] = number;
         post(0, lock());
-        if (!is_last) return wait(rank, gate(), -1, YIELDS);
+        if (!is_last) return wait(rank, gate(), -1);
         for (long other = 0; other < p; other++)
             if (other != rank) post(other, gate());
     }
@@ -329,8 +323,9 @@ struct Link : PyObject, State {};
 
 PyObject *DATA_PTR, *NBYTES, *DTYPE;
 
-// What a tensor says of itself, and None of none. False if that is an error, as all that follow.
+// What a tensor says of itself, and nothing of None. False if that is an error, as all that follow.
 bool read(Link* link, PyObject* tensor, Vector& vector) {
+    vector.object = tensor;
     if (tensor == Py_None) return true;
     PyObject *data = PyObject_CallMethodNoArgs(tensor, DATA_PTR), *n_bytes = PyObject_GetAttr(tensor, NBYTES);
     PyObject* dtype = PyObject_GetAttr(tensor, DTYPE);
@@ -344,18 +339,20 @@ bool read(Link* link, PyObject* tensor, Vector& vector) {
     return !PyErr_Occurred();
 }
 
-bool is_known(int type) {
-    if (type == UNKNOWN) PyErr_SetString(PyExc_ValueError, "expected a tensor of a float type, or of int64, to add");
-    return type != UNKNOWN;
+bool is_known(const Vector& vector) {
+    if (vector.type != UNKNOWN) return true;
+    PyErr_SetString(PyExc_ValueError, "expected a tensor of a float type, or of int64, to add");
+    return false;
 }
 
 bool read_step(Link* link, PyObject* step, Move& move) {
     PyObject** of = PySequence_Fast_ITEMS(step);
-    Vector outgoing, incoming, into;
-    if (!read(link, of[0], outgoing) || !read(link, of[2], incoming) || !read(link, of[6], into)) return false;
-    move = {of[0], outgoing.data, incoming.data, into.data, outgoing.n_bytes, incoming.n_bytes, PyLong_AsLong(of[1]),
-            PyLong_AsLong(of[3]), PyLong_AsLong(of[5]), of[4] == Py_True, incoming.type};
-    return !PyErr_Occurred() && (!incoming.n_bytes || (!move.is_added && move.divisor == 1) || is_known(move.type));
+    if (!read(link, of[0], move.outgoing) || !read(link, of[2], move.incoming) || !read(link, of[6], move.into))
+        return false;
+    move.target = PyLong_AsLong(of[1]), move.source = PyLong_AsLong(of[3]), move.divisor = PyLong_AsLong(of[5]);
+    move.is_added = of[4] == Py_True;
+    bool is_changed = move.incoming.n_bytes && (move.is_added || move.divisor > 1);
+    return !PyErr_Occurred() && (!is_changed || is_known(move.incoming));
 }
 
 // Do it while other threads may run Python.
@@ -388,7 +385,7 @@ PyObject* show(Link* link, PyObject* arguments) {
     Vector part;
     long number, start, stop, divisor;
     if (!PyArg_ParseTuple(arguments, "Ollll", &tensor, &number, &start, &stop, &divisor)) return nullptr;
-    if (!read(link, tensor, part) || (start < stop && !is_known(part.type))) return nullptr;
+    if (!read(link, tensor, part) || (start < stop && !is_known(part))) return nullptr;
     return outside(link, [&] {
         link->show(part.data, part.n_bytes, number);
         if (start < stop)
@@ -403,16 +400,13 @@ std::vector<char*> addresses(PyObject* tuple) {
     return found;
 }
 
+// Memory of all ranks that messages may lie in from now on; no bytes: no more.
 PyObject* map(Link* link, PyObject* arguments) {
     long number, n_bytes;
     PyObject* tuple;
     if (!PyArg_ParseTuple(arguments, "lO!l", &number, &PyTuple_Type, &tuple, &n_bytes)) return nullptr;
     link->allocations[number] = {addresses(tuple), n_bytes};
-    return PyErr_Occurred() ? nullptr : Py_NewRef(Py_None);
-}
-
-PyObject* unmap(Link* link, PyObject* number) {
-    link->allocations.erase(PyLong_AsLong(number));
+    if (!n_bytes) link->allocations.erase(number);
     return PyErr_Occurred() ? nullptr : Py_NewRef(Py_None);
 }
 
@@ -443,8 +437,7 @@ void drop(Link* link) {
 }
 
 #define METHOD(function, flags) {#function, reinterpret_cast<PyCFunction>(function), flags, ""}
-PyMethodDef METHODS[] = {METHOD(run, METH_VARARGS), METHOD(show, METH_VARARGS), METHOD(map, METH_VARARGS),
-                         METHOD(unmap, METH_O), {}};
+PyMethodDef METHODS[] = {METHOD(run, METH_VARARGS), METHOD(show, METH_VARARGS), METHOD(map, METH_VARARGS), {}};
 PyType_Slot SLOTS[] = {{Py_tp_new, reinterpret_cast<void*>(make)}, {Py_tp_dealloc, reinterpret_cast<void*>(drop)},
                        {Py_tp_methods, METHODS}, {}};
 PyType_Spec LINK = {"core.Link", sizeof(Link), 0, Py_TPFLAGS_DEFAULT, SLOTS};

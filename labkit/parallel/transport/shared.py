@@ -138,7 +138,7 @@ class SharedTransport:
             if number not in fitting[:1]:
                 del self._allocations[number]
                 if self._link is not None:
-                    self._link.unmap(number)
+                    self._link.map(number, (), 0)
         if self._link is None:
             self._messages.forget_views()
         if fitting:
