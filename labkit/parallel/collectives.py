@@ -132,7 +132,7 @@ def butterfly_all_reduce(vector: torch.Tensor, via: Transport, divisor: int) -> 
     2 messages in a row (p-1 at a time), 2 n (p-1)/p bytes sent a rank, time 2 a' + 2 n (p-1)/p b.
     """
     p = via.world_size
-    pieces = cut(vector.tensor_split(p), via)
+    pieces = cut(vector.split_with_sizes(even_sizes(len(vector), p)), via)
     number = len(pieces[0])
     if number == 1:
         via.run(exchange_to_add(pieces, 0, via, divisor), depth=p)

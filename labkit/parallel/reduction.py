@@ -177,4 +177,6 @@ def even_sizes(numel: int, world_size: int) -> list[int]:
 def cut(shards: Sequence[torch.Tensor], via: Transport) -> list[tuple[torch.Tensor, ...]]:
     """Each shard in as many pieces as the longest needs."""
     number = -(-max([shard.nbytes for shard in shards]) // via.piece_bytes)
-    return [shard.tensor_split(number) if number > 1 else (shard,) for shard in shards]
+    if number < 2:
+        return [(shard,) for shard in shards]
+    return [shard.split_with_sizes(even_sizes(len(shard), number)) for shard in shards]

@@ -156,8 +156,11 @@ def _key() -> str:
 
 def _folder() -> Path:
     """A folder of this user alone, in which files can be made."""
-    cache = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
-    for folder in (Path(cache) / "labkit", Path(tempfile.gettempdir()) / f"labkit-{os.getuid()}"):
+    candidates = [Path(tempfile.gettempdir()) / f"labkit-{os.getuid()}"]
+    with suppress(RuntimeError):  # a user without a home
+        cache = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
+        candidates.insert(0, Path(cache) / "labkit")
+    for folder in candidates:
         with suppress(OSError):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             about = folder.stat()
