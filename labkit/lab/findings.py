@@ -172,15 +172,19 @@ class Questions:
 
         `calibration`: that of the run, which predictions are made of.
         """
-        found = {}
         with unchanged_frames():
-            for question, find, missing in self._finders.values():
-                predicts = len(signature(find).parameters) > 1
-                finding = find(frame, calibration) if predicts else find(frame)
-                if finding is None:
-                    lacks_calibration = predicts and calibration is None and find(frame, ANY) is not None
-                    finding = not_measured(coverage, UNCALIBRATED if lacks_calibration else missing)
-                found[question.id] = finding
+            return {identifier: self.finding(identifier, frame, coverage, calibration) for identifier in self._finders}
+
+    def finding(
+        self, identifier: str, frame: pd.DataFrame, coverage: pd.DataFrame, calibration: Calibration | None = None
+    ) -> Finding:
+        """That of one question, as `find` has it of all."""
+        _, find, missing = self._finders[identifier]
+        predicts = len(signature(find).parameters) > 1
+        found = find(frame, calibration) if predicts else find(frame)
+        if found is None:
+            lacks_calibration = predicts and calibration is None and find(frame, ANY) is not None
+            found = not_measured(coverage, UNCALIBRATED if lacks_calibration else missing)
         return found
 
 
