@@ -2,7 +2,7 @@
 
 The cells, in IPython, and the pages are those of `labkit report`; without a kernel and its imports for each lab, and
 the fork server of all labs has what their workers import. What is left out is papermill's and the kernel's, which
-`tests/test_notebooks.py` sees in the labs that are reported by command.
+`tests/test_notebooks.py` sees in the labs that are reported by command, and a figure's second drawing, as a PNG.
 """
 
 import io
@@ -20,6 +20,7 @@ from papermill.parameterize import parameterize_notebook
 from traitlets import Type
 from traitlets.config import Config
 
+from labkit.lab.figures.style import Plot
 from labkit.lab.pages.export import export_page
 from labkit.lab.project import notebook_path
 from labkit.studies import load_study
@@ -81,6 +82,7 @@ def execute(lab: str, shell: InteractiveShell, notebook: Path) -> None:
 
 
 def main(folder: Path, labs: list[str]) -> None:
+    Plot.png = lambda plot, title=None: b""
     program = sys.modules["__main__"]
     shell = _Shell.instance(config=Config(HistoryManager={"enabled": False}))
     (folder / "notebooks").mkdir(parents=True)

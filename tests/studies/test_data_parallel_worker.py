@@ -340,7 +340,7 @@ def test_a_timeline_without_collectives_says_so(monkeypatch):
     trace = _gpu_events()
     monkeypatch.setattr(timeline, "profile_call", lambda *_, **__: Profile(trace, 1e-4))
     monkeypatch.setattr(timeline, "_run", lambda step: None)
-    first, *boxes = timeline.timeline_rows(SimpleNamespace(implementation="torch"), "cpu")
+    first, *boxes = timeline.timeline_rows(SimpleNamespace(implementation="torch"), "cpu", 1)
     assert "none of the collectives" in first["not_measured"]
     assert [row["lane"] for row in boxes] == ["forward", "backward", "optimizer"]
 
@@ -355,7 +355,7 @@ def test_the_timeline_is_of_the_step_of_median_length_and_of_no_freak(monkeypatc
     monkeypatch.setattr(timeline, "profile_call", lambda *_, **__: Profile({}, next(steps)))
     monkeypatch.setattr(timeline, "_boxes", boxes)
     monkeypatch.setattr(timeline, "_run", lambda step: None)
-    rows = list(timeline.timeline_rows(SimpleNamespace(implementation="torch"), "cpu"))
+    rows = list(timeline.timeline_rows(SimpleNamespace(implementation="torch"), "cpu", 5))
     assert rows[-1]["lane"] == "optimizer"
     assert rows[-1]["start_s"] + rows[-1]["duration_s"] == 3.0
 

@@ -24,6 +24,8 @@ from labkit.studies.memory.worker import MemoryPoint, measure_point, predicted
 from tests.studies.answering import answers_of
 
 MIB, GIB = 2**20, 2**30
+# Of two layers, which segments of each length divide.
+SHALLOW = TransformerShape(d_model=64, d_ff=128, n_layers=2, n_heads=2, vocabulary=100)
 
 
 def _rows(kind, size="nano", context_length=32, **others):
@@ -105,7 +107,8 @@ def _limited(monkeypatch, where, too_long):
         return as_it_is(of, segment)
 
     monkeypatch.setattr(worker, where, limited)
-    rows = {row["segment"]: row for row in _rows("checkpoint", segments=(0, 1, 2))}
+    with known_models({"shallow": SHALLOW}):
+        rows = {row["segment"]: row for row in _rows("checkpoint", "shallow", segments=(0, 1, 2))}
     assert rows[too_long]["gate"] == "out of memory: tried to allocate 20 GiB"
     assert "seconds" not in rows[too_long]
     assert all(row["counted_bytes"] for row in rows.values())
@@ -134,7 +137,7 @@ def test_without_a_step_that_keeps_everything_nothing_is_compared_and_the_answer
         assert rows[segment]["peak_bytes"]
         assert rows[segment]["gate"] == worker.NOTHING_TO_COMPARE
         assert not {"error", "seconds"} & rows[segment].keys()
-    frame = pd.DataFrame([{"size": "nano", "context_length": 32, "batch": 4} | row for row in rows.values()])
+    frame = pd.DataFrame([{"size": "shallow", "context_length": 32, "batch": 4} | row for row in rows.values()])
     caveat = answers_of(STUDY, frame)["checkpointing"].caveat
     assert "no checkpointing" in caveat
     assert "20 GiB" in caveat
@@ -150,7 +153,9 @@ def test_recomputed_activations_are_told_apart():
 
 def test_what_does_not_fit_is_skipped_with_both_sizes_and_the_sweep_goes_on(monkeypatch, tmp_path):
     monkeypatch.setattr(capacity, "available_memory_bytes", lambda: 0)
-    config = STUDY.profiles["smoke"].model_copy(update={"fitted_sizes": [], "precisions": ["float32"]})
+    config = STUDY.profiles["smoke"].model_copy(
+        update={"contexts": [16], "big_contexts": [], "fitted_sizes": [], "precisions": ["float32"]}
+    )
     coverage = measure(STUDY, config, profile="smoke", directory=tmp_path).coverage()
     skipped = coverage[coverage["kind"] != "counted"]
     assert set(skipped["status"]) == {"skipped"}

@@ -16,19 +16,19 @@ GLOO = "gloo:"
 COLLECTIVES = (GLOO + "all_reduce", "nccl:all_reduce", "ncclDevKernel_AllReduce", "ncclKernel_AllReduce")
 LAST_GRADIENT = "torch::autograd::AccumulateGrad"
 WARMUP_STEPS = 2
-PROFILED_STEPS = 5  # of which the one of median length is told: a single one may be a freak
+MOST_PROFILED_STEPS = 5  # of which the one of median length is told: a single one may be a freak
 
 
-def timeline_rows(step: Alternative, device: str) -> Iterator[dict[str, Any]]:
-    """One row per box of a step of median length: `lane`, and within the step `start_s` and `duration_s`.
+def timeline_rows(step: Alternative, device: str, steps: int) -> Iterator[dict[str, Any]]:
+    """One row per box of the one of `steps` steps of median length: `lane`, and within it `start_s`, `duration_s`.
 
     Lanes are forward, backward, all-reduce and optimizer. Backward ends where the last gradient is there;
     `during_s` of a collective is how much of it ran before that.
     """
     for _ in range(WARMUP_STEPS):
         _run(step)
-    steps = [profile_call(lambda: _run(step), device=device, before=dist.barrier) for _ in range(PROFILED_STEPS)]
-    boxes = _boxes(steps[_median_step([one.seconds for one in steps])])
+    profiles = [profile_call(lambda: _run(step), device=device, before=dist.barrier) for _ in range(steps)]
+    boxes = _boxes(profiles[_median_step([one.seconds for one in profiles])])
     if not boxes["all-reduce"]:
         reason = "the profiler saw none of the collectives, which the timeline therefore lacks"
         yield {"implementation": step.implementation, "not_measured": reason}

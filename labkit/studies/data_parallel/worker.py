@@ -20,7 +20,12 @@ from labkit.parallel.data_parallel.implementations import LOCAL, OVER_SHARED_MEM
 from labkit.parallel.ranks.device import use_device
 from labkit.parallel.transport import SHARED, transport_in_use
 from labkit.studies.data_parallel.alternatives import PHASES, Alternative, split_name
-from labkit.studies.data_parallel.timeline import added_by_averaging, operators_of_step, timeline_rows
+from labkit.studies.data_parallel.timeline import (
+    MOST_PROFILED_STEPS,
+    added_by_averaging,
+    operators_of_step,
+    timeline_rows,
+)
 from labkit.studies.shared.alternatives import Failed, attempt, row_of, time_those_that_run, timed_rows
 from labkit.studies.shared.gradient_gate import check_all_used, check_gradients, local_means
 from labkit.studies.shared.peaks import peak_of_second
@@ -146,21 +151,23 @@ def _accumulated_step(alternative: Alternative, accumulate: Callable[[], None]) 
 
 def _timeline(point: DataParallelPoint, workload: Workload, device: str) -> Iterator[dict[str, Any]]:
     """Boxes and counts of one step of each implementation; of a wrong one only what is wrong."""
-    alone = operators_of_step(Alternative(LOCAL, workload, device))
+    alone, steps = operators_of_step(Alternative(LOCAL, workload, device)), min(point.repeats, MOST_PROFILED_STEPS)
     for name in point.alternatives:
-        found = attempt(name, partial(_lanes_and_counts, name, workload, device, alone), device=device)
+        found = attempt(name, partial(_lanes_and_counts, name, workload, device, alone, steps), device=device)
         if isinstance(found, Failed):
             yield {"implementation": split_name(name)[0], "gate": found.reason}
         else:
             yield from found
 
 
-def _lanes_and_counts(name: str, workload: Workload, device: str, alone: OperatorRecord) -> list[dict[str, Any]]:
+def _lanes_and_counts(
+    name: str, workload: Workload, device: str, alone: OperatorRecord, steps: int
+) -> list[dict[str, Any]]:
     alternative = Alternative(name, workload, device)
     about = {"implementation": alternative.implementation, "gate": alternative.completeness()}
     if about["gate"] != "ok":
         return [about]
-    rows = list(timeline_rows(alternative, device))
+    rows = list(timeline_rows(alternative, device, steps))
     if alternative.implementation not in OVER_SHARED_MEMORY:  # whose thread is not seen
         rows.append(about | added_by_averaging(alternative, alone))
     return rows
