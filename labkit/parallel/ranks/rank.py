@@ -43,6 +43,8 @@ STACKS_SIGNAL = signal.SIGUSR1
 OOM_SCORE = 100
 # A variable of a fork server that others use as well: its socket is not the parent's to remove.
 SERVER_OF_SEVERAL = "LABKIT_SERVER_OF_SEVERAL"
+# A variable of a rank: the temporary directory that it would have if it had none of its own.
+USERS_DIRECTORY = "LABKIT_USERS_TMPDIR"
 # To open a file: milliseconds, or never.
 STORE_TIMEOUT_S = 10.0
 
@@ -170,6 +172,8 @@ def _use_own_temporary_directory(directory: Path) -> None:
     """What torch.compile and others leave in the temporary directory goes when the group's own directory does."""
     temporary = directory / "tmp"
     temporary.mkdir(exist_ok=True)
+    tempfile.tempdir = None  # what the process has found that this one was forked from
+    os.environ[USERS_DIRECTORY] = tempfile.gettempdir()
     os.environ["TMPDIR"] = str(temporary)
     tempfile.tempdir = None  # read again
 

@@ -69,7 +69,7 @@ class AttentionStudy(Study):
             compiled_sequences=[256, 1024, 2048],
             compiled_head_dims=[64],
             tiling_sequences=[2048, 4096],
-            memory_sequences=[16384],
+            memory_sequences=[8192],
             warmup=1,
             rounds_s=3.0,
             most_bytes=6 * GIB,

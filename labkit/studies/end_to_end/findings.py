@@ -103,8 +103,14 @@ def compiling(frame: pd.DataFrame) -> Finding | None:
         choose=choose,
         keep="Stay with the eager model",
         caveat=_troubles(frame, "compile"),
-        why=f"Compiling takes up to {format_seconds(table['compile_s'].max())}{earned}.",
+        why=f"Compiling takes up to {format_seconds(table['compile_s'].max())}{earned}.{_besides(frame)}",
     )
+
+
+def _besides(frame: pd.DataFrame) -> str:
+    """What runs have in no compile time; in those that lack this column it is part of the first."""
+    seconds = select(frame, ["compiler_s"], sweep="compile")["compiler_s"].dropna()
+    return f" Before, torch tried the C++ compiler for {format_seconds(seconds.max())}." if (seconds > 0).any() else ""
 
 
 @QUESTIONS.ask("published_trends", "Do the published trends hold on this machine?")

@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from labkit.lab.own_models import source_of
 from labkit.lab.point import TimedPoint
 from labkit.nn.training import TrainingStep, gradients
 from labkit.studies.shared.alternatives import Failed, attempt, time_those_that_run
+from labkit.studies.shared.compiler import make_compiler_ready
 
 # In the order in which they follow one another; "inference" is a forward pass that keeps nothing.
 PHASES = ("inference", "forward", "backward", "optimizer")
@@ -94,23 +96,31 @@ def _first_steps(point: EndToEndPoint) -> dict[str, Any]:
 
 
 def _compiled_against_eager(point: EndToEndPoint) -> Iterator[dict[str, Any]]:
-    """Compile time apart (the first calls, with an empty cache), then both take turns, forward and full step."""
+    """Compile time apart (the first calls, with an empty cache), then both take turns, forward and full step.
+
+    What torch tries of the C++ compiler, whatever the model, is `compiler_s`, and in no `compile_s`.
+    """
+    compiler_s = attempt("compiled", partial(make_compiler_ready, point.device), device=point.device)
+    if isinstance(compiler_s, Failed):
+        yield {"implementation": "compiled", "gate": compiler_s.reason}
+        return
     from torch._inductor.utils import fresh_cache  # seconds, which a rank that compiles nothing need not spend
 
     torch._dynamo.reset()
     with fresh_cache():
         steps = {"eager": _training_step(point)}
 
-        def compile_and_compare() -> tuple[_Difference, dict[str, float]]:
+        def compile_and_compare() -> tuple[_Difference, dict[str, dict[str, float]]]:
             steps["compiled"] = _training_step(point, compiled=True)
             error = _largest_difference(steps["compiled"], steps["eager"], point.device)
-            return error, {"inference": _first_call(steps["compiled"].infer, point.device), "step": error.compile_s}
+            compile_s = {"inference": _first_call(steps["compiled"].infer, point.device), "step": error.compile_s}
+            return error, {phase: {"compile_s": taken, "compiler_s": compiler_s} for phase, taken in compile_s.items()}
 
         found = attempt("compiled", compile_and_compare, device=point.device)
         if isinstance(found, Failed):
             yield {"implementation": "compiled", "gate": found.reason}
             return
-        error, compile_s = found
+        error, compiling = found
         bound = FLOAT32_TOLERANCE if point.precision == "float32" else HALF_TOLERANCE
         gate = verdict(error.relative, bound)
         if gate != "ok":
@@ -122,8 +132,8 @@ def _compiled_against_eager(point: EndToEndPoint) -> Iterator[dict[str, Any]]:
             samples, failed = time_those_that_run(actions, device=point.device, **timing)
             yield from ({"implementation": name, "phase": phase, "gate": reason} for name, reason in failed.items())
             for name, parts in samples.items():
-                compiling = {"compile_s": compile_s[phase], "error": error.relative} if name == "compiled" else {}
-                yield {"implementation": name, "phase": phase, "seconds": parts[phase], "gate": gate} | compiling
+                about = compiling[phase] | {"error": error.relative} if name == "compiled" else {}
+                yield {"implementation": name, "phase": phase, "seconds": parts[phase], "gate": gate} | about
 
 
 @dataclass(frozen=True)

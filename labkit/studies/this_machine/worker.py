@@ -16,9 +16,12 @@ from labkit.nn.transformer import Transformer, language_model_loss, shape_named
 from labkit.parallel.data_parallel.implementations import BUCKETED, wrap
 from labkit.parallel.ranks.device import use_device
 from labkit.studies.shared.alternatives import Failed, attempt, time_those_that_run
+from labkit.studies.shared.compiler import make_compiler_ready
 from labkit.studies.shared.gradient_gate import check_completeness
 
 DEFAULT, JOINED = "default", "joined"
+TORCH = "torch"
+"""The wrapper of the default."""
 # Relative to the largest gradient of a tensor, as in the labs that measured the parts: the order of sums, or 8 bits.
 FLOAT32_TOLERANCE = 1e-3
 HALF_TOLERANCE = 5e-2
@@ -55,18 +58,32 @@ class Training:
         with torch.device(device):
             attend = attention_named(point.attention if is_joined else "explicit").attend
             self.model = Transformer(shape_named(point.model), context_length=point.context_length, attention=attend)
-        if is_joined and point.compiled:
-            self.model.compile(dynamic=False)
         self.call: Callable[[Tensor], Tensor] = self.model
-        if point.world_size > 1:
-            wrapper = point.wrapper if is_joined else "torch"
-            size = point.bucket_mb if is_joined and wrapper in BUCKETED else None
-            self.call = wrap(wrapper, self.model, bucket_mb=size)
         self.device = torch.device(device)
         self.autocast = AUTOCAST_DTYPES[point.precision] if is_joined else None
         self.optimizer = adamw(self.model.parameters(), self.device)
         tokens = _tokens(point).to(self.device)
         self.inputs, self.targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        wrapper = point.wrapper if is_joined else TORCH
+        if is_joined and point.compiled:
+            self._compile(for_all=point.world_size > 1 and wrapper != TORCH)  # which cuts graphs at its buckets
+        if point.world_size > 1:
+            size = point.bucket_mb if is_joined and wrapper in BUCKETED else None
+            self.call = wrap(wrapper, self.model, bucket_mb=size)
+
+    def _compile(self, *, for_all: bool) -> None:
+        """With `for_all`, the first rank compiles; the others find what it made in the cache that a group shares."""
+        is_first = for_all and dist.get_rank() == 0
+        for its_turn in (is_first, not is_first) if for_all else ():
+            if its_turn:
+                make_compiler_ready(self.device.type)
+                self.model.compile(dynamic=False)
+                self.passes()
+                self.optimizer.zero_grad(set_to_none=True)
+            dist.barrier()
+        if not for_all:
+            make_compiler_ready(self.device.type)
+            self.model.compile(dynamic=False)
 
     def passes(self) -> None:
         with torch.autocast(self.device.type, dtype=self.autocast, enabled=self.autocast is not None):

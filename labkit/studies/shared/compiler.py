@@ -1,0 +1,56 @@
+"""What torch.compile needs once of a C++ compiler, before it compiles anything.
+
+torch tries which instructions the compiler and this processor know, and compiles its own headers: 15 s on two cores,
+which are no model's. torch keeps the results in its cache, in the user's temporary directory. A rank has a temporary
+directory of its own, which goes with it, and would make them anew.
+"""
+
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+
+import torch
+
+from labkit.parallel.ranks.rank import USERS_DIRECTORY
+
+CACHE = "TORCHINDUCTOR_CACHE_DIR"
+TEMPORARY = "TMPDIR"
+
+
+@cache
+def make_compiler_ready(device: str) -> float:
+    """On a CPU, compile a sum: what is compiled next in this process finds the compiler tried. Returns the seconds.
+
+    The cache is torch's own, whatever directory this rank has; only these results go there. To be called before
+    anything else loads torch's compiler, which remembers where its headers are. Raises what torch does.
+    """
+    start = time.perf_counter()
+    if torch.device(device).type == "cpu":
+        with _users_directory():
+            torch.compile(_add_one)(torch.zeros(64))
+        torch._dynamo.reset()
+    return time.perf_counter() - start
+
+
+def _add_one(x: torch.Tensor) -> torch.Tensor:
+    return x + 1
+
+
+@contextmanager
+def _users_directory() -> Iterator[None]:
+    """The temporary directory that the user has, in place of a rank's."""
+    before = {name: os.environ.get(name) for name in (TEMPORARY, CACHE)}
+    os.environ[TEMPORARY] = os.environ.get(USERS_DIRECTORY) or tempfile.gettempdir()
+    os.environ.pop(CACHE, None)
+    tempfile.tempdir = None  # read again
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+        tempfile.tempdir = None

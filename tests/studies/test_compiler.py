@@ -1,0 +1,31 @@
+"""What torch tries of the C++ compiler is kept for later ranks; what they compile then is not."""
+
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from labkit.nn.attention_implementations import why_nothing_compiles
+from labkit.parallel.launch import run_ranks
+from labkit.studies.shared.compiler import make_compiler_ready
+
+
+def _compile(ready):
+    make_compiler_ready("cpu" if ready else "cuda")
+    torch.compile(torch.nn.functional.gelu)(torch.ones(8))
+    return tempfile.gettempdir()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(why_nothing_compiles("cpu") is not None, reason=str(why_nothing_compiles("cpu")))
+def test_a_ranks_look_at_the_compiler_outlives_it_and_what_it_compiles_does_not(tmp_path):
+    def kept():
+        return {path for path in tmp_path.rglob("*") if path.is_file() and path.suffix in (".so", ".gch")}
+
+    own = run_ranks(_compile, True, world_size=1, environment={"TMPDIR": str(tmp_path)})
+    first = kept()
+    assert first
+    assert not Path(*own).exists()
+    run_ranks(_compile, True, world_size=1, environment={"TMPDIR": str(tmp_path)})
+    assert kept() == first
