@@ -13,7 +13,7 @@ import pandas as pd
 
 from labkit.bench.statistics import LEAST_RELEVANT_DIFFERENCE, slowest_rank, summarize
 from labkit.lab.columns import label
-from labkit.lab.rows import select
+from labkit.lab.rows import select, summed
 from labkit.lab.units import counted
 
 PHASES = ("forward", "backward", "optimizer")
@@ -146,10 +146,8 @@ def step_times(rows: pd.DataFrame, optimizer: str, place: str = "") -> Known:
 def _sum(rows: pd.DataFrame, name: str, parts: Sequence[str]) -> pd.DataFrame:
     """Rows of all these parts as one, in repeats that have each of them."""
     keys = ["point", "rank", "repeat"]
-    some = select(rows, part=list(parts))
-    total = some.groupby(keys)["seconds"].agg(["sum", "size"]).reset_index()
-    whole = total[total["size"] == len(parts)].rename(columns={"sum": "seconds"})[[*keys, "seconds"]]
-    return some.drop(columns="seconds").drop_duplicates(keys).merge(whole, on=keys).assign(part=name)
+    about = select(rows, part=list(parts)).drop(columns=["part", "seconds"]).drop_duplicates(keys)
+    return about.merge(summed(rows, "part", parts, name, ["point"]), on=keys)
 
 
 @dataclass(frozen=True)

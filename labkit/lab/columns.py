@@ -3,20 +3,15 @@
 A column that is not listed is shown under its name, and the end of its name says the unit: `step_s`, `peak_bytes`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
-from labkit.lab.units import (
-    format_bytes,
-    format_flops,
-    format_number,
-    format_rate,
-    format_seconds,
-)
+from labkit.lab.units import format_bytes, format_flops, format_number, format_rate, format_seconds
 
 Form = Callable[[float], str]
 
@@ -125,3 +120,11 @@ def label(name: str, value: Any) -> str:
         return f"{found.title} {value}"
     text = found.label.format(title=found.title, value=found.form(float(value)))
     return text.removesuffix("s") if value == 1 and found.label.startswith("{value} ") else text  # "1 rank"
+
+
+def labels(table: pd.DataFrame, columns: Sequence[str]) -> list[str]:
+    """A name for each row by the values of some columns, "small, forward"; one that is missing is left out."""
+    return [
+        ", ".join(label(name, row[name]) for name in columns if row[name] is not None and row[name] == row[name])
+        for row in table.to_dict("records")
+    ]

@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 
 from labkit.bench.statistics import LEAST_RELEVANT_DIFFERENCE, judged
-from labkit.lab.columns import column, label
+from labkit.lab.columns import column, labels
 from labkit.lab.findings import Effect, Finding, Verdict
 from labkit.lab.places import place_of, reach_of
 from labkit.lab.quantities import MEMORY as MEMORY
@@ -144,18 +144,10 @@ def effects(table: pd.DataFrame, subject: str, baseline: str, quantity: Quantity
     """The judged rows as effects. The setting is what stands left of the ratio, but for the alternative beside it."""
     before_ratio = table.columns[: list(table.columns).index("ratio") - 1]
     settings = [name for name in before_ratio if not column(name).is_internal]
+    ends = table[["ratio", "low", "high"]].astype(float).itertuples(index=False)
     return tuple(
-        Effect(
-            subject,
-            baseline,
-            ", ".join(label(name, row[name]) for name in settings if row[name] is not None and row[name] == row[name]),
-            quantity.name,
-            float(row["ratio"]),
-            float(row["low"]),
-            float(row["high"]),
-            str(row["verdict"]),
-        )
-        for row in table.to_dict("records")
+        Effect(subject, baseline, setting, quantity.name, ratio, low, high, str(verdict))
+        for setting, (ratio, low, high), verdict in zip(labels(table, settings), ends, table["verdict"], strict=True)
     )
 
 

@@ -15,6 +15,7 @@ from IPython.display import display
 
 from labkit.costs.calibration import Calibration
 from labkit.lab.calibration import newest_calibration
+from labkit.lab.columns import labels
 from labkit.lab.config import LabConfig, ParameterError, nearest, resolve_config
 from labkit.lab.figures import Plot
 from labkit.lab.findings import CALIBRATE_FIRST, UNCALIBRATED, Finding, Question
@@ -22,7 +23,7 @@ from labkit.lab.pages import cards
 from labkit.lab.pages.provenance import page_record, provenance, provenance_rows
 from labkit.lab.pages.source import shown_source
 from labkit.lab.parameter_cells import given_parameters
-from labkit.lab.predictions import labels, named, to_show
+from labkit.lab.predictions import named, to_show
 from labkit.lab.progress_lines import MeasuringInterrupted, progress_line
 from labkit.lab.project import (
     check_writable,

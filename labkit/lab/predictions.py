@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 
 from labkit.costs.calibration import Calibration
-from labkit.lab.columns import column, label
+from labkit.lab.columns import column
 from labkit.lab.comparing import CLOSE
 from labkit.lab.config import ParameterError, nearest
 from labkit.lab.own_models import models_in
@@ -74,11 +74,6 @@ class Predicted:
         """The columns that name the rows of a table."""
         shown = [name for name in self.columns if not column(name).is_internal]
         return [name for name in shown if name in self.names or table[name].nunique(dropna=False) > 1]
-
-
-def labels(table: pd.DataFrame, columns: Sequence[str]) -> list[str]:
-    """A name for each row: "small, forward"."""
-    return [", ".join(label(name, row[name]) for name in columns) for row in table.to_dict("records")]
 
 
 def named(guess: object, names: Sequence[str]) -> dict[str, float]:

@@ -1,6 +1,6 @@
 """From a run's long frame to tidy tables: what was measured, declared once, then samples, medians and ratios of it."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +43,17 @@ def in_order(table: pd.DataFrame, **orders: Iterable[Any] | None) -> pd.DataFram
         kind="stable",
         ignore_index=True,
     )
+
+
+def summed(rows: pd.DataFrame, column: str, parts: Collection[str], name: str, by: Iterable[str]) -> pd.DataFrame:
+    """Seconds of the parts of a repeat together, as one more part called `name`; of repeats that have them all.
+
+    `column` names the part, `by` are the columns of the setting and the alternative.
+    """
+    keys = [key for key in dict.fromkeys([*by, "rank", "repeat"]) if key in rows and key != column]
+    of_repeats = rows[rows[column].isin(parts)].groupby(keys, dropna=False)["seconds"]
+    table = of_repeats.agg(["sum", "count"]).rename(columns={"sum": "seconds"}).reset_index()
+    return table[table["count"] == len(parts)].drop(columns="count").assign(**{column: name})
 
 
 @dataclass(frozen=True)

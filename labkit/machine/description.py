@@ -84,6 +84,10 @@ class Machine(BaseModel):
             return wanted
         return "cuda" if self.gpus else "cpu"
 
+    def memory_of(self, device: str) -> int:
+        """Bytes of a device, "cpu" or "cuda": the machine's, or its first GPU's."""
+        return self.gpus[0].memory_bytes if device == "cuda" and self.gpus else self.memory_bytes
+
     def backend(self, device: str, world_size: int) -> str:
         """ "nccl" if every rank has a GPU to itself, else "gloo": ranks on a CPU, or that share a GPU."""
         return "nccl" if device == "cuda" and len(self.gpus) >= world_size else "gloo"

@@ -70,11 +70,6 @@ class Ranking:
         """The layout that needs the least memory, whether it fits or not."""
         return self.candidate(int(np.argmin(self.found.peak_gib)))
 
-    def fastest_too_large(self) -> Candidate | None:
-        """The fastest of the layouts that are expected to run out of memory."""
-        rows = np.flatnonzero(~self.found.fits)
-        return self.candidate(int(rows[np.argmin(self.found.step_s[rows])])) if len(rows) else None
-
     @property
     def _unstable(self) -> Any:
         return self.runs.once(lambda runs: is_unstable(runs, self.found))  # type: ignore[arg-type, return-value]

@@ -7,9 +7,10 @@ from dataclasses import replace
 import pandas as pd
 import pytest
 
+from labkit.lab.columns import labels
 from labkit.lab.config import ParameterError
 from labkit.lab.notebook import Lab, check_parameters
-from labkit.lab.predictions import Predicted, labels, named, to_show
+from labkit.lab.predictions import Predicted, named, to_show
 from labkit.lab.rows import Measured
 from labkit.machine import describe_machine
 from labkit.studies import LABS, load_study

@@ -15,7 +15,7 @@ from labkit.bench.statistics import judged
 from labkit.costs.transformer import SIZES, n_parameters
 from labkit.lab.comparing import winner_of
 from labkit.lab.project import recorded_directory, runs_directory
-from labkit.lab.rows import Measured, select
+from labkit.lab.rows import Measured, select, summed
 from labkit.lab.runs.store import Run, RunFileError
 from labkit.machine import Machine, describe_machine
 from labkit.nn.attention_implementations import RESERVED
@@ -225,8 +225,8 @@ def _compiled(frame: pd.DataFrame) -> pd.DataFrame:
 def _attention(frame: pd.DataFrame) -> pd.DataFrame:
     """Forward and backward together, of the longest heads."""
     rows = select(frame, ["head_dim", "implementation"], sweep="grid", phase=["forward", "backward"], dtype="float32")
-    rows = rows[rows["implementation"].isin(RESERVED)]
-    whole = _summed(rows[rows["head_dim"] == rows["head_dim"].max()], ["sequence", "implementation"])
+    rows = rows[rows["implementation"].isin(RESERVED) & (rows["head_dim"] == rows["head_dim"].max())]
+    whole = summed(rows, "phase", WHOLE_STEP[:2], "both", ("sequence", "implementation"))
     return Measured(("sequence",), "implementation").over(whole, "explicit")
 
 
@@ -243,23 +243,15 @@ def _wrapper(frame: pd.DataFrame) -> pd.DataFrame:
 def _wrapper_ratios(frame: pd.DataFrame) -> pd.DataFrame:
     """Steps under each wrapper over those under torch's; "local" is without any."""
     rows = select(frame, ["workload", "implementation"], sweep="implementations", phase=list(WHOLE_STEP))
-    whole = _summed(rows, ["workload", "world_size", "implementation"])
-    return WRAPPERS.over(whole, "torch")
+    return WRAPPERS.over(summed(rows, "phase", WHOLE_STEP, "step", WRAPPERS.columns), "torch")
 
 
 def _bucket(frame: pd.DataFrame) -> pd.DataFrame:
     """Sizes over the default one, which is written as 0 here: nothing equals nan."""
     by = ["workload", "implementation", "point", "of_bucket_mb"]
     rows = select(frame, by, sweep="buckets", phase=list(WHOLE_STEP))
-    whole = _summed(rows.assign(of_bucket_mb=rows["of_bucket_mb"].fillna(0.0)), by)
+    whole = summed(rows.assign(of_bucket_mb=rows["of_bucket_mb"].fillna(0.0)), "phase", WHOLE_STEP, "step", by)
     return Measured(("workload", "implementation", "point"), "of_bucket_mb").over(whole, 0.0)
-
-
-def _summed(rows: pd.DataFrame, by: list[str]) -> pd.DataFrame:
-    """Phases of a repeat added up; a repeat without one of them is left out."""
-    keys = [*by, "rank", "repeat"]
-    whole = rows.groupby(keys, dropna=False)["seconds"].agg(["sum", "count"]).reset_index()
-    return whole[whole["count"] == whole["count"].max()].rename(columns={"sum": "seconds"}) if len(whole) else whole
 
 
 _TOPICS = (

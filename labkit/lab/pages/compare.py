@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 from matplotlib.text import Text
 
-from labkit.lab.columns import label
+from labkit.lab.columns import label, labels
 from labkit.lab.config import ParameterError
 from labkit.lab.figures import Plot, bars, lines
 from labkit.lab.pages import cards
@@ -168,13 +168,13 @@ def _plots(found: LabComparison) -> Iterator[tuple[str, Plot, str]]:
         yield "times", _bars(found, machines), drawn
         return
     others = [name for name in found.settings if name != x]
-    table = found.medians.assign(panel=_labels(found.medians, others))
+    table = found.medians.assign(panel=labels(found.medians, others))
     wide = _widest(table, x)
     some = table[table["panel"].isin(wide.index[:MOST_PANELS])]
     differing = [name for name in others if some[name].astype(str).nunique() > 1]
     first = some.iloc[0]
     same = ", ".join(_named(name, first[name]) for name in others if name not in differing and pd.notna(first[name]))
-    titles = ["\n".join(wrap(text, PANEL_TITLE_WIDTH)) for text in _labels(some, differing)]
+    titles = ["\n".join(wrap(text, PANEL_TITLE_WIDTH)) for text in labels(some, differing)]
     plot = lines(
         some.assign(panel=titles), x=x, y="seconds", hue="machine", hue_order=machines, facet="panel", log="xy"
     )
@@ -194,7 +194,7 @@ def _axis(found: LabComparison) -> str | None:
         values = pd.to_numeric(found.medians[name], errors="coerce")
         if values.notna().all() and (values > 0).all():
             others = [other for other in found.settings if other != name]
-            count = int(_widest(found.medians.assign(panel=_labels(found.medians, others)), name).iloc[0])
+            count = int(_widest(found.medians.assign(panel=labels(found.medians, others)), name).iloc[0])
             best, most = (name, count) if count > most else (best, most)
     return best
 
@@ -205,14 +205,6 @@ def _bars(found: LabComparison, machines: list[str]) -> Plot:
     some = some.assign(setting=some["row"].astype(str))
     order = [str(row) for row in rows]
     return bars(some, x="setting", y="seconds", hue="machine", x_order=order, hue_order=machines, log=True)
-
-
-def _labels(table: pd.DataFrame, columns: Sequence[str]) -> list[str]:
-    """The values of some columns as one text a row; a value that is missing is left out."""
-    return [
-        ", ".join(label(name, row[name]) for name in columns if row[name] is not None and row[name] == row[name])
-        for row in table.to_dict("records")
-    ]
 
 
 def _named(name: str, value: Any) -> str:

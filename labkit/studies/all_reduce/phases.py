@@ -11,12 +11,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from labkit.bench.clock import time_interleaved
 from labkit.parallel.collectives import all_gather, reduce_scatter
 from labkit.parallel.traffic import recorded_traffic, tcp_bytes_sent
 from labkit.parallel.transport import POINT_TO_POINT, SHARED, transport_in_use
 from labkit.studies.all_reduce.exact import gate
 from labkit.studies.all_reduce.transports import CHOSEN, MESSAGES, SHARED_MEMORY, TORCH
+from labkit.studies.shared.alternatives import row_of, timed_rows
 
 REDUCE_SCATTER, ALL_GATHER = "reduce-scatter", "all-gather"
 PHASES = (REDUCE_SCATTER, ALL_GATHER)
@@ -31,34 +31,32 @@ def measure_phases(base: torch.Tensor, own: torch.Tensor, *, seed: str, **option
 
     `options`: how many rounds; `seed`: of their order.
     """
-    numel = own.numel() // dist.get_world_size() * dist.get_world_size()  # torch's knows even shards only
+    ranks, device = dist.get_world_size(), str(own.device)
+    numel = own.numel() // ranks * ranks  # torch's knows even shards only
     base, own, tensor = base[:numel], own[:numel], torch.empty_like(own[:numel])
-    refused = {SHARED_MEMORY: transport_in_use()[1]} if transport_in_use()[0] != SHARED else {}
+    about = {"n_bytes": own.nbytes, "formula_bytes": own.nbytes * (1 - 1 / ranks)}
+    options |= {"device": device, "prepare": lambda _: tensor.copy_(own), "before": dist.barrier}
     for phase in PHASES:
         rows, calls = dict[str, dict[str, Any]](), dict[str, Callable[[], Any]]()
         for route in (TORCH, MESSAGES, SHARED_MEMORY):
-            row: dict[str, Any] = {
-                "algorithm": TORCH if route == TORCH else CHOSEN,
-                "transport": route,
-                "collective": phase,
-            }
-            row |= {"n_bytes": own.nbytes, "formula_bytes": own.nbytes * (1 - 1 / dist.get_world_size())}
-            if why := refused.get(route):
-                yield row | {"not_measured": why}
+            name, run = f"{phase} over {route}", phase_by(phase, route)
+            row = {"algorithm": TORCH if route == TORCH else CHOSEN, "transport": route, "collective": phase} | about
+            if route == SHARED_MEMORY and transport_in_use()[0] != SHARED:
+                yield row | {"not_measured": transport_in_use()[1]}
                 continue
-            run = phase_by(phase, route)
-            row["sent_bytes"] = _sent_bytes(partial(run, tensor.copy_(own), "sum"))
-            whole = partial(_all_reduce, phase, run)
-            whole(tensor.copy_(own), op="mean")
-            row["error"], row["gate"] = gate(whole, tensor, base)
-            if row["gate"] == "ok":
-                rows[route], calls[route] = row, partial(run, tensor, "sum")
-            else:
-                yield row
-        options |= {"prepare": lambda _: tensor.copy_(own), "before": dist.barrier, "seed": seed + phase}
-        times = time_interleaved(calls, **options)
-        for route, seconds in times.items():
-            yield rows[route] | {"seconds": seconds}
+            found = row_of(name, partial(_check, phase, run, tensor, own, base), device=device)
+            rows[name], calls[name] = row | found, partial(run, tensor, "sum")
+        yield from timed_rows(rows, calls, seed=seed + phase, **options)
+
+
+def _check(
+    phase: str, run: Run, tensor: torch.Tensor, own: torch.Tensor, base: torch.Tensor
+) -> dict[str, float | str | None]:
+    sent_bytes = _sent_bytes(partial(run, tensor.copy_(own), "sum"))
+    whole = partial(_all_reduce, phase, run)
+    whole(tensor.copy_(own), op="mean")
+    error, verdict = gate(whole, tensor, base)
+    return {"sent_bytes": sent_bytes, "error": error, "gate": verdict}
 
 
 def phase_by(phase: str, route: str) -> Run:

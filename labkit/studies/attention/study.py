@@ -140,10 +140,9 @@ def _point(config: AttentionConfig, device: str, sweep: str, sequence: int, head
 
 def _too_large(config: AttentionConfig, device: str, machine: Machine) -> AttentionPoint:
     """The shortest power of two whose explicit attention is larger than the whole memory: a row that says why."""
-    total = machine.gpus[0].memory_bytes if device == "cuda" and machine.gpus else machine.memory_bytes
     for exponent in range(6, 31):
         point = _point(config, device, "grid", 2**exponent, max(config.head_dims))
-        if MARGIN * point.needed_bytes(EXPLICIT) > total:
+        if MARGIN * point.needed_bytes(EXPLICIT) > machine.memory_of(device):
             break
     return replace(point, sweep="limit", implementations=(EXPLICIT,))
 

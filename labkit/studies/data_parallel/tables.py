@@ -11,7 +11,7 @@ import pandas as pd
 from labkit.bench.statistics import summarize
 from labkit.lab.made_once import made_once
 from labkit.lab.project import reference_directory
-from labkit.lab.rows import Measured, exactly_over, in_order, select
+from labkit.lab.rows import Measured, exactly_over, in_order, select, summed
 from labkit.lab.units import format_bytes
 from labkit.parallel.data_parallel.implementations import BUCKETED, LOCAL, OWN_NAMES, TORCH
 from labkit.studies.data_parallel.alternatives import PHASES
@@ -44,9 +44,7 @@ def timed(frame: pd.DataFrame) -> pd.DataFrame:
     """Rows of the comparison of implementations, and each whole step as the sum of its phases on its rank."""
     of_rank = [*SETTING, "implementation", "rank", "repeat"]
     rows = select(frame, [*of_rank, "phase", "seconds"], sweep="implementations").dropna(subset="seconds")
-    parts = rows[rows["phase"].isin(PHASES)]
-    steps = parts.groupby(of_rank, as_index=False)["seconds"].sum().assign(phase=STEP)
-    return pd.concat([rows, steps]) if len(rows) else rows
+    return pd.concat([rows, summed(rows, "phase", PHASES, STEP, of_rank)]) if len(rows) else rows
 
 
 def phases(frame: pd.DataFrame) -> pd.DataFrame:

@@ -26,7 +26,7 @@ from labkit.studies.data_parallel.timeline import (
     operators_of_step,
     timeline_rows,
 )
-from labkit.studies.shared.alternatives import Failed, attempt, row_of, time_those_that_run, timed_rows
+from labkit.studies.shared.alternatives import Failed, attempt, row_of, timed_phases, timed_rows
 from labkit.studies.shared.gradient_gate import check_all_used, check_gradients, local_means
 from labkit.studies.shared.peaks import peak_of_second
 
@@ -75,15 +75,8 @@ def measure_point(point: DataParallelPoint) -> Iterator[dict[str, Any]]:
 def _phases(point: DataParallelPoint, workload: Workload, device: str) -> Iterator[dict[str, Any]]:
     right, rows = _right_ones(point, workload, device)
     turns = {name: dict(zip(PHASES, (one.forward, one.backward, one.step), strict=True)) for name, one in right.items()}
-    times, failed = time_those_that_run(turns, device=device, before=dist.barrier, **point.rounds)
-    for name, row in rows.items():
-        if name not in times:
-            yield row | ({"gate": failed[name]} if name in failed else {})
-            continue
-        for phase, seconds in times[name].items():
-            yield row | {"phase": phase, "seconds": seconds}
-        if laps := right[name].waiting.seconds[-len(seconds) :]:
-            yield row | {"phase": "waiting", "seconds": laps}
+    watches = {name: one.waiting for name, one in right.items()}
+    yield from timed_phases(rows, turns, watches=watches, device=device, before=dist.barrier, **point.rounds)
 
 
 def _right_ones(

@@ -12,7 +12,6 @@ from labkit.lab.own_models import without_own
 from labkit.lab.rows import select
 from labkit.lab.units import counted, format_seconds, format_share, span
 from labkit.studies.end_to_end import tables
-from labkit.studies.shared.step_operators import UNCOUNTED
 
 QUESTIONS = Questions()
 PARTS = {"forward": "forward pass", "backward": "backward pass", "optimizer": "optimizer"}
@@ -80,7 +79,7 @@ def predicted(frame: pd.DataFrame, calibration: Calibration | None) -> Finding |
         small, large = (f"the {by_size.index[at]} model {{}}{by_size.iloc[at]:.1f} times" for at in (0, -1))
         told.append(f"Typically {small.format('takes ')} what is predicted, {large.format('')}.")
     if by_size.max() > CLOSE:
-        told.append(UNCOUNTED)
+        told.append(tables.PREDICTED.leaves_out)
     if len(mfu := table.dropna(subset="mfu_percent")):
         best = mfu.loc[mfu["mfu_percent"].idxmax()]
         told.append(f"At best {best['mfu_percent']:.0f} % of the data-sheet peak ({best['phase']} of {best['size']}).")

@@ -12,10 +12,10 @@ from labkit.costs.transformer import backward_flops, forward_flops
 from labkit.lab.own_models import models_in, shape_of
 from labkit.lab.predictions import Predicted, Row
 from labkit.lab.project import reference_directory
-from labkit.lab.rows import Measured, in_order, select
+from labkit.lab.rows import Measured, in_order, select, summed
 from labkit.nn.transformer import SIZES
 from labkit.studies.end_to_end.worker import PHASES, PHASES_OF_MODE, EndToEndPoint
-from labkit.studies.shared.step_operators import seconds_of, step_operators
+from labkit.studies.shared.step_operators import UNCOUNTED, seconds_of, step_operators
 
 MODEL = ("device", "precision", "size")
 BOTH = "forward + backward"
@@ -41,7 +41,7 @@ def phases(frame: pd.DataFrame) -> pd.DataFrame:
     `spread_percent` is the standard deviation over the mean, with a bootstrap interval `spread_low`, `spread_high`.
     """
     parts = STEPS.samples(frame, sweep="phases")
-    samples = pd.concat([parts, *(_summed(parts, name) for name in SUMS)])
+    samples = pd.concat([parts, *(summed(parts, "phase", of, name, MODEL) for name, of in SUMS.items())])
     table = STEPS.medians(samples).rename(columns={"mean": "mean_s", "std": "std_s"})
     bounds = [
         _spread_interval(select(samples, **{name: row[name] for name in STEPS.columns})["seconds"].to_numpy())
@@ -60,12 +60,6 @@ def step_parts(table: pd.DataFrame) -> pd.DataFrame:
         f"{size}, {precision}" if several else size for size, precision in parts[["size", "precision"]].to_numpy()
     ]
     return parts.assign(model=models)
-
-
-def _summed(samples: pd.DataFrame, name: str) -> pd.DataFrame:
-    some = samples[samples["phase"].isin(SUMS[name])]
-    sums = some.groupby([*MODEL, "repeat"])["seconds"].agg(seconds="sum", parts="size").reset_index()
-    return sums[sums["parts"] == len(SUMS[name])].drop(columns="parts").assign(phase=name)
 
 
 def _spread_interval(seconds: np.ndarray) -> tuple[float, float]:
@@ -128,7 +122,12 @@ def _with_sizes(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 PREDICTED = Predicted(
-    (*MODEL, "batch", "context_length", "phase"), _expected_s, _planned, _with_sizes, names=("size", "phase")
+    (*MODEL, "batch", "context_length", "phase"),
+    _expected_s,
+    _planned,
+    _with_sizes,
+    names=("size", "phase"),
+    leaves_out=UNCOUNTED,
 )
 
 

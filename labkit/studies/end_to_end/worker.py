@@ -14,7 +14,7 @@ from labkit.bench.gate import largest_difference, verdict
 from labkit.lab.own_models import source_of
 from labkit.lab.point import TimedPoint
 from labkit.nn.training import TrainingStep, gradients
-from labkit.studies.shared.alternatives import Failed, attempt, time_those_that_run
+from labkit.studies.shared.alternatives import Failed, attempt, timed_rows
 from labkit.studies.shared.compiler import make_compiler_ready
 
 # In the order in which they follow one another; "inference" is a forward pass that keeps nothing.
@@ -127,13 +127,13 @@ def _compiled_against_eager(point: EndToEndPoint) -> Iterator[dict[str, Any]]:
             yield {"implementation": "compiled", "error": error.relative, "gate": gate}
             return
         for phase in ("inference", "step"):
-            actions = {name: {phase: step.infer if phase == "inference" else step.run} for name, step in steps.items()}
+            rows: dict[str, dict[str, Any]] = {
+                name: {"implementation": name, "phase": phase, "gate": gate} for name in steps
+            }
+            rows["compiled"] |= compiling[phase] | {"error": error.relative}
+            actions = {name: step.infer if phase == "inference" else step.run for name, step in steps.items()}
             timing = point.rounds | {"seed": f"{point.id} {phase}"}
-            samples, failed = time_those_that_run(actions, device=point.device, **timing)
-            yield from ({"implementation": name, "phase": phase, "gate": reason} for name, reason in failed.items())
-            for name, parts in samples.items():
-                about = compiling[phase] | {"error": error.relative} if name == "compiled" else {}
-                yield {"implementation": name, "phase": phase, "seconds": parts[phase], "gate": gate} | about
+            yield from timed_rows(rows, actions, device=point.device, **timing)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from labkit.bench.clock import Stopwatch
 from labkit.lab.point import TimedPoint
@@ -20,7 +20,7 @@ from labkit.nn.workloads import Workload, workload_named
 from labkit.parallel.data_parallel import BucketedDDP
 from labkit.parallel.data_parallel.buckets import Schedule
 from labkit.parallel.ranks.device import use_device
-from labkit.studies.shared.alternatives import Failed, attempt, time_those_that_run
+from labkit.studies.shared.alternatives import row_of, timed_phases
 from labkit.studies.shared.gradient_gate import check_gradients, local_means
 
 LOCAL = "local"
@@ -128,36 +128,20 @@ def _steps(point: BucketsPoint, device: str) -> Iterator[dict[str, Any]]:
     weights = workload.build()
     local = Trainer(workload, None, weights, device)
     means = local_means(local.parameters, local.average_gradients)
-    right = [(local, local.about() | {"gate": "ok"})]
+    trainers, rows = {LOCAL: local}, {LOCAL: local.about() | {"gate": "ok"}}
+
+    def check(name: str, bucket_mb: float | str) -> dict[str, Any]:
+        """The gate: what is averaged must be the mean over ranks of the local gradients."""
+        trainer = Trainer(workload, bucket_mb, weights, device)
+        error, gate = check_gradients(trainer.parameters, trainer.average_gradients, means)
+        if gate == "ok":
+            trainers[name] = trainer
+        return trainer.about() | {"error": error, "gate": gate}
+
     for bucket_mb in point.buckets_mb:
-        named = _named(bucket_mb)
-        checking = partial(_checked, workload, bucket_mb, weights, device, means)
-        found = attempt(named["alternative"], checking, device=device)
-        if isinstance(found, Failed):
-            yield named | {"gate": found.reason}
-        elif found[1]["gate"] == "ok":
-            right.append(found)
-        else:
-            yield found[1]
-    times, failed = time_those_that_run(
-        {about["alternative"]: {STEPS: trainer.step} for trainer, about in right},
-        device=device,
-        before=dist.barrier,
-        **point.rounds,
-    )
-    for trainer, about in right:
-        if (name := about["alternative"]) in failed:
-            yield about | {"gate": failed[name]}
-            continue
-        yield about | {"phase": "step", "seconds": times[name][STEPS]}
-        if laps := trainer.waiting.seconds[-len(times[name][STEPS]) :]:
-            yield about | {"phase": "waiting", "seconds": laps}
-
-
-def _checked(
-    workload: Workload, bucket_mb: float | str, weights: nn.Module, device: str, means: list[Tensor | None]
-) -> tuple[Trainer, dict[str, Any]]:
-    """The gate: what is averaged must be the mean over ranks of the local gradients."""
-    trainer = Trainer(workload, bucket_mb, weights, device)
-    error, gate = check_gradients(trainer.parameters, trainer.average_gradients, means)
-    return trainer, trainer.about() | {"error": error, "gate": gate}
+        about = _named(bucket_mb)
+        name = about["alternative"]
+        rows[name] = about | row_of(name, partial(check, name, bucket_mb), device=device)
+    steps = {name: {"step": trainer.step} for name, trainer in trainers.items()}
+    watches = {name: trainer.waiting for name, trainer in trainers.items()}
+    yield from timed_phases(rows, steps, watches=watches, device=device, before=dist.barrier, **point.rounds)

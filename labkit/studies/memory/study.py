@@ -221,7 +221,6 @@ def _point(
     config: MemoryConfig, machine: Machine, kind: str, size: str, context: int, precision: str, **others: Any
 ) -> MemoryPoint:
     device = machine.device(config.device)
-    in_all = machine.gpus[0].memory_bytes if device == "cuda" and machine.gpus else machine.memory_bytes
     given = {"phases": (), "repeats": MemoryPoint.repeats} | others
     if context == ITS_OWN:
         given["batch"] = ITS_OWN
@@ -232,7 +231,7 @@ def _point(
         context_length=context,
         precision=precision,
         device=device,
-        machine_bytes=in_all,
+        machine_bytes=machine.memory_of(device),
         **given,
     )
 

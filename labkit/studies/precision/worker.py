@@ -14,7 +14,7 @@ from labkit.nn.training import AUTOCAST_DTYPES, TrainingStep, gradients
 from labkit.nn.transformer import shape_named
 from labkit.studies.precision.dtypes import MODELS, observed_dtypes
 from labkit.studies.precision.numerics import ACCUMULATIONS, accumulate, norm_steps
-from labkit.studies.shared.alternatives import Failed, attempt, time_those_that_run
+from labkit.studies.shared.alternatives import Failed, attempt, timed_phases
 
 FULL = "float32"
 FORWARD, BOTH = MODES = "forward", "forward and backward"
@@ -77,21 +77,11 @@ def _speed(point: PrecisionPoint) -> Iterator[dict[str, Any]]:
     )
     checks = dict(zip(point.precisions, _check(step, point.precisions, point.device), strict=True))
     facts = {"float32_matmul_precision": torch.get_float32_matmul_precision()}
-    for name, row in checks.items():
-        if row["gate"] != "ok":
-            yield {"alternative": name} | row
-    actions = {
-        (mode, name): _action(step, mode, name) for mode in MODES for name, row in checks.items() if row["gate"] == "ok"
-    }
-    labels = {f"{mode}/{name}": {mode: action} for (mode, name), action in actions.items()}
-    before = step.drop_gradients
-    samples, failed = time_those_that_run(labels, device=point.device, before=before, **point.rounds)
-    for mode, name in actions:
-        label = f"{mode}/{name}"
-        if label in failed:
-            yield {"mode": mode, "alternative": name, "gate": failed[label]}
-        else:
-            yield checks[name] | facts | {"mode": mode, "alternative": name, "seconds": samples[label][mode]}
+    yield from ({"alternative": name} | row for name, row in checks.items() if row["gate"] != "ok")
+    pairs = [(mode, name) for mode in MODES for name, row in checks.items() if row["gate"] == "ok"]
+    rows = {f"{mode}/{name}": checks[name] | facts | {"mode": mode, "alternative": name} for mode, name in pairs}
+    actions = {f"{mode}/{name}": {mode: _action(step, mode, name)} for mode, name in pairs}
+    yield from timed_phases(rows, actions, "mode", device=point.device, before=step.drop_gradients, **point.rounds)
 
 
 def _action(step: TrainingStep, mode: str, precision: str) -> Callable[[], None]:

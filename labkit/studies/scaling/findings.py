@@ -104,18 +104,8 @@ def worst(frame: pd.DataFrame) -> Finding | None:
     known = f"A reason is known of {told.sum()}" + (
         f", most often: {told.index[0]} ({told.iloc[0]})." if len(told) else "."
     )
-    columns = [
-        "group",
-        "line",
-        "of_model",
-        "of_gpu",
-        "of_gpus",
-        "arrangement",
-        "measured_s",
-        "predicted_s",
-        "times_off",
-        "why",
-    ]
+    columns = ["group", "line", "of_model", "of_gpu", "of_gpus", "arrangement", "measured_s", "predicted_s"]
+    columns += ["times_off", "why"]
     return Finding("predicted", headline, table[columns].head(25), why=known)
 
 

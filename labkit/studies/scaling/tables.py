@@ -57,39 +57,35 @@ def errors(frame: pd.DataFrame) -> pd.DataFrame:
 
 def scoreboard(frame: pd.DataFrame) -> pd.DataFrame:
     """By published table: rows, errors in percent of a step, those of one constant, and how many intervals hold."""
-    table = errors(frame)
-    rows = [
-        {
-            "group": group,
-            "rows": len(own),
-            "median_percent": own["predicted_error"].median(),
-            "mean_percent": own["predicted_error"].mean(),
-            "ninety_percent": own["predicted_error"].quantile(0.9),
-            "one_constant_median_percent": own["one_constant_error"].median(),
-            "one_constant_ninety_percent": own["one_constant_error"].quantile(0.9),
-            "framework_left_out_median_percent": own["framework_left_out_error"].median(),
-            "covered_percent": 100 * own["covered"].mean(),
-        }
-        for group, own in table.groupby("group")
-    ]
-    return in_order(pd.DataFrame(rows), group=GROUPS) if rows else pd.DataFrame()
+    table = (
+        errors(frame)
+        .groupby("group")
+        .agg(
+            rows=("line", "size"),
+            median_percent=("predicted_error", "median"),
+            mean_percent=("predicted_error", "mean"),
+            ninety_percent=("predicted_error", _ninety),
+            one_constant_median_percent=("one_constant_error", "median"),
+            one_constant_ninety_percent=("one_constant_error", _ninety),
+            framework_left_out_median_percent=("framework_left_out_error", "median"),
+            covered_percent=("covered", lambda covered: 100 * covered.mean()),
+        )
+    )
+    return in_order(table.reset_index(), group=GROUPS)
+
+
+def _ninety(errors: pd.Series) -> float:
+    return errors.quantile(0.9)
 
 
 def predictors(frame: pd.DataFrame) -> pd.DataFrame:
     """Published predictors: the mean error they claim or were run at, beside this one's on the rows of that group."""
     means = errors(frame).groupby("group")["predicted_error"].mean()
     rows = [
-        {
-            "predictor": name,
-            "rows_of": group,
-            "same_rows": name not in ON_OTHER_ROWS,
-            "mean_percent": mean,
-            "here_mean_percent": means.get(group),
-            "note": note,
-        }
-        for name, (group, mean, note) in OTHERS.items()
+        (name, of, name not in ON_OTHER_ROWS, mean, means.get(of), note) for name, (of, mean, note) in OTHERS.items()
     ]
-    return pd.DataFrame(rows).dropna(subset="here_mean_percent")
+    columns = ["predictor", "rows_of", "same_rows", "mean_percent", "here_mean_percent", "note"]
+    return pd.DataFrame(rows, columns=columns).dropna(subset="here_mean_percent")
 
 
 def distribution(frame: pd.DataFrame) -> pd.DataFrame:

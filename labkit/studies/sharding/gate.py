@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from labkit.bench.gate import first_of_ranks, worst_of_ranks
 from labkit.studies.sharding.training import OPTIMIZERS, ShardingPoint, workload_of
+from labkit.studies.shared.gradient_gate import furthest
 
 GATE_STEPS = 2
 LARGEST_ERROR = 1e-2
@@ -63,8 +64,7 @@ class OneProcess:
         expected, index = self.expected[name], list(self.expected).index(name)
         if found is None or found.shape != expected.shape:
             return index, NONE, 0.0, 0.0
-        element = int((found - expected).abs().reshape(-1).nan_to_num(nan=math.inf).argmax())
-        return index, element, float(expected.reshape(-1)[element]), float(found.reshape(-1)[element])
+        return index, *furthest(found, expected)
 
 
 def train_in_one_process(point: ShardingPoint, device: str) -> list[OneProcess]:

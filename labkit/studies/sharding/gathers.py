@@ -2,7 +2,7 @@
 
 import pandas as pd
 
-from labkit.lab.rows import in_order, select
+from labkit.lab.rows import in_order, select, summed
 from labkit.studies.sharding.tables import DDP, FSDP, ORDER, SETTING, STEPS, WAITING, WHERE, named, sent, timed
 from labkit.studies.sharding.worker import GATHER
 
@@ -20,9 +20,7 @@ def gathers(frame: pd.DataFrame) -> pd.DataFrame:
     table = table.assign(in_time_percent=100 * table["in_time"] / table["gathers"])
     alone = _gathers_alone(frame).groupby([*keys, "way"], as_index=False)["seconds"].median()
     table = table.merge(alone.rename(columns={"seconds": "alone_s"}), on=[*keys, "way"], how="left")
-    both = timed(frame)
-    both = both[both["part"].isin(("forward", "backward"))]
-    computing = both.groupby([*keys, "way", "rank", "repeat"], as_index=False)["seconds"].sum()
+    computing = summed(timed(frame), "part", ("forward", "backward"), "computing", [*keys, "way"])
     computing = STEPS.medians(computing)[[*keys, "way", "seconds"]].rename(columns={"seconds": "computing_s"})
     of_ddp = computing[computing["way"] == DDP].drop(columns="way").rename(columns={"computing_s": "ddp_s"})
     table = table.merge(computing, on=[*keys, "way"], how="left").merge(of_ddp, on=keys, how="left")

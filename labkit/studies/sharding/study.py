@@ -127,8 +127,7 @@ class ShardingStudy(Study):
 
 def _points_of_world(config: ShardingConfig, world_size: int, machine: Machine) -> Iterator[ShardingPoint]:
     device = machine.device(config.device)
-    in_all = machine.gpus[0].memory_bytes if device == "cuda" and machine.gpus else machine.memory_bytes
-    here: dict[str, Any] = {"world_size": world_size, "device": device, "machine_bytes": in_all}
+    here: dict[str, Any] = {"world_size": world_size, "device": device, "machine_bytes": machine.memory_of(device)}
     here["backend"] = machine.backend(device, ranks_here(world_size))
     ways = tuple(way for way in IMPLEMENTATIONS if way in config.ways)
     own = tuple(way for way in ways if way not in TORCHS)

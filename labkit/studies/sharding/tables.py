@@ -15,7 +15,7 @@ from labkit.costs.transformer import SIZES, parameters_by_part
 from labkit.lab.made_once import made_once
 from labkit.lab.own_models import without_own
 from labkit.lab.project import reference_directory
-from labkit.lab.rows import Measured, in_order, select
+from labkit.lab.rows import Measured, in_order, select, summed
 from labkit.scaling.model import parameters as parameters_of
 from labkit.scaling.named_models import NAMED
 from labkit.studies.sharding.memory import LEAST_PEAK
@@ -60,9 +60,7 @@ def timed(frame: pd.DataFrame) -> pd.DataFrame:
     """Rows of times, and each whole step as the sum of its phases on its rank."""
     of_rank = [*SETTING, "way", "rank", "repeat"]
     rows = select(named(frame), [*of_rank, "part", "seconds"], kind="time").dropna(subset="seconds")
-    phases = rows[rows["part"].isin(PHASES)]
-    steps = phases.groupby(of_rank, as_index=False)["seconds"].sum().assign(part=STEP)
-    return pd.concat([rows, steps]) if len(rows) else rows
+    return pd.concat([rows, summed(rows, "part", PHASES, STEP, of_rank)]) if len(rows) else rows
 
 
 def times(frame: pd.DataFrame) -> pd.DataFrame:

@@ -10,13 +10,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from labkit.bench.clock import time_parts_interleaved
+from labkit.bench.clock import Stopwatch, time_parts_interleaved
 from labkit.lab.own_models import readers_line
 from labkit.parallel.ranks import whose_turn
 from labkit.parallel.ranks.outcome import is_out_of_memory
@@ -179,10 +180,30 @@ def timed_rows(
 ) -> Iterator[dict[str, Any]]:
     """The row of each alternative: of one that is right, with the `seconds` of its action, or why it failed.
 
-    Those whose `gate` is "ok", or that have none, take turns; `options` are those of `time_those_that_run`.
+    Of those with an action the ones whose `gate` is "ok", or that have none, take turns; `options` are those of
+    `time_those_that_run`.
     """
-    right = {name: {"action": actions[name]} for name, row in rows.items() if row.get("gate", "ok") == "ok"}
+    for row in timed_phases(rows, {name: {"": action} for name, action in actions.items()}, "", **options):
+        row.pop("", None)
+        yield row
+
+
+def timed_phases(
+    rows: Mapping[str, dict[str, Any]],
+    phases: Mapping[str, Actions],
+    column: str = "phase",
+    *,
+    watches: Mapping[str, Stopwatch] = MappingProxyType({}),
+    **options: Any,
+) -> Iterator[dict[str, Any]]:
+    """The same with a row per phase, which `column` names, and one for what `watches` an alternative has stopped."""
+    right = {name: of for name, of in phases.items() if rows[name].get("gate", "ok") == "ok"}
     samples, failed = time_those_that_run(right, **options)
     for name, row in rows.items():
-        timed = {"seconds": samples[name]["action"]} if name in samples else {}
-        yield row | timed | ({"gate": failed[name]} if name in failed else {})
+        if name not in samples:
+            yield row | ({"gate": failed[name]} if name in failed else {})
+            continue
+        for phase, seconds in samples[name].items():
+            yield row | {column: phase, "seconds": seconds}
+        if name in watches and (laps := watches[name].seconds[-len(seconds) :]):
+            yield row | {column: "waiting", "seconds": laps}

@@ -22,7 +22,7 @@ from labkit.lab.units import format_bytes
 from labkit.machine.memory_limits import available_memory_bytes
 from labkit.nn.attention_implementations import RESERVED, attention_named
 from labkit.nn.attention_problem import AttentionProblem, Checked, Passes, check
-from labkit.studies.shared.alternatives import Failed, attempt, time_those_that_run
+from labkit.studies.shared.alternatives import Failed, attempt, timed_phases
 from labkit.studies.shared.compiler import make_compiler_ready
 
 EXPLICIT, COMPILED, TILED, FLASH = "explicit", "compiled", "tiled", "flash"
@@ -74,7 +74,7 @@ class PassesPoint(TimedPoint):
 def measure_passes(point: PassesPoint) -> Iterator[dict[str, Any]]:
     """Rows by `phase`: seconds of each repeat ("forward", "backward"), and each tensor kept between them ("saved")."""
     problem: AttentionProblem | None = None
-    right: dict[str, tuple[Passes, dict[str, Any]]] = {}
+    right: dict[str, Passes] = {}
     for name in point.implementations:
         reason = _why_not(point, name)
         if reason is not None:
@@ -90,7 +90,7 @@ def measure_passes(point: PassesPoint) -> Iterator[dict[str, Any]]:
         row, saved = found
         yield from saved
         if row["gate"] == "ok":
-            right[name] = passes, row
+            right[name] = passes
         yield row | {"phase": "both"}
     if right and point.repeats:
         yield from _time(point, right)
@@ -182,12 +182,8 @@ def _named_by_shape(tensor: SavedTensor, problem: AttentionProblem) -> str:
     return {(batch, sequence, sequence): "probabilities", (batch, sequence): "logsumexp"}.get(tensor.shape, "other")
 
 
-def _time(point: PassesPoint, right: dict[str, tuple[Passes, dict[str, Any]]]) -> Iterator[dict[str, Any]]:
+def _time(point: PassesPoint, right: dict[str, Passes]) -> Iterator[dict[str, Any]]:
     """Forward and backward of each in turn: a backward pass follows its own forward pass."""
-    alternatives = {name: {phase: getattr(passes, phase) for phase in PHASES} for name, (passes, _) in right.items()}
-    samples, failed = time_those_that_run(alternatives, device=point.device, **point.rounds)
-    for name, reason in failed.items():
-        yield {"implementation": name, "phase": "both", "gate": reason}
-    for name, by_phase in samples.items():
-        for phase, seconds in by_phase.items():
-            yield {"implementation": name, "phase": phase, "gate": right[name][1]["gate"], "seconds": seconds}
+    alternatives = {name: {phase: getattr(passes, phase) for phase in PHASES} for name, passes in right.items()}
+    rows = {name: {"implementation": name, "phase": "both", "gate": "ok"} for name in right}
+    yield from timed_phases(rows, alternatives, device=point.device, **point.rounds)

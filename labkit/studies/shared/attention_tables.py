@@ -5,7 +5,7 @@ from dataclasses import replace
 import pandas as pd
 
 from labkit.lab.findings import Finding, troubles
-from labkit.lab.rows import Measured, select
+from labkit.lab.rows import Measured, select, summed
 from labkit.nn.attention_implementations import IMPLEMENTATIONS
 from labkit.studies.shared.attention_passes import COMPILED, EXPLICIT, FLASH, PHASES, TILED
 
@@ -39,8 +39,7 @@ def passes(frame: pd.DataFrame, sweep: str) -> pd.DataFrame:
     """Seconds of each pass of a sweep, and of both passes of each round together as one more phase."""
     timed = select(with_mask(frame), [*PASSES.columns, "rank", "repeat", "seconds"], sweep=sweep, phase=PHASES)
     timed = timed.dropna(subset="seconds")
-    rounds = [name for name in (*PASSES.columns, "rank", "repeat") if name != "phase"]
-    both = timed.groupby(rounds)["seconds"].sum().reset_index().assign(phase=BOTH)
+    both = summed(timed, "phase", PHASES, BOTH, PASSES.columns)
     return pd.concat([timed, both], ignore_index=True) if len(timed) else timed
 
 

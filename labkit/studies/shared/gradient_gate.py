@@ -115,9 +115,14 @@ def _first_off(got: Tensor | None, mean: Tensor | None) -> Off:
         return (RIGHT, 0.0, 0.0) if got is mean else _LOST
     if _error(got, mean) <= TOLERANCE:
         return RIGHT, 0.0, 0.0
-    difference = (got.double() - mean.double()).abs().reshape(-1).nan_to_num(nan=math.inf)
+    return furthest(got, mean)
+
+
+def furthest(got: Tensor, expected: Tensor) -> Off:
+    """The element that is furthest from what is expected there, NaN before all others; that, and what is there."""
+    difference = (got.double() - expected.double()).abs().reshape(-1).nan_to_num(nan=math.inf)
     element = int(difference.argmax())
-    return element, float(mean.reshape(-1)[element]), float(got.reshape(-1)[element])
+    return element, float(expected.reshape(-1)[element]), float(got.reshape(-1)[element])
 
 
 @contextmanager

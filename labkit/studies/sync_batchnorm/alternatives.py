@@ -19,6 +19,7 @@ from labkit.bench import gate
 from labkit.bench.exact_sums import first_wrong
 from labkit.parallel import sync_batchnorm
 from labkit.parallel.sync_batchnorm import SyncBatchNorm
+from labkit.studies.shared.gradient_gate import furthest
 from labkit.studies.shared.norm_collectives import sent_bytes
 
 OWN, TWO_COLLECTIVES, ALONE, TORCH = "labkit", "labkit_two_collectives", "labkit_without_collectives", "torch"
@@ -218,9 +219,7 @@ def check_layer(layer: Layer, batch: Batch) -> tuple[float, str]:
 def _where(errors: list[float], found: list[Tensor], exact: list[Tensor]) -> str:
     """ "rank 1, output, row 3, feature 5: expected 0.5, got 0.7" of the first rank that is wrong, on all ranks."""
     index = max(range(len(errors)), key=errors.__getitem__)
-    off = (found[index].double() - exact[index]).abs().reshape(-1).nan_to_num(nan=math.inf)
-    place = int(off.argmax())
-    own = (index, place, float(exact[index].reshape(-1)[place]), float(found[index].reshape(-1)[place]))
+    own = (index, *furthest(found[index], exact[index]))
     wrong = gate.first_of_ranks(own if verdict(errors[index]) != "ok" else (-1.0, 0.0, 0.0, 0.0))
     assert wrong is not None, "the largest error is some rank's"
     rank, (tensor, element, expected, got) = wrong

@@ -15,7 +15,7 @@ from labkit.nn.training import AUTOCAST_DTYPES, adamw, gradients
 from labkit.nn.transformer import Transformer, language_model_loss, shape_named
 from labkit.parallel.data_parallel.implementations import BUCKETED, wrap
 from labkit.parallel.ranks.device import use_device
-from labkit.studies.shared.alternatives import Failed, attempt, time_those_that_run
+from labkit.studies.shared.alternatives import Failed, attempt, timed_rows
 from labkit.studies.shared.compiler import make_compiler_ready
 from labkit.studies.shared.gradient_gate import check_completeness
 
@@ -122,15 +122,10 @@ def measure_point(point: ThisMachinePoint) -> Iterator[dict[str, Any]]:
     if gate != "ok":
         yield row | {"gate": gate, "error": error}
         return
-    samples, failed = time_those_that_run(
-        {name: {"step": training.step} for name, training in trainings.items()},
-        device=device,
-        before=dist.barrier if dist.is_initialized() else None,
-        **point.rounds,
-    )
-    yield from ({"implementation": name, "gate": reason} for name, reason in failed.items())
-    for name, parts in samples.items():
-        yield {"implementation": name, "seconds": parts["step"], "error": error, "gate": gate}
+    before = dist.barrier if dist.is_initialized() else None
+    rows = {name: {"implementation": name, "error": error, "gate": gate} for name in trainings}
+    steps = {name: training.step for name, training in trainings.items()}
+    yield from timed_rows(rows, steps, device=device, before=before, **point.rounds)
 
 
 def _gate(trainings: dict[str, Training], tolerance: float) -> tuple[float, str]:
