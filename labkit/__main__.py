@@ -11,8 +11,8 @@ import typer
 from rich.table import Table
 
 from labkit.lab.advise.command import advise
+from labkit.lab.commands.console import err, out, plain, print_output, progress, tell_of_load
 from labkit.lab.config import PROFILES, ParameterError, parse_assignments
-from labkit.lab.console import err, out, plain, print_output, progress, tell_of_load
 from labkit.lab.project import reference_directory
 from labkit.studies import LABS, load_study, modules_of_labs
 
@@ -89,7 +89,7 @@ def list_labs() -> None:
 @app.command()
 def doctor() -> None:
     """What this machine is, which labs and profiles it can run, and why not."""
-    from labkit.lab.doctor import lab_rows, machine_rows
+    from labkit.lab.commands.doctor import lab_rows, machine_rows
 
     machine = Table(box=None, show_header=False, pad_edge=False)
     for name, value in machine_rows():
@@ -150,7 +150,7 @@ def report(
     output: Annotated[Path | None, typer.Option(help="Folder of the pages.", show_default="reports/")] = None,
 ) -> None:
     """Execute notebooks and write HTML pages and an index."""
-    from labkit.lab.warm_kernels import WarmKernels, without_threads
+    from labkit.lab.commands.warm_kernels import WarmKernels, without_threads
 
     with without_threads():
         from labkit.lab.pages.report import check_report, report_lab, write_index

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from labkit.lab import doctor
+from labkit.lab.commands import doctor
 from labkit.lab.pages import cards
 from labkit.machine import description, gpus
 

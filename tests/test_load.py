@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from labkit.lab.console import tell_of_load
+from labkit.lab.commands.console import tell_of_load
 from labkit.lab.pages import cards
 from labkit.lab.pages.provenance import provenance_rows
 from labkit.lab.runs.measure import measure

@@ -16,8 +16,8 @@ from papermill.inspection import _infer_parameters as infer_parameters
 from papermill.iorw import load_notebook_node
 from papermill.parameterize import parameterize_notebook
 
+from labkit.lab.commands.execute import notebook_parameters
 from labkit.lab.config import ParameterError
-from labkit.lab.execute import notebook_parameters
 from labkit.lab.findings import TOPICS
 from labkit.lab.notebook import COMMON_PARAMETERS, open_lab
 from labkit.lab.pages.export import page_record

@@ -8,8 +8,8 @@ from datetime import UTC, datetime
 import nbformat
 import pytest
 
+from labkit.lab.commands.execute import notebook_parameters
 from labkit.lab.config import ParameterError, resolve_config
-from labkit.lab.execute import notebook_parameters
 from labkit.lab.notebook import check_parameters
 from labkit.lab.pages import cards
 from labkit.lab.pages.export import export_page

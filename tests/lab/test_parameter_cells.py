@@ -3,8 +3,8 @@
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
+from labkit.lab.commands.execute import _as_in_cell
 from labkit.lab.config import ParameterError
-from labkit.lab.execute import _as_in_cell
 from labkit.lab.notebook import open_lab
 from labkit.lab.parameter_cells import given_parameters, literal_assignments
 from labkit.studies import load_study

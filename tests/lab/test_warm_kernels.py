@@ -18,9 +18,9 @@ MARK = "LABKIT_TEST_MARK"
 
 PROGRAM = """
 import asyncio, json, os, signal
-from labkit.lab.warm_kernels import WarmKernels, without_threads
+from labkit.lab.commands.warm_kernels import WarmKernels, without_threads
 with without_threads():
-    from labkit.lab.execute import _KernelManager
+    from labkit.lab.commands.execute import _KernelManager
 nest = WarmKernels.begun(["labkit.studies.scaling.study"], ranks=["labkit.studies.limits.worker"])
 ASKED = '''
 import json, os, sys, torch

@@ -10,7 +10,8 @@ import pandas as pd
 
 from labkit.lab.advise.here import by_size
 from labkit.lab.advise.page import table
-from labkit.lab.execute import NotebookFailed, execute_notebook, notebook_parameters
+from labkit.lab.commands.execute import NotebookFailed, execute_notebook, notebook_parameters
+from labkit.lab.commands.warm_kernels import WarmKernels
 from labkit.lab.notebook import check_parameters
 from labkit.lab.pages import cards
 from labkit.lab.pages.agreement import agreement_sentence, agreement_table, agreements
@@ -23,7 +24,6 @@ from labkit.lab.pages.steadiness import slowdown_by_lab, steadiness_sentence
 from labkit.lab.project import check_writable, figures_directory, notebook_path, runs_directory
 from labkit.lab.runs.progress import Progress
 from labkit.lab.study import Study
-from labkit.lab.warm_kernels import WarmKernels
 from labkit.machine import describe_machine
 
 NOT_OK = ("skipped", "oom", "failed", "timeout", "pending")

@@ -22,13 +22,13 @@ from papermill.exceptions import PapermillExecutionError
 from papermill.log import logger
 from traitlets import default
 
+from labkit.lab.commands.warm_kernels import WarmKernels
 from labkit.lab.config import ParameterError
 from labkit.lab.notebook import check_parameters
 from labkit.lab.parameter_cells import literal_assignments
 from labkit.lab.progress_lines import PROGRESS_MIME, MeasuringInterrupted
 from labkit.lab.runs.progress import Progress
 from labkit.lab.study import Study
-from labkit.lab.warm_kernels import WarmKernels
 
 ENGINE = "labkit"
 # A kernel of torch, pandas and matplotlib has a million objects, and none of them is garbage: Python would look through
