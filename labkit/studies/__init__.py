@@ -1,5 +1,12 @@
 """The labs: one package each, same name as its notebook and its page. Studies never import one another.
 
+``study``     parameters, points
+``worker``    what every rank runs for a point
+``tables``    from a run's frame to what findings and figures are made of
+``findings``  what the lab asks, and how a run answers
+
+What else a lab has says in its first line what it is for.
+
 Imports nothing by itself: a rank that measures a point imports `labkit.studies.<lab>.worker` through here.
 """
 
