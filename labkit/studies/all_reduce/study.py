@@ -35,10 +35,10 @@ Ranks = Annotated[int, Field(ge=1, le=1024)]
 class AllReduceConfig(TimedConfig):
     """What a reader may set. Sizes are of the whole tensor, in bytes."""
 
-    world_sizes: Annotated[list[Ranks], Field(min_length=1)]
+    world_sizes: Annotated[list[Ranks], Field(min_length=1)] = [2, 4, 6]
     """Ranks of the sweep over sizes."""
     sizes_bytes: Annotated[list[PositiveInt], Field(min_length=1)]
-    many_world_sizes: list[Ranks]
+    many_world_sizes: list[Ranks] = [1, 2, 4, 8, 16, 32]
     """Ranks of the sweep over ranks, at few sizes."""
     many_elements: list[PositiveInt]
     algorithms: Annotated[list[Algorithm], Field(min_length=1)] = [TORCH, *USUAL]
@@ -80,9 +80,7 @@ class AllReduceStudy(Study):
             repeats=6,
         ),
         "quick": AllReduceConfig(
-            world_sizes=[2, 4, 6],
             sizes_bytes=[KIB, 4 * KIB, 64 * KIB, 256 * KIB, MIB, 10 * MIB, 100 * MIB],
-            many_world_sizes=[1, 2, 4, 8, 16, 32],
             many_elements=[1000, 100_000],
             warmup=1,
             # A few of 30 settings that take 20 % less, in rounds with noise of 25 %: 30 find 4 of 5, 15 find 1 of 4.
@@ -91,9 +89,7 @@ class AllReduceStudy(Study):
             most_bytes=512 * MIB,
         ),
         "standard": AllReduceConfig(
-            world_sizes=[2, 4, 6],
             sizes_bytes=[2**k * KIB for k in range(0, 17, 2)] + [10 * MIB, 100 * MIB, GIB],
-            many_world_sizes=[1, 2, 4, 8, 16, 32],
             many_elements=[1000, 10_000, 100_000, 1_000_000],
             transport_world_sizes=[2, 4, 8],
             transport_algorithms=USUAL,
@@ -101,9 +97,7 @@ class AllReduceStudy(Study):
             rounds_s=10.0,
         ),
         "paper": AllReduceConfig(
-            world_sizes=[2, 4, 6],
             sizes_bytes=[KIB, 4 * KIB, 64 * KIB, MIB, 10 * MIB, 100 * MIB, GIB],
-            many_world_sizes=[1, 2, 4, 8, 16, 32],
             many_elements=[1, 32, 1024, 2048, 4096, 16384, 131_072],
             transport_world_sizes=[2, 4, 8],
             transport_algorithms=USUAL,

@@ -150,21 +150,15 @@ def paying(frame: pd.DataFrame) -> Finding | None:
         return None
     rows = select(frame, ["kind", "margin", "exposed_percent"], sweep="margins").dropna(subset="margin")
     rows = rows.astype({"margin": float, "exposed_percent": float})
-    told = []
-    for kind in KINDS:
-        own = rows[rows["kind"] == kind.name]
-        below, above = own[own["margin"] < 1], own[own["margin"] >= 1]
-        told.append(
-            {
-                "kind": kind.name,
-                "compute_over_communication": kind.formula,
-                "rows": len(own),
-                "rows_below_one": len(below),
-                "exposed_below_percent": below["exposed_percent"].median(),
-                "exposed_above_percent": above["exposed_percent"].median(),
-            }
-        )
-    shown = pd.DataFrame(told)
+    shown = pd.DataFrame([(kind.name, kind.formula) for kind in KINDS], columns=["kind", "compute_over_communication"])
+    is_below = rows["margin"] < 1
+    below, above = (some.groupby("kind")["exposed_percent"] for some in (rows[is_below], rows[~is_below]))
+    shown = shown.assign(
+        rows=shown["kind"].map(rows["kind"].value_counts()).fillna(0).astype(int),
+        rows_below_one=shown["kind"].map(below.size()).fillna(0).astype(int),
+        exposed_below_percent=shown["kind"].map(below.median()),
+        exposed_above_percent=shown["kind"].map(above.median()),
+    )
     lost = shown.dropna(subset="exposed_below_percent").sort_values("exposed_below_percent")
     if lost.empty:
         return Finding("predicted", "No published row has less compute than communication.", shown)
