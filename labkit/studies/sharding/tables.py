@@ -4,7 +4,7 @@ Every table is tidy and carries units in its names. Times are of the slowest ran
 that needs most.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 
 import pandas as pd
@@ -89,6 +89,11 @@ def steps_over(frame: pd.DataFrame, baseline: str, *ways: str) -> pd.DataFrame:
     return in_order(STEPS.over(timed(frame), baseline, part=STEP, **wanted), way=ORDER)
 
 
+def _ordered(table: pd.DataFrame, **then: Iterable[str]) -> pd.DataFrame:
+    """By size, ranks and way, then as given."""
+    return in_order(table, size=SIZES, world_size=None, way=ORDER, **then)
+
+
 def moments(frame: pd.DataFrame) -> pd.DataFrame:
     """By size, ranks, way and moment: what the rank that needs most holds, its peak, if all ranks have one."""
     parts = [f"{part}_bytes" for part in PARTS]
@@ -101,7 +106,7 @@ def moments(frame: pd.DataFrame) -> pd.DataFrame:
         is_known = rows["peak_bytes"].notna().groupby([rows[key] for key in keys]).transform("all")
         rows = rows.assign(peak_bytes=rows["peak_bytes"].where(is_known))
     rows = rows.sort_values(["peak_bytes", "held_bytes"], kind="stable").drop_duplicates(keys, keep="last")
-    return in_order(rows, size=SIZES, world_size=None, way=ORDER, moment=MOMENTS)
+    return _ordered(rows, moment=MOMENTS)
 
 
 def peaks(frame: pd.DataFrame) -> pd.DataFrame:
@@ -120,13 +125,13 @@ def made_of(frame: pd.DataFrame, *, held: bool = False) -> pd.DataFrame:
     long = table.melt(["size", "world_size", "way", "moment"], list(names), "part", "bytes")
     panels = [f"{size}, {ranks} ranks" for size, ranks in zip(long["size"], long["world_size"], strict=True)]
     long = long.assign(part=long["part"].map(names).replace({"optimizer": "optimizer state"}), panel=panels)
-    return in_order(long, size=SIZES, world_size=None, way=ORDER, moment=MOMENTS, part=HELD)
+    return _ordered(long, moment=MOMENTS, part=HELD)
 
 
 def peak_ratios(frame: pd.DataFrame) -> pd.DataFrame:
     """The higher of the peaks before and after the optimizer's step over that of DDP."""
     table = _highest(peaks(frame))
-    return in_order(PEAKS.over(table[~table["way"].isin(TORCHS)], DDP), size=SIZES, world_size=None, way=ORDER)
+    return _ordered(PEAKS.over(table[~table["way"].isin(TORCHS)], DDP))
 
 
 def _highest(table: pd.DataFrame) -> pd.DataFrame:
@@ -148,13 +153,7 @@ def against_formula(frame: pd.DataFrame) -> pd.DataFrame:
         for part in PARTS
     ]
     long = pd.concat(pieces).dropna(subset="formula_bytes")
-    return in_order(
-        long.assign(measured_over_predicted=long["held_bytes"] / long["formula_bytes"]),
-        size=SIZES,
-        world_size=None,
-        way=ORDER,
-        part=PARTS,
-    )
+    return _ordered(long.assign(measured_over_predicted=long["held_bytes"] / long["formula_bytes"]), part=PARTS)
 
 
 def savings(frame: pd.DataFrame) -> pd.DataFrame:
@@ -168,8 +167,7 @@ def savings(frame: pd.DataFrame) -> pd.DataFrame:
     expected = (both["formula_bytes_of_ddp"] - both["formula_bytes"]).astype(float)
     saved = (both["peak_bytes_of_ddp"] - both["peak_bytes"]).astype(float)
     both = both.assign(expected_bytes=expected, saved_bytes=saved, measured_over_predicted=saved / expected)
-    both = in_order(both, size=SIZES, world_size=None, way=ORDER)
-    return both[[*keys, "way", "peak_bytes", "expected_bytes", "saved_bytes", "measured_over_predicted"]]
+    return _ordered(both)[[*keys, "way", "peak_bytes", "expected_bytes", "saved_bytes", "measured_over_predicted"]]
 
 
 def sent(frame: pd.DataFrame) -> pd.DataFrame:
