@@ -30,7 +30,7 @@ from labkit.parallel.transport import (
     transport_in_use,
 )
 from labkit.parallel.transport.contract import Step
-from labkit.parallel.transport.messages import NOTES, OUTBOXES
+from labkit.parallel.transport.messages import NOTES, OUTBOXES, SLOT_BYTES
 from labkit.parallel.transport.semaphores import Semaphores
 from tests import shared_memory
 from tests.cases import thinned
@@ -324,6 +324,24 @@ def _check_sizes() -> list[str]:
     except RuntimeError as error:
         return [] if f"sent {44 - 4 * rank} bytes" in str(error) else [str(error)]
     return ["no error"]
+
+
+@pytest.mark.parametrize("version", [COMPILED, PYTHON])
+@pytest.mark.parametrize("part", ["long", "strided"])
+def test_a_part_that_no_algorithm_may_send_is_refused_or_sent_right(version: str, part: str) -> None:
+    check_on_ranks(_check_part, version, part, world_size=2)
+
+
+def _check_part(version: str, part: str) -> list[str]:
+    transport = shared_transport(version)
+    n = 5 * SLOT_BYTES // 4  # more than all slots
+    sent = torch.arange(float(n)) if part == "long" else torch.arange(200.0)[::2]
+    received = torch.zeros(len(sent))
+    try:
+        transport.run([Step(sent, 1 - transport.rank, received, 1 - transport.rank, False)])
+    except ValueError as error:
+        return [] if "expected" in str(error) else [str(error)]
+    return [] if torch.equal(received, sent) else [f"got {received[:4].tolist()}"]
 
 
 def test_memory_of_different_sizes_is_refused_on_every_rank_and_the_transport_works_on() -> None:

@@ -145,6 +145,13 @@ struct State {
         if (!result) throw Failed();
     }
 
+    void refuse_part(long n_bytes) {
+        PyEval_RestoreThread(thread);
+        PyErr_Format(PyExc_ValueError, "expected a part of at most %ld bytes, got %ld", slot_bytes, n_bytes);
+        thread = PyEval_SaveThread();
+        throw Failed();
+    }
+
     // Take a semaphore of `owner`, which `peer` posts; a negative one is any rank.
     void wait(long owner, long number, long peer) {
         sem_t* awaited = semaphore(owner, number);
@@ -242,6 +249,7 @@ struct State {
             return true;
         }
         if (out.object != staged || number - staged_at >= depth) {
+            if (out.n_bytes > slot_bytes) refuse_part(out.n_bytes);
             long slot = slots_used % slots;
             for (auto& message : in_slot[slot])
                 if (!is_taken(message, is_patient)) return false;
@@ -321,21 +329,22 @@ struct State {
 
 struct Link : PyObject, State {};
 
-PyObject *DATA_PTR, *NBYTES, *DTYPE;
+PyObject *DATA_PTR, *NBYTES, *DTYPE, *IS_CONTIGUOUS;
 
 // What a tensor says of itself, and nothing of None. False if that is an error, as all that follow.
 bool read(Link* link, PyObject* tensor, Vector& vector) {
     vector.object = tensor;
     if (tensor == Py_None) return true;
     PyObject *data = PyObject_CallMethodNoArgs(tensor, DATA_PTR), *n_bytes = PyObject_GetAttr(tensor, NBYTES);
-    PyObject* dtype = PyObject_GetAttr(tensor, DTYPE);
-    if (data && n_bytes && dtype) {
+    PyObject *dtype = PyObject_GetAttr(tensor, DTYPE), *is_whole = PyObject_CallMethodNoArgs(tensor, IS_CONTIGUOUS);
+    if (is_whole == Py_False) PyErr_SetString(PyExc_ValueError, "expected contiguous vectors to send and receive");
+    if (data && n_bytes && dtype && is_whole) {
         vector.data = static_cast<char*>(PyLong_AsVoidPtr(data));
         vector.n_bytes = PyLong_AsLong(n_bytes);
         for (int type = 0; type < TYPES; type++)
             if (dtype == PyTuple_GET_ITEM(link->types, type)) vector.type = type;
     }
-    Py_XDECREF(data), Py_XDECREF(n_bytes), Py_XDECREF(dtype);
+    Py_XDECREF(data), Py_XDECREF(n_bytes), Py_XDECREF(dtype), Py_XDECREF(is_whole);
     return !PyErr_Occurred();
 }
 
@@ -449,6 +458,7 @@ PyMODINIT_FUNC PyInit_core() {
     DATA_PTR = PyUnicode_InternFromString("data_ptr");
     NBYTES = PyUnicode_InternFromString("nbytes");
     DTYPE = PyUnicode_InternFromString("dtype");
+    IS_CONTIGUOUS = PyUnicode_InternFromString("is_contiguous");
     PyObject *module = PyModule_Create(&MODULE), *link = PyType_FromSpec(&LINK);
     return module && link && PyModule_AddObject(module, "Link", link) == 0 ? module : nullptr;
 }
