@@ -15,18 +15,20 @@ from labkit.parallel.transport.contract import POINT_TO_POINT, SHARED
 #     100 MiB   HD .98  D .96  R .92    HD 1.2  D 1.0  R 1.0
 SHORT_BYTES = 512 << 10
 MIDDLE_BYTES = 16 << 20
-# Over shared memory a message costs little, and waiting much where ranks are more than cores: one-shot waits once.
+# Over shared memory a message costs little, and waiting much where ranks are more than cores: one-shot waits once. The
+# compiled core; in Python, one-shot would stay ahead up to 512 KiB, but ranks that run either must choose alike.
 #
-#     ranks     4                         8                         16                        32
-#     4 KiB     1S .22  RD .24  D .38     1S .20  RD .24  D .43
-#     64 KiB    1S .26  RD .29  D .45     1S .22  RD .27  D .41     1S .18  RD .25  D .41     1S .14  RD .19  D .41
-#     256 KiB   1S .28  RD .36  D .39     1S .27  RD .36  D .43     1S .23  RD .31  D .42     1S .17  RD .21  D .40
-#     512 KiB                                                       1S .27  RD .35  D .41
-#     1 MiB     1S .40  RD .47  D .33     1S .47  RD .60  D .44
-SHARED_SHOT_BYTES = 512 << 10
+#     ranks     3                         4                         8
+#     64 KiB                              1S .26  RD .27  D .31     1S .26  RD .29  D .31
+#     128 KiB   1S .33          D .32     1S .29          D .32
+#     192 KiB                             1S .34          D .34
+#     256 KiB   1S .39          D .37     1S .37  RD .37  D .34     1S .36  RD .40  D .35
+#     512 KiB   1S .46          D .39     1S .44  RD .46  D .34     1S .45  RD .49  D .37
+#     1 MiB                               1S .49  RD .50  D .39     1S .60  RD .60  D .40
+SHARED_SHOT_BYTES = 192 << 10
 # Between two ranks there is one message in a row either way, and a swap is the shortest. From here on direct exchange
 # wins. It moves no more bytes than recursive doubling, and half as many at a time, which stay in the cache: 1 MiB takes
-# 0.28 and 0.31 of gloo's time, by recursive doubling 0.34 and 0.38 (two runs, 2 cores).
+# 0.28 and 0.31 of gloo's time, by recursive doubling 0.34 and 0.38 (two runs in Python, 2 cores).
 SHARED_SWAP_BYTES = 256 << 10
 
 

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from labkit.parallel.core import build
 from labkit.parallel.ranks import whose_turn
 from labkit.parallel.ranks.answers import Worker, described, release_device_memory, rows_of
 from labkit.parallel.ranks.deadlines import MARGIN_S
@@ -151,6 +152,7 @@ class _JointLaunch:
     def _get_ready(self, key: str) -> None:
         """Make the worker's process group, and note what is in force."""
         begun, plan = time.monotonic(), self._plan
+        of_gloo = {"shared_memory": build.prepare()} if plan.backend == "gloo" and plan.world_size > 1 else {}
         scheduling = use_scheduling(plan.scheduling)  # first: the threads of the process group inherit it
         if plan.backend is not None:
             self._group = OwnGroup(
@@ -168,6 +170,7 @@ class _JointLaunch:
             "scheduling": scheduling,
             "start_method": "joined",
             "start_s": time.monotonic() - begun,
+            **of_gloo,
         }
 
     def _collect(self, key: str) -> list[dict[str, Any]]:
