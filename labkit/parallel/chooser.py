@@ -26,9 +26,12 @@ MIDDLE_BYTES = 16 << 20
 #     512 KiB   1S .46          D .39     1S .44  RD .46  D .34     1S .45  RD .49  D .37
 #     1 MiB                               1S .49  RD .50  D .39     1S .60  RD .60  D .40
 SHARED_SHOT_BYTES = 192 << 10
-# Between two ranks there is one message in a row either way, and a swap is the shortest. From here on direct exchange
-# wins. It moves no more bytes than recursive doubling, and half as many at a time, which stay in the cache: 1 MiB takes
-# 0.28 and 0.31 of gloo's time, by recursive doubling 0.34 and 0.38 (two runs in Python, 2 cores).
+# Between two ranks there is one message in a row either way, and a swap is the shortest. Direct exchange moves no more
+# bytes, and half as many at a time, which stay in the cache. Compiled (384 and 512 KiB would be swapped in less time):
+#
+#     2 ranks   128 KiB   256 KiB   384 KiB   512 KiB   1 MiB
+#     RD        .20       .21       .29       .31       .41
+#     D         .30       .29       .37       .38       .41
 SHARED_SWAP_BYTES = 256 << 10
 
 
