@@ -59,7 +59,11 @@ def first_deviation(
     period = torch.stack([_part(ranks, modulus, start).sum(0) for start in starts]).sum(0)
     at_once = ROWS_AT_ONCE * PERIOD
     exact = period.repeat(ROWS_AT_ONCE).to(tensor.device)
+    of_type = exact.to(tensor.dtype)
+    can_equal = torch.equal(of_type.double(), exact)
     for start, got in zip(range(0, tensor.numel(), at_once), tensor.view(-1).split(at_once), strict=True):
+        if can_equal and torch.equal(got, of_type[: len(got)]):  # a third of the time, and NaN equals nothing
+            continue
         is_right = (got.double() - exact[: len(got)]).abs() <= within  # NaN is not
         if not is_right.all():
             first = int((~is_right).nonzero()[0])

@@ -15,7 +15,7 @@ from labkit.studies.data_parallel.alternatives import FINISH, PHASES, Alternativ
 GLOO = "gloo:"
 COLLECTIVES = (GLOO + "all_reduce", "nccl:all_reduce", "ncclDevKernel_AllReduce", "ncclKernel_AllReduce")
 LAST_GRADIENT = "torch::autograd::AccumulateGrad"
-WARMUP_STEPS = 2
+WARMUP_STEPS = 1  # the gate's passes have made what first ones make
 MOST_PROFILED_STEPS = 5  # of which the one of median length is told: a single one may be a freak
 
 
@@ -83,8 +83,7 @@ def _around(events: Sequence[TraceEvent]) -> tuple[float, float]:
 
 
 def operators_of_step(alternative: Alternative) -> OperatorRecord:
-    """The operators and collectives of a step that is not the first."""
-    alternative.run()
+    """The operators and collectives of a step, which is not to be the first."""
     with OperatorRecord() as count:
         alternative.run()
     return count

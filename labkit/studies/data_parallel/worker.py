@@ -144,7 +144,9 @@ def _accumulated_step(alternative: Alternative, accumulate: Callable[[], None]) 
 
 def _timeline(point: DataParallelPoint, workload: Workload, device: str) -> Iterator[dict[str, Any]]:
     """Boxes and counts of one step of each implementation; of a wrong one only what is wrong."""
-    alone, steps = operators_of_step(Alternative(LOCAL, workload, device)), min(point.repeats, MOST_PROFILED_STEPS)
+    local, steps = Alternative(LOCAL, workload, device), min(point.repeats, MOST_PROFILED_STEPS)
+    local.run()
+    alone = operators_of_step(local)
     for name in point.alternatives:
         found = attempt(name, partial(_lanes_and_counts, name, workload, device, alone, steps), device=device)
         if isinstance(found, Failed):
