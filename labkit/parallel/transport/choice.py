@@ -93,7 +93,7 @@ def empty_for_all_reduce(
     """A vector, (numel,), that an all-reduce of `group` moves without copying it first. A collective, sizes alike.
 
     For buffers that are reduced again and again. What is short is copied always: messages up to 32 KiB, those that two
-    ranks swap (`swaps.py`) up to 512 KiB in a group of two, what all show to all (`boards.py`) up to 512 KiB. Shared
+    ranks swap (`swaps.py`) up to 512 KiB in a group of two, what all show to all (`boards.py`) up to 192 KiB. Shared
     memory where the transport is that and there is enough of it, else, with a warning, a tensor like any other.
     """
     transport = find_transport(group, device, preference)
