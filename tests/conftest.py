@@ -27,9 +27,14 @@ FIRST = (
     *("test_notebooks.py", "studies/test_data_parallel_worker.py", "parallel/test_leftovers.py"),
     *("parallel/test_joined.py", "parallel/test_collectives.py", "studies/test_memory_worker.py"),
     *("parallel/test_data_parallel.py", "studies/test_sharding_worker.py", "rehearsal/test_missing_rows.py"),
-    *("test_adding_a_lab.py", "nn/test_flash_attention.py", "studies/test_sync_batchnorm_worker.py"),
+    *(
+        "test_adding_a_lab.py",
+        "nn/test_flash_attention.py",
+    ),
     *("rehearsal/test_machines.py", "studies/test_cifar100_worker.py", "studies/test_all_reduce_worker.py"),
-    *("faults/test_parents.py", "lab/test_killed.py"),
+    *("test_cli.py", "parallel/test_launch.py", "lab/test_advise_notebook.py", "nn/test_flash_compile.py"),
+    *("lab/test_comparison.py", "studies/test_own_sharding.py", "lab/test_torchrun.py", "lab/test_advise.py"),
+    *("faults/test_parents.py", "lab/test_killed.py", "lab/test_warm_kernels.py", "test_start_here.py"),
 )
 
 preload(*OF_TESTS)
@@ -108,7 +113,7 @@ def broken_report(tmp_path_factory):
 def notebook_by_papermill(tmp_path_factory):
     """The notebook of a lab, carried out by papermill's own command in another folder."""
     folder = tmp_path_factory.mktemp("papermill")
-    notebook = str(notebook_path("gradient_buckets"))  # which measures with ranks, and little
+    notebook = str(notebook_path("sync_batchnorm"))  # which measures with ranks, and little
     outcome = carry_out([sys.executable, "-m", "papermill", notebook, "out.ipynb", "-y", "profile: smoke"], folder)
     assert outcome.returncode == 0, outcome.stderr
     return folder / "out.ipynb"

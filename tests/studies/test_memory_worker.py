@@ -17,6 +17,7 @@ from labkit.lab.runs.measure import measure
 from labkit.machine import describe_machine
 from labkit.nn.transformer import shape_named
 from labkit.parallel.launch import Row, launch
+from labkit.studies.memory import study as study_module
 from labkit.studies.memory import tables, worker
 from labkit.studies.memory.counting import PARTS, count_phases
 from labkit.studies.memory.study import STUDY, needed_bytes, segment_lengths
@@ -240,7 +241,8 @@ def _wrong_shape():
 WIDE = TransformerShape(d_model=64, d_ff=128, n_layers=1, n_heads=2, vocabulary=100)
 
 
-def test_a_readers_own_models_are_counted_measured_drawn_and_named_and_a_mistake_costs_no_other(tmp_path):
+def test_a_readers_own_models_are_counted_measured_drawn_and_named_and_a_mistake_costs_no_other(monkeypatch, tmp_path):
+    monkeypatch.setattr(study_module, "_checkpointing", lambda *_: [])  # of a named size only
     own = {"mine": _mine, "wide": WIDE, "wrong_shape": _wrong_shape}
     config = STUDY.profiles["smoke"].model_copy(update={"precisions": ["float32"]})
     run = measure(STUDY, config, profile="smoke", models=own, directory=tmp_path)

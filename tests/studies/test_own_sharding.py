@@ -108,8 +108,8 @@ def _wrong_shape():
 
 def test_a_readers_own_models_are_gated_timed_weighed_and_named_and_a_mistake_costs_no_other(tmp_path):
     wide = TransformerShape(d_model=8, d_ff=16, n_layers=1, n_heads=2, vocabulary=50)
-    own = tiny.MODELS | {"mine": _convolutions, "wide": wide, "wrong_shape": _wrong_shape}
-    given = {"ways": ["ddp", "zero1", "zero2", "zero3", "torch_zero3"], "memory_sizes": ["wide"]}
+    own = {"mine": _convolutions, "wide": wide, "wrong_shape": _wrong_shape}
+    given = {"ways": ["ddp", "zero1", "zero2", "zero3", "torch_zero3"], "sizes": ["wide"], "memory_sizes": ["wide"]}
     config = SMOKE.model_copy(update=given)
     run = measure(STUDY, config, profile="smoke", models=own, directory=tmp_path)
     coverage = run.coverage().query("device == 'cpu'")
@@ -118,13 +118,13 @@ def test_a_readers_own_models_are_gated_timed_weighed_and_named_and_a_mistake_co
     assert len(wrong) == 2
     assert all(re.search(rf"shapes cannot be multiplied .*{HERE}", reason) for reason in wrong)
     frame = run.frame()
-    assert set(frame["size"]) == {"tiny", "mine", "wide"}
+    assert set(frame["size"]) == {"mine", "wide"}
     assert set(frame["gate"].dropna()) == {"ok"}
-    assert set(tables.times(frame)["size"]) == {"tiny", "mine", "wide"}
+    assert set(tables.times(frame)["size"]) == {"mine", "wide"}
     panels = set(tables.in_panels(tables.times(frame))["panel"])
     assert any(panel.startswith("mine, ") for panel in panels)
     ratios = predicting.break_even(frame, calibrated.made_up()).set_index("size")["predicted_ratio"]
-    assert ratios.notna().to_dict() == {"tiny": True, "mine": False, "wide": True}
+    assert ratios.notna().to_dict() == {"mine": False, "wide": True}
     assert {"mine", "wide"} <= set(tables.made_of(frame, held=True)["size"])
     found = STUDY.findings(frame, run.coverage())
     assert {"mine", "wide"} <= set(found["formula"].table["size"]) & set(found["bytes"].table["size"])

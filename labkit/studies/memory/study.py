@@ -73,6 +73,7 @@ class MemoryStudy(Study):
             big_low_precision_contexts=[],
             fitted_sizes=["nano", "small"],
             fitted_context=16,
+            precisions=["float32"],
             phases=["inference", "full_step"],
             checkpoint_size="nano",
             checkpoint_context=16,

@@ -1,0 +1,59 @@
+"""Mistakes in what a run says: a lost case, the wrong side, a table of other rows."""
+
+from tests.mutations.mistake import mistakes
+
+COMPARING = ("tests/lab/test_comparing.py",)
+FINDINGS = "tests/studies/test_{}_findings.py"
+
+MISTAKES = [
+    *mistakes(
+        "lab/comparing.py",
+        COMPARING,
+        a_prediction_is_judged_by_its_best_case=(
+            'float(off.quantile(0.5, interpolation="lower")), float(off.max())',
+            'float(off.quantile(0.5, interpolation="lower")), float(off.min())',
+        ),
+        what_is_too_short_is_not_off=("off = np.maximum(ratios, 1 / ratios)", "off = ratios"),
+    ),
+    *mistakes(
+        "studies/memory/findings.py",
+        (FINDINGS.format("memory"),),
+        checkpointing_costs_nothing=(
+            "at_the_cost_of(_with_model(gain, peaks), _with_model(cost, times))",
+            "_with_model(gain, peaks)",
+        ),
+    ),
+    *mistakes(
+        "studies/cifar100/samples.py",
+        (FINDINGS.format("cifar100"),),
+        what_diverged_counts=('[~table["diverged"].astype(bool)].drop', ".drop"),
+        one_good_loss_makes_a_training_good=(".astype(float)).all(axis=1)", ".astype(float)).any(axis=1)"),
+    ),
+    *mistakes(
+        "studies/gradient_buckets/findings.py",
+        (FINDINGS.format("gradient_buckets"),),
+        who_waits_less_waits_longer=(
+            "(row.bucket_mb, row.smaller_mb) if row.ratio > 1 else (row.smaller_mb, row.bucket_mb)",
+            "(row.smaller_mb, row.bucket_mb) if row.ratio > 1 else (row.bucket_mb, row.smaller_mb)",
+        ),
+    ),
+    *mistakes(
+        "studies/shared/attention_tables.py",
+        (FINDINGS.format("attention"), FINDINGS.format("flash_attention")),
+        peaks_are_over_other_rows=('sweep=sweep, phase="both").dropna', "sweep=sweep).dropna"),
+    ),
+    *mistakes(
+        "studies/sync_batchnorm/findings.py",
+        (FINDINGS.format("sync_batchnorm"),),
+        the_price_is_that_of_torchs=(
+            "tables.ratios(frame, OWN, LOCAL, phase=BOTH),\n        LABKITS",
+            "tables.ratios(frame, LOCAL, OWN, phase=BOTH),\n        LABKITS",
+        ),
+    ),
+    *mistakes(
+        "studies/all_reduce/findings.py",
+        (FINDINGS.format("all_reduce"),),
+        every_crossover_holds=('holds = held.get("holds", 0)\n', "holds = decided\n"),
+        the_floor_is_of_every_length=('floor[floor["n_bytes"] == floor["n_bytes"].max()]', "floor"),
+    ),
+]
