@@ -40,7 +40,7 @@ MISTAKES = [
     *mistakes(
         "studies/shared/attention_tables.py",
         (FINDINGS.format("attention"), FINDINGS.format("flash_attention")),
-        peaks_are_over_other_rows=('sweep=sweep, phase="both").dropna', "sweep=sweep).dropna"),
+        both_passes_take_as_long_as_the_slower=('groupby(rounds)["seconds"].sum()', 'groupby(rounds)["seconds"].max()'),
     ),
     *mistakes(
         "studies/sync_batchnorm/findings.py",

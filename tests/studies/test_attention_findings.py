@@ -9,6 +9,7 @@ import pytest
 from labkit.costs.attention import explicit_peak, explicit_saved, tiled_saved
 from labkit.studies.attention import tables
 from labkit.studies.attention.study import STUDY
+from labkit.studies.shared import attention_tables
 from tests.studies.answering import answers_of
 
 _findings = partial(answers_of, STUDY)
@@ -50,6 +51,13 @@ def _memory_rows(base, available, factor):
     yield base | {"phase": "both", "error": 1e-7, "peak_bytes": peak, "available_bytes": available} | first
     for name, n_bytes in tensors.items():
         yield base | {"phase": "saved", "tensor": name, "saved_bytes": n_bytes * factor}
+
+
+def test_both_passes_take_as_long_as_one_after_the_other():
+    times = attention_tables.times(_frame(noise=0.0), "grid")
+    by_phase = times.pivot_table(index=["implementation", "sequence", "head_dim"], columns="phase", values="seconds")
+    expected = by_phase["forward"] + by_phase["backward"]
+    np.testing.assert_allclose(by_phase[attention_tables.BOTH], expected)
 
 
 def test_every_question_is_answered_from_a_full_frame():
