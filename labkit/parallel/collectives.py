@@ -270,6 +270,7 @@ def reduce_scatter(
         if into is not None and not is_direct:
             into.copy_(vector.split_with_sizes(shards)[via.rank])
         if into is not None:
+            torch.autograd.graph.increment_version(into)
             reduction.copy_to = None  # what the tensor holds now is of no use
 
 

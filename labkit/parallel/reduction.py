@@ -23,7 +23,7 @@ class InPlace:
     """The tensor as a vector the transport can move, (n,), and the transport.
 
     The vector is the tensor's own memory if that is contiguous and where the transport works; otherwise a copy, copied
-    back at the end. Autograd sees nothing of it.
+    back at the end. Autograd sees only that the tensor has changed: whoever keeps it for a backward pass is told.
     """
 
     # A class, not a generator: at 4 KB every 10 us of Python count, and code that runs once a call is never warm.
@@ -48,6 +48,7 @@ class InPlace:
         return self.vector, self.transport
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
+        torch.autograd.graph.increment_version(self.vector)  # messages are written past torch
         if kind is None and self.copy_to is not None:
             self.copy_to.copy_(self.vector.view(self.copy_to.shape))
 

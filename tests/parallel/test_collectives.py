@@ -20,7 +20,9 @@ from labkit.parallel import reduction
 from labkit.parallel.chooser import choose_algorithm
 from labkit.parallel.collectives import (
     ALGORITHMS,
+    all_gather,
     all_reduce,
+    reduce_scatter,
     release_scratch,
     ring_all_reduce,
     scratch_bytes,
@@ -214,6 +216,30 @@ def _check_layouts() -> list[str]:
             wrong.append(f"{name} parameter")
         if not torch.equal(parameter.grad, torch.full((240,), 2 + (p - 1) / 2)):
             wrong.append(f"{name} gradient")
+    return wrong
+
+
+def test_a_tensor_kept_for_backward_and_changed_by_a_collective_is_an_error_there() -> None:
+    check_on_ranks(_check_kept_for_backward, world_size=2)
+
+
+def _check_kept_for_backward() -> list[str]:
+    wrong = []
+    for transport in TRANSPORTS:
+        for name, call in {
+            "all-reduce": partial(all_reduce, transport=transport),
+            "reduce-scatter": partial(reduce_scatter, transport=transport),
+            "reduce-scatter into": lambda kept, of=transport: reduce_scatter(torch.ones(20), into=kept, transport=of),
+            "all-gather": partial(all_gather, transport=transport),
+        }.items():
+            weight, kept = torch.ones(10, requires_grad=True), torch.ones(10)
+            product = weight * kept
+            call(kept)
+            try:
+                product.sum().backward()
+            except RuntimeError:
+                continue
+            wrong.append(f"{name} over {transport}")
     return wrong
 
 
