@@ -95,7 +95,8 @@ def numbered(damages):
 
 def training(archive):
     """A training of two seeds, seconds long."""
-    changed = settings(archive=archive, implementations=json.dumps(["own + BatchNorm"]), train_images=32, epochs=1)
+    own, seeds = json.dumps(["own + BatchNorm"]), [0, 1]
+    changed = settings(archive=archive, implementations=own, seeds=seeds, train_images=32, epochs=1)
     return ["--profile", "smoke", *changed]
 
 
