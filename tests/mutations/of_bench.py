@@ -5,6 +5,7 @@ from tests.mutations.mistake import mistakes
 INTERVALS = ("tests/bench/test_intervals.py", "tests/bench/test_statistics.py")
 GATE = ("tests/bench/test_gate.py",)
 GRADIENTS = ("tests/studies/test_gradient_gate.py",)
+ROUNDS = ("tests/bench/test_stopping.py",)
 SUMS = ("tests/bench/test_exact_sums.py",)
 
 MISTAKES = [
@@ -31,6 +32,21 @@ MISTAKES = [
             'adjusted_p = adjusted(ratios["p"].to_numpy(dtype=float))',
             'adjusted_p = ratios["p"].to_numpy(dtype=float)',
         ),
+    ),
+    *mistakes(
+        "bench/stopping.py",
+        ROUNDS,
+        the_steadiest_pair_decides=(
+            "return max((found.high - found.low) / 2",
+            "return min((found.high - found.low) / 2",
+        ),
+        one_part_is_enough=("return all(widest_ratio(", "return any(widest_ratio("),
+        ranks_look_at_the_fastest=("op=dist.ReduceOp.MAX", "op=dist.ReduceOp.MIN"),
+        the_verdict_decides=(
+            "found.high - found.low) / 2 for found",
+            "min(abs(found.low), abs(found.high))) for found",
+        ),
+        time_ends_rounds_before_there_is_an_interval=("self._next_look = FEWEST_SAMPLES if", "self._next_look = 1 if"),
     ),
     *mistakes(
         "bench/gate.py",
