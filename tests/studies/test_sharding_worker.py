@@ -11,7 +11,7 @@ from labkit.costs.transformer import SIZES, parameters_by_part
 from labkit.parallel.launch import PointEnd, launch
 from labkit.parallel.sharding.implementations import IMPLEMENTATIONS, TORCHS
 from labkit.studies.sharding.gate import LARGEST_ERROR
-from labkit.studies.sharding.memory import LEAST_PEAK
+from labkit.studies.sharding.memory import LEAST_PEAK, _seen
 from labkit.studies.sharding.step_traffic import TCP
 from labkit.studies.sharding.study import STUDY
 from labkit.studies.sharding.training import OPTIMIZERS, ShardingPoint, Training
@@ -251,6 +251,15 @@ def test_each_rank_left_out_of_a_part_is_seen_and_gets_no_time(world_size):
             gates.setdefault(row["missing"], set()).add(row["gate"] != "ok")
     assert len(gates) == world_size * len(MISSING)
     assert {missing for missing, is_wrong in gates.items() if is_wrong != {True}} == set()
+
+
+def test_a_peak_that_the_system_lost_sight_of_is_left_out_and_is_no_wrong_result():
+    held = {"parameters_bytes": 3 * 2**20, "optimizer_bytes": 2**20}
+    assert _seen("after step", 5 * 2**20, held) == {"peak_bytes": 5 * 2**20}
+    lost = _seen("after step", 2**20, held)
+    assert lost["peak_bytes"] is None
+    assert "after step" in lost["not_measured"]
+    assert "gate" not in lost
 
 
 def test_what_a_cpu_cannot_do_is_skipped_by_name(cpu_machine):

@@ -188,7 +188,7 @@ def choice(frame: pd.DataFrame) -> Finding | None:
 @QUESTIONS.ask("students", "Does it predict what students measured on two to four GPUs?")
 def students(frame: pd.DataFrame) -> Finding | None:
     table = tables.students(frame)
-    found = agreement(table, "their steps", "what is predicted")
+    found = agreement(table, "published steps", "what is predicted")
     if found is None:
         return None
     inside = ((table["low"] <= table["measured_s"]) & (table["measured_s"] <= table["high"])).sum()
