@@ -53,6 +53,12 @@ class Point:
         fields: dict[str, Any] = json.loads(json.dumps(asdict(self)))
         return fields
 
+    @property
+    def of_ranks(self) -> tuple[Any, ...]:
+        """Neighbors that are equal in this share one group of ranks."""
+        shared = (self.world_size, self.backend, self.scheduling, self.timeout_s)
+        return (*shared, self.id) if self.fresh_ranks else shared
+
     def title(self) -> str:
         """A few words for a progress line."""
         return f"{self.world_size} rank{'s' if self.world_size > 1 else ''}"
@@ -85,9 +91,4 @@ class TimedPoint(Point):
 
 def by_ranks(points: Iterable[Point]) -> list[list[Point]]:
     """Neighbors that can share one group of ranks."""
-    return [list(group) for _, group in groupby(points, key=_rank_key)]
-
-
-def _rank_key(point: Point) -> tuple[Any, ...]:
-    shared = (point.world_size, point.backend, point.scheduling, point.timeout_s)
-    return (*shared, point.id) if point.fresh_ranks else shared
+    return [list(group) for _, group in groupby(points, key=lambda point: point.of_ranks)]

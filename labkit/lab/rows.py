@@ -8,6 +8,10 @@ import numpy as np
 import pandas as pd
 
 from labkit.bench.statistics import compare_groups, judged, slowest_rank, summarize_groups
+from labkit.bench.turns import over_turns
+
+TURN = "turn"
+"""The column that tells apart what several groups of ranks measured of one setting."""
 
 
 def select(frame: pd.DataFrame, columns: Iterable[str] = (), **wanted: Any) -> pd.DataFrame:
@@ -62,7 +66,8 @@ class Measured:
 
     `setting` are the columns that tell comparisons apart, `alternative` is the one that names what took turns. The
     slowest rank of each repeat counts. `took_turns`: repeat i of all alternatives was measured in one round. `exact`:
-    a count, such as of bytes, which no noise blurs; of several the largest stands for its alternative.
+    a count, such as of bytes, which no noise blurs; of several the largest stands for its alternative. A frame may have
+    a column `turn`: what other groups of ranks measured at another time (`labkit.bench.turns`).
     """
 
     setting: tuple[str, ...]
@@ -76,11 +81,18 @@ class Measured:
         return [*self.setting, self.alternative]
 
     def samples(self, frame: pd.DataFrame, **wanted: Any) -> pd.DataFrame:
-        """One row per (setting, alternative, repeat): `value` of the slowest rank. Rows as `select` takes them."""
+        """One row per (setting, alternative, turn, repeat): `value` of the slowest rank. Rows as `select` has them."""
         rows = select(frame, [*self.columns, self.value], **wanted).dropna(subset=self.value)
         if rows.empty:
-            return pd.DataFrame(columns=[*self.columns, "repeat", self.value])
-        return slowest_rank(rows, self.value, self.columns)
+            return pd.DataFrame(columns=[*self._keys, "repeat", self.value])
+        if TURN not in self.columns:
+            rows = rows.assign(**{TURN: rows[TURN].astype(object).fillna(1) if TURN in rows else 1})
+        return slowest_rank(rows, self.value, self._keys)
+
+    @property
+    def _keys(self) -> list[str]:
+        """The columns, and `turn`, which is an alternative where a clock is compared with itself."""
+        return list(dict.fromkeys([*self.columns, TURN]))
 
     def medians(self, frame: pd.DataFrame, **wanted: Any) -> pd.DataFrame:
         """One row per (setting, alternative): the median as `value`, its interval `low` and `high`, and `n`."""
@@ -93,14 +105,10 @@ class Measured:
             rows = select(frame, [*self.columns, self.value], **wanted)
             largest = rows.groupby(self.columns, dropna=False)[self.value].max().dropna().reset_index()
             return exactly_over(largest, self.setting, self.alternative, self.value, baseline).drop(columns=self.value)
-        return compare_groups(
-            self.samples(frame, **wanted),
-            self.value,
-            self.setting,
-            self.alternative,
-            baseline,
-            interleaved=self.took_turns,
-        )
+        by_turn = [name for name in self._keys if name != self.alternative]
+        samples = self.samples(frame, **wanted)
+        of_turns = compare_groups(samples, self.value, by_turn, self.alternative, baseline, interleaved=self.took_turns)
+        return judged(over_turns(of_turns, self.setting, self.alternative))
 
 
 def exactly_over(

@@ -179,6 +179,20 @@ def test_backends_of_one_run_are_settings_of_their_own(tmp_path):
     ]  # fmt: skip
 
 
+def test_turns_of_several_groups_of_ranks_are_samples_of_one_setting(tmp_path):
+    once, other = (
+        run_file(tmp_path / f"{seed}.jsonl", cpu=f"cpu {seed}", sizes=SIZES[:1], seed=seed) for seed in (0, 1)
+    )
+    header, *lines = [json.loads(line) for line in other.path.read_text().splitlines()]
+    header["planned"]["again"] = header["planned"]["p1024"] | {"turn": 2}
+    lines += [line | {"point": "again"} for line in lines]
+    twice = tmp_path / "twice.jsonl"
+    twice.write_text("".join(json.dumps(line) + "\n" for line in [header, *lines]))
+    (found,) = compare_runs([once, Run.load(twice)])
+    assert sorted(found.rows["algorithm"]) == ["ring", "torch"]
+    assert found.not_shared == {next(iter(found.not_shared)): []}
+
+
 def test_the_slowest_rank_counts(tmp_path):
     runs = [run_file(tmp_path / f"{seed}.jsonl", cpu=f"cpu {seed}", noise=0.0) for seed in (0, 1)]
     lines = [json.loads(line) for line in runs[1].path.read_text().splitlines()]

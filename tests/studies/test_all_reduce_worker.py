@@ -1,6 +1,7 @@
 """What a rank measures of an all-reduce: gate first, and a wrong algorithm gets no time."""
 
 import re
+from collections import Counter
 from contextlib import closing
 from dataclasses import replace
 from itertools import pairwise
@@ -11,6 +12,7 @@ import torch.distributed as dist
 
 from labkit.lab import figures
 from labkit.lab.config import ParameterError
+from labkit.lab.point import by_ranks
 from labkit.lab.runs.measure import measure
 from labkit.machine import describe_machine
 from labkit.parallel.collectives import ALGORITHMS
@@ -115,7 +117,7 @@ def test_ranks_agree_on_what_is_wrong():
 def test_no_point_is_planned_twice_and_neighbors_share_ranks(profile):
     points = STUDY.points(STUDY.profiles[profile], describe_machine())
     assert len({point.id for point in points}) == len(points)
-    keys = [(point.backend, point.world_size, point.scheduling) for point in points]
+    keys = [(point.backend, point.world_size, point.scheduling, point.turn) for point in points]
     changes = sum(before != after for before, after in pairwise(keys))
     assert changes <= 2 * len(set(keys))
 
@@ -130,6 +132,17 @@ def test_scheduling_policies_are_measured_in_both_orders_and_by_other_ranks_each
     half = len(points) // 2
     assert {point.turn for point in points[:half]} == {1}
     assert {point.turn for point in points[half:]} == {2}
+
+
+def test_short_all_reduces_are_measured_once_more_by_other_ranks():
+    config = STUDY.profiles["quick"].model_copy(update={"twice_up_to_bytes": 64 * 1024})
+    sizes = [point for point in STUDY.points(config, describe_machine()) if point.sweep in ("sizes", "transports")]
+    turns = Counter(replace(point, turn=1) for point in sizes)
+    assert all(number == 1 + (point.n_bytes <= 64 * 1024) for point, number in turns.items())
+    first, second = (next(point for point in sizes if point.turn == turn) for turn in (1, 2))
+    alike = [replace(first, turn=turn) for turn in (1, 2)]
+    assert len(by_ranks(alike)) == 2
+    assert sizes.index(second) > max(index for index, point in enumerate(sizes) if point.turn == 1)
 
 
 def test_what_does_not_fit_is_skipped_with_both_sizes():

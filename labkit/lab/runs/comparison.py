@@ -20,6 +20,7 @@ import pandas as pd
 
 from labkit.bench.statistics import LEAST_RELEVANT_DIFFERENCE, compare, judged, slowest_rank, summarize
 from labkit.lab.config import ParameterError
+from labkit.lab.rows import TURN
 from labkit.lab.runs.store import Run
 from labkit.machine import Source
 
@@ -170,7 +171,7 @@ def _without_places(key: str) -> str:
 
 
 def _samples(run: Run) -> Samples:
-    """Seconds of the slowest rank by setting as JSON: one a repeat, or one a seed and epoch of a time taken once.
+    """Seconds of the slowest rank by setting as JSON: one a repeat of all turns, or one a seed and epoch of one time.
 
     Rows that cannot be told apart are left out.
     """
@@ -181,8 +182,10 @@ def _samples(run: Run) -> Samples:
         frame = frame[frame["gate"].fillna("ok") == "ok"]
     found: Samples = {}
     settings = _setting_columns(run, frame)
+    turns = [TURN] if any(TURN in fields for fields in run.header.planned.values()) else []
     for quantity in _times(run, frame):
-        repeats = [] if quantity in run.sampled() else [name for name in REPEATS if name in frame]
+        of_one_time = () if quantity in run.sampled() else REPEATS
+        repeats = [name for name in (*of_one_time, *turns) if name in frame]
         by = [name for name in settings if name not in repeats]
         seconds = pd.to_numeric(frame[quantity], errors="coerce")
         rows = frame.assign(**{quantity: seconds.where(np.isfinite(seconds))}).dropna(subset=quantity)

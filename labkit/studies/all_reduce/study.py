@@ -1,6 +1,7 @@
 """The all-reduce lab: its parameters, the points it measures, and what it expects of them."""
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 import pandas as pd
@@ -18,7 +19,7 @@ from labkit.parallel.ranks.joined import is_joined, ranks_here
 from labkit.studies.all_reduce.findings import QUESTIONS
 from labkit.studies.all_reduce.tables import PREDICTED
 from labkit.studies.all_reduce.transports import CHOSEN, FLOOR, MESSAGES, ROUTES, SHARED_MEMORY, TORCH, alternative
-from labkit.studies.all_reduce.worker import AllReducePoint, SchedulingPoint, measure_point, plug_in, torch_dtype
+from labkit.studies.all_reduce.worker import AllReducePoint, measure_point, plug_in, torch_dtype
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 RANK_BYTES = 160 * MIB  # a rank's own resident memory, torch included
@@ -54,6 +55,8 @@ class AllReduceConfig(TimedConfig):
     phase_world_sizes: list[Ranks] = [2]
     """Ranks with which reduce-scatter and all-gather are measured on their own, over each transport, on the CPU."""
     phase_sizes_bytes: list[PositiveInt] = [MIB, 10 * MIB, 100 * MIB]
+    twice_up_to_bytes: Annotated[int, Field(ge=0)] = MIB
+    """All-reduces that are not longer are measured once more by other ranks: of them ranks' luck decides most."""
     most_bytes: Annotated[int, Field(ge=0)] = 0
     """Larger points, all ranks' tensors together, are left out; 0: only what does not fit into memory is."""
     timeout_s: TimeoutSeconds = 120.0
@@ -76,6 +79,7 @@ class AllReduceStudy(Study):
             transport_world_sizes=[2],
             transport_sizes_bytes=[4 * KIB, MIB],
             phase_sizes_bytes=[MIB],
+            twice_up_to_bytes=0,
             warmup=1,
             repeats=6,
         ),
@@ -86,7 +90,7 @@ class AllReduceStudy(Study):
             # A few of 30 settings that take 20 % less, in rounds with noise of 25 %: 30 find 4 of 5, 15 find 1 of 4.
             repeats=60,
             rounds_s=0.6,
-            most_bytes=512 * MIB,
+            most_bytes=256 * MIB,
         ),
         "standard": AllReduceConfig(
             sizes_bytes=[2**k * KIB for k in range(0, 17, 2)] + [10 * MIB, 100 * MIB, GIB],
@@ -130,6 +134,7 @@ class AllReduceStudy(Study):
                 for n_bytes in config.phase_sizes_bytes
             ]
             points += _scheduling_points(config)
+        points += _once_more(config, points)
         return list({point.id: point for point in points}.values())
 
     def known(self, frame: pd.DataFrame) -> Iterable[Known]:
@@ -187,33 +192,35 @@ def _transport_points(config: AllReduceConfig) -> list[AllReducePoint]:
 
 
 def _scheduling_points(config: AllReduceConfig) -> list[AllReducePoint]:
-    """The same small all-reduces under both policies, one after the other, and all once more backwards.
-
-    A policy belongs to a group of ranks, so the two cannot take turns. Backwards (A B ... B A), what drifts evenly
-    hits both alike, and other groups of ranks measure the second time.
-    """
+    """The same small all-reduces under both policies, which belong to groups of ranks: these cannot take turns."""
     algorithms = [name for name in (TORCH, CHOSEN) if name in config.algorithms]
-    once = [
-        (world_size, policy, n_bytes)
+    return [
+        _point(config, n_bytes, world_size=world_size, sweep="scheduling", scheduling=policy, algorithms=algorithms)
         for world_size in config.world_sizes
         if world_size > 1 and algorithms
         for policy in ("batch", "default")
         for n_bytes in config.scheduling_sizes_bytes
     ]
+
+
+def _once_more(config: AllReduceConfig, points: Iterable[AllReducePoint]) -> list[AllReducePoint]:
+    """What is measured a second time, by other ranks and backwards (A B ... B A): what drifts evenly hits all alike."""
+    several = {*config.world_sizes, *config.transport_world_sizes} - {1}
     return [
-        _point(config, n, world_size=p, sweep="scheduling", scheduling=policy, algorithms=algorithms, turn=turn)
-        for turn, settings in ((1, once), (2, once[::-1]))
-        for p, policy, n in settings
+        replace(point, turn=2)
+        for point in reversed(list(points))
+        if point.sweep == "scheduling"
+        or (
+            point.sweep in ("sizes", "ranks", "transports")
+            and point.world_size in several
+            and point.n_bytes <= config.twice_up_to_bytes
+        )
     ]
 
 
 def _point(config: AllReduceConfig, n_bytes: int, *, world_size: int, **more: Any) -> AllReducePoint:
-    return (SchedulingPoint if "turn" in more else AllReducePoint).of(
-        config,
-        world_size=world_size,
-        n_elements=max(1, n_bytes // torch_dtype(config.dtype).itemsize),
-        **{"backend": "gloo"} | more,
-    )
+    n_elements = max(1, n_bytes // torch_dtype(config.dtype).itemsize)
+    return AllReducePoint.of(config, world_size=world_size, n_elements=n_elements, **{"backend": "gloo"} | more)
 
 
 STUDY = AllReduceStudy()

@@ -6,7 +6,6 @@ Every table is tidy and carries units in its names. Times are of the slowest ran
 from functools import cache
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
 from labkit.bench.statistics import judged
@@ -33,7 +32,7 @@ MIB = 2**20
 ALL_REDUCES = Measured(("sweep", "backend", "scheduling", "world_size", "n_bytes"), "algorithm")
 TRANSPORTS = Measured(("world_size", "n_bytes"), "transport")
 PHASE_TIMES = Measured(("collective", "world_size", "n_bytes"), "transport")
-POLICIES = Measured(("backend", "world_size", "n_bytes", "algorithm", "turn"), "scheduling", took_turns=False)
+POLICIES = Measured(("backend", "world_size", "n_bytes", "algorithm"), "scheduling", took_turns=False)
 ALGORITHM_ORDER = (TORCH, *ALGORITHMS, CHOSEN)
 TRANSPORT_ORDER = (TORCH, MESSAGES, SHARED_MEMORY, REGISTERED, FLOOR)
 # Pairs of which the first sends fewer messages and the second fewer bytes.
@@ -88,19 +87,8 @@ def phases_over_torch(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def batch_against_default(frame: pd.DataFrame) -> pd.DataFrame:
-    """Time under SCHED_BATCH over time under the system's default policy: other ranks, one after the other.
-
-    Where they were measured in both orders (`turn`), the ratio is the geometric mean of both, the interval covers that
-    of each, and a difference is shown only where both orders show it. Runs from before know one order.
-    """
-    turn = frame["turn"].fillna(1) if "turn" in frame else 1
-    by_turn = POLICIES.over(frame.assign(turn=turn), "default", sweep="scheduling")
-    setting = [name for name in POLICIES.setting if name != "turn"]
-    orders = by_turn.groupby([*setting, "scheduling"])
-    middle = ("ratio", lambda ratios: np.exp(np.log(ratios).mean()))
-    both = orders.agg(ratio=middle, low=("low", "min"), high=("high", "max"), p=("p", lambda p: p.max(skipna=False)))
-    same_side = orders["ratio"].agg(lambda ratios: (ratios > 1).nunique() == 1)
-    return with_panel(judged(both.assign(p=both["p"].where(same_side, 1.0)).reset_index()))
+    """Time under SCHED_BATCH over time under the system's default policy: other ranks, one after the other."""
+    return with_panel(POLICIES.over(frame, "default", sweep="scheduling"))
 
 
 def link_models(frame: pd.DataFrame) -> dict[str, dict[tuple[str, int], AlphaBeta]]:
@@ -139,7 +127,7 @@ def _expected_s(row: Row, calibration: Calibration) -> float | None:
 
 
 def _planned(point: AllReducePoint) -> list[dict[str, Any]]:
-    if point.sweep != "sizes":
+    if point.sweep != "sizes" or point.turn > 1:
         return []
     return [point.describe() | {"n_bytes": point.n_bytes, "algorithm": name} for name in point.algorithms]
 

@@ -37,24 +37,20 @@ class AllReducePoint(TimedPoint):
     dtype: str = "float32"
     algorithms: tuple[str, ...] = ()
     most_bytes: int = 0
+    turn: int = 1
+    """2: the same once more, by another group of ranks at another time."""
+
+    @property
+    def of_ranks(self) -> tuple[Any, ...]:
+        return (*super().of_ranks, self.turn)
 
     @property
     def n_bytes(self) -> int:
         return self.n_elements * torch_dtype(self.dtype).itemsize
 
     def title(self) -> str:
-        return f"{super().title()}, {self.backend}, {format_bytes(self.n_bytes)}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class SchedulingPoint(AllReducePoint):
-    """All-reduces under one scheduling policy, which is that of a group of ranks: measured twice, in both orders."""
-
-    turn: int = 1
-    """1, or 2 for the second time."""
-
-    def title(self) -> str:
-        return f"{super().title()}, scheduling {self.scheduling}"
+        policy = f", scheduling {self.scheduling}" if self.sweep == "scheduling" else ""
+        return f"{super().title()}, {self.backend}, {format_bytes(self.n_bytes)}{policy}"
 
 
 def plug_in(name: str, alternative: Callable[..., Any]) -> dict[str, Algorithm]:
