@@ -34,6 +34,25 @@ MISTAKES = [
         ),
     ),
     *mistakes(
+        "bench/turns.py",
+        ("tests/bench/test_turns.py",),
+        only_rounds_count=(
+            'np.fmax(np.fmax(here, found["between"].mean()), found["rounds"])',
+            'found["rounds"]',
+        ),
+        settings_that_agree_by_chance_are_sure=('np.fmax(here, found["between"].mean())', "here"),
+        two_turns_are_no_better_than_one=('variance / found["turns"]', "variance"),
+        few_settings_tell_as_well_as_many=("freedom = max(1, len(", "freedom = max(99, len("),
+    ),
+    *mistakes(
+        "lab/rows.py",
+        ("tests/studies/test_all_reduce_findings.py",),
+        turns_are_rounds_of_one=(
+            "        return slowest_rank(rows, self.value, self._keys)",
+            "        return slowest_rank(rows, self.value, self.columns)",
+        ),
+    ),
+    *mistakes(
         "bench/stopping.py",
         ROUNDS,
         the_steadiest_pair_decides=(
