@@ -2,10 +2,12 @@
 
 The cells, in IPython, and the pages are those of `labkit report`; without a kernel and its imports for each lab, and
 the fork server of all labs has what their workers import. What is left out is papermill's and the kernel's, which
-`tests/test_notebooks.py` sees in the labs that are reported by command, and a figure's second drawing, as a PNG.
+`tests/test_notebooks.py` sees in the labs that are reported by command, and a figure's second drawing, as a PNG. The
+model called nano is a ninth of it, so runs are kept with the pages, where nobody takes them for what they are not.
 """
 
 import io
+import os
 import sys
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -24,9 +26,10 @@ from labkit.lab.figures.style import Plot
 from labkit.lab.pages.export import export_page
 from labkit.lab.project import notebook_path
 from labkit.studies import load_study
+from tests import small_nano  # noqa: F401  which makes nano small
 from tests.fork_server import preload
 
-preload()
+preload("tests.small_nano")
 
 
 class _Publisher(DisplayPublisher):
@@ -83,6 +86,7 @@ def execute(lab: str, shell: InteractiveShell, notebook: Path) -> None:
 
 def main(folder: Path, labs: list[str]) -> None:
     Plot.png = lambda plot, title=None: b""
+    os.environ["LABKIT_HOME"] = str(folder / "home")
     program = sys.modules["__main__"]
     shell = _Shell.instance(config=Config(HistoryManager={"enabled": False}))
     (folder / "notebooks").mkdir(parents=True)
