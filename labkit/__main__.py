@@ -3,6 +3,7 @@
 import atexit
 import gc
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -42,6 +43,8 @@ def main() -> None:
     if "WORLD_SIZE" not in os.environ:  # under torchrun this process is measured, with Python's own setting
         gc.set_threshold(50_000)
     atexit.register(gc.freeze)
+    # jsonschema, which checks notebooks, would take a second to make a parser of addresses that no notebook has.
+    sys.modules.setdefault("rfc3987_syntax", None)  # type: ignore[arg-type]
     try:
         status = app(standalone_mode=False)  # typer would draw a box around a wrong option
     except KeyboardInterrupt:  # while modules are imported, say
@@ -229,8 +232,6 @@ def predict_command(
     output: Annotated[Path | None, typer.Option(help="File of the predictions.", show_default="printed")] = None,
 ) -> None:
     """Predict step time, memory and MFU of training runs on many GPUs, one per row of a table."""
-    import sys
-
     from labkit.scaling.table import predicted_rows, read_rows, write_rows
 
     try:
