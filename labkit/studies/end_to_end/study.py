@@ -18,10 +18,11 @@ from labkit.machine import Machine
 from labkit.nn.attention_implementations import why_nothing_compiles
 from labkit.studies.end_to_end.findings import QUESTIONS
 from labkit.studies.end_to_end.tables import PREDICTED
-from labkit.studies.end_to_end.worker import PHASES_OF_MODE, EndToEndPoint, measure_point
+from labkit.studies.end_to_end.worker import COMPILED_PHASES, PHASES_OF_MODE, EndToEndPoint, measure_point
 
 Size = Annotated[str, one_of(model_names)]
 Precision = Literal["float32", "bfloat16"]
+CompiledPhase = Annotated[str, one_of(lambda: COMPILED_PHASES)]
 
 
 class EndToEndConfig(TimedConfig):
@@ -33,6 +34,8 @@ class EndToEndConfig(TimedConfig):
     """Models whose first steps are timed, in new processes."""
     compile_sizes: list[Size]
     """Models that are compiled."""
+    compiled_phases: Annotated[list[CompiledPhase], Field(min_length=1)] = list(COMPILED_PHASES)
+    """What is timed of these, compiled against eager. Inference is compiled for itself, which takes seconds more."""
     precisions: Annotated[list[Precision], Field(min_length=1)] = ["float32"]
     mode: Annotated[str, one_of(lambda: PHASES_OF_MODE)] = "step"
     """How far a step goes."""
@@ -61,6 +64,7 @@ class EndToEndStudy(Study):
             sizes=["nano", "mini", "small"],
             warmup_sizes=["nano"],
             compile_sizes=["nano"],
+            compiled_phases=["step"],
             context_length=64,
             warmup=1,
             rounds_s=4.0,
@@ -90,7 +94,7 @@ class EndToEndStudy(Study):
         points = [
             *_by_size(config, machine, "phases", config.sizes, mode=config.mode),
             *_first_steps(config, machine),
-            *_by_size(config, machine, "compile", config.compile_sizes),
+            *_by_size(config, machine, "compile", config.compile_sizes, compiled_phases=tuple(config.compiled_phases)),
         ]
         return list({point.id: point for point in points}.values())
 
@@ -122,11 +126,11 @@ def _needed_bytes(point: EndToEndPoint) -> int:
 
 
 def _by_size(
-    config: EndToEndConfig, machine: Machine, sweep: str, sizes: Sequence[Size], mode: str = "step"
+    config: EndToEndConfig, machine: Machine, sweep: str, sizes: Sequence[Size], **given: Any
 ) -> Iterator[EndToEndPoint]:
     for precision in config.precisions:
         for size in in_model_order(sizes):
-            yield _point(config, machine, sweep, size=size, precision=precision, mode=mode)
+            yield _point(config, machine, sweep, size=size, precision=precision, **given)
 
 
 def _first_steps(config: EndToEndConfig, machine: Machine) -> Iterator[EndToEndPoint]:
@@ -140,7 +144,7 @@ def _first_steps(config: EndToEndConfig, machine: Machine) -> Iterator[EndToEndP
 def _point(config: EndToEndConfig, machine: Machine, sweep: str, **given: Any) -> EndToEndPoint:
     device = machine.device(config.device)
     peak = machine.gpus[0].dense_bf16_peak_tflops if device == "cuda" and machine.gpus else None
-    fields = {"mode": "step", "device": device, "peak_flops_per_s": peak and peak * 1e12} | given
+    fields = {"mode": "step", "compiled_phases": (), "device": device, "peak_flops_per_s": peak and peak * 1e12} | given
     return EndToEndPoint.of(config, sweep=sweep, **fields)
 
 

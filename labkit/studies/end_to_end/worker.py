@@ -19,6 +19,7 @@ from labkit.studies.shared.compiler import make_compiler_ready
 
 # In the order in which they follow one another; "inference" is a forward pass that keeps nothing.
 PHASES = ("inference", "forward", "backward", "optimizer")
+COMPILED_PHASES = ("inference", "step")
 PHASES_OF_MODE = {"forward": PHASES[:2], "forward_backward": PHASES[:3], "step": PHASES}
 
 # Gradients of eager and compiled differ by the order of sums and by fused roundings, relative to the largest of a
@@ -39,6 +40,7 @@ class EndToEndPoint(TimedPoint):
     context_length: int = 128
     mode: str = "step"
     trial: int = 0
+    compiled_phases: tuple[str, ...] = COMPILED_PHASES
     peak_flops_per_s: float | None = None
     """The device's data-sheet peak, dense bfloat16; None where none is known."""
 
@@ -96,7 +98,7 @@ def _first_steps(point: EndToEndPoint) -> dict[str, Any]:
 
 
 def _compiled_against_eager(point: EndToEndPoint) -> Iterator[dict[str, Any]]:
-    """Compile time apart (the first calls, with an empty cache), then both take turns, forward and full step.
+    """Compile time apart (the first calls, with an empty cache), then both take turns in each of the phases.
 
     What torch tries of the C++ compiler, whatever the model, is `compiler_s`, and in no `compile_s`.
     """
@@ -113,7 +115,9 @@ def _compiled_against_eager(point: EndToEndPoint) -> Iterator[dict[str, Any]]:
         def compile_and_compare() -> tuple[_Difference, dict[str, dict[str, float]]]:
             steps["compiled"] = _training_step(point, compiled=True)
             error = _largest_difference(steps["compiled"], steps["eager"], point.device)
-            compile_s = {"inference": _first_call(steps["compiled"].infer, point.device), "step": error.compile_s}
+            compile_s = {"step": error.compile_s}
+            if "inference" in point.compiled_phases:
+                compile_s["inference"] = _first_call(steps["compiled"].infer, point.device)
             return error, {phase: {"compile_s": taken, "compiler_s": compiler_s} for phase, taken in compile_s.items()}
 
         found = attempt("compiled", compile_and_compare, device=point.device)
@@ -126,7 +130,7 @@ def _compiled_against_eager(point: EndToEndPoint) -> Iterator[dict[str, Any]]:
         if gate != "ok":
             yield {"implementation": "compiled", "error": error.relative, "gate": gate}
             return
-        for phase in ("inference", "step"):
+        for phase in point.compiled_phases:
             rows: dict[str, dict[str, Any]] = {
                 name: {"implementation": name, "phase": phase, "gate": gate} for name in steps
             }
