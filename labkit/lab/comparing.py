@@ -197,15 +197,16 @@ def _told(
     if better.empty and worse.empty:
         return *_no_difference(table, f"{subject} and {baseline}", len(table)), None
     verb = "are" if told.plural else "is"
+    of_one = ", in the one setting measured" if axis and len(table) == 1 else ""
     if better.empty:
         if len(worse) == len(table):
-            return "no", f"No: {told.clause(worse)}.", None
+            return "no", f"No{of_one}: {told.clause(worse)}.", None
         never = f"{subject} {verb} never measurably {quantity.better} than {baseline}"
         return "no", f"No: {never}, and {quantity.worse} in {len(worse)} of {len(table)} settings.", None
     place = place_of(table, better, axis)
     if worse.empty:
         if len(better) == len(table):
-            return "yes", f"Yes: {told.clause(better)}.", None
+            return "yes", f"Yes{of_one}: {told.clause(better)}.", None
         is_most = 2 * len(better) > len(table)
         verdict: Verdict = "yes" if is_most else "it depends"
         if place:

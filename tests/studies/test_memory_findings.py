@@ -136,7 +136,7 @@ def test_a_block_that_keeps_something_else_than_predicted_is_a_no(off, of_block,
 def test_the_largest_model_is_the_largest_that_fits():
     for machine, size in ((24 * GIB, "small"), (200 * GIB, "2.7B")):
         found = _findings(_frame(machine=machine))["largest_model"]
-        assert found.advice == f"Train models up to {size}."
+        assert found.advice == f"Train models of up to the size {size}."
         assert found.headline.endswith(f"of {machine // GIB} GiB.")
     none = _findings(_frame(machine=GIB // 4))["largest_model"]
     assert (none.verdict, none.advice, none.significant) == ("no", None, False)

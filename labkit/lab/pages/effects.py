@@ -36,6 +36,7 @@ class Row:
 
     subject: str
     against: str
+    lab: str
     href: str
     verdict: str
     value: str
@@ -86,7 +87,8 @@ def all_effects(labs: Iterable[Mapping[str, Any]]) -> tuple[list[Row], list[tupl
     groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for lab, answer in answers_here(labs):
         for effect in _effects(answer):
-            key = (href(lab, answer["question"]["id"]), effect["subject"], effect["baseline"], effect["quantity"])
+            of = (lab["title"], href(lab, answer["question"]["id"]))
+            key = (*of, effect["subject"], effect["baseline"], effect["quantity"])
             groups.setdefault(key, []).append(effect)
     ratios = [effect[name] for effects in groups.values() for effect in effects for name in ("low", "ratio", "high")]
     known = [min(WIDEST, max(1 / WIDEST, ratio)) for ratio in ratios if ratio > 0]
@@ -134,15 +136,17 @@ def _difference(lab: Mapping[str, Any], answer: Mapping[str, Any], effect: Mappi
     written = f"{factor:.0f}×" if factor >= 10 else f"{factor:.1f}×"
     is_cost = effect["quantity"] != answer["effects"][0]["quantity"]  # told beside what the headline is about
     text = answer["why"] if is_cost and answer["why"] else answer["headline"]
-    return Difference(written, words, effect["setting"], text, lab["title"], href(lab, answer["question"]["id"]))
+    text = text.removeprefix("Yes: ").removeprefix("No: ")
+    headline = text[:1].upper() + text[1:]
+    return Difference(written, words, effect["setting"], headline, lab["title"], href(lab, answer["question"]["id"]))
 
 
 def _row(key: tuple[str, ...], middle: Mapping[str, Any], effects: list[dict[str, Any]], axis: Axis) -> Row:
-    href, subject, baseline, quantity = key
+    lab, href, subject, baseline, quantity = key
     has_interval = middle["low"] == middle["low"]
     low, high = (axis.place(middle[end] if has_interval else middle["ratio"]) for end in ("low", "high"))
     against = f"vs. {baseline}" + ("" if quantity == "time" else f", {quantity}")
     interval = f"[{middle['low']:.2f}, {middle['high']:.2f}]" if middle["low"] < middle["high"] else ""  # not of counts
     others = sorted({axis.place(effect["ratio"]) for effect in effects if effect is not middle})
     place, value = axis.place(middle["ratio"]), f"{middle['ratio']:.2f}"
-    return Row(subject, against, href, middle["verdict"], value, interval, place, low, high, others)
+    return Row(subject, against, lab, href, middle["verdict"], value, interval, place, low, high, others)

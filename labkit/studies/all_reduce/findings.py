@@ -142,8 +142,9 @@ def transports(frame: pd.DataFrame) -> Finding | None:
 def phases(frame: pd.DataFrame) -> Finding | None:
     found = compared(
         select(tables.phases_over_torch(frame), transport=SHARED_MEMORY),
-        "shared memory",
+        "the phases through shared memory",
         "gloo's own",
+        plural=True,
         axis=("collective", "n_bytes", "world_size"),
         caveat=troubles(select(frame, ["transport"], sweep="phases"), "transport"),
     )

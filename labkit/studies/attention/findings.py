@@ -105,7 +105,7 @@ def out_of_memory(frame: pd.DataFrame) -> Finding | None:
         f"{largest['share_percent'].sum():.0f} % of that is {len(largest)} matrices of "
         f"{format_bytes(largest['bytes'].iloc[0])}: {join_words(list(largest['tensor']))}. {_formula_held(frame)}"
     )
-    return Finding("measured", headline, table, why=why)
+    return Finding("predicted", headline, table, why=why)
 
 
 def _formula_held(frame: pd.DataFrame) -> str:

@@ -34,8 +34,8 @@ def step_times(frame: pd.DataFrame) -> Finding | None:
         headline += f", most for the {PARTS[parts.idxmax()]}"
         why = f"{format_share(parts.max() / parts.sum())} of it is the {PARTS[parts.idxmax()]}"
         why += ": two matrix products for each of forward's." if parts.idxmax() == "backward" else "."
-    spread = table["spread_percent"].median()
-    headline += f"; repeats typically vary by {spread:.1f} %." if spread == spread else "."
+    spread = table["spread_percent"].iloc[-1]
+    headline += f"; repeats vary by {spread:.1f} %." if spread == spread else "."
     columns = ["precision", "size", "phase", "seconds", "low", "high", "mean_s", "std_s", "spread_percent", "n"]
     return Finding("measured", headline, table[columns], caveat, why)
 

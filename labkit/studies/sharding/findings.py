@@ -163,9 +163,9 @@ def against_torch(frame: pd.DataFrame) -> Finding | None:
         why = f"{'; '.join(told)}." if told else None
     return compared(
         table,
-        "labkit's way",
+        "labkit's sharding",
         "torch's of the same kind",
-        axis=("transport", "way"),
+        axis=("way", "transport"),
         caveat=_troubles(frame, "time"),
         why=why,
     )
@@ -231,7 +231,7 @@ def largest_model(frame: pd.DataFrame) -> Finding | None:
     far = table[(table["place"] != "here") & (table["world_size"] == table["world_size"].max())].set_index("way")
     ranks, models = far.loc[DDP, "world_size"], far["model"]
     why = f"On {ranks} GPUs of 80 GiB it would be {models[DDP]} and {models[FSDP]}."
-    advice = f"Train models up to {shards} with FSDP." if shards not in (whole, "none") else None
+    advice = f"Train models of up to the size {shards} with FSDP." if shards not in (whole, "none") else None
     return Finding("predicted", headline, table, caveat, why, advice)
 
 
