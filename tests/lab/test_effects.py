@@ -53,9 +53,9 @@ def test_all_differences_have_a_row_the_fastest_first_on_one_axis():
     ring = [effect(ratio, ratio / 1.1, ratio * 1.1, "slower", subject="ring") for ratio in (1.0, 2.0, 4.0)]
     tree = [effect(0.25, NAN, NAN, "too few repeats", subject="tree")]
     rows, ticks = all_effects([lab(ring, tree)])
-    assert [(row.subject, row.value, row.interval) for row in rows] == [
-        ("tree", "0.25", ""),
-        ("ring", "2.00", "[1.82, 2.20]"),
+    assert [(row.subject, row.value, row.interval, row.lab) for row in rows] == [
+        ("tree", "0.25", "", "Lab"),
+        ("ring", "2.00", "[1.82, 2.20]", "Lab"),
     ]
     assert rows[0].low == rows[0].place == rows[0].high == 0
     assert rows[1].low < rows[1].place < rows[1].high <= 100

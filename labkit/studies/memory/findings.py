@@ -185,7 +185,9 @@ def largest_model(frame: pd.DataFrame) -> Finding | None:
     headline = (
         f"{best['size']} is the largest that fits: a full step needs {format_bytes(best['peak_bytes'])} of {memory}."
     )
-    return Finding("measured", headline, table, caveat, why, f"Train models of up to the size {best['size']}.", significant=True)
+    return Finding(
+        "measured", headline, table, caveat, why, f"Train models of up to the size {best['size']}.", significant=True
+    )
 
 
 @QUESTIONS.ask("counted_against_measured", "Is the counted peak the measured one?")
