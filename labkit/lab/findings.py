@@ -10,6 +10,7 @@ A finder returns None where the run has no rows for it; the page then says what 
 """
 
 import math
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from inspect import signature
@@ -207,13 +208,18 @@ def at_the_cost_of(gain: Finding | None, cost: Finding | None) -> Finding | None
     """A finding on what is gained, with what another comparison says that it costs as its `why`; effects of both."""
     if gain is None or cost is None or cost.verdict == "not measured":
         return gain
-    told = cost.headline.removeprefix("Yes: ").removeprefix("No: ").removeprefix("It depends: ")
     return replace(
         gain,
-        why=f"{told[0].upper()}{told[1:]}",
+        why=without_verdict(cost.headline),
         significant=gain.significant or cost.significant,
         effects=(*gain.effects, *cost.effects),
     )
+
+
+def without_verdict(headline: str) -> str:
+    """A headline as a sentence of its own: without the "Yes", "No" or "It depends" that answers its question."""
+    told = re.sub(r"^(Yes|No|It depends)(, in the one setting measured: |: |, (?=in most settings: ))", "", headline)
+    return told[:1].upper() + told[1:]
 
 
 def troubles(frame: pd.DataFrame, name: str) -> str | None:

@@ -6,7 +6,7 @@ import pytest
 
 from labkit.lab.claims import claim, exact, lies_within, published
 from labkit.lab.comparing import MEMORY, TIME, agreement, compared, contest
-from labkit.lab.findings import at_the_cost_of
+from labkit.lab.findings import at_the_cost_of, without_verdict
 from labkit.lab.rows import Measured, exactly_over, select
 
 TIMES = Measured(("model", "n_bytes"), "name")
@@ -244,3 +244,17 @@ def test_rows_are_marked_in_the_words_of_what_is_compared(quantity, marks):
     for finding in (compared(ratios, "a", "b", quantity=quantity), contest(ratios, "name", "b", quantity=quantity)):
         assert list(finding.table["verdict"]) == marks
         assert [effect.verdict for effect in finding.effects] == ["faster", "slower"]
+
+
+@pytest.mark.parametrize(
+    ("headline", "sentence"),
+    [
+        ("Yes: the ring takes 20 % less time.", "The ring takes 20 % less time."),
+        ("No, in the one setting measured: the ring takes 50 % longer.", "The ring takes 50 % longer."),
+        ("Yes, in most settings: the ring takes less.", "In most settings: the ring takes less."),
+        ("It depends: the ring takes longer here.", "The ring takes longer here."),
+        ("Yes from 64 KiB on: the ring takes less.", "Yes from 64 KiB on: the ring takes less."),
+    ],
+)
+def test_a_headline_without_its_verdict_is_a_sentence(headline, sentence):
+    assert without_verdict(headline) == sentence

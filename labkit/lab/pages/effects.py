@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from labkit.lab.comparing import UNEVEN
-from labkit.lab.findings import SMALLEST_DIFFERENCE
+from labkit.lab.findings import SMALLEST_DIFFERENCE, without_verdict
 from labkit.lab.pages.entries import answers_here, href
 
 MOST_LARGEST = 5
@@ -136,9 +136,8 @@ def _difference(lab: Mapping[str, Any], answer: Mapping[str, Any], effect: Mappi
     written = f"{factor:.0f}×" if factor >= 10 else f"{factor:.1f}×"
     is_cost = effect["quantity"] != answer["effects"][0]["quantity"]  # told beside what the headline is about
     text = answer["why"] if is_cost and answer["why"] else answer["headline"]
-    text = text.removeprefix("Yes: ").removeprefix("No: ")
-    headline = text[:1].upper() + text[1:]
-    return Difference(written, words, effect["setting"], headline, lab["title"], href(lab, answer["question"]["id"]))
+    page = href(lab, answer["question"]["id"])
+    return Difference(written, words, effect["setting"], without_verdict(text), lab["title"], page)
 
 
 def _row(key: tuple[str, ...], middle: Mapping[str, Any], effects: list[dict[str, Any]], axis: Axis) -> Row:
