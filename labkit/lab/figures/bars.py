@@ -185,6 +185,6 @@ def _subplots(panels: Sequence[tuple[Any, pd.DataFrame]], x: str, share: bool) -
     """Panels as wide as they have categories."""
     ratios = [max(2, panel[x].nunique()) for _, panel in panels]
     width = min(style.WIDE, max(style.WIDTH, 0.9 * sum(ratios) + MARGIN_INCHES))
-    figure = Figure(figsize=(width, style.PANEL_HEIGHT), layout="constrained")
+    figure = Figure(figsize=(width, style.PANEL_HEIGHT))
     axes = figure.subplots(1, len(panels), sharey=share, squeeze=False, width_ratios=ratios)[0]
     return figure, axes

@@ -8,13 +8,18 @@ import io
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from textwrap import wrap
 from typing import Any, NamedTuple
 
+import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.image import imsave
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FuncFormatter, Locator, LogLocator, MaxNLocator, NullFormatter, NullLocator
 
 from labkit.lab.columns import better, column, label
@@ -41,6 +46,7 @@ LEAST_SPAN = 0.04  # of an axis, relative to its values: three digits tell its t
 NEW_LINE = "\n"
 LONGEST_LINE = 34  # characters beside a panel
 LEGEND_ROW_INCHES = 0.2
+TITLE_LINE_INCHES = 0.22
 LONGEST_BESIDE = 26  # characters of a name in a legend that stands beside the panels
 
 
@@ -119,13 +125,22 @@ class Plot:
         """The same, whose points' file says that they come from `source`: not everything is measured here."""
         return replace(self, data=self.data.assign(source=source))
 
+    @cached_property
+    def laid_out(self) -> Figure:
+        """The figure, its panels placed so that no text overlaps. Once: it takes longer than to draw them."""
+        ConstrainedLayoutEngine().execute(self.figure)
+        return self.figure
+
     def png(self, title: str | None = None) -> bytes:
         """The figure as a picture, below `title`."""
-        lines = wrap(title or "", int(self.figure.get_figwidth() * CHARACTERS_PER_INCH))
-        self.figure.suptitle("\n".join(lines), x=0.01, ha="left", fontsize=FONT + 2)
+        pixels = _pixels(self.laid_out)
+        if title:
+            lines = wrap(title, int(self.figure.get_figwidth() * CHARACTERS_PER_INCH))
+            above = Figure(figsize=(self.figure.get_figwidth(), TITLE_LINE_INCHES * len(lines)))
+            above.text(0.01, 0.5, NEW_LINE.join(lines), va="center", fontsize=FONT + 2)
+            pixels = np.concatenate([_pixels(above), pixels])
         buffer = io.BytesIO()
-        self.figure.savefig(buffer, format="png", dpi=DPI, metadata={"Software": None})
-        self.figure.suptitle("")
+        imsave(buffer, pixels, format="png", dpi=DPI, metadata={"Software": "labkit"})
         return buffer.getvalue()
 
     def save(self, stem: Path, title: str | None = None) -> bytes:
@@ -142,6 +157,14 @@ class Plot:
     def csv(self) -> str:
         """The plotted points as comma-separated values."""
         return (self.with_published or self).data.to_csv(index=False)
+
+
+def _pixels(figure: Figure) -> Any:
+    """The figure drawn: (height, width, 4) bytes."""
+    figure.dpi = DPI
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    return np.asarray(canvas.buffer_rgba())
 
 
 def finish_axes(axis: Axes, *, grid: str = "both") -> None:
@@ -233,7 +256,7 @@ def panel_grid(panels: int, height: float) -> tuple[Figure, list[Axes]]:
     """Panels of one y axis, so many inches high, up to three side by side and four as two rows."""
     columns = 2 if panels == 4 else min(panels, MOST_IN_A_ROW)
     rows = -(-panels // columns)
-    figure = Figure(figsize=(WIDTH if panels == 1 else WIDE, height * rows), layout="constrained")
+    figure = Figure(figsize=(WIDTH if panels == 1 else WIDE, height * rows))
     axes = list(figure.subplots(rows, columns, sharey=True, squeeze=False).flat)
     for empty in axes[panels:]:
         empty.remove()
@@ -252,7 +275,7 @@ def plotted(figure: Figure, data: pd.DataFrame, marks: Sequence[Mark] = ()) -> P
 
 
 def nothing_to_draw(data: pd.DataFrame) -> Plot:
-    figure = Figure(figsize=(WIDTH, 1.0), layout="constrained")
+    figure = Figure(figsize=(WIDTH, 1.0))
     figure.text(0.5, 0.5, "nothing was measured to draw here", ha="center", va="center", fontsize=FONT)
     return plotted(figure, data)
 

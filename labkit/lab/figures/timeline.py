@@ -33,7 +33,7 @@ def timeline(
     data = data.assign(**{start: data[start] - data[start].min()})
     lanes, kinds = style.present(data[lane], lane_order), style.present(data[hue], hue_order)
     colors = style.colors_of(hue_order or kinds)
-    figure = Figure(figsize=(style.WIDE, LANE_HEIGHT * len(lanes) + 0.9), layout="constrained")
+    figure = Figure(figsize=(style.WIDE, LANE_HEIGHT * len(lanes) + 0.9))
     axis = figure.subplots()
     marks: list[style.Mark] = []
     shown = column(duration).form

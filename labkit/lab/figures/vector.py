@@ -37,7 +37,7 @@ def drawing(plot: Plot, salt: str) -> tuple[str, str]:
 def _svg(plot: Plot, salt: str) -> str:
     buffer = io.StringIO()
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": salt}):
-        plot.figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None}, transparent=True)
+        plot.laid_out.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None}, transparent=True)
     text = _HEAD.sub("", buffer.getvalue())
     text = re.sub(r'<svg [^>]*?(viewBox="[^"]*")[^>]*>', r"<svg \1>", text, count=1)
     text = text.replace("xlink:href", "href")
