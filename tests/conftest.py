@@ -61,6 +61,11 @@ def pytest_collection_finish():
     gc.freeze()  # modules and tests stay: no collection need look at them
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure():
+    gc.freeze()  # what else there is by now ends with the process, and IPython would look through it then
+
+
 @pytest.fixture(scope="session")
 def interpreted_kernels(request):
     """What came of the tests of the Triton kernels under the interpreter, in one thread."""

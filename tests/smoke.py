@@ -6,6 +6,7 @@ the fork server of all labs has what their workers import. What is left out is p
 model called nano is a ninth of it, so runs are kept with the pages, where nobody takes them for what they are not.
 """
 
+import gc
 import io
 import os
 import sys
@@ -90,6 +91,7 @@ def main(folder: Path, labs: list[str]) -> None:
     program = sys.modules["__main__"]
     shell = _Shell.instance(config=Config(HistoryManager={"enabled": False}))
     (folder / "notebooks").mkdir(parents=True)
+    gc.freeze()  # modules stay: each shell that is emptied looks for garbage
     for lab in labs:
         sys.modules["__main__"] = program  # the ranks' own, which a shell would be
         notebook = folder / "notebooks" / f"{lab}.ipynb"

@@ -26,15 +26,17 @@ def over_turns(ratios: pd.DataFrame, setting: Sequence[str], alternative: str) -
     Comparisons that have one turn keep its interval.
     """
     keys = [*setting, alternative]
+    if not ratios.duplicated(keys).any():
+        return ratios[[*keys, "ratio", "low", "high", "p"]]
     within = (np.log(ratios["high"]) - np.log(ratios["low"])) / (2 * Z)
-    logs = ratios.assign(log=np.log(ratios["ratio"]), rounds=within**2)
+    logs = ratios.assign(log=np.log(ratios["ratio"]), rounds=(within**2).fillna(np.inf))
     found = (
         logs.groupby(keys, dropna=False, sort=False)
         .agg(
             turns=("log", "size"),
             log=("log", "mean"),
             between=("log", "var"),
-            rounds=("rounds", lambda of_turns: of_turns.mean(skipna=False)),
+            rounds=("rounds", "mean"),
             low=("low", "first"),
             high=("high", "first"),
             p=("p", "first"),
@@ -42,7 +44,8 @@ def over_turns(ratios: pd.DataFrame, setting: Sequence[str], alternative: str) -
         .reset_index()
     )
     here = found.groupby(list(setting), dropna=False)["between"].transform("mean")
-    variance = np.fmax(np.fmax(here, found["between"].mean()), found["rounds"]).where(found["rounds"].notna())
+    known = found["rounds"] < np.inf
+    variance = np.fmax(np.fmax(here, found["between"].mean()), found["rounds"]).where(known)
     error = np.sqrt(variance / found["turns"])
     several = found["turns"] > 1
     freedom = max(1, len(found[several].drop_duplicates(list(setting))))

@@ -134,8 +134,8 @@ def agreement(
     if middle <= close:
         within = f"half of the {subject} are {_within(middle)} of {prediction}"
         return Finding("it depends", f"Partly: {within}, the worst is {_factor(worst)} times off.", table)
-    side = "" if ratios.min() < 1 < ratios.max() else " above" if ratios.min() > 1 else " below"
-    off_by = f"{_factor(middle)} times{side or ' off'} {prediction}"
+    side = " off" if ratios.min() < 1 < ratios.max() else "" if ratios.min() > 1 else " below"
+    off_by = f"{_factor(middle)} times{side} {prediction}"
     text = f"No: {subject} are typically {off_by}, at worst {_factor(worst)} times."
     return Finding("no", text, table)
 

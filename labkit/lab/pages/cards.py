@@ -12,6 +12,7 @@ import pandas as pd
 from IPython.display import HTML
 from markupsafe import Markup
 
+from labkit.bench.statistics import FALSE_DISCOVERY_RATE, LEAST_RELEVANT_DIFFERENCE
 from labkit.lab.columns import column
 from labkit.lab.figures import Plot
 from labkit.lab.figures.vector import drawing
@@ -28,6 +29,10 @@ from labkit.parallel.ranks.hosts import describe_hosts
 PIECE_MIME = "application/vnd.labkit.piece+json"  # what stands on the page for what a notebook shows
 MOST_CSV_BYTES = 2**18  # embedded in a page; longer tables stay beside the figure's file
 MOST_WORDS_OF_A_NAME = 4  # what is longer is a sentence, and an underscore in it is meant
+RULE = (
+    f"A row counts as different where p, adjusted for all rows here, is at most {FALSE_DISCOVERY_RATE}, and the ratio "
+    f"at least {100 * LEAST_RELEVANT_DIFFERENCE:.0f} % from 1."
+)
 MANY = 100_000  # from here on a whole number is shown with separators
 
 
@@ -139,9 +144,10 @@ def table(frame: pd.DataFrame, caption: str = "") -> Shown:
         return note(f"{caption or 'The numbers.'} (This run has none.)")
     columns = list(_columns(frame))
     headings = [{"text": heading, "number": is_number} for heading, is_number, _ in columns]
-    content = {"headings": headings, "rows": list(zip(*(cells for *_, cells in columns), strict=True))}
+    rule = RULE if {"p", "verdict"} <= set(frame.columns) else ""
+    content = {"headings": headings, "rows": list(zip(*(cells for *_, cells in columns), strict=True)), "rule": rule}
     texts = [[heading, *(cell["text"] for cell in cells)] for heading, _, cells in columns]
-    text = "\n".join(filter(None, [caption, *_aligned(texts, [is_number for _, is_number, _ in columns])]))
+    text = "\n".join(filter(None, [caption, *_aligned(texts, [is_number for _, is_number, _ in columns]), rule]))
     on_page = piece("folded", summary=caption or "The numbers", content=Markup(piece("table", **content)))
     return Shown(piece("table", **content, caption=caption), text, {PIECE_MIME: {"html": on_page}})
 
@@ -190,9 +196,14 @@ def figure(plot: Plot, png: bytes, alt: str, file: str, drawn: str = "", saved: 
     `drawn` is its caption, `alt` stands for it where it cannot be seen, `file` is the name of its numbers' file, and
     `saved` where the picture is, for a console.
     """
-    about = {"drawn": drawn, "file": file, "csv": _embedded_csv(plot)}
     picture = piece("picture", image=base64.b64encode(png).decode(), inches=plot.figure.get_figwidth(), alt=alt)
-    html = piece("figure", images=Markup(picture), has_switch=False, **about)
+    html = piece("figure", images=Markup(picture), has_switch=False, **_about(plot, file, drawn))
+    on_page = figure_on_page(plot, alt, file, drawn)
+    return Shown(html, "\n".join(filter(None, (alt, saved))), {PIECE_MIME: {"html": on_page}})
+
+
+def figure_on_page(plot: Plot, alt: str, file: str, drawn: str = "") -> str:
+    """The drawing alone; what was published, if the figure has any, behind a switch."""
     each = {"plain": plot, "published": plot.with_published}
     drawings = []
     for kind, one in each.items():
@@ -200,8 +211,11 @@ def figure(plot: Plot, png: bytes, alt: str, file: str, drawn: str = "", saved: 
             svg, places = drawing(one, f"{file}-{kind}")
             inches = one.figure.get_figwidth()
             drawings.append(piece("drawing", svg=svg, places=places, inches=inches, alt=alt, kind=kind))
-    on_page = piece("figure", images=Markup("".join(drawings)), has_switch=len(drawings) > 1, **about)
-    return Shown(html, "\n".join(filter(None, (alt, saved))), {PIECE_MIME: {"html": on_page}})
+    return piece("figure", images=Markup("".join(drawings)), has_switch=len(drawings) > 1, **_about(plot, file, drawn))
+
+
+def _about(plot: Plot, file: str, drawn: str) -> dict[str, str | None]:
+    return {"drawn": drawn, "file": file, "csv": _embedded_csv(plot)}
 
 
 def _embedded_csv(plot: Plot) -> str | None:

@@ -150,7 +150,7 @@ def _figure(found: LabComparison, name: str, plot: Plot, drawn: str) -> str:
     for text in plot.figure.findobj(Text):
         if "$" in text.get_text():  # in a name that a run holds: nothing to be typeset
             text.set_parse_math(False)
-    return cards.figure(plot, plot.png(), drawn, f"compare_{found.lab}_{name}", drawn).on_page
+    return cards.figure_on_page(plot, drawn, f"compare_{found.lab}_{name}", drawn)
 
 
 def _plots(found: LabComparison) -> Iterator[tuple[str, Plot, str]]:

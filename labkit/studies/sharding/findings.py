@@ -60,7 +60,7 @@ def formula(frame: pd.DataFrame) -> Finding | None:
 @QUESTIONS.ask("fsdp_saving", "Does sharding save the memory that was expected?")
 def fsdp_saving(frame: pd.DataFrame) -> Finding | None:
     table = tables.savings(frame)
-    found = agreement(table, "savings", "what the formula promises", close=AS_PROMISED)
+    found = agreement(table, "savings against DDP", "what the formula promises", close=AS_PROMISED)
     least = table.sort_values("measured_over_predicted").head(1)
     if found is None or least.empty:
         return found
