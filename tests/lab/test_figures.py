@@ -9,7 +9,7 @@ import pytest
 from IPython.core.formatters import DisplayFormatter
 
 from labkit.lab.figures import areas, bars, lines, timeline, waterfall
-from labkit.lab.figures.style import _log_ticks
+from labkit.lab.figures.ticks import log_ticks
 from labkit.lab.figures.vector import drawing
 
 FRAME = pd.DataFrame(
@@ -434,5 +434,5 @@ def test_a_plot_is_a_picture_for_a_notebook_and_a_line_for_a_console():
 @pytest.mark.parametrize("decades", range(1, 9))
 def test_labels_of_ticks_have_room_however_long_an_axis_is(decades):
     start, end = 1e-6, 10.0 ** (decades - 6)
-    shown = [tick for tick in _log_ticks("seconds").tick_values(start, end) if start <= tick <= end]
+    shown = [tick for tick in log_ticks("seconds").tick_values(start, end) if start <= tick <= end]
     assert 3 <= len(shown) <= 10

@@ -7,6 +7,7 @@ import pandas as pd
 
 from labkit.lab.columns import column
 from labkit.lab.figures import style
+from labkit.lab.figures.ticks import format_axis
 
 
 def areas(
@@ -41,11 +42,11 @@ def areas(
         style.finish_axes(axis)
         axis.set_xlim(table.index.min(), table.index.max())
         style.name_axis(axis.xaxis, column(x).axis)
-        style.format_axis(axis.xaxis, x, False)
+        format_axis(axis.xaxis, x, False)
         if facet is not None:
             style.name_panel(axis, style.facet_title(facet, value))
         if style.begins_row(axis):
             style.name_axis(axis.yaxis, style.value_title(y, y_title))
-    style.format_axis(axes[0].yaxis, y, False)
+    format_axis(axes[0].yaxis, y, False)
     style.legend(figure, axes, hue, names[::-1])
     return style.plotted(figure, data)

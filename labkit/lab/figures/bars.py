@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 from labkit.lab.columns import column, label
 from labkit.lab.config import ParameterError
 from labkit.lab.figures import style
+from labkit.lab.figures.ticks import format_axis
 
 GROUP_WIDTH = 0.76  # of the distance between two categories
 UPRIGHT_LABEL = 9  # characters; longer names of categories are slanted
@@ -176,7 +177,7 @@ class _Bars:
         axis.set_xticks(range(len(places)), names, **looks)
         axis.set_xlim(middle - half, middle + half)
         style.name_axis(axis.xaxis, column(self.x).axis)
-        style.format_axis(axis.yaxis, self.y, self.log)
+        format_axis(axis.yaxis, self.y, self.log)
         if title != style.MEASURED:
             style.name_panel(axis, style.facet_title(self.facet or "", title))
 

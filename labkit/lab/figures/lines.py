@@ -12,6 +12,7 @@ from labkit.lab.columns import column, label
 from labkit.lab.config import ParameterError
 from labkit.lab.figures import style
 from labkit.lab.figures.style import AT, MEASURED
+from labkit.lab.figures.ticks import format_axis
 
 MOST_LINES = 6  # in a panel; more cannot be told from one another
 MOST_POINTS = 100  # of a line; more are drawn small
@@ -112,7 +113,7 @@ class _Lines:
         looks: dict[str, Any] = {"color": style.SOFT, "linestyle": "--", "marker": "o", "markersize": 4.5}
         for source in others:  # named once, not once a line
             axes[0].plot([], [], markerfacecolor=style.PAGE, label=source, **looks)
-        style.format_axis(axes[0].yaxis, self.y, "y" in self.log)
+        format_axis(axes[0].yaxis, self.y, "y" in self.log)
         style.legend(figure, axes, hue, self._from_the_top(data))
         return style.plotted(figure, data, marks)
 
@@ -156,7 +157,7 @@ class _Lines:
             axis.set_xticks(list(places.values()), names, rotation=25, ha="right", rotation_mode="anchor")
             axis.margins(x=0.15)
             return
-        style.format_axis(axis.xaxis, self.x, "x" in self.log)
+        format_axis(axis.xaxis, self.x, "x" in self.log)
         if len(few := sorted(set(values))) <= style.FEW_PLACES:
             axis.set_xticks(few)
             axis.margins(x=0.15)  # room for the labels of the first and the last, beside those of the next panel

@@ -8,6 +8,7 @@ from matplotlib.figure import Figure
 
 from labkit.lab.columns import column
 from labkit.lab.figures import style
+from labkit.lab.figures.ticks import format_axis
 
 LANE_HEIGHT = 0.42  # inches
 
@@ -51,6 +52,6 @@ def timeline(
     axis.invert_yaxis()
     style.finish_axes(axis, grid="x")
     style.name_axis(axis.xaxis, "time since the first event")
-    style.format_axis(axis.xaxis, duration, False)
+    format_axis(axis.xaxis, duration, False)
     style.legend(figure, [axis], hue)
     return style.plotted(figure, data, marks)

@@ -9,6 +9,7 @@ from matplotlib.axes import Axes
 from labkit.lab.columns import column
 from labkit.lab.config import ParameterError
 from labkit.lab.figures import style
+from labkit.lab.figures.ticks import format_axis
 
 BOX_HEIGHT, TITLES_HEIGHT = 0.24, 0.75  # inches: of a box, and of what stands around a panel
 ROOM = 1.28  # of the x axis relative to the whole: for the values beside the boxes
@@ -61,7 +62,7 @@ def waterfall(
             style.name_panel(axis, style.facet_title(facet or "", value))
     axes[0].set_ylim(len(names) + 0.6, -0.6)
     for axis in axes:
-        style.format_axis(axis.xaxis, y, False)
+        format_axis(axis.xaxis, y, False)
     title = style.value_title(y, y_title).replace("\n", " ")
     if len(axes) == 1:
         style.name_axis(axes[0].xaxis, title)
