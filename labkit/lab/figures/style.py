@@ -82,7 +82,7 @@ class Plot:
 
     @cached_property
     def laid_out(self) -> Figure:
-        """The figure, its panels placed so that no text overlaps. Once: it takes longer than to draw them."""
+        """The figure, its panels placed so that no text overlaps. Once: it takes as long as to draw them."""
         ConstrainedLayoutEngine().execute(self.figure)
         return self.figure
 

@@ -30,8 +30,8 @@ PIECE_MIME = "application/vnd.labkit.piece+json"  # what stands on the page for 
 MOST_CSV_BYTES = 2**18  # embedded in a page; longer tables stay beside the figure's file
 MOST_WORDS_OF_A_NAME = 4  # what is longer is a sentence, and an underscore in it is meant
 RULE = (
-    f"A row counts as different where p, adjusted for all rows here, is at most {FALSE_DISCOVERY_RATE}, and the ratio "
-    f"at least {100 * LEAST_RELEVANT_DIFFERENCE:.0f} % from 1."
+    f"A row counts as different where p, adjusted for all that was compared together, is at most "
+    f"{FALSE_DISCOVERY_RATE}, and the ratio at least {100 * LEAST_RELEVANT_DIFFERENCE:.0f} % from 1."
 )
 MANY = 100_000  # from here on a whole number is shown with separators
 
@@ -196,25 +196,30 @@ def figure(plot: Plot, png: bytes, alt: str, file: str, drawn: str = "", saved: 
     `drawn` is its caption, `alt` stands for it where it cannot be seen, `file` is the name of its numbers' file, and
     `saved` where the picture is, for a console.
     """
+    about = _about(plot, file, drawn)
     picture = piece("picture", image=base64.b64encode(png).decode(), inches=plot.figure.get_figwidth(), alt=alt)
-    html = piece("figure", images=Markup(picture), has_switch=False, **_about(plot, file, drawn))
-    on_page = figure_on_page(plot, alt, file, drawn)
+    html = piece("figure", images=Markup(picture), has_switch=False, **about)
+    on_page = _drawn_on_page(plot, alt, about)
     return Shown(html, "\n".join(filter(None, (alt, saved))), {PIECE_MIME: {"html": on_page}})
 
 
 def figure_on_page(plot: Plot, alt: str, file: str, drawn: str = "") -> str:
     """The drawing alone; what was published, if the figure has any, behind a switch."""
+    return _drawn_on_page(plot, alt, _about(plot, file, drawn))
+
+
+def _drawn_on_page(plot: Plot, alt: str, about: Mapping[str, Any]) -> str:
     each = {"plain": plot, "published": plot.with_published}
     drawings = []
     for kind, one in each.items():
         if one is not None:
-            svg, places = drawing(one, f"{file}-{kind}")
+            svg, places = drawing(one, f"{about['file']}-{kind}")
             inches = one.figure.get_figwidth()
             drawings.append(piece("drawing", svg=svg, places=places, inches=inches, alt=alt, kind=kind))
-    return piece("figure", images=Markup("".join(drawings)), has_switch=len(drawings) > 1, **_about(plot, file, drawn))
+    return piece("figure", images=Markup("".join(drawings)), has_switch=len(drawings) > 1, **about)
 
 
-def _about(plot: Plot, file: str, drawn: str) -> dict[str, str | None]:
+def _about(plot: Plot, file: str, drawn: str) -> dict[str, Any]:
     return {"drawn": drawn, "file": file, "csv": _embedded_csv(plot)}
 
 
