@@ -176,3 +176,10 @@ def test_progress_says_how_long_it_has_taken_and_may_take():
     assert "3 of 9 points   61 s so far, about 2 min 30 s left   ring" in cards.progress(begun)
     assert begun.after(100).times() == "2 min 41 s so far, about 50 s left"
     assert "0 of 9 points   fetching" in cards.progress(Progress(0, 9, "fetching"))
+
+
+def test_a_table_of_verdicts_says_when_a_row_counts():
+    judged = pd.DataFrame({"ratio": [0.5], "p": [0.001], "verdict": ["faster"]})
+    for frame, told in ((judged, True), (judged.drop(columns="p"), False)):
+        shown = cards.table(frame)
+        assert [cards.RULE in text for text in (shown.data, shown.on_page, repr(shown))] == [told] * 3
