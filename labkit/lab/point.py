@@ -8,7 +8,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from itertools import groupby
 from typing import Any, Self
@@ -87,6 +87,20 @@ class TimedPoint(Point):
     def seed_of(self, rank: int) -> int:
         """Of a rank's own batch."""
         return (1000 * self.seed + rank) % 2**63
+
+
+@dataclass(frozen=True, kw_only=True)
+class PointOfTurns(TimedPoint):
+    """One that may be measured once more, by another group of ranks at another time (`labkit.bench.turns`)."""
+
+    turn: int = 1
+
+    @property
+    def of_ranks(self) -> tuple[Any, ...]:
+        return (*super().of_ranks, self.turn)
+
+    def once_more(self) -> Self:
+        return replace(self, turn=self.turn + 1)
 
 
 def by_ranks(points: Iterable[Point]) -> list[list[Point]]:

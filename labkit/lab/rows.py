@@ -54,7 +54,7 @@ def summed(rows: pd.DataFrame, column: str, parts: Collection[str], name: str, b
 
     `column` names the part, `by` are the columns of the setting and the alternative.
     """
-    keys = [key for key in dict.fromkeys([*by, "rank", "repeat"]) if key in rows and key != column]
+    keys = [key for key in dict.fromkeys([*by, TURN, "rank", "repeat"]) if key in rows and key != column]
     of_repeats = rows[rows[column].isin(parts)].groupby(keys, dropna=False)["seconds"]
     table = of_repeats.agg(["sum", "count"]).rename(columns={"sum": "seconds"}).reset_index()
     return table[table["count"] == len(parts)].drop(columns="count").assign(**{column: name})

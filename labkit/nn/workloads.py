@@ -1,7 +1,9 @@
 """What data-parallel wrappers are measured with: a model and one batch."""
 
+import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -24,6 +26,10 @@ class Workload:
 
     build: Callable[[], nn.Module]
     loss: Callable[[nn.Module], Tensor]
+
+    def copied(self) -> "Workload":
+        """The same, whose models are copies of one that is built now: drawing parameters takes ten times as long."""
+        return replace(self, build=partial(copy.deepcopy, self.build()))
 
 
 def workload_named(name: str, **options: Any) -> Workload:

@@ -1,5 +1,6 @@
-"""What torch tries of the C++ compiler is kept for later ranks; what they compile then is not."""
+"""What torch tries of the C++ compiler is kept for later ranks; what they compile then is not, unless they ask."""
 
+import os
 import tempfile
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import torch
 
 from labkit.nn.attention_implementations import why_nothing_compiles
 from labkit.parallel.launch import run_ranks
-from labkit.studies.shared.compiler import make_compiler_ready
+from labkit.studies.shared.compiler import CACHE, keep_what_is_compiled, make_compiler_ready
 
 
 def _compile(ready):
@@ -29,3 +30,14 @@ def test_a_ranks_look_at_the_compiler_outlives_it_and_what_it_compiles_does_not(
     assert not Path(*own).exists()
     run_ranks(_compile, True, world_size=1, environment={"TMPDIR": str(tmp_path)})
     assert kept() == first
+
+
+def _where_it_is_kept(_):
+    keep_what_is_compiled()
+    return os.environ[CACHE], tempfile.gettempdir()
+
+
+def test_what_a_rank_is_to_keep_goes_to_the_users_directory_and_nothing_else_does(tmp_path):
+    ((cache, temporary),) = run_ranks(_where_it_is_kept, None, world_size=1, environment={"TMPDIR": str(tmp_path)})
+    assert Path(cache).parent == tmp_path
+    assert not Path(temporary).exists()

@@ -376,6 +376,16 @@ def test_points_take_nccl_with_a_gpu_a_rank_and_gloo_where_ranks_share_one():
         assert {(p.backend, p.device) for p in STUDY.points(config, there)} == {(backend, device)}
 
 
+def test_copies_of_a_workload_are_equal_and_apart():
+    workload = workload_named("nano", batch=1, context_length=8).copied()
+    one, other = (dict(workload.build().named_parameters()) for _ in range(2))
+    assert all(torch.equal(value, other[name]) and value is not other[name] for name, value in one.items())
+    with torch.no_grad():
+        next(iter(one.values())).add_(1)
+    assert not torch.equal(next(iter(one.values())), next(iter(other.values())))
+    assert torch.equal(next(iter(dict(workload.build().named_parameters()).values())), next(iter(other.values())))
+
+
 def test_copies_that_do_not_fit_are_skipped_with_what_they_need(monkeypatch):
     monkeypatch.setattr(capacity, "available_memory_bytes", lambda: 2**30)
     machine = describe_machine().model_copy(update={"gpus": []})

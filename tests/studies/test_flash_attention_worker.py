@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from labkit.lab.point import by_ranks
 from labkit.machine import describe_machine
 from labkit.studies.flash_attention import worker
 from labkit.studies.flash_attention.study import STUDY
@@ -71,3 +72,21 @@ def test_what_does_not_fit_at_all_is_skipped_with_both_sizes():
     reason = STUDY.skip_reason(point, describe_machine())
     assert "needs" in reason
     assert "available" in reason
+
+
+def test_each_length_is_timed_once_more_by_another_process_and_compiled_attention_is_not():
+    points = [point for point in STUDY.points(STUDY.profiles["quick"], describe_machine()) if point.sweep == "lengths"]
+    first, second = ([point for point in points if point.turn == turn] for turn in (1, 2))
+    assert points == [*first, *second]
+    assert [(point.dtype, point.sequence) for point in first] == [
+        (point.dtype, point.sequence) for point in reversed(second)
+    ]
+    assert any("compiled" in point.implementations for point in first)
+    assert not any("compiled" in point.implementations for point in second)
+    assert len(by_ranks([first[-1], second[0]])) == 2
+
+
+def test_memory_is_measured_the_first_time_only():
+    rows = list(measure_point(replace(SMALL, turn=2)))
+    assert {row["implementation"] for row in rows if "seconds" in row} == set(SMALL.implementations)
+    assert not any(row["phase"] == "saved" or row.get("peak_bytes") is not None for row in rows)

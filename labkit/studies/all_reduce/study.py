@@ -1,7 +1,6 @@
 """The all-reduce lab: its parameters, the points it measures, and what it expects of them."""
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 import pandas as pd
@@ -85,7 +84,9 @@ class AllReduceStudy(Study):
         ),
         "quick": AllReduceConfig(
             sizes_bytes=[KIB, 4 * KIB, 64 * KIB, 256 * KIB, MIB, 10 * MIB, 100 * MIB],
+            many_world_sizes=[1, 2, 4, 8, 16],
             many_elements=[1000, 100_000],
+            phase_sizes_bytes=[MIB, 10 * MIB],
             warmup=1,
             # A few of 30 settings that take 20 % less, in rounds with noise of 25 %: 30 find 4 of 5, 15 find 1 of 4.
             repeats=60,
@@ -207,7 +208,7 @@ def _once_more(config: AllReduceConfig, points: Iterable[AllReducePoint]) -> lis
     """What is measured a second time, by other ranks and backwards (A B ... B A): what drifts evenly hits all alike."""
     several = {*config.world_sizes, *config.transport_world_sizes} - {1}
     return [
-        replace(point, turn=2)
+        point.once_more()
         for point in reversed(list(points))
         if point.sweep == "scheduling"
         or (

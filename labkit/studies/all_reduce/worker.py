@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from labkit.bench.exact_sums import fill_message
 from labkit.bench.memory import peak_memory_growth
-from labkit.lab.point import TimedPoint
+from labkit.lab.point import PointOfTurns
 from labkit.lab.units import format_bytes
 from labkit.parallel.collectives import ALGORITHMS, Algorithm, release_scratch, scratch_bytes
 from labkit.parallel.ranks.device import use_device
@@ -25,7 +25,7 @@ RESERVED = frozenset((TORCH, CHOSEN, FLOOR, *ALGORITHMS))  # before a reader add
 
 
 @dataclass(frozen=True, kw_only=True)
-class AllReducePoint(TimedPoint):
+class AllReducePoint(PointOfTurns):
     """Alternatives to time in turn on the same tensor, or (`sweep="exchange"`) the links between hosts.
 
     In `sweep="transports"` an alternative is an algorithm and where its messages travel, "ring over shared", or the
@@ -37,12 +37,6 @@ class AllReducePoint(TimedPoint):
     dtype: str = "float32"
     algorithms: tuple[str, ...] = ()
     most_bytes: int = 0
-    turn: int = 1
-    """2: the same once more, by another group of ranks at another time."""
-
-    @property
-    def of_ranks(self) -> tuple[Any, ...]:
-        return (*super().of_ranks, self.turn)
 
     @property
     def n_bytes(self) -> int:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from labkit.bench.operators import OperatorRecord
+from labkit.costs.transformer import SIZES
 from labkit.lab.own_models import source_of
 from labkit.lab.point import TimedPoint
 from labkit.nn.vision import ResNet50
@@ -64,7 +65,10 @@ def measure_point(point: DataParallelPoint) -> Iterator[dict[str, Any]]:
     )
     if point.sweep == "memory":
         yield from _memory(point, workload, device)
-    elif point.sweep == "timeline":
+        return
+    if point.workload in (RESNET50, *SIZES):  # a reader's may be no model that can be copied
+        workload = workload.copied()
+    if point.sweep == "timeline":
         yield from _timeline(point, workload, device)
     elif point.sweep == "accumulation":
         yield from _accumulation(point, workload, device)

@@ -1,6 +1,7 @@
 """The FlashAttention lab: its parameters and the points it measures."""
 
 from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import replace
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -44,6 +45,8 @@ class FlashConfig(TimedConfig):
     """Of `sequences`, those at which the compiled version takes part: each shape costs seconds to compile."""
     technique_sequences: list[Length]
     """Tokens at which the techniques of the kernel are left out one by one."""
+    turns: Annotated[int, Field(ge=1)] = 2
+    """How often each length is measured, each time by another process; compiled attention takes part in the first."""
     device: Device = "auto"
     """auto: CUDA if there is a GPU."""
     most_bytes: Annotated[int, Field(ge=0)] = 0
@@ -64,6 +67,7 @@ class FlashStudy(Study):
             head_dims=[32],
             compiled_sequences=[],  # a first shape takes 10 s to compile and more
             technique_sequences=[256],
+            turns=1,
             warmup=1,
             repeats=6,
         ),
@@ -73,7 +77,7 @@ class FlashStudy(Study):
             compiled_sequences=[1024],
             technique_sequences=[4096],
             warmup=1,
-            rounds_s=2.0,
+            rounds_s=1.2,
             most_bytes=512 * MIB,
         ),
         "standard": FlashConfig(
@@ -99,9 +103,13 @@ class FlashStudy(Study):
     plug_in = staticmethod(plug_in)
 
     def points(self, config: FlashConfig, machine: Machine) -> Sequence[FlashPoint]:
-        """All lengths, then what the techniques of the kernel are worth."""
+        """All lengths, what the techniques of the kernel are worth, then the lengths again, from the last one on."""
         device = machine.device(config.device)
-        points = [*_lengths(config, device), *_techniques(config, device)]
+        lengths = list(_lengths(config, device))
+        points = [*lengths, *_techniques(config, device)]
+        for _ in range(1, config.turns):
+            lengths = [_without_compiled(point.once_more()) for point in reversed(lengths)]
+            points += [point for point in lengths if point.implementations]
         return list({point.id: point for point in points}.values())
 
     def skip_reason(self, point: FlashPoint, machine: Machine) -> str | None:
@@ -119,6 +127,10 @@ def _lengths(config: FlashConfig, device: str) -> Iterator[FlashPoint]:
             names = tuple(n for n in config.implementations if n != COMPILED or sequence in config.compiled_sequences)
             for head_dim in config.head_dims:
                 yield _point(config, device, "lengths", dtype, sequence, head_dim, names)
+
+
+def _without_compiled(point: FlashPoint) -> FlashPoint:
+    return replace(point, implementations=tuple(name for name in point.implementations if name != COMPILED))
 
 
 def _techniques(config: FlashConfig, device: str) -> Iterator[FlashPoint]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from labkit.lab.point import PointOfTurns
 from labkit.nn.attention_implementations import attention_named
 from labkit.nn.attention_problem import AttentionProblem, check
 from labkit.nn.tiled_attention import tile_side
@@ -28,7 +29,7 @@ KERNEL = "kernel"
 
 
 @dataclass(frozen=True, kw_only=True)
-class FlashPoint(PassesPoint):
+class FlashPoint(PassesPoint, PointOfTurns):
     """Causal attention of one sequence."""
 
     batch: int = 1
@@ -45,8 +46,10 @@ def measure_point(point: FlashPoint) -> Iterator[dict[str, Any]]:
             yield from _techniques(point)
         case "hidden":
             yield from _hidden(point)
-        case _:
+        case _ if point.turn == 1:
             yield from measure_passes(point)
+        case _:  # what is no time has been measured
+            yield from (row | {"peak_bytes": None} for row in measure_passes(point) if row["phase"] != "saved")
 
 
 def _techniques(point: FlashPoint) -> Iterator[dict[str, Any]]:

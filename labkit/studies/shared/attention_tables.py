@@ -71,10 +71,11 @@ def memory_against_explicit(frame: pd.DataFrame, sweep: str) -> pd.DataFrame:
 
 
 def refused(frame: pd.DataFrame) -> pd.DataFrame:
-    """Implementations that have no times at a point, one row each, with the reason in `gate`; wrong ones too."""
-    rows = select(frame, ["dtype", "head_dim", "sequence", "implementation", "gate"], phase="both")
-    rows = rows[rows["gate"].fillna("ok") != "ok"]
-    return rows[["dtype", "head_dim", "sequence", "implementation", "gate"]].reset_index(drop=True)
+    """Implementations without times at a problem, one row each, with the first reason in `gate`; wrong ones too."""
+    columns = ["dtype", "head_dim", "sequence", "implementation", "gate"]
+    rows = select(frame, columns, phase="both")
+    rows = rows.loc[rows["gate"].fillna("ok") != "ok", columns]
+    return rows.drop_duplicates(columns[:-1], ignore_index=True)
 
 
 def caveat(frame: pd.DataFrame, *asked: str) -> str | None:

@@ -20,6 +20,18 @@ CACHE = "TORCHINDUCTOR_CACHE_DIR"
 TEMPORARY = "TMPDIR"
 
 
+def keep_what_is_compiled() -> None:
+    """From now on this rank's compiled code goes into torch's own cache of the user, and is found there again.
+
+    For what is compiled to be run: seconds that are a result themselves are those of an empty cache.
+    """
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # a second, where nothing is compiled
+
+    with _users_directory():
+        directory = default_cache_dir()
+    os.environ[CACHE] = directory
+
+
 @cache
 def make_compiler_ready(device: str) -> float:
     """On a CPU, compile a sum: what is compiled next in this process finds the compiler tried. Returns the seconds.

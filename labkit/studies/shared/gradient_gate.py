@@ -162,8 +162,13 @@ def largest_error(gradients: Sequence[Tensor | None], means: Sequence[Tensor | N
 def _error(got: Tensor | None, mean: Tensor | None) -> float:
     if got is None or mean is None:
         return 0.0 if got is mean else math.inf
-    error = float((got.double() - mean.double()).abs().max() / mean.abs().max().clamp_min(1e-30))
+    error = float(_largest(got - mean) / _largest(mean).clamp_min(1e-30))
     return math.inf if math.isnan(error) else error
+
+
+def _largest(values: Tensor) -> Tensor:
+    """Absolute value, in one pass; NaN if there is one."""
+    return torch.linalg.vector_norm(values, math.inf)
 
 
 def _mean_over_ranks(local: Tensor | None) -> Tensor | None:

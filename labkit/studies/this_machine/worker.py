@@ -16,7 +16,7 @@ from labkit.nn.transformer import Transformer, language_model_loss, shape_named
 from labkit.parallel.data_parallel.implementations import BUCKETED, wrap
 from labkit.parallel.ranks.device import use_device
 from labkit.studies.shared.alternatives import Failed, attempt, timed_rows
-from labkit.studies.shared.compiler import make_compiler_ready
+from labkit.studies.shared.compiler import keep_what_is_compiled, make_compiler_ready
 from labkit.studies.shared.gradient_gate import check_completeness
 
 DEFAULT, JOINED = "default", "joined"
@@ -72,7 +72,8 @@ class Training:
             self.call = wrap(wrapper, self.model, bucket_mb=size)
 
     def _compile(self, *, for_all: bool) -> None:
-        """With `for_all`, the first rank compiles; the others find what it made in the cache that a group shares."""
+        """With `for_all`, the first rank compiles; the others find what it made in the user's cache."""
+        keep_what_is_compiled()
         is_first = for_all and dist.get_rank() == 0
         for its_turn in (is_first, not is_first) if for_all else ():
             if its_turn:
