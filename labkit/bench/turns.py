@@ -23,7 +23,7 @@ def over_turns(ratios: pd.DataFrame, setting: Sequence[str], alternative: str) -
     The ratio is the geometric mean of the turns'. The variance of one turn's logarithm is the largest of three: what
     its own rounds say; what turns of this setting differ by, mean over its alternatives, which share a baseline; and
     the mean over all settings. As many settings as there are tell the last, of which Student's t takes account.
-    Comparisons that have one turn keep its interval.
+    That holds for what has one turn, too, in a setting where others have several; elsewhere it keeps its interval.
     """
     keys = [*setting, alternative]
     if not ratios.duplicated(keys).any():
@@ -47,7 +47,7 @@ def over_turns(ratios: pd.DataFrame, setting: Sequence[str], alternative: str) -
     known = found["rounds"] < np.inf
     variance = np.fmax(np.fmax(here, found["between"].mean()), found["rounds"]).where(known)
     error = np.sqrt(variance / found["turns"])
-    several = found["turns"] > 1
+    several = found.groupby(list(setting), dropna=False)["turns"].transform("max") > 1
     freedom = max(1, len(found[several].drop_duplicates(list(setting))))
     reach = float(stdtrit(freedom, 1 - TAIL)) * error
     return found[keys].assign(

@@ -48,12 +48,20 @@ def test_a_true_difference_beyond_luck_is_found():
     assert found["ratio"].mean() == pytest.approx(0.7, rel=0.03)
 
 
-def test_what_has_one_turn_keeps_its_interval():
+def test_a_setting_of_one_turn_keeps_its_intervals():
     both, one = _measured(luck=0.2, settings=3), _measured(luck=0.0, settings=1, turns=1).assign(setting=9)
     found = _over(pd.concat([both, one], ignore_index=True))
     kept = found[found["setting"] == 9].drop(columns="setting").reset_index(drop=True)
     columns = ["alternative", "ratio", "low", "high", "p"]
     assert np.allclose(kept[columns].to_numpy(), one[columns].to_numpy())
+
+
+def test_what_has_one_turn_is_known_no_better_than_turns_of_its_setting_agree():
+    ratios = _measured(luck=0.2)
+    alone = (ratios["alternative"] == 0) & (ratios["turn"] == 2)
+    found = _over(ratios[~alone])
+    width = np.log(found["high"] / found["low"]).to_numpy().reshape(-1, 6)  # (settings, alternatives)
+    assert (width[:, :1] > width[:, 1:]).all()
 
 
 def test_too_few_rounds_in_one_turn_show_nothing():

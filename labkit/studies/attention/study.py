@@ -13,6 +13,7 @@ from labkit.machine import Machine
 from labkit.nn.attention_implementations import IMPLEMENTATIONS, plug_in
 from labkit.studies.attention.findings import QUESTIONS
 from labkit.studies.attention.worker import COMPILED, EXPLICIT, MARGIN, TILED, AttentionPoint, measure_point
+from labkit.studies.shared.attention_passes import in_further_turns
 
 MIB, GIB = 2**20, 2**30
 
@@ -36,6 +37,8 @@ class AttentionConfig(TimedConfig):
     """Tokens of the comparison of explicit and tiled attention, one sequence of head dimension 64."""
     memory_sequences: list[Length] = []
     """The same, memory only: too long to be timed often."""
+    turns: Annotated[int, Field(ge=1)] = 2
+    """How often each is timed, each time by another process."""
     batch: Count = 8
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     device: Device = "auto"
@@ -59,19 +62,20 @@ class AttentionStudy(Study):
             compiled_sequences=[],  # a first shape takes 10 s to compile and more
             compiled_head_dims=[],
             tiling_sequences=[512],
+            turns=1,
             batch=2,
             warmup=1,
             repeats=6,
         ),
         "quick": AttentionConfig(
-            sequences=[256, 512, 1024, 2048],
+            sequences=[256, 512, 1024],
             head_dims=[16, 64],
-            compiled_sequences=[256, 1024, 2048],
+            compiled_sequences=[256, 1024],
             compiled_head_dims=[64],
             tiling_sequences=[2048, 4096],
             memory_sequences=[8192],
             warmup=1,
-            rounds_s=3.0,
+            rounds_s=1.5,
             most_bytes=6 * GIB,
         ),
         "standard": AttentionConfig(
@@ -100,7 +104,7 @@ class AttentionStudy(Study):
     plug_in = staticmethod(plug_in)
 
     def points(self, config: AttentionConfig, machine: Machine) -> Sequence[AttentionPoint]:
-        """The grid, short sequences first; one long sequence explicit and tiled; and the first that cannot fit."""
+        """The grid, short sequences first; one long sequence explicit and tiled; the same again; what cannot fit."""
         device = machine.device(config.device)
         points = [
             _point(config, device, "grid", sequence, head_dim)
@@ -109,7 +113,8 @@ class AttentionStudy(Study):
         ]
         for sequence in sorted({*config.tiling_sequences, *config.memory_sequences}):
             points.append(_point(config, device, "tiling", sequence, 64))
-        points.append(_too_large(config, device, machine))
+        further = in_further_turns([point for point in points if point.repeats], config.turns)
+        points += [*further, _too_large(config, device, machine)]
         return list({point.id: point for point in points}.values())
 
     def skip_reason(self, point: AttentionPoint, machine: Machine) -> str | None:

@@ -1,7 +1,6 @@
 """The FlashAttention lab: its parameters and the points it measures."""
 
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import replace
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -13,7 +12,7 @@ from labkit.machine import Machine
 from labkit.nn.attention_implementations import IMPLEMENTATIONS, plug_in
 from labkit.studies.flash_attention.findings import QUESTIONS
 from labkit.studies.flash_attention.worker import FlashPoint, measure_point
-from labkit.studies.shared.attention_passes import COMPILED, FLASH, MARGIN, TILED
+from labkit.studies.shared.attention_passes import COMPILED, FLASH, MARGIN, TILED, in_further_turns
 
 MIB = 2**20
 
@@ -46,7 +45,7 @@ class FlashConfig(TimedConfig):
     technique_sequences: list[Length]
     """Tokens at which the techniques of the kernel are left out one by one."""
     turns: Annotated[int, Field(ge=1)] = 2
-    """How often each length is measured, each time by another process; compiled attention takes part in the first."""
+    """How often each length is measured, each time by another process."""
     device: Device = "auto"
     """auto: CUDA if there is a GPU."""
     most_bytes: Annotated[int, Field(ge=0)] = 0
@@ -106,10 +105,7 @@ class FlashStudy(Study):
         """All lengths, what the techniques of the kernel are worth, then the lengths again, from the last one on."""
         device = machine.device(config.device)
         lengths = list(_lengths(config, device))
-        points = [*lengths, *_techniques(config, device)]
-        for _ in range(1, config.turns):
-            lengths = [_without_compiled(point.once_more()) for point in reversed(lengths)]
-            points += [point for point in lengths if point.implementations]
+        points = [*lengths, *_techniques(config, device), *in_further_turns(lengths, config.turns)]
         return list({point.id: point for point in points}.values())
 
     def skip_reason(self, point: FlashPoint, machine: Machine) -> str | None:
@@ -127,10 +123,6 @@ def _lengths(config: FlashConfig, device: str) -> Iterator[FlashPoint]:
             names = tuple(n for n in config.implementations if n != COMPILED or sequence in config.compiled_sequences)
             for head_dim in config.head_dims:
                 yield _point(config, device, "lengths", dtype, sequence, head_dim, names)
-
-
-def _without_compiled(point: FlashPoint) -> FlashPoint:
-    return replace(point, implementations=tuple(name for name in point.implementations if name != COMPILED))
 
 
 def _techniques(config: FlashConfig, device: str) -> Iterator[FlashPoint]:

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from labkit.lab.point import PointOfTurns
 from labkit.nn.attention_implementations import attention_named
 from labkit.nn.attention_problem import AttentionProblem, check
 from labkit.nn.tiled_attention import tile_side
@@ -29,7 +28,7 @@ KERNEL = "kernel"
 
 
 @dataclass(frozen=True, kw_only=True)
-class FlashPoint(PassesPoint, PointOfTurns):
+class FlashPoint(PassesPoint):
     """Causal attention of one sequence."""
 
     batch: int = 1
@@ -46,10 +45,8 @@ def measure_point(point: FlashPoint) -> Iterator[dict[str, Any]]:
             yield from _techniques(point)
         case "hidden":
             yield from _hidden(point)
-        case _ if point.turn == 1:
+        case _:
             yield from measure_passes(point)
-        case _:  # what is no time has been measured
-            yield from (row | {"peak_bytes": None} for row in measure_passes(point) if row["phase"] != "saved")
 
 
 def _techniques(point: FlashPoint) -> Iterator[dict[str, Any]]:

@@ -6,10 +6,10 @@ becomes a row whose `gate` says why.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -17,13 +17,13 @@ from labkit.bench.gate import verdict
 from labkit.bench.memory import peak_memory_growth
 from labkit.bench.saved_tensors import SavedTensor, saved_for_backward
 from labkit.costs.attention import explicit_peak, tiled_saved
-from labkit.lab.point import TimedPoint
+from labkit.lab.point import PointOfTurns
 from labkit.lab.units import format_bytes
 from labkit.machine.memory_limits import available_memory_bytes
 from labkit.nn.attention_implementations import RESERVED, attention_named
 from labkit.nn.attention_problem import AttentionProblem, Checked, Passes, check
 from labkit.studies.shared.alternatives import Failed, attempt, timed_phases
-from labkit.studies.shared.compiler import make_compiler_ready
+from labkit.studies.shared.compiler import keep_what_is_compiled, make_compiler_ready
 
 EXPLICIT, COMPILED, TILED, FLASH = "explicit", "compiled", "tiled", "flash"
 WHOLE_MATRIX = (EXPLICIT, COMPILED, "sdpa_math")
@@ -37,7 +37,7 @@ SMALL = 64  # tokens of a problem that warms an implementation up
 
 
 @dataclass(frozen=True, kw_only=True)
-class PassesPoint(TimedPoint):
+class PassesPoint(PointOfTurns):
     """Implementations to compare on one problem: (batch, sequence, head_dim), one head."""
 
     sweep: str
@@ -100,7 +100,19 @@ def _examine_and_account(
     point: PassesPoint, problem: AttentionProblem, passes: Passes, name: str
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     row = {"implementation": name} | _examine(point, problem, passes, name)
+    if point.turn > 1:  # memory is the same every time, and code may have been compiled before
+        return row | {"peak_bytes": None, "first_call_s": None}, []
     return row, list(_accounting(problem, passes, name))
+
+
+P = TypeVar("P", bound=PassesPoint)
+
+
+def in_further_turns(points: Sequence[P], turns: int) -> Iterator[P]:
+    """The points again in each turn but the first, the last one first, for other processes at another time."""
+    for _ in range(1, turns):
+        points = [point.once_more() for point in reversed(points)]
+        yield from points
 
 
 def problem_of(point: PassesPoint) -> AttentionProblem:
@@ -134,6 +146,8 @@ def _examine(point: PassesPoint, problem: AttentionProblem, passes: Passes, name
     problem.checked_gradient.sum()  # made here, not inside what is measured
     if name in SLOW_AT_FIRST:
         if name == COMPILED:
+            if point.turn > 1:
+                keep_what_is_compiled()
             make_compiler_ready(point.device)
         row["first_call_s"] = _seconds(passes.run_checked, point.device)
     else:  # the work areas of libraries are made once, and are not this problem's
