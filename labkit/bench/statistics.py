@@ -56,14 +56,15 @@ class Summary:
 class Comparison:
     """How many times b an a is, with its interval. For times, below 1 means that a is faster.
 
-    `p` is the probability of such a ratio, or one further from 1, where nothing differs. `verdict` is that of one
-    comparison alone; of several that answer one question, `judged` has the last word.
+    `p` is the probability of such a ratio, or one further from 1, where nothing differs. `rounds` are those that both
+    have. `verdict` is that of one comparison alone; of several that answer one question, `judged` has the last word.
     """
 
     ratio: float
     low: float
     high: float
     p: float
+    rounds: int
     verdict: Verdict
 
     def __str__(self) -> str:
@@ -113,14 +114,15 @@ def compare(a: Iterable[float], b: Iterable[float], *, interleaved: bool) -> Com
 def _comparison(a: bytes, b: bytes, interleaved: bool) -> Comparison:
     """`compare` of float64s."""
     first, second = np.frombuffer(a), np.frombuffer(b)
+    rounds = min(len(first), len(second))
     if min(first.min(), second.min()) <= 0:
         with np.errstate(divide="ignore", invalid="ignore"):
             ratio = float(np.median(first) / np.median(second))
-        return Comparison(ratio, float("nan"), float("nan"), float("nan"), "no difference shown")
+        return Comparison(ratio, float("nan"), float("nan"), float("nan"), rounds, "no difference shown")
     logs = np.log(first), np.log(second)
     found: Estimate = estimate_paired(logs[0] - logs[1]) if interleaved else estimate_unpaired(*logs)
     ratio, low, high = (float(np.exp(value)) for value in (found.value, found.low, found.high))
-    return Comparison(ratio, low, high, found.p, _verdict(ratio, found.p))
+    return Comparison(ratio, low, high, found.p, rounds, _verdict(ratio, found.p))
 
 
 def _verdict(ratio: float, p: float) -> Verdict:
@@ -179,9 +181,9 @@ def compare_groups(
 ) -> pd.DataFrame:
     """Within each setting, `value` (a time) of every alternative in `column` over that of `baseline`.
 
-    One row per (setting, alternative) with `ratio`, its interval `low`, `high`, `p`, and the `verdict` that all rows
-    together allow (`judged`). Settings without the baseline are left out. `interleaved` as in `compare`: the rows of
-    a setting and alternative are in the order of their repeats.
+    One row per (setting, alternative) with `ratio`, its interval `low`, `high`, `p`, `rounds`, and the `verdict` that
+    all rows together allow (`judged`). Settings without the baseline are left out. `interleaved` as in `compare`: the
+    rows of a setting and alternative are in the order of their repeats.
     """
     rows = []
     for key, group in frame.groupby(list(setting), sort=True, dropna=False):

@@ -18,7 +18,7 @@ Z = float(ndtri((1 + CONFIDENCE) / 2))
 
 
 def over_turns(ratios: pd.DataFrame, setting: Sequence[str], alternative: str) -> pd.DataFrame:
-    """One row per (setting, alternative) with `ratio`, `low`, `high`, `p`, from one per turn with the same columns.
+    """One row per (setting, alternative) with `ratio`, `low`, `high`, `p`, `rounds`, from one per turn with the same.
 
     The ratio is the geometric mean of the turns'. The variance of one turn's logarithm is the largest of three: what
     its own rounds say; what turns of this setting differ by, mean over its alternatives, which share a baseline; and
@@ -27,16 +27,17 @@ def over_turns(ratios: pd.DataFrame, setting: Sequence[str], alternative: str) -
     """
     keys = [*setting, alternative]
     if not ratios.duplicated(keys).any():
-        return ratios[[*keys, "ratio", "low", "high", "p"]]
+        return ratios[[*keys, "ratio", "low", "high", "p", "rounds"]]
     within = (np.log(ratios["high"]) - np.log(ratios["low"])) / (2 * Z)
-    logs = ratios.assign(log=np.log(ratios["ratio"]), rounds=(within**2).fillna(np.inf))
+    logs = ratios.assign(log=np.log(ratios["ratio"]), within=(within**2).fillna(np.inf))
     found = (
         logs.groupby(keys, dropna=False, sort=False)
         .agg(
             turns=("log", "size"),
             log=("log", "mean"),
             between=("log", "var"),
-            rounds=("rounds", "mean"),
+            within=("within", "mean"),
+            rounds=("rounds", "sum"),
             low=("low", "first"),
             high=("high", "first"),
             p=("p", "first"),
@@ -44,8 +45,8 @@ def over_turns(ratios: pd.DataFrame, setting: Sequence[str], alternative: str) -
         .reset_index()
     )
     here = found.groupby(list(setting), dropna=False)["between"].transform("mean")
-    known = found["rounds"] < np.inf
-    variance = np.fmax(np.fmax(here, found["between"].mean()), found["rounds"]).where(known)
+    known = found["within"] < np.inf
+    variance = np.fmax(np.fmax(here, found["between"].mean()), found["within"]).where(known)
     error = np.sqrt(variance / found["turns"])
     several = found.groupby(list(setting), dropna=False)["turns"].transform("max") > 1
     freedom = max(1, len(found[several].drop_duplicates(list(setting))))
@@ -55,4 +56,5 @@ def over_turns(ratios: pd.DataFrame, setting: Sequence[str], alternative: str) -
         low=np.exp(found["log"] - reach).where(several, found["low"]),
         high=np.exp(found["log"] + reach).where(several, found["high"]),
         p=pd.Series(2 * stdtr(freedom, (-np.abs(found["log"]) / error).astype(float))).where(several, found["p"]),
+        rounds=found["rounds"],
     )

@@ -171,7 +171,7 @@ class _Told:
         quoted = rows[rows["high"] <= UNEVEN * rows["low"]]["ratio"]
         is_less = bool(rows["ratio"].iloc[0] < 1)
         if quoted.empty:
-            return (self.quantity.less if is_less else self.quantity.more), "clearly"
+            return self._at_least(rows, is_less)
         is_uneven = len(quoted) < len(rows)
         if is_uneven:  # the span of the others would leave out what is known least
             quoted = pd.Series([rows["ratio"].median()])
@@ -187,6 +187,17 @@ class _Told:
         if low == high:
             return words, f"{'typically ' if is_uneven else ''}{high}{unit}"
         return words, f"up to {high}{unit}" if briefly else f"{low} to {high}{unit}"
+
+    def _at_least(self, rows: pd.DataFrame, is_less: bool) -> tuple[str, str]:
+        """Of ratios too uneven to quote: the end of the interval that is nearer to 1, rounded towards it."""
+        nearer = float((1 / rows["high"] if is_less else rows["low"]).median())
+        least = "at least" if len(rows) == 1 else "typically at least"
+        if nearer >= TWOFOLD:
+            words = self.quantity.times_less if is_less else self.quantity.times_more
+            return words, f"{least} {_factor(np.floor(10 * nearer) / 10)} times"
+        words, share = (self.quantity.less, 1 - 1 / nearer) if is_less else (self.quantity.more, nearer - 1)
+        percent = int(100 * share)
+        return words, f"{least} {percent} %" if percent >= 100 * LEAST_RELEVANT_DIFFERENCE else "clearly"
 
 
 def _told(

@@ -100,7 +100,7 @@ class Measured:
         return table.rename(columns={"median": self.value})
 
     def over(self, frame: pd.DataFrame, baseline: Any, **wanted: Any) -> pd.DataFrame:
-        """Within each setting, every alternative over `baseline`: `ratio`, `low`, `high`, `p`, `verdict`."""
+        """Within each setting, every alternative over `baseline`: `ratio`, `low`, `high`, `p`, `rounds`, `verdict`."""
         if self.exact:
             rows = select(frame, [*self.columns, self.value], **wanted)
             largest = rows.groupby(self.columns, dropna=False)[self.value].max().dropna().reset_index()

@@ -19,8 +19,10 @@ def _measured(luck, true=0.0, settings=15, alternatives=6, turns=2, seed=0):
             of_baseline = rng.normal(0, luck / np.sqrt(2))
             for alternative in range(alternatives):
                 log = true + of_baseline + rng.normal(0, luck / np.sqrt(2)) + rng.normal(0, WITHIN)
-                rows.append((setting, alternative, turn, *np.exp([log, log - 1.96 * WITHIN, log + 1.96 * WITHIN]), 0.5))
-    return pd.DataFrame(rows, columns=["setting", "alternative", "turn", "ratio", "low", "high", "p"])
+                rows.append(
+                    (setting, alternative, turn, *np.exp([log, log - 1.96 * WITHIN, log + 1.96 * WITHIN]), 0.5, 8)
+                )
+    return pd.DataFrame(rows, columns=["setting", "alternative", "turn", "ratio", "low", "high", "p", "rounds"])
 
 
 def _over(ratios):
@@ -73,4 +75,5 @@ def test_too_few_rounds_in_one_turn_show_nothing():
 
 
 def test_nothing_measured():
-    assert list(_over(_measured(luck=0.0).iloc[:0]).columns) == ["setting", "alternative", "ratio", "low", "high", "p"]
+    columns = ["setting", "alternative", "ratio", "low", "high", "p", "rounds"]
+    assert list(_over(_measured(luck=0.0).iloc[:0]).columns) == columns

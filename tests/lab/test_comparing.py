@@ -1,5 +1,7 @@
 """What is said of ratios: the verdict, and a headline that keeps to what the rule of significance lets pass."""
 
+import re
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -83,10 +85,22 @@ def test_memory_is_not_called_fast():
     assert {effect.quantity for effect in finding.effects} == {"memory"}
 
 
-def test_what_is_too_uneven_is_not_quoted_as_a_number():
-    finding = compared(_ratios(_sizes(0.05, 0.05), noise=1.0), "a", "b")
-    assert finding.verdict == "yes"
-    assert not any(character.isdigit() for character in finding.headline)
+@pytest.mark.parametrize("factor", [0.3, 0.05, 4.0, 20.0])
+@pytest.mark.parametrize("settings", [1, 3])
+def test_of_what_is_too_uneven_no_ratio_is_told_but_the_least_that_its_interval_allows(factor, settings):
+    finding = compared(_ratios(_sizes(*[factor] * settings), noise=1.0, repeats=40), "a", "b")
+    table = finding.table
+    assert (table["high"] > 2 * table["low"]).all()
+    (told,) = re.findall(r"at least ([\d.]+)", finding.headline)
+    least = (1 / table["high"] if factor < 1 else table["low"]).median()
+    share = (least - 1) / least if factor < 1 else least - 1
+    assert float(told) <= (100 * share if "%" in finding.headline else least)
+    assert float(told) > 0.9 * (100 * share - 1 if "%" in finding.headline else least)
+
+
+def test_what_is_uneven_and_near_to_nothing_has_no_number():
+    rows = pd.DataFrame({"setting": ["here"], "name": ["a"], "ratio": [0.5], "low": [0.2], "high": [0.98], "p": [1e-4]})
+    assert compared(rows, "a", "b").headline == "Yes: a takes clearly less time than b."
 
 
 def test_where_some_are_too_uneven_the_middle_is_told_and_no_span():

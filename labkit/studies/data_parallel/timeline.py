@@ -16,7 +16,7 @@ GLOO = "gloo:"
 COLLECTIVES = (GLOO + "all_reduce", "nccl:all_reduce", "ncclDevKernel_AllReduce", "ncclKernel_AllReduce")
 LAST_GRADIENT = "torch::autograd::AccumulateGrad"
 WARMUP_STEPS = 1  # the gate's passes have made what first ones make
-MOST_PROFILED_STEPS = 5  # of which the one of median length is told: a single one may be a freak
+MOST_PROFILED_STEPS = 3  # of which the one of median length is told: a single one may be a freak
 
 
 def timeline_rows(step: Alternative, device: str, steps: int) -> Iterator[dict[str, Any]]:

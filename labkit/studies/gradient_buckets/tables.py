@@ -137,7 +137,7 @@ def with_more_work(frame: pd.DataFrame) -> pd.DataFrame:
                 result = compare(samples[after], samples[before], interleaved=False)
                 names = dict(zip([*MACHINE, "bucket_mb", "fixed"], key, strict=True))
                 found.append(names | {"grows": grows, "before": before, "after": after} | asdict(result))
-    columns = [*MACHINE, "bucket_mb", "fixed", "grows", "before", "after", "ratio", "low", "high", "p"]
+    columns = [*MACHINE, "bucket_mb", "fixed", "grows", "before", "after", "ratio", "low", "high", "p", "rounds"]
     return judged(pd.DataFrame(found, columns=columns))
 
 

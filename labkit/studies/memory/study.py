@@ -90,7 +90,7 @@ class MemoryStudy(Study):
             fitted_sizes=[size for size in SIZES if size != "10B"],
             checkpoint_size="nano",
             checkpoint_context=128,
-            counted_checkpoint_size="small",
+            counted_checkpoint_size="mini",
             counted_checkpoint_context=512,
             rounds_s=5.0,
         ),

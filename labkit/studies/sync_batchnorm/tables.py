@@ -127,7 +127,7 @@ def _growth(table: pd.DataFrame) -> pd.DataFrame:
                 numbers = asdict(compare(last, first, interleaved=False))
                 same = dict(zip(fixed, key, strict=True))
                 found.append({"grows": grows, "before": before, "after": after} | same | numbers)
-    columns = ["grows", "before", "after", *SETTING, "ratio", "low", "high", "p"]
+    columns = ["grows", "before", "after", *SETTING, "ratio", "low", "high", "p", "rounds"]
     return judged(pd.DataFrame(found, columns=columns))
 
 
