@@ -37,7 +37,7 @@ MISTAKES = [
         "bench/turns.py",
         ("tests/bench/test_turns.py",),
         only_rounds_count=(
-            'np.fmax(np.fmax(here, found["between"].mean()), found["rounds"])',
+            'np.fmax(np.fmax(here, found["between"].mean()), found["within"])',
             'found["rounds"]',
         ),
         settings_that_agree_by_chance_are_sure=('np.fmax(here, found["between"].mean())', "here"),

@@ -135,6 +135,7 @@ def _by_socket(point):
         before = tcp_bytes_sent()
         with recorded_traffic() as traffic:
             training.run()
+        dist.barrier()  # behind what is still in the sockets' buffers
         yield {"way": way, "by_tcp": tcp_bytes_sent() - before, "counted": sum(call.sent_bytes for call in traffic)}
 
 

@@ -37,7 +37,7 @@ class AttentionConfig(TimedConfig):
     """Tokens of the comparison of explicit and tiled attention, one sequence of head dimension 64."""
     memory_sequences: list[Length] = []
     """The same, memory only: too long to be timed often."""
-    turns: Annotated[int, Field(ge=1)] = 2
+    turns: Annotated[int, Field(ge=1, le=20)] = 2
     """How often each is timed, each time by another process."""
     batch: Count = 8
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"

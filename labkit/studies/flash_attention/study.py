@@ -44,7 +44,7 @@ class FlashConfig(TimedConfig):
     """Of `sequences`, those at which the compiled version takes part: each shape costs seconds to compile."""
     technique_sequences: list[Length]
     """Tokens at which the techniques of the kernel are left out one by one."""
-    turns: Annotated[int, Field(ge=1)] = 2
+    turns: Annotated[int, Field(ge=1, le=20)] = 2
     """How often each length is measured, each time by another process."""
     device: Device = "auto"
     """auto: CUDA if there is a GPU."""
