@@ -74,8 +74,9 @@ def refused(frame: pd.DataFrame) -> pd.DataFrame:
     """Implementations without times at a problem, one row each, with the first reason in `gate`; wrong ones too."""
     columns = ["dtype", "head_dim", "sequence", "implementation", "gate"]
     rows = select(frame, columns, phase="both")
-    rows = rows.loc[rows["gate"].fillna("ok") != "ok", columns]
-    return rows.drop_duplicates(columns[:-1], ignore_index=True)
+    rows = rows[rows["gate"].fillna("ok") != "ok"]
+    of_problem = [name for name in ("sweep", "batch", *columns[:-1]) if name in rows]
+    return rows.drop_duplicates(of_problem)[columns].reset_index(drop=True)
 
 
 def caveat(frame: pd.DataFrame, *asked: str) -> str | None:
