@@ -13,6 +13,11 @@ def verdict(error: float, limit: float) -> str:
     return "ok" if error <= limit else f"wrong: error {error:.1e}, at most {limit:.1e} expected"
 
 
+def largest(values: Tensor) -> float:
+    """The largest absolute value, found in one pass; NaN if there is one, 0 of none."""
+    return float(torch.linalg.vector_norm(values, math.inf)) if values.numel() else 0.0
+
+
 def largest_difference(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
     """Largest deviation over the largest expected value of its tensor; infinite for NaN and what one side lacks."""
     if found.keys() != expected.keys():

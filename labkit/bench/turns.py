@@ -1,6 +1,6 @@
-"""One ratio from several turns: the same comparison measured by other groups of ranks, at another time.
+"""One ratio from several turns: the same comparison measured by other processes, at another time.
 
-Ranks of one group share a luck that their rounds do not show: where their memory lies, which cores they were put on.
+A process, or a group of ranks, has a luck that its rounds do not show: where its memory lies, which cores it got.
 Two all-reduces of 64 KB were seen to differ by 14 % one way in one group of ranks and by 16 % the other way in the
 next, each known to 8 % by its rounds. So what turns differ by is measured, not assumed, and a ratio is known no better
 than that (random effects of groups, as in DerSimonian & Laird 1986, "Meta-analysis in clinical trials").

@@ -7,11 +7,11 @@ record and the run cannot differ. Imports nothing heavy: every rank loads this m
 import hashlib
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from itertools import groupby
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +101,16 @@ class PointOfTurns(TimedPoint):
 
     def once_more(self) -> Self:
         return replace(self, turn=self.turn + 1)
+
+
+P = TypeVar("P", bound=PointOfTurns)
+
+
+def in_further_turns(points: Sequence[P], turns: int = 2) -> Iterator[P]:
+    """The points again in each turn but the first, the last one first: what drifts evenly hits all alike."""
+    for _ in range(1, turns):
+        points = [point.once_more() for point in reversed(points)]
+        yield from points
 
 
 def by_ranks(points: Iterable[Point]) -> list[list[Point]]:

@@ -9,6 +9,7 @@ from pydantic import Field
 from labkit.lab import capacity
 from labkit.lab.agreement import AllReduceTime, Known
 from labkit.lab.config import TimedConfig, TimeoutSeconds, one_of
+from labkit.lab.point import in_further_turns
 from labkit.lab.rows import select
 from labkit.lab.study import Study
 from labkit.lab.units import format_bytes
@@ -205,11 +206,11 @@ def _scheduling_points(config: AllReduceConfig) -> list[AllReducePoint]:
 
 
 def _once_more(config: AllReduceConfig, points: Iterable[AllReducePoint]) -> list[AllReducePoint]:
-    """What is measured a second time, by other ranks and backwards (A B ... B A): what drifts evenly hits all alike."""
+    """What is measured a second time, by other ranks and backwards (A B ... B A)."""
     several = {*config.world_sizes, *config.transport_world_sizes} - {1}
-    return [
-        point.once_more()
-        for point in reversed(list(points))
+    short = [
+        point
+        for point in points
         if point.sweep == "scheduling"
         or (
             point.sweep in ("sizes", "ranks", "transports")
@@ -217,6 +218,7 @@ def _once_more(config: AllReduceConfig, points: Iterable[AllReducePoint]) -> lis
             and point.n_bytes <= config.twice_up_to_bytes
         )
     ]
+    return list(in_further_turns(short))
 
 
 def _point(config: AllReduceConfig, n_bytes: int, *, world_size: int, **more: Any) -> AllReducePoint:

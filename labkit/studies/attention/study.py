@@ -7,13 +7,13 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from labkit.lab import capacity
-from labkit.lab.config import Count, Device, TimedConfig, TimeoutSeconds, one_of
+from labkit.lab.config import Count, Device, TimedConfig, TimeoutSeconds, Turns, one_of
+from labkit.lab.point import in_further_turns
 from labkit.lab.study import Study
 from labkit.machine import Machine
 from labkit.nn.attention_implementations import IMPLEMENTATIONS, plug_in
 from labkit.studies.attention.findings import QUESTIONS
 from labkit.studies.attention.worker import COMPILED, EXPLICIT, MARGIN, TILED, AttentionPoint, measure_point
-from labkit.studies.shared.attention_passes import in_further_turns
 
 MIB, GIB = 2**20, 2**30
 
@@ -37,7 +37,7 @@ class AttentionConfig(TimedConfig):
     """Tokens of the comparison of explicit and tiled attention, one sequence of head dimension 64."""
     memory_sequences: list[Length] = []
     """The same, memory only: too long to be timed often."""
-    turns: Annotated[int, Field(ge=1, le=20)] = 2
+    turns: Turns = 2
     """How often each is timed, each time by another process."""
     batch: Count = 8
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"

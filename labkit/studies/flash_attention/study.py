@@ -6,13 +6,14 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from labkit.lab import capacity
-from labkit.lab.config import Device, TimedConfig, TimeoutSeconds, one_of
+from labkit.lab.config import Device, TimedConfig, TimeoutSeconds, Turns, one_of
+from labkit.lab.point import in_further_turns
 from labkit.lab.study import Study
 from labkit.machine import Machine
 from labkit.nn.attention_implementations import IMPLEMENTATIONS, plug_in
 from labkit.studies.flash_attention.findings import QUESTIONS
 from labkit.studies.flash_attention.worker import FlashPoint, measure_point
-from labkit.studies.shared.attention_passes import COMPILED, FLASH, MARGIN, TILED, in_further_turns
+from labkit.studies.shared.attention_passes import COMPILED, FLASH, MARGIN, TILED
 
 MIB = 2**20
 
@@ -44,7 +45,7 @@ class FlashConfig(TimedConfig):
     """Of `sequences`, those at which the compiled version takes part: each shape costs seconds to compile."""
     technique_sequences: list[Length]
     """Tokens at which the techniques of the kernel are left out one by one."""
-    turns: Annotated[int, Field(ge=1, le=20)] = 2
+    turns: Turns = 2
     """How often each length is measured, each time by another process."""
     device: Device = "auto"
     """auto: CUDA if there is a GPU."""

@@ -177,6 +177,8 @@ def largest_model(frame: pd.DataFrame) -> Finding | None:
         f"{format_share(1 - tables.FIT_SHARE)} of the memory is left for everything else."
     )
     told = [f"The next size, {others['size'].iloc[0]}, needs {_first(others, 'peak_bytes')}."] if len(others) else []
+    if others.empty and fit["size"].iloc[-1] != list(SIZES)[-1]:
+        told.append("No larger size was counted.")
     told += [f"{row['size']} needs {format_bytes(row['peak_bytes'])}." for row in own.to_dict("records")]
     why = " ".join(told) or None
     if fit.empty:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from labkit.bench.gate import first_of_ranks, worst_of_ranks
+from labkit.bench.gate import first_of_ranks, largest, worst_of_ranks
 from labkit.studies.sharding.training import OPTIMIZERS, ShardingPoint, workload_of
 from labkit.studies.shared.gradient_gate import furthest
 
@@ -55,7 +55,7 @@ class OneProcess:
     def _error(self, found: Tensor | None, name: str) -> float:
         if found is None or found.shape != self.expected[name].shape:
             return math.inf
-        off, scale = _largest(found - self.expected[name]), self.scales[name]
+        off, scale = largest(found - self.expected[name]), self.scales[name]
         if math.isnan(off) or (off and not scale):
             return math.inf
         return off / scale if scale else 0.0
@@ -85,17 +85,13 @@ def train_in_one_process(point: ShardingPoint, device: str) -> list[OneProcess]:
 
 
 def _after(model: nn.Module, start: Mapping[str, Tensor]) -> OneProcess:
-    slopes = {name: _largest(value.grad) for name, value in model.named_parameters() if value.grad is not None}
+    slopes = {name: largest(value.grad) for name, value in model.named_parameters() if value.grad is not None}
     expected = _copied(model)
-    changes = {name: _largest(value - start[name]) for name, value in expected.items()}
+    changes = {name: largest(value - start[name]) for name, value in expected.items()}
     flat, most = ROUNDING * max(slopes.values(), default=0.0), max(changes.values())
     scales = {name: most if 0 < slopes.get(name, 0) <= flat else change for name, change in changes.items()}
     trained = frozenset(name for name, value in model.named_parameters() if value.requires_grad)
     return OneProcess(expected, scales, trained)
-
-
-def _largest(value: Tensor) -> float:
-    return float(value.abs().max()) if value.numel() else 0.0
 
 
 def _copied(model: nn.Module) -> dict[str, Tensor]:

@@ -6,10 +6,10 @@ becomes a row whose `gate` says why.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -103,16 +103,6 @@ def _examine_and_account(
     if point.turn > 1:  # memory is the same every time, and code may have been compiled before
         return row | {"peak_bytes": None, "first_call_s": None}, []
     return row, list(_accounting(problem, passes, name))
-
-
-P = TypeVar("P", bound=PassesPoint)
-
-
-def in_further_turns(points: Sequence[P], turns: int) -> Iterator[P]:
-    """The points again in each turn but the first, the last one first, for other processes at another time."""
-    for _ in range(1, turns):
-        points = [point.once_more() for point in reversed(points)]
-        yield from points
 
 
 def problem_of(point: PassesPoint) -> AttentionProblem:

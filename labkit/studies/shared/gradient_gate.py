@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from labkit.bench.exact_sums import fill_part, first_deviation, turns
-from labkit.bench.gate import first_of_ranks, verdict, worst_of_ranks
+from labkit.bench.gate import first_of_ranks, largest, verdict, worst_of_ranks
 from labkit.bench.products import settled_products
 from labkit.parallel.data_parallel.replicas import check_same_on_all_ranks, device_of
 
@@ -162,13 +162,8 @@ def largest_error(gradients: Sequence[Tensor | None], means: Sequence[Tensor | N
 def _error(got: Tensor | None, mean: Tensor | None) -> float:
     if got is None or mean is None:
         return 0.0 if got is mean else math.inf
-    error = float(_largest(got - mean) / _largest(mean).clamp_min(1e-30))
+    error = largest(got - mean) / max(largest(mean), 1e-30)
     return math.inf if math.isnan(error) else error
-
-
-def _largest(values: Tensor) -> Tensor:
-    """Absolute value, in one pass; NaN if there is one."""
-    return torch.linalg.vector_norm(values, math.inf)
 
 
 def _mean_over_ranks(local: Tensor | None) -> Tensor | None:
