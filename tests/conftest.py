@@ -3,6 +3,7 @@
 Skipped are tests that need more than is there, or more time than `make test` has.
 """
 
+import atexit
 import gc
 import json
 import os
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from labkit.__main__ import main
 from labkit.lab.project import notebook_path
 from labkit.studies import LABS
 from tests.commands import carry_out
@@ -132,3 +134,21 @@ def tour(tmp_path_factory):
     outcome = carry_out([sys.executable, "-m", "papermill", str(notebook), "tour.ipynb", "-p", "repeats", "6"], folder)
     assert outcome.returncode == 0, outcome.stderr
     return folder / "tour.ipynb"
+
+
+@pytest.fixture
+def command(monkeypatch, capfd):
+    """Carries out a command in this process: its exit status, what it printed, and its complaints."""
+    # The program sets the garbage collector of its process for itself.
+    before = gc.get_threshold()
+
+    def carry_out(*arguments):
+        monkeypatch.setattr(sys, "argv", ["/somewhere/bin/labkit", *arguments])
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as end:
+            main()
+        return end.value.code or 0, *capfd.readouterr()
+
+    yield carry_out
+    gc.set_threshold(*before)
+    atexit.unregister(gc.freeze)

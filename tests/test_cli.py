@@ -1,7 +1,5 @@
 """The command line as a user meets it: messages in one line, and exit codes that say what happened."""
 
-import atexit
-import gc
 import re
 import shlex
 import shutil
@@ -15,7 +13,6 @@ import pytest
 
 from labkit import __main__ as program
 from labkit import __version__
-from labkit.__main__ import main
 from labkit.lab.pages import report
 from labkit.lab.pages.report import LabResult
 from labkit.lab.project import path_from_here, recorded_directory
@@ -24,24 +21,6 @@ from labkit.machine.source import describe_source
 from labkit.studies import LABS
 from tests.cases import thinned
 from tests.commands import all_runs, labkit, runs_by
-
-
-@pytest.fixture
-def command(monkeypatch, capfd):
-    """Carries out a command in this process: its exit status, what it printed, and its complaints."""
-    # The program sets the garbage collector of its process for itself.
-    before = gc.get_threshold()
-
-    def carry_out(*arguments):
-        monkeypatch.setattr(sys, "argv", ["/somewhere/bin/labkit", *arguments])
-        capfd.readouterr()
-        with pytest.raises(SystemExit) as end:
-            main()
-        return end.value.code or 0, *capfd.readouterr()
-
-    yield carry_out
-    gc.set_threshold(*before)
-    atexit.unregister(gc.freeze)
 
 
 def test_list_names_every_lab_from_any_directory(command, tmp_path, monkeypatch):
@@ -68,7 +47,8 @@ def test_help_comes_without_what_measuring_needs():
 
 
 TWO_RANKS = ("world_sizes=[2]", "algorithms=['torch']", "backends=['gloo']")
-TWO_RANKS += ("many_world_sizes=[]", "transport_world_sizes=[]", "scheduling_sizes_bytes=[]")
+TWO_RANKS += ("many_world_sizes=[]", "transport_world_sizes=[]")
+TWO_RANKS += ("phase_sizes_bytes=[]", "scheduling_sizes_bytes=[]")
 
 
 def _set(many, *one_by_one):

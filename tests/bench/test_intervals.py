@@ -9,6 +9,7 @@ import pytest
 
 from labkit.bench.intervals import adjusted, estimate_paired, estimate_unpaired, median_interval
 from labkit.bench.statistics import compare, compare_groups, judged
+from tests.cases import thinned
 
 NOISE = {
     "log-normal": lambda rng, n: rng.normal(0, 0.1, n),
@@ -53,9 +54,13 @@ def _claims(settings, rounds, effect, noise, tries, seed=0):
     return np.array(counts)
 
 
-@pytest.mark.parametrize("settings", [1, 12])
-@pytest.mark.parametrize("rounds", [6, 20, 50])
-@pytest.mark.parametrize("spread", [0.1, 0.4, "AR(1) of 0.1"])
+@pytest.mark.parametrize(
+    ("spread", "rounds", "settings"),
+    thinned(
+        product([0.1, 0.4, "AR(1) of 0.1"], [6, 20, 50], [1, 12]),
+        lambda spread, rounds, settings: (rounds, settings) != (50, 12) or spread == 0.4,
+    ),
+)
 def test_at_most_5_percent_of_tables_without_a_difference_claim_any(settings, rounds, spread):
     def noise(rng, n):
         return _correlated(rng, n, 0.1) if spread == "AR(1) of 0.1" else rng.normal(0, spread, n)

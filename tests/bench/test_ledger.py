@@ -2,7 +2,6 @@
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed._tools.mem_tracker import MemTracker
 
 from labkit.bench.ledger import AllocationLedger, peak_between, timeline_between
 from labkit.nn.training import TrainingStep
@@ -67,6 +66,8 @@ def test_fake_tensors_are_counted_and_take_no_memory():
 
 
 def test_the_peak_of_a_step_is_that_of_pytorchs_own_tracker():
+    from torch.distributed._tools.mem_tracker import MemTracker  # which loads the compiler
+
     def build():
         step = TrainingStep(shape_named("nano"), batch=2, context_length=32)
         step.run()

@@ -16,14 +16,14 @@ import psutil
 import pytest
 
 from labkit.lab.runs.store import Run
-from tests.commands import all_runs, labkit, runs_by
+from tests.commands import all_runs, runs_by
 
 MARK = "LABKIT_TEST_MARK"
 # Enough points that the run is still going when it is killed.
 COMMAND = ["measure", "all_reduce", "--profile", "smoke", "--set", "repeats=30", "--set", "backends=['gloo']"]
-for _setting in ("world_sizes=[2]", "many_world_sizes=[]", "transport_world_sizes=[]", "scheduling_sizes_bytes=[]"):
+for _setting in ("world_sizes=[2]", "many_world_sizes=[]", "transport_world_sizes=[]", "phase_sizes_bytes=[]"):
     COMMAND += ["--set", _setting]
-COMMAND += ["--set", f"sizes_bytes={[64 * n for n in range(1, 25)]}"]
+COMMAND += ["--set", "scheduling_sizes_bytes=[]", "--set", f"sizes_bytes={[64 * n for n in range(1, 13)]}"]
 
 
 def _until(condition, deadline_s=60.0):
@@ -67,7 +67,7 @@ def measurement():
     running.path.unlink()
 
 
-def test_kill_9_of_the_measuring_process_loses_nothing_and_resume_does_the_rest(measurement):
+def test_kill_9_of_the_measuring_process_loses_nothing_and_resume_does_the_rest(measurement, command):
     measurement.wait_for_points(2)
     measurement.process.send_signal(signal.SIGKILL)
     measurement.process.wait()
@@ -76,8 +76,8 @@ def test_kill_9_of_the_measuring_process_loses_nothing_and_resume_does_the_rest(
     assert len(ended) >= 2
     assert _pending(measurement)
     lines_before = measurement.path.read_text().splitlines()
-    result = labkit("measure", "all_reduce", "--resume", str(measurement.path))
-    assert result.returncode == 0, result.stderr
+    status, _, complaints = command("measure", "all_reduce", "--resume", str(measurement.path))
+    assert status == 0, complaints
     assert _pending(measurement) == []
     ends = Counter(line.split('"point":"')[1][:12] for line in _lines(measurement) if '"kind":"end"' in line)
     assert set(ends.values()) == {1}
