@@ -9,7 +9,8 @@ import torch
 
 from labkit.nn.attention_implementations import why_nothing_compiles
 from labkit.parallel.launch import run_ranks
-from labkit.studies.shared.compiler import CACHE, keep_what_is_compiled, make_compiler_ready
+from labkit.parallel.ranks.rank import COMPILED_CODE
+from labkit.studies.shared.compiler import keep_what_is_compiled, make_compiler_ready
 
 
 def _compile(ready):
@@ -33,11 +34,16 @@ def test_a_ranks_look_at_the_compiler_outlives_it_and_what_it_compiles_does_not(
 
 
 def _where_it_is_kept(_):
+    before = os.environ.get(COMPILED_CODE)
     keep_what_is_compiled()
-    return os.environ[CACHE], tempfile.gettempdir()
+    return before, os.environ[COMPILED_CODE], tempfile.gettempdir()
 
 
-def test_what_a_rank_is_to_keep_goes_to_the_users_directory_and_nothing_else_does(tmp_path):
-    ((cache, temporary),) = run_ranks(_where_it_is_kept, None, world_size=1, environment={"TMPDIR": str(tmp_path)})
+@pytest.mark.parametrize("users", [None, "compiled"])
+def test_what_a_rank_is_to_keep_goes_to_the_users_directory_and_nothing_else_does(users, tmp_path):
+    environment = {"TMPDIR": str(tmp_path)} | ({COMPILED_CODE: str(tmp_path / users)} if users else {})
+    ((before, cache, temporary),) = run_ranks(_where_it_is_kept, None, world_size=1, environment=environment)
+    assert before is None
     assert Path(cache).parent == tmp_path
+    assert users is None or Path(cache).name == users
     assert not Path(temporary).exists()

@@ -43,8 +43,10 @@ STACKS_SIGNAL = signal.SIGUSR1
 OOM_SCORE = 100
 # A variable of a fork server that others use as well: its socket is not the parent's to remove.
 SERVER_OF_SEVERAL = "LABKIT_SERVER_OF_SEVERAL"
-# A variable of a rank: the temporary directory that it would have if it had none of its own.
-USERS_DIRECTORY = "LABKIT_USERS_TMPDIR"
+# Where torch keeps what it compiles.
+COMPILED_CODE = "TORCHINDUCTOR_CACHE_DIR"
+# Variables of a rank: the directories that it would have if it had none of its own.
+USERS_DIRECTORY, USERS_CACHE = "LABKIT_USERS_TMPDIR", "LABKIT_USERS_COMPILED_CODE"
 # To open a file: milliseconds, or never.
 STORE_TIMEOUT_S = 10.0
 
@@ -169,7 +171,12 @@ def _die_before_parent() -> None:
 
 
 def _use_own_temporary_directory(directory: Path) -> None:
-    """What torch.compile and others leave in the temporary directory goes when the group's own directory does."""
+    """What torch.compile and others leave in the temporary directory goes when the group's own directory does.
+
+    So does compiled code that the user has elsewhere: what a rank finds compiled would depend on what ran before.
+    """
+    if users_cache := os.environ.pop(COMPILED_CODE, None):
+        os.environ[USERS_CACHE] = users_cache
     temporary = directory / "tmp"
     temporary.mkdir(exist_ok=True)
     tempfile.tempdir = None  # what the process has found that this one was forked from

@@ -14,9 +14,8 @@ from functools import cache
 
 import torch
 
-from labkit.parallel.ranks.rank import USERS_DIRECTORY
+from labkit.parallel.ranks.rank import COMPILED_CODE, USERS_CACHE, USERS_DIRECTORY
 
-CACHE = "TORCHINDUCTOR_CACHE_DIR"
 TEMPORARY = "TMPDIR"
 
 
@@ -25,11 +24,11 @@ def keep_what_is_compiled() -> None:
 
     For what is compiled to be run: seconds that are a result themselves are those of an empty cache.
     """
-    from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # a second, where nothing is compiled
+    from torch._inductor.runtime.cache_dir_utils import cache_dir  # a second, where nothing is compiled
 
     with _users_directory():
-        directory = default_cache_dir()
-    os.environ[CACHE] = directory
+        directory = cache_dir()
+    os.environ[COMPILED_CODE] = directory
 
 
 @cache
@@ -53,10 +52,13 @@ def _add_one(x: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def _users_directory() -> Iterator[None]:
-    """The temporary directory that the user has, in place of a rank's."""
-    before = {name: os.environ.get(name) for name in (TEMPORARY, CACHE)}
+    """The temporary directory and the place of compiled code that the user has, instead of a rank's."""
+    before = {name: os.environ.get(name) for name in (TEMPORARY, COMPILED_CODE)}
     os.environ[TEMPORARY] = os.environ.get(USERS_DIRECTORY) or tempfile.gettempdir()
-    os.environ.pop(CACHE, None)
+    # torch sets it to what it uses, which in a rank is of the rank
+    cache = os.environ.pop(COMPILED_CODE, None)
+    if users := os.environ.get(USERS_CACHE) if USERS_DIRECTORY in os.environ else cache:
+        os.environ[COMPILED_CODE] = users
     tempfile.tempdir = None  # read again
     try:
         yield
