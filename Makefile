@@ -6,8 +6,8 @@ VENV ?= .venv
 CONSTRAINTS ?= constraints.txt
 PROFILE ?= quick
 LABS ?=
-# Processes that share the files of the tests.
-WORKERS ?= 2
+# Processes that share the files of the tests: three on two cores, as each waits for ranks and programs now and then.
+WORKERS ?= 3
 # Which mistakes `make mutants` makes, by words of their file or name.
 WORDS ?=
 # More for `make lab`, as jupyter takes it.
