@@ -257,7 +257,7 @@ app.command("advise")(advise)
 
 
 def _calibrate(studies: "Sequence[Study]", profile: str) -> None:
-    """Measure what the first of these labs predicts from, if this machine's calibration is older than a day."""
+    """Measure what the first of these labs predicts from, if this machine has nothing of this source and day."""
     from labkit.lab.calibration import FRESH, LIMITS, newest_calibration
     from labkit.lab.runs.measure import measure as measure_run
     from labkit.machine import describe_machine
@@ -265,9 +265,11 @@ def _calibrate(studies: "Sequence[Study]", profile: str) -> None:
     is_wanted = any(study.predicted for study in studies) and studies[0].name != LIMITS
     if not is_wanted or profile == "smoke" or "WORLD_SIZE" in os.environ:  # smoke is to be quick; a job's ranks wait
         return
-    if newest_calibration(describe_machine(), within=FRESH) is not None:
+    machine = describe_machine()
+    found = newest_calibration(machine, within=FRESH)
+    if found is not None and found.source == str(machine.source):
         return
-    err.print("calibrating this machine first, which takes some 15 seconds once a day: predictions are made of it")
+    err.print("calibrating this machine first, some 15 seconds once a day and version: predictions are made of it")
     limits = load_study(LIMITS)
     short = limits.profiles["quick"].model_copy(update=SHORT_LIMITS)
     with progress("measure", LIMITS) as show:

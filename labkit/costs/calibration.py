@@ -137,6 +137,8 @@ class Calibration:
     transports: tuple[Transport, ...] = ()
     source: str = ""
     """Of the labkit that measured it; empty in older runs."""
+    is_disturbed: bool = False
+    """Whether the machine was slow or busy meanwhile, and no other calibration is as new."""
 
     def of_ranks(self, ranks: int = 1, device: str = CPU) -> Rates:
         """What each of so many ranks takes while all compute; beyond those measured, in proportion to their number.

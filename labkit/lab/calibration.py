@@ -1,6 +1,7 @@
 """From a run of the lab `limits` to the calibration of its machine, and the newest one that this machine has."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
 import pandas as pd
@@ -67,7 +68,7 @@ def newest_calibration(machine: Machine, within: timedelta | None = None) -> Cal
             continue
         if not run.steadiness.flagged:
             return found
-        disturbed = disturbed or (run.header.started, found)
+        disturbed = disturbed or (run.header.started, replace(found, is_disturbed=True))
     return disturbed[1] if disturbed else None
 
 
@@ -79,6 +80,8 @@ def calibration_told(run: Run) -> str:
     told = f"the limits of {calibration.machine}, measured {calibration.measured:%Y-%m-%d %H:%M} UTC: {calibration.run}"
     if run.header.started - calibration.measured > FRESH:
         told += ", more than a day before this run"
+    if calibration.is_disturbed:
+        told += ", while the machine was slower or busy for a part: predictions may be too long"
     if calibration.source and calibration.source != str(run.header.machine.source):
         told += f", by another source ({calibration.source})"
     return told

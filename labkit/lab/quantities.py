@@ -1,6 +1,6 @@
 """What is compared, and the words for less and more of it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pandas as pd
 
@@ -36,3 +36,15 @@ MEMORY = Quantity(
     *("need {n} more memory than", "need {n} as much memory as", "lighter", "heavier"),
     marks=("less", "more"),
 )
+
+
+def time_of_a_part(phrase: str) -> Quantity:
+    """Time of a part of a step, which `phrase` tells: "for backward", "without the optimizer"."""
+    return replace(
+        TIME,
+        name=f"time {phrase}",
+        less=f"take {{n}} less time {phrase} than",
+        times_less=f"are {{n}} faster {phrase} than",
+        more=f"take {{n}} longer {phrase} than",
+        times_more=f"take {{n}} as long {phrase} as",
+    )

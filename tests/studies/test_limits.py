@@ -1,6 +1,7 @@
 """The limits lab: every limit is gated and timed, and what is said follows the rates of a made-up machine."""
 
 import json
+from dataclasses import replace
 from datetime import timedelta
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from labkit.costs.calibration import ALL_REDUCE, BURST, MESSAGE
-from labkit.lab.calibration import DOUBLING, ROW, _is_enough, calibration_of, newest_calibration
+from labkit.lab.calibration import DOUBLING, ROW, _is_enough, calibration_of, calibration_told, newest_calibration
 from labkit.lab.runs.measure import measure
 from labkit.lab.runs.store import Run
 from labkit.machine import describe_machine
@@ -124,8 +125,8 @@ def test_every_limit_is_measured_and_right_and_makes_the_calibration(tmp_path, m
     assert {"products", "memory", "operators", "threads", "autograd", "exchange"} <= set(frame["sweep"])
     assert (frame["seconds"] > 0).all()
     assert len(tables.operators(frame)) == 10
-    found = newest_calibration(run.header.machine)
-    assert found == calibration_of(run) is not None
+    found = calibration_of(run)
+    assert replace(newest_calibration(run.header.machine), is_disturbed=False) == found
     assert {one.ranks for one in found.rates if one.device == "cpu" and one.autograd} == {1, 2}
     assert {one.way for one in found.transports} >= {"gloo"}
     assert newest_calibration(run.header.machine.model_copy(update={"host": "another"})) is None
@@ -157,7 +158,12 @@ def _a_later_run_is_passed_over_if_it_is_too_small_or_disturbed(run, found):
     write(later, quiet | {"other_measurements": 1})
     assert newest_calibration(machine) == found
     write(run.path, quiet | {"other_measurements": 1})
-    assert newest_calibration(machine).run == later.stem  # all were disturbed: the newest
+    newest = newest_calibration(machine)  # all were disturbed
+    assert (newest.run, newest.is_disturbed, found.is_disturbed) == (later.stem, True, False)
+    told = calibration_told(
+        Run(run.path, run.header.model_copy(update={"calibration": newest, "lab": "kernels"}), [], {})
+    )
+    assert "slower or busy" in told
 
 
 @pytest.mark.parametrize(("noise", "smallest"), [(0.001, 3.0), (0.2, None)])

@@ -28,12 +28,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
 
-# What no other import of this process has loaded by then; torch loads the compiler when it makes an optimizer.
-OF_NOTEBOOKS = (
-    *("labkit.lab.notebook", "labkit.lab.figures"),
-    *("ipykernel.kernelapp", "ipykernel.ipkernel", "torch._dynamo"),
-)
-OF_RANKS = ("torch._dynamo", "torch.distributed.optim")
+# What no other import of this process has loaded by then.
+OF_NOTEBOOKS = ("labkit.lab.notebook", "labkit.lab.figures", "ipykernel.kernelapp", "ipykernel.ipkernel")
+COMPILER = "torch._dynamo"  # which torch loads when it makes an optimizer: a second and a half
+OF_RANKS = (COMPILER, "torch.distributed.optim")
 MOST_BYTES = 2**20  # of a request: arguments and variables
 STATUS_LOST = -signal.SIGKILL  # of a kernel whose nest is gone
 
@@ -148,12 +146,14 @@ def _be_nest(line: socket.socket, modules: Sequence[str], ranks: Sequence[str] |
     try:
         os.setsid()  # out of reach of a terminal's Ctrl-C
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        if ranks is not None:
+        modules = [*OF_NOTEBOOKS, *modules]
+        if ranks is not None:  # to draw a run, few labs need the compiler
+            modules.append(COMPILER)
             from labkit.parallel.ranks import shared_server  # which imports torch, and NumPy with it
 
             shared_server.share([*OF_RANKS, *ranks])
         with without_threads():
-            for module in (*OF_NOTEBOOKS, *modules):
+            for module in modules:
                 import_module(module)
         gc.freeze()
         _fork_kernels(line)

@@ -71,7 +71,7 @@ def largest(labs: Iterable[Mapping[str, Any]]) -> list[Difference]:
     for lab, answer in answers_here(labs):
         told = {"no": (SLOWER,), "measured": (FASTER, SLOWER)}.get(answer["verdict"], (FASTER,))
         certain = [effect for effect in _effects(answer) if effect["verdict"] in told and _is_told(effect, answer)]
-        certain = [effect for effect in certain if effect["high"] <= UNEVEN * effect["low"]] or certain
+        certain = [effect for effect in certain if not _is_uneven(effect)] or certain
         if certain:
             effect = max(certain, key=_least_size)
             found.append((_least_size(effect), _difference(lab, answer, effect)))
@@ -122,6 +122,11 @@ def _is_told(effect: Mapping[str, Any], answer: Mapping[str, Any]) -> bool:
     return bool(effect["subject"] == answer["subject"])
 
 
+def _is_uneven(effect: Mapping[str, Any]) -> bool:
+    """Whether its ratio is too uncertain to be quoted."""
+    return bool(effect["high"] > UNEVEN * effect["low"])
+
+
 def _least_size(effect: Mapping[str, Any]) -> float:
     """How large a difference is at least, by its interval, as a logarithm."""
     low, high = math.log(effect["low"]), math.log(effect["high"])
@@ -130,10 +135,12 @@ def _least_size(effect: Mapping[str, Any]) -> float:
 
 def _difference(lab: Mapping[str, Any], answer: Mapping[str, Any], effect: Mapping[str, Any]) -> Difference:
     factor, is_less = max(effect["ratio"], 1 / effect["ratio"]), effect["ratio"] < 1
+    if _is_uneven(effect):
+        factor = math.exp(_least_size(effect))
     words = (FASTER if is_less else SLOWER) if effect["quantity"] == "time" else effect["quantity"]
     if effect["quantity"] != "time":
         words = f"{'less' if is_less else 'more'} {words}"
-    written = f"{factor:.0f}×" if factor >= 10 else f"{factor:.1f}×"
+    written = ("≥ " if _is_uneven(effect) else "") + (f"{factor:.0f}×" if factor >= 10 else f"{factor:.1f}×")
     is_cost = effect["quantity"] != answer["effects"][0]["quantity"]  # told beside what the headline is about
     text = answer["why"] if is_cost and answer["why"] else answer["headline"]
     page = href(lab, answer["question"]["id"])
@@ -147,5 +154,5 @@ def _row(key: tuple[str, ...], middle: Mapping[str, Any], effects: list[dict[str
     against = f"vs. {baseline}" + ("" if quantity == "time" else f", {quantity}")
     interval = f"[{middle['low']:.2f}, {middle['high']:.2f}]" if middle["low"] < middle["high"] else ""  # not of counts
     others = sorted({axis.place(effect["ratio"]) for effect in effects if effect is not middle})
-    place, value = axis.place(middle["ratio"]), f"{middle['ratio']:.2f}"
+    place, value = axis.place(middle["ratio"]), f"{middle['ratio']:.2f}" if not _is_uneven(middle) else ""
     return Row(subject, against, lab, href, middle["verdict"], value, interval, place, low, high, others)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from labkit.lab.calibration import calibration_told
+from labkit.lab.calibration import LIMITS, calibration_told
 from labkit.lab.config import ParameterError, resolve_config
 from labkit.lab.findings import Finding
 from labkit.lab.pages.agreement import known_record
@@ -41,7 +41,7 @@ def provenance_rows(study: Study, run: Run) -> dict[str, str]:
         "Draw again": f"labkit report {study.name} --run {shlex.quote(path)}",
         "Measure again": _command_again(study, run.header),
         "Ranks": _ranks(run),
-        "Predicted from": calibration_told(run),
+        **({"Predicted from": calibration_told(run)} if study.name != LIMITS else {}),
         **({"Load": _load(run.header.load, run.header.machine.cores)} if run.header.load else {}),
         **({"Steadiness": row} if (row := steadiness_row(run)) else {}),
     }

@@ -239,8 +239,14 @@ def _as_good(frame: pd.DataFrame) -> Claim | None:
     """`cifar100_training_2gpu.csv`: 27.3 % against 27.7 %, one training each."""
     rows = _verdicts(tables.differences(frame, tables.SAME), tables.divergences(frame, tables.SAME))
     said = rows.loc[rows["metric"].isin(["accuracy", DIVERGED]), "verdict"]
+    seen = join_words(list(dict.fromkeys(said)))
     told = span(tables.published()["accuracy_percent"], "{:.1f}".format)
-    return exact("Both train equally well", said == "the same", said.isin(OPPOSITE), f"published: {told} %")
+    return exact(
+        "Both train equally well",
+        said == "the same",
+        said.isin(OPPOSITE),
+        f"{seen}; published {told} %" if seen else "",
+    )
 
 
 def _reached(frame: pd.DataFrame) -> str:

@@ -7,6 +7,7 @@ import pandas as pd
 from labkit.lab.claims import Trend, claim, lies_within, published
 from labkit.lab.comparing import MEMORY, compared, contest, winner_of
 from labkit.lab.findings import Finding, Questions
+from labkit.lab.quantities import time_of_a_part
 from labkit.lab.rows import select
 from labkit.lab.units import format_seconds, span
 from labkit.parallel.data_parallel.implementations import DEFAULT_LAYOUT, OWN_NAMES, TORCH
@@ -15,6 +16,7 @@ from labkit.studies.shared.rank_troubles import rank_troubles
 
 QUESTIONS = Questions()
 TORCHS = "torch's DistributedDataParallel"
+OF_BACKWARD = time_of_a_part("for backward")
 OVERLAPPING = (TORCH, "overlapped", "bucketed")
 ALMOST_NOTHING_PERCENT = 10.0
 HARDLY = 1.05  # published: torch's backward spreads over 3.2 % over bucket sizes
@@ -42,6 +44,7 @@ def fastest(frame: pd.DataFrame) -> Finding | None:
         TORCHS,
         names=_name,
         axis=("workload", "world_size"),
+        quantity=OF_BACKWARD,
         choose=lambda winner: f"Average gradients by {winner}",
         keep=f"Keep {TORCHS}",
         caveat=_troubles(frame, "implementations"),

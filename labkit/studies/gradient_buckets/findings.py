@@ -134,13 +134,20 @@ def _best_bucket(frame: pd.DataFrame, table: pd.DataFrame) -> str:
     """Is the measured size for which the model predicts the shortest step beaten by another?"""
     size = float(table.groupby("bucket_mb")["predicted_s"].mean().idxmin())
     others = judged(tables.over(frame, size))
-    better, worse = (sorted(set(others.loc[others["verdict"] == v, "bucket_mb"])) for v in ("faster", "slower"))
+    better, worse = (others[others["verdict"] == verdict] for verdict in ("faster", "slower"))
     said = f"It predicts the shortest step with buckets of {_size(size)}"
-    if better:
-        return f"{said}, but those of {join_words([_size(other) for other in better])} are faster."
-    if worse:
-        return f"{said}, and none is faster; those of {join_words([_size(other) for other in worse])} are slower."
+    if len(better):
+        return f"{said}, but {_which(better, others)} faster."
+    if len(worse):
+        return f"{said}, and none is faster; {_which(worse, others)} slower."
     return f"{said}; the noise leaves open whether that is right."
+
+
+def _which(differing: pd.DataFrame, others: pd.DataFrame) -> str:
+    """The sizes that differ, and in how many settings if not in all."""
+    of_them = others[others["bucket_mb"].isin(differing["bucket_mb"])]
+    often = "" if len(differing) == len(of_them) else f", in {len(differing)} of {len(of_them)} settings,"
+    return f"those of {_sizes(differing['bucket_mb'])}{often} are"
 
 
 @QUESTIONS.ask("published_trends", "Do the published trends hold on this machine?")

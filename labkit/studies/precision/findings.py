@@ -9,12 +9,14 @@ from labkit.costs.calibration import Calibration
 from labkit.lab.claims import Trend, claim, exact, lies_within, published, quotients
 from labkit.lab.comparing import contest
 from labkit.lab.findings import Claim, Finding, Questions, troubles
+from labkit.lab.quantities import time_of_a_part
 from labkit.lab.rows import select
 from labkit.lab.units import format_share, join_words
 from labkit.studies.precision import tables
 from labkit.studies.precision.worker import BOTH, FULL
 
 QUESTIONS = Questions()
+OF_PASSES = time_of_a_part("without the optimizer")
 WITHOUT_OPTIMIZER = "The optimizer is not in these times; autocast leaves it as it is."
 PLURALS = ("parameters", "logits", "gradients", "squares")
 
@@ -138,6 +140,7 @@ def autocast_speed(frame: pd.DataFrame, calibration: Calibration | None) -> Find
         FULL,
         names=lambda name: f"autocast to {name}",
         axis=("model", "mode", "device"),
+        quantity=OF_PASSES,
         choose=lambda winner: f"Train under {winner}",
         keep=f"Stay with {FULL}",
         caveat=troubles(select(frame, ["alternative"], part="speed"), "alternative")

@@ -148,7 +148,7 @@ def memory(frame: pd.DataFrame) -> Finding | None:
 @QUESTIONS.ask("prediction", "Do counted operators, bytes and messages predict the times?")
 def predicted(frame: pd.DataFrame, calibration: Calibration | None) -> Finding | None:
     table = predictions(frame, calibration)
-    found = agreement(select(table, alternative=OWN), "times of a layer", "what its counts predict")
+    found = agreement(select(table, alternative=OWN), f"times of {LABKITS}", "what its counts predict")
     return found and replace(found, table=table.drop(columns="panel"), why=_unpredicted(table))
 
 
@@ -162,7 +162,7 @@ def _unpredicted(table: pd.DataFrame) -> str | None:
     )
     return (
         f"A synchronized layer runs {counts[OWN]:.0f} operators, a plain one {counts[LOCAL]:.0f}. In a layer without "
-        f"messages each takes {taken}; calibrated are {calibrated}, without the Python around it."
+        f"messages each takes {taken}; calibrated are {calibrated}, without the layer's own Python."
     )
 
 
