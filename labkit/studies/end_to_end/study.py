@@ -16,8 +16,8 @@ from labkit.lab.rows import select
 from labkit.lab.study import Study
 from labkit.machine import Machine
 from labkit.nn.attention_implementations import why_nothing_compiles
+from labkit.studies.end_to_end import tables
 from labkit.studies.end_to_end.findings import QUESTIONS
-from labkit.studies.end_to_end.tables import PREDICTED
 from labkit.studies.end_to_end.worker import COMPILED_PHASES, PHASES_OF_MODE, EndToEndPoint, measure_point
 
 Size = Annotated[str, one_of(model_names)]
@@ -87,7 +87,7 @@ class EndToEndStudy(Study):
     }
     worker = staticmethod(measure_point)
     models_into = ("sizes", "compile_sizes")
-    predicted = PREDICTED
+    predicted = tables.PREDICTED
 
     def points(self, config: EndToEndConfig, machine: Machine) -> Sequence[EndToEndPoint]:
         """The phases, the first steps, and compilation."""
@@ -101,6 +101,8 @@ class EndToEndStudy(Study):
     def known(self, frame: pd.DataFrame) -> Iterable[Known]:
         phases = select(frame, ["seconds", "phase"], sweep="phases", mode="step")
         yield step_times(phases.assign(part=phases["phase"]), "AdamW", "phases")
+        later = tables.settled_steps(frame)
+        yield step_times(later.assign(part=later["phase"]), "AdamW", "new processes")
         eager = select(frame, ["seconds", "phase"], sweep="compile", implementation="eager")
         yield step_times(eager.assign(part=eager["phase"]), "AdamW", "beside compiled")
 

@@ -142,6 +142,14 @@ def first_steps(frame: pd.DataFrame) -> pd.DataFrame:
     return by_size(FIRST_STEPS.medians(_of_processes(frame)))
 
 
+def settled_steps(frame: pd.DataFrame) -> pd.DataFrame:
+    """Steps of new processes after the most warm-up steps, as repeats of one point: that of the first process."""
+    rows = select(frame, [*MODEL, "phase", "point", "trial", "repeat", "seconds"], sweep="warmup")
+    rows = rows[rows["repeat"] >= max(WARMUPS)]
+    first = rows.groupby(list(MODEL), dropna=False)["point"].transform("first")
+    return rows.assign(point=first, repeat=rows["repeat"] + 1000 * rows["trial"])
+
+
 def means(frame: pd.DataFrame) -> pd.DataFrame:
     """Mean and std of ten steps of each process (`repeat`) after 0, 1, 2 and 5 warm-up steps: `seconds`, `std_s`."""
     steps = _of_processes(frame)
