@@ -1,6 +1,7 @@
 """Where something holds: what some rows of a table have in common that no other row has."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import pandas as pd
 
@@ -16,14 +17,18 @@ def place_of(table: pd.DataFrame, rows: pd.DataFrame, axis: Sequence[str]) -> st
         ordered = sorted(set(values))
         if isinstance(ordered[0], str):
             return f"for {' and '.join(label(name, value) for value in ordered if value in theirs)}"
-        low, high = label(name, min(theirs)), label(name, max(theirs))
-        if len(theirs) == 1:
-            return f"{'with' if name == 'world_size' else 'at'} {low}"
-        if theirs == set(ordered[-len(theirs) :]):
-            return f"from {low} on"
+        if len(theirs) == 1 or theirs == set(ordered[-len(theirs) :]):
+            return _from(name, theirs)
         if theirs == set(ordered[: len(theirs)]):
-            return f"up to {high}"
+            return f"up to {label(name, max(theirs))}"
     return None
+
+
+def _from(name: str, values: set[Any]) -> str:
+    """Where these are all that there are, or all the larger ones."""
+    if len(values) > 1:
+        return f"from {label(name, min(values))} on"
+    return f"{'with' if name == 'world_size' else 'at'} {label(name, min(values))}"
 
 
 def reach_of(table: pd.DataFrame, rows: pd.DataFrame, axis: Sequence[str]) -> tuple[str, pd.DataFrame] | None:
@@ -34,7 +39,8 @@ def reach_of(table: pd.DataFrame, rows: pd.DataFrame, axis: Sequence[str]) -> tu
             continue
         above, below = rows[rows[name] > others.max()], rows[rows[name] < others.min()]
         if len(rows) < 2 * len(above):
-            return f"from {label(name, above[name].min().item())} on", above
+            return _from(name, set(above[name].tolist())), above
         if len(rows) < 2 * len(below):
-            return f"up to {label(name, below[name].max().item())}", below
+            theirs = set(below[name].tolist())
+            return (f"up to {label(name, max(theirs))}" if len(theirs) > 1 else _from(name, theirs)), below
     return None

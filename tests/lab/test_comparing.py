@@ -9,6 +9,7 @@ import pytest
 from labkit.lab.claims import claim, exact, lies_within, published
 from labkit.lab.comparing import MEMORY, TIME, agreement, compared, contest
 from labkit.lab.findings import at_the_cost_of, without_verdict
+from labkit.lab.places import reach_of
 from labkit.lab.rows import Measured, exactly_over, select
 
 TIMES = Measured(("model", "n_bytes"), "name")
@@ -123,6 +124,22 @@ def test_the_winner_of_a_contest_is_named_and_its_losses_are_not_hidden():
     assert {effect.subject for effect in finding.effects} == {"ring", "tree"}
     alone = contest(_ratios({key: f for key, f in factors.items() if key[0] == "ring"}, noise=0.001), "name", "torch")
     assert alone.verdict == "it depends"
+
+
+@pytest.mark.parametrize(
+    ("gains", "place"),
+    [
+        ([True, False, True, True], "at 4 MiB"),  # of the largest size only, nothing is said of larger ones
+        ([False, False, True, True, True, True], "from 4 MiB on"),
+        ([True, True, False, True], "at 1 MiB"),
+        ([True, True, True, True, False, False], "up to 4 MiB"),
+    ],
+)
+def test_where_a_gain_reaches_is_no_further_than_was_measured(gains, place):
+    table = pd.DataFrame({"n_bytes": [2**20 * 4 ** (at // 2) for at in range(len(gains))]})
+    reach = reach_of(table, table[gains], ("n_bytes",))
+    assert reach is not None
+    assert reach[0] == place
 
 
 def test_a_contest_that_nobody_wins():
