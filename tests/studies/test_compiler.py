@@ -25,11 +25,11 @@ def test_a_ranks_look_at_the_compiler_outlives_it_and_what_it_compiles_does_not(
     def kept():
         return {path for path in tmp_path.rglob("*") if path.is_file() and path.suffix in (".so", ".gch")}
 
-    own = run_ranks(_compile, True, world_size=1, environment={"TMPDIR": str(tmp_path)})
+    own = run_ranks(_compile, True, world_size=1, environment={"TMPDIR": str(tmp_path), COMPILED_CODE: ""})
     first = kept()
     assert first
     assert not Path(*own).exists()
-    run_ranks(_compile, True, world_size=1, environment={"TMPDIR": str(tmp_path)})
+    run_ranks(_compile, True, world_size=1, environment={"TMPDIR": str(tmp_path), COMPILED_CODE: ""})
     assert kept() == first
 
 
