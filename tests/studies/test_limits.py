@@ -90,6 +90,19 @@ def test_each_operator_is_held_against_the_limit_that_binds_it():
     assert table["measured_over_predicted"].tolist() == pytest.approx([1.2] * 3, rel=0.02)
 
 
+def test_where_steps_run_on_a_gpu_its_memory_and_calls_are_told():
+    cpu = _frame()
+    on_gpu = cpu["sweep"].isin(["operators", "memory"]) | ((cpu["sweep"] == "products") & (cpu["world_size"] == 1))
+    gpu = cpu[on_gpu].assign(device="cuda", seconds=cpu["seconds"].where(cpu["bytes"] > 2**20, 7 * cpu["seconds"]) / 2)
+    frame = pd.concat([cpu[cpu["sweep"] != "operators"], gpu], ignore_index=True)
+    assert tables.call_s(frame) == pytest.approx(7 / 2 * CALL_S, rel=0.02)
+    findings = _findings(frame)
+    assert "float32 products reach 200 GFLOP/s" in findings["products"].headline
+    assert findings["calls"].headline.startswith("A call costs 3.5")
+    assert findings["memory"].headline.startswith("Memory: the longest additions move 20 GB/s")
+    assert set(findings["memory"].table["device"]) == {"cpu", "cuda"}
+
+
 def test_findings_follow_the_rates():
     findings = _findings(_frame())
     assert findings["products"].headline.startswith("Arithmetic, from 64 rows on")

@@ -18,7 +18,7 @@ LIKE_A_COPY = 0.7  # of the bytes per second of a copy
 
 @QUESTIONS.ask("products", "What limits a matrix product here, and from which size on?")
 def products(frame: pd.DataFrame) -> Finding | None:
-    table = tables.products(frame)
+    table = tables.of_steps(frame, tables.products(frame))
     square = select(table, dtype="float32", kind="square").sort_values("size")
     if square.empty:
         return None
@@ -32,13 +32,14 @@ def products(frame: pd.DataFrame) -> Finding | None:
     names = {"tall": "a tall product reaches", "batched": "a batch of small ones"}
     told = [f"{names[str(kind)]} {100 * rate / best:.0f} %" for kind, rate in others.items()]
     why = f"Of the best square product's rate, {join_words(told)}." if told else None
-    shown = table[["device", "dtype", "kind", "dimensions", "seconds", "low", "high", "flops_per_s", "of_best_percent"]]
+    shown = tables.products(frame)
+    shown = shown[["device", "dtype", "kind", "dimensions", "seconds", "low", "high", "flops_per_s", "of_best_percent"]]
     return Finding("measured", headline, shown, troubles(select(frame, ["shape"], sweep="products"), "shape"), why)
 
 
 @QUESTIONS.ask("memory", "What limits an elementwise operator?")
 def memory(frame: pd.DataFrame) -> Finding | None:
-    table = tables.memory(frame)
+    table = tables.of_steps(frame, tables.memory(frame))
     adds = select(table, operation="add")
     if adds.empty:
         return None
@@ -54,13 +55,13 @@ def memory(frame: pd.DataFrame) -> Finding | None:
         cached, far = format_bytes(fastest["n_bytes"]), format_bytes(longest["n_bytes"])
         rate = format_rate(fastest["bytes_per_s"])
         why = f"Arrays of {cached}, which stay in a cache, move {rate}; those of {far} come from memory."
-    shown = table[["device", "operation", "n_bytes", "seconds", "low", "high", "bytes_per_s"]]
+    shown = tables.memory(frame)[["device", "operation", "n_bytes", "seconds", "low", "high", "bytes_per_s"]]
     return Finding("measured", headline, shown, why=why)
 
 
 @QUESTIONS.ask("calls", "When does a call cost more than its work?")
 def calls(frame: pd.DataFrame) -> Finding | None:
-    adds = select(tables.memory(frame), operation="add").sort_values("n_bytes")
+    adds = select(tables.of_steps(frame, tables.memory(frame)), operation="add").sort_values("n_bytes")
     if len(adds) < 2:
         return None
     cost = tables.call_s(frame)

@@ -52,10 +52,15 @@ def against_itself(frame: pd.DataFrame) -> pd.DataFrame:
     return table.drop(columns="turn").assign(smallest_percent=100 * smallest)
 
 
+def of_steps(frame: pd.DataFrame, table: pd.DataFrame) -> pd.DataFrame:
+    """The rows of a table of `frame` that are of the device which steps run on: the GPU, if there is one."""
+    devices = set(select(frame, ["device"], sweep="operators")["device"])
+    return select(table, device=list(devices)) if devices else table
+
+
 def call_s(frame: pd.DataFrame) -> float:
-    """Seconds of a call that has next to nothing to do; NaN if no run has one."""
-    table = memory(frame)
-    return float(table["seconds"].min()) if len(table) else float("nan")
+    """Seconds of an addition that has next to nothing to add; NaN if no run has one."""
+    return float(select(of_steps(frame, memory(frame)), operation="add")["seconds"].min())
 
 
 def operators(frame: pd.DataFrame) -> pd.DataFrame:
@@ -80,13 +85,9 @@ def operators(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def limits(frame: pd.DataFrame) -> tuple[float, float, float] | None:
-    """FLOP/s of the best float32 product, bytes/s of the longest addition, seconds of a call; None if one lacks.
-
-    Of the GPU, if there is one.
-    """
-    device = select(frame, ["device"], sweep="operators")["device"].unique()
-    best = select(products(frame), dtype="float32", device=list(device))
-    moved = select(memory(frame), operation="add", device=list(device))
+    """FLOP/s of the best float32 product, bytes/s of the longest addition, seconds of a call; None if one lacks."""
+    best = select(of_steps(frame, products(frame)), dtype="float32")
+    moved = select(of_steps(frame, memory(frame)), operation="add")
     if best.empty or moved.empty:
         return None
     return float(best["flops_per_s"].max()), float(moved.iloc[-1]["bytes_per_s"]), call_s(frame)
