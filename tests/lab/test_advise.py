@@ -1,16 +1,14 @@
 """`labkit advise` as a reader meets it: answers, pages, and 50 ways to ask for the impossible."""
 
-import atexit
-import gc
 import json
 import re
 import subprocess
 import sys
+from functools import partial
 
 import numpy as np
 import pytest
 
-from labkit.__main__ import main
 from labkit.lab.advise import explained, report, words
 from labkit.lab.advise.request import measured, read_request
 from labkit.lab.advise.screen import lines
@@ -37,20 +35,10 @@ def published():
 
 
 @pytest.fixture
-def run_program(monkeypatch, capfd, tmp_path):
+def run_program(command, monkeypatch, tmp_path):
     """Runs `labkit advise` in an empty folder; status, what it printed, what it complained about."""
-    before = gc.get_threshold()
     monkeypatch.chdir(tmp_path)
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["labkit", "advise", *arguments])
-        with pytest.raises(SystemExit) as end:
-            main()
-        return end.value.code or 0, *capfd.readouterr()
-
-    yield run
-    gc.set_threshold(*before)
-    atexit.unregister(gc.freeze)
+    return partial(command, "advise")
 
 
 def _options(**changes):

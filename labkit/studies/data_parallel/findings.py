@@ -78,6 +78,7 @@ def bucket_size(frame: pd.DataFrame) -> Finding | None:
         ratios,
         "another bucket size",
         "the default",
+        quantity=OF_BACKWARD,
         axis=("workload", "world_size", "implementation"),
         choose=f"Use buckets of {winner_of(ratios, 'buckets')}",
         keep=f"Keep the default buckets ({DEFAULT_LAYOUT})",

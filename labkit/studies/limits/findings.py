@@ -32,8 +32,8 @@ def products(frame: pd.DataFrame) -> Finding | None:
     names = {"tall": "a tall product reaches", "batched": "a batch of small ones"}
     told = [f"{names[str(kind)]} {100 * rate / best:.0f} %" for kind, rate in others.items()]
     why = f"Of the best square product's rate, {join_words(told)}." if told else None
-    shown = tables.products(frame)
-    shown = shown[["device", "dtype", "kind", "dimensions", "seconds", "low", "high", "flops_per_s", "of_best_percent"]]
+    columns = ["device", "dtype", "kind", "dimensions", "seconds", "low", "high", "flops_per_s", "of_best_percent"]
+    shown = tables.products(frame)[columns]
     return Finding("measured", headline, shown, troubles(select(frame, ["shape"], sweep="products"), "shape"), why)
 
 
