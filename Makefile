@@ -102,11 +102,14 @@ $(VENV)/bin/python: $(MOVED)
 		'labkit needs Python 3.11 to 3.13, and $(PYTHON) is %d.%d: make PYTHON=python3.12 ...' % v)"
 	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
 
-$(VENV)/installed: pyproject.toml $(wildcard constraints.txt) $(MOVED) | $(VENV)/bin/python
+# What `make test` needs has all of what the labs need: one installation, not two, where there is neither.
+INSTALLED_BY = pyproject.toml $(wildcard constraints.txt) $(MOVED)
+$(VENV)/installed: $(INSTALLED_BY) | $(VENV)/bin/python
 	@echo "installing labkit into $(VENV) (once; a few minutes)"
 	$(INSTALL) --editable .
 	@touch $@
 
-$(VENV)/installed-test: $(VENV)/installed
+$(VENV)/installed-test: $(INSTALLED_BY) | $(VENV)/bin/python
+	@echo "installing labkit and its tests' tools into $(VENV) (once; a few minutes)"
 	$(INSTALL) --editable '.[test]'
-	@touch $@
+	@touch $(VENV)/installed $@
