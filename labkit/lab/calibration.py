@@ -6,7 +6,19 @@ from datetime import UTC, datetime, timedelta
 
 import pandas as pd
 
-from labkit.costs.calibration import ALL_REDUCE, BURST, MESSAGE, Autograd, Calibration, Curve, Rates, Transport
+from labkit.costs.calibration import (
+    ALL_REDUCE,
+    BURST,
+    DOUBLING,
+    IN_A_ROW,
+    MESSAGE,
+    ROW,
+    Autograd,
+    Calibration,
+    Curve,
+    Rates,
+    Transport,
+)
 from labkit.costs.communication import MessageCost, fit_alpha_beta, recursive_doubling
 from labkit.lab.project import runs_directory
 from labkit.lab.rows import Measured, select
@@ -22,8 +34,6 @@ MEMORY = Measured(("world_size", "device", "n_bytes", "bytes"), "operation")
 EXCHANGE = Measured(("world_size", "what", "n_bytes"), "way")
 CHAINS = Measured(("world_size", "device"), "operators")
 NEW, COPY = "new", "copy"  # operations of the sweep "memory"
-ROW, IN_A_ROW = "messages in a row", 4
-DOUBLING = "recursive doubling"
 
 
 def calibration_of(run: Run) -> Calibration | None:

@@ -141,9 +141,13 @@ def agreement(
 
 
 def effects(table: pd.DataFrame, subject: str, baseline: str, quantity: Quantity = TIME) -> tuple[Effect, ...]:
-    """The judged rows as effects. The setting is what stands left of the ratio, but for the alternative beside it."""
-    before_ratio = table.columns[: list(table.columns).index("ratio") - 1]
-    settings = [name for name in before_ratio if not column(name).is_internal]
+    """The judged rows as effects. The setting is what stands left of the ratio.
+
+    The alternative, which stands beside it, is named where there are several.
+    """
+    *before, alternative = table.columns[: list(table.columns).index("ratio")]
+    alternatives = [alternative] if table[alternative].nunique() > 1 else []
+    settings = [name for name in (*before, *alternatives) if not column(name).is_internal]
     ends = table[["ratio", "low", "high"]].astype(float).itertuples(index=False)
     return tuple(
         Effect(subject, baseline, setting, quantity.name, ratio, low, high, str(verdict))

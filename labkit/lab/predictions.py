@@ -22,6 +22,7 @@ from labkit.lab.point import Point
 from labkit.lab.units import format_number
 
 Row = Mapping[str, Any]
+FASTER = "Parts ran at once that are expected one after another, or the machine is faster than when it was calibrated."
 MOST_ROWS = 10  # that are shown before anything is measured
 
 
@@ -58,11 +59,13 @@ class Predicted:
         return found.assign(measured_over_predicted=found[self.value].astype(float) / found["predicted_s"])
 
     def told(self, table: pd.DataFrame) -> str:
-        """How `beside`'s times stand to what was expected, in the middle, and why if they are much longer."""
+        """How `beside`'s times stand to what was expected, in the middle, and why if they are far from it."""
         middle = float(table["measured_over_predicted"].median())
         if middle != middle:
             return ""
         text = f"It typically took {format_number(float(f'{middle:.2g}'))} times as long as expected."
+        if middle < 1 / CLOSE:
+            return f"{text} {FASTER}"
         return text if middle <= CLOSE else f"{text} {self.leaves_out}".rstrip()
 
     def _predicted(self, table: pd.DataFrame, calibration: Calibration) -> pd.DataFrame:

@@ -8,6 +8,7 @@ import pandas as pd
 import pytest
 
 from labkit.lab.columns import labels
+from labkit.lab.comparing import CLOSE
 from labkit.lab.config import ParameterError
 from labkit.lab.notebook import Lab, check_parameters
 from labkit.lab.predictions import Predicted, named, to_show
@@ -69,6 +70,7 @@ def test_what_a_formula_leaves_out_is_named_where_it_shows(factor, explains):
     told = predicted.told(predicted.beside(_measured(("fine", factor * expected_s)), made_up()))
     assert f"{factor} times" in told
     assert (predicted.leaves_out in told) == explains
+    assert ("at once" in told) == (factor < 1 / CLOSE)
     assert predicted.told(predicted.beside(_measured(("fine", 1.0)), None)) == ""
 
 

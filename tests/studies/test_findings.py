@@ -73,3 +73,10 @@ def test_no_two_findings_of_one_report_contradict_each_other():
                 key = (effect.subject, effect.baseline, effect.setting, effect.quantity)
                 said.setdefault(key, {}).setdefault(effect.verdict, f"{path.parent.name}: {identifier}")
     assert [key for key, verdicts in said.items() if {"faster", "slower"} <= verdicts.keys()] == []
+
+
+@RUNS
+def test_every_effect_of_a_finding_says_what_it_is_of(path):
+    for identifier, finding in _recorded(path)[1].items():
+        said = [(effect.subject, effect.baseline, effect.setting, effect.quantity) for effect in finding.effects]
+        assert len(said) == len(set(said)), identifier

@@ -9,13 +9,13 @@ import pandas as pd
 import pytest
 import torch.distributed as dist
 
-from labkit.costs.calibration import ALL_REDUCE, BURST, MESSAGE
-from labkit.lab.calibration import DOUBLING, ROW, _is_enough, calibration_of, calibration_told, newest_calibration
+from labkit.costs.calibration import ALL_REDUCE, BURST, DOUBLING, MESSAGE, ROW
+from labkit.lab.calibration import _is_enough, calibration_of, calibration_told, newest_calibration
 from labkit.lab.runs.measure import measure
 from labkit.lab.runs.store import Run
-from labkit.machine import describe_machine
+from labkit.machine import Gpu, describe_machine
 from labkit.parallel.launch import run_ranks
-from labkit.studies.limits import tables, worker
+from labkit.studies.limits import exchange, tables, worker
 from labkit.studies.limits.study import STUDY
 
 FLOPS_PER_S, BYTES_PER_S, CALL_S = 1e11, 1e10, 1e-6
@@ -101,6 +101,11 @@ def test_where_steps_run_on_a_gpu_its_memory_and_calls_are_told():
     assert findings["calls"].headline.startswith("A call costs 3.5")
     assert findings["memory"].headline.startswith("Memory: the longest additions move 20 GB/s")
     assert set(findings["memory"].table["device"]) == {"cpu", "cuda"}
+    assert findings["memory"].why is None
+    copies = _rows("memory", device="cuda", n_bytes=10**9, operation="from the GPU, pinned", bytes=1e9, seconds=0.04)
+    frame = pd.concat([frame, pd.DataFrame(copies)], ignore_index=True)
+    assert "move at most 25 GB/s from the GPU, pinned" in _findings(frame)["memory"].why
+    assert tables.limits(frame) == tables.limits(pd.concat([cpu[cpu["sweep"] != "operators"], gpu]))
 
 
 def test_findings_follow_the_rates():
@@ -108,7 +113,7 @@ def test_findings_follow_the_rates():
     assert findings["products"].headline.startswith("Arithmetic, from 64 rows on")
     assert findings["memory"].headline.startswith("Memory: the longest additions move 10 GB/s")
     assert findings["threads"].headline == (
-        "Yes, in the one setting measured: work with all threads is 2 times faster than with one."
+        "Yes, in the one setting measured: work with 2 threads is 2 times faster than with one."
     )
     assert "1.0 times the products" in findings["threads"].why
     assert "64 KiB" not in findings["calls"].headline
@@ -116,6 +121,25 @@ def test_findings_follow_the_rates():
     assert _findings(_frame(add=4.0))["memory"].headline.startswith("Not memory alone")
     assert _findings(_frame(threads=1.0))["threads"].verdict == "no clear difference"
     assert _findings(_frame(threads=0.5))["threads"].verdict == "no"
+
+
+def test_every_number_of_threads_is_told_and_the_best_one_named():
+    many = _rows("threads", operation="product", threads=16, seconds=0.8)
+    finding = _findings(pd.concat([_frame(threads=4.0), pd.DataFrame(many)], ignore_index=True))["threads"]
+    assert "work with 2 threads is 4 times faster than with one" in finding.headline
+    assert finding.table["threads"].tolist() == [2, 16]
+
+
+def test_gpus_of_several_ranks_exchange_by_nccl():
+    machine = describe_machine()
+    card = Gpu(name="made up", memory_bytes=2**34, compute_capability="9.0", dense_bf16_peak_tflops=None)
+    config = STUDY.profiles["quick"].model_copy(update={"ranks": [2, 4]})
+    for gpus, ranks in (([], []), ([card], []), ([card] * 2, [2]), ([card] * 4, [2, 4])):
+        points = STUDY.points(config, machine.model_copy(update={"gpus": gpus}))
+        by_nccl = [point for point in points if point.backend == "nccl"]
+        assert [(point.sweep, point.device, point.world_size) for point in by_nccl] == [
+            ("exchange", "cuda", number) for number in ranks
+        ]
 
 
 def test_the_regime_of_a_step_is_the_limit_that_takes_longest():
@@ -198,7 +222,7 @@ def test_the_smallest_difference_is_what_an_operator_differs_from_itself_by(nois
 
 def _without_each_rank(point):
     """Gates of a point's all-reduces without what a rank adds to them, each rank in turn."""
-    own, torchs, found = worker.all_reduce, dist.all_reduce, []
+    own, torchs, found = exchange.all_reduce, dist.all_reduce, []
 
     def lossy(whole, left_out):
         def reduce(tensor, *arguments, **options):
@@ -207,11 +231,11 @@ def _without_each_rank(point):
         return reduce
 
     for left_out in range(dist.get_world_size()):
-        worker.all_reduce, dist.all_reduce = lossy(own, left_out), lossy(torchs, left_out)
+        exchange.all_reduce, dist.all_reduce = lossy(own, left_out), lossy(torchs, left_out)
         try:
             found.append([row["gate"] for row in worker.measure_point(point)])
         finally:
-            worker.all_reduce, dist.all_reduce = own, torchs
+            exchange.all_reduce, dist.all_reduce = own, torchs
     return found
 
 

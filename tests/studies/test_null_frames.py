@@ -8,20 +8,14 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from labkit.lab.project import recorded_directory
-from labkit.lab.runs.comparison import LIMITS, NOTES, REPEATS, ROW_SETTINGS
-from labkit.lab.runs.store import Run
 from labkit.studies import LABS, load_study
 from labkit.studies.kernels.worker import INFERENCE
 from labkit.studies.sharding.worker import GATHER
+from tests.studies.noisy_runs import newest_recorded, rows_with_samples, timed_columns, with_noise
 
 FRAMES = 8  # of each kind of noise
 MOST = 0.05
 CORRELATED = 0.1  # between one repeat and the next
-
-
-def _recorded(lab):
-    return Run.load(max((recorded_directory() / lab).glob("*.jsonl")))
 
 
 def _claims_a_difference(finding, untimed):
@@ -44,23 +38,9 @@ def _claims_a_difference(finding, untimed):
     return is_judged and not (finding.effects or finding.claims or is_prediction)
 
 
-def _times(frame):
-    """Columns of measured seconds; one that is predicted is none."""
-    names = [name for name in frame if name == "seconds" or (name.endswith("_s") and not name.endswith("per_s"))]
-    return [name for name in names if name not in LIMITS and pd.api.types.is_float_dtype(frame[name])]
-
-
-def _rows(frame):
-    """A number for each thing that has samples of its own: what one point measured, whichever rank and repeat."""
-    texts = [name for name in frame if frame[name].map(lambda value: isinstance(value, str)).any()]
-    settings = sorted({*texts, *(name for name in (*ROW_SETTINGS, *REPEATS) if name in frame)} - set(NOTES))
-    about = frame[settings].astype(object).where(frame[settings].notna(), "").astype(str)
-    return about.agg("|".join, axis=1).factorize()[0]
-
-
 def _residuals(frame, rows):
     found = []
-    for name in _times(frame):
+    for name in timed_columns(frame):
         logs = np.log(frame[name].where(frame[name] > 0)).dropna()
         found.append((logs - logs.groupby(rows[logs.index]).transform("median")).to_numpy())
     return np.concatenate(found)
@@ -90,8 +70,8 @@ def _null(frame, rows, draw, rng):
     What was published, and has a prediction beside it, stays.
     """
     measured = ~_is_published(frame)
-    for name in _times(frame):
-        frame = _null_column(frame, name, rows, draw, rng, measured)
+    for name in timed_columns(frame):
+        frame = with_noise(frame, name, rows, draw, rng, measured)
     return _gathers_take_as_long_as_waiting(_parts_of_attention_take_as_long(frame))
 
 
@@ -100,7 +80,7 @@ def _is_published(frame):
 
 
 def _untimed(frame):
-    return frame.assign(**{name: frame[name].where(_is_published(frame)) for name in _times(frame)})
+    return frame.assign(**{name: frame[name].where(_is_published(frame)) for name in timed_columns(frame)})
 
 
 def _gathers_take_as_long_as_waiting(frame):
@@ -129,24 +109,14 @@ def _parts_of_attention_take_as_long(frame):
     return frame.assign(self_s=each.mask(part == "values", 1e-6 * each))
 
 
-def _null_column(frame, name, rows, draw, rng, measured):
-    keys = pd.Series(rows, index=frame.index).astype(str) + "," + frame["repeat"].astype(str)
-    codes, names = keys.factorize()
-    order = pd.Series(names).str.split(",", expand=True).astype(int)
-    drawn = np.empty(len(names))
-    for _, of_row in order.groupby(0):
-        drawn[of_row.sort_values(1).index] = draw(rng, len(of_row))
-    return frame.assign(**{name: frame[name].mask(frame[name].notna() & measured, 1e-3 * np.exp(drawn[codes]))})
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("lab", LABS)
 def test_runs_in_which_nothing_differs_claim_next_to_nothing(lab):
-    run = _recorded(lab)
+    run = newest_recorded(lab)
     frame, calibration = run.frame(), run.header.calibration
-    if not _times(frame):
+    if not timed_columns(frame):
         pytest.skip("no times in a recorded run")
-    study, rows = load_study(lab), _rows(frame)
+    study, rows = load_study(lab), rows_with_samples(frame)
     untimed = study.findings(_untimed(frame), pd.DataFrame(), calibration)
     kinds = _kinds(_residuals(frame, rows)).values()
 

@@ -9,6 +9,7 @@ import pandas as pd
 from labkit.lab.agreement import Agreement, Value, agreement_of, value_of
 from labkit.lab.own_models import without_own
 from labkit.lab.pages.steadiness import best_of_labs
+from labkit.lab.rows import TURN
 from labkit.lab.runs.store import Run
 from labkit.lab.study import Study
 from labkit.lab.units import counted, format_bytes, format_seconds
@@ -33,7 +34,9 @@ def known_record(study: Study, run: Run) -> list[dict[str, Any]]:
         for key, point, samples in known.samples(threads):
             value, low, high = value_of(samples, is_exact=key.is_exact)
             about = {"key": asdict(key) | {"quantity": key.name}, "words": key.words(), "is_bytes": key.is_exact}
-            told = {"place": known.place, "value": value, "low": low, "high": high, "pulse_s": pulse_s.get(point)}
+            turn = run.header.planned.get(point, {}).get(TURN, 1)
+            place = ", ".join(filter(None, (known.place, f"turn {turn}" if turn > 1 else "")))
+            told = {"place": place, "value": value, "low": low, "high": high, "pulse_s": pulse_s.get(point)}
             found.append(about | told)
     return found
 

@@ -4,11 +4,12 @@ import pandas as pd
 
 from labkit.costs.calibration import ALL_REDUCE
 from labkit.lab.calibration import autograd
-from labkit.lab.comparing import compared
+from labkit.lab.comparing import contest
 from labkit.lab.findings import SMALLEST_DIFFERENCE, Finding, Questions, troubles
 from labkit.lab.rows import select
 from labkit.lab.units import format_bytes, format_flops, format_rate, format_seconds, join_words
 from labkit.studies.limits import tables
+from labkit.studies.limits.exchange import SHARED_MEMORY
 from labkit.studies.limits.tables import NEAR
 
 QUESTIONS = Questions()
@@ -55,6 +56,9 @@ def memory(frame: pd.DataFrame) -> Finding | None:
         cached, far = format_bytes(fastest["n_bytes"]), format_bytes(longest["n_bytes"])
         rate = format_rate(fastest["bytes_per_s"])
         why = f"Arrays of {cached}, which stay in a cache, move {rate}; those of {far} come from memory."
+    if moving := tables.transfers(table):
+        rates = [f"{format_rate(rate)} {operation}" for operation, rate in moving.items()]
+        why = f"{why or ''} Copies between the CPU's memory and the GPU's move at most {join_words(rates)}.".lstrip()
     shown = tables.memory(frame)[["device", "operation", "n_bytes", "seconds", "low", "high", "bytes_per_s"]]
     return Finding("measured", headline, shown, why=why)
 
@@ -76,10 +80,12 @@ def calls(frame: pd.DataFrame) -> Finding | None:
 
 @QUESTIONS.ask("threads", "How much do more threads or a second rank bring?")
 def threads(frame: pd.DataFrame) -> Finding | None:
-    ratios = tables.THREADS.over(frame, 1, sweep="threads")
+    ratios = tables.threads(frame)
     gain = tables.second_rank(frame)
     why = f"Two ranks with half of the threads each do {gain:.1f} times the products of one with all." if gain else None
-    return compared(ratios, "work with all threads", "with one", axis=("operation",), why=why)
+    return contest(
+        ratios, "threads", "with one", names=lambda number: f"work with {number} threads", axis=("operation",), why=why
+    )
 
 
 @QUESTIONS.ask("exchange", "What does the shortest all-reduce between two ranks cost, and what each further byte?")
@@ -88,7 +94,7 @@ def exchange(frame: pd.DataFrame) -> Finding | None:
     whole = select(table, what=ALL_REDUCE, world_size=table["world_size"].min()).to_dict("records")
     if not whole:
         return None
-    ways = [f"{'by' if row['way'] == 'gloo' else 'through'} {row['way']}" for row in whole]
+    ways = [f"{'through' if row['way'] == SHARED_MEMORY else 'by'} {row['way']}" for row in whole]
     alphas = [f"{format_seconds(row['alpha_s'])} {way}" for row, way in zip(whole, ways, strict=True)]
     rates = [f"{format_rate(row['bytes_per_s'])} {way}" for row, way in zip(whole, ways, strict=True)]
     caveat = troubles(select(frame, ["way"], sweep="exchange"), "way")

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 import pandas as pd
 from pydantic import Field
 
-from labkit.costs.calibration import ALL_REDUCE
+from labkit.costs.calibration import ALL_REDUCE, DOUBLING
 from labkit.lab import capacity
 from labkit.lab.agreement import AllReduceTime, Known, ProductTime
 from labkit.lab.config import Count, Device, TimedConfig, TimeoutSeconds, one_of
@@ -14,8 +14,9 @@ from labkit.lab.rows import select
 from labkit.lab.study import Study
 from labkit.machine import Machine
 from labkit.nn.transformer import SIZES
+from labkit.studies.limits.exchange import GLOO, NCCL, SHARED_MEMORY
 from labkit.studies.limits.findings import QUESTIONS
-from labkit.studies.limits.worker import DOUBLING, GLOO, SHARED_MEMORY, LimitPoint, measure_point
+from labkit.studies.limits.worker import LimitPoint, measure_point
 
 KIB, MIB = 2**10, 2**20
 Model = Annotated[str, one_of(lambda: SIZES)]
@@ -25,6 +26,7 @@ THREADED = (1024, 64 * MIB)
 
 _ALL_REDUCES = {
     (GLOO, ALL_REDUCE): {"algorithm": "torch", "over": "gloo"},
+    (NCCL, ALL_REDUCE): {"algorithm": "torch", "over": "nccl"},
     (GLOO, DOUBLING): {"algorithm": "recursive_doubling", "over": "messages"},
     (SHARED_MEMORY, ALL_REDUCE): {"algorithm": "chosen", "over": "shared"},
 }
@@ -132,6 +134,9 @@ class LimitsStudy(Study):
             if ranks > 1 and config.exchange_sizes_bytes:
                 messages = tuple(config.exchange_sizes_bytes)
                 points.append(LimitPoint.of(config, sweep="exchange", sizes=messages, **on_cpu))
+                if machine.backend(device, ranks) == "nccl":
+                    on_gpus = on_cpu | {"device": device, "backend": "nccl"}
+                    points.append(LimitPoint.of(config, sweep="exchange", sizes=messages, **on_gpus))
         return list({point.id: point for point in points}.values())
 
     def known(self, frame: pd.DataFrame) -> Iterable[Known]:

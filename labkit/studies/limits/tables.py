@@ -9,6 +9,7 @@ from labkit.lab.calibration import transports
 from labkit.lab.made_once import made_once
 from labkit.lab.rows import Measured, select
 from labkit.nn.transformer import SIZES
+from labkit.studies.limits.worker import FROM_GPU, TO_GPU
 
 PRODUCTS = Measured(("device", "dtype", "dimensions", "flops", "bytes"), "shape")
 MEMORY = Measured(("device", "n_bytes", "bytes"), "operation")
@@ -39,6 +40,18 @@ def memory(frame: pd.DataFrame) -> pd.DataFrame:
     """Median seconds of a copy or an addition with interval, and bytes per second, read and written together."""
     table = MEMORY.medians(frame, sweep="memory", world_size=1)
     return table.assign(bytes_per_s=table["bytes"] / table["seconds"]).sort_values(["operation", "n_bytes"])
+
+
+def transfers(table: pd.DataFrame) -> dict[str, float]:
+    """Bytes per second of the fastest copy to the GPU and from it, from memory that may move and that is pinned."""
+    copies = table[table["operation"].str.startswith((TO_GPU, FROM_GPU))]
+    return copies.groupby("operation")["bytes_per_s"].max().to_dict()
+
+
+def threads(frame: pd.DataFrame) -> pd.DataFrame:
+    """The time of each operator with several threads over that with one."""
+    ratios = THREADS.over(frame, 1, sweep="threads")
+    return ratios.assign(threads=ratios["threads"].astype(int))
 
 
 def against_itself(frame: pd.DataFrame) -> pd.DataFrame:

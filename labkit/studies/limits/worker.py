@@ -12,23 +12,17 @@ from torch.nn import functional
 from labkit.bench.clock import time_interleaved
 from labkit.bench.exact_sums import first_wrong
 from labkit.bench.rates import Work, matrix_product
-from labkit.costs.calibration import ALL_REDUCE, BURST, MESSAGE
 from labkit.costs.transformer import TransformerShape, n_parameters
 from labkit.lab.point import TimedPoint
 from labkit.nn.transformer import shape_named
-from labkit.parallel.collectives import all_reduce, recursive_doubling_all_reduce
 from labkit.parallel.ranks.device import use_device
-from labkit.parallel.transport import SHARED, transport_in_use
-from labkit.parallel.transport.choice import find_transport
-from labkit.parallel.transport.contract import POINT_TO_POINT, Step, Transport
-from labkit.studies.shared.alternatives import Failed, attempt, time_those_that_run
+from labkit.studies.limits.exchange import CALLS, exchange
+from labkit.studies.shared.alternatives import time_those_that_run
 
-CALLS = "calls"
 SAMPLE_S = 1e-3  # calls of something short follow one another until a sample takes about this long
 MOST_CALLS = 200
-GLOO, SHARED_MEMORY = "gloo", "shared memory"
-ROW, IN_A_ROW = "messages in a row", 4
-DOUBLING = "recursive doubling"
+LONGEST_TRANSFER = 2**28  # bytes: long enough for a bus, and few enough to be pinned
+TO_GPU, FROM_GPU, PINNED = "to the GPU", "from the GPU", ", pinned"
 CHAINS = (2, 16, 64)  # operators, each with one of its own in the backward pass
 ATTENTION_BATCH = 8  # a batched product is as many products of an eighth of the size
 
@@ -94,12 +88,17 @@ def _products(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
 
 
 def _memory(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
-    """Copies and additions of arrays of each number of bytes; "new": additions whose result is a new tensor."""
+    """Copies and additions of arrays of each number of bytes; "new": additions whose result is a new tensor.
+
+    On a GPU also copies from the CPU's memory and back to it.
+    """
     calls = {
-        f"{name} {n_bytes}": work for n_bytes in point.sizes for name, work in _elementwise(n_bytes, device).items()
+        f"{name} {n_bytes}": work
+        for n_bytes in point.sizes
+        for name, work in (_elementwise(n_bytes, device) | _transfers(n_bytes, device)).items()
     }
     for row in _timed(point, calls, "call", **_together(point)):
-        operation, n_bytes = row.pop("call").split()
+        operation, _, n_bytes = row.pop("call").rpartition(" ")
         yield row | {"operation": operation, "n_bytes": int(n_bytes)}
 
 
@@ -114,17 +113,38 @@ def _elementwise(n_bytes: int, device: str) -> dict[str, Work]:
     }
 
 
+def _transfers(n_bytes: int, device: str) -> dict[str, Work]:
+    """Copies to a GPU and from it, of memory that the system may move and of memory that is pinned; none of a CPU."""
+    if torch.device(device).type == "cpu" or n_bytes > LONGEST_TRANSFER:
+        return {}
+    n = max(1, n_bytes // 4)
+    found: dict[str, Work] = {}
+    for suffix, is_pinned in (("", False), (PINNED, True)):
+        here, there = torch.arange(n, dtype=torch.float32), torch.empty(n, device=device)
+        here = here.pin_memory() if is_pinned else here
+        back = torch.empty_like(here, pin_memory=is_pinned)
+        to_gpu = partial(there.copy_, here, non_blocking=is_pinned)
+        from_gpu = partial(back.copy_, there, non_blocking=is_pinned)
+        to_gpu()
+        from_gpu()
+        torch.cuda.synchronize()
+        gate = "ok" if torch.equal(here, back) else "what came back is not what was sent"
+        found |= {TO_GPU + suffix: Work(to_gpu, 0, 4.0 * n, gate), FROM_GPU + suffix: Work(from_gpu, 0, 4.0 * n, gate)}
+    return found
+
+
 def _together(point: LimitPoint) -> dict[str, Any]:
     """For the clock: ranks begin at once, so that all of them compute while one is timed."""
     return {"before": dist.barrier} if point.world_size > 1 else {}
 
 
 def _threads(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
-    """A product, a copy and an addition with one thread, and with all that this process has."""
+    """A product, a copy and an addition with one thread, two, four, ..., and all that this process has."""
     all_threads, (size, n_bytes) = torch.get_num_threads(), point.sizes
+    numbers = sorted({*(2**power for power in range(all_threads.bit_length())), all_threads})
     product, of_arrays = matrix_product(device, torch.float32, size, size, size), _elementwise(n_bytes, device)
     work = {"product": product, "copy": of_arrays["copy"], "add": of_arrays["add"]}
-    calls = {f"{name} {threads}": call for name, call in work.items() for threads in sorted({1, all_threads})}
+    calls = {f"{name} {threads}": call for name, call in work.items() for threads in numbers}
     try:
         rows = list(_timed(point, calls, "call", prepare=lambda key: torch.set_num_threads(int(key.split()[1]))))
     finally:
@@ -176,73 +196,6 @@ def _itself(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
             yield about | {"turn": turn, "seconds": seconds}
 
 
-def _exchange(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
-    """By gloo and through shared memory: an all-reduce, and messages in a row and at once, each of so many bytes.
-
-    A whole all-reduce by recursive doubling, whose messages are known, says what its call costs beside them.
-    """
-    ways: dict[str, Callable[[torch.Tensor], Any]] = {GLOO: dist.all_reduce}
-    all_reduce(torch.zeros(1), op="sum")  # from here on it is known how ranks reach each other
-    transports = {GLOO: POINT_TO_POINT}
-    if transport_in_use()[0] == SHARED:
-        ways[SHARED_MEMORY] = partial(all_reduce, op="sum", transport=SHARED)
-        transports[SHARED_MEMORY] = SHARED
-    for n_bytes in point.sizes:
-        tensor = torch.empty(max(1, n_bytes // 4))
-        found = {name: attempt(name, partial(first_wrong, way, tensor), device=device) for name, way in ways.items()}
-        gates = {name: one.reason if isinstance(one, Failed) else one or "ok" for name, one in found.items()}
-        calls = {(name, ALL_REDUCE): partial(way, tensor) for name, way in ways.items() if gates[name] == "ok"}
-        for name, transport in transports.items():
-            if gates[name] != "ok":
-                continue
-            via = find_transport(None, torch.device(device), transport)
-            for what, (steps, depth) in _messages(via, tensor).items():
-                calls[name, what] = partial(via.run, steps, depth)
-            calls[name, DOUBLING] = partial(recursive_doubling_all_reduce, tensor, op="sum", transport=transport)
-        names = {f"{name}, {what}": (name, what) for name, what in calls}
-        timing = point.rounds | {"seed": f"{point.id} {n_bytes}", "device": device, "before": dist.barrier}
-        samples, failed = time_those_that_run(
-            {name: {CALLS: calls[key]} for name, key in names.items()},
-            alternative_of=lambda name: name.partition(", ")[0],
-            prepare=partial(_zero, tensor),
-            **timing,
-        )
-        for way, gate in gates.items():
-            if gate != "ok":
-                yield {"way": way, "what": ALL_REDUCE, "n_bytes": n_bytes, "gate": gate}
-        for name, (way, what) in names.items():
-            timed = {"gate": failed[way]} if way in failed else {"gate": "ok", "seconds": samples[name][CALLS]}
-            yield {"way": way, "what": what, "n_bytes": n_bytes} | timed
-
-
-def _messages(via: Transport, tensor: torch.Tensor) -> dict[str, tuple[list[Step], int]]:
-    """Steps and their depth: one message to the right-hand neighbor, several that follow one another, one to each.
-
-    Long ones go in pieces, as algorithms send them, of which the second is on its way while the first is added.
-    """
-    ranks, rank = via.world_size, via.rank
-    length = via.piece_bytes // tensor.itemsize
-    sent, received = tensor.split(length), torch.zeros_like(tensor).split(length)
-
-    def steps(*distances: int) -> list[Step]:
-        return [
-            Step(outgoing, (rank + distance) % ranks, incoming, (rank - distance) % ranks, add=True)
-            for outgoing, incoming in zip(sent, received, strict=True)
-            for distance in distances
-        ]
-
-    depth = min(2, len(sent))
-    return {
-        MESSAGE: (steps(1), depth),
-        ROW: (steps(1) * IN_A_ROW, depth),
-        BURST: (steps(*range(1, ranks)), ranks),
-    }
-
-
-def _zero(tensor: torch.Tensor, _turn: str) -> None:
-    tensor.zero_()
-
-
 def _operators(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
     """Every operator of a training step of a named model, on its own, with its arithmetic and its least traffic."""
     shape = shape_named(point.model)
@@ -289,6 +242,6 @@ _SWEEPS: dict[str, Callable[[LimitPoint, str], Iterator[dict[str, Any]]]] = {
     "threads": _threads,
     "autograd": _autograd,
     "itself": _itself,
-    "exchange": _exchange,
+    "exchange": lambda point, device: exchange(point, point.sizes, device),
     "operators": _operators,
 }

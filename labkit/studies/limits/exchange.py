@@ -1,0 +1,88 @@
+"""Messages between ranks and all-reduces made of them, timed by every way in which the ranks reach each other."""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from labkit.bench.exact_sums import first_wrong
+from labkit.costs.calibration import ALL_REDUCE, BURST, DOUBLING, IN_A_ROW, MESSAGE, ROW
+from labkit.lab.point import TimedPoint
+from labkit.parallel.collectives import all_reduce, recursive_doubling_all_reduce
+from labkit.parallel.transport import SHARED, transport_in_use
+from labkit.parallel.transport.choice import find_transport
+from labkit.parallel.transport.contract import POINT_TO_POINT, Step, Transport
+from labkit.studies.shared.alternatives import Failed, attempt, time_those_that_run
+
+CALLS = "calls"
+GLOO, SHARED_MEMORY, NCCL = "gloo", "shared memory", "NCCL"
+
+
+def exchange(point: TimedPoint, sizes: Sequence[int], device: str) -> Iterator[dict[str, Any]]:
+    """By gloo and through shared memory, or by NCCL: an all-reduce, and messages in a row and at once.
+
+    A whole all-reduce by recursive doubling, whose messages are known, says what its call costs beside them.
+    """
+    by_torch = NCCL if point.backend == "nccl" else GLOO
+    ways: dict[str, Callable[[torch.Tensor], Any]] = {by_torch: dist.all_reduce}
+    all_reduce(torch.zeros(1, device=device), op="sum")  # from here on it is known how ranks reach each other
+    transports = {by_torch: POINT_TO_POINT}
+    if transport_in_use()[0] == SHARED:
+        ways[SHARED_MEMORY] = partial(all_reduce, op="sum", transport=SHARED)
+        transports[SHARED_MEMORY] = SHARED
+    for n_bytes in sizes:
+        tensor = torch.empty(max(1, n_bytes // 4), device=device)
+        found = {name: attempt(name, partial(first_wrong, way, tensor), device=device) for name, way in ways.items()}
+        gates = {name: one.reason if isinstance(one, Failed) else one or "ok" for name, one in found.items()}
+        calls = {(name, ALL_REDUCE): partial(way, tensor) for name, way in ways.items() if gates[name] == "ok"}
+        for name, transport in transports.items():
+            if gates[name] != "ok":
+                continue
+            via = find_transport(None, torch.device(device), transport)
+            for what, (steps, depth) in _messages(via, tensor).items():
+                calls[name, what] = partial(via.run, steps, depth)
+            calls[name, DOUBLING] = partial(recursive_doubling_all_reduce, tensor, op="sum", transport=transport)
+        names = {f"{name}, {what}": (name, what) for name, what in calls}
+        timing = point.rounds | {"seed": f"{point.id} {n_bytes}", "device": device, "before": dist.barrier}
+        samples, failed = time_those_that_run(
+            {name: {CALLS: calls[key]} for name, key in names.items()},
+            alternative_of=lambda name: name.partition(", ")[0],
+            prepare=partial(_zero, tensor),
+            **timing,
+        )
+        for way, gate in gates.items():
+            if gate != "ok":
+                yield {"way": way, "what": ALL_REDUCE, "n_bytes": n_bytes, "gate": gate}
+        for name, (way, what) in names.items():
+            timed = {"gate": failed[way]} if way in failed else {"gate": "ok", "seconds": samples[name][CALLS]}
+            yield {"way": way, "what": what, "n_bytes": n_bytes} | timed
+
+
+def _messages(via: Transport, tensor: torch.Tensor) -> dict[str, tuple[list[Step], int]]:
+    """Steps and their depth: one message to the right-hand neighbor, several that follow one another, one to each.
+
+    Long ones go in pieces, as algorithms send them, of which the second is on its way while the first is added.
+    """
+    ranks, rank = via.world_size, via.rank
+    length = via.piece_bytes // tensor.itemsize
+    sent, received = tensor.split(length), torch.zeros_like(tensor).split(length)
+
+    def steps(*distances: int) -> list[Step]:
+        return [
+            Step(outgoing, (rank + distance) % ranks, incoming, (rank - distance) % ranks, add=True)
+            for outgoing, incoming in zip(sent, received, strict=True)
+            for distance in distances
+        ]
+
+    depth = min(2, len(sent))
+    return {
+        MESSAGE: (steps(1), depth),
+        ROW: (steps(1) * IN_A_ROW, depth),
+        BURST: (steps(*range(1, ranks)), ranks),
+    }
+
+
+def _zero(tensor: torch.Tensor, _turn: str) -> None:
+    tensor.zero_()
