@@ -7,6 +7,7 @@ parameters are checked against the lab before a kernel starts, and success is ju
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -35,6 +36,7 @@ ENGINE = "labkit"
 # them a dozen times while it imports, and once more at its end. In this way a lab takes two seconds less.
 KERNEL_START = "__import__('gc').set_threshold(50_000); __import__('atexit').register(__import__('gc').freeze)"
 
+SAVED_EVERY_S = 10.0
 INTERRUPTED = ("KeyboardInterrupt", MeasuringInterrupted.__name__)
 
 
@@ -140,7 +142,24 @@ class _LabEngine(Engine):
             extra_arguments=[f"--IPKernelApp.exec_lines={KERNEL_START}"],
             log=logger,
         )
-        return client.execute()
+        notebook_manager.save = _seldom(notebook_manager.save)
+        try:
+            return client.execute()
+        finally:
+            del notebook_manager.save  # the last time, papermill saves it whole
+
+
+def _seldom(save: Callable[[], None]) -> Callable[..., None]:
+    """papermill saves a notebook before and after each cell: with figures that takes a second of a page."""
+    last = time.monotonic()
+
+    def save_if_due(**_: Any) -> None:
+        nonlocal last
+        if time.monotonic() - last > SAVED_EVERY_S:
+            save()
+            last = time.monotonic()
+
+    return save_if_due
 
 
 def execute_notebook(
