@@ -65,7 +65,7 @@ versions-newest:
 of-these-versions: $(VENV)/installed-test
 	$(INSTALL) --upgrade torch triton
 	$(BIN)/python -c "import torch, triton; print('torch', torch.__version__, 'Triton', triton.__version__)"
-	$(TESTS) -m "not slow"
+	env -u MAKEFLAGS -u VENV -u CONSTRAINTS $(TESTS) -m "not slow" # tests that call make want its defaults
 
 lint: $(VENV)/installed-test ## style and types only
 	$(BIN)/ruff check .

@@ -70,7 +70,7 @@ def record_allocations(device: str) -> Iterator[AllocationRecord]:
         yield record
         return
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler's log: start and stop lines on stderr otherwise
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         yield record
     _read_windows(record, profiler)
 

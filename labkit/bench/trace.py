@@ -143,7 +143,7 @@ def profile_call(action: Callable[[], Any], *, device: str = "cpu", before: Call
     activities = [ProfilerActivity.CPU]
     if torch.device(device).type == "cuda":
         activities.append(ProfilerActivity.CUDA)
-    with profile(activities=activities) as profiler:
+    with profile(activities=activities, acc_events=True) as profiler:  # torch 2.11 warns without
         seconds = time_interleaved({"call": action}, warmup=0, repeats=1, device=device, before=before)["call"][0]
     with TemporaryDirectory() as directory:
         path = Path(directory, "trace.json")

@@ -136,7 +136,15 @@ def errors(cases: dict[str, Case]) -> dict[str, dict[str, dict[str, float]]]:
 
 def _batchnorm(case: Case, dtype: torch.dtype) -> nn.Module:
     kind = {1: nn.BatchNorm1d, 2: nn.BatchNorm1d, 3: nn.BatchNorm2d, 4: nn.BatchNorm3d}[len(case.row)]
-    return kind(case.row[0], dtype=dtype, **case.options)
+    return torchs(kind, case.row[0], dtype=dtype, **case.options)
+
+
+def torchs(kind: type[nn.Module], channels: int, *, bias: bool = True, **options: Any) -> nn.Module:
+    """torch's layer; before 2.12 it takes no `bias`."""
+    layer = kind(channels, **options)
+    if not bias:
+        layer.register_parameter("bias", None)
+    return layer
 
 
 def _with_affine(layer: nn.Module) -> nn.Module:

@@ -13,7 +13,7 @@ from labkit.parallel.data_parallel import BucketedDDP
 from labkit.parallel.launch import run_ranks
 from labkit.parallel.sync_batchnorm import SyncBatchNorm, convert_sync_batchnorm
 from tests.cases import thinned
-from tests.parallel.sync_batchnorm_cases import CASES, Case, built, collectives_of, errors, grid, train
+from tests.parallel.sync_batchnorm_cases import CASES, Case, built, collectives_of, errors, grid, torchs, train
 
 SHAPED_LIKE_INPUT = ("output", "dx")
 
@@ -235,7 +235,7 @@ def test_input_that_does_not_fit_is_refused(x, words):
 def test_without_ranks_it_is_plain_batchnorm():
     x = torch.randn(4, 3, 5)
     for options in ({}, {"momentum": None}, {"affine": False}, {"track_running_stats": False}, {"bias": False}):
-        plain, own = nn.BatchNorm1d(3, **options), SyncBatchNorm(3, **options)
+        plain, own = torchs(nn.BatchNorm1d, 3, **options), SyncBatchNorm(3, **options)
         assert torch.equal(own(x), plain(x))
         assert torch.equal(own.eval()(x), plain.eval()(x))
         assert {k: v.tolist() for k, v in own.state_dict().items()} == {
@@ -251,7 +251,7 @@ def _model():
         nn.ModuleDict({"2d": nn.BatchNorm2d(3, affine=False), "3d": nn.BatchNorm3d(3, track_running_stats=False)}),
         nn.SyncBatchNorm(5, momentum=0.3),
         shared,
-        nn.Sequential(shared, nn.BatchNorm2d(2, bias=False).requires_grad_(False)),
+        nn.Sequential(shared, torchs(nn.BatchNorm2d, 2, bias=False).requires_grad_(False)),
     )
 
 
