@@ -25,7 +25,8 @@ from labkit.parallel.transport.contract import Step, Transport
 
 OPEN_FILES = Path("/proc/self/fd")
 TCPI_BYTES_SENT = 200
-"""Where that is in Linux's `struct tcp_info`."""
+"""Where that is in Linux's `struct tcp_info`; behind it is how many of them were sent again."""
+SENT_AND_AGAIN = struct.Struct("QQ")
 
 
 @dataclass
@@ -90,8 +91,9 @@ def calls_of_this_thread() -> Iterator[list[Collective]]:
 def tcp_bytes_sent() -> int | None:
     """Bytes that this process's open TCP connections have sent so far; None where the system does not say.
 
-    Linux says it by connection (`tcp_info.tcpi_bytes_sent`, since 4.19). A difference of two counts is what was sent
-    between them, if no connection was closed.
+    Without those that TCP sent a second time, as it does on a busy machine, where it takes a late answer for a loss.
+    Linux says both by connection (`tcp_info.tcpi_bytes_sent` and `tcpi_bytes_retrans`, since 4.19). A difference of two
+    counts is what was sent between them, if no connection was closed.
     """
     if not hasattr(socket, "TCP_INFO") or not OPEN_FILES.is_dir():
         return None
@@ -103,10 +105,12 @@ def tcp_bytes_sent() -> int | None:
             continue
         with connection:
             if connection.type == socket.SOCK_STREAM and connection.family in (socket.AF_INET, socket.AF_INET6):
-                info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCPI_BYTES_SENT + 8)
-                if len(info) < TCPI_BYTES_SENT + 8:
+                needed = TCPI_BYTES_SENT + SENT_AND_AGAIN.size
+                info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, needed)
+                if len(info) < needed:
                     return None
-                total += struct.unpack_from("Q", info, TCPI_BYTES_SENT)[0]
+                sent, again = SENT_AND_AGAIN.unpack_from(info, TCPI_BYTES_SENT)
+                total += sent - again
     return total
 
 

@@ -189,7 +189,7 @@ def test_what_torchs_ways_send_is_counted_at_their_sockets_as_labkits_are_by_mes
     assert sent["torch_zero1"] == pytest.approx(3, rel=0.02)
     assert sent["torch_zero3"] > 3
     (rows,) = _measure((_by_socket, replace(TIMES, ways=tuple(OWN), transport="point_to_point")))
-    assert all(row["counted"] <= row["by_tcp"] <= 1.02 * row["counted"] for row in rows)
+    assert [row for row in rows if not row["counted"] <= row["by_tcp"] <= 1.02 * row["counted"]] == []
     assert len(rows) == len(OWN)
 
 
