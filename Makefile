@@ -103,7 +103,7 @@ $(VENV)/bin/python: $(MOVED)
 	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
 
 # What `make test` needs has all of what the labs need: one installation, not two, where there is neither.
-INSTALLED_BY = pyproject.toml $(wildcard constraints.txt) $(MOVED)
+INSTALLED_BY = pyproject.toml $(wildcard $(CONSTRAINTS)) $(MOVED)
 $(VENV)/installed: $(INSTALLED_BY) | $(VENV)/bin/python
 	@echo "installing labkit into $(VENV) (once; a few minutes)"
 	$(INSTALL) --editable .

@@ -12,7 +12,6 @@ the caching allocator's own counters. Both count bytes as they were asked for, b
 PyTorch's allocator; memory that a library takes from the system by itself is not seen.
 """
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,6 +19,8 @@ from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
+
+from labkit.bench.profiling import profiled
 
 
 @dataclass
@@ -69,8 +70,7 @@ def record_allocations(device: str) -> Iterator[AllocationRecord]:
         record.base_bytes = _cuda_bytes("current")
         yield record
         return
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler's log: start and stop lines on stderr otherwise
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
+    with profiled([ProfilerActivity.CPU], memory=True) as profiler:
         yield record
     _read_windows(record, profiler)
 

@@ -14,7 +14,6 @@ import base64
 import gzip
 import json
 import math
-import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -24,9 +23,10 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity
 
 from labkit.bench.clock import time_interleaved
+from labkit.bench.profiling import profiled
 
 Trace = Mapping[str, Any]
 
@@ -139,11 +139,10 @@ def profile_call(action: Callable[[], Any], *, device: str = "cpu", before: Call
     `before` runs once the profiler has started, which takes ranks unequally long: a barrier. RuntimeError if a GPU was
     profiled and no kernel was seen: operators of the host must not pass for kernels.
     """
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise the profiler's start and end are news on stderr
     activities = [ProfilerActivity.CPU]
     if torch.device(device).type == "cuda":
         activities.append(ProfilerActivity.CUDA)
-    with profile(activities=activities, acc_events=True) as profiler:  # torch 2.11 warns without
+    with profiled(activities) as profiler:
         seconds = time_interleaved({"call": action}, warmup=0, repeats=1, device=device, before=before)["call"][0]
     with TemporaryDirectory() as directory:
         path = Path(directory, "trace.json")

@@ -23,6 +23,8 @@ Curve = tuple[tuple[float, float], ...]
 """Pairs (FLOPs or bytes, seconds), from small to large."""
 FULL, CPU = "float32", "cpu"
 ALL_REDUCE, MESSAGE, BURST = "all-reduce", "a message", "messages at once"
+NCCL = "NCCL"
+"""The way between GPUs; the others move what lies in the CPU's memory."""
 ROW, IN_A_ROW, DOUBLING = "messages in a row", 4, "recursive doubling"
 """Timed, too, to tell a message from its call: so many that follow one another, and an all-reduce made of them."""
 
@@ -110,7 +112,7 @@ class Transport:
     """
 
     way: str
-    """ "gloo" or "shared memory"."""
+    """ "gloo", "shared memory", or `NCCL`."""
     what: str
     ranks: int
     alpha_s: float

@@ -79,7 +79,9 @@ class ProductTime(Shared):
 
 @dataclass(frozen=True, kw_only=True)
 class AllReduceTime(Shared):
-    """Seconds of one sum over all ranks of a float32 tensor, behind a barrier. `over`: "gloo", "messages", "shared"."""
+    """Seconds of one sum over all ranks of a float32 tensor, behind a barrier. `over`: "gloo", "nccl",
+    "messages", "shared".
+    """
 
     name = "all-reduce"
     n_bytes: int

@@ -1,6 +1,6 @@
 """The machine in front of the reader as hardware to plan with: from its calibration, not from a data sheet."""
 
-from labkit.costs.calibration import ALL_REDUCE, CPU, Calibration
+from labkit.costs.calibration import ALL_REDUCE, CPU, NCCL, Calibration
 from labkit.costs.communication import ring
 from labkit.scaling.hardware import Hardware
 
@@ -23,7 +23,8 @@ def hardware_of(
     known = sorted({one.ranks for one in calibration.transports})
     ranks = ranks or max((n for n in known if n <= calibration.cores), default=1)
     rates = calibration.of_ranks(ranks, device)
-    ways = {one.way for one in calibration.transports}
+    every = {one.way for one in calibration.transports}
+    ways = {way for way in every if (way == NCCL) == (device != CPU)} or every
     links = [calibration.transport(way, ALL_REDUCE, max(ranks, 2)) for way in ways]
     betas = [one.beta_s_per_byte for one in links if one is not None and one.beta_s_per_byte > 0]
     if not betas:

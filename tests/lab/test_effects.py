@@ -72,5 +72,5 @@ def test_what_two_questions_ask_of_one_setting_has_one_row():
     asked, again = effect(0.5, 0.4, 0.6, "faster"), effect(0.51, 0.4, 0.6, "faster")
     elsewhere = effect(0.9, 0.8, 1.0, "no difference shown", setting="1 MiB")
     (row,) = all_effects([lab([asked], [again, elsewhere])])[0]
-    assert row.href.endswith("q0")
+    assert row.href.endswith("q1")
     assert len(row.others) == 1

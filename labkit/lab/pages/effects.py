@@ -82,18 +82,16 @@ def largest(labs: Iterable[Mapping[str, Any]]) -> list[Difference]:
 def all_effects(labs: Iterable[Mapping[str, Any]]) -> tuple[list[Row], list[tuple[float, str]]]:
     """A row for each thing that a lab compares with another, the fastest first; and the ticks of their axis.
 
-    Ticks are places and texts; that of 1 is among them. What two questions ask of one setting counts once, and the row
-    leads to the first of them.
+    Ticks are places and texts; that of 1 is among them. What two questions ask of one setting counts once, and a row
+    leads to the question that the ratio in its middle is of.
     """
     groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
-    pages: dict[tuple[str, ...], str] = {}
     for lab, answer in answers_here(labs):
         of_answer: dict[tuple[str, ...], list[dict[str, Any]]] = {}
         for effect in _effects(answer):
             key: tuple[str, ...] = (lab["title"], effect["subject"], effect["baseline"], effect["quantity"])
-            of_answer.setdefault(key, []).append(effect)
+            of_answer.setdefault(key, []).append(effect | {"page": href(lab, answer["question"]["id"])})
         for key, effects in of_answer.items():
-            pages.setdefault(key, href(lab, answer["question"]["id"]))
             asked = {effect["setting"] for effect in groups.setdefault(key, [])}
             groups[key] += [effect for effect in effects if effect["setting"] not in asked]
     ratios = [effect[name] for effects in groups.values() for effect in effects for name in ("low", "ratio", "high")]
@@ -102,7 +100,7 @@ def all_effects(labs: Iterable[Mapping[str, Any]]) -> tuple[list[Row], list[tupl
     by_ratio = {key: sorted(effects, key=lambda effect: float(effect["ratio"])) for key, effects in groups.items()}
     middles = {key: effects[len(effects) // 2] for key, effects in by_ratio.items()}
     ordered = sorted(groups, key=lambda key: float(middles[key]["ratio"]))
-    return [_row(key, pages[key], middles[key], groups[key], axis) for key in ordered], axis.ticks()
+    return [_row(key, middles[key], groups[key], axis) for key in ordered], axis.ticks()
 
 
 def smallest_difference(labs: Iterable[Mapping[str, Any]]) -> dict[str, str] | None:
@@ -153,7 +151,7 @@ def _difference(lab: Mapping[str, Any], answer: Mapping[str, Any], effect: Mappi
     return Difference(written, words, effect["setting"], without_verdict(text), lab["title"], page)
 
 
-def _row(key: tuple[str, ...], page: str, middle: Mapping[str, Any], effects: list[dict[str, Any]], axis: Axis) -> Row:
+def _row(key: tuple[str, ...], middle: Mapping[str, Any], effects: list[dict[str, Any]], axis: Axis) -> Row:
     lab, subject, baseline, quantity = key
     has_interval = middle["low"] == middle["low"]
     low, high = (axis.place(middle[end] if has_interval else middle["ratio"]) for end in ("low", "high"))
@@ -161,4 +159,4 @@ def _row(key: tuple[str, ...], page: str, middle: Mapping[str, Any], effects: li
     interval = f"[{middle['low']:.2f}, {middle['high']:.2f}]" if middle["low"] < middle["high"] else ""  # not of counts
     others = sorted({axis.place(effect["ratio"]) for effect in effects if effect is not middle})
     place, value = axis.place(middle["ratio"]), f"{middle['ratio']:.2f}" if not _is_uneven(middle) else ""
-    return Row(subject, against, lab, page, middle["verdict"], value, interval, place, low, high, others)
+    return Row(subject, against, lab, middle["page"], middle["verdict"], value, interval, place, low, high, others)

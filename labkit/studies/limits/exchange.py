@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from labkit.bench.exact_sums import first_wrong
-from labkit.costs.calibration import ALL_REDUCE, BURST, DOUBLING, IN_A_ROW, MESSAGE, ROW
+from labkit.costs.calibration import ALL_REDUCE, BURST, DOUBLING, IN_A_ROW, MESSAGE, NCCL, ROW
 from labkit.lab.point import TimedPoint
 from labkit.parallel.collectives import all_reduce, recursive_doubling_all_reduce
 from labkit.parallel.transport import SHARED, transport_in_use
@@ -17,7 +17,7 @@ from labkit.parallel.transport.contract import POINT_TO_POINT, Step, Transport
 from labkit.studies.shared.alternatives import Failed, attempt, time_those_that_run
 
 CALLS = "calls"
-GLOO, SHARED_MEMORY, NCCL = "gloo", "shared memory", "NCCL"
+GLOO, SHARED_MEMORY = "gloo", "shared memory"
 
 
 def exchange(point: TimedPoint, sizes: Sequence[int], device: str) -> Iterator[dict[str, Any]]:
@@ -29,7 +29,7 @@ def exchange(point: TimedPoint, sizes: Sequence[int], device: str) -> Iterator[d
     ways: dict[str, Callable[[torch.Tensor], Any]] = {by_torch: dist.all_reduce}
     all_reduce(torch.zeros(1, device=device), op="sum")  # from here on it is known how ranks reach each other
     transports = {by_torch: POINT_TO_POINT}
-    if transport_in_use()[0] == SHARED:
+    if transport_in_use(device=torch.device(device))[0] == SHARED:
         ways[SHARED_MEMORY] = partial(all_reduce, op="sum", transport=SHARED)
         transports[SHARED_MEMORY] = SHARED
     for n_bytes in sizes:

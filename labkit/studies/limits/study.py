@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 import pandas as pd
 from pydantic import Field
 
-from labkit.costs.calibration import ALL_REDUCE, DOUBLING
+from labkit.costs.calibration import ALL_REDUCE, DOUBLING, NCCL
 from labkit.lab import capacity
 from labkit.lab.agreement import AllReduceTime, Known, ProductTime
 from labkit.lab.config import Count, Device, TimedConfig, TimeoutSeconds, one_of
@@ -14,7 +14,7 @@ from labkit.lab.rows import select
 from labkit.lab.study import Study
 from labkit.machine import Machine
 from labkit.nn.transformer import SIZES
-from labkit.studies.limits.exchange import GLOO, NCCL, SHARED_MEMORY
+from labkit.studies.limits.exchange import GLOO, SHARED_MEMORY
 from labkit.studies.limits.findings import QUESTIONS
 from labkit.studies.limits.worker import LimitPoint, measure_point
 
@@ -103,7 +103,10 @@ class LimitsStudy(Study):
     worker = staticmethod(measure_point)
 
     def points(self, config: LimitsConfig, machine: Machine) -> Sequence[LimitPoint]:
-        """On the device: products, memory, operators; on the CPU: threads, ranks, and messages between two."""
+        """On the device: products, memory, operators; on the CPU: threads, ranks, and messages between them.
+
+        Between GPUs also NCCL's messages, where each rank has one.
+        """
         device = machine.device(config.device)
         sizes, bytes_ = tuple(config.matmul_sizes), tuple(config.copy_sizes_bytes)
         on_cpu: dict[str, Any] = {"device": "cpu", "dtype": "float32"}

@@ -17,7 +17,7 @@ from labkit.lab.point import TimedPoint
 from labkit.nn.transformer import shape_named
 from labkit.parallel.ranks.device import use_device
 from labkit.studies.limits.exchange import CALLS, exchange
-from labkit.studies.shared.alternatives import time_those_that_run
+from labkit.studies.shared.alternatives import Failed, attempt, time_those_that_run
 
 SAMPLE_S = 1e-3  # calls of something short follow one another until a sample takes about this long
 MOST_CALLS = 200
@@ -117,20 +117,28 @@ def _transfers(n_bytes: int, device: str) -> dict[str, Work]:
     """Copies to a GPU and from it, of memory that the system may move and of memory that is pinned; none of a CPU."""
     if torch.device(device).type == "cpu" or n_bytes > LONGEST_TRANSFER:
         return {}
-    n = max(1, n_bytes // 4)
     found: dict[str, Work] = {}
     for suffix, is_pinned in (("", False), (PINNED, True)):
-        here, there = torch.arange(n, dtype=torch.float32), torch.empty(n, device=device)
-        here = here.pin_memory() if is_pinned else here
-        back = torch.empty_like(here, pin_memory=is_pinned)
-        to_gpu = partial(there.copy_, here, non_blocking=is_pinned)
-        from_gpu = partial(back.copy_, there, non_blocking=is_pinned)
-        to_gpu()
-        from_gpu()
-        torch.cuda.synchronize()
-        gate = "ok" if torch.equal(here, back) else "what came back is not what was sent"
-        found |= {TO_GPU + suffix: Work(to_gpu, 0, 4.0 * n, gate), FROM_GPU + suffix: Work(from_gpu, 0, 4.0 * n, gate)}
+        there_and_back = partial(_there_and_back, max(1, n_bytes // 4), device, is_pinned)
+        works = attempt(f"{n_bytes} bytes{suffix}", there_and_back, device=device)
+        if isinstance(works, Failed):
+            works = (Work(lambda: None, 0, n_bytes, works.reason),) * 2
+        found |= {TO_GPU + suffix: works[0], FROM_GPU + suffix: works[1]}
     return found
+
+
+def _there_and_back(n: int, device: str, is_pinned: bool) -> tuple[Work, Work]:
+    """Copies of n float32 numbers to the GPU and from it, held against what was sent."""
+    here, there = torch.arange(n, dtype=torch.float32), torch.empty(n, device=device)
+    here = here.pin_memory() if is_pinned else here
+    back = torch.empty_like(here, pin_memory=is_pinned)
+    to_gpu = partial(there.copy_, here, non_blocking=is_pinned)
+    from_gpu = partial(back.copy_, there, non_blocking=is_pinned)
+    to_gpu()
+    from_gpu()
+    torch.cuda.synchronize()
+    gate = "ok" if torch.equal(here, back) else "what came back is not what was sent"
+    return Work(to_gpu, 0, 4.0 * n, gate), Work(from_gpu, 0, 4.0 * n, gate)
 
 
 def _together(point: LimitPoint) -> dict[str, Any]:
