@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from pydantic import TypeAdapter
 
-from labkit.costs.calibration import ALL_REDUCE, MESSAGE, Autograd, Calibration
+from labkit.costs.calibration import ALL_REDUCE, MESSAGE, NCCL, Autograd, Calibration
 from labkit.costs.communication import MessageCost
 from labkit.scaling.constants import load_constants
 from labkit.scaling.hardware import find_hardware
@@ -77,6 +77,13 @@ def test_the_calibration_survives_its_file():
 def test_no_hardware_without_a_link():
     with pytest.raises(ValueError, match="expected a calibration with long messages"):
         hardware_of(replace(made_up(), transports=()), 2**30)
+
+
+def test_a_link_is_that_of_the_device():
+    gloo = made_up()
+    by_nccl = [replace(one, way=NCCL, beta_s_per_byte=one.beta_s_per_byte / 100) for one in gloo.transports]
+    both = replace(gloo, transports=(*gloo.transports, *by_nccl))
+    assert hardware_of(both, 2**30, device="cpu").link_gb_s == hardware_of(gloo, 2**30).link_gb_s
 
 
 def test_this_machine_is_hardware_to_plan_with_at_its_measured_rates():

@@ -123,8 +123,12 @@ while byte := peer.recv(1):
 """
 CLIENT = """
 import socket, statistics, time
-time.sleep(1)
-peer = socket.create_connection(("node-a", 5000))
+peer = None
+while peer is None:
+    try:
+        peer = socket.create_connection(("node-a", 5000))
+    except ConnectionRefusedError:  # it does not listen yet
+        time.sleep(0.01)
 seconds = []
 for _ in range(100):
     start = time.perf_counter()

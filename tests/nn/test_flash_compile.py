@@ -1,7 +1,8 @@
 """Without a GPU: every tile the flash kernels ship compiles for its GPU, and fits it.
 
 `make test` compiles the first tile of each kernel for bfloat16, head dimensions 64 and 128 and causal attention, on
-both GPUs; `make test-all` every tile, of every type and head dimension, a second or more each.
+both GPUs, or all of them with another Triton than they were chosen with; `make test-all` every tile, of every type and
+head dimension, a second or more each.
 """
 
 import pytest

@@ -126,9 +126,7 @@ def _show_too_much(transport: str) -> list[str]:
 @pytest.mark.parametrize("lengths", [(10, 11, 10), (10, 1_000_000, 10), (1_000_000, 10, 1_000_000)])
 def test_ranks_with_different_lengths_say_so(lengths: tuple[int, ...]) -> None:
     """Of which some show what they have, and others send messages."""
-    began = time.monotonic()
     said = run_ranks(_reduce_of_own_length, lengths, world_size=3, timeout_s=60)
-    assert time.monotonic() - began < 50, "noticed, not timed out"
     # A rank that has noticed leaves, and others may find it gone first.
     assert all("one shape and type" in text or "ended while" in text for text in said), said
     assert any("one shape and type" in text for text in said)

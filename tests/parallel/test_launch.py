@@ -424,7 +424,8 @@ def test_a_kill_in_mid_collective_is_the_cause_and_not_its_consequence(signal_nu
         if isinstance(item, PointEnd):
             ends.append(item)
         elif item.index == 0 and item.rank == 1:
-            time.sleep(0.05)  # until it blocks, most likely; if not yet, the kill is just as good
+            blocking = psutil.Process(item.values["pid"])
+            assert wait_until(lambda process=blocking: process.status() == psutil.STATUS_SLEEPING)
             os.kill(item.values["pid"], signal_number)
     assert [end.status for end in ends] == ["failed", "ok"]
     assert ends[0].reason == f"rank 1 was killed by {signal_number.name}"
@@ -484,15 +485,18 @@ def test_the_time_a_caller_takes_over_a_row_is_not_the_point_s() -> None:
     assert ends == ["ok"]
 
 
-def test_a_rank_that_dies_between_two_points_costs_none() -> None:
-    def die_soon() -> None:
-        time.sleep(0.2)
+def test_a_rank_that_dies_between_two_points_costs_none(tmp_path: Path) -> None:
+    has_ended = tmp_path / "the point has ended"
+
+    def die_then() -> None:
+        while not has_ended.exists():
+            time.sleep(0.01)
         os._exit(1)
 
     def worker(point: str) -> Iterator[dict[str, Any]]:
         yield {"pid": os.getpid()}
         if point == "dies later":
-            threading.Thread(target=die_soon).start()
+            threading.Thread(target=die_then).start()
 
     lines: list[str] = []
     items = launch(worker, ["dies later", "works"], world_size=1, on_output=lines.append)
@@ -500,6 +504,7 @@ def test_a_rank_that_dies_between_two_points_costs_none() -> None:
     assert isinstance(row, Row)
     assert isinstance(end, PointEnd)
     assert end.status == "ok"
+    has_ended.touch()
     assert wait_until(lambda: not psutil.pid_exists(row.values["pid"]))
     assert [item.status for item in items if isinstance(item, PointEnd)] == ["ok"]
     assert lines == ["[rank 0] ended between two points"]
