@@ -15,12 +15,13 @@ import torch.distributed as dist
 from labkit.parallel.collectives import all_reduce
 from labkit.parallel.core.build import VARIABLE
 from labkit.parallel.launch import run_ranks
-from labkit.parallel.transport import POINT_TO_POINT, SHARED, find_transport
+from labkit.parallel.transport import POINT_TO_POINT, SHARED, find_transport, signals
 from labkit.parallel.transport.boards import KEPT_LENGTHS, MOST_BYTES
 from labkit.parallel.transport.contract import Step
 from labkit.parallel.transport.semaphores import Semaphores
 from tests.cases import thinned
 from tests.parallel.versions import COMPILED, MIXED, PYTHON, VERSIONS, shared_transport
+from tests.parallel.waiting import until_asleep
 
 pytestmark = [
     pytest.mark.usefixtures("workers_travel_by_value"),
@@ -84,7 +85,7 @@ def _count_alone() -> list[float]:
         counts.append(boards._arrived[0])
     dist.barrier()
     if dist.get_rank() == 0:
-        time.sleep(0.3)
+        until_asleep(transport, 0, signals.lock(3), ranks=2)
         counts.append(boards._arrived[0])
         boards._unlock()
     return [*counts, sum(float(part) for part in transport.show(x))]
@@ -230,7 +231,8 @@ def _let_through_late() -> list[float]:
     rank, boards = transport.rank, transport._boards
     if rank == 2:
         to_0, to_1 = boards._open
-        boards._open = [to_0, lambda: (time.sleep(0.5), to_1())]
+        # Rank 0 has sent its message when it waits for one of rank 1's.
+        boards._open = [to_0, lambda: (until_asleep(transport, 1, signals.filled(0)), to_1())]
         while boards._arrived[0] < 2:
             time.sleep(0.01)
     transport.show(torch.ones(3))

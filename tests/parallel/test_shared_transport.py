@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import os
 import resource
-import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from labkit.parallel.transport import (
     empty_for_all_reduce,
     find_transport,
     mapping,
+    signals,
     transport_in_use,
 )
 from labkit.parallel.transport.contract import Step
@@ -35,6 +36,7 @@ from labkit.parallel.transport.semaphores import Semaphores
 from tests import shared_memory
 from tests.cases import thinned
 from tests.parallel.versions import COMPILED, MIXED, PYTHON, VERSIONS, shared_transport
+from tests.parallel.waiting import until_asleep
 
 pytestmark = [
     pytest.mark.usefixtures("workers_travel_by_value"),
@@ -127,28 +129,32 @@ def test_ranks_may_run_ahead_until_the_notes_are_full(version: str, world_size: 
 def _check_run_ahead(version: str) -> list[str]:
     """Rank 0 only sends, many more messages than there are notes and slots, to ranks that begin late."""
     transport = shared_transport(version)
-    wrong = []
+    rank, wrong = transport.rank, []
+
+    def until_it_is_full() -> None:
+        until_asleep(transport, 0, signals.taken(transport.world_size, rank))
+
     for number in range(10 * NOTES):
         x = torch.full((100,), float(number))
-        if transport.rank == 0:
+        if rank == 0:
             steps = [Step(x, target, None, 0, False) for target in range(1, transport.world_size)]
             transport.run(steps, depth=transport.world_size)
             continue
         if number == 0:
-            time.sleep(0.2)
+            until_it_is_full()
         y = torch.empty(100)
         transport.run([Step(None, 0, y, 0, False)])
         if not torch.equal(x, y):
-            wrong.append(f"rank {transport.rank}: message {number} is {y[0]}")
+            wrong.append(f"rank {rank}: message {number} is {y[0]}")
     # By reference there are no slots to wait for: only the notes are counted.
     number = 3 * NOTES
     parts = empty_for_all_reduce(number * 10_000, torch.float32).split(10_000)
     for index, part in enumerate(parts):
-        part.fill_(index if transport.rank == 0 else -1)
-    if transport.rank == 0:
+        part.fill_(index if rank == 0 else -1)
+    if rank == 0:
         transport.run([Step(part, 1, None, 0, False) for part in parts], depth=number)
-    elif transport.rank == 1:
-        time.sleep(0.2)
+    elif rank == 1:
+        until_it_is_full()
         transport.run([Step(None, 0, part, 0, False) for part in parts])
         wrong += [
             f"by reference, {index}: {part[0]}" for index, part in enumerate(parts) if not bool((part == index).all())
@@ -275,6 +281,17 @@ def test_a_rank_that_has_done_its_part_may_leave_while_others_still_wait() -> No
     check_on_ranks(_check_leaving, world_size=3)
 
 
+def _and_then(function: Callable[..., None], once: Callable[[], object]) -> Callable[..., None]:
+    calls = iter([once])
+
+    def both(*arguments: Any) -> None:
+        function(*arguments)
+        for call in calls:
+            call()
+
+    return both
+
+
 def _check_leaving() -> list[str]:
     """Rank 0 sends and is gone, as far as rank 1 can see, while rank 1 waits for rank 2."""
     transport: Any = find_transport(None, CPU, SHARED)
@@ -284,10 +301,13 @@ def _check_leaving() -> list[str]:
         if child == 0:
             os._exit(0)
         transport._peers._descriptors[0] = os.pidfd_open(child)
+        os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+        transport._peers.check = _and_then(transport._peers.check, partial(dist.send, torch.ones(1), 2))
         steps = [Step(None, 0, y, 2, False), Step(None, 0, x, 0, False)]
         transport.run(steps)  # what rank 0 had sent before it left is there, too
     else:
-        time.sleep(0.6 if rank == 2 else 0)
+        if rank == 2:
+            dist.recv(torch.ones(1), 1)  # rank 1 has looked who is there
         transport.run([Step(x + rank, 1, None, 0, False)])
     dist.barrier()
     return [] if rank != 1 or (x.tolist(), y.tolist()) == ([1.0] * 3, [3.0] * 3) else [f"{x} {y}"]
