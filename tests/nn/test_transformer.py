@@ -18,7 +18,7 @@ from labkit.nn import attention_implementations
 from labkit.nn.attention import explicit_attention, unchecked_explicit_attention
 from labkit.nn.attention_implementations import IMPLEMENTATIONS
 from labkit.nn.tiled_attention import TiledAttention
-from labkit.nn.training import TrainingStep, adamw, gradients
+from labkit.nn.training import TrainingStep, adamw, gradients, random_tokens
 from labkit.nn.transformer import SIZES, RMSNorm, RotaryPositions, Transformer, language_model_loss, shape_named
 
 TINY = TransformerShape(d_model=24, d_ff=40, n_layers=3, n_heads=2, vocabulary=50)
@@ -236,6 +236,14 @@ def test_steps_learn_the_batch(precision):
         step.run()
     assert float(step.infer()) < first / 2
     assert all(p.dtype == torch.float32 and p.grad is None for p in step.model.parameters())
+
+
+def test_a_target_is_the_input_that_follows():
+    inputs, targets = random_tokens(TINY, 3, 16, generator=torch.Generator().manual_seed(0))
+    assert inputs.shape == targets.shape == (3, 16)
+    assert torch.equal(targets[:, :-1], inputs[:, 1:])
+    assert not torch.equal(targets, inputs)
+    assert 0 <= int(inputs.min()) < int(inputs.max()) < TINY.vocabulary
 
 
 def test_a_step_refuses_what_it_does_not_know():
