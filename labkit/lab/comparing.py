@@ -47,7 +47,7 @@ def compared(
     """
     if ratios.empty:
         return _without_times(subject, caveat)
-    table = judged(ratios)
+    table = judged(ratios.reset_index(drop=True))  # which may be several tables, one below the other
     better, worse = table[table["verdict"] == "faster"], table[table["verdict"] == "slower"]
     told = _Told(subject, baseline, quantity, plural)
     verdict, headline, place = _told(table, better, worse, told, axis)
@@ -84,7 +84,7 @@ def contest(
     """
     if ratios.empty:
         return _without_times(f"anything beside {baseline}", caveat)
-    table = judged(ratios)
+    table = judged(ratios.reset_index(drop=True))
     better, worse = table[table["verdict"] == "faster"], table[table["verdict"] == "slower"]
     parts = [
         effect

@@ -16,12 +16,16 @@ def place_of(table: pd.DataFrame, rows: pd.DataFrame, axis: Sequence[str]) -> st
             continue
         ordered = sorted(set(values))
         if isinstance(ordered[0], str):
-            return f"for {' and '.join(label(name, value) for value in ordered if value in theirs)}"
+            return _named(name, theirs)
         if len(theirs) == 1 or theirs == set(ordered[-len(theirs) :]):
             return _from(name, theirs)
         if theirs == set(ordered[: len(theirs)]):
             return f"up to {label(name, max(theirs))}"
     return None
+
+
+def _named(name: str, values: set[Any]) -> str:
+    return f"for {' and '.join(label(name, value) for value in sorted(values))}"
 
 
 def _from(name: str, values: set[Any]) -> str:
@@ -32,10 +36,15 @@ def _from(name: str, values: set[Any]) -> str:
 
 
 def reach_of(table: pd.DataFrame, rows: pd.DataFrame, axis: Sequence[str]) -> tuple[str, pd.DataFrame] | None:
-    """From where on, or up to where, there is nothing but `rows`, and more than half of them; and which those are."""
+    """Where there is nothing but `rows`, and more than half of them: from, up to, or for what; and which those are."""
     for name in axis:
-        values, others = table[name], table.loc[~table.index.isin(rows.index), name]
-        if others.empty or isinstance(values.iloc[0], str):
+        others = table.loc[~table.index.isin(rows.index), name]
+        if others.empty:
+            continue
+        if isinstance(others.iloc[0], str):
+            inside = rows[~rows[name].isin(others)]
+            if len(rows) < 2 * len(inside):
+                return _named(name, set(inside[name])), inside
             continue
         above, below = rows[rows[name] > others.max()], rows[rows[name] < others.min()]
         if len(rows) < 2 * len(above):

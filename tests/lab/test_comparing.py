@@ -142,6 +142,22 @@ def test_where_a_gain_reaches_is_no_further_than_was_measured(gains, place):
     assert reach[0] == place
 
 
+def test_a_gain_that_is_not_everywhere_is_told_by_name_where_it_is():
+    table = pd.DataFrame({"way": ["ring", "ring", "tree", "tree"], "n_bytes": [1, 2, 1, 2]})
+    place, rows = reach_of(table, table[[True, True, False, True]], ("way",))
+    assert (place, list(rows.index)) == ("for ring", [0, 1])
+    assert reach_of(table, table[[True, False, False, True]], ("way",)) is None
+
+
+def test_tables_below_one_another_are_told_apart():
+    mixed = {("ring", 2**20): 0.7, ("ring", 2**22): 1.5}
+    pieces = [_ratios(factors).assign(way=way) for way, factors in (("a", mixed), ("b", _sizes(0.5, 0.5)))]
+    assert list(pieces[0].index) == list(pieces[1].index)
+    finding = compared(pd.concat(pieces), "the ring", "torch", axis=("way", "n_bytes"))
+    assert finding.headline == "It depends: for b the ring is 2 times faster than torch, elsewhere not always."
+    assert len(finding.effects) == 4
+
+
 def test_a_contest_that_nobody_wins():
     slower = {("ring", 1): 2.0, ("tree", 1): 1.0}
     finding = contest(_ratios(slower, noise=0.001), "name", "torch", keep="Keep torch")
