@@ -28,7 +28,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeGuard
 
-import cloudpickle
 import torch
 import torch.distributed as dist
 
@@ -39,6 +38,7 @@ from labkit.parallel.ranks.capacity import why_too_many
 from labkit.parallel.ranks.group import RankGroup, StartError
 from labkit.parallel.ranks.network_interface import GLOO_INTERFACE, LOOPBACK
 from labkit.parallel.ranks.outcome import Again, PointEnd, RankError, RankFailure, Row, next_attempt
+from labkit.parallel.ranks.packing import packed
 from labkit.parallel.ranks.rank import GroupPlan, call_once
 
 __all__ = ["Again", "PointEnd", "RankError", "RankFailure", "Row", "launch", "run_ranks"]
@@ -221,7 +221,7 @@ def _is_count(value: object) -> TypeGuard[int]:
 def _packed(worker: Worker, points: list[Any]) -> bytes:
     """Worker and points as the ranks get them; what is defined in `__main__` or a function goes by value."""
     try:
-        return cloudpickle.dumps((worker, points))
+        return packed((worker, points))
     except Exception as error:
         raise ValueError(f"worker, points: expected what cloudpickle can send to a rank: {error}") from error
 

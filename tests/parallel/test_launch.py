@@ -590,6 +590,15 @@ def test_wrong_arguments_stop_before_anything_starts(options: dict[str, Any], me
         launch(lambda point: None, [None], **options)
 
 
+def test_what_goes_by_value_keeps_the_name_of_its_file_and_its_lines() -> None:
+    def where() -> list[Any]:
+        code = where.__code__
+        inner = (lambda: None).__code__
+        return [code.co_filename, code.co_firstlineno, inner.co_filename]
+
+    assert run_ranks(where, world_size=1) == [[__file__, where.__code__.co_firstlineno, __file__]]
+
+
 def test_what_cannot_be_sent_stops_before_anything_starts() -> None:
     lock = threading.Lock()
     with pytest.raises(ValueError, match=r"expected what cloudpickle can send to a rank: .*lock"):
