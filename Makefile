@@ -16,7 +16,9 @@ ARGS ?=
 BIN := $(VENV)/bin
 PIP_CONSTRAINTS := $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS))
 IS_ROOT := $(filter 0,$(shell id -u))
-INSTALL = $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check $(PIP_CONSTRAINTS)
+INSTALL = $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --no-compile $(PIP_CONSTRAINTS)
+# What pip would do on one core; some packages have files that are not for this Python.
+COMPILE = @$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 
 # OpenMP's threads wait in a loop, which takes the cores from the other process: the memory lab at smoke, in two
 # processes on two cores, takes 24 s in this way, and 14 s where they sleep. One thread is what each has of the cores;
@@ -66,6 +68,7 @@ versions-newest:
 # All labs at smoke among the tests: tests/test_notebooks.py. What is newest may be newer than when the environment was made.
 of-these-versions: $(VENV)/installed-test
 	$(INSTALL) --upgrade torch triton
+	$(COMPILE)
 	$(BIN)/python -c "import torch, triton; print('torch', torch.__version__, 'Triton', triton.__version__)"
 	env -u MAKEFLAGS -u VENV -u CONSTRAINTS $(TESTS) -m "not slow" # tests that call make want its defaults
 
@@ -109,9 +112,11 @@ INSTALLED_BY = pyproject.toml $(wildcard $(CONSTRAINTS)) $(MOVED)
 $(VENV)/installed: $(INSTALLED_BY) | $(VENV)/bin/python
 	@echo "installing labkit into $(VENV) (once; a few minutes)"
 	$(INSTALL) --editable .
+	$(COMPILE)
 	@touch $@
 
 $(VENV)/installed-test: $(INSTALLED_BY) | $(VENV)/bin/python
 	@echo "installing labkit and its tests' tools into $(VENV) (once; a few minutes)"
 	$(INSTALL) --editable '.[test]'
+	$(COMPILE)
 	@touch $(VENV)/installed $@
