@@ -28,7 +28,7 @@ TESTS = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE \
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-# `make -j report test`: two would install into one environment, and measure side by side.
+# `make -j report test` would install into one environment twice at once, and measure beside the tests.
 .NOTPARALLEL:
 .PHONY: help install report test test-all stress faults mutants versions versions-oldest versions-newest of-these-versions lab lint clean
 

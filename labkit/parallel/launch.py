@@ -82,7 +82,7 @@ def launch(
     _check(worker, world_size, backend, scheduling, threads, timeout_s)
     points = list(points)
     plan = GroupPlan(
-        payload=b"" if joined.is_joined() else _packed(worker, points),
+        payload=b"" if joined.is_joined() else packed(worker, points),
         world_size=world_size,
         backend=backend,
         scheduling=scheduling,
@@ -216,14 +216,6 @@ def _check_gpus(world_size: int) -> None:
 
 def _is_count(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
-def _packed(worker: Worker, points: list[Any]) -> bytes:
-    """Worker and points as the ranks get them; what is defined in `__main__` or a function goes by value."""
-    try:
-        return packed((worker, points))
-    except Exception as error:
-        raise ValueError(f"worker, points: expected what cloudpickle can send to a rank: {error}") from error
 
 
 def _ranks_here(world_size: int) -> int:

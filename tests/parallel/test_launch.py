@@ -25,6 +25,7 @@ import torch.distributed as dist
 from labkit.parallel.launch import Again, PointEnd, RankError, Row, launch, run_ranks
 from labkit.parallel.ranks import outcome, whose_turn
 from labkit.parallel.ranks.process import start_context
+from tests.parallel.waiting import wait_until
 
 pytestmark = pytest.mark.usefixtures("workers_travel_by_value")
 
@@ -35,13 +36,6 @@ def drain(worker: Any, points: list[Any], **options: Any) -> tuple[list[Row], li
     for item in launch(worker, points, **options):
         rows.append(item) if isinstance(item, Row) else ends.append(item)
     return rows, ends
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> bool:
-    deadline = time.monotonic() + timeout_s
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return condition()
 
 
 def is_gone(pid: int) -> bool:

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from labkit.parallel.launch import PointEnd, Row, launch
 from labkit.parallel.ranks.process import interrupts_deferred
+from tests.parallel.waiting import wait_until
 
 MARK = "LABKIT_TEST_MARK"
 
@@ -117,13 +118,6 @@ def script(tmp_path: Path) -> Iterator[Script]:
     script = Script(tmp_path)
     yield script
     script.kill()
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> bool:
-    deadline = time.monotonic() + timeout_s
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return condition()
 
 
 def children() -> set[psutil.Process]:

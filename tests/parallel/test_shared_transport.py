@@ -9,7 +9,6 @@ import os
 import resource
 import warnings
 from collections.abc import Callable
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -281,17 +280,6 @@ def test_a_rank_that_has_done_its_part_may_leave_while_others_still_wait() -> No
     check_on_ranks(_check_leaving, world_size=3)
 
 
-def _and_then(function: Callable[..., None], once: Callable[[], object]) -> Callable[..., None]:
-    calls = iter([once])
-
-    def both(*arguments: Any) -> None:
-        function(*arguments)
-        for call in calls:
-            call()
-
-    return both
-
-
 def _check_leaving() -> list[str]:
     """Rank 0 sends and is gone, as far as rank 1 can see, while rank 1 waits for rank 2."""
     transport: Any = find_transport(None, CPU, SHARED)
@@ -302,7 +290,14 @@ def _check_leaving() -> list[str]:
             os._exit(0)
         transport._peers._descriptors[0] = os.pidfd_open(child)
         os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
-        transport._peers.check = _and_then(transport._peers.check, partial(dist.send, torch.ones(1), 2))
+        check = transport._peers.check
+
+        def look_and_tell(*arguments: Any) -> None:
+            transport._peers.check = check
+            check(*arguments)
+            dist.send(torch.ones(1), 2)
+
+        transport._peers.check = look_and_tell
         steps = [Step(None, 0, y, 2, False), Step(None, 0, x, 0, False)]
         transport.run(steps)  # what rank 0 had sent before it left is there, too
     else:

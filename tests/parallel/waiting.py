@@ -1,20 +1,24 @@
-"""When a rank sleeps for another: what a test waits for, instead of a time by which it should."""
+"""What a test waits for: that something is so, or that a rank sleeps for another."""
 
 import ctypes
 import time
+from collections.abc import Callable
 
 from labkit.parallel.transport.shared import SharedTransport
 
-MOST_S = 60.0
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> bool:
+    """Whether it comes true in time."""
+    deadline = time.monotonic() + timeout_s
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return condition()
 
 
 def until_asleep(transport: SharedTransport, owner: int, number: int, *, ranks: int = 1) -> None:
     """Returns when so many ranks sleep for the semaphore of that number in the mailbox of `owner`."""
     address = transport._semaphores[owner]._addresses[number]
-    end = time.monotonic() + MOST_S
-    while _sleeping(address) < ranks:
-        assert time.monotonic() < end, "nobody came to wait"
-        time.sleep(0.001)
+    assert wait_until(lambda: _sleeping(address) >= ranks), "nobody came to wait"
 
 
 def _sleeping(address: int) -> int:

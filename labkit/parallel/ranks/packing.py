@@ -9,11 +9,14 @@ from typing import Any
 import cloudpickle
 
 
-def packed(value: Any) -> bytes:
-    """For `pickle.loads`; what is defined in `__main__` or in a function goes by value."""
-    with io.BytesIO() as file:
-        _Pickler(file).dump(value)
-        return file.getvalue()
+def packed(worker: Any, points: list[Any]) -> bytes:
+    """For `pickle.loads`; what is defined in `__main__` or in a function goes by value. ValueError for what cannot."""
+    file = io.BytesIO()
+    try:
+        _Pickler(file).dump((worker, points))
+    except Exception as error:
+        raise ValueError(f"worker, points: expected what cloudpickle can send to a rank: {error}") from error
+    return file.getvalue()
 
 
 def _reduced(code: CodeType) -> tuple[Callable[..., CodeType], tuple[Any, ...]]:
