@@ -11,8 +11,9 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -224,6 +225,11 @@ def test_a_caller_that_stops_early_leaves_nothing(temporary: Path, finish: str) 
     assert not list(temporary.glob("labkit-*"))
 
 
+def interrupt_when(happened: Callable[[], bool]) -> None:
+    assert wait_until(happened)
+    os.kill(os.getpid(), signal.SIGINT)
+
+
 def test_an_interrupt_while_a_rank_starts_leaves_nothing(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It comes when the fork server has forked the rank, and nobody here knows its id yet."""
     assert [end.status for end in launch(lambda _: None, [None], world_size=1) if isinstance(end, PointEnd)] == ["ok"]
@@ -231,15 +237,33 @@ def test_an_interrupt_while_a_rank_starts_leaves_nothing(temporary: Path, monkey
 
     def interrupted(descriptors: Any) -> Any:
         connected = connect(descriptors)
-        assert wait_until(lambda: children() > before)
-        os.kill(os.getpid(), signal.SIGINT)
+        interrupt_when(lambda: children() > before)
         return connected
 
     with monkeypatch.context() as patch:
         patch.setattr(multiprocessing.forkserver, "connect_to_new_process", interrupted)
         with pytest.raises(KeyboardInterrupt):
             next(launch(report_and_sleep, [None], world_size=2))
-    assert wait_until(lambda: children() <= before)
+    assert wait_until(lambda: children() <= before), children() - before
+    assert not list(temporary.glob("labkit-*"))
+
+
+def test_an_interrupt_while_a_rank_waits_for_the_others_leaves_nothing(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Left to itself, it would go on looking for their file, in a directory that is gone, for minutes."""
+    assert [end.status for end in launch(lambda _: None, [None], world_size=1) if isinstance(end, PointEnd)] == ["ok"]
+    before, start = children(), ForkServerProcess.start
+
+    def interrupted(process: ForkServerProcess) -> None:
+        start(process)
+        interrupt_when(lambda: any(temporary.glob("labkit-*/store")))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ForkServerProcess, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            next(launch(report_and_sleep, [None], world_size=2))
+    assert wait_until(lambda: children() <= before), children() - before
     assert not list(temporary.glob("labkit-*"))
 
 

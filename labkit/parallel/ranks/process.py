@@ -71,10 +71,11 @@ class RankProcess:
 
     def start(self) -> None:
         """Start the process; it gets its end of the pipe, so that its end ends the pipe."""
-        with interrupts_deferred(), _main_module_hidden():
-            self.process.start()
-        with contextlib.suppress(psutil.NoSuchProcess):
-            self.identity = psutil.Process(self.process.pid)
+        with interrupts_deferred():  # until it is known whom to end
+            with _main_module_hidden():
+                self.process.start()
+            with contextlib.suppress(psutil.NoSuchProcess):
+                self.identity = psutil.Process(self.process.pid)
         self.pipe_of_rank.close()
 
     def tell(self, word: tuple[int, Mapping[str, str]] | None) -> None:
