@@ -4,8 +4,7 @@ import pytest
 
 from labkit.parallel.launch import Row, launch
 from tests.faults.sharding_worker import LOAD, SAVE, SHARDS, STEP, WHOLE, ZERO2, Attempt, train
-from tests.parallel.test_leftovers import is_gone
-from tests.parallel.waiting import wait_until
+from tests.parallel.waiting import is_gone, wait_until
 
 
 @pytest.mark.faults

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from labkit.parallel.launch import Again, PointEnd, RankError, Row, launch, run_ranks
 from labkit.parallel.ranks import outcome, whose_turn
 from labkit.parallel.ranks.process import start_context
-from tests.parallel.waiting import wait_until
+from tests.parallel.waiting import is_gone, wait_until
 
 pytestmark = pytest.mark.usefixtures("workers_travel_by_value")
 
@@ -36,10 +36,6 @@ def drain(worker: Any, points: list[Any], **options: Any) -> tuple[list[Row], li
     for item in launch(worker, points, **options):
         rows.append(item) if isinstance(item, Row) else ends.append(item)
     return rows, ends
-
-
-def is_gone(pid: int) -> bool:
-    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
 # Rows and points

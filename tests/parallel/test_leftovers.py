@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, suppress
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from labkit.parallel.launch import PointEnd, Row, launch
 from labkit.parallel.ranks.process import interrupts_deferred
-from tests.parallel.waiting import wait_until
+from tests.parallel.waiting import is_gone, wait_until
 
 MARK = "LABKIT_TEST_MARK"
 
@@ -126,13 +126,6 @@ def children() -> set[psutil.Process]:
     return set(psutil.Process().children(recursive=True))
 
 
-def is_gone(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
-
-
 @pytest.mark.parametrize(
     ("number", "how"),
     [
@@ -225,42 +218,27 @@ def test_a_caller_that_stops_early_leaves_nothing(temporary: Path, finish: str) 
     assert not list(temporary.glob("labkit-*"))
 
 
-def interrupt_when(happened: Callable[[], bool]) -> None:
-    assert wait_until(happened)
-    os.kill(os.getpid(), signal.SIGINT)
-
-
-def test_an_interrupt_while_a_rank_starts_leaves_nothing(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It comes when the fork server has forked the rank, and nobody here knows its id yet."""
-    assert [end.status for end in launch(lambda _: None, [None], world_size=1) if isinstance(end, PointEnd)] == ["ok"]
-    before, connect = children(), multiprocessing.forkserver.connect_to_new_process
-
-    def interrupted(descriptors: Any) -> Any:
-        connected = connect(descriptors)
-        interrupt_when(lambda: children() > before)
-        return connected
-
-    with monkeypatch.context() as patch:
-        patch.setattr(multiprocessing.forkserver, "connect_to_new_process", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            next(launch(report_and_sleep, [None], world_size=2))
-    assert wait_until(lambda: children() <= before), children() - before
-    assert not list(temporary.glob("labkit-*"))
-
-
-def test_an_interrupt_while_a_rank_waits_for_the_others_leaves_nothing(
-    temporary: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("moment", ["nobody knows its id", "it waits for the others"])
+def test_an_interrupt_while_a_rank_starts_leaves_nothing(
+    moment: str, temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Left to itself, it would go on looking for their file, in a directory that is gone, for minutes."""
+    """A rank that waits for the others would, left alone, look for their file, which is gone, for minutes."""
     assert [end.status for end in launch(lambda _: None, [None], world_size=1) if isinstance(end, PointEnd)] == ["ok"]
-    before, start = children(), ForkServerProcess.start
+    before = children()
+    owner, name, has_come = {
+        "nobody knows its id": (multiprocessing.forkserver, "connect_to_new_process", lambda: children() > before),
+        "it waits for the others": (ForkServerProcess, "start", lambda: any(temporary.glob("labkit-*/store"))),
+    }[moment]
+    start = getattr(owner, name)
 
-    def interrupted(process: ForkServerProcess) -> None:
-        start(process)
-        interrupt_when(lambda: any(temporary.glob("labkit-*/store")))
+    def interrupted(*arguments: Any) -> Any:
+        result = start(*arguments)
+        assert wait_until(has_come)
+        os.kill(os.getpid(), signal.SIGINT)
+        return result
 
     with monkeypatch.context() as patch:
-        patch.setattr(ForkServerProcess, "start", interrupted)
+        patch.setattr(owner, name, interrupted)
         with pytest.raises(KeyboardInterrupt):
             next(launch(report_and_sleep, [None], world_size=2))
     assert wait_until(lambda: children() <= before), children() - before

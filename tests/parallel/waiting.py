@@ -4,6 +4,8 @@ import ctypes
 import time
 from collections.abc import Callable
 
+import psutil
+
 from labkit.parallel.transport.shared import SharedTransport
 
 
@@ -13,6 +15,14 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> bool:
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.01)
     return condition()
+
+
+def is_gone(pid: int) -> bool:
+    """Whether the process has ended."""
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def until_asleep(transport: SharedTransport, owner: int, number: int, *, ranks: int = 1) -> None:
