@@ -3,7 +3,7 @@
 // first; names are theirs. Left to Python: waits of more than 20 ms, with their time-outs, signals and ended ranks, and
 // the errors of messages that do not fit.
 
-#include <Python.h>
+#include <pybind11/pybind11.h>
 #include <sched.h>
 #include <semaphore.h>
 #include <time.h>
@@ -20,6 +20,8 @@
 #elif !defined(__ARM_FP16_FORMAT_IEEE)
 #error "this processor does not convert float16"
 #endif
+
+namespace py = pybind11;
 
 namespace {
 
@@ -88,7 +90,7 @@ const int LOOKS = 200, YIELDS = 300;
 enum { WAIT_FOR_PEER, WAIT_FOR_ANY, REFUSE_LENGTH, REFUSE_KIND };  // of Python's functions
 
 struct Vector {  // a tensor, or none
-    PyObject* object;
+    PyObject* object = nullptr;
     char* data = nullptr;
     long n_bytes = 0;
     int type = UNKNOWN;
@@ -100,20 +102,41 @@ struct Move {  // a step
     bool is_added;
 };
 
+// What Python says, which may be an error.
+py::object said(PyObject* result) {
+    if (!result) throw py::error_already_set();
+    return py::reinterpret_steal<py::object>(result);
+}
+
+char* pointer(py::handle address) { return static_cast<char*>(PyLong_AsVoidPtr(address.ptr())); }
+
+std::vector<char*> pointers(const py::tuple& addresses) {
+    std::vector<char*> found;
+    for (py::handle address : addresses) found.push_back(pointer(address));
+    return found;
+}
+
+void check_type(const Vector& vector) {
+    if (vector.type == UNKNOWN) throw py::value_error("expected a tensor of a float type, or of int64, to add");
+}
+
+PyObject* const IS_CONTIGUOUS = PyUnicode_InternFromString("is_contiguous");
+PyObject* const DATA_PTR = PyUnicode_InternFromString("data_ptr");
+PyObject* const NBYTES = PyUnicode_InternFromString("nbytes");
+PyObject* const DTYPE = PyUnicode_InternFromString("dtype");
+
 using Message = std::pair<long, long>;                    // to whom, and its number
 using Allocation = std::pair<std::vector<char*>, long>;  // of each rank, and its bytes
 
-struct Failed {};  // as Python's exception says
-
-struct State {
-    long p, rank, notes_at, swaps_at, most_swapped, boards_at, most_shown, notes, slots, slot_bytes, by_reference;
-    int spin;
-    PyObject *functions = nullptr, *types = nullptr;
-    PyThreadState* thread;
-    std::vector<char*> mailboxes;
+struct Link {
+    long rank, notes_at, swaps_at, most_swapped, boards_at, most_shown, notes, slots, slot_bytes, by_reference;
+    bool spin;
+    py::tuple addresses, functions, types;
+    std::vector<char*> mailboxes = pointers(addresses);
+    long p = mailboxes.size();
     std::map<long, Allocation> allocations;  // 0 is the outbox
-    std::vector<long> sent, taken, received, turns;
-    std::vector<std::vector<Message>> in_slot;
+    std::vector<long> sent = std::vector<long>(p), taken = sent, received = sent, turns = sent;
+    std::vector<std::vector<Message>> in_slot = std::vector<std::vector<Message>>(slots);
     std::deque<std::pair<long, Message>> referenced;  // with the number of their step
     PyObject* staged;
     long slots_used = 0, staged_at, staged_slot;
@@ -137,19 +160,9 @@ struct State {
 
     // Call one of Python's functions, from where other threads may run Python.
     template <class... Longs>
-    void call(int which, const char* format, Longs... values) {
-        PyEval_RestoreThread(thread);
-        PyObject* result = PyObject_CallFunction(PyTuple_GET_ITEM(functions, which), format, values...);
-        Py_XDECREF(result);
-        thread = PyEval_SaveThread();
-        if (!result) throw Failed();
-    }
-
-    void refuse_part(long n_bytes) {
-        PyEval_RestoreThread(thread);
-        PyErr_Format(PyExc_ValueError, "expected a part of at most %ld bytes, got %ld", slot_bytes, n_bytes);
-        thread = PyEval_SaveThread();
-        throw Failed();
+    void call(int which, Longs... values) {
+        py::gil_scoped_acquire_simple python;
+        functions[which](values...);
     }
 
     // Take a semaphore of `owner`, which `peer` posts; a negative one is any rank.
@@ -169,12 +182,12 @@ struct State {
         timespec until = {(now + PATIENCE_NS) / 1000000000, (now + PATIENCE_NS) % 1000000000};
         if (sem_clockwait(awaited, CLOCK_MONOTONIC, &until) == 0) return;
         if (peer < 0)
-            call(WAIT_FOR_ANY, "ll", owner, number);
+            call(WAIT_FOR_ANY, owner, number);
         else
-            call(WAIT_FOR_PEER, "lll", owner, number, peer);
+            call(WAIT_FOR_PEER, owner, number, peer);
     }
 
-    void refuse(long other, long sent, long expected) { call(REFUSE_LENGTH, "llll", other, sent, rank, expected); }
+    void refuse(long other, long sent, long expected) { call(REFUSE_LENGTH, other, sent, rank, expected); }
 
     static long now_ns() {
         timespec now;
@@ -249,7 +262,9 @@ struct State {
             return true;
         }
         if (out.object != staged || number - staged_at >= depth) {
-            if (out.n_bytes > slot_bytes) refuse_part(out.n_bytes);
+            if (out.n_bytes > slot_bytes)
+                throw py::value_error("expected a part of at most " + std::to_string(slot_bytes) + " bytes, got " +
+                                      std::to_string(out.n_bytes));
             long slot = slots_used % slots;
             for (auto& message : in_slot[slot])
                 if (!is_taken(message, is_patient)) return false;
@@ -298,7 +313,7 @@ struct State {
         for (long other = 0; other < p; other++) {
             long* header = words(board(other, number));
             if (header[1] != n_bytes) refuse(other, header[1], n_bytes);
-            if (header[0] != number) call(REFUSE_KIND, "ll", other, rank);
+            if (header[0] != number) call(REFUSE_KIND, other, rank);
         }
     }
 
@@ -323,142 +338,62 @@ struct State {
                               other == p - 1 ? divisor : 1);
         }
     }
-};
 
-// From Python, and back
+    // From Python, by its own interface: pybind11's casts, cold, take an eighth of a message of 4 KiB.
 
-struct Link : PyObject, State {};
-
-PyObject *DATA_PTR, *NBYTES, *DTYPE, *IS_CONTIGUOUS;
-
-// What a tensor says of itself, and nothing of None. False if that is an error, as all that follow.
-bool read(Link* link, PyObject* tensor, Vector& vector) {
-    vector.object = tensor;
-    if (tensor == Py_None) return true;
-    PyObject *data = PyObject_CallMethodNoArgs(tensor, DATA_PTR), *n_bytes = PyObject_GetAttr(tensor, NBYTES);
-    PyObject *dtype = PyObject_GetAttr(tensor, DTYPE), *is_whole = PyObject_CallMethodNoArgs(tensor, IS_CONTIGUOUS);
-    if (is_whole == Py_False) PyErr_SetString(PyExc_ValueError, "expected contiguous vectors to send and receive");
-    if (data && n_bytes && dtype && is_whole) {
-        vector.data = static_cast<char*>(PyLong_AsVoidPtr(data));
-        vector.n_bytes = PyLong_AsLong(n_bytes);
+    Vector read(PyObject* tensor) {
+        Vector vector{tensor};
+        if (tensor == Py_None) return vector;
+        if (said(PyObject_CallMethodNoArgs(tensor, IS_CONTIGUOUS)).ptr() == Py_False)
+            throw py::value_error("expected contiguous vectors to send and receive");
+        vector.data = pointer(said(PyObject_CallMethodNoArgs(tensor, DATA_PTR)));
+        vector.n_bytes = PyLong_AsLong(said(PyObject_GetAttr(tensor, NBYTES)).ptr());
+        py::object dtype = said(PyObject_GetAttr(tensor, DTYPE));
         for (int type = 0; type < TYPES; type++)
-            if (dtype == PyTuple_GET_ITEM(link->types, type)) vector.type = type;
+            if (dtype.ptr() == PyTuple_GET_ITEM(types.ptr(), type)) vector.type = type;
+        return vector;
     }
-    Py_XDECREF(data), Py_XDECREF(n_bytes), Py_XDECREF(dtype), Py_XDECREF(is_whole);
-    return !PyErr_Occurred();
-}
 
-bool is_known(const Vector& vector) {
-    if (vector.type != UNKNOWN) return true;
-    PyErr_SetString(PyExc_ValueError, "expected a tensor of a float type, or of int64, to add");
-    return false;
-}
-
-bool read_step(Link* link, PyObject* step, Move& move) {
-    PyObject** of = PySequence_Fast_ITEMS(step);
-    if (!read(link, of[0], move.outgoing) || !read(link, of[2], move.incoming) || !read(link, of[6], move.into))
-        return false;
-    move.target = PyLong_AsLong(of[1]), move.source = PyLong_AsLong(of[3]), move.divisor = PyLong_AsLong(of[5]);
-    move.is_added = of[4] == Py_True;
-    bool is_changed = move.incoming.n_bytes && (move.is_added || move.divisor > 1);
-    return !PyErr_Occurred() && (!is_changed || is_known(move.incoming));
-}
-
-// Do it while other threads may run Python.
-template <class F>
-PyObject* outside(Link* link, F work) {
-    link->thread = PyEval_SaveThread();
-    try {
-        work();
-    } catch (Failed&) {
+    Move read_step(py::handle step) {
+        PyObject** of = PySequence_Fast_ITEMS(step.ptr());
+        Move move{read(of[0]), read(of[2]), read(of[6]), PyLong_AsLong(of[1]), PyLong_AsLong(of[3]),
+                  PyLong_AsLong(of[5]), of[4] == Py_True};
+        if (PyErr_Occurred()) throw py::error_already_set();
+        if (move.incoming.n_bytes && (move.is_added || move.divisor > 1)) check_type(move.incoming);
+        return move;
     }
-    PyEval_RestoreThread(link->thread);
-    return PyErr_Occurred() ? nullptr : Py_NewRef(Py_None);
-}
 
-PyObject* run(Link* link, PyObject* arguments) {
-    PyObject* steps;
-    long depth;
-    if (!PyArg_ParseTuple(arguments, "O!l", &PyList_Type, &steps, &depth)) return nullptr;
-    std::vector<Move> moves(PyList_GET_SIZE(steps));
-    for (size_t i = 0; i < moves.size(); i++)
-        if (!read_step(link, PyList_GET_ITEM(steps, i), moves[i])) return nullptr;
-    return outside(link, [&] {
-        moves.size() == 1 && link->is_swap(moves[0]) ? link->swap(moves[0]) : link->carry_out(moves, depth);
-    });
-}
+    void run(const py::list& steps, long depth) {
+        std::vector<Move> moves;
+        for (py::handle step : steps) moves.push_back(read_step(step));
+        py::gil_scoped_release_simple others;
+        moves.size() == 1 && is_swap(moves[0]) ? swap(moves[0]) : carry_out(moves, depth);
+    }
 
-// Show a part, and add up what of it lies between `start` and `stop`.
-PyObject* show(Link* link, PyObject* arguments) {
-    PyObject* tensor;
-    Vector part;
-    long number, start, stop, divisor;
-    if (!PyArg_ParseTuple(arguments, "Ollll", &tensor, &number, &start, &stop, &divisor)) return nullptr;
-    if (!read(link, tensor, part) || (start < stop && !is_known(part))) return nullptr;
-    return outside(link, [&] {
-        link->show(part.data, part.n_bytes, number);
+    // Show a part, and add up what of it lies between `start` and `stop`.
+    void show_and_add(py::handle tensor, long number, long start, long stop, long divisor) {
+        Vector part = read(tensor.ptr());
+        if (start < stop) check_type(part);
+        py::gil_scoped_release_simple others;
+        show(part.data, part.n_bytes, number);
         if (start < stop)
-            link->add_boards(part.data, start * SIZE[part.type], stop * SIZE[part.type], number, part.type, divisor);
-    });
-}
+            add_boards(part.data, start * SIZE[part.type], stop * SIZE[part.type], number, part.type, divisor);
+    }
 
-std::vector<char*> addresses(PyObject* tuple) {
-    std::vector<char*> found;
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tuple); i++)
-        found.push_back(static_cast<char*>(PyLong_AsVoidPtr(PyTuple_GET_ITEM(tuple, i))));
-    return found;
-}
-
-// Memory of all ranks that messages may lie in from now on; no bytes: no more.
-PyObject* map(Link* link, PyObject* arguments) {
-    long number, n_bytes;
-    PyObject* tuple;
-    if (!PyArg_ParseTuple(arguments, "lO!l", &number, &PyTuple_Type, &tuple, &n_bytes)) return nullptr;
-    link->allocations[number] = {addresses(tuple), n_bytes};
-    if (!n_bytes) link->allocations.erase(number);
-    return PyErr_Occurred() ? nullptr : Py_NewRef(Py_None);
-}
-
-PyObject* make(PyTypeObject* type, PyObject* arguments, PyObject*) {
-    PyObject* tuple;
-    auto link = static_cast<Link*>(type->tp_alloc(type, 0));
-    if (!link) return nullptr;
-    State* of = new (static_cast<State*>(link)) State();
-    bool is_right = PyArg_ParseTuple(
-        arguments, "lO!p(lllll)(llll)O!O!", &of->rank, &PyTuple_Type, &tuple, &of->spin, &of->notes_at, &of->swaps_at,
-        &of->most_swapped, &of->boards_at, &of->most_shown, &of->notes, &of->slots, &of->slot_bytes, &of->by_reference,
-        &PyTuple_Type, &of->functions, &PyTuple_Type, &of->types);
-    Py_XINCREF(of->functions), Py_XINCREF(of->types);
-    if (is_right) of->mailboxes = addresses(tuple);
-    of->p = of->mailboxes.size();
-    for (auto counts : {&of->sent, &of->taken, &of->received, &of->turns}) counts->resize(of->p);
-    of->in_slot.resize(is_right ? of->slots : 0);
-    if (PyErr_Occurred()) Py_CLEAR(link);
-    return link;
-}
-
-void drop(Link* link) {
-    PyTypeObject* type = Py_TYPE(link);
-    Py_XDECREF(link->functions), Py_XDECREF(link->types);
-    link->~State();
-    type->tp_free(link);
-    Py_DECREF(type);
-}
-
-#define METHOD(function, flags) {#function, reinterpret_cast<PyCFunction>(function), flags, ""}
-PyMethodDef METHODS[] = {METHOD(run, METH_VARARGS), METHOD(show, METH_VARARGS), METHOD(map, METH_VARARGS), {}};
-PyType_Slot SLOTS[] = {{Py_tp_new, reinterpret_cast<void*>(make)}, {Py_tp_dealloc, reinterpret_cast<void*>(drop)},
-                       {Py_tp_methods, METHODS}, {}};
-PyType_Spec LINK = {"core.Link", sizeof(Link), 0, Py_TPFLAGS_DEFAULT, SLOTS};
-PyModuleDef MODULE = {PyModuleDef_HEAD_INIT, "core", "", -1, nullptr, nullptr, nullptr, nullptr, nullptr};
+    // Memory of all ranks that messages may lie in from now on; no bytes: no more.
+    void map(long number, const py::tuple& of_ranks, long n_bytes) {
+        allocations[number] = {pointers(of_ranks), n_bytes};
+        if (!n_bytes) allocations.erase(number);
+    }
+};
 
 }  // namespace
 
-PyMODINIT_FUNC PyInit_core() {
-    DATA_PTR = PyUnicode_InternFromString("data_ptr");
-    NBYTES = PyUnicode_InternFromString("nbytes");
-    DTYPE = PyUnicode_InternFromString("dtype");
-    IS_CONTIGUOUS = PyUnicode_InternFromString("is_contiguous");
-    PyObject *module = PyModule_Create(&MODULE), *link = PyType_FromSpec(&LINK);
-    return module && link && PyModule_AddObject(module, "Link", link) == 0 ? module : nullptr;
+PYBIND11_MODULE(core, module) {
+    py::class_<Link>(module, "Link", py::module_local())
+        .def(py::init<long, long, long, long, long, long, long, long, long, long, bool, py::tuple, py::tuple,
+                      py::tuple>())
+        .def("run", &Link::run)
+        .def("show", &Link::show_and_add)
+        .def("map", &Link::map);
 }

@@ -83,10 +83,10 @@ class SharedTransport:
         try:
             self._link = build.load(timeout_s / 4).Link(
                 self.rank,
-                tuple(map(_address, mailboxes)),
+                *(notes_at, swaps_at, longest_swap(p), boards_at, boards.MOST_BYTES),
+                *(NOTES, SLOTS, SLOT_BYTES, REFERENCE_BYTES),
                 spin,
-                (notes_at, swaps_at, longest_swap(p), boards_at, boards.MOST_BYTES),
-                (NOTES, SLOTS, SLOT_BYTES, REFERENCE_BYTES),
+                tuple(map(_address, mailboxes)),
                 (wait, self._boards.wait, refuse_length, refuse_kind),
                 ADDED_TYPES,
             )
