@@ -245,3 +245,18 @@ def test_each_rank_left_out_of_an_all_reduce_is_seen_and_gets_no_time():
     for found in run_ranks(_without_each_rank, point, world_size=point.world_size):
         assert len(found) == point.world_size
         assert all(gate.startswith("wrong: rank ") for gates in found for gate in gates)
+
+
+def test_products_end_where_the_next_would_take_longer_than_there_is_time_for(monkeypatch):
+    """As those in 16 bits do on a CPU without instructions for them."""
+    monkeypatch.setattr(
+        worker, "time_interleaved", lambda calls, **_: {"": [1.0 if calls[""].args[0].shape[0] > 16 else 0.0]}
+    )
+    point = worker.LimitPoint(sweep="products", dtype="bfloat16", sizes=(16, 32, 64, 128), repeats=2, rounds_s=3.0)
+    rows = list(worker.measure_point(point))
+    timed = {row["shape"]: row["flops"] for row in rows if "seconds" in row}
+    assert timed == {"square 16": 2 * 16**3, "square 32": 2 * 32**3, "tall": 2 * 32**3, "batched": 2 * 32**3}
+    assert {row["shape"] for row in rows if "not_measured" in row} == {"square 64", "square 128"}
+    there = pd.DataFrame([row | {"sweep": "products", "dtype": "bfloat16", "device": "cpu"} for row in rows])
+    caveat = _findings(pd.concat([_frame(), there], ignore_index=True))["products"].caveat
+    assert "square 64 in bfloat16" in caveat

@@ -35,7 +35,9 @@ def products(frame: pd.DataFrame) -> Finding | None:
     why = f"Of the best square product's rate, {join_words(told)}." if told else None
     columns = ["device", "dtype", "kind", "dimensions", "seconds", "low", "high", "flops_per_s", "of_best_percent"]
     shown = tables.products(frame)[columns]
-    return Finding("measured", headline, shown, troubles(select(frame, ["shape"], sweep="products"), "shape"), why)
+    asked = select(frame, ["shape", "dtype"], sweep="products")
+    caveat = troubles(asked.assign(shape=asked["shape"] + " in " + asked["dtype"]), "shape")
+    return Finding("measured", headline, shown, caveat, why)
 
 
 @QUESTIONS.ask("memory", "What limits an elementwise operator?")

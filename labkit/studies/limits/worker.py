@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -11,14 +12,17 @@ from torch.nn import functional
 
 from labkit.bench.clock import time_interleaved
 from labkit.bench.exact_sums import first_wrong
+from labkit.bench.gate import worst_of_ranks
 from labkit.bench.rates import Work, matrix_product
 from labkit.costs.transformer import TransformerShape, n_parameters
 from labkit.lab.point import TimedPoint
+from labkit.lab.units import format_seconds
 from labkit.nn.transformer import shape_named
 from labkit.parallel.ranks.device import use_device
 from labkit.studies.limits.exchange import CALLS, exchange
 from labkit.studies.shared.alternatives import Failed, attempt, time_those_that_run
 
+FEWEST_ROUNDS = 3  # that a product should leave time for
 SAMPLE_S = 1e-3  # calls of something short follow one another until a sample takes about this long
 MOST_CALLS = 200
 LONGEST_TRANSFER = 2**28  # bytes: long enough for a bus, and few enough to be pinned
@@ -77,14 +81,34 @@ def _in_a_row(run: Callable[[], Any], number: int) -> None:
 
 def _products(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
     """Square products of each size; and as many FLOPs as the largest takes, tall and in a batch."""
-    dtype, largest = getattr(torch, point.dtype), max(point.sizes)
+    dtype = getattr(torch, point.dtype)
+    sizes, longest_s = _sizes_in_time(point, device, dtype)
+    largest = max(sizes)
     part = largest // ATTENTION_BATCH
-    shapes = {f"square {size}": (1, size, size, size) for size in point.sizes}
+    shapes = {f"square {size}": (1, size, size, size) for size in sizes}
     shapes |= {"tall": (1, 16 * largest, largest // 4, largest // 4), "batched": (ATTENTION_BATCH**3, part, part, part)}
     calls = {name: matrix_product(device, dtype, *sides, batch=b) for name, (b, *sides) in shapes.items()}
     for row in _timed(point, calls, "shape", **_together(point)):
         b, m, k, n = shapes[row["shape"]]
         yield row | {"size": m if row["shape"].startswith("square") else None, "dimensions": f"{b} x {m} x {k} x {n}"}
+    for size in point.sizes:
+        if size not in sizes:
+            yield {"shape": f"square {size}", "not_measured": f"one would take longer than {format_seconds(longest_s)}"}
+
+
+def _sizes_in_time(point: LimitPoint, device: str, dtype: torch.dtype) -> tuple[list[int], float]:
+    """The sizes of square products that the rounds have time for, and the seconds that one may take.
+
+    A CPU without instructions for 16-bit numbers multiplies them a hundred times slower than float32: 2048 rows take
+    20 s. Each size tells how long the next takes; the slowest rank's decides.
+    """
+    longest_s, sizes = point.rounds["rounds_s"] / FEWEST_ROUNDS, sorted(point.sizes)
+    for place, (size, following) in enumerate(pairwise(sizes), 1):
+        call = matrix_product(device, dtype, size, size, size).run
+        (seconds,) = time_interleaved({"": call}, warmup=0, repeats=1, device=device)[""]
+        if (worst_of_ranks(seconds) if point.world_size > 1 else seconds) * (following / size) ** 3 > longest_s:
+            return sizes[:place], longest_s
+    return sizes, longest_s
 
 
 def _memory(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
