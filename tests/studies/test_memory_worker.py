@@ -22,6 +22,7 @@ from labkit.studies.memory import tables, worker
 from labkit.studies.memory.counting import PARTS, count_phases
 from labkit.studies.memory.study import STUDY, needed_bytes, segment_lengths
 from labkit.studies.memory.worker import MemoryPoint, measure_point, predicted
+from tests.rehearsal.machines import MACHINES
 from tests.studies.answering import answers_of
 
 MIB, GIB = 2**20, 2**30
@@ -80,6 +81,15 @@ def test_a_model_of_gigabytes_is_counted_with_little_memory():
     assert row["peak_bytes"] > 100 * GIB
     assert row["host_bytes"] is None or row["host_bytes"] < 4 * GIB
     assert row["count_s"] > 0
+
+
+@pytest.mark.parametrize(("machine", "in_16_bits"), [("driver too old", {"nano"}), ("one H100", {"nano", "mini"})])
+def test_on_a_cpu_16_bits_are_measured_of_the_first_size_alone(machine, in_16_bits):
+    """One without instructions for them would take minutes for the second."""
+    machine = MACHINES[machine]
+    points = [point for point in STUDY.points(STUDY.profiles["quick"], machine) if point.kind == "measured"]
+    assert {point.size for point in points if point.precision == "float32"} == {"nano", "mini"}
+    assert {point.size for point in points if point.precision == "bfloat16"} == in_16_bits
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])

@@ -43,6 +43,7 @@ class MemoryConfig(TimedConfig):
     """Counted at `fitted_context` to see which fit into this machine."""
     fitted_context: Context = 128
     precisions: Annotated[list[Precision], Field(min_length=1)] = ["float32", "bfloat16"]
+    """On a CPU, which may have no instructions for 16-bit numbers, these are measured of the first size only."""
     phases: Annotated[list[Phase], Field(min_length=1)] = list(PHASES)
     checkpoint_size: Size
     """Measured and timed with each segment length of checkpointing that divides its layers."""
@@ -206,8 +207,11 @@ def _blocks(config: MemoryConfig, machine: Machine) -> Iterator[MemoryPoint]:
 
 
 def _measured(config: MemoryConfig, machine: Machine) -> Iterator[MemoryPoint]:
+    device = machine.device(config.device)
     for size in config.sizes:
         for precision in config.precisions:
+            if device == "cpu" and precision != "float32" and size != config.sizes[0]:
+                continue  # minutes, where there are no instructions for it
             for phase in config.phases:
                 for context in _contexts(size, config.contexts):
                     yield _point(config, machine, "measured", size, context, precision, phases=(phase,), repeats=2)
