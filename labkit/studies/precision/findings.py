@@ -158,11 +158,16 @@ def _with_size(steps: pd.DataFrame) -> str | None:
     if large["high"] < small["low"]:
         trend = "The gain grows with the model" if large["high"] < 1 else "The loss shrinks with the model"
     elif large["low"] > small["high"]:
-        trend = "Larger models gain less"
-    takes = f"forward and backward take {format_share(small['ratio'])} of {FULL}'s time for {small['model']}"
+        trend = "Larger models gain less" if small["low"] < 1 else "The loss grows with the model"
+    takes = f"forward and backward take {_times(small['ratio'])} {FULL}'s time for {small['model']}"
     alone = large["predicted_ratio"]
-    rest = f"; its operators should take {format_share(alone)}" if alone == alone else ""
-    return f"{trend}: {takes}, {format_share(large['ratio'])} for {large['model']}{rest}."
+    rest = f"; its operators should take {_times(alone)} it" if alone == alone else ""
+    return f"{trend}: {takes}, {_times(large['ratio'])} it for {large['model']}{rest}."
+
+
+def _times(ratio: float) -> str:
+    """ "94 % of", "15 times"."""
+    return f"{ratio:.0f} times" if ratio >= 2 else f"{format_share(ratio)} of"
 
 
 @QUESTIONS.ask("published_trends", "Do the published results hold on this machine?")
