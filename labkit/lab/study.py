@@ -100,5 +100,5 @@ class Study(ABC):
         return None
 
     def series(self, point: Any) -> tuple[Hashable, float] | None:
-        """(series, size): once a point of a series runs out of memory, its larger ones are skipped."""
+        """(series, size): once a point of it runs out of memory, or takes far too long, larger ones are skipped."""
         return None

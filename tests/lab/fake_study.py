@@ -18,6 +18,7 @@ from labkit.parallel.ranks import whose_turn
 class FakePoint(Point):
     action: str
     size: int = 1
+    rounds_s: float | None = None
 
 
 def measure_point(point):
@@ -74,6 +75,7 @@ class FakeStudy(Study):
                 size=size,
                 timeout_s=20,
                 fresh_ranks=action == "fresh",
+                rounds_s=0.01 if action == "slow" else None,
             )
             for size, action in enumerate(config.actions, start=1)
         ]

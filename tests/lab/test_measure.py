@@ -60,6 +60,12 @@ def test_larger_points_are_skipped_once_memory_ran_out(tmp_path):
     assert "no room for 2" in run.coverage()["reason"].tolist()[1]
 
 
+def test_larger_points_of_a_series_are_skipped_after_one_that_took_many_times_what_its_rounds_should(tmp_path):
+    run = _measure(tmp_path, "fine", "slow", "fine", "fine")
+    assert run.coverage()["status"].tolist() == ["ok", "ok", "skipped", "skipped"]
+    assert "took" in run.coverage()["reason"].tolist()[2]
+
+
 def test_one_rank_without_a_process_group(tmp_path):
     assert _measure(tmp_path, "fine", world_size=1).coverage()["status"].tolist() == ["ok"]
 

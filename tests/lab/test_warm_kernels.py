@@ -1,5 +1,6 @@
 """Kernels that are forked from one process: each is its own, and nothing outlives the command."""
 
+import asyncio
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ from contextlib import suppress
 import psutil
 import pytest
 
+from labkit.lab.commands.execute import EncryptedKernelManager, _KernelManager
 from tests.commands import carry_out
 
 MARK = "LABKIT_TEST_MARK"
@@ -109,3 +111,17 @@ def _await(condition, deadline_s=60.0):
     while not condition():
         assert time.monotonic() < end, "waited in vain"
         time.sleep(0.02)
+
+
+def test_a_kernel_whose_cells_all_ran_is_not_interrupted_before_it_ends(monkeypatch):
+    """It would say so in the terminal, if it is still at its last message."""
+    interrupted = []
+
+    async def interrupt(manager):
+        interrupted.append(manager.has_finished)
+
+    monkeypatch.setattr(EncryptedKernelManager, "_async_interrupt_kernel", interrupt)
+    manager = _KernelManager()
+    for manager.has_finished in (False, True):
+        asyncio.run(manager._async_interrupt_kernel())
+    assert interrupted == [False]

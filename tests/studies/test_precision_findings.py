@@ -176,7 +176,12 @@ def test_a_textbook_machine_gains_with_size():
         ((3, 3, 3), "no", "No clear trend with size", "is not shown here"),
         ((0.3, 0.6, 0.9), "yes", "Larger models gain less", "is contradicted here"),
         ((4, 3, 2), "no", "The loss shrinks with the model", "is not shown here"),
-        ((15, 18, 22), "no", "The loss grows with the model: forward and backward take 15 times", "is contradicted here"),
+        (
+            (15, 18, 22),
+            "no",
+            "The loss grows with the model: forward and backward take 15 times",
+            "is contradicted here",
+        ),
     ],
 )
 def test_a_machine_that_contradicts_is_not_talked_round(gains, verdict, trend, outcome):

@@ -56,6 +56,13 @@ class _KernelManager(EncryptedKernelManager):
     """Has its kernel forked from a process with all imports, where there is one."""
 
     warm: WarmKernels | None = None
+    has_finished = False
+    """Whether all cells ran: jupyter interrupts every kernel that is to end, and one still busy with its last message
+    would say so in the terminal."""
+
+    async def _async_interrupt_kernel(self) -> None:
+        if not self.has_finished:
+            await super()._async_interrupt_kernel()
 
     async def _async_launch_kernel(self, kernel_cmd: list[str], **options: Any) -> None:
         if self.warm is not None:
@@ -91,6 +98,7 @@ class _Client(PapermillNotebookClient):
     def papermill_execute_cells(self) -> None:
         with _handing_on_interrupts(self.km.provisioner.pid):
             super().papermill_execute_cells()
+        self.km.has_finished = True
 
     def process_message(self, message: dict[str, Any], *arguments: Any, **options: Any) -> Any:
         record = message["content"].get("data", {}).get(PROGRESS_MIME)

@@ -1,5 +1,6 @@
 """The points of a run, one after the other on their ranks: every row into the run as it comes, and how each ended."""
 
+import math
 import shutil
 from collections.abc import Callable, Generator
 from contextlib import closing
@@ -14,11 +15,18 @@ from labkit.lab.runs.heard import heard, split
 from labkit.lab.runs.progress import Tally
 from labkit.lab.runs.writer import RunWriter
 from labkit.lab.study import Study
+from labkit.lab.units import format_seconds
 from labkit.machine import describe_machine
 from labkit.machine.load import Load, LoadMeter
 from labkit.parallel.launch import Again, PointEnd, RankFailure, Row, launch
 from labkit.parallel.ranks.capacity import why_too_many
 from labkit.parallel.ranks.joined import broadcast_from_first_rank, is_joined
+
+TOO_LONG = 10
+"""Times what its rounds should take: a point whose fewest rounds take longer is the largest of its series, as on a CPU
+without instructions for 16-bit numbers."""
+Exhausted = dict[Any, tuple[float, str]]
+"""By series: the size from which on points are skipped, and why."""
 
 
 def measure_points(
@@ -30,7 +38,7 @@ def measure_points(
     own: Own,
 ) -> None:
     """Measure these points, those of the same ranks by one launch; what this machine cannot hold is skipped."""
-    exhausted: dict[Any, float] = {}  # series -> the size at which it ran out of memory
+    exhausted: Exhausted = {}
     for same_ranks in by_ranks(points):
         while same_ranks:
             same_ranks, skipped = _skip(study, same_ranks, exhausted)
@@ -51,13 +59,13 @@ def _measure_group(
     study: Study,
     points: list[Point],
     writer: RunWriter,
-    exhausted: dict[Any, float],
+    exhausted: Exhausted,
     on_output: Callable[[str], None] | None,
     tally: Tally,
     own: Own,
 ) -> int:
-    """Measure points of one group of ranks, until all ended or one ran out of memory; returns how many."""
-    ended, meter = 0, LoadMeter(knows_own=not is_joined())
+    """Measure points of one group of ranks, until all ended or the rest is too large; returns how many."""
+    ended, timed_s, meter = 0, 0.0, LoadMeter(knows_own=not is_joined())
     beats: dict[int, list[Beat]] = {}
     # closing: an interrupt must end the ranks now, not when a traceback lets go of the generator
     with closing(_launch(study, points, on_output, own, _checkpoints(writer))) as events:
@@ -69,6 +77,8 @@ def _measure_group(
                     beats[event.rank] = noted
                     continue
                 writer.add_row(point, event.rank, values, call)
+                if event.rank == 0 and isinstance(values.get("seconds"), list):
+                    timed_s += sum(values["seconds"])
                 if event.rank == 0 and (text := study.progress(point, values)):
                     tally.tell(f"{point.title()}: {text}")
                 continue
@@ -76,6 +86,7 @@ def _measure_group(
                 writer.measure_again(point, event.alternative, event.reason, _details(event.failure))
                 tally.tell(f"{point.title()}: again, without {event.alternative} ({event.reason})")
                 beats.clear()
+                timed_s = 0.0
                 continue
             _record_end(writer, point, event, meter.load(), [beats[rank] for rank in sorted(beats)])
             beats.clear()
@@ -84,8 +95,10 @@ def _measure_group(
             tally.ended(point.id)
             if ended < len(points):
                 tally.tell(points[ended].title())
-            if event.status == "oom" and (series := study.series(point)) is not None:
-                exhausted[series[0]] = series[1]
+            reason, is_larger = _why_no_larger(point, event, timed_s)
+            timed_s = 0.0
+            if reason and (series := study.series(point)) is not None:
+                exhausted[series[0]] = math.nextafter(series[1], math.inf) if is_larger else series[1], reason
                 if not is_joined():  # the ranks of a torchrun job all go on to the next point
                     break
     return ended
@@ -134,9 +147,7 @@ def _details(failure: RankFailure | None) -> str:
     return "\n".join(part.strip() for part in parts if part.strip())
 
 
-def _skip(
-    study: Study, points: list[Point], exhausted: dict[Any, float]
-) -> tuple[list[Point], list[tuple[Point, str]]]:
+def _skip(study: Study, points: list[Point], exhausted: Exhausted) -> tuple[list[Point], list[tuple[Point, str]]]:
     """Split points into those to measure and those this machine cannot, with the reason."""
     machine = describe_machine()
     remaining, skipped = [], []
@@ -153,11 +164,21 @@ def _skip(
     return remaining, skipped
 
 
-def _exhausted_reason(study: Study, point: Point, exhausted: dict[Any, float]) -> str | None:
-    series = study.series(point)
-    if series is None or series[0] not in exhausted or series[1] < exhausted[series[0]]:
-        return None
-    return "a smaller point of this series ran out of memory"
+def _why_no_larger(point: Point, end: PointEnd, timed_s: float) -> tuple[str, bool]:
+    """Why larger points of a series need not be tried, "" if they may; and whether another of this size may."""
+    if end.status == "oom":
+        return "a smaller point of this series ran out of memory", False
+    rounds_s = getattr(point, "rounds_s", None)
+    if rounds_s is not None and timed_s > TOO_LONG * rounds_s:
+        return f"a smaller point of this series took {format_seconds(timed_s)}", True
+    return "", False
+
+
+def _exhausted_reason(study: Study, point: Point, exhausted: Exhausted) -> str | None:
+    size, reason = math.inf, None
+    if (series := study.series(point)) is not None:
+        size, reason = exhausted.get(series[0], (math.inf, None))
+    return reason if series is not None and series[1] >= size else None
 
 
 def take_part(study: Study, points: list[Point], own: Own) -> None:
