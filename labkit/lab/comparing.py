@@ -92,10 +92,10 @@ def contest(
         for effect in effects(rows, names(str(name)), baseline, quantity)
     ]
     place, winner, lost = None, "", worse
-    if better.empty:
+    if better.empty and table[alternative].nunique() > 1:
         verdict, headline = _nothing_better(table, worse, alternative, baseline, names, quantity)
-    else:
-        best = winner_of(table, alternative)
+    else:  # or the only one
+        best = table[alternative].iloc[0] if better.empty else winner_of(table, alternative)
         rows, winner = table[table[alternative] == best], names(best)
         won, lost = rows[rows["verdict"] == "faster"], rows[rows["verdict"] == "slower"]
         verdict, headline, place = _told(rows, won, lost, _Told(winner, baseline, quantity, False), axis)
@@ -166,10 +166,13 @@ class _Told:
 
     def clause(self, rows: pd.DataFrame, *, briefly: bool = False) -> str:
         """ "the ring takes 15 to 23 % less time than torch"; `briefly` with one number, "up to 23 % less time"."""
+        return f"{self.subject} {self.amount(rows, briefly=briefly)} {self.baseline}{self.quantity.part}"
+
+    def amount(self, rows: pd.DataFrame, *, briefly: bool = False) -> str:
+        """ "takes 15 to 23 % less time than"."""
         words, amount = self._words(rows, briefly)
         verb, _, rest = words.format(n=amount).partition(" ")
-        verb = verb if self.plural else {"are": "is"}.get(verb, f"{verb}s")
-        return f"{self.subject} {verb} {rest} {self.baseline}"
+        return f"{verb if self.plural else {'are': 'is'}.get(verb, f'{verb}s')} {rest}"
 
     def _words(self, rows: pd.DataFrame, briefly: bool) -> tuple[str, str]:
         quoted = rows[rows["high"] <= UNEVEN * rows["low"]]["ratio"]
@@ -193,12 +196,12 @@ class _Told:
         return words, f"up to {high}{unit}" if briefly else f"{low} to {high}{unit}"
 
     def _at_least(self, rows: pd.DataFrame, is_less: bool) -> tuple[str, str]:
-        """Of ratios too uneven to quote: the end of the interval that is nearer to 1, rounded towards it."""
-        nearer = float((1 / rows["high"] if is_less else rows["low"]).median())
-        least = "at least" if len(rows) == 1 else "typically at least"
+        """Of ratios too uneven to quote: the end of an interval that is nearest to 1, rounded towards it."""
+        nearer, least = float((1 / rows["high"] if is_less else rows["low"]).min()), "at least"
         if nearer >= TWOFOLD:
             words = self.quantity.times_less if is_less else self.quantity.times_more
-            return words, f"{least} {_factor(np.floor(10 * nearer) / 10)} times"
+            digits = 1 if nearer >= 10 else 10  # a tenth, where `_factor` tells it
+            return words, f"{least} {_factor(np.floor(digits * nearer) / digits)} times"
         words, share = (self.quantity.less, 1 - 1 / nearer) if is_less else (self.quantity.more, nearer - 1)
         percent = int(100 * share)
         return words, f"{least} {percent} %" if percent >= 100 * LEAST_RELEVANT_DIFFERENCE else "clearly"
@@ -210,7 +213,7 @@ def _told(
     """Verdict, headline, and where the subject is better if that part of the settings has a name."""
     subject, baseline, quantity = told.subject, told.baseline, told.quantity
     if better.empty and worse.empty:
-        return *_no_difference(table, f"{subject} and {baseline}", len(table)), None
+        return *_no_difference(table, quantity, f"{subject} and {baseline}", len(table)), None
     verb = "are" if told.plural else "is"
     of_one = ", in the one setting measured" if axis and len(table) == 1 else ""
     if better.empty:
@@ -235,17 +238,17 @@ def _told(
     if place is None and (reach := reach_of(table, better, axis)):
         place, rows = reach
         return "it depends", f"It depends: {place} {told.clause(rows, briefly=True)}, elsewhere not always.", place
-    gain, loss = told.clause(better, briefly=True), told.clause(worse, briefly=True)
-    loss = loss.removeprefix(f"{subject} ").removesuffix(f" {baseline}").removesuffix(" than").removesuffix(" as")
+    gain, loss = told.clause(better, briefly=True), told.amount(worse, briefly=True)
+    loss = loss.removesuffix(" than").removesuffix(" as")
     return "it depends", f"It depends: {gain} in some settings, and {loss} in others.", place
 
 
-def _no_difference(table: pd.DataFrame, between: str, settings: int = 1) -> tuple[Verdict, str]:
+def _no_difference(table: pd.DataFrame, quantity: Quantity, between: str, settings: int = 1) -> tuple[Verdict, str]:
     if table["p"].isna().all():
         return "undecided", f"Too few repeats to tell {between} apart."
     settings = min(settings, int(table["p"].notna().sum()))
     where = f" in any of {settings} settings" if settings > 1 else ""
-    return "no clear difference", f"No clear difference between {between}{where}."
+    return "no clear difference", f"No clear difference in {quantity.name} between {between}{where}."
 
 
 def _nothing_better(
@@ -256,16 +259,11 @@ def _nothing_better(
     names: Callable[[str], str],
     quantity: Quantity,
 ) -> tuple[Verdict, str]:
-    """Of a contest that the baseline does not lose."""
-    others = [names(str(name)) for name in table[alternative].unique()]
+    """Of a contest among several that the baseline does not lose."""
     if worse.empty:
-        if len(others) > 1:
-            return _no_difference(table, f"{baseline} and any of {len(others)} alternatives")
-        return _no_difference(table, f"{baseline} and {others[0]}", len(table))
+        return _no_difference(table, quantity, f"{baseline} and any of {table[alternative].nunique()} alternatives")
     slowest = worse.loc[worse["ratio"].idxmax()]
     clause = _Told(names(str(slowest[alternative])), baseline, quantity, False).clause(worse.loc[[slowest.name]])
-    if len(others) == 1:
-        return "no", f"No: {clause}."
     return "no", f"No: none is measurably {quantity.better} than {baseline}; at worst {clause}."
 
 

@@ -23,9 +23,9 @@ from labkit.lab.made_once import unchanged_frames
 from labkit.lab.units import join_words
 
 Verdict = Literal[
-    "yes", "no", "it depends", "measured", "predicted", "no clear difference", "undecided", "not measured"
+    "yes", "no", "it depends", "measured", "counted", "predicted", "no clear difference", "undecided", "not measured"
 ]
-"""Of a question with a yes or no; "measured" for one that asks for a number, "predicted" if the number is computed.
+"""Of a question with a yes or no; "measured", "counted" or "predicted" for one that asks for a number.
 
 "undecided" if no interval tells.
 """

@@ -4,12 +4,15 @@ from dataclasses import dataclass, replace
 
 import pandas as pd
 
+from labkit.bench.intervals import adjusted
+
 
 @dataclass(frozen=True)
 class Quantity:
     """How to say less and more of what ratios are of, a fraction of it and several times it; and the adjectives.
 
-    `marks`: what stands in a table's row for less and for more; the adjectives if None.
+    `marks`: what stands in a table's row for less and for more; the adjectives if None. `part`: of what it is, if that
+    is to be told behind the comparison.
     """
 
     name: str
@@ -20,11 +23,13 @@ class Quantity:
     better: str
     worse: str
     marks: tuple[str, str] | None = None
+    part: str = ""
 
     def marked(self, table: pd.DataFrame) -> pd.DataFrame:
-        """A judged table with `verdict` in this quantity's words."""
+        """A judged table as it is shown: `verdict` in this quantity's words, and the `p` that it rests on, adjusted."""
         less, more = self.marks or (self.better, self.worse)
-        return table.assign(verdict=table["verdict"].replace({"faster": less, "slower": more}))
+        verdict = table["verdict"].replace({"faster": less, "slower": more})
+        return table.assign(p=adjusted(table["p"].to_numpy(dtype=float)), verdict=verdict)
 
 
 TIME = Quantity(
@@ -40,11 +45,4 @@ MEMORY = Quantity(
 
 def time_of_a_part(phrase: str) -> Quantity:
     """Time of a part of a step, which `phrase` tells: "for backward", "without the optimizer"."""
-    return replace(
-        TIME,
-        name=f"time {phrase}",
-        less=f"take {{n}} less time {phrase} than",
-        times_less=f"are {{n}} faster {phrase} than",
-        more=f"take {{n}} longer {phrase} than",
-        times_more=f"take {{n}} as long {phrase} as",
-    )
+    return replace(TIME, name=f"time {phrase}", part=f" ({phrase})")

@@ -46,7 +46,11 @@ def _sizes(*factors):
         ((0.25, 0.5), "yes", "Yes: the ring is 2 to 4 times faster than torch."),
         ((1.5, 1.5), "no", "No: the ring takes 50 % longer than torch."),
         ((3.0, 2.0), "no", "No: the ring takes 2 to 3 times as long as torch."),
-        ((1.0, 1.0), "no clear difference", "No clear difference between the ring and torch in any of 2 settings."),
+        (
+            (1.0, 1.0),
+            "no clear difference",
+            "No clear difference in time between the ring and torch in any of 2 settings.",
+        ),
         ((1.0, 0.7, 0.7), "yes", "Yes from 4 MiB on: the ring takes 30 % less time than torch."),
         ((0.7, 1.0, 1.0), "it depends", "Only at 1 MiB: the ring takes 30 % less time than torch."),
         ((1.0, 0.7, 1.0), "it depends", "Only at 4 MiB: the ring takes 30 % less time than torch."),
@@ -93,7 +97,7 @@ def test_of_what_is_too_uneven_no_ratio_is_told_but_the_least_that_its_interval_
     table = finding.table
     assert (table["high"] > 2 * table["low"]).all()
     (told,) = re.findall(r"at least ([\d.]+)", finding.headline)
-    least = (1 / table["high"] if factor < 1 else table["low"]).median()
+    least = (1 / table["high"] if factor < 1 else table["low"]).min()
     share = (least - 1) / least if factor < 1 else least - 1
     assert float(told) <= (100 * share if "%" in finding.headline else least)
     assert float(told) > 0.9 * (100 * share - 1 if "%" in finding.headline else least)

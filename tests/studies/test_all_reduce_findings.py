@@ -263,6 +263,13 @@ def test_shared_memory_is_recommended_where_it_is_faster_and_held_against_the_fl
     assert (slower.verdict, slower.advice) == ("no", "Keep torch's messages between ranks of one machine.")
 
 
+def test_each_transport_is_marked_by_its_own_ratios():
+    """Shared memory is what the question is of; the others stand beside it in the table."""
+    table = _findings(_frame(routes=ROUTES | {"messages": 1.0, "shared": 0.5, "registered": 2.0}))["transports"].table
+    marks = table.groupby("transport")["verdict"].agg(set)
+    assert marks[["messages", "shared", "registered"]].tolist() == [{"no difference shown"}, {"faster"}, {"slower"}]
+
+
 def test_transports_without_shared_memory_give_the_reason():
     frame = _frame(routes={"torch": 1.0, "messages": 0.9, "floor": 0.1})
     refused = {"sweep": "transports", "algorithm": "chosen", "transport": "shared", "world_size": 2, "n_bytes": 1000}

@@ -168,7 +168,7 @@ def test_the_share_is_of_the_calibrated_matmul():
     assert "no calibration" in _findings(_frame(), calibration=None)["matmul_share"].headline
     frame = _frame()
     halves = _findings(frame.assign(dtype=frame["dtype"].replace("bfloat16", "float16")))["matmul_share"]
-    assert "No share in float16, of which no product was calibrated." in halves.caveat
+    assert "No share in float16: its matmul rate was not calibrated." in halves.caveat
 
 
 def test_memory_is_compared_where_explicit_attention_needs_much():

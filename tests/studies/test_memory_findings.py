@@ -110,7 +110,7 @@ def test_counted_alone_answers_what_it_can():
     frame = _frame()
     findings = _findings(frame[(frame["table"] == "peak") & (frame["method"] == "counted")])
     assert findings["counted_against_measured"].verdict == "not measured"
-    assert findings["largest_model"].verdict == "measured"
+    assert findings["largest_model"].verdict == "counted"
     assert set(findings["peak_by_context"].table["method"]) == {"counted"}
 
 

@@ -153,7 +153,7 @@ def test_the_step_that_loses_digits_is_the_one_of_the_frame():
     assert (row["most_lost"], row["is_exact"]) == ("centered", True)
     assert row[["output_digits", "with_float32_digits"]].tolist() == pytest.approx([1.0, 2.408], abs=1e-3)
     late = {("bfloat16", 1000.0, "rsqrt"): 0.1, ("bfloat16", 1000.0, "output"): 0.1}
-    assert "in the step rsqrt in bfloat16 (2.4 to 1.0)" in _findings(_frame(_norm(late)))["layer_norm"].why
+    assert 'in the step "rsqrt" in bfloat16 (2.4 to 1.0)' in _findings(_frame(_norm(late)))["layer_norm"].why
     assert _findings(_frame(_norm()))["layer_norm"].advice is None, "float32 would gain nothing"
 
 

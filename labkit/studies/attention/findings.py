@@ -52,8 +52,8 @@ def time_growth(frame: pd.DataFrame) -> Finding | None:
     headline = "The time of explicit attention follows no power of the sequence length here."
     for row in widest.to_dict("records"):
         headline = (
-            f"From {row['from_sequence']} tokens on, every doubling of the sequence makes explicit attention take "
-            f"{row['times_per_doubling']:.1f} times as long."
+            f"From {row['from_sequence']} tokens on, doubling the sequence makes explicit attention take "
+            f"{row['times_per_doubling']:.1f} times as long on average."
         )
     return Finding("measured", headline, laws, why=_growth_with_width(frame))
 
@@ -64,9 +64,11 @@ def _growth_with_width(frame: pd.DataFrame) -> str | None:
     if ratios.empty:
         return None
     row = judged(ratios).sort_values(["head_dim", "sequence"]).iloc[-1]
-    wider = row["head_dim"] / frame.loc[frame["sweep"] == "grid", "head_dim"].min()
-    takes = f"takes {row['ratio']:.1f} times as long" if row["verdict"] == "slower" else "is not measurably slower"
-    return f"With a head dimension {wider:.0f} times as large it {takes} at {row['sequence']} tokens."
+    narrow = frame.loc[frame["sweep"] == "grid", "head_dim"].min()
+    takes = (
+        f"takes {row['ratio']:.1f} times as long as" if row["verdict"] == "slower" else "is not measurably slower than"
+    )
+    return f"At {row['sequence']} tokens, a head dimension of {row['head_dim']} {takes} one of {narrow}."
 
 
 @QUESTIONS.ask(
@@ -115,7 +117,8 @@ def _formula_held(frame: pd.DataFrame) -> str:
     if table.empty:
         return "That is by formula; no peak that is large enough to check it was measured."
     ratios = table["peak_bytes"] / table["predicted_peak_bytes"]
-    return f"That is by formula; {len(ratios)} measured peaks were {span(ratios)} times what it says."
+    measured = f"{len(ratios)} measured peaks, of {format_bytes(LEAST_BYTES)} and more, are"
+    return f"That is by formula; {measured} {span(ratios)} times what it says."
 
 
 @QUESTIONS.ask("tiling", "Does tiling save time and memory?", "attention")
@@ -128,9 +131,18 @@ def tiling(frame: pd.DataFrame) -> Finding | None:
         )
     ]
     time, memory = map(from_shortest, found)
-    if time is None or (memory is not None and time.verdict in ("no clear difference", "undecided")):
-        return at_the_cost_of(memory, time)
+    if time is None:
+        return memory
+    if memory is not None and time.verdict in ("no clear difference", "undecided"):
+        return at_the_cost_of(_of_memory_alone(memory), time)
     return at_the_cost_of(time, memory)
+
+
+def _of_memory_alone(memory: Finding) -> Finding:
+    """A saving of one of the two that are asked for is no plain "yes"."""
+    if memory.verdict != "yes":
+        return memory
+    return replace(memory, verdict="it depends", headline=f"In memory alone: {memory.headline.partition(': ')[2]}")
 
 
 def _tiled_against_explicit(frame: pd.DataFrame, ratios: pd.DataFrame, quantity: Quantity) -> Finding | None:

@@ -57,14 +57,13 @@ def warmup(frame: pd.DataFrame) -> Finding | None:
     settled = f"; after {counted(enough, 'warm-up step')} means no longer change" if enough else ""
     return compared(
         ratios,
-        "ten later steps",
-        "the first ten",
-        plural=True,
+        "the mean of ten later steps",
+        "that of the first ten",
         axis=("size",),
         choose=f"Leave the first {counted(enough, 'step') if enough > 1 else 'step'} of a process out of every mean",
         caveat=caveat,
-        why=f"The first step of the {model['size'].iloc[0]} model takes {format_seconds(times.iloc[0])}, a later one "
-        f"{format_seconds(times.iloc[1:].median())}{settled}.",
+        why=f"The first step of the {model['size'].iloc[0]} model alone takes {format_seconds(times.iloc[0])}, a later "
+        f"one {format_seconds(times.iloc[1:].median())}{settled}.",
     )
 
 
@@ -109,7 +108,11 @@ def compiling(frame: pd.DataFrame) -> Finding | None:
 def _besides(frame: pd.DataFrame) -> str:
     """What runs have in no compile time; in those that lack this column it is part of the first."""
     seconds = select(frame, ["compiler_s"], sweep="compile")["compiler_s"].dropna()
-    return f" Before, torch tried the C++ compiler for {format_seconds(seconds.max())}." if (seconds > 0).any() else ""
+    return (
+        f" Before that, torch took {format_seconds(seconds.max())} to try the C++ compiler."
+        if (seconds > 0).any()
+        else ""
+    )
 
 
 @QUESTIONS.ask("published_trends", "Do the published trends hold on this machine?")

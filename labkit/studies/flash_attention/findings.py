@@ -87,7 +87,7 @@ def matmul_share(frame: pd.DataFrame, calibration: Calibration | None) -> Findin
     done = name_of(best["implementation"])
     caveats = ["A share above 100 %: the machine was busier when it was calibrated."] * bool((table["low"] > 100).any())
     if uncalibrated := set(times(frame, "lengths")["dtype"]) - set(table["dtype"]):
-        caveats.append(f"No share in {join_words(sorted(uncalibrated))}, of which no product was calibrated.")
+        caveats.append(f"No share in {join_words(sorted(uncalibrated))}: its matmul rate was not calibrated.")
     return Finding(
         "measured",
         headline,
@@ -184,10 +184,10 @@ def _techniques(frame: pd.DataFrame) -> Finding | None:
     return contest(
         table,
         "technique",
-        "going without",
+        "doing without it",
         names=lambda name: TECHNIQUE_NAMES[name],
         axis=("sequence",),
-        why=f"Predicted to save at best: {join_words(saves)}." if saves else None,
+        why=f"Predicted to save at most: {join_words(saves)}." if saves else None,
     )
 
 

@@ -42,7 +42,8 @@ def peak_by_context(frame: pd.DataFrame) -> Finding | None:
     why = f"A context {context:.1f} times as long takes {memory:.1f} times the memory: the {states} of parameters, "
     return Finding(
         "measured",
-        f"{headline} with the shortest context and at {format_bytes(long['full_step_bytes'])} with the longest.",
+        f"{headline} ({short['method']}) with the shortest context and at {format_bytes(long['full_step_bytes'])} "
+        f"({long['method']}) with the longest.",
         table,
         why=" ".join([f"{why}gradients and AdamW's states do not depend on it.", *_own_peaks(frame)]),
     )
@@ -62,7 +63,7 @@ def where_it_goes(frame: pd.DataFrame) -> Finding | None:
         return None
     largest = parts.sort_values("share").groupby("place").tail(1).sort_values("place")
     *others, told = [_most_of(size, rows) for size, rows in largest.groupby("size", sort=False)]
-    return Finding("measured", told, tables.shares(frame), why=" ".join(others) or None)
+    return Finding("counted", told, tables.shares(frame), why=" ".join(others) or None)
 
 
 def _most_of(size: str, rows: pd.DataFrame) -> str:
@@ -85,8 +86,8 @@ def residual_stream(frame: pd.DataFrame) -> Finding | None:
     blocks = tables.blocks(frame)
     table = blocks[["size", "precision", "batch", "context_length", "residual_bytes", "predicted_residual_bytes"]]
     table = table.assign(measured_over_predicted=table["residual_bytes"] / table["predicted_residual_bytes"])
-    under = f"tensors under {join_words(sorted(table['precision']))}"
-    found = agreement(table, under, f"the {_first(table, 'predicted_residual_bytes')} of the formula", close=1)
+    streams = f"residual streams under {join_words(sorted(table['precision']))}"
+    found = agreement(table, streams, f"the formula's {_first(table, 'predicted_residual_bytes')}", close=1)
     kept = (blocks["saved_bytes"] / blocks["residual_bytes"]).max()
     return found and replace(found, why=f"One block keeps up to {kept:.0f} times as much for its backward pass.")
 
@@ -106,7 +107,7 @@ def largest_allocations(frame: pd.DataFrame) -> Finding | None:
     same = of_largest[of_largest["n_bytes"] == of_largest["n_bytes"].max()]
     makers = join_words(list(dict.fromkeys(same["operator"])))
     why = f"The largest single tensors hold {_first(same, 'n_bytes')} each, made by {makers}."
-    return Finding("measured", f"{text}{', allocated at ' if row['line'] else ''}{row['line']}.", table, why=why)
+    return Finding("counted", f"{text}{', allocated at ' if row['line'] else ''}{row['line']}.", table, why=why)
 
 
 @QUESTIONS.ask("saved_by_a_block", "Does one block keep for its backward pass what the formulas predict?")
@@ -173,7 +174,7 @@ def largest_model(frame: pd.DataFrame) -> Finding | None:
     fit, others = named[named["fits"]], named[~named["fits"]]
     memory, setting = _first(table, "machine_bytes"), named.iloc[0]
     caveat = (
-        f"Counted, not measured: batch {setting['batch']:.0f}, {setting['context_length']} tokens, float32, AdamW; "
+        f"Of batch {setting['batch']:.0f}, {setting['context_length']} tokens, float32, AdamW; "
         f"{format_share(1 - tables.FIT_SHARE)} of the memory is left for everything else."
     )
     told = [f"The next size, {others['size'].iloc[0]}, needs {_first(others, 'peak_bytes')}."] if len(others) else []
@@ -188,7 +189,7 @@ def largest_model(frame: pd.DataFrame) -> Finding | None:
         f"{best['size']} is the largest that fits: a full step needs {format_bytes(best['peak_bytes'])} of {memory}."
     )
     return Finding(
-        "measured", headline, table, caveat, why, f"Train models of up to the size {best['size']}.", significant=True
+        "counted", headline, table, caveat, why, f"Train models of up to the size {best['size']}.", significant=True
     )
 
 

@@ -103,7 +103,7 @@ def layer_norm(frame: pd.DataFrame) -> Finding | None:
     losses = here.dropna(subset="most_lost")
     worst = losses.loc[(losses["digits_before"] - losses["digits_after"]).groupby(losses["precision"]).idxmax()]
     lost = [
-        f"{row['most_lost']} in {row['precision']} ({row['digits_before']:.1f} to {row['digits_after']:.1f})"
+        f'"{row["most_lost"]}" in {row["precision"]} ({row["digits_before"]:.1f} to {row["digits_after"]:.1f})'
         for row in worst.to_dict("records")
     ]
     is_saved = bool((table["with_float32_digits"] > table["output_digits"]).any())
@@ -111,7 +111,7 @@ def layer_norm(frame: pd.DataFrame) -> Finding | None:
         "measured",
         f"I{headline[1:]}.",
         table,
-        why=f"Where nothing overflows, most digits go in the step {join_words(lost)}." if lost else None,
+        why=f"Where nothing overflows, most digits are lost in the step {join_words(lost)}." if lost else None,
         advice="Compute norms in float32." if is_saved else None,
         significant=is_saved,
     )
