@@ -14,6 +14,8 @@ import pandas as pd
 from labkit.lab.units import format_bytes, format_flops, format_number, format_rate, format_seconds
 
 Form = Callable[[float], str]
+INTERVAL = "interval"
+"""Of a table's `attrs`: what share its intervals are of, where that is not 95 %."""
 
 
 @dataclass(frozen=True)

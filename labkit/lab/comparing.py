@@ -127,15 +127,18 @@ def agreement(
         return None
     off = np.maximum(ratios, 1 / ratios).where(ratios > 0, np.inf)
     middle, worst = float(off.quantile(0.5, interpolation="lower")), float(off.max())
+    all_of_them = f"Yes: all {subject}" if len(ratios) > 1 else f"Yes, in the one setting measured: {subject}"
     if worst == 1:
-        return Finding("yes", f"Yes: all {subject} are exactly {prediction}.", table)
+        return Finding("yes", f"{all_of_them} are exactly {prediction}.", table)
     if worst <= close:
-        return Finding("yes", f"Yes: all {subject} are {_within(worst)} of {prediction}.", table)
+        return Finding("yes", f"{all_of_them} are {_within(worst)} of {prediction}.", table)
     if middle <= close:
         within = f"half of the {subject} are {_within(middle)} of {prediction}"
         return Finding("it depends", f"Partly: {within}, the worst is {_factor(worst)} times off.", table)
     side = " off" if ratios.min() < 1 < ratios.max() else "" if ratios.min() > 1 else " below"
     off_by = f"{_factor(middle)} times{side} {prediction}"
+    if _factor(middle) == _factor(worst):
+        return Finding("no", f"No: {subject} are {off_by}.", table)
     text = f"No: {subject} are typically {off_by}, at worst {_factor(worst)} times."
     return Finding("no", text, table)
 

@@ -8,6 +8,7 @@ import pandas as pd
 from IPython.core.formatters import DisplayFormatter
 
 from labkit.lab import figures
+from labkit.lab.columns import INTERVAL
 from labkit.lab.findings import Finding, Question
 from labkit.lab.pages import cards
 from labkit.lab.pages.provenance import provenance, provenance_rows
@@ -150,6 +151,13 @@ def test_beside_a_mean_the_heading_of_a_median_says_so():
     assert ">median</th>" in cards.table(table).data
     assert ">MFU (%)</th>" in cards.table(table).data
     assert ">time</th>" in cards.table(table.drop(columns="mean_s")).data
+
+
+def test_an_interval_says_of_what_share_it_is():
+    table = pd.DataFrame({"seconds": [0.1], "low": [0.09], "high": [0.2]})
+    assert ">95 % interval</th>" in cards.table(table).data
+    table.attrs[INTERVAL] = "90 %"
+    assert ">90 % interval</th>" in cards.table(table.assign(rank=1)).data
 
 
 def test_a_long_text_in_a_table_goes_on_in_a_second_line_and_a_path_does_not():

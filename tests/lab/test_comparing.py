@@ -248,6 +248,9 @@ def test_a_prediction_of_counts_has_to_be_nearer():
     assert verdict(1.0, 1.0).headline == "Yes: all peaks are exactly those counted."
     assert verdict(1.0, 1.001).headline == "Yes: all peaks are within 1 % of those counted."
     assert [verdict(1.0, 1.2).verdict, verdict(1.2, 1.2).verdict] == ["it depends", "no"]
+    assert verdict(1.02).headline == "Yes, in the one setting measured: peaks are within 2 % of those counted."
+    assert verdict(3.0, 3.0).headline == "No: peaks are 3 times those counted."
+    assert verdict(3.0, 4.0, 5.0).headline == "No: peaks are typically 4 times those counted, at worst 5 times."
 
 
 def test_a_gain_is_told_with_its_cost():

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from math import nan
 
 import numpy as np
 import pandas as pd
@@ -207,6 +208,22 @@ def test_a_machine_that_contradicts_the_model_is_not_talked_round():
     assert findings["alpha_beta"].verdict != "yes"
     assert "Of 4 predictions of where one algorithm overtakes another, 2 hold" in findings["alpha_beta"].why
     assert findings["ring_against_torch"].verdict == "it depends"
+
+
+@pytest.mark.parametrize(
+    ("predicted", "until", "start", "told"),
+    [
+        (500.0, 100.0, 1000.0, "holds"),
+        (50.0, 100.0, 1000.0, "does not hold"),
+        (None, 100.0, nan, "holds"),
+        (9000.0, 100.0, nan, "holds"),
+        (500.0, 100.0, nan, "open"),  # should have been seen among the sizes measured, and neither is shown ahead
+        (50.0, 100.0, nan, "does not hold"),
+        (500.0, nan, nan, "open"),
+    ],
+)
+def test_a_crossover_that_nothing_shows_is_open(predicted, until, start, told):
+    assert tables._crossover_holds(predicted, until, start, longest=5000.0) == told
 
 
 def test_algorithms_equal_to_torch_but_for_noise_show_no_difference():

@@ -13,7 +13,7 @@ from IPython.display import HTML
 from markupsafe import Markup
 
 from labkit.bench.statistics import FALSE_DISCOVERY_RATE, LEAST_RELEVANT_DIFFERENCE
-from labkit.lab.columns import column
+from labkit.lab.columns import INTERVAL, column
 from labkit.lab.figures import Plot
 from labkit.lab.figures.vector import drawing
 from labkit.lab.findings import Finding, Question
@@ -138,7 +138,8 @@ def not_measured(run: Run) -> list[dict[str, Any]]:
 def table(frame: pd.DataFrame, caption: str = "") -> Shown:
     """A frame as an aligned table; a column's name decides the unit its values are shown in. It is folded on a page.
 
-    `low` and `high` behind one another are one interval. Columns that say nothing to a reader are left out.
+    `low` and `high` behind one another are one interval, of 95 % unless `attrs[INTERVAL]` says another. Columns that
+    say nothing to a reader are left out.
     """
     if frame.empty:  # headings alone look like a mistake
         return note(f"{caption or 'The numbers.'} (This run has none.)")
@@ -159,7 +160,11 @@ def _columns(frame: pd.DataFrame) -> Iterator[tuple[str, bool, list[dict[str, An
     for before, index, after in zip([None, *shown], shown, [*shown[1:], None], strict=False):
         values, following = list(frame.iloc[:, index]), names[after] if after is not None else ""
         if before is not None and (names[index], following) == ("low", "high"):
-            yield "95 % interval", True, _intervals(names[before], values, list(frame.iloc[:, index + 1]))
+            yield (
+                f"{frame.attrs.get(INTERVAL, '95 %')} interval",
+                True,
+                _intervals(names[before], values, list(frame.iloc[:, index + 1])),
+            )
         elif not (before is not None and (names[before], names[index]) == ("low", "high")):
             is_number = _is_number(frame.iloc[:, index])
             # beside a mean, the time that is a median says so

@@ -22,7 +22,7 @@ from labkit.parallel.launch import Again, PointEnd, RankFailure, Row, launch
 from labkit.parallel.ranks.capacity import why_too_many
 from labkit.parallel.ranks.joined import broadcast_from_first_rank, is_joined
 
-TOO_LONG = 10
+TOO_LONG = 6
 """Times what its rounds should take: a point whose fewest rounds take longer is the largest of its series, as on a CPU
 without instructions for 16-bit numbers."""
 Exhausted = dict[Any, tuple[float, str]]

@@ -169,8 +169,8 @@ def crossovers(frame: pd.DataFrame, calibration: Calibration | None) -> pd.DataF
 
     One row per (backend, world size, pair). `predicted_bytes` is by messages in a row, as calibrated.
     `wins_until_bytes` and `overtaken_from_bytes` are the last size at which the first algorithm is significantly
-    faster, and the first at which the second is; NaN: at none. The prediction "holds" if it lies between them, or says
-    never and the second never wins; it is "open" where no size is small enough to show the first one ahead.
+    faster, and the first at which the second is; NaN: at none. The prediction "holds" if it lies between them, or
+    beyond all that was measured where the second never wins; it is "open" where nothing shows the one or the other.
     """
     rows = []
     both = [
@@ -192,15 +192,15 @@ def crossovers(frame: pd.DataFrame, calibration: Calibration | None) -> pd.DataF
             predicted = crossover_bytes(costs[0], costs[1], world_size, model)
             until = pair.loc[pair["verdict"] == "slower", "n_bytes"].max()
             start = pair.loc[pair["verdict"] == "faster", "n_bytes"].min()
-            told = _crossover_holds(predicted, until, start)
+            told = _crossover_holds(predicted, until, start, pair["n_bytes"].max())
             rows.append((backend, world_size, first, second, predicted, until, start, told))
     names = ["backend", "world_size", "first", "then", "predicted_bytes", "wins_until_bytes", "overtaken_from_bytes"]
     return pd.DataFrame(rows, columns=[*names, "prediction"])
 
 
-def _crossover_holds(predicted: float | None, until: float, start: float) -> str:
+def _crossover_holds(predicted: float | None, until: float, start: float, longest: float) -> str:
     if pd.isna(start):  # the second nowhere wins
-        if pd.isna(until):
+        if pd.isna(until) or (predicted is not None and until < predicted <= longest):
             return "open"
         return "holds" if predicted is None or predicted > until else "does not hold"
     if predicted is None:

@@ -85,7 +85,9 @@ def matmul_share(frame: pd.DataFrame, calibration: Calibration | None) -> Findin
     each = zip(of_dtype["matmul_tflop_per_s"], of_dtype["dtype"], strict=True)
     rates = [f"{format_flops(1e12 * rate)}/s in {dtype}" for rate, dtype in each]
     done = name_of(best["implementation"])
-    caveats = ["A share above 100 %: the machine was busier when it was calibrated."] * bool((table["low"] > 100).any())
+    caveats = [
+        "A share above 100 %: the machine was busier when it was calibrated, or multiplies other shapes faster."
+    ] * bool((table["low"] > 100).any())
     if uncalibrated := set(times(frame, "lengths")["dtype"]) - set(table["dtype"]):
         caveats.append(f"No share in {join_words(sorted(uncalibrated))}: its matmul rate was not calibrated.")
     return Finding(

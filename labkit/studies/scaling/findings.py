@@ -78,7 +78,7 @@ def coverage(frame: pd.DataFrame) -> Finding | None:
     count = len(narrow) + len(wide)
     verdict: Verdict = "no" if not LEAST_COVERED <= held <= MOST_COVERED else "it depends" if count else "yes"
     answer = {"yes": "Yes", "no": "No", "it depends": "Mostly"}[verdict]
-    but = f", but not nine of ten in {counted(count, 'table')}" if count else ""
+    but = f"; in {counted(count, 'table')} too few or too many" if count else ""
     headline = f"{answer}: the intervals hold {held:.0f} % of the rows{but}."
     told = [f"{words} on {join_words(groups)}" for words, groups in off.items() if groups]
     caveat = (

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import numpy as np
 import pandas as pd
 
+from labkit.lab.columns import INTERVAL
 from labkit.lab.comparing import CLOSE
 from labkit.lab.rows import in_order, select
 from labkit.scaling.scoring import ON_OTHER_ROWS, OTHERS
@@ -152,7 +153,13 @@ def trainings(frame: pd.DataFrame) -> pd.DataFrame:
     """Each training on each number of GPUs: its layout, step, MFU and GPU-hours per billion tokens with interval."""
     columns = ["model", "gpus", "layout", "step_s", "mfu_percent", "peak_gib", "gpu_hours", "low", "high"]
     rows = select(frame, columns, sweep="training", part=STEP).dropna(subset="gpu_hours")
-    return rows[columns].astype({"gpus": int})
+    return _of_90_percent(rows[columns].astype({"gpus": int}))
+
+
+def _of_90_percent(table: pd.DataFrame) -> pd.DataFrame:
+    """The predictor's intervals are."""
+    table.attrs[INTERVAL] = "90 %"
+    return table
 
 
 def waterfalls(frame: pd.DataFrame) -> pd.DataFrame:
@@ -196,7 +203,7 @@ def margins(frame: pd.DataFrame) -> pd.DataFrame:
     table = grouped.quantile([0.05, 0.5, 0.95]).unstack()
     table.columns = pd.Index(["low", "exposed_percent", "high"])
     table = table[["exposed_percent", "low", "high"]].assign(rows=grouped.size())
-    return table.reset_index()
+    return _of_90_percent(table.reset_index())
 
 
 CHOICES = ["first_behind_percent", "best_of_three_behind_percent", "simple_behind_percent"]
@@ -222,7 +229,7 @@ def behind(frame: pd.DataFrame) -> pd.DataFrame:
 def students(frame: pd.DataFrame) -> pd.DataFrame:
     """Steps on two to four GPUs: measured, predicted, and one over the other."""
     columns = ["author", "setting", "variant", "bucket_mb", "measured_s", "predicted_s", "low", "high"]
-    return _against(select(frame, columns, sweep="students")[columns])
+    return _of_90_percent(_against(select(frame, columns, sweep="students")[columns]))
 
 
 def here(frame: pd.DataFrame) -> pd.DataFrame:
@@ -239,4 +246,5 @@ def _against(table: pd.DataFrame) -> pd.DataFrame:
 def trends(frame: pd.DataFrame) -> pd.DataFrame:
     """MFU by number of GPUs, published and predicted."""
     columns = ["trend", "gpus", "published_percent", "mfu_percent", "low", "high"]
-    return select(frame, columns, sweep="trends").dropna(subset="trend")[columns].astype({"gpus": int})
+    rows = select(frame, columns, sweep="trends").dropna(subset="trend")
+    return _of_90_percent(rows[columns].astype({"gpus": int}))
