@@ -222,6 +222,16 @@ def without_verdict(headline: str) -> str:
     return told[:1].upper() + told[1:]
 
 
+def with_model(found: Finding | None, ratios: pd.DataFrame) -> Finding | None:
+    """The finding, its headline with the name of the model, the `size` of `ratios`, if there is one alone."""
+    if found is None or ratios["size"].nunique() != 1:
+        return found
+    verdict, colon, said = found.headline.rpartition(": ")
+    said = said if colon else f"{said[0].lower()}{said[1:]}"
+    told = f"with {ratios['size'].iloc[0]}, {said}"
+    return replace(found, headline=f"{verdict}{colon}{told}" if colon else f"{told[0].upper()}{told[1:]}")
+
+
 def troubles(frame: pd.DataFrame, name: str) -> str | None:
     """A caveat on alternatives that have no time: wrong results, shouted; then failures; then what ranks refused.
 

@@ -19,8 +19,8 @@ MISTAKES = [
         "studies/memory/findings.py",
         (FINDINGS.format("memory"),),
         checkpointing_costs_nothing=(
-            "at_the_cost_of(_with_model(gain, peaks), _with_model(cost, times))",
-            "_with_model(gain, peaks)",
+            "at_the_cost_of(with_model(gain, peaks), with_model(cost, times))",
+            "with_model(gain, peaks)",
         ),
     ),
     *mistakes(

@@ -70,12 +70,13 @@ def bucket_size(frame: pd.DataFrame) -> Finding | None:
     ratios = tables.over(frame, smallest)
     before_ratio = [*SETTING, "bucket_mb", "compared_with"]
     ratios = ratios.assign(compared_with=[_size(smallest)] * len(ratios))
+    best = _size(winner_of(ratios, "bucket_mb") or 0)
     found = compared(
         ratios[[*before_ratio, *(name for name in ratios if name not in before_ratio)]],
         "a larger bucket",
         "the smallest",
         axis=AXIS,
-        choose=f"Average gradients in buckets of {_size(winner_of(ratios, 'bucket_mb') or 0)}",
+        choose=f"Average gradients in buckets of {best} rather than {_size(smallest)}",
         keep="Keep small buckets" if (ratios["verdict"] == "slower").any() else "Keep the bucket size you have",
         why=_paid_in_backward(frame),
     )

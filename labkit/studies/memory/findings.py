@@ -9,7 +9,7 @@ import pandas as pd
 from labkit.costs.memory import state_bytes
 from labkit.lab.claims import exact, published
 from labkit.lab.comparing import MEMORY, agreement, contest
-from labkit.lab.findings import Claim, Finding, Questions, at_the_cost_of, troubles
+from labkit.lab.findings import Claim, Finding, Questions, at_the_cost_of, troubles, with_model
 from labkit.lab.own_models import without_own
 from labkit.lab.rows import select
 from labkit.lab.units import format_bytes, format_seconds, format_share, join_words, span
@@ -142,18 +142,8 @@ def checkpointing(frame: pd.DataFrame) -> Finding | None:
         caveat=troubles(rows.assign(segments=rows["segment"].map(_segments)), "segments"),
     )
     cost = contest(times, "segment", NO_CHECKPOINTS, names=_segments)
-    found = at_the_cost_of(_with_model(gain, peaks), _with_model(cost, times))
+    found = at_the_cost_of(with_model(gain, peaks), with_model(cost, times))
     return found and replace(found, table=tables.segments(frame))
-
-
-def _with_model(found: Finding | None, ratios: pd.DataFrame) -> Finding | None:
-    """The finding, its headline with the name of the one model in `ratios`."""
-    if found is None or ratios.empty:
-        return found
-    verdict, colon, said = found.headline.rpartition(": ")
-    said = said if colon else f"{said[0].lower()}{said[1:]}"
-    told = f"with {ratios['size'].iloc[0]}, {said}"
-    return replace(found, headline=f"{verdict}{colon}{told}" if colon else f"{told[0].upper()}{told[1:]}")
 
 
 def _segments(length: str | float) -> str:

@@ -9,7 +9,7 @@ from labkit.costs.calibration import Calibration
 from labkit.costs.sharding import PARTS
 from labkit.lab.claims import Trend, claim, exact, published
 from labkit.lab.comparing import MEMORY, agreement, compared, contest, winner_of
-from labkit.lab.findings import Claim, Finding, Questions
+from labkit.lab.findings import Claim, Finding, Questions, with_model
 from labkit.lab.own_effects import with_own
 from labkit.lab.rows import select
 from labkit.lab.units import format_bytes, format_seconds, format_share, span
@@ -119,7 +119,7 @@ def time(frame: pd.DataFrame) -> Finding | None:
         slower = found.table[found.table["verdict"] == "slower"] if found.table is not None else table[:0]
         told = [f"{row['way']} takes {format_share(row['ratio'] - 1)} longer." for row in slower.to_dict("records")]
         why = " ".join(filter(None, [_of_the_optimizer(frame), *told]))
-        found = replace(found, advice=_advice(judged(table)), why=why or None)
+        found = with_model(replace(found, advice=_advice(judged(table)), why=why or None), table)
     return with_own(found, everything, "way", (*LABKITS, *TORCHS), DDP, axis=axis, names=str)
 
 
