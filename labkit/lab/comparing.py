@@ -251,7 +251,7 @@ def _no_difference(table: pd.DataFrame, quantity: Quantity, between: str, settin
         return "undecided", f"Too few repeats to tell {between} apart."
     settings = min(settings, int(table["p"].notna().sum()))
     where = f" in any of {settings} settings" if settings > 1 else ""
-    return "no clear difference", f"No clear difference in {quantity.name} between {between}{where}."
+    return "no clear difference", f"No clear difference{quantity.lead} between {between}{quantity.part}{where}."
 
 
 def _nothing_better(

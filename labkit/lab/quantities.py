@@ -12,7 +12,7 @@ class Quantity:
     """How to say less and more of what ratios are of, a fraction of it and several times it; and the adjectives.
 
     `marks`: what stands in a table's row for less and for more; the adjectives if None. `part`: of what it is, if that
-    is to be told behind the comparison.
+    is to be told behind the comparison. `lead`: in what there is no difference, where the things compared do not say.
     """
 
     name: str
@@ -24,6 +24,7 @@ class Quantity:
     worse: str
     marks: tuple[str, str] | None = None
     part: str = ""
+    lead: str = ""
 
     def marked(self, table: pd.DataFrame) -> pd.DataFrame:
         """A judged table as it is shown: `verdict` in this quantity's words, and the `p` that it rests on, adjusted."""
@@ -35,11 +36,13 @@ class Quantity:
 TIME = Quantity(
     *("time", "take {n} less time than", "are {n} faster than", "take {n} longer than", "take {n} as long as"),
     *("faster", "slower"),
+    lead=" in time",
 )
 MEMORY = Quantity(
     *("memory", "need {n} less memory than", "need {n} less memory than"),
     *("need {n} more memory than", "need {n} as much memory as", "lighter", "heavier"),
     marks=("less", "more"),
+    lead=" in memory",
 )
 
 

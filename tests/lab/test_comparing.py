@@ -274,6 +274,14 @@ def test_rows_that_a_frame_lacks_are_an_empty_table_with_their_columns():
     assert TIMES.medians(frame).empty
 
 
+def test_the_p_that_is_shown_is_the_one_the_verdict_rests_on():
+    ratios = _ratios(_sizes(0.9, 1.0, 1.0, 1.0), noise=0.1)
+    shown = compared(ratios, "the ring", "torch").table
+    assert (shown["p"] >= ratios["p"]).all()
+    assert (shown["p"] > ratios["p"]).any()
+    assert ((shown["p"] <= 0.025) >= (shown["verdict"] != "no difference shown")).all()
+
+
 def test_counts_are_compared_exactly():
     table = pd.DataFrame({"n": [1, 1, 2], "name": ["torch", "own", "own"], "bytes": [100, 98, 7]})
     ratios = exactly_over(table, ["n"], "name", "bytes", "torch")

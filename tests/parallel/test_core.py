@@ -84,6 +84,33 @@ def test_an_unknown_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         build.load(1.0)
 
 
+WAITING_AT_THE_END = """
+import mmap, sys, threading, time
+import numpy as np, torch
+from labkit.parallel.core import build
+from labkit.parallel.transport.contract import Step
+waits = threading.Event()
+def wait(*_):
+    waits.set()
+    time.sleep(1000)
+mailboxes = [mmap.mmap(-1, 1 << 20) for _ in range(2)]
+addresses = tuple(int(np.frombuffer(one, dtype=np.uint8).ctypes.data) for one in mailboxes)
+link = build.load(100.0).Link(
+    0, 4096, 65536, 1024, 524288, 1024, 8, 2, 1024, 1024, False, addresses, (wait,) * 5, (torch.float32,)
+)
+step = Step(None, 1, torch.zeros(4), 1, False)
+threading.Thread(target=link.run, args=([step], 1), daemon=True).start()
+waits.wait()
+sys.exit(3)
+"""
+
+
+def test_a_program_that_ends_while_a_thread_waits_ends_as_it_says() -> None:
+    """Python ends such a thread where it comes back, which a C++ destructor would take the process down for."""
+    done = subprocess.run([sys.executable, "-c", WAITING_AT_THE_END], capture_output=True, text=True, timeout=200)
+    assert (done.returncode, done.stderr) == (3, "")
+
+
 # Building: in processes of their own, which have not looked for it yet.
 
 LOOK = (

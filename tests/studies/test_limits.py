@@ -252,11 +252,11 @@ def test_products_end_where_the_next_would_take_longer_than_there_is_time_for(mo
     monkeypatch.setattr(
         worker, "time_interleaved", lambda calls, **_: {"": [1.0 if calls[""].args[0].shape[0] > 16 else 0.0]}
     )
-    point = worker.LimitPoint(sweep="products", dtype="bfloat16", sizes=(16, 32, 64, 128), repeats=2, rounds_s=3.0)
+    point = worker.LimitPoint(sweep="products", dtype="float64", sizes=(16, 512, 1024, 2048), repeats=2, rounds_s=3.0)
     rows = list(worker.measure_point(point))
     timed = {row["shape"]: row["flops"] for row in rows if "seconds" in row}
-    assert timed == {"square 16": 2 * 16**3, "square 32": 2 * 32**3, "tall": 2 * 32**3, "batched": 2 * 32**3}
-    assert {row["shape"] for row in rows if "not_measured" in row} == {"square 64", "square 128"}
-    there = pd.DataFrame([row | {"sweep": "products", "dtype": "bfloat16", "device": "cpu"} for row in rows])
+    assert timed == {"square 16": 2 * 16**3, "square 512": 2 * 512**3, "tall": 2 * 512**3, "batched": 2 * 512**3}
+    assert {row["shape"] for row in rows if "not_measured" in row} == {"square 1024", "square 2048"}
+    there = pd.DataFrame([row | {"sweep": "products", "dtype": "float64", "device": "cpu"} for row in rows])
     caveat = _findings(pd.concat([_frame(), there], ignore_index=True))["products"].caveat
-    assert "square 64 in bfloat16" in caveat
+    assert "square 1024 in float64" in caveat

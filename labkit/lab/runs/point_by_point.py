@@ -6,6 +6,7 @@ from collections.abc import Callable, Generator
 from contextlib import closing
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from labkit.bench.heartbeat import Beat
@@ -65,7 +66,7 @@ def _measure_group(
     own: Own,
 ) -> int:
     """Measure points of one group of ranks, until all ended or the rest is too large; returns how many."""
-    ended, timed_s, meter = 0, 0.0, LoadMeter(knows_own=not is_joined())
+    ended, rows_s, meter = 0, list[float](), LoadMeter(knows_own=not is_joined())
     beats: dict[int, list[Beat]] = {}
     # closing: an interrupt must end the ranks now, not when a traceback lets go of the generator
     with closing(_launch(study, points, on_output, own, _checkpoints(writer))) as events:
@@ -77,8 +78,8 @@ def _measure_group(
                     beats[event.rank] = noted
                     continue
                 writer.add_row(point, event.rank, values, call)
-                if event.rank == 0 and isinstance(values.get("seconds"), list):
-                    timed_s += sum(values["seconds"])
+                if event.rank == 0 and (seconds := values.get("seconds")) and isinstance(seconds, list):
+                    rows_s.append(median(seconds) * len(seconds))
                 if event.rank == 0 and (text := study.progress(point, values)):
                     tally.tell(f"{point.title()}: {text}")
                 continue
@@ -86,7 +87,7 @@ def _measure_group(
                 writer.measure_again(point, event.alternative, event.reason, _details(event.failure))
                 tally.tell(f"{point.title()}: again, without {event.alternative} ({event.reason})")
                 beats.clear()
-                timed_s = 0.0
+                rows_s.clear()
                 continue
             _record_end(writer, point, event, meter.load(), [beats[rank] for rank in sorted(beats)])
             beats.clear()
@@ -95,10 +96,11 @@ def _measure_group(
             tally.ended(point.id)
             if ended < len(points):
                 tally.tell(points[ended].title())
-            reason, is_larger = _why_no_larger(point, event, timed_s)
-            timed_s = 0.0
+            reason, is_larger = _why_no_larger(point, event, rows_s)
+            rows_s.clear()
             if reason and (series := study.series(point)) is not None:
-                exhausted[series[0]] = math.nextafter(series[1], math.inf) if is_larger else series[1], reason
+                size = math.nextafter(series[1], math.inf) if is_larger else series[1]
+                exhausted[series[0]] = min((size, reason), exhausted.get(series[0], (math.inf, "")))
                 if not is_joined():  # the ranks of a torchrun job all go on to the next point
                     break
     return ended
@@ -164,12 +166,16 @@ def _skip(study: Study, points: list[Point], exhausted: Exhausted) -> tuple[list
     return remaining, skipped
 
 
-def _why_no_larger(point: Point, end: PointEnd, timed_s: float) -> tuple[str, bool]:
-    """Why larger points of a series need not be tried, "" if they may; and whether another of this size may."""
+def _why_no_larger(point: Point, end: PointEnd, rows_s: list[float]) -> tuple[str, bool]:
+    """Why larger points of a series need not be tried, "" if they may; and whether another of this size may.
+
+    `rows_s` is what each row took, by its median: neither one that is slow nor a stall is to blame for all.
+    """
     if end.status == "oom":
         return "a smaller point of this series ran out of memory", False
     rounds_s = getattr(point, "rounds_s", None)
-    if rounds_s is not None and timed_s > TOO_LONG * rounds_s:
+    timed_s = median(rows_s) * len(rows_s) if rows_s else 0.0
+    if rounds_s is not None and not point.fresh_ranks and timed_s > TOO_LONG * rounds_s:
         return f"a smaller point of this series took {format_seconds(timed_s)}", True
     return "", False
 

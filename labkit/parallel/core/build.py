@@ -25,6 +25,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
 
@@ -145,12 +146,12 @@ def _check_tools() -> None:
 
 
 def _key() -> str:
-    """What a build depends on: source, flags, Python, processor."""
+    """What a build depends on: source, flags, Python, torch's headers, processor."""
     flags = ""
     with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
-    about = [SOURCE.read_text(), *FLAGS, sys.version, platform.machine(), flags]
+    about = [SOURCE.read_text(), *FLAGS, sys.version, version("torch"), platform.machine(), flags]
     return hashlib.sha256("\n".join(about).encode()).hexdigest()[:16]
 
 

@@ -87,7 +87,7 @@ const long LINE = 64;  // bytes of a semaphore, a note, a header
 // Before a rank sleeps that has no core of its own. 4 ranks on 2 cores, time over gloo's at 4, 64 KiB, 1, 10 MiB:
 // 30 yields .26 .31 .48 .41; 300 yields .23 .28 .32 .38; 1000 yields .25 .27 .35 .40.
 const int LOOKS = 200, YIELDS = 300;
-enum { WAIT_FOR_PEER, WAIT_FOR_ANY, REFUSE_LENGTH, REFUSE_KIND };  // of Python's functions
+enum { WAIT_FOR_PEER, WAIT_FOR_ANY, REFUSE_LENGTH, REFUSE_KIND, REFUSE_PART };  // of Python's functions
 
 struct Vector {  // a tensor, or none
     PyObject* object = nullptr;
@@ -125,6 +125,8 @@ PyObject* const DATA_PTR = PyUnicode_InternFromString("data_ptr");
 PyObject* const NBYTES = PyUnicode_InternFromString("nbytes");
 PyObject* const DTYPE = PyUnicode_InternFromString("dtype");
 
+struct Failed {};  // as Python's exception says
+
 using Message = std::pair<long, long>;                    // to whom, and its number
 using Allocation = std::pair<std::vector<char*>, long>;  // of each rank, and its bytes
 
@@ -134,6 +136,7 @@ struct Link {
     py::tuple addresses, functions, types;
     std::vector<char*> mailboxes = pointers(addresses);
     long p = mailboxes.size();
+    PyThreadState* thread;
     std::map<long, Allocation> allocations;  // 0 is the outbox
     std::vector<long> sent = std::vector<long>(p), taken = sent, received = sent, turns = sent;
     std::vector<std::vector<Message>> in_slot = std::vector<std::vector<Message>>(slots);
@@ -161,8 +164,25 @@ struct Link {
     // Call one of Python's functions, from where other threads may run Python.
     template <class... Longs>
     void call(int which, Longs... values) {
-        py::gil_scoped_acquire_simple python;
-        functions[which](values...);
+        PyEval_RestoreThread(thread);
+        PyObject* function = PyTuple_GET_ITEM(functions.ptr(), which);
+        PyObject* result = PyObject_CallFunction(function, &"llll"[4 - sizeof...(values)], values...);
+        Py_XDECREF(result);
+        thread = PyEval_SaveThread();
+        if (!result) throw Failed();
+    }
+
+    // Work while other threads may run Python. No guards: a Python that ends, ends this thread as it comes back, which
+    // a destructor does not survive.
+    template <class F>
+    void outside(F work) {
+        thread = PyEval_SaveThread();
+        try {
+            work();
+        } catch (Failed&) {
+        }
+        PyEval_RestoreThread(thread);
+        if (PyErr_Occurred()) throw py::error_already_set();
     }
 
     // Take a semaphore of `owner`, which `peer` posts; a negative one is any rank.
@@ -262,9 +282,7 @@ struct Link {
             return true;
         }
         if (out.object != staged || number - staged_at >= depth) {
-            if (out.n_bytes > slot_bytes)
-                throw py::value_error("expected a part of at most " + std::to_string(slot_bytes) + " bytes, got " +
-                                      std::to_string(out.n_bytes));
+            if (out.n_bytes > slot_bytes) call(REFUSE_PART, out.n_bytes, slot_bytes);
             long slot = slots_used % slots;
             for (auto& message : in_slot[slot])
                 if (!is_taken(message, is_patient)) return false;
@@ -363,21 +381,21 @@ struct Link {
         return move;
     }
 
-    void run(const py::list& steps, long depth) {
+    void run(py::handle steps, long depth) {
         std::vector<Move> moves;
-        for (py::handle step : steps) moves.push_back(read_step(step));
-        py::gil_scoped_release_simple others;
-        moves.size() == 1 && is_swap(moves[0]) ? swap(moves[0]) : carry_out(moves, depth);
+        for (py::handle step : py::reinterpret_borrow<py::list>(steps)) moves.push_back(read_step(step));
+        outside([&] { moves.size() == 1 && is_swap(moves[0]) ? swap(moves[0]) : carry_out(moves, depth); });
     }
 
     // Show a part, and add up what of it lies between `start` and `stop`.
     void show_and_add(py::handle tensor, long number, long start, long stop, long divisor) {
         Vector part = read(tensor.ptr());
         if (start < stop) check_type(part);
-        py::gil_scoped_release_simple others;
-        show(part.data, part.n_bytes, number);
-        if (start < stop)
-            add_boards(part.data, start * SIZE[part.type], stop * SIZE[part.type], number, part.type, divisor);
+        outside([&] {
+            show(part.data, part.n_bytes, number);
+            if (start < stop)
+                add_boards(part.data, start * SIZE[part.type], stop * SIZE[part.type], number, part.type, divisor);
+        });
     }
 
     // Memory of all ranks that messages may lie in from now on; no bytes: no more.

@@ -17,6 +17,11 @@ def refuse_kind(sender: int, receiver: int) -> NoReturn:
     raise RuntimeError(f"rank {sender} sent rank {receiver} another message than it expected: {_ONE_TENSOR}")
 
 
+def refuse_part(n_bytes: int, most: int) -> NoReturn:
+    """ValueError: a part is longer than what it is copied into."""
+    raise ValueError(f"expected a part of at most {most} bytes, got {n_bytes}")
+
+
 def report_ended(rank: int) -> NoReturn:
     """RuntimeError: the awaited rank has ended."""
     raise RuntimeError(f"rank {rank} ended while this rank waited for it")

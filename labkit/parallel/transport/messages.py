@@ -38,7 +38,7 @@ import torch
 
 from labkit.parallel.transport import signals
 from labkit.parallel.transport.contract import Step, taken_in
-from labkit.parallel.transport.errors import refuse_length
+from labkit.parallel.transport.errors import refuse_length, refuse_part
 from labkit.parallel.transport.mapping import Allocation
 from labkit.parallel.transport.semaphores import Semaphores
 from labkit.parallel.transport.swaps import Wait
@@ -139,7 +139,7 @@ class Messages:
         staged, at_step, offset, messages = self._staged
         if part is not staged or number - at_step >= depth:
             if n_bytes > SLOT_BYTES:
-                raise ValueError(f"expected a part of at most {SLOT_BYTES} bytes, got {n_bytes}")
+                refuse_part(n_bytes, SLOT_BYTES)
             slot = self._free_slot(wait=wait)
             if slot is None:
                 return False

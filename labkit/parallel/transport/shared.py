@@ -26,7 +26,7 @@ from labkit.parallel.core import build
 from labkit.parallel.transport import boards, signals
 from labkit.parallel.transport.boards import Boards, board_bytes
 from labkit.parallel.transport.contract import SHARED, Step, check_shown
-from labkit.parallel.transport.errors import refuse_kind, refuse_length
+from labkit.parallel.transport.errors import refuse_kind, refuse_length, refuse_part
 from labkit.parallel.transport.mapping import Allocation, SharedMemoryUnavailable, map_together
 from labkit.parallel.transport.messages import (
     NOTES,
@@ -87,7 +87,7 @@ class SharedTransport:
                 *(NOTES, SLOTS, SLOT_BYTES, REFERENCE_BYTES),
                 spin,
                 tuple(map(_address, mailboxes)),
-                (wait, self._boards.wait, refuse_length, refuse_kind),
+                (wait, self._boards.wait, refuse_length, refuse_kind, refuse_part),
                 ADDED_TYPES,
             )
         except build.CoreUnavailable as error:

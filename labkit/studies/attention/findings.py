@@ -131,18 +131,17 @@ def tiling(frame: pd.DataFrame) -> Finding | None:
         )
     ]
     time, memory = map(from_shortest, found)
-    if time is None:
-        return memory
-    if memory is not None and time.verdict in ("no clear difference", "undecided"):
+    if time is None or (memory is not None and time.verdict in ("no clear difference", "undecided")):
         return at_the_cost_of(_of_memory_alone(memory), time)
     return at_the_cost_of(time, memory)
 
 
-def _of_memory_alone(memory: Finding) -> Finding:
+def _of_memory_alone(memory: Finding | None) -> Finding | None:
     """A saving of one of the two that are asked for is no plain "yes"."""
-    if memory.verdict != "yes":
+    if memory is None or memory.verdict != "yes":
         return memory
-    return replace(memory, verdict="it depends", headline=f"In memory alone: {memory.headline.partition(': ')[2]}")
+    headline = f"In memory alone{memory.headline.removeprefix('Yes')}"
+    return replace(memory, verdict="it depends", headline=headline)
 
 
 def _tiled_against_explicit(frame: pd.DataFrame, ratios: pd.DataFrame, quantity: Quantity) -> Finding | None:

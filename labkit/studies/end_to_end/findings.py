@@ -57,8 +57,9 @@ def warmup(frame: pd.DataFrame) -> Finding | None:
     settled = f"; after {counted(enough, 'warm-up step')} means no longer change" if enough else ""
     return compared(
         ratios,
-        "the mean of ten later steps",
-        "that of the first ten",
+        "ten later steps together",
+        "the first ten together",
+        plural=True,
         axis=("size",),
         choose=f"Leave the first {counted(enough, 'step') if enough > 1 else 'step'} of a process out of every mean",
         caveat=caveat,

@@ -186,7 +186,7 @@ def _techniques(frame: pd.DataFrame) -> Finding | None:
     return contest(
         table,
         "technique",
-        "doing without it",
+        "going without",
         names=lambda name: TECHNIQUE_NAMES[name],
         axis=("sequence",),
         why=f"Predicted to save at most: {join_words(saves)}." if saves else None,

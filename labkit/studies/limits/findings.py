@@ -4,7 +4,7 @@ import pandas as pd
 
 from labkit.costs.calibration import ALL_REDUCE
 from labkit.lab.calibration import autograd
-from labkit.lab.comparing import contest
+from labkit.lab.comparing import TIME, contest
 from labkit.lab.findings import SMALLEST_DIFFERENCE, Finding, Questions, troubles
 from labkit.lab.rows import select
 from labkit.lab.units import format_bytes, format_flops, format_rate, format_seconds, join_words
@@ -122,7 +122,7 @@ def smallest_difference(frame: pd.DataFrame) -> Finding | None:
         if len(differing)
         else None
     )
-    return Finding("measured", f"{headline}: what is smaller goes unseen.", table, caveat)
+    return Finding("measured", f"{headline}: what is smaller goes unseen.", TIME.marked(table), caveat)
 
 
 @QUESTIONS.ask("roofline", "Which operators of a Transformer step are bound by arithmetic, and which by memory?")

@@ -23,6 +23,8 @@ from labkit.studies.limits.exchange import CALLS, exchange
 from labkit.studies.shared.alternatives import Failed, attempt, time_those_that_run
 
 FEWEST_ROUNDS = 3  # that a product should leave time for
+LEAST_FLOPS_PER_S = 2e8  # what a CPU reaches that converts every number, and more: what is slower is a stall
+LEAST_LONGEST_S = 0.5  # which it may take, however short rounds should be
 SAMPLE_S = 1e-3  # calls of something short follow one another until a sample takes about this long
 MOST_CALLS = 200
 LONGEST_TRANSFER = 2**28  # bytes: long enough for a bus, and few enough to be pinned
@@ -100,13 +102,18 @@ def _sizes_in_time(point: LimitPoint, device: str, dtype: torch.dtype) -> tuple[
     """The sizes of square products that the rounds have time for, and the seconds that one may take.
 
     A CPU without instructions for 16-bit numbers multiplies them a hundred times slower than float32: 2048 rows take
-    20 s. Each size tells how long the next takes; the slowest rank's decides.
+    20 s. Each size tells how long the next takes, on the slowest rank; a slow one may be a stall and is tried again.
     """
-    longest_s, sizes = point.rounds["rounds_s"] / FEWEST_ROUNDS, sorted(point.sizes)
+    longest_s, sizes = max(point.rounds["rounds_s"] / FEWEST_ROUNDS, LEAST_LONGEST_S), sorted(point.sizes)
     for place, (size, following) in enumerate(pairwise(sizes), 1):
-        call = matrix_product(device, dtype, size, size, size).run
-        (seconds,) = time_interleaved({"": call}, warmup=0, repeats=1, device=device)[""]
-        if (worst_of_ranks(seconds) if point.world_size > 1 else seconds) * (following / size) ** 3 > longest_s:
+        at_worst = 2 * following**3 / LEAST_FLOPS_PER_S
+        call, growth = matrix_product(device, dtype, size, size, size).run, (following / size) ** 3
+        for tries in (1, FEWEST_ROUNDS):
+            seconds = min(time_interleaved({"": call}, warmup=0, repeats=tries, device=device)[""])
+            slowest = worst_of_ranks(seconds) if point.world_size > 1 else seconds
+            if min(at_worst, slowest * growth) <= longest_s:
+                break
+        else:
             return sizes[:place], longest_s
     return sizes, longest_s
 

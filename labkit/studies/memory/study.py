@@ -43,7 +43,7 @@ class MemoryConfig(TimedConfig):
     """Counted at `fitted_context` to see which fit into this machine."""
     fitted_context: Context = 128
     precisions: Annotated[list[Precision], Field(min_length=1)] = ["float32", "bfloat16"]
-    """On a CPU, which may have no instructions for 16-bit numbers, these are measured of the first size only."""
+    """On a CPU, which may have no instructions for 16-bit numbers, these are measured of the smallest named size."""
     phases: Annotated[list[Phase], Field(min_length=1)] = list(PHASES)
     checkpoint_size: Size
     """Measured and timed with each segment length of checkpointing that divides its layers."""
@@ -208,9 +208,10 @@ def _blocks(config: MemoryConfig, machine: Machine) -> Iterator[MemoryPoint]:
 
 def _measured(config: MemoryConfig, machine: Machine) -> Iterator[MemoryPoint]:
     device = machine.device(config.device)
+    smallest = next((size for size in SIZES if size in config.sizes), None)
     for size in config.sizes:
         for precision in config.precisions:
-            if device == "cpu" and precision != "float32" and size != config.sizes[0]:
+            if device == "cpu" and precision != "float32" and size in SIZES and size != smallest:
                 continue  # minutes, where there are no instructions for it
             for phase in config.phases:
                 for context in _contexts(size, config.contexts):

@@ -158,11 +158,11 @@ def _with_size(steps: pd.DataFrame) -> str | None:
     if large["high"] < small["low"]:
         trend = "The gain grows with the model" if large["high"] < 1 else "The loss shrinks with the model"
     elif large["low"] > small["high"]:
-        trend = "Larger models gain less" if small["low"] < 1 else "The loss grows with the model"
+        trend = "Larger models gain less" if small["high"] < 1 else "The loss grows with the model"
     takes = f"forward and backward take {_times(small['ratio'])} {FULL}'s time for {small['model']}"
     alone = large["predicted_ratio"]
-    rest = f"; its operators should take {_times(alone)} it" if alone == alone else ""
-    return f"{trend}: {takes}, {_times(large['ratio'])} it for {large['model']}{rest}."
+    rest = f"; its operators should take {_times(alone)} that" if alone == alone else ""
+    return f"{trend}: {takes}, {_times(large['ratio'])} that for {large['model']}{rest}."
 
 
 def _times(ratio: float) -> str:

@@ -6,7 +6,7 @@ import pandas as pd
 
 from labkit.costs.calibration import Calibration
 from labkit.lab.claims import Trend, claim, exact, lies_within, published
-from labkit.lab.comparing import MEMORY, agreement, compared
+from labkit.lab.comparing import MEMORY, TIME, agreement, compared
 from labkit.lab.findings import Claim, Finding, Questions
 from labkit.lab.own_effects import with_own
 from labkit.lab.rows import select
@@ -44,7 +44,7 @@ def price(frame: pd.DataFrame) -> Finding | None:
     if found is None or found.verdict != "no":
         return found
     adds = select(tables.prices(frame), part=PRICE)[[*SETTING, "seconds"]].rename(columns={"seconds": "adds_s"})
-    table = tables.ratios(frame, OWN, LOCAL, phase=BOTH).merge(adds)[[*SETTING, "adds_s", *JUDGED]]
+    table = TIME.marked(tables.ratios(frame, OWN, LOCAL, phase=BOTH)).merge(adds)[[*SETTING, "adds_s", *JUDGED]]
     headline = f"Synchronizing adds {span(adds['adds_s'], format_seconds)} to forward and backward of a layer."
     advice = "Synchronize only where the rows of one rank are too few for statistics of their own."
     return replace(found, verdict="measured", headline=headline, advice=advice, table=table)
@@ -114,7 +114,7 @@ def one_collective(frame: pd.DataFrame) -> Finding | None:
     )
     if forward is None or both is None:
         return forward
-    table = tables.ratios(frame, OWN, TWO_COLLECTIVES, phase="forward")[[*SETTING, *JUDGED]]
+    table = TIME.marked(tables.ratios(frame, OWN, TWO_COLLECTIVES, phase="forward"))[[*SETTING, *JUDGED]]
     why = f"Forward and backward together: {both.headline[0].lower()}{both.headline[1:]}"
     return replace(forward, table=table, why=why)
 
