@@ -247,6 +247,15 @@ def test_each_rank_left_out_of_an_all_reduce_is_seen_and_gets_no_time():
         assert all(gate.startswith("wrong: rank ") for gates in found for gate in gates)
 
 
+def test_where_the_largest_product_falls_behind_the_best_size_is_told():
+    frame = _frame()
+    is_largest = (frame["shape"] == "square 1024") & (frame["world_size"] == 1)
+    frame.loc[is_largest, "seconds"] *= 3
+    headline = _findings(frame)["products"].headline
+    assert headline.startswith("Arithmetic, at 256 rows: ")
+    assert "nan" not in headline
+
+
 def test_products_end_where_the_next_would_take_longer_than_there_is_time_for(monkeypatch):
     """As those in 16 bits do on a CPU without instructions for them."""
     monkeypatch.setattr(

@@ -27,8 +27,14 @@ def products(frame: pd.DataFrame) -> Finding | None:
     slow = square[square["flops_per_s"] < NEAR * best]["size"].max()  # the last that is not near the best
     near = square[~(square["size"] <= slow)]["size"].min()
     reached = f"float32 products reach {format_flops(best)}/s"
-    smaller = "; smaller ones wait for memory or the call" if slow == slow else ""
-    headline = f"Arithmetic, from {near:.0f} rows on: {reached}{smaller}."
+    rest = "; smaller ones wait for memory or the call" if slow == slow else ""
+    where = f"from {near:.0f} rows on"
+    if near != near:  # the largest fell behind
+        where, rest = (
+            f"at {square.loc[square['flops_per_s'].idxmax(), 'size']:.0f} rows",
+            "; larger ones are slower again",
+        )
+    headline = f"Arithmetic, {where}: {reached}{rest}."
     others = select(table, dtype="float32", kind=["tall", "batched"]).set_index("kind")["flops_per_s"]
     names = {"tall": "a tall product reaches", "batched": "a batch of small ones"}
     told = [f"{names[str(kind)]} {100 * rate / best:.0f} %" for kind, rate in others.items()]
