@@ -9,11 +9,14 @@ import sys
 import time
 import uuid
 from contextlib import suppress
+from types import SimpleNamespace
 
 import psutil
 import pytest
+from nbformat.v4 import new_notebook
+from papermill.clientwrap import PapermillNotebookClient
 
-from labkit.lab.commands.execute import EncryptedKernelManager, _KernelManager
+from labkit.lab.commands.execute import EncryptedKernelManager, _Client, _KernelManager
 from tests.commands import carry_out
 
 MARK = "LABKIT_TEST_MARK"
@@ -121,7 +124,11 @@ def test_a_kernel_whose_cells_all_ran_is_not_interrupted_before_it_ends(monkeypa
         interrupted.append(manager.has_finished)
 
     monkeypatch.setattr(EncryptedKernelManager, "_async_interrupt_kernel", interrupt)
-    manager = _KernelManager()
-    for manager.has_finished in (False, True):
-        asyncio.run(manager._async_interrupt_kernel())
+    monkeypatch.setattr(PapermillNotebookClient, "papermill_execute_cells", lambda client: None)
+    client = _Client(SimpleNamespace(nb=new_notebook()), lambda progress: None, None)
+    client.km = _KernelManager()
+    client.km.provisioner = SimpleNamespace(pid=os.getpid())
+    asyncio.run(client.km._async_interrupt_kernel())
+    client.papermill_execute_cells()
+    asyncio.run(client.km._async_interrupt_kernel())
     assert interrupted == [False]

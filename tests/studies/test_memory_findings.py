@@ -112,6 +112,7 @@ def test_counted_alone_answers_what_it_can():
     assert findings["counted_against_measured"].verdict == "not measured"
     assert findings["largest_model"].verdict == "counted"
     assert set(findings["peak_by_context"].table["method"]) == {"counted"}
+    assert findings["peak_by_context"].verdict == "counted"
 
 
 def test_what_is_measured_stands_before_what_is_counted():

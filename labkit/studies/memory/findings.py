@@ -40,8 +40,9 @@ def peak_by_context(frame: pd.DataFrame) -> Finding | None:
     context, memory = (long[name] / short[name] for name in ("context_length", "full_step_bytes"))
     states = format_bytes(sum(state_bytes(shape_named(short["size"])).values()))
     why = f"A context {context:.1f} times as long takes {memory:.1f} times the memory: the {states} of parameters, "
+    is_measured = "measured" in f"{short['method']} {long['method']}"
     return Finding(
-        "measured",
+        "measured" if is_measured else "counted",
         f"{headline} ({short['method']}) with the shortest context and at {format_bytes(long['full_step_bytes'])} "
         f"({long['method']}) with the longest.",
         table,

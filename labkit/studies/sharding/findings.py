@@ -227,7 +227,7 @@ def largest_model(frame: pd.DataFrame) -> Finding | None:
     here = here[here["world_size"] == here["world_size"].min()].set_index("way")
     whole, shards, ranks = here.loc[DDP, "model"], here.loc[FSDP, "model"], here.loc[DDP, "world_size"]
     headline = f"With {ranks} ranks here, {whole} is the largest in whole copies and {shards} in shards (FSDP)."
-    caveat = "Counted, not measured: float32, AdamW; on the GPUs without activations."
+    caveat = "Computed, not measured: float32, AdamW; on the GPUs without activations."
     far = table[(table["place"] != "here") & (table["world_size"] == table["world_size"].max())].set_index("way")
     ranks, models = far.loc[DDP, "world_size"], far["model"]
     why = f"On {ranks} GPUs of 80 GiB it would be {models[DDP]} and {models[FSDP]}."
