@@ -13,6 +13,7 @@ from labkit.lab.units import counted, span
 
 HOLDS: Outcome = "holds here"
 CONTRADICTED: Outcome = "is contradicted here"
+IN_SOME: Outcome = "is contradicted in some settings"
 OPEN: Outcome = "is not shown here"
 RELEVANT = 1 + LEAST_RELEVANT_DIFFERENCE
 
@@ -35,11 +36,15 @@ class Trend:
 
     def judged(self, significant: np.ndarray) -> Claim:
         """With which of its rows are significant beside those of all statements."""
-        if (self.against & significant).any():
-            outcome = CONTRADICTED
-        else:
-            outcome = HOLDS if (self.holds & (significant | self.by_interval)).all() else OPEN
-        return Claim(self.text, outcome, self.seen, self.where_equal)
+        shown = self.holds & (significant | self.by_interval)
+        return Claim(self.text, _outcome(shown, self.against, significant), self.seen, self.where_equal)
+
+
+def _outcome(holds: np.ndarray, against: np.ndarray, significant: np.ndarray | bool = True) -> Outcome:
+    """Of a statement on all settings: it is contradicted if one is, and here as a whole if no other agrees."""
+    if (against & significant).any():
+        return CONTRADICTED if against.all() else IN_SOME
+    return HOLDS if holds.all() else OPEN
 
 
 def published(claims: Iterable[Claim | Trend | None]) -> Finding | None:
@@ -53,20 +58,20 @@ def published(claims: Iterable[Claim | Trend | None]) -> Finding | None:
     parts = iter(np.split(significant, np.cumsum([len(trend.p) for trend in trends])[:-1]))
     checked = [claim.judged(next(parts)) if isinstance(claim, Trend) else claim for claim in stated]
     holding = sum(claim.outcome == HOLDS for claim in checked)
-    contradicted = [claim.text for claim in checked if claim.outcome == CONTRADICTED]
-    verdict: Verdict = "it depends" if holding else "no" if contradicted else "undecided"
+    texts = {which: [claim.text for claim in checked if claim.outcome == which] for which in (CONTRADICTED, IN_SOME)}
+    told = [f"{which.removeprefix('is ').capitalize()}: {'; '.join(some)}." for which, some in texts.items() if some]
+    verdict: Verdict = "it depends" if holding or texts[IN_SOME] else "no" if told else "undecided"
     if holding == len(checked):
         verdict = "yes"
     headline = f"{holding} of {counted(len(checked), 'published claim')} {'holds' if holding == 1 else 'hold'} here"
     others = "other is" if len(checked) - holding == 1 else "others are"
-    headline += f"; the {others} open." if not contradicted and holding < len(checked) else "."
+    headline += f"; the {others} open." if not told and holding < len(checked) else "."
     if verdict == "undecided":
         headline = "No published claim can be confirmed or contradicted here."
     rows = [
         {"published": claim.text, "here": claim.outcome.removeprefix("is "), "seen": claim.seen} for claim in checked
     ]
-    caveat = f"Contradicted here: {'; '.join(contradicted)}." if contradicted else None
-    return Finding(verdict, headline, pd.DataFrame(rows), caveat, claims=tuple(checked))
+    return Finding(verdict, headline, pd.DataFrame(rows), " ".join(told) or None, claims=tuple(checked))
 
 
 def claim(text: str, ratios: pd.DataFrame, expects: str) -> Trend | None:
@@ -115,11 +120,9 @@ def quotients(table: pd.DataFrame, below: pd.DataFrame, value: str = "seconds") 
 
 
 def exact(text: str, holds: Iterable[bool], contradicted: Iterable[bool], seen: str = "") -> Claim | None:
-    """Of counts, in which no noise is: one that contradicts is enough, and all must show it to hold; None of none."""
-    cases = list(holds)
-    if any(contradicted):
-        return Claim(text, CONTRADICTED, seen)
-    return Claim(text, HOLDS if all(cases) else OPEN, seen) if cases else None
+    """Of counts, in which no noise is; None of none."""
+    cases, against = (np.array(list(which), dtype=bool) for which in (holds, contradicted))
+    return Claim(text, _outcome(cases, against), seen) if cases.size else None
 
 
 def _times(table: pd.DataFrame) -> str:

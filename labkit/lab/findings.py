@@ -71,7 +71,7 @@ class Question:
             raise ValueError(f"expected a topic among {', '.join(TOPICS)}, got {self.topic!r}")
 
 
-Outcome = Literal["holds here", "is contradicted here", "is not shown here"]
+Outcome = Literal["holds here", "is contradicted here", "is contradicted in some settings", "is not shown here"]
 
 
 @dataclass(frozen=True)

@@ -202,6 +202,13 @@ def test_a_claim_holds_is_contradicted_or_open():
     assert exact("", [True, True], [False, False]).outcome == "holds here"
 
 
+@pytest.mark.parametrize("agrees", [0.5, 1.0])
+def test_a_claim_that_one_setting_contradicts_and_another_does_not_is_contradicted_in_some(agrees):
+    mixed = published([claim("", _ratios(_sizes(agrees, 2.0)), "faster")])
+    assert (mixed.verdict, mixed.claims[0].outcome) == ("it depends", "is contradicted in some settings")
+    assert exact("", [True, False], [False, True]).outcome == "is contradicted in some settings"
+
+
 @pytest.mark.parametrize(
     ("low", "high", "outcome"),
     [

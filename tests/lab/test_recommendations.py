@@ -74,6 +74,7 @@ def test_published_claims_are_listed_by_what_is_shown_of_them():
     assert {outcome: [claim["text"] for claim in claims] for outcome, claims in listed.items()} == {
         "holds here": ["A grows"],
         "is contradicted here": ["B falls"],
+        "is contradicted in some settings": [],
         "is not shown here": ["C"],
     }
 

@@ -6,9 +6,9 @@ not run it says so.
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-from labkit.lab.findings import TOPICS, Question
+from labkit.lab.findings import TOPICS, Outcome, Question
 from labkit.lab.pages.entries import answers_here, href
 from labkit.lab.study import Study
 
@@ -85,10 +85,8 @@ def further_advice(labs: Iterable[Mapping[str, Any]]) -> list[Advice]:
 
 
 def published_trends(labs: Iterable[Mapping[str, Any]]) -> dict[str, list[dict[str, str]]]:
-    """Published claims by what this machine's runs say of them: hold, contradicted, not shown."""
-    found: dict[str, list[dict[str, str]]] = {
-        outcome: [] for outcome in ("holds here", "is contradicted here", "is not shown here")
-    }
+    """Published claims by what this machine's runs say of them."""
+    found: dict[str, list[dict[str, str]]] = {outcome: [] for outcome in get_args(Outcome)}
     for lab, answer in answers_here(labs):
         about = {"lab": lab["title"], "href": href(lab, answer["question"]["id"])}
         for claim in answer["claims"]:
