@@ -139,6 +139,12 @@ def test_waiting_that_is_only_moved_into_backward_is_no_gain():
     assert "slows down the backward pass" in findings["waiting"].why
 
 
+def test_one_bucket_runs_beside_nothing():
+    frame = _frame(beside=lambda size, *_: 0.05 if size == 1000 else 0.0)
+    assert "slows down" not in _findings(frame)["waiting"].why
+    assert "With one bucket of 1000 MiB" in _findings(frame)["waiting"].why
+
+
 def test_a_rank_that_waits_for_a_slower_one_is_told_from_communication():
     finding = _findings(_frame(lambda *_: 0.08, lambda *_: -0.05))["waiting"]
     assert "is waiting for a slower rank" in finding.why

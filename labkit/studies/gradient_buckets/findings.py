@@ -50,11 +50,18 @@ def waiting(frame: pd.DataFrame) -> Finding | None:
 def _beside(frame: pd.DataFrame) -> str | None:
     """Where the step is longer by more, or by less, than what it waits for."""
     more, less = tables.beside_waiting(frame)
-    if len(more):
-        return (
-            f"With buckets of {_sizes(more['bucket_mb'])} communication costs another "
-            f"{span(more['contention_s'], format_seconds)}: it slows down the backward pass that it runs beside."
+    several, one = more[more["buckets"] > 1], more[more["buckets"] == 1]
+    costs = "With {} of {} communication costs another {}: "
+    told = [
+        costs.format(name, _sizes(some["bucket_mb"]), span(some["contention_s"], format_seconds)) + why
+        for some, name, why in (
+            (several, "buckets", "it slows down the backward pass that it runs beside."),
+            (one, "one bucket", "nothing runs beside backward then, but it copies each gradient into the bucket."),
         )
+        if len(some)
+    ]
+    if told:
+        return " ".join(told)
     if len(less):
         return (
             f"With buckets of {_sizes(less['bucket_mb'])} {span(-less['contention_s'], format_seconds)} of that is "

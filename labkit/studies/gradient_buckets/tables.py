@@ -57,8 +57,8 @@ def all_steps(frame: pd.DataFrame) -> pd.DataFrame:
     `waiting_s`        from the end of backward until gradients are averaged; `waiting_percent` of the step
     `local_s`          the same step without communication, in the same repeat
     `exposed_s`        the step less that one
-    `contention_s`     exposed less waiting: what communication costs backward while it runs beside it; below zero
-                       where a rank waits for a slower one
+    `contention_s`     exposed less waiting: what communication costs backward, which copies gradients into buckets,
+                       while it runs beside it; below zero where a rank waits for a slower one
     """
     columns = [*SETTING, "alternative", "bucket_mb", *LAYOUT, "repeat", "local_s", *QUANTITIES]
     slowest = PHASES.samples(frame, sweep=STEPS)
@@ -109,7 +109,7 @@ def pairs(frame: pd.DataFrame, quantity: str = "step_s") -> pd.DataFrame:
 
 def beside_waiting(frame: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Settings and bucket sizes whose step is longer by more than what it waits for, and by less: `contention_s`."""
-    groups = steps(frame).dropna(subset="contention_s").groupby([*SETTING, "bucket_mb"])["contention_s"]
+    groups = steps(frame).dropna(subset="contention_s").groupby([*SETTING, "bucket_mb", "buckets"])["contention_s"]
     table = groups.median().reset_index()
     p = np.array([estimate_paired(group.to_numpy(dtype=float)).p for _, group in groups])
     some = table[adjusted(p) <= FALSE_DISCOVERY_RATE]
