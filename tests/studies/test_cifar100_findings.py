@@ -182,6 +182,10 @@ def test_what_synchronizing_costs_is_beside_what_its_collectives_should_cost():
     told = answers_of(STUDY, frame, calibration=made_up())["sync_batchnorm"].why
     assert "its collectives should take" in told
     assert "should take" not in _findings(frame)["sync_batchnorm"].why
+    noisy = _frame(noise=1.0).assign(backend="gloo", device="cpu")
+    why = answers_of(STUDY, noisy, calibration=made_up())["sync_batchnorm"].why
+    assert why.startswith("No clear difference")
+    assert "The difference is" not in why
     assert table.loc[OWN_SYNC, "extra_s"] == pytest.approx(0.2)
 
 

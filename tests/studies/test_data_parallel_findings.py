@@ -111,6 +111,20 @@ def test_a_step_is_the_sum_of_its_phases_on_the_slowest_rank():
     assert table["naive", "waiting"] == pytest.approx(TEXTBOOK["naive"])
 
 
+def test_a_wrapper_has_one_ratio_to_torchs_in_all_tables():
+    frame = _frame(noise=0.3)
+    table = tables.phases(frame)
+    of_phases = table[(table["phase"] == "backward") & ~table["implementation"].isin(["local", "torch"])]
+    ratios = tables.against(frame, "torch").set_index("implementation")["ratio"]
+    assert (1 + of_phases["to_torch_percent"] / 100).tolist() == pytest.approx(
+        ratios[of_phases["implementation"]].tolist()
+    )
+
+
+def test_calls_explain_nothing_that_is_not_shown():
+    assert _findings(_frame(noise=0, repeats=5))["fastest"].why is None
+
+
 def test_exposed_communication_is_a_step_less_the_same_without():
     """What the forward pass broadcasts counts, and is told from what backward waits for."""
     frame = _frame(noise=0)

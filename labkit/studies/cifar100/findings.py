@@ -171,8 +171,9 @@ def sync_batchnorm(frame: pd.DataFrame, calibration: Calibration | None) -> Find
     is_shown = any(effect.verdict != "no difference shown" for effect in effects)
     numbers, caveat = table.drop(columns=INTERNAL), " ".join(caveats) or None
     gain = Finding(verdict, headline, numbers, caveat, None, advice, is_shown, effects=effects)
-    found = at_the_cost_of(gain, compared(ratios, SYNC_EPOCH, LOCAL_EPOCH, axis=("both_with",)))
-    if found is None or found.why is None or costs.empty:
+    price = compared(ratios, SYNC_EPOCH, LOCAL_EPOCH, axis=("both_with",))
+    found = at_the_cost_of(gain, price)
+    if found is None or price is None or not price.significant or costs.empty:
         return found
     extra, sending = span(costs["extra_s"], format_seconds), costs["predicted_s"].iloc[0]
     told = f"{found.why} The difference is {extra}"

@@ -58,9 +58,11 @@ def _calls_of_naive(frame: pd.DataFrame) -> str | None:
     if not {TORCH, "naive"} <= set(calls.index):
         return None
     profiled = tables.timeline(frame).iloc[0]
-    phases = select(tables.phases(frame), phase=tables.BACKWARD, workload=profiled["workload"])
-    seconds = phases[phases["world_size"] == profiled["world_size"]].set_index("implementation")["seconds"]
-    longer = seconds.get("naive", 0.0) - seconds.get(TORCH, float("inf"))
+    here = {name: profiled[name] for name in ("workload", "world_size")}
+    if select(tables.against(frame, TORCH), implementation="naive", verdict="slower", **here).empty:
+        return None
+    seconds = select(tables.phases(frame), phase=tables.BACKWARD, **here).set_index("implementation")["seconds"]
+    longer = seconds["naive"] - seconds[TORCH]
     more, each = calls.loc["naive", "collectives"] - calls.loc[TORCH, "collectives"], calls.loc["naive", "median_s"]
     if more <= 0 or more * each > 1.02 * longer:  # nothing that they explain, or something else beside
         return None
@@ -115,7 +117,7 @@ def overlap(frame: pd.DataFrame) -> Finding | None:
     headline = f"{medians} % of the communication hides, depending on wrapper and workload."
     if hidden["hidden_percent"].min() < 0:
         up_to = f"{hidden['hidden_percent'].max():.0f} % of the communication hides"
-        headline = f"Up to {up_to}; elsewhere backward is longer by more than all of it."
+        headline = f"Up to {up_to}; in other settings it costs backward more time than it takes alone."
     return Finding("measured", headline, table, caveat, why)
 
 

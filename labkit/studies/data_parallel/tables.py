@@ -50,12 +50,12 @@ def timed(frame: pd.DataFrame) -> pd.DataFrame:
 def phases(frame: pd.DataFrame) -> pd.DataFrame:
     """Mean, median, percentiles and interval by (setting, implementation, phase), all with the default buckets.
 
-    `to_torch_percent`: the median over that of torch's wrapper, as a difference in percent.
+    `to_torch_percent`: the time over torch's wrapper's in the same rounds, as `against` has it, as a difference.
     """
-    table = WRAPPERS.medians(timed(frame)).rename(columns={n: f"{n}_s" for n in ("mean", "p90", "p95", "p99")})
-    torch = table.loc[table["implementation"] == TORCH, [*WRAPPERS.setting, "seconds"]]
-    table = table.merge(torch.rename(columns={"seconds": "torch_s"}), how="left")
-    table = table.assign(to_torch_percent=100 * (table["seconds"] / table["torch_s"] - 1))
+    rows = timed(frame)
+    table = WRAPPERS.medians(rows).rename(columns={n: f"{n}_s" for n in ("mean", "p90", "p95", "p99")})
+    table = table.merge(WRAPPERS.over(rows, TORCH)[[*WRAPPERS.columns, "ratio"]], how="left")
+    table = table.assign(to_torch_percent=100 * (table["ratio"].astype(float) - 1))
     columns = ["workload", "world_size", "implementation", "phase", "mean_s", "seconds", "low", "high"]
     ordered = in_order(table, workload=None, world_size=None, phase=None, implementation=ORDER)
     return ordered[[*columns, "p90_s", "p95_s", "p99_s", "to_torch_percent"]]
