@@ -1,5 +1,6 @@
 """The lab of this machine: what its runs recommend, the step that is measured, and what is said of it."""
 
+import re
 from itertools import pairwise
 
 import numpy as np
@@ -242,13 +243,27 @@ def _frame(ratio):
     return pd.DataFrame({"implementation": samples.pop("name"), **samples, **about})
 
 
-@pytest.mark.parametrize(("ratio", "verdict", "agrees"), [(0.5, "yes", "yes"), (1.3, "no", "no")])
-def test_findings(ratio, verdict, agrees):
+@pytest.mark.parametrize(
+    ("ratio", "verdict", "advises", "agrees"),
+    [(0.5, "yes", True, "yes"), (1.0, "no clear difference", False, "no"), (1.3, "no", True, "no")],
+)
+def test_findings(ratio, verdict, advises, agrees):
     found = STUDY.findings(_frame(ratio), pd.DataFrame())
     assert found["gain"].verdict == verdict
+    assert (found["gain"].advice is not None) == advises  # what each part gains alone is not undone by noise
     assert found["ingredients"].headline == "Other than the default: precision and compiled."
     assert found["predicted"].verdict == agrees
     assert (found["predicted"].why is None) == (agrees == "yes")
+
+
+def test_what_is_recommended_stands_beside_what_it_gained_together(monkeypatch):
+    runs = {"precision": _precision(float32=1.0, bfloat16=0.5)}
+    monkeypatch.setattr(here, "newest_runs", lambda: runs)
+    assert "all together" not in here.by_size()[0]
+    runs["this_machine"] = _Run(**_frame(1.0).to_dict("list"))
+    told = here.by_size()[0]
+    assert "faster alone" in told
+    assert re.search(r"measured: mini .*no difference shown", told)
 
 
 @pytest.mark.parametrize(

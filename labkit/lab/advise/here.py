@@ -70,7 +70,8 @@ def by_size() -> tuple[str, Section] | None:
     runs = newest_runs()
     if not runs:
         return None
-    measured = {row[0]: f"{row[2]}, {row[3]}" for row in _gains(runs, SEQUENCE) if row[1] == str(RANKS)}
+    gains = (row for row in _gains(runs, SEQUENCE) if row[1] == str(RANKS))
+    measured = {model: f"{ratio}, {verdict}" for model, _, ratio, verdict in gains}
     rows, told, before = [], "", ""
     for model in _trainable():
         found = recommendations(model, SEQUENCE, runs)
@@ -82,6 +83,8 @@ def by_size() -> tuple[str, Section] | None:
         before = changed
     if not rows:
         return None
+    if together := "; ".join(f"{model} {gain}" for model, gain in measured.items()):
+        told += f" Time of all together over the default's, measured: {together}."
     headings = ("model", "other than the default", f"share of the default's step, {PREDICTED}", MEASURED)
     return told, Section("Training on this machine", MEASURED, headings, rows, note=_HOW)
 
@@ -153,7 +156,8 @@ def _verdict(found: Sequence[Recommendation], ratio: float) -> tuple[str, str]:
     if not changed:
         return "Keep the defaults.", "No run of this machine shows anything else to be faster."
     headline = f"Together they should leave {100 * ratio:.0f} % of a step's time on two ranks ({PREDICTED})."
-    return f"Change {len(changed)} of {len(found)} defaults.", headline
+    alone = "each faster alone" if len(changed) > 1 else "faster alone"
+    return f"Change {len(changed)} of {len(found)} defaults, {alone}.", headline
 
 
 def _rows(found: Sequence[Recommendation]) -> Iterator[tuple[str, ...]]:
