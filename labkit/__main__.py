@@ -157,17 +157,17 @@ def report(
 
     with without_threads():
         from labkit.lab.pages.report import check_report, report_lab, write_index
-    from labkit.lab.project import path_from_here, reports_directory, runs_directory
+    from labkit.lab.project import path_from_here, recorded_directory, reports_directory, runs_directory
     from labkit.lab.runs import measure as measuring
-    from labkit.lab.runs.store import find_run
+    from labkit.lab.runs.store import Run, find_run
     from labkit.lab.units import format_seconds
 
+    if (given := run or resume) is not None and not labs:
+        folders = [runs_directory()] if resume else [recorded_directory(), runs_directory()]
+        labs = [Run.load(find_run([folder / lab for folder in folders for lab in LABS], given)).header.lab]
     studies = [load_study(lab) for lab in (labs or LABS)]
-    for option, given in (("--run", run), ("--resume", resume)):
-        if given is not None and len(studies) != 1:
-            raise ParameterError(
-                f"{option} belongs to one lab: name it, for example `labkit report all_reduce {option} RUN`"
-            )
+    if given is not None and len(studies) != 1:
+        raise ParameterError(f"--run and --resume belong to one lab, got {len(studies)}: {', '.join(labs or ())}")
     if resume is not None and (settings or profile is not None or run is not None):
         raise ParameterError("--resume takes its parameters from the run: leave out --profile, --set and --run")
     parameters: dict[str, Any] = parse_assignments(settings or [])

@@ -94,7 +94,7 @@ def test_a_report_that_is_interrupted_names_its_run_and_goes_on_with_it(command,
     monkeypatch.setattr(
         report, "report_lab", lambda *given: drawn.append(given[1]) or LabResult(given[0], tmp_path, 0, None)
     )
-    status, *_ = command("report", "all_reduce", "--resume", run.name)
+    status, *_ = command("report", "--resume", run.name)  # whose lab the run knows
     assert status == 0
     assert drawn == [{"run": str(run.path)}]
     assert Run.load(run.path).coverage()["status"].unique().tolist() == ["ok"]
@@ -112,7 +112,8 @@ MISTAKES = [
     (["report", "all_reduce", "--set", "wrold_sizes=[2]"], ["'wrold_sizes'", "did you mean 'world_sizes'"]),
     (["measure", "all_reduce", "--set", "world_sizes=2 4"], ["'world_sizes'", "list", "'2 4'"]),
     (["report", "all_reduce", "--set", "sizes_bytes=[-1]"], ["'sizes_bytes'", "greater than or equal to 1", "-1"]),
-    (["report", "--resume", "RUN"], ["--resume belongs to one lab"]),
+    (["report", "--resume", "no-such-run"], ["no-such-run", "in data/runs"]),
+    (["report", "all_reduce", "attention", "--run", "RUN"], ["one lab", "got 2: all_reduce, attention"]),
     (["report", "all_reduce", "--resume", "RUN", "--profile", "smoke"], ["takes its parameters from the run"]),
     (["report", "all_reduce", "--profile", "quik"], ["'quik'", "did you mean 'quick'"]),
     (["measure", "al_reduce"], ["'al_reduce'", "did you mean 'all_reduce'"]),
