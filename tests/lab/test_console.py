@@ -15,5 +15,5 @@ def test_a_lab_in_a_script_is_told_in_text(tmp_path, monkeypatch, capsys):
     lab.close()
     said = capsys.readouterr().out
     assert "<" not in said
-    for text in ("Processor  ", "2 points planned, 1 measured, 1 skipped", "Rows.\nsize  rank\n", "2 rows.", "Run  "):
+    for text in ("Machine  ", "2 points planned, 1 measured, 1 skipped", "Rows.\nsize  rank\n", "2 rows.", "Run  "):
         assert text in said

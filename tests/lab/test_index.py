@@ -12,6 +12,7 @@ from labkit.lab.advise.report import Section
 from labkit.lab.findings import SMALLEST_DIFFERENCE
 from labkit.lab.notebook import PAGE_MIME
 from labkit.lab.pages.export import OTHER_FORMAT, PAGE_FORMAT, export_page, read_page
+from labkit.lab.pages.html import unbroken
 from labkit.lab.pages.report import write_index
 from labkit.machine import describe_machine
 from tests.lab.fake_study import FAKE
@@ -33,7 +34,8 @@ def write_page(folder, **changes):
 
 
 def index(folder):
-    return write_index([FAKE], folder).read_text()
+    """Its text with plain spaces before units."""
+    return write_index([FAKE], folder).read_text().replace("\N{NO-BREAK SPACE}", " ")
 
 
 @pytest.mark.parametrize("changes", [{"host": "elsewhere"}, {"machine": "Another CPU"}])
@@ -67,6 +69,11 @@ def test_a_record_without_what_an_index_needs_is_of_another_format(record, tmp_p
     page.write_text(f'<script type="application/json" id="labkit-record">{htmlsafe_json_dumps(about)}</script>')
     assert read_page(page)["error"] == OTHER_FORMAT
     assert OTHER_FORMAT in index(tmp_path)
+
+
+def test_a_number_stays_on_one_line_with_its_unit_and_nothing_but_text_is_changed():
+    text = '<p title="3 %">9{0}ms, [1, 2]{0}%</p><script>"3 s"</script><svg><text>5 s</text></svg><td>7 steps</td>'
+    assert unbroken(text.format(" ")) == text.format("\N{NO-BREAK SPACE}")
 
 
 def test_the_policy_of_pages_allows_their_own_script_by_its_hash_and_no_other(tmp_path):

@@ -81,9 +81,11 @@ def machine_rows(machine: Machine, *, elsewhere: bool) -> dict[str, str]:
     versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items() if version)
     products = machine.float32_products if machine.gpus else None
     float32 = ", ".join(f"{name} {how.upper()}" for name, how in products.items()) if products else None
+    processor = {"Processor": f"{machine.cpu}, {machine.cores} cores available"} if machine.gpus else {}  # or the label
     return {
         "Machine": machine.label + (" (a recorded run, not measured here)" if elsewhere else ""),
-        "Processor": f"{machine.cpu}, {machine.cores} cores available, {format_bytes(machine.memory_bytes)}",
+        **processor,
+        "Memory": format_bytes(machine.memory_bytes),
         "GPU": "; ".join(gpus) or (f"not used: {machine.why_no_gpus}" if machine.why_no_gpus else "none"),
         **({"float32 on the GPU": float32} if float32 else {}),
         "System": f"{machine.system}, Python {machine.python}",

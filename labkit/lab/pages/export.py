@@ -19,7 +19,7 @@ from nbconvert.filters.markdown_mistune import IPythonRenderer, MarkdownWithMath
 
 from labkit.lab.notebook import PAGE_MIME
 from labkit.lab.pages.cards import PIECE_MIME
-from labkit.lab.pages.html import TEMPLATES, code_style, render, script, style_sheet
+from labkit.lab.pages.html import TEMPLATES, code_style, render, script, style_sheet, unbroken
 
 PAGE_FORMAT = 4
 """Of the record in a page: raised whenever what an index reads from it changes its name or meaning."""
@@ -29,7 +29,8 @@ RECORD_KEYS = (
     *("coverage", "not_measured", "figures", "answers"),
 )
 
-TOLD_AT_THE_TOP = ("Machine", "Processor", "GPU")  # of a page, of the machine's facts; the others stand at its end
+# Of a page, of the machine's facts, and how; the others stand at its end.
+TOLD_AT_THE_TOP = {"Machine": "{}", "Processor": "{}", "Memory": "{} of memory", "GPU": "GPU: {}"}
 
 _HEADING = re.compile(r'(?<!<section class="prose code">)<h2 id="([^"]*)">(.*?)</h2>', re.DOTALL)
 _CONTENTS = "<!-- contents -->"
@@ -70,7 +71,7 @@ def export_page(notebook: Path, page: Path, *, lab: str, title: str, error: str 
     """Write the HTML page of an executed notebook; `error` is why it did not run to its end."""
     record = page_record(notebook)
     rows = record["machine_rows"] if record else []
-    machine = [f"GPU: {value}" if name == "GPU" else value for name, value in rows if name in TOLD_AT_THE_TOP]
+    machine = [TOLD_AT_THE_TOP[name].format(value) for name, value in rows if name in TOLD_AT_THE_TOP]
     rest = [[name, value] for name, value in rows if name not in TOLD_AT_THE_TOP]
     about = {
         "title": title,
@@ -92,7 +93,8 @@ def export_page(notebook: Path, page: Path, *, lab: str, title: str, error: str 
     body = body.replace("<pre>", '<pre tabindex="0">')  # whoever has no mouse scrolls by keys
     entries = [{"anchor": anchor, "html": text} for anchor, text in _HEADING.findall(body)]
     page.parent.mkdir(parents=True, exist_ok=True)
-    page.write_text(body.replace(_CONTENTS, render("page_contents.html.j2", entries=entries), 1), encoding="utf-8")
+    body = body.replace(_CONTENTS, render("page_contents.html.j2", entries=entries), 1)
+    page.write_text(unbroken(body), encoding="utf-8")
 
 
 def _mark_silent(cells: list[Any]) -> None:

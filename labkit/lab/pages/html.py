@@ -2,6 +2,7 @@
 
 import base64
 import hashlib
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,19 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from pygments.formatters import HtmlFormatter
 
 TEMPLATES = Path(__file__).parent / "templates"
+_UNITS = r"(?:%|[nµm]?s|min|(?:[KMGT]i|[kMGTP])?B(?:/s)?|[MGTP]?FLOP(?:/s)?)(?!\w)"
+_NOT_TEXT = r"<(script|style|svg|pre|code)\b.*?</\2>|<[^>]*>"
+_BREAKS = re.compile(rf"({_NOT_TEXT})|(?<=[\d\]]) (?={_UNITS})", re.DOTALL)
 
 
 def render(template: str, **values: Any) -> str:
     """A whole page."""
-    return _environment().get_template(template).render(**values)
+    return unbroken(_environment().get_template(template).render(**values))
+
+
+def unbroken(page: str) -> str:
+    """The page, its numbers on one line with their units."""
+    return _BREAKS.sub(lambda found: found[1] or "\N{NO-BREAK SPACE}", page)
 
 
 def piece(name: str, **values: Any) -> str:

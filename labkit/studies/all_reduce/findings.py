@@ -170,13 +170,14 @@ def phases(frame: pd.DataFrame) -> Finding | None:
     "scheduling",
 )
 def scheduling(frame: pd.DataFrame) -> Finding | None:
+    ratios = tables.batch_against_default(frame)
     return compared(
-        tables.batch_against_default(frame),
+        ratios,
         "small all-reduces under SCHED_BATCH",
         "those under the default policy",
         plural=True,
-        axis=("n_bytes", "world_size", "algorithm"),
-        choose="Run CPU ranks under SCHED_BATCH",
+        axis=("world_size", "n_bytes", "algorithm"),  # ranks first: a policy is of all that they send
+        choose=f"Run CPU ranks that all-reduce up to {format_bytes(ratios['n_bytes'].max())} under SCHED_BATCH",
         keep="Leave the default scheduling policy",
     )
 
