@@ -45,7 +45,9 @@ def price(frame: pd.DataFrame) -> Finding | None:
         return found
     adds = select(tables.prices(frame), part=PRICE)[[*SETTING, "seconds"]].rename(columns={"seconds": "adds_s"})
     table = TIME.marked(tables.ratios(frame, OWN, LOCAL, phase=BOTH)).merge(adds)[[*SETTING, "adds_s", *JUDGED]]
-    headline = f"Synchronizing adds {span(adds['adds_s'], format_seconds)} to forward and backward of a layer."
+    typical = [format_seconds(seconds) for seconds in adds.groupby("world_size")["adds_s"].median()]
+    told = f"{typical[0]} with the fewest ranks, {typical[-1]} with the most" if len(typical) > 1 else typical[0]
+    headline = f"Synchronizing forward and backward of a layer typically adds {told}."
     advice = "Synchronize only where the rows of one rank are too few for statistics of their own."
     return replace(found, verdict="measured", headline=headline, advice=advice, table=table)
 
@@ -53,8 +55,8 @@ def price(frame: pd.DataFrame) -> Finding | None:
 def _growth(frame: pd.DataFrame) -> str | None:
     """By how much the price grows with what makes it grow in every setting."""
     told = [
-        f"With {some['after'].iloc[0]} {GROWS[grows]} instead of {some['before'].iloc[0]} it adds "
-        f"{span(some['ratio'], '{:.1f}'.format)} times as much."
+        f"With {some['after'].iloc[0]} {GROWS[grows]} instead of {some['before'].iloc[0]} it typically adds "
+        f"{some['ratio'].median():.1f} times as much."
         for grows, some in tables.price_growth(frame).groupby("grows", sort=False)
         if (some["verdict"] == "slower").all()
     ]
