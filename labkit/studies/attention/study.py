@@ -74,9 +74,9 @@ class AttentionStudy(Study):
             compiled_head_dims=[64],
             tiling_sequences=[2048, 4096],
             memory_sequences=[8192],
-            batch=4,
+            batch=2,
             warmup=1,
-            rounds_s=1.5,
+            rounds_s=1.2,
             most_bytes=6 * GIB,
         ),
         "standard": AttentionConfig(

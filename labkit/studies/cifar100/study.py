@@ -86,7 +86,7 @@ class Cifar100Study(Study):
     questions = QUESTIONS
     profiles = {
         "smoke": CifarConfig(seeds=[0], epochs=2, train_images=64, accumulation=2),
-        "quick": CifarConfig(seeds=list(range(6)), epochs=3, train_images=640),
+        "quick": CifarConfig(seeds=list(range(6)), epochs=3, train_images=512),
         "standard": CifarConfig(seeds=list(range(8)), epochs=8),
         "paper": CifarConfig(
             dataset="cifar100", seeds=list(range(6)), epochs=16, batch=64, accumulation=4, timeout_s=86_400.0

@@ -65,9 +65,10 @@ class EndToEndStudy(Study):
             warmup_sizes=["nano"],
             compile_sizes=["nano"],
             compiled_phases=["step"],
+            batch=2,
             context_length=64,
             warmup=1,
-            rounds_s=4.0,
+            rounds_s=3.0,
         ),
         "standard": EndToEndConfig(
             sizes=["nano", "mini", "small", "medium", "large"],

@@ -77,7 +77,7 @@ class FlashStudy(Study):
             compiled_sequences=[],  # which the attention lab has
             technique_sequences=[4096],
             warmup=1,
-            rounds_s=1.2,
+            rounds_s=1.0,
             most_bytes=512 * MIB,
         ),
         "standard": FlashConfig(

@@ -66,7 +66,7 @@ class GradientBucketsStudy(Study):
             batches=[2],
             sequences=[16, 64],
             warmup=1,
-            rounds_s=8.0,
+            rounds_s=6.5,
         ),
         "standard": BucketsConfig(
             workloads=["mini"],

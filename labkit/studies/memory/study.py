@@ -89,6 +89,7 @@ class MemoryStudy(Study):
             big_contexts=[512, 2048],
             big_low_precision_contexts=[512],
             fitted_sizes=[size for size in SIZES if size != "10B"],
+            fitted_context=512,  # as counted anyway
             checkpoint_size="nano",
             checkpoint_context=128,
             counted_checkpoint_size="mini",

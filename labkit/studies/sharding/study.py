@@ -74,7 +74,7 @@ class ShardingStudy(Study):
             repeats=3,
         ),
         "quick": ShardingConfig(
-            sizes=["mini"], swept_sizes=["nano"], swept_batches=[1, 4], memory_sizes=["mini"], rounds_s=12.0
+            sizes=["mini"], swept_sizes=["nano"], swept_batches=[1, 4], memory_sizes=["mini"], rounds_s=9.0
         ),
         "standard": ShardingConfig(
             sizes=["mini"],

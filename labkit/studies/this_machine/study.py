@@ -65,7 +65,7 @@ class ThisMachineStudy(Study):
         "smoke": ThisMachineConfig(
             models=["nano"], precision="bfloat16", compiled=False, batch=1, context_length=32, warmup=1, repeats=6
         ),
-        "quick": ThisMachineConfig(models=["mini"], context_length=64, warmup=1, rounds_s=6.0),
+        "quick": ThisMachineConfig(models=["mini"], context_length=64, warmup=1, rounds_s=5.0),
         "standard": ThisMachineConfig(models=["mini", "small", "medium"], world_sizes=[1, 2]),
         "paper": ThisMachineConfig(
             models=["small", "medium", "large"],
