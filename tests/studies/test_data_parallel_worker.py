@@ -389,7 +389,7 @@ def test_copies_of_a_workload_are_equal_and_apart():
 def test_copies_that_do_not_fit_are_skipped_with_what_they_need(monkeypatch):
     monkeypatch.setattr(capacity, "available_memory_bytes", lambda: 2**30)
     machine = describe_machine().model_copy(update={"gpus": []})
-    only = dict.fromkeys(("workloads", "accumulation_workloads"), ["resnet50"])
+    only = {which: ["resnet50"] for which in ("workloads", "accumulation_workloads")}
     config = STUDY.profiles["quick"].model_copy(update=only)
     points = STUDY.points(config, machine)
     reasons = [STUDY.skip_reason(point, machine) for point in points]

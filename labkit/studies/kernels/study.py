@@ -48,7 +48,7 @@ class KernelsStudy(Study):
     questions = QUESTIONS
     profiles = {
         "smoke": KernelsConfig(models=["nano"], batch=2, context_length=32, warmup=1, passes=6),
-        "quick": KernelsConfig(models=["nano", "mini"], context_length=64),
+        "quick": KernelsConfig(models=["nano", "mini"], batch=2, context_length=64),
         "standard": KernelsConfig(models=["nano", "mini", "small", "medium"]),
         "paper": KernelsConfig(models=["small", "medium", "large", "xl", "2.7B"], warmup=5),
     }

@@ -59,7 +59,7 @@ class PrecisionStudy(Study):
     questions = QUESTIONS
     profiles = {
         "smoke": PrecisionConfig(models=["nano"], context_length=32, warmup=1, repeats=6),
-        "quick": PrecisionConfig(models=["nano", "mini"], context_length=64, warmup=1, rounds_s=6.0),
+        "quick": PrecisionConfig(models=["nano", "mini"], batch=2, context_length=64, warmup=1, rounds_s=5.0),
         "standard": PrecisionConfig(models=["nano", "mini", "small", "medium", "large"]),
         "paper": PrecisionConfig(
             models=["small", "medium", "large", "xl", "2.7B"], warmup=5, repeats=20, ratio_within=0.0, rounds_s=200.0
