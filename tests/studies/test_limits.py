@@ -17,6 +17,7 @@ from labkit.machine import Gpu, describe_machine
 from labkit.parallel.launch import run_ranks
 from labkit.studies.limits import exchange, tables, worker
 from labkit.studies.limits.study import STUDY
+from tests.studies.answering import check_headline
 
 FLOPS_PER_S, BYTES_PER_S, CALL_S = 1e11, 1e10, 1e-6
 BEGIN_S = 5e-5
@@ -113,7 +114,7 @@ def test_findings_follow_the_rates():
     assert findings["products"].headline.startswith("Arithmetic, from 64 rows on")
     assert findings["memory"].headline.startswith("Memory: the longest additions move 10 GB/s")
     assert findings["threads"].headline == (
-        "Yes, in the one setting measured: work with 2 threads is 2 times faster than with one."
+        "Yes, in the one setting measured: work with two threads is 2 times faster than with one."
     )
     assert "1.0 times the products" in findings["threads"].why
     assert "64 KiB" not in findings["calls"].headline
@@ -121,12 +122,16 @@ def test_findings_follow_the_rates():
     assert _findings(_frame(add=4.0))["memory"].headline.startswith("Not memory alone")
     assert _findings(_frame(threads=1.0))["threads"].verdict == "no clear difference"
     assert _findings(_frame(threads=0.5))["threads"].verdict == "no"
+    unlike = [row for n, s in ((1, 1.0), (2, 1.0)) for row in _rows("threads", operation="copy", threads=n, seconds=s)]
+    slower_in_one = _findings(pd.concat([_frame(threads=0.5), pd.DataFrame(unlike)], ignore_index=True))["threads"]
+    assert slower_in_one.verdict == "no"
+    check_headline(slower_in_one.headline)
 
 
 def test_every_number_of_threads_is_told_and_the_best_one_named():
     many = _rows("threads", operation="product", threads=16, seconds=0.8)
     finding = _findings(pd.concat([_frame(threads=4.0), pd.DataFrame(many)], ignore_index=True))["threads"]
-    assert "work with 2 threads is 4 times faster than with one" in finding.headline
+    assert "work with two threads is 4 times faster than with one" in finding.headline
     assert finding.table["threads"].tolist() == [2, 16]
 
 
