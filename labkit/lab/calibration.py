@@ -116,10 +116,8 @@ def _is_enough(run: Run, machine: Machine) -> bool:
 
 def _is_same_machine(theirs: Machine, here: Machine) -> bool:
     """With the same cores and the same torch: another one multiplies at another rate."""
-    return (theirs.host, theirs.label, theirs.cores, theirs.versions.get("torch")) == (
-        *(here.host, here.label, here.cores),
-        here.versions.get("torch"),
-    )
+    one, other = ([*each.identity, each.cores, each.versions.get("torch")] for each in (theirs, here))
+    return one == other
 
 
 def _rates(frame: pd.DataFrame) -> Iterator[Rates]:

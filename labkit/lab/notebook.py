@@ -267,8 +267,7 @@ class Lab:
         display(cards.Shown(provenance(self.study, self.run), text, {PAGE_MIME: page}))
 
     def _is_of_another_machine(self) -> bool:
-        here = describe_machine()
-        return (self.machine.host, self.machine.label) != (here.host, here.label)
+        return self.machine.identity != describe_machine().identity
 
     def _read_run(self) -> None:
         text = self.parameters.run

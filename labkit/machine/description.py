@@ -56,6 +56,8 @@ class Machine(BaseModel):
 
     host: str
     cpu: str
+    instructions: str | None = None
+    """Vector instructions that torch computes with, as "AVX512"; None in runs from before it was told."""
     cores: int
     memory_bytes: int
     gpus: list[Gpu]
@@ -69,6 +71,11 @@ class Machine(BaseModel):
     """None in older runs, for a labkit outside a git checkout."""
     float32_products: dict[str, str] | None = None
     """How a GPU does "matmul" and "convolution" of float32: "ieee" or "tf32"; None in runs from before it was told."""
+
+    @property
+    def identity(self) -> list[str | None]:
+        """What tells machines apart. Virtual ones of one name and processor may differ in instructions."""
+        return [self.host, self.label, self.instructions]
 
     @property
     def label(self) -> str:
@@ -111,6 +118,7 @@ def describe_machine() -> Machine:
     return Machine(
         host=platform.node(),
         cpu=_cpu_model(),
+        instructions=torch.backends.cpu.get_cpu_capability(),
         cores=available_cores(),
         memory_bytes=psutil.virtual_memory().total,
         gpus=[] if why_no_gpus else [_gpu(i) for i in range(torch.cuda.device_count())],

@@ -23,8 +23,13 @@ ADVISED = Section("Training on this machine", "measured here", ("model", "measur
 def write_page(folder, **changes):
     """A page of a notebook that left its record."""
     machine = describe_machine()
-    record = {"run": "data/runs/fake/a.jsonl", "profile": "smoke", "host": machine.host, "machine": machine.label}
-    record |= {"started": "2030-01-02T00:00:00", "coverage": {"ok": 2, "pending": 5}, "duration_s": 1.0}
+    record = {"run": "data/runs/fake/a.jsonl", "identity": machine.identity, "machine": machine.label}
+    record |= {
+        "profile": "smoke",
+        "started": "2030-01-02T00:00:00",
+        "coverage": {"ok": 2, "pending": 5},
+        "duration_s": 1.0,
+    }
     record |= {"not_measured": [], "figures": {}, "answers": [], "machine_rows": [], "provenance": []}
     cell = nbformat.v4.new_code_cell("1")
     cell.outputs = [nbformat.v4.new_output("display_data", data={PAGE_MIME: record | changes, "text/html": ""})]
@@ -38,11 +43,12 @@ def index(folder):
     return write_index([FAKE], folder).read_text().replace("\N{NO-BREAK SPACE}", " ")
 
 
-@pytest.mark.parametrize("changes", [{"host": "elsewhere"}, {"machine": "Another CPU"}])
-def test_whether_a_page_is_of_this_machine_is_judged_where_the_index_is_made(changes, tmp_path):
+@pytest.mark.parametrize("changed", [0, 1, 2], ids=["host", "label", "instructions"])
+def test_whether_a_page_is_of_this_machine_is_judged_where_the_index_is_made(changed, tmp_path):
     write_page(tmp_path)
     assert "(elsewhere)" not in index(tmp_path)
-    write_page(tmp_path, **changes)
+    identity = describe_machine().identity
+    write_page(tmp_path, identity=[*identity[:changed], "another", *identity[changed + 1 :]])
     assert "(elsewhere)" in index(tmp_path)
 
 
@@ -87,7 +93,7 @@ def test_the_policy_of_pages_allows_their_own_script_by_its_hash_and_no_other(tm
 
 def test_the_index_says_what_this_machine_should_use_and_what_that_gains_by_model(tmp_path, monkeypatch):
     monkeypatch.setattr("labkit.lab.pages.report.by_size", lambda: ("Change 1.", ADVISED))
-    write_page(tmp_path, host="elsewhere")
+    write_page(tmp_path, identity=["elsewhere", "", ""])
     assert 'id="joined"' not in index(tmp_path)
     write_page(tmp_path)
     assert re.search(r'id="joined".*Change 1\..*<td class="text">mini</td>.*61 %', index(tmp_path), re.DOTALL)

@@ -80,7 +80,8 @@ def test_a_textbook_machine_is_answered_in_full():
     nano = sum(_textbook("nano", phase) for phase in ("forward", "backward", "optimizer"))
     worth = findings["compile"].table["worth_it_after"].max()
     assert worth == pytest.approx(10.0 / (nano / 2), rel=0.02)
-    assert findings["compile"].advice == f"Compile the whole model for runs of more than {round(worth, -1):.0f} steps."
+    steps = f"{round(worth, -1):.0f} steps"
+    assert findings["compile"].advice == f"Compile nano and mini as a whole for runs of more than {steps}."
 
 
 @pytest.mark.parametrize("missing", ["phases", "warmup", "compile"])

@@ -7,6 +7,8 @@ import pandas as pd
 import pytest
 
 from labkit.costs.memory import PHASES, peak_bytes, residual_stream_bytes, saved_by_layer, state_bytes
+from labkit.lab.project import recorded_directory
+from labkit.lab.runs.store import Run
 from labkit.nn.transformer import shape_named
 from labkit.studies.memory import tables
 from labkit.studies.memory.counting import PARTS
@@ -236,3 +238,11 @@ def test_where_no_checkpointing_runs_out_of_memory_what_is_counted_is_compared()
     assert found.verdict == "yes"
     assert "out of memory" in found.caveat.lower()
     assert set(tables.segment_peaks(frame)["method"]) == {"counted"}
+
+
+def test_the_parts_of_a_small_model_add_up_beside_those_of_a_large_one():
+    """Its gradients, a quarter of its own peak, are little beside the large one's activations."""
+    frame = Run.load(next(recorded_directory().glob("memory/*.jsonl"))).frame()
+    lengths = frame["context_length"].where(frame["size"] == "2.7B")
+    parts = tables.shares(frame[~(lengths < 512)]).filter(like="_percent")
+    assert parts.sum(axis=1).to_numpy() == pytest.approx(100, abs=1)

@@ -103,6 +103,12 @@ def test_the_advice_is_what_the_intervals_allow(optimizer, noise, advice):
     assert _findings(_frame(optimizer, noise=noise))["time"].advice.startswith(advice)
 
 
+def test_no_stage_is_advised_for_memory_that_it_does_not_save():
+    frame = _frame()
+    frame.loc[(frame["kind"] == "memory") & (frame["way"] == "zero2"), "peak_bytes"] *= 2
+    assert _findings(frame)["time"].advice == "Shard the optimizer (ZeRO-1): less memory and less time."
+
+
 def test_noise_claims_nothing():
     findings = _findings(_frame(dict.fromkeys(STAGES, 0.06), noise=0.5, torch_factor=1.0))
     assert {findings[key].verdict for key in ("time", "torch", "break_even")} == {"no clear difference"}

@@ -99,8 +99,7 @@ def newest_runs(machine: Machine | None = None, labs: Container[str] | None = No
             run = Run.load(path)
         except (RunFileError, OSError):
             continue
-        theirs = run.header.machine
-        if (theirs.host, theirs.label) == (here.host, here.label) and not run.frame().empty:
+        if run.header.machine.identity == here.identity and not run.frame().empty:
             found[lab] = run
     return found
 

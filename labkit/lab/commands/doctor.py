@@ -20,7 +20,7 @@ def machine_rows() -> list[tuple[str, str]]:
     versions = ", ".join(f"{name} {version or 'not installed'}" for name, version in machine.versions.items())
     return [
         ("machine", machine.label),
-        ("processor", f"{machine.cpu}, {machine.cores} cores available"),
+        ("processor", f"{machine.cpu}, {machine.cores} cores available, {machine.instructions}"),
         ("memory", memory),
         ("gpu", "; ".join(gpus) or f"{_no_gpu(machine)}: labs run on the CPU, points that need a GPU are skipped"),
         ("backends", ", ".join(backends)),

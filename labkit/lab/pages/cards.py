@@ -86,6 +86,7 @@ def machine_rows(machine: Machine, *, elsewhere: bool) -> dict[str, str]:
         "Machine": machine.label + (" (a recorded run, not measured here)" if elsewhere else ""),
         **processor,
         "Memory": format_bytes(machine.memory_bytes),
+        **({"Instructions": machine.instructions} if machine.instructions else {}),
         "GPU": "; ".join(gpus) or (f"not used: {machine.why_no_gpus}" if machine.why_no_gpus else "none"),
         **({"float32 on the GPU": float32} if float32 else {}),
         "System": f"{machine.system}, Python {machine.python}",

@@ -20,8 +20,7 @@ def index_entry(study: Study, output: Path) -> dict[str, Any] | None:
         return None
     record = found["record"]
     if record is not None:
-        here = describe_machine()
-        record = record | {"elsewhere": (record["host"], record["machine"]) != (here.host, here.label)}
+        record = record | {"elsewhere": record["identity"] != describe_machine().identity}
     failed = [entry for entry in record["not_measured"] if entry["status"] in FAILED] if record else []
     about = {"name": study.name, "title": study.title, "summary": study.summary, "page": page.name}
     about |= {"is_other_format": found["error"] == OTHER_FORMAT}

@@ -25,7 +25,7 @@ PAGE_FORMAT = 4
 """Of the record in a page: raised whenever what an index reads from it changes its name or meaning."""
 OTHER_FORMAT = "the page is older or newer than this labkit: draw it again"
 RECORD_KEYS = (
-    *("run", "started", "duration_s", "profile", "host", "machine"),
+    *("run", "started", "duration_s", "profile", "identity", "machine"),
     *("coverage", "not_measured", "figures", "answers"),
 )
 

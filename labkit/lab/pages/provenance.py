@@ -61,7 +61,7 @@ def page_record(
         "summary": study.summary,
         "run": relative_to_project(run.path),
         "profile": run.header.profile,
-        "host": machine.host,
+        "identity": machine.identity,
         "machine": machine.label,
         # pairs, because a saved notebook has the keys of its dictionaries in another order
         "machine_rows": list(machine_rows(machine, elsewhere=elsewhere).items()),

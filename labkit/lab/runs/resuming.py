@@ -19,8 +19,7 @@ def check_same_setting(study: Study, run: Run, layout: dict[str, list[int]] | No
     header = run.header
     if header.lab != study.name:
         raise RunFileError(f"{run.path}: a run of the lab {header.lab!r}, not of {study.name!r}")
-    here = describe_machine()
-    if (header.machine.host, header.machine.label) != (here.host, here.label):
+    if header.machine.identity != describe_machine().identity:
         there = f"{header.machine.label} ({header.machine.host})"
         raise RunFileError(f"{run.path}: measured on {there}, and numbers of two machines do not mix")
     if header.ranks_by_host != layout:

@@ -113,7 +113,9 @@ def overlap(frame: pd.DataFrame) -> Finding | None:
         return Finding("measured", headline, table, caveat, why)
     medians = span(hidden["hidden_percent"], "{:.0f}".format)
     if not (hidden["hidden_low_percent"] > 0).any():
-        return Finding("undecided", f"Too noisy to tell: {medians} % by the medians alone.", table, caveat, why)
+        headline = f"Too noisy to tell: by their medians, wrappers that overlap hide {medians} %."
+        below = "Below zero backward is longer by more than all of it." if hidden["hidden_percent"].min() < 0 else None
+        return Finding("undecided", headline, table, caveat, " ".join(filter(None, [below, why])) or None)
     headline = f"{medians} % of the communication hides, depending on wrapper and workload."
     if hidden["hidden_percent"].min() < 0:
         up_to = f"{hidden['hidden_percent'].max():.0f} % of the communication hides"

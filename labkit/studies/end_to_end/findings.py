@@ -10,7 +10,7 @@ from labkit.lab.comparing import CLOSE, agreement, compared
 from labkit.lab.findings import Finding, Questions, troubles
 from labkit.lab.own_models import without_own
 from labkit.lab.rows import select
-from labkit.lab.units import counted, format_seconds, format_share, span
+from labkit.lab.units import counted, format_seconds, format_share, join_words, span
 from labkit.studies.end_to_end import tables
 
 QUESTIONS = Questions()
@@ -90,7 +90,7 @@ def predicted(frame: pd.DataFrame, calibration: Calibration | None) -> Finding |
 def compiling(frame: pd.DataFrame) -> Finding | None:
     table = tables.compiled_against_eager(frame)
     steps = select(table, phase="step")["worth_it_after"].dropna()
-    choose, earned = "Compile the whole model", ""
+    choose, earned = f"Compile {join_words(list(table['size'].unique()))} as a whole", ""
     if len(steps):
         worth = f"{float(f'{steps.max():.2g}'):,.0f} steps"
         choose, earned = f"{choose} for runs of more than {worth}", f" and pays for itself within about {worth}"

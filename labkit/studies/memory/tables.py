@@ -106,18 +106,17 @@ def its_own(table: pd.DataFrame) -> pd.DataFrame:
 def parts_of_peaks(frame: pd.DataFrame) -> pd.DataFrame:
     """The parts of counted full-step peaks, long: one row per (size, context, precision, part), with its share."""
     table = peaks(frame, method="counted", phase="full_step", precision="float32", size=shown_sizes(frame))
-    long = _long(table.assign(place=range(len(table))), [*SETTING, "place", "peak_bytes"]).sort_values(
-        "place", kind="stable"
-    )
+    table = table.assign(place=range(len(table)))
+    long = _long(table, [*SETTING, "place", "peak_bytes"], "place").sort_values("place", kind="stable")
     long = long.assign(share=long["bytes"] / long["peak_bytes"])
     return long.assign(size_and_context=_setting(long))
 
 
-def _long(table: pd.DataFrame, about: list[str]) -> pd.DataFrame:
-    """One row per part, as `part` and `bytes`, of those that reach a visible share of the largest anywhere."""
+def _long(table: pd.DataFrame, about: list[str], panel: str) -> pd.DataFrame:
+    """One row per part, as `part` and `bytes`, of those that reach a visible share of the largest in any `panel`."""
     long = table.melt(about, PART_COLUMNS, "part", "bytes")
-    most = long.groupby("part")["bytes"].transform("max")
-    return long[most >= SEEN * long["bytes"].max()].assign(part=lambda rows: rows["part"].str.removesuffix("_bytes"))
+    seen = long["bytes"] / long.groupby(panel)["bytes"].transform("max") >= SEEN
+    return long[seen.groupby(long["part"]).transform("any")].assign(part=long["part"].str.removesuffix("_bytes"))
 
 
 def shares(frame: pd.DataFrame) -> pd.DataFrame:
@@ -134,7 +133,7 @@ def timeline(frame: pd.DataFrame) -> pd.DataFrame:
     about = ["size", "context_length", "moment", "part_of_step"]
     rows = select(frame, [*about, *PART_COLUMNS], table="timeline").dropna(subset="moment")
     rows = rows.assign(panel=_setting(rows, " tokens"), allocations_and_frees=rows["moment"])
-    return _by_size(_long(rows, [*about, "panel", "allocations_and_frees"]), "moment")
+    return _by_size(_long(rows, [*about, "panel", "allocations_and_frees"], "panel"), "moment")
 
 
 def allocations(frame: pd.DataFrame) -> pd.DataFrame:

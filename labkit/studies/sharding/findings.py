@@ -119,11 +119,11 @@ def time(frame: pd.DataFrame) -> Finding | None:
         slower = found.table[found.table["verdict"] == "slower"] if found.table is not None else table[:0]
         told = [f"{row['way']} takes {format_share(row['ratio'] - 1)} longer." for row in slower.to_dict("records")]
         why = " ".join(filter(None, [_of_the_optimizer(frame), *told]))
-        found = with_model(replace(found, advice=_advice(judged(table)), why=why or None), table)
+        found = with_model(replace(found, advice=_advice(judged(table), frame), why=why or None), table)
     return with_own(found, everything, "way", (*LABKITS, *TORCHS), DDP, axis=axis, names=str)
 
 
-def _advice(table: pd.DataFrame) -> str:
+def _advice(table: pd.DataFrame, frame: pd.DataFrame) -> str:
     """What is faster; else the most that can be sharded without a step that takes longer: it saves memory."""
     slower = set(table.loc[table["verdict"] == "slower", "way"])
     unclear = set(table.loc[~(table["high"] < LITTLE_LONGER), "way"])
@@ -135,8 +135,16 @@ def _advice(table: pd.DataFrame) -> str:
     fastest = winner_of(table[table["way"].isin(free)], "way")
     if fastest is None:
         return f"Shard {WHAT_TO_SHARD[free[-1]]} ({free[-1]}): less memory, and no clear cost in time."
-    more = f"; where memory is short, {WHAT_TO_SHARD[free[-1]]} ({free[-1]})" if free[-1] != fastest else ""
+    more = f"; where memory is short, {WHAT_TO_SHARD[free[-1]]} ({free[-1]})"
+    if free[-1] == fastest or not _needs_less(frame, free[-1], fastest):
+        more = ""
     return f"Shard {WHAT_TO_SHARD[fastest]} ({fastest}): less memory and less time{more}."
+
+
+def _needs_less(frame: pd.DataFrame, way: str, than: str) -> bool:
+    """Whether its measured peak is the lower one with every number of ranks; where there is none, formulas say so."""
+    peaks = tables.peak_ratios(frame).pivot_table(index=["size", "world_size"], columns="way", values="ratio")
+    return not {way, than} <= set(peaks) or bool((peaks[way] < peaks[than]).all())
 
 
 def _of_the_optimizer(frame: pd.DataFrame) -> str | None:
