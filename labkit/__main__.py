@@ -162,8 +162,8 @@ def report(
     from labkit.lab.runs.store import Run, find_run
     from labkit.lab.units import format_seconds
 
-    if (given := run or resume) is not None and not labs:
-        folders = [runs_directory()] if resume else [recorded_directory(), runs_directory()]
+    if (given := resume if run is None else run) is not None and not labs:
+        folders = [recorded_directory(), runs_directory()] if resume is None else [runs_directory()]
         labs = [Run.load(find_run([folder / lab for folder in folders for lab in LABS], given)).header.lab]
     studies = [load_study(lab) for lab in (labs or LABS)]
     if given is not None and len(studies) != 1:

@@ -122,7 +122,7 @@ def quotients(table: pd.DataFrame, below: pd.DataFrame, value: str = "seconds") 
 def exact(text: str, holds: Iterable[bool], contradicted: Iterable[bool], seen: str = "") -> Claim | None:
     """Of counts, in which no noise is; None of none."""
     cases, against = (np.array(list(which), dtype=bool) for which in (holds, contradicted))
-    return Claim(text, _outcome(cases, against), seen) if cases.size else None
+    return Claim(text, _outcome(cases, against), seen) if cases.size or against.any() else None
 
 
 def _times(table: pd.DataFrame) -> str:

@@ -260,11 +260,15 @@ def test_findings(ratio, verdict, advises, agrees):
 def test_what_is_recommended_stands_beside_what_it_gained_together(monkeypatch):
     runs = {"precision": _precision(float32=1.0, bfloat16=0.5)}
     monkeypatch.setattr(here, "newest_runs", lambda: runs)
-    assert "all together" not in here.by_size()[0]
+    assert "together" not in here.by_size()[0]
     runs["this_machine"] = _Run(**_frame(1.0).to_dict("list"))
     told = here.by_size()[0]
     assert "faster alone" in told
-    assert re.search(r"measured: mini .*no difference shown", told)
+    assert re.search(r"together: .* with mini \(no difference shown", told)
+    runs["this_machine"] = _Run(**_frame(1.5).to_dict("list"))
+    told = here.by_size()[0]
+    assert told.startswith("Keep the defaults")
+    assert "with mini (slower" in told
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,7 @@ def by_size() -> tuple[str, Section] | None:
     runs = newest_runs()
     if not runs:
         return None
-    gains = (row for row in _gains(runs, SEQUENCE) if row[1] == str(RANKS))
+    gains = [row for row in _gains(runs, SEQUENCE) if row[1] == str(RANKS)]
     measured = {model: f"{ratio}, {verdict}" for model, _, ratio, verdict in gains}
     rows, told, before = [], "", ""
     for model in _trainable():
@@ -83,8 +83,11 @@ def by_size() -> tuple[str, Section] | None:
         before = changed
     if not rows:
         return None
-    if together := "; ".join(f"{model} {gain}" for model, gain in measured.items()):
-        told += f" Time of all together over the default's, measured: {together}."
+    if any(verdict.startswith("slower") for *_, verdict in gains):
+        told = "Keep the defaults: what is faster alone was slower together."
+    shares = (f"{ratio} of the default's time with {model} ({verdict})" for model, _, ratio, verdict in gains)
+    if together := "; ".join(shares):
+        told += f" Measured together: {together}."
     headings = ("model", "other than the default", f"share of the default's step, {PREDICTED}", MEASURED)
     return told, Section("Training on this machine", MEASURED, headings, rows, note=_HOW)
 

@@ -20,7 +20,8 @@ def check_same_setting(study: Study, run: Run, layout: dict[str, list[int]] | No
     if header.lab != study.name:
         raise RunFileError(f"{run.path}: a run of the lab {header.lab!r}, not of {study.name!r}")
     if header.machine.identity != describe_machine().identity:
-        there = f"{header.machine.label} ({header.machine.host})"
+        instructions = header.machine.instructions or "instructions not told"
+        there = f"{header.machine.label} ({header.machine.host}, {instructions})"
         raise RunFileError(f"{run.path}: measured on {there}, and numbers of two machines do not mix")
     if header.ranks_by_host != layout:
         there = describe_hosts(header.ranks_by_host)

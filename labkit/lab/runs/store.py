@@ -178,7 +178,7 @@ def find_run(directories: Iterable[Path], text: str) -> Path:
     name = given.name.removesuffix(".jsonl")
     matches = [path for path in runs if path.stem == name] or [path for path in runs if path.stem.startswith(name)]
     if len(matches) > 1:
-        found = ", ".join(path.stem for path in matches)
+        found = ", ".join(f"{path.parent.name}/{path.stem}" for path in matches)
         raise RunFileError(f"{text!r:.300} begins the names of {len(matches)} runs: {found}; give more of one")
     if not matches:
         places = directories if len(directories) <= 2 else [directory.parent for directory in directories]

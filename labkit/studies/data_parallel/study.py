@@ -48,7 +48,7 @@ class DataParallelConfig(TimedConfig):
 
 
 class DataParallelStudy(Study):
-    """Ways to average gradients, on ResNet-50 and a Transformer."""
+    """Ways to average gradients, on Transformers and ResNet-50."""
 
     name = "data_parallel"
     title = "Data-parallel training"
@@ -74,6 +74,7 @@ class DataParallelStudy(Study):
             accumulation_workloads=["nano"],
             micro_batches=2,
             batch=2,
+            image_size=32,
             context_length=32,
             warmup=1,
             rounds_s=5.0,

@@ -89,10 +89,12 @@ def predicted(frame: pd.DataFrame, calibration: Calibration | None) -> Finding |
 @QUESTIONS.ask("compile", "Does torch.compile of the whole model pay, and after how many steps?", "compile")
 def compiling(frame: pd.DataFrame) -> Finding | None:
     table = tables.compiled_against_eager(frame)
-    steps = select(table, phase="step")["worth_it_after"].dropna()
-    choose, earned = f"Compile {join_words(list(table['size'].unique()))} as a whole", ""
+    steps = select(table, phase="step").dropna(subset="worth_it_after")
+    choose, earned = "Compile the whole model", ""
     if len(steps):
-        worth = f"{float(f'{steps.max():.2g}'):,.0f} steps"
+        most = float(f"{steps['worth_it_after'].max():.2g}")
+        worth = f"{most:,.0f} steps"
+        choose = f"Compile {join_words(list(steps['size'].unique()))} as a whole"
         choose, earned = f"{choose} for runs of more than {worth}", f" and pays for itself within about {worth}"
     return compared(
         table,

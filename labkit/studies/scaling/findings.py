@@ -59,7 +59,7 @@ def rivals(frame: pd.DataFrame) -> Finding | None:
     answer = {"yes": "Yes", "no": "No"}.get(verdict, mostly)
     headline = f"{answer}: the median error is {ours:.1f} %, against {one:.0f} % with one MFU"
     if len(ahead):
-        less = "less" if ahead["same_rows"].any() else "less, of other rows"
+        less = "a lower mean error" + ("" if ahead["same_rows"].all() else " on other rows")
         headline += f"; {join_words(ahead['predictor'].tolist())} claim{'s' if len(ahead) == 1 else ''} {less}"
     told = {
         words: [

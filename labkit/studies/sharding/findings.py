@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pandas as pd
 
-from labkit.bench.statistics import judged
+from labkit.bench.statistics import LEAST_RELEVANT_DIFFERENCE, judged
 from labkit.costs.calibration import Calibration
 from labkit.costs.sharding import PARTS
 from labkit.lab.claims import Trend, claim, exact, published
@@ -133,18 +133,21 @@ def _advice(table: pd.DataFrame, frame: pd.DataFrame) -> str:
     if not free:
         return "Do not shard unless memory is short: what it costs in time is not clear here."
     fastest = winner_of(table[table["way"].isin(free)], "way")
+    way = fastest or free[-1]
+    less = "less memory" if _needs_less(frame, way, DDP) else "less memory by the formulas"
     if fastest is None:
-        return f"Shard {WHAT_TO_SHARD[free[-1]]} ({free[-1]}): less memory, and no clear cost in time."
-    more = f"; where memory is short, {WHAT_TO_SHARD[free[-1]]} ({free[-1]})"
-    if free[-1] == fastest or not _needs_less(frame, free[-1], fastest):
-        more = ""
-    return f"Shard {WHAT_TO_SHARD[fastest]} ({fastest}): less memory and less time{more}."
+        return f"Shard {WHAT_TO_SHARD[way]} ({way}): {less}, and no clear cost in time."
+    is_further = free[-1] != fastest and _needs_less(frame, free[-1], fastest)
+    more = f"; where memory is short, {WHAT_TO_SHARD[free[-1]]} ({free[-1]})" if is_further else ""
+    return f"Shard {WHAT_TO_SHARD[fastest]} ({fastest}): {less} and less time{more}."
 
 
 def _needs_less(frame: pd.DataFrame, way: str, than: str) -> bool:
-    """Whether its measured peak is the lower one with every number of ranks; where there is none, formulas say so."""
-    peaks = tables.peak_ratios(frame).pivot_table(index=["size", "world_size"], columns="way", values="ratio")
-    return not {way, than} <= set(peaks) or bool((peaks[way] < peaks[than]).all())
+    """Whether its peak was measured, and is the lower one with every number of ranks."""
+    over_ddp = tables.peak_ratios(frame).pivot_table(index=["size", "world_size"], columns="way", values="ratio")
+    peaks = over_ddp.assign(**{DDP: 1.0})
+    most = 1 - LEAST_RELEVANT_DIFFERENCE
+    return len(peaks) > 0 and {way, than} <= set(peaks) and bool((peaks[way] <= most * peaks[than]).all())
 
 
 def _of_the_optimizer(frame: pd.DataFrame) -> str | None:
