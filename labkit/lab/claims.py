@@ -41,7 +41,7 @@ class Trend:
 
 
 def _outcome(holds: np.ndarray, against: np.ndarray, significant: np.ndarray | bool = True) -> Outcome:
-    """Of a statement on all settings: it is contradicted if one is, and here as a whole if no other agrees."""
+    """Of a statement on all settings: one shown against it contradicts it, as a whole if all are against it."""
     if (against & significant).any():
         return CONTRADICTED if against.all() else IN_SOME
     return HOLDS if holds.all() else OPEN

@@ -32,7 +32,7 @@ MOST_WORDS_OF_A_NAME = 4  # what is longer is a sentence, and an underscore in i
 RULE = (
     f"A row counts as different where p, adjusted for all that was compared together, is at most "
     f"{FALSE_DISCOVERY_RATE}, and the ratio at least {100 * LEAST_RELEVANT_DIFFERENCE:.0f} % from 1. "
-    "Where times took turns, a ratio is the median over their rounds, and may differ from that of two medians."
+    "Where times took turns, a ratio is estimated from those of the rounds, and may differ from that of two medians."
 )
 MANY = 100_000  # from here on a whole number is shown with separators
 

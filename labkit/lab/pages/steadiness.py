@@ -86,7 +86,7 @@ def steadiness_sentence(slowdown: Mapping[str, float]) -> str | None:
         worst = max(slowdown.values())
         return f"The machine was steady: no lab found it more than {100 * (worst - 1):.0f} % slower than at its best."
     named = ", ".join(f"{factor:.1f} times during {lab}" for lab, factor in sorted(slow.items(), key=lambda x: -x[1]))
-    return f"The machine was not equally fast all along. At a typical point it took, beside its best, {named}."
+    return f"The machine was not equally fast all along. Time of a typical point beside its best: {named}."
 
 
 def _named(run: Run, points: Iterable[str]) -> str:

@@ -7,7 +7,7 @@ import pandas as pd
 from labkit.costs.calibration import Calibration
 from labkit.lab.claims import Trend, claim, lies_within, published, quotients
 from labkit.lab.comparing import CLOSE, agreement, compared
-from labkit.lab.findings import Finding, Questions, troubles
+from labkit.lab.findings import Finding, Questions, troubles, with_model
 from labkit.lab.own_models import without_own
 from labkit.lab.rows import select
 from labkit.lab.units import counted, format_seconds, format_share, join_words, span
@@ -96,7 +96,7 @@ def compiling(frame: pd.DataFrame) -> Finding | None:
         worth = f"{most:,.0f} steps"
         choose = f"Compile {join_words(list(steps['size'].unique()))} as a whole"
         choose, earned = f"{choose} for runs of more than {worth}", f" and pays for itself within about {worth}"
-    return compared(
+    found = compared(
         table,
         "the compiled model",
         "the eager one",
@@ -106,6 +106,7 @@ def compiling(frame: pd.DataFrame) -> Finding | None:
         caveat=_troubles(frame, "compile"),
         why=f"Compiling takes up to {format_seconds(table['compile_s'].max())}{earned}.{_besides(frame)}",
     )
+    return with_model(found, table)
 
 
 def _besides(frame: pd.DataFrame) -> str:

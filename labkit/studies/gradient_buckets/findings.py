@@ -56,11 +56,7 @@ def _beside(frame: pd.DataFrame) -> str | None:
         costs.format(name, _sizes(some["bucket_mb"]), span(some["contention_s"], format_seconds)) + why
         for some, name, why in (
             (several, "buckets", "it slows down the backward pass that it runs beside."),
-            (
-                one,
-                "one bucket",
-                "nothing runs beside backward, which still copies each gradient into the bucket.",
-            ),
+            (one, "one bucket", "nothing runs beside backward, which still copies each gradient into the bucket."),
         )
         if len(some)
     ]

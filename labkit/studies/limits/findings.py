@@ -30,10 +30,8 @@ def products(frame: pd.DataFrame) -> Finding | None:
     rest = "; smaller ones wait for memory or the call" if slow == slow else ""
     where = f"from {near:.0f} rows on"
     if near != near:  # the largest fell behind
-        where, rest = (
-            f"at {square.loc[square['flops_per_s'].idxmax(), 'size']:.0f} rows",
-            "; larger ones are slower again",
-        )
+        fastest = square.loc[square["flops_per_s"].idxmax(), "size"]
+        where, rest = f"at {fastest:.0f} rows", "; larger ones are slower again"
     headline = f"Arithmetic, {where}: {reached}{rest}."
     others = select(table, dtype="float32", kind=["tall", "batched"]).set_index("kind")["flops_per_s"]
     names = {"tall": "a tall product reaches", "batched": "a batch of small ones"}

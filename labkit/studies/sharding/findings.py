@@ -147,7 +147,7 @@ def _needs_less(frame: pd.DataFrame, way: str, than: str) -> bool:
     over_ddp = tables.peak_ratios(frame).pivot_table(index=["size", "world_size"], columns="way", values="ratio")
     peaks = over_ddp.assign(**{DDP: 1.0})
     most = 1 - LEAST_RELEVANT_DIFFERENCE
-    return len(peaks) > 0 and {way, than} <= set(peaks) and bool((peaks[way] <= most * peaks[than]).all())
+    return {way, than} <= set(peaks) and bool((peaks[way] <= most * peaks[than]).all())
 
 
 def _of_the_optimizer(frame: pd.DataFrame) -> str | None:
