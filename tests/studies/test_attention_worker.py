@@ -1,6 +1,7 @@
 """What is measured at one point of the attention lab: gate first, reasons in rows, and the plan."""
 
 import re
+import time
 from dataclasses import replace
 
 import pytest
@@ -59,6 +60,21 @@ def test_a_wrong_implementation_gets_no_time(monkeypatch):
     rows = _rows(SMALL)
     assert [row["gate"][:5] for row in rows if row["implementation"] == "tiled" and row["phase"] == "both"] == ["wrong"]
     assert {row["implementation"] for row in rows if "seconds" in row} == {"explicit"}
+
+
+def test_one_whose_pass_takes_longer_than_all_rounds_may_is_checked_and_not_timed(monkeypatch):
+    def slow(q, k, v, causal):
+        time.sleep(0.05)
+        return explicit_attention(q, k, v, causal)
+
+    _pretend(monkeypatch, "explicit", slow)
+    rows = _rows(replace(SMALL, rounds_s=0.04))
+    (row,) = (row for row in rows if row["implementation"] == "explicit" and row["phase"] == "both")
+    assert row["gate"].startswith("right, but too slow")
+    assert row["error"] < 1e-5
+    assert row["peak_bytes"] is not None
+    assert [row["tensor"] for row in rows if row["implementation"] == "explicit" and row["phase"] == "saved"]
+    assert not [row for row in rows if "seconds" in row and row["implementation"] == "explicit"]
 
 
 def test_one_that_cannot_run_here_is_a_row_with_its_reason(monkeypatch):

@@ -13,6 +13,7 @@ from labkit.machine import Gpu, describe_machine
 from labkit.studies.flash_attention import recorded, tables
 from labkit.studies.flash_attention.study import STUDY
 from labkit.studies.flash_attention.worker import ALL_TECHNIQUES, CAUSAL, FULL, TECHNIQUES, FlashPoint
+from labkit.studies.shared.attention_passes import TOO_SLOW
 from tests.calibrated import made_up
 from tests.studies.answering import answers_of
 
@@ -179,6 +180,12 @@ def test_memory_is_compared_where_explicit_attention_needs_much():
     assert finding.table["ratio"].tolist() == pytest.approx([100 / s for s in finding.table["sequence"]])
     assert "Explicit attention does not run at 16384 tokens: needs 3 GiB, 2 GiB available" in finding.caveat
     assert tables.reasons(_frame())["reason"].tolist() == ["needs 3 GiB, 2 GiB available"] * 2
+    frame = _frame()
+    is_longest = (frame["implementation"] == "explicit") & (frame["sequence"] == 16384)
+    too_slow = frame.mask(is_longest, frame.assign(gate=f"{TOO_SLOW}: 9 s for one pass", peak_bytes=2**34, error=1e-7))
+    finding = _findings(too_slow)["peak_memory"]
+    assert finding.caveat is None
+    assert set(finding.table["sequence"]) == {1024, 4096, 16384}
     short = _findings(_frame().query("sequence < 1024"))["peak_memory"]
     assert (short.verdict, short.effects) == ("undecided", ())
 

@@ -86,7 +86,7 @@ def shares(frame: pd.DataFrame, calibration: Calibration | None) -> pd.DataFrame
 
 
 def reasons(frame: pd.DataFrame) -> pd.DataFrame:
-    """Why implementations did not run: one row per reason, cut to a line, with the lengths it holds for."""
+    """Why implementations have no times: one row per reason, cut to a line, with the lengths it holds for."""
     table = refused(frame)
     table = table.assign(gate=[shorten(text, REASON_WIDTH, placeholder=" …") for text in table["gate"]])
     grouped = table.groupby(["implementation", "dtype", "gate"], sort=False)["sequence"].agg(["min", "max", "size"])

@@ -1,15 +1,15 @@
 """Measuring forward and backward passes of attention: what a rank runs for a point of either attention lab.
 
 Imports torch and the instruments only. Each implementation is checked against float64 first, in a pass whose peak
-memory is measured on the way; then those that are right take turns. One that does not fit, cannot run here, or raises
-becomes a row whose `gate` says why.
+memory is measured on the way; then those that are right take turns. One that does not fit, cannot run here, raises, or
+takes longer for a single pass than all rounds may becomes a row whose `gate` says why.
 """
 
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -18,7 +18,7 @@ from labkit.bench.memory import peak_memory_growth
 from labkit.bench.saved_tensors import SavedTensor, saved_for_backward
 from labkit.costs.attention import explicit_peak, tiled_saved
 from labkit.lab.point import PointOfTurns
-from labkit.lab.units import format_bytes
+from labkit.lab.units import format_bytes, format_seconds
 from labkit.machine.memory_limits import available_memory_bytes
 from labkit.nn.attention_implementations import RESERVED, attention_named
 from labkit.nn.attention_problem import AttentionProblem, Checked, Passes, check
@@ -33,7 +33,10 @@ SLOW_AT_FIRST = (COMPILED, FLASH)
 PHASES = ("forward", "backward")
 # More than is predicted may be needed: allocators round up, and products have work areas.
 MARGIN = 1.1
+TOO_SLOW = "right, but too slow to time"
 SMALL = 64  # tokens of a problem that warms an implementation up
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,14 +142,17 @@ def _examine(point: PassesPoint, problem: AttentionProblem, passes: Passes, name
             if point.turn > 1:
                 keep_what_is_compiled()
             make_compiler_ready(point.device)
-        row["first_call_s"] = _seconds(passes.run_checked, point.device)
+        _, row["first_call_s"] = _timed(passes.run_checked, point.device)
     else:  # the work areas of libraries are made once, and are not this problem's
         small = AttentionProblem((1, SMALL, point.head_dim), point.torch_dtype, point.device, causal=point.causal)
         small.passes(attention_named(name).attend).run_checked()
     with peak_memory_growth(point.device) as memory:
-        found = passes.run_checked()
+        found, pass_s = _timed(passes.run_checked, point.device)
     checked = check(problem, found)
-    return row | {"peak_bytes": memory.growth_bytes, "error": checked.error, "gate": gate_of(checked)}
+    gate = gate_of(checked)
+    if gate == "ok" and point.rounds_s is not None and pass_s > point.rounds_s:  # at least six rounds come
+        gate = f"{TOO_SLOW}: {format_seconds(pass_s)} for one pass, and {format_seconds(point.rounds_s)} for all rounds"
+    return row | {"peak_bytes": memory.growth_bytes, "error": checked.error, "gate": gate}
 
 
 def gate_of(checked: Checked) -> str:
@@ -158,12 +164,12 @@ def gate_of(checked: Checked) -> str:
     return f"{verdict(checked.row_error, checked.row_limit)} of a single row; {checked.where}"
 
 
-def _seconds(action: Callable[[], Any], device: str) -> float:
+def _timed(action: Callable[[], T], device: str) -> tuple[T, float]:
     start = time.perf_counter()
-    action()
+    result = action()
     if device == "cuda":
         torch.cuda.synchronize()
-    return time.perf_counter() - start
+    return result, time.perf_counter() - start
 
 
 def _accounting(problem: AttentionProblem, passes: Passes, name: str) -> Iterator[dict[str, Any]]:
