@@ -140,6 +140,7 @@ def _begun(tmp_path, *actions):
     [
         ('"lab":"fake"', '"lab":"other"', RunFileError, "a run of the lab 'other', not of 'fake'"),
         ('"host":"', '"host":"another-', RunFileError, "numbers of two machines do not mix"),
+        ('"instructions":"', '"instructions":"other than ', RunFileError, "numbers of two machines do not mix"),
         ('"ranks_by_host":null', '"ranks_by_host":{"here":[0,1]}', RunFileError, "two layouts of ranks do not mix"),
         ('"config":{', '"config":{"gone":1,', ParameterError, "unknown parameter 'gone'"),
         (

@@ -7,6 +7,20 @@ FINDINGS = "tests/studies/test_{}_findings.py"
 
 MISTAKES = [
     *mistakes(
+        "machine/description.py",
+        ("tests/lab/test_measure.py", "tests/lab/test_index.py", "tests/studies/test_this_machine.py"),
+        another_cpu_of_that_name_is_this_machine=(
+            "[self.host, self.label, self.instructions]",
+            "[self.host, self.label]",
+        ),
+    ),
+    *mistakes(
+        "studies/shared/attention_passes.py",
+        ("tests/studies/test_attention_worker.py",),
+        what_is_wrong_and_slow_is_right=('if gate == "ok" and point.rounds_s', "if point.rounds_s"),
+        what_takes_longer_than_all_rounds_is_timed=("pass_s > point.rounds_s", "pass_s > 6 * point.rounds_s"),
+    ),
+    *mistakes(
         "lab/comparing.py",
         COMPARING,
         a_prediction_is_judged_by_its_best_case=(

@@ -77,6 +77,16 @@ def test_one_whose_pass_takes_longer_than_all_rounds_may_is_checked_and_not_time
     assert not [row for row in rows if "seconds" in row and row["implementation"] == "explicit"]
 
 
+def test_one_that_is_wrong_and_slow_is_called_wrong(monkeypatch):
+    def slow(q, k, v, causal):
+        time.sleep(0.05)
+        return 2 * explicit_attention(q, k, v, causal)
+
+    _pretend(monkeypatch, "explicit", slow)
+    rows = _rows(replace(SMALL, rounds_s=0.04), "both")
+    assert [row["gate"][:5] for row in rows if row["implementation"] == "explicit"] == ["wrong"]
+
+
 def test_one_that_cannot_run_here_is_a_row_with_its_reason(monkeypatch):
     _pretend(monkeypatch, "tiled", None, "no such thing here")
     rows = [row for row in _rows(SMALL) if row["implementation"] == "tiled"]

@@ -171,7 +171,8 @@ def test_every_limit_is_measured_and_right_and_makes_the_calibration(tmp_path, m
     assert replace(newest_calibration(run.header.machine), is_disturbed=False) == found
     assert {one.ranks for one in found.rates if one.device == "cpu" and one.autograd} == {1, 2}
     assert {one.way for one in found.transports} >= {"gloo"}
-    assert newest_calibration(run.header.machine.model_copy(update={"host": "another"})) is None
+    for other in ({"host": "another"}, {"instructions": "AVX1024"}):
+        assert newest_calibration(run.header.machine.model_copy(update=other)) is None
     assert newest_calibration(run.header.machine, within=timedelta(0)) is None
     _a_later_run_is_passed_over_if_it_is_too_small_or_disturbed(run, found)
 

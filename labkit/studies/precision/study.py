@@ -58,7 +58,7 @@ class PrecisionStudy(Study):
     summary = "What 16-bit formats do to sums, norms and dtypes, and what bf16 autocast saves by model size."
     questions = QUESTIONS
     profiles = {
-        "smoke": PrecisionConfig(models=["nano"], context_length=32, warmup=1, repeats=6),
+        "smoke": PrecisionConfig(models=["nano"], batch=1, context_length=32, warmup=1, repeats=6),
         "quick": PrecisionConfig(models=["nano", "mini"], batch=2, context_length=64, warmup=1, rounds_s=5.0),
         "standard": PrecisionConfig(models=["nano", "mini", "small", "medium", "large"]),
         "paper": PrecisionConfig(
