@@ -1,7 +1,6 @@
 """What is measured at one point of the attention lab: gate first, reasons in rows, and the plan."""
 
 import re
-import time
 from dataclasses import replace
 
 import pytest
@@ -62,13 +61,14 @@ def test_a_wrong_implementation_gets_no_time(monkeypatch):
     assert {row["implementation"] for row in rows if "seconds" in row} == {"explicit"}
 
 
-def test_one_whose_pass_takes_longer_than_all_rounds_may_is_checked_and_not_timed(monkeypatch):
-    def slow(q, k, v, causal):
-        time.sleep(0.05)
-        return explicit_attention(q, k, v, causal)
+def _let_passes_take(monkeypatch, *seconds):
+    told = iter(seconds)
+    monkeypatch.setattr(attention_passes, "_timed", lambda action, device: (action(), next(told)))
 
-    _pretend(monkeypatch, "explicit", slow)
-    rows = _rows(replace(SMALL, rounds_s=0.04))
+
+def test_one_whose_pass_takes_longer_than_all_rounds_may_is_checked_and_not_timed(monkeypatch):
+    _let_passes_take(monkeypatch, 2.0, 2.0, 0.1)
+    rows = _rows(replace(SMALL, rounds_s=1.0))
     (row,) = (row for row in rows if row["implementation"] == "explicit" and row["phase"] == "both")
     assert row["gate"].startswith("right, but too slow")
     assert row["error"] < 1e-5
@@ -77,13 +77,16 @@ def test_one_whose_pass_takes_longer_than_all_rounds_may_is_checked_and_not_time
     assert not [row for row in rows if "seconds" in row and row["implementation"] == "explicit"]
 
 
-def test_one_that_is_wrong_and_slow_is_called_wrong(monkeypatch):
-    def slow(q, k, v, causal):
-        time.sleep(0.05)
-        return 2 * explicit_attention(q, k, v, causal)
+def test_one_that_met_a_stall_is_timed(monkeypatch):
+    _let_passes_take(monkeypatch, 9.0, 0.1, 0.1)
+    timed = {row["implementation"] for row in _rows(replace(SMALL, rounds_s=1.0)) if "seconds" in row}
+    assert timed == {"explicit", "tiled"}
 
-    _pretend(monkeypatch, "explicit", slow)
-    rows = _rows(replace(SMALL, rounds_s=0.04), "both")
+
+def test_one_that_is_wrong_and_slow_is_called_wrong(monkeypatch):
+    _pretend(monkeypatch, "explicit", lambda q, k, v, causal: 2 * explicit_attention(q, k, v, causal))
+    _let_passes_take(monkeypatch, 2.0, 2.0, 0.1)
+    rows = _rows(replace(SMALL, rounds_s=1.0), "both")
     assert [row["gate"][:5] for row in rows if row["implementation"] == "explicit"] == ["wrong"]
 
 

@@ -151,7 +151,11 @@ def _examine(point: PassesPoint, problem: AttentionProblem, passes: Passes, name
     checked = check(problem, found)
     gate = gate_of(checked)
     if gate == "ok" and point.rounds_s is not None and pass_s > point.rounds_s:  # at least six rounds come
-        gate = f"{TOO_SLOW}: {format_seconds(pass_s)} for one pass, and {format_seconds(point.rounds_s)} for all rounds"
+        del found
+        _, again_s = _timed(passes.run_checked, point.device)  # the first may have met a stall
+        if (pass_s := min(pass_s, again_s)) > point.rounds_s:
+            ends = format_seconds(point.rounds_s)
+            gate = f"{TOO_SLOW}: {format_seconds(pass_s)} for one pass, and {ends} for all rounds"
     return row | {"peak_bytes": memory.growth_bytes, "error": checked.error, "gate": gate}
 
 
