@@ -14,7 +14,7 @@ import os
 import random
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ from labkit.bench.stopping import Stopping
 Action = Callable[[], Any]
 Prepare = Callable[[str], Any]
 Seed = int | str
+T = TypeVar("T")
 
 
 def time_interleaved(
@@ -144,6 +145,15 @@ def order_of_turns(names: Iterable[str], round_number: int, *, seed: Seed = 0) -
     turns = sorted(names)
     random.Random(f"{seed} {round_number}").shuffle(turns)
     return turns
+
+
+def timed_once(action: Callable[[], T], device: str) -> tuple[T, float]:
+    """What a single call returns, and its seconds until the device is done; no warm-up, no repeat."""
+    start = time.perf_counter()
+    result = action()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return result, time.perf_counter() - start
 
 
 def _time_cpu(action: Action, calls: int) -> float:

@@ -63,7 +63,7 @@ def test_a_wrong_implementation_gets_no_time(monkeypatch):
 
 def _let_passes_take(monkeypatch, *seconds):
     told = iter(seconds)
-    monkeypatch.setattr(attention_passes, "_timed", lambda action, device: (action(), next(told)))
+    monkeypatch.setattr(attention_passes, "timed_once", lambda action, device: (action(), next(told)))
 
 
 def test_one_whose_pass_takes_longer_than_all_rounds_may_is_checked_and_not_timed(monkeypatch):

@@ -269,6 +269,12 @@ def test_what_is_recommended_stands_beside_what_it_gained_together(monkeypatch):
     told = here.by_size()[0]
     assert told.startswith("Keep the defaults")
     assert "with mini (slower" in told
+    both = pd.concat([_frame(1.5), _frame(0.5).assign(model="nano")])
+    runs["this_machine"] = _Run(**both.to_dict("list"))
+    told = here.by_size()[0]
+    assert not told.startswith("Keep the defaults")
+    assert "Keep the defaults with mini:" in told
+    assert "with nano (faster" in told
 
 
 @pytest.mark.parametrize(

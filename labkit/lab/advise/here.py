@@ -83,8 +83,10 @@ def by_size() -> tuple[str, Section] | None:
         before = changed
     if not rows:
         return None
-    if any(verdict.startswith("slower") for *_, verdict in gains):
-        told = "Keep the defaults: what is faster alone was slower together."
+    if slower := [model for model, *_, verdict in gains if verdict.startswith("slower")]:
+        keep = "Keep the defaults{}: what is faster alone was slower together."
+        everywhere = len(slower) == len(gains)
+        told = keep.format("") if everywhere else f"{told} {keep.format(f' with {join_words(slower)}')}"
     shares = (f"{ratio} of the default's time with {model} ({verdict})" for model, _, ratio, verdict in gains)
     if together := "; ".join(shares):
         told += f" Measured together: {together}."

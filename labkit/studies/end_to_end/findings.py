@@ -94,8 +94,8 @@ def compiling(frame: pd.DataFrame) -> Finding | None:
     if len(steps):
         most = float(f"{steps['worth_it_after'].max():.2g}")
         worth = f"{most:,.0f} steps"
-        choose = f"Compile {join_words(list(steps['size'].unique()))} as a whole"
-        choose, earned = f"{choose} for runs of more than {worth}", f" and pays for itself within about {worth}"
+        choose = f"Compile {join_words(list(steps['size'].unique()))} as a whole for runs of more than {worth}"
+        earned = f" and pays for itself within about {worth}"
     found = compared(
         table,
         "the compiled model",

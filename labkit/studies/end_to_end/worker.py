@@ -1,7 +1,6 @@
 """What a rank runs to measure one point of the end-to-end lab. Imports torch, the model and the instruments only."""
 
 import math
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -9,7 +8,7 @@ from typing import Any
 
 import torch
 
-from labkit.bench.clock import time_interleaved, time_parts_interleaved
+from labkit.bench.clock import time_interleaved, time_parts_interleaved, timed_once
 from labkit.bench.gate import largest_difference, verdict
 from labkit.lab.own_models import source_of
 from labkit.lab.point import TimedPoint
@@ -117,7 +116,7 @@ def _compiled_against_eager(point: EndToEndPoint) -> Iterator[dict[str, Any]]:
             error = _largest_difference(steps["compiled"], steps["eager"], point.device)
             compile_s = {"step": error.compile_s}
             if "inference" in point.compiled_phases:
-                compile_s["inference"] = _first_call(steps["compiled"].infer, point.device)
+                compile_s["inference"] = timed_once(steps["compiled"].infer, point.device)[1]
             return error, {phase: {"compile_s": taken, "compiler_s": compiler_s} for phase, taken in compile_s.items()}
 
         found = attempt("compiled", compile_and_compare, device=point.device)
@@ -156,20 +155,12 @@ def _largest_difference(compiled: TrainingStep, eager: TrainingStep, device: str
         step.forward()
         step.backward()
 
-    compile_s = _first_call(lambda: forward_backward(compiled), device)
+    compile_s = timed_once(lambda: forward_backward(compiled), device)[1]
     forward_backward(eager)
     worst = largest_difference(gradients(compiled.model), gradients(eager.model))
     for step in (compiled, eager):
         step.optimizer_step()
     return _Difference(worst, compile_s)
-
-
-def _first_call(action: Callable[[], Any], device: str) -> float:
-    start = time.perf_counter()
-    action()
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
 
 
 def _training_step(point: EndToEndPoint, *, compiled: bool = False) -> TrainingStep:

@@ -5,14 +5,14 @@ memory is measured on the way; then those that are right take turns. One that do
 takes longer for a single pass than all rounds may becomes a row whose `gate` says why.
 """
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
+from labkit.bench.clock import timed_once
 from labkit.bench.gate import verdict
 from labkit.bench.memory import peak_memory_growth
 from labkit.bench.saved_tensors import SavedTensor, saved_for_backward
@@ -35,8 +35,6 @@ PHASES = ("forward", "backward")
 MARGIN = 1.1
 TOO_SLOW = "right, but too slow to time"
 SMALL = 64  # tokens of a problem that warms an implementation up
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,17 +140,17 @@ def _examine(point: PassesPoint, problem: AttentionProblem, passes: Passes, name
             if point.turn > 1:
                 keep_what_is_compiled()
             make_compiler_ready(point.device)
-        _, row["first_call_s"] = _timed(passes.run_checked, point.device)
+        row["first_call_s"] = timed_once(passes.run_checked, point.device)[1]  # its result must not stay in memory
     else:  # the work areas of libraries are made once, and are not this problem's
         small = AttentionProblem((1, SMALL, point.head_dim), point.torch_dtype, point.device, causal=point.causal)
         small.passes(attention_named(name).attend).run_checked()
     with peak_memory_growth(point.device) as memory:
-        found, pass_s = _timed(passes.run_checked, point.device)
+        found, pass_s = timed_once(passes.run_checked, point.device)
     checked = check(problem, found)
     gate = gate_of(checked)
-    if gate == "ok" and point.rounds_s is not None and pass_s > point.rounds_s:  # at least six rounds come
+    if gate == "ok" and point.rounds_s is not None and pass_s > point.rounds_s:
         del found
-        _, again_s = _timed(passes.run_checked, point.device)  # the first may have met a stall
+        again_s = timed_once(passes.run_checked, point.device)[1]  # the first may have met a stall
         if (pass_s := min(pass_s, again_s)) > point.rounds_s:
             ends = format_seconds(point.rounds_s)
             gate = f"{TOO_SLOW}: {format_seconds(pass_s)} for one pass, and {ends} for all rounds"
@@ -166,14 +164,6 @@ def gate_of(checked: Checked) -> str:
     if not checked.error <= checked.limit:
         return f"{verdict(checked.error, checked.limit)}; {checked.where}"
     return f"{verdict(checked.row_error, checked.row_limit)} of a single row; {checked.where}"
-
-
-def _timed(action: Callable[[], T], device: str) -> tuple[T, float]:
-    start = time.perf_counter()
-    result = action()
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return result, time.perf_counter() - start
 
 
 def _accounting(problem: AttentionProblem, passes: Passes, name: str) -> Iterator[dict[str, Any]]:
