@@ -124,7 +124,7 @@ class DataParallel(nn.Module, ABC):
         self._forget_pass()
         averaged = set(map(id, self._parameters_in_order))
         left_alone = {name: p for name, p in self.module.named_parameters() if id(p) not in averaged}
-        self._gradient_hooks = GradientHooks(self._mark_ready, self._parameters_in_order, left_alone)
+        self._gradient_hooks = GradientHooks(self, type(self)._mark_ready, self._parameters_in_order, left_alone)
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name not in NOT_COPIED}
@@ -191,7 +191,7 @@ class DataParallel(nn.Module, ABC):
         if missing and not self.find_unused:
             # nothing is waited for: ranks on which nothing is missing have begun other collectives
             raise UnusedParameterError(self._unused_message(missing))
-        has_gradient = [p.grad is not None for p in self._parameters_in_order]
+        has_gradient = [p.grad is not None for p in self._parameters_in_order] if self.find_unused else []
         self._finish(missing if self._overlaps else list(range(len(self._ready))))
         if self.find_unused:  # last: every rank begins the same collectives in the same order
             self._clear_globally_unused(has_gradient)
@@ -213,19 +213,23 @@ class DataParallel(nn.Module, ABC):
         """Wait for collectives under way; gradients that are in none are left as this rank's own."""
 
     def _mark_ready(self, index: int, parameter: Tensor) -> None:
-        """The hook: note the gradient, and average it now if that is what this wrapper does."""
+        """The hook: note the gradient, and average it now if that is what this wrapper does.
+
+        Autograd records nothing while it runs hooks, unless a graph was asked for, which is refused.
+        """
         if not self._synchronize_this_pass:
             return
         check_gradient(self._names[index], parameter.grad)
-        with self._lock, torch.no_grad():
+        overlaps = self._overlaps
+        with self._lock:
             self._begin_pass()
-            if self._overlaps and self._ready[index]:
+            if overlaps and self._ready[index]:
                 raise RuntimeError(
                     f"one backward pass gave {self._names[index]} a gradient twice, the second after it was sent: "
                     "where a parameter is used inside and outside of a re-entrant checkpoint, pass find_unused=True"
                 )
             self._ready[index] = True
-            if self._overlaps:
+            if overlaps:
                 self._gradient_ready(index)
 
     def _begin_pass(self) -> None:

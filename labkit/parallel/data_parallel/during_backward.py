@@ -111,7 +111,8 @@ class BucketedDDP(DataParallel):
 
     def _gradient_ready(self, index: int) -> None:
         self._put(index)
-        self._begin_full()
+        if not self._bucket_of[index].missing:
+            self._begin_full()
 
     def _finish(self, pending: list[int]) -> None:
         for index in pending:
@@ -121,15 +122,16 @@ class BucketedDDP(DataParallel):
 
     def _put(self, index: int) -> None:
         """The gradient, divided by the number of ranks, into its view; `p.grad` is the view from now on."""
-        parameter, view = self._parameters_in_order[index], self._bucket_of[index].views[index]
-        if parameter.grad is None:
+        parameter, bucket = self._parameters_in_order[index], self._bucket_of[index]
+        gradient, view = parameter.grad, bucket.views[index]
+        if gradient is None:
             view.zero_()
-        elif parameter.grad is view:
+        elif gradient is view:
             view.div_(self.world_size)
         else:
-            torch.div(parameter.grad, self.world_size, out=view)
+            torch.div(gradient, self.world_size, out=view)
         parameter.grad = view
-        self._bucket_of[index].missing -= 1
+        bucket.missing -= 1
 
     def _begin_full(self) -> None:
         """Begin buckets that are full, in their order: every rank must begin them in the same one."""

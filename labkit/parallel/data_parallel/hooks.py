@@ -7,21 +7,23 @@ memory of its own and while the others do, is averaged by none: who wraps a mode
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-Heard = Callable[[int, Tensor], None]
+Heard = Callable[[Any, int, Tensor], None]
+"""A method of the wrapper, not bound: (wrapper, index, parameter)."""
 
 
 class GradientHooks:
-    """Calls `heard(index, parameter)`, a method, once autograd has put a gradient into `p.grad`, while its owner lives.
+    """Calls `heard(wrapper, index, parameter)` once autograd has put a gradient into `p.grad`, while the wrapper lives.
 
     `left_alone` are the model's other parameters, by name.
     """
 
     def __init__(
-        self, heard: Heard, parameters: Sequence[nn.Parameter], left_alone: Mapping[str, nn.Parameter]
+        self, wrapper: Any, heard: Heard, parameters: Sequence[nn.Parameter], left_alone: Mapping[str, nn.Parameter]
     ) -> None:
         self._parameters, self._left_alone = parameters, left_alone
         self._is_superseded = False
@@ -29,9 +31,9 @@ class GradientHooks:
             if isinstance(hook, _Hook) and (older := hook.owner()) is not None:
                 older._supersede()
         # Weakly: a parameter holds its hooks where the garbage collector does not look.
-        method, owner = weakref.WeakMethod(heard), weakref.ref(self)
+        of_hooks, of_wrapper = weakref.ref(self), weakref.ref(wrapper)
         self._handles = [
-            parameter.register_post_accumulate_grad_hook(_Hook(owner, method, index))
+            parameter.register_post_accumulate_grad_hook(_Hook(of_hooks, of_wrapper, heard, index))
             for index, parameter in enumerate(parameters)
         ]
         weakref.finalize(self, _remove, self._handles)
@@ -64,14 +66,19 @@ class GradientHooks:
 
 
 class _Hook:
-    """On the parameter at `index`; of the hooks of `owner`."""
+    """On the parameter at `index`; of the hooks of `owner`.
 
-    def __init__(self, owner: "weakref.ref[GradientHooks]", heard: "weakref.WeakMethod[Heard]", index: int) -> None:
-        self.owner, self._heard, self._index = owner, heard, index
+    Without a `WeakMethod`, which is written in Python: between products of matrices each line costs microseconds.
+    """
+
+    def __init__(
+        self, owner: "weakref.ref[GradientHooks]", wrapper: "weakref.ref[Any]", heard: Heard, index: int
+    ) -> None:
+        self.owner, self._wrapper, self._heard, self._index = owner, wrapper, heard, index
 
     def __call__(self, parameter: Tensor) -> None:
-        if (heard := self._heard()) is not None:
-            heard(self._index, parameter)
+        if (wrapper := self._wrapper()) is not None:
+            self._heard(wrapper, self._index, parameter)
 
 
 def _hooks_on(parameter: Tensor) -> dict[int, object]:
