@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
@@ -38,6 +39,12 @@ FIRST = (
     *("lab/test_comparison.py", "studies/test_own_sharding.py", "lab/test_torchrun.py", "lab/test_advise.py"),
     *("faults/test_parents.py", "lab/test_killed.py", "lab/test_warm_kernels.py", "test_start_here.py"),
 )
+
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    # Runs and calibrations of whoever tests say nothing about labkit, and those of tests nothing about the machine.
+    home = TemporaryDirectory(prefix="labkit-tests-")
+    atexit.register(home.cleanup)
+    os.environ["LABKIT_HOME"] = home.name
 
 preload(*OF_TESTS)
 

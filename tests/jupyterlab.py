@@ -20,7 +20,7 @@ import nbformat
 import psutil
 import pytest
 
-from labkit.lab.project import project_root
+from labkit.lab.project import checkout
 from tests.browser import CHROMIUM
 
 NEEDED = [
@@ -74,7 +74,7 @@ class Server:
 
     def __init__(self, folder):
         self.root = folder
-        self.notebooks = shutil.copytree(project_root() / "notebooks", folder / "notebooks")
+        self.notebooks = shutil.copytree(checkout() / "notebooks", folder / "notebooks")
         self.log = folder / "server.log"
         self._runtime = folder / "runtime"
         own = {"JUPYTER_RUNTIME_DIR": self._runtime, "JUPYTER_CONFIG_DIR": folder / "config"}
@@ -86,7 +86,7 @@ class Server:
         command += [f"--port={port}", f"--IdentityProvider.token={secrets.token_hex(16)}"]
         command += [f"--ServerApp.root_dir={self.root}", *_options_of_make_lab()]
         # as `make lab` has them
-        own |= {"JUPYTER_CONFIG_PATH": project_root() / ".jupyter"}
+        own |= {"JUPYTER_CONFIG_PATH": checkout() / ".jupyter"}
         own |= {"LABKIT_HOME": folder, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
         environment = os.environ | {name: str(value) for name, value in own.items()}
         with self.log.open("w") as log:
@@ -137,9 +137,7 @@ def _listens(port):
 
 def _options_of_make_lab():
     """What `make lab` gives JupyterLab, but for where it is rooted and what it opens."""
-    given = subprocess.check_output(
-        ["make", "-s", "-n", "lab"], cwd=project_root(), text=True, stderr=subprocess.DEVNULL
-    )
+    given = subprocess.check_output(["make", "-s", "-n", "lab"], cwd=checkout(), text=True, stderr=subprocess.DEVNULL)
     return [option for option in given.split() if option.startswith(("--KernelManager.", "--FileContentsManager."))]
 
 

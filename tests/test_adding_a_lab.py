@@ -10,7 +10,7 @@ import nbformat
 import pytest
 
 from labkit.lab.pages.export import page_record
-from labkit.lab.project import notebook_path, project_root
+from labkit.lab.project import checkout, notebook_path
 from tests.commands import carry_out
 
 COPIED = ("labkit", "notebooks", "tests", "data/reference", "data/recorded", "pyproject.toml", "environment.yml")
@@ -18,7 +18,7 @@ COPIED = ("labkit", "notebooks", "tests", "data/reference", "data/recorded", "py
 
 def _steps():
     """The path that each step names first, and its block of code ("" if it has none)."""
-    page = (project_root() / "docs" / "adding-a-lab.md").read_text()
+    page = (checkout() / "docs" / "adding-a-lab.md").read_text()
     steps = re.split(r"^\d\. ", page, flags=re.M)[1:]
     found = {}
     for step in steps:
@@ -48,7 +48,7 @@ def project(tmp_path_factory):
     """A copy of the project with the new lab in it."""
     copy = tmp_path_factory.mktemp("project")
     for name in COPIED:
-        source, target = project_root() / name, copy / name
+        source, target = checkout() / name, copy / name
         target.parent.mkdir(exist_ok=True)
         if source.is_dir():
             shutil.copytree(source, target, ignore=shutil.ignore_patterns(".ipynb_checkpoints"))  # compiled as it is
@@ -73,7 +73,9 @@ def project(tmp_path_factory):
 @pytest.fixture(scope="module")
 def outcome(project):
     """Carries out a program in the copy."""
-    return lambda *arguments: carry_out([sys.executable, "-m", *arguments], project, {"PYTHONPATH": str(project)})
+    return lambda *arguments: carry_out(
+        [sys.executable, "-m", *arguments], project, {"PYTHONPATH": str(project), "LABKIT_HOME": ""}
+    )
 
 
 def test_the_new_lab_has_a_page_with_its_answer(project, outcome):

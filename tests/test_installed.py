@@ -6,7 +6,7 @@ import zipfile
 
 import pytest
 
-from labkit.lab.project import project_root
+from labkit.lab.project import checkout
 from tests.commands import carry_out
 
 BUILD = "from setuptools import build_meta; build_meta.build_wheel({!r})"
@@ -14,11 +14,11 @@ BUILD = "from setuptools import build_meta; build_meta.build_wheel({!r})"
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    folder, checkout = tmp_path_factory.mktemp("wheel"), tmp_path_factory.mktemp("checkout")
+    folder, copy = tmp_path_factory.mktemp("wheel"), tmp_path_factory.mktemp("checkout")
     for name in ("labkit", "notebooks", "data/reference", "data/recorded", "pyproject.toml", "README.md", "LICENSE"):
-        (checkout / name).parent.mkdir(exist_ok=True)
-        subprocess.run(["cp", "-R", str(project_root() / name), str(checkout / name)], check=True)  # links stay links
-    subprocess.run([sys.executable, "-c", BUILD.format(str(folder))], cwd=checkout, check=True, capture_output=True)
+        (copy / name).parent.mkdir(exist_ok=True)
+        subprocess.run(["cp", "-R", str(checkout() / name), str(copy / name)], check=True)  # links stay links
+    subprocess.run([sys.executable, "-c", BUILD.format(str(folder))], cwd=copy, check=True, capture_output=True)
     (found,) = folder.glob("*.whl")
     return zipfile.ZipFile(found)
 
@@ -32,7 +32,7 @@ def installed(wheel, tmp_path_factory):
 
 
 def test_a_wheel_holds_every_notebook_and_all_data(wheel):
-    top = project_root()
+    top = checkout()
     reference = [path for path in top.glob("data/reference/**/*") if path.is_file()]
     shipped = [*top.glob("notebooks/*.ipynb"), *reference, *top.glob("data/recorded/*/*.jsonl")]
     expected = {f"labkit/shipped/{path.relative_to(top)}" for path in shipped}
@@ -44,7 +44,7 @@ def test_a_wheel_holds_every_notebook_and_all_data(wheel):
 
 @pytest.mark.slow
 def test_a_recorded_run_is_drawn_in_an_empty_folder(installed, tmp_path):
-    (run,) = (project_root() / "data" / "recorded" / "attention").glob("*.jsonl")
+    (run,) = (checkout() / "data" / "recorded" / "attention").glob("*.jsonl")
     command = [sys.executable, "-m", "labkit", "report", "attention", "--run", run.stem]
     outcome = carry_out(command, tmp_path, installed)
     assert outcome.returncode == 0, outcome.stdout + outcome.stderr

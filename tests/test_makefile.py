@@ -7,7 +7,7 @@ import tomllib
 
 import pytest
 
-from labkit.lab.project import project_root
+from labkit.lab import project
 
 
 @pytest.fixture
@@ -17,7 +17,7 @@ def checkout(tmp_path):
     (folder / ".venv" / "bin").mkdir(parents=True)
     (folder / ".venv" / "bin" / "activate").write_text(f'VIRTUAL_ENV="{folder / ".venv"}"\n')
     for name in ("Makefile", "pyproject.toml"):
-        shutil.copy(project_root() / name, folder)
+        shutil.copy(project.checkout() / name, folder)
     for name in ("bin/python", "installed"):
         (folder / ".venv" / name).touch()
     return folder
@@ -69,7 +69,7 @@ def test_each_version_has_an_environment_of_its_own(checkout, version):
 
 
 def test_the_oldest_versions_are_the_least_that_are_allowed():
-    required = tomllib.loads((project_root() / "pyproject.toml").read_text())["project"]["dependencies"]
+    required = tomllib.loads((project.checkout() / "pyproject.toml").read_text())["project"]["dependencies"]
     least = {name: least for line in required for name, _, least in [line.partition(";")[0].partition(">=")]}
-    tested = re.findall(r"^(\w+)==(.*)\.\*$", (project_root() / ".ci" / "oldest.txt").read_text(), flags=re.M)
+    tested = re.findall(r"^(\w+)==(.*)\.\*$", (project.checkout() / ".ci" / "oldest.txt").read_text(), flags=re.M)
     assert dict(tested) == {name: least[name] for name in ("torch", "triton")}

@@ -23,7 +23,7 @@ from labkit.lab.notebook import COMMON_PARAMETERS, open_lab
 from labkit.lab.pages.export import page_record
 from labkit.lab.pages.report import write_index
 from labkit.lab.parameter_cells import literal_assignments
-from labkit.lab.project import notebook_path, project_root
+from labkit.lab.project import checkout, notebook_path
 from labkit.studies import LABS, load_study
 from tests.browser import CONTRASTS, OVERLAPS, TOO_WIDE, barriers, fetch_axe, opened_browser
 from tests.cases import thinned
@@ -58,14 +58,14 @@ def unmeasured(tmp_path):
 @pytest.fixture
 def measured(report):
     """The run of a lab of the report."""
-    return project_root() / page_record(report / "notebooks" / "all_reduce.ipynb")["run"]
+    return checkout() / page_record(report / "notebooks" / "all_reduce.ipynb")["run"]
 
 
 @pytest.fixture
 def drawn_again(unmeasured, measured, tmp_path):
     """A report's own run drawn once more: what the command came to, and the pages' folder."""
     command = ["labkit", "report", "all_reduce", "--run", str(measured), "--output", str(tmp_path)]
-    return unmeasured(command, project_root()), tmp_path
+    return unmeasured(command, checkout()), tmp_path
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ def drawn_elsewhere(unmeasured, measured, tmp_path):
     run = tmp_path / "other.jsonl"
     run.write_text(json.dumps(header) + "\n" + "".join(rest))
     command = ["labkit", "report", "all_reduce", "--run", str(run), "--output", str(tmp_path / "pages")]
-    return unmeasured(command, project_root()), tmp_path / "pages"
+    return unmeasured(command, checkout()), tmp_path / "pages"
 
 
 @pytest.fixture
@@ -108,7 +108,7 @@ def test_a_parameters_cell_has_a_few_with_hint_and_comment_and_a_place_for_all_o
 
 
 def test_a_notebook_is_short_and_so_is_its_first_cell():
-    for path in project_root().glob("notebooks/*.ipynb"):
+    for path in checkout().glob("notebooks/*.ipynb"):
         cells = [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
         assert len(literal_assignments(cells[0].source)) <= 6, path.name
         assert sum(line.strip() != "" for cell in cells for line in cell.source.splitlines()) <= 80, path.name

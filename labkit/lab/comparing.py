@@ -14,15 +14,14 @@ import pandas as pd
 from labkit.bench.statistics import LEAST_RELEVANT_DIFFERENCE, judged
 from labkit.lab.columns import column, labels
 from labkit.lab.findings import Effect, Finding, Verdict
-from labkit.lab.places import place_of, reach_of
+from labkit.lab.places import place_of, place_of_best, reach_of
 from labkit.lab.quantities import MEMORY as MEMORY
 from labkit.lab.quantities import TIME as TIME
 from labkit.lab.quantities import Quantity as Quantity
-from labkit.lab.units import format_share
+from labkit.lab.units import format_factor
 
 TWOFOLD = 1.95  # from here on "times" reads better than "%"
 UNEVEN = 2.0  # the width of an interval, as a factor, from which on a ratio is not quoted
-CLOSE = 1.5  # factor up to which a prediction counts as right
 FEWEST_TIMES = 1.1  # below it the lower end of "1.0 to 6 times" says nothing
 
 
@@ -57,7 +56,7 @@ def compared(
         quantity.marked(table),
         caveat,
         why,
-        _advice(verdict, place, len(worse) > 0, choose, keep),
+        _advice(verdict, _where(table, better, worse, place, quantity, axis), choose, keep),
         significant=len(better) + len(worse) > 0,
         effects=effects(table, subject, baseline, quantity),
         subject=subject,
@@ -91,7 +90,7 @@ def contest(
         for name, rows in table.groupby(alternative, sort=False)
         for effect in effects(rows, names(str(name)), baseline, quantity)
     ]
-    place, winner, lost = None, "", worse
+    where, winner = "", ""
     if better.empty and table[alternative].nunique() > 1:
         verdict, headline = _nothing_better(table, worse, alternative, baseline, names, quantity)
     else:  # or the only one
@@ -99,7 +98,8 @@ def contest(
         rows, winner = table[table[alternative] == best], names(best)
         won, lost = rows[rows["verdict"] == "faster"], rows[rows["verdict"] == "slower"]
         verdict, headline, place = _told(rows, won, lost, _Told(winner, baseline, quantity, False), axis)
-    advice = _advice(verdict, place, len(lost) > 0, choose(winner) if choose and winner else None, keep)
+        where = _where(rows, won, lost, place, quantity, axis)
+    advice = _advice(verdict, where, choose(winner) if choose and winner else None, keep)
     about = winner or (names(str(worse.loc[worse["ratio"].idxmax(), alternative])) if len(worse) else None)
     is_significant = len(better) + len(worse) > 0
     marked = quantity.marked(table)
@@ -109,38 +109,6 @@ def contest(
 def _without_times(subject: str, caveat: str | None) -> Finding | None:
     """What failed or was wrong is told even where nothing else was measured."""
     return Finding("not measured", f"Not measured: {subject}.", caveat=caveat) if caveat else None
-
-
-def agreement(
-    table: pd.DataFrame,
-    subject: str,
-    prediction: str,
-    ratio: str = "measured_over_predicted",
-    close: float = CLOSE,
-) -> Finding | None:
-    """Are `subject` (plural) what `prediction` says? The column `ratio` is measured over predicted; None without any.
-
-    "Yes" if all are within a factor of `close`, "it depends" if at least half of them are.
-    """
-    ratios = table[ratio].dropna()
-    if ratios.empty:
-        return None
-    off = np.maximum(ratios, 1 / ratios).where(ratios > 0, np.inf)
-    middle, worst = float(off.quantile(0.5, interpolation="lower")), float(off.max())
-    all_of_them = f"Yes: all {subject}" if len(ratios) > 1 else f"Yes, in the one setting measured: {subject}"
-    if worst == 1:
-        return Finding("yes", f"{all_of_them} are exactly {prediction}.", table)
-    if worst <= close:
-        return Finding("yes", f"{all_of_them} are {_within(worst)} of {prediction}.", table)
-    if middle <= close:
-        within = f"half of the {subject} are {_within(middle)} of {prediction}"
-        return Finding("it depends", f"Partly: {within}, the worst is {_factor(worst)} times off.", table)
-    side = " off" if ratios.min() < 1 < ratios.max() else "" if ratios.min() > 1 else " below"
-    off_by = f"{_factor(middle)} times{side} {prediction}"
-    if _factor(middle) == _factor(worst):
-        return Finding("no", f"No: {subject} are {off_by}.", table)
-    text = f"No: {subject} are typically {off_by}, at worst {_factor(worst)} times."
-    return Finding("no", text, table)
 
 
 def effects(table: pd.DataFrame, subject: str, baseline: str, quantity: Quantity = TIME) -> tuple[Effect, ...]:
@@ -187,7 +155,7 @@ class _Told:
             quoted = pd.Series([rows["ratio"].median()])
         factors = np.sort(1 / quoted if is_less else quoted)
         if factors[-1] >= TWOFOLD:
-            low, high = (_factor(factors[index]) for index in (0, -1))
+            low, high = (format_factor(factors[index]) for index in (0, -1))
             words, unit = (self.quantity.times_less if is_less else self.quantity.times_more), " times"
             briefly = briefly or factors[0] < FEWEST_TIMES
         else:
@@ -204,7 +172,7 @@ class _Told:
         if nearer >= TWOFOLD:
             words = self.quantity.times_less if is_less else self.quantity.times_more
             digits = 1 if nearer >= 10 else 10  # a tenth, where `_factor` tells it
-            return words, f"{least} {_factor(np.floor(digits * nearer) / digits)} times"
+            return words, f"{least} {format_factor(np.floor(digits * nearer) / digits)} times"
         words, share = (self.quantity.less, 1 - 1 / nearer) if is_less else (self.quantity.more, nearer - 1)
         percent = int(100 * share)
         return words, f"{least} {percent} %" if percent >= 100 * LEAST_RELEVANT_DIFFERENCE else "clearly"
@@ -291,24 +259,26 @@ def winner_of(table: pd.DataFrame, alternative: str) -> Any:
     return next(name for name, (wins, its) in standings.items() if wins == net and its >= alike)
 
 
-def _advice(verdict: Verdict, place: str | None, is_mixed: bool, choose: str | None, keep: str | None) -> str | None:
+def _advice(verdict: Verdict, where: str, choose: str | None, keep: str | None) -> str | None:
     """What to do, if a finding was told what to advise."""
-    if verdict == "undecided" or (choose is None and verdict in ("yes", "it depends")):
-        return None
-    if verdict == "yes" and not is_mixed:
-        return f"{choose} {place}." if place else f"{choose}."
     if verdict in ("yes", "it depends"):
-        return f"{choose} {place or 'where the table shows a gain'}."
-    return f"{keep}." if keep else None
+        return f"{choose}{where}." if choose else None
+    return f"{keep}." if keep and verdict != "undecided" else None
 
 
-def _within(factor: float) -> str:
-    """1.2 -> "within 20 %"; what is nearer than 1 % is not told more exactly."""
-    return f"within {format_share(max(factor - 1, 0.01))}"
-
-
-def _factor(value: float) -> str:
-    """1.25 -> "1.2", 3.0 -> "3", 47.3 -> "47"; "many" of what is zero or less."""
-    if np.isinf(value):
-        return "many"
-    return f"{value:.0f}" if value >= 10 else f"{value:.1f}".removesuffix(".0")
+def _where(
+    table: pd.DataFrame,
+    better: pd.DataFrame,
+    worse: pd.DataFrame,
+    place: str | None,
+    quantity: Quantity,
+    axis: Sequence[str],
+) -> str:
+    """After an advice: the place, or in how many settings it helps, and in which most; nothing if in all of them."""
+    if place:
+        return f" {place}"
+    if better.empty or len(better) == len(table):
+        return ""
+    lost = f", {quantity.worse} in {len(worse)}" if len(worse) else ""
+    best = place_of_best(table, better, axis)
+    return f": {quantity.better} in {len(better)} of {len(table)} settings{lost}{f', most {best}' if best else ''}"

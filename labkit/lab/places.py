@@ -24,6 +24,15 @@ def place_of(table: pd.DataFrame, rows: pd.DataFrame, axis: Sequence[str]) -> st
     return None
 
 
+def place_of_best(table: pd.DataFrame, rows: pd.DataFrame, axis: Sequence[str]) -> str | None:
+    """Where the smallest ratio of `rows` was measured, by the first of `axis` that differs in the table."""
+    for name in axis:
+        if table[name].nunique() > 1:
+            value = rows.loc[rows["ratio"].idxmin(), name]
+            return _named(name, {value}) if isinstance(value, str) else _from(name, {value})
+    return None
+
+
 def _named(name: str, values: set[Any]) -> str:
     return f"for {' and '.join(label(name, value) for value in sorted(values))}"
 

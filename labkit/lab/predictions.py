@@ -14,8 +14,8 @@ import numpy as np
 import pandas as pd
 
 from labkit.costs.calibration import Calibration
+from labkit.lab.as_predicted import CLOSE
 from labkit.lab.columns import column
-from labkit.lab.comparing import CLOSE
 from labkit.lab.config import ParameterError, nearest
 from labkit.lab.own_models import models_in
 from labkit.lab.point import Point

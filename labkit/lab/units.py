@@ -59,6 +59,13 @@ def format_share(share: float) -> str:
     return f"{100 * share:.0f} %"
 
 
+def format_factor(value: float) -> str:
+    """1.25 -> "1.2", 3.0 -> "3", 47.3 -> "47"; "many" of what is zero or less."""
+    if math.isinf(value):
+        return "many"
+    return f"{value:.0f}" if value >= 10 else f"{value:.1f}".removesuffix(".0")
+
+
 def counted(number: int, noun: str) -> str:
     """1, "rank" -> "1 rank"; 2, "rank" -> "2 ranks"; 2, "quantity" -> "2 quantities"."""
     if number == 1:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from labkit.lab.project import project_root
+from labkit.lab.project import checkout
 from labkit.lab.runs.store import Run
 from tests import shared_memory
 
@@ -49,7 +49,7 @@ class Victim:
         self.process = subprocess.Popen(
             command,
             env=self.environment,
-            cwd=project_root(),
+            cwd=checkout(),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -296,15 +296,15 @@ def test_a_notebook_without_parameters_is_refused_by_name(tmp_path, tags, source
 
 def test_nothing_is_unpickled_that_a_reader_could_have_been_handed():
     """Pickles travel between processes of one launch; runs, parameters and archives are JSON, checkpoints tensors."""
-    from labkit.lab.project import project_root
+    from labkit.lab.project import checkout
 
     loads = re.compile(
         r"pickle\.loads?\(|torch\.load\((?!.*weights_only=True)|read_pickle|allow_pickle=True|yaml\.load\("
         r"|(?<![.\w])(eval|exec)\("  # the built-ins, not a module's eval()
     )
     found = {
-        path.relative_to(project_root()).as_posix()
-        for path in (project_root() / "labkit").rglob("*.py")
+        path.relative_to(checkout()).as_posix()
+        for path in (checkout() / "labkit").rglob("*.py")
         if loads.search(path.read_text())
     }
     assert found <= {"labkit/parallel/ranks/rank.py"}

@@ -14,7 +14,7 @@ import psutil
 import pytest
 from jupyter_client.manager import KernelManager
 
-from labkit.lab.project import project_root
+from labkit.lab.project import checkout
 from tests.faults.check import Victim, at_once, until
 from tests.faults.worker import BEFORE, BETWEEN, INSIDE, WRITING
 
@@ -53,7 +53,7 @@ class _InNotebook(Victim):
     def __init__(self, folder, moment):
         super().__init__(folder, LABKIT_FAULT_PAUSE="" if moment == INSIDE else moment)
         self.moment = moment
-        self.environment |= {"LABKIT_FAULT_FOLDER": str(self.folder), "PYTHONPATH": str(project_root())}
+        self.environment |= {"LABKIT_FAULT_FOLDER": str(self.folder), "PYTHONPATH": str(checkout())}
         # what belongs to Jupyter: its connection files
         self.environment |= {
             "JUPYTER_RUNTIME_DIR": str(self.folder / "jupyter"),
@@ -92,7 +92,7 @@ def measuring(folder, moment):
     with ExitStack() as over:
         over.callback(hit.kill)
         over.callback(_shut_down, manager)
-        manager.start_kernel(env=hit.environment, cwd=str(project_root()))
+        manager.start_kernel(env=hit.environment, cwd=str(checkout()))
         client = manager.client()
         client.start_channels()
         over.callback(client.stop_channels)
@@ -187,7 +187,7 @@ def _check_papermill(starting, folder, how, moment):
             hit.process = subprocess.Popen(
                 shlex.split(command),
                 env=hit.environment,
-                cwd=project_root(),
+                cwd=checkout(),
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,

@@ -13,7 +13,7 @@ import pytest
 
 from labkit.lab.pages.cards import machine_card
 from labkit.lab.pages.provenance import provenance
-from labkit.lab.project import project_root
+from labkit.lab.project import checkout
 from labkit.lab.runs.store import Run
 from labkit.studies import load_study
 from labkit.studies.all_reduce import tables
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif(why_no_hosts() is not None, reason=str(why_no_ho
 ENVIRONMENT = os.environ | {
     "OMP_NUM_THREADS": "1",
     "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-    "PYTHONPATH": str(project_root()),
+    "PYTHONPATH": str(checkout()),
 }
 ONLY_SIZES = """--set many_world_sizes=[] --set transport_world_sizes=[] --set backends='["gloo"]'"""
 DELAY_S, BYTES_PER_S = 1e-3, 125e6
@@ -38,7 +38,7 @@ def measured(lab, network, commands, directory, **variables):
     """Run a command on every host at once; the one run that it wrote, moved to `directory`."""
     before = all_runs()
     environment = ENVIRONMENT | variables
-    ended = network.run_on_all(commands, timeout_s=240, env=environment, cwd=project_root())
+    ended = network.run_on_all(commands, timeout_s=240, env=environment, cwd=checkout())
     assert [status for status, _ in ended.values()] == [0] * len(commands), ended
     written = [path for path in all_runs() - before if path.parent.name == lab]
     (path,) = [path for path in written if len(Run.load(path).header.ranks_by_host) > 1]
@@ -47,7 +47,7 @@ def measured(lab, network, commands, directory, **variables):
 
 def readme_commands():
     """The shell blocks of the README's section on several machines."""
-    section = (project_root() / "docs" / "several-machines.md").read_text()
+    section = (checkout() / "docs" / "several-machines.md").read_text()
     return re.findall(r"```sh\n(.*?)```", section, re.DOTALL)
 
 

@@ -6,8 +6,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from labkit.lab.as_predicted import agreement
 from labkit.lab.claims import claim, exact, lies_within, published
-from labkit.lab.comparing import MEMORY, TIME, agreement, compared, contest
+from labkit.lab.comparing import MEMORY, TIME, compared, contest
 from labkit.lab.findings import at_the_cost_of, without_verdict
 from labkit.lab.places import reach_of
 from labkit.lab.rows import Measured, exactly_over, select
@@ -79,7 +80,8 @@ def test_advice_follows_the_verdict():
 
     assert advice(0.5, 0.5) == "Take a."
     assert advice(1.0, 0.5, 0.5) == "Take a from 4 MiB on."
-    assert advice(0.5, 1.0, 0.5, 1.0) == "Take a where the table shows a gain."
+    assert advice(0.5, 1.0, 0.6, 1.0) == "Take a: faster in 2 of 4 settings, most at 1 MiB."
+    assert advice(0.6, 1.5, 0.5, 1.5) == "Take a: faster in 2 of 4 settings, slower in 2, most at 16 MiB."
     assert advice(0.5, 1.0, 0.5, 0.5) == "Take a from 16 MiB on."
     assert advice(1.0, 1.0) == advice(1.5, 1.5) == "Keep b."
 

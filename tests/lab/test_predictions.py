@@ -7,8 +7,8 @@ from dataclasses import replace
 import pandas as pd
 import pytest
 
+from labkit.lab.as_predicted import CLOSE
 from labkit.lab.columns import labels
-from labkit.lab.comparing import CLOSE
 from labkit.lab.config import ParameterError
 from labkit.lab.notebook import Lab, check_parameters
 from labkit.lab.predictions import Predicted, named, to_show

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from labkit.lab.project import project_root, reference_directory
+from labkit.lab.project import checkout, reference_directory
 from labkit.studies import LABS, load_study
 
 # The questions under which each file of data/reference is drawn or told, by lab.
@@ -76,7 +76,7 @@ def test_every_published_measurement_belongs_to_questions_of_a_lab(file):
 @pytest.mark.parametrize("file", sorted(ANSWERED_IN))
 def test_a_lab_reads_the_published_measurements_of_its_questions(file):
     for lab in ANSWERED_IN[file]:
-        sources = (project_root() / "labkit" / "studies" / lab).glob("*.py")
+        sources = (checkout() / "labkit" / "studies" / lab).glob("*.py")
         assert any(f"{file}.csv" in source.read_text() for source in sources)
 
 

@@ -27,6 +27,11 @@ MISTAKES = [
     *mistakes(
         "lab/comparing.py",
         COMPARING,
+        advice_of_some_settings_is_told_of_all=("if better.empty or len(better) == len(table):", "if True:"),
+    ),
+    *mistakes(
+        "lab/as_predicted.py",
+        COMPARING,
         a_prediction_is_judged_by_its_best_case=(
             'float(off.quantile(0.5, interpolation="lower")), float(off.max())',
             'float(off.quantile(0.5, interpolation="lower")), float(off.min())',

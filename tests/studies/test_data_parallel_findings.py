@@ -201,10 +201,10 @@ def test_a_bucket_size_that_hurts_helps_or_does_both():
     assert (hurts.verdict, hurts.significant) == ("no", True)
     assert hurts.advice.startswith("Keep the default buckets")
     faster = _frame(size_factor=lambda mb: 0.5 if mb == 5.0 else 1.0)
-    assert _findings(faster)["bucket_size"].advice == "Use buckets of 5 MiB where the table shows a gain."
+    assert _findings(faster)["bucket_size"].advice == "Use a bucket size of 5 MiB."
     slower = _frame(size_factor=lambda mb: 1.5 if mb == 5.0 else 1.0).assign(world_size=4)
     both = _findings(pd.concat([faster, slower]))["bucket_size"]
-    assert (both.verdict, both.advice) == ("it depends", "Use buckets of 5 MiB where the table shows a gain.")
+    assert (both.verdict, both.advice) == ("it depends", "Use a bucket size of 5 MiB with 2 ranks.")
 
 
 def test_a_bucket_size_is_compared_with_the_same_wrappers_default():

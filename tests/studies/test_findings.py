@@ -8,7 +8,7 @@ from functools import cache
 import pandas as pd
 import pytest
 
-from labkit.lab.project import figures_directory, recorded_directory
+from labkit.lab.project import checkout, recorded_directory
 from labkit.lab.runs.store import Run
 from labkit.studies import LABS, load_study
 from tests.studies.answering import check_headline
@@ -45,7 +45,7 @@ def test_a_recorded_run_is_complete_and_answers_questions(path):
         "its commit is not the source that measured it"
     )
     assert sum(finding.verdict == "not measured" for finding in findings.values()) <= 1
-    assert list((figures_directory() / path.parent.name / path.stem).glob("*.png"))
+    assert list((checkout() / "figures" / path.parent.name / path.stem).glob("*.png"))
 
 
 @RUNS

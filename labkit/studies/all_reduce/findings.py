@@ -5,8 +5,9 @@ from dataclasses import replace
 import pandas as pd
 
 from labkit.costs.calibration import Calibration
+from labkit.lab.as_predicted import agreement
 from labkit.lab.claims import Trend, claim, lies_within, published, quotients
-from labkit.lab.comparing import TIME, agreement, compared, contest
+from labkit.lab.comparing import TIME, compared, contest
 from labkit.lab.findings import Finding, Questions, troubles
 from labkit.lab.rows import select
 from labkit.lab.units import format_bytes, format_rate, format_seconds

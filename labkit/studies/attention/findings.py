@@ -6,8 +6,9 @@ import numpy as np
 import pandas as pd
 
 from labkit.bench.statistics import judged
+from labkit.lab.as_predicted import agreement
 from labkit.lab.claims import Trend, claim, lies_within, published, quotients
-from labkit.lab.comparing import MEMORY, TIME, agreement, compared
+from labkit.lab.comparing import MEMORY, TIME, compared
 from labkit.lab.findings import Finding, Questions, at_the_cost_of
 from labkit.lab.own_effects import with_own
 from labkit.lab.quantities import Quantity

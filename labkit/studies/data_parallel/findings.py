@@ -5,7 +5,7 @@ from dataclasses import replace
 import pandas as pd
 
 from labkit.lab.claims import Trend, claim, lies_within, published
-from labkit.lab.comparing import MEMORY, compared, contest, winner_of
+from labkit.lab.comparing import MEMORY, compared, contest
 from labkit.lab.findings import Finding, Questions
 from labkit.lab.quantities import time_of_a_part
 from labkit.lab.rows import select
@@ -76,13 +76,14 @@ def _calls_of_naive(frame: pd.DataFrame) -> str | None:
 @QUESTIONS.ask("bucket_size", "Is another bucket size faster than the default?", "bucket_size")
 def bucket_size(frame: pd.DataFrame) -> Finding | None:
     ratios = tables.buckets(frame)
-    found = compared(
+    found = contest(
         ratios,
-        "another bucket size",
+        "buckets",
         "the default",
+        names="a bucket size of {}".format,
         quantity=OF_BACKWARD,
         axis=("workload", "world_size", "implementation"),
-        choose=f"Use buckets of {winner_of(ratios, 'buckets')}",
+        choose=lambda size: f"Use {size}",
         keep=f"Keep the default buckets ({DEFAULT_LAYOUT})",
         caveat=_troubles(frame, "buckets"),
     )

@@ -5,8 +5,9 @@ from dataclasses import replace
 import pandas as pd
 
 from labkit.costs.calibration import Calibration
+from labkit.lab.as_predicted import CLOSE, agreement
 from labkit.lab.claims import Trend, claim, lies_within, published, quotients
-from labkit.lab.comparing import CLOSE, agreement, compared
+from labkit.lab.comparing import compared
 from labkit.lab.findings import Finding, Questions, troubles, with_model
 from labkit.lab.own_models import without_own
 from labkit.lab.rows import select

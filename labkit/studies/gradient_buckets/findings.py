@@ -6,8 +6,9 @@ import pandas as pd
 
 from labkit.bench.statistics import judged, summarize
 from labkit.costs.calibration import Calibration
+from labkit.lab.as_predicted import agreement
 from labkit.lab.claims import Trend, claim, lies_within, published
-from labkit.lab.comparing import Quantity, agreement, compared, winner_of
+from labkit.lab.comparing import Quantity, compared
 from labkit.lab.findings import Finding, Questions
 from labkit.lab.own_effects import with_own
 from labkit.lab.rows import select
@@ -70,21 +71,18 @@ def _beside(frame: pd.DataFrame) -> str | None:
     return None
 
 
-@QUESTIONS.ask("bucket_size", "Does a larger bucket make a step faster?", "bucket_size")
+@QUESTIONS.ask("bucket_size", "Does a larger bucket make a step faster?")
 def bucket_size(frame: pd.DataFrame) -> Finding | None:
     steps = tables.steps(frame)
     smallest = steps["bucket_mb"].min()
     ratios = tables.over(frame, smallest)
     before_ratio = [*SETTING, "bucket_mb", "compared_with"]
     ratios = ratios.assign(compared_with=[_size(smallest)] * len(ratios))
-    best = _size(winner_of(ratios, "bucket_mb") or 0)
     found = compared(
         ratios[[*before_ratio, *(name for name in ratios if name not in before_ratio)]],
         "a larger bucket",
         "the smallest",
         axis=AXIS,
-        choose=f"Average gradients in buckets of {best} rather than {_size(smallest)}",
-        keep="Keep small buckets" if (ratios["verdict"] == "slower").any() else "Keep the bucket size you have",
         why=_paid_in_backward(frame),
     )
     sizes = set(steps["alternative"])

@@ -7,8 +7,9 @@ from itertools import pairwise
 import pandas as pd
 
 from labkit.costs.memory import state_bytes
+from labkit.lab.as_predicted import agreement
 from labkit.lab.claims import exact, published
-from labkit.lab.comparing import MEMORY, agreement, contest
+from labkit.lab.comparing import MEMORY, contest
 from labkit.lab.findings import Claim, Finding, Questions, at_the_cost_of, troubles, with_model
 from labkit.lab.own_models import without_own
 from labkit.lab.rows import select

@@ -6,8 +6,8 @@ from typing import Final
 import numpy as np
 import pandas as pd
 
+from labkit.lab.as_predicted import CLOSE, agreement
 from labkit.lab.claims import published
-from labkit.lab.comparing import CLOSE, agreement
 from labkit.lab.findings import Claim, Finding, Questions, Verdict
 from labkit.lab.rows import select
 from labkit.lab.units import counted, format_number, join_words

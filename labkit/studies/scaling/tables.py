@@ -5,8 +5,8 @@ from collections.abc import Callable
 import numpy as np
 import pandas as pd
 
+from labkit.lab.as_predicted import CLOSE
 from labkit.lab.columns import INTERVAL
-from labkit.lab.comparing import CLOSE
 from labkit.lab.rows import in_order, select
 from labkit.scaling.scoring import ON_OTHER_ROWS, OTHERS
 

@@ -7,8 +7,9 @@ import pandas as pd
 from labkit.bench.statistics import LEAST_RELEVANT_DIFFERENCE, judged
 from labkit.costs.calibration import Calibration
 from labkit.costs.sharding import PARTS
+from labkit.lab.as_predicted import agreement
 from labkit.lab.claims import Trend, claim, exact, published
-from labkit.lab.comparing import MEMORY, agreement, compared, contest, winner_of
+from labkit.lab.comparing import MEMORY, compared, contest, winner_of
 from labkit.lab.findings import Claim, Finding, Questions, with_model
 from labkit.lab.own_effects import with_own
 from labkit.lab.rows import select

@@ -5,8 +5,9 @@ from dataclasses import replace
 import pandas as pd
 
 from labkit.costs.calibration import Calibration
+from labkit.lab.as_predicted import agreement
 from labkit.lab.claims import Trend, claim, exact, lies_within, published
-from labkit.lab.comparing import MEMORY, TIME, agreement, compared
+from labkit.lab.comparing import MEMORY, TIME, compared
 from labkit.lab.findings import Claim, Finding, Questions
 from labkit.lab.own_effects import with_own
 from labkit.lab.rows import select

@@ -6,7 +6,8 @@ from dataclasses import replace
 import pandas as pd
 
 from labkit.lab.advise.machine import JOINED, Configuration
-from labkit.lab.comparing import CLOSE, agreement, compared
+from labkit.lab.as_predicted import CLOSE, agreement
+from labkit.lab.comparing import compared
 from labkit.lab.findings import Finding, Questions, troubles
 from labkit.lab.rows import select
 from labkit.lab.runs.store import Run
