@@ -23,7 +23,7 @@ from labkit.lab.notebook import COMMON_PARAMETERS, open_lab
 from labkit.lab.pages.export import page_record
 from labkit.lab.pages.report import write_index
 from labkit.lab.parameter_cells import literal_assignments
-from labkit.lab.project import checkout, notebook_path
+from labkit.lab.project import checkout, notebook_path, project_root
 from labkit.studies import LABS, load_study
 from tests.browser import CONTRASTS, OVERLAPS, TOO_WIDE, barriers, fetch_axe, opened_browser
 from tests.cases import thinned
@@ -58,7 +58,7 @@ def unmeasured(tmp_path):
 @pytest.fixture
 def measured(report):
     """The run of a lab of the report."""
-    return checkout() / page_record(report / "notebooks" / "all_reduce.ipynb")["run"]
+    return project_root() / page_record(report / "notebooks" / "all_reduce.ipynb")["run"]
 
 
 @pytest.fixture
