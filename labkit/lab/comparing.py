@@ -171,7 +171,7 @@ class _Told:
         nearer, least = float((1 / rows["high"] if is_less else rows["low"]).min()), "at least"
         if nearer >= TWOFOLD:
             words = self.quantity.times_less if is_less else self.quantity.times_more
-            digits = 1 if nearer >= 10 else 10  # a tenth, where `_factor` tells it
+            digits = 1 if nearer >= 10 else 10  # a tenth, where `format_factor` tells it
             return words, f"{least} {format_factor(np.floor(digits * nearer) / digits)} times"
         words, share = (self.quantity.less, 1 - 1 / nearer) if is_less else (self.quantity.more, nearer - 1)
         percent = int(100 * share)
@@ -280,5 +280,7 @@ def _where(
     if better.empty or len(better) == len(table):
         return ""
     lost = f", {quantity.worse} in {len(worse)}" if len(worse) else ""
-    best = place_of_best(table, better, axis)
-    return f": {quantity.better} in {len(better)} of {len(table)} settings{lost}{f', most {best}' if best else ''}"
+    best = place_of_best(table, better, axis) if len(better) > 1 else None
+    won = f"{quantity.better} in {len(better)} of {len(table)} settings{f' (most {best})' if best else ''}"
+    only = f" only where measured {quantity.better}" if len(worse) >= len(better) else ""
+    return f"{only}: {won}{lost}"

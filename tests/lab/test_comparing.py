@@ -80,8 +80,9 @@ def test_advice_follows_the_verdict():
 
     assert advice(0.5, 0.5) == "Take a."
     assert advice(1.0, 0.5, 0.5) == "Take a from 4 MiB on."
-    assert advice(0.5, 1.0, 0.6, 1.0) == "Take a: faster in 2 of 4 settings, most at 1 MiB."
-    assert advice(0.6, 1.5, 0.5, 1.5) == "Take a: faster in 2 of 4 settings, slower in 2, most at 16 MiB."
+    assert advice(0.5, 1.0, 0.6, 1.0) == "Take a: faster in 2 of 4 settings (most at 1 MiB)."
+    both = "Take a only where measured faster: faster in 2 of 4 settings (most at 16 MiB), slower in 2."
+    assert advice(0.6, 1.5, 0.5, 1.5) == both
     assert advice(0.5, 1.0, 0.5, 0.5) == "Take a from 16 MiB on."
     assert advice(1.0, 1.0) == advice(1.5, 1.5) == "Keep b."
 

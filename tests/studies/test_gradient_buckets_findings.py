@@ -102,6 +102,7 @@ def test_a_textbook_machine_has_an_optimum_and_the_fit_finds_it():
     findings = _findings(_frame())
     size = findings["bucket_size"]
     assert (size.verdict, size.significant) == ("yes", True)
+    assert size.advice is None  # against the smallest buckets, which nobody has by default
     assert findings["model"].verdict != "yes"  # here nearly everything hides
     constants = model.constants(_frame(noise=0), MACHINE).set_index("model")
     assert constants["call_s"].to_list() == pytest.approx([TRUTH.alpha_s] * 3, rel=1e-3)
