@@ -56,7 +56,7 @@ def compared(
         quantity.marked(table),
         caveat,
         why,
-        _advice(verdict, _where(table, better, worse, place, quantity, axis), choose, keep),
+        _advice(verdict, _where(table, better, worse, place, axis), choose, keep),
         significant=len(better) + len(worse) > 0,
         effects=effects(table, subject, baseline, quantity),
         subject=subject,
@@ -98,7 +98,7 @@ def contest(
         rows, winner = table[table[alternative] == best], names(best)
         won, lost = rows[rows["verdict"] == "faster"], rows[rows["verdict"] == "slower"]
         verdict, headline, place = _told(rows, won, lost, _Told(winner, baseline, quantity, False), axis)
-        where = _where(rows, won, lost, place, quantity, axis)
+        where = _where(rows, won, lost, place, axis)
     advice = _advice(verdict, where, choose(winner) if choose and winner else None, keep)
     about = winner or (names(str(worse.loc[worse["ratio"].idxmax(), alternative])) if len(worse) else None)
     is_significant = len(better) + len(worse) > 0
@@ -267,20 +267,15 @@ def _advice(verdict: Verdict, where: str, choose: str | None, keep: str | None) 
 
 
 def _where(
-    table: pd.DataFrame,
-    better: pd.DataFrame,
-    worse: pd.DataFrame,
-    place: str | None,
-    quantity: Quantity,
-    axis: Sequence[str],
+    table: pd.DataFrame, better: pd.DataFrame, worse: pd.DataFrame, place: str | None, axis: Sequence[str]
 ) -> str:
     """After an advice: the place, or in how many settings it helps, and in which most; nothing if in all of them."""
     if place:
         return f" {place}"
     if better.empty or len(better) == len(table):
         return ""
-    lost = f", {quantity.worse} in {len(worse)}" if len(worse) else ""
     best = place_of_best(table, better, axis) if len(better) > 1 else None
-    won = f"{quantity.better} in {len(better)} of {len(table)} settings{f' (most {best})' if best else ''}"
-    only = f" only where measured {quantity.better}" if len(worse) >= len(better) else ""
-    return f"{only}: {won}{lost}"
+    helps = f"in {len(better)} of {len(table)} settings{f' (most {best})' if best else ''}"
+    if len(worse) >= len(better):
+        return f" only where it was measured to help, {helps}; it hurts in {len(worse)}"
+    return f": it helps {helps}{f', and hurts in {len(worse)}' if len(worse) else ''}"

@@ -10,7 +10,7 @@ from labkit.lab.as_predicted import agreement
 from labkit.lab.claims import claim, exact, lies_within, published
 from labkit.lab.comparing import MEMORY, TIME, compared, contest
 from labkit.lab.findings import at_the_cost_of, without_verdict
-from labkit.lab.places import reach_of
+from labkit.lab.places import place_of_best, reach_of
 from labkit.lab.rows import Measured, exactly_over, select
 
 TIMES = Measured(("model", "n_bytes"), "name")
@@ -80,8 +80,9 @@ def test_advice_follows_the_verdict():
 
     assert advice(0.5, 0.5) == "Take a."
     assert advice(1.0, 0.5, 0.5) == "Take a from 4 MiB on."
-    assert advice(0.5, 1.0, 0.6, 1.0) == "Take a: faster in 2 of 4 settings (most at 1 MiB)."
-    both = "Take a only where measured faster: faster in 2 of 4 settings (most at 16 MiB), slower in 2."
+    assert advice(0.5, 1.0, 0.6, 1.0) == "Take a: it helps in 2 of 4 settings (most at 1 MiB)."
+    assert advice(0.6, 1.5, 0.5, 1.0, 0.6) == "Take a: it helps in 3 of 5 settings (most at 16 MiB), and hurts in 1."
+    both = "Take a only where it was measured to help, in 2 of 4 settings (most at 16 MiB); it hurts in 2."
     assert advice(0.6, 1.5, 0.5, 1.5) == both
     assert advice(0.5, 1.0, 0.5, 0.5) == "Take a from 16 MiB on."
     assert advice(1.0, 1.0) == advice(1.5, 1.5) == "Keep b."
@@ -131,6 +132,30 @@ def test_the_winner_of_a_contest_is_named_and_its_losses_are_not_hidden():
     assert {effect.subject for effect in finding.effects} == {"ring", "tree"}
     alone = contest(_ratios({key: f for key, f in factors.items() if key[0] == "ring"}, noise=0.001), "name", "torch")
     assert alone.verdict == "it depends"
+
+
+def test_advice_for_a_winner_counts_the_winners_settings_alone():
+    """The other alternative gains nothing anywhere, and has as many settings."""
+    factors = {("ring", 4**n): factor for n, factor in enumerate((0.5, 1.0, 0.4, 1.0))}
+    ratios = _ratios(factors | {("tree", size): 1.0 for _, size in factors}, noise=0.001)
+    finding = contest(ratios, "name", "torch", axis=("n_bytes",), choose=lambda name: f"Take {name}")
+    assert finding.advice == "Take ring: it helps in 2 of 4 settings (most at 16 B)."
+
+
+@pytest.mark.parametrize(
+    ("axis", "place"),
+    [(("workload", "world_size"), "for nano"), (("world_size",), "with 4 ranks"), (("device",), None), ((), None)],
+)
+def test_the_best_place_is_that_of_the_smallest_ratio(axis, place):
+    table = pd.DataFrame(
+        {
+            "workload": ["nano", "mini", "nano", "mini"],
+            "world_size": [2, 2, 4, 4],
+            "device": "cpu",
+            "ratio": [0.9, 0.8, 0.5, 1.2],
+        }
+    )
+    assert place_of_best(table, table[table["ratio"] < 1], axis) == place
 
 
 @pytest.mark.parametrize(

@@ -120,7 +120,7 @@ def test_numbers_come_from_the_frame():
 
 
 @pytest.mark.parametrize("noise", [0.005, 0.3])
-def test_sizes_between_which_nothing_is_seen_are_kept(noise):
+def test_between_sizes_no_difference_is_told_that_is_not_seen(noise):
     finding = _findings(_frame(lambda *_: 0.05, noise=noise))["bucket_size"]
     assert (finding.verdict, finding.significant) == ("no clear difference", False)
 

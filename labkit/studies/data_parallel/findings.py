@@ -79,7 +79,7 @@ def bucket_size(frame: pd.DataFrame) -> Finding | None:
     found = contest(
         ratios,
         "buckets",
-        "the default",
+        "the default buckets",
         names="a bucket size of {}".format,
         quantity=OF_BACKWARD,
         axis=("workload", "world_size", "implementation"),
