@@ -3,7 +3,7 @@
 import numpy as np
 import pandas as pd
 
-from labkit.lab.findings import Finding
+from labkit.lab.findings import Finding, Verdict
 from labkit.lab.units import format_factor, format_share
 
 CLOSE = 1.5  # factor up to which a prediction counts as right
@@ -23,22 +23,26 @@ def agreement(
     ratios = table[ratio].dropna()
     if ratios.empty:
         return None
-    off = np.maximum(ratios, 1 / ratios).where(ratios > 0, np.inf)
-    middle, worst = float(off.quantile(0.5, interpolation="lower")), float(off.max())
-    all_of_them = f"Yes: all {subject}" if len(ratios) > 1 else f"Yes, in the one setting measured: {subject}"
-    if worst == 1:
-        return Finding("yes", f"{all_of_them} are exactly {prediction}.", table)
-    if worst <= close:
-        return Finding("yes", f"{all_of_them} are {_within(worst)} of {prediction}.", table)
-    if middle <= close:
-        within = f"half of the {subject} are {_within(middle)} of {prediction}"
-        return Finding("it depends", f"Partly: {within}, the worst is {format_factor(worst)} times off.", table)
-    side = " off" if ratios.min() < 1 < ratios.max() else "" if ratios.min() > 1 else " below"
-    off_by = f"{format_factor(middle)} times{side} {prediction}"
-    if format_factor(middle) == format_factor(worst):
-        return Finding("no", f"No: {subject} are {off_by}.", table)
-    text = f"No: {subject} are typically {off_by}, at worst {format_factor(worst)} times."
-    return Finding("no", text, table)
+    off = np.maximum(ratios, 1 / ratios).where(ratios > 0, np.inf).sort_values(kind="stable")
+    middle, worst = off.index[(len(off) - 1) // 2], off.index[-1]
+    verdict: Verdict = "yes" if off[worst] <= close else "it depends" if off[middle] <= close else "no"
+    if verdict == "yes":
+        amount = "exactly" if off[worst] == 1 else f"{_within(off[worst])} of"
+        told = f"Yes: all {subject} are {amount} {prediction}."
+    elif verdict == "it depends":
+        within = f"half of the {subject} are {_within(off[middle])} of {prediction}"
+        told = f"Partly: {within}, the worst is {_times(ratios[worst])} that."
+    else:
+        typical, most = _times(ratios[middle]), _times(ratios[worst])
+        told = f"No: {subject} are {'typically ' if typical != most else ''}{typical} {prediction}"
+        told += f", at worst {most.removesuffix(' of')}." if typical != most else "."
+    where = f"{len(ratios)} compared" if len(ratios) > 1 else "the one setting measured"
+    return Finding(verdict, told, table, where=where)
+
+
+def _times(ratio: float) -> str:
+    """3.0 -> "3 times", 0.4 -> "40 % of": to which side it is off, and by how much."""
+    return f"{format_factor(ratio)} times" if ratio > 1 else f"{format_share(ratio)} of"
 
 
 def _within(factor: float) -> str:

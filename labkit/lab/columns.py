@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from labkit.lab.units import format_bytes, format_flops, format_number, format_rate, format_seconds
+from labkit.lab.units import format_bytes, format_flops, format_number, format_rate, format_seconds, join_words
 
 Form = Callable[[float], str]
 INTERVAL = "interval"
@@ -122,6 +122,15 @@ def label(name: str, value: Any) -> str:
         return f"{found.title} {value}"
     text = found.label.format(title=found.title, value=found.form(float(value)))
     return text.removesuffix("s") if value == 1 and found.label.startswith("{value} ") else text  # "1 rank"
+
+
+def label_of_several(name: str, values: Sequence[float]) -> str:
+    """Numbers from small to large as one label: "2 and 4 ranks", "4 KiB to 10 MiB", "batch 8"."""
+    if len(values) == 1 or not all(isinstance(value, Real) for value in values):
+        return join_words([label(name, value) for value in values])
+    found = column(name)
+    text = (" and " if len(values) == 2 else " to ").join(found.form(float(end)) for end in (values[0], values[-1]))
+    return found.label.format(title=found.title, value=text)
 
 
 def labels(table: pd.DataFrame, columns: Sequence[str]) -> list[str]:

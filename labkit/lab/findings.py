@@ -109,7 +109,8 @@ class Finding:
 
     `headline` is one sentence of at most 25 words and two numbers; the numbers stand in `table`. `caveat` is what a
     reader would act differently for, `why` a sentence computed from this run, `advice` what to do on this machine,
-    `significant` whether the advice rests on significant differences or exact counts.
+    `significant` whether the advice rests on significant differences or exact counts. `where` says of which settings
+    the headline speaks, `also` answers the other half of a question that has two.
     """
 
     verdict: Verdict
@@ -121,16 +122,21 @@ class Finding:
     significant: bool = False
     claims: tuple[Claim, ...] = ()
     effects: tuple[Effect, ...] = field(default=(), repr=False)
-    subject: str | None = None
-    """Of which effects the headline speaks."""
+    where: str | None = None
+    also: str | None = None
+    lead: Effect | None = None
+    """Of the differences that the headline speaks of, the one whose size it quotes, or the largest of several."""
 
     def record(self) -> dict[str, Any]:
         """All but the table, as JSON has it, which knows no NaN; effects that are no positive ratio are left out."""
-        effects = [asdict(effect) for effect in self.effects if 0 < effect.ratio < math.inf]
-        for effect in effects:
-            if not 0 < effect["low"] <= effect["high"] < math.inf:
-                effect.update(low=None, high=None)
-        return asdict(replace(self, table=None, effects=())) | {"effects": effects}
+        effects = [_record_of(effect) for effect in self.effects if 0 < effect.ratio < math.inf]
+        lead = _record_of(self.lead) if self.lead and 0 < self.lead.ratio < math.inf else None
+        return asdict(replace(self, table=None, effects=(), lead=None)) | {"effects": effects, "lead": lead}
+
+
+def _record_of(effect: Effect) -> dict[str, Any]:
+    has_interval = 0 < effect.low <= effect.high < math.inf
+    return asdict(effect) | ({} if has_interval else {"low": None, "high": None})
 
 
 Finder = Callable[..., Finding | None]
@@ -205,12 +211,12 @@ def reasons_why(coverage: pd.DataFrame) -> list[str]:
 
 
 def at_the_cost_of(gain: Finding | None, cost: Finding | None) -> Finding | None:
-    """A finding on what is gained, with what another comparison says that it costs as its `why`; effects of both."""
+    """A finding on what is gained, and what another comparison says that it costs, as `also`; effects of both."""
     if gain is None or cost is None or cost.verdict == "not measured":
         return gain
     return replace(
         gain,
-        why=without_verdict(cost.headline),
+        also=without_verdict(cost.headline),
         significant=gain.significant or cost.significant,
         effects=(*gain.effects, *cost.effects),
     )
@@ -218,7 +224,7 @@ def at_the_cost_of(gain: Finding | None, cost: Finding | None) -> Finding | None
 
 def without_verdict(headline: str) -> str:
     """A headline as a sentence of its own: without the "Yes", "No" or "It depends" that answers its question."""
-    told = re.sub(r"^(Yes|No|It depends)(, in the one setting measured: |: |, (?=in most settings: ))", "", headline)
+    told = re.sub(r"^(Yes|No|It depends)(: |, (?=in most settings: ))", "", headline)
     return told[:1].upper() + told[1:]
 
 

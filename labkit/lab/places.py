@@ -5,7 +5,10 @@ from typing import Any
 
 import pandas as pd
 
-from labkit.lab.columns import label
+from labkit.lab.columns import column, label, label_of_several
+from labkit.lab.units import join_words
+
+MOST_NAMES = 4  # of strings that a scope lists
 
 
 def place_of(table: pd.DataFrame, rows: pd.DataFrame, axis: Sequence[str]) -> str | None:
@@ -62,3 +65,18 @@ def reach_of(table: pd.DataFrame, rows: pd.DataFrame, axis: Sequence[str]) -> tu
             theirs = set(below[name].tolist())
             return (f"up to {label(name, max(theirs))}" if len(theirs) > 1 else _from(name, theirs)), below
     return None
+
+
+def scope_of(table: pd.DataFrame, columns: Sequence[str]) -> str:
+    """What was measured: "gloo · 2 and 4 ranks · 4 KiB to 10 MiB"; of a column with many names how many there are."""
+    return " · ".join(filter(None, (_scope_along(name, table[name].dropna()) for name in columns)))
+
+
+def _scope_along(name: str, values: pd.Series) -> str:
+    known = sorted(set(values))
+    if known and isinstance(known[0], str | bool):
+        texts = [label(name, value) for value in values.unique()]
+        if any(" and " in text for text in texts):
+            return " / ".join(texts)
+        return join_words(texts) if len(texts) <= MOST_NAMES else f"{len(texts)} of {column(name).title}"
+    return label_of_several(name, known) if known else ""

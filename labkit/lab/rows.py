@@ -95,8 +95,16 @@ class Measured:
         return list(dict.fromkeys([*self.columns, TURN]))
 
     def medians(self, frame: pd.DataFrame, **wanted: Any) -> pd.DataFrame:
-        """One row per (setting, alternative): the median as `value`, its interval `low` and `high`, and `n`."""
-        table = summarize_groups(self.samples(frame, **wanted), self.value, self.columns)
+        """One row per (setting, alternative): the median as `value`, its interval `low` and `high`, and `n`.
+
+        Of several turns the interval reaches over those of all: a median is known no better than turns agree.
+        """
+        samples = self.samples(frame, **wanted)
+        table = summarize_groups(samples, self.value, self.columns)
+        if samples[TURN].nunique() > 1 and TURN not in self.columns:
+            of_turns = summarize_groups(samples, self.value, self._keys).groupby(self.columns, dropna=False)
+            ends = of_turns.agg(low=("low", "min"), high=("high", "max")).reset_index()
+            table = table.assign(low=np.fmin(table["low"], ends["low"]), high=np.fmax(table["high"], ends["high"]))
         return table.rename(columns={"median": self.value})
 
     def over(self, frame: pd.DataFrame, baseline: Any, **wanted: Any) -> pd.DataFrame:

@@ -42,8 +42,8 @@ def _sizes(*factors):
     ("factors", "verdict", "headline"),
     [
         ((0.8, 0.8), "yes", "Yes: the ring takes 20 % less time than torch."),
-        ((0.8,), "yes", "Yes, in the one setting measured: the ring takes 20 % less time than torch."),
-        ((1.5,), "no", "No, in the one setting measured: the ring takes 50 % longer than torch."),
+        ((0.8,), "yes", "Yes: the ring takes 20 % less time than torch."),
+        ((1.5,), "no", "No: the ring takes 50 % longer than torch."),
         ((0.25, 0.5), "yes", "Yes: the ring is 2 to 4 times faster than torch."),
         ((1.5, 1.5), "no", "No: the ring takes 50 % longer than torch."),
         ((3.0, 2.0), "no", "No: the ring takes 2 to 3 times as long as torch."),
@@ -117,6 +117,34 @@ def test_where_some_are_too_uneven_the_middle_is_told_and_no_span():
     finding = compared(pd.concat([even, uneven], ignore_index=True), "a", "b")
     assert finding.verdict == "yes"
     assert "typically 2 times faster" in finding.headline
+
+
+def test_the_effect_that_a_headline_quotes_is_its_lead():
+    found = compared(_ratios(_sizes(0.25, 0.5, 0.8), noise=0.001), "a", "b")
+    assert (found.headline, found.lead) == ("Yes: a is 1.2 to 4 times faster than b.", min(found.effects, key=_ratio))
+    worst = contest(_ratios({("ring", 1): 3.0, ("tree", 1): 2.0}, noise=0.001), "name", "torch")
+    assert (worst.lead.subject, round(worst.lead.ratio, 1)) == ("ring", 3.0)
+    assert compared(_ratios(_sizes(1.0, 1.0), noise=0.001), "a", "b").lead is None
+    some = _ratios({("ring", 1): 0.1}, noise=1.0)
+    typical = compared(pd.concat([_ratios(_sizes(0.4, 0.5), noise=0.001), some], ignore_index=True), "a", "b")
+    assert f"typically {1 / typical.lead.ratio:.1f} times faster" in typical.headline
+
+
+def _ratio(effect):
+    return effect.ratio
+
+
+def test_a_finding_says_of_which_settings_it_speaks():
+    factors = {("ring", 2**10 * 4**n): factor for n, factor in enumerate((0.5, 0.5, 1.0, 2.0))}
+    one = _ratios(factors, noise=0.001).assign(backend="gloo")[["backend", *_ratios(factors).columns]]
+    sizes = "gloo · mini · 1 KiB to 64 KiB"
+    assert compared(one, "a", "b").where == f"faster in 2 of 4 settings, slower in 1, no difference shown in 1: {sizes}"
+    assert compared(one[:2], "a", "b").where == "both settings: gloo · mini · 1 KiB and 4 KiB"
+    assert compared(one[:1], "a", "b").where == "the one setting measured: gloo · mini · 1 KiB"
+    others = pd.concat([one, one.assign(name="tree", ratio=1.0, p=1.0)], ignore_index=True)
+    assert (
+        contest(others[others["n_bytes"] < 2**13], "name", "b").where == "both settings: gloo · mini · 1 KiB and 4 KiB"
+    )
 
 
 def test_too_few_repeats_decide_nothing():
@@ -283,7 +311,7 @@ def test_a_prediction_of_counts_has_to_be_nearer():
     assert verdict(1.0, 1.0).headline == "Yes: all peaks are exactly those counted."
     assert verdict(1.0, 1.001).headline == "Yes: all peaks are within 1 % of those counted."
     assert [verdict(1.0, 1.2).verdict, verdict(1.2, 1.2).verdict] == ["it depends", "no"]
-    assert verdict(1.02).headline == "Yes, in the one setting measured: peaks are within 2 % of those counted."
+    assert verdict(1.02).headline == "Yes: all peaks are within 2 % of those counted."
     assert verdict(3.0, 3.0).headline == "No: peaks are 3 times those counted."
     assert verdict(3.0, 4.0, 5.0).headline == "No: peaks are typically 4 times those counted, at worst 5 times."
 
@@ -292,7 +320,7 @@ def test_a_gain_is_told_with_its_cost():
     gain = compared(_ratios(_sizes(0.5, 0.5)), "a", "b", quantity=MEMORY)
     cost = compared(_ratios(_sizes(2.0, 2.0)), "a", "b")
     both = at_the_cost_of(gain, cost)
-    assert (both.verdict, both.headline, both.why) == ("yes", gain.headline, "A takes 2 times as long as b.")
+    assert (both.verdict, both.headline, both.also) == ("yes", gain.headline, "A takes 2 times as long as b.")
     assert {effect.quantity for effect in both.effects} == {"memory", "time"}
     assert at_the_cost_of(None, cost) is None
     assert at_the_cost_of(gain, None) == gain
@@ -347,7 +375,7 @@ def test_rows_are_marked_in_the_words_of_what_is_compared(quantity, marks):
     ("headline", "sentence"),
     [
         ("Yes: the ring takes 20 % less time.", "The ring takes 20 % less time."),
-        ("No, in the one setting measured: the ring takes 50 % longer.", "The ring takes 50 % longer."),
+        ("No: the ring takes 50 % longer.", "The ring takes 50 % longer."),
         ("Yes, in most settings: the ring takes less.", "In most settings: the ring takes less."),
         ("It depends: the ring takes longer here.", "The ring takes longer here."),
         ("Yes from 64 KiB on: the ring takes less.", "Yes from 64 KiB on: the ring takes less."),

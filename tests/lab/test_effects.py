@@ -3,8 +3,9 @@
 import math
 from dataclasses import asdict
 
-from labkit.lab.findings import Effect, Finding, Question
+from labkit.lab.findings import Claim, Effect, Finding, Question
 from labkit.lab.pages.effects import all_effects, largest
+from labkit.lab.pages.importance import by_importance
 
 NAN = math.nan
 
@@ -20,33 +21,57 @@ def _verdict(effects):
 def lab(*of_questions, elsewhere=False):
     answers = [
         {"question": asdict(Question(f"q{number}", "Which?"))}
-        | Finding(_verdict(effects), f"The ring, {number}.", effects=tuple(effects)).record()
+        | Finding(
+            _verdict(effects), f"The ring, {number}.", effects=tuple(effects), lead=effects[0], where="of 2 ranks"
+        ).record()
         for number, effects in enumerate(of_questions)
     ]
-    return {"title": "Lab", "page": "lab.html", "record": {"elsewhere": elsewhere, "answers": answers}}
+    record = {"elsewhere": elsewhere, "answers": answers}
+    return {"title": "Lab", "page": "lab.html", "record": record, "answers": by_importance(answers)}
 
 
-def test_the_largest_differences_are_those_that_are_large_for_certain():
+def test_the_largest_differences_are_those_that_headlines_quote():
     wide = effect(0.05, 0.01, 0.9, "faster")  # perhaps twenty times, perhaps a tenth
-    sure = effect(0.25, 0.2, 0.3, "faster", setting="64 KiB")
+    sure = effect(0.25, 0.2, 0.3, "faster")
     slower = effect(2.0, 1.9, 2.1, "slower")
-    noise = effect(0.01, 0.001, 3.0, "no difference shown")
-    found = largest([lab([wide], [sure, wide], [slower], [noise])])
-    assert [(one.factor, one.words, one.headline) for one in found] == [
+    small = effect(1.2, 1.1, 1.3, "slower", quantity="memory")
+    found = largest([lab([wide], [sure, wide], [slower], [small])])
+    assert [(one["factor"], one["words"], one["headline"]) for one in found] == [
         ("4.0×", "faster", "The ring, 1."),
         ("2.0×", "slower", "The ring, 2."),
-        ("≥ 1.1×", "faster", "The ring, 0."),  # too uneven to be quoted
+        ("20 %", "more memory", "The ring, 3."),
+        ("≥ 10 %", "less time", "The ring, 0."),  # too uneven to be quoted
     ]
-    other = effect(0.1, 0.09, 0.11, "faster", subject="tree")  # which the headline is not about
-    assert [one.factor for one in largest([lab([sure, other])])] == ["4.0×"]
-    assert (found[0].setting, found[0].href) == ("64 KiB", "lab.html#answer-q1")
+    assert (found[0]["where"], found[0]["href"]) == ("of 2 ranks", "lab.html#answer-q1")
 
 
 def test_there_are_five_of_them_and_none_of_another_machine():
     sure = effect(0.5, 0.4, 0.6, "faster", quantity="memory")
-    assert [one.words for one in largest([lab(*[[sure]] * 9)])] == ["less memory"] * 5
+    assert [one["words"] for one in largest([lab(*[[sure]] * 9)])] == ["less memory"] * 5
     assert largest([lab([sure], elsewhere=True)]) == []
     assert all_effects([lab([sure], elsewhere=True), {"record": None}])[0] == []
+
+
+def test_a_page_begins_with_its_largest_difference_and_ends_with_what_others_claim():
+    large, small = effect(0.1, 0.09, 0.11, "faster"), effect(0.8, 0.7, 0.9, "faster")
+    of = {"effects": (large,), "lead": large}
+    answers = {
+        "claims": Finding("yes", "One holds.", claims=(Claim("a", "holds here"),)),
+        "nothing": Finding("no clear difference", "No clear difference.", effects=(large,)),
+        "number": Finding("measured", "It takes 2 s."),
+        "lost": Finding("not measured", "Not measured."),
+        "small": Finding("yes", "A little faster.", effects=(small,), lead=small),
+        "large": Finding("yes", "Faster.", **of),
+    }
+    records = [{"question": {"id": name}} | finding.record() for name, finding in answers.items()]
+    ordered = [answer["question"]["id"] for answer in by_importance(records)]
+    assert ordered == ["large", "small", "number", "nothing", "claims", "lost"]
+
+
+def test_of_two_settings_in_the_middle_the_one_nearer_to_1_stands_for_both():
+    both = [effect(ratio, ratio, ratio, "slower") for ratio in (1.02, 1.44)]
+    (row,), _ = all_effects([lab(both)])
+    assert row.value == "1.02"
 
 
 def test_all_differences_have_a_row_the_fastest_first_on_one_axis():

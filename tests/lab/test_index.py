@@ -102,7 +102,8 @@ def test_the_index_says_what_this_machine_should_use_and_what_that_gains_by_mode
 def test_the_index_prints_how_steady_the_machine_was_and_the_smallest_difference(tmp_path):
     question = {"id": SMALLEST_DIFFERENCE, "text": "?", "topic": None}
     answer = {"question": question, "verdict": "measured", "headline": "4 % between products.", "effects": []}
-    answer |= {"claims": [], "advice": None, "caveat": None, "why": None, "significant": False, "subject": None}
+    answer |= {"claims": [], "advice": None, "caveat": None, "why": None, "significant": False, "lead": None}
+    answer |= {"also": None, "where": None}
     pulse = [{"ranks": 1, "threads": 2, "best_s": 1e-3, "median_s": 1.7e-3}]
     write_page(tmp_path, answers=[answer], pulse=pulse)
     html = index(tmp_path)

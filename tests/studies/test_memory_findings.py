@@ -174,7 +174,7 @@ def test_a_sentence_speaks_of_one_model_and_names_it():
     frame = pd.concat([_frame(), _frame().replace({"size": {"mini": "small"}})], ignore_index=True)
     found = _findings(frame)
     for name, largest in (("where_it_goes", "2.7B"), ("checkpointing", "small")):
-        sentences = [found[name].headline, found[name].why]
+        sentences = [found[name].headline, found[name].also or found[name].why]
         assert all(sum(size in told for size in ("mini", "small", "2.7B")) == 1 for told in sentences)
         assert largest in found[name].headline
 
@@ -197,7 +197,7 @@ def test_a_measured_setting_is_not_compared_a_second_time_as_counted():
 def test_the_time_of_checkpointing_is_claimed_where_it_is_significant(changes, verdicts):
     found = _findings(_frame(**changes))["checkpointing"]
     assert {effect.verdict for effect in found.effects if effect.quantity == "time"} == verdicts
-    assert found.why
+    assert found.also
     assert found.table["time_ratio"].notna().sum() == 4
 
 

@@ -34,6 +34,8 @@ RULE = (
     f"{FALSE_DISCOVERY_RATE}, and the ratio at least {100 * LEAST_RELEVANT_DIFFERENCE:.0f} % from 1. "
     "Where times took turns, a ratio is estimated from those of the rounds, and may differ from that of two medians."
 )
+TOLD_AT_THE_TOP = {"Machine": "{}", "Processor": "{}", "Memory": "{} of memory", "GPU": "GPU: {}"}
+"""Of a page, of the machine's facts, and how; the others stand at its end."""
 MANY = 100_000  # from here on a whole number is shown with separators
 
 
@@ -93,6 +95,11 @@ def machine_rows(machine: Machine, *, elsewhere: bool) -> dict[str, str]:
         "Versions": versions,
         "Source": str(machine.source or "not a git checkout"),
     }
+
+
+def machine_line(rows: Mapping[str, str]) -> list[str]:
+    """The facts that a reader needs beside a page's first number."""
+    return [how.format(rows[name]) for name, how in TOLD_AT_THE_TOP.items() if name in rows]
 
 
 def progress(state: Progress) -> str:

@@ -5,26 +5,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from labkit.lab.comparing import UNEVEN
 from labkit.lab.findings import SMALLEST_DIFFERENCE, without_verdict
-from labkit.lab.pages.entries import answers_here, href
+from labkit.lab.pages.entries import answers_here, href, measured_here
+from labkit.lab.pages.importance import is_uneven
 
 MOST_LARGEST = 5
 MOST_TICKS = 6
 WIDEST = 64.0  # factor at which the axis ends on either side; what lies beyond stands at its end
-FASTER, SLOWER = "faster", "slower"
-
-
-@dataclass(frozen=True)
-class Difference:
-    """A ratio of a finding: `factor` is how many times, `words` of what, `setting` where; the finding and its page."""
-
-    factor: str
-    words: str
-    setting: str
-    headline: str
-    lab: str
-    href: str
 
 
 @dataclass(frozen=True)
@@ -65,18 +52,20 @@ class Axis:
         return [(self.place(2.0**power), f"{2**power}" if power >= 0 else f"1/{2**-power}") for power in powers]
 
 
-def largest(labs: Iterable[Mapping[str, Any]]) -> list[Difference]:
-    """Of what each headline is about, the difference that is largest for certain; the largest of all first, five."""
-    found = []
-    for lab, answer in answers_here(labs):
-        told = {"no": (SLOWER,), "measured": (FASTER, SLOWER)}.get(answer["verdict"], (FASTER,))
-        certain = [effect for effect in _effects(answer) if effect["verdict"] in told and _is_told(effect, answer)]
-        certain = [effect for effect in certain if not _is_uneven(effect)] or certain
-        if certain:
-            effect = max(certain, key=_least_size)
-            found.append((_least_size(effect), _difference(lab, answer, effect)))
-    found.sort(key=lambda entry: -entry[0])
-    return [difference for _, difference in found[:MOST_LARGEST]]
+def largest(labs: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Of what is measured here, the answers whose headlines quote the largest differences.
+
+    Each with the title of its `lab` and its place, `href`, beside what `by_importance` says of it.
+    """
+    found = [
+        told
+        | {"headline": without_verdict(told["headline"])}
+        | {"lab": lab["title"], "href": href(lab, told["question"]["id"])}
+        for lab in measured_here(labs)
+        for told in lab["answers"]
+        if told["factor"]
+    ]
+    return sorted(found, key=lambda told: -told["size"])[:MOST_LARGEST]
 
 
 def all_effects(labs: Iterable[Mapping[str, Any]]) -> tuple[list[Row], list[tuple[float, str]]]:
@@ -98,9 +87,15 @@ def all_effects(labs: Iterable[Mapping[str, Any]]) -> tuple[list[Row], list[tupl
     known = [min(WIDEST, max(1 / WIDEST, ratio)) for ratio in ratios if ratio > 0]
     axis = Axis(math.log2(min([0.5, *known])), math.log2(max([2.0, *known])))
     by_ratio = {key: sorted(effects, key=lambda effect: float(effect["ratio"])) for key, effects in groups.items()}
-    middles = {key: effects[len(effects) // 2] for key, effects in by_ratio.items()}
+    middles = {key: _middle(effects) for key, effects in by_ratio.items()}
     ordered = sorted(groups, key=lambda key: float(middles[key]["ratio"]))
     return [_row(key, middles[key], groups[key], axis) for key in ordered], axis.ticks()
+
+
+def _middle(effects: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of effects in the order of their ratios; of two the one nearer to 1."""
+    both = effects[(len(effects) - 1) // 2], effects[len(effects) // 2]
+    return min(both, key=lambda effect: abs(math.log(effect["ratio"])))
 
 
 def smallest_difference(labs: Iterable[Mapping[str, Any]]) -> dict[str, str] | None:
@@ -119,38 +114,6 @@ def _effects(answer: Mapping[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def _is_told(effect: Mapping[str, Any], answer: Mapping[str, Any]) -> bool:
-    """Whether the headline is about what the effect compares."""
-    if answer["subject"] is None:
-        return bool(effect["subject"] in answer["headline"])
-    return bool(effect["subject"] == answer["subject"])
-
-
-def _is_uneven(effect: Mapping[str, Any]) -> bool:
-    """Whether its ratio is too uncertain to be quoted."""
-    return bool(effect["high"] > UNEVEN * effect["low"])
-
-
-def _least_size(effect: Mapping[str, Any]) -> float:
-    """How large a difference is at least, by its interval, as a logarithm."""
-    low, high = math.log(effect["low"]), math.log(effect["high"])
-    return 0.0 if low < 0 < high else min(abs(low), abs(high))
-
-
-def _difference(lab: Mapping[str, Any], answer: Mapping[str, Any], effect: Mapping[str, Any]) -> Difference:
-    factor, is_less = max(effect["ratio"], 1 / effect["ratio"]), effect["ratio"] < 1
-    if _is_uneven(effect):
-        factor = math.exp(_least_size(effect))
-    words = (FASTER if is_less else SLOWER) if effect["quantity"] == "time" else effect["quantity"]
-    if effect["quantity"] != "time":
-        words = f"{'less' if is_less else 'more'} {words}"
-    written = ("≥ " if _is_uneven(effect) else "") + (f"{factor:.0f}×" if factor >= 10 else f"{factor:.1f}×")
-    is_cost = effect["quantity"] != answer["effects"][0]["quantity"]  # told beside what the headline is about
-    text = answer["why"] if is_cost and answer["why"] else answer["headline"]
-    page = href(lab, answer["question"]["id"])
-    return Difference(written, words, effect["setting"], without_verdict(text), lab["title"], page)
-
-
 def _row(key: tuple[str, ...], middle: Mapping[str, Any], effects: list[dict[str, Any]], axis: Axis) -> Row:
     lab, subject, baseline, quantity = key
     has_interval = middle["low"] == middle["low"]
@@ -158,5 +121,5 @@ def _row(key: tuple[str, ...], middle: Mapping[str, Any], effects: list[dict[str
     against = f"vs. {baseline}" + ("" if quantity == "time" else f", {quantity}")
     interval = f"[{middle['low']:.2f}, {middle['high']:.2f}]" if middle["low"] < middle["high"] else ""  # not of counts
     others = sorted({axis.place(effect["ratio"]) for effect in effects if effect is not middle})
-    place, value = axis.place(middle["ratio"]), f"{middle['ratio']:.2f}" if not _is_uneven(middle) else ""
+    place, value = axis.place(middle["ratio"]), f"{middle['ratio']:.2f}" if not is_uneven(middle) else ""
     return Row(subject, against, lab, middle["page"], middle["verdict"], value, interval, place, low, high, others)

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from labkit.lab.pages.export import OTHER_FORMAT, read_page
+from labkit.lab.pages.importance import by_importance
 from labkit.lab.study import Study
 from labkit.machine import describe_machine
 
@@ -22,8 +23,9 @@ def index_entry(study: Study, output: Path) -> dict[str, Any] | None:
     if record is not None:
         record = record | {"elsewhere": record["identity"] != describe_machine().identity}
     failed = [entry for entry in record["not_measured"] if entry["status"] in FAILED] if record else []
-    about = {"name": study.name, "title": study.title, "summary": study.summary, "page": page.name}
+    about: dict[str, Any] = {"name": study.name, "title": study.title, "summary": study.summary, "page": page.name}
     about |= {"is_other_format": found["error"] == OTHER_FORMAT}
+    about |= {"answers": by_importance(record["answers"]) if record else []}
     return about | {"record": record, "error": found["error"], "failed": failed}
 
 

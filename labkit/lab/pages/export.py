@@ -18,19 +18,17 @@ from nbconvert import HTMLExporter
 from nbconvert.filters.markdown_mistune import IPythonRenderer, MarkdownWithMath
 
 from labkit.lab.notebook import PAGE_MIME
-from labkit.lab.pages.cards import PIECE_MIME
+from labkit.lab.pages.cards import PIECE_MIME, TOLD_AT_THE_TOP, machine_line
 from labkit.lab.pages.html import TEMPLATES, code_style, render, script, style_sheet, unbroken
+from labkit.lab.pages.importance import by_importance
 
-PAGE_FORMAT = 4
+PAGE_FORMAT = 5
 """Of the record in a page: raised whenever what an index reads from it changes its name or meaning."""
 OTHER_FORMAT = "the page is older or newer than this labkit: draw it again"
 RECORD_KEYS = (
     *("run", "started", "duration_s", "profile", "identity", "machine"),
     *("coverage", "not_measured", "figures", "answers"),
 )
-
-# Of a page, of the machine's facts, and how; the others stand at its end.
-TOLD_AT_THE_TOP = {"Machine": "{}", "Processor": "{}", "Memory": "{} of memory", "GPU": "GPU: {}"}
 
 _HEADING = re.compile(r'(?<!<section class="prose code">)<h2 id="([^"]*)">(.*?)</h2>', re.DOTALL)
 _CONTENTS = "<!-- contents -->"
@@ -71,7 +69,7 @@ def export_page(notebook: Path, page: Path, *, lab: str, title: str, error: str 
     """Write the HTML page of an executed notebook; `error` is why it did not run to its end."""
     record = page_record(notebook)
     rows = record["machine_rows"] if record else []
-    machine = [TOLD_AT_THE_TOP[name].format(value) for name, value in rows if name in TOLD_AT_THE_TOP]
+    machine = machine_line(dict(rows))
     rest = [[name, value] for name, value in rows if name not in TOLD_AT_THE_TOP]
     about = {
         "title": title,
@@ -79,7 +77,13 @@ def export_page(notebook: Path, page: Path, *, lab: str, title: str, error: str 
         "style": style_sheet(),
         "code_style": code_style(),
         "script": script(),
-        "summary": render("page_summary.html.j2", record=record, machine=machine, error=error),
+        "summary": render(
+            "page_summary.html.j2",
+            record=record,
+            machine=machine,
+            answers=by_importance(record["answers"]) if record else [],
+            error=error,
+        ),
         "footer": render("page_footer.html.j2", record=record, rest=rest, error=error),
         "record": htmlsafe_json_dumps(
             {"format_version": PAGE_FORMAT, "lab": lab, "title": title, "error": error, "record": record}

@@ -72,7 +72,8 @@ def _advice(study: Study, question: Question, lab: Mapping[str, Any] | None) -> 
 
 
 def _status(answer: Mapping[str, Any]) -> Status:
-    return "shown" if answer["advice"] and answer["significant"] else "not shown here"
+    is_known = answer["significant"] or answer["verdict"] in ("counted", "predicted")
+    return "shown" if answer["advice"] and is_known else "not shown here"
 
 
 def further_advice(labs: Iterable[Mapping[str, Any]]) -> list[Advice]:

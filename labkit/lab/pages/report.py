@@ -80,6 +80,7 @@ def write_index(studies: Iterable[Study], output: Path, to_come: Sequence[Study]
     known = list(studies)
     labs = [entry for study in known if (entry := index_entry(study, output)) is not None]
     effects, ticks = all_effects(labs)
+    machine = cards.machine_rows(describe_machine(), elsewhere=False)
     html = render(
         "index_page.html.j2",
         largest=largest(labs),
@@ -88,7 +89,8 @@ def write_index(studies: Iterable[Study], output: Path, to_come: Sequence[Study]
         one=next((place for place, text in ticks if text == "1"), 0),
         style=style_sheet(),
         script=script(),
-        machine=cards.machine_rows(describe_machine(), elsewhere=False).items(),
+        machine=machine.items(),
+        machine_line=cards.machine_line(machine),
         joined=None if to_come else _joined(labs),  # of what all labs found
         topics=recommendations(known, {lab["name"]: lab for lab in labs}),
         further=further_advice(labs),

@@ -176,7 +176,7 @@ def sync_batchnorm(frame: pd.DataFrame, calibration: Calibration | None) -> Find
     if found is None or price is None or not price.significant or costs.empty:
         return found
     extra, sending = span(costs["extra_s"], format_seconds), costs["predicted_s"].iloc[0]
-    told = f"{found.why} The difference is {extra}"
+    told = f"The difference is {extra}"
     if sending != sending:
         return replace(found, why=f"{told}.")
     rest = ", the rest is arithmetic and waiting for the slower rank" if sending < costs["extra_s"].min() else ""

@@ -90,8 +90,8 @@ def caveat(frame: pd.DataFrame, *asked: str) -> str | None:
 
 def from_shortest(found: Finding | None) -> Finding | None:
     """A finding whose advice holds at every length that was measured says from which one on."""
-    if found is None or found.table is None or found.advice is None:
+    if found is None or found.table is None or found.advice is None or found.lead is None:
         return found
-    if any(effect.verdict != "faster" for effect in found.effects if effect.subject == found.subject):
+    if any(effect.verdict != "faster" for effect in found.effects if effect.subject == found.lead.subject):
         return found
     return replace(found, advice=f"{found.advice.rstrip('.')} from {found.table['sequence'].min()} tokens on.")
