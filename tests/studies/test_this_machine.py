@@ -252,7 +252,7 @@ def test_findings(ratio, verdict, advises, agrees):
     found = STUDY.findings(_frame(ratio), pd.DataFrame())
     assert found["gain"].verdict == verdict
     assert (found["gain"].advice is not None) == advises  # what each part gains alone is not undone by noise
-    assert found["ingredients"].headline == "Other than the default: precision and compiled."
+    assert found["ingredients"].headline == "Other than the default: bfloat16 and torch.compile."
     assert found["predicted"].verdict == agrees
     assert (found["predicted"].why is None) == (agrees == "yes")
 

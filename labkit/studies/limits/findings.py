@@ -1,19 +1,24 @@
 """What the limits lab asks, and how a run answers."""
 
+from dataclasses import replace
+
 import pandas as pd
 
 from labkit.costs.calibration import ALL_REDUCE
 from labkit.lab.calibration import autograd
+from labkit.lab.columns import label_of_several
 from labkit.lab.comparing import TIME, contest
 from labkit.lab.findings import SMALLEST_DIFFERENCE, Finding, Questions, troubles
+from labkit.lab.places import scope_of
 from labkit.lab.rows import select
-from labkit.lab.units import format_bytes, format_flops, format_rate, format_seconds, join_words
+from labkit.lab.units import format_bytes, format_flops, format_rate, format_seconds, join_words, span
 from labkit.studies.limits import tables
 from labkit.studies.limits.exchange import SHARED_MEMORY
 from labkit.studies.limits.tables import NEAR
 
 QUESTIONS = Questions()
 MOST_STRETCHES = 3  # that a headline has room for
+ALIKE = 0.05  # up to here two rates are called the same
 LIKE_A_COPY = 0.7  # of the bytes per second of a copy
 
 
@@ -26,22 +31,26 @@ def products(frame: pd.DataFrame) -> Finding | None:
     best = square["flops_per_s"].max()
     slow = square[square["flops_per_s"] < NEAR * best]["size"].max()  # the last that is not near the best
     near = square[~(square["size"] <= slow)]["size"].min()
-    reached = f"float32 products reach {format_flops(best)}/s"
-    rest = "; smaller ones wait for memory or the call" if slow == slow else ""
+    reached, rest = f"float32 products reach {format_flops(best)}/s", ""
     where = f"from {near:.0f} rows on"
     if near != near:  # the largest fell behind
         fastest = square.loc[square["flops_per_s"].idxmax(), "size"]
         where, rest = f"at {fastest:.0f} rows", "; larger ones are slower again"
     headline = f"Arithmetic, {where}: {reached}{rest}."
-    others = select(table, dtype="float32", kind=["tall", "batched"]).set_index("kind")["flops_per_s"]
-    names = {"tall": "a tall product reaches", "batched": "a batch of small ones"}
-    told = [f"{names[str(kind)]} {100 * rate / best:.0f} %" for kind, rate in others.items()]
-    why = f"Of the best square product's rate, {join_words(told)}." if told else None
+    others = select(table, kind="square").groupby("dtype", sort=False)["flops_per_s"].max().drop("float32")
+    also = [f"{dtype} reaches {format_flops(rate)}/s" for dtype, rate in others.items()]
     columns = ["device", "dtype", "kind", "dimensions", "seconds", "low", "high", "flops_per_s", "of_best_percent"]
     shown = tables.products(frame)[columns]
     asked = select(frame, ["shape", "dtype"], sweep="products")
     caveat = troubles(asked.assign(shape=asked["shape"] + " in " + asked["dtype"]), "shape")
-    return Finding("measured", headline, shown, caveat, why)
+    return Finding(
+        "measured",
+        headline,
+        shown,
+        caveat,
+        where=f"square products of {label_of_several('size', sorted(square['size']))} rows",
+        also=f"At best {join_words(also)}." if also else None,
+    )
 
 
 @QUESTIONS.ask("memory", "What limits an elementwise operator?")
@@ -57,7 +66,8 @@ def memory(frame: pd.DataFrame) -> Finding | None:
     headline = (
         f"Memory: {moved}, about what a copy does." if is_memory else f"Not memory alone: {moved}, less than a copy."
     )
-    why = None
+    why, new = None, select(table, operation="new", n_bytes=longest["n_bytes"])["bytes_per_s"]
+    also = f"If each needs new memory, {format_rate(new.iloc[0])}." if len(new) else None
     if fastest["n_bytes"] < longest["n_bytes"]:
         cached, far = format_bytes(fastest["n_bytes"]), format_bytes(longest["n_bytes"])
         rate = format_rate(fastest["bytes_per_s"])
@@ -66,10 +76,11 @@ def memory(frame: pd.DataFrame) -> Finding | None:
         rates = [f"{format_rate(rate)} {operation}" for operation, rate in moving.items()]
         why = f"{why or ''} Copies between the CPU's memory and the GPU's move at most {join_words(rates)}.".lstrip()
     shown = tables.memory(frame)[["device", "operation", "n_bytes", "seconds", "low", "high", "bytes_per_s"]]
-    return Finding("measured", headline, shown, why=why)
+    where = f"{format_bytes(longest['n_bytes'])}, bytes read and written together"
+    return Finding("measured", headline, shown, why=why, where=where, also=also)
 
 
-@QUESTIONS.ask("calls", "When does a call cost more than its work?")
+@QUESTIONS.ask("calls", "When does the call of an operator cost more than its work?")
 def calls(frame: pd.DataFrame) -> Finding | None:
     adds = select(tables.of_steps(frame, tables.memory(frame)), operation="add").sort_values("n_bytes")
     if len(adds) < 2:
@@ -81,15 +92,20 @@ def calls(frame: pd.DataFrame) -> Finding | None:
     if found is not None:
         begin, each = format_seconds(found.begin_s), format_seconds(found.operator_s)
         why = f"A forward and backward pass on the CPU takes {begin} to begin, and {each} for each operator."
-    return Finding("measured", headline, adds[["n_bytes", "seconds", "low", "high"]], why=why)
+    where = "torch.add into an array that exists"
+    return Finding("measured", headline, adds[["n_bytes", "seconds", "low", "high"]], why=why, where=where)
 
 
-@QUESTIONS.ask("threads", "How much do more threads or a second rank bring?")
+@QUESTIONS.ask("threads", "Do more threads make an operator faster, and does a second rank?")
 def threads(frame: pd.DataFrame) -> Finding | None:
     ratios = tables.threads(frame)
     gain = tables.second_rank(frame)
-    why = f"Two ranks with half of the threads each do {gain:.1f} times the products of one with all." if gain else None
-    return contest(ratios, "threads", "with one", names=_with_threads, axis=("operation",), why=why)
+    found = contest(ratios, "threads", "with one", names=_with_threads, axis=("operation",))
+    if found is None or not gain:
+        return found
+    amount = "as many products as" if abs(gain - 1) < ALIKE else f"{gain:.1f} times the products of"
+    also = f"Two ranks with half of the threads each do {amount} one with all."
+    return replace(found, also=also)
 
 
 def _with_threads(number: str) -> str:
@@ -97,19 +113,19 @@ def _with_threads(number: str) -> str:
     return f"work with {'two' if str(number) == '2' else number} threads"
 
 
-@QUESTIONS.ask("exchange", "What does the shortest all-reduce between two ranks cost, and what each further byte?")
+@QUESTIONS.ask("exchange", "What does an all-reduce between two ranks cost: the shortest, and each byte of a long one?")
 def exchange(frame: pd.DataFrame) -> Finding | None:
     table = tables.exchanges(frame)
     whole = select(table, what=ALL_REDUCE, world_size=table["world_size"].min()).to_dict("records")
     if not whole:
         return None
-    ways = [f"{'through' if row['way'] == SHARED_MEMORY else 'by'} {row['way']}" for row in whole]
+    ways = [f"{'through' if row['way'] == SHARED_MEMORY else 'over'} {row['way']}" for row in whole]
     alphas = [f"{format_seconds(row['alpha_s'])} {way}" for row, way in zip(whole, ways, strict=True)]
     rates = [f"{format_rate(row['bytes_per_s'])} {way}" for row, way in zip(whole, ways, strict=True)]
     caveat = troubles(select(frame, ["way"], sweep="exchange"), "way")
-    return Finding(
-        "measured", f"The shortest takes {join_words(alphas)}.", table, caveat, f"Long ones move {join_words(rates)}."
-    )
+    where = f"{whole[0]['world_size']} ranks; a time per call and a time per byte, fitted to all sizes"
+    headline, also = f"The shortest takes {join_words(alphas)}.", f"Long ones move {join_words(rates)}."
+    return Finding("measured", headline, table, caveat, where=where, also=also)
 
 
 @QUESTIONS.ask(SMALLEST_DIFFERENCE, "What is the smallest difference that this machine can show today?")
@@ -120,9 +136,9 @@ def smallest_difference(frame: pd.DataFrame) -> Finding | None:
     least, most = (
         table.loc[place] for place in (table["smallest_percent"].idxmin(), table["smallest_percent"].idxmax())
     )
-    headline = f"{least['smallest_percent']:.0f} % between {least['operation']}s"
+    headline = f"{least['smallest_percent']:.2g} % between {least['operation']}s"
     if most["operation"] != least["operation"]:
-        headline += f", {most['smallest_percent']:.0f} % between {most['operation']}s"
+        headline += f", {most['smallest_percent']:.2g} % between {most['operation']}s"
     differing = table.loc[table["verdict"] != "no difference shown", "operation"]
     caveat = (
         f"Differs measurably from itself: {join_words(differing)}. Doubt other differences of today."
@@ -138,12 +154,12 @@ def roofline(frame: pd.DataFrame) -> Finding | None:
     if table.empty:
         return None
     count = table["bound"].value_counts()
-    most = count.index[0]
-    headline = f"{count.iloc[0]} of {len(table)} operators are bound by {most}."
-    ratio = table["measured_over_predicted"].median()
-    why = f"The median operator takes {ratio:.1f} times what its limit alone would."
+    headline = f"By their counts, {count.iloc[0]} of {len(table)} operators are bound by {count.index[0]}."
+    over = span(select(table, bound=count.index[0])["measured_over_predicted"], "{:.1f}".format)
+    also = f"These take {over} times what that limit allows."
+    where = scope_of(table, ["model", "batch", "context_length", "device"])
     columns = ["operator", "bound", "intensity", "flops_per_s", "seconds", "predicted_s", "measured_over_predicted"]
-    return Finding("measured", headline, table[columns].sort_values("intensity"), why=why)
+    return Finding("measured", headline, table[columns].sort_values("intensity"), where=where, also=also)
 
 
 @QUESTIONS.ask("regimes", "Which limit binds a training step of each named model?")
@@ -158,5 +174,5 @@ def regimes(frame: pd.DataFrame) -> Finding | None:
     ]
     told = "; ".join(parts[:MOST_STRETCHES]) if len(parts) > 1 else f"{table['regime'].iloc[0]} binds every named model"
     headline = f"{told[0].upper()}{told[1:]}."
-    caveat = "With 4 sequences of 128 tokens in float32; formulas, from the rates above."
-    return Finding("measured", headline, table, caveat)
+    where = "4 sequences of 128 tokens, float32; by formulas, from the rates above"
+    return Finding("predicted", headline, table, where=where)

@@ -32,7 +32,8 @@ def products(frame: pd.DataFrame) -> pd.DataFrame:
     best = table.groupby(["device", "dtype"])["flops_per_s"].transform("max")
     size = table["shape"].where(table["shape"].str.startswith("square")).str.removeprefix("square ")
     kind = table["shape"].str.split().str[0]
-    return table.assign(size=pd.to_numeric(size), kind=kind, of_best_percent=100 * table["flops_per_s"] / best)
+    table = table.assign(size=pd.to_numeric(size), kind=kind, of_best_percent=100 * table["flops_per_s"] / best)
+    return table.sort_values(["device", "dtype", "kind", "flops"], ignore_index=True)
 
 
 @made_once

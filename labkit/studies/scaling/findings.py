@@ -38,9 +38,10 @@ def error(frame: pd.DataFrame) -> Finding | None:
         "predicted",
         f"Half of the published steps are predicted within {half:.1f} %, nine of ten within {nine:.0f} %.",
         tables.scoreboard(frame),
-        caveat=f"Of a framework that was never published, half are within {unseen.median():.0f} %, nine of ten within "
-        f"{unseen.quantile(0.9):.0f} %: calibrate with three runs of your own.",
-        why="Each row is predicted by constants fitted without any row of its architecture.",
+        caveat="For a framework of your own, calibrate with three runs.",
+        where=f"{len(table):,} steps, each predicted by constants fitted without any row of its architecture",
+        also=f"Of a framework that was never published, half are within {unseen.median():.0f} %, nine of ten within "
+        f"{unseen.quantile(0.9):.0f} %.",
     )
 
 
@@ -126,7 +127,8 @@ def where(frame: pd.DataFrame) -> Finding | None:
     )
     busy = own[tables.COMPUTE]
     most = busy.index[-1]
-    headline = f"Compute is {busy.iloc[0]:.0f} % of a step on the fewest GPUs, {busy.iloc[-1]:.0f} % on the most."
+    headline = f"Computing takes {busy.iloc[0]:.0f} % of a step on the fewest GPUs, {busy.iloc[-1]:.0f} % on the most."
+    setting = f"{model} on {busy.index[0]:,} and {most:,} GPUs; computing includes what kernels lose to the peak"
     cost = table[table["model"] == model].set_index("gpus")["gpu_hours"]
     why = (
         f"{model} costs {format_number(cost.iloc[0])} GPU-hours per billion tokens on {cost.index[0]:,} GPUs and "
@@ -137,7 +139,7 @@ def where(frame: pd.DataFrame) -> Finding | None:
         f"The 90 % interval of a framework never seen is wide: {format_number(widest['low'])} to "
         f"{format_number(widest['high'])} GPU-hours on {most:,} GPUs. {_left_out(frame)}"
     )
-    return Finding("predicted", headline, table, why=why, caveat=caveat.strip())
+    return Finding("predicted", headline, table, why=why, caveat=caveat.strip(), where=setting)
 
 
 def _left_out(frame: pd.DataFrame) -> str:
@@ -205,20 +207,13 @@ def students(frame: pd.DataFrame) -> Finding | None:
 
 
 def _of_buckets(table: pd.DataFrame) -> str:
-    """What small buckets cost, and whether what is missing grows with the step."""
+    """What small buckets cost, published and predicted."""
     swept = table.dropna(subset="bucket_mb")
     if swept.empty:
         return ""
     sums = swept.groupby("bucket_mb")[["measured_s", "predicted_s"]].sum()
     measured, predicted = (100 * (sums[name].iloc[0] / sums[name].min() - 1) for name in sums)
-    short, long = (
-        1000 * (swept["measured_s"] - swept["predicted_s"]).loc[index]
-        for index in (swept["predicted_s"].idxmin(), swept["predicted_s"].idxmax())
-    )
-    return (
-        f"The smallest buckets cost {measured:.1f} %, {predicted:.1f} % predicted. Of the step that is predicted to be "
-        f"shortest {short:.0f} ms are missing, of the longest {long:.0f} ms."
-    )
+    return f"The smallest buckets cost {measured:.1f} %, {predicted:.1f} % predicted."
 
 
 def _of_sharded_optimizers(table: pd.DataFrame) -> str:
