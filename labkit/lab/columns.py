@@ -75,7 +75,6 @@ _KNOWN = {
     "flops": Column("FLOPs", "FLOPs", format_flops),
     "ratio": Column("ratio", "ratio of times", format_number),
     "warmup": Column("warm-up steps", "warm-up steps", format_number),
-    "size": Column("size", "size", format_number, "{value}"),
     "n_elements": Column("n elements", "n elements", format_number, "{value} elements"),
     "keep_trace": Column("with a trace", "with a trace", format_number),
     "detail": Column("in detail", "in detail", format_number),

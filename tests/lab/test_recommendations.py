@@ -5,7 +5,7 @@ from dataclasses import asdict, replace
 import pytest
 
 from labkit.lab.claims import published
-from labkit.lab.findings import TOPICS, Claim, Finding, Question
+from labkit.lab.findings import TOPICS, Claim, Effect, Finding, Question
 from labkit.lab.pages.export import OTHER_FORMAT
 from labkit.lab.pages.recommendations import further_advice, published_trends, recommendations
 from labkit.studies import LABS, load_study
@@ -37,6 +37,17 @@ def test_what_is_shown_is_recommended_with_a_link():
     advice = _advice(SHOWN)
     assert (advice.status, advice.text) == ("shown", "use bf16.")
     assert advice.href == "fake.html#answer-which"
+
+
+def test_a_recommendation_tells_the_gain_that_it_rests_on():
+    effect = Effect("a", "b", "here", "time", 0.5, 0.45, 0.55, "faster")
+    assert _advice(replace(SHOWN, effects=(effect,), lead=effect)).gain == "up to 2.0× faster"
+    slower = replace(effect, ratio=2.0, low=1.9, high=2.1, verdict="slower")
+    assert _advice(replace(SHOWN, effects=(slower,), lead=slower)).gain == _advice(SHOWN).gain == ""
+
+
+def test_what_is_counted_or_predicted_is_recommended():
+    assert _advice(replace(SHOWN, verdict="predicted", significant=False)).status == "shown"
 
 
 def test_what_does_not_matter_is_not_shown_here_and_says_why():

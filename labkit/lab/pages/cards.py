@@ -251,8 +251,8 @@ def answer(question: Question, finding: Finding, figures: Sequence[Shown] = ()) 
     about |= {"table": None if finding.table is None else Markup(table(finding.table).data)}
     html = piece("answer", **about, figures=[Markup(shown.data) for shown in figures])
     on_page = piece("answer", **about, figures=[Markup(shown.on_page) for shown in figures])
-    said = (finding.headline, finding.caveat, *map(repr, figures), finding.why, finding.advice)
-    text = "\n".join(filter(None, (f"{question.text} [{finding.verdict}]", *said)))
+    said = [f"{question.text} [{finding.verdict}]", finding.headline, finding.also, finding.where, finding.caveat]
+    text = "\n".join(filter(None, (*said, *map(repr, figures), finding.why, finding.advice)))
     return Shown(html, text, {PIECE_MIME: {"html": on_page}})
 
 

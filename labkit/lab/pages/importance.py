@@ -14,7 +14,7 @@ def by_importance(answers: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     `factor` and `words` say how large what the headline quotes is, "4.2×" and "faster", `size` is its logarithm: of one
     that is too uneven to be quoted the least that it is. Without a difference `factor` is "".
     """
-    told = [{**answer, **_size_of(answer["lead"])} for answer in answers]
+    told = [{**answer, **size_of(answer["lead"])} for answer in answers]
     return sorted(told, key=lambda answer: (_rank(answer), -answer["size"]))
 
 
@@ -28,7 +28,8 @@ def _rank(answer: Mapping[str, Any]) -> int:
     return 1 if answer["verdict"] in ("measured", "counted", "predicted") else 2
 
 
-def _size_of(lead: Mapping[str, Any] | None) -> dict[str, Any]:
+def size_of(lead: Mapping[str, Any] | None) -> dict[str, Any]:
+    """`factor`, `words` and `size` of the effect that a headline quotes."""
     if lead is None:
         return {"factor": "", "words": "", "size": 0.0}
     is_least = lead["low"] is not None and is_uneven(lead)

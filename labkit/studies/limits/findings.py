@@ -6,7 +6,6 @@ import pandas as pd
 
 from labkit.costs.calibration import ALL_REDUCE
 from labkit.lab.calibration import autograd
-from labkit.lab.columns import label_of_several
 from labkit.lab.comparing import TIME, contest
 from labkit.lab.findings import SMALLEST_DIFFERENCE, Finding, Questions, troubles
 from labkit.lab.places import scope_of
@@ -48,7 +47,7 @@ def products(frame: pd.DataFrame) -> Finding | None:
         headline,
         shown,
         caveat,
-        where=f"square products of {label_of_several('size', sorted(square['size']))} rows",
+        where=f"square products of {span(square['size'], '{:.0f}'.format)} rows",
         also=f"At best {join_words(also)}." if also else None,
     )
 
