@@ -313,6 +313,8 @@ def test_a_prediction_of_counts_has_to_be_nearer():
     assert [verdict(1.0, 1.2).verdict, verdict(1.2, 1.2).verdict] == ["it depends", "no"]
     assert verdict(1.02).headline == "Yes: all peaks are within 2 % of those counted."
     assert verdict(3.0, 3.0).headline == "No: peaks are 3 times those counted."
+    assert verdict(0.5, 0.25, 0.5).headline == "No: peaks are typically 50 % of those counted, at worst 25 %."
+    assert verdict(1.0, 1.0, 0.5).headline.endswith("the worst is 50 % of that.")
     assert verdict(3.0, 4.0, 5.0).headline == "No: peaks are typically 4 times those counted, at worst 5 times."
 
 
@@ -350,6 +352,14 @@ def test_counts_are_compared_exactly():
     ratios = exactly_over(table, ["n"], "name", "bytes", "torch")
     assert ratios[["name", "ratio", "low", "high", "p"]].to_numpy().tolist() == [["own", 0.98, 0.98, 0.98, 0.0]]
     assert contest(ratios, "name", "torch", quantity=MEMORY).verdict == "no clear difference"
+
+
+def test_a_median_of_two_turns_reaches_over_the_intervals_of_both():
+    one = _frame(_sizes(0.5), noise=0.01)
+    both = pd.concat([one.assign(turn=1), one.assign(turn=2, seconds=1.3 * one["seconds"])], ignore_index=True)
+    alone, found = TIMES.medians(one), TIMES.medians(both)
+    assert (found["low"] <= alone["low"]).all()
+    assert (found["high"] >= 1.3 * alone["high"]).all()
 
 
 def test_the_slowest_rank_counts():

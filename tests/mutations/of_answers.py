@@ -30,11 +30,28 @@ MISTAKES = [
         advice_of_some_settings_is_told_of_all=("if better.empty or len(better) == len(table):", "if True:"),
     ),
     *mistakes(
+        "lab/sentences.py",
+        COMPARING,
+        of_uneven_ratios_the_largest_is_quoted=("ordered.iloc[[len(ordered) // 2]]", "ordered.iloc[[-1]]"),
+    ),
+    *mistakes(
+        "lab/rows.py",
+        COMPARING,
+        a_median_of_two_turns_is_as_sure_as_of_one=("samples[TURN].nunique() > 1 and", "False and"),
+    ),
+    *mistakes(
+        "lab/pages/importance.py",
+        ("tests/lab/test_effects.py",),
+        a_page_begins_with_its_smallest_difference=('-answer["size"]', 'answer["size"]'),
+        what_is_uneven_is_told_by_its_furthest=("size = min(abs", "size = max(abs"),
+    ),
+    *mistakes(
         "lab/as_predicted.py",
         COMPARING,
-        a_prediction_is_judged_by_its_best_case=(
-            'float(off.quantile(0.5, interpolation="lower")), float(off.max())',
-            'float(off.quantile(0.5, interpolation="lower")), float(off.min())',
+        a_prediction_is_judged_by_its_best_case=("off.index[-1]", "off.index[0]"),
+        what_is_too_low_is_told_as_too_high=(
+            "the worst is {_times(ratios[worst])}",
+            "the worst is {_times(off[worst])}",
         ),
         what_is_too_short_is_not_off=("off = np.maximum(ratios, 1 / ratios)", "off = ratios"),
     ),
@@ -79,7 +96,11 @@ MISTAKES = [
     *mistakes(
         "studies/all_reduce/findings.py",
         (FINDINGS.format("all_reduce"),),
-        every_crossover_holds=('holds = held.get("holds", 0)\n', "holds = decided\n"),
         the_floor_is_of_every_length=('floor[floor["n_bytes"] == floor["n_bytes"].max()]', "floor"),
+    ),
+    *mistakes(
+        "studies/all_reduce/tables.py",
+        (FINDINGS.format("all_reduce"),),
+        every_crossover_holds=('return "holds" if until <= predicted <= start else "does not hold"', 'return "holds"'),
     ),
 ]
