@@ -127,6 +127,17 @@ def test_scheduling_that_helps_hurts_or_does_both():
         assert verdict == "no" or "up to 4 KiB" in found.advice  # nothing longer was measured
 
 
+def test_what_a_scheduling_policy_gains_is_told_by_ranks():
+    seconds = {2: 0.5, 4: 0.125, 8: 0.2}
+
+    def times(_name, p, _n, policy):
+        return 1e-3 * (seconds.get(p, 1) if policy == "batch" else 1)
+
+    finding = _findings(_frame(times, worlds=seconds, noise=0.001))["scheduling"]
+    assert finding.also == "Typically they are 2, 8 and 5 times faster with 2, 4 and 8 ranks."
+    assert not any("chosen" in effect.setting for effect in finding.effects)
+
+
 def _both_orders(seconds, *, drift):
     """The policies one after the other, then backwards, on a machine that gets slower by a factor each time."""
     orders = []
@@ -193,8 +204,25 @@ def test_a_pair_is_found_for_each_kind_of_link(hosts, pairs):
 
 def test_numbers_of_the_headline_come_from_the_frame():
     finding = _findings(_frame(lambda name, p, n, _: 0.001 * p * n / KIB, noise=0))["size_and_ranks"]
-    assert finding.headline == "With the fewest ranks the shortest tensor takes 2 ms; the longest moves at 512 kB/s."
-    assert "4 ranks take 2.0 times as long as 2; each rank sends 1.5 times as many bytes" in finding.why
+    assert finding.headline == "It grows from 1 KiB on; with more ranks the shortest takes 2 times as long."
+    assert finding.also == "From 10 MiB to 100 MiB it grows 10 times."
+    assert "4 ranks take 2 times as long as 2; each rank sends 1.5 times as many bytes" in finding.why
+    assert finding.where == "torch · gloo · 2 and 4 ranks · 1 KiB to 100 MiB"
+
+
+def test_a_size_up_to_which_time_is_flat_is_flat_with_all_ranks():
+    def flat(_name, p, n, _policy):
+        return 1e-4 * p**2 * (1 if n <= MIB else n / MIB) * (1.3 if p == 4 and n == MIB else 1)
+
+    finding = _findings(_frame(flat, noise=0))["size_and_ranks"]
+    assert finding.headline.startswith(
+        "Up to 64 KiB its size hardly matters; with more ranks the shortest takes 4 times"
+    )
+
+
+def test_of_one_size_and_number_of_ranks_the_time_is_told():
+    finding = _findings(_frame(lambda *_: 2e-3, noise=0, worlds=(2,), sizes=[KIB]))["size_and_ranks"]
+    assert (finding.headline, finding.also, finding.why) == ("One size takes 2 ms.", None, None)
 
 
 def test_a_machine_that_contradicts_the_model_is_not_talked_round():
@@ -206,9 +234,10 @@ def test_a_machine_that_contradicts_the_model_is_not_talked_round():
             return time * (0.1 if n_bytes < MIB else 5)
         return time
 
-    findings = _findings(_frame(contrary))
+    frame = _frame(contrary)
+    findings = _findings(frame)
     assert findings["alpha_beta"].verdict != "yes"
-    assert "Of 4 predictions of where one algorithm overtakes another, 2 hold" in findings["alpha_beta"].why
+    assert tables.crossovers(frame, MACHINE)["prediction"].value_counts().to_dict() == {"holds": 2, "does not hold": 2}
     assert findings["ring_against_torch"].verdict == "it depends"
 
 
@@ -233,7 +262,7 @@ def test_algorithms_equal_to_torch_but_for_noise_show_no_difference():
     for name in ("ring_against_torch", "scheduling", "algorithms_against_torch", "transports"):
         assert findings[name].verdict == "no clear difference"
         assert not findings[name].significant
-        assert not (findings[name].advice or "").startswith(("Average by", "Let", "Run"))
+        assert not (findings[name].advice or "").startswith(("Where", "Let", "Run"))
 
 
 @pytest.mark.parametrize("name", ["chosen", "one_shot", "ring"])
@@ -244,9 +273,20 @@ def test_a_faster_algorithm_is_the_winner_and_a_slower_one_is_not(name):
     fast = _findings(_frame(times(0.5), more=["one_shot"]))["algorithms_against_torch"]
     assert (fast.verdict, fast.significant) == ("yes", True)
     assert {"chosen": "labkit's all_reduce"}.get(name, name.replace("_", " ")) in fast.headline
-    assert fast.advice.startswith("Average by")
+    assert fast.advice.startswith("Where ranks share no memory, average by")
     slow = _findings(_frame(times(2), more=["one_shot"]))["algorithms_against_torch"]
     assert (slow.verdict, slow.advice) == ("no", "Keep torch's all-reduce.")
+
+
+def test_advice_says_up_to_which_size_an_algorithm_is_faster_with_how_many_ranks():
+    def chosen(algorithm, p, n, policy):
+        is_fast = algorithm == "chosen" and n <= (64 * KIB if p == 2 else MIB)
+        return (0.5 if is_fast else 1) * _textbook("torch", p, n, policy)
+
+    finding = _findings(_frame(chosen, worlds=(2, 4, 8)))["algorithms_against_torch"]
+    assert finding.advice.endswith("over messages up to 64 KiB with 2 ranks and up to 1 MiB with 4 and 8 ranks.")
+    with_four = _findings(_frame(lambda name, p, *rest: chosen(name if p == 4 else "torch", p, *rest)))
+    assert with_four["algorithms_against_torch"].advice.endswith("over messages up to 1 MiB with 4 ranks.")
 
 
 def test_wrong_results_are_shouted():
@@ -264,6 +304,8 @@ def test_published_trends_hold_are_contradicted_or_not_shown():
         return finding.verdict, {claim.outcome for claim in finding.claims}
 
     assert outcomes(_frame(published)) == ("yes", {"holds here"})
+    texts = [claim.text for claim in _findings(_frame(published))["published_trends"].claims]
+    assert "With 16 ranks and 512 KiB (here 391 KiB) torch is faster than ring" in texts
     reverse = _frame(lambda name, p, n, _: {"butterfly": 4, "torch": 3}.get(name, 1) * n**2 / p)
     assert outcomes(reverse) == ("no", {"is contradicted here"})
     assert outcomes(_frame(published, repeats=3)) == ("undecided", {"is not shown here"})
@@ -272,14 +314,16 @@ def test_published_trends_hold_are_contradicted_or_not_shown():
 def test_shared_memory_is_recommended_where_it_is_faster_and_held_against_the_floor():
     finding = _findings(_frame(routes=ROUTES))["transports"]
     assert finding.headline == "Yes: shared memory is 5 times faster than torch's all-reduce."
-    assert "torch takes 10.0 times as long as the bare additions and copies, shared memory 2.0 times" in finding.why
+    told = "At 100 MiB it takes 2 and {} times as long as bare additions and copies with 2 and 4 ranks."
+    assert finding.also == told.format(2)
     assert finding.advice.startswith("Let ranks of one machine exchange")
     assert set(finding.table["transport"]) == {"messages", "shared", "registered", "floor"}
     frame = _frame(routes=ROUTES)  # only the longest vectors take their time for additions and copies
     frame.loc[(frame["transport"] == "shared") & (frame["n_bytes"] < max(SIZES)), "seconds"] *= 2
-    assert "shared memory 2.0 times" in _findings(frame)["transports"].why
+    frame.loc[(frame["transport"] == "shared") & (frame["world_size"] == 4), "seconds"] *= 3
+    assert _findings(frame)["transports"].also == told.format(6)
     slower = _findings(_frame(routes=ROUTES | {"shared": 1.5}))["transports"]
-    assert (slower.verdict, slower.advice) == ("no", "Keep torch's messages between ranks of one machine.")
+    assert (slower.verdict, slower.advice) == ("no", "Keep torch's all-reduce between ranks of one machine.")
 
 
 def test_each_transport_is_marked_by_its_own_ratios():

@@ -89,11 +89,20 @@ def test_times_that_follow_no_power_law_are_not_given_an_exponent():
 
 def test_growth_comes_from_the_frame():
     finding = _findings(_frame(lambda name, phase, s, d: 1e-6 * s, noise=0))["time_growth"]
-    assert finding.headline.startswith("From 256 tokens on")
-    assert finding.headline.endswith("2.0 times as long on average.")
-    assert "a head dimension of 64 is not measurably slower than one of 16" in finding.why
+    assert finding.headline.endswith("2.0 times as long.")
+    assert "head dim 16: power 1.00 from 256 tokens on" in finding.where
+    assert "a head dimension of 64 is not measurably slower than one of 16" in finding.also
     wide = _findings(_frame(lambda name, phase, s, d: 1e-9 * s**2 * d, noise=0.001))["time_growth"]
-    assert wide.why == "At 4096 tokens, a head dimension of 64 takes 4.0 times as long as one of 16."
+    assert wide.also == "At 4096 tokens, a head dimension of 64 takes 4.0 times as long as one of 16."
+
+
+def test_a_power_law_at_one_head_dimension_is_told_of_that_one():
+    def seconds(name, phase, s, d):
+        return 1e-9 * s**2 * (1 if d == 16 or s in (256, 2048) else 30)
+
+    headline = _findings(_frame(seconds, noise=0.001))["time_growth"].headline
+    assert headline.startswith("With head dimension 16, ")
+    assert "take 4.0 times as long; with others no single power fits" in headline
 
 
 def test_memory_as_predicted_is_a_yes_and_other_memory_is_a_no():
@@ -101,6 +110,11 @@ def test_memory_as_predicted_is_a_yes_and_other_memory_is_a_no():
     assert yes.verdict == "yes"
     assert yes.table.dropna()["measured_over_predicted"].eq(1).all()
     assert set(yes.table["implementation"]) == {"explicit", "tiled", "compiled"}
+    assert yes.also.startswith("From 256 to 4096 tokens it grows 153 times with explicit attention and 16 times with")
+    frame = _frame()
+    is_refused = (frame["sequence"] == 4096) & (frame["implementation"] == "explicit")
+    shorter = _findings(frame[~is_refused])["memory_growth"]
+    assert shorter.also.startswith("From 256 to 2048 tokens it grows 40 times with explicit attention and 8 times with")
     no = _findings(_frame(saved=1.1))["memory_growth"]
     assert no.verdict == "no"
     assert no.table.dropna()["measured_over_predicted"].round(6).eq(1.1).all()
@@ -109,7 +123,8 @@ def test_memory_as_predicted_is_a_yes_and_other_memory_is_a_no():
 def test_the_end_of_memory_follows_from_what_is_available():
     finding = _findings(_frame())["out_of_memory"]
     assert "At 16384 tokens" in finding.headline
-    assert "3 matrices of 8 GiB" in finding.why
+    assert "99 % of that is 3 matrices of 8 GiB" in finding.also
+    assert "1.1 times that is more than the 20 GiB available" in finding.where
     assert "At 65536 tokens" in _findings(_frame(available=200 * GIB))["out_of_memory"].headline
     table = finding.table.set_index("tensor")
     assert table.loc["probabilities", "bytes"] == 8 * GIB
@@ -136,16 +151,19 @@ TILE = "Without a mask, tile float32 attention instead of building the whole mat
     [
         ({4096: 0.5, 8192: 0.6}, (1, 8), "yes", f"{TILE} from 4096 tokens on."),
         ({4096: 1.0, 8192: 0.5, 16384: 0.6}, (1, 8), "yes", f"{TILE} from 8192 tokens on."),
-        ({4096: 2.0, 8192: 0.5, 16384: 0.6}, (1, 8), "it depends", f"{TILE} from 8192 tokens on."),
-        ({4096: 1.0, 8192: 1.0}, (1, 8), "it depends", f"{TILE} from 4096 tokens on."),  # for its memory alone
+        ({4096: 2.0, 8192: 0.5, 16384: 0.6}, (1, 8), "yes", f"{TILE} from 8192 tokens on."),
+        ({4096: 2.0, 8192: 0.5, 16384: 0.6}, (9, 8), "it depends", f"{TILE} from 8192 tokens on."),
+        ({4096: 1.0, 8192: 1.0}, (1, 8), "yes", f"{TILE} from 4096 tokens on."),  # for its memory alone
         ({4096: 1.0, 8192: 1.0}, (9, 8), "no", None),
-        ({4096: 2.0, 8192: 2.0}, (1, 8), "no", None),
+        ({4096: 2.0, 8192: 2.0}, (1, 8), "yes", None),
     ],
 )
 def test_tiling_is_advised_from_where_it_gains(ratios, peaks, verdict, advice):
     finding = _findings(_tiling_rows(ratios, peaks))["tiling"]
     assert finding.verdict == verdict
-    assert {effect.quantity for effect in finding.effects} == {"time", "memory"}
+    assert finding.lead.quantity == ("memory" if peaks == (1, 8) or advice is None else "time")
+    assert set(finding.table["quantity"]) == {effect.quantity for effect in finding.effects} == {"time", "memory"}
+    assert len(finding.table) == len(finding.effects)
     if advice is None:
         assert finding.advice.startswith("Build the whole matrix")
     else:
@@ -155,7 +173,7 @@ def test_tiling_is_advised_from_where_it_gains(ratios, peaks, verdict, advice):
 def test_memory_only_is_an_answer_without_times():
     frame = _frame()
     finding = _findings(frame[(frame["sweep"] == "grid") | frame["phase"].isin(["both", "saved"])])["tiling"]
-    assert (finding.verdict, {effect.quantity for effect in finding.effects}) == ("it depends", {"memory"})
+    assert (finding.verdict, {effect.quantity for effect in finding.effects}) == ("yes", {"memory"})
     assert finding.table["sequence"].tolist() == [4096, 16384]
 
 

@@ -101,15 +101,46 @@ def test_a_difference_within_a_seed_is_seen_although_seeds_differ_more():
     assert (sync.verdict, sync.significant) == ("yes", True)
     assert sync.advice == "Synchronize batch norm with 64 images per rank (cifar100)."
     assert sync.also.startswith("An epoch with batch norm over all ranks takes 12 % longer")
-    assert (_marks(sync, "accuracy"), _marks(sync, "time")) == ({"faster"}, {"slower"})
+    assert (_marks(sync, "validation error"), _marks(sync, "time")) == ({"faster"}, {"slower"})
     assert findings["same_training"].verdict == "yes"
 
 
 def test_synchronizing_that_harms_is_a_no():
     found = _findings(_frame(ALIKE | {OWN_SYNC: -8.0, TORCH_SYNC: -8.0}))["sync_batchnorm"]
-    assert found.headline == "No: a lower accuracy and a higher validation loss with batch norm over all ranks."
+    told = "the accuracy is lower and validation loss is higher"
+    assert found.headline == f"No: with batch norm over all ranks, {told}."
     assert found.advice.startswith("Keep local batch norm")
-    assert _marks(found, "accuracy") == _marks(found, "validation loss") == {"slower"}
+    assert _marks(found, "validation error") == _marks(found, "validation loss") == {"slower"}
+
+
+@pytest.mark.parametrize(("points", "is_better"), [(2.0, True), (-2.0, False)])
+def test_an_effect_is_below_one_where_less_of_its_quantity_is_better(points, is_better):
+    """A ratio of accuracies would be read the wrong way round: left of 1 is less."""
+    found = _findings(_frame(ALIKE | {OWN_SYNC: points, TORCH_SYNC: points}, scatter=0.0))["sync_batchnorm"]
+    accuracy = tables.outcome(_frame(scatter=0.0)).set_index("implementation").loc[OWN_LOCAL, "accuracy_percent"]
+    errors = [effect for effect in found.effects if effect.quantity == "validation error"]
+    assert [effect.ratio for effect in errors] == pytest.approx([1 - points / (100 - accuracy)] * 2, rel=1e-3)
+    assert all(effect.low <= effect.ratio <= effect.high for effect in errors)
+    assert {effect.ratio < 1 for effect in found.effects if effect.quantity.startswith("validation")} == {is_better}
+    assert {effect.quantity for effect in found.effects} == {"validation error", "validation loss", "time"}
+    assert found.lead.quantity.startswith("validation")
+    assert (found.lead.ratio < 1) == is_better
+
+
+def test_a_loss_that_is_lower_alone_is_told_with_what_accuracy_shows():
+    frame = _frame(scatter=0.0)
+    is_sync = frame["implementation"].isin([OWN_SYNC, TORCH_SYNC])
+    frame.loc[is_sync, "validation_loss"] *= 0.95
+    found = _findings(frame)["sync_batchnorm"]
+    told = "the validation loss is up to 5.0 % lower; accuracy shows no clear difference"
+    assert found.headline == f"Yes: with batch norm over all ranks, {told}."
+    assert (found.lead.quantity, found.lead.ratio) == ("validation loss", pytest.approx(0.95))
+
+
+def test_without_an_error_to_lower_no_ratio_of_errors_is_told():
+    frame = _frame(scatter=0.0)
+    frame.loc[frame["accuracy"].notna(), "accuracy"] = 1.0
+    assert _marks(_findings(frame)["sync_batchnorm"], "validation error") == set()
 
 
 def test_what_is_significant_but_within_the_margin_counts_as_the_same():
@@ -128,6 +159,7 @@ def test_one_wrapper_alone_does_not_show_what_synchronizing_does():
 def test_on_a_cpu_wrappers_are_compared_with_local_batch_norm_and_the_page_says_so():
     findings = _findings(_frame(names=ON_CPU, **DIGITS))
     assert set(findings["same_training"].table["implementation"]) == {OWN_LOCAL}
+    assert "with labkit's wrapper, accuracy" in findings["same_training"].headline, "not its SyncBatchNorm"
     assert "torch's SyncBatchNorm refuses CPU tensors" in findings["same_training"].caveat
     assert "cannot be compared: images or recipe are others" in findings["published_trends"].why
     assert findings["sync_batchnorm"].verdict == "no"
@@ -287,7 +319,7 @@ def test_synchronizing_that_keeps_trainings_from_diverging_is_advised():
     found = _findings(frame)["sync_batchnorm"]
     assert (found.verdict, found.headline) == (
         "yes",
-        "Yes: a lower number of diverged trainings with batch norm over all ranks.",
+        "Yes: with batch norm over all ranks, the number of diverged trainings is lower.",
     )
 
 

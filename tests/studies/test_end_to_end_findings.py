@@ -75,12 +75,19 @@ def test_a_textbook_machine_is_answered_in_full():
     findings = _findings(_frame())
     verdicts = {"warmup": "yes", "predicted": "yes", "compile": "yes", "published_trends": "yes"}
     assert {key: finding.verdict for key, finding in findings.items()} == {"step_times": "measured"} | verdicts
-    assert findings["warmup"].advice == "Leave the first step of a process out of every mean."
+    warmup = findings["warmup"]
+    assert warmup.headline == "Yes: a later step is 3 times faster than the first of its process."
+    assert warmup.also == "For means of ten steps, 1 warm-up step is enough."
+    assert warmup.advice == "Leave the first step of a process out of every mean."
+    assert dict(zip(warmup.table["steps"], warmup.table["ratio"], strict=True)) == pytest.approx(
+        {1: 1 / 3, 10: 10 / 12}, rel=0.01
+    )
     assert findings["compile"].headline == "Yes: the compiled model is 2 times faster than the eager one."
     nano = sum(_textbook("nano", phase) for phase in ("forward", "backward", "optimizer"))
     worth = findings["compile"].table["worth_it_after"].max()
     assert worth == pytest.approx(10.0 / (nano / 2), rel=0.02)
     steps = f"{round(worth, -1):.0f} steps"
+    assert findings["compile"].also == f"Compiling takes up to 10 s and pays for itself within about {steps}."
     assert findings["compile"].advice == f"Compile nano and mini as a whole for runs of more than {steps}."
 
 
@@ -110,7 +117,19 @@ def test_the_step_is_the_sum_of_its_parts_repeat_by_repeat():
     }
     only_forward = _frame()[lambda rows: rows["phase"].isin(["inference", "forward"])]
     assert "step" not in set(tables.phases(only_forward)["phase"])
-    assert "One forward of the mini model" in _findings(only_forward)["step_times"].headline
+    assert "One forward of the model mini" in _findings(only_forward)["step_times"].headline
+
+
+def test_how_much_repeats_vary_is_told_of_all_rows_and_not_of_one():
+    frame = _frame(noise=0)
+    steady, uneven = frame["phase"] == "forward", (frame["phase"] == "optimizer") & (frame["size"] == "nano")
+    frame.loc[steady & (frame["size"] == "mini"), "seconds"] *= 2
+    frame.loc[uneven & (frame["sweep"] == "phases"), "seconds"] *= 1 + 0.3 * (frame["repeat"] % 2)
+    found = _findings(frame)["step_times"]
+    spread = found.table["spread_percent"]
+    told = f"Repeats typically vary by {spread.median():.1f} %, at most by {spread.max():.1f} % (optimizer of nano)."
+    assert (found.also, round(spread.max())) == (told, 14)
+    assert found.where == "21.8 million parameters · float32 · cpu · batch 4 · 128 tokens"
 
 
 def test_times_as_their_operators_should_take_agree_and_others_do_not():
@@ -149,7 +168,13 @@ def test_utilization_is_told_against_the_peak_of_its_precision_alone_however_far
 def test_first_steps_that_are_not_slower_advise_nothing_and_faster_ones_are_not_called_slow():
     equal, faster = (_findings(_frame(first=first))["warmup"] for first in (1.0, 0.1))
     assert (equal.verdict, equal.advice, equal.significant) == ("no clear difference", None, False)
-    assert "no longer change" not in equal.why
+    assert equal.also is None
+    slight = _findings(_frame(first=1.2))["warmup"]
+    assert (slight.verdict, slight.advice) == ("yes", None), "a mean of ten does not notice"
+    assert slight.also.startswith("No clear difference in time between ten later steps together and the first ten")
+    few = _frame()
+    few = _findings(few[~(few["trial"] > 2)])["warmup"]
+    assert (few.verdict, few.also, few.advice) == ("undecided", None, None), "nothing is known to be enough"
     assert (faster.verdict, faster.advice, faster.significant) == ("no", None, True)
 
 
@@ -159,6 +184,12 @@ def test_every_step_that_changes_a_mean_is_left_out():
     frame.loc[is_second, "seconds"] *= 3
     assert tables.enough_warmup(frame) == 2
     assert _findings(frame)["warmup"].advice == "Leave the first 2 steps of a process out of every mean."
+    assert _findings(frame)["warmup"].headline.startswith("Yes: a later step is 3 times faster")
+    later = _frame(first=1.0)
+    later.loc[(later["sweep"] == "warmup") & (later["repeat"] == 1), "seconds"] *= 3
+    found = _findings(later)["warmup"]
+    assert found.headline.startswith("Yes: ten later steps together"), "the first step alone is as fast as later ones"
+    assert found.advice == "Leave the first 2 steps of a process out of every mean."
     means = tables.mean_by_warmup(frame).set_index(["size", "warmup"])["mean_s"]
     assert means["nano", 0] / means["nano", 5] == pytest.approx(1.4, rel=0.01)
 
@@ -181,7 +212,7 @@ def test_slower_compiled_code_is_advised_against_and_noise_shows_nothing():
     )
     assert (slow.verdict, noisy.verdict) == ("no", "no clear difference")
     assert slow.advice == noisy.advice == "Stay with the eager model."
-    assert "pays for itself" not in slow.why
+    assert slow.also == "Compiling takes up to 10 s."
     assert (slow.significant, noisy.significant) == (True, False)
 
 

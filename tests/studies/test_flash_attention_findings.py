@@ -108,7 +108,6 @@ def test_the_crossover_of_a_textbook_machine_is_found_and_advised():
     assert finding.verdict == "it depends"
     assert "the Triton kernel is faster than explicit attention from 1024 tokens on, slower at 128" in finding.headline
     assert finding.advice.endswith("use the Triton kernel instead of building the whole matrix from 1024 tokens on.")
-    assert "In bfloat16 the Triton kernel is faster from 1024 tokens on; in float32" in finding.why
     table = tables.beats_from(_frame())
     assert set(table["from_sequence"]) == {1024}
     assert set(table["longest"]) == {4096}  # where explicit attention ends
@@ -124,6 +123,18 @@ def test_sdpas_own_choice_is_advised_where_a_backend_is_not_faster():
     assert "use SDPA instead" in _findings(pd.concat([frame, forced]))["crossover"].advice
     faster = forced.assign(seconds=forced["seconds"] * 0.5)
     assert "use SDPA's flash backend instead" in _findings(pd.concat([frame, faster]))["crossover"].advice
+
+
+def test_a_crossover_that_differs_by_dtype_is_told_and_advised_by_dtype():
+    frame = _frame()
+    slow = (frame["dtype"] == "bfloat16") & (frame["implementation"] != "explicit") & (frame["sequence"] == 1024)
+    finding = _findings(frame.assign(seconds=frame["seconds"].where(~slow, 9.0)))["crossover"]
+    assert "explicit attention from 1024 tokens on in float32 and at 4096 tokens in bfloat16" in finding.headline
+    assert finding.advice.endswith("whole matrix from 1024 tokens on in float32 and at 4096 tokens in bfloat16.")
+    assert finding.lead.ratio == min(effect.ratio for effect in finding.effects)
+    never = (frame["dtype"] == "bfloat16") & (frame["implementation"] != "explicit")
+    finding = _findings(frame.assign(seconds=frame["seconds"].where(~never, 9.0)))["crossover"]
+    assert "bfloat16" not in finding.headline
 
 
 def test_a_win_in_the_middle_is_told_as_one():
@@ -213,7 +224,10 @@ def test_techniques_are_held_against_their_prediction():
         tables.HIDDEN_TILES: "faster",
     }
     assert table["predicted"].tolist() == pytest.approx([5 / 6, 1 / 2, 3 / 4, 9 / 16])
-    assert "44 % by skipping hidden tiles in tiled attention" in finding.why
+    assert finding.also == (
+        "As much as predicted: 44 % by skipping hidden tiles in tiled attention. Less than predicted: 17 % by exp2 "
+        "instead of exp, 50 % by skipping hidden blocks and 25 % by masking only blocks at edges."
+    )
 
 
 def test_without_a_gpu_and_without_a_record_the_reason_is_told():

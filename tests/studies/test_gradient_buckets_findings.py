@@ -85,7 +85,32 @@ def test_a_machine_on_which_nothing_hides_waits_as_predicted():
     finding = _findings(_frame(_nothing_hides))["model"]
     assert finding.verdict == "yes"
     assert finding.table["measured_over_predicted"].tolist() == pytest.approx([1.0] * 24, rel=0.01)
-    assert finding.why.startswith("It predicts the shortest step with buckets of 1000 MiB, and none is faster")
+    assert finding.also.startswith("It predicts the shortest step with buckets of 1000 MiB, and none is faster")
+
+
+@pytest.mark.parametrize(("factor", "side"), [(1.2, "longer"), (0.8, "shorter")])
+def test_to_which_side_a_prediction_is_off_is_told_where_all_are(factor, side):
+    finding = _findings(_frame(lambda *setting: factor * _nothing_hides(*setting)))["model"]
+    assert finding.where == f"24 compared, all {side} than predicted"
+    some = _findings(_frame(lambda size, *rest: (factor if size > 1 else 1 / factor) * _nothing_hides(size, *rest)))
+    assert some["model"].where == "24 compared"
+
+
+def test_only_of_several_buckets_all_but_the_last_can_hide():
+    finding = _findings(_frame(_nothing_hides, noise=0, sizes=(100.0, 1000.0)))["model"]
+    share = _overhead(100.0, 2, 128) / _nothing_hides(100.0, 2, 128)
+    assert f"would typically add {100 * share:.0f} % of what it does" in finding.why
+    assert _findings(_frame(_nothing_hides, sizes=(1000.0,)))["model"].why is None
+
+
+def test_a_setting_says_what_grows_from_where_to_where():
+    frame = _frame(settings=[(2, 128), (2, 256)], sizes=(1.0, 10.0))
+    finding = _findings(frame)["batch_and_length"]
+    settings = [
+        f"xl, 2 ranks, gloo, cpu, batch 2, 128 tokens, buckets of {size} MiB, 256 tokens instead" for size in (1, 10)
+    ]
+    assert [effect.setting for effect in finding.effects] == settings
+    assert len({effect.setting for effect in _findings(_frame())["batch_and_length"].effects}) == 7 * 4
 
 
 def test_without_a_calibration_nothing_is_predicted_and_the_rest_is_answered():
@@ -154,7 +179,7 @@ def test_a_machine_that_contradicts_the_model_is_not_talked_round():
     """The most calls wait least here, and one bucket most."""
     findings = _findings(_frame(lambda size, *_: 0.5 / BUCKETS[size] ** 0.5))
     assert findings["model"].verdict != "yes"
-    assert "but those of 1 MiB, 10 MiB and 100 MiB are faster" in findings["model"].why
+    assert "but those of 1 MiB, 10 MiB and 100 MiB are faster" in findings["model"].also
     assert findings["bucket_size"].verdict == "no"
     outcomes = {claim.outcome for claim in findings["published_trends"].claims}
     assert "is contradicted here" in outcomes
@@ -163,7 +188,7 @@ def test_a_machine_that_contradicts_the_model_is_not_talked_round():
 def test_a_share_that_rises_with_the_sequence_is_said_to():
     finding = _findings(_frame(lambda size, batch, sequence: 0.001 * (batch * sequence) ** 1.0))["batch_and_length"]
     assert finding.verdict == "no"
-    assert "larger than those with fewer" in finding.headline
+    assert "larger than with fewer" in finding.headline
     assert set(finding.table["verdict"]) == {"larger"}
 
 

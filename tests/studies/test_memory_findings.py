@@ -139,8 +139,9 @@ def test_a_block_that_keeps_something_else_than_predicted_is_a_no(off, of_block,
 def test_the_largest_model_is_the_largest_that_fits():
     for machine, size in ((24 * GIB, "small"), (200 * GIB, "2.7B")):
         found = _findings(_frame(machine=machine))["largest_model"]
-        assert found.advice == f"Train models of up to the size {size}."
+        assert found.advice == f"Train models of up to the size {size} (batch 4, 128 tokens)."
         assert found.headline.endswith(f"of {machine // GIB} GiB.")
+        assert found.where.startswith("batch 4 · 128 tokens · float32 · AdamW")
     none = _findings(_frame(machine=GIB // 4))["largest_model"]
     assert (none.verdict, none.advice, none.significant) == ("no", None, False)
 
@@ -168,6 +169,8 @@ def test_the_best_segment_is_where_the_peak_is_lowest_whatever_the_textbook_says
     assert found.advice == "If memory is short, checkpoint every 3 layers."
     best = tables.best_segments(_frame(contrary)).iloc[0]
     assert (best["segment"], best["root_of_layers"]) == (3, pytest.approx(6**0.5))
+    assert best["predicted_segment"] == 1  # no segment is shorter than a layer
+    assert best["highest_over_lowest"] == pytest.approx(9 / 5)
 
 
 def test_a_sentence_speaks_of_one_model_and_names_it():
@@ -177,6 +180,46 @@ def test_a_sentence_speaks_of_one_model_and_names_it():
         sentences = [found[name].headline, found[name].also or found[name].why]
         assert all(sum(size in told for size in ("mini", "small", "2.7B")) == 1 for told in sentences)
         assert largest in found[name].headline
+
+
+def test_what_checkpointing_saves_is_also_told_of_the_model_that_was_timed():
+    frame = pd.concat([_frame(), _frame().replace({"size": {"mini": "small"}})], ignore_index=True)
+    untimed = (frame["size"] == "small") & (frame["table"] == "checkpoint")
+    found = _findings(frame.assign(seconds=frame["seconds"].where(~untimed)))["checkpointing"]
+    assert "with small" in found.headline
+    assert "With mini, checkpointing takes" in found.also
+    ratios = tables.segment_peaks(frame).query("size == 'mini'")["ratio"]
+    least, most = (f"{100 * (1 - ratio):.0f}" for ratio in (ratios.max(), ratios.min()))
+    assert found.also.endswith(f"It saves {least} to {most} % of mini's memory; small was not timed.")
+    assert found.where.endswith("timed: mini · 256 tokens")
+
+
+def test_a_cost_without_peaks_is_told():
+    frame = _frame()
+    failed = (frame["table"] == "checkpoint") & (frame["segment"] == 2)
+    frame.loc[failed, ["gate", "seconds"]] = ["wrong: 1", np.nan]
+    frame = frame.assign(peak_bytes=frame["peak_bytes"].mask(frame["table"] == "checkpoint"), counted_bytes=np.nan)
+    assert _findings(frame)["checkpointing"].caveat.startswith("WRONG RESULTS")
+
+
+def test_a_peak_of_which_a_half_is_counted_is_not_called_measured():
+    frame = _frame()
+    short = frame["context_length"].isin([64, 128]) | (frame["method"] != "measured") | (frame["table"] != "peak")
+    found = _findings(frame[short])["peak_by_context"]
+    assert found.verdict == "counted"
+    assert found.where.startswith("64 tokens (measured) and 256 tokens (counted)")
+    assert _findings(frame)["peak_by_context"].verdict == "measured"
+
+
+def test_what_autocast_changes_at_the_peak_is_computed_from_both_precisions():
+    def peak(size, context, precision, phase, segment=0):
+        low = precision == "bfloat16"
+        changed = 1.5 if phase == "inference" else 0.9 if context > 64 else 1.0
+        return 1e9 * (changed if low else 1)
+
+    why = _findings(_frame(peak))["peak_by_context"].why
+    assert "Inference under bfloat16 autocast needs 50 % more memory than in float32" in why
+    assert "In most settings: a full step under bfloat16 autocast needs 10 % less memory than in float32" in why
 
 
 def test_a_measured_setting_is_not_compared_a_second_time_as_counted():

@@ -93,6 +93,14 @@ def test_a_readers_own_sharded_optimizer_and_wrapper_are_gated_timed_counted_dra
     assert all(name in found["time"].caveat for name in ("forgets", "mistaken"))
 
 
+def test_gathers_of_the_turn_after_it_are_not_those_of_a_way_whose_messages_labkit_does_not_see(tmp_path):
+    own = {"plain": nn.parallel.DistributedDataParallel}
+    run = measure(STUDY, SMOKE, profile="smoke", alternatives=own, models=tiny.MODELS, directory=tmp_path)
+    times = tables.timed(run.frame())
+    assert set(times.loc[times["part"] == tables.STEP, "way"]) == {"DDP", "ZeRO-1", "plain"}
+    assert set(times.loc[times["part"] == tables.WAITING, "way"]) == {"ZeRO-1"}
+
+
 def _convolutions():
     """A bias before a norm has rounding for a gradient; one layer is frozen, dropout draws anew on each rank."""
     frozen = nn.Linear(32, 32)

@@ -129,9 +129,9 @@ def test_dtypes_are_told_by_model_and_devices_that_differ_are_named():
     finding = _findings(_frame(_dtypes()))["dtypes"]
     assert finding.headline == "Parameters and norm stay in float32; logits take autocast's dtype."
     finding = _findings(_frame(_dtypes(), _dtypes("bfloat16", "cpu")))["dtypes"]
-    assert finding.headline.endswith("norm depends on the model or the device.")
-    assert "float32 in the Transformer on cuda" in finding.why
-    assert "bfloat16 in the Transformer on cpu" in finding.why
+    assert finding.headline == "Parameters stay in float32; logits take autocast's dtype."
+    assert "float32 in the Transformer on cuda" in finding.also
+    assert "bfloat16 in the Transformer on cpu" in finding.also
 
 
 @pytest.mark.parametrize(
@@ -147,13 +147,15 @@ def test_the_step_that_overflows_is_named_whichever_it_is(step, told):
 def test_the_step_that_loses_digits_is_the_one_of_the_frame():
     errors = {(dtype, 1000.0, step): 0.1 for dtype in ("float16", "bfloat16") for step in NORM_STEPS[1:]}
     finding = _findings(_frame(_norm(errors)))["layer_norm"]
-    assert (finding.advice, finding.significant) == ("Compute norms in float32.", True)
+    assert (finding.advice, finding.significant) == ("Compute norms in float32: float16 can overflow.", True)
+    calm = _findings(_frame(_norm(errors, overflowing=None)))["layer_norm"]
+    assert calm.advice == "Compute norms in float32: 16 bits lose digits."
     table = finding.table
     row = table[(table["inputs"] == "1000 ± 1") & (table["precision"] == "bfloat16")].iloc[0]
     assert (row["most_lost"], row["is_exact"]) == ("centered", True)
     assert row[["output_digits", "with_float32_digits"]].tolist() == pytest.approx([1.0, 2.408], abs=1e-3)
     late = {("bfloat16", 1000.0, "rsqrt"): 0.1, ("bfloat16", 1000.0, "output"): 0.1}
-    assert 'in the step "rsqrt" in bfloat16 (2.4 to 1.0)' in _findings(_frame(_norm(late)))["layer_norm"].why
+    assert 'in the step "rsqrt" in bfloat16 (2.4 to 1.0)' in _findings(_frame(_norm(late)))["layer_norm"].also
     assert _findings(_frame(_norm()))["layer_norm"].advice is None, "float32 would gain nothing"
 
 
@@ -161,10 +163,11 @@ def test_a_textbook_machine_gains_with_size():
     finding = _findings(_frame())["autocast_speed"]
     assert (finding.verdict, finding.significant) == ("it depends", True)
     assert "faster than float32 for mini and small, slower for nano" in finding.headline
-    assert finding.why.startswith("The gain grows with the model")
+    assert finding.also.startswith("The gain grows with the model")
+    assert finding.where.endswith("batch 4 · 64 tokens")
     told = _findings(_frame(), calibration=made_up())["autocast_speed"].why
-    assert "its operators should take" in told
-    assert finding.advice == "Train under autocast to bfloat16 for mini and small."
+    assert told.startswith("Operators of small should take ")
+    assert finding.advice == "To save time, train under autocast to bfloat16 for mini and small."
     claims = _findings(_frame())["published_trends"].claims
     (grows,) = [claim for claim in claims if claim.text.startswith("The larger the model")]
     assert grows.outcome == "holds here"
@@ -188,7 +191,7 @@ def test_a_machine_that_contradicts_is_not_talked_round(gains, verdict, trend, o
     by_model = dict(zip(("nano", "mini", "small"), gains, strict=True))
     findings = _findings(_frame(_speed(lambda model, mode, p: by_model[model] if p == "bfloat16" else 1.0)))
     assert findings["autocast_speed"].verdict == verdict
-    assert findings["autocast_speed"].why.startswith(trend)
+    assert findings["autocast_speed"].also.startswith(trend)
     (grows,) = [claim for claim in findings["published_trends"].claims if claim.text.startswith("The larger the model")]
     assert grows.outcome == outcome
     if verdict == "no":
@@ -206,7 +209,7 @@ def test_equal_times_but_for_noise_show_no_difference_and_few_repeats_claim_noth
 def test_a_single_size_shows_no_trend():
     frame = _frame()
     one = frame[frame["model"].isin(["mini"]) | (frame["part"] != "speed")]
-    assert _findings(one)["autocast_speed"].why is None
+    assert _findings(one)["autocast_speed"].also is None
 
 
 def test_wrong_results_are_shouted():

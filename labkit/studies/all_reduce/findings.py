@@ -9,22 +9,24 @@ from labkit.lab.as_predicted import agreement
 from labkit.lab.claims import Trend, claim, lies_within, published, quotients
 from labkit.lab.comparing import TIME, compared, contest
 from labkit.lab.findings import Finding, Questions, troubles
+from labkit.lab.places import place_of, scope_of
 from labkit.lab.rows import select
-from labkit.lab.units import format_bytes, format_rate, format_seconds
+from labkit.lab.units import format_bytes, format_factor, format_rate, format_seconds, join_words, span
 from labkit.studies.all_reduce import tables
 from labkit.studies.all_reduce.transports import CHOSEN, FLOOR, SHARED_MEMORY, TORCH
 
 QUESTIONS = Questions()
 KIB, MIB = 2**10, 2**20
 TORCHS = "torch's all-reduce"
+WITHOUT_SHARED_MEMORY = "Where ranks share no memory, average by"
 # "In proportion": the published time ratios over size ratios are 0.9 to 1.12.
 PROPORTIONAL = (2 / 3, 3 / 2)
+HARDLY = 1.25  # times as long as the shortest tensor takes: medians of short ones are not known better
 
 
 def _name(algorithm: str) -> str:
-    return {CHOSEN: "labkit's all_reduce", TORCH: TORCHS, "ring": "the ring"}.get(
-        algorithm, algorithm.replace("_", " ")
-    )
+    known = {CHOSEN: "labkit's all_reduce over messages", TORCH: TORCHS, "ring": "the ring"}
+    return known.get(algorithm, algorithm.replace("_", " "))
 
 
 @QUESTIONS.ask("size_and_ranks", "How does the time of an all-reduce grow with its size and with the number of ranks?")
@@ -34,46 +36,63 @@ def size_and_ranks(frame: pd.DataFrame) -> Finding | None:
     if table.empty:
         return None
     of_one = table[table["backend"] == table["backend"].iloc[0]]
-    fewest = of_one[of_one["world_size"] == of_one["world_size"].min()].sort_values("n_bytes")
-    small, large = fewest.iloc[0], fewest.iloc[-1]
-    headline = (
-        f"With the fewest ranks the shortest tensor takes {format_seconds(small['seconds'])}; the longest moves at "
-        f"{format_rate(large['busbw_gb_per_s'] * 1e9)}."
-    )
-    return Finding("measured", headline, table, why=_growth_with_ranks(of_one))
-
-
-def _growth_with_ranks(table: pd.DataFrame) -> str | None:
-    """How much longer the largest common size takes with the most ranks than with the fewest."""
-    wide = table.pivot_table(index="n_bytes", columns="world_size", values="seconds").dropna()
-    if wide.empty or len(wide.columns) < 2:
-        return None
-    fewest, most = wide.columns[0], wide.columns[-1]
-    factor = wide[most].iloc[-1] / wide[fewest].iloc[-1]
-    expected = (2 * (most - 1) / most) / (2 * (fewest - 1) / fewest)
-    size = format_bytes(wide.index[-1])
-    return (
-        f"At {size}, {most} ranks take {factor:.1f} times as long as {fewest}; each rank sends {expected:.1f} times as "
-        "many bytes."
-    )
+    wide = of_one.pivot_table(index="n_bytes", columns="world_size", values="seconds").dropna()
+    told, also, why = [], None, None
+    if len(wide) > 1:
+        slowed = (wide / wide.iloc[0]).max(axis=1).cummax()
+        flat, (before, longest) = slowed[slowed <= HARDLY].index[-1], wide.index[-2:]
+        size = format_bytes(flat)
+        told.append(f"up to {size} its size hardly matters" if flat > wide.index[0] else f"it grows from {size} on")
+        growth = span(wide.iloc[-1] / wide.iloc[-2], format_factor)
+        also = f"From {format_bytes(before)} to {format_bytes(longest)} it grows {growth} times."
+    if len(wide) and len(wide.columns) > 1:
+        fewest, most = wide.columns[0], wide.columns[-1]
+        short, long = (wide[most] / wide[fewest]).iloc[[0, -1]]
+        told.append(f"with more ranks the shortest takes {format_factor(short)} times as long")
+        sent = (most - 1) / most / ((fewest - 1) / fewest)
+        why = (
+            f"At {format_bytes(wide.index[-1])}, {most} ranks take {format_factor(long)} times as long as {fewest}; "
+            f"each rank sends {format_factor(sent)} times as many bytes."
+        )
+    headline = "; ".join(told) or f"one size takes {format_seconds(of_one['seconds'].iloc[0])}"
+    where = scope_of(of_one, ["algorithm", "backend", "world_size", "n_bytes"])
+    return Finding("measured", f"{headline[0].upper()}{headline[1:]}.", table, why=why, where=where, also=also)
 
 
 @QUESTIONS.ask(
     "algorithms_against_torch",
-    "Does one of labkit's algorithms beat torch's all-reduce, and at which sizes?",
+    "Over messages, does one of labkit's algorithms beat torch's all-reduce, and at which sizes?",
     "all_reduce",
 )
 def algorithms_against_torch(frame: pd.DataFrame) -> Finding | None:
-    return contest(
+    found = contest(
         tables.against_torch(frame, "sizes"),
         "algorithm",
         TORCHS,
         names=_name,
         axis=("n_bytes", "world_size"),
-        choose=lambda winner: f"Average by {winner}",
+        choose=lambda winner: f"{WITHOUT_SHARED_MEMORY} {winner}",
         keep="Keep torch's all-reduce",
         caveat=troubles(select(frame, ["algorithm"], sweep=["sizes", "ranks"]), "algorithm"),
     )
+    if found is None or found.table is None or found.lead is None or found.verdict == "no":
+        return found
+    winner = found.lead.subject
+    places = _sizes_by_ranks(found.table[found.table["algorithm"].map(_name) == winner])
+    return replace(found, advice=f"{WITHOUT_SHARED_MEMORY} {winner} {places}.") if places else found
+
+
+def _sizes_by_ranks(table: pd.DataFrame) -> str | None:
+    """ "up to 64 KiB with 2 ranks and up to 1 MiB with 4 and 6 ranks"; None if sizes of one have no name."""
+    ranks_of: dict[str, list[str]] = {}
+    for ranks, rows in table.groupby("world_size"):
+        faster = rows[rows["verdict"] == "faster"]
+        if len(faster):
+            place = "at all sizes" if len(faster) == len(rows) else place_of(rows, faster, ["n_bytes"])
+            if place is None:
+                return None
+            ranks_of.setdefault(place, []).append(str(ranks))
+    return join_words([f"{place} with {join_words(ranks)} ranks" for place, ranks in ranks_of.items()])
 
 
 @QUESTIONS.ask("ring_against_torch", "Is a ring of point-to-point calls faster than torch's all-reduce?")
@@ -93,13 +112,7 @@ def alpha_beta(frame: pd.DataFrame, calibration: Calibration | None) -> Finding 
         )
     if found is None:
         return None
-    held = tables.crossovers(frame, calibration)["prediction"].value_counts()
-    decided = held.get("holds", 0) + held.get("does not hold", 0)
-    told = []
-    if decided:
-        holds = held.get("holds", 0)
-        told.append(f"Of {decided} predictions of where one algorithm overtakes another, {holds} hold.")
-    told += [
+    told = [
         f"{backend}, {world_size} ranks, one {link}: {format_seconds(model.alpha_s)} per message"
         + (f" and {format_rate(1 / model.beta_s_per_byte)} each way." if model.beta_s_per_byte > 0 else ".")
         for link, models in links.items()
@@ -110,59 +123,59 @@ def alpha_beta(frame: pd.DataFrame, calibration: Calibration | None) -> Finding 
 
 @QUESTIONS.ask(
     "transports",
-    "Is shared memory faster than torch's messages, and how far is it from this machine's limit?",
+    "Is shared memory faster than torch's all-reduce, and how far is it from this machine's limit?",
     "transport",
 )
 def transports(frame: pd.DataFrame) -> Finding | None:
     ratios = tables.transports_over(frame, TORCH)
-    floor = tables.transports_over(frame, FLOOR)
-    floor = floor[floor["n_bytes"] == floor["n_bytes"].max()]
-    by_transport = floor.groupby("transport")["ratio"].median()
-    why = None
-    if {TORCH, SHARED_MEMORY} <= set(by_transport.index):
-        why = (
-            f"At {format_bytes(floor['n_bytes'].iloc[0])}, torch takes {by_transport[TORCH]:.1f} times as long as the "
-            f"bare additions and copies, shared memory {by_transport[SHARED_MEMORY]:.1f} times."
-        )
     found = compared(
         select(ratios, transport=SHARED_MEMORY),
         "shared memory",
         TORCHS,
         axis=("n_bytes", "world_size"),
         choose="Let ranks of one machine exchange CPU tensors through shared memory",
-        keep="Keep torch's messages between ranks of one machine",
+        keep="Keep torch's all-reduce between ranks of one machine",
         caveat=troubles(select(frame, ["transport"], sweep="transports"), "transport"),
-        why=why,
     )
     if found is None or found.table is None:
         return found
     shown = TIME.marked(ratios)  # the other transports' rows, judged beside them
     shown.loc[shown["transport"] == SHARED_MEMORY, ["p", "verdict"]] = found.table[["p", "verdict"]].to_numpy()
-    return replace(found, table=shown)
+    return replace(found, table=shown, also=_over_the_floor(frame))
+
+
+def _over_the_floor(frame: pd.DataFrame) -> str | None:
+    """Of the longest tensors: only these take their time for additions and copies."""
+    floor = select(tables.transports_over(frame, FLOOR), transport=SHARED_MEMORY)
+    floor = floor[floor["n_bytes"] == floor["n_bytes"].max()]
+    if floor.empty:
+        return None
+    times = _by_ranks(floor.set_index("world_size")["ratio"], "as long as bare additions and copies")
+    return f"At {format_bytes(floor['n_bytes'].iloc[0])} it takes {times}."
+
+
+def _by_ranks(factors: pd.Series, than: str) -> str:
+    """ "1.8 and 7 times faster with 2 and 4 ranks", of factors by number of ranks."""
+    ranks = join_words([str(ranks) for ranks in factors.index])
+    return f"{join_words([format_factor(factor) for factor in factors])} times {than} with {ranks} ranks"
 
 
 @QUESTIONS.ask("phases", "Are reduce-scatter and all-gather, alone, faster through shared memory than torch's own?")
 def phases(frame: pd.DataFrame) -> Finding | None:
     found = compared(
         select(tables.phases_over_torch(frame), transport=SHARED_MEMORY),
-        "the phases through shared memory",
-        "gloo's own",
+        "reduce-scatter and all-gather through shared memory",
+        "torch's",
         plural=True,
         axis=("collective", "n_bytes", "world_size"),
         caveat=troubles(select(frame, ["transport"], sweep="phases"), "transport"),
     )
-    sent = tables.phases(frame).dropna(subset="measured_over_predicted")
-    if found is None or sent.empty:
+    sent = tables.phases(frame).pivot_table("measured_over_predicted", "collective", "transport", "max", sort=False)
+    both = sent.reindex(columns=[TORCH, SHARED_MEMORY]).dropna()
+    if found is None or both.empty:
         return found
-    of_formula = sent.groupby(["collective", "transport"])["measured_over_predicted"].max()
-    told = [
-        f"{collective} {of_formula[collective, TORCH]:.2g} (labkit's {of_formula[collective, SHARED_MEMORY]:.2g})"
-        for collective in sent["collective"].unique()
-        if {(collective, TORCH), (collective, SHARED_MEMORY)} <= set(of_formula.index)
-    ]
-    if not told:
-        return found
-    return replace(found, why=f"In units of (p-1)/p of the tensor, a rank sends by torch's {' and '.join(told)}.")
+    told = [f"{collective} {torchs:.2g} (labkit's {own:.2g})" for collective, torchs, own in both.itertuples()]
+    return replace(found, why=f"Bytes that a rank sends over those it must: torch's {' and '.join(told)}.")
 
 
 @QUESTIONS.ask(
@@ -172,15 +185,20 @@ def phases(frame: pd.DataFrame) -> Finding | None:
 )
 def scheduling(frame: pd.DataFrame) -> Finding | None:
     ratios = tables.batch_against_default(frame)
-    return compared(
-        ratios,
+    policy = f"Run CPU ranks that all-reduce up to {format_bytes(ratios['n_bytes'].max())} under SCHED_BATCH"
+    found = compared(
+        ratios.replace({"algorithm": {CHOSEN: "labkit's", TORCH: "torch's"}}),
         "small all-reduces under SCHED_BATCH",
         "those under the default policy",
         plural=True,
         axis=("world_size", "n_bytes", "algorithm"),  # ranks first: a policy is of all that they send
-        choose=f"Run CPU ranks that all-reduce up to {format_bytes(ratios['n_bytes'].max())} under SCHED_BATCH",
+        choose=f"{policy} (labkit's do; others by `chrt -b 0`)",
         keep="Leave the default scheduling policy",
     )
+    factors = (1 / ratios["ratio"].astype(float)).groupby(ratios["world_size"]).median()
+    if found is None or found.verdict != "yes" or len(factors) < 2:
+        return found
+    return replace(found, also=f"Typically they are {_by_ranks(factors, 'faster')}.")
 
 
 @QUESTIONS.ask("published_trends", "Do the published trends hold on this machine?")
@@ -218,11 +236,12 @@ def _butterfly_ahead(frame: pd.DataFrame) -> Trend | None:
 
 
 def _ring_behind(frame: pd.DataFrame) -> Trend | None:
-    """`allreduce_ring_vs_torch.csv`: ring is behind torch with 16 ranks and 131,072 elements."""
+    """`allreduce_ring_vs_torch.csv`: ring is behind torch with 16 ranks and 131,072 elements (512 KiB)."""
     many = _many_ranks(frame, least_ranks=16)
     near = many[(many["world_size"] == 16) & many["n_bytes"].between(256 * KIB, 2 * MIB)]
     ratios = tables.ALL_REDUCES.over(near, TORCH, algorithm=[TORCH, "ring"])
-    return claim("With 16 ranks and 131,072 elements torch is faster than ring", ratios, "slower")
+    text = f"With 16 ranks and 512 KiB (here {span(near['n_bytes'], format_bytes)}) torch is faster than ring"
+    return claim(text, ratios, "slower")
 
 
 def _many_ranks(frame: pd.DataFrame, least_ranks: int) -> pd.DataFrame:

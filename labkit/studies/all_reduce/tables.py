@@ -177,23 +177,17 @@ def crossovers(frame: pd.DataFrame, calibration: Calibration | None) -> pd.DataF
         ALL_REDUCES.over(frame, first, sweep="sizes", backend="gloo", algorithm=[first, second]).assign(first=first)
         for first, second in OVERTAKING
     ]
-    ratios = judged(pd.concat(both, ignore_index=True))
-    worlds = select(frame, ["world_size"], sweep="sizes", backend="gloo")["world_size"].unique()
-    for world_size in sorted(int(ranks) for ranks in worlds):
-        found = calibration.transport("gloo", MESSAGE, world_size) if calibration and world_size > 1 else None
-        if found is None:
+    ratios = judged(pd.concat(both, ignore_index=True)).sort_values("world_size", kind="stable")
+    for (world_size, first, second), pair in ratios.groupby(["world_size", "first", "algorithm"], sort=False):
+        ranks, costs = int(world_size), [cost for cost in map(_cost, (first, second)) if cost is not None]
+        found = calibration.transport("gloo", MESSAGE, ranks) if calibration and ranks > 1 else None
+        if found is None or len(costs) < 2:
             continue
-        backend, model = "gloo", AlphaBeta(found.alpha_s, found.beta_s_per_byte)
-        for first, second in OVERTAKING:
-            pair = select(ratios, world_size=world_size, first=first, algorithm=second)
-            costs = [cost for cost in map(_cost, (first, second)) if cost is not None]
-            if pair.empty or len(costs) < 2:
-                continue
-            predicted = crossover_bytes(costs[0], costs[1], world_size, model)
-            until = pair.loc[pair["verdict"] == "slower", "n_bytes"].max()
-            start = pair.loc[pair["verdict"] == "faster", "n_bytes"].min()
-            told = _crossover_holds(predicted, until, start, pair["n_bytes"].max())
-            rows.append((backend, world_size, first, second, predicted, until, start, told))
+        predicted = crossover_bytes(costs[0], costs[1], ranks, AlphaBeta(found.alpha_s, found.beta_s_per_byte))
+        until = pair.loc[pair["verdict"] == "slower", "n_bytes"].max()
+        start = pair.loc[pair["verdict"] == "faster", "n_bytes"].min()
+        told = _crossover_holds(predicted, until, start, pair["n_bytes"].max())
+        rows.append(("gloo", ranks, first, second, predicted, until, start, told))
     names = ["backend", "world_size", "first", "then", "predicted_bytes", "wins_until_bytes", "overtaken_from_bytes"]
     return pd.DataFrame(rows, columns=[*names, "prediction"])
 

@@ -11,12 +11,13 @@ from labkit.lab.claims import Trend, claim, lies_within, published, quotients
 from labkit.lab.comparing import MEMORY, TIME, compared
 from labkit.lab.findings import Finding, Questions, at_the_cost_of
 from labkit.lab.own_effects import with_own
+from labkit.lab.places import scope_of
 from labkit.lab.quantities import Quantity
 from labkit.lab.rows import Measured, select
 from labkit.lab.units import format_bytes, format_seconds, format_share, join_words, span
 from labkit.nn.attention_implementations import RESERVED
 from labkit.studies.attention import tables
-from labkit.studies.attention.worker import COMPILED, EXPLICIT, TILED
+from labkit.studies.attention.worker import COMPILED, EXPLICIT, MARGIN, TILED
 from labkit.studies.shared.attention_passes import PHASES
 from labkit.studies.shared.attention_tables import (
     BOTH,
@@ -42,21 +43,28 @@ SWEEPS = ("grid", "tiling")
 
 
 @QUESTIONS.ask(
-    "time_growth", "How do the times of the forward and backward pass grow with sequence length and head dimension?"
+    "time_growth", "How does the time of both passes together grow with the sequence length and the head dimension?"
 )
 def time_growth(frame: pd.DataFrame) -> Finding | None:
     table = select(times(frame, "grid"), implementation=EXPLICIT, phase=BOTH)
     if table.empty:
         return None
     laws = tables.power_laws(frame)
-    widest = select(laws, implementation=EXPLICIT, phase=BOTH, head_dim=table["head_dim"].max())
-    headline = "The time of explicit attention follows no power of the sequence length here."
-    for row in widest.to_dict("records"):
-        headline = (
-            f"From {row['from_sequence']} tokens on, doubling the sequence makes explicit attention take "
-            f"{row['times_per_doubling']:.1f} times as long on average."
-        )
-    return Finding("measured", headline, laws, why=_growth_with_width(frame))
+    fitting = select(laws, implementation=EXPLICIT, phase=BOTH)
+    factors = span(fitting["times_per_doubling"], "{:.1f}".format)
+    takes = f"oubling the sequence makes explicit attention take {factors} times as long"
+    if fitting.empty:
+        headline = "The time of explicit attention follows no power of the sequence length here."
+    elif len(fitting) == table["head_dim"].nunique():
+        headline = f"D{takes}."
+    else:
+        which = f"head dimension {fitting['head_dim'].iloc[0]}" if len(fitting) == 1 else "some head dimensions"
+        headline = f"With {which}, d{takes}; with others no single power fits."
+    where = " · ".join(
+        f"head dim {row['head_dim']}: power {row['exponent']:.2f} from {row['from_sequence']} tokens on"
+        for row in fitting.to_dict("records")
+    )
+    return Finding("measured", headline, laws, where=where or None, also=_growth_with_width(frame))
 
 
 def _growth_with_width(frame: pd.DataFrame) -> str | None:
@@ -73,14 +81,12 @@ def _growth_with_width(frame: pd.DataFrame) -> str | None:
 
 
 @QUESTIONS.ask(
-    "memory_growth", "How does the memory held before the backward pass grow, and is it what the formula says?"
+    "memory_growth", "Is the memory held before the backward pass what the formulas say, and how does it grow?"
 )
 def memory_growth(frame: pd.DataFrame) -> Finding | None:
     table = tables.memory(frame, "grid")
     names = ["head_dim", "sequence", "implementation", "saved_bytes", "predicted_saved_bytes"]
-    found = agreement(
-        table[[*names, "measured_over_predicted"]], "counts of bytes held", "what the formula says", close=EXACT
-    )
+    found = agreement(table[[*names, "measured_over_predicted"]], "bytes held", "what the formulas say", close=EXACT)
     tensors = tables.saved_tensors(frame)
     if found is None or tensors.empty:
         return found
@@ -89,7 +95,19 @@ def memory_growth(frame: pd.DataFrame) -> Finding | None:
         f"At {tensors['sequence'].iloc[0]} tokens, {format_share(matrix / tensors['saved_bytes'].sum())} of what "
         "explicit attention holds is the probabilities, which grow with the square of the length."
     )
-    return replace(found, why=why)
+    where = f"{found.where}: {scope_of(table, ['dtype', 'batch', 'head_dim', 'sequence'])}"
+    return replace(found, where=where, also=_growth_of_held(table), why=why)
+
+
+def _growth_of_held(table: pd.DataFrame) -> str | None:
+    """From the shortest to the longest sequence that both kinds ran at, at the largest head dimension."""
+    widest = select(table, head_dim=table["head_dim"].max(), implementation=[EXPLICIT, TILED])
+    held = widest.pivot_table(index="sequence", columns="implementation", values="saved_bytes").dropna()
+    if len(held) < 2:
+        return None
+    factors = held.iloc[-1] / held.iloc[0]
+    grows = [f"{factor:.0f} times with {name_of(name)}" for name, factor in factors.items()]
+    return f"From {held.index[0]} to {held.index[-1]} tokens it grows {join_words(grows)}."
 
 
 @QUESTIONS.ask("out_of_memory", "At which length does this machine run out of memory, and what fills it?")
@@ -97,18 +115,23 @@ def out_of_memory(frame: pd.DataFrame) -> Finding | None:
     table = tables.too_large(frame)
     if table.empty:
         return None
-    needed = table[table["tensor"] == "all together"].iloc[0]
+    needed, available = table.iloc[-2], table["bytes"].iloc[-1]
     tensors = table.iloc[:-2]
     largest = tensors[tensors["bytes"] == tensors["bytes"].max()]
     headline = (
         f"At {needed['sequence']} tokens explicit attention no longer fits: its two passes need "
         f"{format_bytes(needed['bytes'])}."
     )
-    why = (
-        f"{largest['share_percent'].sum():.0f} % of that is {len(largest)} matrices of "
-        f"{format_bytes(largest['bytes'].iloc[0])}: {join_words(list(largest['tensor']))}. {_formula_held(frame)}"
+    also = (
+        f"{int(largest['share_percent'].sum())} % of that is {len(largest)} matrices of "
+        f"{format_bytes(largest['bytes'].iloc[0])}: {join_words(list(largest['tensor']))}."
     )
-    return Finding("predicted", headline, table, why=why)
+    dtypes = scope_of(select(frame, ["dtype"], sweep="grid"), ["dtype"])
+    where = (
+        f"the shortest of lengths that double · batch {needed['batch']} · head dim {needed['head_dim']} · {dtypes} · "
+        f"{MARGIN} times that is more than the {format_bytes(available)} available"
+    )
+    return Finding("predicted", headline, table, why=_formula_held(frame), where=where, also=also)
 
 
 def _formula_held(frame: pd.DataFrame) -> str:
@@ -116,33 +139,33 @@ def _formula_held(frame: pd.DataFrame) -> str:
     table = pd.concat([tables.memory(frame, sweep) for sweep in SWEEPS])
     table = table[(table["predicted_peak_bytes"] >= LEAST_BYTES) & table["peak_bytes"].notna()]
     if table.empty:
-        return "That is by formula; no peak that is large enough to check it was measured."
+        return "No peak that is large enough to check the formula was measured."
     ratios = table["peak_bytes"] / table["predicted_peak_bytes"]
-    measured = f"{len(ratios)} measured peaks, of {format_bytes(LEAST_BYTES)} and more, are"
-    return f"That is by formula; {measured} {span(ratios)} times what it says."
+    measured = f"{len(ratios)} measured peaks from {format_bytes(LEAST_BYTES)} on"
+    return f"The {measured} are {span(ratios)} times what the formula says."
 
 
-@QUESTIONS.ask("tiling", "Does tiling save time and memory?", "attention")
+@QUESTIONS.ask("tiling", "Does tiling save memory or time?", "attention")
 def tiling(frame: pd.DataFrame) -> Finding | None:
-    found = [
-        _tiled_against_explicit(frame, ratios, quantity)
-        for quantity, ratios in (
-            (TIME, select(against(frame, "tiling"), phase=BOTH)),
-            (MEMORY, memory_against_explicit(frame, "tiling")),
-        )
-    ]
-    time, memory = map(from_shortest, found)
-    if time is None or (memory is not None and time.verdict in ("no clear difference", "undecided")):
-        return at_the_cost_of(_of_memory_alone(memory), time)
-    return at_the_cost_of(time, memory)
+    memory = _tiled_against_explicit(frame, memory_against_explicit(frame, "tiling"), MEMORY)
+    time = _tiled_against_explicit(frame, select(against(frame, "tiling"), phase=BOTH), TIME)
+    found = sorted((one for one in (memory, time) if one is not None), key=_standing)
+    if not found:
+        return None
+    of_memory = time is None or (memory is not None and time.verdict in ("no clear difference", "undecided"))
+    advising = memory if of_memory else time  # what takes longer is not advised for its memory
+    numbers = [one.table for one in found if one.table is not None]
+    return replace(
+        at_the_cost_of(found[0], found[-1] if len(found) > 1 else None) or found[0],
+        table=pd.concat(numbers, ignore_index=True) if numbers else None,
+        why=" ".join(one.why for one in found if one.why) or None,
+        advice=advising.advice if advising else None,
+    )
 
 
-def _of_memory_alone(memory: Finding | None) -> Finding | None:
-    """A saving of one of the two that are asked for is no plain "yes"."""
-    if memory is None or memory.verdict != "yes":
-        return memory
-    headline = f"In memory alone{memory.headline.removeprefix('Yes')}"
-    return replace(memory, verdict="it depends", headline=headline)
+def _standing(found: Finding) -> int:
+    """What tiling gains is told before what it does not, and last what was not measured."""
+    return {"yes": 0, "it depends": 0, "not measured": 2}.get(found.verdict, 1)
 
 
 def _tiled_against_explicit(frame: pd.DataFrame, ratios: pd.DataFrame, quantity: Quantity) -> Finding | None:
@@ -157,10 +180,15 @@ def _tiled_against_explicit(frame: pd.DataFrame, ratios: pd.DataFrame, quantity:
         keep="Build the whole matrix while it fits: tiling is for longer sequences",
         caveat=caveat(frame, TILED),
     )
-    return with_own(found, ratios, "implementation", RESERVED, EXPLICITS, axis=("sequence",), quantity=quantity)
+    found = with_own(found, ratios, "implementation", RESERVED, EXPLICITS, axis=("sequence",), quantity=quantity)
+    if (found := from_shortest(found)) is None or found.table is None:
+        return found
+    table = found.table.drop(columns="phase", errors="ignore")
+    table.insert(0, "quantity", quantity.name)
+    return replace(found, table=table)
 
 
-@QUESTIONS.ask("compiled", "Is compiled attention faster than eager, forward and backward?", "compile")
+@QUESTIONS.ask("compiled", "Is compiled attention faster than explicit attention, forward and backward?", "compile")
 def compiled(frame: pd.DataFrame) -> Finding | None:
     trouble = caveat(frame, COMPILED)
     first = select(frame, ["first_call_s"], implementation=COMPILED)["first_call_s"].dropna()
@@ -173,7 +201,7 @@ def compiled(frame: pd.DataFrame) -> Finding | None:
         EXPLICITS,
         axis=("sequence", "head_dim", "phase"),
         choose="Compile explicit attention",
-        keep="Leave explicit attention eager",
+        keep="Do not compile explicit attention",
         caveat=" ".join(filter(None, [trouble, cost and f"{cost}, which no time here includes."])) or None,
     )
     return from_shortest(found)
@@ -207,7 +235,8 @@ def _growth_claim(text: str, table: pd.DataFrame, columns: tuple[str, str, str])
     first, last = series.first(), series.last()
     longer = np.log((last["sequence"] / first["sequence"]).astype(float))
     exponents = np.log(quotients(last, first)[longer > 0]).div(longer[longer > 0], axis=0).clip(lower=LEAST_EXPONENT)
-    return lies_within(text, exponents, *QUADRATIC, equal=None, seen=f"exponents {span(exponents['ratio'])}")
+    seen = f"exponents {span(exponents['ratio'])}, {table['sequence'].min()} to {table['sequence'].max()} tokens"
+    return lies_within(text, exponents, *QUADRATIC, equal=None, seen=seen)
 
 
 def _backward_longer(frame: pd.DataFrame) -> Trend | None:

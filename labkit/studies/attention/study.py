@@ -14,8 +14,9 @@ from labkit.machine import Machine
 from labkit.nn.attention_implementations import IMPLEMENTATIONS, plug_in
 from labkit.studies.attention.findings import QUESTIONS
 from labkit.studies.attention.worker import COMPILED, EXPLICIT, MARGIN, TILED, AttentionPoint, measure_point
+from labkit.studies.shared.attention_passes import NEEDS
 
-MIB, GIB = 2**20, 2**30
+GIB = 2**30
 
 # below, gradients are sums of so few terms that their relative error means nothing
 Length = Annotated[int, Field(ge=16, lt=2**31)]
@@ -120,8 +121,8 @@ class AttentionStudy(Study):
 
     def skip_reason(self, point: AttentionPoint, machine: Machine) -> str | None:
         """Only where nothing fits; an implementation that does not becomes a row of its point."""
-        needed = MARGIN * min(point.needed_bytes(name) for name in point.implementations)
-        return capacity.skip_reason(machine, point.device, needed)
+        needed = MARGIN * min(map(point.needed_bytes, point.implementations))
+        return capacity.skip_reason(machine, point.device, needed, says=NEEDS)
 
     def series(self, point: AttentionPoint) -> tuple[Hashable, float]:
         return (point.sweep, point.device, point.batch, point.head_dim), point.sequence

@@ -19,12 +19,14 @@ QUESTIONS = Questions()
 OWN, TORCHS = "an epoch with labkit's parts", "one with torch's"
 SYNC_EPOCH, LOCAL_EPOCH = "an epoch with batch norm over all ranks", "one with local batch norm"
 REFUSED = (
-    "torch's SyncBatchNorm refuses CPU tensors: wrappers are compared with local batch norm, and labkit's "
-    "SyncBatchNorm with one process that has the whole batch, before training."
+    "torch's SyncBatchNorm refuses CPU tensors: labkit's is compared before training only, with one process that has "
+    "the whole batch."
 )
 DIVERGED = "number of diverged trainings"
 BETTER = {"accuracy": "higher", "validation loss": "lower", DIVERGED: "lower"}
 OPPOSITE = {"higher": "lower", "lower": "higher"}
+# What ratios are of: less of it is better. The error is what accuracy lacks of 100 %.
+LESS_IS_BETTER = {"accuracy": "validation error", "validation loss": "validation loss"}
 INTERNAL = ["both_with", "than_value"]  # columns that tell a reader nothing
 LEAST = 0.01  # a smaller difference of peaks neither holds nor contradicts
 
@@ -45,16 +47,25 @@ def learned(frame: pd.DataFrame) -> Finding | None:
     known = table.dropna(subset="accuracy_percent")
     if known.empty:
         return Finding("measured", f"No training on {images} came to its end.", table, caveat)
-    seeds = (known["largest"] - known["smallest"]).max()
     return Finding(
         "measured",
         f"At the end, {span(known['accuracy_percent'], '{:.0f}'.format)} % of the validation images of {images} are "
         "classified correctly.",
         table,
         caveat,
-        why=f"Seeds of one implementation differ by up to {seeds:.1f} points of accuracy; of {about['classes']:.0f} "
-        f"classes, a guess is right in {100 / about['classes']:.0f} %.",
+        why=f"Of {about['classes']:.0f} classes, a guess is right in {100 / about['classes']:.0f} %.",
+        where=_where(frame, known["seeds"]),
+        also=f"Seeds move it by up to {(known['largest'] - known['smallest']).max():.1f} points.",
     )
+
+
+def _where(frame: pd.DataFrame, seeds: pd.Series) -> str | None:
+    """ "digits · 2 ranks · 8 images per rank · 3 epochs · 6 seeds"."""
+    if (about := samples.setting(frame)) is None:
+        return None
+    epochs = [counted(int(last), "epoch") for last in samples.last_epoch(frame)["epoch"].head(1)]
+    told = [about["dataset"], counted(int(about["world_size"]), "rank"), f"{about['batch']:.0f} images per rank"]
+    return " · ".join([*told, *epochs, f"{span(seeds, '{:.0f}'.format)} seeds"])
 
 
 @QUESTIONS.ask(
@@ -69,20 +80,22 @@ def same_training(frame: pd.DataFrame) -> Finding | None:
     caveats = _diverged(lost)
     if TORCH_SYNC not in set(lost["than"]) and (frame["device"] == "cpu").all():
         caveats.append(REFUSED)
+    parts = "wrapper and SyncBatchNorm" if TORCH_SYNC in set(lost["than"]) else "wrapper"
     verdict: Verdict = "undecided"
-    headline = f"{_open(table)} whether labkit's parts train as well as torch's."
+    headline = f"{_open(table)} whether training with labkit's {parts} is as good as with torch's."
     if len(beyond):
         first = beyond.iloc[0]
         ends = f"{first['implementation']} ends with a {first['verdict']} {first['metric']} than torch's"
         verdict, headline = "no", f"No: {ends}."
     elif said == {"the same"}:
-        verdict, headline = "yes", f"Yes: labkit's parts end within {_margins()} of torch's."
-    return Finding(verdict, headline, table.drop(columns=INTERNAL), " ".join(caveats) or None)
+        verdict, headline = "yes", f"Yes: with labkit's {parts}, accuracy and losses end {_margins()} of torch's."
+    caveat, where = " ".join(caveats) or None, _where(frame, lost["seeds"])
+    return Finding(verdict, headline, table.drop(columns=INTERNAL), caveat, where=where)
 
 
 def _margins() -> str:
     loss = tables.MARGINS["validation loss"]
-    return f"{counted(int(tables.MARGINS['accuracy']), 'point')} of accuracy and {loss:.0f} % of each loss"
+    return f"within {counted(int(tables.MARGINS['accuracy']), 'point')} and {loss:.0f} %"
 
 
 def _open(table: pd.DataFrame) -> str:
@@ -146,18 +159,18 @@ def sync_batchnorm(frame: pd.DataFrame, calibration: Calibration | None) -> Find
         return None
     ratios, costs = tables.time_ratios(frame, tables.SYNC), tables.synchronizing(frame, calibration)
     rows = _verdicts(table, lost)
-    better = [f"a {BETTER[metric]} {metric}" for metric in _with_every_wrapper(rows, "better", len(lost))]
-    worse = [f"a {OPPOSITE[BETTER[metric]]} {metric}" for metric in _with_every_wrapper(rows, "worse", len(lost))]
+    better, worse = (_with_every_wrapper(rows, mark, len(lost)) for mark in ("better", "worse"))
+    effects = _effects(rows)
     is_whole, one = set(lost["verdict"]) == {"none"}, not better and (rows["mark"] == "better").any()
     verdict: Verdict = "undecided"
     headline = f"{_open(table)} whether batch norm over all ranks trains better than local batch norm."
     if better and worse:
-        verdict, headline = "it depends", f"It depends: {join_words(better)}, but {join_words(worse)}."
+        verdict, headline = "it depends", f"It depends: {_told(rows, better)}, but {_told(rows, worse)}."
     elif better or worse:
         verdict = "yes" if better else "no"
-        headline = f"{verdict.capitalize()}: {join_words(better or worse)} with batch norm over all ranks."
+        headline = f"{verdict.capitalize()}: with batch norm over all ranks, {_told(rows, better or worse)}."
     elif is_whole and set(table["verdict"]) == {"the same"}:
-        verdict, headline = "no", f"No: it ends within {_margins()} of local batch norm."
+        verdict, headline = "no", f"No: accuracy and losses end {_margins()} of those with local batch norm."
     if one and verdict == "undecided":
         verdict, headline = "it depends", "It depends: a gain shows with one wrapper only."
     caveats = _diverged(lost)
@@ -167,10 +180,18 @@ def sync_batchnorm(frame: pd.DataFrame, calibration: Calibration | None) -> Find
         here = f"with {about['batch']:.0f} images per rank ({about['dataset']})"
         advice = f"Synchronize batch norm {here}." if better else f"Keep local batch norm {here}."
         advice = None if (better and worse) or one else advice
-    effects = _effects(rows)
-    is_shown = any(effect.verdict != "no difference shown" for effect in effects)
-    numbers, caveat = table.drop(columns=INTERNAL), " ".join(caveats) or None
-    gain = Finding(verdict, headline, numbers, caveat, None, advice, is_shown, effects=effects)
+    quoted = {LESS_IS_BETTER.get(metric) for metric in better or worse}
+    gain = Finding(
+        verdict,
+        headline,
+        table.drop(columns=INTERNAL),
+        " ".join(caveats) or None,
+        advice=advice,
+        significant=any(effect.verdict != "no difference shown" for effect in effects),
+        effects=effects,
+        where=_where(frame, lost["seeds"]),
+        lead=max((one for one in effects if one.quantity in quoted), key=lambda one: abs(one.ratio - 1), default=None),
+    )
     price = compared(ratios, SYNC_EPOCH, LOCAL_EPOCH, axis=("both_with",))
     found = at_the_cost_of(gain, price)
     if found is None or price is None or not price.significant or costs.empty:
@@ -189,19 +210,29 @@ def _with_every_wrapper(rows: pd.DataFrame, mark: str, pairs: int) -> list[str]:
     return [metric for metric in BETTER if marked.get(metric) == pairs]
 
 
+def _told(rows: pd.DataFrame, metrics: list[str]) -> str:
+    """What differs: of one metric alone by how much, and of a loss alone that accuracy does not."""
+    told, units = [], {"accuracy": "points ", "validation loss": "% "} if len(metrics) == 1 else {}
+    for metric in metrics:
+        here = rows[rows["metric"] == metric]
+        amount = f"{here['difference'].abs().max():.1f} {units[metric]}" if metric in units else ""
+        told.append(f"{metric} is {'up to ' if amount and len(here) > 1 else ''}{amount}{here['verdict'].iloc[0]}")
+    accuracy = rows.loc[rows["metric"] == "accuracy", "mark"]
+    is_alike = metrics == ["validation loss"] and (accuracy == "no difference shown").all()
+    return f"the {join_words(told)}{'; accuracy shows no clear difference' if is_alike else ''}"
+
+
 def _effects(rows: pd.DataFrame) -> tuple[Effect, ...]:
-    """As ratios that are below 1 where synchronizing is better: of a loss, and of accuracy the other way round."""
+    """As ratios of quantities of which less is better; none of an error where local batch norm makes none."""
     found = []
     for row in rows.dropna(subset="both_with").to_dict("records"):
-        if row["metric"] in BETTER:
-            values = [row[name] for name in ("difference", "low", "high")]
-            if row["unit"] == "%":
-                middle, *ends = (1 + value / 100 for value in values)
-            else:
-                middle, *ends = (row["than_value"] / (row["than_value"] + value) for value in values)
+        # what accuracy gains in points, the error loses
+        whole = 100.0 if row["unit"] == "%" else row["than_value"] - 100.0
+        if row["metric"] in LESS_IS_BETTER and whole:
+            ratio, *ends = (1 + row[name] / whole for name in ("difference", "low", "high"))
             verdict = {"better": "faster", "worse": "slower"}.get(row["mark"], row["mark"])
-            about = ("batch norm over all ranks", "local batch norm", row["both_with"], row["metric"])
-            found.append(Effect(*about, middle, min(ends), max(ends), verdict))
+            about = ("batch norm over all ranks", "local batch norm", row["both_with"], LESS_IS_BETTER[row["metric"]])
+            found.append(Effect(*about, ratio, min(ends), max(ends), verdict))
     return tuple(found)
 
 

@@ -5,51 +5,54 @@ from dataclasses import replace
 import pandas as pd
 
 from labkit.lab.claims import Trend, claim, lies_within, published
+from labkit.lab.columns import label_of_several
 from labkit.lab.comparing import MEMORY, compared, contest
-from labkit.lab.findings import Finding, Questions
+from labkit.lab.findings import Finding, Questions, at_the_cost_of
+from labkit.lab.places import scope_of
 from labkit.lab.quantities import time_of_a_part
 from labkit.lab.rows import select
-from labkit.lab.units import format_seconds, span
-from labkit.parallel.data_parallel.implementations import DEFAULT_LAYOUT, OWN_NAMES, TORCH
+from labkit.lab.units import format_bytes, format_seconds, join_words, span
+from labkit.parallel.data_parallel.implementations import DEFAULT_LAYOUT, OVER_SHARED_MEMORY, TORCH
 from labkit.studies.data_parallel import tables
 from labkit.studies.shared.rank_troubles import rank_troubles
 
 QUESTIONS = Questions()
-TORCHS = "torch's DistributedDataParallel"
-OF_BACKWARD = time_of_a_part("for backward")
-OVERLAPPING = (TORCH, "overlapped", "bucketed")
+TORCHS = "torch's DDP"
+OF_BACKWARD = time_of_a_part("for backward and averaging")
 ALMOST_NOTHING_PERCENT = 10.0
 HARDLY = 1.05  # published: torch's backward spreads over 3.2 % over bucket sizes
 
 
 def _name(implementation: str) -> str:
-    """ "bucketed_shared" -> "labkit's bucketed wrapper over shared memory"; a reader's own keeps its name."""
-    if implementation == TORCH:
-        return TORCHS
-    if implementation not in OWN_NAMES:
-        return implementation.replace("_", " ")
-    kind, _, how = implementation.partition("_")
-    return f"labkit's {kind} wrapper" + {"shared": " over shared memory", "sync": " after backward"}.get(how, "")
+    """As a user types it, but for torch's."""
+    return TORCHS if implementation == TORCH else implementation
 
 
 def _troubles(frame: pd.DataFrame, sweep: str) -> str | None:
     return rank_troubles(select(frame, ["implementation"], sweep=sweep), "implementation")
 
 
-@QUESTIONS.ask("fastest", "Does one of labkit's wrappers average gradients faster than torch's?", "synchronization")
+@QUESTIONS.ask("fastest", "Is one of labkit's wrappers faster than torch's DDP?", "synchronization")
 def fastest(frame: pd.DataFrame) -> Finding | None:
-    return contest(
+    axis = ("workload", "world_size")
+    found = contest(
         tables.against(frame, TORCH),
         "implementation",
         TORCHS,
         names=_name,
-        axis=("workload", "world_size"),
+        axis=axis,
         quantity=OF_BACKWARD,
-        choose=lambda winner: f"Average gradients by {winner}",
+        choose=lambda winner: f"Average gradients with {winner}",
         keep=f"Keep {TORCHS}",
         caveat=_troubles(frame, "implementations"),
         why=_calls_of_naive(frame),
     )
+    if found is None or found.lead is None or found.verdict == "no":
+        return found
+    winner = found.lead.subject
+    steps = select(tables.against(frame, TORCH, tables.STEP), implementation=winner)
+    whole = compared(steps, f"a step with {winner}", f"a step with {TORCHS}", axis=axis)
+    return at_the_cost_of(found, whole)
 
 
 def _calls_of_naive(frame: pd.DataFrame) -> str | None:
@@ -67,27 +70,30 @@ def _calls_of_naive(frame: pd.DataFrame) -> str | None:
     if more <= 0 or more * each > 1.02 * longer:  # nothing that they explain, or something else beside
         return None
     return (
-        f"With {profiled['workload']}, labkit's naive wrapper makes {more} calls more than torch's; at "
-        f"{format_seconds(each)} each they are {format_seconds(more * each)} of the {format_seconds(longer)} that its "
-        "backward pass takes longer."
+        f"With {profiled['workload']}, naive makes {more} calls more than {TORCHS}; at {format_seconds(each)} each "
+        f"they are {format_seconds(more * each)} of the {format_seconds(longer)} that it takes longer."
     )
 
 
 @QUESTIONS.ask("bucket_size", "Is another bucket size faster than the default?", "bucket_size")
 def bucket_size(frame: pd.DataFrame) -> Finding | None:
-    ratios = tables.buckets(frame)
+    ratios = tables.buckets(frame).drop(columns="panel")
     found = contest(
         ratios,
-        "buckets",
+        "bucket_mb",
         "the default buckets",
-        names="a bucket size of {}".format,
+        names=lambda size: f"a bucket size of {format_bytes(float(size) * tables.MIB)}",
         quantity=OF_BACKWARD,
         axis=("workload", "world_size", "implementation"),
         choose=lambda size: f"Use {size}",
         keep=f"Keep the default buckets ({DEFAULT_LAYOUT})",
         caveat=_troubles(frame, "buckets"),
     )
-    return _without(found, "buckets", "panel")
+    if found is None or found.verdict != "no clear difference":
+        return found
+    sizes = label_of_several("bucket_mb", sorted(set(ratios["bucket_mb"])))
+    headline = f"No clear difference{OF_BACKWARD.lead} between {sizes} and the default{OF_BACKWARD.part}."
+    return replace(found, headline=headline)
 
 
 def _without(found: Finding | None, *columns: str) -> Finding | None:
@@ -102,46 +108,36 @@ def overlap(frame: pd.DataFrame) -> Finding | None:
     table = tables.exposed(frame)
     if table.empty:
         return None
-    hidden = select(table, implementation=list(OVERLAPPING)).dropna(subset="hidden_percent")
-    caveat, why = _troubles(frame, "implementations"), _seen_by_the_profiler(frame)
+    hidden = table.dropna(subset="hidden_percent")
+    seen = select(tables.overlap(frame), implementation=list(tables.OVERLAPPING))["during_percent"]
+    told = "of the collectives' time runs during backward"
+    is_on_cpu = len(seen) > 0 and set(tables.timeline(frame)["device"]) == {"cpu"}
+    found = Finding(
+        "measured",
+        f"{span(hidden['hidden_percent'].clip(lower=0), '{:.0f}'.format)} % of the communication hides.",
+        table,
+        _troubles(frame, "implementations"),
+        "On a CPU, collectives take the cores that backward needs." if is_on_cpu else None,
+        where=scope_of(table if hidden.empty else hidden, [*tables.SETTING, "implementation"]),
+        also=f"In one profiled step, up to {seen.max():.0f} % {told}." if len(seen) else None,
+    )
     if hidden.empty:
         if (waits := table[table["low"] > 0]).empty:
-            return Finding("undecided", "Too noisy to tell what a step waits for.", table, caveat, why)
-        headline = f"A step waits for {span(waits['seconds'], format_seconds)} of communication."
-        return Finding("measured", headline, table, caveat, why)
-    if (most := hidden["hidden_high_percent"].max()) < ALMOST_NOTHING_PERCENT:
-        headline = f"Almost nothing: at most {max(most, 0):.0f} % of the communication hides."
-        return Finding("measured", headline, table, caveat, why)
-    medians = span(hidden["hidden_percent"], "{:.0f}".format)
+            return replace(found, verdict="undecided", headline="Too noisy to tell what a step waits for.")
+        return replace(found, headline=f"A step waits for {span(waits['seconds'], format_seconds)} of communication.")
+    if (most := max(hidden["hidden_high_percent"].max(), 0)) < ALMOST_NOTHING_PERCENT:
+        return replace(found, headline=f"Almost nothing: at most {most:.0f} % of the communication hides.")
     if not (hidden["hidden_low_percent"] > 0).any():
+        medians = span(hidden["hidden_percent"], "{:.0f}".format)
         headline = f"Too noisy to tell: by their medians, wrappers that overlap hide {medians} %."
-        below = "Below zero backward is longer by more than all of it." if hidden["hidden_percent"].min() < 0 else None
-        return Finding("undecided", headline, table, caveat, " ".join(filter(None, [below, why])) or None)
-    headline = f"{medians} % of the communication hides, depending on wrapper and workload."
-    if hidden["hidden_percent"].min() < 0:
-        up_to = f"{hidden['hidden_percent'].max():.0f} % of the communication hides"
-        headline = f"Up to {up_to}; in other settings it costs backward more time than it takes alone."
-    return Finding("measured", headline, table, caveat, why)
+        return replace(found, verdict="undecided", headline=headline)
+    if len(seen) and seen.max() > 2 * (median := hidden["hidden_percent"].max()):
+        headline = f"At most {median:.0f} % by the medians, though up to {seen.max():.0f} % {told}."
+        return replace(found, headline=headline, also=None)
+    return found
 
 
-def _seen_by_the_profiler(frame: pd.DataFrame) -> str | None:
-    """Collectives that begin during backward, of the wrapper that starts most of them then."""
-    seen = tables.overlap(frame)
-    if seen.empty:
-        return None
-    most = seen.loc[seen["during_percent"].idxmax()]
-    beside = "; on a CPU they take the cores that backward needs" if _is_on_cpu(frame) else ""
-    return (
-        f"In one profiled step {most['begun_during_backward']} of {most['collectives']} collectives of "
-        f"{_name(most['implementation'])} begin before backward ends{beside}."
-    )
-
-
-def _is_on_cpu(frame: pd.DataFrame) -> bool:
-    return set(select(frame, ["device"], sweep="timeline")["device"]) == {"cpu"}
-
-
-@QUESTIONS.ask("memory", "Does one of labkit's wrappers need less memory than torch's?")
+@QUESTIONS.ask("memory", "Does one of labkit's wrappers need less memory than torch's DDP?")
 def memory(frame: pd.DataFrame) -> Finding | None:
     found = contest(
         tables.memory_over_torch(frame),
@@ -152,7 +148,12 @@ def memory(frame: pd.DataFrame) -> Finding | None:
         quantity=MEMORY,
         caveat=_troubles(frame, "memory"),
     )
-    return _without(found, "low", "high", "p", "verdict")
+    found = _without(found, "low", "high", "p", "verdict")
+    unseen = [name for name in OVER_SHARED_MEMORY if len(select(frame, implementation=name))]
+    if found is None or not unseen:
+        return found
+    caveat = f"Not measured: {join_words(unseen)}, since torch's allocator does not see memory that ranks share."
+    return replace(found, caveat=" ".join(filter(None, [found.caveat, caveat])))
 
 
 @QUESTIONS.ask("accumulation", "Does no_sync save time when gradients are accumulated?", "synchronization")

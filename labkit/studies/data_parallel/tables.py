@@ -12,20 +12,21 @@ from labkit.bench.statistics import summarize
 from labkit.lab.made_once import made_once
 from labkit.lab.project import reference_directory
 from labkit.lab.rows import Measured, exactly_over, in_order, select, summed
-from labkit.lab.units import format_bytes
 from labkit.parallel.data_parallel.implementations import BUCKETED, LOCAL, OWN_NAMES, TORCH
 from labkit.studies.data_parallel.alternatives import PHASES
 
 MIB = 2**20
 SETTING = ("workload", "world_size", "backend", "device")
 WRAPPERS = Measured((*SETTING, "phase"), "implementation")
-BUCKETS = Measured((*SETTING, "bucket_mb", "implementation"), "buckets")
+BUCKETS = Measured((*SETTING, "implementation", "bucket_mb"), "is_default")
 EQUAL_BUCKETS = Measured((*SETTING, "bucket_mb"), "implementation")
 ACCUMULATIONS = Measured((*SETTING, "micro_batches", "implementation"), "synchronized")
 ORDER = (LOCAL, TORCH, *OWN_NAMES)  # a reader's own come last
 LANES = ("forward", "backward", "all-reduce", "optimizer")
 COUNTED = ("collectives", "collective_bytes", "added_operators", "added_bytes")
-BACKWARD, STEP, DEFAULT = "backward", "step", "default"
+BACKWARD, STEP = "backward", "step"
+OVERLAPPING = (TORCH, "overlapped", "bucketed")
+"""Of those that can hide communication, the ones whose collectives were measured alone, too."""
 PUBLISHED_NAMES = {"torch_ddp": TORCH, "python_async": "bucketed", "python_sync": "bucketed_sync"}
 # The wrapper whose waiting after backward is the communication of these, with nothing else to do.
 SAME_COLLECTIVES = {
@@ -61,10 +62,10 @@ def phases(frame: pd.DataFrame) -> pd.DataFrame:
     return ordered[[*columns, "p90_s", "p95_s", "p99_s", "to_torch_percent"]]
 
 
-def against(frame: pd.DataFrame, baseline: str) -> pd.DataFrame:
-    """Time of backward over that of another wrapper, from the same rounds: `ratio`, interval, verdict."""
+def against(frame: pd.DataFrame, baseline: str, phase: str = BACKWARD) -> pd.DataFrame:
+    """Time of a phase over that of another wrapper, from the same rounds: `ratio`, interval, verdict."""
     rows = timed(frame)
-    ratios = WRAPPERS.over(rows[rows["implementation"] != LOCAL], baseline, phase=BACKWARD)
+    ratios = WRAPPERS.over(rows[rows["implementation"] != LOCAL], baseline, phase=phase)
     return in_order(ratios.drop(columns="phase"), implementation=ORDER)
 
 
@@ -73,7 +74,8 @@ def exposed(frame: pd.DataFrame) -> pd.DataFrame:
 
     Columns: setting, implementation, and
     `hidden_percent`    of the communication, what backward does not wait for; below zero where backward is longer by
-                        more than all of it. `hidden_low_percent`, `hidden_high_percent`: by the interval of backward
+                        more than all of it. `hidden_low_percent`, `hidden_high_percent`: by the interval of backward.
+                        NaN unless the wrapper is `OVERLAPPING`
     `communication_s`   the same collectives with nothing else to do
     `backward_s`        exposed in the backward pass alone
     `seconds`           exposed, median, with `low` and `high`; what forward broadcasts is in it
@@ -91,7 +93,7 @@ def exposed(frame: pd.DataFrame) -> pd.DataFrame:
             backward = summarize(table[name, BACKWARD] - table[LOCAL, BACKWARD])
             communication_s = alone.get((*key, SAME_COLLECTIVES.get(name)), float("nan"))
             waited = (backward.median, backward.high, backward.low)
-            hidden = [100 * (1 - s / communication_s) for s in waited]
+            hidden = [100 * (1 - s / communication_s) if name in OVERLAPPING else float("nan") for s in waited]
             exposed_s = (step.median, step.low, step.high, 100 * step.median / table[name, STEP].median())
             found.append([*key, name, *hidden, communication_s, backward.median, *exposed_s])
     columns = [*SETTING, "implementation", "hidden_percent", "hidden_low_percent", "hidden_high_percent"]
@@ -116,11 +118,10 @@ def _backward_by_bucket(frame: pd.DataFrame) -> pd.DataFrame:
 def buckets(frame: pd.DataFrame) -> pd.DataFrame:
     """Backward by bucket size over the same wrapper's with its default buckets, from the same turns.
 
-    Columns: setting, `bucket_mb`, `implementation`, `buckets` (the size in words), `ratio`, interval, verdict, `panel`.
+    Columns: setting, `implementation`, `bucket_mb`, `ratio`, interval, verdict, `panel`.
     """
     rows = _backward_by_bucket(frame)
-    sizes = [DEFAULT if pd.isna(size) else format_bytes(size * MIB) for size in rows["of_bucket_mb"]]
-    table = BUCKETS.over(rows.assign(buckets=sizes), DEFAULT)
+    table = BUCKETS.over(rows.assign(is_default=rows["of_bucket_mb"].isna()), True).drop(columns="is_default")
     panels = [f"{name}, {ranks} ranks" for name, ranks in zip(table["workload"], table["world_size"], strict=True)]
     return in_order(table.assign(panel=panels), implementation=ORDER)
 

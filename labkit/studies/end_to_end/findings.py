@@ -1,6 +1,7 @@
 """What the end-to-end lab asks, and how a run answers."""
 
 from dataclasses import replace
+from typing import Any
 
 import pandas as pd
 
@@ -8,13 +9,15 @@ from labkit.costs.calibration import Calibration
 from labkit.lab.as_predicted import CLOSE, agreement
 from labkit.lab.claims import Trend, claim, lies_within, published, quotients
 from labkit.lab.comparing import compared
-from labkit.lab.findings import Finding, Questions, troubles, with_model
-from labkit.lab.own_models import without_own
+from labkit.lab.findings import Finding, Questions, troubles, with_model, without_verdict
+from labkit.lab.own_models import models_in, parameters_of, without_own
+from labkit.lab.places import scope_of
 from labkit.lab.rows import select
 from labkit.lab.units import counted, format_seconds, format_share, join_words, span
 from labkit.studies.end_to_end import tables
 
 QUESTIONS = Questions()
+SIZES = ("batch", "context_length")
 PARTS = {"forward": "forward pass", "backward": "backward pass", "optimizer": "optimizer"}
 # Published: backward over forward is 2.06; two matrix products for one, give or take what is not a product.
 TWICE = (1.5, 2.5)
@@ -26,19 +29,24 @@ def step_times(frame: pd.DataFrame) -> Finding | None:
     table, caveat = tables.phases(frame), _troubles(frame, "phases")
     if table.empty:
         return Finding("not measured", "Not measured: the phases of a step.", caveat=caveat) if caveat else None
-    largest = select(table, **{name: table[name].iloc[-1] for name in tables.MODEL}).set_index("phase")["seconds"]
+    last = select(table, **{name: table[name].iloc[-1] for name in tables.MODEL})
+    largest, size = last.set_index("phase")["seconds"], last["size"].iloc[-1]
     parts = largest[largest.index.isin(PARTS)]
     whole = "training step" if largest.index[-1] == "step" else largest.index[-1]
-    headline = f"One {whole} of the {table['size'].iloc[-1]} model takes {format_seconds(largest.iloc[-1])}"
-    why = None
+    headline = f"One {whole} of the model {size} takes {format_seconds(largest.iloc[-1])}"
     if len(parts) > 1:
-        headline += f", most for the {PARTS[parts.idxmax()]}"
-        why = f"{format_share(parts.max() / parts.sum())} of it is the {PARTS[parts.idxmax()]}"
-        why += ": two matrix products for each of forward's." if parts.idxmax() == "backward" else "."
-    spread = table["spread_percent"].iloc[-1]
-    headline += f"; repeats vary by {spread:.1f} %." if spread == spread else "."
+        headline += f", {format_share(parts.max() / parts.sum())} of it in the {PARTS[parts.idxmax()]}"
+    spread, also = table.dropna(subset="spread_percent"), None
+    if len(spread):
+        most = spread.loc[spread["spread_percent"].idxmax()]
+        also = f"Repeats typically vary by {spread['spread_percent'].median():.1f} %, "
+        also += f"at most by {most['spread_percent']:.1f} % ({most['phase']} of {most['size']})."
     columns = ["precision", "size", "phase", "seconds", "low", "high", "mean_s", "std_s", "spread_percent", "n"]
-    return Finding("measured", headline, table[columns], caveat, why)
+    with models_in(frame):
+        count = parameters_of(size)
+    millions = [f"{count / 1e6:.3g} million parameters"] if count else []
+    where = " · ".join([*millions, scope_of(last, ["precision", "device"]), scope_of(frame, SIZES)])
+    return Finding("measured", f"{headline}.", table[columns], caveat, where=where, also=also)
 
 
 def _troubles(frame: pd.DataFrame, sweep: str) -> str | None:
@@ -46,33 +54,31 @@ def _troubles(frame: pd.DataFrame, sweep: str) -> str | None:
     return troubles(select(frame, ["size"], sweep=sweep), "size")
 
 
-@QUESTIONS.ask("warmup", "Are the first steps of a process slower, and how many should not count?")
+@QUESTIONS.ask("warmup", "Is the first step of a process slower than later ones, and how many should not count?")
 def warmup(frame: pd.DataFrame) -> Finding | None:
-    ratios, steps = tables.later_over_first(frame), tables.first_steps(frame)
-    caveat = _troubles(frame, "warmup")
-    if ratios.empty:
-        return compared(ratios, "the first steps", "later ones", caveat=caveat)
-    enough = tables.enough_warmup(frame)
-    model = select(steps, **{name: ratios.loc[ratios["ratio"].idxmin(), name] for name in tables.MODEL})
-    times = model.set_index("step_number")["seconds"]
-    settled = f"; after {counted(enough, 'warm-up step')} means no longer change" if enough else ""
-    return compared(
-        ratios,
-        "ten later steps together",
-        "the first ten together",
-        plural=True,
-        axis=("size",),
-        choose=f"Leave the first {counted(enough, 'step') if enough > 1 else 'step'} of a process out of every mean",
-        caveat=caveat,
-        why=f"The first step of the {model['size'].iloc[0]} model alone takes {format_seconds(times.iloc[0])}, a later "
-        f"one {format_seconds(times.iloc[1:].median())}{settled}.",
+    ratios, enough, caveat = tables.later_over_first(frame), tables.enough_warmup(frame), _troubles(frame, "warmup")
+    leave = f"Leave the first {counted(enough, 'step') if enough > 1 else 'step'} of a process out of every mean"
+    told: dict[str, Any] = {"axis": ("size",), "choose": leave if enough else None, "caveat": caveat}
+    alone = compared(select(ratios, steps=1), "a later step", "the first of its process", **told)
+    later, first = "ten later steps together", "the first ten together"
+    ten = compared(select(ratios, steps=tables.STEPS_AVERAGED), later, first, plural=True, **told)
+    if alone is None or ten is None or ten.table is None:
+        return alone
+    found = alone if alone.significant or not ten.significant else ten
+    settled = f"For means of ten steps, {counted(enough, 'warm-up step')} {'is' if enough == 1 else 'are'} enough."
+    return replace(
+        found,
+        table=pd.concat([alone.table, ten.table], ignore_index=True),
+        effects=(*alone.effects, *ten.effects),
+        where=f"{found.where} · {scope_of(frame, SIZES)}",
+        also=settled if enough else without_verdict(ten.headline) if alone.significant else None,
     )
 
 
 @QUESTIONS.ask("predicted", "Do counts of FLOPs and bytes predict the times?")
 def predicted(frame: pd.DataFrame, calibration: Calibration | None) -> Finding | None:
     table = tables.predictions(frame, calibration)
-    found = agreement(table, "times", "what their operators should take")
+    found = agreement(table, "times", "what is predicted")
     if found is None:
         return None
     by_size, told = table.groupby("size", sort=False)["measured_over_predicted"].median(), []
@@ -84,7 +90,8 @@ def predicted(frame: pd.DataFrame, calibration: Calibration | None) -> Finding |
     if len(mfu := table.dropna(subset="mfu_percent")):
         best = mfu.loc[mfu["mfu_percent"].idxmax()]
         told.append(f"At best {best['mfu_percent']:.0f} % of the data-sheet peak ({best['phase']} of {best['size']}).")
-    return replace(found, why=" ".join(told) or None)
+    where = f"{found.where}: {scope_of(table, ['size', 'precision', 'device'])} · {scope_of(frame, SIZES)}"
+    return replace(found, why=" ".join(told) or None, where=where)
 
 
 @QUESTIONS.ask("compile", "Does torch.compile of the whole model pay, and after how many steps?", "compile")
@@ -105,19 +112,19 @@ def compiling(frame: pd.DataFrame) -> Finding | None:
         choose=choose,
         keep="Stay with the eager model",
         caveat=_troubles(frame, "compile"),
-        why=f"Compiling takes up to {format_seconds(table['compile_s'].max())}{earned}.{_besides(frame)}",
+        why=_besides(frame),
     )
-    return with_model(found, table)
+    if found is None or table.empty:
+        return found
+    also = f"Compiling takes up to {format_seconds(table['compile_s'].max())}{earned}."
+    return with_model(replace(found, also=also, where=f"{found.where} · {scope_of(frame, SIZES)}"), table)
 
 
-def _besides(frame: pd.DataFrame) -> str:
+def _besides(frame: pd.DataFrame) -> str | None:
     """What runs have in no compile time; in those that lack this column it is part of the first."""
     seconds = select(frame, ["compiler_s"], sweep="compile")["compiler_s"].dropna()
-    return (
-        f" Before that, torch took {format_seconds(seconds.max())} to try the C++ compiler."
-        if (seconds > 0).any()
-        else ""
-    )
+    told = f"Before that, torch took {format_seconds(seconds.max())} to try the C++ compiler."
+    return told if (seconds > 0).any() else None
 
 
 @QUESTIONS.ask("published_trends", "Do the published trends hold on this machine?")

@@ -171,10 +171,19 @@ def mean_by_warmup(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def later_over_first(frame: pd.DataFrame) -> pd.DataFrame:
-    """The mean of ten steps after the most warm-up steps over that of the first ten of the same process."""
-    samples = means(frame)
-    ratios = MEANS.over(samples[samples["warmup"].isin([0, samples["warmup"].max()])], 0)
-    return by_size(ratios)
+    """Steps after the most warm-up steps over the first of the same process: one, and the mean of ten (`steps`).
+
+    Of later ones that stand alone the median.
+    """
+    steps, most = _of_processes(frame), max(WARMUPS)
+    later = steps[steps["step_number"] > most].groupby([*MODEL, "repeat"], as_index=False)["seconds"].median()
+    alone = pd.concat([steps[steps["step_number"] == 1].assign(warmup=0), later.assign(warmup=most)])
+    together = means(frame)[lambda table: table["warmup"].isin([0, most])]
+    ratios = [
+        MEANS.over(rows, 0).rename(columns={"warmup": "steps"}).assign(steps=count)
+        for count, rows in ((1, alone), (STEPS_AVERAGED, together))
+    ]
+    return by_size(pd.concat(ratios, ignore_index=True))
 
 
 def enough_warmup(frame: pd.DataFrame) -> int:

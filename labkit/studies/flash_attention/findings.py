@@ -9,6 +9,7 @@ from labkit.costs.calibration import Calibration
 from labkit.lab.claims import claim, exact, published
 from labkit.lab.comparing import MEMORY, compared, contest
 from labkit.lab.findings import Claim, Finding, Questions, at_the_cost_of
+from labkit.lab.places import scope_of
 from labkit.lab.rows import select
 from labkit.lab.units import format_bytes, format_flops, format_share, join_words
 from labkit.studies.flash_attention import recorded, tables
@@ -28,6 +29,8 @@ from labkit.studies.shared.attention_tables import (
 QUESTIONS = Questions()
 EXPLICITS, KERNEL = name_of(EXPLICIT), name_of(FLASH)
 AXIS = ("sequence", "dtype", "head_dim")
+USE = "For causal attention, use {} instead of building the whole matrix"
+MOST_STARTS = 2  # lengths in a headline
 RIVALS = (EXPLICIT, "sdpa", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient")
 """What the kernel is held against: the first two in words, all in the table."""
 TECHNIQUE_NAMES = {
@@ -44,25 +47,39 @@ TECHNIQUE_NAMES = {
     "attention",
 )
 def crossover(frame: pd.DataFrame) -> Finding | None:
-    earliest = [
-        f"in {row['dtype']} {name_of(row['implementation'])} is faster from {row['from_sequence']:.0f} tokens on"
-        for row in tables.beats_from(frame)
-        .dropna(subset="from_sequence")
-        .sort_values(["from_sequence", "most_ratio"])
-        .drop_duplicates("dtype")
-        .sort_values("dtype")
-        .to_dict("records")
-    ]
-    return contest(
+    found = contest(
         select(against(frame, "lengths"), phase=BOTH),
         "implementation",
         EXPLICITS,
         names=name_of,
         axis=AXIS,
-        why=f"I{'; '.join(earliest)[1:]}." if earliest else None,
-        choose=lambda winner: f"For causal attention, use {winner} instead of building the whole matrix",
+        choose=USE.format,
         keep="For causal attention, keep building the whole matrix at the lengths measured",
         caveat=caveat(frame),
+    )
+    if found is None or found.lead is None or found.verdict not in ("yes", "it depends"):
+        return found
+    return _by_dtype(found, found.lead.subject, tables.beats_from(frame))
+
+
+def _by_dtype(found: Finding, winner: str, starts: pd.DataFrame) -> Finding:
+    """The finding with the length from which on it wins in each dtype, where these differ and it wins in all."""
+    starts = starts[starts["implementation"].map(name_of) == winner].sort_values("from_sequence")
+    if starts["from_sequence"].isna().any() or starts["from_sequence"].nunique() < 2 or len(starts) > MOST_STARTS:
+        return found
+    places = [
+        f"at {row['longest']} tokens in {row['dtype']}"
+        if row["from_sequence"] == row["longest"]
+        else f"from {row['from_sequence']:.0f} tokens on in {row['dtype']}"
+        for row in starts.to_dict("records")
+    ]
+    place = join_words(places)
+    wins = [effect for effect in found.effects if effect.subject == winner and effect.verdict == "faster"]
+    return replace(
+        found,
+        headline=f"{found.verdict.capitalize()}: {winner} is faster than {EXPLICITS} {place}.",
+        advice=f"{USE.format(winner)} {place}.",
+        lead=min(wins, key=lambda effect: effect.ratio),
     )
 
 
@@ -84,20 +101,14 @@ def matmul_share(frame: pd.DataFrame, calibration: Calibration | None) -> Findin
     of_dtype = table.drop_duplicates("dtype").sort_values("dtype")
     each = zip(of_dtype["matmul_tflop_per_s"], of_dtype["dtype"], strict=True)
     rates = [f"{format_flops(1e12 * rate)}/s in {dtype}" for rate, dtype in each]
-    done = name_of(best["implementation"])
     caveats = [
         "A share above 100 %: the machine was busier when it was calibrated, or multiplies other shapes faster."
     ] * bool((table["low"] > 100).any())
     if uncalibrated := set(times(frame, "lengths")["dtype"]) - set(table["dtype"]):
         caveats.append(f"No share in {join_words(sorted(uncalibrated))}: its matmul rate was not calibrated.")
-    return Finding(
-        "measured",
-        headline,
-        table,
-        " ".join(caveats) or None,
-        f"{done[0].upper()}{done[1:]} does {format_flops(1e12 * best['tflop_per_s'])}/s in {best['dtype']}; "
-        f"the matmul rate is {join_words(rates)}.",
-    )
+    why = f"The calibrated matmul rate is {join_words(rates)}."
+    where = scope_of(both, ["head_dim", "sequence", "phase"])
+    return Finding("measured", headline, table, " ".join(caveats) or None, why, where=where)
 
 
 @QUESTIONS.ask(
@@ -180,18 +191,20 @@ def techniques(frame: pd.DataFrame) -> Finding | None:
 
 def _techniques(frame: pd.DataFrame) -> Finding | None:
     table = tables.techniques(frame)
-    saves = [
-        f"{format_share(1 - row['predicted'])} by {TECHNIQUE_NAMES[row['technique']]}"
-        for row in table.dropna(subset="predicted").drop_duplicates("technique", keep="last").to_dict("records")
+    found = contest(table, "technique", "going without", names=lambda name: TECHNIQUE_NAMES[name], axis=("sequence",))
+    longest = table.dropna(subset="low").drop_duplicates("technique", keep="last")
+    is_less = longest["low"] > longest["predicted"]
+    told = [
+        f"{words} predicted: {_predicted(rows)}."
+        for words, rows in (("As much as", longest[~is_less]), ("Less than", longest[is_less]))
+        if len(rows)
     ]
-    return contest(
-        table,
-        "technique",
-        "going without",
-        names=lambda name: TECHNIQUE_NAMES[name],
-        axis=("sequence",),
-        why=f"Predicted to save at most: {join_words(saves)}." if saves else None,
-    )
+    return found and replace(found, also=" ".join(told) or None)
+
+
+def _predicted(table: pd.DataFrame) -> str:
+    rows = table.to_dict("records")
+    return join_words([f"{format_share(1 - row['predicted'])} by {TECHNIQUE_NAMES[row['technique']]}" for row in rows])
 
 
 @QUESTIONS.ask("published_trends", "Do the published trends hold on this machine?")

@@ -13,7 +13,7 @@ from labkit.machine import Machine
 from labkit.nn.attention_implementations import IMPLEMENTATIONS, plug_in
 from labkit.studies.flash_attention.findings import QUESTIONS
 from labkit.studies.flash_attention.worker import FlashPoint, measure_point
-from labkit.studies.shared.attention_passes import COMPILED, FLASH, MARGIN, TILED
+from labkit.studies.shared.attention_passes import COMPILED, FLASH, MARGIN, NEEDS, TILED
 
 MIB = 2**20
 
@@ -111,8 +111,8 @@ class FlashStudy(Study):
 
     def skip_reason(self, point: FlashPoint, machine: Machine) -> str | None:
         """Only where nothing fits; an implementation that does not becomes a row of its point."""
-        needed = MARGIN * min(point.needed_bytes(name) for name in point.implementations)
-        return capacity.skip_reason(machine, point.device, needed)
+        needed = MARGIN * min(map(point.needed_bytes, point.implementations))
+        return capacity.skip_reason(machine, point.device, needed, says=NEEDS)
 
     def series(self, point: FlashPoint) -> tuple[Hashable, float]:
         return (point.sweep, point.device, point.dtype, point.head_dim), point.sequence

@@ -11,6 +11,7 @@ from labkit.lab.claims import Trend, claim, lies_within, published
 from labkit.lab.comparing import Quantity, compared
 from labkit.lab.findings import Finding, Questions
 from labkit.lab.own_effects import with_own
+from labkit.lab.places import scope_of
 from labkit.lab.rows import select
 from labkit.lab.units import format_bytes, format_seconds, format_share, join_words, span
 from labkit.studies.gradient_buckets import model, tables
@@ -20,7 +21,7 @@ from labkit.studies.shared.rank_troubles import rank_troubles
 QUESTIONS = Questions()
 AXIS = ("sequence", "batch", "world_size", "workload")
 SHARE = Quantity(
-    *("share of a step", "are {n} smaller than", "are {n} smaller than", "are {n} larger than", "are {n} as large as"),
+    *("waiting per step", "are {n} smaller than", "are {n} smaller than", "are {n} larger than", "are {n} as large as"),
     *("smaller", "larger"),
 )
 HARDLY = 1.04  # published: the step moves by less than 4 %
@@ -45,7 +46,8 @@ def waiting(frame: pd.DataFrame) -> Finding | None:
         return Finding("not measured", "Not measured: steps with right gradients.", None, caveat) if caveat else None
     shares = span(table["waiting_percent"], "{:.0f}".format)
     headline = f"A step spends {shares} % of its time waiting for its gradients."
-    return Finding("measured", headline, table, caveat, _beside(frame))
+    where = scope_of(table, ["workload", "world_size", "batch", "sequence", "bucket_mb"])
+    return Finding("measured", headline, table, caveat, _beside(frame), where=where)
 
 
 def _beside(frame: pd.DataFrame) -> str | None:
@@ -57,7 +59,7 @@ def _beside(frame: pd.DataFrame) -> str | None:
         costs.format(name, _sizes(some["bucket_mb"]), span(some["contention_s"], format_seconds)) + why
         for some, name, why in (
             (several, "buckets", "it slows down the backward pass that it runs beside."),
-            (one, "one bucket", "nothing runs beside backward, which still copies each gradient into the bucket."),
+            (one, "one bucket", "backward still copies each gradient into the bucket."),
         )
         if len(some)
     ]
@@ -78,13 +80,10 @@ def bucket_size(frame: pd.DataFrame) -> Finding | None:
     ratios = tables.over(frame, smallest)
     before_ratio = [*SETTING, "bucket_mb", "compared_with"]
     ratios = ratios.assign(compared_with=[_size(smallest)] * len(ratios))
-    found = compared(
-        ratios[[*before_ratio, *(name for name in ratios if name not in before_ratio)]],
-        "a larger bucket",
-        "the smallest",
-        axis=AXIS,
-        why=_paid_in_backward(frame),
-    )
+    ratios = ratios[[*before_ratio, *(name for name in ratios if name not in before_ratio)]]
+    found = compared(ratios, "a larger bucket", "the smallest", axis=AXIS, why=_paid_in_backward(frame))
+    if found is not None:
+        found = replace(found, where=f"{found.where}, over {_size(smallest)}")
     sizes = set(steps["alternative"])
     return with_own(found, tables.over_smallest(frame), "alternative", sizes, "the smallest buckets", axis=AXIS)
 
@@ -113,10 +112,13 @@ def _paid_in_backward(frame: pd.DataFrame) -> str | None:
     missing="this run has one batch and one sequence length",
 )
 def batch_and_length(frame: pd.DataFrame) -> Finding | None:
-    axis = ("grows", "bucket_mb", "world_size", "workload")
-    more, fewer = "the shares with more tokens", "those with fewer"
-    table = tables.with_more_work(frame)
-    return compared(table, more, fewer, axis=axis, quantity=SHARE, plural=True)
+    return compared(
+        tables.with_more_work(frame),
+        "the share of a step spent waiting with more tokens",
+        "with fewer",
+        axis=("grows", "bucket_mb", "world_size", "workload"),
+        quantity=SHARE,
+    )
 
 
 @QUESTIONS.ask(
@@ -129,11 +131,14 @@ def explained(frame: pd.DataFrame, calibration: Calibration | None) -> Finding |
     found = agreement(table, "additions to a step", "what their all-reduces should take")
     if found is None:
         return None
-    why, added = _best_bucket(frame, table), table[table["exposed_s"] > 0]
-    if len(added):
-        hidden = format_share((added["last_alone_s"] / added["exposed_s"]).median())
-        why += f" If all but the last bucket hid, communication would typically add {hidden} of what it does."
-    return replace(found, why=why)
+    where, off = found.where, table["measured_over_predicted"]
+    if len(off) > 1 and ((off > 1).all() or (off < 1).all()):
+        where = f"{where}, all {'longer' if off.iloc[0] > 1 else 'shorter'} than predicted"
+    several, why = table[(table["exposed_s"] > 0) & (table["buckets"] > 1)], None
+    if len(several):
+        hidden = format_share((several["last_alone_s"] / several["exposed_s"]).median())
+        why = f"If all but the last bucket hid, communication would typically add {hidden} of what it does."
+    return replace(found, why=why, where=where, also=_best_bucket(frame, table))
 
 
 def _best_bucket(frame: pd.DataFrame, table: pd.DataFrame) -> str:
@@ -170,8 +175,7 @@ def _more_work_waits_less(frame: pd.DataFrame) -> list[Trend | None]:
     """Published: the share falls with every longer sequence and with the larger batch, at every bucket size."""
     table = tables.with_more_work(frame)
     text = "With {} a step waits for a smaller share of its time"
-    several = (("sequence", "longer sequences"), ("batch", "larger batches"))
-    return [claim(text.format(words), select(table, grows=grows), "faster") for grows, words in several]
+    return [claim(text.format(grows), select(table, grows=grows), "faster") for grows in tables.GROWS.values()]
 
 
 def _few_large_ones_wait_longer(frame: pd.DataFrame) -> Trend | None:

@@ -13,6 +13,7 @@ import pandas as pd
 
 from labkit.bench.intervals import adjusted, estimate_paired
 from labkit.bench.statistics import FALSE_DISCOVERY_RATE, compare, judged
+from labkit.lab.columns import label
 from labkit.lab.made_once import made_once
 from labkit.lab.project import reference_directory
 from labkit.lab.rows import Measured
@@ -26,6 +27,7 @@ QUANTITIES = ("step_s", "waiting_s", "waiting_percent", "exposed_s", "contention
 PHASES = Measured((*SETTING, "alternative"), "phase")
 ALTERNATIVES = Measured(SETTING, "alternative", "step_s")
 PUBLISHED_RANKS = 2
+GROWS = {"sequence": "longer sequences", "batch": "larger batches"}
 
 
 def steps(frame: pd.DataFrame) -> pd.DataFrame:
@@ -125,19 +127,20 @@ def overview(frame: pd.DataFrame) -> pd.DataFrame:
 def with_more_work(frame: pd.DataFrame) -> pd.DataFrame:
     """The share that is waited for at the next longer sequence, or the next larger batch, over that before: `ratio`.
 
-    Columns: machine, `bucket_mb`, `grows` ("sequence" or "batch"), `fixed` (the other's value), `before`, `after`.
-    Settings are measured one after the other, so that drift of the machine between them is in the ratio.
+    Columns: setting before, `bucket_mb`, `instead` ("64 tokens instead"), `grows` (of `GROWS`). Settings are measured
+    one after the other, so that drift of the machine between them is in the ratio.
     """
     table = steps(frame).dropna(subset="waiting_percent")
     found = []
-    for grows, other in (("sequence", "batch"), ("batch", "sequence")):
-        for key, group in table.groupby([*MACHINE, "bucket_mb", other]):
-            samples = {size: some["waiting_percent"] for size, some in group.groupby(grows)}
+    for name, grows in GROWS.items():
+        fixed = [other for other in (*SETTING, "bucket_mb") if other != name]
+        for key, group in table.groupby(fixed):
+            samples = {size: some["waiting_percent"] for size, some in group.groupby(name)}
             for before, after in pairwise(sorted(samples)):
-                result = compare(samples[after], samples[before], interleaved=False)
-                names = dict(zip([*MACHINE, "bucket_mb", "fixed"], key, strict=True))
-                found.append(names | {"grows": grows, "before": before, "after": after} | asdict(result))
-    columns = [*MACHINE, "bucket_mb", "fixed", "grows", "before", "after", "ratio", "low", "high", "p", "rounds"]
+                numbers = asdict(compare(samples[after], samples[before], interleaved=False))
+                both = {name: before, "instead": f"{label(name, after)} instead", "grows": grows}
+                found.append(dict(zip(fixed, key, strict=True)) | both | numbers)
+    columns = [*SETTING, "bucket_mb", "instead", "grows", "ratio", "low", "high", "p", "rounds"]
     return judged(pd.DataFrame(found, columns=columns))
 
 

@@ -1,15 +1,18 @@
 """What the kernels lab asks, and how a run answers."""
 
 from dataclasses import replace
+from typing import Any
 
 import pandas as pd
 
 from labkit.bench.statistics import judged
 from labkit.lab.claims import Trend, claim, lies_within, published, quotients
 from labkit.lab.comparing import TIME, Quantity, compared
-from labkit.lab.findings import Finding, Questions, troubles
+from labkit.lab.findings import Finding, Questions, at_the_cost_of, troubles
 from labkit.lab.own_models import without_own
+from labkit.lab.places import scope_of
 from labkit.lab.rows import select
+from labkit.lab.sentences import Words
 from labkit.lab.units import format_seconds, format_share, join_words, span
 from labkit.studies.kernels import tables
 from labkit.studies.kernels.tables import BOTH, EVENTS, FORWARD
@@ -36,18 +39,37 @@ def _percents(values: pd.Series) -> str:
     return f"{span(values, '{:.0f}'.format)} %"
 
 
-@QUESTIONS.ask("profiler_and_clock", "Does a forward pass take less time by the profiler than by the clock?")
+def _sizes(frame: pd.DataFrame) -> str:
+    """ "batch 2 · 64 tokens"."""
+    return scope_of(select(frame, record="operator"), ["batch", "context_length"])
+
+
+def _where(frame: pd.DataFrame, rows: pd.DataFrame) -> str:
+    """ "nano and mini · forward · cpu · batch 2 · 64 tokens"."""
+    return f"{scope_of(rows, ['model', 'mode', 'device'])} · {_sizes(frame)}"
+
+
+@QUESTIONS.ask("profiler_and_clock", "Do profiler and clock agree on the time of a forward pass?")
 def profiler_and_clock(frame: pd.DataFrame) -> Finding | None:
     table = select(tables.against_clock(frame), mode=INFERENCE)
-    return compared(
+    by_events, by_clock = "a forward pass by the profiler's events", "by the clock"
+    found = compared(
         select(table, measure=EVENTS),
-        "a forward pass by the profiler's events",
-        "by the clock",
+        by_events,
+        by_clock,
         axis=("model",),
         quantity=DURATION,
         caveat=troubles(select(frame, ["model"], record="gate"), "model"),
         why=_what_profiling_does(judged(table[table["measure"] != EVENTS])),
     )
+    if found is None or found.table is None or not found.significant:
+        return found
+    apart = found.table[found.table["verdict"].isin([DURATION.better, DURATION.worse])]
+    if apart["verdict"].nunique() == 1:
+        told = Words(by_events, by_clock, DURATION, False).clause(apart)
+        some = f" with {join_words(list(apart['model']))}" if len(apart) < len(found.table) else ""
+        return replace(found, verdict="no", headline=f"No: {told}{some}.")
+    return replace(found, verdict="no", headline=f"No: {found.headline.removeprefix('It depends: ')}")
 
 
 def _what_profiling_does(profiled: pd.DataFrame) -> str | None:
@@ -69,15 +91,13 @@ def largest_operator(frame: pd.DataFrame) -> Finding | None:
         return None
     passes = table.groupby(list(tables.SETTING), sort=False)
     first, second = passes.nth(0), passes.nth(1)
-    alone, both = (select(first, mode=mode).tail(1).to_dict("records") for mode in (FORWARD, BOTH))
-    calls = [f"{_short(row['operator'])} {row['calls']:.0f} times in {row['mode']}" for row in (*alone, *both)]
-    model = first["model"].iloc[-1]
     names = {_short(name) for name in first["operator"]}
     if len(names) == 1:
         headline = f"{names.pop()} takes most time: {_percents(first['share_percent'])} of a pass."
     else:
-        told = [f"{_short(row['operator'])} in {row['mode']}" for row in (*alone, *both)]
-        headline = f"Most time goes to {join_words(told)} of the {model} model."
+        last = first[first["model"] == first["model"].iloc[-1]].to_dict("records")
+        told = [f"{_short(row['operator'])} in {row['mode']}" for row in last]
+        headline = f"Most time goes to {join_words(told)} of the model {last[0]['model']}."
     close = first.merge(second, on=list(tables.SETTING), suffixes=("", "_second"))
     close = close[~(close["low"] > close["high_second"])]
     rivals = [f"{_short(row['operator_second'])} ({row['model']}, {row['mode']})" for row in close.to_dict("records")]
@@ -86,7 +106,7 @@ def largest_operator(frame: pd.DataFrame) -> Finding | None:
         headline,
         tables.top_operators(frame),
         f"Not clearly more than {join_words(rivals)}." if rivals else None,
-        f"A pass of the {model} model calls {join_words(calls)}.",
+        where=_where(frame, table),
     )
 
 
@@ -108,44 +128,47 @@ def beside_matmul(frame: pd.DataFrame) -> Finding | None:
     last = table.iloc[-1]
     here = select(worth, device=last["device"], model=last["model"], mode=last["mode"])
     most = here.sort_values("share_percent", ascending=False).head(2).to_dict("records")
-    where = f"a {last['mode']}{' pass' if last['mode'] == FORWARD else ''} of the {last['model']} model"
+    of_pass = f"a {last['mode']}{' pass' if last['mode'] == FORWARD else ''} of the model {last['model']}"
     told = [f"{row['share_percent']:.0f} % on {SPOKEN.get(row['family'], row['family'])}" for row in most]
+    headline = f"Besides matrix products, {of_pass} spends {join_words(told)}."
     if not told:
-        return Finding("measured", f"Nothing else clearly exceeds {WORTH_NAMING_PERCENT} % of {where}.", shown)
-    return Finding("measured", f"Besides matrix products, {where} spends {join_words(told)}.", shown)
+        headline = f"Nothing else clearly exceeds {WORTH_NAMING_PERCENT} % of {of_pass}."
+    return Finding("measured", headline, shown, where=_where(frame, table.tail(1)))
 
 
 @QUESTIONS.ask("matmul_share", "Is the share of matrix multiplication smaller in a full AdamW step than in inference?")
 def matmul_share(frame: pd.DataFrame) -> Finding | None:
     optimizer = select(tables.shares(frame), mode=STEP, family="optimizer")["share_percent"]
-    why = f"The optimizer takes {_percents(optimizer)} of a full step and multiplies no matrices."
-    return compared(
+    found = compared(
         tables.step_against_inference(frame),
         "a full step",
         "inference",
         axis=("model",),
         quantity=SHARE,
-        why=why if len(optimizer) else None,
+        why=f"The optimizer takes {_percents(optimizer)} of a full step and multiplies no matrices."
+        if len(optimizer)
+        else None,
     )
-
-
-def _softmax(frame: pd.DataFrame) -> pd.DataFrame:
-    return select(tables.against_products(frame), mode=INFERENCE, part="softmax")
+    return found and replace(found, where=f"{found.where} · {_sizes(frame)}")
 
 
 @QUESTIONS.ask(
-    "softmax_in_attention", "Inside attention, does the softmax take less time than the two matrix products around it?"
+    "softmax_in_attention",
+    "Inside attention, does the softmax take less time than the two matrix products, and do scaling and masking?",
 )
 def softmax_in_attention(frame: pd.DataFrame) -> Finding | None:
-    ratios = _softmax(frame)
-    masks = select(tables.against_products(frame), mode=INFERENCE, part="scale and mask")["ratio"]
-    beside = f"; scaling and masking take {_percents(100 * masks)}" if len(masks) else ""
-    why = (
-        f"By FLOPs it would take {_percents(100 * ratios['flop_ratio'])} of their time{beside}."
-        if len(ratios)
-        else None
-    )
-    return compared(ratios, "the softmax", "the two matrix products", axis=("model",), quantity=DURATION, why=why)
+    table = select(tables.against_products(frame), mode=INFERENCE)
+    ratios, masks = select(table, part="softmax"), select(table, part="scale and mask")
+    flops = 100 * ratios["flop_ratio"].dropna()
+    why = f"By FLOPs the softmax would take {_percents(flops)} of their time." if len(flops) else None
+    told: dict[str, Any] = {"baseline": "the two matrix products", "axis": ("model",), "quantity": DURATION}
+    softmax = compared(ratios, "the softmax", **told, why=why)
+    others = compared(masks, "scaling and masking", **told, plural=True)
+    found = at_the_cost_of(softmax, others)
+    if found is None:
+        return None
+    both = [one.table for one in (softmax, others) if one is not None]
+    return replace(found, table=pd.concat(both, ignore_index=True), where=f"{found.where} · {_sizes(frame)}")
 
 
 @QUESTIONS.ask("published_trends", "Do the published observations hold on this machine?")

@@ -47,7 +47,7 @@ CLOCKS = Measured(SETTING, "measure")
 SHARES = Measured(SETTING, "family", "share_percent")
 OPERATORS = Measured(SETTING, "operator", "self_s")
 PARTS = Measured(SETTING, "part")
-MODES = Measured(("device", "model", "family"), "mode", "share_percent")
+MODES = Measured(("device", "model"), "mode", "share_percent")
 
 
 def _sorted(table: pd.DataFrame, **orders: Iterable[str]) -> pd.DataFrame:

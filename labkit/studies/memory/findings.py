@@ -9,20 +9,19 @@ import pandas as pd
 from labkit.costs.memory import state_bytes
 from labkit.lab.as_predicted import agreement
 from labkit.lab.claims import exact, published
-from labkit.lab.comparing import MEMORY, contest
-from labkit.lab.findings import Claim, Finding, Questions, at_the_cost_of, troubles, with_model
+from labkit.lab.comparing import MEMORY, compared, contest
+from labkit.lab.findings import Claim, Finding, Questions, at_the_cost_of, troubles, with_model, without_verdict
 from labkit.lab.own_models import without_own
-from labkit.lab.rows import select
+from labkit.lab.places import scope_of
+from labkit.lab.rows import exactly_over, select
 from labkit.lab.units import format_bytes, format_seconds, format_share, join_words, span
 from labkit.nn.transformer import SIZES, shape_named
 from labkit.studies.memory import tables
-from labkit.studies.memory.worker import WITHOUT
+from labkit.studies.memory.worker import ITS_OWN, WITHOUT
 
 QUESTIONS = Questions("no row of this run holds the bytes it needs")
-CLOSE = 1.05
-"""Counted or predicted bytes within this factor of the measured ones agree."""
-LEAST = 0.01
-"""Published trends are not judged by smaller differences of peaks."""
+CLOSE = 1.05  # counted or predicted bytes within this factor of the measured ones agree
+LEAST = 0.01  # published trends are not judged by smaller differences of peaks
 NO_CHECKPOINTS = "no checkpointing"
 
 
@@ -32,23 +31,35 @@ def peak_by_context(frame: pd.DataFrame) -> Finding | None:
     full = table[table["precision"] == "float32"].dropna(subset="full_step_bytes")
     if full.empty:
         return Finding("measured", "No peak of a full float32 step is known.", table) if len(table) else None
-    full = full[full["size"] == full["size"].iloc[0]]
-    short, long = full.iloc[0], full.iloc[-1]
-    headline = f"A full step of {short['size']} peaks at {format_bytes(short['full_step_bytes'])}"
-    if len(full) == 1:
-        why = " ".join(_own_peaks(frame)) or None
-        return Finding("measured", f"{headline} with {short['context_length']} tokens.", table, why=why)
-    context, memory = (long[name] / short[name] for name in ("context_length", "full_step_bytes"))
-    states = format_bytes(sum(state_bytes(shape_named(short["size"])).values()))
-    why = f"A context {context:.1f} times as long takes {memory:.1f} times the memory: the {states} of parameters, "
-    is_measured = "measured" in f"{short['method']} {long['method']}"
+    size = full["size"].iloc[0]
+    full = full[full["size"] == size]
+    ends = full.iloc[sorted({0, len(full) - 1})]
+    told = " with the shortest context and at ".join(map(format_bytes, ends["full_step_bytes"]))
+    contexts = [f"{row['context_length']} tokens ({row['method']})" for row in ends.to_dict("records")]
+    forward = ends["forward_bytes"].dropna().map(format_bytes)
     return Finding(
-        "measured" if is_measured else "counted",
-        f"{headline} ({short['method']}) with the shortest context and at {format_bytes(long['full_step_bytes'])} "
-        f"({long['method']}) with the longest.",
+        "measured" if set(ends["method"]) == {"measured"} else "counted",
+        f"A full step of {size} peaks at {told}{' with the longest' if len(ends) > 1 else ''}.",
         table,
-        why=" ".join([f"{why}gradients and AdamW's states do not depend on it.", *_own_peaks(frame)]),
+        why=" ".join([*_under_autocast(frame, size), *_own_peaks(frame)]) or None,
+        where=f"{join_words(contexts)}{_setting(frame, size)}",
+        also=f"Its forward pass alone peaks at {join_words(list(forward))}." if len(forward) else None,
     )
+
+
+def _setting(frame: pd.DataFrame, size: str) -> str:
+    """ " · float32 · batch 4"; nothing of a model that comes with its own batch."""
+    told = scope_of(tables.in_tokens(tables.peaks(frame, size=size, precision="float32")), ["precision", "batch"])
+    return f" · {told}" if told else ""
+
+
+def _under_autocast(frame: pd.DataFrame, size: str) -> Iterator[str]:
+    """Of inference and of a full step, over all contexts of one model."""
+    for phase, subject in (("inference", "inference"), ("full_step", "a full step")):
+        peaks = select(tables.by_context(frame, size), phase=phase)
+        ratios = exactly_over(peaks, ["size", "context_length"], "precision", "peak_bytes", "float32")
+        if found := compared(ratios, f"{subject} under bfloat16 autocast", "in float32", quantity=MEMORY):
+            yield without_verdict(found.headline)
 
 
 def _own_peaks(frame: pd.DataFrame) -> Iterator[str]:
@@ -64,23 +75,20 @@ def where_it_goes(frame: pd.DataFrame) -> Finding | None:
     if parts.empty:
         return None
     largest = parts.sort_values("share").groupby("place").tail(1).sort_values("place")
-    *others, told = [_most_of(size, rows) for size, rows in largest.groupby("size", sort=False)]
-    return Finding("counted", told, tables.shares(frame), why=" ".join(others) or None)
+    ends = [rows.iloc[sorted({0, len(rows) - 1})] for _, rows in largest.groupby("size", sort=False)]
+    *others, told = map(_most_of, ends)
+    shares, size = ends[-1]["share"], ends[-1]["size"].iloc[0]
+    where = f"{join_words([*map(format_share, shares)])} of the peak{_setting(frame, size)}"
+    return Finding("counted", told, tables.shares(frame), why=" ".join(others) or None, where=where)
 
 
-def _most_of(size: str, rows: pd.DataFrame) -> str:
+def _most_of(ends: pd.DataFrame) -> str:
     """The largest part of one model's peak at its shortest and longest context; a row per context."""
-    ends = rows.iloc[[0, -1]].drop_duplicates("place")
-    lengths = [" at the shortest context", " at the longest"] if len(ends) > 1 else [""]
-    told = [
-        f"{format_share(row['share'])}{length} is {_part(row['part'])}"
-        for row, length in zip(ends.to_dict("records"), lengths, strict=True)
+    parts = [
+        ("optimizer state" if part == "optimizer" else part) + ("" if context == ITS_OWN else f" at {context} tokens")
+        for part, context in zip(ends["part"], ends["context_length"], strict=True)
     ]
-    return f"Of {size}'s peak, {join_words(told)}."
-
-
-def _part(part: str) -> str:
-    return "optimizer state" if part == "optimizer" else part
+    return f"The largest part of {ends['size'].iloc[0]}'s peak is {join_words(parts)}."
 
 
 @QUESTIONS.ask("residual_stream", "Does the residual stream take 4 bytes per token and feature?")
@@ -89,9 +97,18 @@ def residual_stream(frame: pd.DataFrame) -> Finding | None:
     table = blocks[["size", "precision", "batch", "context_length", "residual_bytes", "predicted_residual_bytes"]]
     table = table.assign(measured_over_predicted=table["residual_bytes"] / table["predicted_residual_bytes"])
     streams = f"residual streams under {join_words(sorted(table['precision']))}"
-    found = agreement(table, streams, f"the formula's {_first(table, 'predicted_residual_bytes')}", close=1)
+    found = _at(agreement(table, streams, f"the formula's {_first(table, 'predicted_residual_bytes')}", close=1), table)
     kept = (blocks["saved_bytes"] / blocks["residual_bytes"]).max()
-    return found and replace(found, why=f"One block keeps up to {kept:.0f} times as much for its backward pass.")
+    why = f"One block keeps up to {kept:.0f} times as much for its backward pass."
+    is_kept = table["precision"].nunique() > 1 and table["residual_bytes"].nunique() == 1
+    return found and replace(found, why=why, also="Autocast does not shrink it." if is_kept else None)
+
+
+def _at(found: Finding | None, table: pd.DataFrame) -> Finding | None:
+    """With the settings of what was compared."""
+    columns = [name for name in ("size", "context_length", "batch", "precision", "phase") if name in table]
+    table = table.assign(context_length=table["context_length"].where(table["context_length"] != ITS_OWN))
+    return found and replace(found, where=f"{found.where}: {scope_of(table, columns)}")
 
 
 def _first(table: pd.DataFrame, name: str) -> str:
@@ -106,17 +123,16 @@ def largest_allocations(frame: pd.DataFrame) -> Finding | None:
     of_largest = table[table["size"] == table["size"].iloc[-1]]
     row = of_largest.loc[of_largest["at_peak_bytes"].astype(float).idxmax()]
     text = f"At the peak of {row['size']}, {row['operator']} holds most: {format_bytes(row['at_peak_bytes'])}"
-    same = of_largest[of_largest["n_bytes"] == of_largest["n_bytes"].max()]
-    makers = join_words(list(dict.fromkeys(same["operator"])))
-    why = f"The largest single tensors hold {_first(same, 'n_bytes')} each, made by {makers}."
-    return Finding("counted", f"{text}{', allocated at ' if row['line'] else ''}{row['line']}.", table, why=why)
+    file = f", allocated at {'labkit/nn/' if row['size'] in SIZES else ''}{row['line']}" if row["line"] else ""
+    where = f"{scope_of(tables.in_tokens(of_largest), ['context_length'])}{_setting(frame, row['size'])}" or None
+    return Finding("counted", f"{text}{file}.", table, where=where)
 
 
 @QUESTIONS.ask("saved_by_a_block", "Does one block keep for its backward pass what the formulas predict?")
 def saved_by_a_block(frame: pd.DataFrame) -> Finding | None:
     table = tables.blocks(frame).drop(columns=["batch", "residual_bytes", "predicted_residual_bytes"])
     table = table.assign(measured_over_predicted=table["saved_bytes"] / table["predicted_bytes"])
-    found = agreement(table, "bytes kept by a block", "what the formula predicts", close=CLOSE)
+    found = _at(agreement(table, "bytes kept by a block", "what the formula predicts", close=CLOSE), table)
     by_operator = tables.saved_by_operator(frame)
     if found is None or by_operator.empty:
         return found
@@ -132,6 +148,7 @@ def saved_by_a_block(frame: pd.DataFrame) -> Finding | None:
 )
 def checkpointing(frame: pd.DataFrame) -> Finding | None:
     peaks, times = (tables.of_largest(table(frame)) for table in (tables.segment_peaks, tables.segment_times))
+    peaks = peaks.assign(method="bytes " + peaks["method"])
     rows = select(frame, ["segment"], table="checkpoint")
     gain = contest(
         peaks,
@@ -143,9 +160,24 @@ def checkpointing(frame: pd.DataFrame) -> Finding | None:
         keep="Keep all activations",
         caveat=troubles(rows.assign(segments=rows["segment"].map(_segments)), "segments"),
     )
-    cost = contest(times, "segment", NO_CHECKPOINTS, names=_segments)
+    cost = compared(times, "checkpointing", NO_CHECKPOINTS)
     found = at_the_cost_of(with_model(gain, peaks), with_model(cost, times))
-    return found and replace(found, table=tables.segments(frame))
+    if found is None or peaks.empty:
+        return found
+    where = scope_of(peaks, ["size", "context_length", "method"])
+    if found.also:
+        found = replace(found, also=" ".join([found.also, *_saved_where_timed(frame, peaks, times)]))
+        where += f" · timed: {scope_of(times, ['size', 'context_length'])}"
+    return replace(found, table=tables.segments(frame), where=where)
+
+
+def _saved_where_timed(frame: pd.DataFrame, peaks: pd.DataFrame, times: pd.DataFrame) -> Iterator[str]:
+    """What is saved of the model that was timed, if that is not the one whose memory is told of."""
+    largest, timed = (table["size"].iloc[0] for table in (peaks, times))
+    saved = 100 * (1 - select(tables.segment_peaks(frame), size=timed)["ratio"])
+    if timed != largest and len(saved):
+        share = f"{span(saved, '{:.0f}'.format)} %" if saved.max() > 0 else "nothing"
+        yield f"It saves {share} of {timed}'s memory; {largest} was not timed."
 
 
 def _segments(length: str | float) -> str:
@@ -164,48 +196,40 @@ def largest_model(frame: pd.DataFrame) -> Finding | None:
     if named.empty:
         return None
     fit, others = named[named["fits"]], named[~named["fits"]]
-    memory, setting = _first(table, "machine_bytes"), named.iloc[0]
-    caveat = (
-        f"Of batch {setting['batch']:.0f}, {setting['context_length']} tokens, float32, AdamW; "
-        f"{format_share(1 - tables.FIT_SHARE)} of the memory is left for everything else."
-    )
+    memory, at = _first(table, "machine_bytes"), scope_of(named, ["batch", "context_length"])
+    where = f"{at} · float32 · AdamW · fits if {format_share(1 - tables.FIT_SHARE)} of the memory is left"
     told = [f"The next size, {others['size'].iloc[0]}, needs {_first(others, 'peak_bytes')}."] if len(others) else []
     if others.empty and fit["size"].iloc[-1] != list(SIZES)[-1]:
         told.append("No larger size was counted.")
     told += [f"{row['size']} needs {format_bytes(row['peak_bytes'])}." for row in own.to_dict("records")]
     why = " ".join(told) or None
     if fit.empty:
-        return Finding("no", f"No: none of the counted sizes fits into {memory}.", table, caveat, why)
+        return Finding("no", f"No: none of the counted sizes fits into {memory}.", table, why=why, where=where)
     best = fit.iloc[-1]
-    headline = (
-        f"{best['size']} is the largest that fits: a full step needs {format_bytes(best['peak_bytes'])} of {memory}."
-    )
-    return Finding(
-        "counted", headline, table, caveat, why, f"Train models of up to the size {best['size']}.", significant=True
-    )
+    text = f"{best['size']} is the largest that fits: a full step needs {format_bytes(best['peak_bytes'])} of {memory}."
+    advice = f"Train models of up to the size {best['size']} ({at.replace(' ·', ',')})."
+    return Finding("counted", text, table, why=why, advice=advice, significant=True, where=where)
 
 
 @QUESTIONS.ask("counted_against_measured", "Is the counted peak the measured one?")
 def counted_against_measured(frame: pd.DataFrame) -> Finding | None:
     table = tables.counted_against_measured(frame)
-    found = agreement(table, "counted peaks", "the measured ones", "counted_over_measured", CLOSE)
+    found = _at(agreement(table, "counted peaks", "the measured ones", "counted_over_measured", CLOSE), table)
     formula = (table["predicted_over_measured"] - 1).abs().max()
     told = [f"The formulas alone, known before anything ran, are off by at most {100 * formula:.1g} %."]
     costs = tables.peaks(frame, method="counted").dropna(subset="count_s")
     if len(costs):
         row = costs.loc[costs["peak_bytes"].astype(float).idxmax()]
         host = f" and {format_bytes(row['host_bytes'])} of main memory" if pd.notna(row["host_bytes"]) else ""
-        told.append(
-            f"Counting the largest step, {row['size']} with a peak of {format_bytes(row['peak_bytes'])}, took "
-            f"{format_seconds(row['count_s'])}{host}."
-        )
+        peak, time = format_bytes(row["peak_bytes"]), format_seconds(row["count_s"])
+        told.append(f"Counting the largest step, {row['size']} with a peak of {peak}, took {time}{host}.")
     return found and replace(found, why=" ".join(told))
 
 
 @QUESTIONS.ask("published_peaks", "Are the published peaks those that are counted here?")
 def published_peaks(frame: pd.DataFrame) -> Finding | None:
     table = tables.beside_published(frame)
-    found = agreement(table, "counted peaks", "the published ones", "counted_over_published")
+    found = _at(agreement(table, "counted peaks", "the published ones", "counted_over_published"), table)
     return found and replace(found, why=" ".join([*_less_than_states(table), *_graph_kept(frame, table)]) or None)
 
 
@@ -216,9 +240,8 @@ def _less_than_states(table: pd.DataFrame) -> Iterator[str]:
     full = table[table["phase"] == "full_step"].sort_values("published_bytes")
     if len(full) and full["published_bytes"].iloc[0] < states:
         yield (
-            f"The parameters of {size}, their gradients and AdamW's states alone take {format_bytes(states)}, more "
-            f"than the {_first(full, 'published_bytes')} published for a full step: that model was smaller, or did not "
-            "hold all of these."
+            f"Parameters, gradients and AdamW's states alone take {format_bytes(states)}, more than the "
+            f"{_first(full, 'published_bytes')} published for a full step."
         )
 
 

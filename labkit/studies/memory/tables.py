@@ -208,14 +208,19 @@ def segments(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def best_segments(frame: pd.DataFrame) -> pd.DataFrame:
-    """Where the peak is lowest, by (size, context): that segment length, the one predicted, the textbook's root."""
+    """Where the peak is lowest, by (size, context): that segment length, the one predicted, the textbook's root.
+
+    No segment is shorter than a layer. `highest_over_lowest`: of the peaks, how much the length matters.
+    """
     table = segment_peaks(frame)
-    best = table.loc[table.groupby(["size", "context_length"])["ratio"].idxmin()]
+    ratios = table.groupby(["size", "context_length"])["ratio"]
+    best = table.assign(highest_over_lowest=ratios.transform("max") / ratios.transform("min")).loc[ratios.idxmin()]
     batch = int(checkpoints(frame)["batch"].max()) if len(best) else 0
     shapes = [shape_named(size) for size in best["size"]]
     contexts = best["context_length"]
-    return best[["size", "context_length", "segment"]].assign(
-        predicted_segment=[best_segment(shape, batch, int(n)) for shape, n in zip(shapes, contexts, strict=True)],
+    predicted = [best_segment(shape, batch, int(n)) for shape, n in zip(shapes, contexts, strict=True)]
+    return best[["size", "context_length", "highest_over_lowest", "segment"]].assign(
+        predicted_segment=[max(1.0, length) for length in predicted],
         root_of_layers=[shape.n_layers**0.5 for shape in shapes],
     )
 

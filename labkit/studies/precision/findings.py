@@ -1,5 +1,6 @@
 """What the precision lab asks, and how a run answers."""
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -9,6 +10,7 @@ from labkit.costs.calibration import Calibration
 from labkit.lab.claims import Trend, claim, exact, lies_within, published, quotients
 from labkit.lab.comparing import contest
 from labkit.lab.findings import Claim, Finding, Questions, troubles
+from labkit.lab.places import scope_of
 from labkit.lab.quantities import time_of_a_part
 from labkit.lab.rows import select
 from labkit.lab.units import format_share, join_words
@@ -17,7 +19,6 @@ from labkit.studies.precision.worker import BOTH, FULL
 
 QUESTIONS = Questions()
 OF_PASSES = time_of_a_part("without the optimizer")
-WITHOUT_OPTIMIZER = "The optimizer is not in these times; autocast leaves it as it is."
 PLURALS = ("parameters", "logits", "gradients", "squares")
 
 
@@ -44,7 +45,8 @@ def accumulation(frame: pd.DataFrame) -> Finding | None:
     # a sum is of more digits than a table's numbers have
     shown = table.assign(sum=[f"{value:.8g}" for value in table["sum"]]).drop(columns=["exact_sum", "stored_sum"])
     caveat = f"Devices differ in {join_words(devices)}." if devices else None
-    return Finding("measured", headline, shown, caveat, _source_of(worst, here))
+    where = f"{worst['additions']} additions · {worst['device']}"
+    return Finding("measured", headline, shown, caveat, _source_of(worst, here), where=where)
 
 
 def _source_of(worst: dict[Any, Any], sums: pd.DataFrame) -> str:
@@ -72,11 +74,10 @@ def dtypes(frame: pd.DataFrame) -> Finding | None:
     others = [name for name in quantities if name not in (*kept, *lowered)]
     told = [f"{join_words(kept)} stay in {FULL}"] if kept else []
     told += [f"{join_words(lowered)} take autocast's dtype"] if lowered else []
-    depends = f"depend{_s(others[0]) if len(others) == 1 else ''} on the model"
-    depends += " or the device" if mixed["device"].nunique() > 1 else ""
-    told += [f"{join_words(others)} {depends}"] if others else []
-    headline = f"{'; '.join(told)}."
-    return Finding("measured", f"{headline[0].upper()}{headline[1:]}", table, why=_where_they_differ(mixed, others))
+    headline = "; ".join(told) or "no quantity has one dtype in all models"
+    where = scope_of(mixed, ["model", "autocast", "device"])
+    also = _where_they_differ(mixed, others)
+    return Finding("measured", f"{headline[0].upper()}{headline[1:]}.", table, where=where, also=also)
 
 
 def _where_they_differ(mixed: pd.DataFrame, quantities: list[str]) -> str | None:
@@ -107,13 +108,16 @@ def layer_norm(frame: pd.DataFrame) -> Finding | None:
         for row in worst.to_dict("records")
     ]
     is_saved = bool((table["with_float32_digits"] > table["output_digits"]).any())
+    over = join_words(list(dict.fromkeys(here.dropna(subset="overflows")["precision"])))
+    reason = f"{over} can overflow" if over else "16 bits lose digits"
     return Finding(
         "measured",
         f"I{headline[1:]}.",
         table,
-        why=f"Where nothing overflows, most digits are lost in the step {join_words(lost)}." if lost else None,
-        advice="Compute norms in float32." if is_saved else None,
+        advice=f"Compute norms in float32: {reason}." if is_saved else None,
         significant=is_saved,
+        where=f"inputs {join_words(list(here['inputs'].unique()))} · {here['device'].iloc[0]}",
+        also=f"Where nothing overflows, most digits are lost in the step {join_words(lost)}." if lost else None,
     )
 
 
@@ -134,35 +138,38 @@ def _breakdown(rows: pd.DataFrame) -> str:
 )
 def autocast_speed(frame: pd.DataFrame, calibration: Calibration | None) -> Finding | None:
     table = tables.ratios(frame, calibration)
-    return contest(
+    found = contest(
         table,
         "alternative",
         FULL,
         names=lambda name: f"autocast to {name}",
         axis=("model", "mode", "device"),
         quantity=OF_PASSES,
-        choose=lambda winner: f"Train under {winner}",
+        choose=lambda winner: f"To save time, train under {winner}",
         keep=f"Stay with {FULL}",
-        caveat=troubles(select(frame, ["alternative"], part="speed"), "alternative")
-        or (WITHOUT_OPTIMIZER if len(table) else None),
-        why=_with_size(select(table, mode=BOTH, device=tables.first_device(table), alternative="bfloat16")),
+        caveat=troubles(select(frame, ["alternative"], part="speed"), "alternative"),
     )
-
-
-def _with_size(steps: pd.DataFrame) -> str | None:
-    """The smallest and the largest model beside what its operators should take; a trend where intervals part."""
+    if found is None or table.empty:
+        return found
+    sizes = scope_of(select(frame, part="speed"), ["batch", "context_length"])
+    found = replace(found, where=f"{found.where} · {sizes}")
+    steps = select(table, mode=BOTH, device=tables.first_device(table), alternative="bfloat16")
     if len(steps) < 2:
-        return None
+        return found
     small, large = steps.iloc[0], steps.iloc[-1]
+    expected = f"Operators of {large['model']} should take {_times(large['predicted_ratio'])} {FULL}'s time."
+    return replace(found, also=_with_size(small, large), why=expected if large["predicted_ratio"] > 0 else None)
+
+
+def _with_size(small: pd.Series, large: pd.Series) -> str:
+    """The smallest and the largest model; a trend where their intervals part."""
     trend = "No clear trend with size"
     if large["high"] < small["low"]:
         trend = "The gain grows with the model" if large["high"] < 1 else "The loss shrinks with the model"
     elif large["low"] > small["high"]:
         trend = "Larger models gain less" if small["high"] < 1 else "The loss grows with the model"
     takes = f"forward and backward take {_times(small['ratio'])} {FULL}'s time for {small['model']}"
-    alone = large["predicted_ratio"]
-    rest = f"; its operators should take {_times(alone)} that" if alone == alone else ""
-    return f"{trend}: {takes}, {_times(large['ratio'])} that for {large['model']}{rest}."
+    return f"{trend}: {takes}, {_times(large['ratio'])} it for {large['model']}."
 
 
 def _times(ratio: float) -> str:

@@ -1,22 +1,26 @@
 """What the sharding lab asks, and how a run answers. Bytes are counts: a difference of them needs no interval."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pandas as pd
 
-from labkit.bench.statistics import LEAST_RELEVANT_DIFFERENCE, judged
+from labkit.bench.statistics import LEAST_RELEVANT_DIFFERENCE
 from labkit.costs.calibration import Calibration
 from labkit.costs.sharding import PARTS
 from labkit.lab.as_predicted import agreement
 from labkit.lab.claims import Trend, claim, exact, published
-from labkit.lab.comparing import MEMORY, compared, contest, winner_of
-from labkit.lab.findings import Claim, Finding, Questions, with_model
+from labkit.lab.comparing import MEMORY, TIME, compared, contest, effects, winner_of
+from labkit.lab.findings import Claim, Finding, Questions, at_the_cost_of, with_model
 from labkit.lab.own_effects import with_own
+from labkit.lab.places import scope_of
 from labkit.lab.rows import select
-from labkit.lab.units import format_bytes, format_seconds, format_share, span
+from labkit.lab.sentences import Words, quoted_of
+from labkit.lab.units import format_bytes, format_share, join_words, span
+from labkit.parallel.transport import POINT_TO_POINT, SHARED
 from labkit.studies.sharding import gathers as gathers_tables
 from labkit.studies.sharding import predicting, tables
-from labkit.studies.sharding.tables import DDP, FSDP, LABKITS, TORCHS, ZERO1, ZERO2
+from labkit.studies.sharding.tables import DDP, FSDP, LABKITS, TORCHS, WHERE, ZERO1, ZERO2
 from labkit.studies.shared.rank_troubles import rank_troubles
 
 QUESTIONS = Questions()
@@ -24,11 +28,52 @@ LITTLE_LONGER = 1.1  # than DDP's step, at the upper end of an interval: up to t
 AS_PROMISED = 1.1  # a saving is what the formula promises up to this factor
 EXACT = 1.01  # the optimizer counts its steps, in a number per tensor
 PAIRS = dict(zip(TORCHS[1:], (ZERO1, FSDP), strict=True))  # of what is sharded
+BY = {SHARED: "through shared memory", POINT_TO_POINT: "by messages"}
+LOAD = ("batch", "context_length")
 WHAT_TO_SHARD = {ZERO1: "the optimizer", ZERO2: "the optimizer and gradients", FSDP: "everything"}
 
 
 def _troubles(frame: pd.DataFrame, kind: str) -> str | None:
     return rank_troubles(select(tables.named(frame), ["way"], kind=kind), "way")
+
+
+def _by_place(found: Finding | None, baseline: str) -> Finding | None:
+    """A finding of `compared` that says with what optimizer and transport ways gain, the most first; `also` the rest.
+
+    If all settings with an optimizer and a transport agree on a way. Where none gains, the finding is as it was.
+    """
+    if found is None or found.table is None or not (gains := _said_by_place(found.table, "faster")):
+        return found
+    (rows, said), *others = sorted(gains, key=lambda gain: float(gain[0]["ratio"].min()))
+    others += _said_by_place(found.table, "slower")
+    also = "; ".join(more.removesuffix(" than").removesuffix(" as") for _, more in others)
+    is_everywhere = (found.table["verdict"] == "faster").all()
+    verdict = "It depends" if found.verdict != "yes" else "Yes" if is_everywhere else "Yes, in most settings"
+    largest = quoted_of(rows)["ratio"].iloc[-1]
+    return replace(
+        found,
+        headline=f"{verdict}: {said} {baseline}.",
+        also=f"{also[0].upper()}{also[1:]}." if also else None,
+        lead=next(effect for effect in found.effects if effect.ratio == largest),
+    )
+
+
+def _said_by_place(table: pd.DataFrame, verdict: str) -> list[tuple[pd.DataFrame, str]]:
+    """By optimizer and transport: the rows of ways that are so in all settings there, "by messages ZeRO-1 takes"."""
+    is_so = (table["verdict"] == verdict).groupby([table[name] for name in ("way", "optimizer", "transport")])
+    found = []
+    for (optimizer, transport), rows in table[is_so.transform("all")].groupby(["optimizer", "transport"], sort=False):
+        ways = list(dict.fromkeys(rows["way"]))
+        words = Words(join_words(ways), "", TIME, len(ways) > 1)
+        of_optimizer = f"with {optimizer}" if table["optimizer"].nunique() > 1 else None
+        said = (of_optimizer, BY.get(str(transport)), words.subject, words.amount(rows))
+        found.append((rows, " ".join(filter(None, said))))
+    return found
+
+
+def _of_settings(found: Finding | None, table: pd.DataFrame, columns: Sequence[str]) -> Finding | None:
+    """An agreement, with the settings of which it speaks."""
+    return found and replace(found, where=f"{found.where}: {scope_of(table, columns)}")
 
 
 @QUESTIONS.ask("peaks", "Does a rank need less memory in shards, and what is its peak made of?")
@@ -39,39 +84,39 @@ def peaks(frame: pd.DataFrame) -> Finding | None:
     parts = tables.peaks(frame)
     if found is None or parts.empty:
         return found
-    columns = ["size", "world_size", "way", "moment", "peak_bytes", *(f"{part}_bytes" for part in PARTS)]
+    columns = ["size", "world_size", "way", "moment", "peak_bytes", *(f"{part}_bytes" for part in PARTS), "rest_bytes"]
+    where = " · ".join(filter(None, [found.where, scope_of(parts, LOAD)]))
+    found = replace(found, table=parts[columns], where=where)
     fewest = parts[(parts["way"] == DDP) & (parts["world_size"] == parts["world_size"].min())]
-    why = None
     if len(fewest):
         one = fewest.loc[fewest["peak_bytes"].astype(float).idxmax()]
-        why = (
-            f"DDP's peak, {format_bytes(one['peak_bytes'])} with {one['size']}, is "
-            f"{format_share(one['optimizer_bytes'] / one['peak_bytes'])} optimizer state; in shards each of "
-            f"{one['world_size']} ranks keeps {format_share(1 / one['world_size'])} of that."
-        )
-    found = replace(found, table=parts[[*columns, "rest_bytes"]], why=why)
+        share = format_share(one["optimizer_bytes"] / one["peak_bytes"])
+        peak = format_bytes(one["peak_bytes"])
+        found = replace(found, also=f"DDP's peak, {peak} with {one['size']}, is {share} optimizer state.")
     return with_own(found, ratios, "way", LABKITS, DDP, axis=("world_size",), quantity=MEMORY, names=str)
 
 
-@QUESTIONS.ask("formula", "Does a rank hold the bytes that the formulas say?")
+@QUESTIONS.ask("formula", "Does a rank hold, from step to step, the bytes that the formulas say?")
 def formula(frame: pd.DataFrame) -> Finding | None:
-    return agreement(tables.against_formula(frame), "bytes held", "those of the formula", close=EXACT)
+    table = tables.against_formula(frame)
+    found = agreement(table, "bytes held", "those of the formula", close=EXACT)
+    return _of_settings(found, table, ("size", "world_size", "way"))
 
 
-@QUESTIONS.ask("fsdp_saving", "Does sharding save the memory that was expected?")
+@QUESTIONS.ask("fsdp_saving", "Does a rank's peak fall by as much as it holds less?")
 def fsdp_saving(frame: pd.DataFrame) -> Finding | None:
     table = tables.savings(frame)
-    found = agreement(table, "savings against DDP", "what the formula promises", close=AS_PROMISED)
-    least = table.sort_values("measured_over_predicted").head(1)
-    if found is None or least.empty:
-        return found
-    one = least.iloc[0]
+    found = agreement(table, "savings at the peak", "what is held less", close=AS_PROMISED)
+    found = _of_settings(found, tables.moments(frame), ("size", *LOAD, "world_size"))
+    if found is None:
+        return None
+    one = table.loc[table["measured_over_predicted"].idxmin()]
     missing = one["expected_bytes"] - one["saved_bytes"]
     if missing <= 0:
         return found
     why = (
-        f"{one['way']} with {one['size']} on {one['world_size']} ranks saves {format_bytes(missing)} less than its "
-        "states do: buffers to send from, and for FSDP whole layers, come on top."
+        "At the peak, buffers to send from, and FSDP's whole layers, come on top: "
+        f"{format_bytes(missing)} for {one['way']} with {one['size']} on {one['world_size']} ranks."
     )
     return replace(found, why=why)
 
@@ -79,18 +124,15 @@ def fsdp_saving(frame: pd.DataFrame) -> Finding | None:
 @QUESTIONS.ask("bytes", "Does a rank send the bytes that the formulas say?")
 def sent_bytes(frame: pd.DataFrame) -> Finding | None:
     table = tables.sent(frame)
-    found = agreement(table, "bytes sent", "those of the formulas", close=EXACT)
-    totals = tables.sent_per_step(frame)
-    if found is None or totals.empty:
-        return found
+    found = _of_settings(agreement(table, "bytes sent", "those of the formulas", close=EXACT), table, WHERE)
+    if found is None:
+        return None
     for row in table.to_dict("records"):
         if (not row["sent_bytes"] and row["formula_bytes"]) or (row["sent_bytes"] and row["formula_bytes"] == 0):
             what = "lacks its" if row["formula_bytes"] else "has one more collective than the formulas: an"
             headline = f"No: {row['way']} {what} {row['collective'].replace('_', '-')}."
             found = replace(found, verdict="no", headline=headline)
-    told = [f"{way} {rows['times_parameters'].median():.3g}" for way, rows in totals.groupby("way", sort=False)]
-    found = replace(found, caveat=_troubles(frame, "time"))
-    return replace(found, why=f"In units of the parameters' bytes, times (p-1)/p, a step sends: {', '.join(told)}.")
+    return replace(found, caveat=_troubles(frame, "time"))
 
 
 @QUESTIONS.ask("zero_stage_1", "How does sharding the optimizer alone differ from ZeRO stage 1 as published?")
@@ -102,30 +144,27 @@ def zero_stage_1(frame: pd.DataFrame) -> Finding | None:
     more = by_way[ZERO1] / by_way[DDP] - 1
     headline = (
         f"It sends {format_share(abs(more))} {'more' if more > 0 else 'less'} than DDP; the paper's stage 1, which "
-        "reduce-scatters gradients, sends as much."
+        "reduce-scatters gradients as ZeRO-2 does, sends as much as DDP."
     )
-    why = None
-    if ZERO2 in by_way.index:
-        share = format_share(by_way[ZERO2] / by_way[DDP])
-        why = f"Where gradients are reduce-scattered, too (ZeRO-2), a step sends {share} of DDP's bytes."
-    return Finding("measured", headline, table, why=why)
+    return Finding("counted", headline, table, where=scope_of(table, WHERE))
 
 
 @QUESTIONS.ask("time", "Is a step in shards faster than one with whole copies?", "sharding")
 def time(frame: pd.DataFrame) -> Finding | None:
     everything = tables.contests(tables.steps_over(frame, DDP))  # of the others: `break_even`
     table, axis = everything[everything["way"].isin(LABKITS)], ("transport", "size", "world_size")
-    found = contest(table, "way", DDP, names=str, axis=axis, caveat=_troubles(frame, "time"))
-    if found is not None and len(table) and found.verdict != "undecided":
-        slower = found.table[found.table["verdict"] == "slower"] if found.table is not None else table[:0]
-        told = [f"{row['way']} takes {format_share(row['ratio'] - 1)} longer." for row in slower.to_dict("records")]
-        why = " ".join(filter(None, [_of_the_optimizer(frame), *told]))
-        found = with_model(replace(found, advice=_advice(judged(table), frame), why=why or None), table)
+    found = compared(table, "a step in shards", DDP, axis=axis, caveat=_troubles(frame, "time"))
+    if found is not None and found.table is not None and found.verdict != "undecided":
+        each = [effects(rows, str(way), DDP) for way, rows in found.table.groupby("way", sort=False)]
+        found = replace(found, effects=sum(each, ()), advice=_advice(found.table, frame))
+        found = with_model(_by_place(found, DDP), table)
     return with_own(found, everything, "way", (*LABKITS, *TORCHS), DDP, axis=axis, names=str)
 
 
 def _advice(table: pd.DataFrame, frame: pd.DataFrame) -> str:
-    """What is faster; else the most that can be sharded without a step that takes longer: it saves memory."""
+    """What is faster, by the transport that gains most; else the most that can be sharded without a longer step."""
+    if len(faster := table[table["verdict"] == "faster"]):
+        table = table[table["transport"] == faster.loc[faster["ratio"].astype(float).idxmin(), "transport"]]
     slower = set(table.loc[table["verdict"] == "slower", "way"])
     unclear = set(table.loc[~(table["high"] < LITTLE_LONGER), "way"])
     free = [way for way in WHAT_TO_SHARD if way in set(table["way"]) and way not in slower | unclear]
@@ -135,12 +174,15 @@ def _advice(table: pd.DataFrame, frame: pd.DataFrame) -> str:
         return "Do not shard unless memory is short: what it costs in time is not clear here."
     fastest = winner_of(table[table["way"].isin(free)], "way")
     way = fastest or free[-1]
+    transports = {BY.get(transport) for transport in table.loc[table["way"] == way, "transport"]}
+    by = transports.pop() if len(transports) == 1 else None
+    shard = " ".join(filter(None, ["Shard", WHAT_TO_SHARD[way], f"({way})", by]))
     less = "less memory" if _needs_less(frame, way, DDP) else "less memory by the formulas"
     if fastest is None:
-        return f"Shard {WHAT_TO_SHARD[way]} ({way}): {less}, and no clear cost in time."
+        return f"{shard}: {less}, and no clear cost in time."
     is_further = free[-1] != fastest and _needs_less(frame, free[-1], fastest)
     more = f"; where memory is short, {WHAT_TO_SHARD[free[-1]]} ({free[-1]})" if is_further else ""
-    return f"Shard {WHAT_TO_SHARD[fastest]} ({fastest}): {less} and less time{more}."
+    return f"{shard}: {less} and less time{more}."
 
 
 def _needs_less(frame: pd.DataFrame, way: str, than: str) -> bool:
@@ -151,83 +193,41 @@ def _needs_less(frame: pd.DataFrame, way: str, than: str) -> bool:
     return {way, than} <= set(peaks) and bool((peaks[way] <= most * peaks[than]).all())
 
 
-def _of_the_optimizer(frame: pd.DataFrame) -> str | None:
-    parts = tables.times(frame).set_index(["way", "part"])["seconds"]
-    parts = parts[~parts.index.duplicated()]
-    if not {(DDP, "optimizer"), (FSDP, "optimizer")} <= set(parts.index):
-        return None
-    whole, share = (format_seconds(parts[way, "optimizer"]) for way in (DDP, FSDP))
-    return f"The optimizer takes {whole} for all parameters on each rank, and {share} for a share (FSDP)."
-
-
 @QUESTIONS.ask("torch", "Is labkit's sharding as fast as torch's?")
 def against_torch(frame: pd.DataFrame) -> Finding | None:
     pieces = [tables.steps_over(frame, theirs, own).assign(baseline=theirs) for theirs, own in PAIRS.items()]
     table = pd.concat([piece for piece in pieces if len(piece)]) if any(map(len, pieces)) else pieces[0]
-    by_transport = table.groupby(["way", "transport"])["ratio"].median().unstack() if len(table) else table
-    why = None
-    if {"point_to_point", "shared"} <= set(by_transport.columns):
-        told = [
-            f"{way} takes {format_share(one['point_to_point'])} of the time of torch's over the same gloo, and "
-            f"{format_share(one['shared'])} through shared memory"
-            for way, one in by_transport.dropna().iterrows()
-        ]
-        why = f"{'; '.join(told)}." if told else None
-    return compared(
-        table,
-        "labkit's sharding",
-        "torch's of the same kind",
-        axis=("way", "transport"),
-        caveat=_troubles(frame, "time"),
-        why=why,
-    )
+    theirs, caveat = "torch's of the same kind", _troubles(frame, "time")
+    return _by_place(compared(table, "labkit's sharding", theirs, axis=("way", "transport"), caveat=caveat), theirs)
 
 
-@QUESTIONS.ask("break_even", "When does sharding the optimizer save time?")
+@QUESTIONS.ask("break_even", "Does sharding the optimizer alone save time?")
 def break_even(frame: pd.DataFrame, calibration: Calibration | None) -> Finding | None:
-    table = predicting.break_even(frame, calibration)
-    found = compared(
-        table, ZERO1, DDP, axis=("optimizer", "transport", "size", "batch"), caveat=_troubles(frame, "time")
-    )
-    known = found.table.dropna(subset="predicted_ratio") if found is not None and found.table is not None else table[:0]
-    if found is None or known.empty:
+    table, axis = predicting.break_even(frame, calibration), ("optimizer", "transport", "size", "batch")
+    found = _by_place(compared(table, ZERO1, DDP, axis=axis, caveat=_troubles(frame, "time")), DDP)
+    if found is None or found.table is None:
         return found
-    told = [
-        f"{span(rows['saved_over_paid'])} with {optimizer} "
-        f"{'through shared memory' if transport == 'shared' else 'by messages'}"
-        for (optimizer, transport), rows in known.groupby(["optimizer", "transport"])
-    ]
-    why = f"What the update saves over what the gather costs, by the calibration: {', '.join(told)}."
-    clear = known[known["verdict"] != "no difference shown"]
-    if len(clear):
-        right = ((clear["predicted_ratio"] < 1) == (clear["ratio"] < 1)).sum()
-        why += f" The sign so predicted is right in {right} of {len(clear)} settings that differ clearly."
+    clear = found.table[found.table["verdict"] != "no difference shown"].dropna(subset="predicted_ratio")
+    if clear.empty:
+        return found
+    right = ((clear["predicted_ratio"] < 1) == (clear["ratio"] < 1)).sum()
+    why = (
+        "By the calibration, a step should be faster where the update saves more than the gather costs: that is right "
+        f"in {right} of {len(clear)} settings that differ clearly."
+    )
     return replace(found, why=why)
 
 
 @QUESTIONS.ask("gathers", "Does a step wait less for FSDP's gathers than they take alone?")
 def gathers(frame: pd.DataFrame) -> Finding | None:
-    table = gathers_tables.gathers(frame)
-    found = compared(
-        gathers_tables.waits_over_gathers(frame),
-        "waiting for FSDP's gathers",
-        "the same gathers with nothing else to do",
-        axis=("transport", "world_size"),
-        caveat=_troubles(frame, "time"),
-    )
-    of_fsdp = table[table["way"] == FSDP]
-    if found is None or of_fsdp.empty:
+    axis, both = ("transport", "world_size"), "DDP's with the gathers after them"
+    waits, passes = gathers_tables.waits_over_gathers(frame), gathers_tables.passes_over_ddp_and_gathers(frame)
+    alone, caveat = "the same gathers with nothing else to do", _troubles(frame, "time")
+    found = compared(waits, "waiting for FSDP's gathers", alone, axis=axis, caveat=caveat)
+    found = at_the_cost_of(found, compared(passes, "FSDP's forward and backward", both, axis=axis, plural=True))
+    if found is None or found.table is None:
         return found
-    one = of_fsdp.iloc[0]
-    why = (
-        f"With {one['size']}, {one['gathers']:.0f} gathers take {format_seconds(one['alone_s'])} alone and "
-        f"{format_seconds(one['gathering_s'])} while a step computes, "
-        f"which waits for {format_seconds(one['waiting_s'])}."
-    )
-    if (extra := one["extra_s"]) == one["extra_s"]:
-        side = "more" if extra > 0 else "less"
-        why += f" Forward and backward take {format_seconds(abs(extra))} {side} than DDP's."
-    return replace(found, why=why)
+    return replace(found, table=found.table.merge(gathers_tables.gathers(frame), how="left", on=[*WHERE, "way"]))
 
 
 @QUESTIONS.ask("largest_model", "Which is the largest model that fits, by what is sharded?", "largest_model")
@@ -237,14 +237,18 @@ def largest_model(frame: pd.DataFrame) -> Finding | None:
     if here.empty:
         return None
     here = here[here["world_size"] == here["world_size"].min()].set_index("way")
-    whole, shards, ranks = here.loc[DDP, "model"], here.loc[FSDP, "model"], here.loc[DDP, "world_size"]
-    headline = f"With {ranks} ranks here, {whole} is the largest in whole copies and {shards} in shards (FSDP)."
-    caveat = "Computed, not measured: float32, AdamW; on the GPUs without activations."
+    whole, largest, ranks = here.loc[DDP, "model"], here.loc[FSDP, "model"], here.loc[DDP, "world_size"]
+    ways = " or ".join(here.index[here["model"] == largest])
+    headline = f"With {ranks} ranks here, {whole} is the largest in whole copies, {largest} with {ways}."
+    if whole == largest:
+        headline = f"With {ranks} ranks here, {whole} is the largest, in whole copies as in shards."
     far = table[(table["place"] != "here") & (table["world_size"] == table["world_size"].max())].set_index("way")
-    ranks, models = far.loc[DDP, "world_size"], far["model"]
-    why = f"On {ranks} GPUs of 80 GiB it would be {models[DDP]} and {models[FSDP]}."
-    advice = f"Train models of up to the size {shards} with FSDP." if shards not in (whole, "none") else None
-    return Finding("predicted", headline, table, caveat, why, advice)
+    gpus, models = far.loc[DDP, "world_size"], far["model"]
+    why = f"For states alone, {gpus} GPUs of 80 GiB would hold {models[DDP]} in whole copies, {models[FSDP]} in shards."
+    can_shard = f"Shard to train models of up to the size {largest}: predicted to fit with {ways}."
+    advice = can_shard if largest not in (whole, "none") else None
+    where = f"{scope_of(tables.moments(frame), LOAD)} · float32 · AdamW"
+    return Finding("predicted", headline, table, why=why, advice=advice, where=where)
 
 
 @QUESTIONS.ask("published_trends", "Do the published trends hold on this machine?")
@@ -256,7 +260,8 @@ def _a_quarter(frame: pd.DataFrame) -> Claim | None:
     """`sharded_training_2gpu.csv`: peaks of 29.8 and 34.1 GB become 22.5 and 26.3: 23 to 25 % less on two ranks."""
     ratios = select(tables.peak_ratios(frame), way=ZERO1, world_size=2)["ratio"].astype(float)
     near, off = (ratios >= 0.7) & (ratios <= 0.8), (ratios < 0.6) | (ratios > 0.95)
-    return exact("Sharding AdamW over two ranks lowers the peak by about a quarter", near, off, _times(ratios))
+    text = "Sharding AdamW over two ranks lowers the peak by about a quarter"
+    return exact(text, near, off, f"{span(ratios)} times")
 
 
 def _longer(frame: pd.DataFrame) -> Trend | None:
@@ -271,7 +276,3 @@ def _most_in_time(frame: pd.DataFrame) -> Claim | None:
     shares = table.loc[table["way"] == FSDP, "in_time_percent"]
     seen = f"{span(shares, '{:.0f}'.format)} %"
     return exact("Most of FSDP's gathers are complete before they are used", shares > 50, shares < 40, seen)
-
-
-def _times(ratios: pd.Series) -> str:
-    return f"{span(ratios)} times"

@@ -6,27 +6,25 @@ from labkit.lab.rows import in_order, select, summed
 from labkit.studies.sharding.tables import DDP, FSDP, ORDER, SETTING, STEPS, WAITING, WHERE, named, sent, timed
 from labkit.studies.sharding.worker import GATHER
 
+OF_ROUND = [*SETTING, "way", "rank", "repeat", "seconds"]
+
 
 def gathers(frame: pd.DataFrame) -> pd.DataFrame:
     """By setting and way: gathers per step, how many were complete when they were needed, and how long steps waited.
 
-    `gathering_s` is what they take while the step computes, `alone_s` as many bytes with nothing else to do. `extra_s`
-    is by how much forward and backward take longer than DDP's.
+    `gathering_s` is what they take while the step computes, `alone_s` as many bytes with nothing else to do.
     """
-    columns, keys = ["gathers", "in_time", "gathering_s", "seconds"], list(SETTING)
-    rows = select(named(frame), [*keys, "way", *columns], kind="time", part=WAITING).dropna(subset="gathers")
-    rows = rows.astype(dict.fromkeys(columns, float))
-    table = rows.groupby([*keys, "way"], as_index=False)[columns].median()
-    table = table.assign(in_time_percent=100 * table["in_time"] / table["gathers"])
-    alone = _gathers_alone(frame).groupby([*keys, "way"], as_index=False)["seconds"].median()
-    table = table.merge(alone.rename(columns={"seconds": "alone_s"}), on=[*keys, "way"], how="left")
-    computing = summed(timed(frame), "part", ("forward", "backward"), "computing", [*keys, "way"])
-    computing = STEPS.medians(computing)[[*keys, "way", "seconds"]].rename(columns={"seconds": "computing_s"})
-    of_ddp = computing[computing["way"] == DDP].drop(columns="way").rename(columns={"computing_s": "ddp_s"})
-    table = table.merge(computing, on=[*keys, "way"], how="left").merge(of_ddp, on=keys, how="left")
-    table = table.assign(extra_s=(table["computing_s"] - table["ddp_s"]).astype(float))
-    table = table.drop(columns=["computing_s", "ddp_s", "device"])
-    return in_order(table.rename(columns={"seconds": "waiting_s"}), way=ORDER)
+    keys, counts = [*SETTING, "way"], ["gathers", "in_time"]
+    rows = select(named(frame), [*keys, *counts, "gathering_s", "seconds"], kind="time", part=WAITING)
+    rows = rows.dropna(subset="gathers").astype(dict.fromkeys([*counts, "gathering_s", "seconds"], float))
+    table = rows.groupby(keys, as_index=False)[counts].median()
+    table = table.assign(in_time_percent=100 * table["in_time"] / table["gathers"]).drop(columns="in_time")
+    while_computing = rows.assign(seconds=rows["gathering_s"])
+    times = {"alone_s": _gathers_alone(frame), "gathering_s": while_computing, "waiting_s": rows}
+    for name, of in times.items():
+        medians = STEPS.medians(of)[[*keys, "seconds"]].rename(columns={"seconds": name})
+        table = table.merge(medians, on=keys, how="left")
+    return in_order(table.drop(columns="device"), way=ORDER)
 
 
 def _gathers_alone(frame: pd.DataFrame) -> pd.DataFrame:
@@ -41,11 +39,21 @@ def _gathers_alone(frame: pd.DataFrame) -> pd.DataFrame:
 
 def waits_over_gathers(frame: pd.DataFrame) -> pd.DataFrame:
     """What a step of FSDP waits for its gathers over what they take alone, from the same rounds: `ratio`, interval."""
-    keys = [*SETTING, "rank", "repeat", "seconds"]
-    alone = _gathers_alone(frame)
-    alone = alone[alone["way"] == FSDP][keys].assign(way=GATHER)
-    waiting = select(named(frame), keys, kind="time", part=WAITING, way=FSDP).dropna(subset="seconds")
-    return STEPS.over(pd.concat([waiting[[*keys, "way"]], alone]).astype({"seconds": float}), GATHER)
+    waiting = select(named(frame), OF_ROUND, kind="time", part=WAITING).dropna(subset="seconds")
+    return _over(waiting, select(_gathers_alone(frame), way=FSDP))
+
+
+def passes_over_ddp_and_gathers(frame: pd.DataFrame) -> pd.DataFrame:
+    """FSDP's forward and backward over DDP's and then the gathers alone, from the same rounds: below 1 overlap pays."""
+    passes = summed(timed(frame), "part", ("forward", "backward"), "passes", [*SETTING, "way"])
+    both = pd.concat([select(passes, way=DDP), select(_gathers_alone(frame), way=FSDP)])[OF_ROUND]
+    return _over(passes, summed(both.assign(part=both["way"]), "part", (DDP, FSDP), "both", SETTING))
+
+
+def _over(rows: pd.DataFrame, others: pd.DataFrame) -> pd.DataFrame:
+    """FSDP's seconds, of all ways' `rows`, over others from the same rounds."""
+    both = pd.concat([select(rows, way=FSDP), others.assign(way=GATHER)]).reindex(columns=OF_ROUND)
+    return STEPS.over(both.astype({"seconds": float}), GATHER)
 
 
 def gathering(frame: pd.DataFrame) -> pd.DataFrame:

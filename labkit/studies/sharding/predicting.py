@@ -86,14 +86,10 @@ def break_even(frame: pd.DataFrame, calibration: Calibration | None) -> pd.DataF
     `saved_s` of the optimizer's time, `paid_s` for the gather: where more is saved than paid, a step should be faster.
     `saved_over_paid` is above 1 there. NaN without a calibration, and of models that are no Transformer.
     """
-    table, found = _with_context(steps_over(frame, DDP, ZERO1), frame), []
+    table = _with_context(steps_over(frame, DDP, ZERO1), frame)
     with models_in(frame):
-        for row in table.to_dict("records"):
-            parts = _parts_s(row, calibration) if calibration is not None else None
-            if parts is None:
-                found.append([np.nan] * 3)
-            else:
-                found.append([_whole_s(parts, ZERO1) / _whole_s(parts, DDP), parts["saved"], parts["paid"]])
+        known = [calibration and _parts_s(row, calibration) for row in table.to_dict("records")]
+    found = [[_whole_s(of, ZERO1) / _whole_s(of, DDP), of["saved"], of["paid"]] if of else [np.nan] * 3 for of in known]
     added = pd.DataFrame(found, index=table.index, columns=["predicted_ratio", "saved_s", "paid_s"], dtype=float)
     table = pd.concat([table.drop(columns="context_length"), added], axis=1)
     return table.assign(saved_over_paid=table["saved_s"] / table["paid_s"])
@@ -103,9 +99,9 @@ def by_setting(frame: pd.DataFrame, calibration: Calibration | None) -> pd.DataF
     """The same ratios, long: a row as measured, with its interval, and a row as predicted."""
     table = _in_words(break_even(frame, calibration))
     keys = ["model", "panel", "world_size", "kind"]
-    measured, predicted = table.assign(kind="measured"), table.assign(kind="predicted").dropna(subset="predicted_ratio")
-    predicted = predicted[[*keys, "predicted_ratio"]].rename(columns={"predicted_ratio": "ratio"})
-    return pd.concat([measured[[*keys, "ratio", "low", "high"]], predicted], ignore_index=True)
+    predicted = table.assign(kind="predicted", ratio=table["predicted_ratio"], low=np.nan, high=np.nan)
+    both = pd.concat([table.assign(kind="measured"), predicted.dropna(subset="ratio")], ignore_index=True)
+    return both[[*keys, "ratio", "low", "high"]]
 
 
 def flip(frame: pd.DataFrame, calibration: Calibration | None) -> pd.DataFrame:

@@ -130,8 +130,7 @@ def made_of(frame: pd.DataFrame, *, held: bool = False) -> pd.DataFrame:
 
 def peak_ratios(frame: pd.DataFrame) -> pd.DataFrame:
     """The higher of the peaks before and after the optimizer's step over that of DDP."""
-    table = _highest(peaks(frame))
-    return _ordered(PEAKS.over(table[~table["way"].isin(TORCHS)], DDP))
+    return _ordered(PEAKS.over(_highest(peaks(frame)), DDP))
 
 
 def _highest(table: pd.DataFrame) -> pd.DataFrame:
@@ -160,10 +159,8 @@ def savings(frame: pd.DataFrame) -> pd.DataFrame:
     """By stage, the peak less than DDP's, beside what the formula says is held less."""
     table, keys = _highest(peaks(frame)), ["size", "world_size"]
     table = table[table["way"].isin(LABKITS)]
-    formula = table[[f"formula_{part}_bytes" for part in PARTS]].sum(axis=1)
-    table = table.assign(formula_bytes=formula)[[*keys, "way", "peak_bytes", "formula_bytes"]]
-    of_ddp = table[table["way"] == DDP].drop(columns="way")
-    both = table[table["way"] != DDP].merge(of_ddp, on=keys, suffixes=("", "_of_ddp"))
+    table = table.assign(formula_bytes=table[[f"formula_{part}_bytes" for part in PARTS]].sum(axis=1))
+    both = table[table["way"] != DDP].merge(table[table["way"] == DDP], on=keys, suffixes=("", "_of_ddp"))
     expected = (both["formula_bytes_of_ddp"] - both["formula_bytes"]).astype(float)
     saved = (both["peak_bytes_of_ddp"] - both["peak_bytes"]).astype(float)
     both = both.assign(expected_bytes=expected, saved_bytes=saved, measured_over_predicted=saved / expected)

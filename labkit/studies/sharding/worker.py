@@ -8,6 +8,7 @@ Messages are counted before they are timed: bytes that are not those of the form
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 from labkit.parallel.collectives import all_gather
 from labkit.parallel.ranks.device import use_device
 from labkit.parallel.sharding.implementations import LABKITS, TORCHS, whole_parameters
-from labkit.parallel.traffic import recorded_traffic, tcp_bytes_sent
+from labkit.parallel.traffic import Collective, recorded_traffic, tcp_bytes_sent
 from labkit.parallel.transport import POINT_TO_POINT, SHARED, empty_for_all_reduce, transport_in_use
 from labkit.studies.sharding.gate import OneProcess, train_in_one_process
 from labkit.studies.sharding.memory import measure_memory
@@ -98,10 +99,10 @@ def _timed_rows(
     if set(trainings) & set(LABKITS):
         buffer = empty_for_all_reduce(model_bytes, torch.uint8, torch.device(device), None, point.transport)
         actions[GATHER] = {GATHER: lambda: _gather(buffer, point.transport)}
-    turns: dict[str, list[int]] = {name: [] for name in actions}
+    turns: list[tuple[str, int]] = []  # whose it is, and how many calls were recorded before it
 
     def prepare(name: str) -> None:
-        turns[name].append(len(traffic))
+        turns.append((name, len(traffic)))
         if name in trainings:
             trainings[name].optimizer.zero_grad()
 
@@ -110,16 +111,14 @@ def _timed_rows(
             actions, prepare=prepare, before=dist.barrier, device=device, **point.rounds
         )
     yield from ({"way": way, "gate": reason} for way, reason in failed.items() if way in trainings)
-    borders = sorted(at for of_way in turns.values() for at in of_way)
+    gathers: dict[str, list[list[Collective]]] = {name: [] for name in actions}
+    for (name, start), (_, end) in pairwise([*turns, ("", len(traffic))]):
+        gathers[name].append([call for call in traffic[start:end] if call.collective == "all_gather"])
     for way, by_part in times.items():
         for part, seconds in by_part.items():
             yield {"way": way, "gate": "ok", "part": part, "seconds": seconds}
-        starts = turns[way][point.warmup :] if way in trainings and way not in TORCHS and device == "cpu" else []
-        ends = [next((at for at in borders if at > start), len(traffic)) for start in starts]
-        rounds = [
-            [call for call in traffic[start:end] if call.collective == "all_gather"]
-            for start, end in zip(starts, ends, strict=True)
-        ]
+        is_seen = way in trainings and way not in TORCHS and device == "cpu"
+        rounds = gathers[way][point.warmup :] if is_seen else []
         if any(rounds):
             yield {
                 "way": way,

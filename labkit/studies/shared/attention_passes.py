@@ -33,6 +33,7 @@ SLOW_AT_FIRST = (COMPILED, FLASH)
 PHASES = ("forward", "backward")
 # More than is predicted may be needed: allocators round up, and products have work areas.
 MARGIN = 1.1
+NEEDS = f"needs {{}} ({MARGIN} times the prediction)"
 TOO_SLOW = "right, but too slow to time"
 SMALL = 64  # tokens of a problem that warms an implementation up
 
@@ -118,9 +119,9 @@ def _why_not(point: PassesPoint, name: str) -> str | None:
         return reason
     needed = MARGIN * point.needed_bytes(name)
     if needed > (available := _available_bytes(point.device)):
-        return f"needs {format_bytes(needed)}, {format_bytes(available)} available"
+        return f"{NEEDS.format(format_bytes(needed))}, {format_bytes(available)} available"
     if 0 < point.most_bytes < needed:
-        return f"needs {format_bytes(needed)}, more than most_bytes, {format_bytes(point.most_bytes)}"
+        return f"{NEEDS.format(format_bytes(needed))}, more than most_bytes, {format_bytes(point.most_bytes)}"
     return None
 
 

@@ -7,11 +7,12 @@ import pandas as pd
 from labkit.costs.calibration import Calibration
 from labkit.lab.as_predicted import agreement
 from labkit.lab.claims import Trend, claim, exact, lies_within, published
-from labkit.lab.comparing import MEMORY, TIME, compared
-from labkit.lab.findings import Claim, Finding, Questions
+from labkit.lab.comparing import MEMORY, compared
+from labkit.lab.findings import Claim, Finding, Questions, at_the_cost_of, without_verdict
 from labkit.lab.own_effects import with_own
+from labkit.lab.places import scope_of
 from labkit.lab.rows import select
-from labkit.lab.units import format_seconds, join_words, span
+from labkit.lab.units import format_factor, format_seconds, join_words, span
 from labkit.studies.shared.rank_troubles import rank_troubles
 from labkit.studies.sync_batchnorm import tables
 from labkit.studies.sync_batchnorm.alternatives import ALONE, ALTERNATIVES, LOCAL, OWN, TORCH, TWO_COLLECTIVES
@@ -23,7 +24,7 @@ QUESTIONS = Questions()
 LABKITS, PLAIN, TORCHS = "labkit's SyncBatchNorm", "plain BatchNorm", "torch's SyncBatchNorm"
 AXIS = ("world_size", "features", "batch")
 JUDGED = ("ratio", "low", "high", "p", "rounds", "verdict")
-GROWS = {"features": "features", "batch": "rows", "world_size": "ranks"}
+GROWS = {"features": "features", "batch": "rows"}
 # Published with 2 workers: 128 to 1024 features, batch 32 to 64; ratios of medians are 0.90 to 1.08 and 0.78 to 1.06.
 PUBLISHED_RANKS, FEATURES, BATCHES, HARDLY = 2, (128, 1024), (32, 64), 1.15
 # Published: from the smallest to the largest batch, the peak grows by 0.86 (torch) and 0.98 times the batch's growth.
@@ -31,7 +32,7 @@ PROPORTIONAL = (0.8, 1.1)
 PUBLISHED_PEAK = 2.4  # the self-made layer's peak over torch's, at the least: 2.4 to 2.8
 
 
-@QUESTIONS.ask("price", "What does synchronizing add to a layer?", "batch_norm")
+@QUESTIONS.ask("price", "How much longer does a synchronized layer take than plain BatchNorm?", "batch_norm")
 def price(frame: pd.DataFrame) -> Finding | None:
     found = compared(
         tables.ratios(frame, OWN, LOCAL, phase=BOTH),
@@ -42,15 +43,23 @@ def price(frame: pd.DataFrame) -> Finding | None:
         caveat=rank_troubles(select(frame, ["alternative"], sweep=LAYER), "alternative"),
         why=_growth(frame),
     )
-    if found is None or found.verdict != "no":
+    if found is None or found.table is None or found.verdict != "no":
         return found
     adds = select(tables.prices(frame), part=PRICE)[[*SETTING, "seconds"]].rename(columns={"seconds": "adds_s"})
-    table = TIME.marked(tables.ratios(frame, OWN, LOCAL, phase=BOTH)).merge(adds)[[*SETTING, "adds_s", *JUDGED]]
-    typical = [format_seconds(seconds) for seconds in adds.groupby("world_size")["adds_s"].median()]
-    told = f"{typical[0]} with the fewest ranks, {typical[-1]} with the most" if len(typical) > 1 else typical[0]
-    headline = f"Synchronizing forward and backward of a layer typically adds {told}."
-    advice = "Synchronize only where the rows of one rank are too few for statistics of their own."
-    return replace(found, verdict="measured", headline=headline, advice=advice, table=table)
+    table = found.table.merge(adds)[[*SETTING, "adds_s", *JUDGED]]
+    by_ranks = table.groupby("world_size")[["ratio", "adds_s"]].median()
+    told = [
+        f"{format_factor(ratio)} times with {ranks} ranks ({format_seconds(adds_s)} more)"
+        for ranks, ratio, adds_s in by_ranks.itertuples()
+    ]
+    return replace(
+        found,
+        verdict="measured",
+        headline=without_verdict(found.headline),
+        also=f"Typically {join_words(told)}.",
+        advice="Synchronize only where the rows of one rank are too few for statistics of their own.",
+        table=table,
+    )
 
 
 def _growth(frame: pd.DataFrame) -> str | None:
@@ -64,7 +73,7 @@ def _growth(frame: pd.DataFrame) -> str | None:
     return " ".join(told) or None
 
 
-@QUESTIONS.ask("split", "Where does that time go: into collectives or into arithmetic?")
+@QUESTIONS.ask("split", "Where does the added time go: into collectives, arithmetic or waiting?")
 def split(frame: pd.DataFrame) -> Finding | None:
     parts = tables.prices(frame)
     if not set(PARTS) <= set(parts["part"]):
@@ -74,15 +83,16 @@ def split(frame: pd.DataFrame) -> Finding | None:
     table, caveat = tables.price_table(frame), _beyond_the_bound(frame)
     if not named:
         return Finding("undecided", "Too noisy to tell: no part is the largest in every setting.", table, caveat)
-    why = f"Intervals show it in {join_words([f'{shown} with {ranks} ranks' for ranks, (_, shown) in found.items()])}."
+    shown = join_words([f"{settings} with {ranks} ranks" for ranks, (_, settings) in found.items()])
+    scope = f"intervals show it in {shown}: {scope_of(parts, ['backend', 'device', 'batch', 'features'])}"
     if len(named) > 1:
         fewest, most = min(largest), max(largest)
         different = f"{largest[fewest]} is the largest part with {fewest} ranks, {largest[most]} with {most}"
-        return Finding("it depends", f"It depends: {different}.", table, caveat, why)
+        return Finding("it depends", f"It depends: {different}.", table, caveat, where=scope)
     all_ranks = len(largest) == parts["world_size"].nunique()
     where = "" if all_ranks else f" with {join_words([str(ranks) for ranks in largest])} ranks"
     headline = f"Into {named.pop()}: it is the largest part in every setting{where}."
-    return Finding("measured", headline, table, caveat, why)
+    return Finding("measured", headline, table, caveat, where=scope)
 
 
 def _largest_part(some: pd.DataFrame) -> tuple[str, str] | None:
@@ -102,24 +112,23 @@ def _largest_part(some: pd.DataFrame) -> tuple[str, str] | None:
 
 def _beyond_the_bound(frame: pd.DataFrame) -> str | None:
     beyond = tables.bounds(frame)["verdict"].eq("slower")
-    text = "settings a layer takes longer than plain BatchNorm and twice two bare all-reduces together"
+    text = "settings a layer takes longer than plain BatchNorm and two all-reduces of its bytes per pass"
     return f"In {beyond.sum()} of {len(beyond)} {text}." if beyond.any() else None
 
 
 @QUESTIONS.ask("one_collective", "Is one collective in the forward pass faster than two?")
 def one_collective(frame: pd.DataFrame) -> Finding | None:
     forward, both = (
-        compared(tables.ratios(frame, OWN, TWO_COLLECTIVES, phase=phase), subject, baseline, axis=AXIS)
-        for phase, subject, baseline in (
-            ("forward", "a forward pass with one collective", "one with two"),
-            (BOTH, "one collective", "two"),
+        compared(tables.ratios(frame, OWN, TWO_COLLECTIVES, phase=phase), subject, "with two", axis=AXIS)
+        for phase, subject in (
+            ("forward", "a forward pass with one collective"),
+            (BOTH, "a forward and backward pass with one"),
         )
     )
-    if forward is None or both is None:
-        return forward
-    table = TIME.marked(tables.ratios(frame, OWN, TWO_COLLECTIVES, phase="forward"))[[*SETTING, *JUDGED]]
-    why = f"Forward and backward together: {both.headline[0].lower()}{both.headline[1:]}"
-    return replace(forward, table=table, why=why)
+    found = at_the_cost_of(forward, both)
+    if found is None or found.table is None:
+        return found
+    return replace(found, table=found.table[[*SETTING, *JUDGED]])
 
 
 @QUESTIONS.ask("against_torch", "Is labkit's SyncBatchNorm faster than torch's?")
@@ -138,14 +147,13 @@ def _over_torch(frame: pd.DataFrame) -> Finding | None:
 @QUESTIONS.ask("memory", "Does a synchronized layer need less memory than plain BatchNorm?")
 def memory(frame: pd.DataFrame) -> Finding | None:
     found = compared(tables.memory_over(frame, LOCAL), LABKITS, PLAIN, axis=AXIS, quantity=MEMORY)
+    if found is None or found.table is None:
+        return found
+    percent = (100 * found.table["ratio"] - 100).groupby(found.table["world_size"])
+    told = [f"{span(of_ranks, '{:+.0f}'.format)} % with {ranks} ranks" for ranks, of_ranks in percent]
+    also = f"Its peak differs by {join_words(told)}." if found.verdict == "it depends" else None
     table = select(tables.memory(frame), alternative=[OWN, TORCH, LOCAL])
-    if found is None:
-        return None
-    each = (table["beside_input_bytes"] / table["features"]).groupby(table["alternative"]).median()
-    names = {OWN: LABKITS, TORCH: TORCHS, LOCAL: PLAIN}
-    saved = join_words([f"{names[name]} {each[name]:.0f}" for name in names if name in each])
-    why = f"Bytes per feature that are saved for backward beside the input: {saved}."
-    return replace(found, table=table.drop(columns="panel"), why=why)
+    return replace(found, table=table.drop(columns="panel"), also=also)
 
 
 @QUESTIONS.ask("prediction", "Do counted operators, bytes and messages predict the times?")
@@ -156,17 +164,10 @@ def predicted(frame: pd.DataFrame, calibration: Calibration | None) -> Finding |
 
 
 def _unpredicted(table: pd.DataFrame) -> str | None:
-    """What an operator takes in a layer, beside what the calibration has of it; and how many there are."""
-    alone, counts = select(table, alternative=ALONE), table.groupby("alternative")["operators"].max()
-    if alone.empty or not {OWN, LOCAL} <= set(counts.index):
-        return None
-    taken, calibrated = (
-        format_seconds((alone[name] / alone["operators"]).median()) for name in ("seconds", "predicted_s")
-    )
-    return (
-        f"A synchronized layer runs {counts[OWN]:.0f} operators, a plain one {counts[LOCAL]:.0f}. In a layer without "
-        f"messages each takes {taken}; calibrated are {calibrated}, without the layer's own Python."
-    )
+    """How far the arithmetic alone is off, without messages: by ranks, since cores are shared with more of them."""
+    of_ranks = select(table, alternative=ALONE).groupby("world_size")["measured_over_predicted"]
+    told = [f"{span(ratios)} with {ranks} ranks" for ranks, ratios in of_ranks]
+    return f"Without messages, measured over predicted is {join_words(told)}." if told else None
 
 
 @QUESTIONS.ask("published_trends", "Do the published trends hold on this machine?")

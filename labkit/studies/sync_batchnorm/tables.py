@@ -56,12 +56,16 @@ def phase_table(frame: pd.DataFrame) -> pd.DataFrame:
 
 def ratios(frame: pd.DataFrame, alternative: str, baseline: str, **wanted: Any) -> pd.DataFrame:
     """The alternative's time over the baseline's, from the same turns, with interval and verdict, by phase."""
-    return with_panel(LAYERS.over(_rows(frame, alternative=[alternative, baseline], **wanted), baseline))
+    return with_panel(_named(LAYERS.over(_rows(frame, alternative=[alternative, baseline], **wanted), baseline)))
+
+
+def _named(table: pd.DataFrame) -> pd.DataFrame:
+    return table.replace({"phase": {BOTH: "forward and backward"}})
 
 
 def over_labkits(frame: pd.DataFrame) -> pd.DataFrame:
     """Forward and backward of everything that took turns over those of labkit's layer."""
-    return LAYERS.over(_rows(frame, phase=BOTH), OWN)
+    return _named(LAYERS.over(_rows(frame, phase=BOTH), OWN))
 
 
 def _by_turn(frame: pd.DataFrame, *alternatives: str) -> pd.DataFrame:
@@ -110,15 +114,15 @@ def price_growth(frame: pd.DataFrame) -> pd.DataFrame:
 def time_growth(frame: pd.DataFrame) -> pd.DataFrame:
     """The time of labkit's layer at the largest value over that at the smallest: `ratio`, interval, verdict.
 
-    Columns: `grows` (features, batch or world_size), `before`, `after`, what stays the same. Settings are measured
-    one after the other, world sizes by other ranks, so that drift of the machine is in the ratio.
+    Columns: `grows` (features or batch), `before`, `after`, what stays the same. Settings are measured one after the
+    other, so that drift of the machine is in the ratio.
     """
     return _growth(LAYERS.samples(_rows(frame, alternative=OWN, phase=BOTH)))
 
 
 def _growth(table: pd.DataFrame) -> pd.DataFrame:
     found = []
-    for grows in ("features", "batch", "world_size"):
+    for grows in ("features", "batch"):
         fixed = [name for name in SETTING if name != grows]
         for key, group in table.groupby(fixed):
             before, after = group[grows].min(), group[grows].max()
@@ -132,7 +136,7 @@ def _growth(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def bounds(frame: pd.DataFrame) -> pd.DataFrame:
-    """Forward and backward over plain BatchNorm on the local batch plus twice two bare all-reduces of the same bytes.
+    """Forward and backward over plain BatchNorm on the local batch plus two all-reduces of each pass's bytes.
 
     `ratio`, interval and verdict by setting, from the same turns.
     """
