@@ -1,9 +1,12 @@
 """Findings of one kind: are measurements what a prediction says, and how far is it off?"""
 
+from collections.abc import Sequence
+
 import numpy as np
 import pandas as pd
 
 from labkit.lab.findings import Finding, Verdict
+from labkit.lab.places import scope_of
 from labkit.lab.units import format_factor, format_share
 
 CLOSE = 1.5  # factor up to which a prediction counts as right
@@ -15,10 +18,13 @@ def agreement(
     prediction: str,
     ratio: str = "measured_over_predicted",
     close: float = CLOSE,
+    settings: Sequence[str] = (),
+    setting: str = "",
 ) -> Finding | None:
     """Are `subject` (plural) what `prediction` says? The column `ratio` is measured over predicted; None without any.
 
-    "Yes" if all are within a factor of `close`, "it depends" if at least half of them are.
+    "Yes" if all are within a factor of `close`, "it depends" if at least half of them are. `settings` are the columns
+    that say of what, `setting` what else does.
     """
     ratios = table[ratio].dropna()
     if ratios.empty:
@@ -30,14 +36,18 @@ def agreement(
         amount = "exactly" if off[worst] == 1 else f"{_within(off[worst])} of"
         told = f"Yes: all {subject} are {amount} {prediction}."
     elif verdict == "it depends":
-        within = f"half of the {subject} are {_within(off[middle])} of {prediction}"
+        most = "most" if len(off) % 2 else "half"
+        within = f"{most} of the {subject} are {_within(off[middle])} of {prediction}"
         told = f"Partly: {within}, the worst is {_times(ratios[worst])} that."
     else:
         typical, most = _times(ratios[middle]), _times(ratios[worst])
         told = f"No: {subject} are {'typically ' if typical != most else ''}{typical} {prediction}"
         told += f", at worst {most.removesuffix(' of')}." if typical != most else "."
     where = f"{len(ratios)} compared" if len(ratios) > 1 else "the one setting measured"
-    return Finding(verdict, told, table, where=where)
+    if len(ratios) > 1 and not ratios.min() <= 1 <= ratios.max():
+        where += f", all {'more' if ratios.min() > 1 else 'less'} than predicted"
+    scope = " · ".join(filter(None, [scope_of(table, settings), setting]))
+    return Finding(verdict, told, table, where=f"{where}: {scope}" if scope else where)
 
 
 def _times(ratio: float) -> str:

@@ -32,12 +32,14 @@ def compared(
     keep: str | None = None,
     caveat: str | None = None,
     why: str | None = None,
+    setting: str = "",
 ) -> Finding | None:
     """Is `subject` faster than `baseline`? None without ratios, unless a caveat says why there are none.
 
     `ratios` has a row per setting, as `rows.Measured.over` gives it. `axis` names the columns by which places are told
     ("from 1 MiB on"), the most telling first. `choose` and `keep` are the advice where it is faster and where it is
-    not, as imperatives without a period. `plural`: the subject is several things.
+    not, as imperatives without a period. `plural`: the subject is several things. `setting`: what no column of
+    `ratios` says of where they were measured.
     """
     if ratios.empty:
         return _without_times(subject, caveat)
@@ -53,7 +55,7 @@ def compared(
         _advice(told.verdict, _where(table, better, worse, told.place, axis), choose, keep),
         significant=len(better) + len(worse) > 0,
         effects=(found := effects(table, subject, baseline, quantity)),
-        where=_scope(table, quantity),
+        where=_scope(table, quantity, setting),
         lead=_lead(found, table, told.rows),
     )
 
@@ -70,6 +72,7 @@ def contest(
     keep: str | None = None,
     caveat: str | None = None,
     why: str | None = None,
+    setting: str = "",
 ) -> Finding | None:
     """Which of several alternatives beats `baseline`? None without ratios, unless a caveat says why there are none.
 
@@ -107,7 +110,7 @@ def contest(
         _advice(told.verdict, where, choose(winner) if choose and winner else None, keep),
         significant=len(better) + len(worse) > 0,
         effects=parts,
-        where=_scope(rows, quantity),
+        where=_scope(rows, quantity, setting),
         lead=lead,
     )
 
@@ -136,7 +139,7 @@ def _settings(table: pd.DataFrame) -> list[str]:
     return [name for name in (*before, *alternatives) if not column(name).is_internal]
 
 
-def _scope(table: pd.DataFrame, quantity: Quantity) -> str:
+def _scope(table: pd.DataFrame, quantity: Quantity, setting: str) -> str:
     """ "faster in 3 of 8 settings, no difference shown in 5: 2 and 4 ranks · 4 KiB to 10 MiB"."""
     less, more = quantity.marks or (quantity.better, quantity.worse)
     verdicts = quantity.marked(table)["verdict"].tolist()
@@ -148,7 +151,7 @@ def _scope(table: pd.DataFrame, quantity: Quantity) -> str:
         told = "the one setting measured"
     else:
         told = "both settings" if len(table) == 2 else f"all {len(table)} settings"
-    return ": ".join(filter(None, [told, scope_of(table, _settings(table))]))
+    return ": ".join(filter(None, [told, " · ".join(filter(None, [scope_of(table, _settings(table)), setting]))]))
 
 
 def _lead(effects_of: Sequence[Effect], table: pd.DataFrame, rows: pd.DataFrame) -> Effect | None:

@@ -225,7 +225,7 @@ def at_the_cost_of(gain: Finding | None, cost: Finding | None) -> Finding | None
 def without_verdict(headline: str) -> str:
     """A headline as a sentence of its own: without the "Yes", "No" or "It depends" that answers its question."""
     told = re.sub(r"^(Yes|No|It depends)(: |, (?=in most settings: ))", "", headline)
-    return told[:1].upper() + told[1:]
+    return told if "_" in told.partition(" ")[0] else told[:1].upper() + told[1:]
 
 
 def with_model(found: Finding | None, ratios: pd.DataFrame) -> Finding | None:

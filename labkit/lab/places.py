@@ -69,7 +69,7 @@ def reach_of(table: pd.DataFrame, rows: pd.DataFrame, axis: Sequence[str]) -> tu
 
 def scope_of(table: pd.DataFrame, columns: Sequence[str]) -> str:
     """What was measured: "gloo · 2 and 4 ranks · 4 KiB to 10 MiB"; of a column with many names how many there are."""
-    return " · ".join(filter(None, (_scope_along(name, table[name].dropna()) for name in columns)))
+    return " · ".join(filter(None, (_scope_along(name, table[name].dropna()) for name in columns if name in table)))
 
 
 def _scope_along(name: str, values: pd.Series) -> str:

@@ -318,6 +318,17 @@ def test_a_prediction_of_counts_has_to_be_nearer():
     assert verdict(3.0, 4.0, 5.0).headline == "No: peaks are typically 4 times those counted, at worst 5 times."
 
 
+def test_to_which_side_a_prediction_is_off_is_told_where_all_are():
+    def where(*ratios):
+        table = pd.DataFrame({"world_size": [2, 4, 4][: len(ratios)], "measured_over_predicted": ratios})
+        return agreement(table, "times", "the model", settings=("world_size", "batch"), setting="float32").where
+
+    assert where(1.1, 1.2) == "2 compared, all more than predicted: 2 and 4 ranks · float32"
+    assert where(0.9, 0.8).startswith("2 compared, all less than predicted")
+    assert where(0.9, 1.2, 1.1) == "3 compared: 2 and 4 ranks · float32"
+    assert where(1.1) == "the one setting measured: 2 ranks · float32"
+
+
 def test_a_gain_is_told_with_its_cost():
     gain = compared(_ratios(_sizes(0.5, 0.5)), "a", "b", quantity=MEMORY)
     cost = compared(_ratios(_sizes(2.0, 2.0)), "a", "b")

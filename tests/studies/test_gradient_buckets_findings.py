@@ -88,14 +88,6 @@ def test_a_machine_on_which_nothing_hides_waits_as_predicted():
     assert finding.also.startswith("It predicts the shortest step with buckets of 1000 MiB, and none is faster")
 
 
-@pytest.mark.parametrize(("factor", "side"), [(1.2, "longer"), (0.8, "shorter")])
-def test_to_which_side_a_prediction_is_off_is_told_where_all_are(factor, side):
-    finding = _findings(_frame(lambda *setting: factor * _nothing_hides(*setting)))["model"]
-    assert finding.where == f"24 compared, all {side} than predicted"
-    some = _findings(_frame(lambda size, *rest: (factor if size > 1 else 1 / factor) * _nothing_hides(size, *rest)))
-    assert some["model"].where == "24 compared"
-
-
 def test_only_of_several_buckets_all_but_the_last_can_hide():
     finding = _findings(_frame(_nothing_hides, noise=0, sizes=(100.0, 1000.0)))["model"]
     share = _overhead(100.0, 2, 128) / _nothing_hides(100.0, 2, 128)

@@ -104,7 +104,7 @@ def ring_against_torch(frame: pd.DataFrame) -> Finding | None:
 @QUESTIONS.ask("alpha_beta", "Do the cost of a message and of a byte predict how long an all-reduce takes?")
 def alpha_beta(frame: pd.DataFrame, calibration: Calibration | None) -> Finding | None:
     table = tables.predictions(frame, calibration)
-    found = agreement(table, "times", "what their messages should take")
+    found = agreement(table, "times", "what their messages should take", settings=("backend", "world_size", "n_bytes"))
     links = tables.link_models(frame)
     if found is None and links:
         found = Finding(

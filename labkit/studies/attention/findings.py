@@ -86,7 +86,9 @@ def _growth_with_width(frame: pd.DataFrame) -> str | None:
 def memory_growth(frame: pd.DataFrame) -> Finding | None:
     table = tables.memory(frame, "grid")
     names = ["head_dim", "sequence", "implementation", "saved_bytes", "predicted_saved_bytes"]
-    found = agreement(table[[*names, "measured_over_predicted"]], "bytes held", "what the formulas say", close=EXACT)
+    shown = table[[*names, "measured_over_predicted"]]
+    setting = scope_of(table, ["dtype", "batch", "head_dim", "sequence"])
+    found = agreement(shown, "bytes held", "what the formulas say", close=EXACT, setting=setting)
     tensors = tables.saved_tensors(frame)
     if found is None or tensors.empty:
         return found
@@ -95,8 +97,7 @@ def memory_growth(frame: pd.DataFrame) -> Finding | None:
         f"At {tensors['sequence'].iloc[0]} tokens, {format_share(matrix / tensors['saved_bytes'].sum())} of what "
         "explicit attention holds is the probabilities, which grow with the square of the length."
     )
-    where = f"{found.where}: {scope_of(table, ['dtype', 'batch', 'head_dim', 'sequence'])}"
-    return replace(found, where=where, also=_growth_of_held(table), why=why)
+    return replace(found, also=_growth_of_held(table), why=why)
 
 
 def _growth_of_held(table: pd.DataFrame) -> str | None:

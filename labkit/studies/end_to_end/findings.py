@@ -59,6 +59,7 @@ def warmup(frame: pd.DataFrame) -> Finding | None:
     ratios, enough, caveat = tables.later_over_first(frame), tables.enough_warmup(frame), _troubles(frame, "warmup")
     leave = f"Leave the first {counted(enough, 'step') if enough > 1 else 'step'} of a process out of every mean"
     told: dict[str, Any] = {"axis": ("size",), "choose": leave if enough else None, "caveat": caveat}
+    told["setting"] = scope_of(frame, SIZES)
     alone = compared(select(ratios, steps=1), "a later step", "the first of its process", **told)
     later, first = "ten later steps together", "the first ten together"
     ten = compared(select(ratios, steps=tables.STEPS_AVERAGED), later, first, plural=True, **told)
@@ -70,7 +71,6 @@ def warmup(frame: pd.DataFrame) -> Finding | None:
         found,
         table=pd.concat([alone.table, ten.table], ignore_index=True),
         effects=(*alone.effects, *ten.effects),
-        where=f"{found.where} · {scope_of(frame, SIZES)}",
         also=settled if enough else without_verdict(ten.headline) if alone.significant else None,
     )
 
@@ -78,7 +78,8 @@ def warmup(frame: pd.DataFrame) -> Finding | None:
 @QUESTIONS.ask("predicted", "Do counts of FLOPs and bytes predict the times?")
 def predicted(frame: pd.DataFrame, calibration: Calibration | None) -> Finding | None:
     table = tables.predictions(frame, calibration)
-    found = agreement(table, "times", "what is predicted")
+    columns, setting = ["size", "precision", "device"], scope_of(frame, SIZES)
+    found = agreement(table, "times", "what is predicted", settings=columns, setting=setting)
     if found is None:
         return None
     by_size, told = table.groupby("size", sort=False)["measured_over_predicted"].median(), []
@@ -90,8 +91,7 @@ def predicted(frame: pd.DataFrame, calibration: Calibration | None) -> Finding |
     if len(mfu := table.dropna(subset="mfu_percent")):
         best = mfu.loc[mfu["mfu_percent"].idxmax()]
         told.append(f"At best {best['mfu_percent']:.0f} % of the data-sheet peak ({best['phase']} of {best['size']}).")
-    where = f"{found.where}: {scope_of(table, ['size', 'precision', 'device'])} · {scope_of(frame, SIZES)}"
-    return replace(found, why=" ".join(told) or None, where=where)
+    return replace(found, why=" ".join(told) or None)
 
 
 @QUESTIONS.ask("compile", "Does torch.compile of the whole model pay, and after how many steps?", "compile")
@@ -113,11 +113,12 @@ def compiling(frame: pd.DataFrame) -> Finding | None:
         keep="Stay with the eager model",
         caveat=_troubles(frame, "compile"),
         why=_besides(frame),
+        setting=scope_of(frame, SIZES),
     )
     if found is None or table.empty:
         return found
     also = f"Compiling takes up to {format_seconds(table['compile_s'].max())}{earned}."
-    return with_model(replace(found, also=also, where=f"{found.where} · {scope_of(frame, SIZES)}"), table)
+    return with_model(replace(found, also=also), table)
 
 
 def _besides(frame: pd.DataFrame) -> str | None:

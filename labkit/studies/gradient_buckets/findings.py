@@ -81,9 +81,8 @@ def bucket_size(frame: pd.DataFrame) -> Finding | None:
     before_ratio = [*SETTING, "bucket_mb", "compared_with"]
     ratios = ratios.assign(compared_with=[_size(smallest)] * len(ratios))
     ratios = ratios[[*before_ratio, *(name for name in ratios if name not in before_ratio)]]
-    found = compared(ratios, "a larger bucket", "the smallest", axis=AXIS, why=_paid_in_backward(frame))
-    if found is not None:
-        found = replace(found, where=f"{found.where}, over {_size(smallest)}")
+    over, why = f"over {_size(smallest)}", _paid_in_backward(frame)
+    found = compared(ratios, "a larger bucket", "the smallest", axis=AXIS, why=why, setting=over)
     sizes = set(steps["alternative"])
     return with_own(found, tables.over_smallest(frame), "alternative", sizes, "the smallest buckets", axis=AXIS)
 
@@ -128,17 +127,14 @@ def batch_and_length(frame: pd.DataFrame) -> Finding | None:
 )
 def explained(frame: pd.DataFrame, calibration: Calibration | None) -> Finding | None:
     table = model.against_measured(frame, calibration)
-    found = agreement(table, "additions to a step", "what their all-reduces should take")
+    found = agreement(table, "additions to a step", "what their all-reduces should take", settings=SETTING)
     if found is None:
         return None
-    where, off = found.where, table["measured_over_predicted"]
-    if len(off) > 1 and ((off > 1).all() or (off < 1).all()):
-        where = f"{where}, all {'longer' if off.iloc[0] > 1 else 'shorter'} than predicted"
     several, why = table[(table["exposed_s"] > 0) & (table["buckets"] > 1)], None
     if len(several):
         hidden = format_share((several["last_alone_s"] / several["exposed_s"]).median())
         why = f"If all but the last bucket hid, communication would typically add {hidden} of what it does."
-    return replace(found, why=why, where=where, also=_best_bucket(frame, table))
+    return replace(found, why=why, also=_best_bucket(frame, table))
 
 
 def _best_bucket(frame: pd.DataFrame, table: pd.DataFrame) -> str:

@@ -139,7 +139,7 @@ def beside_matmul(frame: pd.DataFrame) -> Finding | None:
 @QUESTIONS.ask("matmul_share", "Is the share of matrix multiplication smaller in a full AdamW step than in inference?")
 def matmul_share(frame: pd.DataFrame) -> Finding | None:
     optimizer = select(tables.shares(frame), mode=STEP, family="optimizer")["share_percent"]
-    found = compared(
+    return compared(
         tables.step_against_inference(frame),
         "a full step",
         "inference",
@@ -148,8 +148,8 @@ def matmul_share(frame: pd.DataFrame) -> Finding | None:
         why=f"The optimizer takes {_percents(optimizer)} of a full step and multiplies no matrices."
         if len(optimizer)
         else None,
+        setting=_sizes(frame),
     )
-    return found and replace(found, where=f"{found.where} · {_sizes(frame)}")
 
 
 @QUESTIONS.ask(
@@ -161,14 +161,19 @@ def softmax_in_attention(frame: pd.DataFrame) -> Finding | None:
     ratios, masks = select(table, part="softmax"), select(table, part="scale and mask")
     flops = 100 * ratios["flop_ratio"].dropna()
     why = f"By FLOPs the softmax would take {_percents(flops)} of their time." if len(flops) else None
-    told: dict[str, Any] = {"baseline": "the two matrix products", "axis": ("model",), "quantity": DURATION}
+    told: dict[str, Any] = {
+        "baseline": "the two matrix products",
+        "axis": ("model",),
+        "quantity": DURATION,
+        "setting": _sizes(frame),
+    }
     softmax = compared(ratios, "the softmax", **told, why=why)
     others = compared(masks, "scaling and masking", **told, plural=True)
     found = at_the_cost_of(softmax, others)
     if found is None:
         return None
     both = [one.table for one in (softmax, others) if one is not None]
-    return replace(found, table=pd.concat(both, ignore_index=True), where=f"{found.where} · {_sizes(frame)}")
+    return replace(found, table=pd.concat(both, ignore_index=True))
 
 
 @QUESTIONS.ask("published_trends", "Do the published observations hold on this machine?")

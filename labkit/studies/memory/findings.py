@@ -97,18 +97,18 @@ def residual_stream(frame: pd.DataFrame) -> Finding | None:
     table = blocks[["size", "precision", "batch", "context_length", "residual_bytes", "predicted_residual_bytes"]]
     table = table.assign(measured_over_predicted=table["residual_bytes"] / table["predicted_residual_bytes"])
     streams = f"residual streams under {join_words(sorted(table['precision']))}"
-    found = _at(agreement(table, streams, f"the formula's {_first(table, 'predicted_residual_bytes')}", close=1), table)
+    formula = f"the formula's {_first(table, 'predicted_residual_bytes')}"
+    found = agreement(table, streams, formula, close=1, setting=_compared(table))
     kept = (blocks["saved_bytes"] / blocks["residual_bytes"]).max()
     why = f"One block keeps up to {kept:.0f} times as much for its backward pass."
     is_kept = table["precision"].nunique() > 1 and table["residual_bytes"].nunique() == 1
     return found and replace(found, why=why, also="Autocast does not shrink it." if is_kept else None)
 
 
-def _at(found: Finding | None, table: pd.DataFrame) -> Finding | None:
-    """With the settings of what was compared."""
+def _compared(table: pd.DataFrame) -> str:
     columns = [name for name in ("size", "context_length", "batch", "precision", "phase") if name in table]
     table = table.assign(context_length=table["context_length"].where(table["context_length"] != ITS_OWN))
-    return found and replace(found, where=f"{found.where}: {scope_of(table, columns)}")
+    return scope_of(table, columns)
 
 
 def _first(table: pd.DataFrame, name: str) -> str:
@@ -132,7 +132,8 @@ def largest_allocations(frame: pd.DataFrame) -> Finding | None:
 def saved_by_a_block(frame: pd.DataFrame) -> Finding | None:
     table = tables.blocks(frame).drop(columns=["batch", "residual_bytes", "predicted_residual_bytes"])
     table = table.assign(measured_over_predicted=table["saved_bytes"] / table["predicted_bytes"])
-    found = _at(agreement(table, "bytes kept by a block", "what the formula predicts", close=CLOSE), table)
+    of, predicted = "bytes kept by a block", "what the formula predicts"
+    found = agreement(table, of, predicted, close=CLOSE, setting=_compared(table))
     by_operator = tables.saved_by_operator(frame)
     if found is None or by_operator.empty:
         return found
@@ -214,7 +215,8 @@ def largest_model(frame: pd.DataFrame) -> Finding | None:
 @QUESTIONS.ask("counted_against_measured", "Is the counted peak the measured one?")
 def counted_against_measured(frame: pd.DataFrame) -> Finding | None:
     table = tables.counted_against_measured(frame)
-    found = _at(agreement(table, "counted peaks", "the measured ones", "counted_over_measured", CLOSE), table)
+    ratio, setting = "counted_over_measured", _compared(table)
+    found = agreement(table, "counted peaks", "the measured ones", ratio, CLOSE, setting=setting)
     formula = (table["predicted_over_measured"] - 1).abs().max()
     told = [f"The formulas alone, known before anything ran, are off by at most {100 * formula:.1g} %."]
     costs = tables.peaks(frame, method="counted").dropna(subset="count_s")
@@ -229,7 +231,8 @@ def counted_against_measured(frame: pd.DataFrame) -> Finding | None:
 @QUESTIONS.ask("published_peaks", "Are the published peaks those that are counted here?")
 def published_peaks(frame: pd.DataFrame) -> Finding | None:
     table = tables.beside_published(frame)
-    found = _at(agreement(table, "counted peaks", "the published ones", "counted_over_published"), table)
+    ratio, setting = "counted_over_published", _compared(table)
+    found = agreement(table, "counted peaks", "the published ones", ratio, setting=setting)
     return found and replace(found, why=" ".join([*_less_than_states(table), *_graph_kept(frame, table)]) or None)
 
 

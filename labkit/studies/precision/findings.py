@@ -148,11 +148,10 @@ def autocast_speed(frame: pd.DataFrame, calibration: Calibration | None) -> Find
         choose=lambda winner: f"To save time, train under {winner}",
         keep=f"Stay with {FULL}",
         caveat=troubles(select(frame, ["alternative"], part="speed"), "alternative"),
+        setting=scope_of(select(frame, part="speed"), ["batch", "context_length"]),
     )
     if found is None or table.empty:
         return found
-    sizes = scope_of(select(frame, part="speed"), ["batch", "context_length"])
-    found = replace(found, where=f"{found.where} · {sizes}")
     steps = select(table, mode=BOTH, device=tables.first_device(table), alternative="bfloat16")
     if len(steps) < 2:
         return found

@@ -234,7 +234,8 @@ def _of_sharded_optimizers(table: pd.DataFrame) -> str:
 
 @QUESTIONS.ask("here", "What do this machine's own ranks do, beside what its limits predict?", missing=NOTHING)
 def here(frame: pd.DataFrame) -> Finding | None:
-    return agreement(tables.here(frame), "steps of its ranks", "what the limits predict")
+    settings = ("workload", "world_size", "implementation")
+    return agreement(tables.here(frame), "steps of its ranks", "what the limits predict", settings=settings)
 
 
 @QUESTIONS.ask("trends", "Do published trends follow?")

@@ -1,6 +1,5 @@
 """What the sharding lab asks, and how a run answers. Bytes are counts: a difference of them needs no interval."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pandas as pd
@@ -71,11 +70,6 @@ def _said_by_place(table: pd.DataFrame, verdict: str) -> list[tuple[pd.DataFrame
     return found
 
 
-def _of_settings(found: Finding | None, table: pd.DataFrame, columns: Sequence[str]) -> Finding | None:
-    """An agreement, with the settings of which it speaks."""
-    return found and replace(found, where=f"{found.where}: {scope_of(table, columns)}")
-
-
 @QUESTIONS.ask("peaks", "Does a rank need less memory in shards, and what is its peak made of?")
 def peaks(frame: pd.DataFrame) -> Finding | None:
     ratios, caveat = tables.peak_ratios(frame), _troubles(frame, "memory")
@@ -98,16 +92,17 @@ def peaks(frame: pd.DataFrame) -> Finding | None:
 
 @QUESTIONS.ask("formula", "Does a rank hold, from step to step, the bytes that the formulas say?")
 def formula(frame: pd.DataFrame) -> Finding | None:
-    table = tables.against_formula(frame)
-    found = agreement(table, "bytes held", "those of the formula", close=EXACT)
-    return _of_settings(found, table, ("size", "world_size", "way"))
+    settings = ("size", "world_size", "way")
+    return agreement(
+        tables.against_formula(frame), "bytes held", "those of the formula", close=EXACT, settings=settings
+    )
 
 
 @QUESTIONS.ask("fsdp_saving", "Does a rank's peak fall by as much as it holds less?")
 def fsdp_saving(frame: pd.DataFrame) -> Finding | None:
     table = tables.savings(frame)
-    found = agreement(table, "savings at the peak", "what is held less", close=AS_PROMISED)
-    found = _of_settings(found, tables.moments(frame), ("size", *LOAD, "world_size"))
+    setting = scope_of(tables.moments(frame), ("size", *LOAD, "world_size"))
+    found = agreement(table, "savings at the peak", "what is held less", close=AS_PROMISED, setting=setting)
     if found is None:
         return None
     one = table.loc[table["measured_over_predicted"].idxmin()]
@@ -124,7 +119,7 @@ def fsdp_saving(frame: pd.DataFrame) -> Finding | None:
 @QUESTIONS.ask("bytes", "Does a rank send the bytes that the formulas say?")
 def sent_bytes(frame: pd.DataFrame) -> Finding | None:
     table = tables.sent(frame)
-    found = _of_settings(agreement(table, "bytes sent", "those of the formulas", close=EXACT), table, WHERE)
+    found = agreement(table, "bytes sent", "those of the formulas", close=EXACT, settings=WHERE)
     if found is None:
         return None
     for row in table.to_dict("records"):

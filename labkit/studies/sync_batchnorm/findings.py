@@ -159,7 +159,8 @@ def memory(frame: pd.DataFrame) -> Finding | None:
 @QUESTIONS.ask("prediction", "Do counted operators, bytes and messages predict the times?")
 def predicted(frame: pd.DataFrame, calibration: Calibration | None) -> Finding | None:
     table = predictions(frame, calibration)
-    found = agreement(select(table, alternative=OWN), f"times of {LABKITS}", "what its counts predict")
+    own = select(table, alternative=OWN)
+    found = agreement(own, f"times of {LABKITS}", "what its counts predict", settings=SETTING)
     return found and replace(found, table=table.drop(columns="panel"), why=_unpredicted(table))
 
 

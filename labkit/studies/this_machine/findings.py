@@ -71,7 +71,8 @@ def predicted(frame: pd.DataFrame) -> Finding | None:
     expected = frame.groupby(list(JOINED.setting))["expected_ratio"].first().reset_index()
     table = ratios[[*JOINED.setting, "ratio"]].merge(expected, on=list(JOINED.setting))
     table["measured_over_predicted"] = table["ratio"] / table["expected_ratio"]
-    found = agreement(table, "joined steps", "what the gains of the parts promise", close=AS_PROMISED)
+    promised = "what the gains of the parts promise"
+    found = agreement(table, "joined steps", promised, close=AS_PROMISED, settings=JOINED.setting)
     if found is None or found.verdict == "yes":
         return found
     return replace(
