@@ -40,9 +40,10 @@ def agreement(
         within = f"{most} of the {subject} are {_within(off[middle])} of {prediction}"
         told = f"Partly: {within}, the worst is {_times(ratios[worst])} that."
     else:
-        typical, most = _times(ratios[middle]), _times(ratios[worst])
+        is_one_sided = not ratios.min() <= 1 <= ratios.max()
+        typical, most = _times(ratios.median() if is_one_sided else ratios[middle]), _times(ratios[worst])
         told = f"No: {subject} are {'typically ' if typical != most else ''}{typical} {prediction}"
-        told += f", at worst {most.removesuffix(' of')}." if typical != most else "."
+        told += f", at worst {most.removesuffix(' than')}." if typical != most else "."
     where = f"{len(ratios)} compared" if len(ratios) > 1 else "the one setting measured"
     if len(ratios) > 1 and not ratios.min() <= 1 <= ratios.max():
         where += f", all {'more' if ratios.min() > 1 else 'less'} than predicted"
@@ -51,8 +52,8 @@ def agreement(
 
 
 def _times(ratio: float) -> str:
-    """3.0 -> "3 times", 0.4 -> "40 % of": to which side it is off, and by how much."""
-    return f"{format_factor(ratio)} times" if ratio > 1 else f"{format_share(ratio)} of"
+    """3.0 -> "3 times", 0.4 -> "60 % less than": to which side it is off, and by how much."""
+    return f"{format_factor(ratio)} times" if ratio > 1 else f"{format_share(1 - ratio)} less than"
 
 
 def _within(factor: float) -> str:

@@ -55,7 +55,7 @@ def compared(
         _advice(told.verdict, _where(table, better, worse, told.place, axis), choose, keep),
         significant=len(better) + len(worse) > 0,
         effects=(found := effects(table, subject, baseline, quantity)),
-        where=_scope(table, quantity, setting),
+        where=_scope(table, quantity, setting, told.rows),
         lead=_lead(found, table, told.rows),
     )
 
@@ -110,7 +110,7 @@ def contest(
         _advice(told.verdict, where, choose(winner) if choose and winner else None, keep),
         significant=len(better) + len(worse) > 0,
         effects=parts,
-        where=_scope(rows, quantity, setting),
+        where=_scope(rows, quantity, setting, told.rows),
         lead=lead,
     )
 
@@ -139,19 +139,28 @@ def _settings(table: pd.DataFrame) -> list[str]:
     return [name for name in (*before, *alternatives) if not column(name).is_internal]
 
 
-def _scope(table: pd.DataFrame, quantity: Quantity, setting: str) -> str:
-    """ "faster in 3 of 8 settings, no difference shown in 5: 2 and 4 ranks · 4 KiB to 10 MiB"."""
+def _scope(table: pd.DataFrame, quantity: Quantity, setting: str, told: pd.DataFrame) -> str:
+    """ "faster in 3 of 8 settings, no difference shown in 5: 2 and 4 ranks · 4 KiB to 10 MiB (most: 4 ranks, 64 KiB)".
+
+    `told` are the rows of which the headline speaks; the last word is of that with the largest ratio it quotes.
+    """
     less, more = quantity.marks or (quantity.better, quantity.worse)
     verdicts = quantity.marked(table)["verdict"].tolist()
     counts = {verdict: verdicts.count(verdict) for verdict in (less, more, *verdicts) if verdict in verdicts}
     if len(counts) > 1:
         first, *others = [f"{verdict} in {number}" for verdict, number in counts.items()]
-        told = ", ".join([f"{first} of {len(table)} settings", *others])
+        where = ", ".join([f"{first} of {len(table)} settings", *others])
     elif len(table) == 1:
-        told = "the one setting measured"
+        where = "the one setting measured"
     else:
-        told = "both settings" if len(table) == 2 else f"all {len(table)} settings"
-    return ": ".join(filter(None, [told, " · ".join(filter(None, [scope_of(table, _settings(table)), setting]))]))
+        where = "both settings" if len(table) == 2 else f"all {len(table)} settings"
+    settings = _settings(table)
+    where = ": ".join(filter(None, [where, " · ".join(filter(None, [scope_of(table, settings), setting]))]))
+    quoted = quoted_of(told).iloc[-1:] if len(told) else told
+    varying = [name for name in settings if table[name].nunique() > 1]
+    if len(quoted) and varying and len(quoted_of(told)) == len(told) and len(table) > 1:
+        where += f" (most: {labels(quoted, varying)[0]})"
+    return where
 
 
 def _lead(effects_of: Sequence[Effect], table: pd.DataFrame, rows: pd.DataFrame) -> Effect | None:

@@ -6,7 +6,7 @@ from typing import Any
 import pandas as pd
 
 from labkit.lab.columns import column, label, label_of_several
-from labkit.lab.units import join_words
+from labkit.lab.units import counted, join_words
 
 MOST_NAMES = 4  # of strings that a scope lists
 
@@ -78,5 +78,5 @@ def _scope_along(name: str, values: pd.Series) -> str:
         texts = [label(name, value) for value in values.unique()]
         if any(" and " in text for text in texts):
             return " / ".join(texts)
-        return join_words(texts) if len(texts) <= MOST_NAMES else f"{len(texts)} of {column(name).title}"
+        return join_words(texts) if len(texts) <= MOST_NAMES else counted(len(texts), column(name).title)
     return label_of_several(name, known) if known else ""

@@ -19,7 +19,7 @@ from labkit.lab.columns import column
 from labkit.lab.config import ParameterError, nearest
 from labkit.lab.own_models import models_in
 from labkit.lab.point import Point
-from labkit.lab.units import format_number
+from labkit.lab.units import counted, format_number
 
 Row = Mapping[str, Any]
 FASTER = "Parts ran at once that are expected one after another, or the machine is faster than when it was calibrated."
@@ -63,7 +63,9 @@ class Predicted:
         middle = float(table["measured_over_predicted"].median())
         if middle != middle:
             return ""
-        text = f"It typically took {format_number(float(f'{middle:.2g}'))} times as long as expected."
+        known = table["measured_over_predicted"].notna().sum()
+        times = format_number(float(f"{middle:.2g}"))
+        text = f"Of {counted(known, 'time')} the typical one was {times} times as long as expected."
         if middle < 1 / CLOSE:
             return f"{text} {FASTER}"
         return text if middle <= CLOSE else f"{text} {self.leaves_out}".rstrip()

@@ -11,8 +11,9 @@ def format_seconds(seconds: float) -> str:
     """0.00123 -> "1.23 ms". Above two minutes as minutes and seconds."""
     if math.isnan(seconds):
         return "not measured"
-    if seconds >= 120:
-        return f"{int(seconds // 60)} min {seconds % 60:.0f} s"
+    if seconds >= 119.5:
+        minutes, rest = divmod(round(seconds), 60)
+        return f"{minutes} min {rest} s"
     if seconds == 0:
         return "0 s"
     scale, unit = next((entry for entry in _TIME_UNITS if abs(seconds) >= entry[0]), _TIME_UNITS[-1])

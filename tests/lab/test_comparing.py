@@ -134,17 +134,17 @@ def _ratio(effect):
     return effect.ratio
 
 
-def test_a_finding_says_of_which_settings_it_speaks():
-    factors = {("ring", 2**10 * 4**n): factor for n, factor in enumerate((0.5, 0.5, 1.0, 2.0))}
+def test_a_finding_says_of_which_settings_it_speaks_and_where_most():
+    factors = {("ring", 2**10 * 4**n): factor for n, factor in enumerate((0.5, 0.3, 1.0, 2.0))}
     one = _ratios(factors, noise=0.001).assign(backend="gloo")[["backend", *_ratios(factors).columns]]
-    sizes = "gloo · mini · 1 KiB to 64 KiB"
-    assert compared(one, "a", "b").where == f"faster in 2 of 4 settings, slower in 1, no difference shown in 1: {sizes}"
-    assert compared(one[:2], "a", "b").where == "both settings: gloo · mini · 1 KiB and 4 KiB"
+    mixed = "faster in 2 of 4 settings, slower in 1, no difference shown in 1: gloo · mini · 1 KiB to 64 KiB"
+    assert compared(one, "a", "b").where == f"{mixed} (most: 4 KiB)"
+    assert compared(one[:2], "a", "b").where == "both settings: gloo · mini · 1 KiB and 4 KiB (most: 4 KiB)"
     assert compared(one[:1], "a", "b").where == "the one setting measured: gloo · mini · 1 KiB"
+    assert compared(one[2:3], "a", "b", setting="batch 2").where.endswith("gloo · mini · 16 KiB · batch 2")
     others = pd.concat([one, one.assign(name="tree", ratio=1.0, p=1.0)], ignore_index=True)
-    assert (
-        contest(others[others["n_bytes"] < 2**13], "name", "b").where == "both settings: gloo · mini · 1 KiB and 4 KiB"
-    )
+    of_two = contest(others[others["n_bytes"] < 2**13], "name", "b")
+    assert of_two.where == "both settings: gloo · mini · 1 KiB and 4 KiB (most: 4 KiB)"
 
 
 def test_too_few_repeats_decide_nothing():
@@ -313,8 +313,10 @@ def test_a_prediction_of_counts_has_to_be_nearer():
     assert [verdict(1.0, 1.2).verdict, verdict(1.2, 1.2).verdict] == ["it depends", "no"]
     assert verdict(1.02).headline == "Yes: all peaks are within 2 % of those counted."
     assert verdict(3.0, 3.0).headline == "No: peaks are 3 times those counted."
-    assert verdict(0.5, 0.25, 0.5).headline == "No: peaks are typically 50 % of those counted, at worst 25 %."
-    assert verdict(1.0, 1.0, 0.5).headline.endswith("the worst is 50 % of that.")
+    assert (
+        verdict(0.5, 0.25, 0.5).headline == "No: peaks are typically 50 % less than those counted, at worst 75 % less."
+    )
+    assert verdict(1.0, 1.0, 0.5).headline.endswith("the worst is 50 % less than that.")
     assert verdict(3.0, 4.0, 5.0).headline == "No: peaks are typically 4 times those counted, at worst 5 times."
 
 

@@ -45,6 +45,19 @@ def test_the_largest_differences_are_those_that_headlines_quote():
     assert (found[0]["where"], found[0]["href"]) == ("of 2 ranks", "lab.html#answer-q1")
 
 
+def test_the_size_of_a_difference_says_whether_it_is_the_largest_and_what_the_other_way_is():
+    large, small = effect(0.25, 0.2, 0.3, "faster"), effect(0.8, 0.7, 0.9, "faster")
+    slower, other = effect(1.3, 1.2, 1.4, "slower"), effect(9.0, 8.0, 10.0, "slower", subject="tree")
+
+    def told(*effects):
+        (one,) = lab(effects)["answers"]
+        return one["of"], one["factor"], one["words"], one["against"]
+
+    assert told(large, small, other) == ("up to", "4.0×", "faster", "")
+    assert told(small, large) == ("typically", "20 %", "less time", "")
+    assert told(large, slower) == ("", "4.0×", "faster", "30 % longer")
+
+
 def test_there_are_five_of_them_and_none_of_another_machine():
     sure = effect(0.5, 0.4, 0.6, "faster", quantity="memory")
     assert [one["words"] for one in largest([lab(*[[sure]] * 9)])] == ["less memory"] * 5

@@ -41,7 +41,7 @@ def test_what_is_shown_is_recommended_with_a_link():
 
 def test_a_recommendation_tells_the_gain_that_it_rests_on():
     effect = Effect("a", "b", "here", "time", 0.5, 0.45, 0.55, "faster")
-    assert _advice(replace(SHOWN, effects=(effect,), lead=effect)).gain == "up to 2.0× faster"
+    assert _advice(replace(SHOWN, effects=(effect,), lead=effect)).gain == "2.0× faster"
     slower = replace(effect, ratio=2.0, low=1.9, high=2.1, verdict="slower")
     assert _advice(replace(SHOWN, effects=(slower,), lead=slower)).gain == _advice(SHOWN).gain == ""
 

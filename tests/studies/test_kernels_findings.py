@@ -174,7 +174,8 @@ def test_equal_shares_but_for_noise_show_no_difference():
 
 def test_softmax_against_products_by_time_and_flops():
     finding = _findings(_frame(noise=0))["softmax_in_attention"]
-    assert finding.headline == "No: the softmax takes 50 % longer than the two matrix products."
+    assert finding.headline == "It depends: the softmax takes 50 % longer than the two matrix products."
+    assert finding.verdict == "it depends"
     flops = 5 / (4 * 32)  # per element of the scores: 5 operations against 2 * 2 * head_dim
     assert finding.table["flop_ratio"].dropna().tolist() == pytest.approx([flops, 5 / (4 * 64)])
     assert finding.why == "By FLOPs the softmax would take 2 to 4 % of their time."

@@ -218,8 +218,8 @@ def test_what_autocast_changes_at_the_peak_is_computed_from_both_precisions():
         return 1e9 * (changed if low else 1)
 
     why = _findings(_frame(peak))["peak_by_context"].why
-    assert "Inference under bfloat16 autocast needs 50 % more memory than in float32" in why
-    assert "In most settings: a full step under bfloat16 autocast needs 10 % less memory than in float32" in why
+    assert "Inference of mini under bfloat16 autocast needs 50 % more memory than in float32" in why
+    assert "In most settings: a full step of mini under bfloat16 autocast needs 10 % less memory than in float32" in why
 
 
 def test_a_measured_setting_is_not_compared_a_second_time_as_counted():

@@ -171,7 +171,7 @@ def test_a_gain_is_told_with_its_transport_and_its_optimizer():
     found = _findings(both)["time"]
     assert found.verdict == "it depends"
     assert found.headline.startswith("It depends: with mini, through shared memory ZeRO-1 and ZeRO-2 take")
-    assert found.also.startswith("By messages ZeRO-1, ZeRO-2 and FSDP (ZeRO-3) take")
+    assert found.also.startswith("Point to point ZeRO-1, ZeRO-2 and FSDP (ZeRO-3) take")
     assert "; through shared memory FSDP (ZeRO-3) takes" in found.also
     assert "through shared memory" in found.advice
     assert found.lead in found.effects

@@ -7,14 +7,15 @@ from typing import Any
 from labkit.lab.sentences import TWOFOLD, UNEVEN
 from labkit.lab.units import format_share
 
+AT_LEAST = "≥ "
+
 
 def by_importance(answers: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The answers of a lab: differences first, the largest before the others; claims of others and gaps last.
 
-    `factor` and `words` say how large what the headline quotes is, "4.2×" and "faster", `size` is its logarithm: of one
-    that is too uneven to be quoted the least that it is. Without a difference `factor` is "".
+    Each with what `size_of` says of it.
     """
-    told = [{**answer, **size_of(answer["lead"])} for answer in answers]
+    told = [{**answer, **size_of(answer)} for answer in answers]
     return sorted(told, key=lambda answer: (_rank(answer), -answer["size"]))
 
 
@@ -28,20 +29,37 @@ def _rank(answer: Mapping[str, Any]) -> int:
     return 1 if answer["verdict"] in ("measured", "counted", "predicted") else 2
 
 
-def size_of(lead: Mapping[str, Any] | None) -> dict[str, Any]:
-    """`factor`, `words` and `size` of the effect that a headline quotes."""
+def size_of(answer: Mapping[str, Any]) -> dict[str, Any]:
+    """How large the difference is that a headline quotes: `factor`, "4.2×", `words`, "faster", `size`, its logarithm.
+
+    Of one that is too uneven to be quoted the least that it is. `of`: "up to", where it is the largest of several, or
+    "typically". `against`: the largest the other way, "or up to 26 % longer". Without a difference all are "".
+    """
+    lead = answer["lead"]
     if lead is None:
-        return {"factor": "", "words": "", "size": 0.0}
-    is_least = lead["low"] is not None and is_uneven(lead)
-    size = min(abs(math.log(ratio)) for ratio in ([lead["low"], lead["high"]] if is_least else [lead["ratio"]]))
-    is_less, factor, quantity = lead["ratio"] < 1, math.exp(size), lead["quantity"]
+        return {"of": "", "factor": "", "words": "", "against": "", "size": 0.0}
+    same = [one for one in answer["effects"] if all(one[name] == lead[name] for name in ("subject", "quantity"))]
+    alike, others = ([one for one in same if (one["verdict"] == lead["verdict"]) is is_it] for is_it in (True, False))
+    factor, words, size = _size(lead)
+    is_largest = all(abs(math.log(one["ratio"])) <= abs(math.log(lead["ratio"])) for one in alike)
+    of = "" if len(alike) < 2 or factor.startswith(AT_LEAST) else "up to" if is_largest else "typically"
+    opposed = [one for one in others if one["verdict"] in ("faster", "slower")]
+    against = " ".join(_size(max(opposed, key=lambda one: abs(math.log(one["ratio"]))))[:2]) if opposed else ""
+    return {"of": of, "factor": factor, "words": words, "against": against, "size": size}
+
+
+def _size(effect: Mapping[str, Any]) -> tuple[str, str, float]:
+    is_least = effect["low"] is not None and is_uneven(effect)
+    size = min(abs(math.log(ratio)) for ratio in ([effect["low"], effect["high"]] if is_least else [effect["ratio"]]))
+    is_less, factor, quantity = effect["ratio"] < 1, math.exp(size), effect["quantity"]
     if factor >= TWOFOLD:
         number, of_time = f"{factor:.0f}×" if factor >= 10 else f"{factor:.1f}×", "faster" if is_less else "slower"
     else:
-        number = format_share(1 - 1 / factor if is_less else factor - 1)
+        share = 1 - 1 / factor if is_less else factor - 1
+        number = f"{math.floor(100 * share)} %" if is_least else format_share(share)
         of_time = "less time" if is_less else "longer"
     words = of_time if quantity.startswith("time") else f"{'less' if is_less else 'more'} {quantity}"
-    return {"factor": ("≥ " if is_least else "") + number, "words": words, "size": size}
+    return (AT_LEAST if is_least else "") + number, words, size
 
 
 def is_uneven(effect: Mapping[str, Any]) -> bool:

@@ -80,9 +80,10 @@ def _status(answer: Mapping[str, Any]) -> Status:
 
 
 def _gain(answer: Mapping[str, Any]) -> str:
-    told = size_of(answer["lead"])
+    """Nothing where the sentence quotes no number of its own."""
+    told = size_of(answer)
     is_gain = answer["advice"] and told["factor"] and answer["lead"]["ratio"] < 1
-    return f"up to {told['factor']} {told['words']}" if is_gain else ""
+    return f"{told['of']} {told['factor']} {told['words']}".strip() if is_gain else ""
 
 
 def further_advice(labs: Iterable[Mapping[str, Any]]) -> list[Advice]:

@@ -123,14 +123,14 @@ def alpha_beta(frame: pd.DataFrame, calibration: Calibration | None) -> Finding 
 
 @QUESTIONS.ask(
     "transports",
-    "Is shared memory faster than torch's all-reduce, and how far is it from this machine's limit?",
+    "Is labkit's all-reduce through shared memory faster than torch's, and how far is it from this machine's limit?",
     "transport",
 )
 def transports(frame: pd.DataFrame) -> Finding | None:
     ratios = tables.transports_over(frame, TORCH)
     found = compared(
         select(ratios, transport=SHARED_MEMORY),
-        "shared memory",
+        "labkit's all-reduce through shared memory",
         TORCHS,
         axis=("n_bytes", "world_size"),
         choose="Let ranks of one machine exchange CPU tensors through shared memory",
@@ -164,7 +164,7 @@ def _by_ranks(factors: pd.Series, than: str) -> str:
 def phases(frame: pd.DataFrame) -> Finding | None:
     found = compared(
         select(tables.phases_over_torch(frame), transport=SHARED_MEMORY),
-        "reduce-scatter and all-gather through shared memory",
+        "labkit's reduce-scatter and all-gather through shared memory",
         "torch's",
         plural=True,
         axis=("collective", "n_bytes", "world_size"),

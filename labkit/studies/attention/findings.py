@@ -8,6 +8,7 @@ import pandas as pd
 from labkit.bench.statistics import judged
 from labkit.lab.as_predicted import agreement
 from labkit.lab.claims import Trend, claim, lies_within, published, quotients
+from labkit.lab.columns import label
 from labkit.lab.comparing import MEMORY, TIME, compared
 from labkit.lab.findings import Finding, Questions, at_the_cost_of
 from labkit.lab.own_effects import with_own
@@ -108,7 +109,8 @@ def _growth_of_held(table: pd.DataFrame) -> str | None:
         return None
     factors = held.iloc[-1] / held.iloc[0]
     grows = [f"{factor:.0f} times with {name_of(name)}" for name, factor in factors.items()]
-    return f"From {held.index[0]} to {held.index[-1]} tokens it grows {join_words(grows)}."
+    where = f"From {held.index[0]} to {held.index[-1]} tokens, with {label('head_dim', widest['head_dim'].max())},"
+    return f"{where} it grows {join_words(grows)}."
 
 
 @QUESTIONS.ask("out_of_memory", "At which length does this machine run out of memory, and what fills it?")
@@ -153,8 +155,8 @@ def tiling(frame: pd.DataFrame) -> Finding | None:
     found = sorted((one for one in (memory, time) if one is not None), key=_standing)
     if not found:
         return None
-    of_memory = time is None or (memory is not None and time.verdict in ("no clear difference", "undecided"))
-    advising = memory if of_memory else time  # what takes longer is not advised for its memory
+    is_slower = time is not None and any(effect.verdict == "slower" for effect in time.effects)
+    advising = time if memory is None or is_slower else memory  # what takes longer is not advised for its memory
     numbers = [one.table for one in found if one.table is not None]
     return replace(
         at_the_cost_of(found[0], found[-1] if len(found) > 1 else None) or found[0],
@@ -202,7 +204,7 @@ def compiled(frame: pd.DataFrame) -> Finding | None:
         EXPLICITS,
         axis=("sequence", "head_dim", "phase"),
         choose="Compile explicit attention",
-        keep="Do not compile explicit attention",
+        keep="Do not compile explicit attention by itself",
         caveat=" ".join(filter(None, [trouble, cost and f"{cost}, which no time here includes."])) or None,
     )
     return from_shortest(found)

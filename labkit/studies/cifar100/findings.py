@@ -68,9 +68,7 @@ def _where(frame: pd.DataFrame, seeds: pd.Series) -> str | None:
     return " · ".join([*told, *epochs, f"{span(seeds, '{:.0f}'.format)} seeds"])
 
 
-@QUESTIONS.ask(
-    "same_training", "Do labkit's wrapper and, where torch's runs, labkit's SyncBatchNorm train as well as torch's?"
-)
+@QUESTIONS.ask("same_training", "Do labkit's parts train as well as torch's?")
 def same_training(frame: pd.DataFrame) -> Finding | None:
     table, lost = tables.differences(frame, tables.SAME), tables.divergences(frame, tables.SAME)
     if lost.empty:

@@ -128,8 +128,8 @@ def overlap(frame: pd.DataFrame) -> Finding | None:
     if (most := max(hidden["hidden_high_percent"].max(), 0)) < ALMOST_NOTHING_PERCENT:
         return replace(found, headline=f"Almost nothing: at most {most:.0f} % of the communication hides.")
     if not (hidden["hidden_low_percent"] > 0).any():
-        medians = span(hidden["hidden_percent"], "{:.0f}".format)
-        headline = f"Too noisy to tell: by their medians, wrappers that overlap hide {medians} %."
+        most = max(hidden["hidden_percent"].max(), 0)
+        headline = f"Too noisy to tell: by their medians, wrappers that overlap hide up to {most:.0f} %."
         return replace(found, verdict="undecided", headline=headline)
     if len(seen) and seen.max() > 2 * (median := hidden["hidden_percent"].max()):
         headline = f"At most {median:.0f} % by the medians, though up to {seen.max():.0f} % {told}."

@@ -67,6 +67,8 @@ def warmup(frame: pd.DataFrame) -> Finding | None:
         return alone
     found = alone if alone.significant or not ten.significant else ten
     settled = f"For means of ten steps, {counted(enough, 'warm-up step')} {'is' if enough == 1 else 'are'} enough."
+    if enough == tables.WARMUPS[-1]:
+        settled = f"For means of ten steps, leave out at least {enough}; more were not tried."
     return replace(
         found,
         table=pd.concat([alone.table, ten.table], ignore_index=True),

@@ -174,7 +174,7 @@ def _not_here(
     return Finding("not measured", f"Not measured here: {what}.", caveat=reason, why=why)
 
 
-@QUESTIONS.ask("techniques", "Do the techniques of the kernel save time, and as much as predicted?")
+@QUESTIONS.ask("techniques", "Do the techniques of the kernel save time, and how much of what is predicted?")
 def techniques(frame: pd.DataFrame) -> Finding | None:
     here = _techniques(frame)
     kernels = select(frame, ["seconds"], sweep="techniques")["seconds"]

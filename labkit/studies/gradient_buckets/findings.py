@@ -97,7 +97,8 @@ def _paid_in_backward(frame: pd.DataFrame) -> str | None:
         here = select(steps, **{name: getattr(row, name) for name in SETTING})
         wide = here.pivot_table(index="repeat", columns="bucket_mb", values=["waiting_s", "contention_s"])
         if "contention_s" in wide and summarize(wide["contention_s", short] - wide["contention_s", long]).low > 0:
-            less, more = (abs(float((wide[q, short] - wide[q, long]).median())) for q in ("waiting_s", "contention_s"))
+            medians = wide.median()
+            less, more = (abs(medians[q, short] - medians[q, long]) for q in ("waiting_s", "contention_s"))
             return (
                 f"Buckets of {_size(short)} wait {format_seconds(less)} less than those of {_size(long)}, but slow the "
                 f"rest of the step by {format_seconds(more)} (batch {row.batch}, {row.sequence} tokens)."

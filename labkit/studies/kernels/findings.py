@@ -8,7 +8,7 @@ import pandas as pd
 from labkit.bench.statistics import judged
 from labkit.lab.claims import Trend, claim, lies_within, published, quotients
 from labkit.lab.comparing import TIME, Quantity, compared
-from labkit.lab.findings import Finding, Questions, at_the_cost_of, troubles
+from labkit.lab.findings import Finding, Questions, at_the_cost_of, troubles, without_verdict
 from labkit.lab.own_models import without_own
 from labkit.lab.places import scope_of
 from labkit.lab.rows import select
@@ -154,7 +154,7 @@ def matmul_share(frame: pd.DataFrame) -> Finding | None:
 
 @QUESTIONS.ask(
     "softmax_in_attention",
-    "Inside attention, does the softmax take less time than the two matrix products, and do scaling and masking?",
+    "Inside attention, do the softmax, scaling and masking take less time than the two matrix products?",
 )
 def softmax_in_attention(frame: pd.DataFrame) -> Finding | None:
     table = select(tables.against_products(frame), mode=INFERENCE)
@@ -172,8 +172,11 @@ def softmax_in_attention(frame: pd.DataFrame) -> Finding | None:
     found = at_the_cost_of(softmax, others)
     if found is None:
         return None
-    both = [one.table for one in (softmax, others) if one is not None]
-    return replace(found, table=pd.concat(both, ignore_index=True))
+    both = [one for one in (softmax, others) if one is not None]
+    if {"yes", "no"} <= {one.verdict for one in both}:
+        said = without_verdict(found.headline)
+        found = replace(found, verdict="it depends", headline=f"It depends: {said[0].lower()}{said[1:]}")
+    return replace(found, table=pd.concat([one.table for one in both], ignore_index=True))
 
 
 @QUESTIONS.ask("published_trends", "Do the published observations hold on this machine?")

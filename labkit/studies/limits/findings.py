@@ -48,7 +48,7 @@ def products(frame: pd.DataFrame) -> Finding | None:
         shown,
         caveat,
         where=f"square products of {span(square['size'], '{:.0f}'.format)} rows",
-        also=f"At best {join_words(also)}." if also else None,
+        also=f"Square products in {join_words(also)}." if also else None,
     )
 
 
@@ -66,7 +66,7 @@ def memory(frame: pd.DataFrame) -> Finding | None:
         f"Memory: {moved}, about what a copy does." if is_memory else f"Not memory alone: {moved}, less than a copy."
     )
     why, new = None, select(table, operation="new", n_bytes=longest["n_bytes"])["bytes_per_s"]
-    also = f"If each needs new memory, {format_rate(new.iloc[0])}." if len(new) else None
+    also = f"Additions that make their result anew move {format_rate(new.iloc[0])}." if len(new) else None
     if fastest["n_bytes"] < longest["n_bytes"]:
         cached, far = format_bytes(fastest["n_bytes"]), format_bytes(longest["n_bytes"])
         rate = format_rate(fastest["bytes_per_s"])
@@ -95,7 +95,7 @@ def calls(frame: pd.DataFrame) -> Finding | None:
     return Finding("measured", headline, adds[["n_bytes", "seconds", "low", "high"]], why=why, where=where)
 
 
-@QUESTIONS.ask("threads", "Do more threads make an operator faster, and does a second rank?")
+@QUESTIONS.ask("threads", "Do more threads make an operator faster?")
 def threads(frame: pd.DataFrame) -> Finding | None:
     ratios = tables.threads(frame)
     gain = tables.second_rank(frame)

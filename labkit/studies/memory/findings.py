@@ -55,7 +55,7 @@ def _setting(frame: pd.DataFrame, size: str) -> str:
 
 def _under_autocast(frame: pd.DataFrame, size: str) -> Iterator[str]:
     """Of inference and of a full step, over all contexts of one model."""
-    for phase, subject in (("inference", "inference"), ("full_step", "a full step")):
+    for phase, subject in (("inference", f"inference of {size}"), ("full_step", f"a full step of {size}")):
         peaks = select(tables.by_context(frame, size), phase=phase)
         ratios = exactly_over(peaks, ["size", "context_length"], "precision", "peak_bytes", "float32")
         if found := compared(ratios, f"{subject} under bfloat16 autocast", "in float32", quantity=MEMORY):

@@ -104,7 +104,8 @@ def layer_norm(frame: pd.DataFrame) -> Finding | None:
     losses = here.dropna(subset="most_lost")
     worst = losses.loc[(losses["digits_before"] - losses["digits_after"]).groupby(losses["precision"]).idxmax()]
     lost = [
-        f'"{row["most_lost"]}" in {row["precision"]} ({row["digits_before"]:.1f} to {row["digits_after"]:.1f})'
+        f'"{row["most_lost"]}" in {row["precision"]} '
+        f"(from {row['digits_before']:.1f} digits to {row['digits_after']:.1f})"
         for row in worst.to_dict("records")
     ]
     is_saved = bool((table["with_float32_digits"] > table["output_digits"]).any())

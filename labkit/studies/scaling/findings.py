@@ -10,7 +10,7 @@ from labkit.lab.as_predicted import CLOSE, agreement
 from labkit.lab.claims import published
 from labkit.lab.findings import Claim, Finding, Questions, Verdict
 from labkit.lab.rows import select
-from labkit.lab.units import counted, format_number, join_words
+from labkit.lab.units import counted, format_number, join_words, span
 from labkit.scaling.paying import KINDS
 from labkit.studies.scaling import tables
 from labkit.studies.scaling.here import NOTHING
@@ -170,8 +170,9 @@ def paying(frame: pd.DataFrame) -> Finding | None:
     lost = shown.dropna(subset="exposed_below_percent").sort_values("exposed_below_percent")
     if lost.empty:
         return Finding("predicted", "No published row has less compute than communication.", shown)
-    each = [f"{row['exposed_below_percent']:.0f} % to {row['kind']} parallelism" for _, row in lost.iterrows()]
-    headline = f"With less compute than communication, a typical step loses {join_words([*each[:1], *each[1:][-1:]])}."
+    shares = span(lost["exposed_below_percent"], "{:.0f}".format)
+    most = lost["kind"].iloc[-1]
+    headline = f"With less compute than communication, a typical step loses {shares} %, most to {most} parallelism."
     never = shown.loc[shown["rows_below_one"] == 0, "kind"].tolist()
     caveat = f"No published row has so little compute for {join_words(never)} parallelism." if never else None
     return Finding("predicted", headline, shown, caveat)
