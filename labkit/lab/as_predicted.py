@@ -29,6 +29,7 @@ def agreement(
     ratios = table[ratio].dropna()
     if ratios.empty:
         return None
+    ratios = ratios.sort_values(ascending=False, ignore_index=True)  # the lowest of those that are nothing comes last
     off = np.maximum(ratios, 1 / ratios).where(ratios > 0, np.inf).sort_values(kind="stable")
     middle, worst = off.index[(len(off) - 1) // 2], off.index[-1]
     verdict: Verdict = "yes" if off[worst] <= close else "it depends" if off[middle] <= close else "no"
@@ -46,8 +47,8 @@ def agreement(
         told += f", at worst {most.removesuffix(' than')}." if typical != most else "."
     where = f"{len(ratios)} compared" if len(ratios) > 1 else "the one setting measured"
     if len(ratios) > 1 and not ratios.min() <= 1 <= ratios.max():
-        where += f", all {'more' if ratios.min() > 1 else 'less'} than predicted"
-    scope = " · ".join(filter(None, [scope_of(table, settings), setting]))
+        where += f", all {'more' if ratios.min() > 1 else 'less'} than {prediction}"
+    scope = scope_of(table, settings, setting)
     return Finding(verdict, told, table, where=f"{where}: {scope}" if scope else where)
 
 

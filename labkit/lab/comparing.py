@@ -155,7 +155,7 @@ def _scope(table: pd.DataFrame, quantity: Quantity, setting: str, told: pd.DataF
     else:
         where = "both settings" if len(table) == 2 else f"all {len(table)} settings"
     settings = _settings(table)
-    where = ": ".join(filter(None, [where, " · ".join(filter(None, [scope_of(table, settings), setting]))]))
+    where = ": ".join(filter(None, [where, scope_of(table, settings, setting)]))
     quoted = quoted_of(told).iloc[-1:] if len(told) else told
     varying = [name for name in settings if table[name].nunique() > 1]
     if len(quoted) and varying and len(quoted_of(told)) == len(told) and len(table) > 1:

@@ -67,16 +67,20 @@ def reach_of(table: pd.DataFrame, rows: pd.DataFrame, axis: Sequence[str]) -> tu
     return None
 
 
-def scope_of(table: pd.DataFrame, columns: Sequence[str]) -> str:
-    """What was measured: "gloo · 2 and 4 ranks · 4 KiB to 10 MiB"; of a column with many names how many there are."""
-    return " · ".join(filter(None, (_scope_along(name, table[name].dropna()) for name in columns if name in table)))
+def scope_of(table: pd.DataFrame, columns: Sequence[str], setting: str = "") -> str:
+    """What was measured: "gloo · 2 and 4 ranks · 4 KiB to 10 MiB"; of a column with many names how many there are.
+
+    `setting` is what no column says.
+    """
+    told = [_scope_along(name, table[name].dropna()) for name in columns if name in table]
+    return " · ".join(filter(None, [*told, setting]))
 
 
 def _scope_along(name: str, values: pd.Series) -> str:
     known = sorted(set(values))
     if known and isinstance(known[0], str | bool):
         texts = [label(name, value) for value in values.unique()]
-        if any(" and " in text for text in texts):
-            return " / ".join(texts)
-        return join_words(texts) if len(texts) <= MOST_NAMES else counted(len(texts), column(name).title)
+        if len(texts) > MOST_NAMES:
+            return counted(len(texts), column(name).title)
+        return " / ".join(texts) if any(" and " in text or "," in text for text in texts) else join_words(texts)
     return label_of_several(name, known) if known else ""

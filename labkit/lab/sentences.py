@@ -1,5 +1,6 @@
-"""How a comparison is put in words: verdict and headline of a judged table. No other code words a ratio."""
+"""How a comparison is put in words: verdict and headline of a judged table."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -18,17 +19,25 @@ FEWEST_TIMES = 1.1  # below it the lower end of "1.0 to 6 times" says nothing
 
 
 def quoted_of(rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows whose ratios a sentence quotes, the nearest to 1 first: none that is uneven.
+    """The rows whose ratios a sentence quotes, the nearest to 1 first.
 
-    Of rows some of which are uneven only the one in the middle: the span of the others would leave out what is known
-    least. If all are, the one whose interval comes nearest to 1.
+    Of rows some of which are uneven only one: of the others that which is nearest to the middle of all, for their span
+    would leave out what is known least. If all are, the one whose interval comes nearest to 1.
     """
     is_even = rows["high"] <= UNEVEN * rows["low"]
     if not is_even.any():
         nearest = rows[["low", "high"]].astype(float).apply(np.log).abs().min(axis=1)
-        return rows.loc[[nearest.idxmin()]]
-    ordered = rows.loc[np.log(rows["ratio"].astype(float)).abs().sort_values(kind="stable").index]
-    return ordered if is_even.all() else ordered.iloc[[len(ordered) // 2]]
+        return rows.loc[[nearest.fillna(np.inf).idxmin()]]
+    sizes = np.log(rows["ratio"].astype(float)).abs()
+    if is_even.all():
+        return rows.loc[sizes.sort_values(kind="stable").index]
+    return rows.loc[[(sizes[is_even] - sizes.median()).abs().idxmin()]]
+
+
+def towards_1(factor: float) -> float:
+    """A factor above 1 as far as `format_factor` tells it, rounded down: it is at least that."""
+    digits = 1 if factor >= 10 else 10
+    return math.floor(digits * factor) / digits
 
 
 @dataclass(frozen=True)
@@ -73,8 +82,7 @@ class Words:
         nearer, least = float(1 / rows["high"].iloc[0] if is_less else rows["low"].iloc[0]), "at least"
         if nearer >= TWOFOLD:
             words = self.quantity.times_less if is_less else self.quantity.times_more
-            digits = 1 if nearer >= 10 else 10  # a tenth, where `format_factor` tells it
-            return words, f"{least} {format_factor(np.floor(digits * nearer) / digits)} times"
+            return words, f"{least} {format_factor(towards_1(nearer))} times"
         words, share = (self.quantity.less, 1 - 1 / nearer) if is_less else (self.quantity.more, nearer - 1)
         percent = int(100 * share)
         return words, f"{least} {percent} %" if percent >= 100 * LEAST_RELEVANT_DIFFERENCE else "clearly"

@@ -147,6 +147,12 @@ def test_a_finding_says_of_which_settings_it_speaks_and_where_most():
     assert of_two.where == "both settings: gloo · mini · 1 KiB and 4 KiB (most: 4 KiB)"
 
 
+def test_what_is_uneven_is_never_quoted_although_it_is_in_the_middle():
+    rows = pd.DataFrame({"n_bytes": [1, 2], "name": "a", "ratio": [0.9, 0.2], "low": [0.88, 0.1], "high": [0.92, 0.4]})
+    found = compared(rows.assign(p=1e-6), "a", "b")
+    assert (found.headline, found.lead.ratio) == ("Yes: a takes typically 10 % less time than b.", 0.9)
+
+
 def test_too_few_repeats_decide_nothing():
     finding = compared(_ratios(_sizes(0.5), repeats=3), "a", "b", choose="Take a", keep="Keep b")
     assert (finding.verdict, finding.advice, finding.significant) == ("undecided", None, False)
@@ -316,6 +322,7 @@ def test_a_prediction_of_counts_has_to_be_nearer():
     assert (
         verdict(0.5, 0.25, 0.5).headline == "No: peaks are typically 50 % less than those counted, at worst 75 % less."
     )
+    assert verdict(-0.3, -0.2, 0.0).headline.endswith("at worst 130 % less.")
     assert verdict(1.0, 1.0, 0.5).headline.endswith("the worst is 50 % less than that.")
     assert verdict(3.0, 4.0, 5.0).headline == "No: peaks are typically 4 times those counted, at worst 5 times."
 
@@ -325,8 +332,8 @@ def test_to_which_side_a_prediction_is_off_is_told_where_all_are():
         table = pd.DataFrame({"world_size": [2, 4, 4][: len(ratios)], "measured_over_predicted": ratios})
         return agreement(table, "times", "the model", settings=("world_size", "batch"), setting="float32").where
 
-    assert where(1.1, 1.2) == "2 compared, all more than predicted: 2 and 4 ranks · float32"
-    assert where(0.9, 0.8).startswith("2 compared, all less than predicted")
+    assert where(1.1, 1.2) == "2 compared, all more than the model: 2 and 4 ranks · float32"
+    assert where(0.9, 0.8).startswith("2 compared, all less than the model")
     assert where(0.9, 1.2, 1.1) == "3 compared: 2 and 4 ranks · float32"
     assert where(1.1) == "the one setting measured: 2 ranks · float32"
 

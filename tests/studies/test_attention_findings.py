@@ -155,13 +155,14 @@ TILE = "Without a mask, tile float32 attention instead of building the whole mat
         ({4096: 2.0, 8192: 0.5, 16384: 0.6}, (9, 8), "it depends", f"{TILE} from 8192 tokens on."),
         ({4096: 1.0, 8192: 1.0}, (1, 8), "yes", f"{TILE} from 4096 tokens on."),  # for its memory alone
         ({4096: 1.0, 8192: 1.0}, (9, 8), "no", None),
-        ({4096: 2.0, 8192: 2.0}, (1, 8), "yes", None),
+        ({4096: 2.0, 8192: 2.0}, (1, 8), "yes", f"If memory is short: w{TILE[1:]} from 4096 tokens on."),
+        ({4096: 2.0, 8192: 2.0}, (9, 8), "no", None),
     ],
 )
 def test_tiling_is_advised_from_where_it_gains(ratios, peaks, verdict, advice):
     finding = _findings(_tiling_rows(ratios, peaks))["tiling"]
     assert finding.verdict == verdict
-    assert finding.lead.quantity == ("memory" if peaks == (1, 8) or advice is None else "time")
+    assert finding.lead.quantity == ("memory" if peaks == (1, 8) or verdict == "no" else "time")
     assert set(finding.table["quantity"]) == {effect.quantity for effect in finding.effects} == {"time", "memory"}
     assert len(finding.table) == len(finding.effects)
     if advice is None:

@@ -127,7 +127,8 @@ def test_how_much_repeats_vary_is_told_of_all_rows_and_not_of_one():
     frame.loc[uneven & (frame["sweep"] == "phases"), "seconds"] *= 1 + 0.3 * (frame["repeat"] % 2)
     found = _findings(frame)["step_times"]
     spread = found.table["spread_percent"]
-    told = f"Repeats typically vary by {spread.median():.1f} %, at most by {spread.max():.1f} % (optimizer of nano)."
+    told = f"The standard deviation of repeats is typically {spread.median():.1f} %, at most {spread.max():.1f} % "
+    told += "(optimizer of nano)."
     assert (found.also, round(spread.max())) == (told, 14)
     assert found.where == "21.8 million parameters · float32 · cpu · batch 4 · 128 tokens"
 

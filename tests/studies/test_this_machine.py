@@ -257,6 +257,16 @@ def test_findings(ratio, verdict, advises, agrees):
     assert (found["predicted"].why is None) == (agrees == "yes")
 
 
+def test_what_is_joined_is_told_by_model_where_models_differ():
+    small = _frame(0.5).assign(model="small", attention="sdpa", precision="float32")
+    alone = _frame(0.5).assign(world_size=1, wrapper="naive_shared")
+    told = STUDY.findings(pd.concat([_frame(0.5), small, alone], ignore_index=True), pd.DataFrame())["ingredients"]
+    assert told.headline == (
+        "Other than the default: bfloat16 and torch.compile for mini, 2 ranks and mini, 1 rank; "
+        "sdpa attention and torch.compile for small, 2 ranks."
+    )
+
+
 def test_what_is_recommended_stands_beside_what_it_gained_together(monkeypatch):
     runs = {"precision": _precision(float32=1.0, bfloat16=0.5)}
     monkeypatch.setattr(here, "newest_runs", lambda: runs)

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from labkit.lab.sentences import TWOFOLD, UNEVEN
+from labkit.lab.sentences import TWOFOLD, UNEVEN, towards_1
 from labkit.lab.units import format_share
 
 AT_LEAST = "≥ "
@@ -53,6 +53,7 @@ def _size(effect: Mapping[str, Any]) -> tuple[str, str, float]:
     size = min(abs(math.log(ratio)) for ratio in ([effect["low"], effect["high"]] if is_least else [effect["ratio"]]))
     is_less, factor, quantity = effect["ratio"] < 1, math.exp(size), effect["quantity"]
     if factor >= TWOFOLD:
+        factor = towards_1(factor) if is_least else factor
         number, of_time = f"{factor:.0f}×" if factor >= 10 else f"{factor:.1f}×", "faster" if is_less else "slower"
     else:
         share = 1 - 1 / factor if is_less else factor - 1

@@ -78,7 +78,7 @@ def algorithms_against_torch(frame: pd.DataFrame) -> Finding | None:
     if found is None or found.table is None or found.lead is None or found.verdict == "no":
         return found
     winner = found.lead.subject
-    places = _sizes_by_ranks(found.table[found.table["algorithm"].map(_name) == winner])
+    places = _sizes_by_ranks(select(found.table[found.table["algorithm"].map(_name) == winner], backend="gloo"))
     return replace(found, advice=f"{WITHOUT_SHARED_MEMORY} {winner} {places}.") if places else found
 
 
@@ -195,8 +195,11 @@ def scheduling(frame: pd.DataFrame) -> Finding | None:
         choose=f"{policy} (labkit's do; others by `chrt -b 0`)",
         keep="Leave the default scheduling policy",
     )
-    factors = (1 / ratios["ratio"].astype(float)).groupby(ratios["world_size"]).median()
-    if found is None or found.verdict != "yes" or len(factors) < 2:
+    if found is None or found.table is None:
+        return found
+    faster = found.table[found.table["verdict"] == "faster"]
+    factors = (1 / faster["ratio"].astype(float)).groupby(faster["world_size"]).median()
+    if len(factors) < 2:
         return found
     return replace(found, also=f"Typically they are {_by_ranks(factors, 'faster')}.")
 

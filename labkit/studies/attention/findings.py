@@ -155,14 +155,17 @@ def tiling(frame: pd.DataFrame) -> Finding | None:
     found = sorted((one for one in (memory, time) if one is not None), key=_standing)
     if not found:
         return None
-    is_slower = time is not None and any(effect.verdict == "slower" for effect in time.effects)
-    advising = time if memory is None or is_slower else memory  # what takes longer is not advised for its memory
+    marks = {effect.verdict for effect in time.effects} if time is not None else set()
+    advising = time if memory is None or {"faster", "slower"} <= marks else memory
+    advice = advising.advice if advising else None
+    if advising is not None and advising is memory and advice and _standing(advising) == 0 and "slower" in marks:
+        advice = f"If memory is short: {advice[0].lower()}{advice[1:]}"  # in time it gains nowhere
     numbers = [one.table for one in found if one.table is not None]
     return replace(
         at_the_cost_of(found[0], found[-1] if len(found) > 1 else None) or found[0],
         table=pd.concat(numbers, ignore_index=True) if numbers else None,
         why=" ".join(one.why for one in found if one.why) or None,
-        advice=advising.advice if advising else None,
+        advice=advice,
     )
 
 

@@ -111,29 +111,29 @@ def overlap(frame: pd.DataFrame) -> Finding | None:
     hidden = table.dropna(subset="hidden_percent")
     seen = select(tables.overlap(frame), implementation=list(tables.OVERLAPPING))["during_percent"]
     told = "of the collectives' time runs during backward"
-    is_on_cpu = len(seen) > 0 and set(tables.timeline(frame)["device"]) == {"cpu"}
     found = Finding(
         "measured",
         f"{span(hidden['hidden_percent'].clip(lower=0), '{:.0f}'.format)} % of the communication hides.",
         table,
         _troubles(frame, "implementations"),
-        "On a CPU, collectives take the cores that backward needs." if is_on_cpu else None,
         where=scope_of(table if hidden.empty else hidden, [*tables.SETTING, "implementation"]),
         also=f"In one profiled step, up to {seen.max():.0f} % {told}." if len(seen) else None,
     )
+    is_on_cpu = set(table["device"]) == {"cpu"}
+    why = "On a CPU, collectives take the cores that backward needs." if is_on_cpu else None
     if hidden.empty:
         if (waits := table[table["low"] > 0]).empty:
             return replace(found, verdict="undecided", headline="Too noisy to tell what a step waits for.")
         return replace(found, headline=f"A step waits for {span(waits['seconds'], format_seconds)} of communication.")
     if (most := max(hidden["hidden_high_percent"].max(), 0)) < ALMOST_NOTHING_PERCENT:
-        return replace(found, headline=f"Almost nothing: at most {most:.0f} % of the communication hides.")
+        return replace(found, headline=f"Almost nothing: at most {most:.0f} % of the communication hides.", why=why)
     if not (hidden["hidden_low_percent"] > 0).any():
         most = max(hidden["hidden_percent"].max(), 0)
         headline = f"Too noisy to tell: by their medians, wrappers that overlap hide up to {most:.0f} %."
         return replace(found, verdict="undecided", headline=headline)
     if len(seen) and seen.max() > 2 * (median := hidden["hidden_percent"].max()):
         headline = f"At most {median:.0f} % by the medians, though up to {seen.max():.0f} % {told}."
-        return replace(found, headline=headline, also=None)
+        return replace(found, headline=headline, also=None, why=why)
     return found
 
 

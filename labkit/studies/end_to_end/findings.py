@@ -39,13 +39,14 @@ def step_times(frame: pd.DataFrame) -> Finding | None:
     spread, also = table.dropna(subset="spread_percent"), None
     if len(spread):
         most = spread.loc[spread["spread_percent"].idxmax()]
-        also = f"Repeats typically vary by {spread['spread_percent'].median():.1f} %, "
-        also += f"at most by {most['spread_percent']:.1f} % ({most['phase']} of {most['size']})."
+        also = f"The standard deviation of repeats is typically {spread['spread_percent'].median():.1f} %, "
+        also += f"at most {most['spread_percent']:.1f} % ({most['phase']} of {most['size']})."
     columns = ["precision", "size", "phase", "seconds", "low", "high", "mean_s", "std_s", "spread_percent", "n"]
     with models_in(frame):
         count = parameters_of(size)
     millions = [f"{count / 1e6:.3g} million parameters"] if count else []
-    where = " · ".join([*millions, scope_of(last, ["precision", "device"]), scope_of(frame, SIZES)])
+    load = scope_of(without_own(select(frame, size=size)), SIZES)
+    where = " · ".join(filter(None, [*millions, scope_of(last, ["precision", "device"], load)]))
     return Finding("measured", f"{headline}.", table[columns], caveat, where=where, also=also)
 
 
@@ -59,7 +60,7 @@ def warmup(frame: pd.DataFrame) -> Finding | None:
     ratios, enough, caveat = tables.later_over_first(frame), tables.enough_warmup(frame), _troubles(frame, "warmup")
     leave = f"Leave the first {counted(enough, 'step') if enough > 1 else 'step'} of a process out of every mean"
     told: dict[str, Any] = {"axis": ("size",), "choose": leave if enough else None, "caveat": caveat}
-    told["setting"] = scope_of(frame, SIZES)
+    told["setting"] = scope_of(without_own(frame), SIZES)
     alone = compared(select(ratios, steps=1), "a later step", "the first of its process", **told)
     later, first = "ten later steps together", "the first ten together"
     ten = compared(select(ratios, steps=tables.STEPS_AVERAGED), later, first, plural=True, **told)
@@ -80,7 +81,7 @@ def warmup(frame: pd.DataFrame) -> Finding | None:
 @QUESTIONS.ask("predicted", "Do counts of FLOPs and bytes predict the times?")
 def predicted(frame: pd.DataFrame, calibration: Calibration | None) -> Finding | None:
     table = tables.predictions(frame, calibration)
-    columns, setting = ["size", "precision", "device"], scope_of(frame, SIZES)
+    columns, setting = ["size", "precision", "device"], scope_of(without_own(frame), SIZES)
     found = agreement(table, "times", "what is predicted", settings=columns, setting=setting)
     if found is None:
         return None
@@ -115,7 +116,7 @@ def compiling(frame: pd.DataFrame) -> Finding | None:
         keep="Stay with the eager model",
         caveat=_troubles(frame, "compile"),
         why=_besides(frame),
-        setting=scope_of(frame, SIZES),
+        setting=scope_of(without_own(frame), SIZES),
     )
     if found is None or table.empty:
         return found

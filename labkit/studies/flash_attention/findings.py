@@ -192,14 +192,13 @@ def techniques(frame: pd.DataFrame) -> Finding | None:
 def _techniques(frame: pd.DataFrame) -> Finding | None:
     table = tables.techniques(frame)
     found = contest(table, "technique", "going without", names=lambda name: TECHNIQUE_NAMES[name], axis=("sequence",))
-    longest = table.dropna(subset="low").drop_duplicates("technique", keep="last")
-    is_less = longest["low"] > longest["predicted"]
-    told = [
-        f"{words} predicted: {_predicted(rows)}."
-        for words, rows in (("As much as", longest[~is_less]), ("Less than", longest[is_less]))
-        if len(rows)
-    ]
-    return found and replace(found, also=" ".join(told) or None)
+    if found is None or found.table is None:
+        return found
+    longest = found.table[found.table["verdict"] == "faster"].drop_duplicates("technique", keep="last")
+    is_less, is_more = longest["low"] > longest["predicted"], longest["high"] < longest["predicted"]
+    sides = {"As much as": ~(is_less | is_more), "Less than": is_less, "More than": is_more}
+    told = [f"{words} predicted: {_predicted(longest[rows])}." for words, rows in sides.items() if rows.any()]
+    return replace(found, also=" ".join(told) or None)
 
 
 def _predicted(table: pd.DataFrame) -> str:

@@ -41,12 +41,12 @@ def _percents(values: pd.Series) -> str:
 
 def _sizes(frame: pd.DataFrame) -> str:
     """ "batch 2 · 64 tokens"."""
-    return scope_of(select(frame, record="operator"), ["batch", "context_length"])
+    return scope_of(select(without_own(frame), record="operator"), ["batch", "context_length"])
 
 
 def _where(frame: pd.DataFrame, rows: pd.DataFrame) -> str:
     """ "nano and mini · forward · cpu · batch 2 · 64 tokens"."""
-    return f"{scope_of(rows, ['model', 'mode', 'device'])} · {_sizes(frame)}"
+    return scope_of(rows, ["model", "mode", "device"], _sizes(frame))
 
 
 @QUESTIONS.ask("profiler_and_clock", "Do profiler and clock agree on the time of a forward pass?")

@@ -84,10 +84,11 @@ def where_it_goes(frame: pd.DataFrame) -> Finding | None:
 
 def _most_of(ends: pd.DataFrame) -> str:
     """The largest part of one model's peak at its shortest and longest context; a row per context."""
-    parts = [
-        ("optimizer state" if part == "optimizer" else part) + ("" if context == ITS_OWN else f" at {context} tokens")
-        for part, context in zip(ends["part"], ends["context_length"], strict=True)
-    ]
+    contexts_of: dict[str, list[str]] = {}
+    for part, context in zip(ends["part"], ends["context_length"], strict=True):
+        name = "optimizer state" if part == "optimizer" else str(part)
+        contexts_of.setdefault(name, []).extend([str(context)] if context != ITS_OWN else [])
+    parts = [f"{part} at {join_words(at)} tokens" if at else part for part, at in contexts_of.items()]
     return f"The largest part of {ends['size'].iloc[0]}'s peak is {join_words(parts)}."
 
 

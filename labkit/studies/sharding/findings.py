@@ -80,7 +80,7 @@ def peaks(frame: pd.DataFrame) -> Finding | None:
     if found is None or parts.empty:
         return found
     columns = ["size", "world_size", "way", "moment", "peak_bytes", *(f"{part}_bytes" for part in PARTS), "rest_bytes"]
-    where = " · ".join(filter(None, [found.where, scope_of(parts, LOAD)]))
+    where = f"{found.where} · {scope_of(parts, LOAD)}"
     found = replace(found, table=parts[columns], where=where)
     fewest = parts[(parts["way"] == DDP) & (parts["world_size"] == parts["world_size"].min())]
     if len(fewest):
@@ -110,9 +110,10 @@ def fsdp_saving(frame: pd.DataFrame) -> Finding | None:
     missing = one["expected_bytes"] - one["saved_bytes"]
     if missing <= 0:
         return found
+    layers = ", and whole layers," if one["way"] == FSDP else ""
     why = (
-        "At the peak, buffers to send from, and FSDP's whole layers, come on top: "
-        f"{format_bytes(missing)} for {one['way']} with {one['size']} on {one['world_size']} ranks."
+        f"At the peak, buffers to send from{layers} come on top: {format_bytes(missing)} for {one['way']} with "
+        f"{one['size']} on {one['world_size']} ranks."
     )
     return replace(found, why=why)
 
@@ -240,6 +241,8 @@ def largest_model(frame: pd.DataFrame) -> Finding | None:
     headline = f"With {ranks} ranks here, {whole} is the largest in whole copies, {largest} with {ways}."
     if whole == largest:
         headline = f"With {ranks} ranks here, {whole} is the largest, in whole copies as in shards."
+    if largest == "none":
+        headline = f"With {ranks} ranks here, no named model fits, not even in shards."
     far = table[(table["place"] != "here") & (table["world_size"] == table["world_size"].max())].set_index("way")
     gpus, models = far.loc[DDP, "world_size"], far["model"]
     why = f"For states alone, {gpus} GPUs of 80 GiB would hold {models[DDP]} in whole copies, {models[FSDP]} in shards."

@@ -5,8 +5,9 @@ from dataclasses import replace
 
 import pandas as pd
 
-from labkit.lab.advise.machine import JOINED, Configuration
+from labkit.lab.advise.machine import DEFAULT, JOINED, OF_RANKS, Configuration
 from labkit.lab.as_predicted import agreement
+from labkit.lab.columns import labels
 from labkit.lab.comparing import compared
 from labkit.lab.findings import Finding, Questions, troubles
 from labkit.lab.places import scope_of
@@ -53,14 +54,16 @@ def _joined(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def _changes(table: pd.DataFrame) -> str:
-    """ "bfloat16, torch.compile and naive_shared"."""
-    told = [
-        NAMED[name].format(value)
-        for name in FIELDS
-        for value in table[name].dropna().unique()
-        if value != getattr(Configuration(), name)
-    ]
-    return join_words(told) or "nothing"
+    """ "bfloat16, torch.compile and naive_shared"; by model and ranks where they differ."""
+    places: dict[str, list[str]] = {}
+    for row in table.to_dict("records"):
+        fields = [name for name in FIELDS if row["world_size"] > 1 or name not in OF_RANKS]
+        known = {name: row[name] for name in fields if row[name] is not None and row[name] == row[name]}
+        told = [NAMED[name].format(value) for name, value in known.items() if value != getattr(DEFAULT, name)]
+        places.setdefault(join_words(told) or "nothing", []).append(labels(pd.DataFrame([row]), JOINED.setting)[0])
+    if len(places) == 1:
+        return next(iter(places))
+    return "; ".join(f"{told} for {' and '.join(where)}" for told, where in places.items())
 
 
 @QUESTIONS.ask("predicted", "Do the gains of the parts predict the gain of the whole?")
