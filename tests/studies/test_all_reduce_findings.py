@@ -222,7 +222,7 @@ def test_a_size_up_to_which_time_is_flat_is_flat_with_all_ranks():
 
 def test_of_one_size_and_number_of_ranks_the_time_is_told():
     finding = _findings(_frame(lambda *_: 2e-3, noise=0, worlds=(2,), sizes=[KIB]))["size_and_ranks"]
-    assert (finding.headline, finding.also, finding.why) == ("One size takes 2 ms.", None, None)
+    assert (finding.headline, finding.also, finding.why) == ("The shortest takes 2 ms.", None, None)
 
 
 def test_a_machine_that_contradicts_the_model_is_not_talked_round():

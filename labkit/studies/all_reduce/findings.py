@@ -54,8 +54,9 @@ def size_and_ranks(frame: pd.DataFrame) -> Finding | None:
             f"At {format_bytes(wide.index[-1])}, {most} ranks take {format_factor(long)} times as long as {fewest}; "
             f"each rank sends {format_factor(sent)} times as many bytes."
         )
-    headline = "; ".join(told) or f"one size takes {format_seconds(of_one['seconds'].iloc[0])}"
-    where = scope_of(of_one, ["algorithm", "backend", "world_size", "n_bytes"])
+    headline = "; ".join(told) or f"the shortest takes {format_seconds(of_one['seconds'].min())}"
+    common = of_one[of_one["n_bytes"].isin(wide.index)] if len(wide) else of_one
+    where = scope_of(common, ["algorithm", "backend", "world_size", "n_bytes"])
     return Finding("measured", f"{headline[0].upper()}{headline[1:]}.", table, why=why, where=where, also=also)
 
 
