@@ -32,7 +32,10 @@ MISTAKES = [
     *mistakes(
         "lab/sentences.py",
         COMPARING,
-        of_uneven_ratios_the_largest_is_quoted=("ordered.iloc[[len(ordered) // 2]]", "ordered.iloc[[-1]]"),
+        of_uneven_ratios_the_largest_is_quoted=(
+            "(sizes[is_even] - sizes.median()).abs().idxmin()",
+            "sizes.idxmax()",
+        ),
     ),
     *mistakes(
         "lab/rows.py",

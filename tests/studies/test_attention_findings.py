@@ -124,7 +124,7 @@ def test_the_end_of_memory_follows_from_what_is_available():
     finding = _findings(_frame())["out_of_memory"]
     assert "At 16384 tokens" in finding.headline
     assert "99 % of that is 3 matrices of 8 GiB" in finding.also
-    assert "1.1 times that is more than the 20 GiB available" in finding.where
+    assert "with a margin of 10 %, more than the 20 GiB available" in finding.where
     assert "At 65536 tokens" in _findings(_frame(available=200 * GIB))["out_of_memory"].headline
     table = finding.table.set_index("tensor")
     assert table.loc["probabilities", "bytes"] == 8 * GIB

@@ -77,7 +77,7 @@ def test_a_textbook_machine_is_answered_in_full():
     assert {key: finding.verdict for key, finding in findings.items()} == {"step_times": "measured"} | verdicts
     warmup = findings["warmup"]
     assert warmup.headline == "Yes: a later step is 3 times faster than the first of its process."
-    assert warmup.also == "For means of ten steps, 1 warm-up step is enough."
+    assert warmup.also == "Before a mean of ten steps, 1 warm-up step is enough."
     assert warmup.advice == "Leave the first step of a process out of every mean."
     assert dict(zip(warmup.table["steps"], warmup.table["ratio"], strict=True)) == pytest.approx(
         {1: 1 / 3, 10: 10 / 12}, rel=0.01
@@ -186,6 +186,9 @@ def test_every_step_that_changes_a_mean_is_left_out():
     assert tables.enough_warmup(frame) == 2
     assert _findings(frame)["warmup"].advice == "Leave the first 2 steps of a process out of every mean."
     assert _findings(frame)["warmup"].headline.startswith("Yes: a later step is 3 times faster")
+    slows = (frame["sweep"] == "warmup") & (frame["repeat"] < 15)
+    frame.loc[slows, "seconds"] *= 1.2 ** (15 - frame.loc[slows, "repeat"])
+    assert "at least the first 5; more were not tried" in _findings(frame)["warmup"].also
     later = _frame(first=1.0)
     later.loc[(later["sweep"] == "warmup") & (later["repeat"] == 1), "seconds"] *= 3
     found = _findings(later)["warmup"]

@@ -137,6 +137,7 @@ def transports(frame: pd.DataFrame) -> Finding | None:
         choose="Let ranks of one machine exchange CPU tensors through shared memory",
         keep="Keep torch's all-reduce between ranks of one machine",
         caveat=troubles(select(frame, ["transport"], sweep="transports"), "transport"),
+        setting="torch's over gloo",
     )
     if found is None or found.table is None:
         return found
@@ -170,6 +171,7 @@ def phases(frame: pd.DataFrame) -> Finding | None:
         plural=True,
         axis=("collective", "n_bytes", "world_size"),
         caveat=troubles(select(frame, ["transport"], sweep="phases"), "transport"),
+        setting="torch's over gloo",
     )
     sent = tables.phases(frame).pivot_table("measured_over_predicted", "collective", "transport", "max", sort=False)
     both = sent.reindex(columns=[TORCH, SHARED_MEMORY]).dropna()

@@ -132,7 +132,7 @@ def out_of_memory(frame: pd.DataFrame) -> Finding | None:
     dtypes = scope_of(select(frame, ["dtype"], sweep="grid"), ["dtype"])
     where = (
         f"the shortest of lengths that double · batch {needed['batch']} · head dim {needed['head_dim']} · {dtypes} · "
-        f"{MARGIN} times that is more than the {format_bytes(available)} available"
+        f"with a margin of {format_share(MARGIN - 1)}, more than the {format_bytes(available)} available"
     )
     return Finding("predicted", headline, table, why=_formula_held(frame), where=where, also=also)
 

@@ -67,9 +67,9 @@ def warmup(frame: pd.DataFrame) -> Finding | None:
     if alone is None or ten is None or ten.table is None:
         return alone
     found = alone if alone.significant or not ten.significant else ten
-    settled = f"For means of ten steps, {counted(enough, 'warm-up step')} {'is' if enough == 1 else 'are'} enough."
+    settled = f"Before a mean of ten steps, {counted(enough, 'warm-up step')} {'is' if enough == 1 else 'are'} enough."
     if enough == tables.WARMUPS[-1]:
-        settled = f"For means of ten steps, leave out at least {enough}; more were not tried."
+        settled = f"Before a mean of ten steps, leave out at least the first {enough}; more were not tried."
     return replace(
         found,
         table=pd.concat([alone.table, ten.table], ignore_index=True),
