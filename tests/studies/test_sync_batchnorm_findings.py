@@ -103,6 +103,7 @@ def test_one_disturbed_setting_does_not_make_the_price():
     quiet, found = _findings(frame)["price"], _findings(disturbed)["price"]
     added = re.compile(r"\((.*?) more\)")
     assert added.findall(found.also) == added.findall(quiet.also) != []
+    assert found.why == quiet.why
     assert not found.table["adds_s"].equals(quiet.table["adds_s"])  # it stays in the table
 
 
@@ -118,6 +119,7 @@ def test_a_textbook_machine_pays_for_messages():
     found = _findings(_frame())
     price = found["price"]
     assert (price.verdict, price.significant) == ("measured", True)
+    assert price.why == "With 4 ranks instead of 2 it typically adds 1.8 times as much."
     assert price.also == "Typically 48 times with 2 ranks (512 µs more) and 97 times with 4 ranks (912 µs more)."
     assert price.advice.startswith("Synchronize only where")
     assert found["split"].headline == "Into collectives: it is the largest part in every setting."

@@ -24,7 +24,7 @@ QUESTIONS = Questions()
 LABKITS, PLAIN, TORCHS = "labkit's SyncBatchNorm", "plain BatchNorm", "torch's SyncBatchNorm"
 AXIS = ("world_size", "features", "batch")
 JUDGED = ("ratio", "low", "high", "p", "rounds", "verdict")
-GROWS = {"features": "features", "batch": "rows"}
+GROWS = {"features": "features", "batch": "rows", "world_size": "ranks"}
 # Published with 2 workers: 128 to 1024 features, batch 32 to 64; ratios of medians are 0.90 to 1.08 and 0.78 to 1.06.
 PUBLISHED_RANKS, FEATURES, BATCHES, HARDLY = 2, (128, 1024), (32, 64), 1.15
 # Published: from the smallest to the largest batch, the peak grows by 0.86 (torch) and 0.98 times the batch's growth.

@@ -114,15 +114,15 @@ def price_growth(frame: pd.DataFrame) -> pd.DataFrame:
 def time_growth(frame: pd.DataFrame) -> pd.DataFrame:
     """The time of labkit's layer at the largest value over that at the smallest: `ratio`, interval, verdict.
 
-    Columns: `grows` (features or batch), `before`, `after`, what stays the same. Settings are measured one after the
-    other, so that drift of the machine is in the ratio.
+    Columns: `grows` (features, batch or world_size), `before`, `after`, what stays the same. Settings are measured
+    one after the other, world sizes by other ranks, so that drift of the machine is in the ratio.
     """
     return _growth(LAYERS.samples(_rows(frame, alternative=OWN, phase=BOTH)))
 
 
 def _growth(table: pd.DataFrame) -> pd.DataFrame:
     found = []
-    for grows in ("features", "batch"):
+    for grows in ("features", "batch", "world_size"):
         fixed = [name for name in SETTING if name != grows]
         for key, group in table.groupby(fixed):
             before, after = group[grows].min(), group[grows].max()
