@@ -15,6 +15,7 @@ from labkit.lab.units import format_factor
 
 TWOFOLD = 1.95  # from here on "times" reads better than "%"
 UNEVEN = 2.0  # the width of an interval, as a factor, from which on a ratio is not quoted
+MOST_WORDS = 25  # of a headline
 FEWEST_TIMES = 1.1  # below it the lower end of "1.0 to 6 times" says nothing
 
 
@@ -132,7 +133,10 @@ def told_of(table: pd.DataFrame, better: pd.DataFrame, worse: pd.DataFrame, word
         return Told("it depends", headline, rows, place)
     gain, loss = words.clause(better, briefly=True), words.amount(worse, briefly=True)
     loss = loss.removesuffix(" than").removesuffix(" as")
-    return Told("it depends", f"It depends: {gain} in some settings, and {loss} in others.", better, place)
+    headline = f"It depends: {gain} in some settings, {loss} in others."
+    if len(headline.split()) > MOST_WORDS:
+        headline = f"It depends: {gain} in some settings, {quantity.worse} in others."
+    return Told("it depends", headline, better, place)
 
 
 def _no_difference(table: pd.DataFrame, quantity: Quantity, between: str, settings: int = 1) -> Told:

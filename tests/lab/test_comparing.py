@@ -153,6 +153,15 @@ def test_what_is_uneven_is_never_quoted_although_it_is_in_the_middle():
     assert (found.headline, found.lead.ratio) == ("Yes: a takes typically 10 % less time than b.", 0.9)
 
 
+def test_a_headline_with_long_names_tells_how_much_is_gained_and_that_something_is_lost():
+    mixed = _ratios({("ring", 1): 0.8, ("ring", 2): 1.3, ("ring", 3): 0.9, ("ring", 4): 1.2}, noise=0.001)
+    short, long = (
+        compared(mixed, subject, "torch").headline for subject in ("the ring", f"the {'very ' * 12}long ring")
+    )
+    assert short.endswith("20 % less time than torch in some settings, takes up to 30 % longer in others.")
+    assert long.endswith("less time than torch in some settings, slower in others.")
+
+
 def test_too_few_repeats_decide_nothing():
     finding = compared(_ratios(_sizes(0.5), repeats=3), "a", "b", choose="Take a", keep="Keep b")
     assert (finding.verdict, finding.advice, finding.significant) == ("undecided", None, False)
