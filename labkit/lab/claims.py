@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import get_args
 
 import numpy as np
 import pandas as pd
@@ -58,20 +59,21 @@ def published(claims: Iterable[Claim | Trend | None]) -> Finding | None:
     parts = iter(np.split(significant, np.cumsum([len(trend.p) for trend in trends])[:-1]))
     checked = [claim.judged(next(parts)) if isinstance(claim, Trend) else claim for claim in stated]
     holding = sum(claim.outcome == HOLDS for claim in checked)
-    texts = {which: [claim.text for claim in checked if claim.outcome == which] for which in (CONTRADICTED, IN_SOME)}
-    told = [f"{which.removeprefix('is ').capitalize()}: {'; '.join(some)}." for which, some in texts.items() if some]
-    verdict: Verdict = "it depends" if holding or texts[IN_SOME] else "no" if told else "undecided"
+    texts = {which: [claim.text for claim in checked if claim.outcome == which] for which in get_args(Outcome)}
+    told = [f"{which.removeprefix('is ')}: {'; '.join(some)}" for which, some in texts.items() if some]
+    is_against = bool(texts[CONTRADICTED] or texts[IN_SOME])
+    verdict: Verdict = "it depends" if holding or texts[IN_SOME] else "no" if is_against else "undecided"
     if holding == len(checked):
         verdict = "yes"
     headline = f"{holding} of {counted(len(checked), 'published claim')} {'holds' if holding == 1 else 'hold'} here"
     others = "other is" if len(checked) - holding == 1 else "others are"
-    headline += f"; the {others} open." if not told and holding < len(checked) else "."
+    headline += f"; the {others} open." if not is_against and holding < len(checked) else "."
     if verdict == "undecided":
         headline = "No published claim can be confirmed or contradicted here."
     rows = [
         {"published": claim.text, "here": claim.outcome.removeprefix("is "), "seen": claim.seen} for claim in checked
     ]
-    return Finding(verdict, headline, pd.DataFrame(rows), " ".join(told) or None, claims=tuple(checked))
+    return Finding(verdict, headline, pd.DataFrame(rows), claims=tuple(checked), where=" · ".join(told))
 
 
 def claim(text: str, ratios: pd.DataFrame, expects: str) -> Trend | None:

@@ -310,6 +310,8 @@ def test_the_verdict_on_published_claims():
     hold, against, noise = (claim("", _ratios(_sizes(f)), "faster") for f in (0.5, 2.0, 1.0))
     verdicts = [published(found).verdict for found in ([hold], [against], [noise], [hold, against], [hold, noise])]
     assert verdicts == ["yes", "no", "undecided", "it depends", "it depends"]
+    named = published([claim(text, _ratios(_sizes(f)), "faster") for text, f in (("A", 0.5), ("B", 2.0), ("C", 0.5))])
+    assert named.where == "holds here: A; C · contradicted here: B"
 
 
 @pytest.mark.parametrize(
