@@ -37,7 +37,7 @@ def products(frame: pd.DataFrame) -> Finding | None:
         where, rest = f"at {fastest:.0f} rows", "; larger ones are slower again"
     headline = f"Arithmetic, {where}: {reached}{rest}."
     others = select(table, kind="square").groupby("dtype", sort=False)["flops_per_s"].max().drop("float32")
-    also = [f"{dtype} reaches {format_flops(rate)}/s" for dtype, rate in others.items()]
+    also = [f"{format_flops(rate)}/s in {dtype}" for dtype, rate in others.items()]
     columns = ["device", "dtype", "kind", "dimensions", "seconds", "low", "high", "flops_per_s", "of_best_percent"]
     shown = tables.products(frame)[columns]
     asked = select(frame, ["shape", "dtype"], sweep="products")
@@ -48,7 +48,7 @@ def products(frame: pd.DataFrame) -> Finding | None:
         shown,
         caveat,
         where=f"square products of {span(square['size'], '{:.0f}'.format)} rows",
-        also=f"Square products in {join_words(also)}." if also else None,
+        also=f"The best do {join_words(also)}." if also else None,
     )
 
 
