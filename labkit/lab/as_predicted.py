@@ -32,6 +32,7 @@ def agreement(
     ratios = ratios.sort_values(ascending=False, ignore_index=True)  # the lowest of those that are nothing comes last
     off = np.maximum(ratios, 1 / ratios).where(ratios > 0, np.inf).sort_values(kind="stable")
     middle, worst = off.index[(len(off) - 1) // 2], off.index[-1]
+    is_one_sided = len(off) > 1 and not ratios.min() <= 1 <= ratios.max()
     verdict: Verdict = "yes" if off[worst] <= close else "it depends" if off[middle] <= close else "no"
     if verdict == "yes":
         amount = "exactly" if off[worst] == 1 else f"{_within(off[worst])} of"
@@ -41,12 +42,11 @@ def agreement(
         within = f"{most} of the {subject} are {_within(off[middle])} of {prediction}"
         told = f"Partly: {within}, the worst is {_times(ratios[worst])} that."
     else:
-        is_one_sided = not ratios.min() <= 1 <= ratios.max()
         typical, most = _times(ratios.median() if is_one_sided else ratios[middle]), _times(ratios[worst])
         told = f"No: {subject} are {'typically ' if typical != most else ''}{typical} {prediction}"
         told += f", at worst {most.removesuffix(' than')}." if typical != most else "."
     where = f"{len(ratios)} compared" if len(ratios) > 1 else "the one setting measured"
-    if len(ratios) > 1 and not ratios.min() <= 1 <= ratios.max():
+    if is_one_sided:
         where += f", all {'more' if ratios.min() > 1 else 'less'} than {prediction}"
     scope = scope_of(table, settings, setting)
     return Finding(verdict, told, table, where=f"{where}: {scope}" if scope else where)

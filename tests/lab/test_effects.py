@@ -55,6 +55,8 @@ def test_the_size_of_a_difference_says_whether_it_is_the_largest_and_what_the_ot
 
     assert told(large, small, other) == ("up to", "4.0×", "faster", "")
     assert told(small, large) == ("typically", "20 %", "less time", "")
+    perhaps = effect(0.5, 0.3, 1.05, "faster")  # its interval reaches over 1
+    assert told(perhaps)[1] == ""
     assert told(large, slower) == ("", "4.0×", "faster", "30 % longer")
 
 

@@ -46,7 +46,10 @@ MISTAKES = [
         "lab/pages/importance.py",
         ("tests/lab/test_effects.py",),
         a_page_begins_with_its_smallest_difference=('-answer["size"]', 'answer["size"]'),
-        what_is_uneven_is_told_by_its_furthest=("size = min(abs", "size = max(abs"),
+        what_is_uneven_is_told_by_its_furthest=(
+            'effect["high"] if is_less else effect["low"]',
+            'effect["low"] if is_less else effect["high"]',
+        ),
     ),
     *mistakes(
         "lab/as_predicted.py",

@@ -134,7 +134,7 @@ def test_what_a_scheduling_policy_gains_is_told_by_ranks():
         return 1e-3 * (seconds.get(p, 1) if policy == "batch" else 1)
 
     finding = _findings(_frame(times, worlds=seconds, noise=0.001))["scheduling"]
-    assert finding.also == "Typically they are 2, 8 and 5 times faster with 2, 4 and 8 ranks."
+    assert finding.also == "Where it helps, typically 2, 8 and 5 times faster with 2, 4 and 8 ranks."
     assert not any("chosen" in effect.setting for effect in finding.effects)
 
 

@@ -161,7 +161,7 @@ def _verdict(found: Sequence[Recommendation], ratio: float) -> tuple[str, str]:
     if not changed:
         return "Keep the defaults.", "No run of this machine shows anything else to be faster."
     headline = f"Together they should leave {100 * ratio:.0f} % of a step's time on two ranks ({PREDICTED})."
-    alone = "each faster alone where it was measured" if len(changed) > 1 else "faster alone where it was measured"
+    alone = f"{'each ' if len(changed) > 1 else ''}faster alone where it was measured"
     return f"Change {len(changed)} of {len(found)} defaults, {alone}.", headline
 
 

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from labkit.bench.statistics import LEAST_RELEVANT_DIFFERENCE
 from labkit.lab.sentences import TWOFOLD, UNEVEN, towards_1
 from labkit.lab.units import format_share
 
@@ -33,7 +34,8 @@ def size_of(answer: Mapping[str, Any]) -> dict[str, Any]:
     """How large the difference is that a headline quotes: `factor`, "4.2×", `words`, "faster", `size`, its logarithm.
 
     Of one that is too uneven to be quoted the least that it is. `of`: "up to", where it is the largest of several, or
-    "typically". `against`: the largest the other way, "or up to 26 % longer". Without a difference all are "".
+    "typically". `against`: the largest the other way, "26 % longer". `factor` is "" without a difference, or of one
+    that is surely there and may be next to nothing.
     """
     lead = answer["lead"]
     if lead is None:
@@ -49,9 +51,10 @@ def size_of(answer: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _size(effect: Mapping[str, Any]) -> tuple[str, str, float]:
-    is_least = effect["low"] is not None and is_uneven(effect)
-    size = min(abs(math.log(ratio)) for ratio in ([effect["low"], effect["high"]] if is_least else [effect["ratio"]]))
-    is_less, factor, quantity = effect["ratio"] < 1, math.exp(size), effect["quantity"]
+    is_least, is_less = effect["low"] is not None and is_uneven(effect), effect["ratio"] < 1
+    nearest = (effect["high"] if is_less else effect["low"]) if is_least else effect["ratio"]
+    size, quantity = max(0.0, -math.log(nearest) if is_less else math.log(nearest)), effect["quantity"]
+    factor = math.exp(size)
     if factor >= TWOFOLD:
         factor = towards_1(factor) if is_least else factor
         number, of_time = f"{factor:.0f}×" if factor >= 10 else f"{factor:.1f}×", "faster" if is_less else "slower"
@@ -60,6 +63,8 @@ def _size(effect: Mapping[str, Any]) -> tuple[str, str, float]:
         number = f"{math.floor(100 * share)} %" if is_least else format_share(share)
         of_time = "less time" if is_less else "longer"
     words = of_time if quantity.startswith("time") else f"{'less' if is_less else 'more'} {quantity}"
+    if is_least and factor < 1 + LEAST_RELEVANT_DIFFERENCE:
+        return "", words, size
     return (AT_LEAST if is_least else "") + number, words, size
 
 

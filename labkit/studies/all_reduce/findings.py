@@ -204,7 +204,7 @@ def scheduling(frame: pd.DataFrame) -> Finding | None:
     factors = (1 / faster["ratio"].astype(float)).groupby(faster["world_size"]).median()
     if len(factors) < 2:
         return found
-    return replace(found, also=f"Typically they are {_by_ranks(factors, 'faster')}.")
+    return replace(found, also=f"Where it helps, typically {_by_ranks(factors, 'faster')}.")
 
 
 @QUESTIONS.ask("published_trends", "Do the published trends hold on this machine?")
