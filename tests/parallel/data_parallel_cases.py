@@ -64,6 +64,19 @@ class WithBuffer(nn.Module):
         return result
 
 
+class ConstantBuffers(nn.Module):
+    """Two buffers that autograd saves in each forward pass and that no forward pass changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("scale", torch.linspace(0.5, 2.0, WIDTH))
+        self.register_buffer("shift", torch.ones(WIDTH))
+
+    def forward(self, x):
+        return (self.linear(x) * self.scale + self.shift.tanh()).tanh()
+
+
 class MixedDtypes(nn.Module):
     """A layer in float64, one in float32, one in float64."""
 
@@ -190,6 +203,15 @@ def _square(model, x, shard, step):
     return model(x).square().mean()
 
 
+def _two_forwards(model, x, shard, step):
+    """Two forward passes before one backward pass, as in contrastive training."""
+    return model(x).mean() - model(x.flip(0) * 2).square().mean()
+
+
+def _tokens_twice(model, x, shard, step):
+    return _tokens(model, x, shard, step) + _tokens(model, x + 1, shard, step)
+
+
 def _images(model, x, shard, step):
     return model(x.view(1, 1, ROWS, WIDTH).expand(1, 2, ROWS, WIDTH)).square().mean()
 
@@ -263,6 +285,8 @@ CASES = {
     "gradients in one piece of memory": Case(Offset),
     "a gradient in a part of another": Case(OffsetOfARow),
     "buffers": Case(WithBuffer, whole_batch=True),
+    "two forward passes, buffers": Case(ConstantBuffers, _two_forwards),
+    "two forward passes, transformer": Case(transformer, _tokens_twice),
     "mixed dtypes": Case(MixedDtypes, tolerance=FLOAT32),
     "parameters unused": Case(TwoHeads, _one_head, options={"find_unused": True}),
     "unused, set_to_none=False": Case(TwoHeads, _one_head, options={"find_unused": True}, set_to_none=False),

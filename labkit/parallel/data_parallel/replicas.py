@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from labkit.parallel.data_parallel.layout import strides_like
 from labkit.parallel.transport.choice import member_group
@@ -65,10 +66,16 @@ def check_same_on_all_ranks(
 
 @torch.no_grad()
 def broadcast(tensors: Iterable[Tensor], group: dist.ProcessGroup | None) -> None:
-    """Every tensor becomes that of the group's first rank; small ones of a dtype and device travel together."""
-    if detached := [tensor.detach() for tensor in tensors]:
-        # as torch's own wrapper does
-        dist._broadcast_coalesced(member_group(group), detached, COALESCED_BYTES, 0)  # type: ignore[attr-defined]
+    """Overwrite every tensor by the group's first rank's; small ones of a dtype and device travel together.
+
+    Version counters stay, as with torch's wrapper: a graph made before may have saved a buffer.
+    """
+    if detached := tuple(tensor.detach() for tensor in tensors):
+        with _unsafe_preserve_version_counter(detached):
+            # as torch's own wrapper does
+            dist._broadcast_coalesced(  # type: ignore[attr-defined]
+                member_group(group), list(detached), COALESCED_BYTES, 0
+            )
 
 
 def describe(name: str, tensor: Tensor) -> str:
