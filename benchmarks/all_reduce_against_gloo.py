@@ -30,7 +30,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from labkit.bench.clock import order_of_turns, start_together
+from labkit.bench.clock import start_together, turn_order
 from labkit.parallel.collectives import ALGORITHMS, all_reduce
 from labkit.parallel.launch import run_ranks
 from labkit.parallel.transport import POINT_TO_POINT, SHARED, empty_for_all_reduce
@@ -73,7 +73,7 @@ def _interleave(
             repeats = _agree_on_repeats((time.perf_counter() - start) / WARMUP, budget_s * len(calls))
         if number >= WARMUP + repeats:
             break
-        for name in order_of_turns(calls, number, seed=n_bytes):
+        for name in turn_order(calls, number, seed=n_bytes):
             samples_s[name].append(_time(calls[name], tensors[name], in_a_row))
     return {name: _median_of_slowest(samples_s[name][WARMUP:]) for name in calls}
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from labkit.bench.clock import order_of_turns, start_together
+from labkit.bench.clock import start_together, turn_order
 from labkit.parallel.collectives import all_gather, reduce_scatter
 from labkit.parallel.launch import run_ranks
 from labkit.parallel.phases import REDUCE_SCATTERS
@@ -61,7 +61,7 @@ def _interleave(collective: str, n_bytes: int, options: argparse.Namespace) -> d
         tensors |= {name: empty_for_all_reduce(numel, torch.float32, preference=options.transport) for name in calls}
     samples_s: dict[str, list[float]] = {name: [] for name in calls}
     for number in range(WARMUP + options.repeats):
-        for name in order_of_turns(calls, number, seed=n_bytes):
+        for name in turn_order(calls, number, seed=n_bytes):
             samples_s[name].append(_time(collective, calls[name], tensors[name]))
     return {name: _median_of_slowest(samples_s[name][WARMUP:]) for name in calls}
 

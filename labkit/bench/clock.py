@@ -58,7 +58,7 @@ def time_interleaved(
         calls: a sample is the mean of so many calls in a row. On CUDA one more call goes ahead of them, which is not
             timed: while the device is busy with it, the host launches the next ones, so that a sample is what the
             device takes, or the time of a launch if that is longer.
-        seed: of the order: `order_of_turns`. A point's `id` is the same on all ranks, and another for every point.
+        seed: of the order: `turn_order`. A point's `id` is the same on all ranks, and another for every point.
         ratio_within: rounds end when the ratio of any two alternatives is known to this share; 0: they do not.
         rounds_s: they end after so many seconds, too (`stopping.py`). With either, all ranks of the job call.
 
@@ -120,7 +120,7 @@ def time_parts_interleaved(
             stopping = Stopping(ratio_within, rounds_s)
         if heartbeat is not None:
             heartbeat.beat(repeat)
-        for name in order_of_turns(alternatives, repeat, seed=seed):
+        for name in turn_order(alternatives, repeat, seed=seed):
             if prepare is not None:
                 prepare(name)
             for part, action in alternatives[name].items():
@@ -136,7 +136,7 @@ def time_parts_interleaved(
     return samples
 
 
-def order_of_turns(names: Iterable[str], round_number: int, *, seed: Seed = 0) -> list[str]:
+def turn_order(names: Iterable[str], round_number: int, *, seed: Seed = 0) -> list[str]:
     """The names in the order of their turns in a round: every order is equally likely, in every round anew.
 
     The same wherever names, number and seed are the same, on all ranks and in a run that is taken up again, in

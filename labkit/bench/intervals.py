@@ -13,10 +13,10 @@ from scipy.special import bdtr, ndtr, ndtri, stdtr, stdtrit
 
 CONFIDENCE = 0.95
 TAIL = (1 - CONFIDENCE) / 2
-FEWEST_SAMPLES = 6
+MIN_SAMPLES = 6
 """Below six samples no order statistics bound the median with 95 %: 2 * 0.5**5 > 0.05."""
-FEWEST_FOR_RANKS = 12
-FEWEST_FOR_CORRELATION = 20
+MIN_FOR_RANKS = 12
+MIN_FOR_CORRELATION = 20
 """Rounds from which on the correlation of one with the next can be estimated at all."""
 MOST_EXACT = 50
 """Pairs up to which the distribution of the signed-rank statistic is counted out; beyond, it is normal to 3 digits."""
@@ -37,10 +37,10 @@ class Estimate:
 def median_interval(values: np.ndarray) -> tuple[float, float]:
     """Bounds of the median of `values`, (n,): interpolated order statistics (Hettmansperger & Sheather 1986).
 
-    NaN, NaN below `FEWEST_SAMPLES`.
+    NaN, NaN below `MIN_SAMPLES`.
     """
     n = len(values)
-    if n < FEWEST_SAMPLES:
+    if n < MIN_SAMPLES:
         return float("nan"), float("nan")
     ordered, (depth, weight) = np.sort(values), _median_depth(n)
     low = (1 - weight) * ordered[depth - 1] + weight * ordered[depth]
@@ -66,9 +66,9 @@ def estimate_paired(differences: np.ndarray) -> Estimate:
     correlation takes from the rounds' worth, sqrt((1 + r) / (1 - r)).
     """
     n = len(differences)
-    if n < FEWEST_SAMPLES:
+    if n < MIN_SAMPLES:
         return Estimate(float(np.median(differences)))
-    if n < FEWEST_FOR_RANKS:
+    if n < MIN_FOR_RANKS:
         return _student(float(differences.mean()), float(differences.std(ddof=1)) / np.sqrt(n), n - 1)
     widening = _widening(differences)
     kept = _thinned(differences)
@@ -86,9 +86,9 @@ def estimate_unpaired(a: np.ndarray, b: np.ndarray) -> Estimate:
 
     For groups measured one after the other: their drift is in the shift.
     """
-    if min(len(a), len(b)) < FEWEST_SAMPLES:
+    if min(len(a), len(b)) < MIN_SAMPLES:
         return Estimate(float(np.median(a) - np.median(b)))
-    if min(len(a), len(b)) < FEWEST_FOR_RANKS:
+    if min(len(a), len(b)) < MIN_FOR_RANKS:
         parts = [float(x.var(ddof=1)) / len(x) for x in (a, b)]
         squares = sum(part**2 / (len(x) - 1) for part, x in zip(parts, (a, b), strict=True))
         freedom = sum(parts) ** 2 / squares if squares else len(a) + len(b) - 2  # Welch-Satterthwaite
@@ -148,7 +148,7 @@ def _widening(values: np.ndarray) -> float:
     centered = values - values.mean()
     power = float(centered @ centered)
     rounding = len(values) * (4 * np.finfo(float).eps * float(np.abs(values).max())) ** 2
-    if len(values) < FEWEST_FOR_CORRELATION or power <= rounding:
+    if len(values) < MIN_FOR_CORRELATION or power <= rounding:
         return 1.0
     correlation = min(0.9, max(0.0, float(centered[1:] @ centered[:-1]) / power))
     return float(np.sqrt((1 + correlation) / (1 - correlation)))

@@ -86,7 +86,7 @@ def _bytes_of(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.numel() * tensor.itemsize for tensor in tensors)
 
 
-def operators_of(action: Callable[[], Any]) -> tuple[OperatorCall, ...]:
+def record_operators(action: Callable[[], Any]) -> tuple[OperatorCall, ...]:
     """Those that a call of `action` runs."""
     with OperatorRecord() as record:
         action()

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from labkit.bench.gate import verdict
+from labkit.bench.check import verdict
 
 
 @dataclass(frozen=True)

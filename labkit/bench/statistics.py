@@ -1,7 +1,7 @@
 """What samples say and what they do not: medians with intervals, and which differences count.
 
-One rule of significance for the whole product (`judged`): the false-discovery rate over all comparisons that answer a
-question stays at most `FALSE_DISCOVERY_RATE`, and a difference smaller than `LEAST_RELEVANT_DIFFERENCE` is not claimed
+One significance rule (`with_verdicts`): the false-discovery rate over all comparisons that answer
+a question stays at most `FALSE_DISCOVERY_RATE`, and a difference smaller than `MIN_RELEVANT_DIFFERENCE` is not claimed
 however certain it is. Intervals cover what varied *within* the run.
 """
 
@@ -16,7 +16,7 @@ from scipy.special import ndtr, ndtri
 
 from labkit.bench.intervals import (
     CONFIDENCE,
-    FEWEST_SAMPLES,
+    MIN_SAMPLES,
     Estimate,
     adjusted,
     estimate_paired,
@@ -24,7 +24,7 @@ from labkit.bench.intervals import (
     median_interval,
 )
 
-__all__ = ["CONFIDENCE", "FEWEST_SAMPLES"]
+__all__ = ["CONFIDENCE", "MIN_SAMPLES"]
 
 Bound = float | np.ndarray
 Verdict = Literal["faster", "slower", "no difference shown"]
@@ -34,7 +34,7 @@ MOST_KEPT = 500  # samples whose resamples are kept, of which there are RESAMPLE
 # Half of the usual 5 %: rounds that follow one another resemble one another, and intervals do not know it all.
 FALSE_DISCOVERY_RATE = 0.025
 # Other runs differ by more than repeats within one do.
-LEAST_RELEVANT_DIFFERENCE = 0.03
+MIN_RELEVANT_DIFFERENCE = 0.03
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Comparison:
     """How many times b an a is, with its interval. For times, below 1 means that a is faster.
 
     `p` is the probability of such a ratio, or one further from 1, where nothing differs. `rounds` are those that both
-    have. `verdict` is that of one comparison alone; of several that answer one question, `judged` has the last word.
+    have. `verdict` is that of one comparison alone; for several that answer one question, use `with_verdicts`.
     """
 
     ratio: float
@@ -127,14 +127,14 @@ def _comparison(a: bytes, b: bytes, interleaved: bool) -> Comparison:
 
 def _verdict(ratio: float, p: float) -> Verdict:
     """From a p-value that is adjusted for all comparisons beside it."""
-    if p <= FALSE_DISCOVERY_RATE and ratio <= 1 / (1 + LEAST_RELEVANT_DIFFERENCE):
+    if p <= FALSE_DISCOVERY_RATE and ratio <= 1 / (1 + MIN_RELEVANT_DIFFERENCE):
         return "faster"
-    if p <= FALSE_DISCOVERY_RATE and ratio >= 1 + LEAST_RELEVANT_DIFFERENCE:
+    if p <= FALSE_DISCOVERY_RATE and ratio >= 1 + MIN_RELEVANT_DIFFERENCE:
         return "slower"
     return "no difference shown"
 
 
-def judged(ratios: pd.DataFrame) -> pd.DataFrame:
+def with_verdicts(ratios: pd.DataFrame) -> pd.DataFrame:
     """The table with `verdict` for each of its rows as comparisons that answer one question together.
 
     A part of a table is another question, and judged anew: true differences in the rest would let too much pass.
@@ -146,7 +146,7 @@ def judged(ratios: pd.DataFrame) -> pd.DataFrame:
 
 
 def is_significant(p: np.ndarray) -> np.ndarray:
-    """Which of several comparisons that answer one question together are more than chance, by the rule of `judged`."""
+    """Which comparisons that answer one question are significant, by the rule of `with_verdicts`."""
     return adjusted(p) <= FALSE_DISCOVERY_RATE
 
 
@@ -182,8 +182,8 @@ def compare_groups(
     """Within each setting, `value` (a time) of every alternative in `column` over that of `baseline`.
 
     One row per (setting, alternative) with `ratio`, its interval `low`, `high`, `p`, `rounds`, and the `verdict` that
-    all rows together allow (`judged`). Settings without the baseline are left out. `interleaved` as in `compare`: the
-    rows of a setting and alternative are in the order of their repeats.
+    all rows together allow (`with_verdicts`). Settings without the baseline are left out. `interleaved` as in
+    `compare`: the rows of a setting and alternative are in the order of their repeats.
     """
     rows = []
     for key, group in frame.groupby(list(setting), sort=True, dropna=False):
@@ -194,7 +194,7 @@ def compare_groups(
         for name, samples in by_name.items():
             ratio = vars(compare(samples, base, interleaved=interleaved))
             rows.append(dict(zip(setting, key, strict=True)) | {column: name} | ratio)
-    return judged(pd.DataFrame(rows, columns=[*setting, column, *Comparison.__dataclass_fields__]))
+    return with_verdicts(pd.DataFrame(rows, columns=[*setting, column, *Comparison.__dataclass_fields__]))
 
 
 def slowest_rank(frame: pd.DataFrame, value: str, by: Sequence[str]) -> pd.DataFrame:

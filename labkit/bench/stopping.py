@@ -3,7 +3,7 @@
 The rule looks at how wide intervals are and never at where they lie, so whether something differs has no part in when
 the question is asked. A fixed-width interval is narrow a little too often where the first rounds happen to resemble one
 another (Chow & Robbins 1965, "On the asymptotic theory of fixed-width sequential confidence intervals for the mean"):
-`FEWEST_OF_WIDTH` rounds and looks that grow apart keep that small: `tests/bench/test_stopping.py` simulates it.
+`MIN_ROUNDS` rounds and looks that grow apart keep that small: `tests/bench/test_stopping.py` simulates it.
 """
 
 import math
@@ -15,9 +15,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from labkit.bench.intervals import FEWEST_SAMPLES, estimate_paired
+from labkit.bench.intervals import MIN_SAMPLES, estimate_paired
 
-FEWEST_OF_WIDTH = 8
+MIN_ROUNDS = 8
 """Rounds before which no interval counts as narrow."""
 GROWTH = 1.25
 """Of the rounds from one look to the next: looks that follow closely would find what chance made narrow."""
@@ -36,7 +36,7 @@ class Stopping:
         """
         self._half_width, self._rounds_s = math.log1p(ratio_within), rounds_s
         self._start = time.perf_counter()
-        self._next_look = FEWEST_SAMPLES if ratio_within or rounds_s < math.inf else math.inf
+        self._next_look = MIN_SAMPLES if ratio_within or rounds_s < math.inf else math.inf
 
     def is_enough(self, samples: Samples, device: str) -> bool:
         """Whether these will do. A collective where there are several ranks."""
@@ -48,7 +48,7 @@ class Stopping:
         elapsed_s, slowest = _of_slowest_rank(time.perf_counter() - self._start, np.array(table), device)
         if elapsed_s >= self._rounds_s:
             return True
-        if rounds < FEWEST_OF_WIDTH:
+        if rounds < MIN_ROUNDS:
             return False
         parts = np.array([part for parts in samples.values() for part in parts])
         return all(widest_ratio(slowest[parts == part]) <= self._half_width for part in set(parts))

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 
 import pandas as pd
 
-from labkit.bench.statistics import LEAST_RELEVANT_DIFFERENCE, slowest_rank, summarize
+from labkit.bench.statistics import MIN_RELEVANT_DIFFERENCE, slowest_rank, summarize
 from labkit.lab.columns import label
 from labkit.lab.rows import select, summed
 from labkit.lab.units import counted
@@ -170,7 +170,7 @@ class Value:
         """Whether intervals and heartbeats explain the difference. Of values without an interval: yes."""
         if self.low is None or self.high is None or other.low is None or other.high is None:
             return True
-        if ratio_of([self, other]) < 1 + LEAST_RELEVANT_DIFFERENCE:
+        if ratio_of([self, other]) < 1 + MIN_RELEVANT_DIFFERENCE:
             return True
         return self.low / self.slowdown <= other.high and other.low / other.slowdown <= self.high
 

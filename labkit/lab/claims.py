@@ -8,7 +8,7 @@ from typing import get_args
 import numpy as np
 import pandas as pd
 
-from labkit.bench.statistics import LEAST_RELEVANT_DIFFERENCE, beyond_p, is_significant
+from labkit.bench.statistics import MIN_RELEVANT_DIFFERENCE, beyond_p, is_significant
 from labkit.lab.findings import Claim, Finding, Outcome, Verdict
 from labkit.lab.units import counted, span
 
@@ -16,7 +16,7 @@ HOLDS: Outcome = "holds here"
 CONTRADICTED: Outcome = "is contradicted here"
 IN_SOME: Outcome = "is contradicted in some settings"
 OPEN: Outcome = "is not shown here"
-RELEVANT = 1 + LEAST_RELEVANT_DIFFERENCE
+RELEVANT = 1 + MIN_RELEVANT_DIFFERENCE
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Trend:
     against: np.ndarray
     by_interval: bool = False
 
-    def judged(self, significant: np.ndarray) -> Claim:
+    def with_verdicts(self, significant: np.ndarray) -> Claim:
         """With which of its rows are significant beside those of all statements."""
         shown = self.holds & (significant | self.by_interval)
         return Claim(self.text, _outcome(shown, self.against, significant), self.seen, self.where_equal)
@@ -57,7 +57,7 @@ def published(claims: Iterable[Claim | Trend | None]) -> Finding | None:
     p = np.concatenate([np.empty(0), *(trend.p for trend in trends)])
     significant = is_significant(np.where(p > 0, p, np.nan)) | (p == 0)  # counts are certain, and tell nothing of noise
     parts = iter(np.split(significant, np.cumsum([len(trend.p) for trend in trends])[:-1]))
-    checked = [claim.judged(next(parts)) if isinstance(claim, Trend) else claim for claim in stated]
+    checked = [claim.with_verdicts(next(parts)) if isinstance(claim, Trend) else claim for claim in stated]
     holding = sum(claim.outcome == HOLDS for claim in checked)
     texts = {which: [claim.text for claim in checked if claim.outcome == which] for which in get_args(Outcome)}
     told = [f"{which.removeprefix('is ')}: {'; '.join(some)}" for which, some in texts.items() if some]

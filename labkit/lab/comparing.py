@@ -1,7 +1,7 @@
 """Findings of the commonest kind: is A faster than B, where, and by how much?
 
-Each function judges exactly the comparisons it is given (`bench.statistics.judged`), so that the mark of a table's row,
-the verdict, the headline, the advice and the effects come from one rule.
+Each function judges the comparisons it is given (`bench.statistics.with_verdicts`), so that the mark of a table's
+row, the verdict, the headline, the advice and the effects come from one rule.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from labkit.bench.statistics import LEAST_RELEVANT_DIFFERENCE, judged
+from labkit.bench.statistics import MIN_RELEVANT_DIFFERENCE, with_verdicts
 from labkit.lab.columns import column, labels
 from labkit.lab.findings import Effect, Finding, Verdict
 from labkit.lab.places import place_of_best, scope_of
@@ -43,7 +43,7 @@ def compared(
     """
     if ratios.empty:
         return _without_times(subject, caveat)
-    table = judged(ratios.reset_index(drop=True))  # which may be several tables, one below the other
+    table = with_verdicts(ratios.reset_index(drop=True))  # which may be several tables, one below the other
     better, worse = table[table["verdict"] == "faster"], table[table["verdict"] == "slower"]
     told = told_of(table, better, worse, Words(subject, baseline, quantity, plural), axis)
     return Finding(
@@ -81,7 +81,7 @@ def contest(
     """
     if ratios.empty:
         return _without_times(f"anything beside {baseline}", caveat)
-    table = judged(ratios.reset_index(drop=True))
+    table = with_verdicts(ratios.reset_index(drop=True))
     better, worse = table[table["verdict"] == "faster"], table[table["verdict"] == "slower"]
     effects_of = {
         str(name): effects(rows, names(str(name)), baseline, quantity)
@@ -185,7 +185,7 @@ def winner_of(table: pd.DataFrame, alternative: str) -> Any:
     if not standings:
         return None
     net, speed = max(standings.values())
-    alike = speed - np.log1p(LEAST_RELEVANT_DIFFERENCE)
+    alike = speed - np.log1p(MIN_RELEVANT_DIFFERENCE)
     return next(name for name, (wins, its) in standings.items() if wins == net and its >= alike)
 
 

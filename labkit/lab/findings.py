@@ -89,8 +89,8 @@ class Claim:
 class Effect:
     """One comparison that a finding rests on: `subject` over `baseline` in one setting, as a ratio of quantities.
 
-    `verdict` is that of `bench.statistics.judged` over all comparisons of the finding. Two findings of a report that
-    hold the same subject, baseline, setting and quantity must not contradict one another.
+    `verdict` is that of `bench.statistics.with_verdicts` over all comparisons of the finding. Two findings of a report
+    that hold the same subject, baseline, setting and quantity must not contradict one another.
     """
 
     subject: str

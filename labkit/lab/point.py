@@ -91,7 +91,7 @@ class TimedPoint(Point):
 
 @dataclass(frozen=True, kw_only=True)
 class PointOfTurns(TimedPoint):
-    """One that may be measured once more, by another group of ranks at another time (`labkit.bench.turns`)."""
+    """One that may be measured once more, by another group of ranks at another time (`labkit.bench.sessions`)."""
 
     turn: int = 1
 

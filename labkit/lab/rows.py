@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from labkit.bench.statistics import compare_groups, judged, slowest_rank, summarize_groups
-from labkit.bench.turns import over_turns
+from labkit.bench.sessions import combine_sessions
+from labkit.bench.statistics import compare_groups, slowest_rank, summarize_groups, with_verdicts
 
 TURN = "turn"
 """The column that tells apart what several groups of ranks measured of one setting."""
@@ -67,7 +67,7 @@ class Measured:
     `setting` are the columns that tell comparisons apart, `alternative` is the one that names what took turns. The
     slowest rank of each repeat counts. `took_turns`: repeat i of all alternatives was measured in one round. `exact`:
     a count, such as of bytes, which no noise blurs; of several the largest stands for its alternative. A frame may have
-    a column `turn`: what other groups of ranks measured at another time (`labkit.bench.turns`).
+    a column `turn`: what other groups of ranks measured at another time (`labkit.bench.sessions`).
     """
 
     setting: tuple[str, ...]
@@ -116,7 +116,7 @@ class Measured:
         by_turn = [name for name in self._keys if name != self.alternative]
         samples = self.samples(frame, **wanted)
         of_turns = compare_groups(samples, self.value, by_turn, self.alternative, baseline, interleaved=self.took_turns)
-        return judged(over_turns(of_turns, self.setting, self.alternative))
+        return with_verdicts(combine_sessions(of_turns, self.setting, self.alternative))
 
 
 def exactly_over(
@@ -131,4 +131,4 @@ def exactly_over(
     both = table[table[alternative] != baseline].merge(base, on=keys, suffixes=("", "_of_baseline"))
     ratio = both[value].astype(float) / both[f"{value}_of_baseline"].astype(float)
     found = both[[*keys, alternative]].assign(ratio=ratio, low=ratio, high=ratio, p=0.0)
-    return judged(found.assign(**{value: both[value]}))
+    return with_verdicts(found.assign(**{value: both[value]}))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from labkit.bench.statistics import LEAST_RELEVANT_DIFFERENCE
+from labkit.bench.statistics import MIN_RELEVANT_DIFFERENCE
 from labkit.lab.findings import Verdict
 from labkit.lab.places import place_of, reach_of
 from labkit.lab.quantities import Quantity
@@ -86,7 +86,7 @@ class Words:
             return words, f"{least} {format_factor(towards_1(nearer))} times"
         words, share = (self.quantity.less, 1 - 1 / nearer) if is_less else (self.quantity.more, nearer - 1)
         percent = int(100 * share)
-        return words, f"{least} {percent} %" if percent >= 100 * LEAST_RELEVANT_DIFFERENCE else "clearly"
+        return words, f"{least} {percent} %" if percent >= 100 * MIN_RELEVANT_DIFFERENCE else "clearly"
 
 
 @dataclass(frozen=True)

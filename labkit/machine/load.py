@@ -18,9 +18,9 @@ import psutil
 from pydantic import BaseModel, ConfigDict
 
 SAMPLE_S = 0.1
-LEAST_SPAN_S = 0.5
+MIN_SPAN_S = 0.5
 _BUSY = ("user", "nice", "system", "irq", "softirq")  # what guests of this machine take is in user and nice
-LEAST_BUSY_SHARE = 0.15
+MIN_BUSY_SHARE = 0.15
 """Of the cores: from here on, and from half a core on, other programs are worth a word. Idle machines stay below."""
 
 _SOCKETS = Path("/proc/net/unix")  # of every user
@@ -58,7 +58,7 @@ class LoadMeter:
         self._knows_own = knows_own
         self._since = _CoreSeconds.now()
 
-    def load(self, *, at_least_s: float = LEAST_SPAN_S) -> Load:
+    def load(self, *, at_least_s: float = MIN_SPAN_S) -> Load:
         """The load since then; no cores are told after less than `at_least_s`, of which a tick is too large a part."""
         before, now = self._since, _CoreSeconds.now()
         self._since, elapsed = now, now.at - before.at
@@ -115,7 +115,7 @@ def own_processes() -> set[psutil.Process]:
 
 def is_busy(load: Load, cores: int) -> bool:
     """Whether other programs or other guests of the host take enough of so many cores to be worth a word."""
-    least = max(0.5, LEAST_BUSY_SHARE * cores)
+    least = max(0.5, MIN_BUSY_SHARE * cores)
     return (load.busy_cores or 0.0) + (load.stolen_cores or 0.0) >= least
 
 

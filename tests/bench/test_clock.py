@@ -12,10 +12,10 @@ import torch.distributed as dist
 from labkit.bench import clock
 from labkit.bench.clock import (
     Stopwatch,
-    order_of_turns,
     start_together,
     time_interleaved,
     time_parts_interleaved,
+    turn_order,
 )
 from labkit.parallel.launch import run_ranks
 
@@ -36,7 +36,7 @@ def test_alternatives_take_turns_and_warm_up_is_thrown_away():
 
 def test_every_order_is_about_equally_likely_and_none_follows_from_the_one_before():
     rounds = 6000
-    orders = ["".join(order_of_turns("abc", number, seed="a point")) for number in range(rounds)]
+    orders = ["".join(turn_order("abc", number, seed="a point")) for number in range(rounds)]
     counts = Counter(orders)
     assert counts.keys() == set(map("".join, permutations("abc")))
     deviation = (rounds * 1 / 6 * 5 / 6) ** 0.5
@@ -47,9 +47,9 @@ def test_every_order_is_about_equally_likely_and_none_follows_from_the_one_befor
 
 
 def test_the_order_is_that_of_the_seed_and_the_round_and_not_of_the_mapping():
-    orders = {seed: [order_of_turns("abcd", number, seed=seed) for number in range(20)] for seed in (0, 1, "f00d")}
+    orders = {seed: [turn_order("abcd", number, seed=seed) for number in range(20)] for seed in (0, 1, "f00d")}
     assert len({str(order) for order in orders.values()}) == 3
-    assert orders["f00d"] == [order_of_turns("dbca", number, seed="f00d") for number in range(20)]
+    assert orders["f00d"] == [turn_order("dbca", number, seed="f00d") for number in range(20)]
 
 
 @pytest.mark.parametrize("timed", [time_interleaved, time_parts_interleaved])

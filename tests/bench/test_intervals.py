@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 
 from labkit.bench.intervals import adjusted, estimate_paired, estimate_unpaired, median_interval
-from labkit.bench.statistics import compare, compare_groups, judged
+from labkit.bench.statistics import compare, compare_groups, with_verdicts
 from tests.cases import thinned
 
 NOISE = {
@@ -50,7 +50,7 @@ def _claims(settings, rounds, effect, noise, tries, seed=0):
     for _ in range(tries):
         turns = [(effect * np.exp(noise(rng, rounds)), np.exp(noise(rng, rounds))) for _ in range(settings)]
         table = pd.DataFrame([asdict(compare(a, b, interleaved=True)) for a, b in turns])
-        counts.append((judged(table)["verdict"] != "no difference shown").sum())
+        counts.append((with_verdicts(table)["verdict"] != "no difference shown").sum())
     return np.array(counts)
 
 

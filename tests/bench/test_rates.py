@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from labkit.bench import rates
-from labkit.bench.gate import verdict
+from labkit.bench.check import verdict
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

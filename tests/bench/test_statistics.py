@@ -8,11 +8,11 @@ from labkit.bench.statistics import (
     RESAMPLES,
     compare,
     compare_groups,
-    judged,
     resampled_medians,
     slowest_rank,
     summarize,
     summarize_groups,
+    with_verdicts,
 )
 
 
@@ -76,10 +76,16 @@ def test_slowest_rank_counts():
 def test_of_many_comparisons_only_what_survives_all_of_them_is_claimed():
     p = np.array([0.02, 0.3, 0.5, 0.9, np.nan])
     table = pd.DataFrame({"ratio": [0.8, 0.8, 1.2, 1.0, 0.5], "p": p})
-    assert set(judged(table)["verdict"]) == {"no difference shown"}
-    assert judged(table.iloc[:1])["verdict"].tolist() == ["faster"]
+    assert set(with_verdicts(table)["verdict"]) == {"no difference shown"}
+    assert with_verdicts(table.iloc[:1])["verdict"].tolist() == ["faster"]
     everywhere = table.assign(p=0.02)
-    assert judged(everywhere)["verdict"].tolist() == ["faster", "faster", "slower", "no difference shown", "faster"]
+    assert with_verdicts(everywhere)["verdict"].tolist() == [
+        "faster",
+        "faster",
+        "slower",
+        "no difference shown",
+        "faster",
+    ]
 
 
 @pytest.mark.parametrize("n", [6, 12, 20, 25, 30, 50])

@@ -8,7 +8,7 @@ from labkit.bench import clock, stopping
 from labkit.bench.clock import time_interleaved
 from labkit.bench.heartbeat import listening
 from labkit.bench.intervals import estimate_paired
-from labkit.bench.stopping import FEWEST_OF_WIDTH, Stopping
+from labkit.bench.stopping import MIN_ROUNDS, Stopping
 from labkit.parallel.launch import run_ranks
 
 MOST = 60
@@ -30,7 +30,7 @@ def _noise(spread, seed=0, names=2):
 def test_steady_alternatives_need_few_rounds_and_noisy_ones_more():
     taken = [_rounds(_noise(spread)) for spread in (0.001, 0.05, 0.1, 0.5)]
     assert taken == sorted(taken)
-    assert taken[0] == FEWEST_OF_WIDTH
+    assert taken[0] == MIN_ROUNDS
     assert taken[-1] == MOST
     assert taken[1] < taken[-1]
 
@@ -74,14 +74,14 @@ def _until_narrow():
 
 def test_ranks_take_as_many_rounds_as_the_slowest_of_them_need():
     first, second = run_ranks(_until_narrow, world_size=2)
-    assert first == second > FEWEST_OF_WIDTH
+    assert first == second > MIN_ROUNDS
 
 
 def test_rows_of_fewer_rounds_know_their_call_of_the_clock(monkeypatch):
     monkeypatch.setattr(clock, "_time_cpu", lambda action, calls: 1.0)
     with listening() as heartbeat:
         samples = time_interleaved({"a": int, "b": int}, warmup=1, repeats=30, ratio_within=0.1)
-        assert len(samples["a"]) == FEWEST_OF_WIDTH
+        assert len(samples["a"]) == MIN_ROUNDS
         assert heartbeat.call_of({"seconds": samples["a"]}) == 1
         assert heartbeat.call_of({"seconds": [0.0] * 30}) is None
 
@@ -111,5 +111,5 @@ def test_intervals_hold_what_they_promise_where_their_width_decided_when_to_stop
         rounds.append(_rounds(times, ratio_within=0.06))
         found = estimate_paired(np.log(times[0, : rounds[-1]] / times[1, : rounds[-1]]))
         inside += found.low <= 0 <= found.high
-    assert FEWEST_OF_WIDTH < np.mean(rounds) < MOST  # else nothing has been shown
+    assert MIN_ROUNDS < np.mean(rounds) < MOST  # else nothing has been shown
     assert inside / tries >= 0.95 - 3 * np.sqrt(0.95 * 0.05 / tries)

@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from labkit.bench.clock import order_of_turns
-from labkit.bench.gate import verdict
+from labkit.bench.check import verdict
+from labkit.bench.clock import turn_order
 from labkit.lab.config import ParameterError, resolve_config
 from labkit.lab.runs.measure import measure, resume
 from labkit.lab.runs.store import RunFileError
@@ -72,7 +72,7 @@ def test_every_implementation_is_checked_and_trained_in_turns(archive):
         assert all(row["peak_bytes"] > 3 * 4 * 825_988 for row in mine if row["phase"] == MEMORY)
         turns = [(row["epoch"], row["implementation"]) for row in mine if row["phase"] == EPOCH]
         point_id = replace(SMALL, archive=str(archive)).id
-        assert turns == [(epoch, name) for epoch in (1, 2) for name in order_of_turns(ON_CPU, epoch, seed=point_id)]
+        assert turns == [(epoch, name) for epoch in (1, 2) for name in turn_order(ON_CPU, epoch, seed=point_id)]
     trained = [row for row in rows if row["phase"] == EPOCH]
     assert all(row["error"] < 1e-9 and row["epoch_s"] > 0 for row in trained)
     told = [row for row in trained if "accuracy" in row]

@@ -22,7 +22,7 @@ class _Ranks:
         self.rank, self.ranks = 0, ranks
         monkeypatch.setattr(gradient_gate.dist, "get_rank", lambda: self.rank)
         monkeypatch.setattr(gradient_gate.dist, "get_world_size", lambda: ranks)
-        monkeypatch.setattr(gradient_gate, "first_of_ranks", lambda found: (0, found) if found[0] >= 0 else None)
+        monkeypatch.setattr(gradient_gate, "first_failing_rank", lambda found: (0, found) if found[0] >= 0 else None)
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 5), nn.Linear(5, 3)).to(dtype)
         self.named = dict(self.model.named_parameters())
@@ -126,7 +126,7 @@ def test_micro_batches_are_told_apart(monkeypatch):
 
 
 def test_a_gradient_on_one_side_only_and_nan_are_infinitely_wrong(monkeypatch):
-    monkeypatch.setattr(gradient_gate, "worst_of_ranks", lambda error: error)
+    monkeypatch.setattr(gradient_gate, "max_over_ranks", lambda error: error)
     one = torch.ones(3)
     assert largest_error([one, None], [one, None]) == 0
     assert largest_error([one, None], [one, one]) == math.inf

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from labkit.bench.statistics import judged
+from labkit.bench.statistics import with_verdicts
 from labkit.costs.transformer import SIZES, n_parameters
 from labkit.lab.comparing import winner_of
 from labkit.lab.project import recorded_directory, runs_directory
@@ -151,7 +151,7 @@ def _recommendation(topic: _Topic, model: str, context_length: int, runs: Mappin
     near = topic.nearest(ratios, model, context_length)
     if near.empty:
         return Recommendation(topic.field, topic.lab, default, "its run has nothing comparable")
-    best, why = _choice(judged(ratios), near.index, topic.column)
+    best, why = _choice(with_verdicts(ratios), near.index, topic.column)
     if best is None:
         return Recommendation(topic.field, topic.lab, default, why)
     gain = [f"{name}{OF_STEP}" if f"ratio{OF_STEP}" in best else name for name in ("ratio", "low", "high")]

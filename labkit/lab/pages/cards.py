@@ -12,7 +12,7 @@ import pandas as pd
 from IPython.display import HTML
 from markupsafe import Markup
 
-from labkit.bench.statistics import FALSE_DISCOVERY_RATE, LEAST_RELEVANT_DIFFERENCE
+from labkit.bench.statistics import FALSE_DISCOVERY_RATE, MIN_RELEVANT_DIFFERENCE
 from labkit.lab.columns import INTERVAL, column
 from labkit.lab.figures import Plot
 from labkit.lab.figures.vector import drawing
@@ -31,7 +31,7 @@ MOST_CSV_BYTES = 2**18  # embedded in a page; longer tables stay beside the figu
 MOST_WORDS_OF_A_NAME = 4  # what is longer is a sentence, and an underscore in it is meant
 RULE = (
     f"A row counts as different where p, adjusted for all that was compared together, is at most "
-    f"{FALSE_DISCOVERY_RATE}, and the ratio at least {100 * LEAST_RELEVANT_DIFFERENCE:.0f} % from 1. "
+    f"{FALSE_DISCOVERY_RATE}, and the ratio at least {100 * MIN_RELEVANT_DIFFERENCE:.0f} % from 1. "
     "Where times took turns, a ratio is estimated from those of the rounds, and may differ from that of two medians."
 )
 TOLD_AT_THE_TOP = {"Machine": "{}", "Processor": "{}", "Memory": "{} of memory", "GPU": "GPU: {}"}

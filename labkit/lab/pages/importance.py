@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from labkit.bench.statistics import LEAST_RELEVANT_DIFFERENCE
+from labkit.bench.statistics import MIN_RELEVANT_DIFFERENCE
 from labkit.lab.sentences import TWOFOLD, UNEVEN, towards_1
 from labkit.lab.units import format_share
 
@@ -63,7 +63,7 @@ def _size(effect: Mapping[str, Any]) -> tuple[str, str, float]:
         number = f"{math.floor(100 * share)} %" if is_least else format_share(share)
         of_time = "less time" if is_less else "longer"
     words = of_time if quantity.startswith("time") else f"{'less' if is_less else 'more'} {quantity}"
-    if is_least and factor < 1 + LEAST_RELEVANT_DIFFERENCE:
+    if is_least and factor < 1 + MIN_RELEVANT_DIFFERENCE:
         return "", words, size
     return (AT_LEAST if is_least else "") + number, words, size
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from labkit.bench.statistics import LEAST_RELEVANT_DIFFERENCE, compare, judged, slowest_rank, summarize
+from labkit.bench.statistics import MIN_RELEVANT_DIFFERENCE, compare, slowest_rank, summarize, with_verdicts
 from labkit.lab.config import ParameterError
 from labkit.lab.rows import TURN
 from labkit.lab.runs.store import Run
@@ -236,7 +236,7 @@ def _over(samples: Samples, baseline: Samples, shared: Iterable[str], difference
             times = {"baseline_s": float(np.median(baseline[key])), "time_s": float(np.median(samples[key]))}
             interval = {"ratio": ratio.ratio, "low": ratio.low, "high": ratio.high, "p": ratio.p}
             rows.append({"row": index} | times | interval)
-    table = judged(pd.DataFrame(rows, columns=[*COLUMNS, "p"]))
+    table = with_verdicts(pd.DataFrame(rows, columns=[*COLUMNS, "p"]))
     beyond = [_verdict(low, high, difference) for low, high in zip(table["low"], table["high"], strict=True)]
     agreed = table["verdict"].where(table["verdict"] == pd.Series(beyond, index=table.index), "no difference shown")
     return table.assign(verdict=agreed)[[name for name in COLUMNS if name != "machine"]]
@@ -244,7 +244,7 @@ def _over(samples: Samples, baseline: Samples, shared: Iterable[str], difference
 
 def _verdict(low: float, high: float, difference: float | None) -> str:
     """Beyond what is relevant at all, and beyond what repeated runs of one machine differ by."""
-    least = max(LEAST_RELEVANT_DIFFERENCE, UNKNOWN_REPEAT_DIFFERENCE if difference is None else difference)
+    least = max(MIN_RELEVANT_DIFFERENCE, UNKNOWN_REPEAT_DIFFERENCE if difference is None else difference)
     return "faster" if high < 1 / (1 + least) else "slower" if low > 1 + least else "no difference shown"
 
 

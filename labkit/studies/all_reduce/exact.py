@@ -11,8 +11,8 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from labkit.bench.exact_sums import first_wrong
-from labkit.bench.gate import verdict, worst_of_ranks
+from labkit.bench.check import max_over_ranks, verdict
+from labkit.bench.checksums import first_wrong
 
 Collective = Callable[..., None]  # (tensor, op="mean" or "sum")
 
@@ -38,7 +38,7 @@ def gate(reduce: Collective, tensor: torch.Tensor, base: torch.Tensor) -> tuple[
     element is missing is seen by sums of whole numbers, which must be exact: in a 16-bit type a small part of a mean
     over many ranks is less than what rounding may do.
     """
-    error = worst_of_ranks(_relative_error(tensor, base))
+    error = max_over_ranks(_relative_error(tensor, base))
     # one rounding a sum and one for the scaling, each at most eps/2 of the largest partial result; doubled
     found = verdict(error, (dist.get_world_size() + 1) * torch.finfo(tensor.dtype).eps)
     return error, first_wrong(partial(reduce, op="sum"), tensor) or found

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from labkit.bench.check import max_over_ranks
+from labkit.bench.checksums import is_message
 from labkit.bench.clock import time_interleaved
-from labkit.bench.exact_sums import is_message
-from labkit.bench.gate import worst_of_ranks
 from labkit.parallel.ranks.hosts import host_identity
 from labkit.parallel.ranks.messages import gather_json
 
@@ -55,7 +55,7 @@ def measure_links(message: torch.Tensor, *, device: str, **options: Any) -> list
         received.fill_(math.nan)
         exchange(pair)
         is_lost = rank in pair and not is_message(received, pair[1 - pair.index(rank)])
-        gates[name] = "wrong: the other rank's tensor did not arrive" if worst_of_ranks(is_lost) else "ok"
+        gates[name] = "wrong: the other rank's tensor did not arrive" if max_over_ranks(is_lost) else "ok"
     right = {name: pair for name, pair in pairs.items() if gates[name] == "ok"}
     actions = {name: lambda pair=pair: exchange(pair) for name, pair in right.items()}
     samples = time_interleaved(actions, device=device, before=dist.barrier, **options)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pandas as pd
 
-from labkit.bench.statistics import judged
+from labkit.bench.statistics import with_verdicts
 from labkit.costs.calibration import MESSAGE, Calibration
 from labkit.costs.communication import (
     AlphaBeta,
@@ -57,7 +57,7 @@ def with_panel(table: pd.DataFrame) -> pd.DataFrame:
 def against_torch(frame: pd.DataFrame, *sweeps: str) -> pd.DataFrame:
     """Each algorithm's time over torch's with two ranks or more, from the same rounds, with interval and verdict."""
     ratios = ALL_REDUCES.over(frame, TORCH, sweep=sweeps)
-    return with_panel(judged(ratios[ratios["world_size"] > 1]))
+    return with_panel(with_verdicts(ratios[ratios["world_size"] > 1]))
 
 
 def transport_times(frame: pd.DataFrame) -> pd.DataFrame:
@@ -177,7 +177,7 @@ def crossovers(frame: pd.DataFrame, calibration: Calibration | None) -> pd.DataF
         ALL_REDUCES.over(frame, first, sweep="sizes", backend="gloo", algorithm=[first, second]).assign(first=first)
         for first, second in OVERTAKING
     ]
-    ratios = judged(pd.concat(both, ignore_index=True)).sort_values("world_size", kind="stable")
+    ratios = with_verdicts(pd.concat(both, ignore_index=True)).sort_values("world_size", kind="stable")
     for (world_size, first, second), pair in ratios.groupby(["world_size", "first", "algorithm"], sort=False):
         ranks, costs = int(world_size), [cost for cost in map(_cost, (first, second)) if cost is not None]
         found = calibration.transport("gloo", MESSAGE, ranks) if calibration and ranks > 1 else None

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from labkit.bench.exact_sums import fill_message
+from labkit.bench.checksums import fill_message
 from labkit.bench.memory import peak_memory_growth
 from labkit.lab.point import PointOfTurns
 from labkit.lab.units import format_bytes

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 
-from labkit.bench.statistics import judged
+from labkit.bench.statistics import with_verdicts
 from labkit.lab.as_predicted import agreement
 from labkit.lab.claims import Trend, claim, lies_within, published, quotients
 from labkit.lab.columns import label
@@ -73,7 +73,7 @@ def _growth_with_width(frame: pd.DataFrame) -> str | None:
     ratios = select(tables.width_growth(frame), phase=BOTH)
     if ratios.empty:
         return None
-    row = judged(ratios).sort_values(["head_dim", "sequence"]).iloc[-1]
+    row = with_verdicts(ratios).sort_values(["head_dim", "sequence"]).iloc[-1]
     narrow = frame.loc[frame["sweep"] == "grid", "head_dim"].min()
     takes = (
         f"takes {row['ratio']:.1f} times as long as" if row["verdict"] == "slower" else "is not measurably slower than"

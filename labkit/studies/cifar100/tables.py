@@ -13,7 +13,15 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from labkit.bench.statistics import CONFIDENCE, beyond_p, compare, is_significant, judged, summarize, summarize_groups
+from labkit.bench.statistics import (
+    CONFIDENCE,
+    beyond_p,
+    compare,
+    is_significant,
+    summarize,
+    summarize_groups,
+    with_verdicts,
+)
 from labkit.costs.calibration import Calibration
 from labkit.lab.project import reference_directory
 from labkit.lab.rows import exactly_over
@@ -194,7 +202,7 @@ def time_ratios(frame: pd.DataFrame, pairs: Pairs) -> pd.DataFrame:
         if len(table):
             found = compare(table[name], table[other], interleaved=True)
             rows.append({"both_with": _both_with(name, other), "implementation": name} | asdict(found))
-    return judged(pd.DataFrame(rows, columns=RATIOS))
+    return with_verdicts(pd.DataFrame(rows, columns=RATIOS))
 
 
 def memory(frame: pd.DataFrame) -> pd.DataFrame:

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from labkit.bench.clock import Stopwatch, order_of_turns
-from labkit.bench.gate import verdict
+from labkit.bench.check import verdict
+from labkit.bench.clock import Stopwatch, turn_order
 from labkit.lab.point import Point
 from labkit.parallel.ranks import checkpoint
 from labkit.parallel.ranks.device import use_device
@@ -112,7 +112,7 @@ class _Training:
     def epoch(self) -> list[dict[str, Any]]:
         """The next epoch of every implementation, in the order of the clock: the same after a resume."""
         epoch = self.epochs_done + 1
-        turns = order_of_turns(self._trainers, epoch, seed=self.point.id)
+        turns = turn_order(self._trainers, epoch, seed=self.point.id)
         rows = [self._one_epoch(self._trainers[name], epoch) for name in turns]
         self.epochs_done, self._is_warm = epoch, True
         return rows

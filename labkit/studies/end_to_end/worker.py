@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from labkit.bench.check import largest_difference, verdict
 from labkit.bench.clock import time_interleaved, time_parts_interleaved, timed_once
-from labkit.bench.gate import largest_difference, verdict
 from labkit.lab.own_models import source_of
 from labkit.lab.point import TimedPoint
 from labkit.nn.training import TrainingStep, gradients

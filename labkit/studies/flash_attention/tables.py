@@ -8,7 +8,7 @@ from textwrap import shorten
 
 import pandas as pd
 
-from labkit.bench.statistics import judged
+from labkit.bench.statistics import with_verdicts
 from labkit.costs.attention import BACKWARD_OVER_FORWARD, forward_flops, visited_share
 from labkit.costs.calibration import Calibration
 from labkit.lab.project import reference_directory
@@ -52,7 +52,7 @@ def beats_from(frame: pd.DataFrame) -> pd.DataFrame:
     `ratio` from there on, and `longest`, the last length compared.
     """
     rows = []
-    table = judged(select(against(frame, "lengths"), phase=BOTH))
+    table = with_verdicts(select(against(frame, "lengths"), phase=BOTH))
     for (dtype, name), group in table.groupby(["dtype", "implementation"]):
         beyond = group[group["sequence"] > group.loc[group["verdict"] != "faster", "sequence"].max()]
         beyond = group if (group["verdict"] == "faster").all() else beyond
@@ -113,7 +113,7 @@ def techniques(frame: pd.DataFrame) -> pd.DataFrame:
     predicted = [visited_share(number) for number in hidden["sequence"].map(tiles)]
     tables.append(hidden.assign(implementation=HIDDEN_TILES, predicted=predicted))
     table = pd.concat([table for table in tables if len(table)] or tables[:1], ignore_index=True)
-    return judged(table.rename(columns={"implementation": "technique"}))
+    return with_verdicts(table.rename(columns={"implementation": "technique"}))
 
 
 def kernel_times(frame: pd.DataFrame, recorded: RecordedRun | None) -> tuple[pd.DataFrame, pd.DataFrame, str]:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pandas as pd
 
-from labkit.bench.statistics import judged, summarize
+from labkit.bench.statistics import summarize, with_verdicts
 from labkit.costs.calibration import Calibration
 from labkit.lab.as_predicted import agreement
 from labkit.lab.claims import Trend, claim, lies_within, published
@@ -141,7 +141,7 @@ def explained(frame: pd.DataFrame, calibration: Calibration | None) -> Finding |
 def _best_bucket(frame: pd.DataFrame, table: pd.DataFrame) -> str:
     """Is the measured size for which the model predicts the shortest step beaten by another?"""
     size = float(table.groupby("bucket_mb")["predicted_s"].mean().idxmin())
-    others = judged(tables.over(frame, size))
+    others = with_verdicts(tables.over(frame, size))
     better, worse = (others[others["verdict"] == verdict] for verdict in ("faster", "slower"))
     said = f"It predicts the shortest step with buckets of {_size(size)}"
     if len(better):

@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 
 from labkit.bench.intervals import adjusted, estimate_paired
-from labkit.bench.statistics import FALSE_DISCOVERY_RATE, compare, judged
+from labkit.bench.statistics import FALSE_DISCOVERY_RATE, compare, with_verdicts
 from labkit.lab.columns import label
 from labkit.lab.made_once import made_once
 from labkit.lab.project import reference_directory
@@ -106,7 +106,7 @@ def pairs(frame: pd.DataFrame, quantity: str = "step_s") -> pd.DataFrame:
     if not found:
         return over(frame, 0.0).assign(smaller_mb=[])
     table = pd.concat(found, ignore_index=True)
-    return judged(table[table["bucket_mb"] > table["smaller_mb"]])
+    return with_verdicts(table[table["bucket_mb"] > table["smaller_mb"]])
 
 
 def beside_waiting(frame: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
@@ -141,7 +141,7 @@ def with_more_work(frame: pd.DataFrame) -> pd.DataFrame:
                 both = {name: before, "instead": f"{label(name, after)} instead", "grows": grows}
                 found.append(dict(zip(fixed, key, strict=True)) | both | numbers)
     columns = [*SETTING, "bucket_mb", "instead", "grows", "ratio", "low", "high", "p", "rounds"]
-    return judged(pd.DataFrame(found, columns=columns))
+    return with_verdicts(pd.DataFrame(found, columns=columns))
 
 
 @cache

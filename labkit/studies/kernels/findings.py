@@ -5,7 +5,7 @@ from typing import Any
 
 import pandas as pd
 
-from labkit.bench.statistics import judged
+from labkit.bench.statistics import with_verdicts
 from labkit.lab.claims import Trend, claim, lies_within, published, quotients
 from labkit.lab.comparing import TIME, Quantity, compared
 from labkit.lab.findings import Finding, Questions, at_the_cost_of, troubles, without_verdict
@@ -60,7 +60,7 @@ def profiler_and_clock(frame: pd.DataFrame) -> Finding | None:
         axis=("model",),
         quantity=DURATION,
         caveat=troubles(select(frame, ["model"], record="gate"), "model"),
-        why=_what_profiling_does(judged(table[table["measure"] != EVENTS])),
+        why=_what_profiling_does(with_verdicts(table[table["measure"] != EVENTS])),
     )
     if found is None or found.table is None or not found.significant:
         return found

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from labkit.bench.clock import order_of_turns, time_interleaved
+from labkit.bench.clock import time_interleaved, turn_order
 from labkit.bench.trace import Profile, Sum, Trace, TraceEvent, encode_trace, host_seconds, profile_call, sum_up
 from labkit.costs.transformer import TransformerShape
 from labkit.lab.own_models import shape_of, source_of
@@ -118,7 +118,7 @@ def _measure(point: KernelsPoint, actions: dict[str, Callable[[], Any]]) -> dict
     found = {mode: _Passes() for mode in actions}
     turns = {f"{mode}, {how}": (mode, how) for mode in actions for how in (CLOCK, PROFILER)}
     for number in range(point.passes):
-        for mode, how in map(turns.__getitem__, order_of_turns(turns, number, seed=point.id)):
+        for mode, how in map(turns.__getitem__, turn_order(turns, number, seed=point.id)):
             if how == PROFILER:
                 found[mode].add(profile_call(actions[mode], device=point.device))
             else:

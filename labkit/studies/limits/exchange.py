@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from labkit.bench.exact_sums import first_wrong
+from labkit.bench.checksums import first_wrong
 from labkit.costs.calibration import ALL_REDUCE, BURST, DOUBLING, IN_A_ROW, MESSAGE, NCCL, ROW
 from labkit.lab.point import TimedPoint
 from labkit.parallel.collectives import all_reduce, recursive_doubling_all_reduce

@@ -3,7 +3,7 @@
 import numpy as np
 import pandas as pd
 
-from labkit.bench.statistics import LEAST_RELEVANT_DIFFERENCE
+from labkit.bench.statistics import MIN_RELEVANT_DIFFERENCE
 from labkit.costs.transformer import BACKWARD_OVER_FORWARD, forward_flops, n_parameters
 from labkit.lab.calibration import transports
 from labkit.lab.made_once import made_once
@@ -62,7 +62,7 @@ def against_itself(frame: pd.DataFrame) -> pd.DataFrame:
     """
     table = ITSELF.over(frame, "first", sweep="itself")
     half = np.sqrt((table["high"] / table["low"]).astype(float)) - 1
-    smallest = np.maximum(half, LEAST_RELEVANT_DIFFERENCE).where(half.notna())
+    smallest = np.maximum(half, MIN_RELEVANT_DIFFERENCE).where(half.notna())
     return table.drop(columns="turn").assign(smallest_percent=100 * smallest)
 
 

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
+from labkit.bench.check import max_over_ranks
+from labkit.bench.checksums import first_wrong
 from labkit.bench.clock import time_interleaved
-from labkit.bench.exact_sums import first_wrong
-from labkit.bench.gate import worst_of_ranks
 from labkit.bench.rates import Work, matrix_product
 from labkit.costs.transformer import TransformerShape, n_parameters
 from labkit.lab.point import TimedPoint
@@ -110,7 +110,7 @@ def _sizes_in_time(point: LimitPoint, device: str, dtype: torch.dtype) -> tuple[
         call, growth = matrix_product(device, dtype, size, size, size).run, (following / size) ** 3
         for tries in (1, FEWEST_ROUNDS):
             seconds = min(time_interleaved({"": call}, warmup=0, repeats=tries, device=device)[""])
-            slowest = worst_of_ranks(seconds) if point.world_size > 1 else seconds
+            slowest = max_over_ranks(seconds) if point.world_size > 1 else seconds
             if min(at_worst, slowest * growth) <= longest_s:
                 break
         else:

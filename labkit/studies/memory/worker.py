@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from labkit.bench.allocator import record_allocations
-from labkit.bench.gate import largest_difference, verdict
+from labkit.bench.check import largest_difference, verdict
 from labkit.bench.saved_tensors import saved_by_operator
 from labkit.costs import memory as costs
 from labkit.lab.own_models import shape_of, source_of

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pandas as pd
 
-from labkit.bench.statistics import LEAST_RELEVANT_DIFFERENCE
+from labkit.bench.statistics import MIN_RELEVANT_DIFFERENCE
 from labkit.costs.calibration import Calibration
 from labkit.costs.sharding import PARTS
 from labkit.lab.as_predicted import agreement
@@ -187,7 +187,7 @@ def _needs_less(frame: pd.DataFrame, way: str, than: str) -> bool:
     """Whether its peak was measured, and is the lower one with every number of ranks."""
     over_ddp = tables.peak_ratios(frame).pivot_table(index=["size", "world_size"], columns="way", values="ratio")
     peaks = over_ddp.assign(**{DDP: 1.0})
-    most = 1 - LEAST_RELEVANT_DIFFERENCE
+    most = 1 - MIN_RELEVANT_DIFFERENCE
     return {way, than} <= set(peaks) and bool((peaks[way] <= most * peaks[than]).all())
 
 

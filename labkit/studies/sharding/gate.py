@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from labkit.bench.gate import first_of_ranks, largest, worst_of_ranks
+from labkit.bench.check import first_failing_rank, largest, max_over_ranks
 from labkit.studies.sharding.training import OPTIMIZERS, ShardingPoint, workload_of
 from labkit.studies.shared.gradient_gate import furthest
 
@@ -40,10 +40,12 @@ class OneProcess:
         """
         errors = {name: self._error(found.get(name), name) for name in self.expected}
         worst = max(errors, key=errors.__getitem__)
-        error = worst_of_ranks(errors[worst])
+        error = max_over_ranks(errors[worst])
         if error <= LARGEST_ERROR:
             return error, "ok"
-        first = first_of_ranks(self._off(found.get(worst), worst) if errors[worst] > LARGEST_ERROR else (-1, 0, 0, 0))
+        first = first_failing_rank(
+            self._off(found.get(worst), worst) if errors[worst] > LARGEST_ERROR else (-1, 0, 0, 0)
+        )
         assert first is not None, "the largest error is that of some rank"
         rank, (index, element, expected, got) = first
         name = list(self.expected)[int(index)]

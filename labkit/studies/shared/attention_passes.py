@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from labkit.bench.check import verdict
 from labkit.bench.clock import timed_once
-from labkit.bench.gate import verdict
 from labkit.bench.memory import peak_memory_growth
 from labkit.bench.saved_tensors import SavedTensor, saved_for_backward
 from labkit.costs.attention import explicit_peak, tiled_saved

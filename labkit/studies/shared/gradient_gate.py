@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from labkit.bench.exact_sums import fill_part, first_deviation, turns
-from labkit.bench.gate import first_of_ranks, largest, verdict, worst_of_ranks
+from labkit.bench.check import first_failing_rank, largest, max_over_ranks, verdict
+from labkit.bench.checksums import fill_part, first_deviation, rank_batches
 from labkit.bench.products import settled_products
 from labkit.parallel.data_parallel.replicas import check_same_on_all_ranks, device_of
 
@@ -81,7 +81,7 @@ def check_completeness(parameters: Mapping[str, nn.Parameter], run: Run) -> str:
     Gradients, float32 or float64, are forgotten. Parameters that are frozen have none, nor have those without a use.
     """
     trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
-    for members in turns(dist.get_world_size(), next(iter(trained.values())).dtype):
+    for members in rank_batches(dist.get_world_size(), next(iter(trained.values())).dtype):
         with _whole_numbers(list(trained.values()), members) as starts:
             run()
         gradients = _taken(trained.values())
@@ -99,7 +99,9 @@ def _deviation(gradient: Tensor | None, of_passes: list[int], members: range) ->
 
 def _told(parameters: Mapping[str, nn.Parameter], off: Sequence[Off]) -> str | None:
     """ "wrong: rank 1, layers.0.weight, element 5: expected 96, got 48" of the first rank and parameter; or None."""
-    found = first_of_ranks(next(((index, *one) for index, one in enumerate(off) if one[0] != RIGHT), (RIGHT, 0, 0, 0)))
+    found = first_failing_rank(
+        next(((index, *one) for index, one in enumerate(off) if one[0] != RIGHT), (RIGHT, 0, 0, 0))
+    )
     if found is None:
         return None
     rank, (index, element, expected, got) = found
@@ -156,7 +158,7 @@ def largest_error(gradients: Sequence[Tensor | None], means: Sequence[Tensor | N
     NaN counts as infinite, and so does a gradient that is there on one side only.
     """
     errors = [_error(got, mean) for got, mean in zip(gradients, means, strict=True)]
-    return worst_of_ranks(max(errors, default=0.0))
+    return max_over_ranks(max(errors, default=0.0))
 
 
 def _error(got: Tensor | None, mean: Tensor | None) -> float:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from labkit.bench.allocator import record_allocations
-from labkit.bench.gate import worst_of_ranks
+from labkit.bench.check import max_over_ranks
 
 MOST_RECORDS = 8
 LEAST_LEFT = 0.01
@@ -32,6 +32,6 @@ def peak_of_second(make: Callable[[], T], run: Callable[[T], Any], *, device: st
             gc.collect()
         peak_bytes = record.windows["run"].peak_bytes
         least_left, of_least = min((least_left, of_least), (record.left_bytes / max(1, peak_bytes), peak_bytes))
-        if worst_of_ranks(least_left) < LEAST_LEFT:
+        if max_over_ranks(least_left) < LEAST_LEFT:
             break
     return of_least

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from labkit.bench.operators import OperatorCall, operators_of
+from labkit.bench.operators import OperatorCall, record_operators
 from labkit.costs.calibration import Calibration
 from labkit.costs.transformer import TransformerShape
 from labkit.nn.training import TrainingStep, adamw
@@ -73,7 +73,7 @@ def _traced_passes(shape: TransformerShape, batch: int, context_length: int, pre
     with _fake():
         step = TrainingStep(shape, batch=batch, context_length=context_length, precision=precision)
         actions = {INFERENCE: step.infer, FORWARD: step.forward, BACKWARD: step.backward}
-        return {name: operators_of(action) for name, action in actions.items()}
+        return {name: record_operators(action) for name, action in actions.items()}
 
 
 def _traced_update(shape: TransformerShape, device: str) -> Phases:
@@ -84,7 +84,7 @@ def _traced_update(shape: TransformerShape, device: str) -> Phases:
         for _ in range(2):
             for parameter in step.model.parameters():
                 parameter.grad = torch.empty_like(parameter)
-            calls = operators_of(step.optimizer_step)
+            calls = record_operators(step.optimizer_step)
         return {OPTIMIZER: calls}
 
 

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from labkit.bench import gate
-from labkit.bench.exact_sums import first_wrong
+from labkit.bench import check
+from labkit.bench.checksums import first_wrong
 from labkit.parallel import sync_batchnorm
 from labkit.parallel.sync_batchnorm import SyncBatchNorm
 from labkit.studies.shared.gradient_gate import furthest
@@ -211,7 +211,7 @@ def check_layer(layer: Layer, batch: Batch) -> tuple[float, str]:
     found = [output, dx, *affine, *_running_statistics(layer.layer)]
     exact = _exact(layer, batch, gradient)
     errors = [_largest(got, right) for got, right in zip(found, exact, strict=True)]
-    error = gate.worst_of_ranks(max(errors))
+    error = check.max_over_ranks(max(errors))
     told = verdict(error)
     return error, told if told == "ok" else f"{told}; {_where(errors, found, exact)}"
 
@@ -220,7 +220,7 @@ def _where(errors: list[float], found: list[Tensor], exact: list[Tensor]) -> str
     """ "rank 1, output, row 3, feature 5: expected 0.5, got 0.7" of the first rank that is wrong, on all ranks."""
     index = max(range(len(errors)), key=errors.__getitem__)
     own = (index, *furthest(found[index], exact[index]))
-    wrong = gate.first_of_ranks(own if verdict(errors[index]) != "ok" else (-1.0, 0.0, 0.0, 0.0))
+    wrong = check.first_failing_rank(own if verdict(errors[index]) != "ok" else (-1.0, 0.0, 0.0, 0.0))
     assert wrong is not None, "the largest error is some rank's"
     rank, (tensor, element, expected, got) = wrong
     row, feature = divmod(int(element), exact[0].shape[-1])
@@ -263,7 +263,7 @@ def bare_gate(bare: Bare) -> str:
 
 def verdict(error: float) -> str:
     """ "ok", or what is wrong."""
-    return gate.verdict(error, TOLERANCE)
+    return check.verdict(error, TOLERANCE)
 
 
 def _largest(got: Tensor, exact: Tensor) -> float:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 
-from labkit.bench.statistics import compare, compare_groups, judged, summarize
+from labkit.bench.statistics import compare, compare_groups, summarize, with_verdicts
 from labkit.lab.made_once import made_once
 from labkit.lab.project import reference_directory
 from labkit.lab.rows import Measured, exactly_over, in_order, select
@@ -132,7 +132,7 @@ def _growth(table: pd.DataFrame) -> pd.DataFrame:
                 same = dict(zip(fixed, key, strict=True))
                 found.append({"grows": grows, "before": before, "after": after} | same | numbers)
     columns = ["grows", "before", "after", *SETTING, "ratio", "low", "high", "p", "rounds"]
-    return judged(pd.DataFrame(found, columns=columns))
+    return with_verdicts(pd.DataFrame(found, columns=columns))
 
 
 def bounds(frame: pd.DataFrame) -> pd.DataFrame:

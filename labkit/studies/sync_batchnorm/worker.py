@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from labkit.bench.allocator import record_allocations
-from labkit.bench.operators import operators_of
+from labkit.bench.operators import record_operators
 from labkit.bench.saved_tensors import saved_for_backward
 from labkit.lab.point import TimedPoint
 from labkit.parallel.ranks.device import use_device
@@ -147,7 +147,7 @@ def _counts(one: Layer | Bare) -> dict[str, dict[str, float]]:
         return {phase: {"sent_bytes": sent.get(phase, sum(sent.values()))} for phase in PHASES}
     counts: dict[str, dict[str, float]] = {}
     for phase, action in _actions(one).items():
-        calls = operators_of(action)
+        calls = record_operators(action)
         counts[phase] = {"operators": len(calls), "moved_bytes": sum(call.n_bytes for call in calls)}
     return counts
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from labkit.bench.gate import largest_difference, verdict, worst_of_ranks
+from labkit.bench.check import largest_difference, max_over_ranks, verdict
 from labkit.lab.point import TimedPoint
 from labkit.nn.attention_implementations import attention_named
 from labkit.nn.training import AUTOCAST_DTYPES, adamw, gradients
@@ -150,4 +150,4 @@ def _error(trainings: dict[str, Training]) -> float:
         found.append({name: gradient.clone() for name, gradient in gradients(training.model).items()})
         training.optimizer.zero_grad(set_to_none=True)
     error = largest_difference(found[1], found[0])
-    return error if not dist.is_initialized() else worst_of_ranks(error)
+    return error if not dist.is_initialized() else max_over_ranks(error)

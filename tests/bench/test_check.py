@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from labkit.bench.gate import first_of_ranks, largest_difference, verdict, worst_of_ranks
+from labkit.bench.check import first_failing_rank, largest_difference, max_over_ranks, verdict
 from labkit.parallel.launch import run_ranks
 
 
@@ -32,11 +32,11 @@ def test_one_tensor_that_is_missing_zero_or_no_number_is_seen_among_many():
 def _agreed():
     rank = dist.get_rank()
     return {
-        "largest": worst_of_ranks(float(rank)),
-        "no number": worst_of_ranks(math.nan if rank == 1 else 0.0),
-        "found by the last": first_of_ranks([0.0, math.inf] if rank == 2 else [-1.0, 0.0]),
-        "found by two": first_of_ranks([float(rank), 5.0] if rank else [-1.0, 0.0]),
-        "found by none": first_of_ranks([-1.0, 0.0]),
+        "largest": max_over_ranks(float(rank)),
+        "no number": max_over_ranks(math.nan if rank == 1 else 0.0),
+        "found by the last": first_failing_rank([0.0, math.inf] if rank == 2 else [-1.0, 0.0]),
+        "found by two": first_failing_rank([float(rank), 5.0] if rank else [-1.0, 0.0]),
+        "found by none": first_failing_rank([-1.0, 0.0]),
     }
 
 

@@ -6,8 +6,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from labkit.bench.statistics import judged
-from labkit.bench.turns import over_turns
+from labkit.bench.sessions import combine_sessions
+from labkit.bench.statistics import with_verdicts
 from tests.cases import thinned
 
 WITHIN = 0.04  # standard error of a logarithm, by the rounds of one turn
@@ -29,7 +29,7 @@ def _measured(luck, true=0.0, settings=15, alternatives=6, turns=2, seed=0):
 
 
 def _over(ratios):
-    return over_turns(ratios, ["setting"], "alternative")
+    return combine_sessions(ratios, ["setting"], "alternative")
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def _over(ratios):
 def test_luck_of_a_group_of_ranks_is_not_a_difference(luck, settings):
     tables = [_over(_measured(luck, settings=settings, seed=seed)) for seed in range(100)]
     covered = np.mean([((found["low"] < 1) & (found["high"] > 1)).mean() for found in tables])
-    claiming = np.mean([(judged(found)["verdict"] != "no difference shown").any() for found in tables])
+    claiming = np.mean([(with_verdicts(found)["verdict"] != "no difference shown").any() for found in tables])
     assert covered >= 0.95
     assert claiming <= 0.025 + 3 * np.sqrt(0.025 * 0.975 / 100)
 
@@ -50,7 +50,7 @@ def test_one_turn_would_claim_much_of_it():
 
 
 def test_a_true_difference_beyond_luck_is_found():
-    found = judged(_over(_measured(luck=0.05, true=np.log(0.7))))
+    found = with_verdicts(_over(_measured(luck=0.05, true=np.log(0.7))))
     assert (found["verdict"] == "faster").mean() > 0.95
     assert found["ratio"].mean() == pytest.approx(0.7, rel=0.03)
 
@@ -74,7 +74,7 @@ def test_what_has_one_turn_is_known_no_better_than_turns_of_its_setting_agree():
 def test_too_few_rounds_in_one_turn_show_nothing():
     ratios = _measured(luck=0.0, true=-1.0, settings=2)
     ratios.loc[0, ["low", "high", "p"]] = np.nan
-    found = judged(_over(ratios))
+    found = with_verdicts(_over(ratios))
     assert found["verdict"].tolist() == ["no difference shown", *["faster"] * 11]
     assert found.loc[0, ["low", "high", "p"]].isna().all()
 

@@ -17,7 +17,7 @@ from labkit.bench.intervals import CONFIDENCE, TAIL
 Z = float(ndtri((1 + CONFIDENCE) / 2))
 
 
-def over_turns(ratios: pd.DataFrame, setting: Sequence[str], alternative: str) -> pd.DataFrame:
+def combine_sessions(ratios: pd.DataFrame, setting: Sequence[str], alternative: str) -> pd.DataFrame:
     """One row per (setting, alternative) with `ratio`, `low`, `high`, `p`, `rounds`, from one per turn with the same.
 
     The ratio is the geometric mean of the turns'. The variance of one turn's logarithm is the largest of three: what

@@ -28,7 +28,7 @@ def largest_difference(found: Mapping[str, Tensor], expected: Mapping[str, Tenso
     return math.inf if any(map(math.isnan, errors)) else max(errors, default=0.0)
 
 
-def worst_of_ranks(error: float) -> float:
+def max_over_ranks(error: float) -> float:
     """The largest error of any rank, on all ranks: they must agree on what gets no time. NaN counts as infinite."""
     finite_or_inf = math.inf if math.isnan(error) else error  # a maximum may pass over NaN
     largest = torch.tensor(finite_or_inf, dtype=torch.float64, device="cuda" if dist.get_backend() == "nccl" else "cpu")
@@ -36,7 +36,7 @@ def worst_of_ranks(error: float) -> float:
     return float(largest)
 
 
-def first_of_ranks(found: Sequence[float]) -> tuple[int, list[float]] | None:
+def first_failing_rank(found: Sequence[float]) -> tuple[int, list[float]] | None:
     """What the first rank found whose first number is not negative, and which rank; None if none did. A collective.
 
     All ranks give as many numbers, and all get the same: NaN and infinities stay what they are.

@@ -9,7 +9,7 @@ from itertools import product
 import pytest
 import torch
 
-from labkit.bench.exact_sums import PERIOD, fill_message, fill_part, first_deviation, is_message, turns
+from labkit.bench.checksums import PERIOD, fill_message, fill_part, first_deviation, is_message, rank_batches
 from tests.cases import thinned
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
@@ -32,7 +32,7 @@ def _is_off(got, members):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("ranks", thinned(WORLDS, lambda ranks: ranks in QUICK))
 def test_the_right_sum_is_exact_in_any_order(dtype, ranks):
-    for members in turns(ranks, dtype):
+    for members in rank_batches(ranks, dtype):
         parts = _parts(ranks, members, 300, dtype)
         for order in (parts, parts.flip(0), parts[torch.randperm(ranks)]):
             total = torch.zeros(300, dtype=dtype)
@@ -50,7 +50,7 @@ def test_the_right_sum_is_exact_in_any_order(dtype, ranks):
 )
 def test_each_rank_left_out_counted_twice_or_in_place_of_another_is_seen_at_each_element(dtype, ranks, length):
     seen = dict.fromkeys(("left out", "twice", "replaced"), 0)
-    for members in turns(ranks, dtype):
+    for members in rank_batches(ranks, dtype):
         parts = _parts(ranks, members, length, dtype).double()
         right = parts.sum(0)
         for rank in members:
@@ -64,7 +64,7 @@ def test_each_rank_left_out_counted_twice_or_in_place_of_another_is_seen_at_each
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("ranks", [2, 3, 8, 16])
 def test_a_chunk_or_an_element_that_is_not_reduced_stale_or_in_another_place_is_seen(dtype, ranks):
-    for members in turns(ranks, dtype):
+    for members in rank_batches(ranks, dtype):
         parts = _parts(ranks, members, 1000, dtype)
         right = parts.double().sum(0).to(dtype)
         for own in parts[:2]:
@@ -81,8 +81,8 @@ def test_a_chunk_or_an_element_that_is_not_reduced_stale_or_in_another_place_is_
 
 
 def test_each_rank_adds_something_in_one_turn_and_nothing_in_the_others():
-    assert list(turns(32, torch.bfloat16)) == [range(21), range(21, 32)]
-    assert list(turns(32, torch.float16)) == [range(32)]
+    assert list(rank_batches(32, torch.bfloat16)) == [range(21), range(21, 32)]
+    assert list(rank_batches(32, torch.float16)) == [range(32)]
     tensor = torch.full((2,), math.nan, dtype=torch.bfloat16)
     fill_part(tensor, 3, range(21, 32))
     assert tensor.tolist() == [0, 0]

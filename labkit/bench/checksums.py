@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from labkit.bench.gate import first_of_ranks
+from labkit.bench.check import first_failing_rank
 
 PERIOD = 1021  # prime, so that chunks cut from round sizes do not begin at the same place in it
 ROWS_AT_ONCE = 64  # periods compared at a time, so that their float64 copies stay in cache
@@ -38,10 +38,10 @@ def first_wrong(reduce: Callable[[Tensor], object], tensor: Tensor) -> str | Non
     `reduce` should sum `tensor`, contiguous and of a float type, over all ranks in place; it is overwritten. All ranks
     get the same.
     """
-    for members in turns(dist.get_world_size(), tensor.dtype):
+    for members in rank_batches(dist.get_world_size(), tensor.dtype):
         fill_part(tensor, dist.get_rank(), members)
         reduce(tensor)
-        if found := first_of_ranks(first_deviation(tensor, members)):
+        if found := first_failing_rank(first_deviation(tensor, members)):
             rank, (element, expected, got) = found
             where = f"rank {rank}, element {element:.0f}"
             return f"wrong: {where}: expected {expected:g}, got {got:g} in a sum of whole numbers, which none rounds"
@@ -71,7 +71,7 @@ def first_deviation(
     return -1, 0.0, 0.0
 
 
-def turns(ranks: int, dtype: torch.dtype) -> Iterator[range]:
+def rank_batches(ranks: int, dtype: torch.dtype) -> Iterator[range]:
     """Which ranks add something, turn by turn; each does in one of them."""
     at_once = _modulus(dtype) - 1
     return (range(first, min(first + at_once, ranks)) for first in range(0, ranks, at_once))
