@@ -6,7 +6,7 @@ The notebook's parameters cell, `--set name=value` and papermill's own options a
 import ast
 import difflib
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
@@ -37,7 +37,8 @@ def one_of(names: Callable[[], Iterable[str]]) -> AfterValidator:
     return AfterValidator(check)
 
 
-PROFILES = ("smoke", "quick", "standard", "paper")
+PROFILES = ("smoke", "quick", "paper")
+SMOKE_REPEATS = 6  # the fewest that give an interval
 
 
 class ParameterError(ValueError):
@@ -68,29 +69,45 @@ class TimedConfig(LabConfig):
     seed: Seed = 0
 
 
-def resolve_config(
-    lab: str, profiles: Mapping[str, LabConfig], profile: str, overrides: Mapping[str, Any]
-) -> LabConfig:
-    """The profile's parameters with `overrides` in their place; None leaves the profile's value.
+def shorten(config: LabConfig, models: Collection[str] = ()) -> LabConfig:
+    """The profile `smoke`: the first of each list of numbers or models, one session, and as few repeats as will do."""
+    values = {name: getattr(config, name) for name in type(config).model_fields}
+    short = {
+        name: value[:1]
+        for name, value in values.items()
+        if isinstance(value, list) and value and (name in models or isinstance(value[0], int | float))
+    }
+    fewer = {"repeats": SMOKE_REPEATS, "warmup": 1, "sessions": 1}
+    return config.model_copy(update=short | {name: value for name, value in fewer.items() if name in values})
 
-    ParameterError for an unknown profile or name (with the nearest valid one), a wrong type or value.
+
+def with_overrides(lab: str, base: LabConfig, profile: str, overrides: Mapping[str, Any]) -> LabConfig:
+    """The parameters of a profile with others in their place; None leaves the profile's value.
+
+    ParameterError for an unknown name (with the nearest valid one), a wrong type or value.
     """
-    if not isinstance(profile, str) or profile not in profiles:
-        raise ParameterError(
-            f"{lab}: unknown profile {profile!r}{nearest(profile, profiles)}; the profiles are {', '.join(profiles)}"
-        )
-    base = profiles[profile]
     names = type(base).model_fields
     for name in overrides:
         if name not in names:
             raise ParameterError(
                 f"{lab}: unknown parameter {name!r}{nearest(name, names)}; the parameters are {', '.join(names)}"
             )
-    given = {name: value for name, value in overrides.items() if value is not None}
+    changed = {name: value for name, value in overrides.items() if value is not None}
     try:
-        return type(base).model_validate(base.model_dump() | given)
+        return type(base).model_validate(base.model_dump() | changed)
     except ValidationError as error:
         raise ParameterError(f"{lab}: {_describe(error, profile, base)}") from None
+
+
+def resolve_config(
+    lab: str, profiles: Mapping[str, LabConfig], profile: str, overrides: Mapping[str, Any]
+) -> LabConfig:
+    """The profile's parameters with `overrides` in their place. ParameterError for a wrong profile, name or value."""
+    if not isinstance(profile, str) or profile not in profiles:
+        raise ParameterError(
+            f"{lab}: unknown profile {profile!r}{nearest(profile, profiles)}; the profiles are {', '.join(profiles)}"
+        )
+    return with_overrides(lab, profiles[profile], profile, overrides)
 
 
 def parse_assignments(assignments: Iterable[str]) -> dict[str, Any]:

@@ -7,11 +7,14 @@ record and the run cannot differ. Imports nothing heavy: every rank loads this m
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from itertools import groupby
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+if TYPE_CHECKING:
+    from labkit.machine import Machine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +61,15 @@ class Point:
         """Neighbors that are equal in this share one group of ranks."""
         shared = (self.world_size, self.backend, self.scheduling, self.timeout_s)
         return (*shared, self.id) if self.fresh_ranks else shared
+
+    @property
+    def series(self) -> tuple[Hashable, float] | None:
+        """(series, size): after one of a series runs out of memory or takes far too long, larger ones are skipped."""
+        return None
+
+    def skip_reason(self, machine: "Machine") -> str | None:
+        """Why this machine cannot measure the point ("needs 51 GiB, 22 GiB available"), or None."""
+        return None
 
     def title(self) -> str:
         """A few words for a progress line."""

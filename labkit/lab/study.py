@@ -12,8 +12,10 @@ import pandas as pd
 
 from labkit.costs.calibration import Calibration
 from labkit.lab.agreement import Known
-from labkit.lab.config import LabConfig
+from labkit.lab.answers import Answer, Question
+from labkit.lab.config import LabConfig, ParameterError, nearest, resolve_config
 from labkit.lab.findings import Finding, Questions
+from labkit.lab.metric import Results
 from labkit.lab.point import Point
 from labkit.lab.predictions import Predicted
 from labkit.machine import Machine
@@ -74,6 +76,20 @@ class Study(ABC):
         """
         return self.questions.find(frame, coverage, calibration)
 
+    def configure(self, profile: str, overrides: Mapping[str, Any]) -> LabConfig:
+        return resolve_config(self.name, self.profiles, profile, overrides)
+
+    def answers(self, results: Results) -> dict[str, Answer]:
+        """The findings as answers, until this lab is declared on one page."""
+        found = self.questions.find(results.frame, pd.DataFrame(), results.calibration)
+        return {identifier: _answer(finding, results) for identifier, finding in found.items()}
+
+    def question(self, identifier: str) -> Question:
+        questions = {question.id: Question(id=question.id, text=question.text) for question in self.questions}
+        if identifier not in questions:
+            raise ParameterError(f"no question {identifier!r}{nearest(identifier, questions)}")
+        return questions[identifier]
+
     def known(self, frame: pd.DataFrame) -> Iterable[Known]:
         """Which rows of `Run.frame()` measure what other labs measure, too, by the very same computation."""
         return ()
@@ -102,3 +118,16 @@ class Study(ABC):
     def series(self, point: Any) -> tuple[Hashable, float] | None:
         """(series, size): once a point of it runs out of memory, or takes far too long, larger ones are skipped."""
         return None
+
+
+def _answer(finding: Finding, results: Results) -> Answer:
+    notes = [finding.also, finding.caveat, finding.why, *(results.missing if finding.verdict == "not measured" else ())]
+    return Answer(
+        finding.verdict,
+        finding.headline,
+        finding.table,
+        finding.advice,
+        finding.lead.ratio if finding.lead else 1.0,
+        scope=finding.where or "",
+        notes=tuple(filter(None, notes)),
+    )

@@ -1,0 +1,89 @@
+"""A lab on one page: `LAB = Lab(...)` in `labkit/studies/<lab>/lab.py` declares what is measured and what is asked.
+
+To add a lab: that file, its `worker.py`, a notebook `notebooks/<number>_<lab>.ipynb`, and its name in
+`labkit/studies/__init__.py`.
+"""
+
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from labkit.lab.answers import Answer, Question
+from labkit.lab.config import LabConfig, ParameterError, nearest, resolve_config, shorten
+from labkit.lab.metric import Results
+from labkit.lab.point import Point
+from labkit.machine import Machine
+
+Say = Callable[[str], None]
+"""Shows a few words of progress."""
+Register = Callable[[str, Any], dict[str, Any]]
+"""Makes a user's alternative known under a name in this process; returns the registry it is removed from afterwards.
+
+ValueError for a name that is taken.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lab:
+    """What a lab measures and asks."""
+
+    name: str
+    """The name of its package, its notebook and its page."""
+    title: str
+    summary: str
+    """One line for `labkit list` and the index."""
+    config: type[LabConfig]
+    """Parameters; the defaults are the profile `quick`."""
+    points: Callable[[Any, Machine], Iterable[Point]]
+    """What to measure, in order. Points of equal rank groups next to one another share their ranks."""
+    worker: Callable[..., Iterable[Mapping[str, Any]] | None]
+    """Runs on every rank for each point and yields rows; from a module that imports nothing heavy."""
+    questions: Sequence[Question]
+    paper: Mapping[str, Any] = field(default_factory=dict)
+    """Parameters of the published measurements."""
+    on_gpu: Mapping[str, Any] = field(default_factory=dict)
+    """Parameters of `quick` on a machine with a GPU, if sizes that suit a CPU would measure launches only."""
+    plugin_parameter: str | None = None
+    """The parameter that names what is compared, if a user may add an alternative to it."""
+    register: Register | None = None
+    model_parameters: tuple[str, ...] = ()
+    """Parameters that name models, a user's own included (`lab.user_plugins`)."""
+    keeps_checkpoints: bool = False
+    """Whether the worker goes on with an interrupted point. It then gets `checkpoints=`, a directory of the run, in
+    which `<point.id>/` is the point's; None on ranks that are not to write."""
+    check_inputs: Callable[[Any, Say], None] = lambda config, say: None
+    """Checks the files that the config names, before anything is planned or fetched. ParameterError if one is bad."""
+    prepare: Callable[[Any, Say], str | None] = lambda config, say: None
+    """Fetches what all points need; returns why nothing can be measured here, or None."""
+    progress: Callable[[Any, Mapping[str, Any]], str | None] = lambda point, values: None
+    """A few words for the progress line from a row of rank 0, or None."""
+
+    @cached_property
+    def profiles(self) -> dict[str, LabConfig]:
+        """Parameters by profile: `smoke` is derived from `quick`."""
+        quick = self.config()
+        return {"smoke": shorten(quick, self.model_parameters), "quick": quick, "paper": self.config(**self.paper)}
+
+    def configure(self, profile: str, overrides: Mapping[str, Any]) -> LabConfig:
+        """The profile's parameters with `overrides` in their place. ParameterError for what is wrong."""
+        return resolve_config(self.name, self.profiles, profile, overrides)
+
+    def answers(self, results: Results) -> dict[str, Answer]:
+        """What a run's results say of each question, by its id."""
+        return {question.id: question.answer(results) for question in self.questions}
+
+    def question(self, identifier: str) -> Question:
+        """The question of an id. ParameterError, with the nearest one, if there is none."""
+        questions = {question.id: question for question in self.questions}
+        if identifier not in questions:
+            raise ParameterError(f"no question {identifier!r}{nearest(identifier, questions)}")
+        return questions[identifier]
+
+    def skip_reason(self, point: Point, machine: Machine) -> str | None:
+        """Why this machine cannot measure the point ("needs 51 GiB, 22 GiB available"), or None."""
+        return point.skip_reason(machine)
+
+    def series(self, point: Point) -> tuple[Hashable, float] | None:
+        """(series, size): after one of a series runs out of memory or takes far too long, larger ones are skipped."""
+        return point.series

@@ -1,0 +1,128 @@
+"""What a lab measures: the results of a run, and metrics, which make samples, medians and ratios of its rows."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from labkit.bench.statistics import compare_groups, judged, slowest_rank, summarize_groups
+from labkit.bench.turns import over_turns
+from labkit.costs.calibration import Calibration
+from labkit.lab.columns import label
+from labkit.lab.units import join_words
+
+
+@dataclass(frozen=True, eq=False)
+class Results:
+    """What a run offers to its questions: the long frame, the machine's calibration, and why points are missing."""
+
+    frame: pd.DataFrame
+    """One row per (point, rank, repeat), with the point's fields beside the values."""
+    calibration: Calibration | None = None
+    missing: tuple[str, ...] = ()
+    """Reasons of points that did not end `ok`, the most frequent first."""
+    machine_bytes: float = float("nan")
+
+
+Table = Callable[[Results], pd.DataFrame]
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A measured column, smaller is better: what is compared in it, and the columns that make a configuration.
+
+    The slowest rank of each repeat counts. Sessions, which are measurements of the same configuration by other
+    processes at another time, are combined into one ratio.
+    """
+
+    value: str
+    compare: str
+    """The column that names the alternatives."""
+    configuration: tuple[str, ...]
+    where: Mapping[str, Any] = field(default_factory=dict)
+    """Column -> the value, or a tuple of values, that rows must have."""
+    interleaved: bool = True
+    """Whether repeat i of all alternatives was measured in one round."""
+    exact: bool = False
+    """Whether values are counts without noise; the largest of all ranks and repeats then stands for its alternative."""
+
+    @property
+    def columns(self) -> list[str]:
+        return [*self.configuration, self.compare]
+
+    def select(self, frame: pd.DataFrame) -> pd.DataFrame:
+        """Rows that meet `where`. A frame without one of the columns has no such rows."""
+        needed = [*self.columns, *self.where]
+        rows = frame.reindex(columns=list(dict.fromkeys([*frame.columns, *needed, self.value])))
+        for name, wanted in self.where.items():
+            rows = rows[rows[name].isin(wanted if isinstance(wanted, tuple) else (wanted,))]
+        return rows.dropna(subset=[self.compare])
+
+    def samples(self, frame: pd.DataFrame) -> pd.DataFrame:
+        """One row per (configuration, alternative, session, repeat): the slowest rank's value."""
+        rows = self.select(frame).dropna(subset=[self.value])
+        rows = rows.assign(session=rows["session"].astype(object).fillna(1) if "session" in rows else 1)
+        keys = [*self.columns, "session"]
+        return (
+            slowest_rank(rows, self.value, keys) if len(rows) else rows.reindex(columns=[*keys, "repeat", self.value])
+        )
+
+    def medians(self, frame: pd.DataFrame) -> pd.DataFrame:
+        """One row per (configuration, alternative): the median in the value's column, its interval, and `n`.
+
+        The interval of several sessions reaches over those of all.
+        """
+        samples = self.samples(frame)
+        table = summarize_groups(samples, self.value, self.columns)
+        if samples["session"].nunique() > 1:
+            sessions = summarize_groups(samples, self.value, [*self.columns, "session"])
+            ends = sessions.groupby(self.columns, dropna=False).agg(low=("low", "min"), high=("high", "max"))
+            table = table.assign(low=np.fmin(table["low"], ends["low"]), high=np.fmax(table["high"], ends["high"]))
+        return table.rename(columns={"median": self.value})[[*self.columns, self.value, "low", "high", "n"]]
+
+    def largest(self, frame: pd.DataFrame) -> pd.DataFrame:
+        """One row per (configuration, alternative): the largest value of any rank and repeat."""
+        rows = self.select(frame).dropna(subset=[self.value])
+        return rows.groupby(self.columns, dropna=False, sort=False)[self.value].max().reset_index()
+
+    def ratios_to(self, baseline: Any, frame: pd.DataFrame, among: Sequence[Any] | None = None) -> pd.DataFrame:
+        """Each alternative (or those `among`) over `baseline` in each configuration that has both.
+
+        Columns: configuration, alternative, `ratio`, `low`, `high`, `p`, `verdict`.
+        """
+        if among is not None:
+            frame = frame[frame[self.compare].isin([baseline, *among])] if self.compare in frame else frame
+        if self.exact:
+            return self._exact_ratios(baseline, self.largest(frame))
+        keys = [*self.configuration, "session"]
+        samples = self.samples(frame)
+        ratios = compare_groups(samples, self.value, keys, self.compare, baseline, interleaved=self.interleaved)
+        return judged(over_turns(ratios, self.configuration, self.compare))
+
+    def _exact_ratios(self, baseline: Any, table: pd.DataFrame) -> pd.DataFrame:
+        keys = list(self.configuration)
+        base = table.loc[table[self.compare] == baseline, [*keys, self.value]]
+        pairs = table[table[self.compare] != baseline].merge(base, on=keys, suffixes=("", "_baseline"))
+        ratio = pairs[self.value].astype(float) / pairs[f"{self.value}_baseline"].astype(float)
+        return judged(pairs[self.columns].assign(ratio=ratio, low=ratio, high=ratio, p=0.0))
+
+    def failures(self, frame: pd.DataFrame) -> tuple[str, ...]:
+        """Notes on alternatives without a value: wrong results first, then failures, then refusals."""
+        rows = self.select(frame).reindex(columns=[self.compare, "check", "not_measured"])
+        bad = rows[rows["check"].fillna("ok") != "ok"]
+        is_wrong = bad["check"].astype(str).str.startswith("wrong")
+        kinds = (
+            ("WRONG RESULTS, not timed", bad[is_wrong], "check"),
+            ("Failed", bad[~is_wrong], "check"),
+            ("Not measured", rows.dropna(subset="not_measured"), "not_measured"),
+        )
+        return tuple(
+            f"{kind}: {self._names(group)} ({reason})."
+            for kind, some, reasons in kinds
+            for reason, group in some.groupby(reasons, sort=False)
+        )
+
+    def _names(self, rows: pd.DataFrame) -> str:
+        return join_words(list(dict.fromkeys(label(self.compare, name) for name in rows[self.compare])))
