@@ -161,12 +161,8 @@ class Compare(Question):
             "n": n,
             "n_better": len(summary.better),
             "n_worse": len(summary.worse),
-            "region": region or f"in {len(summary.better)} of {n}",
-            "where": ""
-            if is_everywhere
-            else f" {region}"
-            if region
-            else f" ({phrases.better} in {len(summary.better)} of {n})",
+            "region": region or some,
+            "where": "" if is_everywhere else f" {region}" if region else f" ({phrases.better} {some})",
         }
 
     def _name(self, alternative: Any) -> str | None:
@@ -294,9 +290,7 @@ class Check(Question):
             return f"Yes: all {self.subject} are within {100 * (factors.max() - 1):.2g}% of the prediction."
         if verdict == "it depends":
             return f"Partly: {n_close} of {len(ratios)} {self.subject} are within a factor of {self.within:g}; {worst}."
-        return (
-            f"No: {self.subject} are typically {format_factor(float(ratios.median()))} times the prediction; {worst}."
-        )
+        return f"No: {self.subject} are typically {typical} times the prediction; {worst}."
 
     def _lack(self, results: Results) -> str:
         return NO_CALIBRATION if results.calibration is None else NO_ROWS
