@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 import pandas as pd
 
-from labkit.bench.statistics import LEAST_RELEVANT_DIFFERENCE
+from labkit.bench.statistics import MIN_RELEVANT_DIFFERENCE
 from labkit.lab.columns import column, label
 from labkit.lab.figures.declared import Figure
 from labkit.lab.metric import Metric, Results, Table
@@ -246,7 +246,7 @@ def best_alternative(table: pd.DataFrame, metric: Metric) -> Any:
     if standing.empty:
         return None
     leaders = standing[standing["wins"] == standing["wins"].max()]
-    return leaders.index[leaders["log"] <= leaders["log"].min() + np.log1p(LEAST_RELEVANT_DIFFERENCE)][0]
+    return leaders.index[leaders["log"] <= leaders["log"].min() + np.log1p(MIN_RELEVANT_DIFFERENCE)][0]
 
 
 @dataclass(frozen=True, kw_only=True)

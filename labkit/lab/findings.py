@@ -244,11 +244,11 @@ def troubles(frame: pd.DataFrame, name: str) -> str | None:
     `name` is the column that names an alternative.
     """
     told = []
-    if "gate" in frame and len(bad := frame[frame["gate"].fillna("ok") != "ok"]):
-        is_wrong = bad["gate"].str.startswith("wrong")
+    if "check" in frame and len(bad := frame[frame["check"].fillna("ok") != "ok"]):
+        is_wrong = bad["check"].str.startswith("wrong")
         for kind, rows in (("WRONG RESULTS, and so no times, from", bad[is_wrong]), ("No times from", bad[~is_wrong])):
             if len(rows):
-                reasons = join_words(list(dict.fromkeys(rows["gate"])))
+                reasons = join_words(list(dict.fromkeys(rows["check"])))
                 told.append(f"{kind} {join_words(_names(rows[name]))}: {reasons}.")
     if "not_measured" in frame and len(refused := frame.dropna(subset="not_measured")):
         for reason, rows in refused.groupby("not_measured", sort=False):

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from labkit.bench.statistics import compare_groups, judged, slowest_rank, summarize_groups
-from labkit.bench.turns import over_turns
+from labkit.bench.sessions import combine_sessions
+from labkit.bench.statistics import compare_groups, slowest_rank, summarize_groups, with_verdicts
 from labkit.costs.calibration import Calibration
 from labkit.lab.columns import label
 from labkit.lab.units import join_words
@@ -99,14 +99,14 @@ class Metric:
         keys = [*self.configuration, "session"]
         samples = self.samples(frame)
         ratios = compare_groups(samples, self.value, keys, self.compare, baseline, interleaved=self.interleaved)
-        return judged(over_turns(ratios, self.configuration, self.compare))
+        return with_verdicts(combine_sessions(ratios, self.configuration, self.compare))
 
     def _exact_ratios(self, baseline: Any, table: pd.DataFrame) -> pd.DataFrame:
         keys = list(self.configuration)
         base = table.loc[table[self.compare] == baseline, [*keys, self.value]]
         pairs = table[table[self.compare] != baseline].merge(base, on=keys, suffixes=("", "_baseline"))
         ratio = pairs[self.value].astype(float) / pairs[f"{self.value}_baseline"].astype(float)
-        return judged(pairs[self.columns].assign(ratio=ratio, low=ratio, high=ratio, p=0.0))
+        return with_verdicts(pairs[self.columns].assign(ratio=ratio, low=ratio, high=ratio, p=0.0))
 
     def failures(self, frame: pd.DataFrame) -> tuple[str, ...]:
         """Notes on alternatives without a value: wrong results first, then failures, then refusals."""

@@ -102,26 +102,26 @@ class TimedPoint(Point):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PointOfTurns(TimedPoint):
+class SessionPoint(TimedPoint):
     """One that may be measured once more, by another group of ranks at another time (`labkit.bench.sessions`)."""
 
-    turn: int = 1
+    session: int = 1
 
     @property
     def of_ranks(self) -> tuple[Any, ...]:
-        return (*super().of_ranks, self.turn)
+        return (*super().of_ranks, self.session)
 
-    def once_more(self) -> Self:
-        return replace(self, turn=self.turn + 1)
-
-
-P = TypeVar("P", bound=PointOfTurns)
+    def next_session(self) -> Self:
+        return replace(self, session=self.session + 1)
 
 
-def in_further_turns(points: Sequence[P], turns: int = 2) -> Iterator[P]:
-    """The points again in each turn but the first, the last one first: what drifts evenly hits all alike."""
-    for _ in range(1, turns):
-        points = [point.once_more() for point in reversed(points)]
+P = TypeVar("P", bound=SessionPoint)
+
+
+def repeat_in_sessions(points: Sequence[P], sessions: int = 2) -> Iterator[P]:
+    """The points again in each session but the first, the last one first: what drifts evenly hits all alike."""
+    for _ in range(1, sessions):
+        points = [point.next_session() for point in reversed(points)]
         yield from points
 
 

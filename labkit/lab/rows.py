@@ -10,7 +10,7 @@ import pandas as pd
 from labkit.bench.sessions import combine_sessions
 from labkit.bench.statistics import compare_groups, slowest_rank, summarize_groups, with_verdicts
 
-TURN = "turn"
+TURN = "session"
 """The column that tells apart what several groups of ranks measured of one setting."""
 
 
@@ -67,7 +67,7 @@ class Measured:
     `setting` are the columns that tell comparisons apart, `alternative` is the one that names what took turns. The
     slowest rank of each repeat counts. `took_turns`: repeat i of all alternatives was measured in one round. `exact`:
     a count, such as of bytes, which no noise blurs; of several the largest stands for its alternative. A frame may have
-    a column `turn`: what other groups of ranks measured at another time (`labkit.bench.sessions`).
+    a column `session`: what other groups of ranks measured at another time (`labkit.bench.sessions`).
     """
 
     setting: tuple[str, ...]
@@ -91,7 +91,7 @@ class Measured:
 
     @property
     def _keys(self) -> list[str]:
-        """The columns, and `turn`, which is an alternative where a clock is compared with itself."""
+        """The columns, and `session`, which is an alternative where a clock is compared with itself."""
         return list(dict.fromkeys([*self.columns, TURN]))
 
     def medians(self, frame: pd.DataFrame, **wanted: Any) -> pd.DataFrame:

@@ -45,7 +45,7 @@ def test_luck_of_a_group_of_ranks_is_not_a_difference(luck, settings):
 
 
 def test_one_turn_would_claim_much_of_it():
-    one = _measured(luck=0.2, turns=1)
+    one = _measured(luck=0.2, sessions=1)
     assert ((one["low"] > 1) | (one["high"] < 1)).mean() > 0.4
 
 
@@ -56,7 +56,7 @@ def test_a_true_difference_beyond_luck_is_found():
 
 
 def test_a_setting_of_one_turn_keeps_its_intervals():
-    both, one = _measured(luck=0.2, settings=3), _measured(luck=0.0, settings=1, turns=1).assign(setting=9)
+    both, one = _measured(luck=0.2, settings=3), _measured(luck=0.0, settings=1, sessions=1).assign(setting=9)
     found = _over(pd.concat([both, one], ignore_index=True))
     kept = found[found["setting"] == 9].drop(columns="setting").reset_index(drop=True)
     columns = ["alternative", "ratio", "low", "high", "p"]

@@ -387,7 +387,7 @@ def test_counts_are_compared_exactly():
 
 def test_a_median_of_two_turns_reaches_over_the_intervals_of_both():
     one = _frame(_sizes(0.5), noise=0.01)
-    both = pd.concat([one.assign(turn=1), one.assign(turn=2, seconds=1.3 * one["seconds"])], ignore_index=True)
+    both = pd.concat([one.assign(session=1), one.assign(session=2, seconds=1.3 * one["seconds"])], ignore_index=True)
     alone, found = TIMES.medians(one), TIMES.medians(both)
     assert (found["low"] <= alone["low"]).all()
     assert (found["high"] >= 1.3 * alone["high"]).all()

@@ -33,7 +33,7 @@ def run_file(path, *, lab="lab", factor=1.0, sizes=SIZES, device="cpu", noise=0.
         for rank in (0, 1):
             for algorithm, slower in (("ring", 1.0), ("torch", 2.0)):
                 times = factor * slower * point["n_elements"] * 1e-8 * (1 + noise * generator.standard_normal(20))
-                values = {"algorithm": algorithm, "gate": "ok", "error": 0.1 * seed, "seconds": list(times)}
+                values = {"algorithm": algorithm, "check": "ok", "error": 0.1 * seed, "seconds": list(times)}
                 lines.append({"kind": "row", "point": name, "rank": rank, "values": values})
         lines.append({"kind": "end", "point": name, "status": "ok", "reason": None, "elapsed_s": 1.0})
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -184,7 +184,7 @@ def test_turns_of_several_groups_of_ranks_are_samples_of_one_setting(tmp_path):
         run_file(tmp_path / f"{seed}.jsonl", cpu=f"cpu {seed}", sizes=SIZES[:1], seed=seed) for seed in (0, 1)
     )
     header, *lines = [json.loads(line) for line in other.path.read_text().splitlines()]
-    header["planned"]["again"] = header["planned"]["p1024"] | {"turn": 2}
+    header["planned"]["again"] = header["planned"]["p1024"] | {"session": 2}
     lines += [line | {"point": "again"} for line in lines]
     twice = tmp_path / "twice.jsonl"
     twice.write_text("".join(json.dumps(line) + "\n" for line in [header, *lines]))

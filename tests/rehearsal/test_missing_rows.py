@@ -22,7 +22,7 @@ KINDS_OF_ROWS = [
     ("kernels", "family", "reduction"),
     ("cifar100", "phase", "memory"),
 ]
-FAILED = {"gate": "failed: RuntimeError: rehearsed"}
+FAILED = {"check": "failed: RuntimeError: rehearsed"}
 
 
 def _kind_of_point(point):
@@ -52,7 +52,7 @@ def test_a_page_whose_points_of_a_kind_failed(lab, kind):
 @pytest.mark.parametrize("lab", LABS)
 def test_a_page_whose_alternatives_all_failed(lab):
     def failed(_, row):
-        if "gate" not in row["values"]:
+        if "check" not in row["values"]:
             return row
         names = {name: value for name, value in row["values"].items() if isinstance(value, str)}
         return row | {"values": names | FAILED}

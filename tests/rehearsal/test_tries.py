@@ -92,6 +92,6 @@ def test_a_readers_own_as_the_notebook_has_it_is_right_and_measured(lab, source,
     given = {"flat", "deep"} if lab == "end_to_end" else {"mine"}
     mine = frame[frame[named].isin(given)]
     assert set(mine[named]) == given
-    assert set(mine.get("gate", pd.Series(dtype=str)).dropna()) <= {"ok"}
+    assert set(mine.get("check", pd.Series(dtype=str)).dropna()) <= {"ok"}
     assert mine[{"memory": "peak_bytes", "kernels": "clock_s"}.get(lab, "seconds")].notna().any()
     assert set(namespace["lab"].run.coverage()["status"]) <= {"ok", "skipped"}

@@ -66,13 +66,13 @@ def _frame(
             factor = np.exp(generator.normal(0, noise))
             slowest = seconds(name, world_size, n_bytes, policy) * factor
             rows += [
-                base | {"gate": gate, "rank": r, "repeat": repeat, "seconds": slowest * (0.5 + r / 2)} for r in (0, 1)
+                base | {"check": gate, "rank": r, "repeat": repeat, "seconds": slowest * (0.5 + r / 2)} for r in (0, 1)
             ]
     for transport, share in (routes or {}).items():
         for world_size, n_bytes in [(p, n) for p in worlds for n in sizes]:
             base = {"sweep": "transports", "transport": transport, "world_size": world_size, "n_bytes": n_bytes}
             base |= {"algorithm": transport if transport in ("torch", "floor") else "chosen", "backend": "gloo"}
-            base |= {"scheduling": "batch", "gate": gate}
+            base |= {"scheduling": "batch", "check": gate}
             for repeat in range(repeats):
                 took = share * _textbook("torch", world_size, n_bytes, "batch") * np.exp(generator.normal(0, noise))
                 rows += [base | {"rank": r, "repeat": repeat, "seconds": took * (0.5 + r / 2)} for r in (0, 1)]
@@ -146,13 +146,13 @@ def _both_orders(seconds, *, drift):
         frame = _frame(
             lambda *setting, late=late: seconds(*setting) * late[setting[-1]], worlds=(2, 4, 6, 8), seed=turn
         )
-        orders.append(frame[frame["sweep"] == "scheduling"].assign(turn=turn))
+        orders.append(frame[frame["sweep"] == "scheduling"].assign(session=turn))
     return pd.concat(orders, ignore_index=True)
 
 
 def test_a_scheduling_policy_is_not_better_for_having_been_measured_before_the_other():
     alike = _both_orders(lambda *_: 1e-3, drift=1.2)
-    assert _findings(alike[alike["turn"] == 1])["scheduling"].verdict == "yes"  # what one order would say
+    assert _findings(alike[alike["session"] == 1])["scheduling"].verdict == "yes"  # what one order would say
     assert _findings(alike)["scheduling"].verdict == "no clear difference"
     assert tables.batch_against_default(alike)["ratio"].tolist() == pytest.approx([1.0] * 8, rel=0.03)
     better = _both_orders(lambda *setting: 1e-3 * (0.5 if setting[-1] == "batch" else 1), drift=1.2)
@@ -165,7 +165,7 @@ def _with_links(frame, models):
     for link, model in models.items():
         for n_bytes in SIZES:
             base = {"sweep": "exchange", "algorithm": link, "world_size": 4, "n_bytes": n_bytes, "backend": "gloo"}
-            base |= {"scheduling": "batch", "gate": "ok", "seconds": model.predict_s(MessageCost(1, n_bytes))}
+            base |= {"scheduling": "batch", "check": "ok", "seconds": model.predict_s(MessageCost(1, n_bytes))}
             rows += [base | {"rank": rank, "repeat": repeat} for repeat in range(6) for rank in (0, 1)]
     return pd.concat([frame, pd.DataFrame(rows)], ignore_index=True)
 
@@ -291,7 +291,7 @@ def test_advice_says_up_to_which_size_an_algorithm_is_faster_with_how_many_ranks
 
 def test_wrong_results_are_shouted():
     frame = _frame()
-    frame.loc[frame["algorithm"] == "butterfly", "gate"] = "wrong: error 1e+00, at most 1e-06 expected"
+    frame.loc[frame["algorithm"] == "butterfly", "check"] = "wrong: error 1e+00, at most 1e-06 expected"
     assert "WRONG RESULTS, and so no times, from butterfly" in _findings(frame)["algorithms_against_torch"].caveat
 
 

@@ -65,7 +65,7 @@ def test_phases_alone_are_checked_timed_and_their_bytes_counted():
     alone = {(phase, route) for phase in phases.PHASES for route in ("torch", "messages", "shared")}
     assert {(row["collective"], row["transport"]) for row in rows} == alone
     for row in rows:
-        assert row["gate"] == "ok"
+        assert row["check"] == "ok"
         assert len(row["seconds"]) == SMALL.repeats
         assert row["formula_bytes"] == 4 * 50_000
         if row["transport"] != "torch":
@@ -73,14 +73,14 @@ def test_phases_alone_are_checked_timed_and_their_bytes_counted():
         else:  # its reduce-scatter is an all-reduce per rank, or should be half of one
             assert row["sent_bytes"] >= row["formula_bytes"]
     for row in _rows(_measure_with_half_a_phase, point):
-        assert (row["gate"] == "ok") == (row["transport"] == "torch") == ("seconds" in row)
+        assert (row["check"] == "ok") == (row["transport"] == "torch") == ("seconds" in row)
 
 
 def test_every_alternative_is_checked_and_timed_on_every_rank():
     rows = _rows(measure_point, SMALL)
     assert sorted(row["algorithm"] for row in rows) == sorted(2 * list(SMALL.algorithms))
     for row in rows:
-        assert row["gate"] == "ok"
+        assert row["check"] == "ok"
         assert row["error"] < 1e-6
         assert len(row["seconds"]) == SMALL.repeats
         assert all(second > 0 for second in row["seconds"])
@@ -90,7 +90,7 @@ def test_every_alternative_is_checked_and_timed_on_every_rank():
 def test_a_wrong_algorithm_gets_no_time_and_the_others_do():
     rows = _rows(_measure_with_a_broken_ring, SMALL)
     wrong = [row for row in rows if row["algorithm"] == "ring"]
-    assert all("wrong: rank 0, element 0: expected" in row["gate"] and "seconds" not in row for row in wrong)
+    assert all("wrong: rank 0, element 0: expected" in row["check"] and "seconds" not in row for row in wrong)
     assert len(wrong) == 2
     assert all("seconds" in row for row in rows if row["algorithm"] != "ring")
 
@@ -108,7 +108,7 @@ def _measure_with_a_ring_that_is_wrong_on_one_rank(point):
 
 def test_ranks_agree_on_what_is_wrong():
     rows = _rows(_measure_with_a_ring_that_is_wrong_on_one_rank, SMALL)
-    wrong = [row for row in rows if "wrong" in row["gate"]]
+    wrong = [row for row in rows if "wrong" in row["check"]]
     assert [row["algorithm"] for row in wrong] == ["ring", "ring"]
     assert all("seconds" in row for row in rows if row not in wrong)
 
@@ -117,7 +117,7 @@ def test_ranks_agree_on_what_is_wrong():
 def test_no_point_is_planned_twice_and_neighbors_share_ranks(profile):
     points = STUDY.points(STUDY.profiles[profile], describe_machine())
     assert len({point.id for point in points}) == len(points)
-    keys = [(point.backend, point.world_size, point.scheduling, point.turn) for point in points]
+    keys = [(point.backend, point.world_size, point.scheduling, point.session) for point in points]
     changes = sum(before != after for before, after in pairwise(keys))
     assert changes <= 2 * len(set(keys))
 
@@ -130,19 +130,19 @@ def test_scheduling_policies_are_measured_in_both_orders_and_by_other_ranks_each
     assert settings == settings[::-1]
     assert {settings.count(setting) for setting in settings} == {2}
     half = len(points) // 2
-    assert {point.turn for point in points[:half]} == {1}
-    assert {point.turn for point in points[half:]} == {2}
+    assert {point.session for point in points[:half]} == {1}
+    assert {point.session for point in points[half:]} == {2}
 
 
 def test_short_all_reduces_are_measured_once_more_by_other_ranks():
     config = STUDY.profiles["quick"].model_copy(update={"twice_up_to_bytes": 64 * 1024})
     sizes = [point for point in STUDY.points(config, describe_machine()) if point.sweep in ("sizes", "transports")]
-    turns = Counter(replace(point, turn=1) for point in sizes)
+    turns = Counter(replace(point, session=1) for point in sizes)
     assert all(number == 1 + (point.n_bytes <= 64 * 1024) for point, number in turns.items())
-    first, second = (next(point for point in sizes if point.turn == turn) for turn in (1, 2))
-    alike = [replace(first, turn=turn) for turn in (1, 2)]
+    first, second = (next(point for point in sizes if point.session == turn) for turn in (1, 2))
+    alike = [replace(first, session=turn) for turn in (1, 2)]
     assert len(by_ranks(alike)) == 2
-    assert sizes.index(second) > max(index for index, point in enumerate(sizes) if point.turn == 1)
+    assert sizes.index(second) > max(index for index, point in enumerate(sizes) if point.session == 1)
 
 
 def test_what_does_not_fit_is_skipped_with_both_sizes():
@@ -180,7 +180,7 @@ def test_transports_are_checked_and_timed_beside_the_floor():
     }
     for row in rows:
         assert len(row["seconds"]) == 3
-        assert row["algorithm"] == "floor" or (row["gate"] == "ok" and row["error"] < 1e-6)
+        assert row["algorithm"] == "floor" or (row["check"] == "ok" and row["error"] < 1e-6)
 
 
 def _measure_with_broken_shared_memory(point):
@@ -195,7 +195,7 @@ def test_a_transport_that_loses_messages_gets_no_time_and_the_others_do():
     rows = _rows(_measure_with_broken_shared_memory, TRANSPORTS)
     wrong = [row for row in rows if "seconds" not in row]
     assert {row["transport"] for row in wrong} == {"shared", "registered"}
-    assert all("wrong: rank 0, element 0: expected" in row["gate"] for row in wrong)
+    assert all("wrong: rank 0, element 0: expected" in row["check"] for row in wrong)
     assert {row["transport"] for row in rows if row not in wrong} == {"torch", "messages", "floor"}
 
 
@@ -279,7 +279,7 @@ def test_a_readers_own_algorithm_is_carried_to_the_ranks_gated_timed_and_named(t
     frame = run.frame()
     times = tables.times(frame, "sizes")
     assert set(times["algorithm"]) == {"torch", "ring", "slow"}
-    gates = frame.dropna(subset="gate").drop_duplicates("algorithm").set_index("algorithm")["gate"]
+    gates = frame.dropna(subset="check").drop_duplicates("algorithm").set_index("algorithm")["check"]
     assert re.match(r"wrong: rank \d, element 1023: expected \d+, got \d+", gates["forgets_the_last"])
     assert gates["mistaken"].startswith("failed: AttributeError:")
     assert "line " in gates["mistaken"]

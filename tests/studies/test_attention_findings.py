@@ -32,7 +32,7 @@ def _frame(seconds=_textbook, *, noise=0.01, repeats=12, gate="ok", available=20
     for sweep, batch, sequence, head_dim in settings:
         names = ("explicit", "tiled", "compiled") if sweep == "grid" else ("explicit", "tiled")
         base = {"sweep": sweep, "device": "cpu", "dtype": "float32", "batch": batch, "causal": False}
-        base |= {"sequence": sequence, "head_dim": head_dim, "rank": 0, "gate": gate}
+        base |= {"sequence": sequence, "head_dim": head_dim, "rank": 0, "check": gate}
         for name in names:
             rows += _memory_rows(base | {"implementation": name}, available, saved)
             for repeat in range(repeats):
@@ -208,7 +208,7 @@ def test_without_a_compiler_the_reason_is_told():
     frame = _frame()
     compiled = frame["implementation"] == "compiled"
     frame = frame[~compiled | (frame["phase"] == "both")].copy()
-    frame.loc[frame["implementation"] == "compiled", "gate"] = "there is no compiler"
+    frame.loc[frame["implementation"] == "compiled", "check"] = "there is no compiler"
     finding = _findings(frame)["compiled"]
     assert finding.verdict == "not measured"
     assert "No times from compiled attention: there is no compiler" in finding.caveat
@@ -217,7 +217,7 @@ def test_without_a_compiler_the_reason_is_told():
 def test_wrong_results_are_shouted():
     frame = _frame()
     wrong = (frame["implementation"] == "tiled") & (frame["phase"] == "both")
-    frame.loc[wrong, "gate"] = "wrong: error 1e+00, at most 1e-06 expected"
+    frame.loc[wrong, "check"] = "wrong: error 1e+00, at most 1e-06 expected"
     assert "WRONG RESULTS, and so no times, from tiled attention" in _findings(frame)["tiling"].caveat
 
 

@@ -40,7 +40,7 @@ def test_each_implementation_is_checked_counted_and_timed():
     }
     assert all(len(row["seconds"]) == 2 for row in rows if row["phase"] in ("forward", "backward"))
     both = [row for row in rows if row["phase"] == "both"]
-    assert all(row["gate"] == "ok" and row["error"] < 1e-5 and row["available_bytes"] > 0 for row in both)
+    assert all(row["check"] == "ok" and row["error"] < 1e-5 and row["available_bytes"] > 0 for row in both)
 
 
 def test_what_is_kept_is_named():
@@ -57,7 +57,9 @@ def test_memory_only_has_no_times():
 def test_a_wrong_implementation_gets_no_time(monkeypatch):
     _pretend(monkeypatch, "tiled", lambda q, k, v, causal: explicit_attention(q, k, v, True))
     rows = _rows(SMALL)
-    assert [row["gate"][:5] for row in rows if row["implementation"] == "tiled" and row["phase"] == "both"] == ["wrong"]
+    assert [row["check"][:5] for row in rows if row["implementation"] == "tiled" and row["phase"] == "both"] == [
+        "wrong"
+    ]
     assert {row["implementation"] for row in rows if "seconds" in row} == {"explicit"}
 
 
@@ -70,7 +72,7 @@ def test_one_whose_pass_takes_longer_than_all_rounds_may_is_checked_and_not_time
     _let_passes_take(monkeypatch, 2.0, 2.0, 0.1)
     rows = _rows(replace(SMALL, rounds_s=1.0))
     (row,) = (row for row in rows if row["implementation"] == "explicit" and row["phase"] == "both")
-    assert row["gate"].startswith("right, but too slow")
+    assert row["check"].startswith("right, but too slow")
     assert row["error"] < 1e-5
     assert row["peak_bytes"] is not None
     assert [row["tensor"] for row in rows if row["implementation"] == "explicit" and row["phase"] == "saved"]
@@ -87,20 +89,20 @@ def test_one_that_is_wrong_and_slow_is_called_wrong(monkeypatch):
     _pretend(monkeypatch, "explicit", lambda q, k, v, causal: 2 * explicit_attention(q, k, v, causal))
     _let_passes_take(monkeypatch, 2.0, 2.0, 0.1)
     rows = _rows(replace(SMALL, rounds_s=1.0), "both")
-    assert [row["gate"][:5] for row in rows if row["implementation"] == "explicit"] == ["wrong"]
+    assert [row["check"][:5] for row in rows if row["implementation"] == "explicit"] == ["wrong"]
 
 
 def test_one_that_cannot_run_here_is_a_row_with_its_reason(monkeypatch):
     _pretend(monkeypatch, "tiled", None, "no such thing here")
     rows = [row for row in _rows(SMALL) if row["implementation"] == "tiled"]
-    assert rows == [{"implementation": "tiled", "phase": "both", "gate": "no such thing here"}]
+    assert rows == [{"implementation": "tiled", "phase": "both", "check": "no such thing here"}]
 
 
 def test_one_that_does_not_fit_is_a_row_with_both_sizes(monkeypatch):
     monkeypatch.setattr(attention_passes, "_available_bytes", lambda device: 100_000)
     rows = _rows(SMALL, "both")
-    assert rows[0]["gate"].startswith("needs ")
-    assert rows[0]["gate"].endswith("97.7 KiB available")
+    assert rows[0]["check"].startswith("needs ")
+    assert rows[0]["check"].endswith("97.7 KiB available")
 
 
 def test_one_that_runs_out_of_memory_all_the_same_leaves_the_others_alone(monkeypatch):
@@ -109,7 +111,7 @@ def test_one_that_runs_out_of_memory_all_the_same_leaves_the_others_alone(monkey
 
     _pretend(monkeypatch, "explicit", exhausted)
     rows = _rows(SMALL)
-    assert rows[0]["gate"].startswith("out of memory: CUDA out of memory")
+    assert rows[0]["check"].startswith("out of memory: CUDA out of memory")
     assert {row["implementation"] for row in rows if "seconds" in row} == {"tiled"}
 
 
@@ -124,8 +126,8 @@ def test_one_that_raises_is_a_row_with_what_it_said_and_leaves_the_others_alone(
 
     _pretend(monkeypatch, "explicit", broken)
     rows = _rows(SMALL)
-    assert rows[0]["gate"].startswith(f"failed: {type(error).__name__}")
-    assert str(error) in rows[0]["gate"]
+    assert rows[0]["check"].startswith(f"failed: {type(error).__name__}")
+    assert str(error) in rows[0]["check"]
     assert {row["implementation"] for row in rows if "seconds" in row} == {"tiled"}
 
 
@@ -140,7 +142,7 @@ def test_one_that_raises_only_when_it_is_timed_leaves_the_others_their_times(mon
 
     _pretend(monkeypatch, "explicit", tires)
     rows = _rows(SMALL)
-    gates = [row["gate"] for row in rows if row["implementation"] == "explicit" and "gate" in row]
+    gates = [row["check"] for row in rows if row["implementation"] == "explicit" and "check" in row]
     assert re.fullmatch(r"failed: RuntimeError: tired, line \d+ of test_attention_worker.py", gates[-1])
     times = [row["seconds"] for row in rows if "seconds" in row and row["implementation"] == "tiled"]
     assert [len(of_phase) for of_phase in times] == [SMALL.repeats] * 2
@@ -181,7 +183,7 @@ def test_a_readers_own_attention_is_gated_timed_drawn_and_named(study, sweep, qu
     run = measure(study, config, profile="smoke", alternatives=own, directory=tmp_path)
     assert not set(own) & set(IMPLEMENTATIONS)
     frame = run.frame()
-    gates = frame[frame["phase"] == "both"].query("sweep == @sweep").groupby("implementation")["gate"].first()
+    gates = frame[frame["phase"] == "both"].query("sweep == @sweep").groupby("implementation")["check"].first()
     rows = {"tiling": 63, "lengths": 31}
     assert f"output, sequence 0, row {rows[sweep]}, element " in gates["wrong"]
     assert re.search(r"expected \S+, got \S+$", gates["wrong"])

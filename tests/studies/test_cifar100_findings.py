@@ -32,7 +32,7 @@ SETTING = {
     "accumulation": 4,
     "learning_rate": 0.01,
     "momentum": 0.5,
-    "gate": "ok",
+    "check": "ok",
 }
 DIGITS = {"device": "cpu", "backend": "gloo", "dataset": "digits", "source": "digits", "md5": None}
 
@@ -253,7 +253,7 @@ def test_one_implementation_alone_has_numbers_and_no_comparison():
 
 
 def test_a_wrong_implementation_is_shouted():
-    wrong = SETTING | {"phase": EPOCH, "implementation": OWN_SYNC, "gate": "wrong: error 1", "seed": 0, "rank": 0}
+    wrong = SETTING | {"phase": EPOCH, "implementation": OWN_SYNC, "check": "wrong: error 1", "seed": 0, "rank": 0}
     frame = pd.concat([_frame(names=(OWN_LOCAL, TORCH_LOCAL)), pd.DataFrame([wrong])], ignore_index=True)
     shouted = f"WRONG RESULTS, and so no times, from {OWN_SYNC}"
     assert shouted in _findings(frame)["learned"].caveat

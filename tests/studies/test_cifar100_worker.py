@@ -65,7 +65,7 @@ def _synchronizes_nothing(point):
 
 def test_every_implementation_is_checked_and_trained_in_turns(archive):
     rows = _rows(replace(SMALL, archive=str(archive)))
-    assert {row["gate"] for row in rows} == {"ok"}
+    assert {row["check"] for row in rows} == {"ok"}
     for rank in (0, 1):
         mine = [row for row in rows if row["rank"] == rank]
         assert {row["implementation"] for row in mine if row["phase"] == MEMORY} == set(ON_CPU)
@@ -103,10 +103,10 @@ def test_the_first_epoch_and_the_first_after_a_resume_are_marked_as_warm_up(arch
 
 def test_a_wrapper_with_wrong_weights_is_not_trained(archive):
     rows = _rows(replace(SMALL, archive=str(archive), implementations=(OWN_LOCAL, TORCH_LOCAL)), _synchronizes_nothing)
-    wrong = [row for row in rows if row["gate"] != "ok"]
+    wrong = [row for row in rows if row["check"] != "ok"]
     assert {row["implementation"] for row in wrong} == {OWN_LOCAL}
     assert all(row["error"] > 1e-3 and "epoch_s" not in row for row in wrong)
-    assert all(row["gate"] == verdict(row["error"], TOLERANCE) for row in wrong)
+    assert all(row["check"] == verdict(row["error"], TOLERANCE) for row in wrong)
     assert {row["implementation"] for row in rows if "epoch_s" in row} == {TORCH_LOCAL}
 
 

@@ -14,7 +14,7 @@ from tests.studies.answering import answers_of
 
 _findings = partial(answers_of, STUDY)
 
-BASE = {"workload": "resnet50", "world_size": 2, "backend": "gloo", "device": "cpu", "gate": "ok", "bucket_mb": None}
+BASE = {"workload": "resnet50", "world_size": 2, "backend": "gloo", "device": "cpu", "check": "ok", "bucket_mb": None}
 LOCAL_S, FORWARD_S, OPTIMIZER_S = 0.10, 0.05, 0.01
 # What a pass waits for, if communication of 60 ms hides behind backward where it can.
 TEXTBOOK = {"local": 0, "torch": 0.02, "naive": 0.08, "flat": 0.10, "overlapped": 0.03, "bucketed": 0.02}
@@ -30,7 +30,7 @@ def _frame(
     size_factor=lambda mb: 1.0,
     saved=0.7,
     sweeps=SWEEPS,
-    gate=None,
+    check=None,
     rank_factor=0.9,
 ):
     generator = np.random.default_rng(0)
@@ -68,8 +68,8 @@ def _frame(
     for name, peak in (("torch", 200), ("flat", 300), ("bucketed", 200)):
         rows.append(BASE | {"sweep": "memory", "implementation": name, "rank": 0, "peak_bytes": peak * 2**20})
     frame = pd.DataFrame(rows)
-    if gate:
-        frame.loc[frame["implementation"] == gate, "gate"] = "wrong: error 5e-01, at most 1e-03 expected"
+    if check:
+        frame.loc[frame["implementation"] == check, "check"] = "wrong: error 5e-01, at most 1e-03 expected"
     return frame[frame["sweep"].isin(sweeps)]
 
 
@@ -286,13 +286,13 @@ def test_figures_can_be_drawn_from_two_worlds():
 
 
 def test_wrong_gradients_are_shouted():
-    fastest = _findings(_frame(gate="flat"))["fastest"]
+    fastest = _findings(_frame(check="flat"))["fastest"]
     assert "WRONG RESULTS, and so no times, from flat" in fastest.caveat
 
 
 def test_a_run_whose_alternatives_are_all_wrong_shouts_and_has_no_tables_of_times():
     gate = "wrong: a mean of whole numbers, which is whole, is off by 3"
-    about = {"phase": None, "seconds": None, "rank": 0, "repeat": 0, "gate": gate, "of_bucket_mb": None}
+    about = {"phase": None, "seconds": None, "rank": 0, "repeat": 0, "check": gate, "of_bucket_mb": None}
     rows = [BASE | about | {"sweep": sweep, "implementation": "bucketed", "bucket_mb": 1.0} for sweep in SWEEPS]
     for frame in (pd.DataFrame(rows), pd.DataFrame(rows).drop(columns=["seconds", "phase"])):
         findings = _findings(frame)

@@ -77,7 +77,7 @@ def _measured(name):
 
 def test_every_implementation_is_gated_and_timed_in_phases():
     rows = _measured("implementations")
-    assert {row["gate"] for row in rows} == {"ok"}
+    assert {row["check"] for row in rows} == {"ok"}
     assert all(len(row["seconds"]) == 2 for row in rows)
     by_name = {
         name: [row["phase"] for row in rows if row["implementation"] == name] for name in (LOCAL, *IMPLEMENTATIONS)
@@ -96,9 +96,9 @@ def _wrong_wrapper(point):
 def test_a_wrapper_whose_gradients_are_not_the_mean_gets_no_time():
     rows = _measured("wrong wrapper")
     (wrong,) = [row for row in rows if row["implementation"] == "naive"]
-    assert re.match(r"wrong: rank 0, \S+, element \d+: expected \S+, got \S+$", wrong["gate"])
+    assert re.match(r"wrong: rank 0, \S+, element \d+: expected \S+, got \S+$", wrong["check"])
     assert "seconds" not in wrong
-    assert any(row["implementation"] == "flat" and row["gate"] == "ok" for row in rows)
+    assert any(row["implementation"] == "flat" and row["check"] == "ok" for row in rows)
 
 
 def _no_wrapper_averages(point):
@@ -128,7 +128,7 @@ def test_points_whose_alternatives_are_all_wrong_have_rows_that_say_so(point, n_
     rows = _measured(f"all wrong: {point.sweep}")
     assert len(rows) == n_rows
     for row in rows:
-        assert row["gate"].startswith("wrong")
+        assert row["check"].startswith("wrong")
         assert not {"seconds", "peak_bytes", "lane"} & set(row)
 
 
@@ -245,9 +245,9 @@ def _forgets_micro_batches(point):
 
 def test_an_accumulated_step_that_is_not_the_mean_gets_no_time():
     rows = _measured("forgotten micro-batches")
-    (wrong,) = [row for row in rows if row["gate"] != "ok"]
+    (wrong,) = [row for row in rows if row["check"] != "ok"]
     assert (wrong["implementation"], wrong["synchronized"]) == ("bucketed", "last")
-    assert re.match(r"wrong: rank 0, \S+, element \d+: expected \S+, got \S+$", wrong["gate"])
+    assert re.match(r"wrong: rank 0, \S+, element \d+: expected \S+, got \S+$", wrong["check"])
     assert "seconds" not in wrong
 
 
@@ -361,7 +361,7 @@ def test_the_timeline_is_of_the_step_of_median_length_and_of_no_freak(monkeypatc
 
 
 def test_a_point_whose_alternatives_are_all_wrong_keeps_their_reasons(monkeypatch):
-    wrong = [{"implementation": "torch", "gate": "wrong: error 1e+00"}]
+    wrong = [{"implementation": "torch", "check": "wrong: error 1e+00"}]
     monkeypatch.setattr(worker, "_right_ones", lambda *_: ({}, {"torch": wrong[0]}))
     point = STUDY.points(STUDY.profiles["smoke"], describe_machine())[0]
     assert list(worker._phases(point, None, "cpu")) == wrong
@@ -484,7 +484,7 @@ def test_a_readers_own_wrapper_is_gated_timed_drawn_and_named(tmp_path):
     run = measure(STUDY, config, profile="smoke", alternatives=own, models=tiny.MODELS, directory=tmp_path)
     assert not set(own) & set(IMPLEMENTATIONS)
     frame = run.frame()
-    gates = frame.dropna(subset="gate").groupby(["sweep", "implementation"])["gate"].first().unstack(0)
+    gates = frame.dropna(subset="check").groupby(["sweep", "implementation"])["check"].first().unstack(0)
     for sweep in ("implementations", "timeline", "memory"):
         assert gates[sweep]["summed"] == "ok"
         assert re.match(r"wrong: rank 0, norm.gain, element \d+: expected", gates[sweep]["forgets_the_norm"])
@@ -525,7 +525,7 @@ def test_a_readers_own_models_are_gated_timed_drawn_and_named_and_a_mistake_cost
     assert re.search(r"a gradient for every parameter .*got none for spare.weight", reasons["spare"])
     assert set(reasons.index) == {"wrong_shape", "spare"}
     frame = run.frame()
-    assert set(frame["gate"].dropna()) == {"ok"}
+    assert set(frame["check"].dropna()) == {"ok"}
     backward = tables.phases(frame).query("phase == 'backward'")
     assert set(backward["workload"]) == {"nano", "mine", "wide"}
     plot = figures.bars(backward, x="implementation", y="seconds", x_order=tables.ORDER, hue="workload")

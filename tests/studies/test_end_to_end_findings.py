@@ -16,7 +16,7 @@ from tests.studies.answering import answers_of
 MACHINE = made_up()
 _findings = partial(answers_of, STUDY, calibration=MACHINE)
 
-POINT = {"device": "cpu", "precision": "float32", "batch": 4, "context_length": 128, "gate": "ok", "trial": 0}
+POINT = {"device": "cpu", "precision": "float32", "batch": 4, "context_length": 128, "check": "ok", "trial": 0}
 
 
 def _textbook(size, phase):
@@ -203,8 +203,8 @@ def test_every_step_that_changes_a_mean_is_left_out():
 
 
 def test_wrong_results_are_shouted_where_they_were_measured():
-    loss = {"sweep": "phases", "size": "mini", "gate": "wrong: the loss is nan"}
-    gradient = {"sweep": "compile", "size": "nano", "implementation": "compiled", "gate": "wrong: error 1e+00"}
+    loss = {"sweep": "phases", "size": "mini", "check": "wrong: the loss is nan"}
+    gradient = {"sweep": "compile", "size": "nano", "implementation": "compiled", "check": "wrong: error 1e+00"}
     findings = _findings(_with(_frame(sizes=("nano",), sweeps=["phases"]), loss, gradient))
     assert findings["step_times"].verdict == "measured"
     assert findings["step_times"].caveat == "WRONG RESULTS, and so no times, from mini: wrong: the loss is nan."

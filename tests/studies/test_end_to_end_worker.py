@@ -26,7 +26,7 @@ def _measure(sweep, **options):
 def test_a_mode_says_how_far_a_step_goes(mode, phases):
     rows = _measure("phases", mode=mode)
     assert [row["phase"] for row in rows] == phases
-    assert all(len(row["seconds"]) == 2 and row["gate"] == "ok" for row in rows)
+    assert all(len(row["seconds"]) == 2 and row["check"] == "ok" for row in rows)
 
 
 def test_a_loss_that_is_not_finite_is_wrong(monkeypatch):
@@ -34,7 +34,7 @@ def test_a_loss_that_is_not_finite_is_wrong(monkeypatch):
 
     monkeypatch.setattr(training, "language_model_loss", lambda logits, _: logits.sum() * torch.nan)
     for sweep in ("warmup", "phases"):
-        assert _measure(sweep) == [{"gate": "wrong: the loss is nan"}]
+        assert _measure(sweep) == [{"check": "wrong: the loss is nan"}]
 
 
 def test_without_a_compiler_the_point_says_so(monkeypatch):
@@ -51,7 +51,7 @@ def test_compiled_code_is_gated_timed_in_turn_and_its_compiling_told_apart(compi
     assert [(row["implementation"], row["phase"]) for row in compiled_rows] == [
         (name, phase) for phase in ("inference", "step") for name in ("eager", "compiled")
     ]
-    assert all(row["gate"] == "ok" and len(row["seconds"]) == 2 for row in compiled_rows)
+    assert all(row["check"] == "ok" and len(row["seconds"]) == 2 for row in compiled_rows)
     for column in ("compile_s", "compiler_s"):
         assert all((column in row) == (row["implementation"] == "compiled") for row in compiled_rows)
 
@@ -64,7 +64,7 @@ def test_compiled_code_that_computes_something_else_gets_no_time(monkeypatch):
 
     monkeypatch.setattr(training.torch, "compile", compile_wrongly)
     (row,) = _measure("compile")
-    assert row["gate"].startswith("wrong: error")
+    assert row["check"].startswith("wrong: error")
     assert "seconds" not in row
 
 
@@ -77,7 +77,7 @@ def test_a_compiler_that_raises_is_a_row_with_what_it_said(monkeypatch):
     monkeypatch.setattr(training.torch, "compile", refuse)
     (row,) = _measure("compile")
     assert row["implementation"] == "compiled"
-    assert row["gate"].startswith("failed: NotImplementedError: no backend for this GPU, line ")
+    assert row["check"].startswith("failed: NotImplementedError: no backend for this GPU, line ")
     assert "seconds" not in row
 
 
@@ -90,7 +90,7 @@ def test_a_single_gradient_that_is_not_a_number_is_wrong(monkeypatch):
 
     monkeypatch.setattr(training.torch, "compile", compile_wrongly)
     (row,) = _measure("compile")
-    assert row["gate"].startswith("wrong: error inf")
+    assert row["check"].startswith("wrong: error inf")
 
 
 def test_a_model_that_does_not_fit_is_skipped_with_what_it_needs(monkeypatch):

@@ -24,7 +24,7 @@ def _recorded(path):
 
 
 @pytest.mark.parametrize("lab", LABS)
-@pytest.mark.parametrize("columns", [(), ("sweep", "seconds", "gate", "rank", "repeat", "world_size")])
+@pytest.mark.parametrize("columns", [(), ("sweep", "seconds", "check", "rank", "repeat", "world_size")])
 def test_a_run_without_rows_answers_nothing_and_says_why(lab, columns):
     coverage = pd.DataFrame({"status": ["skipped"] * 2, "reason": ["needs 51 GiB"] * 2})
     findings = load_study(lab).findings(pd.DataFrame(columns=list(columns)), coverage)

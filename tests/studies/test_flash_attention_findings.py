@@ -42,7 +42,7 @@ def _frame(seconds=_textbook, *, gpu=True, noise=0.01, repeats=12, explicit_unti
     def samples(base, time):
         return [base | {"repeat": r, "seconds": time * np.exp(generator.normal(0, noise))} for r in range(repeats)]
 
-    base = {"device": "cpu", "batch": 1, "head_dim": 64, "rank": 0, "gate": "ok", "causal": True}
+    base = {"device": "cpu", "batch": 1, "head_dim": 64, "rank": 0, "check": "ok", "causal": True}
     rows = []
     for dtype in ("float32", "bfloat16"):
         base |= {"dtype": dtype}
@@ -50,9 +50,9 @@ def _frame(seconds=_textbook, *, gpu=True, noise=0.01, repeats=12, explicit_unti
             for name in ("explicit", "tiled", "sdpa", "flash"):
                 row = base | {"sweep": "lengths", "sequence": sequence, "implementation": name}
                 if name == "explicit" and sequence > explicit_until:
-                    rows.append(row | {"phase": "both", "gate": "needs 3 GiB, 2 GiB available"})
+                    rows.append(row | {"phase": "both", "check": "needs 3 GiB, 2 GiB available"})
                 elif name == "flash" and not gpu:
-                    rows.append(row | {"phase": "both", "gate": NO_GPU})
+                    rows.append(row | {"phase": "both", "check": NO_GPU})
                 else:
                     size = 64 * sequence**2 if name == "explicit" else 6400 * sequence
                     rows.append(row | {"phase": "both", "peak_bytes": size, "error": 1e-7})
@@ -89,7 +89,7 @@ def _record(directory, frame):
     with RunWriter.create(directory / "flash_attention", header) as writer:
         for key, rows in named:
             for (name, phase), group in rows.groupby(["implementation", "phase"]):
-                values = {"implementation": name, "phase": phase, "gate": group["gate"].iloc[0]}
+                values = {"implementation": name, "phase": phase, "check": group["check"].iloc[0]}
                 times = group["seconds"].dropna().tolist()
                 writer.add_row(points[key], 0, values | ({"seconds": times} if times else {}))
             writer.end_point(points[key], "ok")
@@ -193,7 +193,7 @@ def test_memory_is_compared_where_explicit_attention_needs_much():
     assert tables.reasons(_frame())["reason"].tolist() == ["needs 3 GiB, 2 GiB available"] * 2
     frame = _frame()
     is_longest = (frame["implementation"] == "explicit") & (frame["sequence"] == 16384)
-    too_slow = frame.mask(is_longest, frame.assign(gate=f"{TOO_SLOW}: 9 s for one pass", peak_bytes=2**34, error=1e-7))
+    too_slow = frame.mask(is_longest, frame.assign(check=f"{TOO_SLOW}: 9 s for one pass", peak_bytes=2**34, error=1e-7))
     finding = _findings(too_slow)["peak_memory"]
     assert finding.caveat is None
     assert set(finding.table["sequence"]) == {1024, 4096, 16384}

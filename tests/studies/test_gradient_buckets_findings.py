@@ -54,7 +54,7 @@ def _frame(waiting=_overhead, beside=_nothing, *, noise=0.002, repeats=12, sizes
                 row | {"rank": rank, "repeat": repeat, "seconds": slowest * (0.9 + rank / 10)} for rank in (0, 1)
             )
 
-    machine = {"workload": "xl", "world_size": 2, "backend": "gloo", "device": "cpu", "gate": "ok"}
+    machine = {"workload": "xl", "world_size": 2, "backend": "gloo", "device": "cpu", "check": "ok"}
     for batch, sequence in settings:
         here = machine | {"sweep": STEPS, "batch": batch, "sequence": sequence}
         add(here | {"alternative": LOCAL, "phase": "step"}, _computing(batch, sequence))
@@ -219,7 +219,7 @@ def test_with_rows_missing_the_other_questions_are_answered(missing):
 
 def test_wrong_gradients_are_shouted():
     frame = _frame()
-    bad = {"sweep": STEPS, "alternative": "1 MiB", "gate": "wrong: error 5.0e-01, at most 1.0e-03 expected"}
+    bad = {"sweep": STEPS, "alternative": "1 MiB", "check": "wrong: error 5.0e-01, at most 1.0e-03 expected"}
     assert _findings(pd.concat([frame, pd.DataFrame([bad])]))["waiting"].caveat.startswith("WRONG RESULTS")
     alone = _findings(pd.DataFrame([bad | {"workload": "xl"}]))["waiting"]
     assert alone.verdict == "not measured"

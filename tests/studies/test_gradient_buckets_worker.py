@@ -58,7 +58,7 @@ def _forgets_the_other_rank(point):
 
 def test_every_size_is_checked_and_timed_and_says_which_buckets_it_made(small):
     rows = small
-    assert {row["gate"] for row in rows} == {"ok"}
+    assert {row["check"] for row in rows} == {"ok"}
     assert all(len(row["seconds"]) == 2 and min(row["seconds"]) > 0 for row in rows)
     phases = {(row["alternative"], row["phase"]) for row in rows}
     sizes = ("0.5 MiB", "5 MiB", "100 MiB")
@@ -84,7 +84,7 @@ def test_waiting_is_part_of_the_step(small):
 
 def test_a_size_whose_gradients_are_not_the_mean_gets_no_time():
     rows = _rows(SMALL, _forgets_the_other_rank)
-    wrong = [row for row in rows if row["gate"] != "ok"]
+    wrong = [row for row in rows if row["check"] != "ok"]
     assert {row["alternative"] for row in wrong} == {"100 MiB"}
     assert all("seconds" not in row and row["error"] > 0.1 for row in wrong)
     assert {row["alternative"] for row in rows if "seconds" in row} == {LOCAL, "0.5 MiB", "5 MiB"}
@@ -131,7 +131,7 @@ def test_a_readers_own_schedule_is_gated_timed_drawn_and_named(tmp_path):
     run = measure(STUDY, config, profile="smoke", alternatives=own, directory=tmp_path)
     assert SCHEDULES == {}
     frame = run.frame()
-    gates = frame.groupby("alternative")["gate"].first()
+    gates = frame.groupby("alternative")["check"].first()
     assert gates["halves"] == "ok"
     assert "expected every parameter in one bucket, got 'embedding.weight' in 0" in gates["forgets_the_last"]
     assert re.match(r"failed: AttributeError: .*, line \d+", gates["mistaken"])
@@ -146,7 +146,7 @@ def test_a_readers_own_schedule_is_gated_timed_drawn_and_named(tmp_path):
 
 def test_a_bucket_of_a_schedule_that_is_not_averaged_is_told_where():
     rows = _rows(replace(SMALL, buckets_mb=("one_bucket",)), _one_bucket_is_never_averaged)
-    (wrong,) = {row["gate"] for row in rows if row["alternative"] == "one_bucket"}
+    (wrong,) = {row["check"] for row in rows if row["alternative"] == "one_bucket"}
     assert re.match(r"wrong: rank 0, \S+, element \d+: expected", wrong)
 
 

@@ -116,7 +116,7 @@ def test_a_gpu_that_waits_is_told_by_its_kernels():
 
 
 def test_attention_that_is_wrong_is_shouted():
-    bad = {"record": "gate", "device": "cpu", "model": "nano", "gate": "wrong: attention in parts is off by 1.0e+00"}
+    bad = {"record": "check", "device": "cpu", "model": "nano", "check": "wrong: attention in parts is off by 1.0e+00"}
     finding = _findings(pd.DataFrame([bad]))["profiler_and_clock"]
     assert finding.verdict == "not measured"
     assert finding.caveat.startswith("WRONG RESULTS, and so no times, from nano: wrong: attention")

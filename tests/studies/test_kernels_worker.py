@@ -46,7 +46,7 @@ def test_each_mode_has_its_clock_and_operators(rows):
     clocks = [row for row in rows if row["record"] == "clock"]
     assert [row["mode"] for row in clocks] == [INFERENCE, STEP]
     for row in clocks:
-        assert row["gate"] == "ok"
+        assert row["check"] == "ok"
         assert row["error"] == 0
         assert all(
             len(row[name]) == SMALL.passes for name in ("clock_s", "profiled_s", "events_s", "host_s", "recorded")
@@ -119,13 +119,13 @@ def test_a_wrong_attention_gets_no_time(monkeypatch):
 
     monkeypatch.setattr(worker, "attention_in_parts", wrong)
     (row,) = measure_point(SMALL)
-    assert row["gate"].startswith("wrong: attention in parts is off by 5.0e-01")
+    assert row["check"].startswith("wrong: attention in parts is off by 5.0e-01")
 
 
 def test_nan_is_wrong(monkeypatch):
     monkeypatch.setattr(worker, "attention_in_parts", lambda *inputs: math.nan * attention_in_parts(*inputs))
     (row,) = measure_point(SMALL)
-    assert row["gate"] == "wrong: attention in parts is off by nan"
+    assert row["check"] == "wrong: attention in parts is off by nan"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says so only without CUDA")

@@ -25,7 +25,7 @@ MIB = 2**20
 
 
 def _rows(sweep, repeats=12, **row):
-    base = {"sweep": sweep, "device": "cpu", "dtype": "float32", "rank": 0, "gate": "ok", "world_size": 1}
+    base = {"sweep": sweep, "device": "cpu", "dtype": "float32", "rank": 0, "check": "ok", "world_size": 1}
     return [base | row | {"repeat": i} for i in range(repeats)]
 
 
@@ -161,7 +161,7 @@ def test_every_limit_is_measured_and_right_and_makes_the_calibration(tmp_path, m
     run = measure(STUDY, config, profile="quick", directory=tmp_path / "limits")
     assert set(run.coverage()["status"]) <= {"ok", "skipped"}
     frame = run.frame()
-    assert set(frame["gate"].dropna()) == {"ok"}
+    assert set(frame["check"].dropna()) == {"ok"}
     assert {"products", "memory", "operators", "threads", "autograd", "exchange"} <= set(frame["sweep"])
     assert (frame["seconds"] > 0).all()
     assert len(tables.operators(frame)) == 10
@@ -213,14 +213,14 @@ def test_the_smallest_difference_is_what_an_operator_differs_from_itself_by(nois
     rows = [
         row | {"seconds": 1e-3 * np.exp(rng.normal(0, noise))}
         for turn in ("first", "second")
-        for row in _rows("itself", 20, operation="product", turn=turn)
+        for row in _rows("itself", 20, operation="product", repetition=turn)
     ]
     found = _findings(pd.DataFrame(rows))["smallest_difference"]
     (percent,) = found.table["smallest_percent"]
     assert percent == pytest.approx(smallest) if smallest else 5 < percent < 30
     assert found.caveat is None
     assert f"{percent:.0f} %" in found.headline
-    twice = pd.DataFrame(rows).assign(seconds=lambda frame: np.where(frame["turn"] == "first", 2e-3, 1e-3))
+    twice = pd.DataFrame(rows).assign(seconds=lambda frame: np.where(frame["repetition"] == "first", 2e-3, 1e-3))
     assert "product" in _findings(twice)["smallest_difference"].caveat
 
 
@@ -237,7 +237,7 @@ def _without_each_rank(point):
     for left_out in range(dist.get_world_size()):
         exchange.all_reduce, dist.all_reduce = lossy(own, left_out), lossy(torchs, left_out)
         try:
-            found.append([row["gate"] for row in worker.measure_point(point)])
+            found.append([row["check"] for row in worker.measure_point(point)])
         finally:
             exchange.all_reduce, dist.all_reduce = own, torchs
     return found

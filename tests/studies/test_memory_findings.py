@@ -58,7 +58,7 @@ def _others(peak, seconds, generator, noise, repeats, saved):
         time = 1.3 if segment else 1.0
         for repeat in range(repeats):
             measured = (seconds or (lambda _, t: t))(segment, time) * np.exp(generator.normal(0, noise))
-            about = {"table": "checkpoint", "segment": segment, "repeat": repeat, "gate": "ok"}
+            about = {"table": "checkpoint", "segment": segment, "repeat": repeat, "check": "ok"}
             rows.append(base | about | {"peak_bytes": n, "counted_bytes": n, "seconds": measured})
     shape = shape_named("mini")
     for name, n in saved_by_layer(shape, 4, 256).items():
@@ -197,7 +197,7 @@ def test_what_checkpointing_saves_is_also_told_of_the_model_that_was_timed():
 def test_a_cost_without_peaks_is_told():
     frame = _frame()
     failed = (frame["table"] == "checkpoint") & (frame["segment"] == 2)
-    frame.loc[failed, ["gate", "seconds"]] = ["wrong: 1", np.nan]
+    frame.loc[failed, ["check", "seconds"]] = ["wrong: 1", np.nan]
     frame = frame.assign(peak_bytes=frame["peak_bytes"].mask(frame["table"] == "checkpoint"), counted_bytes=np.nan)
     assert _findings(frame)["checkpointing"].caveat.startswith("WRONG RESULTS")
 
@@ -246,7 +246,7 @@ def test_the_time_of_checkpointing_is_claimed_where_it_is_significant(changes, v
 
 def test_wrong_gradients_are_shouted():
     frame = _frame()
-    frame.loc[(frame["table"] == "checkpoint") & (frame["segment"] == 2), ["gate", "seconds"]] = ["wrong: 1", np.nan]
+    frame.loc[(frame["table"] == "checkpoint") & (frame["segment"] == 2), ["check", "seconds"]] = ["wrong: 1", np.nan]
     caveat = _findings(frame)["checkpointing"].caveat
     assert caveat.startswith("WRONG RESULTS, and so no times, from checkpointing every 2 layers")
 
@@ -276,7 +276,7 @@ def test_a_published_peak_below_the_states_is_pointed_out_and_only_then():
 def test_where_no_checkpointing_runs_out_of_memory_what_is_counted_is_compared():
     frame = _frame()
     without = (frame["table"] == "checkpoint") & (frame["segment"] == 0)
-    frame.loc[without, ["gate", "seconds", "peak_bytes"]] = ["out of memory: 20 GiB", np.nan, np.nan]
+    frame.loc[without, ["check", "seconds", "peak_bytes"]] = ["out of memory: 20 GiB", np.nan, np.nan]
     found = _findings(frame)["checkpointing"]
     assert found.verdict == "yes"
     assert "out of memory" in found.caveat.lower()

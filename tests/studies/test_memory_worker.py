@@ -104,7 +104,7 @@ def test_a_block_saves_what_is_predicted_to_the_byte(precision):
 
 def test_checkpointing_keeps_the_gradients_and_lowers_the_peak():
     rows = {row["segment"]: row for row in _rows("checkpoint", context_length=64, segments=(0, 1), repeats=2)}
-    assert all(row["gate"] == "ok" and row["error"] < 1e-6 and len(row["seconds"]) == 2 for row in rows.values())
+    assert all(row["check"] == "ok" and row["error"] < 1e-6 and len(row["seconds"]) == 2 for row in rows.values())
     assert rows[1]["peak_bytes"] < 0.9 * rows[0]["peak_bytes"]
     for row in rows.values():
         assert row["counted_bytes"] == pytest.approx(row["peak_bytes"], rel=0.05)
@@ -122,7 +122,7 @@ def _limited(monkeypatch, where, too_long):
     monkeypatch.setattr(worker, where, limited)
     with known_models({"shallow": SHALLOW}):
         rows = {row["segment"]: row for row in _rows("checkpoint", "shallow", segments=(0, 1, 2))}
-    assert rows[too_long]["gate"] == "out of memory: tried to allocate 20 GiB"
+    assert rows[too_long]["check"] == "out of memory: tried to allocate 20 GiB"
     assert "seconds" not in rows[too_long]
     assert all(row["counted_bytes"] for row in rows.values())
     return rows
@@ -140,7 +140,7 @@ def _limited(monkeypatch, where, too_long):
 def test_a_segment_length_that_runs_out_of_memory_costs_no_other(where, too_long, monkeypatch):
     rows = _limited(monkeypatch, where, too_long)
     del rows[too_long]
-    assert all(row["gate"] == "ok" and row["peak_bytes"] and row["seconds"] for row in rows.values())
+    assert all(row["check"] == "ok" and row["peak_bytes"] and row["seconds"] for row in rows.values())
 
 
 @pytest.mark.parametrize("where", ["_peak_of_segment", "_gradients_with"])
@@ -148,7 +148,7 @@ def test_without_a_step_that_keeps_everything_nothing_is_compared_and_the_answer
     rows = _limited(monkeypatch, where, 0)
     for segment in (1, 2):
         assert rows[segment]["peak_bytes"]
-        assert rows[segment]["gate"] == worker.NOTHING_TO_COMPARE
+        assert rows[segment]["check"] == worker.NOTHING_TO_COMPARE
         assert not {"error", "seconds"} & rows[segment].keys()
     frame = pd.DataFrame([{"size": "shallow", "context_length": 32, "batch": 4} | row for row in rows.values()])
     caveat = answers_of(STUDY, frame)["checkpointing"].caveat

@@ -26,7 +26,7 @@ from tests.studies import tiny
 
 TWO = {"world_size": 2, "backend": "gloo", "warmup": 0, "repeats": 2}
 SMALL = {"batch": 1} | TWO
-GATE, CLOCK, EPOCH = "gate", "clock", "epoch"
+GATE, CLOCK, EPOCH = "check", "clock", "epoch"
 ELEMENTS = {"n_elements": 100} | TWO
 TRAINING = {"dataset": "digits", "source": "digits", "epochs": 1, "batch": 4, "accumulation": 2, "train_images": 16}
 TRAINING |= {"learning_rate": 0.01, "momentum": 0.5, "world_size": 2, "backend": "gloo"}
@@ -198,7 +198,7 @@ def test_every_other_alternative_is_measured_and_the_one_says_why_not(names, nam
         gates = {}
         for of_rank, row in rows:
             if of_rank == rank and case.column in row:
-                gates.setdefault(row[case.column], set()).add(row["gate"])
+                gates.setdefault(row[case.column], set()).add(row["check"])
         reasons = gates[case.told_as or case.fails] - {"ok"}  # of an accumulating one, the other half is fine
         assert {re.match(rf"failed:? {expected}", reason) is not None for reason in reasons} == {True}
         assert {gate for spared in case.spared for gate in gates[spared]} <= {"ok"}

@@ -68,7 +68,7 @@ def test_a_readers_own_sharded_optimizer_and_wrapper_are_gated_timed_counted_dra
     assert not set(own) & set(IMPLEMENTATIONS)
     frame, coverage = run.frame(), run.coverage()
     for kind in ("time", "memory"):
-        gates = frame[frame["kind"] == kind].dropna(subset="gate").groupby("way")["gate"].first()
+        gates = frame[frame["kind"] == kind].dropna(subset="check").groupby("way")["check"].first()
         assert gates[["ddp", "zero1", "mine", "ahead"]].eq("ok").all()
         assert re.match(r"wrong: rank \d, output.weight, element \d+: expected \S+, got ", gates["forgets"])
         assert re.match(rf"failed: KeyError: .*{HERE}", gates["mistaken"])
@@ -127,7 +127,7 @@ def test_a_readers_own_models_are_gated_timed_weighed_and_named_and_a_mistake_co
     assert all(re.search(rf"shapes cannot be multiplied .*{HERE}", reason) for reason in wrong)
     frame = run.frame()
     assert set(frame["size"]) == {"mine", "wide"}
-    assert set(frame["gate"].dropna()) == {"ok"}
+    assert set(frame["check"].dropna()) == {"ok"}
     assert set(tables.times(frame)["size"]) == {"mine", "wide"}
     panels = set(tables.in_panels(tables.times(frame))["panel"])
     assert any(panel.startswith("mine, ") for panel in panels)

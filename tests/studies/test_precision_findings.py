@@ -66,7 +66,7 @@ def _textbook(model, mode, precision):
     return full * (gain if precision == "bfloat16" else 1)
 
 
-def _speed(seconds=_textbook, *, noise=0.01, repeats=12, gate="ok", seed=0):
+def _speed(seconds=_textbook, *, noise=0.01, repeats=12, check="ok", seed=0):
     generator = np.random.default_rng(seed)
     rows = []
     for model in ("nano", "mini", "small"):
@@ -74,7 +74,7 @@ def _speed(seconds=_textbook, *, noise=0.01, repeats=12, gate="ok", seed=0):
             for precision in ("float32", "bfloat16"):
                 base = {"part": "speed", "device": "cpu", "model": model, "mode": mode, "alternative": precision}
                 base |= {"batch": 4, "context_length": 64}
-                base |= {"gate": gate if precision == "bfloat16" else "ok", "error": 1e-2, "loss_error": 1e-5}
+                base |= {"check": check if precision == "bfloat16" else "ok", "error": 1e-2, "loss_error": 1e-5}
                 for repeat in range(repeats):
                     time = seconds(model, mode, precision) * np.exp(generator.normal(0, noise))
                     rows.append(base | {"repeat": repeat, "seconds": time})
@@ -215,9 +215,9 @@ def test_a_single_size_shows_no_trend():
 
 
 def test_wrong_results_are_shouted():
-    rows = [row for row in _speed(gate="wrong: loss off by 1") if row["gate"] == "ok"]
+    rows = [row for row in _speed(check="wrong: loss off by 1") if row["check"] == "ok"]
     wrong = {"part": "speed", "device": "cpu", "model": "nano", "alternative": "bfloat16", "error": 9.0}
-    finding = _findings(_frame(rows, [wrong | {"loss_error": 1.0, "gate": "wrong: loss off by 1.0e+00"}]))
+    finding = _findings(_frame(rows, [wrong | {"loss_error": 1.0, "check": "wrong: loss off by 1.0e+00"}]))
     assert finding["autocast_speed"].verdict == "not measured"
     assert "WRONG RESULTS, and so no times, from bfloat16" in finding["autocast_speed"].caveat
 

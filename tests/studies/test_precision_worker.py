@@ -110,7 +110,7 @@ def test_every_precision_is_checked_and_timed():
         (mode, name) for mode in (FORWARD, BOTH) for name in SPEED.precisions
     ]
     for row in rows:
-        assert row["gate"] == "ok"
+        assert row["check"] == "ok"
         assert len(row["seconds"]) == 2
         assert (row["error"] == 0) == (row["alternative"] == "float32")
 
@@ -120,7 +120,7 @@ def test_a_wrong_precision_gets_no_time(monkeypatch):
     rows = list(measure_point(SPEED))
     wrong = [row for row in rows if row["alternative"] == "bfloat16"]
     assert len(wrong) == 1
-    assert wrong[0]["gate"].startswith("wrong: loss off by")
+    assert wrong[0]["check"].startswith("wrong: loss off by")
     assert "seconds" not in wrong[0]
     assert len(rows) == 3
 
@@ -136,7 +136,7 @@ def test_a_precision_that_the_device_does_not_have_leaves_the_others_alone(monke
 
     monkeypatch.setattr(worker, "_loss_and_gradients", refuse(worker._loss_and_gradients, "bfloat16"))
     rows = list(measure_point(SPEED))
-    (gate,) = (row["gate"] for row in rows if row["alternative"] == "bfloat16")
+    (gate,) = (row["check"] for row in rows if row["alternative"] == "bfloat16")
     assert gate.startswith("failed: RuntimeError: no such instructions")
     assert any("seconds" in row for row in rows if row["alternative"] == "float32")
 
@@ -148,7 +148,7 @@ def test_what_the_check_needs_is_predicted(model, context):
     with record_allocations("cpu") as record:
         step = TrainingStep(shape_named(model), batch=1, context_length=context)
         with record.window("check"):
-            assert [row["gate"] for row in worker._check(step, point.precisions, "cpu")] == ["ok", "ok"]
+            assert [row["check"] for row in worker._check(step, point.precisions, "cpu")] == ["ok", "ok"]
         del step
     assert 0.8 * needed_bytes(point) <= record.windows["check"].peak_bytes <= needed_bytes(point)
 

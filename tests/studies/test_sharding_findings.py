@@ -41,7 +41,7 @@ def _frame(optimizer=TEXTBOOK, *, noise=0.002, gather_s=0.01, peaks=1.05, sent=1
             rows.append(
                 BASE
                 | {"kind": "time", "transport": "shared", "way": way, "part": part, "rank": 0, "repeat": repeat}
-                | {"gate": "ok", "seconds": seconds * np.exp(generator.normal(0, noise))}
+                | {"check": "ok", "seconds": seconds * np.exp(generator.normal(0, noise))}
                 | fields
             )
 
@@ -62,7 +62,7 @@ def _frame(optimizer=TEXTBOOK, *, noise=0.002, gather_s=0.01, peaks=1.05, sent=1
         held |= {f"formula_{part}_bytes": states[part] for part in PARTS}
         for moment in tables.MOMENTS:
             peak = {"moment": moment, "peak_bytes": peaks * sum(states.values()), "machine_bytes": 24 * 2**30}
-            rows.append(BASE | {"kind": "memory", "way": way, "rank": 0, "gate": "ok"} | held | peak)
+            rows.append(BASE | {"kind": "memory", "way": way, "rank": 0, "check": "ok"} | held | peak)
     add(GATHER, GATHER, gather_s)
     add("zero3", tables.WAITING, 0.01, gathers=16, in_time=12, gathering_s=0.05)
     return pd.DataFrame(rows)

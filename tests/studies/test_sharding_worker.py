@@ -161,7 +161,7 @@ def _rows():
 
 def test_every_way_passes_the_gate_and_is_timed_in_parts():
     times, _ = _rows()
-    assert {row["gate"] for row in times} == {"ok"}
+    assert {row["check"] for row in times} == {"ok"}
     parts = {(row["way"], row["part"]) for row in times if "part" in row}
     assert parts >= {(way, part) for way in IMPLEMENTATIONS for part in ("forward", "backward", "optimizer")}
     assert {way for way, part in parts if part == "waiting for gathers"} == {"zero1", "zero2", "zero3"}
@@ -196,7 +196,7 @@ def test_what_torchs_ways_send_is_counted_at_their_sockets_as_labkits_are_by_mes
 def test_every_optimizer_of_the_sweep_passes_the_gate():
     points = [replace(TIMES, ways=("ddp", "zero1"), optimizer=optimizer) for optimizer in OPTIMIZERS]
     for rows in _measure(*((measure_point, point) for point in points)):
-        assert {row["gate"] for row in rows} == {"ok"}
+        assert {row["check"] for row in rows} == {"ok"}
         assert max(row["error"] for row in rows if "error" in row) < LARGEST_ERROR
 
 
@@ -204,7 +204,7 @@ def test_every_optimizer_of_the_sweep_passes_the_gate():
 def test_three_ranks_send_what_the_formulas_say_though_a_third_is_no_whole_number(size):
     point = replace(TIMES, size=size, ways=tuple(OWN), world_size=3, repeats=1)
     (rows,) = _measure((measure_point, point), world_size=3)
-    assert {row["gate"] for row in rows} == {"ok"}
+    assert {row["check"] for row in rows} == {"ok"}
     assert {row["way"] for row in rows if "seconds" in row} >= set(OWN)
 
 
@@ -215,12 +215,12 @@ def test_a_call_that_no_formula_has_is_seen_and_gets_no_time():
     doubled, extra = calls["doubled", "all_reduce"], calls["extra", "all_reduce"]
     assert doubled["sent_bytes"] == 2 * doubled["formula_bytes"]
     assert extra["sent_bytes"] > 0 == extra["formula_bytes"]
-    assert all("all_reduce" in row["gate"] for row in calls.values())
+    assert all("all_reduce" in row["check"] for row in calls.values())
 
 
 def test_ranks_hold_the_bytes_of_the_formulas_and_need_more_at_the_peak():
     _, memory = _rows()
-    assert {row["gate"] for row in memory} == {"ok"}
+    assert {row["check"] for row in memory} == {"ok"}
     for row in memory:
         held = sum(row[f"{part}_bytes"] for part in ("parameters", "gradients", "optimizer"))
         assert row["peak_bytes"] is None or row["peak_bytes"] >= LEAST_PEAK * held
@@ -238,7 +238,7 @@ def test_a_missing_collective_is_seen_and_gets_no_time():
     for way, _, name in MISSING:
         found = [row for row in rows if row["missing"] == f"{way} without {name}" and row["way"] == way]
         assert found
-        assert all(row["error"] > LARGEST_ERROR and row["gate"] != "ok" for row in found), name
+        assert all(row["error"] > LARGEST_ERROR and row["check"] != "ok" for row in found), name
         assert not any("seconds" in row for row in found)
 
 
@@ -249,7 +249,7 @@ def test_each_rank_left_out_of_a_part_is_seen_and_gets_no_time(world_size):
     gates = {}
     for row in rows:
         if row["way"] != GATHER:
-            gates.setdefault(row["missing"], set()).add(row["gate"] != "ok")
+            gates.setdefault(row["missing"], set()).add(row["check"] != "ok")
     assert len(gates) == world_size * len(MISSING)
     assert {missing for missing, is_wrong in gates.items() if is_wrong != {True}} == set()
 
@@ -260,7 +260,7 @@ def test_a_peak_that_the_system_lost_sight_of_is_left_out_and_is_no_wrong_result
     lost = _seen("after step", 2**20, held)
     assert lost["peak_bytes"] is None
     assert "after step" in lost["not_measured"]
-    assert "gate" not in lost
+    assert "check" not in lost
 
 
 def test_what_a_cpu_cannot_do_is_skipped_by_name(cpu_machine):

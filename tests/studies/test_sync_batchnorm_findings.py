@@ -70,7 +70,7 @@ def _frame(seconds=_textbook, *, noise=0.002, repeats=8, sizes=SIZES, worlds=(2,
             )
 
     for ranks in worlds:
-        machine = {"world_size": ranks, "backend": "gloo", "device": "cpu", "gate": "ok"}
+        machine = {"world_size": ranks, "backend": "gloo", "device": "cpu", "check": "ok"}
         for batch, features in sizes:
             here = machine | {"sweep": LAYER, "batch": batch, "features": features}
             for name in names:
@@ -289,7 +289,7 @@ def test_with_rows_missing_the_other_questions_are_answered(missing):
 
 
 def test_wrong_results_are_shouted():
-    bad = {"sweep": LAYER, "alternative": OWN, "gate": "wrong: error 5.0e-01, at most 1.0e-04 expected", "error": 0.5}
+    bad = {"sweep": LAYER, "alternative": OWN, "check": "wrong: error 5.0e-01, at most 1.0e-04 expected", "error": 0.5}
     names = [name for name in ALTERNATIVES if name != OWN]
     finding = _findings(pd.concat([_frame(names=names), pd.DataFrame([bad])]))["price"]
     assert finding.verdict == "not measured"

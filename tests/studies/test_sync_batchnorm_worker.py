@@ -67,7 +67,7 @@ def test_every_alternative_is_checked_and_timed_by_phase_on_every_rank():
     expected = {(rank, name, phase) for rank in (0, 1) for name in everywhere for phase in PHASES}
     assert measured == expected | {(0, WHOLE, phase) for phase in PHASES}
     for _, row in timed:
-        assert row["gate"] == "ok"
+        assert row["check"] == "ok"
         assert row["error"] < 1e-5
         assert len(row["seconds"]) == 3
         assert min(row["seconds"]) > 0
@@ -165,7 +165,7 @@ def test_a_layer_that_forgets_the_other_ranks_gets_no_time(broken):
     for name in (OWN, TWO_COLLECTIVES, COLLECTIVES):
         found = [row for _, row in rows if row["alternative"] == name]
         assert len(found) == 2, "one row a rank, and no more"
-        assert all(row["gate"].startswith("wrong: ") and "seconds" not in row for row in found)
+        assert all(row["check"].startswith("wrong: ") and "seconds" not in row for row in found)
     assert any("seconds" in row for _, row in rows if row["alternative"] == LOCAL)
 
 
@@ -267,7 +267,7 @@ def test_a_readers_own_layer_is_gated_timed_drawn_and_named(tmp_path):
     run = measure(STUDY, config, profile="smoke", alternatives=own, directory=tmp_path)
     assert not set(own) & set(LAYERS)
     frame = run.frame()
-    gates = frame[frame["sweep"] == LAYER].groupby("alternative")["gate"].first()
+    gates = frame[frame["sweep"] == LAYER].groupby("alternative")["check"].first()
     where = r"; rank 0, [a-z_ ]+(, row \d)?, feature \d: expected \S+, got \S+$"
     assert gates["forgets_the_others"].startswith("wrong: error")
     assert re.search(where, gates["forgets_the_others"])

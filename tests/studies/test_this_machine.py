@@ -168,7 +168,7 @@ def _point(**changes):
 def test_both_are_timed_in_turns_and_their_gradients_agree():
     rows = list(measure_point(_point()))
     assert [row["implementation"] for row in rows] == [DEFAULT_NAME, JOINED]
-    assert all(len(row["seconds"]) == 2 and row["gate"] == "ok" for row in rows)
+    assert all(len(row["seconds"]) == 2 and row["check"] == "ok" for row in rows)
     assert rows[0]["error"] < 1e-3
 
 
@@ -177,18 +177,18 @@ def test_other_gradients_get_no_time(monkeypatch):
 
     monkeypatch.setattr(worker, "FLOAT32_TOLERANCE", -1.0)
     (row,) = measure_point(_point())
-    assert row["gate"].startswith("wrong")
+    assert row["check"].startswith("wrong")
     assert "seconds" not in row
 
 
 def test_an_attention_that_is_none_is_a_reason():
     (row,) = measure_point(_point(attention="none such"))
-    assert row["gate"].startswith("failed: ValueError")
+    assert row["check"].startswith("failed: ValueError")
 
 
 def _on_a_rank():
     point = _point(world_size=2, precision="bfloat16")
-    return [[row["implementation"], row["gate"], len(row["seconds"])] for row in measure_point(point)]
+    return [[row["implementation"], row["check"], len(row["seconds"])] for row in measure_point(point)]
 
 
 def test_two_ranks_train_under_a_wrapper():
@@ -204,7 +204,7 @@ def _one_element_a_little_off():
         gradient[0] += 0.02 * gradient.abs().max()
 
     right, Training.passes = Training.passes, passes
-    return [row["gate"] for row in measure_point(_point(world_size=2, precision="bfloat16"))]
+    return [row["check"] for row in measure_point(_point(world_size=2, precision="bfloat16"))]
 
 
 def test_a_part_of_a_mean_that_rounding_would_hide_is_seen():
@@ -225,7 +225,7 @@ def _without_each_rank():
             TorchAverage.start = lossy
             try:
                 point = _point(world_size=dist.get_world_size(), precision=precision)
-                found[f"{precision} {left_out}"] = [row["gate"] for row in measure_point(point)]
+                found[f"{precision} {left_out}"] = [row["check"] for row in measure_point(point)]
             finally:
                 TorchAverage.start = start
     return found

@@ -59,5 +59,5 @@ def measure_links(message: torch.Tensor, *, device: str, **options: Any) -> list
     right = {name: pair for name, pair in pairs.items() if gates[name] == "ok"}
     actions = {name: lambda pair=pair: exchange(pair) for name, pair in right.items()}
     samples = time_interleaved(actions, device=device, before=dist.barrier, **options)
-    rows = [{"algorithm": name, "gate": gates[name]} for name, pair in pairs.items() if rank in pair]
-    return [row | ({"seconds": samples[row["algorithm"]]} if row["gate"] == "ok" else {}) for row in rows]
+    rows = [{"algorithm": name, "check": gates[name]} for name, pair in pairs.items() if rank in pair]
+    return [row | ({"seconds": samples[row["algorithm"]]} if row["check"] == "ok" else {}) for row in rows]

@@ -56,7 +56,7 @@ def _check(
     whole = partial(_all_reduce, phase, run)
     whole(tensor.copy_(own), op="mean")
     error, verdict = gate(whole, tensor, base)
-    return {"sent_bytes": sent_bytes, "error": error, "gate": verdict}
+    return {"sent_bytes": sent_bytes, "error": error, "check": verdict}
 
 
 def phase_by(phase: str, route: str) -> Run:

@@ -9,7 +9,7 @@ from pydantic import Field
 from labkit.lab import capacity
 from labkit.lab.agreement import AllReduceTime, Known
 from labkit.lab.config import TimedConfig, TimeoutSeconds, one_of
-from labkit.lab.point import in_further_turns
+from labkit.lab.point import repeat_in_sessions
 from labkit.lab.rows import select
 from labkit.lab.study import Study
 from labkit.lab.units import format_bytes
@@ -218,7 +218,7 @@ def _once_more(config: AllReduceConfig, points: Iterable[AllReducePoint]) -> lis
             and point.n_bytes <= config.twice_up_to_bytes
         )
     ]
-    return list(in_further_turns(short))
+    return list(repeat_in_sessions(short))
 
 
 def _point(config: AllReduceConfig, n_bytes: int, *, world_size: int, **more: Any) -> AllReducePoint:

@@ -127,7 +127,7 @@ def _expected_s(row: Row, calibration: Calibration) -> float | None:
 
 
 def _planned(point: AllReducePoint) -> list[dict[str, Any]]:
-    if point.sweep != "sizes" or point.turn > 1:
+    if point.sweep != "sizes" or point.session > 1:
         return []
     return [point.describe() | {"n_bytes": point.n_bytes, "algorithm": name} for name in point.algorithms]
 

@@ -74,7 +74,7 @@ def measure_transports(
 def _check(reduce: Callable[..., None], tensor: torch.Tensor, base: torch.Tensor) -> dict[str, Any]:
     reduce(tensor, op="mean")
     error, verdict = gate(reduce, tensor, base)
-    return {"error": error, "gate": verdict}
+    return {"error": error, "check": verdict}
 
 
 def _why_not_shared(device: torch.device) -> dict[str, str]:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from labkit.bench.checksums import fill_message
 from labkit.bench.memory import peak_memory_growth
-from labkit.lab.point import PointOfTurns
+from labkit.lab.point import SessionPoint
 from labkit.lab.units import format_bytes
 from labkit.parallel.collectives import ALGORITHMS, Algorithm, release_scratch, scratch_bytes
 from labkit.parallel.ranks.device import use_device
@@ -25,7 +25,7 @@ RESERVED = frozenset((TORCH, CHOSEN, FLOOR, *ALGORITHMS))  # before a reader add
 
 
 @dataclass(frozen=True, kw_only=True)
-class AllReducePoint(PointOfTurns):
+class AllReducePoint(SessionPoint):
     """Alternatives to time in turn on the same tensor, or (`sweep="exchange"`) the links between hosts.
 
     In `sweep="transports"` an alternative is an algorithm and where its messages travel, "ring over shared", or the
@@ -113,4 +113,4 @@ def _check(point: AllReducePoint, name: str, base: torch.Tensor, tensor: torch.T
         reduce(tensor, op="mean")
     scratch = scratch_bytes() if name != TORCH else None
     error, verdict = gate(reduce, tensor, base)
-    return {"error": error, "extra_bytes": memory.growth_bytes, "scratch_bytes": scratch, "gate": verdict}
+    return {"error": error, "extra_bytes": memory.growth_bytes, "scratch_bytes": scratch, "check": verdict}

@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from labkit.lab import capacity
-from labkit.lab.config import Count, Device, TimedConfig, TimeoutSeconds, Turns, one_of
-from labkit.lab.point import in_further_turns
+from labkit.lab.config import Count, Device, Sessions, TimedConfig, TimeoutSeconds, one_of
+from labkit.lab.point import repeat_in_sessions
 from labkit.lab.study import Study
 from labkit.machine import Machine
 from labkit.nn.attention_implementations import IMPLEMENTATIONS, plug_in
@@ -38,7 +38,7 @@ class AttentionConfig(TimedConfig):
     """Tokens of the comparison of explicit and tiled attention, one sequence of head dimension 64."""
     memory_sequences: list[Length] = []
     """The same, memory only: too long to be timed often."""
-    turns: Turns = 2
+    sessions: Sessions = 2
     """How often each is timed, each time by another process."""
     batch: Count = 8
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
@@ -63,7 +63,7 @@ class AttentionStudy(Study):
             compiled_sequences=[],  # a first shape takes 10 s to compile and more
             compiled_head_dims=[],
             tiling_sequences=[512],
-            turns=1,
+            sessions=1,
             batch=2,
             warmup=1,
             repeats=6,
@@ -115,7 +115,7 @@ class AttentionStudy(Study):
         ]
         for sequence in sorted({*config.tiling_sequences, *config.memory_sequences}):
             points.append(_point(config, device, "tiling", sequence, 64))
-        further = in_further_turns([point for point in points if point.repeats], config.turns)
+        further = repeat_in_sessions([point for point in points if point.repeats], config.sessions)
         points += [*further, _too_large(config, device, machine)]
         return list({point.id: point for point in points}.values())
 

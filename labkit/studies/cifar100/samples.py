@@ -18,7 +18,7 @@ SETTING = ["dataset", "source", "md5", "backend", "device", *RECIPE]
 
 def of_phase(frame: pd.DataFrame, phase: str, *columns: str) -> pd.DataFrame:
     """Rows of one kind that passed their gate and have a value in `columns`."""
-    rows = select(frame, ["implementation", "seed", "epoch", "rank", *columns], phase=phase, gate="ok")
+    rows = select(frame, ["implementation", "seed", "epoch", "rank", *columns], phase=phase, check="ok")
     return rows.dropna(subset=list(columns))
 
 

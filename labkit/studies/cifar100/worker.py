@@ -80,11 +80,11 @@ def train_point(point: TrainingPoint, checkpoints: Path | None = None) -> Iterat
     for name in point.implementations:
         error = attempt(name, partial(first_updates_error, name, small, data, point.seed), device=device)
         if isinstance(error, Failed):
-            yield {"implementation": name, "phase": EPOCH, "gate": error.reason}
+            yield {"implementation": name, "phase": EPOCH, "check": error.reason}
         elif (checks := verdict(error, TOLERANCE)) == "ok":
             errors[name] = error
         else:
-            yield {"implementation": name, "phase": EPOCH, "error": error, "gate": checks}
+            yield {"implementation": name, "phase": EPOCH, "error": error, "check": checks}
     right = list(errors)
     training = _Training(point, recipe, data, right)
     path = checkpoints / point.id / "checkpoint.pt" if checkpoints else None
@@ -129,7 +129,7 @@ class _Training:
         sums = torch.stack([total, torch.tensor(seen).to(total)])
         dist.all_reduce(sums)
         loss, accuracy = trainer.validate(*self.data.validation, self.data.validated)
-        row = {"implementation": trainer.implementation, "phase": EPOCH, "gate": "ok", "epoch": epoch}
+        row = {"implementation": trainer.implementation, "phase": EPOCH, "check": "ok", "epoch": epoch}
         row |= {"epoch_s": self._watch.seconds[-1], "warm_up": not self._is_warm}
         if dist.get_rank() == 0:  # equal on all ranks: one tells
             row |= {"train_loss": float(sums[0] / sums[1]), "validation_loss": loss, "accuracy": accuracy}
@@ -201,4 +201,4 @@ def _peak_memory(name: str, recipe: Recipe, data: RankData, seed: int) -> dict[s
     with turn_of(name, recipe.device):
         make = partial(Trainer, name, recipe, seed)
         peak_bytes = peak_of_second(make, lambda trainer: trainer.update(images, labels), device=recipe.device)
-    return {"implementation": name, "phase": MEMORY, "gate": "ok", "peak_bytes": peak_bytes}
+    return {"implementation": name, "phase": MEMORY, "check": "ok", "peak_bytes": peak_bytes}

@@ -36,7 +36,7 @@ def timeline_rows(step: Alternative, device: str, steps: int) -> Iterator[dict[s
     end_of_backward = boxes["backward"][-1][1]
     for lane, spans in boxes.items():
         for begin, end in spans:
-            row: dict[str, Any] = {"implementation": step.implementation, "lane": lane, "gate": "ok"}
+            row: dict[str, Any] = {"implementation": step.implementation, "lane": lane, "check": "ok"}
             row |= {"start_s": begin - start, "duration_s": end - begin}
             if lane == "all-reduce":
                 row |= {"during_s": max(0.0, min(end, end_of_backward) - begin)}

@@ -92,11 +92,11 @@ def _right_ones(
     rows: dict[str, dict[str, Any]] = {}
 
     def check(name: str) -> dict[str, Any]:
-        alternative, found = Alternative(name, workload, device), dict[str, Any]({"gate": "ok"})
+        alternative, found = Alternative(name, workload, device), dict[str, Any]({"check": "ok"})
         if alternative.implementation != LOCAL:
             error, gate = check_gradients(alternative.parameters, alternative.accumulate, expected)
-            found = {"error": error, "gate": gate}
-        if found["gate"] == "ok":
+            found = {"error": error, "check": gate}
+        if found["check"] == "ok":
             right[name] = alternative
         return found
 
@@ -132,7 +132,7 @@ def _accumulation(point: DataParallelPoint, workload: Workload, device: str) -> 
         error, gate = check_gradients(alternative.parameters, accumulate, expected)
         if gate == "ok":
             steps[key] = partial(_accumulated_step, alternative, accumulate)
-        return {"error": error, "gate": gate}
+        return {"error": error, "check": gate}
 
     for name in point.alternatives:
         for kind in ("every", "last"):
@@ -154,7 +154,7 @@ def _timeline(point: DataParallelPoint, workload: Workload, device: str) -> Iter
     for name in point.alternatives:
         found = attempt(name, partial(_lanes_and_counts, name, workload, device, alone, steps), device=device)
         if isinstance(found, Failed):
-            yield {"implementation": split_name(name)[0], "gate": found.reason}
+            yield {"implementation": split_name(name)[0], "check": found.reason}
         else:
             yield from found
 
@@ -163,8 +163,8 @@ def _lanes_and_counts(
     name: str, workload: Workload, device: str, alone: OperatorRecord, steps: int
 ) -> list[dict[str, Any]]:
     alternative = Alternative(name, workload, device)
-    about = {"implementation": alternative.implementation, "gate": alternative.completeness()}
-    if about["gate"] != "ok":
+    about = {"implementation": alternative.implementation, "check": alternative.completeness()}
+    if about["check"] != "ok":
         return [about]
     rows = list(timeline_rows(alternative, device, steps))
     if alternative.implementation not in OVER_SHARED_MEMORY:  # whose thread is not seen
@@ -183,6 +183,6 @@ def _memory(point: DataParallelPoint, workload: Workload, device: str) -> Iterat
 
 def _peak(name: str, workload: Workload, device: str) -> dict[str, Any]:
     if (gate := Alternative(name, workload, device).completeness()) != "ok":
-        return {"gate": gate}
+        return {"check": gate}
     make = partial(Alternative, name, workload, device)
-    return {"gate": gate, "peak_bytes": peak_of_second(make, Alternative.run, device=device)}
+    return {"check": gate, "peak_bytes": peak_of_second(make, Alternative.run, device=device)}

@@ -69,11 +69,11 @@ def _phases(point: EndToEndPoint) -> Iterator[dict[str, Any]]:
     )
     loss = float(step.infer())
     if (gate := _finite(loss)) != "ok":
-        yield {"gate": gate}
+        yield {"check": gate}
         return
     for parts in samples.values():
         for phase, seconds in parts.items():
-            yield {"phase": phase, "seconds": seconds, "loss": loss, "gate": gate}
+            yield {"phase": phase, "seconds": seconds, "loss": loss, "check": gate}
 
 
 def _turns(step: TrainingStep, phases: tuple[str, ...]) -> dict[str, dict[str, Callable[[], Any]]]:
@@ -93,7 +93,7 @@ def _first_steps(point: EndToEndPoint) -> dict[str, Any]:
     step = _training_step(point)
     samples = time_interleaved({"step": step.run}, warmup=0, repeats=point.repeats, device=point.device)
     gate = _finite(float(step.infer()))
-    return {"phase": "step", "seconds": samples["step"], "gate": gate} if gate == "ok" else {"gate": gate}
+    return {"phase": "step", "seconds": samples["step"], "check": gate} if gate == "ok" else {"check": gate}
 
 
 def _compiled_against_eager(point: EndToEndPoint) -> Iterator[dict[str, Any]]:
@@ -103,7 +103,7 @@ def _compiled_against_eager(point: EndToEndPoint) -> Iterator[dict[str, Any]]:
     """
     compiler_s = attempt("compiled", partial(make_compiler_ready, point.device), device=point.device)
     if isinstance(compiler_s, Failed):
-        yield {"implementation": "compiled", "gate": compiler_s.reason}
+        yield {"implementation": "compiled", "check": compiler_s.reason}
         return
     from torch._inductor.utils import fresh_cache  # seconds, which a rank that compiles nothing need not spend
 
@@ -121,17 +121,17 @@ def _compiled_against_eager(point: EndToEndPoint) -> Iterator[dict[str, Any]]:
 
         found = attempt("compiled", compile_and_compare, device=point.device)
         if isinstance(found, Failed):
-            yield {"implementation": "compiled", "gate": found.reason}
+            yield {"implementation": "compiled", "check": found.reason}
             return
         error, compiling = found
         bound = FLOAT32_TOLERANCE if point.precision == "float32" else HALF_TOLERANCE
         gate = verdict(error.relative, bound)
         if gate != "ok":
-            yield {"implementation": "compiled", "error": error.relative, "gate": gate}
+            yield {"implementation": "compiled", "error": error.relative, "check": gate}
             return
         for phase in point.compiled_phases:
             rows: dict[str, dict[str, Any]] = {
-                name: {"implementation": name, "phase": phase, "gate": gate} for name in steps
+                name: {"implementation": name, "phase": phase, "check": gate} for name in steps
             }
             rows["compiled"] |= compiling[phase] | {"error": error.relative}
             actions = {name: step.infer if phase == "inference" else step.run for name, step in steps.items()}

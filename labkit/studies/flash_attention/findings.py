@@ -120,9 +120,9 @@ def peak_memory(frame: pd.DataFrame) -> Finding | None:
         return None
     ended = refused(frame)
     ended = ended[(ended["implementation"] == EXPLICIT) & (ended["sequence"] <= table["sequence"].max())]
-    ended = ended[~ended["gate"].str.startswith(TOO_SLOW)]  # which ran, and so has a peak
+    ended = ended[~ended["check"].str.startswith(TOO_SLOW)]  # which ran, and so has a peak
     ended = ended.sort_values("sequence").head(1).to_dict("records")
-    trouble = [f"Explicit attention does not run at {row['sequence']} tokens: {row['gate']}." for row in ended]
+    trouble = [f"Explicit attention does not run at {row['sequence']} tokens: {row['check']}." for row in ended]
     found = contest(
         memory_against_explicit(frame, "lengths"),
         "implementation",
@@ -228,7 +228,7 @@ def published_trends(frame: pd.DataFrame) -> Finding | None:
 def _longer_than_explicit(frame: pd.DataFrame) -> Claim | None:
     """`flash_attention.csv`: at 65536 tokens in float32 explicit runs out of memory, and flash does not."""
     ended = refused(frame)
-    ended = ended[(ended["implementation"] == EXPLICIT) & ended["gate"].str.contains("available|out of memory")]
+    ended = ended[(ended["implementation"] == EXPLICIT) & ended["check"].str.contains("available|out of memory")]
     measured = times(frame, "lengths")
     if ended.empty or measured.empty:
         return None

@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from labkit.lab import capacity
-from labkit.lab.config import Device, TimedConfig, TimeoutSeconds, Turns, one_of
-from labkit.lab.point import in_further_turns
+from labkit.lab.config import Device, Sessions, TimedConfig, TimeoutSeconds, one_of
+from labkit.lab.point import repeat_in_sessions
 from labkit.lab.study import Study
 from labkit.machine import Machine
 from labkit.nn.attention_implementations import IMPLEMENTATIONS, plug_in
@@ -45,7 +45,7 @@ class FlashConfig(TimedConfig):
     """Of `sequences`, those at which the compiled version takes part: each shape costs seconds to compile."""
     technique_sequences: list[Length]
     """Tokens at which the techniques of the kernel are left out one by one."""
-    turns: Turns = 2
+    sessions: Sessions = 2
     """How often each length is measured, each time by another process."""
     device: Device = "auto"
     """auto: CUDA if there is a GPU."""
@@ -67,7 +67,7 @@ class FlashStudy(Study):
             head_dims=[32],
             compiled_sequences=[],  # a first shape takes 10 s to compile and more
             technique_sequences=[256],
-            turns=1,
+            sessions=1,
             warmup=1,
             repeats=6,
         ),
@@ -106,7 +106,7 @@ class FlashStudy(Study):
         """All lengths, what the techniques of the kernel are worth, then the lengths again, from the last one on."""
         device = machine.device(config.device)
         lengths = list(_lengths(config, device))
-        points = [*lengths, *_techniques(config, device), *in_further_turns(lengths, config.turns)]
+        points = [*lengths, *_techniques(config, device), *repeat_in_sessions(lengths, config.sessions)]
         return list({point.id: point for point in points}.values())
 
     def skip_reason(self, point: FlashPoint, machine: Machine) -> str | None:

@@ -88,9 +88,9 @@ def shares(frame: pd.DataFrame, calibration: Calibration | None) -> pd.DataFrame
 def reasons(frame: pd.DataFrame) -> pd.DataFrame:
     """Why implementations have no times: one row per reason, cut to a line, with the lengths it holds for."""
     table = refused(frame)
-    table = table.assign(gate=[shorten(text, REASON_WIDTH, placeholder=" …") for text in table["gate"]])
-    grouped = table.groupby(["implementation", "dtype", "gate"], sort=False)["sequence"].agg(["min", "max", "size"])
-    grouped = grouped.reset_index().rename(columns={"min": "from", "max": "to", "size": "points", "gate": "reason"})
+    table = table.assign(check=[shorten(text, REASON_WIDTH, placeholder=" …") for text in table["check"]])
+    grouped = table.groupby(["implementation", "dtype", "check"], sort=False)["sequence"].agg(["min", "max", "size"])
+    grouped = grouped.reset_index().rename(columns={"min": "from", "max": "to", "size": "points", "check": "reason"})
     return grouped[["implementation", "dtype", "from", "to", "points", "reason"]]
 
 

@@ -54,7 +54,7 @@ def _techniques(point: FlashPoint) -> Iterator[dict[str, Any]]:
     flash = attention_named("flash")
     reason = flash.why_unavailable(torch.device(point.device), point.torch_dtype, point.head_dim)
     if reason is not None:
-        yield {"implementation": "flash", "phase": KERNEL, "gate": reason}
+        yield {"implementation": "flash", "phase": KERNEL, "check": reason}
         return
     from labkit.nn.flash_attention import Techniques, flash_forward
 
@@ -86,7 +86,7 @@ def _hidden(point: FlashPoint) -> Iterator[dict[str, Any]]:
 def _checked(problem: AttentionProblem, action: Callable[[], Any]) -> dict[str, Any]:
     result = action()  # flash_forward gives the logsumexp as well
     checked = check(problem, [result[0] if isinstance(result, tuple) else result])
-    return {"gate": gate_of(checked), "error": checked.error}
+    return {"check": gate_of(checked), "error": checked.error}
 
 
 def _checked_and_timed(

@@ -128,7 +128,7 @@ def _steps(point: BucketsPoint, device: str) -> Iterator[dict[str, Any]]:
     weights = workload.build()
     local = Trainer(workload, None, weights, device)
     means = local_means(local.parameters, local.average_gradients)
-    trainers, rows = {LOCAL: local}, {LOCAL: local.about() | {"gate": "ok"}}
+    trainers, rows = {LOCAL: local}, {LOCAL: local.about() | {"check": "ok"}}
 
     def check(name: str, bucket_mb: float | str) -> dict[str, Any]:
         """The gate: what is averaged must be the mean over ranks of the local gradients."""
@@ -136,7 +136,7 @@ def _steps(point: BucketsPoint, device: str) -> Iterator[dict[str, Any]]:
         error, gate = check_gradients(trainer.parameters, trainer.average_gradients, means)
         if gate == "ok":
             trainers[name] = trainer
-        return trainer.about() | {"error": error, "gate": gate}
+        return trainer.about() | {"error": error, "check": gate}
 
     for bucket_mb in point.buckets_mb:
         about = _named(bucket_mb)

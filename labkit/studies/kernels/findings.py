@@ -59,7 +59,7 @@ def profiler_and_clock(frame: pd.DataFrame) -> Finding | None:
         by_clock,
         axis=("model",),
         quantity=DURATION,
-        caveat=troubles(select(frame, ["model"], record="gate"), "model"),
+        caveat=troubles(select(frame, ["model"], record="check"), "model"),
         why=_what_profiling_does(with_verdicts(table[table["measure"] != EVENTS])),
     )
     if found is None or found.table is None or not found.significant:

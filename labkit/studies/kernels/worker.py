@@ -83,11 +83,11 @@ def measure_point(point: KernelsPoint) -> Iterator[dict[str, Any]]:
     shape = shape_of(point.model)
     error = _attention_error(point, shape) if shape else 0.0  # other models have an attention of their own
     if not error <= ERROR_BOUND:  # NaN is not
-        yield {"record": "gate", "error": error, "gate": f"wrong: attention in parts is off by {error:.1e}"}
+        yield {"record": "check", "error": error, "check": f"wrong: attention in parts is off by {error:.1e}"}
         return
     by_mode = _measure(point, {INFERENCE: step.infer, STEP: step.run})
     for mode, passes in by_mode.items():
-        facts = {"record": "clock", "error": error, "gate": "ok", "nsys": shutil.which("nsys") is not None}
+        facts = {"record": "clock", "error": error, "check": "ok", "nsys": shutil.which("nsys") is not None}
         yield {"mode": mode} | facts | passes.clock
         for row in _operator_rows(passes.sums):
             yield {"mode": mode} | row

@@ -54,9 +54,9 @@ def exchange(point: TimedPoint, sizes: Sequence[int], device: str) -> Iterator[d
         )
         for way, gate in gates.items():
             if gate != "ok":
-                yield {"way": way, "what": ALL_REDUCE, "n_bytes": n_bytes, "gate": gate}
+                yield {"way": way, "what": ALL_REDUCE, "n_bytes": n_bytes, "check": gate}
         for name, (way, what) in names.items():
-            timed = {"gate": failed[way]} if way in failed else {"gate": "ok", "seconds": samples[name][CALLS]}
+            timed = {"check": failed[way]} if way in failed else {"check": "ok", "seconds": samples[name][CALLS]}
             yield {"way": way, "what": what, "n_bytes": n_bytes} | timed
 
 

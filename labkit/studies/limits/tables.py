@@ -16,7 +16,7 @@ MEMORY = Measured(("device", "n_bytes", "bytes"), "operation")
 OPERATORS = Measured(("device", "model", "batch", "context_length", "flops", "bytes"), "operator")
 THREADS = Measured(("operation",), "threads")
 RANKS = Measured(("shape", "flops"), "world_size", took_turns=False)
-ITSELF = Measured(("world_size", "device", "operation"), "turn")
+ITSELF = Measured(("world_size", "device", "operation"), "repetition")
 NEAR = 0.8  # of the best rate: from here on a size counts as large enough
 
 # A step in float32, by layer: operators that read and write activations (forward, and about twice as many backward),
@@ -63,7 +63,7 @@ def against_itself(frame: pd.DataFrame) -> pd.DataFrame:
     table = ITSELF.over(frame, "first", sweep="itself")
     half = np.sqrt((table["high"] / table["low"]).astype(float)) - 1
     smallest = np.maximum(half, MIN_RELEVANT_DIFFERENCE).where(half.notna())
-    return table.drop(columns="turn").assign(smallest_percent=100 * smallest)
+    return table.drop(columns="repetition").assign(smallest_percent=100 * smallest)
 
 
 def of_steps(frame: pd.DataFrame, table: pd.DataFrame) -> pd.DataFrame:

@@ -72,7 +72,7 @@ def _timed(point: LimitPoint, calls: dict[str, Work], name: str, **options: Any)
     )
     failed |= failed_later
     for key, call in calls.items():
-        row = {name: key, "flops": call.flops, "bytes": call.n_bytes, "gate": failed.get(key, call.gate)}
+        row = {name: key, "flops": call.flops, "bytes": call.n_bytes, "check": failed.get(key, call.gate)}
         yield row | ({"seconds": [s / number[key] for s in samples[key][CALLS]]} if key in samples else {})
 
 
@@ -211,7 +211,7 @@ def _autograd(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
     actions = {str(n): partial(pass_over, n) for n in CHAINS} | {"others": others}
     samples = time_interleaved(actions, device=device, **point.rounds, **_together(point))
     for n in CHAINS:
-        yield {"operators": 2 * n, "gate": "ok", "seconds": samples[str(n)]}
+        yield {"operators": 2 * n, "check": "ok", "seconds": samples[str(n)]}
 
 
 def _itself(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
@@ -225,14 +225,14 @@ def _itself(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
         product = matrix_product(device, getattr(torch, point.dtype), size, size, size)
         calls = {"product": product, "addition": _elementwise(n_bytes, device)["add"]}
     for operation, call in calls.items():
-        about = {"operation": operation, "flops": call.flops, "bytes": call.n_bytes, "gate": call.gate}
+        about = {"operation": operation, "flops": call.flops, "bytes": call.n_bytes, "check": call.gate}
         if call.gate != "ok":
             yield about
             continue
         timing = point.rounds | {"seed": f"{point.id} {operation}", "device": point.device} | _together(point)
         samples = time_interleaved(dict.fromkeys(("first", "second"), call.run), **timing)
         for turn, seconds in samples.items():
-            yield about | {"turn": turn, "seconds": seconds}
+            yield about | {"repetition": turn, "seconds": seconds}
 
 
 def _operators(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:

@@ -171,7 +171,7 @@ def _checkpoint(point: MemoryPoint) -> Iterator[dict[str, Any]]:
     step = TrainingStep(**_arguments(point))  # after all peaks, in which it must not be
     expected: dict[str, torch.Tensor] = {}
     for name, row in rows.items():
-        if "gate" not in row:
+        if "check" not in row:
             row |= row_of(name, partial(_check, step, row["segment"], expected), device=point.device)
             step.drop_gradients()
     expected.clear()
@@ -182,12 +182,12 @@ def _checkpoint(point: MemoryPoint) -> Iterator[dict[str, Any]]:
 def _check(step: TrainingStep, segment: int, expected: dict[str, torch.Tensor]) -> dict[str, Any]:
     """The gate: the largest difference of any gradient from the `expected`, which those without segments become."""
     if segment != WITHOUT and not expected:
-        return {"gate": NOTHING_TO_COMPARE}
+        return {"check": NOTHING_TO_COMPARE}
     found = _gradients_with(step, segment)
     if segment == WITHOUT:
         expected |= found
     error = largest_difference(found, expected)
-    return {"gate": verdict(error, LARGEST_ERROR), "error": error}
+    return {"check": verdict(error, LARGEST_ERROR), "error": error}
 
 
 def _step_with(step: TrainingStep, segment: int) -> None:

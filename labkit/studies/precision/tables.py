@@ -185,7 +185,7 @@ PREDICTED = Predicted(
 
 def errors(frame: pd.DataFrame) -> pd.DataFrame:
     """How far loss and gradients of each precision are from those of float32, by model."""
-    columns = ["device", "model", "alternative", "loss_error", "error", "gate"]
+    columns = ["device", "model", "alternative", "loss_error", "error", "check"]
     found = select(frame, columns, part="speed")[columns].drop_duplicates().rename(columns={"error": "gradient_error"})
     return found[found["alternative"] != FULL].reset_index(drop=True)
 

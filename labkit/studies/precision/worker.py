@@ -77,8 +77,8 @@ def _speed(point: PrecisionPoint) -> Iterator[dict[str, Any]]:
     )
     checks = dict(zip(point.precisions, _check(step, point.precisions, point.device), strict=True))
     facts = {"float32_matmul_precision": torch.get_float32_matmul_precision()}
-    yield from ({"alternative": name} | row for name, row in checks.items() if row["gate"] != "ok")
-    pairs = [(mode, name) for mode in MODES for name, row in checks.items() if row["gate"] == "ok"]
+    yield from ({"alternative": name} | row for name, row in checks.items() if row["check"] != "ok")
+    pairs = [(mode, name) for mode in MODES for name, row in checks.items() if row["check"] == "ok"]
     rows = {f"{mode}/{name}": checks[name] | facts | {"mode": mode, "alternative": name} for mode, name in pairs}
     actions = {f"{mode}/{name}": {mode: _action(step, mode, name)} for mode, name in pairs}
     yield from timed_phases(rows, actions, "mode", device=point.device, before=step.drop_gradients, **point.rounds)
@@ -105,7 +105,7 @@ def _check(step: TrainingStep, precisions: tuple[str, ...], device: str) -> Iter
     for name in precisions:
         found = attempt(name, partial(_loss_and_gradients, step, name), device=device)
         if isinstance(found, Failed):  # a device without this precision
-            yield {"gate": found.reason}
+            yield {"check": found.reason}
             continue
         own_loss, own = found
         del found
@@ -117,7 +117,7 @@ def _check(step: TrainingStep, precisions: tuple[str, ...], device: str) -> Iter
         wrong_ones = [key for key, size in sizes.items() if not off.get(key, math.inf) <= GRADIENT_BOUND**2 * size]
         right = loss_error <= LOSS_BOUND and not wrong_ones  # False for NaN
         wrong = f"wrong: loss off by {loss_error:.1e}, gradients by {error:.1e}, {len(wrong_ones)} of them too far"
-        yield {"loss_error": loss_error, "error": error, "gate": "ok" if right else wrong}
+        yield {"loss_error": loss_error, "error": error, "check": "ok" if right else wrong}
     step.drop_gradients()
 
 

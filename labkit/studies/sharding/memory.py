@@ -45,7 +45,7 @@ def measure_memory(point: ShardingPoint, device: str) -> Iterator[dict[str, Any]
             failed[way] = rows.reason
         else:
             yield from rows
-    yield from ({"way": way, "gate": reason} for way, reason in failed.items())
+    yield from ({"way": way, "check": reason} for way, reason in failed.items())
 
 
 def _make_what_stays(way: str, point: ShardingPoint, device: str) -> str:
@@ -64,7 +64,7 @@ def _make_what_stays(way: str, point: ShardingPoint, device: str) -> str:
 def _memory_of(way: str, point: ShardingPoint, device: str, parameters: Sequence[nn.Parameter]) -> list[dict[str, Any]]:
     with peak_memory_growth(device) as init:
         training = Training(way, point, device)
-    about = {"way": way, "gate": "ok"}
+    about = {"way": way, "check": "ok"}
     held = {"init": _held(training)}
     with peak_memory_growth(device) as first:  # makes what stays: optimizer state, buffers
         training.run()

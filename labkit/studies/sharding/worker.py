@@ -49,11 +49,11 @@ def _times(point: ShardingPoint, device: str) -> Iterator[dict[str, Any]]:
     for way in point.ways:
         found = attempt(way, partial(_checked_steps, way, point, device, references), device=device)
         if isinstance(found, Failed):
-            yield {"way": way, "gate": found.reason}
+            yield {"way": way, "check": found.reason}
             continue
         training, about, rows = found
         yield from (about | row for row in rows)
-        if about["gate"] == "ok":
+        if about["check"] == "ok":
             trainings[way] = training
         else:
             yield about
@@ -71,7 +71,7 @@ def _checked_steps(
         if way not in LABKITS + TORCHS:
             error, gate = earlier.check(whole_parameters(training.model))
             if gate != "ok":
-                return training, {"way": way, "error": error, "gate": gate}, []
+                return training, {"way": way, "error": error, "check": gate}, []
     dist.barrier()
     before = tcp_bytes_sent()
     with recorded_traffic() as traffic:
@@ -79,13 +79,13 @@ def _checked_steps(
     dist.barrier()  # it comes behind what is still in the sockets' buffers, which count what has left them
     by_tcp = tcp_bytes_sent()
     error, gate = reference.check(whole_parameters(training.model))
-    about = {"way": way, "error": error, "gate": gate}
+    about = {"way": way, "error": error, "check": gate}
     rows = list(traffic_rows(way, traffic, reference.expected, reference.trained)) if way not in TORCHS else []
     if way not in LABKITS:
         known = sum(call.sent_bytes for call in traffic) if point.transport == POINT_TO_POINT else 0
         rows += tcp_row(before, by_tcp, known, reference.expected)
     if wrong := [row["collective"] for row in rows if not row.pop("is_right")]:
-        about["gate"] = f"wrong: bytes sent by {', '.join(wrong)} are not those of the formulas"
+        about["check"] = f"wrong: bytes sent by {', '.join(wrong)} are not those of the formulas"
     return training, about, rows
 
 
@@ -110,19 +110,19 @@ def _timed_rows(
         times, failed = time_those_that_run(
             actions, prepare=prepare, before=dist.barrier, device=device, **point.rounds
         )
-    yield from ({"way": way, "gate": reason} for way, reason in failed.items() if way in trainings)
+    yield from ({"way": way, "check": reason} for way, reason in failed.items() if way in trainings)
     gathers: dict[str, list[list[Collective]]] = {name: [] for name in actions}
     for (name, start), (_, end) in pairwise([*turns, ("", len(traffic))]):
         gathers[name].append([call for call in traffic[start:end] if call.collective == "all_gather"])
     for way, by_part in times.items():
         for part, seconds in by_part.items():
-            yield {"way": way, "gate": "ok", "part": part, "seconds": seconds}
+            yield {"way": way, "check": "ok", "part": part, "seconds": seconds}
         is_seen = way in trainings and way not in TORCHS and device == "cpu"
         rounds = gathers[way][point.warmup :] if is_seen else []
         if any(rounds):
             yield {
                 "way": way,
-                "gate": "ok",
+                "check": "ok",
                 "part": "waiting for gathers",
                 "seconds": [sum(call.waited_s for call in calls) for calls in rounds],
                 "gathering_s": [sum(call.end_s - call.start_s for call in calls) for calls in rounds],

@@ -57,7 +57,7 @@ def attempt(alternative: str, action: Callable[[], T], *, device: str) -> T | Fa
 def row_of(alternative: str, check: Callable[[], Mapping[str, Any]], *, device: str) -> dict[str, Any]:
     """What `check` finds, a row or a part of it; where it fails, a `gate` that says why."""
     found = attempt(alternative, check, device=device)
-    return {"gate": found.reason} if isinstance(found, Failed) else dict(found)
+    return {"check": found.reason} if isinstance(found, Failed) else dict(found)
 
 
 @contextmanager
@@ -197,11 +197,11 @@ def timed_phases(
     **options: Any,
 ) -> Iterator[dict[str, Any]]:
     """The same with a row per phase, which `column` names, and one for what `watches` an alternative has stopped."""
-    right = {name: of for name, of in phases.items() if rows[name].get("gate", "ok") == "ok"}
+    right = {name: of for name, of in phases.items() if rows[name].get("check", "ok") == "ok"}
     samples, failed = time_those_that_run(right, **options)
     for name, row in rows.items():
         if name not in samples:
-            yield row | ({"gate": failed[name]} if name in failed else {})
+            yield row | ({"check": failed[name]} if name in failed else {})
             continue
         for phase, seconds in samples[name].items():
             yield row | {column: phase, "seconds": seconds}

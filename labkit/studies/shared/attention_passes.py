@@ -17,7 +17,7 @@ from labkit.bench.clock import timed_once
 from labkit.bench.memory import peak_memory_growth
 from labkit.bench.saved_tensors import SavedTensor, saved_for_backward
 from labkit.costs.attention import explicit_peak, tiled_saved
-from labkit.lab.point import PointOfTurns
+from labkit.lab.point import SessionPoint
 from labkit.lab.units import format_bytes, format_seconds
 from labkit.machine.memory_limits import available_memory_bytes
 from labkit.nn.attention_implementations import RESERVED, attention_named
@@ -39,7 +39,7 @@ SMALL = 64  # tokens of a problem that warms an implementation up
 
 
 @dataclass(frozen=True, kw_only=True)
-class PassesPoint(PointOfTurns):
+class PassesPoint(SessionPoint):
     """Implementations to compare on one problem: (batch, sequence, head_dim), one head."""
 
     sweep: str
@@ -80,18 +80,18 @@ def measure_passes(point: PassesPoint) -> Iterator[dict[str, Any]]:
     for name in point.implementations:
         reason = _why_not(point, name)
         if reason is not None:
-            yield {"implementation": name, "phase": "both", "gate": reason}
+            yield {"implementation": name, "phase": "both", "check": reason}
             continue
         problem = problem or problem_of(point)
         passes = problem.passes(attention_named(name).attend)
         found = attempt(name, partial(_examine_and_account, point, problem, passes, name), device=point.device)
         if isinstance(found, Failed):
             passes.release()
-            yield {"implementation": name, "phase": "both", "gate": found.reason}
+            yield {"implementation": name, "phase": "both", "check": found.reason}
             continue
         row, saved = found
         yield from saved
-        if row["gate"] == "ok":
+        if row["check"] == "ok":
             right[name] = passes
         yield row | {"phase": "both"}
     if right and point.repeats:
@@ -102,7 +102,7 @@ def _examine_and_account(
     point: PassesPoint, problem: AttentionProblem, passes: Passes, name: str
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     row = {"implementation": name} | _examine(point, problem, passes, name)
-    if point.turn > 1:  # memory is the same every time, and code may have been compiled before
+    if point.session > 1:  # memory is the same every time, and code may have been compiled before
         return row | {"peak_bytes": None, "first_call_s": None}, []
     return row, list(_accounting(problem, passes, name))
 
@@ -138,7 +138,7 @@ def _examine(point: PassesPoint, problem: AttentionProblem, passes: Passes, name
     problem.checked_gradient.sum()  # made here, not inside what is measured
     if name in SLOW_AT_FIRST:
         if name == COMPILED:
-            if point.turn > 1:
+            if point.session > 1:
                 keep_what_is_compiled()
             make_compiler_ready(point.device)
         row["first_call_s"] = timed_once(passes.run_checked, point.device)[1]  # its result must not stay in memory
@@ -155,7 +155,7 @@ def _examine(point: PassesPoint, problem: AttentionProblem, passes: Passes, name
         if (pass_s := min(pass_s, again_s)) > point.rounds_s:
             ends = format_seconds(point.rounds_s)
             gate = f"{TOO_SLOW}: {format_seconds(pass_s)} for one pass, and {ends} for all rounds"
-    return row | {"peak_bytes": memory.growth_bytes, "error": checked.error, "gate": gate}
+    return row | {"peak_bytes": memory.growth_bytes, "error": checked.error, "check": gate}
 
 
 def gate_of(checked: Checked) -> str:
@@ -190,5 +190,5 @@ def _named_by_shape(tensor: SavedTensor, problem: AttentionProblem) -> str:
 def _time(point: PassesPoint, right: dict[str, Passes]) -> Iterator[dict[str, Any]]:
     """Forward and backward of each in turn: a backward pass follows its own forward pass."""
     alternatives = {name: {phase: getattr(passes, phase) for phase in PHASES} for name, passes in right.items()}
-    rows = {name: {"implementation": name, "phase": "both", "gate": "ok"} for name in right}
+    rows = {name: {"implementation": name, "phase": "both", "check": "ok"} for name in right}
     yield from timed_phases(rows, alternatives, device=point.device, **point.rounds)

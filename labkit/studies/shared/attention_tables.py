@@ -72,9 +72,9 @@ def memory_against_explicit(frame: pd.DataFrame, sweep: str) -> pd.DataFrame:
 
 def refused(frame: pd.DataFrame) -> pd.DataFrame:
     """Implementations without times at a problem, one row each, with the first reason in `gate`; wrong ones too."""
-    columns = ["dtype", "head_dim", "sequence", "implementation", "gate"]
+    columns = ["dtype", "head_dim", "sequence", "implementation", "check"]
     rows = select(frame, columns, phase="both")
-    rows = rows[rows["gate"].fillna("ok") != "ok"]
+    rows = rows[rows["check"].fillna("ok") != "ok"]
     of_problem = [name for name in ("sweep", "batch", *columns[:-1]) if name in rows]
     return rows.drop_duplicates(of_problem)[columns].reset_index(drop=True)
 
@@ -84,7 +84,7 @@ def caveat(frame: pd.DataFrame, *asked: str) -> str | None:
     rows = refused(frame)
     ran = set(select(frame, ["implementation"], phase=PHASES)["implementation"])
     missing = rows["implementation"].isin(set(asked) - ran)
-    rows = rows[rows["gate"].str.startswith("wrong") | missing].drop_duplicates("implementation")
+    rows = rows[rows["check"].str.startswith("wrong") | missing].drop_duplicates("implementation")
     return troubles(rows.assign(implementation=[name_of(name) for name in rows["implementation"]]), "implementation")
 
 

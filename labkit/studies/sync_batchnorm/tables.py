@@ -162,8 +162,8 @@ def memory_over(frame: pd.DataFrame, baseline: str) -> pd.DataFrame:
 
 def errors(frame: pd.DataFrame) -> pd.DataFrame:
     """The largest error of every alternative in any setting, relative to the largest expected value; and its gate."""
-    rows = select(frame, ["alternative", "error", "gate"], sweep=LAYER).dropna(subset="error")
-    return rows.groupby("alternative", as_index=False, sort=False).agg({"error": "max", "gate": "max"})
+    rows = select(frame, ["alternative", "error", "check"], sweep=LAYER).dropna(subset="error")
+    return rows.groupby("alternative", as_index=False, sort=False).agg({"error": "max", "check": "max"})
 
 
 @cache

@@ -70,7 +70,7 @@ def measure_point(point: SyncBatchNormPoint) -> Iterator[dict[str, Any]]:
     times, failed = time_those_that_run(turns, alternative_of=owner.__getitem__, **timing)
     for name, one in right.items():
         if name in failed:
-            yield abouts[name] | {"gate": failed[name]}
+            yield abouts[name] | {"check": failed[name]}
             continue
         with turn_of(name, device):
             counts = _counts(one)
@@ -100,7 +100,7 @@ def _check(
         error, gate = check_layer(candidate, batch)
     if gate == "ok":
         right[name] = candidate
-    return {"error": error, "gate": gate}
+    return {"error": error, "check": gate}
 
 
 def _refusal(name: str, batch: Batch) -> str | None:

@@ -117,14 +117,14 @@ def measure_point(point: ThisMachinePoint) -> Iterator[dict[str, Any]]:
 
     found = attempt(JOINED, compare, device=device)
     if isinstance(found, Failed):
-        yield row | {"gate": found.reason}
+        yield row | {"check": found.reason}
         return
     error, gate = found
     if gate != "ok":
-        yield row | {"gate": gate, "error": error}
+        yield row | {"check": gate, "error": error}
         return
     before = dist.barrier if dist.is_initialized() else None
-    rows = {name: {"implementation": name, "error": error, "gate": gate} for name in trainings}
+    rows = {name: {"implementation": name, "error": error, "check": gate} for name in trainings}
     steps = {name: training.step for name, training in trainings.items()}
     yield from timed_rows(rows, steps, device=device, before=before, **point.rounds)
 
