@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 
 from labkit.bench.statistics import MIN_RELEVANT_DIFFERENCE
-from labkit.lab.columns import column, label
+from labkit.lab.columns import format_value, label
 from labkit.lab.figures.declared import Figure
 from labkit.lab.metric import Metric, Results, Table
 from labkit.lab.units import counted, format_factor
@@ -321,9 +321,3 @@ class Report(Question):
             scope=describe_scope(table, self.configuration),
             notes=results.missing,
         )
-
-
-def format_value(name: str, value: Any) -> str:
-    """A value of a column in its unit, as a sentence has it."""
-    is_number = isinstance(value, int | float | np.number) and not isinstance(value, bool | np.bool_)
-    return column(name).form(float(value)) if is_number else label(name, value)

@@ -126,6 +126,12 @@ def label(name: str, value: Any) -> str:
     return text.removesuffix("s") if value == 1 and found.label.startswith("{value} ") else text  # "1 rank"
 
 
+def format_value(name: str, value: Any) -> str:
+    """A value of a column in its unit, as a sentence has it."""
+    is_number = isinstance(value, Real) and not isinstance(value, bool | np.bool_)
+    return column(name).form(float(value)) if is_number else label(name, value)
+
+
 def label_of_several(name: str, values: Sequence[float]) -> str:
     """Numbers from small to large as one label: "2 and 4 ranks", "4 KiB to 10 MiB", "batch 8"."""
     if len(values) == 1 or not all(isinstance(value, Real) for value in values):
