@@ -12,7 +12,6 @@ from typing import Any, Literal
 import numpy as np
 import pandas as pd
 
-from labkit.bench.statistics import MIN_RELEVANT_DIFFERENCE
 from labkit.lab.columns import format_value, label
 from labkit.lab.figures.declared import Figure
 from labkit.lab.metric import Metric, Results, Table
@@ -121,7 +120,7 @@ class Compare(Question):
             return (
                 Answer("not measured", f"Not measured: {NO_ROWS}", notes=(*notes, *results.missing)) if notes else None
             )
-        best = best_alternative(table, metric)
+        best = metric.best(table)
         rows = table if best is None else table[table[metric.compare] == best]
         summary = _summarize(rows, metric)
         words = self._words(summary, best, table)
@@ -222,31 +221,6 @@ def _judge(n: int, n_better: int, n_worse: int, is_undecided: bool, n_alternativ
     if n_better == n:
         return "yes", "all better"
     return ("yes", "mostly better") if 2 * n_better > n else ("it depends", "partly better")
-
-
-def best_alternative(table: pd.DataFrame, metric: Metric) -> Any:
-    """The alternative that is better in most configurations less those in which it is worse; None if none is better.
-
-    Alternatives are ranked over the configurations that all of them have, if there are any. Of several within the
-    smallest relevant difference of the fastest, the first in the table is taken.
-    """
-    name, keys = metric.compare, list(metric.configuration)
-    if table[name].nunique() == 1:
-        return table[name].iloc[0]
-    n_alternatives = table.groupby(keys, dropna=False)[name].transform("nunique") if keys else len(table)
-    shared = table[n_alternatives == table[name].nunique()] if keys else table
-    ranked = shared if len(shared) else table
-    if not (ranked["verdict"] == "faster").any():
-        ranked = table
-    score = ranked["verdict"].map({"faster": 1, "slower": -1}).fillna(0)
-    standing = pd.DataFrame({name: ranked[name], "wins": score, "log": np.log(ranked["ratio"].astype(float))})
-    standing = standing.groupby(name, sort=False).agg(wins=("wins", "sum"), log=("log", "mean"))
-    winners = set(ranked.loc[ranked["verdict"] == "faster", name])
-    standing = standing[standing.index.isin(winners)]
-    if standing.empty:
-        return None
-    leaders = standing[standing["wins"] == standing["wins"].max()]
-    return leaders.index[leaders["log"] <= leaders["log"].min() + np.log1p(MIN_RELEVANT_DIFFERENCE)][0]
 
 
 @dataclass(frozen=True, kw_only=True)

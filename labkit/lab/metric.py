@@ -8,7 +8,13 @@ import numpy as np
 import pandas as pd
 
 from labkit.bench.sessions import combine_sessions
-from labkit.bench.statistics import compare_groups, slowest_rank, summarize_groups, with_verdicts
+from labkit.bench.statistics import (
+    MIN_RELEVANT_DIFFERENCE,
+    compare_groups,
+    slowest_rank,
+    summarize_groups,
+    with_verdicts,
+)
 from labkit.costs.calibration import Calibration
 from labkit.lab.columns import label
 from labkit.lab.units import join_words
@@ -107,6 +113,30 @@ class Metric:
         pairs = table[table[self.compare] != baseline].merge(base, on=keys, suffixes=("", "_baseline"))
         ratio = pairs[self.value].astype(float) / pairs[f"{self.value}_baseline"].astype(float)
         return with_verdicts(pairs[self.columns].assign(ratio=ratio, low=ratio, high=ratio, p=0.0))
+
+    def best(self, table: pd.DataFrame) -> Any:
+        """The alternative that is better in most configurations less those in which it is worse; None if none is better.
+
+        Alternatives are ranked over the configurations that all of them have, if there are any. Of several within the
+        smallest relevant difference of the fastest, the first in the table is taken.
+        """
+        name, keys = self.compare, list(self.configuration)
+        if table[name].nunique() == 1:
+            return table[name].iloc[0]
+        n_alternatives = table.groupby(keys, dropna=False)[name].transform("nunique") if keys else len(table)
+        shared = table[n_alternatives == table[name].nunique()] if keys else table
+        ranked = shared if len(shared) else table
+        if not (ranked["verdict"] == "faster").any():
+            ranked = table
+        score = ranked["verdict"].map({"faster": 1, "slower": -1}).fillna(0)
+        standing = pd.DataFrame({name: ranked[name], "wins": score, "log": np.log(ranked["ratio"].astype(float))})
+        standing = standing.groupby(name, sort=False).agg(wins=("wins", "sum"), log=("log", "mean"))
+        winners = set(ranked.loc[ranked["verdict"] == "faster", name])
+        standing = standing[standing.index.isin(winners)]
+        if standing.empty:
+            return None
+        leaders = standing[standing["wins"] == standing["wins"].max()]
+        return leaders.index[leaders["log"] <= leaders["log"].min() + np.log1p(MIN_RELEVANT_DIFFERENCE)][0]
 
     def failures(self, frame: pd.DataFrame) -> tuple[str, ...]:
         """Notes on alternatives without a value: wrong results first, then failures, then refusals."""
