@@ -115,7 +115,7 @@ class Metric:
         return with_verdicts(pairs[self.columns].assign(ratio=ratio, low=ratio, high=ratio, p=0.0))
 
     def best(self, table: pd.DataFrame) -> Any:
-        """The alternative that is better in most configurations less those in which it is worse; None if none is better.
+        """The alternative better in most configurations, less those in which it is worse; None if none is better.
 
         Alternatives are ranked over the configurations that all of them have, if there are any. Of several within the
         smallest relevant difference of the fastest, the first in the table is taken.
