@@ -18,7 +18,7 @@ from labkit.lab.project import reference_directory
 from labkit.studies import LABS, load_study, modules_of_labs
 
 if TYPE_CHECKING:
-    from labkit.lab.study import Study
+    from labkit.lab.declaration import Lab
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -112,7 +112,6 @@ def measure(
     resume: Annotated[str | None, typer.Option(metavar="RUN", help="Measure what this run still lacks.")] = None,
 ) -> None:
     """Measure a lab into a new run under data/runs/; no notebook."""
-    from labkit.lab.config import resolve_config
     from labkit.lab.project import path_from_here, runs_directory
     from labkit.lab.runs import measure as measuring
     from labkit.lab.runs.store import find_run
@@ -121,7 +120,7 @@ def measure(
     if resume is not None and (settings or profile is not None):
         raise ParameterError("--resume takes its parameters from the run: leave out --profile and --set")
     profile = profile or "quick"
-    config = resolve_config(lab, study.profiles, profile, parse_assignments(settings or []))
+    config = study.configure(profile, parse_assignments(settings or []))
     if resume is None:
         _calibrate([study], profile)
     with progress("measure", lab) as show:
@@ -256,13 +255,13 @@ def predict_command(
 app.command("advise")(advise)
 
 
-def _calibrate(studies: "Sequence[Study]", profile: str) -> None:
+def _calibrate(studies: "Sequence[Lab]", profile: str) -> None:
     """Measure what the first of these labs predicts from, if this machine has nothing of this source and day."""
     from labkit.lab.calibration import FRESH, LIMITS, newest_calibration
     from labkit.lab.runs.measure import measure as measure_run
     from labkit.machine import describe_machine
 
-    is_wanted = any(study.predicted for study in studies) and studies[0].name != LIMITS
+    is_wanted = any(getattr(study, "predicted", True) for study in studies) and studies[0].name != LIMITS
     if not is_wanted or profile == "smoke" or "WORLD_SIZE" in os.environ:  # smoke is to be quick; a job's ranks wait
         return
     machine = describe_machine()
@@ -276,7 +275,7 @@ def _calibrate(studies: "Sequence[Study]", profile: str) -> None:
         measure_run(limits, short, profile="quick", on_progress=show, on_output=print_output)
 
 
-def _all_studies() -> "Iterator[Study]":
+def _all_studies() -> "Iterator[Lab]":
     return (load_study(lab) for lab in LABS)
 
 

@@ -1,6 +1,6 @@
 """Quantities that several labs measure, each under a key that holds all that matters, and whether the values agree.
 
-A lab says by `Study.known` which of its rows are such a quantity. Two values differ if their 95 % intervals, each
+A lab says by `Lab.known` which of its rows are such a quantity. Two values differ if their 95 % intervals, each
 widened down to what it would be at the machine's best by the heartbeats of its point, do not meet.
 """
 

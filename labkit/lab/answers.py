@@ -256,15 +256,15 @@ class Check(Question):
         )
 
     def _headline(self, verdict: Verdict, ratios: pd.Series, factors: pd.Series, n_close: int) -> str:
-        worst = f"the worst is {format_factor(float(ratios[factors.idxmax()]))} times the prediction"
-        typical = format_factor(float(ratios.median()))
-        if verdict == "yes" and factors.max() < 1.0005:
-            return f"Yes: all {self.subject} are exactly as predicted."
         if verdict == "yes":
-            return f"Yes: all {self.subject} are within {100 * (factors.max() - 1):.2g}% of the prediction."
-        if verdict == "it depends":
-            return f"Partly: {n_close} of {len(ratios)} {self.subject} are within a factor of {self.within:g}; {worst}."
-        return f"No: {self.subject} are typically {typical} times the prediction; {worst}."
+            is_exact = factors.max() < 1.0005
+            amount = (
+                "exactly as predicted" if is_exact else f"within {100 * (factors.max() - 1):.2g}% of the prediction"
+            )
+            return f"Yes: all {self.subject} are {amount}."
+        start = "Partly" if verdict == "it depends" else "No"
+        close = f"{n_close} of {len(ratios)} {self.subject} are within a factor of {self.within:g}"
+        return f"{start}: {close}; the worst is {format_factor(float(ratios[factors.idxmax()]))} times the prediction."
 
     def _lack(self, results: Results) -> str:
         return NO_CALIBRATION if results.calibration is None else NO_ROWS

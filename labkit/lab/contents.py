@@ -2,15 +2,15 @@
 
 from collections.abc import Iterable
 
+from labkit.lab.declaration import Lab
 from labkit.lab.project import notebook_path, runs_directory
 from labkit.lab.runs.store import Run, RunFileError
-from labkit.lab.study import Study
 from labkit.lab.units import format_seconds
 
 NOT_MEASURED_YET = "one or two minutes"
 
 
-def labs_table(studies: Iterable[Study]) -> str:
+def labs_table(studies: Iterable[Lab]) -> str:
     """Markdown: a row per lab, with a link to its notebook that works from the notebooks' own folder."""
     rows = ["| lab | what it shows | questions | time at `quick` |", "|---|---|---|---|"]
     for study in studies:
@@ -19,7 +19,7 @@ def labs_table(studies: Iterable[Study]) -> str:
     return "\n".join(rows)
 
 
-def _quick_time(study: Study) -> str:
+def _quick_time(study: Lab) -> str:
     """What the last whole run at `quick` took on this machine; a guess where there is none."""
     for path in sorted((runs_directory() / study.name).glob("*-quick.jsonl"), reverse=True):
         try:

@@ -24,6 +24,11 @@ ValueError for a name that is taken.
 """
 
 
+def refuse_alternatives(name: str, alternative: Any) -> dict[str, Any]:
+    """The `register` of a lab that compares nothing a user could add to."""
+    raise ValueError("this lab compares nothing of the kind")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Lab:
     """What a lab measures and asks."""
@@ -46,7 +51,7 @@ class Lab:
     """Parameters of `quick` on a machine with a GPU, if sizes that suit a CPU would measure launches only."""
     plugin_parameter: str | None = None
     """The parameter that names what is compared, if a user may add an alternative to it."""
-    register: Register | None = None
+    register: Register = field(default=refuse_alternatives)
     model_parameters: tuple[str, ...] = ()
     """Parameters that name models, a user's own included (`lab.user_plugins`)."""
     keeps_checkpoints: bool = False

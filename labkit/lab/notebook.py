@@ -14,16 +14,16 @@ import pandas as pd
 from IPython.display import display
 
 from labkit.costs.calibration import Calibration
-from labkit.lab.calibration import newest_calibration
-from labkit.lab.columns import labels
-from labkit.lab.config import LabConfig, ParameterError, nearest, resolve_config
+from labkit.lab.answers import Answer, Check
+from labkit.lab.config import LabConfig, ParameterError, nearest
+from labkit.lab.declaration import Lab
 from labkit.lab.figures import Plot
-from labkit.lab.findings import CALIBRATE_FIRST, UNCALIBRATED, Finding, Question
+from labkit.lab.guesses import check_guesses, with_guesses
+from labkit.lab.metric import Results
 from labkit.lab.pages import cards
 from labkit.lab.pages.provenance import page_record, provenance, provenance_rows
 from labkit.lab.pages.source import shown_source
 from labkit.lab.parameter_cells import given_parameters
-from labkit.lab.predictions import named, to_show
 from labkit.lab.progress_lines import MeasuringInterrupted, progress_line
 from labkit.lab.project import (
     check_writable,
@@ -34,33 +34,32 @@ from labkit.lab.project import (
 )
 from labkit.lab.runs.measure import measure, resume
 from labkit.lab.runs.store import Run, find_run
-from labkit.lab.study import Study
 from labkit.machine import Machine, describe_machine
 
-# Every notebook has these beside some parameters of its lab; `more` holds any others, by name.
-COMMON_PARAMETERS = ("profile", "run", "more")
+# Every notebook has these beside some parameters of its lab; `config` holds any others, by name.
+COMMON_PARAMETERS = ("profile", "run", "config")
 PAGE_MIME = "application/vnd.labkit.page+json"
 
 
-def open_lab(study: Study, namespace: Mapping[str, Any]) -> "Lab":
+def open_lab(study: Lab, namespace: Mapping[str, Any]) -> "OpenLab":
     """The lab of a study with the notebook's parameters; `namespace` is the notebook's, or a script's, `globals()`.
 
     A parameter may be set again in any later cell. ParameterError for an unknown name in the parameters cell (or in
     the one that papermill adds below it), a wrong type or an impossible value: before anything is measured.
     """
-    return Lab(study, check_parameters(study, given_parameters(namespace, known_parameters(study))))
+    return OpenLab(study, check_parameters(study, given_parameters(namespace, known_parameters(study))))
 
 
-def known_parameters(study: Study) -> tuple[str, ...]:
-    """`profile`, `run`, `more`, and the fields of the lab's config."""
+def known_parameters(study: Lab) -> tuple[str, ...]:
+    """`profile`, `run`, `config`, and the fields of the lab's config."""
     return (*COMMON_PARAMETERS, *type(next(iter(study.profiles.values()))).model_fields)
 
 
-def check_parameters(study: Study, given: Mapping[str, Any]) -> "Parameters":
+def check_parameters(study: Lab, given: Mapping[str, Any]) -> "Parameters":
     """Validate the parameters of a notebook: `profile`, `run`, and those of the lab's config."""
-    known, more = known_parameters(study), given.get("more") or {}
+    known, more = known_parameters(study), given.get("config") or {}
     if not isinstance(more, dict) or any(name in more for name in COMMON_PARAMETERS):
-        raise ParameterError(f"{study.name}: parameter 'more' should hold others by name, got {more!r:.80}")
+        raise ParameterError(f"{study.name}: parameter 'config' should hold others by name, got {more!r:.80}")
     for parameter in (*given, *more):
         if parameter not in known:
             raise ParameterError(
@@ -74,12 +73,12 @@ def check_parameters(study: Study, given: Mapping[str, Any]) -> "Parameters":
         locate_run(study, run)
     overrides = {name: value for name, value in given.items() if name not in COMMON_PARAMETERS and value is not None}
     if twice := overrides.keys() & more.keys():
-        raise ParameterError(f"{study.name}: parameter {min(twice)!r} is set twice, in 'more' and beside it")
+        raise ParameterError(f"{study.name}: parameter {min(twice)!r} is set twice, in 'config' and outside it")
     overrides |= more
-    return Parameters(profile, run, resolve_config(study.name, study.profiles, profile, overrides))
+    return Parameters(profile, run, study.configure(profile, overrides))
 
 
-def locate_run(study: Study, text: str) -> Path:
+def locate_run(study: Lab, text: str) -> Path:
     """A run of a lab by its path, or by its name among the recorded ones and this machine's own."""
     return find_run([parent / study.name for parent in (recorded_directory(), runs_directory())], text)
 
@@ -93,20 +92,18 @@ class Parameters:
     config: LabConfig
 
 
-class Lab:
+class OpenLab:
     """One lab inside one notebook: the parameters, the run once there is one, what was shown."""
 
-    def __init__(self, study: Study, parameters: Parameters):
+    def __init__(self, study: Lab, parameters: Parameters):
         self.study = study
         self.parameters = parameters
         self._run: Run | None = None
         self._own: dict[str, Mapping[str, Any] | None] = {}
         self._interrupted: Path | None = None
-        self._findings: dict[str, Finding] = {}
+        self._answers: dict[str, Answer] = {}
         self._figures: dict[str, str] = {}
-        self._guess: dict[str, float] | None = None
-        """The reader's, once a prediction was shown; empty: none was given."""
-        self._naming: list[str] = []
+        self._guess: dict[str, float] = {}
 
     @property
     def calibration(self) -> Calibration | None:
@@ -136,15 +133,21 @@ class Lab:
         display(cards.machine_card(self.machine, elsewhere=self._is_of_another_machine(), hosts=hosts))
 
     def measure(
-        self, alternatives: Mapping[str, Any] | None = None, *, models: Mapping[str, Any] | None = None
+        self,
+        alternatives: Mapping[str, Any] | None = None,
+        *,
+        models: Mapping[str, Any] | None = None,
+        guess: Mapping[str, float] | None = None,
     ) -> pd.DataFrame:
         """Measure, or read the run that the parameter `run` names; show the coverage; return the frame.
 
         `alternatives` are your own, by name, as `{"mine": my_all_reduce}`: checked, timed in turns with labkit's,
-        drawn and named like these. What they have to do is in the docstring of the lab's `plug_in`. `models` are your
-        own, by name, beside the named sizes: `labkit.lab.own_models` says what a model is.
+        drawn and named like these. What they have to do is in the docstring of the lab's `register`. `models` are your
+        own, by name, beside the named sizes: `labkit.lab.own_models` says what a model is. `guess` are your own
+        numbers by the names of rows, which the answers of predictions show next to what was measured.
         The frame is long: one row per (point, rank, repeat), units in the column names.
         """
+        self._guess = check_guesses(guess or {})
         check_writable(figures_directory() / self.study.name)
         if self.parameters.run is not None:
             if alternatives or models:
@@ -160,49 +163,8 @@ class Lab:
         return self._frame()
 
     def _frame(self) -> pd.DataFrame:
-        """Of the run; and what was expected beside what it took, if a prediction was shown."""
-        self._findings = {}
-        frame = self.run.frame()
-        if self._guess is not None and self.study.predicted and (calibration := self.run.header.calibration):
-            table = self.study.predicted.beside(frame, calibration)
-            self._show_expected(table, "What was expected, and what it took")
-            if told := self.study.predicted.told(table):
-                display(cards.note(told))
-        return frame
-
-    def predict(self, guess: Mapping[str, float] | None = None) -> None:
-        """Show the times that this lab expects on this machine, by its calibration, before anything is measured.
-
-        `guess` are your own numbers, in seconds, by the names in the first column or a part of one; `measure()` shows
-        them again beside what was measured. ParameterError for a name that is not there.
-        """
-        predicted = self.study.predicted
-        if predicted is None:
-            raise ParameterError(f"{self.study.name} predicts no times")
-        self._read_run()
-        calibration = self._run.header.calibration if self._run else newest_calibration(describe_machine())
-        if calibration is None:
-            display(cards.note(f"No prediction: {UNCALIBRATED if self._run else CALIBRATE_FIRST}."))
-            return
-        points = self.study.points(self.config, self.machine)
-        table = predicted.before(points, calibration)
-        self._naming = predicted.naming(table)
-        self._guess = named(guess or {}, labels(table, self._naming))
-        when = f"{calibration.measured:%Y-%m-%d %H:%M} UTC"
-        self._show_expected(table, f"Expected of {calibration.machine}, as calibrated on {when}")
-
-    def _show_expected(self, table: pd.DataFrame, caption: str) -> None:
-        """Guess, prediction and, once there is one, measurement side by side."""
-        assert self.study.predicted is not None
-        value, guess = self.study.predicted.value, self._guess or {}
-        names = labels(table, self._naming)
-        columns = [name for name in (value, "predicted_s", "measured_over_predicted") if name in table]
-        shown = table[columns].assign(what=names)
-        if guess:
-            shown = shown.assign(your_guess_s=[guess.get(name, float("nan")) for name in names])
-        shown = shown[shown["what"].isin(to_show(names, guess))]
-        order = ["what", "your_guess_s", "predicted_s", value, "measured_over_predicted"]
-        self.table(shown[[name for name in order if name in shown]], caption)
+        self._answers = {}
+        return self.run.frame()
 
     def resume(self) -> pd.DataFrame:
         """Measure what an interrupted `measure()` has left, with the same alternatives; return the whole frame.
@@ -228,20 +190,17 @@ class Lab:
         display(self._figure(plot, name, caption))
 
     def answer(self, question_id: str, **plots: Plot) -> None:
-        """Show what this run says of a question, with its figures, by the names under which they are saved.
+        """Show what this run says of a question: verdict and headline, the question's figure, then the numbers.
 
-        Verdict and headline, then the figures that have anything to show, then the numbers. ValueError for an unknown
-        id.
+        `plots` replace the figure, by the names under which they are saved. ValueError for an unknown id.
         """
-        question, finding = self._asked(question_id), self.findings()[question_id]
+        question, answer = self.study.question(question_id), self.answers()[question_id]
+        if not plots and question.figure is not None and answer.verdict != "not measured":
+            plots = {question_id: question.figure.draw(self._results(), answer.table)}
+        if self._guess and isinstance(question, Check):
+            answer = with_guesses(question, answer, self._guess)
         drawn = [self._figure(plot, name, title=question.text) for name, plot in plots.items() if len(plot.data)]
-        display(cards.answer(question, finding, drawn))
-
-    def _asked(self, question_id: str) -> Question:
-        questions = {question.id: question for question in self.study.questions}
-        if question_id not in questions:
-            raise ParameterError(f"no question {question_id!r}{nearest(question_id, questions)}")
-        return questions[question_id]
+        display(cards.answer(question, answer, drawn))
 
     def _figure(self, plot: Plot, name: str, caption: str = "", title: str | None = None) -> cards.Shown:
         """A figure, once it is saved; `title` stands above it in its file."""
@@ -251,18 +210,18 @@ class Lab:
         file, saved = f"{self.study.name}_{name}", f"{relative_to_project(stem)}.png"
         return cards.figure(plot, png, caption or title or name, file, caption, saved)
 
-    def findings(self) -> dict[str, Finding]:
+    def answers(self) -> dict[str, Answer]:
         """What this run says of each question, by its id."""
-        if not self._findings:
-            run = self.run
-            self._findings = self.study.findings(run.frame(), run.coverage(), run.header.calibration)
-        return self._findings
+        if not self._answers:
+            self._answers = self.study.answers(self._results())
+        return self._answers
+
+    def _results(self) -> Results:
+        return self.run.results()
 
     def close(self) -> None:
         """Show where the numbers come from and how to get them again; leave the answers for the index."""
-        page = page_record(
-            self.study, self.run, self.findings(), self._figures, elsewhere=self._is_of_another_machine()
-        )
+        page = page_record(self.study, self.run, self.answers(), self._figures, elsewhere=self._is_of_another_machine())
         text = cards.definitions_text(provenance_rows(self.study, self.run))
         display(cards.Shown(provenance(self.study, self.run), text, {PAGE_MIME: page}))
 

@@ -10,8 +10,8 @@ from torch import nn
 
 from labkit.costs.transformer import SIZES, TransformerShape
 from labkit.lab.config import LabConfig, ParameterError
+from labkit.lab.declaration import Lab
 from labkit.lab.own_models import EXPECTED, MODEL_FIELDS, facts_of, known_models, told_where
-from labkit.lab.study import Study
 from labkit.nn.workloads import RESNET50
 from labkit.parallel.ranks.joined import is_joined
 
@@ -20,19 +20,19 @@ PlugIn = Callable[[str, Any], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Own:
-    """A reader's own, by name: alternatives as the lab's `plug_in` takes them, models as `lab.own_models` has them."""
+    """A reader's own, by name: alternatives as the lab's `register` takes them, models as `lab.own_models` has them."""
 
     alternatives: Mapping[str, Any] = field(default_factory=dict)
     models: Mapping[str, Any] = field(default_factory=dict)
 
 
 @contextmanager
-def known(plug_in: PlugIn, own: Own) -> Iterator[None]:
+def known(register: PlugIn, own: Own) -> Iterator[None]:
     """Within, these are known in this process, and afterwards no longer. ParameterError for a name that is taken."""
     with ExitStack() as added:
         for name, alternative in own.alternatives.items():
             try:
-                table = plug_in(name, alternative)
+                table = register(name, alternative)
             except ValueError as error:
                 raise ParameterError(f"{name!r}: {error}") from None
             added.callback(table.pop, name, None)
@@ -40,11 +40,11 @@ def known(plug_in: PlugIn, own: Own) -> Iterator[None]:
         yield
 
 
-def check_own(study: Study, own: Own) -> None:
+def check_own(study: Lab, own: Own) -> None:
     """ParameterError if the lab compares nothing of the kind, for a name that can't be, and for what is neither."""
     for kind, given, has_place in (
-        ("alternatives", own.alternatives, study.plugs_into),
-        ("models", own.models, study.models_into),
+        ("alternatives", own.alternatives, study.plugin_parameter),
+        ("models", own.models, study.model_parameters),
     ):
         if not isinstance(given, Mapping):
             raise ParameterError(f"{study.name}: expected {kind} by name, as {{'mine': mine}}, got {given!r:.80}")
@@ -63,26 +63,26 @@ def check_own(study: Study, own: Own) -> None:
             raise ParameterError(f"{study.name}: model {name!r}: expected {EXPECTED}, got {model!r:.80}")
 
 
-def with_names(study: Study, config: LabConfig, own: Own) -> LabConfig:
+def with_names(study: Lab, config: LabConfig, own: Own) -> LabConfig:
     """The config that also names these wherever it says what is compared; of models, lists that are empty stay so."""
-    places = {study.plugs_into: own.alternatives} if study.plugs_into else {}
-    places |= {place: own.models for place in study.models_into if getattr(config, place)}
+    places = {study.plugin_parameter: own.alternatives} if study.plugin_parameter else {}
+    places |= {place: own.models for place in study.model_parameters if getattr(config, place)}
     return config.model_copy(update={place: [*getattr(config, place), *given] for place, given in places.items()})
 
 
-def worker_with(study: Study, own: Own) -> Callable[..., Any]:
+def worker_with(study: Lab, own: Own) -> Callable[..., Any]:
     """The study's worker; in a rank, it makes the reader's own known first."""
-    worker: Callable[..., Any] = type(study).worker
+    worker: Callable[..., Any] = study.worker
     if not own.alternatives and not own.models:
         return worker
-    return partial(_work, type(study).plug_in, own, worker)
+    return partial(_work, study.register, own, worker)
 
 
 def _work(
-    plug_in: PlugIn, own: Own, worker: Callable[..., Any], point: Any, **options: Any
+    register: PlugIn, own: Own, worker: Callable[..., Any], point: Any, **options: Any
 ) -> Iterator[Mapping[str, Any]]:
     # a rank that torchrun has started is inside `measure`, which has made them known for all points
-    with nullcontext() if is_joined() else known(plug_in, own):
+    with nullcontext() if is_joined() else known(register, own):
         names = [getattr(point, field, None) for field in MODEL_FIELDS]
         model = next((name for name in names if name in own.models), None)
         facts = facts_of(model) if model else {}

@@ -42,11 +42,11 @@ class Study(ABC):
     predicted: ClassVar[Predicted | None] = None
     """The times that are expected before anything is measured; None: the lab predicts none."""
 
-    plugs_into: ClassVar[str | None] = None
+    plugin_parameter: ClassVar[str | None] = None
     """The field of the config that names what is compared, where a reader can plug in an alternative; None: nowhere."""
 
     @staticmethod
-    def plug_in(name: str, alternative: Any, /) -> dict[str, Any]:
+    def register(name: str, alternative: Any, /) -> dict[str, Any]:
         """Make a reader's own alternative known in this process, under a name that is not taken: ValueError otherwise.
 
         Returns the table from which the name is taken out again after the measurement. Called in the notebook and in
@@ -54,7 +54,7 @@ class Study(ABC):
         """
         raise ValueError("this lab compares nothing of the kind")
 
-    models_into: ClassVar[tuple[str, ...]] = ()
+    model_parameters: ClassVar[tuple[str, ...]] = ()
     """The fields of the config that name models, a reader's own too (`lab.own_models`)."""
 
     keeps_checkpoints: ClassVar[bool] = False

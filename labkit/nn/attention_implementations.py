@@ -158,11 +158,11 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
         *_sdpa_rows(),
     ]
 }
-"""What there is to choose from; a reader may add to it (`plug_in`)."""
+"""What there is to choose from; a reader may add to it (`register`)."""
 RESERVED = frozenset(IMPLEMENTATIONS)
 
 
-def plug_in(name: str, attend: Attention) -> dict[str, Implementation]:
+def register(name: str, attend: Attention) -> dict[str, Implementation]:
     """Add a reader's attention: (q, k, v, causal) -> output, each (batch, sequence, head_dim), scale 1/sqrt(head_dim).
 
     It has to be differentiable. ValueError for a name that is taken.

@@ -325,10 +325,10 @@ def test_an_interrupted_measurement_goes_on_in_its_notebook(monkeypatch, tmp_pat
 
 
 class _FakeWithOwn(type(FAKE)):
-    plugs_into = "actions"
+    plugin_parameter = "actions"
 
     @staticmethod
-    def plug_in(name, alternative):
+    def register(name, alternative):
         return {name: alternative}
 
 

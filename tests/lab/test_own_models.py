@@ -115,7 +115,7 @@ def test_what_is_not_the_readers_model_or_runs_out_of_memory_is_raised_as_it_is(
 
 
 class _Models(FakeStudy):
-    models_into = ("sizes",)
+    model_parameters = ("sizes",)
 
 
 @pytest.mark.parametrize(
@@ -134,31 +134,33 @@ def test_what_is_no_model_is_refused_before_anything_runs(study, given, expected
         check_own(study, Own(models=given))
 
 
-@pytest.mark.parametrize("lab", [lab for lab in LABS if load_study(lab).plugs_into or load_study(lab).models_into])
+@pytest.mark.parametrize(
+    "lab", [lab for lab in LABS if load_study(lab).plugin_parameter or load_study(lab).model_parameters]
+)
 def test_a_readers_own_is_known_only_while_it_is_measured(lab):
     study = load_study(lab)
-    own = Own({"mine": print} if study.plugs_into else {}, {"its_model": SHAPE} if study.models_into else {})
+    own = Own({"mine": print} if study.plugin_parameter else {}, {"its_model": SHAPE} if study.model_parameters else {})
 
     def measured():
-        assert not study.models_into or own_names() == ("its_model",)
+        assert not study.model_parameters or own_names() == ("its_model",)
         raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt), known(study.plug_in, own):
+    with pytest.raises(KeyboardInterrupt), known(study.register, own):
         measured()
     assert own_names() == ()
     assert model_names() == tuple(SIZES)
-    with known(study.plug_in, own):  # not taken
+    with known(study.register, own):  # not taken
         pass
-    if study.plugs_into:
-        table = study.plug_in("mine", print)
+    if study.plugin_parameter:
+        table = study.register("mine", print)
         del table["mine"]
         assert "mine" not in table
 
 
-@pytest.mark.parametrize("lab", [lab for lab in LABS if load_study(lab).plugs_into])
+@pytest.mark.parametrize("lab", [lab for lab in LABS if load_study(lab).plugin_parameter])
 def test_a_rank_that_torchrun_has_started_knows_a_readers_own_between_its_points(lab, monkeypatch):
     study, own = load_study(lab), Own({"mine": print})
-    table = study.plug_in("mine", print)
+    table = study.register("mine", print)
     del table["mine"]
     monkeypatch.setattr(type(study), "worker", staticmethod(lambda point: [{"knows": "mine" in table}]))
     work = worker_with(study, own)
@@ -166,7 +168,7 @@ def test_a_rank_that_torchrun_has_started_knows_a_readers_own_between_its_points
     assert "mine" not in table
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "1")
-    with known(study.plug_in, own):
+    with known(study.register, own):
         for _ in range(2):
             assert list(work(None)) == [{"knows": True}]
             assert "mine" in table

@@ -87,7 +87,7 @@ def test_a_readers_own_as_the_notebook_has_it_is_right_and_measured(lab, source,
     exec(source, namespace)
     frame, study = namespace["frame"], load_study(lab)
     is_model = "models=" in source
-    named = (study.models_into[0] if is_model else study.plugs_into).removesuffix("s")
+    named = (study.model_parameters[0] if is_model else study.plugin_parameter).removesuffix("s")
     named = "alternative" if lab == "gradient_buckets" else named
     given = {"flat", "deep"} if lab == "end_to_end" else {"mine"}
     mine = frame[frame[named].isin(given)]

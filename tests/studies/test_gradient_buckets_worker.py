@@ -14,7 +14,7 @@ from labkit.parallel.launch import PointEnd, Row, launch
 from labkit.studies.gradient_buckets import tables
 from labkit.studies.gradient_buckets.model import bucket_bytes
 from labkit.studies.gradient_buckets.study import STUDY
-from labkit.studies.gradient_buckets.worker import LOCAL, SCHEDULES, BucketsPoint, measure_point, plug_in
+from labkit.studies.gradient_buckets.worker import LOCAL, SCHEDULES, BucketsPoint, measure_point, register
 
 SMALL = BucketsPoint(
     world_size=2,
@@ -154,5 +154,5 @@ def _one_bucket_is_never_averaged(point):
     from labkit.parallel.data_parallel import BucketedDDP
 
     BucketedDDP._begin_full = lambda self: None
-    plug_in("one_bucket", lambda parameters: [list(parameters)])
+    register("one_bucket", lambda parameters: [list(parameters)])
     yield from measure_point(point)

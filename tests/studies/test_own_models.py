@@ -31,7 +31,7 @@ EXPECTED = r"shapes cannot be multiplied .*line \d+ of test_own_models.py"
 )
 def test_a_readers_own_models_are_timed_and_named_and_a_mistake_costs_no_other(lab, more, question, tmp_path):
     study = load_study(lab)
-    column = study.models_into[0].removesuffix("s")
+    column = study.model_parameters[0].removesuffix("s")
     config = study.profiles["smoke"].model_copy(update=more)
     own = {"mine": _mine, "wide": WIDE, "wrong_shape": _wrong_shape}
     run = measure(study, config, profile="smoke", models=own, directory=tmp_path)

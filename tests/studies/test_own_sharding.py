@@ -144,7 +144,7 @@ def test_what_is_a_sharded_optimizer_is_known_by_its_arguments():
         return optimizer_cls(params, **settings)
 
     own = {"a_class": _DealtOut, "a_function": made, "wrapper": _ahead, "module": FSDP, "of_c": print}
-    with known(STUDY.plug_in, Own(alternatives=own)):
+    with known(STUDY.register, Own(alternatives=own)):
         kinds = {name: IMPLEMENTATIONS[name].func.__name__ for name in own}
     assert kinds == {
         "a_class": "_own_optimizer",

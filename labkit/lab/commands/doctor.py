@@ -5,8 +5,8 @@ from collections.abc import Iterable, Iterator
 import torch.distributed as dist
 
 from labkit.lab.config import PROFILES
+from labkit.lab.declaration import Lab
 from labkit.lab.project import notebooks_directory, project_root
-from labkit.lab.study import Study
 from labkit.lab.units import format_bytes
 from labkit.machine import Machine, available_memory_bytes, describe_machine
 
@@ -36,12 +36,12 @@ def _no_gpu(machine: Machine) -> str:
     return f"not used, {machine.why_no_gpus}" if machine.why_no_gpus else "none"
 
 
-def lab_rows(studies: Iterable[Study]) -> Iterator[tuple[str, str, str, str, str]]:
+def lab_rows(studies: Iterable[Lab]) -> Iterator[tuple[str, str, str, str, str]]:
     """(lab, profile, planned points, points this machine can run, the commonest reason why not)."""
     machine = describe_machine()
     for study in studies:
         for profile in PROFILES:
-            points = study.points(study.profiles[profile], machine)
+            points = list(study.points(study.profiles[profile], machine))
             reasons = [reason for point in points if (reason := study.skip_reason(point, machine))]
             commonest = max(set(reasons), key=reasons.count) if reasons else ""
             yield study.name, profile, str(len(points)), str(len(points) - len(reasons)), commonest

@@ -25,11 +25,11 @@ from traitlets import default
 
 from labkit.lab.commands.warm_kernels import WarmKernels
 from labkit.lab.config import ParameterError
+from labkit.lab.declaration import Lab
 from labkit.lab.notebook import check_parameters
 from labkit.lab.parameter_cells import literal_assignments
 from labkit.lab.progress_lines import PROGRESS_MIME, MeasuringInterrupted
 from labkit.lab.runs.progress import Progress
-from labkit.lab.study import Study
 
 ENGINE = "labkit"
 # A kernel of torch, pandas and matplotlib has a million objects, and none of them is garbage: Python would look through
@@ -171,7 +171,7 @@ def _seldom(save: Callable[[], None]) -> Callable[..., None]:
 
 
 def execute_notebook(
-    study: Study,
+    study: Lab,
     source: Path,
     target: Path,
     parameters: Mapping[str, Any],
@@ -219,12 +219,12 @@ def execute_notebook(
 
 
 def _as_in_cell(in_cell: Mapping[str, Any], parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """The parameters by the names of the cell, all others in `more`: they win over what the cell says there."""
+    """The parameters by the names of the cell, all others in `config`: they win over what the cell says there."""
     given = {name: value for name, value in parameters.items() if name in in_cell}
     others = {name: value for name, value in parameters.items() if name not in in_cell}
-    more = given.get("more", in_cell.get("more")) or {}
+    more = given.get("config", in_cell.get("config")) or {}
     if isinstance(more, dict) and (others or more.keys() & given.keys()):
-        given["more"] = {name: value for name, value in more.items() if name not in given} | others
+        given["config"] = {name: value for name, value in more.items() if name not in given} | others
     return given
 
 

@@ -13,10 +13,10 @@ from IPython.display import HTML
 from markupsafe import Markup
 
 from labkit.bench.statistics import FALSE_DISCOVERY_RATE, MIN_RELEVANT_DIFFERENCE
+from labkit.lab.answers import Answer, Question
 from labkit.lab.columns import INTERVAL, column
 from labkit.lab.figures import Plot
 from labkit.lab.figures.vector import drawing
-from labkit.lab.findings import Finding, Question
 from labkit.lab.pages.html import piece, piece_style
 from labkit.lab.pages.steadiness import steadiness_notes
 from labkit.lab.runs.progress import Progress
@@ -245,14 +245,14 @@ def _embedded_csv(plot: Plot) -> str | None:
     return base64.b64encode(csv).decode() if len(csv) <= MOST_CSV_BYTES else None
 
 
-def answer(question: Question, finding: Finding, figures: Sequence[Shown] = ()) -> Shown:
+def answer(question: Question, finding: Answer, figures: Sequence[Shown] = ()) -> Shown:
     """What a run says of a question: the verdict and a sentence, figures, the numbers folded, why, what to do."""
     about = {"question": question, "finding": finding}
     about |= {"table": None if finding.table is None else Markup(table(finding.table).data)}
     html = piece("answer", **about, figures=[Markup(shown.data) for shown in figures])
     on_page = piece("answer", **about, figures=[Markup(shown.on_page) for shown in figures])
-    said = [f"{question.text} [{finding.verdict}]", finding.headline, finding.also, finding.where, finding.caveat]
-    text = "\n".join(filter(None, (*said, *map(repr, figures), finding.why, finding.advice)))
+    said = [f"{question.text} [{finding.verdict}]", finding.headline, finding.scope, *finding.notes]
+    text = "\n".join(filter(None, (*said, *map(repr, figures), finding.advice)))
     return Shown(html, text, {PIECE_MIME: {"html": on_page}})
 
 

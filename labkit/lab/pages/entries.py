@@ -4,16 +4,16 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from labkit.lab.declaration import Lab
 from labkit.lab.pages.export import OTHER_FORMAT, read_page
 from labkit.lab.pages.importance import by_importance
-from labkit.lab.study import Study
 from labkit.machine import describe_machine
 
 Entry = Mapping[str, Any]
 FAILED = ("failed", "timeout")
 
 
-def index_entry(study: Study, output: Path) -> dict[str, Any] | None:
+def index_entry(study: Lab, output: Path) -> dict[str, Any] | None:
     """What the index shows of a lab; None if there is no page of it."""
     page = output / f"{study.name}.html"
     found = read_page(page) if page.is_file() else None

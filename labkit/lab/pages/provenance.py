@@ -6,12 +6,12 @@ And what the page leaves of all this for the index.
 import json
 import shlex
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any
 
+from labkit.lab.answers import Answer
 from labkit.lab.calibration import LIMITS, calibration_told
-from labkit.lab.config import ParameterError, resolve_config
-from labkit.lab.findings import Finding
+from labkit.lab.config import ParameterError
+from labkit.lab.declaration import Lab
 from labkit.lab.pages.agreement import known_record
 from labkit.lab.pages.cards import machine_rows, not_measured
 from labkit.lab.pages.html import piece
@@ -19,18 +19,17 @@ from labkit.lab.pages.steadiness import pulse_record, steadiness_row
 from labkit.lab.project import relative_to_project
 from labkit.lab.runs.records import Resumption
 from labkit.lab.runs.store import Run, RunHeader
-from labkit.lab.study import Study
 from labkit.lab.units import counted
 from labkit.machine.load import Load
 from labkit.parallel.ranks.hosts import describe_hosts
 
 
-def provenance(study: Study, run: Run) -> str:
+def provenance(study: Lab, run: Run) -> str:
     """Where the page's numbers are, and the commands that draw or measure it again."""
     return piece("provenance", rows=provenance_rows(study, run).items())
 
 
-def provenance_rows(study: Study, run: Run) -> dict[str, str]:
+def provenance_rows(study: Lab, run: Run) -> dict[str, str]:
     """The facts of the provenance card by their names."""
     path = relative_to_project(run.path)
     rows = {
@@ -51,7 +50,7 @@ def provenance_rows(study: Study, run: Run) -> dict[str, str]:
 
 
 def page_record(
-    study: Study, run: Run, findings: Mapping[str, Finding], figures: Mapping[str, str], *, elsewhere: bool
+    study: Lab, run: Run, answers: Mapping[str, Answer], figures: Mapping[str, str], *, elsewhere: bool
 ) -> dict[str, Any]:
     """What a page leaves for the index: of which run it is, what was found, and its figures' captions by name."""
     coverage, machine = run.coverage(), run.header.machine
@@ -73,7 +72,11 @@ def page_record(
         "pulse": pulse_record(run),
         "known": known_record(study, run),
         "figures": figures,
-        "answers": [{"question": asdict(question)} | findings[question.id].record() for question in study.questions],
+        "answers": [
+            {"question": {"id": question.id, "text": question.text, "topic": question.topic}}
+            | answers[question.id].record()
+            for question in study.questions
+        ],
     }
 
 
@@ -89,10 +92,10 @@ def _load(load: Load, cores: int) -> str:
     return f"at the start a load average of {load.average:.1f}{busy}"
 
 
-def _command_again(study: Study, header: RunHeader) -> str:
+def _command_again(study: Lab, header: RunHeader) -> str:
     """With the --set options that lead from the profile to the config of the run."""
     try:
-        resolve_config(study.name, study.profiles, header.profile, header.config)
+        study.configure(header.profile, header.config)
     except ParameterError:
         return "by the notebook with what is its own, or the labkit that measured it"
     profile = study.profiles[header.profile].model_dump(mode="json")

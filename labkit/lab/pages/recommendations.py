@@ -8,10 +8,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from labkit.lab.findings import TOPICS, Outcome, Question
+from labkit.lab.answers import Question
+from labkit.lab.declaration import Lab
+from labkit.lab.findings import TOPICS, Outcome
 from labkit.lab.pages.entries import answers_here, href
 from labkit.lab.pages.importance import size_of
-from labkit.lab.study import Study
 
 Status = Literal["shown", "not shown here", "not measured here", "not measured"]
 
@@ -44,7 +45,7 @@ class TopicAdvice:
         return all(advice.status == "shown" for advice in self.advice)
 
 
-def recommendations(studies: Iterable[Study], labs: Mapping[str, Mapping[str, Any]]) -> list[TopicAdvice]:
+def recommendations(studies: Iterable[Lab], labs: Mapping[str, Mapping[str, Any]]) -> list[TopicAdvice]:
     """Every topic in its fixed order. `labs` are the entries of the index by the name of their lab."""
     asked: dict[str, list[Advice]] = {topic: [] for topic in TOPICS}
     for study in studies:
@@ -54,7 +55,7 @@ def recommendations(studies: Iterable[Study], labs: Mapping[str, Mapping[str, An
     return [TopicAdvice(TOPICS[topic], advice) for topic, advice in asked.items() if advice]
 
 
-def _advice(study: Study, question: Question, lab: Mapping[str, Any] | None) -> Advice:
+def _advice(study: Lab, question: Question, lab: Mapping[str, Any] | None) -> Advice:
     if lab is None:
         return Advice("not measured", f"the lab {study.name} was not run.", study.title)
     place, record = href(lab, question.id), lab["record"]

@@ -12,6 +12,7 @@ from labkit.lab.advise.here import by_size
 from labkit.lab.advise.page import table
 from labkit.lab.commands.execute import NotebookFailed, execute_notebook, notebook_parameters
 from labkit.lab.commands.warm_kernels import WarmKernels
+from labkit.lab.declaration import Lab
 from labkit.lab.notebook import check_parameters
 from labkit.lab.pages import cards
 from labkit.lab.pages.agreement import agreement_sentence, agreement_table, agreements
@@ -23,7 +24,6 @@ from labkit.lab.pages.recommendations import further_advice, published_trends, r
 from labkit.lab.pages.steadiness import slowdown_by_lab, steadiness_sentence
 from labkit.lab.project import check_writable, figures_directory, notebook_path, runs_directory
 from labkit.lab.runs.progress import Progress
-from labkit.lab.study import Study
 from labkit.machine import describe_machine
 
 NOT_OK = ("skipped", "oom", "failed", "timeout", "pending")
@@ -33,14 +33,14 @@ NOT_OK = ("skipped", "oom", "failed", "timeout", "pending")
 class LabResult:
     """How one lab of a report went."""
 
-    study: Study
+    study: Lab
     page: Path
     elapsed_s: float
     error: str | None
     """None if it ran to its end; otherwise the cause in one line, and the page shows how far it came."""
 
 
-def check_report(studies: Iterable[Study], parameters: Mapping[str, Any], output: Path) -> None:
+def check_report(studies: Iterable[Lab], parameters: Mapping[str, Any], output: Path) -> None:
     """ParameterError before the first lab runs: parameters that a lab does not take, folders that take no files."""
     folders = [output / "notebooks"]
     for study in studies:
@@ -50,7 +50,7 @@ def check_report(studies: Iterable[Study], parameters: Mapping[str, Any], output
 
 
 def report_lab(
-    study: Study,
+    study: Lab,
     parameters: Mapping[str, Any],
     output: Path,
     on_progress: Callable[[Progress], None] = lambda progress: None,
@@ -69,7 +69,7 @@ def report_lab(
     return LabResult(study, page, time.monotonic() - start, error)
 
 
-def write_index(studies: Iterable[Study], output: Path, to_come: Sequence[Study] = ()) -> Path:
+def write_index(studies: Iterable[Lab], output: Path, to_come: Sequence[Lab] = ()) -> Path:
     """Write `<output>/index.html` over the pages that are in `output`, in the order of `studies`.
 
     `to_come` are labs whose pages a report that is under way still makes; an older page of theirs is listed until then.

@@ -9,6 +9,7 @@ from typing import Any
 
 from labkit.lab.calibration import newest_calibration
 from labkit.lab.config import LabConfig, ParameterError
+from labkit.lab.declaration import Lab
 from labkit.lab.own import Own, check_own, known, with_names
 from labkit.lab.point import Point
 from labkit.lab.project import check_writable, runs_directory
@@ -17,14 +18,13 @@ from labkit.lab.runs.progress import Progress, ShowProgress, Tally
 from labkit.lab.runs.resuming import check_same_setting, config_again, replan
 from labkit.lab.runs.store import Run, RunFileError, RunHeader
 from labkit.lab.runs.writer import RunWriter
-from labkit.lab.study import Study
 from labkit.machine import describe_machine
 from labkit.machine.load import announced, load_before_measuring
 from labkit.parallel.ranks.joined import broadcast_from_first_rank, joined_rank, ranks_by_host
 
 
 def measure(
-    study: Study,
+    study: Lab,
     config: LabConfig,
     *,
     profile: str,
@@ -43,7 +43,7 @@ def measure(
     """
     own = Own(alternatives or {}, models or {})
     check_own(study, own)
-    with known(study.plug_in, own):
+    with known(study.register, own):
         config = with_names(study, config, own)
         machine = describe_machine()
         folder = directory or runs_directory() / study.name
@@ -82,7 +82,7 @@ def measure(
 
 
 def resume(
-    study: Study,
+    study: Lab,
     path: Path,
     *,
     alternatives: Mapping[str, Any] | None = None,
@@ -98,7 +98,7 @@ def resume(
     run, layout = Run.load(path), ranks_by_host()
     _on_first_rank(lambda: check_same_setting(study, run, layout))
     own = Own(alternatives or {}, models or {})
-    with known(study.plug_in, own):  # the run's config names them
+    with known(study.register, own):  # the run's config names them
         config = config_again(study, run)
         pending = set(run.pending)
         if pending:
@@ -120,12 +120,12 @@ def resume(
         return Run.load(path)
 
 
-def _check_inputs(study: Study, config: LabConfig, on_progress: ShowProgress) -> None:
+def _check_inputs(study: Lab, config: LabConfig, on_progress: ShowProgress) -> None:
     """ParameterError on every rank for what the first one finds wrong with the files that the config names."""
     _on_first_rank(lambda: study.check_inputs(config, lambda text: on_progress(Progress(0, 1, text))))
 
 
-def _prepare(study: Study, config: LabConfig, points: list[Point], on_progress: ShowProgress) -> str | None:
+def _prepare(study: Lab, config: LabConfig, points: list[Point], on_progress: ShowProgress) -> str | None:
     """Fetch what these points need, if any of them can be measured here; the reason why it cannot be had."""
 
     def prepare() -> str | None:
@@ -137,7 +137,7 @@ def _prepare(study: Study, config: LabConfig, points: list[Point], on_progress: 
     return _on_first_rank(prepare)
 
 
-def _prepare_again(study: Study, path: Path, config: LabConfig, points: list[Point], on_progress: ShowProgress) -> None:
+def _prepare_again(study: Lab, path: Path, config: LabConfig, points: list[Point], on_progress: ShowProgress) -> None:
     if unavailable := _prepare(study, config, points, on_progress):
         raise ParameterError(f"{path}: cannot go on: {unavailable}")
 

@@ -10,12 +10,12 @@ from statistics import median
 from typing import Any
 
 from labkit.bench.heartbeat import Beat
+from labkit.lab.declaration import Lab
 from labkit.lab.own import Own, worker_with
 from labkit.lab.point import Point, by_ranks
 from labkit.lab.runs.heard import heard, split
 from labkit.lab.runs.progress import Tally
 from labkit.lab.runs.writer import RunWriter
-from labkit.lab.study import Study
 from labkit.lab.units import format_seconds
 from labkit.machine import describe_machine
 from labkit.machine.load import Load, LoadMeter
@@ -31,7 +31,7 @@ Exhausted = dict[Any, tuple[float, str]]
 
 
 def measure_points(
-    study: Study,
+    study: Lab,
     points: list[Point],
     writer: RunWriter,
     tally: Tally,
@@ -57,7 +57,7 @@ def measure_points(
 
 
 def _measure_group(
-    study: Study,
+    study: Lab,
     points: list[Point],
     writer: RunWriter,
     exhausted: Exhausted,
@@ -112,7 +112,7 @@ def _checkpoints(writer: RunWriter) -> Path:
 
 
 def _launch(
-    study: Study,
+    study: Lab,
     points: list[Point],
     on_output: Callable[[str], None] | None,
     own: Own,
@@ -149,7 +149,7 @@ def _details(failure: RankFailure | None) -> str:
     return "\n".join(part.strip() for part in parts if part.strip())
 
 
-def _skip(study: Study, points: list[Point], exhausted: Exhausted) -> tuple[list[Point], list[tuple[Point, str]]]:
+def _skip(study: Lab, points: list[Point], exhausted: Exhausted) -> tuple[list[Point], list[tuple[Point, str]]]:
     """Split points into those to measure and those this machine cannot, with the reason."""
     machine = describe_machine()
     remaining, skipped = [], []
@@ -180,14 +180,14 @@ def _why_no_larger(point: Point, end: PointEnd, rows_s: list[float]) -> tuple[st
     return "", False
 
 
-def _exhausted_reason(study: Study, point: Point, exhausted: Exhausted) -> str | None:
+def _exhausted_reason(study: Lab, point: Point, exhausted: Exhausted) -> str | None:
     size, reason = math.inf, None
     if (series := study.series(point)) is not None:
         size, reason = exhausted.get(series[0], (math.inf, None))
     return reason if series is not None and series[1] >= size else None
 
 
-def take_part(study: Study, points: list[Point], own: Own) -> None:
+def take_part(study: Lab, points: list[Point], own: Own) -> None:
     """A rank of torchrun other than the first: the points that the first one chooses, nothing written."""
     for same_ranks in by_ranks(points):
         chosen = set(broadcast_from_first_rank(None))

@@ -3,15 +3,15 @@
 from collections.abc import Mapping
 from typing import Any
 
-from labkit.lab.config import LabConfig, ParameterError, resolve_config
+from labkit.lab.config import LabConfig, ParameterError
+from labkit.lab.declaration import Lab
 from labkit.lab.point import Point
 from labkit.lab.runs.store import Run, RunFileError
-from labkit.lab.study import Study
 from labkit.machine import describe_machine
 from labkit.parallel.ranks.hosts import describe_hosts
 
 
-def check_same_setting(study: Study, run: Run, layout: dict[str, list[int]] | None) -> None:
+def check_same_setting(study: Lab, run: Run, layout: dict[str, list[int]] | None) -> None:
     """RunFileError for a run of another lab, machine, or layout of ranks (`ranks_by_host`).
 
     For the first rank: its machine is the one in the header.
@@ -28,15 +28,15 @@ def check_same_setting(study: Study, run: Run, layout: dict[str, list[int]] | No
         raise RunFileError(f"{run.path}: measured by {there}, and numbers of two layouts of ranks do not mix")
 
 
-def config_again(study: Study, run: Run) -> LabConfig:
+def config_again(study: Lab, run: Run) -> LabConfig:
     """The config of a run. ParameterError for what is no longer known, as a reader's own is in another process."""
     try:
-        return resolve_config(study.name, study.profiles, run.header.profile, run.header.config)
+        return study.configure(run.header.profile, run.header.config)
     except ParameterError as error:
         raise ParameterError(f"{error}; if it is of a notebook's own, the run goes on there, by lab.resume()") from None
 
 
-def replan(study: Study, run: Run, config: LabConfig) -> list[Point]:
+def replan(study: Lab, run: Run, config: LabConfig) -> list[Point]:
     """The points of a run, planned again from its config; they must be the ones in its header."""
     points, then = list(study.points(config, run.header.machine)), run.header.planned
     now = {point.id: point.describe() for point in points}

@@ -22,6 +22,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from labkit.costs.calibration import Calibration
 from labkit.lab.config import ParameterError
+from labkit.lab.metric import Results
 from labkit.lab.project import kind_of_path, relative_to_project
 from labkit.lab.runs.records import Resumption, check_record
 from labkit.lab.runs.steadiness import Steadiness, steadiness_of
@@ -29,6 +30,7 @@ from labkit.machine import Machine, Source
 from labkit.machine.load import Load
 
 SCHEMA = 1
+MAX_REASONS = 3
 
 Record = dict[str, Any]
 
@@ -138,6 +140,12 @@ class Run:
             return {}
         freak = self.steadiness.freak.get(row["point"], frozenset())
         return {"is_freak": [(row["call"], repeat) in freak for repeat in range(len(samples))]}
+
+    def results(self) -> Results:
+        """What questions are answered from."""
+        reasons = self.coverage().query("status != 'ok'")["reason"].dropna().value_counts()
+        missing = [f"{reason} ({count} points)" if count > 1 else str(reason) for reason, count in reasons.items()]
+        return Results(self._frame, self.header.calibration, tuple(missing[:MAX_REASONS]))
 
     def sampled(self) -> list[str]:
         """Names of values that were recorded as samples, one a repeat; others were recorded once."""

@@ -33,7 +33,7 @@ IMPLEMENTATIONS: dict[str, Wrapper] = {
         module, overlap=False, finish_in_backward=finish, **_sizes(bucket_mb)
     ),
 }
-"""What there is to choose from; a reader may add to it (`plug_in`)."""
+"""What there is to choose from; a reader may add to it (`register`)."""
 OWN_NAMES = tuple(name for name in IMPLEMENTATIONS if name != TORCH)
 """labkit's wrappers."""
 OVER_SHARED_MEMORY = ("bucketed_shared", "naive_shared")
@@ -51,7 +51,7 @@ def _sizes(bucket_mb: float | None) -> dict[str, Any]:
     return {} if bucket_mb is None else {"bucket_mb": bucket_mb, "first_bucket_mb": bucket_mb}
 
 
-def plug_in(name: str, wrapper: Callable[[nn.Module], nn.Module]) -> dict[str, Wrapper]:
+def register(name: str, wrapper: Callable[[nn.Module], nn.Module]) -> dict[str, Wrapper]:
     """Add a reader's wrapper: called with the model, it returns a module whose gradients are means after `backward()`.
 
     If it has a method `finish_gradient_synchronization`, that is called first. ValueError for a name that is taken.

@@ -80,12 +80,12 @@ IMPLEMENTATIONS: dict[str, Callable[..., Made]] = {
     "torch_zero3": _torch_zero3,
 }
 """labkit's by what they share out; torch's DDP, that with its sharded optimizer, and fully_shard. A reader may
-add to it (`plug_in`)."""
+add to it (`register`)."""
 TORCHS = tuple(name for name in IMPLEMENTATIONS if name.startswith("torch_"))
 LABKITS = tuple(name for name in IMPLEMENTATIONS if name not in TORCHS)
 
 
-def plug_in(name: str, alternative: Callable[..., Any]) -> dict[str, Callable[..., Made]]:
+def register(name: str, alternative: Callable[..., Any]) -> dict[str, Callable[..., Made]]:
     """Add a reader's sharded optimizer, or wrapper. ValueError for a name that is taken.
 
     A sharded optimizer is called with (parameters, optimizer class, **settings), is a `torch.optim.Optimizer`, and

@@ -1,64 +1,86 @@
-"""What a rank runs to measure one point of the all-reduce lab. Imports torch and the instruments only."""
+"""What every rank runs for a point of the all-reduce lab: check each alternative, then time those that are right.
+
+The correctness check has two parts. Every rank holds the same random vector times its own power of two, so that the
+mean over ranks is known exactly, in float64, without the other ranks' tensors. Sums of whole numbers, which no float
+type rounds, show that no rank's part and no element is missing (`bench.checksums`).
+"""
 
 import inspect
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from labkit.bench.checksums import fill_message
-from labkit.bench.memory import peak_memory_growth
+from labkit.bench.check import max_over_ranks, verdict
+from labkit.bench.checksums import first_wrong
+from labkit.lab.capacity import skip_reason
 from labkit.lab.point import SessionPoint
 from labkit.lab.units import format_bytes
-from labkit.parallel.collectives import ALGORITHMS, Algorithm, release_scratch, scratch_bytes
+from labkit.parallel.collectives import ALGORITHMS, Algorithm, all_reduce
 from labkit.parallel.ranks.device import use_device
-from labkit.studies.all_reduce.exact import gate, inputs
-from labkit.studies.all_reduce.links import measure_links
-from labkit.studies.all_reduce.phases import measure_phases
-from labkit.studies.all_reduce.transports import CHOSEN, FLOOR, MESSAGES, TORCH, collective, measure_transports
+from labkit.parallel.ranks.joined import ranks_here
+from labkit.parallel.transport import POINT_TO_POINT, SHARED, transport_in_use
 from labkit.studies.shared.alternatives import row_of, timed_rows
 
-RESERVED = frozenset((TORCH, CHOSEN, FLOOR, *ALGORITHMS))  # before a reader adds any
+if TYPE_CHECKING:
+    from labkit.machine import Machine
+
+TORCH, AUTO, FLOOR = "torch", "auto", "floor"
+RESERVED = frozenset((TORCH, AUTO, FLOOR, *ALGORITHMS))
+OVER = " over "  # "auto over shared" is labkit's all_reduce through shared memory
+RANK_BYTES = 160 * 2**20  # resident memory of a rank, torch included
+N_COPIES = 5  # tensors per rank: base, input, two or three results, scratch
+CHUNK = 2**16  # elements compared at a time, so that their float64 copies stay in cache
+FLOOR_CHUNK_BYTES = 2**19  # added and copied at a time, which stay in cache
+
+Collective = Callable[..., None]
+"""Called as (tensor, op="sum" or "mean"); works in place."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AllReducePoint(SessionPoint):
-    """Alternatives to time in turn on the same tensor, or (`sweep="exchange"`) the links between hosts.
-
-    In `sweep="transports"` an alternative is an algorithm and where its messages travel, "ring over shared", or the
-    floor: copying as many bytes as an all-reduce must move. In `sweep="phases"` they are reduce-scatter and all-gather.
-    """
+    """Alternatives that take turns on the same tensor of `n_bytes`."""
 
     sweep: str
-    n_elements: int
+    """What is compared: "sizes" (algorithms), "transports", or "scheduling"."""
+    n_bytes: int
     dtype: str = "float32"
     algorithms: tuple[str, ...] = ()
-    most_bytes: int = 0
+    """Names, with the transport if that is not point to point: "auto over shared"."""
 
     @property
-    def n_bytes(self) -> int:
-        return self.n_elements * torch_dtype(self.dtype).itemsize
+    def series(self) -> tuple[Hashable, float]:
+        return (self.sweep, self.backend, self.world_size, self.scheduling), self.n_bytes
+
+    def skip_reason(self, machine: "Machine") -> str | None:
+        ranks = ranks_here(self.world_size)
+        if self.backend != "nccl":
+            return skip_reason(machine, "cpu", ranks * (RANK_BYTES + N_COPIES * self.n_bytes))
+        if ranks > len(machine.gpus) > 0:
+            return f"NCCL needs one GPU per rank, and there are {len(machine.gpus)}"
+        return skip_reason(machine, "cuda", ranks * N_COPIES * self.n_bytes, ranks=ranks)
 
     def title(self) -> str:
         policy = f", scheduling {self.scheduling}" if self.sweep == "scheduling" else ""
         return f"{super().title()}, {self.backend}, {format_bytes(self.n_bytes)}{policy}"
 
 
-def plug_in(name: str, alternative: Callable[..., Any]) -> dict[str, Algorithm]:
-    """A reader's all-reduce: a function of a tensor that leaves the sum over all ranks in it.
+def register(name: str, alternative: Callable[..., Any]) -> dict[str, Algorithm]:
+    """Add a user's all-reduce: a function of a tensor that leaves the sum over all ranks in it.
 
-    If it takes `op`, as labkit's do, it is called with op="sum" and op="mean"; the mean is otherwise the sum divided.
+    A function that takes `op` is called with op="sum" and op="mean"; otherwise the mean is the sum divided.
     """
     if name in RESERVED:
         raise ValueError(f"expected a name other than {', '.join(sorted(RESERVED))}")
-    ALGORITHMS[name] = Algorithm(partial(_run_own, alternative))
+    ALGORITHMS[name] = Algorithm(partial(_run_user_function, alternative))
     return ALGORITHMS
 
 
-def _run_own(
+def _run_user_function(
     function: Callable[..., Any], tensor: torch.Tensor, group: None = None, op: str = "mean", *, transport: str = ""
 ) -> None:
     if "op" in inspect.signature(function).parameters:
@@ -69,48 +91,88 @@ def _run_own(
         tensor.div_(dist.get_world_size())
 
 
-def torch_dtype(name: str) -> torch.dtype:
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype
-
-
-def measure_point(point: AllReducePoint) -> Iterator[dict[str, Any]]:
-    """One row an alternative: seconds of each repeat on this rank, error, memory; "wrong" gets no time."""
-    options = point.rounds
-    if point.sweep == "exchange":
-        message = torch.empty(point.n_elements, dtype=torch_dtype(point.dtype), device=_device(point))
-        fill_message(message, dist.get_rank())
-        links = measure_links(message, device=_device(point), **options)
-        yield from (row | {"n_bytes": point.n_bytes} for row in links)
-        return
-    base, own = inputs(point.n_elements, torch_dtype(point.dtype), _device(point), point.seed)
-    if point.sweep == "phases":
-        yield from measure_phases(base, own, **options)
-        return
-    if point.sweep == "transports":
-        yield from measure_transports(point.algorithms, base, own, **options)
-        return
-    rows: dict[str, dict[str, Any]] = {}
+def measure(point: AllReducePoint) -> Iterator[dict[str, Any]]:
+    """One row per alternative: seconds of each repeat on this rank and the error; a wrong one gets no time."""
+    device = use_device("cuda" if point.backend == "nccl" else "cpu")
+    base, own = make_inputs(point, device)
     tensor = torch.empty_like(own)
+    rows: dict[str, dict[str, Any]] = {}
+    calls: dict[str, Callable[[], None]] = {}
     for name in point.algorithms:
-        release_scratch()
+        algorithm, _, transport = name.partition(OVER)
+        row: dict[str, Any] = {"algorithm": algorithm}
+        if point.sweep == "transports":
+            row["transport"] = transport or algorithm
+        if transport == SHARED and transport_in_use()[0] != SHARED:
+            yield row | {"not_measured": transport_in_use()[1]}
+            continue
+        rows[name] = row
+        if algorithm == FLOOR:
+            calls[name] = partial(_add_and_copy, tensor, own, base)
+            continue
+        reduce = find_collective(algorithm, transport or POINT_TO_POINT)
         dist.barrier()
-        found = row_of(name, partial(_check, point, name, base, tensor.copy_(own)), device=_device(point))
-        rows[name] = {"algorithm": name, "n_bytes": point.n_bytes} | found
-    calls = {name: partial(collective(name, MESSAGES), tensor, op="sum") for name in rows}
-    options |= {"device": _device(point), "prepare": lambda _: tensor.copy_(own), "before": dist.barrier}
-    yield from timed_rows(rows, calls, **options)
+        rows[name] |= row_of(name, partial(_check, reduce, tensor.copy_(own), base), device=device)
+        calls[name] = partial(reduce, tensor, op="sum")
+    clock = {"device": device, "prepare": lambda _: tensor.copy_(own), "before": dist.barrier}
+    yield from timed_rows(rows, calls, **clock, **point.rounds)
 
 
-def _device(point: AllReducePoint) -> str:
-    return use_device("cuda" if point.backend == "nccl" else "cpu")
+def make_inputs(point: AllReducePoint, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """The base vector, (elements,), and this rank's multiple of it."""
+    dtype: torch.dtype = getattr(torch, point.dtype)
+    generator = torch.Generator().manual_seed(point.seed)
+    base = torch.rand(point.n_bytes // dtype.itemsize, generator=generator).sub_(0.5).to(dtype).to(device)
+    return base, base * _multiple(dist.get_rank())
 
 
-def _check(point: AllReducePoint, name: str, base: torch.Tensor, tensor: torch.Tensor) -> dict[str, Any]:
-    """The gate: one averaging from a cold start, compared with the exact mean, its memory on the way; then a sum."""
-    reduce = collective(name, MESSAGES)
-    with peak_memory_growth(_device(point)) as memory:
-        reduce(tensor, op="mean")
-    scratch = scratch_bytes() if name != TORCH else None
-    error, verdict = gate(reduce, tensor, base)
-    return {"error": error, "extra_bytes": memory.growth_bytes, "scratch_bytes": scratch, "check": verdict}
+def find_collective(algorithm: str, transport: str) -> Collective:
+    """The all-reduce of that name, torch's or labkit's, over that transport."""
+    if algorithm == TORCH:
+        return _torch_all_reduce
+    return partial(all_reduce if algorithm == AUTO else ALGORITHMS[algorithm], transport=transport)
+
+
+def _torch_all_reduce(tensor: torch.Tensor, *, op: str) -> None:
+    dist.all_reduce(tensor)
+    if op == "mean":  # gloo averages in new versions of torch only
+        tensor.div_(dist.get_world_size())
+
+
+def _add_and_copy(tensor: torch.Tensor, others: torch.Tensor, result: torch.Tensor) -> None:
+    """Do what an all-reduce must do without messages or waiting: p-1 parts of n/p are added, and p-1 copied."""
+    p = dist.get_world_size()
+    size = tensor.numel() // p
+    chunk = FLOOR_CHUNK_BYTES // tensor.itemsize
+    for start in range(0, size, chunk):
+        end = min(start + chunk, size)
+        for part in range(1, p):
+            tensor[start:end].add_(others[part * size + start : part * size + end])
+    for part in range(1, p):
+        tensor[part * size : (part + 1) * size].copy_(result[part * size : (part + 1) * size])
+
+
+def _check(reduce: Collective, tensor: torch.Tensor, base: torch.Tensor) -> dict[str, Any]:
+    """Compare a mean with the exact one, then sums of whole numbers; all ranks get the same verdict."""
+    reduce(tensor, op="mean")
+    error = max_over_ranks(_relative_error(tensor, base))
+    # One rounding per addition and one for the division, each at most eps/2 of the largest partial sum; doubled.
+    limit = (dist.get_world_size() + 1) * torch.finfo(tensor.dtype).eps
+    return {"error": error, "check": first_wrong(partial(reduce, op="sum"), tensor) or verdict(error, limit)}
+
+
+def _relative_error(result: torch.Tensor, base: torch.Tensor) -> float:
+    """Largest deviation from the exact mean over the largest mean; NaN counts as infinite."""
+    ranks = dist.get_world_size()
+    factor = sum(_multiple(rank) for rank in range(ranks)) / ranks
+    deviation = 0.0
+    for actual, expected in zip(result.split(CHUNK), base.split(CHUNK), strict=True):
+        difference = float((actual.double() - expected.double() * factor).abs_().max())
+        deviation = max(deviation, math.inf if math.isnan(difference) else difference)
+    largest = factor * float(base.abs().max())
+    return deviation / largest if largest else deviation
+
+
+def _multiple(rank: int) -> float:
+    """1, 1/2, ..., 1/128, 1, ...: a factor that rounds nothing but float16's smallest numbers."""
+    return 2.0 ** -(rank % 8)

@@ -11,7 +11,7 @@ from labkit.lab.config import Count, Device, Sessions, TimedConfig, TimeoutSecon
 from labkit.lab.point import repeat_in_sessions
 from labkit.lab.study import Study
 from labkit.machine import Machine
-from labkit.nn.attention_implementations import IMPLEMENTATIONS, plug_in
+from labkit.nn.attention_implementations import IMPLEMENTATIONS, register
 from labkit.studies.attention.findings import QUESTIONS
 from labkit.studies.attention.worker import COMPILED, EXPLICIT, MARGIN, TILED, AttentionPoint, measure_point
 from labkit.studies.shared.attention_passes import NEEDS
@@ -102,8 +102,8 @@ class AttentionStudy(Study):
         ),
     }
     worker = staticmethod(measure_point)
-    plugs_into = "implementations"
-    plug_in = staticmethod(plug_in)
+    plugin_parameter = "implementations"
+    register = staticmethod(register)
 
     def points(self, config: AttentionConfig, machine: Machine) -> Sequence[AttentionPoint]:
         """The grid, short sequences first; one long sequence explicit and tiled; the same again; what cannot fit."""

@@ -15,7 +15,7 @@ from labkit.lab.study import Study
 from labkit.machine import Machine
 from labkit.nn.transformer import SIZES
 from labkit.nn.workloads import RESNET50, RESNET50_PARAMETERS
-from labkit.parallel.data_parallel.implementations import IMPLEMENTATIONS, LOCAL, OVER_SHARED_MEMORY, TORCH, plug_in
+from labkit.parallel.data_parallel.implementations import IMPLEMENTATIONS, LOCAL, OVER_SHARED_MEMORY, TORCH, register
 from labkit.parallel.ranks.joined import ranks_here
 from labkit.studies.data_parallel.findings import QUESTIONS
 from labkit.studies.data_parallel.worker import DataParallelPoint, measure_point
@@ -102,9 +102,9 @@ class DataParallelStudy(Study):
         ),
     }
     worker = staticmethod(measure_point)
-    plugs_into = "implementations"
-    plug_in = staticmethod(plug_in)
-    models_into = ("workloads",)
+    plugin_parameter = "implementations"
+    register = staticmethod(register)
+    model_parameters = ("workloads",)
 
     def points(self, config: DataParallelConfig, machine: Machine) -> Sequence[DataParallelPoint]:
         """By world size: all implementations, the bucket sizes, accumulation, a timeline, the memory."""

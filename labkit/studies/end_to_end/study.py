@@ -87,7 +87,7 @@ class EndToEndStudy(Study):
         ),
     }
     worker = staticmethod(measure_point)
-    models_into = ("sizes", "compile_sizes")
+    model_parameters = ("sizes", "compile_sizes")
     predicted = tables.PREDICTED
 
     def points(self, config: EndToEndConfig, machine: Machine) -> Sequence[EndToEndPoint]:

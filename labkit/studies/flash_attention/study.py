@@ -10,7 +10,7 @@ from labkit.lab.config import Device, Sessions, TimedConfig, TimeoutSeconds, one
 from labkit.lab.point import repeat_in_sessions
 from labkit.lab.study import Study
 from labkit.machine import Machine
-from labkit.nn.attention_implementations import IMPLEMENTATIONS, plug_in
+from labkit.nn.attention_implementations import IMPLEMENTATIONS, register
 from labkit.studies.flash_attention.findings import QUESTIONS
 from labkit.studies.flash_attention.worker import FlashPoint, measure_point
 from labkit.studies.shared.attention_passes import COMPILED, FLASH, MARGIN, NEEDS, TILED
@@ -99,8 +99,8 @@ class FlashStudy(Study):
         ),
     }
     worker = staticmethod(measure_point)
-    plugs_into = "implementations"
-    plug_in = staticmethod(plug_in)
+    plugin_parameter = "implementations"
+    register = staticmethod(register)
 
     def points(self, config: FlashConfig, machine: Machine) -> Sequence[FlashPoint]:
         """All lengths, what the techniques of the kernel are worth, then the lengths again, from the last one on."""

@@ -18,7 +18,7 @@ from labkit.nn.transformer import SIZES, shape_named
 from labkit.parallel.ranks.joined import ranks_here
 from labkit.studies.gradient_buckets.findings import QUESTIONS
 from labkit.studies.gradient_buckets.model import PREDICTED
-from labkit.studies.gradient_buckets.worker import LOCAL, SCHEDULES, STEPS, BucketsPoint, measure_point, plug_in
+from labkit.studies.gradient_buckets.worker import LOCAL, SCHEDULES, STEPS, BucketsPoint, measure_point, register
 
 MIB = 2**20
 RANK_BYTES = 200 * MIB  # a rank's own resident memory, torch included
@@ -89,8 +89,8 @@ class GradientBucketsStudy(Study):
     }
     worker = staticmethod(measure_point)
     predicted = PREDICTED
-    plugs_into = "schedules"
-    plug_in = staticmethod(plug_in)
+    plugin_parameter = "schedules"
+    register = staticmethod(register)
 
     def points(self, config: BucketsConfig, machine: Machine) -> Sequence[BucketsPoint]:
         """By world size one point per model, batch and sequence length."""

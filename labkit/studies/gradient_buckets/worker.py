@@ -25,7 +25,7 @@ from labkit.studies.shared.gradient_gate import check_gradients, local_means
 
 LOCAL = "local"
 SCHEDULES: dict[str, Schedule] = {}
-"""A reader's (`plug_in`)."""
+"""A reader's (`register`)."""
 STEPS = "steps"
 
 
@@ -53,7 +53,7 @@ def measure_point(point: BucketsPoint) -> Iterator[dict[str, Any]]:
     yield from _steps(point, use_device(point.device))
 
 
-def plug_in(name: str, schedule: Schedule) -> dict[str, Schedule]:
+def register(name: str, schedule: Schedule) -> dict[str, Schedule]:
     """A reader's schedule: called with the trained parameters by name, in the order in which backward makes their
     gradients, it returns the names in each bucket, in the order in which buckets are averaged.
 

@@ -53,7 +53,7 @@ class KernelsStudy(Study):
         "paper": KernelsConfig(models=["small", "medium", "large", "xl", "2.7B"], warmup=5),
     }
     worker = staticmethod(measure_point)
-    models_into = ("models",)
+    model_parameters = ("models",)
     predicted = PREDICTED
 
     def points(self, config: KernelsConfig, machine: Machine) -> Sequence[KernelsPoint]:

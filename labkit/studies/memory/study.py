@@ -121,7 +121,7 @@ class MemoryStudy(Study):
         ),
     }
     worker = staticmethod(measure_point)
-    models_into = ("sizes", "fitted_sizes")
+    model_parameters = ("sizes", "fitted_sizes")
 
     def points(self, config: MemoryConfig, machine: Machine) -> Sequence[MemoryPoint]:
         """Counting first, which is cheap and predicts; then blocks, peaks by growing size, checkpointing."""

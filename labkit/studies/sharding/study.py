@@ -13,7 +13,7 @@ from labkit.lab.own_models import model_names, parameters_of
 from labkit.lab.study import Study
 from labkit.machine import Machine
 from labkit.parallel.ranks.joined import ranks_here
-from labkit.parallel.sharding.implementations import IMPLEMENTATIONS, TORCHS, plug_in
+from labkit.parallel.sharding.implementations import IMPLEMENTATIONS, TORCHS, register
 from labkit.parallel.transport import AUTO, POINT_TO_POINT, TRANSPORTS
 from labkit.studies.sharding.findings import QUESTIONS
 from labkit.studies.sharding.predicting import PREDICTED
@@ -104,9 +104,9 @@ class ShardingStudy(Study):
     }
     worker = staticmethod(measure_point)
     predicted = PREDICTED
-    plugs_into = "ways"
-    plug_in = staticmethod(plug_in)
-    models_into = ("sizes", "memory_sizes")
+    plugin_parameter = "ways"
+    register = staticmethod(register)
+    model_parameters = ("sizes", "memory_sizes")
 
     def points(self, config: ShardingConfig, machine: Machine) -> Sequence[ShardingPoint]:
         """By world size: all ways in turns, the sweep, then memory, after which freeing memory costs time."""

@@ -32,7 +32,7 @@ LAYERS: dict[str, Callable[[int], nn.Module]] = {
     LOCAL: nn.BatchNorm1d,
     WHOLE: nn.BatchNorm1d,
 }
-"""Features -> a layer for inputs (rows, features); a reader may add to it (`plug_in`)."""
+"""Features -> a layer for inputs (rows, features); a reader may add to it (`register`)."""
 COLLECTIVES, ALL_REDUCES = "bare_collectives", "bare_all_reduces"
 BARE = (COLLECTIVES, ALL_REDUCES)
 ALTERNATIVES = (*LAYERS, *BARE)
@@ -45,7 +45,7 @@ TENSORS = ("output", "gradient of the input", "gradient of weight", "gradient of
 TOLERANCE = 1e-4
 
 
-def plug_in(name: str, layer: Callable[[int], nn.Module]) -> dict[str, Callable[[int], nn.Module]]:
+def register(name: str, layer: Callable[[int], nn.Module]) -> dict[str, Callable[[int], nn.Module]]:
     """Add a reader's layer: called with the number of features, it returns a module that normalizes by all ranks' rows.
 
     It has `weight`, `bias`, `running_mean` and `running_var`, as nn.BatchNorm1d. ValueError for a name that is taken.

@@ -10,7 +10,7 @@ from labkit.lab.config import Count, Device, TimedConfig, TimeoutSeconds, one_of
 from labkit.lab.study import Study
 from labkit.machine import Machine
 from labkit.parallel.ranks.joined import ranks_here
-from labkit.studies.sync_batchnorm.alternatives import ALTERNATIVES, BARE, LAYERS, plug_in
+from labkit.studies.sync_batchnorm.alternatives import ALTERNATIVES, BARE, LAYERS, register
 from labkit.studies.sync_batchnorm.findings import QUESTIONS
 from labkit.studies.sync_batchnorm.worker import SyncBatchNormPoint, measure_point
 
@@ -62,8 +62,8 @@ class SyncBatchNormStudy(Study):
         ),
     }
     worker = staticmethod(measure_point)
-    plugs_into = "alternatives"
-    plug_in = staticmethod(plug_in)
+    plugin_parameter = "alternatives"
+    register = staticmethod(register)
 
     def points(self, config: SyncBatchNormConfig, machine: Machine) -> Sequence[SyncBatchNormPoint]:
         """By world size one point per batch and number of features."""

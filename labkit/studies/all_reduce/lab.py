@@ -1,0 +1,224 @@
+"""All-reduce: what averaging a tensor over ranks costs, and which algorithm and transport does it best."""
+
+from collections.abc import Iterator, Sequence
+from itertools import product
+from typing import Annotated, Any, Literal
+
+import pandas as pd
+from pydantic import Field
+
+from labkit.costs.communication import algorithm_bandwidth, bus_bandwidth
+from labkit.lab.answers import Check, Compare, Report
+from labkit.lab.config import Sessions, TimedConfig, TimeoutSeconds, one_of
+from labkit.lab.declaration import Lab
+from labkit.lab.figures.declared import RATIO, Lines
+from labkit.lab.metric import Metric, Results
+from labkit.lab.point import repeat_in_sessions
+from labkit.lab.project import reference_directory
+from labkit.machine import Machine
+from labkit.parallel.collectives import ALGORITHMS
+from labkit.parallel.transport import POINT_TO_POINT, SHARED
+from labkit.studies.all_reduce.worker import AUTO, FLOOR, OVER, TORCH, AllReducePoint, measure, register
+
+KIB, MIB, GIB = 2**10, 2**20, 2**30
+FLAT_RATIO = 1.25  # times of short tensors are not known better than this
+SESSIONS_UP_TO_BYTES = MIB  # the times of longer tensors hardly differ between processes
+
+Ranks = Annotated[int, Field(ge=1, le=64)]
+Bytes = Annotated[int, Field(ge=8, lt=2**48, multiple_of=8)]
+"""Of the whole tensor; a multiple of every dtype's size."""
+Algorithm = Annotated[str, one_of(lambda: (*ALGORITHMS, AUTO))]
+
+
+class AllReduceConfig(TimedConfig):
+    """What a reader may set."""
+
+    world_sizes: Annotated[list[Ranks], Field(min_length=1)] = [2, 4, 6]
+    sizes_bytes: Annotated[list[Bytes], Field(min_length=1)] = [KIB, 4 * KIB, 64 * KIB, 256 * KIB, MIB, 10 * MIB]
+    algorithms: list[Algorithm] = [*(name for name in ALGORITHMS if name != "one_shot"), AUTO]
+    """Compared with torch's, point to point. One-shot sends p/2 times the bytes of a ring: only if it is named."""
+    transports: list[Literal["point_to_point", "shared"]] = ["point_to_point", "shared"]
+    """Compared with torch's: labkit's `all_reduce` over each."""
+    scheduling_bytes: list[Bytes] = [4 * KIB, 64 * KIB]
+    """Sizes at which SCHED_BATCH is compared with the default scheduling policy."""
+    dtype: Literal["float64", "float32", "bfloat16", "float16"] = "float32"
+    sessions: Sessions = 2
+    """How often tensors of up to 1 MiB are measured, each time by other processes."""
+    warmup: int = Field(1, ge=0, le=10_000)
+    repeats: int = Field(60, ge=1, le=100_000)
+    rounds_s: float | None = 0.6
+    timeout_s: TimeoutSeconds = 120.0
+
+
+CONFIGURATION = ("backend", "world_size", "n_bytes")
+TIME = Metric("seconds", "algorithm", CONFIGURATION, where={"sweep": "sizes"})
+TRANSPORT_TIME = Metric("seconds", "transport", CONFIGURATION[1:], where={"sweep": "transports"})
+POLICY_TIME = Metric(
+    "seconds", "scheduling", (*CONFIGURATION, "algorithm"), where={"sweep": "scheduling"}, interleaved=False
+)
+NAMES = {
+    TORCH: "torch's all-reduce",
+    AUTO: "labkit's all_reduce",
+    "ring": "the ring",
+    "butterfly": "direct exchange",
+    SHARED: "labkit's all_reduce through shared memory",
+    POINT_TO_POINT: "labkit's all_reduce point to point",
+    "batch": "an all-reduce under SCHED_BATCH",
+    "default": "one under the default policy",
+}
+
+
+def points(config: AllReduceConfig, machine: Machine) -> Sequence[AllReducePoint]:
+    """NCCL first if there are GPUs; short tensors in several sessions, each by other processes."""
+    backends = ["nccl", "gloo"] if len(machine.gpus) > 1 else ["gloo"]
+    once = [point for backend in backends for point in _points(config, backend)]
+    short = [point for point in once if point.n_bytes <= SESSIONS_UP_TO_BYTES]
+    return [*once, *repeat_in_sessions(short, config.sessions)]
+
+
+def _points(config: AllReduceConfig, backend: str) -> Iterator[AllReducePoint]:
+    over_transports = (TORCH, *(f"{AUTO}{OVER}{transport}" for transport in config.transports), FLOOR)
+    worlds = [world_size for world_size in dict.fromkeys(config.world_sizes) if world_size > 1]
+    for world_size, n_bytes in product(worlds, dict.fromkeys(config.sizes_bytes)):
+        common: dict[str, Any] = {"backend": backend, "world_size": world_size, "n_bytes": n_bytes}
+        yield AllReducePoint.of(config, sweep="sizes", **common | {"algorithms": (TORCH, *config.algorithms)})
+        if backend == "gloo":
+            yield AllReducePoint.of(config, sweep="transports", **common | {"algorithms": over_transports})
+    if backend == "gloo":
+        for world_size, policy, n_bytes in product(worlds, ("batch", "default"), config.scheduling_bytes):
+            common = {"world_size": world_size, "n_bytes": n_bytes, "scheduling": policy, "backend": backend}
+            yield AllReducePoint.of(config, sweep="scheduling", **common | {"algorithms": (TORCH, AUTO)})
+
+
+def times(results: Results) -> pd.DataFrame:
+    """Medians with bandwidths, and each time over that of the shortest tensor with as many ranks."""
+    table = TIME.medians(results.frame)
+    sizes = list(zip(table["world_size"], table["n_bytes"], table["seconds"], strict=True))
+    shortest = table.groupby(["backend", "world_size", "algorithm"])["seconds"].transform("first")
+    return table.assign(
+        algbw_gb_per_s=[algorithm_bandwidth(n, s) / 1e9 for _, n, s in sizes],
+        busbw_gb_per_s=[bus_bandwidth(int(p), n, s) / 1e9 for p, n, s in sizes],
+        times_the_shortest=table["seconds"] / shortest,
+    )
+
+
+def torch_times(results: Results) -> pd.DataFrame:
+    """Torch's all-reduce by size and ranks; up to `flat_bytes` all sizes take about the same time."""
+    table = times(results)
+    table = table[table["algorithm"] == TORCH].drop(columns="algorithm").sort_values(list(CONFIGURATION))
+    is_flat = table.groupby(["backend", "world_size"])["times_the_shortest"].cummax() <= FLAT_RATIO
+    flat = table["n_bytes"].where(is_flat).groupby([table["backend"], table["world_size"]]).transform("max")
+    return table.assign(flat_bytes=flat)
+
+
+def predictions(results: Results) -> pd.DataFrame:
+    """Measured times of each algorithm, and those of its messages and bytes by the machine's calibration."""
+    table = TIME.medians(results.frame)
+    table = table[(table["backend"] == "gloo") & table["algorithm"].isin(ALGORITHMS)]
+    return table.assign(predicted_s=[_predict(row, results) for row in table.to_dict("records")])
+
+
+def _predict(row: dict[str, Any], results: Results) -> float | None:
+    cost, ranks = ALGORITHMS[row["algorithm"]].cost, int(row["world_size"])
+    if results.calibration is None or cost is None:
+        return None
+    return results.calibration.algorithm_s("gloo", row["algorithm"], cost(ranks, row["n_bytes"]), ranks)
+
+
+def predicted_lines(results: Results) -> pd.DataFrame:
+    """Measured and predicted times below one another, for the figure."""
+    table = predictions(results).dropna(subset="predicted_s")
+    expected = table.assign(seconds=table["predicted_s"], low=float("nan"), high=float("nan"))
+    return pd.concat([table.assign(time="measured"), expected.assign(time="predicted")])
+
+
+def published_times() -> pd.DataFrame:
+    """Published times of gloo and NCCL on a node with up to six GPUs: the slowest rank's mean."""
+    table = pd.read_csv(reference_directory() / "allreduce_gloo_nccl.csv").rename(columns={"size_mb": "n_bytes"})
+    table["n_bytes"] = table["n_bytes"] * 10**6
+    return table.groupby(list(CONFIGURATION), as_index=False)["seconds"].max()
+
+
+def published_algorithms() -> pd.DataFrame:
+    """Published times of ring, butterfly and torch's all-reduce by ranks; they contain the start of the processes."""
+    tables = [pd.read_csv(reference_directory() / f"allreduce_ring_vs_{name}.csv") for name in ("butterfly", "torch")]
+    columns = ["world_size", "elements", "ring_max_s", "butterfly_max_s", "torch_max_s"]
+    return pd.concat(tables).reindex(columns=columns)
+
+
+LAB = Lab(
+    name="all_reduce",
+    title="All-reduce",
+    summary="What averaging a tensor over ranks costs, and which algorithm and transport does it best.",
+    config=AllReduceConfig,
+    paper={
+        "world_sizes": [2, 4, 6],
+        "sizes_bytes": [10**6, 10**7, 10**8, 10**9],
+        "repeats": 50,
+        "ratio_within": 0.0,
+        "rounds_s": 60.0,
+        "timeout_s": 600.0,
+    },
+    on_gpu={"world_sizes": [2, 4, 8], "sizes_bytes": [4 * KIB, 64 * KIB, MIB, 16 * MIB, 256 * MIB]},
+    worker=measure,
+    points=points,
+    plugin_parameter="algorithms",
+    register=register,
+    questions=[
+        Report(
+            id="size_and_ranks",
+            text="How does the time of an all-reduce grow with its size and the number of ranks?",
+            table=torch_times,
+            configuration=CONFIGURATION,
+            says="Up to {flat_bytes} the size hardly matters; with {world_size} ranks, {n_bytes} take {seconds}.",
+            figure=Lines(
+                source=torch_times,
+                x="n_bytes",
+                y="seconds",
+                hue="world_size",
+                panel="backend",
+                published=published_times,
+            ),
+        ),
+        Compare(
+            id="algorithms",
+            text="Point to point, does one of labkit's algorithms beat torch's all-reduce, and at which sizes?",
+            metric=TIME,
+            baseline=TORCH,
+            names=NAMES,
+            topic="all_reduce",
+            advice="Between ranks that share no memory, average by {name}{where}.",
+            figure=Lines(source=RATIO, x="n_bytes", hue="algorithm", panel="world_size", level=1),
+        ),
+        Check(
+            id="alpha_beta",
+            text="Do the cost of a message and of a byte predict how long an all-reduce takes?",
+            table=predictions,
+            measured="seconds",
+            predicted="predicted_s",
+            configuration=CONFIGURATION,
+            figure=Lines(source=predicted_lines, x="n_bytes", y="seconds", hue="algorithm", panel="time"),
+        ),
+        Compare(
+            id="transports",
+            text="Is labkit's all-reduce through shared memory faster than torch's, and how far is it from the floor?",
+            metric=TRANSPORT_TIME,
+            baseline=TORCH,
+            among=(SHARED, POINT_TO_POINT),
+            names=NAMES,
+            topic="transport",
+            advice="Average CPU tensors of one machine's ranks by {name}{where}.",
+            figure=Lines(source=TRANSPORT_TIME, x="n_bytes", panel="world_size"),
+        ),
+        Compare(
+            id="scheduling",
+            text="Are small all-reduces faster under SCHED_BATCH than under the default policy?",
+            metric=POLICY_TIME,
+            baseline="default",
+            names=NAMES,
+            topic="scheduling",
+            advice="Run CPU ranks under SCHED_BATCH{where}: labkit's are, others by chrt -b 0.",
+            figure=Lines(source=RATIO, x="n_bytes", hue="algorithm", panel="world_size", level=1),
+        ),
+    ],
+)
