@@ -16,7 +16,7 @@ from labkit.lab.columns import format_value, label
 from labkit.lab.figures.declared import Figure
 from labkit.lab.metric import Metric, Results, Table
 from labkit.lab.units import counted, format_factor
-from labkit.lab.wording import capitalize, describe_region, describe_scope, phrasing, quotable
+from labkit.lab.wording import capitalize, describe_region, describe_regions, describe_scope, phrasing, quotable
 
 Verdict = Literal[
     "yes", "no", "it depends", "no clear difference", "undecided", "measured", "counted", "predicted", "not measured"
@@ -136,7 +136,7 @@ class Compare(Question):
             table.assign(verdict=table["verdict"].replace({"faster": words["better"], "slower": words["worse"]})),
             advice=advice if summary.verdict != "undecided" else None,
             effect=float(np.exp(np.log(quoted).median())) if len(quoted) else 1.0,
-            change=words["change"].removesuffix(" than").partition(" ")[2] if len(quoted) else None,
+            change=words["change"].rpartition(" ")[0].partition(" ")[2] if len(quoted) else None,
             scope=f"{summary.counts(words)}: {describe_scope(rows, metric.configuration)}",
             notes=notes,
         )
@@ -147,6 +147,7 @@ class Compare(Question):
         name = self._name(alternatives[0] if len(alternatives) == 1 else best)
         quoted = summary.better if len(summary.better) else summary.worse
         region = describe_region(summary.rows, summary.better, metric.configuration) if len(summary.better) else None
+        where = describe_regions(summary.rows, summary.better, metric.configuration) if len(summary.better) else None
         is_everywhere = len(summary.better) == len(summary.rows)
         n = counted(len(summary.rows), "configuration")
         some = f"in {len(summary.better)} of {n}"
@@ -161,7 +162,7 @@ class Compare(Question):
             "n_better": len(summary.better),
             "n_worse": len(summary.worse),
             "region": region or some,
-            "where": "" if is_everywhere else f" {region}" if region else f" ({phrases.better} {some})",
+            "where": "" if is_everywhere else f" {where}" if where else f" ({phrases.better} {some})",
         }
 
     def _name(self, alternative: Any) -> str | None:

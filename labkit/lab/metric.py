@@ -93,6 +93,10 @@ class Metric:
         rows = self.select(frame).dropna(subset=[self.value])
         return rows.groupby(self.columns, dropna=False, sort=False)[self.value].max().reset_index()
 
+    def largest_table(self, results: Results) -> pd.DataFrame:
+        """`largest` of a run's results, as a question or a figure takes a table."""
+        return self.largest(results.frame)
+
     def ratios_to(self, baseline: Any, frame: pd.DataFrame, among: Sequence[Any] | None = None) -> pd.DataFrame:
         """Each alternative (or those `among`) over `baseline` in each configuration that has both.
 

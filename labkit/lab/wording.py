@@ -11,6 +11,7 @@ from labkit.lab.units import counted, format_factor, join_words
 
 TWOFOLD = 1.95  # from this factor up "times" reads better than "%"
 UNEVEN = 2.0  # an interval whose ends differ by more than this factor does not give a size
+MAX_REGIONS = 3
 MAX_NAMES = 4  # names that a scope lists before it counts them
 
 
@@ -98,6 +99,33 @@ def describe_region(table: pd.DataFrame, rows: pd.DataFrame, along: Sequence[str
         if theirs == set(ordered[: len(theirs)]):
             return f"up to {label(name, max(theirs))}"
     return None
+
+
+def describe_regions(table: pd.DataFrame, rows: pd.DataFrame, along: Sequence[str]) -> str | None:
+    """`describe_region`, or a region for each value of one column: "up to 64 KiB with 2 ranks, up to 1 MiB with 4".
+
+    None if that takes more than `MAX_REGIONS`.
+    """
+    if (region := describe_region(table, rows, along)) is not None:
+        return region
+    for name in sorted(along, key=lambda name: table[name].nunique()):
+        regions: dict[str | None, list[Any]] = {}
+        for value, group in table.groupby(name):
+            better = group[group.index.isin(rows.index)]
+            is_whole = len(better) == len(group)
+            if len(better):
+                regions.setdefault("" if is_whole else describe_region(group, better, along), []).append(value)
+        if None not in regions and len(regions) <= MAX_REGIONS and table[name].nunique() > 1:
+            word = "in" if name == "dtype" else "with" if name == "world_size" else "at"
+            parts = [f"{region} {word} {_label_several(name, values)}".strip() for region, values in regions.items()]
+            return join_words(parts)
+    return None
+
+
+def _label_several(name: str, values: Sequence[Any]) -> str:
+    """ "4 and 6 ranks", "float32"."""
+    *first, last = [label(name, value) for value in values]
+    return join_words([*(text.partition(" ")[0] for text in first), last])
 
 
 def describe_scope(table: pd.DataFrame, columns: Sequence[str]) -> str:

@@ -25,7 +25,6 @@ LABS = (
     "precision",
     "memory",
     "attention",
-    "flash_attention",
     "all_reduce",
     "data_parallel",
     "gradient_buckets",
@@ -35,7 +34,7 @@ LABS = (
     "scaling",
     "this_machine",
 )
-ON_ONE_PAGE = {"all_reduce"}  # the others are still to be declared so
+ON_ONE_PAGE = {"all_reduce", "attention"}  # the others are still to be declared so
 
 
 def load_study(lab: str) -> "Lab":

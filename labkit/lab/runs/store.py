@@ -145,7 +145,9 @@ class Run:
         """What questions are answered from."""
         reasons = self.coverage().query("status != 'ok'")["reason"].dropna().value_counts()
         missing = [f"{reason} ({count} points)" if count > 1 else str(reason) for reason, count in reasons.items()]
-        return Results(self._frame, self.header.calibration, tuple(missing[:MAX_REASONS]))
+        machine = self.header.machine
+        memory = machine.memory_of(machine.device("auto"))
+        return Results(self._frame, self.header.calibration, tuple(missing[:MAX_REASONS]), memory)
 
     def sampled(self) -> list[str]:
         """Names of values that were recorded as samples, one a repeat; others were recorded once."""

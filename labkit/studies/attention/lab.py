@@ -1,0 +1,251 @@
+"""Attention: what it costs in time and memory, and which implementation is best here, from which length up."""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Annotated, Literal
+
+import pandas as pd
+from pydantic import Field
+
+from labkit.costs.attention import BACKWARD_OVER_FORWARD, explicit_peak, explicit_saved, forward_flops, tiled_saved
+from labkit.lab.answers import Check, Compare, Report
+from labkit.lab.config import Count, Device, Sessions, TimedConfig, TimeoutSeconds, one_of
+from labkit.lab.declaration import Lab
+from labkit.lab.figures.declared import RATIO, Lines
+from labkit.lab.metric import Metric, Results
+from labkit.lab.point import repeat_in_sessions
+from labkit.lab.project import reference_directory
+from labkit.machine import Machine
+from labkit.nn.attention_implementations import IMPLEMENTATIONS, register
+from labkit.studies.attention.worker import (
+    BACKWARD,
+    BOTH,
+    COMPILED,
+    EXPLICIT,
+    FLASH,
+    FORWARD,
+    MARGIN,
+    TILED,
+    AttentionPoint,
+    measure,
+)
+
+MIB = 2**20
+Length = Annotated[int, Field(ge=16, lt=2**31)]  # gradients of shorter ones are sums of too few terms to be checked
+HeadDim = Annotated[int, Field(ge=1, le=1024)]
+Dtype = Literal["float32", "bfloat16", "float16"]
+
+
+class AttentionConfig(TimedConfig):
+    """What a reader may set."""
+
+    sequences: Annotated[list[Length], Field(min_length=1)] = [256, 512, 1024, 2048, 4096]
+    head_dims: Annotated[list[HeadDim], Field(min_length=1)] = [64]
+    dtypes: Annotated[list[Dtype], Field(min_length=1)] = ["float32", "bfloat16"]
+    implementations: list[Annotated[str, one_of(lambda: IMPLEMENTATIONS)]] = [
+        name for name in IMPLEMENTATIONS if name != "sdpa_math"
+    ]
+    """All are compared with naive attention. SDPA's unfused backend is measured only if it is named."""
+    compiled_sequences: list[Length] = [256, 1024]
+    """Lengths at which compiled attention takes part: each shape costs seconds to compile."""
+    batch: Count = 1
+    """Sequences, or heads, at once."""
+    causal: bool = True
+    sessions: Sessions = 2
+    device: Device = "auto"
+    max_bytes: int = Field(512 * MIB, ge=0)
+    """An implementation that needs more is left out; 0: only what does not fit into memory is."""
+    warmup: int = Field(1, ge=0, le=10_000)
+    rounds_s: float | None = 1.0
+    timeout_s: TimeoutSeconds = 300.0
+
+
+CONFIGURATION = ("device", "dtype", "batch", "head_dim", "sequence")
+TIME = Metric("seconds", "implementation", CONFIGURATION, where={"phase": BOTH})
+PHASES = Metric("seconds", "implementation", (*CONFIGURATION, "phase"), where={"phase": (FORWARD, BACKWARD, BOTH)})
+PEAK = Metric("peak_bytes", "implementation", CONFIGURATION, where={"phase": "both"}, exact=True)
+NAMES = {
+    EXPLICIT: "naive attention",
+    COMPILED: "compiled attention",
+    TILED: "tiled attention",
+    FLASH: "the Triton kernel",
+    "sdpa": "SDPA",
+    "sdpa_flash": "SDPA's flash backend",
+    "sdpa_efficient": "SDPA's memory-efficient backend",
+    "sdpa_cudnn": "SDPA's cuDNN backend",
+}
+
+
+def points(config: AttentionConfig, machine: Machine) -> Sequence[AttentionPoint]:
+    """Short sequences first; then all again in further sessions, by other processes."""
+    once = list(_points(config, machine.device(config.device)))
+    return [*once, *repeat_in_sessions(once, config.sessions)]
+
+
+def _points(config: AttentionConfig, device: str) -> Iterator[AttentionPoint]:
+    names = dict.fromkeys([EXPLICIT, *config.implementations])
+    for dtype in dict.fromkeys(config.dtypes):
+        for sequence in sorted(set(config.sequences)):
+            here = tuple(name for name in names if name != COMPILED or sequence in config.compiled_sequences)
+            for head_dim in dict.fromkeys(config.head_dims):
+                problem = {"dtype": dtype, "sequence": sequence, "head_dim": head_dim, "device": device}
+                yield AttentionPoint.of(config, implementations=here, **problem)
+
+
+def growth(results: Results) -> pd.DataFrame:
+    """Time of both passes by length, how often that of half the length, and the useful FLOP/s."""
+    table = TIME.medians(results.frame)
+    keys = [*(name for name in CONFIGURATION if name != "sequence"), "implementation"]
+    is_double = table.groupby(keys)["sequence"].pct_change() == 1.0
+    ratio = table.groupby(keys)["seconds"].pct_change() + 1
+    causal = bool(results.frame["causal"].iloc[0]) if len(table) else True
+    sizes = table[["batch", "sequence", "head_dim"]].to_numpy()
+    flops = [(1 + BACKWARD_OVER_FORWARD) * forward_flops(*size, causal=causal) for size in sizes]
+    return table.assign(times_per_doubling=ratio.where(is_double), flops_per_s=flops / table["seconds"])
+
+
+def longest_naive(table: pd.DataFrame) -> int:
+    """The row of naive attention in float32 at the longest sequence."""
+    naive = table[(table["implementation"] == EXPLICIT) & (table["dtype"] == table["dtype"].max())]
+    return int(naive.sort_values(["times_per_doubling", "sequence"], na_position="first")["sequence"].idxmax())
+
+
+def shown_phases(results: Results) -> pd.DataFrame:
+    """Times of each pass in float32 at the largest head dimension, for the figure."""
+    table = PHASES.medians(results.frame)
+    return table[(table["dtype"] == table["dtype"].max()) & (table["head_dim"] == table["head_dim"].max())]
+
+
+def held(results: Results) -> pd.DataFrame:
+    """Bytes that autograd keeps between the passes, and the formulas' bytes."""
+    rows = results.frame[results.frame["phase"] == "saved"]
+    table = rows.groupby([*CONFIGURATION, "causal", "implementation"], as_index=False)["saved_bytes"].sum()
+    table = table[table["implementation"].isin([EXPLICIT, TILED])]
+    return table.assign(predicted_bytes=[_predict_held(row) for row in table.to_dict("records")]).drop(columns="causal")
+
+
+def _predict_held(row: dict[str, int]) -> int:
+    size = row["batch"], row["sequence"], row["head_dim"], 4 if row["dtype"] == "float32" else 2
+    formula = tiled_saved if row["implementation"] == TILED else partial(explicit_saved, causal=row["causal"])
+    return sum(formula(*size).values())
+
+
+def end_of_memory(results: Results) -> pd.DataFrame:
+    """Naive attention in float32 by length, in powers of two, up to the first that does not fit: bytes at its peak."""
+    frame = results.frame
+    if frame.empty or not results.machine_bytes > 0:
+        return pd.DataFrame()
+    rows, batch, head_dim = [], int(frame["batch"].iloc[0]), int(frame["head_dim"].max())
+    for exponent in range(8, 31):
+        tensors = explicit_peak(batch, 2**exponent, head_dim, 4, causal=bool(frame["causal"].iloc[0]))
+        needed = sum(tensors.values())
+        size = {"batch": batch, "head_dim": head_dim, "sequence": 2**exponent}
+        rows.append(size | {"needed_bytes": needed, "matrix_bytes": max(tensors.values())})
+        if MARGIN * needed > results.machine_bytes:
+            break
+    return pd.DataFrame(rows).assign(memory_bytes=results.machine_bytes)
+
+
+def published_compiled() -> pd.DataFrame:
+    """Published times of naive attention, eager and compiled: batch 8, one head, no mask, an H100."""
+    table = pd.read_csv(reference_directory() / "attention_compile.csv").rename(columns={"seq_len": "sequence"})
+    rows = [
+        table[["sequence", "head_dim"]].assign(
+            implementation=name, phase=phase, seconds=table[f"{word}_{phase}_ms"] / 1e3
+        )
+        for name, word in ((EXPLICIT, "eager"), (COMPILED, "compiled"))
+        for phase in (FORWARD, BACKWARD)
+    ]
+    table = pd.concat(rows)
+    return table[table["head_dim"] == 64]
+
+
+def published_flash() -> pd.DataFrame:
+    """Published times of a Triton kernel over naive attention's, both passes: causal, batch 1, head 64, an H100."""
+    table = pd.read_csv(reference_directory() / "flash_attention.csv").rename(columns={"seq_len": "sequence"})
+    table = table[table["head_dim"] == 64]
+    seconds = {name: pd.to_numeric(table[f"{name}_both_ms"], errors="coerce") for name in ("flash", "eager")}
+    dtypes = table["precision"].map({"fp32": "float32", "bf16": "bfloat16"})
+    table = table.assign(dtype=dtypes, implementation=FLASH, ratio=seconds["flash"] / seconds["eager"])
+    return table[["dtype", "sequence", "implementation", "ratio"]].dropna()
+
+
+LAB = Lab(
+    name="attention",
+    title="Attention",
+    summary="What attention costs in time and memory, and which implementation is best here, from which length up.",
+    config=AttentionConfig,
+    paper={
+        "sequences": [2**k for k in range(7, 17)],
+        "head_dims": [16, 32, 64, 128],
+        "compiled_sequences": [256, 1024, 4096, 8192, 16384],
+        "max_bytes": 0,
+        "warmup": 10,
+        "repeats": 100,
+        "ratio_within": 0.0,
+        "rounds_s": 10.0,
+        "timeout_s": 1800.0,
+    },
+    on_gpu={"batch": 32, "sequences": [512, 1024, 2048, 4096, 8192, 16384], "head_dims": [64, 128], "max_bytes": 0},
+    worker=measure,
+    points=points,
+    plugin_parameter="implementations",
+    register=register,
+    questions=[
+        Report(
+            id="growth",
+            text="How does the time of both passes grow with the sequence length?",
+            table=growth,
+            pick=longest_naive,
+            configuration=CONFIGURATION,
+            says="At {sequence} tokens naive attention takes {times_per_doubling} times as long as at half the length.",
+            figure=Lines(
+                source=shown_phases,
+                x="sequence",
+                y="seconds",
+                hue="implementation",
+                panel="phase",
+                published=published_compiled,
+            ),
+        ),
+        Compare(
+            id="fastest",
+            text="Is any implementation faster than naive attention, and from which length up?",
+            metric=TIME,
+            baseline=EXPLICIT,
+            names=NAMES,
+            topic="attention",
+            advice="For causal attention use {name}{where}.",
+            figure=Lines(
+                source=RATIO, x="sequence", hue="implementation", panel="dtype", level=1, published=published_flash
+            ),
+        ),
+        Compare(
+            id="peak_memory",
+            text="Does any implementation need less memory at its peak than naive attention?",
+            metric=PEAK,
+            baseline=EXPLICIT,
+            names=NAMES,
+            figure=Lines(source=PEAK.largest_table, x="sequence", y="peak_bytes", hue="implementation", panel="dtype"),
+        ),
+        Check(
+            id="held",
+            text="Is the memory held before the backward pass what the formulas say?",
+            table=held,
+            measured="saved_bytes",
+            predicted="predicted_bytes",
+            subject="byte counts",
+            within=1.02,
+            configuration=CONFIGURATION,
+            figure=Lines(source=held, x="sequence", y="saved_bytes", hue="implementation", panel="dtype"),
+        ),
+        Report(
+            id="end_of_memory",
+            text="At which length does naive attention no longer fit into this machine's memory?",
+            table=end_of_memory,
+            verdict="predicted",
+            configuration=("batch", "head_dim"),
+            says="At {sequence} tokens: the two passes need {needed_bytes}, and this machine has {memory_bytes}.",
+        ),
+    ],
+)

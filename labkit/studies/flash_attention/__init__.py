@@ -1,1 +1,0 @@
-"""The FlashAttention lab: every implementation of causal attention that runs here, from short sequences to long."""
