@@ -11,7 +11,7 @@ from labkit.lab.units import counted, format_factor, join_words
 
 TWOFOLD = 1.95  # from this factor up "times" reads better than "%"
 UNEVEN = 2.0  # an interval whose ends differ by more than this factor does not give a size
-MAX_REGIONS = 3
+MAX_REGIONS = 2
 MAX_NAMES = 4  # names that a scope lists before it counts them
 
 
