@@ -32,7 +32,7 @@ from labkit.studies.data_parallel import study as study_module
 from labkit.studies.data_parallel.study import STUDY
 from labkit.studies.data_parallel.worker import LOCAL, DataParallelPoint, measure_point
 from labkit.studies.gradient_buckets import worker as gradient_buckets
-from labkit.studies.shared.gradient_gate import local_means
+from labkit.studies.shared.gradient_check import local_means
 from tests.studies import tiny
 
 

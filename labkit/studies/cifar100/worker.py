@@ -25,7 +25,7 @@ from labkit.parallel.ranks.messages import gather_json
 from labkit.studies.cifar100.data import RankData, hand_out
 from labkit.studies.cifar100.training import ALONE, SYNCHRONIZED, Recipe, Trainer, updates_of
 from labkit.studies.shared.alternatives import Failed, attempt, turn_of
-from labkit.studies.shared.gradient_gate import largest_error
+from labkit.studies.shared.gradient_check import largest_error
 from labkit.studies.shared.peaks import peak_of_second
 
 EPOCH, MEMORY = "epoch", "memory"

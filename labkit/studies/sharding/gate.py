@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from labkit.bench.check import first_failing_rank, largest, max_over_ranks
 from labkit.studies.sharding.training import OPTIMIZERS, ShardingPoint, workload_of
-from labkit.studies.shared.gradient_gate import furthest
+from labkit.studies.shared.gradient_check import furthest
 
 GATE_STEPS = 2
 LARGEST_ERROR = 1e-2

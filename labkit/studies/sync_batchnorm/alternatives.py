@@ -19,7 +19,7 @@ from labkit.bench import check
 from labkit.bench.checksums import first_wrong
 from labkit.parallel import sync_batchnorm
 from labkit.parallel.sync_batchnorm import SyncBatchNorm
-from labkit.studies.shared.gradient_gate import furthest
+from labkit.studies.shared.gradient_check import furthest
 from labkit.studies.shared.norm_collectives import sent_bytes
 
 OWN, TWO_COLLECTIVES, ALONE, TORCH = "labkit", "labkit_two_collectives", "labkit_without_collectives", "torch"

@@ -17,7 +17,7 @@ from labkit.parallel.data_parallel.implementations import BUCKETED, wrap
 from labkit.parallel.ranks.device import use_device
 from labkit.studies.shared.alternatives import Failed, attempt, timed_rows
 from labkit.studies.shared.compiler import keep_what_is_compiled, make_compiler_ready
-from labkit.studies.shared.gradient_gate import check_completeness
+from labkit.studies.shared.gradient_check import check_completeness
 
 DEFAULT, JOINED = "default", "joined"
 TORCH = "torch"
