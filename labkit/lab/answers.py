@@ -149,7 +149,7 @@ class Compare(Question):
         region = describe_region(summary.rows, summary.better, metric.configuration) if len(summary.better) else None
         where = describe_regions(summary.rows, summary.better, metric.configuration) if len(summary.better) else None
         is_everywhere = len(summary.better) == len(summary.rows)
-        n = counted(len(summary.rows), "configuration")
+        n = counted(len(summary.rows.groupby(list(metric.configuration), dropna=False)), "configuration")
         some = f"in {len(summary.better)} of {n}"
         return {
             "name": name if name is not None else f"any of {len(alternatives)} alternatives",

@@ -49,6 +49,8 @@ class Metric:
     configuration: tuple[str, ...]
     where: Mapping[str, Any] = field(default_factory=dict)
     """Column -> the value, or a tuple of values, that rows must have."""
+    prepare: Callable[[pd.DataFrame], pd.DataFrame] = lambda rows: rows
+    """Makes samples of the selected rows, if these are not samples yet."""
     without: tuple[Any, ...] = ()
     """Alternatives that are measured and not compared."""
     interleaved: bool = True
@@ -66,7 +68,7 @@ class Metric:
         rows = frame.reindex(columns=list(dict.fromkeys([*frame.columns, *needed, self.value])))
         for name, wanted in self.where.items():
             rows = rows[rows[name].isin(wanted if isinstance(wanted, tuple) else (wanted,))]
-        return rows[~rows[self.compare].isin(self.without)].dropna(subset=[self.compare])
+        return self.prepare(rows[~rows[self.compare].isin(self.without)].dropna(subset=[self.compare]))
 
     def samples(self, frame: pd.DataFrame) -> pd.DataFrame:
         """One row per (configuration, alternative, session, repeat): the slowest rank's value."""

@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 
 LABS = (
     "limits",
-    "end_to_end",
-    "kernels",
+    "training_step",
     "precision",
     "memory",
     "attention",
@@ -33,7 +32,7 @@ LABS = (
     "scaling",
     "this_machine",
 )
-ON_ONE_PAGE = {"all_reduce", "attention", "data_parallel"}  # the others are still to be declared so
+ON_ONE_PAGE = {"all_reduce", "attention", "data_parallel", "training_step"}  # the others are still to be declared so
 
 
 def load_study(lab: str) -> "Lab":

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import pandas as pd
 from pydantic import Field
@@ -124,7 +124,7 @@ def held(results: Results) -> pd.DataFrame:
     return table.assign(predicted_bytes=[_predict_held(row) for row in table.to_dict("records")]).drop(columns="causal")
 
 
-def _predict_held(row: dict[str, int]) -> int:
+def _predict_held(row: dict[str, Any]) -> int:
     size = row["batch"], row["sequence"], row["head_dim"], 4 if row["dtype"] == "float32" else 2
     formula = tiled_saved if row["implementation"] == TILED else partial(explicit_saved, causal=row["causal"])
     return sum(formula(*size).values())

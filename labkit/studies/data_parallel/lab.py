@@ -103,7 +103,7 @@ def communication(results: Results) -> pd.DataFrame:
     """What averaging costs a step, by wrapper, in medians over the rounds.
 
     `longer_s` and `longer_percent`: a step less the same one without communication. `waiting_s`: from the end of
-    backward. `alone_s`: the same collectives with nothing else to do. `hidden_percent`: what backward hides of those.
+    backward. `alone_s`: the same collectives with nothing else to do. `hidden_percent`: what backward hides of those, 0 if nothing.
     """
     samples = PHASES.samples(results.frame)
     keys = list(CONFIGURATION)
@@ -125,7 +125,7 @@ def _costs(seconds: pd.DataFrame) -> Iterator[dict[str, Any]]:
         longer = (steps[name] - steps[LOCAL]).median()
         alone = seconds.get((SAME_COLLECTIVES.get(name, name), "waiting"), pd.Series(dtype=float)).median()
         exposed = (seconds[name, BACKWARD] - seconds[LOCAL, BACKWARD]).median()
-        hidden = 100 * (1 - exposed / alone) if name in SAME_COLLECTIVES else float("nan")
+        hidden = 100 * max(0.0, 1 - exposed / alone) if name in SAME_COLLECTIVES else float("nan")
         yield {
             "implementation": name,
             "step_s": steps[name].median(),

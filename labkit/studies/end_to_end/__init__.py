@@ -1,1 +1,0 @@
-"""The end-to-end lab: what a training step of the Transformer costs, part by part, predicted and measured."""

@@ -1,0 +1,276 @@
+"""A training step: what it costs part by part, where the time goes, and what warm-up and `torch.compile` change."""
+
+from collections.abc import Iterator
+from itertools import product
+from typing import Annotated, Any, Literal
+
+import pandas as pd
+from pydantic import Field
+
+from labkit.bench.trace import FAMILIES
+from labkit.costs.transformer import SIZES, backward_flops, forward_flops
+from labkit.lab.answers import Check, Compare, Report
+from labkit.lab.config import Count, Device, Repeats, TimedConfig, TimeoutSeconds, one_of
+from labkit.lab.declaration import Lab
+from labkit.lab.figures.declared import RATIO, Bars, Lines
+from labkit.lab.metric import Metric, Results
+from labkit.lab.own_models import model_names, models_in, shape_of
+from labkit.lab.project import reference_directory
+from labkit.machine import Machine
+from labkit.studies.shared.step_operators import seconds_of, step_operators
+from labkit.studies.training_step.worker import (
+    BACKWARD,
+    COMPILED,
+    EAGER,
+    FIRST,
+    FORWARD,
+    FORWARD_BACKWARD,
+    INFERENCE,
+    LATER,
+    OPTIMIZER,
+    OTHERS,
+    STEP,
+    TrainingStepPoint,
+    measure,
+)
+
+Size = Annotated[str, one_of(model_names)]
+PHASES = {
+    INFERENCE: (INFERENCE,),
+    FORWARD: (FORWARD,),
+    BACKWARD: (BACKWARD,),
+    FORWARD_BACKWARD: (FORWARD, BACKWARD),
+    OPTIMIZER: (OPTIMIZER,),
+    STEP: (FORWARD, BACKWARD, OPTIMIZER),
+}
+"""What is timed, and the phases that it adds up."""
+
+
+class TrainingStepConfig(TimedConfig):
+    """What a reader may set."""
+
+    sizes: Annotated[list[Size], Field(min_length=1)] = ["nano", "mini", "small"]
+    """Models whose phases are timed."""
+    profiled_sizes: list[Size] = ["nano", "mini"]
+    compiled_sizes: list[Size] = ["nano"]
+    first_step_sizes: list[Size] = ["nano"]
+    """Models whose first steps are timed, in new processes."""
+    processes: Repeats = 6
+    """New processes whose first steps are timed. Below six there is no interval, and so no verdict."""
+    precisions: Annotated[list[Literal["float32", "bfloat16"]], Field(min_length=1)] = ["float32"]
+    batch: Count = 2
+    context_length: Count = 64
+    device: Device = "auto"
+    warmup: int = Field(1, ge=0, le=10_000)
+    repeats: Repeats = 15
+    rounds_s: float | None = 3.0
+    timeout_s: TimeoutSeconds = 600.0
+
+
+CONFIGURATION = ("device", "precision", "size", "batch", "context_length")
+TIME = Metric("seconds", "phase", CONFIGURATION, where={"sweep": "phases"})
+FIRST_STEP = Metric(
+    "seconds", "which", CONFIGURATION, where={"sweep": "first"}, prepare=lambda rows: rows.assign(repeat=rows["trial"])
+)
+COMPILE = Metric("seconds", "implementation", CONFIGURATION, where={"sweep": "compile"})
+OPERATORS = Metric("self_s", "operator", (*CONFIGURATION, "profiled", "phase", "family"), where={"sweep": "profile"})
+VIEWS = {
+    INFERENCE: (INFERENCE, (FORWARD, "")),
+    FORWARD_BACKWARD: (STEP, (FORWARD, BACKWARD)),
+    STEP: (STEP, (FORWARD, BACKWARD, OPTIMIZER, "")),
+}
+"""Passes in the table of shares: the profiled action, and its phases."""
+
+
+def points(config: TrainingStepConfig, machine: Machine) -> list[TrainingStepPoint]:
+    """Phases of all models, small ones first; then first steps, compiled steps and profiles."""
+    return list(_points(config, machine.device(config.device)))
+
+
+def _points(config: TrainingStepConfig, device: str) -> Iterator[TrainingStepPoint]:
+    def point(sweep: str, size: str, precision: str = "float32", **more: Any) -> TrainingStepPoint:
+        return TrainingStepPoint.of(config, sweep=sweep, size=size, precision=precision, device=device, **more)
+
+    for precision, size in product(config.precisions, dict.fromkeys(config.sizes)):
+        yield point("phases", size, precision)
+    for size, trial in product(dict.fromkeys(config.first_step_sizes), range(config.processes)):
+        yield point("first", size, trial=trial, fresh_ranks=True)
+    for precision, size in product(config.precisions, dict.fromkeys(config.compiled_sizes)):
+        yield point("compile", size, precision)
+    for size in dict.fromkeys(config.profiled_sizes):
+        yield point("profile", size)
+
+
+def step_times(results: Results) -> pd.DataFrame:
+    """Medians by model and phase; the share of the step; the FLOP/s of its matmuls, by formula."""
+    table = TIME.medians(results.frame)
+    step = table["seconds"].where(table["phase"] == STEP).groupby([table[name] for name in CONFIGURATION])
+    with models_in(results.frame):
+        flops = [_flops(row) for row in table.to_dict("records")]
+    rate = pd.Series(flops, index=table.index, dtype=float) / table["seconds"]
+    shares = 100 * table["seconds"] / step.transform("max")
+    table = table.assign(of_step_percent=shares, flops_per_s=rate.where(rate > 0))
+    order = {size: place for place, size in enumerate(SIZES)}
+    return table.sort_values("size", key=lambda sizes: sizes.map(order), kind="stable", ignore_index=True)
+
+
+def _flops(row: dict[str, Any]) -> int:
+    """FLOPs of the matmuls of a phase; 0 for a model without a formula."""
+    shape, sizes = shape_of(row["size"]), (int(row["batch"]), int(row["context_length"]))
+    if shape is None:
+        return 0
+    counts = {INFERENCE: forward_flops, FORWARD: forward_flops, BACKWARD: backward_flops}
+    return sum(sum(counts[phase](shape, *sizes).values()) for phase in PHASES[row["phase"]] if phase in counts)
+
+
+def largest_backward(table: pd.DataFrame) -> Any:
+    """Backward of the largest model."""
+    return table.index[table["phase"] == BACKWARD][-1]
+
+
+def predictions(results: Results) -> pd.DataFrame:
+    """Measured times of each phase, and those of its operators by the machine's rates."""
+    table = TIME.medians(results.frame)
+    with models_in(results.frame):
+        return table.assign(predicted_s=[_predict(row, results) for row in table.to_dict("records")])
+
+
+def _predict(row: dict[str, Any], results: Results) -> float | None:
+    calibration, shape = results.calibration, shape_of(row["size"])
+    if calibration is None or shape is None or not calibration.knows(row["device"]):
+        return None
+    sizes = int(row["batch"]), int(row["context_length"])
+    operators = step_operators(shape, *sizes, row["precision"], row["device"])
+    return seconds_of(calibration, operators, PHASES[row["phase"]], row["device"])
+
+
+def compile_pays(results: Results) -> pd.DataFrame:
+    """Time to compile, the gain per step, and the number of steps after which compiling is earned back."""
+    keys = list(CONFIGURATION)
+    medians = COMPILE.medians(results.frame).pivot_table(index=keys, columns="implementation", values="seconds")
+    if COMPILED not in medians or EAGER not in medians:
+        return pd.DataFrame()
+    compile_s = COMPILE.select(results.frame).dropna(subset="compile_s").groupby(keys)["compile_s"].first()
+    table = medians.rename(columns={EAGER: "eager_s", COMPILED: "compiled_s"}).join(compile_s).reset_index()
+    gain = table["eager_s"] - table["compiled_s"]
+    return table.assign(pays_after_steps=(table["compile_s"] / gain).where(gain > 0)).dropna(subset="pays_after_steps")
+
+
+def shares(results: Results) -> pd.DataFrame:
+    """Share of each family of operators, or GPU kernels, in each kind of pass: the mean over passes."""
+    rows = OPERATORS.select(results.frame).dropna(subset="self_s")
+    keys, parts = ["device", "size"], []
+    for view, (profiled, phases) in VIEWS.items():
+        part = rows[(rows["profiled"] == profiled) & rows["phase"].isin(phases)]
+        parts.append(part.assign(view=view))
+    sums = pd.concat(parts).groupby([*keys, "view", "repeat", "family"], sort=False)["self_s"].sum().reset_index()
+    total = sums.groupby([*keys, "view", "repeat"])["self_s"].transform("sum")
+    table = sums.assign(share_percent=100 * sums["self_s"] / total)
+    means = table.groupby([*keys, "view", "family"], sort=False)["share_percent"].mean().reset_index()
+    order = {name: place for place, name in enumerate(FAMILIES)}
+    return means.sort_values("family", key=lambda names: names.map(order), kind="stable", ignore_index=True)
+
+
+def matmul_shares(results: Results) -> pd.DataFrame:
+    """One row per model and kind of pass: the percentage of each family."""
+    wide = shares(results).pivot_table(index=["device", "size", "view"], columns="family", values="share_percent")
+    return wide.fillna(0.0).add_suffix("_percent").reset_index()
+
+
+def top_operators(results: Results) -> pd.DataFrame:
+    """The five operators that take most of a full step, by model."""
+    rows = OPERATORS.select(results.frame)
+    rows = rows[(rows["profiled"] == STEP) & (rows["operator"] != OTHERS)]
+    keys = ["device", "size", "operator"]
+    sums = rows.groupby([*keys, "repeat"])[["self_s", "calls"]].sum().groupby(keys).median().reset_index()
+    return sums.sort_values(["size", "self_s"], ascending=False).groupby("size").head(5)
+
+
+def published_compile() -> pd.DataFrame:
+    """Published times of a forward pass and a step, eager and compiled, on an H100."""
+    return pd.read_csv(reference_directory() / "transformer_compile.csv")
+
+
+def published_steps() -> pd.DataFrame:
+    """Published times of forward and backward passes by model, on an H100."""
+    return pd.read_csv(reference_directory() / "end_to_end.csv")
+
+
+def published_shares() -> pd.DataFrame:
+    """Published shares of GPU time by kind of kernel, on an H100."""
+    return pd.read_csv(reference_directory() / "profile_kernels.csv")
+
+
+LAB = Lab(
+    name="training_step",
+    title="A training step",
+    summary="What a training step costs part by part, where its time goes, and what torch.compile changes.",
+    config=TrainingStepConfig,
+    paper={
+        "sizes": ["small", "medium", "large", "xl", "2.7B"],
+        "profiled_sizes": ["small", "medium", "large", "xl", "2.7B"],
+        "compiled_sizes": ["small", "medium", "large", "xl"],
+        "first_step_sizes": ["small", "medium", "large"],
+        "batch": 4,
+        "context_length": 128,
+        "warmup": 5,
+        "ratio_within": 0.0,
+        "rounds_s": 60.0,
+        "timeout_s": 1800.0,
+    },
+    on_gpu={"sizes": ["small", "medium", "large"], "profiled_sizes": ["small"], "batch": 4, "context_length": 512},
+    worker=measure,
+    points=points,
+    model_parameters=("sizes", "profiled_sizes", "compiled_sizes", "first_step_sizes"),
+    questions=[
+        Report(
+            id="step_times",
+            text="How long does a training step take, and which part takes most of it?",
+            table=step_times,
+            pick=largest_backward,
+            configuration=CONFIGURATION,
+            says="With {size}, the backward pass takes {seconds}, {of_step_percent}% of a training step.",
+            figure=Bars(source=step_times, x="size", y="seconds", hue="phase", log=True),
+        ),
+        Report(
+            id="shares",
+            text="Where does the time go, by kind of operator or GPU kernel?",
+            table=matmul_shares,
+            configuration=("device", "size"),
+            says="Matmuls take {matmul_percent}% of a {view} of {size}.",
+            figure=Bars(source=shares, x="view", y="share_percent", hue="family", panel="size", stacked=True),
+        ),
+        Check(
+            id="predicted",
+            text="Do the machine's rates of matmuls, memory and calls predict how long each part takes?",
+            table=predictions,
+            measured="seconds",
+            predicted="predicted_s",
+            configuration=CONFIGURATION,
+            figure=Lines(source=RATIO, x="size", y="measured_over_predicted", hue="phase", log="y", level=1),
+        ),
+        Compare(
+            id="compile",
+            text="Is a step of the compiled model faster than an eager one?",
+            metric=COMPILE,
+            baseline=EAGER,
+            names={EAGER: "the eager one", COMPILED: "a compiled step"},
+            topic="compile",
+            advice="Compile the model for long runs{where}: compiling takes as long as many steps.",
+        ),
+        Report(
+            id="compile_pays",
+            text="After how many steps is the time to compile earned back?",
+            table=compile_pays,
+            configuration=CONFIGURATION,
+            says="With {size}, after {pays_after_steps} steps: compiling takes {compile_s}.",
+        ),
+        Compare(
+            id="first_step",
+            text="Is a later step of a process faster than its first one?",
+            metric=FIRST_STEP,
+            baseline=FIRST,
+            names={FIRST: "the first step of its process", LATER: "a later step"},
+        ),
+    ],
+)

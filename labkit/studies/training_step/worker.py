@@ -1,0 +1,183 @@
+"""What is run for a point of the training-step lab: phases timed, first steps, eager against compiled, a profile."""
+
+import math
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from labkit.bench.check import largest_difference, verdict
+from labkit.bench.clock import time_interleaved, time_parts_interleaved, timed_once
+from labkit.bench.trace import Sum, profile_call, sum_up
+from labkit.costs.memory import STATES_BYTES, peak_bytes
+from labkit.lab.capacity import skip_reason
+from labkit.lab.own_models import parameters_of, shape_of, source_of
+from labkit.lab.point import TimedPoint
+from labkit.nn.attention_implementations import why_nothing_compiles
+from labkit.nn.training import TrainingStep, gradients
+from labkit.studies.shared.alternatives import Failed, attempt, timed_rows
+from labkit.studies.shared.compiler import make_compiler_ready
+
+if TYPE_CHECKING:
+    from labkit.machine import Machine
+
+INFERENCE, FORWARD, BACKWARD, OPTIMIZER = "inference", "forward", "backward", "optimizer"
+STEP, FORWARD_BACKWARD = "step", "forward and backward"
+EAGER, COMPILED = "eager", "compiled"
+FIRST, LATER = "the first step", "a later step"
+SETTLED_AFTER = 5  # steps of a process, after which a step counts as a later one
+HEADROOM = 1.1  # over the formulas of memory
+SMALL_SHARE, OTHERS = 0.001, "all others"  # operators below this share of every pass are summed up
+
+# Eager and compiled differ by the order of sums and by fused roundings, relative to a tensor's largest gradient: some
+# hundred units of float32 in 12 layers. A wrong kernel is off by the size of the gradient itself.
+TOLERANCES = {"float32": 1e-3, "bfloat16": 5e-2}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingStepPoint(TimedPoint):
+    """A model, and what is measured of it."""
+
+    sweep: str
+    """ "phases", "first" (steps of a new process), "compile" or "profile"."""
+    size: str
+    device: str
+    precision: str = "float32"
+    batch: int = 4
+    context_length: int = 128
+    trial: int = 0
+
+    @property
+    def series(self) -> tuple[Hashable, float] | None:
+        n = parameters_of(self.size)
+        return ((self.sweep, self.device, self.precision), n) if n else None
+
+    def skip_reason(self, machine: "Machine") -> str | None:
+        if self.sweep == "compile" and (reason := why_nothing_compiles(self.device)):
+            return reason
+        if (shape := shape_of(self.size)) is None:  # a user's model: only its parameters are known
+            return skip_reason(machine, self.device, STATES_BYTES * (parameters_of(self.size) or 0))
+        needed = HEADROOM * peak_bytes(shape, self.batch, self.context_length, device=self.device)
+        return skip_reason(machine, self.device, (2 if self.sweep == "compile" else 1) * needed)
+
+    def title(self) -> str:
+        what = f"first steps, process {self.trial + 1}" if self.sweep == "first" else self.sweep
+        return f"{what}, {self.size}, {self.precision}"
+
+
+def measure(point: TrainingStepPoint) -> Iterator[dict[str, Any]]:
+    """Rows of the sweep that the point belongs to."""
+    actions = {"phases": _measure_phases, "first": _measure_first, "compile": _measure_compiled, "profile": _profile}
+    yield from actions[point.sweep](point)
+
+
+def _make_step(point: TrainingStepPoint, *, compiled: bool = False) -> TrainingStep:
+    return TrainingStep(
+        source_of(point.size),
+        batch=point.batch,
+        context_length=point.context_length,
+        device=point.device,
+        precision=point.precision,
+        compiled=compiled,
+        seed=point.seed,
+    )
+
+
+def _measure_phases(point: TrainingStepPoint) -> Iterator[dict[str, Any]]:
+    """Seconds of inference, of each phase of a step, and of their sums in each round."""
+    step = _make_step(point)
+    training = {FORWARD: step.forward, BACKWARD: step.backward, OPTIMIZER: step.optimizer_step}
+    turns: dict[str, dict[str, Callable[[], Any]]] = {INFERENCE: {INFERENCE: step.infer}, STEP: training}
+    samples = time_parts_interleaved(turns, device=point.device, **point.rounds)
+    loss = float(step.infer())
+    if not math.isfinite(loss):
+        yield {"check": f"wrong: the loss is {loss}"}
+        return
+    seconds = samples[INFERENCE] | samples[STEP]
+    sums = {FORWARD_BACKWARD: (FORWARD, BACKWARD), STEP: (FORWARD, BACKWARD, OPTIMIZER)}
+    for name, parts in sums.items():
+        seconds[name] = [sum(values) for values in zip(*(seconds[part] for part in parts), strict=True)]
+    yield from ({"phase": phase, "seconds": values, "check": "ok"} for phase, values in seconds.items())
+
+
+def _measure_first(point: TrainingStepPoint) -> Iterator[dict[str, Any]]:
+    """The first step of a new process, and the median of those that follow the first few."""
+    step = _make_step(point)
+    repeats = SETTLED_AFTER + max(3, min(point.repeats, 10))
+    seconds = time_interleaved({STEP: step.run}, warmup=0, repeats=repeats, device=point.device)[STEP]
+    later = sorted(seconds[SETTLED_AFTER:])
+    yield {"which": FIRST, "seconds": [seconds[0]], "check": "ok"}
+    yield {"which": LATER, "seconds": [later[len(later) // 2]], "check": "ok"}
+
+
+def _measure_compiled(point: TrainingStepPoint) -> Iterator[dict[str, Any]]:
+    """Compile with an empty cache, compare gradients, then time both in turn; the compiler's own start is apart."""
+    ready = attempt(COMPILED, partial(make_compiler_ready, point.device), device=point.device)
+    if isinstance(ready, Failed):
+        yield {"implementation": COMPILED, "check": ready.reason}
+        return
+    from torch._inductor.utils import fresh_cache  # takes seconds, which other points need not spend
+
+    torch._dynamo.reset()
+    with fresh_cache():
+        steps = {EAGER: _make_step(point)}
+
+        def compile_and_compare() -> dict[str, float]:
+            steps[COMPILED] = _make_step(point, compiled=True)
+            compile_s = timed_once(partial(_run_forward_backward, steps[COMPILED]), point.device)[1]
+            _run_forward_backward(steps[EAGER])
+            error = largest_difference(gradients(steps[COMPILED].model), gradients(steps[EAGER].model))
+            for step in steps.values():
+                step.optimizer_step()
+            return {"compile_s": compile_s, "error": error}
+
+        result = attempt(COMPILED, compile_and_compare, device=point.device)
+        if isinstance(result, Failed):
+            yield {"implementation": COMPILED, "check": result.reason}
+            return
+        check = verdict(result["error"], TOLERANCES[point.precision])
+        rows: dict[str, dict[str, Any]] = {name: {"implementation": name, "check": check} for name in steps}
+        rows[COMPILED] |= result
+        yield from timed_rows(
+            rows, {name: step.run for name, step in steps.items()}, device=point.device, **point.rounds
+        )
+
+
+def _run_forward_backward(step: TrainingStep) -> None:
+    step.forward()
+    step.backward()
+
+
+def _profile(point: TrainingStepPoint) -> Iterator[dict[str, Any]]:
+    """Seconds of each operator, or GPU kernel, in each profiled pass of inference and of a full step."""
+    step = _make_step(point)
+    actions = {INFERENCE: step.infer, STEP: step.run}
+    for action in actions.values():
+        action()
+        profile_call(action, device=point.device)  # the first one starts the profiler itself
+    passes: dict[str, list[dict[tuple[str, ...], Sum]]] = {name: [] for name in actions}
+    for _ in range(point.repeats):
+        for name, action in actions.items():
+            profile = profile_call(action, device=point.device)
+            key = lambda event: (event.within((FORWARD, BACKWARD, OPTIMIZER)), event.family, event.name)  # noqa: E731
+            passes[name].append(sum_up(profile.events, key))
+    for name, sums in passes.items():
+        yield from ({"profiled": name} | row for row in _operator_rows(sums))
+
+
+def _operator_rows(sums: list[dict[tuple[str, ...], Sum]]) -> Iterator[dict[str, Any]]:
+    """One row per (phase, family, operator): its time, without that of what it calls, and calls in each pass."""
+    totals = [sum(entry.seconds for entry in one.values()) for one in sums]
+    rows: dict[tuple[str, ...], tuple[list[float], list[int]]] = {}
+    for key in dict.fromkeys(key for one in sums for key in one):
+        entries = [one.get(key) for one in sums]
+        seconds = [entry.seconds if entry else 0.0 for entry in entries]
+        is_small = all(part < SMALL_SHARE * total for part, total in zip(seconds, totals, strict=True))
+        row = rows.setdefault((*key[:2], OTHERS) if is_small else key, ([0.0] * len(sums), [0] * len(sums)))
+        for index, entry in enumerate(entries):
+            row[0][index] += seconds[index]
+            row[1][index] += entry.calls if entry else 0
+    for (phase, family, operator), (seconds, calls) in rows.items():
+        yield {"phase": phase, "family": family, "operator": operator, "self_s": seconds, "calls": calls}
