@@ -32,7 +32,13 @@ LABS = (
     "scaling",
     "this_machine",
 )
-ON_ONE_PAGE = {"all_reduce", "attention", "data_parallel", "training_step"}  # the others are still to be declared so
+ON_ONE_PAGE = {
+    "all_reduce",
+    "attention",
+    "data_parallel",
+    "training_step",
+    "precision",
+}  # the others are still to be declared so
 
 
 def load_study(lab: str) -> "Lab":

@@ -103,7 +103,8 @@ def communication(results: Results) -> pd.DataFrame:
     """What averaging costs a step, by wrapper, in medians over the rounds.
 
     `longer_s` and `longer_percent`: a step less the same one without communication. `waiting_s`: from the end of
-    backward. `alone_s`: the same collectives with nothing else to do. `hidden_percent`: what backward hides of those, 0 if nothing.
+    backward. `alone_s`: the same collectives with nothing else to do. `hidden_percent`: how
+    much of those backward hides.
     """
     samples = PHASES.samples(results.frame)
     keys = list(CONFIGURATION)

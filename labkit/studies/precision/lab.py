@@ -1,0 +1,156 @@
+"""Precision: what 16-bit formats do to sums and dtypes, and what autocast to bfloat16 saves by model size."""
+
+import math
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+import pandas as pd
+from pydantic import Field
+
+from labkit.costs.transformer import SIZES
+from labkit.lab.answers import Compare, Report
+from labkit.lab.config import Count, Device, TimedConfig, TimeoutSeconds, one_of
+from labkit.lab.declaration import Lab
+from labkit.lab.figures.declared import RATIO, Lines
+from labkit.lab.metric import Metric, Results
+from labkit.lab.project import reference_directory
+from labkit.machine import Machine
+from labkit.studies.precision.worker import ACCUMULATION, DTYPES, FULL, SPEED, PrecisionPoint, measure
+
+Size = Annotated[str, one_of(lambda: SIZES)]
+
+
+class PrecisionConfig(TimedConfig):
+    """What a reader may set."""
+
+    models: Annotated[list[Size], Field(min_length=1)] = ["nano", "mini"]
+    precisions: Annotated[list[Literal["bfloat16", "float16"]], Field(min_length=1)] = ["bfloat16"]
+    """Autocast dtypes that are timed against float32."""
+    batch: Count = 2
+    context_length: Count = 64
+    term: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 0.01
+    """The number that is added again and again."""
+    additions: Annotated[int, Field(ge=2, le=10_000_000)] = 1000
+    device: Device = "auto"
+    """auto: sums and dtypes on every device, times on the GPU if there is one."""
+    warmup: int = Field(1, ge=0, le=10_000)
+    rounds_s: float | None = 5.0
+    timeout_s: TimeoutSeconds = 300.0
+
+
+CONFIGURATION = ("device", "model", "batch", "context_length", "mode")
+TIME = Metric("seconds", "precision", CONFIGURATION, where={"part": SPEED})
+NAMES = {FULL: "float32", "bfloat16": "autocast to bfloat16", "float16": "autocast to float16"}
+
+
+def points(config: PrecisionConfig, machine: Machine) -> list[PrecisionPoint]:
+    """Sums and dtypes on every device first, then timed models from small to large."""
+    present = ["cpu", "cuda"] if machine.gpus else ["cpu"]
+    return list(_points(config, present if config.device == "auto" else [config.device]))
+
+
+def _points(config: PrecisionConfig, devices: list[str]) -> Iterator[PrecisionPoint]:
+    for device in devices:
+        common: dict[str, Any] = {"device": device, "seed": config.seed, "timeout_s": config.timeout_s}
+        yield PrecisionPoint(part=ACCUMULATION, term=config.term, additions=config.additions, **common)
+        for name in (FULL, "bfloat16", "float16"):
+            yield PrecisionPoint(part=DTYPES, precision=name, **common)
+    precisions = (FULL, *dict.fromkeys(config.precisions))
+    for model in sorted(set(config.models), key=list(SIZES).index):
+        yield PrecisionPoint.of(config, part=SPEED, device=devices[-1], model=model, precisions=precisions)
+
+
+def sums(results: Results) -> pd.DataFrame:
+    """Sums so far by variant, with the error of the term as it is stored, and that of the sum."""
+    columns = ["part", "device", "variant", "n_added", "sum", "exact_sum", "stored_sum"]
+    frame = results.frame.reindex(columns=columns)
+    table = frame[frame["part"] == ACCUMULATION].drop(columns="part").dropna()
+    error = ((table["sum"] - table["exact_sum"]) / table["exact_sum"]).abs().astype(float)
+    return table.assign(
+        term_error=table["stored_sum"] - table["exact_sum"],
+        sum_error=table["sum"] - table["stored_sum"],
+        correct_digits=[max(0.0, -math.log10(one)) if one else float("nan") for one in error],
+    )
+
+
+def final_sums(results: Results) -> pd.DataFrame:
+    """The last sum of each variant, next to the published one."""
+    table = sums(results).groupby(["device", "variant"], sort=False).tail(1)
+    published = pd.read_csv(reference_directory() / "profile_kernels.csv").set_index("quantity")["value"]
+    names = {variant: f"accumulate_{variant}" for variant in table["variant"]}
+    return table.assign(published_sum=[published.get(names[variant]) for variant in table["variant"]])
+
+
+def worst_sum(table: pd.DataFrame) -> Any:
+    """The sum with the fewest correct digits."""
+    return table["correct_digits"].idxmin()
+
+
+def dtypes(results: Results) -> pd.DataFrame:
+    """One row per device, model and autocast dtype, one column per quantity."""
+    frame = results.frame.reindex(columns=["part", "device", "model", "precision", "quantity", "observed"])
+    table = frame[frame["part"] == DTYPES]
+    keys = ["device", "model", "precision"]
+    wide = table.pivot_table(index=keys, columns="quantity", values="observed", aggfunc="first", sort=False)
+    return wide.reset_index().rename(columns={"precision": "autocast"}).rename_axis(columns=None)
+
+
+def bfloat16_row(table: pd.DataFrame) -> Any:
+    """The Transformer under autocast to bfloat16."""
+    return table.index[table["autocast"] == "bfloat16"][-1]
+
+
+def published_speed() -> pd.DataFrame:
+    """Published times of forward and backward passes in float32 and under autocast to bfloat16, on an H100."""
+    return pd.read_csv(reference_directory() / "mixed_precision.csv")
+
+
+LAB = Lab(
+    name="precision",
+    title="Precision",
+    summary="What 16-bit formats do to sums and dtypes, and what autocast to bfloat16 saves by model size.",
+    config=PrecisionConfig,
+    paper={
+        "models": ["small", "medium", "large", "xl", "2.7B"],
+        "batch": 4,
+        "context_length": 128,
+        "warmup": 5,
+        "repeats": 20,
+        "ratio_within": 0.0,
+        "rounds_s": 60.0,
+        "timeout_s": 1800.0,
+    },
+    on_gpu={"models": ["small", "medium", "large"], "batch": 4, "context_length": 512},
+    worker=measure,
+    points=points,
+    model_parameters=("models",),
+    questions=[
+        Compare(
+            id="autocast_speed",
+            text="How much time does autocast save, by model size, without the optimizer?",
+            metric=TIME,
+            baseline=FULL,
+            names=NAMES,
+            topic="precision",
+            advice="To save time, train under {name}{where}.",
+            figure=Lines(source=RATIO, x="model", hue="mode", log="y", level=1),
+        ),
+        Report(
+            id="accumulation",
+            text="How far is a sum of many small numbers from the exact one, by dtype?",
+            table=final_sums,
+            pick=worst_sum,
+            configuration=("device",),
+            says="In {variant} the sum of {n_added} terms ends at {sum} instead of {exact_sum}.",
+            figure=Lines(source=sums, x="n_added", y="correct_digits", hue="variant", panel="device", log="x"),
+        ),
+        Report(
+            id="dtypes",
+            text="Which dtype does each part of a model have under autocast?",
+            table=dtypes,
+            pick=bfloat16_row,
+            configuration=("device", "model"),
+            says="Under autocast to bfloat16 the logits are {logits}; parameters and gradients stay {parameters}.",
+        ),
+    ],
+)
