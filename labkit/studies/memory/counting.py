@@ -127,10 +127,10 @@ def _category(allocation: Allocation) -> str:
     return "temporaries" if allocation.phase else "inputs"
 
 
-def count_rows(phases: Sequence[str], *, detail: bool, **arguments: Any) -> Iterator[dict[str, Any]]:
+def count_rows(phases: Sequence[str], *, has_details: bool, **arguments: Any) -> Iterator[dict[str, Any]]:
     """A row per phase: its peak, the parts of it, how long counting took and what it needed of this machine's memory.
 
-    With `detail`, also the full step's timeline and its largest allocations.
+    With `has_details`, also the full step's timeline and its largest allocations.
     """
     with peak_memory_growth("cpu") as host:
         start = time.perf_counter()
@@ -147,7 +147,7 @@ def count_rows(phases: Sequence[str], *, detail: bool, **arguments: Any) -> Iter
             "count_s": count_s,
             "host_bytes": host.growth_bytes,
         } | _parts(peak.by_category())
-    if detail:
+    if has_details:
         yield from _timeline_rows(counted)
         yield from _allocation_rows(counted)
 

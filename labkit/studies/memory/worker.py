@@ -1,37 +1,37 @@
-"""What a rank runs to measure or count one point of the memory lab. Imports torch and the instruments only.
+"""What is run for a point of the memory lab: peaks measured, or counted with fake tensors, and checkpointing.
 
-``measured``    the peak that the allocator saw, of one phase
-``counted``     the same on fake tensors (`counting.py`), parts and timeline included
-``block``       what one layer keeps for backward, by operator
-``checkpoint``  peak and time of a full step by segment length of activation checkpointing
+A measured peak is the allocator's. A counted one (`counting.py`) takes no memory, so that a model which this machine
+could never hold is counted on it. A checkpoint point has both, and times, by segment length.
 """
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from labkit.bench.allocator import record_allocations
 from labkit.bench.check import largest_difference, verdict
-from labkit.bench.saved_tensors import saved_by_operator
-from labkit.costs import memory as costs
-from labkit.lab.own_models import shape_of, source_of
+from labkit.costs.memory import STATES_BYTES, peak_bytes, state_bytes
+from labkit.costs.transformer import SIZES
+from labkit.lab.capacity import skip_reason
+from labkit.lab.own_models import parameters_of, shape_of, source_of
 from labkit.lab.point import TimedPoint
-from labkit.nn.attention import explicit_attention
 from labkit.nn.training import AUTOCAST_DTYPES, TrainingStep, gradients
-from labkit.nn.transformer import RotaryPositions, TransformerLayer, shape_named
 from labkit.studies.memory.counting import count_phases, count_rows
 from labkit.studies.shared.alternatives import row_of, timed_rows
 
-WITHOUT = 0
-"""The segment length that stands for no checkpointing."""
-ITS_OWN = 0
-"""The batch and the context length of a model that comes with its own batch."""
-NOTHING_TO_COMPARE = "no gradients without checkpointing to compare with"
-LARGEST_ERROR = 1e-4
-"""Of a gradient, over the largest of its tensor: the same operators run again."""
+if TYPE_CHECKING:
+    from labkit.machine import Machine
+
+MEASURED, COUNTED, CHECKPOINT = "measured", "counted", "checkpoint"
+INFERENCE, FORWARD, FULL_STEP = "inference", "forward", "full_step"
+NO_CHECKPOINTS = 0  # the segment length that stands for no checkpointing
+MODEL_BATCH = 0  # batch and context length of a user's model, which brings its own batch
+RANK_BYTES = 400 * 2**20  # resident memory of a process, torch included
+HEADROOM = 1.1  # over the formulas
+MAX_ERROR = 1e-4  # of a gradient over the largest of its tensor: the same operators run again
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,62 +39,69 @@ class MemoryPoint(TimedPoint):
     """One kind of look at one model size, context length and precision."""
 
     kind: str
+    """ "measured", "counted" or "checkpoint"."""
     size: str
     context_length: int
     batch: int = 4
     precision: str = "float32"
     device: str = "cpu"
     phases: tuple[str, ...] = ()
-    """Of a measured point, exactly one."""
-    checkpoint_segment: int = WITHOUT
+    """A measured point has exactly one."""
+    checkpoint_segment: int = NO_CHECKPOINTS
     segments: tuple[int, ...] = ()
-    """Of a checkpoint point: the lengths to compare, `WITHOUT` first."""
-    detail: bool = False
-    """Of a counted point: its full step's timeline and largest allocations too."""
-    machine_bytes: int = 0
-    """Memory of the device that would have to hold it."""
-    repeats: int = 2
+    """Segment lengths that a checkpoint point compares, `NO_CHECKPOINTS` first."""
+    has_details: bool = False
+    """Whether a counted point also has the timeline and the largest allocations of its full step."""
+
+    @property
+    def series(self) -> tuple[Hashable, float]:
+        return (self.kind, self.size, self.precision, self.phases), self.context_length
+
+    def skip_reason(self, machine: "Machine") -> str | None:
+        return skip_reason(machine, self.device, self._needed_bytes(), says="needs {} (predicted)")
+
+    def _needed_bytes(self) -> float:
+        if self.kind == COUNTED or not self.repeats:  # fake tensors take no memory
+            return 0
+        if (shape := shape_of(self.size)) is None:
+            return RANK_BYTES + STATES_BYTES * (parameters_of(self.size) or 0)
+        phase = self.phases[0] if self.kind == MEASURED else FULL_STEP
+        extra = 2 * state_bytes(shape)["gradients"] if self.kind == CHECKPOINT else 0  # held by its check
+        return RANK_BYTES + HEADROOM * (predict_peak(self, phase)["predicted_bytes"] + extra)
 
     def title(self) -> str:
-        context = f", context {self.context_length}" if self.context_length != ITS_OWN else ""
+        context = f", context {self.context_length}" if self.context_length != MODEL_BATCH else ""
         return f"{self.kind} {self.size}{context}, {self.precision}"
 
 
-def measure_point(point: MemoryPoint) -> Iterator[dict[str, Any]]:
-    """The rows of a point, predictions first among their columns."""
-    kinds = {"measured": _measured, "counted": _counted, "block": _block, "checkpoint": _checkpoint}
+def measure(point: MemoryPoint) -> Iterator[dict[str, Any]]:
+    """The rows of a point, with the formulas' peaks."""
+    kinds = {MEASURED: _measure_peaks, COUNTED: _count, CHECKPOINT: _compare_segments}
     yield from kinds[point.kind](point)
 
 
-def predicted(point: MemoryPoint, phase: str) -> dict[str, int]:
-    """`predicted_bytes`, what the formulas say of a phase; nothing of a model that is no Transformer of labkit's."""
+def predict_peak(point: MemoryPoint, phase: str) -> dict[str, int]:
+    """`predicted_bytes`, the formulas' peak of a phase; nothing for a model without formulas."""
     if (shape := shape_of(point.size)) is None:
         return {}
-    peak = costs.peak_bytes(
-        shape,
-        point.batch,
-        point.context_length,
-        phase=phase,
-        precision=point.precision,
-        checkpoint_segment=point.checkpoint_segment,
-        device=point.device,
-    )
+    options: dict[str, Any] = {"precision": point.precision, "checkpoint_segment": point.checkpoint_segment}
+    peak = peak_bytes(shape, point.batch, point.context_length, phase=phase, device=point.device, **options)
     return {"predicted_bytes": peak}
 
 
-def _arguments(point: MemoryPoint) -> dict[str, Any]:
-    """Of the `TrainingStep` that a point describes."""
-    same = ("batch", "context_length", "device", "precision", "checkpoint_segment", "seed")
-    return {"source": source_of(point.size)} | {name: getattr(point, name) for name in same}
+def _step_arguments(point: MemoryPoint) -> dict[str, Any]:
+    names = ("batch", "context_length", "device", "precision", "checkpoint_segment", "seed")
+    return {"source": source_of(point.size)} | {name: getattr(point, name) for name in names}
 
 
-def _measured(point: MemoryPoint) -> Iterator[dict[str, Any]]:
-    """One row: the peak of each repeat of the phase, after a first run of it that warms up and is left out."""
+def _measure_peaks(point: MemoryPoint) -> Iterator[dict[str, Any]]:
+    """One row: the peak of each repeat of the phase, after a first run that warms up and is left out."""
     (phase,) = point.phases
-    _warm_up(point.device)
+    if torch.device(point.device).type == "cuda":
+        _take_workspaces(point.device)
     with record_allocations(point.device) as record:
-        step = TrainingStep(**_arguments(point))
-        run = {"inference": step.infer, "forward": step.forward, "full_step": step.run}[phase]
+        step = TrainingStep(**_step_arguments(point))
+        run = {INFERENCE: step.infer, FORWARD: step.forward, FULL_STEP: step.run}[phase]
         run()
         step.drop_gradients()
         for repeat in range(point.repeats):
@@ -102,117 +109,79 @@ def _measured(point: MemoryPoint) -> Iterator[dict[str, Any]]:
                 run()
             step.drop_gradients()
         del step, run
-    windows = record.windows.values()
-    yield {
-        "table": "peak",
-        "method": "measured",
-        "phase": phase,
-        "peak_bytes": [window.peak_bytes for window in windows],
-        "reserved_bytes": max((w.reserved_bytes for w in windows if w.reserved_bytes is not None), default=None),
-    } | predicted(point, phase)
+    peaks = [window.peak_bytes for window in record.windows.values()]
+    reserved = [window.reserved_bytes for window in record.windows.values() if window.reserved_bytes is not None]
+    row = {"table": "peak", "method": MEASURED, "phase": phase, "peak_bytes": peaks}
+    yield row | {"reserved_bytes": max(reserved, default=None)} | predict_peak(point, phase)
 
 
-def _warm_up(device: str) -> None:
-    """On CUDA, let the libraries take their workspaces, for forward and backward, before anything is recorded."""
-    if torch.device(device).type == "cuda":
-        for precision in AUTOCAST_DTYPES:
-            TrainingStep(shape_named("nano"), batch=1, context_length=16, device=device, precision=precision).run()
+def _take_workspaces(device: str) -> None:
+    """Let CUDA's libraries take their workspaces, for forward and backward, before anything is recorded."""
+    for precision in AUTOCAST_DTYPES:
+        TrainingStep(SIZES["nano"], batch=1, context_length=16, device=device, precision=precision).run()
 
 
-def _counted(point: MemoryPoint) -> Iterator[dict[str, Any]]:
-    for row in count_rows(point.phases, detail=point.detail, **_arguments(point)):
-        if row["table"] == "peak":
-            row |= predicted(point, row["phase"])
-        yield row
+def _count(point: MemoryPoint) -> Iterator[dict[str, Any]]:
+    for row in count_rows(point.phases, has_details=point.has_details, **_step_arguments(point)):
+        yield row | predict_peak(point, row["phase"]) if row["table"] == "peak" else row
 
 
-def _block(point: MemoryPoint) -> Iterator[dict[str, Any]]:
-    """A row an operator and tensor kept; one row of totals, with what was predicted and the gradients it produces."""
-    shape = shape_named(point.size)
-    dtype = AUTOCAST_DTYPES[point.precision]
-    predicted = costs.saved_by_layer(shape, point.batch, point.context_length, point.precision, device=point.device)
-    torch.manual_seed(point.seed)
-    with torch.device(point.device):
-        positions = RotaryPositions(point.context_length, shape.head_dim)
-        layer = TransformerLayer(shape, positions, explicit_attention)
-        x = torch.randn(point.batch, point.context_length, shape.d_model, requires_grad=True)
+def _compare_segments(point: MemoryPoint) -> Iterator[dict[str, Any]]:
+    """One row per segment length: peak measured and counted, the error of gradients, seconds per step.
 
-    def forward() -> torch.Tensor:
-        with torch.autocast(torch.device(point.device).type, dtype=dtype, enabled=dtype is not None):
-            output: torch.Tensor = layer(x)
-        return output
+    Without repeats, peaks are counted only.
 
-    output, saved = saved_by_operator(forward, own=[*layer.parameters(), *positions.buffers()], inputs=[x])
-    for storage in saved:
-        name = storage.operators[-1] if storage.operators else ""
-        yield {"table": "saved", "operator": name, "n_bytes": storage.n_bytes, "readers": " ".join(storage.operators)}
-    output.sum().backward()
-    yield {
-        "table": "block",
-        "saved_bytes": sum(storage.n_bytes for storage in saved),
-        "predicted_bytes": sum(predicted.values()),
-        "input_bytes": sum(storage.n_bytes for storage in saved if storage.is_input),
-        "residual_bytes": output.untyped_storage().nbytes(),
-        "predicted_residual_bytes": costs.residual_stream_bytes(shape, point.batch, point.context_length),
-        "parameter_gradients_bytes": sum(grad.nbytes for grad in gradients(layer).values()),
-        "input_gradient_bytes": x.grad.nbytes if x.grad is not None else 0,
-    }
-
-
-def _checkpoint(point: MemoryPoint) -> Iterator[dict[str, Any]]:
-    """A row per segment length: error against the first one, peak as measured and as counted, seconds a step.
-
-    If the first one cannot run, nothing is compared with it, and so nothing is timed.
+    Peaks come first: the step that is checked and timed must not be in them. If the step without checkpointing cannot
+    run, nothing is compared with it, and nothing is timed.
     """
     rows: dict[str, dict[str, Any]] = {}
+    counted = {segment: _count_segment(point, segment) for segment in point.segments}
+    if not point.repeats:
+        yield from ({"table": "checkpoint", "segment": segment} | row for segment, row in counted.items())
+        return
     for segment in point.segments:
-        peak = row_of(str(segment), partial(_peak_of_segment, point, segment), device=point.device)
-        rows[str(segment)] = {"table": "checkpoint", "segment": segment} | _counted_peak(point, segment) | peak
-    step = TrainingStep(**_arguments(point))  # after all peaks, in which it must not be
+        peak = row_of(str(segment), partial(_segment_peak, point, segment), device=point.device)
+        rows[str(segment)] = {"table": "checkpoint", "segment": segment} | counted[segment] | peak
+    step = TrainingStep(**_step_arguments(point))
     expected: dict[str, torch.Tensor] = {}
     for name, row in rows.items():
         if "check" not in row:
-            row |= row_of(name, partial(_check, step, row["segment"], expected), device=point.device)
+            row |= row_of(name, partial(_check_segment, step, row["segment"], expected), device=point.device)
             step.drop_gradients()
     expected.clear()
-    calls = {name: partial(_step_with, step, row["segment"]) for name, row in rows.items()}
+    calls = {name: partial(_run_with_segment, step, row["segment"]) for name, row in rows.items()}
     yield from timed_rows(rows, calls, device=point.device, **point.rounds)
 
 
-def _check(step: TrainingStep, segment: int, expected: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """The gate: the largest difference of any gradient from the `expected`, which those without segments become."""
-    if segment != WITHOUT and not expected:
-        return {"check": NOTHING_TO_COMPARE}
-    found = _gradients_with(step, segment)
-    if segment == WITHOUT:
-        expected |= found
-    error = largest_difference(found, expected)
-    return {"check": verdict(error, LARGEST_ERROR), "error": error}
+def _segment_peak(point: MemoryPoint, segment: int) -> dict[str, int]:
+    (row,) = _measure_peaks(replace(point, phases=(FULL_STEP,), checkpoint_segment=segment, repeats=1))
+    return {"peak_bytes": row["peak_bytes"][0]}
 
 
-def _step_with(step: TrainingStep, segment: int) -> None:
+def _count_segment(point: MemoryPoint, segment: int) -> dict[str, int]:
+    counted = count_phases((FULL_STEP,), **_step_arguments(replace(point, checkpoint_segment=segment)))
+    return {"counted_bytes": counted.peak(FULL_STEP).n_bytes}
+
+
+def _check_segment(step: TrainingStep, segment: int, expected: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Compare gradients with `expected`, which those without checkpointing become."""
+    if segment != NO_CHECKPOINTS and not expected:
+        return {"check": "no gradients without checkpointing to compare with"}
+    step.model.checkpoint_segment = segment
+    step.forward()
+    step.backward()
+    actual = gradients(step.model)
+    step.drop_gradients()
+    if segment == NO_CHECKPOINTS:
+        expected |= actual
+    error = largest_difference(actual, expected)
+    return {"check": verdict(error, MAX_ERROR), "error": error}
+
+
+def _run_with_segment(step: TrainingStep, segment: int) -> None:
     step.model.checkpoint_segment = segment
     try:
         step.run()
     except Exception:
         step.drop_gradients()  # and what is saved for them, which others need room for
         raise
-
-
-def _peak_of_segment(point: MemoryPoint, segment: int) -> dict[str, int]:
-    (row,) = _measured(replace(point, phases=("full_step",), checkpoint_segment=segment, repeats=1))
-    return {"peak_bytes": row["peak_bytes"][0]}
-
-
-def _counted_peak(point: MemoryPoint, segment: int) -> dict[str, int]:
-    counted = count_phases(("full_step",), **_arguments(replace(point, checkpoint_segment=segment)))
-    return {"counted_bytes": counted.peak("full_step").n_bytes}
-
-
-def _gradients_with(step: TrainingStep, segment: int) -> dict[str, torch.Tensor]:
-    step.model.checkpoint_segment = segment
-    step.forward()
-    step.backward()
-    found = gradients(step.model)
-    step.drop_gradients()
-    return found
