@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -15,12 +15,16 @@ from labkit.bench.checksums import first_wrong
 from labkit.bench.clock import time_interleaved
 from labkit.bench.rates import Work, matrix_product
 from labkit.costs.transformer import TransformerShape, n_parameters
+from labkit.lab.capacity import skip_reason
 from labkit.lab.point import TimedPoint
 from labkit.lab.units import format_seconds
 from labkit.nn.transformer import shape_named
 from labkit.parallel.ranks.device import use_device
 from labkit.studies.limits.exchange import CALLS, exchange
 from labkit.studies.shared.alternatives import Failed, attempt, time_those_that_run
+
+if TYPE_CHECKING:
+    from labkit.machine import Machine
 
 FEWEST_ROUNDS = 3  # that a product should leave time for
 LEAST_FLOPS_PER_S = 2e8  # what a CPU reaches that converts every number, and more: what is slower is a stall
@@ -46,12 +50,17 @@ class LimitPoint(TimedPoint):
     batch: int = 1
     context_length: int = 1
 
+    def skip_reason(self, machine: "Machine") -> str | None:
+        largest = max(self.sizes, default=0)
+        needed = self.world_size * 3 * (8 * largest**2 if self.sweep == "products" else largest)
+        return skip_reason(machine, self.device, needed)
+
     def title(self) -> str:
         about = self.model or self.dtype
         return f"{super().title()}, {self.device}, {self.sweep.replace('_', ' ')}, {about}"
 
 
-def measure_point(point: LimitPoint) -> Iterator[dict[str, Any]]:
+def measure(point: LimitPoint) -> Iterator[dict[str, Any]]:
     """Rows with `seconds` of one call in each repeat, beside what the call does: `flops`, `bytes`."""
     torch.manual_seed(point.seed)
     yield from _SWEEPS[point.sweep](point, use_device(point.device))

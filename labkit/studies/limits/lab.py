@@ -1,0 +1,276 @@
+"""The limits of this machine: arithmetic, memory, threads and messages at best, and which limit binds what."""
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import pandas as pd
+from pydantic import Field
+
+from labkit.bench.statistics import MIN_RELEVANT_DIFFERENCE
+from labkit.costs.calibration import ALL_REDUCE
+from labkit.costs.transformer import SIZES
+from labkit.lab.answers import Compare, Report
+from labkit.lab.calibration import transports
+from labkit.lab.config import Count, Device, TimedConfig, TimeoutSeconds, one_of
+from labkit.lab.declaration import Lab
+from labkit.lab.figures.declared import Lines
+from labkit.lab.metric import Metric, Results
+from labkit.machine import Machine
+from labkit.studies.limits.worker import LimitPoint, measure
+
+KIB, MIB = 2**10, 2**20
+THREADED_ROWS, THREADED_BYTES = 1024, 64 * MIB  # keep all threads busy, and fit nowhere but in memory
+ITSELF_ROWS, ITSELF_BYTES, ITSELF_REPEATS, ITSELF_RANKS = 512, 2**20, 20, 2
+
+
+class LimitsConfig(TimedConfig):
+    """What a reader may set."""
+
+    matmul_sizes: Annotated[list[Annotated[int, Field(ge=8, le=2**15)]], Field(min_length=1)] = [
+        2**k for k in range(4, 12)
+    ]
+    """Rows of square matrices."""
+    dtypes: Annotated[list[Literal["float32", "float64", "bfloat16", "float16"]], Field(min_length=1)] = [
+        "float32",
+        "bfloat16",
+    ]
+    copy_sizes_bytes: Annotated[list[Count], Field(min_length=1)] = [64, *(KIB * 4**k for k in range(10))]
+    """Arrays that are copied and added."""
+    exchange_sizes_bytes: list[Count] = [KIB, 16 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB]
+    """Messages between ranks."""
+    ranks: list[Annotated[int, Field(ge=2, le=64)]] = [2, 4]
+    """Numbers of ranks that send messages; up to one per core, they also multiply and add at once."""
+    model: Annotated[str, one_of(lambda: SIZES)] = "mini"
+    """The model whose operators are timed, for the roofline."""
+    batch: Count = 4
+    context_length: Count = 128
+    device: Device = "auto"
+    warmup: int = Field(1, ge=0, le=10_000)
+    rounds_s: float | None = 1.5
+    timeout_s: TimeoutSeconds = 300.0
+
+
+MATMUL = Metric(
+    "seconds", "shape", ("device", "dtype", "dimensions", "flops"), where={"sweep": "products", "world_size": 1}
+)
+MEMORY = Metric("seconds", "operation", ("device", "n_bytes", "bytes"), where={"sweep": "memory", "world_size": 1})
+THREADS = Metric("seconds", "threads", ("operation",), where={"sweep": "threads"})
+EXCHANGE = Metric("seconds", "way", ("world_size", "n_bytes"), where={"sweep": "exchange", "what": ALL_REDUCE})
+ITSELF = Metric("seconds", "repetition", ("world_size", "device", "operation"), where={"sweep": "itself"})
+OPERATORS = Metric(
+    "seconds",
+    "operator",
+    ("device", "model", "batch", "context_length", "flops", "bytes"),
+    where={"sweep": "operators"},
+)
+
+
+def points(config: LimitsConfig, machine: Machine) -> list[LimitPoint]:
+    """On the device: matmuls, memory, operators. On the CPU: threads, ranks, and messages between them."""
+    every = _points(config, machine, machine.device(config.device))
+    return list({point.id: point for point in every}.values())
+
+
+def _points(config: LimitsConfig, machine: Machine, device: str) -> Iterator[LimitPoint]:
+    rows, arrays = tuple(config.matmul_sizes), tuple(config.copy_sizes_bytes)
+    threaded = (min(THREADED_ROWS, max(rows)), min(THREADED_BYTES, max(arrays)))
+    on_cpu: dict[str, Any] = {"device": "cpu", "dtype": "float32"}
+    for dtype in config.dtypes:
+        yield LimitPoint.of(config, sweep="products", device=device, dtype=dtype, sizes=rows)
+    yield LimitPoint.of(config, sweep="memory", device=device, sizes=arrays)
+    yield LimitPoint.of(config, sweep="operators", device=device)
+    yield LimitPoint.of(config, sweep="threads", sizes=threaded, **on_cpu)
+    # The CPU's ranks are measured on every machine: gloo and shared memory connect them.
+    for ranks in sorted({1, *config.ranks}):
+        here = on_cpu | {"world_size": ranks, "backend": "gloo" if ranks > 1 else None}
+        if ranks <= max(machine.cores, 2):
+            for sweep, sizes, largest in (("products", rows, threaded[0]), ("memory", arrays, threaded[1])):
+                is_whole = (ranks, device) == (1, "cpu")
+                fitting = sizes if is_whole else tuple(size for size in sizes if size <= largest)
+                yield LimitPoint.of(config, sweep=sweep, **here | {"sizes": fitting})
+        if ranks <= ITSELF_RANKS:
+            # All rounds are taken: there is nothing to be known early.
+            rounds = {"repeats": max(config.repeats, ITSELF_REPEATS), "ratio_within": 0.0, "rounds_s": None}
+            where = here if ranks > 1 else here | {"device": device}
+            yield LimitPoint.of(config, sweep="itself", sizes=(ITSELF_ROWS, ITSELF_BYTES), **where | rounds)
+            yield LimitPoint.of(config, sweep="autograd", sizes=(threaded[1],), **here | rounds)
+        if ranks > 1 and config.exchange_sizes_bytes:
+            messages = tuple(config.exchange_sizes_bytes)
+            yield LimitPoint.of(config, sweep="exchange", sizes=messages, **here)
+            if machine.backend(device, ranks) == "nccl":
+                yield LimitPoint.of(
+                    config, sweep="exchange", sizes=messages, **here | {"device": device, "backend": "nccl"}
+                )
+
+
+def matmuls(results: Results) -> pd.DataFrame:
+    """Medians of each matmul, its FLOP/s, and its share of the best rate of its dtype."""
+    table = MATMUL.medians(results.frame)
+    table = table.assign(flops_per_s=table["flops"] / table["seconds"])
+    best = table.groupby(["device", "dtype"])["flops_per_s"].transform("max")
+    is_square = table["shape"].str.startswith("square")
+    size = table["shape"].where(is_square).str.removeprefix("square ").astype(float)
+    table = table.assign(rows=size, of_best_percent=100 * table["flops_per_s"] / best)
+    return table.sort_values(["device", "dtype", "flops"], ignore_index=True)
+
+
+def best_matmul(table: pd.DataFrame) -> Any:
+    """The fastest matmul in float32, on the GPU if there is one."""
+    rows = table[table["dtype"] == "float32"]
+    return rows[rows["device"] == rows["device"].max()]["flops_per_s"].idxmax()
+
+
+def square_matmuls(results: Results) -> pd.DataFrame:
+    """The square ones, for the figure."""
+    return matmuls(results).dropna(subset="rows")
+
+
+def memory(results: Results) -> pd.DataFrame:
+    """Medians of copies and additions, and their bytes per second, read and written together."""
+    table = MEMORY.medians(results.frame)
+    return table.assign(bytes_per_s=table["bytes"] / table["seconds"]).sort_values(
+        ["device", "operation", "n_bytes"], ignore_index=True
+    )
+
+
+def longest_addition(table: pd.DataFrame) -> Any:
+    """The longest addition, which comes from memory."""
+    rows = table[(table["operation"] == "add") & (table["device"] == table["device"].max())]
+    return rows["n_bytes"].idxmax()
+
+
+def shortest_all_reduce(results: Results) -> pd.DataFrame:
+    """The shortest all-reduce by ranks and transport, as measured, and the cost of a byte of long ones, as fitted."""
+    table = EXCHANGE.medians(results.frame)
+    table = table[table["n_bytes"] == table["n_bytes"].min()].drop(columns=["low", "high", "n"])
+    rates = [
+        {
+            "world_size": one.ranks,
+            "way": one.way,
+            "bytes_per_s": 1 / one.beta_s_per_byte if one.beta_s_per_byte else None,
+        }
+        for one in transports(results.frame)
+        if one.what == ALL_REDUCE
+    ]
+    return table.merge(pd.DataFrame(rates, columns=["world_size", "way", "bytes_per_s"]), how="left")
+
+
+def gloo_between_two(table: pd.DataFrame) -> Any:
+    """The fewest ranks, over gloo."""
+    return table.sort_values(["world_size", "way"]).index[0]
+
+
+def against_itself(results: Results) -> pd.DataFrame:
+    """An operator over itself, and the smallest difference that such an interval can show, in percent."""
+    table = ITSELF.ratios_to("first", results.frame)
+    half = np.sqrt((table["high"] / table["low"]).astype(float)) - 1
+    smallest = 100 * np.maximum(half, MIN_RELEVANT_DIFFERENCE).where(half.notna())
+    return table.assign(smallest_percent=smallest).dropna(subset="smallest_percent")
+
+
+def roofline(results: Results) -> pd.DataFrame:
+    """The operators of a step: FLOPs per byte, the limit that binds, and the measured time over that limit's."""
+    table = OPERATORS.medians(results.frame)
+    device = table["device"].max() if len(table) else None
+    best, moved = (rates[rates["device"] == device] for rates in (matmuls(results), memory(results)))
+    best, added = best[best["dtype"] == "float32"], moved[moved["operation"] == "add"]
+    if best.empty or added.empty:
+        return table.iloc[:0]
+    per_byte = 1 / added.loc[added["n_bytes"].idxmax(), "bytes_per_s"]
+    limits = pd.DataFrame(
+        {
+            "arithmetic": table["flops"] / best["flops_per_s"].max(),
+            "memory": table["bytes"] * per_byte,
+            "the call": added["seconds"].min(),
+        }
+    )
+    bound = limits.idxmax(axis=1)
+    share = 100 * bound.map(bound.value_counts()) / len(bound)
+    table = table.assign(
+        intensity=table["flops"] / table["bytes"],
+        flops_per_s=table["flops"] / table["seconds"],
+        bound=bound,
+        of_operators_percent=share,
+        measured_over_limit=table["seconds"] / limits.max(axis=1),
+    )
+    return table.sort_values("intensity", ignore_index=True)
+
+
+LAB = Lab(
+    name="limits",
+    title="The limits of this machine",
+    summary="What this machine can do at best (arithmetic, memory, threads, messages), and which limit binds what.",
+    config=LimitsConfig,
+    paper={
+        "matmul_sizes": [2**k for k in range(4, 14)],
+        "dtypes": ["float32", "float64", "bfloat16", "float16"],
+        "copy_sizes_bytes": [64, *(KIB * 2**k for k in range(21))],
+        "exchange_sizes_bytes": [KIB * 4**k for k in range(10)],
+        "model": "large",
+        "context_length": 512,
+        "ratio_within": 0.0,
+        "rounds_s": 60.0,
+        "timeout_s": 1200.0,
+    },
+    on_gpu={
+        "matmul_sizes": [2**k for k in range(6, 14)],
+        "copy_sizes_bytes": [64, *(KIB * 4**k for k in range(11))],
+        "model": "small",
+    },
+    worker=measure,
+    points=points,
+    questions=[
+        Report(
+            id="matmuls",
+            text="How fast are matmuls, and from which size up?",
+            table=matmuls,
+            pick=best_matmul,
+            configuration=("device", "dtype"),
+            says="Matmuls in {dtype} reach {flops_per_s}, at {dimensions}.",
+            figure=Lines(source=square_matmuls, x="rows", y="flops_per_s", hue="dtype", panel="device"),
+        ),
+        Report(
+            id="memory",
+            text="How fast is memory?",
+            table=memory,
+            pick=longest_addition,
+            configuration=("device",),
+            says="Additions of arrays of {n_bytes} move {bytes_per_s}, read and written together.",
+            figure=Lines(source=memory, x="n_bytes", y="bytes_per_s", hue="operation", panel="device"),
+        ),
+        Compare(
+            id="threads",
+            text="Do more threads make an operator faster?",
+            metric=THREADS,
+            baseline=1,
+            names={1: "with one thread"} | {n: f"work with {n} threads" for n in range(2, 257)},
+        ),
+        Report(
+            id="exchange",
+            text="What does an all-reduce cost: the shortest, and each byte of a long one?",
+            table=shortest_all_reduce,
+            pick=gloo_between_two,
+            configuration=("world_size", "way"),
+            says="Between {world_size} ranks over {way}, the shortest takes {seconds}; long ones move {bytes_per_s}.",
+            figure=Lines(source=EXCHANGE, x="n_bytes", panel="world_size"),
+        ),
+        Report(
+            id="roofline",
+            text="Which operators of a Transformer step are bound by arithmetic, and which by memory?",
+            table=roofline,
+            pick=lambda table: table["of_operators_percent"].idxmax(),
+            configuration=("model", "batch", "context_length", "device"),
+            says="{of_operators_percent}% of the operators of {model} are bound by {bound}, by their counts.",
+            figure=Lines(source=roofline, x="intensity", y="flops_per_s", hue="bound"),
+        ),
+        Report(
+            id="smallest_difference",
+            text="What is the smallest difference that this machine can show today?",
+            table=against_itself,
+            pick=lambda table: table["smallest_percent"].idxmax(),
+            configuration=("operation",),
+            says="{smallest_percent}%, between two {operation}s: smaller differences go unseen.",
+        ),
+    ],
+)
