@@ -17,6 +17,7 @@ import torch
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
 from labkit.machine import gpus as cuda_gpus
+from labkit.machine.cpu_quota import quota_cores
 from labkit.machine.source import Source, describe_source
 
 GIB = 2**30
@@ -132,10 +133,9 @@ def describe_machine() -> Machine:
 
 
 def available_cores() -> int:
-    """Cores this process may run on: the affinity mask where the system has one."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    """Cores this process may use: by the affinity mask, and by the CPU quota of its cgroups; at least 1."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(cores, int(quota_cores() or cores)))
 
 
 def dense_bf16_peak_tflops(device_name: str) -> float | None:

@@ -18,7 +18,6 @@ from labkit.lab.figures import Plot
 from labkit.lab.figures.vector import drawing
 from labkit.lab.findings import Finding, Question
 from labkit.lab.pages.html import piece, piece_style
-from labkit.lab.pages.steadiness import steadiness_notes
 from labkit.lab.runs.progress import Progress
 from labkit.lab.runs.store import Run
 from labkit.lab.units import counted, format_bytes, format_seconds
@@ -36,6 +35,7 @@ RULE = (
 )
 TOLD_AT_THE_TOP = {"Machine": "{}", "Processor": "{}", "Memory": "{} of memory", "GPU": "GPU: {}"}
 """Of a page, of the machine's facts, and how; the others stand at its end."""
+MAX_REASONS = 3  # why a machine was busy
 MANY = 100_000  # from here on a whole number is shown with separators
 
 
@@ -122,7 +122,15 @@ def _notes(run: Run) -> list[str]:
     """What else the machine did while it measured, where that may show in the numbers."""
     load, cores = run.header.load, run.header.machine.cores
     notes = [f"At the start: {text[:1].lower()}{text[1:]}" for text in disturbances(load, cores)] if load else []
-    return notes + steadiness_notes(run)
+    return notes + ([_busy_note(run)] if run.busy else [])
+
+
+def _busy_note(run: Run) -> str:
+    """Names the reasons, those of most points first."""
+    reasons = list(dict.fromkeys(run.busy.values()))
+    more = f"; and {len(reasons) - MAX_REASONS} more" if len(reasons) > MAX_REASONS else ""
+    points = f"{len(run.busy)} of {counted(len(run.header.planned), 'point')}"
+    return f"Busy machine during {points}: {'; '.join(reasons[:MAX_REASONS])}{more}. Trust ratios, not times."
 
 
 def coverage_line(run: Run) -> str:
