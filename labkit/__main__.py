@@ -228,23 +228,26 @@ def compare_command(
 
 @app.command("predict")
 def predict_command(
-    rows: Annotated[Path, typer.Argument(metavar="ROWS.csv", help=f"Runs, one per row; columns: {COLUMNS}.")],
+    rows: Annotated[
+        Path, typer.Argument(metavar="ROWS.csv", help=f"Runs, one per row, `-` for standard input; columns: {COLUMNS}.")
+    ],
     output: Annotated[Path | None, typer.Option(help="File of the predictions.", show_default="printed")] = None,
 ) -> None:
     """Predict step time, memory and MFU of training runs on many GPUs, one per row of a table."""
-    from labkit.scaling.table import predicted_rows, read_rows, write_rows
+    from labkit.scaling.predicted_table import predict_rows, write_rows
+    from labkit.scaling.table import read_rows
 
     try:
         table = read_rows(rows)
-        predicted = predicted_rows(table)
+        predicted = predict_rows(table)
         if output is None:
             write_rows(predicted, sys.stdout)
         else:
             with output.open("w", newline="", encoding="utf-8") as file:
                 write_rows(predicted, file)
     except (OSError, ValueError) as error:
-        told = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
-        raise ParameterError(told) from None
+        message = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
+        raise ParameterError(message) from None
     refused = [row for row in table if row.run is None]
     for row in refused:
         err.print(f"line {row.line}: {plain(row.refusal)}", soft_wrap=True)

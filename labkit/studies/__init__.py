@@ -32,7 +32,6 @@ LABS = (
     "sharding",
     "sync_batchnorm",
     "cifar100",
-    "scaling",
     "this_machine",
 )
 

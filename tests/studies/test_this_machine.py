@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from labkit.lab.advise import here
+from labkit.lab.advise import local as here
 from labkit.lab.advise.machine import (
     DEFAULT,
     Configuration,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pandas as pd
 
-from labkit.lab.advise.here import by_size
+from labkit.lab.advise.local import by_size
 from labkit.lab.advise.page import table
 from labkit.lab.commands.execute import NotebookFailed, execute_notebook, notebook_parameters
 from labkit.lab.commands.warm_kernels import WarmKernels

@@ -1,4 +1,4 @@
-"""What to use on this machine, in words, and as Python to paste."""
+"""Recommendations for this machine, in sentences and as Python to paste."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
