@@ -32,14 +32,20 @@ class Tile:
     block_k: int
     warps: int
     stages: int
+    specialize: int = 0
 
-    def blocks(self) -> dict[str, int]:
+    def constants(self) -> dict[str, int]:
         """The compile-time arguments of a kernel."""
-        return {"BLOCK_Q": self.block_q, "BLOCK_K": self.block_k}
+        blocks = {"BLOCK_Q": self.block_q, "BLOCK_K": self.block_k}
+        return blocks | ({"WARP_SPECIALIZE": 1} if self.specialize else {})
 
     def launch_options(self) -> dict[str, int]:
         """The same with Triton's own options."""
-        return self.blocks() | {"num_warps": self.warps, "num_stages": self.stages}
+        return self.constants() | {"num_warps": self.warps, "num_stages": self.stages}
+
+    def __str__(self) -> str:
+        special = " special" if self.specialize else ""
+        return f"{self.block_q}x{self.block_k} {self.warps}w {self.stages}s{special}"
 
 
 PRECISION = "tf32x3"
@@ -126,11 +132,12 @@ def padded(head_dim: int) -> int:
     return 1 << (head_dim - 1).bit_length()
 
 
-def kernel_constants(head_dim: int, dtype: torch.dtype, causal: bool, *, interpreted: bool) -> dict[str, Any]:
+def kernel_constants(head_dim: int, dtype: torch.dtype, causal: bool, *, interpreted: bool, group: int = 1) -> dict[str, Any]:
     """Compile-time arguments of the three kernels apart from the tile."""
     return {
         "HEAD_DIM": head_dim,
         "BLOCK_D": padded(head_dim),
+        "GROUP": group,
         "CAUSAL": causal,
         "PRECISION": PRECISION if dtype == torch.float32 else "tf32",  # Triton ignores it for half precision
         "INTERPRETED": interpreted,
