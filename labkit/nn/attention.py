@@ -114,6 +114,24 @@ def softmax_scale(q: Tensor, scale: float | None = None) -> float:
     return 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
 
 
+class VersionWatch:
+    """Whether a tensor is modified in place from now on; holds none of its memory.
+
+    With it a forward pass saves `output.data`, whose version autograd does not check, and backward computes the output
+    again if a caller has changed it.  Compiled code never changes it.
+    """
+
+    def __init__(self, x: Tensor):
+        self._token = x.detach()  # shares the version counter
+        with torch.autograd._unsafe_preserve_version_counter(self._token):
+            self._token.set_()
+        self._version = self._token._version
+
+    @property
+    def is_modified(self) -> bool:
+        return self._token._version != self._version
+
+
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of sums and of the logsumexp: float32, or float64 for float64 inputs."""
     return torch.float64 if dtype == torch.float64 else torch.float32

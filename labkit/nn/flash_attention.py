@@ -24,6 +24,7 @@ from torch.autograd.function import once_differentiable
 from labkit.nn import flash_backward_kernels, flash_kernels
 from labkit.nn.attention import (
     KERNEL_DTYPES,
+    VersionWatch,
     check_attention_inputs,
     dtype_name,
     masked_scores,
@@ -63,14 +64,20 @@ class FlashAttention(torch.autograd.Function):
         _check(q, k, v, scale)
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()  # here, so that backward has no need to copy again
         output, logsumexp = _forward(q, k, v, causal, scale)
-        ctx.save_for_backward(q, k, v, output, logsumexp)
+        ctx.save_for_backward(q, k, v, output.data, logsumexp)
+        ctx.watch = VersionWatch(output)
         ctx.causal, ctx.scale = causal, scale
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        return *_backward(*ctx.saved_tensors, grad_output.contiguous(), ctx.causal, ctx.scale), None, None
+        q, k, v, output, logsumexp = ctx.saved_tensors
+        if ctx.watch.is_modified:
+            output, _ = _forward(q, k, v, ctx.causal, ctx.scale)
+        grad_output = grad_output.contiguous()
+        inputs = (q, k, v, grad_output, logsumexp, _delta(output, grad_output))
+        return _grad_q(inputs, ctx.causal, ctx.scale), *_grad_kv(inputs, ctx.causal, ctx.scale), None, None
 
 
 @torch.compiler.disable  # a compiled model calls the kernels as they are, at the price of a graph break
@@ -120,21 +127,6 @@ def _forward(
     output, logsumexp = torch.empty_like(q), torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
     _launch("forward", (q, k, v, output, logsumexp), causal, scale, tile)
     return output, logsumexp
-
-
-def _backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    output: Tensor,
-    logsumexp: Tensor,
-    grad_output: Tensor,
-    causal: bool,
-    scale: float | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v from what the forward pass saved."""
-    inputs = (q, k, v, grad_output, logsumexp, _delta(output, grad_output))
-    return _grad_q(inputs, causal, scale), *_grad_kv(inputs, causal, scale)
 
 
 def _grad_q(inputs: tuple[Tensor, ...], causal: bool, scale: float | None, tile: Tile | None = None) -> Tensor:

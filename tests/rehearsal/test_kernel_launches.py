@@ -29,7 +29,7 @@ BATCH, SEQUENCE, HEAD_DIM = 2, 100, 64
 def h100(monkeypatch):
     there = Driver()
     monkeypatch.setattr(driver, "_active", there)
-    monkeypatch.setattr(flash_attention, "why_unavailable", lambda *_: None)
+    monkeypatch.setattr(flash_attention, "unavailable_reason", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(torch.cuda, "device_of", lambda tensor: nullcontext())
     flash_attention._autotuned.cache_clear()

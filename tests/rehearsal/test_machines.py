@@ -34,7 +34,7 @@ def _plan(study, machine, profile):
 def _this_machine_has_no_say(monkeypatch):
     """A plan asks the machine it is given: what this one can compile, or has free just now, is another matter."""
     monkeypatch.setattr(capacity, "available_memory_bytes", lambda: 32 * GIB)
-    monkeypatch.setattr("labkit.studies.end_to_end.study.why_nothing_compiles", lambda device: None)
+    monkeypatch.setattr("labkit.studies.end_to_end.study.no_compiler_reason", lambda device: None)
 
 
 @pytest.mark.parametrize("name", GPUS)

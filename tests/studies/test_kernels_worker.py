@@ -10,7 +10,7 @@ import torch
 from labkit.bench.allocator import record_allocations
 from labkit.bench.trace import FAMILIES, decode_trace, read_events
 from labkit.machine import describe_machine
-from labkit.nn.attention import explicit_attention
+from labkit.nn.attention import naive_attention
 from labkit.nn.training import PHASES, TrainingStep
 from labkit.nn.transformer import shape_named
 from labkit.studies.kernels import worker
@@ -31,7 +31,7 @@ def rows():
 def test_attention_in_parts_is_the_oracle_bit_for_bit(causal, dtype):
     generator = torch.Generator().manual_seed(0)
     inputs = [torch.randn(2, 3, n, 16, dtype=dtype, generator=generator, requires_grad=True) for n in (7, 9, 9)]
-    outputs = [attend(*inputs, causal) for attend in (attention_in_parts, explicit_attention)]
+    outputs = [attend(*inputs, causal) for attend in (attention_in_parts, naive_attention)]
     torch.testing.assert_close(*outputs, rtol=0, atol=0)
     found, expected = (torch.autograd.grad(output.square().sum(), inputs) for output in outputs)
     torch.testing.assert_close(found, expected, rtol=0, atol=0)

@@ -15,7 +15,7 @@ from labkit.lab.own_models import in_model_order, model_names, parameters_of, sh
 from labkit.lab.rows import select
 from labkit.lab.study import Study
 from labkit.machine import Machine
-from labkit.nn.attention_implementations import why_nothing_compiles
+from labkit.nn.attention_implementations import no_compiler_reason
 from labkit.studies.end_to_end import tables
 from labkit.studies.end_to_end.findings import QUESTIONS
 from labkit.studies.end_to_end.worker import COMPILED_PHASES, PHASES_OF_MODE, EndToEndPoint, measure_point
@@ -110,7 +110,7 @@ class EndToEndStudy(Study):
     def skip_reason(self, point: EndToEndPoint, machine: Machine) -> str | None:
         if reason := machine.why_no_device(point.device):
             return reason
-        if point.sweep == "compile" and (reason := why_nothing_compiles(point.device)):
+        if point.sweep == "compile" and (reason := no_compiler_reason(point.device)):
             return reason
         copies = 2 if point.sweep == "compile" else 1
         return capacity.skip_reason(machine, point.device, copies * _needed_bytes(point))

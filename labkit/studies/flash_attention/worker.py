@@ -52,7 +52,7 @@ def measure_point(point: FlashPoint) -> Iterator[dict[str, Any]]:
 def _techniques(point: FlashPoint) -> Iterator[dict[str, Any]]:
     """The forward kernel whole, and with each technique left out, in turns; each is checked first."""
     flash = attention_named("flash")
-    reason = flash.why_unavailable(torch.device(point.device), point.torch_dtype, point.head_dim)
+    reason = flash.unavailable_reason(torch.device(point.device), point.torch_dtype, point.head_dim)
     if reason is not None:
         yield {"implementation": "flash", "phase": KERNEL, "check": reason}
         return

@@ -12,7 +12,7 @@ PARTS = ("scores", "mask", "softmax", "values")
 
 
 def attention_in_parts(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
-    """`labkit.nn.attention.explicit_attention`, bit for bit, in the ranges "scores", "mask", "softmax", "values".
+    """`labkit.nn.attention.naive_attention`, bit for bit, in the ranges "scores", "mask", "softmax", "values".
 
     q (..., Q, D), k and v (..., K, D) -> output (..., Q, D). The ranges cover the forward pass; backward operators
     run outside them. ValueError for inputs that do not fit.

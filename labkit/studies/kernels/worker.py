@@ -13,7 +13,7 @@ from labkit.costs.transformer import TransformerShape
 from labkit.lab.own_models import shape_of, source_of
 from labkit.lab.point import Point
 from labkit.lab.units import format_bytes
-from labkit.nn.attention import explicit_attention
+from labkit.nn.attention import naive_attention
 from labkit.nn.training import PHASES, TrainingStep
 from labkit.nn.transformer import shape_named
 from labkit.studies.kernels.attention import PARTS, attention_in_parts
@@ -167,7 +167,7 @@ def _attention_error(point: KernelsPoint, shape: TransformerShape) -> float:
     inputs = [x.requires_grad_() for x in (q, k, v)]
     found, expected = (
         (output, *torch.autograd.grad(output, inputs, grad_output))
-        for output in (attend(q, k, v, True) for attend in (attention_in_parts, explicit_attention))
+        for output in (attend(q, k, v, True) for attend in (attention_in_parts, naive_attention))
     )
     pairs = zip(found, expected, strict=True)
     errors = [(own - oracle).detach().abs().max() / oracle.detach().abs().max() for own, oracle in pairs]

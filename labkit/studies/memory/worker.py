@@ -19,7 +19,7 @@ from labkit.bench.saved_tensors import saved_by_operator
 from labkit.costs import memory as costs
 from labkit.lab.own_models import shape_of, source_of
 from labkit.lab.point import TimedPoint
-from labkit.nn.attention import explicit_attention
+from labkit.nn.attention import naive_attention
 from labkit.nn.training import AUTOCAST_DTYPES, TrainingStep, gradients
 from labkit.nn.transformer import RotaryPositions, TransformerLayer, shape_named
 from labkit.studies.memory.counting import count_phases, count_rows
@@ -134,7 +134,7 @@ def _block(point: MemoryPoint) -> Iterator[dict[str, Any]]:
     torch.manual_seed(point.seed)
     with torch.device(point.device):
         positions = RotaryPositions(point.context_length, shape.head_dim)
-        layer = TransformerLayer(shape, positions, explicit_attention)
+        layer = TransformerLayer(shape, positions, naive_attention)
         x = torch.randn(point.batch, point.context_length, shape.d_model, requires_grad=True)
 
     def forward() -> torch.Tensor:

@@ -115,7 +115,7 @@ def problem_of(point: PassesPoint) -> AttentionProblem:
 def _why_not(point: PassesPoint, name: str) -> str | None:
     """Why an implementation is not run at this point, or None."""
     device = torch.device(point.device)
-    if (reason := attention_named(name).why_unavailable(device, point.torch_dtype, point.head_dim)) is not None:
+    if (reason := attention_named(name).unavailable_reason(device, point.torch_dtype, point.head_dim)) is not None:
         return reason
     needed = MARGIN * point.needed_bytes(name)
     if needed > (available := _available_bytes(point.device)):
