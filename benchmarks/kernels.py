@@ -95,11 +95,11 @@ class Resources:
 
 
 def compile_tile(
-    kernel: str, tile: Tile, *, head_dim: int, dtype: torch.dtype, causal: bool, capability: int
+    kernel: str, tile: Tile, *, head_dim: int, dtype: torch.dtype, causal: bool, capability: int, group: int = 1
 ) -> Resources:
     """Compile `kernel` ("forward", "delta", "grad_kv" or "grad_q") for sm_<capability> and read its machine code."""
     compiled = triton.compile(
-        _source(kernel, tile, head_dim, dtype, causal),
+        _source(kernel, tile, kernel_constants(head_dim, dtype, causal, group=group, interpreted=False), dtype),
         target=GPUTarget("cuda", capability, 32),
         options={"num_warps": tile.warps, "num_stages": tile.stages},
     )
@@ -113,7 +113,9 @@ def compile_tile(
     loops = _loops(code)
     spills = [index for index, (text, _) in enumerate(code) if _name(text).split(".")[0] in ("LDL", "STL")]
     inside = set().union(*loops) if loops else set()
-    main = max(loops, key=lambda loop: sum(_kind(code[i][0]) == "tensor" for i in loop) * 10_000 - len(loop), default=[])
+    main = max(
+        loops, key=lambda loop: sum(_kind(code[i][0]) == "tensor" for i in loop) * 10_000 - len(loop), default=[]
+    )
     flop = 2 * MATMULS[kernel] * tile.block_q * tile.block_k * head_dim
     bound, share = _bound([code[i][0] for i in main], tile.warps, flop, dtype, capability)
     return Resources(
@@ -129,9 +131,8 @@ def compile_tile(
     )
 
 
-def _source(kernel: str, tile: Tile, head_dim: int, dtype: torch.dtype, causal: bool) -> ASTSource:
-    function = KERNELS[kernel]
-    given = kernel_constants(head_dim, dtype, causal, interpreted=False) | tile.constants()
+def _source(kernel: str, tile: Tile, constants: dict[str, Any], dtype: torch.dtype) -> ASTSource:
+    function, given = KERNELS[kernel], constants | tile.constants()
     signature: dict[str, str] = {}
     for parameter in function.params:
         name = parameter.name
@@ -146,8 +147,7 @@ def _source(kernel: str, tile: Tile, head_dim: int, dtype: torch.dtype, causal: 
             signature[name] = "fp32" if name == "scale" else "i32"
     # tensors from PyTorch's allocator are aligned; without saying so, loads are not pipelined
     aligned = {(index,): [["tt.divisibility", 16]] for index, name in enumerate(signature) if name.endswith("_ptr")}
-    constants = {name: value for name, value in given.items() if name in signature}
-    return ASTSource(function, signature, constants, aligned)
+    return ASTSource(function, signature, {name: value for name, value in given.items() if name in signature}, aligned)
 
 
 def _run(program: str, *arguments: str) -> str:
@@ -250,7 +250,9 @@ def _shared_bytes(text: str) -> float:
 def _blocks(chip: Chip, registers: int, shared_bytes: int, warps: int) -> int:
     """Blocks that fit a multiprocessor, by registers, shared memory (1 KiB each is the system's) and threads."""
     per_warp = -(-registers * 32 // 256) * 256
-    return min(65536 // (per_warp * warps), chip.shared_kib * 1024 // (shared_bytes + 1024), chip.threads // (32 * warps))
+    return min(
+        65536 // (per_warp * warps), chip.shared_kib * 1024 // (shared_bytes + 1024), chip.threads // (32 * warps)
+    )
 
 
 # ------------------------------------------------------------------------------------------- table

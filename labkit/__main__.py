@@ -12,7 +12,7 @@ import typer
 from rich.table import Table
 
 from labkit.lab.advise.command import advise
-from labkit.lab.commands.console import err, out, plain, print_output, progress, tell_of_load
+from labkit.lab.commands.console import err, out, plain, print_output, progress, require_device, tell_of_load
 from labkit.lab.config import PROFILES, ParameterError, parse_assignments
 from labkit.lab.project import reference_directory
 from labkit.studies import LABS, load_study, modules_of_labs
@@ -123,6 +123,7 @@ def measure(
     profile = profile or "quick"
     config = resolve_config(lab, study.profiles, profile, parse_assignments(settings or []))
     if resume is None:
+        require_device(getattr(config, "device", None))
         _calibrate([study], profile)
     with progress("measure", lab) as show:
         if resume is None:
@@ -178,6 +179,7 @@ def report(
     workers = modules_of_labs("worker", names) if run is None else None
     kernels = WarmKernels.begun(modules_of_labs("study", names), ranks=workers)
     if run is None:
+        require_device(parameters.get("device"))  # after the fork, which must not inherit CUDA
         tell_of_load()
     if run is None and resume is None:
         _calibrate(studies, profile or "quick")

@@ -17,7 +17,7 @@ from labkit.lab.pages import cards
 from labkit.lab.pages.provenance import provenance_rows
 from labkit.lab.runs.measure import measure
 from labkit.lab.runs.store import Run
-from labkit.machine.cpu_quota import quota_cores, throttled_periods
+from labkit.machine.cgroups import quota_cores, throttled_periods
 from labkit.machine.load import Load, LoadMeter, announced, busy_points, disturbances, other_measurements
 from labkit.parallel.launch import run_ranks
 from tests.lab.fake_study import FAKE, FakeConfig

@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 from pydantic import BaseModel, ConfigDict
 
-from labkit.machine.cpu_quota import throttled_periods
+from labkit.machine.cgroups import throttled_periods
 
 SAMPLE_S = 0.1
 MIN_SPAN_S = 0.5

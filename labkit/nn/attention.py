@@ -23,9 +23,11 @@ are a multiple; query head h then uses their head h // group.
 
 import math
 from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 Attention = Callable[[Tensor, Tensor, Tensor, bool], Tensor]
 
@@ -123,13 +125,13 @@ class VersionWatch:
 
     def __init__(self, x: Tensor):
         self._token = x.detach()  # shares the version counter
-        with torch.autograd._unsafe_preserve_version_counter(self._token):
-            self._token.set_()
-        self._version = self._token._version
+        with _unsafe_preserve_version_counter(self._token):
+            cast(Any, self._token).set_()
+        self._version: int = self._token._version
 
     @property
     def is_modified(self) -> bool:
-        return self._token._version != self._version
+        return bool(self._token._version != self._version)
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -146,7 +146,9 @@ def _sdpa_rows() -> list[Implementation]:
         "sdpa": ("the backend that it chooses", None),
     }
     return [
-        Implementation(name, f"PyTorch's SDPA, {text}", attend := partial(_sdpa, backend=backend), _no_sdpa_reason(attend))
+        Implementation(
+            name, f"PyTorch's SDPA, {text}", attend := partial(_sdpa, backend=backend), _no_sdpa_reason(attend)
+        )
         for name, (text, backend) in choices.items()
     ]
 

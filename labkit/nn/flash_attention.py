@@ -58,9 +58,7 @@ class FlashAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool = False, scale: float | None = None
-    ) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool = False, scale: float | None = None) -> Tensor:
         _check(q, k, v, scale)
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()  # here, so that backward has no need to copy again
         output, logsumexp = _forward(q, k, v, causal, scale)
@@ -223,21 +221,21 @@ def _tile_fault(
     inputs, expected = _probe(head_dim, group, dtype, causal, device)
     try:
         if name == "forward":
-            results: tuple[Tensor, ...] = _forward(*inputs[:3], causal, None, tile)
+            q, k, v, *_ = inputs
+            results: tuple[Tensor, ...] = _forward(q, k, v, causal, None, tile)
         else:
-            backward = (*inputs[:4], inputs[5], _delta(inputs[4], inputs[3]))
+            q, k, v, grad_output, output, logsumexp = inputs
+            saved = (q, k, v, grad_output, logsumexp, _delta(output, grad_output))
             results = (
-                (_grad_q(backward, causal, None, tile),)
-                if name == "grad_q"
-                else _grad_kv(backward, causal, None, tile)
+                _grad_kv(saved, causal, None, tile) if name == "grad_kv" else (_grad_q(saved, causal, None, tile),)
             )
     except Exception as error:  # of several types, by what fails: compilation, resources, launch
         return str(error).partition("\n")[0] or type(error).__name__
     limit = max(2 * torch.finfo(dtype).eps, 2**-17)
     for result, exact in zip(results, expected[name], strict=True):
-        error = float((result.double() - exact).norm() / exact.norm())
-        if not error <= limit:
-            return f"relative error {error:.1e}, expected at most {limit:.1e}"
+        off = float((result.double() - exact).norm() / exact.norm())
+        if not off <= limit:
+            return f"relative error {off:.1e}, expected at most {limit:.1e}"
     return None
 
 

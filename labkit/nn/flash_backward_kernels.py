@@ -19,6 +19,7 @@ from labkit.nn.flash_kernels import (
     LENGTHS,
     LOG2_E,
     dot,
+    edge,
     is_visible,
     key_ranges,
     load_rows,
@@ -89,8 +90,9 @@ def grad_kv_kernel(
     first = 0
     full_start = 0
     full_end = queries // BLOCK_Q * BLOCK_Q
+    EDGE_Q: tl.constexpr = edge(BLOCK_Q) if CAUSAL else BLOCK_Q
     if CAUSAL:
-        first = k_start // BLOCK_Q * BLOCK_Q
+        first = k_start // EDGE_Q * EDGE_Q
         full_start = tl.cdiv(k_start + BLOCK_K - 1, BLOCK_Q) * BLOCK_Q
         full_end = tl.maximum(full_start, full_end)
     for index in range(GROUP):
@@ -103,7 +105,7 @@ def grad_kv_kernel(
             grad_k, grad_v = _grad_kv_blocks(
                 grad_k, grad_v, k, v, q_rows, grad_rows, logsumexp_rows, delta_rows,
                 first, tl.minimum(full_start, queries), k_start, queries, scale,
-                HEAD_DIM, BLOCK_D, BLOCK_Q, BLOCK_K, True, True, PRECISION, INTERPRETED,
+                HEAD_DIM, BLOCK_D, EDGE_Q, BLOCK_K, True, True, PRECISION, INTERPRETED,
             )  # fmt: skip
         grad_k, grad_v = _grad_kv_blocks(
             grad_k, grad_v, k, v, q_rows, grad_rows, logsumexp_rows, delta_rows,
@@ -113,7 +115,7 @@ def grad_kv_kernel(
         grad_k, grad_v = _grad_kv_blocks(
             grad_k, grad_v, k, v, q_rows, grad_rows, logsumexp_rows, delta_rows,
             full_end, queries, k_start, queries, scale,
-            HEAD_DIM, BLOCK_D, BLOCK_Q, BLOCK_K, False, True, PRECISION, INTERPRETED,
+            HEAD_DIM, BLOCK_D, EDGE_Q, BLOCK_K, False, True, PRECISION, INTERPRETED,
         )  # fmt: skip
 
     grad_k_ptr += head * keys * HEAD_DIM
@@ -165,13 +167,14 @@ def grad_q_kernel(
     grad_q = tl.zeros((BLOCK_Q, BLOCK_D), tl.float32)
 
     full_end, visible_end = key_ranges(q_start, keys, BLOCK_Q, BLOCK_K, CAUSAL)
+    EDGE_K: tl.constexpr = edge(BLOCK_K)
     grad_q = _grad_q_blocks(
         grad_q, q, grad_output, logsumexp, delta, k_ptr, v_ptr, 0, full_end, q_start, keys, scale,
         HEAD_DIM, BLOCK_D, BLOCK_Q, BLOCK_K, CAUSAL, False, PRECISION, INTERPRETED,
     )  # fmt: skip
     grad_q = _grad_q_blocks(
         grad_q, q, grad_output, logsumexp, delta, k_ptr, v_ptr, full_end, visible_end, q_start, keys, scale,
-        HEAD_DIM, BLOCK_D, BLOCK_Q, BLOCK_K, CAUSAL, True, PRECISION, INTERPRETED,
+        HEAD_DIM, BLOCK_D, BLOCK_Q, EDGE_K, CAUSAL, True, PRECISION, INTERPRETED,
     )  # fmt: skip
 
     grad_q_ptr += head * queries * HEAD_DIM

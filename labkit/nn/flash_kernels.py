@@ -19,7 +19,7 @@ What makes them fast, beyond the algorithm:
   maximum, one fused multiply-add.
 * Hidden blocks, above the diagonal, are not visited, and the longest rows start first.
 * Masks only at the edges, of one comparison: a loop over full blocks neither masks scores nor checks bounds; a second
-  one visits the diagonal and the ragged end.
+  one visits the diagonal and the ragged end, in half as large blocks, which leave registers for the mask.
 * Operands of `tl.dot` keep their dtype (tensor cores); everything else is float32.
 * Data center Blackwell: a group of warps of its own loads tiles in the loop over full blocks (WARP_SPECIALIZE).
 """
@@ -126,6 +126,12 @@ def dot(a, b, accumulator, dtype: tl.constexpr, PRECISION: tl.constexpr, INTERPR
     return tl.dot(a, b, accumulator, input_precision=PRECISION)
 
 
+@triton.constexpr_function
+def edge(block):
+    """Size of the blocks at the edges; 16 is the least that `tl.dot` takes."""
+    return max(16, block // 2)
+
+
 @triton.jit
 def is_visible(q_start, k_start, keys, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, CAUSAL: tl.constexpr):
     """Which keys of a tile its queries see, (BLOCK_Q, BLOCK_K) or (1, BLOCK_K), in one comparison per element."""
@@ -192,17 +198,23 @@ def forward_kernel(
     row_sum = tl.zeros((BLOCK_Q,), tl.float32)
     exponent_scale = scale * LOG2_E
 
-    # Masked blocks first: a specialized loop must be the last.  Every query sees the first key of the first block
-    # visited: row_max is finite from there on.
+    # Every query sees the first key of the first block visited: row_max is finite from there on.
     full_end, visible_end = key_ranges(q_start, keys, BLOCK_Q, BLOCK_K, CAUSAL)
+    EDGE_K: tl.constexpr = edge(BLOCK_K)
+    if not WARP_SPECIALIZE:
+        accumulator, row_max, row_sum = _forward_blocks(
+            accumulator, row_max, row_sum, q, k_ptr, v_ptr, 0, full_end, q_start, keys, exponent_scale,
+            HEAD_DIM, BLOCK_D, BLOCK_Q, BLOCK_K, CAUSAL, False, False, PRECISION, INTERPRETED,
+        )  # fmt: skip
     accumulator, row_max, row_sum = _forward_blocks(
         accumulator, row_max, row_sum, q, k_ptr, v_ptr, full_end, visible_end, q_start, keys, exponent_scale,
-        HEAD_DIM, BLOCK_D, BLOCK_Q, BLOCK_K, CAUSAL, True, False, PRECISION, INTERPRETED,
+        HEAD_DIM, BLOCK_D, BLOCK_Q, EDGE_K, CAUSAL, True, False, PRECISION, INTERPRETED,
     )  # fmt: skip
-    accumulator, row_max, row_sum = _forward_blocks(
-        accumulator, row_max, row_sum, q, k_ptr, v_ptr, 0, full_end, q_start, keys, exponent_scale,
-        HEAD_DIM, BLOCK_D, BLOCK_Q, BLOCK_K, CAUSAL, False, WARP_SPECIALIZE, PRECISION, INTERPRETED,
-    )  # fmt: skip
+    if WARP_SPECIALIZE:  # which compiles for the last loop only
+        accumulator, row_max, row_sum = _forward_blocks(
+            accumulator, row_max, row_sum, q, k_ptr, v_ptr, 0, full_end, q_start, keys, exponent_scale,
+            HEAD_DIM, BLOCK_D, BLOCK_Q, BLOCK_K, CAUSAL, False, True, PRECISION, INTERPRETED,
+        )  # fmt: skip
 
     output = accumulator / row_sum[:, None]
     output_ptr += head * queries * HEAD_DIM

@@ -38,9 +38,7 @@ class TiledAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool = False, scale: float | None = None
-    ) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool = False, scale: float | None = None) -> Tensor:
         output, logsumexp = tiled_forward(q, k, v, causal, scale=scale)
         ctx.save_for_backward(q, k, v, output.data, logsumexp)
         ctx.watch = None if torch.compiler.is_compiling() else VersionWatch(output)

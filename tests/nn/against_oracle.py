@@ -33,7 +33,7 @@ LARGEST_FACTOR = 4.0
 
 @dataclass(frozen=True)
 class Case:
-    """One problem: q (*leading, group, queries, head_dim), k and v (*leading, 1, keys, head_dim); group 1 is dropped."""
+    """One problem: q (*leading, group, queries, head_dim), k and v (*leading, 1, keys, head_dim); no group of 1."""
 
     queries: int
     keys: int
@@ -68,7 +68,9 @@ class Case:
         return inside
 
 
-def check_against_oracle(attend: Attend, forward: Callable[..., tuple[Tensor, Tensor]], case: Case, device: str) -> None:
+def check_against_oracle(
+    attend: Attend, forward: Callable[..., tuple[Tensor, Tensor]], case: Case, device: str
+) -> None:
     """Assert that output, logsumexp and the three gradients are as near to float64 as the module says."""
     q, k, v, grad = case.tensors(device)
     exact = _run(naive, [x.double() for x in (q, k, v, grad)], case)

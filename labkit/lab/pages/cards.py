@@ -77,19 +77,24 @@ def definitions_text(rows: Mapping[str, str]) -> str:
 def machine_rows(machine: Machine, *, elsewhere: bool) -> dict[str, str]:
     """The facts of a machine card by their names."""
     gpus = [
-        f"{gpu.name}, {format_bytes(gpu.memory_bytes)}, compute capability {gpu.compute_capability}"
-        for gpu in machine.gpus
+        f"{f'{count}x ' * (count > 1)}{gpu.name}, {format_bytes(gpu.memory_bytes)}, "
+        f"compute capability {gpu.compute_capability}"
+        for count, gpu in machine.gpu_counts
     ]
+    links = {"GPU links": machine.gpu_links} if machine.gpu_links else {}
     versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items() if version)
     products = machine.float32_products if machine.gpus else None
     float32 = ", ".join(f"{name} {how.upper()}" for name, how in products.items()) if products else None
-    processor = {"Processor": f"{machine.cpu}, {machine.cores} cores available"} if machine.gpus else {}  # or the label
+    processor = (
+        {"Processor": f"{machine.cpu}, {machine.cores_text}"} if machine.gpus or machine.cpu_quota else {}
+    )  # or the label
     return {
         "Machine": machine.label + (" (a recorded run, not measured here)" if elsewhere else ""),
         **processor,
         "Memory": format_bytes(machine.memory_bytes),
         **({"Instructions": machine.instructions} if machine.instructions else {}),
-        "GPU": "; ".join(gpus) or (f"not used: {machine.why_no_gpus}" if machine.why_no_gpus else "none"),
+        "GPU": "; ".join(gpus) or (f"not used: {machine.no_gpu_reason}" if machine.no_gpu_reason else "none"),
+        **links,
         **({"float32 on the GPU": float32} if float32 else {}),
         "System": f"{machine.system}, Python {machine.python}",
         "Versions": versions,

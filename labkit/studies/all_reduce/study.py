@@ -157,8 +157,8 @@ class AllReduceStudy(Study):
             return f"{format_bytes(total)} on all ranks, more than most_bytes, {format_bytes(point.most_bytes)}"
         ranks = ranks_here(point.world_size)
         if point.backend == "nccl":
-            if machine.why_no_gpus:
-                return machine.why_no_device("cuda")
+            if machine.no_gpu_reason:
+                return machine.no_device_reason("cuda")
             gpus = len(machine.gpus)
             if ranks > gpus:
                 return f"NCCL needs a GPU a rank, and there are {gpus} here"

@@ -108,7 +108,7 @@ class EndToEndStudy(Study):
         yield step_times(eager.assign(part=eager["phase"]), "AdamW", "beside compiled")
 
     def skip_reason(self, point: EndToEndPoint, machine: Machine) -> str | None:
-        if reason := machine.why_no_device(point.device):
+        if reason := machine.no_device_reason(point.device):
             return reason
         if point.sweep == "compile" and (reason := no_compiler_reason(point.device)):
             return reason

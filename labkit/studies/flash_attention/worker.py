@@ -19,7 +19,7 @@ from labkit.studies.shared.attention_passes import PassesPoint, gate_of, measure
 
 ALL_TECHNIQUES = "all techniques"
 TECHNIQUES = ("exp2", "skip_hidden", "mask_only_edges")
-"""Fields of `labkit.nn.flash_attention.Techniques`; that module needs Triton, which not every machine has."""
+"""Techniques that recorded runs left out, one by one."""
 KERNEL_CALLS = 10
 """In a row for a sample of a kernel's time: one alone takes as long as its launch."""
 FULL, CAUSAL = "tiled, full", "tiled, causal"
@@ -50,22 +50,17 @@ def measure_point(point: FlashPoint) -> Iterator[dict[str, Any]]:
 
 
 def _techniques(point: FlashPoint) -> Iterator[dict[str, Any]]:
-    """The forward kernel whole, and with each technique left out, in turns; each is checked first."""
+    """The forward kernel, checked first; its techniques cannot be left out any more."""
     flash = attention_named("flash")
     reason = flash.unavailable_reason(torch.device(point.device), point.torch_dtype, point.head_dim)
     if reason is not None:
         yield {"implementation": "flash", "phase": KERNEL, "check": reason}
         return
-    from labkit.nn.flash_attention import Techniques, flash_forward
+    from labkit.nn.flash_attention import flash_forward
 
     problem = problem_of(point)
     q, k, v = (x.detach() for x in problem.inputs)
-    variants = {ALL_TECHNIQUES: Techniques()}
-    variants |= {f"without {name}": Techniques(**{name: False}) for name in TECHNIQUES}
-    contenders = {
-        name: (problem, partial(flash_forward, q, k, v, point.causal, techniques=chosen))
-        for name, chosen in variants.items()
-    }
+    contenders = {ALL_TECHNIQUES: (problem, partial(flash_forward, q, k, v, point.causal))}
     yield from _checked_and_timed(point, contenders, calls=KERNEL_CALLS)
 
 

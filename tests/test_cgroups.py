@@ -3,7 +3,8 @@
 import psutil
 import pytest
 
-from labkit.machine.memory_limits import available_memory_bytes, memory_limit_bytes, oom_kills
+from labkit.machine import description
+from labkit.machine.cgroups import available_memory_bytes, memory_limit_bytes, oom_kills, quota_cores
 
 MIB = 2**20
 UNLIMITED_1 = 9223372036854771712
@@ -56,11 +57,9 @@ def version_2(folder, limit, used, kills, cache=0):
         ),
     ],
 )
-def test_limit_kills_and_what_is_left_are_read_in_either_version(tmp_path, cgroup, files):
+def test_memory_limit_kills_and_available_memory_in_either_version(tmp_path, cgroup, files):
     root = tree(tmp_path, cgroup, files)
-    assert memory_limit_bytes(root) == 300 * MIB
-    assert available_memory_bytes(root) == 110 * MIB
-    assert oom_kills(root) == 4
+    assert (memory_limit_bytes(root), available_memory_bytes(root), oom_kills(root)) == (300 * MIB, 110 * MIB, 4)
 
 
 @pytest.mark.parametrize(
@@ -74,18 +73,44 @@ def test_limit_kills_and_what_is_left_are_read_in_either_version(tmp_path, cgrou
         ("5:cpu,memory_of_another:/job\n", version_1("job/", 300 * MIB, 0, 1), None),
     ],
 )
-def test_without_a_limit_there_is_what_the_machine_has(tmp_path, cgroup, files, kills):
+def test_without_a_limit_there_is_the_memory_of_the_machine(tmp_path, cgroup, files, kills):
     root = tree(tmp_path, cgroup, files)
     assert memory_limit_bytes(root) is None
     assert 0.5 < available_memory_bytes(root) / psutil.virtual_memory().available < 2
     assert oom_kills(root) == kills
 
 
-def test_more_used_than_allowed_leaves_nothing(tmp_path):
+def test_more_used_than_allowed_leaves_nothing_and_without_proc_there_is_no_cgroup(tmp_path):
     assert available_memory_bytes(tree(tmp_path, "0::/job\n", version_2("job/", MIB, 2 * MIB, 0))) == 0
+    nowhere = tmp_path / "nowhere"
+    assert (memory_limit_bytes(nowhere), oom_kills(nowhere), quota_cores(nowhere)) == (None, None, None)
+    assert available_memory_bytes(nowhere) > 0
 
 
-def test_without_proc_there_is_no_cgroup(tmp_path):
-    assert memory_limit_bytes(tmp_path) is None
-    assert oom_kills(tmp_path) is None
-    assert available_memory_bytes(tmp_path) > 0
+@pytest.mark.parametrize(
+    ("cgroup", "files", "quota", "cores", "text"),
+    [
+        ("0::/job\n", {"job/cpu.max": "50000 100000"}, 0.5, 1, "1 core available (a CPU quota allows 0.5 cores"),
+        ("0::/a/b\n", {"a/cpu.max": "350000 100000", "a/b/cpu.max": "max 100000"}, 3.5, 3, "3 cores available (a CPU"),
+        ("0::/job\n", {"job/cpu.max": "1000000 100000"}, 10, 8, "8 cores available (a CPU quota allows 10 cores"),
+        ("0::/job\n", {"job/cpu.max": "max 100000"}, None, 8, "8 cores available"),
+        (
+            "4:cpu,cpuacct:/job\n",
+            {"cpu/job/cpu.cfs_quota_us": "200000", "cpu/job/cpu.cfs_period_us": "100000"},
+            2,
+            2,
+            "2 cores available (a CPU quota allows 2 cores",
+        ),
+        ("4:cpu:/\n", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, None, 8, "8 cores available"),
+    ],
+)
+def test_a_cpu_quota_limits_the_cores(tmp_path, monkeypatch, cgroup, files, quota, cores, text):
+    root = tree(tmp_path, cgroup, files)
+    assert quota_cores(root) == quota
+    monkeypatch.setattr(description, "quota_cores", lambda: quota)
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)), raising=False)
+    description.describe_machine.cache_clear()
+    machine = description.describe_machine()
+    description.describe_machine.cache_clear()
+    assert machine.cores == description.available_cores() == cores
+    assert machine.cores_text.startswith(text)
