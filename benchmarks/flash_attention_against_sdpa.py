@@ -25,7 +25,7 @@ from torch import Tensor
 
 from labkit.bench.clock import time_interleaved
 from labkit.bench.memory import peak_memory_growth
-from labkit.nn.attention import Attention, explicit_attention
+from labkit.nn.attention import Attention, naive_attention
 from labkit.nn.attention_implementations import IMPLEMENTATIONS
 
 DTYPE = torch.bfloat16
@@ -88,7 +88,7 @@ def target_for(what: str, against: str, head_dim: int, causal: bool) -> float | 
 def check_correctness(name: str, head_dim: int, causal: bool) -> str | None:
     """Values and gradients against float64 on a small problem with ragged blocks: what is wrong, or None."""
     tensors = _tensors((2, 2, 1000, head_dim))
-    exact = _values_and_gradients(explicit_attention, [x.detach().double() for x in tensors], causal)
+    exact = _values_and_gradients(naive_attention, [x.detach().double() for x in tensors], causal)
     try:
         found = _values_and_gradients(IMPLEMENTATIONS[name].attend, tensors, causal)
     except RuntimeError as error:

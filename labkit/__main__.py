@@ -12,7 +12,7 @@ import typer
 from rich.table import Table
 
 from labkit.lab.advise.command import advise
-from labkit.lab.commands.console import err, out, plain, print_output, progress, tell_of_load
+from labkit.lab.commands.console import err, out, plain, print_output, progress, require_device, tell_of_load
 from labkit.lab.config import PROFILES, ParameterError, parse_assignments
 from labkit.lab.project import reference_directory
 from labkit.studies import LABS, load_study, modules_of_labs
@@ -122,6 +122,7 @@ def measure(
     profile = profile or "quick"
     config = study.configure(profile, parse_assignments(settings or []))
     if resume is None:
+        require_device(getattr(config, "device", None))
         _calibrate([study], profile)
     with progress("measure", lab) as show:
         if resume is None:
@@ -177,6 +178,7 @@ def report(
     workers = modules_of_labs("worker", names) if run is None else None
     kernels = WarmKernels.begun(modules_of_labs("study", names), ranks=workers)
     if run is None:
+        require_device(parameters.get("device"))  # after the fork, which must not inherit CUDA
         tell_of_load()
     if run is None and resume is None:
         _calibrate(studies, profile or "quick")
@@ -227,23 +229,26 @@ def compare_command(
 
 @app.command("predict")
 def predict_command(
-    rows: Annotated[Path, typer.Argument(metavar="ROWS.csv", help=f"Runs, one per row; columns: {COLUMNS}.")],
+    rows: Annotated[
+        Path, typer.Argument(metavar="ROWS.csv", help=f"Runs, one per row, `-` for standard input; columns: {COLUMNS}.")
+    ],
     output: Annotated[Path | None, typer.Option(help="File of the predictions.", show_default="printed")] = None,
 ) -> None:
     """Predict step time, memory and MFU of training runs on many GPUs, one per row of a table."""
-    from labkit.scaling.table import predicted_rows, read_rows, write_rows
+    from labkit.scaling.predicted_table import predict_rows, write_rows
+    from labkit.scaling.table import read_rows
 
     try:
         table = read_rows(rows)
-        predicted = predicted_rows(table)
+        predicted = predict_rows(table)
         if output is None:
             write_rows(predicted, sys.stdout)
         else:
             with output.open("w", newline="", encoding="utf-8") as file:
                 write_rows(predicted, file)
     except (OSError, ValueError) as error:
-        told = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
-        raise ParameterError(told) from None
+        message = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
+        raise ParameterError(message) from None
     refused = [row for row in table if row.run is None]
     for row in refused:
         err.print(f"line {row.line}: {plain(row.refusal)}", soft_wrap=True)

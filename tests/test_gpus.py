@@ -1,27 +1,32 @@
-"""GPUs that are there and cannot be used: labs run on the CPU, and it is said why."""
+"""GPUs that are there and cannot be used: labs run on the CPU, with the reason; and the facts about those that can."""
 
+import subprocess
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from labkit.__main__ import main
+from labkit.lab.capacity import skip_reason
 from labkit.lab.commands import doctor
 from labkit.lab.pages import cards
 from labkit.machine import description, gpus
+from labkit.parallel.ranks.outcome import is_out_of_memory
 
 WHEEL = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"]
+H100, V100 = ("NVIDIA H100 80GB HBM3", 9, 0), ("Tesla V100-SXM2-16GB", 7, 0)
+MIG = ("NVIDIA H100 80GB HBM3 MIG 3g.40gb", 9, 0)
+TOO_OLD = "The NVIDIA driver on your system is too old (found version 12040). Please update your GPU driver"
+GIB = 2**30
 
 
 @pytest.mark.parametrize(
     ("capability", "architectures", "has_code"),
     [
         ((8, 9), WHEEL, True),  # RTX 4090, by the code of 8.6
-        ((9, 0), WHEEL, True),
         ((10, 3), WHEEL, True),
-        ((12, 1), WHEEL, True),
         ((13, 0), WHEEL, True),  # compiled from the PTX at hand
         ((7, 0), WHEEL, False),  # V100: code of 7.5 is newer
-        ((6, 1), WHEEL, False),
         ((8, 0), ["sm_86"], False),
         ((9, 0), ["sm_80"], False),
         ((9, 0), ["compute_80"], True),
@@ -36,18 +41,36 @@ def test_code_runs_on_gpus_of_its_major_version_and_ptx_on_newer_ones(capability
 
 
 @pytest.fixture
-def cuda(monkeypatch):
-    """Replace what `torch.cuda` says, for a build with CUDA; what is not given raises, as it does without a driver."""
+def cuda(monkeypatch, tmp_path):
+    """A build with CUDA, a loaded driver, and the GPUs that NVML counts and that CUDA has; an error replaces one."""
 
-    def pretend(**answers):
-        def no_driver(*_):
-            raise RuntimeError(
-                "The NVIDIA driver on your system is too old (found version 12040). Please update your GPU driver"
-            )
+    def pretend(nvml, devices=(), error=None, free=""):
+        state = SimpleNamespace(is_initialized=False)
 
+        def init():
+            if error:
+                raise RuntimeError(error)
+            state.is_initialized = True
+
+        def properties(index):
+            name, major, minor = devices[index]
+            return SimpleNamespace(name=name, major=major, minor=minor, total_memory=80 * GIB, uuid=f"u{index}")
+
+        def smi(command, **_):
+            return SimpleNamespace(stdout=free if "--query-gpu=uuid,memory.free" in command else TOPOLOGY)
+
+        answers = {
+            "device_count": lambda: len(devices) if state.is_initialized else nvml,
+            "init": init,
+            "get_device_properties": properties,
+            "get_arch_list": lambda: WHEEL,
+        }
+        for name, answer in answers.items():
+            monkeypatch.setattr(torch.cuda, name, answer)
         monkeypatch.setattr(torch.version, "cuda", "13.0")
-        for name in ("device_count", "is_available", "get_device_properties", "get_arch_list", "init"):
-            monkeypatch.setattr(torch.cuda, name, answers.get(name, no_driver))
+        monkeypatch.setattr(subprocess, "run", smi)
+        monkeypatch.setattr(gpus, "NVIDIA_DRIVER", tmp_path / "version")
+        gpus.NVIDIA_DRIVER.write_text("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release\n")
         description.describe_machine.cache_clear()
 
     yield pretend
@@ -55,37 +78,76 @@ def cuda(monkeypatch):
     description.describe_machine.cache_clear()
 
 
-def _assert_on_the_cpu(because):
+TOPOLOGY = """\tGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity
+GPU0\t X \tNV18\tNV18\tPXB\t0-47
+GPU1\tNV18\t X \tNV18\tSYS\t0-47
+GPU2\tNV18\tNV18\t X \tSYS\t48-95
+NIC0\tPXB\tSYS\tSYS\t X
+"""
+
+
+@pytest.mark.parametrize(
+    ("answers", "reason"),
+    [
+        ({"nvml": 2, "error": TOO_OLD}, "The NVIDIA driver on your system is too old (found version 12040)"),
+        ({"nvml": 2, "error": TOO_OLD}, "driver 580.65.06"),
+        ({"nvml": 8, "error": "No CUDA GPUs are available"}, "No CUDA GPUs are available"),
+        ({"nvml": 8, "devices": [H100, ("off the bus",)]}, "CUDA does not start: not enough values"),
+        ({"nvml": 2, "devices": [H100, V100]}, "Tesla V100-SXM2-16GB has compute capability 7.0"),
+        ({"nvml": 0}, "an NVIDIA driver is loaded, but CUDA sees no GPU (a container without GPUs?)"),
+    ],
+)
+def test_gpus_that_cannot_be_used_leave_the_cpu_with_a_reason(cuda, monkeypatch, capsys, answers, reason):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    cuda(**answers)
     machine = description.describe_machine()
     assert (machine.gpus, machine.device("auto"), machine.backend("cuda", 1)) == ([], "cpu", "gloo")
-    assert because in machine.why_no_gpus
-    assert because in machine.why_no_device("cuda")
-    assert because in dict(doctor.machine_rows())["gpu"]
-    assert because in cards.machine_card(machine, elsewhere=False).data
+    assert reason in machine.no_gpu_reason
+    assert reason in dict(doctor.machine_rows())["gpu"]
+    assert reason in cards.machine_card(machine, elsewhere=False).data
+    monkeypatch.setattr("sys.argv", ["labkit", "measure", "attention", "--profile", "smoke", "--set", "device=cuda"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 1
+    assert reason in " ".join(capsys.readouterr().err.split())
 
 
-def test_a_driver_that_is_too_old_leaves_the_cpu(cuda):
-    cuda(device_count=lambda: 2, is_available=lambda: False)
-    _assert_on_the_cpu("The NVIDIA driver on your system is too old (found version 12040)")
-
-
-def test_a_gpu_that_torch_has_no_code_for_leaves_the_cpu(cuda):
-    names = {0: ("NVIDIA H100 80GB HBM3", 9, 0), 1: ("Tesla V100-SXM2-16GB", 7, 0)}
-
-    def properties(index):
-        name, major, minor = names[index]
-        return SimpleNamespace(name=name, major=major, minor=minor, total_memory=16 * 2**30)
-
-    known = {"is_available": lambda: True, "get_device_properties": properties, "get_arch_list": lambda: WHEEL}
-    cuda(device_count=lambda: 2, **known)
-    _assert_on_the_cpu("Tesla V100-SXM2-16GB has compute capability 7.0")
-    cuda(device_count=lambda: 1, **known)
-    assert [gpu.name for gpu in description.describe_machine().gpus] == ["NVIDIA H100 80GB HBM3"]
-
-
-def test_torch_without_cuda_beside_an_nvidia_driver_says_so(monkeypatch, tmp_path):
+def test_hidden_gpus_and_a_build_without_cuda_have_their_reasons(cuda, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    cuda(nvml=0)
+    assert "CUDA_VISIBLE_DEVICES is '7'" in gpus.no_gpu_reason()
     monkeypatch.setattr(torch.version, "cuda", None)
-    monkeypatch.setattr(gpus, "NVIDIA_DRIVER", tmp_path / "version")
-    assert gpus.why_unusable() is None
-    gpus.NVIDIA_DRIVER.touch()
-    assert "built without CUDA" in gpus.why_unusable()
+    assert "built without CUDA" in gpus.no_gpu_reason()
+    gpus.NVIDIA_DRIVER.unlink()
+    assert gpus.no_gpu_reason() is None
+
+
+def test_cuda_counts_and_not_nvml(cuda):
+    cuda(nvml=8, devices=[MIG])
+    machine = description.describe_machine()
+    assert [gpu.name for gpu in machine.gpus] == [MIG[0]]
+    assert machine.gpu_links is None
+
+
+def test_equal_gpus_take_one_line_and_the_free_memory_decides(cuda):
+    cuda(nvml=3, devices=[H100] * 3, free="GPU-u0, 70000\nGPU-u1, 30000\nGPU-u2, [N/A]\n")
+    machine = description.describe_machine()
+    assert [(count, gpu.name) for count, gpu in machine.gpu_counts] == [(3, H100[0])]
+    assert [gpu.available_bytes // 2**20 for gpu in machine.gpus] == [70000, 30000, 80 * 1024]
+    assert machine.gpu_links == "NV18"
+    assert machine.versions["driver"] == "580.65.06"
+    assert machine.versions["CUDA"] == "13.0"
+    assert dict(doctor.machine_rows())["gpu"].startswith("3x NVIDIA H100 80GB HBM3, 80 GiB, 68.4 GiB free")
+    assert skip_reason(machine, "cuda", 50 * GIB) is None
+    assert "available" in skip_reason(machine, "cuda", 60 * GIB, ranks=2)  # 2 * 30000 MiB for both
+    again = description.Machine.model_validate_json(machine.model_dump_json())
+    assert again == machine
+
+
+def test_a_library_that_does_not_start_on_a_full_gpu_is_out_of_memory(monkeypatch):
+    error = RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`")
+    assert not is_out_of_memory(error)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    for free, is_full in ((40 * GIB, False), (2**28, True)):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda free=free: (free, 80 * GIB))
+        assert is_out_of_memory(error) == is_full

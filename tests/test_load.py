@@ -1,4 +1,4 @@
-"""What else the machine does beside a measurement: seen, recorded, told on the page, and never in the way."""
+"""What else the machine does during a measurement: recorded, named on the page, and never in the way."""
 
 import json
 import os
@@ -6,19 +6,24 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch.distributed as dist
 
+from labkit.bench.probe import PROBE, probe, probed
 from labkit.lab.commands.console import tell_of_load
 from labkit.lab.pages import cards
 from labkit.lab.pages.provenance import provenance_rows
 from labkit.lab.runs.measure import measure
 from labkit.lab.runs.store import Run
-from labkit.machine.load import Load, announced, disturbances, load_before_measuring, other_measurements
+from labkit.machine.cgroups import quota_cores, throttled_periods
+from labkit.machine.load import Load, LoadMeter, announced, busy_points, disturbances, other_measurements
+from labkit.parallel.launch import run_ranks
 from tests.lab.fake_study import FAKE, FakeConfig
 
 ANNOUNCE = "from labkit.machine.load import announced\nwith announced():\n    print(flush=True)\n    input()"
-CONFIG = FakeConfig(actions=["fine", "raise"], world_size=1)
+V1 = "cpu/t/cpu.cfs_"
 
 
 @pytest.fixture(autouse=True)
@@ -41,64 +46,119 @@ def other(name_of_these_tests):
     process.communicate()
 
 
-def test_another_measurement_is_seen_as_long_as_it_lasts(other):
+@pytest.mark.parametrize("killed", [True, False])
+def test_another_measurement_counts_as_long_as_it_lasts(other, killed, capsys):
     assert other_measurements() == 1
-    other.communicate(b"\n")
+    tell_of_load()
+    assert "another labkit measurement" in capsys.readouterr().err
+    if killed:
+        other.send_signal(signal.SIGKILL)
+        other.wait()
+    else:
+        other.communicate(b"\n")
     assert other_measurements() == 0
 
 
-def test_a_measurement_that_was_killed_is_none(other):
-    other.send_signal(signal.SIGKILL)
-    other.wait()
-    assert other_measurements() == 0
-
-
-def test_a_measurement_does_not_see_itself_and_leaves_nothing_behind(name_of_these_tests):
+def test_a_measurement_does_not_count_itself_and_leaves_nothing_behind(name_of_these_tests):
     with announced():
         assert name_of_these_tests in Path("/proc/net/unix").read_text()
         assert other_measurements() == 0
     assert name_of_these_tests not in Path("/proc/net/unix").read_text()
 
 
-@pytest.mark.usefixtures("other")
-def test_the_terminal_tells_of_another_measurement(capsys):
-    tell_of_load()
-    assert capsys.readouterr().err.startswith("Another labkit measurement")
+def _load(**fields):
+    return Load(average=0.1, other_measurements=0).model_copy(update=fields)
 
 
-@pytest.mark.usefixtures("other")
-def test_a_run_records_the_load_and_its_page_tells_of_another_measurement(tmp_path):
-    run = measure(FAKE, CONFIG, profile="smoke", directory=tmp_path / "runs")
+@pytest.mark.parametrize(
+    ("cores", "is_busy", "fields"),
+    [
+        (2, False, {"busy_cores": 0.3, "waiting_share": 0.1, "throttled_share": 0.01}),
+        (2, True, {"busy_cores": 0.6}),
+        (2, True, {"stolen_cores": 0.7}),
+        (64, False, {"busy_cores": 2.0}),
+        (64, True, {"busy_cores": 12.0}),
+        (2, True, {"waiting_share": 0.8}),
+        (2, True, {"throttled_share": 0.9}),
+        (2, True, {"other_measurements": 1}),
+    ],
+)
+def test_what_takes_cores_makes_a_point_busy(cores, is_busy, fields):
+    assert bool(disturbances(_load(**fields), cores)) == is_busy
+    assert (busy_points({"a": _load(**fields)}, cores).keys() == {"a"}) == is_busy
+
+
+def test_late_ranks_and_slow_memory_are_named_by_the_probes_of_a_run():
+    quiet = {f"quiet {i}": _load(ping_s=1e-4 * (1 + i / 4), copy_s=0.013 * (1 + i / 8)) for i in range(4)}
+    odd = {"late": _load(ping_s=3e-3, copy_s=0.013), "slow": _load(copy_s=0.04), "older": _load()}
+    reasons = busy_points(quiet | odd, 2)
+    assert reasons.keys() == {"late", "slow"}
+    assert "woke up late (30 times" in reasons["late"]
+    assert "memory was slow (3.1 times" in reasons["slow"]
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "files", "cores", "periods"),
+    [
+        ("0::/job", {"job/cpu.max": "50000 100000", "job/cpu.stat": "nr_periods 9\nnr_throttled 4"}, 0.5, (4, 9)),
+        ("0::/job", {"job/cpu.max": "max 100000", "cpu.max": "300000 100000"}, 3.0, (0, 0)),
+        ("0::/elsewhere/job", {"cpu.max": "150000 100000"}, 1.5, (0, 0)),  # a container sees itself as the topmost
+        ("4:memory:/m\n1:cpu,cpuacct:/t", {V1 + "quota_us": "50000", V1 + "period_us": "100000"}, 0.5, (0, 0)),
+        ("1:cpu:/t", {V1 + "quota_us": "-1", V1 + "period_us": "100000"}, None, (0, 0)),
+        ("0::/", {}, None, (0, 0)),
+    ],
+)
+def test_a_cpu_quota_is_read_in_both_versions(tmp_path, cgroup, files, cores, periods):
+    for name, text in ({"proc/self/cgroup": cgroup} | {f"sys/fs/cgroup/{n}": t for n, t in files.items()}).items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text + "\n")
+    assert quota_cores(tmp_path) == cores
+    assert throttled_periods(tmp_path) == periods
+
+
+def test_periods_that_a_quota_held_back_are_a_share_of_those_since(monkeypatch):
+    counts = iter([(3, 10), (8, 20), (8, 20)])
+    monkeypatch.setattr("labkit.machine.load.throttled_periods", lambda: next(counts))
+    meter = LoadMeter()
+    assert [meter.load().throttled_share, meter.load().throttled_share] == [0.5, None]
+
+
+def _probe_twice():
+    return [probe(), probe()], dist.get_rank()
+
+
+def test_two_ranks_answer_one_another_and_the_first_copies():
+    (first, rank), *others = run_ranks(_probe_twice, world_size=3)
+    assert rank == 0
+    assert all(one.keys() == {"ping_s", "copy_s"} and min(one.values()) > 0 for one in first)
+    assert [probes for probes, _ in others] == [[{}, {}]] * 2
+
+
+def test_a_point_that_starts_its_processes_itself_is_not_probed():
+    def worker(point):
+        yield {"seconds": 1.0}
+
+    names = {new: [next(iter(row)) for row in probed(worker, SimpleNamespace(fresh_ranks=new))] for new in (0, 1)}
+    assert names == {0: [PROBE, "seconds"], 1: ["seconds"]}
+
+
+def test_a_run_records_the_load_and_its_page_names_busy_points(tmp_path, monkeypatch):
+    monkeypatch.setattr("labkit.machine.load.other_measurements", lambda: 1)
+    config = FakeConfig(actions=["fine", "raise"], world_size=1)
+    run = measure(FAKE, config, profile="smoke", directory=tmp_path / "runs")
     assert run.header.load.other_measurements == 1
-    assert run.header.load.busy_cores >= 0
-    assert set(run.steadiness.busy) == set(run.header.planned)
-    ends = [json.loads(line) for line in run.path.read_text().splitlines() if '"kind":"end"' in line]
-    assert all(end["load"]["average"] >= 0 for end in ends)
-    assert "2 points another labkit measurement" in cards.coverage(run)
-    assert "load average" in provenance_rows(FAKE, run)["Load"]
-
-
-def test_a_quiet_run_says_nothing_and_an_older_one_is_read(tmp_path, monkeypatch):
-    quiet = Load(average=0.1, other_measurements=0, busy_cores=0.05)
-    monkeypatch.setattr("labkit.lab.runs.measure.load_before_measuring", lambda: quiet)
-    run = measure(FAKE, CONFIG, profile="smoke", directory=tmp_path / "runs")
-    for text in ("another labkit", "cores busy"):
-        assert text not in cards.coverage(run)
+    assert run.busy.keys() == set(run.header.planned)
     lines = [json.loads(line) for line in run.path.read_text().splitlines()]
-    for line in lines:
+    loads = [line["load"] for line in lines if line["kind"] == "end"]
+    assert all(load["copy_s"] > 0 and "ping_s" not in load for load in loads)
+    assert not any(PROBE in row for row in run.frame())
+    assert "during 2 of 2 points: another labkit measurement" in cards.coverage(run)
+    assert "load average" in provenance_rows(FAKE, run)["Load"]
+    for line in lines:  # as older runs are
         line.pop("load", None)
+        line |= {"beats": [[[1, 0, 0.001]]]} if line["kind"] == "end" else {}
     run.path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     older = Run.load(run.path)
-    assert (older.header.load, dict(older.steadiness.busy)) == (None, {})
+    assert (older.header.load, older.busy) == (None, {})
+    assert "Busy machine" not in cards.coverage(older)
     assert "Load" not in provenance_rows(FAKE, older)
-
-
-def test_other_programs_are_worth_a_word_from_a_share_of_the_cores_on():
-    def said(busy, cores):
-        return disturbances(Load(average=0, other_measurements=0, busy_cores=busy), cores)
-
-    assert not said(0.3, 2)
-    assert said(0.6, 2)
-    assert not said(2, 64)
-    assert said(12, 64)
-    assert load_before_measuring().busy_cores <= os.cpu_count()

@@ -19,7 +19,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from labkit.bench.heartbeat import heartbeat_heard
 from labkit.bench.stopping import Stopping
 
 Action = Callable[[], Any]
@@ -101,7 +100,7 @@ def time_parts_interleaved(
 
     The turn of an alternative is all its parts in the order of its mapping; only alternatives are shuffled. `prepare`
     runs once a turn, `before` ahead of every part. With `calls`, a part is called as often before the next one comes.
-    Returns samples by alternative and part. Before a round the machine's heartbeat is taken, if anybody listens.
+    Returns samples by alternative and part.
     """
     if warmup < 0 or repeats < 1 or calls < 1:
         raise ValueError(f"expected warmup >= 0, repeats >= 1 and calls >= 1, got {warmup}, {repeats} and {calls}")
@@ -111,15 +110,10 @@ def time_parts_interleaved(
     samples: dict[str, dict[str, list[float]]] = {
         name: {part: [] for part in parts} for name, parts in alternatives.items()
     }
-    heartbeat = heartbeat_heard()
-    if heartbeat is not None:
-        heartbeat.begin_rounds()
     stopping = None
     for repeat in range(-warmup, repeats):
         if repeat == 0:
             stopping = Stopping(ratio_within, rounds_s)
-        if heartbeat is not None:
-            heartbeat.beat(repeat)
         for name in turn_order(alternatives, repeat, seed=seed):
             if prepare is not None:
                 prepare(name)
@@ -129,8 +123,6 @@ def time_parts_interleaved(
                 seconds = time_calls(action, calls)
                 if repeat >= 0:
                     samples[name][part].append(seconds)
-        if heartbeat is not None:
-            heartbeat.end_round(repeat)
         if stopping is not None and repeat + 1 < repeats and stopping.is_enough(samples, device):
             break
     return samples

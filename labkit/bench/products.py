@@ -20,10 +20,19 @@ def settled_products() -> Iterator[None]:
     For gates: what is compared is computed twice, and rounding alone can grow large on the way, as in batch norm over
     two values. On a CPU nothing changes.
     """
-    matmul = torch.backends.cuda.matmul
-    before = matmul.fp32_precision, cudnn.conv.fp32_precision, cudnn.deterministic, cudnn.benchmark
-    matmul.fp32_precision, cudnn.conv.fp32_precision, cudnn.deterministic, cudnn.benchmark = IEEE, IEEE, True, False
+    flags, precisions = (cudnn.deterministic, cudnn.benchmark), [unit.fp32_precision for unit in _units()]
+    cudnn.allow_tf32 = False  # the old name of the same: reading it raises if it contradicts the others
+    cudnn.deterministic, cudnn.benchmark = True, False
+    for unit in _units():
+        unit.fp32_precision = IEEE
     try:
         yield
     finally:
-        matmul.fp32_precision, cudnn.conv.fp32_precision, cudnn.deterministic, cudnn.benchmark = before
+        cudnn.allow_tf32 = "tf32" in precisions[1:]
+        cudnn.deterministic, cudnn.benchmark = flags
+        for unit, precision in zip(_units(), precisions, strict=True):
+            unit.fp32_precision = precision
+
+
+def _units() -> tuple[Any, ...]:
+    return torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn

@@ -1,7 +1,7 @@
 """Quantities that several labs measure, each under a key that holds all that matters, and whether the values agree.
 
-A lab says by `Lab.known` which of its rows are such a quantity. Two values differ if their 95 % intervals, each
-widened down to what it would be at the machine's best by the heartbeats of its point, do not meet.
+A lab says by `Study.known` which of its rows are such a quantity. Two values differ if their 95 % intervals do not
+meet.
 """
 
 from collections.abc import Iterable, Sequence
@@ -154,25 +154,21 @@ def _sum(rows: pd.DataFrame, name: str, parts: Sequence[str]) -> pd.DataFrame:
 
 @dataclass(frozen=True)
 class Value:
-    """What one point of a lab measured; `low` and `high` are None without an interval.
-
-    `slowdown` is its heartbeat over the best of the report.
-    """
+    """What one point of a lab measured; `low` and `high` are None without an interval."""
 
     lab: str
     place: str
     value: float
     low: float | None
     high: float | None
-    slowdown: float = 1.0
 
     def meets(self, other: "Value") -> bool:
-        """Whether intervals and heartbeats explain the difference. Of values without an interval: yes."""
+        """Whether intervals explain the difference. Of values without an interval: yes."""
         if self.low is None or self.high is None or other.low is None or other.high is None:
             return True
         if ratio_of([self, other]) < 1 + MIN_RELEVANT_DIFFERENCE:
             return True
-        return self.low / self.slowdown <= other.high and other.low / other.slowdown <= self.high
+        return self.low <= other.high and other.low <= self.high
 
 
 def value_of(samples: Iterable[float], *, is_exact: bool) -> tuple[float, float | None, float | None]:

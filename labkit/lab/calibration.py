@@ -76,7 +76,7 @@ def newest_calibration(machine: Machine, within: timedelta | None = None) -> Cal
         found = calibration_of(run)
         if found is None or not found.knows(machine.device("auto")):
             continue
-        if not run.steadiness.flagged:
+        if not run.busy:
             return found
         disturbed = disturbed or (run.header.started, replace(found, is_disturbed=True))
     return disturbed[1] if disturbed else None

@@ -12,9 +12,9 @@ def skip_reason(
     On "cuda" each rank has a GPU, as far as there are some, and the smallest of these decides. `says` is what is said
     of what they need.
     """
-    if reason := machine.why_no_device(device):
+    if reason := machine.no_device_reason(device):
         return reason
-    gpus = [gpu.memory_bytes for gpu in machine.gpus[:ranks]]
+    gpus = [gpu.available_bytes for gpu in machine.gpus[:ranks]]
     available = len(gpus) * min(gpus) if device == "cuda" else available_memory_bytes()
     if needed_bytes <= available:
         return None

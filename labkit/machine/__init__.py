@@ -1,12 +1,12 @@
-"""What this computer is (`description`), how much memory it has left (`memory_limits`), which labkit runs
-(`source`), and what else is going on (`load`).
+"""This computer (`description`, `gpus`), the limits set on this process (`cgroups`), labkit's version (`source`), and
+other programs that run meanwhile (`load`).
 
-The description is imported when it is asked for: ranks ask for memory alone, and start without pydantic.
+The description is imported on first use: ranks need the memory alone, and start without pydantic.
 """
 
 from typing import TYPE_CHECKING, Any
 
-from labkit.machine.memory_limits import available_memory_bytes
+from labkit.machine.cgroups import available_memory_bytes
 
 if TYPE_CHECKING:
     from labkit.machine.description import Gpu, Machine, available_cores, describe_machine

@@ -1,7 +1,6 @@
-"""What this computer is: devices, memory, known peak rates, software versions, labkit's source.
+"""This computer's devices, memory, peak rates, software versions and labkit source: provenance of every number.
 
-Everything a reader needs to judge a number that was measured here, and nothing that is guessed:
-an unknown device has no peak rate, a version that cannot be read is None.
+Nothing is guessed: an unlisted device has no peak rate, a version that cannot be read is None.
 """
 
 import os
@@ -9,6 +8,7 @@ import platform
 import re
 from functools import cache
 from importlib import metadata
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
 from labkit.machine import gpus as cuda_gpus
+from labkit.machine.cgroups import quota_cores
 from labkit.machine.source import Source, describe_source
 
 GIB = 2**30
@@ -47,6 +48,12 @@ class Gpu(BaseModel):
     compute_capability: str
     dense_bf16_peak_tflops: float | None
     """Data-sheet peak, None for a device that is not listed."""
+    free_bytes: int | None = None
+    """Memory that nothing used when the machine was described; None if unknown."""
+
+    @property
+    def available_bytes(self) -> int:
+        return self.memory_bytes if self.free_bytes is None else self.free_bytes
 
 
 class Machine(BaseModel):
@@ -57,12 +64,16 @@ class Machine(BaseModel):
     host: str
     cpu: str
     instructions: str | None = None
-    """Vector instructions that torch computes with, as "AVX512"; None in runs from before it was told."""
+    """Vector instructions that torch computes with, as "AVX512"; None in older runs."""
     cores: int
+    cpu_quota: float | None = None
+    """Cores' worth of time per second that a cgroup allows, if it limits them: 0.5 is half a core."""
     memory_bytes: int
     gpus: list[Gpu]
-    """Those that labs can use: all, or none."""
-    why_no_gpus: str | None = None
+    """The GPUs that labs can use: all, or none."""
+    gpu_links: str | None = None
+    """How they are connected, as `nvidia-smi topo` names it: "NV18"."""
+    no_gpu_reason: str | None = Field(None, validation_alias=AliasChoices("no_gpu_reason", "why_no_gpus"))
     """Why the GPUs that are there are not used (driver too old, no kernels for them), or None."""
     system: str
     python: str
@@ -70,11 +81,11 @@ class Machine(BaseModel):
     source: Source | None = Field(validation_alias=AliasChoices("source", "git"))  # `git` in older runs
     """None in older runs, for a labkit outside a git checkout."""
     float32_products: dict[str, str] | None = None
-    """How a GPU does "matmul" and "convolution" of float32: "ieee" or "tf32"; None in runs from before it was told."""
+    """How a GPU does "matmul" and "convolution" of float32: "ieee" or "tf32"; None in older runs."""
 
     @property
     def identity(self) -> list[str | None]:
-        """What tells machines apart. Virtual ones of one name and processor may differ in instructions."""
+        """Values that differ between machines. Virtual ones of one name and processor may differ in instructions."""
         return [self.host, self.label, self.instructions]
 
     @property
@@ -91,19 +102,31 @@ class Machine(BaseModel):
             return wanted
         return "cuda" if self.gpus else "cpu"
 
+    @property
+    def gpu_counts(self) -> list[tuple[int, Gpu]]:
+        """Equal GPUs counted: [(8, the first of them)]."""
+        groups = groupby(self.gpus, key=lambda gpu: gpu.model_copy(update={"free_bytes": None}))
+        return [(len(equal), equal[0]) for equal in (list(group) for _, group in groups)]
+
+    @property
+    def cores_text(self) -> str:
+        """ "2 cores available", with the quota where a cgroup sets one."""
+        quota = "" if self.cpu_quota is None else f" (a CPU quota allows {self.cpu_quota:g} cores' worth of time)"
+        return f"{self.cores} core{'s' * (self.cores > 1)} available{quota}"
+
     def memory_of(self, device: str) -> int:
-        """Bytes of a device, "cpu" or "cuda": the machine's, or its first GPU's."""
-        return self.gpus[0].memory_bytes if device == "cuda" and self.gpus else self.memory_bytes
+        """Bytes of a device: on "cpu" the machine's, on "cuda" those that its first GPU has free."""
+        return self.gpus[0].available_bytes if device == "cuda" and self.gpus else self.memory_bytes
 
     def backend(self, device: str, world_size: int) -> str:
         """ "nccl" if every rank has a GPU to itself, else "gloo": ranks on a CPU, or that share a GPU."""
         return "nccl" if device == "cuda" and len(self.gpus) >= world_size else "gloo"
 
-    def why_no_device(self, device: str) -> str | None:
+    def no_device_reason(self, device: str) -> str | None:
         """Why nothing can be measured on `device` here, or None."""
         if device != "cuda" or self.gpus:
             return None
-        return "needs a CUDA device, and " + (self.why_no_gpus or "there is none")
+        return "needs a CUDA device, and " + (self.no_gpu_reason or "there is none")
 
     @property
     def slug(self) -> str:
@@ -114,28 +137,30 @@ class Machine(BaseModel):
 @cache
 def describe_machine() -> Machine:
     """The machine this process runs on. Cached: nothing in it changes while a process lives."""
-    why_no_gpus = cuda_gpus.why_unusable()
+    no_gpu_reason = cuda_gpus.no_gpu_reason()
+    gpus = [] if no_gpu_reason else _gpus()
     return Machine(
         host=platform.node(),
         cpu=_cpu_model(),
         instructions=torch.backends.cpu.get_cpu_capability(),
         cores=available_cores(),
+        cpu_quota=quota_cores(),
         memory_bytes=psutil.virtual_memory().total,
-        gpus=[] if why_no_gpus else [_gpu(i) for i in range(torch.cuda.device_count())],
-        why_no_gpus=why_no_gpus,
+        gpus=gpus,
+        gpu_links=cuda_gpus.link_types() if len(gpus) > 1 else None,
+        no_gpu_reason=no_gpu_reason,
         system=f"{platform.system()} {platform.release()}",
         python=platform.python_version(),
-        versions={name: _version(name) for name in VERSIONED_PACKAGES},
+        versions={name: _version(name) for name in VERSIONED_PACKAGES} | (cuda_gpus.library_versions() if gpus else {}),
         source=describe_source(),
         float32_products=_float32_products(),
     )
 
 
 def available_cores() -> int:
-    """Cores this process may run on: the affinity mask where the system has one."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    """Cores this process may use: by the affinity mask, and by the CPU quota of its cgroups; at least 1."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(cores, int(quota_cores() or cores)))
 
 
 def dense_bf16_peak_tflops(device_name: str) -> float | None:
@@ -153,14 +178,20 @@ def _float32_products() -> dict[str, str]:
     return {name: each.fp32_precision.replace("none", "ieee") for name, each in settings.items()}
 
 
-def _gpu(index: int) -> Gpu:
-    properties = torch.cuda.get_device_properties(index)
-    return Gpu(
-        name=properties.name,
-        memory_bytes=properties.total_memory,
-        compute_capability=f"{properties.major}.{properties.minor}",
-        dense_bf16_peak_tflops=dense_bf16_peak_tflops(properties.name),
-    )
+def _gpus() -> list[Gpu]:
+    """All CUDA devices."""
+    properties: list[Any] = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    free = cuda_gpus.free_memory_bytes() if properties else {}
+    return [
+        Gpu(
+            name=each.name,
+            memory_bytes=each.total_memory,
+            compute_capability=f"{each.major}.{each.minor}",
+            dense_bf16_peak_tflops=dense_bf16_peak_tflops(each.name),
+            free_bytes=free.get(str(getattr(each, "uuid", ""))),
+        )
+        for each in properties
+    ]
 
 
 def _cpu_model() -> str:

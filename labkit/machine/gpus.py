@@ -1,42 +1,57 @@
-"""Whether this build of torch can compute on the GPUs that are there, and if it cannot, why.
+"""Whether this build of torch can compute on the GPUs that are there, the reason if not, and facts about them.
 
-NVML counts GPUs that CUDA cannot use: a driver older than the CUDA that torch is built with, a GPU that torch has no
-kernels for. Asking such a GPU for more than its number raises, or works until the first kernel is launched.
+NVML counts GPUs that CUDA cannot use: a driver older than the CUDA that torch is built with, one that fell off the
+bus, MIG. So CUDA is initialized, and counts again; whatever it raises becomes a reason.
 """
 
+import os
 import re
+import subprocess
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
+HIDDEN_BY = "CUDA_VISIBLE_DEVICES"
+NEARLY_FULL_BYTES = 2**30
+"""With less free memory than this, libraries cannot make their work areas."""
 
 _ARCHITECTURE = re.compile(r"(sm|compute)_(\d+)([af]?)")
 
 
-def why_unusable() -> str | None:
+def no_gpu_reason() -> str | None:
     """Why labs run on the CPU although there is a GPU, in one line; None if there is none, or all can be used."""
+    has_driver = NVIDIA_DRIVER.exists()
     if torch.version.cuda is None and torch.version.hip is None:
-        return "an NVIDIA driver is loaded, but this torch is built without CUDA" if NVIDIA_DRIVER.exists() else None
+        return "an NVIDIA driver is loaded, but this torch is built without CUDA" if has_driver else None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that the driver is too old comes as a warning first, from every call
-        count = torch.cuda.device_count()
-        if count > 0 and not torch.cuda.is_available():
-            return _why_cuda_does_not_start()
-        return next(filter(None, map(_why_no_kernels, range(count))), None)
+        try:
+            if torch.cuda.device_count() > 0:
+                torch.cuda.init()
+            count = torch.cuda.device_count()
+            reason = next(filter(None, map(_no_kernels_reason, range(count))), None)
+        except Exception as error:  # of several types, by what fails
+            message = re.split(r"(?<=\w)\. |\n", str(error), maxsplit=1)[0]
+            return f"CUDA does not start: {message or type(error).__name__} (driver {driver_version() or 'unknown'})"
+    if count == 0 and has_driver:
+        hidden = f"{HIDDEN_BY} is {os.environ[HIDDEN_BY]!r}" if HIDDEN_BY in os.environ else "a container without GPUs?"
+        return f"an NVIDIA driver is loaded, but CUDA sees no GPU ({hidden})"
+    return reason
 
 
 def has_code_for(capability: tuple[int, int], architectures: Iterable[str]) -> bool:
     """Whether a build for `architectures` (`torch.cuda.get_arch_list()`) has code for a GPU of this capability.
 
-    Machine code ("sm_86") runs on its major version from its minor version on, PTX ("compute_90") on every newer GPU,
+    Machine code ("sm_86") runs on its major version from its minor version up, PTX ("compute_90") on every newer GPU,
     code with features of one chip ("sm_90a") on that alone (CUDA C++ programming guide, "Application compatibility").
-    A build whose list names none of these, as AMD's, is taken at its word.
+    A list that names none of these, as AMD's, is trusted.
     """
-    found = [match.groups() for match in map(_ARCHITECTURE.fullmatch, architectures) if match]
-    return not found or any(_runs(kind, number, suffix, capability) for kind, number, suffix in found)
+    matches = [match.groups() for match in map(_ARCHITECTURE.fullmatch, architectures) if match]
+    return not matches or any(_runs(kind, number, suffix, capability) for kind, number, suffix in matches)
 
 
 def _runs(kind: str, number: str, suffix: str, capability: tuple[int, int]) -> bool:
@@ -48,21 +63,59 @@ def _runs(kind: str, number: str, suffix: str, capability: tuple[int, int]) -> b
     return capability[0] == built_for[0] and capability[1] >= built_for[1]
 
 
-def _why_cuda_does_not_start() -> str:
-    try:
-        torch.cuda.init()
-    except Exception as error:  # of several types, by what fails
-        told = re.split(r"(?<=\w)\. |\n", str(error), maxsplit=1)[0]
-        return f"CUDA does not start: {told}"
-    return "CUDA is not available"
-
-
-def _why_no_kernels(index: int) -> str | None:
+def _no_kernels_reason(index: int) -> str | None:
     properties = torch.cuda.get_device_properties(index)
     architectures = torch.cuda.get_arch_list()
     if has_code_for((properties.major, properties.minor), architectures):
         return None
     return (
         f"{properties.name} has compute capability {properties.major}.{properties.minor}, and this torch is built for "
-        f"{', '.join(architectures)} (CUDA_VISIBLE_DEVICES hides a GPU)"
+        f"{', '.join(architectures)} ({HIDDEN_BY} hides a GPU)"
     )
+
+
+# ------------------------------------------------------------------------------------------- facts
+
+
+def driver_version() -> str | None:
+    """The NVIDIA driver's version, "580.65.06"; None if it does not say."""
+    with suppress(OSError):
+        if match := re.search(r"Kernel Module\s.*?(\d+(\.\d+)+)", NVIDIA_DRIVER.read_text()):
+            return match[1]
+    return None
+
+
+def library_versions() -> dict[str, str | None]:
+    """Versions that decide how fast GPUs are: torch's build, CUDA, cuDNN, NCCL, the driver."""
+    nccl = None
+    with suppress(Exception):  # a build without NCCL
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    cudnn = torch.backends.cudnn.version()
+    versions = {"torch build": torch.__version__, "CUDA": torch.version.cuda, "cuDNN": cudnn and str(cudnn)}
+    return versions | {"NCCL": nccl, "driver": driver_version()}
+
+
+def free_memory_bytes() -> dict[str, int]:
+    """Free memory of each GPU by UUID, without a CUDA context on any; empty if `nvidia-smi` does not say."""
+    rows = (line.split(", ") for line in _nvidia_smi("--query-gpu=uuid,memory.free", "--format=csv,noheader,nounits"))
+    return {row[0].removeprefix("GPU-"): int(row[1]) * 2**20 for row in rows if len(row) == 2 and row[1].isdigit()}
+
+
+def link_types() -> str | None:
+    """How the GPUs are connected, as `nvidia-smi topo` names it ("NV18", "NODE, SYS"); None if it does not say."""
+    rows = [line.split() for line in _nvidia_smi("topo", "-m")]
+    matrix = [row[1:] for row in rows if len(row) > 1 and re.fullmatch(r"GPU\d+", row[0]) and "X" in row]
+    return ", ".join(sorted({link for row in matrix for link in row[: len(matrix)]} - {"X"})) or None
+
+
+def is_nearly_full() -> bool:
+    """Whether the current GPU has too little free memory for libraries to start."""
+    with suppress(Exception):
+        return torch.cuda.is_initialized() and torch.cuda.mem_get_info()[0] < NEARLY_FULL_BYTES
+    return False
+
+
+def _nvidia_smi(*arguments: str) -> Iterator[str]:
+    with suppress(OSError, subprocess.SubprocessError):
+        command = ["nvidia-smi", *arguments]
+        yield from subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.splitlines()

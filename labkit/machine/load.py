@@ -1,4 +1,4 @@
-"""What else the machine does while a lab measures: other programs, and other measurements of labkit.
+"""What else the machine does while a lab measures: other programs, other measurements of labkit, a CPU quota.
 
 A measurement announces itself by a socket with a name that only the kernel keeps (Linux's abstract ones): it is gone
 with the process, however that ends, and any user may read the list of them.
@@ -6,10 +6,11 @@ with the process, however that ends, and any user may read the list of them.
 
 import multiprocessing.forkserver
 import os
+import re
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,12 +18,20 @@ from pathlib import Path
 import psutil
 from pydantic import BaseModel, ConfigDict
 
+from labkit.machine.cgroups import throttled_periods
+
 SAMPLE_S = 0.1
 MIN_SPAN_S = 0.5
 _BUSY = ("user", "nice", "system", "irq", "softirq")  # what guests of this machine take is in user and nice
 MIN_BUSY_SHARE = 0.15
-"""Of the cores: from here on, and from half a core on, other programs are worth a word. Idle machines stay below."""
+"""Share of the cores from which other programs count, if it is at least half a core. Idle machines stay below."""
+MIN_WAITING_SHARE = 0.3
+"""Share of the last ten seconds in which a process waited for a core; before a measurement only, which waits, too."""
+MIN_THROTTLED_SHARE = 0.05
+LATE_PING, SLOW_COPY = 5.0, 1.5
+"""How many times the fastest of a run a point's probe takes when its ranks wake up late, or when memory is slow."""
 
+_PRESSURE = Path("/proc/pressure/cpu")
 _SOCKETS = Path("/proc/net/unix")  # of every user
 _NAME = "labkit-measuring-"
 
@@ -39,13 +48,29 @@ class Load(BaseModel):
     """Of the cores this process may use, by other programs; None if that is not known."""
     stolen_cores: float | None = None
     """Of those, taken by other guests of the host (steal time); None if that is not known."""
+    waiting_share: float | None = None
+    """Share of the last 10 s in which some process waited for a core (Linux's PSI); None if that is not known."""
+    throttled_share: float | None = None
+    """Share of scheduling periods in which a CPU quota held this process back; None without a quota."""
+    ping_s: float | None = None
+    """Mean round trip between two ranks before the point (`bench.probe`); None with one rank, or on GPUs."""
+    copy_s: float | None = None
+    """A copy of 64 MB before the point."""
 
 
 def load_before_measuring() -> Load:
     """The load as it is before any rank runs. Takes `SAMPLE_S`."""
     meter = LoadMeter()
     time.sleep(SAMPLE_S)
-    return meter.load(at_least_s=SAMPLE_S)
+    return meter.load(at_least_s=SAMPLE_S).model_copy(update={"waiting_share": _waiting_share()})
+
+
+def _waiting_share() -> float | None:
+    try:
+        found = re.search(r"^some avg10=([\d.]+)", _PRESSURE.read_text(), re.MULTILINE)
+    except OSError:
+        return None
+    return float(found[1]) / 100 if found else None
 
 
 class LoadMeter:
@@ -56,13 +81,17 @@ class LoadMeter:
 
     def __init__(self, *, knows_own: bool = True) -> None:
         self._knows_own = knows_own
-        self._since = _CoreSeconds.now()
+        self._since, self._periods = _CoreSeconds.now(), throttled_periods()
 
     def load(self, *, at_least_s: float = MIN_SPAN_S) -> Load:
         """The load since then; no cores are told after less than `at_least_s`, of which a tick is too large a part."""
         before, now = self._since, _CoreSeconds.now()
         self._since, elapsed = now, now.at - before.at
-        load = Load(average=round(os.getloadavg()[0], 2), other_measurements=other_measurements())
+        (held_back, periods), (held_before, before_them) = throttled_periods(), self._periods
+        self._periods = held_back, periods
+        share = round((held_back - held_before) / (periods - before_them), 3) if periods > before_them else None
+        average = round(os.getloadavg()[0], 2)
+        load = Load(average=average, other_measurements=other_measurements(), throttled_share=share)
         if elapsed < at_least_s or not self._knows_own:
             return load
         others = ((now.busy - before.busy) - (now.own - before.own)) / elapsed
@@ -113,21 +142,37 @@ def own_processes() -> set[psutil.Process]:
     return own
 
 
-def is_busy(load: Load, cores: int) -> bool:
-    """Whether other programs or other guests of the host take enough of so many cores to be worth a word."""
-    least = max(0.5, MIN_BUSY_SHARE * cores)
-    return (load.busy_cores or 0.0) + (load.stolen_cores or 0.0) >= least
+def busy_points(loads: Mapping[str, Load], cores: int) -> dict[str, str]:
+    """Why the times of a point may be too long, by point, as a phrase; probes are compared within these points."""
+    pings = [load.ping_s for load in loads.values() if load.ping_s is not None]
+    copies = [load.copy_s for load in loads.values() if load.copy_s is not None]
+    reasons = {point: _busy_reason(load, cores) for point, load in loads.items()}
+    for point, load in loads.items():
+        if load.ping_s is not None and load.ping_s > LATE_PING * min(pings):
+            reasons[point] = reasons[point] or f"ranks woke up late ({load.ping_s / min(pings):.0f} times the best)"
+        if load.copy_s is not None and load.copy_s > SLOW_COPY * min(copies):
+            reasons[point] = reasons[point] or f"memory was slow ({load.copy_s / min(copies):.1f} times the best copy)"
+    return {point: reason for point, reason in reasons.items() if reason}
+
+
+def _busy_reason(load: Load, cores: int) -> str:
+    """What takes cores from a measurement, as a phrase; "" if nothing does."""
+    taken = (load.busy_cores or 0.0) + (load.stolen_cores or 0.0)
+    if load.other_measurements:
+        return "another labkit measurement ran"
+    if taken >= max(0.5, MIN_BUSY_SHARE * cores):
+        return f"other programs took {taken:.1f} of {cores} cores"
+    if (load.throttled_share or 0.0) >= MIN_THROTTLED_SHARE:
+        return f"a CPU quota held processes back in {100 * (load.throttled_share or 0.0):.0f}% of all periods"
+    if (load.waiting_share or 0.0) >= MIN_WAITING_SHARE:
+        return f"processes waited for a core {100 * (load.waiting_share or 0.0):.0f}% of the time"
+    return ""
 
 
 def disturbances(load: Load, cores: int) -> list[str]:
     """What a user should know of the load before a measurement, a sentence each."""
-    found = []
-    if load.other_measurements:
-        found.append("Another labkit measurement runs on this machine: both take longer than they would alone.")
-    elif is_busy(load, cores):
-        taken = (load.busy_cores or 0.0) + (load.stolen_cores or 0.0)
-        found.append(f"Other programs keep {taken:.1f} of {cores} cores busy: times may be too long.")
-    return found
+    reason = _busy_reason(load, cores)
+    return [f"Busy machine: {reason}; times may be too long."] if reason else []
 
 
 @contextmanager

@@ -1,11 +1,10 @@
-"""Explicit softmax attention, the oracle of this package.
+"""Naive softmax attention, the oracle of this package.
 
-    scores = q k^T / sqrt(D)          masked with -inf where a query may not see a key
+    scores = scale * q k^T            masked with -inf where a query may not see a key
     output = softmax(scores) v
 
-Every implementation answers to this file: the same arguments `(q, k, v, causal)`, the same checks, the
-same mask.  `tiled_attention.py` computes the same numbers block by block in PyTorch, `flash_attention.py`
-does it in Triton.
+Every implementation follows this file: the arguments `(q, k, v, causal)`, the checks, the mask.
+`tiled_attention.py` computes the same numbers block by block in PyTorch, `flash_attention.py` does it in Triton.
 
 Dimension letters, here and in the two other files:
 
@@ -14,16 +13,21 @@ Dimension letters, here and in the two other files:
     K    keys, the sequence of k and v
     D    head dimension
 
-Causal means that query i sees the keys j <= i, counted from the start of both sequences ("top left", what
-`torch.nn.functional.scaled_dot_product_attention(is_causal=True)` does).  So a query always sees key 0, and
-with K > Q the last keys are seen by nobody.
+Causal means that query i sees the keys j <= i, counted from the start of both sequences ("top left", as in
+`torch.nn.functional.scaled_dot_product_attention(is_causal=True)`).  So a query always sees key 0, and
+with K > Q the last keys are seen by no query.
+
+Grouped queries (Ainslie et al. 2023, arXiv:2305.13245): k and v may have fewer heads, dimension -3, if the heads of q
+are a multiple; query head h then uses their head h // group.
 """
 
 import math
 from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 Attention = Callable[[Tensor, Tensor, Tensor, bool], Tensor]
 
@@ -34,10 +38,12 @@ ALL_DTYPES = (*KERNEL_DTYPES, torch.float64)
 # ---------------------------------------------------------------- checks shared by all implementations
 
 
-def check_attention_inputs(q: Tensor, k: Tensor, v: Tensor, *, dtypes: tuple[torch.dtype, ...] = ALL_DTYPES) -> None:
+def check_attention_inputs(
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, dtypes: tuple[torch.dtype, ...] = ALL_DTYPES
+) -> None:
     """Raise ValueError unless q is (..., Q, D), k and v are (..., K, D), and all share dtype and device.
 
-    The leading dimensions must be equal (nothing is broadcast) and no dimension may be empty.
+    The leading dimensions must be equal (nothing is broadcast) but for grouped queries; no dimension may be empty.
     """
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     expected = "expected q (..., queries, head_dim), k and v (..., keys, head_dim)"
@@ -45,18 +51,20 @@ def check_attention_inputs(q: Tensor, k: Tensor, v: Tensor, *, dtypes: tuple[tor
         raise ValueError(f"{expected}; got {shapes}")
     if k.shape != v.shape:
         raise ValueError(f"{expected}, k and v of one shape; got {shapes}")
-    if q.shape[:-2] != k.shape[:-2]:
-        raise ValueError(f"{expected} with equal leading dimensions; got {shapes}")
     if q.shape[-1] != k.shape[-1]:
         raise ValueError(f"{expected} with one head_dim; got {shapes}")
     if 0 in q.shape or 0 in k.shape:
         raise ValueError(f"{expected}, no dimension empty; got {shapes}")
+    if q.dim() != k.dim() or q.shape[:-3] != k.shape[:-3] or (q.dim() > 2 and q.shape[-3] % k.shape[-3]):
+        raise ValueError(f"{expected} with equal leading dimensions, or heads of q a multiple of k's; got {shapes}")
     if not (q.dtype == k.dtype == v.dtype) or q.dtype not in dtypes:
         names = ", ".join(dtype_name(dtype) for dtype in dtypes)
         got = ", ".join(dtype_name(x.dtype) for x in (q, k, v))
         raise ValueError(f"expected q, k and v of one dtype among {names}; got {got}")
     if not (q.device == k.device == v.device):
         raise ValueError(f"expected q, k and v on one device; got {q.device}, {k.device}, {v.device}")
+    if scale is not None and not 0 < scale < math.inf:
+        raise ValueError(f"expected a positive, finite scale, got {scale}")
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -67,32 +75,63 @@ def dtype_name(dtype: torch.dtype) -> str:
 # ------------------------------------------------------------------------------------------ the oracle
 
 
-def explicit_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
+def naive_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, *, scale: float | None = None) -> Tensor:
     """Softmax attention that builds the whole (..., Q, K) matrix: output (..., Q, D) in the dtype of q.
 
-    All arithmetic is in the dtype of the inputs; give it float64 and it is the oracle.
+    All arithmetic is in the dtype of the inputs; with float64 it is the oracle.  `scale` defaults to 1 / sqrt(D).
     """
-    check_attention_inputs(q, k, v)
-    return unchecked_explicit_attention(q, k, v, causal)
+    check_attention_inputs(q, k, v, scale=scale)
+    return naive_attention_unchecked(q, k, v, causal, scale)
 
 
-def unchecked_explicit_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    """The arithmetic alone, for what has checked its inputs: `torch.compile` makes a graph of it."""
-    return torch.softmax(masked_scores(q, k, causal), dim=-1) @ v
+def naive_attention_unchecked(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool = False, scale: float | None = None
+) -> Tensor:
+    """The arithmetic alone, for callers that have checked their inputs: `torch.compile` makes a graph of it."""
+    return torch.softmax(masked_scores(q, k, causal, scale), dim=-1) @ repeat_heads(v, q)
 
 
-def masked_scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
-    """(..., Q, K), scaled; -inf where a query may not see a key."""
-    scores = (q @ k.transpose(-2, -1)) * softmax_scale(q)  # (..., Q, K)
+def masked_scores(q: Tensor, k: Tensor, causal: bool, scale: float | None = None) -> Tensor:
+    """Scaled scores (..., Q, K); -inf where a query may not see a key."""
+    scores = (q @ repeat_heads(k, q).transpose(-2, -1)) * softmax_scale(q, scale)
     if causal:
-        seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
-        scores = scores.masked_fill(~seen, -math.inf)
+        visible = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+        scores = scores.masked_fill(~visible, -math.inf)
     return scores
 
 
-def softmax_scale(q: Tensor) -> float:
-    """1 / sqrt(D)."""
-    return 1.0 / math.sqrt(q.shape[-1])
+def query_group(q: Tensor, k: Tensor) -> int:
+    """Number of query heads that share a head of keys."""
+    return q.shape[-3] // k.shape[-3] if q.dim() > 2 else 1
+
+
+def repeat_heads(x: Tensor, q: Tensor) -> Tensor:
+    """k or v with as many heads as q."""
+    group = query_group(q, x)
+    return x if group == 1 else x.repeat_interleave(group, dim=-3)
+
+
+def softmax_scale(q: Tensor, scale: float | None = None) -> float:
+    """`scale`, by default 1 / sqrt(D)."""
+    return 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
+
+
+class VersionWatch:
+    """Whether a tensor is modified in place from now on; holds none of its memory.
+
+    With it a forward pass saves `output.data`, whose version autograd does not check, and backward computes the output
+    again if a caller has changed it.  Compiled code never changes it.
+    """
+
+    def __init__(self, x: Tensor):
+        self._token = x.detach()  # shares the version counter
+        with _unsafe_preserve_version_counter(self._token):
+            cast(Any, self._token).set_()
+        self._version: int = self._token._version
+
+    @property
+    def is_modified(self) -> bool:
+        return bool(self._token._version != self._version)
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:

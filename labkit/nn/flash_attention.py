@@ -1,17 +1,19 @@
 """FlashAttention-2 in Triton: checks the inputs, chooses tiles, launches the kernels.
 
-The forward pass saves q, k, v, the output and one float32 logsumexp a query; the backward pass recomputes the
+The forward pass saves q, k, v, the output and one float32 logsumexp per query; the backward pass recomputes the
 probabilities from it.  Memory is linear in the sequence.  Source: Dao 2023, FlashAttention-2 (arXiv:2307.08691).
 The kernels: `flash_kernels.py`, `flash_backward_kernels.py`.  The same in plain PyTorch: `tiled_attention.py`.
 
 Runs on CUDA GPUs from compute capability 8.0, and anywhere under Triton's interpreter (TRITON_INTERPRET=1 set
-before Triton is imported), which is for tests: correct, and thousands of times slower.
+before Triton is imported), which is for tests: correct, and thousands of times slower.  Before a tile's first use on a
+device its results are compared with float64; a tile that is wrong, or does not compile there, is left out.
 
 Dimension letters as in `attention.py`: (..., Q, D) queries, (..., K, D) keys and values.
 """
 
 import functools
-from dataclasses import dataclass
+import math
+import warnings
 from typing import Any
 
 import torch
@@ -20,136 +22,26 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from labkit.nn import flash_backward_kernels, flash_kernels
-from labkit.nn.attention import KERNEL_DTYPES, check_attention_inputs, softmax_scale
+from labkit.nn.attention import (
+    KERNEL_DTYPES,
+    VersionWatch,
+    check_attention_inputs,
+    dtype_name,
+    masked_scores,
+    naive_attention,
+    query_group,
+    softmax_scale,
+)
 from labkit.nn.flash_tiles import DELTA_TILE, INTERPRETER_TILES, Tile, kernel_constants, padded, tiles_for
-from labkit.nn.triton_launches import why_triton_cannot_launch
+from labkit.nn.triton_launches import no_launch_reason
 
-HEAD_DIMS = range(16, 129)
+HEAD_DIMS = range(16, 257)
 """Head dimensions the kernels take.  One that is not a power of two is padded to the next inside the kernel."""
 
-MINIMUM_CAPABILITY = (8, 0)
+MIN_CAPABILITY = (8, 0)
+PROBE_QUERIES, PROBE_KEYS = 300, 333  # full, diagonal and ragged blocks of every tile
 
 INTERPRETED = not isinstance(flash_kernels.forward_kernel, triton.JITFunction)
-
-
-@dataclass(frozen=True)
-class Techniques:
-    """Parts of the forward kernel that can be switched off, one by one, to measure what each is worth."""
-
-    exp2: bool = True
-    """Exponentials in base 2 with log2(e) folded into the scale; else `exp`, which multiplies again."""
-    skip_hidden: bool = True
-    """Causal: do not visit key blocks that no query of the block sees; else compute and mask them."""
-    mask_only_edges: bool = True
-    """Full blocks in a loop without masks; else every block is masked and its loads are bounds-checked."""
-
-
-class FlashAttention(torch.autograd.Function):
-    """`FlashAttention.apply(q, k, v, causal)`: q (..., Q, D), k and v (..., K, D) -> output (..., Q, D).
-
-    float32 (TF32 tensor cores three times, near float32), bfloat16 or float16; 16 <= D <= 128.  Deterministic.
-    Inputs that are not contiguous are copied.  Raises ValueError for inputs that do not fit.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
-        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()  # here, so that backward has no need to copy again
-        output, logsumexp = flash_forward(q, k, v, causal)
-        ctx.save_for_backward(q, k, v, output, logsumexp)
-        ctx.causal = causal
-        return output
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        q, k, v, output, logsumexp = ctx.saved_tensors
-        return *flash_backward(q, k, v, output, logsumexp, grad_output, ctx.causal), None
-
-
-@torch.compiler.disable  # a compiled model calls the kernels as they are, at the price of a graph break
-def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
-    """`FlashAttention.apply` for models, compiled or not."""
-    return FlashAttention.apply(q, k, v, causal)
-
-
-def flash_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    causal: bool = False,
-    *,
-    tile: Tile | None = None,
-    techniques: Techniques | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Output (..., Q, D) in the dtype of q, and its natural-log logsumexp (..., Q) in float32.
-
-    `tile` replaces the autotuned ones, `techniques` the full set: both for ablations.
-    """
-    _check(q, k, v)
-    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-    output = torch.empty_like(q)
-    logsumexp = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
-    techniques = techniques or Techniques()
-    switches = {
-        "EXP2": techniques.exp2,
-        "SKIP_HIDDEN": techniques.skip_hidden,
-        "MASK_ONLY_EDGES": techniques.mask_only_edges,
-    }
-    _launch("forward", (q, k, v, output, logsumexp), q, k, causal, tile, switches)
-    return output, logsumexp
-
-
-def flash_backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    output: Tensor,
-    logsumexp: Tensor,
-    grad_output: Tensor,
-    causal: bool,
-    *,
-    grad_kv_tile: Tile | None = None,
-    grad_q_tile: Tile | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v from what the forward pass saved; the tiles are for ablations."""
-    _check(q, k, v)
-    q, k, v, output, grad_output = (x.contiguous() for x in (q, k, v, output, grad_output))
-    grad_q, grad_k, grad_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    delta = torch.empty_like(logsumexp)
-    _launch_delta(output, grad_output, delta)
-    inputs = (q, k, v, grad_output, logsumexp, delta)
-    _launch("grad_kv", (*inputs, grad_k, grad_v), q, k, causal, grad_kv_tile)
-    _launch("grad_q", (*inputs, grad_q), q, k, causal, grad_q_tile)
-    return grad_q, grad_k, grad_v
-
-
-# ------------------------------------------------------------------------------------------- checks
-
-
-def why_unavailable(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-    """Why the kernels cannot run there, or None if they can."""
-    if dtype not in KERNEL_DTYPES:
-        return f"the kernels take float32, bfloat16 and float16, not {str(dtype).removeprefix('torch.')}"
-    if head_dim not in HEAD_DIMS:
-        return f"the kernels take head dimensions from {HEAD_DIMS[0]} to {HEAD_DIMS[-1]}, not {head_dim}"
-    if INTERPRETED:
-        return None
-    if device.type != "cuda":
-        return f"Triton kernels need a CUDA GPU (or TRITON_INTERPRET=1, for tests), not {device.type}"
-    capability = torch.cuda.get_device_capability(device)
-    if capability < MINIMUM_CAPABILITY:
-        return f"the kernels need compute capability 8.0 or newer, not {capability[0]}.{capability[1]}"
-    return why_triton_cannot_launch()
-
-
-def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
-    check_attention_inputs(q, k, v, dtypes=KERNEL_DTYPES)
-    reason = why_unavailable(q.device, q.dtype, q.shape[-1])
-    if reason is not None:
-        raise ValueError(reason)
-
-
-# ------------------------------------------------------------------------------------------- launch
 
 _KERNELS: dict[str, Any] = {
     "forward": flash_kernels.forward_kernel,
@@ -158,53 +50,208 @@ _KERNELS: dict[str, Any] = {
 }
 
 
-def _launch(
-    name: str,
-    tensors: tuple[Tensor, ...],
-    q: Tensor,
-    k: Tensor,
-    causal: bool,
-    tile: Tile | None,
-    switches: dict[str, bool] | None = None,
-) -> None:
-    """Start one program for every block of queries (of keys for "grad_kv") of every head."""
-    queries, head_dim = q.shape[-2:]
-    keys = k.shape[-2]
-    heads = q.numel() // (queries * head_dim)
-    length, block = (keys, "BLOCK_K") if name == "grad_kv" else (queries, "BLOCK_Q")
+class FlashAttention(torch.autograd.Function):
+    """`FlashAttention.apply(q, k, v, causal, scale)`: q (..., Q, D), k and v (..., K, D) -> output (..., Q, D).
 
-    def grid(constants: dict[str, Any]) -> tuple[int]:
-        return (heads * triton.cdiv(length, constants[block]),)
+    float32 (TF32 tensor cores three times, near float32), bfloat16 or float16; 16 <= D <= 256.  Deterministic.
+    Inputs that are not contiguous are copied.  ValueError for inputs that do not fit together.
+    """
 
-    constants = kernel_constants(head_dim, q.dtype, causal, interpreted=INTERPRETED) | (switches or {})
-    arguments = (*tensors, queries, keys, softmax_scale(q), _tuning_length(queries, keys))
-    with torch.cuda.device_of(q):  # Triton launches on the current device
-        if tile is None and not INTERPRETED:
-            capability = torch.cuda.get_device_capability(q.device)
-            tiles = tiles_for(name, dtype=q.dtype, head_dim=head_dim, capability=capability)
-            _autotuned(name, tiles)[grid](*arguments, **constants)
-        else:
-            tile = tile or INTERPRETER_TILES[name]
-            _KERNELS[name][grid](*arguments, **constants, **tile.launch_options())
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool = False, scale: float | None = None) -> Tensor:
+        _check(q, k, v, scale)
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()  # here, so that backward has no need to copy again
+        output, logsumexp = _forward(q, k, v, causal, scale)
+        ctx.save_for_backward(q, k, v, output.data, logsumexp)
+        ctx.watch = VersionWatch(output)
+        ctx.causal, ctx.scale = causal, scale
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        q, k, v, output, logsumexp = ctx.saved_tensors
+        if ctx.watch.is_modified:
+            output, _ = _forward(q, k, v, ctx.causal, ctx.scale)
+        grad_output = grad_output.contiguous()
+        inputs = (q, k, v, grad_output, logsumexp, _delta(output, grad_output))
+        return _grad_q(inputs, ctx.causal, ctx.scale), *_grad_kv(inputs, ctx.causal, ctx.scale), None, None
 
 
-@functools.cache
-def _autotuned(name: str, tiles: tuple[Tile, ...]) -> Any:
-    """The kernel with Triton's autotuner: times each tile once for a tuning length, mask, head dim and dtype."""
-    configs = [triton.Config(t.blocks(), num_warps=t.warps, num_stages=t.stages) for t in tiles]
-    return triton.autotune(configs, key=["tuning_length", "CAUSAL", "HEAD_DIM"])(_KERNELS[name])
+@torch.compiler.disable  # a compiled model calls the kernels as they are, at the price of a graph break
+def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, *, scale: float | None = None) -> Tensor:
+    """Attention on the GPU, differentiable: `FlashAttention.apply`.  `scale` defaults to 1 / sqrt(D)."""
+    return FlashAttention.apply(q, k, v, causal, scale)
 
 
-def _tuning_length(queries: int, keys: int) -> int:
-    """Lengths that share a tuning: the power of two at or above, from 512 to 8192; the best tile varies slowly."""
-    return min(max(512, triton.next_power_of_2(max(queries, keys))), 8192)
+def flash_forward(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool = False, *, scale: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """Output (..., Q, D) in the dtype of q, and its natural-log logsumexp (..., Q) in float32."""
+    _check(q, k, v, scale)
+    output, logsumexp = _forward(q.contiguous(), k.contiguous(), v.contiguous(), causal, scale)
+    return output, logsumexp * math.log(2)
 
 
-def _launch_delta(output: Tensor, grad_output: Tensor, delta: Tensor) -> None:
+def unavailable_reason(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    """Why the kernels cannot run there, or None if they can."""
+    if dtype not in KERNEL_DTYPES:
+        return f"the kernels take float32, bfloat16 and float16, not {dtype_name(dtype)}"
+    if head_dim not in HEAD_DIMS:
+        return f"the kernels take head dimensions from {HEAD_DIMS[0]} to {HEAD_DIMS[-1]}, not {head_dim}"
+    if INTERPRETED:
+        return None
+    if device.type != "cuda":
+        return f"Triton kernels need a CUDA GPU (or TRITON_INTERPRET=1, for tests), not {device.type}"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < MIN_CAPABILITY:
+        return f"the kernels need compute capability 8.0 or newer, not {capability[0]}.{capability[1]}"
+    return no_launch_reason()
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> None:
+    check_attention_inputs(q, k, v, scale=scale, dtypes=KERNEL_DTYPES)
+    if (reason := unavailable_reason(q.device, q.dtype, q.shape[-1])) is not None:
+        raise ValueError(reason)
+
+
+# ------------------------------------------------------------------------------------------- passes
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, tile: Tile | None = None
+) -> tuple[Tensor, Tensor]:
+    """Output, and the logsumexp in base 2, of contiguous tensors; `tile` replaces the autotuned ones."""
+    output, logsumexp = torch.empty_like(q), torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
+    _launch("forward", (q, k, v, output, logsumexp), causal, scale, tile)
+    return output, logsumexp
+
+
+def _grad_q(inputs: tuple[Tensor, ...], causal: bool, scale: float | None, tile: Tile | None = None) -> Tensor:
+    grad_q = torch.empty_like(inputs[0])
+    _launch("grad_q", (*inputs, grad_q), causal, scale, tile)
+    return grad_q
+
+
+def _grad_kv(
+    inputs: tuple[Tensor, ...], causal: bool, scale: float | None, tile: Tile | None = None
+) -> tuple[Tensor, Tensor]:
+    grad_k, grad_v = torch.empty_like(inputs[1]), torch.empty_like(inputs[1])
+    _launch("grad_kv", (*inputs, grad_k, grad_v), causal, scale, tile)
+    return grad_k, grad_v
+
+
+def _delta(output: Tensor, grad_output: Tensor) -> Tensor:
+    """rowsum(dO * O), (..., Q), in float32."""
     queries, head_dim = output.shape[-2:]
+    delta = torch.empty(output.shape[:-1], dtype=torch.float32, device=output.device)
     programs = delta.numel() // queries * triton.cdiv(queries, DELTA_TILE.block_q)
     constants = {"HEAD_DIM": head_dim, "BLOCK_D": padded(head_dim), "BLOCK_Q": DELTA_TILE.block_q}
     with torch.cuda.device_of(output):
         flash_backward_kernels.delta_kernel[(programs,)](
             output, grad_output, delta, queries, **constants, num_warps=DELTA_TILE.warps
         )
+    return delta
+
+
+# ------------------------------------------------------------------------------------------- launch
+
+
+def _launch(name: str, tensors: tuple[Tensor, ...], causal: bool, scale: float | None, tile: Tile | None) -> None:
+    """Start one program for every block of queries (of keys for "grad_kv") of every head; q and k come first."""
+    q, k = tensors[:2]
+    queries, keys, head_dim, group = q.shape[-2], k.shape[-2], q.shape[-1], query_group(q, k)
+    owner, block = (k, "BLOCK_K") if name == "grad_kv" else (q, "BLOCK_Q")
+    length = owner.shape[-2]
+    heads = owner.numel() // (length * head_dim)
+
+    def grid(constants: dict[str, Any]) -> tuple[int]:
+        return (heads * triton.cdiv(length, constants[block]),)
+
+    constants = kernel_constants(head_dim, q.dtype, causal, group=group, interpreted=INTERPRETED)
+    arguments = (*tensors, queries, keys, softmax_scale(q, scale))
+    with torch.cuda.device_of(q):  # Triton launches on the current device
+        if tile is None and not INTERPRETED:
+            tiles = _correct_tiles(name, head_dim, group, q.dtype, causal, q.device)
+            tuning = (_bucket(max(queries, keys), 512, 8192), _bucket(heads * length, 512, 2**20))
+            _autotuned(name, tiles, tuning)[grid](*arguments, **constants)
+        else:
+            tile = tile or INTERPRETER_TILES[name]
+            _KERNELS[name][grid](*arguments, **constants, **tile.launch_options())
+
+
+@functools.cache
+def _autotuned(name: str, tiles: tuple[Tile, ...], tuning: tuple[int, int]) -> Any:
+    """The kernel with Triton's autotuner, for a length and a number of rows, hence of programs.
+
+    It times each tile once per mask, head dimension, group and dtype.
+    """
+    configs = [triton.Config(tile.constants(), num_warps=tile.warps, num_stages=tile.stages) for tile in tiles]
+    return triton.autotune(configs, key=["CAUSAL", "HEAD_DIM", "GROUP"])(_KERNELS[name])
+
+
+def _bucket(size: int, smallest: int, largest: int) -> int:
+    """Sizes that share a tuning: the power of two at or above; the best tile varies slowly."""
+    return min(max(smallest, triton.next_power_of_2(size)), largest)
+
+
+# -------------------------------------------------------------------------------- tiles against float64
+
+
+@functools.cache
+def _correct_tiles(
+    name: str, head_dim: int, group: int, dtype: torch.dtype, causal: bool, device: torch.device
+) -> tuple[Tile, ...]:
+    """The kernel's tiles that agree with float64 on `device`; RuntimeError if none does."""
+    tiles = tiles_for(name, dtype=dtype, head_dim=head_dim, capability=torch.cuda.get_device_capability(device))
+    faults = {tile: _tile_fault(name, tile, head_dim, group, dtype, causal, device) for tile in tiles}
+    what = f"{name} kernel, head dimension {head_dim}, {dtype_name(dtype)}, on {device}"
+    for tile, fault in faults.items():
+        if fault:
+            warnings.warn(f"{what}: tile {tile} is left out: {fault}", stacklevel=2)
+    if correct := tuple(tile for tile, fault in faults.items() if not fault):
+        return correct
+    raise RuntimeError(f"{what}: no tile can be used: {'; '.join(filter(None, faults.values()))}")
+
+
+def _tile_fault(
+    name: str, tile: Tile, head_dim: int, group: int, dtype: torch.dtype, causal: bool, device: torch.device
+) -> str | None:
+    """Compare a kernel with this tile with float64 on a small problem: the reason against it, or None."""
+    inputs, expected = _probe(head_dim, group, dtype, causal, device)
+    try:
+        if name == "forward":
+            q, k, v, *_ = inputs
+            results: tuple[Tensor, ...] = _forward(q, k, v, causal, None, tile)
+        else:
+            q, k, v, grad_output, output, logsumexp = inputs
+            saved = (q, k, v, grad_output, logsumexp, _delta(output, grad_output))
+            results = (
+                _grad_kv(saved, causal, None, tile) if name == "grad_kv" else (_grad_q(saved, causal, None, tile),)
+            )
+    except Exception as error:  # of several types, by what fails: compilation, resources, launch
+        return str(error).partition("\n")[0] or type(error).__name__
+    limit = max(2 * torch.finfo(dtype).eps, 2**-17)
+    for result, exact in zip(results, expected[name], strict=True):
+        off = float((result.double() - exact).norm() / exact.norm())
+        if not off <= limit:
+            return f"relative error {off:.1e}, expected at most {limit:.1e}"
+    return None
+
+
+@functools.lru_cache(maxsize=1)
+def _probe(
+    head_dim: int, group: int, dtype: torch.dtype, causal: bool, device: torch.device
+) -> tuple[list[Tensor], dict[str, tuple[Tensor, ...]]]:
+    """q, k, v, dO, and the output and base-2 logsumexp of float64; each kernel's results in float64."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = ((group, PROBE_QUERIES), (1, PROBE_KEYS), (1, PROBE_KEYS), (group, PROBE_QUERIES))
+    inputs = [torch.randn(*size, head_dim, generator=generator).to(device, dtype) for size in sizes]
+    with torch.enable_grad(), torch.autocast(device.type, enabled=False):
+        q, k, v = (x.double().requires_grad_() for x in inputs[:3])
+        output = naive_attention(q, k, v, causal)
+        grad_q, grad_k, grad_v = torch.autograd.grad(output, (q, k, v), inputs[3].double())
+        logsumexp = torch.logsumexp(masked_scores(q, k, causal), dim=-1).detach() / math.log(2)
+    output = output.detach()
+    inputs += [output.to(dtype), logsumexp.float()]
+    return inputs, {"forward": (output, logsumexp), "grad_kv": (grad_k, grad_v), "grad_q": (grad_q,)}

@@ -5,7 +5,7 @@ Source: Dao 2023, FlashAttention-2 (arXiv:2307.08691), algorithm 2, split in thr
 nothing is added atomically: the gradients are deterministic.  Letters, layout and techniques as in
 `flash_kernels.py`; the same in plain PyTorch: `tiled_backward` in `tiled_attention.py`.  For each tile:
 
-    P = exp(scale * Q K^T - logsumexp)      dS = P * (dO V^T - delta)      delta = rowsum(dO * O)
+    P = exp2(scale * log2(e) * Q K^T - logsumexp)      dS = P * (dO V^T - delta)      delta = rowsum(dO * O)
     dV += P^T dO      dQ += scale * dS K      dK += scale * dS^T Q
 """
 
@@ -19,6 +19,7 @@ from labkit.nn.flash_kernels import (
     LENGTHS,
     LOG2_E,
     dot,
+    edge,
     is_visible,
     key_ranges,
     load_rows,
@@ -50,17 +51,16 @@ def _grad_kv_blocks(
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     DIAGONAL: tl.constexpr, RAGGED: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Add what the query blocks [first, last) contribute.  Tiles are transposed: (BLOCK_K, BLOCK_Q)."""
+    """Add the contribution of the query blocks [first, last).  Tiles are transposed: (BLOCK_K, BLOCK_Q)."""
     dtype: tl.constexpr = q_ptr.dtype.element_ty
     for q_start in range(first, last, BLOCK_Q):
         q = load_tile(q_ptr, q_start, queries, BLOCK_Q, HEAD_DIM, BLOCK_D, RAGGED)
         # a row that does not exist gets logsumexp +inf, so that its probabilities are 0
         logsumexp = load_rows(logsumexp_ptr, q_start, queries, float("inf"), BLOCK_Q, RAGGED)
         scores = dot(k, tl.trans(q), tl.zeros((BLOCK_K, BLOCK_Q), tl.float32), dtype, PRECISION, INTERPRETED)
-        p = tl.exp2(scores * (scale * LOG2_E) - (logsumexp * LOG2_E)[None, :])
+        p = tl.exp2(scores * (scale * LOG2_E) - logsumexp[None, :])
         if DIAGONAL:
-            columns = k_start + tl.arange(0, BLOCK_K)[:, None]
-            p = tl.where(columns <= q_start + tl.arange(0, BLOCK_Q)[None, :], p, 0.0)
+            p = tl.where(tl.arange(0, BLOCK_K)[:, None] <= (q_start - k_start + tl.arange(0, BLOCK_Q))[None, :], p, 0.0)
         grad_output = load_tile(grad_output_ptr, q_start, queries, BLOCK_Q, HEAD_DIM, BLOCK_D, RAGGED)
         grad_v = dot(p, grad_output, grad_v, dtype, PRECISION, INTERPRETED)
         grad_p = tl.zeros((BLOCK_K, BLOCK_Q), tl.float32)
@@ -73,47 +73,50 @@ def _grad_kv_blocks(
 
 @triton.jit(do_not_specialize=LENGTHS)
 def grad_kv_kernel(
-    q_ptr, k_ptr, v_ptr, grad_output_ptr, logsumexp_ptr, delta_ptr, grad_k_ptr, grad_v_ptr,
-    queries, keys, scale, tuning_length,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, grad_output_ptr, logsumexp_ptr, delta_ptr, grad_k_ptr, grad_v_ptr, queries, keys, scale,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     CAUSAL: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """One program: dK and dV of BLOCK_K keys, summed over the queries that see them."""
+    """One program: dK and dV of BLOCK_K keys, summed over the queries that see them, of all GROUP heads."""
     k_start, head = program(keys, BLOCK_K, LAST_FIRST=False)  # the first keys are seen by most queries
-    q_ptr += head * queries * HEAD_DIM
     k_ptr += head * keys * HEAD_DIM
     v_ptr += head * keys * HEAD_DIM
-    grad_output_ptr += head * queries * HEAD_DIM
-    logsumexp_ptr += head * queries
-    delta_ptr += head * queries
-
     k = load_tile(k_ptr, k_start, keys, BLOCK_K, HEAD_DIM, BLOCK_D, RAGGED=True)
     v = load_tile(v_ptr, k_start, keys, BLOCK_K, HEAD_DIM, BLOCK_D, RAGGED=True)
     grad_k = tl.zeros((BLOCK_K, BLOCK_D), tl.float32)
     grad_v = tl.zeros((BLOCK_K, BLOCK_D), tl.float32)
 
     # [first, full_start) is the diagonal, [full_start, full_end) needs no mask, [full_end, queries) is ragged
+    first = 0
     full_start = 0
     full_end = queries // BLOCK_Q * BLOCK_Q
+    EDGE_Q: tl.constexpr = edge(BLOCK_Q) if CAUSAL else BLOCK_Q
     if CAUSAL:
-        first = k_start // BLOCK_Q * BLOCK_Q
+        first = k_start // EDGE_Q * EDGE_Q
         full_start = tl.cdiv(k_start + BLOCK_K - 1, BLOCK_Q) * BLOCK_Q
-        grad_k, grad_v = _grad_kv_blocks(
-            grad_k, grad_v, k, v, q_ptr, grad_output_ptr, logsumexp_ptr, delta_ptr,
-            first, tl.minimum(full_start, queries), k_start, queries, scale,
-            HEAD_DIM, BLOCK_D, BLOCK_Q, BLOCK_K, True, True, PRECISION, INTERPRETED,
-        )  # fmt: skip
         full_end = tl.maximum(full_start, full_end)
-    grad_k, grad_v = _grad_kv_blocks(
-        grad_k, grad_v, k, v, q_ptr, grad_output_ptr, logsumexp_ptr, delta_ptr,
-        full_start, full_end, k_start, queries, scale,
-        HEAD_DIM, BLOCK_D, BLOCK_Q, BLOCK_K, False, False, PRECISION, INTERPRETED,
-    )  # fmt: skip
-    grad_k, grad_v = _grad_kv_blocks(
-        grad_k, grad_v, k, v, q_ptr, grad_output_ptr, logsumexp_ptr, delta_ptr,
-        full_end, queries, k_start, queries, scale,
-        HEAD_DIM, BLOCK_D, BLOCK_Q, BLOCK_K, False, True, PRECISION, INTERPRETED,
-    )  # fmt: skip
+    for index in range(GROUP):
+        first_row = (head * GROUP + index) * queries
+        q_rows = q_ptr + first_row * HEAD_DIM
+        grad_rows = grad_output_ptr + first_row * HEAD_DIM
+        logsumexp_rows = logsumexp_ptr + first_row
+        delta_rows = delta_ptr + first_row
+        if CAUSAL:
+            grad_k, grad_v = _grad_kv_blocks(
+                grad_k, grad_v, k, v, q_rows, grad_rows, logsumexp_rows, delta_rows,
+                first, tl.minimum(full_start, queries), k_start, queries, scale,
+                HEAD_DIM, BLOCK_D, EDGE_Q, BLOCK_K, True, True, PRECISION, INTERPRETED,
+            )  # fmt: skip
+        grad_k, grad_v = _grad_kv_blocks(
+            grad_k, grad_v, k, v, q_rows, grad_rows, logsumexp_rows, delta_rows,
+            full_start, full_end, k_start, queries, scale,
+            HEAD_DIM, BLOCK_D, BLOCK_Q, BLOCK_K, False, False, PRECISION, INTERPRETED,
+        )  # fmt: skip
+        grad_k, grad_v = _grad_kv_blocks(
+            grad_k, grad_v, k, v, q_rows, grad_rows, logsumexp_rows, delta_rows,
+            full_end, queries, k_start, queries, scale,
+            HEAD_DIM, BLOCK_D, EDGE_Q, BLOCK_K, False, True, PRECISION, INTERPRETED,
+        )  # fmt: skip
 
     grad_k_ptr += head * keys * HEAD_DIM
     grad_v_ptr += head * keys * HEAD_DIM
@@ -127,13 +130,13 @@ def _grad_q_blocks(
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     CAUSAL: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Add what the key blocks [first, last) contribute."""
+    """Add the contribution of the key blocks [first, last)."""
     dtype: tl.constexpr = k_ptr.dtype.element_ty
     for k_start in range(first, last, BLOCK_K):
         k = load_tile(k_ptr, k_start, keys, BLOCK_K, HEAD_DIM, BLOCK_D, MASKED)
         scores = tl.zeros((BLOCK_Q, BLOCK_K), tl.float32)
         scores = dot(q, tl.trans(k), scores, dtype, PRECISION, INTERPRETED)
-        p = tl.exp2(scores * (scale * LOG2_E) - (logsumexp * LOG2_E)[:, None])
+        p = tl.exp2(scores * (scale * LOG2_E) - logsumexp[:, None])
         if MASKED:
             p = tl.where(is_visible(q_start, k_start, keys, BLOCK_Q, BLOCK_K, CAUSAL), p, 0.0)
         v = load_tile(v_ptr, k_start, keys, BLOCK_K, HEAD_DIM, BLOCK_D, MASKED)
@@ -146,16 +149,15 @@ def _grad_q_blocks(
 
 @triton.jit(do_not_specialize=LENGTHS)
 def grad_q_kernel(
-    q_ptr, k_ptr, v_ptr, grad_output_ptr, logsumexp_ptr, delta_ptr, grad_q_ptr,
-    queries, keys, scale, tuning_length,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, grad_output_ptr, logsumexp_ptr, delta_ptr, grad_q_ptr, queries, keys, scale,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     CAUSAL: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """One program: dQ of BLOCK_Q queries, summed over the keys that they see."""
     q_start, head = program(queries, BLOCK_Q, LAST_FIRST=CAUSAL)
     q_ptr += head * queries * HEAD_DIM
-    k_ptr += head * keys * HEAD_DIM
-    v_ptr += head * keys * HEAD_DIM
+    k_ptr += head // GROUP * keys * HEAD_DIM
+    v_ptr += head // GROUP * keys * HEAD_DIM
     grad_output_ptr += head * queries * HEAD_DIM
 
     q = load_tile(q_ptr, q_start, queries, BLOCK_Q, HEAD_DIM, BLOCK_D, RAGGED=True)
@@ -165,13 +167,14 @@ def grad_q_kernel(
     grad_q = tl.zeros((BLOCK_Q, BLOCK_D), tl.float32)
 
     full_end, visible_end = key_ranges(q_start, keys, BLOCK_Q, BLOCK_K, CAUSAL)
+    EDGE_K: tl.constexpr = edge(BLOCK_K)
     grad_q = _grad_q_blocks(
         grad_q, q, grad_output, logsumexp, delta, k_ptr, v_ptr, 0, full_end, q_start, keys, scale,
         HEAD_DIM, BLOCK_D, BLOCK_Q, BLOCK_K, CAUSAL, False, PRECISION, INTERPRETED,
     )  # fmt: skip
     grad_q = _grad_q_blocks(
         grad_q, q, grad_output, logsumexp, delta, k_ptr, v_ptr, full_end, visible_end, q_start, keys, scale,
-        HEAD_DIM, BLOCK_D, BLOCK_Q, BLOCK_K, CAUSAL, True, PRECISION, INTERPRETED,
+        HEAD_DIM, BLOCK_D, BLOCK_Q, EDGE_K, CAUSAL, True, PRECISION, INTERPRETED,
     )  # fmt: skip
 
     grad_q_ptr += head * queries * HEAD_DIM

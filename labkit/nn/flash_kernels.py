@@ -1,7 +1,7 @@
-"""Triton kernel of the FlashAttention-2 forward pass, and what the backward kernels share with it.
+"""Triton kernel of the FlashAttention-2 forward pass, and helpers that the backward kernels share.
 
 Source: Dao 2023, FlashAttention-2 (arXiv:2307.08691), algorithm 1.  `flash_backward_kernels.py` is algorithm 2,
-`flash_attention.py` launches both and `flash_tiles.py` holds their tile sizes.  `tiled_attention.py` is the same
+`flash_attention.py` launches both, and `flash_tiles.py` holds their tile sizes.  `tiled_attention.py` is the same
 in plain PyTorch, with the same names; read it first.
 
 Dimension letters (see `attention.py` for the definition of causal):
@@ -9,17 +9,19 @@ Dimension letters (see `attention.py` for the definition of causal):
     Q  queries    BLOCK_Q  queries in a tile      D  head dimension, HEAD_DIM
     K  keys       BLOCK_K  keys in a tile         BLOCK_D  the power of two that holds it
 
-All tensors are contiguous: (heads, Q, D) or (heads, K, D), with `heads` all leading dimensions in one; a query has
-one logsumexp and one delta, (heads, Q) in float32.  Plain masked pointers only: Triton 3.6 to 3.9.
+All tensors are contiguous: (heads, Q, D) or (heads / GROUP, K, D), with all leading dimensions in one.  GROUP query
+heads share a head of keys and values.  The logsumexp and delta are (heads, Q) in float32; the logsumexp is in base 2.
+Plain masked pointers only, for Triton 3.6 to 3.9.
 
 What makes them fast, beyond the algorithm:
 
-* exp2: the hardware's exponential has base 2, so scores are scaled by scale * log2(e) in the subtraction of the
-  maximum (one fused multiply-add).  The logsumexp that leaves a kernel is a natural logarithm.
-* Hidden blocks, those above the diagonal, are not visited, and the longest rows start first.
-* Masks only at the edges: a loop over full blocks that neither masks scores nor checks bounds, then one over the
-  diagonal and the ragged end.
+* exp2: the hardware's exponential has base 2.  Scores are scaled by scale * log2(e) in the subtraction of the
+  maximum, one fused multiply-add.
+* Hidden blocks, above the diagonal, are not visited, and the longest rows start first.
+* Masks only at the edges, of one comparison: a loop over full blocks neither masks scores nor checks bounds; a second
+  one visits the diagonal and the ragged end, in half as large blocks, which leave registers for the mask.
 * Operands of `tl.dot` keep their dtype (tensor cores); everything else is float32.
+* Data center Blackwell: a group of warps of its own loads tiles in the loop over full blocks (WARP_SPECIALIZE).
 """
 
 # mypy: ignore-errors
@@ -29,10 +31,9 @@ import triton
 import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
-LN_2 = tl.constexpr(0.6931471805599453)
 
-LENGTHS = ("queries", "keys", "tuning_length")
-"""Arguments that a kernel is not compiled anew for: nothing is gained, since HEAD_DIM alone aligns the rows."""
+LENGTHS = ("queries", "keys")
+"""Arguments that a kernel is not compiled anew for: HEAD_DIM alone aligns the rows."""
 
 
 # ------------------------------------------------------------------------------------------ helpers
@@ -51,13 +52,13 @@ def program(length, BLOCK: tl.constexpr, LAST_FIRST: tl.constexpr):
 
 @triton.jit
 def tile_offsets(start, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Of the rows start.. of one head, (BLOCK, BLOCK_D)."""
+    """Offsets of the rows start.. of one head, (BLOCK, BLOCK_D)."""
     return (start + tl.arange(0, BLOCK))[:, None] * HEAD_DIM + tl.arange(0, BLOCK_D)[None, :]
 
 
 @triton.jit
 def in_bounds(start, length, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, RAGGED: tl.constexpr):
-    """Which of these elements there are: not those beyond the last row (if RAGGED) and in the padded dimensions."""
+    """Mask of existing elements: false beyond the last row (if RAGGED) and in the padded dimensions."""
     rows = (start + tl.arange(0, BLOCK))[:, None]
     dims = tl.arange(0, BLOCK_D)[None, :]
     if RAGGED and BLOCK_D != HEAD_DIM:
@@ -72,7 +73,7 @@ def in_bounds(start, length, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_
 def load_tile(
     pointer, start, length, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, RAGGED: tl.constexpr
 ):
-    """Rows start.. of one head, (BLOCK, BLOCK_D), zero where there is nothing.  Without RAGGED all rows must exist."""
+    """Rows start.. of one head, (BLOCK, BLOCK_D), zero out of bounds.  Without RAGGED all rows must exist."""
     pointers = pointer + tile_offsets(start, BLOCK, HEAD_DIM, BLOCK_D)
     if RAGGED or BLOCK_D != HEAD_DIM:
         return tl.load(pointers, mask=in_bounds(start, length, BLOCK, HEAD_DIM, BLOCK_D, RAGGED), other=0.0)
@@ -82,7 +83,7 @@ def load_tile(
 
 @triton.jit
 def load_rows(pointer, start, length, other, BLOCK: tl.constexpr, RAGGED: tl.constexpr):
-    """One float32 a row, (BLOCK,); `other` beyond the end."""
+    """One float32 per row, (BLOCK,); `other` beyond the end."""
     rows = start + tl.arange(0, BLOCK)
     if RAGGED:
         return tl.load(pointer + rows, mask=rows < length, other=other)
@@ -94,6 +95,7 @@ def load_rows(pointer, start, length, other, BLOCK: tl.constexpr, RAGGED: tl.con
 def store_tile(
     pointer, values, start, length, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, INTERPRETED: tl.constexpr
 ):
+    """Store the rows and dimensions that exist, rounded to the dtype of the pointer."""
     BLOCK: tl.constexpr = values.shape[0]
     values = rounded(values, pointer.dtype.element_ty, INTERPRETED)
     exists = in_bounds(start, length, BLOCK, HEAD_DIM, BLOCK_D, True)
@@ -124,51 +126,20 @@ def dot(a, b, accumulator, dtype: tl.constexpr, PRECISION: tl.constexpr, INTERPR
     return tl.dot(a, b, accumulator, input_precision=PRECISION)
 
 
-# ------------------------------------------------------------------------------------------ forward
-
-
-@triton.jit
-def _forward_blocks(
-    accumulator, row_max, row_sum, q, k_ptr, v_ptr, first, last, q_start, keys, exponent_scale,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
-    CAUSAL: tl.constexpr, MASKED: tl.constexpr, EXP2: tl.constexpr,
-    PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
-):  # fmt: skip
-    """Carry the online softmax over the key blocks [first, last)."""
-    dtype: tl.constexpr = k_ptr.dtype.element_ty
-    for k_start in range(first, last, BLOCK_K):
-        k = load_tile(k_ptr, k_start, keys, BLOCK_K, HEAD_DIM, BLOCK_D, MASKED)
-        scores = tl.zeros((BLOCK_Q, BLOCK_K), tl.float32)
-        scores = dot(q, tl.trans(k), scores, dtype, PRECISION, INTERPRETED)
-        if MASKED:
-            scores = tl.where(is_visible(q_start, k_start, keys, BLOCK_Q, BLOCK_K, CAUSAL), scores, -float("inf"))
-        new_max = tl.maximum(row_max, tl.max(scores, 1) * exponent_scale)
-        probabilities = exponential(scores * exponent_scale - new_max[:, None], EXP2)  # not normalized yet
-        rescale = exponential(row_max - new_max, EXP2)
-        row_max = new_max
-        row_sum = row_sum * rescale + tl.sum(probabilities, 1)
-        v = load_tile(v_ptr, k_start, keys, BLOCK_K, HEAD_DIM, BLOCK_D, MASKED)
-        accumulator = accumulator * rescale[:, None]
-        accumulator = dot(probabilities, v, accumulator, dtype, PRECISION, INTERPRETED)
-    return accumulator, row_max, row_sum
+@triton.constexpr_function
+def edge(block):
+    """Size of the blocks at the edges; 16 is the least that `tl.dot` takes."""
+    return max(16, block // 2)
 
 
 @triton.jit
 def is_visible(q_start, k_start, keys, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, CAUSAL: tl.constexpr):
-    """Which keys of a tile its queries see, (BLOCK_Q, BLOCK_K) or (1, BLOCK_K)."""
-    columns = k_start + tl.arange(0, BLOCK_K)[None, :]
-    visible = columns < keys
+    """Which keys of a tile its queries see, (BLOCK_Q, BLOCK_K) or (1, BLOCK_K), in one comparison per element."""
+    columns = tl.arange(0, BLOCK_K)[None, :]
     if CAUSAL:
-        visible = visible & (columns <= q_start + tl.arange(0, BLOCK_Q)[:, None])
-    return visible
-
-
-@triton.jit
-def exponential(x, EXP2: tl.constexpr):
-    if EXP2:
-        return tl.exp2(x)
+        return columns < tl.minimum(q_start + 1 + tl.arange(0, BLOCK_Q), keys)[:, None] - k_start
     else:
-        return tl.exp(x)
+        return columns < keys - k_start
 
 
 @triton.jit
@@ -180,43 +151,73 @@ def key_ranges(q_start, keys, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, CAUS
         return keys // BLOCK_K * BLOCK_K, keys
 
 
+# ------------------------------------------------------------------------------------------ forward
+
+
+@triton.jit
+def _forward_blocks(
+    accumulator, row_max, row_sum, q, k_ptr, v_ptr, first, last, q_start, keys, exponent_scale,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    CAUSAL: tl.constexpr, MASKED: tl.constexpr, WARP_SPECIALIZE: tl.constexpr,
+    PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """Carry the online softmax over the key blocks [first, last)."""
+    dtype: tl.constexpr = k_ptr.dtype.element_ty
+    for k_start in tl.range(first, last, BLOCK_K, warp_specialize=WARP_SPECIALIZE):
+        k = load_tile(k_ptr, k_start, keys, BLOCK_K, HEAD_DIM, BLOCK_D, MASKED)
+        scores = tl.zeros((BLOCK_Q, BLOCK_K), tl.float32)
+        scores = dot(q, tl.trans(k), scores, dtype, PRECISION, INTERPRETED)
+        if MASKED:
+            scores = tl.where(is_visible(q_start, k_start, keys, BLOCK_Q, BLOCK_K, CAUSAL), scores, -float("inf"))
+        new_max = tl.maximum(row_max, tl.max(scores, 1) * exponent_scale)
+        probabilities = tl.exp2(scores * exponent_scale - new_max[:, None])  # not normalized yet
+        rescale = tl.exp2(row_max - new_max)
+        row_max = new_max
+        row_sum = row_sum * rescale + tl.sum(probabilities, 1)
+        v = load_tile(v_ptr, k_start, keys, BLOCK_K, HEAD_DIM, BLOCK_D, MASKED)
+        accumulator = accumulator * rescale[:, None]
+        accumulator = dot(probabilities, v, accumulator, dtype, PRECISION, INTERPRETED)
+    return accumulator, row_max, row_sum
+
+
 @triton.jit(do_not_specialize=LENGTHS)
 def forward_kernel(
-    q_ptr, k_ptr, v_ptr, output_ptr, logsumexp_ptr, queries, keys, scale, tuning_length,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
-    CAUSAL: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
-    EXP2: tl.constexpr = True, SKIP_HIDDEN: tl.constexpr = True, MASK_ONLY_EDGES: tl.constexpr = True,
+    q_ptr, k_ptr, v_ptr, output_ptr, logsumexp_ptr, queries, keys, scale,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    CAUSAL: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr, WARP_SPECIALIZE: tl.constexpr = False,
 ):  # fmt: skip
-    """One program: the output and logsumexp of BLOCK_Q queries.  The last three switches are for ablations."""
+    """One program: the output and the logsumexp in base 2 of BLOCK_Q queries."""
     q_start, head = program(queries, BLOCK_Q, LAST_FIRST=CAUSAL)
     q_ptr += head * queries * HEAD_DIM
-    k_ptr += head * keys * HEAD_DIM
-    v_ptr += head * keys * HEAD_DIM
+    k_ptr += head // GROUP * keys * HEAD_DIM
+    v_ptr += head // GROUP * keys * HEAD_DIM
 
     q = load_tile(q_ptr, q_start, queries, BLOCK_Q, HEAD_DIM, BLOCK_D, RAGGED=True)
     accumulator = tl.zeros((BLOCK_Q, BLOCK_D), tl.float32)
     row_max = tl.full((BLOCK_Q,), -float("inf"), tl.float32)  # of the scaled scores
     row_sum = tl.zeros((BLOCK_Q,), tl.float32)
-    exponent_scale = scale * LOG2_E if EXP2 else scale
+    exponent_scale = scale * LOG2_E
 
-    # Every query sees key 0, which is in the first block visited: row_max is finite from there on.
+    # Every query sees the first key of the first block visited: row_max is finite from there on.
     full_end, visible_end = key_ranges(q_start, keys, BLOCK_Q, BLOCK_K, CAUSAL)
-    if not MASK_ONLY_EDGES:
-        full_end = 0
-    if not SKIP_HIDDEN:
-        visible_end = keys
-    accumulator, row_max, row_sum = _forward_blocks(
-        accumulator, row_max, row_sum, q, k_ptr, v_ptr, 0, full_end, q_start, keys, exponent_scale,
-        HEAD_DIM, BLOCK_D, BLOCK_Q, BLOCK_K, CAUSAL, False, EXP2, PRECISION, INTERPRETED,
-    )  # fmt: skip
+    EDGE_K: tl.constexpr = edge(BLOCK_K)
+    if not WARP_SPECIALIZE:
+        accumulator, row_max, row_sum = _forward_blocks(
+            accumulator, row_max, row_sum, q, k_ptr, v_ptr, 0, full_end, q_start, keys, exponent_scale,
+            HEAD_DIM, BLOCK_D, BLOCK_Q, BLOCK_K, CAUSAL, False, False, PRECISION, INTERPRETED,
+        )  # fmt: skip
     accumulator, row_max, row_sum = _forward_blocks(
         accumulator, row_max, row_sum, q, k_ptr, v_ptr, full_end, visible_end, q_start, keys, exponent_scale,
-        HEAD_DIM, BLOCK_D, BLOCK_Q, BLOCK_K, CAUSAL, True, EXP2, PRECISION, INTERPRETED,
+        HEAD_DIM, BLOCK_D, BLOCK_Q, EDGE_K, CAUSAL, True, False, PRECISION, INTERPRETED,
     )  # fmt: skip
+    if WARP_SPECIALIZE:  # which compiles for the last loop only
+        accumulator, row_max, row_sum = _forward_blocks(
+            accumulator, row_max, row_sum, q, k_ptr, v_ptr, 0, full_end, q_start, keys, exponent_scale,
+            HEAD_DIM, BLOCK_D, BLOCK_Q, BLOCK_K, CAUSAL, False, True, PRECISION, INTERPRETED,
+        )  # fmt: skip
 
     output = accumulator / row_sum[:, None]
     output_ptr += head * queries * HEAD_DIM
     store_tile(output_ptr, output, q_start, queries, HEAD_DIM, BLOCK_D, INTERPRETED)
-    logsumexp = (row_max + tl.log2(row_sum)) * LN_2 if EXP2 else row_max + tl.log(row_sum)
     rows = q_start + tl.arange(0, BLOCK_Q)
-    tl.store(logsumexp_ptr + head * queries + rows, logsumexp, mask=rows < queries)
+    tl.store(logsumexp_ptr + head * queries + rows, row_max + tl.log2(row_sum), mask=rows < queries)

@@ -32,14 +32,20 @@ class Tile:
     block_k: int
     warps: int
     stages: int
+    specialize: int = 0
 
-    def blocks(self) -> dict[str, int]:
+    def constants(self) -> dict[str, int]:
         """The compile-time arguments of a kernel."""
-        return {"BLOCK_Q": self.block_q, "BLOCK_K": self.block_k}
+        blocks = {"BLOCK_Q": self.block_q, "BLOCK_K": self.block_k}
+        return blocks | ({"WARP_SPECIALIZE": 1} if self.specialize else {})
 
     def launch_options(self) -> dict[str, int]:
         """The same with Triton's own options."""
-        return self.blocks() | {"num_warps": self.warps, "num_stages": self.stages}
+        return self.constants() | {"num_warps": self.warps, "num_stages": self.stages}
+
+    def __str__(self) -> str:
+        special = " special" if self.specialize else ""
+        return f"{self.block_q}x{self.block_k} {self.warps}w {self.stages}s{special}"
 
 
 PRECISION = "tf32x3"
@@ -52,6 +58,9 @@ _HALF_HOPPER = {
     ("forward", 32): (Tile(128, 64, 4, 2), Tile(128, 128, 8, 2), Tile(64, 64, 4, 2)),  # 194/24, 190/40, 93/20
     ("forward", 64): (Tile(128, 128, 8, 2), Tile(128, 64, 4, 3), Tile(64, 64, 4, 3)),  # 206/80, 246/64, 136/56
     ("forward", 128): (Tile(128, 128, 8, 2), Tile(128, 64, 8, 3), Tile(64, 64, 4, 3)),  # 255/160, 198/128, 198/112
+    ("forward", 256): (Tile(128, 64, 8, 2), Tile(64, 64, 4, 2)),
+    ("grad_kv", 256): (Tile(32, 64, 8, 2), Tile(32, 32, 4, 2)),
+    ("grad_q", 256): (Tile(128, 32, 8, 2), Tile(64, 64, 8, 2)),
     ("grad_kv", 32): (Tile(64, 128, 8, 2), Tile(64, 64, 4, 2)),  # 175/32, 164/24
     ("grad_kv", 64): (Tile(64, 128, 8, 2), Tile(64, 64, 4, 3)),  # 223/64, 223/65
     ("grad_kv", 128): (Tile(64, 128, 8, 2), Tile(32, 128, 8, 3), Tile(32, 64, 4, 2)),  # 255/128, 236/112, 250/64
@@ -64,6 +73,9 @@ _HALF_AMPERE = {
     ("forward", 32): (Tile(128, 64, 4, 2), Tile(64, 64, 4, 2)),  # 186/16, 106/12
     ("forward", 64): (Tile(128, 128, 8, 3), Tile(128, 64, 8, 3), Tile(64, 64, 4, 3)),  # 198/80, 182/48, 187/40
     ("forward", 128): (Tile(128, 64, 8, 2), Tile(128, 32, 8, 3), Tile(64, 32, 4, 3)),  # 218/64, 197/64, 221/52
+    ("forward", 256): (Tile(64, 32, 4, 2),),
+    ("grad_kv", 256): (Tile(32, 32, 4, 2),),
+    ("grad_q", 256): (Tile(32, 32, 4, 2),),
     ("grad_kv", 32): (Tile(32, 128, 8, 2), Tile(32, 64, 4, 2)),  # 163/20, 128/12
     ("grad_kv", 64): (Tile(32, 128, 8, 2), Tile(32, 64, 4, 2)),  # 220/40, 255/24
     ("grad_kv", 128): (Tile(64, 64, 8, 2), Tile(32, 64, 8, 3)),  # 178/72, 172/68
@@ -76,6 +88,9 @@ _FLOAT32_HOPPER = {
     ("forward", 32): (Tile(128, 64, 8, 2), Tile(64, 32, 4, 2)),  # 200/64, 132/32
     ("forward", 64): (Tile(128, 32, 8, 2), Tile(64, 32, 8, 2), Tile(64, 32, 4, 2)),  # 203/96, 203/64, 185/64
     ("forward", 128): (Tile(16, 16, 4, 2),),  # 192/34
+    ("forward", 256): (Tile(16, 16, 4, 2),),
+    ("grad_kv", 256): (Tile(16, 16, 8, 2),),
+    ("grad_q", 256): (Tile(16, 16, 4, 2),),
     ("grad_kv", 32): (Tile(32, 128, 8, 2), Tile(32, 64, 4, 2)),  # 195/80, 203/48
     ("grad_kv", 64): (Tile(32, 128, 8, 2), Tile(32, 32, 4, 2)),  # 255/160, 233/48
     ("grad_kv", 128): (Tile(64, 16, 8, 2), Tile(32, 16, 8, 2)),  # 255/96, 198/64
@@ -88,6 +103,9 @@ _FLOAT32_AMPERE = {
     ("forward", 32): (Tile(128, 32, 8, 2), Tile(32, 32, 4, 2)),  # 185/40, 181/16
     ("forward", 64): (Tile(32, 32, 4, 2),),  # 199/40
     ("forward", 128): (Tile(16, 32, 4, 2),),  # 188/52
+    ("forward", 256): (Tile(16, 16, 4, 2),),
+    ("grad_kv", 256): (Tile(16, 16, 8, 2),),
+    ("grad_q", 256): (Tile(16, 16, 4, 2),),
     ("grad_kv", 32): (Tile(32, 32, 4, 2),),  # 255/22
     ("grad_kv", 64): (Tile(32, 32, 4, 2),),  # 242/48
     ("grad_kv", 128): (Tile(64, 16, 8, 2), Tile(32, 16, 8, 2)),  # 255/96, 219/64
@@ -126,11 +144,14 @@ def padded(head_dim: int) -> int:
     return 1 << (head_dim - 1).bit_length()
 
 
-def kernel_constants(head_dim: int, dtype: torch.dtype, causal: bool, *, interpreted: bool) -> dict[str, Any]:
+def kernel_constants(
+    head_dim: int, dtype: torch.dtype, causal: bool, *, interpreted: bool, group: int = 1
+) -> dict[str, Any]:
     """Compile-time arguments of the three kernels apart from the tile."""
     return {
         "HEAD_DIM": head_dim,
         "BLOCK_D": padded(head_dim),
+        "GROUP": group,
         "CAUSAL": causal,
         "PRECISION": PRECISION if dtype == torch.float32 else "tf32",  # Triton ignores it for half precision
         "INTERPRETED": interpreted,

@@ -21,48 +21,61 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from labkit.nn.attention import accumulator_dtype, check_attention_inputs, softmax_scale
+from labkit.nn.attention import (
+    VersionWatch,
+    accumulator_dtype,
+    check_attention_inputs,
+    query_group,
+    softmax_scale,
+)
 
 
 class TiledAttention(torch.autograd.Function):
-    """`TiledAttention.apply(q, k, v, causal)`: q (..., Q, D), k and v (..., K, D) -> output (..., Q, D).
+    """`TiledAttention.apply(q, k, v, causal, scale)`: q (..., Q, D), k and v (..., K, D) -> output (..., Q, D).
 
     float32, bfloat16, float16 or float64; tiles are computed in float32 (float64 for float64).  Saves q, k, v,
     the output and one logsumexp (..., Q).  ValueError for inputs that do not fit together.
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
-        output, logsumexp = tiled_forward(q, k, v, causal)
-        ctx.save_for_backward(q, k, v, output, logsumexp)
-        ctx.causal = causal
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool = False, scale: float | None = None) -> Tensor:
+        output, logsumexp = tiled_forward(q, k, v, causal, scale=scale)
+        ctx.save_for_backward(q, k, v, output.data, logsumexp)
+        ctx.watch = None if torch.compiler.is_compiling() else VersionWatch(output)
+        ctx.causal, ctx.scale = causal, scale
         return output
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         q, k, v, output, logsumexp = ctx.saved_tensors
-        return *tiled_backward(q, k, v, output, logsumexp, grad_output, ctx.causal), None
+        if ctx.watch is not None and ctx.watch.is_modified:
+            output, _ = tiled_forward(q, k, v, ctx.causal, scale=ctx.scale)
+        gradients = tiled_backward(q, k, v, output, logsumexp, grad_output, ctx.causal, scale=ctx.scale)
+        return *gradients, None, None
 
 
-def tiled_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> tuple[Tensor, Tensor]:
+def tiled_forward(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool = False, *, scale: float | None = None
+) -> tuple[Tensor, Tensor]:
     """Output (..., Q, D) in the dtype of q, and its natural-log logsumexp (..., Q), float32 (or float64)."""
-    check_attention_inputs(q, k, v)
-    shape, dtype = q.shape, accumulator_dtype(q.dtype)
-    q, k, v = _flatten(q), _flatten(k), _flatten(v)  # (B, Q, D), (B, K, D)
-    output = torch.empty_like(q, memory_format=torch.contiguous_format)
-    logsumexp = torch.empty(q.shape[:2], dtype=dtype, device=q.device)
+    check_attention_inputs(q, k, v, scale=scale)
+    dtype, group, scale = accumulator_dtype(q.dtype), query_group(q, k), softmax_scale(q, scale)
+    whole_output = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    whole_logsumexp = torch.empty(q.shape[:-1], dtype=dtype, device=q.device)
+    q, k, v, output = map(_flatten, (q, k, v, whole_output))  # (B, Q, D), (B / group, K, D)
+    logsumexp = whole_logsumexp.view(q.shape[:2])
     side = tile_side(q)
     scores_buffer = _tile_buffer(q, side, dtype)
 
     with torch.autocast(q.device.type, enabled=False):
         for rows in _blocks(0, q.shape[1], side):
-            q_block = q[:, rows].to(dtype) * softmax_scale(q)
+            q_block = q[:, rows].to(dtype) * scale
             row_max = torch.full_like(q_block[..., :1], -math.inf)
             row_sum = torch.zeros_like(row_max)
             accumulator = torch.zeros_like(q_block)
             for columns in _blocks(0, _last_key(rows, k, causal), side):
-                k_block, v_block = k[:, columns].to(dtype), v[:, columns].to(dtype)
+                k_block, v_block = (_key_block(x, columns, dtype, group) for x in (k, v))
                 scores = _view(scores_buffer, q_block, k_block)
                 torch.bmm(q_block, k_block.transpose(1, 2), out=scores)
                 if causal:
@@ -75,18 +88,27 @@ def tiled_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> tupl
                 accumulator.mul_(rescale).baddbmm_(probabilities, v_block)
             output[:, rows] = accumulator.div_(row_sum)
             logsumexp[:, rows] = row_sum.log_().add_(row_max).squeeze(-1)
-    return output.view(shape), logsumexp.view(shape[:-1])
+    return whole_output, whole_logsumexp
 
 
 def tiled_backward(
-    q: Tensor, k: Tensor, v: Tensor, output: Tensor, logsumexp: Tensor, grad_output: Tensor, causal: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    output: Tensor,
+    logsumexp: Tensor,
+    grad_output: Tensor,
+    causal: bool,
+    *,
+    scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v from what the forward pass saved.  With delta = rowsum(dO * O), for each tile:
+    """Gradients of q, k and v from the tensors that the forward pass saved.  delta = rowsum(dO * O); for each tile:
 
     P = exp(scale * Q K^T - logsumexp)      dS = P * (dO V^T - delta)
     dV += P^T dO      dQ += scale * dS K      dK += scale * dS^T Q
     """
-    q_shape, k_shape, scale, dtype = q.shape, k.shape, softmax_scale(q), logsumexp.dtype
+    q_shape, k_shape, dtype, group = q.shape, k.shape, logsumexp.dtype, query_group(q, k)
+    scale = softmax_scale(q, scale)
     q, k, v, output, grad_output = map(_flatten, (q, k, v, output, grad_output))
     grad_q = torch.zeros(q.shape, dtype=dtype, device=q.device)  # an accumulator: every key block adds to it
     grad_k, grad_v = (torch.empty_like(k, memory_format=torch.contiguous_format) for _ in range(2))
@@ -97,7 +119,8 @@ def tiled_backward(
 
     with torch.autocast(q.device.type, enabled=False):
         for columns in _blocks(0, k.shape[1], side):
-            k_block, v_block = k[:, columns].to(dtype) * scale, v[:, columns].to(dtype)
+            k_block, v_block = (_key_block(x, columns, dtype, group) for x in (k, v))
+            k_block = k_block * scale
             grad_k_block, grad_v_block = torch.zeros_like(k_block), torch.zeros_like(v_block)
             for rows in _blocks(_first_query(columns, side, causal), q.shape[1], side):
                 q_block, grad_block = q[:, rows].to(dtype), grad_output[:, rows].to(dtype)
@@ -111,8 +134,8 @@ def tiled_backward(
                 ds.mul_(p)
                 grad_q[:, rows].baddbmm_(ds, k_block)
                 grad_k_block.baddbmm_(ds.transpose(1, 2), q_block)
-            grad_k[:, columns] = grad_k_block.mul_(scale)
-            grad_v[:, columns] = grad_v_block
+            for grad, block in ((grad_k, grad_k_block.mul_(scale)), (grad_v, grad_v_block)):
+                grad[:, columns] = block.unflatten(0, (-1, group)).sum(1)
     return grad_q.to(q.dtype).view(q_shape), grad_k.view(k_shape), grad_v.view(k_shape)
 
 
@@ -122,6 +145,11 @@ def tiled_backward(
 def _blocks(first: int, last: int, side: int) -> Iterator[slice]:
     """[first, last) in slices of `side`; the last one may be shorter."""
     return (slice(start, min(start + side, last)) for start in range(first, last, side))
+
+
+def _key_block(x: Tensor, columns: slice, dtype: torch.dtype, group: int) -> Tensor:
+    """Keys or values of a tile for each query head, (B, block_k, D)."""
+    return x[:, columns].to(dtype).repeat_interleave(group, 0) if group > 1 else x[:, columns].to(dtype)
 
 
 def _last_key(rows: slice, k: Tensor, causal: bool) -> int:

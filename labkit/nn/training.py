@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 
 from labkit.costs.transformer import TransformerShape
-from labkit.nn.attention import Attention, explicit_attention
+from labkit.nn.attention import Attention, naive_attention
 from labkit.nn.transformer import Transformer, language_model_loss
 
 PHASES = ("forward", "backward", "optimizer")
@@ -53,7 +53,7 @@ class TrainingStep:
         context_length: int,
         device: str = "cpu",
         precision: str = "float32",
-        attention: Attention = explicit_attention,
+        attention: Attention = naive_attention,
         checkpoint_segment: int = 0,
         compiled: bool = False,
         seed: int = 0,

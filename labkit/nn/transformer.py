@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from labkit.costs.transformer import SIZES as SIZES
 from labkit.costs.transformer import TransformerShape
-from labkit.nn.attention import Attention, explicit_attention
+from labkit.nn.attention import Attention, naive_attention
 
 ROPE_BASE = 10_000.0
 
@@ -49,7 +49,7 @@ class Transformer(nn.Module):
         shape: TransformerShape,
         *,
         context_length: int,
-        attention: Attention = explicit_attention,
+        attention: Attention = naive_attention,
         checkpoint_segment: int = 0,
     ):
         super().__init__()

@@ -19,7 +19,7 @@ def has_triton() -> bool:
 
 
 @functools.cache
-def why_triton_cannot_launch() -> str | None:
+def no_launch_reason() -> str | None:
     """One line, or None if it can: asked by having Triton build its driver, or load what it built another time."""
     if not has_triton():
         return NO_TRITON
@@ -29,11 +29,11 @@ def why_triton_cannot_launch() -> str | None:
         driver.active.utils  # noqa: B018 the property builds it
     except Exception as error:  # of several types, by what fails
         said = str(error).partition("\n")[0] or type(error).__name__
-        return f"Triton's driver cannot be built: {what_a_build_lacks() or said}"
+        return f"Triton's driver cannot be built: {missing_build_tool() or said}"
     return None
 
 
-def what_a_build_lacks() -> str | None:
+def missing_build_tool() -> str | None:
     """What of a C compiler and Python's headers is missing, or None; where Triton looks for them."""
     if not any(map(shutil.which, filter(None, (os.environ.get("CC"), "gcc", "clang")))):
         return "there is no C compiler on the path, and CC names none"

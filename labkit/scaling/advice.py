@@ -1,4 +1,4 @@
-"""What to use: does it fit, the best layouts, why others lose, and what would change the answer. Numbers, no words."""
+"""Advice as numbers: whether a training fits, the best layouts, why others lose, and what would change the answer."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,12 +11,12 @@ from labkit.scaling.layout import Layout
 from labkit.scaling.model import Model
 from labkit.scaling.prediction import Prediction, predict
 from labkit.scaling.runs import Run
-from labkit.scaling.search import LARGEST_MICRO_BATCH, Candidate, Ranking, rank
+from labkit.scaling.search import MAX_MICRO_BATCH, Candidate, Ranking, rank
 
 ROUNDED = 0.06
-"""A batch may differ by this share from what was asked for, so that it divides over more ranks."""
+"""A batch may differ by this share from the request, so that it divides over more ranks."""
 SAFE = 0.05
-"""Chance of running out of memory below which nobody needs to act."""
+"""Chance of running out of memory below which no change is needed."""
 LARGER = ("A100-SXM-80GB", "H100-SXM-80GB", "H200-SXM-141GB", "B200-SXM-180GB", "MI300X-192GB")
 """GPUs that can be rented by the node, by memory."""
 GPU_FACTORS = (2, 3, 4, 6, 8, 12, 16, 32, 64, 128, 256)
@@ -31,7 +31,7 @@ SUMS = {
     "optimizer": ("optimizer_s",),
     "stragglers": ("straggler_s",),
 }
-"""Parts of a step as a reader thinks of them; together they are the step."""
+"""Groups of parts that add up to the step."""
 STRATEGIES: Mapping[str, Callable[[Layout], bool]] = {
     "data parallel, whole copies": lambda one: _is_flat(one) and one.shard == "none",
     "ZeRO-1": lambda one: _is_flat(one) and one.shard == "zero1",
@@ -49,11 +49,11 @@ def _is_flat(layout: Layout) -> bool:
     return layout.tp == layout.pp == layout.cp == 1
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Request:
-    """What is to be trained on what: `global_batch` sequences of `seq_len` tokens a step.
+    """A training on some GPUs: `global_batch` sequences of `seq_len` tokens per step.
 
-    `fixed` as `rank` takes it; `reserve_gib` of each GPU's memory are not to be used.
+    `fixed` as `rank` takes it; `reserve_gib` of each GPU's memory stay free.
     """
 
     model: Model
@@ -69,12 +69,12 @@ class Request:
 
     @property
     def usable(self) -> Hardware:
-        """The hardware without the memory that is kept free. ValueError if none is left."""
+        """The hardware without the reserved memory. ValueError if none is left."""
         return replace(self.hardware, memory_gib=self.hardware.memory_gib - self.reserve_gib)
 
     @property
     def tokens(self) -> int:
-        """A step."""
+        """Tokens per step."""
         return self.global_batch * self.seq_len
 
     def ranking(self) -> Ranking:
@@ -107,7 +107,7 @@ class Request:
 
 @dataclass(frozen=True)
 class RunnerUp:
-    """The best layout of another strategy, and the sum of `SUMS` in which it loses most; "memory" or "unstable"."""
+    """The best layout of another strategy; `cause` is the sum of `SUMS` that loses most, "memory" or "unstable"."""
 
     strategy: str
     candidate: Candidate
@@ -117,7 +117,7 @@ class RunnerUp:
 
 @dataclass(frozen=True)
 class Change:
-    """Another question and its best layout; None where nothing fits."""
+    """Another request and its best layout; None if nothing fits."""
 
     name: str
     request: Request
@@ -130,58 +130,61 @@ class Change:
 
 @dataclass(frozen=True)
 class Advice:
-    """`best` are up to three layouts, none if nothing fits; `first` is the best, else the one that needs least."""
+    """Up to three layouts and what surrounds them."""
 
     request: Request
     best: Sequence[Candidate]
+    """Empty if nothing fits."""
     first: Candidate
+    """The best layout, else the one that needs the least memory."""
     prediction: Prediction
-    """Of `first`."""
+    """For `first`."""
     runners_up: Sequence[RunnerUp]
     remedies: Sequence[Change]
-    """What makes it fit, or fit with room to spare; empty where there is room."""
+    """Changes that make it fit, or fit with room to spare; empty if there is room."""
     changes: Sequence[Change]
+    """Variations of the request."""
 
     @property
     def fits(self) -> bool:
         return bool(self.best)
 
 
-def whole_batch(tokens: float, seq_len: int, gpus: int) -> int:
-    """Sequences a step: what was asked for if that is whole, else a near number that many ranks and batches divide.
+def round_batch(tokens: float, seq_len: int, gpus: int) -> int:
+    """Sequences per step: exactly `tokens` if that is whole, else a near number that many ranks and batches divide.
 
-    ValueError for fewer tokens than a sequence has.
+    ValueError for fewer tokens than one sequence.
     """
     if tokens < seq_len:
-        raise ValueError(f"expected a sequence or more a step: {tokens:.0f} tokens are less than {seq_len}")
+        raise ValueError(f"expected a sequence or more per step: {tokens:.0f} tokens are less than {seq_len}")
     sequences = tokens / seq_len
     if sequences == int(sequences):
         return int(sequences)
     near = range(ceil(sequences * (1 - ROUNDED)), floor(sequences * (1 + ROUNDED)) + 1)
     return max(
         (*near, round(sequences)),
-        key=lambda count: (gcd(count, gpus), gcd(count, LARGEST_MICRO_BATCH * gpus), -abs(count - sequences)),
+        key=lambda count: (gcd(count, gpus), gcd(count, MAX_MICRO_BATCH * gpus), -abs(count - sequences)),
     )
 
 
 def advise(request: Request) -> Advice:
-    """The best layouts, and what is around them. ValueError where no layout is possible, with the reason."""
+    """The best layouts and what surrounds them. ValueError if no layout is possible, with the reason."""
     ranking = request.ranking()
     best = ranking.proposed()
-    first = best[0] if best else ranking.leanest()
+    first = best[0] if best else ranking.min_memory()
     return Advice(
         request=request,
         best=best,
         first=first,
         prediction=request.prediction(first.layout),
         runners_up=list(_runners_up(ranking, best)) if best else [],
-        remedies=[] if best and has_room(first) else _that_help(_remedies(request)),
+        remedies=[] if best and has_room(first) else _helpful(_remedies(request)),
         changes=list(_changes(request)) if best else [],
     )
 
 
 def has_room(candidate: Candidate) -> bool:
-    """Whether memory is nothing to think about."""
+    """Whether memory needs no change."""
     return candidate.out_of_memory < SAFE and not candidate.is_unstable
 
 
@@ -190,18 +193,17 @@ def sums_s(candidate: Candidate) -> dict[str, float]:
 
 
 def _runners_up(ranking: Ranking, best: Sequence[Candidate]) -> Iterator[RunnerUp]:
-    """Of each strategy the best layout, or the leanest where none fits; and what is fastest but too large."""
-    place = {row: at for at, row in enumerate(ranking.order)}
+    """The best layout of each strategy, or the one with the least memory if none fits."""
     proposed = {candidate.layout for candidate in best}
     for strategy, belongs in STRATEGIES.items():
         rows = [row for row, layout in enumerate(ranking.layouts) if belongs(layout)]
         if not rows:
             continue
-        fitting = [row for row in rows if row in place]
-        row = min(fitting, key=place.__getitem__) if fitting else min(rows, key=lambda one: ranking.found.peak_gib[one])
+        fitting = next((row for row in ranking.order if belongs(ranking.layouts[row])), None)
+        row = min(rows, key=lambda one: ranking.found.peak_gib[one]) if fitting is None else fitting
         candidate = ranking.candidate(row)
         if candidate.layout not in proposed:
-            yield RunnerUp(strategy, candidate, *_cause(candidate, best[0], bool(fitting)))
+            yield RunnerUp(strategy, candidate, *_cause(candidate, best[0], fitting is not None))
 
 
 def _cause(candidate: Candidate, best: Candidate, fits: bool) -> tuple[str, float]:
@@ -209,13 +211,13 @@ def _cause(candidate: Candidate, best: Candidate, fits: bool) -> tuple[str, floa
         return "memory", 0.0
     if candidate.is_unstable and not best.is_unstable:
         return "unstable", 0.0
-    own, of_best = sums_s(candidate), sums_s(best)
-    lost = {name: own[name] - of_best[name] for name in SUMS}
+    seconds, best_seconds = sums_s(candidate), sums_s(best)
+    lost = {name: seconds[name] - best_seconds[name] for name in SUMS}
     cause = max(lost, key=lambda name: lost[name])
     return cause, lost[cause]
 
 
-def answer(name: str, request: Request, *, with_room: bool = False) -> Change:
+def answer_change(name: str, request: Request, *, with_room: bool = False) -> Change:
     """The best layout of another request, of those with room to spare if there are any; None if nothing fits."""
     try:
         ranking = request.ranking()
@@ -228,17 +230,17 @@ def answer(name: str, request: Request, *, with_room: bool = False) -> Change:
 
 
 def _remedies(request: Request) -> Iterator[Change]:
-    """What to change first: what was fixed, then GPUs, GPUs with more memory, 16-bit states, shorter sequences."""
-    answered = partial(answer, with_room=True)
+    """Changes to try: fixed values, more GPUs, GPUs with more memory, 16-bit states, shorter sequences."""
+    answered = partial(answer_change, with_room=True)
     for name, value in request.fixed.items():
-        others = {other: kept for other, kept in request.fixed.items() if other != name}
+        others = {other: fixed for other, fixed in request.fixed.items() if other != name}
         yield answered(f"not {name.replace('_', '-')} {value}", replace(request, fixed=others))
     free = replace(request, fixed={name: value for name, value in request.fixed.items() if name != "dp"})
     more = (factor * request.gpus for factor in GPU_FACTORS)
     yield from _first_with_room(answered(f"{gpus} GPUs", replace(free, gpus=gpus)) for gpus in more)
     larger = (HARDWARE[name] for name in LARGER if HARDWARE[name].memory_gib > request.hardware.memory_gib)
     yield from _first_with_room(
-        answered(f"{request.gpus} x {card.name}", replace(request, hardware=_instead(request.hardware, card)))
+        answered(f"{request.gpus} x {card.name}", replace(request, hardware=_replace_card(request.hardware, card)))
         for card in larger
     )
     lean = {**request.fixed, "options": frozenset({"low_precision_master"})}
@@ -248,36 +250,35 @@ def _remedies(request: Request) -> Iterator[Change]:
         yield answered(f"sequences of {shorter.seq_len}", shorter)
 
 
-def _that_help(changes: Iterable[Change]) -> list[Change]:
-    """Those with room to spare; where there are none, those that fit."""
+def _helpful(changes: Iterable[Change]) -> list[Change]:
+    """Changes that leave room to spare; if there are none, changes that fit."""
     fitting = [change for change in changes if change.candidate]
     return [change for change in fitting if change.candidate and has_room(change.candidate)] or fitting
 
 
-def _instead(present: Hardware, card: Hardware) -> Hardware:
+def _replace_card(present: Hardware, card: Hardware) -> Hardware:
     """Another GPU in the same nodes and network."""
-    return card.linked(network_gbps=present.network_gbps, gpus_per_node=present.gpus_per_node)
+    return card.with_network(network_gbps=present.network_gbps, gpus_per_node=present.gpus_per_node)
 
 
 def _first_with_room(changes: Iterator[Change]) -> Iterator[Change]:
-    found = next((one for one in changes if one.candidate and has_room(one.candidate)), None)
-    if found:
-        yield found
+    if change := next((one for one in changes if one.candidate and has_room(one.candidate)), None):
+        yield change
 
 
 def _changes(request: Request) -> Iterator[Change]:
-    """What a reader may wonder about: the network, the number of GPUs, the sequence, the precision."""
+    """Variations of the network, the number of GPUs, the sequence, and the precision."""
     network = request.hardware.network_gbps
     if request.gpus > request.hardware.gpus_per_node:
         for name, factor in (("network twice as fast", 2.0), ("network ten times slower", 0.1)):
-            faster = request.hardware.linked(network_gbps=factor * network)
-            yield answer(name, replace(request, hardware=faster))
+            faster = request.hardware.with_network(network_gbps=factor * network)
+            yield answer_change(name, replace(request, hardware=faster))
     if request.gpus % 2 == 0:
-        yield answer("half the GPUs", replace(request, gpus=request.gpus // 2))
-    yield answer("twice the GPUs", replace(request, gpus=2 * request.gpus))
+        yield answer_change("half the GPUs", replace(request, gpus=request.gpus // 2))
+    yield answer_change("twice the GPUs", replace(request, gpus=2 * request.gpus))
     if request.global_batch % 2 == 0:
         longer = replace(request, seq_len=2 * request.seq_len, global_batch=request.global_batch // 2)
-        yield answer("sequences twice as long", longer)
-        yield answer("half the tokens per step", replace(request, global_batch=request.global_batch // 2))
+        yield answer_change("sequences twice as long", longer)
+        yield answer_change("half the tokens per step", replace(request, global_batch=request.global_batch // 2))
     if request.precision != "fp8" and request.hardware.fp8_ratio > 1:
-        yield answer("fp8 products", replace(request, precision="fp8"))
+        yield answer_change("fp8 matmuls", replace(request, precision="fp8"))

@@ -1,16 +1,15 @@
-"""A profile from a few runs of one's own: the constants of a framework and a site, drawn towards what was measured."""
+"""A profile from a user's runs: the constants of a framework and a site, drawn towards what was measured."""
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from labkit.scaling.constants import Constants, Profile, load_constants
 from labkit.scaling.model import Numbers
 from labkit.scaling.runs import Run, Runs
-from labkit.scaling.step_time import breakdown, step_s
+from labkit.scaling.step_time import predict_step_s
 
-FEWEST_RUNS = 3
+MIN_RUNS = 3
 SPREADS: Mapping[str, float] = {
     "slowdown": 0.2,
     "attention_slowdown": 0.4,
@@ -19,13 +18,9 @@ SPREADS: Mapping[str, float] = {
     "tp_exposed": 0.4,
     "network_efficiency": 0.3,
 }
-"""What differs between frameworks and sites, and how much: the standard deviation of ln(value) of those fitted."""
+"""Quantities that differ between frameworks and sites, with the standard deviation of ln(value) between them."""
 NOISE = 0.08
-"""Of one run around a calibrated model, as a standard deviation of ln(seconds)."""
-ATTENTION = (0.0, 1.0)
-"""Tiled or unfused: whichever explains the runs better, since a table of runs does not say."""
-ITERATIONS = 12
-STEP = 1e-3
+"""Standard deviation of ln(seconds) of one run around a calibrated model."""
 
 
 def calibrate(
@@ -36,63 +31,37 @@ def calibrate(
     base: str = "generic",
     constants: Constants | None = None,
 ) -> Profile:
-    """The profile that explains these steps best without leaving what is likely (maximum a posteriori).
+    """The most likely profile given these steps and the spread between frameworks (maximum a posteriori).
 
     Use it as `load_constants().with_profile(profile)`, with `name` as the framework of the runs to predict. `base` is
     the framework it starts from. ValueError for fewer than three runs, or times that are not positive.
     """
+    from scipy.optimize import least_squares  # half a second to import
+
     times = np.asarray(measured_s, dtype=np.float64)
-    if len(runs) < FEWEST_RUNS or len(times) != len(runs) or not (np.isfinite(times) & (times > 0)).all():
-        raise ValueError(f"expected {FEWEST_RUNS} runs or more, each with a positive time; got {len(runs)} runs")
+    if len(runs) < MIN_RUNS or len(times) != len(runs) or not (np.isfinite(times) & (times > 0)).all():
+        raise ValueError(f"expected {MIN_RUNS} runs or more, each with a positive time; got {len(runs)} runs")
     constants = constants or load_constants()
-    columns = Runs.of([Run(run.model, run.hardware, run.layout, run.seq_len, name) for run in runs])
-    start = _start(columns, base, constants)
-    spreads = np.array(list(SPREADS.values()))
+    columns = Runs.from_runs([Run(run.model, run.hardware, run.layout, run.seq_len, name) for run in runs])
+    start = constants.with_profile(Profile(name, base, {})).rows(columns)
+    values = {quantity: float(start[quantity][0]) for quantity in SPREADS}
 
     def profile(shift: Numbers, unfused: float) -> Profile:
-        values = dict(zip(SPREADS, (start * np.exp(shift)).tolist(), strict=True))
-        return Profile(name, base, values | {"unfused_attention": unfused})
+        moved = {
+            quantity: value * float(np.exp(by)) for (quantity, value), by in zip(values.items(), shift, strict=True)
+        }
+        return Profile(name, base, moved | {"unfused_attention": unfused})
 
-    def errors(shift: Numbers, unfused: float) -> Numbers:
-        adapted = constants.with_profile(profile(shift, unfused))
-        predicted = step_s(breakdown(columns, adapted.rows(columns)))
-        return np.concatenate([_soft(np.log(predicted / times) / NOISE), shift / spreads])
+    def residuals(shift: Numbers, unfused: float) -> Numbers:
+        predicted = predict_step_s(columns, constants.with_profile(profile(shift, unfused)).rows(columns))
+        return np.concatenate([soft_l1(np.log(predicted / times) / NOISE), shift / list(SPREADS.values())])
 
-    found = []
-    for unfused in ATTENTION:
-        shift, cost = _least_squares(partial(errors, unfused=unfused), np.zeros(len(SPREADS)))
-        found.append((cost, unfused, shift))
-    _, unfused, shift = min(found, key=lambda one: one[0])
-    return profile(shift, unfused)
+    # A table of runs does not say whether attention is tiled: the better fit decides.
+    fits = [(least_squares(residuals, np.zeros(len(SPREADS)), args=(unfused,)), unfused) for unfused in (0.0, 1.0)]
+    best, unfused = min(fits, key=lambda fit: fit[0].cost)
+    return profile(best.x, unfused)
 
 
-def _soft(errors: Numbers) -> Numbers:
-    """What, squared, is twice the soft L1 loss: a run that was disturbed does not bend the others."""
+def soft_l1(errors: Numbers) -> Numbers:
+    """Residuals whose squares are twice the soft L1 loss, so that an outlier does not bend the others."""
     return np.sign(errors) * np.sqrt(2 * (np.sqrt(1 + errors**2) - 1))
-
-
-def _start(columns: Runs, base: str, constants: Constants) -> Numbers:
-    """The values that the base has."""
-    as_base = constants.with_profile(Profile(str(columns.framework[0]), base, {})).rows(columns)
-    return np.array([float(as_base[quantity][0]) for quantity in SPREADS])
-
-
-def _least_squares(errors: Callable[[Numbers], Numbers], start: Numbers) -> tuple[Numbers, float]:
-    """Levenberg's method with numerical derivatives, and the sum of squares it ends at."""
-    at, damping = start, 1e-2
-    residuals = errors(at)
-    for _ in range(ITERATIONS):
-        slopes = np.stack([(errors(at + STEP * unit) - residuals) / STEP for unit in np.eye(len(at))], axis=1)
-        normal = slopes.T @ slopes
-        for _ in range(6):
-            step = np.linalg.solve(normal + damping * np.diag(normal.diagonal()), -slopes.T @ residuals)
-            moved = errors(at + step)
-            if moved @ moved < residuals @ residuals:
-                at, residuals, damping = at + step, moved, damping / 10
-                break
-            damping *= 10
-        else:
-            break
-        if np.abs(step).max() < 1e-4:
-            break
-    return at, float(residuals @ residuals)

@@ -1,4 +1,4 @@
-"""Collectives on nodes of GPUs: who is in a group, how fast its links are, what a call takes.
+"""Collectives on nodes of GPUs: groups of ranks, the bandwidth of their rings, the time of a call.
 
 Ranks are numbered tensor first, then context, data, pipeline (Megatron-LM's order), so that a group of n ranks a
 stride apart has min(n, gpus_per_node / stride) of them in a node. A ring moves (n-1)/n of the bytes over each link in
@@ -16,7 +16,7 @@ from labkit.scaling.runs import Runs
 
 @dataclass(frozen=True)
 class Group:
-    """Groups of ranks, one a run: members, the nodes they span, bytes/s around their ring."""
+    """One group of ranks per run: members, the nodes they span, bytes/s around their ring."""
 
     size: Numbers
     nodes: Numbers
@@ -24,7 +24,7 @@ class Group:
 
 
 def group(runs: Runs, constants: Rows, size: Numbers, stride: Numbers) -> Group:
-    """Ranks `stride` apart. Rings of all groups share a node's network: one has the links of its members there."""
+    """Groups of ranks `stride` apart. All groups share a node's network; each has its members' links."""
     local = np.clip(runs.gpus_per_node / stride, 1, np.minimum(size, runs.gpus_per_node))
     nodes = np.ceil(size / local)
     inside = runs.link_gb_s * 1e9 * constants["link_efficiency"]
@@ -46,7 +46,7 @@ def half_ring_s(group: Group, constants: Rows, n_bytes: Numbers, calls: Numbers 
 
 
 def all_reduce_s(group: Group, constants: Rows, n_bytes: Numbers, calls: Numbers | float = 1.0) -> Numbers:
-    """Two half rings; across nodes NCCL takes a tree for the latency, 2 log2(nodes) steps, if that is fewer."""
+    """Two half rings; across nodes, NCCL's tree needs 2 log2(nodes) steps if that is fewer."""
     inside = constants["nccl_call_s"] * (1 + constants["nccl_rank_share"] * group.size)
     rounds = np.minimum(2 * (group.size - 1), 2 * np.ceil(np.log2(np.maximum(group.nodes, 1))))
     latency = np.where(group.nodes > 1, inside + rounds * constants["network_step_s"], inside)

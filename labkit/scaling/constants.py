@@ -1,37 +1,56 @@
-"""The constants in use: what is declared, what the fit found, what a calibration changed; and how good they are."""
+"""The predictor's constants, read from `constants.csv`, and profiles that change them.
 
-import json
-from collections.abc import Mapping, Sequence
+A constant has a quantity and a key: "all", the architecture of the GPU (the quantities in `BY_ARCHITECTURE`), or the
+framework; "default" is for every other name. A constant with a spread was fitted to published runs by
+`benchmarks/fit_scaling.py`: `value` is the result, `prior` the likely value, `spread` the standard deviation of
+ln(value) around it, within `low` and `high`. Other constants are declared, with a source.
+"""
+
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
-from typing import TypedDict
 
 import numpy as np
 
-from labkit.scaling.declared import BY_ARCHITECTURE, DECLARED, PARENTS
 from labkit.scaling.model import Numbers
 from labkit.scaling.runs import Runs
+from labkit.scaling.tables import read_table
 
-FITTED_FILE = Path(__file__).with_name("fitted.json")
+BY_ARCHITECTURE = frozenset({"gemm_efficiency", "attention_efficiency", "link_efficiency", "memory_efficiency"})
 
-Table = Mapping[str, Mapping[str, float]]
+PARENTS: Mapping[str, str] = {"vtrain_node": "vtrain", "megatron": "vtrain", "maxtext": "nemo"}
+"""Frameworks that share code: a framework without a constant of a quantity uses its parent's.
+
+megatron and vtrain run Megatron-LM of 2021 (unfused attention, no overlap); MaxText uses NeMo's cuDNN attention.
+vtrain_node is vTrain's single-node table, put together from profiled kernels.
+"""
 
 
-class Seen(TypedDict):
-    """What the published rows cover."""
+@dataclass(frozen=True)
+class Constant:
+    """One row of `constants.csv`; prior, spread and bounds are 0 for a declared constant."""
 
-    architectures: Sequence[str]
-    frameworks: Sequence[str]
-    gpus: float
-    seq_len: float
-    cp: float
-    shards: Sequence[str]
+    quantity: str
+    key: str
+    value: float
+    prior: float
+    spread: float
+    low: float
+    high: float
+    source: str
+
+    @property
+    def is_fitted(self) -> bool:
+        return self.spread > 0
+
+    @property
+    def name(self) -> str:
+        return f"{self.quantity}.{self.key}"
 
 
 @dataclass(frozen=True)
 class Profile:
-    """A framework on a site, as far as it differs from `base`: values of some quantities, by name."""
+    """A framework on a site as far as it differs from `base`: values of some quantities, by name."""
 
     name: str
     base: str
@@ -40,26 +59,23 @@ class Profile:
 
 @dataclass(frozen=True)
 class Constants:
-    """`residuals`: quantiles of ln(measured / predicted) by group of similarity, see `labkit.scaling.intervals`."""
+    """Quantity -> key -> value."""
 
-    table: Table
-    residuals: Mapping[str, Sequence[float]]
-    seen: Seen
+    table: Mapping[str, Mapping[str, float]]
     parents: Mapping[str, str]
+    calibrated: frozenset[str] = frozenset()
+    """Frameworks that are a user's profiles."""
 
     def rows(self, runs: Runs) -> "Rows":
         return Rows(self, runs)
 
     def with_profile(self, profile: Profile) -> "Constants":
-        """These constants and a profile of one's own, which runs name as their framework."""
+        """These constants and a user's profile, which runs name as their framework."""
         table = {quantity: dict(values) for quantity, values in self.table.items()}
         for quantity, value in profile.values.items():
             table[quantity][profile.name] = value
-        residuals = {**self.residuals, profile.name: self.residuals["calibrated"]}
-        seen: Seen = {**self.seen, "frameworks": [*self.seen["frameworks"], profile.name]}
-        return replace(
-            self, table=table, residuals=residuals, seen=seen, parents={**self.parents, profile.name: profile.base}
-        )
+        parents = {**self.parents, profile.name: profile.base}
+        return replace(self, table=table, parents=parents, calibrated=self.calibrated | {profile.name})
 
 
 class Rows:
@@ -68,22 +84,22 @@ class Rows:
     def __init__(self, constants: Constants, runs: Runs) -> None:
         self._constants = constants
         self._runs = runs
-        self._known: dict[str, Numbers] = {}
+        self._cache: dict[str, Numbers] = {}
 
     def __getitem__(self, quantity: str) -> Numbers:
-        if quantity not in self._known:
-            self._known[quantity] = self._look_up(quantity)
-        return self._known[quantity]
+        if quantity not in self._cache:
+            self._cache[quantity] = self._look_up(quantity)
+        return self._cache[quantity]
 
     def _look_up(self, quantity: str) -> Numbers:
         values = self._constants.table[quantity]
         if "all" in values and len(values) == 1:
             return np.full(len(self._runs), values["all"])
         names, codes = self._runs.codes["architecture" if quantity in BY_ARCHITECTURE else "framework"]
-        return np.array([self._of(values, str(name)) for name in names])[codes]
+        return np.array([self._value(values, str(name)) for name in names])[codes]
 
-    def _of(self, values: Mapping[str, float], name: str) -> float:
-        """A name's own value, that of its nearest ancestor, or the default."""
+    def _value(self, values: Mapping[str, float], name: str) -> float:
+        """A name's value, else its nearest ancestor's, else the default."""
         at: str | None = name
         while at is not None:
             if at in values:
@@ -92,18 +108,33 @@ class Rows:
         return values["default"] if "default" in values else values["all"]
 
 
-def table_of(fitted: Mapping[str, float]) -> Table:
-    """Quantity -> key -> value: the declared ones, with fitted values by their names where there are any."""
-    table: dict[str, dict[str, float]] = {}
-    for constant in DECLARED:
-        table.setdefault(constant.quantity, {})[constant.key] = (
-            fitted.get(constant.name, constant.value) if constant.is_fitted else constant.value
+@cache
+def read_constants() -> tuple[Constant, ...]:
+    """The rows of `constants.csv`."""
+    return tuple(
+        Constant(
+            quantity=row["quantity"],
+            key=row["key"],
+            value=float(row["value"]),
+            prior=float(row["prior"] or 0),
+            spread=float(row["spread"] or 0),
+            low=float(row["low"] or 0),
+            high=float(row["high"] or 0),
+            source=row["source"],
         )
-    return table
+        for row in read_table("constants")
+    )
+
+
+def from_values(constants: Iterable[Constant], values: Mapping[str, float]) -> Constants:
+    """Constants with other values of some, by `Constant.name`."""
+    table: dict[str, dict[str, float]] = {}
+    for constant in constants:
+        table.setdefault(constant.quantity, {})[constant.key] = values.get(constant.name, constant.value)
+    return Constants(table, PARENTS)
 
 
 @cache
 def load_constants() -> Constants:
-    """What `benchmarks/fit_scaling.py` wrote."""
-    found = json.loads(FITTED_FILE.read_text())
-    return Constants(table_of(found["constants"]), found["residuals"], found["seen"], PARENTS)
+    """The constants in use."""
+    return from_values(read_constants(), {})

@@ -1,8 +1,8 @@
-"""Memory of every pipeline stage, by part: parameters, gradients, optimizer, activations, logits, buffers.
+"""Memory of every pipeline stage by part: parameters, gradients, optimizer, activations, logits, buffers.
 
 Activations follow Korthikanti et al. 2022, "Reducing activation recomputation" (arXiv:2205.05198, section 4), made
-general for grouped queries, gated feed-forward parts and tiled attention. What PyTorch's allocator reserves is that
-times the share it loses to fragmentation.
+general for grouped queries, gated feed-forward parts and tiled attention. PyTorch's allocator reserves more, by its
+share of fragmentation.
 
 Legend: s sequence, b sequences, h hidden, f ffn, a heads, t tensor-parallel ranks, V vocabulary; bytes.
 """
@@ -17,7 +17,7 @@ from labkit.scaling.model import Numbers
 from labkit.scaling.runs import Flags, Runs
 
 GIB = 2**30
-MOST_HELD = 0.2
+MAX_HELD_SHARE = 0.2
 PARTS = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers", "fragmentation", "runtime")
 
 
@@ -40,14 +40,14 @@ class Stages:
 
 
 def layer_activations(runs: Runs, unfused: Numbers, fused: Numbers) -> tuple[Numbers, Numbers]:
-    """Bytes a layer keeps of one micro-batch for its backward pass, (n,).
+    """Bytes that a layer keeps of one micro-batch for backward, and bytes it holds while it is recomputed, (n,).
 
     Table 2 of the paper and its sum, s b h (10 + 24/t + 5as/(ht)): 10 are inputs of norms and of both column-parallel
     products and two dropout masks, which sequence parallelism divides by t; 24 are query, key, value, attention
     output (8) and the feed-forward part (16); 5as are scores, absent with tiled attention and selective recomputation.
     """
     gated = np.where(fused > 0, 2.0, 4.0) * runs.ffn_gated
-    inside = 2 * runs.hidden + 4 * runs.kv_width + 2 * runs.hidden + (4 + gated) * runs.ffn
+    inside = 4 * runs.query_width + 4 * runs.kv_width + (4 + gated) * runs.ffn
     keeps_scores = (unfused > 0) & (runs.recompute == "none")
     scores = np.where(keeps_scores, 5 * runs.heads * runs.seq_len / runs.cp, 0.0)
     around = np.where(fused > 0, 8, 10) * runs.hidden
@@ -73,7 +73,7 @@ def micro_batches_alive(runs: Runs) -> Numbers:
 
 def stages(runs: Runs, constants: Rows) -> Stages:
     """What every stage holds at its fullest moment."""
-    layers = runs.once(pipeline.layers_per_stage)
+    layers = runs.cached(pipeline.layers_per_stage)
     index = np.arange(layers.shape[1])[None, :]
     is_first, is_last, exists = index == 0, index == runs.pp[:, None] - 1, index < runs.pp[:, None]
     parameters = _parameters(runs, layers, is_first, is_last)
@@ -85,7 +85,7 @@ def stages(runs: Runs, constants: Rows) -> Stages:
     gradients = gradients / np.where(np.isin(runs.shard, ("zero2", "zero3", "hsdp"))[:, None], sharded, 1.0)
     optimizer = np.where(low, 4.0, 12.0) * parameters / np.where((runs.shard == "none")[:, None], 1.0, sharded)
     kept, again = layer_activations(runs, constants["unfused_attention"], constants["fused_operators"])
-    activations = (kept * constants["activation_scale"])[:, None] * layers * runs.once(micro_batches_alive)
+    activations = (kept * constants["activation_scale"])[:, None] * layers * runs.cached(micro_batches_alive)
     held = _held_gathers(runs, constants)
     columns = (runs.tokens * runs.vocab / runs.tp)[:, None]
     buffers = runs.tokens * (2 * runs.hidden + constants["transient_ffn"] * runs.ffn / runs.tp)
@@ -115,7 +115,7 @@ def _held_gathers(runs: Runs, constants: Rows) -> Numbers:
     """
     waits = (runs.pp == 1) & (runs.tp > runs.gpus_per_node)
     held = constants["held_gathers"] * runs.tokens * runs.hidden * runs.layers
-    return np.where(waits, np.minimum(held, MOST_HELD * runs.memory_gib * GIB), 0.0)
+    return np.where(waits, np.minimum(held, MAX_HELD_SHARE * runs.memory_gib * GIB), 0.0)
 
 
 def _parameters(runs: Runs, layers: Numbers, is_first: Flags, is_last: Flags) -> Numbers:

@@ -1,49 +1,47 @@
-"""The published rows beside what was predicted of each without having seen it: nearest ones, families to choose in."""
+"""The published runs, each with its predictions by constants that had not seen its like, and how far others are."""
 
-import csv
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
 
-from labkit.scaling.constants import Constants, load_constants
 from labkit.scaling.model import Numbers, parameters
-from labkit.scaling.prediction import predict_runs
 from labkit.scaling.runs import Flags, Run, Runs
-from labkit.scaling.search import PROPOSED, distinct, preference_s
 from labkit.scaling.table import read_rows
+from labkit.scaling.tables import DATA, read_table
 
-FEWEST_LAYOUTS = 4
-"""Of a family in which a choice can be judged."""
+FILES = ("training_runs", "more_training_runs")
 NEAREST = 5
 
 
 @dataclass(frozen=True, eq=False)
 class Published:
-    """Rows of `training_runs.csv` and of `cross_validated.csv` as columns; seconds are nan where there are none."""
+    """Published runs as columns; seconds are nan where there are none."""
 
     runs: Runs
-    line: NDArray[np.intp]
-    """Of `training_runs.csv`."""
-    source: NDArray[np.str_]
+    key: NDArray[np.str_]
+    """File and line, "training_runs:17"."""
     group: NDArray[np.str_]
+    """Published table."""
     model: NDArray[np.str_]
     gpu: NDArray[np.str_]
+    source: NDArray[np.str_]
     is_ok: Flags
     step_s: Numbers
     mfu: Numbers
     """As printed, 0 to 1: conventions differ."""
-    model_left_out_s: Numbers
-    """Predicted by constants that saw no row of this model."""
-    framework_left_out_s: Numbers
-    """Predicted by constants that saw no row of this framework."""
+    allocated_gib: Numbers
+    reserved_gib: Numbers
+
+    @property
+    def is_timed(self) -> Flags:
+        return np.isfinite(self.step_s)
 
 
 @dataclass(frozen=True)
 class PublishedRow:
-    """A published run, and how far off it was predicted by constants that had not seen its like."""
+    """A published run, its distance from the run asked about, and its prediction by constants fitted without it."""
 
     group: str
     model: str
@@ -54,6 +52,7 @@ class PublishedRow:
     step_s: float
     mfu: float
     predicted_s: float
+    distance: float
 
     @property
     def error(self) -> float:
@@ -61,63 +60,91 @@ class PublishedRow:
         return self.predicted_s / self.step_s - 1
 
 
-def load_published(directory: Path) -> Published:
-    """What `directory` holds, `data/reference/scaling`."""
-    rows = [row for row in read_rows(directory / "training_runs.csv") if row.run is not None]
-    with (directory / "cross_validated.csv").open() as file:
-        predicted = {int(row["line"]): row for row in csv.DictReader(file)}
+@cache
+def load_published() -> Published:
+    """All published runs."""
+    files = [(file, row) for file in FILES for row in read_rows(DATA / f"{file}.csv") if row.run is not None]
+    rows = [row for _, row in files]
 
-    def column(name: str) -> Numbers:
+    def numbers(name: str) -> Numbers:
         return np.array([float(row.cells.get(name) or "nan") for row in rows])
 
-    def held_out(name: str) -> Numbers:
-        return np.array([float(predicted[row.line][name]) if row.line in predicted else np.nan for row in rows])
+    def texts(name: str) -> NDArray[np.str_]:
+        return np.array([row.cells[name] for row in rows])
 
     return Published(
-        runs=Runs.of([row.run for row in rows if row.run is not None]),
-        line=np.array([row.line for row in rows]),
-        source=np.array([row.cells["source"] for row in rows]),
-        group=np.array([row.cells["group"] for row in rows]),
-        model=np.array([row.cells["model"] for row in rows]),
-        gpu=np.array([row.cells["gpu"] for row in rows]),
-        is_ok=np.array([row.cells["status"] == "ok" for row in rows]),
-        step_s=column("step_s"),
-        mfu=column("mfu_percent") / 100,
-        model_left_out_s=held_out("model_left_out_s"),
-        framework_left_out_s=held_out("framework_left_out_s"),
+        runs=Runs.from_runs([row.run for row in rows if row.run is not None]),
+        key=np.array([f"{file}:{row.line}" for file, row in files]),
+        group=texts("group"),
+        model=texts("model"),
+        gpu=texts("gpu"),
+        source=texts("source"),
+        is_ok=texts("status") == "ok",
+        step_s=numbers("step_s"),
+        mfu=numbers("mfu_percent") / 100,
+        allocated_gib=numbers("peak_allocated_gib"),
+        reserved_gib=numbers("peak_reserved_gib"),
     )
 
 
-def nearest(published: Published, run: Run, count: int = NEAREST) -> list[PublishedRow]:
-    """The timed rows most like `run`, at most one of a model on as many GPUs.
+@cache
+def frameworks() -> frozenset[str]:
+    """Frameworks with timed published runs."""
+    published = load_published()
+    return frozenset(published.runs.framework[published.is_timed].tolist()) - {"generic"}
 
-    Their errors are those of a framework never seen, unless `run` names one that is published.
+
+@cache
+def held_out_s(fold: str) -> Numbers:
+    """Seconds of every published run by constants fitted without its like, (n,); nan if the fold has no such run.
+
+    `fold` is a name in `labkit.scaling.folds`; `benchmarks/fit_scaling.py --write` writes the predictions.
     """
-    rows, one = published.runs, Runs.of([run])
-    is_known = run.framework in set(rows.framework.tolist())
-    predicted = published.model_left_out_s if is_known else published.framework_left_out_s
+    predicted = {row["key"]: float(row[f"{fold}_s"] or "nan") for row in read_table("cross_validated")}
+    return np.array([predicted.get(key, np.nan) for key in load_published().key.tolist()])
 
-    def apart(values: Numbers, value: Numbers, weight: float) -> Numbers:
-        return weight * np.abs(np.log2(values / value))
 
-    distance = apart(parameters(rows), parameters(one), 1.0) + apart(rows.gpus, one.gpus, 0.5)
-    distance += apart(rows.seq_len, one.seq_len, 0.5) + apart(rows.tp, one.tp, 0.3) + apart(rows.pp, one.pp, 0.3)
-    distance += 2.0 * (rows.architecture != one.architecture) + 1.0 * (rows.shard != one.shard)
-    distance += 1.0 * (rows.precision != one.precision) + 0.5 * (rows.recompute != one.recompute)
-    distance += 2.0 * is_known * (rows.framework != one.framework)
-    distance = np.where(np.isfinite(published.step_s) & np.isfinite(predicted), distance, np.inf)
-    order = [int(row) for row in np.argsort(distance, kind="stable") if np.isfinite(distance[row])]
-    chosen = distinct(order, lambda row: (published.group[row], published.model[row], rows.gpus[row]), count)
-    return [_row(published, row, float(predicted[row])) for row in chosen]
+def distances(runs: Runs, row: int, others: Runs) -> Numbers:
+    """How unlike run `row` is to each of `others`, (m,); 1 is a doubling of the parameters."""
+
+    def apart(name: str, weight: float) -> Numbers:
+        return weight * np.abs(np.log2(getattr(others, name) / getattr(runs, name)[row]))
+
+    def differs(name: str, weight: float) -> Numbers:
+        return weight * (getattr(others, name) != getattr(runs, name)[row])
+
+    sizes = np.log2(np.asarray(parameters(others)) / np.asarray(parameters(runs))[row])
+    found = np.abs(sizes) + apart("gpus", 0.5) + apart("seq_len", 0.5) + apart("tp", 0.3) + apart("pp", 0.3)
+    found += apart("cp", 0.5) + differs("architecture", 2.0) + differs("shard", 1.0) + differs("precision", 1.0)
+    return found + differs("recompute", 0.5) + differs("framework", 1.0)
+
+
+def nearest(run: Run, count: int = NEAREST) -> list[PublishedRow]:
+    """The timed runs most like `run`, at most one per model and number of GPUs.
+
+    Their predictions know the framework only if `run` names a published one.
+    """
+    published = load_published()
+    rows = published.runs
+    is_known = run.framework in frameworks()
+    predicted = held_out_s("without_model" if is_known else "without_framework")
+    distance = distances(Runs.from_runs([run]), 0, rows)
+    distance = np.where(published.is_timed & np.isfinite(predicted), distance, np.inf)
+    chosen: dict[tuple[object, ...], int] = {}
+    for row in np.argsort(distance, kind="stable"):
+        if len(chosen) == count or not np.isfinite(distance[row]):
+            break
+        chosen.setdefault((published.group[row], published.model[row], rows.gpus[row]), int(row))
+    return [_row(published, row, float(predicted[row]), float(distance[row])) for row in chosen.values()]
 
 
 def arrangement(runs: Runs, row: int) -> str:
-    """How the ranks of a run are arranged, "tp 2 pp 4 cp 1 dp 8 zero1"."""
+    """Degrees and sharding of a run: "tp 2 pp 4 cp 1 dp 8 zero1"."""
     degrees = [f"{name} {int(getattr(runs, name)[row])}" for name in ("tp", "pp", "cp", "dp")]
     return " ".join([*degrees, str(runs.shard[row])])
 
 
-def _row(published: Published, row: int, predicted_s: float) -> PublishedRow:
+def _row(published: Published, row: int, predicted_s: float, distance: float) -> PublishedRow:
     runs = published.runs
     return PublishedRow(
         group=str(published.group[row]),
@@ -129,62 +156,5 @@ def _row(published: Published, row: int, predicted_s: float) -> PublishedRow:
         step_s=float(published.step_s[row]),
         mfu=float(published.mfu[row]),
         predicted_s=predicted_s,
+        distance=distance,
     )
-
-
-@dataclass(frozen=True)
-class Choice:
-    """What was chosen in a family of layouts, against the best that was measured."""
-
-    group: str
-    name: str
-    layouts: int
-    behind: tuple[float, ...]
-    """Of each layout proposed: measured over the best, less one; infinite where it ran out of memory."""
-    behind_simple: float
-    """The same of the smallest tp x pp that is predicted to fit with the largest micro-batch."""
-    best: str
-    """How the best measured arranges its ranks."""
-    first: str
-    """How the first that is proposed does."""
-
-    @property
-    def best_behind(self) -> float:
-        return min(self.behind)
-
-
-def choices(published: Published, constants: Constants | None = None) -> Iterator[Choice]:
-    """Every family with enough timed layouts: a model on a number of GPUs with one batch, sequence and precision.
-
-    Times are those predicted by constants that never saw the model.
-    """
-    runs, found = published.runs, predict_runs(published.runs, constants or load_constants())
-    known = np.isfinite(published.model_left_out_s)
-    found = replace(found, step_s=np.where(known, published.model_left_out_s, found.step_s))
-    preference = preference_s(runs, found)
-    measured = np.where(published.is_ok, published.step_s, np.inf)
-    names = (published.group, published.model, runs.gpus, runs.global_batch, runs.seq_len, runs.precision)
-    family = np.array(
-        [
-            " ".join(value if isinstance(value, str) else f"{value:g}" for value in row)
-            for row in zip(*names, strict=True)
-        ]
-    )
-    for name in np.unique(family):
-        own = np.flatnonzero(family == name)
-        if np.isfinite(measured[own]).sum() < FEWEST_LAYOUTS:
-            continue
-        winner = int(own[np.nanargmin(measured[own])])
-        best = measured[winner]
-        order = [int(row) for row in own[np.argsort(preference[own], kind="stable")] if found.fits[row]]
-        chosen = distinct(order, lambda row: (runs.tp[row], runs.pp[row], runs.cp[row], runs.shard[row]), PROPOSED)
-        simple = own[np.lexsort((-runs.micro_batch[own], runs.tp[own] * runs.pp[own], ~found.fits[own]))[0]]
-        yield Choice(
-            group=str(published.group[own[0]]),
-            name=str(name),
-            layouts=len(own),
-            behind=tuple(float(measured[row] / best - 1) for row in chosen),
-            behind_simple=float(measured[simple] / best - 1),
-            best=arrangement(runs, winner),
-            first=arrangement(runs, chosen[0]),
-        )

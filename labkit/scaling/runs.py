@@ -1,4 +1,4 @@
-"""Many runs as columns: what every formula of this package takes, so that a table of thousands is one evaluation."""
+"""Many runs as columns, so that a table of thousands is one evaluation of every formula."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 
 from labkit.scaling.hardware import Hardware
 from labkit.scaling.layout import Layout
-from labkit.scaling.model import Model, Numbers, embedding_parameters, kv_width, layer_parameters
+from labkit.scaling.model import Model, Numbers, embedding_parameters, kv_width, layer_parameters, query_width
 
 Flags = NDArray[np.bool_]
-_MODEL = ("layers", "hidden", "heads", "ffn", "vocab", "ffn_gated", "tied")
+_MODEL = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "ffn_gated", "tied")
 _LAYOUT = ("tp", "sequence_parallel", "pp", "vp", "cp", "dp", "micro_batch", "global_batch", "compiled")
 _HARDWARE = (
     *("peak_tflops", "memory_gib", "memory_gb_s", "link_gb_s", "network_gbps", "fp8_ratio"),
@@ -23,7 +23,7 @@ _HARDWARE = (
 
 @dataclass(frozen=True)
 class Run:
-    """One training to be predicted. `framework` names a profile of constants; "generic" for one never seen."""
+    """One training to be predicted. `framework` names a profile of constants; "generic" for an unknown one."""
 
     model: Model
     hardware: Hardware
@@ -39,11 +39,12 @@ class Runs:
     layers: Numbers
     hidden: Numbers
     heads: Numbers
+    kv_heads: Numbers
+    head_dim: Numbers
     ffn: Numbers
     vocab: Numbers
     ffn_gated: Numbers
     tied: Numbers
-    kv_heads: Numbers
     seq_len: Numbers
     tp: Numbers
     sequence_parallel: Numbers
@@ -71,14 +72,14 @@ class Runs:
     options: NDArray[np.object_]
 
     @classmethod
-    def of(cls, runs: Sequence[Run]) -> "Runs":
+    def from_runs(cls, runs: Sequence[Run]) -> "Runs":
         """Columns of these runs. ValueError for none."""
         if not runs:
             raise ValueError("expected one run or more")
         numbers = {name: [getattr(run.model, name) for run in runs] for name in _MODEL}
         numbers |= {name: [getattr(run.layout, name) for run in runs] for name in _LAYOUT}
         numbers |= {name: [getattr(run.hardware, name) for run in runs] for name in _HARDWARE}
-        numbers |= {"kv_heads": [run.model.groups for run in runs], "seq_len": [run.seq_len for run in runs]}
+        numbers |= {"seq_len": [run.seq_len for run in runs]}
         names = {name: [getattr(run.layout, name) for run in runs] for name in ("shard", "recompute", "precision")}
         names |= {"architecture": [run.hardware.architecture for run in runs]}
         names |= {"framework": [run.framework for run in runs]}
@@ -98,6 +99,7 @@ class Runs:
         return Runs(**{field.name: getattr(self, field.name)[rows] for field in fields(self)})
 
     def has(self, option: str) -> Flags:
+        """Whether each run's layout has this option."""
         if option not in self._flags:
             self._flags[option] = np.array([option in options for options in self.options], dtype=bool)
         return self._flags[option]
@@ -106,19 +108,19 @@ class Runs:
     def _flags(self) -> dict[str, Flags]:
         return {}
 
-    def once(self, function: Callable[["Runs"], Numbers]) -> Numbers:
-        """What `function` makes of these runs, computed once however often constants change."""
-        if function not in self._known:
-            self._known[function] = function(self)
-        return self._known[function]
+    def cached(self, function: Callable[["Runs"], Numbers]) -> Numbers:
+        """`function` of these runs, computed once. Pass a module's function: a new lambda each time is a new key."""
+        if function not in self._cache:
+            self._cache[function] = function(self)
+        return self._cache[function]
 
     @cached_property
-    def _known(self) -> dict[Callable[["Runs"], Numbers], Numbers]:
+    def _cache(self) -> dict[Callable[["Runs"], Numbers], Numbers]:
         return {}
 
     @cached_property
     def codes(self) -> dict[str, tuple[NDArray[np.str_], NDArray[np.intp]]]:
-        """For the two columns that constants depend on: the names there are, and which of them each row has."""
+        """For the two columns that constants depend on: distinct names, and each row's index among them."""
         return {
             column: np.unique(getattr(self, column), return_inverse=True) for column in ("architecture", "framework")
         }
@@ -129,7 +131,7 @@ class Runs:
 
     @cached_property
     def tokens(self) -> Numbers:
-        """Tokens of one micro-batch on one rank: b S / cp."""
+        """Tokens per micro-batch and rank: b S / cp."""
         return self.micro_batch * self.seq_len / self.cp
 
     @cached_property
@@ -142,7 +144,7 @@ class Runs:
 
     @cached_property
     def sequence_share(self) -> Numbers:
-        """What sequence parallelism leaves a rank of the norms, dropouts and residuals: 1/tp with it, 1 without."""
+        """Share of norms, dropouts and residuals on a rank: 1/tp with sequence parallelism, 1 without."""
         return np.where(self.sequence_parallel > 0, 1 / self.tp, 1.0)
 
     @cached_property
@@ -152,6 +154,10 @@ class Runs:
     @cached_property
     def embedding_parameters(self) -> Numbers:
         return np.asarray(embedding_parameters(self))
+
+    @cached_property
+    def query_width(self) -> Numbers:
+        return np.asarray(query_width(self))
 
     @cached_property
     def kv_width(self) -> Numbers:

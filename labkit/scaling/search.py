@@ -1,4 +1,4 @@
-"""Which layouts to try: every possible one is predicted, the fastest that fit come first."""
+"""Ranks layouts: every possible one is predicted, and the fastest that fit come first."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -10,25 +10,25 @@ import numpy as np
 from labkit.scaling.constants import Constants, load_constants
 from labkit.scaling.hardware import Hardware
 from labkit.scaling.intervals import is_untried
-from labkit.scaling.layout import RECOMPUTE, Layout, why_impossible
+from labkit.scaling.layout import RECOMPUTE, Layout, impossible_reason
 from labkit.scaling.model import Model, Numbers
-from labkit.scaling.prediction import Predictions, is_unstable, predict_runs
+from labkit.scaling.prediction import Predictions, predict_runs
 from labkit.scaling.runs import Run, Runs
 
-LARGEST_MICRO_BATCH = 64
-MOST_TOKENS = 2**17
-"""Of a micro-batch on a rank, where it has several sequences: products are long enough by then."""
-FEWEST_TOKENS = 4096
-"""Of a sequence on a context-parallel rank: published trainings go no shorter."""
+MAX_MICRO_BATCH = 64
+MAX_TOKENS = 2**17
+"""Per micro-batch and rank, if it has several sequences: matmuls are large enough by then."""
+MIN_TOKENS = 4096
+"""Per sequence and context-parallel rank: published trainings go no shorter."""
 INTERLEAVED = (1, 2, 4)
 PROPOSED = 3
 UNTRIED = 1.03
-"""By this factor a layout of a kind that was never published must be faster to be preferred."""
+"""A layout of an unpublished kind must be faster by this factor to be preferred."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout and what it would take; `step_s` with its 90 % interval. `parts_s` add up to it."""
+    """A layout and its prediction; `parts_s` add up to `step_s`."""
 
     layout: Layout
     step_s: float
@@ -42,12 +42,13 @@ class Candidate:
 
 @dataclass(frozen=True, eq=False)
 class Ranking:
-    """Every layout that was tried, as columns; `order` are the rows of those expected to fit, the best first."""
+    """Every layout that was tried, as columns."""
 
     layouts: list[Layout]
     runs: Runs
     found: Predictions
     order: list[int]
+    """Rows of the layouts expected to fit, the best first."""
 
     def candidate(self, row: int) -> Candidate:
         found = self.found
@@ -58,36 +59,32 @@ class Ranking:
             mfu=float(found.mfu[row]),
             peak_gib=float(found.peak_gib[row]),
             out_of_memory=float(found.out_of_memory[row]),
-            is_unstable=bool(self._unstable[row]),
+            is_unstable=bool(found.is_unstable[row]),
             parts_s={name: float(seconds[row]) for name, seconds in found.parts_s.items()},
         )
 
     def proposed(self, count: int = PROPOSED) -> list[Candidate]:
-        """The best of each of the first `count` ways to arrange the ranks."""
+        """The best layout of each of the first `count` arrangements of the ranks."""
         return [self.candidate(row) for row in distinct(self.order, lambda row: arrangement(self.layouts[row]), count)]
 
-    def leanest(self) -> Candidate:
+    def min_memory(self) -> Candidate:
         """The layout that needs the least memory, whether it fits or not."""
         return self.candidate(int(np.argmin(self.found.peak_gib)))
 
-    @property
-    def _unstable(self) -> Any:
-        return self.runs.once(lambda runs: is_unstable(runs, self.found))  # type: ignore[arg-type, return-value]
-
 
 def arrangement(layout: Layout) -> tuple[object, ...]:
-    """What makes two proposals different ideas: who works on what. Batch, chunks and recomputation are its settings."""
+    """Degrees and sharding, by which two proposals differ; batch, chunks and recomputation are settings of them."""
     return layout.tp, layout.pp, layout.cp, layout.shard
 
 
 def distinct(rows: Iterable[int], key: Callable[[int], object], count: int) -> list[int]:
     """The first `count` rows of different keys, in their order."""
-    kept: dict[object, int] = {}
+    first: dict[object, int] = {}
     for row in rows:
-        if len(kept) == count:
+        if len(first) == count:
             break
-        kept.setdefault(key(row), row)
-    return list(kept.values())
+        first.setdefault(key(row), row)
+    return list(first.values())
 
 
 def rank(
@@ -112,58 +109,39 @@ def rank(
     layouts = [
         layout
         for layout in _layouts(model, hardware, gpus, seq_len, global_batch, fixed)
-        if why_impossible(layout, model, seq_len) is None
+        if impossible_reason(layout, model, seq_len) is None
     ]
     if not layouts:
-        raise ValueError(_why_none(model, gpus, seq_len, global_batch, fixed))
-    runs = Runs.of([Run(model, hardware, layout, seq_len, framework) for layout in layouts])
+        raise ValueError(_no_layout_reason(model, gpus, seq_len, global_batch, fixed))
+    runs = Runs.from_runs([Run(model, hardware, layout, seq_len, framework) for layout in layouts])
     found = predict_runs(runs, constants)
-    preference = preference_s(runs, found) * np.where(is_untried(runs, constants), UNTRIED, 1.0)
+    preference = preference_s(found) * np.where(is_untried(runs), UNTRIED, 1.0)
     order = [int(row) for row in np.argsort(preference, kind="stable") if found.fits[row]]
     return Ranking(layouts, runs, found, order)
 
 
-def search(
-    model: Model,
-    hardware: Hardware,
-    gpus: int,
-    *,
-    seq_len: int,
-    global_batch: int,
-    keep: int = PROPOSED,
-    **options: Any,
-) -> list[Candidate]:
-    """The best layouts, each another arrangement, none expected to run out of memory; options as `rank` takes them.
-
-    ValueError if there is none, with the least that any needs.
-    """
-    ranking = rank(model, hardware, gpus, seq_len=seq_len, global_batch=global_batch, **options)
-    if not ranking.order:
-        least = ranking.leanest().peak_gib
-        raise ValueError(f"no layout fits on {gpus} x {hardware.name}: the smallest needs {least:.0f} GiB a GPU")
-    return ranking.proposed(keep)
-
-
-def preference_s(runs: Runs, found: Predictions) -> Numbers:
-    """What to rank by: seconds, more by the chance of running out of memory, far more if unstable or too large."""
+def preference_s(found: Predictions) -> Numbers:
+    """Seconds to rank by: more with the chance of running out of memory, far more if unstable or too large."""
     risk = 1 / (1 - np.minimum(found.out_of_memory, 0.99))
-    slow = np.where(is_unstable(runs, found), 3.0, 1.0)  # published ones are 1.5 to 8 times slow
+    slow = np.where(found.is_unstable, 3.0, 1.0)  # published ones are 1.5 to 8 times slow
     return found.step_s * risk * slow * np.where(found.fits, 1.0, 1e3)
 
 
 def _layouts(
     model: Model, hardware: Hardware, gpus: int, seq_len: int, global_batch: int, fixed: Mapping[str, Any]
 ) -> Iterator[Layout]:
-    """Every arrangement of the ranks with every batch, sharding, schedule and recomputation that goes with it."""
+    """Every arrangement of the ranks with every batch, sharding, schedule and recomputation that it allows."""
     same: dict[str, Any] = {name: fixed[name] for name in ("precision", "options") if name in fixed}
     for tp, pp, cp in _degrees(model, hardware, gpus, seq_len, fixed):
         dp = gpus // (tp * pp * cp)
         if dp * tp * pp * cp != gpus or fixed.get("dp", dp) != dp:
             continue
         same |= {"tp": tp, "sequence_parallel": tp > 1, "pp": pp, "cp": cp, "dp": dp, "global_batch": global_batch}
-        most = min(max(global_batch // dp, 1), LARGEST_MICRO_BATCH, max(MOST_TOKENS * cp // seq_len, 1))
-        batches, shards = _among(fixed, "micro_batch", _powers(most)), list(_shards(hardware, tp, pp, cp, dp))
-        for micro_batch, shard in product(batches, _among(fixed, "shard", shards)):
+        largest = min(max(global_batch // dp, 1), MAX_MICRO_BATCH, max(MAX_TOKENS * cp // seq_len, 1))
+        batches, shards = _among(fixed, "micro_batch", _powers(largest)), list(_shards(hardware, tp, pp, cp, dp))
+        if "shard" in fixed:
+            shards = [shard for shard in shards if shard == fixed["shard"]]  # nothing is sharded over one rank
+        for micro_batch, shard in product(batches, shards):
             chunks = _among(fixed, "vp", _chunks(model.layers, pp, shard, global_batch // (dp * micro_batch)))
             for vp, recompute in product(chunks, _among(fixed, "recompute", RECOMPUTE)):
                 yield Layout(**same, micro_batch=micro_batch, shard=shard, vp=vp, recompute=recompute)
@@ -172,11 +150,11 @@ def _layouts(
 def _degrees(
     model: Model, hardware: Hardware, gpus: int, seq_len: int, fixed: Mapping[str, Any]
 ) -> Iterator[tuple[int, int, int]]:
-    """(tp, pp, cp): tensor parallelism inside a node, as many keys and values on each of its ranks."""
-    inside = [degree for degree in _powers(min(gpus, hardware.gpus_per_node)) if model.groups % degree == 0]
+    """(tp, pp, cp): tensor parallelism inside a node, with equally many key heads on each rank."""
+    inside = [degree for degree in _powers(min(gpus, hardware.gpus_per_node)) if model.kv_heads % degree == 0]
     for tp in _among(fixed, "tp", inside):
         stages = _among(fixed, "pp", _divisors(gpus // tp, model.layers))
-        yield from ((tp, pp, cp) for pp, cp in product(stages, _among(fixed, "cp", _powers(seq_len // FEWEST_TOKENS))))
+        yield from ((tp, pp, cp) for pp, cp in product(stages, _among(fixed, "cp", _powers(seq_len // MIN_TOKENS))))
 
 
 def _among(fixed: Mapping[str, Any], name: str, values: Iterable[Any]) -> Iterable[Any]:
@@ -184,7 +162,7 @@ def _among(fixed: Mapping[str, Any], name: str, values: Iterable[Any]) -> Iterab
 
 
 def _shards(hardware: Hardware, tp: int, pp: int, cp: int, dp: int) -> Iterator[str]:
-    """What data-parallel ranks can divide. zero2 with a pipeline would reduce gradients for every micro-batch."""
+    """Shardings to try. zero2 with a pipeline would reduce gradients for every micro-batch."""
     yield "none"
     if dp * cp > 1:
         yield "zero1"
@@ -203,15 +181,15 @@ def _chunks(layers: int, pp: int, shard: str, micro_batches: int) -> Iterator[in
         yield from (vp for vp in INTERLEAVED[1:] if layers % (pp * vp) == 0)
 
 
-def _why_none(model: Model, gpus: int, seq_len: int, global_batch: int, fixed: Mapping[str, Any]) -> str:
-    """The reason why what was fixed is impossible; else that nothing divides."""
+def _no_layout_reason(model: Model, gpus: int, seq_len: int, global_batch: int, fixed: Mapping[str, Any]) -> str:
+    """Why the fixed values are impossible; else that nothing divides."""
     degrees = {name: value for name, value in fixed.items() if name in ("tp", "pp", "cp", "dp")}
     total = int(np.prod(list(degrees.values()) or [1]))
     if gpus % total:
         return f"{' x '.join(degrees)} is {total}, and {gpus} GPUs cannot be divided by it"
     dp = fixed.get("dp", gpus // total if {"tp", "pp", "cp"} <= set(degrees) else 1)
     given = {"global_batch": global_batch, **fixed, "dp": dp}
-    if reason := why_impossible(Layout(**given), model, seq_len):
+    if reason := impossible_reason(Layout(**given), model, seq_len):
         return reason
     easier = "try a batch that the number of GPUs divides"
     return f"no layout divides {model.layers} layers and {global_batch} sequences over {gpus} GPUs: {easier}"

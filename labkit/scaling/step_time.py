@@ -1,8 +1,8 @@
-"""The time of one optimizer step, as a sum of named parts.
+"""The time of one optimizer step as a sum of named parts.
 
     step = m x slowest stage + (other stages) / vp + optimizer + exposed data-parallel communication
 
-A layer takes a soft maximum of its device time and of the time the CPU needs to launch it.
+A layer takes a soft maximum of its device time and of the CPU time that launches it.
 """
 
 import numpy as np
@@ -16,18 +16,10 @@ from labkit.scaling.runs import Runs
 SOFTNESS = 6.0
 PARTS = (
     *("gemm_s", "attention_s", "elementwise_s", "launch_s", "tensor_parallel_s", "context_parallel_s"),
-    *(
-        "gather_s",
-        "head_s",
-        "pipeline_transfer_s",
-        "engine_s",
-        "bubble_s",
-        "optimizer_s",
-        "data_parallel_s",
-        "straggler_s",
-    ),
+    *("gather_s", "head_s", "pipeline_transfer_s", "engine_s", "bubble_s", "optimizer_s", "data_parallel_s"),
+    "straggler_s",
 )
-"""What a step is made of; collectives are what of them is exposed."""
+"""The parts of a step; of collectives, only the exposed time."""
 
 
 def soft_maximum(*values: Numbers, softness: Numbers | float = SOFTNESS) -> Numbers:
@@ -40,14 +32,14 @@ def breakdown(runs: Runs, constants: Rows) -> dict[str, Numbers]:
     """Seconds of each part of `PARTS`, and under `hidden_...` communication that compute hides; not in the sum."""
     layer = _layer_s(runs, constants)
     head, transfer = compute.head_s(runs, constants), _pipeline_transfer_s(runs, constants)
-    counts = runs.once(pipeline.layers_per_stage)
+    counts = runs.cached(pipeline.layers_per_stage)
     index = np.arange(counts.shape[1])[None, :]
     is_last, exists = index == runs.pp[:, None] - 1, index < runs.pp[:, None]
     whole = sum(seconds for name, seconds in layer.items() if name in PARTS)
     stage = counts * np.asarray(whole)[:, None] + is_last * head[:, None] + exists * transfer[:, None]
     slowest = np.arange(len(runs)), stage.argmax(axis=1)
     busy, bubble = pipeline.schedule_s(runs, stage)
-    parameters = parameters_of_rank(runs)
+    parameters = rank_parameters(runs)
     reduction, hidden = _data_parallel_s(runs, constants, parameters, stage[slowest])
     updated = parameters / np.where(runs.shard == "none", 1.0, runs.dp * runs.cp)
     return {name: runs.micro_batches * counts[slowest] * seconds for name, seconds in layer.items()} | {
@@ -66,7 +58,7 @@ def _layer_s(runs: Runs, constants: Rows) -> dict[str, Numbers]:
     """One layer and micro-batch, forward and backward, by part: they add up but for what is hidden."""
     forwards = compute.repeats(runs, constants)
     device = {
-        "gemm_s": compute.layer_products_s(runs, constants, forwards),
+        "gemm_s": compute.layer_matmuls_s(runs, constants, forwards),
         "attention_s": compute.attention_s(runs, constants, forwards.attention),
         "elementwise_s": compute.elementwise_s(runs, constants, forwards.elementwise),
         "tensor_parallel_s": _tensor_parallel_s(runs, constants, forwards),
@@ -82,6 +74,11 @@ def _layer_s(runs: Runs, constants: Rows) -> dict[str, Numbers]:
         "gather_s": layer - busy,
         "hidden_gather_s": gathering - (layer - busy),
     }
+
+
+def predict_step_s(runs: Runs, constants: Rows) -> Numbers:
+    """Seconds of a step, (n,)."""
+    return step_s(breakdown(runs, constants))
 
 
 def step_s(parts: dict[str, Numbers]) -> Numbers:
@@ -150,9 +147,9 @@ def _straggler_s(runs: Runs, constants: Rows, busy_s: Numbers) -> Numbers:
     return constants["node_spread"] * np.sqrt(2 * np.log(np.maximum(runs.nodes, 1))) * busy_s
 
 
-def parameters_of_rank(runs: Runs) -> Numbers:
+def rank_parameters(runs: Runs) -> Numbers:
     """Parameters that the fullest pipeline stage of a rank has; the head or the embedding is in one stage."""
-    counts = runs.once(pipeline.layers_per_stage).max(axis=1)
+    counts = runs.cached(pipeline.layers_per_stage).max(axis=1)
     return (counts * runs.layer_parameters + runs.embedding_parameters) / runs.tp
 
 

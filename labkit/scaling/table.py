@@ -1,133 +1,154 @@
-"""Tables of runs: a CSV with the columns of `data/reference/scaling/training_runs.csv` in, predictions out.
+"""Reads tables of runs: a CSV with the columns of `data/reference/scaling/training_runs.csv`.
 
-A wrong row is refused with its line and the reason; the others are predicted.
+A wrong row is refused with its line and the reason, and the others are read. Separators, encodings and thousands as
+spreadsheets write them are understood.
 """
 
 import csv
 import io
 import math
-from collections.abc import Mapping, Sequence
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
 
-from labkit.scaling.constants import Constants, load_constants
 from labkit.scaling.hardware import find_hardware
-from labkit.scaling.layout import Layout, why_impossible
+from labkit.scaling.layout import Layout, impossible_reason
 from labkit.scaling.model import Model
-from labkit.scaling.prediction import is_unstable, predict_runs, warnings_of
-from labkit.scaling.runs import Run, Runs
+from labkit.scaling.runs import Run
 
 REQUIRED = (
     *("gpu", "gpus", "layers", "hidden", "heads", "vocab", "seq_len", "tp", "pp", "dp"),
     *("micro_batch", "global_batch"),
 )
-PREDICTED = ("step_s", "step_low", "step_high", "mfu_percent", "peak_gib", "fits", "unstable", "note")
-RENAMED = {"step_s": "measured_step_s", "mfu_percent": "measured_mfu_percent", "note": "published_note"}
-"""Columns of the input that would be taken for predictions, and how they are written."""
+ONLY_PREDICTED = frozenset({"step_low", "step_high"})
+"""Columns that only an output of `labkit predict` has."""
 LARGEST = 1e9
+ENCODINGS = {b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16"}
+SEPARATORS = (",", ";", "\t")
 
-_FRAMEWORK_OF_GROUP = {
-    "nanotron": "nanotron",
-    "vtrain_multinode": "vtrain",
-    "vtrain_singlenode": "vtrain_node",
-    "mosaic": "mosaic",
-    "dgxc": "nemo",
-    "megatron": "megatron",
-    "torchtitan": "torchtitan",
-    "fms": "fms",
+_FRAMEWORKS = {
+    **{"nanotron": "nanotron", "vtrain_multinode": "vtrain", "vtrain_singlenode": "vtrain_node", "mosaic": "mosaic"},
+    **{"dgxc": "nemo", "megatron": "megatron", "torchtitan": "torchtitan", "fms": "fms", "titan_blog": "torchtitan"},
+    **{"simumax": "nemo", "nemo_b200_log": "nemo", "dgxc_example": "nemo", "bigscience": "vtrain"},
+    **{"dlperf_megatron": "vtrain"},
 }
-_SHARD_OF_WORDS = {"distributed optimizer": "zero1", "fsdp": "zero3", "ddp": "none"}
-_OPTION_OF_NOTE = {
+"""Published table -> framework."""
+_SHARDS = {"distributed optimizer": "zero1", "fsdp": "zero3", "ddp": "none"}
+_NOTES = {
     "async tp": "async_tp",
     "rowwise": "fp8_rowwise",
     "before a fix": "old_pipeline",
     "16-bit master": "low_precision_master",
 }
+"""Words of a note -> option of the layout."""
+_CPU_OPTIMIZER = re.compile(r"optimi[sz]er[^;,]{0,40} (on|to) (the )?cpu|cpu[ -](optimi[sz]er|adam)", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class Row:
-    """A row of a table as it stands there, the run it describes, or why it describes none; and what it assumed."""
+    """A row's cells and the run it describes, or the reason why none; and assumptions about empty cells."""
 
     line: int
     cells: Mapping[str, str]
     run: Run | None
     refusal: str = ""
-    assumed: tuple[str, ...] = ()
+    assumptions: tuple[str, ...] = ()
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Every row of the file. ValueError if it is no table, or lacks a column."""
+    """Every row of the file; `-` is standard input. ValueError for another kind of file or a missing column."""
+    name = "standard input" if str(path) == "-" else str(path)[-80:]
+    text = _decode(sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes(), name)
+    lines = text.splitlines()
+    stated = re.fullmatch(r"sep=(.)", lines[0].strip("\n")) if lines else None
+    header = lines[1 if stated else 0] if len(lines) > bool(stated) else ""
+    separator = stated[1] if stated else max(SEPARATORS, key=header.count)
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
     try:
-        text = path.read_text(encoding="utf-8-sig")
-        reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
-        missing = [name for name in REQUIRED if name not in (reader.fieldnames or ())]
-        if missing:
-            raise ValueError(f"{path} lacks the columns {', '.join(missing)}")
-        rows = [_row(reader.line_num, cells) for cells in reader]
-    except UnicodeDecodeError:
-        raise ValueError(f"expected a CSV in UTF-8: {path}") from None
+        content = [(reader.line_num, row) for row in reader]
     except csv.Error as error:
-        raise ValueError(f"expected a CSV, and {path} is none: {error}") from None
+        raise ValueError(f"expected a CSV, and {name} is none: {error}") from None
+    columns = _columns(content[int(bool(stated))][1] if header else [], name)
+    rows = [
+        _row(line, columns, row, separator) for line, row in content[1 + bool(stated) :] if any(map(str.strip, row))
+    ]
     if not rows:
-        raise ValueError(f"{path} has no rows")
+        raise ValueError(f"{name} has no rows")
     return rows
 
 
-def run_of(cells: Mapping[str, str]) -> tuple[Run, tuple[str, ...]]:
-    """The run of a row, and what was assumed for cells it leaves empty. ValueError with the reason if it is none."""
-    assumed: list[str] = []
-    recompute, options = _recompute(cells, assumed)
-    note = cells.get("published_note") or cells.get("note") or ""
-    options |= {option for words, option in _OPTION_OF_NOTE.items() if words in note}
-    framework = framework_of(cells)
+def _decode(content: bytes, name: str) -> str:
+    encoding = ENCODINGS.get(content[:2], "utf-8-sig")
+    try:
+        text = content.decode(encoding)
+    except UnicodeDecodeError:
+        raise ValueError(f"expected a CSV in UTF-8 or UTF-16: {name}") from None
+    if "\0" in text:
+        raise ValueError(
+            f"expected a CSV, and {name} has a zero byte in line {text.partition(chr(0))[0].count(chr(10)) + 1}"
+        )
+    return text
+
+
+def _columns(header: Sequence[str], name: str) -> list[str]:
+    """Column names in lower case. ValueError if one is missing, stands twice, or is a prediction."""
+    columns = [column.strip().lower() for column in header]
+    if missing := [column for column in REQUIRED if column not in columns]:
+        line = ", ".join(columns)[:60] or "nothing"
+        raise ValueError(f"{name} lacks the columns {', '.join(missing)}; its first line has {line}")
+    if twice := sorted({column for column in columns if column and columns.count(column) > 1}):
+        raise ValueError(f"{name} has the column {twice[0]} twice: which one counts?")
+    if set(columns) >= ONLY_PREDICTED:
+        raise ValueError(f"{name} is an output of labkit predict: expected measurements, not predictions")
+    return columns
+
+
+def read_run(cells: Mapping[str, str]) -> tuple[Run, tuple[str, ...]]:
+    """The run of a row, and assumptions about its empty cells. ValueError with the reason if it describes none."""
+    assumptions: list[str] = []
+    recompute, options = _recompute(cells, assumptions)
+    note = cells.get("note") or ""
+    if _CPU_OPTIMIZER.search(note):
+        raise ValueError("no run with optimizer states on the CPU was published; the nearest is zero3 without it")
+    options |= {option for words, option in _NOTES.items() if words in note}
+    framework = find_framework(cells)
     if framework == "nanotron":
         options.add("empty_stages")
-    hidden, heads, tp = (_whole(cells, name) for name in ("hidden", "heads", "tp"))
-    if not cells.get("ffn"):
-        assumed.append("ffn of 4 x hidden")
-    if "micro_batch" in cells and not cells["micro_batch"]:
-        assumed.append("micro-batch of 1")
-    model = Model(
-        layers=_whole(cells, "layers"),
-        hidden=hidden,
-        heads=heads,
-        kv_heads=_whole(cells, "kv_heads", heads),
-        ffn=_whole(cells, "ffn", 4 * hidden),
-        ffn_gated=_flag(cells, "ffn_gated", True),
-        vocab=_whole(cells, "vocab"),
-        tied=_flag(cells, "tied", False),
+    model = _model(cells, assumptions)
+    hardware = find_hardware(cells["gpu"]).with_network(
+        network_gbps=_positive(cells, "node_network_gbps"), gpus_per_node=_integer(cells, "gpus_per_node", 0) or None
     )
-    network = _positive(cells, "node_network_gbps")
-    hardware = find_hardware(cells["gpu"]).linked(
-        network_gbps=network, gpus_per_node=_whole(cells, "gpus_per_node", 0) or None
-    )
+    if not cells.get("micro_batch"):
+        assumptions.append("micro-batch of 1")
+    tp = _integer(cells, "tp")
+    shard = (cells.get("shard") or "none").lower()
     layout = Layout(
         tp=tp,
         sequence_parallel=_flag(cells, "sequence_parallel", tp > 1),
-        pp=_whole(cells, "pp"),
-        vp=_whole(cells, "vp", 1),
-        cp=_whole(cells, "cp", 1),
-        dp=_whole(cells, "dp"),
-        shard=_shard(cells),
-        micro_batch=_whole(cells, "micro_batch", 1),
-        global_batch=_whole(cells, "global_batch"),
+        pp=_integer(cells, "pp"),
+        vp=_integer(cells, "vp", 1),
+        cp=_integer(cells, "cp", 1),
+        dp=_integer(cells, "dp"),
+        shard=_SHARDS.get(shard, shard),
+        micro_batch=_integer(cells, "micro_batch", 1),
+        global_batch=_integer(cells, "global_batch"),
         recompute=recompute,
-        precision="fp8" if "fp8" in (words := cells.get("precision") or "bf16").lower() else words,
+        precision=_precision(cells.get("precision") or "bf16"),
         compiled=_flag(cells, "compiled", False),
         options=frozenset(options),
     )
-    gpus, seq_len = _whole(cells, "gpus"), _whole(cells, "seq_len")
+    gpus, seq_len = _integer(cells, "gpus"), _integer(cells, "seq_len")
     if layout.gpus != gpus:
         raise ValueError(f"tp x pp x cp x dp is {layout.gpus}, and gpus is {gpus}")
-    if reason := why_impossible(layout, model, seq_len):
+    if reason := impossible_reason(layout, model, seq_len):
         raise ValueError(reason)
-    return Run(model, hardware, layout, seq_len, framework), tuple(assumed)
+    return Run(model, hardware, layout, seq_len, framework), tuple(assumptions)
 
 
-def framework_of(cells: Mapping[str, str]) -> str:
-    """The profile of a row: its column `framework`, else what is known of its group; "generic" for one never seen."""
+def find_framework(cells: Mapping[str, str]) -> str:
+    """The profile of a row: its column `framework`, else its group's framework; "generic" for an unknown one."""
     if cells.get("framework"):
         return cells["framework"]
     if "maxtext" in (cells.get("recompute") or ""):
@@ -135,83 +156,66 @@ def framework_of(cells: Mapping[str, str]) -> str:
     group = cells.get("group") or ""
     if group == "megatron" and not cells["gpu"].startswith("A100"):
         return "nemo"  # Megatron-Core, as NeMo
-    own_names = set(_FRAMEWORK_OF_GROUP.values()) | {"maxtext"}
-    return _FRAMEWORK_OF_GROUP.get(group, group if group in own_names else "generic")
+    return _FRAMEWORKS.get(group, group if group in {*_FRAMEWORKS.values(), "maxtext"} else "generic")
 
 
-def predicted_rows(rows: Sequence[Row], constants: Constants | None = None) -> list[dict[str, str]]:
-    """The cells of every row with the columns of `PREDICTED`; of a refused row these are empty but for its note."""
-    constants = constants or load_constants()
-    good = [row for row in rows if row.run is not None]
-    written: dict[int, dict[str, str]] = {}
-    if good:
-        runs = Runs.of([row.run for row in good if row.run is not None])
-        found = predict_runs(runs, constants)
-        unstable = is_unstable(runs, found)
-        warnings = warnings_of(runs, found, constants)
-        for at, row in enumerate(good):
-            note = "; ".join([*warnings[at], *(f"assumed: {name}" for name in row.assumed)])
-            written[row.line] = {
-                "step_s": f"{found.step_s[at]:.6g}",
-                "step_low": f"{found.low_90[at]:.6g}",
-                "step_high": f"{found.high_90[at]:.6g}",
-                "mfu_percent": f"{100 * found.mfu[at]:.2f}",
-                "peak_gib": f"{found.peak_gib[at]:.2f}",
-                "fits": str(int(found.fits[at])),
-                "unstable": str(int(unstable[at])),
-                "note": note,
-            }
-    return [_kept(row.cells) | written.get(row.line, _refused(row)) for row in rows]
-
-
-def write_rows(rows: Sequence[Mapping[str, str]], out: TextIO) -> None:
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    writer = csv.DictWriter(out, names, restval="", lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-
-
-def _kept(cells: Mapping[str, str]) -> dict[str, str]:
-    """The cells of the input, renamed where predictions have that name; of a table predicted before, as it was then."""
-    kept: dict[str, str] = {}
-    for name, value in cells.items():
-        other = RENAMED.get(name)
-        if other is None and name not in PREDICTED:
-            kept[name] = value
-        elif other is not None and other not in cells:
-            kept[other] = value
-    return kept
-
-
-def _refused(row: Row) -> dict[str, str]:
-    return dict.fromkeys(PREDICTED, "") | {"note": f"refused: {row.refusal}"}
-
-
-def _row(line: int, cells: Mapping[str | None, object]) -> Row:
-    named = {str(name): str(value or "").strip() for name, value in cells.items() if name is not None}
-    if None in cells:
-        return Row(line, named, None, "more cells than columns")
+def _row(line: int, columns: Sequence[str], row: Sequence[str], separator: str) -> Row:
+    cells = {name: cell.strip() for name, cell in zip(columns, row, strict=False) if name}
+    if len(row) > len(columns) and any(cell.strip() for cell in row[len(columns) :]):
+        return Row(line, cells, None, "more cells than columns")
+    numbers = dict(_numbers(cells, separator))
     try:
-        run, assumed = run_of(named)
+        run, assumptions = read_run(cells | numbers)
     except ValueError as error:
-        return Row(line, named, None, str(error))
-    return Row(line, named, run, assumed=assumed)
+        return Row(line, cells, None, str(error))
+    return Row(line, cells, run, assumptions=assumptions)
 
 
-def _shard(cells: Mapping[str, str]) -> str:
-    shard = (cells.get("shard") or "none").lower()
-    return _SHARD_OF_WORDS.get(shard, shard)
+def _numbers(cells: Mapping[str, str], separator: str) -> Iterator[tuple[str, str]]:
+    """Numbers as spreadsheets write them: 4,000,000 and 4 000 000 are thousands; 0,5 is a half in a file with `;`."""
+    for name, text in cells.items():
+        if re.fullmatch(r"\d{1,3}([,\s\u202f\u00a0_]\d{3})+", text) and not (separator == ";" and text.count(",") == 1):
+            yield name, re.sub(r"\D", "", text)
+        elif separator == ";" and re.fullmatch(r"\d+,\d+", text) and not re.fullmatch(r"\d{1,3},\d{3}", text):
+            yield name, text.replace(",", ".")
 
 
-def _recompute(cells: Mapping[str, str], assumed: list[str]) -> tuple[str, set[str]]:
-    """The column's words as one of three kinds, with what a framework means by them as options."""
+def _model(cells: Mapping[str, str], assumptions: list[str]) -> Model:
+    hidden, heads = _integer(cells, "hidden"), _integer(cells, "heads")
+    if not cells.get("ffn"):
+        assumptions.append("ffn of 4 x hidden")
+    return Model(
+        layers=_integer(cells, "layers"),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=_integer(cells, "kv_heads", heads),
+        head_dim=_integer(cells, "head_dim", 0),
+        ffn=_integer(cells, "ffn", 4 * hidden),
+        ffn_gated=_flag(cells, "ffn_gated", True),
+        vocab=_integer(cells, "vocab"),
+        tied=_flag(cells, "tied", False),
+    )
+
+
+def _precision(words: str) -> str:
+    """The layout's precision. ValueError for the ones without a measured row, with the nearest that has some."""
+    words = words.lower()
+    if "fp4" in words:
+        raise ValueError(f"no run in {words[:20]} was published for many GPUs; the nearest known precision is fp8")
+    if words in ("fp32", "tf32", "float32"):
+        raise ValueError(f"no run in {words} was published for many GPUs; the nearest known precision is bf16")
+    return "fp8" if "fp8" in words else words
+
+
+def _recompute(cells: Mapping[str, str], assumptions: list[str]) -> tuple[str, set[str]]:
+    """The column's words as one of three kinds, with a framework's variant of it as options."""
     words, group = cells.get("recompute") or "none", cells.get("group") or ""
     if words == "not printed":
-        assumed.append("no recomputation")
+        assumptions.append("no recomputation")
         return "none", set()
-    if "maxtext" in words:  # its remat policies: minimal keeps every product, full none, save_qkv_proj three of them
+    if "maxtext" in words:  # its remat policies: minimal keeps every matmul, full none, save_qkv_proj three of them
         return ("none", set()) if "minimal" in words else ("full", set() if "full" in words else {"save_qkv"})
-    if words == "per-op selective" or (words == "selective" and group == "torchtitan"):
+    if words == "per-op selective" or (words == "selective" and group in ("torchtitan", "titan_blog")):
         return "selective", {"op_recompute"}
     if words == "selective" and group == "fms":
         return "selective", {"layer_recompute"}
@@ -219,7 +223,7 @@ def _recompute(cells: Mapping[str, str], assumed: list[str]) -> tuple[str, set[s
 
 
 def _positive(cells: Mapping[str, str], name: str) -> float | None:
-    """A positive number, None where the cell is empty."""
+    """A positive number; None for an empty cell."""
     text = cells.get(name) or ""
     if not text:
         return None
@@ -232,12 +236,12 @@ def _positive(cells: Mapping[str, str], name: str) -> float | None:
     return value
 
 
-def _whole(cells: Mapping[str, str], name: str, default: int | None = None) -> int:
+def _integer(cells: Mapping[str, str], name: str, default: int | None = None) -> int:
     value = _positive(cells, name)
     if value is None:
-        if default is None and name != "micro_batch":
+        if default is None:
             raise ValueError(f"{name} is empty")
-        return 1 if default is None else default
+        return default
     if value != int(value):
         raise ValueError(f"expected {name} to be a whole number, got {value:g}")
     return int(value)
@@ -247,8 +251,8 @@ def _flag(cells: Mapping[str, str], name: str, default: bool) -> bool:
     text = (cells.get(name) or "").lower()
     if not text:
         return default
-    if text in ("1", "1.0", "true"):
+    if text in ("1", "1.0", "true", "yes"):
         return True
-    if text in ("0", "0.0", "false"):
+    if text in ("0", "0.0", "false", "no"):
         return False
     raise ValueError(f"expected {name} to be 0 or 1, got {text[:40]!r}")

@@ -29,7 +29,6 @@ LABS = (
     "sharding",
     "sync_batchnorm",
     "cifar100",
-    "scaling",
     "this_machine",
 )
 ON_ONE_PAGE = {

@@ -6,7 +6,6 @@ import torch.distributed as dist
 
 from labkit.bench import clock, stopping
 from labkit.bench.clock import time_interleaved
-from labkit.bench.heartbeat import listening
 from labkit.bench.intervals import estimate_paired
 from labkit.bench.stopping import MIN_ROUNDS, Stopping
 from labkit.parallel.launch import run_ranks
@@ -75,15 +74,6 @@ def _until_narrow():
 def test_ranks_take_as_many_rounds_as_the_slowest_of_them_need():
     first, second = run_ranks(_until_narrow, world_size=2)
     assert first == second > MIN_ROUNDS
-
-
-def test_rows_of_fewer_rounds_know_their_call_of_the_clock(monkeypatch):
-    monkeypatch.setattr(clock, "_time_cpu", lambda action, calls: 1.0)
-    with listening() as heartbeat:
-        samples = time_interleaved({"a": int, "b": int}, warmup=1, repeats=30, ratio_within=0.1)
-        assert len(samples["a"]) == MIN_ROUNDS
-        assert heartbeat.call_of({"seconds": samples["a"]}) == 1
-        assert heartbeat.call_of({"seconds": [0.0] * 30}) is None
 
 
 @pytest.mark.parametrize("limits", [{"ratio_within": -0.1}, {"rounds_s": 0.0}, {"ratio_within": float("nan")}])

@@ -13,7 +13,7 @@ from labkit.costs.attention import (
     tiled_saved,
     visited_share,
 )
-from labkit.nn.attention import explicit_attention
+from labkit.nn.attention import naive_attention
 from labkit.nn.tiled_attention import TiledAttention
 
 
@@ -39,7 +39,7 @@ def test_a_matrix_of_the_published_largest_problem_is_8_gib():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_explicit_attention_saves_is_what_autograd_counts(causal, dtype):
     q, k, v = (torch.randn(3, 40, 16, dtype=dtype).requires_grad_() for _ in range(3))
-    _, saved = saved_for_backward(lambda: explicit_attention(q, k, v, causal))
+    _, saved = saved_for_backward(lambda: naive_attention(q, k, v, causal))
     expected = explicit_saved(3, 40, 16, dtype.itemsize, causal=causal)
     assert sorted(tensor.n_bytes for tensor in saved) == sorted(expected.values())
 

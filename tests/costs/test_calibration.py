@@ -7,11 +7,8 @@ from types import SimpleNamespace
 import pytest
 from pydantic import TypeAdapter
 
-from labkit.costs.calibration import ALL_REDUCE, MESSAGE, NCCL, Autograd, Calibration
+from labkit.costs.calibration import ALL_REDUCE, MESSAGE, Autograd, Calibration
 from labkit.costs.communication import MessageCost
-from labkit.scaling.constants import load_constants
-from labkit.scaling.hardware import find_hardware
-from labkit.scaling.this_machine import hardware_of
 from tests.calibrated import BYTES_PER_S, CALL_S, FLOPS_PER_S, made_up
 
 
@@ -72,26 +69,3 @@ def test_more_ranks_have_more_messages_and_hardly_more_bytes_in_an_all_reduce():
 def test_the_calibration_survives_its_file():
     adapter = TypeAdapter(Calibration)
     assert adapter.validate_json(adapter.dump_json(made_up())) == made_up()
-
-
-def test_no_hardware_without_a_link():
-    with pytest.raises(ValueError, match="expected a calibration with long messages"):
-        hardware_of(replace(made_up(), transports=()), 2**30)
-
-
-def test_a_link_is_that_of_the_device():
-    gloo = made_up()
-    by_nccl = [replace(one, way=NCCL, beta_s_per_byte=one.beta_s_per_byte / 100) for one in gloo.transports]
-    both = replace(gloo, transports=(*gloo.transports, *by_nccl))
-    assert hardware_of(both, 2**30, device="cpu").link_gb_s == hardware_of(gloo, 2**30).link_gb_s
-
-
-def test_this_machine_is_hardware_to_plan_with_at_its_measured_rates():
-    found = hardware_of(made_up(), 16 * 2**30)
-    assert found.gpus_per_node == 2
-    assert found.memory_gib == 8
-    assert found.peak_tflops == pytest.approx(FLOPS_PER_S / 2 / 1e12, rel=0.02)
-    assert found.link_gb_s == pytest.approx(1.0)
-    table = load_constants().table
-    assert all(table[name][found.architecture] == 1 for name in ("gemm_efficiency", "link_efficiency"))
-    assert find_hardware("h100").architecture != found.architecture

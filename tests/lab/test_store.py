@@ -123,7 +123,6 @@ def test_a_damaged_resumption_is_refused_by_name(writer, wrong):
     [
         ("end", {"facts": {"threads": "many"}}, "facts"),
         ("end", {"facts": {"world_size": 0}}, "facts"),
-        ("row", {"call": -1}, "call"),
     ],
 )
 def test_what_is_counted_with_is_checked(writer, record, wrong, words):

@@ -3,13 +3,18 @@
 import math
 import subprocess
 import sys
+import sysconfig
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 
-from labkit.nn.attention import check_attention_inputs, explicit_attention, masked_scores
-from labkit.nn.attention_implementations import IMPLEMENTATIONS, attention_named
-from tests.nn.against_oracle import BAD_INPUTS
+from labkit.nn import triton_launches
+from labkit.nn.attention import check_attention_inputs, masked_scores, naive_attention
+from labkit.nn.attention_implementations import IMPLEMENTATIONS, attention_named, no_compiler_reason
+from labkit.nn.tiled_attention import TiledAttention
+from tests.nn.against_oracle import REFUSED
 
 CPU = torch.device("cpu")
 RUNS_ON_CPU = ["explicit", "tiled", "sdpa_math", "sdpa_flash", "sdpa"]
@@ -18,28 +23,45 @@ RUNS_ON_CPU = ["explicit", "tiled", "sdpa_math", "sdpa_flash", "sdpa"]
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("queries", "keys"), [(1, 1), (7, 7), (5, 9), (9, 5)])
 def test_oracle_is_the_definition_row_by_row(queries: int, keys: int, causal: bool) -> None:
-    q, k, v = (torch.randn(2, n, 16, dtype=torch.float64) for n in (queries, keys, keys))
-    output, logsumexp = explicit_attention(q, k, v, causal), torch.logsumexp(masked_scores(q, k, causal), dim=-1)
+    """Four heads of queries share two of keys; the scale is 0.3."""
+    q, k, v = (torch.randn(heads, n, 16, dtype=torch.float64) for heads, n in ((4, queries), (2, keys), (2, keys)))
+    output = naive_attention(q, k, v, causal, scale=0.3)
+    logsumexp = torch.logsumexp(masked_scores(q, k, causal, 0.3), dim=-1)
     for i in range(queries):
-        seen = min(i + 1, keys) if causal else keys
-        for b in range(2):
-            weights = torch.tensor([math.exp(q[b, i] @ k[b, j] / 4.0) for j in range(seen)], dtype=torch.float64)
-            torch.testing.assert_close(output[b, i], weights @ v[b, :seen] / weights.sum())
-            torch.testing.assert_close(logsumexp[b, i], weights.sum().log())
+        visible = min(i + 1, keys) if causal else keys
+        for head in range(4):
+            scores = [math.exp(0.3 * q[head, i] @ k[head // 2, j]) for j in range(visible)]
+            weights = torch.tensor(scores, dtype=torch.float64)
+            torch.testing.assert_close(output[head, i], weights @ v[head // 2, :visible] / weights.sum())
+            torch.testing.assert_close(logsumexp[head, i], weights.sum().log())
 
 
-def test_oracle_masks_as_scaled_dot_product_attention_does() -> None:
-    for queries, keys in [(6, 6), (4, 9), (9, 4)]:
-        q, k, v = (torch.randn(1, 2, n, 16, dtype=torch.float64) for n in (queries, keys, keys))
-        expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        torch.testing.assert_close(explicit_attention(q, k, v, True), expected)
+@pytest.mark.parametrize("scale", [None, 0.4])
+@pytest.mark.parametrize(("queries", "keys", "heads"), [(6, 6, 1), (4, 9, 2), (9, 4, 4)])
+def test_oracle_equals_scaled_dot_product_attention(queries: int, keys: int, heads: int, scale: float | None) -> None:
+    q = torch.randn(2, 4, queries, 16, dtype=torch.float64)
+    k, v = (torch.randn(2, heads, keys, 16, dtype=torch.float64) for _ in range(2))
+    options: dict[str, Any] = {"is_causal": True, "scale": scale, "enable_gqa": True}
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, **options)
+    torch.testing.assert_close(naive_attention(q, k, v, True, scale=scale), expected)
 
 
-@pytest.mark.parametrize(("q", "k", "v", "says"), BAD_INPUTS.values(), ids=BAD_INPUTS.keys())
-@pytest.mark.parametrize("name", ["explicit", "compiled", "tiled", "sdpa"])
-def test_shapes_that_do_not_fit_are_refused(name: str, q: list[int], k: list[int], v: list[int], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        attention_named(name).attend(torch.zeros(q), torch.zeros(k), torch.zeros(v), False)
+@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.parametrize("name", ["naive", "tiled", "flash", "compiled", "sdpa"])
+def test_shapes_and_options_that_do_not_fit_are_refused(name: str, case: str) -> None:
+    *shapes, options, message = REFUSED[case]
+    if options and name in ("compiled", "sdpa"):
+        pytest.skip("has no options")
+    if name == "flash":
+        attend: Any = pytest.importorskip("labkit.nn.flash_attention").flash_attention
+    else:
+        attend = {"naive": naive_attention, "tiled": _tiled}.get(name) or partial(attention_named(name).attend)
+    with pytest.raises(ValueError, match=message):
+        attend(*map(torch.zeros, shapes), False, **options)
+
+
+def _tiled(*arguments: Any, scale: float | None = None) -> torch.Tensor:
+    return TiledAttention.apply(*arguments, scale)
 
 
 def test_dtypes_and_devices_that_do_not_fit_are_refused() -> None:
@@ -58,41 +80,61 @@ def test_a_wrong_name_lists_the_names() -> None:
 
 
 @pytest.mark.parametrize("name", RUNS_ON_CPU)
-@pytest.mark.parametrize("leading", [(), (3,), (2, 3), (2, 1, 3)], ids=lambda x: f"{len(x) + 2}D")
-def test_every_row_of_the_table_takes_any_leading_dimensions(name: str, leading: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("shape", [(20, 32), (3, 20, 32), (2, 4, 20, 32), (2, 1, 4, 20, 32)], ids=str)
+def test_every_row_of_the_table_takes_any_leading_dimensions_and_grouped_heads(name: str, shape: Any) -> None:
     row = IMPLEMENTATIONS[name]
     assert row.name == name
-    assert row.why_unavailable(CPU, torch.float32, 32) is None
-    q, k, v = (torch.randn(*leading, n, 32, requires_grad=True) for n in (20, 20, 20))
+    assert row.unavailable_reason(CPU, torch.float32, 32) is None
+    fewer = (*shape[:-3], shape[-3] // 2, *shape[-2:]) if len(shape) > 3 else shape
+    q, k, v = (torch.randn(size, requires_grad=True) for size in (shape, fewer, fewer))
     output = row.attend(q, k, v, True)
-    torch.testing.assert_close(output, explicit_attention(q, k, v, True))
+    torch.testing.assert_close(output, naive_attention(q, k, v, True))
     output.sum().backward()
-    assert q.grad is not None
+    assert k.grad is not None
 
 
 @pytest.mark.slow  # the C++ compiler is a few seconds
 def test_compiled_makes_more_graphs_than_a_function_gets_by_default() -> None:
     row = IMPLEMENTATIONS["compiled"]
-    reason = row.why_unavailable(CPU, torch.float32, 16)
+    reason = row.unavailable_reason(CPU, torch.float32, 16)
     if reason is not None:
         pytest.skip(reason)
     for sequence in (8, 24):
         q, k, v = (torch.randn(2, sequence, 16, requires_grad=True) for _ in range(3))
-        torch.testing.assert_close(row.attend(q, k, v, True), explicit_attention(q, k, v, True))
+        torch.testing.assert_close(row.attend(q, k, v, True), naive_attention(q, k, v, True))
     with pytest.MonkeyPatch.context() as patch:  # a lower limit than two graphs must be an error, not eager code
         patch.setattr("labkit.nn.attention_implementations.GRAPH_LIMIT", 2)
         with pytest.raises(Exception, match="fullgraph"):
             row.attend(*(torch.randn(2, 40, 16, requires_grad=True) for _ in range(3)), True)
 
 
-def test_what_a_cpu_cannot_run_says_why() -> None:
+def test_a_cpu_gives_the_reason_why_an_implementation_cannot_run() -> None:
     for name in ("sdpa_efficient", "sdpa_cudnn"):
-        reason = IMPLEMENTATIONS[name].why_unavailable(CPU, torch.float32, 64)
+        reason = IMPLEMENTATIONS[name].unavailable_reason(CPU, torch.float32, 64)
         assert reason, name
-    assert "int64" in str(IMPLEMENTATIONS["explicit"].why_unavailable(CPU, torch.int64, 64))
+    assert "int64" in str(IMPLEMENTATIONS["explicit"].unavailable_reason(CPU, torch.int64, 64))
 
 
 def test_the_table_imports_neither_triton_nor_the_compiler() -> None:
-    code = "import sys, labkit.nn.attention; print([m for m in ('triton', 'torch._dynamo') if m in sys.modules])"
-    told = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
-    assert told.strip() == "[]"
+    code = "import sys, labkit.nn.attention_implementations; "
+    code += "print([m for m in ('triton', 'torch._dynamo') if m in sys.modules])"
+    output = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    assert output.strip() == "[]"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
+@pytest.mark.skipif(not triton_launches.has_triton(), reason="about Triton")
+def test_missing_build_tools_are_the_reason_why_triton_cannot_launch(monkeypatch: Any, tmp_path: Any) -> None:
+    monkeypatch.setattr(triton_launches, "no_launch_reason", triton_launches.no_launch_reason.__wrapped__)
+    monkeypatch.setattr("labkit.nn.attention_implementations.no_launch_reason", triton_launches.no_launch_reason)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sysconfig, "get_path", lambda name, *_: str(tmp_path))
+    assert "no C compiler" in str(no_compiler_reason("cuda"))
+    (tmp_path / "gcc").touch(mode=0o755)
+    assert "Python.h" in str(triton_launches.missing_build_tool())
+    (tmp_path / "Python.h").touch()
+    assert triton_launches.missing_build_tool() is None
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (6, 1))
+    assert "7.0 or newer, not 6.1" in str(no_compiler_reason("cuda"))

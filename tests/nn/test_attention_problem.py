@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 import torch
 
-from labkit.nn.attention import explicit_attention
+from labkit.nn.attention import naive_attention
 from labkit.nn.attention_implementations import IMPLEMENTATIONS
 from labkit.nn.attention_problem import CHECKED, AttentionProblem, check
 from tests.cases import thinned
@@ -45,19 +45,19 @@ def test_what_is_right_passes(name, dtype, sequence, causal):
 
 
 def _unscaled(q, k, v, causal):
-    return explicit_attention(q * 1.02, k, v, causal)
+    return naive_attention(q * 1.02, k, v, causal)
 
 
 def _last_key_forgotten(q, k, v, causal):
-    return explicit_attention(q, k[:, :-1], v[:, :-1], causal)
+    return naive_attention(q, k[:, :-1], v[:, :-1], causal)
 
 
 def _wrong_gradient_of_k(q, k, v, causal):
-    return explicit_attention(q, k.detach() + 0.97 * (k - k.detach()), v, causal)
+    return naive_attention(q, k.detach() + 0.97 * (k - k.detach()), v, causal)
 
 
 def _not_a_number(q, k, v, causal):
-    return explicit_attention(q, k, v, causal) * float("nan")
+    return naive_attention(q, k, v, causal) * float("nan")
 
 
 def _mask_off_by_one(q, k, v, causal):
@@ -122,7 +122,7 @@ def test_a_single_row_that_is_zero_no_number_or_another_ones_is_seen(sequence, c
                 _Spoiled.apply(x, _same, spoil if what == letter else _same)
                 for x, letter in zip((q, k, v), "qkv", strict=True)
             )
-            output = explicit_attention(q, k, v, causal)
+            output = naive_attention(q, k, v, causal)
             return _Spoiled.apply(output, spoil if what == "output" else _same, _same)
 
         unseen = what == "q" and number == 0 and where == 7 and sequence == LONG  # no gradient there to lose
@@ -147,7 +147,7 @@ def test_a_gradient_or_that_of_one_head_that_is_missing_or_no_number_is_seen(let
                 _Spoiled.apply(x, _same, spoil if name == letter else _same)
                 for x, name in zip((q, k, v), "qkv", strict=True)
             )
-            return explicit_attention(*inputs, causal)
+            return naive_attention(*inputs, causal)
 
         assert not _checked(attend, 50, True, dtype).is_right
 

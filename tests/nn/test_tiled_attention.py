@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from labkit.nn import tiled_attention
+from labkit.nn.attention import naive_attention
 from labkit.nn.tiled_attention import TiledAttention, tiled_forward
 from tests.cases import thinned
-from tests.nn.against_oracle import BAD_INPUTS, Case, assert_saves_one_logsumexp, check_against_oracle
+from tests.nn.against_oracle import Case, assert_output_may_change, assert_saves_one_logsumexp, check_against_oracle
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
@@ -16,10 +17,11 @@ F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 CASES = [
     *(Case(n, n, 64, causal) for n in (1, 17, 64, 128, 200, 1000) for causal in (False, True)),
     *(Case(q, k, 32, causal) for q, k in ((17, 200), (200, 17), (1, 700), (700, 1)) for causal in (False, True)),
-    *(Case(600, 1100, d, True, dtype) for d in (16, 80, 128) for dtype in (F32, F16, BF16)),
+    *(Case(600, 1100, d, True, dtype) for d in (16, 80, 128, 256) for dtype in (F32, F16, BF16)),
     *(Case(1100, 600, d, False, dtype) for d in (32, 64) for dtype in (F16, BF16)),
     *(Case(130, 70, 80, causal, dtype, (2, 3), False) for causal in (False, True) for dtype in (F32, F16, BF16)),
     *(Case(70, 130, 64, True, F32, leading) for leading in ((), (2, 3), (2, 1, 2))),
+    *(Case(700, 600, 32, causal, dtype, group=4, scale=0.3) for causal in (False, True) for dtype in (F32, BF16)),
 ]
 # Of lengths with several tiles, each head dimension and each dtype once.
 QUICK_CASES = [
@@ -28,10 +30,9 @@ QUICK_CASES = [
     Case(1100, 600, 32, False, BF16),
     Case(1100, 600, 64, False, F16),
 ]
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("case", thinned(CASES, lambda case: case in QUICK_CASES), ids=str)
 def test_matches_the_oracle(case: Case, device: str) -> None:
     check_against_oracle(TiledAttention.apply, tiled_forward, case, device)
@@ -42,11 +43,11 @@ def test_matches_the_oracle_with_many_small_tiles(side: int, monkeypatch: pytest
     monkeypatch.setattr(tiled_attention, "tile_side", lambda q: side)
     for queries, keys in ((100, 100), (96, 160), (160, 96)):
         for causal in (False, True):
-            check_against_oracle(TiledAttention.apply, tiled_forward, Case(queries, keys, 16, causal), "cpu")
+            check_against_oracle(TiledAttention.apply, tiled_forward, Case(queries, keys, 16, causal, group=2), "cpu")
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_gradients_are_those_of_finite_differences(causal: bool) -> None:
+def test_gradients_equal_finite_differences(causal: bool) -> None:
     q, k, v = (torch.randn(2, n, 4, dtype=torch.float64, requires_grad=True) for n in (5, 7, 7))
     assert torch.autograd.gradcheck(lambda *x: TiledAttention.apply(*x, causal), (q, k, v))
 
@@ -61,6 +62,18 @@ def test_large_scores_do_not_overflow() -> None:
 @pytest.mark.parametrize("dtype", [F32, F16, BF16])
 def test_saves_one_logsumexp(dtype: torch.dtype) -> None:
     assert_saves_one_logsumexp(TiledAttention.apply, "cpu", dtype)
+
+
+def test_the_output_may_be_changed_in_place() -> None:
+    assert_output_may_change(TiledAttention.apply, "cpu")
+
+
+def test_torch_compile_makes_one_graph() -> None:
+    compiled = torch.compile(lambda *x: TiledAttention.apply(*x), backend="aot_eager", fullgraph=True)
+    q, k, v = (torch.randn(1, 40, 16, requires_grad=True) for _ in range(3))
+    output = compiled(q, k, v, True)
+    output.sum().backward()
+    torch.testing.assert_close(output, naive_attention(q, k, v, True))
 
 
 def test_hidden_tiles_are_not_visited(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,9 +96,3 @@ def test_a_batch_does_not_change_the_memory_of_its_tiles() -> None:
         side = tiled_attention.tile_side(torch.empty(heads, 1, 1))
         assert 64 <= side <= 512
         assert heads * side**2 <= 2**19
-
-
-@pytest.mark.parametrize(("q", "k", "v", "says"), BAD_INPUTS.values(), ids=BAD_INPUTS.keys())
-def test_shapes_that_do_not_fit_are_refused(q: list[int], k: list[int], v: list[int], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        TiledAttention.apply(torch.zeros(q), torch.zeros(k), torch.zeros(v), False)

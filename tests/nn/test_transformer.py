@@ -15,7 +15,7 @@ from labkit.costs.transformer import (
     parameters_by_part,
 )
 from labkit.nn import attention_implementations
-from labkit.nn.attention import explicit_attention, unchecked_explicit_attention
+from labkit.nn.attention import naive_attention, naive_attention_unchecked
 from labkit.nn.attention_implementations import IMPLEMENTATIONS
 from labkit.nn.tiled_attention import TiledAttention
 from labkit.nn.training import TrainingStep, adamw, gradients, random_tokens
@@ -174,21 +174,21 @@ def test_rms_norm_of_float16_does_not_overflow_and_keeps_its_dtype():
 @pytest.mark.parametrize("name", ["tiled", pytest.param("compiled", marks=pytest.mark.slow), "sdpa", "sdpa_math"])
 def test_a_step_with_any_attention_equals_a_step_with_explicit(name, float64_default):
     implementation = IMPLEMENTATIONS[name]
-    if reason := implementation.why_unavailable(torch.device("cpu"), torch.float64, TINY.head_dim):
+    if reason := implementation.unavailable_reason(torch.device("cpu"), torch.float64, TINY.head_dim):
         pytest.skip(reason)
     _check_against_explicit(implementation.attend)
 
 
 def test_a_step_with_captured_attention_equals_a_step_with_explicit(float64_default, monkeypatch):
     """The graphs that `torch.compile` makes, run without the half a minute of its C++ compiler."""
-    captured = torch.compile(unchecked_explicit_attention, fullgraph=True, dynamic=False, backend="aot_eager")
+    captured = torch.compile(naive_attention_unchecked, fullgraph=True, dynamic=False, backend="aot_eager")
     monkeypatch.setattr(attention_implementations, "_compiled_explicit", lambda: captured)
     _check_against_explicit(IMPLEMENTATIONS["compiled"].attend)
 
 
 def _check_against_explicit(attention):
     (tokens, targets), found = _batch(), []
-    for attend in (explicit_attention, attention):
+    for attend in (naive_attention, attention):
         model = _model(attention=attend)
         loss = language_model_loss(model(tokens), targets)
         loss.backward()

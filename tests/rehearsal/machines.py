@@ -12,7 +12,7 @@ def _with(count: int, name: str, gib: float, capability: str, **others) -> Machi
         dense_bf16_peak_tflops=dense_bf16_peak_tflops(name),
     )
     return describe_machine().model_copy(
-        update={"host": "elsewhere", "gpus": [gpu] * count, "why_no_gpus": None} | others
+        update={"host": "elsewhere", "gpus": [gpu] * count, "no_gpu_reason": None} | others
     )
 
 
@@ -22,5 +22,5 @@ MACHINES = {
     "two A100": _with(2, "NVIDIA A100-SXM4-80GB", 79.3, "8.0"),
     "RTX 4090": _with(1, "NVIDIA GeForce RTX 4090", 23.5, "8.9"),
     "eight H100": _with(8, "NVIDIA H100 80GB HBM3", 79.1, "9.0"),
-    "driver too old": _with(0, "", 0, "", why_no_gpus=TOO_OLD),
+    "driver too old": _with(0, "", 0, "", no_gpu_reason=TOO_OLD),
 }

@@ -14,8 +14,6 @@ from tests.rehearsal.pages import carry_out, recorded
 
 # Labs whose points are about the ranks of a CPU wherever they run.
 ON_THE_CPU = {"all_reduce"}
-# Labs that compute predictions and time nothing: no device is asked for, or refused.
-COMPUTED = {"scaling"}
 GPUS = [name for name, machine in MACHINES.items() if machine.gpus]
 
 
@@ -36,7 +34,7 @@ def _plan(study, machine, profile):
 def _this_machine_has_no_say(monkeypatch):
     """A plan asks the machine it is given: what this one can compile, or has free just now, is another matter."""
     monkeypatch.setattr(capacity, "available_memory_bytes", lambda: 32 * GIB)
-    monkeypatch.setattr("labkit.studies.end_to_end.study.why_nothing_compiles", lambda device: None)
+    monkeypatch.setattr("labkit.studies.end_to_end.study.no_compiler_reason", lambda device: None)
 
 
 @pytest.mark.parametrize("name", GPUS)
@@ -48,7 +46,7 @@ def test_a_lab_uses_the_gpus_that_are_there(lab, name):
         assert planned, profile
         json.dumps([point.describe() for point in planned])
         on_gpu = [point for point in planned if getattr(point, "device", "cpu") == "cuda" or point.backend == "nccl"]
-        assert on_gpu or lab in ON_THE_CPU | COMPUTED, profile
+        assert on_gpu or lab in ON_THE_CPU, profile
         for point in on_gpu:
             assert (point.backend == "nccl") <= (point.world_size <= len(machine.gpus))
 
@@ -60,9 +58,6 @@ def test_with_a_driver_that_is_too_old_a_lab_measures_on_the_cpu_or_says_why(lab
         planned, _ = _plan(study, machine, profile)
         assert planned, profile
         assert all(getattr(point, "device", "cpu") == "cpu" and point.backend != "nccl" for point in planned)
-    if lab in COMPUTED:
-        assert "device" not in type(study.profiles["smoke"]).model_fields
-        return
     on_gpus = {"backends": ["nccl"]} if lab in ON_THE_CPU else {"device": "cuda"}
     wanted = study.profiles["smoke"].model_copy(update=on_gpus)
     reasons = [study.skip_reason(point, machine) for point in study.points(wanted, machine)]

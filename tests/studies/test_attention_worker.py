@@ -5,16 +5,16 @@ from dataclasses import replace
 
 import pytest
 import torch
+from labkit.studies.attention.study import STUDY
+from labkit.studies.flash_attention.study import STUDY as FLASH_STUDY
 
 from labkit.lab import figures
 from labkit.lab.runs.measure import measure
 from labkit.machine import describe_machine
-from labkit.nn.attention import explicit_attention
+from labkit.nn.attention import naive_attention
 from labkit.nn.attention_implementations import IMPLEMENTATIONS, Implementation
 from labkit.studies.attention import tables
-from labkit.studies.attention.study import STUDY
 from labkit.studies.attention.worker import AttentionPoint, measure_point
-from labkit.studies.flash_attention.study import STUDY as FLASH_STUDY
 from labkit.studies.shared import attention_passes
 
 SMALL = AttentionPoint(
@@ -55,7 +55,7 @@ def test_memory_only_has_no_times():
 
 
 def test_a_wrong_implementation_gets_no_time(monkeypatch):
-    _pretend(monkeypatch, "tiled", lambda q, k, v, causal: explicit_attention(q, k, v, True))
+    _pretend(monkeypatch, "tiled", lambda q, k, v, causal: naive_attention(q, k, v, True))
     rows = _rows(SMALL)
     assert [row["check"][:5] for row in rows if row["implementation"] == "tiled" and row["phase"] == "both"] == [
         "wrong"
@@ -86,7 +86,7 @@ def test_one_that_met_a_stall_is_timed(monkeypatch):
 
 
 def test_one_that_is_wrong_and_slow_is_called_wrong(monkeypatch):
-    _pretend(monkeypatch, "explicit", lambda q, k, v, causal: 2 * explicit_attention(q, k, v, causal))
+    _pretend(monkeypatch, "explicit", lambda q, k, v, causal: 2 * naive_attention(q, k, v, causal))
     _let_passes_take(monkeypatch, 2.0, 2.0, 0.1)
     rows = _rows(replace(SMALL, rounds_s=1.0), "both")
     assert [row["check"][:5] for row in rows if row["implementation"] == "explicit"] == ["wrong"]
@@ -138,7 +138,7 @@ def test_one_that_raises_only_when_it_is_timed_leaves_the_others_their_times(mon
         calls.append(None)
         if len(calls) > 4:
             raise RuntimeError("tired")
-        return explicit_attention(q, k, v, causal)
+        return naive_attention(q, k, v, causal)
 
     _pretend(monkeypatch, "explicit", tires)
     rows = _rows(SMALL)
@@ -164,7 +164,7 @@ def test_a_gpu_that_is_not_there_is_a_reason():
 
 
 def _last_row_wrong(q, k, v, causal):
-    output = explicit_attention(q, k, v, causal)
+    output = naive_attention(q, k, v, causal)
     return torch.cat([output[:, :-1], 2 * output[:, -1:]], dim=1)
 
 
@@ -176,7 +176,7 @@ def _mistaken(q, k, v, causal):
     ("study", "sweep", "question"), [(STUDY, "tiling", "tiling"), (FLASH_STUDY, "lengths", "crossover")]
 )
 def test_a_readers_own_attention_is_gated_timed_drawn_and_named(study, sweep, question, tmp_path):
-    own = {"mine": explicit_attention, "wrong": _last_row_wrong, "mistaken": _mistaken}
+    own = {"mine": naive_attention, "wrong": _last_row_wrong, "mistaken": _mistaken}
     sizes = {"sequences": [32], "head_dims": [16], "implementations": ["explicit", "tiled"]}
     shorter = {"tiling_sequences": [64]} if study is STUDY else {"dtypes": ["float32"], "technique_sequences": []}
     config = study.profiles["smoke"].model_copy(update=sizes | shorter)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from labkit.nn.attention_implementations import why_nothing_compiles
+from labkit.nn.attention_implementations import no_compiler_reason
 from labkit.parallel.launch import run_ranks
 from labkit.parallel.ranks.rank import COMPILED_CODE
 from labkit.studies.shared.compiler import keep_what_is_compiled, make_compiler_ready
@@ -20,7 +20,7 @@ def _compile(ready):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(why_nothing_compiles("cpu") is not None, reason=str(why_nothing_compiles("cpu")))
+@pytest.mark.skipif(no_compiler_reason("cpu") is not None, reason=str(no_compiler_reason("cpu")))
 def test_a_ranks_look_at_the_compiler_outlives_it_and_what_it_compiles_does_not(tmp_path):
     def kept():
         return {path for path in tmp_path.rglob("*") if path.is_file() and path.suffix in (".so", ".gch")}

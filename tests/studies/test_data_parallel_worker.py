@@ -12,6 +12,8 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from labkit.studies.data_parallel.study import STUDY
+from labkit.studies.gradient_buckets import worker as gradient_buckets
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks
 from torch.nn.parallel import DistributedDataParallel
@@ -29,9 +31,7 @@ from labkit.parallel.launch import PointEnd, Row, launch
 from labkit.parallel.transport.semaphores import Semaphores
 from labkit.studies.data_parallel import alternatives, tables, timeline, worker
 from labkit.studies.data_parallel import study as study_module
-from labkit.studies.data_parallel.study import STUDY
 from labkit.studies.data_parallel.worker import LOCAL, DataParallelPoint, measure_point
-from labkit.studies.gradient_buckets import worker as gradient_buckets
 from labkit.studies.shared.gradient_check import local_means
 from tests.studies import tiny
 

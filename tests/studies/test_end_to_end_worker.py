@@ -2,12 +2,12 @@
 
 import pytest
 import torch
+from labkit.studies.end_to_end.study import STUDY
+from labkit.studies.end_to_end.worker import EndToEndPoint, measure_point
 
 from labkit.lab import capacity
 from labkit.machine import describe_machine
-from labkit.nn.attention_implementations import why_nothing_compiles
-from labkit.studies.end_to_end.study import STUDY
-from labkit.studies.end_to_end.worker import EndToEndPoint, measure_point
+from labkit.nn.attention_implementations import no_compiler_reason
 
 
 def _measure(sweep, **options):
@@ -46,7 +46,7 @@ def test_without_a_compiler_the_point_says_so(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(why_nothing_compiles("cpu") is not None, reason=str(why_nothing_compiles("cpu")))
+@pytest.mark.skipif(no_compiler_reason("cpu") is not None, reason=str(no_compiler_reason("cpu")))
 def test_compiled_code_is_gated_timed_in_turn_and_its_compiling_told_apart(compiled_rows):
     assert [(row["implementation"], row["phase"]) for row in compiled_rows] == [
         (name, phase) for phase in ("inference", "step") for name in ("eager", "compiled")

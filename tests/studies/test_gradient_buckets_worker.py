@@ -4,6 +4,10 @@ import re
 from dataclasses import replace
 
 import pytest
+from labkit.studies.gradient_buckets import tables
+from labkit.studies.gradient_buckets.model import bucket_bytes
+from labkit.studies.gradient_buckets.study import STUDY
+from labkit.studies.gradient_buckets.worker import LOCAL, SCHEDULES, BucketsPoint, measure_point, register
 from pydantic import ValidationError
 
 from labkit.costs.transformer import SIZES, n_parameters
@@ -11,10 +15,6 @@ from labkit.lab import capacity, figures
 from labkit.lab.runs.measure import measure
 from labkit.machine import describe_machine
 from labkit.parallel.launch import PointEnd, Row, launch
-from labkit.studies.gradient_buckets import tables
-from labkit.studies.gradient_buckets.model import bucket_bytes
-from labkit.studies.gradient_buckets.study import STUDY
-from labkit.studies.gradient_buckets.worker import LOCAL, SCHEDULES, BucketsPoint, measure_point, register
 
 SMALL = BucketsPoint(
     world_size=2,

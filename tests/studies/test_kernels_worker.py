@@ -6,17 +6,17 @@ from dataclasses import replace
 
 import pytest
 import torch
-
-from labkit.bench.allocator import record_allocations
-from labkit.bench.trace import FAMILIES, decode_trace, read_events
-from labkit.machine import describe_machine
-from labkit.nn.attention import explicit_attention
-from labkit.nn.training import PHASES, TrainingStep
-from labkit.nn.transformer import shape_named
 from labkit.studies.kernels import worker
 from labkit.studies.kernels.attention import PARTS, attention_in_parts
 from labkit.studies.kernels.study import STUDY, KernelsConfig, needed_bytes
 from labkit.studies.kernels.worker import INFERENCE, OTHERS, STEP, KernelsPoint, measure_point, run_with_nvtx
+
+from labkit.bench.allocator import record_allocations
+from labkit.bench.trace import FAMILIES, decode_trace, read_events
+from labkit.machine import describe_machine
+from labkit.nn.attention import naive_attention
+from labkit.nn.training import PHASES, TrainingStep
+from labkit.nn.transformer import shape_named
 
 SMALL = KernelsPoint(device="cpu", model="nano", batch=1, context_length=8, warmup=1, passes=2, keep_trace=True)
 
@@ -31,7 +31,7 @@ def rows():
 def test_attention_in_parts_is_the_oracle_bit_for_bit(causal, dtype):
     generator = torch.Generator().manual_seed(0)
     inputs = [torch.randn(2, 3, n, 16, dtype=dtype, generator=generator, requires_grad=True) for n in (7, 9, 9)]
-    outputs = [attend(*inputs, causal) for attend in (attention_in_parts, explicit_attention)]
+    outputs = [attend(*inputs, causal) for attend in (attention_in_parts, naive_attention)]
     torch.testing.assert_close(*outputs, rtol=0, atol=0)
     found, expected = (torch.autograd.grad(output.square().sum(), inputs) for output in outputs)
     torch.testing.assert_close(found, expected, rtol=0, atol=0)

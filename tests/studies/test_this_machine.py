@@ -8,8 +8,9 @@ import pandas as pd
 import pytest
 import torch
 import torch.distributed as dist
+from labkit.studies.data_parallel.findings import _name as wrapper_name
 
-from labkit.lab.advise import here
+from labkit.lab.advise import local as here
 from labkit.lab.advise.machine import (
     DEFAULT,
     Configuration,
@@ -26,7 +27,6 @@ from labkit.machine import describe_machine
 from labkit.parallel.data_parallel.averaging import TorchAverage
 from labkit.parallel.launch import run_ranks
 from labkit.studies.data_parallel import findings as data_parallel
-from labkit.studies.data_parallel.findings import _name as wrapper_name
 from labkit.studies.this_machine.study import NOTHING, STUDY, _joined
 from labkit.studies.this_machine.worker import DEFAULT as DEFAULT_NAME
 from labkit.studies.this_machine.worker import JOINED, ThisMachinePoint, Training, measure_point

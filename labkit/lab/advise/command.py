@@ -1,13 +1,16 @@
-"""The options of `labkit advise`, all taken as text, so that a wrong one is refused in one line; and what it prints."""
+"""The command `labkit advise`: options, all taken as text so that a wrong one is refused in one line, and output."""
 
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from labkit.lab.config import ParameterError
+
+if TYPE_CHECKING:
+    from labkit.lab.advise.report import Report
 
 
 def _option(help_text: str, *names: str) -> typer.models.OptionInfo:
@@ -52,70 +55,77 @@ def advise(
     ffn: Annotated[Text, _option("Width of the feed-forward part; default 8/3 of --hidden.")] = None,
     vocab: Annotated[Text, _option("Vocabulary; default 32000.")] = None,
 ) -> None:
-    """What to use: the best layouts of a training on many GPUs; without --gpus, what this machine's runs recommend."""
-    given = {name: value for name, value in locals().items() if name not in ("output", "explain", "apply")}
+    """Recommend layouts for a training on many GPUs; without --gpus, a configuration for this machine."""
+    options = {name: value for name, value in locals().items() if name not in ("output", "explain", "apply")}
     page = None if output is None else Path(output)
     try:
         if gpu is None and gpus is None and not explain:
-            lines = list(_answer_here(given, apply, page))
+            lines = list(_answer_locally(options, apply, page))
         elif apply:
             raise ValueError("expected --apply without --gpu, --gpus and --explain: it is about this machine")
         else:
-            lines = list(_answer(given, explain, page))
+            lines = list(_answer(options, explain, page))
     except (ValueError, OSError) as error:
         raise ParameterError(str(error)) from None
     print("\n".join(lines))
 
 
-def _answer(given: dict[str, Text], explain: bool, page: Path | None) -> Iterator[str]:
-    """The lines to print, after everything that may be refused was, and the page is written."""
-    from labkit.lab.advise import explained, report, screen
-    from labkit.lab.advise.request import measured, read_request
-    from labkit.lab.project import reference_directory
+def _answer(options: dict[str, Text], explain: bool, page: Path | None) -> Iterator[str]:
+    """The lines to print, after every refusal, and after the page is written."""
+    from labkit.lab.advise import diagnosis, report
+    from labkit.lab.advise.request import read_measurement, read_request
     from labkit.scaling.advice import advise as find_advice
-    from labkit.scaling.explanation import explain as find_explanation
-    from labkit.scaling.published import load_published, nearest
+    from labkit.scaling.published import nearest
+    from labkit.scaling.slowdown_causes import explain as find_causes
 
-    if not explain and (given["tokens_per_second"] or given["mfu"]):
+    if not explain and (options["tokens_per_second"] or options["mfu"]):
         raise ValueError("expected --explain with --tokens-per-second or --mfu")
-    asked = read_request(given)
+    request = read_request(options)
     if page is not None:
         _check(page)
-    published = load_published(reference_directory() / "scaling")
     if explain:
-        tokens_per_s, mfu = measured(given)
-        found = find_explanation(asked.request, tokens_per_s=tokens_per_s, mfu=mfu, unnamed=asked.unnamed)
-        rows = nearest(published, asked.request.run(found.expected.layout))
-        made = explained.report(asked, found, rows)
+        tokens_per_s, mfu = read_measurement(options)
+        found = find_causes(request.request, tokens_per_s=tokens_per_s, mfu=mfu, unspecified=request.unspecified)
+        rows = nearest(request.request.run(found.expected.layout))
+        yield from _lines(diagnosis.make_report(request, found, rows), page)
     else:
-        advice = find_advice(asked.request)
-        rows = nearest(published, asked.request.run(advice.first.layout))
-        made = report.report(asked, advice, rows)
-    yield from screen.lines(made)
-    if page is not None:
-        yield _written(made, page)
+        advice = find_advice(request.request)
+        rows = nearest(request.request.run(advice.first.layout))
+        yield from _lines(report.make_report(request, advice, rows), page)
 
 
-def _answer_here(given: dict[str, Text], apply: bool, page: Path | None) -> Iterator[str]:
-    """What to use on this machine, or the same as Python."""
-    from labkit.lab.advise import here, screen
-    from labkit.lab.advise.request import whole
+def _answer_locally(options: dict[str, Text], apply: bool, page: Path | None) -> Iterator[str]:
+    """The recommendations for this machine, or the same as Python."""
+    from labkit.lab.advise import local
+    from labkit.lab.advise.request import parse_int
 
-    for name, value in given.items():
-        if value is not None and name not in here.ALLOWED:
+    for name, value in options.items():
+        if value is not None and name not in local.ALLOWED:
             raise ValueError(f"expected --gpu and --gpus with --{name.replace('_', '-')}; without, it is this machine")
-    model, sequence = here.check_model(given["model"]), whole(given, "sequence") or here.SEQUENCE
+    model, sequence = local.check_model(options["model"]), parse_int(options, "sequence") or local.SEQUENCE
     if apply:
         if page is not None:
             raise ValueError("expected --apply without --output: it prints Python")
-        yield here.python_of(model, sequence)
+        yield local.python_of(model, sequence)
         return
     if page is not None:
         _check(page)
-    made = here.report(model, sequence)
-    yield from screen.lines(made)
+    yield from _lines(local.report(model, sequence), page)
+
+
+def _lines(report: "Report", page: Path | None) -> Iterator[str]:
+    """The report on a screen; also written as a page if there is one."""
+    import shlex
+
+    from labkit.lab.advise import screen
+    from labkit.lab.project import path_from_here
+
+    yield from screen.lines(report)
     if page is not None:
-        yield _written(made, page)
+        from labkit.lab.advise.page import write_page
+
+        write_page(report, shlex.join(["labkit", *sys.argv[1:]]), page)
+        yield f"page: {path_from_here(page)}"
 
 
 def _check(page: Path) -> None:
@@ -126,13 +136,3 @@ def _check(page: Path) -> None:
     if page.suffix not in (".html", ".htm"):
         raise ValueError(f"expected --output to name an .html file, got {str(page)[-80:]!r}")
     check_writable(page.parent)
-
-
-def _written(made: object, page: Path) -> str:
-    import shlex
-
-    from labkit.lab.advise.page import write_page
-    from labkit.lab.project import path_from_here
-
-    write_page(made, shlex.join(["labkit", *sys.argv[1:]]), page)  # type: ignore[arg-type]
-    return f"page: {path_from_here(page)}"

@@ -1,4 +1,4 @@
-"""An advice as a page that can be sent: one file, no request to anywhere, no script but for tables and figures."""
+"""An advice as one HTML file that loads nothing from the network."""
 
 import base64
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from labkit.lab.pages.html import piece, render, script, style_sheet
 
 
 def write_page(report: Report, command: str, page: Path) -> None:
-    """Write the page, with all rows that a screen has no room for, and the steps drawn."""
+    """Write the page, with all rows of every table and the steps as figures."""
     html = render(
         "advice_page.html.j2",
         style=style_sheet(),
@@ -26,31 +26,29 @@ def write_page(report: Report, command: str, page: Path) -> None:
 
 
 def _figure(steps: Sequence[Step]) -> str:
-    from labkit.lab.advise.drawn import waterfalls
+    from labkit.lab.advise.figures import waterfalls
     from labkit.lab.figures.vector import drawing
 
     plot = waterfalls(steps)
     svg, places = drawing(plot, "steps")
-    alt = "Where the time of a step goes, part by part."
+    alt = "The parts of a step in seconds."
     image = piece("drawing", svg=svg, places=places, inches=plot.figure.get_figwidth(), alt=alt, kind="plain")
     csv = base64.b64encode(plot.csv().encode()).decode()
     return piece("figure", images=Markup(image), drawn="", csv=csv, file="steps", has_switch=False)
 
 
 def table(section: Section) -> dict[str, Any]:
-    """For the macro `table`: a column is set as numbers if all of it begins with a digit or a sign."""
-    numbers = [all(row[at][:1] in "0123456789+-" for row in section.rows) for at in range(len(section.headings))]
+    """Values for the macro `table`; a column is numeric if every cell begins with a digit or a sign."""
+    numeric = [all(row[at][:1] in "0123456789+-" for row in section.rows) for at in range(len(section.headings))]
+
+    def cells(texts: Sequence[str], **more: None) -> list[dict[str, Any]]:
+        return [{"text": text, "number": number, **more} for text, number in zip(texts, numeric, strict=True)]
+
     return {
         "title": section.title,
         "mark": section.mark,
         "note": section.note,
         "figure": _figure(section.steps) if section.steps else "",
-        "headings": [{"text": text, "number": number} for text, number in zip(section.headings, numbers, strict=True)],
-        "rows": [
-            [
-                {"text": text, "number": number, "sort": None, "href": None}
-                for text, number in zip(row, numbers, strict=True)
-            ]
-            for row in section.rows
-        ],
+        "headings": cells(section.headings),
+        "rows": [cells(row, sort=None, href=None) for row in section.rows],
     }

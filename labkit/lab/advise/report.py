@@ -1,16 +1,16 @@
-"""An advice as a verdict, a sentence and tables: what the screen prints and the page draws.
+"""An advice as a verdict, a sentence and tables, for the screen and the page.
 
 Each table says where its numbers come from: *predicted*, *published* or *measured by you*.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
 import numpy as np
 
 from labkit.lab.advise import words
-from labkit.lab.advise.request import Asked
+from labkit.lab.advise.request import AdviceRequest
 from labkit.lab.units import counted, format_bytes, join_words
 from labkit.scaling.advice import Advice, Change, Request, has_room, sums_s
 from labkit.scaling.bucket import bucket_bytes
@@ -24,14 +24,14 @@ PREDICTED, PUBLISHED = "predicted", "published"
 YOURS = "measured by you"
 _SMALL = ("logits", "buffers", "fragmentation", "runtime")
 NEAR = 0.05
-"""Predictions this near are not told apart."""
-STAGES_SHOWN, SHOWN = 4, 6
+"""Predictions that differ less are alike."""
+MAX_STAGES, MAX_ROWS = 4, 6
 """Stages of a pipeline, and rows of other tables, on a screen."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """What a step is made of, in seconds, and its 90 % interval (nan: it was measured)."""
+    """The parts of a step in seconds, and its 90% interval (nan if it was measured)."""
 
     name: str
     parts_s: Sequence[tuple[str, float]]
@@ -40,16 +40,16 @@ class Step:
 
 @dataclass(frozen=True)
 class Section:
-    """A table with a heading; `mark` says where its numbers come from. Rows beyond `shown` are only on the page.
+    """A table with a heading; `mark` says where its numbers come from.
 
-    `steps` are drawn below it, on the page.
+    Rows beyond `max_rows` are only on the page, as are `steps`, a figure below it.
     """
 
     title: str
     mark: str
     headings: Sequence[str]
     rows: Sequence[Sequence[str]]
-    shown: int | None = None
+    max_rows: int | None = None
     note: str = ""
     steps: Sequence[Step] = ()
 
@@ -63,20 +63,20 @@ class Report:
     notes: Sequence[str]
 
 
-def report(asked: Asked, advice: Advice, rows: Sequence[PublishedRow]) -> Report:
-    """Verdict first; then memory, layouts, why others lose, what would change it, and how wrong this may be."""
+def make_report(request: AdviceRequest, advice: Advice, rows: Sequence[PublishedRow]) -> Report:
+    """Verdict first; then memory, layouts, why others lose, what would change the answer, and how wrong it may be."""
     verdict, headline = _verdict(advice)
     return Report(
         verdict=verdict,
         headline=headline,
-        about=about(asked.request),
-        sections=list(_sections(asked, advice, rows)),
-        notes=[*_alike(advice.best), *notes(asked, rows, advice.prediction.warnings)],
+        about=describe_request(request.request),
+        sections=list(_sections(request, advice, rows)),
+        notes=[*_alike(advice.best), *list_notes(request, rows, advice.prediction.warnings)],
     )
 
 
 def _alike(best: Sequence[Candidate]) -> Iterator[str]:
-    """That the best layouts are too near for this prediction to tell them apart."""
+    """A note if the best layouts are alike."""
     near = list(takewhile(lambda one: abs(one.step_s / best[0].step_s - 1) <= NEAR, best))
     if len(near) > 1:
         seconds = [one.step_s for one in near]
@@ -84,19 +84,19 @@ def _alike(best: Sequence[Candidate]) -> Iterator[str]:
         yield f"Layouts 1 to {len(near)} differ by {farthest} at most, less than the error: take the one you can run."
 
 
-def steps_of(best: Sequence[Candidate]) -> list[Step]:
-    """Predicted steps, numbered from the best one on."""
+def number_steps(best: Sequence[Candidate]) -> list[Step]:
+    """Predicted steps, numbered from the best one."""
     return [
-        Step(f"{place}: {words.arrangement(one.layout)}", parts_of(one), one.interval_90)
+        Step(f"{place}: {words.arrangement(one.layout)}", list_parts(one), one.interval_90)
         for place, one in enumerate(best, start=1)
     ]
 
 
-def parts_of(one: Candidate) -> list[tuple[str, float]]:
+def list_parts(one: Candidate) -> list[tuple[str, float]]:
     return [(words.PARTS[name], value) for name, value in sums_s(one).items() if value > 0]
 
 
-def about(request: Request) -> str:
+def describe_request(request: Request) -> str:
     hardware = request.hardware
     nodes = f", {hardware.network_gbps:g} Gb/s per node" if request.gpus > hardware.gpus_per_node else ""
     return (
@@ -106,28 +106,28 @@ def about(request: Request) -> str:
     )
 
 
-def notes(asked: Asked, rows: Sequence[PublishedRow], warnings: Sequence[str]) -> list[str]:
-    """How wrong this may be, what was assumed, where it extrapolates."""
-    found = []
+def list_notes(request: AdviceRequest, rows: Sequence[PublishedRow], warnings: Sequence[str]) -> list[str]:
+    """How wrong this may be, its assumptions, and where it extrapolates."""
+    notes = []
     if rows:
         errors = np.abs([row.error for row in rows])
-        middle, worst = words.percent(float(np.median(errors))), words.percent(float(errors.max()))
-        found.append(
-            f"Predicted: on the {len(rows)} nearest published rows, unseen, it was off by {middle} on the median, "
-            f"{worst} at worst. [ ] holds 90 % of such errors."
+        median, worst = words.percent(float(np.median(errors))), words.percent(float(errors.max()))
+        notes.append(
+            f"Predicted: on the {len(rows)} nearest published rows, without having seen them, the median error is "
+            f"{median}, the largest {worst}. [ ] holds 90% of such errors."
         )
-    if asked.calibrated_on:
-        found.append(
-            f"Calibrated on {asked.calibrated_on} runs of yours ({YOURS}), "
-            f"explained to {words.percent(asked.calibration_error)}."
+    if request.calibration_runs:
+        notes.append(
+            f"Calibrated on {request.calibration_runs} runs of yours ({YOURS}), "
+            f"explained to {words.percent(request.calibration_error)}."
         )
-    if asked.assumed:
-        found.append(f"Assumed: {join_words(list(asked.assumed))}.")
-    told = [warning for warning in warnings if not warning.startswith(("unstable", "expected to run"))]
-    if asked.request.framework == "generic":
-        told = [warning for warning in told if not warning.startswith("framework")]
-        found.append("No framework named: --framework or --calibrate my_runs.csv (three runs) narrows the intervals.")
-    return [*found, *(f"Beware: {warning}." for warning in told)]
+    if request.assumptions:
+        notes.append(f"Assumed: {join_words(list(request.assumptions))}.")
+    warnings = [warning for warning in warnings if not warning.startswith(("unstable", "expected to run"))]
+    if request.request.framework == "generic":
+        warnings = [warning for warning in warnings if not warning.startswith("framework")]
+        notes.append("No framework named: --framework or --calibrate my_runs.csv (three runs) narrows the intervals.")
+    return [*notes, *(f"Beware: {warning}." for warning in warnings)]
 
 
 def _verdict(advice: Advice) -> tuple[str, str]:
@@ -136,9 +136,7 @@ def _verdict(advice: Advice) -> tuple[str, str]:
         first_change = f" Change first: {advice.remedies[0].name}." if advice.remedies else ""
         return (
             f"No, it does not fit: {first.peak_gib:.0f} GiB per GPU at least, {FITS_SHARE * memory:.0f} can be used.",
-            f"The leanest layout is {words.arrangement(first.layout)}, every layer recomputed.{first_change}"
-            if first.layout.recompute == "full"
-            else f"The leanest layout is {words.arrangement(first.layout)}.{first_change}",
+            f"The layout with the least memory is {words.arrangement(first.layout)}.{first_change}",
         )
     low, high = first.interval_90
     headline = (
@@ -152,26 +150,27 @@ def _verdict(advice: Advice) -> tuple[str, str]:
     return f"Only just: {fit}, {words.percent(first.out_of_memory)} risk of running out.", headline + change
 
 
-def _sections(asked: Asked, advice: Advice, rows: Sequence[PublishedRow]) -> Iterator[Section]:
+def _sections(request: AdviceRequest, advice: Advice, rows: Sequence[PublishedRow]) -> Iterator[Section]:
     yield _memory(advice)
     if advice.remedies:
         yield _changes(advice, advice.remedies, "What to change first", "change")
     if advice.best:
-        yield _best(asked, advice.best)
+        yield _best(request, advice.best)
         memory = advice.request.usable.memory_gib
         losers = [
             (
                 one.strategy,
                 words.arrangement(one.candidate.layout),
-                words.cause(one.candidate, advice.first, one.cause, memory),
+                words.describe_cause(one.candidate, advice.first, one.cause, memory),
             )
             for one in advice.runners_up
         ]
         if losers:
-            yield Section("Why the others lose", PREDICTED, ("strategy", "its best", "against the best"), losers, SHOWN)
+            headings = ("strategy", "its best", "against the best")
+            yield Section("Why the others lose", PREDICTED, headings, losers, MAX_ROWS)
         yield _changes(advice, advice.changes, "What would change the answer", "if")
     if rows:
-        yield nearest(rows)
+        yield nearest_section(rows)
 
 
 def _memory(advice: Advice) -> Section:
@@ -187,50 +186,43 @@ def _memory(advice: Advice) -> Section:
         for stage, parts in enumerate(stages)
     ]
     title = f"Memory per GPU in GiB: {words.arrangement(advice.first.layout)}"
-    return Section(title, PREDICTED, ("stage", *names, "logits, buffers", "all"), rows, STAGES_SHOWN)
+    return Section(title, PREDICTED, ("stage", *names, "logits, buffers", "all"), rows, MAX_STAGES)
 
 
-def _best(asked: Asked, best: Sequence[Candidate]) -> Section:
-    request = asked.request
-    columns = [_column(asked, candidate) for candidate in best]
-    names = [name for name, _ in columns[0]]
-    rows = [(name, *(column[at][1] for column in columns)) for at, name in enumerate(names)]
-    title = f"The best {counted(len(best), 'layout')}, with 90 % intervals"
+def _best(request: AdviceRequest, best: Sequence[Candidate]) -> Section:
+    columns = [_column(request, candidate) for candidate in best]
+    rows = [(name, *(column[name] for column in columns)) for name in columns[0]]
+    title = f"The best {counted(len(best), 'layout')}, with 90% intervals"
     headings = ("", *(str(place + 1) for place in range(len(best))))
-    note = f"Precision: {request.precision}, sums in float32."
-    return Section(title, PREDICTED, headings, rows, note=note, steps=steps_of(best))
+    note = f"Precision: {request.request.precision}, sums in float32."
+    return Section(title, PREDICTED, headings, rows, note=note, steps=number_steps(best))
 
 
-def _column(asked: Asked, one: Candidate) -> list[tuple[str, str]]:
-    request, layout = asked.request, one.layout
+def _column(advice_request: AdviceRequest, one: Candidate) -> dict[str, str]:
+    """A layout's cells by row."""
+    request, layout, budget = advice_request.request, one.layout, advice_request.budget
     bucket = bucket_bytes(request.run(layout), request.constants)
-    tokens_per_s, (low, high) = request.tokens / one.step_s, one.interval_90
-    hours = asked.budget / tokens_per_s * request.gpus / 3600
+    fast_s, slow_s = one.interval_90
+    speed = [request.tokens / step_s for step_s in (one.step_s, slow_s, fast_s)]
+    hours = [budget / request.tokens * step_s * request.gpus / 3600 for step_s in (one.step_s, fast_s, slow_s)]
+    mfu = [one.mfu * one.step_s / step_s for step_s in (one.step_s, slow_s, fast_s)]
 
-    def ranged(text: str, smallest: str, largest: str) -> str:
-        return f"{text} [{smallest}, {largest}]"
+    def interval(values: Sequence[float], text: Callable[[float], str]) -> str:
+        middle, low, high = map(text, values)
+        return f"{middle} [{low}, {high}]"
 
-    def of(value: float, step_s: float) -> float:
-        return value * one.step_s / step_s
-
-    return [
-        ("arrangement", words.arrangement(layout)),
-        ("micro-batch x accumulated", words.batch(layout)),
-        ("recomputes", words.RECOMPUTE[layout.recompute]),
-        ("bucket", "none" if bucket is None else format_bytes(bucket)),
-        ("memory", words.memory(one, request.usable.memory_gib)),
-        ("step", ranged(words.seconds(one.step_s), words.seconds(low), words.seconds(high))),
-        ("MFU", ranged(words.percent(one.mfu), words.percent(of(one.mfu, high)), words.percent(of(one.mfu, low)))),
-        (
-            "tokens per second",
-            ranged(words.large(tokens_per_s), *(words.large(of(tokens_per_s, s)) for s in (high, low))),
-        ),
-        ("tokens per day", ranged(*(words.large(86400 * of(tokens_per_s, s)) for s in (one.step_s, high, low)))),
-        (
-            f"GPU-hours, {words.large(asked.budget)} tokens",
-            ranged(*(words.large(hours * s / one.step_s) for s in (one.step_s, low, high))),
-        ),
-    ]
+    return {
+        "arrangement": words.arrangement(layout),
+        "micro-batch x accumulated": f"{layout.micro_batch} x {layout.micro_batches:.0f}",
+        "recomputes": words.RECOMPUTE[layout.recompute],
+        "bucket": "none" if bucket is None else format_bytes(bucket),
+        "memory": words.memory(one, request.usable.memory_gib),
+        "step": interval((one.step_s, fast_s, slow_s), words.seconds),
+        "MFU": interval(mfu, words.percent),
+        "tokens per second": interval(speed, words.large),
+        "tokens per day": interval([86400 * one for one in speed], words.large),
+        f"GPU-hours, {words.large(budget)} tokens": interval(hours, words.large),
+    }
 
 
 def _changes(advice: Advice, changes: Sequence[Change], title: str, heading: str) -> Section:
@@ -248,20 +240,20 @@ def _changes(advice: Advice, changes: Sequence[Change], title: str, heading: str
         rows.append(
             (change.name, speed, f"{one.peak_gib:.0f} GiB", "the same" if same else words.arrangement(one.layout))
         )
-    return Section(title, PREDICTED, (heading, "tokens per second", "memory", "best layout then"), rows, SHOWN)
+    return Section(title, PREDICTED, (heading, "tokens per second", "memory", "best layout then"), rows, MAX_ROWS)
 
 
-def nearest(rows: Sequence[PublishedRow]) -> Section:
-    found = [
+def nearest_section(rows: Sequence[PublishedRow]) -> Section:
+    cells = [
         (
             f"{row.group}: {row.model}",
             f"{row.gpus} x {row.gpu}",
             row.arrangement,
             words.seconds(row.step_s),
             words.percent(row.mfu) if np.isfinite(row.mfu) else "",
-            f"{100 * row.error:+.0f} %",
+            f"{100 * row.error:+.0f}%",
         )
         for row in rows
     ]
     headings = ("published row", "GPUs", "layout", "step", "MFU", "predicted, off by")
-    return Section("The nearest published rows", PUBLISHED, headings, found, 3)
+    return Section("The nearest published rows", PUBLISHED, headings, cells, 3)

@@ -42,12 +42,24 @@ def print_output(line: str) -> None:
 
 
 def tell_of_load(run: Path | None = None) -> None:
-    """What else keeps this machine busy; the page says so, too."""
+    """Why this machine's GPUs are not used, and what else keeps it busy; the page says so, too."""
     from labkit.machine import describe_machine
     from labkit.machine.load import disturbances, load_before_measuring
 
-    for disturbance in disturbances(load_before_measuring(), describe_machine().cores):
+    machine = describe_machine()
+    if machine.no_gpu_reason:
+        err.print(plain(f"GPUs are not used: {machine.no_gpu_reason}"), soft_wrap=True)
+    for disturbance in disturbances(load_before_measuring(), machine.cores):
         err.print(plain(disturbance), soft_wrap=True)
+
+
+def require_device(device: object) -> None:
+    """End the command with status 1 and one line, if this machine cannot use the device that was asked for."""
+    from labkit.machine import describe_machine
+
+    if reason := describe_machine().no_device_reason(str(device)):
+        err.print(plain(f"device={device}: {reason}"), soft_wrap=True)
+        raise typer.Exit(1)
 
 
 def plain(value: object) -> str:

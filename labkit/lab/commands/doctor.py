@@ -15,14 +15,22 @@ def machine_rows() -> list[tuple[str, str]]:
     """(name, value) of what matters for measuring here."""
     machine = describe_machine()
     memory = f"{format_bytes(machine.memory_bytes)}, {format_bytes(available_memory_bytes())} available"
-    gpus = [f"{gpu.name}, {format_bytes(gpu.memory_bytes)}" for gpu in machine.gpus]
+    gpus = [
+        f"{f'{count}x ' * (count > 1)}{gpu.name}, {format_bytes(gpu.memory_bytes)}, "
+        f"{format_bytes(gpu.available_bytes)} free"
+        for count, gpu in machine.gpu_counts
+    ]
+    links = [f"connected by {machine.gpu_links}"] if machine.gpu_links else []
     backends = [name for name, has in (("gloo", dist.is_gloo_available), ("nccl", dist.is_nccl_available)) if has()]
     versions = ", ".join(f"{name} {version or 'not installed'}" for name, version in machine.versions.items())
     return [
         ("machine", machine.label),
-        ("processor", f"{machine.cpu}, {machine.cores} cores available, {machine.instructions}"),
+        ("processor", f"{machine.cpu}, {machine.cores_text}, {machine.instructions}"),
         ("memory", memory),
-        ("gpu", "; ".join(gpus) or f"{_no_gpu(machine)}: labs run on the CPU, points that need a GPU are skipped"),
+        (
+            "gpu",
+            "; ".join(gpus + links) or f"{_no_gpu(machine)}: labs run on the CPU, points that need a GPU are skipped",
+        ),
         ("backends", ", ".join(backends)),
         ("system", f"{machine.system}, Python {machine.python}"),
         ("versions", versions),
@@ -33,7 +41,7 @@ def machine_rows() -> list[tuple[str, str]]:
 
 
 def _no_gpu(machine: Machine) -> str:
-    return f"not used, {machine.why_no_gpus}" if machine.why_no_gpus else "none"
+    return f"not used, {machine.no_gpu_reason}" if machine.no_gpu_reason else "none"
 
 
 def lab_rows(studies: Iterable[Lab]) -> Iterator[tuple[str, str, str, str, str]]:

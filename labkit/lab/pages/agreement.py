@@ -9,7 +9,6 @@ import pandas as pd
 from labkit.lab.agreement import Agreement, Value, agreement_of, value_of
 from labkit.lab.declaration import Lab
 from labkit.lab.own_models import without_own
-from labkit.lab.pages.steadiness import best_of_labs
 from labkit.lab.rows import TURN
 from labkit.lab.runs.store import Run
 from labkit.lab.units import counted, format_bytes, format_seconds
@@ -27,23 +26,22 @@ class Row:
 
 
 def known_record(study: Lab, run: Run) -> list[dict[str, Any]]:
-    """The values of a run that the index compares: key, words, where, value and interval, heartbeat of the point."""
+    """The values of a run that the index compares: key, words, where, value and interval."""
     threads = {point: int(facts["threads"]) for point, facts in run.facts().items() if "threads" in facts}
-    pulse_s, found = run.steadiness.pulse_s, []
+    found = []
     for known in getattr(study, "known", lambda _: ())(without_own(run.frame())):
         for key, point, samples in known.samples(threads):
             value, low, high = value_of(samples, is_exact=key.is_exact)
             about = {"key": asdict(key) | {"quantity": key.name}, "words": key.words(), "is_bytes": key.is_exact}
             turn = run.header.planned.get(point, {}).get(TURN, 1)
             place = ", ".join(filter(None, (known.place, f"turn {turn}" if turn > 1 else "")))
-            told = {"place": place, "value": value, "low": low, "high": high, "pulse_s": pulse_s.get(point)}
+            told = {"place": place, "value": value, "low": low, "high": high}
             found.append(about | told)
     return found
 
 
 def agreements(records: Mapping[str, Mapping[str, Any]]) -> list[Row]:
     """A row for each quantity that was measured more than once; those that differ first. `records` of pages by lab."""
-    best = best_of_labs({lab: record.get("pulse", []) for lab, record in records.items()})
     groups: dict[tuple[Any, ...], list[tuple[str, Mapping[str, Any]]]] = {}
     for lab, record in records.items():
         for known in record.get("known", []):
@@ -51,18 +49,15 @@ def agreements(records: Mapping[str, Mapping[str, Any]]) -> list[Row]:
     rows = []
     for group in groups.values():
         if len(group) > 1:
-            values = [_value(lab, known, best) for lab, known in group]
+            values = [_value(lab, known) for lab, known in group]
             first = group[0][1]
             rows.append(Row(first["words"], first["is_bytes"], values, *agreement_of(values)))
     order = ("differ", "agree", "too few repeats")
     return sorted(rows, key=lambda row: (order.index(row.verdict), -row.ratio if row.verdict == "differ" else 0))
 
 
-def _value(lab: str, known: Mapping[str, Any], best: Mapping[tuple[int, int], float]) -> Value:
-    pulse, key = known["pulse_s"], known["key"]
-    usual = best.get((key["world_size"], key["threads"]))
-    slowdown = pulse / usual if pulse and usual and not known["is_bytes"] else 1.0
-    return Value(lab, known["place"], known["value"], known["low"], known["high"], max(1.0, slowdown))
+def _value(lab: str, known: Mapping[str, Any]) -> Value:
+    return Value(lab, known["place"], known["value"], known["low"], known["high"])
 
 
 def agreement_sentence(rows: Iterable[Row]) -> str:
@@ -91,9 +86,7 @@ def _verdict(row: Row) -> str:
 
 
 def _told(row: Row, value: Value) -> str:
-    """ "57.1 ms [55.2 ms, 60.3 ms] (phases; machine 1.3 times slower)"."""
+    """ "57.1 ms [55.2 ms, 60.3 ms] (phases)"."""
     form = format_bytes if row.is_bytes else format_seconds
     interval = "" if value.low is None or value.low == value.high else f" [{form(value.low)}, {form(value.high or 0)}]"
-    slow = f"machine {value.slowdown:.1f} times slower" if value.slowdown >= 1.1 else ""
-    notes = "; ".join(filter(None, (value.place, slow)))
-    return f"{form(value.value)}{interval}" + (f" ({notes})" if notes else "")
+    return f"{form(value.value)}{interval}" + (f" ({value.place})" if value.place else "")

@@ -18,7 +18,6 @@ from labkit.lab.columns import INTERVAL, column
 from labkit.lab.figures import Plot
 from labkit.lab.figures.vector import drawing
 from labkit.lab.pages.html import piece, piece_style
-from labkit.lab.pages.steadiness import steadiness_notes
 from labkit.lab.runs.progress import Progress
 from labkit.lab.runs.store import Run
 from labkit.lab.units import counted, format_bytes, format_seconds
@@ -36,6 +35,7 @@ RULE = (
 )
 TOLD_AT_THE_TOP = {"Machine": "{}", "Processor": "{}", "Memory": "{} of memory", "GPU": "GPU: {}"}
 """Of a page, of the machine's facts, and how; the others stand at its end."""
+MAX_REASONS = 3  # why a machine was busy
 MANY = 100_000  # from here on a whole number is shown with separators
 
 
@@ -77,19 +77,24 @@ def definitions_text(rows: Mapping[str, str]) -> str:
 def machine_rows(machine: Machine, *, elsewhere: bool) -> dict[str, str]:
     """The facts of a machine card by their names."""
     gpus = [
-        f"{gpu.name}, {format_bytes(gpu.memory_bytes)}, compute capability {gpu.compute_capability}"
-        for gpu in machine.gpus
+        f"{f'{count}x ' * (count > 1)}{gpu.name}, {format_bytes(gpu.memory_bytes)}, "
+        f"compute capability {gpu.compute_capability}"
+        for count, gpu in machine.gpu_counts
     ]
+    links = {"GPU links": machine.gpu_links} if machine.gpu_links else {}
     versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items() if version)
     products = machine.float32_products if machine.gpus else None
     float32 = ", ".join(f"{name} {how.upper()}" for name, how in products.items()) if products else None
-    processor = {"Processor": f"{machine.cpu}, {machine.cores} cores available"} if machine.gpus else {}  # or the label
+    processor = (
+        {"Processor": f"{machine.cpu}, {machine.cores_text}"} if machine.gpus or machine.cpu_quota else {}
+    )  # or the label
     return {
         "Machine": machine.label + (" (a recorded run, not measured here)" if elsewhere else ""),
         **processor,
         "Memory": format_bytes(machine.memory_bytes),
         **({"Instructions": machine.instructions} if machine.instructions else {}),
-        "GPU": "; ".join(gpus) or (f"not used: {machine.why_no_gpus}" if machine.why_no_gpus else "none"),
+        "GPU": "; ".join(gpus) or (f"not used: {machine.no_gpu_reason}" if machine.no_gpu_reason else "none"),
+        **links,
         **({"float32 on the GPU": float32} if float32 else {}),
         "System": f"{machine.system}, Python {machine.python}",
         "Versions": versions,
@@ -122,7 +127,15 @@ def _notes(run: Run) -> list[str]:
     """What else the machine did while it measured, where that may show in the numbers."""
     load, cores = run.header.load, run.header.machine.cores
     notes = [f"At the start: {text[:1].lower()}{text[1:]}" for text in disturbances(load, cores)] if load else []
-    return notes + steadiness_notes(run)
+    return notes + ([_busy_note(run)] if run.busy else [])
+
+
+def _busy_note(run: Run) -> str:
+    """Names the reasons, those of most points first."""
+    reasons = list(dict.fromkeys(run.busy.values()))
+    more = f"; and {len(reasons) - MAX_REASONS} more" if len(reasons) > MAX_REASONS else ""
+    points = f"{len(run.busy)} of {counted(len(run.header.planned), 'point')}"
+    return f"Busy machine during {points}: {'; '.join(reasons[:MAX_REASONS])}{more}. Trust ratios, not times."
 
 
 def coverage_line(run: Run) -> str:

@@ -15,7 +15,6 @@ from labkit.lab.declaration import Lab
 from labkit.lab.pages.agreement import known_record
 from labkit.lab.pages.cards import machine_rows, not_measured
 from labkit.lab.pages.html import piece
-from labkit.lab.pages.steadiness import pulse_record, steadiness_row
 from labkit.lab.project import relative_to_project
 from labkit.lab.runs.records import Resumption
 from labkit.lab.runs.store import Run, RunHeader
@@ -42,7 +41,6 @@ def provenance_rows(study: Lab, run: Run) -> dict[str, str]:
         "Ranks": _ranks(run),
         **({"Predicted from": calibration_told(run)} if study.name != LIMITS else {}),
         **({"Load": _load(run.header.load, run.header.machine.cores)} if run.header.load else {}),
-        **({"Steadiness": row} if (row := steadiness_row(run)) else {}),
     }
     if run.header.ranks_by_host is not None:
         rows["Hosts"] = describe_hosts(run.header.ranks_by_host)
@@ -69,7 +67,7 @@ def page_record(
         "coverage": coverage["status"].value_counts().to_dict(),
         "duration_s": float(coverage["elapsed_s"].sum()),
         "not_measured": not_measured(run),
-        "pulse": pulse_record(run),
+        "busy": len(run.busy),
         "known": known_record(study, run),
         "figures": figures,
         "answers": [

@@ -8,7 +8,7 @@ from typing import Any
 
 import pandas as pd
 
-from labkit.lab.advise.here import by_size
+from labkit.lab.advise.local import by_size
 from labkit.lab.advise.page import table
 from labkit.lab.commands.execute import NotebookFailed, execute_notebook, notebook_parameters
 from labkit.lab.commands.warm_kernels import WarmKernels
@@ -21,7 +21,6 @@ from labkit.lab.pages.entries import index_entry, measured_here
 from labkit.lab.pages.export import export_page
 from labkit.lab.pages.html import render, script, style_sheet
 from labkit.lab.pages.recommendations import further_advice, published_trends, recommendations
-from labkit.lab.pages.steadiness import slowdown_by_lab, steadiness_sentence
 from labkit.lab.project import check_writable, figures_directory, notebook_path, runs_directory
 from labkit.lab.runs.progress import Progress
 from labkit.machine import describe_machine
@@ -96,7 +95,7 @@ def write_index(studies: Iterable[Lab], output: Path, to_come: Sequence[Lab] = (
         further=further_advice(labs),
         trends=published_trends(labs),
         labs=labs,
-        steady=_steadiness(labs),
+        busy=_busy(labs),
         agreement=_agreement(labs),
         smallest=smallest_difference(labs),
         to_come=[study.title for study in to_come],
@@ -114,10 +113,10 @@ def _joined(labs: Iterable[Mapping[str, Any]]) -> dict[str, Any] | None:
     return None if found is None else {"told": found[0], "section": table(found[1])}
 
 
-def _steadiness(labs: Iterable[Mapping[str, Any]]) -> str | None:
-    """How steady this machine was from lab to lab, as their pages say."""
-    pulses = {lab["title"]: lab["record"].get("pulse", []) for lab in measured_here(labs)}
-    return steadiness_sentence(slowdown_by_lab(pulses))
+def _busy(labs: Iterable[Mapping[str, Any]]) -> str | None:
+    """Names the labs of this machine that measured while it was busy; None if none did."""
+    named = [lab["title"] for lab in measured_here(labs) if lab["record"].get("busy")]
+    return f"The machine was busy or slow during points of {', '.join(named)}: see their pages." if named else None
 
 
 def _agreement(labs: Iterable[Mapping[str, Any]]) -> dict[str, Any] | None:

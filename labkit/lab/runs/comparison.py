@@ -42,7 +42,7 @@ PLACES = ("device", "backend")
 ROW_SETTINGS = ("n_bytes", "bucket_mb", "of_bucket_mb", "segment")
 REPEATS = ("seed", "epoch")
 """What tells rows apart that hold one time each: they are samples of one setting."""
-NOTES = ("is_freak", "check", "tensor_dtype", "readers", "line", "trace", "shape", "float32_matmul_precision")
+NOTES = ("check", "tensor_dtype", "readers", "line", "trace", "shape", "float32_matmul_precision")
 USUAL_REPEAT_PERCENT = 95
 # Times of one two-core machine differed by about this much from run to run while others used it, ratios within a run by
 # a quarter of it. A busier machine may differ by more.

@@ -9,11 +9,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from labkit.bench.heartbeat import Beat
+from labkit.bench.probe import PROBE, probed
 from labkit.lab.declaration import Lab
 from labkit.lab.own import Own, worker_with
 from labkit.lab.point import Point, by_ranks
-from labkit.lab.runs.heard import heard, split
 from labkit.lab.runs.progress import Tally
 from labkit.lab.runs.writer import RunWriter
 from labkit.lab.units import format_seconds
@@ -67,17 +66,17 @@ def _measure_group(
 ) -> int:
     """Measure points of one group of ranks, until all ended or the rest is too large; returns how many."""
     ended, rows_s, meter = 0, list[float](), LoadMeter(knows_own=not is_joined())
-    beats: dict[int, list[Beat]] = {}
+    probe: dict[str, float] = {}
     # closing: an interrupt must end the ranks now, not when a traceback lets go of the generator
     with closing(_launch(study, points, on_output, own, _checkpoints(writer))) as events:
         for event in events:
             point = points[event.index]
             if isinstance(event, Row):
-                values, call, noted = split(event.values)
-                if noted is not None:
-                    beats[event.rank] = noted
+                values = event.values
+                if PROBE in values:
+                    probe |= values[PROBE]
                     continue
-                writer.add_row(point, event.rank, values, call)
+                writer.add_row(point, event.rank, values)
                 if event.rank == 0 and (seconds := values.get("seconds")) and isinstance(seconds, list):
                     rows_s.append(median(seconds) * len(seconds))
                 if event.rank == 0 and (text := study.progress(point, values)):
@@ -86,11 +85,10 @@ def _measure_group(
             if isinstance(event, Again):
                 writer.measure_again(point, event.alternative, event.reason, _details(event.failure))
                 tally.tell(f"{point.title()}: again, without {event.alternative} ({event.reason})")
-                beats.clear()
                 rows_s.clear()
                 continue
-            _record_end(writer, point, event, meter.load(), [beats[rank] for rank in sorted(beats)])
-            beats.clear()
+            _record_end(writer, point, event, meter.load().model_copy(update=probe))
+            probe.clear()
             shutil.rmtree(_checkpoints(writer) / point.id, ignore_errors=True)
             ended += 1
             tally.ended(point.id)
@@ -121,7 +119,7 @@ def _launch(
     first = points[0]
     worker = worker_with(study, own)
     return launch(
-        partial(heard, worker, **({"checkpoints": checkpoints} if study.keeps_checkpoints else {})),
+        partial(probed, worker, **({"checkpoints": checkpoints} if study.keeps_checkpoints else {})),
         points,
         world_size=first.world_size,
         backend=first.backend,
@@ -131,7 +129,7 @@ def _launch(
     )
 
 
-def _record_end(writer: RunWriter, point: Point, end: PointEnd, load: Load, beats: list[list[Beat]]) -> None:
+def _record_end(writer: RunWriter, point: Point, end: PointEnd, load: Load) -> None:
     writer.end_point(
         point,
         end.status,
@@ -140,7 +138,6 @@ def _record_end(writer: RunWriter, point: Point, end: PointEnd, load: Load, beat
         facts=end.facts,
         details=_details(end.failure),
         load=load,
-        beats=beats,
     )
 
 

@@ -21,7 +21,6 @@ class _Row(_Record):
     point: str
     rank: int
     values: dict[str, Any]
-    call: Annotated[int, Field(ge=0)] | None = None
 
 
 class _Facts(_Record):
@@ -41,7 +40,6 @@ class _End(_Record):
     elapsed_s: float
     facts: _Facts = _Facts()
     load: Load | None = None
-    beats: list[list[Annotated[tuple[int, int, float], Field(strict=False)]]] = []  # JSON has no tuples
 
 
 class _Again(_Record):

@@ -25,9 +25,8 @@ from labkit.lab.config import ParameterError
 from labkit.lab.metric import Results
 from labkit.lab.project import kind_of_path, relative_to_project
 from labkit.lab.runs.records import Resumption, check_record
-from labkit.lab.runs.steadiness import Steadiness, steadiness_of
 from labkit.machine import Machine, Source
-from labkit.machine.load import Load
+from labkit.machine.load import Load, busy_points
 
 SCHEMA = 1
 MAX_REASONS = 3
@@ -117,8 +116,7 @@ class Run:
         """What was measured: one row per (point, rank, repeat), with the point's fields beside the values. A copy.
 
         Only points that ended `ok`: in another some ranks are missing, and the slowest rank unknown. Fields
-        of a point that are lists (the alternatives it compared) are left out. Where heartbeats were noted, `is_freak`
-        marks samples that were taken in a freak moment of the machine.
+        of a point that are lists (the alternatives it compared) are left out.
         """
         return self._frame.copy()
 
@@ -127,19 +125,10 @@ class Run:
         ok = {point for point, end in self._ends.items() if end["status"] == "ok"}
         flat = [
             {"point": row["point"], "rank": row["rank"], **self._scalar_fields(row["point"]), **row["values"]}
-            | self._freak_samples(row)
             for row in self._rows
             if row["point"] in ok
         ]
         return _one_row_a_repeat(flat)
-
-    def _freak_samples(self, row: Record) -> dict[str, list[bool]]:
-        """`is_freak` of each repeat, for a row with samples of a known call: taken in a freak moment or not."""
-        samples = next((value for value in row["values"].values() if isinstance(value, list)), None)
-        if samples is None or "call" not in row:
-            return {}
-        freak = self.steadiness.freak.get(row["point"], frozenset())
-        return {"is_freak": [(row["call"], repeat) in freak for repeat in range(len(samples))]}
 
     def results(self) -> Results:
         """What questions are answered from."""
@@ -165,9 +154,10 @@ class Run:
         return pd.DataFrame(rows, columns=None if rows else ["point", *pending])
 
     @cached_property
-    def steadiness(self) -> Steadiness:
-        """How steady the machine was, point by point."""
-        return steadiness_of(self._ends, self.header.machine.cores)
+    def busy(self) -> dict[str, str]:
+        """Points during which the machine was busy or slow, and why, as a phrase."""
+        loads = {point: Load.model_validate(end["load"]) for point, end in self._ends.items() if end.get("load")}
+        return busy_points(loads, self.header.machine.cores)
 
     def facts(self) -> dict[str, dict[str, Any]]:
         """What the ranks said of themselves (threads, scheduling, start method), by point id."""

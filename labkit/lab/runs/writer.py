@@ -3,13 +3,12 @@
 import fcntl
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, get_args
 
-from labkit.bench.heartbeat import Beat
 from labkit.lab.point import Point
 from labkit.lab.runs.records import Resumption, Status
 from labkit.lab.runs.store import Record, RunFileError, RunHeader
@@ -66,10 +65,8 @@ class RunWriter:
         resumption = Resumption(at=datetime.now(UTC), command=command, source=source)
         self._append(resumption.model_dump(mode="json"))
 
-    def add_row(self, point: Point, rank: int, values: dict[str, Any], call: int | None = None) -> None:
-        """`call`: of the clock, whose samples these are."""
-        of_call = {} if call is None else {"call": call}
-        self._append({"kind": "row", "point": point.id, "rank": rank, "values": values} | of_call)
+    def add_row(self, point: Point, rank: int, values: dict[str, Any]) -> None:
+        self._append({"kind": "row", "point": point.id, "rank": rank, "values": values})
 
     def end_point(
         self,
@@ -81,17 +78,12 @@ class RunWriter:
         facts: dict[str, Any] | None = None,
         details: str = "",
         load: Load | None = None,
-        beats: Sequence[Sequence[Beat]] = (),
     ) -> None:
-        """Record how a point ended; `details` is the traceback and the output of the rank that failed.
-
-        `beats` are the machine's heartbeats by rank.
-        """
+        """Record how a point ended; `details` is the traceback and the output of the rank that failed."""
         if status not in STATUSES or (reason is None) != (status == "ok"):
             raise ValueError(f"expected a status of {STATUSES} and a reason unless ok: {status}, {reason}")
         end = {"kind": "end", "point": point.id, "status": status, "reason": reason, "elapsed_s": elapsed_s}
         about_machine: dict[str, Any] = {"load": load.model_dump(exclude_none=True)} if load else {}
-        about_machine |= {"beats": beats} if beats else {}
         self._append(end | {"facts": facts or {}} | about_machine | ({"details": details} if details else {}))
         self.sync()
 

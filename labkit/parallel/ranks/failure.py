@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from labkit.machine.memory_limits import memory_limit_bytes, oom_kills
+from labkit.machine.cgroups import memory_limit_bytes, oom_kills
 from labkit.parallel.ranks.outcome import FailureKind, RankFailure, Report, reads_as_consequence, reads_as_out_of_memory
 from labkit.parallel.ranks.process import STATUS_LOST, RankProcess
 

@@ -18,7 +18,7 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
-from labkit.machine.memory_limits import oom_kills
+from labkit.machine.cgroups import oom_kills
 from labkit.parallel.core import build
 from labkit.parallel.ranks import whose_turn
 from labkit.parallel.ranks.deadlines import START_TIMEOUT_S

@@ -136,6 +136,10 @@ def is_out_of_memory(error: BaseException) -> bool:
     """
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # the latter is torch's
         return True
+    if isinstance(error, RuntimeError) and "CUBLAS_STATUS_NOT_INITIALIZED" in str(error):
+        from labkit.machine.gpus import is_nearly_full
+
+        return is_nearly_full()
     return isinstance(error, RuntimeError) and reads_as_out_of_memory(str(error))
 
 

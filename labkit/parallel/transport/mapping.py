@@ -21,7 +21,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from labkit.machine.memory_limits import available_memory_bytes
+from labkit.machine.cgroups import available_memory_bytes
 from labkit.parallel.ranks.hosts import host_identity
 from labkit.parallel.ranks.messages import gather_json
 

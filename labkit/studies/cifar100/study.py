@@ -142,7 +142,7 @@ class Cifar100Study(Study):
         )
 
     def skip_reason(self, point: TrainingPoint, machine: Machine) -> str | None:
-        if reason := machine.why_no_device(point.device):
+        if reason := machine.no_device_reason(point.device):
             return reason
         ranks = ranks_here(point.world_size)
         needed = ranks * RANK_BYTES + (COPIES + ranks) * IMAGES[point.dataset] * RECORD_BYTES

@@ -78,7 +78,7 @@ class SyncBatchNormStudy(Study):
         return points
 
     def skip_reason(self, point: SyncBatchNormPoint, machine: Machine) -> str | None:
-        if reason := machine.why_no_device(point.device):
+        if reason := machine.no_device_reason(point.device):
             return reason
         if point.batch < 2 * point.world_size:
             return "plain BatchNorm needs two rows a rank, and there are fewer"

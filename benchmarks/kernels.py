@@ -1,0 +1,305 @@
+"""Resources and bounds of the flash kernels' tiles on GPUs that need not be here: compiles, launches nothing.
+
+    python benchmarks/kernels.py                       # all tiles, for sm_80, 86, 89, 90, 100 and 120
+    python benchmarks/kernels.py --capability 90 --kernel grad_kv --head-dim 128 --tile 64,128,8,2
+
+A tile is block_q,block_k,warps,stages (and 1 to specialize warps).  Columns: registers per thread; spill instructions
+inside and outside of loops; KiB of shared memory per block; columns of tensor memory; blocks per multiprocessor;
+instructions of the main loop per tile and warp; the unit that bounds the loop, and the share of the tensor cores' peak
+if all else overlaps.  Exits 1 if a tile spills in a loop or exceeds the shared or tensor memory there is.
+
+Triton compiles for any target; its wheel holds `nvdisasm` and `cuobjdump`, which read the machine code.  Compiled
+kernels stay in Triton's cache.  Rates: CUDA C++ programming guide, arithmetic instructions by compute capability.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from labkit.nn import flash_backward_kernels, flash_kernels
+from labkit.nn.flash_tiles import KERNEL_NAMES, Tile, kernel_constants, tiles_for
+
+KERNELS: dict[str, Any] = {
+    "forward": flash_kernels.forward_kernel,
+    "delta": flash_backward_kernels.delta_kernel,
+    "grad_kv": flash_backward_kernels.grad_kv_kernel,
+    "grad_q": flash_backward_kernels.grad_q_kernel,
+}
+MATMULS = {"forward": 2, "grad_kv": 4, "grad_q": 3, "delta": 0}  # per tile, each 2 * block_q * block_k * head_dim
+POINTERS = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16"}
+TENSOR_COLUMNS = 512
+BINARIES = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+
+
+@dataclass(frozen=True)
+class Chip:
+    """Per multiprocessor: KiB of shared memory in all and per block, threads; FLOP per clock, dense bfloat16.
+
+    `alu_clocks` and `fp32_clocks` are the clocks that a warp's instruction takes on a quarter of it.
+    """
+
+    shared_kib: int
+    block_kib: int
+    threads: int
+    flop_per_clock: int
+    fp32_clocks: int
+    alu_clocks: int = 2
+
+
+CHIPS = {
+    80: Chip(164, 163, 2048, 2048, 2),
+    86: Chip(100, 99, 1536, 1024, 1),
+    89: Chip(100, 99, 1536, 1024, 1),
+    90: Chip(228, 227, 2048, 4096, 1),
+    100: Chip(228, 227, 2048, 8192, 1),
+    120: Chip(100, 99, 1536, 1024, 1, alu_clocks=1),
+}
+
+
+@dataclass(frozen=True)
+class Resources:
+    """One compiled kernel: per thread, per block for memory, per tile and warp for `instructions`."""
+
+    registers: int
+    spills_in_loops: int
+    spills_outside: int
+    shared_bytes: int
+    tensor_columns: int
+    blocks: int
+    instructions: int
+    bound: str
+    tensor_share: float
+
+    def faults(self, capability: int) -> list[str]:
+        """Reasons against shipping this tile."""
+        found = [f"{self.spills_in_loops} spills in loops"] * (self.spills_in_loops > 0)
+        found += ["too much shared memory"] * (self.shared_bytes > CHIPS[capability].block_kib * 1024)
+        return found + ["too much tensor memory"] * (self.tensor_columns > TENSOR_COLUMNS)
+
+
+def compile_tile(
+    kernel: str, tile: Tile, *, head_dim: int, dtype: torch.dtype, causal: bool, capability: int, group: int = 1
+) -> Resources:
+    """Compile `kernel` ("forward", "delta", "grad_kv" or "grad_q") for sm_<capability> and read its machine code."""
+    compiled = triton.compile(
+        _source(kernel, tile, kernel_constants(head_dim, dtype, causal, group=group, interpreted=False), dtype),
+        target=GPUTarget("cuda", capability, 32),
+        options={"num_warps": tile.warps, "num_stages": tile.stages},
+    )
+    chip, shared, warps = CHIPS[capability], compiled.metadata.shared, compiled.metadata.num_warps
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        registers = int(re.findall(r"REG:(\d+)", _run("cuobjdump", "--dump-resource-usage", file.name))[-1])
+        code = _instructions(_run("nvdisasm", "-c", file.name))
+    warps = int(getattr(compiled.metadata, "ws_num_warps", warps) or warps)
+    loops = _loops(code)
+    spills = [index for index, (text, _) in enumerate(code) if _name(text).split(".")[0] in ("LDL", "STL")]
+    inside = set().union(*loops) if loops else set()
+    main = max(
+        loops, key=lambda loop: sum(_kind(code[i][0]) == "tensor" for i in loop) * 10_000 - len(loop), default=[]
+    )
+    flop = 2 * MATMULS[kernel] * tile.block_q * tile.block_k * head_dim
+    bound, share = _bound([code[i][0] for i in main], tile.warps, flop, dtype, capability)
+    return Resources(
+        registers=registers,
+        spills_in_loops=sum(index in inside for index in spills),
+        spills_outside=sum(index not in inside for index in spills),
+        shared_bytes=shared,
+        tensor_columns=int(getattr(compiled.metadata, "tmem_size", 0) or 0),
+        blocks=_blocks(chip, registers, shared, warps),
+        instructions=len(main),
+        bound=bound,
+        tensor_share=share,
+    )
+
+
+def _source(kernel: str, tile: Tile, constants: dict[str, Any], dtype: torch.dtype) -> ASTSource:
+    function, given = KERNELS[kernel], constants | tile.constants()
+    signature: dict[str, str] = {}
+    for parameter in function.params:
+        name = parameter.name
+        if name in given or parameter.has_default:
+            signature[name] = "constexpr"
+            given.setdefault(name, parameter.default)
+        elif name in ("logsumexp_ptr", "delta_ptr"):
+            signature[name] = "*fp32"
+        elif name.endswith("_ptr"):
+            signature[name] = POINTERS[dtype]
+        else:
+            signature[name] = "fp32" if name == "scale" else "i32"
+    # tensors from PyTorch's allocator are aligned; without saying so, loads are not pipelined
+    aligned = {(index,): [["tt.divisibility", 16]] for index, name in enumerate(signature) if name.endswith("_ptr")}
+    return ASTSource(function, signature, {name: value for name, value in given.items() if name in signature}, aligned)
+
+
+def _run(program: str, *arguments: str) -> str:
+    return subprocess.run([BINARIES / program, *arguments], check=True, capture_output=True, text=True).stdout
+
+
+# ------------------------------------------------------------------------------------ machine code
+
+
+def _instructions(listing: str) -> list[tuple[str, int | None]]:
+    """Each instruction's text, and the index that it may jump to."""
+    texts: list[str] = []
+    labels: dict[str, int] = {}
+    for line in listing.splitlines():
+        if match := re.match(r"(\.L_x_\d+):", line):
+            labels[match[1]] = len(texts)
+        elif match := re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;", line):
+            texts.append(match[1])
+    targets = (re.search(r"`\((\.L_x_\d+)\)", text) if _name(text).startswith("BRA") else None for text in texts)
+    return [(text, labels.get(target[1]) if target else None) for text, target in zip(texts, targets, strict=True)]
+
+
+def _loops(code: list[tuple[str, int | None]]) -> list[set[int]]:
+    """Loops that compute: strongly connected parts of the flow of control that use tensor cores or exponentials."""
+    edges = []
+    for index, (text, target) in enumerate(code):
+        if target is not None and target < len(code):
+            edges.append((index, target))
+        always = re.match(r"(BRA(\.\S+)? `|EXIT|RET|BRX)", text)
+        if not always and index + 1 < len(code):
+            edges.append((index, index + 1))
+    sources, ends = np.array(edges).T
+    graph = coo_array((np.ones(len(edges)), (sources, ends)), shape=(len(code), len(code)))
+    _, parts = connected_components(graph.tocsr(), connection="strong")
+    found: dict[int, set[int]] = {}
+    for index, part in enumerate(parts.tolist()):
+        found.setdefault(part, set()).add(index)
+    kinds = {"tensor", "special"}
+    return [loop for loop in found.values() if len(loop) > 1 and any(_kind(code[i][0]) in kinds for i in loop)]
+
+
+def _name(text: str) -> str:
+    """The instruction without its predicate: "HMMA.16816.F32"."""
+    return re.sub(r"^@!?U?P\w+\s+", "", text).split(" ")[0]
+
+
+def _kind(text: str) -> str:
+    """The unit that carries out an instruction."""
+    name = _name(text)
+    for kind, pattern in UNITS.items():
+        if re.match(pattern, name):
+            return kind
+    return "other"
+
+
+UNITS = {
+    "tensor": r"[HQ]MMA|HGMMA|UTC\wMMA",
+    "special": r"MUFU",
+    "fp32": r"F(FMA|MUL|ADD)|IMAD|MOV",
+    "alu": r"F(MNMX|SEL|SET|SETP)|F2F|IADD|VIADD|LOP|LEA|SHF|SEL|ISETP|PRMT|PLOP|VIMNMX|IMNMX|IABS",
+    "shared": r"LDS|STS|LDGSTS|SHFL",
+}
+
+
+def _bound(loop: list[str], warps: int, flop: int, dtype: torch.dtype, capability: int) -> tuple[str, float]:
+    """The unit that one trip of the loop keeps busy longest, and the tensor cores' clocks over its clocks."""
+    if not loop or not flop:
+        return "memory", 0.0
+    chip, kinds = CHIPS[capability], Counter(map(_kind, loop))
+    slow = 2 * 3 if dtype == torch.float32 else 1  # TF32 at half the rate, three products for one
+    quarter = warps / 4
+    clocks = {
+        "tensor": flop * slow / chip.flop_per_clock,
+        "shared": sum(map(_shared_bytes, loop)) * warps / 128,
+        "issue": len(loop) * quarter,
+        "special": 8 * kinds["special"] * quarter,
+        "fp32": chip.fp32_clocks * kinds["fp32"] * quarter,
+        "alu": chip.alu_clocks * kinds["alu"] * quarter,
+    }
+    bound = max(clocks, key=lambda unit: clocks[unit])
+    return bound, clocks["tensor"] / clocks[bound]
+
+
+def _shared_bytes(text: str) -> float:
+    """Bytes of shared memory that a warp moves by one instruction."""
+    name = _name(text)
+    if match := re.match(r"HGMMA\.(\d+)x(\d+)x(\d+)", name):  # of four warps
+        rows, columns, depth = map(int, match.groups())
+        from_registers = re.search(r"HGMMA\S* R\d+, R\d+", text) is not None
+        return (4 if "TF32" in name else 2) * depth * (columns + (0 if from_registers else rows)) / 4
+    if re.match(r"LDSM|STSM", name):
+        return 512 if ".4" in name else 256 if ".2" in name else 128
+    if re.match(r"LDGSTS", name):
+        return 512
+    if re.match(r"LDS|STS|SHFL", name):
+        return 512 if ".128" in name else 256 if ".64" in name else 128
+    return 0
+
+
+def _blocks(chip: Chip, registers: int, shared_bytes: int, warps: int) -> int:
+    """Blocks that fit a multiprocessor, by registers, shared memory (1 KiB each is the system's) and threads."""
+    per_warp = -(-registers * 32 // 256) * 256
+    return min(
+        65536 // (per_warp * warps), chip.shared_kib * 1024 // (shared_bytes + 1024), chip.threads // (32 * warps)
+    )
+
+
+# ------------------------------------------------------------------------------------------- table
+
+
+def main() -> int:
+    options = _options()
+    print(f"{'target':7}{'dtype':9}{'kernel':8}{'dim':>4}  {'tile':20}{'registers':>9}  in loops  outside  "
+          f"KiB  columns  blocks  instructions  bound")  # fmt: skip
+    wrong = 0
+    for capability, dtype, head_dim, kernel, tile in _selected(options):
+        sizes: dict[str, Any] = {"head_dim": head_dim, "dtype": dtype, "capability": capability}
+        found = compile_tile(kernel, tile, causal=not options.full, **sizes)
+        faults = found.faults(capability)
+        wrong += bool(faults)
+        print(
+            f"sm_{capability:<4}{str(dtype).removeprefix('torch.'):9}{kernel:8}{head_dim:4}  {tile!s:20}"
+            f"{found.registers:9}{found.spills_in_loops:10}{found.spills_outside:9}{found.shared_bytes / 1024:5.0f}"
+            f"{found.tensor_columns:9}{found.blocks:8}{found.instructions:14}  {found.bound} {found.tensor_share:.2f}"
+            + "".join(f"  ! {fault}" for fault in faults),
+            flush=True,
+        )
+    print(f"{wrong} tiles spill in a loop or do not fit")
+    return int(wrong > 0)
+
+
+def _selected(options: argparse.Namespace) -> Iterator[tuple[int, torch.dtype, int, str, Tile]]:
+    for capability in options.capability or CHIPS:
+        for name in options.dtype or ("bfloat16", "float32"):
+            dtype: torch.dtype = getattr(torch, name)
+            for kernel in options.kernel or KERNEL_NAMES:
+                for head_dim in options.head_dim or (32, 64, 128, 256):
+                    shipped = tiles_for(kernel, dtype=dtype, head_dim=head_dim, capability=divmod(capability, 10))
+                    for tile in options.tile or shipped:
+                        yield capability, dtype, head_dim, kernel, tile
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kernel", action="append", choices=list(KERNELS))
+    parser.add_argument("--head-dim", action="append", type=int)
+    parser.add_argument("--dtype", action="append", choices=["bfloat16", "float16", "float32"])
+    parser.add_argument("--capability", action="append", type=int, choices=list(CHIPS))
+    parser.add_argument("--tile", action="append", type=lambda text: Tile(*map(int, text.split(","))))
+    parser.add_argument("--full", action="store_true", help="without the causal mask")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,72 @@
+"""A probe of the machine before a point: how long two ranks take to answer one another, and a copy of 64 MB.
+
+The heavy load of other programs shows as late wake-ups of ranks, and a slow phase of the memory as a slow copy. Both
+are stored with the point (`machine.load.Load`), and `machine.load.busy_points` compares the points of a run.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+COPY_BYTES = 64_000_000
+COPIES = 3
+ROUND_TRIPS = 100
+PROBE = "machine probe"
+"""Key of the row that carries the probe; no worker's value has a name with a blank."""
+
+
+def probed(worker: Callable[..., Any], point: Any, **options: Any) -> Iterator[Any]:
+    """Yield one row with the probe of this rank, then the worker's rows.
+
+    A point that measures the start of its processes (`fresh_ranks`) is not probed: the probe would warm them up.
+    """
+    if not getattr(point, "fresh_ranks", False):
+        yield {PROBE: probe()}
+    yield from worker(point, **options) or ()
+
+
+def probe() -> dict[str, float]:
+    """Return `ping_s`, the mean round trip between ranks 0 and 1, and `copy_s`, on rank 0 only; {} on other ranks.
+
+    Without a second rank on the CPU there is no `ping_s`; where 128 MB cannot be had, there is no `copy_s`.
+    """
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    has_peer = dist.is_initialized() and dist.get_world_size() > 1 and dist.get_backend() == "gloo"
+    seconds = {"ping_s": _ping_pong(rank)} if has_peer and rank < 2 else {}
+    if rank > 0:
+        return {}
+    with suppress(MemoryError):
+        seconds["copy_s"] = _copy()
+    return seconds
+
+
+def _ping_pong(rank: int) -> float:
+    """Mean seconds of a round trip; the mean, since a few late wake-ups among many are what load looks like."""
+    message = torch.zeros(1)
+    start = 0.0
+    for trip in range(-5, ROUND_TRIPS):
+        if trip == 0:
+            start = time.perf_counter()
+        if rank == 0:
+            dist.send(message, 1)
+        dist.recv(message, 1 - rank)
+        if rank == 1:
+            dist.send(message, 0)
+    return (time.perf_counter() - start) / ROUND_TRIPS
+
+
+def _copy() -> float:
+    """Median seconds of a copy by one thread, into memory that was written before."""
+    source, target = np.ones(COPY_BYTES, np.uint8), np.ones(COPY_BYTES, np.uint8)
+    seconds = []
+    for _ in range(COPIES):
+        start = time.perf_counter()
+        np.copyto(target, source)
+        seconds.append(time.perf_counter() - start)
+    return median(seconds)

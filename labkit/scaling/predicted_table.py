@@ -1,0 +1,54 @@
+"""Writes predictions of a table of runs, one row each."""
+
+import csv
+from collections.abc import Mapping, Sequence
+from typing import TextIO
+
+from labkit.scaling.constants import Constants, load_constants
+from labkit.scaling.prediction import list_warnings, predict_runs
+from labkit.scaling.runs import Runs
+from labkit.scaling.table import Row
+
+COLUMNS = ("step_s", "step_low", "step_high", "mfu_percent", "peak_gib", "fits", "unstable", "note")
+MEASURED = {"step_s": "measured_step_s", "mfu_percent": "measured_mfu_percent", "note": "published_note"}
+"""Columns of the input that have a prediction's name, and their names in the output."""
+
+
+def predict_rows(rows: Sequence[Row], constants: Constants | None = None) -> list[dict[str, str]]:
+    """The cells of every row with `COLUMNS`; for a refused row these are empty except for the note."""
+    constants = constants or load_constants()
+    good = [row for row in rows if row.run is not None]
+    predicted: dict[int, dict[str, str]] = {}
+    if good:
+        runs = Runs.from_runs([row.run for row in good if row.run is not None])
+        found = predict_runs(runs, constants)
+        warnings = list_warnings(runs, found, constants)
+        for at, row in enumerate(good):
+            predicted[row.line] = {
+                "step_s": f"{found.step_s[at]:.6g}",
+                "step_low": f"{found.low_90[at]:.6g}",
+                "step_high": f"{found.high_90[at]:.6g}",
+                "mfu_percent": f"{100 * found.mfu[at]:.2f}",
+                "peak_gib": f"{found.peak_gib[at]:.2f}",
+                "fits": str(int(found.fits[at])),
+                "unstable": str(int(found.is_unstable[at])),
+                "note": "; ".join([*warnings[at], *(f"assumed: {name}" for name in row.assumptions)]),
+            }
+    return [_input(row.cells) | predicted.get(row.line, _refused(row)) for row in rows]
+
+
+def write_rows(rows: Sequence[Mapping[str, str]], out: TextIO) -> None:
+    """A CSV with every column that any row has; characters that `out` cannot encode are replaced."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    encoding = getattr(out, "encoding", None) or "utf-8"
+    writer = csv.DictWriter(out, names, restval="", lineterminator="\n")
+    for row in [dict(zip(names, names, strict=True)), *rows]:
+        writer.writerow({name: text.encode(encoding, "replace").decode(encoding) for name, text in row.items()})
+
+
+def _input(cells: Mapping[str, str]) -> dict[str, str]:
+    return {MEASURED.get(name, name): value for name, value in cells.items() if name in MEASURED or name not in COLUMNS}
+
+
+def _refused(row: Row) -> dict[str, str]:
+    return dict.fromkeys(COLUMNS, "") | {"note": f"refused: {row.refusal}"}

@@ -1,0 +1,188 @@
+"""Why a training is slower than predicted: MFU conventions, and the six causes that public threads name most."""
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from labkit.scaling.advice import Request
+from labkit.scaling.constants import Profile
+from labkit.scaling.layout import Layout
+from labkit.scaling.model import layer_parameters, parameters, step_flops
+from labkit.scaling.search import Candidate
+
+SAME = 0.1
+"""Reported and computed MFU within this share are the same number."""
+FLOAT32_SLOWER = 16.0
+"""bf16 tensor cores over float32 units: 312 / 19.5 on A100, 989 / 67 on H100."""
+PCIE_GB_S = 25.0
+SHORT_SEQUENCE = 512
+"""Tokens per sequence that a program may have as its default."""
+MATTERS = 0.97
+"""Share of the predicted MFU; what leaves more is no cause."""
+
+
+@dataclass(frozen=True)
+class Convention:
+    """A way to count MFU, and this throughput by it, 0 to 1."""
+
+    name: str
+    mfu: float
+
+
+@dataclass(frozen=True)
+class Cause:
+    """A possible cause and how to check it; `mfu` with it, 0 to 1, at its worst if `is_graded`.
+
+    `low` and `high` are the 90% interval of `mfu`.
+    """
+
+    name: str
+    check: str
+    mfu: float
+    low: float
+    high: float
+    is_graded: bool = False
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """A measured step against its prediction."""
+
+    request: Request
+    expected: Candidate
+    step_s: float
+    mfu: float
+    """Measured, by labkit's convention."""
+    conventions: Sequence[Convention]
+    reported_mfu: float | None
+    causes: Sequence[Cause] = ()
+    """Causes that could explain everything first, then by the share that they explain."""
+    unspecified: Collection[str] = ()
+    """Options that the user left out."""
+
+    @property
+    def interval_mfu(self) -> tuple[float, float]:
+        """The 90% interval of the predicted MFU."""
+        low_s, high_s = self.expected.interval_90
+        flops = self.expected.mfu * self.expected.step_s
+        return flops / high_s, flops / low_s
+
+    @property
+    def convention(self) -> Convention | None:
+        """The convention that gives the reported MFU; None if none does or none was reported."""
+        reported = self.reported_mfu
+        if not reported:
+            return None
+        near = min(self.conventions, key=lambda one: abs(one.mfu / reported - 1))
+        return near if abs(near.mfu / reported - 1) <= SAME else None
+
+    @property
+    def implied_parameters(self) -> float | None:
+        """Size of a model for which throughput and reported MFU agree; None if they agree anyway."""
+        if not self.reported_mfu or self.convention is not None:
+            return None
+        return float(parameters(self.request.model)) * self.reported_mfu / self.mfu
+
+    def share(self, cause: Cause) -> float:
+        """Share of the lost seconds that this cause explains at its worst, 0 to 1."""
+        if cause.mfu <= self.mfu:
+            return 1.0
+        usual = self.expected.mfu
+        return max((1 / cause.mfu - 1 / usual) / (1 / self.mfu - 1 / usual), 0.0)
+
+    def is_excluded(self, cause: Cause) -> bool:
+        """Whether it would make the step slower than it is."""
+        return not cause.is_graded and self.mfu > cause.high
+
+
+def explain(
+    request: Request,
+    *,
+    tokens_per_s: float | None = None,
+    mfu: float | None = None,
+    unspecified: Collection[str] = (),
+) -> Diagnosis:
+    """Diagnosis of this throughput, or of this MFU by labkit's convention.
+
+    ValueError for neither, or for an impossible layout.
+    """
+    if not any(value is not None and 0 < value < float("inf") for value in (tokens_per_s, mfu)):
+        raise ValueError("expected the tokens per second or the MFU that was measured, above zero")
+    ranking = request.ranking()
+    expected = ranking.candidate(ranking.order[0]) if ranking.order else ranking.min_memory()
+    step_s = request.tokens / tokens_per_s if tokens_per_s else expected.step_s * expected.mfu / (mfu or 1.0)
+    measured = expected.mfu * expected.step_s / step_s
+    conventions = list(_conventions(request, expected.layout, measured))
+    reported = mfu if tokens_per_s else None
+    found = Diagnosis(request, expected, step_s, measured, conventions, reported, (), unspecified)
+    if measured >= expected.mfu:
+        return found
+    causes = [cause for cause in _causes(request, expected, unspecified) if cause.mfu < MATTERS * expected.mfu]
+    order = sorted(causes, key=lambda cause: (found.is_excluded(cause), -found.share(cause)))
+    return replace(found, causes=order)
+
+
+def _conventions(request: Request, layout: Layout, measured: float) -> Iterator[Convention]:
+    model, seq_len = request.model, request.seq_len
+    whole, causal = (step_flops(model, seq_len=seq_len, sequences=1, causal=half) / seq_len for half in (False, True))
+    yield Convention("6 FLOPs per parameter and all attention scores, dense peak", measured)
+    yield Convention("only the causal half of the scores", measured * causal / whole)
+    yield Convention("6 FLOPs per parameter, no attention", measured * 6 * parameters(model) / whole)
+    if layout.recompute == "full":
+        again = 2 * model.layers * (layer_parameters(model) + 2 * model.hidden * seq_len)
+        yield Convention("recomputation counted (hardware FLOPs)", measured * (whole + again) / whole)
+    yield Convention("over the peak with sparsity, twice the dense one", measured / 2)
+
+
+def _causes(request: Request, expected: Candidate, unspecified: Collection[str]) -> Iterator[Cause]:
+    layout, hardware = expected.layout, request.hardware
+    yield Cause("data that arrives late, work between steps", "repeat one batch", 0.0, 0.0, expected.mfu, True)
+    if (work := _little_work(request, layout, unspecified)) is not None:
+        yield work
+    if "recompute" not in request.fixed and layout.recompute != "full":
+        recomputed = replace(layout, recompute="full")
+        yield _cause("every layer recomputed", "add --recompute", request, recomputed)
+    slow = replace(request, hardware=replace(hardware, peak_tflops=hardware.peak_tflops / FLOAT32_SLOWER))
+    cause = _cause("matmuls in float32, no tensor cores", "labkit report precision", slow, layout)
+    yield replace(
+        cause,
+        mfu=cause.mfu / FLOAT32_SLOWER,
+        low=cause.low / FLOAT32_SLOWER,
+        high=cause.high / FLOAT32_SLOWER,
+    )
+    profile = Profile("unfused", request.framework, {"unfused_attention": 1.0})
+    unfused = replace(request, constants=request.constants.with_profile(profile), framework=profile.name)
+    yield _cause("attention that writes its scores to memory", "labkit report flash_attention", unfused, layout)
+    if request.gpus > 1:
+        slower: dict[str, Any] = {"link_gb_s": min(hardware.link_gb_s, PCIE_GB_S)}
+        name = "GPUs that talk over PCIe instead of NVLink"
+        if request.gpus > hardware.gpus_per_node:
+            slower["network_gbps"] = hardware.network_gbps / 10
+            name += ", a network down to a tenth"
+        linked = replace(request, hardware=replace(hardware, **slower))
+        yield _cause(name, "labkit report all_reduce", linked, layout, is_graded=True)
+
+
+def _little_work(request: Request, layout: Layout, unspecified: Collection[str]) -> Cause | None:
+    """The shortest sequence and smallest micro-batch, of those that the user left out."""
+    options = [name for name in ("sequence",) if name in unspecified]
+    seq_len = min(SHORT_SEQUENCE, request.seq_len) if options else request.seq_len
+    micro_batch = layout.micro_batch
+    if "micro_batch" not in request.fixed:
+        options, micro_batch = [*options, "micro_batch"], 1
+    if not options:
+        return None
+    short = replace(request, seq_len=seq_len, global_batch=request.tokens // seq_len)
+    least = replace(layout, micro_batch=micro_batch, global_batch=short.global_batch)
+    check = "add " + " and ".join(f"--{name.replace('_', '-')}" for name in options)
+    name = f"little work at once: micro-batch {micro_batch}, sequences of {seq_len}"
+    return _cause(name, check, short, least, is_graded=True)
+
+
+def _cause(name: str, check: str, request: Request, layout: Layout, *, is_graded: bool = False) -> Cause:
+    """The prediction of another request on one layout."""
+    found = request.prediction(layout)
+    fast, slow = found.interval_90
+    return Cause(
+        name, check, found.mfu, found.mfu * found.step_s / slow, found.mfu * found.step_s / fast, is_graded=is_graded
+    )

@@ -1,0 +1,70 @@
+"""Without a GPU: the tiles of the flash kernels compile for their GPU, fit it, and spill nothing inside a loop.
+
+`make test` compiles one tile per kernel for an A100 and an H100; `make test-all` compiles every tile of
+`benchmarks/kernels.py`, for six GPUs, a second or more each.
+"""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import triton
+
+from benchmarks import kernels
+from benchmarks.kernels import CHIPS, compile_tile
+from labkit.nn import flash_attention
+from labkit.nn.flash_tiles import DELTA_TILE, KERNEL_NAMES, tiles_for
+
+# Tiles were chosen with this Triton.  Another one allots registers differently: there the autotuner's check decides.
+pytestmark = [
+    pytest.mark.skipif(flash_attention.INTERPRETED, reason="interpreted kernels cannot be compiled"),
+    pytest.mark.skipif(not triton.__version__.startswith("3.7."), reason="tiles were chosen with Triton 3.7"),
+]
+
+
+@pytest.mark.parametrize(("capability", "dtype"), [(80, torch.bfloat16), (90, torch.bfloat16), (90, torch.float32)])
+@pytest.mark.parametrize("kernel", KERNEL_NAMES)
+def test_the_first_tile_fits_and_spills_nothing_in_a_loop(kernel: str, capability: int, dtype: torch.dtype) -> None:
+    tile = tiles_for(kernel, dtype=dtype, head_dim=128, capability=divmod(capability, 10))[0]
+    found = compile_tile(kernel, tile, head_dim=128, dtype=dtype, causal=True, capability=capability)
+    assert not found.faults(capability)
+    assert found.instructions > 100
+    assert 0.2 < found.tensor_share <= 1
+
+
+def test_grouped_heads_and_the_delta_kernel_fit() -> None:
+    found = compile_tile("delta", DELTA_TILE, head_dim=128, dtype=torch.bfloat16, causal=False, capability=80)
+    assert not found.faults(80)
+    tile = tiles_for("grad_kv", dtype=torch.bfloat16, head_dim=64, capability=(9, 0))[0]
+    sizes = {"head_dim": 64, "dtype": torch.bfloat16, "capability": 90}
+    assert not compile_tile("grad_kv", tile, causal=True, group=4, **sizes).faults(90)
+
+
+def test_spills_and_loops_are_read_from_machine_code() -> None:
+    listing = """
+        /*0000*/                   MOV R1, R2 ;
+        /*0010*/                   STL [R1], R2 ;
+.L_x_1:
+        /*0020*/                   HMMA.16816.F32 R4, R8, R12, R4 ;
+        /*0030*/                   LDL R2, [R1] ;
+        /*0040*/              @!P0 BRA `(.L_x_3) ;
+        /*0050*/               @P0 BRA `(.L_x_1) ;
+        /*0060*/                   LDL R2, [R1] ;
+        /*0070*/                   EXIT ;
+.L_x_3:
+        /*0080*/                   MUFU.EX2 R2, R2 ;
+        /*0090*/                   BRA `(.L_x_1) ;
+.L_x_4:
+        /*00a0*/                   BRA `(.L_x_4) ;
+"""
+    (loop,) = kernels._loops(kernels._instructions(listing))
+    assert loop == {2, 3, 4, 5, 8, 9}, "with the part that stands after the end, and without what only waits"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("capability", CHIPS)
+def test_every_tile_fits_and_spills_nothing_in_a_loop(capability: int, dtype: str, monkeypatch, capsys) -> None:
+    monkeypatch.setattr("sys.argv", ["kernels.py", "--capability", str(capability), "--dtype", dtype])
+    assert kernels.main() == 0, capsys.readouterr().out

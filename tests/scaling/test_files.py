@@ -1,0 +1,295 @@
+"""Files and names from the field: tables of runs, config.json, models and GPUs as people and programs write them."""
+
+import csv
+import io
+import json
+
+import pytest
+
+from labkit.costs.transformer import SIZES, n_parameters
+from labkit.scaling.hardware import HARDWARE, find_hardware
+from labkit.scaling.model import parameters
+from labkit.scaling.model_config import MAX_BYTES, read_model
+from labkit.scaling.named_models import NAMED, find_model
+from labkit.scaling.predicted_table import COLUMNS, predict_rows, write_rows
+from labkit.scaling.table import read_rows
+from labkit.scaling.tables import DATA
+from tests.commands import labkit
+
+GOOD = {
+    **{"group": "mosaic", "gpu": "H100-SXM-80GB", "gpus": "8", "layers": "32", "hidden": "4096", "heads": "32"},
+    **{"vocab": "50368", "seq_len": "2048", "tp": "1", "pp": "1", "dp": "8", "shard": "zero3", "micro_batch": "4"},
+    **{"global_batch": "64", "ffn": "", "note": ""},
+}
+WRONG = [
+    ({"gpu": "Z9"}, "unknown GPU 'Z9'"),
+    ({"gpus": "16"}, "is 8, and gpus is 16"),
+    ({"heads": "33"}, "multiple of heads"),
+    ({"heads": ""}, "heads is empty"),
+    ({"layers": "nan"}, "layers above 0"),
+    ({"hidden": "1e30"}, "hidden above 0 and at most"),
+    ({"hidden": "4.096"}, "whole number"),
+    ({"seq_len": "long"}, "seq_len to be a number"),
+    ({"global_batch": "63"}, "divided over dp = 8"),
+    ({"shard": "zero9"}, "shard among"),
+    ({"tied": "maybe"}, "tied to be 0 or 1"),
+    ({"precision": "nvfp4"}, "nearest known precision is fp8"),
+    ({"precision": "fp32"}, "nearest known precision is bf16"),
+    ({"note": "optimizer states kept on the CPU"}, "nearest is zero3"),
+    ({"layers": "900000000", "pp": "100000000", "gpus": "800000000"}, "pp of at most 512"),
+]
+
+
+def _text(rows, separator=","):
+    out = io.StringIO()
+    writer = csv.DictWriter(out, list(rows[0]), delimiter=separator, lineterminator="\n", restval="")
+    writer.writeheader()
+    writer.writerows(rows)
+    return out.getvalue()
+
+
+def _table(folder, content):
+    path = folder / "rows.csv"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return path
+
+
+@pytest.mark.parametrize(("change", "reason"), WRONG, ids=str)
+def test_a_wrong_row_is_refused_by_its_line_and_the_others_are_predicted(tmp_path, change, reason):
+    columns = dict.fromkeys(("tied", "precision"), "")
+    rows = read_rows(_table(tmp_path, _text([columns | GOOD, columns | GOOD | change, columns | GOOD])))
+    assert [row.run is None for row in rows] == [False, True, False]
+    assert rows[1].line == 3
+    assert reason in rows[1].refusal
+    first, refused, last = predict_rows(rows)
+    assert refused["step_s"] == ""
+    assert reason in refused["note"]
+    assert first == last
+    assert float(first["step_low"]) < float(first["step_s"]) < float(first["step_high"])
+
+
+PLAIN = _text([GOOD])
+SPREADSHEETS = {
+    "semicolons and a byte-order mark": ("\ufeff" + _text([GOOD], ";")).encode(),
+    "a decimal comma": _text([GOOD | {"node_network_gbps": "1600,5"}], ";").encode(),
+    "UTF-16 with tabs": _text([GOOD], "\t").encode("utf-16"),
+    "carriage returns": PLAIN.replace("\n", "\r").encode(),
+    "a separator line": ("sep=;\n" + _text([GOOD], ";")).encode(),
+    "lines of commas only": (PLAIN + "," * len(GOOD) + "\n\n").encode(),
+    "capital letters": PLAIN.replace("gpus", "GPUs").replace("hidden", "Hidden").encode(),
+    "thousands": _text([GOOD | {"hidden": "4,096", "vocab": "50 368"}]).encode(),
+    "floats": _text([GOOD | {"hidden": "4096.0"}]).encode(),
+}
+
+
+@pytest.mark.parametrize("case", SPREADSHEETS)
+def test_tables_as_spreadsheets_write_them(case, tmp_path):
+    (expected,) = predict_rows(read_rows(_table(tmp_path, PLAIN)))
+    (found,) = predict_rows(read_rows(_table(tmp_path, SPREADSHEETS[case])))
+    if case != "a decimal comma":
+        assert {name: found[name] for name in COLUMNS} == {name: expected[name] for name in COLUMNS}
+    assert float(found["step_s"]) == pytest.approx(float(expected["step_s"]), rel=0.2)
+
+
+REFUSED = {
+    "another table": (b"not,a,table\n1,2,3\n", "lacks the columns gpu, gpus.*first line has not, a, table"),
+    "a missing column": (PLAIN.replace("hidden", "width").encode(), "lacks the columns hidden"),
+    "bytes": (b"\xff\xfe\x00gpu\xd8", "UTF"),
+    "a zero byte": (PLAIN.replace("zero3", "ze\0ro3").encode(), "zero byte in line 2"),
+    "only a header": (",".join(GOOD).encode(), "no rows"),
+    "nothing": (b"", "lacks the columns"),
+    "a column twice": (PLAIN.replace("note", "hidden").encode(), "column hidden twice"),
+    "predictions": (_text([GOOD | {"step_low": "1", "step_high": "2"}]).encode(), "output of labkit predict"),
+    "thousands that may be decimals": (_text([GOOD | {"hidden": "4,096"}], ";").encode(), None),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_other_files_are_refused_in_a_line(case, tmp_path):
+    content, reason = REFUSED[case]
+    if reason is None:
+        assert "hidden to be a number" in read_rows(_table(tmp_path, content))[0].refusal
+        return
+    with pytest.raises(ValueError, match=reason):
+        read_rows(_table(tmp_path, content))
+
+
+def test_the_command_writes_predictions_and_names_refused_rows(tmp_path):
+    table = _table(tmp_path, _text([GOOD | {"note": "größer"}, GOOD | {"gpu": "Z9"}]))
+    done = labkit("predict", str(table), "--output", str(tmp_path / "out.csv"))
+    assert done.returncode == 1
+    assert "line 3: unknown GPU 'Z9'" in done.stderr
+    written = list(csv.DictReader((tmp_path / "out.csv").open(encoding="utf-8")))
+    assert [bool(row["step_s"]) for row in written] == [True, False]
+    assert written[0]["published_note"] == "größer"
+    again = labkit("predict", str(tmp_path / "out.csv"))
+    assert again.returncode == 2
+    assert "output of labkit predict" in again.stderr
+    assert "Traceback" not in labkit("predict", str(tmp_path / "none.csv")).stderr
+
+
+def test_a_terminal_without_unicode_gets_the_table_all_the_same(tmp_path):
+    out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    write_rows(predict_rows(read_rows(_table(tmp_path, _text([GOOD | {"note": "größer"}])))), out)
+    out.flush()
+    assert b"gr??er" in out.buffer.getvalue()
+
+
+def test_every_published_row_is_read():
+    rows = read_rows(DATA / "training_runs.csv")
+    assert not [row.refusal for row in rows if row.run is None]
+    frameworks = {(row.cells["group"], row.run.framework) for row in rows}
+    assert {("dgxc", "maxtext"), ("megatron", "nemo")} <= frameworks  # Megatron-Core on H100
+    more = read_rows(DATA / "more_training_runs.csv")
+    assert {row.refusal[:14] for row in more if row.run is None} == {"no run in fp32"}
+
+
+# as their makers print them, in billions
+PRINTED = {
+    **{"llama-2-7b": 6.74, "llama-2-70b": 68.98, "llama-3-8b": 8.03, "llama-3-70b": 70.55, "llama-3-405b": 405.85},
+    **{"llama-3.2-1b": 1.236, "llama-3.2-3b": 3.21, "qwen-2.5-0.5b": 0.494, "qwen-2.5-7b": 7.62, "qwen-3-8b": 8.19},
+    **{"qwen-2.5-72b": 72.71, "mistral-7b": 7.24, "mistral-large": 122.6, "mistral-nemo": 12.25, "qwen-3-32b": 32.76},
+    **{"gpt-3-175b": 174.6, "mpt-7b": 6.65, "mpt-30b": 29.95, "phi-3-mini": 3.82, "olmo-2-7b": 7.3, "yi-34b": 34.4},
+}
+
+
+@pytest.mark.parametrize("name", PRINTED)
+def test_parameters_are_those_that_are_printed(name):
+    assert parameters(NAMED[name]) / 1e9 == pytest.approx(PRINTED[name], rel=4e-3)
+
+
+def test_labkits_sizes_are_the_ones_that_are_trained():
+    assert {name: parameters(find_model(name)) for name in SIZES} == {name: n_parameters(SIZES[name]) for name in SIZES}
+
+
+@pytest.mark.parametrize(
+    ("written", "name"),
+    [
+        *[("meta-llama/Llama-3.1-8B", "llama-3-8b"), ("Llama 2 7B", "llama-2-7b"), ("llama3-70b", "llama-3-70b")],
+        *[("Qwen/Qwen2.5-7B-Instruct", "qwen-2.5-7b"), ("GPT-3 175B", "gpt-3-175b"), ("10b", "10B"), ("mini", "mini")],
+        *[("meta-llama/Llama-2-13b-chat-hf", "llama-2-13b"), ("meta-llama/Meta-Llama-3-8B-Instruct", "llama-3-8b")],
+        *[("mistralai/Mistral-7B-v0.1", "mistral-7b"), ("openai-community/gpt2-xl", "gpt-2-xl")],
+        *[("7B", "llama-2-7b"), ("175b", "gpt-3-175b"), ("2.7b", "2.7B")],
+    ],
+)
+def test_model_names_as_people_write_them(written, name):
+    assert find_model(written) is NAMED[name]
+
+
+@pytest.mark.parametrize(("name", "hint"), [("lama-3-8b", "did you mean .*llama-3-8b"), ("9b", "config.json")])
+def test_an_unknown_model_has_the_nearest_names(name, hint):
+    with pytest.raises(ValueError, match=f"unknown model '{name}'.*{hint}"):
+        find_model(name)
+
+
+@pytest.mark.parametrize(
+    ("written", "name"),
+    [
+        *[
+            ("H100", "H100-SXM-80GB"),
+            ("NVIDIA H100 80GB HBM3", "H100-SXM-80GB"),
+            ("NVIDIA H100 PCIe", "H100-PCIe-80GB"),
+        ],
+        *[
+            ("NVIDIA A100-SXM4-80GB", "A100-SXM-80GB"),
+            ("A100 80GB PCIe", "A100-PCIe-80GB"),
+            ("NVIDIA GB300", "GB300-279GB"),
+        ],
+        *[
+            ("a100-sxm-40gb", "A100-SXM-40GB"),
+            ("NVIDIA A100-SXM", "A100-SXM-80GB"),
+            ("Tesla V100-SXM2-16GB", "V100-SXM-16GB"),
+        ],
+        *[
+            ("rtx 4090", "RTX-4090-24GB"),
+            ("NVIDIA GeForce RTX 4090", "RTX-4090-24GB"),
+            ("NVIDIA GH200 480GB", "GH200-96GB"),
+        ],
+        *[
+            ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "RTX-PRO-6000-Blackwell-96GB"),
+            ("H100 NVL", "H100-NVL-94GB"),
+        ],
+        *[("AMD Instinct MI355X", "MI355X-288GB"), ("b300", "B300-SXM-270GB"), ("mi325x", "MI325X-256GB")],
+    ],
+)
+def test_gpus_as_people_and_nvidia_smi_write_them(written, name):
+    assert find_hardware(written) is HARDWARE[name]
+
+
+def test_a_gpu_with_another_memory_keeps_its_peak():
+    assert find_hardware("B200-SXM-192GB").memory_gib == 192
+    assert find_hardware("B200-192GB").peak_tflops == find_hardware("b200").peak_tflops
+    assert all(find_hardware(name) is card and card.source for name, card in HARDWARE.items())
+
+
+@pytest.mark.parametrize("name", ["H900", "", "h", "h100-800gb", "-80gb", "A100-SXM-9999999GB", "tpu"])
+def test_a_gpu_that_is_not_declared_is_refused(name):
+    with pytest.raises(ValueError, match="unknown GPU"):
+        find_hardware(name)
+
+
+LLAMA = {
+    **{"model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32},
+    **{"num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256, "tie_word_embeddings": False},
+}
+GPT2 = {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257}
+
+
+def _config(folder, content):
+    path = folder / "config.json"
+    path.write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
+    return path
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "phi3", "internlm2", "olmo2", "granite", "stablelm"])
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
+def test_a_config_is_the_model_of_that_name(kind, encoding, tmp_path):
+    content = json.dumps(LLAMA | {"model_type": kind}).encode(encoding)
+    model = read_model(_config(tmp_path, content))
+    assert parameters(model) == parameters(NAMED["llama-3-8b"])
+    assert read_model(tmp_path) == model
+
+
+def test_other_configs(tmp_path):
+    model = read_model(_config(tmp_path, GPT2))
+    assert (model.ffn, model.ffn_gated, model.tied, model.kv_heads) == (3072, False, True, 12)
+    assert read_model(_config(tmp_path, LLAMA | {"head_dim": 64})).head_dim == 64
+    snapshot = tmp_path / "models--meta-llama--Llama-3-8B" / "snapshots" / "1a2b"
+    snapshot.mkdir(parents=True)
+    (tmp_path / "blobs").mkdir()
+    (snapshot / "config.json").symlink_to(_config(tmp_path / "blobs", LLAMA))
+    assert read_model(snapshot).name == "Llama-3-8B"
+
+
+HOSTILE = {
+    "another architecture": LLAMA | {"model_type": "mixtral"},
+    "no architecture": {"hidden_size": 4096},
+    "a list": [1, 2],
+    "a text for a number": LLAMA | {"hidden_size": "4096"},
+    "a flag for a number": LLAMA | {"num_hidden_layers": True},
+    "not a number": b'{"model_type": "llama", "hidden_size": NaN}',
+    "a number of a million digits": b'{"model_type": "llama", "hidden_size": ' + b"9" * 10**6 + b"}",
+    "zero": LLAMA | {"vocab_size": 0},
+    "enormous": LLAMA | {"hidden_size": 10**12},
+    "heads that do not divide": LLAMA | {"num_attention_heads": 33},
+    "another type of flag": LLAMA | {"tie_word_embeddings": "no"},
+    "missing": {name: value for name, value in LLAMA.items() if name != "vocab_size"},
+    "nested": b"[" * 500_000,
+    "empty": b"",
+    "not utf-8": b"\xff\xfe\x00{",
+    "huge": b" " * (MAX_BYTES + 1),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_hostile_configs_are_refused_in_one_line(case, tmp_path):
+    with pytest.raises(ValueError, match="expected") as refused:
+        read_model(_config(tmp_path, HOSTILE[case]))
+    assert len(str(refused.value).splitlines()) == 1
+    assert len(str(refused.value)) < 600
+
+
+def test_a_device_is_no_config(tmp_path):
+    (tmp_path / "config.json").symlink_to("/dev/zero")
+    with pytest.raises(ValueError, match="there is no file"):
+        read_model(tmp_path)
