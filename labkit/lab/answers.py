@@ -110,7 +110,7 @@ class Compare(Question):
     """The alternatives of this question; None: all that were measured."""
     keep: str | None = None
     """Advice if nothing is better."""
-    names: Mapping[str, str] = field(default_factory=dict)
+    names: Mapping[Any, str] = field(default_factory=dict)
     """How sentences name alternatives, where their column's value is not the name."""
 
     def find(self, results: Results) -> Answer | None:

@@ -62,13 +62,17 @@ class Metric:
     def columns(self) -> list[str]:
         return [*self.configuration, self.compare]
 
-    def select(self, frame: pd.DataFrame) -> pd.DataFrame:
-        """Rows that meet `where`. A frame without one of the columns has no such rows."""
-        needed = [*self.columns, *self.where]
-        rows = frame.reindex(columns=list(dict.fromkeys([*frame.columns, *needed, self.value])))
+    def select(self, frame: pd.DataFrame, *, with_missing: bool = False) -> pd.DataFrame:
+        """Samples of the rows that meet `where`; `with_missing`: also of rows that lack one of its columns.
+
+        A frame without one of the columns has no such rows.
+        """
+        rows = frame.reindex(columns=list(dict.fromkeys([*frame.columns, *self.columns, *self.where, self.value])))
         for name, wanted in self.where.items():
-            rows = rows[rows[name].isin(wanted if isinstance(wanted, tuple) else (wanted,))]
-        return self.prepare(rows[~rows[self.compare].isin(self.without)].dropna(subset=[self.compare]))
+            is_wanted = rows[name].isin(wanted if isinstance(wanted, tuple) else (wanted,))
+            rows = rows[is_wanted | rows[name].isna() if with_missing else is_wanted]
+        rows = rows[~rows[self.compare].isin(self.without)].dropna(subset=[self.compare])
+        return rows if with_missing else self.prepare(rows)
 
     def samples(self, frame: pd.DataFrame) -> pd.DataFrame:
         """One row per (configuration, alternative, session, repeat): the slowest rank's value."""
@@ -148,7 +152,8 @@ class Metric:
 
     def failures(self, frame: pd.DataFrame) -> tuple[str, ...]:
         """Notes on alternatives without a value: wrong results first, then failures, then refusals."""
-        rows = self.select(frame).reindex(columns=[self.compare, "check", "not_measured"])
+        rows = self.select(frame, with_missing=True)
+        rows = rows.reindex(columns=[self.compare, "check", "not_measured"])
         bad = rows[rows["check"].fillna("ok") != "ok"]
         is_wrong = bad["check"].astype(str).str.startswith("wrong")
         kinds = (

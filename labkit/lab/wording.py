@@ -92,7 +92,7 @@ def describe_region(table: pd.DataFrame, rows: pd.DataFrame, along: Sequence[str
         ordered = sorted(set(values))
         if isinstance(ordered[0], str | bool):
             return f"for {join_words([label(name, value) for value in sorted(theirs)])}"
-        if len(theirs) == 1 and theirs != {ordered[0]}:
+        if len(theirs) == 1:
             return f"{'with' if name == 'world_size' else 'at'} {label(name, min(theirs))}"
         if theirs == set(ordered[-len(theirs) :]):
             return f"from {label(name, min(theirs))} up"

@@ -19,7 +19,7 @@ from labkit.costs.attention import explicit_peak, tiled_saved
 from labkit.lab.capacity import skip_reason
 from labkit.lab.point import SessionPoint
 from labkit.lab.units import format_bytes, format_seconds
-from labkit.machine.memory_limits import available_memory_bytes
+from labkit.machine import available_memory_bytes
 from labkit.nn.attention_implementations import RESERVED, attention_named
 from labkit.nn.attention_problem import AttentionProblem, Checked, Passes, check
 from labkit.studies.shared.alternatives import Failed, attempt, timed_phases
@@ -110,7 +110,7 @@ def measure(point: AttentionPoint) -> Iterator[dict[str, Any]]:
 def _refusal(point: AttentionPoint, name: str) -> str | None:
     """Why an implementation is not run at this point, or None."""
     device = torch.device(point.device)
-    if (reason := attention_named(name).why_unavailable(device, point.torch_dtype, point.head_dim)) is not None:
+    if (reason := attention_named(name).unavailable_reason(device, point.torch_dtype, point.head_dim)) is not None:
         return reason
     needed = point.needed_bytes(name)
     if needed > (available := _available_bytes(point.device)):

@@ -85,9 +85,9 @@ def _points(config: MemoryConfig, device: str) -> Iterator[MemoryPoint]:
         is_last = (size, context) == (config.counted_sizes[-1], max(config.counted_contexts))
         yield point(COUNTED, size, context, phases=(FULL_STEP,), has_details=is_last)
     for size in config.sizes:
-        for precision in config.precisions if device != "cpu" else ["float32"]:
+        for low in config.precisions if device != "cpu" else ["float32"]:
             for phase, context in product(PHASES, _contexts(config, size)):
-                yield point(MEASURED, size, context, precision, phases=(phase,))
+                yield point(MEASURED, size, context, low, phases=(phase,))
     for size, repeats in {config.counted_checkpoint_size: 0, config.checkpoint_size: config.repeats}.items():
         segments = segment_lengths(SIZES[size].n_layers)
         yield point(CHECKPOINT, size, max(config.contexts), segments=segments, repeats=repeats)

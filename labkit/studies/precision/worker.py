@@ -159,7 +159,7 @@ def _remember(tensors: dict[str, Tensor], quantity: str, module: nn.Module, inpu
 
 def _measure_speed(point: PrecisionPoint) -> Iterator[dict[str, Any]]:
     """One row per (mode, precision): seconds of each repeat, all taking turns on one model; a wrong one gets none."""
-    sizes = {"batch": point.batch, "context_length": point.context_length}
+    sizes: dict[str, Any] = {"batch": point.batch, "context_length": point.context_length}
     step = TrainingStep(SIZES[point.model], device=point.device, seed=point.seed, **sizes)
     checks = dict(zip(point.precisions, _check(step, point.precisions, point.device), strict=True))
     yield from ({"precision": name} | row for name, row in checks.items() if row["check"] != "ok")

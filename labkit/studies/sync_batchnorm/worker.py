@@ -1,110 +1,213 @@
-"""What a rank runs to measure one point of the SyncBatchNorm lab. Imports torch, the layers and the instruments.
+"""What every rank runs for a point of the SyncBatchNorm lab: check each layer against float64, then time it.
 
-A call takes a millisecond or less, so that a sample is the mean of several calls behind one barrier.
+The batch is that of all ranks together, and each rank has its rows of it, shifted by the rank: statistics of one rank's
+rows are far from those of the whole batch. Backward begins with a gradient of ones for the first half of the batch and
+zeros for the other, which is the gradient of the published benchmark's loss.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
+from labkit.bench import check
 from labkit.bench.allocator import record_allocations
-from labkit.bench.operators import record_operators
+from labkit.bench.checksums import first_wrong
 from labkit.bench.saved_tensors import saved_for_backward
+from labkit.lab.capacity import skip_reason
 from labkit.lab.point import TimedPoint
+from labkit.parallel.collectives import all_gather, all_reduce
 from labkit.parallel.ranks.device import use_device
-from labkit.studies.shared.alternatives import row_of, time_those_that_run, turn_of
-from labkit.studies.sync_batchnorm.alternatives import (
-    BARE,
-    TORCH,
-    WHOLE,
-    Bare,
-    Batch,
-    Layer,
-    bare_gate,
-    check_layer,
-)
+from labkit.parallel.ranks.joined import ranks_here
+from labkit.parallel.sync_batchnorm import SyncBatchNorm
+from labkit.studies.shared.alternatives import row_of, timed_phases, turn_of
+from labkit.studies.shared.gradient_check import furthest
 
-LAYER = "layer"
-PHASES = ("forward", "backward", "both")
+if TYPE_CHECKING:
+    from labkit.machine import Machine
+
+LABKIT, TORCH, PLAIN, WHOLE = "labkit", "torch", "plain_local_batch", "plain_whole_batch"
+LAYERS: dict[str, Callable[[int], nn.Module]] = {
+    LABKIT: SyncBatchNorm,
+    TORCH: nn.SyncBatchNorm,
+    PLAIN: nn.BatchNorm1d,
+    WHOLE: nn.BatchNorm1d,
+}
+"""Features -> a layer for inputs (rows, features); a user may add to it (`register`)."""
+COLLECTIVES = "collectives_alone"
+ALTERNATIVES = (*LAYERS, COLLECTIVES)
+FORWARD, BACKWARD, BOTH = "forward", "backward", "forward and backward"
+TENSORS = ("output", "gradient of the input", "gradient of weight", "gradient of bias", "running_mean", "running_var")
+# Relative to a channel's largest expected value. Float32 stays far below it; without the rows of one rank of 16 a mean,
+# a variance or a sum of gradients is off by a hundredth or more.
+TOLERANCE = 1e-4
+RANK_BYTES = 200 * 2**20  # resident memory of a rank, torch included
+N_COPIES = 30  # of the whole batch on a rank: inputs and gradients of every layer, exact results in float64
 
 
 @dataclass(frozen=True, kw_only=True)
 class SyncBatchNormPoint(TimedPoint):
-    """A batch with the alternatives compared on it."""
+    """A batch, and the layers compared on it."""
 
-    sweep: str = LAYER
     device: str = "cpu"
-    """ "cpu" or "cuda"; several ranks may share one CUDA device."""
     batch: int
     """Rows of all ranks together."""
     features: int
     alternatives: tuple[str, ...] = ()
     calls: int = 5
-    """Of which one sample is the mean."""
+    """Calls of which one sample is the mean: one takes a millisecond or less."""
+
+    @property
+    def series(self) -> tuple[Hashable, float]:
+        return self.world_size, self.batch * self.features
+
+    def skip_reason(self, machine: "Machine") -> str | None:
+        if self.batch < 2 * self.world_size:
+            return "plain BatchNorm needs two rows per rank, and there are fewer"
+        ranks = ranks_here(self.world_size)
+        needed = RANK_BYTES + (N_COPIES + 2 * self.calls) * 4 * self.batch * self.features
+        return skip_reason(machine, self.device, ranks * needed, ranks=ranks)
 
     def title(self) -> str:
         return f"{super().title()}, {self.batch} x {self.features}"
 
 
-def measure_point(point: SyncBatchNormPoint) -> Iterator[dict[str, Any]]:
+def register(name: str, layer: Callable[[int], nn.Module]) -> dict[str, Callable[[int], nn.Module]]:
+    """Add a user's layer: called with the number of features, it returns a module that normalizes over all ranks.
+
+    It has `weight`, `bias`, `running_mean` and `running_var`, as nn.BatchNorm1d. ValueError for a name that is taken.
+    """
+    if name in ALTERNATIVES:
+        raise ValueError(f"expected a name other than {', '.join(ALTERNATIVES)}")
+    LAYERS[name] = layer
+    return LAYERS
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The input of all ranks and the gradient of its output, (batch, features) in float32; `rows` are this rank's."""
+
+    whole: Tensor
+    gradient: Tensor
+    rows: slice
+
+    @classmethod
+    def make(cls, point: SyncBatchNormPoint, device: str) -> "Batch":
+        """The same whole batch on every rank, from the seed."""
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        whole = torch.randn(point.batch, point.features, generator=torch.Generator().manual_seed(point.seed))
+        bounds = [point.batch * index // ranks for index in range(ranks + 1)]
+        for index in range(ranks):
+            whole[bounds[index] : bounds[index + 1]] += index
+        gradient = torch.zeros(point.batch, point.features)
+        gradient[: point.batch // 2] = 1
+        return cls(whole.to(device), gradient.to(device), slice(bounds[rank], bounds[rank + 1]))
+
+    def rows_for(self, name: str) -> slice:
+        return slice(None) if name == WHOLE else self.rows
+
+
+class Layer:
+    """A batch-norm layer, its input and its output's gradient. `forward` and `backward` are timed."""
+
+    def __init__(self, name: str, batch: Batch):
+        self.name = name
+        rows = batch.rows_for(name)
+        self.x = batch.whole[rows].clone().requires_grad_()  # no view: only this is saved by reference
+        self.gradient = batch.gradient[rows].clone()
+        self.layer = _with_affine(LAYERS[name](self.x.shape[1])).to(self.x.device)
+        self._outputs: list[Tensor] = []
+
+    def forward(self) -> None:
+        self._outputs.append(self.layer(self.x))
+
+    def backward(self) -> None:
+        """Run backward of the last forward pass that has not had its own."""
+        self.compute_gradients(self.gradient)
+
+    def run(self) -> None:
+        self.forward()
+        self.backward()
+
+    def compute_gradients(self, of_output: Tensor) -> tuple[Tensor, ...]:
+        """Gradients of input, weight and bias."""
+        inputs = [self.x, *_affine(self.layer)]
+        return torch.autograd.grad(self._outputs.pop(), inputs, of_output)
+
+    def output(self) -> Tensor:
+        return self._outputs[-1].detach()
+
+
+class Collectives:
+    """The layer's collectives alone: count, mean and squared deviations gathered, two sums reduced."""
+
+    def __init__(self, features: int, device: str):
+        n = 2 * features + 1
+        self.statistics = torch.zeros(dist.get_world_size() * n, dtype=torch.float64, device=device)
+        self.sums = torch.zeros(2 * features, dtype=torch.float32, device=device)
+
+    def forward(self) -> None:
+        all_gather(self.statistics)
+
+    def backward(self) -> None:
+        all_reduce(self.sums, op="sum")
+
+    def run(self) -> None:
+        self.forward()
+        self.backward()
+
+
+def _affine(layer: nn.Module) -> list[nn.Parameter]:
+    return [layer.get_parameter(name) for name in ("weight", "bias")]
+
+
+def _with_affine(layer: nn.Module) -> nn.Module:
+    """Give channels different weights and biases, some negative: sixteenths, which every type has exactly."""
+    generator = torch.Generator().manual_seed(99)
+    for parameter in _affine(layer):
+        parameter.data.copy_(torch.randint(-32, 32, parameter.shape, generator=generator) / 16 + 1 / 32)
+    return layer
+
+
+def measure(point: SyncBatchNormPoint) -> Iterator[dict[str, Any]]:
     """Rows of one point: seconds of every alternative and phase, and memory."""
     device = use_device(point.device)
-    batch = Batch.of_rank(point.batch, point.features, seed=point.seed, device=device)
-    right: dict[str, Layer | Bare] = {}
-    abouts: dict[str, dict[str, Any]] = {}
+    batch = Batch.make(point, device)
+    right: dict[str, Layer | Collectives] = {}
+    rows: dict[str, dict[str, Any]] = {}
     for name in point.alternatives:
         if refusal := _refusal(name, batch):
-            yield {"alternative": name, "refused": refusal}
+            yield {"alternative": name, "not_measured": refusal}
             continue
-        found = row_of(name, partial(_check, name, point, batch, device, right), device=device)
-        abouts[name] = {"alternative": name} | found
-        if name not in right:
-            yield abouts[name]
-    turns = {turn: parts for one in right.values() for turn, parts in _turns(one).items()}
-    owner = {turn: name for name, one in right.items() for turn in _turns(one)}
-    timing: dict[str, Any] = point.rounds | {"calls": point.calls, "device": device, "before": dist.barrier}
-    times, failed = time_those_that_run(turns, alternative_of=owner.__getitem__, **timing)
+        rows[name] = {"alternative": name} | row_of(name, partial(_check, name, batch, right), device=device)
+    # Two turns each: forward, then backward of what that has left; and both at once.
+    is_idle = {name: name == WHOLE and dist.get_rank() != 0 for name in right}
+    turns: dict[str, dict[str, Callable[[], None]]] = {}
     for name, one in right.items():
-        if name in failed:
-            yield abouts[name] | {"check": failed[name]}
-            continue
-        with turn_of(name, device):
-            counts = _counts(one)
-        for turn in _turns(one):
-            for phase, seconds in times[turn].items():
-                if not _is_idle(name):
-                    yield abouts[name] | {"phase": phase, "seconds": seconds} | counts[phase]
-        if isinstance(one, Layer) and not _is_idle(name):
-            # one rank tells, the others take part: a profiler in every rank costs more than all timing
+        actions = {FORWARD: one.forward, BACKWARD: one.backward, BOTH: one.run}
+        turns[name] = dict.fromkeys(actions, _do_nothing) if is_idle[name] else actions  # type: ignore[arg-type]
+    timing = {"calls": point.calls, "device": device, "before": dist.barrier}
+    for row in timed_phases(rows, turns, **timing, **point.rounds):
+        if not is_idle.get(row["alternative"]):
+            yield row
+    for name, one in right.items():
+        if isinstance(one, Layer) and not is_idle[name]:
             with turn_of(name, device):
-                memory = _memory(name, batch, device) if dist.get_rank() == 0 else _take_part(name, batch)
-            if memory:
-                yield abouts[name] | memory
+                memory = _measure_memory(name, batch, device)
+            yield {"alternative": name} | memory
 
 
-def _check(
-    name: str, point: SyncBatchNormPoint, batch: Batch, device: str, right: dict[str, Layer | Bare]
-) -> dict[str, Any]:
-    """The gate; an alternative that passes it comes to those that are `right`."""
-    candidate: Layer | Bare
-    if name in BARE:
-        candidate = Bare(name, point.features, device)
-        gate = bare_gate(candidate)
-        error = 0.0 if gate == "ok" else math.inf
-    else:
-        candidate = Layer(name, batch)
-        error, gate = check_layer(candidate, batch)
-    if gate == "ok":
-        right[name] = candidate
-    return {"error": error, "check": gate}
+def _do_nothing() -> None:
+    pass
 
 
 def _refusal(name: str, batch: Batch) -> str | None:
-    """What torch says where it does not take the input: its SyncBatchNorm is for GPUs."""
+    """Torch's own reason for not taking the input: its SyncBatchNorm is for GPUs."""
     if name != TORCH or batch.whole.is_cuda:
         return None
     try:
@@ -114,66 +217,87 @@ def _refusal(name: str, batch: Batch) -> str | None:
     return None
 
 
-def _is_idle(name: str) -> bool:
-    """The whole batch in one process is the first rank's work; the others wait for it."""
-    return name == WHOLE and dist.get_rank() != 0
+def _check(name: str, batch: Batch, right: dict[str, Layer | Collectives]) -> dict[str, Any]:
+    """Compare with BatchNorm in float64, and collectives with sums of whole numbers."""
+    if name == COLLECTIVES:
+        one = Collectives(batch.whole.shape[1], str(batch.whole.device))
+        wrong = first_wrong(partial(all_reduce, op="sum"), torch.empty_like(one.sums))
+        right |= {} if wrong else {name: one}
+        return {"check": wrong or "ok"}
+    layer = Layer(name, batch)
+    error, verdict = check_layer(layer, batch)
+    right |= {name: layer} if verdict == "ok" else {}
+    return {"error": error, "check": verdict}
 
 
-def _turns(one: Layer | Bare) -> dict[str, dict[str, Callable[[], None]]]:
-    """Two turns: forward, and backward of what that has left; and both at once."""
-    actions = _actions(one)
-    return {one.name: {phase: actions[phase] for phase in PHASES[:2]}, f"{one.name}, both": {"both": actions["both"]}}
+def check_layer(layer: Layer, batch: Batch) -> tuple[float, str]:
+    """Largest error of any rank against BatchNorm in float64, and "ok" or what is wrong and where, on all ranks.
+
+    Errors of `TENSORS` are by channel, over the largest expected value of the channel. The gradient of the output is
+    random here: some ranks have nothing but zeros in the one that is timed, and nobody would miss them. A layer that
+    normalizes over the local batch is compared with that, all others with the whole batch, whose gradients of weight
+    and bias are the sums over ranks.
+    """
+    gradient = torch.randn(batch.whole.shape, generator=torch.Generator().manual_seed(1)).to(batch.whole.device)
+    layer.forward()
+    output = layer.output()
+    dx, *affine = layer.compute_gradients(gradient[batch.rows_for(layer.name)])
+    if layer.name not in (PLAIN, WHOLE):
+        for one in affine:
+            dist.all_reduce(one)
+    actual = [output, dx, *affine, layer.layer.get_buffer("running_mean"), layer.layer.get_buffer("running_var")]
+    exact = _exact(layer, batch, gradient)
+    errors = [_relative_error(*pair) for pair in zip(actual, exact, strict=True)]
+    error = check.max_over_ranks(max(errors))
+    verdict = check.verdict(error, TOLERANCE)
+    return error, verdict if verdict == "ok" else f"{verdict}; {_describe_error(errors, actual, exact)}"
 
 
-def _actions(one: Layer | Bare) -> dict[str, Callable[[], None]]:
-    if _is_idle(one.name):
-        return dict.fromkeys(PHASES, _nothing)
-
-    def both() -> None:
-        one.forward()
-        one.backward()
-
-    return dict(zip(PHASES, (one.forward, one.backward, both), strict=True))
-
-
-def _nothing() -> None:
-    pass
-
-
-def _counts(one: Layer | Bare) -> dict[str, dict[str, float]]:
-    """By phase: operators and the bytes they move, or the bytes that are sent."""
-    if isinstance(one, Bare):
-        sent = one.sent_bytes
-        return {phase: {"sent_bytes": sent.get(phase, sum(sent.values()))} for phase in PHASES}
-    counts: dict[str, dict[str, float]] = {}
-    for phase, action in _actions(one).items():
-        calls = record_operators(action)
-        counts[phase] = {"operators": len(calls), "moved_bytes": sum(call.n_bytes for call in calls)}
-    return counts
+def _describe_error(errors: list[float], actual: list[Tensor], exact: list[Tensor]) -> str:
+    """ "rank 1, output, row 3, feature 5: expected 0.5, got 0.7" of the first rank that is wrong, on all ranks."""
+    index = max(range(len(errors)), key=errors.__getitem__)
+    is_wrong = check.verdict(errors[index], TOLERANCE) != "ok"
+    wrong = check.first_failing_rank(
+        (index, *furthest(actual[index], exact[index])) if is_wrong else (-1.0, 0.0, 0.0, 0.0)
+    )
+    assert wrong is not None, "the largest error is some rank's"
+    rank, (tensor, element, expected, got) = wrong
+    row, feature = divmod(int(element), exact[0].shape[-1])
+    at_row = f", row {row}" if tensor < 2 else ""
+    return f"rank {rank}, {TENSORS[int(tensor)]}{at_row}, feature {feature}: expected {expected:.4g}, got {got:.4g}"
 
 
-def _memory(name: str, batch: Batch, device: str) -> dict[str, Any]:
+def _exact(layer: Layer, batch: Batch, gradient: Tensor) -> list[Tensor]:
+    rows = batch.rows if layer.name == PLAIN else slice(None)
+    x = batch.whole[rows].double().requires_grad_()
+    reference = _with_affine(nn.BatchNorm1d(x.shape[1], dtype=torch.float64)).to(x.device)
+    output = reference(x)
+    dx, *affine = torch.autograd.grad(output, [x, *reference.parameters()], gradient[rows].double())
+    own = slice(None) if layer.name == PLAIN else batch.rows_for(layer.name)
+    buffers = [reference.get_buffer("running_mean"), reference.get_buffer("running_var")]
+    return [output.detach()[own], dx[own], *affine, *buffers]
+
+
+def _relative_error(actual: Tensor, exact: Tensor) -> float:
+    """Largest difference by channel, over the channel's largest exact value; NaN counts as infinite.
+
+    A channel's value counts as at least a hundredth of the largest of all; a single sum over rows, (channels,), as a
+    tenth: if it nearly cancels, rounding of its terms remains.
+    """
+    is_sum = exact.dim() == 1
+    scale = exact.abs() if is_sum else exact.abs().amax(dim=tuple(range(exact.dim() - 1)))
+    smallest = (0.1 if is_sum else 0.01) * float(scale.max())
+    difference = float(((actual.double() - exact).abs() / scale.clamp_min(smallest)).max())
+    return math.inf if math.isnan(difference) else difference
+
+
+def _measure_memory(name: str, batch: Batch, device: str) -> dict[str, Any]:
     """Bytes saved for backward, and the allocator's peak over forward and backward, layer and input included."""
     with record_allocations(device) as record:
         layer = Layer(name, batch)
-        _, saved = saved_for_backward(layer.forward)
+        saved = saved_for_backward(layer.forward)[1]
         layer.backward()
         with record.window("step"):
-            layer.forward()
-            layer.backward()
-        input_address = layer.x.untyped_storage().data_ptr()
+            layer.run()
         del layer
-    return {
-        "saved_bytes": sum(one.n_bytes for one in saved),
-        "beside_input_bytes": sum(one.n_bytes for one in saved if one.address != input_address),
-        "peak_bytes": record.windows["step"].peak_bytes,
-    }
-
-
-def _take_part(name: str, batch: Batch) -> dict[str, Any]:
-    """The collectives of `_memory`, for the rank that measures it."""
-    layer = Layer(name, batch)
-    for _ in range(2):
-        layer.forward()
-        layer.backward()
-    return {}
+    return {"saved_bytes": sum(one.n_bytes for one in saved), "peak_bytes": record.windows["step"].peak_bytes}

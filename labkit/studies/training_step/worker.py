@@ -15,7 +15,7 @@ from labkit.costs.memory import STATES_BYTES, peak_bytes
 from labkit.lab.capacity import skip_reason
 from labkit.lab.own_models import parameters_of, shape_of, source_of
 from labkit.lab.point import TimedPoint
-from labkit.nn.attention_implementations import why_nothing_compiles
+from labkit.nn.attention_implementations import no_compiler_reason
 from labkit.nn.training import TrainingStep, gradients
 from labkit.studies.shared.alternatives import Failed, attempt, timed_rows
 from labkit.studies.shared.compiler import make_compiler_ready
@@ -55,7 +55,7 @@ class TrainingStepPoint(TimedPoint):
         return ((self.sweep, self.device, self.precision), n) if n else None
 
     def skip_reason(self, machine: "Machine") -> str | None:
-        if self.sweep == "compile" and (reason := why_nothing_compiles(self.device)):
+        if self.sweep == "compile" and (reason := no_compiler_reason(self.device)):
             return reason
         if (shape := shape_of(self.size)) is None:  # a user's model: only its parameters are known
             return skip_reason(machine, self.device, STATES_BYTES * (parameters_of(self.size) or 0))

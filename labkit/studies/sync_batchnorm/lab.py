@@ -1,0 +1,159 @@
+"""SyncBatchNorm: what normalizing over the batch of all ranks costs a layer, and where that goes."""
+
+from collections.abc import Iterator
+from itertools import product
+from typing import Annotated, Any
+
+import pandas as pd
+from pydantic import Field
+
+from labkit.lab.answers import Compare, Report
+from labkit.lab.config import Count, Device, TimedConfig, TimeoutSeconds, one_of
+from labkit.lab.declaration import Lab
+from labkit.lab.figures.declared import Bars, Lines
+from labkit.lab.metric import Metric, Results
+from labkit.lab.project import reference_directory
+from labkit.machine import Machine
+from labkit.parallel.ranks.joined import ranks_here
+from labkit.studies.sync_batchnorm.worker import (
+    ALTERNATIVES,
+    BOTH,
+    COLLECTIVES,
+    LABKIT,
+    LAYERS,
+    PLAIN,
+    TORCH,
+    WHOLE,
+    SyncBatchNormPoint,
+    measure,
+    register,
+)
+
+
+class SyncBatchNormConfig(TimedConfig):
+    """What a reader may set."""
+
+    world_sizes: Annotated[list[Annotated[int, Field(ge=2, le=64)]], Field(min_length=1)] = [2, 4]
+    batches: Annotated[list[Annotated[int, Field(ge=4, lt=2**31)]], Field(min_length=1)] = [32, 64]
+    """Rows of all ranks together."""
+    features: Annotated[list[Count], Field(min_length=1)] = [128, 256, 512, 1024]
+    alternatives: list[Annotated[str, one_of(lambda: (*LAYERS, COLLECTIVES))]] = list(ALTERNATIVES)
+    calls: Annotated[int, Field(ge=1, le=10_000)] = 2
+    """Calls of which one sample is the mean."""
+    device: Device = "auto"
+    warmup: int = Field(1, ge=0, le=10_000)
+    repeats: int = Field(60, ge=1, le=100_000)
+    rounds_s: float | None = 0.8
+    timeout_s: TimeoutSeconds = 300.0
+
+
+CONFIGURATION = ("world_size", "backend", "device", "batch", "features")
+TIME = Metric("seconds", "alternative", CONFIGURATION, where={"phase": BOTH}, without=(COLLECTIVES,))
+PHASES = Metric("seconds", "alternative", (*CONFIGURATION, "phase"))
+PEAK = Metric("peak_bytes", "alternative", CONFIGURATION, exact=True)
+NAMES = {
+    LABKIT: "labkit's SyncBatchNorm",
+    TORCH: "torch's SyncBatchNorm",
+    PLAIN: "plain BatchNorm",
+    WHOLE: "plain BatchNorm on the whole batch",
+}
+
+
+def points(config: SyncBatchNormConfig, machine: Machine) -> Iterator[SyncBatchNormPoint]:
+    """One per number of ranks, batch and number of features, small ones first."""
+    device = machine.device(config.device)
+    sizes = product(sorted(set(config.world_sizes)), sorted(set(config.batches)), sorted(set(config.features)))
+    for world_size, batch, features in sizes:
+        here: dict[str, Any] = {"world_size": world_size, "device": device, "batch": batch, "features": features}
+        yield SyncBatchNormPoint.of(config, backend=machine.backend(device, ranks_here(world_size)), **here)
+
+
+def split(results: Results) -> pd.DataFrame:
+    """What synchronizing adds to plain BatchNorm, in medians over the rounds: the collectives alone, and the rest.
+
+    The rest is the layer's arithmetic, and waiting for a slower rank.
+    """
+    samples = Metric("seconds", "alternative", CONFIGURATION, where={"phase": BOTH}).samples(results.frame)
+    wide = samples.pivot_table(index=[*CONFIGURATION, "repeat"], columns="alternative", values="seconds")
+    if not {LABKIT, PLAIN, COLLECTIVES} <= set(wide.columns):
+        return pd.DataFrame()
+    added = wide[LABKIT] - wide[PLAIN]
+    parts = pd.DataFrame({"added_s": added, "collectives_s": wide[COLLECTIVES], "rest_s": added - wide[COLLECTIVES]})
+    table = parts.dropna().groupby(level=list(CONFIGURATION)).median().reset_index()
+    return table.assign(collectives_percent=100 * table["collectives_s"] / table["added_s"])
+
+
+def split_parts(results: Results) -> pd.DataFrame:
+    """The same, one row per part, for the figure."""
+    table = split(results)
+    if table.empty:
+        return table
+    table = table[table["batch"] == table["batch"].max()].rename(
+        columns={"collectives_s": "collectives alone", "rest_s": "arithmetic and waiting"}
+    )
+    parts = ["collectives alone", "arithmetic and waiting"]
+    long = table.melt(["world_size", "features"], parts, "part", "seconds")
+    return long.assign(features=long["features"].astype(int).astype(str), seconds=long["seconds"].clip(lower=0))
+
+
+def published() -> pd.DataFrame:
+    """Published times and peaks of torch's and a self-made layer, two workers on two RTX A4000."""
+    return pd.read_csv(reference_directory() / "sync_batchnorm.csv")
+
+
+LAB = Lab(
+    name="sync_batchnorm",
+    title="SyncBatchNorm",
+    summary="What normalizing over the batch of all ranks costs a layer, and where that goes.",
+    config=SyncBatchNormConfig,
+    paper={
+        "world_sizes": [2],
+        "calls": 10,
+        "warmup": 10,
+        "repeats": 1000,
+        "ratio_within": 0.0,
+        "rounds_s": 60.0,
+        "timeout_s": 1800.0,
+    },
+    on_gpu={"world_sizes": [2, 8], "calls": 10},
+    worker=measure,
+    points=lambda config, machine: list(points(config, machine)),
+    plugin_parameter="alternatives",
+    register=register,
+    questions=[
+        Compare(
+            id="price",
+            text="How much longer does a synchronized layer take than plain BatchNorm?",
+            metric=TIME,
+            baseline=PLAIN,
+            among=(LABKIT,),
+            names=NAMES,
+            topic="batch_norm",
+            keep="Synchronize batch norm only if the rows of one rank are too few for statistics.",
+            figure=Lines(source=TIME, x="features", panel="world_size"),
+        ),
+        Report(
+            id="split",
+            text="Where does the added time go: into collectives, or into arithmetic and waiting?",
+            table=split,
+            configuration=CONFIGURATION,
+            says="With {world_size} ranks and {features} features, collectives alone are {collectives_percent}% of it.",
+            figure=Bars(source=split_parts, x="features", y="seconds", hue="part", panel="world_size", stacked=True),
+        ),
+        Compare(
+            id="against_torch",
+            text="Is labkit's SyncBatchNorm faster than torch's?",
+            metric=TIME,
+            baseline=TORCH,
+            names=NAMES,
+        ),
+        Compare(
+            id="memory",
+            text="Does a synchronized layer need less memory than plain BatchNorm?",
+            metric=PEAK,
+            baseline=PLAIN,
+            among=(LABKIT,),
+            names=NAMES,
+        ),
+    ],
+)
