@@ -159,6 +159,7 @@ class Compare(Question):
             "worse": phrases.worse,
             "noun": phrases.noun,
             "n": n,
+            "in_all": "" if n.startswith("1 ") else f" in {n}",
             "n_better": len(summary.better),
             "n_worse": len(summary.worse),
             "region": region or some,
@@ -179,7 +180,7 @@ _HEADLINES = {
     "all worse": "No: {name} {change} {baseline}.",
     "partly worse": "No: {name} is never measurably {better} than {baseline}, and {worse} in {n_worse} of {n}.",
     "none better": "No: none is measurably {better} than {baseline}.",
-    "no difference": "No clear difference in {noun} between {name} and {baseline} in {n}.",
+    "no difference": "No clear difference in {noun} between {name} and {baseline}{in_all}.",
     "undecided": "Too few repeats to compare {name} with {baseline}.",
 }
 
@@ -234,6 +235,8 @@ class Check(Question):
     within: float = 1.5
     subject: str = "times"
     """What is measured, in the plural."""
+    reference: str = "the prediction"
+    """What it is compared with."""
     configuration: tuple[str, ...] = ()
     """Columns that say of what the table speaks."""
 
@@ -259,13 +262,13 @@ class Check(Question):
     def _headline(self, verdict: Verdict, ratios: pd.Series, factors: pd.Series, n_close: int) -> str:
         if verdict == "yes":
             is_exact = factors.max() < 1.0005
-            amount = (
-                "exactly as predicted" if is_exact else f"within {100 * (factors.max() - 1):.2g}% of the prediction"
-            )
-            return f"Yes: all {self.subject} are {amount}."
+            amount = "exactly" if is_exact else f"within {100 * (factors.max() - 1):.2g}% of the prediction"
+            return f"Yes: all {self.subject} are {amount} {self.reference}."
         start = "Partly" if verdict == "it depends" else "No"
         close = f"{n_close} of {len(ratios)} {self.subject} are within a factor of {self.within:g}"
-        return f"{start}: {close}; the worst is {format_factor(float(ratios[factors.idxmax()]))} times the prediction."
+        return (
+            f"{start}: {close}; the worst is {format_factor(float(ratios[factors.idxmax()]))} times {self.reference}."
+        )
 
     def _lack(self, results: Results) -> str:
         return NO_CALIBRATION if results.calibration is None else NO_ROWS

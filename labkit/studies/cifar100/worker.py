@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -18,9 +18,12 @@ from torch import Tensor
 
 from labkit.bench.check import verdict
 from labkit.bench.clock import Stopwatch, turn_order
+from labkit.lab.capacity import skip_reason
 from labkit.lab.point import Point
+from labkit.nn.datasets import RECORD_BYTES
 from labkit.parallel.ranks import checkpoint
 from labkit.parallel.ranks.device import use_device
+from labkit.parallel.ranks.joined import ranks_here
 from labkit.parallel.ranks.messages import gather_json
 from labkit.studies.cifar100.data import RankData, hand_out
 from labkit.studies.cifar100.training import ALONE, SYNCHRONIZED, Recipe, Trainer, updates_of
@@ -28,7 +31,14 @@ from labkit.studies.shared.alternatives import Failed, attempt, turn_of
 from labkit.studies.shared.gradient_check import largest_error
 from labkit.studies.shared.peaks import peak_of_second
 
+if TYPE_CHECKING:
+    from labkit.machine import Machine
+
 EPOCH, MEMORY = "epoch", "memory"
+DIGITS, CIFAR100 = "digits", "cifar100"
+N_IMAGES = {DIGITS: 1797, CIFAR100: 60_000}
+RANK_BYTES = 300 * 2**20  # resident memory of a rank, torch and what is trained included
+N_COPIES = 3  # of the images on rank 0: the archive's members, the tensors, what is distributed
 GATE_UPDATES = 2
 # Enough to be wrong, few enough to be quick. Batch norm over two images is so steep that rounding alone grows large.
 GATE_BATCH, GATE_ACCUMULATION = 4, 2
@@ -41,8 +51,6 @@ class TrainingPoint(Point):
 
     dataset: str
     """ "digits" or "cifar100"."""
-    source: str
-    """What the images are, in words."""
     archive: str | None = None
     """Path of the archive; None: the one fetched, or none is needed."""
     md5: str | None = None
@@ -59,11 +67,22 @@ class TrainingPoint(Point):
     """ "cpu" or "cuda"; several ranks may share one CUDA device."""
     seed: int = 0
 
+    def skip_reason(self, machine: "Machine") -> str | None:
+        ranks = ranks_here(self.world_size)
+        needed = ranks * RANK_BYTES + (N_COPIES + ranks) * N_IMAGES[self.dataset] * RECORD_BYTES
+        return machine.no_device_reason(self.device) or skip_reason(machine, "cpu", needed)
+
     def title(self) -> str:
         return f"{super().title()}, {self.dataset}, seed {self.seed}"
 
 
-def train_point(point: TrainingPoint, checkpoints: Path | None = None) -> Iterator[dict[str, Any]]:
+def describe(implementation: str) -> dict[str, str]:
+    """The columns that name an implementation, "torch + SyncBatchNorm"."""
+    wrapper, _, batch_norm = implementation.partition(" + ")
+    return {"implementation": implementation, "wrapper": wrapper, "batch_norm": batch_norm}
+
+
+def train(point: TrainingPoint, checkpoints: Path | None = None) -> Iterator[dict[str, Any]]:
     """Rows of one seed: peak memory of each implementation; the time of each epoch and, from rank 0, how good it is."""
     device = use_device(point.device)
     data = hand_out(point.dataset, point.archive, point.train_images, device, md5=point.md5)
@@ -80,11 +99,11 @@ def train_point(point: TrainingPoint, checkpoints: Path | None = None) -> Iterat
     for name in point.implementations:
         error = attempt(name, partial(first_updates_error, name, small, data, point.seed), device=device)
         if isinstance(error, Failed):
-            yield {"implementation": name, "phase": EPOCH, "check": error.reason}
+            yield describe(name) | {"phase": EPOCH, "check": error.reason}
         elif (checks := verdict(error, TOLERANCE)) == "ok":
             errors[name] = error
         else:
-            yield {"implementation": name, "phase": EPOCH, "error": error, "check": checks}
+            yield describe(name) | {"phase": EPOCH, "error": error, "check": checks}
     right = list(errors)
     training = _Training(point, recipe, data, right)
     path = checkpoints / point.id / "checkpoint.pt" if checkpoints else None
@@ -129,10 +148,11 @@ class _Training:
         sums = torch.stack([total, torch.tensor(seen).to(total)])
         dist.all_reduce(sums)
         loss, accuracy = trainer.validate(*self.data.validation, self.data.validated)
-        row = {"implementation": trainer.implementation, "phase": EPOCH, "check": "ok", "epoch": epoch}
+        row = describe(trainer.implementation) | {"phase": EPOCH, "check": "ok", "epoch": epoch}
         row |= {"epoch_s": self._watch.seconds[-1], "warm_up": not self._is_warm}
         if dist.get_rank() == 0:  # equal on all ranks: one tells
-            row |= {"train_loss": float(sums[0] / sums[1]), "validation_loss": loss, "accuracy": accuracy}
+            row |= {"train_loss": float(sums[0] / sums[1]), "validation_loss": loss}
+            row |= {"accuracy_percent": 100 * accuracy}
             row |= {"classes": self.data.classes, "trained": int(sums[1]), "validated": self.data.validated}
             row |= {"micro_batches": -(-seen // self.point.batch)}
         return row
@@ -201,4 +221,4 @@ def _peak_memory(name: str, recipe: Recipe, data: RankData, seed: int) -> dict[s
     with turn_of(name, recipe.device):
         make = partial(Trainer, name, recipe, seed)
         peak_bytes = peak_of_second(make, lambda trainer: trainer.update(images, labels), device=recipe.device)
-    return {"implementation": name, "phase": MEMORY, "check": "ok", "peak_bytes": peak_bytes}
+    return describe(name) | {"phase": MEMORY, "check": "ok", "peak_bytes": peak_bytes}

@@ -1,25 +1,33 @@
-"""What a rank runs to compare the joined configuration with the default. Imports torch, the model and instruments."""
+"""What every rank runs to compare the joined configuration of a training step with the default."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from labkit.bench.check import largest_difference, max_over_ranks, verdict
+from labkit.costs.memory import peak_bytes
+from labkit.costs.transformer import SIZES, n_parameters
+from labkit.lab.capacity import skip_reason
 from labkit.lab.point import TimedPoint
 from labkit.nn.attention_implementations import attention_named
 from labkit.nn.training import AUTOCAST_DTYPES, adamw, gradients
 from labkit.nn.transformer import Transformer, language_model_loss, shape_named
-from labkit.parallel.data_parallel.implementations import BUCKETED, wrap
+from labkit.parallel.data_parallel.implementations import wrap
 from labkit.parallel.ranks.device import use_device
+from labkit.parallel.ranks.joined import ranks_here
 from labkit.studies.shared.alternatives import Failed, attempt, timed_rows
 from labkit.studies.shared.compiler import keep_what_is_compiled, make_compiler_ready
 from labkit.studies.shared.gradient_check import check_completeness
 
-DEFAULT, JOINED = "default", "joined"
+if TYPE_CHECKING:
+    from labkit.machine import Machine
+
+DEFAULT_NAME, JOINED = "default", "joined"
+RANK_BYTES = 200 * 2**20  # resident memory of a rank, torch included
 TORCH = "torch"
 """The wrapper of the default."""
 # Relative to the largest gradient of a tensor, as in the labs that measured the parts: the order of sums, or 8 bits.
@@ -28,22 +36,34 @@ HALF_TOLERANCE = 5e-2
 
 
 @dataclass(frozen=True, kw_only=True)
-class ThisMachinePoint(TimedPoint):
-    """A model, and the joined configuration that takes turns with the default one.
-
-    `expected_ratio` is what the other labs' runs say of the joined step's time over the default's.
-    """
+class TunedStepPoint(TimedPoint):
+    """A model, and the joined configuration that takes turns with the default one."""
 
     model: str
     precision: str
     attention: str
     compiled: bool
     wrapper: str
-    bucket_mb: float | None
-    expected_ratio: float
     device: str = "cpu"
     batch: int = 2
     context_length: int = 128
+
+    @property
+    def is_default(self) -> bool:
+        """Whether nothing is changed; on one rank nothing wraps a model."""
+        is_plain = self.precision == "float32" and self.attention == "explicit" and not self.compiled
+        return is_plain and (self.world_size == 1 or self.wrapper == TORCH)
+
+    @property
+    def series(self) -> tuple[Hashable, float]:
+        return self.world_size, n_parameters(SIZES[self.model])
+
+    def skip_reason(self, machine: "Machine") -> str | None:
+        if self.is_default:
+            return "the newest runs of the other labs here recommend nothing but the default: measure them first"
+        ranks = ranks_here(self.world_size)
+        step = peak_bytes(SIZES[self.model], self.batch, self.context_length, phase="full_step")
+        return skip_reason(machine, self.device, ranks * (RANK_BYTES + 2 * step), ranks=ranks)
 
     def title(self) -> str:
         return f"{super().title()}, {self.model}"
@@ -52,7 +72,7 @@ class ThisMachinePoint(TimedPoint):
 class Training:
     """A Transformer and AdamW under one configuration; on several ranks under a data-parallel wrapper."""
 
-    def __init__(self, point: ThisMachinePoint, name: str, device: str) -> None:
+    def __init__(self, point: TunedStepPoint, name: str, device: str) -> None:
         is_joined = name == JOINED
         torch.manual_seed(point.seed)
         with torch.device(device):
@@ -68,8 +88,7 @@ class Training:
         if is_joined and point.compiled:
             self._compile(for_all=point.world_size > 1 and wrapper != TORCH)  # which cuts graphs at its buckets
         if point.world_size > 1:
-            size = point.bucket_mb if is_joined and wrapper in BUCKETED else None
-            self.call = wrap(wrapper, self.model, bucket_mb=size)
+            self.call = wrap(wrapper, self.model)
 
     def _compile(self, *, for_all: bool) -> None:
         """With `for_all`, the first rank compiles; the others find what it made in the user's cache."""
@@ -97,7 +116,7 @@ class Training:
         self.optimizer.zero_grad(set_to_none=True)
 
 
-def _tokens(point: ThisMachinePoint) -> Tensor:
+def _tokens(point: TunedStepPoint) -> Tensor:
     """This rank's batch, the same for both."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     generator = torch.Generator().manual_seed(point.seed_of(rank))
@@ -106,48 +125,48 @@ def _tokens(point: ThisMachinePoint) -> Tensor:
     )
 
 
-def measure_point(point: ThisMachinePoint) -> Iterator[dict[str, Any]]:
+def measure(point: TunedStepPoint) -> Iterator[dict[str, Any]]:
     """Seconds of a step by configuration, in turns; of a joined one with other gradients, the reason instead."""
     device = use_device(point.device)
-    trainings, row = {DEFAULT: Training(point, DEFAULT, device)}, {"implementation": JOINED}
+    trainings, row = {DEFAULT_NAME: Training(point, DEFAULT_NAME, device)}, {"implementation": JOINED}
 
     def compare() -> tuple[float, str]:
         trainings[JOINED] = Training(point, JOINED, device)
-        return _gate(trainings, FLOAT32_TOLERANCE if point.precision == "float32" else HALF_TOLERANCE)
+        return _check(trainings, FLOAT32_TOLERANCE if point.precision == "float32" else HALF_TOLERANCE)
 
-    found = attempt(JOINED, compare, device=device)
-    if isinstance(found, Failed):
-        yield row | {"check": found.reason}
+    result = attempt(JOINED, compare, device=device)
+    if isinstance(result, Failed):
+        yield row | {"check": result.reason}
         return
-    error, gate = found
-    if gate != "ok":
-        yield row | {"check": gate, "error": error}
+    error, check = result
+    if check != "ok":
+        yield row | {"check": check, "error": error}
         return
     before = dist.barrier if dist.is_initialized() else None
-    rows = {name: {"implementation": name, "error": error, "check": gate} for name in trainings}
+    rows = {name: {"implementation": name, "error": error, "check": check} for name in trainings}
     steps = {name: training.step for name, training in trainings.items()}
     yield from timed_rows(rows, steps, device=device, before=before, **point.rounds)
 
 
-def _gate(trainings: dict[str, Training], tolerance: float) -> tuple[float, str]:
+def _check(trainings: dict[str, Training], tolerance: float) -> tuple[float, str]:
     """How far the gradients of a first step are apart, and "ok" or what is wrong.
 
     In 16 bits one of many ranks could be missing from a mean within the tolerance: whole numbers tell.
     """
     error = _error(trainings)
-    found = verdict(error, tolerance)
-    if found == "ok" and dist.is_initialized() and dist.get_world_size() > 1:
-        told = [check_completeness(dict(one.model.named_parameters()), one.passes) for one in trainings.values()]
-        found = next((one for one in told if one != "ok"), "ok")
-    return error, found
+    check = verdict(error, tolerance)
+    if check == "ok" and dist.is_initialized() and dist.get_world_size() > 1:
+        checks = [check_completeness(dict(one.model.named_parameters()), one.passes) for one in trainings.values()]
+        check = next((one for one in checks if one != "ok"), "ok")
+    return error, check
 
 
 def _error(trainings: dict[str, Training]) -> float:
     """How far the gradients of a first step are apart, on the worst rank."""
-    found = []
+    both = []
     for training in trainings.values():
         training.passes()
-        found.append({name: gradient.clone() for name, gradient in gradients(training.model).items()})
+        both.append({name: gradient.clone() for name, gradient in gradients(training.model).items()})
         training.optimizer.zero_grad(set_to_none=True)
-    error = largest_difference(found[1], found[0])
+    error = largest_difference(both[1], both[0])
     return error if not dist.is_initialized() else max_over_ranks(error)

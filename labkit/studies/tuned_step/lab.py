@@ -1,0 +1,109 @@
+"""The tuned step: all recommendations of the other labs in one configuration, against the default."""
+
+from itertools import product
+from typing import Annotated, Literal
+
+import pandas as pd
+from pydantic import Field
+
+from labkit.costs.transformer import SIZES
+from labkit.lab.answers import Compare, Report
+from labkit.lab.config import Count, Device, TimedConfig, TimeoutSeconds, one_of
+from labkit.lab.declaration import Lab
+from labkit.lab.metric import Metric, Results
+from labkit.lab.recommended import DEFAULT, RANK_FIELDS, Configuration, join, newest_runs, recommend
+from labkit.lab.units import join_words
+from labkit.machine import Machine
+from labkit.parallel.data_parallel.implementations import OVER_SHARED_MEMORY
+from labkit.parallel.ranks.joined import ranks_here
+from labkit.studies.tuned_step.worker import DEFAULT_NAME, JOINED, TunedStepPoint, measure
+
+FIELDS = tuple(Configuration.__dataclass_fields__)
+WORDS = {"attention": "{} attention", "compiled": "torch.compile"}
+
+
+class TunedStepConfig(TimedConfig):
+    """What a reader may set. None: as the newest runs of the other labs on this machine recommend."""
+
+    models: Annotated[list[Annotated[str, one_of(lambda: SIZES)]], Field(min_length=1)] = ["mini"]
+    world_sizes: Annotated[list[Count], Field(min_length=1)] = [2]
+    precision: Literal["float32", "bfloat16", "float16"] | None = None
+    attention: Literal["explicit", "tiled", "compiled", "flash", "sdpa"] | None = None
+    compiled: bool | None = None
+    wrapper: Literal["torch", "naive", "flat", "overlapped", "bucketed", "bucketed_shared", "naive_shared"] | None = (
+        None
+    )
+    batch: Count = 2
+    context_length: Count = 64
+    device: Device = "auto"
+    warmup: int = Field(1, ge=0, le=10_000)
+    rounds_s: float | None = 5.0
+    timeout_s: TimeoutSeconds = 900.0
+
+
+TIME = Metric("seconds", "implementation", ("model", "world_size", "batch", "context_length"))
+NAMES = {DEFAULT_NAME: "the default", JOINED: "the joined configuration"}
+
+
+def points(config: TunedStepConfig, machine: Machine) -> list[TunedStepPoint]:
+    """One for each model and number of ranks. Recommendations are looked up now, and recorded with the point."""
+    device, runs = machine.device(config.device), newest_runs(machine)
+    chosen = {name: value for name in FIELDS if (value := getattr(config, name)) is not None}
+    made = []
+    for world_size, model in product(sorted(set(config.world_sizes)), config.models):
+        recommendations = [
+            one
+            for one in recommend(model, config.context_length, runs)
+            if device == "cpu" or one.value not in OVER_SHARED_MEMORY
+        ]
+        joined = vars(join(recommendations)) | chosen
+        backend = machine.backend(device, ranks_here(world_size)) if world_size > 1 else None
+        made.append(
+            TunedStepPoint.of(config, world_size=world_size, backend=backend, model=model, device=device, **joined)
+        )
+    return made
+
+
+def ingredients(results: Results) -> pd.DataFrame:
+    """The joined configuration by model and ranks, and in words what it changes."""
+    keys = ["model", "world_size", *FIELDS]
+    rows = results.frame.reindex(columns=["implementation", *keys])
+    table = rows[rows["implementation"] == JOINED][keys].drop_duplicates().reset_index(drop=True)
+    return table.assign(changes=[_describe_changes(row) for row in table.to_dict("records")])
+
+
+def _describe_changes(row: dict[str, object]) -> str:
+    fields = [name for name in FIELDS if row["world_size"] != 1 or name not in RANK_FIELDS]
+    changed = [name for name in fields if row[name] != getattr(DEFAULT, name)]
+    return join_words([WORDS.get(name, "{}").format(row[name]) for name in changed]) or "nothing"
+
+
+LAB = Lab(
+    name="tuned_step",
+    title="The tuned step",
+    summary="All recommendations of the other labs joined into one configuration: what it gains over the default.",
+    config=TunedStepConfig,
+    paper={"models": ["small", "medium", "large"], "world_sizes": [1, 2], "batch": 8, "context_length": 512},
+    on_gpu={"models": ["small"], "batch": 8, "context_length": 512},
+    worker=measure,
+    points=points,
+    model_parameters=("models",),
+    questions=[
+        Compare(
+            id="gain",
+            text="Does everything that the other labs recommend, together, beat the default?",
+            metric=TIME,
+            baseline=DEFAULT_NAME,
+            names=NAMES,
+            advice="Train with the joined configuration{where}; `labkit advise --apply` prints it.",
+            keep="Train with the defaults.",
+        ),
+        Report(
+            id="ingredients",
+            text="What does the joined configuration change?",
+            table=ingredients,
+            configuration=("model", "world_size"),
+            says="With {model}: {changes}.",
+        ),
+    ],
+)
