@@ -15,7 +15,7 @@ from labkit.lab.study import Study
 from labkit.lab.units import format_bytes
 from labkit.machine import Machine
 from labkit.parallel.collectives import ALGORITHMS
-from labkit.parallel.ranks.joined import is_joined, ranks_here
+from labkit.parallel.ranks.torchrun import is_job_rank, ranks_here
 from labkit.studies.all_reduce.findings import QUESTIONS
 from labkit.studies.all_reduce.tables import PREDICTED
 from labkit.studies.all_reduce.transports import CHOSEN, FLOOR, MESSAGES, ROUTES, SHARED_MEMORY, TORCH, alternative
@@ -173,7 +173,7 @@ def _points_of_world(config: AllReduceConfig, world_size: int, backend: str) -> 
     here: dict[str, Any] = {"world_size": world_size, "backend": backend}
     if world_size in config.world_sizes:
         for sweep, algorithms in (("exchange", ()), ("sizes", config.algorithms)):
-            if sweep != "exchange" or is_joined():  # ranks that were started here share a host, and have no links
+            if sweep != "exchange" or is_job_rank():  # ranks that were started here share a host, and have no links
                 for n_bytes in config.sizes_bytes:
                     yield _point(config, n_bytes, sweep=sweep, algorithms=algorithms, **here)
     if world_size in config.many_world_sizes:

@@ -14,7 +14,7 @@ from labkit.bench.memory import peak_memory_growth
 from labkit.lab.point import SessionPoint
 from labkit.lab.units import format_bytes
 from labkit.parallel.collectives import ALGORITHMS, Algorithm, release_scratch, scratch_bytes
-from labkit.parallel.ranks.device import use_device
+from labkit.parallel.ranks.worker import use_device
 from labkit.studies.all_reduce.exact import gate, inputs
 from labkit.studies.all_reduce.links import measure_links
 from labkit.studies.all_reduce.phases import measure_phases

@@ -13,7 +13,7 @@ from labkit.lab.study import Study
 from labkit.lab.units import format_seconds
 from labkit.machine import Machine
 from labkit.nn.datasets import CIFAR100_MD5, RECORD_BYTES, DatasetError, fetch_cifar100, file_md5, read_cifar100
-from labkit.parallel.ranks.joined import ranks_here
+from labkit.parallel.ranks.torchrun import ranks_here
 from labkit.studies.cifar100.data import CIFAR100, DIGITS
 from labkit.studies.cifar100.findings import QUESTIONS
 from labkit.studies.cifar100.training import IMPLEMENTATIONS, TORCH_SYNC

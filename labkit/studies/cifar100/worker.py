@@ -19,9 +19,8 @@ from torch import Tensor
 from labkit.bench.check import verdict
 from labkit.bench.clock import Stopwatch, turn_order
 from labkit.lab.point import Point
-from labkit.parallel.ranks import checkpoint
-from labkit.parallel.ranks.device import use_device
-from labkit.parallel.ranks.messages import gather_json
+from labkit.parallel.ranks.messages import gather_json, load_checkpoint, save_checkpoint
+from labkit.parallel.ranks.worker import use_device
 from labkit.studies.cifar100.data import RankData, hand_out
 from labkit.studies.cifar100.training import ALONE, SYNCHRONIZED, Recipe, Trainer, updates_of
 from labkit.studies.shared.alternatives import Failed, attempt, turn_of
@@ -88,14 +87,14 @@ def train_point(point: TrainingPoint, checkpoints: Path | None = None) -> Iterat
     right = list(errors)
     training = _Training(point, recipe, data, right)
     path = checkpoints / point.id / "checkpoint.pt" if checkpoints else None
-    rows = training.resume(checkpoint.load(path))
+    rows = training.resume(load_checkpoint(path))
     if not rows:
         rows = [_peak_memory(name, recipe, data, point.seed) for name in right]
     yield from rows
     while training.epochs_done < point.epochs:
         found = [row | {"error": errors[row["implementation"]]} for row in training.epoch()]
         rows += found
-        checkpoint.save(path, training.state(rows))
+        save_checkpoint(path, training.state(rows))
         yield from found
 
 

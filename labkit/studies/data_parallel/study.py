@@ -16,7 +16,7 @@ from labkit.machine import Machine
 from labkit.nn.transformer import SIZES
 from labkit.nn.workloads import RESNET50, RESNET50_PARAMETERS
 from labkit.parallel.data_parallel.implementations import IMPLEMENTATIONS, LOCAL, OVER_SHARED_MEMORY, TORCH, plug_in
-from labkit.parallel.ranks.joined import ranks_here
+from labkit.parallel.ranks.torchrun import ranks_here
 from labkit.studies.data_parallel.findings import QUESTIONS
 from labkit.studies.data_parallel.worker import DataParallelPoint, measure_point
 

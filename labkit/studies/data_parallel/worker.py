@@ -18,7 +18,7 @@ from labkit.lab.point import TimedPoint
 from labkit.nn.vision import ResNet50
 from labkit.nn.workloads import RESNET50, Workload, workload_of
 from labkit.parallel.data_parallel.implementations import LOCAL, OVER_SHARED_MEMORY
-from labkit.parallel.ranks.device import use_device
+from labkit.parallel.ranks.worker import use_device
 from labkit.parallel.transport import SHARED, transport_in_use
 from labkit.studies.data_parallel.alternatives import PHASES, Alternative, split_name
 from labkit.studies.data_parallel.timeline import (

@@ -15,7 +15,7 @@ from labkit.lab.rows import select
 from labkit.lab.study import Study
 from labkit.machine import Machine
 from labkit.nn.transformer import SIZES, shape_named
-from labkit.parallel.ranks.joined import ranks_here
+from labkit.parallel.ranks.torchrun import ranks_here
 from labkit.studies.gradient_buckets.findings import QUESTIONS
 from labkit.studies.gradient_buckets.model import PREDICTED
 from labkit.studies.gradient_buckets.worker import LOCAL, SCHEDULES, STEPS, BucketsPoint, measure_point, plug_in

@@ -18,7 +18,7 @@ from labkit.costs.transformer import TransformerShape, n_parameters
 from labkit.lab.point import TimedPoint
 from labkit.lab.units import format_seconds
 from labkit.nn.transformer import shape_named
-from labkit.parallel.ranks.device import use_device
+from labkit.parallel.ranks.worker import use_device
 from labkit.studies.limits.exchange import CALLS, exchange
 from labkit.studies.shared.alternatives import Failed, attempt, time_those_that_run
 

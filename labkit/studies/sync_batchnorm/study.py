@@ -9,7 +9,7 @@ from labkit.lab import capacity
 from labkit.lab.config import Count, Device, TimedConfig, TimeoutSeconds, one_of
 from labkit.lab.study import Study
 from labkit.machine import Machine
-from labkit.parallel.ranks.joined import ranks_here
+from labkit.parallel.ranks.torchrun import ranks_here
 from labkit.studies.sync_batchnorm.alternatives import ALTERNATIVES, BARE, LAYERS, plug_in
 from labkit.studies.sync_batchnorm.findings import QUESTIONS
 from labkit.studies.sync_batchnorm.worker import SyncBatchNormPoint, measure_point

@@ -15,7 +15,7 @@ from labkit.bench.allocator import record_allocations
 from labkit.bench.operators import record_operators
 from labkit.bench.saved_tensors import saved_for_backward
 from labkit.lab.point import TimedPoint
-from labkit.parallel.ranks.device import use_device
+from labkit.parallel.ranks.worker import use_device
 from labkit.studies.shared.alternatives import row_of, time_those_that_run, turn_of
 from labkit.studies.sync_batchnorm.alternatives import (
     BARE,

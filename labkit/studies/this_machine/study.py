@@ -26,7 +26,7 @@ from labkit.lab.rows import select
 from labkit.lab.study import Study
 from labkit.machine import Machine
 from labkit.parallel.data_parallel.implementations import OVER_SHARED_MEMORY
-from labkit.parallel.ranks.joined import ranks_here
+from labkit.parallel.ranks.torchrun import ranks_here
 from labkit.studies.this_machine import findings, worker
 from labkit.studies.this_machine.worker import ThisMachinePoint, measure_point
 

@@ -14,7 +14,7 @@ from labkit.nn.attention_implementations import attention_named
 from labkit.nn.training import AUTOCAST_DTYPES, adamw, gradients
 from labkit.nn.transformer import Transformer, language_model_loss, shape_named
 from labkit.parallel.data_parallel.implementations import BUCKETED, wrap
-from labkit.parallel.ranks.device import use_device
+from labkit.parallel.ranks.worker import use_device
 from labkit.studies.shared.alternatives import Failed, attempt, timed_rows
 from labkit.studies.shared.compiler import keep_what_is_compiled, make_compiler_ready
 from labkit.studies.shared.gradient_gate import check_completeness
