@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from labkit.bench.statistics import CONFIDENCE, MIN_SAMPLES, resampled_medians
+from labkit.bench.statistics import CONFIDENCE, MIN_SAMPLES
 from labkit.costs.attention import explicit_peak, explicit_saved, tiled_saved
 from labkit.lab.project import reference_directory
 from labkit.lab.rows import Measured, in_order, select
@@ -65,7 +65,8 @@ def _power_law(by_size: dict[int, np.ndarray]) -> dict[str, float] | None:
         return None
     low = high = float("nan")
     if min(map(len, by_size.values())) >= MIN_SAMPLES:
-        resampled = [resampled_medians(x, seed) for seed, x in enumerate(by_size.values())]
+        rng = np.random.default_rng(0)
+        resampled = [np.median(x[rng.integers(0, len(x), (2000, len(x)))], axis=1) for x in by_size.values()]
         slopes = np.polyfit(sizes, np.log(resampled), 1)[0]
         low, high = np.percentile(slopes, [50 * (1 - CONFIDENCE), 50 * (1 + CONFIDENCE)])
     found = {"from_sequence": min(by_size), "to_sequence": max(by_size), "times_per_doubling": 2**exponent}

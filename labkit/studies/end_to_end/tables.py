@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from labkit.bench.statistics import MIN_SAMPLES, RESAMPLES
+from labkit.bench.statistics import MIN_SAMPLES
 from labkit.costs.calibration import Calibration
 from labkit.costs.transformer import backward_flops, forward_flops
 from labkit.lab.own_models import models_in, shape_of
@@ -66,7 +66,7 @@ def _spread_interval(seconds: np.ndarray) -> tuple[float, float]:
     """95 % percentile bootstrap of std over mean, in percent; NaN where there are too few samples."""
     if len(seconds) < MIN_SAMPLES:
         return float("nan"), float("nan")
-    resampled = seconds[np.random.default_rng(0).integers(0, len(seconds), (RESAMPLES, len(seconds)))]
+    resampled = seconds[np.random.default_rng(0).integers(0, len(seconds), (2000, len(seconds)))]
     low, high = np.percentile(100 * resampled.std(axis=1, ddof=1) / resampled.mean(axis=1), [2.5, 97.5])
     return float(low), float(high)
 

@@ -11,8 +11,8 @@ from itertools import pairwise
 import numpy as np
 import pandas as pd
 
-from labkit.bench.intervals import adjusted, estimate_paired
-from labkit.bench.statistics import FALSE_DISCOVERY_RATE, compare, with_verdicts
+from labkit.bench.intervals import estimate_paired
+from labkit.bench.statistics import FALSE_DISCOVERY_RATE, adjust_p, compare, with_verdicts
 from labkit.lab.columns import label
 from labkit.lab.made_once import made_once
 from labkit.lab.project import reference_directory
@@ -114,7 +114,7 @@ def beside_waiting(frame: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
     groups = steps(frame).dropna(subset="contention_s").groupby([*SETTING, "bucket_mb", "buckets"])["contention_s"]
     table = groups.median().reset_index()
     p = np.array([estimate_paired(group.to_numpy(dtype=float)).p for _, group in groups])
-    some = table[adjusted(p) <= FALSE_DISCOVERY_RATE]
+    some = table[adjust_p(p) <= FALSE_DISCOVERY_RATE]
     return some[some["contention_s"] > 0], some[some["contention_s"] < 0]
 
 
