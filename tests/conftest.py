@@ -104,7 +104,7 @@ def compiled_rows():
     point = "sweep='compile', device='cpu', size='nano', batch=1, context_length=8, warmup=1, repeats=2"
     program = [
         "import json",
-        "from labkit.parallel.ranks.answers import plain_row",
+        "from labkit.parallel.ranks.results import plain_row",
         "from labkit.studies.end_to_end.worker import EndToEndPoint, measure_point",
         f"print(json.dumps([plain_row(row) for row in measure_point(EndToEndPoint({point}))]))",
     ]

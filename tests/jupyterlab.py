@@ -107,12 +107,12 @@ class Server:
         return []
 
     def ranks(self):
-        """Processes forked by a fork server: they have its command line, and so has their parent."""
+        """Processes forked by a fork server, which has its parent's command line, as they have."""
         found = []
         for process in self.family():
             with suppress(psutil.Error, AttributeError):
-                commands = [" ".join(some.cmdline()) for some in (process, process.parent())]
-                if all("forkserver" in command for command in commands):
+                commands = [" ".join(some.cmdline()) for some in (process, *process.parents()[:2])]
+                if all("fork_server.py" in command for command in commands):
                     found.append(process)
         return found
 

@@ -112,7 +112,7 @@ def test_files_are_short_and_say_what_they_are_for(package):
 
 # torch's collectives of objects unpickle what a peer sends, and a pickle runs code.
 UNPICKLES = {"all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list", "recv_object_list"}
-LAUNCH = ROOT / "labkit" / "parallel" / "ranks" / "rank.py"  # what a rank's own parent sends
+LAUNCH = ROOT / "labkit" / "parallel" / "ranks" / "worker.py"  # what a rank's own parent sends
 
 
 @of_every_package

@@ -1,8 +1,8 @@
-"""What samples say and what they do not: medians with intervals, and which differences count.
+"""Medians with intervals, and which differences count.
 
-One significance rule (`with_verdicts`): the false-discovery rate over all comparisons that answer
-a question stays at most `FALSE_DISCOVERY_RATE`, and a difference smaller than `MIN_RELEVANT_DIFFERENCE` is not claimed
-however certain it is. Intervals cover what varied *within* the run.
+One significance rule (`with_verdicts`): the false-discovery rate over all comparisons that answer a question stays at
+most `FALSE_DISCOVERY_RATE`, and no difference below `MIN_RELEVANT_DIFFERENCE` is claimed. Intervals cover what varied
+*within* the run.
 """
 
 from collections.abc import Hashable, Iterable, Sequence
@@ -13,12 +13,12 @@ from typing import Literal
 import numpy as np
 import pandas as pd
 from scipy.special import ndtr, ndtri
+from scipy.stats import false_discovery_control
 
 from labkit.bench.intervals import (
     CONFIDENCE,
     MIN_SAMPLES,
     Estimate,
-    adjusted,
     estimate_paired,
     estimate_unpaired,
     median_interval,
@@ -29,12 +29,10 @@ __all__ = ["CONFIDENCE", "MIN_SAMPLES"]
 Bound = float | np.ndarray
 Verdict = Literal["faster", "slower", "no difference shown"]
 
-RESAMPLES = 2000
-MOST_KEPT = 500  # samples whose resamples are kept, of which there are RESAMPLES times as many
-# Half of the usual 5 %: rounds that follow one another resemble one another, and intervals do not know it all.
 FALSE_DISCOVERY_RATE = 0.025
-# Other runs differ by more than repeats within one do.
+"""Half of the usual 5%: successive rounds resemble one another, and intervals do not cover all of that."""
 MIN_RELEVANT_DIFFERENCE = 0.03
+"""Runs differ by more than repeats within one do."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +52,9 @@ class Summary:
 
 @dataclass(frozen=True)
 class Comparison:
-    """How many times b an a is, with its interval. For times, below 1 means that a is faster.
+    """The ratio of a to b with its interval. For times, below 1 means that a is faster.
 
-    `p` is the probability of such a ratio, or one further from 1, where nothing differs. `rounds` are those that both
+    `p` is the probability of such a ratio, or one further from 1, without a difference. `rounds` are those that both
     have. `verdict` is that of one comparison alone; for several that answer one question, use `with_verdicts`.
     """
 
@@ -78,31 +76,21 @@ def summarize(samples: Iterable[float]) -> Summary:
     return _summary(_finite(samples).tobytes())
 
 
-# The tables, figures and answers of a page ask for the same samples several times.
-@lru_cache(maxsize=8192)
+@lru_cache(maxsize=8192)  # tables, figures and answers of a page summarize the same samples
 def _summary(samples: bytes) -> Summary:
-    """`summarize` of float64s."""
     values = np.frombuffer(samples)
     low, high = median_interval(values)
-    return Summary(
-        n=len(values),
-        median=float(np.median(values)),
-        mean=float(values.mean()),
-        std=float(values.std(ddof=1)) if len(values) > 1 else float("nan"),
-        p90=float(np.percentile(values, 90)),
-        p95=float(np.percentile(values, 95)),
-        p99=float(np.percentile(values, 99)),
-        low=low,
-        high=high,
-    )
+    std = float(values.std(ddof=1)) if len(values) > 1 else float("nan")
+    p90, p95, p99 = map(float, np.percentile(values, [90, 95, 99]))
+    return Summary(len(values), float(np.median(values)), low, high, float(values.mean()), std, p90, p95, p99)
 
 
 def compare(a: Iterable[float], b: Iterable[float], *, interleaved: bool) -> Comparison:
-    """Is a faster than b? Both are times.
+    """Compare two sets of times.
 
-    `interleaved` means that repeat i of both was measured in the same round: then the ratios of the rounds are what is
-    looked at, so that a slow moment that hit both does not count. ValueError if their numbers differ all the same.
-    Samples that are not all above zero have a ratio of medians and no interval.
+    `interleaved`: repeat i of both was measured in the same round, so the rounds' ratios are compared and a slow moment
+    that hit both does not count. ValueError if their numbers differ all the same. Samples that are not all above zero
+    get a ratio of medians and no interval.
     """
     first, second = _finite(a), _finite(b)
     if interleaved and len(first) != len(second):
@@ -112,7 +100,6 @@ def compare(a: Iterable[float], b: Iterable[float], *, interleaved: bool) -> Com
 
 @lru_cache(maxsize=8192)
 def _comparison(a: bytes, b: bytes, interleaved: bool) -> Comparison:
-    """`compare` of float64s."""
     first, second = np.frombuffer(a), np.frombuffer(b)
     rounds = min(len(first), len(second))
     if min(first.min(), second.min()) <= 0:
@@ -120,13 +107,13 @@ def _comparison(a: bytes, b: bytes, interleaved: bool) -> Comparison:
             ratio = float(np.median(first) / np.median(second))
         return Comparison(ratio, float("nan"), float("nan"), float("nan"), rounds, "no difference shown")
     logs = np.log(first), np.log(second)
-    found: Estimate = estimate_paired(logs[0] - logs[1]) if interleaved else estimate_unpaired(*logs)
-    ratio, low, high = (float(np.exp(value)) for value in (found.value, found.low, found.high))
-    return Comparison(ratio, low, high, found.p, rounds, _verdict(ratio, found.p))
+    estimate: Estimate = estimate_paired(logs[0] - logs[1]) if interleaved else estimate_unpaired(*logs)
+    ratio, low, high = (float(np.exp(value)) for value in (estimate.value, estimate.low, estimate.high))
+    return Comparison(ratio, low, high, estimate.p, rounds, _verdict(ratio, estimate.p))
 
 
 def _verdict(ratio: float, p: float) -> Verdict:
-    """From a p-value that is adjusted for all comparisons beside it."""
+    """The verdict on a p-value that is adjusted for the other comparisons."""
     if p <= FALSE_DISCOVERY_RATE and ratio <= 1 / (1 + MIN_RELEVANT_DIFFERENCE):
         return "faster"
     if p <= FALSE_DISCOVERY_RATE and ratio >= 1 + MIN_RELEVANT_DIFFERENCE:
@@ -135,25 +122,35 @@ def _verdict(ratio: float, p: float) -> Verdict:
 
 
 def with_verdicts(ratios: pd.DataFrame) -> pd.DataFrame:
-    """The table with `verdict` for each of its rows as comparisons that answer one question together.
+    """Add `verdict` to a table whose rows answer one question together; a part of it is another question.
 
-    A part of a table is another question, and judged anew: true differences in the rest would let too much pass.
     Needs the columns `ratio` and `p` of `Comparison`. Rows without a p-value show no difference.
     """
-    adjusted_p = adjusted(ratios["p"].to_numpy(dtype=float))
-    verdicts = [_verdict(ratio, p) for ratio, p in zip(ratios["ratio"], adjusted_p, strict=True)]
+    p = adjust_p(ratios["p"].to_numpy(dtype=float))
+    verdicts = [_verdict(*row) for row in zip(ratios["ratio"], p, strict=True)]
     return ratios.assign(verdict=pd.Series(verdicts, index=ratios.index, dtype=object))
 
 
+def adjust_p(p: np.ndarray) -> np.ndarray:
+    """False-discovery rates by Benjamini & Hochberg (1995) of p-values, (n,); NaN stays.
+
+    They hold for comparisons that share a baseline, too (positive dependence: Benjamini & Yekutieli 2001).
+    """
+    rates, has_p = np.full(len(p), np.nan), ~np.isnan(p)
+    if has_p.any():
+        rates[has_p] = false_discovery_control(p[has_p])
+    return rates
+
+
 def is_significant(p: np.ndarray) -> np.ndarray:
-    """Which comparisons that answer one question are significant, by the rule of `with_verdicts`."""
-    return adjusted(p) <= FALSE_DISCOVERY_RATE
+    """Mark which comparisons that answer one question are significant, by the rule of `with_verdicts`."""
+    return adjust_p(p) <= FALSE_DISCOVERY_RATE
 
 
 def beyond_p(value: np.ndarray, low: np.ndarray, high: np.ndarray, least: Bound, most: Bound) -> np.ndarray:
-    """P-values of values' lying outside of `least` to `most` by chance; 1 inside, NaN without an interval.
+    """P-values of values outside `least` to `most`; 1 inside, NaN without an interval.
 
-    `low` and `high` bound 95 %, or are the value itself where it is exact.
+    `low` and `high` bound 95%, or are the value itself where it is exact.
     """
     error = (high - low) / (2 * ndtri((1 + CONFIDENCE) / 2))
     beyond = np.maximum(least - value, value - most)
@@ -179,47 +176,24 @@ def compare_groups(
     *,
     interleaved: bool = True,
 ) -> pd.DataFrame:
-    """Within each setting, `value` (a time) of every alternative in `column` over that of `baseline`.
+    """Compare, within each setting, `value` (a time) of every alternative in `column` with that of `baseline`.
 
-    One row per (setting, alternative) with `ratio`, its interval `low`, `high`, `p`, `rounds`, and the `verdict` that
-    all rows together allow (`with_verdicts`). Settings without the baseline are left out. `interleaved` as in
-    `compare`: the rows of a setting and alternative are in the order of their repeats.
+    One row per (setting, alternative) with the fields of `Comparison`; `verdict` is that of all rows together. Settings
+    without the baseline are left out. Rows of a setting and alternative are in the order of their repeats.
     """
     rows = []
     for key, group in frame.groupby(list(setting), sort=True, dropna=False):
         by_name = dict(iter(group.groupby(column)[value]))
         base = by_name.pop(baseline, None)
-        if base is None:
-            continue
-        for name, samples in by_name.items():
+        for name, samples in by_name.items() if base is not None else ():
             ratio = vars(compare(samples, base, interleaved=interleaved))
             rows.append(dict(zip(setting, key, strict=True)) | {column: name} | ratio)
     return with_verdicts(pd.DataFrame(rows, columns=[*setting, column, *Comparison.__dataclass_fields__]))
 
 
 def slowest_rank(frame: pd.DataFrame, value: str, by: Sequence[str]) -> pd.DataFrame:
-    """The largest `value` among the ranks of each repeat: a collective is over when its last rank is."""
+    """The largest `value` among the ranks of each repeat: a collective ends with its last rank."""
     return frame.groupby([*by, "repeat"], dropna=False)[value].max().reset_index()
-
-
-def resampled_medians(values: np.ndarray, seed: int = 0) -> np.ndarray:
-    """Medians, (RESAMPLES,), of as many resamples of `values`, (n,). With one seed, resamples of one n are alike."""
-    # A median is known by its rank, and small integers sort 8 to 30 times as fast as np.median selects.
-    order = np.argsort(values, kind="stable")
-    rank = np.empty(len(values), np.int16 if len(values) <= np.iinfo(np.int16).max else np.int64)
-    rank[order] = np.arange(len(values))
-    resamples = _kept_resamples if len(values) <= MOST_KEPT else _draw
-    drawn = np.sort(rank[resamples(len(values), seed)], axis=1)
-    ordered = values[order]
-    lower, upper = drawn[:, (len(values) - 1) // 2], drawn[:, len(values) // 2]
-    return (ordered[lower] + ordered[upper]) / 2
-
-
-def _draw(n: int, seed: int) -> np.ndarray:
-    return np.random.default_rng(seed).integers(0, n, (RESAMPLES, n))
-
-
-_kept_resamples = lru_cache(maxsize=16)(_draw)
 
 
 def _finite(samples: Iterable[float]) -> np.ndarray:

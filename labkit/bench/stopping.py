@@ -1,9 +1,9 @@
-"""When enough rounds have been taken: as soon as the ratio of any two alternatives is known as well as was asked.
+"""The end of rounds: as soon as the ratio of any two alternatives is known as well as requested.
 
-The rule looks at how wide intervals are and never at where they lie, so whether something differs has no part in when
-the question is asked. A fixed-width interval is narrow a little too often where the first rounds happen to resemble one
-another (Chow & Robbins 1965, "On the asymptotic theory of fixed-width sequential confidence intervals for the mean"):
-`MIN_ROUNDS` rounds and looks that grow apart keep that small: `tests/bench/test_stopping.py` simulates it.
+The rule looks at the width of intervals and never at the result, so a difference has no part in when rounds end. A
+fixed-width interval is narrow a little too often where the first rounds happen to agree (Chow & Robbins 1965, "On the
+asymptotic theory of fixed-width sequential confidence intervals for the mean"). `MIN_ROUNDS`, and checks that grow
+apart, keep that small: `tests/bench/test_stopping.py` simulates it.
 """
 
 import math
@@ -20,32 +20,32 @@ from labkit.bench.intervals import MIN_SAMPLES, estimate_paired
 MIN_ROUNDS = 8
 """Rounds before which no interval counts as narrow."""
 GROWTH = 1.25
-"""Of the rounds from one look to the next: looks that follow closely would find what chance made narrow."""
+"""Ratio of the rounds at one check to those at the last: frequent checks would find what chance made narrow."""
 
 Samples = Mapping[str, Mapping[str, Sequence[float]]]
-"""Seconds by alternative and part, one of every round."""
+"""Seconds by alternative and part, one per round."""
 
 
 class Stopping:
-    """Asked after every round whether it was the last one; made when the first begins, on all ranks alike."""
+    """Decides after every round whether it was the last one; made when the first begins, on all ranks alike."""
 
     def __init__(self, ratio_within: float, rounds_s: float) -> None:
-        """`ratio_within`: half the width of a ratio's 95 % interval that is narrow enough, as a share; 0: none is.
+        """`ratio_within`: half the width of a ratio's 95% interval that is narrow enough, as a share; 0: none is.
 
-        `rounds_s`: after so many seconds rounds end all the same, once there is an interval at all.
+        `rounds_s`: rounds end after so many seconds all the same, once there is an interval.
         """
         self._half_width, self._rounds_s = math.log1p(ratio_within), rounds_s
         self._start = time.perf_counter()
         self._next_look = MIN_SAMPLES if ratio_within or rounds_s < math.inf else math.inf
 
     def is_enough(self, samples: Samples, device: str) -> bool:
-        """Whether these will do. A collective where there are several ranks."""
+        """Whether these samples suffice. A collective with several ranks."""
         table = [seconds for parts in samples.values() for seconds in parts.values()]
         rounds = len(table[0]) if table else 0
         if rounds < self._next_look:
             return False
         self._next_look = math.ceil(rounds * GROWTH)
-        elapsed_s, slowest = _of_slowest_rank(time.perf_counter() - self._start, np.array(table), device)
+        elapsed_s, slowest = _max_over_ranks(time.perf_counter() - self._start, np.array(table), device)
         if elapsed_s >= self._rounds_s:
             return True
         if rounds < MIN_ROUNDS:
@@ -57,17 +57,17 @@ class Stopping:
 def widest_ratio(seconds: np.ndarray) -> float:
     """Half the width of the widest interval of a ratio between two of `seconds`, (alternatives, rounds), in logs.
 
-    Of one alone: half the width of its own.
+    With a single alternative, half the width of its interval.
     """
     if seconds.min() <= 0:
         return math.inf
     logs = np.log(seconds)
     differences = [one - other for one, other in combinations(logs, 2)] or logs
-    return max((found.high - found.low) / 2 for found in map(estimate_paired, differences))
+    return max((estimate.high - estimate.low) / 2 for estimate in map(estimate_paired, differences))
 
 
-def _of_slowest_rank(elapsed_s: float, seconds: np.ndarray, device: str) -> tuple[float, np.ndarray]:
-    """The largest of all ranks', which is what a reader of the samples takes; so all decide the same."""
+def _max_over_ranks(elapsed_s: float, seconds: np.ndarray, device: str) -> tuple[float, np.ndarray]:
+    """The largest values of all ranks, which the reader of the samples takes, too; so all ranks decide alike."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return elapsed_s, seconds
     values = torch.tensor([elapsed_s, *seconds.ravel()], dtype=torch.float64)

@@ -13,7 +13,7 @@ from labkit.lab.config import LabConfig, ParameterError
 from labkit.lab.declaration import Lab
 from labkit.lab.own_models import EXPECTED, MODEL_FIELDS, facts_of, known_models, told_where
 from labkit.nn.workloads import RESNET50
-from labkit.parallel.ranks.joined import is_joined
+from labkit.parallel.ranks.torchrun import is_job_rank
 
 PlugIn = Callable[[str, Any], dict[str, Any]]
 
@@ -82,7 +82,7 @@ def _work(
     register: PlugIn, own: Own, worker: Callable[..., Any], point: Any, **options: Any
 ) -> Iterator[Mapping[str, Any]]:
     # a rank that torchrun has started is inside `measure`, which has made them known for all points
-    with nullcontext() if is_joined() else known(register, own):
+    with nullcontext() if is_job_rank() else known(register, own):
         names = [getattr(point, field, None) for field in MODEL_FIELDS]
         model = next((name for name in names if name in own.models), None)
         facts = facts_of(model) if model else {}

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_map
 
 from labkit.costs.transformer import SIZES, TransformerShape, n_parameters
 from labkit.nn.training import Trained
-from labkit.parallel.ranks.outcome import is_out_of_memory
+from labkit.parallel.ranks.results import is_out_of_memory
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 import pandas as pd
 
-from labkit.bench.intervals import adjusted
+from labkit.bench.statistics import adjust_p
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Quantity:
         """A judged table as it is shown: `verdict` in this quantity's words, and the `p` that it rests on, adjusted."""
         less, more = self.marks or (self.better, self.worse)
         verdict = table["verdict"].replace({"faster": less, "slower": more})
-        return table.assign(p=adjusted(table["p"].to_numpy(dtype=float)), verdict=verdict)
+        return table.assign(p=adjust_p(table["p"].to_numpy(dtype=float)), verdict=verdict)
 
 
 TIME = Quantity(

@@ -4,7 +4,6 @@ A measurement announces itself by a socket with a name that only the kernel keep
 with the process, however that ends, and any user may read the list of them.
 """
 
-import multiprocessing.forkserver
 import os
 import re
 import socket
@@ -32,6 +31,9 @@ LATE_PING, SLOW_COPY = 5.0, 1.5
 """How many times the fastest of a run a point's probe takes when its ranks wake up late, or when memory is slow."""
 
 _PRESSURE = Path("/proc/pressure/cpu")
+FORK_SERVERS: list[int] = []
+"""Ids of processes that this one's ranks descend from, but it did not start."""
+
 _SOCKETS = Path("/proc/net/unix")  # of every user
 _NAME = "labkit-measuring-"
 
@@ -131,8 +133,7 @@ class _CoreSeconds:
 def own_processes() -> set[psutil.Process]:
     """This process and all below it; and all below its fork server, which another process may have started for it."""
     heads = [psutil.Process()]
-    server = getattr(multiprocessing.forkserver, "_forkserver", None)
-    if (pid := getattr(server, "_forkserver_pid", None)) is not None:
+    for pid in FORK_SERVERS:
         with suppress(psutil.NoSuchProcess):
             heads.append(psutil.Process(pid))
     own = set(heads)

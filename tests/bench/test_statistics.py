@@ -1,70 +1,110 @@
-"""Verdicts: claimed where the samples show it, and not where they do not."""
+"""Intervals cover what they say, and differences are claimed where the samples show them: simulated and worked out."""
+
+from dataclasses import asdict
+from itertools import product
 
 import numpy as np
 import pandas as pd
 import pytest
 
+from labkit.bench.intervals import estimate_paired, estimate_unpaired, median_interval
 from labkit.bench.statistics import (
-    RESAMPLES,
+    adjust_p,
     compare,
     compare_groups,
-    resampled_medians,
     slowest_rank,
     summarize,
     summarize_groups,
     with_verdicts,
 )
+from tests.cases import thinned
+
+NONE = "no difference shown"
+NOISE = {
+    "log-normal": lambda rng, n: rng.normal(0, 0.1, n),
+    "t2": lambda rng, n: 0.07 * rng.standard_t(2, n),
+    "outliers": lambda rng, n: rng.normal(0, 0.1, n) + (rng.random(n) < 0.1) * rng.exponential(0.5, n),
+}
 
 
-def _noisy(median, n=30, spread=0.1, seed=0):
+def _samples(n, median=1.0, seed=0, spread=0.1):
     return median * np.exp(np.random.default_rng(seed).normal(0, spread, n))
+
+
+@pytest.mark.parametrize(
+    ("n", "interleaved", "expected", "verdict"),
+    [
+        (5, True, (0.953356, np.nan, np.nan, np.nan), NONE),
+        (6, True, (1.020461, 0.862524, 1.207318, 0.769318), NONE),
+        (9, True, (0.938702, 0.880732, 1.000486, 0.051392), NONE),
+        (9, False, (0.938702, 0.867517, 1.015727, 0.108215), NONE),
+        (30, True, (0.959885, 0.909929, 1.010322, 0.140283), NONE),
+        (30, False, (0.954269, 0.909790, 1.007181, 0.082357), NONE),
+        (60, True, (0.952513, 0.922315, 0.983650, 0.005093), "faster"),
+        (60, False, (0.958109, 0.923259, 0.995130, 0.028811), NONE),
+        (700, True, (0.936357, 0.924976, 0.948063, 0.0), "faster"),
+        (700, False, (0.936248, 0.924669, 0.947950, 0.0), "faster"),
+    ],
+)
+def test_comparisons_give_the_numbers_they_always_gave(n, interleaved, expected, verdict):
+    found = compare(_samples(n, seed=n), _samples(n, np.exp(0.06), seed=n + 1), interleaved=interleaved)
+    assert (found.ratio, found.low, found.high, found.p) == pytest.approx(expected, abs=2e-6, nan_ok=True)
+    assert found.verdict == verdict
+
+
+def test_a_table_gives_the_verdicts_it_always_gave():
+    shifts = {"a": 0.0, "b": -0.15, "c": -0.04, "d": 0.3}
+    frames = [
+        pd.DataFrame({"n": n, "name": name, "s": _samples(20, np.exp(shift), seed=10 * n + ord(name))})
+        for n, (name, shift) in product(range(4), shifts.items())
+    ]
+    table = compare_groups(pd.concat(frames), "s", ["n"], "name", "a")
+    verdicts = table.pivot_table(index="n", columns="name", values="verdict", aggfunc="first")
+    assert verdicts.to_numpy().tolist() == [[b, NONE, "slower"] for b in ("faster", NONE, "faster", "faster")]
+    assert table["p"].iloc[:3].round(5).tolist() == [0.00634, 0.95633, 0.0]
+    by_d = compare_groups(pd.concat(frames), "s", ["n"], "name", "d")
+    assert set(by_d["verdict"]) == {"faster"}
 
 
 def test_summary_of_known_samples():
     summary = summarize(range(1, 102))
-    assert (summary.n, summary.median, summary.mean) == (101, 51, 51)
-    assert (summary.p90, summary.p95, summary.p99) == (91, 96, 100)
+    assert (summary.n, summary.median, summary.mean, summary.p90, summary.p99) == (101, 51, 51, 91, 100)
     assert summary.std == pytest.approx(np.sqrt(101 * 102 / 12))  # of a sample, not of a population
     assert summary.low < 51 < summary.high
+    for samples in ([], [1.0, float("nan")], [float("inf")]):
+        with pytest.raises(ValueError, match="finite"):
+            summarize(samples)
 
 
-def test_too_few_samples_have_no_interval_and_no_verdict():
-    assert np.isnan(summarize([1.0] * 5).low)
-    assert compare([1.0] * 5, [2.0] * 5, interleaved=False).verdict == "no difference shown"
-    assert "too few" in str(compare([1.0], [2.0], interleaved=False))
-
-
-def test_a_clear_difference_is_shown_in_its_direction():
-    assert compare(_noisy(1.0), _noisy(2.0, seed=1), interleaved=False).verdict == "faster"
-    assert compare(_noisy(2.0), _noisy(1.0, seed=1), interleaved=False).verdict == "slower"
-
-
-@pytest.mark.parametrize("n", [1, 2, 7, 30])
-def test_resampled_medians_are_medians_of_resamples(n):
-    values = _noisy(1.0, n=n).round(1)  # rounded: with equal ones among them
-    rows = np.random.default_rng(3).integers(0, n, (RESAMPLES, n))
-    np.testing.assert_allclose(resampled_medians(values, seed=3), np.median(values[rows], axis=1), rtol=1e-15)
-
-
-def test_a_difference_too_small_to_matter_is_not_claimed():
-    assert compare([1.01] * 20, [1.0] * 20, interleaved=False).verdict == "no difference shown"
+@pytest.mark.parametrize("rounds", [1, 3, 5])
+def test_too_few_samples_have_no_interval_and_no_verdict(rounds):
+    assert np.isnan(summarize([1.0] * rounds).low)
+    for interleaved in (True, False):
+        found = compare([1.0] * rounds, [9.0] * rounds, interleaved=interleaved)
+        assert (found.verdict, np.isnan(found.low)) == (NONE, True)
+    with pytest.raises(ValueError, match="3 and 2"):
+        compare([1.0] * 3, [1.0] * 2, interleaved=True)
 
 
 def test_pairing_removes_drift_that_hits_both():
     drift = np.linspace(1, 3, 30)
     assert compare(0.9 * drift, drift, interleaved=True).verdict == "faster"
-    assert compare(0.9 * drift, drift, interleaved=False).verdict == "no difference shown"  # the drift hides it
+    assert compare(0.9 * drift, drift, interleaved=False).verdict == NONE  # the drift hides it
 
 
-def test_what_took_turns_has_as_many_samples():
-    with pytest.raises(ValueError, match="3 and 2"):
-        compare([1.0] * 3, [1.0] * 2, interleaved=True)
+@pytest.mark.parametrize(("n", "seconds"), list(product([6, 12, 20, 50], [1.0, 0.0012])))
+def test_a_ratio_without_any_noise_is_certain(n, seconds):
+    for interleaved in (True, False):
+        assert compare([seconds] * n, [2 * seconds] * n, interleaved=interleaved).verdict == "faster"
+        assert compare([1.01] * n, [1.0] * n, interleaved=interleaved).verdict == NONE  # too small to matter
+    equal = compare([seconds] * n, [seconds] * n, interleaved=True)
+    assert (equal.verdict, equal.p) == (NONE, pytest.approx(1.0))
 
 
-@pytest.mark.parametrize("samples", [[], [1.0, float("nan")], [float("inf")]])
-def test_bad_samples_are_refused(samples):
-    with pytest.raises(ValueError, match="finite"):
-        summarize(samples)
+def test_samples_that_are_not_above_zero_have_a_ratio_and_no_interval():
+    found = compare([1.0, -1.0, *[2.0] * 10], [1.0] * 12, interleaved=True)
+    assert (found.ratio, found.verdict) == (2.0, NONE)
+    assert np.isnan([found.low, found.high, found.p]).all()
 
 
 def test_slowest_rank_counts():
@@ -73,45 +113,94 @@ def test_slowest_rank_counts():
     assert summarize_groups(frame, "seconds", ["rank"])["median"].tolist() == [2.5, 2.5]
 
 
-def test_of_many_comparisons_only_what_survives_all_of_them_is_claimed():
-    p = np.array([0.02, 0.3, 0.5, 0.9, np.nan])
-    table = pd.DataFrame({"ratio": [0.8, 0.8, 1.2, 1.0, 0.5], "p": p})
-    assert set(with_verdicts(table)["verdict"]) == {"no difference shown"}
+def test_many_comparisons_are_corrected_together():
+    table = pd.DataFrame({"ratio": [0.8, 0.8, 1.2, 1.0, 0.5], "p": [0.02, 0.3, 0.5, 0.9, np.nan]})
+    assert set(with_verdicts(table)["verdict"]) == {NONE}
     assert with_verdicts(table.iloc[:1])["verdict"].tolist() == ["faster"]
-    everywhere = table.assign(p=0.02)
-    assert with_verdicts(everywhere)["verdict"].tolist() == [
-        "faster",
-        "faster",
-        "slower",
-        "no difference shown",
-        "faster",
-    ]
+    verdicts = ["faster", "faster", "slower", NONE, "faster"]
+    assert with_verdicts(table.assign(p=0.02))["verdict"].tolist() == verdicts
+    # Benjamini & Hochberg 1995, section 3: four of fifteen are discoveries at 5%
+    p = [0.0001, 0.0004, 0.0019, 0.0095, 0.0201, 0.0278, 0.0298, 0.0344, 0.0459, 0.3240, 0.4262, 0.5719, 0.6528]
+    rates = adjust_p(np.array([*p, 0.7590, 1.0, np.nan]))
+    assert ((rates <= 0.05).sum(), np.isnan(rates[-1]), rates[0]) == (4, True, pytest.approx(0.0015))
+    assert np.isnan(adjust_p(np.array([np.nan]))).all()
 
 
-@pytest.mark.parametrize("n", [6, 12, 20, 25, 30, 50])
-@pytest.mark.parametrize("seconds", [1.0, 0.0012])
-def test_a_ratio_without_any_noise_is_certain(n, seconds):
-    assert compare([seconds] * n, [2 * seconds] * n, interleaved=True).verdict == "faster"
-    equal = compare([seconds] * n, [seconds] * n, interleaved=True)
-    assert (equal.verdict, equal.p) == ("no difference shown", pytest.approx(1.0))
-    assert compare([seconds] * n, [2 * seconds] * n, interleaved=False).verdict == "faster"
+@pytest.mark.parametrize(("interleaved", "n"), list(product([True, False], [6, 8, 30, 3000])))
+def test_a_ratio_and_its_inverse_agree(n, interleaved):
+    a, b = _samples(n, np.exp(0.3), seed=n), _samples(n, seed=n + 1)
+    there, back = compare(a, b, interleaved=interleaved), compare(b, a, interleaved=interleaved)
+    np.testing.assert_allclose([there.ratio, there.low, there.high], [1 / back.ratio, 1 / back.high, 1 / back.low])
+    assert there.p == pytest.approx(back.p)
+    assert (there.verdict, back.verdict) == ("slower", "faster")
 
 
-def test_a_comparison_and_its_inverse_agree_at_the_edge_of_what_matters():
-    a, b = [0.9705] * 20, [1.0] * 20
-    verdicts = {compare(a, b, interleaved=True).verdict, compare(b, a, interleaved=True).verdict}
-    assert verdicts in ({"no difference shown"}, {"faster", "slower"})
+@pytest.mark.parametrize(("kind", "n"), list(product(NOISE, (6, 8, 11, 12, 15, 50))))
+def test_intervals_cover_93_to_97_percent(kind, n):
+    rng, tries = np.random.default_rng(n), 800
+    true_median = np.median(NOISE[kind](np.random.default_rng(1), 400_000))
+    covered = dict.fromkeys(("median", "paired", "unpaired"), 0)
+    for _ in range(tries):
+        a, b = NOISE[kind](rng, n), NOISE[kind](rng, n)
+        low, high = median_interval(a)
+        covered["median"] += low <= true_median <= high
+        for name, found in (("paired", estimate_paired(a - b)), ("unpaired", estimate_unpaired(a, b))):
+            covered[name] += found.low <= 0 <= found.high
+            assert found.low <= found.value <= found.high
+            assert (found.p < 0.05) == (not found.low <= 0 <= found.high) or abs(found.p - 0.05) < 0.02
+    slack = 2 * np.sqrt(0.95 * 0.05 / tries)  # of the simulation itself
+    for name, count in covered.items():
+        assert 0.93 - slack <= count / tries <= 0.97 + slack, (name, count / tries)
 
 
-def test_samples_that_are_not_above_zero_have_a_ratio_and_no_interval():
-    found = compare([1.0, -1.0, *[2.0] * 10], [1.0] * 12, interleaved=True)
-    assert found.ratio == 2.0
-    assert np.isnan([found.low, found.high, found.p]).all()
-    assert found.verdict == "no difference shown"
+def _correlated(rng, n, rho, spread=0.1):
+    values = rng.normal(0, spread, n)
+    for i in range(1, n):
+        values[i] = rho * values[i - 1] + np.sqrt(1 - rho**2) * values[i]
+    return values
 
 
-def test_any_alternative_can_be_the_baseline():
-    seconds = {"a": 1.0, "b": 2.0, "c": 4.0}
-    rows = [{"n": 1, "name": name, "s": median + i / 1000} for name, median in seconds.items() for i in range(8)]
-    ratios = compare_groups(pd.DataFrame(rows), "s", ["n"], "name", "b").set_index("name")["ratio"]
-    assert ratios.to_dict() == pytest.approx({"a": 0.5, "c": 2.0}, rel=0.01)
+def _claims(settings, rounds, effect, noise, tries):
+    """Share of settings, per try, with a claim where one alternative takes `effect` of the other's time."""
+    rng, shares = np.random.default_rng(0), []
+    for _ in range(tries):
+        pairs = [(effect * np.exp(noise(rng, rounds)), np.exp(noise(rng, rounds))) for _ in range(settings)]
+        table = pd.DataFrame([asdict(compare(a, b, interleaved=True)) for a, b in pairs])
+        shares.append((with_verdicts(table)["verdict"] != NONE).mean())
+    return np.array(shares)
+
+
+@pytest.mark.parametrize(
+    ("spread", "rounds", "settings"),
+    thinned(
+        product([0.1, 0.4, "AR(1) of 0.1"], [6, 20, 50], [1, 12]),
+        lambda spread, rounds, settings: (rounds, settings) != (50, 12) or spread == 0.4,
+    ),
+)
+def test_at_most_5_percent_of_tables_without_a_difference_claim_any(settings, rounds, spread):
+    def noise(rng, n):
+        return _correlated(rng, n, 0.1) if spread == "AR(1) of 0.1" else rng.normal(0, spread, n)
+
+    claims = _claims(settings, rounds, 1.0, noise, tries=300)
+    assert (claims > 0).mean() <= 0.05 + 2 * np.sqrt(0.05 * 0.95 / len(claims))
+
+
+@pytest.mark.parametrize(("effect", "least", "settings"), [(0.9, 0.6, 1), (0.8, 0.85, 1), (0.9, 0.6, 12)])
+def test_a_difference_of_10_or_20_percent_is_found(effect, least, settings):
+    assert _claims(settings, 20, effect, lambda rng, n: rng.normal(0, 0.1, n), tries=60).mean() >= least
+
+
+def test_alternatives_that_share_a_baseline_do_not_claim_more_often():
+    rng, claimed, tries = np.random.default_rng(0), 0, 150
+    for _ in range(tries):
+        frame = pd.DataFrame({"setting": 0, "name": np.repeat(range(8), 20), "s": np.exp(rng.normal(0, 0.1, 160))})
+        claimed += (compare_groups(frame, "s", ["setting"], "name", 0)["verdict"] != NONE).any()
+    assert claimed / tries <= 0.05 + 2 * np.sqrt(0.05 * 0.95 / tries)
+
+
+def test_correlated_rounds_are_worth_less():
+    rng = np.random.default_rng(5)
+    noise = _correlated(rng, 200, 0.8) - 0.05
+    related, independent = estimate_paired(noise), estimate_paired(rng.permutation(noise))
+    assert related.high - related.low > 2 * (independent.high - independent.low)
+    assert related.p > independent.p

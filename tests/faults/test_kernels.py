@@ -77,7 +77,8 @@ class _InNotebook(Victim):
 
     def leftovers_beside(self, kernel_pid):
         with suppress(psutil.Error):
-            own = {kernel_pid, *(child.pid for child in psutil.Process(kernel_pid).children())}
+            children = psutil.Process(kernel_pid).children()
+            own = {kernel_pid, *(each.pid for child in children for each in (child, *child.children()))}
             ranks = [str(p.pid) for p in self.processes() if p.pid not in own]
             return [*ranks, *map(str, self.temporary.rglob("labkit-*/**"))]
         return ["the kernel is gone"]

@@ -80,8 +80,8 @@ def pause():
 def pause_at(moment):
     """Let this process wait there once."""
     if moment == BEFORE:
-        start = rank_group.RankGroup._start_processes
-        rank_group.RankGroup._start_processes = lambda group: (start(group), pause())[0]
+        fork = rank_group.RankGroup._fork_ranks
+        rank_group.RankGroup._fork_ranks = lambda group, payload: (fork(group, payload), pause())[0]
     if moment == BETWEEN:
         end = RunWriter.end_point
         RunWriter.end_point = lambda writer, *args, **options: (end(writer, *args, **options), pause())[0]

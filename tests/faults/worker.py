@@ -12,6 +12,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -78,7 +79,8 @@ def fill_memory(parent_first):
         return
     if parent_first:
         Path("/proc/self/oom_score_adj").write_text("0")
-        Path(f"/proc/{multiprocessing.parent_process().pid}/oom_score_adj").write_text("1000")
+        _server, _cleaner, parent = psutil.Process().parents()[:3]
+        Path(f"/proc/{parent.pid}/oom_score_adj").write_text("1000")
     taken = []
     for _ in range(128):
         taken.append(b"\1" * (64 << 20))

@@ -11,7 +11,7 @@ from labkit.lab.config import LabConfig
 from labkit.lab.findings import Finding, Questions
 from labkit.lab.point import Point
 from labkit.lab.study import Study
-from labkit.parallel.ranks import whose_turn
+from labkit.parallel.ranks import current_alternative
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,9 +24,9 @@ class FakePoint(Point):
 def measure_point(point):
     rank = dist.get_rank() if dist.is_initialized() else 0
     yield {"seconds": [0.1 * point.size, 0.2 * point.size], "half": 1, "pid": os.getpid()}
-    reason = whose_turn.why_left_out("broken")
+    reason = current_alternative.excluded_reason("broken")
     if point.action == "break" and reason is None:
-        whose_turn.begin("broken")
+        current_alternative.begin("broken")
     if rank == point.world_size - 1:
         _act(point, reason)
     if dist.is_initialized():

@@ -190,7 +190,7 @@ def test_only_the_first_rank_of_a_job_compares_its_machine_with_the_run(tmp_path
     path.write_text(path.read_text().replace('"host":"', '"host":"another-'))
     nothing = [None, None, False]  # after a broadcast that only waits for all
     agreed = iter([None, nothing, None, nothing, None, nothing, []])
-    monkeypatch.setattr(measuring, "joined_rank", lambda: 1)
+    monkeypatch.setattr(measuring, "job_rank", lambda: 1)
     for module in (measuring, point_by_point):
         monkeypatch.setattr(module, "broadcast_from_first_rank", lambda _: next(agreed))
     with pytest.raises(SystemExit) as end:

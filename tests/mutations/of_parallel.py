@@ -2,7 +2,6 @@
 
 from tests.mutations.mistake import mistakes
 
-AGAIN = ("tests/parallel/test_launch.py", "-k", "alternative or for_ever")
 BATCHNORM = ("tests/parallel/test_sync_batchnorm.py", "-k", "whole_batch or options or differences")
 BOARDS = ("tests/parallel/test_boards.py",)
 CONTRACT = ("tests/parallel/test_data_parallel.py",)
@@ -16,30 +15,6 @@ SWAPS = ("tests/parallel/test_swaps.py",)
 TRAINING = ("tests/parallel/test_data_parallel.py", "-k", "five_steps")
 
 MISTAKES = [
-    *mistakes(
-        "parallel/ranks/failure.py",
-        AGAIN,
-        a_kill_from_outside_is_an_alternatives=("and -code not in FROM_OUTSIDE", ""),
-        memory_that_ran_out_is_an_alternatives=('or said["oom"] or', "or"),
-    ),
-    *mistakes(
-        "parallel/launch.py",
-        AGAIN,
-        what_was_left_out_once_is_never_measured_again=(
-            "index, left_out, n_hanging = index + 1, {}, 0",
-            "index = index + 1",
-        ),
-    ),
-    *mistakes(
-        "parallel/ranks/group.py",
-        AGAIN,
-        who_is_slow_is_said_to_hang=(">= HANGS_FROM * self._plan.timeout_s", ">= 0"),
-    ),
-    *mistakes(
-        "parallel/ranks/outcome.py",
-        AGAIN,
-        a_point_is_measured_again_for_ever=("or len(left_out) >= MOST_LEFT_OUT", ""),
-    ),
     *mistakes(
         "lab/runs/store.py",
         ("tests/lab/test_measure.py", "-k", "count_twice"),

@@ -1,9 +1,10 @@
-"""What a caller of `launch` sees: rows, ends, and the first failure. What is left behind: test_leftovers.py."""
+"""What a caller of `launch` gets: rows, ends, retries and the first failure. What is left behind: test_leftovers.py."""
 
 from __future__ import annotations
 
 import gc
 import importlib
+import multiprocessing
 import os
 import re
 import signal
@@ -22,9 +23,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from labkit.parallel.launch import Again, PointEnd, RankError, Row, launch, run_ranks
-from labkit.parallel.ranks import outcome, whose_turn
-from labkit.parallel.ranks.process import start_context
+from labkit.parallel.launch import PointEnd, RankError, Retry, Row, launch, run_ranks
+from labkit.parallel.ranks import current_alternative, results
 from tests.parallel.waiting import is_gone, wait_until
 
 pytestmark = pytest.mark.usefixtures("workers_travel_by_value")
@@ -42,17 +42,17 @@ def drain(worker: Any, points: list[Any], **options: Any) -> tuple[list[Row], li
 
 
 def test_rows_arrive_while_the_worker_still_runs(tmp_path: Path) -> None:
-    seen = tmp_path / "seen"
+    received = tmp_path / "received"
 
     def worker(point: str) -> Iterator[dict[str, Any]]:
         yield {"step": 1}
-        while not seen.exists():  # the caller makes it once it has the row
+        while not received.exists():
             time.sleep(0.01)
         yield {"step": 2}
 
     items = launch(worker, ["a point"], world_size=1, timeout_s=30)
     assert next(items) == Row(0, 0, {"step": 1})
-    seen.touch()
+    received.touch()
     assert next(items) == Row(0, 0, {"step": 2})
     end = next(items)
     assert isinstance(end, PointEnd)
@@ -67,8 +67,7 @@ def test_one_group_serves_all_points() -> None:
         yield {"pid": os.getpid(), "total": total.item()}
 
     rows, ends = drain(worker, [10, 20, 30], world_size=2)
-    assert [end.status for end in ends] == ["ok"] * 3
-    assert [end.index for end in ends] == [0, 1, 2]
+    assert [(end.index, end.status) for end in ends] == [(0, "ok"), (1, "ok"), (2, "ok")]
     assert {row.values["total"] for row in rows if row.index == 1} == {41.0}
     assert len({(row.rank, row.values["pid"]) for row in rows}) == 2
     assert os.getpid() not in {row.values["pid"] for row in rows}
@@ -84,7 +83,7 @@ def test_a_point_leaves_no_memory_behind_on_a_gpu() -> None:
             hook: Model
 
         model = Model()
-        model.hook = model  # wrappers and their hooks know one another
+        model.hook = model  # wrappers and their hooks refer to one another
         alive = weakref.ref(model)
         torch.cuda.is_initialized = lambda: True  # type: ignore[assignment]
         torch.cuda.empty_cache = lambda: freed.append(alive() is None)  # type: ignore[assignment]
@@ -93,42 +92,33 @@ def test_a_point_leaves_no_memory_behind_on_a_gpu() -> None:
     assert [row.values["freed"] for row in rows] == [[], [True], [True, True]]
 
 
-def test_a_worker_may_be_a_lambda_and_return_nothing() -> None:
+def test_a_worker_may_return_nothing_and_there_may_be_no_points() -> None:
     rows, ends = drain(lambda point: None, [None], world_size=1, backend=None)
-    assert rows == []
-    assert [end.status for end in ends] == ["ok"]
-
-
-def test_no_points_start_nothing() -> None:
+    assert (rows, [end.status for end in ends]) == ([], ["ok"])
     assert list(launch(lambda point: None, [], world_size=2)) == []
 
 
-def test_scalars_become_numbers_and_tuples_lists() -> None:
-    def worker(point: None) -> list[dict[str, Any]]:
-        return [{"float": np.float32(1.5), "int": np.int64(7), "tensor": torch.tensor(2.0), "shape": (3, 4)}]
-
-    rows, _ = drain(worker, [None], world_size=1, backend=None)
-    assert rows[0].values == {"float": 1.5, "int": 7, "tensor": 2.0, "shape": [3, 4]}
-
-
 @pytest.mark.parametrize(
-    ("row", "reason"),
+    ("row", "expected"),
     [
-        ({"good": 1, "bad": {1, 2}}, r"rank 0: TypeError: row value 'bad' is not JSON-able: it holds a set"),
-        ({"bad": torch.ones(2)}, r"row value 'bad' is not JSON-able: it holds a torch.Tensor"),
-        ({"bad": [{0: 1.5}]}, r"row value 'bad' is not JSON-able: keys must be strings, not int"),
-        ({1: "one"}, r"names are strings, but the worker yielded 1"),
-        ("row", r"a row is a mapping .* but the worker yielded a str"),
+        ({"a": np.float32(1.5), "b": np.int64(7), "c": torch.tensor(2.0)}, {"a": 1.5, "b": 7, "c": 2.0}),
+        ({"shape": (3, 4), "nested": [{"a": (1,)}]}, {"shape": [3, 4], "nested": [{"a": [1]}]}),
+        ({"good": 1, "bad": {1, 2}}, "row value 'bad' is not JSON-able: it holds a set"),
+        ({"bad": torch.ones(1)}, "row value 'bad' is not JSON-able: it holds a torch.Tensor"),
+        ({"bad": [{0: 1.5}]}, "row value 'bad' is not JSON-able: keys must be strings, not int"),
+        ({1: "one"}, "names are strings, but the worker yielded 1"),
+        ("row", "a row is a mapping .* but the worker yielded a str"),
     ],
 )
-def test_a_row_that_is_not_json_says_which_value(row: Any, reason: str) -> None:
-    _, ends = drain(lambda point: [row], [None], world_size=1, backend=None)
-    assert ends[0].status == "failed"
-    assert ends[0].reason is not None
-    assert re.search(reason, ends[0].reason)
+def test_a_row_is_made_plain_or_its_wrong_value_is_named(row: Any, expected: dict[str, Any] | str) -> None:
+    if isinstance(expected, str):
+        with pytest.raises(TypeError, match=expected):
+            results.plain_row(row)
+    else:
+        assert results.plain_row(row) == expected
 
 
-def test_the_facts_say_what_was_in_force() -> None:
+def test_the_facts_are_what_was_in_force() -> None:
     def worker(point: None) -> Iterator[dict[str, Any]]:
         batch = hasattr(os, "SCHED_BATCH") and os.sched_getscheduler(0) == os.SCHED_BATCH
         yield {"batch": batch, "threads": torch.get_num_threads(), "frozen": gc.get_freeze_count()}
@@ -136,21 +126,12 @@ def test_the_facts_say_what_was_in_force() -> None:
     for scheduling in ("batch", "default"):
         rows, ends = drain(worker, [None], world_size=2, threads=3, scheduling=scheduling)
         facts = ends[0].facts
-        assert facts["world_size"] == 2
-        assert facts["backend"] == "gloo"
-        assert facts["start_method"] == "forkserver"
+        assert (facts["world_size"], facts["backend"], facts["start_method"]) == (2, "gloo", "forkserver")
         assert facts["threads"] == rows[0].values["threads"] == 3
         assert (facts["scheduling"] == "batch") == rows[0].values["batch"]
-        assert rows[0].values["frozen"] > 100_000  # no collection looks at torch
+        assert rows[0].values["frozen"] > 100_000  # no collection touches torch's pages
         assert facts["start_s"] > 0
         assert facts["scheduling"] == scheduling or not hasattr(os, "SCHED_BATCH")
-
-
-def test_spawn_where_there_is_no_fork_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.multiprocessing, "get_all_start_methods", lambda: ["spawn"])
-    rows, ends = drain(lambda point: [{"rank": dist.get_rank()}], [None], world_size=2)
-    assert sorted(row.values["rank"] for row in rows) == [0, 1]
-    assert ends[0].facts["start_method"] == "spawn"
 
 
 # What reaches the ranks
@@ -181,21 +162,40 @@ def test_an_edited_module_takes_effect_in_the_next_launch(tmp_path: Path, monkey
     del sys.modules["labkit_edited_module"]
 
 
-def test_the_main_module_is_left_in_place() -> None:
+def test_what_goes_by_value_keeps_its_file_and_the_main_module_is_not_run_again() -> None:
+    def where() -> list[Any]:
+        code = where.__code__
+        inner = (lambda: None).__code__
+        return [code.co_filename, code.co_firstlineno, inner.co_filename, "__file__" in vars(sys.modules["__main__"])]
+
     before = sys.modules["__main__"]
-    assert run_ranks(lambda: "__file__" in vars(sys.modules["__main__"]), world_size=1) == [False]
+    assert run_ranks(where, world_size=1) == [[__file__, where.__code__.co_firstlineno, __file__, False]]
     assert sys.modules["__main__"] is before
 
 
-def test_a_tensor_is_handed_over_through_a_queue() -> None:
-    def double(queue: Any) -> None:
+def test_ranks_are_torch_multiprocessing_workers_which_hand_tensors_over() -> None:
+    def double(queue: Any) -> str:
         queue.put(2 * queue.get())
+        return multiprocessing.current_process().name
 
-    with start_context().Manager() as manager:
+    with torch.multiprocessing.get_context("spawn").Manager() as manager:
         queue = manager.Queue()
         queue.put(torch.arange(3.0))
-        run_ranks(double, queue, world_size=1)
+        assert run_ranks(double, queue, world_size=1) == ["labkit-rank-0"]
         assert queue.get().tolist() == [0.0, 2.0, 4.0]
+
+
+def test_two_threads_may_launch_at_once() -> None:
+    found: dict[int, Any] = {}
+    threads = [
+        threading.Thread(target=lambda n=n: found.update({n: run_ranks(lambda: dist.get_rank() + n, world_size=2)}))
+        for n in (10, 20)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {10: [10, 11], 20: [20, 21]}
 
 
 # Failures
@@ -216,6 +216,10 @@ def failing(how: Callable[[], None]) -> Callable[[str], Iterator[dict[str, Any]]
 def raise_error() -> None:
     print("a last word", flush=True)
     raise ValueError("a bad size\nand more")
+
+
+def raise_here() -> None:
+    raise ValueError("here")
 
 
 def run_out_of_memory() -> None:
@@ -240,6 +244,10 @@ def get_killed() -> None:
 
 def lose_peer() -> None:
     raise RuntimeError("Connection closed by peer [127.0.0.1]:4711")
+
+
+def hang() -> None:
+    time.sleep(1000)
 
 
 @pytest.mark.parametrize(
@@ -270,26 +278,22 @@ def test_a_failure_costs_its_point_and_the_next_gets_new_ranks(
     assert all(is_gone(pid) for pid in pids[0] | pids[2])
 
 
-def in_turns(alternatives: dict[str, Callable[[], None]], point: str) -> Iterator[dict[str, Any]]:
-    """A worker that calls one after the other, on rank 1 only, and then says which took part."""
+def one_after_another(alternatives: dict[str, Callable[[], None]], point: str) -> Iterator[dict[str, Any]]:
+    """A worker that calls alternatives on rank 1 only, and then yields which took part."""
     for name, call in alternatives.items():
-        if (reason := whose_turn.why_left_out(name)) is not None:
+        if (reason := current_alternative.excluded_reason(name)) is not None:
             yield {"name": name, "reason": reason}
             continue
-        whose_turn.begin(name)
+        current_alternative.begin(name)
         try:
             if dist.get_rank() == 1 and point == "fails":
                 call()
         except Exception as error:
-            whose_turn.explain(f"failed: {error}")
+            current_alternative.explain(f"failed: {error}")
             raise
         dist.barrier()
-        whose_turn.end()
+        current_alternative.end()
         yield {"name": name, "reason": None}
-
-
-def raise_here() -> None:
-    raise ValueError("here")
 
 
 @pytest.mark.parametrize(
@@ -302,93 +306,47 @@ def raise_here() -> None:
 )
 def test_a_point_is_measured_again_without_the_alternative_that_failed(how: Callable[[], None], reason: str) -> None:
     alternatives: dict[str, Callable[[], None]] = {"first": int, "second": how, "third": int, "fourth": how}
-    items = list(launch(partial(in_turns, alternatives), ["fails", "works"], world_size=2))
-    again = [item for item in items if isinstance(item, Again)]
-    assert [(item.index, item.alternative, item.reason) for item in again] == [
+    items = list(launch(partial(one_after_another, alternatives), ["fails", "works"], world_size=2))
+    retries = [item for item in items if isinstance(item, Retry)]
+    assert [(item.index, item.alternative, item.reason) for item in retries] == [
         (0, "second", reason),
         (0, "fourth", reason),
     ]
-    last = items.index(again[-1])
+    last = items.index(retries[-1])
     measured = [item.values for item in items[last:] if isinstance(item, Row) and item.index == 0 and item.rank == 0]
     expected = {"first": None, "second": reason, "third": None, "fourth": reason}
     assert {row["name"]: row["reason"] for row in measured} == expected
-    ends = [item for item in items if isinstance(item, PointEnd)]
-    assert [end.status for end in ends] == ["ok", "ok"]
+    assert [item.status for item in items if isinstance(item, PointEnd)] == ["ok", "ok"]
     after = [item.values["reason"] for item in items if isinstance(item, Row) and item.index == 1]
     assert after == [None] * 8  # the next point is measured with all of them
 
 
 @pytest.mark.parametrize(
     ("how", "status"),
-    [(get_killed, "failed"), (raise_memory_error, "oom"), (lose_peer, "failed")],
-    ids=["killed from outside", "out of memory", "a peer is lost"],
+    [(get_killed, "failed"), (raise_memory_error, "oom"), (lose_peer, "failed"), (hang, "timeout")],
 )
 def test_what_is_no_alternatives_failure_costs_the_point(how: Callable[[], None], status: str) -> None:
-    worker = partial(in_turns, {"first": int, "second": how})
-    items = list(launch(worker, ["fails"], world_size=2))
-    assert [item.status for item in items if isinstance(item, PointEnd)] == [status]
-    assert not [item for item in items if isinstance(item, Again)]
-
-
-def hang() -> None:
-    time.sleep(1000)
-
-
-def test_an_alternative_that_hangs_costs_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where no more may hang, its point is late: `test_a_hang_ends_at_the_deadline_with_the_stacks_of_all_ranks`."""
-    monkeypatch.setattr(outcome, "MOST_HANGING", 1)
-    worker = partial(in_turns, {"first": int, "second": hang, "third": int})
+    worker = partial(one_after_another, {"first": int, "second": how})
     items = list(launch(worker, ["fails"], world_size=2, timeout_s=3))
-    again = [(item.alternative, item.reason) for item in items if isinstance(item, Again)]
-    ends = [(item.status, item.reason) for item in items if isinstance(item, PointEnd)]
-    late = "failed: ranks 0, 1 still running after 3 s"
-    assert (again, ends) == ([("second", late)], [("ok", None)])
-    (at,) = [number for number, item in enumerate(items) if isinstance(item, Again)]
-    rows = [item.values for item in items[at:] if isinstance(item, Row) and item.rank == 0]
-    assert {row["name"]: row["reason"] for row in rows} == {"first": None, "second": late, "third": None}
-
-
-@pytest.mark.parametrize(
-    ("turns", "hanging"),
-    [
-        ([(2, "own"), (3, "ring")], "own"),  # one rank has left it, and waits for the other in the next
-        ([(2, None), (2, "own")], "own"),
-        ([(2, None), (3, "own")], None),  # it waits for what is no alternative's doing
-        ([(0, None)], None),
-    ],
-)
-def test_of_ranks_that_wait_for_each_other_the_one_furthest_behind_hangs(
-    turns: list[tuple[int, str | None]], hanging: str | None
-) -> None:
-    found = whose_turn.furthest_behind(whose_turn.Turn(*turn) for turn in turns)
-    assert (found and found.alternative) == hanging
-
-
-def test_alternatives_that_are_slow_together_are_not_said_to_hang() -> None:
-    def slow() -> None:
-        time.sleep(0.3)
-
-    worker = partial(in_turns, {str(number): slow for number in range(20)})
-    items = list(launch(worker, ["fails"], world_size=2, timeout_s=2.5))
-    assert not [item for item in items if isinstance(item, Again)]
-    assert [item.status for item in items if isinstance(item, PointEnd)] == ["timeout"]
+    assert [item.status for item in items if isinstance(item, PointEnd)] == [status]
+    assert not [item for item in items if isinstance(item, Retry)]
 
 
 def test_a_point_is_not_measured_again_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outcome, "MOST_LEFT_OUT", 2)
-    worker = partial(in_turns, {str(number): raise_here for number in range(4)})
+    monkeypatch.setattr(results, "MAX_EXCLUDED", 2)
+    worker = partial(one_after_another, {str(number): raise_here for number in range(4)})
     items = list(launch(worker, ["fails"], world_size=2))
-    assert sum(isinstance(item, Again) for item in items) == 2
+    assert sum(isinstance(item, Retry) for item in items) == 2
     assert isinstance(items[-1], PointEnd)
     assert items[-1].status == "failed"
 
-    def blames_the_one_left_out(point: str) -> None:
-        whose_turn.begin("gone")
-        whose_turn.explain("failed: always")
+    def blames_an_excluded_one(point: str) -> None:
+        current_alternative.begin("gone")
+        current_alternative.explain("failed: always")
         raise ValueError
 
-    items = list(launch(blames_the_one_left_out, ["fails"], world_size=1, backend=None))
-    assert [type(item) for item in items] == [Again, PointEnd]
+    items = list(launch(blames_an_excluded_one, ["fails"], world_size=1, backend=None))
+    assert [type(item) for item in items] == [Retry, PointEnd]
 
 
 def test_an_exception_comes_with_its_traceback_and_the_last_output() -> None:
@@ -413,7 +371,7 @@ def test_a_kill_in_mid_collective_is_the_cause_and_not_its_consequence(signal_nu
     for item in launch(worker, ["blocks", "works"], world_size=2, timeout_s=30):
         if isinstance(item, PointEnd):
             ends.append(item)
-        elif item.index == 0 and item.rank == 1:
+        elif isinstance(item, Row) and item.index == 0 and item.rank == 1:
             blocking = psutil.Process(item.values["pid"])
             assert wait_until(lambda process=blocking: process.status() == psutil.STATUS_SLEEPING)
             os.kill(item.values["pid"], signal_number)
@@ -421,7 +379,7 @@ def test_a_kill_in_mid_collective_is_the_cause_and_not_its_consequence(signal_nu
     assert ends[0].reason == f"rank 1 was killed by {signal_number.name}"
 
 
-def test_an_abort_in_cpp_says_why() -> None:
+def test_an_abort_in_cpp_comes_with_its_cause_and_stacks() -> None:
     def worker(point: None) -> None:
         rank = dist.get_rank()
         if rank == 0:
@@ -437,17 +395,12 @@ def test_an_abort_in_cpp_says_why() -> None:
     assert "Fatal Python error: Aborted" in ends[0].failure.traceback
 
 
-def test_a_hang_ends_at_the_deadline_with_the_stacks_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outcome, "MOST_HANGING", 0)
-
-    def sleep_for_long() -> None:
-        time.sleep(1000)
-
+def test_a_hang_ends_at_the_deadline_with_its_alternative_and_the_stacks_of_all_ranks() -> None:
     def worker(point: str) -> Iterator[dict[str, Any]]:
         yield {"point": point}
         if point == "hangs":
-            whose_turn.begin("a ring")
-            dist.barrier() if dist.get_rank() == 0 else sleep_for_long()
+            current_alternative.begin("a ring")
+            dist.barrier() if dist.get_rank() == 0 else hang()
 
     rows, ends = drain(worker, ["hangs", "works"], world_size=2, timeout_s=1)
     assert len(rows) == 4
@@ -458,10 +411,26 @@ def test_a_hang_ends_at_the_deadline_with_the_stacks_of_all_ranks(monkeypatch: p
     assert failure.rank is None
     stacks = failure.traceback.split("rank 1:")
     assert "in barrier" in stacks[0]
-    assert "in sleep_for_long" in stacks[1]
+    assert "in hang" in stacks[1]
 
 
-def test_the_time_a_caller_takes_over_a_row_is_not_the_point_s() -> None:
+@pytest.mark.parametrize(
+    ("turns", "hanging"),
+    [
+        ([(2, "own"), (3, "ring")], "own"),  # one rank has left it, and waits for the other in the next
+        ([(2, None), (2, "own")], "own"),
+        ([(2, None), (3, "own")], None),  # it waits for what is no alternative's doing
+        ([(0, None)], None),
+    ],
+)
+def test_among_ranks_that_wait_for_each_other_the_slowest_hangs(
+    turns: list[tuple[int, str | None]], hanging: str | None
+) -> None:
+    turn = current_alternative.slowest_rank(current_alternative.Turn(*each) for each in turns)
+    assert (turn and turn.alternative) == hanging
+
+
+def test_the_time_that_a_caller_takes_for_a_row_is_not_the_points() -> None:
     def worker(point: None) -> Iterator[dict[str, Any]]:
         for step in range(4):
             yield {"step": step}
@@ -511,49 +480,33 @@ def test_ranks_that_cannot_start_end_every_point() -> None:
 # Output
 
 
-def test_much_output_is_cut_and_counted() -> None:
-    def worker(point: None) -> Iterator[dict[str, Any]]:
-        for number in range(200_000):
-            print(f"line {number:6} of a rank that prints ten megabytes")
-        sys.stdout.write("not a line yet")
-        yield {}
-
-    lines: list[str] = []
-    _, ends = drain(worker, [1, 2], world_size=1, on_output=lines.append)
-    assert [end.status for end in ends] == ["ok", "ok"]
-    assert lines[0] == "[rank 0] line      0 of a rank that prints ten megabytes"
-    assert lines[20] == "[rank 0] ... 199960 lines left out"
-    assert lines[40] == "[rank 0] line 199999 of a rank that prints ten megabytes"
-    assert lines[41].startswith("[rank 0] not a line yetline      0")
-    assert lines[-1] == "[rank 0] not a line yet"
-    assert len(lines) < 100
-
-
-def test_output_of_cpp_and_child_processes_is_caught_too(capfd: pytest.CaptureFixture[str]) -> None:
-    def worker(point: None) -> None:
+def test_output_is_shown_per_point_and_its_end_if_it_is_much(capfd: pytest.CaptureFixture[str]) -> None:
+    def worker(point: str) -> Iterator[dict[str, Any]]:
+        if point == "much":
+            for number in range(200_000):
+                print(f"line {number:6} of a rank that prints ten megabytes")
         os.system("echo from a child")
         os.write(2, b"progress 1\rprogress 2\n")
+        yield {}
 
-    drain(worker, [None], world_size=1)
-    said = capfd.readouterr()
-    assert said.out == ""
-    assert said.err.splitlines() == ["[rank 0] from a child", "[rank 0] progress 2"]
+    drain(worker, ["little", "much"], world_size=1)
+    output = capfd.readouterr()
+    assert output.out == ""
+    lines = output.err.splitlines()
+    assert lines[:2] == ["[rank 0] from a child", "[rank 0] progress 2"]
+    assert lines[2].startswith("[rank 0] ... the last of 9.")
+    assert lines[-3:] == ["[rank 0] line 199999 of a rank that prints ten megabytes", *lines[:2]]
+    assert len(lines) < 60
 
 
 # run_ranks and arguments
 
 
-def test_run_ranks_returns_the_results_by_rank() -> None:
+def test_run_ranks_returns_the_results_by_rank_or_raises_what_went_wrong() -> None:
     assert run_ranks(lambda a, b: [a + b, dist.get_rank()], 1, 2, world_size=3) == [[3, 0], [3, 1], [3, 2]]
-
-
-def test_run_ranks_raises_what_went_wrong() -> None:
     with pytest.raises(RankError, match=r"(?s)rank 0: ValueError: a bad size.*in raise_error.*a last word") as caught:
         run_ranks(raise_error, world_size=1)
     assert caught.value.failure.rank == 0
-
-
-def test_run_ranks_says_which_deadline_it_was() -> None:
     with pytest.raises(RankError, match=r"rank 0 still running after 0.5 s; run_ranks\(..., timeout_s=...\) sets this"):
         run_ranks(time.sleep, 1000, world_size=1, timeout_s=0.5)
 
@@ -566,32 +519,17 @@ def test_run_ranks_says_which_deadline_it_was() -> None:
         ({"world_size": 1_000_000}, r"world_size: .* at most \d+ ranks, .*; got 1000000"),
         ({"world_size": True}, "world_size: .* got True"),
         ({"world_size": 2, "backend": "mpi"}, "backend: expected 'gloo', 'nccl' or None, got 'mpi'"),
-        ({"world_size": 2, "backend": None}, "backend: expected 'gloo' or 'nccl' for 2 ranks"),
+        ({"world_size": 2, "backend": None}, "backend: expected 'gloo' or 'nccl'"),
         ({"world_size": 1000, "backend": "nccl"}, "expected"),
         ({"world_size": 2, "scheduling": "fifo"}, "scheduling: expected 'batch' or 'default', got 'fifo'"),
         ({"world_size": 2, "threads": 0}, "threads: expected a whole number"),
         ({"world_size": 2, "timeout_s": 0}, "timeout_s: expected a positive number of seconds, got 0"),
         ({"world_size": 2, "timeout_s": float("nan")}, "timeout_s: .* got nan"),
         ({"world_size": 2, "environment": {"A": 1}}, "environment: expected names and values to be strings"),
+        ({"world_size": 1, "worker": "all_reduce"}, "worker: expected a function of one point"),
+        ({"world_size": 1, "points": [threading.Lock()]}, "expected what cloudpickle can send to a rank: .*lock"),
     ],
 )
 def test_wrong_arguments_stop_before_anything_starts(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        launch(lambda point: None, [None], **options)
-
-
-def test_what_goes_by_value_keeps_the_name_of_its_file_and_its_lines() -> None:
-    def where() -> list[Any]:
-        code = where.__code__
-        inner = (lambda: None).__code__
-        return [code.co_filename, code.co_firstlineno, inner.co_filename]
-
-    assert run_ranks(where, world_size=1) == [[__file__, where.__code__.co_firstlineno, __file__]]
-
-
-def test_what_cannot_be_sent_stops_before_anything_starts() -> None:
-    lock = threading.Lock()
-    with pytest.raises(ValueError, match=r"expected what cloudpickle can send to a rank: .*lock"):
-        launch(lambda point: lock, [None], world_size=1)
-    with pytest.raises(ValueError, match="worker: expected a function of one point"):
-        launch("all_reduce", [None], world_size=1)  # type: ignore[arg-type]
+        launch(**({"worker": lambda point: None, "points": [None]} | options))

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from labkit.parallel.collectives import ring_all_reduce
-from labkit.parallel.launch import Again, Row, launch
+from labkit.parallel.launch import Retry, Row, launch
 from labkit.studies.shared.alternatives import Failed, attempt, reason_of, time_those_that_run
 
 NO_PLAN = r"failed: ValueError: no plan, line \d+ of test_alternatives.py"  # where it was raised
@@ -87,7 +87,7 @@ def _in_turns(_):
 
 def test_a_collective_that_all_ranks_left_halfway_costs_no_later_alternative():
     items = list(launch(_in_turns, [None], world_size=2))
-    at = max(number for number, item in enumerate(items) if isinstance(item, Again))
+    at = max(number for number, item in enumerate(items) if isinstance(item, Retry))
     found = {
         item.values["name"]: item.values["found"] for item in items[at:] if isinstance(item, Row) and not item.rank
     }

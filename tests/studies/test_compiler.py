@@ -9,7 +9,7 @@ import torch
 
 from labkit.nn.attention_implementations import no_compiler_reason
 from labkit.parallel.launch import run_ranks
-from labkit.parallel.ranks.rank import COMPILED_CODE
+from labkit.parallel.ranks.worker import COMPILED_CODE
 from labkit.studies.shared.compiler import keep_what_is_compiled, make_compiler_ready
 
 

@@ -10,18 +10,18 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from labkit.studies.gradient_buckets.worker import BucketsPoint
+from labkit.studies.sync_batchnorm.alternatives import OWN, TWO_COLLECTIVES
+from labkit.studies.this_machine.worker import ThisMachinePoint
 
-from labkit.parallel.launch import Again, PointEnd, launch
+from labkit.parallel.launch import PointEnd, Retry, launch
 from labkit.studies.all_reduce.worker import AllReducePoint
 from labkit.studies.cifar100.training import OWN_LOCAL, OWN_SYNC, TORCH_LOCAL
 from labkit.studies.cifar100.worker import TrainingPoint
 from labkit.studies.data_parallel.worker import LOCAL, DataParallelPoint
-from labkit.studies.gradient_buckets.worker import BucketsPoint
 from labkit.studies.limits.worker import LimitPoint
 from labkit.studies.sharding.training import ShardingPoint
-from labkit.studies.sync_batchnorm.alternatives import OWN, TWO_COLLECTIVES
 from labkit.studies.sync_batchnorm.worker import SyncBatchNormPoint
-from labkit.studies.this_machine.worker import ThisMachinePoint
 from tests.studies import tiny
 
 TWO = {"world_size": 2, "backend": "gloo", "warmup": 0, "repeats": 2}
@@ -162,7 +162,7 @@ def _measured(names):
     points = [(CASES[name], _how(CASES[name])) for name in names]
     for item in launch(_with_a_failure, points, world_size=2, timeout_s=120):
         ends, again, rows = found[names[item.index]]
-        if isinstance(item, Again):
+        if isinstance(item, Retry):
             again.append(item.alternative)
             rows.clear()
         elif isinstance(item, PointEnd):

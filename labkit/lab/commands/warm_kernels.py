@@ -6,7 +6,7 @@
 `begun` forks the *nest*: a process without threads that imports what notebooks of labs do and then waits. It forks a
 kernel when it is told to, and says how that ended. Every kernel is a process of its own, in a session of its own, with
 nothing in it but modules: what one notebook does, no other sees. The ranks' fork server is shared likewise
-(`labkit.parallel.ranks.shared_server`). Whatever ends this process ends the nest, and a kernel whose nest has gone.
+(`labkit.parallel.ranks.fork_server`). Whatever ends this process ends the nest, and a kernel whose nest has gone.
 """
 
 from __future__ import annotations
@@ -149,9 +149,10 @@ def _be_nest(line: socket.socket, modules: Sequence[str], ranks: Sequence[str] |
         modules = [*OF_NOTEBOOKS, *modules]
         if ranks is not None:  # to draw a run, few labs need the compiler
             modules.append(COMPILER)
-            from labkit.parallel.ranks import shared_server  # which imports torch, and NumPy with it
+            from labkit.machine import load
+            from labkit.parallel.ranks import fork_server
 
-            shared_server.share([*OF_RANKS, *ranks])
+            load.FORK_SERVERS.append(fork_server.start([*OF_RANKS, *ranks]))
         with without_threads():
             for module in modules:
                 import_module(module)
@@ -217,9 +218,6 @@ def _be_kernel(arguments: list[str], variables: dict[str, str], folder: str) -> 
         nothing = os.open(os.devnull, os.O_RDONLY)
         os.dup2(nothing, 0)
         os.close(nothing)
-        from labkit.parallel.ranks import shared_server
-
-        shared_server.adopt()
         _serve_notebook(arguments)
         status = 0
     except SystemExit as end:

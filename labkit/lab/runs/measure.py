@@ -20,7 +20,7 @@ from labkit.lab.runs.store import Run, RunFileError, RunHeader
 from labkit.lab.runs.writer import RunWriter
 from labkit.machine import describe_machine
 from labkit.machine.load import announced, load_before_measuring
-from labkit.parallel.ranks.joined import broadcast_from_first_rank, joined_rank, ranks_by_host
+from labkit.parallel.ranks.torchrun import broadcast_from_first_rank, job_rank, ranks_by_host
 
 
 def measure(
@@ -67,7 +67,7 @@ def measure(
         )
         if len(header.planned) != len(points):
             raise ValueError(f"{study.name}: the plan names a point twice")
-        if joined_rank() > 0:  # under torchrun the first rank writes; the others only take part
+        if job_rank() > 0:  # under torchrun the first rank writes; the others only take part
             take_part(study, [] if unavailable else points, own)
             raise SystemExit(0)
         with RunWriter.create(folder, header) as writer, announced():
@@ -105,7 +105,7 @@ def resume(
             _check_inputs(study, config, on_progress)
         points = replan(study, run, config)
         remaining = [point for point in points if point.id in pending]
-        if joined_rank() > 0:
+        if job_rank() > 0:
             _prepare_again(study, path, config, remaining, on_progress)
             take_part(study, remaining, own)
             raise SystemExit(0)
@@ -147,7 +147,7 @@ def _on_first_rank(call: Callable[[], str | None]) -> str | None:
     # All are here: a call may take long, and where rank 0 serves the job's store, it must do so by now.
     broadcast_from_first_rank(None)
     result, error, is_of_run = None, None, False
-    if joined_rank() == 0:
+    if job_rank() == 0:
         try:
             result = call()
         except ParameterError as found:

@@ -18,9 +18,8 @@ from labkit.lab.runs.writer import RunWriter
 from labkit.lab.units import format_seconds
 from labkit.machine import describe_machine
 from labkit.machine.load import Load, LoadMeter
-from labkit.parallel.launch import Again, PointEnd, RankFailure, Row, launch
-from labkit.parallel.ranks.capacity import why_too_many
-from labkit.parallel.ranks.joined import broadcast_from_first_rank, is_joined
+from labkit.parallel.launch import PointEnd, RankFailure, Retry, Row, launch, too_many_ranks_reason
+from labkit.parallel.ranks.torchrun import broadcast_from_first_rank, is_job_rank
 
 TOO_LONG = 6
 """Times what its rounds should take: a point whose fewest rounds take longer is the largest of its series, as on a CPU
@@ -65,7 +64,7 @@ def _measure_group(
     own: Own,
 ) -> int:
     """Measure points of one group of ranks, until all ended or the rest is too large; returns how many."""
-    ended, rows_s, meter = 0, list[float](), LoadMeter(knows_own=not is_joined())
+    ended, rows_s, meter = 0, list[float](), LoadMeter(knows_own=not is_job_rank())
     probe: dict[str, float] = {}
     # closing: an interrupt must end the ranks now, not when a traceback lets go of the generator
     with closing(_launch(study, points, on_output, own, _checkpoints(writer))) as events:
@@ -82,7 +81,7 @@ def _measure_group(
                 if event.rank == 0 and (text := study.progress(point, values)):
                     tally.tell(f"{point.title()}: {text}")
                 continue
-            if isinstance(event, Again):
+            if isinstance(event, Retry):
                 writer.measure_again(point, event.alternative, event.reason, _details(event.failure))
                 tally.tell(f"{point.title()}: again, without {event.alternative} ({event.reason})")
                 rows_s.clear()
@@ -99,7 +98,7 @@ def _measure_group(
             if reason and (series := study.series(point)) is not None:
                 size = math.nextafter(series[1], math.inf) if is_larger else series[1]
                 exhausted[series[0]] = min((size, reason), exhausted.get(series[0], (math.inf, "")))
-                if not is_joined():  # the ranks of a torchrun job all go on to the next point
+                if not is_job_rank():  # the ranks of a torchrun job all go on to the next point
                     break
     return ended
 
@@ -115,7 +114,7 @@ def _launch(
     on_output: Callable[[str], None] | None,
     own: Own,
     checkpoints: Path | None = None,
-) -> Generator[Row | Again | PointEnd, None, None]:
+) -> Generator[Row | Retry | PointEnd, None, None]:
     first = points[0]
     worker = worker_with(study, own)
     return launch(
@@ -152,10 +151,10 @@ def _skip(study: Lab, points: list[Point], exhausted: Exhausted) -> tuple[list[P
     remaining, skipped = [], []
     for point in points:
         reason = study.skip_reason(point, machine) or _exhausted_reason(study, point, exhausted)
-        if point.fresh_ranks and is_joined():
+        if point.fresh_ranks and is_job_rank():
             reason = "needs new processes, and the ranks of a torchrun job are there already"
-        if reason is None and not is_joined():
-            reason = why_too_many(point.world_size)
+        if reason is None and not is_job_rank():
+            reason = too_many_ranks_reason(point.world_size)
         if reason is None:
             remaining.append(point)
         else:

@@ -1,47 +1,57 @@
-"""One group of started ranks, as their parent sees it: start, run points, close.
+"""A group of ranks as the process that starts them sees it: start, run points, close.
 
-The parent owns everything: the processes, a pipe to each, and a private directory with the rendezvous file
-and the ranks' output. `RankGroup.close` gives all of it back, at any moment and as often as one likes.
+The caller holds a connection to the group, which is closed to end it (`fork_server.py`), and one to each rank. The
+group's private directory has the rendezvous file, the ranks' output, stacks, current alternatives and temporary files.
 """
 
 from __future__ import annotations
 
-import atexit
+import contextlib
+import json
+import os
 import secrets
 import shutil
+import signal
+import socket
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Generator, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from labkit.machine.cgroups import oom_kills
 from labkit.parallel.core import build
-from labkit.parallel.ranks import whose_turn
-from labkit.parallel.ranks.deadlines import START_TIMEOUT_S
-from labkit.parallel.ranks.failure import Message, death_of, exception_of
-from labkit.parallel.ranks.janitor import Janitor
-from labkit.parallel.ranks.outcome import PointEnd, RankFailure, Report, Row, end_point, first_cause
-from labkit.parallel.ranks.process import RankProcess, start_context
-from labkit.parallel.ranks.rank import GroupPlan
+from labkit.parallel.ranks import current_alternative, fork_server
+from labkit.parallel.ranks.results import (
+    PointEnd,
+    RankFailure,
+    Report,
+    Row,
+    death_report,
+    describe_kernel_kills,
+    end_point,
+    exception_report,
+    first_failing_rank,
+)
+from labkit.parallel.ranks.worker import GroupPlan
 
-# Of the time of a point: a turn that has taken so much of it when time is up is said to hang. Where it has taken less,
-# all are slow together, and whose turn it happens to be is not to blame.
-HANGS_FROM = 0.5
-# How long to go on listening after a first failure, since its consequences in other ranks may be reported before
-# it. A death is noticed within milliseconds, but a large process takes longer to be taken down: when all that has
-# come in are consequences, it is worth waiting for the cause.
+START_TIMEOUT_S = 120.0
 GRACE_S = 0.1
+"""How long to wait after a first failure for others that may be its cause: a death is noticed within milliseconds."""
 GRACE_FOR_CAUSE_S = 1.0
-LEAVE_TIMEOUT_S = 5.0
+"""The same while all failures are consequences: a large process takes longer to be taken down."""
+CLOSE_TIMEOUT_S = 5.0
 STACKS_TIMEOUT_S = 1.0
+OUTPUT_LINES, OUTPUT_BYTES = 40, 16 * 1024
+"""At most so much of a rank's output is shown per point: the end of it."""
 
 
 class StartError(Exception):
-    """A group did not come up; `failure` says why."""
+    """A group did not start; `failure` has the cause."""
 
     def __init__(self, failure: RankFailure) -> None:
         super().__init__(failure.message)
@@ -49,200 +59,254 @@ class StartError(Exception):
 
 
 @dataclass
-class _Wait:
-    """Waiting until every rank has said a certain word: what has come in, and from whom it is missing."""
+class _Rank:
+    """One rank: its connection, and the files that it writes."""
 
-    word: str
+    number: int
+    pipe: connection.Connection[Any, Any]
+    directory: Path
+    process: psutil.Process | None = None
+    """Known when the rank is ready."""
+    is_open: bool = True
+    is_alive: bool = True
+    n_forwarded: int = 0
+    """Bytes of its output that were shown."""
+
+    def send(self, *messages: bytes) -> None:
+        with contextlib.suppress(OSError):  # it has died, which the server reports
+            for message in messages:
+                self.pipe.send_bytes(message)
+
+    def receive(self) -> dict[str, Any] | None:
+        """The next message if there is one."""
+        try:
+            return json.loads(self.pipe.recv_bytes()) if self.is_open and self.pipe.poll() else None
+        except (EOFError, OSError):
+            self.is_open = False
+            return None
+
+    def turn(self) -> current_alternative.Turn:
+        return current_alternative.read_turn(self.directory / f"rank-{self.number}.turn")
+
+    def stacks(self) -> str:
+        """The stacks that it has written so far."""
+        with contextlib.suppress(FileNotFoundError):  # none yet
+            return (self.directory / f"rank-{self.number}.stacks").read_text(errors="replace")
+        return ""
+
+    def output(self, start: int = 0) -> tuple[list[str], int]:
+        """Its last lines of output from byte `start` on, with a note of what is left out; and the bytes of all output.
+
+        Each line is as a terminal would leave it: of a progress bar that rewrites its line, the last state.
+        """
+        try:
+            with (self.directory / f"rank-{self.number}.log").open("rb") as file:
+                size = file.seek(0, os.SEEK_END)
+                begin = file.seek(max(start, size - OUTPUT_BYTES))
+                content = file.read(size - begin)
+        except FileNotFoundError:  # not yet, or the directory was removed
+            return [], start
+        raw = content.removesuffix(b"\n").split(b"\n") if content else []
+        lines = [line.decode(errors="replace").rstrip("\r").rpartition("\r")[2] for line in raw]
+        if begin > start or len(lines) > OUTPUT_LINES:
+            lines = [f"... the last of {(size - start) / 1e6:.1f} MB of output", *lines[1:][-OUTPUT_LINES:]]
+        return lines, size
+
+    def output_tail(self) -> str:
+        return "\n".join(filter(None, self.output()[0]))
+
+    def new_output(self) -> list[str]:
+        """Lines since the last call."""
+        lines, self.n_forwarded = self.output(self.n_forwarded)
+        return [f"[rank {self.number}] {line}" for line in lines]
+
+    def kill(self) -> None:
+        """Kill it and its children, if nobody else has done so. The id is still its own while one of them is there."""
+        if self.process and (self.process.is_running() or not psutil.pid_exists(self.process.pid)):
+            with contextlib.suppress(OSError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+
+
+@dataclass
+class _Wait:
+    """Waiting for one kind of message from every rank."""
+
+    kind: str
     missing: set[int]
     deadline: float
-    answers: list[Message] = field(default_factory=list)
+    messages: list[dict[str, Any]] = field(default_factory=list)
     reports: list[Report] = field(default_factory=list)
 
     def remaining_s(self) -> float:
         return max(0.0, self.deadline - time.monotonic())
 
-    def answer(self, message: Message) -> None:
-        self.answers.append(message)
-        self.missing.discard(message.rank)
-
-    def fail(self, report: Report, rank: int) -> None:
-        """Note a failure; the wait is over soon, and what else comes in may be its cause."""
+    def note_failure(self, report: Report, rank: int) -> None:
+        """The wait is over soon: what else comes in may be the cause of this failure."""
         self.reports.append(report)
         self.missing.discard(rank)
-        grace_s = GRACE_FOR_CAUSE_S if all(known.consequence for known in self.reports) else GRACE_S
+        grace_s = GRACE_FOR_CAUSE_S if all(one.is_consequence for one in self.reports) else GRACE_S
         self.deadline = min(self.deadline, time.monotonic() + grace_s)
 
 
 class RankGroup:
     """Ranks with a process group among them, which serve one point after another until one fails."""
 
-    def __init__(self, plan: GroupPlan, on_output: Callable[[str], None]) -> None:
+    def __init__(self, plan: GroupPlan, environment: Mapping[str, str], on_output: Callable[[str], None]) -> None:
         self.facts: dict[str, Any] = {"world_size": plan.world_size, "backend": plan.backend}
         self._plan = plan
+        self._environment = environment
         self._on_output = on_output
-        self._ranks: list[RankProcess] = []
-        self._directory: Path | None = None
-        self._janitor: Janitor | None = None
+        self._connection: socket.socket | None = None
+        self._directory = Path(tempfile.gettempdir()) / f"labkit-{secrets.token_hex(8)}"
+        self._ranks: list[_Rank] = []
         self._kills_before = oom_kills()
 
-    def start(self) -> None:
-        """Start the ranks and wait until their process group is made; StartError with the cause otherwise."""
+    def start(self, payload: bytes) -> None:
+        """Start the ranks and wait until their process group is made; StartError with the cause otherwise.
+
+        `payload` is the worker and the points, as `pickle.loads` takes them.
+        """
         if self._plan.backend == "gloo" and self._plan.world_size > 1:
             self.facts["shared_memory"] = build.prepare()
         begun = time.monotonic()
         try:
-            self._start_processes()
-            wait = self._wait_for("ready", begun + START_TIMEOUT_S)
+            self._fork_ranks(payload)
+            wait = _Wait("ready", set(range(self._plan.world_size)), begun + START_TIMEOUT_S)
             for row in self._listen(wait):
                 raise AssertionError(f"a rank that is not ready sends no rows: {row}")
             if failure := self._failure(wait, f"not ready after {START_TIMEOUT_S:g} s"):
                 raise StartError(failure)
-        except BaseException as error:
+        except OSError as error:
             self.close()
-            if isinstance(error, EOFError | OSError):  # the fork server has died in our hands, for one
-                raise StartError(_not_started(error)) from error
+            text = f"a rank was not started: {type(error).__name__}: {error}"
+            raise StartError(RankFailure(None, "exception", text)) from error
+        except BaseException:
+            self.close()
             raise
-        self._note_facts([answer.body["facts"] for answer in wait.answers], time.monotonic() - begun)
+        self.facts |= wait.messages[0]["facts"]
+        self.facts |= {"start_method": "forkserver", "start_s": time.monotonic() - begun}
 
-    def run(self, index: int, left_out: Mapping[str, str]) -> Generator[Row, None, PointEnd]:
+    def run(self, index: int, excluded: Mapping[str, str]) -> Generator[Row, None, PointEnd]:
         """Run one point on every rank, without some alternatives: rows as they come, then how it ended.
 
         A group whose point has not ended ok is of no more use, and has been closed.
         """
         self._kills_before = oom_kills()
         begun = time.monotonic()
-        wait = self._wait_for("done", begun + self._plan.timeout_s)
+        wait = _Wait("done", set(range(self._plan.world_size)), begun + self._plan.timeout_s)
         for rank in self._ranks:
-            rank.tell((index, left_out))
+            rank.send(json.dumps([index, excluded]).encode())
         yield from self._listen(wait, index)
         if failure := self._failure(wait, f"still running after {self._plan.timeout_s:g} s"):
             ended = time.monotonic()
             self.close()
         else:
-            ended = max(answer.at for answer in wait.answers)
-            self._forward(self._new_output(whole_lines=True))
+            ended = max(message["at"] for message in wait.messages)
+            self._forward_output()
         return end_point(index, failure, ended - begun, self.facts)
 
     def is_whole(self) -> bool:
-        """Whether every rank waits for a point. One that died between two points is told of, and costs none."""
-        lost = [rank.number for rank in self._ranks if not rank.is_idle()]
-        self._forward([f"[rank {number}] ended between two points" for number in lost])
-        return not lost
-
-    def leave(self) -> None:
-        """Let idle ranks take down their process group and end by themselves, then close."""
-        for rank in self._ranks:
-            rank.tell(None)
-        deadline = time.monotonic() + LEAVE_TIMEOUT_S
-        for rank in self._ranks:
-            rank.process.join(max(0.0, deadline - time.monotonic()))
-        self.close()
+        """Whether every rank waits for a point. The end of a rank between two points is reported, and costs none."""
+        self._receive(0.0)
+        ended = [rank for rank in self._ranks if not rank.is_open or not rank.is_alive]
+        for rank in ended:
+            self._on_output(f"[rank {rank.number}] ended between two points")
+        return not ended
 
     def close(self) -> None:
-        """Kill what runs, remove the directory, forward the last output. Safe to repeat.
-
-        In this order: a parent that is killed meanwhile (Jupyter interrupts a kernel and kills it at once) has ranks
-        that remove the directory as long as it is there.
-        """
-        for rank in self._ranks:
-            rank.stop()
-        output = self._new_output(whole_lines=False)
-        self._remove_directory()
+        """End the ranks with all that they have started, and remove the directory. Safe to repeat."""
+        self._forward_output()
+        if self._connection is not None:
+            with contextlib.suppress(OSError):
+                self._connection.shutdown(socket.SHUT_WR)
+                self._connection.settimeout(CLOSE_TIMEOUT_S)
+                while self._connection.recv(4096):  # until the server has removed the group
+                    pass
+            self._connection.close()
         for rank in self._ranks:
             rank.kill()
-        for rank in self._ranks:
-            rank.release()
-        self._remove_directory()  # what a rank that was about to be stopped has made
-        if self._janitor is not None:
-            self._janitor.dismiss()
-        self._ranks, self._directory, self._janitor = [], None, None
-        atexit.unregister(self.close)
-        self._forward(output)
+            rank.pipe.close()
+        shutil.rmtree(self._directory, ignore_errors=True)  # not there, unless the server was killed
+        self._connection, self._ranks = None, []
 
-    def _remove_directory(self) -> None:
-        if self._directory is not None:
-            shutil.rmtree(self._directory, ignore_errors=True)
-
-    def _start_processes(self) -> None:
-        # A generator that nobody finished would otherwise keep the interpreter from ending: multiprocessing
-        # joins its children at exit, and these wait for their next point. Registered later, this runs before.
-        atexit.register(self.close)
-        directory = Path(tempfile.gettempdir()) / f"labkit-{secrets.token_hex(8)}"
-        self._janitor = Janitor(directory)
-        directory.mkdir(mode=0o700)
-        self._directory = directory
-        context = start_context()
-        self.facts["start_method"] = context.get_start_method()
+    def _fork_ranks(self, payload: bytes) -> None:
+        self._connection = fork_server.open_group(self._directory)
+        plan = json.dumps(asdict(self._plan)).encode()
         for number in range(self._plan.world_size):
-            rank = RankProcess.prepared(context, self._plan, number, self._directory)
-            self._ranks.append(rank)
-            rank.start()
-
-    def _note_facts(self, told: list[dict[str, Any]], start_s: float) -> None:
-        batch = all(facts["scheduling"] == "batch" for facts in told)
-        self.facts["threads"] = max(facts["threads"] for facts in told)
-        self.facts["scheduling"] = "batch" if batch else "default"
-        self.facts["start_s"] = start_s
-
-    def _wait_for(self, word: str, deadline: float) -> _Wait:
-        return _Wait(word, {rank.number for rank in self._ranks}, deadline)
+            pipe = fork_server.fork_rank(self._connection, number, self._environment)
+            self._ranks.append(_Rank(number, pipe, self._directory))
+        for rank in self._ranks:
+            rank.send(plan, payload)
 
     def _listen(self, wait: _Wait, index: int = -1) -> Iterator[Row]:
         """Listen until every rank has answered or failed, or the deadline has passed; rows on the way."""
         while wait.missing:
-            overdue = wait.remaining_s() == 0.0
-            for message in self._receive(wait.remaining_s()):
-                if message.kind == "row":
+            is_late = wait.remaining_s() == 0.0
+            for rank, message in self._receive(wait.remaining_s()):
+                if message["kind"] == "row":
                     handed_over = time.monotonic()
-                    yield Row(index, message.rank, message.body["values"])
+                    yield Row(index, rank.number, message["values"])
                     wait.deadline += time.monotonic() - handed_over  # the caller's time is not the point's
-                elif message.kind == wait.word:
-                    wait.answer(message)
+                elif message["kind"] == wait.kind:
+                    wait.messages.append(message)
+                    wait.missing.discard(rank.number)
+                    if "pid" in message:
+                        with contextlib.suppress(psutil.NoSuchProcess):
+                            rank.process = psutil.Process(message["pid"])
                 else:
-                    wait.fail(self._report(message), message.rank)
-            if overdue and wait.remaining_s() == 0.0:
+                    wait.note_failure(self._report(rank, message), rank.number)
+            if is_late and wait.remaining_s() == 0.0:
                 return
 
-    def _receive(self, timeout_s: float) -> list[Message]:
-        """Wait until ranks say something or die; what they said, in each rank's order."""
-        watched: dict[Any, RankProcess] = {rank.pipe: rank for rank in self._ranks if rank.talking}
-        watched |= {rank.process.sentinel: rank for rank in self._ranks if rank.alive}
-        messages = []
-        for handle in connection.wait(list(watched), timeout_s):
-            rank = watched[handle]
-            if handle is rank.pipe:
-                heard = [rank.read()]
-            else:
-                rank.alive = False
-                heard = [*iter(rank.read, None), {"kind": "died", "at": time.monotonic()}]
-            messages += [Message(rank.number, body["kind"], body["at"], body) for body in heard if body]
-        return messages
+    def _receive(self, timeout_s: float) -> list[tuple[_Rank, dict[str, Any]]]:
+        """Wait until ranks send something or die; what they sent, in each rank's order."""
+        assert self._connection is not None, "the group was started"
+        watched: dict[Any, _Rank] = {rank.pipe: rank for rank in self._ranks if rank.is_open}
+        received: list[tuple[_Rank, dict[str, Any]]] = []
+        ready = connection.wait([self._connection, *watched], timeout_s)
+        for pipe in ready:
+            if pipe is not self._connection and (message := watched[pipe].receive()):
+                received.append((watched[pipe], message))
+        if self._connection in ready:
+            for number, how in fork_server.read_reports(self._connection):
+                for rank in self._ranks if number is None else [self._ranks[number]]:
+                    received += [(rank, message) for message in iter(rank.receive, None)]
+                    received.append((rank, {"kind": "died", "how": how, "at": time.monotonic()}))
+                    rank.is_alive = False
+        return received
 
-    def _report(self, message: Message) -> Report:
-        rank = self._ranks[message.rank]
-        return exception_of(rank, message) if message.kind == "failed" else death_of(rank, message, self._kills_before)
+    def _report(self, rank: _Rank, message: Mapping[str, Any]) -> Report:
+        if message["kind"] == "failed":
+            return exception_report(rank.number, message["error"], message["at"], rank.output_tail())
+        if isinstance(message["how"], str):
+            return Report(RankFailure(None, "killed", message["how"]), message["at"], False)
+        return death_report(
+            rank.number,
+            message["how"],
+            message["at"],
+            output_tail=rank.output_tail(),
+            stacks=rank.stacks(),
+            alternative=rank.turn().alternative,
+            kernel_kills=describe_kernel_kills(self._kills_before),
+        )
 
-    def _failure(self, wait: _Wait, overdue: str) -> RankFailure | None:
+    def _failure(self, wait: _Wait, lateness: str) -> RankFailure | None:
         """The one failure to show for a wait, or None if every rank has answered."""
         if wait.reports:
-            return first_cause(wait.reports)
+            return first_failing_rank(wait.reports)
         if not wait.missing:
             return None
-        missing = sorted(wait.missing)
-        alone = missing[0] if len(missing) == 1 else None
-        names = f"ranks {', '.join(map(str, missing))}" if alone is None else f"rank {alone}"
-        turn = whose_turn.furthest_behind(self._ranks[number].turn() for number in missing)
-        message = f"{names} {overdue}" + (f", in {turn.alternative}" if turn else "")
-        tails = [self._ranks[number].log.tail() for number in missing]
-        blamed = None
-        if turn and turn.alternative and time.monotonic() - turn.begun_s >= HANGS_FROM * self._plan.timeout_s:
-            blamed = turn.alternative, f"failed: {names} {overdue}"
-        return RankFailure(alone, "timeout", message, self._dump_stacks(), "\n".join(filter(None, tails)), blamed)
+        late = [self._ranks[number] for number in sorted(wait.missing)]
+        names = f"rank{'s' if len(late) > 1 else ''} {', '.join(str(rank.number) for rank in late)}"
+        turn = current_alternative.slowest_rank(rank.turn() for rank in late)
+        message = f"{names} {lateness}" + (f", in {turn.alternative}" if turn else "")
+        tails = "\n".join(filter(None, (rank.output_tail() for rank in late)))
+        return RankFailure(late[0].number if len(late) == 1 else None, "timeout", message, self._dump_stacks(), tails)
 
     def _dump_stacks(self) -> str:
-        """What every rank is doing at this moment."""
-        for rank in self._ranks:
-            rank.ask_for_stacks()
+        """The stacks of every rank, as of now."""
+        assert self._connection is not None, "the group was started"
+        fork_server.request_stacks(self._connection)
         deadline, before, now = time.monotonic() + STACKS_TIMEOUT_S, [""], [""]
         while time.monotonic() < deadline and (now != before or not all(now)):
             time.sleep(0.05)  # a dump has no end mark: it is complete when it no longer grows
@@ -250,15 +314,7 @@ class RankGroup:
         dumps = zip(self._ranks, now, strict=True)
         return "\n".join(f"rank {rank.number}:\n{dump or '(no answer)'}" for rank, dump in dumps)
 
-    def _new_output(self, *, whole_lines: bool) -> list[str]:
-        lines = [(rank.number, rank.log.new_lines(whole_lines=whole_lines)) for rank in self._ranks]
-        return [f"[rank {number}] {line}" for number, new in lines for line in new]
-
-    def _forward(self, lines: list[str]) -> None:
-        for line in lines:
-            self._on_output(line)
-
-
-def _not_started(error: Exception) -> RankFailure:
-    text = "".join(traceback.format_exception(error))
-    return RankFailure(None, "exception", f"a rank was not started: {type(error).__name__}: {error}", text, "")
+    def _forward_output(self) -> None:
+        for rank in self._ranks:
+            for line in rank.new_output():
+                self._on_output(line)

@@ -1,11 +1,15 @@
-"""What ranks tell one another besides tensors: JSON and bytes in tensors of uint8.
+"""JSON, bytes and checkpoints among ranks, without unpickling.
 
-torch's collectives of objects unpickle what comes from a peer, and a pickle runs code.
+torch's collectives of objects unpickle a peer's bytes, and a pickle runs code. So JSON and bytes travel in tensors of
+uint8, and a checkpoint is read with `weights_only`, which makes tensors and plain values and calls nothing else.
 """
 
 from __future__ import annotations
 
+import io
 import json
+import os
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,39 +19,66 @@ import torch.distributed as dist
 
 def gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Every rank's JSON-able `value`, by rank of the group (None: all ranks), on every rank. A collective."""
-    own = _tensor_of(json.dumps(value).encode(), group)
+    own = _to_tensor(json.dumps(value).encode(), group)
     lengths = [torch.zeros(1, dtype=torch.int64, device=own.device) for _ in range(dist.get_world_size(group))]
     dist.all_gather(lengths, torch.tensor([own.numel()], device=own.device), group=group)
     counts = [int(length) for length in lengths]
     padded = torch.zeros(max(counts), dtype=torch.uint8, device=own.device)
     padded[: own.numel()] = own
-    everybody = [torch.empty_like(padded) for _ in counts]
-    dist.all_gather(everybody, padded, group=group)
-    return [json.loads(_bytes_of(of_rank[:count])) for of_rank, count in zip(everybody, counts, strict=True)]
+    parts = [torch.empty_like(padded) for _ in counts]
+    dist.all_gather(parts, padded, group=group)
+    return [json.loads(_to_bytes(part[:count])) for part, count in zip(parts, counts, strict=True)]
 
 
 def broadcast_json(value: Any) -> Any:
-    """Rank 0's JSON-able `value`, on every rank; what the others give is not looked at. A collective."""
+    """Rank 0's JSON-able `value`, on every rank; the other ranks' values are ignored. A collective."""
     return json.loads(broadcast_bytes(json.dumps(value).encode() if dist.get_rank() == 0 else b""))
 
 
 def broadcast_bytes(content: bytes) -> bytes:
-    """Rank 0's bytes, on every rank; what the others give is not looked at. A collective."""
-    own = _tensor_of(content)
+    """Rank 0's bytes, on every rank; the other ranks' are ignored. A collective."""
+    own = _to_tensor(content)
     length = torch.tensor([own.numel()], device=own.device)
     dist.broadcast(length, src=0)
     if dist.get_rank() != 0:
         own = torch.empty(int(length), dtype=torch.uint8, device=own.device)
     if own.numel():
         dist.broadcast(own, src=0)
-    return _bytes_of(own)
+    return _to_bytes(own)
 
 
-def _tensor_of(content: bytes, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """(bytes,) uint8, where the process group wants it."""
+def save_checkpoint(path: Path | None, state: Any) -> None:
+    """Replace the checkpoint by rank 0's `state` (tensors, numbers, strings, None, in lists and dicts). A collective.
+
+    The file is there whole or not at all: it is written under another name, synced to disk, and renamed. Nothing is
+    written without a path. When it returns, on any rank, the checkpoint is on the disk.
+    """
+    if path is not None and dist.get_rank() == 0:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(f"{path.name}.partial")
+        with partial.open("wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+        directory = os.open(path.parent, os.O_RDONLY)
+        os.fsync(directory)  # the new name
+        os.close(directory)
+    dist.barrier()
+
+
+def load_checkpoint(path: Path | None) -> Any | None:
+    """The content of rank 0's checkpoint, on every rank and on the CPU; None if there is none. A collective."""
+    is_there = path is not None and dist.get_rank() == 0 and path.exists()
+    content = broadcast_bytes(path.read_bytes() if is_there and path is not None else b"")
+    return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True) if content else None
+
+
+def _to_tensor(content: bytes, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    """(bytes,) uint8, on the device that the process group needs."""
     device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
     return torch.from_numpy(np.frombuffer(content, dtype=np.uint8).copy()).to(device)
 
 
-def _bytes_of(tensor: torch.Tensor) -> bytes:
+def _to_bytes(tensor: torch.Tensor) -> bytes:
     return tensor.cpu().numpy().tobytes()

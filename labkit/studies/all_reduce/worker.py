@@ -21,8 +21,8 @@ from labkit.lab.capacity import skip_reason
 from labkit.lab.point import SessionPoint
 from labkit.lab.units import format_bytes
 from labkit.parallel.collectives import ALGORITHMS, Algorithm, all_reduce
-from labkit.parallel.ranks.device import use_device
-from labkit.parallel.ranks.joined import ranks_here
+from labkit.parallel.ranks.torchrun import ranks_here
+from labkit.parallel.ranks.worker import use_device
 from labkit.parallel.transport import POINT_TO_POINT, SHARED, transport_in_use
 from labkit.studies.shared.alternatives import row_of, timed_rows
 

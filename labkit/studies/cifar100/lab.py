@@ -16,7 +16,7 @@ from labkit.lab.project import datasets_directory, kind_of_path, reference_direc
 from labkit.lab.units import format_seconds
 from labkit.machine import Machine
 from labkit.nn.datasets import CIFAR100_MD5, DatasetError, fetch_cifar100, file_md5, read_cifar100
-from labkit.parallel.ranks.joined import ranks_here
+from labkit.parallel.ranks.torchrun import ranks_here
 from labkit.studies.cifar100.training import IMPLEMENTATIONS, TORCH_SYNC
 from labkit.studies.cifar100.worker import CIFAR100, DIGITS, EPOCH, MEMORY, N_IMAGES, TrainingPoint, train
 

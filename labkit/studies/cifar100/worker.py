@@ -21,10 +21,9 @@ from labkit.bench.clock import Stopwatch, turn_order
 from labkit.lab.capacity import skip_reason
 from labkit.lab.point import Point
 from labkit.nn.datasets import RECORD_BYTES
-from labkit.parallel.ranks import checkpoint
-from labkit.parallel.ranks.device import use_device
-from labkit.parallel.ranks.joined import ranks_here
-from labkit.parallel.ranks.messages import gather_json
+from labkit.parallel.ranks.messages import gather_json, load_checkpoint, save_checkpoint
+from labkit.parallel.ranks.torchrun import ranks_here
+from labkit.parallel.ranks.worker import use_device
 from labkit.studies.cifar100.data import RankData, hand_out
 from labkit.studies.cifar100.training import ALONE, SYNCHRONIZED, Recipe, Trainer, updates_of
 from labkit.studies.shared.alternatives import Failed, attempt, turn_of
@@ -107,14 +106,14 @@ def train(point: TrainingPoint, checkpoints: Path | None = None) -> Iterator[dic
     right = list(errors)
     training = _Training(point, recipe, data, right)
     path = checkpoints / point.id / "checkpoint.pt" if checkpoints else None
-    rows = training.resume(checkpoint.load(path))
+    rows = training.resume(load_checkpoint(path))
     if not rows:
         rows = [_peak_memory(name, recipe, data, point.seed) for name in right]
     yield from rows
     while training.epochs_done < point.epochs:
         found = [row | {"error": errors[row["implementation"]]} for row in training.epoch()]
         rows += found
-        checkpoint.save(path, training.state(rows))
+        save_checkpoint(path, training.state(rows))
         yield from found
 
 

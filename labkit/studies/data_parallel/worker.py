@@ -22,8 +22,8 @@ from labkit.lab.point import TimedPoint
 from labkit.nn.vision import ResNet50
 from labkit.nn.workloads import RESNET50, RESNET50_PARAMETERS, Workload, workload_of
 from labkit.parallel.data_parallel.implementations import LOCAL, OVER_SHARED_MEMORY, wrap
-from labkit.parallel.ranks.device import use_device
-from labkit.parallel.ranks.joined import ranks_here
+from labkit.parallel.ranks.torchrun import ranks_here
+from labkit.parallel.ranks.worker import use_device
 from labkit.parallel.transport import SHARED, transport_in_use
 from labkit.studies.data_parallel.timeline import BACKWARD, FINISH, FORWARD, OPTIMIZER, profile_step
 from labkit.studies.shared.alternatives import Failed, attempt, row_of, timed_phases, timed_rows

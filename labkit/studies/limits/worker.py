@@ -19,7 +19,7 @@ from labkit.lab.capacity import skip_reason
 from labkit.lab.point import TimedPoint
 from labkit.lab.units import format_seconds
 from labkit.nn.transformer import shape_named
-from labkit.parallel.ranks.device import use_device
+from labkit.parallel.ranks.worker import use_device
 from labkit.studies.limits.exchange import CALLS, exchange
 from labkit.studies.shared.alternatives import Failed, attempt, time_those_that_run
 

@@ -12,7 +12,7 @@ from labkit.lab.config import Count, Device, TimedConfig, TimeoutSeconds, Warmup
 from labkit.lab.own_models import model_names, parameters_of
 from labkit.lab.study import Study
 from labkit.machine import Machine
-from labkit.parallel.ranks.joined import ranks_here
+from labkit.parallel.ranks.torchrun import ranks_here
 from labkit.parallel.sharding.implementations import IMPLEMENTATIONS, TORCHS, register
 from labkit.parallel.transport import AUTO, POINT_TO_POINT, TRANSPORTS
 from labkit.studies.sharding.findings import QUESTIONS

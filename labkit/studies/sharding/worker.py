@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from labkit.parallel.collectives import all_gather
-from labkit.parallel.ranks.device import use_device
+from labkit.parallel.ranks.worker import use_device
 from labkit.parallel.sharding.implementations import LABKITS, TORCHS, whole_parameters
 from labkit.parallel.traffic import Collective, recorded_traffic, tcp_bytes_sent
 from labkit.parallel.transport import POINT_TO_POINT, SHARED, empty_for_all_reduce, transport_in_use

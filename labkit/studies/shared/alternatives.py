@@ -1,6 +1,6 @@
 """One alternative's failure costs no other: what it raised is the reason in its own row, and the others are measured.
 
-`attempt` and `time_those_that_run` say whose turn it is (`parallel.ranks.whose_turn`). On one rank the point goes on.
+`attempt` and `time_those_that_run` name it (`parallel.ranks.current_alternative`). On one rank the point goes on.
 Several ranks may have left collectives halfway, which are then met by those of the next alternative: if any raises,
 dies or hangs, the point is measured again in new ranks, and these two say of the alternative why it is left out. A rank
 that is out of memory alone costs the point: the others' tensors may be to blame.
@@ -19,8 +19,8 @@ from torch.distributed import distributed_c10d
 
 from labkit.bench.clock import Stopwatch, time_parts_interleaved
 from labkit.lab.own_models import readers_line
-from labkit.parallel.ranks import whose_turn
-from labkit.parallel.ranks.outcome import is_out_of_memory
+from labkit.parallel.ranks import current_alternative
+from labkit.parallel.ranks.results import is_out_of_memory
 
 PATIENCE_S = 2.0  # ranks that make the same mistake make it at about the same time
 
@@ -42,7 +42,7 @@ def attempt(alternative: str, action: Callable[[], T], *, device: str) -> T | Fa
 
     Raises on if the device is dead, and wherever there are several ranks.
     """
-    if (reason := whose_turn.why_left_out(alternative)) is not None:
+    if (reason := current_alternative.excluded_reason(alternative)) is not None:
         return Failed(reason)
     try:
         with turn_of(alternative, device):
@@ -50,7 +50,7 @@ def attempt(alternative: str, action: Callable[[], T], *, device: str) -> T | Fa
     except Exception as error:
         if _is_one_of_several():
             raise
-        whose_turn.end()
+        current_alternative.end()
         return Failed(reason_of(error, device))
 
 
@@ -63,13 +63,13 @@ def row_of(alternative: str, check: Callable[[], Mapping[str, Any]], *, device: 
 @contextmanager
 def turn_of(alternative: str, device: str) -> Iterator[None]:
     """Inside, what is raised is this alternative's failure."""
-    turn = whose_turn.begin(alternative)
+    turn = current_alternative.begin(alternative)
     try:
         yield
     except Exception as error:
         _explain(error, device, turn)
         raise
-    whose_turn.end()
+    current_alternative.end()
 
 
 class OutOfMemoryEverywhere(Exception):
@@ -82,10 +82,10 @@ def _explain(error: Exception, device: str, turn: str) -> None:
     Raises `OutOfMemoryEverywhere` if that is so.
     """
     if not _is_one_of_several():
-        whose_turn.explain(reason_of(error, device))
+        current_alternative.explain(reason_of(error, device))
         return
     everywhere, out_of_memory = _how_all_ranks_raise(turn, is_out_of_memory(error))
-    whose_turn.explain(reason_of(error, device, where="" if everywhere else f" on rank {dist.get_rank()}"))
+    current_alternative.explain(reason_of(error, device, where="" if everywhere else f" on rank {dist.get_rank()}"))
     if out_of_memory:
         raise OutOfMemoryEverywhere(str(error)) from error
 
@@ -141,7 +141,7 @@ def time_those_that_run(
     `options` are those of `time_parts_interleaved`.
     """
     names = dict.fromkeys(map(alternative_of, alternatives))
-    failed = {name: why for name in names if (why := whose_turn.why_left_out(name)) is not None}
+    failed = {name: why for name in names if (why := current_alternative.excluded_reason(name)) is not None}
     next_one = turn = ""
 
     def prepare_turn(name: str) -> None:
@@ -155,7 +155,7 @@ def time_those_that_run(
         nonlocal turn
         if before is not None:
             before()
-        turn = whose_turn.begin(next_one)
+        turn = current_alternative.begin(next_one)
 
     options |= {"device": device, "prepare": prepare_turn, "before": begin}
     samples: dict[str, dict[str, list[float]]] = {}
@@ -164,14 +164,14 @@ def time_those_that_run(
             samples = time_parts_interleaved(running, **options)
             break
         except Exception as error:
-            if (blamed := whose_turn.alternative()) is None:
+            if (blamed := current_alternative.name()) is None:
                 raise
             _explain(error, device, turn)
             if _is_one_of_several():
                 raise
             failed[blamed] = reason_of(error, device)
-            whose_turn.end()
-    whose_turn.end()
+            current_alternative.end()
+    current_alternative.end()
     return samples, failed
 
 

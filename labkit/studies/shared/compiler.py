@@ -14,7 +14,7 @@ from functools import cache
 
 import torch
 
-from labkit.parallel.ranks.rank import COMPILED_CODE, USERS_CACHE, USERS_DIRECTORY
+from labkit.parallel.ranks.worker import COMPILED_CODE, USERS_CACHE, USERS_DIRECTORY
 
 TEMPORARY = "TMPDIR"
 

@@ -14,7 +14,7 @@ from labkit.lab.figures.declared import Bars, Lines
 from labkit.lab.metric import Metric, Results
 from labkit.lab.project import reference_directory
 from labkit.machine import Machine
-from labkit.parallel.ranks.joined import ranks_here
+from labkit.parallel.ranks.torchrun import ranks_here
 from labkit.studies.sync_batchnorm.worker import (
     ALTERNATIVES,
     BOTH,

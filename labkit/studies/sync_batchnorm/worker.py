@@ -22,8 +22,8 @@ from labkit.bench.saved_tensors import saved_for_backward
 from labkit.lab.capacity import skip_reason
 from labkit.lab.point import TimedPoint
 from labkit.parallel.collectives import all_gather, all_reduce
-from labkit.parallel.ranks.device import use_device
-from labkit.parallel.ranks.joined import ranks_here
+from labkit.parallel.ranks.torchrun import ranks_here
+from labkit.parallel.ranks.worker import use_device
 from labkit.parallel.sync_batchnorm import SyncBatchNorm
 from labkit.studies.shared.alternatives import row_of, timed_phases, turn_of
 from labkit.studies.shared.gradient_check import furthest

@@ -16,9 +16,14 @@ from labkit.lab.point import TimedPoint
 from labkit.nn.attention_implementations import attention_named
 from labkit.nn.training import AUTOCAST_DTYPES, adamw, gradients
 from labkit.nn.transformer import Transformer, language_model_loss, shape_named
+<<<<<<< HEAD:labkit/studies/tuned_step/worker.py
 from labkit.parallel.data_parallel.implementations import wrap
-from labkit.parallel.ranks.device import use_device
-from labkit.parallel.ranks.joined import ranks_here
+from labkit.parallel.ranks.worker import use_device
+from labkit.parallel.ranks.torchrun import ranks_here
+=======
+from labkit.parallel.data_parallel.implementations import BUCKETED, wrap
+from labkit.parallel.ranks.worker import use_device
+>>>>>>> main:labkit/studies/this_machine/worker.py
 from labkit.studies.shared.alternatives import Failed, attempt, timed_rows
 from labkit.studies.shared.compiler import keep_what_is_compiled, make_compiler_ready
 from labkit.studies.shared.gradient_check import check_completeness
@@ -73,19 +78,19 @@ class Training:
     """A Transformer and AdamW under one configuration; on several ranks under a data-parallel wrapper."""
 
     def __init__(self, point: TunedStepPoint, name: str, device: str) -> None:
-        is_joined = name == JOINED
+        is_job_rank = name == JOINED
         torch.manual_seed(point.seed)
         with torch.device(device):
-            attend = attention_named(point.attention if is_joined else "explicit").attend
+            attend = attention_named(point.attention if is_job_rank else "explicit").attend
             self.model = Transformer(shape_named(point.model), context_length=point.context_length, attention=attend)
         self.call: Callable[[Tensor], Tensor] = self.model
         self.device = torch.device(device)
-        self.autocast = AUTOCAST_DTYPES[point.precision] if is_joined else None
+        self.autocast = AUTOCAST_DTYPES[point.precision] if is_job_rank else None
         self.optimizer = adamw(self.model.parameters(), self.device)
         tokens = _tokens(point).to(self.device)
         self.inputs, self.targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-        wrapper = point.wrapper if is_joined else TORCH
-        if is_joined and point.compiled:
+        wrapper = point.wrapper if is_job_rank else TORCH
+        if is_job_rank and point.compiled:
             self._compile(for_all=point.world_size > 1 and wrapper != TORCH)  # which cuts graphs at its buckets
         if point.world_size > 1:
             self.call = wrap(wrapper, self.model)

@@ -1,0 +1,320 @@
+"""Fork server: a process that has imported torch and forks ranks, each a `torch.multiprocessing` worker.
+
+Three processes take part, and each ends what another leaves behind:
+
+* The caller (`group.py`) opens a connection per group of ranks. When it is closed, or the caller ends, the server kills
+  the ranks' process groups and removes the group's directory. It has one thread and never waits for a rank.
+* If the server ends, the kernel kills its ranks, even if they are stopped or hold the GIL (PR_SET_PDEATHSIG). The
+  cleaner, which is the server's parent, kills the rest of the server's session and removes the groups' directories.
+* If the cleaner ends, the server ends its groups and itself.
+
+The server runs this file as a script. A rank imports labkit and its worker: an edited file takes effect at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import types
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from multiprocessing import connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+PRELOADED = ["torch", "torch.distributed"]
+"""Modules that the server imports."""
+STACKS_SIGNAL = signal.SIGUSR1
+
+_REQUEST_BYTES, _REPORT_BYTES = 4096, 256  # JSON, padded, so that each is one record of its socket
+# BLAS and OpenMP read these when the server loads torch: what forks must have no other thread.
+_ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
+_PR_SET_PDEATHSIG = 1
+
+
+_lock = threading.Lock()
+_server: list[tuple[socket.socket, subprocess.Popen[bytes]]] = []
+"""Connection and process of the server, for this process and all that are forked from it; empty without one."""
+
+
+def start(modules: Sequence[str] = ()) -> int:
+    """Start the server unless it runs, with further modules. Returns the id of a process that ranks descend from."""
+    with _lock:
+        if not _server:
+            control, theirs = socket.socketpair()
+            with theirs:
+                process = subprocess.Popen(
+                    [sys.executable, "-P", __file__, str(theirs.fileno()), *PRELOADED, *modules],
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    start_new_session=True,  # out of reach of a Ctrl-C, and of a kernel that waits for its children
+                    env=os.environ | dict.fromkeys(_ONE_THREAD, "1"),
+                )
+            _server.append((control, process))
+        return _server[0][1].pid
+
+
+def open_group(directory: Path) -> socket.socket:
+    """Open a group of ranks with a private directory, which the server makes. Closing the connection ends the group."""
+    ours, theirs = socket.socketpair()
+    request = {"directory": str(directory), "caller": os.getpid()}
+    with theirs:
+        try:
+            start()
+            _send(_server[0][0], request, theirs.fileno())
+        except OSError:  # the server was killed
+            _server.clear()
+            start()
+            _send(_server[0][0], request, theirs.fileno())
+    return ours
+
+
+def fork_rank(group: socket.socket, rank: int, environment: Mapping[str, str]) -> connection.Connection[Any, Any]:
+    """Fork a rank with these variables, and this process's `sys.path` and working directory."""
+    ours, theirs = multiprocessing.Pipe()
+    state = {"environment": dict(environment), "path": sys.path, "argv": sys.argv, "directory": str(Path.cwd())}
+    state["authkey"] = bytes(multiprocessing.current_process().authkey).hex()
+    with theirs, contextlib.suppress(OSError):  # the server has ended the group, and reported why
+        _send(group, {"rank": rank}, theirs.fileno())
+        ours.send_bytes(json.dumps(state).encode())
+    return ours
+
+
+def request_stacks(group: socket.socket) -> None:
+    """Have all ranks of the group write their stacks, even inside C++."""
+    with contextlib.suppress(OSError):  # the server was killed
+        _send(group, {})
+
+
+def read_reports(group: socket.socket) -> list[tuple[int | None, int | str]]:
+    """Ranks that have ended, with exit codes; or None, and why the group has ended."""
+    content = group.recv(64 * _REPORT_BYTES)
+    if not content:
+        return [(None, "the fork server of the ranks was killed")]
+    return [json.loads(content[at : at + _REPORT_BYTES]) for at in range(0, len(content), _REPORT_BYTES)]
+
+
+def _send(peer: socket.socket, request: Mapping[str, Any], *descriptors: int) -> None:
+    """Send in one system call, so that an interrupt leaves nothing halfway."""
+    socket.send_fds(peer, [json.dumps(request).encode().ljust(_REQUEST_BYTES)], descriptors)
+
+
+@dataclass(eq=False)
+class _Group:
+    connection: socket.socket
+    directory: str
+    caller: int | None = None  # a descriptor that becomes ready when the caller ends
+    ranks: dict[int, BaseProcess] = field(default_factory=dict)
+    is_over: bool = False
+
+    def end(self) -> None:
+        """Kill every rank and its children. The group is removed once all are reaped."""
+        self.is_over = True
+        for process in self.ranks.values():
+            _signal(process, signal.SIGKILL)
+
+    def reap(self) -> None:
+        """Report ranks that have ended, and end what they have started."""
+        for rank, process in list(self.ranks.items()):
+            if process.exitcode is not None:
+                _signal(process, signal.SIGKILL)  # ids are given out in turn: nobody else has this one yet
+                del self.ranks[rank]
+                self.report(rank, process.exitcode)
+
+    def report(self, rank: int | None, how: int | str) -> None:
+        with contextlib.suppress(OSError):  # the caller has ended, or does not listen
+            self.connection.send(json.dumps([rank, how]).encode().ljust(_REPORT_BYTES), socket.MSG_DONTWAIT)
+
+    def remove(self) -> None:
+        for process in self.ranks.values():
+            process.join(1.0)
+        shutil.rmtree(self.directory, ignore_errors=True)
+        self.connection.close()
+        if self.caller is not None:
+            os.close(self.caller)
+
+
+def _serve(control: socket.socket, cleaner: socket.socket) -> None:
+    """Open groups and fork their ranks until the last process that holds `control` ends, or the cleaner does."""
+    groups: list[_Group] = []
+    reaping, waking = socket.socketpair()
+    waking.setblocking(False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)  # without a handler nothing is written to `waking`
+    signal.set_wakeup_fd(waking.fileno(), warn_on_full_buffer=False)
+    try:
+        while True:
+            alive = [group for group in groups if not group.is_over]
+            callers = {group.caller: group for group in alive if group.caller is not None}
+            connections = {group.connection: group for group in alive}
+            for ready in connection.wait([control, cleaner, reaping, *callers, *connections]):
+                if ready is reaping:
+                    reaping.recv(4096)
+                elif ready in connections:
+                    _answer(connections[ready], [control, cleaner, reaping, waking, *connections])
+                elif ready in callers:
+                    callers[ready].end()
+                elif ready is cleaner or not _open_group(control, cleaner, groups):
+                    return
+            for group in list(groups):
+                group.reap()
+                if group.is_over and not group.ranks:
+                    groups.remove(group)
+                    group.remove()
+    finally:
+        for group in groups:
+            group.end()
+        for group in groups:
+            group.remove()
+
+
+def _open_group(control: socket.socket, cleaner: socket.socket, groups: list[_Group]) -> bool:
+    """Open the group that a caller requests; False if there is no caller any more."""
+    content, descriptors, *_ = socket.recv_fds(control, _REQUEST_BYTES, 1)
+    if not content:
+        return False
+    request = json.loads(content)
+    group = _Group(socket.socket(fileno=descriptors[0]), request["directory"])
+    groups.append(group)
+    cleaner.sendall(f"{group.directory}\0".encode())
+    try:
+        Path(group.directory).mkdir(mode=0o700)
+        group.caller = os.pidfd_open(request["caller"]) if hasattr(os, "pidfd_open") else None
+    except OSError as error:
+        group.report(None, f"the ranks were not started: {error.strerror}")
+        group.end()
+    return True
+
+
+def _answer(group: _Group, inherited: Sequence[socket.socket]) -> None:
+    """Do what the caller requests: fork a rank, have all write their stacks or, if it has closed the group, end it."""
+    try:
+        content, descriptors, *_ = socket.recv_fds(group.connection, _REQUEST_BYTES, 1)
+    except OSError:
+        content, descriptors = b"", []
+    if not content:
+        group.end()
+    elif not descriptors:
+        for process in group.ranks.values():
+            _signal(process, STACKS_SIGNAL)
+    else:
+        rank = json.loads(content)["rank"]
+        try:
+            group.ranks[rank] = _fork(group.directory, rank, descriptors[0], inherited)
+        except OSError as error:
+            group.report(None, f"rank {rank} was not started: {error.strerror}")
+        os.close(descriptors[0])
+
+
+def _fork(directory: str, rank: int, pipe: int, inherited: Sequence[socket.socket]) -> BaseProcess:
+    """Fork a rank, which leads a process group; `inherited` is for the server alone."""
+    import torch.multiprocessing
+
+    context = torch.multiprocessing.get_context("fork")
+    arguments = (os.getpid(), directory, rank, pipe, inherited)
+    process = context.Process(target=_run_rank, args=arguments, name=f"labkit-rank-{rank}")
+    process.start()
+    with contextlib.suppress(OSError):  # the rank was faster
+        os.setpgid(process.pid or 0, process.pid or 0)
+    return process
+
+
+def _signal(process: BaseProcess, number: signal.Signals) -> None:
+    """Kill the rank's process group, or have the rank alone write its stacks."""
+    send = os.kill if number == STACKS_SIGNAL else os.killpg
+    assert process.pid is not None, "it was started"
+    with contextlib.suppress(OSError):  # all of it has ended
+        send(process.pid, number)
+
+
+def _run_rank(server: int, directory: str, rank: int, pipe: int, inherited: Sequence[socket.socket]) -> None:
+    """The life of a rank: tie it to the server, take over the caller's state, serve points."""
+    os.setpgid(0, 0)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != server:
+        os._exit(1)
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for each in inherited:
+        each.close()  # or the other end would not see it closed while this rank lives
+    log = os.open(f"{directory}/rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    for descriptor in (1, 2):
+        os.dup2(log, descriptor)
+    with connection.Connection(pipe) as caller:
+        state = json.loads(caller.recv_bytes())
+        os.environ.clear()
+        os.environ.update(state["environment"])
+        sys.path[:], sys.argv[:] = state["path"], state["argv"]
+        sys.modules["__main__"] = types.ModuleType("__main__")  # the caller's script is not run again
+        multiprocessing.current_process().authkey = bytes.fromhex(state["authkey"])
+        with contextlib.suppress(OSError):  # it was removed
+            os.chdir(state["directory"])
+        worker = importlib.import_module("labkit.parallel.ranks.worker")
+        worker.serve_points(caller, rank, Path(directory))
+
+
+def _clean_up(server: int, notes: socket.socket) -> None:
+    """Wait for the end of the server, end its session, and remove the directories that it has named in `notes`."""
+    with notes.makefile() as file:
+        directories = file.read().split("\0")
+    _kill_session(server)
+    os.waitpid(server, 0)  # until now its id, which is the session's, cannot be somebody else's
+    for directory in filter(None, directories):
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _kill_session(session: int) -> None:
+    """Kill the processes of a session, and those that they start meanwhile."""
+    import psutil
+
+    for _ in range(500):
+        is_empty = True
+        for process in psutil.process_iter():
+            with contextlib.suppress(OSError, psutil.Error):  # it has ended
+                if os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE:
+                    process.kill()
+                    is_empty = False
+        if is_empty:
+            return
+        time.sleep(0.01)
+
+
+def _main(control: int, modules: Sequence[str]) -> None:
+    notes, cleaner = socket.socketpair()
+    if server := os.fork():
+        cleaner.close()
+        os.close(control)
+        _clean_up(server, notes)
+        return
+    try:
+        notes.close()
+        os.setsid()
+        for number in (signal.SIGINT, signal.SIGHUP, STACKS_SIGNAL):
+            signal.signal(number, signal.SIG_IGN)
+        for module in modules:
+            importlib.import_module(module)
+        gc.collect()
+        gc.freeze()  # a collection in a rank would copy the pages of what is imported here
+        _serve(socket.socket(fileno=control), cleaner)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    _main(int(sys.argv[1]), sys.argv[2:])

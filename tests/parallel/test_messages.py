@@ -1,0 +1,86 @@
+"""JSON and checkpoints among ranks: whole or not at all, nothing executed on reading. And spawned processes."""
+
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from labkit.parallel.launch import RankError, run_ranks
+from labkit.parallel.ranks.messages import broadcast_json, gather_json, load_checkpoint, save_checkpoint
+
+PAGE = Path(__file__).parents[2] / "docs" / "pieces.md"
+
+
+def _save_and_load(path):
+    rank = dist.get_rank()
+    before = load_checkpoint(path)
+    state = {"tensor": torch.arange(3.0, dtype=torch.float64) + rank, "rows": [[{"a": 1.5, "b": None}], []]}
+    save_checkpoint(path if rank == 0 else None, state)
+    after = load_checkpoint(path if rank == 0 else None)  # the others need not see the disk
+    messages = gather_json({"of": "ü" * 100 * rank}), broadcast_json(rank or {"from": 0})
+    return before, after["tensor"].tolist(), str(after["tensor"].dtype), after["rows"], *messages
+
+
+def test_all_ranks_get_what_rank_0_wrote(tmp_path):
+    path = tmp_path / "new" / "checkpoint.pt"
+    rows = [[{"a": 1.5, "b": None}], []]
+    messages = [[{"of": ""}, {"of": "ü" * 100}], {"from": 0}]
+    expected = [None, [0.0, 1.0, 2.0], "torch.float64", rows, *messages]
+    assert run_ranks(_save_and_load, path, world_size=2) == [expected] * 2
+    assert [file.name for file in path.parent.iterdir()] == ["checkpoint.pt"]
+
+
+def _interrupted_save(path):
+    save_checkpoint(path, {"epoch": 1})
+
+    def half(state, file):
+        file.write(b"half of it")
+        raise OSError("disk full")
+
+    torch.save, whole = half, torch.save
+    try:
+        save_checkpoint(path, {"epoch": 2})
+    except OSError:
+        torch.save = whole
+        return load_checkpoint(path)
+
+
+def test_a_write_that_is_interrupted_leaves_the_checkpoint_before_it(tmp_path):
+    path = tmp_path / "checkpoint.pt"
+    assert run_ranks(_interrupted_save, path, world_size=1) == [{"epoch": 1}]
+    assert path.with_name("checkpoint.pt.partial").read_bytes() == b"half of it"
+
+
+class _Executed:
+    def __init__(self, proof):
+        self.proof = proof
+
+    def __reduce__(self):
+        return Path.touch, (self.proof,)
+
+
+def test_a_checkpoint_cannot_execute_anything(tmp_path):
+    path, proof = tmp_path / "checkpoint.pt", tmp_path / "executed"
+    path.write_bytes(pickle.dumps(_Executed(proof)))
+    with pytest.raises(RankError, match=r"weights_only|Weights only"):
+        run_ranks(load_checkpoint, path, world_size=1)
+    torch.save({"it": _Executed(proof)}, path)
+    with pytest.raises(RankError, match=r"weights_only|Weights only"):
+        run_ranks(load_checkpoint, path, world_size=1)
+    assert not proof.exists()
+
+
+def test_wrappers_average_in_processes_that_labkit_did_not_start(tmp_path):
+    """The example of the docs, as it stands."""
+    blocks = PAGE.read_text().split("```python\n")[1:]
+    (example,) = (block.split("```")[0] for block in blocks if "multiprocessing.spawn(" in block)
+    (tmp_path / "spawned.py").write_text(example)
+    environment = {"PYTHONPATH": str(PAGE.parents[1]), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "spawned.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100
+    )
+    assert sorted(done.stdout.splitlines()) == [f"{rank} [[0.5, 0.5, 0.5, 0.5]] [0.5]" for rank in (0, 1)], done.stderr
