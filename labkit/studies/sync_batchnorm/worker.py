@@ -190,8 +190,8 @@ def measure(point: SyncBatchNormPoint) -> Iterator[dict[str, Any]]:
     turns: dict[str, dict[str, Callable[[], None]]] = {}
     for name, one in right.items():
         actions = {FORWARD: one.forward, BACKWARD: one.backward, BOTH: one.run}
-        turns[name] = dict.fromkeys(actions, _do_nothing) if is_idle[name] else actions  # type: ignore[arg-type]
-    timing = {"calls": point.calls, "device": device, "before": dist.barrier}
+        turns[name] = dict.fromkeys(actions, _do_nothing) if is_idle[name] else actions
+    timing: dict[str, Any] = {"calls": point.calls, "device": device, "before": dist.barrier}
     for row in timed_phases(rows, turns, **timing, **point.rounds):
         if not is_idle.get(row["alternative"]):
             yield row

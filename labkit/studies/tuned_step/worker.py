@@ -16,14 +16,9 @@ from labkit.lab.point import TimedPoint
 from labkit.nn.attention_implementations import attention_named
 from labkit.nn.training import AUTOCAST_DTYPES, adamw, gradients
 from labkit.nn.transformer import Transformer, language_model_loss, shape_named
-<<<<<<< HEAD:labkit/studies/tuned_step/worker.py
 from labkit.parallel.data_parallel.implementations import wrap
-from labkit.parallel.ranks.worker import use_device
 from labkit.parallel.ranks.torchrun import ranks_here
-=======
-from labkit.parallel.data_parallel.implementations import BUCKETED, wrap
 from labkit.parallel.ranks.worker import use_device
->>>>>>> main:labkit/studies/this_machine/worker.py
 from labkit.studies.shared.alternatives import Failed, attempt, timed_rows
 from labkit.studies.shared.compiler import keep_what_is_compiled, make_compiler_ready
 from labkit.studies.shared.gradient_check import check_completeness
