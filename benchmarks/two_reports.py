@@ -17,7 +17,7 @@ from pathlib import Path
 
 from labkit.lab.findings import Finding
 from labkit.lab.runs.store import Run
-from labkit.studies import LABS, load_study
+from labkit.studies import LABS, load_lab
 
 LEAST_AGAIN = 0.90
 OPPOSITE = {"faster": "slower", "slower": "faster"}
@@ -73,7 +73,7 @@ def newest(directory: Path, lab: str) -> Run | None:
 
 
 def _findings(run: Run) -> dict[str, Finding]:
-    return load_study(run.header.lab).findings(run.frame(), run.coverage(), run.header.calibration)
+    return load_lab(run.header.lab).findings(run.frame(), run.coverage(), run.header.calibration)
 
 
 def main() -> int:

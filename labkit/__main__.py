@@ -15,7 +15,7 @@ from labkit.lab.advise.command import advise
 from labkit.lab.commands.console import err, out, plain, print_output, progress, require_device, tell_of_load
 from labkit.lab.config import PROFILES, ParameterError, parse_assignments
 from labkit.lab.project import reference_directory
-from labkit.studies import LABS, load_study, modules_of_labs
+from labkit.studies import LABS, load_lab, modules_of_labs
 
 if TYPE_CHECKING:
     from labkit.lab.declaration import Lab
@@ -85,7 +85,7 @@ def list_labs() -> None:
     """The labs, one line each."""
     table = Table(box=None, show_header=False, pad_edge=False)
     for lab in LABS:
-        table.add_row(f"[bold]{lab}[/]", load_study(lab).summary)
+        table.add_row(f"[bold]{lab}[/]", load_lab(lab).summary)
     out.print(table)
 
 
@@ -99,7 +99,7 @@ def doctor() -> None:
         machine.add_row(f"[bold]{name}[/]", plain(value))
     out.print(machine, "")
     labs = Table("lab", "profile", "points", "can run", "why not", box=None, pad_edge=False)
-    for row in lab_rows(load_study(lab) for lab in LABS):
+    for row in lab_rows(load_lab(lab) for lab in LABS):
         labs.add_row(*(plain(cell) for cell in row))
     out.print(labs)
 
@@ -116,7 +116,7 @@ def measure(
     from labkit.lab.runs import measure as measuring
     from labkit.lab.runs.store import find_run
 
-    study = load_study(lab)
+    study = load_lab(lab)
     if resume is not None and (settings or profile is not None):
         raise ParameterError("--resume takes its parameters from the run: leave out --profile and --set")
     profile = profile or "quick"
@@ -165,7 +165,7 @@ def report(
     if (given := resume if run is None else run) is not None and not labs:
         folders = [recorded_directory(), runs_directory()] if resume is None else [runs_directory()]
         labs = [Run.load(find_run([folder / lab for folder in folders for lab in LABS], given)).header.lab]
-    studies = [load_study(lab) for lab in (labs or LABS)]
+    studies = [load_lab(lab) for lab in (labs or LABS)]
     if given is not None and len(studies) != 1:
         raise ParameterError(f"--run and --resume belong to one lab, got {len(studies)}: {', '.join(labs or ())}")
     if resume is not None and (settings or profile is not None or run is not None):
@@ -274,14 +274,14 @@ def _calibrate(studies: "Sequence[Lab]", profile: str) -> None:
     if found is not None and found.source == str(machine.source):
         return
     err.print("calibrating this machine first, some 15 seconds once a day and version: predictions are made of it")
-    limits = load_study(LIMITS)
+    limits = load_lab(LIMITS)
     short = limits.profiles["quick"].model_copy(update=SHORT_LIMITS)
     with progress("measure", LIMITS) as show:
         measure_run(limits, short, profile="quick", on_progress=show, on_output=print_output)
 
 
 def _all_studies() -> "Iterator[Lab]":
-    return (load_study(lab) for lab in LABS)
+    return (load_lab(lab) for lab in LABS)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from traitlets.config import Config
 from labkit.lab.figures.style import Plot
 from labkit.lab.pages.export import export_page
 from labkit.lab.project import notebook_path
-from labkit.studies import load_study
+from labkit.studies import load_lab
 from tests import small_nano  # noqa: F401  which makes nano small
 from tests.fork_server import preload
 
@@ -96,7 +96,7 @@ def main(folder: Path, labs: list[str]) -> None:
         sys.modules["__main__"] = program  # the ranks' own, which a shell would be
         notebook = folder / "notebooks" / f"{lab}.ipynb"
         execute(lab, shell, notebook)
-        export_page(notebook, folder / f"{lab}.html", lab=lab, title=load_study(lab).title)
+        export_page(notebook, folder / f"{lab}.html", lab=lab, title=load_lab(lab).title)
 
 
 if __name__ == "__main__":

@@ -65,7 +65,7 @@ def project(tmp_path_factory):
             path.write_text(code)
         else:
             path.write_text(
-                path.read_text().replace("\n)\n\n\ndef load_study", '\n    "sorting",\n)\n\n\ndef load_study')
+                path.read_text().replace("\n)\n\n\ndef load_lab", '\n    "sorting",\n)\n\n\ndef load_lab')
             )
     return copy
 

@@ -24,7 +24,7 @@ from labkit.lab.pages.export import page_record
 from labkit.lab.pages.report import write_index
 from labkit.lab.parameter_cells import literal_assignments
 from labkit.lab.project import checkout, notebook_path, project_root
-from labkit.studies import LABS, load_study
+from labkit.studies import LABS, load_lab
 from tests.browser import CONTRASTS, OVERLAPS, TOO_WIDE, barriers, fetch_axe, opened_browser
 from tests.cases import thinned
 from tests.commands import carry_out
@@ -95,7 +95,7 @@ def page_visit(report):
 
 @pytest.mark.parametrize("lab", LABS)
 def test_a_parameters_cell_has_a_few_with_hint_and_comment_and_a_place_for_all_others(lab):
-    study, path = load_study(lab), notebook_path(lab)
+    study, path = load_lab(lab), notebook_path(lab)
     profile, run, *own, more = notebook_parameters(path)
     assert (profile, run, more) == COMMON_PARAMETERS
     assert len(own) <= 3
@@ -116,7 +116,7 @@ def test_a_notebook_is_short_and_so_is_its_first_cell():
 
 @pytest.mark.parametrize("lab", LABS)
 def test_every_question_is_a_heading_above_the_cell_that_answers_it(lab):
-    study, cells = load_study(lab), nbformat.read(notebook_path(lab), as_version=4).cells
+    study, cells = load_lab(lab), nbformat.read(notebook_path(lab), as_version=4).cells
     for question in study.questions:
         heading = next(index for index, cell in enumerate(cells) if cell.source.startswith(f"## {question.text}"))
         following = [index for index, cell in enumerate(cells) if index > heading and cell.source.startswith("## ")]
@@ -128,7 +128,7 @@ def test_every_question_is_a_heading_above_the_cell_that_answers_it(lab):
 def test_every_question_is_answered_on_the_page(lab, report):
     record = page_record(report / "notebooks" / f"{lab}.ipynb")
     html = (report / f"{lab}.html").read_text()
-    assert [answer["question"]["id"] for answer in record["answers"]] == [q.id for q in load_study(lab).questions]
+    assert [answer["question"]["id"] for answer in record["answers"]] == [q.id for q in load_lab(lab).questions]
     for answer in record["answers"]:
         check_headline(answer["headline"])
         assert f'id="answer-{answer["question"]["id"]}"' in html
@@ -138,11 +138,11 @@ def test_every_question_is_answered_on_the_page(lab, report):
 def test_the_index_has_every_answer_and_is_made_of_pages_alone(report, tmp_path):
     for lab in LABS:
         shutil.copy(report / f"{lab}.html", tmp_path)
-    index = write_index([load_study(lab) for lab in LABS], tmp_path).read_text()
+    index = write_index([load_lab(lab) for lab in LABS], tmp_path).read_text()
     end = '<h2 id="machine">'  # below it: this machine, whose source may have changed since
     assert index.split(end)[0] == (report / "index.html").read_text().split(end)[0]
     for lab in LABS:
-        for question in load_study(lab).questions:
+        for question in load_lab(lab).questions:
             assert f'href="{lab}.html#answer-{question.id}"' in index
     for topic in TOPICS.values():
         assert f"<dt>{topic}</dt>" in index
@@ -324,7 +324,7 @@ def test_the_cell_that_papermill_adds_is_checked_when_the_lab_is_opened(wrong, w
     for source in sources:
         exec(source, namespace)
     with pytest.raises(ParameterError) as error:
-        open_lab(load_study("all_reduce"), namespace)
+        open_lab(load_lab("all_reduce"), namespace)
     for word in words:
         assert word in str(error.value)
 

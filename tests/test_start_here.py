@@ -11,7 +11,7 @@ from labkit.lab import contents
 from labkit.lab.project import notebook_path, recorded_directory
 from labkit.lab.runs.store import Run
 from labkit.lab.units import format_seconds
-from labkit.studies import LABS, load_study
+from labkit.studies import LABS, load_lab
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def test_the_point_that_was_added_is_measured_alone(outputs):
 def test_what_is_interrupted_in_the_last_cell_is_what_lab_resume_goes_on_with(tour):
     (source,) = [cell.source for cell in nbformat.read(tour, as_version=4).cells if "one_more_point" in cell.source]
     lab = Mock(measure=Mock(side_effect=KeyboardInterrupt))
-    namespace = {"open_lab": lambda *_: lab, "load_study": load_study, "pd": pd, "frame": pd.DataFrame(), "lab": None}
+    namespace = {"open_lab": lambda *_: lab, "load_lab": load_lab, "pd": pd, "frame": pd.DataFrame(), "lab": None}
     with pytest.raises(KeyboardInterrupt):
         exec(source, namespace)
     assert namespace["lab"] is lab
@@ -59,12 +59,12 @@ def test_what_is_interrupted_in_the_last_cell_is_what_lab_resume_goes_on_with(to
 def test_the_table_has_every_lab_with_a_link_to_its_notebook(outputs):
     (table,) = _shown(outputs, "text/markdown")
     for lab in LABS:
-        assert f"]({notebook_path(lab).name}) | {load_study(lab).summary} |" in table
+        assert f"]({notebook_path(lab).name}) | {load_lab(lab).summary} |" in table
 
 
 def test_a_lab_that_was_never_measured_here_gets_a_guess(monkeypatch, tmp_path):
     monkeypatch.setattr(contents, "runs_directory", lambda: tmp_path)
-    assert contents.NOT_MEASURED_YET in contents.labs_table([load_study("all_reduce")])
+    assert contents.NOT_MEASURED_YET in contents.labs_table([load_lab("all_reduce")])
 
 
 def test_the_time_of_a_lab_is_that_of_its_last_whole_run(monkeypatch, tmp_path):
@@ -75,4 +75,4 @@ def test_the_time_of_a_lab_is_that_of_its_last_whole_run(monkeypatch, tmp_path):
     for name, some in {"1-quick": lines, "2-quick": lines[:-1], "3-quick": ["no run\n"], "4-smoke": lines}.items():
         (tmp_path / "all_reduce" / f"{name}.jsonl").write_text("".join(some))
     took = format_seconds(Run.load(recorded).coverage()["elapsed_s"].sum())
-    assert contents.labs_table([load_study("all_reduce")]).endswith(f"| {took}, measured here |")
+    assert contents.labs_table([load_lab("all_reduce")]).endswith(f"| {took}, measured here |")

@@ -34,7 +34,7 @@ LABS = (
 ON_ONE_PAGE = set(LABS) - {"sharding"}
 
 
-def load_study(lab: str) -> "Lab":
+def load_lab(lab: str) -> "Lab":
     """The declaration of a lab, imported on demand. ParameterError for a name that is no lab's."""
     from labkit.lab.config import ParameterError, nearest
 

@@ -17,7 +17,7 @@ from labkit.lab.pages.provenance import provenance
 from labkit.lab.runs.store import Run, RunFileError, RunHeader
 from labkit.lab.runs.writer import RunWriter
 from labkit.machine import describe_machine
-from labkit.studies import LABS, load_study
+from labkit.studies import LABS, load_lab
 from tests.commands import labkit
 from tests.faults.check import note
 from tests.faults.worker import FaultyPoint
@@ -38,7 +38,7 @@ def refusal(lab, study, parameters):
 
 @pytest.mark.parametrize("lab", LABS)
 def test_every_parameter_with_every_wrong_value_stops_by_name_or_is_planned(lab):
-    study, machine = load_study(lab), describe_machine()
+    study, machine = load_lab(lab), describe_machine()
     refused = planned = 0
     for name in type(study.profiles["smoke"]).model_fields:
         for value in WRONG:
@@ -89,7 +89,7 @@ def read_all(path):
         assert run.frame() is not None
         assert run.pending is not None
         assert cards.coverage(run)
-        assert provenance(load_study("all_reduce"), run)
+        assert provenance(load_lab("all_reduce"), run)
         assert cards.machine_card(run.header.machine, elsewhere=True, hosts=run.header.ranks_by_host)
     except RunFileError as error:
         if str(path) in str(error):
@@ -201,7 +201,7 @@ NO_LABS = ["../all_reduce", "all_reduce/../precision", "/etc/passwd", "all_reduc
 @pytest.mark.parametrize("name", NO_LABS, ids=lambda name: repr(name[:30]))
 def test_a_lab_name_with_a_path_in_it_is_no_lab(name):
     with pytest.raises(ParameterError, match="the labs are"):
-        load_study(name)
+        load_lab(name)
 
 
 @pytest.mark.slow  # test_cli.py has it in one process
@@ -233,7 +233,7 @@ def test_a_run_of_a_lab_with_a_path_in_its_name_is_of_no_lab_here(tmp_path):
 
 
 def test_text_of_a_run_stays_text_on_its_page(tmp_path):
-    study = load_study("all_reduce")
+    study = load_lab("all_reduce")
     machine = describe_machine().model_copy(
         update={"cpu": HTML, "host": HTML, "system": HTML, "python": HTML, "versions": {HTML: HTML}}
     )

@@ -65,8 +65,8 @@ class FaultyStudy(Study):
 
 
 STUDY = FaultyStudy()
-load_real = studies.load_study
-studies.load_study = lambda lab: STUDY if lab == STUDY.name else load_real(lab)
+load_real = studies.load_lab
+studies.load_lab = lambda lab: STUDY if lab == STUDY.name else load_real(lab)
 
 
 def pause():

@@ -15,7 +15,7 @@ from labkit.lab.pages.cards import machine_card
 from labkit.lab.pages.provenance import provenance
 from labkit.lab.project import checkout
 from labkit.lab.runs.store import Run
-from labkit.studies import load_study
+from labkit.studies import load_lab
 from labkit.studies.all_reduce import tables
 from labkit.studies.all_reduce.links import BETWEEN, WITHIN
 from tests.commands import all_runs, labkit
@@ -68,7 +68,7 @@ def test_the_commands_for_two_machines_as_the_readme_has_them(tmp_path):
     links = frame[frame["algorithm"].isin([WITHIN, BETWEEN])].groupby("algorithm")["rank"].unique()
     assert {link: sorted(ranks) for link, ranks in links.items()} == {WITHIN: [0, 1], BETWEEN: [0, 2]}
     assert set(tables.link_models(frame)) == {WITHIN, BETWEEN}
-    study = load_study("all_reduce")
+    study = load_lab("all_reduce")
     told = study.findings(frame, coverage)["alpha_beta"].why
     assert WITHIN in told
     assert BETWEEN in told

@@ -9,7 +9,7 @@ from labkit.lab.agreement import PHASES, AllReduceTime, Known, ProductTime, Step
 from labkit.lab.pages.agreement import agreement_sentence, agreement_table, agreements, known_record
 from labkit.lab.project import recorded_directory
 from labkit.lab.runs.store import Run
-from labkit.studies import LABS, load_study
+from labkit.studies import LABS, load_lab
 from tests.lab.test_index import index, write_page
 
 POINT = {"point": "a", "rank": 0, "world_size": 1, "scheduling": "batch", "device": "cpu"}
@@ -83,13 +83,13 @@ def test_limits_and_all_reduce_name_the_same_all_reduces():
 
 
 def _keys(lab, frame):
-    found = (known for known in load_study(lab).known(frame) if known.kind is AllReduceTime)
+    found = (known for known in load_lab(lab).known(frame) if known.kind is AllReduceTime)
     return {key for known in found for key, *_ in known.samples({"a": 1})}
 
 
 @pytest.mark.parametrize("lab", LABS)
 def test_a_run_without_rows_measures_nothing_shared(lab):
-    found = load_study(lab).known(pd.DataFrame())
+    found = load_lab(lab).known(pd.DataFrame())
     assert [value for known in found for value in known.samples({})] == []
 
 
@@ -97,7 +97,7 @@ def test_a_run_without_rows_measures_nothing_shared(lab):
 def recorded():
     """What a page of each recorded run leaves for the index, as a page carries it."""
     runs = [Run.load(path) for path in sorted(recorded_directory().glob("*/*.jsonl"))]
-    records = {run.header.lab: {"known": known_record(load_study(run.header.lab), run)} for run in runs}
+    records = {run.header.lab: {"known": known_record(load_lab(run.header.lab), run)} for run in runs}
     return json.loads(json.dumps(records, allow_nan=False))
 
 

@@ -24,7 +24,7 @@ from labkit.lab.own_models import (
 )
 from labkit.nn.training import TrainingStep
 from labkit.nn.workloads import workload_of
-from labkit.studies import LABS, load_study
+from labkit.studies import LABS, load_lab
 from tests.lab.fake_study import FakeStudy
 
 SHAPE = TransformerShape(d_model=8, d_ff=16, n_layers=1, n_heads=2, vocabulary=10)
@@ -135,10 +135,10 @@ def test_what_is_no_model_is_refused_before_anything_runs(study, given, expected
 
 
 @pytest.mark.parametrize(
-    "lab", [lab for lab in LABS if load_study(lab).plugin_parameter or load_study(lab).model_parameters]
+    "lab", [lab for lab in LABS if load_lab(lab).plugin_parameter or load_lab(lab).model_parameters]
 )
 def test_a_readers_own_is_known_only_while_it_is_measured(lab):
-    study = load_study(lab)
+    study = load_lab(lab)
     own = Own({"mine": print} if study.plugin_parameter else {}, {"its_model": SHAPE} if study.model_parameters else {})
 
     def measured():
@@ -157,9 +157,9 @@ def test_a_readers_own_is_known_only_while_it_is_measured(lab):
         assert "mine" not in table
 
 
-@pytest.mark.parametrize("lab", [lab for lab in LABS if load_study(lab).plugin_parameter])
+@pytest.mark.parametrize("lab", [lab for lab in LABS if load_lab(lab).plugin_parameter])
 def test_a_rank_that_torchrun_has_started_knows_a_readers_own_between_its_points(lab, monkeypatch):
-    study, own = load_study(lab), Own({"mine": print})
+    study, own = load_lab(lab), Own({"mine": print})
     table = study.register("mine", print)
     del table["mine"]
     monkeypatch.setattr(type(study), "worker", staticmethod(lambda point: [{"knows": "mine" in table}]))

@@ -7,9 +7,9 @@ from labkit.lab.commands.execute import _as_in_cell
 from labkit.lab.config import ParameterError
 from labkit.lab.notebook import open_lab
 from labkit.lab.parameter_cells import given_parameters, literal_assignments
-from labkit.studies import load_study
+from labkit.studies import load_lab
 
-STUDY = load_study("all_reduce")
+STUDY = load_lab("all_reduce")
 
 
 @pytest.fixture

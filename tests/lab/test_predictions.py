@@ -14,7 +14,7 @@ from labkit.lab.notebook import Lab, check_parameters
 from labkit.lab.predictions import Predicted, named, to_show
 from labkit.lab.rows import Measured
 from labkit.machine import describe_machine
-from labkit.studies import LABS, load_study
+from labkit.studies import LABS, load_lab
 from tests.calibrated import CALL_S, made_up
 from tests.lab.fake_study import FakeStudy
 from tests.rehearsal.pages import cells_of
@@ -126,9 +126,9 @@ def test_a_guess_may_name_a_part_of_what_one_row_alone_has():
 
 
 @pytest.mark.parametrize("profile", ["smoke", "quick"])
-@pytest.mark.parametrize("lab", [lab for lab in LABS if load_study(lab).predicted])
+@pytest.mark.parametrize("lab", [lab for lab in LABS if load_lab(lab).predicted])
 def test_what_a_notebook_guesses_has_its_name_whatever_the_profile(lab, profile):
-    study = load_study(lab)
+    study = load_lab(lab)
     # what has a formula here, without tracing any model
     by_name = replace(study.predicted, seconds=lambda row, _: None if row.get("backend") == "nccl" else 1.0)
     table = by_name.before(study.points(study.profiles[profile], describe_machine()), made_up())

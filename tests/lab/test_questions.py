@@ -5,7 +5,7 @@ import re
 import pytest
 
 from labkit.lab.project import checkout, reference_directory
-from labkit.studies import LABS, load_study
+from labkit.studies import LABS, load_lab
 
 # The questions under which each file of data/reference is drawn or told, by lab.
 ANSWERED_IN = {
@@ -63,7 +63,7 @@ ALL_IDS = {
 
 
 def _ids(lab):
-    return [question.id for question in load_study(lab).questions]
+    return [question.id for question in load_lab(lab).questions]
 
 
 @pytest.mark.parametrize("file", FILES)

@@ -8,7 +8,7 @@ from labkit.lab.claims import published
 from labkit.lab.findings import TOPICS, Claim, Effect, Finding, Question
 from labkit.lab.pages.export import OTHER_FORMAT
 from labkit.lab.pages.recommendations import further_advice, published_trends, recommendations
-from labkit.studies import LABS, load_study
+from labkit.studies import LABS, load_lab
 from tests.lab.fake_study import FakeStudy
 
 ASKED = Question("which", "Which is faster?", "precision")
@@ -91,7 +91,7 @@ def test_published_claims_are_listed_by_what_is_shown_of_them():
 
 
 def test_every_topic_is_asked_for_by_a_lab():
-    asked = {question.topic for lab in LABS for question in load_study(lab).questions}
+    asked = {question.topic for lab in LABS for question in load_lab(lab).questions}
     assert asked - {None} == set(TOPICS)
 
 

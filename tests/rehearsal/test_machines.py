@@ -8,7 +8,7 @@ from labkit.lab import capacity, notebook, project
 from labkit.lab.config import PROFILES
 from labkit.lab.runs.store import Run
 from labkit.machine.description import GIB
-from labkit.studies import LABS, load_study
+from labkit.studies import LABS, load_lab
 from tests.rehearsal.machines import MACHINES, TOO_OLD
 from tests.rehearsal.pages import carry_out, recorded
 
@@ -40,7 +40,7 @@ def _this_machine_has_no_say(monkeypatch):
 @pytest.mark.parametrize("name", GPUS)
 @pytest.mark.parametrize("lab", PLANNING)
 def test_a_lab_uses_the_gpus_that_are_there(lab, name):
-    machine, study = MACHINES[name], load_study(lab)
+    machine, study = MACHINES[name], load_lab(lab)
     for profile in PROFILES:
         planned, _ = _plan(study, machine, profile)
         assert planned, profile
@@ -53,7 +53,7 @@ def test_a_lab_uses_the_gpus_that_are_there(lab, name):
 
 @pytest.mark.parametrize("lab", PLANNING)
 def test_with_a_driver_that_is_too_old_a_lab_measures_on_the_cpu_or_says_why(lab):
-    machine, study = MACHINES["driver too old"], load_study(lab)
+    machine, study = MACHINES["driver too old"], load_lab(lab)
     for profile in PROFILES:
         planned, _ = _plan(study, machine, profile)
         assert planned, profile
@@ -77,4 +77,4 @@ def test_the_page_of_a_run_from_gpus(lab, monkeypatch, tmp_path):
         for id, point in run.header.planned.items()
     }
     header = run.header.model_copy(update={"machine": MACHINES["eight H100"], "planned": planned})
-    carry_out(load_study(lab), Run(run.path, header, run._rows, run._ends))
+    carry_out(load_lab(lab), Run(run.path, header, run._rows, run._ends))

@@ -7,7 +7,7 @@ of the rest must come without an exception.
 import pytest
 
 from labkit.lab import notebook, project
-from labkit.studies import LABS, load_study
+from labkit.studies import LABS, load_lab
 from tests.cases import thinned
 from tests.rehearsal.pages import carry_out, recorded, run_of
 
@@ -46,7 +46,7 @@ def _nothing_is_shown_or_written(monkeypatch, tmp_path):
 @pytest.mark.parametrize(("lab", "kind"), thinned(_kinds_of_points(), lambda lab, kind: kind == MAIN_KINDS[lab]))
 def test_a_page_whose_points_of_a_kind_failed(lab, kind):
     run = run_of(recorded(lab), lambda point, row: None if _kind_of_point(point) == kind else row)
-    carry_out(load_study(lab), run)
+    carry_out(load_lab(lab), run)
 
 
 @pytest.mark.parametrize("lab", LABS)
@@ -57,10 +57,10 @@ def test_a_page_whose_alternatives_all_failed(lab):
         names = {name: value for name, value in row["values"].items() if isinstance(value, str)}
         return row | {"values": names | FAILED}
 
-    carry_out(load_study(lab), run_of(recorded(lab), failed))
+    carry_out(load_lab(lab), run_of(recorded(lab), failed))
 
 
 @pytest.mark.parametrize(("lab", "column", "value"), thinned(KINDS_OF_ROWS, lambda lab, *_: lab == "data_parallel"))
 def test_a_page_without_some_rows_of_its_points(lab, column, value):
     run = run_of(recorded(lab), lambda _, row: None if row["values"].get(column) == value else row)
-    carry_out(load_study(lab), run)
+    carry_out(load_lab(lab), run)

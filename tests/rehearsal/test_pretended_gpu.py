@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from labkit.parallel.launch import PointEnd, Row, launch
-from labkit.studies import LABS, load_study
+from labkit.studies import LABS, load_lab
 from tests.rehearsal.machines import MACHINES
 from tests.rehearsal.pretended_cuda import pretended_gpu
 from tests.rehearsal.test_missing_rows import KIND_OF_POINT
@@ -28,7 +28,7 @@ TORCHS_SYNC_BATCHNORM = {
 
 def _points(lab):
     """The first of each kind of points that run on a GPU and need no NCCL, by the group of ranks they share."""
-    study, machine = load_study(lab), MACHINES["one H100"]
+    study, machine = load_lab(lab), MACHINES["one H100"]
     kinds = {}
     for point in study.points(study.profiles["smoke"], machine):
         kind = next((getattr(point, name) for name in KIND_OF_POINT if hasattr(point, name)), "point")
@@ -61,7 +61,7 @@ def test_it_refuses_what_cuda_refuses():
 
 @pytest.mark.parametrize("lab", LABS)
 def test_a_labs_worker_on_a_gpu(lab):
-    worker = partial(_pretending, type(load_study(lab)).worker)
+    worker = partial(_pretending, type(load_lab(lab)).worker)
     groups = [(group, list(points)) for group, points in _points(lab)]
     if not groups:
         pytest.skip("no point of it runs on a pretended GPU")

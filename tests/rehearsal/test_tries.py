@@ -9,7 +9,7 @@ import pytest
 
 from labkit.lab import notebook, project
 from labkit.lab.runs.store import Run
-from labkit.studies import LABS, load_study
+from labkit.studies import LABS, load_lab
 from tests import calibrated
 from tests.rehearsal.pages import carry_out_tries, cells_of, recorded, tries_in
 
@@ -51,7 +51,7 @@ def test_every_try_works_as_written_below_the_cells_above_it(lab):
     run = recorded(lab)
     if run.header.calibration is None:  # predictions need one
         run = Run(run.path, run.header.model_copy(update={"calibration": calibrated.made_up()}), run._rows, run._ends)
-    carry_out_tries(load_study(lab), run)
+    carry_out_tries(load_lab(lab), run)
 
 
 @pytest.mark.parametrize("lab", LABS)
@@ -85,7 +85,7 @@ def test_a_readers_own_as_the_notebook_has_it_is_right_and_measured(lab, source,
     namespace |= {"profile": "smoke", "more": SMALL[lab]}
     exec(above[1], namespace)
     exec(source, namespace)
-    frame, study = namespace["frame"], load_study(lab)
+    frame, study = namespace["frame"], load_lab(lab)
     is_model = "models=" in source
     named = (study.model_parameters[0] if is_model else study.plugin_parameter).removesuffix("s")
     named = "alternative" if lab == "gradient_buckets" else named

@@ -19,7 +19,7 @@ from labkit.parallel.collectives import ALGORITHMS
 from labkit.parallel.launch import Row, launch
 from labkit.parallel.transport.semaphores import Semaphores
 from labkit.parallel.transport.shared import SharedTransport
-from labkit.studies import load_study
+from labkit.studies import load_lab
 from labkit.studies.all_reduce import phases, tables, transports
 from labkit.studies.all_reduce.study import STUDY, AllReduceConfig
 from labkit.studies.all_reduce.transports import ROUTES, alternative
@@ -297,7 +297,7 @@ def test_a_readers_own_algorithm_is_carried_to_the_ranks_gated_timed_and_named(t
     [
         (STUDY, {"ring": print}, "expected a name other than"),
         (STUDY, {"mine": 3}, "expected a function"),
-        (load_study("data_parallel"), {"local": print}, "expected a name other than"),
+        (load_lab("data_parallel"), {"local": print}, "expected a name other than"),
         (FAKE, {"mine": print}, "no place for alternatives"),
     ],
 )

@@ -10,7 +10,7 @@ import pytest
 
 from labkit.lab.project import checkout, recorded_directory
 from labkit.lab.runs.store import Run
-from labkit.studies import LABS, load_study
+from labkit.studies import LABS, load_lab
 from tests.studies.answering import check_headline
 
 RECORDED = sorted(recorded_directory().glob("*/*.jsonl"))
@@ -20,14 +20,14 @@ RUNS = pytest.mark.parametrize("path", RECORDED, ids=str)
 @cache
 def _recorded(path):
     run = Run.load(path)
-    return run, load_study(run.header.lab).findings(run.frame(), run.coverage(), run.header.calibration)
+    return run, load_lab(run.header.lab).findings(run.frame(), run.coverage(), run.header.calibration)
 
 
 @pytest.mark.parametrize("lab", LABS)
 @pytest.mark.parametrize("columns", [(), ("sweep", "seconds", "check", "rank", "repeat", "world_size")])
 def test_a_run_without_rows_answers_nothing_and_says_why(lab, columns):
     coverage = pd.DataFrame({"status": ["skipped"] * 2, "reason": ["needs 51 GiB"] * 2})
-    findings = load_study(lab).findings(pd.DataFrame(columns=list(columns)), coverage)
+    findings = load_lab(lab).findings(pd.DataFrame(columns=list(columns)), coverage)
     assert {finding.verdict for finding in findings.values()} == {"not measured"}
     assert all("needs 51 GiB (2 points)" in finding.caveat for finding in findings.values())
 

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from labkit.studies import LABS, load_study
+from labkit.studies import LABS, load_lab
 from labkit.studies.kernels.worker import INFERENCE
 from labkit.studies.sharding.worker import GATHER
 from tests.studies.noisy_runs import newest_recorded, rows_with_samples, timed_columns, with_noise
@@ -116,7 +116,7 @@ def test_runs_in_which_nothing_differs_claim_next_to_nothing(lab):
     frame, calibration = run.frame(), run.header.calibration
     if not timed_columns(frame):
         pytest.skip("no times in a recorded run")
-    study, rows = load_study(lab), rows_with_samples(frame)
+    study, rows = load_lab(lab), rows_with_samples(frame)
     untimed = study.findings(_untimed(frame), pd.DataFrame(), calibration)
     kinds = _kinds(_residuals(frame, rows)).values()
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from labkit.costs.transformer import TransformerShape
 from labkit.lab.runs.measure import measure
-from labkit.studies import load_study
+from labkit.studies import load_lab
 from tests import calibrated
 
 
@@ -30,7 +30,7 @@ EXPECTED = r"shapes cannot be multiplied .*line \d+ of test_own_models.py"
     [("end_to_end", {"warmup_sizes": []}, "step_times"), ("kernels", {}, "profiler_and_clock")],
 )
 def test_a_readers_own_models_are_timed_and_named_and_a_mistake_costs_no_other(lab, more, question, tmp_path):
-    study = load_study(lab)
+    study = load_lab(lab)
     column = study.model_parameters[0].removesuffix("s")
     config = study.profiles["smoke"].model_copy(update=more)
     own = {"mine": _mine, "wide": WIDE, "wrong_shape": _wrong_shape}

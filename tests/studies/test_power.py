@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from labkit.studies import LABS, load_study
+from labkit.studies import LABS, load_lab
 from tests.studies.noisy_runs import newest_recorded, rows_with_samples, timed_columns, with_noise
 
 ALTERNATIVES = ("algorithm", "implementation", "way", "alternative", "precision")
@@ -58,7 +58,7 @@ def _shares_found(lab, factor):
     own. None of none.
     """
     run = newest_recorded(lab)
-    study, calibration = load_study(lab), run.header.calibration
+    study, calibration = load_lab(lab), run.header.calibration
     frame = _of_rounds(run.frame())
     column = next((name for name in ALTERNATIVES if name in frame and frame[name].nunique() > 1), None)
     if column is None:
