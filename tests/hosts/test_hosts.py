@@ -63,7 +63,7 @@ def test_the_commands_for_two_machines_as_the_readme_has_them(tmp_path):
     assert all("this job has 4" in reason for reason in gloo.loc[gloo["world_size"] != 4, "reason"])
     frame = run.frame()
     routes = frame[frame["sweep"] == "transports"].dropna(subset="not_measured")
-    assert set(routes["transport"]) == {"shared", "registered"}
+    assert set(routes["transport"]) == {"shared"}
     assert all("the ranks are on several hosts" in reason for reason in routes["not_measured"])
     links = frame[frame["algorithm"].isin([WITHIN, BETWEEN])].groupby("algorithm")["rank"].unique()
     assert {link: sorted(ranks) for link, ranks in links.items()} == {WITHIN: [0, 1], BETWEEN: [0, 2]}

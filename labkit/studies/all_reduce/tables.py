@@ -25,7 +25,7 @@ from labkit.lab.rows import Measured, in_order, select
 from labkit.parallel.collectives import ALGORITHMS
 from labkit.studies.all_reduce.links import BETWEEN, WITHIN
 from labkit.studies.all_reduce.phases import PHASES
-from labkit.studies.all_reduce.transports import CHOSEN, FLOOR, MESSAGES, REGISTERED, SHARED_MEMORY, TORCH
+from labkit.studies.all_reduce.transports import CHOSEN, FLOOR, MESSAGES, SHARED_MEMORY, TORCH
 from labkit.studies.all_reduce.worker import AllReducePoint
 
 MIB = 2**20
@@ -34,7 +34,7 @@ TRANSPORTS = Measured(("world_size", "n_bytes"), "transport")
 PHASE_TIMES = Measured(("collective", "world_size", "n_bytes"), "transport")
 POLICIES = Measured(("backend", "world_size", "n_bytes", "algorithm"), "scheduling", took_turns=False)
 ALGORITHM_ORDER = (TORCH, *ALGORITHMS, CHOSEN)
-TRANSPORT_ORDER = (TORCH, MESSAGES, SHARED_MEMORY, REGISTERED, FLOOR)
+TRANSPORT_ORDER = (TORCH, MESSAGES, SHARED_MEMORY, "registered", FLOOR)  # "registered": in older runs
 # Pairs of which the first sends fewer messages and the second fewer bytes.
 OVERTAKING = (("recursive_doubling", "ring"), ("recursive_doubling", "halving_doubling"))
 

@@ -3,7 +3,6 @@
     torch                     dist.all_reduce
     chosen over messages      labkit's, point to point by torch.distributed
     chosen over shared        labkit's, through shared memory; the tensor is copied there
-    chosen over registered    the same, on a tensor that lies in shared memory already
     floor                     the additions and copies alone, on memory of the rank's own
 
 (`chosen`, or an algorithm by name.) The floor is what a rank has to do to n bytes if the p-1 others' are
@@ -19,17 +18,17 @@ import torch
 import torch.distributed as dist
 
 from labkit.parallel.collectives import ALGORITHMS, all_reduce
-from labkit.parallel.transport import POINT_TO_POINT, SHARED, empty_for_all_reduce, find_transport, transport_in_use
-from labkit.parallel.transport.shared import SharedTransport
+from labkit.parallel.transport import POINT_TO_POINT, SHARED, transport_in_use
 from labkit.studies.all_reduce.exact import gate
 from labkit.studies.shared.alternatives import row_of, timed_rows
 
 TORCH = "torch"
 CHOSEN = "chosen"
 FLOOR = "floor"
-MESSAGES, SHARED_MEMORY, REGISTERED = "messages", "shared", "registered"
-ROUTES = (MESSAGES, SHARED_MEMORY, REGISTERED)
+MESSAGES, SHARED_MEMORY = "messages", "shared"
+ROUTES = (MESSAGES, SHARED_MEMORY)
 OVER = " over "
+PIECE_BYTES = 512 << 10  # sums of that length stay in the cache
 
 
 def alternative(algorithm: str, route: str) -> str:
@@ -44,9 +43,9 @@ def measure_transports(
 
     `options`: how many rounds, and the seed of their order.
     """
-    registered = empty_for_all_reduce(own.numel(), own.dtype)
-    refused = _why_not_shared(own.device)
-    ordinary = torch.empty_like(own)
+    in_use, reason = transport_in_use()
+    refused = {} if in_use == SHARED else {SHARED_MEMORY: reason}
+    tensor = torch.empty_like(own)
     rows: dict[str, dict[str, Any]] = {}
     calls: dict[str, Callable[[], None]] = {}
     for name in names:
@@ -56,18 +55,13 @@ def measure_transports(
             yield row | {"not_measured": why}
             continue
         if name == FLOOR:
-            rows[name], calls[name] = row, partial(_floor, ordinary, own, base)
+            rows[name], calls[name] = row, partial(_floor, tensor, own, base)
             continue
-        tensor = registered if route == REGISTERED else ordinary
         reduce = collective(algorithm, route)
         found = row_of(name, partial(_check, reduce, tensor.copy_(own), base), device=str(own.device))
         rows[name], calls[name] = row | found, partial(reduce, tensor, op="sum")
 
-    def prepare(name: str) -> None:
-        """Fresh values for whose turn it is, and only there: what is in the caches is then the same for all."""
-        (registered if name.endswith(OVER + REGISTERED) else ordinary).copy_(own)
-
-    options |= {"device": str(own.device), "prepare": prepare, "before": dist.barrier}
+    options |= {"device": str(own.device), "prepare": lambda _: tensor.copy_(own), "before": dist.barrier}
     yield from timed_rows(rows, calls, **options)
 
 
@@ -75,15 +69,6 @@ def _check(reduce: Callable[..., None], tensor: torch.Tensor, base: torch.Tensor
     reduce(tensor, op="mean")
     error, verdict = gate(reduce, tensor, base)
     return {"error": error, "check": verdict}
-
-
-def _why_not_shared(device: torch.device) -> dict[str, str]:
-    """The routes through shared memory that are not there, and why; after memory for `registered` was asked for."""
-    name, why = transport_in_use()
-    if name != SHARED:
-        return {SHARED_MEMORY: why, REGISTERED: why}
-    shared: Any = find_transport(None, device, SHARED)
-    return {REGISTERED: shared.why_copied} if shared.why_copied else {}
 
 
 def collective(algorithm: str, route: str) -> Callable[..., None]:
@@ -105,7 +90,7 @@ def _floor(tensor: torch.Tensor, others: torch.Tensor, result: torch.Tensor) -> 
     """Add p-1 parts of `others` to the first of p parts, piece by piece; copy the others from `result`."""
     p = dist.get_world_size()
     size = tensor.numel() // p
-    piece = SharedTransport.piece_bytes // tensor.itemsize
+    piece = PIECE_BYTES // tensor.itemsize
     for start in range(0, size, piece):
         end = min(start + piece, size)
         for part in range(1, p):
