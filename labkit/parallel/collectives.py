@@ -6,7 +6,7 @@ operands in the same order. All functions work in place, for any number of ranks
 
 Reduce-scatter and all-gather are the two phases of an all-reduce. A tensor, flattened, is cut into p shards of equal
 length, as if it were padded to a multiple of p. `reduce_scatter` leaves the sum or mean of shard r on rank r;
-`all_gather` completes a tensor whose shard r is right on rank r. Each costs half an all-reduce.
+`all_gather` completes a tensor whose shard r is right on rank r. Both exchange shards directly, as the butterfly does.
 
 Letters: p ranks, r this rank, n bytes per rank; a seconds per message, b seconds per byte; q the largest power of two
 up to p. In brackets: added if p is not a power of two.
@@ -18,12 +18,8 @@ up to p. In brackets: added if p is not a power of two.
     recursive doubling   log2 q (+2)          n log2 q (+n)         log2 q (a + n b)          (+2 (a + n b))
     halving-doubling     2 log2 q (+2)        2 n (q-1)/q (+n)      2 log2 q a + 2 n (q-1)/q b  (+2 (a + n b))
 
-Precision. Every addition is rounded to the tensor's dtype, and partial sums travel in it, as in torch's gloo backend.
-With u its unit roundoff and D additions in a row (p-1 for ring, butterfly and one-shot, ceil(log2 p) for the two
-others), to first order
-
-    |sum - exact| <= D u sum|x_r|         |mean - exact| <= (D+1) u mean|x_r|
-
+Precision. Every addition is rounded to the tensor's dtype. With u its unit roundoff and D additions in a row (p-1, or
+ceil(log2 p) with doubling), to first order |sum - exact| <= D u sum|x_r| and |mean - exact| <= (D+1) u mean|x_r|.
 float16 is divided before it is added, which costs up to p 2^-25 more: a mean cannot overflow, a sum above 65504 does.
 
 Transport. `transport.run(steps)` carries out an algorithm's messages (`transport/base.py`): through shared memory, for
@@ -36,20 +32,18 @@ Thakur, Rabenseifner & Gropp 2005, "Optimization of collective communication ope
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from itertools import chain
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from labkit.costs import communication
-from labkit.costs.communication import CostOf
 from labkit.parallel.disable_compile import disable_compile
 from labkit.parallel.prepare import InPlace, Reduction, check_into, check_reducible, cut, shard_sizes
-from labkit.parallel.select_algorithm import select_algorithm, select_phase_algorithm
+from labkit.parallel.select_algorithm import Algorithm, select_algorithm
 from labkit.parallel.transport.base import Step, Transport
 from labkit.parallel.transport.select_transport import AUTO, find_transport, release_scratch, scratch_bytes
 
@@ -57,7 +51,6 @@ __all__ = ["ALGORITHMS", "Algorithm", "all_gather", "all_reduce", "reduce_scatte
 
 Group = dist.ProcessGroup | None
 Via = str | Transport
-Shards = Sequence[Tensor]  # by rank
 Pieces = Sequence[Sequence[Tensor]]  # [rank][piece]
 
 
@@ -65,18 +58,18 @@ Pieces = Sequence[Sequence[Tensor]]  # [rank][piece]
 def ring_all_reduce(tensor: Tensor, group: Group = None, op: str = "mean", *, transport: Via = AUTO) -> None:
     """Ranks stand in a ring; each sends to its right neighbor only. Best for long tensors (Patarasuk & Yuan 2009).
 
-    The shards travel around the ring twice: once to be added up, once to be copied to every rank.
-
-    2 (p-1) messages in a row, 2 n (p-1)/p bytes sent per rank.
+    The shards travel around the ring twice: once to be added up, once to be copied to every rank. 2 (p-1) messages in a
+    row, 2 n (p-1)/p bytes sent per rank.
     """
     with Reduction(tensor, group, op, transport, "ring") as (vector, transport, divisor):
         shards = vector.split_with_sizes(shard_sizes(len(vector), transport.world_size))
-        _ring_reduce_scatter(shards, shards[transport.rank], transport, divisor)
-        _ring_all_gather(shards, transport)
+        pieces = cut(shards, transport, depth=2)
+        _ring_reduce_scatter(pieces, transport, divisor)
+        _ring_all_gather(pieces, transport)
 
 
-def _ring_reduce_scatter(shards: Shards, result: Tensor, transport: Transport, divisor: int) -> None:
-    """Add up the shards: p-1 rounds, after which rank r has the complete shard r as `result`.
+def _ring_reduce_scatter(pieces: Pieces, transport: Transport, divisor: int) -> None:
+    """Add up the shards: p-1 rounds, after which shard r is complete on rank r.
 
     In round s, rank r sends shard r-s-1 to the right and adds the message from the left to its shard r-s-2. So a shard
     collects one rank's share per round. Long shards are cut into pieces. A round needs only the same piece of the round
@@ -84,26 +77,23 @@ def _ring_reduce_scatter(shards: Shards, result: Tensor, transport: Transport, d
     """
     p, r = transport.world_size, transport.rank
     right, left = (r + 1) % p, (r - 1) % p
-    *pieces, results = cut([*shards, result], transport, depth=2)
     steps = []
-    for s in range(p - 2):
+    for s in range(p - 1):
+        by = divisor if s == p - 2 else 1  # the last round completes this rank's shard
         for sent, received in zip(pieces[(r - s - 1) % p], pieces[(r - s - 2) % p], strict=True):
-            steps.append(Step(sent, right, received, left, add=True))
-    for sent, received, into in zip(pieces[right], pieces[r], results, strict=True) if p > 1 else ():
-        steps.append(Step(sent, right, received, left, add=True, divisor=divisor, into=into))
-    transport.run(steps, depth=min(2, len(results)))
+            steps.append(Step(sent, right, received, left, add=True, divisor=by))
+    transport.run(steps, depth=min(2, len(pieces[r])))
 
 
-def _ring_all_gather(shards: Shards, transport: Transport) -> None:
+def _ring_all_gather(pieces: Pieces, transport: Transport) -> None:
     """Copy the shards: p-1 rounds. In round s, rank r sends shard r-s to the right and receives shard r-s-1."""
     p, r = transport.world_size, transport.rank
     right, left = (r + 1) % p, (r - 1) % p
-    pieces = cut(shards, transport, depth=2)
     steps = []
     for s in range(p - 1):
         for sent, received in zip(pieces[(r - s) % p], pieces[(r - s - 1) % p], strict=True):
             steps.append(Step(sent, right, received, left))
-    transport.run(steps, depth=min(2, len(pieces[0])))
+    transport.run(steps, depth=min(2, len(pieces[r])))
 
 
 @disable_compile
@@ -115,54 +105,39 @@ def butterfly_all_reduce(tensor: Tensor, group: Group = None, op: str = "mean", 
     Phase 1, reduce-scatter: rank r sends shard r+s to rank r+s, for every s from 1 to p-1, and adds up the p-1
     versions of shard r that arrive. Phase 2, all-gather: rank r sends the complete shard r to all others.
 
-    The p-1 messages of a phase are independent and in flight at once. Long shards are cut into pieces. A piece is sent
-    on while the next one is added up: it is still in the cache, and nobody waits for it.
-
-    2 messages in a row (p-1 at a time), 2 n (p-1)/p bytes sent per rank.
+    The p-1 messages of a phase are in flight at once: 2 messages in a row, 2 n (p-1)/p bytes sent per rank. Long shards
+    are cut into pieces. A piece is sent on after the next one is added up: it is still in the cache, and in time.
     """
     with Reduction(tensor, group, op, transport, "butterfly") as (vector, transport, divisor):
-        depth, r = max(1, transport.world_size - 1), transport.rank
-        pieces = cut(vector.split_with_sizes(shard_sizes(len(vector), transport.world_size)), transport, depth)
-        if len(pieces[0]) == 1:
-            transport.run(_add_steps(pieces, pieces[r], 0, transport, divisor), depth)
-            transport.run(_copy_steps(pieces, 0, transport), depth)
-            return
-        steps = _add_steps(pieces, pieces[r], 0, transport, divisor)
-        for i in range(1, len(pieces[0])):
-            steps += _add_steps(pieces, pieces[r], i, transport, divisor) + _copy_steps(pieces, i - 1, transport)
-        transport.run(steps + _copy_steps(pieces, len(pieces[0]) - 1, transport), depth)
+        shards = vector.split_with_sizes(shard_sizes(len(vector), transport.world_size))
+        depth = max(1, transport.world_size - 1)
+        pieces = cut(shards, transport, depth)
+        adds = _add_steps(pieces, pieces[transport.rank], transport, divisor)
+        copies = _copy_steps(pieces, transport)
+        transport.run(adds[0], depth)
+        transport.run([step for add, copy in zip(adds[1:], copies, strict=False) for step in add + copy], depth)
+        transport.run(copies[-1], depth)
 
 
-def _butterfly_reduce_scatter(shards: Shards, result: Tensor, transport: Transport, divisor: int) -> None:
-    """Phase 1 of the butterfly, after which rank r has the complete shard r as `result`."""
-    depth = max(1, transport.world_size - 1)
-    *pieces, results = cut([*shards, result], transport, depth)
-    steps = [step for i in range(len(results)) for step in _add_steps(pieces, results, i, transport, divisor)]
-    transport.run(steps, depth)
-
-
-def _butterfly_all_gather(shards: Shards, transport: Transport) -> None:
-    """Phase 2 of the butterfly."""
-    depth = max(1, transport.world_size - 1)
-    pieces = cut(shards, transport, depth)
-    transport.run([step for i in range(len(pieces[0])) for step in _copy_steps(pieces, i, transport)], depth)
-
-
-def _add_steps(pieces: Pieces, results: Shards, i: int, transport: Transport, divisor: int) -> list[Step]:
-    """Send piece i of every other rank's shard to that rank; add up what arrives for piece i of this rank's shard."""
+def _add_steps(pieces: Pieces, results: Sequence[Tensor], transport: Transport, divisor: int) -> list[list[Step]]:
+    """By piece: send it to the rank whose shard it is; add up what arrives for this rank's shard, into `results`."""
     p, r = transport.world_size, transport.rank
-    steps, total = [], pieces[r][i]
-    for s in range(1, p):
-        by = divisor if s == p - 1 else 1
-        steps.append(Step(pieces[(r + s) % p][i], (r + s) % p, total, (r - s) % p, True, by, into=results[i]))
-        total = results[i]
-    return steps
+    by_piece: list[list[Step]] = [[] for _ in results]
+    for i, (total, result) in enumerate(zip(pieces[r], results, strict=True)):
+        for s in range(1, p):
+            by = divisor if s == p - 1 else 1
+            sent, incoming = pieces[(r + s) % p][i], total if s == 1 else result
+            by_piece[i].append(Step(sent, (r + s) % p, incoming, (r - s) % p, add=True, divisor=by, into=result))
+    return by_piece
 
 
-def _copy_steps(pieces: Pieces, i: int, transport: Transport) -> list[Step]:
-    """Send piece i of this rank's shard to every other rank; receive theirs."""
+def _copy_steps(pieces: Pieces, transport: Transport) -> list[list[Step]]:
+    """By piece: send that of this rank's shard to every other rank; receive theirs."""
     p, r = transport.world_size, transport.rank
-    return [Step(pieces[r][i], (r + s) % p, pieces[(r - s) % p][i], (r - s) % p) for s in range(1, p)]
+    return [
+        [Step(own, (r + s) % p, pieces[(r - s) % p][i], (r - s) % p) for s in range(1, p)]
+        for i, own in enumerate(pieces[r])
+    ]
 
 
 @disable_compile
@@ -227,20 +202,22 @@ def halving_doubling_all_reduce(
     """
     with Reduction(tensor, group, op, transport, "halving_doubling") as (vector, transport, divisor):
         ranks = power_of_two_ranks(transport.world_size)
-        size, distances = -(-len(vector) // len(ranks)), [1 << i for i in range(len(ranks).bit_length() - 1)]
+        distances = [1 << i for i in range(len(ranks).bit_length() - 1)] if transport.rank in ranks else []
+        k = ranks.index(transport.rank) if distances else 0
         _fold(vector, transport, inward=True)
-        for is_halving, d in [*((True, d) for d in reversed(distances)), *((False, d) for d in distances)]:
-            if transport.rank not in ranks:
-                break
-            k = ranks.index(transport.rank)
-            own = k & -d  # the first of the d parts that this rank keeps, and has complete afterwards
-            own_range, other_range = (vector[at * size : (at + d) * size] for at in (own, own ^ d))
-            if is_halving:
-                by = divisor if d == 1 else 1
-                _swap(other_range, own_range, ranks[k ^ d], transport, add=True, divisor=by)
-            else:
-                _swap(own_range, other_range, ranks[k ^ d], transport, add=False)
+        for d in reversed(distances):
+            kept, given = _two_ranges(vector, k, d, len(ranks))
+            _swap(given, kept, ranks[k ^ d], transport, add=True, divisor=divisor if d == 1 else 1)
+        for d in distances:
+            complete, missing = _two_ranges(vector, k, d, len(ranks))
+            _swap(complete, missing, ranks[k ^ d], transport, add=False)
         _fold(vector, transport, inward=False)
+
+
+def _two_ranges(vector: Tensor, k: int, d: int, q: int) -> list[Tensor]:
+    """Return the d of q equal parts that the k-th rank keeps at distance d, and the d that its partner keeps."""
+    size, first = -(-len(vector) // q), k & -d
+    return [vector[at * size : (at + d) * size] for at in (first, first ^ d)]
 
 
 @cache
@@ -265,17 +242,6 @@ def _swap(sent: Tensor, received: Tensor, to: int, transport: Transport, *, add:
     transport.run([Step(outgoing, to, incoming, to, add, divisor) for outgoing, incoming in pieces], depth=2)
 
 
-@dataclass(frozen=True)
-class Algorithm:
-    """An all-reduce: the function, and its predicted cost for (world size, bytes), if there is a formula."""
-
-    run: Callable[..., None]
-    cost: CostOf | None = None
-
-    def __call__(self, tensor: Tensor, *arguments: Any, **options: Any) -> None:
-        self.run(tensor, *arguments, **options)
-
-
 ALGORITHMS: dict[str, Algorithm] = {
     "ring": Algorithm(ring_all_reduce, communication.ring),
     "butterfly": Algorithm(butterfly_all_reduce, communication.butterfly),
@@ -283,7 +249,7 @@ ALGORITHMS: dict[str, Algorithm] = {
     "recursive_doubling": Algorithm(recursive_doubling_all_reduce, communication.recursive_doubling),
     "halving_doubling": Algorithm(halving_doubling_all_reduce, communication.halving_doubling),
 }
-"""The all-reduces that the lab checks, times, predicts and plots, by name."""
+"""What the all-reduce lab checks, times, predicts and plots."""
 
 
 @disable_compile
@@ -320,14 +286,14 @@ def reduce_scatter(
     if into is not None:
         into = into.detach()
         check_into(into, tensor, sizes[r])
-    by = select_phase_algorithm(tensor.nbytes, transport.world_size, transport.name)
-    with (reduction := Reduction(tensor, group, op, transport, by, "reduce_scatter")) as (vector, transport, divisor):
+    with Reduction(tensor, group, op, transport, "butterfly", "reduce_scatter") as (vector, transport, divisor):
         shards = vector.split_with_sizes(sizes)
         is_direct = into is not None and into.device == vector.device and transport.world_size > 1
         result = into if into is not None and is_direct else shards[r]
-        (_ring_reduce_scatter if by == "ring" else _butterfly_reduce_scatter)(shards, result, transport, divisor)
+        depth = max(1, transport.world_size - 1)
+        *pieces, results = cut([*shards, result], transport, depth)
+        transport.run(list(chain.from_iterable(_add_steps(pieces, results, transport, divisor))), depth)
         if into is not None:
-            reduction.copy_to = None  # what the tensor holds now is of no use
             into.copy_(result)
             torch.autograd.graph.increment_version(into)
 
@@ -341,8 +307,7 @@ def all_gather(
     `sizes` and errors as `reduce_scatter`.
     """
     transport = find_transport(group, tensor.device, transport)
-    sizes = shard_sizes(tensor.numel(), transport.world_size, sizes)
-    by = select_phase_algorithm(tensor.nbytes, transport.world_size, transport.name)
-    with InPlace(tensor, group, transport, "all_gather", by) as (vector, via):
+    sizes, depth = shard_sizes(tensor.numel(), transport.world_size, sizes), max(1, transport.world_size - 1)
+    with InPlace(tensor, group, transport, "all_gather", "butterfly") as (vector, via):
         shards = vector.view(torch.uint8).split_with_sizes([size * vector.itemsize for size in sizes])
-        (_ring_all_gather if by == "ring" else _butterfly_all_gather)(shards, via)
+        via.run(list(chain.from_iterable(_copy_steps(cut(shards, via, depth), via))), depth)

@@ -30,8 +30,7 @@ class InPlace:
         self, tensor: torch.Tensor, group: dist.ProcessGroup | None, transport: str | Transport, name: str, by: str
     ) -> None:
         """`name`, `by`: the collective and its algorithm, for `recorded_traffic`."""
-        if tensor.layout is not torch.strided:
-            raise ValueError(f"tensor must be dense, got {tensor.layout}")
+        check_dense(tensor)
         if tensor.is_inference() and not torch.is_inference_mode_enabled():
             raise ValueError("expected a tensor made outside of torch.inference_mode, or a call inside of it")
         is_contiguous = tensor.is_contiguous()
@@ -85,8 +84,15 @@ class Reduction(InPlace):
         return self.vector, self.transport, self.divisor
 
 
+def check_dense(tensor: torch.Tensor) -> None:
+    """Raise ValueError for a sparse tensor."""
+    if tensor.layout is not torch.strided:
+        raise ValueError(f"tensor must be dense, got {tensor.layout}")
+
+
 def check_reducible(tensor: torch.Tensor, op: str) -> None:
-    """Raise ValueError for an `op` other than "mean" and "sum", and for a dtype that is not added."""
+    """Raise ValueError for an `op` other than "mean" and "sum", and unless the tensor is dense and of a float dtype."""
+    check_dense(tensor)
     if op not in OPS:
         raise ValueError(f'op must be "mean" or "sum", got {op!r}')
     if tensor.dtype not in FLOAT_TYPES:

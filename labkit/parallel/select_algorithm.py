@@ -1,5 +1,12 @@
-"""Which algorithm reduces or gathers how many bytes on how many ranks, by measurement."""
+"""Which algorithm reduces how many bytes on how many ranks, by measurement."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from labkit.costs.communication import CostOf
 from labkit.parallel.transport.base import POINT_TO_POINT, SHARED
 
 # Where one algorithm overtakes another: time over gloo's `dist.all_reduce`, medians, 2 cores, SCHED_BATCH, from
@@ -22,6 +29,17 @@ SHARED_SHOT_BYTES = 192 << 10
 SHARED_SWAP_BYTES = 256 << 10
 
 
+@dataclass(frozen=True)
+class Algorithm:
+    """An all-reduce: the function, and its predicted cost for (world size, bytes), if there is a formula."""
+
+    run: Callable[..., None]
+    cost: CostOf | None = None
+
+    def __call__(self, tensor: Tensor, *arguments: Any, **options: Any) -> None:
+        self.run(tensor, *arguments, **options)
+
+
 def select_algorithm(n_bytes: int, world_size: int, transport: str = POINT_TO_POINT) -> str:
     """Return the name of the algorithm for `n_bytes` per rank: few messages if short, few bytes if long.
 
@@ -36,8 +54,3 @@ def select_algorithm(n_bytes: int, world_size: int, transport: str = POINT_TO_PO
     if n_bytes <= SHORT_BYTES:
         return "recursive_doubling"
     return "butterfly" if n_bytes <= MIDDLE_BYTES else "ring"
-
-
-def select_phase_algorithm(n_bytes: int, world_size: int, transport: str = POINT_TO_POINT) -> str:
-    """Return the same for a reduce-scatter or an all-gather of `n_bytes` in all shards together."""
-    return "ring" if select_algorithm(n_bytes, world_size, transport) == "ring" else "butterfly"

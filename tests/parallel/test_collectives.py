@@ -30,7 +30,7 @@ from labkit.parallel.exchange import exchange
 from labkit.parallel.launch import run_ranks
 from labkit.parallel.prepare import shard_sizes
 from labkit.parallel.ranks.messages import gather_json
-from labkit.parallel.select_algorithm import select_algorithm, select_phase_algorithm
+from labkit.parallel.select_algorithm import select_algorithm
 from labkit.parallel.traffic import recorded_traffic
 from labkit.parallel.transport import POINT_TO_POINT, SHARED, build, find_transport, select_transport
 from labkit.parallel.transport.base import Step, Transport
@@ -259,9 +259,8 @@ def _check_bytes() -> list[str]:
     expected = {name: algorithm.cost(p, n_bytes).n_bytes for name, algorithm in ALGORITHMS.items() if algorithm.cost}
     calls: dict[str, Callable[..., None]] = {**ALGORITHMS, "reduce_scatter": reduce_scatter, "all_gather": all_gather}
     for by in TRANSPORTS:
-        phase = select_phase_algorithm(n_bytes, p, by)
-        expected |= {"reduce_scatter": REDUCE_SCATTER_COSTS[phase](p, n_bytes).n_bytes}
-        expected |= {"all_gather": ALL_GATHER_COSTS[phase](p, n_bytes).n_bytes}
+        expected |= {"reduce_scatter": REDUCE_SCATTER_COSTS["butterfly"](p, n_bytes).n_bytes}
+        expected |= {"all_gather": ALL_GATHER_COSTS["butterfly"](p, n_bytes).n_bytes}
         for name, call in calls.items():
             with recorded_traffic() as traffic:
                 call(torch.ones(length), transport=by)
@@ -387,6 +386,8 @@ def test_tensors_of_inference_mode_are_refused_outside_of_it_and_scratch_memory_
 def _check_inference_mode() -> list[str]:
     wrong = []
     for name, function in FUNCTIONS.items():
+        if "into" in name:
+            continue  # it reduces a clone
         with torch.inference_mode():
             x = torch.ones(10)
             function(x, op="sum")
@@ -562,7 +563,6 @@ def test_there_is_an_algorithm_for_every_size(world_size: int, by: str) -> None:
     assert set(names) <= set(ALGORITHMS)
     assert names[0] in ("one_shot", "recursive_doubling")  # few messages for the short
     assert names[-1] in ("butterfly", "ring")  # few bytes for the long
-    assert {select_phase_algorithm(1 << exponent, world_size, by) for exponent in range(31)} <= {"butterfly", "ring"}
 
 
 # GPUs

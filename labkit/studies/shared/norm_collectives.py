@@ -3,7 +3,7 @@
 from labkit.costs.calibration import Calibration
 from labkit.costs.communication import ALL_GATHER_COSTS
 from labkit.parallel.collectives import ALGORITHMS
-from labkit.parallel.select_algorithm import select_algorithm, select_phase_algorithm
+from labkit.parallel.select_algorithm import select_algorithm
 from labkit.parallel.transport.base import SHARED
 
 
@@ -17,7 +17,7 @@ def collectives_s(features: int, ranks: int, backend: str, calibration: Calibrat
     if calibration is None or backend != "gloo" or ranks < 2:
         return None
     statistics, sums = sent_bytes(features)
-    gather = select_phase_algorithm(ranks * statistics, ranks, SHARED)
+    gather = "butterfly"  # which `all_gather` exchanges by
     add = ALGORITHMS[name := select_algorithm(sums, ranks, SHARED)].cost
     assert add is not None, "labkit's own algorithms have a cost"
     each = [
