@@ -14,14 +14,16 @@ import pandas as pd
 from IPython.display import display
 
 from labkit.costs.calibration import Calibration
+from labkit.lab.answers import Answer
 from labkit.lab.calibration import newest_calibration
 from labkit.lab.columns import labels
 from labkit.lab.config import LabConfig, ParameterError, nearest, resolve_config
 from labkit.lab.figures import Plot
-from labkit.lab.findings import CALIBRATE_FIRST, UNCALIBRATED, Finding, Question
+from labkit.lab.findings import CALIBRATE_FIRST, UNCALIBRATED
 from labkit.lab.pages import cards
-from labkit.lab.pages.provenance import page_record, provenance, provenance_rows
-from labkit.lab.pages.source import shown_source
+from labkit.lab.pages.provenance import provenance, provenance_rows
+from labkit.lab.pages.record import PAGE_MIME, run_record
+from labkit.lab.pages.source import render_source
 from labkit.lab.parameter_cells import given_parameters
 from labkit.lab.predictions import named, to_show
 from labkit.lab.progress_lines import MeasuringInterrupted, progress_line
@@ -39,7 +41,6 @@ from labkit.machine import Machine, describe_machine
 
 # Every notebook has these beside some parameters of its lab; `more` holds any others, by name.
 COMMON_PARAMETERS = ("profile", "run", "more")
-PAGE_MIME = "application/vnd.labkit.page+json"
 
 
 def open_lab(study: Study, namespace: Mapping[str, Any]) -> "Lab":
@@ -102,8 +103,7 @@ class Lab:
         self._run: Run | None = None
         self._own: dict[str, Mapping[str, Any] | None] = {}
         self._interrupted: Path | None = None
-        self._findings: dict[str, Finding] = {}
-        self._figures: dict[str, str] = {}
+        self._answers: dict[str, Answer] = {}
         self._guess: dict[str, float] | None = None
         """The reader's, once a prediction was shown; empty: none was given."""
         self._naming: list[str] = []
@@ -152,7 +152,7 @@ class Lab:
                     f"run = {self.parameters.run!r} is drawn, not measured: set run = None for your own"
                 )
             self._read_run()
-            display(cards.Shown(cards.coverage(self.run), cards.coverage_line(self.run)))
+            display(cards.Piece(cards.coverage(self.run), cards.coverage_line(self.run)))
         else:
             self._own = {"alternatives": alternatives, "models": models}
             begin = partial(measure, self.study, self.config, profile=self.parameters.profile)
@@ -161,7 +161,7 @@ class Lab:
 
     def _frame(self) -> pd.DataFrame:
         """Of the run; and what was expected beside what it took, if a prediction was shown."""
-        self._findings = {}
+        self._answers = {}
         frame = self.run.frame()
         if self._guess is not None and self.study.predicted and (calibration := self.run.header.calibration):
             table = self.study.predicted.beside(frame, calibration)
@@ -217,7 +217,7 @@ class Lab:
     def source(self, *studied: Any) -> None:
         """Show the source of functions or classes, with their docstrings; folded on a page. ValueError for others."""
         for one in studied:
-            display(shown_source(one))
+            display(render_source(one))
 
     def table(self, frame: pd.DataFrame, caption: str = "") -> None:
         """Show a frame as an aligned table, values with their units."""
@@ -233,38 +233,29 @@ class Lab:
         Verdict and headline, then the figures that have anything to show, then the numbers. ValueError for an unknown
         id.
         """
-        question, finding = self._asked(question_id), self.findings()[question_id]
-        drawn = [self._figure(plot, name, title=question.text) for name, plot in plots.items() if len(plot.data)]
-        display(cards.answer(question, finding, drawn))
+        question, answer = self.study.question(question_id), self.answers()[question_id]
+        figures = [self._figure(plot, name, title=question.text) for name, plot in plots.items() if len(plot.data)]
+        display(cards.answer(question, answer, figures))
 
-    def _asked(self, question_id: str) -> Question:
-        questions = {question.id: question for question in self.study.questions}
-        if question_id not in questions:
-            raise ParameterError(f"no question {question_id!r}{nearest(question_id, questions)}")
-        return questions[question_id]
-
-    def _figure(self, plot: Plot, name: str, caption: str = "", title: str | None = None) -> cards.Shown:
+    def _figure(self, plot: Plot, name: str, caption: str = "", title: str | None = None) -> cards.Piece:
         """A figure, once it is saved; `title` stands above it in its file."""
         stem = figures_directory() / self.study.name / self.run.name / name
         png = plot.save(stem, title)
-        self._figures[name] = caption
         file, saved = f"{self.study.name}_{name}", f"{relative_to_project(stem)}.png"
         return cards.figure(plot, png, caption or title or name, file, caption, saved)
 
-    def findings(self) -> dict[str, Finding]:
+    def answers(self) -> dict[str, Answer]:
         """What this run says of each question, by its id."""
-        if not self._findings:
-            run = self.run
-            self._findings = self.study.findings(run.frame(), run.coverage(), run.header.calibration)
-        return self._findings
+        if not self._answers:
+            self._answers = self.study.answers(self.run.results())
+        return self._answers
 
     def close(self) -> None:
         """Show where the numbers come from and how to get them again; leave the answers for the index."""
-        page = page_record(
-            self.study, self.run, self.findings(), self._figures, elsewhere=self._is_of_another_machine()
-        )
+        record = run_record(self.study, self.run, self.answers(), elsewhere=self._is_of_another_machine())
+        page = record.model_dump(mode="json")
         text = cards.definitions_text(provenance_rows(self.study, self.run))
-        display(cards.Shown(provenance(self.study, self.run), text, {PAGE_MIME: page}))
+        display(cards.Piece(provenance(self.study, self.run), text, {PAGE_MIME: page}))
 
     def _is_of_another_machine(self) -> bool:
         return self.machine.identity != describe_machine().identity

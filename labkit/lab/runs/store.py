@@ -22,6 +22,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from labkit.costs.calibration import Calibration
 from labkit.lab.config import ParameterError
+from labkit.lab.metric import Results
 from labkit.lab.project import kind_of_path, relative_to_project
 from labkit.lab.runs.records import Resumption, check_record
 from labkit.machine import Machine, Source
@@ -149,6 +150,13 @@ class Run:
         loads = {point: Load.model_validate(end["load"]) for point, end in self._ends.items() if end.get("load")}
         return busy_points(loads, self.header.machine.cores)
 
+    def results(self) -> Results:
+        """What the run offers to a lab's questions."""
+        table = self.coverage()
+        counts = table.loc[table["status"] != "ok", "reason"].dropna().value_counts()
+        missing = [f"{reason} ({count} points)" if count > 1 else str(reason) for reason, count in counts.items()]
+        return Results(self.frame(), self.header.calibration, tuple(missing), self.header.machine.memory_bytes)
+
     def facts(self) -> dict[str, dict[str, Any]]:
         """What the ranks said of themselves (threads, scheduling, start method), by point id."""
         return {point: end.get("facts", {}) for point, end in self._ends.items()}
@@ -198,13 +206,27 @@ def _read_header(path: Path, record: Record | None) -> RunHeader:
         raise RunFileError(f"{path}: not a run: it does not begin with a header line")
     if record.get("format_version") != SCHEMA:
         version = record.get("format_version")
-        raise RunFileError(f"{path}: written in format {version}, this labkit reads format {SCHEMA}")
+        raise RunFileError(
+            f"{path}: written by {_writer(record)} in format {version}; this labkit reads format {SCHEMA}"
+        )
     try:
         return RunHeader.model_validate(record)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         place = ".".join(str(part) for part in first["loc"])
+        if first["type"] == "extra_forbidden":
+            raise RunFileError(f"{path}: written by {_writer(record)}; {place} is unknown to this labkit") from None
         raise RunFileError(f"{path}: damaged header: {place}: {first['msg']}") from None
+
+
+def _writer(record: Record) -> str:
+    """The labkit that wrote a header which this one cannot read."""
+    machine = record.get("machine")
+    source = machine.get("source") if isinstance(machine, dict) else None
+    if not isinstance(source, dict):
+        return "another labkit"
+    version, commit = (str(source.get(name) or "")[:40] for name in ("version", "commit"))
+    return " ".join(filter(None, ["labkit", version or "of another version", f"(commit {commit})" if commit else ""]))
 
 
 def _collect(record: Record, rows: dict[str, list[Record]], ends: dict[str, Record]) -> None:
