@@ -46,9 +46,8 @@ test: $(VENV)/installed-test lint ## lint, types and the tests that every change
 test-all: $(VENV)/installed-test lint ## the same with the tests marked slow
 	$(TESTS)
 
-stress: $(VENV)/installed-test ## messages through shared memory, compiled, in Python and mixed, 100,000 rounds for 2 to 8 ranks; half an hour
-	LABKIT_STRESS_ROUNDS=100000 $(BIN)/python -m pytest tests/parallel/test_shared_transport.py \
-		tests/parallel/test_swaps.py tests/parallel/test_boards.py -m slow -k written
+stress: $(VENV)/installed-test ## messages through shared memory, 100,000 rounds for 2 to 8 ranks; half an hour
+	LABKIT_STRESS_ROUNDS=100000 $(BIN)/python -m pytest tests/parallel/test_shared_memory.py -m slow -k written
 
 faults: $(VENV)/installed-test ## every injected fault, two hundred kills, hosts joined by a wire, and a table (some 13 minutes)
 	LABKIT_FAULTS=all $(BIN)/python -m pytest tests/faults tests/hosts tests/parallel/test_leftovers.py \

@@ -156,7 +156,8 @@ def report(
     from labkit.lab.commands.warm_kernels import WarmKernels, without_threads
 
     with without_threads():
-        from labkit.lab.pages.report import check_report, report_lab, write_index
+        from labkit.lab.pages.index import write_index
+        from labkit.lab.pages.report import check_report, report_lab
     from labkit.lab.project import path_from_here, recorded_directory, reports_directory, runs_directory
     from labkit.lab.runs import measure as measuring
     from labkit.lab.runs.store import Run, find_run
@@ -204,7 +205,7 @@ def compare_command(
     runs: Annotated[list[str], typer.Argument(metavar="RUN RUN...", help="Files, names, folders of runs, or reports.")],
     output: Annotated[Path | None, typer.Option(help="File of the page.", show_default="reports/compare.html")] = None,
 ) -> None:
-    """Put runs of several machines or commits side by side, on the points they share; the first is the baseline."""
+    """Compare the answers of runs from several machines or commits, on the points they share, with the first one's."""
     import shlex
 
     from labkit.lab.pages.compare import load_runs, write_comparison
@@ -214,15 +215,12 @@ def compare_command(
     page = output or reports_directory() / "compare.html"
     if page.is_dir():
         raise ParameterError(f"--output names the file of the page, and {page} is a folder")
-    found, unread = load_runs(runs)
-    for name, reason in unread.items():
-        err.print(f"left out: {plain(name)}: {plain(reason)}", soft_wrap=True)
-    comparisons = compare_runs(found)
     check_writable(page.parent)
-    table = write_comparison(comparisons, shlex.join(["labkit", "compare", *runs]), page, unread)
-    for row in table.to_dict("records"):
-        counts = ", ".join(f"{row[verdict]} {verdict}" for verdict in ("faster", "slower", "no difference shown"))
-        line = f"{row['lab']}: {row['machine']} against {row['against']}: {row['verdict']} ({counts})"
+    different, left_out = load_runs(runs)
+    for name, reason in left_out.items():
+        err.print(f"left out: {plain(name)}: {plain(reason)}", soft_wrap=True)
+    comparisons = compare_runs(different, load_lab)
+    for line in write_comparison(comparisons, shlex.join(["labkit", "compare", *runs]), page, left_out):
         out.print(plain(line), soft_wrap=True)
     out.print(f"page: {plain(path_from_here(page))}", soft_wrap=True)
 

@@ -96,7 +96,7 @@ def main(folder: Path, labs: list[str]) -> None:
         sys.modules["__main__"] = program  # the ranks' own, which a shell would be
         notebook = folder / "notebooks" / f"{lab}.ipynb"
         execute(lab, shell, notebook)
-        export_page(notebook, folder / f"{lab}.html", lab=lab, title=load_lab(lab).title)
+        export_page(notebook, folder / f"{lab}.html", load_lab(lab))
 
 
 if __name__ == "__main__":

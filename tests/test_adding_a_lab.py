@@ -9,7 +9,7 @@ import textwrap
 import nbformat
 import pytest
 
-from labkit.lab.pages.export import page_record
+from labkit.lab.pages.record import read_notebook_record
 from labkit.lab.project import checkout, notebook_path
 from tests.commands import carry_out
 
@@ -64,9 +64,7 @@ def project(tmp_path_factory):
             path.parent.mkdir(exist_ok=True)
             path.write_text(code)
         else:
-            path.write_text(
-                path.read_text().replace("\n)\n\n\ndef load_lab", '\n    "sorting",\n)\n\n\ndef load_lab')
-            )
+            path.write_text(path.read_text().replace("\n)\n\n\ndef load_lab", '\n    "sorting",\n)\n\n\ndef load_lab'))
     return copy
 
 
@@ -81,10 +79,10 @@ def outcome(project):
 def test_the_new_lab_has_a_page_with_its_answer(project, outcome):
     result = outcome("labkit", "report", "sorting", "--profile", "smoke")
     assert result.returncode == 0, result.stdout + result.stderr
-    record = page_record(project / "reports" / "notebooks" / "sorting.ipynb")
-    assert record["coverage"] == {"ok": 2}
-    (answer,) = record["answers"]
-    assert "elements 10,000" in {effect["setting"] for effect in answer["effects"]}
+    record = read_notebook_record(project / "reports" / "notebooks" / "sorting.ipynb")
+    assert record.coverage == {"ok": 2}
+    (answer,) = record.answers
+    assert answer.id == "faster"
     assert 'id="answer-faster"' in (project / "reports" / "sorting.html").read_text()
     assert "sorting.html" in (project / "reports" / "index.html").read_text()
 

@@ -127,7 +127,7 @@ def test_run_all_then_interrupt_a_longer_sweep_then_another_parameter(server, op
     notebook.run_all()
     record = _page_record(notebook, server)
     assert record["coverage"] == {"ok": 6}
-    assert any("3 ranks" in effect["setting"] for effect in record["answers"][1]["effects"])
+    assert "3 ranks" in record["answers"][1]["scope"]
     assert notebook.alignment_of(".labkit-card td") == "left"
 
     notebook.write_parameters(LONG)
@@ -149,7 +149,7 @@ def test_run_all_then_interrupt_a_longer_sweep_then_another_parameter(server, op
     notebook.run_all()
     record = _page_record(notebook, server)
     assert record["coverage"] == {"ok": 6}
-    assert any("2 ranks" in effect["setting"] for effect in record["answers"][1]["effects"])
+    assert "2 ranks" in record["answers"][1]["scope"]
 
     notebook.write_parameters(_parameters(notebook_path(LAB)))
     assert notebook.clear_and_save() == notebook_path(LAB).read_bytes()

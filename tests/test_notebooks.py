@@ -18,10 +18,9 @@ from papermill.parameterize import parameterize_notebook
 
 from labkit.lab.commands.execute import notebook_parameters
 from labkit.lab.config import ParameterError
-from labkit.lab.findings import TOPICS
 from labkit.lab.notebook import COMMON_PARAMETERS, open_lab
-from labkit.lab.pages.export import page_record
-from labkit.lab.pages.report import write_index
+from labkit.lab.pages.index import write_index
+from labkit.lab.pages.record import read_notebook_record
 from labkit.lab.parameter_cells import literal_assignments
 from labkit.lab.project import checkout, notebook_path, project_root
 from labkit.studies import LABS, load_lab
@@ -58,7 +57,7 @@ def unmeasured(tmp_path):
 @pytest.fixture
 def measured(report):
     """The run of a lab of the report."""
-    return project_root() / page_record(report / "notebooks" / "all_reduce.ipynb")["run"]
+    return project_root() / read_notebook_record(report / "notebooks" / "all_reduce.ipynb").run
 
 
 @pytest.fixture
@@ -126,33 +125,30 @@ def test_every_question_is_a_heading_above_the_cell_that_answers_it(lab):
 
 @pytest.mark.parametrize("lab", LABS)
 def test_every_question_is_answered_on_the_page(lab, report):
-    record = page_record(report / "notebooks" / f"{lab}.ipynb")
+    record = read_notebook_record(report / "notebooks" / f"{lab}.ipynb")
     html = (report / f"{lab}.html").read_text()
-    assert [answer["question"]["id"] for answer in record["answers"]] == [q.id for q in load_lab(lab).questions]
-    for answer in record["answers"]:
-        check_headline(answer["headline"])
-        assert f'id="answer-{answer["question"]["id"]}"' in html
-    assert record["coverage"].get("failed", 0) == 0
+    assert [answer.id for answer in record.answers] == [question.id for question in load_lab(lab).questions]
+    for answer in record.answers:
+        check_headline(answer.headline)
+        assert f'id="answer-{answer.id}"' in html
+    assert record.coverage.get("failed", 0) == 0
 
 
-def test_the_index_has_every_answer_and_is_made_of_pages_alone(report, tmp_path):
+def test_the_index_is_made_of_records_alone_and_links_every_measured_answer(report, tmp_path):
     for lab in LABS:
-        shutil.copy(report / f"{lab}.html", tmp_path)
+        shutil.copy(report / f"{lab}.json", tmp_path)
     index = write_index([load_lab(lab) for lab in LABS], tmp_path).read_text()
-    end = '<h2 id="machine">'  # below it: this machine, whose source may have changed since
+    end = "<summary>This machine</summary>"  # below it the source, which may have changed since
     assert index.split(end)[0] == (report / "index.html").read_text().split(end)[0]
     for lab in LABS:
-        for question in load_lab(lab).questions:
-            assert f'href="{lab}.html#answer-{question.id}"' in index
-    for topic in TOPICS.values():
-        assert f"<dt>{topic}</dt>" in index
+        for answer in read_notebook_record(report / "notebooks" / f"{lab}.ipynb").answers:
+            assert answer.verdict == "not measured" or f'href="{lab}.html#answer-{answer.id}"' in index
 
 
-def test_every_figure_has_a_finding_or_a_caption_and_its_numbers(report):
+def test_every_figure_has_its_numbers(report):
     for lab in LABS:
         html = (report / f"{lab}.html").read_text()
         figures = html.count('<figure class="labkit-figure">')
-        assert figures == len(page_record(report / "notebooks" / f"{lab}.ipynb")["figures"])
         links = re.findall(r'<a download="[\w.-]+\.csv" href="data:text/csv;base64,([^"]*)">', html.replace("\n", " "))
         assert len(links) + html.count(".csv under figures/") == figures
         assert all(b"," in base64.b64decode(link) for link in links)
@@ -275,29 +271,27 @@ def test_no_formula_is_left_as_tex(report):
 def test_the_recorded_run_of_a_report_is_drawn_again_without_measuring(report, drawn_again):
     result, folder = drawn_again
     assert result.returncode == 0, result.stderr
-    drawn = page_record(folder / "notebooks" / "all_reduce.ipynb")
-    first = page_record(report / "notebooks" / "all_reduce.ipynb")
-    assert drawn["answers"] == first["answers"]
-    assert drawn["identity"] == first["identity"]
-    assert "(elsewhere)" not in (folder / "index.html").read_text()  # it is of this machine
+    drawn = read_notebook_record(folder / "notebooks" / "all_reduce.ipynb")
+    first = read_notebook_record(report / "notebooks" / "all_reduce.ipynb")
+    assert drawn.answers == first.answers
+    assert drawn.identity == first.identity
+    assert "measured elsewhere" not in (folder / "index.html").read_text()
 
 
 def test_a_run_of_another_machine_is_drawn_without_measuring_and_labeled(report, drawn_elsewhere):
     result, folder = drawn_elsewhere
     assert result.returncode == 0, result.stderr
-    drawn, first = (page_record(pages / "notebooks" / "all_reduce.ipynb") for pages in (folder, report))
-    assert drawn["answers"] == first["answers"]
+    drawn, first = (read_notebook_record(pages / "notebooks" / "all_reduce.ipynb") for pages in (folder, report))
+    assert drawn.answers == first.answers
     assert "Some Other CPU (a recorded run, not measured here)" in (folder / "all_reduce.html").read_text()
     index = (folder / "index.html").read_text()
-    assert "(elsewhere)" in index
-    assert "page is of another machine" in index
-    recommended = index.split('<h2 id="recommendations">')[1].split("<details>")[0]
-    assert "<dt>" not in recommended
-    assert "No page of this machine shows a difference" in index
+    assert "measured elsewhere" in index
+    assert "No record of this machine recommends anything" in index
+    assert 'id="largest"' not in index
 
 
 def test_papermill_works_from_any_directory(notebook_by_papermill):
-    assert page_record(notebook_by_papermill)["profile"] == "smoke"
+    assert read_notebook_record(notebook_by_papermill).profile == "smoke"
 
 
 @pytest.mark.slow

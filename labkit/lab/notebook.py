@@ -21,8 +21,9 @@ from labkit.lab.figures import Plot
 from labkit.lab.guesses import check_guesses, with_guesses
 from labkit.lab.metric import Results
 from labkit.lab.pages import cards
-from labkit.lab.pages.provenance import page_record, provenance, provenance_rows
-from labkit.lab.pages.source import shown_source
+from labkit.lab.pages.provenance import provenance, provenance_rows
+from labkit.lab.pages.record import PAGE_MIME, run_record
+from labkit.lab.pages.source import render_source
 from labkit.lab.parameter_cells import given_parameters
 from labkit.lab.progress_lines import MeasuringInterrupted, progress_line
 from labkit.lab.project import (
@@ -38,7 +39,6 @@ from labkit.machine import Machine, describe_machine
 
 # Every notebook has these beside some parameters of its lab; `config` holds any others, by name.
 COMMON_PARAMETERS = ("profile", "run", "config")
-PAGE_MIME = "application/vnd.labkit.page+json"
 
 
 def open_lab(study: Lab, namespace: Mapping[str, Any]) -> "OpenLab":
@@ -102,7 +102,6 @@ class OpenLab:
         self._own: dict[str, Mapping[str, Any] | None] = {}
         self._interrupted: Path | None = None
         self._answers: dict[str, Answer] = {}
-        self._figures: dict[str, str] = {}
         self._guess: dict[str, float] = {}
 
     @property
@@ -155,7 +154,7 @@ class OpenLab:
                     f"run = {self.parameters.run!r} is drawn, not measured: set run = None for your own"
                 )
             self._read_run()
-            display(cards.Shown(cards.coverage(self.run), cards.coverage_line(self.run)))
+            display(cards.Piece(cards.coverage(self.run), cards.coverage_line(self.run)))
         else:
             self._own = {"alternatives": alternatives, "models": models}
             begin = partial(measure, self.study, self.config, profile=self.parameters.profile)
@@ -179,7 +178,7 @@ class OpenLab:
     def source(self, *studied: Any) -> None:
         """Show the source of functions or classes, with their docstrings; folded on a page. ValueError for others."""
         for one in studied:
-            display(shown_source(one))
+            display(render_source(one))
 
     def table(self, frame: pd.DataFrame, caption: str = "") -> None:
         """Show a frame as an aligned table, values with their units."""
@@ -202,11 +201,10 @@ class OpenLab:
         drawn = [self._figure(plot, name, title=question.text) for name, plot in plots.items() if len(plot.data)]
         display(cards.answer(question, answer, drawn))
 
-    def _figure(self, plot: Plot, name: str, caption: str = "", title: str | None = None) -> cards.Shown:
+    def _figure(self, plot: Plot, name: str, caption: str = "", title: str | None = None) -> cards.Piece:
         """A figure, once it is saved; `title` stands above it in its file."""
         stem = figures_directory() / self.study.name / self.run.name / name
         png = plot.save(stem, title)
-        self._figures[name] = caption
         file, saved = f"{self.study.name}_{name}", f"{relative_to_project(stem)}.png"
         return cards.figure(plot, png, caption or title or name, file, caption, saved)
 
@@ -221,9 +219,10 @@ class OpenLab:
 
     def close(self) -> None:
         """Show where the numbers come from and how to get them again; leave the answers for the index."""
-        page = page_record(self.study, self.run, self.answers(), self._figures, elsewhere=self._is_of_another_machine())
+        record = run_record(self.study, self.run, self.answers(), elsewhere=self._is_of_another_machine())
+        page = record.model_dump(mode="json")
         text = cards.definitions_text(provenance_rows(self.study, self.run))
-        display(cards.Shown(provenance(self.study, self.run), text, {PAGE_MIME: page}))
+        display(cards.Piece(provenance(self.study, self.run), text, {PAGE_MIME: page}))
 
     def _is_of_another_machine(self) -> bool:
         return self.machine.identity != describe_machine().identity

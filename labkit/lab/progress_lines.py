@@ -90,7 +90,7 @@ class ConsoleLine:
         self._context.__exit__(*error)
 
     def finish(self, run: Run) -> None:
-        display(cards.Shown(cards.coverage(run), cards.coverage_line(run)))
+        display(cards.Piece(cards.coverage(run), cards.coverage_line(run)))
 
 
 class MeasuringInterrupted(KeyboardInterrupt):

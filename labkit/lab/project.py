@@ -73,6 +73,17 @@ def check_writable(*folders: Path) -> None:
             raise ParameterError(message + (way_out if is_ours else "")) from None
 
 
+def write_file(path: Path, content: str | bytes) -> None:
+    """Write a file whole or not at all: under a temporary name next to it, then renamed. OSError if that fails."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        part.write_bytes(content.encode() if isinstance(content, str) else content)
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
 def notebook_path(lab: str) -> Path:
     """The notebook of a lab: `notebooks/<number>_<lab>.ipynb`. FileNotFoundError if there is none."""
     matches = sorted(notebooks_directory().glob(f"[0-9][0-9]_{lab}.ipynb"))

@@ -85,7 +85,10 @@ class Study(ABC):
         return {identifier: _answer(finding, results) for identifier, finding in found.items()}
 
     def question(self, identifier: str) -> Question:
-        questions = {question.id: Question(id=question.id, text=question.text) for question in self.questions}
+        questions = {
+            question.id: Question(id=question.id, text=question.text, topic=question.topic)
+            for question in self.questions
+        }
         if identifier not in questions:
             raise ParameterError(f"no question {identifier!r}{nearest(identifier, questions)}")
         return questions[identifier]
@@ -120,6 +123,12 @@ class Study(ABC):
         return None
 
 
+def _change(ratio: float) -> str:
+    if not 0.5 < ratio < 2:
+        return f"{1 / ratio:.1f} times less" if ratio < 1 else f"{ratio:.1f} times as much"
+    return f"{100 * (1 - ratio):.0f}% less" if ratio < 1 else f"{100 * (ratio - 1):.0f}% more"
+
+
 def _answer(finding: Finding, results: Results) -> Answer:
     notes = [finding.also, finding.caveat, finding.why, *(results.missing if finding.verdict == "not measured" else ())]
     return Answer(
@@ -128,6 +137,7 @@ def _answer(finding: Finding, results: Results) -> Answer:
         finding.table,
         finding.advice,
         finding.lead.ratio if finding.lead else 1.0,
+        change=_change(finding.lead.ratio) if finding.lead else None,
         scope=finding.where or "",
         notes=tuple(filter(None, notes)),
     )

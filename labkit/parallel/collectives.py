@@ -1,212 +1,245 @@
-"""Collectives between ranks: all-reduce by five algorithms, its two phases alone, and the algorithm that suits.
+"""Collectives between ranks: all-reduce by five algorithms, reduce-scatter, all-gather, and what picks an algorithm.
 
 All-reduce. Every rank of a group calls with a tensor of one shape; afterwards every rank's tensor holds the sum or the
-mean, bitwise the same everywhere, because each element is either computed once and copied, or computed everywhere from
-the same operands in the same order. Each function works in place. Any number of ranks, any length, contiguous or not.
+mean, bitwise the same everywhere: each element is computed once and copied, or computed everywhere from the same
+operands in the same order. All functions work in place, for any number of ranks and any length, contiguous or not.
 
-Reduce-scatter and all-gather are what an all-reduce does one after the other (`phases.py`), and their results are its,
-to the bit. A tensor is cut into a shard a rank; `reduce_scatter` leaves the sum or mean of shard r on rank r, and
-`all_gather` makes whole what has shard r right on rank r. Both work in place, so that a tensor needs no second one. By
-ring, butterfly and halving-doubling each costs half of what is listed below; one-shot shows whole tensors to
-reduce-scatter, and shards, n (p-1)/p bytes, to gather.
+Reduce-scatter and all-gather are the two phases of an all-reduce. A tensor, flattened, is cut into p shards of equal
+length, as if it were padded to a multiple of p. `reduce_scatter` leaves the sum or mean of shard r on rank r;
+`all_gather` completes a tensor whose shard r is right on rank r. Both exchange shards directly, as the butterfly does.
 
-Letters: p ranks, r this rank, n bytes a rank; a seconds a message, b seconds a byte; q the largest power of two <= p.
+Letters: p ranks, r this rank, n bytes per rank; a seconds per message, b seconds per byte; q the largest power of two
+up to p. In brackets: added if p is not a power of two.
 
-    algorithm            messages in a row    bytes sent a rank     time
+    algorithm            messages in a row    bytes sent per rank   time
     ring                 2 (p-1)              2 n (p-1)/p           2 (p-1) a + 2 n (p-1)/p b
     butterfly (direct)   2                    2 n (p-1)/p           2 a' + 2 n (p-1)/p b      a': p-1 messages at once
     one-shot             1                    n (p-1)               a' + n (p-1) b            a': p-1 messages at once
     recursive doubling   log2 q (+2)          n log2 q (+n)         log2 q (a + n b)          (+2 (a + n b))
     halving-doubling     2 log2 q (+2)        2 n (q-1)/q (+n)      2 log2 q a + 2 n (q-1)/q b  (+2 (a + n b))
 
-(In brackets: what is added if p is not a power of two.) No rank can send less than 2 n (p-1)/p bytes in an
-algorithm that uses all of them alike, and none that takes one message at a time can know everything after fewer than
-log2 p in a row: the first matters for long tensors, the second for short ones.
+Precision. Every addition is rounded to the tensor's dtype. With u its unit roundoff and D additions in a row (p-1, or
+ceil(log2 p) with doubling), to first order |sum - exact| <= D u sum|x_r| and |mean - exact| <= (D+1) u mean|x_r|.
+float16 is divided before it is added, which costs up to p 2^-25 more: a mean cannot overflow, a sum above 65504 does.
 
-Precision. Every addition is rounded to the tensor's type, once, and partial sums travel in that type, as in torch's
-gloo backend. With u its unit roundoff (2^-53, 2^-24, 2^-11, 2^-8 for float64, float32, float16, bfloat16) and D
-additions in a row (p-1 for ring, butterfly and one-shot, ceil(log2 p) for the two others), to first order
-
-    |sum - exact| <= D u sum|x_r|         |mean - exact| <= (D+1) u mean|x_r|
-
-float16 alone divides before it adds, so that the mean cannot overflow on the way (as DistributedDataParallel does);
-what falls below its smallest normal number then costs up to p 2^-25 more. A float16 *sum* overflows above 65504.
-
-Transport. The messages travel point to point, by torch.distributed's send and recv, or through shared memory, which
-serves CPU tensors of ranks on one host. `transport="auto"` takes shared memory where there is some for all ranks of
-the group; "point_to_point" and "shared" are what they say. Algorithms are the same and so are results, to the bit.
-
-Memory. Scratch of at most two pieces a group and rank (2 MiB on CPU) whatever n is, kept between calls, and never more
-than a chunk for the ring; in shared memory an outbox of 2 MiB, slots of up to 1 and boards of 1 a rank. A tensor that
-is not contiguous, or that gloo has to move for a GPU, is copied during the call.
+Transport. `transport.run(steps)` carries out an algorithm's messages (`transport/base.py`): through shared memory, for
+CPU tensors of ranks on one host, or point to point by torch.distributed. `transport="auto"` picks; "shared" and
+"point_to_point" ask for one. Results do not depend on it, to the bit. The first call in a group is a collective.
 
 Sources: Patarasuk & Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations" (ring);
-Thakur, Rabenseifner & Gropp 2005, "Optimization of collective communication operations in MPICH" (the two with
-doubling).
+Thakur, Rabenseifner & Gropp 2005, "Optimization of collective communication operations in MPICH" (doubling).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
-from typing import Any
+from collections.abc import Sequence
+from functools import cache
+from itertools import chain
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from labkit.costs import communication
-from labkit.costs.communication import CostOf
-from labkit.parallel.chooser import choose_algorithm, choose_phase_algorithm
-from labkit.parallel.phases import (
-    ALL_GATHERS,
-    REDUCE_SCATTERS,
-    add_shown,
-    double,
-    exchange_to_add,
-    exchange_to_store,
-    fold_in,
-    fold_out,
-    halve,
-    ring_all_gather,
-    ring_reduce_scatter,
-    survivors,
-    swap,
-)
-from labkit.parallel.reduction import (
-    SCHEDULES,
-    InPlace,
-    Reduction,
-    all_reduce_by,
-    check_into,
-    check_shards,
-    cut,
-    even_sizes,
-)
-from labkit.parallel.traffic import watched
-from labkit.parallel.transport.choice import AUTO, group_transports, member_group
-from labkit.parallel.transport.contract import Transport
-from labkit.parallel.uncompiled import uncompiled
+from labkit.parallel.disable_compile import disable_compile
+from labkit.parallel.prepare import InPlace, Reduction, check_into, check_reducible, cut, shard_sizes
+from labkit.parallel.select_algorithm import Algorithm, select_algorithm
+from labkit.parallel.transport.base import Step, Transport
+from labkit.parallel.transport.select_transport import AUTO, find_transport, release_scratch, scratch_bytes
+
+__all__ = ["ALGORITHMS", "Algorithm", "all_gather", "all_reduce", "reduce_scatter", "release_scratch", "scratch_bytes"]
+
+Group = dist.ProcessGroup | None
+Via = str | Transport
+Pieces = Sequence[Sequence[Tensor]]  # [rank][piece]
 
 
-@dataclass(frozen=True)
-class Algorithm:
-    """An all-reduce: the function, and what it should cost for (world size, bytes), if that is known."""
-
-    run: Callable[..., None]
-    """A `reduction.AllReduce`."""
-    cost: CostOf | None = None
-
-    def __call__(self, tensor: torch.Tensor, *arguments: Any, **options: Any) -> None:
-        self.run(tensor, *arguments, **options)
-
-
-@all_reduce_by("ring")
-def ring_all_reduce(vector: torch.Tensor, via: Transport, divisor: int) -> None:
+@disable_compile
+def ring_all_reduce(tensor: Tensor, group: Group = None, op: str = "mean", *, transport: Via = AUTO) -> None:
     """Ranks stand in a ring; each sends to its right neighbor only. Best for long tensors (Patarasuk & Yuan 2009).
 
-    The vector is cut into p shards, which go around twice: `ring_reduce_scatter`, `ring_all_gather`.
-
-    2 (p-1) messages in a row, 2 n (p-1)/p bytes sent a rank, time 2 (p-1) a + 2 n (p-1)/p b.
+    The shards travel around the ring twice: once to be added up, once to be copied to every rank. 2 (p-1) messages in a
+    row, 2 n (p-1)/p bytes sent per rank.
     """
-    sizes = even_sizes(len(vector), via.world_size)
-    ring_reduce_scatter(vector, sizes, via, divisor)
-    ring_all_gather(vector, sizes, via)
+    with Reduction(tensor, group, op, transport, "ring") as (vector, transport, divisor):
+        shards = vector.split_with_sizes(shard_sizes(len(vector), transport.world_size))
+        pieces = cut(shards, transport, depth=2)
+        _ring_reduce_scatter(pieces, transport, divisor)
+        _ring_all_gather(pieces, transport)
 
 
-@all_reduce_by("butterfly")
-def butterfly_all_reduce(vector: torch.Tensor, via: Transport, divisor: int) -> None:
-    """Direct exchange, published as "butterfly": rank i averages shard i and sends it to all. Best in the middle.
+def _ring_reduce_scatter(pieces: Pieces, transport: Transport, divisor: int) -> None:
+    """Add up the shards: p-1 rounds, after which shard r is complete on rank r.
 
-    Not what textbooks call butterfly: that is `recursive_doubling_all_reduce`. The vector is cut into p shards.
+    In round s, rank r sends shard r-s-1 to the right and adds the message from the left to its shard r-s-2. So a shard
+    collects one rank's share per round. Long shards are cut into pieces. A round needs only the same piece of the round
+    before, so two pieces are in flight: one is being added while the other arrives.
+    """
+    p, r = transport.world_size, transport.rank
+    right, left = (r + 1) % p, (r - 1) % p
+    steps = []
+    for s in range(p - 1):
+        by = divisor if s == p - 2 else 1  # the last round completes this rank's shard
+        for sent, received in zip(pieces[(r - s - 1) % p], pieces[(r - s - 2) % p], strict=True):
+            steps.append(Step(sent, right, received, left, add=True, divisor=by))
+    transport.run(steps, depth=min(2, len(pieces[r])))
+
+
+def _ring_all_gather(pieces: Pieces, transport: Transport) -> None:
+    """Copy the shards: p-1 rounds. In round s, rank r sends shard r-s to the right and receives shard r-s-1."""
+    p, r = transport.world_size, transport.rank
+    right, left = (r + 1) % p, (r - 1) % p
+    steps = []
+    for s in range(p - 1):
+        for sent, received in zip(pieces[(r - s) % p], pieces[(r - s - 1) % p], strict=True):
+            steps.append(Step(sent, right, received, left))
+    transport.run(steps, depth=min(2, len(pieces[r])))
+
+
+@disable_compile
+def butterfly_all_reduce(tensor: Tensor, group: Group = None, op: str = "mean", *, transport: Via = AUTO) -> None:
+    """Direct exchange, published as "butterfly": rank i adds up shard i and sends it to all. Best in the middle.
+
+    Not the butterfly of textbooks: that is `recursive_doubling_all_reduce`.
 
     Phase 1, reduce-scatter: rank r sends shard r+s to rank r+s, for every s from 1 to p-1, and adds up the p-1
-    versions of shard r that come in.
+    versions of shard r that arrive. Phase 2, all-gather: rank r sends the complete shard r to all others.
 
-    Phase 2, all-gather: rank r sends shard r, now complete, to all others, and stores theirs.
-
-    All messages of a phase are independent, so as many are in flight as there is scratch memory for. A long shard is
-    cut into pieces, and a piece is sent on when the next one has been added up: still in the cache, and far enough
-    behind to wait for nothing.
-
-    2 messages in a row (p-1 at a time), 2 n (p-1)/p bytes sent a rank, time 2 a' + 2 n (p-1)/p b.
+    The p-1 messages of a phase are in flight at once: 2 messages in a row, 2 n (p-1)/p bytes sent per rank. Long shards
+    are cut into pieces. A piece is sent on after the next one is added up: it is still in the cache, and in time.
     """
-    p = via.world_size
-    pieces = cut(vector.split_with_sizes(even_sizes(len(vector), p)), via)
-    number = len(pieces[0])
-    if number == 1:
-        via.run(exchange_to_add(pieces, 0, via, divisor), depth=p)
-        via.run(exchange_to_store(pieces, 0, via), depth=p)
-        return
-    steps = exchange_to_add(pieces, 0, via, divisor)
-    for i in range(1, number):
-        steps += exchange_to_add(pieces, i, via, divisor) + exchange_to_store(pieces, i - 1, via)
-    via.run(steps + exchange_to_store(pieces, number - 1, via), depth=p)
+    with Reduction(tensor, group, op, transport, "butterfly") as (vector, transport, divisor):
+        shards = vector.split_with_sizes(shard_sizes(len(vector), transport.world_size))
+        depth = max(1, transport.world_size - 1)
+        pieces = cut(shards, transport, depth)
+        adds = _add_steps(pieces, pieces[transport.rank], transport, divisor)
+        copies = _copy_steps(pieces, transport)
+        transport.run(adds[0], depth)
+        transport.run([step for add, copy in zip(adds[1:], copies, strict=False) for step in add + copy], depth)
+        transport.run(copies[-1], depth)
 
 
-@all_reduce_by("one_shot")
-def one_shot_all_reduce(vector: torch.Tensor, via: Transport, divisor: int) -> None:
-    """Every rank shows all others its whole vector, and adds up all of them itself. Few waits, many bytes.
+def _add_steps(pieces: Pieces, results: Sequence[Tensor], transport: Transport, divisor: int) -> list[list[Step]]:
+    """By piece: send it to the rank whose shard it is; add up what arrives for this rank's shard, into `results`."""
+    p, r = transport.world_size, transport.rank
+    by_piece: list[list[Step]] = [[] for _ in results]
+    for i, (total, result) in enumerate(zip(pieces[r], results, strict=True)):
+        for s in range(1, p):
+            by = divisor if s == p - 1 else 1
+            sent, incoming = pieces[(r + s) % p][i], total if s == 1 else result
+            by_piece[i].append(Step(sent, (r + s) % p, incoming, (r - s) % p, add=True, divisor=by, into=result))
+    return by_piece
 
-    Everybody adds in the order of ranks, so that sums are the same to the bit. What is longer than a transport can
-    show goes in pieces.
 
-    1 message in a row (p-1 at a time), n (p-1) bytes sent a rank, time a' + n (p-1) b. Through shared memory a rank
-    writes n bytes only, and waits once, however many ranks there are.
+def _copy_steps(pieces: Pieces, transport: Transport) -> list[list[Step]]:
+    """By piece: send that of this rank's shard to every other rank; receive theirs."""
+    p, r = transport.world_size, transport.rank
+    return [
+        [Step(own, (r + s) % p, pieces[(r - s) % p][i], (r - s) % p) for s in range(1, p)]
+        for i, own in enumerate(pieces[r])
+    ]
+
+
+@disable_compile
+def one_shot_all_reduce(tensor: Tensor, group: Group = None, op: str = "mean", *, transport: Via = AUTO) -> None:
+    """Every rank sends all others its whole vector, and adds up all p vectors itself. Few waits, many bytes.
+
+    1 message in a row (p-1 at a time), n (p-1) bytes sent per rank; through shared memory n bytes are written once.
     """
-    add_shown(vector, 0, len(vector), via, divisor)
+    with Reduction(tensor, group, op, transport, "one_shot") as (vector, transport, divisor):
+        if transport.world_size > 1 and len(vector):
+            for piece in cut([vector], transport, depth=transport.world_size)[0]:
+                _sum_all_parts(piece, transport, divisor)
 
 
-@all_reduce_by("recursive_doubling")
-def recursive_doubling_all_reduce(vector: torch.Tensor, via: Transport, divisor: int) -> None:
-    """The textbook butterfly: whole vectors between partners 1, 2, 4, ... apart. Best for short tensors by messages.
+def _sum_all_parts(part: Tensor, transport: Transport, divisor: int) -> None:
+    """Exchange the ranks' parts, and add them up in the order of ranks, so that sums are the same to the bit."""
+    p, r = transport.world_size, transport.rank
+    parts = transport.scratch(p, len(part), part.dtype)
+    steps = [Step(part, (r + s) % p, parts[(r - s) % p], (r - s) % p) for s in range(1, p)]
+    transport.run(steps, depth=p - 1)
+    parts[r].copy_(part)
+    torch.add(parts[0], parts[1], out=part)
+    for other in parts[2:]:
+        part.add_(other)
+    if divisor > 1:
+        part.div_(divisor)
 
-    Fold in: of the first 2 (p-q) ranks, q the largest power of two, every second hands its vector to the one before it,
-    which adds it. That leaves q ranks.
 
-    Exchange, log2 q rounds: for distance d = 1, 2, 4, ..., q/2, the k-th of them and the (k XOR d)-th send each other
-    all they have and add. After a round with distance d, 2d ranks hold the same partial sum.
+@disable_compile
+def recursive_doubling_all_reduce(
+    tensor: Tensor, group: Group = None, op: str = "mean", *, transport: Via = AUTO
+) -> None:
+    """The butterfly of textbooks: whole vectors between partners 1, 2, 4, ... apart. Best for short tensors.
 
-    Fold out: the ranks that were folded in receive the result.
+    Fold in: of the first 2 (p-q) ranks, every second hands its vector to the one before it, which adds it. That leaves
+    q ranks. In log2 q rounds, for distance d = 1, 2, 4, ..., q/2, the k-th of them and the (k XOR d)-th send each other
+    all they have and add: 2d ranks then hold the same partial sum. Fold out: the folded ranks receive the result.
 
-    log2 p messages in a row, n log2 p bytes sent a rank, time log2 p (a + n b) (Thakur et al. 2005, section 4.2);
-    folding adds 2 messages of n bytes in a row.
+    log2 q messages in a row, n log2 q bytes sent per rank; folding adds 2 messages and n bytes (Thakur 2005).
     """
-    ranks = survivors(via.world_size)
-    fold_in(vector, via)
-    if via.rank in ranks:
-        k, distance = ranks.index(via.rank), 1
-        while distance < len(ranks):
-            is_last = 2 * distance == len(ranks)
-            swap(via, ranks[k ^ distance], vector, vector, add=True, divisor=divisor if is_last else 1)
+    with Reduction(tensor, group, op, transport, "recursive_doubling") as (vector, transport, divisor):
+        ranks, distance = power_of_two_ranks(transport.world_size), 1
+        _fold(vector, transport, inward=True)
+        while transport.rank in ranks and distance < len(ranks):
+            partner, is_last = ranks[ranks.index(transport.rank) ^ distance], 2 * distance == len(ranks)
+            _swap(vector, vector, partner, transport, add=True, divisor=divisor if is_last else 1)
             distance *= 2
-    fold_out(vector, via)
+        _fold(vector, transport, inward=False)
 
 
-@all_reduce_by("halving_doubling")
-def halving_doubling_all_reduce(vector: torch.Tensor, via: Transport, divisor: int) -> None:
+@disable_compile
+def halving_doubling_all_reduce(
+    tensor: Tensor, group: Group = None, op: str = "mean", *, transport: Via = AUTO
+) -> None:
     """Rabenseifner's algorithm: the few messages of doubling and the few bytes of the ring.
 
-    Fold in: of the first 2 (p-q) ranks, q the largest power of two, every second hands its vector to the one before it,
-    which adds it. That leaves q ranks.
+    Ranks fold in and out as in `recursive_doubling_all_reduce`. In between, the q ranks halve for d = q/2, ..., 2, 1:
+    ranks k and k XOR d halve the range both are responsible for, send the half they give up, and add to the half they
+    keep. Then they double, in reverse order: the same partners send each other all they have complete.
 
-    Phase 1, reduce-scatter by recursive halving, `halve`: in each round partners halve the range both are responsible
-    for, and send each other the half they give up.
-
-    Phase 2, all-gather by recursive doubling, `double`: the same partners in reverse order send each other the range
-    they have complete, which doubles it.
-
-    Fold out: the ranks that were folded in receive the result.
-
-    2 log2 p messages in a row, 2 n (p-1)/p bytes sent a rank, time 2 log2 p a + 2 n (p-1)/p b (Thakur et al. 2005,
-    section 4.2); folding adds 2 messages of n bytes in a row.
+    2 log2 q messages in a row, 2 n (q-1)/q bytes sent per rank; folding adds 2 messages and n bytes (Thakur 2005).
     """
-    q = len(survivors(via.world_size))
-    bounds = [0, *accumulate(even_sizes(len(vector), q))]
-    fold_in(vector, via)
-    halve(vector, bounds, via, divisor)
-    double(vector, bounds, via)
-    fold_out(vector, via)
+    with Reduction(tensor, group, op, transport, "halving_doubling") as (vector, transport, divisor):
+        ranks = power_of_two_ranks(transport.world_size)
+        distances = [1 << i for i in range(len(ranks).bit_length() - 1)] if transport.rank in ranks else []
+        k = ranks.index(transport.rank) if distances else 0
+        _fold(vector, transport, inward=True)
+        for d in reversed(distances):
+            kept, given = _two_ranges(vector, k, d, len(ranks))
+            _swap(given, kept, ranks[k ^ d], transport, add=True, divisor=divisor if d == 1 else 1)
+        for d in distances:
+            complete, missing = _two_ranges(vector, k, d, len(ranks))
+            _swap(complete, missing, ranks[k ^ d], transport, add=False)
+        _fold(vector, transport, inward=False)
+
+
+def _two_ranges(vector: Tensor, k: int, d: int, q: int) -> list[Tensor]:
+    """Return the d of q equal parts that the k-th rank keeps at distance d, and the d that its partner keeps."""
+    size, first = -(-len(vector) // q), k & -d
+    return [vector[at * size : (at + d) * size] for at in (first, first ^ d)]
+
+
+@cache
+def power_of_two_ranks(world_size: int) -> tuple[int, ...]:
+    """Return the q ranks that go on after folding in: of the first 2 (p-q) ranks every other, and all the rest."""
+    q = 1 << (world_size.bit_length() - 1)
+    folded = world_size - q
+    return tuple(2 * k if k < folded else k + folded for k in range(q))
+
+
+def _fold(vector: Tensor, transport: Transport, *, inward: bool) -> None:
+    """Odd ranks among the first 2 (p-q) send their vector to the rank before them, which adds it, or receive it."""
+    if transport.rank < 2 * (transport.world_size - len(power_of_two_ranks(transport.world_size))):
+        is_sender = transport.rank % 2 == inward
+        sent, received = (vector, vector[:0]) if is_sender else (vector[:0], vector)
+        _swap(sent, received, transport.rank ^ 1, transport, add=inward)
+
+
+def _swap(sent: Tensor, received: Tensor, to: int, transport: Transport, *, add: bool, divisor: int = 1) -> None:
+    """Send and receive one vector each, in pieces if they are long; two are in flight."""
+    pieces = zip(*cut([sent, received], transport, depth=2), strict=True)
+    transport.run([Step(outgoing, to, incoming, to, add, divisor) for outgoing, incoming in pieces], depth=2)
 
 
 ALGORITHMS: dict[str, Algorithm] = {
@@ -216,92 +249,65 @@ ALGORITHMS: dict[str, Algorithm] = {
     "recursive_doubling": Algorithm(recursive_doubling_all_reduce, communication.recursive_doubling),
     "halving_doubling": Algorithm(halving_doubling_all_reduce, communication.halving_doubling),
 }
-"""All that is known of each: what is listed here is gated, timed, predicted, drawn and named by the all-reduce lab."""
+"""What the all-reduce lab checks, times, predicts and plots."""
 
 
-@uncompiled
-def all_reduce(
-    tensor: torch.Tensor, group: dist.ProcessGroup | None = None, op: str = "mean", *, transport: str | Transport = AUTO
-) -> None:
+@disable_compile
+def all_reduce(tensor: Tensor, group: Group = None, op: str = "mean", *, transport: Via = AUTO) -> None:
     """Sum or mean over the ranks of `group`, in place, by the algorithm that suits size and ranks.
 
-    Raises:
-        ValueError: an `op` other than "mean" and "sum", a tensor that is not of a float type or whose elements
-            share memory, or a group this rank is not in.
+    Raises ValueError for an `op` other than "mean" and "sum", for a tensor that is not of a float dtype or whose
+    elements share memory, and for a group that this rank is not in.
     """
-    with Reduction(tensor, group, op, transport) as (vector, via, divisor):
-        algorithm = choose_algorithm(vector.nbytes, via.world_size, via.name)
-        SCHEDULES[algorithm](vector, watched(via, "all_reduce", algorithm, vector), divisor)
+    check_reducible(tensor, op)
+    transport = find_transport(group, tensor.device, transport)
+    name = select_algorithm(tensor.nbytes, transport.world_size, transport.name)
+    ALGORITHMS[name](tensor, group, op, transport=transport)
 
 
-@uncompiled
+@disable_compile
 def reduce_scatter(
-    tensor: torch.Tensor,
-    group: dist.ProcessGroup | None = None,
+    tensor: Tensor,
+    group: Group = None,
     op: str = "mean",
     *,
     sizes: Sequence[int] | None = None,
-    into: torch.Tensor | None = None,
-    algorithm: str = AUTO,
-    transport: str | Transport = AUTO,
+    into: Tensor | None = None,
+    transport: Via = AUTO,
 ) -> None:
-    """Sum or mean over the ranks of `group`, of which rank r keeps shard r, in place. The rest is overwritten.
+    """Sum or mean of shard r over the ranks of `group` on rank r, in place. The rest of the tensor is overwritten.
 
-    `into`: a vector, (size of the shard,), of the tensor's type, that gets the shard instead.
-
-    `sizes`: elements of each rank's shard, in the order of ranks, which add up to those of the tensor; alike on all
-    ranks, 0 allowed. None: as even as possible, the longer ones first, which is `tensor.view(-1).tensor_split(p)`; what
-    is left there is, to the bit, what the all-reduce by the same algorithm leaves.
-
-    `algorithm`: one of `REDUCE_SCATTERS`, or "auto": the one that suits.
-
-    Raises ValueError as `all_reduce`, and for `sizes`, `into` and an `algorithm` that cannot be: before any message.
+    `into`, a vector of the shard's length, gets the shard instead. `sizes`: elements of each rank's shard, if they are
+    not equal. Raises ValueError as `all_reduce`, and for `sizes` and `into` that do not fit.
     """
-    shards = check_shards(tensor, group, sizes, algorithm, REDUCE_SCATTERS)
+    check_reducible(tensor, op)
+    transport = find_transport(group, tensor.device, transport)
+    sizes, r = shard_sizes(tensor.numel(), transport.world_size, sizes), transport.rank
     if into is not None:
         into = into.detach()
-        check_into(into, tensor, shards[member_group(group).rank()])
-    with (reduction := Reduction(tensor, group, op, transport)) as (vector, via, divisor):
-        if algorithm == AUTO:
-            algorithm = choose_phase_algorithm(vector.nbytes, via.world_size, via.name)
-        is_direct = into is not None and into.device == vector.device and via.world_size > 1
-        watching = watched(via, "reduce_scatter", algorithm, vector)
-        REDUCE_SCATTERS[algorithm](vector, shards, watching, divisor, into if is_direct else None)
-        if into is not None and not is_direct:
-            into.copy_(vector.split_with_sizes(shards)[via.rank])
+        check_into(into, tensor, sizes[r])
+    with Reduction(tensor, group, op, transport, "butterfly", "reduce_scatter") as (vector, transport, divisor):
+        shards = vector.split_with_sizes(sizes)
+        is_direct = into is not None and into.device == vector.device and transport.world_size > 1
+        result = into if into is not None and is_direct else shards[r]
+        depth = max(1, transport.world_size - 1)
+        *pieces, results = cut([*shards, result], transport, depth)
+        transport.run(list(chain.from_iterable(_add_steps(pieces, results, transport, divisor))), depth)
         if into is not None:
+            into.copy_(result)
             torch.autograd.graph.increment_version(into)
-            reduction.copy_to = None  # what the tensor holds now is of no use
 
 
-@uncompiled
+@disable_compile
 def all_gather(
-    tensor: torch.Tensor,
-    group: dist.ProcessGroup | None = None,
-    *,
-    sizes: Sequence[int] | None = None,
-    algorithm: str = AUTO,
-    transport: str | Transport = AUTO,
+    tensor: Tensor, group: Group = None, *, sizes: Sequence[int] | None = None, transport: Via = AUTO
 ) -> None:
-    """Shard r of rank r for every rank of `group`, in place: afterwards the tensor is the same on all.
+    """Complete, in place, a tensor of any dtype whose shard r is right on rank r: afterwards it is alike on all ranks.
 
-    `sizes`, `algorithm` (one of `ALL_GATHERS`) and errors as `reduce_scatter`; the dtype may be any, since bytes are
-    moved and none is changed.
+    `sizes` and errors as `reduce_scatter`.
     """
-    shards = check_shards(tensor, group, sizes, algorithm, ALL_GATHERS)
-    with InPlace(tensor, group, transport) as (vector, via):
-        if algorithm == AUTO:
-            algorithm = choose_phase_algorithm(vector.nbytes, via.world_size, via.name)
-        n_bytes = [size * vector.itemsize for size in shards]
-        ALL_GATHERS[algorithm](vector.view(torch.uint8), n_bytes, watched(via, "all_gather", algorithm, vector))
-
-
-def scratch_bytes(group: dist.ProcessGroup | None = None) -> int:
-    """Bytes of scratch memory kept for `group` now."""
-    return sum(transport.scratch_bytes() for transport in group_transports(group))
-
-
-def release_scratch(group: dist.ProcessGroup | None = None) -> None:
-    """Give the scratch memory of `group` back; the next all-reduce makes it again."""
-    for transport in group_transports(group):
-        transport.release_scratch()
+    transport = find_transport(group, tensor.device, transport)
+    sizes, depth = shard_sizes(tensor.numel(), transport.world_size, sizes), max(1, transport.world_size - 1)
+    with InPlace(tensor, group, transport, "all_gather", "butterfly") as (vector, via):
+        shards = vector.view(torch.uint8).split_with_sizes([size * vector.itemsize for size in sizes])
+        via.run(list(chain.from_iterable(_copy_steps(cut(shards, via, depth), via))), depth)

@@ -42,7 +42,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
 from labkit.parallel.collectives import all_gather, all_reduce
-from labkit.parallel.uncompiled import uncompiled
+from labkit.parallel.disable_compile import disable_compile
 
 # Newer versions of torch warn of the older name.
 _torch_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -156,7 +156,7 @@ def _synchronized(layer: _BatchNorm, group: dist.ProcessGroup | None) -> SyncBat
     return converted.train(layer.training)
 
 
-@uncompiled
+@disable_compile
 def _normalize(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     return _Normalize.apply(*arguments)
 

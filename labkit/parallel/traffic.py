@@ -17,11 +17,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
+import torch
 from torch import Tensor
 
-from labkit.parallel.transport.contract import Step, Transport
+from labkit.parallel.transport.base import Step, Transport
 
 OPEN_FILES = Path("/proc/self/fd")
 TCPI_BYTES_SENT = 200
@@ -79,7 +79,7 @@ def watched(via: Transport, collective: str, algorithm: str, vector: Tensor) -> 
 
 
 @contextmanager
-def calls_of_this_thread() -> Iterator[list[Collective]]:
+def calls_in_this_thread() -> Iterator[list[Collective]]:
     """The same of one thread: nothing while nobody records."""
     _of_thread.open = [[]]
     try:
@@ -124,27 +124,20 @@ def _socket_at(descriptor: int) -> socket.socket:
         raise
 
 
-class _Counting:
-    """A transport, and what it sends."""
+class _Counting(Transport):
+    """A transport that notes what it sends."""
 
-    def __init__(self, via: Transport, call: Collective):
-        self._via, self._call = via, call
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._via, name)
+    def __init__(self, transport: Transport, call: Collective) -> None:
+        super().__init__(transport.rank, transport.world_size, transport.device)
+        self.name, self._transport, self._call = transport.name, transport, call
 
     def run(self, steps: Sequence[Step], depth: int = 1) -> None:
         self._call.sent_bytes += sum(step.outgoing.nbytes for step in steps if step.outgoing is not None)
-        self._via.run(steps, depth)
+        self._transport.run(steps, depth)
         self._call.end_s = time.perf_counter()
 
-    def show(self, part: Tensor) -> Sequence[Tensor]:
-        self._call.sent_bytes += part.nbytes * (self._via.world_size - 1)
-        shown = self._via.show(part)
-        self._call.end_s = time.perf_counter()
-        return shown
+    def piece_bytes(self, depth: int) -> int:
+        return self._transport.piece_bytes(depth)
 
-    def add_shown(self, part: Tensor, start: int, stop: int, divisor: int) -> None:
-        self._call.sent_bytes += part.nbytes * (self._via.world_size - 1)
-        self._via.add_shown(part, start, stop, divisor)
-        self._call.end_s = time.perf_counter()
+    def scratch(self, count: int, numel: int, dtype: torch.dtype) -> list[Tensor]:
+        return self._transport.scratch(count, numel, dtype)

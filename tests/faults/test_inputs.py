@@ -274,7 +274,7 @@ def test_text_of_an_output_stays_text_on_the_page(tmp_path):
     ]
     source, page = tmp_path / "a.ipynb", tmp_path / "a.html"
     nbformat.write(nbformat.v4.new_notebook(cells=[cell]), source)
-    export_page(source, page, lab=HTML, title=HTML, error=HTML)
+    export_page(source, page, load_lab("all_reduce"), error=HTML)
     scripts = re.findall(r"<script[^>]*>\s*alert", page.read_text())
     assert scripts == []
     assert "&lt;script&gt;alert" in page.read_text()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from labkit.studies.all_reduce.links import BETWEEN, WITHIN
 
 from labkit.lab.pages.cards import machine_card
 from labkit.lab.pages.provenance import provenance
@@ -17,7 +18,6 @@ from labkit.lab.project import checkout
 from labkit.lab.runs.store import Run
 from labkit.studies import load_lab
 from labkit.studies.all_reduce import tables
-from labkit.studies.all_reduce.links import BETWEEN, WITHIN
 from tests.commands import all_runs, labkit
 from tests.faults.check import note
 from tests.hosts.network import HOSTS_FILES, Network, has_netem, why_no_hosts
@@ -63,7 +63,7 @@ def test_the_commands_for_two_machines_as_the_readme_has_them(tmp_path):
     assert all("this job has 4" in reason for reason in gloo.loc[gloo["world_size"] != 4, "reason"])
     frame = run.frame()
     routes = frame[frame["sweep"] == "transports"].dropna(subset="not_measured")
-    assert set(routes["transport"]) == {"shared", "registered"}
+    assert set(routes["transport"]) == {"shared"}
     assert all("the ranks are on several hosts" in reason for reason in routes["not_measured"])
     links = frame[frame["algorithm"].isin([WITHIN, BETWEEN])].groupby("algorithm")["rank"].unique()
     assert {link: sorted(ranks) for link, ranks in links.items()} == {WITHIN: [0, 1], BETWEEN: [0, 2]}

@@ -1,89 +1,160 @@
-"""The index over pages: of which machine they are, which cannot be read, what did not end; and which script may run."""
+"""The index over records: what to do here, what is largest, which labs are of another machine, busy, failed or old."""
 
 import base64
 import hashlib
+import json
 import re
 
 import nbformat
 import pytest
-from jinja2.utils import htmlsafe_json_dumps
 
-from labkit.lab.advise.report import Section
-from labkit.lab.findings import SMALLEST_DIFFERENCE
-from labkit.lab.notebook import PAGE_MIME
-from labkit.lab.pages.export import OTHER_FORMAT, PAGE_FORMAT, export_page, read_page
-from labkit.lab.pages.html import unbroken
-from labkit.lab.pages.report import write_index
+from labkit.lab.answers import TOPICS, Answer
+from labkit.lab.pages.export import export_page
+from labkit.lab.pages.html import split_change, statement, with_nonbreaking_units
+from labkit.lab.pages.index import write_index
+from labkit.lab.pages.record import OTHER_FORMAT, PAGE_MIME, AnswerRecord, LabRecord, RunRecord, read_record
 from labkit.machine import describe_machine
+from labkit.studies import LABS, load_lab
 from tests.lab.fake_study import FAKE
 
-ADVISED = Section("Training on this machine", "measured here", ("model", "measured here"), [("mini", "61 %")])
+MAX_WORDS = 1500
 
 
-def write_page(folder, **changes):
-    """A page of a notebook that left its record."""
+def answer(name="which", *, topic=None, is_expected=False, verdict="yes", headline="Yes: it is.", **changes):
+    about = {"id": name, "text": "Which?", "topic": topic, "is_expected": is_expected}
+    return AnswerRecord(**about, **Answer(verdict, headline, **changes).record())
+
+
+def run_record(*answers, **changes):
     machine = describe_machine()
-    record = {"run": "data/runs/fake/a.jsonl", "identity": machine.identity, "machine": machine.label}
-    record |= {
-        "profile": "smoke",
-        "started": "2030-01-02T00:00:00",
-        "coverage": {"ok": 2, "pending": 5},
-        "duration_s": 1.0,
-    }
-    record |= {"not_measured": [], "figures": {}, "answers": [], "machine_rows": [], "provenance": []}
-    cell = nbformat.v4.new_code_cell("1")
-    cell.outputs = [nbformat.v4.new_output("display_data", data={PAGE_MIME: record | changes, "text/html": ""})]
-    nbformat.write(nbformat.v4.new_notebook(cells=[cell]), folder / "fake.ipynb")
-    export_page(folder / "fake.ipynb", folder / "fake.html", lab="fake", title="Fake")
-    return folder / "fake.html"
+    values = {"run": "a.jsonl", "started": "2030-01-02T00:00:00Z", "duration_s": 1.0, "profile": "smoke"}
+    values |= {"identity": machine.identity, "machine": machine.label, "machine_rows": [], "provenance": []}
+    values |= {"coverage": {"ok": 2, "pending": 5}, "missing": [], "is_busy": False, "python": None}
+    return RunRecord(**(values | {"answers": answers} | changes))
 
 
-def index(folder):
-    """Its text with plain spaces before units."""
-    return write_index([FAKE], folder).read_text().replace("\N{NO-BREAK SPACE}", " ")
+def index(folder, *answers, error=None, **changes):
+    """Its main part, with plain spaces before units."""
+    run = run_record(*answers, **changes)
+    record = LabRecord(lab="fake", title="Fake", error=error, run=None if error else run)
+    (folder / "fake.json").write_text(record.model_dump_json())
+    html = write_index([FAKE], folder).read_text().replace("\N{NO-BREAK SPACE}", " ")
+    return html[html.index("<main") : html.index("</main>")]
+
+
+BETTER = answer(topic="precision", advice="use bf16.", effect=0.5, change="2 times faster")
+
+
+def test_what_is_better_is_recommended_with_its_gain_and_a_link(tmp_path):
+    html = index(tmp_path, BETTER)
+    assert re.search(r'<dt>Precision</dt>\s*<dd>Use bf16\. .*2 times faster · <a href="fake\.html#answer-which">', html)
+    assert "Nothing to change, or not measured: attention," in html
 
 
 @pytest.mark.parametrize("changed", [0, 1, 2], ids=["host", "label", "instructions"])
-def test_whether_a_page_is_of_this_machine_is_judged_where_the_index_is_made(changed, tmp_path):
-    write_page(tmp_path)
-    assert "(elsewhere)" not in index(tmp_path)
-    identity = describe_machine().identity
-    write_page(tmp_path, identity=[*identity[:changed], "another", *identity[changed + 1 :]])
-    assert "(elsewhere)" in index(tmp_path)
+def test_a_record_of_another_machine_recommends_nothing_here(changed, tmp_path):
+    identity = list(describe_machine().identity)
+    identity[changed] = "another"
+    html = index(tmp_path, BETTER, identity=identity)
+    assert "Use bf16" not in html
+    assert 'id="largest"' not in html
+    assert "measured elsewhere" in html
 
 
-def test_points_that_did_not_end_have_a_column(tmp_path):
-    write_page(tmp_path)
-    html = index(tmp_path)
-    assert ">pending</th>" in html
-    assert '<td data-sort="5">5</td>' in html
+def test_a_busy_machine_holds_its_recommendations_and_findings_back(tmp_path):
+    html = index(tmp_path, BETTER, is_busy=True)
+    assert "This machine was busy" in html
+    assert "Use bf16" not in html
+    assert 'id="largest"' not in html
 
 
-@pytest.mark.parametrize("version", [None, PAGE_FORMAT - 1, PAGE_FORMAT + 1, [], "1"])
-def test_a_page_of_another_format_is_listed_and_ends_nothing(version, tmp_path):
+def test_a_topic_has_one_recommendation_that_of_the_largest_change(tmp_path):
+    keep = answer("keep", topic="precision", verdict="no", advice="keep float32.", effect=9.0, change="9 times as long")
+    small = answer("small", topic="precision", advice="use fp16.", effect=0.9, change="10% less time")
+    html = index(tmp_path, keep, small, BETTER)
+    assert "Use bf16" in html
+    assert "Use fp16" not in html
+    assert "Keep float32" not in html
+    assert "Keep float32" in index(tmp_path, keep)
+
+
+@pytest.mark.parametrize(("verdict", "is_better"), [("yes", True), ("no", False)])
+def test_the_joined_configuration_comes_first_and_nothing_contradicts_it(verdict, is_better, tmp_path):
+    gain = answer("gain", verdict=verdict, headline="So: together.", effect=0.6, change="40% less time")
+    html = index(tmp_path, gain, BETTER, python="import torch")
+    assert ("import torch" in html) is is_better
+    assert ("Use bf16" in html) is is_better
+    assert html.index("So: together.") < html.index('id="labs"')
+
+
+def test_the_largest_findings_come_by_size_and_what_everybody_expects_is_not_among_them(tmp_path):
+    sizes = {"least": 0.95, "slower": 4.0, "faster": 0.3}
+    answers = [answer(name, headline=f"No: {name}.", effect=size, change="1% less") for name, size in sizes.items()]
+    answers.append(answer("memory", headline="No: memory.", effect=0.01, change="1% of it", is_expected=True))
+    answers.append(answer("counted", headline="Counted.", verdict="counted"))
+    largest = index(tmp_path, *answers).split('id="largest"')[1].split("</section>")[0]
+    assert re.findall(r"</span> (\w+)\.", largest) == ["Slower", "Faster", "Least"]
+
+
+def test_a_failed_lab_a_failed_point_and_another_format_are_named_and_end_nothing(tmp_path):
+    assert "failed:</a> it broke" in index(tmp_path, error="it broke").replace("</a> failed:", "failed:</a>")
+    failed = [{"status": "failed", "reason": "no room", "count": 2}]
+    assert "2 points failed: no room" in index(tmp_path, missing=failed)
+    record = json.loads((tmp_path / "fake.json").read_text())
+    for text in (json.dumps(record | {"format_version": 5}), json.dumps([]), json.dumps({"lab": "fake"}), "{", ""):
+        (tmp_path / "fake.json").write_text(text)
+        assert f'<a href="fake.html">Fake</a>: {OTHER_FORMAT}' in write_index([FAKE], tmp_path).read_text()
+
+
+def test_while_a_report_is_under_way_the_index_says_what_is_to_come(tmp_path):
+    assert "Still being measured" in write_index([FAKE], tmp_path, to_come=[FAKE]).read_text()
+    assert "Still being measured" not in index(tmp_path)
+
+
+def test_the_index_of_all_labs_stays_short(tmp_path):
+    """Five answers per lab of fifteen words each, and advice on every topic."""
+    headline, advice = "Yes: " + "word " * 14 + "end.", "word " * 12 + "end."
+    for lab, topic in zip(LABS[:11], TOPICS, strict=False):
+        same = {"headline": headline, "effect": 0.5, "change": "2 times faster"}
+        answers = [answer(f"q{number}", **same) for number in range(4)]
+        answers.append(
+            answer("gain", topic=topic, headline=headline, advice=advice, effect=0.4, change="60% less time")
+        )
+        run = run_record(*answers, python="word\n" * 40 if lab == LABS[0] else None)
+        (tmp_path / f"{lab}.json").write_text(LabRecord(lab=lab, title=lab, run=run).model_dump_json())
+    html = write_index([load_lab(lab) for lab in LABS], tmp_path).read_text()
+    text = re.sub(r"<(style|script)>.*?</\1>|<[^>]*>", " ", html, flags=re.DOTALL)
+    assert len(text.split()) <= MAX_WORDS
+
+
+def write_page(folder, *, lab_error=None, **changes):
+    """A page of a notebook that left its record."""
+    cell = nbformat.v4.new_code_cell("1")
+    data = {PAGE_MIME: run_record(BETTER, **changes).model_dump(mode="json"), "text/html": ""}
+    cell.outputs = [nbformat.v4.new_output("display_data", data=data)]
+    nbformat.write(nbformat.v4.new_notebook(cells=[cell]), folder / "fake.ipynb")
+    export_page(folder / "fake.ipynb", folder / "fake.html", FAKE, error=lab_error)
+    return folder / "fake.html"
+
+
+def test_a_page_is_written_with_its_record_and_both_whole_or_not_at_all(tmp_path, monkeypatch):
     page = write_page(tmp_path)
-    written = f'"format_version": {PAGE_FORMAT}'
-    assert written in page.read_text()
-    page.write_text(page.read_text().replace(written, f'"format_version": {htmlsafe_json_dumps(version)}'))
-    assert f'<a href="fake.html">Fake</a>: {OTHER_FORMAT}' in index(tmp_path)
+    assert read_record(tmp_path / "fake.json").run.answers == [BETTER]
+    before = page.read_bytes(), sorted(tmp_path.iterdir())
 
+    def fill(path, data):
+        path.open("wb").write(data[:10])
+        raise OSError(28, "No space left on device", str(path))
 
-@pytest.mark.parametrize("record", [{}, {"run": 5}, [], "text"])
-def test_a_record_without_what_an_index_needs_is_of_another_format(record, tmp_path):
-    about = {"format_version": PAGE_FORMAT, "lab": "fake", "title": "Fake", "error": None, "record": record}
-    page = tmp_path / "fake.html"
-    page.write_text(f'<script type="application/json" id="labkit-record">{htmlsafe_json_dumps(about)}</script>')
-    assert read_page(page)["error"] == OTHER_FORMAT
-    assert OTHER_FORMAT in index(tmp_path)
-
-
-def test_a_number_stays_on_one_line_with_its_unit_and_nothing_but_text_is_changed():
-    text = '<p title="3 %">9{0}ms, [1, 2]{0}%</p><script>"3 s"</script><svg><text>5 s</text></svg><td>7 steps</td>'
-    assert unbroken(text.format(" ")) == text.format("\N{NO-BREAK SPACE}")
+    monkeypatch.setattr("pathlib.Path.write_bytes", fill)
+    with pytest.raises(OSError, match="No space left"):
+        write_page(tmp_path, profile="quick")
+    assert (page.read_bytes(), sorted(tmp_path.iterdir())) == before
 
 
 def test_the_policy_of_pages_allows_their_own_script_by_its_hash_and_no_other(tmp_path):
-    for html in (write_page(tmp_path).read_text(), index(tmp_path)):
+    pages = [write_page(tmp_path), write_index([FAKE], tmp_path)]
+    for html in (page.read_text() for page in pages):
         (policy,) = re.findall(r'content="(default-src[^"]*)"', html)
         (script,) = re.findall(r"<script>(.*?)</script>", html, re.DOTALL)
         digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -91,29 +162,24 @@ def test_the_policy_of_pages_allows_their_own_script_by_its_hash_and_no_other(tm
         assert "base-uri 'none'; form-action 'none'" in policy
 
 
-def test_the_index_says_what_this_machine_should_use_and_what_that_gains_by_model(tmp_path, monkeypatch):
-    monkeypatch.setattr("labkit.lab.pages.report.by_size", lambda: ("Change 1.", ADVISED))
-    write_page(tmp_path, identity=["elsewhere", "", ""])
-    assert 'id="joined"' not in index(tmp_path)
-    write_page(tmp_path)
-    assert re.search(r'id="joined".*Change 1\..*<td class="text">mini</td>.*61 %', index(tmp_path), re.DOTALL)
+def test_a_number_stays_on_one_line_with_its_unit_and_nothing_but_text_is_changed():
+    text = '<p title="3 s">9{0}ms, [1, 2]{0}s</p><script>"3 s"</script><svg><text>5 s</text></svg><td>7 steps</td>'
+    assert with_nonbreaking_units(text.format(" ")) == text.format("\N{NO-BREAK SPACE}")
 
 
-def test_the_index_names_labs_of_a_busy_machine_and_the_smallest_difference(tmp_path):
-    question = {"id": SMALLEST_DIFFERENCE, "text": "?", "topic": None}
-    answer = {"question": question, "verdict": "measured", "headline": "4 % between products.", "effects": []}
-    answer |= {"claims": [], "advice": None, "caveat": None, "why": None, "significant": False, "lead": None}
-    answer |= {"also": None, "where": None}
-    write_page(tmp_path, answers=[answer], busy=2)
-    html = index(tmp_path)
-    assert '<a href="fake.html#answer-smallest_difference">4 % between products.</a>' in html
-    assert "busy or slow during points of Fake" in html
-    write_page(tmp_path)
-    assert "busy or slow" not in index(tmp_path)
+@pytest.mark.parametrize(
+    ("headline", "said"),
+    [
+        ("Yes: it is.", "It is."),
+        ("Yes, from 1 MiB up: it is.", "From 1 MiB up: it is."),
+        ("Nothing is.", "Nothing is."),
+    ],
+)
+def test_a_headline_next_to_its_verdict_does_not_repeat_it(headline, said):
+    assert statement(headline) == said
 
 
-def test_while_a_report_is_under_way_the_index_says_what_is_to_come(tmp_path):
-    write_page(tmp_path)
-    coming = "Still being measured"
-    assert coming in write_index([FAKE], tmp_path, to_come=[FAKE]).read_text()
-    assert coming not in index(tmp_path)
+def test_the_amount_of_a_change_is_large():
+    assert split_change("1.4 to 2.1 times faster") == ("1.4 to 2.1", "times faster")
+    assert split_change("15 to 23% less time") == ("15 to 23%", "less time")
+    assert split_change("less time") == ("", "less time")

@@ -6,12 +6,12 @@ import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
 from labkit.lab.pages.cards import PIECE_MIME
-from labkit.lab.pages.source import shown_source
+from labkit.lab.pages.source import render_source
 from labkit.parallel.collectives import ALGORITHMS, ring_all_reduce
 
 
 def test_a_functions_source_is_shown_with_its_docstring_folded_on_a_page():
-    shown = shown_source(ring_all_reduce)
+    shown = render_source(ring_all_reduce)
     page = shown._repr_mimebundle_()[PIECE_MIME]["html"]
     for html in (page, shown.data):
         assert "<code>ring_all_reduce</code> (collectives.py, line " in html
@@ -27,19 +27,19 @@ def test_what_wraps_a_function_shows_the_function_and_markup_in_it_is_text():
     def mine(tensor):
         return "</code><script>"
 
-    assert "&lt;script&gt;" in shown_source(partial(mine, 1)).data
-    assert repr(shown_source(ALGORITHMS["ring"].run)) == repr(shown_source(ring_all_reduce))
+    assert "&lt;script&gt;" in render_source(partial(mine, 1)).data
+    assert repr(render_source(ALGORITHMS["ring"].run)) == repr(render_source(ring_all_reduce))
 
 
 def test_a_class_that_a_cell_defines_is_shown():
     shell = InteractiveShell()
     mine = "@dataclass\nclass Mine:\n    def forward(self):\n        return 1"
     shell.run_cell(f"from dataclasses import dataclass\nclass Other:\n    pass\n\n{mine}")
-    shown = shown_source(shell.user_ns["Mine"])
+    shown = render_source(shell.user_ns["Mine"])
     assert repr(shown) == mine
     assert "this notebook" in shown.data
 
 
 def test_what_has_no_source_is_refused():
     with pytest.raises(ValueError, match="expected a function or class written in Python"):
-        shown_source(len)
+        render_source(len)

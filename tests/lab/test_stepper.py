@@ -44,6 +44,6 @@ def test_it_is_used_by_keyboard_alone(is_page, tmp_path):
             page.keyboard.press("ArrowRight")
             assert f"Step {step} of 4" in status.inner_text()
             assert arrows.count() == 4
-        assert "100 % of the result" in status.inner_text()
+        assert "100% of the result" in status.inner_text()
         assert page.evaluate("document.documentElement.scrollWidth") <= 380
     assert errors == []

@@ -3,15 +3,9 @@
 from tests.mutations.mistake import mistakes
 
 BATCHNORM = ("tests/parallel/test_sync_batchnorm.py", "-k", "whole_batch or options or differences")
-BOARDS = ("tests/parallel/test_boards.py",)
 CONTRACT = ("tests/parallel/test_data_parallel.py",)
-EXACT = ("tests/parallel/test_collectives.py", "-k", "whole_numbers")
-LAYOUTS = ("tests/parallel/test_collectives.py", "-k", "layout or overflow")
-PHASES = ("tests/parallel/test_phases.py",)
 SHARDED = ("tests/parallel/test_sharded_optimizer.py",)
 FSDP = ("tests/parallel/test_fsdp.py",)
-SHARED_MEMORY = ("tests/parallel/test_shared_transport.py",)
-SWAPS = ("tests/parallel/test_swaps.py",)
 TRAINING = ("tests/parallel/test_data_parallel.py", "-k", "five_steps")
 
 MISTAKES = [
@@ -19,33 +13,6 @@ MISTAKES = [
         "lab/runs/store.py",
         ("tests/lab/test_measure.py", "-k", "count_twice"),
         rows_of_a_broken_attempt_count=('rows.pop(record["point"], None)', "pass"),
-    ),
-    *mistakes(
-        "parallel/phases.py",
-        EXACT,
-        ring_never_divides=("(divisor, end) if divisor and s == p - 2", "(1, end) if divisor and s == p - 2"),
-        butterfly_sends_the_wrong_chunk=(
-            "steps.append(Step(pieces[target][i], target,",
-            "steps.append(Step(pieces[source][i], target,",
-        ),
-        a_folded_rank_is_not_added=("inward=True, add=True)", "inward=True, add=False)"),
-        the_wrong_half_is_kept=("kept = k & -distance  #", "kept = ~k & -distance  #"),
-    ),
-    *mistakes(
-        "parallel/phases.py",
-        PHASES,
-        a_shard_that_goes_elsewhere_misses_ranks=("if into is None or source == first else (into, None)", ""),
-    ),
-    *mistakes(
-        "parallel/collectives.py",
-        EXACT,
-        doubling_divides_a_round_early=("is_last = 2 * distance == len(ranks)", "is_last = 4 * distance == len(ranks)"),
-    ),
-    *mistakes(
-        "parallel/reduction.py",
-        LAYOUTS,
-        float16_divides_last=("tensor.dtype == torch.float16:", "tensor.dtype == torch.bfloat16:"),
-        a_copy_is_not_copied_back=("if kind is None and", "if kind is not None and"),
     ),
     *mistakes(
         "parallel/data_parallel/during_backward.py",
@@ -105,76 +72,9 @@ MISTAKES = [
         ranks_weigh_alike=("mean = (count * means).sum(0) / total", "mean = means.mean(0)"),
     ),
     *mistakes(
-        "parallel/transport/contract.py",
-        EXACT,
-        one_shot_leaves_out_a_rank=("for other in others:", "for other in others[1:]:"),
-    ),
-    *mistakes(
-        "parallel/transport/process_group.py",
-        EXACT,
-        a_slot_is_written_before_it_was_added=("if number >= depth:", "if number > depth:"),
-        the_last_messages_are_not_waited_for=("for started in in_flight:", "for started in list(in_flight)[:-1]:"),
-    ),
-    *mistakes(
-        "parallel/transport/messages.py",
-        SHARED_MEMORY,
-        notes_are_written_before_they_were_read=(
-            "oldest = self._sent[target] - NOTES  #",
-            "oldest = self._sent[target] - 2 * NOTES  #",
-        ),
-        slots_are_written_before_they_were_read=(
-            "                if not self._is_taken(target, number, wait=wait):\n                    return None",
-            "                self._is_taken(target, number, wait=False)",
-        ),
-        what_was_sent_by_reference_is_not_waited_for=("while self._referenced:", "while False:"),
-    ),
-    *mistakes(
-        "parallel/transport/swaps.py",
-        SWAPS,
-        one_slot_serves_all_swaps=("self._turns[other] = 1 - turn", "self._turns[other] = turn"),
-        a_swap_is_read_at_once=("while take():", "while False:"),
-    ),
-    *mistakes(
-        "parallel/transport/boards.py",
-        BOARDS,
-        one_board_serves_all_shows=("dtype = number & 1,", "dtype = number & 0,"),
-        the_last_rank_is_not_awaited=("if arrived == self._world_size:", "if arrived >= self._world_size - 1:"),
-    ),
-    *mistakes(
-        "parallel/core/core.cpp",
-        SWAPS,
-        one_compiled_slot_serves_all_swaps=("turns[other] = 1 - turn;", "turns[other] = turn;"),
-    ),
-    *mistakes(
-        "parallel/core/core.cpp",
-        SHARED_MEMORY,
-        compiled_notes_are_written_before_they_were_read=(
-            "sent[move.target] - notes}",
-            "sent[move.target] - 2 * notes}",
-        ),
-    ),
-    *mistakes(
-        "parallel/core/core.cpp",
-        BOARDS,
-        one_compiled_board_serves_all_shows=(
-            "(number & 1) * (LINE + most_shown)",
-            "(number & 0) * (LINE + most_shown)",
-        ),
-    ),
-    *mistakes(
-        "parallel/core/core.cpp",
-        EXACT,
-        a_compiled_mean_of_boards_is_a_sum=("other == p - 1 ? divisor : 1", "1"),
-    ),
-    *mistakes(
         "parallel/data_parallel/averaging.py",
         CONTRACT,
         gradients_by_torch_are_sums=("vector.div_(dist.get_world_size(self.group))", "pass"),
-    ),
-    *mistakes(
-        "parallel/channel.py",
-        CONTRACT,
-        the_thread_is_not_waited_for=("        self._is_done.wait()\n", ""),
     ),
     *mistakes(
         "parallel/data_parallel/replicas.py",

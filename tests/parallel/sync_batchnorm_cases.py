@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from labkit.parallel.sync_batchnorm import SyncBatchNorm
-from labkit.parallel.transport.process_group import StreamTransport
-from labkit.parallel.transport.shared import SharedTransport
+from labkit.parallel.transport.point_to_point import StreamTransport
+from labkit.parallel.transport.shared_memory import SharedTransport
 
 STEPS = 2
 

@@ -27,8 +27,8 @@ from labkit.parallel.launch import run_ranks
 from labkit.parallel.sharding import FSDP, ReduceScatterDDP, ShardedOptimizer, building
 from labkit.parallel.sharding.unit import Unit
 from labkit.parallel.sharding.units import find_units, slots_by_unit
-from labkit.parallel.transport.contract import Step
-from labkit.parallel.transport.process_group import StreamTransport
+from labkit.parallel.transport.base import Step
+from labkit.parallel.transport.point_to_point import StreamTransport
 from tests.cases import thinned
 from tests.parallel import data_parallel_cases
 from tests.parallel.data_parallel_cases import WIDTH, Tied, TwoHeads, plain

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn, optim
 
-from labkit.parallel.channel import Channel
+from labkit.parallel.background_comm import Channel
 from labkit.parallel.collectives import all_gather, all_reduce, reduce_scatter
 from labkit.parallel.data_parallel import FlatDDP
 from labkit.parallel.launch import run_ranks

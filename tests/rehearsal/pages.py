@@ -13,7 +13,7 @@ import matplotlib.pyplot as plt
 from labkit.lab import figures, notebook
 from labkit.lab.figures.style import Plot
 from labkit.lab.own import Own, check_own
-from labkit.lab.pages.cards import Shown
+from labkit.lab.pages.cards import Piece
 from labkit.lab.project import notebook_path, recorded_directory
 from labkit.lab.runs.store import Record, Run
 from labkit.lab.study import Study
@@ -30,10 +30,10 @@ class LabOnRun(notebook.Lab):
         check_own(self.study, Own(alternatives or {}, models or {}))
         return self.run.frame()
 
-    def _figure(self, plot: Plot, name: str, caption: str = "", title: str | None = None) -> Shown:
+    def _figure(self, plot: Plot, name: str, caption: str = "", title: str | None = None) -> Piece:
         plot.csv()
         plt.close(plot.figure)
-        return Shown("", name)
+        return Piece("", name)
 
 
 class FiguresOnce:

@@ -4,8 +4,13 @@ import numpy as np
 import pandas as pd
 
 from labkit.lab.project import recorded_directory
-from labkit.lab.runs.comparison import LIMITS, NOTES, REPEATS, ROW_SETTINGS
 from labkit.lab.runs.store import Run
+
+LIMITS = ("timeout_s",)
+"""A field in seconds that was not measured."""
+ROW_SETTINGS = ("n_bytes", "bucket_mb", "of_bucket_mb", "segment", "seed", "epoch")
+"""Numbers recorded with a row that say what it is; all other numbers were measured."""
+NOTES = ("is_freak", "check", "tensor_dtype", "readers", "line", "trace", "shape", "float32_matmul_precision")
 
 
 def newest_recorded(lab):
@@ -21,7 +26,7 @@ def timed_columns(frame):
 def rows_with_samples(frame):
     """A number for each thing that has samples of its own: what one point measured, whichever rank and repeat."""
     texts = [name for name in frame if frame[name].map(lambda value: isinstance(value, str)).any()]
-    settings = sorted({*texts, *(name for name in (*ROW_SETTINGS, *REPEATS) if name in frame)} - set(NOTES))
+    settings = sorted({*texts, *(name for name in ROW_SETTINGS if name in frame)} - set(NOTES))
     about = frame[settings].astype(object).where(frame[settings].notna(), "").astype(str)
     return about.agg("|".join, axis=1).factorize()[0]
 

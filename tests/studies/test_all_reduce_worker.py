@@ -9,6 +9,8 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.distributed as dist
+from labkit.studies.all_reduce.study import STUDY, AllReduceConfig
+from labkit.studies.all_reduce.transports import ROUTES, alternative
 
 from labkit.lab import figures
 from labkit.lab.config import ParameterError
@@ -17,12 +19,10 @@ from labkit.lab.runs.measure import measure
 from labkit.machine import describe_machine
 from labkit.parallel.collectives import ALGORITHMS
 from labkit.parallel.launch import Row, launch
-from labkit.parallel.transport.semaphores import Semaphores
-from labkit.parallel.transport.shared import SharedTransport
-from labkit.studies import load_lab
+from labkit.parallel.transport import build
+from labkit.parallel.transport.base import SharedMemoryUnavailable
+from labkit.parallel.transport.shared_memory import SharedTransport
 from labkit.studies.all_reduce import phases, tables, transports
-from labkit.studies.all_reduce.study import STUDY, AllReduceConfig
-from labkit.studies.all_reduce.transports import ROUTES, alternative
 from labkit.studies.all_reduce.worker import AllReducePoint, measure_point
 from tests.lab.fake_study import FAKE
 
@@ -194,47 +194,24 @@ def _measure_with_broken_shared_memory(point):
 def test_a_transport_that_loses_messages_gets_no_time_and_the_others_do():
     rows = _rows(_measure_with_broken_shared_memory, TRANSPORTS)
     wrong = [row for row in rows if "seconds" not in row]
-    assert {row["transport"] for row in wrong} == {"shared", "registered"}
+    assert {row["transport"] for row in wrong} == {"shared"}
     assert all("wrong: rank 0, element 0: expected" in row["check"] for row in wrong)
     assert {row["transport"] for row in rows if row not in wrong} == {"torch", "messages", "floor"}
 
 
 def _measure_without_shared_memory(point):
-    Semaphores.unavailable = staticmethod(lambda: "none here")
+    def refuse(patience_s):
+        raise SharedMemoryUnavailable("none here")
+
+    build.load = refuse
     yield from measure_point(point)
 
 
 def test_where_memory_cannot_be_shared_the_rows_say_why():
     rows = _rows(_measure_without_shared_memory, TRANSPORTS)
     refused = [row for row in rows if "seconds" not in row]
-    assert {row["transport"] for row in refused} == {"shared", "registered"}
+    assert {row["transport"] for row in refused} == {"shared"}
     assert all("none here" in row["not_measured"] for row in refused)
-
-
-def _look_at_what_is_prepared(point):
-    """For whose turn comes: which of the calls find fresh values in their tensor."""
-    told = {}
-
-    def look(rows, actions, *, prepare, **_):
-        for name in reversed(actions):
-            tensors = {other: action.args[0] for other, action in actions.items()}
-            for tensor in tensors.values():
-                tensor.zero_()
-            prepare(name)
-            told[name] = [other for other, tensor in tensors.items() if tensor.any()]
-        return rows.values()
-
-    transports.timed_rows = look
-    yield from measure_point(point)
-    yield {"told": told}
-
-
-def test_fresh_values_lie_where_the_alternative_whose_turn_it_is_takes_them():
-    told = _rows(_look_at_what_is_prepared, TRANSPORTS)[-1]["told"]
-    assert told.keys() == set(TRANSPORTS.algorithms)
-    for name, fresh in told.items():
-        registered = name.endswith("over registered")
-        assert set(fresh) == {other for other in told if other.endswith("over registered") == registered}
 
 
 def test_a_readers_own_algorithm_is_carried_to_the_ranks_gated_timed_and_named(tmp_path):

@@ -28,7 +28,8 @@ from labkit.nn.workloads import RESNET50_PARAMETERS, workload_named
 from labkit.parallel.data_parallel import BucketedDDP, NaiveDDP
 from labkit.parallel.data_parallel.implementations import IMPLEMENTATIONS, OVER_SHARED_MEMORY
 from labkit.parallel.launch import PointEnd, Row, launch
-from labkit.parallel.transport.semaphores import Semaphores
+from labkit.parallel.transport import build
+from labkit.parallel.transport.base import SharedMemoryUnavailable
 from labkit.studies.data_parallel import alternatives, tables, timeline, worker
 from labkit.studies.data_parallel import study as study_module
 from labkit.studies.data_parallel.worker import LOCAL, DataParallelPoint, measure_point
@@ -429,7 +430,10 @@ def test_names_of_alternatives(text, name, size):
 
 
 def _measure_without_shared_memory(point):
-    Semaphores.unavailable = staticmethod(lambda: "none here")
+    def refuse(patience_s):
+        raise SharedMemoryUnavailable("none here")
+
+    build.load = refuse
     yield from measure_point(point)
 
 

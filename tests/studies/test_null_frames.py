@@ -7,9 +7,9 @@ claim: of many such runs at most 5 % may hold one, for each question.
 import numpy as np
 import pandas as pd
 import pytest
+from labkit.studies.kernels.worker import INFERENCE
 
 from labkit.studies import LABS, load_lab
-from labkit.studies.kernels.worker import INFERENCE
 from labkit.studies.sharding.worker import GATHER
 from tests.studies.noisy_runs import newest_recorded, rows_with_samples, timed_columns, with_noise
 

@@ -8,21 +8,19 @@ from typing import Any
 from markupsafe import Markup
 
 from labkit.lab.advise.report import Report, Section, Step
-from labkit.lab.pages.html import piece, render, script, style_sheet
+from labkit.lab.pages.html import piece, render
+from labkit.lab.project import write_file
 
 
 def write_page(report: Report, command: str, page: Path) -> None:
     """Write the page, with all rows of every table and the steps as figures."""
     html = render(
         "advice_page.html.j2",
-        style=style_sheet(),
-        script=script(),
         command=command,
         report=report,
         sections=[table(section) for section in report.sections],
     )
-    page.parent.mkdir(parents=True, exist_ok=True)
-    page.write_text(html, encoding="utf-8")
+    write_file(page, html)
 
 
 def _figure(steps: Sequence[Step]) -> str:
@@ -34,7 +32,7 @@ def _figure(steps: Sequence[Step]) -> str:
     alt = "The parts of a step in seconds."
     image = piece("drawing", svg=svg, places=places, inches=plot.figure.get_figwidth(), alt=alt, kind="plain")
     csv = base64.b64encode(plot.csv().encode()).decode()
-    return piece("figure", images=Markup(image), drawn="", csv=csv, file="steps", has_switch=False)
+    return piece("figure", images=Markup(image), caption="", csv=csv, file="steps", has_switch=False)
 
 
 def table(section: Section) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from labkit.lab.declaration import Lab
 from labkit.lab.project import notebooks_directory, project_root
 from labkit.lab.units import format_bytes
 from labkit.machine import Machine, available_memory_bytes, describe_machine
+from labkit.parallel.transport.build import prepare
 
 
 def machine_rows() -> list[tuple[str, str]]:
@@ -32,12 +33,19 @@ def machine_rows() -> list[tuple[str, str]]:
             "; ".join(gpus + links) or f"{_no_gpu(machine)}: labs run on the CPU, points that need a GPU are skipped",
         ),
         ("backends", ", ".join(backends)),
+        ("shared memory", shared_memory_status()),
         ("system", f"{machine.system}, Python {machine.python}"),
         ("versions", versions),
         ("source", str(machine.source)),
         ("notebooks", str(notebooks_directory())),
         ("results", f"below {project_root()}"),
     ]
+
+
+def shared_memory_status() -> str:
+    """Whether ranks of this machine can share memory, and why not; compiles what is needed at its first call."""
+    status = prepare()
+    return status if status == "compiled" else f"{status}: CPU ranks send point to point, which takes longer"
 
 
 def _no_gpu(machine: Machine) -> str:

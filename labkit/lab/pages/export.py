@@ -1,38 +1,27 @@
-"""An executed notebook as one HTML file that opens anywhere, offline, and makes no request.
+"""An executed notebook as one HTML file that opens anywhere, offline, and makes no request; its record next to it.
 
-The page has its own template and style sheet; formulas become MathML, images are embedded, and without its script
-only the sorting of tables is missing. It carries its record (answers, coverage, provenance) as JSON, so that an index
-can be made of nothing but pages.
+The page has its own template and style sheet. Formulas become MathML, images are embedded, and only sorting, hovering
+and switches need its script.
 """
 
-import json
 import re
 from pathlib import Path
 from typing import Any
 
 import nbformat
 from jinja2 import pass_context
-from jinja2.utils import htmlsafe_json_dumps
 from latex2mathml.converter import convert as latex_to_mathml
 from nbconvert import HTMLExporter
 from nbconvert.filters.markdown_mistune import IPythonRenderer, MarkdownWithMath
 
-from labkit.lab.notebook import PAGE_MIME
-from labkit.lab.pages.cards import PIECE_MIME, TOLD_AT_THE_TOP, machine_line
-from labkit.lab.pages.html import TEMPLATES, code_style, render, script, style_sheet, unbroken
-from labkit.lab.pages.importance import by_importance
-
-PAGE_FORMAT = 5
-"""Of the record in a page: raised whenever what an index reads from it changes its name or meaning."""
-OTHER_FORMAT = "the page is older or newer than this labkit: draw it again"
-RECORD_KEYS = (
-    *("run", "started", "duration_s", "profile", "identity", "machine"),
-    *("coverage", "not_measured", "figures", "answers"),
-)
+from labkit.lab.declaration import Lab
+from labkit.lab.pages.cards import PIECE_MIME, SUMMARY_FACTS, machine_summary
+from labkit.lab.pages.html import TEMPLATES, code_style, render, script, style_sheet, with_nonbreaking_units
+from labkit.lab.pages.provenance import RULE
+from labkit.lab.pages.record import PAGE_MIME, LabRecord, read_notebook_record
+from labkit.lab.project import write_file
 
 _HEADING = re.compile(r'(?<!<section class="prose code">)<h2 id="([^"]*)">(.*?)</h2>', re.DOTALL)
-_CONTENTS = "<!-- contents -->"
-_RECORD = re.compile(r'<script [^>]*id="labkit-record"[^>]*>(.*?)</script>', re.DOTALL)
 
 
 class _Renderer(IPythonRenderer):
@@ -65,89 +54,53 @@ class PageExporter(HTMLExporter):
         return MarkdownWithMath(renderer=renderer).render(source)
 
 
-def export_page(notebook: Path, page: Path, *, lab: str, title: str, error: str | None = None) -> None:
-    """Write the HTML page of an executed notebook; `error` is why it did not run to its end."""
-    record = page_record(notebook)
-    rows = record["machine_rows"] if record else []
-    machine = machine_line(dict(rows))
-    rest = [[name, value] for name, value in rows if name not in TOLD_AT_THE_TOP]
-    about = {
-        "title": title,
+def export_page(notebook: Path, page: Path, lab: Lab, *, error: str | None = None) -> LabRecord:
+    """Write the page of an executed notebook, and its record as JSON; `error` is why it did not run to its end."""
+    run = read_notebook_record(notebook)
+    record = LabRecord(lab=lab.name, title=lab.title, error=error, run=run)
+    rows = dict(run.machine_rows if run else ())
+    document = nbformat.read(notebook, as_version=4)
+    _hide_empty_sections(document.cells)
+    parts = {
+        "title": lab.title,
         "head": render("head.html.j2"),
         "style": style_sheet(),
         "code_style": code_style(),
         "script": script(),
-        "summary": render(
-            "page_summary.html.j2",
+        "summary": render("page_summary.html.j2", record=record, rule=RULE, machine=machine_summary(rows)),
+        "footer": render(
+            "page_footer.html.j2",
             record=record,
-            machine=machine,
-            answers=by_importance(record["answers"]) if record else [],
-            error=error,
-        ),
-        "footer": render("page_footer.html.j2", record=record, rest=rest, error=error),
-        "record": htmlsafe_json_dumps(
-            {"format_version": PAGE_FORMAT, "lab": lab, "title": title, "error": error, "record": record}
+            rest=[(name, value) for name, value in rows.items() if name not in SUMMARY_FACTS],
         ),
         "hidden_mime": PAGE_MIME,
         "piece_mime": PIECE_MIME,
     }
-    document = nbformat.read(notebook, as_version=4)
-    _mark_silent(document.cells)
-    body, _ = PageExporter().from_notebook_node(document, resources={"labkit": about})
-    body = body.replace("<pre>", '<pre tabindex="0">')  # whoever has no mouse scrolls by keys
+    body, _ = PageExporter().from_notebook_node(document, resources={"labkit": parts})
+    body = body.replace("<pre>", '<pre tabindex="0">')  # readers without a mouse scroll by keys
     entries = [{"anchor": anchor, "html": text} for anchor, text in _HEADING.findall(body)]
-    page.parent.mkdir(parents=True, exist_ok=True)
-    body = body.replace(_CONTENTS, render("page_contents.html.j2", entries=entries), 1)
-    page.write_text(unbroken(body), encoding="utf-8")
+    body = body.replace("<!-- contents -->", render("page_contents.html.j2", entries=entries), 1)
+    write_file(page, with_nonbreaking_units(body))
+    write_file(page.with_suffix(".json"), record.model_dump_json(indent=1))
+    return record
 
 
-def _mark_silent(cells: list[Any]) -> None:
-    """Headings of sections that say nothing on a page: they appear with the code."""
+def _hide_empty_sections(cells: list[Any]) -> None:
+    """Mark headings of sections that are empty on a page: they appear with the code."""
     heading = None
     for cell in cells:
         if cell.cell_type == "markdown":
             heading = cell if re.fullmatch(r"#+ .*", cell.source.strip()) else None
             if heading is not None:
                 cell.metadata["labkit_silent"] = True
-        elif heading is not None and any(map(_is_seen, cell.get("outputs", []))):
+        elif heading is not None and any(map(_is_visible, cell.get("outputs", []))):
             heading.metadata["labkit_silent"] = False
 
 
-def _is_seen(output: Any) -> bool:
-    """Whether a page shows anything of an output."""
+def _is_visible(output: Any) -> bool:
+    """Whether a page displays anything of an output."""
     data = output.get("data", {})
     return PAGE_MIME not in data and data.get(PIECE_MIME, {"html": "other"})["html"] != ""
-
-
-def page_record(notebook: Path) -> dict[str, Any] | None:
-    """What the notebook left for the index page when it closed its lab; None if it did not get there."""
-    for cell in reversed(nbformat.read(notebook, as_version=4).cells):
-        for output in cell.get("outputs", []):
-            record = output.get("data", {}).get(PAGE_MIME)
-            if record is not None:
-                return dict(record)
-    return None
-
-
-def read_page(page: Path) -> dict[str, Any] | None:
-    """What a page says of itself: `lab`, `title`, `error` and `record`; None for a file that is no page of a lab.
-
-    A page of another format has no record that could be read: it is None, and the error is `OTHER_FORMAT`.
-    """
-    match = _RECORD.search(page.read_text(encoding="utf-8", errors="replace"))
-    if match is None:
-        return None
-    try:
-        found = json.loads(match.group(1))
-    except ValueError:
-        return None
-    if not isinstance(found, dict) or not {"lab", "title", "error", "record"} <= set(found):
-        return None
-    record = found["record"]
-    is_whole = isinstance(record, dict) and record.keys() >= set(RECORD_KEYS) and isinstance(record["run"], str)
-    if found.get("format_version") != PAGE_FORMAT or not (record is None or is_whole):
-        return found | {"error": OTHER_FORMAT, "record": None}
-    return dict(found)
 
 
 def _anchor(heading: str) -> str:

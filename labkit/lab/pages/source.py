@@ -13,41 +13,39 @@ from pygments.formatters import HtmlFormatter
 from pygments.lexers import PythonLexer
 
 from labkit.lab.config import ParameterError
-from labkit.lab.pages.cards import PIECE_MIME, Shown
+from labkit.lab.pages.cards import PIECE_MIME, Piece
 from labkit.lab.pages.html import code_style, piece
 
-SCOPE = ".labkit-source"  # the class of the piece, in which a notebook's own code does not stand
+SCOPE = ".labkit-source"  # the class of the piece, which holds no code of a notebook
 
 
-def shown_source(studied: Any) -> Shown:
-    """Source and docstring of a function, method, class or module; of a `partial` or a wrapper, of what is inside.
+def render_source(studied: Any) -> Piece:
+    """Source and docstring of a function, method, class or module; for a `partial` or a wrapper, of what is inside.
 
-    ValueError for what has none in Python.
+    ParameterError for what has none in Python.
     """
     inside = inspect.unwrap(getattr(studied, "func", studied))
     try:
-        text, first, file = _of_class_in_cell(inside) or _of_file(inside)
+        text, first, file = _class_in_cell(inside) or _source_in_file(inside)
     except (TypeError, OSError):
         raise ParameterError(f"expected a function or class written in Python, got {studied!r:.80}") from None
-    name = getattr(inside, "__qualname__", getattr(inside, "__name__", "source"))
-    where = f"{file.name}, line {max(first, 1)}" if file.is_file() else "this notebook"
-    code = Markup(highlight(text, PythonLexer(), HtmlFormatter(wrapcode=True)))
-    about = {"function": name, "where": where, "code": code}
+    about = {
+        "function": getattr(inside, "__qualname__", getattr(inside, "__name__", "source")),
+        "place": f"{file.name}, line {max(first, 1)}" if file.is_file() else "this notebook",
+        "code": Markup(highlight(text, PythonLexer(), HtmlFormatter(wrapcode=True))),
+    }
     html = piece("source", **about, style=None)  # a page has the style
-    return Shown(piece("source", **about, style=Markup(code_style(SCOPE))), text, {PIECE_MIME: {"html": html}})
+    return Piece(piece("source", **about, style=Markup(code_style(SCOPE))), text, {PIECE_MIME: {"html": html}})
 
 
-def _of_file(inside: Any) -> tuple[str, int, Path]:
+def _source_in_file(inside: Any) -> tuple[str, int, Path]:
     """Text, first line and file. TypeError or OSError for what has none."""
     lines, first = inspect.getsourcelines(inside)
     return dedent("".join(lines)).rstrip(), first, Path(inspect.getsourcefile(inside) or "")
 
 
-def _of_class_in_cell(inside: Any) -> tuple[str, int, Path] | None:
-    """The same of a class that a cell defines: `inspect` looks for it in the file of its module, which has none.
-
-    Its methods know their cell. None of anything else.
-    """
+def _class_in_cell(inside: Any) -> tuple[str, int, Path] | None:
+    """The same for a class that a cell defines, which `inspect` cannot find; its methods know their cell."""
     if not inspect.isclass(inside) or inside.__module__ != "__main__":
         return None
     for method in filter(inspect.isfunction, vars(inside).values()):
@@ -56,6 +54,5 @@ def _of_class_in_cell(inside: Any) -> tuple[str, int, Path] | None:
         for node in ast.walk(ast.parse(source)):
             if isinstance(node, ast.ClassDef) and node.name == inside.__name__:
                 first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-                lines = source.splitlines()[first - 1 : node.end_lineno]
-                return dedent("\n".join(lines)), first, Path(cell)
+                return dedent("\n".join(source.splitlines()[first - 1 : node.end_lineno])), first, Path(cell)
     return None

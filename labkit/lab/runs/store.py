@@ -131,7 +131,7 @@ class Run:
         return _one_row_a_repeat(flat)
 
     def results(self) -> Results:
-        """What questions are answered from."""
+        """The rows, calibration and reasons that questions are answered from."""
         reasons = self.coverage().query("status != 'ok'")["reason"].dropna().value_counts()
         missing = [f"{reason} ({count} points)" if count > 1 else str(reason) for reason, count in reasons.items()]
         machine = self.header.machine
@@ -208,13 +208,27 @@ def _read_header(path: Path, record: Record | None) -> RunHeader:
         raise RunFileError(f"{path}: not a run: it does not begin with a header line")
     if record.get("format_version") != SCHEMA:
         version = record.get("format_version")
-        raise RunFileError(f"{path}: written in format {version}, this labkit reads format {SCHEMA}")
+        raise RunFileError(
+            f"{path}: written by {_writer(record)} in format {version}; this labkit reads format {SCHEMA}"
+        )
     try:
         return RunHeader.model_validate(record)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         place = ".".join(str(part) for part in first["loc"])
+        if first["type"] == "extra_forbidden":
+            raise RunFileError(f"{path}: written by {_writer(record)}; {place} is unknown to this labkit") from None
         raise RunFileError(f"{path}: damaged header: {place}: {first['msg']}") from None
+
+
+def _writer(record: Record) -> str:
+    """The labkit that wrote a header which this one cannot read."""
+    machine = record.get("machine")
+    source = machine.get("source") if isinstance(machine, dict) else None
+    if not isinstance(source, dict):
+        return "another labkit"
+    version, commit = (str(source.get(name) or "")[:40] for name in ("version", "commit"))
+    return " ".join(filter(None, ["labkit", version or "of another version", f"(commit {commit})" if commit else ""]))
 
 
 def _collect(record: Record, rows: dict[str, list[Record]], ends: dict[str, Record]) -> None:

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from labkit.parallel.channel import Channel, Wait
+from labkit.parallel.background_comm import Channel, Wait
 from labkit.parallel.collectives import all_reduce
-from labkit.parallel.reduction import FLOAT_TYPES
-from labkit.parallel.transport.choice import CHOICES
+from labkit.parallel.prepare import FLOAT_TYPES
+from labkit.parallel.transport.select_transport import CHOICES
 
 TORCH = "torch"
 AVERAGES = (TORCH, *CHOICES)
@@ -95,6 +95,3 @@ class OwnAverage(Average):
 
     def run(self, vector: Tensor, op: str) -> None:
         self.channels[vector.device].call(all_reduce, vector, op)  # without a thread
-
-    def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return self.channels[device].empty(numel, dtype, device)

@@ -43,8 +43,8 @@ from labkit.parallel.data_parallel.averaging import TORCH, Average, average_name
 from labkit.parallel.data_parallel.hooks import GradientHooks
 from labkit.parallel.data_parallel.layout import check_gradient
 from labkit.parallel.data_parallel.replicas import broadcast, check_replicas
-from labkit.parallel.transport.choice import member_group
-from labkit.parallel.uncompiled import uncompiled
+from labkit.parallel.disable_compile import disable_compile
+from labkit.parallel.transport.select_transport import member_group
 
 Empty = Callable[[int, torch.dtype, torch.device], Tensor]
 NOT_COPIED = ("_lock", "_pass", "_gradient_hooks")
@@ -144,7 +144,7 @@ class DataParallel(nn.Module, ABC):
         self._watch(outputs)
         return outputs
 
-    @uncompiled
+    @disable_compile
     def _before_forward(self) -> None:
         # Checkpointing may run a forward pass in the middle of backward, which belongs to that.
         if torch.is_grad_enabled() and not self._pass.is_running:
@@ -155,7 +155,7 @@ class DataParallel(nn.Module, ABC):
             broadcast(list(self.module.buffers()), self.group)
         self._broadcast_before_forward = torch.is_grad_enabled() and self._synchronize
 
-    @uncompiled
+    @disable_compile
     def _watch(self, outputs: Any) -> None:
         """Hear of backward passes through these outputs before anything they run inside of them."""
         if self._synchronize:

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from labkit.parallel.channel import Wait
+from labkit.parallel.background_comm import Wait
 from labkit.parallel.data_parallel.buckets import Schedule, assign_by_schedule, assign_to_buckets, make_buckets
 from labkit.parallel.data_parallel.contract import DataParallel, Empty
 from labkit.parallel.data_parallel.layout import flat_view, gradient_to_write, shares_memory

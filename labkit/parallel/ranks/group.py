@@ -24,7 +24,6 @@ from typing import Any
 import psutil
 
 from labkit.machine.cgroups import oom_kills
-from labkit.parallel.core import build
 from labkit.parallel.ranks import current_alternative, fork_server
 from labkit.parallel.ranks.results import (
     PointEnd,
@@ -38,6 +37,7 @@ from labkit.parallel.ranks.results import (
     first_failing_rank,
 )
 from labkit.parallel.ranks.worker import GroupPlan
+from labkit.parallel.transport import build
 
 START_TIMEOUT_S = 120.0
 GRACE_S = 0.1

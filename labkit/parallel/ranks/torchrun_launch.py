@@ -31,7 +31,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from labkit.parallel.core import build
 from labkit.parallel.ranks import current_alternative
 from labkit.parallel.ranks.hosts import GLOO_INTERFACE, choose_gloo_interface
 from labkit.parallel.ranks.results import (
@@ -54,6 +53,7 @@ from labkit.parallel.ranks.worker import (
     use_device,
     use_scheduling,
 )
+from labkit.parallel.transport import build
 
 ANSWERED, FAILED = "answered", "failed"
 GO_ON, STOP = "go on", "stop"

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from labkit.parallel.data_parallel.layout import strides_like
 from labkit.parallel.data_parallel.replicas import broadcast
-from labkit.parallel.reduction import FLOAT_TYPES
+from labkit.parallel.prepare import FLOAT_TYPES
 from labkit.parallel.sharding.flat import Flat
 from labkit.parallel.sharding.partition import by_elements, by_parameters
 from labkit.parallel.sharding.unit import MODULES, Unit

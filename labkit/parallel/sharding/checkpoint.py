@@ -15,7 +15,7 @@ from torch import Tensor
 from labkit.parallel.collectives import all_gather
 from labkit.parallel.data_parallel.layout import flat_view
 from labkit.parallel.sharding.partition import Piece
-from labkit.parallel.transport.choice import member_group
+from labkit.parallel.transport.select_transport import member_group
 
 State = dict[str, Any]
 

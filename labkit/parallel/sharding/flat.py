@@ -18,7 +18,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from labkit.parallel.channel import Channel, Wait
+from labkit.parallel.background_comm import Channel, Wait
 from labkit.parallel.collectives import all_gather, reduce_scatter
 from labkit.parallel.data_parallel.layout import flat_view, gradient_in_layout, strides_like
 from labkit.parallel.sharding.partition import Piece

@@ -27,9 +27,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from labkit.parallel.channel import Channel
+from labkit.parallel.background_comm import Channel
 from labkit.parallel.data_parallel.replicas import check_same_on_all_ranks, describe, device_of
-from labkit.parallel.reduction import FLOAT_TYPES
+from labkit.parallel.prepare import FLOAT_TYPES
 from labkit.parallel.sharding.building import Initialize, check_module, make_units, reset_parameters
 from labkit.parallel.sharding.norms import clip_by_global_norm
 from labkit.parallel.sharding.saving import (
@@ -41,7 +41,7 @@ from labkit.parallel.sharding.saving import (
 from labkit.parallel.sharding.schedule import Schedule
 from labkit.parallel.sharding.units import Units, find_units
 from labkit.parallel.transport import AUTO
-from labkit.parallel.transport.choice import member_group
+from labkit.parallel.transport.select_transport import member_group
 
 PREFIX = "module."
 SHARD = "_extra_state"  # torch's name for what a state_dict holds besides tensors

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from labkit.parallel.collectives import all_gather
 from labkit.parallel.sharding.partition import Piece, elements
-from labkit.parallel.transport import empty_for_all_reduce
 
 ALIGNMENT_BYTES = 16  # of a piece in a bucket: whatever its dtype
 
@@ -41,7 +40,7 @@ class Gathering:
         itemsizes = {piece.parameter: parameters[piece.parameter].itemsize for of_rank in pieces for piece in of_rank}
         self.buckets = fill_buckets(pieces, itemsizes.__getitem__, bucket_bytes)
         longest = max((sum(bucket.sizes) for bucket in self.buckets), default=0)
-        self._buffer = empty_for_all_reduce(longest, torch.uint8, parameters[0].device, group, transport)
+        self._buffer = torch.empty(longest, dtype=torch.uint8, device=parameters[0].device)
         self._views: list[tuple[list[tuple[Tensor, Tensor]], list[tuple[Tensor, Tensor]]]] = []
         self._pointers: list[int] = []
 

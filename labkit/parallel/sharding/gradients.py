@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 
-from labkit.parallel.channel import Channel, Wait
+from labkit.parallel.background_comm import Channel, Wait
 from labkit.parallel.collectives import all_reduce
 from labkit.parallel.sharding.unit import Unit
 
@@ -31,7 +31,7 @@ class Gradients:
         self._units, self._gathers, self._reductions = list(units), gathers, reductions
         flats = [flat for unit in units for flat in unit.flats]
         n_bytes = [flat.numel * flat.compute_dtype.itemsize for unit in units for flat in unit.reduced_flats]
-        self._buffer = reductions.empty(max(n_bytes, default=0), torch.uint8, flats[0].memory.device)
+        self._buffer = torch.empty(max(n_bytes, default=0), dtype=torch.uint8, device=flats[0].memory.device)
         self._waits: list[Wait] = []
         self._begun = 0
 

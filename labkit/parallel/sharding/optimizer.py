@@ -32,7 +32,7 @@ from labkit.parallel.sharding.reduce_scatter_ddp import ReduceScatterDDP
 from labkit.parallel.sharding.share import Share
 from labkit.parallel.sharding.splitting import is_elementwise, refuse_coupled
 from labkit.parallel.transport import AUTO
-from labkit.parallel.transport.choice import find_transport, member_group
+from labkit.parallel.transport.select_transport import find_transport, member_group
 
 MIB = 2**20
 OF_PARAMETERS = ("params", "param_names")  # of a parameter group; all else is a setting

@@ -7,7 +7,6 @@ from typing import NamedTuple
 from torch import Tensor
 
 from labkit.parallel.data_parallel.layout import flat_view
-from labkit.parallel.reduction import even_sizes
 
 
 class Piece(NamedTuple):
@@ -34,7 +33,7 @@ def by_elements(
         kinds.setdefault(kind, []).append(number)
     pieces: list[list[Piece]] = [[] for _ in range(world_size)]
     for numbers in kinds.values():
-        bounds = [0, *accumulate(even_sizes(sum(parameters[number].numel() for number in numbers), world_size))]
+        bounds = [0, *accumulate(_even_sizes(sum(parameters[number].numel() for number in numbers), world_size))]
         at = 0
         for number in numbers:
             numel = parameters[number].numel()
@@ -46,6 +45,11 @@ def by_elements(
                 pieces[0].append(Piece(first + number, 0, 0))
             at += numel
     return [sorted(of_rank) for of_rank in pieces]
+
+
+def _even_sizes(numel: int, world_size: int) -> list[int]:
+    size, longer = divmod(numel, world_size)
+    return [size + 1] * longer + [size] * (world_size - longer)
 
 
 def by_parameters(parameters: Sequence[Tensor], first: int, loads: dict[bool, list[int]]) -> list[list[Piece]]:

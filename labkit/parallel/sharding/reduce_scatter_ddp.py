@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from labkit.parallel.channel import Channel, Wait
+from labkit.parallel.background_comm import Channel, Wait
 from labkit.parallel.collectives import reduce_scatter
 from labkit.parallel.data_parallel.averaging import OwnAverage
 from labkit.parallel.data_parallel.buckets import assign_to_buckets

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from labkit.parallel.channel import Channel
+from labkit.parallel.background_comm import Channel
 from labkit.parallel.collectives import all_gather
 from labkit.parallel.sharding.checkpoint import gather_states, part_of_state
 from labkit.parallel.sharding.flat import Flat, Slot

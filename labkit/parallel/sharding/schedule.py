@@ -26,11 +26,11 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_map
 
+from labkit.parallel.background_comm import Channel
 from labkit.parallel.backward_pass import BackwardPass, tensors_in
-from labkit.parallel.channel import Channel
+from labkit.parallel.disable_compile import disable_compile
 from labkit.parallel.sharding.gradients import Gradients, next_trace
 from labkit.parallel.sharding.unit import Unit
-from labkit.parallel.uncompiled import uncompiled
 
 
 class Schedule:
@@ -83,7 +83,7 @@ class Schedule:
 
     # Forward
 
-    @uncompiled
+    @disable_compile
     def begin_forward(self) -> None:
         """Before a forward pass of the model."""
         if self._pass.is_running:
@@ -96,14 +96,14 @@ class Schedule:
             unit.release()
             unit.waits_for.clear()
 
-    @uncompiled
+    @disable_compile
     def end_forward(self) -> None:
         """After it, or after an exception in it."""
         if not self._pass.is_running and (self.reshard_after_forward or not torch.is_grad_enabled()):
             for unit in self.units:
                 unit.release()
 
-    @uncompiled
+    @disable_compile
     def _before_forward(self, unit: Unit, args: Any, kwargs: Any) -> tuple[Any, Any]:
         if self.compute_dtype is not None:
             args, kwargs = tree_map(self._cast, (args, kwargs))
@@ -124,7 +124,7 @@ class Schedule:
                     node.register_prehook(partial(_input_hook, weakref.ref(self), number))
         return args, kwargs
 
-    @uncompiled
+    @disable_compile
     def _after_forward(self, unit: Unit, outputs: Any) -> None:
         if unit.in_backward:
             return

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 from torch import nn
 
-from labkit.parallel.channel import Channel, Wait
+from labkit.parallel.background_comm import Channel, Wait
 from labkit.parallel.sharding.flat import Flat
 
 MODULES: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()

@@ -12,8 +12,8 @@ from labkit.costs.calibration import ALL_REDUCE, BURST, DOUBLING, IN_A_ROW, MESS
 from labkit.lab.point import TimedPoint
 from labkit.parallel.collectives import all_reduce, recursive_doubling_all_reduce
 from labkit.parallel.transport import SHARED, transport_in_use
-from labkit.parallel.transport.choice import find_transport
-from labkit.parallel.transport.contract import POINT_TO_POINT, Step, Transport
+from labkit.parallel.transport.base import POINT_TO_POINT, Step, Transport
+from labkit.parallel.transport.select_transport import find_transport
 from labkit.studies.shared.alternatives import Failed, attempt, time_those_that_run
 
 CALLS = "calls"
@@ -66,7 +66,7 @@ def _messages(via: Transport, tensor: torch.Tensor) -> dict[str, tuple[list[Step
     Long ones go in pieces, as algorithms send them, of which the second is on its way while the first is added.
     """
     ranks, rank = via.world_size, via.rank
-    length = via.piece_bytes // tensor.itemsize
+    length = via.piece_bytes(ranks) // tensor.itemsize
     sent, received = tensor.split(length), torch.zeros_like(tensor).split(length)
 
     def steps(*distances: int) -> list[Step]:

@@ -19,7 +19,7 @@ from labkit.parallel.collectives import all_gather
 from labkit.parallel.ranks.worker import use_device
 from labkit.parallel.sharding.implementations import LABKITS, TORCHS, whole_parameters
 from labkit.parallel.traffic import Collective, recorded_traffic, tcp_bytes_sent
-from labkit.parallel.transport import POINT_TO_POINT, SHARED, empty_for_all_reduce, transport_in_use
+from labkit.parallel.transport import POINT_TO_POINT, SHARED, transport_in_use
 from labkit.studies.sharding.gate import OneProcess, train_in_one_process
 from labkit.studies.sharding.memory import measure_memory
 from labkit.studies.sharding.step_traffic import tcp_row, traffic_rows
@@ -97,7 +97,7 @@ def _timed_rows(
         way: dict(zip(PHASES, (one.forward, one.backward, one.step), strict=True)) for way, one in trainings.items()
     }
     if set(trainings) & set(LABKITS):
-        buffer = empty_for_all_reduce(model_bytes, torch.uint8, torch.device(device), None, point.transport)
+        buffer = torch.empty(model_bytes, dtype=torch.uint8, device=device)
         actions[GATHER] = {GATHER: lambda: _gather(buffer, point.transport)}
     turns: list[tuple[str, int]] = []  # whose it is, and how many calls were recorded before it
 

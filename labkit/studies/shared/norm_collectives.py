@@ -2,9 +2,9 @@
 
 from labkit.costs.calibration import Calibration
 from labkit.costs.communication import ALL_GATHER_COSTS
-from labkit.parallel.chooser import choose_algorithm, choose_phase_algorithm
 from labkit.parallel.collectives import ALGORITHMS
-from labkit.parallel.transport.contract import SHARED
+from labkit.parallel.select_algorithm import select_algorithm
+from labkit.parallel.transport.base import SHARED
 
 
 def sent_bytes(features: int) -> tuple[int, int]:
@@ -17,8 +17,8 @@ def collectives_s(features: int, ranks: int, backend: str, calibration: Calibrat
     if calibration is None or backend != "gloo" or ranks < 2:
         return None
     statistics, sums = sent_bytes(features)
-    gather = choose_phase_algorithm(ranks * statistics, ranks, SHARED)
-    add = ALGORITHMS[name := choose_algorithm(sums, ranks, SHARED)].cost
+    gather = "butterfly"  # which `all_gather` exchanges by
+    add = ALGORITHMS[name := select_algorithm(sums, ranks, SHARED)].cost
     assert add is not None, "labkit's own algorithms have a cost"
     each = [
         calibration.algorithm_s("shared memory", gather, ALL_GATHER_COSTS[gather](ranks, ranks * statistics), ranks),

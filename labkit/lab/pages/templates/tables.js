@@ -19,3 +19,13 @@ for (const table of document.querySelectorAll("table.labkit-table")) {
     });
   });
 }
+// What is folded is printed, too.
+addEventListener("beforeprint", () => {
+  for (const details of document.querySelectorAll("details:not([open])")) details.dataset.printing = details.open = true;
+});
+addEventListener("afterprint", () => {
+  for (const details of document.querySelectorAll("details[data-printing]")) {
+    details.open = false;
+    delete details.dataset.printing;
+  }
+});

@@ -1,4 +1,4 @@
-"""Functions that torch.compile leaves alone: what other processes see and change cannot be traced."""
+"""A decorator for functions that torch.compile must not trace: other processes see and change what they work on."""
 
 import functools
 import sys
@@ -11,13 +11,13 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def uncompiled(function: Callable[P, R]) -> Callable[P, R]:
-    """`torch.compiler.disable` as a decorator, but the compiler, seconds of imports, is not loaded for it."""
+def disable_compile(function: Callable[P, R]) -> Callable[P, R]:
+    """Apply `torch.compiler.disable`, but load the compiler, seconds of imports, only if the program uses it."""
     disabled: list[Callable[P, R]] = []
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        if "torch._dynamo" not in sys.modules:  # nobody compiles
+        if "torch._dynamo" not in sys.modules:  # nothing is compiled
             return function(*args, **kwargs)
         if not disabled:
             disabled.append(torch.compiler.disable(function))

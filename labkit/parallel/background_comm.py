@@ -1,7 +1,7 @@
-"""Collectives in the background, in the order in which they are begun, over a transport that nobody else uses.
+"""Collectives in the background, one after the other, over a transport that nothing else uses.
 
-Nobody else, because a thread carries them out while the caller goes on: a layer that synchronizes meanwhile
-(SyncBatchNorm) would meet their messages. Kernels on a GPU run in the background anyway: CUDA tensors need no thread.
+A thread carries them out while the caller goes on, so a layer that synchronizes meanwhile (SyncBatchNorm) needs another
+transport. Kernels on a GPU run in the background anyway: CUDA tensors need no thread.
 """
 
 import queue
@@ -15,33 +15,33 @@ import torch.distributed as dist
 from torch import Tensor
 
 from labkit.parallel.traffic import Collective as Call
-from labkit.parallel.traffic import calls_of_this_thread
-from labkit.parallel.transport import empty_for_all_reduce, own_transport
+from labkit.parallel.traffic import calls_in_this_thread
+from labkit.parallel.transport import make_separate_transport
 
 Wait = Callable[[], object]
 Collective = Callable[..., None]
 
 
 class Channel:
-    """What is begun here is carried out one after the other. Made by all ranks of a group together."""
+    """Carries out what is started here, in that order. Made by all ranks of a group together."""
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device, preference: str) -> None:
-        # Now: made in the middle of backward, ranks would not make them at the same moment.
-        found = own_transport(group, device, preference)
-        self.group, self.transport = group, found.transport
-        self.in_use = (found.transport.name, found.why)
+        # Now: in the middle of backward, ranks would not make it at the same moment.
+        selection = make_separate_transport(group, device, preference)
+        self.group, self.transport = group, selection.transport
+        self.in_use = (selection.transport.name, selection.reason)
         self._in_thread = device.type == "cpu"
         self._tasks: queue.SimpleQueue[_Task | None] | None = None
 
     def call(self, collective: Collective, vector: Tensor, *args: object, **options: object) -> None:
-        """`collective(vector, group, ...)` over the channel's transport, at once: nothing else may be under way."""
+        """Run `collective(vector, group, ...)` over the channel's transport now: nothing else may be under way."""
         collective(vector, self.group, *args, transport=self.transport, **options)
 
     def start(self, action: Callable[[], None]) -> Wait:
-        """Begin; call what is returned to wait for the end. It raises what the action did."""
+        """Start; return a function that waits for the end, and raises what the action raised."""
         task = _Task(action)
         if not self._in_thread:
-            task.do()
+            task.run()
             return task.wait
         if self._tasks is None:
             self._tasks = queue.SimpleQueue()
@@ -50,13 +50,9 @@ class Channel:
         self._tasks.put(task)
         return task.wait
 
-    def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for what will travel again and again. A collective."""
-        return empty_for_all_reduce(numel, dtype, device, self.group, self.transport)
-
 
 class _Task:
-    """Something a thread does, and its end."""
+    """An action for the thread, and how it ended."""
 
     def __init__(self, action: Callable[[], None]) -> None:
         self._action = action
@@ -64,14 +60,13 @@ class _Task:
         self._error: BaseException | None = None
         self._calls: list[Call] = []
 
-    def do(self) -> None:
+    def run(self) -> None:
         try:
-            # each thread has a mode of its own
-            with torch.no_grad(), calls_of_this_thread() as self._calls:
+            with torch.no_grad(), calls_in_this_thread() as self._calls:  # each thread has its own grad mode
                 self._action()
         except BaseException as error:
             self._error = error
-        del self._action  # its tensors may be done with long before somebody waits
+        del self._action  # its tensors may be released long before somebody waits
         self._is_done.set()
 
     def wait(self) -> None:
@@ -89,5 +84,5 @@ def _work(tasks: "queue.SimpleQueue[_Task | None]", threads: int) -> None:
         task = tasks.get()
         if task is None:
             return
-        task.do()
-        del task  # while the thread waits for the next, it keeps no tensor and no transport alive
+        task.run()
+        del task  # while the thread waits for the next one, it keeps no tensor and no transport alive

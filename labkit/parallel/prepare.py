@@ -1,0 +1,148 @@
+"""What every collective does before its first message and after its last: check, flatten, cut, copy back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from labkit.parallel.traffic import watched
+from labkit.parallel.transport.base import Transport
+from labkit.parallel.transport.select_transport import find_transport
+
+FLOAT_TYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+OPS = ("mean", "sum")
+
+
+class InPlace:
+    """Context of a collective: (vector, transport), the tensor as a contiguous vector, (n,).
+
+    The vector is the tensor's own memory if that is contiguous and where the transport works, else a copy, which is
+    copied back at the end. Autograd sees that the tensor has changed: using it in an older graph raises.
+    """
+
+    # A class, not a generator: at 4 KB every 10 us of Python count, and code that runs once per call is never warm.
+    __slots__ = ("copy_to", "transport", "vector")
+
+    def __init__(
+        self, tensor: torch.Tensor, group: dist.ProcessGroup | None, transport: str | Transport, name: str, by: str
+    ) -> None:
+        """`name`, `by`: the collective and its algorithm, for `recorded_traffic`."""
+        check_dense(tensor)
+        if tensor.is_inference() and not torch.is_inference_mode_enabled():
+            raise ValueError("expected a tensor made outside of torch.inference_mode, or a call inside of it")
+        is_contiguous = tensor.is_contiguous()
+        if not is_contiguous:
+            _check_no_overlap(tensor)
+        found = find_transport(group, tensor.device, transport)
+        if tensor.requires_grad:
+            tensor = tensor.detach()
+        self.copy_to: torch.Tensor | None = None
+        if is_contiguous and tensor.device == found.device:
+            self.vector = tensor.as_strided((tensor.numel(),), (1,))  # one element may have any stride
+        else:
+            self.copy_to = tensor
+            self.vector = tensor.to(found.device).contiguous().view(-1)
+        self.transport = watched(found, name, by, self.vector)
+
+    def __enter__(self) -> Any:
+        return self.vector, self.transport
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        torch.autograd.graph.increment_version(self.vector)  # messages are written past torch
+        if kind is None and self.copy_to is not None:
+            self.copy_to.copy_(self.vector.view(self.copy_to.shape))
+
+
+class Reduction(InPlace):
+    """The same for sums and means: (vector, transport, divisor).
+
+    float16 is divided before it is added, so that a mean cannot overflow on the way.
+    """
+
+    __slots__ = ("divisor",)
+
+    def __init__(
+        self,
+        tensor: torch.Tensor,
+        group: dist.ProcessGroup | None,
+        op: str,
+        transport: str | Transport,
+        by: str,
+        name: str = "all_reduce",
+    ) -> None:
+        check_reducible(tensor, op)
+        super().__init__(tensor, group, transport, name, by)
+        self.divisor = self.transport.world_size if op == "mean" else 1
+        if self.divisor > 1 and tensor.dtype == torch.float16:
+            self.vector.div_(self.divisor)
+            self.divisor = 1
+
+    def __enter__(self) -> tuple[torch.Tensor, Transport, int]:
+        return self.vector, self.transport, self.divisor
+
+
+def check_dense(tensor: torch.Tensor) -> None:
+    """Raise ValueError for a sparse tensor."""
+    if tensor.layout is not torch.strided:
+        raise ValueError(f"tensor must be dense, got {tensor.layout}")
+
+
+def check_reducible(tensor: torch.Tensor, op: str) -> None:
+    """Raise ValueError for an `op` other than "mean" and "sum", and unless the tensor is dense and of a float dtype."""
+    check_dense(tensor)
+    if op not in OPS:
+        raise ValueError(f'op must be "mean" or "sum", got {op!r}')
+    if tensor.dtype not in FLOAT_TYPES:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOAT_TYPES)
+        raise ValueError(f"tensor must be of one of the dtypes {names}; got {tensor.dtype}")
+
+
+def check_into(into: torch.Tensor, tensor: torch.Tensor, size: int) -> None:
+    """Raise ValueError unless `into` can hold a shard of `size` elements of the tensor."""
+    expected = ((size,), tensor.dtype, tensor.device, True)
+    if (tuple(into.shape), into.dtype, into.device, into.is_contiguous()) != expected:
+        raise ValueError(
+            f"into must be a contiguous vector of {size} elements, {tensor.dtype} on {tensor.device}, got "
+            f"{tuple(into.shape)}, {into.dtype} on {into.device}"
+        )
+    if into.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr() and _overlap(into, tensor):
+        raise ValueError("into must not share elements with the tensor, which travels while into is written")
+
+
+def shard_sizes(numel: int, world_size: int, sizes: Sequence[int] | None = None) -> list[int]:
+    """Return the elements of each rank's shard: `sizes` if they fit, else p equal ones as if the vector were padded.
+
+    Without padding the last shards are shorter, or empty. Raises ValueError for `sizes` that do not fit.
+    """
+    if sizes is None:
+        size = -(-numel // world_size)
+        return [max(0, min(size, numel - rank * size)) for rank in range(world_size)]
+    if len(sizes) != world_size or min(sizes) < 0 or sum(sizes) != numel:
+        raise ValueError(f"sizes must be {world_size} lengths of 0 or more, {numel} together; got {list(sizes)}")
+    return list(sizes)
+
+
+def cut(shards: Sequence[torch.Tensor], transport: Transport, depth: int) -> list[list[torch.Tensor]]:
+    """Cut every shard into as many pieces as the longest needs with `depth` of them in flight."""
+    length = transport.piece_bytes(depth) // shards[0].itemsize
+    number = max(1, max(-(-len(shard) // length) for shard in shards))
+    if number == 1:
+        return [[shard] for shard in shards]
+    return [[shard[i * length : (i + 1) * length] for i in range(number)] for shard in shards]
+
+
+def _check_no_overlap(tensor: torch.Tensor) -> None:
+    if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+        raise ValueError("several elements of tensor share memory, as after expand(); clone() it first")
+
+
+def _overlap(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Whether the ranges of memory overlap in which two tensors of one storage lie."""
+    (start, end), (other_start, other_end) = (
+        (t.storage_offset(), t.storage_offset() + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)))
+        for t in (first, second)
+    )
+    return first.numel() > 0 < second.numel() and start <= other_end and other_start <= end

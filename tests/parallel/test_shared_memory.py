@@ -1,0 +1,288 @@
+"""Shared memory: order under stress, failures of ranks, memory that leaves nothing behind, and falling back.
+
+What algorithms compute over it is in `test_collectives.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from labkit.parallel.collectives import all_reduce, butterfly_all_reduce
+from labkit.parallel.launch import run_ranks
+from labkit.parallel.transport import POINT_TO_POINT, SHARED, build, find_transport, shared_memory, transport_in_use
+from labkit.parallel.transport.base import SharedMemoryUnavailable, Step
+from labkit.parallel.transport.shared_memory import SharedTransport
+from tests.cases import thinned
+
+pytestmark = [
+    pytest.mark.usefixtures("workers_travel_by_value"),
+    pytest.mark.skipif(build.prepare() != "compiled", reason=build.prepare()),
+]
+
+CPU = torch.device("cpu")
+NOTES = 16  # messages that one rank may send another before they are taken
+# The full number of rounds for every number of ranks is `make stress`.
+STRESS_ROUNDS = int(os.environ.get("LABKIT_STRESS_ROUNDS", "0"))
+QUICK = [(2, 2_000), (4, 200)]
+ROUNDS = [(2, 20_000), (3, 3_000), (4, 2_000), (6, 1_000), (8, 600)]
+
+
+def check_on_ranks(check: Callable[..., list[str]], *args: Any, world_size: int, **options: Any) -> None:
+    wrong = run_ranks(check, *args, world_size=world_size, **options)
+    assert [text for of_rank in wrong for text in of_rank] == []
+
+
+# Order
+
+
+@pytest.mark.parametrize(("world_size", "rounds"), thinned([*QUICK, *ROUNDS], lambda *case: case in QUICK))
+def test_no_message_is_read_before_it_is_written_or_written_before_it_is_read(world_size: int, rounds: int) -> None:
+    check_on_ranks(_check_stress, STRESS_ROUNDS or rounds, world_size=world_size, threads=1, timeout_s=3000)
+
+
+def _check_stress(rounds: int) -> list[str]:
+    """Every message differs from all before it in every element, so that one torn or stale byte is noticed."""
+    transport = find_transport(None, CPU, SHARED)
+    rank, p = transport.rank, transport.world_size
+    lengths, wrong = (1, 7, 64, 500, 3000), []
+    for round_ in range(rounds):
+        n, value = lengths[round_ % 5], round_ * p
+        if round_ % 5 == 0:  # a stream one way, whose readers are behind: more than there are notes and slots
+            sender = (round_ // 5) % p
+            stream = [torch.full((n,), value + number) for number in range(2 * NOTES)]
+            if rank == sender:
+                targets = [target for target in range(p) if target != sender]
+                transport.run([Step(x, to, None, 0) for x in stream for to in targets], depth=len(targets))
+                received = []
+            else:
+                landed = [torch.full((n,), -2) for _ in stream]
+                transport.run([Step(None, 0, x, sender) for x in landed])
+                received = [(x, value + number) for number, x in enumerate(landed)]
+            for x in stream:
+                x.fill_(-1)  # as the caller may, now
+        elif round_ % 5 == 1:  # a swap, with lengths that differ
+            other = rank ^ 1
+            if other >= p:
+                continue
+            sizes = (n, lengths[(round_ // 5) % 5])
+            mine, theirs = (
+                torch.full((sizes[rank % 2],), value + rank),
+                torch.zeros(sizes[other % 2], dtype=torch.int64),
+            )
+            transport.run([Step(mine, other, theirs, other)])
+            mine.fill_(-1)
+            received = [(theirs, value + other)]
+        else:  # everybody to everybody, added: one copy serves all targets
+            mine, total = torch.full((n,), value + rank), torch.zeros(n, dtype=torch.int64)
+            pairs = [((rank + s) % p, (rank - s) % p) for s in range(1, p)]
+            transport.run([Step(mine, to, total, source, True) for to, source in pairs], p)
+            mine.fill_(-1)
+            received = [(total, sum(value + other for other in range(p) if other != rank))]
+        for x, expected in received:
+            if int(x.min()) != expected or int(x.max()) != expected:
+                wrong.append(f"rank {rank}: round {round_}: {x.unique()[:5].tolist()}, not {expected}")
+    return wrong[:5]
+
+
+# Failures
+
+
+def _replace_process(transport: Any, rank: int) -> None:
+    """Let a process that has ended stand in for a rank, which must live for the launcher's sake."""
+    child = os.fork()
+    if child == 0:
+        os._exit(7)
+    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+    ended = os.pidfd_open(child)
+    os.dup2(ended, transport._processes[rank])
+    os.close(ended)
+
+
+def test_a_rank_that_dies_ends_the_wait_of_the_others_with_its_number() -> None:
+    check_on_ranks(_check_death, world_size=3)
+
+
+def _check_death() -> list[str]:
+    transport, wrong = find_transport(None, CPU, SHARED), []
+    if dist.get_rank() < 2:
+        _replace_process(transport, 2)
+        for expected in ("rank 2 ended", "cut it short"):  # and the group is of no use afterwards
+            try:
+                transport.run([Step(None, 0, torch.empty(3), 2)])
+                wrong.append("no error")
+            except RuntimeError as error:
+                wrong += [] if expected in str(error) else [str(error)]
+    dist.barrier()
+    return wrong
+
+
+def test_what_a_rank_sent_before_it_left_still_arrives() -> None:
+    check_on_ranks(_check_leaving, world_size=2)
+
+
+def _check_leaving() -> list[str]:
+    transport, received = find_transport(None, CPU, SHARED), torch.zeros(3)
+    if dist.get_rank() == 0:
+        transport.run([Step(torch.ones(3), 1, None, 0)])
+    dist.barrier()
+    if dist.get_rank() == 1:
+        _replace_process(transport, 0)
+        transport.run([Step(None, 0, received, 0)])
+    dist.barrier()
+    return [] if dist.get_rank() == 0 or received.tolist() == [1.0] * 3 else ["lost"]
+
+
+def test_a_rank_that_does_not_come_ends_the_wait_at_the_time_out() -> None:
+    check_on_ranks(_check_time_out, world_size=2)
+
+
+def _check_time_out() -> list[str]:
+    group = dist.group.WORLD
+    assert group is not None
+    transport, wrong = SharedTransport(group, 40.0), []
+    transport._library.set_timeout(transport._link, 0.5)
+    if dist.get_rank() == 0:
+        try:
+            all_reduce(torch.ones(10), transport=transport)
+            wrong.append("no error")
+        except TimeoutError as error:
+            wrong += [] if "rank 1" in str(error) else [str(error)]
+    dist.barrier()
+    return wrong
+
+
+@pytest.mark.parametrize("lengths", [(10, 11), (10, 1_000_000), (100_000, 200_000), (10, 11, 10), (10, 1_000_000, 10)])
+def test_ranks_with_different_lengths_say_so(lengths: tuple[int, ...]) -> None:
+    """A rank that has noticed leaves, and others may find it gone first."""
+    messages = run_ranks(_reduce_other_lengths, lengths, world_size=len(lengths), timeout_s=60)
+    assert all("one shape and dtype" in text or "ended while" in text for text in messages), messages
+    assert any("one shape and dtype" in text for text in messages)
+
+
+def _reduce_other_lengths(lengths: tuple[int, ...]) -> str:
+    try:
+        all_reduce(torch.ones(lengths[dist.get_rank()]), transport=SHARED)
+    except RuntimeError as error:
+        return str(error)
+    return "nothing was noticed"
+
+
+def test_parts_that_cannot_be_sent_are_refused_before_any_message() -> None:
+    check_on_ranks(_check_parts, world_size=2)
+
+
+def _check_parts() -> list[str]:
+    transport, wrong = find_transport(None, CPU, SHARED), []
+    other = 1 - transport.rank
+    long, integers = torch.zeros(transport.piece_bytes(1) + 1, dtype=torch.uint8), torch.ones(3, dtype=torch.int32)
+    for part, add in ((long, False), (torch.arange(200.0)[::2], False), (integers, True)):
+        try:
+            transport.run([Step(torch.ones(1), other, torch.ones(1), other), Step(part, other, part, other, add)], 2)
+            wrong.append(f"{part.dtype} {len(part)} was accepted")
+        except ValueError as error:
+            wrong += [] if "expected" in str(error) else [str(error)]
+    x = torch.ones(3)
+    transport.run([Step(x, other, x, other, True)])
+    return wrong if x.tolist() == [2.0] * 3 else [*wrong, f"{x}"]
+
+
+WAITING_AT_THE_END = """
+import sys, threading, time
+import torch, torch.distributed as dist
+from labkit.parallel.transport.base import Step
+from labkit.parallel.transport.shared_memory import SharedTransport
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+transport = SharedTransport(dist.group.WORLD, 400.0)
+step = Step(None, 0, torch.zeros(4), 0)
+threading.Thread(target=transport.run, args=([step],), daemon=True).start()
+time.sleep(0.3)
+dist.destroy_process_group()
+sys.exit(3)
+"""
+
+
+def test_a_program_that_ends_while_a_thread_waits_ends_with_its_status() -> None:
+    """Python ends such a thread as it comes back, which some C++ destructors would take the process down for."""
+    result = subprocess.run([sys.executable, "-c", WAITING_AT_THE_END], capture_output=True, text=True, timeout=200)
+    assert (result.returncode, result.stderr) == (3, "")
+
+
+# Memory
+
+
+def test_nothing_has_a_name_and_mappings_go_with_the_group() -> None:
+    check_on_ranks(_check_mappings, world_size=3)
+
+
+def _check_mappings() -> list[str]:
+    group = dist.new_group([0, 1, 2])
+    all_reduce(torch.ones(200_000), group, transport=SHARED)
+    wrong = [line for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/shm/" in line]
+    wrong += [] if _count_mappings() == 3 else [f"{_count_mappings()} mappings, not one per rank"]
+    dist.destroy_process_group(group)
+    del group
+    return wrong + ([f"{_count_mappings()} mappings are left"] if _count_mappings() else [])
+
+
+def _count_mappings() -> int:
+    return sum("memfd:labkit" in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+# Falling back
+
+
+@pytest.mark.parametrize("cause", ["library", "memory", "limit", "hosts", "open", "processes"])
+def test_ranks_that_cannot_share_memory_send_point_to_point_and_say_why(cause: str) -> None:
+    check_on_ranks(_check_fallback, cause, world_size=3)
+
+
+def _check_fallback(cause: str) -> list[str]:
+    rank, wrong = dist.get_rank(), []
+    expected = {
+        "library": "rank 1: none here",
+        "memory": "rank 1: 3 ranks need 6 MiB, 0 MiB are available",
+        "limit": "rank 1: [Errno 27] File too large",
+        "hosts": "several hosts",
+        "open": "rank 1: another rank's memory or process cannot be opened: not allowed",
+        "processes": "rank 1: another rank's memory or process cannot be opened: not allowed",
+    }[cause]
+    if rank == 1 and cause == "limit":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, resource.RLIM_INFINITY))
+    elif rank == 1:
+        place, name, value = {
+            "library": (build, "load", _refuse(SharedMemoryUnavailable, "none here")),
+            "memory": (shared_memory, "available_memory_bytes", lambda: 0),
+            "hosts": (shared_memory, "host_identity", lambda: "another"),
+            "open": (shared_memory, "_open_mailbox", _refuse(PermissionError, "not allowed")),
+            "processes": (os, "pidfd_open", _refuse(PermissionError, "not allowed")),
+        }[cause]
+        setattr(place, name, value)
+    name, reason = transport_in_use()
+    if name != POINT_TO_POINT or expected not in reason:
+        wrong.append(f"rank {rank}: {name}, {reason}")
+    x = torch.full((1000,), float(rank))
+    all_reduce(x)
+    wrong += [] if bool((x == 1).all()) else [f"rank {rank}: wrong after falling back"]
+    try:
+        butterfly_all_reduce(x, transport=SHARED)
+        wrong.append("shared memory was used after all")
+    except ValueError as error:
+        wrong += [] if "cannot share memory" in str(error) and expected in str(error) else [str(error)]
+    return wrong + ([f"rank {rank}: {_count_mappings()} mappings are left"] if _count_mappings() else [])
+
+
+def _refuse(kind: type[Exception], reason: str) -> Callable[..., Any]:
+    def refuse(*_: Any) -> Any:
+        raise kind(reason)
+
+    return refuse
