@@ -1,136 +1,275 @@
-"""What a rank runs to measure one point of the sharding lab. Imports torch, the wrappers and the instruments.
+"""What every rank runs for a point of the sharding lab: a check, the bytes of one step, seconds, or memory.
 
-``time``    ways to train one model take turns: gate, bytes sent in one step, seconds by part of a step
-``memory``  one way after the other: what this rank holds and needs at most at three moments of a step
-
-Messages are counted before they are timed: bytes that are not those of the formulas are wrong results.
+``time``    implementations take turns: parameters are checked, bytes of one step counted, parts of a step timed
+``memory``  one implementation after the other: bytes that this rank holds, and its peak, at three moments of a step
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import gc
+from collections import Counter
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
-from typing import Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW, Optimizer
 
-from labkit.parallel.collectives import all_gather
+from labkit.bench.memory import peak_memory_growth, return_memory_when_freed
+from labkit.costs.sharding import PARTS, STAGES, moved_bytes, state_bytes
+from labkit.costs.transformer import SIZES, n_parameters
+from labkit.lab.capacity import skip_reason
+from labkit.lab.point import TimedPoint
+from labkit.nn.workloads import Workload, workload_of
+from labkit.parallel.ranks.torchrun import ranks_here
 from labkit.parallel.ranks.worker import use_device
-from labkit.parallel.sharding.implementations import LABKITS, TORCHS, whole_parameters
-from labkit.parallel.traffic import Collective, recorded_traffic, tcp_bytes_sent
-from labkit.parallel.transport import POINT_TO_POINT, SHARED, transport_in_use
-from labkit.studies.sharding.gate import OneProcess, train_in_one_process
-from labkit.studies.sharding.memory import measure_memory
-from labkit.studies.sharding.step_traffic import tcp_row, traffic_rows
-from labkit.studies.sharding.training import ShardingPoint, Training
-from labkit.studies.shared.alternatives import Failed, attempt, time_those_that_run
+from labkit.parallel.sharding.implementations import (
+    LABKITS,
+    TORCHS,
+    held_tensors,
+    n_bytes,
+    shard,
+    whole_parameters,
+)
+from labkit.parallel.traffic import recorded_traffic
+from labkit.parallel.transport import SHARED, transport_in_use
+from labkit.studies.sharding.correctness import STEPS, train_in_one_process
+from labkit.studies.shared.alternatives import Failed, attempt, row_of, timed_phases
 
-PHASES = ("forward", "backward", "optimizer")
-GATHER = "gather"
-"""An all-gather of as many bytes as the model has, with nothing else to do."""
-BUCKET_BYTES = 25 * 2**20
+if TYPE_CHECKING:
+    from labkit.machine import Machine
+
+FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
+INIT, BEFORE_STEP, AFTER_STEP = "init", "before step", "after step"
+RANK_BYTES = 300 * 2**20  # resident memory of a rank, torch included
+COPIES = 5  # of the parameters per implementation: parameters, gradients, two states, messages
+FLOAT32 = "float32"
+OPTIMIZERS: Mapping[str, tuple[type[Optimizer], Mapping[str, Any]]] = MappingProxyType(
+    {"AdamW": (AdamW, {"lr": 1e-3, "eps": 1e-5}), "SGD": (SGD, {"lr": 0.5})}
+)
+"""One that costs much per parameter, one that costs little. AdamW's `eps` is above the rounding of a gradient: three
+ranks add in another order than one process. SGD's `lr` is such that rounding is little beside an update."""
+MIN_PEAK_SHARE = 0.98  # of the bytes held: small tensors may lie in memory that the process had before
+MIN_HELD_BYTES = 2**20  # below, most tensors lie there
 
 
-def measure_point(point: ShardingPoint) -> Iterator[dict[str, Any]]:
-    """Rows of one point: of each way its gate, and what was measured of it."""
+@dataclass(frozen=True, kw_only=True)
+class ShardingPoint(TimedPoint):
+    """A model, a batch, an optimizer, a transport, and the implementations that are compared on them."""
+
+    kind: str
+    """ "time" or "memory"."""
+    size: str
+    transport: str
+    """Of labkit's implementations; torch's send by the backend."""
+    implementations: tuple[str, ...]
+    optimizer: str = "AdamW"
+    device: str = "cpu"
+    batch: int = 1
+    context_length: int = 32
+
+    @property
+    def series(self) -> tuple[Hashable, float]:
+        return (self.kind, self.transport, self.optimizer, self.world_size, self.batch), n_parameters(SIZES[self.size])
+
+    def skip_reason(self, machine: "Machine") -> str | None:
+        ranks = ranks_here(self.world_size)
+        models = 1 if self.kind == "memory" else len(self.implementations) + 1
+        needed = ranks * (RANK_BYTES + models * COPIES * 4 * n_parameters(SIZES[self.size]))
+        return skip_reason(machine, self.device, needed, ranks=ranks, says=f"{models} models need {{}}")
+
+    def title(self) -> str:
+        return f"{super().title()}, {self.kind}, {self.size}, {self.optimizer}, {self.transport}"
+
+
+class Trainer:
+    """One implementation: a copy of the model in its shards, and its optimizer."""
+
+    def __init__(self, implementation: str, point: ShardingPoint, workload: Workload):
+        optimizer, settings = OPTIMIZERS[point.optimizer]
+        self.model, self.optimizer = shard(
+            implementation, workload.build(), optimizer, transport=point.transport, **settings
+        )
+        self._workload = workload
+        self._finish = getattr(self.model, "finish_gradient_synchronization", None)
+        self._loss: Tensor | None = None
+
+    def forward(self) -> None:
+        self._loss = self._workload.loss(self.model)
+
+    def backward(self) -> None:
+        assert self._loss is not None, "forward comes first"
+        self._loss.backward()
+        self._loss = None
+        if self._finish is not None:  # labkit's and torch's have finished; a user's may not have
+            self._finish()
+
+    def update(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def step(self) -> None:
+        self.forward()
+        self.backward()
+        self.update()
+
+    def held_bytes(self) -> dict[str, int]:
+        """Bytes of the tensors that this rank holds now, by part."""
+        tensors = held_tensors(self.model, self.optimizer)
+        return {f"{part}_bytes": n_bytes(tensors[part]) for part in PARTS}
+
+
+def make_workload(point: ShardingPoint, device: str, rank: int) -> Workload:
+    """The model, and the batch of a rank."""
+    return workload_of(
+        SIZES[point.size],
+        batch=point.batch,
+        context_length=point.context_length,
+        device=device,
+        seed=point.seed_of(rank),
+    )
+
+
+def measure(point: ShardingPoint) -> Iterator[dict[str, Any]]:
+    """Rows of one point, by implementation."""
     device = use_device(point.device)
     if device == "cpu" and point.transport == SHARED and transport_in_use()[0] != SHARED:
-        for way in point.ways:
-            yield {"way": way, "not_measured": transport_in_use()[1]}
+        for name in point.implementations:
+            yield {"implementation": name, "not_measured": transport_in_use()[1]}
         return
-    yield from (measure_memory if point.kind == "memory" else _times)(point, device)
+    yield from (_measure_memory if point.kind == "memory" else _measure_steps)(point, device)
 
 
-def _times(point: ShardingPoint, device: str) -> Iterator[dict[str, Any]]:
-    references = train_in_one_process(point, device)
-    model_bytes = sum(value.nbytes for value in references[0].expected.values())
-    trainings: dict[str, Training] = {}
-    for way in point.ways:
-        found = attempt(way, partial(_checked_steps, way, point, device, references), device=device)
-        if isinstance(found, Failed):
-            yield {"way": way, "check": found.reason}
-            continue
-        training, about, rows = found
-        yield from (about | row for row in rows)
-        if about["check"] == "ok":
-            trainings[way] = training
-        else:
-            yield about
-    del references
-    yield from _timed_rows(point, device, trainings, model_bytes)
+def _measure_steps(point: ShardingPoint, device: str) -> Iterator[dict[str, Any]]:
+    """Bytes of one step by collective, then seconds by part of a step, all implementations in turns."""
+    workloads = [make_workload(point, device, rank) for rank in range(dist.get_world_size())]
+    reference = train_in_one_process(workloads, *OPTIMIZERS[point.optimizer])
+    trainers: dict[str, Trainer] = {}
+    traffic: list[dict[str, Any]] = []
 
+    def check(name: str) -> dict[str, Any]:
+        trainer = Trainer(name, point, workloads[dist.get_rank()])
+        for _ in range(STEPS):
+            with recorded_traffic() as calls:
+                trainer.step()
+        error, verdict = reference.check(whole_parameters(trainer.model))
+        if verdict == "ok":
+            trainers[name] = trainer
+            traffic.extend(_traffic_rows(name, calls, list(reference.expected.values())) if name in LABKITS else ())
+        return {"error": error, "check": verdict}
 
-def _checked_steps(
-    way: str, point: ShardingPoint, device: str, references: Sequence[OneProcess]
-) -> tuple[Training, dict[str, Any], list[dict[str, Any]]]:
-    """A training after as many steps, what the gate says of it, and what its last step has sent."""
-    training, (*before_last, reference) = Training(way, point, device), references
-    for earlier in before_last:
-        training.run()
-        if way not in LABKITS + TORCHS:
-            error, gate = earlier.check(whole_parameters(training.model))
-            if gate != "ok":
-                return training, {"way": way, "error": error, "check": gate}, []
-    dist.barrier()
-    before = tcp_bytes_sent()
-    with recorded_traffic() as traffic:
-        training.run()
-    dist.barrier()  # it comes behind what is still in the sockets' buffers, which count what has left them
-    by_tcp = tcp_bytes_sent()
-    error, gate = reference.check(whole_parameters(training.model))
-    about = {"way": way, "error": error, "check": gate}
-    rows = list(traffic_rows(way, traffic, reference.expected, reference.trained)) if way not in TORCHS else []
-    if way not in LABKITS:
-        known = sum(call.sent_bytes for call in traffic) if point.transport == POINT_TO_POINT else 0
-        rows += tcp_row(before, by_tcp, known, reference.expected)
-    if wrong := [row["collective"] for row in rows if not row.pop("is_right")]:
-        about["check"] = f"wrong: bytes sent by {', '.join(wrong)} are not those of the formulas"
-    return training, about, rows
-
-
-def _timed_rows(
-    point: ShardingPoint, device: str, trainings: Mapping[str, Training], model_bytes: int
-) -> Iterator[dict[str, Any]]:
-    """Seconds by part, all ways in turns with gathers alone; and of labkit's ways how long steps wait for gathers."""
-    actions: dict[str, dict[str, Callable[[], Any]]] = {
-        way: dict(zip(PHASES, (one.forward, one.backward, one.step), strict=True)) for way, one in trainings.items()
+    rows = {
+        name: {"implementation": name} | row_of(name, partial(check, name), device=device)
+        for name in point.implementations
     }
-    if set(trainings) & set(LABKITS):
-        buffer = torch.empty(model_bytes, dtype=torch.uint8, device=device)
-        actions[GATHER] = {GATHER: lambda: _gather(buffer, point.transport)}
-    turns: list[tuple[str, int]] = []  # whose it is, and how many calls were recorded before it
+    yield from traffic
+    phases = {
+        name: {FORWARD: one.forward, BACKWARD: one.backward, OPTIMIZER: one.update} for name, one in trainers.items()
+    }
+    yield from timed_phases(rows, phases, "part", device=device, before=dist.barrier, **point.rounds)
 
-    def prepare(name: str) -> None:
-        turns.append((name, len(traffic)))
-        if name in trainings:
-            trainings[name].optimizer.zero_grad()
 
-    with recorded_traffic() as traffic:
-        times, failed = time_those_that_run(
-            actions, prepare=prepare, before=dist.barrier, device=device, **point.rounds
-        )
-    yield from ({"way": way, "check": reason} for way, reason in failed.items() if way in trainings)
-    gathers: dict[str, list[list[Collective]]] = {name: [] for name in actions}
-    for (name, start), (_, end) in pairwise([*turns, ("", len(traffic))]):
-        gathers[name].append([call for call in traffic[start:end] if call.collective == "all_gather"])
-    for way, by_part in times.items():
-        for part, seconds in by_part.items():
-            yield {"way": way, "check": "ok", "part": part, "seconds": seconds}
-        is_seen = way in trainings and way not in TORCHS and device == "cpu"
-        rounds = gathers[way][point.warmup :] if is_seen else []
-        if any(rounds):
+def _traffic_rows(name: str, calls: list[Any], parameters: list[Tensor]) -> Iterator[dict[str, Any]]:
+    """Bytes that this rank sent in one step, by collective, beside the formula; flags of the ranks left out."""
+    p, n = dist.get_world_size(), sum(value.nbytes for value in parameters)
+    scalars = sum(value.nbytes for value in parameters if value.dim() == 0)  # whole on every rank
+    expected = moved_bytes(n, name, replicated_bytes=scalars)
+    sent: Counter[str] = Counter()
+    for call in calls:
+        if call.dtype == FLOAT32:
+            sent[call.collective] += call.sent_bytes
+    for collective in dict.fromkeys([*expected, *sent]):
+        formula = expected.get(collective, 0) * (2 if collective == "all_reduce" else 1) * (p - 1) / p
+        if formula or sent[collective]:
             yield {
-                "way": way,
+                "implementation": name,
                 "check": "ok",
-                "part": "waiting for gathers",
-                "seconds": [sum(call.waited_s for call in calls) for calls in rounds],
-                "gathering_s": [sum(call.end_s - call.start_s for call in calls) for calls in rounds],
-                "gathers": [len(calls) for calls in rounds],
-                "in_time": [sum(call.waited_s == 0 for call in calls) for calls in rounds],
+                "collective": collective,
+                "sent_bytes": sent[collective],
+                "formula_bytes": formula,
+                "model_bytes": n,
             }
 
 
-def _gather(buffer: Tensor, transport: str) -> None:
-    for bucket in buffer.split(BUCKET_BYTES):
-        all_gather(bucket, transport=transport)
+def _measure_memory(point: ShardingPoint, device: str) -> Iterator[dict[str, Any]]:
+    """Rows of each implementation at three moments: bytes held by part, as its tensors say, and the peak until then."""
+    return_memory_when_freed()
+    small = ShardingPoint.of(point, size="nano", batch=1)
+    warmed = {
+        name: attempt(name, partial(_warm_up, name, small, device), device=device) for name in point.implementations
+    }
+    gc.collect()
+    gc.freeze()  # objects of libraries stay: looking at them each time would be a tenth of this point's time
+    for name, verdict in warmed.items():
+        gc.collect()  # the one before, which is full of cycles, would be freed within this one's peak
+        dist.barrier()
+        if verdict != "ok":
+            yield {"implementation": name, "check": verdict.reason if isinstance(verdict, Failed) else verdict}
+            continue
+        rows = attempt(name, partial(_memory_of, name, point, device), device=device)
+        if isinstance(rows, Failed):
+            yield {"implementation": name, "check": rows.reason}
+        else:
+            yield from ({"implementation": name, "check": "ok"} | row for row in rows)
+
+
+def _warm_up(name: str, point: ShardingPoint, device: str) -> str:
+    """Check a training of a small model; memory that libraries allocate once then is part of no peak."""
+    workloads = [make_workload(point, device, rank) for rank in range(dist.get_world_size())]
+    trainer = Trainer(name, point, workloads[dist.get_rank()])
+    for _ in range(STEPS):
+        trainer.step()
+    if name in LABKITS + TORCHS:  # where these are timed, they are checked
+        return "ok"
+    reference = train_in_one_process(workloads, *OPTIMIZERS[point.optimizer])
+    return reference.check(whole_parameters(trainer.model))[1]
+
+
+def _memory_of(name: str, point: ShardingPoint, device: str) -> list[dict[str, Any]]:
+    workload = make_workload(point, device, dist.get_rank())
+    held = {}
+    with peak_memory_growth(device) as init:
+        trainer = Trainer(name, point, workload)
+    held[INIT] = trainer.held_bytes()
+    with peak_memory_growth(device) as first:  # allocates optimizer state and buffers
+        trainer.step()
+    with peak_memory_growth(device) as before:
+        trainer.forward()
+        trainer.backward()
+    held[BEFORE_STEP] = trainer.held_bytes()
+    with peak_memory_growth(device) as after:
+        trainer.optimizer.step()
+    held[AFTER_STEP] = trainer.held_bytes()
+    resting = _total(init.kept_bytes, first.kept_bytes)
+    peaks = {
+        INIT: init.growth_bytes,
+        BEFORE_STEP: _total(resting, before.growth_bytes),
+        AFTER_STEP: _total(resting, before.kept_bytes, after.growth_bytes),
+    }
+    formula = _formula_bytes(name, trainer.model) if name in STAGES else {}
+    seen = {moment: _seen_peak(peaks[moment], sum(held[moment].values())) for moment in held}
+    rows = [{"moment": moment, **parts, **seen[moment]} for moment, parts in held.items()]
+    rows[-1] |= formula
+    return rows
+
+
+def _seen_peak(peak: int | None, held: int) -> dict[str, Any]:
+    """The peak, unless the system cannot have seen all of it: it may take memory back between two looks."""
+    if held < MIN_HELD_BYTES or peak is None:
+        return {}
+    if peak < MIN_PEAK_SHARE * held:
+        return {"not_measured": "the system counted less memory at the peak than the rank's tensors hold"}
+    return {"peak_bytes": peak}
+
+
+def _formula_bytes(name: str, model: nn.Module) -> dict[str, float]:
+    parameters = list(model.parameters())
+    scalars = sum(one.numel() for one in parameters if one.dim() == 0)
+    states = state_bytes(sum(one.numel() for one in parameters), name, dist.get_world_size(), replicated=scalars)
+    return {f"formula_{part}_bytes": states[part] for part in PARTS}
+
+
+def _total(*n_bytes: int | None) -> int | None:
+    known = [n for n in n_bytes if n is not None]
+    return sum(known) if len(known) == len(n_bytes) else None

@@ -1,0 +1,91 @@
+"""The check of sharding: parameters after two steps are those of one process with the batches of all ranks.
+
+What is wrong after the first step has spread by the second.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from labkit.bench.check import first_failing_rank, largest, max_over_ranks
+from labkit.nn.workloads import Workload
+from labkit.studies.shared.gradient_check import furthest
+
+STEPS = 2
+TOLERANCE = 1e-2
+"""Of an element, over the largest change of its tensor."""
+ROUNDING = 1e-6
+"""A gradient so much smaller than the largest of the model is rounding, and AdamW's update of it says nothing."""
+NO_TENSOR = -1
+"""Stands for the element of a tensor that is missing, or has another shape."""
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Parameters after a training in one process."""
+
+    expected: Mapping[str, Tensor]
+    scales: Mapping[str, float]
+    """By parameter, the largest change of its tensor, or of the whole model where its gradients are rounding."""
+
+    def check(self, parameters: Mapping[str, Tensor]) -> tuple[float, str]:
+        """The largest error of any rank over that scale, and "ok" or its place. A collective; all ranks get the same.
+
+        "wrong: rank 1, layers.0.weight, element 5: expected 0.5, got 0.25" is the largest error of the first such rank.
+        """
+        errors = {name: self._error(parameters.get(name), name) for name in self.expected}
+        worst = max(errors, key=errors.__getitem__)
+        error = max_over_ranks(errors[worst])
+        if error <= TOLERANCE:
+            return error, "ok"
+        place = self._place(parameters.get(worst), worst) if errors[worst] > TOLERANCE else (-1, 0, 0, 0)
+        first = first_failing_rank(place)
+        assert first is not None, "the largest error is that of some rank"
+        rank, (index, element, expected, got) = first
+        name = list(self.expected)[int(index)]
+        where = f"wrong: rank {rank}, {name}"
+        if element == NO_TENSOR:
+            return error, f"{where}: expected a tensor of shape {tuple(self.expected[name].shape)}, got another or none"
+        return error, f"{where}, element {element:.0f}: expected {expected:.6g}, got {got:.6g}"
+
+    def _error(self, value: Tensor | None, name: str) -> float:
+        if value is None or value.shape != self.expected[name].shape:
+            return math.inf
+        difference, scale = largest(value - self.expected[name]), self.scales[name]
+        if math.isnan(difference) or (difference and not scale):
+            return math.inf
+        return difference / scale if scale else 0.0
+
+    def _place(self, value: Tensor | None, name: str) -> tuple[int, int, float, float]:
+        expected, index = self.expected[name], list(self.expected).index(name)
+        if value is None or value.shape != expected.shape:
+            return index, NO_TENSOR, 0.0, 0.0
+        return index, *furthest(value, expected)
+
+
+def train_in_one_process(
+    workloads: list[Workload], optimizer_class: type[Optimizer], settings: Mapping[str, Any]
+) -> Reference:
+    """Parameters after two steps on the mean loss of all ranks' workloads."""
+    model = workloads[0].build()
+    start = _copy_parameters(model)
+    optimizer = optimizer_class(model.parameters(), **dict(settings))
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        for workload in workloads:
+            (workload.loss(model) / len(workloads)).backward()
+        optimizer.step()
+    slopes = {name: largest(value.grad) for name, value in model.named_parameters() if value.grad is not None}
+    expected = _copy_parameters(model)
+    changes = {name: largest(value - start[name]) for name, value in expected.items()}
+    flat, most = ROUNDING * max(slopes.values(), default=0.0), max(changes.values())
+    scales = {name: most if 0 < slopes.get(name, 0) <= flat else change for name, change in changes.items()}
+    return Reference(expected, scales)
+
+
+def _copy_parameters(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in model.named_parameters()}
