@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from labkit.bench.allocator import record_allocations
+from labkit.bench.memory import record_allocations
 from labkit.bench.trace import FAMILIES, decode_trace, read_events
 from labkit.machine import describe_machine
 from labkit.nn.attention import naive_attention

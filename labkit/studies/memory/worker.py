@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 
-from labkit.bench.allocator import record_allocations
 from labkit.bench.check import largest_difference, verdict
-from labkit.bench.saved_tensors import saved_by_operator
+from labkit.bench.memory import record_allocations
 from labkit.costs import memory as costs
 from labkit.lab.own_models import shape_of, source_of
 from labkit.lab.point import TimedPoint
@@ -23,6 +22,7 @@ from labkit.nn.attention import naive_attention
 from labkit.nn.training import AUTOCAST_DTYPES, TrainingStep, gradients
 from labkit.nn.transformer import RotaryPositions, TransformerLayer, shape_named
 from labkit.studies.memory.counting import count_phases, count_rows
+from labkit.studies.memory.saved import saved_by_operator
 from labkit.studies.shared.alternatives import row_of, timed_rows
 
 WITHOUT = 0

@@ -14,8 +14,7 @@ import torch
 
 from labkit.bench.check import verdict
 from labkit.bench.clock import timed_once
-from labkit.bench.memory import peak_memory_growth
-from labkit.bench.saved_tensors import SavedTensor, saved_for_backward
+from labkit.bench.memory import SavedTensor, peak_memory_growth, saved_for_backward
 from labkit.costs.attention import explicit_peak, tiled_saved
 from labkit.lab.point import SessionPoint
 from labkit.lab.units import format_bytes, format_seconds

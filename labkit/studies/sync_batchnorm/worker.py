@@ -11,9 +11,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from labkit.bench.allocator import record_allocations
+from labkit.bench.memory import record_allocations, saved_for_backward
 from labkit.bench.operators import record_operators
-from labkit.bench.saved_tensors import saved_for_backward
 from labkit.lab.point import TimedPoint
 from labkit.parallel.ranks.worker import use_device
 from labkit.studies.shared.alternatives import row_of, time_those_that_run, turn_of
