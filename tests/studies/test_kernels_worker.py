@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from labkit.bench.kernel_names import FAMILIES
 from labkit.bench.memory import record_allocations
-from labkit.bench.trace import FAMILIES, decode_trace, read_events
+from labkit.bench.trace import read_events
 from labkit.machine import describe_machine
 from labkit.nn.attention import naive_attention
 from labkit.nn.training import PHASES, TrainingStep
@@ -16,6 +17,7 @@ from labkit.nn.transformer import shape_named
 from labkit.studies.kernels import worker
 from labkit.studies.kernels.attention import PARTS, attention_in_parts
 from labkit.studies.kernels.study import STUDY, KernelsConfig, needed_bytes
+from labkit.studies.kernels.traces import decode_trace
 from labkit.studies.kernels.worker import INFERENCE, OTHERS, STEP, KernelsPoint, measure_point, run_with_nvtx
 
 SMALL = KernelsPoint(device="cpu", model="nano", batch=1, context_length=8, warmup=1, passes=2, keep_trace=True)

@@ -12,8 +12,9 @@ from typing import Any
 
 import pandas as pd
 
+from labkit.bench.kernel_names import FAMILIES
 from labkit.bench.operators import OperatorCall
-from labkit.bench.trace import FAMILIES, decode_trace, longest, read_events
+from labkit.bench.trace import read_events
 from labkit.costs.calibration import Calibration
 from labkit.costs.transformer import forward_flops, softmax_flops
 from labkit.lab.made_once import made_once
@@ -23,6 +24,7 @@ from labkit.lab.project import reference_directory, relative_to_project
 from labkit.lab.rows import Measured, in_order, select
 from labkit.nn.training import PHASES
 from labkit.nn.transformer import SIZES
+from labkit.studies.kernels.traces import decode_trace, longest
 from labkit.studies.kernels.worker import INFERENCE, OTHERS, STEP, KernelsPoint
 from labkit.studies.shared.step_operators import step_operators
 

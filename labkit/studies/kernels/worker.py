@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from labkit.bench.clock import time_interleaved, turn_order
-from labkit.bench.trace import Profile, Sum, Trace, TraceEvent, encode_trace, host_seconds, profile_call, sum_up
+from labkit.bench.trace import Profile, Sum, Trace, TraceEvent, profile_call, sum_up
 from labkit.costs.transformer import TransformerShape
 from labkit.lab.own_models import shape_of, source_of
 from labkit.lab.point import Point
@@ -17,6 +17,7 @@ from labkit.nn.attention import naive_attention
 from labkit.nn.training import PHASES, TrainingStep
 from labkit.nn.transformer import shape_named
 from labkit.studies.kernels.attention import PARTS, attention_in_parts
+from labkit.studies.kernels.traces import encode_trace, host_seconds
 
 Sums = dict[tuple[str, ...], Sum]
 
