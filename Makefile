@@ -49,8 +49,8 @@ test-all: $(VENV)/installed-test lint ## the same with the tests marked slow
 stress: $(VENV)/installed-test ## messages through shared memory, 100,000 rounds for 2 to 8 ranks; half an hour
 	LABKIT_STRESS_ROUNDS=100000 $(BIN)/python -m pytest tests/parallel/test_shared_memory.py -m slow -k written
 
-faults: $(VENV)/installed-test ## every injected fault, two hundred kills, hosts joined by a wire, and a table (some 13 minutes)
-	LABKIT_FAULTS=all $(BIN)/python -m pytest tests/faults tests/hosts tests/parallel/test_leftovers.py \
+faults: $(VENV)/installed-test ## every injected fault, two hundred kills, hosts in network namespaces: a line per case (some 20 minutes)
+	LABKIT_FAULTS=all $(BIN)/python -m pytest -v --numprocesses 2 tests/faults tests/hosts tests/parallel/test_leftovers.py \
 		tests/studies/test_cifar100_killed.py
 
 mutants: $(VENV)/installed-test ## mistakes put into labkit, one at a time: does `make test` catch each? WORDS="bench" picks some

@@ -10,15 +10,16 @@
         ...
     peak_between(ledger.allocations, start, ledger.moment).by_category()
 
-Under `FakeTensorMode` tensors have shapes and no memory, so that a step of any size can be counted on any machine.
-What is seen is what operators return to PyTorch's dispatcher: a kernel's own scratch, and what a library takes for
-itself, is not. Storages are counted, not tensors: views share theirs. One that an operator resizes is a new allocation
-from then on. (torch.distributed._tools.mem_tracker follows storages in the same way; here each keeps its whole life,
-from which the peak, its parts and a timeline follow.)
+Under `FakeTensorMode` tensors have shapes and no memory, so that a step of any size is counted on any machine. The
+ledger sees what operators return to PyTorch's dispatcher: not a kernel's scratch, nor what a library takes for itself.
+Views share the storage that counts. A storage that an operator resizes is a new allocation from then on.
+(torch.distributed._tools.mem_tracker follows storages in the same way; here each keeps its whole life, from which the
+peak, its parts and a timeline follow.)
 """
 
 import sys
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -49,6 +50,10 @@ class Allocation:
     freed: int | None = None
     category: str = ""
 
+    def is_alive(self, moment: int) -> bool:
+        """Whether it lives before the event of that number."""
+        return self.born < moment and (self.freed is None or self.freed >= moment)
+
 
 @dataclass(frozen=True)
 class Peak:
@@ -60,17 +65,17 @@ class Peak:
 
     def by_category(self) -> dict[str, int]:
         """Bytes by category."""
-        parts: dict[str, int] = {}
+        parts: Counter[str] = Counter()
         for allocation in self.live:
-            parts[allocation.category] = parts.get(allocation.category, 0) + allocation.n_bytes
-        return parts
+            parts[allocation.category] += allocation.n_bytes
+        return dict(parts)
 
 
 class AllocationLedger(TorchDispatchMode):
     """Follows every storage that operators make on `device` while it is active.
 
-    `source` says what a file of the code under study is called, given its path; "" of other files. Sizes are what was
-    asked for, before an allocator rounds them up.
+    `source` names a file of the code under study, given its path; "" for other files. Sizes are as requested, before an
+    allocator rounds them up.
     """
 
     def __init__(self, *, device: str = "cpu", source: Callable[[str], str] = lambda path: ""):
@@ -95,9 +100,8 @@ class AllocationLedger(TorchDispatchMode):
     def label(self, category: str, tensors: Iterable[Tensor]) -> None:
         """Put the storages of `tensors` into a category, for the whole of their lives."""
         for tensor in tensors:
-            found = self._alive.get(tensor.untyped_storage()._cdata)
-            if found is not None:
-                found[1].category = category
+            if (entry := self._alive.get(tensor.untyped_storage()._cdata)) is not None:
+                entry[1].category = category
 
     def label_alive(self, category: str, phase: str) -> None:
         """Put what was made in `phase`, is alive now and has no category yet, into one."""
@@ -140,8 +144,8 @@ class AllocationLedger(TorchDispatchMode):
     def _resize(self, tensor: Tensor) -> None:
         """A storage that gets memory of another size, or gives all of it back, is another allocation."""
         storage = tensor.untyped_storage()
-        if (found := self._alive.get(storage._cdata)) is not None:
-            self._end(storage._cdata, found[1], None)
+        if (entry := self._alive.get(storage._cdata)) is not None:
+            self._end(storage._cdata, entry[1], None)
         if tensor.device.type == self._device_type:
             self._add(storage, "resize_storage", self._line())
 
@@ -174,44 +178,35 @@ def _calling_line(source: Callable[[str], str]) -> str:
 
 def peak_between(allocations: Sequence[Allocation], start: int, end: int) -> Peak:
     """The highest sum of live bytes at any moment from `start` (before its event) up to `end` (not included)."""
-    total = sum(a.n_bytes for a in allocations if a.born < start and not _over(a, start))
-    highest, moment = total, start - 1
-    for at, change, _ in _events(allocations, start, end):
-        total += change
-        if total > highest:
+    highest, moment = -1, start
+    for at, live in _replay(allocations, start, end):
+        if (total := sum(live.values())) > highest:
             highest, moment = total, at
-    live = [a for a in allocations if a.born <= moment and not _over(a, moment + 1)]
-    return Peak(highest, moment, live)
+    return Peak(highest, moment, [a for a in allocations if a.is_alive(moment + 1)])
 
 
 def timeline_between(
     allocations: Sequence[Allocation], start: int, end: int, points: int = 200
 ) -> list[tuple[int, dict[str, int]]]:
-    """(moment, live bytes by category), at most about `points` of them: of each stretch, the highest moment."""
-    categories = {a.category for a in allocations}
-    live = dict.fromkeys(categories, 0)
-    for a in allocations:
-        if a.born < start and not _over(a, start):
-            live[a.category] += a.n_bytes
+    """(moment, live bytes by category), at most about `points` of them: the highest moment of each stretch."""
     stretch = max(1, (end - start) // points)
-    kept: list[tuple[int, dict[str, int]]] = [(start, dict(live))]
-    best: tuple[int, dict[str, int]] | None = None
-    for at, change, allocation in _events(allocations, start, end):
-        live[allocation.category] += change
-        if best is None or sum(live.values()) > sum(best[1].values()):
-            best = (at, dict(live))
-        if (at - start + 1) % stretch == 0 or at == end - 1:
-            kept.append(best)
-            best = None
-    return kept
+    highest: dict[int, tuple[int, dict[str, int]]] = {}
+    for at, live in _replay(allocations, start, end):
+        at = max(at, start)
+        number = (at - start) // stretch
+        if number not in highest or sum(live.values()) > sum(highest[number][1].values()):
+            highest[number] = (at, dict(live))
+    return [*highest.values()]
 
 
-def _events(allocations: Sequence[Allocation], start: int, end: int) -> list[tuple[int, int, Allocation]]:
-    """(moment, change in bytes, storage) in order; every moment is one event."""
-    births = [(a.born, a.n_bytes, a) for a in allocations if start <= a.born < end]
-    ends = [(a.freed, -a.n_bytes, a) for a in allocations if a.freed is not None and start <= a.freed < end]
-    return sorted(births + ends, key=lambda event: event[0])
-
-
-def _over(allocation: Allocation, moment: int) -> bool:
-    return allocation.freed is not None and allocation.freed < moment
+def _replay(allocations: Sequence[Allocation], start: int, end: int) -> Iterator[tuple[int, dict[str, int]]]:
+    """Each moment with the live bytes by category after its event, `start - 1` first; one dictionary, updated."""
+    live = dict.fromkeys({a.category for a in allocations}, 0)
+    for allocation in allocations:
+        live[allocation.category] += allocation.n_bytes * allocation.is_alive(start)
+    births = [(a.born, a.n_bytes, a.category) for a in allocations if start <= a.born < end]
+    ends = [(a.freed, -a.n_bytes, a.category) for a in allocations if a.freed is not None and start <= a.freed < end]
+    yield start - 1, live
+    for at, change, category in sorted(births + ends):
+        live[category] += change
+        yield at, live

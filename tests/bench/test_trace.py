@@ -1,28 +1,17 @@
-"""Traces: own times add up, ranges hold what they should, on made-up events and on a small real profile."""
+"""Traces: times without what ran inside add up, ranges hold what they should, kernels have families by name."""
 
 import pytest
 import torch
 from torch.profiler import record_function
 
 from labkit.bench import trace as trace_module
-from labkit.bench.trace import (
-    FAMILIES,
-    decode_trace,
-    encode_trace,
-    family_of,
-    host_seconds,
-    longest,
-    profile_call,
-    read_events,
-    short_name,
-    sum_up,
-)
+from labkit.bench.kernel_names import FAMILIES, family_of, short_name
+from labkit.bench.trace import profile_call, read_events, sum_up
 
 
 def _event(name, start_us, duration_us, category="cpu_op", thread=1, **arguments):
-    return {"ph": "X", "cat": category, "name": name, "ts": start_us, "dur": duration_us, "tid": thread} | {
-        "args": arguments
-    }
+    fields = {"cat": category, "name": name, "ts": start_us, "dur": duration_us, "tid": thread, "args": arguments}
+    return {"ph": "X"} | fields
 
 
 def _range(name, start_us, duration_us, thread=1):
@@ -43,7 +32,7 @@ GPU = [
     _event("cudaLaunchKernel", 5, 2, "cuda_runtime", correlation=7),
     _range("backward", 30, 20),
     _event("cudaLaunchKernel", 35, 2, "cuda_runtime", thread=2, correlation=8),
-    _event("Memcpy HtoD", 45, 1, "gpu_memcpy"),
+    _event("Memcpy HtoD (Pageable -> Device)", 45, 1, "gpu_memcpy"),
     _event("aten::mm", 4, 5),
     _event("void sm90_xmma_gemm<float>(int)", 100, 40, "kernel", thread=99, correlation=7),
     _event("void softmax_warp_forward<float>(int)", 140, 10, "kernel", thread=99, correlation=8),
@@ -54,135 +43,112 @@ def _trace(*events):
     return {"traceEvents": [{"ph": "M", "name": "process_name"}, *events]}
 
 
-def _by_name(events):
-    return {(event.name, event.within(("forward", "backward"))): event for event in events}
-
-
-def test_own_times_add_up_and_nothing_counts_twice():
+def test_times_add_up_nothing_counts_twice_and_ranges_hold_what_starts_in_them_on_any_thread():
     events = read_events(_trace(*reversed(HOST)))
-    assert [event.start_s for event in events] == sorted(event.start_s for event in events)
-    found = _by_name(events)
-    own_us = {key: round(event.self_s * 1e6, 6) for key, event in found.items()}
-    assert own_us == {
-        ("forward", "forward"): 30,
-        ("scores", "forward"): 10,
-        ("aten::matmul", "forward"): 10,
-        ("aten::mm", "forward"): 30,
-        ("aten::mul", "forward"): 20,
-        ("backward", "backward"): 100,  # its thread waits for the other one
-        ("aten::mm", "backward"): 60,
-    }
-    assert found["aten::mm", "forward"].duration_s == pytest.approx(30e-6)
-
-
-def test_ranges_hold_what_starts_in_them_on_any_thread():
-    found = _by_name(read_events(_trace(*HOST)))
-    assert found["aten::mm", "forward"].ranges == ("forward", "scores")
-    assert found["aten::mm", "forward"].within(("scores", "softmax")) == "scores"
-    assert found["aten::mul", "forward"].ranges == ("forward",)
-    assert found["aten::mm", "backward"].ranges == ("backward",)
+    assert [(e.name, e.ranges, round(e.self_s * 1e6, 6), round(e.duration_s * 1e6, 6)) for e in events] == [
+        ("forward", ("forward",), 30, 100),
+        ("scores", ("forward", "scores"), 10, 50),
+        ("aten::matmul", ("forward", "scores"), 10, 40),
+        ("aten::mm", ("forward", "scores"), 30, 30),
+        ("aten::mul", ("forward",), 20, 20),
+        ("backward", ("backward",), 100, 100),  # its thread waits for the other one
+        ("aten::mm", ("backward",), 60, 60),
+    ]
+    assert [events[3].within(names) for names in (("forward", "scores"), ("forward",), ("x",))] == [
+        "scores",
+        "forward",
+        "",
+    ]
+    sums = sum_up(events, lambda event: (event.family,))
+    assert (sums["matmul",].calls, sums["matmul",].seconds) == (2, pytest.approx(90e-6))
+    assert read_events(_trace()) == []
 
 
 def test_kernels_are_the_events_of_a_gpu_and_belong_to_the_range_of_their_launch():
     events = read_events(_trace(*GPU))
-    assert [(event.name, event.family, event.ranges) for event in events] == [
-        ("Memcpy HtoD", "copy", ("backward",)),
-        ("sm90_xmma_gemm", "matmul", ("forward",)),
-        ("softmax_warp_forward", "softmax", ("backward",)),
+    assert [(event.name, event.family, event.ranges, round(event.self_s * 1e6, 6)) for event in events] == [
+        ("Memcpy HtoD", "copy", ("backward",), 1),
+        ("sm90_xmma_gemm", "matmul", ("forward",), 40),
+        ("softmax_warp_forward", "softmax", ("backward",), 10),
     ]
-    assert [round(event.self_s * 1e6, 6) for event in events] == [1, 40, 10]
+    assert [event.name for event in read_events(_trace(*GPU), also="aten::")].count("aten::mm") == 1
 
 
-def test_the_host_time_of_nested_ranges_counts_once():
-    assert host_seconds(_trace(*HOST)) == pytest.approx(200e-6)
-    assert host_seconds(_trace()) == 0
+NATIVE, HIDDEN = "void at::native::", "void at::native::(anonymous namespace)::"
+ELEMENTWISE = NATIVE + "vectorized_elementwise_kernel<4, at::native::"
+CUTLASS = "cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16_16x16_128x2_tn_align8"
+CUDA_NAMES = {
+    "matmul": [
+        "void cublasLt::splitKreduce_kernel<32, 16>(int)",
+        "void cudnn::cnn::conv2d_grouped_direct_kernel<float>",
+        "void conv_depthwise2d_forward_kernel<3, float>",
+        f"void cutlass::Kernel2<{CUTLASS}>(Params)",
+    ],
+    "attention": ["void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<x>(y)"],
+    "softmax": ["void (anonymous namespace)::softmax_warp_forward<float, float, float, 8, false>"],
+    "loss": ["void cunn_SoftMaxForward<4, float, LogSoftMaxForwardEpilogue>"],
+    "elementwise": [ELEMENTWISE + "CUDAFunctor_add<float>>"],
+    "reduction": [NATIVE + "reduce_kernel<512, 1, at::native::ReduceOp<float>>"],
+    "embedding": [
+        HIDDEN + name
+        for name in ("embedding_backward_feature_kernel<x>", "compute_grad_weight<x>", "sum_and_scatter<x>")
+    ],
+    "copy": ["Memset (Device)", ELEMENTWISE + "FillFunctor<float>>"],
+    "communication": ["ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"],
+    "optimizer": [NATIVE + "multi_tensor_apply_kernel<FusedAdamMathFunctor>"],
+    "dispatch": ["autograd::engine::evaluate_function: SoftmaxBackward0", "torch::autograd::AccumulateGrad"],
+}
+NAMES = {
+    "matmul": "aten::mm aten::bmm ampere_sgemm_128x64_nn nvjet_hsh_128x64 aten::mkldnn_convolution "
+    "triton_tem_fused_mm_3 aten::convolution_backward aten::_slow_conv2d_forward",
+    "attention": "aten::_flash_attention_forward forward_kernel grad_kv_kernel grad_q_kernel delta_kernel "
+    "fmha_cutlassF_bf16_aligned_64x64_rf_sm80 cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7",
+    "softmax": "aten::_softmax aten::_softmax_backward_data triton_red_fused__softmax_1",
+    "loss": "aten::_log_softmax aten::nll_loss_backward",
+    "norm": "aten::native_layer_norm triton_per_fused_native_layer_norm_0",
+    "elementwise": "aten::mul aten::masked_fill_ aten::silu_backward aten::addcdiv_ aten::bernoulli_ "
+    "triton_poi_fused__to_copy_add_mul_0",
+    "reduction": "aten::sum aten::avg_pool2d aten::max_pool2d_with_indices triton_red_fused_sum_2",
+    "embedding": "aten::embedding_dense_backward",
+    "copy": "aten::copy_ aten::cat aten::fill_",
+    "communication": "gloo:all_reduce",
+    "optimizer": "aten::_fused_adamw_",
+    "dispatch": "aten::view aten::matmul aten::conv2d aten::max_pool2d aten::t aten::empty_strided MmBackward0",
+    "other": "something_nobody_knows",
+}
 
 
-def test_a_trace_without_events_has_none():
-    assert read_events(_trace()) == []
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_by_recorded_names(family):
+    names = [*NAMES[family].split(), *CUDA_NAMES.get(family, [])]
+    assert {name: family_of(name) for name in names} == dict.fromkeys(names, family)
 
 
 @pytest.mark.parametrize(
-    ("name", "family"),
+    ("name", "short"),
     [
-        ("aten::mm", "matmul"),
-        ("aten::bmm", "matmul"),
-        ("ampere_sgemm_128x64_nn", "matmul"),
-        ("nvjet_hsh_128x64", "matmul"),
-        ("void cutlass::Kernel2<cutlass_80_simt_sgemm_128x64>(Params)", "matmul"),
-        ("void cublasLt::splitKreduce_kernel<32, 16>(int)", "matmul"),
-        ("aten::mkldnn_convolution", "matmul"),
-        ("aten::convolution_backward", "matmul"),
-        ("aten::_slow_conv2d_forward", "matmul"),
-        ("void cudnn::cnn::conv2d_grouped_direct_kernel<float>", "matmul"),
-        ("void conv_depthwise2d_forward_kernel<3, float, int>", "matmul"),
-        ("aten::_softmax", "softmax"),
-        ("aten::_softmax_backward_data", "softmax"),
-        ("void (anonymous namespace)::softmax_warp_forward<float, float, float, 8, false>", "softmax"),
-        ("aten::_log_softmax", "loss"),
-        ("void cunn_SoftMaxForward<4, float, LogSoftMaxForwardEpilogue>", "loss"),
-        ("aten::nll_loss_backward", "loss"),
-        ("aten::native_layer_norm", "norm"),
-        ("aten::mul", "elementwise"),
-        ("aten::masked_fill_", "elementwise"),
-        ("aten::silu_backward", "elementwise"),
-        ("aten::addcdiv_", "elementwise"),
-        ("void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>", "elementwise"),
-        ("aten::sum", "reduction"),
-        ("void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float>>", "reduction"),
-        ("aten::copy_", "copy"),
-        ("aten::cat", "copy"),
-        ("aten::fill_", "copy"),
-        ("aten::embedding_dense_backward", "copy"),
-        ("Memset (Device)", "copy"),
-        ("void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>>", "copy"),
-        ("void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor>", "optimizer"),
-        ("aten::_fused_adamw_", "optimizer"),
-        ("aten::_flash_attention_forward", "attention"),
-        ("aten::view", "dispatch"),
-        ("aten::matmul", "dispatch"),
-        ("aten::convolution", "dispatch"),
-        ("aten::conv2d", "dispatch"),
-        ("aten::max_pool2d_with_indices", "reduction"),
-        ("aten::max_pool2d", "dispatch"),
-        ("aten::avg_pool2d", "reduction"),
-        ("aten::bernoulli_", "elementwise"),
-        ("aten::t", "dispatch"),
-        ("aten::empty_strided", "dispatch"),
-        ("MmBackward0", "dispatch"),
-        ("autograd::engine::evaluate_function: SoftmaxBackward0", "dispatch"),
-        ("torch::autograd::AccumulateGrad", "dispatch"),
-        ("something_nobody_knows", "other"),
+        ("aten::mm", "aten::mm"),
+        (ELEMENTWISE + "CUDAFunctor_add<float>, char*>(int)", "vectorized_elementwise_kernel<CUDAFunctor_add>"),
+        (
+            ELEMENTWISE + "BinaryFunctor<float, float, at::native::binary_internal::MulFunctor<float>>, char*>(int)",
+            "vectorized_elementwise_kernel<MulFunctor>",
+        ),
+        (
+            ELEMENTWISE + "exp_kernel_cuda(at::TensorIteratorBase&)::{lambda()#2}, char*>(int)",
+            "vectorized_elementwise_kernel<exp_kernel_cuda>",
+        ),
+        (
+            NATIVE + "reduce_kernel<512, 1, ReduceOp<float, at::native::func_wrapper_t<float, sum_functor<float>>>>(x)",
+            "reduce_kernel<sum_functor>",
+        ),
+        (f"void cutlass::Kernel2<{CUTLASS}>(Params)", CUTLASS),
+        ("void cutlass::device_kernel<cutlass::GemmUniversal<int>>(Params)", "cutlass::device_kernel<GemmUniversal>"),
+        (HIDDEN + "sum_and_scatter<float, long>(long*)", "sum_and_scatter"),
+        ("x" * 500, "x" * 100),
     ],
 )
-def test_families_by_name(name, family):
-    assert family_of(name) == family
-    assert family in FAMILIES
-
-
-def test_kernel_names_are_shortened():
-    long = "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>, char*>(int)"
-    assert short_name(long).startswith("vectorized_elementwise_kernel")
-    assert short_name("aten::mm") == "aten::mm"
-    assert short_name("autograd::engine::evaluate_function: MmBackward0") == (
-        "autograd::engine::evaluate_function: MmBackward0"
-    )
-    assert len(short_name("x" * 500)) == 100
-
-
-def test_sums_are_by_any_key_and_the_longest_do_not_hold_others():
-    events = read_events(_trace(*HOST))
-    sums = sum_up(events, lambda event: (event.family,))
-    assert sums["matmul",].calls == 2
-    assert sums["matmul",].seconds == pytest.approx(90e-6)
-    assert sum(entry.seconds for entry in sums.values()) == pytest.approx(sum(event.self_s for event in events))
-    assert [event.name for event in longest(events, 3)] == ["aten::mm", "aten::mm", "aten::mul"]
-
-
-def test_a_trace_survives_its_packing():
-    trace = _trace(*HOST)
-    assert decode_trace(encode_trace(trace)) == trace
-    assert encode_trace(trace) == encode_trace(trace)
+def test_short_names_tell_kernels_apart(name, short):
+    assert short_name(name) == short
 
 
 def test_a_real_profile_adds_up_to_the_clock_and_names_no_machine():
@@ -195,18 +161,12 @@ def test_a_real_profile_adds_up_to_the_clock_and_names_no_machine():
             loss.backward()
 
     call()
-    found = profile_call(call)
-    names = {event.name for event in found.events}
-    assert {"aten::mm", "aten::_softmax", "forward", "backward"} <= names
-    assert {event.within(("forward", "backward")) for event in found.events if event.name == "aten::mm"} == {
-        "forward",
-        "backward",
-    }
-    total = sum(event.self_s for event in found.events)
-    assert total == pytest.approx(host_seconds(found.trace), rel=1e-3)
-    assert total <= found.seconds
-    assert found.n_recorded >= len(found.events)
-    assert set(found.trace) == {"schemaVersion", "deviceProperties", "displayTimeUnit", "traceEvents"}
+    profile = profile_call(call, before=lambda: torch.ones(8).exp())
+    assert {"aten::mm", "aten::_softmax", "aten::exp", "backward"} <= {event.name for event in profile.events}
+    products = [event for event in profile.events if event.name == "aten::mm"]
+    assert {event.within(("forward", "backward")) for event in products} == {"forward", "backward"}
+    assert sum(event.self_s for event in profile.events if event.ranges) <= profile.seconds  # "before" is not timed
+    assert set(profile.trace) == {"schemaVersion", "deviceProperties", "displayTimeUnit", "traceEvents"}
 
 
 def test_a_profile_of_a_gpu_without_kernels_is_refused(monkeypatch):
@@ -214,14 +174,3 @@ def test_a_profile_of_a_gpu_without_kernels_is_refused(monkeypatch):
     monkeypatch.setattr(trace_module, "time_interleaved", lambda actions, **_: {"call": [actions["call"]() or 1.0]})
     with pytest.raises(RuntimeError, match="no GPU kernel"):
         profile_call(lambda: torch.ones(2).sum() and None, device="cuda")
-
-
-def test_what_comes_before_the_call_runs_under_the_profiler_and_is_not_timed():
-    found = profile_call(lambda: torch.ones(8).add(1), before=lambda: torch.ones(8).exp())
-    assert {"aten::exp", "aten::add"} <= {event.name for event in found.events}
-
-
-def test_operators_of_the_host_can_be_asked_for_beside_kernels():
-    names = [event.name for event in read_events(_trace(*GPU), also="aten::")]
-    assert names.count("aten::mm") == 1
-    assert "aten::mm" not in [event.name for event in read_events(_trace(*GPU))]

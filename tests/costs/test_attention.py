@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from labkit.bench.saved_tensors import saved_for_backward
+from labkit.bench.memory import saved_for_backward
 from labkit.costs.attention import (
     backward_flops,
     explicit_peak,

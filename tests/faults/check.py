@@ -7,7 +7,6 @@ import sys
 import tempfile
 import time
 import uuid
-from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,8 +17,6 @@ from labkit.lab.runs.store import Run
 from tests import shared_memory
 
 MARK = "LABKIT_TEST_MARK"
-OUTCOMES = []
-"""(case, moment, outcome) of this run of the tests, for the table at its end."""
 
 
 class Victim:
@@ -27,7 +24,6 @@ class Victim:
 
     def __init__(self, folder, lab="faulty", **variables):
         self.folder, self.lab = Path(folder), lab
-        # Short: sockets lie in it, and their path may have 107 characters.
         self.temporary = Path(tempfile.mkdtemp(prefix="labkit-"))
         self.folder.mkdir(parents=True, exist_ok=True)
         self.mark = uuid.uuid4().hex
@@ -36,16 +32,8 @@ class Victim:
         self.process = None
 
     def start(self, *arguments, prefix=()):
-        command = [
-            *prefix,
-            sys.executable,
-            "-m",
-            "tests.faults.victim",
-            str(self.folder),
-            "measure",
-            self.lab,
-            *arguments,
-        ]
+        module = ["-m", "tests.faults.victim", str(self.folder), "measure", self.lab]
+        command = [*prefix, sys.executable, *module, *arguments]
         self.process = subprocess.Popen(
             command,
             env=self.environment,
@@ -67,9 +55,8 @@ class Victim:
         assert (self.folder / file).exists(), self.finish()
 
     def processes(self):
-        for pid in psutil.pids():  # `process_iter` has a table that threads would share
+        for process in psutil.process_iter():
             with suppress(psutil.Error):
-                process = psutil.Process(pid)
                 if process.environ().get(MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE:
                     yield process
 
@@ -96,7 +83,7 @@ class Victim:
             with suppress(psutil.Error):
                 process.kill()
         if self.process is not None:
-            self.process.wait()  # and not `communicate`: after an interrupt, the thread of its case still does
+            self.process.communicate()
         shutil.rmtree(self.temporary, ignore_errors=True)
 
 
@@ -106,40 +93,5 @@ def until(condition, timeout_s):
         time.sleep(0.02)
 
 
-def at_once(check, *cases):
-    """Calls `check(*case)` for all cases at the same time, each in a thread: each has a victim and a folder of its own.
-
-    A check returns its rows for the table, which are noted in the order of the cases, whoever is done first.
-    Raises an exception group with every case that failed, named by its arguments, when all are done.
-    """
-    pool = ThreadPoolExecutor(len(cases))
-    try:
-        running = [pool.submit(check, *case) for case in cases]
-        wait(running)
-    finally:  # who interrupts need not wait for the others: their victims are killed in a moment
-        pool.shutdown(wait=False, cancel_futures=True)
-    failures = []
-    for case, done in zip(cases, running, strict=True):
-        if failure := done.exception():
-            failure.add_note(f"in case {case}")
-            failures.append(failure)
-        else:
-            OUTCOMES.extend(done.result())
-    if failures:
-        raise BaseExceptionGroup("cases that failed", failures)
-
-
 def settings(**values):
     return [word for name, value in values.items() for word in ("--set", f"{name}={value}")]
-
-
-def table():
-    """Outcomes in the order in which they were noted, but for the rows of a case, which are together."""
-    first = {}
-    for case, _, _ in OUTCOMES:
-        first.setdefault(case, len(first))
-    return sorted(OUTCOMES, key=lambda row: first[row[0]])
-
-
-def note(case, moment, outcome):
-    OUTCOMES.append((case, moment, outcome))

@@ -1,4 +1,4 @@
-"""The table of faults, after the last test."""
+"""Victims of a test, which do not survive it."""
 
 import pytest
 
@@ -16,12 +16,3 @@ def victim(tmp_path):
     yield make
     for made in victims:
         made.kill()
-
-
-def pytest_terminal_summary(terminalreporter):
-    if not check.OUTCOMES:
-        return
-    terminalreporter.section("faults")
-    widths = [max(len(row[column]) for row in check.OUTCOMES) for column in (0, 1)]
-    for case, moment, outcome in check.table():
-        terminalreporter.write_line(f"{case:{widths[0]}}  {moment:{widths[1]}}  {outcome}")

@@ -6,8 +6,6 @@ import signal
 import subprocess
 import sys
 from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
-from threading import Lock
 
 import nbformat
 import psutil
@@ -15,8 +13,10 @@ import pytest
 from jupyter_client.manager import KernelManager
 
 from labkit.lab.project import checkout
-from tests.faults.check import Victim, at_once, until
+from tests.faults.check import Victim, until
 from tests.faults.worker import BEFORE, BETWEEN, INSIDE, WRITING
+
+pytestmark = pytest.mark.faults
 
 IMPORTS = """
 from tests.faults.victim import STUDY, FaultyConfig
@@ -29,22 +29,12 @@ measure(STUDY, FaultyConfig(action="SIGSTOP", moment="inside a collective", time
 AFTER = """
 measure(STUDY, FaultyConfig(), profile="smoke").coverage()["status"].tolist()
 """
-MOMENTS = (BEFORE, INSIDE, BETWEEN, WRITING)
 KEPT = {BEFORE: 0, INSIDE: 1, BETWEEN: 1, WRITING: 0}
 """Points that have ended by then, of three."""
 
 
 def cell(moment):
     return IMPORTS + (STOPPING if moment == INSIDE else AFTER)
-
-
-def together(*cases):
-    """A parameter of cases that are checked at once."""
-    return pytest.param(cases, id=" + ".join(", ".join(case) for case in cases))
-
-
-def at_once_in(folder, check, cases):
-    at_once(check, *((folder / str(number), *case) for number, case in enumerate(cases)))
 
 
 class _InNotebook(Victim):
@@ -54,11 +44,9 @@ class _InNotebook(Victim):
         super().__init__(folder, LABKIT_FAULT_PAUSE="" if moment == INSIDE else moment)
         self.moment = moment
         self.environment |= {"LABKIT_FAULT_FOLDER": str(self.folder), "PYTHONPATH": str(checkout())}
-        # what belongs to Jupyter: its connection files
-        self.environment |= {
-            "JUPYTER_RUNTIME_DIR": str(self.folder / "jupyter"),
-            "IPYTHONDIR": str(self.folder / "ipython"),
-        }
+        # Jupyter's connection files
+        for name in ("JUPYTER_RUNTIME_DIR", "IPYTHONDIR"):
+            self.environment[name] = str(self.folder / name)
 
     def is_at_its_moment(self):
         if self.moment == INSIDE:
@@ -68,14 +56,13 @@ class _InNotebook(Victim):
     def assert_kept(self):
         kept = KEPT[self.moment]
         assert self.runs()[0].coverage()["status"].tolist() == ["ok"] * kept + ["pending"] * (3 - kept)
-        return f"{kept} of 3 points kept"
 
     def assert_kernel_alone(self, kernel_pid):
-        """Of a kernel that goes on, its fork server may stay; no rank does, and no directory."""
-        until(lambda: len(self.leftovers_beside(kernel_pid)) == 0, 20)
-        assert self.leftovers_beside(kernel_pid) == []
+        """The fork server of a kernel that goes on may stay; no rank does, and no directory."""
+        until(lambda: not self._left_with(kernel_pid), 20)
+        assert self._left_with(kernel_pid) == []
 
-    def leftovers_beside(self, kernel_pid):
+    def _left_with(self, kernel_pid):
         with suppress(psutil.Error):
             children = psutil.Process(kernel_pid).children()
             own = {kernel_pid, *(each.pid for child in children for each in (child, *child.children()))}
@@ -88,7 +75,7 @@ class _InNotebook(Victim):
 def measuring(folder, moment):
     """A kernel in a cell that measures, at a moment."""
     hit = _InNotebook(folder, moment)
-    # Not TCP: a kernel's ports are free from when they are chosen until it is up, and whatever runs beside may get one.
+    # Not TCP: a kernel's ports are free from when they are chosen until it is up, and another process may get one.
     manager = KernelManager(kernel_name="python3", transport="ipc", connection_file=str(folder / "kernel.json"))
     with ExitStack() as over:
         over.callback(hit.kill)
@@ -109,9 +96,9 @@ def _shut_down(manager):
         manager.shutdown_kernel(now=True)
 
 
-def told(client, code):
-    """What a cell returned, as text, once those before it are done."""
-    sent, asked = client.execute(code), 1
+def evaluate(client, code):
+    """The text of a cell's value, once those before it are done."""
+    sent, attempt = client.execute(code), 1
     while True:
         message = client.get_iopub_msg(timeout=90)
         if message["parent_header"].get("msg_id") != sent:
@@ -122,60 +109,40 @@ def told(client, code):
             return f"{message['content']['ename']}: {message['content']['evalue']}"
         if message["content"].get("execution_state") == "idle":
             # Over without having run: what comes right after an interrupt, a kernel throws away with its queue.
-            assert asked < 5, "the kernel does not run the cell"
-            sent, asked = client.execute(code), asked + 1
+            assert attempt < 5, "the kernel does not run the cell"
+            sent, attempt = client.execute(code), attempt + 1
 
 
-@pytest.mark.faults
-@pytest.mark.parametrize("cases", [together((BEFORE,), (INSIDE,)), together((BETWEEN,), (WRITING,))])
-def test_an_interrupted_cell_leaves_no_rank_and_the_next_cell_measures(tmp_path, cases):
-    at_once_in(tmp_path, _check_interrupted, cases)
-
-
-def _check_interrupted(folder, moment):
-    with measuring(folder, moment) as (hit, manager, client):
+@pytest.mark.parametrize("moment", KEPT)
+def test_an_interrupted_cell_leaves_no_rank_and_the_next_cell_measures(tmp_path, moment):
+    with measuring(tmp_path, moment) as (hit, manager, client):
         manager.interrupt_kernel()
         assert client.get_shell_msg(timeout=60)["content"]["ename"] == "KeyboardInterrupt"
-        assert told(client, AFTER) == "['ok', 'ok', 'ok']"
+        assert evaluate(client, AFTER) == "['ok', 'ok', 'ok']"
         hit.assert_kernel_alone(manager.provisioner.process.pid)
-        return [("JupyterLab: interrupt", moment, f"{hit.assert_kept()}, the next cell measures 3 of 3")]
+        hit.assert_kept()
 
 
-@pytest.mark.faults
-@pytest.mark.parametrize("cases", [together(("asked", INSIDE), ("asked", WRITING), ("killed", INSIDE))])
-def test_a_restarted_kernel_leaves_nothing(tmp_path, cases):
-    at_once_in(tmp_path, _check_restarted, cases)
-
-
-def _check_restarted(folder, how, moment):
-    with measuring(folder, moment) as (hit, manager, client):
+@pytest.mark.parametrize(("now", "moment"), [(False, INSIDE), (False, WRITING), (True, INSIDE)])
+def test_a_restarted_kernel_leaves_nothing(tmp_path, now, moment):
+    with measuring(tmp_path, moment) as (hit, manager, client):
         before = {process.pid for process in hit.processes()}
-        manager.restart_kernel(now=how == "killed", env=hit.environment)
+        manager.restart_kernel(now=now, env=hit.environment)
         until(lambda: not before & {process.pid for process in hit.processes()}, 20)
         assert not before & {process.pid for process in hit.processes()}
         client.wait_for_ready(timeout=60)
-        assert told(client, IMPORTS + AFTER) == "['ok', 'ok', 'ok']"
+        assert evaluate(client, IMPORTS + AFTER) == "['ok', 'ok', 'ok']"
         hit.assert_kernel_alone(manager.provisioner.process.pid)
-        return [(f"JupyterLab: restart, {how}", moment, f"{hit.assert_kept()}, then 3 of 3")]
+        hit.assert_kept()
 
 
-@pytest.mark.faults
 @pytest.mark.parametrize(
-    "cases",
-    [
-        together(("timeout", INSIDE), ("SIGTERM", INSIDE), ("SIGINT", INSIDE)),  # the first waits for most of its time
-        together(("SIGKILL", BEFORE), ("SIGKILL", INSIDE)),
-        together(("SIGKILL", BETWEEN), ("SIGKILL", WRITING)),
-    ],
+    ("how", "moment"),
+    [*((how, INSIDE) for how in ("timeout", "SIGTERM", "SIGINT")), *(("SIGKILL", moment) for moment in KEPT)],
 )
-def test_papermill_that_is_ended(tmp_path, cases):
-    """One after the other until each is at its moment: the ports of a kernel are free until it has begun."""
-    at_once_in(tmp_path, partial(_check_papermill, Lock()), cases)
-
-
-def _check_papermill(starting, folder, how, moment):
-    hit = _InNotebook(folder, moment)
-    source, target = folder / "in.ipynb", folder / "out.ipynb"
+def test_papermill_that_is_ended(tmp_path, how, moment):
+    hit = _InNotebook(tmp_path, moment)
+    source, target = tmp_path / "in.ipynb", tmp_path / "out.ipynb"
     notebook = nbformat.v4.new_notebook(
         cells=[nbformat.v4.new_code_cell(cell(moment))],
         metadata={"kernelspec": {"name": "python3", "display_name": "", "language": "python"}},
@@ -183,25 +150,18 @@ def _check_papermill(starting, folder, how, moment):
     nbformat.write(notebook, source)
     limit = "--execution-timeout 12" if how == "timeout" else ""
     command = f"{sys.executable} -m papermill {source} {target} -k python3 --no-progress-bar {limit}"
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     try:
-        with starting:
-            hit.process = subprocess.Popen(
-                shlex.split(command),
-                env=hit.environment,
-                cwd=checkout(),
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            until(hit.is_at_its_moment, 60)
+        hit.process = subprocess.Popen(shlex.split(command), env=hit.environment, cwd=checkout(), **pipes)
+        until(hit.is_at_its_moment, 60)
         if how != "timeout":
             assert hit.is_at_its_moment()
             os.kill(hit.process.pid, getattr(signal, how))
-        status, said = hit.finish(60)
-        assert status != 0, said
+        status, output = hit.finish(60)
+        assert status != 0, output
+        hit.assert_kept()
         until(lambda: not list(hit.processes()) and not list(hit.temporary.glob("labkit-*")), 30)
         assert list(hit.processes()) == []
         assert list(hit.temporary.glob("labkit-*")) == []
-        return [(f"papermill: {how}", moment, f"{hit.assert_kept()}, nothing left")]
     finally:
         hit.kill()

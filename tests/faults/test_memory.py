@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.check import note, settings, until
+from tests.faults.check import settings, until
 from tests.faults.worker import INSIDE, SHARED, WRITING
 
 LIMIT_MIB = 1536  # the command line, its fork server and two ranks take less than half of it
@@ -72,7 +72,6 @@ def test_a_rank_that_the_kernel_kills_costs_a_point_that_says_so(victim, cgroup,
     assert status == 0, said  # as for any point that is too large
     assert sorted(run.frame()["number"].unique()) == [0, 2]
     hit.assert_nothing_left()
-    note("a rank: the kernel kills it, out of memory", moment, reason)
 
 
 @pytest.mark.faults
@@ -89,4 +88,3 @@ def test_a_parent_that_the_kernel_kills_keeps_what_was_measured(victim, cgroup):
     assert status == 0, said
     assert run.coverage()["status"].tolist() == ["ok", "ok", "ok"], said
     hit.assert_nothing_left()
-    note("the parent: the kernel kills it, out of memory", INSIDE, "1 of 3 points kept, the rest pending, then resumed")

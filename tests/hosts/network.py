@@ -4,18 +4,14 @@ Each has a host name, which for itself stands for a loopback address, as Debian 
 real one: the case in which software that asks for its own name's address finds nobody.
 """
 
-import fcntl
 import os
 import shlex
 import shutil
-import struct
 import subprocess
-import sys
 from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 
-TUNSETIFF, IFF_TUN, IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
 HOSTS_FILES = Path("/etc/netns")  # `ip netns exec` puts what lies here over /etc
 
 
@@ -32,47 +28,21 @@ def why_no_hosts():
     return made and f"network namespaces cannot be made here: {made}"
 
 
-@cache
-def has_netem():
-    """Whether the kernel can delay packets by itself."""
-    name = f"lk{os.getpid()}-netem"
-    _run("ip", "netns", "add", name)
-    try:
-        return (
-            _try("ip", "netns", "exec", name, "tc", "qdisc", "add", "dev", "lo", "root", "netem", "delay", "1ms")
-            is None
-        )
-    finally:
-        _try("ip", "netns", "del", name)
-
-
 class Network:
-    """A context manager: `hosts` namespaces on one link, which may be slowed to a delay and a rate.
+    """A context manager: `hosts` namespaces, joined by a switch."""
 
-    Slowed by `tc netem` or, in a kernel without it, by a process that carries the packets of two hosts (`wire.py`).
-    """
-
-    def __init__(self, hosts=2, *, delay_s=0.0, bytes_per_s=None):
+    def __init__(self, hosts=2):
         letters = "abcdefgh"[:hosts]
         self.names = [f"node-{letter}" for letter in letters]
         self.addresses = {name: f"10.77.0.{number}" for number, name in enumerate(self.names, start=1)}
         self.namespaces = {name: f"lk{os.getpid()}-{letter}" for name, letter in zip(self.names, letters, strict=True)}
-        self._delay_s, self._bytes_per_s = delay_s, bytes_per_s
         self._undo = ExitStack()
 
     def __enter__(self):
         with ExitStack() as undo:
             for name in self.names:
                 self._make_host(name, undo)
-            slowed = self._bytes_per_s is not None
-            if slowed and not has_netem():
-                self._join_by_wire(undo)
-            else:
-                self._join_by_switch(undo)
-            if slowed and has_netem():
-                for name in self.names:
-                    delay, rate = f"{self._delay_s * 1e3}ms", f"{self._bytes_per_s * 8:.0f}"
-                    self._in(name, "tc", "qdisc", "add", "dev", "eth0", "root", "netem", "delay", delay, "rate", rate)
+            self._join(undo)
             self._undo = undo.pop_all()
         return self
 
@@ -110,7 +80,7 @@ class Network:
         (folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", *lines, ""]))
         self._in(name, "ip", "link", "set", "lo", "up")
 
-    def _join_by_switch(self, undo):
+    def _join(self, undo):
         switch = f"lk{os.getpid()}-s"
         _run("ip", "netns", "add", switch)
         undo.callback(_try, "ip", "netns", "del", switch)
@@ -122,26 +92,6 @@ class Network:
             _run("ip", "-n", namespace, "link", "add", "eth0", "type", "veth", "peer", "name", port, "netns", switch)
             _run("ip", "-n", switch, "link", "set", port, "master", "br0", "up")
             self._up(name)
-
-    def _join_by_wire(self, undo):
-        if len(self.names) != 2:
-            raise ValueError("a wire has two ends")
-        ends = []
-        for name in self.names:
-            end = os.open("/dev/net/tun", os.O_RDWR)
-            undo.callback(os.close, end)
-            device = f"lk{os.getpid()}{name[-1]}"
-            fcntl.ioctl(end, TUNSETIFF, struct.pack("16sH22x", device.encode(), IFF_TUN | IFF_NO_PI))
-            _run("ip", "link", "set", device, "netns", self.namespaces[name])
-            self._in(name, "ip", "link", "set", device, "name", "eth0")
-            self._in(name, "ip", "link", "set", "eth0", "mtu", "65000")
-            self._up(name)
-            ends.append(end)
-        wire = Path(__file__).with_name("wire.py")
-        command = [sys.executable, str(wire), *map(str, [*ends, self._delay_s, self._bytes_per_s])]
-        process = subprocess.Popen(command, pass_fds=ends)
-        undo.callback(process.wait)
-        undo.callback(process.kill)
 
     def _up(self, name):
         self._in(name, "ip", "addr", "add", f"{self.addresses[name]}/24", "dev", "eth0")

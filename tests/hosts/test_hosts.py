@@ -1,4 +1,4 @@
-"""Labs measured across hosts by torch's own launcher: the README's commands, and a link of known speed."""
+"""Labs measured across hosts by torch's launcher, with the commands of the docs."""
 
 import os
 import re
@@ -8,7 +8,6 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-import psutil
 import pytest
 from labkit.studies.all_reduce.links import BETWEEN, WITHIN
 
@@ -19,8 +18,7 @@ from labkit.lab.runs.store import Run
 from labkit.studies import load_lab
 from labkit.studies.all_reduce import tables
 from tests.commands import all_runs, labkit
-from tests.faults.check import note
-from tests.hosts.network import HOSTS_FILES, Network, has_netem, why_no_hosts
+from tests.hosts.network import HOSTS_FILES, Network, why_no_hosts
 
 pytestmark = pytest.mark.skipif(why_no_hosts() is not None, reason=str(why_no_hosts()))
 
@@ -31,7 +29,6 @@ ENVIRONMENT = os.environ | {
     "PYTHONPATH": str(checkout()),
 }
 ONLY_SIZES = """--set many_world_sizes=[] --set transport_world_sizes=[] --set backends='["gloo"]'"""
-DELAY_S, BYTES_PER_S = 1e-3, 125e6
 
 
 def measured(lab, network, commands, directory, **variables):
@@ -114,88 +111,10 @@ def test_three_hosts_whose_names_lead_nowhere(tmp_path):
     assert set(tables.link_models(run.frame())) == {BETWEEN}  # no two ranks share a host
 
 
-SERVER = """
-import socket
-listening = socket.create_server(("0.0.0.0", 5000))
-peer, _ = listening.accept()
-while byte := peer.recv(1):
-    peer.send(byte)
-"""
-CLIENT = """
-import socket, statistics, time
-peer = None
-while peer is None:
-    try:
-        peer = socket.create_connection(("node-a", 5000))
-    except ConnectionRefusedError:  # it does not listen yet
-        time.sleep(0.01)
-seconds = []
-for _ in range(100):
-    start = time.perf_counter()
-    peer.send(b"x")
-    peer.recv(1)
-    seconds.append(time.perf_counter() - start)
-print(statistics.median(seconds))
-"""
-
-
-def ping_s(network):
-    """How long a byte takes to the other host and back over TCP, without torch."""
-    commands = {"node-a": f"python -c {shlex.quote(SERVER)}", "node-b": f"python -c {shlex.quote(CLIENT)}"}
-    return float(network.run_on_all(commands, timeout_s=30, env=ENVIRONMENT)["node-b"][1])
-
-
-def busy_percent():
-    """What others do with this machine."""
-    return psutil.cpu_percent(interval=2)
-
-
-@pytest.mark.faults
-def test_alpha_and_beta_are_the_delay_and_the_rate_that_were_set(tmp_path):
-    """gloo sends a message once the receiver has said that it waits for it: alpha is two delays, there and back.
-
-    Both within 20 % of what was set, what gloo and the wire add to it included. A fit that leaves more than 5 % of any
-    time unexplained is of a measurement that was disturbed: then there are up to three, and the one that explains its
-    own times best counts, whatever it found. On a machine that others keep busy, a wrong result shows nothing.
-    """
-    sizes = "[1024, 65536, 1048576, 4194304]"
-    command = (
-        "torchrun --nnodes=2 --nproc-per-node=1 --rdzv-backend=c10d --rdzv-endpoint=node-a:29400 --rdzv-id=link "
-        f"-m labkit measure all_reduce --profile smoke --set 'sizes_bytes={sizes}' --set repeats=10 {ONLY_SIZES}"
-    )
-    fits, busy = [], busy_percent()
-    with Network(2, delay_s=DELAY_S, bytes_per_s=BYTES_PER_S) as network:
-        round_trip_s = ping_s(network)
-        while len(fits) < 3 and not any(fit.largest_error <= 0.05 for fit in fits):
-            run = measured("all_reduce", network, dict.fromkeys(network.names, command), tmp_path)
-            fits.append(tables.link_models(run.frame())[BETWEEN]["gloo", 2])
-    busy = max(busy, busy_percent())
-    model = min(fits, key=lambda fit: fit.largest_error)
-    how = "tc netem" if has_netem() else "a process that carries packets"
-    print(f"link: {how}; one byte there and back {round_trip_s * 1e3:.2f} ms; {fits}")
-    found = {
-        "alpha": model.alpha_s / (2 * DELAY_S),
-        "beta": model.beta_s_per_byte * BYTES_PER_S,
-        "a byte there and back": round_trip_s / (2 * DELAY_S),
-    }
-    told = ", ".join(f"{name} {ratio:.2f}" for name, ratio in found.items())
-    note("a link of 1 ms and 1 Gbit/s", how, f"found over set: {told}; fit {len(fits)} of at most 3")
-    right = found == pytest.approx(dict.fromkeys(found, 1), rel=0.2)
-    if busy > 30 and not right:
-        pytest.skip(f"{busy:.0f} % of this machine were busy with something else, and found over set is: {told}")
-    assert right, told
-
-
 def test_hosts_are_gone_when_their_test_is_over_however_it_ends():
-    network = Network(2, delay_s=DELAY_S, bytes_per_s=BYTES_PER_S)
+    network = Network(2)
     namespaces = [Path("/run/netns") / name for name in network.namespaces.values()]
-    slowed_by_kernel = has_netem()
-    others = set(psutil.Process().children())
     with suppress(KeyboardInterrupt), network:
         assert all(path.exists() for path in namespaces)
-        # Not by its command line, which Linux shows as empty for a moment after a program has started.
-        wires = set(psutil.Process().children()) - others
-        assert len(wires) == (0 if slowed_by_kernel else 1)
         raise KeyboardInterrupt
     assert not any(path.exists() or (HOSTS_FILES / path.name).exists() for path in namespaces)
-    assert not any(wire.is_running() for wire in wires)

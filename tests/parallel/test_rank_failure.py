@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from labkit.machine import cgroups
 from labkit.parallel.launch import run_ranks
-from labkit.parallel.ranks import results
 from labkit.parallel.ranks.results import death_report, describe_kernel_kills, is_out_of_memory
 from labkit.parallel.ranks.worker import OOM_SCORE
 
@@ -38,8 +38,8 @@ def test_a_kill_is_for_memory_if_the_kernel_counted_one(
     kind: str,
     message: str,
 ) -> None:
-    monkeypatch.setattr(results, "oom_kills", lambda: now)
-    monkeypatch.setattr(results, "memory_limit_bytes", lambda: limit)
+    monkeypatch.setattr(cgroups, "oom_kills", lambda: now)
+    monkeypatch.setattr(cgroups, "memory_limit_bytes", lambda: limit)
     kills = describe_kernel_kills(before)
     report = death_report(1, -number, 0.0, output_tail="", stacks="", alternative="one", kernel_kills=kills)
     assert (report.failure.kind, report.failure.message, report.is_consequence) == (kind, message, False)

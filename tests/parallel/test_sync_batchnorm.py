@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from labkit.bench.saved_tensors import saved_for_backward
+from labkit.bench.memory import saved_for_backward
 from labkit.parallel.data_parallel import BucketedDDP
 from labkit.parallel.launch import run_ranks
 from labkit.parallel.sync_batchnorm import SyncBatchNorm, convert_sync_batchnorm

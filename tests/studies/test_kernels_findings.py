@@ -6,10 +6,10 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from labkit.bench.trace import encode_trace
 from labkit.studies.kernels import tables
 from labkit.studies.kernels.study import STUDY
 from labkit.studies.kernels.tables import BOTH, FORWARD
+from labkit.studies.kernels.traces import encode_trace
 from labkit.studies.kernels.worker import INFERENCE, STEP
 from tests.calibrated import made_up
 from tests.studies.answering import answers_of

@@ -7,7 +7,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from labkit.bench.allocator import record_allocations
+from labkit.bench.memory import record_allocations
 from labkit.machine import describe_machine
 from labkit.nn.training import TrainingStep
 from labkit.nn.transformer import shape_named

@@ -85,7 +85,7 @@ class _Rank:
             self.is_open = False
             return None
 
-    def turn(self) -> current_alternative.Turn:
+    def turn(self) -> tuple[int, str | None]:
         return current_alternative.read_turn(self.directory / f"rank-{self.number}.turn")
 
     def stacks(self) -> str:
@@ -286,7 +286,7 @@ class RankGroup:
             message["at"],
             output_tail=rank.output_tail(),
             stacks=rank.stacks(),
-            alternative=rank.turn().alternative,
+            alternative=rank.turn()[1],
             kernel_kills=describe_kernel_kills(self._kills_before),
         )
 
@@ -298,8 +298,8 @@ class RankGroup:
             return None
         late = [self._ranks[number] for number in sorted(wait.missing)]
         names = f"rank{'s' if len(late) > 1 else ''} {', '.join(str(rank.number) for rank in late)}"
-        turn = current_alternative.slowest_rank(rank.turn() for rank in late)
-        message = f"{names} {lateness}" + (f", in {turn.alternative}" if turn else "")
+        slowest = current_alternative.slowest_rank(rank.turn() for rank in late)
+        message = f"{names} {lateness}" + (f", in {slowest}" if slowest else "")
         tails = "\n".join(filter(None, (rank.output_tail() for rank in late)))
         return RankFailure(late[0].number if len(late) == 1 else None, "timeout", message, self._dump_stacks(), tails)
 

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from labkit.machine.cgroups import memory_limit_bytes, oom_kills
 from labkit.parallel.ranks import current_alternative
 
 Status = Literal["ok", "oom", "skipped", "failed", "timeout"]
@@ -239,6 +238,8 @@ def death_report(
 
 def describe_kernel_kills(before: int | None) -> str:
     """Why a rank was killed by SIGKILL, as far as the kernel's count of such kills shows; it does not say whom."""
+    from labkit.machine.cgroups import memory_limit_bytes, oom_kills  # not in every rank that starts
+
     now = oom_kills()
     if before is None or now is None or now <= before:
         return ""

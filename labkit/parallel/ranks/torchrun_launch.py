@@ -223,15 +223,15 @@ def _meet(world_size: int) -> str:
 def _temporary_state(environment: Mapping[str, str], threads: int) -> Iterator[None]:
     """Variables and torch threads of a launch; afterwards they are as before, as are scheduling and device."""
     threads_before, environment_before = torch.get_num_threads(), dict(os.environ)
-    policy_before = os.sched_getscheduler(0) if hasattr(os, "SCHED_BATCH") else None
+    policy_before = (os.sched_getscheduler(0), os.sched_getparam(0)) if hasattr(os, "SCHED_BATCH") else None
     device_before = torch.cuda.current_device() if torch.cuda.is_initialized() else 0
     torch.set_num_threads(threads)
     os.environ.update(environment)
     try:
         yield
     finally:
-        if policy_before in (os.SCHED_OTHER, os.SCHED_BATCH):
-            os.sched_setscheduler(0, policy_before, os.sched_param(0))
+        if policy_before is not None:
+            os.sched_setscheduler(0, *policy_before)
         os.environ.clear()
         os.environ.update(environment_before)
         torch.set_num_threads(threads_before)

@@ -13,8 +13,7 @@ import torch
 
 from labkit.bench.check import verdict
 from labkit.bench.clock import timed_once
-from labkit.bench.memory import peak_memory_growth
-from labkit.bench.saved_tensors import saved_for_backward
+from labkit.bench.memory import peak_memory_growth, saved_for_backward
 from labkit.costs.attention import explicit_peak, tiled_saved
 from labkit.lab.capacity import skip_reason
 from labkit.lab.point import SessionPoint

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from labkit.bench.allocator import record_allocations
 from labkit.bench.check import largest_difference, verdict
+from labkit.bench.memory import record_allocations
 from labkit.costs.memory import STATES_BYTES, peak_bytes, state_bytes
 from labkit.costs.transformer import SIZES
 from labkit.lab.capacity import skip_reason

@@ -5,8 +5,8 @@ import math
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from labkit.bench.allocator import record_allocations
 from labkit.bench.check import max_over_ranks
+from labkit.bench.memory import record_allocations
 
 MOST_RECORDS = 8
 LEAST_LEFT = 0.01

@@ -16,9 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from labkit.bench import check
-from labkit.bench.allocator import record_allocations
 from labkit.bench.checksums import first_wrong
-from labkit.bench.saved_tensors import saved_for_backward
+from labkit.bench.memory import record_allocations, saved_for_backward
 from labkit.lab.capacity import skip_reason
 from labkit.lab.point import TimedPoint
 from labkit.parallel.collectives import all_gather, all_reduce

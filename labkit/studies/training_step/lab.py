@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import pandas as pd
 from pydantic import Field
 
-from labkit.bench.trace import FAMILIES
+from labkit.bench.kernel_names import FAMILIES
 from labkit.costs.transformer import SIZES, backward_flops, forward_flops
 from labkit.lab.answers import Check, Compare, Report
 from labkit.lab.config import Count, Device, Repeats, TimedConfig, TimeoutSeconds, one_of

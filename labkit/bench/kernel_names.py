@@ -1,0 +1,91 @@
+"""Families and short names of operators and GPU kernels, by the demangled names that a profiler gives."""
+
+import re
+from functools import cache
+
+MAX_NAME = 100
+
+FAMILIES = (
+    "matmul",
+    "attention",
+    "softmax",
+    "loss",
+    "norm",
+    "elementwise",
+    "reduction",
+    "embedding",
+    "copy",
+    "communication",
+    "optimizer",
+    "dispatch",
+    "other",
+)
+"""In the order in which figures stack them."""
+_RULES = (
+    ("communication", r"^nccl|^gloo:|^c10d::"),
+    (
+        "dispatch",
+        r"^autograd::|^(?!aten::)\w*Backward\d*$|^torch::|^(aten::)?(linear|matmul|cross_entropy_loss|detach|dropout|lstm|gru|"
+        r"conv(_transpose)?\dd|_?convolution|(max|adaptive_avg)_pool\dd|avg_pool1d)$",
+    ),
+    ("optimizer", r"multi_tensor_apply|_foreach_|_fused_adam|fused_adam"),
+    # the second alternative: labkit's kernels (nn/flash_kernels.py, nn/flash_backward_kernels.py)
+    ("attention", r"flash|fmha|sdpa|scaled_dot_product|attention|^(forward|delta|grad_kv|grad_q)_kernel"),
+    ("loss", r"log_?softmax|nll_loss|cross_entropy"),
+    ("softmax", r"softmax"),
+    (
+        "matmul",
+        r"gemm|gemv|cutlass|cublas|nvjet|xmma|splitk|^triton_tem|^aten::(mm|bmm|addmm|addmv|mv|dot|baddbmm)$|"
+        r"mkldnn_linear|convol|conv_?(transpose|depthwise)?_?\dd|winograd|rnn_layer",
+    ),
+    ("norm", r"(layer|rms|batch|group)_?norm"),
+    ("embedding", r"embedding|compute_grad_weight|krn_partial|partial_segment|sum_and_scatter"),
+    ("elementwise", r"^triton_poi"),
+    ("reduction", r"^triton_(red|per)"),
+    (
+        "copy",
+        r"copy|memcpy|memset|(?<!masked_)fill|zero|clone|^aten::(cat|stack|tril|triu|arange)$|catarray|index|gather|scatter",
+    ),
+    ("reduction", r"reduce|pool|^aten::(sum|mean|max|min|amax|amin|prod|norm|logsumexp)$"),
+    (
+        "dispatch",
+        r"^aten::(empty|view|_unsafe_view|as_strided|reshape|_reshape|expand|transpose|t$|slice|select|unbind|unflatten|"
+        r"flatten|permute|unsqueeze|squeeze|alias|resize|result_type|promote_types|to$|_to_copy|item|_local|ones|resolve_|"
+        r"narrow|contiguous|new_)|^cuda|Synchronize",
+    ),
+    (
+        "elementwise",
+        r"elementwise|^aten::(mul|add|sub|div|neg|pow|square|sqrt|rsqrt|exp|log|silu|gelu|relu|sigmoid|tanh|where|"
+        r"masked_fill|bitwise|logical|lerp|addcmul|addcdiv|eq|ne|lt|gt|le|ge|abs|sin|cos|clamp|threshold|maximum|minimum|"
+        r"bernoulli|native_dropout|leaky_relu|elu|softplus|hardtanh|mish)"
+        r"[_a-z]*$",
+    ),
+)
+"""A name belongs to the first family whose pattern it contains."""
+_WORK = re.compile(r"\w*[Ff]unctor\w*|\w+Ops\b|\w+_kernel_cuda|\w+_kernel(?=\()|\w+KernelImpl|Gemm\w+")
+"""What a template argument of a kernel says of its work: "MulFunctor", "exp_kernel_cuda", "GemmUniversal"."""
+
+
+@cache
+def family_of(name: str) -> str:
+    """The family of an operator ("aten::mm") or kernel, by its name; "other" for an unknown name.
+
+    "dispatch" is what the host does around the work: views, allocations, the autograd engine, Python.
+    """
+    return next((family for family, pattern in _RULES if re.search(pattern, name, re.IGNORECASE)), "other")
+
+
+@cache
+def short_name(name: str) -> str:
+    """A kernel's demangled name without namespaces, parameters and most template arguments, at most `MAX_NAME` long.
+
+    Kernels that do different work keep different names: the innermost functor, or the tile of a CUTLASS GEMM.
+    """
+    if name.startswith(("aten::", "autograd::")):
+        return name[:MAX_NAME]
+    if cutlass := re.search(r"cutlass_\w+", name):
+        return cutlass[0][:MAX_NAME]
+    plain = name.removeprefix("void ").replace("(anonymous namespace)::", "").replace("at::native::", "")
+    head, _, arguments = plain.partition("<")
+    work = _WORK.findall(arguments)
+    return (f"{head}<{work[-1]}>" if work else head.partition("(")[0])[:MAX_NAME].strip()

@@ -1,0 +1,203 @@
+"""Who is hit x at which moment: a rank costs a point, which says why; a parent costs no point that has ended.
+
+What is left behind after kills is looked for at more moments in tests/parallel/test_leftovers.py.
+"""
+
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+
+import psutil
+import pytest
+
+from tests.faults.check import settings, until
+from tests.faults.worker import BEFORE, BETWEEN, INSIDE, SHARED, WRITING
+
+LATER = (INSIDE, SHARED, WRITING, BETWEEN)  # the last may cost the next point instead
+# What a rank does: how its point may end, words of the reason, and when.
+RANKS = {
+    "raises": ({"failed"}, "ValueError: deliberate", (BEFORE, *LATER)),
+    "no JSON": ({"failed"}, "row value 'value' is not JSON-able", (WRITING,)),
+    "SIGKILL": ({"failed"}, "was killed by SIGKILL", (BEFORE, *LATER)),
+    "SIGTERM": ({"failed"}, "was killed by SIGTERM", (BEFORE, *LATER)),
+    "SIGSTOP": ({"timeout"}, "still running after 4 s", (BEFORE, *LATER)),
+    "loops": ({"timeout"}, "still running after 4 s", (BEFORE, *LATER)),
+    "exits": ({"failed"}, "exited with code 0", (BEFORE, *LATER)),
+    "aborts": ({"failed"}, "was killed by SIGABRT", (BEFORE, *LATER)),
+    "runs out of memory": ({"oom"}, "rank 1: ", (BEFORE, *LATER)),
+    "prints 10 MB": ({"ok"}, "", (BEFORE, *LATER)),
+    "sizes differ": ({"failed"}, "was killed by SIGABRT: ", (INSIDE,)),
+}
+# When a parent is hit: points that have ended by then, of three.
+PARENTS = {BEFORE: 0, INSIDE: 1, BETWEEN: 1, WRITING: 0}
+QUICK = {("raises", BEFORE), (signal.SIGINT, BETWEEN)}
+
+
+def cells(rows):
+    for case, moments in rows:
+        for moment in moments:
+            marks = [] if (case, moment) in QUICK else [pytest.mark.faults]
+            yield pytest.param(case, moment, marks=marks, id=f"{getattr(case, 'name', case)}, {moment}")
+
+
+@pytest.mark.parametrize(("action", "moment"), cells((action, row[2]) for action, row in RANKS.items()))
+def test_a_rank_costs_its_point(victim, action, moment):
+    """The second of three points goes wrong; the others are measured."""
+    ends, words, _ = RANKS[action]
+    if moment == BEFORE:
+        hit = victim(LABKIT_FAULT_ON_IMPORT=action, LABKIT_FAULT_START_S="8").start()
+        ends = {"ok"}  # a group that does not come up is started once more: nothing is lost
+    else:
+        hit = victim().start(*settings(action=action, moment=moment))
+    status, output = hit.finish(300)
+    (run,) = hit.runs()
+    coverage = run.coverage()
+    before, hurt, after = statuses = coverage["status"].tolist()
+    assert before == "ok", output
+    if moment == BETWEEN:  # hit before the next point has begun, or a little later
+        assert {hurt, after} <= ends | {"ok"}, output
+        assert "ok" in (hurt, after), output
+    else:
+        assert hurt in ends, output
+        assert after == "ok", output
+    for ended, reason in zip(statuses, coverage["reason"].tolist(), strict=True):
+        if ended != "ok":
+            assert words in reason
+            assert ended == "oom" or reason in output.replace("\n", " "), output
+    assert status == (1 if {"failed", "timeout"} & set(statuses) else 0), output
+    measured = run.frame()
+    assert sorted(measured["number"].unique()) == [n for n, ended in enumerate(statuses) if ended == "ok"]
+    assert set(measured.groupby("number")["rank"].nunique()) == {2}
+    hit.assert_nothing_left()
+
+
+@pytest.mark.parametrize(
+    ("number", "moment"), cells((number, PARENTS) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL))
+)
+def test_a_parent_keeps_what_was_measured(victim, number, moment):
+    hit = victim(LABKIT_FAULT_PAUSE=moment)
+    if moment == INSIDE:
+        hit.start(*settings(action="SIGSTOP", moment=INSIDE, timeout_s=60.0))  # the others wait for it
+        until(lambda: any(p.status() == psutil.STATUS_STOPPED for p in hit.processes()), 60)
+    else:
+        hit.start()
+        hit.wait_for("paused")
+    hit.process.send_signal(number)
+    status, output = hit.finish(20)
+    assert status == (130 if number == signal.SIGINT else -number), output
+    assert number != signal.SIGINT or "--resume" in output
+    hit.assert_nothing_left()
+    (run,) = hit.runs()
+    kept = ended_lines(run.path)
+    assert (len(kept), len(run.pending)) == (PARENTS[moment], 3 - PARENTS[moment])
+    if moment != INSIDE:  # there the point itself would stop again
+        resume(hit, run)
+        assert ended_lines(hit.runs()[0].path)[: len(kept)] == kept
+        hit.assert_nothing_left()
+
+
+def ended_lines(path):
+    return [line for line in path.read_bytes().split(b"\n")[:-1] if json.loads(line)["kind"] == "end"]
+
+
+def resume(hit, run):
+    status, output = hit.start("--resume", str(run.path)).finish()
+    assert status == 0, output
+    assert set(hit.runs()[0].coverage()["status"]) == {"ok"}
+
+
+def refused(hit, words, status=2):
+    """It ended so, with these words in one line."""
+    ended, output = hit.finish()
+    assert ended == status, output
+    assert words in output
+    assert "Traceback" not in output
+    hit.assert_nothing_left()
+    return output
+
+
+def mounted(mount):
+    """A prefix of a command, with a mount in a namespace of its own."""
+    if os.geteuid() or not shutil.which("unshare") or subprocess.run(["unshare", "-m", "true"], check=False).returncode:
+        pytest.skip("a separate file system needs the right to mount one")
+    return ["unshare", "-m", "sh", "-c", f'{mount} && exec "$@"', "sh"]
+
+
+@pytest.mark.faults
+def test_a_directory_that_is_read_only_when_a_run_is_taken_up(victim):
+    hit = victim(LABKIT_FAULT_PAUSE=BETWEEN)
+    hit.start().wait_for("paused")
+    hit.process.kill()
+    hit.finish()
+    (run,) = hit.runs()
+    before, runs = run.path.read_bytes(), hit.folder / "runs"
+    read_only = mounted(f"mount --bind {runs} {runs} && mount -o remount,bind,ro {runs}")
+    hit.start("--resume", str(run.path), prefix=read_only)
+    assert f"{run.path}: " in refused(hit, "Read-only file system")
+    assert run.path.read_bytes() == before
+    resume(hit, run)
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ("size=4k", "No space left"),
+        pytest.param("ro", "Read-only file system", marks=pytest.mark.faults),
+    ],
+)
+def test_a_disk_that_takes_nothing_more(victim, option, words):
+    hit = victim()
+    runs = hit.folder / "runs"
+    folder = runs / "faulty" if option == "size=4k" else runs
+    prefix = mounted(f"mkdir -p {folder} && mount -t tmpfs -o {option} none {folder}")
+    hit.start(*settings(moment=WRITING, action="writes much"), prefix=prefix)
+    assert "faulty" in refused(hit, words)  # the place
+
+
+@pytest.mark.faults
+def test_a_file_that_may_not_grow_keeps_what_was_measured(victim):
+    hit = victim()
+    hit.start(*settings(moment=WRITING, action="writes much"))
+    until(lambda: any((hit.folder / "runs").rglob("*.jsonl")), 60)
+    resource.prlimit(hit.process.pid, resource.RLIMIT_FSIZE, (100_000, 100_000))
+    refused(hit, "File too large")
+    (run,) = hit.runs()  # whole, but for the torn line
+    assert run.coverage()["status"].tolist()[1:] == ["pending", "pending"]
+    resume(hit, run)
+
+
+@pytest.mark.slow
+def test_two_measurements_of_one_lab_at_the_same_time(victim):
+    one, two = victim(), victim()
+    one.start()
+    two.start()
+    assert [running.finish()[0] for running in (one, two)] == [0, 0]
+    runs = one.runs()
+    assert len(runs) == 2
+    assert all(set(run.coverage()["status"]) == {"ok"} for run in runs)
+    one.assert_nothing_left()
+    two.assert_nothing_left()
+
+
+@pytest.mark.slow  # tests/lab/test_measure.py has it in one process
+def test_a_run_that_another_process_writes_is_not_taken_up(victim):
+    first, second = victim(LABKIT_FAULT_PAUSE=BETWEEN), victim()
+    first.start().wait_for("paused")
+    (run,) = first.runs()
+    status, output = second.start("--resume", str(run.path)).finish()
+    assert status == 2
+    assert "another process is writing this run" in output
+
+
+@pytest.mark.slow
+def test_a_clock_that_jumps(victim):
+    hit = victim(LABKIT_FAULT_CLOCK="1")
+    status, output = hit.start(*settings(action="raises", moment=INSIDE)).finish()
+    assert status == 1, output
+    (run,) = hit.runs()
+    assert run.coverage()["status"].tolist() == ["ok", "failed", "ok"]
+    assert run.coverage()["elapsed_s"].between(0, 60).all()
+    hit.assert_nothing_left()
