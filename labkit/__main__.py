@@ -177,7 +177,7 @@ def report(
     check_report(studies, parameters, output)
     names = [study.name for study in studies]
     workers = modules_of_labs("worker", names) if run is None else None
-    kernels = WarmKernels.begun(modules_of_labs("study", names), ranks=workers)
+    kernels = WarmKernels.begun(modules_of_labs("lab", names), ranks=workers)
     if run is None:
         require_device(parameters.get("device"))  # after the fork, which must not inherit CUDA
         tell_of_load()

@@ -20,8 +20,8 @@ from labkit.costs.calibration import (
     Transport,
 )
 from labkit.costs.communication import MessageCost, fit_alpha_beta, recursive_doubling
+from labkit.lab.metric import Metric
 from labkit.lab.project import runs_directory
-from labkit.lab.rows import Measured, select
 from labkit.lab.runs.store import Run, RunFileError
 from labkit.machine import Machine
 
@@ -29,10 +29,11 @@ LIMITS = "limits"
 FRESH = timedelta(days=1)
 LEAST_ROWS = 512
 """Of the largest products: the rate of smaller ones is that of their calls."""
-PRODUCTS = Measured(("world_size", "device", "dtype", "flops"), "shape")
-MEMORY = Measured(("world_size", "device", "n_bytes", "bytes"), "operation")
-EXCHANGE = Measured(("world_size", "what", "n_bytes"), "way")
-CHAINS = Measured(("world_size", "device"), "operators")
+PRODUCTS = Metric("seconds", "shape", ("world_size", "device", "dtype", "flops"), where={"sweep": "products"})
+MEMORY = Metric("seconds", "operation", ("world_size", "device", "n_bytes", "bytes"), where={"sweep": "memory"})
+EXCHANGE = Metric("seconds", "way", ("world_size", "what", "n_bytes"), where={"sweep": "exchange"})
+THREADS = Metric("seconds", "threads", (), where={"sweep": "threads"})
+CHAINS = Metric("seconds", "operators", ("world_size", "device"), where={"sweep": "autograd"})
 NEW, COPY = "new", "copy"  # operations of the sweep "memory"
 
 
@@ -42,7 +43,7 @@ def calibration_of(run: Run) -> Calibration | None:
     rates = tuple(_rates(frame))
     if not any(of_one.ranks == 1 for of_one in rates):
         return None
-    threads = select(frame, ["threads"], sweep="threads")["threads"].max()
+    threads = THREADS.select(frame)["threads"].max()
     return Calibration(
         run=run.name,
         measured=run.header.started,
@@ -121,11 +122,11 @@ def _is_same_machine(theirs: Machine, here: Machine) -> bool:
 
 
 def _rates(frame: pd.DataFrame) -> Iterator[Rates]:
-    products, memory = _least(PRODUCTS, frame, "products"), _least(MEMORY, frame, "memory")
+    products, memory = _least(PRODUCTS, frame), _least(MEMORY, frame)
     products = products[products["shape"].str.startswith("square")]
     for (device, ranks), some in products.groupby(["device", "world_size"]):
-        moved = select(memory, world_size=ranks, device=device)
-        additions, copies = (_curve(select(moved, operation=name), "bytes") for name in (NEW, COPY))
+        here = memory[(memory["world_size"] == ranks) & (memory["device"] == device)]
+        additions, copies = (_curve(here[here["operation"] == name], "bytes") for name in (NEW, COPY))
         if additions and copies:
             curves = {str(dtype): _faster_with_size(of_one) for dtype, of_one in some.groupby("dtype")}
             yield Rates(
@@ -134,7 +135,7 @@ def _rates(frame: pd.DataFrame) -> Iterator[Rates]:
                 products=curves,
                 additions=additions,
                 copies=copies,
-                autograd=autograd(select(frame, ["device"], world_size=ranks, device=device)),
+                autograd=autograd(frame[(frame["world_size"] == ranks) & (frame["device"] == device)]),
             )
 
 
@@ -143,7 +144,7 @@ def autograd(frame: pd.DataFrame) -> Autograd | None:
 
     Medians: what a pass costs after others ran is asked, not what it costs at best.
     """
-    table = CHAINS.medians(frame, sweep="autograd").sort_values("operators")
+    table = CHAINS.medians(frame).sort_values("operators")
     if len(table) < 2:
         return None
     (few, short_s), (many, long_s) = table[["operators", "seconds"]].iloc[[0, -1]].to_numpy(dtype=float)
@@ -151,10 +152,9 @@ def autograd(frame: pd.DataFrame) -> Autograd | None:
     return Autograd(begin_s=max(0.0, short_s - few * operator_s), operator_s=operator_s)
 
 
-def _least(measured: Measured, frame: pd.DataFrame, sweep: str) -> pd.DataFrame:
-    """The shortest of the repeats: what else a machine does only adds to what one rank takes."""
-    samples = measured.samples(frame, sweep=sweep)
-    return samples.groupby(measured.columns, as_index=False)["seconds"].min()
+def _least(metric: Metric, frame: pd.DataFrame) -> pd.DataFrame:
+    """The shortest of the repeats: other programs only add to the time of a rank."""
+    return metric.samples(frame).groupby(metric.columns, as_index=False)["seconds"].min()
 
 
 def _curve(table: pd.DataFrame, work: str) -> Curve:
@@ -176,7 +176,7 @@ def transports(frame: pd.DataFrame) -> Iterator[Transport]:
 
     What a call costs beside its messages is what the shortest all-reduce by recursive doubling takes less they do.
     """
-    for (way, ranks), table in EXCHANGE.medians(frame, sweep="exchange").groupby(["way", "world_size"]):
+    for (way, ranks), table in EXCHANGE.medians(frame).groupby(["way", "world_size"]):
         by_size = table.pivot_table(index="n_bytes", columns="what", values="seconds")
         if {ALL_REDUCE, MESSAGE, ROW, BURST, DOUBLING} - set(by_size) or len(by_size.dropna()) < 2:
             continue

@@ -1,17 +1,14 @@
 """The labs: one package each, same name as its notebook and its page. Studies never import one another.
 
-``study``     parameters, points
-``worker``    what every rank runs for a point
-``tables``    from a run's frame to what findings and figures are made of
-``findings``  what the lab asks, and how a run answers
+``lab``     parameters, points and questions, on one page
+``worker``  runs on every rank for each point
 
-What else a lab has says in its first line what it is for.
-
-Imports nothing by itself: a rank that measures a point imports `labkit.studies.<lab>.worker` through here.
+The first line of any other module of a lab says its purpose. Imports nothing by itself: a rank that measures a point
+imports `labkit.studies.<lab>.worker` through here.
 """
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -31,7 +28,6 @@ LABS = (
     "cifar100",
     "tuned_step",
 )
-ON_ONE_PAGE = set(LABS) - {"sharding"}
 
 
 def load_lab(lab: str) -> "Lab":
@@ -40,13 +36,10 @@ def load_lab(lab: str) -> "Lab":
 
     if lab not in LABS:
         raise ParameterError(f"unknown lab {lab!r:.300}{nearest(lab, LABS)}; the labs are {', '.join(LABS)}")
-    if lab in ON_ONE_PAGE:
-        declaration: Lab = import_module(f"labkit.studies.{lab}.lab").LAB
-        return declaration
-    study: Any = import_module(f"labkit.studies.{lab}.study").STUDY
-    return study
+    declaration: Lab = import_module(f"labkit.studies.{lab}.lab").LAB
+    return declaration
 
 
 def modules_of_labs(name: str, labs: "Iterable[str]") -> list[str]:
-    """The module "study" or "worker" of each lab, for who imports them ahead of their use."""
-    return [f"labkit.studies.{lab}.{'lab' if name == 'study' and lab in ON_ONE_PAGE else name}" for lab in labs]
+    """The module "lab" or "worker" of each lab, for who imports them ahead of their use."""
+    return [f"labkit.studies.{lab}.{name}" for lab in labs]

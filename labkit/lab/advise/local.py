@@ -1,42 +1,32 @@
 """Recommendations for this machine, in sentences and as Python to paste."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
-from labkit.costs.memory import peak_bytes
+import pandas as pd
+
 from labkit.costs.transformer import SIZES
-from labkit.lab.advise.machine import (
+from labkit.lab.advise.report import Report, Section
+from labkit.lab.metric import Metric
+from labkit.lab.recommended import (
     DEFAULT,
-    JOINED,
-    OF_RANKS,
+    RANK_FIELDS,
+    TOPICS,
     Configuration,
     Recommendation,
-    compute_share,
-    configuration,
-    expected_ratio,
+    join,
     newest_runs,
-    recommendations,
+    recommend,
 )
-from labkit.lab.advise.report import PREDICTED, Report, Section
-from labkit.lab.capacity import skip_reason
-from labkit.lab.rows import select
 from labkit.lab.runs.store import Run
 from labkit.lab.units import join_words
 from labkit.machine import describe_machine
 
 MEASURED = "measured here"
-MODEL, SEQUENCE, BATCH, RANKS = "small", 128, 2, 2
-RANK_BYTES = 200 * 2**20
-"""Of a process that has imported torch."""
-_HOW = f"On {RANKS} ranks, batch {BATCH}, sequences of {SEQUENCE}; the parts were measured one by one."
+MODEL, SEQUENCE = "small", 128
 ALLOWED = ("model", "sequence")
-TOPICS: Mapping[str, str] = {
-    "precision": "precision",
-    "attention": "attention",
-    "compiled": "torch.compile",
-    "wrapper": "data-parallel wrapper",
-    "bucket_mb": "bucket size (MiB)",
-}
+TUNED_STEP = "tuned_step"
+JOINED = Metric("seconds", "implementation", ("model", "world_size"))
+NAMES: Mapping[str, str] = {"compiled": "torch.compile", "wrapper": "data-parallel wrapper"}
 
 
 def check_model(name: str | None) -> str:
@@ -49,79 +39,33 @@ def check_model(name: str | None) -> str:
 
 
 def report(model: str, context_length: int) -> Report:
-    """What the newest runs of this machine recommend together, and what that gained where it was measured."""
-    runs = newest_runs()
-    found = recommendations(model, context_length, runs)
-    ratio = expected_ratio(found, compute_share=compute_share(model, runs))
+    """Recommendations of the newest runs of this machine, and their gain together where it was measured."""
+    runs = newest_runs(labs={TUNED_STEP, *(topic.lab for topic in TOPICS)})
+    recommendations = recommend(model, context_length, runs)
     gains = list(_gains(runs, context_length))
-    verdict, headline = _verdict(found, ratio)
-    sections = [Section("What its labs recommend", MEASURED, ("", "use", "time", "because"), list(_rows(found)))]
+    changed = [_name(one.topic) for one in recommendations if one.value != getattr(DEFAULT, one.topic)]
+    verdict = f"Change {len(changed)} of {len(recommendations)} defaults." if changed else "Keep the defaults."
+    headline = (
+        f"Each of {join_words(changed)} was faster alone."
+        if changed
+        else "No run of this machine shows a faster alternative."
+    )
+    headings = ("", "use", "time", "reason")
+    sections = [Section("Recommendations of its labs", MEASURED, headings, list(_rows(recommendations)))]
     if gains:
         headings = ("model", "ranks", "time of the joined over the default's", "verdict")
         sections.append(Section("All of it together against the default, in turns", MEASURED, headings, gains))
-    return Report(verdict, headline, f"{describe_machine().label}; {model}", sections, list(_notes(found, gains)))
-
-
-def by_size() -> tuple[str, Section] | None:
-    """What the newest runs here recommend, in a sentence, and a line for each size that two ranks can train.
-
-    None where no run recommends anything.
-    """
-    runs = newest_runs()
-    if not runs:
-        return None
-    gains = [row for row in _gains(runs, SEQUENCE) if row[1] == str(RANKS)]
-    measured = {model: f"{ratio}, {verdict}" for model, _, ratio, verdict in gains}
-    rows, told, before = [], "", ""
-    for model in _trainable():
-        found = recommendations(model, SEQUENCE, runs)
-        ratio = expected_ratio(found, compute_share=compute_share(model, runs))
-        told = _verdict(found, ratio)[0]
-        changed = _changes(found)
-        shown = "the same" if changed == before else changed
-        rows.append((model, shown, f"{100 * ratio:.0f} %", measured.get(model, "not yet")))
-        before = changed
-    if not rows:
-        return None
-    if slower := [model for model, *_, verdict in gains if verdict.startswith("slower")]:
-        keep = "Keep the defaults{}: what is faster alone was slower together."
-        everywhere = len(slower) == len(gains)
-        told = keep.format("") if everywhere else f"{told} {keep.format(f' with {join_words(slower)}')}"
-    shares = (f"{ratio} of the default's time with {model} ({verdict})" for model, _, ratio, verdict in gains)
-    if together := "; ".join(shares):
-        told += f" Measured together: {together}."
-    headings = ("model", "other than the default", f"share of the default's step, {PREDICTED}", MEASURED)
-    return told, Section("Training on this machine", MEASURED, headings, rows, note=_HOW)
-
-
-def _trainable() -> Iterator[str]:
-    """Sizes of which this machine can hold a whole step on two ranks, from small to large."""
-    machine = describe_machine()
-    for name, shape in SIZES.items():
-        step = RANK_BYTES + peak_bytes(shape, BATCH, SEQUENCE, phase="full_step")
-        if skip_reason(machine, machine.device("auto"), RANKS * step, ranks=RANKS) is None:
-            yield name
-
-
-def _changes(found: Sequence[Recommendation]) -> str:
-    changed = [f"{TOPICS[one.topic]} {_value(one.value)}" for one in found if one.value != getattr(DEFAULT, one.topic)]
-    return ", ".join(changed) or "nothing"
-
-
-def _value(value: Any) -> str:
-    """In words; no bucket size is None in a configuration, and nan in a frame."""
-    is_default = value is None or value != value
-    return "the default" if is_default else {True: "yes", False: "no"}.get(value, str(value))
+    notes = list(_notes(recommendations, has_gains=bool(gains)))
+    return Report(verdict, headline, f"{describe_machine().label}; {model}", sections, notes)
 
 
 def python_of(model: str, context_length: int) -> str:
     """The joined configuration as a script's lines: attention, compile, wrapper, autocast, optimizer."""
-    return code(configuration(recommendations(model, context_length, newest_runs())), model, context_length)
+    return code(join(recommend(model, context_length, newest_runs())), model, context_length)
 
 
 def code(chosen: Configuration, model: str, context_length: int) -> str:
     """Lines that build the model under this configuration and make one step; on one rank without the wrapper's."""
-    bucket = "" if chosen.bucket_mb is None else f", bucket_mb={chosen.bucket_mb:g}"
     lines = [
         "import torch",
         "import torch.distributed as dist",
@@ -133,12 +77,12 @@ def code(chosen: Configuration, model: str, context_length: int) -> str:
         f'attend = attention_named("{chosen.attention}").attend',
         f'model = Transformer(shape_named("{model}"), context_length={context_length}, attention=attend)',
         *(["model.compile(dynamic=False)"] if chosen.compiled else []),
-        f'wrapped = wrap("{chosen.wrapper}", model{bucket}) if dist.is_initialized() else model',
+        f'wrapped = wrap("{chosen.wrapper}", model) if dist.is_initialized() else model',
         "optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)",
         "",
         "",
         "def train_step(inputs, targets):",
-        *_step(chosen.precision),
+        *_loss_lines(chosen.precision),
         "    loss.backward()",
         "    optimizer.step()",
         "    optimizer.zero_grad(set_to_none=True)",
@@ -147,7 +91,7 @@ def code(chosen: Configuration, model: str, context_length: int) -> str:
     return "\n".join(lines)
 
 
-def _step(precision: str) -> list[str]:
+def _loss_lines(precision: str) -> list[str]:
     if precision == "float32":
         return ["    loss = language_model_loss(wrapped(inputs), targets)"]
     return [
@@ -156,48 +100,44 @@ def _step(precision: str) -> list[str]:
     ]
 
 
-def _verdict(found: Sequence[Recommendation], ratio: float) -> tuple[str, str]:
-    changed = [TOPICS[one.topic] for one in found if one.value != getattr(DEFAULT, one.topic)]
-    if not changed:
-        return "Keep the defaults.", "No run of this machine shows anything else to be faster."
-    headline = f"Together they should leave {100 * ratio:.0f} % of a step's time on two ranks ({PREDICTED})."
-    alone = f"{'each ' if len(changed) > 1 else ''}faster alone where it was measured"
-    return f"Change {len(changed)} of {len(found)} defaults, {alone}.", headline
+def _name(topic: str) -> str:
+    return NAMES.get(topic, topic)
 
 
-def _rows(found: Sequence[Recommendation]) -> Iterator[tuple[str, ...]]:
-    for one in found:
+def _value(value: object) -> str:
+    return {True: "yes", False: "no"}.get(value, str(value)) if isinstance(value, bool) else str(value)
+
+
+def _rows(recommendations: Sequence[Recommendation]) -> Iterator[tuple[str, ...]]:
+    for one in recommendations:
         is_default = one.value == getattr(DEFAULT, one.topic)
-        interval = "" if is_default else f"{100 * one.ratio:.0f} % [{100 * one.low:.0f}, {100 * one.high:.0f}]"
-        yield TOPICS[one.topic], _value(one.value), interval, f"{one.lab}: {one.why}"
+        interval = "" if is_default else f"{100 * one.ratio:.0f}% [{100 * one.low:.0f}, {100 * one.high:.0f}]"
+        yield _name(one.topic), _value(one.value), interval, f"{one.lab}: {one.reason}"
 
 
 def _gains(runs: Mapping[str, Run], context_length: int) -> Iterator[tuple[str, ...]]:
-    """What the lab of this machine measured last, and of what, where that is not what is recommended now."""
-    if "this_machine" not in runs:
+    """The newest comparisons of a joined configuration with the default, and what it had that is not advised now."""
+    if TUNED_STEP not in runs:
         return
-    frame = runs["this_machine"].frame()
-    for row in JOINED.over(frame, "default").to_dict("records"):
+    frame = runs[TUNED_STEP].frame()
+    for row in JOINED.ratios_to("default", frame).to_dict("records"):
         model, ranks = str(row["model"]), int(row["world_size"])
-        ratio = f"{100 * row['ratio']:.0f} % [{100 * row['low']:.0f}, {100 * row['high']:.0f}]"
-        of_row = select(frame, list(TOPICS), model=model, world_size=ranks, implementation="joined").iloc[0]
-        then = [
-            f"{TOPICS[one.topic]} {_value(of_row[one.topic])}"
-            for one in recommendations(model, context_length, runs)
-            if not _is_same(of_row[one.topic], one.value) and (ranks > 1 or one.topic not in OF_RANKS)
-        ]
-        yield model, str(ranks), ratio, f"{row['verdict']}{f' with {join_words(then)}' if then else ''}"
+        rows = frame[(frame["model"] == model) & (frame["world_size"] == ranks)]
+        other = list(_differences(rows.iloc[0], recommend(model, context_length, runs), ranks))
+        ratio = f"{100 * row['ratio']:.0f}% [{100 * row['low']:.0f}, {100 * row['high']:.0f}]"
+        yield model, str(ranks), ratio, f"{row['verdict']}{f' with {join_words(other)}' if other else ''}"
 
 
-def _is_same(measured: object, recommended: object) -> bool:
-    """No bucket size is None now, and nan in a frame."""
-    return measured == recommended or (recommended is None and measured != measured)
+def _differences(row: "pd.Series[object]", recommendations: Sequence[Recommendation], ranks: int) -> Iterator[str]:
+    for one in recommendations:
+        if row[one.topic] != one.value and (ranks > 1 or one.topic not in RANK_FIELDS):
+            yield f"{_name(one.topic)} {_value(row[one.topic])}"
 
 
-def _notes(found: Sequence[Recommendation], gains: Sequence[Sequence[str]]) -> Iterator[str]:
-    if not gains:
-        yield "Not measured together yet: labkit report this_machine"
-    missing = sorted({one.lab for one in found if one.why.startswith("not measured here")})
+def _notes(recommendations: Sequence[Recommendation], *, has_gains: bool) -> Iterator[str]:
+    if not has_gains:
+        yield f"Not measured together yet: labkit report {TUNED_STEP}"
+    missing = sorted({one.lab for one in recommendations if one.reason.endswith("was not measured here")})
     if missing:
         yield f"Not measured here: labkit report {' '.join(missing)}"
     yield "As Python to paste: labkit advise --apply. On many GPUs: --gpus 64 --gpu h100."

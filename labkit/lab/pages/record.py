@@ -11,12 +11,12 @@ import nbformat
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from labkit.lab.advise.local import code
-from labkit.lab.advise.machine import Configuration
 from labkit.lab.answers import Answer, Verdict
 from labkit.lab.declaration import Lab
 from labkit.lab.pages.cards import machine_rows, missing_points
 from labkit.lab.pages.provenance import provenance_rows
 from labkit.lab.project import relative_to_project
+from labkit.lab.recommended import Configuration
 from labkit.lab.runs.store import Run
 from labkit.lab.units import format_seconds
 from labkit.machine import describe_machine
