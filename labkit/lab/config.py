@@ -38,6 +38,7 @@ def one_of(names: Callable[[], Iterable[str]]) -> AfterValidator:
 
 
 PROFILES = ("smoke", "quick", "paper")
+SMALLEST_MODEL = "nano"
 SMOKE_REPEATS = 6  # the fewest that give an interval
 
 
@@ -70,10 +71,10 @@ class TimedConfig(LabConfig):
 
 
 def shorten(config: LabConfig, models: Collection[str] = ()) -> LabConfig:
-    """The profile `smoke`: the first of each list of numbers or models, one session, and as few repeats as will do."""
+    """The profile `smoke`: the smallest model, the first of each list of numbers, one session, and few repeats."""
     values = {name: getattr(config, name) for name in type(config).model_fields}
     short = {
-        name: value[:1]
+        name: [SMALLEST_MODEL] if name in models else value[:1]
         for name, value in values.items()
         if isinstance(value, list) and value and (name in models or isinstance(value[0], int | float))
     }

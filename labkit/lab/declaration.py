@@ -53,7 +53,9 @@ class Lab:
     """The parameter that names what is compared, if a user may add an alternative to it."""
     register: Register = field(default=refuse_alternatives)
     model_parameters: tuple[str, ...] = ()
-    """Parameters that name models, a user's own included (`lab.user_plugins`)."""
+    """Parameters that name models; the profile `smoke` has the smallest one in each."""
+    takes_models: bool = False
+    """Whether a user may add models to them (`lab.user_models`)."""
     keeps_checkpoints: bool = False
     """Whether the worker goes on with an interrupted point. It then gets `checkpoints=`, a directory of the run, in
     which `<point.id>/` is the point's; None on ranks that are not to write."""

@@ -142,7 +142,7 @@ class OpenLab:
 
         `alternatives` are your own, by name, as `{"mine": my_all_reduce}`: checked, timed in turns with labkit's,
         drawn and named like these. What they have to do is in the docstring of the lab's `register`. `models` are your
-        own, by name, beside the named sizes: `labkit.lab.own_models` says what a model is. `guess` are your own
+        own, by name, beside the named sizes: `labkit.lab.user_models` says what a model is. `guess` are your own
         numbers by the names of rows, which the answers of predictions show next to what was measured.
         The frame is long: one row per (point, rank, repeat), units in the column names.
         """

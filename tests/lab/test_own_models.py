@@ -8,18 +8,18 @@ from torch.nn.functional import mse_loss
 
 from labkit.costs.transformer import SIZES, TransformerShape, n_parameters
 from labkit.lab.config import ParameterError
-from labkit.lab.own import Own, check_own, known, worker_with
-from labkit.lab.own_models import (
+from labkit.lab.user_plugins import Plugins, check_plugins, known, worker_with_plugins
+from labkit.lab.user_models import (
     ModelError,
-    facts_of,
-    known_models,
+    describe_model,
+    registered_models,
     model_names,
-    models_in,
-    own_names,
+    recorded_shapes,
+    user_model_names,
     parameters_of,
     shape_of,
     source_of,
-    told_where,
+    errors_with_line,
     without_own,
 )
 from labkit.nn.training import TrainingStep
@@ -49,7 +49,7 @@ def models():
         "held": lambda: (HELD, torch.ones(2, 4), torch.ones(2, 4), mse_loss),
         "shape": SHAPE,
     }
-    with known_models(own):
+    with registered_models(own):
         yield own
 
 
@@ -78,14 +78,14 @@ def test_what_is_known_of_a_model_stands_in_its_rows(models):
     assert parameters_of("tied") == 4 * 4 + 4 + 4
     assert parameters_of("shape") == n_parameters(SHAPE)
     assert parameters_of("needs_numbers") is None
-    assert facts_of("nano") == {}
-    frame = pd.DataFrame([{"size": name, **facts_of(name)} for name in ("needs_numbers", "shape", "nano")])
+    assert describe_model("nano") == {}
+    frame = pd.DataFrame([{"size": name, **describe_model(name)} for name in ("needs_numbers", "shape", "nano")])
     assert without_own(frame)["size"].tolist() == ["nano"]
     assert without_own(pd.DataFrame()).empty
-    with known_models(dict.fromkeys(own_names(), print)), models_in(frame):
+    with registered_models(dict.fromkeys(user_model_names(), print)), recorded_shapes(frame):
         assert (shape_of("shape"), shape_of("needs_numbers")) == (SHAPE, None)
-    with models_in(pd.DataFrame()):
-        assert own_names() == tuple(models)
+    with recorded_shapes(pd.DataFrame()):
+        assert user_model_names() == tuple(models)
 
 
 @pytest.mark.parametrize(
@@ -103,14 +103,14 @@ def test_what_is_known_of_a_model_stands_in_its_rows(models):
 )
 def test_a_mistake_is_told_with_its_line(made, expected):
     told = pytest.raises(ModelError, match=rf"{expected}.* of test_own_models.py")
-    with known_models({"mine": made}), told, told_where("mine"):
+    with registered_models({"mine": made}), told, errors_with_line("mine"):
         TrainingStep(source_of("mine"), batch=0, context_length=0).run()
 
 
 def test_what_is_not_the_readers_model_or_runs_out_of_memory_is_raised_as_it_is(models):
-    with pytest.raises(MemoryError), told_where("tied"):
+    with pytest.raises(MemoryError), errors_with_line("tied"):
         raise MemoryError
-    with pytest.raises(KeyError), told_where("nano"):
+    with pytest.raises(KeyError), errors_with_line("nano"):
         raise KeyError
 
 
@@ -131,7 +131,7 @@ class _Models(FakeStudy):
 )
 def test_what_is_no_model_is_refused_before_anything_runs(study, given, expected):
     with pytest.raises(ParameterError, match=expected):
-        check_own(study, Own(models=given))
+        check_plugins(study, Plugins(models=given))
 
 
 @pytest.mark.parametrize(
@@ -139,15 +139,15 @@ def test_what_is_no_model_is_refused_before_anything_runs(study, given, expected
 )
 def test_a_readers_own_is_known_only_while_it_is_measured(lab):
     study = load_lab(lab)
-    own = Own({"mine": print} if study.plugin_parameter else {}, {"its_model": SHAPE} if study.model_parameters else {})
+    own = Plugins({"mine": print} if study.plugin_parameter else {}, {"its_model": SHAPE} if study.model_parameters else {})
 
     def measured():
-        assert not study.model_parameters or own_names() == ("its_model",)
+        assert not study.model_parameters or user_model_names() == ("its_model",)
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt), known(study.register, own):
         measured()
-    assert own_names() == ()
+    assert user_model_names() == ()
     assert model_names() == tuple(SIZES)
     with known(study.register, own):  # not taken
         pass
@@ -159,11 +159,11 @@ def test_a_readers_own_is_known_only_while_it_is_measured(lab):
 
 @pytest.mark.parametrize("lab", [lab for lab in LABS if load_lab(lab).plugin_parameter])
 def test_a_rank_that_torchrun_has_started_knows_a_readers_own_between_its_points(lab, monkeypatch):
-    study, own = load_lab(lab), Own({"mine": print})
+    study, own = load_lab(lab), Plugins({"mine": print})
     table = study.register("mine", print)
     del table["mine"]
     monkeypatch.setattr(type(study), "worker", staticmethod(lambda point: [{"knows": "mine" in table}]))
-    work = worker_with(study, own)
+    work = worker_with_plugins(study, own)
     assert list(work(None)) == [{"knows": True}]
     assert "mine" not in table
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):

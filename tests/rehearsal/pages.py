@@ -12,7 +12,7 @@ import matplotlib.pyplot as plt
 
 from labkit.lab import figures, notebook
 from labkit.lab.figures.style import Plot
-from labkit.lab.own import Own, check_own
+from labkit.lab.user_plugins import Plugins, check_plugins
 from labkit.lab.pages.cards import Piece
 from labkit.lab.project import notebook_path, recorded_directory
 from labkit.lab.runs.store import Record, Run
@@ -27,7 +27,7 @@ class LabOnRun(notebook.Lab):
         self._run = run
 
     def measure(self, alternatives: Mapping[str, Any] | None = None, *, models: Mapping[str, Any] | None = None):
-        check_own(self.study, Own(alternatives or {}, models or {}))
+        check_plugins(self.study, Plugins(alternatives or {}, models or {}))
         return self.run.frame()
 
     def _figure(self, plot: Plot, name: str, caption: str = "", title: str | None = None) -> Piece:

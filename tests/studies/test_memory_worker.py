@@ -12,7 +12,7 @@ from torch import nn
 from labkit.bench.ledger import peak_between
 from labkit.costs.transformer import TransformerShape
 from labkit.lab import capacity, figures
-from labkit.lab.own_models import known_models
+from labkit.lab.user_models import registered_models
 from labkit.lab.runs.measure import measure
 from labkit.machine import describe_machine
 from labkit.nn.transformer import shape_named
@@ -78,7 +78,7 @@ def test_parts_add_up_and_parameters_gradients_and_states_are_whole():
 
 
 def test_a_model_of_gigabytes_is_counted_with_little_memory():
-    with known_models({"huge": HUGE}):
+    with registered_models({"huge": HUGE}):
         row = _rows("counted", "huge", 4096, phases=("full_step",))[0]
     assert row["peak_bytes"] > 100 * GIB
     assert row["host_bytes"] is None or row["host_bytes"] < 4 * GIB
@@ -120,7 +120,7 @@ def _limited(monkeypatch, where, too_long):
         return as_it_is(of, segment)
 
     monkeypatch.setattr(worker, where, limited)
-    with known_models({"shallow": SHALLOW}):
+    with registered_models({"shallow": SHALLOW}):
         rows = {row["segment"]: row for row in _rows("checkpoint", "shallow", segments=(0, 1, 2))}
     assert rows[too_long]["check"] == "out of memory: tried to allocate 20 GiB"
     assert "seconds" not in rows[too_long]
@@ -287,7 +287,7 @@ def test_a_readers_own_models_are_counted_measured_drawn_and_named_and_a_mistake
 
 def test_a_model_that_a_cell_has_made_is_counted_without_touching_it():
     held = _Own()
-    with known_models(
+    with registered_models(
         {"held": lambda: (held, IMAGES, torch.zeros(16, dtype=torch.int64), nn.functional.cross_entropy)}
     ):
         (row,) = _rows("counted", "held", 0, batch=0, phases=("full_step",))

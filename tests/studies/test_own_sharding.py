@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 
 from labkit.costs.transformer import TransformerShape
 from labkit.lab import figures
-from labkit.lab.own import Own, known
+from labkit.lab.user_plugins import Plugins, known
 from labkit.lab.runs.measure import measure
 from labkit.nn.transformer import Transformer
 from labkit.parallel.sharding import FSDP
@@ -144,7 +144,7 @@ def test_what_is_a_sharded_optimizer_is_known_by_its_arguments():
         return optimizer_cls(params, **settings)
 
     own = {"a_class": _DealtOut, "a_function": made, "wrapper": _ahead, "module": FSDP, "of_c": print}
-    with known(STUDY.register, Own(alternatives=own)):
+    with known(STUDY.register, Plugins(alternatives=own)):
         kinds = {name: IMPLEMENTATIONS[name].func.__name__ for name in own}
     assert kinds == {
         "a_class": "_own_optimizer",

@@ -10,7 +10,6 @@ from typing import Any
 from labkit.lab.calibration import newest_calibration
 from labkit.lab.config import LabConfig, ParameterError
 from labkit.lab.declaration import Lab
-from labkit.lab.own import Own, check_own, known, with_names
 from labkit.lab.point import Point
 from labkit.lab.project import check_writable, runs_directory
 from labkit.lab.runs.point_by_point import measure_points, take_part
@@ -18,6 +17,7 @@ from labkit.lab.runs.progress import Progress, ShowProgress, Tally
 from labkit.lab.runs.resuming import check_same_setting, config_again, replan
 from labkit.lab.runs.store import Run, RunFileError, RunHeader
 from labkit.lab.runs.writer import RunWriter
+from labkit.lab.user_plugins import Plugins, check_plugins, registered, with_plugin_names
 from labkit.machine import describe_machine
 from labkit.machine.load import announced, load_before_measuring
 from labkit.parallel.ranks.torchrun import broadcast_from_first_rank, job_rank, ranks_by_host
@@ -41,10 +41,10 @@ def measure(
     run keeps what was measured and can be resumed. `on_start` gets the run's path before anything is measured.
     `alternatives` and `models` are the caller's own, by name, measured with the study's; known only meanwhile.
     """
-    own = Own(alternatives or {}, models or {})
-    check_own(study, own)
-    with known(study.register, own):
-        config = with_names(study, config, own)
+    plugins = Plugins(alternatives or {}, models or {})
+    check_plugins(study, plugins)
+    with registered(study.register, plugins):
+        config = with_plugin_names(study, config, plugins)
         machine = describe_machine()
         folder = directory or runs_directory() / study.name
         _on_first_rank(lambda: check_writable(folder))
@@ -68,7 +68,7 @@ def measure(
         if len(header.planned) != len(points):
             raise ValueError(f"{study.name}: the plan names a point twice")
         if job_rank() > 0:  # under torchrun the first rank writes; the others only take part
-            take_part(study, [] if unavailable else points, own)
+            take_part(study, [] if unavailable else points, plugins)
             raise SystemExit(0)
         with RunWriter.create(folder, header) as writer, announced():
             on_start(writer.path)
@@ -77,7 +77,7 @@ def measure(
                     writer.end_point(point, "skipped", reason=unavailable)
             else:
                 tally = Tally(on_progress, writer.path, [point.id for point in points], len(points))
-                measure_points(study, points, writer, tally, on_output, own)
+                measure_points(study, points, writer, tally, on_output, plugins)
         return Run.load(writer.path)
 
 
@@ -97,8 +97,8 @@ def resume(
     """
     run, layout = Run.load(path), ranks_by_host()
     _on_first_rank(lambda: check_same_setting(study, run, layout))
-    own = Own(alternatives or {}, models or {})
-    with known(study.register, own):  # the run's config names them
+    plugins = Plugins(alternatives or {}, models or {})
+    with registered(study.register, plugins):  # the run's config names them
         config = config_again(study, run)
         pending = set(run.pending)
         if pending:
@@ -107,7 +107,7 @@ def resume(
         remaining = [point for point in points if point.id in pending]
         if job_rank() > 0:
             _prepare_again(study, path, config, remaining, on_progress)
-            take_part(study, remaining, own)
+            take_part(study, remaining, plugins)
             raise SystemExit(0)
         with RunWriter.reopen(path) as writer, announced():
             if Run.load(path).pending != run.pending:  # what was read before the file was locked
@@ -116,7 +116,7 @@ def resume(
             if remaining:
                 writer.begin_again(_command(), describe_machine().source)
             tally = Tally(on_progress, path, [point.id for point in remaining], len(points))
-            measure_points(study, remaining, writer, tally, on_output, own)
+            measure_points(study, remaining, writer, tally, on_output, plugins)
         return Run.load(path)
 
 

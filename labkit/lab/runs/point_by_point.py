@@ -11,11 +11,11 @@ from typing import Any
 
 from labkit.bench.probe import PROBE, probed
 from labkit.lab.declaration import Lab
-from labkit.lab.own import Own, worker_with
 from labkit.lab.point import Point, by_ranks
 from labkit.lab.runs.progress import Tally
 from labkit.lab.runs.writer import RunWriter
 from labkit.lab.units import format_seconds
+from labkit.lab.user_plugins import Plugins, worker_with_plugins
 from labkit.machine import describe_machine
 from labkit.machine.load import Load, LoadMeter
 from labkit.parallel.launch import PointEnd, RankFailure, Retry, Row, launch, too_many_ranks_reason
@@ -34,7 +34,7 @@ def measure_points(
     writer: RunWriter,
     tally: Tally,
     on_output: Callable[[str], None] | None,
-    own: Own,
+    plugins: Plugins,
 ) -> None:
     """Measure these points, those of the same ranks by one launch; what this machine cannot hold is skipped."""
     exhausted: Exhausted = {}
@@ -48,7 +48,7 @@ def measure_points(
             if not same_ranks:
                 break
             tally.tell(same_ranks[0].title())
-            ended = _measure_group(study, same_ranks, writer, exhausted, on_output, tally, own)
+            ended = _measure_group(study, same_ranks, writer, exhausted, on_output, tally, plugins)
             same_ranks = same_ranks[ended:]
     shutil.rmtree(_checkpoints(writer), ignore_errors=True)
     tally.tell("")
@@ -61,13 +61,13 @@ def _measure_group(
     exhausted: Exhausted,
     on_output: Callable[[str], None] | None,
     tally: Tally,
-    own: Own,
+    plugins: Plugins,
 ) -> int:
     """Measure points of one group of ranks, until all ended or the rest is too large; returns how many."""
     ended, rows_s, meter = 0, list[float](), LoadMeter(knows_own=not is_job_rank())
     probe: dict[str, float] = {}
     # closing: an interrupt must end the ranks now, not when a traceback lets go of the generator
-    with closing(_launch(study, points, on_output, own, _checkpoints(writer))) as events:
+    with closing(_launch(study, points, on_output, plugins, _checkpoints(writer))) as events:
         for event in events:
             point = points[event.index]
             if isinstance(event, Row):
@@ -112,11 +112,11 @@ def _launch(
     study: Lab,
     points: list[Point],
     on_output: Callable[[str], None] | None,
-    own: Own,
+    plugins: Plugins,
     checkpoints: Path | None = None,
 ) -> Generator[Row | Retry | PointEnd, None, None]:
     first = points[0]
-    worker = worker_with(study, own)
+    worker = worker_with_plugins(study, plugins)
     return launch(
         partial(probed, worker, **({"checkpoints": checkpoints} if study.keeps_checkpoints else {})),
         points,
@@ -183,10 +183,10 @@ def _exhausted_reason(study: Lab, point: Point, exhausted: Exhausted) -> str | N
     return reason if series is not None and series[1] >= size else None
 
 
-def take_part(study: Lab, points: list[Point], own: Own) -> None:
+def take_part(study: Lab, points: list[Point], plugins: Plugins) -> None:
     """A rank of torchrun other than the first: the points that the first one chooses, nothing written."""
     for same_ranks in by_ranks(points):
         chosen = set(broadcast_from_first_rank(None))
         if to_measure := [point for point in same_ranks if point.id in chosen]:
-            for _ in _launch(study, to_measure, None, own):
+            for _ in _launch(study, to_measure, None, plugins):
                 pass

@@ -31,7 +31,7 @@ Algorithm = Annotated[str, one_of(lambda: (*ALGORITHMS, AUTO))]
 
 
 class AllReduceConfig(TimedConfig):
-    """What a reader may set."""
+    """The parameters of this lab."""
 
     world_sizes: Annotated[list[Ranks], Field(min_length=1)] = [2, 4, 6]
     sizes_bytes: Annotated[list[Bytes], Field(min_length=1)] = [KIB, 4 * KIB, 64 * KIB, 256 * KIB, MIB, 10 * MIB]

@@ -37,7 +37,7 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 
 
 class AttentionConfig(TimedConfig):
-    """What a reader may set."""
+    """The parameters of this lab."""
 
     sequences: Annotated[list[Length], Field(min_length=1)] = [256, 512, 1024, 2048, 4096]
     head_dims: Annotated[list[HeadDim], Field(min_length=1)] = [64]

@@ -30,7 +30,7 @@ SAME_COLLECTIVES = {TORCH: "bucketed_sync", "bucketed": "bucketed_sync", "overla
 
 
 class DataParallelConfig(TimedConfig):
-    """What a reader may set. Bucket sizes are in MiB for all wrappers."""
+    """The parameters of this lab. Bucket sizes are in MiB for all wrappers."""
 
     workloads: Annotated[list[WorkloadName], Field(min_length=1)] = ["nano", "mini"]
     world_sizes: Annotated[list[Annotated[int, Field(ge=2, le=64)]], Field(min_length=1)] = [2]

@@ -25,7 +25,7 @@ ITSELF_ROWS, ITSELF_BYTES, ITSELF_REPEATS, ITSELF_RANKS = 512, 2**20, 20, 2
 
 
 class LimitsConfig(TimedConfig):
-    """What a reader may set."""
+    """The parameters of this lab."""
 
     matmul_sizes: Annotated[list[Annotated[int, Field(ge=8, le=2**15)]], Field(min_length=1)] = [
         2**k for k in range(4, 12)

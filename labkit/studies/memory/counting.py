@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from labkit.bench.ledger import Allocation, AllocationLedger, Peak, peak_between, timeline_between
 from labkit.bench.memory import peak_memory_growth
 from labkit.costs.transformer import TransformerShape
-from labkit.lab.own_models import readers_file
+from labkit.lab.user_models import user_file
 from labkit.nn.training import TrainingStep
 
 PARTS = ("parameters", "optimizer", "gradients", "activations", "recomputed", "temporaries", "inputs")
@@ -118,7 +118,7 @@ def _unlogged() -> Iterator[None]:
 
 
 def _file_under_study(path: str) -> str:
-    return path.rpartition("/")[2] if "labkit/nn/" in path else readers_file(path)
+    return path.rpartition("/")[2] if "labkit/nn/" in path else user_file(path)
 
 
 def _category(allocation: Allocation) -> str:

@@ -13,8 +13,8 @@ from labkit.lab.config import Device, TimedConfig, TimeoutSeconds, one_of
 from labkit.lab.declaration import Lab
 from labkit.lab.figures.declared import RATIO, Areas, Bars, Lines
 from labkit.lab.metric import Metric, Results
-from labkit.lab.own_models import model_names, own_names, shape_of
 from labkit.lab.project import reference_directory
+from labkit.lab.user_models import model_names, shape_of, user_model_names
 from labkit.machine import Machine
 from labkit.studies.memory.counting import PARTS
 from labkit.studies.memory.worker import (
@@ -39,7 +39,7 @@ Context = Annotated[int, Field(ge=2, le=2**20)]
 
 
 class MemoryConfig(TimedConfig):
-    """What a reader may set. Contexts are in tokens."""
+    """The parameters of this lab. Contexts are in tokens."""
 
     sizes: Annotated[list[Size], Field(min_length=1)] = ["nano", "mini"]
     """Models whose peaks are measured and counted, at `contexts`."""
@@ -80,7 +80,7 @@ def _points(config: MemoryConfig, device: str) -> Iterator[MemoryPoint]:
 
     for size in config.sizes:
         for precision, context in product(config.precisions, _contexts(config, size)):
-            yield point(COUNTED, size, context, precision, phases=PHASES, has_details=size in own_names())
+            yield point(COUNTED, size, context, precision, phases=PHASES, has_details=size in user_model_names())
     for size, context in product(config.counted_sizes, sorted(config.counted_contexts)):
         is_last = (size, context) == (config.counted_sizes[-1], max(config.counted_contexts))
         yield point(COUNTED, size, context, phases=(FULL_STEP,), has_details=is_last)
@@ -220,6 +220,7 @@ LAB = Lab(
     worker=measure,
     points=points,
     model_parameters=("sizes",),
+    takes_models=True,
     questions=[
         Report(
             id="peak_by_context",

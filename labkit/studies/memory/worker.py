@@ -16,8 +16,8 @@ from labkit.bench.memory import record_allocations
 from labkit.costs.memory import STATES_BYTES, peak_bytes, state_bytes
 from labkit.costs.transformer import SIZES
 from labkit.lab.capacity import skip_reason
-from labkit.lab.own_models import parameters_of, shape_of, source_of
 from labkit.lab.point import TimedPoint
+from labkit.lab.user_models import parameters_of, shape_of, source_of
 from labkit.nn.training import AUTOCAST_DTYPES, TrainingStep, gradients
 from labkit.studies.memory.counting import count_phases, count_rows
 from labkit.studies.shared.alternatives import row_of, timed_rows

@@ -21,7 +21,7 @@ Size = Annotated[str, one_of(lambda: SIZES)]
 
 
 class PrecisionConfig(TimedConfig):
-    """What a reader may set."""
+    """The parameters of this lab."""
 
     models: Annotated[list[Size], Field(min_length=1)] = ["nano", "mini"]
     precisions: Annotated[list[Literal["bfloat16", "float16"]], Field(min_length=1)] = ["bfloat16"]

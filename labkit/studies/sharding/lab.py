@@ -38,7 +38,7 @@ WorldSizes = Annotated[list[Annotated[int, Field(ge=2, le=1024)]], Field(min_len
 
 
 class ShardingConfig(TimedConfig):
-    """What a reader may set."""
+    """The parameters of this lab."""
 
     sizes: Annotated[list[Annotated[str, one_of(lambda: SIZES)]], Field(min_length=1)] = ["mini"]
     implementations: Annotated[list[Annotated[str, one_of(lambda: IMPLEMENTATIONS)]], Field(min_length=1)] = list(
@@ -218,6 +218,7 @@ LAB = Lab(
     points=lambda config, machine: list(points(config, machine)),
     plugin_parameter="implementations",
     register=register,
+    model_parameters=("sizes",),
     questions=[
         Compare(
             id="peaks",

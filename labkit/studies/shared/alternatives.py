@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from labkit.bench.clock import Stopwatch, time_parts_interleaved
-from labkit.lab.own_models import readers_line
+from labkit.lab.user_models import user_line
 from labkit.parallel.ranks import current_alternative
 from labkit.parallel.ranks.results import is_out_of_memory
 
@@ -93,7 +93,7 @@ def _explain(error: Exception, device: str, turn: str) -> None:
 def reason_of(error: Exception, device: str, where: str = "") -> str:
     """What stands in the row of an alternative that raised: "out of memory: ..." or "failed: RuntimeError: ...".
 
-    Of a reader's own also where: "..., line 3 of the cell".
+    For a user's own also where: "..., line 3 of the cell".
 
     Raises the error again if the device can do nothing any more, as after an illegal memory access: CUDA then gives
     the same error to everything that follows, and it would be told of alternatives that are innocent.
@@ -106,7 +106,7 @@ def reason_of(error: Exception, device: str, where: str = "") -> str:
     text = str(error).strip().partition("\n")[0]
     if is_out_of_memory(error):
         return f"out of memory: {text or type(error).__name__}"
-    return f"failed{where}: {type(error).__name__}: {text}".removesuffix(": ") + readers_line(error)
+    return f"failed{where}: {type(error).__name__}: {text}".removesuffix(": ") + user_line(error)
 
 
 def _is_one_of_several() -> bool:

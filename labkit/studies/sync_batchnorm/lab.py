@@ -31,7 +31,7 @@ from labkit.studies.sync_batchnorm.worker import (
 
 
 class SyncBatchNormConfig(TimedConfig):
-    """What a reader may set."""
+    """The parameters of this lab."""
 
     world_sizes: Annotated[list[Annotated[int, Field(ge=2, le=64)]], Field(min_length=1)] = [2, 4]
     batches: Annotated[list[Annotated[int, Field(ge=4, lt=2**31)]], Field(min_length=1)] = [32, 64]

@@ -14,8 +14,8 @@ from labkit.lab.config import Count, Device, Repeats, TimedConfig, TimeoutSecond
 from labkit.lab.declaration import Lab
 from labkit.lab.figures.declared import RATIO, Bars, Lines
 from labkit.lab.metric import Metric, Results
-from labkit.lab.own_models import model_names, models_in, shape_of
 from labkit.lab.project import reference_directory
+from labkit.lab.user_models import model_names, recorded_shapes, shape_of
 from labkit.machine import Machine
 from labkit.studies.shared.step_operators import seconds_of, step_operators
 from labkit.studies.training_step.worker import (
@@ -47,7 +47,7 @@ PHASES = {
 
 
 class TrainingStepConfig(TimedConfig):
-    """What a reader may set."""
+    """The parameters of this lab."""
 
     sizes: Annotated[list[Size], Field(min_length=1)] = ["nano", "mini", "small"]
     """Models whose phases are timed."""
@@ -105,7 +105,7 @@ def step_times(results: Results) -> pd.DataFrame:
     """Medians by model and phase; the share of the step; the FLOP/s of its matmuls, by formula."""
     table = TIME.medians(results.frame)
     step = table["seconds"].where(table["phase"] == STEP).groupby([table[name] for name in CONFIGURATION])
-    with models_in(results.frame):
+    with recorded_shapes(results.frame):
         flops = [_flops(row) for row in table.to_dict("records")]
     rate = pd.Series(flops, index=table.index, dtype=float) / table["seconds"]
     shares = 100 * table["seconds"] / step.transform("max")
@@ -131,7 +131,7 @@ def largest_backward(table: pd.DataFrame) -> Any:
 def predictions(results: Results) -> pd.DataFrame:
     """Measured times of each phase, and those of its operators by the machine's rates."""
     table = TIME.medians(results.frame)
-    with models_in(results.frame):
+    with recorded_shapes(results.frame):
         return table.assign(predicted_s=[_predict(row, results) for row in table.to_dict("records")])
 
 
@@ -222,6 +222,7 @@ LAB = Lab(
     worker=measure,
     points=points,
     model_parameters=("sizes", "profiled_sizes", "compiled_sizes", "first_step_sizes"),
+    takes_models=True,
     questions=[
         Report(
             id="step_times",

@@ -23,7 +23,7 @@ WORDS = {"attention": "{} attention", "compiled": "torch.compile"}
 
 
 class TunedStepConfig(TimedConfig):
-    """What a reader may set. None: as the newest runs of the other labs on this machine recommend."""
+    """The parameters of this lab. None: as the newest runs of the other labs on this machine recommend."""
 
     models: Annotated[list[Annotated[str, one_of(lambda: SIZES)]], Field(min_length=1)] = ["mini"]
     world_sizes: Annotated[list[Count], Field(min_length=1)] = [2]

@@ -1,4 +1,4 @@
-"""What a reader puts beside what a lab compares: checked, carried to the ranks, and measured as one of them."""
+"""A user's own alternatives and models beside those of a lab: checked, carried to the ranks, measured in turns."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -10,41 +10,39 @@ from torch import nn
 
 from labkit.costs.transformer import SIZES, TransformerShape
 from labkit.lab.config import LabConfig, ParameterError
-from labkit.lab.declaration import Lab
-from labkit.lab.own_models import EXPECTED, MODEL_FIELDS, facts_of, known_models, told_where
+from labkit.lab.declaration import Lab, Register
+from labkit.lab.user_models import EXPECTED, MODEL_FIELDS, describe_model, errors_with_line, registered_models
 from labkit.nn.workloads import RESNET50
 from labkit.parallel.ranks.torchrun import is_job_rank
 
-PlugIn = Callable[[str, Any], dict[str, Any]]
-
 
 @dataclass(frozen=True)
-class Own:
-    """A reader's own, by name: alternatives as the lab's `register` takes them, models as `lab.own_models` has them."""
+class Plugins:
+    """A user's own, by name: alternatives for the lab's `register`, models as `lab.user_models` describes them."""
 
     alternatives: Mapping[str, Any] = field(default_factory=dict)
     models: Mapping[str, Any] = field(default_factory=dict)
 
 
 @contextmanager
-def known(register: PlugIn, own: Own) -> Iterator[None]:
-    """Within, these are known in this process, and afterwards no longer. ParameterError for a name that is taken."""
+def registered(register: Register, plugins: Plugins) -> Iterator[None]:
+    """Register them in this process for the time of the block. ParameterError for a name that is taken."""
     with ExitStack() as added:
-        for name, alternative in own.alternatives.items():
+        for name, alternative in plugins.alternatives.items():
             try:
                 table = register(name, alternative)
             except ValueError as error:
                 raise ParameterError(f"{name!r}: {error}") from None
             added.callback(table.pop, name, None)
-        added.enter_context(known_models(own.models))
+        added.enter_context(registered_models(plugins.models))
         yield
 
 
-def check_own(study: Lab, own: Own) -> None:
-    """ParameterError if the lab compares nothing of the kind, for a name that can't be, and for what is neither."""
+def check_plugins(study: Lab, plugins: Plugins) -> None:
+    """Refuse, with a ParameterError, alternatives or models that the lab has no place for, bad names and bad values."""
     for kind, given, has_place in (
-        ("alternatives", own.alternatives, study.plugin_parameter),
-        ("models", own.models, study.model_parameters),
+        ("alternatives", plugins.alternatives, study.plugin_parameter is not None),
+        ("models", plugins.models, study.takes_models),
     ):
         if not isinstance(given, Mapping):
             raise ParameterError(f"{study.name}: expected {kind} by name, as {{'mine': mine}}, got {given!r:.80}")
@@ -53,39 +51,39 @@ def check_own(study: Lab, own: Own) -> None:
         for name in given:
             if not isinstance(name, str) or not name.isidentifier():
                 raise ParameterError(f"{study.name}: expected names of letters, digits and _, got {name!r:.80}")
-    for name, alternative in own.alternatives.items():
+    for name, alternative in plugins.alternatives.items():
         if not callable(alternative):
             raise ParameterError(f"{study.name}: alternative {name!r}: expected a function, got {alternative!r:.80}")
-    for name, model in own.models.items():
+    for name, model in plugins.models.items():
         if name in (taken := (*SIZES, RESNET50)):
             raise ParameterError(f"{study.name}: model {name!r}: expected a name other than {', '.join(taken)}")
         if not isinstance(model, TransformerShape) and (not callable(model) or isinstance(model, nn.Module)):
             raise ParameterError(f"{study.name}: model {name!r}: expected {EXPECTED}, got {model!r:.80}")
 
 
-def with_names(study: Lab, config: LabConfig, own: Own) -> LabConfig:
-    """The config that also names these wherever it says what is compared; of models, lists that are empty stay so."""
-    places = {study.plugin_parameter: own.alternatives} if study.plugin_parameter else {}
-    places |= {place: own.models for place in study.model_parameters if getattr(config, place)}
+def with_plugin_names(study: Lab, config: LabConfig, plugins: Plugins) -> LabConfig:
+    """The config with these names in its lists of alternatives and of models; empty lists of models stay empty."""
+    places = {study.plugin_parameter: plugins.alternatives} if study.plugin_parameter else {}
+    places |= {place: plugins.models for place in study.model_parameters if getattr(config, place)}
     return config.model_copy(update={place: [*getattr(config, place), *given] for place, given in places.items()})
 
 
-def worker_with(study: Lab, own: Own) -> Callable[..., Any]:
-    """The study's worker; in a rank, it makes the reader's own known first."""
+def worker_with_plugins(study: Lab, plugins: Plugins) -> Callable[..., Any]:
+    """The lab's worker; in a rank it registers the user's own first."""
     worker: Callable[..., Any] = study.worker
-    if not own.alternatives and not own.models:
+    if not plugins.alternatives and not plugins.models:
         return worker
-    return partial(_work, study.register, own, worker)
+    return partial(_work, study.register, plugins, worker)
 
 
 def _work(
-    register: PlugIn, own: Own, worker: Callable[..., Any], point: Any, **options: Any
+    register: Register, plugins: Plugins, worker: Callable[..., Any], point: Any, **options: Any
 ) -> Iterator[Mapping[str, Any]]:
-    # a rank that torchrun has started is inside `measure`, which has made them known for all points
-    with nullcontext() if is_job_rank() else known(register, own):
+    # A rank that torchrun has started is inside `measure`, which has registered them for all points.
+    with nullcontext() if is_job_rank() else registered(register, plugins):
         names = [getattr(point, field, None) for field in MODEL_FIELDS]
-        model = next((name for name in names if name in own.models), None)
-        facts = facts_of(model) if model else {}
-        with told_where(model):
+        model = next((name for name in names if name in plugins.models), None)
+        columns = describe_model(model) if model else {}
+        with errors_with_line(model):
             for row in worker(point, **options) or ():
-                yield facts | row
+                yield columns | row
