@@ -21,7 +21,7 @@ What makes them fast, beyond the algorithm:
 * Masks only at the edges, of one comparison: a loop over full blocks neither masks scores nor checks bounds; a second
   one visits the diagonal and the ragged end, in half as large blocks, which leave registers for the mask.
 * Operands of `tl.dot` keep their dtype (tensor cores); everything else is float32.
-* Data center Blackwell: a group of warps of its own loads tiles in the loop over full blocks (WARP_SPECIALIZE).
+* Data center Blackwell: separate warps load tiles in the loop over full blocks (WARP_SPECIALIZE).
 """
 
 # mypy: ignore-errors
@@ -33,7 +33,7 @@ import triton.language as tl
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 LENGTHS = ("queries", "keys")
-"""Arguments that a kernel is not compiled anew for: HEAD_DIM alone aligns the rows."""
+"""Arguments whose values a kernel is not specialized for: HEAD_DIM alone aligns the rows."""
 
 
 # ------------------------------------------------------------------------------------------ helpers
@@ -41,7 +41,7 @@ LENGTHS = ("queries", "keys")
 
 @triton.jit
 def program(length, BLOCK: tl.constexpr, LAST_FIRST: tl.constexpr):
-    """This program's start within the sequence, and its head.  Programs of a head are neighbors: they share L2."""
+    """Start within the sequence, and head, of this program.  Programs of a head are neighbors: they share L2."""
     blocks = tl.cdiv(length, BLOCK)
     program = tl.program_id(0)
     block = program % blocks
@@ -97,14 +97,14 @@ def store_tile(
 ):
     """Store the rows and dimensions that exist, rounded to the dtype of the pointer."""
     BLOCK: tl.constexpr = values.shape[0]
-    values = rounded(values, pointer.dtype.element_ty, INTERPRETED)
+    values = round_to(values, pointer.dtype.element_ty, INTERPRETED)
     exists = in_bounds(start, length, BLOCK, HEAD_DIM, BLOCK_D, True)
     tl.store(pointer + tile_offsets(start, BLOCK, HEAD_DIM, BLOCK_D), values, mask=exists)
 
 
 @triton.jit
-def rounded(x, dtype: tl.constexpr, INTERPRETED: tl.constexpr):
-    """x in `dtype`; compiled, that is all.
+def round_to(x, dtype: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Convert x to `dtype`.
 
     The interpreter's bfloat16 can neither round nor be multiplied: there, round by hand and stay in float32.
     """
@@ -121,8 +121,8 @@ def rounded(x, dtype: tl.constexpr, INTERPRETED: tl.constexpr):
 @triton.jit
 def dot(a, b, accumulator, dtype: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr):
     """accumulator + a b, with the operands rounded to `dtype`; PRECISION matters for float32 only."""
-    a = rounded(a, dtype, INTERPRETED)
-    b = rounded(b, dtype, INTERPRETED)
+    a = round_to(a, dtype, INTERPRETED)
+    b = round_to(b, dtype, INTERPRETED)
     return tl.dot(a, b, accumulator, input_precision=PRECISION)
 
 
@@ -134,7 +134,7 @@ def edge(block):
 
 @triton.jit
 def is_visible(q_start, k_start, keys, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, CAUSAL: tl.constexpr):
-    """Which keys of a tile its queries see, (BLOCK_Q, BLOCK_K) or (1, BLOCK_K), in one comparison per element."""
+    """Mask of the keys that each query of a tile sees, (BLOCK_Q, BLOCK_K) or (1, BLOCK_K), in one comparison."""
     columns = tl.arange(0, BLOCK_K)[None, :]
     if CAUSAL:
         return columns < tl.minimum(q_start + 1 + tl.arange(0, BLOCK_Q), keys)[:, None] - k_start

@@ -2,7 +2,6 @@
 
 import gzip
 import http.server
-import io
 import tarfile
 import threading
 from functools import partial
@@ -55,8 +54,8 @@ def _with_label(column, value):
         ({TRAIN: records(2).tobytes()[:-1], TEST: records(2).tobytes()}, "records of 3074 bytes, got 6,147 bytes"),
         ({TRAIN: b"", TEST: records(2).tobytes()}, "got 0 bytes"),
         ({TRAIN: records(2).tobytes(), TEST: bytes(10_001 * RECORD_BYTES)}, "expected 1 to 10,000 records"),
-        ({TRAIN: _link(), TEST: records(2).tobytes()}, "got no regular file"),
-        ([(TRAIN, records(2).tobytes()), (TRAIN, records(2).tobytes())], f"{TRAIN} is there twice"),
+        ({TRAIN: _link(), TEST: records(2).tobytes()}, "expected one regular file"),
+        ([(TRAIN, records(2).tobytes()), (TRAIN, records(2).tobytes())], f"{TRAIN}: expected one regular file"),
         (
             {TRAIN: _with_label(1, 100), TEST: records(2).tobytes()},
             "record 2: expected a fine label below 100, got 100",
@@ -64,7 +63,7 @@ def _with_label(column, value):
         ({TRAIN: _with_label(0, 20), TEST: records(2).tobytes()}, "record 2: expected a coarse label below 20, got 20"),
     ],
 )
-def test_what_is_no_record_is_refused(tmp_path, members, message):
+def test_other_contents_than_records_are_refused(tmp_path, members, message):
     path = write_archive(tmp_path / "a.tar.gz", members)
     with pytest.raises(DatasetError, match=message) as raised:
         read_cifar100(path)
@@ -76,9 +75,7 @@ def test_an_archive_that_is_cut_short_is_refused(tmp_path, kept):
     path = write_archive(tmp_path / "a.tar.gz")
     content = path.read_bytes()[:kept]
     path.write_bytes(content)
-    with pytest.raises(
-        DatasetError, match=f"cut short.*got {len(content):,} bytes.*official archive has {CIFAR100_BYTES:,}"
-    ):
+    with pytest.raises(DatasetError, match=f"cut short.*got {len(content):,} bytes.*archive has {CIFAR100_BYTES:,}"):
         read_cifar100(path)
 
 
@@ -87,7 +84,7 @@ def test_an_altered_archive_is_refused(tmp_path):
     content = bytearray(path.read_bytes())
     content[-6] ^= 1  # of gzip's checksum, behind all that tar reads
     path.write_bytes(content)
-    with pytest.raises(DatasetError, match=r"altered, or no \.tar\.gz: CRC"):
+    with pytest.raises(DatasetError, match=r"altered, or no \.tar\.gz.*CRC"):
         read_cifar100(path)
     path.write_bytes(b"not an archive" * 100)
     with pytest.raises(DatasetError, match=r"altered, or no \.tar\.gz"):
@@ -95,21 +92,11 @@ def test_an_altered_archive_is_refused(tmp_path):
 
 
 def test_no_more_is_decompressed_than_cifar100_can_have(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets, "MOST_BYTES", 100_000)
+    monkeypatch.setattr(datasets, "MAX_BYTES", 100_000)
     path = tmp_path / "a.tar.gz"
-    path.write_bytes(gzip.compress(_uncompressed({"padding": bytes(200_000), TRAIN: records(2).tobytes()})))
+    path.write_bytes(gzip.compress(bytes(200_000)))
     with pytest.raises(DatasetError, match="expected at most 100,000 bytes once decompressed"):
         read_cifar100(path)
-
-
-def _uncompressed(members):
-    file = io.BytesIO()
-    with tarfile.open(fileobj=file, mode="w") as archive:
-        for name, content in members.items():
-            member = tarfile.TarInfo(name)
-            member.size = len(content)
-            archive.addfile(member, io.BytesIO(content))
-    return file.getvalue()
 
 
 def test_a_file_of_the_official_size_must_have_the_official_checksum(tmp_path, monkeypatch):
@@ -151,7 +138,7 @@ def test_the_archive_is_fetched_once_with_its_checksum_and_progress(server, tmp_
     said = []
     fetched = fetch_cifar100(tmp_path / "datasets", said.append, f"{address}/x.tar.gz")
     assert fetched.read_bytes() == path.read_bytes()
-    assert said[-1].startswith("fetching CIFAR-100: 100 %")
+    assert said[-1].startswith("fetching CIFAR-100: 100%")
     path.unlink()
     assert fetch_cifar100(tmp_path / "datasets", said.append, f"{address}/x.tar.gz") == fetched
 
@@ -166,9 +153,9 @@ def test_another_file_than_the_published_one_is_not_kept(server, tmp_path):
 
 def test_without_a_network_the_error_says_so(server, tmp_path):
     _, address = server
-    with pytest.raises(ConnectionError, match=r"cannot be had.*404"):
+    with pytest.raises(ConnectionError, match=r"cannot be downloaded.*404"):
         fetch_cifar100(tmp_path / "datasets", url=f"{address}/missing.tar.gz")
-    with pytest.raises(ConnectionError, match=r"cannot be had.*refused"):
+    with pytest.raises(ConnectionError, match=r"cannot be downloaded.*refused"):
         fetch_cifar100(tmp_path / "datasets", url="http://127.0.0.1:9/missing.tar.gz")
 
 
