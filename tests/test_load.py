@@ -20,7 +20,7 @@ from labkit.lab.runs.store import Run
 from labkit.machine.cgroups import quota_cores, throttled_periods
 from labkit.machine.load import Load, LoadMeter, announced, busy_points, disturbances, other_measurements
 from labkit.parallel.launch import run_ranks
-from tests.lab.fake_study import FAKE, FakeConfig
+from tests.lab.fake_lab import FAKE, FakeConfig
 
 ANNOUNCE = "from labkit.machine.load import announced\nwith announced():\n    print(flush=True)\n    input()"
 V1 = "cpu/t/cpu.cfs_"

@@ -72,7 +72,7 @@ class Metric:
             is_wanted = rows[name].isin(wanted if isinstance(wanted, tuple) else (wanted,))
             rows = rows[is_wanted | rows[name].isna() if with_missing else is_wanted]
         rows = rows[~rows[self.compare].isin(self.without)].dropna(subset=[self.compare])
-        return rows if with_missing else self.prepare(rows)
+        return rows if with_missing or rows.empty else self.prepare(rows)
 
     def samples(self, frame: pd.DataFrame) -> pd.DataFrame:
         """One row per (configuration, alternative, session, repeat): the slowest rank's value."""
@@ -154,7 +154,7 @@ class Metric:
         """Notes on alternatives without a value: wrong results first, then failures, then refusals."""
         rows = self.select(frame, with_missing=True)
         rows = rows.reindex(columns=[self.compare, "check", "not_measured"])
-        bad = rows[rows["check"].fillna("ok") != "ok"]
+        bad = rows[rows["check"].astype(object).fillna("ok") != "ok"]
         is_wrong = bad["check"].astype(str).str.startswith("wrong")
         kinds = (
             ("WRONG RESULTS, not timed", bad[is_wrong], "check"),

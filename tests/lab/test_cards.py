@@ -18,7 +18,7 @@ from labkit.lab.runs.progress import Progress
 from labkit.lab.runs.store import Run, RunHeader
 from labkit.lab.runs.writer import RunWriter
 from labkit.machine import Source, describe_machine
-from tests.lab.fake_study import FAKE, FakeConfig, FakePoint
+from tests.lab.fake_lab import FAKE, FakeConfig, FakePoint
 
 EVIL = "<script>alert(1)</script>"
 QUOTED = "\" onerror='alert(1)"

@@ -18,7 +18,7 @@ from labkit.lab.project import recorded_directory
 from labkit.lab.runs.comparison import compare_runs, run_names, without_copies
 from labkit.lab.runs.store import Run, RunFileError
 from labkit.machine import describe_machine
-from labkit.studies import LABS, load_lab
+from labkit.studies import LABS
 from tests.browser import CONTRASTS, opened_browser
 from tests.lab.test_index import run_record
 

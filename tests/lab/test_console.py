@@ -2,7 +2,7 @@
 
 from labkit.lab.notebook import open_lab
 from labkit.lab.runs import measure as measuring
-from tests.lab.fake_study import FAKE
+from tests.lab.fake_lab import FAKE
 
 
 def test_a_lab_in_a_script_is_told_in_text(tmp_path, monkeypatch, capsys):

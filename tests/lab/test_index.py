@@ -15,7 +15,7 @@ from labkit.lab.pages.index import write_index
 from labkit.lab.pages.record import OTHER_FORMAT, PAGE_MIME, AnswerRecord, LabRecord, RunRecord, read_record
 from labkit.machine import describe_machine
 from labkit.studies import LABS, load_lab
-from tests.lab.fake_study import FAKE
+from tests.lab.fake_lab import FAKE
 
 MAX_WORDS = 1500
 

@@ -3,12 +3,13 @@
 import json
 import threading
 from contextvars import ContextVar
+from dataclasses import replace
 
 import pytest
 
 from labkit.lab import notebook, progress_lines
 from labkit.lab.config import ParameterError
-from labkit.lab.notebook import Lab, Parameters
+from labkit.lab.notebook import OpenLab, Parameters
 from labkit.lab.progress_lines import NotebookLine
 from labkit.lab.runs import measure as measuring
 from labkit.lab.runs import point_by_point
@@ -17,7 +18,7 @@ from labkit.lab.runs.progress import Progress
 from labkit.lab.runs.store import Run, RunFileError
 from labkit.lab.runs.writer import RunWriter
 from labkit.machine import describe_machine
-from tests.lab.fake_study import FAKE, FakeConfig
+from tests.lab.fake_lab import FAKE, FakeConfig
 
 
 def _measure(tmp_path, *actions, world_size=2, **options):
@@ -155,7 +156,7 @@ def test_a_run_that_cannot_go_on_is_refused_before_anything_is_fetched(
     tmp_path, monkeypatch, before, now, error, words
 ):
     path = _begun(tmp_path, "fine")
-    monkeypatch.setattr(type(FAKE), "prepare", lambda *_: pytest.fail("fetched"))
+    monkeypatch.setitem(vars(FAKE), "prepare", lambda *_: pytest.fail("fetched"))
     text = path.read_text()
     path.write_text(text.replace(before, now))
     assert path.read_text() != text
@@ -165,7 +166,7 @@ def test_a_run_that_cannot_go_on_is_refused_before_anything_is_fetched(
 
 def test_a_run_that_somebody_writes_is_refused_before_anything_is_fetched(tmp_path, monkeypatch):
     path = _begun(tmp_path, "fine")
-    monkeypatch.setattr(type(FAKE), "prepare", lambda *_: pytest.fail("fetched"))
+    monkeypatch.setitem(vars(FAKE), "prepare", lambda *_: pytest.fail("fetched"))
     with RunWriter.reopen(path), pytest.raises(RunFileError, match="another process is writing"):
         resume(FAKE, path)
 
@@ -203,7 +204,7 @@ def test_a_run_whose_data_cannot_be_had_stays_as_it_is(tmp_path, monkeypatch):
     path = _begun(tmp_path, "fine")
     before = path.read_bytes()
     with monkeypatch.context() as patched:
-        patched.setattr(type(FAKE), "prepare", lambda *_: "no network")
+        patched.setitem(vars(FAKE), "prepare", lambda *_: "no network")
         with pytest.raises(ParameterError, match="cannot go on: no network"):
             resume(FAKE, path)
     assert path.read_bytes() == before
@@ -213,14 +214,14 @@ def test_a_run_whose_data_cannot_be_had_stays_as_it_is(tmp_path, monkeypatch):
 @pytest.mark.parametrize("again", [False, True], ids=["measured", "resumed"])
 def test_nothing_is_fetched_for_points_that_cannot_be_measured_here(tmp_path, monkeypatch, again):
     path = _begun(tmp_path / "begun", "skip", "skip")
-    monkeypatch.setattr(type(FAKE), "prepare", lambda *_: pytest.fail("fetched"))
+    monkeypatch.setitem(vars(FAKE), "prepare", lambda *_: pytest.fail("fetched"))
     run = resume(FAKE, path) if again else _measure(tmp_path / "new", "skip", "skip")
     assert set(run.coverage()["reason"]) == {"needs what this machine has not"}
 
 
 def test_what_cannot_be_prepared_is_skipped_with_the_reason_and_nothing_runs(tmp_path, monkeypatch):
     said = []
-    monkeypatch.setattr(type(FAKE), "prepare", lambda self, config, say: say("looking") or "no network")
+    monkeypatch.setitem(vars(FAKE), "prepare", lambda config, say: say("looking") or "no network")
     run = _measure(tmp_path, "fine", "die", on_progress=lambda progress: said.append(progress.text))
     assert run.coverage()["status"].tolist() == ["skipped", "skipped"]
     assert set(run.coverage()["reason"]) == {"no network"}
@@ -228,10 +229,10 @@ def test_what_cannot_be_prepared_is_skipped_with_the_reason_and_nothing_runs(tmp
 
 
 def test_what_the_caller_must_change_stops_before_there_is_a_run(tmp_path, monkeypatch):
-    def refuse(self, config, say):
+    def refuse(config, say):
         raise ParameterError("fake: the file is damaged")
 
-    monkeypatch.setattr(type(FAKE), "prepare", refuse)
+    monkeypatch.setitem(vars(FAKE), "prepare", refuse)
     with pytest.raises(ParameterError, match="damaged"):
         _measure(tmp_path, "fine")
     assert list(tmp_path.iterdir()) == []
@@ -239,7 +240,7 @@ def test_what_the_caller_must_change_stops_before_there_is_a_run(tmp_path, monke
 
 def test_a_row_of_rank_0_may_say_how_far_it_is(tmp_path, monkeypatch):
     said = []
-    monkeypatch.setattr(type(FAKE), "progress", lambda self, point, values: f"half is {values['half']}")
+    monkeypatch.setitem(vars(FAKE), "progress", lambda point, values: f"half is {values['half']}")
     _measure(tmp_path, "fine", "fine", on_progress=lambda progress: said.append(progress.text))
     assert said.count("2 ranks: half is 1") == 2  # not from rank 1
 
@@ -254,14 +255,14 @@ def _count_attempts(point, checkpoints):
 
 
 def test_a_worker_that_keeps_checkpoints_finds_them_when_the_run_is_resumed(tmp_path, monkeypatch):
-    monkeypatch.setattr(type(FAKE), "worker", staticmethod(_count_attempts))
-    monkeypatch.setattr(type(FAKE), "keeps_checkpoints", True)
+    monkeypatch.setitem(vars(FAKE), "worker", _count_attempts)
+    monkeypatch.setitem(vars(FAKE), "keeps_checkpoints", True)
 
-    def interrupt(self, point, values):
+    def interrupt(point, values):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(type(FAKE), "progress", interrupt)
+        patched.setitem(vars(FAKE), "progress", interrupt)
         with pytest.raises(KeyboardInterrupt):
             _measure(tmp_path, "fine", world_size=1)
     (path,) = tmp_path.glob("*.jsonl")
@@ -308,7 +309,7 @@ def test_the_line_of_a_notebook_goes_on_counting_in_its_cell(monkeypatch):
 
 def test_an_interrupted_measurement_goes_on_in_its_notebook(monkeypatch, tmp_path):
     monkeypatch.setenv("LABKIT_HOME", str(tmp_path))
-    lab = Lab(FAKE, Parameters("smoke", None, FAKE.profiles["smoke"].model_copy(update={"actions": ["fine"] * 3})))
+    lab = OpenLab(FAKE, Parameters("smoke", None, FAKE.profiles["smoke"].model_copy(update={"actions": ["fine"] * 3})))
     with pytest.raises(ValueError, match="nothing was interrupted"):
         lab.resume()
     monkeypatch.setattr(notebook, "progress_line", _InterruptedLine)
@@ -324,18 +325,10 @@ def test_an_interrupted_measurement_goes_on_in_its_notebook(monkeypatch, tmp_pat
         lab.resume()
 
 
-class _FakeWithOwn(type(FAKE)):
-    plugin_parameter = "actions"
-
-    @staticmethod
-    def register(name, alternative):
-        return {name: alternative}
-
-
 def test_what_was_interrupted_with_alternatives_of_ones_own_goes_on_in_its_notebook_alone(monkeypatch, tmp_path):
     monkeypatch.setenv("LABKIT_HOME", str(tmp_path))
-    study = _FakeWithOwn()
-    lab = Lab(study, Parameters("smoke", None, FAKE.profiles["smoke"].model_copy(update={"actions": ["fine"]})))
+    study = replace(FAKE, plugin_parameter="actions", register=lambda name, alternative: {name: alternative})
+    lab = OpenLab(study, Parameters("smoke", None, FAKE.profiles["smoke"].model_copy(update={"actions": ["fine"]})))
     monkeypatch.setattr(notebook, "progress_line", _InterruptedLine)
     with pytest.raises(KeyboardInterrupt, match=r"lab\.resume\(\) goes on$"):
         lab.measure({"mine": print})

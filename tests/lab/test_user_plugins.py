@@ -1,4 +1,6 @@
-"""A reader's own models: what one is, what is wrong with others, and that they are known only for a while."""
+"""A user's own models and alternatives: which are refused, and that they are registered only while measured."""
+
+from dataclasses import replace
 
 import pandas as pd
 import pytest
@@ -8,24 +10,23 @@ from torch.nn.functional import mse_loss
 
 from labkit.costs.transformer import SIZES, TransformerShape, n_parameters
 from labkit.lab.config import ParameterError
-from labkit.lab.user_plugins import Plugins, check_plugins, known, worker_with_plugins
 from labkit.lab.user_models import (
     ModelError,
     describe_model,
-    registered_models,
+    errors_with_line,
     model_names,
-    recorded_shapes,
-    user_model_names,
     parameters_of,
+    recorded_shapes,
+    registered_models,
     shape_of,
     source_of,
-    errors_with_line,
-    without_own,
+    user_model_names,
 )
+from labkit.lab.user_plugins import Plugins, check_plugins, registered, worker_with_plugins
 from labkit.nn.training import TrainingStep
 from labkit.nn.workloads import workload_of
 from labkit.studies import LABS, load_lab
-from tests.lab.fake_study import FakeStudy
+from tests.lab.fake_lab import FAKE
 
 SHAPE = TransformerShape(d_model=8, d_ff=16, n_layers=1, n_heads=2, vocabulary=10)
 
@@ -80,8 +81,6 @@ def test_what_is_known_of_a_model_stands_in_its_rows(models):
     assert parameters_of("needs_numbers") is None
     assert describe_model("nano") == {}
     frame = pd.DataFrame([{"size": name, **describe_model(name)} for name in ("needs_numbers", "shape", "nano")])
-    assert without_own(frame)["size"].tolist() == ["nano"]
-    assert without_own(pd.DataFrame()).empty
     with registered_models(dict.fromkeys(user_model_names(), print)), recorded_shapes(frame):
         assert (shape_of("shape"), shape_of("needs_numbers")) == (SHAPE, None)
     with recorded_shapes(pd.DataFrame()):
@@ -102,7 +101,7 @@ def test_what_is_known_of_a_model_stands_in_its_rows(models):
     ],
 )
 def test_a_mistake_is_told_with_its_line(made, expected):
-    told = pytest.raises(ModelError, match=rf"{expected}.* of test_own_models.py")
+    told = pytest.raises(ModelError, match=rf"{expected}.* of test_user_plugins.py")
     with registered_models({"mine": made}), told, errors_with_line("mine"):
         TrainingStep(source_of("mine"), batch=0, context_length=0).run()
 
@@ -114,19 +113,18 @@ def test_what_is_not_the_readers_model_or_runs_out_of_memory_is_raised_as_it_is(
         raise KeyError
 
 
-class _Models(FakeStudy):
-    model_parameters = ("sizes",)
+MODELS = replace(FAKE, model_parameters=("sizes",), takes_models=True)
 
 
 @pytest.mark.parametrize(
     ("study", "given", "expected"),
     [
-        (FakeStudy(), {"mine": tied}, "no place for models"),
-        (_Models(), {"nano": tied}, "expected a name other than"),
-        (_Models(), {"my model": tied}, "letters, digits and _"),
-        (_Models(), {"mine": nn.Linear(1, 1)}, "a function that returns"),
-        (_Models(), {"mine": 3}, "expected a TransformerShape, or a function"),
-        (_Models(), tied, "expected models by name, as {'mine': mine}, got <function tied"),
+        (FAKE, {"mine": tied}, "no place for models"),
+        (MODELS, {"nano": tied}, "expected a name other than"),
+        (MODELS, {"my model": tied}, "letters, digits and _"),
+        (MODELS, {"mine": nn.Linear(1, 1)}, "a function that returns"),
+        (MODELS, {"mine": 3}, "expected a TransformerShape, or a function"),
+        (MODELS, tied, "expected models by name, as {'mine': mine}, got <function tied"),
     ],
 )
 def test_what_is_no_model_is_refused_before_anything_runs(study, given, expected):
@@ -134,42 +132,41 @@ def test_what_is_no_model_is_refused_before_anything_runs(study, given, expected
         check_plugins(study, Plugins(models=given))
 
 
-@pytest.mark.parametrize(
-    "lab", [lab for lab in LABS if load_lab(lab).plugin_parameter or load_lab(lab).model_parameters]
-)
-def test_a_readers_own_is_known_only_while_it_is_measured(lab):
-    study = load_lab(lab)
-    own = Plugins({"mine": print} if study.plugin_parameter else {}, {"its_model": SHAPE} if study.model_parameters else {})
+@pytest.mark.parametrize("lab", [lab for lab in LABS if load_lab(lab).plugin_parameter or load_lab(lab).takes_models])
+def test_a_users_own_is_registered_only_while_it_is_measured(lab):
+    declared = load_lab(lab)
+    alternatives = {"mine": print} if declared.plugin_parameter else {}
+    models = {"its_model": SHAPE} if declared.takes_models else {}
+    plugins = Plugins(alternatives, models)
 
-    def measured():
-        assert not study.model_parameters or user_model_names() == ("its_model",)
+    def interrupt():
+        assert user_model_names() == tuple(models)
         raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt), known(study.register, own):
-        measured()
+    with pytest.raises(KeyboardInterrupt), registered(declared.register, plugins):
+        interrupt()
     assert user_model_names() == ()
     assert model_names() == tuple(SIZES)
-    with known(study.register, own):  # not taken
+    with registered(declared.register, plugins):  # its name is free again
         pass
-    if study.plugin_parameter:
-        table = study.register("mine", print)
-        del table["mine"]
-        assert "mine" not in table
 
 
-@pytest.mark.parametrize("lab", [lab for lab in LABS if load_lab(lab).plugin_parameter])
-def test_a_rank_that_torchrun_has_started_knows_a_readers_own_between_its_points(lab, monkeypatch):
-    study, own = load_lab(lab), Plugins({"mine": print})
-    table = study.register("mine", print)
-    del table["mine"]
-    monkeypatch.setattr(type(study), "worker", staticmethod(lambda point: [{"knows": "mine" in table}]))
-    work = worker_with_plugins(study, own)
-    assert list(work(None)) == [{"knows": True}]
-    assert "mine" not in table
+def test_a_rank_that_torchrun_has_started_keeps_a_users_own_between_its_points(monkeypatch):
+    table = {}
+
+    def register(name, alternative):
+        table[name] = alternative
+        return table
+
+    declared = replace(FAKE, register=register, worker=lambda point: [{"has_mine": "mine" in table}])
+    plugins = Plugins({"mine": print})
+    work = worker_with_plugins(declared, plugins)
+    assert list(work(None)) == [{"has_mine": True}]
+    assert not table
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "1")
-    with known(study.register, own):
+    with registered(register, plugins):
         for _ in range(2):
-            assert list(work(None)) == [{"knows": True}]
-            assert "mine" in table
-    assert "mine" not in table
+            assert list(work(None)) == [{"has_mine": True}]
+            assert table
+    assert not table

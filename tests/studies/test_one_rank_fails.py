@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from labkit.studies.gradient_buckets.worker import BucketsPoint
+from labkit.studies.sharding.training import ShardingPoint
 from labkit.studies.sync_batchnorm.alternatives import OWN, TWO_COLLECTIVES
 from labkit.studies.this_machine.worker import ThisMachinePoint
 
@@ -20,7 +21,6 @@ from labkit.studies.cifar100.training import OWN_LOCAL, OWN_SYNC, TORCH_LOCAL
 from labkit.studies.cifar100.worker import TrainingPoint
 from labkit.studies.data_parallel.worker import LOCAL, DataParallelPoint
 from labkit.studies.limits.worker import LimitPoint
-from labkit.studies.sharding.training import ShardingPoint
 from labkit.studies.sync_batchnorm.worker import SyncBatchNormPoint
 from tests.studies import tiny
 

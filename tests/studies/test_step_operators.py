@@ -4,9 +4,9 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+from labkit.studies.end_to_end.tables import PREDICTED
 
 from labkit.costs.transformer import SIZES
-from labkit.studies.end_to_end.tables import PREDICTED
 from labkit.studies.shared import step_operators as module
 from labkit.studies.shared.step_operators import OPTIMIZER, step_operators
 from tests.calibrated import made_up

@@ -106,6 +106,8 @@ def torch_times(results: Results) -> pd.DataFrame:
     """Torch's all-reduce by size and ranks; up to `flat_bytes` all sizes take about the same time."""
     table = times(results)
     table = table[table["algorithm"] == TORCH].drop(columns="algorithm").sort_values(list(CONFIGURATION))
+    if table.empty:
+        return table
     is_flat = table.groupby(["backend", "world_size"])["times_the_shortest"].cummax() <= FLAT_RATIO
     flat = table["n_bytes"].where(is_flat).groupby([table["backend"], table["world_size"]]).transform("max")
     return table.assign(flat_bytes=flat)

@@ -118,8 +118,9 @@ def shown_phases(results: Results) -> pd.DataFrame:
 
 def held(results: Results) -> pd.DataFrame:
     """Bytes that autograd keeps between the passes, and the formulas' bytes."""
-    rows = results.frame[results.frame["phase"] == "saved"]
-    table = rows.groupby([*CONFIGURATION, "causal", "implementation"], as_index=False)["saved_bytes"].sum()
+    keys = [*CONFIGURATION, "causal", "implementation"]
+    rows = results.frame.reindex(columns=[*keys, "phase", "saved_bytes"])
+    table = rows[rows["phase"] == "saved"].groupby(keys, as_index=False)["saved_bytes"].sum()
     table = table[table["implementation"].isin([EXPLICIT, TILED])]
     return table.assign(predicted_bytes=[_predict_held(row) for row in table.to_dict("records")]).drop(columns="causal")
 
@@ -160,6 +161,15 @@ def published_compiled() -> pd.DataFrame:
     return table[table["head_dim"] == 64]
 
 
+def published_eager() -> pd.DataFrame:
+    """Published times of naive attention, and bytes held between its passes: batch 8, one head, no mask, an H100."""
+    table = pd.read_csv(reference_directory() / "attention_eager.csv").rename(columns={"seq_len": "sequence"})
+    table = table[table["head_dim"] == 64]
+    seconds = {f"{name}_s": pd.to_numeric(table[f"{name}_ms"], errors="coerce") / 1e3 for name in PASS_NAMES}
+    saved = pd.to_numeric(table["memory_gib"], errors="coerce") * 2**30
+    return table[["sequence"]].assign(**seconds, saved_bytes=saved)
+
+
 def published_flash() -> pd.DataFrame:
     """Published times of a Triton kernel over naive attention's, both passes: causal, batch 1, head 64, an H100."""
     table = pd.read_csv(reference_directory() / "flash_attention.csv").rename(columns={"seq_len": "sequence"})
@@ -170,6 +180,7 @@ def published_flash() -> pd.DataFrame:
     return table[["dtype", "sequence", "implementation", "ratio"]].dropna()
 
 
+PASS_NAMES = ("forward", "backward")
 LAB = Lab(
     name="attention",
     title="Attention",

@@ -124,8 +124,10 @@ def counted_against_measured(results: Results) -> pd.DataFrame:
 
 def by_context(results: Results) -> pd.DataFrame:
     """Counted peaks of the models with several contexts, and how often that of the shortest context they are."""
-    table = peaks(results, COUNTED).dropna(axis=1, how="all")
-    keys = ["device", "size", "precision", "phase"]
+    table = peaks(results, COUNTED)
+    if table.empty:
+        return table
+    table, keys = table.dropna(axis=1, how="all"), ["device", "size", "precision", "phase"]
     table = table[table.groupby(keys)["context_length"].transform("nunique") > 1].sort_values([*keys, "context_length"])
     shortest = table.groupby(keys)["peak_bytes"].transform("first")
     return table.assign(times_the_shortest=table["peak_bytes"] / shortest).reset_index(drop=True)
@@ -172,7 +174,7 @@ def allocations(results: Results) -> pd.DataFrame:
     columns = ["size", "context_length", "operator", "line", "part_of_step", "n_bytes", "times", "at_peak_bytes"]
     rows = results.frame.reindex(columns=["table", *columns])
     table = rows[rows["table"] == "allocation"][columns].sort_values("at_peak_bytes", ascending=False)
-    return table.assign(operator=table["operator"].str.lstrip("_")).reset_index(drop=True)
+    return table.assign(operator=[name.lstrip("_") for name in table["operator"]]).reset_index(drop=True)
 
 
 def fits(results: Results) -> pd.DataFrame:

@@ -159,6 +159,8 @@ def compile_pays(results: Results) -> pd.DataFrame:
 def shares(results: Results) -> pd.DataFrame:
     """Share of each family of operators, or GPU kernels, in each kind of pass: the mean over passes."""
     rows = OPERATORS.select(results.frame).dropna(subset="self_s")
+    if rows.empty:
+        return rows.reindex(columns=["device", "size", "view", "family", "share_percent"])
     keys, parts = ["device", "size"], []
     for view, (profiled, phases) in VIEWS.items():
         part = rows[(rows["profiled"] == profiled) & rows["phase"].isin(phases)]

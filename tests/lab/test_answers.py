@@ -1,0 +1,122 @@
+"""Verdicts of comparisons, checks and reports: made-up frames, and the claims that noise must not make."""
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from labkit.lab.answers import Check, Compare, Report
+from labkit.lab.metric import Metric, Results
+
+METRIC = Metric("seconds", "way", ("size",))
+ROUNDS = 20
+
+
+def frame(ratios, noise=0.02, rounds=ROUNDS, seed=0):
+    """Samples of a baseline and of alternatives: `ratios[alternative][size]` is the time over the baseline's."""
+    rng = np.random.default_rng(seed)
+    rows = []
+    for way, by_size in {"base": [1.0] * len(next(iter(ratios.values()))), **ratios}.items():
+        for size, ratio in enumerate(by_size):
+            for repeat in range(rounds):
+                seconds = ratio * np.exp(rng.normal(0, noise))
+                rows.append({"size": size, "way": way, "rank": 0, "repeat": repeat, "seconds": seconds})
+    return pd.DataFrame(rows)
+
+
+def ask(table, **options):
+    question = Compare(
+        id="q", text="Is it faster?", metric=METRIC, baseline="base", advice="Use {name}{where}.", **options
+    )
+    return question.answer(Results(table))
+
+
+@pytest.mark.parametrize(
+    ("ratios", "verdict", "scope", "has_advice"),
+    [
+        ({"a": [0.5, 0.5, 0.5]}, "yes", "all 3 configurations", True),
+        ({"a": [0.5, 0.5, 1.0]}, "yes", "faster in 2 of 3 configurations", True),
+        ({"a": [0.5, 1.0, 1.0]}, "it depends", "faster in 1 of 3 configurations", True),
+        ({"a": [0.5, 1.0, 2.0]}, "it depends", "faster in 1 of 3 configurations, slower in 1", False),
+        ({"a": [1.0, 1.0, 1.0]}, "no clear difference", "all 3 configurations", False),
+        ({"a": [1.0, 1.0, 2.0]}, "no", "slower in 1 of 3 configurations", False),
+        ({"a": [2.0, 2.0, 2.0]}, "no", "all 3 configurations", False),
+        ({"a": [2.0, 2.0], "b": [0.5, 0.6]}, "yes", "all 2 configurations", True),
+    ],
+)
+def test_a_comparison_says_where_something_is_faster(ratios, verdict, scope, has_advice):
+    answer = ask(frame(ratios))
+    assert answer.verdict == verdict
+    assert answer.scope.startswith(scope)
+    assert (answer.advice is not None) == has_advice
+    assert len(answer.headline.split()) <= 25
+    if {"b"} & set(ratios):
+        assert "b" in answer.headline.split()
+
+
+def test_too_few_rounds_are_undecided_and_no_rows_are_not_measured():
+    assert ask(frame({"a": [0.5]}, rounds=2)).verdict == "undecided"
+    assert ask(pd.DataFrame()).verdict == "not measured"
+    missing = Results(pd.DataFrame(), missing=("needs 51 GiB (2 points)",))
+    answer = Compare(id="q", text="?", metric=METRIC, baseline="base").answer(missing)
+    assert answer.notes == ("needs 51 GiB (2 points)",)
+
+
+def test_an_alternative_with_wrong_results_is_named_and_not_compared():
+    table = frame({"a": [0.5]})
+    wrong = pd.DataFrame([{"size": 0, "way": "b", "rank": 0, "repeat": 0, "check": "wrong: rank 1, element 5"}])
+    answer = ask(pd.concat([table, wrong]))
+    assert answer.verdict == "yes"
+    assert any("wrong" in note and "b" in note for note in answer.notes)
+
+
+def test_counts_need_no_interval_and_the_largest_rank_stands_for_all():
+    metric = Metric("peak_bytes", "way", ("size",), exact=True)
+    rows = [
+        {"size": 1, "way": way, "rank": rank, "repeat": 0, "peak_bytes": n_bytes + rank}
+        for way, n_bytes in (("base", 2**20), ("a", 2**19))
+        for rank in range(2)
+    ]
+    question = Compare(id="q", text="?", metric=metric, baseline="base")
+    answer = question.answer(Results(pd.DataFrame(rows)))
+    assert answer.verdict == "yes"
+    assert answer.effect == pytest.approx((2**19 + 1) / (2**20 + 1))
+
+
+def test_sessions_that_disagree_show_no_difference():
+    """A gain in one set of processes, and the same loss in another, is chance."""
+    one, other = frame({"a": [0.8]}, seed=1), frame({"a": [1.25]}, seed=2)
+    both = pd.concat([one.assign(session=1), other.assign(session=2)])
+    assert ask(both).verdict in ("no clear difference", "undecided")
+    agree = pd.concat([one.assign(session=1), frame({"a": [0.8]}, seed=2).assign(session=2)])
+    assert ask(agree).verdict == "yes"
+
+
+@pytest.mark.parametrize(
+    ("measured", "verdict"),
+    [([1.0, 1.2, 0.9], "yes"), ([1.0, 1.2, 2.0], "it depends"), ([3.0, 2.0, 1.0], "no"), ([0.0, 1.0, 9.0], "no")],
+)
+def test_a_check_counts_the_rows_within_its_factor(measured, verdict):
+    table = pd.DataFrame({"measured": measured, "predicted": 1.0})
+    check = Check(id="q", text="?", table=lambda results: table, measured="measured", predicted="predicted", within=1.5)
+    assert check.answer(Results(pd.DataFrame())).verdict == verdict
+
+
+def test_a_report_fills_its_sentence_with_units():
+    table = pd.DataFrame({"size": ["nano", "mini"], "seconds": [0.001, 0.002], "peak_bytes": [2**20, 2**30]})
+    report = Report(id="q", text="?", table=lambda results: table, says="{size} takes {seconds} and {peak_bytes}.")
+    answer = report.answer(Results(pd.DataFrame()))
+    assert answer.verdict == "measured"
+    assert answer.headline == "mini takes 2 ms and 1 GiB."
+
+
+@pytest.mark.parametrize("noise", [0.1, 0.4])
+def test_noise_claims_next_to_nothing(noise):
+    """Of 60 questions on runs in which nothing differs, 12 comparisons each, at most 5 %, beyond chance, claim one."""
+    same = {"a": [1.0] * 4, "b": [1.0] * 4, "c": [1.0] * 4}
+    answers = [ask(frame(same, noise=noise, seed=seed)).verdict for seed in range(60)]
+    assert sum(verdict != "no clear difference" for verdict in answers) <= 60 * 0.05 + 4
+
+
+def test_a_tenth_is_found_in_twenty_rounds():
+    found = [ask(frame({"a": [0.9] * 4}, noise=0.1, seed=seed)).verdict in ("yes", "it depends") for seed in range(30)]
+    assert np.mean(found) >= 0.85

@@ -1,0 +1,94 @@
+"""Every lab as it is declared: its profiles, its plan, its questions, the published rows it shows, its recorded run."""
+
+import re
+from functools import cache
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from labkit.lab.metric import Results
+from labkit.lab.project import checkout, recorded_directory, reference_directory
+from labkit.lab.runs.store import Run
+from labkit.machine import describe_machine
+from labkit.studies import LABS, load_lab
+
+RECORDED = sorted(recorded_directory().glob("*/*.jsonl"))
+OTHER_READERS = ("labkit/scaling", "benchmarks")  # of published measurements, beside the labs
+MAX_WORDS, MAX_NUMBERS = 25, 3
+NUMBER = re.compile(r"(?<![\w.])(?<![A-Za-z]-)\d[\d,]*(?:\.\d+)?(?!\w|\.\d)")
+
+
+@pytest.mark.parametrize("lab", LABS)
+def test_profiles_are_valid_and_plan_no_point_twice(lab):
+    declared, machine = load_lab(lab), describe_machine()
+    for profile, config in declared.profiles.items():
+        assert type(config).model_validate(config.model_dump()) == config, profile
+        points = list(declared.points(config, machine))
+        assert points
+        assert len({point.id for point in points}) == len(points), profile
+
+
+@pytest.mark.parametrize("lab", LABS)
+def test_a_profile_for_gpus_is_valid(lab):
+    declared = load_lab(lab)
+    assert declared.configure("quick", declared.on_gpu)
+
+
+@pytest.mark.parametrize("lab", LABS)
+def test_questions_have_ids_that_fit_a_link_and_end_with_a_question_mark(lab):
+    questions = load_lab(lab).questions
+    assert 1 <= len(questions) <= 8
+    assert len({question.id for question in questions}) == len(questions)
+    assert all(re.fullmatch(r"[a-z][a-z0-9_]*", question.id) for question in questions)
+    assert all(question.text.endswith("?") for question in questions)
+
+
+@pytest.mark.parametrize("lab", LABS)
+@pytest.mark.parametrize("columns", [(), ("sweep", "seconds", "check", "rank", "repeat", "world_size")])
+def test_a_run_without_rows_answers_nothing_and_says_why(lab, columns):
+    results = Results(pd.DataFrame(columns=list(columns)), missing=("needs 51 GiB (2 points)",))
+    answers = load_lab(lab).answers(results)
+    assert {answer.verdict for answer in answers.values()} == {"not measured"}
+    assert all(answer.notes == ("needs 51 GiB (2 points)",) for answer in answers.values())
+
+
+def test_every_published_measurement_is_shown_by_a_lab():
+    sources = [*(checkout() / "labkit/studies").rglob("*.py")]
+    sources += [path for folder in OTHER_READERS for path in (checkout() / folder).rglob("*.py")]
+    text = "".join(path.read_text() for path in sources)
+    files = [path.name for path in reference_directory().glob("*.csv")]
+    unread = [name for name in files if name not in text]
+    patterns = ("allreduce_ring_vs_{name}.csv",)  # of files that one line reads
+    assert [name for name in unread if not any(_matches(name, one) and one in text for one in patterns)] == []
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return re.fullmatch(re.sub(r"\\\{\w+\\\}", ".+", re.escape(pattern)), name) is not None
+
+
+def test_every_lab_has_a_recorded_run():
+    assert {path.parent.name for path in RECORDED} == set(LABS)
+
+
+@cache
+def _answers(path: Path):
+    run = Run.load(path)
+    return run, load_lab(run.header.lab).answers(run.results())
+
+
+@pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.parent.name)
+def test_a_recorded_run_is_complete_and_answers_its_questions(path):
+    run, answers = _answers(path)
+    assert run.header.lab == path.parent.name
+    assert run.pending == []
+    assert sum(answer.verdict == "not measured" for answer in answers.values()) <= 1
+    for answer in answers.values():
+        check_headline(answer.headline)
+
+
+def check_headline(headline):
+    """One sentence, short enough to be read."""
+    assert len(headline.split()) <= MAX_WORDS, headline
+    assert len(NUMBER.findall(headline)) <= MAX_NUMBERS, headline
+    assert headline.endswith("."), headline
