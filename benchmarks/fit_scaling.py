@@ -1,11 +1,12 @@
 """Fits the constants of `labkit.scaling` to the published runs, and prints how wrong its predictions are.
 
     python benchmarks/fit_scaling.py            the scoreboard
-    python benchmarks/fit_scaling.py --write    also constants.csv and cross_validated.csv in data/reference/scaling/
+    python benchmarks/fit_scaling.py --write    also constants, intervals and predictions in data/reference/scaling/
 
-Folds leave out whole models, whole frameworks, all runs on more than 64 or 32 GPUs, a GPU generation, or the largest
-models. The objective is ln(predicted / measured) with a soft L1 loss, so that an outlier does not bend the constants;
-each published table counts with the square root of its rows.
+Folds leave out all runs on more than 64 or 32 GPUs, each table's largest model, whole frameworks, GPU generations, ways
+of sharding, or models (`labkit/scaling/folds.py`). Intervals are judged on models that their widths had not seen.
+The objective is ln(predicted / measured) with a soft L1 loss, so that an outlier does not bend the constants; each
+published table counts with the square root of its rows.
 """
 
 import argparse
@@ -14,13 +15,16 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
+from fit_intervals import Errors, fit_widths
 from scipy.optimize import least_squares
 
 from labkit.scaling import memory
 from labkit.scaling.calibration import soft_l1
 from labkit.scaling.constants import Constant, from_values, read_constants
-from labkit.scaling.folds import FOLDS, Fold
-from labkit.scaling.prediction import FITS_SHARE
+from labkit.scaling.folds import FOLDS, MODEL_PARTS, Fold, model_parts
+from labkit.scaling.ground import FEATURES, distance, features, measure_ground
+from labkit.scaling.intervals import factors
+from labkit.scaling.prediction import FITS_SHARE, UNSTABLE_SHARE, apply_bounds
 from labkit.scaling.published import Published, load_published
 from labkit.scaling.runs import Runs
 from labkit.scaling.step_time import predict_step_s
@@ -30,6 +34,8 @@ NOISE = 0.08
 """Errors below this count as squares, above as absolute values."""
 EVALUATIONS = 12
 MARGIN = 0.01
+MIN_ROWS = 8
+"""Per number of GPUs, to print a line."""
 MEMORY = {"activation_scale", "fused_operators", "logit_bytes", "transient_ffn", "held_gathers", "fragmentation"}
 MEMORY |= {"stream_fragmentation", "runtime_bytes"}
 """Quantities that memory depends on."""
@@ -87,64 +93,108 @@ def fit_memory(published: Published, mask: np.ndarray) -> dict[str, float]:
     return fit(MEMORY_CONSTANTS, errors)
 
 
-def cross_validate(published: Published, fold: Fold) -> np.ndarray:
-    """Seconds of every timed row that a part of the fold leaves out, by constants fitted to the others; else nan."""
-    found = np.full(len(published.runs), np.nan)
+def cross_validate(published: Published, fold: Fold, unstable: np.ndarray) -> Errors:
+    """Every timed row that a part of the fold leaves out, with its error by constants fitted to the others."""
+    parts = []
     for trained, tested in fold.parts(published):
         tested = tested & published.is_timed
-        runs = published.runs.take(tested)
-        found[tested] = seconds(fold.hide(runs), fit_time(published, trained))
-    return found
+        if tested.any():
+            runs = fold.hide(published.runs.take(tested))
+            log_ratio = np.log(published.step_s[tested] / seconds(runs, fit_time(published, trained)))
+            columns = features(runs, measure_ground(published, trained), unstable[tested])
+            parts.append((np.flatnonzero(tested), published.group[tested], log_ratio, columns))
+    row, table, log_ratio, columns = (np.concatenate(list(some)) for some in zip(*parts, strict=True))
+    return Errors(row, np.full(len(row), fold.name), table, log_ratio, columns)
 
 
-def print_scores(published: Published, held_out: Mapping[str, np.ndarray]) -> None:
-    """Errors in percent, median / 90th percentile, by fold and published table."""
-    for name, predicted in held_out.items():
-        print(f"\n{name}")
-        for group in np.unique(published.group):
-            rows = (published.group == group) & np.isfinite(predicted)
-            for gpus in np.unique(published.runs.gpus[rows]) if name.startswith("beyond") else (None,):
-                own = rows if gpus is None else rows & (published.runs.gpus == gpus)
-                if own.any():
-                    ratio = predicted[own] / published.step_s[own]
-                    errors = 100 * np.abs(ratio - 1)
-                    where = "" if gpus is None else f"{gpus:.0f} GPUs"
-                    median, ninety = np.median(errors), np.percentile(errors, 90)
-                    line = f"{median:6.1f} {ninety:7.1f}   predicted/measured {np.median(ratio):.2f}"
-                    print(f"  {group:18} {where:10} {own.sum():5} {line}")
+def find_unstable(published: Published, values: Mapping[str, float]) -> np.ndarray:
+    stages = memory.stages(published.runs, from_values(read_constants(), values).rows(published.runs))
+    return stages.peak_gib > UNSTABLE_SHARE * published.runs.memory_gib
 
 
-def write(published: Published, values: Mapping[str, float], held_out: Mapping[str, np.ndarray]) -> None:
-    with (DATA / "constants.csv").open("w", newline="", encoding="utf-8") as file:
+def unseen_ends(published: Published, errors: Errors, values: Mapping[str, float]) -> tuple[np.ndarray, np.ndarray]:
+    """Both ends of every error's interval over the prediction, by widths that saw no row of its model."""
+    part = model_parts(published)[errors.row]
+    low, high = np.empty(len(part)), np.empty(len(part))
+    for one in range(MODEL_PARTS):
+        widths = fit_widths(errors.take(np.flatnonzero(part != one)))
+        low[part == one], high[part == one] = factors(errors.features[part == one], widths)
+    runs = published.runs.take(errors.row)
+    predicted = published.step_s[errors.row] / np.exp(errors.log_ratio)
+    rows = from_values(read_constants(), values).rows(runs)
+    _, low_s, high_s = apply_bounds(runs, rows, predicted, predicted * low, predicted * high)
+    return low_s / predicted, high_s / predicted
+
+
+def print_scores(published: Published, errors: Errors, low: np.ndarray, high: np.ndarray) -> None:
+    """By fold, table and (for folds by scale) GPUs: rows, error, coverage and width of the intervals."""
+    gpus, ratio = published.runs.gpus[errors.row], np.exp(errors.log_ratio)
+    print("\nerrors in percent: median, 90th percentile; predicted/measured; 90% intervals: covered, high/low")
+    for fold in FOLDS:
+        print(f"{fold.title}")
+        for table in np.unique(errors.table[errors.fold == fold.name]):
+            rows = (errors.fold == fold.name) & (errors.table == table)
+            by_gpus = [rows & (gpus == one) for one in np.unique(gpus[rows])] if fold.name.startswith("beyond") else []
+            for some in [rows, *(one for one in by_gpus if one.sum() >= MIN_ROWS)]:
+                error = 100 * np.abs(1 / ratio[some] - 1)
+                covered = np.mean((low[some] <= ratio[some]) & (ratio[some] <= high[some]))
+                where = table if some is rows else f"  {gpus[some][0]:.0f} GPUs"
+                print(
+                    f"  {where:20} {some.sum():5} {np.median(error):6.1f} {np.percentile(error, 90):6.1f} "
+                    f"{np.median(1 / ratio[some]):6.2f} {100 * covered:6.0f} {np.median(high[some] / low[some]):6.2f}"
+                )
+
+
+def write(
+    published: Published,
+    values: Mapping[str, float],
+    errors: Errors,
+    ends: tuple[np.ndarray, np.ndarray],
+) -> None:
+    """Write constants.csv, intervals.csv and cross_validated.csv."""
+    rows = []
+    for one in read_constants():
+        fitted = [f"{x:g}" for x in (one.prior, one.spread, one.low, one.high)] if one.is_fitted else [""] * 4
+        rows.append([one.quantity, one.key, f"{values.get(one.name, one.value):.5g}", *fitted, one.source])
+    _write_table("constants", ["quantity", "key", "value", "prior", "spread", "low", "high", "source"], rows)
+    widths = fit_widths(errors)
+    pairs = zip(FEATURES, widths["low"], widths["high"], strict=True)
+    _write_table("intervals", ["feature", "low", "high"], [[name, f"{a:.4f}", f"{b:.4f}"] for name, a, b in pairs])
+    away, low, high = distance(errors.features), *ends
+    rows = []
+    for at, row in enumerate(errors.row):
+        predicted = published.step_s[row] / np.exp(errors.log_ratio[at])
+        numbers = (predicted, predicted * low[at], predicted * high[at])
+        rows.append([errors.fold[at], published.key[row], *(f"{x:.5g}" for x in numbers), f"{away[at]:.3g}"])
+    _write_table("cross_validated", ["fold", "key", "step_s", "low_90", "high_90", "distance"], rows)
+
+
+def _write_table(name: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    with (DATA / f"{name}.csv").open("w", newline="", encoding="utf-8") as file:
         out = csv.writer(file, lineterminator="\n")
-        out.writerow(["quantity", "key", "value", "prior", "spread", "low", "high", "source"])
-        for one in read_constants():
-            value = values.get(one.name, one.value)
-            fitted = [f"{x:g}" for x in (one.prior, one.spread, one.low, one.high)] if one.is_fitted else [""] * 4
-            out.writerow([one.quantity, one.key, f"{value:.5g}", *fitted, one.source])
-    with (DATA / "cross_validated.csv").open("w", newline="", encoding="utf-8") as file:
-        out = csv.writer(file, lineterminator="\n")
-        out.writerow(["key", *(f"{name}_s" for name in held_out)])
-        for row in np.flatnonzero(published.is_timed):
-            cells = [f"{predicted[row]:.5g}" if np.isfinite(predicted[row]) else "" for predicted in held_out.values()]
-            out.writerow([published.key[row], *cells])
+        out.writerow(header)
+        out.writerows(rows)
 
 
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    arguments.add_argument("--write", action="store_true", help="write constants.csv and cross_validated.csv")
+    arguments.add_argument("--write", action="store_true", help="write constants, intervals and predictions")
+    is_writing = arguments.parse_args().write
     published, begun = load_published(), time.perf_counter()
     everything = np.ones(len(published.runs), dtype=bool)
-    is_writing = arguments.parse_args().write
     values = fit_time(published, everything) | fit_memory(published, everything)
     print(f"{len(published.runs)} rows, {len(values)} fitted constants, {time.perf_counter() - begun:.0f} s to fit")
     for constant in FITTED:
         print(f"  {constant.name:32} {values[constant.name]:<10.4g} from {constant.prior:g}")
-    held_out = {fold.name: cross_validate(published, fold) for fold in FOLDS}
-    print_scores(published, held_out)
+    unstable = find_unstable(published, values)
+    by_fold = [cross_validate(published, fold, unstable) for fold in FOLDS]
+    names = ("row", "fold", "table", "log_ratio", "features")
+    errors = Errors(*(np.concatenate([getattr(one, name) for one in by_fold]) for name in names))
+    ends = unseen_ends(published, errors, values)
+    print_scores(published, errors, *ends)
     print(f"{time.perf_counter() - begun:.0f} s")
     if is_writing:
-        write(published, values, held_out)
+        write(published, values, errors, ends)
 
 
 if __name__ == "__main__":

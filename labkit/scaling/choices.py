@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from labkit.scaling.prediction import predict_runs
-from labkit.scaling.published import arrangement, held_out_s, load_published
+from labkit.scaling.published import arrangement, load_held_out, load_published
 from labkit.scaling.search import PROPOSED, distinct, preference_s
 
 MIN_LAYOUTS = 4
@@ -40,7 +40,7 @@ def choices() -> Iterator[Choice]:
     Times are predicted by constants fitted without the model.
     """
     published = load_published()
-    runs, found, without_model = published.runs, predict_runs(published.runs), held_out_s("without_model")
+    runs, found, without_model = published.runs, predict_runs(published.runs), load_held_out("without_model").step_s
     found = replace(found, step_s=np.where(np.isfinite(without_model), without_model, found.step_s))
     preference = preference_s(found)
     measured = np.where(published.is_ok, published.step_s, np.inf)

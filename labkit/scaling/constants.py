@@ -16,7 +16,9 @@ from labkit.scaling.model import Numbers
 from labkit.scaling.runs import Runs
 from labkit.scaling.tables import read_table
 
-BY_ARCHITECTURE = frozenset({"gemm_efficiency", "attention_efficiency", "link_efficiency", "memory_efficiency"})
+BY_ARCHITECTURE = frozenset(
+    {"gemm_efficiency", "matmul_ceiling", "attention_efficiency", "link_efficiency", "memory_efficiency"}
+)
 
 PARENTS: Mapping[str, str] = {"vtrain_node": "vtrain", "megatron": "vtrain", "maxtext": "nemo"}
 """Frameworks that share code: a framework without a constant of a quantity uses its parent's.

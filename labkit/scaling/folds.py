@@ -4,18 +4,24 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from labkit.scaling.model import parameters
 from labkit.scaling.published import Published
 from labkit.scaling.runs import Flags, Runs
 
-MODEL_FOLDS = 6
+MODEL_PARTS = 6
 FAMILIES = {"vtrain_node": "vtrain", "megatron": "vtrain", "maxtext": "nemo"}
 """Frameworks left out together, since they share code and constants."""
-LARGEST_SHARE = 0.25
-"""Share of the distinct model sizes that "largest" leaves out."""
-
 Parts = Iterator[tuple[Flags, Flags]]
+
+
+def model_parts(published: Published) -> NDArray[np.intp]:
+    """The part of every run, (n,): every sixth architecture has the same, whatever its names, in all tables."""
+    runs = published.runs
+    shape = list(zip(runs.layers, runs.hidden, runs.heads, runs.ffn, strict=True))
+    order = {one: index for index, one in enumerate(dict.fromkeys(shape))}
+    return np.array([order[one] % MODEL_PARTS for one in shape], dtype=np.intp)
 
 
 @dataclass(frozen=True)
@@ -36,12 +42,8 @@ class Fold:
 
 
 def _by_model(published: Published) -> Parts:
-    """Every sixth architecture is left out, whatever its names, in all tables together."""
-    runs = published.runs
-    shape = list(zip(runs.layers, runs.hidden, runs.heads, runs.ffn, strict=True))
-    order = {one: index for index, one in enumerate(dict.fromkeys(shape))}
-    fold = np.array([order[one] % MODEL_FOLDS for one in shape])
-    return ((fold != part, fold == part) for part in range(MODEL_FOLDS))
+    part = model_parts(published)
+    return ((part != one, part == one) for one in range(MODEL_PARTS))
 
 
 def _beyond(gpus: int) -> Callable[[Published], Parts]:
@@ -61,18 +63,30 @@ def _by_generation(published: Published) -> Parts:
     return ((architecture != name, architecture == name) for name in np.unique(architecture))
 
 
+def _by_kind(published: Published) -> Parts:
+    """Each way of sharding is left out, and fp8; not whole copies, without which little is left to fit."""
+    runs = published.runs
+    for column, names in ((runs.shard, ("zero1", "zero3", "hsdp")), (runs.precision, ("fp8",))):
+        yield from ((column != name, column == name) for name in names)
+
+
 def _largest(published: Published) -> Parts:
-    size = np.asarray(parameters(published.runs))
-    sizes = np.unique(size)
-    limit = sizes[int((1 - LARGEST_SHARE) * len(sizes))]
-    yield size < limit, size >= limit
+    """Of each table with several models, the largest one is left out."""
+    size = np.round(np.asarray(parameters(published.runs)))
+    tested = np.zeros(len(size), dtype=bool)
+    for name in np.unique(published.group):
+        rows = (published.group == name) & published.is_timed
+        if len(np.unique(size[rows])) > 1:
+            tested |= rows & (size == size[rows].max())
+    yield ~tested, tested
 
 
 FOLDS = (
     Fold("beyond_64", "fitted on at most 64 GPUs", _beyond(64)),
     Fold("beyond_32", "fitted on at most 32 GPUs", _beyond(32)),
-    Fold("without_largest", "fitted without the largest models", _largest),
+    Fold("without_largest", "fitted without each table's largest model", _largest),
     Fold("without_framework", "fitted without the framework", _by_framework, hides_framework=True),
     Fold("without_generation", "fitted without the GPU generation", _by_generation),
+    Fold("without_kind", "fitted without the sharding or precision", _by_kind),
     Fold("without_model", "fitted without the model", _by_model),
 )

@@ -32,6 +32,8 @@ class Hardware:
     """Peak of fp8 matmuls over the peak of bf16; 1 without fp8 units."""
     multiprocessors: int = 132
     gpus_per_node: int = 8
+    link_gpus: int = 0
+    """GPUs in one domain of fast links; 0 is one node."""
     clock_share: float = 1.0
     """Sustained clock over the clock of an uncapped card."""
 
@@ -49,6 +51,7 @@ class Hardware:
             self,
             network_gbps=network_gbps or self.network_gbps,
             gpus_per_node=gpus_per_node or self.gpus_per_node,
+            link_gpus=max(gpus_per_node or 0, self.link_gpus if self.link_gpus > self.gpus_per_node else 0),
         )
 
 

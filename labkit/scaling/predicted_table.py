@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import TextIO
 
 from labkit.scaling.constants import Constants, load_constants
-from labkit.scaling.prediction import list_warnings, predict_runs
+from labkit.scaling.prediction import list_warnings, predict_runs, refusal_reason
 from labkit.scaling.runs import Runs
 from labkit.scaling.table import Row
 
@@ -24,6 +24,9 @@ def predict_rows(rows: Sequence[Row], constants: Constants | None = None) -> lis
         found = predict_runs(runs, constants)
         warnings = list_warnings(runs, found, constants)
         for at, row in enumerate(good):
+            if reason := refusal_reason(runs, at, found, constants):
+                predicted[row.line] = _refused(reason)
+                continue
             predicted[row.line] = {
                 "step_s": f"{found.step_s[at]:.6g}",
                 "step_low": f"{found.low_90[at]:.6g}",
@@ -34,7 +37,7 @@ def predict_rows(rows: Sequence[Row], constants: Constants | None = None) -> lis
                 "unstable": str(int(found.is_unstable[at])),
                 "note": "; ".join([*warnings[at], *(f"assumed: {name}" for name in row.assumptions)]),
             }
-    return [_input(row.cells) | predicted.get(row.line, _refused(row)) for row in rows]
+    return [_input(row.cells) | predicted.get(row.line, _refused(row.refusal)) for row in rows]
 
 
 def write_rows(rows: Sequence[Mapping[str, str]], out: TextIO) -> None:
@@ -50,5 +53,5 @@ def _input(cells: Mapping[str, str]) -> dict[str, str]:
     return {MEASURED.get(name, name): value for name, value in cells.items() if name in MEASURED or name not in COLUMNS}
 
 
-def _refused(row: Row) -> dict[str, str]:
-    return dict.fromkeys(COLUMNS, "") | {"note": f"refused: {row.refusal}"}
+def _refused(reason: str) -> dict[str, str]:
+    return dict.fromkeys(COLUMNS, "") | {"note": f"refused: {reason}"}

@@ -94,14 +94,24 @@ def frameworks() -> frozenset[str]:
     return frozenset(published.runs.framework[published.is_timed].tolist()) - {"generic"}
 
 
-@cache
-def held_out_s(fold: str) -> Numbers:
-    """Seconds of every published run by constants fitted without its like, (n,); nan if the fold has no such run.
+@dataclass(frozen=True, eq=False)
+class HeldOut:
+    """Predictions of every published run by constants and intervals fitted without its like, (n,); nan if none."""
 
-    `fold` is a name in `labkit.scaling.folds`; `benchmarks/fit_scaling.py --write` writes the predictions.
-    """
-    predicted = {row["key"]: float(row[f"{fold}_s"] or "nan") for row in read_table("cross_validated")}
-    return np.array([predicted.get(key, np.nan) for key in load_published().key.tolist()])
+    step_s: Numbers
+    low_90: Numbers
+    high_90: Numbers
+    distance: Numbers
+    """From measured ground (`labkit.scaling.ground`)."""
+
+
+@cache
+def load_held_out(fold: str) -> HeldOut:
+    """By a name in `labkit.scaling.folds`; `benchmarks/fit_scaling.py --write` writes the predictions."""
+    names = ("step_s", "low_90", "high_90", "distance")
+    rows = {row["key"]: row for row in read_table("cross_validated") if row["fold"] == fold}
+    keys = load_published().key.tolist()
+    return HeldOut(*(np.array([float(rows[key][name]) if key in rows else np.nan for key in keys]) for name in names))
 
 
 def distances(runs: Runs, row: int, others: Runs) -> Numbers:
@@ -127,7 +137,7 @@ def nearest(run: Run, count: int = NEAREST) -> list[PublishedRow]:
     published = load_published()
     rows = published.runs
     is_known = run.framework in frameworks()
-    predicted = held_out_s("without_model" if is_known else "without_framework")
+    predicted = load_held_out("without_model" if is_known else "without_framework").step_s
     distance = distances(Runs.from_runs([run]), 0, rows)
     distance = np.where(published.is_timed & np.isfinite(predicted), distance, np.inf)
     chosen: dict[tuple[object, ...], int] = {}

@@ -17,7 +17,7 @@ _MODEL = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "
 _LAYOUT = ("tp", "sequence_parallel", "pp", "vp", "cp", "dp", "micro_batch", "global_batch", "compiled")
 _HARDWARE = (
     *("peak_tflops", "memory_gib", "memory_gb_s", "link_gb_s", "network_gbps", "fp8_ratio"),
-    *("multiprocessors", "gpus_per_node", "clock_share"),
+    *("multiprocessors", "gpus_per_node", "link_gpus", "clock_share"),
 )
 
 
@@ -63,6 +63,7 @@ class Runs:
     fp8_ratio: Numbers
     multiprocessors: Numbers
     gpus_per_node: Numbers
+    link_gpus: Numbers
     clock_share: Numbers
     shard: NDArray[np.str_]
     recompute: NDArray[np.str_]

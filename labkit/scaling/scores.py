@@ -11,15 +11,17 @@ from labkit.scaling.folds import FOLDS
 from labkit.scaling.hardware import find_hardware
 from labkit.scaling.named_models import find_model
 from labkit.scaling.prediction import predict_runs
-from labkit.scaling.published import arrangement, held_out_s, load_published
+from labkit.scaling.published import arrangement, load_held_out, load_published
 
 
-def held_out(fold: str = "without_model") -> pd.DataFrame:
+def held_out(fold: str = "beyond_64") -> pd.DataFrame:
     """Every timed published run that a fold leaves out, with its prediction; `fold` is a name in `FOLDS`."""
-    published = load_published()
-    runs, predicted = published.runs, held_out_s(fold)
-    rows = np.flatnonzero(published.is_timed & np.isfinite(predicted))
-    table = pd.DataFrame(
+    published, found = load_published(), load_held_out(fold)
+    runs = published.runs
+    rows = np.flatnonzero(published.is_timed & np.isfinite(found.step_s))
+    measured, predicted = published.step_s[rows], found.step_s[rows]
+    low, high = found.low_90[rows], found.high_90[rows]
+    return pd.DataFrame(
         {
             "table": published.group[rows],
             "row": published.key[rows],
@@ -27,22 +29,35 @@ def held_out(fold: str = "without_model") -> pd.DataFrame:
             "gpu": published.gpu[rows],
             "gpus": runs.gpus[rows].astype(int),
             "layout": [arrangement(runs, int(row)) for row in rows],
-            "measured_s": published.step_s[rows],
-            "predicted_s": predicted[rows],
+            "measured_s": measured,
+            "predicted_s": predicted,
+            "low_s": low,
+            "high_s": high,
+            "predicted_over_measured": predicted / measured,
+            "error_percent": 100 * np.abs(predicted / measured - 1),
+            "is_covered": (low <= measured) & (measured <= high),
+            "distance": found.distance[rows],
+            "high_over_low": high / low,
         }
     )
-    ratio = table["predicted_s"] / table["measured_s"]
-    return table.assign(predicted_over_measured=ratio, error_percent=100 * (ratio - 1).abs())
 
 
 def scoreboard() -> pd.DataFrame:
-    """Median and 90th percentile of the error in percent, by fold and published table."""
+    """Rows, median and 90th percentile of the error and coverage in percent, by fold and published table."""
     boards = []
     for fold in FOLDS:
-        errors = held_out(fold.name).groupby("table")["error_percent"]
-        board = errors.agg(rows="size", median_percent="median", ninety_percent=lambda errors: errors.quantile(0.9))
+        rows = held_out(fold.name).groupby("table")
+        board = rows["error_percent"].agg(["size", "median", lambda errors: errors.quantile(0.9)])
+        board.columns = pd.Index(["rows", "median_percent", "ninety_percent"])
+        board["covered_percent"] = 100 * rows["is_covered"].mean()
         boards.append(board.reset_index().assign(fold=fold.title))
     return pd.concat(boards, ignore_index=True)
+
+
+def widths_by_distance() -> pd.DataFrame:
+    """Width of the interval (high over low) against the distance from measured runs, over all folds."""
+    rows = pd.concat([held_out(fold.name).assign(fold=fold.title) for fold in FOLDS], ignore_index=True)
+    return rows[["fold", "table", "distance", "high_over_low", "error_percent", "is_covered"]]
 
 
 def training(

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 
 from labkit.scaling.constants import Constants, load_constants
+from labkit.scaling.ground import MAX_DISTANCE
 from labkit.scaling.hardware import Hardware
-from labkit.scaling.intervals import is_untried
 from labkit.scaling.layout import RECOMPUTE, Layout, impossible_reason
 from labkit.scaling.model import Model, Numbers
-from labkit.scaling.prediction import Predictions, predict_runs
+from labkit.scaling.prediction import Predictions, predict_runs, refusal_reason
 from labkit.scaling.runs import Run, Runs
 
 MAX_MICRO_BATCH = 64
@@ -22,8 +22,8 @@ MIN_TOKENS = 4096
 """Per sequence and context-parallel rank: published trainings go no shorter."""
 INTERLEAVED = (1, 2, 4)
 PROPOSED = 3
-UNTRIED = 1.03
-"""A layout of an unpublished kind must be faster by this factor to be preferred."""
+CAUTION = 0.03
+"""A layout must be faster by this share per unit of distance from measured ground to be preferred."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,9 @@ def rank(
         raise ValueError(_no_layout_reason(model, gpus, seq_len, global_batch, fixed))
     runs = Runs.from_runs([Run(model, hardware, layout, seq_len, framework) for layout in layouts])
     found = predict_runs(runs, constants)
-    preference = preference_s(found) * np.where(is_untried(runs), UNTRIED, 1.0)
+    if found.distance.min() > MAX_DISTANCE:
+        raise ValueError(refusal_reason(runs, int(found.distance.argmin()), found, constants) or "")
+    preference = preference_s(found) * (1 + CAUTION * (found.distance - found.distance.min()))
     order = [int(row) for row in np.argsort(preference, kind="stable") if found.fits[row]]
     return Ranking(layouts, runs, found, order)
 

@@ -2,7 +2,7 @@
 
     step = m x slowest stage + (other stages) / vp + optimizer + exposed data-parallel communication
 
-A layer takes a soft maximum of its device time and of the CPU time that launches it.
+The CPU launches kernels ahead: a layer takes the longer of its device time and of the CPU time that launches it.
 """
 
 import numpy as np
@@ -13,7 +13,6 @@ from labkit.scaling.constants import Rows
 from labkit.scaling.model import Numbers
 from labkit.scaling.runs import Runs
 
-SOFTNESS = 6.0
 PARTS = (
     *("gemm_s", "attention_s", "elementwise_s", "launch_s", "tensor_parallel_s", "context_parallel_s"),
     *("gather_s", "head_s", "pipeline_transfer_s", "engine_s", "bubble_s", "optimizer_s", "data_parallel_s"),
@@ -22,7 +21,7 @@ PARTS = (
 """The parts of a step; of collectives, only the exposed time."""
 
 
-def soft_maximum(*values: Numbers, softness: Numbers | float = SOFTNESS) -> Numbers:
+def soft_maximum(*values: Numbers, softness: Numbers) -> Numbers:
     """(a^p + b^p)^(1/p): the maximum where one dominates, a little more where they are alike; never below it."""
     largest = np.maximum(np.maximum.reduce(values), 1e-30)
     return largest * sum((value / largest) ** softness for value in values) ** (1 / softness)
@@ -45,7 +44,7 @@ def breakdown(runs: Runs, constants: Rows) -> dict[str, Numbers]:
     return {name: runs.micro_batches * counts[slowest] * seconds for name, seconds in layer.items()} | {
         "head_s": runs.micro_batches * head * is_last[slowest],
         "pipeline_transfer_s": runs.micro_batches * transfer,
-        "engine_s": _old_engine_s(runs, constants),
+        "engine_s": np.where(runs.has("old_pipeline"), slow_engine_s(runs, constants), 0.0),
         "bubble_s": bubble,
         "optimizer_s": compute.optimizer_s(runs, constants, updated),
         "data_parallel_s": reduction,
@@ -65,8 +64,9 @@ def _layer_s(runs: Runs, constants: Rows) -> dict[str, Numbers]:
         "context_parallel_s": _context_parallel_s(runs, constants),
     }
     running = np.sum(list(device.values()), axis=0)
-    launching = constants["launch_s"] * (1 + (forwards.gemm - 1) / 3) + constants["launch_tp_s"] * (runs.tp - 1)
-    busy = soft_maximum(running, launching + _engine_s(runs, constants))
+    launching = constants["launch_s"] * (1 + (forwards.gemm - 1) / 3)
+    launching = launching + _engine_s(runs, constants)
+    busy = np.where(runs.has("blocking_launch"), running + launching, np.maximum(running, launching))
     gathering = _parameter_gather_s(runs, constants)
     layer = soft_maximum(busy, gathering, softness=constants["overlap_softness"])
     return device | {
@@ -136,10 +136,10 @@ def _engine_s(runs: Runs, constants: Rows) -> Numbers:
     return np.where((runs.pp > 1) & (runs.tp > 1) & (runs.nodes > 1), constants["engine_tp_s"] * runs.tp, 0.0)
 
 
-def _old_engine_s(runs: Runs, constants: Rows) -> Numbers:
-    """What nanotron's pipeline lost before a fix: each micro-batch to each neighbor, and once through the stages."""
+def slow_engine_s(runs: Runs, constants: Rows) -> Numbers:
+    """Seconds that nanotron's pipeline lost before a fix: per micro-batch and neighbor, and once through the stages."""
     exchanges = runs.micro_batches * np.minimum(runs.pp - 1, 2) + runs.pp - 2
-    return np.where(runs.has("old_pipeline"), constants["old_pipeline_s"] * exchanges, 0.0)
+    return np.where(runs.pp > 1, constants["old_pipeline_s"] * exchanges, 0.0)
 
 
 def _straggler_s(runs: Runs, constants: Rows, busy_s: Numbers) -> Numbers:
@@ -161,8 +161,10 @@ def _data_parallel_s(runs: Runs, constants: Rows, parameters: Numbers, stage_s: 
     """
     ranks = group(runs, constants, runs.dp * runs.cp, runs.tp)
     n_bytes = parameters * constants["gradient_bytes"]
-    calls = np.ceil(n_bytes / constants["bucket_bytes"] / np.maximum(1, constants["bucket_ranks"] * runs.dp * runs.cp))
-    whole = 2 * half_ring_s(ranks, constants, n_bytes, calls)
+    calls = np.ceil(
+        n_bytes / np.where(runs.shard == "none", constants["bucket_bytes"], constants["shard_bucket_bytes"])
+    )
+    whole = all_reduce_s(ranks, constants, n_bytes, calls)
     passes = np.where(runs.shard == "zero2", runs.micro_batches, 1.0)
     sharded = passes * half_ring_s(ranks, constants, n_bytes, calls) + half_ring_s(
         ranks, constants, compute.BF16 * parameters, calls

@@ -31,7 +31,7 @@ SEPARATORS = (",", ";", "\t")
 _FRAMEWORKS = {
     **{"nanotron": "nanotron", "vtrain_multinode": "vtrain", "vtrain_singlenode": "vtrain_node", "mosaic": "mosaic"},
     **{"dgxc": "nemo", "megatron": "megatron", "torchtitan": "torchtitan", "fms": "fms", "titan_blog": "torchtitan"},
-    **{"simumax": "nemo", "nemo_b200_log": "nemo", "dgxc_example": "nemo", "bigscience": "vtrain"},
+    **{"nemo_b200_log": "nemo", "dgxc_example": "nemo", "bigscience": "vtrain"},
     **{"dlperf_megatron": "vtrain"},
 }
 """Published table -> framework."""
@@ -40,7 +40,9 @@ _NOTES = {
     "async tp": "async_tp",
     "rowwise": "fp8_rowwise",
     "before a fix": "old_pipeline",
+    "after a fix": "new_pipeline",
     "16-bit master": "low_precision_master",
+    "CUDA_LAUNCH_BLOCKING=1": "blocking_launch",
 }
 """Words of a note -> option of the layout."""
 _CPU_OPTIMIZER = re.compile(r"optimi[sz]er[^;,]{0,40} (on|to) (the )?cpu|cpu[ -](optimi[sz]er|adam)", re.IGNORECASE)
@@ -182,6 +184,7 @@ def _numbers(cells: Mapping[str, str], separator: str) -> Iterator[tuple[str, st
 
 def _model(cells: Mapping[str, str], assumptions: list[str]) -> Model:
     hidden, heads = _integer(cells, "hidden"), _integer(cells, "heads")
+    width = re.search(r"head width (\d{1,4})", cells.get("note") or "")
     if not cells.get("ffn"):
         assumptions.append("ffn of 4 x hidden")
     return Model(
@@ -189,7 +192,7 @@ def _model(cells: Mapping[str, str], assumptions: list[str]) -> Model:
         hidden=hidden,
         heads=heads,
         kv_heads=_integer(cells, "kv_heads", heads),
-        head_dim=_integer(cells, "head_dim", 0),
+        head_dim=_integer(cells, "head_dim", int(width[1]) if width else 0),
         ffn=_integer(cells, "ffn", 4 * hidden),
         ffn_gated=_flag(cells, "ffn_gated", True),
         vocab=_integer(cells, "vocab"),
