@@ -27,17 +27,13 @@ BY_COMMAND = ("all_reduce",)
 TESTS = Path(__file__).parent
 # Of the files that the processes of `make test` share, those that take longest, so that both end together.
 FIRST = (
-    *("test_notebooks.py", "studies/test_data_parallel_worker.py", "parallel/test_leftovers.py"),
-    *("parallel/test_joined.py", "parallel/test_collectives.py", "studies/test_memory_worker.py"),
-    *("parallel/test_data_parallel.py", "studies/test_sharding_worker.py", "rehearsal/test_missing_rows.py"),
-    *(
-        "test_adding_a_lab.py",
-        "nn/test_flash_attention.py",
-    ),
-    *("rehearsal/test_machines.py", "studies/test_cifar100_worker.py", "studies/test_all_reduce_worker.py"),
-    *("test_cli.py", "parallel/test_launch.py", "lab/test_advise_notebook.py", "nn/test_flash_compile.py"),
-    *("lab/test_comparison.py", "studies/test_own_sharding.py", "lab/test_torchrun.py", "lab/test_advise.py"),
-    *("faults/test_parents.py", "lab/test_killed.py", "lab/test_warm_kernels.py", "test_start_here.py"),
+    *("test_notebooks.py", "parallel/test_leftovers.py", "parallel/test_joined.py", "parallel/test_collectives.py"),
+    *("studies/test_own_alternatives.py", "parallel/test_data_parallel.py", "parallel/test_fsdp.py"),
+    *("studies/test_one_rank_fails.py", "rehearsal/test_missing_rows.py", "test_adding_a_lab.py"),
+    *("nn/test_flash_attention.py", "rehearsal/test_machines.py", "test_cli.py", "parallel/test_launch.py"),
+    *("lab/test_advise_notebook.py", "nn/test_flash_compile.py", "lab/test_comparison.py", "lab/test_torchrun.py"),
+    *("lab/test_advise.py", "faults/test_parents.py", "lab/test_killed.py", "lab/test_warm_kernels.py"),
+    "test_start_here.py",
 )
 
 if "PYTEST_XDIST_WORKER" not in os.environ:
@@ -96,21 +92,6 @@ def smoke_report(request, tmp_path_factory):
     outcome = carry_out(command, TESTS.parent)
     assert outcome.returncode == 0, outcome.stdout + outcome.stderr
     return pages
-
-
-@pytest.fixture(scope="session")
-def compiled_rows():
-    """Rows of the worker of the end-to-end lab on the smallest model, compiled, which takes half a minute."""
-    point = "sweep='compile', device='cpu', size='nano', batch=1, context_length=8, warmup=1, repeats=2"
-    program = [
-        "import json",
-        "from labkit.parallel.ranks.results import plain_row",
-        "from labkit.studies.end_to_end.worker import EndToEndPoint, measure_point",
-        f"print(json.dumps([plain_row(row) for row in measure_point(EndToEndPoint({point}))]))",
-    ]
-    outcome = carry_out([sys.executable, "-c", "\n".join(program)], TESTS.parent)
-    assert outcome.returncode == 0, outcome.stderr
-    return json.loads(outcome.stdout)
 
 
 @pytest.fixture(scope="session")

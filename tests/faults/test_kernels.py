@@ -19,15 +19,15 @@ from tests.faults.worker import BEFORE, BETWEEN, INSIDE, WRITING
 pytestmark = pytest.mark.faults
 
 IMPORTS = """
-from tests.faults.victim import STUDY, FaultyConfig
+from tests.faults.victim import LAB, FaultyConfig
 from labkit.lab.runs.measure import measure
 """
 # A rank stops and the other waits for it; at any other moment, the parent itself pauses there, once.
 STOPPING = """
-measure(STUDY, FaultyConfig(action="SIGSTOP", moment="inside a collective", timeout_s=60.0), profile="smoke")
+measure(LAB, FaultyConfig(action="SIGSTOP", moment="inside a collective", timeout_s=60.0), profile="smoke")
 """
 AFTER = """
-measure(STUDY, FaultyConfig(), profile="smoke").coverage()["status"].tolist()
+measure(LAB, FaultyConfig(), profile="smoke").coverage()["status"].tolist()
 """
 KEPT = {BEFORE: 0, INSIDE: 1, BETWEEN: 1, WRITING: 0}
 """Points that have ended by then, of three."""

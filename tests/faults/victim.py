@@ -9,6 +9,8 @@ import sys
 import time
 from pathlib import Path
 
+import pandas as pd
+
 from labkit import studies
 from labkit.lab import project
 
@@ -16,10 +18,10 @@ FOLDER = Path(sys.argv.pop(1)) if __name__ == "__main__" else Path(os.environ["L
 os.environ["LABKIT_FAULT_FOLDER"] = str(FOLDER)
 project.runs_directory = lambda: FOLDER / "runs"
 
+from labkit.lab.answers import Report  # noqa: E402
 from labkit.lab.config import LabConfig  # noqa: E402
-from labkit.lab.findings import Finding, Questions  # noqa: E402
+from labkit.lab.declaration import Lab  # noqa: E402
 from labkit.lab.runs.writer import RunWriter  # noqa: E402
-from labkit.lab.study import Study  # noqa: E402
 from labkit.parallel.ranks import group as rank_group  # noqa: E402
 from tests.faults.worker import BEFORE, BETWEEN, WRITING, FaultyPoint, first_time, measure_point  # noqa: E402
 
@@ -32,41 +34,37 @@ class FaultyConfig(LabConfig):
     timeout_s: float = 4.0
 
 
-QUESTIONS = Questions()
+def points(config, machine):
+    """Every second one goes wrong, at the moments in turn."""
+    moments = config.moment.split(",")
+    return [
+        FaultyPoint(
+            world_size=2,
+            backend="gloo",
+            timeout_s=config.timeout_s,
+            number=number,
+            action=config.action if number % 2 else "",
+            moment=moments[number // 2 % len(moments)] if number % 2 else "",
+        )
+        for number in range(config.points)
+    ]
 
 
-@QUESTIONS.ask("how_many", "How many rows?")
-def how_many(frame):
-    return Finding("measured", f"{len(frame)} rows.")
+def count_rows(results):
+    return pd.DataFrame([{"rows": len(results.frame)}])
 
 
-class FaultyStudy(Study):
-    name = "faulty"
-    title = "Faulty"
-    summary = "Whatever goes wrong."
-    questions = QUESTIONS
-    profiles = {"smoke": FaultyConfig(), "quick": FaultyConfig()}
-    worker = staticmethod(measure_point)
-
-    def points(self, config, machine):
-        """Every second one goes wrong, at the moments in turn."""
-        moments = config.moment.split(",")
-        return [
-            FaultyPoint(
-                world_size=2,
-                backend="gloo",
-                timeout_s=config.timeout_s,
-                number=number,
-                action=config.action if number % 2 else "",
-                moment=moments[number // 2 % len(moments)] if number % 2 else "",
-            )
-            for number in range(config.points)
-        ]
-
-
-STUDY = FaultyStudy()
+LAB = Lab(
+    name="faulty",
+    title="Faulty",
+    summary="Whatever goes wrong.",
+    config=FaultyConfig,
+    points=points,
+    worker=measure_point,
+    questions=[Report(id="how_many", text="How many rows?", table=count_rows, says="{rows} rows.")],
+)
 load_real = studies.load_lab
-studies.load_lab = lambda lab: STUDY if lab == STUDY.name else load_real(lab)
+studies.load_lab = lambda lab: LAB if lab == LAB.name else load_real(lab)
 
 
 def pause():

@@ -1,8 +1,6 @@
 """The cells of a lab's notebook, carried out in this process on a run from memory; nothing is written."""
 
-import hashlib
 import json
-import pickle
 import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache, partial
@@ -10,49 +8,30 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 
-from labkit.lab import figures, notebook
+from labkit.lab import notebook
+from labkit.lab.declaration import Lab
 from labkit.lab.figures.style import Plot
-from labkit.lab.user_plugins import Plugins, check_plugins
 from labkit.lab.pages.cards import Piece
 from labkit.lab.project import notebook_path, recorded_directory
 from labkit.lab.runs.store import Record, Run
-from labkit.lab.study import Study
+from labkit.lab.user_plugins import Plugins, check_plugins
 
 
-class LabOnRun(notebook.Lab):
+class LabOnRun(notebook.OpenLab):
     """Has its run already, and builds tables, figures and answers without drawing or saving any."""
 
-    def __init__(self, study: Study, parameters: notebook.Parameters, run: Run):
-        super().__init__(study, parameters)
+    def __init__(self, lab: Lab, parameters: notebook.Parameters, run: Run):
+        super().__init__(lab, parameters)
         self._run = run
 
-    def measure(self, alternatives: Mapping[str, Any] | None = None, *, models: Mapping[str, Any] | None = None):
-        check_plugins(self.study, Plugins(alternatives or {}, models or {}))
+    def measure(self, alternatives: Mapping[str, Any] | None = None, **options: Any):
+        check_plugins(self.study, Plugins(alternatives or {}, options.get("models") or {}))
         return self.run.frame()
 
     def _figure(self, plot: Plot, name: str, caption: str = "", title: str | None = None) -> Piece:
         plot.csv()
         plt.close(plot.figure)
         return Piece("", name)
-
-
-class FiguresOnce:
-    """`labkit.lab.figures` that builds a figure of the same frame once: most of a page's stay as they are."""
-
-    def __init__(self) -> None:
-        self._built: dict[tuple[str, bytes], Plot] = {}
-
-    def __getattr__(self, name: str) -> Callable[..., Plot]:
-        def build(*frames: Any, **options: Any) -> Plot:
-            key = name, hashlib.sha256(pickle.dumps((frames, options))).digest()
-            if key not in self._built:
-                self._built[key] = getattr(figures, name)(*frames, **options)
-            return self._built[key]
-
-        return build
-
-
-FIGURES = FiguresOnce()
 
 
 @cache
@@ -72,37 +51,36 @@ def tries_in(text: str) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
 
 
-def carry_out(study: Study, run: Run) -> None:
+def carry_out(lab: Lab, run: Run) -> None:
     """Every code cell of the lab's notebook on `run`; raises what a cell raises."""
-    for _ in _carried_out(study, run):
+    for _ in _carried_out(lab, run):
         pass
 
 
-def carry_out_tries(study: Study, run: Run) -> None:
+def carry_out_tries(lab: Lab, run: Run) -> None:
     """The same, and every Try where it stands; what a Try leaves is not there for the cells below it."""
-    for place, text, namespace in _carried_out(study, run):
+    for place, text, namespace in _carried_out(lab, run):
         for source in tries_in(text):
             own = namespace | {"In": [*namespace["In"], source], "open_lab": partial(_opened_on, run)}
             exec(compile(source, f"{place}, a Try", "exec"), own)
 
 
-def _opened_on(run: Run, study: Study, namespace: Mapping[str, Any]) -> LabOnRun:
-    return LabOnRun(study, notebook.open_lab(study, namespace).parameters, run)
+def _opened_on(run: Run, lab: Lab, namespace: Mapping[str, Any]) -> LabOnRun:
+    return LabOnRun(lab, notebook.open_lab(lab, namespace).parameters, run)
 
 
-def _carried_out(study: Study, run: Run) -> Iterator[tuple[str, str, dict[str, Any]]]:
+def _carried_out(lab: Lab, run: Run) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """Place and text of each Markdown cell, and the notebook's namespace once all cells above it ran."""
     namespace: dict[str, Any] = {"display": lambda *_: None, "In": []}
-    for number, (kind, source) in enumerate(cells_of(study.name)):
-        place = f"{study.name}, cell {number}"
+    for number, (kind, source) in enumerate(cells_of(lab.name)):
+        place = f"{lab.name}, cell {number}"
         if kind != "code":
             yield place, source, namespace
             continue
         namespace["In"].append(source)
         exec(compile(source, place, "exec"), namespace)
-        namespace["figures"] = FIGURES
-        if isinstance(lab := namespace.get("lab"), notebook.Lab) and not isinstance(lab, LabOnRun):
-            namespace["lab"] = LabOnRun(study, lab.parameters, run)
+        if isinstance(opened := namespace.get("lab"), notebook.OpenLab) and not isinstance(opened, LabOnRun):
+            namespace["lab"] = LabOnRun(lab, opened.parameters, run)
 
 
 def run_of(run: Run, rows: Callable[[Record, Record], Record | None]) -> Run:

@@ -8,15 +8,15 @@ from labkit.lab import capacity, notebook, project
 from labkit.lab.config import PROFILES
 from labkit.lab.runs.store import Run
 from labkit.machine.description import GIB
-from labkit.studies import LABS, load_study
+from labkit.studies import LABS, load_lab
 from tests.rehearsal.machines import MACHINES
 from tests.rehearsal.pages import carry_out, recorded
 
 # Labs whose points are about the ranks of a CPU wherever they run.
 ON_THE_CPU = {"all_reduce"}
 
-# this_machine joins what runs of that machine recommend, and of a made-up one there is none
-PLANNING = [lab for lab in LABS if lab != "this_machine"]
+# The tuned step joins recommendations of that machine's runs, and a made-up one has none.
+PLANNING = [lab for lab in LABS if lab != "tuned_step"]
 
 
 def _plan(study, machine, profile):
@@ -32,12 +32,12 @@ def _plan(study, machine, profile):
 def _this_machine_has_no_say(monkeypatch):
     """A plan depends on its machine alone: not on the compiler or the free memory of the machine that plans."""
     monkeypatch.setattr(capacity, "available_memory_bytes", lambda: 32 * GIB)
-    monkeypatch.setattr("labkit.studies.end_to_end.study.no_compiler_reason", lambda device: None)
+    monkeypatch.setattr("labkit.studies.training_step.worker.no_compiler_reason", lambda device: None)
 
 
 @pytest.mark.parametrize("lab", PLANNING)
 def test_a_lab_uses_the_gpus_that_are_there(lab):
-    study = load_study(lab)
+    study = load_lab(lab)
     for name, machine in MACHINES.items():
         for profile in PROFILES if machine.gpus else ():
             planned, reasons = _plan(study, machine, profile)
@@ -51,7 +51,7 @@ def test_a_lab_uses_the_gpus_that_are_there(lab):
 
 @pytest.mark.parametrize("lab", PLANNING)
 def test_without_usable_gpus_a_lab_measures_on_the_cpu_or_gives_the_reason(lab):
-    study = load_study(lab)
+    study = load_lab(lab)
     for name, machine in MACHINES.items():
         if machine.gpus:
             continue

@@ -18,7 +18,6 @@ pytestmark = pytest.mark.slow
 
 # Matrix products of a GPU's sizes, which take a CPU minutes; traces, which are CUPTI's.
 OF_A_REAL_GPU = {"rates", "matmul", "products", "timeline", "profile"}
-TRACED = {"kernels"}
 # torch's SyncBatchNorm calls kernels that only CUDA has.
 TORCHS_SYNC_BATCHNORM = {
     "sync_batchnorm": ("alternatives", "torch"),
@@ -33,7 +32,7 @@ def _points(lab):
     for point in study.points(study.profiles["smoke"], machine):
         kind = next((getattr(point, name) for name in KIND_OF_POINT if hasattr(point, name)), "point")
         is_there = getattr(point, "device", "cpu") == "cuda" and point.backend != "nccl"
-        if is_there and kind not in OF_A_REAL_GPU and lab not in TRACED and study.skip_reason(point, machine) is None:
+        if is_there and kind not in OF_A_REAL_GPU and study.skip_reason(point, machine) is None:
             kinds.setdefault(kind, _without_torchs(lab, point))
     return groupby(kinds.values(), key=lambda point: (point.world_size, point.backend))
 
@@ -61,7 +60,7 @@ def test_it_refuses_what_cuda_refuses():
 
 @pytest.mark.parametrize("lab", LABS)
 def test_a_labs_worker_on_a_gpu(lab):
-    worker = partial(_pretending, type(load_lab(lab)).worker)
+    worker = partial(_pretending, load_lab(lab).worker)
     groups = [(group, list(points)) for group, points in _points(lab)]
     if not groups:
         pytest.skip("no point of it runs on a pretended GPU")
