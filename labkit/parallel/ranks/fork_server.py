@@ -86,7 +86,8 @@ def open_group(directory: Path) -> socket.socket:
 def fork_rank(group: socket.socket, rank: int, environment: Mapping[str, str]) -> connection.Connection[Any, Any]:
     """Fork a rank with these variables, and this process's `sys.path` and working directory."""
     ours, theirs = multiprocessing.Pipe()
-    state = {"environment": dict(environment), "path": sys.path, "argv": sys.argv, "directory": str(Path.cwd())}
+    state: dict[str, Any] = {"environment": dict(environment), "directory": str(Path.cwd())}
+    state |= {"path": [str(entry) for entry in sys.path], "argv": [str(argument) for argument in sys.argv]}
     state["authkey"] = bytes(multiprocessing.current_process().authkey).hex()
     with theirs, contextlib.suppress(OSError):  # the server has ended the group, and reported why
         _send(group, {"rank": rank}, theirs.fileno())
@@ -192,10 +193,11 @@ def _open_group(control: socket.socket, cleaner: socket.socket, groups: list[_Gr
     cleaner.sendall(f"{group.directory}\0".encode())
     try:
         Path(group.directory).mkdir(mode=0o700)
-        group.caller = os.pidfd_open(request["caller"]) if hasattr(os, "pidfd_open") else None
     except OSError as error:
         group.report(None, f"the ranks were not started: {error.strerror}")
         group.end()
+    with contextlib.suppress(OSError, AttributeError):  # the system has no such descriptors
+        group.caller = os.pidfd_open(request["caller"])
     return True
 
 
@@ -261,16 +263,14 @@ def _run_rank(server: int, directory: str, rank: int, pipe: int, inherited: Sequ
         sys.path[:], sys.argv[:] = state["path"], state["argv"]
         sys.modules["__main__"] = types.ModuleType("__main__")  # the caller's script is not run again
         multiprocessing.current_process().authkey = bytes.fromhex(state["authkey"])
-        with contextlib.suppress(OSError):  # it was removed
-            os.chdir(state["directory"])
+        os.chdir(state["directory"])
         worker = importlib.import_module("labkit.parallel.ranks.worker")
         worker.serve_points(caller, rank, Path(directory))
 
 
 def _clean_up(server: int, notes: socket.socket) -> None:
     """Wait for the end of the server, end its session, and remove the directories that it has named in `notes`."""
-    with notes.makefile() as file:
-        directories = file.read().split("\0")
+    directories = notes.makefile().read().split("\0")
     _kill_session(server)
     os.waitpid(server, 0)  # until now its id, which is the session's, cannot be somebody else's
     for directory in filter(None, directories):
