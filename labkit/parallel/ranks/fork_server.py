@@ -35,10 +35,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-PRELOADED = ["torch", "torch.distributed"]
-"""Modules that the server imports."""
+PRELOADED = ["torch", "torch.distributed"]  # modules that the server imports
 STACKS_SIGNAL = signal.SIGUSR1
-
 _REQUEST_BYTES, _REPORT_BYTES = 4096, 256  # JSON, padded, so that each is one record of its socket
 # BLAS and OpenMP read these when the server loads torch: what forks must have no other thread.
 _ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
@@ -46,8 +44,8 @@ _PR_SET_PDEATHSIG = 1
 
 
 _lock = threading.Lock()
+# Connection and process of the server, for this process and all that are forked from it; empty without one.
 _server: list[tuple[socket.socket, subprocess.Popen[bytes]]] = []
-"""Connection and process of the server, for this process and all that are forked from it; empty without one."""
 
 
 def start(modules: Sequence[str] = ()) -> int:
@@ -103,7 +101,9 @@ def request_stacks(group: socket.socket) -> None:
 
 def read_reports(group: socket.socket) -> list[tuple[int | None, int | str]]:
     """Ranks that have ended, with exit codes; or None, and why the group has ended."""
-    content = group.recv(64 * _REPORT_BYTES)
+    content = b""
+    with contextlib.suppress(OSError):  # the server was killed before it read all requests
+        content = group.recv(64 * _REPORT_BYTES)
     if not content:
         return [(None, "the fork server of the ranks was killed")]
     return [json.loads(content[at : at + _REPORT_BYTES]) for at in range(0, len(content), _REPORT_BYTES)]
