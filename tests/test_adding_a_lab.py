@@ -93,7 +93,13 @@ def test_the_new_lab_passes_the_tests_that_every_lab_must(outcome):
         "tests/test_notebooks.py",
         "tests/lab/test_labs.py",
     ]
-    selected = ["-k", "sorting and (layout or rows or profile or questions or parameters or heading)", "-p", "no:cacheprovider", "-q"]
+    selected = [
+        "-k",
+        "sorting and (layout or rows or profile or questions or parameters or heading)",
+        "-p",
+        "no:cacheprovider",
+        "-q",
+    ]
     result = outcome("pytest", *selected, *files)
     assert result.returncode == 0, result.stdout
     assert "skipped" not in result.stdout

@@ -36,14 +36,14 @@ PARENTS = {BEFORE: 0, INSIDE: 1, BETWEEN: 1, WRITING: 0}
 QUICK = {("raises", BEFORE), (signal.SIGINT, BETWEEN)}
 
 
-def cells(rows):
-    for case, moments in rows:
-        for moment in moments:
-            marks = [] if (case, moment) in QUICK else [pytest.mark.faults]
-            yield pytest.param(case, moment, marks=marks, id=f"{getattr(case, 'name', case)}, {moment}")
+def cell(case, moment):
+    marks = [] if (case, moment) in QUICK else [pytest.mark.faults]
+    return pytest.param(case, moment, marks=marks, id=f"{getattr(case, 'name', case)}, {moment}")
 
 
-@pytest.mark.parametrize(("action", "moment"), cells((action, row[2]) for action, row in RANKS.items()))
+@pytest.mark.parametrize(
+    ("action", "moment"), [cell(action, moment) for action, row in RANKS.items() for moment in row[2]]
+)
 def test_a_rank_costs_its_point(victim, action, moment):
     """The second of three points goes wrong; the others are measured."""
     ends, words, _ = RANKS[action]
@@ -75,7 +75,8 @@ def test_a_rank_costs_its_point(victim, action, moment):
 
 
 @pytest.mark.parametrize(
-    ("number", "moment"), cells((number, PARENTS) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL))
+    ("number", "moment"),
+    [cell(number, moment) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL) for moment in PARENTS],
 )
 def test_a_parent_keeps_what_was_measured(victim, number, moment):
     hit = victim(LABKIT_FAULT_PAUSE=moment)

@@ -29,25 +29,14 @@ from tests.faults.worker import BEFORE, BETWEEN, WRITING, FaultyPoint, first_tim
 class FaultyConfig(LabConfig):
     action: str = ""
     moment: str = ""
-    """Or several, with commas between."""
-    points: int = 3
     timeout_s: float = 4.0
 
 
 def points(config, machine):
-    """Every second one goes wrong, at the moments in turn."""
-    moments = config.moment.split(",")
-    return [
-        FaultyPoint(
-            world_size=2,
-            backend="gloo",
-            timeout_s=config.timeout_s,
-            number=number,
-            action=config.action if number % 2 else "",
-            moment=moments[number // 2 % len(moments)] if number % 2 else "",
-        )
-        for number in range(config.points)
-    ]
+    """Three, of which the second goes wrong."""
+    fault = {"action": config.action, "moment": config.moment}
+    common = {"world_size": 2, "backend": "gloo", "timeout_s": config.timeout_s}
+    return [FaultyPoint(number=number, **common, **(fault if number == 1 else {})) for number in range(3)]
 
 
 def count_rows(results):

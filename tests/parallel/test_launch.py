@@ -68,6 +68,7 @@ def test_one_group_serves_all_points() -> None:
 
     rows, ends = drain(worker, [10, 20, 30], world_size=2)
     assert [(end.index, end.status) for end in ends] == [(0, "ok"), (1, "ok"), (2, "ok")]
+    assert list(launch(worker, [], world_size=2)) == []
     assert {row.values["total"] for row in rows if row.index == 1} == {41.0}
     assert len({(row.rank, row.values["pid"]) for row in rows}) == 2
     assert os.getpid() not in {row.values["pid"] for row in rows}
@@ -90,12 +91,6 @@ def test_a_point_leaves_no_memory_behind_on_a_gpu() -> None:
 
     rows, _ = drain(worker, [1, 2, 3], world_size=1, backend=None)
     assert [row.values["freed"] for row in rows] == [[], [True], [True, True]]
-
-
-def test_a_worker_may_return_nothing_and_there_may_be_no_points() -> None:
-    rows, ends = drain(lambda point: None, [None], world_size=1, backend=None)
-    assert (rows, [end.status for end in ends]) == ([], ["ok"])
-    assert list(launch(lambda point: None, [], world_size=2)) == []
 
 
 @pytest.mark.parametrize(
@@ -222,24 +217,8 @@ def raise_here() -> None:
     raise ValueError("here")
 
 
-def run_out_of_memory() -> None:
-    torch.empty(1 << 60, dtype=torch.uint8)
-
-
 def raise_memory_error() -> None:
     raise MemoryError
-
-
-def exit_3() -> None:
-    os._exit(3)
-
-
-def leave() -> None:
-    sys.exit("enough")
-
-
-def get_killed() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def lose_peer() -> None:
@@ -250,16 +229,20 @@ def hang() -> None:
     time.sleep(1000)
 
 
+exit_3: Callable[[], Any] = partial(os._exit, 3)
+get_killed: Callable[[], Any] = partial(signal.raise_signal, signal.SIGKILL)
+
+
 @pytest.mark.parametrize(
     ("how", "status", "kind", "reason"),
     [
         (raise_error, "failed", "exception", "rank 1: ValueError: a bad size"),
-        (leave, "failed", "exception", "rank 1: SystemExit: enough"),
+        (partial(sys.exit, "enough"), "failed", "exception", "rank 1: SystemExit: enough"),
         (lose_peer, "failed", "exception", "rank 1: RuntimeError: Connection closed by peer [127.0.0.1]:4711"),
         (exit_3, "failed", "exited", "rank 1 exited with code 3"),
         (get_killed, "failed", "killed", "rank 1 was killed by SIGKILL"),
         (raise_memory_error, "oom", "oom", "rank 1: MemoryError"),
-        (run_out_of_memory, "oom", "oom", None),
+        (partial(torch.empty, 1 << 60), "oom", "oom", None),
     ],
 )
 def test_a_failure_costs_its_point_and_the_next_gets_new_ranks(

@@ -208,6 +208,14 @@ def test_a_killed_server_costs_a_point_and_no_child_is_in_the_callers_process_gr
 # In this process
 
 
+def test_a_server_that_is_killed_before_it_has_read_all_requests_is_reported() -> None:
+    ours, theirs = socket.socketpair()
+    fork_server.request_stacks(ours)
+    theirs.close()
+    assert fork_server.read_reports(ours) == [(None, "the fork server of the ranks was killed")]
+    fork_server.request_stacks(ours)  # which nobody reads
+
+
 @pytest.fixture
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where the ranks of this test have their directories."""

@@ -10,7 +10,7 @@ import pytest
 
 from labkit.machine import cgroups
 from labkit.parallel.launch import run_ranks
-from labkit.parallel.ranks.results import death_report, describe_kernel_kills, is_out_of_memory
+from labkit.parallel.ranks.results import death_failure, describe_kernel_kills, is_out_of_memory
 from labkit.parallel.ranks.worker import OOM_SCORE
 
 KILLED = "rank 1 was killed by SIGKILL"
@@ -41,9 +41,9 @@ def test_a_kill_is_for_memory_if_the_kernel_counted_one(
     monkeypatch.setattr(cgroups, "oom_kills", lambda: now)
     monkeypatch.setattr(cgroups, "memory_limit_bytes", lambda: limit)
     kills = describe_kernel_kills(before)
-    report = death_report(1, -number, 0.0, output_tail="", stacks="", alternative="one", kernel_kills=kills)
-    assert (report.failure.kind, report.failure.message, report.is_consequence) == (kind, message, False)
-    assert report.failure.blamed is None
+    failure = death_failure(1, -number, 0.0, output_tail="", stacks="", alternative="one", kernel_kills=kills)
+    assert (failure.kind, failure.message, failure.is_consequence) == (kind, message, False)
+    assert failure.blamed is None
 
 
 def test_an_allocation_that_a_library_of_cuda_could_not_make_is_out_of_memory() -> None:

@@ -35,10 +35,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-PRELOADED = ["torch", "torch.distributed"]
-"""Modules that the server imports."""
+PRELOADED = ["torch", "torch.distributed"]  # modules that the server imports
 STACKS_SIGNAL = signal.SIGUSR1
-
 _REQUEST_BYTES, _REPORT_BYTES = 4096, 256  # JSON, padded, so that each is one record of its socket
 # BLAS and OpenMP read these when the server loads torch: what forks must have no other thread.
 _ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
@@ -46,8 +44,8 @@ _PR_SET_PDEATHSIG = 1
 
 
 _lock = threading.Lock()
+# Connection and process of the server, for this process and all that are forked from it; empty without one.
 _server: list[tuple[socket.socket, subprocess.Popen[bytes]]] = []
-"""Connection and process of the server, for this process and all that are forked from it; empty without one."""
 
 
 def start(modules: Sequence[str] = ()) -> int:
@@ -86,7 +84,8 @@ def open_group(directory: Path) -> socket.socket:
 def fork_rank(group: socket.socket, rank: int, environment: Mapping[str, str]) -> connection.Connection[Any, Any]:
     """Fork a rank with these variables, and this process's `sys.path` and working directory."""
     ours, theirs = multiprocessing.Pipe()
-    state = {"environment": dict(environment), "path": sys.path, "argv": sys.argv, "directory": str(Path.cwd())}
+    state: dict[str, Any] = {"environment": dict(environment), "directory": str(Path.cwd())}
+    state |= {"path": [str(entry) for entry in sys.path], "argv": [str(argument) for argument in sys.argv]}
     state["authkey"] = bytes(multiprocessing.current_process().authkey).hex()
     with theirs, contextlib.suppress(OSError):  # the server has ended the group, and reported why
         _send(group, {"rank": rank}, theirs.fileno())
@@ -102,7 +101,9 @@ def request_stacks(group: socket.socket) -> None:
 
 def read_reports(group: socket.socket) -> list[tuple[int | None, int | str]]:
     """Ranks that have ended, with exit codes; or None, and why the group has ended."""
-    content = group.recv(64 * _REPORT_BYTES)
+    content = b""
+    with contextlib.suppress(OSError):  # the server was killed before it read all requests
+        content = group.recv(64 * _REPORT_BYTES)
     if not content:
         return [(None, "the fork server of the ranks was killed")]
     return [json.loads(content[at : at + _REPORT_BYTES]) for at in range(0, len(content), _REPORT_BYTES)]
@@ -192,10 +193,11 @@ def _open_group(control: socket.socket, cleaner: socket.socket, groups: list[_Gr
     cleaner.sendall(f"{group.directory}\0".encode())
     try:
         Path(group.directory).mkdir(mode=0o700)
-        group.caller = os.pidfd_open(request["caller"]) if hasattr(os, "pidfd_open") else None
     except OSError as error:
         group.report(None, f"the ranks were not started: {error.strerror}")
         group.end()
+    with contextlib.suppress(OSError, AttributeError):  # the system has no such descriptors
+        group.caller = os.pidfd_open(request["caller"])
     return True
 
 
@@ -261,16 +263,14 @@ def _run_rank(server: int, directory: str, rank: int, pipe: int, inherited: Sequ
         sys.path[:], sys.argv[:] = state["path"], state["argv"]
         sys.modules["__main__"] = types.ModuleType("__main__")  # the caller's script is not run again
         multiprocessing.current_process().authkey = bytes.fromhex(state["authkey"])
-        with contextlib.suppress(OSError):  # it was removed
-            os.chdir(state["directory"])
+        os.chdir(state["directory"])
         worker = importlib.import_module("labkit.parallel.ranks.worker")
         worker.serve_points(caller, rank, Path(directory))
 
 
 def _clean_up(server: int, notes: socket.socket) -> None:
     """Wait for the end of the server, end its session, and remove the directories that it has named in `notes`."""
-    with notes.makefile() as file:
-        directories = file.read().split("\0")
+    directories = notes.makefile().read().split("\0")
     _kill_session(server)
     os.waitpid(server, 0)  # until now its id, which is the session's, cannot be somebody else's
     for directory in filter(None, directories):

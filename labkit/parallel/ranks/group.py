@@ -28,12 +28,11 @@ from labkit.parallel.ranks import current_alternative, fork_server
 from labkit.parallel.ranks.results import (
     PointEnd,
     RankFailure,
-    Report,
     Row,
-    death_report,
+    death_failure,
     describe_kernel_kills,
     end_point,
-    exception_report,
+    exception_failure,
     first_failing_rank,
 )
 from labkit.parallel.ranks.worker import GroupPlan
@@ -135,16 +134,16 @@ class _Wait:
     missing: set[int]
     deadline: float
     messages: list[dict[str, Any]] = field(default_factory=list)
-    reports: list[Report] = field(default_factory=list)
+    failures: list[RankFailure] = field(default_factory=list)
 
     def remaining_s(self) -> float:
         return max(0.0, self.deadline - time.monotonic())
 
-    def note_failure(self, report: Report, rank: int) -> None:
+    def note_failure(self, failure: RankFailure, rank: int) -> None:
         """The wait is over soon: what else comes in may be the cause of this failure."""
-        self.reports.append(report)
+        self.failures.append(failure)
         self.missing.discard(rank)
-        grace_s = GRACE_FOR_CAUSE_S if all(one.is_consequence for one in self.reports) else GRACE_S
+        grace_s = GRACE_FOR_CAUSE_S if all(one.is_consequence for one in self.failures) else GRACE_S
         self.deadline = min(self.deadline, time.monotonic() + grace_s)
 
 
@@ -254,7 +253,7 @@ class RankGroup:
                         with contextlib.suppress(psutil.NoSuchProcess):
                             rank.process = psutil.Process(message["pid"])
                 else:
-                    wait.note_failure(self._report(rank, message), rank.number)
+                    wait.note_failure(self._describe_failure(rank, message), rank.number)
             if is_late and wait.remaining_s() == 0.0:
                 return
 
@@ -275,12 +274,12 @@ class RankGroup:
                     rank.is_alive = False
         return received
 
-    def _report(self, rank: _Rank, message: Mapping[str, Any]) -> Report:
+    def _describe_failure(self, rank: _Rank, message: Mapping[str, Any]) -> RankFailure:
         if message["kind"] == "failed":
-            return exception_report(rank.number, message["error"], message["at"], rank.output_tail())
+            return exception_failure(rank.number, message["error"], message["at"], rank.output_tail())
         if isinstance(message["how"], str):
-            return Report(RankFailure(None, "killed", message["how"]), message["at"], False)
-        return death_report(
+            return RankFailure(None, "killed", message["how"], at=message["at"])
+        return death_failure(
             rank.number,
             message["how"],
             message["at"],
@@ -292,8 +291,8 @@ class RankGroup:
 
     def _failure(self, wait: _Wait, lateness: str) -> RankFailure | None:
         """The one failure to show for a wait, or None if every rank has answered."""
-        if wait.reports:
-            return first_failing_rank(wait.reports)
+        if wait.failures:
+            return first_failing_rank(wait.failures)
         if not wait.missing:
             return None
         late = [self._ranks[number] for number in sorted(wait.missing)]

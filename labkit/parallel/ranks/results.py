@@ -75,6 +75,10 @@ class RankFailure:
     """The last lines the rank wrote to stdout and stderr."""
     blamed: tuple[str, str] | None = None
     """The alternative that failed and the text for its row; None if the failure is the whole point's."""
+    at: float = 0.0
+    """Seconds, on a clock that the ranks of the group share."""
+    is_consequence: bool = False
+    """It reads like the loss of another rank: the cause is another failure, if there is one."""
 
     @property
     def status(self) -> Status:
@@ -112,17 +116,6 @@ class RankError(RuntimeError):
     def _render_traceback_(self) -> list[str]:
         """In a notebook, show the rank's traceback and not the caller's."""
         return [f"{type(self).__name__}: {self}"]
-
-
-@dataclass(frozen=True)
-class Report:
-    """A failure as one rank saw it, to find the first among several."""
-
-    failure: RankFailure
-    at: float
-    """Seconds, on a clock that all reports of the group share."""
-    is_consequence: bool
-    """It reads like the loss of another rank: the cause is another report, if there is one."""
 
 
 def worker_rows(worker: Worker, point: Any) -> Iterator[dict[str, Any]]:
@@ -181,7 +174,7 @@ def _type_name(value: Any) -> str:
 
 
 def describe_error(error: BaseException) -> dict[str, Any]:
-    """An exception as JSON, for `exception_report` in another process."""
+    """An exception as JSON, for `exception_failure` in another process."""
     name, text = type(error).__qualname__, str(error).strip()
     first_line = text.splitlines()[0] if text else ""
     frame = error.__traceback__
@@ -196,24 +189,25 @@ def describe_error(error: BaseException) -> dict[str, Any]:
     }
 
 
-def exception_report(rank: int, error: Mapping[str, Any], at: float, output_tail: str = "") -> Report:
-    """The report of a rank that raised. An alternative is not blamed for lack of memory or the loss of another rank."""
+def exception_failure(rank: int, error: Mapping[str, Any], at: float, output_tail: str = "") -> RankFailure:
+    """The failure of a rank that raised. No alternative is blamed for lack of memory or the loss of another rank."""
     blamed = error["blamed"] if not error["is_oom"] and not error["is_consequence"] else None
-    failure = RankFailure(
+    return RankFailure(
         rank=rank,
         kind="oom" if error["is_oom"] else "exception",
         message=f"rank {rank}: {error['message']}",
         traceback=error["traceback"],
         output_tail=output_tail,
         blamed=(blamed[0], blamed[1]) if blamed else None,
+        at=at,
+        is_consequence=error["is_consequence"],
     )
-    return Report(failure, at, error["is_consequence"])
 
 
-def death_report(
+def death_failure(
     rank: int, code: int, at: float, *, output_tail: str, stacks: str, alternative: str | None, kernel_kills: str
-) -> Report:
-    """The report of a rank that died with an exit code, negative for a signal.
+) -> RankFailure:
+    """The failure of a rank that died with an exit code, negative for a signal.
 
     `kernel_kills` says that the kernel killed processes for lack of memory meanwhile, or "".
     """
@@ -225,15 +219,16 @@ def death_report(
     message = f"rank {rank} {how}{cause}"
     if is_oom or is_consequence or -code in _FROM_OUTSIDE:
         alternative = None
-    failure = RankFailure(
+    return RankFailure(
         rank=rank,
         kind="oom" if is_oom else "killed" if code < 0 else "exited",
         message=message,
         traceback=stacks,
         output_tail=output_tail,
         blamed=(alternative, f"failed: {message}") if alternative else None,
+        at=at,
+        is_consequence=is_consequence,
     )
-    return Report(failure, at, is_consequence)
 
 
 def describe_kernel_kills(before: int | None) -> str:
@@ -249,13 +244,13 @@ def describe_kernel_kills(before: int | None) -> str:
     return f": out of memory: meanwhile the kernel killed {number} of its cgroup for that{limited}"
 
 
-def first_failing_rank(reports: Iterable[Report]) -> RankFailure:
+def first_failing_rank(failures: Iterable[RankFailure]) -> RankFailure:
     """The failure to show: a death or an exception before lost connections, then the earliest.
 
     When a rank dies, its peers raise "Connection closed by peer" within milliseconds, often before the
     death itself is noticed, so time alone would name the wrong rank.
     """
-    return min(reports, key=lambda report: (report.is_consequence, report.at)).failure
+    return min(failures, key=lambda failure: (failure.is_consequence, failure.at))
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -40,7 +40,7 @@ from labkit.parallel.ranks.results import (
     Worker,
     describe_error,
     end_point,
-    exception_report,
+    exception_failure,
     first_failing_rank,
     next_attempt,
     worker_rows,
@@ -141,8 +141,8 @@ class _JobLaunch:
         word = STOP  # unless the caller asks for more
         try:
             answers = self._collect(key)
-            reports = [exception_report(rank, one, one["at"]) for rank, (_, one) in enumerate(answers) if one]
-            failure = first_failing_rank(reports) if reports else None
+            failures = [exception_failure(rank, one, one["at"]) for rank, (_, one) in enumerate(answers) if one]
+            failure = first_failing_rank(failures) if failures else None
             if (retry := next_attempt(index, failure, excluded)) is not None:
                 yield retry
                 word = json.dumps({**excluded, retry.alternative: retry.reason})
