@@ -9,14 +9,12 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from labkit.studies.all_reduce.links import BETWEEN, WITHIN
 
 from labkit.lab.pages.cards import machine_card
 from labkit.lab.pages.provenance import provenance
 from labkit.lab.project import checkout
 from labkit.lab.runs.store import Run
 from labkit.studies import load_lab
-from labkit.studies.all_reduce import tables
 from tests.commands import all_runs, labkit
 from tests.hosts.network import HOSTS_FILES, Network, why_no_hosts
 
@@ -28,7 +26,7 @@ ENVIRONMENT = os.environ | {
     "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
     "PYTHONPATH": str(checkout()),
 }
-ONLY_SIZES = """--set many_world_sizes=[] --set transport_world_sizes=[] --set backends='["gloo"]'"""
+ONLY_SIZES = "--set transports=[] --set scheduling_bytes=[]"
 
 
 def measured(lab, network, commands, directory, **variables):
@@ -62,13 +60,7 @@ def test_the_commands_for_two_machines_as_the_readme_has_them(tmp_path):
     routes = frame[frame["sweep"] == "transports"].dropna(subset="not_measured")
     assert set(routes["transport"]) == {"shared"}
     assert all("the ranks are on several hosts" in reason for reason in routes["not_measured"])
-    links = frame[frame["algorithm"].isin([WITHIN, BETWEEN])].groupby("algorithm")["rank"].unique()
-    assert {link: sorted(ranks) for link, ranks in links.items()} == {WITHIN: [0, 1], BETWEEN: [0, 2]}
-    assert set(tables.link_models(frame)) == {WITHIN, BETWEEN}
     study = load_lab("all_reduce")
-    told = study.findings(frame, coverage)["alpha_beta"].why
-    assert WITHIN in told
-    assert BETWEEN in told
     assert "ranks 0, 1 on node-a; ranks 2, 3 on node-b" in provenance(study, run)
     assert (
         "ranks 0, 1 on node-a" in machine_card(run.header.machine, elsewhere=True, hosts=run.header.ranks_by_host).data
@@ -87,7 +79,7 @@ def test_the_slurm_script_of_the_readme_with_every_node_that_srun_would_start(tm
         (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
         (tmp_path / name).chmod(0o755)
     variables = {"SLURM_NNODES": "2", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node-[a-b]"}
-    lab = "data_parallel --profile smoke --set bucket_workloads=[] --set accumulation_workloads=[] --set warmup=0"
+    lab = "data_parallel --profile smoke --set warmup=0"
     with Network(2) as network:
         commands = dict.fromkeys(network.names, f"PATH={tmp_path}:$PATH bash {tmp_path}/job.sh {lab}")
         run = measured("data_parallel", network, commands, tmp_path, **variables)
@@ -102,13 +94,12 @@ def test_three_hosts_whose_names_lead_nowhere(tmp_path):
             name: "torchrun --nnodes=3 --nproc-per-node=1 --rdzv-backend=c10d --rdzv-id=three "
             f"--rdzv-endpoint={network.addresses['node-a']}:29400 --local-addr={address} "
             f"--rdzv-conf=is_host={int(name == 'node-a')} -m labkit measure all_reduce --profile smoke "
-            f"--set world_sizes=[3] --set phase_world_sizes=[3] {ONLY_SIZES}"
+            f"--set world_sizes=[3] {ONLY_SIZES}"
             for name, address in network.addresses.items()
         }
         run = measured("all_reduce", network, commands, tmp_path)
     assert set(run.coverage()["status"]) == {"ok"}
     assert run.header.ranks_by_host == {"node-a": [0], "node-b": [1], "node-c": [2]}
-    assert set(tables.link_models(run.frame())) == {BETWEEN}  # no two ranks share a host
 
 
 def test_hosts_are_gone_when_their_test_is_over_however_it_ends():

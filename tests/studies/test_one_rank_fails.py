@@ -10,10 +10,6 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from labkit.studies.gradient_buckets.worker import BucketsPoint
-from labkit.studies.sharding.training import ShardingPoint
-from labkit.studies.sync_batchnorm.alternatives import OWN, TWO_COLLECTIVES
-from labkit.studies.this_machine.worker import ThisMachinePoint
 
 from labkit.parallel.launch import PointEnd, Retry, launch
 from labkit.studies.all_reduce.worker import AllReducePoint
@@ -21,14 +17,14 @@ from labkit.studies.cifar100.training import OWN_LOCAL, OWN_SYNC, TORCH_LOCAL
 from labkit.studies.cifar100.worker import TrainingPoint
 from labkit.studies.data_parallel.worker import LOCAL, DataParallelPoint
 from labkit.studies.limits.worker import LimitPoint
-from labkit.studies.sync_batchnorm.worker import SyncBatchNormPoint
-from tests.studies import tiny
+from labkit.studies.sharding.worker import ShardingPoint
+from labkit.studies.sync_batchnorm.worker import LABKIT, PLAIN, SyncBatchNormPoint
+from labkit.studies.tuned_step.worker import TunedStepPoint
 
 TWO = {"world_size": 2, "backend": "gloo", "warmup": 0, "repeats": 2}
 SMALL = {"batch": 1} | TWO
 GATE, CLOCK, EPOCH = "check", "clock", "epoch"
-ELEMENTS = {"n_elements": 100} | TWO
-TRAINING = {"dataset": "digits", "source": "digits", "epochs": 1, "batch": 4, "accumulation": 2, "train_images": 16}
+TRAINING = {"dataset": "digits", "epochs": 1, "batch": 4, "accumulation": 2, "train_images": 16}
 TRAINING |= {"learning_rate": 0.01, "momentum": 0.5, "world_size": 2, "backend": "gloo"}
 
 
@@ -41,8 +37,6 @@ class Case:
     fails: str
     spared: frozenset[str]
     when: str = GATE
-    told_as: str | None = None
-    """In the column, if that is not the name it takes turns by."""
 
 
 def _case(point, column, fails, *spared, **options):
@@ -51,29 +45,24 @@ def _case(point, column, fails, *spared, **options):
 
 def _data_parallel(sweep, *alternatives, **options):
     return DataParallelPoint(
-        sweep=sweep, alternatives=alternatives, workload=tiny.NAME, context_length=8, **(SMALL | options)
+        sweep=sweep, alternatives=alternatives, workload="nano", context_length=8, **(SMALL | options)
     )
 
 
 def _sharding(kind):
-    ways = ("ddp", "zero1", "torch_ddp")
-    settings = {"size": tiny.NAME, "context_length": 8} | TWO
-    return ShardingPoint(kind=kind, transport="point_to_point", ways=ways, **settings)
+    names = ("ddp", "zero1", "torch_ddp")
+    settings = {"size": "nano", "context_length": 8} | TWO
+    return ShardingPoint(kind=kind, transport="point_to_point", implementations=names, **settings)
 
 
 CASES = {
     "all_reduce": _case(
-        AllReducePoint(sweep="sizes", algorithms=("torch", "ring"), **ELEMENTS),
+        AllReducePoint(sweep="sizes", algorithms=("torch", "ring"), n_bytes=400, **TWO),
         *("algorithm", "ring", "torch"),
         when=CLOCK,
     ),
-    "all_reduce, transports": _case(
-        AllReducePoint(sweep="transports", algorithms=("torch", "ring over messages"), **ELEMENTS),
-        *("algorithm", "ring over messages", "torch"),
-        told_as="ring",
-    ),
     "data_parallel": _case(
-        _data_parallel("implementations", LOCAL, "torch", "naive"),
+        _data_parallel("wrappers", LOCAL, "torch", "naive"),
         *("implementation", "naive", "torch", LOCAL),
         when=CLOCK,
     ),
@@ -81,27 +70,17 @@ CASES = {
         _data_parallel("timeline", "torch", "naive"), "implementation", "naive", "torch"
     ),
     "data_parallel, memory": _case(_data_parallel("memory", "torch", "naive"), "implementation", "naive", "torch"),
-    "data_parallel, accumulation": _case(
-        _data_parallel("accumulation", "torch", "naive", micro_batches=2),
-        *("implementation", "naive every", "torch"),
-        told_as="naive",
-    ),
     "sync_batchnorm": _case(
-        SyncBatchNormPoint(batch=9, features=6, calls=1, alternatives=(OWN, TWO_COLLECTIVES), **TWO),
-        *("alternative", TWO_COLLECTIVES, OWN),
+        SyncBatchNormPoint(batch=9, features=6, calls=1, alternatives=(LABKIT, PLAIN), **TWO),
+        *("alternative", LABKIT, PLAIN),
         when=CLOCK,
     ),
-    "gradient_buckets": _case(
-        BucketsPoint(workload="nano", sequence=8, buckets_mb=(0.5, 5.0), **SMALL),
-        *("alternative", "0.5 MiB", "5 MiB", "local"),
-        when=CLOCK,
-    ),
-    "sharding": _case(_sharding("time"), "way", "zero1", "ddp", "torch_ddp", when=CLOCK),
-    "sharding, memory": _case(_sharding("memory"), "way", "zero1", "ddp", "torch_ddp"),
-    "this_machine": _case(
-        ThisMachinePoint(
-            model="nano", precision="float32", attention="tiled", compiled=False, wrapper="flat", bucket_mb=None,
-            expected_ratio=0.9, batch=1, context_length=16, **TWO,
+    "sharding": _case(_sharding("time"), "implementation", "zero1", "ddp", "torch_ddp", when=CLOCK),
+    "sharding, memory": _case(_sharding("memory"), "implementation", "zero1", "ddp", "torch_ddp"),
+    "tuned_step": _case(
+        TunedStepPoint(
+            model="nano", precision="float32", attention="tiled", compiled=False, wrapper="flat", batch=1,
+            context_length=16, **TWO,
         ),
         *("implementation", "joined"),
         when=CLOCK,
@@ -149,7 +128,7 @@ def _with_a_failure(case_and_how):
     else:
         lab.turn_of = turn_of
     try:
-        yield from tiny.with_tiny(lab.train_point if case.when == EPOCH else lab.measure_point, case.point)
+        yield from (lab.train if case.when == EPOCH else lab.measure)(case.point)
     finally:
         shared.turn_of, shared.time_parts_interleaved = gate, clock
         lab.turn_of = gate
@@ -199,6 +178,6 @@ def test_every_other_alternative_is_measured_and_the_one_says_why_not(names, nam
         for of_rank, row in rows:
             if of_rank == rank and case.column in row:
                 gates.setdefault(row[case.column], set()).add(row["check"])
-        reasons = gates[case.told_as or case.fails] - {"ok"}  # of an accumulating one, the other half is fine
+        reasons = gates[case.fails] - {"ok"}
         assert {re.match(rf"failed:? {expected}", reason) is not None for reason in reasons} == {True}
         assert {gate for spared in case.spared for gate in gates[spared]} <= {"ok"}

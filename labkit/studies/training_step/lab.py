@@ -17,7 +17,7 @@ from labkit.lab.metric import Metric, Results
 from labkit.lab.project import reference_directory
 from labkit.lab.user_models import model_names, recorded_shapes, shape_of
 from labkit.machine import Machine
-from labkit.studies.shared.step_operators import seconds_of, step_operators
+from labkit.studies.training_step.operators import list_operators, predict_seconds
 from labkit.studies.training_step.worker import (
     BACKWARD,
     COMPILED,
@@ -140,8 +140,8 @@ def _predict(row: dict[str, Any], results: Results) -> float | None:
     if calibration is None or shape is None or not calibration.knows(row["device"]):
         return None
     sizes = int(row["batch"]), int(row["context_length"])
-    operators = step_operators(shape, *sizes, row["precision"], row["device"])
-    return seconds_of(calibration, operators, PHASES[row["phase"]], row["device"])
+    operators = list_operators(shape, *sizes, row["precision"], row["device"])
+    return predict_seconds(calibration, operators, PHASES[row["phase"]], row["device"])
 
 
 def compile_pays(results: Results) -> pd.DataFrame:

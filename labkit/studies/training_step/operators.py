@@ -24,7 +24,7 @@ UNCOUNTED = (
 
 
 @cache
-def step_operators(
+def list_operators(
     shape: TransformerShape, batch: int, context_length: int, precision: str = "float32", device: str = "cpu"
 ) -> Phases:
     """What each phase of a step calls, in any order, from the second step on: the first makes the optimizer's states.
@@ -35,7 +35,7 @@ def step_operators(
     return {**_passes(shape, batch, context_length, precision), **_update(shape, device)}
 
 
-def seconds_of(calibration: Calibration, operators: Phases, parts: Iterable[str], device: str) -> float:
+def predict_seconds(calibration: Calibration, operators: Phases, parts: Iterable[str], device: str) -> float:
     """What the operators of these parts of a step take by the machine's rates, under autograd."""
     parts = list(parts)
     passed = sum(len(operators[part]) for part in parts if part in (FORWARD, BACKWARD))
