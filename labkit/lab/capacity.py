@@ -1,16 +1,21 @@
-"""Whether a point finds on this machine the device and the memory that it needs."""
+"""Whether this machine has the device and the memory that a point needs."""
+
+from typing import TYPE_CHECKING
 
 from labkit.lab.units import format_bytes
-from labkit.machine import Machine, available_memory_bytes
+from labkit.machine import available_memory_bytes
+
+if TYPE_CHECKING:
+    from labkit.machine import Machine
 
 
 def skip_reason(
-    machine: Machine, device: str, needed_bytes: float, *, ranks: int = 1, says: str = "needs {}"
+    machine: "Machine", device: str, needed_bytes: float, *, ranks: int = 1, says: str = "needs {}"
 ) -> str | None:
     """Why `ranks` ranks cannot have `needed_bytes` together here ("needs 51 GiB, 22 GiB available"), or None.
 
-    On "cuda" each rank has a GPU, as far as there are some, and the smallest of these decides. `says` is what is said
-    of what they need.
+    On "cuda" each rank has a GPU, as far as there are some, and the smallest of these decides. `says` words the
+    bytes needed.
     """
     if reason := machine.no_device_reason(device):
         return reason
