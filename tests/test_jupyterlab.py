@@ -14,23 +14,19 @@ from tests.rehearsal.pages import cells_of, tries_in
 
 pytestmark = NEEDED
 LAB = "all_reduce"
-FEW = """{
-    "many_world_sizes": [], "transport_world_sizes": [], "phase_world_sizes": [], "scheduling_sizes_bytes": []
-}"""
+FEW = '{"transports": [], "scheduling_bytes": []}'
 SMALL = """
 profile = "smoke"
 run = None
 world_sizes = [3]
-many_world_sizes = []
-transport_world_sizes = []
-phase_world_sizes = []
-backends = ["gloo"]
+transports = []
+scheduling_bytes = []
 """
 LONG = f"{SMALL}repeats = 100_000\ntimeout_s = 3600.0\n"  # an hour, were nobody to interrupt it
 TRIED = {
-    LAB: f'profile = "smoke"\nworld_sizes = [2, 3]\nmore = {FEW}',
-    "attention": 'profile = "smoke"\nsequences = [64]\nmore = {"implementations": ["explicit", "tiled"], '
-    '"tiling_sequences": [64]}',
+    LAB: f'profile = "smoke"\nworld_sizes = [2, 3]\nconfig = {FEW}',
+    "attention": 'profile = "smoke"\nsequences = [64]\nconfig = {"implementations": ["explicit", "tiled"], '
+    '"compiled_sequences": []}',
     "limits": 'profile = "smoke"',
 }
 """Labs each Try of which is carried out here, with parameters that make them short."""
@@ -53,7 +49,7 @@ def mine(tensor):
 
 frame = lab.measure({"mine": mine})
 """
-IN_THE_FIGURE = 'lab.answer("algorithms_against_torch"'
+IN_THE_FIGURE = 'lab.answer("algorithms"'
 
 
 def _outputs(cells, kind):
@@ -66,7 +62,7 @@ def _parameters(path):
 
 
 def _measuring(cells):
-    (cell,) = [cell for cell in cells if "lab.measure()" in cell.source]
+    (cell,) = [cell for cell in cells if "frame = lab.measure(" in cell.source]
     return cell
 
 
@@ -78,7 +74,7 @@ def _page_record(notebook, server):
     cells = notebook.saved()
     assert _outputs(cells, "error") == []
     assert _outputs(cells, "stream") == []
-    line, _what_was_expected, _how_far_off = _measuring(cells).outputs
+    (line,) = _measuring(cells).outputs
     assert "points planned" in line.data["text/html"]
     (record,) = [output.data[PAGE_MIME] for output in _outputs(cells, "display_data") if PAGE_MIME in output.data]
     return record
@@ -126,15 +122,15 @@ def test_run_all_then_interrupt_a_longer_sweep_then_another_parameter(server, op
     notebook.write_parameters(SMALL)
     notebook.run_all()
     record = _page_record(notebook, server)
-    assert record["coverage"] == {"ok": 6}
-    assert "3 ranks" in record["answers"][1]["scope"]
+    assert set(record["coverage"]) == {"ok"}
+    assert "3 ranks" in record["answers"][0]["scope"]
     assert notebook.alignment_of(".labkit-card td") == "left"
 
     notebook.write_parameters(LONG)
     notebook.run_all()
     until(server.ranks, "ranks to measure")
-    until(lambda: re.search(r"of \d+ points", notebook.text_below("lab.measure()")), "the progress line")
-    until(lambda: re.search(r" [1-9]\d* s so far", notebook.text_below("lab.measure()")), "its time to go on")
+    until(lambda: re.search(r"of \d+ points", notebook.text_below("lab.measure(")), "the progress line")
+    until(lambda: re.search(r" [1-9]\d* s so far", notebook.text_below("lab.measure(")), "its time to go on")
     notebook.interrupt()
     until(lambda: not server.ranks(), "the ranks to end", deadline_s=20)
     notebook.wait_until_idle()
@@ -148,8 +144,8 @@ def test_run_all_then_interrupt_a_longer_sweep_then_another_parameter(server, op
     notebook.write_parameters(SMALL.replace("[3]", "[2]"))
     notebook.run_all()
     record = _page_record(notebook, server)
-    assert record["coverage"] == {"ok": 6}
-    assert "2 ranks" in record["answers"][1]["scope"]
+    assert set(record["coverage"]) == {"ok"}
+    assert "2 ranks" in record["answers"][0]["scope"]
 
     notebook.write_parameters(_parameters(notebook_path(LAB)))
     assert notebook.clear_and_save() == notebook_path(LAB).read_bytes()
@@ -158,29 +154,22 @@ def test_run_all_then_interrupt_a_longer_sweep_then_another_parameter(server, op
 def test_a_sweep_that_was_interrupted_goes_on_from_there(server, opened):
     notebook = opened(LAB)
     few = 'sizes_bytes = [1024, 2048, 4096]\nalgorithms = ["torch", "ring"]'
-    notebook.begin(f'profile = "smoke"\n{few}\nrepeats = 1000\nmore = {FEW}')
-    notebook.start("lab.measure()")
-    until(lambda: re.search(r"[1-9] of \d+ points", notebook.text_below("lab.measure()")), "a point")
+    notebook.begin(f'profile = "smoke"\n{few}\nrepeats = 1000\nconfig = {FEW}')
+    notebook.start("lab.measure(")
+    until(lambda: re.search(r"[1-9] of \d+ points", notebook.text_below("lab.measure(")), "a point")
     notebook.interrupt()
     notebook.wait_until_idle()
-    assert "lab.resume() goes on" in notebook.text_below("lab.measure()")
-    said = notebook.run_new("frame = lab.resume()", below="lab.measure()")
+    assert "lab.resume() goes on" in notebook.text_below("lab.measure(")
+    said = notebook.run_new("frame = lab.resume()", below="lab.measure(")
     assert re.search(r"(\d+) points planned, \d+ measured, \d+ skipped", said)
     assert server.ranks() == []
 
 
-def test_guess_predict_measure_and_a_ring_of_ones_own_first_with_a_bug(server, opened):
+def test_a_ring_of_ones_own_first_with_a_bug(server, opened):
     notebook = opened(LAB)
     few = 'world_sizes = [3]\nalgorithms = ["torch", "ring", "recursive_doubling"]'
-    notebook.begin(f'profile = "smoke"\n{few}\nmore = {FEW}')
-    assert re.search(r"4 KiB, ring\s+[\d.]+ (µs|ms)", notebook.run("lab.predict(guess)"))
-    guessed = notebook.run_new('lab.predict({"4 KiB, ring": 0.25})', below="lab.predict(guess)")
-    assert re.search(r"4 KiB, ring\s+250 ms\s+[\d.]+ (µs|ms)", guessed)
-    refused = notebook.run_new('lab.predict({"ring": 0.25})', below='"4 KiB, ring": 0.25')
-    assert re.fullmatch(r"ParameterError: guess: 'ring' may be .+: say which", refused.strip())
-
-    said = notebook.run_new(RING.replace("LAST", "2"), below="frame = lab.measure()")
-    assert re.search(r"4 KiB, ring\s+250 ms\s+[\d.]+ (µs|ms)\s+[\d.]+ (µs|ms)", said)
+    notebook.begin(f'profile = "smoke"\n{few}\nconfig = {FEW}')
+    notebook.run_new(RING.replace("LAST", "2"), below="frame = lab.measure(")
     answer = notebook.run(IN_THE_FIGURE)
     assert re.search(r"mine: wrong: rank \d, element \d+: expected [\d.-]+, got [\d.-]+", answer)
     assert "mine" not in notebook.points_drawn_below(IN_THE_FIGURE)
@@ -200,7 +189,7 @@ def test_each_try_works_where_it_stands(lab, server, opened):
     for kind, text in cells_of(lab):
         if kind == "code":
             above = text.strip().splitlines()[-1]
-            if "profile: str" not in text and "lab.close" not in text:
+            if "profile =" not in text and "lab.close" not in text:
                 notebook.run(above)
         for source in tries_in(text) if kind == "markdown" else ():
             notebook.run_new(source, below=above)
@@ -209,18 +198,17 @@ def test_each_try_works_where_it_stands(lab, server, opened):
 
 
 @pytest.mark.parametrize(
-    ("lab", "more", "figure"),
+    ("lab", "config", "figure"),
     [
-        ("memory", {"precisions": ["float32"]}, 'lab.answer("peak_by_context"'),
-        ("data_parallel", {"implementations": ["torch", "flat"], "bucket_workloads": []}, 'lab.answer("fastest"'),
+        ("memory", {"precisions": ["float32"]}, 'lab.answer("by_context"'),
     ],
 )
-def test_a_module_of_ones_own_is_measured_and_drawn(lab, more, figure, server, opened):
+def test_a_module_of_ones_own_is_measured_and_drawn(lab, config, figure, server, opened):
     notebook = opened(lab)
-    notebook.begin(f'profile = "smoke"\nmore = {more}')
+    notebook.begin(f'profile = "smoke"\nconfig = {config}')
     (source,) = [source for _, text in cells_of(lab) for source in tries_in(text) if "models=" in source]
     assert "nn.Linear" in source
-    said = notebook.run_new(source, below="lab.measure()")
+    said = notebook.run_new(source, below="lab.measure(")
     assert re.search(r"(\d+) points planned, \1 measured", said)
     notebook.run(figure)
     assert "mine" in notebook.points_drawn_below(figure)

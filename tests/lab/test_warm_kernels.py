@@ -26,12 +26,12 @@ import asyncio, json, os, signal
 from labkit.lab.commands.warm_kernels import WarmKernels, without_threads
 with without_threads():
     from labkit.lab.commands.execute import _KernelManager
-nest = WarmKernels.begun(["labkit.studies.precision.study"], ranks=["labkit.studies.limits.worker"])
+nest = WarmKernels.begun(["labkit.studies.precision.lab"], ranks=["labkit.studies.limits.worker"])
 ASKED = '''
 import json, os, sys, torch
 from labkit.machine.load import own_processes
 from labkit.parallel.launch import run_ranks
-known = "labkit.studies.precision.study" in sys.modules
+known = "labkit.studies.precision.lab" in sys.modules
 def parent():
     return os.getppid()
 servers = run_ranks(parent, world_size=2)
