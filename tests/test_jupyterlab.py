@@ -200,7 +200,7 @@ def test_each_try_works_where_it_stands(lab, server, opened):
 @pytest.mark.parametrize(
     ("lab", "config", "figure"),
     [
-        ("memory", {"precisions": ["float32"]}, 'lab.answer("by_context"'),
+        ("memory", {"precisions": ["float32"]}, 'lab.answer("peak_by_context"'),
     ],
 )
 def test_a_module_of_ones_own_is_measured_and_drawn(lab, config, figure, server, opened):
