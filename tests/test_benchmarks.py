@@ -1,4 +1,4 @@
-"""What a benchmark says of a promise that it was not asked to check; nothing is timed."""
+"""What benchmarks say of bounds and of reports; nothing is timed."""
 
 import runpy
 import sys
@@ -9,36 +9,20 @@ import pytest
 
 from labkit.lab.findings import Effect, Finding
 from labkit.lab.project import recorded_directory
-from labkit.parallel import launch
-from labkit.studies.sync_batchnorm.alternatives import ALL_REDUCES, ALONE, COLLECTIVES, LOCAL, OWN
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-BENCHMARK, TWO_REPORTS = BENCHMARKS / "sync_batchnorm_against_gloo.py", BENCHMARKS / "two_reports.py"
+TWO_REPORTS = BENCHMARKS / "two_reports.py"
 
 
-def _status(monkeypatch, *arguments, layer_s):
-    medians = dict.fromkeys((LOCAL, ALL_REDUCES, COLLECTIVES, ALONE), 1.0) | {OWN: layer_s}
-    monkeypatch.setattr(launch, "run_ranks", lambda *_, **options: [medians] * options["world_size"])
-    monkeypatch.setattr(sys, "argv", [BENCHMARK.name, *arguments])
-    with pytest.raises(SystemExit) as exit_of:
-        runpy.run_path(str(BENCHMARK), run_name="__main__")
-    return exit_of.value.code
-
-
-def test_the_promise_of_synchronized_batch_norm_is_kept_or_missed(monkeypatch, capsys):
-    assert _status(monkeypatch, layer_s=2.9) == 0
-    assert _status(monkeypatch, layer_s=3.1) == 1
-    said = capsys.readouterr().out
-    assert "promised 1: kept" in said
-    assert "promised 1: MISSED" in said
-    assert "not promised" not in said
-
-
-def test_other_ranks_and_sizes_are_said_not_to_be_promised(monkeypatch, capsys):
-    assert _status(monkeypatch, "--worlds", "4", "--features", "128", layer_s=9.0) == 0
-    said = capsys.readouterr().out
-    assert "not promised" in said
-    assert "The promise was not checked" in said
+def test_a_bound_is_met_or_missed_by_its_pair_alone():
+    against = runpy.run_path(str(BENCHMARKS / "against_torch.py"))
+    times = {"labkit": [2.9] * 9, "torch": [3.0] * 9, "plain": [1.0] * 9}
+    pairs = [("labkit", "torch"), ("labkit", "plain")]
+    for bound, word in ((1.0, "at most 1.00: met"), (0.5, "at most 0.50: MISSED")):
+        contest = against["Contest"]("x", {}, pairs, {"labkit / torch": bound})
+        (line, missed), (other, is_other_missed) = (against["_line"](contest, pair, times, 1e9) for pair in pairs)
+        assert (word in line, missed) == (True, bound < 0.9)
+        assert ("at most" in other, is_other_missed) == (False, False)
 
 
 def _effect(verdict, setting="small", *, exact=False):

@@ -10,7 +10,7 @@ from labkit.costs.communication import CostOf
 from labkit.parallel.transport.base import POINT_TO_POINT, SHARED
 
 # Where one algorithm overtakes another: time over gloo's `dist.all_reduce`, medians, 2 cores, SCHED_BATCH, from
-# benchmarks/collectives_against_gloo.py (RD recursive doubling, D direct exchange, R ring, HD halving-doubling, 1S
+# benchmarks/against_torch.py (RD recursive doubling, D direct exchange, R ring, HD halving-doubling, 1S
 # one-shot).
 #
 #     ranks     2                       4                        8                        16
