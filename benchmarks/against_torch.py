@@ -220,7 +220,6 @@ def flash(_: argparse.Namespace) -> Iterator[Contest]:
 
 
 def _flash_bound(what: str, head_dim: int, causal: bool) -> dict[str, float]:
-    """The largest ratios on an H100 or H200."""
     if what == "forward":
         cudnn = 1 / (0.95 if head_dim == 64 else 0.75)
         return {"flash / sdpa_flash": 1 / (1.1 if causal else 1.15), "flash / sdpa_cudnn": cudnn}
