@@ -275,11 +275,11 @@ struct Mailboxes {
         if (part.n_bytes > SLOT_BYTES)
             throw Failure{PyExc_ValueError, "expected a part of at most " + std::to_string(SLOT_BYTES) +
                                                 " bytes, got " + std::to_string(part.n_bytes)};
+        if (!is_added) return part;
         Reference dtype(PyObject_GetAttr(tensor, DTYPE));
         for (int i = 0; i < N_DTYPES; i++)
             if (dtype.object == PyTuple_GET_ITEM(dtypes, i)) part.dtype = i;
-        if (is_added && part.dtype == UNKNOWN)
-            throw Failure{PyExc_ValueError, "expected a tensor of a float dtype, or of int64, to add"};
+        if (part.dtype == UNKNOWN) throw Failure{PyExc_ValueError, "expected a float dtype, or int64, to add"};
         return part;
     }
 

@@ -35,9 +35,10 @@ class SharedTransport(Transport):
     def __init__(self, group: dist.ProcessGroup, timeout_s: float) -> None:
         """A collective; raises SharedMemoryUnavailable, with one reason, on all ranks or on none."""
         super().__init__(group.rank(), group.size(), torch.device("cpu"))
-        descriptor, failure = -1, ""
+        self._slot_bytes, descriptor, failure = 0, -1, ""
         try:
             self._library = _declare(build.load(timeout_s / 4))
+            self._slot_bytes = self._library.slot_bytes()
             descriptor, memory = _make_mailbox(self._library.mailbox_bytes(self.world_size), self.world_size)
         except (SharedMemoryUnavailable, OSError) as error:
             failure = str(error)
@@ -78,7 +79,7 @@ class SharedTransport(Transport):
         self._library.run_steps(self._link, [*steps], depth)
 
     def piece_bytes(self, depth: int) -> int:
-        return int(self._library.slot_bytes())
+        return self._slot_bytes
 
     def scratch_bytes(self) -> int:
         return super().scratch_bytes() + self._mailboxes[self.rank].size()
