@@ -69,9 +69,8 @@ class SharedTransport(Transport):
         has_own_core = dist.get_world_size() <= len(os.sched_getaffinity(0))  # ranks of other groups want cores, too
         longs = ctypes.c_long * p
         self._link = library.connect_mailboxes(
-            p, self.rank, longs(*addresses), longs(*self._processes), has_own_core, _ADDED_DTYPES
+            p, self.rank, longs(*addresses), longs(*self._processes), timeout_s, has_own_core, _ADDED_DTYPES
         )
-        library.set_timeout(self._link, timeout_s)
         # Not when the interpreter ends: a thread may still wait for a message.
         weakref.finalize(self, library.disconnect_mailboxes, self._link).atexit = False
 
@@ -90,8 +89,8 @@ def _declare(library: ctypes.PyDLL) -> Any:
     library.mailbox_bytes.argtypes, library.mailbox_bytes.restype = [ctypes.c_long], ctypes.c_long
     library.slot_bytes.restype = ctypes.c_long
     library.connect_mailboxes.restype = ctypes.c_void_p
-    library.connect_mailboxes.argtypes = [ctypes.c_long, ctypes.c_long, longs, longs, ctypes.c_bool, ctypes.py_object]
-    library.set_timeout.argtypes, library.set_timeout.restype = [ctypes.c_void_p, ctypes.c_double], None
+    library.connect_mailboxes.argtypes = [ctypes.c_long, ctypes.c_long, longs, longs]
+    library.connect_mailboxes.argtypes += [ctypes.c_double, ctypes.c_bool, ctypes.py_object]
     library.disconnect_mailboxes.argtypes, library.disconnect_mailboxes.restype = [ctypes.c_void_p], None
     library.run_steps.argtypes = [ctypes.c_void_p, ctypes.py_object, ctypes.c_long]
     library.run_steps.restype = ctypes.py_object
