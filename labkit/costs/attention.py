@@ -1,10 +1,10 @@
-"""What softmax attention should cost: FLOPs, and the bytes of every tensor of the explicit version.
+"""Costs of softmax attention: FLOPs, and the bytes of every tensor of the naive version.
 
-Legend: b sequences (batch times heads), s queries and as many keys, d head dimension, e bytes an element.
+Legend: b sequences (batch times heads), s queries and as many keys, d head dimension, e bytes per element.
 
-FLOPs are counted as in Dao 2023, FlashAttention-2 (arXiv:2307.08691), section 4.1: two products of s x s x d
-forward, five backward (one of them forms the scores again), half of that if causal. An implementation that computes
-hidden blocks, or keeps the probabilities, does more or less than is counted: rates made of it are of useful work.
+FLOPs are counted as in Dao 2023, FlashAttention-2 (arXiv:2307.08691), section 4.1: two matmuls of s x s x d forward,
+five backward (one of them forms the scores again), half of that if causal. An implementation may do more or less than
+is counted, so that rates are of useful work.
 """
 
 BACKWARD_OVER_FORWARD = 2.5

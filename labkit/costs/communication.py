@@ -1,13 +1,13 @@
-"""What collectives should cost: messages and bytes by algorithm, the alpha-beta model, its fit; gradient buckets.
+"""Costs of collectives: messages and bytes by algorithm, the alpha-beta model and its fit, gradient buckets.
 
-Collectives follow the alpha-beta model (Hockney 1994): a message of n bytes takes alpha + n * beta seconds,
-and an algorithm is known by how many messages follow one another and how many bytes a rank sends.
+Collectives follow the alpha-beta model (Hockney 1994): a message of n bytes takes alpha + n * beta seconds. An
+algorithm costs a number of successive messages and the bytes that a rank sends in them.
 
-An all-reduce is a reduce-scatter and an all-gather of shards of n/p bytes, and costs what both do (Thakur, Rabenseifner
-& Gropp 2005, "Optimization of collective communication operations in MPICH", sections 4.1 and 4.2; no algorithm sends
-fewer than n (p-1)/p bytes a rank in either). ZeRO's communication volumes count the same (arXiv:1910.02054, section 7).
+An all-reduce is a reduce-scatter and an all-gather of shards of n/p bytes (Thakur, Rabenseifner & Gropp 2005,
+"Optimization of collective communication operations in MPICH", sections 4.1 and 4.2; each phase sends at least
+n (p-1)/p bytes per rank). ZeRO's communication volumes count the same (arXiv:1910.02054, section 7).
 
-Legend: p ranks, n bytes in the reduced tensor, or in all shards of it, alpha seconds a message, beta seconds a byte.
+Legend: p ranks, n bytes in the reduced tensor or all its shards, alpha seconds per message, beta seconds per byte.
 """
 
 import math
@@ -19,7 +19,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class MessageCost:
-    """What one rank on the critical path does: messages that follow one another, and bytes sent in them."""
+    """Successive messages of one rank on the critical path, and the bytes sent in them."""
 
     messages: float
     n_bytes: float
@@ -29,7 +29,7 @@ class MessageCost:
 
 
 CostOf = Callable[[int, float], MessageCost]
-"""(world size, bytes) -> what an algorithm costs."""
+"""(world size, bytes) -> cost of an algorithm."""
 
 
 @dataclass(frozen=True)
@@ -56,17 +56,17 @@ def ring(world_size: int, n_bytes: float) -> MessageCost:
 
 
 def direct_phase(world_size: int, n_bytes: float) -> MessageCost:
-    """Everybody sends everybody a shard, once: p-1 messages of n/p bytes that go at once."""
+    """Each rank sends each other rank a shard: p-1 concurrent messages of n/p bytes."""
     return MessageCost(0, 0) if world_size == 1 else MessageCost(1, n_bytes * (world_size - 1) / world_size)
 
 
 def butterfly(world_size: int, n_bytes: float) -> MessageCost:
-    """Direct exchange: everybody sends everybody a shard, twice; the p-1 messages of a round go at once."""
+    """Direct exchange: each rank sends each other rank a shard, twice; the p-1 messages of a round are concurrent."""
     return direct_phase(world_size, n_bytes) + direct_phase(world_size, n_bytes)
 
 
 def one_shot(world_size: int, n_bytes: float) -> MessageCost:
-    """Everybody sends everybody the whole tensor; the p-1 messages go at once."""
+    """Each rank sends each other rank the whole tensor, in p-1 concurrent messages."""
     return MessageCost(0, 0) if world_size == 1 else MessageCost(1, n_bytes * (world_size - 1))
 
 
@@ -86,8 +86,8 @@ def halving_doubling(world_size: int, n_bytes: float) -> MessageCost:
 def halving_phase(world_size: int, n_bytes: float) -> MessageCost:
     """Reduce-scatter by halving: log2(p) messages, n(p-1)/p bytes. All-gather by doubling: the same, backwards.
 
-    Ranks beyond a power of two q hand on n bytes before, and get n/p after. Those they are folded into have two shards,
-    so that with p - q of them a round sends up to twice what it does without.
+    Ranks beyond a power of two q hand on n bytes before, and get n/p after. The p - q ranks they are folded into have
+    two shards, so a round sends up to twice as much.
     """
     rounds = world_size.bit_length() - 1
     power = 2**rounds
@@ -122,25 +122,28 @@ def bus_bandwidth(world_size: int, n_bytes: float, seconds: float) -> float:
 
 
 def fit_alpha_beta(costs: Sequence[MessageCost], seconds: Sequence[float]) -> AlphaBeta:
-    """Least squares on the *relative* error, alpha and beta not below zero.
+    """Fit alpha and beta, neither below zero, by least squares on the *relative* error.
 
-    Absolute least squares would fit the largest messages alone: one at 100 MB outweighs all at 4 KB by ten
-    orders of magnitude. ValueError with fewer than two measurements or a time that is not positive.
+    Absolute errors would fit the largest messages alone: one at 100 MB outweighs all at 4 KB by ten orders of
+    magnitude. ValueError with fewer than two measurements or a time that is not positive.
     """
+    from scipy.optimize import nnls  # slow to load, and ranks import this module
+
     times = np.asarray(seconds, dtype=np.float64)
     if len(costs) != len(times) or len(times) < 2 or not (times > 0).all():
-        raise ValueError(f"expected two or more positive times, one a cost: {len(times)} for {len(costs)}")
+        raise ValueError(f"expected two or more positive times, one per cost: {len(times)} for {len(costs)}")
     work = np.array([[cost.messages, cost.n_bytes] for cost in costs]) / times[:, None]
-    alpha, beta = _non_negative_least_squares(work, np.ones(len(times)))
+    scale = np.maximum(work.max(axis=0), np.finfo(np.float64).tiny)  # alpha and beta differ by 1e5
+    alpha, beta = nnls(work / scale, np.ones(len(times)))[0] / scale
     errors = np.abs(work @ [alpha, beta] - 1)
-    return AlphaBeta(alpha, beta, float(np.median(errors)), float(errors.max()))
+    return AlphaBeta(float(alpha), float(beta), float(np.median(errors)), float(errors.max()))
 
 
 def bucket_overhead(buckets: float, n_bytes: float) -> MessageCost:
     """What a step waits for if the communication of all but the last of k equal buckets hides behind backward.
 
-    A call a bucket and the last bucket's bytes, so that its time is k*o + s/(w*k) for s bytes of gradients, w bytes/s
-    and o seconds a call: alpha is o, beta is 1/w. ValueError for fewer than one bucket.
+    A call per bucket and the last bucket's bytes: k*o + s/(w*k) seconds for s bytes of gradients, w bytes/s and o
+    seconds per call. ValueError for fewer than one bucket.
     """
     if buckets < 1:
         raise ValueError(f"expected one bucket or more, got {buckets}")
@@ -152,18 +155,6 @@ def best_buckets(n_bytes: float, model: AlphaBeta) -> float:
     if model.alpha_s <= 0:
         return math.inf
     return max(1.0, math.sqrt(n_bytes * model.beta_s_per_byte / model.alpha_s))
-
-
-def _non_negative_least_squares(matrix: np.ndarray, target: np.ndarray) -> tuple[float, float]:
-    """Two unknowns: if the free solution has a negative one, the optimum lies where that one is zero."""
-    scale = np.maximum(np.abs(matrix).max(axis=0), np.finfo(np.float64).tiny)  # alpha and beta differ by 1e5
-    free, *_ = np.linalg.lstsq(matrix / scale, target, rcond=None)
-    if (free >= 0).all():
-        first, second = free / scale
-        return float(first), float(second)
-    alone = [max(0.0, float(column @ target / max(column @ column, 1e-300))) for column in matrix.T]
-    candidates = [(alone[0], 0.0), (0.0, alone[1])]
-    return min(candidates, key=lambda pair: float(np.square(matrix @ pair - target).sum()))
 
 
 def crossover_bytes(first: CostOf, second: CostOf, world_size: int, model: AlphaBeta) -> float | None:

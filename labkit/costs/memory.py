@@ -1,8 +1,8 @@
-"""What a training step of the Transformer should hold in memory: formulas, tensor by tensor.
+"""Memory of a training step of the Transformer: formulas, tensor by tensor.
 
-Parameters, gradients and AdamW's two states are float32: 4, 4 and 8 bytes a parameter. What a layer keeps for its
-backward pass follows from its operators, with explicit attention; `saved_by_layer` names every tensor. `device` is
-"cpu" or "cuda": CUDA's autocast takes the softmax in float32, and its AdamW updates all parameters together.
+Parameters, gradients and AdamW's two states are float32: 4, 4 and 8 bytes per parameter. What a layer keeps for its
+backward pass follows from its operators, with naive attention; `saved_by_layer` names every tensor. `device` is "cpu"
+or "cuda": CUDA's autocast takes the softmax in float32, and its AdamW updates all parameters together.
 
 Legend: B batch, S sequence, T = B*S tokens, d d_model, f d_ff, H heads, L layers, V vocabulary, N parameters.
 """

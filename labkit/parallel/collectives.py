@@ -42,7 +42,7 @@ from torch import Tensor
 
 from labkit.costs import communication
 from labkit.parallel.disable_compile import disable_compile
-from labkit.parallel.prepare import InPlace, Reduction, check_into, check_reducible, cut, shard_sizes
+from labkit.parallel.prepare import InPlace, Reduction, check_into, cut, shard_sizes
 from labkit.parallel.select_algorithm import Algorithm, select_algorithm
 from labkit.parallel.transport.base import Step, Transport
 from labkit.parallel.transport.select_transport import AUTO, find_transport, release_scratch, scratch_bytes
@@ -180,12 +180,14 @@ def recursive_doubling_all_reduce(
     """
     with Reduction(tensor, group, op, transport, "recursive_doubling") as (vector, transport, divisor):
         ranks, distance = power_of_two_ranks(transport.world_size), 1
-        _fold(vector, transport, inward=True)
+        _fold(vector, ranks, transport, inward=True)
+        pieces, steps = cut([vector], transport, depth=2)[0], []
         while transport.rank in ranks and distance < len(ranks):
-            partner, is_last = ranks[ranks.index(transport.rank) ^ distance], 2 * distance == len(ranks)
-            _swap(vector, vector, partner, transport, add=True, divisor=divisor if is_last else 1)
+            partner, by = ranks[ranks.index(transport.rank) ^ distance], divisor if 2 * distance == len(ranks) else 1
+            steps += [Step(piece, partner, piece, partner, add=True, divisor=by) for piece in pieces]
             distance *= 2
-        _fold(vector, transport, inward=False)
+        transport.run(steps, depth=min(2, len(pieces)))
+        _fold(vector, ranks, transport, inward=False)
 
 
 @disable_compile
@@ -204,14 +206,14 @@ def halving_doubling_all_reduce(
         ranks = power_of_two_ranks(transport.world_size)
         distances = [1 << i for i in range(len(ranks).bit_length() - 1)] if transport.rank in ranks else []
         k = ranks.index(transport.rank) if distances else 0
-        _fold(vector, transport, inward=True)
+        _fold(vector, ranks, transport, inward=True)
         for d in reversed(distances):
             kept, given = _two_ranges(vector, k, d, len(ranks))
             _swap(given, kept, ranks[k ^ d], transport, add=True, divisor=divisor if d == 1 else 1)
         for d in distances:
             complete, missing = _two_ranges(vector, k, d, len(ranks))
             _swap(complete, missing, ranks[k ^ d], transport, add=False)
-        _fold(vector, transport, inward=False)
+        _fold(vector, ranks, transport, inward=False)
 
 
 def _two_ranges(vector: Tensor, k: int, d: int, q: int) -> list[Tensor]:
@@ -228,9 +230,9 @@ def power_of_two_ranks(world_size: int) -> tuple[int, ...]:
     return tuple(2 * k if k < folded else k + folded for k in range(q))
 
 
-def _fold(vector: Tensor, transport: Transport, *, inward: bool) -> None:
+def _fold(vector: Tensor, ranks: Sequence[int], transport: Transport, *, inward: bool) -> None:
     """Odd ranks among the first 2 (p-q) send their vector to the rank before them, which adds it, or receive it."""
-    if transport.rank < 2 * (transport.world_size - len(power_of_two_ranks(transport.world_size))):
+    if transport.rank < 2 * (transport.world_size - len(ranks)):
         is_sender = transport.rank % 2 == inward
         sent, received = (vector, vector[:0]) if is_sender else (vector[:0], vector)
         _swap(sent, received, transport.rank ^ 1, transport, add=inward)
@@ -259,10 +261,9 @@ def all_reduce(tensor: Tensor, group: Group = None, op: str = "mean", *, transpo
     Raises ValueError for an `op` other than "mean" and "sum", for a tensor that is not of a float dtype or whose
     elements share memory, and for a group that this rank is not in.
     """
-    check_reducible(tensor, op)
     transport = find_transport(group, tensor.device, transport)
-    name = select_algorithm(tensor.nbytes, transport.world_size, transport.name)
-    ALGORITHMS[name](tensor, group, op, transport=transport)
+    name = select_algorithm(tensor.numel() * tensor.itemsize, transport.world_size, transport.name)
+    ALGORITHMS[name].run(tensor, group, op, transport=transport)
 
 
 @disable_compile
@@ -280,7 +281,6 @@ def reduce_scatter(
     `into`, a vector of the shard's length, gets the shard instead. `sizes`: elements of each rank's shard, if they are
     not equal. Raises ValueError as `all_reduce`, and for `sizes` and `into` that do not fit.
     """
-    check_reducible(tensor, op)
     transport = find_transport(group, tensor.device, transport)
     sizes, r = shard_sizes(tensor.numel(), transport.world_size, sizes), transport.rank
     if into is not None:

@@ -36,14 +36,8 @@ def exchange(
     for part, rank in ((send, to), (receive, source)):
         if part is not None and (rank is None or not 0 <= rank < transport.world_size):
             raise ValueError(f"expected a rank from 0 to {transport.world_size - 1}, got {rank}")
-    outgoing = [] if send is None else _pieces(send.detach().to(transport.device).contiguous().view(-1), transport)
-    if receive is None:
-        transport.run([Step(piece, to or 0, None, 0) for piece in outgoing], depth=2)
-        return
-    with InPlace(receive, group, transport, "exchange", "direct") as (vector, counting):
-        pairs = zip_longest(outgoing, _pieces(vector, transport))
-        counting.run([Step(sent, to or 0, received, source or 0) for sent, received in pairs], depth=2)
-
-
-def _pieces(vector: torch.Tensor, transport: Transport) -> list[torch.Tensor]:
-    return cut([vector], transport, depth=2)[0]
+    nothing = tensor.new_empty(0)
+    outgoing = (nothing if send is None else send).detach().to(transport.device).contiguous().view(-1)
+    with InPlace(nothing if receive is None else receive, group, transport, "exchange", "direct") as (incoming, via):
+        pairs = zip_longest(*(cut([vector], via, depth=2)[0] for vector in (outgoing, incoming)))
+        via.run([Step(sent, to or 0, received, source or 0) for sent, received in pairs], depth=2)

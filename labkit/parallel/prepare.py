@@ -30,7 +30,8 @@ class InPlace:
         self, tensor: torch.Tensor, group: dist.ProcessGroup | None, transport: str | Transport, name: str, by: str
     ) -> None:
         """`name`, `by`: the collective and its algorithm, for `recorded_traffic`."""
-        check_dense(tensor)
+        if tensor.layout is not torch.strided:
+            raise ValueError(f"tensor must be dense, got {tensor.layout}")
         if tensor.is_inference() and not torch.is_inference_mode_enabled():
             raise ValueError("expected a tensor made outside of torch.inference_mode, or a call inside of it")
         is_contiguous = tensor.is_contiguous()
@@ -41,7 +42,8 @@ class InPlace:
             tensor = tensor.detach()
         self.copy_to: torch.Tensor | None = None
         if is_contiguous and tensor.device == found.device:
-            self.vector = tensor.as_strided((tensor.numel(),), (1,))  # one element may have any stride
+            # One element may have any stride.
+            self.vector = tensor if tensor.dim() == 1 < tensor.numel() else tensor.as_strided((tensor.numel(),), (1,))
         else:
             self.copy_to = tensor
             self.vector = tensor.to(found.device).contiguous().view(-1)
@@ -73,7 +75,7 @@ class Reduction(InPlace):
         by: str,
         name: str = "all_reduce",
     ) -> None:
-        check_reducible(tensor, op)
+        _check_reducible(tensor, op)
         super().__init__(tensor, group, transport, name, by)
         self.divisor = self.transport.world_size if op == "mean" else 1
         if self.divisor > 1 and tensor.dtype == torch.float16:
@@ -84,15 +86,8 @@ class Reduction(InPlace):
         return self.vector, self.transport, self.divisor
 
 
-def check_dense(tensor: torch.Tensor) -> None:
-    """Raise ValueError for a sparse tensor."""
-    if tensor.layout is not torch.strided:
-        raise ValueError(f"tensor must be dense, got {tensor.layout}")
-
-
-def check_reducible(tensor: torch.Tensor, op: str) -> None:
-    """Raise ValueError for an `op` other than "mean" and "sum", and unless the tensor is dense and of a float dtype."""
-    check_dense(tensor)
+def _check_reducible(tensor: torch.Tensor, op: str) -> None:
+    """Raise ValueError for an `op` other than "mean" and "sum", and for a dtype that is not added."""
     if op not in OPS:
         raise ValueError(f'op must be "mean" or "sum", got {op!r}')
     if tensor.dtype not in FLOAT_TYPES:
@@ -127,10 +122,11 @@ def shard_sizes(numel: int, world_size: int, sizes: Sequence[int] | None = None)
 
 def cut(shards: Sequence[torch.Tensor], transport: Transport, depth: int) -> list[list[torch.Tensor]]:
     """Cut every shard into as many pieces as the longest needs with `depth` of them in flight."""
-    length = transport.piece_bytes(depth) // shards[0].itemsize
-    number = max(1, max(-(-len(shard) // length) for shard in shards))
-    if number == 1:
+    longest, n_bytes = max([shard.nbytes for shard in shards]), transport.piece_bytes(depth)
+    if longest <= n_bytes:  # short vectors are in a hurry
         return [[shard] for shard in shards]
+    length = n_bytes // shards[0].itemsize
+    number = -(-longest // (length * shards[0].itemsize))
     return [[shard[i * length : (i + 1) * length] for i in range(number)] for shard in shards]
 
 

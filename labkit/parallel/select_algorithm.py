@@ -10,7 +10,7 @@ from labkit.costs.communication import CostOf
 from labkit.parallel.transport.base import POINT_TO_POINT, SHARED
 
 # Where one algorithm overtakes another: time over gloo's `dist.all_reduce`, medians, 2 cores, SCHED_BATCH, from
-# benchmarks/collectives_against_gloo.py (RD recursive doubling, D direct exchange, R ring, HD halving-doubling, 1S
+# benchmarks/against_torch.py (RD recursive doubling, D direct exchange, R ring, HD halving-doubling, 1S
 # one-shot).
 #
 #     ranks     2                       4                        8                        16
@@ -22,11 +22,13 @@ from labkit.parallel.transport.base import POINT_TO_POINT, SHARED
 #     100 MiB   HD .98  D .96  R .92    HD 1.2  D 1.0  R 1.0
 SHORT_BYTES = 512 << 10
 MIDDLE_BYTES = 16 << 20
-# Through shared memory a message costs little, and waiting much with more ranks than cores: one-shot waits once.
-SHARED_SHOT_BYTES = 192 << 10
-# Two ranks have one message in a row either way, and a swap is the shortest. Direct exchange moves no more bytes, and
-# half as many at a time, which stay in the cache.
-SHARED_SWAP_BYTES = 256 << 10
+# Through shared memory, time over that of direct exchange:
+#
+#     ranks     2         3         4         8
+#     64 KiB    RD .91    RD .73    RD .84    RD .77
+#     256 KiB   RD .96    RD .82    RD 1.0    RD 1.2
+#     512 KiB   RD 1.1    RD .87    RD 1.2
+SHARED_SHORT_BYTES = 192 << 10
 
 
 @dataclass(frozen=True)
@@ -47,10 +49,6 @@ def select_algorithm(n_bytes: int, world_size: int, transport: str = POINT_TO_PO
     """
     if world_size < 1 or n_bytes < 0:
         raise ValueError(f"expected n_bytes >= 0 and world_size >= 1, got {n_bytes} and {world_size}")
-    if transport == SHARED:
-        if world_size > 2:
-            return "one_shot" if n_bytes <= SHARED_SHOT_BYTES else "butterfly"
-        return "recursive_doubling" if n_bytes <= SHARED_SWAP_BYTES else "butterfly"
-    if n_bytes <= SHORT_BYTES:
+    if n_bytes <= (SHARED_SHORT_BYTES if transport == SHARED else SHORT_BYTES):
         return "recursive_doubling"
-    return "butterfly" if n_bytes <= MIDDLE_BYTES else "ring"
+    return "butterfly" if transport == SHARED or n_bytes <= MIDDLE_BYTES else "ring"

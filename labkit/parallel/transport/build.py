@@ -26,7 +26,7 @@ from pathlib import Path
 from labkit.parallel.transport.base import SharedMemoryUnavailable
 
 SOURCE = Path(__file__).with_name("shared_memory.cpp")
-FLAGS = ["-O3", "-march=native", "-ffp-contract=off", "-std=c++17", "-shared", "-fPIC", "-fvisibility=hidden"]
+FLAGS = ["-O3", "-march=native", "-ffp-contract=off", "-std=c++17", "-shared", "-fPIC"]
 BUILD_S = 120.0
 _SOURCE_ERROR = re.compile(r"\.(cpp|h|hpp):\d+:\d+: (fatal )?error: ")
 _PASSING = re.compile(r"no space left|cannot allocate|virtual memory|internal compiler error|killed", re.IGNORECASE)
@@ -42,7 +42,7 @@ def load(patience_s: float = BUILD_S) -> ctypes.PyDLL:
         try:
             _libraries.append(ctypes.PyDLL(str(_find_or_build(patience_s))))
         except (OSError, SharedMemoryUnavailable) as error:
-            _libraries.append(_first_line(str(error)))
+            _libraries.append(str(error))
     library = _libraries[0]
     if isinstance(library, str):
         raise SharedMemoryUnavailable(library)
@@ -54,7 +54,7 @@ def prepare() -> str:
     try:
         _find_or_build(BUILD_S)
     except (OSError, SharedMemoryUnavailable) as error:
-        return f"not available ({_first_line(str(error))})"
+        return f"not available ({error})"
     return "compiled"
 
 
@@ -62,14 +62,13 @@ def _find_or_build(patience_s: float) -> Path:
     start_s, deadline = time.time(), time.monotonic() + patience_s
     folder = _cache_folder() / f"shared-memory-{_build_key()}"
     library = folder / "library.so"
-    if library.exists():
-        return library
-    compiler = _find_compiler()
-    folder.mkdir(exist_ok=True)
-    with _locked(folder / "lock", deadline):
-        if not library.exists():
-            _raise_earlier_failure(folder / "failure.txt", start_s)
-            _compile(compiler, folder, deadline)
+    if not library.exists():
+        compiler = _find_compiler()
+        folder.mkdir(exist_ok=True)
+        with _locked(folder / "lock", deadline):
+            if not library.exists():
+                _raise_earlier_failure(folder / "failure.txt", start_s)
+                _compile(compiler, folder, deadline)
     return library
 
 
@@ -142,8 +141,7 @@ def _cache_folder() -> Path:
             is_executable = not os.statvfs(folder).f_flag & os.ST_NOEXEC
             if is_private and is_executable and os.access(folder, os.W_OK | os.X_OK):
                 return folder
-    names = " or ".join(map(str, candidates))
-    raise SharedMemoryUnavailable(f"no private folder for executable files: {names} cannot be used")
+    raise SharedMemoryUnavailable(f"no private folder for executable files: {' or '.join(map(str, candidates))}")
 
 
 @contextmanager
@@ -159,7 +157,3 @@ def _locked(path: Path, deadline: float) -> Iterator[None]:
                     raise SharedMemoryUnavailable("another process is still compiling it") from error
                 time.sleep(0.02)
         yield
-
-
-def _first_line(text: str) -> str:
-    return text.strip().partition("\n")[0]

@@ -92,9 +92,7 @@ def member_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
             raise ValueError("there is no process group: call torch.distributed.init_process_group first")
         group = dist.group.WORLD
     if not isinstance(group, dist.ProcessGroup):
-        raise ValueError(
-            f"group must be a process group that this rank belongs to, or None for all ranks; got {group!r}"
-        )
+        raise ValueError(f"group must be a process group that this rank belongs to, or None: all ranks; got {group!r}")
     return group
 
 
@@ -118,23 +116,18 @@ def _select(
         if preference == SHARED:
             raise ValueError("shared memory serves CPU tensors; these are moved by NCCL")
         return Selection(BatchTransport(group, device), "NCCL moves CUDA tensors")
+    existing = {each.transport.name: each.transport for each in known.values() if each.transport.device == _HOST}
     reason = "requested" if preference == POINT_TO_POINT else ""
     if preference == AUTO and group.size() == 1:
         reason = "one rank alone sends nothing"
     if not reason:
         try:
-            return Selection(_reuse(known, SHARED) or SharedTransport(group, _timeout_s(group)), "")
+            return Selection(existing.get(SHARED) or SharedTransport(group, _timeout_s(group)), "")
         except SharedMemoryUnavailable as error:
             if preference == SHARED:
                 raise ValueError(f"the ranks of this group cannot share memory: {error}") from error
             reason = str(error)
-    return Selection(_reuse(known, POINT_TO_POINT) or StreamTransport(group, tag), reason)
-
-
-def _reuse(known: dict[_Key, Selection], name: str) -> Transport | None:
-    """Return the transport of that kind which the group has already."""
-    transports = (selection.transport for selection in known.values())
-    return next((each for each in transports if each.name == name and each.device == _HOST), None)
+    return Selection(existing.get(POINT_TO_POINT) or StreamTransport(group, tag), reason)
 
 
 def _group_transports(group: dist.ProcessGroup | None) -> set[Transport]:

@@ -20,8 +20,11 @@
 #include <time.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstdint>
 #include <cstring>
+#include <optional>
+#include <sstream>
 #include <string>
 #include <vector>
 
@@ -81,33 +84,31 @@ void combine(void* result, const void* first, const void* second, long n_bytes, 
     }
 }
 
-// In the order of `dtypes` in shared_memory.py.
+// In the order of `_ADDED_DTYPES` in shared_memory.py.
 void (*const COMBINE[])(void*, const void*, const void*, long, long) = {
     combine<Plain<double>>, combine<Plain<float>>, combine<Float16>, combine<BFloat16>, combine<Plain<int64_t>>};
 const int N_DTYPES = 5, UNKNOWN = -1;
 
 const long CACHE_LINE = 64, NOTES = 16, SLOTS = 4, SLOT_BYTES = 512 << 10;
-// A rank that waits looks, gives its core up between looks, then sleeps, and now and then looks whether the other rank
-// lives. Measured with 4 ranks on 2 cores, time over gloo's at 4 KiB, 64 KiB, 1 MiB, 10 MiB:
-// 30 yields .26 .31 .48 .41; 300 yields .23 .28 .32 .38; 1000 yields .25 .27 .35 .40.
-const int LOOKS = 200, YIELDS = 300;
+// A rank that waits looks, yields between looks, then sleeps. 4 ranks on 2 cores, time over gloo's at 4 KiB, 64 KiB,
+// 1 MiB, 10 MiB: 30 yields .26 .31 .48 .41; 300 yields .23 .28 .32 .38; 1000 yields .25 .27 .35 .40.
+const int LOOKS = 1000, YIELDS = 300;
 const long SPIN_NS = 500'000, SLEEP_NS = 200'000'000;
 
 struct Part {  // a contiguous vector; no bytes: no message
-    PyObject* tensor = nullptr;
+    PyObject* tensor;
     char* data = nullptr;
-    long n_bytes = 0;
-    int dtype = UNKNOWN;
+    long n_bytes = 0, dtype = UNKNOWN;
 };
 
-struct Step {  // `Step` in base.py
+struct Step {  // as in base.py
     Part outgoing, incoming, into;
     long target, source, divisor;
     bool is_added;
 };
 
 struct Message {
-    long target, number;  // number: how many were sent to that rank before
+    long target, number;  // how many were sent to that rank before
 };
 
 struct Failure {
@@ -115,45 +116,43 @@ struct Failure {
     std::string text;
 };
 
-std::string rank_name(long rank) { return "rank " + std::to_string(rank); }
+template <class... Words>
+[[noreturn]] void refuse(PyObject* type, Words... words) {
+    std::ostringstream text;
+    (text << ... << words);
+    throw Failure{type, text.str()};
+}
 
-struct Reference {  // to an object, given back at the end of the block
-    PyObject* object;
-    explicit Reference(PyObject* result) : object(result) {
-        if (!result) throw Failure{nullptr, ""};
-    }
-    ~Reference() { Py_DECREF(object); }
-    Reference(const Reference&) = delete;
-};
+// Give a new reference back: somebody else keeps the object alive.
+PyObject* borrow(PyObject* result) {
+    if (!result) throw Failure{nullptr, ""};
+    Py_DECREF(result);
+    return result;
+}
 
 long as_long(PyObject* number) {
-    long value = PyLong_AsLong(number);
+    long value = number ? PyLong_AsLong(number) : -1;
     if (value == -1 && PyErr_Occurred()) throw Failure{nullptr, ""};
+    Py_DECREF(number);
     return value;
 }
 
-long now_ns() {
-    timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return now.tv_sec * 1'000'000'000 + now.tv_nsec;
-}
+long now_ns() { return std::chrono::steady_clock::now().time_since_epoch().count(); }
 
 struct Mailboxes {
-    long rank;
+    long rank, timeout_ns;
     bool has_own_core;  // then a rank spins before it sleeps
     std::vector<long> addresses, processes;  // of mailboxes, and descriptors of processes (pidfd), by rank
     PyObject* dtypes;                        // a tuple, as long as `COMBINE`
     long p = long(addresses.size());
     std::vector<long> sent = std::vector<long>(p), taken = sent, received = sent;  // messages, by the other rank
     std::vector<Message> in_slot[SLOTS] = {};                // that may not have been taken yet
-    long slots_used = 0, staged_step = 0, staged_slot = 0;  // the part that was copied last
-    PyObject* staged = nullptr;
-    long timeout_ns = 0;
+    PyObject* staged = nullptr;  // the part that was copied last
+    long slots_used = 0, staged_step = 0, staged_slot = 0;
     bool is_busy = false;
     PyThreadState* thread = nullptr;
 
     // Layout of a mailbox
-
     static long size(long p) { return (2 * p + p * NOTES) * CACHE_LINE + SLOTS * SLOT_BYTES; }
     char* start(long owner) { return reinterpret_cast<char*>(addresses[owner]); }
     sem_t* semaphore(long owner, long n) { return reinterpret_cast<sem_t*>(start(owner) + n * CACHE_LINE); }
@@ -162,18 +161,12 @@ struct Mailboxes {
     long* note(long sender, long target, long number) {
         return reinterpret_cast<long*>(start(sender) + (2 * p + target * NOTES + number % NOTES) * CACHE_LINE);
     }
-    char* slot(long owner, long number) {
-        return start(owner) + (2 * p + p * NOTES) * CACHE_LINE + number * SLOT_BYTES;
-    }
+    char* slot(long owner, long number) { return start(owner) + size(p) - (SLOTS - number) * SLOT_BYTES; }
 
     // Take a semaphore that rank `peer` posts.
     void wait(sem_t* awaited, long peer) {
-        for (int looks = has_own_core ? LOOKS : 1; looks; looks--) {
+        for (int looks = has_own_core ? LOOKS : 1; looks; looks--)
             if (sem_trywait(awaited) == 0) return;
-#if defined(__x86_64__)
-            __builtin_ia32_pause();
-#endif
-        }
         long start = now_ns(), now = start;
         for (int yields = YIELDS; has_own_core ? now < start + SPIN_NS : yields-- > 0; now = now_ns()) {
             sched_yield();
@@ -191,25 +184,23 @@ struct Mailboxes {
             if (is_interrupted) throw Failure{nullptr, ""};
             if (!has_ended && !is_late) continue;
             if (sem_trywait(awaited) == 0) return;  // posted before the other rank ended
-            if (has_ended) throw Failure{PyExc_RuntimeError, rank_name(peer) + " ended while this rank waited for it"};
-            throw Failure{PyExc_TimeoutError, "waited too long for " + rank_name(peer)};
+            if (has_ended) refuse(PyExc_RuntimeError, "rank ", peer, " ended while this rank waited for it");
+            refuse(PyExc_TimeoutError, "waited too long for rank ", peer);
         }
     }
 
-    // Whether a message has been taken; if `is_patient`, return when it has.
+    // Whether a message has been taken; if `is_patient`, wait until it has.
     bool is_taken(Message message, bool is_patient) {
         long& count = taken[message.target];
-        for (; count <= message.number; count++) {
-            sem_t* semaphore = taken_by(message.target, rank);
+        for (; count <= message.number; count++)
             if (is_patient)
-                wait(semaphore, message.target);
-            else if (sem_trywait(semaphore) != 0)
+                wait(taken_by(message.target, rank), message.target);
+            else if (sem_trywait(taken_by(message.target, rank)) != 0)
                 return false;
-        }
         return true;
     }
 
-    // Send the part of a step; false if that would mean waiting, and `is_patient` is false.
+    // Send the part of a step; return false instead of waiting if not `is_patient`.
     bool send(const Step& step, long number, long depth, bool is_patient) {
         const Part& part = step.outgoing;
         if (!part.n_bytes) return true;
@@ -238,14 +229,11 @@ struct Mailboxes {
         wait(filled(step.source, rank), step.source);
         long* place = note(step.source, rank, received[step.source]++);
         if (place[1] != part.n_bytes)
-            throw Failure{PyExc_RuntimeError, rank_name(step.source) + " sent " + std::to_string(place[1]) +
-                                                  " bytes to " + rank_name(rank) + ", which expected " +
-                                                  std::to_string(part.n_bytes) +
-                                                  ": every rank must call with a tensor of one shape and dtype"};
-        const char* message = slot(step.source, place[0]);
+            refuse(PyExc_RuntimeError, "every rank must call with a tensor of one shape and dtype: rank ", step.source,
+                   " sent ", place[1], " bytes to rank ", rank, ", which expected ", part.n_bytes);
+        char *message = slot(step.source, place[0]), *result = step.into.data ? step.into.data : part.data;
         if (step.is_added)
-            COMBINE[part.dtype](step.into.data ? step.into.data : part.data, part.data, message, part.n_bytes,
-                                step.divisor);
+            COMBINE[part.dtype](result, part.data, message, part.n_bytes, step.divisor);
         else
             memcpy(part.data, message, part.n_bytes);
         sem_post(taken_by(rank, step.source));
@@ -268,48 +256,42 @@ struct Mailboxes {
         static PyObject* const DTYPE = PyUnicode_InternFromString("dtype");
         Part part{tensor};
         if (tensor == Py_None) return part;
-        if (Reference(PyObject_CallMethodNoArgs(tensor, IS_CONTIGUOUS)).object == Py_False)
-            throw Failure{PyExc_ValueError, "expected contiguous vectors to send and receive"};
-        part.data = reinterpret_cast<char*>(as_long(Reference(PyObject_CallMethodNoArgs(tensor, DATA_PTR)).object));
-        part.n_bytes = as_long(Reference(PyObject_GetAttr(tensor, NBYTES)).object);
-        if (part.n_bytes > SLOT_BYTES)
-            throw Failure{PyExc_ValueError, "expected a part of at most " + std::to_string(SLOT_BYTES) +
-                                                " bytes, got " + std::to_string(part.n_bytes)};
-        Reference dtype(PyObject_GetAttr(tensor, DTYPE));
+        bool is_contiguous = borrow(PyObject_CallMethodNoArgs(tensor, IS_CONTIGUOUS)) == Py_True;
+        if (!is_contiguous) refuse(PyExc_ValueError, "expected contiguous vectors to send and receive");
+        part.data = reinterpret_cast<char*>(as_long(PyObject_CallMethodNoArgs(tensor, DATA_PTR)));
+        part.n_bytes = as_long(PyObject_GetAttr(tensor, NBYTES));
+        if (part.n_bytes > SLOT_BYTES) refuse(PyExc_ValueError, "expected at most ", SLOT_BYTES, " bytes in a part");
+        if (!is_added) return part;
+        PyObject* dtype = borrow(PyObject_GetAttr(tensor, DTYPE));
         for (int i = 0; i < N_DTYPES; i++)
-            if (dtype.object == PyTuple_GET_ITEM(dtypes, i)) part.dtype = i;
-        if (is_added && part.dtype == UNKNOWN)
-            throw Failure{PyExc_ValueError, "expected a tensor of a float dtype, or of int64, to add"};
+            if (dtype == PyTuple_GET_ITEM(dtypes, i)) part.dtype = i;
+        if (part.dtype == UNKNOWN) refuse(PyExc_ValueError, "expected a float dtype, or int64, to add");
         return part;
     }
 
     Step read_step(PyObject* step) {
         auto field = [step](int i) { return PyTuple_GET_ITEM(step, i); };
+        auto number = [&](int i) { return as_long(Py_NewRef(field(i))); };
         bool is_added = field(4) == Py_True;
-        return {read_part(field(0), false), read_part(field(2), is_added), read_part(field(6), false),
-                as_long(field(1)),          as_long(field(3)),             as_long(field(5)),
-                is_added};
+        Part outgoing = read_part(field(0), false), incoming = read_part(field(2), is_added);
+        return {outgoing, incoming, read_part(field(6), false), number(1), number(3), number(5), is_added};
     }
 
     // Other threads may run Python meanwhile. No scope guards: a Python that ends, ends this thread as it comes back.
     void run(PyObject* list, long depth) {
-        if (is_busy)
-            throw Failure{PyExc_RuntimeError,
-                          "another call on this group is not over: another thread makes it, or an error cut it short"};
+        if (is_busy) refuse(PyExc_RuntimeError, "another call on this group is not over, or was cut short");
         std::vector<Step> steps;
         for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list); i++) steps.push_back(read_step(PyList_GET_ITEM(list, i)));
-        Failure failure{nullptr, ""};
+        std::optional<Failure> failure;
         is_busy = true;
-        bool is_done = false;
         thread = PyEval_SaveThread();
         try {
             carry_out(steps, depth);
-            is_done = true;
         } catch (const Failure& error) {
             failure = error;
         }
         PyEval_RestoreThread(thread);
-        if (!is_done) throw failure;  // and stay busy: its messages are still there
+        if (failure) throw *failure;  // and stay busy: its messages are still there
         is_busy = false;
     }
 };
@@ -318,15 +300,16 @@ struct Mailboxes {
 
 // What Python calls (ctypes.PyDLL), with the interpreter's lock held. nullptr: an error is set.
 
-#define EXPORTED extern "C" __attribute__((visibility("default")))
+extern "C" {
 
-EXPORTED long mailbox_bytes(long p) { return Mailboxes::size(p); }
-EXPORTED long slot_bytes() { return SLOT_BYTES; }
+long mailbox_bytes(long p) { return Mailboxes::size(p); }
+long slot_bytes() { return SLOT_BYTES; }
 
 // Make this rank's semaphores. `dtypes`: a tuple in the order of `COMBINE`, which the caller keeps alive.
-EXPORTED Mailboxes* connect_mailboxes(long p, long rank, const long* addresses, const long* processes,
-                                      bool has_own_core, PyObject* dtypes) {
-    auto mailboxes = new Mailboxes{rank, has_own_core, {addresses, addresses + p}, {processes, processes + p}, dtypes};
+Mailboxes* connect_mailboxes(long p, long rank, const long* addresses, const long* processes, double timeout_s,
+                             bool has_own_core, PyObject* dtypes) {
+    auto mailboxes = new Mailboxes{
+        rank, long(timeout_s * 1e9), has_own_core, {addresses, addresses + p}, {processes, processes + p}, dtypes};
     for (long other = 0; other < p; other++) {
         sem_init(mailboxes->filled(rank, other), 1, 0);
         sem_init(mailboxes->taken_by(other, rank), 1, 0);
@@ -334,10 +317,8 @@ EXPORTED Mailboxes* connect_mailboxes(long p, long rank, const long* addresses, 
     return mailboxes;
 }
 
-EXPORTED void disconnect_mailboxes(Mailboxes* mailboxes) { delete mailboxes; }
-EXPORTED void set_timeout(Mailboxes* mailboxes, double timeout_s) { mailboxes->timeout_ns = long(timeout_s * 1e9); }
-
-EXPORTED PyObject* run_steps(Mailboxes* mailboxes, PyObject* steps, long depth) {
+void disconnect_mailboxes(Mailboxes* mailboxes) { delete mailboxes; }
+PyObject* run_steps(Mailboxes* mailboxes, PyObject* steps, long depth) {
     try {
         mailboxes->run(steps, depth);
     } catch (const Failure& failure) {
@@ -345,4 +326,5 @@ EXPORTED PyObject* run_steps(Mailboxes* mailboxes, PyObject* steps, long depth) 
         return nullptr;
     }
     Py_RETURN_NONE;
+}
 }

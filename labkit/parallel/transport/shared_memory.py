@@ -35,9 +35,10 @@ class SharedTransport(Transport):
     def __init__(self, group: dist.ProcessGroup, timeout_s: float) -> None:
         """A collective; raises SharedMemoryUnavailable, with one reason, on all ranks or on none."""
         super().__init__(group.rank(), group.size(), torch.device("cpu"))
-        descriptor, failure = -1, ""
+        self._slot_bytes, descriptor, failure = 0, -1, ""
         try:
             self._library = _declare(build.load(timeout_s / 4))
+            self._slot_bytes = self._library.slot_bytes()
             descriptor, memory = _make_mailbox(self._library.mailbox_bytes(self.world_size), self.world_size)
         except (SharedMemoryUnavailable, OSError) as error:
             failure = str(error)
@@ -68,9 +69,8 @@ class SharedTransport(Transport):
         has_own_core = dist.get_world_size() <= len(os.sched_getaffinity(0))  # ranks of other groups want cores, too
         longs = ctypes.c_long * p
         self._link = library.connect_mailboxes(
-            p, self.rank, longs(*addresses), longs(*self._processes), has_own_core, _ADDED_DTYPES
+            p, self.rank, longs(*addresses), longs(*self._processes), timeout_s, has_own_core, _ADDED_DTYPES
         )
-        library.set_timeout(self._link, timeout_s)
         # Not when the interpreter ends: a thread may still wait for a message.
         weakref.finalize(self, library.disconnect_mailboxes, self._link).atexit = False
 
@@ -78,7 +78,7 @@ class SharedTransport(Transport):
         self._library.run_steps(self._link, [*steps], depth)
 
     def piece_bytes(self, depth: int) -> int:
-        return int(self._library.slot_bytes())
+        return self._slot_bytes
 
     def scratch_bytes(self) -> int:
         return super().scratch_bytes() + self._mailboxes[self.rank].size()
@@ -89,8 +89,8 @@ def _declare(library: ctypes.PyDLL) -> Any:
     library.mailbox_bytes.argtypes, library.mailbox_bytes.restype = [ctypes.c_long], ctypes.c_long
     library.slot_bytes.restype = ctypes.c_long
     library.connect_mailboxes.restype = ctypes.c_void_p
-    library.connect_mailboxes.argtypes = [ctypes.c_long, ctypes.c_long, longs, longs, ctypes.c_bool, ctypes.py_object]
-    library.set_timeout.argtypes, library.set_timeout.restype = [ctypes.c_void_p, ctypes.c_double], None
+    library.connect_mailboxes.argtypes = [ctypes.c_long, ctypes.c_long, longs, longs]
+    library.connect_mailboxes.argtypes += [ctypes.c_double, ctypes.c_bool, ctypes.py_object]
     library.disconnect_mailboxes.argtypes, library.disconnect_mailboxes.restype = [ctypes.c_void_p], None
     library.run_steps.argtypes = [ctypes.c_void_p, ctypes.py_object, ctypes.c_long]
     library.run_steps.restype = ctypes.py_object

@@ -1,0 +1,350 @@
+"""Time of labkit's parts over that of torch's, taking turns on this machine. Exits 1 if a bound is missed.
+
+    python benchmarks/against_torch.py                                    # all that run on a CPU: some ten minutes
+    python benchmarks/against_torch.py --only all_reduce --worlds 2 4 8 --sizes 4096 1048576 --algorithms auto ring
+    python benchmarks/against_torch.py --only data_parallel sharding --rounds 30
+    python benchmarks/against_torch.py --only flash                       # needs a CUDA GPU
+
+Alternatives take turns on ranks under SCHED_BATCH, one thread each, shuffled every round; ranks begin a turn at one
+moment and the slowest counts. A ratio is labkit's time over torch's: below 1 labkit is faster. Bounds are for two quiet
+cores, or an H100 (flash). Each line begins with the bandwidth of a copy of 64 MB by all ranks: memory has slow phases.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import product
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import AdamW
+
+from labkit.bench.clock import start_together, time_interleaved
+from labkit.bench.memory import peak_memory_growth
+from labkit.bench.statistics import compare
+from labkit.costs.transformer import TransformerShape
+from labkit.nn.attention import naive_attention
+from labkit.nn.attention_implementations import attention_named
+from labkit.nn.transformer import Transformer, language_model_loss
+from labkit.nn.vision import ResNet50
+from labkit.parallel.collectives import ALGORITHMS, all_gather, all_reduce, reduce_scatter
+from labkit.parallel.data_parallel.implementations import wrap
+from labkit.parallel.launch import run_ranks
+from labkit.parallel.sharding.implementations import shard
+from labkit.parallel.sync_batchnorm import SyncBatchNorm
+from labkit.parallel.transport import POINT_TO_POINT, SHARED
+
+TORCH = "torch"
+COPY_BYTES = 64_000_000
+SIZES = (4 << 10, 64 << 10, 1 << 20, 10 << 20, 100 << 20)
+BUCKETS_MB = (None, 5.0, 25.0, 100.0)
+ABOUT_100_MB = TransformerShape(d_model=384, d_ff=1536, n_layers=8, n_heads=6, vocabulary=8_000)
+TOKENS = 64
+FLASH_TOKENS, FLASH_FEATURES = 16384, 2048  # as in the FlashAttention-2 paper
+ATTENTIONS = ("flash", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "sdpa")
+MAX_RELATIVE_ERROR = 2**-7  # of bf16 results as root mean squares: three roundings to 8 bits, with room
+
+Action = Callable[[], Any]
+Collective = Callable[[Tensor], Any]
+Times = dict[str, list[float]]
+
+
+@dataclass
+class Contest:
+    """Alternatives that take turns, pairs (labkit's, torch's) to compare, and bounds by "one / other"."""
+
+    title: str
+    alternatives: Mapping[str, Action]
+    pairs: list[tuple[str, str]]
+    bounds: Mapping[str, float]
+    prepare: Callable[[str], Any] = lambda name: None
+    derived: dict[str, Callable[[Times], list[float]]] = field(default_factory=dict)  # from the times of others
+    device: str = "cpu"
+    calls: int = 1
+
+
+def all_reduces(options: argparse.Namespace) -> Iterator[Contest]:
+    """Sums of float32, over both transports; the bounds are those of the algorithm that labkit picks."""
+    bounds = {2: (0.2, 0.2, 0.35, 0.3, 0.3), 4: (0.25, 0.25, 0.45, 0.45, 0.4)}
+    for n_bytes in options.sizes:
+        calls: dict[str, Collective] = {TORCH: dist.all_reduce}
+        for name in options.algorithms:
+            algorithm = ALGORITHMS.get(name, all_reduce)
+            calls |= {f"{name}, {t}": partial(algorithm, op="sum", transport=t) for t in (SHARED, POINT_TO_POINT)}
+        yield _collective("all_reduce", n_bytes, calls, f"auto, {SHARED}", bounds)
+
+
+def _shard(tensor: Tensor) -> Tensor:
+    return tensor.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def phases(options: argparse.Namespace) -> Iterator[Contest]:
+    """Reduce-scatter and all-gather through shared memory."""
+    scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # names of newer torch
+    gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    scatters: dict[str, Collective] = {TORCH: lambda tensor: scatter(_shard(tensor), tensor)}
+    scatters["labkit"] = partial(reduce_scatter, op="sum", transport=SHARED)
+    gathers: dict[str, Collective] = {TORCH: lambda tensor: gather(tensor, _shard(tensor))}
+    gathers["labkit"] = partial(all_gather, transport=SHARED)
+    for n_bytes in options.sizes:
+        yield _collective("reduce_scatter", n_bytes, scatters, "labkit", {2: (0.35, 0.35, 0.35, 0.2, 0.2)})
+        yield _collective("all_gather", n_bytes, gathers, "labkit", {2: (0.3,) * 5})
+
+
+def _collective(
+    kind: str, n_bytes: int, calls: dict[str, Collective], bounded: str, bounds: Mapping[int, tuple[float, ...]]
+) -> Contest:
+    """`bounds` of the alternative `bounded`, by ranks, for each of `SIZES`. A wrong answer gets no time."""
+    world_size = dist.get_world_size()
+    tensors = {name: torch.ones(n_bytes // 4 // world_size * world_size) for name in calls}
+    for name, call in calls.items():
+        call(tensors[name])
+        part = tensors[name] if kind == "all_reduce" else _shard(tensors[name])
+        expected = torch.full_like(part, 1.0 if kind == "all_gather" else world_size)
+        assert torch.equal(part, expected), f"{kind} by {name} is wrong"
+    bound = dict(zip(SIZES, bounds.get(world_size, ()), strict=False)).get(n_bytes)
+    return Contest(
+        f"{kind} {n_bytes / 1024:.0f} KiB",
+        {name: partial(call, tensors[name]) for name, call in calls.items()},
+        [(name, TORCH) for name in calls if name != TORCH],
+        {f"{bounded} / {TORCH}": bound} if bound else {},
+        prepare=lambda name: tensors[name].fill_(1.0),
+    )
+
+
+def data_parallel(_: argparse.Namespace) -> Iterator[Contest]:
+    """Backward passes of ResNet-50 under BucketedDDP and DistributedDataParallel by bucket size, best against best."""
+    images, labels = torch.randn(2, 3, 64, 64), torch.randint(1000, (2,))
+    bounds = {"bucketed": 1.0, "bucketed_shared": 0.75}
+    wrappers = {
+        f"{kind} {size or 'default'}": wrap(kind, ResNet50(), bucket_mb=size)
+        for kind, size in product((*bounds, TORCH), BUCKETS_MB)
+    }
+    losses: dict[str, Tensor] = {}
+
+    def forward(name: str) -> None:
+        wrappers[name].zero_grad()
+        losses[name] = nn.functional.cross_entropy(wrappers[name](images), labels)
+
+    def backward(name: str) -> None:
+        losses.pop(name).backward()
+
+    yield Contest(
+        "backward, ResNet-50",
+        {name: partial(backward, name) for name in wrappers},
+        [(f"best {kind}", f"best {TORCH}") for kind in bounds],
+        {f"best {kind} / best {TORCH}": bound for kind, bound in bounds.items()},
+        prepare=forward,
+        derived={f"best {kind}": partial(_fastest, kind) for kind in (*bounds, TORCH)},
+    )
+
+
+def _fastest(kind: str, times: Times) -> list[float]:
+    return min((seconds for name, seconds in times.items() if name.split()[0] == kind), key=median)
+
+
+def sharding(_: argparse.Namespace) -> Iterator[Contest]:
+    """Training steps with AdamW: labkit's stages over shared memory, FSDP also point to point; torch's over gloo."""
+    tokens = torch.randint(ABOUT_100_MB.vocabulary, (1, TOKENS + 1))
+    stages = dict.fromkeys(("ddp", "zero1", "zero2", "zero3"), SHARED)
+    stages |= dict.fromkeys(("torch_ddp", "torch_zero1", "torch_zero3", "zero3, gloo"), POINT_TO_POINT)
+    made = {}
+    for name, transport in stages.items():
+        model = Transformer(ABOUT_100_MB, context_length=TOKENS)
+        made[name] = shard(name.split(",")[0], model, AdamW, transport=transport, lr=1e-4)
+
+    def step(name: str) -> None:
+        model, optimizer = made[name]
+        language_model_loss(model(tokens[:, :-1]), tokens[:, 1:]).backward()
+        optimizer.step()
+
+    pairs = [("zero3", "torch_zero3"), ("zero3, gloo", "torch_zero3"), ("zero1", "torch_zero1"), ("zero2", "zero1")]
+    yield Contest(
+        "training step, 100 MB",
+        {name: partial(step, name) for name in made},
+        [*pairs, ("ddp", "torch_ddp")],
+        {" / ".join(pair): bound for pair, bound in zip(pairs, (0.5, 1.0, 0.9, 1.0), strict=True)},
+        prepare=lambda name: made[name][1].zero_grad(),
+    )
+
+
+def sync_batchnorm(_: argparse.Namespace) -> Iterator[Contest]:
+    """Forward and backward of 64 rows over all ranks by 1024 features.
+
+    Compared with torch's BatchNorm on the rank's rows plus twice two all-reduces of the bytes that the layer sends.
+    """
+    rows, features = 64 // dist.get_world_size(), 1024
+    x, grad = torch.randn(rows, features, requires_grad=True), torch.randn(rows, features)
+    layers = {"labkit": SyncBatchNorm(features), "plain": nn.BatchNorm1d(features)}
+    messages = [torch.ones(2 * features + 1), torch.ones(2 * features)]
+
+    def passes(layer: nn.Module) -> None:
+        torch.autograd.grad(layer(x), (x, *layer.parameters()), grad)
+
+    alternatives: dict[str, Action] = {name: partial(passes, layer) for name, layer in layers.items()}
+    alternatives["all-reduces"] = lambda: [dist.all_reduce(message) for message in messages]
+    budget = "plain + 2 all-reduces"
+    yield Contest(
+        "SyncBatchNorm 64 x 1024",
+        alternatives,
+        [("labkit", budget), ("labkit", "plain")],
+        {f"labkit / {budget}": 1.0},
+        derived={budget: lambda times: [a + 2 * b for a, b in zip(times["plain"], times["all-reduces"], strict=True)]},
+    )
+
+
+def flash(_: argparse.Namespace) -> Iterator[Contest]:
+    """labkit's Triton kernels over torch's SDPA, each backend forced; bf16, causal and not."""
+    for head_dim, causal in ((64, False), (64, True), (128, False), (128, True)):
+        names = [name for name in ATTENTIONS if _is_supported(name, head_dim, causal)]
+        for sequence in (4096, 8192, 16384):
+            shape = (FLASH_TOKENS // sequence, FLASH_FEATURES // head_dim, sequence, head_dim)
+            title = f"d{head_dim} {sequence} {'causal' if causal else 'full'}"
+            for what in ("forward", "backward"):
+                yield _attention(f"{what}, {title}", what, names, shape, causal, _flash_bound(what, head_dim, causal))
+    shape = (1, 1, 65536, 128)
+    bound = {"flash / explicit": 1 / 3.5}
+    contest = _attention("both, d128 65536 causal", "both", ["flash", "explicit"], shape, True, bound)
+    contest.alternatives["flash"]()  # autotuning has buffers
+    with peak_memory_growth("cuda") as memory:
+        contest.alternatives["flash"]()
+    print(f"extra memory of flash at 65536 tokens: {(memory.growth_bytes or 0) / 1e9:.2f} GB (at most 1)")
+    yield contest
+
+
+def _flash_bound(what: str, head_dim: int, causal: bool) -> dict[str, float]:
+    if what == "forward":
+        cudnn = 1 / (0.95 if head_dim == 64 else 0.75)
+        return {"flash / sdpa_flash": 1 / (1.1 if causal else 1.15), "flash / sdpa_cudnn": cudnn}
+    return {"flash / sdpa_flash": 1.0 if head_dim == 64 else 1 / 0.9}
+
+
+def _attention_tensors(shape: tuple[int, ...]) -> list[Tensor]:
+    generator = torch.Generator("cuda").manual_seed(0)
+    make = partial(torch.randn, shape, device="cuda", dtype=torch.bfloat16, generator=generator)
+    return [*(make().requires_grad_() for _ in range(3)), make()]
+
+
+def _is_supported(name: str, head_dim: int, causal: bool) -> bool:
+    """Compare values and gradients with float64 on a small problem with ragged blocks; an error ends the benchmark."""
+    *inputs, grad = _attention_tensors((2, 2, 1000, head_dim))
+    double_inputs = [x.detach().double().requires_grad_() for x in inputs]
+    try:
+        output = attention_named(name).attend(inputs[0], inputs[1], inputs[2], causal)
+        found = [output, *torch.autograd.grad(output, inputs, grad)]
+    except RuntimeError as error:
+        print(f"{name} d{head_dim}: unsupported: {str(error).splitlines()[0]}")
+        return False
+    exact = naive_attention(double_inputs[0], double_inputs[1], double_inputs[2], causal)
+    expected = [exact, *torch.autograd.grad(exact, double_inputs, grad.double())]
+    errors = [float((x.double() - y).norm() / y.norm()) for x, y in zip(found, expected, strict=True)]
+    assert all(error <= MAX_RELATIVE_ERROR for error in errors), f"{name} d{head_dim}: output, dQ, dK, dV off: {errors}"
+    return True
+
+
+def _attention(
+    title: str, what: str, names: list[str], shape: tuple[int, ...], causal: bool, bounds: dict[str, float]
+) -> Contest:
+    q, k, v, grad = _attention_tensors(shape)
+
+    def step(name: str) -> Action:
+        attend = attention_named(name).attend
+        if what == "forward":
+            return torch.no_grad()(partial(attend, q, k, v, causal))
+        if what == "both":
+            return lambda: torch.autograd.grad(attend(q, k, v, causal), (q, k, v), grad)
+        output = attend(q, k, v, causal)
+        return partial(torch.autograd.grad, output, (q, k, v), grad, retain_graph=True)
+
+    pairs = [("flash", name) for name in names if name != "flash"]
+    alternatives = {name: step(name) for name in names}
+    return Contest(title, alternatives, pairs, bounds, device="cuda", calls=1 if shape[2] > FLASH_TOKENS else 10)
+
+
+KINDS: dict[str, Callable[[argparse.Namespace], Iterator[Contest]]] = {
+    "all_reduce": all_reduces,
+    "phases": phases,
+    "data_parallel": data_parallel,
+    "sharding": sharding,
+    "sync_batchnorm": sync_batchnorm,
+    "flash": flash,
+}
+
+
+def run(kind: str, options: argparse.Namespace) -> list[tuple[str, bool]]:
+    """Time every contest of a kind on these ranks: a line and whether it misses its bound, per pair."""
+    torch.manual_seed(dist.get_rank() if dist.is_initialized() else 0)
+    lines = []
+    for contest in KINDS[kind](options):
+        bandwidth = _copy_bandwidth()
+        samples = time_interleaved(
+            contest.alternatives,
+            warmup=3,
+            repeats=options.rounds,
+            prepare=contest.prepare,
+            before=start_together if dist.is_initialized() else None,
+            rounds_s=options.seconds * len(contest.alternatives),
+            device=contest.device,
+            calls=contest.calls,
+        )
+        times = {name: _slowest(samples_s) for name, samples_s in samples.items()}
+        times |= {name: derive(times) for name, derive in contest.derived.items()}
+        lines += [_line(contest, pair, times, bandwidth) for pair in contest.pairs]
+    return lines
+
+
+def _line(contest: Contest, pair: tuple[str, str], times: dict[str, list[float]], bandwidth: float) -> tuple[str, bool]:
+    own, theirs = (times[name] for name in pair)
+    ratio = compare(own, theirs, interleaved=True)
+    title = " / ".join(pair)
+    bound = contest.bounds.get(title)
+    has_missed = bound is not None and ratio.ratio > bound
+    verdict = "" if bound is None else f"  at most {bound:.2f}: {'MISSED' if has_missed else 'met'}"
+    ms = f"{median(own) * 1e3:9.3f} ms / {median(theirs) * 1e3:9.3f} ms"
+    return f"{bandwidth / 1e9:5.1f} GB/s  {contest.title:28} {title:42} {ms}  {ratio}{verdict}", has_missed
+
+
+def _slowest(samples_s: list[float]) -> list[float]:
+    slowest = torch.tensor(samples_s, dtype=torch.float64)
+    if dist.is_initialized():
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return slowest.tolist()
+
+
+def _copy_bandwidth() -> float:
+    source, target = torch.ones(COPY_BYTES // 4), torch.ones(COPY_BYTES // 4)
+    together = start_together if dist.is_initialized() else None
+    copy = {"copy": partial(target.copy_, source)}
+    return COPY_BYTES / median(_slowest(time_interleaved(copy, warmup=1, repeats=5, before=together)["copy"]))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=list(KINDS), default=[kind for kind in KINDS if kind != "flash"])
+    parser.add_argument("--worlds", nargs="+", type=int, default=[2], help="numbers of ranks")
+    parser.add_argument("--sizes", nargs="+", type=int, default=list(SIZES), help="bytes of collectives")
+    parser.add_argument("--algorithms", nargs="+", choices=["auto", *ALGORITHMS], default=["auto"])
+    parser.add_argument("--rounds", type=int, default=200, help="at most")
+    parser.add_argument("--seconds", type=float, default=2.0, help="per alternative, at most")
+    options = parser.parse_args()
+    if "flash" in options.only and not torch.cuda.is_available():
+        parser.error("flash needs a CUDA GPU")
+    has_missed = False
+    for kind, world_size in product(options.only, options.worlds):
+        print(f"{kind}, {world_size} ranks" if kind != "flash" else kind, flush=True)
+        ranks = {"world_size": world_size, "threads": 1, "timeout_s": 3600}
+        lines = run(kind, options) if kind == "flash" else run_ranks(run, kind, options, **ranks)[0]
+        print("\n".join(line for line, _ in lines), flush=True)
+        has_missed |= any(missed for _, missed in lines)
+    return int(has_missed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
