@@ -47,6 +47,8 @@ class Lab:
     questions: Sequence[Question]
     paper: Mapping[str, Any] = field(default_factory=dict)
     """Parameters of the published measurements."""
+    smoke: Mapping[str, Any] = field(default_factory=dict)
+    """Parameters of `smoke`, where the shortened ones of `quick` would still take long."""
     on_gpu: Mapping[str, Any] = field(default_factory=dict)
     """Parameters of `quick` on a machine with a GPU, if sizes that suit a CPU would measure launches only."""
     plugin_parameter: str | None = None
@@ -68,9 +70,10 @@ class Lab:
 
     @cached_property
     def profiles(self) -> dict[str, LabConfig]:
-        """Parameters by profile: `smoke` is derived from `quick`."""
+        """Parameters by profile; `smoke` is a shortened `quick`."""
         quick = self.config()
-        return {"smoke": shorten(quick, self.model_parameters), "quick": quick, "paper": self.config(**self.paper)}
+        smoke = shorten(quick, self.model_parameters).model_copy(update=dict(self.smoke))
+        return {"smoke": smoke, "quick": quick, "paper": self.config(**self.paper)}
 
     def configure(self, profile: str, overrides: Mapping[str, Any]) -> LabConfig:
         """The profile's parameters with `overrides` in their place. ParameterError for what is wrong."""

@@ -210,6 +210,7 @@ LAB = Lab(
     title="Memory",
     summary="Where the memory of a training step goes, what checkpointing saves, and the largest model that fits.",
     config=MemoryConfig,
+    smoke={"counted_sizes": ["nano", "mini"], "counted_checkpoint_size": "nano"},
     paper={
         "sizes": ["small", "medium", "large", "xl", "2.7B"],
         "contexts": [128, 256, 512],

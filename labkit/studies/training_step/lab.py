@@ -208,6 +208,7 @@ LAB = Lab(
     title="A training step",
     summary="What a training step costs part by part, where its time goes, and what torch.compile changes.",
     config=TrainingStepConfig,
+    smoke={"compiled_sizes": [], "processes": 2},
     paper={
         "sizes": ["small", "medium", "large", "xl", "2.7B"],
         "profiled_sizes": ["small", "medium", "large", "xl", "2.7B"],
