@@ -1,4 +1,4 @@
-"""Frames of how wrong the predictor is, and of a training taken apart, for `notebooks/14_scaling.ipynb`."""
+"""Frames of how wrong the predictor is, and of a training taken apart, for `notebooks/12_scaling.ipynb`."""
 
 import numpy as np
 import pandas as pd
