@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from labkit.parallel.ranks.outcome import is_out_of_memory
+from labkit.parallel.ranks.results import is_out_of_memory
 
 from labkit.__main__ import main
 from labkit.lab.capacity import skip_reason
