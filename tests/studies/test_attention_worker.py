@@ -27,7 +27,7 @@ def _rows(point, phase=None):
 
 
 def _pretend(monkeypatch, name, attend, reason=None):
-    fake = Implementation(name, "", attend, lambda *_: reason)
+    fake = Implementation(name, attend, lambda *_: reason)
     monkeypatch.setattr(
         attention_passes, "attention_named", lambda wanted: fake if wanted == name else IMPLEMENTATIONS[wanted]
     )
