@@ -5,13 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from labkit.parallel.ranks.results import is_out_of_memory
 
 from labkit.__main__ import main
 from labkit.lab.capacity import skip_reason
 from labkit.lab.commands import doctor
 from labkit.lab.pages import cards
 from labkit.machine import description, gpus
+from labkit.parallel.ranks.results import is_out_of_memory
 
 WHEEL = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"]
 H100, V100 = ("NVIDIA H100 80GB HBM3", 9, 0), ("Tesla V100-SXM2-16GB", 7, 0)
