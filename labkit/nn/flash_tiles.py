@@ -108,7 +108,10 @@ _FLOAT32_HOPPER: _Table = {
     ("grad_q", 64): (Tile(128, 32, 8, 2), Tile(64, 32, 4, 2)),
     ("grad_q", 128): (Tile(16, 32, 4, 2),),
 }
-_FLOAT32_BLACKWELL = _FLOAT32_HOPPER
+_FLOAT32_BLACKWELL = _FLOAT32_AMPERE | {
+    ("forward", 32): (Tile(128, 64, 8, 2),),
+    ("forward", 64): (Tile(128, 32, 8, 2), Tile(64, 32, 4, 2)),
+}
 
 DELTA_TILE = Tile(64, 0, 4, 1)
 """`delta_kernel` reads two tiles and adds: its size matters little."""
