@@ -4,7 +4,7 @@
     python benchmarks/fit_scaling.py --write    also constants, intervals and predictions in data/reference/scaling/
 
 Folds leave out all runs on more than 64 or 32 GPUs, each table's largest model, whole frameworks, GPU generations, ways
-of sharding, or models (`labkit/scaling/folds.py`). Intervals are judged on models that their widths had not seen.
+of sharding, or models (`folds.py`). Intervals are judged on models that their widths had not seen.
 The objective is ln(predicted / measured) with a soft L1 loss, so that an outlier does not bend the constants; each
 published table counts with the square root of its rows.
 """
@@ -16,12 +16,12 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 from fit_intervals import Errors, fit_widths
+from folds import FOLDS, MODEL_PARTS, Fold, model_parts
 from scipy.optimize import least_squares
 
 from labkit.scaling import memory
 from labkit.scaling.calibration import soft_l1
 from labkit.scaling.constants import Constant, from_values, read_constants
-from labkit.scaling.folds import FOLDS, MODEL_PARTS, Fold, model_parts
 from labkit.scaling.ground import FEATURES, distance, features, measure_ground
 from labkit.scaling.intervals import factors
 from labkit.scaling.prediction import FITS_SHARE, UNSTABLE_SHARE, apply_bounds
@@ -131,7 +131,7 @@ def print_scores(published: Published, errors: Errors, low: np.ndarray, high: np
     gpus, ratio = published.runs.gpus[errors.row], np.exp(errors.log_ratio)
     print("\nerrors in percent: median, 90th percentile; predicted/measured; 90% intervals: covered, high/low")
     for fold in FOLDS:
-        print(f"{fold.title}")
+        print(f"{fold.name}")
         for table in np.unique(errors.table[errors.fold == fold.name]):
             rows = (errors.fold == fold.name) & (errors.table == table)
             by_gpus = [rows & (gpus == one) for one in np.unique(gpus[rows])] if fold.name.startswith("beyond") else []
@@ -163,10 +163,13 @@ def write(
     away, low, high = distance(errors.features), *ends
     rows = []
     for at, row in enumerate(errors.row):
-        predicted = published.step_s[row] / np.exp(errors.log_ratio[at])
-        numbers = (predicted, predicted * low[at], predicted * high[at])
-        rows.append([errors.fold[at], published.key[row], *(f"{x:.5g}" for x in numbers), f"{away[at]:.3g}"])
-    _write_table("cross_validated", ["fold", "key", "step_s", "low_90", "high_90", "distance"], rows)
+        measured = published.step_s[row]
+        predicted = measured / np.exp(errors.log_ratio[at])
+        times = (measured, predicted, predicted * low[at], predicted * high[at])
+        where = [errors.fold[at], published.key[row], published.group[row], f"{published.runs.gpus[row]:.0f}"]
+        rows.append([*where, *(f"{value:.5g}" for value in times), f"{away[at]:.3g}"])
+    columns = ["fold", "key", "table", "gpus", "measured_s", "predicted_s", "low_s", "high_s", "distance"]
+    _write_table("cross_validated", columns, rows)
 
 
 def _write_table(name: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

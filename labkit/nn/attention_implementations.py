@@ -39,7 +39,6 @@ class Implementation:
     """A row of `IMPLEMENTATIONS`."""
 
     name: str
-    description: str
     attend: Attention
     """(q, k, v, causal) -> output; differentiable."""
     unavailable_reason: Callable[[torch.device, torch.dtype, int], str | None]
@@ -91,7 +90,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool, *, backend: SDPBackend 
 # ------------------------------------------------------------------------------------- availability
 
 
-def _always(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+def _dtype_reason(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
     return None if dtype in ALL_DTYPES else f"not defined for {dtype_name(dtype)}"
 
 
@@ -109,7 +108,7 @@ def no_compiler_reason(device_type: str) -> str | None:
 
 
 def _no_compiled_reason(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-    return no_compiler_reason(device.type) or _always(device, dtype, head_dim)
+    return no_compiler_reason(device.type) or _dtype_reason(device, dtype, head_dim)
 
 
 def _no_flash_reason(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
@@ -137,33 +136,22 @@ def _no_sdpa_reason(attend: Attention) -> Callable[[torch.device, torch.dtype, i
     return reason
 
 
-def _sdpa_rows() -> list[Implementation]:
-    choices = {
-        "sdpa_math": ("unfused", SDPBackend.MATH),
-        "sdpa_flash": ("FlashAttention-2", SDPBackend.FLASH_ATTENTION),
-        "sdpa_efficient": ("memory-efficient", SDPBackend.EFFICIENT_ATTENTION),
-        "sdpa_cudnn": ("cuDNN", SDPBackend.CUDNN_ATTENTION),
-        "sdpa": ("the backend that it chooses", None),
-    }
-    return [
-        Implementation(
-            name, f"PyTorch's SDPA, {text}", attend := partial(_sdpa, backend=backend), _no_sdpa_reason(attend)
-        )
-        for name, (text, backend) in choices.items()
-    ]
-
-
-IMPLEMENTATIONS: dict[str, Implementation] = {
-    row.name: row
-    for row in [
-        Implementation("explicit", "the whole matrix, eager PyTorch", naive_attention, _always),
-        Implementation("compiled", "the whole matrix, torch.compile", _compiled, _no_compiled_reason),
-        Implementation("tiled", "FlashAttention-2 in plain PyTorch", _tiled, _always),
-        Implementation("flash", "FlashAttention-2 in Triton", _flash, _no_flash_reason),
-        *_sdpa_rows(),
-    ]
+SDPA_BACKENDS = {
+    "sdpa_math": SDPBackend.MATH,
+    "sdpa_flash": SDPBackend.FLASH_ATTENTION,
+    "sdpa_efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "sdpa_cudnn": SDPBackend.CUDNN_ATTENTION,
+    "sdpa": None,  # torch's choice
 }
-"""All implementations by name; `register` adds a user-defined one."""
+IMPLEMENTATIONS: dict[str, Implementation] = {
+    "explicit": Implementation("explicit", naive_attention, _dtype_reason),
+    "compiled": Implementation("compiled", _compiled, _no_compiled_reason),
+    "tiled": Implementation("tiled", _tiled, _dtype_reason),
+    "flash": Implementation("flash", _flash, _no_flash_reason),
+}
+"""All implementations by name, with SDPA's backends below; `register` adds a user-defined one."""
+for name, backend in SDPA_BACKENDS.items():
+    IMPLEMENTATIONS[name] = Implementation(name, attend := partial(_sdpa, backend=backend), _no_sdpa_reason(attend))
 RESERVED = frozenset(IMPLEMENTATIONS)
 
 
@@ -174,5 +162,5 @@ def register(name: str, attend: Attention) -> dict[str, Implementation]:
     """
     if name in RESERVED:
         raise ValueError(f"expected a name other than {', '.join(sorted(RESERVED))}")
-    IMPLEMENTATIONS[name] = Implementation(name, "user-defined", attend, _always)
+    IMPLEMENTATIONS[name] = Implementation(name, attend, _dtype_reason)
     return IMPLEMENTATIONS

@@ -38,6 +38,7 @@ from labkit.nn.triton_launches import no_launch_reason
 HEAD_DIMS = range(16, 257)
 """Head dimensions the kernels take.  One that is not a power of two is padded to the next inside the kernel."""
 
+MAX_FLOAT32_HEAD_DIM = 128
 MIN_CAPABILITY = (8, 0)
 PROBE_QUERIES, PROBE_KEYS = 300, 333  # full, diagonal and ragged blocks of every tile
 
@@ -53,7 +54,8 @@ _KERNELS: dict[str, Any] = {
 class FlashAttention(torch.autograd.Function):
     """`FlashAttention.apply(q, k, v, causal, scale)`: q (..., Q, D), k and v (..., K, D) -> output (..., Q, D).
 
-    float32 (TF32 tensor cores three times, near float32), bfloat16 or float16; 16 <= D <= 256.  Deterministic.
+    float32 (TF32 tensor cores three times, near float32), bfloat16 or float16; 16 <= D <= 256 (128 on GPUs in
+    float32).  Deterministic.
     Inputs that are not contiguous are copied.  ValueError for inputs that do not fit together.
     """
 
@@ -101,6 +103,8 @@ def unavailable_reason(device: torch.device, dtype: torch.dtype, head_dim: int) 
         return f"the kernels take head dimensions from {HEAD_DIMS[0]} to {HEAD_DIMS[-1]}, not {head_dim}"
     if INTERPRETED:
         return None
+    if dtype == torch.float32 and head_dim > MAX_FLOAT32_HEAD_DIM:
+        return f"the float32 kernels take head dimensions to {MAX_FLOAT32_HEAD_DIM}, not {head_dim}: registers run out"
     if device.type != "cuda":
         return f"Triton kernels need a CUDA GPU (or TRITON_INTERPRET=1, for tests), not {device.type}"
     capability = torch.cuda.get_device_capability(device)

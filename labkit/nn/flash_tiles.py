@@ -90,31 +90,28 @@ _FLOAT32_AMPERE: _Table = {
     ("forward", 32): (Tile(32, 32, 4, 2),),
     ("forward", 64): (Tile(32, 32, 4, 2),),
     ("forward", 128): (Tile(32, 32, 4, 2), Tile(16, 32, 4, 2)),
-    ("forward", 256): (Tile(16, 16, 4, 2),),
     ("grad_kv", 32): (Tile(32, 32, 4, 2),),
     ("grad_kv", 64): (Tile(32, 32, 4, 2),),
     ("grad_kv", 128): (Tile(64, 16, 8, 2), Tile(32, 16, 8, 2)),
-    ("grad_kv", 256): (Tile(16, 16, 8, 2),),
     ("grad_q", 32): (Tile(32, 32, 4, 2),),
     ("grad_q", 64): (Tile(32, 32, 4, 2),),
     ("grad_q", 128): (Tile(16, 32, 4, 2),),
-    ("grad_q", 256): (Tile(16, 16, 4, 2),),
 }
 _FLOAT32_HOPPER: _Table = {
     ("forward", 32): (Tile(128, 64, 8, 2), Tile(64, 32, 4, 2)),
     ("forward", 64): (Tile(128, 32, 8, 2), Tile(64, 32, 4, 2)),
     ("forward", 128): (Tile(128, 32, 8, 2), Tile(64, 32, 4, 2)),
-    ("forward", 256): (Tile(16, 16, 4, 2),),
     ("grad_kv", 32): (Tile(32, 128, 8, 2), Tile(32, 64, 4, 2)),
     ("grad_kv", 64): (Tile(32, 128, 8, 2), Tile(32, 32, 4, 2)),
     ("grad_kv", 128): (Tile(64, 16, 8, 2),),
-    ("grad_kv", 256): (Tile(16, 16, 8, 2),),
     ("grad_q", 32): (Tile(128, 32, 8, 2), Tile(64, 32, 4, 2)),
     ("grad_q", 64): (Tile(128, 32, 8, 2), Tile(64, 32, 4, 2)),
     ("grad_q", 128): (Tile(16, 32, 4, 2),),
-    ("grad_q", 256): (Tile(16, 16, 4, 2),),
 }
-_FLOAT32_BLACKWELL = _FLOAT32_HOPPER
+_FLOAT32_BLACKWELL = _FLOAT32_AMPERE | {
+    ("forward", 32): (Tile(128, 64, 8, 2),),
+    ("forward", 64): (Tile(128, 32, 8, 2), Tile(64, 32, 4, 2)),
+}
 
 DELTA_TILE = Tile(64, 0, 4, 1)
 """`delta_kernel` reads two tiles and adds: its size matters little."""
@@ -128,14 +125,14 @@ INTERPRETER_TILES = {
 
 
 def tiles_for(kernel: str, *, dtype: torch.dtype, head_dim: int, capability: tuple[int, int]) -> tuple[Tile, ...]:
-    """Tiles to autotune among.
+    """Tiles to autotune among; none for float32 above a head dimension of 128, where all spill.
 
     Hopper (9.x) has wgmma and 227 KiB of shared memory, data center Blackwell (10.x) tensor memory, too.  Ampere and
     Ada (8.x) and GeForce Blackwell (12.x) share tiles that fit the 99 KiB of the smaller chips.
     """
     half = {9: _HALF_HOPPER, 10: _HALF_BLACKWELL}.get(capability[0], _HALF_AMPERE)
     single = {9: _FLOAT32_HOPPER, 10: _FLOAT32_BLACKWELL}.get(capability[0], _FLOAT32_AMPERE)
-    return (single if dtype == torch.float32 else half)[kernel, max(32, padded(head_dim))]
+    return (single if dtype == torch.float32 else half).get((kernel, max(32, padded(head_dim))), ())
 
 
 def padded(head_dim: int) -> int:

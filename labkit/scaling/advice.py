@@ -1,17 +1,13 @@
 """Advice as numbers: whether a training fits, the best layouts, why others lose, and what would change the answer."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from math import ceil, floor, gcd
 
-from labkit.scaling.constants import Constants, load_constants
-from labkit.scaling.hardware import HARDWARE, Hardware
+from labkit.scaling.hardware import HARDWARE
 from labkit.scaling.layout import Layout
-from labkit.scaling.model import Model
-from labkit.scaling.prediction import Prediction, predict
-from labkit.scaling.runs import Run
-from labkit.scaling.search import MAX_MICRO_BATCH, Candidate, Ranking, rank
+from labkit.scaling.prediction import Prediction
+from labkit.scaling.search import MAX_MICRO_BATCH, Ranking, Request, rank
 
 ROUNDED = 0.06
 """A batch may differ by this share from the request, so that it divides over more ranks."""
@@ -32,77 +28,13 @@ SUMS = {
     "stragglers": ("straggler_s",),
 }
 """Groups of parts that add up to the step."""
-STRATEGIES: Mapping[str, Callable[[Layout], bool]] = {
-    "data parallel, whole copies": lambda one: _is_flat(one) and one.shard == "none",
-    "ZeRO-1": lambda one: _is_flat(one) and one.shard == "zero1",
-    "ZeRO-2": lambda one: _is_flat(one) and one.shard == "zero2",
-    "FSDP (ZeRO-3)": lambda one: _is_flat(one) and one.shard == "zero3",
-    "FSDP inside nodes (HSDP)": lambda one: _is_flat(one) and one.shard == "hsdp",
-    "tensor parallel": lambda one: one.tp > 1 and one.pp == one.cp == 1,
-    "pipeline": lambda one: one.pp > 1 and one.tp == one.cp == 1,
-    "tensor and pipeline": lambda one: one.pp > 1 and one.tp > 1 and one.cp == 1,
-    "context parallel": lambda one: one.cp > 1,
+SHARDS = {
+    "none": "data parallel, whole copies",
+    "zero1": "ZeRO-1",
+    "zero2": "ZeRO-2",
+    "zero3": "FSDP (ZeRO-3)",
+    "hsdp": "FSDP inside nodes (HSDP)",
 }
-
-
-def _is_flat(layout: Layout) -> bool:
-    return layout.tp == layout.pp == layout.cp == 1
-
-
-@dataclass(frozen=True)
-class Request:
-    """A training on some GPUs: `global_batch` sequences of `seq_len` tokens per step.
-
-    `fixed` as `rank` takes it; `reserve_gib` of each GPU's memory stay free.
-    """
-
-    model: Model
-    hardware: Hardware
-    gpus: int
-    seq_len: int
-    global_batch: int
-    precision: str = "bf16"
-    framework: str = "generic"
-    fixed: Mapping[str, object] = field(default_factory=dict)
-    reserve_gib: float = 0.0
-    constants: Constants = field(default_factory=load_constants)
-
-    @property
-    def usable(self) -> Hardware:
-        """The hardware without the reserved memory. ValueError if none is left."""
-        return replace(self.hardware, memory_gib=self.hardware.memory_gib - self.reserve_gib)
-
-    @property
-    def tokens(self) -> int:
-        """Tokens per step."""
-        return self.global_batch * self.seq_len
-
-    def ranking(self) -> Ranking:
-        """ValueError where no layout is possible."""
-        return rank(
-            self.model,
-            self.usable,
-            self.gpus,
-            seq_len=self.seq_len,
-            global_batch=self.global_batch,
-            framework=self.framework,
-            precision=self.precision,
-            fixed=self.fixed,
-            constants=self.constants,
-        )
-
-    def run(self, layout: Layout) -> Run:
-        return Run(self.model, self.usable, layout, self.seq_len, self.framework)
-
-    def prediction(self, layout: Layout) -> Prediction:
-        return predict(
-            self.model,
-            self.usable,
-            layout,
-            seq_len=self.seq_len,
-            framework=self.framework,
-            constants=self.constants,
-        )
 
 
 @dataclass(frozen=True)
@@ -110,9 +42,8 @@ class RunnerUp:
     """The best layout of another strategy; `cause` is the sum of `SUMS` that loses most, "memory" or "unstable"."""
 
     strategy: str
-    candidate: Candidate
+    prediction: Prediction
     cause: str
-    lost_s: float
 
 
 @dataclass(frozen=True)
@@ -121,11 +52,15 @@ class Change:
 
     name: str
     request: Request
-    candidate: Candidate | None
+    prediction: Prediction | None
 
     @property
     def tokens_per_s(self) -> float:
-        return self.request.tokens / self.candidate.step_s if self.candidate else 0.0
+        return self.request.tokens / self.prediction.step_s if self.prediction else 0.0
+
+    @property
+    def has_room(self) -> bool:
+        return self.prediction is not None and has_room(self.prediction)
 
 
 @dataclass(frozen=True)
@@ -133,12 +68,10 @@ class Advice:
     """Up to three layouts and what surrounds them."""
 
     request: Request
-    best: Sequence[Candidate]
+    best: Sequence[Prediction]
     """Empty if nothing fits."""
-    first: Candidate
+    first: Prediction
     """The best layout, else the one that needs the least memory."""
-    prediction: Prediction
-    """For `first`."""
     runners_up: Sequence[RunnerUp]
     remedies: Sequence[Change]
     """Changes that make it fit, or fit with room to spare; empty if there is room."""
@@ -169,100 +102,106 @@ def round_batch(tokens: float, seq_len: int, gpus: int) -> int:
 
 def advise(request: Request) -> Advice:
     """The best layouts and what surrounds them. ValueError if no layout is possible, with the reason."""
-    ranking = request.ranking()
-    best = ranking.proposed()
-    first = best[0] if best else ranking.min_memory()
+    ranking = rank(request)
+    best, first = ranking.proposed(), ranking.first()
     return Advice(
         request=request,
         best=best,
         first=first,
-        prediction=request.prediction(first.layout),
         runners_up=list(_runners_up(ranking, best)) if best else [],
         remedies=[] if best and has_room(first) else _helpful(_remedies(request)),
         changes=list(_changes(request)) if best else [],
     )
 
 
-def has_room(candidate: Candidate) -> bool:
+def has_room(prediction: Prediction) -> bool:
     """Whether memory needs no change."""
-    return candidate.out_of_memory < SAFE and not candidate.is_unstable
+    return prediction.out_of_memory < SAFE and not prediction.is_unstable
 
 
-def sums_s(candidate: Candidate) -> dict[str, float]:
-    return {name: sum(candidate.parts_s[part] for part in parts) for name, parts in SUMS.items()}
+def sums_s(prediction: Prediction) -> dict[str, float]:
+    return {name: sum(prediction.parts_s[part] for part in parts) for name, parts in SUMS.items()}
 
 
-def _runners_up(ranking: Ranking, best: Sequence[Candidate]) -> Iterator[RunnerUp]:
+def strategy(layout: Layout) -> str:
+    """What a layout does, in words."""
+    if layout.cp > 1:
+        return "context parallel"
+    if layout.tp > 1 or layout.pp > 1:
+        names = {(True, False): "tensor parallel", (False, True): "pipeline"}
+        return names.get((layout.tp > 1, layout.pp > 1), "tensor and pipeline")
+    return SHARDS[layout.shard]
+
+
+def _runners_up(ranking: Ranking, best: Sequence[Prediction]) -> Iterator[RunnerUp]:
     """The best layout of each strategy, or the one with the least memory if none fits."""
-    proposed = {candidate.layout for candidate in best}
-    for strategy, belongs in STRATEGIES.items():
-        rows = [row for row, layout in enumerate(ranking.layouts) if belongs(layout)]
-        if not rows:
-            continue
-        fitting = next((row for row in ranking.order if belongs(ranking.layouts[row])), None)
-        row = min(rows, key=lambda one: ranking.found.peak_gib[one]) if fitting is None else fitting
-        candidate = ranking.candidate(row)
-        if candidate.layout not in proposed:
-            yield RunnerUp(strategy, candidate, *_cause(candidate, best[0], fitting is not None))
+    found, fits = ranking.found, set(ranking.order)
+    by_memory = sorted(range(len(ranking.layouts)), key=lambda row: found.peak_gib[row])
+    first: dict[str, int] = {}
+    for row in (*ranking.order, *by_memory):
+        first.setdefault(strategy(ranking.layouts[row]), row)
+    proposed = {one.layout for one in best}
+    for name in sorted(first):
+        prediction = found.prediction(first[name])
+        if prediction.layout not in proposed:
+            yield RunnerUp(name, prediction, _cause(prediction, best[0]) if first[name] in fits else "memory")
 
 
-def _cause(candidate: Candidate, best: Candidate, fits: bool) -> tuple[str, float]:
-    if not fits:
-        return "memory", 0.0
-    if candidate.is_unstable and not best.is_unstable:
-        return "unstable", 0.0
-    seconds, best_seconds = sums_s(candidate), sums_s(best)
-    lost = {name: seconds[name] - best_seconds[name] for name in SUMS}
-    cause = max(lost, key=lambda name: lost[name])
-    return cause, lost[cause]
+def _cause(prediction: Prediction, best: Prediction) -> str:
+    if prediction.is_unstable and not best.is_unstable:
+        return "unstable"
+    seconds, best_seconds = sums_s(prediction), sums_s(best)
+    return max(SUMS, key=lambda name: seconds[name] - best_seconds[name])
 
 
-def answer_change(name: str, request: Request, *, with_room: bool = False) -> Change:
+def _answer(name: str, request: Request, *, with_room: bool = False) -> Change:
     """The best layout of another request, of those with room to spare if there are any; None if nothing fits."""
     try:
-        ranking = request.ranking()
+        ranking = rank(request)
     except ValueError:
         return Change(name, request, None)
-    fitting = (ranking.candidate(row) for row in ranking.order)
-    best = next(fitting, None)
-    roomy = next((one for one in fitting if has_room(one)), best) if with_room and best and not has_room(best) else best
-    return Change(name, request, roomy)
+    if not ranking.order:
+        return Change(name, request, None)
+    found = ranking.found
+    roomy = [row for row in ranking.order if found.out_of_memory[row] < SAFE and not found.is_unstable[row]]
+    row = roomy[0] if with_room and roomy else ranking.order[0]
+    return Change(name, request, found.prediction(row))
 
 
 def _remedies(request: Request) -> Iterator[Change]:
     """Changes to try: fixed values, more GPUs, GPUs with more memory, 16-bit states, shorter sequences."""
-    answered = partial(answer_change, with_room=True)
+
+    def answer(name: str, changed: Request) -> Change:
+        return _answer(name, changed, with_room=True)
+
     for name, value in request.fixed.items():
         others = {other: fixed for other, fixed in request.fixed.items() if other != name}
-        yield answered(f"not {name.replace('_', '-')} {value}", replace(request, fixed=others))
+        yield answer(f"not {name.replace('_', '-')} {value}", replace(request, fixed=others))
     free = replace(request, fixed={name: value for name, value in request.fixed.items() if name != "dp"})
     more = (factor * request.gpus for factor in GPU_FACTORS)
-    yield from _first_with_room(answered(f"{gpus} GPUs", replace(free, gpus=gpus)) for gpus in more)
-    larger = (HARDWARE[name] for name in LARGER if HARDWARE[name].memory_gib > request.hardware.memory_gib)
+    yield from _first_with_room(answer(f"{gpus} GPUs", replace(free, gpus=gpus)) for gpus in more)
+    present = request.hardware
+    larger = (HARDWARE[name] for name in LARGER if HARDWARE[name].memory_gib > present.memory_gib)
+    network = {"network_gbps": present.network_gbps, "gpus_per_node": present.gpus_per_node}
     yield from _first_with_room(
-        answered(f"{request.gpus} x {card.name}", replace(request, hardware=_replace_card(request.hardware, card)))
+        answer(f"{request.gpus} x {card.name}", replace(request, hardware=card.with_network(**network)))  # type: ignore[arg-type]
         for card in larger
     )
-    lean = {**request.fixed, "options": frozenset({"low_precision_master"})}
-    yield answered("optimizer states in 16 bits", replace(request, fixed=lean))
+    low_precision = {**request.fixed, "options": frozenset({"low_precision_master"})}
+    yield answer("optimizer states in 16 bits", replace(request, fixed=low_precision))
     if request.seq_len % 2 == 0:
         shorter = replace(request, seq_len=request.seq_len // 2, global_batch=2 * request.global_batch)
-        yield answered(f"sequences of {shorter.seq_len}", shorter)
+        yield answer(f"sequences of {shorter.seq_len}", shorter)
 
 
 def _helpful(changes: Iterable[Change]) -> list[Change]:
     """Changes that leave room to spare; if there are none, changes that fit."""
-    fitting = [change for change in changes if change.candidate]
-    return [change for change in fitting if change.candidate and has_room(change.candidate)] or fitting
-
-
-def _replace_card(present: Hardware, card: Hardware) -> Hardware:
-    """Another GPU in the same nodes and network."""
-    return card.with_network(network_gbps=present.network_gbps, gpus_per_node=present.gpus_per_node)
+    fitting = [change for change in changes if change.prediction]
+    return [change for change in fitting if change.has_room] or fitting
 
 
 def _first_with_room(changes: Iterator[Change]) -> Iterator[Change]:
-    if change := next((one for one in changes if one.candidate and has_room(one.candidate)), None):
+    if change := next((one for one in changes if one.has_room), None):
         yield change
 
 
@@ -271,14 +210,14 @@ def _changes(request: Request) -> Iterator[Change]:
     network = request.hardware.network_gbps
     if request.gpus > request.hardware.gpus_per_node:
         for name, factor in (("network twice as fast", 2.0), ("network ten times slower", 0.1)):
-            faster = request.hardware.with_network(network_gbps=factor * network)
-            yield answer_change(name, replace(request, hardware=faster))
+            changed = request.hardware.with_network(network_gbps=factor * network)
+            yield _answer(name, replace(request, hardware=changed))
     if request.gpus % 2 == 0:
-        yield answer_change("half the GPUs", replace(request, gpus=request.gpus // 2))
-    yield answer_change("twice the GPUs", replace(request, gpus=2 * request.gpus))
+        yield _answer("half the GPUs", replace(request, gpus=request.gpus // 2))
+    yield _answer("twice the GPUs", replace(request, gpus=2 * request.gpus))
     if request.global_batch % 2 == 0:
         longer = replace(request, seq_len=2 * request.seq_len, global_batch=request.global_batch // 2)
-        yield answer_change("sequences twice as long", longer)
-        yield answer_change("half the tokens per step", replace(request, global_batch=request.global_batch // 2))
+        yield _answer("sequences twice as long", longer)
+        yield _answer("half the tokens per step", replace(request, global_batch=request.global_batch // 2))
     if request.precision != "fp8" and request.hardware.fp8_ratio > 1:
-        yield answer_change("fp8 matmuls", replace(request, precision="fp8"))
+        yield _answer("fp8 matmuls", replace(request, precision="fp8"))

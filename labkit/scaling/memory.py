@@ -26,8 +26,6 @@ class Stages:
     """Bytes by part of every stage of every run, (n, stages); beyond a run's pp everything is zero."""
 
     parts: dict[str, Numbers]
-    allocated: Numbers
-    """What outlives a micro-batch, at the end of a step, (n, stages): parameters, gradients, optimizer."""
 
     @property
     def reserved(self) -> Numbers:
@@ -99,12 +97,10 @@ def stages(runs: Runs, constants: Rows) -> Stages:
     }
     parts = {name: np.where(exists, value, 0.0) for name, value in parts.items()}
     total = np.sum(list(parts.values()), axis=0)
-    allocated = _allocated(runs, parameters)
     share = np.where(runs.tp > 1, constants["stream_fragmentation"], constants["fragmentation"]) - 1
-    lost = np.maximum(share[:, None] * total, allocated - total)
-    parts["fragmentation"] = np.where(exists, lost, 0.0)
+    parts["fragmentation"] = share[:, None] * total
     parts["runtime"] = np.where(exists, constants["runtime_bytes"][:, None], 0.0)
-    return Stages(parts, np.where(exists, allocated, 0.0))
+    return Stages(parts)
 
 
 def _held_gathers(runs: Runs, constants: Rows) -> Numbers:
@@ -132,17 +128,3 @@ def _divided(runs: Runs) -> tuple[Numbers, Flags]:
     inside = np.maximum(runs.gpus_per_node / (runs.tp * runs.cp), 1) * runs.cp
     ranks = np.where(runs.shard == "hsdp", np.minimum(ranks, inside), ranks)
     return ranks[:, None], ~np.isin(runs.shard, ("zero3", "hsdp"))[:, None]
-
-
-def _allocated(runs: Runs, parameters: Numbers) -> Numbers:
-    """nanotron's `peak_allocated`: at the end of a step, activations gone.
-
-    18 bytes a parameter are 2 (bf16), 4 (gradients in float32), 4 + 8 (master weights and AdamW); data-parallel ranks
-    add 2 of reduced gradients in bf16. Sharded (zero1): 10 whole, two copies of the gradients among them, and 14 / dp.
-    """
-    tokens_hidden = (runs.micro_batch * runs.seq_len * runs.hidden)[:, None]
-    whole = np.where(runs.dp == 1, 18.05, 20.06)[:, None]
-    divided = (10.05 + 14 / runs.dp)[:, None]
-    a_parameter = np.where((runs.shard == "none")[:, None], whole, divided)
-    is_published = (runs.framework == "nanotron")[:, None]
-    return np.where(is_published, a_parameter * parameters + 4 * tokens_hidden + 0.06 * GIB, 0.0)

@@ -4,40 +4,42 @@ import csv
 from collections.abc import Mapping, Sequence
 from typing import TextIO
 
-from labkit.scaling.constants import Constants, load_constants
-from labkit.scaling.prediction import list_warnings, predict_runs, refusal_reason
+from labkit.scaling.constants import Constants
+from labkit.scaling.prediction import Predictions, predict_runs
+from labkit.scaling.published import nearest_key
 from labkit.scaling.runs import Runs
 from labkit.scaling.table import Row
 
-COLUMNS = ("step_s", "step_low", "step_high", "mfu_percent", "peak_gib", "fits", "unstable", "note")
+COLUMNS = ("step_s", "step_low", "step_high", "mfu_percent", "peak_gib", "fits", "unstable", "nearest", "note")
 MEASURED = {"step_s": "measured_step_s", "mfu_percent": "measured_mfu_percent", "note": "published_note"}
 """Columns of the input that have a prediction's name, and their names in the output."""
 
 
 def predict_rows(rows: Sequence[Row], constants: Constants | None = None) -> list[dict[str, str]]:
     """The cells of every row with `COLUMNS`; for a refused row these are empty except for the note."""
-    constants = constants or load_constants()
     good = [row for row in rows if row.run is not None]
     predicted: dict[int, dict[str, str]] = {}
     if good:
-        runs = Runs.from_runs([row.run for row in good if row.run is not None])
-        found = predict_runs(runs, constants)
-        warnings = list_warnings(runs, found, constants)
+        found = predict_runs(Runs.from_runs([row.run for row in good if row.run is not None]), constants)
         for at, row in enumerate(good):
-            if reason := refusal_reason(runs, at, found, constants):
-                predicted[row.line] = _refused(reason)
-                continue
-            predicted[row.line] = {
-                "step_s": f"{found.step_s[at]:.6g}",
-                "step_low": f"{found.low_90[at]:.6g}",
-                "step_high": f"{found.high_90[at]:.6g}",
-                "mfu_percent": f"{100 * found.mfu[at]:.2f}",
-                "peak_gib": f"{found.peak_gib[at]:.2f}",
-                "fits": str(int(found.fits[at])),
-                "unstable": str(int(found.is_unstable[at])),
-                "note": "; ".join([*warnings[at], *(f"assumed: {name}" for name in row.assumptions)]),
-            }
+            reason = found.refusal_reason(at)
+            predicted[row.line] = _refused(reason) if reason else _cells(found, at, row)
     return [_input(row.cells) | predicted.get(row.line, _refused(row.refusal)) for row in rows]
+
+
+def _cells(found: Predictions, at: int, row: Row) -> dict[str, str]:
+    key, away = nearest_key(found.runs, at)
+    return {
+        "step_s": f"{found.step_s[at]:.6g}",
+        "step_low": f"{found.low_90[at]:.6g}",
+        "step_high": f"{found.high_90[at]:.6g}",
+        "mfu_percent": f"{100 * found.mfu[at]:.2f}",
+        "peak_gib": f"{found.peak_gib[at]:.2f}",
+        "fits": str(int(found.fits[at])),
+        "unstable": str(int(found.is_unstable[at])),
+        "nearest": f"{key}, {away:.2g} away",
+        "note": "; ".join([*found.warnings(at), *(f"assumed: {name}" for name in row.assumptions)]),
+    }
 
 
 def write_rows(rows: Sequence[Mapping[str, str]], out: TextIO) -> None:

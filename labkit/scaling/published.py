@@ -13,6 +13,8 @@ from labkit.scaling.tables import DATA, read_table
 
 FILES = ("training_runs", "more_training_runs")
 NEAREST = 5
+WITHOUT_MODEL, WITHOUT_FRAMEWORK = "without the model", "without the framework"
+"""Folds in `cross_validated.csv`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,12 +28,10 @@ class Published:
     """Published table."""
     model: NDArray[np.str_]
     gpu: NDArray[np.str_]
-    source: NDArray[np.str_]
     is_ok: Flags
     step_s: Numbers
     mfu: Numbers
     """As printed, 0 to 1: conventions differ."""
-    allocated_gib: Numbers
     reserved_gib: Numbers
 
     @property
@@ -47,7 +47,6 @@ class PublishedRow:
     model: str
     gpu: str
     gpus: int
-    seq_len: int
     arrangement: str
     step_s: float
     mfu: float
@@ -78,11 +77,9 @@ def load_published() -> Published:
         group=texts("group"),
         model=texts("model"),
         gpu=texts("gpu"),
-        source=texts("source"),
         is_ok=texts("status") == "ok",
         step_s=numbers("step_s"),
         mfu=numbers("mfu_percent") / 100,
-        allocated_gib=numbers("peak_allocated_gib"),
         reserved_gib=numbers("peak_reserved_gib"),
     )
 
@@ -94,24 +91,14 @@ def frameworks() -> frozenset[str]:
     return frozenset(published.runs.framework[published.is_timed].tolist()) - {"generic"}
 
 
-@dataclass(frozen=True, eq=False)
-class HeldOut:
-    """Predictions of every published run by constants and intervals fitted without its like, (n,); nan if none."""
-
-    step_s: Numbers
-    low_90: Numbers
-    high_90: Numbers
-    distance: Numbers
-    """From measured ground (`labkit.scaling.ground`)."""
-
-
 @cache
-def load_held_out(fold: str) -> HeldOut:
-    """By a name in `labkit.scaling.folds`; `benchmarks/fit_scaling.py --write` writes the predictions."""
-    names = ("step_s", "low_90", "high_90", "distance")
-    rows = {row["key"]: row for row in read_table("cross_validated") if row["fold"] == fold}
-    keys = load_published().key.tolist()
-    return HeldOut(*(np.array([float(rows[key][name]) if key in rows else np.nan for key in keys]) for name in names))
+def held_out_s(fold: str) -> Numbers:
+    """Seconds of every published run by constants fitted without its like, (n,); nan if the fold has no such run.
+
+    `benchmarks/fit_scaling.py --write` writes the predictions.
+    """
+    predicted = {row["key"]: float(row["predicted_s"]) for row in read_table("cross_validated") if row["fold"] == fold}
+    return np.array([predicted.get(key, np.nan) for key in load_published().key.tolist()])
 
 
 def distances(runs: Runs, row: int, others: Runs) -> Numbers:
@@ -134,37 +121,46 @@ def nearest(run: Run, count: int = NEAREST) -> list[PublishedRow]:
 
     Their predictions know the framework only if `run` names a published one.
     """
-    published = load_published()
-    rows = published.runs
-    is_known = run.framework in frameworks()
-    predicted = load_held_out("without_model" if is_known else "without_framework").step_s
-    distance = distances(Runs.from_runs([run]), 0, rows)
+    published, runs = load_published(), load_published().runs
+    predicted = held_out_s(WITHOUT_MODEL if run.framework in frameworks() else WITHOUT_FRAMEWORK)
+    distance = distances(Runs.from_runs([run]), 0, runs)
     distance = np.where(published.is_timed & np.isfinite(predicted), distance, np.inf)
     chosen: dict[tuple[object, ...], int] = {}
     for row in np.argsort(distance, kind="stable"):
         if len(chosen) == count or not np.isfinite(distance[row]):
             break
-        chosen.setdefault((published.group[row], published.model[row], rows.gpus[row]), int(row))
-    return [_row(published, row, float(predicted[row]), float(distance[row])) for row in chosen.values()]
+        chosen.setdefault((published.group[row], published.model[row], runs.gpus[row]), int(row))
+    return [
+        PublishedRow(
+            group=str(published.group[row]),
+            model=str(published.model[row]),
+            gpu=str(published.gpu[row]),
+            gpus=int(runs.gpus[row]),
+            arrangement=arrangement(runs, row),
+            step_s=float(published.step_s[row]),
+            mfu=float(published.mfu[row]),
+            predicted_s=float(predicted[row]),
+            distance=float(distance[row]),
+        )
+        for row in chosen.values()
+    ]
+
+
+def nearest_key(runs: Runs, row: int) -> tuple[str, float]:
+    """File and line of the timed published run most like run `row`, and its distance."""
+    published, timed = load_published(), _timed_runs()
+    distance = distances(runs, row, timed)
+    at = int(distance.argmin())
+    return str(published.key[published.is_timed][at]), float(distance[at])
+
+
+@cache
+def _timed_runs() -> Runs:
+    published = load_published()
+    return published.runs.take(published.is_timed)
 
 
 def arrangement(runs: Runs, row: int) -> str:
     """Degrees and sharding of a run: "tp 2 pp 4 cp 1 dp 8 zero1"."""
     degrees = [f"{name} {int(getattr(runs, name)[row])}" for name in ("tp", "pp", "cp", "dp")]
     return " ".join([*degrees, str(runs.shard[row])])
-
-
-def _row(published: Published, row: int, predicted_s: float, distance: float) -> PublishedRow:
-    runs = published.runs
-    return PublishedRow(
-        group=str(published.group[row]),
-        model=str(published.model[row]),
-        gpu=str(published.gpu[row]),
-        gpus=int(runs.gpus[row]),
-        seq_len=int(runs.seq_len[row]),
-        arrangement=arrangement(runs, row),
-        step_s=float(published.step_s[row]),
-        mfu=float(published.mfu[row]),
-        predicted_s=predicted_s,
-        distance=distance,
-    )

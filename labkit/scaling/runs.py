@@ -13,12 +13,6 @@ from labkit.scaling.layout import Layout
 from labkit.scaling.model import Model, Numbers, embedding_parameters, kv_width, layer_parameters, query_width
 
 Flags = NDArray[np.bool_]
-_MODEL = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "ffn_gated", "tied")
-_LAYOUT = ("tp", "sequence_parallel", "pp", "vp", "cp", "dp", "micro_batch", "global_batch", "compiled")
-_HARDWARE = (
-    *("peak_tflops", "memory_gib", "memory_gb_s", "link_gb_s", "network_gbps", "fp8_ratio"),
-    *("multiprocessors", "gpus_per_node", "link_gpus", "clock_share"),
-)
 
 
 @dataclass(frozen=True)
@@ -70,27 +64,21 @@ class Runs:
     precision: NDArray[np.str_]
     architecture: NDArray[np.str_]
     framework: NDArray[np.str_]
-    options: NDArray[np.object_]
+    origin: NDArray[np.object_]
+    """The `Run` of each row."""
 
     @classmethod
     def from_runs(cls, runs: Sequence[Run]) -> "Runs":
         """Columns of these runs. ValueError for none."""
         if not runs:
             raise ValueError("expected one run or more")
-        numbers = {name: [getattr(run.model, name) for run in runs] for name in _MODEL}
-        numbers |= {name: [getattr(run.layout, name) for run in runs] for name in _LAYOUT}
-        numbers |= {name: [getattr(run.hardware, name) for run in runs] for name in _HARDWARE}
-        numbers |= {"seq_len": [run.seq_len for run in runs]}
-        names = {name: [getattr(run.layout, name) for run in runs] for name in ("shard", "recompute", "precision")}
-        names |= {"architecture": [run.hardware.architecture for run in runs]}
-        names |= {"framework": [run.framework for run in runs]}
-        options = np.empty(len(runs), dtype=object)
-        options[:] = [run.layout.options for run in runs]
-        return cls(
-            **{name: np.array(values, dtype=np.float64) for name, values in numbers.items()},  # type: ignore[arg-type]
-            **{name: np.array(values) for name, values in names.items()},
-            options=options,
-        )
+        columns: dict[str, Any] = {}
+        for column in fields(cls):
+            values = [_look_up(run, column.name) for run in runs]
+            columns[column.name] = np.array(values, dtype=np.float64 if column.type is Numbers else None)
+        columns["origin"] = np.empty(len(runs), dtype=object)
+        columns["origin"][:] = runs
+        return cls(**columns)
 
     def __len__(self) -> int:
         return len(self.layers)
@@ -102,7 +90,7 @@ class Runs:
     def has(self, option: str) -> Flags:
         """Whether each run's layout has this option."""
         if option not in self._flags:
-            self._flags[option] = np.array([option in options for options in self.options], dtype=bool)
+            self._flags[option] = np.array([option in run.layout.options for run in self.origin], dtype=bool)
         return self._flags[option]
 
     @cached_property
@@ -163,3 +151,9 @@ class Runs:
     @cached_property
     def kv_width(self) -> Numbers:
         return np.asarray(kv_width(self))
+
+
+def _look_up(run: Run, name: str) -> Any:
+    """A run's value by the name of a column; `origin` is None here."""
+    parts = (run.layout, run.model, run.hardware, run)
+    return next((getattr(part, name) for part in parts if hasattr(part, name)), None)

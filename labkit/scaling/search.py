@@ -1,7 +1,7 @@
 """Ranks layouts: every possible one is predicted, and the fastest that fit come first."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
@@ -12,7 +12,7 @@ from labkit.scaling.ground import MAX_DISTANCE
 from labkit.scaling.hardware import Hardware
 from labkit.scaling.layout import RECOMPUTE, Layout, impossible_reason
 from labkit.scaling.model import Model, Numbers
-from labkit.scaling.prediction import Predictions, predict_runs, refusal_reason
+from labkit.scaling.prediction import Prediction, Predictions, predict, predict_runs
 from labkit.scaling.runs import Run, Runs
 
 MAX_MICRO_BATCH = 64
@@ -20,24 +20,52 @@ MAX_TOKENS = 2**17
 """Per micro-batch and rank, if it has several sequences: matmuls are large enough by then."""
 MIN_TOKENS = 4096
 """Per sequence and context-parallel rank: published trainings go no shorter."""
-INTERLEAVED = (1, 2, 4)
+CHUNKS = (2, 4)
+"""Of an interleaved schedule."""
 PROPOSED = 3
 CAUTION = 0.03
 """A layout must be faster by this share per unit of distance from measured ground to be preferred."""
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """A layout and its prediction; `parts_s` add up to `step_s`."""
+class Request:
+    """A training on some GPUs: `global_batch` sequences of `seq_len` tokens per step."""
 
-    layout: Layout
-    step_s: float
-    interval_90: tuple[float, float]
-    mfu: float
-    peak_gib: float
-    out_of_memory: float
-    is_unstable: bool
-    parts_s: Mapping[str, float]
+    model: Model
+    hardware: Hardware
+    gpus: int
+    seq_len: int
+    global_batch: int
+    precision: str = "bf16"
+    framework: str = "generic"
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of `Layout` with the only value to try."""
+    reserve_gib: float = 0.0
+    """Memory of each GPU that stays free."""
+    constants: Constants = field(default_factory=load_constants)
+
+    @property
+    def usable(self) -> Hardware:
+        """The hardware without the reserved memory. ValueError if none is left."""
+        return replace(self.hardware, memory_gib=self.hardware.memory_gib - self.reserve_gib)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens per step."""
+        return self.global_batch * self.seq_len
+
+    def run(self, layout: Layout) -> Run:
+        return Run(self.model, self.usable, layout, self.seq_len, self.framework)
+
+    def predict(self, layout: Layout) -> Prediction:
+        return predict(
+            self.model,
+            self.usable,
+            layout,
+            seq_len=self.seq_len,
+            framework=self.framework,
+            constants=self.constants,
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,31 +73,18 @@ class Ranking:
     """Every layout that was tried, as columns."""
 
     layouts: list[Layout]
-    runs: Runs
     found: Predictions
     order: list[int]
     """Rows of the layouts expected to fit, the best first."""
 
-    def candidate(self, row: int) -> Candidate:
-        found = self.found
-        return Candidate(
-            layout=self.layouts[row],
-            step_s=float(found.step_s[row]),
-            interval_90=(float(found.low_90[row]), float(found.high_90[row])),
-            mfu=float(found.mfu[row]),
-            peak_gib=float(found.peak_gib[row]),
-            out_of_memory=float(found.out_of_memory[row]),
-            is_unstable=bool(found.is_unstable[row]),
-            parts_s={name: float(seconds[row]) for name, seconds in found.parts_s.items()},
-        )
-
-    def proposed(self, count: int = PROPOSED) -> list[Candidate]:
+    def proposed(self, count: int = PROPOSED) -> list[Prediction]:
         """The best layout of each of the first `count` arrangements of the ranks."""
-        return [self.candidate(row) for row in distinct(self.order, lambda row: arrangement(self.layouts[row]), count)]
+        rows = distinct(self.order, lambda row: arrangement(self.layouts[row]), count)
+        return [self.found.prediction(row) for row in rows]
 
-    def min_memory(self) -> Candidate:
-        """The layout that needs the least memory, whether it fits or not."""
-        return self.candidate(int(np.argmin(self.found.peak_gib)))
+    def first(self) -> Prediction:
+        """The best layout; if none fits, the one that needs the least memory."""
+        return self.found.prediction(self.order[0] if self.order else int(np.argmin(self.found.peak_gib)))
 
 
 def arrangement(layout: Layout) -> tuple[object, ...]:
@@ -87,39 +102,25 @@ def distinct(rows: Iterable[int], key: Callable[[int], object], count: int) -> l
     return list(first.values())
 
 
-def rank(
-    model: Model,
-    hardware: Hardware,
-    gpus: int,
-    *,
-    seq_len: int,
-    global_batch: int,
-    framework: str = "generic",
-    precision: str = "bf16",
-    fixed: Mapping[str, Any] | None = None,
-    constants: Constants | None = None,
-) -> Ranking:
-    """All layouts for this many GPUs; `fixed` are fields of `Layout` with the only value to try.
+def rank(request: Request) -> Ranking:
+    """All layouts for a request; those whose memory makes steps unstable come after all others.
 
-    Layouts whose memory makes steps unstable come after all others. ValueError if no layout is possible.
+    ValueError if no layout is possible, or all are too far from measured ground.
     """
-    if gpus < 1 or global_batch < 1 or seq_len < 1:
-        raise ValueError(f"expected 1 or more GPUs, sequences and tokens, got {gpus}, {global_batch} and {seq_len}")
-    constants, fixed = constants or load_constants(), dict(fixed or {}) | {"precision": precision}
+    if min(request.gpus, request.global_batch, request.seq_len) < 1:
+        raise ValueError(f"expected 1 or more GPUs, sequences and tokens, got {request.gpus} GPUs")
     layouts = [
-        layout
-        for layout in _layouts(model, hardware, gpus, seq_len, global_batch, fixed)
-        if impossible_reason(layout, model, seq_len) is None
+        layout for layout in _layouts(request) if impossible_reason(layout, request.model, request.seq_len) is None
     ]
     if not layouts:
-        raise ValueError(_no_layout_reason(model, gpus, seq_len, global_batch, fixed))
-    runs = Runs.from_runs([Run(model, hardware, layout, seq_len, framework) for layout in layouts])
-    found = predict_runs(runs, constants)
-    if found.distance.min() > MAX_DISTANCE:
-        raise ValueError(refusal_reason(runs, int(found.distance.argmin()), found, constants) or "")
-    preference = preference_s(found) * (1 + CAUTION * (found.distance - found.distance.min()))
-    order = [int(row) for row in np.argsort(preference, kind="stable") if found.fits[row]]
-    return Ranking(layouts, runs, found, order)
+        raise ValueError(_no_layout_reason(request))
+    found = predict_runs(Runs.from_runs([request.run(layout) for layout in layouts]), request.constants)
+    nearest = int(found.distance.argmin())
+    if reason := found.refusal_reason(nearest):
+        raise ValueError(reason)
+    preference = preference_s(found) * (1 + CAUTION * (found.distance - found.distance[nearest]))
+    is_candidate = found.fits & (found.distance <= MAX_DISTANCE)
+    return Ranking(layouts, found, [int(row) for row in np.argsort(preference, kind="stable") if is_candidate[row]])
 
 
 def preference_s(found: Predictions) -> Numbers:
@@ -129,34 +130,34 @@ def preference_s(found: Predictions) -> Numbers:
     return found.step_s * risk * slow * np.where(found.fits, 1.0, 1e3)
 
 
-def _layouts(
-    model: Model, hardware: Hardware, gpus: int, seq_len: int, global_batch: int, fixed: Mapping[str, Any]
-) -> Iterator[Layout]:
+def _layouts(request: Request) -> Iterator[Layout]:
     """Every arrangement of the ranks with every batch, sharding, schedule and recomputation that it allows."""
-    same: dict[str, Any] = {name: fixed[name] for name in ("precision", "options") if name in fixed}
-    for tp, pp, cp in _degrees(model, hardware, gpus, seq_len, fixed):
-        dp = gpus // (tp * pp * cp)
-        if dp * tp * pp * cp != gpus or fixed.get("dp", dp) != dp:
+    fixed, batch = request.fixed, request.global_batch
+    same: dict[str, Any] = {"precision": request.precision, "global_batch": batch}
+    same |= {name: fixed[name] for name in ("options",) if name in fixed}
+    for tp, pp, cp in _degrees(request):
+        dp = request.gpus // (tp * pp * cp)
+        if dp * tp * pp * cp != request.gpus or fixed.get("dp", dp) != dp:
             continue
-        same |= {"tp": tp, "sequence_parallel": tp > 1, "pp": pp, "cp": cp, "dp": dp, "global_batch": global_batch}
-        largest = min(max(global_batch // dp, 1), MAX_MICRO_BATCH, max(MAX_TOKENS * cp // seq_len, 1))
-        batches, shards = _among(fixed, "micro_batch", _powers(largest)), list(_shards(hardware, tp, pp, cp, dp))
+        same |= {"tp": tp, "sequence_parallel": tp > 1, "pp": pp, "cp": cp, "dp": dp}
+        largest = min(max(batch // dp, 1), MAX_MICRO_BATCH, max(MAX_TOKENS * cp // request.seq_len, 1))
+        shards = list(_shards(request.hardware, tp, pp, cp, dp))
         if "shard" in fixed:
             shards = [shard for shard in shards if shard == fixed["shard"]]  # nothing is sharded over one rank
-        for micro_batch, shard in product(batches, shards):
-            chunks = _among(fixed, "vp", _chunks(model.layers, pp, shard, global_batch // (dp * micro_batch)))
+        for micro_batch, shard in product(_among(fixed, "micro_batch", _powers(largest)), shards):
+            chunks = _among(fixed, "vp", _chunks(request.model.layers, pp, shard, batch // (dp * micro_batch)))
             for vp, recompute in product(chunks, _among(fixed, "recompute", RECOMPUTE)):
                 yield Layout(**same, micro_batch=micro_batch, shard=shard, vp=vp, recompute=recompute)
 
 
-def _degrees(
-    model: Model, hardware: Hardware, gpus: int, seq_len: int, fixed: Mapping[str, Any]
-) -> Iterator[tuple[int, int, int]]:
+def _degrees(request: Request) -> Iterator[tuple[int, int, int]]:
     """(tp, pp, cp): tensor parallelism inside a node, with equally many key heads on each rank."""
-    inside = [degree for degree in _powers(min(gpus, hardware.gpus_per_node)) if model.kv_heads % degree == 0]
-    for tp in _among(fixed, "tp", inside):
-        stages = _among(fixed, "pp", _divisors(gpus // tp, model.layers))
-        yield from ((tp, pp, cp) for pp, cp in product(stages, _among(fixed, "cp", _powers(seq_len // MIN_TOKENS))))
+    fixed, model = request.fixed, request.model
+    inside = _powers(min(request.gpus, request.hardware.gpus_per_node))
+    for tp in _among(fixed, "tp", [degree for degree in inside if model.kv_heads % degree == 0]):
+        stages = _among(fixed, "pp", _divisors(request.gpus // tp, model.layers))
+        contexts = _among(fixed, "cp", _powers(request.seq_len // MIN_TOKENS))
+        yield from ((tp, pp, cp) for pp, cp in product(stages, contexts))
 
 
 def _among(fixed: Mapping[str, Any], name: str, values: Iterable[Any]) -> Iterable[Any]:
@@ -171,8 +172,7 @@ def _shards(hardware: Hardware, tp: int, pp: int, cp: int, dp: int) -> Iterator[
         if pp == 1:
             yield "zero2"
         yield "zero3"
-        inside = hardware.gpus_per_node // (tp * cp)
-        if pp == 1 and 1 < inside < dp:
+        if pp == 1 and 1 < hardware.gpus_per_node // (tp * cp) < dp:
             yield "hsdp"
 
 
@@ -180,21 +180,24 @@ def _chunks(layers: int, pp: int, shard: str, micro_batches: int) -> Iterator[in
     """Interleaved schedules take equal chunks of layers, and micro-batches in groups of pp (arXiv:2104.04473)."""
     yield 1
     if pp > 1 and shard in ("none", "zero1") and micro_batches % pp == 0:
-        yield from (vp for vp in INTERLEAVED[1:] if layers % (pp * vp) == 0)
+        yield from (vp for vp in CHUNKS if layers % (pp * vp) == 0)
 
 
-def _no_layout_reason(model: Model, gpus: int, seq_len: int, global_batch: int, fixed: Mapping[str, Any]) -> str:
+def _no_layout_reason(request: Request) -> str:
     """Why the fixed values are impossible; else that nothing divides."""
+    fixed, gpus, batch = request.fixed, request.gpus, request.global_batch
     degrees = {name: value for name, value in fixed.items() if name in ("tp", "pp", "cp", "dp")}
     total = int(np.prod(list(degrees.values()) or [1]))
     if gpus % total:
         return f"{' x '.join(degrees)} is {total}, and {gpus} GPUs cannot be divided by it"
     dp = fixed.get("dp", gpus // total if {"tp", "pp", "cp"} <= set(degrees) else 1)
-    given = {"global_batch": global_batch, **fixed, "dp": dp}
-    if reason := impossible_reason(Layout(**given), model, seq_len):
+    layout = Layout(**{"global_batch": batch, "precision": request.precision, **fixed, "dp": dp})
+    if reason := impossible_reason(layout, request.model, request.seq_len):
         return reason
+    if fixed.get("shard", "none") != "none":
+        return f"{fixed['shard']} divides over data-parallel ranks, and with these values there is one"
     easier = "try a batch that the number of GPUs divides"
-    return f"no layout divides {model.layers} layers and {global_batch} sequences over {gpus} GPUs: {easier}"
+    return f"no layout divides {request.model.layers} layers and {batch} sequences over {gpus} GPUs: {easier}"
 
 
 def _powers(largest: int) -> list[int]:

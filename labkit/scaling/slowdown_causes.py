@@ -4,11 +4,11 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from labkit.scaling.advice import Request
 from labkit.scaling.constants import Profile
 from labkit.scaling.layout import Layout
 from labkit.scaling.model import layer_parameters, parameters, step_flops
-from labkit.scaling.search import Candidate
+from labkit.scaling.prediction import Prediction
+from labkit.scaling.search import Request, rank
 
 SAME = 0.1
 """Reported and computed MFU within this share are the same number."""
@@ -31,17 +31,11 @@ class Convention:
 
 @dataclass(frozen=True)
 class Cause:
-    """A possible cause and how to check it; `mfu` with it, 0 to 1, at its worst if `is_graded`.
-
-    `low` and `high` are the 90% interval of `mfu`.
-    """
+    """A possible cause, how to check it, and the MFU that it leaves at its worst, 0 to 1."""
 
     name: str
     check: str
     mfu: float
-    low: float
-    high: float
-    is_graded: bool = False
 
 
 @dataclass(frozen=True)
@@ -49,7 +43,7 @@ class Diagnosis:
     """A measured step against its prediction."""
 
     request: Request
-    expected: Candidate
+    expected: Prediction
     step_s: float
     mfu: float
     """Measured, by labkit's convention."""
@@ -90,10 +84,6 @@ class Diagnosis:
         usual = self.expected.mfu
         return max((1 / cause.mfu - 1 / usual) / (1 / self.mfu - 1 / usual), 0.0)
 
-    def is_excluded(self, cause: Cause) -> bool:
-        """Whether it would make the step slower than it is."""
-        return not cause.is_graded and self.mfu > cause.high
-
 
 def explain(
     request: Request,
@@ -108,8 +98,7 @@ def explain(
     """
     if not any(value is not None and 0 < value < float("inf") for value in (tokens_per_s, mfu)):
         raise ValueError("expected the tokens per second or the MFU that was measured, above zero")
-    ranking = request.ranking()
-    expected = ranking.candidate(ranking.order[0]) if ranking.order else ranking.min_memory()
+    expected = rank(request).first()
     step_s = request.tokens / tokens_per_s if tokens_per_s else expected.step_s * expected.mfu / (mfu or 1.0)
     measured = expected.mfu * expected.step_s / step_s
     conventions = list(_conventions(request, expected.layout, measured))
@@ -118,8 +107,7 @@ def explain(
     if measured >= expected.mfu:
         return found
     causes = [cause for cause in _causes(request, expected, unspecified) if cause.mfu < MATTERS * expected.mfu]
-    order = sorted(causes, key=lambda cause: (found.is_excluded(cause), -found.share(cause)))
-    return replace(found, causes=order)
+    return replace(found, causes=sorted(causes, key=lambda cause: -found.share(cause)))
 
 
 def _conventions(request: Request, layout: Layout, measured: float) -> Iterator[Convention]:
@@ -134,25 +122,23 @@ def _conventions(request: Request, layout: Layout, measured: float) -> Iterator[
     yield Convention("over the peak with sparsity, twice the dense one", measured / 2)
 
 
-def _causes(request: Request, expected: Candidate, unspecified: Collection[str]) -> Iterator[Cause]:
+def _causes(request: Request, expected: Prediction, unspecified: Collection[str]) -> Iterator[Cause]:
     layout, hardware = expected.layout, request.hardware
-    yield Cause("data that arrives late, work between steps", "repeat one batch", 0.0, 0.0, expected.mfu, True)
-    if (work := _little_work(request, layout, unspecified)) is not None:
-        yield work
+
+    def cause(name: str, check: str, changed: Request, layout: Layout = layout) -> Cause:
+        return Cause(name, check, changed.predict(layout).mfu)
+
+    yield Cause("data that arrives late, work between steps", "repeat one batch", 0.0)
+    if (work := _least_work(request, layout, unspecified)) is not None:
+        yield cause(*work)
     if "recompute" not in request.fixed and layout.recompute != "full":
-        recomputed = replace(layout, recompute="full")
-        yield _cause("every layer recomputed", "add --recompute", request, recomputed)
-    slow = replace(request, hardware=replace(hardware, peak_tflops=hardware.peak_tflops / FLOAT32_SLOWER))
-    cause = _cause("matmuls in float32, no tensor cores", "labkit report precision", slow, layout)
-    yield replace(
-        cause,
-        mfu=cause.mfu / FLOAT32_SLOWER,
-        low=cause.low / FLOAT32_SLOWER,
-        high=cause.high / FLOAT32_SLOWER,
-    )
+        yield cause("every layer recomputed", "add --recompute", request, replace(layout, recompute="full"))
+    slow = replace(hardware, peak_tflops=hardware.peak_tflops / FLOAT32_SLOWER)
+    float32 = cause("matmuls in float32, no tensor cores", "labkit report precision", replace(request, hardware=slow))
+    yield replace(float32, mfu=float32.mfu / FLOAT32_SLOWER)
     profile = Profile("unfused", request.framework, {"unfused_attention": 1.0})
     unfused = replace(request, constants=request.constants.with_profile(profile), framework=profile.name)
-    yield _cause("attention that writes its scores to memory", "labkit report flash_attention", unfused, layout)
+    yield cause("attention that writes its scores to memory", "labkit report flash_attention", unfused)
     if request.gpus > 1:
         slower: dict[str, Any] = {"link_gb_s": min(hardware.link_gb_s, PCIE_GB_S)}
         name = "GPUs that talk over PCIe instead of NVLink"
@@ -160,12 +146,14 @@ def _causes(request: Request, expected: Candidate, unspecified: Collection[str])
             slower["network_gbps"] = hardware.network_gbps / 10
             name += ", a network down to a tenth"
         linked = replace(request, hardware=replace(hardware, **slower))
-        yield _cause(name, "labkit report all_reduce", linked, layout, is_graded=True)
+        yield cause(name, "labkit report all_reduce", linked)
 
 
-def _little_work(request: Request, layout: Layout, unspecified: Collection[str]) -> Cause | None:
-    """The shortest sequence and smallest micro-batch, of those that the user left out."""
-    options = [name for name in ("sequence",) if name in unspecified]
+def _least_work(
+    request: Request, layout: Layout, unspecified: Collection[str]
+) -> tuple[str, str, Request, Layout] | None:
+    """A cause's name, check, request and layout: the least work at once, of the options that the user left out."""
+    options = ["sequence"] if "sequence" in unspecified else []
     seq_len = min(SHORT_SEQUENCE, request.seq_len) if options else request.seq_len
     micro_batch = layout.micro_batch
     if "micro_batch" not in request.fixed:
@@ -175,14 +163,4 @@ def _little_work(request: Request, layout: Layout, unspecified: Collection[str])
     short = replace(request, seq_len=seq_len, global_batch=request.tokens // seq_len)
     least = replace(layout, micro_batch=micro_batch, global_batch=short.global_batch)
     check = "add " + " and ".join(f"--{name.replace('_', '-')}" for name in options)
-    name = f"little work at once: micro-batch {micro_batch}, sequences of {seq_len}"
-    return _cause(name, check, short, least, is_graded=True)
-
-
-def _cause(name: str, check: str, request: Request, layout: Layout, *, is_graded: bool = False) -> Cause:
-    """The prediction of another request on one layout."""
-    found = request.prediction(layout)
-    fast, slow = found.interval_90
-    return Cause(
-        name, check, found.mfu, found.mfu * found.step_s / slow, found.mfu * found.step_s / fast, is_graded=is_graded
-    )
+    return f"little work at once: micro-batch {micro_batch}, sequences of {seq_len}", check, short, least

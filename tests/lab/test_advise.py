@@ -159,9 +159,9 @@ def test_advice_adds_up(changes):
     assert all(one.out_of_memory < 0.5 for one in advice.best)
     for one in advice.best:
         assert sum(sums_s(one).values()) == pytest.approx(one.step_s)
-    peak = max(sum(parts.values()) for parts in advice.prediction.memory_gib)
+    peak = max(sum(parts.values()) for parts in advice.first.memory_gib)
     assert peak == pytest.approx(advice.first.peak_gib)
-    assert not {one.layout for one in advice.best} & {one.candidate.layout for one in advice.runners_up}
+    assert not {one.layout for one in advice.best} & {one.prediction.layout for one in advice.runners_up}
     assert {one.cause for one in advice.runners_up} <= {*words.PARTS, "memory", "unstable"}
     assert bool(advice.remedies) != has_room(advice.first)
     made = report.make_report(question, advice, nearest(question.request.run(advice.first.layout)))

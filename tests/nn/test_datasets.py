@@ -70,24 +70,22 @@ def test_other_contents_than_records_are_refused(tmp_path, members, message):
     assert str(path) in str(raised.value)
 
 
-@pytest.mark.parametrize("kept", [0, 10, 500, -1, -9])
-def test_an_archive_that_is_cut_short_is_refused(tmp_path, kept):
-    path = write_archive(tmp_path / "a.tar.gz")
-    content = path.read_bytes()[:kept]
-    path.write_bytes(content)
-    with pytest.raises(DatasetError, match=f"cut short.*got {len(content):,} bytes.*archive has {CIFAR100_BYTES:,}"):
-        read_cifar100(path)
+def _altered(content):
+    changed = bytearray(content)
+    changed[-6] ^= 1  # of gzip's checksum, behind all that tar reads
+    return bytes(changed)
 
 
-def test_an_altered_archive_is_refused(tmp_path):
+BROKEN = {"whole": 0, "header": 10, "middle": 500, "last byte": -1, "last bytes": -9}
+
+
+@pytest.mark.parametrize("change", [*BROKEN, _altered, lambda content: b"not an archive" * 100])
+def test_an_archive_that_is_cut_short_or_altered_is_refused(tmp_path, change):
     path = write_archive(tmp_path / "a.tar.gz")
-    content = bytearray(path.read_bytes())
-    content[-6] ^= 1  # of gzip's checksum, behind all that tar reads
+    content = path.read_bytes()
+    content = change(content) if callable(change) else content[: BROKEN[change]]
     path.write_bytes(content)
-    with pytest.raises(DatasetError, match=r"altered, or no \.tar\.gz.*CRC"):
-        read_cifar100(path)
-    path.write_bytes(b"not an archive" * 100)
-    with pytest.raises(DatasetError, match=r"altered, or no \.tar\.gz"):
+    with pytest.raises(DatasetError, match=f"cut short, altered.*got {len(content):,} bytes.*has {CIFAR100_BYTES:,}"):
         read_cifar100(path)
 
 
@@ -106,9 +104,6 @@ def test_a_file_of_the_official_size_must_have_the_official_checksum(tmp_path, m
         read_cifar100(path)
     monkeypatch.setattr(datasets, "CIFAR100_MD5", datasets.file_md5(path))
     assert read_cifar100(path).name == "CIFAR-100"
-
-
-def test_a_file_that_is_not_there_is_named(tmp_path):
     with pytest.raises(DatasetError, match=r"nowhere\.tar\.gz: cannot be read: No such file"):
         read_cifar100(tmp_path / "nowhere.tar.gz")
 

@@ -117,11 +117,6 @@ def _steps(found: Diagnosis) -> Iterator[Step]:
 
 
 def _row(found: Diagnosis, cause: Cause) -> tuple[str, ...]:
-    left = words.percent(cause.mfu)
-    if cause.is_graded:
-        left = f"{left} or more" if cause.mfu else "any"
-    else:
-        left = f"{left} [{100 * cause.low:.0f}, {100 * cause.high:.0f}]"
+    left = f"{words.percent(cause.mfu)} or more" if cause.mfu else "any"
     share = found.share(cause)
-    text = "no: slower still" if found.is_excluded(cause) else "up to all" if share == 1 else words.percent(share)
-    return cause.name, left, text, cause.check
+    return cause.name, left, "up to all" if share == 1 else f"up to {words.percent(share)}", cause.check

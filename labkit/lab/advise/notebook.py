@@ -14,8 +14,9 @@ from labkit.lab.advise.request import AdviceRequest, read_request
 from labkit.lab.config import ParameterError
 from labkit.lab.figures import Plot, bars
 from labkit.scaling.advice import Advice, advise, sums_s
+from labkit.scaling.prediction import Prediction
 from labkit.scaling.published import nearest
-from labkit.scaling.search import Candidate
+from labkit.scaling.search import rank
 
 NAMES = (
     *("model", "gpu", "gpus", "gpus_per_node", "network_gbps", "tokens_per_step", "sequence", "precision"),
@@ -46,7 +47,7 @@ class Plan:
 
     def ranking(self, count: int = 10) -> pd.DataFrame:
         """The best layouts, one per row; times in seconds, memory in GiB."""
-        rows = [_row(one) for one in self.question.request.ranking().proposed(count)]
+        rows = [_row(one) for one in rank(self.question.request).proposed(count)]
         return pd.DataFrame(rows, index=range(1, len(rows) + 1))
 
     def waterfall(self) -> Plot:
@@ -66,11 +67,11 @@ class Plan:
 
     def by_gpus(self, gpus: Iterable[int]) -> Plot:
         """Shares of the best layout's step on each number of GPUs; numbers on which nothing fits are left out."""
-        best: dict[str, Candidate] = {}
+        best: dict[str, Prediction] = {}
         for count in gpus:
-            ranking = replace(self.question.request, gpus=count).ranking()
+            ranking = rank(replace(self.question.request, gpus=count))
             if ranking.order:
-                best[str(count)] = ranking.candidate(ranking.order[0])
+                best[str(count)] = ranking.first()
         rows = [
             {"gpus": count, "part": words.PARTS[part], "percent": 100 * seconds / one.step_s}
             for count, one in best.items()
@@ -138,7 +139,7 @@ def _texts(values: Mapping[str, Any]) -> dict[str, str]:
     return {name: str(value) for name, value in values.items() if value is not None}
 
 
-def _row(one: Candidate) -> dict[str, object]:
+def _row(one: Prediction) -> dict[str, object]:
     low, high = one.interval_90
     return {
         "layout": words.arrangement(one.layout),

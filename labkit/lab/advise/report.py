@@ -12,13 +12,13 @@ import numpy as np
 from labkit.lab.advise import words
 from labkit.lab.advise.request import AdviceRequest
 from labkit.lab.units import counted, format_bytes, join_words
-from labkit.scaling.advice import Advice, Change, Request, has_room, sums_s
+from labkit.scaling.advice import Advice, Change, has_room, sums_s
 from labkit.scaling.bucket import bucket_bytes
 from labkit.scaling.memory import PARTS as MEMORY
 from labkit.scaling.model import parameters
-from labkit.scaling.prediction import FITS_SHARE
+from labkit.scaling.prediction import FITS_SHARE, Prediction
 from labkit.scaling.published import PublishedRow
-from labkit.scaling.search import Candidate
+from labkit.scaling.search import Request
 
 PREDICTED, PUBLISHED = "predicted", "published"
 YOURS = "measured by you"
@@ -71,11 +71,11 @@ def make_report(request: AdviceRequest, advice: Advice, rows: Sequence[Published
         headline=headline,
         about=describe_request(request.request),
         sections=list(_sections(request, advice, rows)),
-        notes=[*_alike(advice.best), *list_notes(request, rows, advice.prediction.warnings)],
+        notes=[*_alike(advice.best), *list_notes(request, rows, advice.first.warnings)],
     )
 
 
-def _alike(best: Sequence[Candidate]) -> Iterator[str]:
+def _alike(best: Sequence[Prediction]) -> Iterator[str]:
     """A note if the best layouts are alike."""
     near = list(takewhile(lambda one: abs(one.step_s / best[0].step_s - 1) <= NEAR, best))
     if len(near) > 1:
@@ -84,7 +84,7 @@ def _alike(best: Sequence[Candidate]) -> Iterator[str]:
         yield f"Layouts 1 to {len(near)} differ by {farthest} at most, less than the error: take the one you can run."
 
 
-def number_steps(best: Sequence[Candidate]) -> list[Step]:
+def number_steps(best: Sequence[Prediction]) -> list[Step]:
     """Predicted steps, numbered from the best one."""
     return [
         Step(f"{place}: {words.arrangement(one.layout)}", list_parts(one), one.interval_90)
@@ -92,7 +92,7 @@ def number_steps(best: Sequence[Candidate]) -> list[Step]:
     ]
 
 
-def list_parts(one: Candidate) -> list[tuple[str, float]]:
+def list_parts(one: Prediction) -> list[tuple[str, float]]:
     return [(words.PARTS[name], value) for name, value in sums_s(one).items() if value > 0]
 
 
@@ -160,8 +160,8 @@ def _sections(request: AdviceRequest, advice: Advice, rows: Sequence[PublishedRo
         losers = [
             (
                 one.strategy,
-                words.arrangement(one.candidate.layout),
-                words.describe_cause(one.candidate, advice.first, one.cause, memory),
+                words.arrangement(one.prediction.layout),
+                words.describe_cause(one.prediction, advice.first, one.cause, memory),
             )
             for one in advice.runners_up
         ]
@@ -175,7 +175,7 @@ def _sections(request: AdviceRequest, advice: Advice, rows: Sequence[PublishedRo
 
 def _memory(advice: Advice) -> Section:
     names = [name for name in MEMORY if name not in _SMALL]
-    stages = advice.prediction.memory_gib
+    stages = advice.first.memory_gib
     rows = [
         (
             f"{stage + 1} of {len(stages)}",
@@ -189,7 +189,7 @@ def _memory(advice: Advice) -> Section:
     return Section(title, PREDICTED, ("stage", *names, "logits, buffers", "all"), rows, MAX_STAGES)
 
 
-def _best(request: AdviceRequest, best: Sequence[Candidate]) -> Section:
+def _best(request: AdviceRequest, best: Sequence[Prediction]) -> Section:
     columns = [_column(request, candidate) for candidate in best]
     rows = [(name, *(column[name] for column in columns)) for name in columns[0]]
     title = f"The best {counted(len(best), 'layout')}, with 90% intervals"
@@ -198,7 +198,7 @@ def _best(request: AdviceRequest, best: Sequence[Candidate]) -> Section:
     return Section(title, PREDICTED, headings, rows, note=note, steps=number_steps(best))
 
 
-def _column(advice_request: AdviceRequest, one: Candidate) -> dict[str, str]:
+def _column(advice_request: AdviceRequest, one: Prediction) -> dict[str, str]:
     """A layout's cells by row."""
     request, layout, budget = advice_request.request, one.layout, advice_request.budget
     bucket = bucket_bytes(request.run(layout), request.constants)
@@ -229,7 +229,7 @@ def _changes(advice: Advice, changes: Sequence[Change], title: str, heading: str
     base = advice.request.tokens / advice.first.step_s if advice.fits else None
     rows = []
     for change in changes:
-        one = change.candidate
+        one = change.prediction
         if one is None:
             rows.append((change.name, "does not fit", "", ""))
             continue
@@ -252,8 +252,10 @@ def nearest_section(rows: Sequence[PublishedRow]) -> Section:
             words.seconds(row.step_s),
             words.percent(row.mfu) if np.isfinite(row.mfu) else "",
             f"{100 * row.error:+.0f}%",
+            f"{row.distance:.2g}",
         )
         for row in rows
     ]
-    headings = ("published row", "GPUs", "layout", "step", "MFU", "predicted, off by")
-    return Section("The nearest published rows", PUBLISHED, headings, cells, 3)
+    headings = ("published row", "GPUs", "layout", "step", "MFU", "predicted, off by", "distance")
+    note = "Distance 1 is a doubling of the model, or half the way to another kind of GPU."
+    return Section("The nearest published rows", PUBLISHED, headings, cells, 3, note=note)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from labkit.scaling.advice import Request, round_batch
+from labkit.scaling.advice import round_batch
 from labkit.scaling.calibration import calibrate
 from labkit.scaling.hardware import Hardware, find_hardware
 from labkit.scaling.layout import PRECISIONS, RECOMPUTE, SHARDS
@@ -15,6 +15,7 @@ from labkit.scaling.model_config import read_model
 from labkit.scaling.named_models import find_model, is_bare_size
 from labkit.scaling.published import frameworks
 from labkit.scaling.runs import Run
+from labkit.scaling.search import Request
 from labkit.scaling.table import read_rows
 
 Options = Mapping[str, str | None]
@@ -210,4 +211,4 @@ def _read_runs(path: Path) -> tuple[list[Run], list[float]]:
 
 def _error(request: Request, run: Run, step_s: float) -> float:
     same = replace(request, model=run.model, hardware=run.hardware, seq_len=run.seq_len, reserve_gib=0.0)
-    return abs(same.prediction(run.layout).step_s / step_s - 1)
+    return abs(same.predict(run.layout).step_s / step_s - 1)

@@ -6,8 +6,7 @@ from labkit.lab.units import format_number
 from labkit.scaling.advice import has_room
 from labkit.scaling.layout import RECOMPUTE as RECOMPUTE_ORDER
 from labkit.scaling.layout import Layout
-from labkit.scaling.prediction import FITS_SHARE
-from labkit.scaling.search import Candidate
+from labkit.scaling.prediction import FITS_SHARE, Prediction
 
 SHARDS: Mapping[str, str] = {
     "none": "whole copies",
@@ -66,28 +65,28 @@ def signed(share: float) -> str:
     return "no clear difference" if abs(share) < CLEAR else f"{'+' if share > 0 else '-'}{percent(abs(share))}"
 
 
-def memory(candidate: Candidate, memory_gib: float) -> str:
+def memory(prediction: Prediction, memory_gib: float) -> str:
     """Memory of the fullest GPU, with the risk of running out if there is one."""
-    risk = "" if has_room(candidate) else f", {percent(candidate.out_of_memory)} risk"
-    return f"{candidate.peak_gib:.0f} of {memory_gib:.0f} GiB{risk}"
+    risk = "" if has_room(prediction) else f", {percent(prediction.out_of_memory)} risk"
+    return f"{prediction.peak_gib:.0f} of {memory_gib:.0f} GiB{risk}"
 
 
-def describe_cause(candidate: Candidate, best: Candidate, cause: str, memory_gib: float) -> str:
+def describe_cause(prediction: Prediction, best: Prediction, cause: str, memory_gib: float) -> str:
     """Why a layout loses against the best one, in a few words."""
     if cause == "memory":
-        return f"does not fit: {candidate.peak_gib:.0f} GiB at least, {FITS_SHARE * memory_gib:.0f} can be used"
+        return f"does not fit: {prediction.peak_gib:.0f} GiB at least, {FITS_SHARE * memory_gib:.0f} can be used"
     if cause == "unstable":
-        return f"{candidate.peak_gib:.0f} of {memory_gib:.0f} GiB: so near the limit that steps become slow"
-    slower = candidate.step_s / best.step_s - 1
+        return f"{prediction.peak_gib:.0f} of {memory_gib:.0f} GiB: so near the limit that steps become slow"
+    slower = prediction.step_s / best.step_s - 1
     if slower < -CLEAR:
-        reason = "further from published runs" if has_room(candidate) else memory(candidate, memory_gib)
+        reason = "further from published runs" if has_room(prediction) else memory(prediction, memory_gib)
         return f"{signed(slower)}, but {reason}"
     if slower < CLEAR:
         return "no clear difference"
     if cause == "compute":
-        recomputes_more = RECOMPUTE_ORDER.index(candidate.layout.recompute) > RECOMPUTE_ORDER.index(
+        recomputes_more = RECOMPUTE_ORDER.index(prediction.layout.recompute) > RECOMPUTE_ORDER.index(
             best.layout.recompute
         )
-        recomputed = f"to fit, it recomputes {RECOMPUTE[candidate.layout.recompute]}"
+        recomputed = f"to fit, it recomputes {RECOMPUTE[prediction.layout.recompute]}"
         return f"{signed(slower)}: {recomputed if recomputes_more else 'smaller matmuls are slower'}"
     return f"{signed(slower)}: {PARTS[cause]}"

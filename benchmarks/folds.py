@@ -29,7 +29,6 @@ class Fold:
     """A way to leave runs out; `parts` yields (rows to fit to, rows to judge on)."""
 
     name: str
-    title: str
     parts: Callable[[Published], Parts]
     hides_framework: bool = False
     """Predict the judged rows as rows of an unknown framework."""
@@ -82,11 +81,11 @@ def _largest(published: Published) -> Parts:
 
 
 FOLDS = (
-    Fold("beyond_64", "fitted on at most 64 GPUs", _beyond(64)),
-    Fold("beyond_32", "fitted on at most 32 GPUs", _beyond(32)),
-    Fold("without_largest", "fitted without each table's largest model", _largest),
-    Fold("without_framework", "fitted without the framework", _by_framework, hides_framework=True),
-    Fold("without_generation", "fitted without the GPU generation", _by_generation),
-    Fold("without_kind", "fitted without the sharding or precision", _by_kind),
-    Fold("without_model", "fitted without the model", _by_model),
+    Fold("beyond 64 GPUs", _beyond(64)),
+    Fold("beyond 32 GPUs", _beyond(32)),
+    Fold("without the largest models", _largest),
+    Fold("without the framework", _by_framework, hides_framework=True),
+    Fold("without the GPU generation", _by_generation),
+    Fold("without the sharding", _by_kind),
+    Fold("without the model", _by_model),
 )
