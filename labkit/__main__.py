@@ -15,7 +15,7 @@ from labkit.lab.advise.command import advise
 from labkit.lab.commands.console import err, out, plain, print_output, progress, require_device, tell_of_load
 from labkit.lab.config import PROFILES, ParameterError, parse_assignments
 from labkit.lab.project import reference_directory
-from labkit.studies import LABS, load_lab, modules_of_labs
+from labkit.studies import LABS, load_lab
 
 if TYPE_CHECKING:
     from labkit.lab.declaration import Lab
@@ -153,11 +153,8 @@ def report(
     output: Annotated[Path | None, typer.Option(help="Folder of the pages.", show_default="reports/")] = None,
 ) -> None:
     """Execute notebooks and write HTML pages and an index."""
-    from labkit.lab.commands.warm_kernels import WarmKernels, without_threads
-
-    with without_threads():
-        from labkit.lab.pages.index import write_index
-        from labkit.lab.pages.report import check_report, report_lab
+    from labkit.lab.pages.index import write_index
+    from labkit.lab.pages.report import check_report, report_lab
     from labkit.lab.project import path_from_here, recorded_directory, reports_directory, runs_directory
     from labkit.lab.runs import measure as measuring
     from labkit.lab.runs.store import Run, find_run
@@ -175,11 +172,8 @@ def report(
     parameters |= {name: value for name, value in (("profile", profile), ("run", run)) if value is not None}
     output = output or reports_directory()
     check_report(studies, parameters, output)
-    names = [study.name for study in studies]
-    workers = modules_of_labs("worker", names) if run is None else None
-    kernels = WarmKernels.begun(modules_of_labs("lab", names), ranks=workers)
     if run is None:
-        require_device(parameters.get("device"))  # after the fork, which must not inherit CUDA
+        require_device(parameters.get("device"))
         tell_of_load()
     if run is None and resume is None:
         _calibrate(studies, profile or "quick")
@@ -189,7 +183,7 @@ def report(
             if resume is not None:
                 path = find_run([runs_directory() / study.name], resume)
                 parameters["run"] = str(measuring.resume(study, path, on_progress=show, on_output=print_output).path)
-            result = report_lab(study, parameters, output, show, kernels)
+            result = report_lab(study, parameters, output, show)
         results.append(result)
         outcome = f"[bold red]failed:[/] {plain(result.error)}" if result.error else "ok"
         page = path_from_here(result.page)

@@ -32,7 +32,7 @@ FIRST = (
     *("studies/test_one_rank_fails.py", "rehearsal/test_missing_rows.py", "test_adding_a_lab.py"),
     *("nn/test_flash_attention.py", "rehearsal/test_machines.py", "test_cli.py", "parallel/test_launch.py"),
     *("lab/test_advise_notebook.py", "nn/test_flash_compile.py", "lab/test_comparison.py", "lab/test_torchrun.py"),
-    *("lab/test_advise.py", "faults/test_parents.py", "lab/test_killed.py", "lab/test_warm_kernels.py"),
+    *("lab/test_advise.py", "faults/test_parents.py", "lab/test_killed.py"),
     "test_start_here.py",
 )
 

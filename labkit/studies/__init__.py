@@ -11,8 +11,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from labkit.lab.declaration import Lab
 
 LABS = (
@@ -38,8 +36,3 @@ def load_lab(lab: str) -> "Lab":
         raise ParameterError(f"unknown lab {lab!r:.300}{nearest(lab, LABS)}; the labs are {', '.join(LABS)}")
     declaration: Lab = import_module(f"labkit.studies.{lab}.lab").LAB
     return declaration
-
-
-def modules_of_labs(name: str, labs: "Iterable[str]") -> list[str]:
-    """The module "lab" or "worker" of each lab, for who imports them ahead of their use."""
-    return [f"labkit.studies.{lab}.{name}" for lab in labs]

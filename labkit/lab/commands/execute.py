@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,6 @@ from papermill.exceptions import PapermillExecutionError
 from papermill.log import logger
 from traitlets import default
 
-from labkit.lab.commands.warm_kernels import WarmKernels
 from labkit.lab.config import ParameterError
 from labkit.lab.declaration import Lab
 from labkit.lab.notebook import check_parameters
@@ -53,47 +52,24 @@ class EncryptedKernelManager(AsyncKernelManager):
 
 
 class _KernelManager(EncryptedKernelManager):
-    """Has its kernel forked from a process with all imports, where there is one."""
+    """Leaves a kernel alone that has run all its cells.
 
-    warm: WarmKernels | None = None
+    Jupyter interrupts every kernel that is to end. One still busy with its last message would say so in the terminal.
+    """
+
     has_finished = False
-    """Whether all cells ran: jupyter interrupts every kernel that is to end, and one still busy with its last message
-    would say so in the terminal."""
 
     async def _async_interrupt_kernel(self) -> None:
         if not self.has_finished:
             await super()._async_interrupt_kernel()
 
-    async def _async_launch_kernel(self, kernel_cmd: list[str], **options: Any) -> None:
-        if self.warm is not None:
-            arguments = kernel_cmd[kernel_cmd.index("ipykernel_launcher") + 1 :]
-            with suppress(OSError):  # that process is gone: as without it
-                kernel = self.warm.start(arguments, options["env"], options.get("cwd"))
-                provisioner: Any = self.provisioner
-                provisioner.process, provisioner.pid, provisioner.pgid = kernel, kernel.pid, kernel.pid
-                self._reconcile_connection_info(provisioner.connection_info)
-                return
-        await super()._async_launch_kernel(kernel_cmd, **options)
-
 
 class _Client(PapermillNotebookClient):
     """papermill's client, which passes a lab's progress on to whoever runs the notebook."""
 
-    def __init__(
-        self,
-        notebook_manager: Any,
-        on_progress: Callable[[Progress], None],
-        kernels: WarmKernels | None,
-        **options: Any,
-    ):
+    def __init__(self, notebook_manager: Any, on_progress: Callable[[Progress], None], **options: Any):
         super().__init__(notebook_manager, **options)
         self._on_progress = on_progress
-        self._kernels = kernels
-
-    def create_kernel_manager(self) -> Any:
-        manager = super().create_kernel_manager()
-        manager.warm = self._kernels
-        return manager
 
     def papermill_execute_cells(self) -> None:
         with _handing_on_interrupts(self.km.provisioner.pid):
@@ -136,13 +112,11 @@ class _LabEngine(Engine):
         kernel_name: str,
         *,
         on_progress: Callable[[Progress], None],
-        kernels: WarmKernels | None,
         **_: Any,
     ) -> Any:
         client = _Client(
             notebook_manager,
             on_progress,
-            kernels,
             kernel_name=kernel_name,
             kernel_manager_class=_KernelManager,
             timeout=None,  # a lab has deadlines of its own, one a point
@@ -177,11 +151,8 @@ def execute_notebook(
     parameters: Mapping[str, Any],
     *,
     on_progress: Callable[[Progress], None] = lambda progress: None,
-    kernels: WarmKernels | None = None,
 ) -> None:
     """Run a lab's notebook with `parameters` and save it, outputs included, as `target`.
-
-    The kernel is one of `kernels`, which have their imports already, or starts by itself.
 
     Raises:
         ParameterError: before a kernel starts, if a parameter is not the notebook's or not valid.
@@ -203,7 +174,6 @@ def execute_notebook(
             kernel_name="python3",  # this interpreter, whatever kernels are registered
             progress_bar=False,
             on_progress=on_progress,
-            kernels=kernels,
         )
     except PapermillExecutionError as error:
         if error.ename in INTERRUPTED:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from labkit.lab.commands.execute import NotebookFailed, execute_notebook, notebook_parameters
-from labkit.lab.commands.warm_kernels import WarmKernels
 from labkit.lab.declaration import Lab
 from labkit.lab.notebook import check_parameters
 from labkit.lab.pages.export import export_page
@@ -40,7 +39,6 @@ def report_lab(
     parameters: Mapping[str, Any],
     output: Path,
     on_progress: Callable[[Progress], None] = lambda progress: None,
-    kernels: WarmKernels | None = None,
 ) -> LabResult:
     """Execute one lab's notebook, write `<output>/<lab>.html` and its record; a failure is in the result and on the
     page.
@@ -50,7 +48,7 @@ def report_lab(
     error = None
     try:
         source = notebook_path(study.name)
-        execute_notebook(study, source, notebook, parameters, on_progress=on_progress, kernels=kernels)
+        execute_notebook(study, source, notebook, parameters, on_progress=on_progress)
     except NotebookFailed as failure:
         error = str(failure)
     export_page(notebook, page, study, error=error)
