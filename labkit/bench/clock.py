@@ -1,12 +1,11 @@
-"""How long something takes: warm-up apart, alternatives interleaved in a shuffled order, the device's own clock.
+"""A clock: warm-up apart, alternatives interleaved in a shuffled order, the device's own time.
 
-CPU time is `time.perf_counter`. CUDA time is a pair of events on the current stream of a device that has nothing else
-to do. Between the two lies whatever the stream waits for: the kernels, and the host wherever it is slower than the
-device. The host takes 10 to 50 us to launch the first kernel of a call, which is most of the time of a short one.
-`calls` above 1 takes that out: see `time_interleaved`.
+CPU time is `time.perf_counter`. CUDA time is a pair of events on the current stream of an idle device: whatever the
+stream waits for, kernels, and the host wherever it is slower. The host takes 10 to 50 us to launch the first kernel of
+a call, which is most of the time of a short one; `calls` above 1 takes that out.
 
-A caller on several ranks passes a barrier as `before`; each rank then times itself, and the reader of the samples
-takes the slowest rank of each repeat.
+A caller on several ranks passes a barrier as `before`; each rank times itself, and the slowest rank of each repeat
+counts.
 """
 
 import math
@@ -14,7 +13,7 @@ import os
 import random
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar, Unpack
 
 import torch
 import torch.distributed as dist
@@ -22,86 +21,59 @@ import torch.distributed as dist
 from labkit.bench.stopping import Stopping
 
 Action = Callable[[], Any]
-Prepare = Callable[[str], Any]
 Seed = int | str
 T = TypeVar("T")
 
 
+class Options(TypedDict, total=False):
+    """Options of `time_interleaved` and `time_parts_interleaved`."""
+
+    device: str
+    """ "cpu" (the default), or a CUDA device, whose current stream is timed."""
+    prepare: Callable[[str], Any] | None
+    """Called with the name of the alternative whose turn comes, outside the timed region: fresh inputs."""
+    before: Action | None
+    """Called after `prepare`, right before the timed region: a barrier."""
+    calls: int
+    """A sample is the mean of so many calls in a row. On CUDA one more call goes first and is not timed: while the
+    device is busy with it, the host launches the next ones, so that a sample is the device's time."""
+    seed: Seed
+    """Of the order (`turn_order`). A point's `id` is the same on all ranks, and differs between points."""
+    ratio_within: float
+    """Rounds end when the ratio of any two alternatives is known to this share (`stopping.py`); 0: they do not."""
+    rounds_s: float
+    """Rounds end after so many seconds, too. With either, all ranks of the job call."""
+
+
 def time_interleaved(
-    alternatives: Mapping[str, Action],
-    *,
-    warmup: int,
-    repeats: int,
-    device: str = "cpu",
-    prepare: Prepare | None = None,
-    before: Action | None = None,
-    calls: int = 1,
-    seed: Seed = 0,
-    ratio_within: float = 0.0,
-    rounds_s: float = math.inf,
+    alternatives: Mapping[str, Action], *, warmup: int, repeats: int, **options: Unpack[Options]
 ) -> dict[str, list[float]]:
-    """Seconds of a call of each alternative, which take turns in an order that is shuffled anew every round.
+    """Seconds per call of each alternative, which take turns in an order that is shuffled anew every round.
 
-    Taking turns lets every alternative see the same drift of the machine, so that the ratio of two of them holds even
-    where their absolute times do not. Shuffling lets every alternative run equally often after every other: what ran
-    before decides what is in the caches, and in a fixed order, rotated or not, identical functions get times that
-    differ by a factor of two.
+    Taking turns lets every alternative see the same drift of the machine, so that ratios hold even where absolute times
+    do not. Shuffling lets every alternative run equally often after every other: what ran before decides what is in the
+    caches, and in a fixed order, rotated or not, identical functions get times that differ by a factor of two.
 
-    Args:
-        alternatives: what to time, by name; the same names on all ranks. An empty mapping takes no time.
-        warmup: rounds that are thrown away.
-        repeats: rounds that are kept, at most.
-        device: "cpu", or a CUDA device, whose current stream is timed.
-        prepare: called with the name of the alternative whose turn comes, outside the timed region (fresh inputs).
-        before: called after `prepare`, right ahead of what is timed (a barrier).
-        calls: a sample is the mean of so many calls in a row. On CUDA one more call goes ahead of them, which is not
-            timed: while the device is busy with it, the host launches the next ones, so that a sample is what the
-            device takes, or the time of a launch if that is longer.
-        seed: of the order: `turn_order`. A point's `id` is the same on all ranks, and another for every point.
-        ratio_within: rounds end when the ratio of any two alternatives is known to this share; 0: they do not.
-        rounds_s: they end after so many seconds, too (`stopping.py`). With either, all ranks of the job call.
-
-    Returns:
-        As many samples by name as rounds were kept, in the order of the mapping; sample i of all is of one round.
-
-    Raises:
-        ValueError: counts that cannot be.
+    `warmup` rounds are thrown away and at most `repeats` are kept. The names are the same on all ranks; an empty
+    mapping takes no time. Returns as many samples by name as rounds were kept; sample i of all is of one round.
+    ValueError for impossible counts.
     """
-    wholes = {name: {name: action} for name, action in alternatives.items()}
-    samples = time_parts_interleaved(
-        wholes,
-        warmup=warmup,
-        repeats=repeats,
-        device=device,
-        prepare=prepare,
-        before=before,
-        calls=calls,
-        seed=seed,
-        ratio_within=ratio_within,
-        rounds_s=rounds_s,
-    )
-    return {name: parts[name] for name, parts in samples.items()}
+    wholes = {name: {"": action} for name, action in alternatives.items()}
+    samples = time_parts_interleaved(wholes, warmup=warmup, repeats=repeats, **options)
+    return {name: parts[""] for name, parts in samples.items()}
 
 
 def time_parts_interleaved(
-    alternatives: Mapping[str, Mapping[str, Action]],
-    *,
-    warmup: int,
-    repeats: int,
-    device: str = "cpu",
-    prepare: Prepare | None = None,
-    before: Action | None = None,
-    calls: int = 1,
-    seed: Seed = 0,
-    ratio_within: float = 0.0,
-    rounds_s: float = math.inf,
+    alternatives: Mapping[str, Mapping[str, Action]], *, warmup: int, repeats: int, **options: Unpack[Options]
 ) -> dict[str, dict[str, list[float]]]:
-    """`time_interleaved` for alternatives in parts that follow one another: forward, then backward.
+    """`time_interleaved` for alternatives in successive parts: forward, then backward. Samples by alternative and part.
 
-    The turn of an alternative is all its parts in the order of its mapping; only alternatives are shuffled. `prepare`
-    runs once a turn, `before` ahead of every part. With `calls`, a part is called as often before the next one comes.
-    Returns samples by alternative and part.
+    A turn is all parts in the order of the mapping; only alternatives are shuffled. `prepare` runs once per turn,
+    `before` ahead of every part. With `calls`, a part is called as often before the next one comes.
     """
+    device, calls, seed = options.get("device", "cpu"), options.get("calls", 1), options.get("seed", 0)
+    prepare, before = options.get("prepare"), options.get("before")
+    ratio_within, rounds_s = options.get("ratio_within", 0.0), options.get("rounds_s", math.inf)
     if warmup < 0 or repeats < 1 or calls < 1:
         raise ValueError(f"expected warmup >= 0, repeats >= 1 and calls >= 1, got {warmup}, {repeats} and {calls}")
     if not (ratio_within >= 0 and rounds_s > 0):
@@ -129,10 +101,9 @@ def time_parts_interleaved(
 
 
 def turn_order(names: Iterable[str], round_number: int, *, seed: Seed = 0) -> list[str]:
-    """The names in the order of their turns in a round: every order is equally likely, in every round anew.
+    """Order the turns of a round: every order is equally likely, in every round anew.
 
-    The same wherever names, number and seed are the same, on all ranks and in a run that is taken up again, in
-    whatever order the names are given. For callers that cannot leave the rounds to `time_interleaved`.
+    It depends on names, number and seed alone: not on the rank, nor the order of the names.
     """
     turns = sorted(names)
     random.Random(f"{seed} {round_number}").shuffle(turns)
@@ -140,7 +111,7 @@ def turn_order(names: Iterable[str], round_number: int, *, seed: Seed = 0) -> li
 
 
 def timed_once(action: Callable[[], T], device: str) -> tuple[T, float]:
-    """What a single call returns, and its seconds until the device is done; no warm-up, no repeat."""
+    """Return the result of a single call, and its seconds until the device is done."""
     start = time.perf_counter()
     result = action()
     if device == "cuda":
@@ -169,12 +140,11 @@ def _time_cuda(action: Action, calls: int) -> float:
 
 
 def start_together(margin_s: float = 0.0005) -> None:
-    """Return on all ranks of a host at one moment: a barrier whose end does not depend on who leaves it first.
+    """Return on all ranks of a host at one moment.
 
-    Ranks leave an ordinary barrier one after the other, tens of microseconds apart: as long as a short collective
-    takes. Here they agree on a moment of the clock that processes of one host share, `margin_s` ahead, and wait for it
-    (window synchronization: Hunold & Carpen-Amarie 2016, "Reproducible MPI benchmarking is still not as easy as you
-    think").
+    Ranks leave an ordinary barrier tens of microseconds apart: as long as a short collective takes. Here they agree on
+    a moment of the clock that processes of one host share, `margin_s` ahead, and wait for it (window synchronization:
+    Hunold & Carpen-Amarie 2016, "Reproducible MPI benchmarking is still not as easy as you think").
     """
     moment = torch.tensor(time.perf_counter() + margin_s, dtype=torch.float64)
     dist.all_reduce(moment, op=dist.ReduceOp.MAX)
@@ -187,9 +157,9 @@ def start_together(margin_s: float = 0.0005) -> None:
 
 
 class Stopwatch:
-    """Laps inside of timed actions, on the device's clock: `start()` and `stop()` around what is to be told apart.
+    """Laps inside timed actions, on the device's clock: `start()` and `stop()` around a part.
 
-    On CUDA both are marks in the current stream and cost no waiting; read `seconds` when all is done.
+    On CUDA both are marks in the current stream and do not wait; read `seconds` when all is done.
     """
 
     def __init__(self, device: str = "cpu"):
@@ -209,7 +179,7 @@ class Stopwatch:
 
     @property
     def seconds(self) -> list[float]:
-        """Of every lap so far, in their order."""
+        """Every lap so far, in order."""
         if not self._is_cuda:
             return [end - start for start, end in self._laps]
         torch.cuda.synchronize()

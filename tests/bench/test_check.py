@@ -1,4 +1,4 @@
-"""What is said of an error before anything is timed."""
+"""Correctness checks before anything is timed: errors, what ranks agree on, matmuls."""
 
 import math
 
@@ -6,18 +6,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from labkit.bench import rates
 from labkit.bench.check import first_failing_rank, largest_difference, max_over_ranks, verdict
 from labkit.parallel.launch import run_ranks
 
 
-@pytest.mark.parametrize("error", [0.0, 1e-9, 1e-3])
-def test_an_error_up_to_the_limit_is_ok(error):
-    assert verdict(error, 1e-3) == "ok"
-
-
-@pytest.mark.parametrize("error", [1.1e-3, math.inf, math.nan])
-def test_a_larger_one_or_none_at_all_is_wrong_and_says_by_how_much(error):
-    assert verdict(error, 1e-3) == f"wrong: error {error:.1e}, at most 1.0e-03 expected"
+def test_an_error_up_to_the_limit_is_ok_and_a_larger_one_or_none_is_wrong():
+    assert [verdict(error, 1e-3) for error in (0.0, 1e-9, 1e-3)] == ["ok"] * 3
+    for error in (1.1e-3, math.inf, math.nan):
+        assert verdict(error, 1e-3) == f"wrong: error {error:.1e}, at most 1.0e-03 expected"
 
 
 def test_one_tensor_that_is_missing_zero_or_no_number_is_seen_among_many():
@@ -31,22 +28,41 @@ def test_one_tensor_that_is_missing_zero_or_no_number_is_seen_among_many():
 
 def _agreed():
     rank = dist.get_rank()
-    return {
-        "largest": max_over_ranks(float(rank)),
-        "no number": max_over_ranks(math.nan if rank == 1 else 0.0),
-        "found by the last": first_failing_rank([0.0, math.inf] if rank == 2 else [-1.0, 0.0]),
-        "found by two": first_failing_rank([float(rank), 5.0] if rank else [-1.0, 0.0]),
-        "found by none": first_failing_rank([-1.0, 0.0]),
-    }
+    return [
+        max_over_ranks(float(rank)),
+        max_over_ranks(math.nan if rank == 1 else 0.0),
+        first_failing_rank([0.0, math.inf] if rank == 2 else [-1.0, 0.0]),
+        first_failing_rank([float(rank), 5.0] if rank else [-1.0, 0.0]),
+        first_failing_rank([-1.0, 0.0]),
+    ]
 
 
 def test_ranks_agree_on_what_any_of_them_found():
-    found = run_ranks(_agreed, world_size=3)
-    assert found[0] == found[1] == found[2]
-    assert found[0] == {
-        "largest": 2.0,
-        "no number": math.inf,
-        "found by the last": [2, [0.0, math.inf]],
-        "found by two": [1, [1.0, 5.0]],
-        "found by none": None,
-    }
+    expected = [2.0, math.inf, [2, [0.0, math.inf]], [1, [1.0, 5.0]], None]
+    assert run_ranks(_agreed, world_size=3) == [expected] * 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_matmul_is_right_and_knows_its_arithmetic_and_traffic(dtype, batch, monkeypatch):
+    work = rates.matrix_product("cpu", dtype, 8, 4, 2, batch=batch)
+    expected = ("ok", 2 * batch * 8 * 4 * 2, batch * (8 * 4 + 4 * 2 + 8 * 2) * dtype.itemsize)
+    assert (work.gate, work.flops, work.n_bytes) == expected
+    right = torch.mm
+    for wrong in (math.nan, 2.0**-12):  # as far off as TF32 is
+        monkeypatch.setattr(rates.torch, "mm", lambda a, b, out, wrong=wrong: right(a, b, out=out).mul_(1 + wrong))
+        assert rates.matrix_product("cpu", torch.float32, 64, 64, 64).gate.startswith("wrong: error")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_check_lets_rounding_pass_whatever_the_order_of_additions(dtype):
+    """A float32 sum of 8192 products, one after another, as some processors and libraries have it."""
+    generator = torch.Generator().manual_seed(1)
+    rows, columns = torch.randn(2, 64, 8192, generator=generator).to(dtype)
+    one_by_one = torch.zeros(64)
+    for k in range(8192):
+        one_by_one += rows[:, k].float() * columns[:, k].float()
+    exact = (rows.double() * columns.double()).sum(dim=1)
+    error = float((one_by_one.to(dtype).double() - exact).norm() / exact.norm())
+    assert verdict(error, rates.rounding_limit(dtype, 8192)) == "ok"
+    assert dtype != torch.float32 or error > 8 * torch.finfo(dtype).eps, "more than blocks are off by"

@@ -54,11 +54,7 @@ def test_time_ends_rounds_once_there_is_an_interval(monkeypatch):
     monkeypatch.setattr(stopping.time, "perf_counter", lambda: next(now))
     assert _rounds(_noise(0.5), rounds_s=0.5) == 6
     assert _rounds(_noise(0.5), rounds_s=3.5, ratio_within=0.0) == 13  # looks at 6, 8, 10, 13
-
-
-def test_without_either_all_rounds_are_taken_and_ranks_need_not_agree():
     assert _rounds(_noise(0.0), ratio_within=0.0, rounds_s=float("inf")) == MOST
-    assert len(time_interleaved({"a": int}, warmup=0, repeats=11)["a"]) == 11
 
 
 def _until_narrow():
@@ -74,14 +70,6 @@ def _until_narrow():
 def test_ranks_take_as_many_rounds_as_the_slowest_of_them_need():
     first, second = run_ranks(_until_narrow, world_size=2)
     assert first == second > MIN_ROUNDS
-
-
-@pytest.mark.parametrize("limits", [{"ratio_within": -0.1}, {"rounds_s": 0.0}, {"ratio_within": float("nan")}])
-def test_limits_that_cannot_be_are_refused_before_anything_runs(limits):
-    ran = []
-    with pytest.raises(ValueError, match=next(iter(limits))):
-        time_interleaved({"a": lambda: ran.append(1)}, warmup=0, repeats=1, **limits)
-    assert not ran
 
 
 NOISES = {

@@ -11,7 +11,6 @@ from labkit.costs.attention import (
     forward_flops,
     matrix_bytes,
     tiled_saved,
-    visited_share,
 )
 from labkit.nn.attention import naive_attention
 from labkit.nn.tiled_attention import TiledAttention
@@ -23,15 +22,6 @@ def test_flops_of_the_textbook_case():
     assert full == 16 * 2 * 2 * 16384**2 * 64
     assert forward_flops(16, 16384, 64, causal=True) == full / 2
     assert backward_flops(16, 16384, 64, causal=False) == 2.5 * full
-
-
-def test_more_than_half_of_the_tiles_are_visited_since_those_on_the_diagonal_are_whole():
-    assert visited_share(1) == 1
-    assert visited_share(2) == 3 / 4
-    assert visited_share(1000) == pytest.approx(0.5, abs=1e-3)
-
-
-def test_a_matrix_of_the_published_largest_problem_is_8_gib():
     assert matrix_bytes(8, 16384, 4) == 8 * 2**30
 
 
