@@ -45,7 +45,7 @@ def test_what_was_measured_before_an_alternative_failed_does_not_count_twice(tmp
     (again,) = [line for line in map(json.loads, run.path.read_text().splitlines()) if line["kind"] == "again"]
     assert again["alternative"] == "broken"
     assert "SIGABRT" in again["reason"]
-    assert "fake_study.py" in again["details"]  # where the rank was
+    assert "fake_lab.py" in again["details"]  # where the rank was
 
 
 def test_the_frame_has_every_rank_and_repeat_of_the_points_that_worked(tmp_path):

@@ -35,7 +35,7 @@ BESIDE = {
     "shell": "!true",
     "condition": "if True:\n    warmup = 1",
     "function": "def helper():\n    inside = 1",
-    "loop in a value": "sizes_bytes = [4 * n for n in (1, 2)]",
+    "loop in a value": "sizes_bytes = [8 * n for n in (1, 2)]",
 }
 
 
@@ -82,20 +82,20 @@ def test_the_cell_that_papermill_adds_stands_in_for_the_defaults(shell):
     assert (lab.parameters.profile, lab.config.repeats) == ("smoke", 7)
 
 
-def test_more_holds_any_other_parameter_by_name(shell):
+def test_config_holds_any_other_parameter_by_name(shell):
     namespace = shell('profile: str = "smoke"\nmore: dict = {"repeats": 7, "dtype": "float64"}')
     config = open_lab(STUDY, namespace).config
     assert (config.repeats, config.dtype) == (7, "float64")
     for cell, expected in {
-        'more = {"repaets": 7}': r"unknown parameter 'repaets'; did you mean 'repeats'",
-        'repeats = 7\nmore = {"repeats": 8}': "'repeats' is set twice",
-        'more = {"profile": "quick"}': "'more' should hold others by name",
-        "more = 3": "'more' should hold others by name",
+        'config = {"repaets": 7}': r"unknown parameter 'repaets'; did you mean 'repeats'",
+        'repeats = 7\nconfig = {"repeats": 8}': "'repeats' is set twice",
+        'config = {"profile": "quick"}': "'config' should hold others by name",
+        "config = 3": "'config' should hold others by name",
     }.items():
         shell(f'profile = "smoke"\n{cell}')
         with pytest.raises(ParameterError, match=expected):
             open_lab(STUDY, namespace)
-    shell('profile = "smoke"\nrepeats = None\nmore = {"repeats": 8}', '# Parameters\nmore = {"repeats": 9}')
+    shell('profile = "smoke"\nrepeats = None\nconfig = {"repeats": 8}', '# Parameters\nconfig = {"repeats": 9}')
     assert open_lab(STUDY, namespace).config.repeats == 9
 
 
@@ -116,7 +116,7 @@ def test_literals_are_read_beside_lines_that_set_nothing():
             literal_assignments(f'profile = "smoke"\n{line}')
 
 
-def test_a_setting_from_outside_wins_over_more_in_the_cell():
-    in_cell = {"profile": "smoke", "repeats": 7, "more": {"batch": 8, "seed": 1}}
-    assert _as_in_cell(in_cell, {"batch": 4, "repeats": 9}) == {"repeats": 9, "more": {"batch": 4, "seed": 1}}
+def test_a_setting_from_outside_wins_over_config_in_the_cell():
+    in_cell = {"profile": "smoke", "repeats": 7, "config": {"batch": 8, "seed": 1}}
+    assert _as_in_cell(in_cell, {"batch": 4, "repeats": 9}) == {"repeats": 9, "config": {"batch": 4, "seed": 1}}
     assert _as_in_cell(in_cell, {"repeats": 9}) == {"repeats": 9}
