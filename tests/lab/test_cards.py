@@ -54,7 +54,7 @@ def test_nothing_becomes_markup_or_ends_an_attribute(text, escaped, tmp_path):
     ]
     with RunWriter.create(tmp_path, header(lab="fake", config={text: text}, command=text)) as writer:
         writer.end_point(POINTS[0], "skipped", reason=text)
-        writer.begin_again(text, Source(commit=text))
+        writer.start_resumption(text, Source(commit=text))
     run = Run.load(writer.path)
     pieces += [cards.coverage(run), provenance(FAKE, run)]
     for piece in pieces:

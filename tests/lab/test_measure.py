@@ -11,8 +11,8 @@ from labkit.lab import notebook, progress_lines
 from labkit.lab.config import ParameterError
 from labkit.lab.notebook import OpenLab, Parameters
 from labkit.lab.progress_lines import NotebookLine
+from labkit.lab.runs import executor
 from labkit.lab.runs import measure as measuring
-from labkit.lab.runs import point_by_point
 from labkit.lab.runs.measure import measure, resume
 from labkit.lab.runs.progress import Progress
 from labkit.lab.runs.store import Run, RunFileError
@@ -192,7 +192,7 @@ def test_only_the_first_rank_of_a_job_compares_its_machine_with_the_run(tmp_path
     nothing = [None, None, False]  # after a broadcast that only waits for all
     agreed = iter([None, nothing, None, nothing, None, nothing, []])
     monkeypatch.setattr(measuring, "job_rank", lambda: 1)
-    for module in (measuring, point_by_point):
+    for module in (measuring, executor):
         monkeypatch.setattr(module, "broadcast_from_first_rank", lambda _: next(agreed))
     with pytest.raises(SystemExit) as end:
         resume(FAKE, path)

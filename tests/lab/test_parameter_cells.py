@@ -83,7 +83,7 @@ def test_the_cell_that_papermill_adds_stands_in_for_the_defaults(shell):
 
 
 def test_config_holds_any_other_parameter_by_name(shell):
-    namespace = shell('profile: str = "smoke"\nmore: dict = {"repeats": 7, "dtype": "float64"}')
+    namespace = shell('profile: str = "smoke"\nconfig: dict = {"repeats": 7, "dtype": "float64"}')
     config = open_lab(STUDY, namespace).config
     assert (config.repeats, config.dtype) == (7, "float64")
     for cell, expected in {

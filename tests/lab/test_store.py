@@ -79,7 +79,7 @@ def test_a_torn_line_is_passed_over_and_dropped_on_resuming(writer):
     assert Run.load(writer.path).pending == [POINTS[1].id, POINTS[2].id]
     writer.close()
     with RunWriter.reopen(writer.path) as again:
-        again.begin_again("again", None)
+        again.start_resumption("again", None)
         again.add_row(POINTS[1], 0, {"seconds": [2.0]})
         again.end_point(POINTS[1], "ok")
     run = Run.load(writer.path)
@@ -92,7 +92,7 @@ def test_a_run_says_when_and_from_which_source_it_was_resumed(writer):
     writer.close()
     for number, source in enumerate((first, later)):
         with RunWriter.reopen(writer.path) as again:
-            again.begin_again(f"labkit measure --resume {number}", source)
+            again.start_resumption(f"labkit measure --resume {number}", source)
     run = Run.load(writer.path)
     assert [(again.command, again.source) for again in run.resumptions] == [
         ("labkit measure --resume 0", first),
@@ -150,7 +150,7 @@ def test_a_reopened_run_is_as_it_was_until_it_begins_again(writer):
     writer.close()
     with RunWriter.reopen(writer.path) as again:
         assert writer.path.read_bytes() == before
-        again.begin_again("again", None)
+        again.start_resumption("again", None)
     assert [json.loads(line)["kind"] for line in writer.path.read_text().splitlines()] == ["header", "resumed"]
 
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from labkit.parallel.collectives import ring_all_reduce
 from labkit.parallel.launch import Retry, Row, launch
-from labkit.studies.shared.alternatives import Failed, attempt, reason_of, time_those_that_run
+from labkit.studies.shared.alternatives import Failed, reason_of, run_guarded, time_guarded
 
 NO_PLAN = r"failed: ValueError: no plan, line \d+ of test_alternatives.py"  # where it was raised
 
@@ -40,7 +40,7 @@ def test_those_that_run_are_timed_whatever_the_others_raise():
         "second": {"forward": int, "backward": int},
         "third": {"forward": _broken},
     }
-    samples, failed = time_those_that_run(alternatives, device="cpu", warmup=1, repeats=3)
+    samples, failed = time_guarded(alternatives, device="cpu", warmup=1, repeats=3)
     assert {name: list(phases) for name, phases in samples.items()} == {"second": ["forward", "backward"]}
     assert all(len(seconds) == 3 for seconds in samples["second"].values())
     assert set(failed) == {"first", "third"}
@@ -49,9 +49,9 @@ def test_those_that_run_are_timed_whatever_the_others_raise():
 
 def test_what_no_alternative_is_to_blame_for_is_raised():
     with pytest.raises(ValueError, match="no plan"):
-        time_those_that_run({"one": {"call": int}}, device="cpu", warmup=0, repeats=1, before=_broken)
+        time_guarded({"one": {"call": int}}, device="cpu", warmup=0, repeats=1, before=_broken)
     with pytest.raises(ValueError, match="repeats"):
-        time_those_that_run({"one": {"call": int}}, device="cpu", warmup=0, repeats=0)
+        time_guarded({"one": {"call": int}}, device="cpu", warmup=0, repeats=0)
 
 
 def _in_turns(_):
@@ -81,7 +81,7 @@ def _in_turns(_):
 
     sent = []
     for action in (out_of_memory, out_of_memory_later, next_message, halfway, right):
-        found = attempt(action.__name__, action, device="cpu")
+        found = run_guarded(action.__name__, action, device="cpu")
         yield {"name": action.__name__, "found": found.reason if isinstance(found, Failed) else found}
 
 

@@ -106,10 +106,10 @@ def _with_a_failure(case_and_how):
                 os.abort()
             raise ValueError("only here")
 
-    gate, clock = shared.turn_of, shared.time_parts_interleaved
+    gate, clock = shared.guarded_turn, shared.time_parts_interleaved
 
     @contextmanager
-    def turn_of(name, device):
+    def guarded_turn(name, device):
         with gate(name, device) as turn:
             if name == case.fails:
                 fail()
@@ -124,14 +124,14 @@ def _with_a_failure(case_and_how):
     if case.when == CLOCK:
         shared.time_parts_interleaved = time_parts
     elif case.when == GATE:
-        shared.turn_of = turn_of
+        shared.guarded_turn = guarded_turn
     else:
-        lab.turn_of = turn_of
+        lab.guarded_turn = guarded_turn
     try:
         yield from (lab.train if case.when == EPOCH else lab.measure)(case.point)
     finally:
-        shared.turn_of, shared.time_parts_interleaved = gate, clock
-        lab.turn_of = gate
+        shared.guarded_turn, shared.time_parts_interleaved = gate, clock
+        lab.guarded_turn = gate
 
 
 @cache

@@ -12,7 +12,7 @@ from labkit.lab.config import LabConfig, ParameterError
 from labkit.lab.declaration import Lab
 from labkit.lab.point import Point
 from labkit.lab.project import check_writable, runs_directory
-from labkit.lab.runs.point_by_point import measure_points, take_part
+from labkit.lab.runs.executor import measure_points, run_as_worker_rank
 from labkit.lab.runs.progress import Progress, ShowProgress, Tally
 from labkit.lab.runs.resuming import check_same_setting, config_again, replan
 from labkit.lab.runs.store import Run, RunFileError, RunHeader
@@ -68,7 +68,7 @@ def measure(
         if len(header.planned) != len(points):
             raise ValueError(f"{study.name}: the plan names a point twice")
         if job_rank() > 0:  # under torchrun the first rank writes; the others only take part
-            take_part(study, [] if unavailable else points, plugins)
+            run_as_worker_rank(study, [] if unavailable else points, plugins)
             raise SystemExit(0)
         with RunWriter.create(folder, header) as writer, announced():
             on_start(writer.path)
@@ -107,14 +107,14 @@ def resume(
         remaining = [point for point in points if point.id in pending]
         if job_rank() > 0:
             _prepare_again(study, path, config, remaining, on_progress)
-            take_part(study, remaining, plugins)
+            run_as_worker_rank(study, remaining, plugins)
             raise SystemExit(0)
         with RunWriter.reopen(path) as writer, announced():
             if Run.load(path).pending != run.pending:  # what was read before the file was locked
                 raise RunFileError(f"{path}: another process has written this run meanwhile; resume it again")
             _prepare_again(study, path, config, remaining, on_progress)
             if remaining:
-                writer.begin_again(_command(), describe_machine().source)
+                writer.start_resumption(_command(), describe_machine().source)
             tally = Tally(on_progress, path, [point.id for point in remaining], len(points))
             measure_points(study, remaining, writer, tally, on_output, plugins)
         return Run.load(path)

@@ -48,7 +48,7 @@ class RunWriter:
 
     @classmethod
     def reopen(cls, path: Path) -> "RunWriter":
-        """A run that is there, as it is until `begin_again`. RunFileError if somebody else is writing it."""
+        """A run that is there, as it is until `start_resumption`. RunFileError if somebody else is writing it."""
         with _failing_by_name(path):
             writer = cls(path, os.open(path, os.O_RDWR | os.O_APPEND))
         try:
@@ -58,7 +58,7 @@ class RunWriter:
             raise RunFileError(f"{path}: another process is writing this run") from None
         return writer
 
-    def begin_again(self, command: str, source: Source | None) -> None:
+    def start_resumption(self, command: str, source: Source | None) -> None:
         """Take up a reopened run: a torn last line is dropped, and what follows is of this command and source."""
         with _failing_by_name(self.path):
             os.ftruncate(self._descriptor, self.path.read_bytes().rfind(b"\n") + 1)

@@ -21,7 +21,7 @@ from labkit.lab.units import format_bytes, format_seconds
 from labkit.machine import available_memory_bytes
 from labkit.nn.attention_implementations import RESERVED, attention_named
 from labkit.nn.attention_problem import AttentionProblem, Checked, Passes, check
-from labkit.studies.shared.alternatives import Failed, attempt, timed_phases
+from labkit.studies.shared.alternatives import Failed, run_guarded, timed_phases
 from labkit.studies.shared.compiler import keep_what_is_compiled, make_compiler_ready
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ def measure(point: AttentionPoint) -> Iterator[dict[str, Any]]:
         if problem is None:
             problem = AttentionProblem(shape, point.torch_dtype, point.device, causal=point.causal, seed=point.seed)
         passes = problem.passes(attention_named(name).attend)
-        result = attempt(name, partial(_examine, point, problem, passes, name), device=point.device)
+        result = run_guarded(name, partial(_examine, point, problem, passes, name), device=point.device)
         if isinstance(result, Failed):
             passes.release()
             yield row | {"check": result.reason}

@@ -26,7 +26,7 @@ from labkit.parallel.ranks.torchrun import ranks_here
 from labkit.parallel.ranks.worker import use_device
 from labkit.studies.cifar100.data import RankData, hand_out
 from labkit.studies.cifar100.training import ALONE, SYNCHRONIZED, Recipe, Trainer, updates_of
-from labkit.studies.shared.alternatives import Failed, attempt, turn_of
+from labkit.studies.shared.alternatives import Failed, guarded_turn, run_guarded
 from labkit.studies.shared.gradient_check import largest_error
 from labkit.studies.shared.peaks import peak_of_second
 
@@ -96,7 +96,7 @@ def train(point: TrainingPoint, checkpoints: Path | None = None) -> Iterator[dic
     small = replace(recipe, batch=GATE_BATCH, accumulation=GATE_ACCUMULATION)
     errors: dict[str, float] = {}
     for name in point.implementations:
-        error = attempt(name, partial(first_updates_error, name, small, data, point.seed), device=device)
+        error = run_guarded(name, partial(first_updates_error, name, small, data, point.seed), device=device)
         if isinstance(error, Failed):
             yield describe(name) | {"phase": EPOCH, "check": error.reason}
         elif (checks := verdict(error, TOLERANCE)) == "ok":
@@ -136,7 +136,7 @@ class _Training:
         return rows
 
     def _one_epoch(self, trainer: Trainer, epoch: int) -> dict[str, Any]:
-        with turn_of(trainer.implementation, trainer.recipe.device):
+        with guarded_turn(trainer.implementation, trainer.recipe.device):
             return self._timed_epoch(trainer, epoch)
 
     def _timed_epoch(self, trainer: Trainer, epoch: int) -> dict[str, Any]:
@@ -217,7 +217,7 @@ def _peak_memory(name: str, recipe: Recipe, data: RankData, seed: int) -> dict[s
     mine = update[:, dist.get_rank()].flatten()
     images, labels = (part[mine] for part in data.training)
     dist.barrier()
-    with turn_of(name, recipe.device):
+    with guarded_turn(name, recipe.device):
         make = partial(Trainer, name, recipe, seed)
         peak_bytes = peak_of_second(make, lambda trainer: trainer.update(images, labels), device=recipe.device)
     return describe(name) | {"phase": MEMORY, "check": "ok", "peak_bytes": peak_bytes}

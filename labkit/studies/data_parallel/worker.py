@@ -26,7 +26,7 @@ from labkit.parallel.ranks.torchrun import ranks_here
 from labkit.parallel.ranks.worker import use_device
 from labkit.parallel.transport import SHARED, transport_in_use
 from labkit.studies.data_parallel.timeline import BACKWARD, FINISH, FORWARD, OPTIMIZER, profile_step
-from labkit.studies.shared.alternatives import Failed, attempt, row_of, timed_phases, timed_rows
+from labkit.studies.shared.alternatives import Failed, row_of, run_guarded, timed_phases, timed_rows
 from labkit.studies.shared.gradient_check import check_all_used, check_completeness, check_gradients, local_means
 from labkit.studies.shared.peaks import peak_of_second
 
@@ -234,7 +234,7 @@ def _run_accumulated(trainer: Trainer, accumulate: Callable[[], None]) -> None:
 
 def _measure_timeline(point: DataParallelPoint, workload: Workload, device: str) -> Iterator[dict[str, Any]]:
     for name in point.alternatives:
-        result = attempt(name, partial(_profile, name, workload, device), device=device)
+        result = run_guarded(name, partial(_profile, name, workload, device), device=device)
         boxes = [{"check": result.reason}] if isinstance(result, Failed) else result
         yield from (_describe(name) | box for box in boxes)
 

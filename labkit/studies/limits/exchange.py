@@ -14,7 +14,7 @@ from labkit.parallel.collectives import all_reduce, recursive_doubling_all_reduc
 from labkit.parallel.transport import SHARED, transport_in_use
 from labkit.parallel.transport.base import POINT_TO_POINT, Step, Transport
 from labkit.parallel.transport.select_transport import find_transport
-from labkit.studies.shared.alternatives import Failed, attempt, time_those_that_run
+from labkit.studies.shared.alternatives import Failed, run_guarded, time_guarded
 
 CALLS = "calls"
 GLOO, SHARED_MEMORY = "gloo", "shared memory"
@@ -34,11 +34,13 @@ def exchange(point: TimedPoint, sizes: Sequence[int], device: str) -> Iterator[d
         transports[SHARED_MEMORY] = SHARED
     for n_bytes in sizes:
         tensor = torch.empty(max(1, n_bytes // 4), device=device)
-        found = {name: attempt(name, partial(first_wrong, way, tensor), device=device) for name, way in ways.items()}
-        gates = {name: one.reason if isinstance(one, Failed) else one or "ok" for name, one in found.items()}
-        calls = {(name, ALL_REDUCE): partial(way, tensor) for name, way in ways.items() if gates[name] == "ok"}
+        found = {
+            name: run_guarded(name, partial(first_wrong, way, tensor), device=device) for name, way in ways.items()
+        }
+        checks = {name: one.reason if isinstance(one, Failed) else one or "ok" for name, one in found.items()}
+        calls = {(name, ALL_REDUCE): partial(way, tensor) for name, way in ways.items() if checks[name] == "ok"}
         for name, transport in transports.items():
-            if gates[name] != "ok":
+            if checks[name] != "ok":
                 continue
             via = find_transport(None, torch.device(device), transport)
             for what, (steps, depth) in _messages(via, tensor).items():
@@ -46,13 +48,13 @@ def exchange(point: TimedPoint, sizes: Sequence[int], device: str) -> Iterator[d
             calls[name, DOUBLING] = partial(recursive_doubling_all_reduce, tensor, op="sum", transport=transport)
         names = {f"{name}, {what}": (name, what) for name, what in calls}
         timing = point.rounds | {"seed": f"{point.id} {n_bytes}", "device": device, "before": dist.barrier}
-        samples, failed = time_those_that_run(
+        samples, failed = time_guarded(
             {name: {CALLS: calls[key]} for name, key in names.items()},
             alternative_of=lambda name: name.partition(", ")[0],
             prepare=partial(_zero, tensor),
             **timing,
         )
-        for way, gate in gates.items():
+        for way, gate in checks.items():
             if gate != "ok":
                 yield {"way": way, "what": ALL_REDUCE, "n_bytes": n_bytes, "check": gate}
         for name, (way, what) in names.items():

@@ -21,7 +21,7 @@ from labkit.lab.units import format_seconds
 from labkit.nn.transformer import shape_named
 from labkit.parallel.ranks.worker import use_device
 from labkit.studies.limits.exchange import CALLS, exchange
-from labkit.studies.shared.alternatives import Failed, attempt, time_those_that_run
+from labkit.studies.shared.alternatives import Failed, run_guarded, time_guarded
 
 if TYPE_CHECKING:
     from labkit.machine import Machine
@@ -69,11 +69,11 @@ def measure(point: LimitPoint) -> Iterator[dict[str, Any]]:
 def _timed(point: LimitPoint, calls: dict[str, Work], name: str, **options: Any) -> Iterator[dict[str, Any]]:
     """A row per call under the column `name`; a sample is the mean of as many in a row as make it long enough."""
     right = {key: call for key, call in calls.items() if call.gate == "ok"}
-    once, failed = time_those_that_run(
+    once, failed = time_guarded(
         {key: {CALLS: call.run} for key, call in right.items()}, device=point.device, warmup=1, repeats=1, seed=point.id
     )
     number = {key: max(1, min(MOST_CALLS, int(SAMPLE_S / max(parts[CALLS][0], 1e-9)))) for key, parts in once.items()}
-    samples, failed_later = time_those_that_run(
+    samples, failed_later = time_guarded(
         {key: {CALLS: partial(_in_a_row, right[key].run, n)} for key, n in number.items()},
         device=point.device,
         **point.rounds,
@@ -160,7 +160,7 @@ def _transfers(n_bytes: int, device: str) -> dict[str, Work]:
     found: dict[str, Work] = {}
     for suffix, is_pinned in (("", False), (PINNED, True)):
         there_and_back = partial(_there_and_back, max(1, n_bytes // 4), device, is_pinned)
-        works = attempt(f"{n_bytes} bytes{suffix}", there_and_back, device=device)
+        works = run_guarded(f"{n_bytes} bytes{suffix}", there_and_back, device=device)
         if isinstance(works, Failed):
             works = (Work(lambda: None, 0, n_bytes, works.reason),) * 2
         found |= {TO_GPU + suffix: works[0], FROM_GPU + suffix: works[1]}

@@ -15,7 +15,7 @@ from labkit.lab.capacity import skip_reason
 from labkit.lab.point import TimedPoint
 from labkit.nn.training import AUTOCAST_DTYPES, TrainingStep, gradients
 from labkit.nn.transformer import Transformer, language_model_loss
-from labkit.studies.shared.alternatives import Failed, attempt, timed_phases
+from labkit.studies.shared.alternatives import Failed, run_guarded, timed_phases
 
 if TYPE_CHECKING:
     from labkit.machine import Machine
@@ -182,7 +182,7 @@ def _check(step: TrainingStep, precisions: tuple[str, ...], device: str) -> Iter
     loss, reference = _loss_and_gradients(step, FULL)
     squares = {key: float(gradient.double().square().sum()) for key, gradient in reference.items()}
     for name in precisions:
-        result = attempt(name, partial(_loss_and_gradients, step, name), device=device)
+        result = run_guarded(name, partial(_loss_and_gradients, step, name), device=device)
         if isinstance(result, Failed):  # a device without this precision
             yield {"check": result.reason}
             continue

@@ -35,7 +35,7 @@ from labkit.parallel.sharding.implementations import (
 from labkit.parallel.traffic import recorded_traffic
 from labkit.parallel.transport import SHARED, transport_in_use
 from labkit.studies.sharding.correctness import STEPS, train_in_one_process
-from labkit.studies.shared.alternatives import Failed, attempt, row_of, timed_phases
+from labkit.studies.shared.alternatives import Failed, row_of, run_guarded, timed_phases
 
 if TYPE_CHECKING:
     from labkit.machine import Machine
@@ -197,7 +197,7 @@ def _measure_memory(point: ShardingPoint, device: str) -> Iterator[dict[str, Any
     return_memory_when_freed()
     small = ShardingPoint.of(point, size="nano", batch=1)
     warmed = {
-        name: attempt(name, partial(_warm_up, name, small, device), device=device) for name in point.implementations
+        name: run_guarded(name, partial(_warm_up, name, small, device), device=device) for name in point.implementations
     }
     gc.collect()
     gc.freeze()  # objects of libraries stay: looking at them each time would be a tenth of this point's time
@@ -207,7 +207,7 @@ def _measure_memory(point: ShardingPoint, device: str) -> Iterator[dict[str, Any
         if verdict != "ok":
             yield {"implementation": name, "check": verdict.reason if isinstance(verdict, Failed) else verdict}
             continue
-        rows = attempt(name, partial(_memory_of, name, point, device), device=device)
+        rows = run_guarded(name, partial(_memory_of, name, point, device), device=device)
         if isinstance(rows, Failed):
             yield {"implementation": name, "check": rows.reason}
         else:

@@ -1,6 +1,6 @@
-"""One alternative's failure costs no other: what it raised is the reason in its own row, and the others are measured.
+"""One alternative's failure costs no other: its error is the reason in its own row, and the others are measured.
 
-`attempt` and `time_those_that_run` name it (`parallel.ranks.current_alternative`). On one rank the point goes on.
+`run_guarded` and `time_guarded` name it (`parallel.ranks.current_alternative`). On one rank the point goes on.
 Several ranks may have left collectives halfway, which are then met by those of the next alternative: if any raises,
 dies or hangs, the point is measured again in new ranks, and these two say of the alternative why it is left out. A rank
 that is out of memory alone costs the point: the others' tensors may be to blame.
@@ -26,26 +26,26 @@ PATIENCE_S = 2.0  # ranks that make the same mistake make it at about the same t
 
 T = TypeVar("T")
 Actions = Mapping[str, Callable[[], Any]]
-"""What is timed of one alternative, by phase, in the order in which the phases follow one another."""
+"""The timed actions of one alternative by phase, in the order in which they follow one another."""
 
 
 @dataclass(frozen=True)
 class Failed:
-    """What stands in the place of an alternative's results."""
+    """Stands in the place of an alternative's results."""
 
     reason: str
-    """For the `gate` of its row: "failed: RuntimeError: ..."."""
+    """For the `check` of its row: "failed: RuntimeError: ..."."""
 
 
-def attempt(alternative: str, action: Callable[[], T], *, device: str) -> T | Failed:
-    """What the action returns, or why there is nothing of this alternative: it has failed, now or before.
+def run_guarded(alternative: str, action: Callable[[], T], *, device: str) -> T | Failed:
+    """Run the action and return its result, or the reason if this alternative fails now or has failed before.
 
     Raises on if the device is dead, and wherever there are several ranks.
     """
     if (reason := current_alternative.excluded_reason(alternative)) is not None:
         return Failed(reason)
     try:
-        with turn_of(alternative, device):
+        with guarded_turn(alternative, device):
             return action()
     except Exception as error:
         if _is_one_of_several():
@@ -55,14 +55,14 @@ def attempt(alternative: str, action: Callable[[], T], *, device: str) -> T | Fa
 
 
 def row_of(alternative: str, check: Callable[[], Mapping[str, Any]], *, device: str) -> dict[str, Any]:
-    """What `check` finds, a row or a part of it; where it fails, a `gate` that says why."""
-    found = attempt(alternative, check, device=device)
-    return {"check": found.reason} if isinstance(found, Failed) else dict(found)
+    """Run `check` and return its row, or part of one; if it fails, a `check` with the reason."""
+    row = run_guarded(alternative, check, device=device)
+    return {"check": row.reason} if isinstance(row, Failed) else dict(row)
 
 
 @contextmanager
-def turn_of(alternative: str, device: str) -> Iterator[None]:
-    """Inside, what is raised is this alternative's failure."""
+def guarded_turn(alternative: str, device: str) -> Iterator[None]:
+    """Attribute errors of the block to this alternative."""
     turn = current_alternative.begin(alternative)
     try:
         yield
@@ -91,7 +91,7 @@ def _explain(error: Exception, device: str, turn: str) -> None:
 
 
 def reason_of(error: Exception, device: str, where: str = "") -> str:
-    """What stands in the row of an alternative that raised: "out of memory: ..." or "failed: RuntimeError: ...".
+    """Word the error of an alternative for its row: "out of memory: ..." or "failed: RuntimeError: ...".
 
     For a user's own also where: "..., line 3 of the cell".
 
@@ -125,7 +125,7 @@ def _how_all_ranks_raise(turn: str, out_of_memory: bool) -> tuple[bool, bool]:
     return raised >= ranks, raised >= ranks == store.add(f"{key} for want of memory", 0)
 
 
-def time_those_that_run(
+def time_guarded(
     alternatives: Mapping[str, Actions],
     *,
     device: str,
@@ -181,7 +181,7 @@ def timed_rows(
     """The row of each alternative: of one that is right, with the `seconds` of its action, or why it failed.
 
     Of those with an action the ones whose `gate` is "ok", or that have none, take turns; `options` are those of
-    `time_those_that_run`.
+    `time_guarded`.
     """
     for row in timed_phases(rows, {name: {"": action} for name, action in actions.items()}, "", **options):
         row.pop("", None)
@@ -198,7 +198,7 @@ def timed_phases(
 ) -> Iterator[dict[str, Any]]:
     """The same with a row per phase, which `column` names, and one for what `watches` an alternative has stopped."""
     right = {name: of for name, of in phases.items() if rows[name].get("check", "ok") == "ok"}
-    samples, failed = time_those_that_run(right, **options)
+    samples, failed = time_guarded(right, **options)
     for name, row in rows.items():
         if name not in samples:
             yield row | ({"check": failed[name]} if name in failed else {})

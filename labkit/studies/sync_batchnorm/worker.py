@@ -24,7 +24,7 @@ from labkit.parallel.collectives import all_gather, all_reduce
 from labkit.parallel.ranks.torchrun import ranks_here
 from labkit.parallel.ranks.worker import use_device
 from labkit.parallel.sync_batchnorm import SyncBatchNorm
-from labkit.studies.shared.alternatives import row_of, timed_phases, turn_of
+from labkit.studies.shared.alternatives import guarded_turn, row_of, timed_phases
 from labkit.studies.shared.gradient_check import furthest
 
 if TYPE_CHECKING:
@@ -196,7 +196,7 @@ def measure(point: SyncBatchNormPoint) -> Iterator[dict[str, Any]]:
             yield row
     for name, one in right.items():
         if isinstance(one, Layer) and not is_idle[name]:
-            with turn_of(name, device):
+            with guarded_turn(name, device):
                 memory = _measure_memory(name, batch, device)
             yield {"alternative": name} | memory
 

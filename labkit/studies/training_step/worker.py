@@ -17,7 +17,7 @@ from labkit.lab.point import TimedPoint
 from labkit.lab.user_models import parameters_of, shape_of, source_of
 from labkit.nn.attention_implementations import no_compiler_reason
 from labkit.nn.training import TrainingStep, gradients
-from labkit.studies.shared.alternatives import Failed, attempt, timed_rows
+from labkit.studies.shared.alternatives import Failed, run_guarded, timed_rows
 from labkit.studies.shared.compiler import make_compiler_ready
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ def _measure_first(point: TrainingStepPoint) -> Iterator[dict[str, Any]]:
 
 def _measure_compiled(point: TrainingStepPoint) -> Iterator[dict[str, Any]]:
     """Compile with an empty cache, compare gradients, then time both in turn; the compiler's own start is apart."""
-    ready = attempt(COMPILED, partial(make_compiler_ready, point.device), device=point.device)
+    ready = run_guarded(COMPILED, partial(make_compiler_ready, point.device), device=point.device)
     if isinstance(ready, Failed):
         yield {"implementation": COMPILED, "check": ready.reason}
         return
@@ -133,7 +133,7 @@ def _measure_compiled(point: TrainingStepPoint) -> Iterator[dict[str, Any]]:
                 step.optimizer_step()
             return {"compile_s": compile_s, "error": error}
 
-        result = attempt(COMPILED, compile_and_compare, device=point.device)
+        result = run_guarded(COMPILED, compile_and_compare, device=point.device)
         if isinstance(result, Failed):
             yield {"implementation": COMPILED, "check": result.reason}
             return

@@ -19,7 +19,7 @@ from labkit.nn.transformer import Transformer, language_model_loss, shape_named
 from labkit.parallel.data_parallel.implementations import wrap
 from labkit.parallel.ranks.torchrun import ranks_here
 from labkit.parallel.ranks.worker import use_device
-from labkit.studies.shared.alternatives import Failed, attempt, timed_rows
+from labkit.studies.shared.alternatives import Failed, run_guarded, timed_rows
 from labkit.studies.shared.compiler import keep_what_is_compiled, make_compiler_ready
 from labkit.studies.shared.gradient_check import check_completeness
 
@@ -134,7 +134,7 @@ def measure(point: TunedStepPoint) -> Iterator[dict[str, Any]]:
         trainings[JOINED] = Training(point, JOINED, device)
         return _check(trainings, FLOAT32_TOLERANCE if point.precision == "float32" else HALF_TOLERANCE)
 
-    result = attempt(JOINED, compare, device=device)
+    result = run_guarded(JOINED, compare, device=device)
     if isinstance(result, Failed):
         yield row | {"check": result.reason}
         return

@@ -1,4 +1,4 @@
-"""The points of a run, one after the other on their ranks: every row into the run as it comes, and how each ended."""
+"""Measures the points of a run, one after the other on their ranks; writes every row as it comes."""
 
 import math
 import shutil
@@ -24,7 +24,7 @@ from labkit.parallel.ranks.torchrun import broadcast_from_first_rank, is_job_ran
 TOO_LONG = 6
 """Times what its rounds should take: a point whose fewest rounds take longer is the largest of its series, as on a CPU
 without instructions for 16-bit numbers."""
-Exhausted = dict[Any, tuple[float, str]]
+SizeLimits = dict[Any, tuple[float, str]]
 """By series: the size from which on points are skipped, and why."""
 
 
@@ -36,11 +36,11 @@ def measure_points(
     on_output: Callable[[str], None] | None,
     plugins: Plugins,
 ) -> None:
-    """Measure these points, those of the same ranks by one launch; what this machine cannot hold is skipped."""
-    exhausted: Exhausted = {}
+    """Measure these points, those of the same ranks by one launch; skip points that this machine cannot hold."""
+    size_limits: SizeLimits = {}
     for same_ranks in by_ranks(points):
         while same_ranks:
-            same_ranks, skipped = _skip(study, same_ranks, exhausted)
+            same_ranks, skipped = _skip(study, same_ranks, size_limits)
             broadcast_from_first_rank([point.id for point in same_ranks])
             for point, reason in skipped:
                 writer.end_point(point, "skipped", reason=reason)
@@ -48,7 +48,7 @@ def measure_points(
             if not same_ranks:
                 break
             tally.tell(same_ranks[0].title())
-            ended = _measure_group(study, same_ranks, writer, exhausted, on_output, tally, plugins)
+            ended = _measure_group(study, same_ranks, writer, size_limits, on_output, tally, plugins)
             same_ranks = same_ranks[ended:]
     shutil.rmtree(_checkpoints(writer), ignore_errors=True)
     tally.tell("")
@@ -58,7 +58,7 @@ def _measure_group(
     study: Lab,
     points: list[Point],
     writer: RunWriter,
-    exhausted: Exhausted,
+    size_limits: SizeLimits,
     on_output: Callable[[str], None] | None,
     tally: Tally,
     plugins: Plugins,
@@ -97,7 +97,7 @@ def _measure_group(
             rows_s.clear()
             if reason and (series := study.series(point)) is not None:
                 size = math.nextafter(series[1], math.inf) if is_larger else series[1]
-                exhausted[series[0]] = min((size, reason), exhausted.get(series[0], (math.inf, "")))
+                size_limits[series[0]] = min((size, reason), size_limits.get(series[0], (math.inf, "")))
                 if not is_job_rank():  # the ranks of a torchrun job all go on to the next point
                     break
     return ended
@@ -145,12 +145,12 @@ def _details(failure: RankFailure | None) -> str:
     return "\n".join(part.strip() for part in parts if part.strip())
 
 
-def _skip(study: Lab, points: list[Point], exhausted: Exhausted) -> tuple[list[Point], list[tuple[Point, str]]]:
+def _skip(study: Lab, points: list[Point], size_limits: SizeLimits) -> tuple[list[Point], list[tuple[Point, str]]]:
     """Split points into those to measure and those this machine cannot, with the reason."""
     machine = describe_machine()
     remaining, skipped = [], []
     for point in points:
-        reason = study.skip_reason(point, machine) or _exhausted_reason(study, point, exhausted)
+        reason = study.skip_reason(point, machine) or _size_limits_reason(study, point, size_limits)
         if point.fresh_ranks and is_job_rank():
             reason = "needs new processes, and the ranks of a torchrun job are there already"
         if reason is None and not is_job_rank():
@@ -176,14 +176,14 @@ def _why_no_larger(point: Point, end: PointEnd, rows_s: list[float]) -> tuple[st
     return "", False
 
 
-def _exhausted_reason(study: Lab, point: Point, exhausted: Exhausted) -> str | None:
+def _size_limits_reason(study: Lab, point: Point, size_limits: SizeLimits) -> str | None:
     size, reason = math.inf, None
     if (series := study.series(point)) is not None:
-        size, reason = exhausted.get(series[0], (math.inf, None))
+        size, reason = size_limits.get(series[0], (math.inf, None))
     return reason if series is not None and series[1] >= size else None
 
 
-def take_part(study: Lab, points: list[Point], plugins: Plugins) -> None:
+def run_as_worker_rank(study: Lab, points: list[Point], plugins: Plugins) -> None:
     """A rank of torchrun other than the first: the points that the first one chooses, nothing written."""
     for same_ranks in by_ranks(points):
         chosen = set(broadcast_from_first_rank(None))
