@@ -19,6 +19,7 @@ from labkit.lab.runs.comparison import compare_runs, run_names, without_copies
 from labkit.lab.runs.store import Run, RunFileError
 from labkit.machine import describe_machine
 from labkit.studies import LABS
+from labkit.studies import load_lab as load_real
 from tests.browser import CONTRASTS, opened_browser
 from tests.lab.test_index import run_record
 
@@ -156,7 +157,7 @@ def test_runs_have_the_shortest_names_that_tell_them_apart(tmp_path):
 def test_every_recorded_run_is_compared_with_itself_and_agrees(lab):
     (path,) = (recorded_directory() / lab).glob("*.jsonl")
     run = Run.load(path)
-    (comparison,) = compare_runs([run, Run.load(path)], load_lab)
+    (comparison,) = compare_runs([run, Run.load(path)], load_real)
     (pair,) = comparison.pairs
     assert set(pair.outcomes().values()) == {"agree"}
     assert set(pair.ratios["difference"]) <= {"none measurable"}
