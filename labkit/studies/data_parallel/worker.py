@@ -19,6 +19,7 @@ from labkit.bench.clock import Stopwatch
 from labkit.costs.transformer import SIZES, n_parameters
 from labkit.lab.capacity import skip_reason
 from labkit.lab.point import TimedPoint
+from labkit.lab.units import counted
 from labkit.nn.vision import ResNet50
 from labkit.nn.workloads import RESNET50, RESNET50_PARAMETERS, Workload, workload_of
 from labkit.parallel.data_parallel.implementations import LOCAL, OVER_SHARED_MEMORY, wrap
@@ -65,7 +66,7 @@ class DataParallelPoint(TimedPoint):
     def skip_reason(self, machine: "Machine") -> str | None:
         ranks, models = ranks_here(self.world_size), self._n_models()
         needed = ranks * (RANK_BYTES + N_COPIES * models * 4 * self.parameters)
-        return skip_reason(machine, self.device, needed, ranks=ranks, says=f"{models} models need {{}}")
+        return skip_reason(machine, self.device, needed, ranks=ranks, says=f"{counted(models, 'model')} need {{}}")
 
     def _n_models(self) -> int:
         if self.sweep in ("memory", "timeline"):

@@ -21,6 +21,7 @@ from labkit.costs.sharding import PARTS, STAGES, moved_bytes, state_bytes
 from labkit.costs.transformer import SIZES, n_parameters
 from labkit.lab.capacity import skip_reason
 from labkit.lab.point import TimedPoint
+from labkit.lab.units import counted
 from labkit.nn.workloads import Workload, workload_of
 from labkit.parallel.ranks.torchrun import ranks_here
 from labkit.parallel.ranks.worker import use_device
@@ -77,7 +78,7 @@ class ShardingPoint(TimedPoint):
         ranks = ranks_here(self.world_size)
         models = 1 if self.kind == "memory" else len(self.implementations) + 1
         needed = ranks * (RANK_BYTES + models * COPIES * 4 * n_parameters(SIZES[self.size]))
-        return skip_reason(machine, self.device, needed, ranks=ranks, says=f"{models} models need {{}}")
+        return skip_reason(machine, self.device, needed, ranks=ranks, says=f"{counted(models, 'model')} need {{}}")
 
     def title(self) -> str:
         return f"{super().title()}, {self.kind}, {self.size}, {self.optimizer}, {self.transport}"
