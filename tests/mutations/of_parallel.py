@@ -15,23 +15,16 @@ MISTAKES = [
         rows_of_a_broken_attempt_count=('rows.pop(record["point"], None)', "pass"),
     ),
     *mistakes(
-        "parallel/data_parallel/during_backward.py",
+        "parallel/data_parallel/overlapped.py",
         CONTRACT,
-        gradients_in_buckets_are_sums=("view.div_(self.world_size)", "view.div_(1)"),
+        gradients_in_buckets_are_sums=("view.div_(self._divisor)", "view.div_(1)"),
         a_bucket_begins_one_gradient_early=(
-            "bucket.missing = len(bucket.indices)",
-            "bucket.missing = len(bucket.indices) - 1",
+            "bucket.missing = len(bucket.parameters)",
+            "bucket.missing = len(bucket.parameters) - 1",
         ),
         the_last_bucket_is_not_waited_for=("for wait in self._waits:", "for wait in self._waits[:-1]:"),
-        the_last_gradient_is_not_waited_for=(
-            "for gradient, sent, wait in self._begun:",
-            "for gradient, sent, wait in self._begun[:-1]:",
-        ),
-    ),
-    *mistakes(
-        "parallel/data_parallel/during_backward.py",
-        CONTRACT,
-        what_autograd_still_reads_is_sent=("gradient.clone() if shares_memory(gradient) else gradient", "gradient"),
+        kept_gradients_are_overwritten=("if bucket.is_kept():", "if False:"),
+        the_first_bucket_is_as_large_as_the_others=("min(first_bucket_mb, bucket_mb))", "bucket_mb)"),
     ),
     *mistakes(
         "parallel/data_parallel/layout.py",
@@ -41,23 +34,28 @@ MISTAKES = [
     *mistakes(
         "parallel/data_parallel/hooks.py",
         CONTRACT,
-        later_hooks_come_later=("if next(reversed(hooks)) != handle.id:", "if False:"),
-        two_wrappers_average=("                older._supersede()", "                pass"),
+        later_hooks_come_later=("len(hooks) > 1:", "False:"),
+        two_wrappers_average=("other.is_superseded = True", "pass"),
     ),
     *mistakes(
-        "parallel/data_parallel/buckets.py",
-        CONTRACT,
-        views_of_a_bucket_overlap=("offset += parameter.numel()", "offset += parameter.numel() - 1"),
-        the_first_bucket_is_as_large_as_the_others=("else min(first_bucket_mb, bucket_mb)", "else bucket_mb"),
-    ),
-    *mistakes(
-        "parallel/data_parallel/after_backward.py",
+        "parallel/data_parallel/synchronous.py",
         TRAINING,
         naive_leaves_out_a_parameter=(
-            "for parameter in self._parameters_in_order:\n            self._average",
-            "for parameter in self._parameters_in_order[1:]:\n            self._average",
+            "in self._parameters_in_order:\n            self",
+            "in self._parameters_in_order[1:]:\n            self",
         ),
-        flat_sums=('self._average.run(flat, "mean")', 'self._average.run(flat, "sum")'),
+        flat_sums=('self._reducer.run(flat, "mean")', 'self._reducer.run(flat, "sum")'),
+    ),
+    *mistakes(
+        "parallel/data_parallel/reducer.py",
+        CONTRACT,
+        gradients_by_torch_are_sums=("vector.div_(dist.get_world_size(self.group))", "pass"),
+    ),
+    *mistakes(
+        "parallel/data_parallel/consistency.py",
+        CONTRACT,
+        ranks_keep_their_own_parameters=("tuple(tensor.detach() for", "tuple(tensor.detach().clone() for"),
+        differing_models_are_accepted=("if most != fewest:", "if most < fewest:"),
     ),
     *mistakes(
         "parallel/sync_batchnorm.py",
@@ -70,20 +68,6 @@ MISTAKES = [
             "constant.addcmul_(slope, rest, value=1)",
         ),
         ranks_weigh_alike=("mean = (count * means).sum(0) / total", "mean = means.mean(0)"),
-    ),
-    *mistakes(
-        "parallel/data_parallel/averaging.py",
-        CONTRACT,
-        gradients_by_torch_are_sums=("vector.div_(dist.get_world_size(self.group))", "pass"),
-    ),
-    *mistakes(
-        "parallel/data_parallel/replicas.py",
-        CONTRACT,
-        ranks_keep_their_own_parameters=(
-            "detached := [tensor.detach() for",
-            "detached := [tensor.detach().clone() for",
-        ),
-        differing_models_are_accepted=("if most != fewest:", "if most < fewest:"),
     ),
     *mistakes(
         "parallel/sharding/partition.py",

@@ -15,7 +15,7 @@ from labkit.lab.runs.store import RunFileError
 from labkit.machine import describe_machine
 from labkit.nn import datasets
 from labkit.parallel import sync_batchnorm
-from labkit.parallel.data_parallel.averaging import TorchAverage
+from labkit.parallel.data_parallel.reducer import TorchReducer
 from labkit.parallel.launch import PointEnd, Row, launch, run_ranks
 from labkit.studies.cifar100 import study as study_module
 from labkit.studies.cifar100 import worker as worker_module
@@ -115,7 +115,7 @@ def _errors_without_a_rank():
     rank, ranks = dist.get_rank(), dist.get_world_size()
     data = hand_out(DIGITS, None, 64, "cpu")
     recipe = Recipe(classes=data.classes, batch=4, accumulation=2, learning_rate=0.01, momentum=0.5)
-    gather, add, start = sync_batchnorm._gather, sync_batchnorm._sum_over_ranks, TorchAverage.start
+    gather, add, start = sync_batchnorm._gather, sync_batchnorm._sum_over_ranks, TorchReducer.start
 
     def error():
         sent.clear()
@@ -139,7 +139,7 @@ def _errors_without_a_rank():
         for name, place, missing, whole in (
             ("_gather", sync_batchnorm, gather_without, gather),
             ("_sum_over_ranks", sync_batchnorm, add_without, add),
-            ("start", TorchAverage, start_without, start),
+            ("start", TorchReducer, start_without, start),
         ):
             setattr(place, name, missing)
             try:

@@ -28,8 +28,8 @@ TIMES = ShardingPoint(kind="time", size=tiny.NAME, transport="shared", ways=tupl
 MEMORY = ShardingPoint(kind="memory", size="nano", transport="point_to_point", ways=tuple(IMPLEMENTATIONS), **_SETTINGS)
 # What makes each way's ranks equal: without it, parameters are not those of one process.
 MISSING = [
-    ("ddp", "data_parallel.averaging", "all_reduce"),
-    ("zero1", "data_parallel.averaging", "all_reduce"),
+    ("ddp", "data_parallel.reducer", "all_reduce"),
+    ("zero1", "data_parallel.reducer", "all_reduce"),
     ("zero1", "sharding.gathering", "all_gather"),
     ("zero2", "sharding.reduce_scatter_ddp", "reduce_scatter"),
     ("zero2", "sharding.gathering", "all_gather"),
@@ -90,7 +90,7 @@ def _with_other_calls(point):
 
     from labkit.parallel.collectives import all_reduce
 
-    averaging = import_module("labkit.parallel.data_parallel.averaging")
+    averaging = import_module("labkit.parallel.data_parallel.reducer")
     scattering = import_module("labkit.parallel.sharding.reduce_scatter_ddp")
 
     def also(place, name, other):

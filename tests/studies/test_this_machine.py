@@ -23,7 +23,7 @@ from labkit.lab.advise.machine import (
 from labkit.lab.project import recorded_directory
 from labkit.lab.runs.store import Run
 from labkit.machine import describe_machine
-from labkit.parallel.data_parallel.averaging import TorchAverage
+from labkit.parallel.data_parallel.reducer import TorchReducer
 from labkit.parallel.launch import run_ranks
 from labkit.studies.data_parallel import findings as data_parallel
 from labkit.studies.data_parallel.findings import _name as wrapper_name
@@ -215,19 +215,19 @@ def test_a_part_of_a_mean_that_rounding_would_hide_is_seen():
 
 def _without_each_rank():
     """Gates of a point without what a rank adds to the means of the joined configuration, each rank in turn."""
-    start, found = TorchAverage.start, {}
+    start, found = TorchReducer.start, {}
     for precision in ("float32", "bfloat16"):
         for left_out in range(dist.get_world_size()):
 
             def lossy(self, vector, op, left_out=left_out):
                 return start(self, vector.zero_() if dist.get_rank() == left_out else vector, op)
 
-            TorchAverage.start = lossy
+            TorchReducer.start = lossy
             try:
                 point = _point(world_size=dist.get_world_size(), precision=precision)
                 found[f"{precision} {left_out}"] = [row["check"] for row in measure_point(point)]
             finally:
-                TorchAverage.start = start
+                TorchReducer.start = start
     return found
 
 

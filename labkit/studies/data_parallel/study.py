@@ -15,7 +15,7 @@ from labkit.lab.study import Study
 from labkit.machine import Machine
 from labkit.nn.transformer import SIZES
 from labkit.nn.workloads import RESNET50, RESNET50_PARAMETERS
-from labkit.parallel.data_parallel.implementations import IMPLEMENTATIONS, LOCAL, OVER_SHARED_MEMORY, TORCH, plug_in
+from labkit.parallel.data_parallel.implementations import IMPLEMENTATIONS, LOCAL, OVER_SHARED_MEMORY, TORCH, register
 from labkit.parallel.ranks.torchrun import ranks_here
 from labkit.studies.data_parallel.findings import QUESTIONS
 from labkit.studies.data_parallel.worker import DataParallelPoint, measure_point
@@ -103,7 +103,7 @@ class DataParallelStudy(Study):
     }
     worker = staticmethod(measure_point)
     plugs_into = "implementations"
-    plug_in = staticmethod(plug_in)
+    plug_in = staticmethod(register)
     models_into = ("workloads",)
 
     def points(self, config: DataParallelConfig, machine: Machine) -> Sequence[DataParallelPoint]:

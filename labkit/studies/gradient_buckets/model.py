@@ -15,7 +15,7 @@ from labkit.costs.calibration import ALL_REDUCE, CPU, Calibration
 from labkit.costs.communication import AlphaBeta, MessageCost, best_buckets, bucket_overhead, fit_alpha_beta
 from labkit.lab.predictions import Predicted, Row
 from labkit.nn.workloads import workload_named
-from labkit.parallel.data_parallel.buckets import assign_to_buckets
+from labkit.parallel.data_parallel.overlapped import assign_to_buckets
 from labkit.studies.gradient_buckets import tables
 from labkit.studies.gradient_buckets.tables import MACHINE, SETTING
 from labkit.studies.gradient_buckets.worker import BucketsPoint

@@ -18,7 +18,7 @@ from labkit.bench.clock import Stopwatch
 from labkit.lab.point import TimedPoint
 from labkit.nn.workloads import Workload, workload_named
 from labkit.parallel.data_parallel import BucketedDDP
-from labkit.parallel.data_parallel.buckets import Schedule
+from labkit.parallel.data_parallel.overlapped import Schedule
 from labkit.parallel.ranks.worker import use_device
 from labkit.studies.shared.alternatives import row_of, timed_phases
 from labkit.studies.shared.gradient_gate import check_gradients, local_means
