@@ -160,10 +160,9 @@ def _check_convertible(layer: _BatchNorm) -> None:
         tensor is not None and is_lazy(tensor) for tensor in (*layer._parameters.values(), *layer._buffers.values())
     ):
         raise ValueError(f"expected layers that know their number of features: run a batch through {layer} first")
-    kind = type(layer)
     known = (_BatchNorm.forward, nn.SyncBatchNorm.forward, SyncBatchNorm.forward)
-    if kind.forward not in known or "forward" in layer.__dict__:
-        raise ValueError(f"expected BatchNorm's forward, and {kind.__name__} has another: convert the layer by hand")
+    if type(layer).forward not in known or "forward" in layer.__dict__:
+        raise ValueError(f"expected BatchNorm's forward, and {type(layer).__name__} has another: convert it by hand")
     if "weight" not in layer._parameters:
         raise ValueError(f"expected plain parameters, and {layer} is pruned or parametrized: remove that first")
 
@@ -255,10 +254,7 @@ class _NoSecondDerivative(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> None:
-        raise RuntimeError(
-            "SyncBatchNorm has no second derivative, which a gradient penalty needs: expected a layer that normalizes "
-            "per sample (LayerNorm, GroupNorm) or per rank (BatchNorm)"
-        )
+        raise RuntimeError("SyncBatchNorm has no second derivative, which a gradient penalty needs: take a LayerNorm")
 
 
 def _deviations_from_local_mean(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

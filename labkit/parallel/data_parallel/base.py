@@ -14,9 +14,8 @@ outer pass.
 What is averaged is `p.grad` as it stands. What `no_sync` accumulated is in it; what an earlier pass averaged is equal
 on all ranks, and its mean is itself. So several losses, each with a backward pass, need no extra care.
 
-Two differences from torch's DistributedDataParallel. It waits until every parameter has been heard of since the forward
-pass, and complains at the next one. Here each pass is looked at by itself, and a parameter without a gradient is named
-before the optimizer uses the others; passes through a part of the model (a loss per head) need `find_unused=True`. With
+Unlike torch's DistributedDataParallel, each pass is looked at by itself: a parameter without a gradient is named before
+the optimizer uses the others, and passes through a part of the model (a loss per head) need `find_unused=True`. With
 that, collectives begin when the pass is over: an inner pass may add to a gradient that the outer one has set.
 """
 
@@ -42,7 +41,7 @@ from labkit.parallel.transport.select_transport import member_group
 
 
 class UnusedParameterError(RuntimeError):
-    """A backward pass gave some parameters no gradient, and the wrapper does not expect that."""
+    """A backward pass gave some parameters no gradient."""
 
 
 class DataParallel(nn.Module, UnevenInputs):
@@ -61,9 +60,8 @@ class DataParallel(nn.Module, UnevenInputs):
         all_reduce: what sums: "torch" (torch.distributed), or labkit's all-reduce over a transport: "shared" (memory
             that the ranks of one host map), "point_to_point", or "auto", which is shared if that is possible.
 
-    Raises ValueError, on all ranks of the group, if model or arguments differ between ranks (names, shapes, dtypes,
-    strides), if nothing is trained, and for what `check_module` refuses; and on a rank that is not of the group.
-    RuntimeError or ValueError in forward and backward, instead of a wrong mean: the message names the parameter.
+    Raises ValueError, on all ranks, if model or arguments differ between them and for what `check_module` refuses;
+    RuntimeError or ValueError in forward and backward, with the name of the parameter, instead of a wrong mean.
     """
 
     def __init__(
@@ -188,7 +186,8 @@ class DataParallel(nn.Module, UnevenInputs):
         for index in absent:
             parameters[index].grad = None
         has_gradient = [parameter.grad is not None for parameter in parameters]
-        self._finish([index for index, ready in enumerate(self._ready) if not (ready and self._overlaps)])
+        overlaps = self._overlaps
+        self._finish([index for index, ready in enumerate(self._ready) if not (ready and overlaps)])
         if self._mean_factor != 1:
             torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], self._mean_factor)
         if self.find_unused:  # last: every rank begins the same collectives in the same order
@@ -199,7 +198,7 @@ class DataParallel(nn.Module, UnevenInputs):
 
     @property
     def _overlaps(self) -> bool:
-        """Whether gradients are averaged while backward goes on, each as soon as it is there."""
+        """Whether gradients are averaged while backward goes on."""
         return False
 
     def _gradient_ready(self, index: int) -> None:
@@ -214,10 +213,11 @@ class DataParallel(nn.Module, UnevenInputs):
 
     def _mark_ready(self, index: int, gradient: Tensor | None) -> None:
         """Note a gradient, and average it now if that is what this wrapper does. The hook of each parameter."""
-        if not (self._is_armed or self._pass.is_running):
+        if not self._pass.is_running and not self._is_armed:
             return
         with self._lock:
-            self._begin_pass()
+            if not self._pass.is_running:
+                self._begin_pass()
             self._check_gradient(index, gradient)
             is_second, self._ready[index] = self._ready[index], True
             if self._overlaps:
@@ -235,24 +235,21 @@ class DataParallel(nn.Module, UnevenInputs):
             raise RuntimeError(
                 f"{name} was updated in backward, before its gradient was averaged: update it afterwards"
             )
-        if parameter.grad is None:
+        gradient = parameter.grad
+        if gradient is None:
             if added is not None:
                 raise ValueError(f"a hook took the gradient of {name} away before it was averaged: take it afterwards")
-        elif parameter.grad.layout is not torch.strided:
+        elif gradient.layout is not torch.strided:
             raise ValueError(f"expected dense gradients, got a sparse one for {name}")
-        elif parameter.grad.requires_grad:
+        elif gradient.requires_grad:
             raise ValueError(
-                f"expected backward() without create_graph, got a gradient with a graph for {name}: "
-                "for a gradient penalty take torch.autograd.grad(..., create_graph=True)"
+                f"expected backward() without create_graph for {name}: take torch.autograd.grad for penalties"
             )
 
     def _check_parameters(self) -> None:
         """Refuse a model that was wrapped again, or has other parameters than when it was wrapped."""
         if self._hooks.is_superseded:
-            raise RuntimeError(
-                "this model, or a part of it, was wrapped again, and one wrapper averages a gradient: use the newest, "
-                "or wrap copies (copy.deepcopy); modules that share parameters are wrapped together, as one module"
-            )
+            raise RuntimeError("this model, or a part of it, was wrapped again: use the newest wrapper, or wrap copies")
         averaged = set(map(id, self._parameters_in_order))
         for name, parameter in self.module.named_parameters():
             # functional_call puts other tensors there for the time of a call
@@ -265,13 +262,12 @@ class DataParallel(nn.Module, UnevenInputs):
 
     def _begin_pass(self) -> None:
         """Ask autograd, on the first sign of a backward pass, to call back at its end."""
-        if not self._pass.is_running:
-            if self._hooks.is_superseded:
-                self._check_parameters()
-            self._leave_unfinished_pass()
-            self._hooks.come_last()
-            self._versions = self._list_versions()
-            self._pass.begin(self._end_pass)
+        if self._hooks.is_superseded:
+            self._check_parameters()
+        self._leave_unfinished_pass()
+        self._hooks.come_last()
+        self._versions = self._list_versions()
+        self._pass.begin(self._end_pass)
 
     def _end_pass(self) -> None:
         self._is_armed = False
@@ -291,7 +287,7 @@ class DataParallel(nn.Module, UnevenInputs):
         self._ready = [False] * len(self._parameters_in_order)
 
     def _clear_globally_unused(self, has_gradient: list[bool]) -> None:
-        """Leave no gradient to a parameter that had none on any rank, from this pass or accumulated before."""
+        """Leave no gradient to a parameter that had none on any rank, of this pass or accumulated before."""
         for is_used, parameter in zip(self._sync_used_flags(has_gradient), self._parameters_in_order, strict=True):
             if not is_used:
                 parameter.grad = None
@@ -317,4 +313,5 @@ def _output_hook(wrapper: "weakref.ref[DataParallel]", gradients: tuple[Tensor, 
     """Begin the pass that has reached an output."""
     if (alive := wrapper()) is not None:
         with alive._lock:
-            alive._begin_pass()
+            if not alive._pass.is_running:
+                alive._begin_pass()

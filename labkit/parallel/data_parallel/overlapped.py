@@ -78,11 +78,10 @@ class BucketedDDP(DataParallel):
         return self.overlap and not self.find_unused
 
     def _begin_pass(self) -> None:
-        if not self._pass.is_running:
-            for bucket in self._buckets:
-                if bucket.is_kept():
-                    bucket.allocate()
         super()._begin_pass()
+        for bucket in self._buckets:
+            if bucket.is_kept():
+                bucket.allocate()
 
     def _gradient_ready(self, index: int) -> None:
         self._put(index)
@@ -101,19 +100,20 @@ class BucketedDDP(DataParallel):
 
     def _put(self, index: int) -> None:
         """Divide the gradient, zeros if there is none, into its place; `p.grad` is a view of that from now on."""
-        bucket = self._bucket_of[index]
-        parameter, view = bucket.parameters[index], bucket.views[index]
-        if parameter.grad is None:
-            view.zero_()
-        elif bucket.holds(index):
+        bucket, parameter = self._bucket_of[index], self._parameters_in_order[index]
+        view, gradient = bucket.views[index], parameter.grad
+        bucket.missing -= 1
+        if gradient is not None and bucket.holds(index, gradient):
             view.div_(self._divisor)
-        elif parameter.grad.dtype != view.dtype or parameter.grad.shape != view.shape:
+            return
+        if gradient is None:
+            view.zero_()
+        elif gradient.dtype != view.dtype or gradient.shape != view.shape:
             raise RuntimeError(f"{self._names[index]} has changed since the model was wrapped: wrap it again")
         else:
-            torch.div(parameter.grad, self._divisor, out=view)
-        if self.gradient_as_bucket_view and not bucket.holds(index):
+            torch.div(gradient, self._divisor, out=view)
+        if self.gradient_as_bucket_view:
             parameter.grad = view.detach()  # each time another tensor: `.data = ` changes that one only
-        bucket.missing -= 1
 
     def _begin_full(self) -> None:
         """Begin buckets that are full, in their order: every rank must begin them in the same one."""
@@ -167,14 +167,16 @@ class Bucket:
         self._places = {index: (view.data_ptr(), view.stride()) for index, view in self.views.items()}
         self._references = count_references(self.memory)
 
-    def holds(self, index: int) -> bool:
-        """Whether the parameter's gradient is in its place here: `.data = ...` and `.to(...)` put it elsewhere."""
-        gradient = self.parameters[index].grad
-        return gradient is not None and (gradient.data_ptr(), gradient.stride()) == self._places[index]
+    def holds(self, index: int, gradient: Tensor) -> bool:
+        """Whether the gradient is in its place here: `.data = ...` and `.to(...)` put it elsewhere."""
+        return (gradient.data_ptr(), gradient.stride()) == self._places[index]
 
     def is_kept(self) -> bool:
         """Whether somebody has a gradient of an earlier pass, in this memory, that is no parameter's any more."""
-        return count_references(self.memory) > self._references + sum(map(self.holds, self.parameters))
+        if (extra := count_references(self.memory) - self._references) == 0:
+            return False
+        gradients = ((index, parameter.grad) for index, parameter in self.parameters.items())
+        return extra > sum(gradient is not None and self.holds(index, gradient) for index, gradient in gradients)
 
     def buffer(self) -> Tensor:
         """Return the memory, (n,); for communication hooks."""
