@@ -37,7 +37,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
@@ -96,6 +95,13 @@ class SyncBatchNorm(_BatchNorm):
             self._track(mean, variance)
         return output
 
+    def __getstate__(self) -> dict[str, Any]:
+        if self.process_group is not None:
+            raise TypeError(
+                "a SyncBatchNorm with a process_group is tied to its ranks: save its state_dict, or convert a copy"
+            )
+        return self.__dict__
+
     def _check_input_dim(self, input: Tensor) -> None:
         shape = tuple(input.shape)
         if input.dim() < 2 or shape[1] != self.num_features or not self.num_features:
@@ -131,8 +137,12 @@ def convert_sync_batchnorm(module: nn.Module, group: dist.ProcessGroup | None = 
     Parameters and buffers are the very same tensors, so an optimizer that has them keeps working; mode and options
     stay. A layer that is used in several places stays one layer (torch's conversion misses all but the first).
     Hooks of replaced layers are lost, as with torch's. Changes `module` and returns it, or the new layer if it is
-    itself a BatchNorm. Raises ValueError for a lazy BatchNorm that has seen no input.
+    itself a BatchNorm. Raises ValueError, with nothing changed, for a lazy BatchNorm that has seen no input, and for
+    layers with a forward pass or tensors that the new layer would not have: subclasses, pruned or parametrized ones.
     """
+    for layer in module.modules():
+        if isinstance(layer, _BatchNorm):
+            _check_convertible(layer)
     return _converted(module, group, {})
 
 
@@ -145,10 +155,20 @@ def _converted(module: nn.Module, group: dist.ProcessGroup | None, done: dict[nn
     return done[module]
 
 
+def _check_convertible(layer: _BatchNorm) -> None:
+    if any(
+        tensor is not None and is_lazy(tensor) for tensor in (*layer._parameters.values(), *layer._buffers.values())
+    ):
+        raise ValueError(f"expected layers that know their number of features: run a batch through {layer} first")
+    known = (_BatchNorm.forward, nn.SyncBatchNorm.forward, SyncBatchNorm.forward)
+    if type(layer).forward not in known or "forward" in layer.__dict__:
+        raise ValueError(f"expected BatchNorm's forward, and {type(layer).__name__} has another: convert it by hand")
+    if "weight" not in layer._parameters:
+        raise ValueError(f"expected plain parameters, and {layer} is pruned or parametrized: remove that first")
+
+
 def _synchronized(layer: _BatchNorm, group: dist.ProcessGroup | None) -> SyncBatchNorm:
     tensors = {**layer._parameters, **layer._buffers}
-    if any(tensor is not None and is_lazy(tensor) for tensor in tensors.values()):
-        raise ValueError(f"expected layers that know their number of features: run a batch through {layer} first")
     options = (layer.num_features, layer.eps, layer.momentum, layer.affine, layer.track_running_stats, group)
     converted = SyncBatchNorm(*options, device="meta")
     for name, tensor in tensors.items():
@@ -192,8 +212,17 @@ class _Normalize(torch.autograd.Function):
         return output.to(x.dtype), mean, variance
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor, *_: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, dy: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        with torch.no_grad():
+            gradients: tuple[Tensor | None, ...] = _Normalize._differentiate(ctx, dy)
+        if torch.is_grad_enabled():  # create_graph
+            x = ctx.saved_tensors[0]
+            gradients = tuple(each if each is None else _NoSecondDerivative.apply(each, dy, x) for each in gradients)
+        return *gradients, None, None
+
+    @staticmethod
+    def _differentiate(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Return the gradients of input, weight and bias."""
         x, weight, center, rest, inverse_std, total = ctx.saved_tensors
         dy = dy if dy.stride() == x.stride() else torch.empty_like(x).copy_(dy)
         s1, s2 = _channel_sums(dy, x, center)
@@ -202,7 +231,7 @@ class _Normalize(torch.autograd.Function):
         d_weight = s2.to(weight.dtype) if needs_weight else None
         d_bias = s1.to(weight.dtype) if needs_bias else None
         if not needs_x:
-            return None, d_weight, d_bias, None, None
+            return None, d_weight, d_bias
         sums = torch.stack([s1, s2])
         _sum_over_ranks(sums, ctx.group)
         # dx = scale dy + slope (x - center) + constant
@@ -213,7 +242,19 @@ class _Normalize(torch.autograd.Function):
         dx = x - _along_channels(center, x)
         dx.mul_(_along_channels(slope, x)).add_(_along_channels(constant, x))
         dx.addcmul_(dy, _along_channels(scale, x))
-        return dx.to(x.dtype), d_weight, d_bias, None, None
+        return dx.to(x.dtype), d_weight, d_bias
+
+
+class _NoSecondDerivative(torch.autograd.Function):
+    """(gradient, the tensors it was computed from) -> the gradient, which refuses to be differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor, *sources: Tensor) -> Tensor:
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> None:
+        raise RuntimeError("SyncBatchNorm has no second derivative, which a gradient penalty needs: take a LayerNorm")
 
 
 def _deviations_from_local_mean(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

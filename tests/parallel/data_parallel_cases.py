@@ -179,6 +179,62 @@ class TwoOutputs(nn.Module):
         return self.first(x), self.second(x)
 
 
+class Undefined(nn.Module):
+    """A function that has no gradient for its factor on rank 1."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.factor = nn.Linear(WIDTH, WIDTH), nn.ParameterList([torch.ones(WIDTH)])
+
+    def forward(self, x):
+        return _Scale.apply(self.layer(x), self.factor[0])
+
+
+class _Scale(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.save_for_backward(x, factor)
+        return x * factor
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, factor = ctx.saved_tensors
+        return gradient * factor, None if dist.get_rank() else (gradient * x).sum(0)
+
+
+class Conjugate(nn.Module):
+    """Autograd gives the parameter's gradient as a conjugate that is not carried out."""
+
+    def __init__(self):
+        super().__init__()
+        self.factor = nn.Parameter(torch.tensor([1 + 2j, 3 - 1j]))
+
+    def forward(self, x):
+        return torch.view_as_real(self.factor.conj() * x).square().sum()
+
+
+class Added(nn.Module):
+    """The gradients of the offset and of the input are one piece of memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.offset = nn.Parameter(torch.zeros(6))
+
+    def forward(self, x):
+        return x.view(2, 3) + self.offset.view(2, 3)
+
+
+class MaxNorm(nn.Module):
+    """Its forward pass rescales the rows it has seen."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(4, 2, max_norm=0.1)
+
+    def forward(self, x):
+        return self.embedding(torch.tensor([dist.get_rank()]))
+
+
 def plain():
     return nn.Sequential(nn.Linear(WIDTH, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, WIDTH))
 

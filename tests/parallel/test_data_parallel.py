@@ -1,9 +1,8 @@
-"""Every wrapper trains as one process on the full batch would; what it refuses; what it costs in collectives."""
+"""Every wrapper trains as one process on the full batch would, in any situation, or refuses on all ranks."""
 
 import copy
 import gc
 import pickle
-import tempfile
 import threading
 import time
 import weakref
@@ -14,18 +13,23 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from labkit.parallel.data_parallel import BucketedDDP, FlatDDP, NaiveDDP, OverlappedDDP, UnusedParameterError
-from labkit.parallel.data_parallel.buckets import assign_to_buckets
+from labkit.parallel.data_parallel import BucketedDDP, NaiveDDP
+from labkit.parallel.data_parallel.overlapped import assign_to_buckets
 from labkit.parallel.launch import Row, launch, run_ranks
 from labkit.parallel.sync_batchnorm import SyncBatchNorm
 from tests.cases import thinned
 from tests.parallel.data_parallel_cases import (
     CASES,
     WRAPPERS,
+    Added,
+    Conjugate,
+    MaxNorm,
     TiedInsideAndOutside,
     TwoHeads,
+    Undefined,
     built,
     frozen,
     plain,
@@ -33,38 +37,24 @@ from tests.parallel.data_parallel_cases import (
     run_on_ranks,
 )
 
+IN_SITUATIONS = ("naive", "flat", "overlapped", "bucketed", "bucketed, shared memory")
+
 
 def _by_point(worker, points, world_size):
-    """The only row of every rank, by point, or why there is none. One group has them all; a failure costs its own."""
+    """Run the worker on one group of ranks; the only row of every rank, by point, or why there is none."""
     points = list(points)
-    told = {point: [None] * world_size for point in points}
+    rows = {point: [None] * world_size for point in points}
     for item in launch(worker, points, world_size=world_size, timeout_s=120):
         if isinstance(item, Row):
-            told[points[item.index]][item.rank] = item.values
+            rows[points[item.index]][item.rank] = item.values
         elif item.status != "ok":
-            told[points[item.index]] = item.reason
-    return told
+            rows[points[item.index]] = item.reason
+    return rows
 
 
 @cache
 def _trained(world_size):
     return _by_point(run_on_ranks, WRAPPERS, world_size)
-
-
-@cache
-def _said():
-    return _by_point(_answer, ON_TWO_RANKS, 2)
-
-
-def _told(name):
-    """What the function of `ON_TWO_RANKS` returned on each of two ranks."""
-    told = _said()[name]
-    assert isinstance(told, list), told
-    return [of_rank["told"] for of_rank in told]
-
-
-def _answer(name):
-    yield {"told": ON_TWO_RANKS[name]()}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -73,7 +63,7 @@ def _answer(name):
 def test_five_steps_equal_one_process_on_the_full_batch(wrapper, world_size, case):
     trained = _trained(world_size)[wrapper]
     assert isinstance(trained, list), trained
-    ranks = [found[case] for found in trained]
+    ranks = [result[case] for result in trained]
     for digests in zip(*(rank["digests"] for rank in ranks), strict=True):
         assert len(set(digests)) == 1, "parameters differ between ranks"
     expected, got = reference(case, world_size), ranks[0]["state"]
@@ -84,532 +74,266 @@ def test_five_steps_equal_one_process_on_the_full_batch(wrapper, world_size, cas
 
 def test_the_cases_can_fail():
     """Without synchronization, ranks differ and are far from the reference: the tolerances would see it."""
-    state = {name: reference(name, 2) for name in CASES}
-    alone = {name: reference(name, 1) for name in CASES}
     for name, case in CASES.items():
-        worst = max(abs(a - b) for key in state[name] for a, b in zip(state[name][key], alone[name][key], strict=True))
+        state, alone = reference(name, 2), reference(name, 1)
+        worst = max(abs(a - b) for key in state for a, b in zip(state[key], alone[key], strict=True))
         assert worst > 100 * case.tolerance, name
 
 
-def _is_mean_over_ranks(model, loss_of):
-    """Whether each gradient is the mean of what the bare module's would be on every rank."""
-    averaged = [p.grad.clone() for p in model.module.parameters()]
-    model.module.zero_grad()
-    with model.no_sync():  # the hooks are still there
-        model._synchronize_this_pass = False
-        loss_of(model.module).backward()
-    for p in model.module.parameters():
-        dist.all_reduce(p.grad)
-        p.grad /= dist.get_world_size()
-    return [torch.allclose(got, p.grad, atol=1e-6) for got, p in zip(averaged, model.module.parameters(), strict=True)]
+# Situations: each a function of a wrapper that returns whether all is right, or raises what it is refused with.
 
 
-def _all_heads(model, inputs):
-    return sum(model(inputs, head).sum() for head in range(3))
+def batch(rank=None, rows=3):
+    rank = dist.get_rank() if rank is None else rank
+    return torch.randn(rows, 6, generator=torch.Generator().manual_seed(rank))
 
 
-def _schedule_of_rank_0(parameters):
-    if dist.get_rank():
-        raise ValueError("expected a better schedule")
-    return [list(parameters)]
-
-
-def _refusals():
-    told = {}
-
-    def attempt(name, function):
-        try:
-            function()
-            told[name] = None
-        except (ValueError, UnusedParameterError) as error:
-            told[name] = f"{type(error).__name__}: {error}"
-
-    other = nn.Linear(3, 4 if dist.get_rank() else 5)
-    more = nn.Sequential(*[nn.Linear(2, 2) for _ in range(1 + dist.get_rank())])
-    attempt("shapes", lambda: BucketedDDP(other))
-    attempt("number", lambda: NaiveDDP(more))
-    attempt("nothing to train", lambda: FlatDDP(nn.ReLU()))
-    attempt("bucket size", lambda: BucketedDDP(nn.Linear(2, 2), bucket_mb=0))
-    attempt("schedule", lambda: BucketedDDP(nn.Linear(2, 2), schedule=lambda parameters: [["weight"]]))
-    attempt("schedule on rank 1", lambda: BucketedDDP(nn.Linear(2, 2), schedule=_schedule_of_rank_0))
-    for kind in (NaiveDDP, FlatDDP, OverlappedDDP, BucketedDDP):
-        model = kind(TwoHeads())
-        attempt(f"unused {kind.__name__}", lambda m=model: m(torch.ones(1, 6), 1).sum().backward())
-        # the wrapper is usable afterwards
+def averages(model, loss=lambda module: module(batch()).square().sum()):
+    """Whether a step gives every gradient as the mean over ranks of what the bare module's would be."""
+    results = []
+    for module in (model, model.module):
         model.zero_grad()
-        inputs = torch.full((1, 6), 1.0 + dist.get_rank())
-        sum(model(inputs, head).sum() for head in range(3)).backward()
-        told[f"after {kind.__name__}"] = _is_mean_over_ranks(
-            model, lambda m, x=inputs: sum(m(x, h).sum() for h in range(3))
-        )
-    sparse = OverlappedDDP(nn.Embedding(4, 2, sparse=True))
-    attempt("sparse", lambda: sparse(torch.tensor([1])).sum().backward())
-    return told
+        loss(module).backward()
+        if module is model:
+            model.finish_gradient_synchronization()
+        trained = [p for p in model.parameters() if p.requires_grad]
+        results.append([torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in trained])
+    model.zero_grad()
+    for gradient in results[1]:
+        dist.all_reduce(gradient.resolve_conj())
+    pairs = zip(*results, strict=True)
+    return all(torch.allclose(got, total / dist.get_world_size(), atol=1e-5) for got, total in pairs)
 
 
-@pytest.fixture(scope="module")
-def refusals():
-    return _told("refusals")
+def step(model):
+    model(batch()).square().sum().backward()
 
 
-@pytest.mark.parametrize(
-    ("what", "words"),
-    [
-        ("shapes", "ValueError: expected the same model on every rank; they differ at weight: "),
-        ("number", "ValueError: expected the same model on every rank, got 2 to 4 parameters and buffers"),
-        ("nothing to train", "ValueError: expected a module with at least one parameter that requires a gradient"),
-        ("bucket size", "ValueError: expected bucket sizes above 0 MB"),
-        ("schedule", "ValueError: expected every parameter in one bucket, got 'bias' in 0"),
-        ("schedule on rank 1", "ValueError: expected "),
-        ("sparse", "ValueError: expected dense gradients, got a sparse one for weight"),
-        *(
-            (f"unused {kind}", "UnusedParameterError: the backward pass gave no gradient to heads.0.weight, ")
-            for kind in ("NaiveDDP", "FlatDDP", "OverlappedDDP", "BucketedDDP")
-        ),
-    ],
-)
-def test_what_cannot_work_is_refused_on_every_rank(refusals, what, words):
-    for told in refusals:
-        assert told[what] is not None
-        assert told[what].startswith(words)
+def after(change, model_of=plain, **options):
+    """A situation: a step, a change of the model, steps."""
+
+    def situation(wrap):
+        model = wrap(model_of(), **options)
+        step(model)
+        change(model)
+        return averages(model) and averages(model)
+
+    return situation
 
 
-@pytest.mark.parametrize("kind", ["NaiveDDP", "FlatDDP", "OverlappedDDP", "BucketedDDP"])
-def test_a_wrapper_is_usable_after_a_refused_step(refusals, kind):
-    assert all(all(told[f"after {kind}"]) for told in refusals)
+def _replace_gradients(model):
+    for p in model.parameters():
+        p.grad.data = p.grad.data * 0.5
 
 
-def _contract(wrapper):
-    """What a wrapper promises besides its numbers."""
-    told, inputs = {}, torch.randn(3, 6, generator=torch.Generator().manual_seed(dist.get_rank()))
-    model = WRAPPERS[wrapper](plain())
-    model(inputs).sum().backward()
+def _detach_gradients(model):
+    for p in model.parameters():
+        p.grad.detach_()
+        p.grad.zero_()
+
+
+def _convolution():
+    return nn.Sequential(nn.Unflatten(1, (3, 2, 1)), nn.Conv2d(3, 4, (2, 1)))
+
+
+def _clip(p):
+    p.grad.clamp_(-0.1, 0.1)
+
+
+def _triple(p, *_):
+    p.grad.mul_(3)
+
+
+def _clip_by_hooks(model):
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(_clip)
+        p.node = torch.autograd.graph.get_gradient_edge(p).node  # which lives no longer than somebody has it
+        p.node.register_hook(partial(_triple, p))
+
+
+def _fail_in_backward(model):
+    def fail(gradient):
+        raise KeyError("deliberate")
+
+    hook = model.module[0].weight.register_hook(fail)  # the last layers have been heard of by then
+    with pytest.raises(KeyError):
+        step(model)
+    hook.remove()
+
+
+def _freeze_for_a_step(model):
+    weight = model.module[2].weight.requires_grad_(False)
+    model.zero_grad()
+    step(model)
+    assert weight.grad is None
+    assert averages(model)
+    weight.requires_grad_(True)
+
+
+def _kept(wrap):
+    model, kept = wrap(plain()), []
+    for factor in (1, 2, 3):
+        model.zero_grad()
+        (model(batch()).square().sum() * factor).backward()
+        kept.append([p.grad.view(-1) if factor == 2 else p.grad for p in model.parameters()])
+    return all(
+        torch.allclose(2 * one.flatten(), two, atol=1e-4) and torch.allclose(3 * one, three, atol=1e-4)
+        for one, two, three in zip(*kept, strict=True)
+    )
+
+
+def _through_the_module(wrap):
+    """Local, on one rank alone and on all, also between a forward pass and another backward pass."""
+    model = wrap(plain())
+    step(model)
+    model.zero_grad()
+    if dist.get_rank() == 0:
+        step(model.module)
+    model.zero_grad()
+    step(model.module)
+    sums = torch.stack([p.grad.sum() for p in model.parameters()])
+    mean = sums.clone()
+    dist.all_reduce(mean)
+    return not torch.allclose(sums, mean / 2) and averages(model)
+
+
+def _no_sync(wrap):
+    model = wrap(plain())
+    with model.no_sync():
+        loss = model(batch()).sum()
+    loss.backward()  # as with torch's, the forward pass decides
+    local = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    model.module(batch()).sum().backward()
+    return all(torch.equal(g, p.grad) for g, p in zip(local, model.parameters(), strict=True))
+
+
+def _deferred(wrap):
+    model = wrap(plain(), finish_in_backward=False)
+    assert averages(model)
+    step(model)
+    model(batch())
+
+
+def _idempotent(wrap):
+    model = wrap(plain())
+    step(model)
     gradients = [p.grad.clone() for p in model.parameters()]
     model.finish_gradient_synchronization()
-    model.finish_gradient_synchronization()
-    told["idempotent"] = all(torch.equal(g, p.grad) for g, p in zip(gradients, model.parameters(), strict=True))
-    model.zero_grad()
-    with model.no_sync():
-        loss = model(inputs).sum()
-    loss.backward()  # as with torch's, the forward pass decides
-    told["local"] = [float(p.grad.sum()) for p in model.parameters()]
-
-    deferred = WRAPPERS[wrapper](plain(), finish_in_backward=False)
-    deferred(inputs).sum().backward()
-    deferred.finish_gradient_synchronization()
-    told["deferred"] = _is_mean_over_ranks(deferred, lambda m: m(inputs).sum())
-    deferred(inputs).sum().backward()
-    try:
-        deferred(inputs)
-    except RuntimeError as error:
-        told["forgotten"] = str(error)
-    deferred.finish_gradient_synchronization()
-
-    interrupted = WRAPPERS[wrapper](plain())
-    hook = interrupted.module[0].weight.register_hook(_fail)  # the last layers have been heard of by then
-    try:
-        interrupted(inputs).sum().backward()
-    except KeyError:
-        hook.remove()
-    interrupted.zero_grad()
-    interrupted(inputs).sum().backward()
-    told["after an exception"] = _is_mean_over_ranks(interrupted, lambda m: m(inputs).sum())
-
-    hooked = WRAPPERS[wrapper](plain())
-    for parameter in hooked.parameters():
-        parameter.register_post_accumulate_grad_hook(_clip)
-    hooked(inputs).sum().backward()
-    told["hooks before it"] = _is_mean_over_ranks(hooked, lambda m: m(inputs).sum())
-
-    before = hooked(inputs).sum()
-    again = WRAPPERS[wrapper](hooked.module)
-    told["superseded meanwhile"] = _message(before.backward)
-    again.zero_grad()
-    again(inputs).sum().backward()
-    told["wrapped again"] = _is_mean_over_ranks(again, lambda m: m(inputs).sum())
-    told["superseded"] = _refused(hooked, inputs)
-    again.module[0].weight.register_post_accumulate_grad_hook(_take)
-    told["taken away"] = _refused(again, inputs)
-
-    told["with a graph"] = _refused(WRAPPERS[wrapper](plain()), inputs, create_graph=True)
-    thawed = WRAPPERS[wrapper](frozen())
-    thawed(inputs).sum().backward()
-    thawed.requires_grad_()
-    told["thawed"] = _refused(thawed, inputs)
-
-    told["names"] = list(model.state_dict())
-    alive = weakref.ref(model)
-    del model
-    gc.collect()
-    told["freed"] = alive() is None
-    return told
+    return all(torch.equal(g, p.grad) for g, p in zip(gradients, model.parameters(), strict=True))
 
 
-def _fail(gradient):
-    raise KeyError("deliberate")
+def _joined(divides_by_all):
+    def situation(wrap):
+        """Rank r has r + 1 batches: as one process that adds up what there is in each step."""
+        torch.manual_seed(0)
+        alone = plain()
+        model = wrap(copy.deepcopy(alone))
+        optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (alone, model)]
+        world_size = dist.get_world_size()
+        for number in range(world_size):
+            optimizers[0].zero_grad()
+            for rank in range(number, world_size):
+                loss = alone(batch(10 * number + rank)).square().mean()
+                (loss / (world_size if divides_by_all else world_size - number)).backward()
+            optimizers[0].step()
+        with model.join(divide_by_initial_world_size=divides_by_all):
+            for number in range(dist.get_rank() + 1):
+                optimizers[1].zero_grad()
+                model(batch(10 * number + dist.get_rank())).square().mean().backward()
+                optimizers[1].step()
+        pairs = zip(alone.parameters(), model.parameters(), strict=True)
+        return all(torch.allclose(a, b, atol=1e-6) for a, b in pairs) and averages(model)
+
+    return situation
 
 
-def _clip(parameter):
-    parameter.grad.clamp_(-0.1, 0.1)
+def _copied_module(wrap):
+    model = wrap(plain())
+    copied = copy.deepcopy(model.module)
+    if dist.get_rank() == 0:
+        step(copied)  # alone
+    return averages(model) and averages(wrap(copied))
 
 
-def _take(parameter):
-    parameter.grad = None
+def _wrapped_again(wrap):
+    model = wrap(plain())
+    before = model(batch()).sum()
+    again = wrap(model.module)
+    with pytest.raises(RuntimeError, match="was wrapped again"):
+        before.backward()
+    assert averages(again)
+    model(batch())
 
 
-def _refused(model, inputs, **options):
-    """What a step says."""
-    return _message(lambda: model(inputs).sum().backward(**options))
+def _inputs_gradient(wrap):
+    """The gradient of an input, which autograd puts where the parameter's is, stays the rank's own."""
+    model = wrap(Added())
+    x = torch.full((6,), 1.0 + dist.get_rank(), requires_grad=True)
+    model(x).square().sum().backward()
+    return torch.equal(x.grad, 2 * x.detach())
 
 
-def _message(action):
-    try:
-        action()
-    except (RuntimeError, ValueError) as error:
-        return str(error)
-
-
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_the_rest_of_the_contract(wrapper):
-    first, second = _told(f"contract of {wrapper}")
-    for told in (first, second):
-        assert told["idempotent"]
-        assert all(told["deferred"])
-        assert told["forgotten"] == "call finish_gradient_synchronization() after each backward pass"
-        assert all(told["after an exception"])
-        assert all(told["hooks before it"])
-        assert all(told["wrapped again"])
-        assert "was wrapped again" in told["superseded meanwhile"]
-        assert "was wrapped again" in told["superseded"]
-        assert "took the gradient of 0.weight away" in told["taken away"]
-        assert "without create_graph" in told["with a graph"]
-        assert told["thawed"].startswith("2.weight is trained now")
-        assert told["freed"]
-        assert told["names"] == [f"module.{name}" for name in plain().state_dict()]
-    assert first["local"] != second["local"]
-
-
-def _missing_elsewhere():
-    """Each rank leaves out another head: both say so, and none waits for the other."""
-    model = BucketedDDP(TwoHeads(), bucket_mb=1e-4, first_bucket_mb=1e-4)
-    try:
-        model(torch.ones(1, 6), dist.get_rank()).sum().backward()
-    except UnusedParameterError as error:
-        return str(error)
-
-
-def test_parameters_that_are_unused_on_one_rank_only_are_named_at_once():
-    for rank, told in enumerate(_told("missing elsewhere")):
-        assert f"heads.{1 - rank}.weight" in told
-
-
-class _Conjugate(nn.Module):
-    """Autograd gives the parameter's gradient as a conjugate that is not carried out."""
-
-    def __init__(self):
-        super().__init__()
-        self.factor = nn.Parameter(torch.tensor([1 + 2j, 3 - 1j]))
-
-    def forward(self, x):
-        return torch.view_as_real(self.factor.conj() * x)
-
-
-def _complex():
-    """Whether the gradient of a complex parameter is the mean over ranks."""
-    found, x = {}, torch.tensor([1j, 2.0]) * (1 + dist.get_rank())
-    for kind in (NaiveDDP, FlatDDP, OverlappedDDP, BucketedDDP):
-        model = kind(_Conjugate())
-        model(x).square().sum().backward()
-        (own,) = torch.autograd.grad(model(x).square().sum(), [model.module.factor])
-        dist.all_reduce(own := own.resolve_conj())
-        found[kind.__name__] = torch.allclose(model.module.factor.grad, own / dist.get_world_size())
-    return found
-
-
-def test_gradients_of_complex_parameters_are_averaged():
-    assert all(all(found.values()) for found in _told("complex"))
-
-
-def _inputs_gradient():
-    """Whether the gradient of an input, which autograd puts where the parameter's is, stays this rank's own."""
-    found, rank = {}, dist.get_rank()
-    for name, wrap in WRAPPERS.items():
-        x = torch.full((6,), 1.0 + rank, requires_grad=True)
-        model = wrap(_Added())
-        model(x).square().sum().backward()
-        found[name] = torch.equal(x.grad, 2 * x.detach())
-    return found
-
-
-class _Added(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.offset = nn.Parameter(torch.zeros(6))
-
-    def forward(self, x):
-        return x.view(2, 3) + self.offset.view(2, 3)
-
-
-def test_the_gradient_of_an_input_stays_the_ranks_own():
-    assert all(all(found.values()) for found in _told("inputs"))
-
-
-def _evaluate_after_training():
+def _evaluated(wrap):
     """Batch norm's running statistics differ by rank after a step; evaluation uses those of rank 0, as torch's does."""
-    found = {}
-    for name, kind in (("torch", DistributedDataParallel), ("labkit", BucketedDDP)):
-        torch.manual_seed(0)
-        model = kind(nn.BatchNorm1d(4))
-        for step in range(3):
-            inputs = torch.randn(8, 4, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
-            model(inputs).square().sum().backward()
+    results = []
+    for kind in (DistributedDataParallel, wrap):
+        model = kind(nn.BatchNorm1d(6))
+        for _ in range(2):
+            step(model)
         model.eval()
-        with torch.no_grad():
-            found[name] = [float(model(torch.ones(1, 4)).sum()) for _ in range(2)]
-    return found
+        with torch.inference_mode():
+            results.append([float(model(torch.ones(1, 6)).sum()) for _ in range(2)])
+    return results[0] == pytest.approx(results[1], abs=1e-6)
 
 
-def test_evaluation_after_training_uses_the_buffers_that_torchs_would():
-    for told in _told("evaluation"):
-        assert told["labkit"] == pytest.approx(told["torch"], abs=1e-6)
-
-
-def _collectives(wrapper):
-    """Names of the all-reduces of one backward pass, and whether each began before the last gradient was there."""
-    calls, heard = [], []
-    all_reduce = dist.all_reduce
-
-    def counting(tensor, *args, **kwargs):
-        calls.append((tensor.numel(), len(heard)))
-        return all_reduce(tensor, *args, **kwargs)
-
-    model = WRAPPERS[wrapper](plain())
-    for p in model.parameters():
-        p.register_post_accumulate_grad_hook(heard.append)
-    dist.all_reduce = counting
-    try:
-        model(torch.randn(3, 6)).sum().backward()
-    finally:
-        dist.all_reduce = all_reduce
-    return calls
-
-
-COLLECTIVES = {"naive": 6, "flat": 1, "overlapped": 6, "bucketed": 3, "one bucket": 1, "bucketed, no overlap": 3}
-
-
-@pytest.mark.parametrize(("wrapper", "collectives"), COLLECTIVES.items())
-def test_collectives_are_counted_and_begin_when_they_should(wrapper, collectives):
-    calls = _told(f"collectives of {wrapper}")[0]
-    elements = sum(p.numel() for p in plain().parameters())
-    assert len(calls) == collectives
-    assert sum(n for n, _ in calls) == elements
-    begun_early = [heard < 6 for _, heard in calls]
-    if wrapper in ("overlapped", "bucketed"):
-        assert any(begun_early)
-    else:
-        assert not any(begun_early) or wrapper == "one bucket"  # which is full with the last gradient
-
-
-def test_buckets_are_filled_in_order_by_bytes_and_dtype():
-    mib = 2**20 // 4
-    sizes = [mib // 2, mib // 2, 3 * mib, mib, mib, 8 * mib, mib // 4]
-    parameters = [torch.empty(n, device="meta") for n in sizes]
-    assert assign_to_buckets(parameters, 4, 1) == [[0, 1], [2, 3], [4, 5], [6]]
-    assert assign_to_buckets(parameters, 1000, 1000) == [list(range(7))]
-    assert assign_to_buckets(parameters, 0.001, 0.001) == [[index] for index in range(7)]
-    mixed = [p.to(torch.bfloat16) if index % 2 else p for index, p in enumerate(parameters)]
-    for bucket in assign_to_buckets(mixed, 4, 1):
-        assert len({mixed[index].dtype for index in bucket}) == 1
-
-
-def _shared():
-    model = BucketedDDP(plain(), bucket_mb=3e-4)
-    found = []
-    for _ in range(2):
-        model(torch.randn(3, 6)).sum().backward()
-        storages = {bucket.buffer.untyped_storage().data_ptr() for bucket in model._buckets}
-        found.append(all(p.grad.untyped_storage().data_ptr() in storages for p in model.parameters()))
-        model.zero_grad(set_to_none=False)
-    return found, model.bucket_bytes
-
-
-def test_gradients_are_views_of_the_buckets():
-    (found, sizes), _ = _told("views")
-    assert found == [True, True]
-    assert sum(sizes) == 4 * sum(p.numel() for p in plain().parameters())
-
-
-def test_a_subgroup_averages_among_its_own():
-    def train():
-        group = dist.new_group([1, 2])
-        if dist.get_rank() not in (1, 2):
-            return None
-        model = BucketedDDP(built(CASES["plain"], seed=dist.get_rank()), group=group)
-        model(torch.full((1, 6), float(dist.get_rank()), dtype=torch.float64)).sum().backward()
-        return [float(p.detach().sum()) for p in model.parameters()], [float(p.grad.sum()) for p in model.parameters()]
-
-    found = run_ranks(train, world_size=3, timeout_s=60)
-    assert found[1] == found[2]
-    expected = [float(p.detach().sum()) for p in built(CASES["plain"], seed=1).parameters()]
-    assert found[1][0] == expected
-
-
-def test_buckets_in_a_thread_do_not_meet_the_messages_of_layers_that_synchronize_in_backward():
-    """SyncBatchNorm exchanges sums in the middle of backward, while a thread averages buckets of the same group."""
-
-    def train(all_reduce):
-        torch.manual_seed(0)
-        layers = [layer for _ in range(6) for layer in (nn.Linear(64, 64), SyncBatchNorm(64), nn.Tanh())]
-        model = BucketedDDP(
-            nn.Sequential(*layers).double(), bucket_mb=0.02, first_bucket_mb=0.02, all_reduce=all_reduce
-        )
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for step in range(8):
-            torch.manual_seed(100 * step + dist.get_rank())
-            optimizer.zero_grad()
-            model(torch.randn(5, 64, dtype=torch.float64)).square().sum().backward()
-            optimizer.step()
-        return [p.detach().flatten()[:50].tolist() for p in model.parameters()]
-
-    def train_each():
-        return {all_reduce: train(all_reduce) for all_reduce in ("torch", "shared", "point_to_point")}
-
-    ranks = run_ranks(train_each, world_size=3, timeout_s=120)
-    assert ranks[0] == ranks[1] == ranks[2]
-    for transport in ("shared", "point_to_point"):
-        for got, wanted in zip(ranks[0][transport], ranks[0]["torch"], strict=True):
-            assert got == pytest.approx(wanted, rel=1e-9, abs=1e-12)
-
-
-def _impossible():
-    told = []
-    try:
-        NaiveDDP(nn.Linear(2, 2), all_reduce="pigeon")
-    except ValueError as error:
-        told.append(str(error))
-    try:
-        NaiveDDP(nn.Linear(2, 2, dtype=torch.complex64), all_reduce="shared")
-    except ValueError as error:
-        told.append(str(error))
-    model = BucketedDDP(nn.Linear(2, 2), all_reduce="shared")
-    try:
-        pickle.dumps(model)
-    except TypeError as error:
-        told.append(str(error))
-    told.append(str((model.transports, copy.deepcopy(model)(torch.ones(1, 2)).shape)))
-    model._average.channels[torch.device("cpu")].transport.run = None  # calling it is an error
-    try:
-        model(torch.ones(1, 2)).sum().backward()
-    except TypeError as error:
-        told.append(str(error))
-    return told
-
-
-def test_what_labkits_all_reduce_cannot_do_is_said_and_an_error_in_its_thread_reaches_the_caller():
-    for told in _told("impossible"):
-        assert "torch, auto, point_to_point, shared" in told[0]
-        assert "got torch.complex64" in told[1]
-        assert "save its `module`" in told[2]
-        assert told[3] == "({'cpu': ('shared', '')}, torch.Size([1, 2]))"
-        assert "not callable" in told[4]
-
-
-def _threads():
+def _freed(wrap):
     before = threading.active_count()
-    model = BucketedDDP(nn.Linear(2, 2), all_reduce="shared")
-    model(torch.ones(1, 2)).sum().backward()
-    during = threading.active_count()
+    model = wrap(plain())
+    step(model)
+    alive = weakref.ref(model)
+    names = list(model.state_dict())
     del model
     gc.collect()
     end = time.monotonic() + 10
     while threading.active_count() > before and time.monotonic() < end:
         time.sleep(0.01)
-    return during - before, threading.active_count() - before
+    is_gone = alive() is None and threading.active_count() <= before
+    return is_gone and names == [f"module.{name}" for name in plain().state_dict()]
 
 
-def test_a_wrapper_that_is_gone_leaves_no_thread_behind():
-    assert _told("threads") == [[1, 0], [1, 0]]
+def _torchs_names(wrap):
+    model = wrap(TwoHeads(), device_ids=None, process_group=dist.group.WORLD, find_unused_parameters=True)
+    model(batch(), dist.get_rank()).sum().backward()
+    return model.module.heads[2].weight.grad is None and model.module.heads[0].weight.grad is not None
 
 
-def _copies():
-    """Errors of the gradients of a copied, a saved and loaded wrapper; of the original after that; what is refused."""
-    found, rank = {}, dist.get_rank()
-    inputs = torch.randn(3, 6, generator=torch.Generator().manual_seed(rank))
-    for name, wrap in WRAPPERS.items():
-        model = wrap(plain())
-        model(inputs).sum().backward()
-        if rank == 0:
-            copy.deepcopy(model)  # no collective: one rank may do it alone, to keep the best model, say
-        wrappers = {"copied": copy.deepcopy(model), "original": model}
-        path = f"{tempfile.mkdtemp()}/wrapper"
-        try:
-            torch.save(model, path)
-            wrappers["loaded"] = torch.load(path, weights_only=False)
-        except TypeError as error:
-            found[f"{name}: saving"] = str(error)
-        for which, each in wrappers.items():
-            each.zero_grad()
-            each(inputs).sum().backward()
-            found[f"{name}: {which}"] = all(_is_mean_over_ranks(each, lambda m: m(inputs).sum()))
-    group = dist.new_group([0, 1])
-    of_group = copy.deepcopy(BucketedDDP(plain(), group=group))
-    of_group(inputs).sum().backward()
-    found["of a group: copied"] = all(_is_mean_over_ranks(of_group, lambda m: m(inputs).sum()))
-    try:
-        pickle.dumps(of_group)
-    except TypeError as error:
-        found["of a group: saving"] = str(error)
-    return found
+def _add(model):
+    model.module.append(nn.Linear(6, 6))
 
 
-def test_a_copied_or_loaded_wrapper_averages_or_is_refused():
-    for found in _told("copies"):
-        for name in WRAPPERS:
-            can_be_saved = "shared" not in name and "point" not in name
-            which = ("copied", "original", "loaded") if can_be_saved else ("copied", "original")
-            assert all(found[f"{name}: {each}"] for each in which), name
-            assert can_be_saved or "save its `module`" in found[f"{name}: saving"]
-        assert found["of a group: copied"]
-        assert "save its `module`" in found["of a group: saving"]
+def _replace(model):
+    model.module[0].bias = nn.Parameter(torch.zeros(16))
 
 
-def _differing():
-    """What every rank says to models and arguments that only one of them has."""
-    rank, told = dist.get_rank(), {}
-    strided = nn.Conv2d(2, 3, 2)
-    attempts = {
-        "strides": lambda kind: kind(strided.to(memory_format=torch.channels_last) if rank else strided),
-        "nothing to train": lambda kind: kind(nn.ReLU() if rank else nn.Linear(2, 2)),
-        "frozen": lambda kind: kind(nn.Linear(2, 2).requires_grad_(rank == 0)),
-        "arguments": lambda kind: kind(nn.Linear(2, 2), find_unused=rank == 0),
-        "group": lambda kind: kind(nn.Linear(2, 2), group=alone) if rank else None,
-        "bucket sizes": lambda kind: BucketedDDP(nn.Linear(2, 2), bucket_mb=float(rank)),
-    }
-    alone = dist.new_group([0])
-    for kind in (NaiveDDP, FlatDDP, OverlappedDDP, BucketedDDP):
-        for name, attempt in attempts.items():
-            try:
-                attempt(kind)
-                told[f"{kind.__name__} {name}"] = None
-            except ValueError as error:
-                told[f"{kind.__name__} {name}"] = str(error)
-    return told
+def _step_in_backward(model):
+    p = model.module[0].weight
+    p.register_post_accumulate_grad_hook(lambda p: torch.optim.SGD([p], lr=0.1).step())
 
 
-def test_what_differs_between_ranks_is_refused_on_all_of_them():
-    first, second = _told("differing")
-    for name in first:
-        if name.endswith(" group"):
-            assert first[name] is None
-            assert "a process group that this rank belongs to" in second[name]
-        else:
-            assert "expected the same model" in first[name]
-            assert "expected the same model" in second[name]
+def _optimizers_in_backward(model):
+    from torch.distributed.optim import _apply_optimizer_in_backward  # seconds
+
+    _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
 
 
-def _two_threads(wrapper):
-    """Hooks called by two threads, as for a model on two devices: collectives begun, and how many there should be."""
-    model = WRAPPERS[wrapper](plain())
+def _take_gradients(model):
+    model.module[0].weight.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+
+
+def _use_as_two_threads_would(wrap):
+    """Hooks called by two threads, as for a model on two devices: each collective begins once."""
+    model = wrap(plain())
     starts, first, second = [], threading.Event(), threading.Event()
 
     def start(vector, op):
@@ -624,71 +348,312 @@ def _two_threads(wrapper):
     def call_hooks(indices, begin):
         begin.wait()
         for index in indices:
-            model._mark_ready(index, model._parameters_in_order[index])
+            model._mark_ready(index, model._parameters_in_order[index].grad)
 
-    model._average.start = start
+    model._reducer.start = start
     model._begin_pass = lambda: None  # autograd's part, which no thread of ours is in
+    model._is_armed, model._versions = True, model._list_versions()
     for p in model.parameters():
         p.grad = torch.ones_like(p)
+    first_ones = list(model._buckets[0].parameters)
+    others = [index for index in range(len(model._parameters_in_order)) if index not in first_ones]
     at_once = threading.Event()
     at_once.set()
-    indices = range(len(model._parameters_in_order))
-    begins_one = model._buckets[0].indices if wrapper == "bucketed" else (0,)
-    others = [index for index in indices if index not in begins_one]
-    threads = [
-        threading.Thread(target=call_hooks, args=arguments) for arguments in ((begins_one, at_once), (others, first))
-    ]
+    threads = [threading.Thread(target=call_hooks, args=each) for each in ((first_ones, at_once), (others, first))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return starts, len(set(starts)), len(getattr(model, "_buckets", model._parameters_in_order))
+    return len(starts) == len(set(starts)) == len(model._buckets)
 
 
-@pytest.mark.parametrize("wrapper", ["bucketed", "overlapped"])
-def test_hooks_in_two_threads_begin_each_collective_once(wrapper):
-    for starts, different, wanted in _told(f"two threads of {wrapper}"):
-        assert len(starts) == different == wanted
+def _in_float64(wrap):
+    model = wrap(plain())
+    model.double()
+    model(batch().double()).sum().backward()
 
 
-def _twice():
-    told = {}
-    for kind in (NaiveDDP, FlatDDP, OverlappedDDP, BucketedDDP):
-        model = kind(TiedInsideAndOutside())
-        x = torch.ones(1, 6, requires_grad=True)
-
-        def loss(module, x=x):
-            return sum(module(x, head=head)["found"][0].sum() for head in range(2))
-
-        try:
-            loss(model).backward()
-            told[kind.__name__] = all(_is_mean_over_ranks(model, loss))
-        except RuntimeError as error:
-            told[kind.__name__] = str(error)
-    return told
+def _missing_elsewhere(wrap):
+    """Each rank leaves out another head: both say so, and none waits for the other."""
+    model = wrap(TwoHeads())
+    model(batch(), dist.get_rank()).sum().backward()
 
 
-def test_a_gradient_that_comes_after_it_was_sent_is_an_error():
-    for told in _told("twice"):
-        assert told["NaiveDDP"] is told["FlatDDP"] is True
-        for kind in ("OverlappedDDP", "BucketedDDP"):
-            assert "pass find_unused=True" in told[kind]
+def _with_a_graph(wrap):
+    model = wrap(plain())
+    model(batch()).sum().backward(create_graph=True)
 
 
-ON_TWO_RANKS = {
-    "threads": _threads,  # first: it counts those that are there
-    "refusals": _refusals,
-    "missing elsewhere": _missing_elsewhere,
-    "complex": _complex,
-    "inputs": _inputs_gradient,
-    "evaluation": _evaluate_after_training,
-    "views": _shared,
-    "impossible": _impossible,
-    "copies": _copies,
-    "differing": _differing,
-    "twice": _twice,
-    **{f"contract of {wrapper}": partial(_contract, wrapper) for wrapper in WRAPPERS},
-    **{f"collectives of {wrapper}": partial(_collectives, wrapper) for wrapper in COLLECTIVES},
-    **{f"two threads of {wrapper}": partial(_two_threads, wrapper) for wrapper in ("bucketed", "overlapped")},
+def _after_unused(wrap):
+    model = wrap(TwoHeads())
+    with pytest.raises(RuntimeError, match="no gradient to heads"):
+        model(batch(), 1).sum().backward()
+    return averages(model, lambda module: sum(module(batch(), head).square().sum() for head in range(3)))
+
+
+def _schedule_of_rank_0(parameters):
+    if dist.get_rank():
+        raise ValueError("expected a better schedule")
+    return [list(parameters)]
+
+
+def _in_inference_mode():
+    with torch.inference_mode():
+        return plain()
+
+
+def on_rank_1(one, other=plain):
+    return one() if dist.get_rank() else other()
+
+
+def _strided():
+    return nn.Conv2d(2, 3, 2).to(memory_format=torch.channels_last)
+
+
+RIGHT = {
+    "gradients replaced": after(_replace_gradients),
+    "gradients detached": after(_detach_gradients),
+    "to float16 and back": after(lambda model: model.module.half().float()),
+    "to channels last": after(lambda model: model.module.to(memory_format=torch.channels_last), _convolution),
+    "parameters in new memory": after(lambda model: [setattr(p, "data", p.data.clone()) for p in model.parameters()]),
+    "hooks of the user's": after(_clip_by_hooks),
+    "an exception": after(_fail_in_backward),
+    "frozen for a step": after(_freeze_for_a_step),
+    "frozen forever": after(lambda model: None, frozen),
+    "a gradient undefined on one rank": lambda wrap: averages(wrap(Undefined())),
+    "complex": lambda wrap: averages(wrap(Conjugate()), lambda m: m(torch.tensor([1j, 2.0]))),
+    "kept gradients": _kept,
+    "through the module": _through_the_module,
+    "no_sync": _no_sync,
+    "idempotent": _idempotent,
+    "join": _joined(True),
+    "join, divided by those with a batch": _joined(False),
+    "a copied module": _copied_module,
+    "gradient of an input": _inputs_gradient,
+    "evaluation": _evaluated,
+    "freed": _freed,
+    "torch's names": _torchs_names,
+    "after an unused parameter": _after_unused,
 }
-"""What one group of two ranks goes through, by name."""
+REFUSED = {
+    "shapes": ("they differ at weight", lambda wrap: wrap(nn.Linear(3, 4 + dist.get_rank()))),
+    "number": (
+        "tensors and settings",
+        lambda wrap: wrap(nn.Sequential(*[nn.Linear(2, 2)] * 1, *on_rank_1(plain, list))),
+    ),
+    "strides": ("they differ at weight", lambda wrap: wrap(on_rank_1(_strided, lambda: nn.Conv2d(2, 3, 2)))),
+    "nothing to train": ("one parameter", lambda wrap: wrap(nn.ReLU())),
+    "nothing to train on rank 1": ("expected", lambda wrap: wrap(on_rank_1(nn.ReLU))),
+    "frozen on rank 1": ("they differ at", lambda wrap: wrap(on_rank_1(frozen))),
+    "arguments": ("find_unused", lambda wrap: wrap(plain(), find_unused=dist.get_rank() == 0)),
+    "classes": ("expected the same", lambda wrap: on_rank_1(lambda: WRAPPERS["one bucket"], lambda: NaiveDDP)(plain())),
+    "lazy on rank 1": ("lazy|raised", lambda wrap: wrap(on_rank_1(lambda: nn.LazyLinear(2), lambda: nn.Linear(2, 2)))),
+    "meta": ("on meta", lambda wrap: wrap(nn.Linear(2, 2, device="meta"))),
+    "inference mode": ("inference_mode", lambda wrap: wrap(_in_inference_mode())),
+    "sparse": ("sparse", lambda wrap: wrap(nn.Embedding(4, 2, sparse=True))),
+    "wrapped": ("without a wrapper", lambda wrap: wrap(nn.Sequential(wrap(plain())))),
+    "device_ids": ("device_ids", lambda wrap: wrap(plain(), device_ids=[torch.device("meta")])),
+    "copied": ("its `module`", lambda wrap: copy.deepcopy(wrap(plain()))),
+    "pickled": ("its `module`", lambda wrap: pickle.dumps(wrap(plain()))),
+    "wrapped again": ("was wrapped again", _wrapped_again),
+    "added": ("5.weight was added", after(_add)),
+    "replaced": ("0.bias was added, replaced", after(_replace)),
+    "unfrozen": ("2.weight was added, replaced or unfrozen", after(lambda model: model.requires_grad_(), frozen)),
+    "max_norm": ("in place", lambda wrap: averages(wrap(MaxNorm()))),
+    "updated in backward": ("updated in backward", after(_step_in_backward)),
+    "optimizer in backward": (
+        "updated in backward",
+        after(_optimizers_in_backward),
+    ),
+    "taken away": ("took the gradient of 0.weight away", after(_take_gradients)),
+    "with a graph": ("without create_graph", _with_a_graph),
+    "unused": ("no gradient to heads", _missing_elsewhere),
+    "not finished": ("call finish_gradient_synchronization", _deferred),
+}
+OF_ONE = {
+    "twice": ("find_unused=True", "bucketed", lambda wrap: averages(wrap(TiedInsideAndOutside()), _both_heads)),
+    "another dtype": ("has changed", "overlapped", _in_float64),
+    "bucket size": ("above 0 MB", "one bucket", lambda wrap: wrap(plain(), bucket_mb=0)),
+    "bucket sizes": ("they differ", "one bucket", lambda wrap: wrap(plain(), bucket_mb=1 + dist.get_rank())),
+    "schedule": ("in one bucket", "one bucket", lambda wrap: wrap(plain(), schedule=lambda parameters: [["0.bias"]])),
+    "schedule on rank 1": ("expected", "one bucket", lambda wrap: wrap(plain(), schedule=_schedule_of_rank_0)),
+    "no such all-reduce": ("all_reduce must be", "naive", lambda wrap: wrap(plain(), all_reduce="pigeon")),
+    "complex over shared memory": ("complex64", "naive, shared memory", lambda wrap: wrap(Conjugate())),
+    "an error in the thread": ("not callable", "bucketed, shared memory", lambda wrap: _break_transport(wrap(plain()))),
+    "group": ("that this rank belongs to", "naive", lambda wrap: _in_group_of_rank_0(wrap)),
+    "gradients are views": (None, "one bucket", lambda wrap: _are_views(wrap(plain()))),
+    "gradients are no views": (None, "bucketed", after(lambda model: None, gradient_as_bucket_view=False)),
+    "two threads": (None, "bucketed", _use_as_two_threads_would),
+    "two threads, a parameter a bucket": (None, "overlapped", _use_as_two_threads_would),
+    "compressed": (None, "bucketed", lambda wrap: _compressed(wrap(plain()))),
+}
+"""Situations of one wrapper: what the refusal says, or None."""
+
+
+def _both_heads(model):
+    return sum(model(batch().requires_grad_(), head=head)["found"][0].sum() for head in range(2))
+
+
+def _break_transport(model):
+    model._reducer.channels[torch.device("cpu")].transport.run = None  # calling it is an error
+    step(model)
+
+
+def _in_group_of_rank_0(wrap):
+    group = dist.new_group([0])
+    if dist.get_rank() == 0:
+        raise ValueError("that this rank belongs to")
+    wrap(plain(), group=group)
+
+
+def _are_views(model):
+    memory = model._buckets[0].memory.untyped_storage().data_ptr()
+    results = [model.bucket_bytes == [4 * sum(p.numel() for p in model.parameters())]]
+    for _ in range(2):
+        step(model)
+        results.append(all(p.grad.untyped_storage().data_ptr() == memory for p in model.parameters()))
+        model.zero_grad()
+    return all(results)
+
+
+def _compressed(model):
+    model.register_comm_hook(None, bf16_compress_hook)
+    step(model)
+    rounded = [p.grad.clone() for p in model.parameters()]
+    exact = BucketedDDP(model.module)
+    exact.zero_grad()
+    step(exact)
+    pairs = list(zip(rounded, exact.parameters(), strict=True))
+    close = all(torch.allclose(g, p.grad, atol=0.05, rtol=0.05) for g, p in pairs)
+    return close and not all(torch.equal(g, p.grad) for g, p in pairs)
+
+
+def _in_situations(names):
+    """On a rank: each situation of a wrapper, by name: True, or the error in one line."""
+    wrapper, *chosen = names
+    every = RIGHT | {name: situation for name, (_, situation) in REFUSED.items()}
+    every = {name: every[name] for name in chosen} if chosen else every
+    results = {}
+    for name, situation in (every | {name: case[2] for name, case in OF_ONE.items() if case[1] == wrapper}).items():
+        dist.barrier()
+        try:
+            results[name] = situation(WRAPPERS[wrapper])
+        except Exception as error:
+            results[name] = f"{type(error).__name__}: {error}"
+    yield results
+
+
+@cache
+def _results():
+    points = [(wrapper,) for wrapper in IN_SITUATIONS] + [("one bucket", "freed"), ("naive, shared memory", "freed")]
+    return {point[0]: rows for point, rows in _by_point(_in_situations, points, 2).items()}
+
+
+@pytest.mark.parametrize("wrapper", IN_SITUATIONS)
+@pytest.mark.parametrize("situation", [*RIGHT, *REFUSED])
+def test_a_situation_is_averaged_right_or_refused_on_all_ranks(situation, wrapper):
+    if situation == "complex" and "shared" in wrapper:
+        pytest.skip("labkit's all-reduce adds real numbers")
+    _assert_as_expected(wrapper, situation, REFUSED.get(situation, (None,))[0])
+
+
+@pytest.mark.parametrize("situation", OF_ONE)
+def test_a_situation_of_one_wrapper(situation):
+    message, wrapper, _ = OF_ONE[situation]
+    _assert_as_expected(wrapper, situation, message)
+
+
+def _assert_as_expected(wrapper, situation, message):
+    ranks = _results()[wrapper]
+    assert isinstance(ranks, list), ranks
+    for rank in ranks:
+        if message is None:
+            assert rank[situation] is True, rank[situation]
+        else:
+            assert any(part in str(rank[situation]) for part in message.split("|")), rank[situation]
+            assert "\n" not in rank[situation]
+
+
+def _collectives(wrapper):
+    """Sizes of the all-reduces of one backward pass, and how many gradients were there when each began."""
+    calls, heard = [], []
+    all_reduce = dist.all_reduce
+
+    def counting(tensor, *args, **kwargs):
+        calls.append((tensor.numel(), len(heard)))
+        return all_reduce(tensor, *args, **kwargs)
+
+    model = WRAPPERS[wrapper](plain())
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(heard.append)
+    dist.all_reduce = counting
+    try:
+        step(model)
+    finally:
+        dist.all_reduce = all_reduce
+    yield {"calls": calls}
+
+
+COLLECTIVES = {"naive": 6, "flat": 1, "overlapped": 6, "bucketed": 3, "one bucket": 1, "bucketed, no overlap": 3}
+
+
+def test_collectives_are_counted_and_begin_when_they_should():
+    elements = sum(p.numel() for p in plain().parameters())
+    for wrapper, ranks in _by_point(_collectives, COLLECTIVES, 2).items():
+        calls = ranks[0]["calls"]
+        assert len(calls) == COLLECTIVES[wrapper]
+        assert sum(n for n, _ in calls) == elements
+        begin_early = any(heard < 6 for _, heard in calls)
+        # one bucket is full with the last gradient
+        assert begin_early == (wrapper in ("overlapped", "bucketed")), wrapper
+
+
+def test_buckets_are_filled_in_order_by_bytes_and_dtype():
+    mib = 2**20 // 4
+    sizes = [mib // 2, mib // 2, 3 * mib, mib, mib, 8 * mib, mib // 4]
+    parameters = [torch.empty(n, device="meta") for n in sizes]
+    assert assign_to_buckets(parameters, 4, 1) == [[0, 1], [2, 3], [4, 5], [6]]
+    assert assign_to_buckets(parameters, 1000, 1000) == [list(range(7))]
+    assert assign_to_buckets(parameters, 0.001, 0.001) == [[index] for index in range(7)]
+    mixed = [p.to(torch.bfloat16) if index % 2 else p for index, p in enumerate(parameters)]
+    for bucket in assign_to_buckets(mixed, 4, 1):
+        assert len({mixed[index].dtype for index in bucket}) == 1
+
+
+def test_a_subgroup_averages_among_its_own():
+    def train():
+        group = dist.new_group([1, 2])
+        if dist.get_rank() not in (1, 2):
+            return None
+        model = BucketedDDP(built(CASES["plain"], seed=dist.get_rank()), group=group)
+        model(torch.full((1, 6), float(dist.get_rank()), dtype=torch.float64)).sum().backward()
+        return [float(p.detach().sum()) for p in model.parameters()], [float(p.grad.sum()) for p in model.parameters()]
+
+    results = run_ranks(train, world_size=3, timeout_s=60)
+    assert results[1] == results[2]
+    assert results[1][0] == [float(p.detach().sum()) for p in built(CASES["plain"], seed=1).parameters()]
+
+
+def test_buckets_in_a_thread_do_not_meet_the_messages_of_layers_that_synchronize_in_backward():
+    """SyncBatchNorm exchanges sums in the middle of backward, while a thread averages buckets of the same group."""
+
+    def train(all_reduce):
+        torch.manual_seed(0)
+        layers = [layer for _ in range(6) for layer in (nn.Linear(64, 64), SyncBatchNorm(64), nn.Tanh())]
+        model = BucketedDDP(nn.Sequential(*layers).double(), bucket_cap_mb=0.02, all_reduce=all_reduce)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for number in range(8):
+            torch.manual_seed(100 * number + dist.get_rank())
+            optimizer.zero_grad()
+            model(torch.randn(5, 64, dtype=torch.float64)).square().sum().backward()
+            optimizer.step()
+        return [p.detach().flatten()[:50].tolist() for p in model.parameters()]
+
+    def train_each():
+        return [train(all_reduce) for all_reduce in ("torch", "shared", "point_to_point")]
+
+    ranks = run_ranks(train_each, world_size=3, timeout_s=120)
+    assert ranks[0] == ranks[1] == ranks[2]
+    for trained in ranks[0][1:]:
+        for got, wanted in zip(trained, ranks[0][0], strict=True):
+            assert got == pytest.approx(wanted, rel=1e-9, abs=1e-12)

@@ -22,7 +22,7 @@ from torch import nn, optim
 from labkit.bench.ledger import AllocationLedger, peak_between
 from labkit.costs.transformer import TransformerShape
 from labkit.nn.transformer import Transformer, TransformerLayer, language_model_loss
-from labkit.parallel.data_parallel import replicas
+from labkit.parallel.data_parallel import consistency
 from labkit.parallel.launch import run_ranks
 from labkit.parallel.sharding import FSDP, ReduceScatterDDP, ShardedOptimizer, building
 from labkit.parallel.sharding.unit import Unit
@@ -314,7 +314,7 @@ def _broadcasts_over(ledger: AllocationLedger) -> Iterator[None]:
     def broadcast_and_wait(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None) -> None:
         tensors = [*tensors]
         before, number = users(tensors), len(ledger.allocations)
-        replicas.broadcast(tensors, group)
+        consistency.broadcast(tensors, group)
         copies, deadline = ledger.allocations[number:], time.monotonic() + 60
         while any(now > then for now, then in zip(users(tensors), before, strict=True)) or any(
             one.freed is None for one in copies

@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from labkit.parallel.data_parallel.consistency import broadcast
 from labkit.parallel.data_parallel.layout import strides_like
-from labkit.parallel.data_parallel.replicas import broadcast
 from labkit.parallel.prepare import FLOAT_TYPES
 from labkit.parallel.sharding.flat import Flat
 from labkit.parallel.sharding.partition import by_elements, by_parameters

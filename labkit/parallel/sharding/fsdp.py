@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from labkit.parallel.background_comm import Channel
-from labkit.parallel.data_parallel.replicas import check_same_on_all_ranks, describe, device_of
+from labkit.parallel.data_parallel.consistency import check_same_on_all_ranks, describe, device_of
 from labkit.parallel.prepare import FLOAT_TYPES
 from labkit.parallel.sharding.building import Initialize, check_module, make_units, reset_parameters
 from labkit.parallel.sharding.norms import clip_by_global_norm

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from labkit.parallel.data_parallel.replicas import check_same_on_all_ranks, device_of
+from labkit.parallel.data_parallel.consistency import check_same_on_all_ranks, device_of
 from labkit.parallel.sharding.checkpoint import State, gather_states, part_of_state
 from labkit.parallel.sharding.checks import check, check_parameters, describe_group, describe_parameter
 from labkit.parallel.sharding.gathering import Gathering

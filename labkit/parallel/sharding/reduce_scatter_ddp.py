@@ -22,14 +22,12 @@ from torch import Tensor, nn
 
 from labkit.parallel.background_comm import Channel, Wait
 from labkit.parallel.collectives import reduce_scatter
-from labkit.parallel.data_parallel.averaging import OwnAverage
-from labkit.parallel.data_parallel.buckets import assign_to_buckets
-from labkit.parallel.data_parallel.contract import DataParallel, Empty
+from labkit.parallel.data_parallel.base import DataParallel
 from labkit.parallel.data_parallel.layout import flat_view, gradient_in_layout
+from labkit.parallel.data_parallel.overlapped import assign_to_buckets
+from labkit.parallel.data_parallel.reducer import LabkitReducer
 from labkit.parallel.sharding.partition import Piece
 from labkit.parallel.transport import AUTO
-
-LINK = ("_layouts", "_shares", "_memory", "_averages")
 
 
 class Layout(NamedTuple):
@@ -66,12 +64,7 @@ class ReduceScatterDDP(DataParallel):
     ):
         self._sizes_mb = (bucket_mb, first_bucket_mb)
         super().__init__(module, all_reduce=all_reduce, **options)
-
-    def _settings(self) -> dict[str, object]:
-        return super()._settings() | {"bucket_mb, first_bucket_mb": self._sizes_mb}
-
-    def _attach(self, empty: Empty) -> None:
-        if not isinstance(self._average, OwnAverage):
+        if not isinstance(self._reducer, LabkitReducer):
             raise ValueError("expected one of labkit's transports: torch's reduce-scatter knows no uneven shares")
         self._buckets = assign_to_buckets(self._parameters_in_order, *self._sizes_mb)
         self._bucket_of = {index: number for number, bucket in enumerate(self._buckets) for index in bucket}
@@ -79,10 +72,10 @@ class ReduceScatterDDP(DataParallel):
         self._shares: Mapping[Piece, Tensor] = {}
         self._memory: dict[torch.device, Tensor] = {}
         self._averages: list[Tensor] = []
-        super()._attach(empty)
+        self._forget_pass()
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in super().__getstate__().items() if name not in LINK}
+    def _settings(self) -> dict[str, object]:
+        return super()._settings() | {"bucket_mb, first_bucket_mb": self._sizes_mb}
 
     @property
     def parameters_in_order(self) -> list[nn.Parameter]:
@@ -105,7 +98,7 @@ class ReduceScatterDDP(DataParallel):
             first = self._parameters_in_order[bucket[0]]
             longest[first.device] = max(longest.get(first.device, 0), sum(layout.sizes) * first.itemsize)
         self._memory = {
-            device: self._average.empty(n_bytes, torch.uint8, device) for device, n_bytes in longest.items()
+            device: torch.empty(n_bytes, dtype=torch.uint8, device=device) for device, n_bytes in longest.items()
         }
         self._averages = [
             self._parameters_in_order[bucket[0]].detach().new_empty(layout.sizes[self._rank])
@@ -140,7 +133,7 @@ class ReduceScatterDDP(DataParallel):
             self._assign([True] * len(self._parameters_in_order))
 
     def _clear_globally_unused(self, has_gradient: list[bool]) -> None:
-        self._assign(self._globally_used(has_gradient))
+        self._assign(self._sync_used_flags(has_gradient))
 
     def _go_on(self) -> None:
         """Fill buckets and begin those that are full, in their order: every rank must begin them in the same one.
@@ -181,11 +174,11 @@ class ReduceScatterDDP(DataParallel):
         return self._memory[first.device][: sum(layout.sizes) * first.itemsize].view(first.dtype)
 
     def _begin(self, number: int, layout: Layout) -> None:
-        assert isinstance(self._average, OwnAverage)
+        assert isinstance(self._reducer, LabkitReducer)
         vector = self._vector_of(number, layout)
         has_gradients = any(self._shares[piece].grad is not None for piece in layout.own)
         average = torch.empty_like(self._averages[number]) if has_gradients else self._averages[number]
-        channel = self._average.channels[vector.device]
+        channel = self._reducer.channels[vector.device]
         self._results.append(average)
         self._is_free = False
         self._waits.append(channel.start(partial(self._reduce, vector, layout, channel, average)))
@@ -211,8 +204,8 @@ class ReduceScatterDDP(DataParallel):
 
     @property
     def _rank(self) -> int:
-        assert isinstance(self._average, OwnAverage)
-        return next(iter(self._average.channels.values())).transport.rank
+        assert isinstance(self._reducer, LabkitReducer)
+        return next(iter(self._reducer.channels.values())).transport.rank
 
     def _abandon(self) -> None:
         for wait in self._waits:

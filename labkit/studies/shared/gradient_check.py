@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from labkit.bench.check import first_failing_rank, largest, max_over_ranks, verdict
 from labkit.bench.checksums import fill_part, first_deviation, rank_batches
 from labkit.bench.products import settled_products
-from labkit.parallel.data_parallel.replicas import check_same_on_all_ranks, device_of
+from labkit.parallel.data_parallel.consistency import check_same_on_all_ranks, device_of
 
 # The order of sums, and of atomic additions on a GPU, changes a gradient by some hundred units of float32, relative to
 # the largest of its tensor.

@@ -3,16 +3,16 @@
 import torch
 from torch import Tensor
 
-from labkit.parallel.data_parallel.contract import DataParallel
+from labkit.parallel.data_parallel.base import DataParallel
 from labkit.parallel.data_parallel.layout import flat_view, gradient_to_write
 
 
 class NaiveDDP(DataParallel):
-    """One collective a parameter, one after the other, after backward: as many latencies as parameters."""
+    """One collective per parameter, one after the other, after backward: as many latencies as parameters."""
 
     def _finish(self, pending: list[int]) -> None:
         for parameter in self._parameters_in_order:
-            self._average.run(flat_view(gradient_to_write(parameter)), "mean")
+            self._reducer.run(flat_view(gradient_to_write(parameter)), "mean")
 
 
 class FlatDDP(DataParallel):
@@ -25,5 +25,5 @@ class FlatDDP(DataParallel):
             alike.setdefault((gradient.dtype, gradient.device), []).append(flat_view(gradient))
         for gradients in alike.values():
             flat = torch.cat(gradients)
-            self._average.run(flat, "mean")
+            self._reducer.run(flat, "mean")
             torch._foreach_copy_(gradients, flat.split([gradient.numel() for gradient in gradients]))

@@ -1,0 +1,115 @@
+"""The same model on every rank: refused on all ranks if it is not, then given the first rank's values."""
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.nn.parameter import is_lazy
+
+from labkit.parallel.data_parallel.layout import strides_like
+from labkit.parallel.transport.select_transport import member_group
+
+COALESCED_BYTES = 2**26
+"""A broadcast copies some tensors together, until they are this large; two of these copies travel at once."""
+
+
+def check_module(module: nn.Module, device_ids: Sequence[int | torch.device] | None) -> None:
+    """Raise ValueError for a module whose gradients no wrapper can average, or that is elsewhere."""
+    for name, part in module.named_modules():
+        if hasattr(part, "no_sync"):
+            raise ValueError(f"expected a model without a wrapper in it, got {_path(name)}, a {type(part).__name__}")
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
+            raise ValueError(f"expected dense gradients, and {_path(name)} has sparse=True: build it with sparse=False")
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        if is_lazy(tensor):
+            raise ValueError(
+                f"expected a model that knows its shapes, and {name} is lazy: run a batch through it first"
+            )
+        if tensor.is_meta:
+            raise ValueError(f"expected a model with values, and {name} is on meta: call to_empty() and initialize it")
+        if tensor.is_inference():
+            raise ValueError(f"expected a model made outside of torch.inference_mode, and {name} was made inside")
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        raise ValueError("expected a module with at least one parameter that requires a gradient")
+    if device_ids and [torch.device(each) for each in device_ids] != [next(module.parameters()).device]:
+        raise ValueError(f"expected device_ids=None, or the model's one device, got {list(device_ids)}")
+
+
+def check_replicas(
+    module: nn.Module, settings: Mapping[str, object], group: dist.ProcessGroup | None, refused: Exception | None
+) -> None:
+    """Raise ValueError, on every rank or on none, unless settings and model are the same. A collective.
+
+    `refused` as in `check_same_on_all_ranks`. Compared are names, shapes, dtypes, and what is trained; the strides of
+    what is trained, too, since gradients are averaged in the order in which they lie in memory.
+    """
+    state = [] if refused else [*module.named_parameters(), *module.named_buffers()]
+    described = [describe(name, tensor) for name, tensor in state]
+    device = state[0][1].device if state else device_of(group)
+    check_same_on_all_ranks("model", settings, described, device, group, refused)
+
+
+def check_same_on_all_ranks(
+    what: str,
+    settings: Mapping[str, object],
+    tensors: Sequence[str],
+    device: torch.device,
+    group: dist.ProcessGroup | None,
+    refused: Exception | None = None,
+) -> None:
+    """Raise ValueError, on every rank or on none, unless settings and descriptions of tensors are equal. A collective.
+
+    `device` is where the group's collectives work. A rank that cannot go on passes the
+    reason as `refused`, which is raised there once all ranks know of it.
+    """
+    described = [*(f"{name}={value}" for name, value in settings.items()), *tensors]
+    number = torch.tensor([len(described), -len(described), refused is not None], device=device)
+    dist.all_reduce(number, op=dist.ReduceOp.MAX, group=group)
+    if refused is not None:
+        raise refused
+    most, fewest, is_refused_elsewhere = int(number[0]), -int(number[1]), bool(number[2])
+    if is_refused_elsewhere:
+        raise ValueError(f"expected the same {what} on every rank; one of the others raised an error")
+    if most != fewest:
+        raise ValueError(f"expected the same {what} on every rank, got {fewest} to {most} tensors and settings")
+    digests = torch.tensor([_digest(text) for text in described], device=device)
+    bounds = torch.stack([digests, -digests])
+    dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=group)
+    if differing := (bounds[0] != -bounds[1]).nonzero().flatten().tolist():
+        raise ValueError(f"expected the same {what} on every rank; they differ at {described[differing[0]]} (here)")
+
+
+@torch.no_grad()
+def broadcast(tensors: Iterable[Tensor], group: dist.ProcessGroup | None, source: int = 0) -> None:
+    """Overwrite every tensor by that of rank `source` of the group; small ones of a dtype and device travel together.
+
+    Version counters stay, as with torch's wrapper: a graph made before may have saved a buffer.
+    """
+    if detached := tuple(tensor.detach() for tensor in tensors):
+        with _unsafe_preserve_version_counter(detached):
+            # as torch's own wrapper does
+            dist._broadcast_coalesced(  # type: ignore[attr-defined]
+                member_group(group), list(detached), COALESCED_BYTES, source
+            )
+
+
+def describe(name: str, tensor: Tensor) -> str:
+    """Describe what has to be alike on all ranks."""
+    trained = f"trained, strides {strides_like(tensor)}" if tensor.requires_grad else "not trained"
+    return f"{name}: {tuple(tensor.shape)}, {tensor.dtype}, {trained}"
+
+
+def device_of(group: dist.ProcessGroup | None) -> torch.device:
+    """Return where the group's collectives work, for a model without a tensor."""
+    return torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+
+
+def _path(name: str) -> str:
+    return name or "the model"
+
+
+def _digest(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
