@@ -4,6 +4,7 @@ Repeats of different runs were not interleaved, so times are not compared. Ratio
 configuration differ if their intervals are apart by more than ratios of one machine vary from run to run.
 """
 
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
@@ -28,6 +29,7 @@ PLACES = {"device", "backend"}
 USUAL_VARIATION = 1.05
 """Ratios measured twice on one machine differed by up to about this factor."""
 
+NO_DIFFERENCE = "none measurable"
 Outcome = Literal["agree", "differ", "lost", "gained"]
 """What became of a verdict; "lost": the first run measured it, and the other did not."""
 
@@ -122,6 +124,7 @@ def run_names(runs: Sequence[Run]) -> dict[Path, str]:
         for run in runs
     }
     levels = (("label",), ("label", "host"), ("label", "source"), ("label", "host", "source"), ("label", "start"))
+    names = {}
     for level in levels:
         names = {path: ", ".join(part[name] for name in level) for path, part in parts.items()}
         if len({(run.header.lab, names[run.path]) for run in runs}) == len(runs):
@@ -137,43 +140,30 @@ def _short_source(source: str) -> str:
 def _compare_pair(lab: Lab, first: Run, other: Run, name: str) -> Pair:
     for left_out in (REPEATING | MACHINE_DECIDES, REPEATING | MACHINE_DECIDES | PLACES):
         keys = [_point_keys(run, left_out) for run in (first, other)]
-        shared = set(keys[0].values()) & set(keys[1].values())
-        if shared:
+        every = [set(of_run.values()) for of_run in keys]
+        if shared := every[0] & every[1]:
             break
-    answers = [
-        _answers(lab, run, {point for point, key in of_run.items() if key in shared})
-        for run, of_run in zip((first, other), keys, strict=True)
-    ]
+    answers = [_answers(lab, run, of_run, shared) for run, of_run in zip((first, other), keys, strict=True)]
     both = {question: (answers[0][question], answers[1][question]) for question in answers[0]}
-    return Pair(
-        name,
-        other,
-        _different_parameters(first, other),
-        len(shared),
-        len({*keys[0].values(), *keys[1].values()} - shared),
-        both,
-        _ratios(lab, both),
-    )
+    parameters = _different_parameters(first, other)
+    return Pair(name, other, parameters, len(shared), len(every[0] ^ every[1]), both, _ratios(lab, both))
 
 
-def _point_keys(run: Run, left_out: set[str]) -> dict[str, tuple[Any, ...]]:
+def _point_keys(run: Run, left_out: set[str]) -> dict[str, str]:
     """What each point measures, by its id: its fields but for lists and those left out."""
     return {
-        point: tuple(
-            sorted((name, str(value)) for name, value in fields.items() if not (name in left_out or _is_many(value)))
+        point: json.dumps(
+            {name: fields[name] for name in sorted(fields) if not (name in left_out or isinstance(fields[name], list))}
         )
         for point, fields in run.header.planned.items()
     }
 
 
-def _is_many(value: Any) -> bool:
-    return value is None or isinstance(value, list | dict)
-
-
-def _answers(lab: Lab, run: Run, points: set[str]) -> dict[str, Answer]:
-    results = run.results()
-    frame = results.frame
-    return lab.answers(replace(results, frame=frame[frame["point"].isin(points)] if len(frame) else frame))
+def _answers(lab: Lab, run: Run, keys: Mapping[str, str], shared: set[str]) -> dict[str, Answer]:
+    results, points = run.results(), [point for point, key in keys.items() if key in shared]
+    return lab.answers(
+        replace(results, frame=results.frame[results.frame.reindex(columns=["point"])["point"].isin(points)])
+    )
 
 
 def _different_parameters(first: Run, other: Run) -> dict[str, tuple[Any, Any]]:
@@ -215,5 +205,5 @@ def _difference(first: float, first_low: float, first_high: float, ratio: float,
     is_apart = low > first_high or high < first_low
     is_large = max(ratio / first, first / ratio) > USUAL_VARIATION if first > 0 and ratio > 0 else first != ratio
     if not (is_apart and is_large):
-        return "none measurable"
+        return NO_DIFFERENCE
     return "higher" if ratio > first else "lower"
