@@ -19,7 +19,6 @@ def areas(
     hue: str | None = None,
     hue_order: Sequence[Any] | None = None,
     facet: str | None = None,
-    y_title: str | None = None,
 ) -> style.Plot:
     """One layer per value of `hue`, from the bottom up in `hue_order`, one panel per value of `facet`.
 
@@ -39,7 +38,7 @@ def areas(
         heights = table.reindex(columns=layers, fill_value=0.0).to_numpy().T
         axis.stackplot(table.index, heights, colors=[colors[name] for name in layers], step="post", linewidth=0)
         title = None if value is None else style.panel_title(facet or "", value)
-        style.finish_axes(axis, title, x=column(x).axis, y=style.value_title(y, y_title), grid="both")
+        style.finish_axes(axis, title, x=column(x).axis, y=style.value_title(y), grid="both")
         axis.set_xlim(table.index.min(), table.index.max())
         format_axis(axis.xaxis, x, False)
     format_axis(axes[0].yaxis, y, False)

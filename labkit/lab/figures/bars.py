@@ -31,7 +31,6 @@ class _Look:
     facet: str | None
     colors: Mapping[Any, str]
     markers: Mapping[Any, str]
-    x_order: Sequence[Any] | None
     stacked: bool
     log: bool
     level: float | None
@@ -45,7 +44,6 @@ def bars(
     x: str,
     y: str,
     hue: str | None = None,
-    x_order: Sequence[Any] | None = None,
     hue_order: Sequence[Any] | None = None,
     facet: str | None = None,
     stacked: bool = False,
@@ -53,21 +51,19 @@ def bars(
     level: float | None = None,
     y_title: str | None = None,
     reference: pd.DataFrame | None = None,
-    reference_label: str = style.PUBLISHED,
     source: str = style.MEASURED,
 ) -> style.Plot:
     """One group of bars per category of `x`, one bar (or layer, if `stacked`) per value of `hue`.
 
     Bars begin at zero, so on a logarithmic axis (`log`) there are dots instead. `frame` has one row per bar; `low` and
-    `high` right behind `y` are its interval. `reference` has the same columns and gets a hatched panel titled
-    `reference_label`; published values appear on demand only. ParameterError if a column is missing or two rows are the
-    same bar.
+    `high` right behind `y` are its interval. `reference` has published rows with the same columns: a hatched panel, on
+    demand only. `source` says where `frame` is from. ParameterError for a missing column or two rows of the same bar.
     """
     rows, color = style.tidy(frame, y, x, facet, hue=hue)
     rows = rows.assign(source=source)
     if reference is not None:
         reference, _ = style.tidy(reference, y, x, facet, hue=hue)
-        reference = reference.assign(source=reference_label)
+        reference = reference.assign(source=style.PUBLISHED)
     data = rows if reference is None else pd.concat([rows, reference])
     keys = [name for name in dict.fromkeys((x, facet, color, "source")) if name is not None]
     twice = data[data.duplicated(keys)]
@@ -75,7 +71,7 @@ def bars(
         raise ParameterError(f"expected one row per bar, got several for {twice[keys].iloc[0].to_dict()}: name a facet")
     names = style.present(data[color], hue_order)
     colors, markers = style.looks(names, style.PALETTE), style.looks(names, style.MARKERS)
-    look = _Look(x, y, color, facet, colors, markers, x_order, stacked, log, level, y_title, source)
+    look = _Look(x, y, color, facet, colors, markers, stacked, log, level, y_title, source)
     return style.with_reference(partial(_draw, look=look), rows, reference)
 
 
@@ -88,7 +84,7 @@ def _draw(data: pd.DataFrame, look: _Look) -> style.Plot:
     inches = (float(figure.get_size_inches()[0]) - MARGIN_INCHES) / sum(n_places)
     marks: list[style.Mark] = []
     for axis, (title, rows) in zip(axes, panels, strict=True):
-        places = style.present(rows[look.x], look.x_order)
+        places = list(dict.fromkeys(rows[look.x]))
         marks += _draw_panel(axis, rows, places, look)
         if look.log:
             axis.set_yscale("log")

@@ -31,7 +31,6 @@ class _Look:
     colors: Mapping[Any, str]
     markers: Mapping[Any, str]
     log: str
-    linked: bool
     level: float | None
 
 
@@ -41,55 +40,45 @@ def lines(
     x: str,
     y: str,
     hue: str | None = None,
-    hue_order: Sequence[Any] | None = None,
     facet: str | None = None,
-    facet_order: Sequence[Any] | None = None,
-    log: str | None = "xy",
-    linked: bool = True,
+    log: str = "xy",
     level: float | None = None,
-    y_title: str | None = None,
     reference: pd.DataFrame | None = None,
-    reference_label: str = style.PUBLISHED,
-    source: str = style.MEASURED,
 ) -> style.Plot:
     """One line per value of `hue`, one panel per value of `facet`; a panel with more than six lines becomes several.
 
     `frame` has one row per point; `low` and `high` right behind `y` are its interval. An `x` of names gets dots. `log`
     names the logarithmic axes: "x", "y", "xy" or "". `level` is a horizontal line, such as 1 for a ratio. `reference`
-    has the same columns and is dashed and hollow; published values appear on demand only. ParameterError for a missing
-    column.
+    has published rows with the same columns; they are dashed and hollow, and appear on demand only. ParameterError for
+    a missing column.
     """
-    log = log or ""
     if not set(log) <= set("xy"):
         raise ParameterError(f"log names the logarithmic axes, 'x', 'y', 'xy' or '': got {log!r}")
     rows, color = style.tidy(frame, y, x, facet, hue=hue)
-    rows = rows.assign(source=source)
+    rows = rows.assign(source=style.MEASURED)
     if reference is not None:  # drawn without intervals
         reference, _ = style.tidy(reference.drop(columns=["low", "high"], errors="ignore"), y, x, facet, hue=hue)
-        reference = reference.assign(source=reference_label)
-    names = [*(hue_order or ()), *sorted({*rows[color], *(() if reference is None else reference[color])})]
+        reference = reference.assign(source=style.PUBLISHED)
+    names = sorted({*rows[color], *(() if reference is None else reference[color])})
     colors, markers = style.looks(names, style.PALETTE), style.looks(names, style.MARKERS)
-    look = _Look(x, y, color, facet, colors, markers, log, linked, level)
-    draw = partial(_draw, look=look, order=facet_order, title=style.value_title(y, y_title))
-    return style.with_reference(draw, rows, reference)
+    look = _Look(x, y, color, facet, colors, markers, log, level)
+    return style.with_reference(partial(_draw, look=look), rows, reference)
 
 
-def _draw(data: pd.DataFrame, look: _Look, order: Sequence[Any] | None, title: str) -> style.Plot:
+def _draw(data: pd.DataFrame, look: _Look) -> style.Plot:
     if data.empty:
         return style.nothing_to_draw(data)
-    names = None
-    if is_bool_dtype(data[look.x]) or not is_numeric_dtype(data[look.x]):
-        names = list(dict.fromkeys(data[look.x]))
+    names = None if _has_numbers(data[look.x]) else list(dict.fromkeys(data[look.x]))
     at = data[look.x].map(names.index) if names else data[look.x]
     data = data.assign(**{AT: at}).sort_values([AT, look.hue], kind="stable")
-    facets = [None] if look.facet is None else style.present(sorted(set(data[look.facet])), order)
+    facets = [None] if look.facet is None else sorted(set(data[look.facet]))
     panels = [(value, part) for value in facets for part in _split(data, look, value)]
     figure, axes = style.panel_grid(len(panels), style.PANEL_HEIGHT)
     marks: list[style.Mark] = []
     for axis, (value, rows) in zip(axes, panels, strict=True):
         marks += _draw_panel(axis, rows, look)
         name = None if value is None else style.panel_title(look.facet or "", value)
-        style.finish_axes(axis, name, x=column(look.x).axis, y=title)
+        style.finish_axes(axis, name, x=column(look.x).axis, y=style.value_title(look.y))
         _place_ticks(axis, look, names, sorted(set(data[AT])))
     if "y" in look.log:  # last: seaborn draws on a logarithmic axis by its logarithms, which rounds
         axes[0].set_yscale("log")
@@ -107,13 +96,14 @@ def _split(data: pd.DataFrame, look: _Look, value: Any) -> list[pd.DataFrame]:
 
 
 def _draw_panel(axis: Axes, rows: pd.DataFrame, look: _Look) -> list[style.Mark]:
+    has_numbers = _has_numbers(rows[look.x])
     for source, group in rows.groupby("source", sort=False):
         is_here = source == style.MEASURED
         before = len(axis.lines)
         seaborn.lineplot(
             group, x=AT, y=look.y, hue=look.hue, style=look.hue, palette=dict(look.colors), markers=dict(look.markers),
             dashes=False, estimator=None, errorbar=None, sort=False, legend=False, ax=axis, markeredgewidth=1.0,
-            linestyle=("-" if is_here else "--") if look.linked and _has_numbers(rows, look) else "none",
+            linestyle=("-" if is_here else "--") if has_numbers else "none",
             linewidth=1.8 if is_here else 1.0, markersize=5 if len(group) <= MANY_POINTS else 2.2,
         )  # fmt: skip
         for line in axis.lines[before:]:
@@ -129,8 +119,8 @@ def _draw_panel(axis: Axes, rows: pd.DataFrame, look: _Look) -> list[style.Mark]
     ]
 
 
-def _has_numbers(rows: pd.DataFrame, look: _Look) -> bool:
-    return is_numeric_dtype(rows[look.x]) and not is_bool_dtype(rows[look.x])
+def _has_numbers(values: pd.Series) -> bool:
+    return is_numeric_dtype(values) and not is_bool_dtype(values)
 
 
 def _names(row: Mapping[str, Any], look: _Look) -> tuple[str, str, str]:

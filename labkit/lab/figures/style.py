@@ -132,8 +132,7 @@ def with_reference(draw: Callable[[pd.DataFrame], Plot], rows: pd.DataFrame, ref
     if reference is None or reference.empty:
         return draw(rows)
     both = draw(pd.concat([rows, reference], ignore_index=True))
-    is_published = str(reference["source"].iloc[0]).startswith(PUBLISHED)
-    return replace(draw(rows), with_published=both) if is_published and len(rows) else both
+    return replace(draw(rows), with_published=both) if len(rows) else both
 
 
 def plotted(figure: Figure, data: pd.DataFrame, marks: Sequence[Mark] = ()) -> Plot:

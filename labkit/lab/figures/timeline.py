@@ -1,8 +1,5 @@
 """What ran when: one lane per kind, one box per interval of time."""
 
-from collections.abc import Sequence
-from typing import Any
-
 import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
@@ -21,20 +18,18 @@ def timeline(
     duration: str,
     lane: str,
     hue: str | None = None,
-    lane_order: Sequence[Any] | None = None,
-    hue_order: Sequence[Any] | None = None,
 ) -> style.Plot:
     """Boxes from `start` over `duration` (both in the unit that `duration` names), from the first start on.
 
-    One row per box. Lanes run from top to bottom in `lane_order`. ParameterError for a missing column.
+    One row per box. Lanes run from top to bottom in the order of the rows. ParameterError for a missing column.
     """
     data, hue = style.tidy(frame, duration, start, lane, hue=hue)
     data = data.dropna(subset=[start])
     if data.empty:
         return style.nothing_to_draw(data)
     data = data.assign(**{start: data[start] - data[start].min()})
-    lanes, kinds = style.present(data[lane], lane_order), style.present(data[hue], hue_order)
-    colors = style.looks([*(hue_order or ()), *kinds], style.PALETTE)
+    lanes, kinds = list(dict.fromkeys(data[lane])), list(dict.fromkeys(data[hue]))
+    colors = style.looks(kinds, style.PALETTE)
     figure = Figure(figsize=(style.WIDE, LANE_HEIGHT * len(lanes) + 0.9))
     axis = figure.subplots()
     places = data[lane].map(lanes.index)

@@ -27,7 +27,6 @@ def waterfall(
     total: str = "total",
     hue: str | None = None,
     facet: str | None = None,
-    y_title: str | None = None,
 ) -> style.Plot:
     """One box per value of `part`, from the top down in `part_order`, each from where the last one ended.
 
@@ -56,8 +55,7 @@ def waterfall(
         format_axis(axis.xaxis, y, False)
     axes[0].set_ylim(len(names) + 0.6, -0.6)
     # once for all panels: side by side, long titles would run into one another
-    title = style.value_title(y, y_title).replace("\n", " ")
-    figure.supxlabel(title, fontsize=style.FONT, color=style.TEXT)
+    figure.supxlabel(style.value_title(y).replace("\n", " "), fontsize=style.FONT, color=style.TEXT)
     style.legend(figure, hue, {str(kind): Patch(color=color) for kind, color in colors.items()})
     return style.plotted(figure, data, marks)
 
