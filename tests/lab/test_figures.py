@@ -59,6 +59,12 @@ def test_in_the_legend_what_ends_highest_is_first_and_published_lines_are_named_
     assert names == [["torch", "ring"], ["torch", "ring", "published"]]
 
 
+def test_several_points_at_one_x_are_dots_and_no_line_goes_up_and_down_there():
+    for frame, style in ((FRAME, "-"), (pd.concat([FRAME, FRAME.assign(seconds=1.0)]), "None")):
+        plot = lines(frame, x="n_bytes", y="seconds", hue="algorithm")
+        assert {line.get_linestyle() for line in plot.figure.axes[0].get_lines()} == {style}
+
+
 def test_a_panel_has_few_lines():
     many = pd.concat([FRAME.iloc[:2].assign(algorithm=f"algorithm {number}") for number in range(8)])
     figure = lines(many, x="n_bytes", y="seconds", hue="algorithm", facet="world_size").figure
@@ -222,7 +228,7 @@ def test_many_panels_of_lines_take_several_rows():
 
 def test_bars_that_would_hide_one_another_are_refused_and_those_without_a_place_come_last():
     both = pd.concat([STEPS.assign(precision="float32"), STEPS.assign(precision="bfloat16")])
-    with pytest.raises(ValueError, match=r"one row per bar, got several for .*nano"):
+    with pytest.raises(ValueError, match=r"one row per point, got several for .*nano"):
         bars(both, x="model", y="seconds", hue="phase")
     assert len(bars(both, x="model", y="seconds", hue="phase", facet="precision").figure.axes) == 2
     figure = bars(STEPS, x="model", y="seconds", hue="phase", hue_order=["forward"]).figure
@@ -304,7 +310,7 @@ def test_a_waterfall_takes_a_measured_whole_and_leaves_parts_empty_that_are_not_
     ("frame", "options", "message"),
     [
         (PARTS.assign(step_s=-1.0), {"facet": "gpus"}, "zero or more"),
-        (PARTS, {}, "one row per box"),
+        (PARTS, {}, "one row per point"),
         (PARTS, {"facet": "gpus", "part_order": ["products"]}, "among"),
     ],
 )

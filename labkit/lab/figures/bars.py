@@ -13,7 +13,6 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from labkit.lab.columns import column, label
-from labkit.lab.config import ParameterError
 from labkit.lab.figures import style
 from labkit.lab.figures.ticks import format_axis
 
@@ -65,10 +64,7 @@ def bars(
         reference, _ = style.tidy(reference, y, x, facet, hue=hue)
         reference = reference.assign(source=style.PUBLISHED)
     data = rows if reference is None else pd.concat([rows, reference])
-    keys = [name for name in dict.fromkeys((x, facet, color, "source")) if name is not None]
-    twice = data[data.duplicated(keys)]
-    if not twice.empty:
-        raise ParameterError(f"expected one row per bar, got several for {twice[keys].iloc[0].to_dict()}: name a facet")
+    style.check_unique(data, x, facet, color)
     names = style.present(data[color], hue_order)
     colors, markers = style.looks(names, style.PALETTE), style.looks(names, style.MARKERS)
     look = _Look(x, y, color, facet, colors, markers, stacked, log, level, y_title, source)

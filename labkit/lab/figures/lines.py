@@ -47,10 +47,10 @@ def lines(
 ) -> style.Plot:
     """One line per value of `hue`, one panel per value of `facet`; a panel with more than six lines becomes several.
 
-    `frame` has one row per point; `low` and `high` right behind `y` are its interval. An `x` of names gets dots. `log`
-    names the logarithmic axes: "x", "y", "xy" or "". `level` is a horizontal line, such as 1 for a ratio. `reference`
-    has published rows with the same columns; they are dashed and hollow, and appear on demand only. ParameterError for
-    a missing column.
+    `frame` has one row per point; `low` and `high` right behind `y` are its interval. An `x` of names gets dots, and so
+    do lines that would have several points at one `x`. `log` names the logarithmic axes: "x", "y", "xy" or "". `level`
+    is a horizontal line, such as 1 for a ratio. `reference` has published rows with the same columns; they are dashed
+    and hollow, and appear on demand only. ParameterError for a missing column.
     """
     if not set(log) <= set("xy"):
         raise ParameterError(f"log names the logarithmic axes, 'x', 'y', 'xy' or '': got {log!r}")
@@ -96,14 +96,14 @@ def _split(data: pd.DataFrame, look: _Look, value: Any) -> list[pd.DataFrame]:
 
 
 def _draw_panel(axis: Axes, rows: pd.DataFrame, look: _Look) -> list[style.Mark]:
-    has_numbers = _has_numbers(rows[look.x])
+    is_line = _has_numbers(rows[look.x]) and not rows.duplicated([look.x, look.hue, "source"]).any()
     for source, group in rows.groupby("source", sort=False):
         is_here = source == style.MEASURED
         before = len(axis.lines)
         seaborn.lineplot(
             group, x=AT, y=look.y, hue=look.hue, style=look.hue, palette=dict(look.colors), markers=dict(look.markers),
             dashes=False, estimator=None, errorbar=None, sort=False, legend=False, ax=axis, markeredgewidth=1.0,
-            linestyle=("-" if is_here else "--") if has_numbers else "none",
+            linestyle=("-" if is_here else "--") if is_line else "none",
             linewidth=1.8 if is_here else 1.0, markersize=5 if len(group) <= MANY_POINTS else 2.2,
         )  # fmt: skip
         for line in axis.lines[before:]:

@@ -118,6 +118,7 @@ def tidy(frame: pd.DataFrame, y: str, *columns: str | None, hue: str | None = No
     missing column.
     """
     names = [name for name in dict.fromkeys((*columns, y, hue)) if name is not None]
+    frame = frame if len(frame.columns) else pd.DataFrame(columns=names)
     if missing := [name for name in names if name not in frame]:
         raise ParameterError(f"no column {', '.join(missing)}; the frame has {', '.join(map(str, frame.columns))}")
     place = list(frame.columns).index(y)
@@ -125,6 +126,14 @@ def tidy(frame: pd.DataFrame, y: str, *columns: str | None, hue: str | None = No
         names[names.index(y) + 1 : names.index(y) + 1] = ["low", "high"]
     extra = {} if hue else {ALL: ""}
     return frame[list(dict.fromkeys(names))].dropna(subset=[y]).assign(**extra), hue or ALL
+
+
+def check_unique(data: pd.DataFrame, *keys: str | None) -> None:
+    """ParameterError for two rows that would be the same point or bar."""
+    names = [name for name in dict.fromkeys((*keys, "source")) if name is not None and name in data]
+    twice = data[data.duplicated(names)]
+    if not twice.empty:
+        raise ParameterError(f"expected one row per point, got several for {twice[names].iloc[0].to_dict()}")
 
 
 def with_reference(draw: Callable[[pd.DataFrame], Plot], rows: pd.DataFrame, reference: pd.DataFrame | None) -> Plot:

@@ -63,9 +63,7 @@ def waterfall(
 def _check(data: pd.DataFrame, part: str, y: str, facet: str | None, order: Sequence[Any] | None, total: str) -> None:
     if (data[y] < 0).any():
         raise ParameterError(f"expected lengths of zero or more in {y}, got {data[y].min():g}")
-    keys = [part] if facet is None else [facet, part]
-    if (twice := data[data.duplicated(keys)]).size:
-        raise ParameterError(f"expected one row per box, got several for {twice[keys].iloc[0].to_dict()}")
+    style.check_unique(data, facet, part)
     if order is not None and (unknown := set(data[part]) - {*order, total}):
         raise ParameterError(f"expected values of {part} among {list(order)}, got {sorted(map(str, unknown))}")
 
