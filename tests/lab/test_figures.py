@@ -130,22 +130,6 @@ def test_a_short_logarithmic_axis_has_ticks_to_read_it_by():
         assert sum(low <= tick <= high for tick in axis.get_yticks()) >= 3
 
 
-def test_a_rate_is_not_taken_for_a_time():
-    rates = FRAME.assign(busbw_gb_per_s=FRAME["seconds"])
-    plot = lines(rates, x="n_bytes", y="busbw_gb_per_s", hue="algorithm")
-    plot.png()
-    assert not any(label.get_text().endswith("s") for label in plot.figure.axes[0].get_yticklabels())
-
-
-def test_nothing_measured_is_said_and_a_missing_column_is_named():
-    assert (
-        "nothing was measured"
-        in lines(FRAME.iloc[:0], x="n_bytes", y="seconds", hue="algorithm").figure.texts[0].get_text()
-    )
-    with pytest.raises(ValueError, match="no column rank"):
-        lines(FRAME, x="n_bytes", y="seconds", hue="rank")
-
-
 @pytest.mark.parametrize("facet", [None, "world_size"])
 def test_rows_without_a_value_are_nothing_to_draw(facet):
     empty = FRAME.assign(seconds=float("nan"))
@@ -322,6 +306,7 @@ def test_a_waterfall_refuses_what_it_cannot_draw(frame, options, message):
 @pytest.mark.parametrize(
     ("draw", "columns"),
     [
+        (lines, {"x": "low", "y": "seconds", "hue": "phase"}),
         (bars, {"x": "model", "y": "seconds", "hue": "phase"}),
         (areas, {"x": "seconds", "y": "low", "hue": "phase"}),
         (timeline, {"start": "low", "duration": "seconds", "lane": "phase", "hue": "model"}),
@@ -361,13 +346,6 @@ def test_an_interval_is_drawn_around_its_own_column_alone(draw):
     assert not {"low", "high"} & set(by_rate.data)
     again = draw(by_time.data.drop(columns="source"), x="n_bytes", y="seconds", hue="algorithm")
     assert _error_bars(again) == 2  # what is saved can be drawn again
-
-
-def test_another_quantity_in_the_place_of_the_reference_has_no_interval_of_the_first():
-    expected = RATES.assign(seconds=RATES["busbw_gb_per_s"])
-    plot = lines(RATES, x="n_bytes", y="seconds", hue="algorithm", reference=expected)
-    assert _error_bars(plot) == 2
-    assert plot.data.loc[plot.data["source"] == "published", "low"].isna().all()
 
 
 @pytest.mark.parametrize(
