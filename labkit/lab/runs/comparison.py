@@ -7,7 +7,6 @@ configuration differ if their intervals are apart by more than ratios of one mac
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import count
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,7 +17,6 @@ from labkit.lab.columns import labels
 from labkit.lab.config import ParameterError
 from labkit.lab.declaration import Lab
 from labkit.lab.runs.store import Run
-from labkit.lab.units import counted
 
 REPEATING = {"seed", "warmup", "repeats", "ratio_within", "rounds_s", "sessions", "turns", "timeout_s"}
 """Parameters of how often and how long: runs that differ in them are comparable."""
@@ -113,28 +111,24 @@ def without_copies(runs: Iterable[Run]) -> tuple[list[Run], dict[str, str]]:
 
 
 def run_names(runs: Sequence[Run]) -> dict[Path, str]:
-    """A name per run, as short as tells the runs of each lab apart: machine, host, source, start."""
-    parts = {
-        run.path: {
-            "label": run.header.machine.label,
-            "host": run.header.machine.host,
-            "source": " then ".join(_short_source(str(source or "source not recorded")) for source in run.sources),
-            "start": f"{run.header.started:%Y-%m-%d %H:%M:%S}",
-        }
-        for run in runs
-    }
-    levels = (("label",), ("label", "host"), ("label", "source"), ("label", "host", "source"), ("label", "start"))
-    names = {}
-    for level in levels:
-        names = {path: ", ".join(part[name] for name in level) for path, part in parts.items()}
+    """A name per run, as short as tells the runs of each lab apart: machine, then its host, source or start, too."""
+    for level in ("label", "label host", "label source", "label host source", "label start"):
+        names = {run.path: ", ".join(_describe(run)[part] for part in level.split()) for run in runs}
         if len({(run.header.lab, names[run.path]) for run in runs}) == len(runs):
-            return names
-    number = count(1)
-    return {path: f"{name}, run {next(number)}" for path, name in names.items()}
+            break
+    return names
 
 
-def _short_source(source: str) -> str:
-    return source.removeprefix("commit ").replace(" with local changes", "+") if "commit" in source else source
+def _describe(run: Run) -> dict[str, str]:
+    machine = run.header.machine
+    sources = " then ".join(str(source or "source not recorded") for source in run.sources)
+    source = sources.replace("commit ", "").replace(" with local changes", "+")
+    return {
+        "label": machine.label,
+        "host": machine.host,
+        "source": source,
+        "start": f"{run.header.started:%Y-%m-%d %H:%M:%S}",
+    }
 
 
 def _compare_pair(lab: Lab, first: Run, other: Run, name: str) -> Pair:
@@ -179,7 +173,7 @@ def _unshared_reason(pair: Pair) -> str:
         return f"the runs of {lab} share no measured point"
     first, *others = pair.parameters
     values = " and ".join(f"{value!r:.60}" for value in pair.parameters[first])
-    more = f" ({counted(len(others), 'other parameter')} too)" if others else ""
+    more = f" ({', '.join(others)} differ too)" if others else ""
     return f"the runs of {lab} share no point: their {first} are {values}{more}"
 
 
