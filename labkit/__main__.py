@@ -1,6 +1,7 @@
 """The command line: `labkit` or `python -m labkit`. Nothing but arguments, messages and exit codes."""
 
 import atexit
+import errno
 import gc
 import os
 import sys
@@ -30,6 +31,9 @@ app = typer.Typer(
 SHORT_LIMITS = {"repeats": 6, "warmup": 1, "model": "nano"}
 COLUMNS = reference_directory() / "scaling" / "README.md"
 
+NOT_WRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
+"""A full disk or a read-only folder: no mistake in the command, so status 1."""
+
 LabName = Annotated[str, typer.Argument(help=f"One of: {', '.join(LABS)}.", show_default=False)]
 Profile = Annotated[str | None, typer.Option(help=f"How much to measure: {', '.join(PROFILES)}.", show_default="quick")]
 Settings = Annotated[
@@ -53,6 +57,11 @@ def main() -> None:
     except ParameterError as error:
         err.print(f"[bold red]error:[/] {plain(error)}", soft_wrap=True)
         raise SystemExit(2) from None
+    except OSError as error:
+        if error.errno not in NOT_WRITABLE:
+            raise
+        err.print(f"[bold red]error:[/] {plain(f'{error.filename}: {error.strerror}')}", soft_wrap=True)
+        raise SystemExit(1) from None
     except Exception as error:
         if not hasattr(error, "format_message"):  # typer's own errors, whose class it keeps to itself
             raise

@@ -1,5 +1,7 @@
 """The command line as a user meets it: messages in one line, and exit codes that say what happened."""
 
+import errno
+import json
 import re
 import shlex
 import shutil
@@ -170,6 +172,19 @@ WRITING = [
     ["report", "attention", "--run", RECORDED.stem],
     ["compare", RECORDED.stem, "copy.jsonl"],
 ]
+
+
+def test_a_disk_that_is_full_is_one_line_and_status_1(command, monkeypatch, tmp_path):
+    def fill(path, content):
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr("labkit.lab.pages.compare.write_file", fill)
+    header, rest = RECORDED.read_text().split("\n", 1)
+    other = tmp_path / "other.jsonl"
+    other.write_text(json.dumps(json.loads(header) | {"started": "2030-01-01T00:00:00Z"}) + "\n" + rest)
+    status, _, said = command("compare", str(RECORDED), str(other), "--output", str(tmp_path / "page.html"))
+    assert status == 1
+    assert said == f"error: {tmp_path / 'page.html'}: No space left on device\n"
 
 
 @pytest.mark.parametrize("arguments", WRITING, ids=["measure", "report", "report --run", "compare"])

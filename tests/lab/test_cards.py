@@ -116,6 +116,14 @@ def test_a_cell_says_its_value_as_a_reader_would(name, value, text):
     assert f">{text}<" in cards.table(pd.DataFrame({name: [value]})).data
 
 
+def test_a_wide_table_says_once_what_is_the_same_in_all_rows():
+    frame = pd.DataFrame({"n_bytes": [4096, 1024], "device": "cpu"} | {f"c{at}": [1.0, 2.0] for at in range(8)})
+    html = cards.table(frame).data
+    assert "The same in all rows: device cpu." in html
+    assert ">device</th>" not in html
+    assert ">device</th>" in cards.table(frame.drop(columns="c1")).data
+
+
 def test_numbers_are_aligned_and_sorted_by_value_and_text_is_not():
     html = cards.table(pd.DataFrame({"name": ["b", "a"], "seconds": [0.002, 1.5], "fits": [True, False]})).data
     assert html.count('class="text"') == 2 * 3  # two of the three columns, with their headings

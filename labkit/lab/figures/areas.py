@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pandas as pd
+from matplotlib.patches import Patch
 
 from labkit.lab.columns import column
 from labkit.lab.figures import style
@@ -18,35 +19,28 @@ def areas(
     hue: str | None = None,
     hue_order: Sequence[Any] | None = None,
     facet: str | None = None,
-    y_title: str | None = None,
 ) -> style.Plot:
-    """One layer a value of `hue`, from the bottom up in `hue_order`, one panel a value of `facet`.
+    """One layer per value of `hue`, from the bottom up in `hue_order`, one panel per value of `facet`.
 
     `frame` has one row per (facet, x, hue); a part without a row at some x is 0 there. A value holds until the next
-    x (steps, not slopes: memory jumps). ValueError if a column is missing.
+    x (steps, not slopes: memory jumps). ParameterError for a missing column.
     """
-    frame, hue = style.with_hue(frame, hue)
-    data = frame[style.drawn_columns(frame, x, y, hue, facet)].dropna(subset=[y])
+    data, hue = style.tidy(frame, y, x, facet, hue=hue)
     if data.empty:
         return style.nothing_to_draw(data)
     panels: Sequence[Any] = [None] if facet is None else list(dict.fromkeys(data[facet]))
     figure, axes = style.panel_grid(len(panels), style.PANEL_HEIGHT)
     layers = style.present(data[hue], hue_order)
-    names, colors = [style.spoken(layer) for layer in layers], style.colors_of(hue_order or layers)
+    colors = style.looks([*(hue_order or ()), *layers], style.PALETTE)
     for axis, value in zip(axes, panels, strict=True):
-        panel = data if facet is None else data[data[facet] == value]
-        table = panel.pivot_table(index=x, columns=hue, values=y, aggfunc="sum", fill_value=0.0)
+        rows = data if value is None else data[data[facet] == value]
+        table = rows.pivot_table(index=x, columns=hue, values=y, aggfunc="sum", fill_value=0.0)
         heights = table.reindex(columns=layers, fill_value=0.0).to_numpy().T
-        colored = [colors[layer] for layer in layers]
-        axis.stackplot(table.index, heights, labels=names, colors=colored, step="post", linewidth=0)
-        style.finish_axes(axis)
+        axis.stackplot(table.index, heights, colors=[colors[name] for name in layers], step="post", linewidth=0)
+        title = None if value is None else style.panel_title(facet or "", value)
+        style.finish_axes(axis, title, x=column(x).axis, y=style.value_title(y), grid="both")
         axis.set_xlim(table.index.min(), table.index.max())
-        style.name_axis(axis.xaxis, column(x).axis)
         format_axis(axis.xaxis, x, False)
-        if facet is not None:
-            style.name_panel(axis, style.facet_title(facet, value))
-        if style.begins_row(axis):
-            style.name_axis(axis.yaxis, style.value_title(y, y_title))
     format_axis(axes[0].yaxis, y, False)
-    style.legend(figure, axes, hue, names[::-1])
+    style.legend(figure, hue, {str(name): Patch(color=colors[name]) for name in layers[::-1]})
     return style.plotted(figure, data)

@@ -2,22 +2,39 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pandas as pd
+import seaborn
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
 
 from labkit.lab.columns import column, label
-from labkit.lab.config import ParameterError
 from labkit.lab.figures import style
 from labkit.lab.figures.ticks import format_axis
 
 GROUP_WIDTH = 0.76  # of the distance between two categories
-UPRIGHT_LABEL = 9  # characters; longer names of categories are slanted
-LABEL_INCHES = 0.075  # a character of a label takes; where two categories are closer than their names, they are slanted
-MARGIN_INCHES = 0.8  # of the width, for the y axis
-FEWEST_PLACES = 3  # a panel is as wide as these, so that a single bar is no wall
+LONGEST_UPRIGHT = 9  # characters of a name; longer ones are slanted
+LABEL_INCHES, MARGIN_INCHES = 0.075, 0.8  # the width of a character, and of the y axis
+MIN_PLACES = 3  # a panel is as wide as these, so that a single bar is no wall
+
+
+@dataclass(frozen=True)
+class _Look:
+    x: str
+    y: str
+    hue: str
+    facet: str | None
+    colors: Mapping[Any, str]
+    markers: Mapping[Any, str]
+    stacked: bool
+    log: bool
+    level: float | None
+    y_title: str | None
+    source: str
 
 
 def bars(
@@ -26,7 +43,6 @@ def bars(
     x: str,
     y: str,
     hue: str | None = None,
-    x_order: Sequence[Any] | None = None,
     hue_order: Sequence[Any] | None = None,
     facet: str | None = None,
     stacked: bool = False,
@@ -34,158 +50,120 @@ def bars(
     level: float | None = None,
     y_title: str | None = None,
     reference: pd.DataFrame | None = None,
-    reference_label: str = "published",
     source: str = style.MEASURED,
 ) -> style.Plot:
     """One group of bars per category of `x`, one bar (or layer, if `stacked`) per value of `hue`.
 
-    Bars begin at zero, so on a logarithmic axis (`log`) there are dots instead.
-    `frame`: one row per bar; `low` and `high` right behind `y` are its interval (drawn unless stacked). `x_order`
-    and `hue_order` give values an order, what else there is comes last; otherwise it is that of the rows. `reference`
-    has the same columns and gets panels of its own, hatched, titled `reference_label`: its categories may be
-    others; if that begins with "published", on demand only (`Plot.with_published`). Panels share the y axis if `log`,
-    and otherwise only if there is no reference: published absolute values are rarely of the same size. ValueError if a
-    column is missing or two rows are the same bar.
+    Bars begin at zero, so on a logarithmic axis (`log`) there are dots instead. `frame` has one row per bar; `low` and
+    `high` right behind `y` are its interval. `reference` has published rows with the same columns: a hatched panel, on
+    demand only. `source` says where `frame` is from. ParameterError for a missing column or two rows of the same bar.
     """
-    frame, hue = style.with_hue(frame, hue)
-    columns = style.drawn_columns(frame, x, y, hue, facet)
-    if frame.empty:
-        return style.nothing_to_draw(frame[columns])
-    columns = [*columns, "source"]
-    pieces = [frame.assign(source=source)]
-    if reference is not None and not reference.empty:
-        pieces.append(reference.assign(source=reference_label, **({style.ALL: ""} if hue == style.ALL else {})))
-    kept = [columns if stacked else style.with_interval(columns, piece, y) for piece in pieces]
-    drawn = [piece.reindex(columns=names).dropna(subset=[y]) for piece, names in zip(pieces, kept, strict=True)]
-    data = pd.concat(drawn, ignore_index=True)
-    _require_one_row_a_bar(data, [name for name in columns if name != y])
-    hues, places = _with_others(hue_order, data[hue]), _with_others(x_order, data[x])
-    look = _Bars(x, y, hue, places, hues, facet, stacked=stacked, log=log, level=level, y_title=y_title, source=source)
-    if len(drawn) == 1:
-        return look.draw(data)
-    return style.with_reference(look.draw, drawn[0], drawn[1], reference_label)
+    rows, color = style.tidy(frame, y, x, facet, hue=hue)
+    rows = rows.assign(source=source)
+    if reference is not None:
+        reference, _ = style.tidy(reference, y, x, facet, hue=hue)
+        reference = reference.assign(source=style.PUBLISHED)
+    data = rows if reference is None else pd.concat([rows, reference])
+    style.check_unique(data, x, facet, color)
+    names = style.present(data[color], hue_order)
+    colors, markers = style.looks(names, style.PALETTE), style.looks(names, style.MARKERS)
+    look = _Look(x, y, color, facet, colors, markers, stacked, log, level, y_title, source)
+    return style.with_reference(partial(_draw, look=look), rows, reference)
 
 
-def _with_others(order: Sequence[Any] | None, values: pd.Series) -> list[Any] | None:
-    """The order that was asked for, and after it what else there is, such as a reader's own alternative."""
-    return None if order is None else list(dict.fromkeys([*order, *values]))
-
-
-def _require_one_row_a_bar(data: pd.DataFrame, keys: list[str]) -> None:
-    """ValueError for what would be drawn over one another."""
-    twice = data[data.duplicated(keys)]
-    if not twice.empty:
-        raise ParameterError(f"expected one row per bar, got several for {twice[keys].iloc[0].to_dict()}: name a facet")
-
-
-@dataclass(frozen=True)
-class _Bars:
-    """What is drawn of a frame and how, as `bars` is told."""
-
-    x: str
-    y: str
-    hue: str
-    x_order: Sequence[Any] | None
-    hue_order: Sequence[Any] | None
-    facet: str | None
-    stacked: bool
-    log: bool
-    level: float | None
-    y_title: str | None
-    source: str
-
-    def draw(self, data: pd.DataFrame) -> style.Plot:
-        panels = list(self._panels(data))
-        if not panels:
-            return style.nothing_to_draw(data)
-        figure, axes = _subplots(panels, self.x, share=self.log or data["source"].nunique() == 1)
-        inches = float(figure.get_size_inches()[0]) - MARGIN_INCHES
-        inches /= sum(max(2, rows[self.x].nunique()) for _, rows in panels)
-        hues = style.present(data[self.hue], self.hue_order)
-        styles = {value: index for index, value in enumerate(self.hue_order or hues)}
-        marks: list[style.Mark] = []
-        for axis, (title, rows) in zip(axes, panels, strict=True):
-            places = style.present(rows[self.x], self.x_order)
-            marks += self._draw_panel(axis, rows.set_index(self.x, drop=False), places, styles)
-            self._finish(axis, places, title, inches * max(2, len(places)))
-        style.name_axis(axes[0].yaxis, style.value_title(self.y, self.y_title))
-        names = [style.spoken(value) for value in hues]
-        style.legend(figure, axes, self.hue, names[::-1] if self.stacked else names)
-        return style.plotted(figure, data, marks)
-
-    def _panels(self, data: pd.DataFrame) -> list[tuple[Any, pd.DataFrame]]:
-        """(title, rows): one a facet for what is measured here, one for each other source."""
-        panels: list[tuple[Any, pd.DataFrame]] = []
-        for source, rows in data.groupby("source", sort=False):
-            if self.facet is None or source != data["source"].iloc[0]:
-                panels.append((source, rows))
-            else:
-                panels += [(value, of_facet) for value, of_facet in rows.groupby(self.facet, sort=False)]
-        return panels
-
-    def _draw_panel(
-        self, axis: Axes, panel: pd.DataFrame, places: Sequence[Any], styles: Mapping[Any, int]
-    ) -> list[style.Mark]:
-        """What is hollow is not from here: hatched bars, empty dots."""
-        hollow = self.source != style.MEASURED or bool((panel["source"] != self.source).all())
-        hues = style.present(panel[self.hue], styles)  # no room for bars of other panels
-        alone = self.stacked or self.hue == self.x  # one bar a place
-        width = GROUP_WIDTH if alone else GROUP_WIDTH / len(hues)
-        bottoms = dict.fromkeys(places, 0.0)
-        marks = []
-        for number, value in enumerate(hues):
-            rows = panel[panel[self.hue] == value]
-            here = [place for place in places if place in rows.index]
-            rows = rows.loc[here]
-            shift = 0.0 if alone else (number - (len(hues) - 1) / 2) * width
-            at = [places.index(place) + shift for place in here]
-            color = style.PALETTE[styles[value] % len(style.PALETTE)]
-            marker = style.MARKERS[styles[value] % len(style.MARKERS)]
-            intervals = None if self.stacked else style.error_bars(rows, self.y)
-            if self.log:
-                axis.errorbar(
-                    at, rows[self.y], intervals, color=color, linestyle="none", elinewidth=1.2, marker=marker,
-                    markersize=6, markerfacecolor=style.PAGE if hollow else color, label=style.spoken(value),
-                )  # fmt: skip
-            else:
-                axis.bar(
-                    at, rows[self.y], width, [bottoms[place] for place in here], color=color, edgecolor=style.PAGE,
-                    linewidth=0.8, hatch="//" if hollow else None, yerr=intervals,
-                    error_kw={"elinewidth": 1.0, "ecolor": style.TEXT}, label=style.spoken(value),
-                )  # fmt: skip
-            for place, middle, (_, row) in zip(here, at, rows.iterrows(), strict=True):
-                low = row[self.y] if self.log else bottoms[place]
-                top = row[self.y] + bottoms[place]
-                text = style.told((label(self.hue, value), label(self.x, place)), self.y, row)
-                left, right = middle - width / 2, middle + width / 2
-                marks.append(style.Mark(axis, left, min(low, top), right, max(low, top), text))
-                bottoms[place] += row[self.y] if self.stacked else 0.0
-        return marks
-
-    def _finish(self, axis: Axes, places: Sequence[Any], title: Any, inches: float) -> None:
-        if self.log:
+def _draw(data: pd.DataFrame, look: _Look) -> style.Plot:
+    if data.empty:
+        return style.nothing_to_draw(data)
+    panels = list(_panels(data, look))
+    figure, axes = _panel_row(panels, look.x, share=look.log or data["source"].nunique() == 1)
+    n_places = [max(2, rows[look.x].nunique()) for _, rows in panels]
+    inches = (float(figure.get_size_inches()[0]) - MARGIN_INCHES) / sum(n_places)
+    marks: list[style.Mark] = []
+    for axis, (title, rows) in zip(axes, panels, strict=True):
+        places = list(dict.fromkeys(rows[look.x]))
+        marks += _draw_panel(axis, rows, places, look)
+        if look.log:
             axis.set_yscale("log")
-        if self.level is not None:
-            axis.axhline(self.level, color=style.TEXT, linewidth=1.0)
-        style.finish_axes(axis, grid="y")
-        names = [style.spoken(place) for place in places]
-        middle, half = (len(places) - 1) / 2, max(len(places) / 2 + 0.1, FEWEST_PLACES / 2)
-        longest = max(map(len, names))
-        slanted = longest > UPRIGHT_LABEL and len(names) > 3
-        slanted |= len(names) > 1 and longest * LABEL_INCHES > inches / (2 * half)
-        looks: dict[str, Any] = {"rotation": 25, "ha": "right", "rotation_mode": "anchor"} if slanted else {}
-        axis.set_xticks(range(len(places)), names, **looks)
-        axis.set_xlim(middle - half, middle + half)
-        style.name_axis(axis.xaxis, column(self.x).axis)
-        format_axis(axis.yaxis, self.y, self.log)
-        if title != style.MEASURED:
-            style.name_panel(axis, style.facet_title(self.facet or "", title))
+        if look.level is not None:
+            axis.axhline(look.level, color=style.TEXT, linewidth=1.0)
+        name = None if title == style.MEASURED else style.panel_title(look.facet or "", title)
+        style.finish_axes(axis, name, x=column(look.x).axis, y=style.value_title(look.y, look.y_title))
+        _place_names(axis, [style.name_text(place) for place in places], inches * max(2, len(places)))
+        format_axis(axis.yaxis, look.y, look.log)
+    names = style.present(data[look.hue], look.colors)
+    style.legend(figure, look.hue, _handles(names[::-1] if look.stacked else names, look))
+    return style.plotted(figure, data, marks)
 
 
-def _subplots(panels: Sequence[tuple[Any, pd.DataFrame]], x: str, share: bool) -> tuple[Figure, Sequence[Axes]]:
+def _panels(data: pd.DataFrame, look: _Look) -> list[tuple[Any, pd.DataFrame]]:
+    """Title and rows: one panel per facet of the first source, one per other source."""
+    first = data["source"].iloc[0]
+    rows = data[data["source"] == first]
+    panels = [(first, rows)] if look.facet is None else list(rows.groupby(look.facet, sort=False))
+    return [*panels, *data[data["source"] != first].groupby("source", sort=False)]
+
+
+def _panel_row(panels: Sequence[tuple[Any, pd.DataFrame]], x: str, share: bool) -> tuple[Figure, Sequence[Axes]]:
     """Panels as wide as they have categories."""
-    ratios = [max(2, panel[x].nunique()) for _, panel in panels]
+    ratios = [max(2, rows[x].nunique()) for _, rows in panels]
     width = min(style.WIDE, max(style.WIDTH, 0.9 * sum(ratios) + MARGIN_INCHES))
     figure = Figure(figsize=(width, style.PANEL_HEIGHT))
-    axes = figure.subplots(1, len(panels), sharey=share, squeeze=False, width_ratios=ratios)[0]
-    return figure, axes
+    return figure, figure.subplots(1, len(panels), sharey=share, squeeze=False, width_ratios=ratios)[0]
+
+
+def _draw_panel(axis: Axes, rows: pd.DataFrame, places: Sequence[Any], look: _Look) -> list[style.Mark]:
+    """Values that are not from here are hollow: hatched bars, empty dots."""
+    is_hollow = look.source != style.MEASURED or (rows["source"] != look.source).any()
+    hues = style.present(rows[look.hue], look.colors)  # no room for bars of other panels
+    is_alone = look.stacked or look.hue == look.x
+    width = GROUP_WIDTH / (1 if is_alone else len(hues))
+    shifts = {name: 0.0 if is_alone else (number - (len(hues) - 1) / 2) * width for number, name in enumerate(hues)}
+    rows = rows.sort_values(look.hue, key=lambda names: names.map(hues.index), kind="stable")
+    at = [places.index(place) + shifts[name] for place, name in zip(rows[look.x], rows[look.hue], strict=True)]
+    tops = rows.groupby(look.x, sort=False)[look.y].cumsum() if look.stacked else rows[look.y]
+    bottoms = tops - rows[look.y]
+    about: dict[str, Any] = {"x": look.x, "y": look.y, "hue": look.hue, "order": places, "hue_order": hues, "ax": axis}
+    about |= {"palette": dict(look.colors), "errorbar": None, "legend": False}
+    edge: dict[str, Any] = {"edgecolor": style.PAGE, "linewidth": 0.8, "hatch": "//" if is_hollow else None}
+    if look.log:
+        dots = {"markers": [look.markers[name] for name in hues], "linestyle": "none", "markersize": 6}
+        before = len(axis.lines)
+        seaborn.pointplot(rows, dodge=0.0 if is_alone else GROUP_WIDTH * (1 - 1 / len(hues)), **dots, **about)
+        for line in axis.lines[before:]:
+            line.set_markerfacecolor(style.PAGE if is_hollow else line.get_color())
+    elif look.stacked:
+        axis.bar(at, rows[look.y], width, bottoms, color=[look.colors[name] for name in rows[look.hue]], **edge)
+    else:
+        seaborn.barplot(rows, width=GROUP_WIDTH, saturation=1, dodge=not is_alone, **edge, **about)
+    if not look.stacked:
+        colors = [look.colors[name] if look.log else style.TEXT for name in rows[look.hue]]
+        style.draw_intervals(axis, at, rows, colors)
+    return [
+        style.Mark(axis, middle - width / 2, top if look.log else bottom, middle + width / 2, top, _text(row, look))
+        for middle, bottom, top, row in zip(at, bottoms, tops, rows.to_dict("records"), strict=True)
+    ]
+
+
+def _text(row: Mapping[str, Any], look: _Look) -> str:
+    names = label(look.hue, row[look.hue]), label(look.x, row[look.x])
+    return style.mark_text(names, look.y, {look.y: row[look.y]} if look.stacked else row)
+
+
+def _place_names(axis: Axes, names: Sequence[str], inches: float) -> None:
+    """Names of categories below their bars, slanted if they would touch one another."""
+    middle, half = (len(names) - 1) / 2, max(len(names) / 2 + 0.1, MIN_PLACES / 2)
+    longest = max(map(len, names))
+    is_slanted = longest > LONGEST_UPRIGHT and len(names) > 3
+    is_slanted |= len(names) > 1 and longest * LABEL_INCHES > inches / (2 * half)
+    looks: dict[str, Any] = {"rotation": 25, "ha": "right", "rotation_mode": "anchor"} if is_slanted else {}
+    axis.set_xticks(range(len(names)), names, **looks)
+    axis.set_xlim(middle - half, middle + half)
+
+
+def _handles(names: Sequence[Any], look: _Look) -> dict[str, Any]:
+    if look.log:
+        return {
+            str(name): Line2D([], [], color=look.colors[name], marker=look.markers[name], linestyle="none")
+            for name in names
+        }
+    return {str(name): Patch(color=look.colors[name]) for name in names}

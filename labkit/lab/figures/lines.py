@@ -1,24 +1,37 @@
-"""Lines over a numeric axis, one panel a facet, intervals as error bars."""
+"""Lines over a numeric axis, or dots over names: one panel per facet, intervals as vertical lines."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pandas as pd
+import seaborn
 from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
 from pandas.api.types import is_bool_dtype, is_numeric_dtype
 
 from labkit.lab.columns import column, label
 from labkit.lab.config import ParameterError
 from labkit.lab.figures import style
-from labkit.lab.figures.style import AT, MEASURED
 from labkit.lab.figures.ticks import format_axis
 
-MOST_LINES = 6  # in a panel; more cannot be told from one another
-MOST_POINTS = 100  # of a line; more are drawn small
+MAX_LINES = 6  # in a panel; more cannot be told apart
+MANY_POINTS = 100  # of a line; more are drawn small
+FEW_PLACES = 4  # on the x axis: each gets a tick
+AT = "at"  # the column of places on the x axis
 
-Places = dict[Any, int] | None
-"""Where names stand on the x axis; None for numbers, which stand where they are."""
+
+@dataclass(frozen=True)
+class _Look:
+    x: str
+    y: str
+    hue: str
+    facet: str | None
+    colors: Mapping[Any, str]
+    markers: Mapping[Any, str]
+    log: str
+    level: float | None
 
 
 def lines(
@@ -27,174 +40,119 @@ def lines(
     x: str,
     y: str,
     hue: str | None = None,
-    hue_order: Sequence[Any] | None = None,
     facet: str | None = None,
-    facet_order: Sequence[Any] | None = None,
-    log: str | None = "xy",
-    linked: bool = True,
+    log: str = "xy",
     level: float | None = None,
-    y_title: str | None = None,
     reference: pd.DataFrame | None = None,
-    reference_label: str = "published",
-    source: str = MEASURED,
 ) -> style.Plot:
-    """One line per value of `hue`, one panel per value of `facet`, the interval as error bars.
+    """One line per value of `hue`, one panel per value of `facet`; a panel with more than six lines becomes several.
 
-    `frame` is tidy and aggregated: one row per plotted point; `low` and `high` right behind `y` are its interval.
-    An `x` of names gets points without lines; so does any if not `linked`. `log` names the logarithmic axes: "x", "y",
-    "xy", or none.
-    `hue_order` names all values that may occur, so that each keeps its color from figure to figure.
-    `facet_order` does the same for the panels, which are otherwise sorted; what has more than `MOST_LINES` lines
-    becomes several. `level` draws a horizontal line (1 for a ratio). `reference` holds the same columns and is drawn
-    dashed and hollow under `reference_label`: on demand only (`Plot.with_published`) if that begins with "published".
-    `frame` itself is dashed if `source` says that it is not from here. A frame without values gives an empty plot that
-    says so. ValueError if a column is missing, or `log` names anything else.
+    `frame` has one row per point; `low` and `high` right behind `y` are its interval. An `x` of names gets dots, and so
+    do lines that would have several points at one `x`. `log` names the logarithmic axes: "x", "y", "xy" or "". `level`
+    is a horizontal line, such as 1 for a ratio. `reference` has published rows with the same columns; they are dashed
+    and hollow, and appear on demand only. ParameterError for a missing column.
     """
-    log = log or ""
     if not set(log) <= set("xy"):
         raise ParameterError(f"log names the logarithmic axes, 'x', 'y', 'xy' or '': got {log!r}")
-    frame, hue = style.with_hue(frame, hue)
-    columns = style.drawn_columns(frame, x, y, hue, facet)
-    if frame.empty:
-        return style.nothing_to_draw(frame[columns])
-    columns = [*columns, "source"]
-    own = frame.assign(source=source)
-    data = own[style.with_interval(columns, own, y)].dropna(subset=[y])
-    look = _Lines(x, y, hue, hue_order, facet, facet_order, log=log, linked=linked, level=level, y_title=y_title)
-    if reference is None:
-        return look.draw(data)
-    reference = reference.assign(source=reference_label, **({style.ALL: ""} if hue == style.ALL else {}))
-    reference = reference[style.drawn_columns(reference, *columns)].dropna(subset=[y])  # drawn without intervals
-    return style.with_reference(look.draw, data, reference, reference_label)
+    rows, color = style.tidy(frame, y, x, facet, hue=hue)
+    rows = rows.assign(source=style.MEASURED)
+    if reference is not None:  # drawn without intervals
+        reference, _ = style.tidy(reference.drop(columns=["low", "high"], errors="ignore"), y, x, facet, hue=hue)
+        reference = reference.assign(source=style.PUBLISHED)
+    names = sorted({*rows[color], *(() if reference is None else reference[color])})
+    colors, markers = style.looks(names, style.PALETTE), style.looks(names, style.MARKERS)
+    look = _Look(x, y, color, facet, colors, markers, log, level)
+    return style.with_reference(partial(_draw, look=look), rows, reference)
 
 
-@dataclass(frozen=True)
-class _Lines:
-    """What is drawn of a frame and how, as `lines` is told."""
-
-    x: str
-    y: str
-    hue: str
-    hue_order: Sequence[Any] | None
-    facet: str | None
-    facet_order: Sequence[Any] | None
-    log: str
-    linked: bool
-    level: float | None
-    y_title: str | None
-
-    def draw(self, data: pd.DataFrame) -> style.Plot:
-        if data.empty:
-            return style.nothing_to_draw(data)
-        hue, places = self.hue, _places(data[self.x])
-        order = [name for name in data.columns if name not in ("low", "high")]
-        at = data[self.x].map(places) if places else data[self.x]
-        data = data.assign(**{AT: at}).sort_values(order, ignore_index=True)
-        hues = dict.fromkeys([*(self.hue_order or ()), *sorted(set(data[hue]))])
-        panels = [
-            (value, part)
-            for value in ([None] if self.facet is None else self._facets(data[self.facet]))
-            for part in _few_lines(data if value is None else data[data[self.facet] == value], hue, list(hues))
-        ]
-        figure, axes = style.panel_grid(len(panels), style.PANEL_HEIGHT)
-        if len(panels) > style.MOST_IN_A_ROW:
-            figure.set_layout_engine("constrained", h_pad=0.12)  # inches: a title is not to touch the axis above it
-        marks: list[style.Mark] = []
-        measured = set(data.loc[data["source"] == MEASURED, hue])
-        styles = {value: index for index, value in enumerate(hues)}
-        for axis, (value, panel) in zip(axes, panels, strict=True):
-            marks += self._draw_panel(axis, panel, styles, measured, linked=self.linked and not places)
-            self._finish(axis, places, data[self.x])
-            if value is not None:
-                style.name_panel(axis, style.facet_title(self.facet or "", value))
-            if style.begins_row(axis):
-                style.name_axis(axis.yaxis, style.value_title(self.y, self.y_title))
-        others = sorted(set(data.loc[data[hue].isin(measured), "source"]) - {MEASURED})
-        looks: dict[str, Any] = {"color": style.SOFT, "linestyle": "--", "marker": "o", "markersize": 4.5}
-        for source in others:  # named once, not once a line
-            axes[0].plot([], [], markerfacecolor=style.PAGE, label=source, **looks)
-        format_axis(axes[0].yaxis, self.y, "y" in self.log)
-        style.legend(figure, axes, hue, self._from_the_top(data))
-        return style.plotted(figure, data, marks)
-
-    def _facets(self, values: pd.Series) -> list[Any]:
-        return sorted(set(values)) if self.facet_order is None else style.present(values, self.facet_order)
-
-    def _from_the_top(self, data: pd.DataFrame) -> list[str]:
-        """Names in the order in which their lines end, on the right, from the top down."""
-        ends = data[data["source"] == MEASURED].groupby(self.hue, sort=False)[self.y].last()
-        return [_name(value) for value in ends.sort_values(ascending=False, kind="stable").index]
-
-    def _draw_panel(
-        self, axis: Axes, panel: pd.DataFrame, styles: Mapping[Any, int], measured: set[Any], linked: bool
-    ) -> list[style.Mark]:
-        """Lines by source; one that is not from here has the color of the one that is, and no name of its own."""
-        marks = []
-        for source in dict.fromkeys([MEASURED, *panel["source"]]):
-            for value, index in styles.items():
-                series = panel[(panel["source"] == source) & (panel[self.hue] == value)]
-                if series.empty:
-                    continue
-                name = _name(value, source) if source == MEASURED or value not in measured else "_"
-                _draw_line(axis, series, self.y, name, index, source == MEASURED, linked)
-                for _, row in series.iterrows():
-                    names = (label(self.hue, value), source if source != MEASURED else "", label(self.x, row[self.x]))
-                    text = style.told(names, self.y, row)
-                    marks.append(style.Mark(axis, row[AT], row[self.y], row[AT], row[self.y], text))
-        return marks
-
-    def _finish(self, axis: Axes, places: Places, values: pd.Series) -> None:
-        if "x" in self.log and not places:
-            axis.set_xscale("log", base=2 if column(self.x).doubles else 10)
-        if "y" in self.log:
-            axis.set_yscale("log")
-        if self.level is not None:
-            axis.axhline(self.level, color=style.TEXT, linewidth=1.0, zorder=1)
-        style.finish_axes(axis, grid="y")
-        style.name_axis(axis.xaxis, column(self.x).axis)
-        if places:
-            names = [style.spoken(name) for name in places]
-            axis.set_xticks(list(places.values()), names, rotation=25, ha="right", rotation_mode="anchor")
-            axis.margins(x=0.15)
-            return
-        format_axis(axis.xaxis, self.x, "x" in self.log)
-        if len(few := sorted(set(values))) <= style.FEW_PLACES:
-            axis.set_xticks(few)
-            axis.margins(x=0.15)  # room for the labels of the first and the last, beside those of the next panel
+def _draw(data: pd.DataFrame, look: _Look) -> style.Plot:
+    if data.empty:
+        return style.nothing_to_draw(data)
+    names = None if _has_numbers(data[look.x]) else list(dict.fromkeys(data[look.x]))
+    at = data[look.x].map(names.index) if names else data[look.x]
+    data = data.assign(**{AT: at}).sort_values([AT, look.hue], kind="stable")
+    facets = [None] if look.facet is None else sorted(set(data[look.facet]))
+    panels = [(value, part) for value in facets for part in _split(data, look, value)]
+    figure, axes = style.panel_grid(len(panels), style.PANEL_HEIGHT)
+    marks: list[style.Mark] = []
+    for axis, (value, rows) in zip(axes, panels, strict=True):
+        marks += _draw_panel(axis, rows, look)
+        name = None if value is None else style.panel_title(look.facet or "", value)
+        style.finish_axes(axis, name, x=column(look.x).axis, y=style.value_title(look.y))
+        _place_ticks(axis, look, names, sorted(set(data[AT])))
+    if "y" in look.log:  # last: seaborn draws on a logarithmic axis by its logarithms, which rounds
+        axes[0].set_yscale("log")
+    format_axis(axes[0].yaxis, look.y, "y" in look.log)
+    style.legend(figure, look.hue, _handles(data, look))
+    return style.plotted(figure, data.drop(columns=AT), marks)
 
 
-def _few_lines(panel: pd.DataFrame, hue: str, order: Sequence[Any]) -> list[pd.DataFrame]:
-    """The rows of a panel, or of several where they are too many lines."""
-    found = style.present(panel[hue], order)
-    size = -(-len(found) // -(-len(found) // MOST_LINES))
-    return [panel[panel[hue].isin(found[at : at + size])] for at in range(0, len(found), size)]
+def _split(data: pd.DataFrame, look: _Look, value: Any) -> list[pd.DataFrame]:
+    """The rows of a facet, or several parts of them if they are too many lines."""
+    rows = data if value is None else data[data[look.facet] == value]
+    names = style.present(rows[look.hue], look.colors)
+    size = -(-len(names) // -(-len(names) // MAX_LINES))
+    return [rows[rows[look.hue].isin(names[start : start + size])] for start in range(0, len(names), size)]
 
 
-def _name(value: Any, source: str = MEASURED) -> str:
-    name = f"{value}" if source == MEASURED else f"{value}, {source}"
-    return style.spoken(name if value != "" else source)
+def _draw_panel(axis: Axes, rows: pd.DataFrame, look: _Look) -> list[style.Mark]:
+    is_line = _has_numbers(rows[look.x]) and not rows.duplicated([look.x, look.hue, "source"]).any()
+    for source, group in rows.groupby("source", sort=False):
+        is_here = source == style.MEASURED
+        before = len(axis.lines)
+        seaborn.lineplot(
+            group, x=AT, y=look.y, hue=look.hue, style=look.hue, palette=dict(look.colors), markers=dict(look.markers),
+            dashes=False, estimator=None, errorbar=None, sort=False, legend=False, ax=axis, markeredgewidth=1.0,
+            linestyle=("-" if is_here else "--") if is_line else "none",
+            linewidth=1.8 if is_here else 1.0, markersize=5 if len(group) <= MANY_POINTS else 2.2,
+        )  # fmt: skip
+        for line in axis.lines[before:]:
+            line.set_markeredgecolor(line.get_color())
+            line.set_markerfacecolor(line.get_color() if is_here else style.PAGE)
+        if is_here:
+            style.draw_intervals(axis, group[AT], group, [look.colors[name] for name in group[look.hue]])
+    if look.level is not None:
+        axis.axhline(look.level, color=style.TEXT, linewidth=1.0, zorder=1)
+    return [
+        style.Mark(axis, row[AT], row[look.y], row[AT], row[look.y], style.mark_text(_names(row, look), look.y, row))
+        for row in rows.to_dict("records")
+    ]
 
 
-def _places(values: pd.Series) -> Places:
-    """Names in the order of their rows."""
-    if is_numeric_dtype(values) and not is_bool_dtype(values):
-        return None
-    return {name: place for place, name in enumerate(dict.fromkeys(values))}
+def _has_numbers(values: pd.Series) -> bool:
+    return is_numeric_dtype(values) and not is_bool_dtype(values)
 
 
-def _draw_line(axis: Axes, series: pd.DataFrame, y: str, name: str, index: int, here: bool, linked: bool) -> None:
-    axis.errorbar(
-        series[AT],
-        series[y],
-        yerr=style.error_bars(series, y) if here else None,
-        color=style.PALETTE[index % len(style.PALETTE)],
-        marker=style.MARKERS[index % len(style.MARKERS)],
-        markerfacecolor=None if here else style.PAGE,
-        linestyle="none" if not linked else "-" if here else "--",
-        linewidth=1.8 if here else 1.0,
-        elinewidth=1.0,
-        markersize=4.5 if len(series) <= MOST_POINTS else 2.2,
-        capsize=0,
-        alpha=1.0 if here else 0.8,
-        label=name,
-    )
+def _names(row: Mapping[str, Any], look: _Look) -> tuple[str, str, str]:
+    source = row["source"] if row["source"] != style.MEASURED else ""
+    return label(look.hue, row[look.hue]), source, label(look.x, row[look.x])
+
+
+def _place_ticks(axis: Axes, look: _Look, names: list[Any] | None, places: Sequence[float]) -> None:
+    if names is not None:
+        texts = [style.name_text(name) for name in names]
+        axis.set_xticks(range(len(names)), texts, rotation=25, ha="right", rotation_mode="anchor")
+        axis.margins(x=0.15)
+        return
+    if "x" in look.log:
+        axis.set_xscale("log", base=2 if column(look.x).doubles else 10)
+    format_axis(axis.xaxis, look.x, "x" in look.log)
+    if len(places) <= FEW_PLACES:
+        axis.set_xticks(places)
+        axis.margins(x=0.15)  # room for the first and the last label next to another panel
+
+
+def _handles(data: pd.DataFrame, look: _Look) -> dict[str, Line2D]:
+    """Lines in the order in which they end, from the top down; then each other source, once."""
+    here = data[data["source"] == style.MEASURED]
+    measured = here if len(here) else data
+    ends = measured.groupby(look.hue, sort=False)[look.y].last().sort_values(ascending=False, kind="stable")
+    names = {name: f"{name}" or style.MEASURED for name in [*ends.index, *(set(data[look.hue]) - set(ends.index))]}
+    handles = {
+        text: Line2D([], [], color=look.colors[name], marker=look.markers[name], markersize=5)
+        for name, text in names.items()
+    }
+    for source in sorted(set(data["source"]) - {style.MEASURED} if len(here) else ()):
+        hollow: dict[str, Any] = {"markerfacecolor": style.PAGE, "linestyle": "--", "marker": "o"}
+        handles[source] = Line2D([], [], color=style.SOFT, markersize=4.5, **hollow)
+    return handles

@@ -1,7 +1,7 @@
-"""What all figures share: palette, axis titles with units, panels, the legend, and how a figure is saved.
+"""What all figures share: palette, panels, axis titles with units, the legend, and how a figure is saved.
 
-Colors are close to Okabe and Ito's, which are safe for color-blind readers, but all stand out from white; each has a
-marker of its own. Files are saved bit by bit the same.
+Colors are close to Okabe and Ito's, which are safe for color-blind readers, and each has a marker. Files are saved the
+same to the byte.
 """
 
 import io
@@ -21,33 +21,26 @@ from matplotlib.figure import Figure
 from matplotlib.image import imsave
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-from labkit.lab.columns import better, column, label
+from labkit.lab.columns import better, column, format_value, label
 from labkit.lab.config import ParameterError
+from labkit.lab.project import write_file
 from labkit.lab.units import counted
 
 PALETTE = ("#0072B2", "#D55E00", "#008F68", "#B0579A", "#A67C00", "#5E3FBE", "#5B5B5B", "#8C564B", "#3A86C8", "#2A8C95")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "<", ">")
 TEXT, SOFT, GRID, PAGE = "#000000", "#56606B", "#DFE3E7", "#FFFFFF"
 FONT = 9  # points
-WIDTH, WIDE, PANEL_HEIGHT = 7.6, 9.6, 2.9  # inches: a figure of one panel, of several, and how high a panel is
-DPI = 130
-CHARACTERS_PER_INCH = 10  # of a title
-CSS_INCH = 96  # pixels of a browser
-MEASURED = "measured here"
-PUBLISHED = "published"
-ALL = "all"  # the column that tells one line or bar from another where the caller names none
-AT = "at"  # the column that says where on the x axis a point stands
-FEW_PLACES = 4  # on the x axis: each gets a tick of its own
-MOST_IN_A_ROW = 3  # panels; more are cut off or too small to read on a page
-NEW_LINE = "\n"
-LONGEST_LINE = 34  # characters beside a panel
-LEGEND_ROW_INCHES = 0.2
-TITLE_LINE_INCHES = 0.22
-LONGEST_BESIDE = 26  # characters of a name in a legend that stands beside the panels
+WIDTH, WIDE, PANEL_HEIGHT = 7.6, 9.6, 2.9  # inches: a figure of one panel, of several, and the height of a panel
+DPI, CSS_INCH = 130, 96  # pixels per inch: of a picture, and of a browser
+TITLE_CHARACTERS, TITLE_LINE_INCHES = 10, 0.22  # per inch of width; per line
+MEASURED, PUBLISHED, ALL = "measured here", "published", "all"
+MAX_PANELS_IN_ROW = 3
+LONGEST_LINE = 34  # characters next to a panel
+LEGEND_ROW_INCHES, LONGEST_BESIDE = 0.2, 26  # names of more characters make a legend stand below the panels
 
 
 class Mark(NamedTuple):
-    """What a reader can point at: a point, bar or box in the coordinates of its axes, and what it says."""
+    """What a reader can point at: a point, bar or box in the coordinates of its axes, and its text."""
 
     axis: Axes
     left: float
@@ -61,8 +54,8 @@ class Mark(NamedTuple):
 class Plot:
     """A figure and the frame of exactly what it shows. As the last expression of a notebook's cell it draws itself.
 
-    `with_published` is the same figure with what was published beside it, where there is any: of other hardware, it
-    stretches the axes, so that a page shows it on demand only.
+    `with_published` is the same figure with published values, if there are any: they come from other hardware and
+    stretch the axes, so a page shows them on demand only.
     """
 
     figure: Figure
@@ -77,12 +70,12 @@ class Plot:
         return self.png(), {"alt": repr(self), "width": round(self.figure.get_figwidth() * CSS_INCH)}
 
     def of_source(self, source: str) -> "Plot":
-        """The same, whose points' file says that they come from `source`: not everything is measured here."""
+        """The same figure, whose file of points says that they come from `source`."""
         return replace(self, data=self.data.assign(source=source))
 
     @cached_property
     def laid_out(self) -> Figure:
-        """The figure, its panels placed so that no text overlaps. Once: it takes as long as to draw them."""
+        """The figure, its panels placed so that no text overlaps."""
         ConstrainedLayoutEngine().execute(self.figure)
         return self.figure
 
@@ -90,23 +83,19 @@ class Plot:
         """The figure as a picture, below `title`."""
         pixels = _pixels(self.laid_out)
         if title:
-            lines = wrap(title, int(self.figure.get_figwidth() * CHARACTERS_PER_INCH))
+            lines = wrap(title, int(self.figure.get_figwidth() * TITLE_CHARACTERS))
             above = Figure(figsize=(self.figure.get_figwidth(), TITLE_LINE_INCHES * len(lines)))
-            above.text(0.01, 0.5, NEW_LINE.join(lines), va="center", fontsize=FONT + 2)
+            above.text(0.01, 0.5, "\n".join(lines), va="center", fontsize=FONT + 2)
             pixels = np.concatenate([_pixels(above), pixels])
         buffer = io.BytesIO()
         imsave(buffer, pixels, format="png", dpi=DPI, metadata={"Software": "labkit"})
         return buffer.getvalue()
 
     def save(self, stem: Path, title: str | None = None) -> bytes:
-        """Write `<stem>.png` and, beside it, `<stem>.csv` with the plotted points; returns the PNG: drawing is slow.
-
-        The stem may have a dot, as in the name of a model's size.
-        """
-        stem.parent.mkdir(parents=True, exist_ok=True)
+        """Write `<stem>.png` and `<stem>.csv` with the plotted points; returns the PNG, which takes long to draw."""
         png = self.png(title)
-        stem.with_name(stem.name + ".png").write_bytes(png)
-        stem.with_name(stem.name + ".csv").write_text(self.csv())
+        write_file(stem.with_name(stem.name + ".png"), png)  # a stem may have a dot, as in a model's size
+        write_file(stem.with_name(stem.name + ".csv"), self.csv())
         return png
 
     def csv(self) -> str:
@@ -122,111 +111,41 @@ def _pixels(figure: Figure) -> Any:
     return np.asarray(canvas.buffer_rgba())
 
 
-def finish_axes(axis: Axes, *, grid: str = "both") -> None:
-    """A light grid behind the data, a frame at the bottom alone, numbers softer than names."""
-    axis.grid(visible=True, axis=grid, which="major", color=GRID, linewidth=0.7)  # type: ignore[arg-type]
-    axis.set_axisbelow(True)
-    axis.spines[["top", "right", "left"]].set_visible(False)
-    axis.spines["bottom"].set_color(SOFT)
-    axis.tick_params(which="both", length=0, labelsize=FONT, labelcolor=SOFT, pad=5)
+def tidy(frame: pd.DataFrame, y: str, *columns: str | None, hue: str | None = None) -> tuple[pd.DataFrame, str]:
+    """The rows that have a value, with the columns of a figure, and the column of colors.
 
-
-def name_axis(axis: Any, text: str) -> None:
-    """What is along an axis (`axes.xaxis`, `axes.yaxis`)."""
-    axis.set_label_text(text, fontsize=FONT, color=TEXT)
-
-
-def name_panel(axis: Axes, text: str) -> None:
-    axis.set_title(text, fontsize=FONT, fontweight="bold", loc="left")
-
-
-def value_title(name: str, title: str | None = None) -> str:
-    """What is measured, and which way is better: "time (lower is faster)"."""
-    title, way = title or column(name).axis, better(name)
-    if way is None:
-        return title
-    return f"{title}{' ' if len(title) + len(way) < LONGEST_LINE else NEW_LINE}({way})"
-
-
-def told(names: Iterable[str], y: str, row: pd.Series) -> str:
-    """What a point says when a reader points at it: "ring · 64 KiB · 366 µs [299 µs, 436 µs]"."""
-    shown = column(y).form
-    value = shown(row[y])
-    if "low" in row and row["low"] == row["low"]:
-        value += f" [{shown(row['low'])}, {shown(row['high'])}]"
-    return " · ".join([*filter(None, dict.fromkeys(names)), value])
-
-
-def drawn_columns(frame: pd.DataFrame, *columns: str | None) -> list[str]:
-    """The columns that a figure draws, each once. ValueError if the frame lacks one."""
-    named = list(dict.fromkeys(column for column in columns if column is not None))
-    if missing := [name for name in named if name not in frame]:
-        raise ParameterError(f"no column {', '.join(missing)}; the frame has {', '.join(map(str, frame.columns))}")
-    return named
-
-
-def with_hue(frame: pd.DataFrame, hue: str | None) -> tuple[pd.DataFrame, str]:
-    """The frame and the column of its colors; where none is named, all rows are of one color."""
-    return (frame, hue) if hue is not None else (frame.assign(**{ALL: ""}), ALL)
-
-
-def with_interval(columns: Sequence[str], frame: pd.DataFrame, y: str) -> list[str]:
-    """The columns and, behind `y`, its interval: `low` and `high` if they stand right behind it in the frame too.
-
-    A frame holds other quantities as well (a bandwidth beside a time), and an interval is of one of them alone.
+    `low` and `high` right behind `y` are its interval. Without a hue, all rows get one color. ParameterError for a
+    missing column.
     """
-    names = list(frame.columns)
-    start = names.index(y)
-    interval = ["low", "high"] if names[start + 1 : start + 3] == ["low", "high"] else []
-    return [name for column in columns for name in ([column, *interval] if column == y else [column])]
+    names = [name for name in dict.fromkeys((*columns, y, hue)) if name is not None]
+    frame = frame if len(frame.columns) else pd.DataFrame(columns=names)
+    if missing := [name for name in names if name not in frame]:
+        raise ParameterError(f"no column {', '.join(missing)}; the frame has {', '.join(map(str, frame.columns))}")
+    place = list(frame.columns).index(y)
+    if list(frame.columns[place + 1 : place + 3]) == ["low", "high"]:  # a frame has intervals of one column only
+        names[names.index(y) + 1 : names.index(y) + 1] = ["low", "high"]
+    extra = {} if hue else {ALL: ""}
+    return frame[list(dict.fromkeys(names))].dropna(subset=[y]).assign(**extra), hue or ALL
 
 
-def with_reference(
-    draw: Callable[[pd.DataFrame], Plot], own: pd.DataFrame, reference: pd.DataFrame, reference_label: str
-) -> Plot:
-    """Both in one figure; what was published, by its label, on demand only where there is anything of one's own."""
-    both = draw(pd.concat([own, reference], ignore_index=True))
-    if own.empty or reference.empty or not reference_label.startswith(PUBLISHED):
-        return both
-    return replace(draw(own), with_published=both)
+def check_unique(data: pd.DataFrame, *keys: str | None) -> None:
+    """ParameterError for two rows that would be the same point or bar."""
+    names = [name for name in dict.fromkeys((*keys, "source")) if name is not None and name in data]
+    twice = data[data.duplicated(names)]
+    if not twice.empty:
+        raise ParameterError(f"expected one row per point, got several for {twice[names].iloc[0].to_dict()}")
 
 
-def spoken(name: Any) -> str:
-    """A name as a reader sees it: "one_shot" is "one shot"."""
-    return str(name).replace("_", " ")
-
-
-def present(values: Iterable[Any], order: Iterable[Any] | None) -> list[Any]:
-    """Each value once, in an order that may name others, too; None: as they come."""
-    found = dict.fromkeys(values)
-    return [value for value in (order or found) if value in found]
-
-
-def colors_of(values: Iterable[Any]) -> Mapping[Any, str]:
-    """A color for each value, by its place."""
-    return {value: PALETTE[index % len(PALETTE)] for index, value in enumerate(values)}
-
-
-def panel_grid(panels: int, height: float) -> tuple[Figure, list[Axes]]:
-    """Panels of one y axis, so many inches high, up to three side by side and four as two rows."""
-    columns = 2 if panels == 4 else min(panels, MOST_IN_A_ROW)
-    rows = -(-panels // columns)
-    figure = Figure(figsize=(WIDTH if panels == 1 else WIDE, height * rows))
-    axes = list(figure.subplots(rows, columns, sharey=True, squeeze=False).flat)
-    for empty in axes[panels:]:
-        empty.remove()
-    return figure, axes[:panels]
-
-
-def begins_row(axis: Axes) -> bool:
-    """Whether a panel is the first of its row, which has the title of the y axis."""
-    place = axis.get_subplotspec()
-    return place is not None and place.is_first_col()
+def with_reference(draw: Callable[[pd.DataFrame], Plot], rows: pd.DataFrame, reference: pd.DataFrame | None) -> Plot:
+    """The figure of `rows`; with published rows on demand, if there are any, and at once if there is nothing else."""
+    if reference is None or reference.empty:
+        return draw(rows)
+    both = draw(pd.concat([rows, reference], ignore_index=True))
+    return replace(draw(rows), with_published=both) if len(rows) else both
 
 
 def plotted(figure: Figure, data: pd.DataFrame, marks: Sequence[Mark] = ()) -> Plot:
-    """The plot of what was drawn, without the columns that only drawing needed."""
-    return Plot(figure, data.drop(columns=[ALL, AT], errors="ignore"), marks)
+    return Plot(figure, data.drop(columns=[ALL], errors="ignore"), marks)
 
 
 def nothing_to_draw(data: pd.DataFrame) -> Plot:
@@ -235,39 +154,92 @@ def nothing_to_draw(data: pd.DataFrame) -> Plot:
     return plotted(figure, data)
 
 
-def error_bars(series: pd.DataFrame, y: str) -> Any:
-    if not {"low", "high"} <= set(series.columns) or series["low"].isna().all():
-        return None
-    below = (series[y] - series["low"]).clip(lower=0).fillna(0)
-    above = (series["high"] - series[y]).clip(lower=0).fillna(0)
-    return [below, above]
+def name_text(name: Any) -> str:
+    """A name as a reader sees it: "one_shot" is "one shot"."""
+    return str(name).replace("_", " ")
 
 
-def facet_title(facet: str, value: Any) -> str:
-    return f"{value[0]}, {value[1]} ranks" if isinstance(value, tuple) else label(facet, value)
+def present(values: Iterable[Any], order: Iterable[Any] | None) -> list[Any]:
+    """Each value once: those of `order` first, then as they come."""
+    values = list(dict.fromkeys(values))
+    first = [value for value in order or () if value in values]
+    return [*first, *(value for value in values if value not in first)]
 
 
-def legend(figure: Figure, axes: Sequence[Axes], hue: str, order: Sequence[str] = ()) -> None:
-    """One legend for all panels: beside them, or below where its names are long. `order` names what comes first."""
-    entries: dict[str, Any] = {}
-    for axis in axes:
-        for handle, text in zip(*axis.get_legend_handles_labels(), strict=True):
-            entries.setdefault(text, handle)
-    if hue == ALL and len(entries) <= 1:
+def looks(values: Iterable[Any], looks: Sequence[str]) -> dict[Any, str]:
+    """A color or marker for each value, by its place."""
+    return {value: looks[index % len(looks)] for index, value in enumerate(dict.fromkeys(values))}
+
+
+def mark_text(names: Iterable[str], y: str, row: Mapping[str, Any]) -> str:
+    """What a point says: "ring · 64 KiB · 366 µs [299 µs, 436 µs]"."""
+    value = format_value(y, row[y])
+    if "low" in row and row["low"] == row["low"]:
+        value += f" [{format_value(y, row['low'])}, {format_value(y, row['high'])}]"
+    return " · ".join([*filter(None, dict.fromkeys(names)), value])
+
+
+def draw_intervals(axis: Axes, at: Sequence[float], rows: pd.DataFrame, colors: Sequence[str]) -> None:
+    """Vertical lines from `low` to `high`, where rows have them."""
+    table = rows.reindex(columns=["low", "high"]).assign(at=at, color=colors).dropna()
+    if len(table):
+        axis.vlines(table["at"], table["low"], table["high"], colors=table["color"], linewidth=1.2, zorder=3)
+
+
+def panel_grid(panels: int, height: float) -> tuple[Figure, list[Axes]]:
+    """Panels of one y axis, so many inches high, up to three in a row and four as two rows."""
+    columns = 2 if panels == 4 else min(panels, MAX_PANELS_IN_ROW)
+    rows = -(-panels // columns)
+    figure = Figure(figsize=(WIDTH if panels == 1 else WIDE, height * rows))
+    axes = list(figure.subplots(rows, columns, sharey=True, squeeze=False).flat)
+    for empty in axes[panels:]:
+        empty.remove()
+    return figure, axes[:panels]
+
+
+def finish_axes(axis: Axes, title: str | None = None, *, x: str = "", y: str = "", grid: str = "y") -> None:
+    """A light grid behind the data, a frame at the bottom alone, the titles of the panel and its axes."""
+    axis.grid(visible=False)
+    axis.grid(visible=True, axis=grid, which="major", color=GRID, linewidth=0.7)  # type: ignore[arg-type]
+    axis.set_axisbelow(True)
+    axis.spines[["top", "right", "left"]].set_visible(False)
+    axis.spines["bottom"].set_color(SOFT)
+    axis.tick_params(which="both", length=0, labelsize=FONT, labelcolor=SOFT, pad=5)
+    axis.set_xlabel(x, fontsize=FONT, color=TEXT)
+    place = axis.get_subplotspec()
+    axis.set_ylabel(y if place is None or place.is_first_col() else "", fontsize=FONT, color=TEXT)
+    if title is not None:
+        axis.set_title(title, fontsize=FONT, fontweight="bold", loc="left")
+
+
+def value_title(name: str, title: str | None = None) -> str:
+    """What is measured, and which way is better: "time (lower is faster)"."""
+    title, direction = title or column(name).axis, better(name)
+    if direction is None:
+        return title
+    return f"{title}{' ' if len(title) + len(direction) < LONGEST_LINE else chr(10)}({direction})"
+
+
+def panel_title(panel: str, value: Any) -> str:
+    return f"{value[0]}, {value[1]} ranks" if isinstance(value, tuple) else label(panel, value)
+
+
+def legend(figure: Figure, hue: str, handles: Mapping[str, Any]) -> None:
+    """One legend for all panels: at their right, or below them if its names are long."""
+    if not handles or (hue == ALL and len(handles) == 1):
         return
-    entries = {name: entries[name] for name in [*(n for n in order if n in entries), *entries]}
-    widest = max(map(len, entries), default=1)
+    widest = max(map(len, handles))
     is_beside = widest <= LONGEST_BESIDE
-    most = max(1, min(len(entries), int(figure.get_figwidth() * 14 / (widest + 8))))
-    columns = math.ceil(len(entries) / math.ceil(len(entries) / most)) if entries else 1  # rows of about equal length
+    columns = 1 if is_beside else max(1, min(len(handles), int(figure.get_figwidth() * 14 / (widest + 8))))
     if not is_beside:  # panels stay as high as they are
-        figure.set_figheight(figure.get_figheight() + LEGEND_ROW_INCHES * (1 + math.ceil(len(entries) / columns)))
+        rows = 1 + math.ceil(len(handles) / columns)
+        figure.set_figheight(figure.get_figheight() + LEGEND_ROW_INCHES * rows)
     figure.legend(
-        entries.values(),
-        entries.keys(),
+        handles.values(),
+        [name_text(name) for name in handles],
         title=None if hue == ALL else column(hue).axis,
         loc="outside right upper" if is_beside else "outside lower center",
-        ncols=1 if is_beside else columns,
+        ncols=columns,
         frameon=False,
         fontsize=FONT,
         title_fontsize=FONT,

@@ -16,7 +16,7 @@ from labkit.lab.answers import Answer, Question
 from labkit.lab.figures import Plot
 from labkit.lab.figures.vector import drawing
 from labkit.lab.pages.html import piece, piece_style
-from labkit.lab.pages.tables import table_columns, table_text
+from labkit.lab.pages.tables import split_constant, table_columns, table_text
 from labkit.lab.runs.progress import Progress
 from labkit.lab.runs.store import Run
 from labkit.lab.units import counted, format_bytes, format_seconds
@@ -151,9 +151,10 @@ def table(frame: pd.DataFrame, caption: str = "") -> Piece:
     """A frame as an aligned table, folded on a page. A column's name decides the unit of its values."""
     if frame.empty:  # headings alone look like a mistake
         return note(f"{caption or 'The numbers.'} (This run has none.)")
-    columns = list(table_columns(frame))
-    content = {"headings": columns, "rows": list(zip(*(one.cells for one in columns), strict=True))}
-    text = "\n".join(filter(None, [caption, *table_text(columns)]))
+    columns, same = split_constant(list(table_columns(frame)))
+    rows = list(zip(*(one.cells for one in columns), strict=True))
+    content = {"headings": columns, "rows": rows, "same": same}
+    text = "\n".join(filter(None, [caption, *table_text(columns), same]))
     on_page = piece("folded", summary=caption or "The numbers", content=Markup(piece("table", **content)))
     return Piece(piece("table", **content, caption=caption), text, {PIECE_MIME: {"html": on_page}})
 

@@ -3,7 +3,7 @@
 import base64
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pandas as pd
 
@@ -11,28 +11,26 @@ from labkit.lab.answers import Answer
 from labkit.lab.config import ParameterError
 from labkit.lab.pages import cards
 from labkit.lab.pages.html import render
-from labkit.lab.pages.record import LabRecord, read_record
+from labkit.lab.pages.record import read_record
 from labkit.lab.project import (
     kind_of_path,
     project_root,
     recorded_directory,
-    relative_to_project,
     runs_directory,
     shipped,
     write_file,
 )
-from labkit.lab.runs.comparison import USUAL_VARIATION, LabComparison, Pair, without_copies
+from labkit.lab.runs.comparison import NO_DIFFERENCE, USUAL_VARIATION, LabComparison, Outcome, Pair, without_copies
 from labkit.lab.runs.store import Run, RunFileError, find_run
 
-MAX_ROWS = 300
-"""Ratios of a lab on the page; the link to its CSV has all."""
+OUTCOMES = get_args(Outcome)
 
 
 def load_runs(names: Iterable[str]) -> tuple[list[Run], dict[str, str]]:
     """Runs by path or name, or all below a folder, those that its reports were made of included.
 
-    Files that are left out come with the reason: they cannot be read, or are copies. RunFileError for a name that no
-    run has, and if less than two runs are left; ParameterError for a folder that holds neither a run nor a report.
+    Files that are left out come with the reason: they cannot be read, or are copies. ParameterError for a name that no
+    run has, for a folder without runs and reports, and if less than two runs are left.
     """
     paths: dict[Path, None] = {}
     left_out: dict[str, str] = {}
@@ -57,31 +55,23 @@ def load_runs(names: Iterable[str]) -> tuple[list[Run], dict[str, str]]:
 
 
 def _runs_below(folder: Path, left_out: dict[str, str]) -> list[Path]:
-    """Run files below a folder, and the runs of the records below it; records without theirs are left out."""
-    runs = sorted(folder.rglob("*.jsonl"))
-    names, has_record = {path.name for path in runs}, False
+    """Run files below a folder, and the runs of the records below it, whose checkout may have been copied here."""
+    runs, is_report = sorted(folder.rglob("*.jsonl")), False
     for path in sorted(folder.rglob("*.json")):
         try:
             record = read_record(path)
         except ValueError:
             continue
-        has_record = True
-        place = _run_of(record, path)
-        if place is None:
-            left_out[str(path)] = f"its run is not here: {record.run.run}" if record.run else "it names no run"
-        elif place.name not in names:
-            runs.append(place)
-    if not runs and not has_record:
+        is_report, name = True, record.run.run if record.run else ""
+        places = [parent / name for parent in (*path.resolve().parents, project_root(), shipped())]
+        run = next((place for place in places if place.is_file()), None)
+        if run is None:
+            left_out[str(path)] = f"its run is not here: {name}" if name else "it names no run"
+        elif run.name not in {other.name for other in runs}:
+            runs.append(run)
+    if not runs and not is_report:
         raise ParameterError(f"expected a folder with runs (*.jsonl) or a report, got {folder}: it holds no run")
     return runs
-
-
-def _run_of(record: LabRecord, path: Path) -> Path | None:
-    """A record names its run relative to its checkout, which may have been copied here as a whole."""
-    if record.run is None:
-        return None
-    places = [*path.resolve().parents, project_root(), shipped()]
-    return next((place / record.run.run for place in places if (place / record.run.run).is_file()), None)
 
 
 def write_comparison(
@@ -103,30 +93,27 @@ def write_comparison(
 
 def _overview_row(comparison: LabComparison, pair: Pair) -> dict[str, Any]:
     outcomes = list(pair.outcomes().values())
-    counts = {name: outcomes.count(name) for name in ("agree", "differ", "lost", "gained")}
-    row = {"lab": comparison.lab.name, "run": pair.name, "against": comparison.name, **counts}
+    row = {"lab": comparison.lab.name, "run": pair.name, "against": comparison.name}
+    row |= {name: outcomes.count(name) for name in OUTCOMES}
     return row | {"points shared": pair.n_shared, "different parameters": ", ".join(pair.parameters) or "none"}
 
 
 def _overview_line(row: Mapping[str, Any]) -> str:
-    counts = ", ".join(f"{row[name]} {name}" for name in ("agree", "differ", "lost", "gained") if row[name])
+    counts = ", ".join(f"{row[name]} {name}" for name in OUTCOMES if row[name])
     return f"{row['lab']}: {row['run']} against {row['against']}: answers: {counts or 'none in both'}"
 
 
 def _lab_section(comparison: LabComparison) -> dict[str, Any]:
-    several = len(comparison.pairs) > 1
-    ratios = pd.concat(
-        [pair.ratios.assign(run=pair.name) if several else pair.ratios for pair in comparison.pairs], ignore_index=True
-    )
+    ratios = pd.concat([pair.ratios.assign(run=pair.name) for pair in comparison.pairs], ignore_index=True)
     return {
         "name": comparison.lab.name,
         "title": comparison.lab.title,
-        "runs": cards.table(_run_table(comparison), "Runs; the first one is what the others are compared with").data,
+        "runs": {comparison.name: comparison.run} | {pair.name: pair.run for pair in comparison.pairs},
         "answers": cards.table(_answer_table(comparison), "Verdicts, and the typical ratio of each").data,
         "pairs": comparison.pairs,
         "n_ratios": len(ratios),
-        "n_different": int((ratios["difference"] != "none measurable").sum()),
-        "ratios": cards.table(ratios.head(MAX_ROWS), f"{len(ratios)} ratios side by side").on_page,
+        "n_different": int((ratios["difference"] != NO_DIFFERENCE).sum()),
+        "ratios": cards.table(ratios, f"{len(ratios)} ratios side by side").on_page,
         "csv": base64.b64encode(ratios.to_csv(index=False).encode()).decode(),
     }
 
@@ -134,32 +121,14 @@ def _lab_section(comparison: LabComparison) -> dict[str, Any]:
 def _answer_table(comparison: LabComparison) -> pd.DataFrame:
     """One row per question that any run answers, one column per run."""
     rows = []
-    outcomes = [pair.outcomes() for pair in comparison.pairs]
     for question in comparison.lab.questions:
-        if any(question.id in of_pair for of_pair in outcomes):
+        outcomes = [pair.outcomes().get(question.id, "") for pair in comparison.pairs]
+        if any(outcomes):
             row = {"question": question.text, comparison.name: _verdict(comparison.pairs[0].answers[question.id][0])}
             row |= {pair.name: _verdict(pair.answers[question.id][1]) for pair in comparison.pairs}
-            names = [of_pair.get(question.id, "") for of_pair in outcomes]
-            rows.append(row | {"outcome": names[0] if len(names) == 1 else f"{names.count('agree')} agree"})
+            rows.append(row | {"outcome": outcomes[0] if len(outcomes) == 1 else f"{outcomes.count('agree')} agree"})
     return pd.DataFrame(rows)
 
 
 def _verdict(answer: Answer) -> str:
     return answer.verdict if answer.effect == 1 else f"{answer.verdict} ({answer.effect:.2g})"
-
-
-def _run_table(comparison: LabComparison) -> pd.DataFrame:
-    runs = {comparison.name: comparison.run} | {pair.name: pair.run for pair in comparison.pairs}
-    rows = [
-        {
-            "run": name,
-            "host": run.header.machine.host,
-            "source": ", then ".join(str(source or "not recorded") for source in run.sources),
-            "torch": run.header.machine.versions.get("torch"),
-            "profile": run.header.profile,
-            "started": f"{run.header.started:%Y-%m-%d %H:%M}",
-            "file": relative_to_project(run.path),
-        }
-        for name, run in runs.items()
-    ]
-    return pd.DataFrame(rows)

@@ -74,7 +74,7 @@ def mark_code(text: str) -> Markup:
 
 def statement(headline: str) -> str:
     """A headline without the verdict that stands next to it: "Yes: it is." -> "It is."."""
-    return capitalize(re.sub(r"^(Yes|No|It depends)(: |, (?=from|up|with|at|for))", "", headline))
+    return capitalize(re.sub(r"^(Yes|No|It depends)[:,] ", "", headline))
 
 
 def strip_code(text: str) -> str:

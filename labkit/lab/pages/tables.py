@@ -10,6 +10,8 @@ from labkit.lab.columns import INTERVAL, column
 
 MAX_NAME_WORDS = 4
 """Longer texts are sentences, in which an underscore is meant."""
+MAX_COLUMNS = 9
+"""A table with more is set smaller, without columns whose cells are all the same."""
 SEPARATED_FROM = 100_000
 """From here up a whole number has separators."""
 
@@ -49,6 +51,15 @@ def table_columns(frame: pd.DataFrame) -> Iterator[TableColumn]:
             heading = "median" if names[place] == "seconds" and "mean_s" in names else column(names[place]).title
             is_number = _has_numbers(values)
             yield TableColumn(heading, is_number, [_cell(names[place], value, is_number) for value in values])
+
+
+def split_constant(columns: list[TableColumn]) -> tuple[list[TableColumn], str]:
+    """Of a wide table, the columns whose cells differ, and a sentence on the others."""
+    if len(columns) <= MAX_COLUMNS or len(columns[0].cells) < 2:
+        return columns, ""
+    same = {one.text: one.cells[0].text for one in columns if len({cell.text for cell in one.cells}) == 1}
+    others = ", ".join(f"{name} {value}" for name, value in same.items() if value != "–")
+    return [one for one in columns if one.text not in same], f"The same in all rows: {others}." if others else ""
 
 
 def table_text(columns: list[TableColumn]) -> list[str]:

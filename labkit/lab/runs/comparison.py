@@ -4,9 +4,9 @@ Repeats of different runs were not interleaved, so times are not compared. Ratio
 configuration differ if their intervals are apart by more than ratios of one machine vary from run to run.
 """
 
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import count
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,7 +17,6 @@ from labkit.lab.columns import labels
 from labkit.lab.config import ParameterError
 from labkit.lab.declaration import Lab
 from labkit.lab.runs.store import Run
-from labkit.lab.units import counted
 
 REPEATING = {"seed", "warmup", "repeats", "ratio_within", "rounds_s", "sessions", "turns", "timeout_s"}
 """Parameters of how often and how long: runs that differ in them are comparable."""
@@ -28,6 +27,7 @@ PLACES = {"device", "backend"}
 USUAL_VARIATION = 1.05
 """Ratios measured twice on one machine differed by up to about this factor."""
 
+NO_DIFFERENCE = "none measurable"
 Outcome = Literal["agree", "differ", "lost", "gained"]
 """What became of a verdict; "lost": the first run measured it, and the other did not."""
 
@@ -111,69 +111,53 @@ def without_copies(runs: Iterable[Run]) -> tuple[list[Run], dict[str, str]]:
 
 
 def run_names(runs: Sequence[Run]) -> dict[Path, str]:
-    """A name per run, as short as tells the runs of each lab apart: machine, host, source, start."""
-    parts = {
-        run.path: {
-            "label": run.header.machine.label,
-            "host": run.header.machine.host,
-            "source": " then ".join(_short_source(str(source or "source not recorded")) for source in run.sources),
-            "start": f"{run.header.started:%Y-%m-%d %H:%M:%S}",
-        }
-        for run in runs
-    }
-    levels = (("label",), ("label", "host"), ("label", "source"), ("label", "host", "source"), ("label", "start"))
-    for level in levels:
-        names = {path: ", ".join(part[name] for name in level) for path, part in parts.items()}
+    """A name per run, as short as tells the runs of each lab apart: machine, then its host, source or start, too."""
+    for level in ("label", "label host", "label source", "label host source", "label start"):
+        names = {run.path: ", ".join(_describe(run)[part] for part in level.split()) for run in runs}
         if len({(run.header.lab, names[run.path]) for run in runs}) == len(runs):
-            return names
-    number = count(1)
-    return {path: f"{name}, run {next(number)}" for path, name in names.items()}
+            break
+    return names
 
 
-def _short_source(source: str) -> str:
-    return source.removeprefix("commit ").replace(" with local changes", "+") if "commit" in source else source
+def _describe(run: Run) -> dict[str, str]:
+    machine = run.header.machine
+    sources = " then ".join(str(source or "source not recorded") for source in run.sources)
+    source = sources.replace("commit ", "").replace(" with local changes", "+")
+    return {
+        "label": machine.label,
+        "host": machine.host,
+        "source": source,
+        "start": f"{run.header.started:%Y-%m-%d %H:%M:%S}",
+    }
 
 
 def _compare_pair(lab: Lab, first: Run, other: Run, name: str) -> Pair:
     for left_out in (REPEATING | MACHINE_DECIDES, REPEATING | MACHINE_DECIDES | PLACES):
         keys = [_point_keys(run, left_out) for run in (first, other)]
-        shared = set(keys[0].values()) & set(keys[1].values())
-        if shared:
+        every = [set(of_run.values()) for of_run in keys]
+        if shared := every[0] & every[1]:
             break
-    answers = [
-        _answers(lab, run, {point for point, key in of_run.items() if key in shared})
-        for run, of_run in zip((first, other), keys, strict=True)
-    ]
+    answers = [_answers(lab, run, of_run, shared) for run, of_run in zip((first, other), keys, strict=True)]
     both = {question: (answers[0][question], answers[1][question]) for question in answers[0]}
-    return Pair(
-        name,
-        other,
-        _different_parameters(first, other),
-        len(shared),
-        len({*keys[0].values(), *keys[1].values()} - shared),
-        both,
-        _ratios(lab, both),
-    )
+    parameters = _different_parameters(first, other)
+    return Pair(name, other, parameters, len(shared), len(every[0] ^ every[1]), both, _ratios(lab, both))
 
 
-def _point_keys(run: Run, left_out: set[str]) -> dict[str, tuple[Any, ...]]:
+def _point_keys(run: Run, left_out: set[str]) -> dict[str, str]:
     """What each point measures, by its id: its fields but for lists and those left out."""
     return {
-        point: tuple(
-            sorted((name, str(value)) for name, value in fields.items() if not (name in left_out or _is_many(value)))
+        point: json.dumps(
+            {name: fields[name] for name in sorted(fields) if not (name in left_out or isinstance(fields[name], list))}
         )
         for point, fields in run.header.planned.items()
     }
 
 
-def _is_many(value: Any) -> bool:
-    return value is None or isinstance(value, list | dict)
-
-
-def _answers(lab: Lab, run: Run, points: set[str]) -> dict[str, Answer]:
-    results = run.results()
-    frame = results.frame
-    return lab.answers(replace(results, frame=frame[frame["point"].isin(points)] if len(frame) else frame))
+def _answers(lab: Lab, run: Run, keys: Mapping[str, str], shared: set[str]) -> dict[str, Answer]:
+    results, points = run.results(), [point for point, key in keys.items() if key in shared]
+    return lab.answers(
+        replace(results, frame=results.frame[results.frame.reindex(columns=["point"])["point"].isin(points)])
+    )
 
 
 def _different_parameters(first: Run, other: Run) -> dict[str, tuple[Any, Any]]:
@@ -189,7 +173,7 @@ def _unshared_reason(pair: Pair) -> str:
         return f"the runs of {lab} share no measured point"
     first, *others = pair.parameters
     values = " and ".join(f"{value!r:.60}" for value in pair.parameters[first])
-    more = f" ({counted(len(others), 'other parameter')} too)" if others else ""
+    more = f" ({', '.join(others)} differ too)" if others else ""
     return f"the runs of {lab} share no point: their {first} are {values}{more}"
 
 
@@ -215,5 +199,5 @@ def _difference(first: float, first_low: float, first_high: float, ratio: float,
     is_apart = low > first_high or high < first_low
     is_large = max(ratio / first, first / ratio) > USUAL_VARIATION if first > 0 and ratio > 0 else first != ratio
     if not (is_apart and is_large):
-        return "none measurable"
+        return NO_DIFFERENCE
     return "higher" if ratio > first else "lower"

@@ -127,13 +127,6 @@ def _predict(row: dict[str, Any], results: Results) -> float | None:
     return results.calibration.algorithm_s("gloo", row["algorithm"], cost(ranks, row["n_bytes"]), ranks)
 
 
-def predicted_lines(results: Results) -> pd.DataFrame:
-    """Measured and predicted times below one another, for the figure."""
-    table = predictions(results).dropna(subset="predicted_s")
-    expected = table.assign(seconds=table["predicted_s"], low=float("nan"), high=float("nan"))
-    return pd.concat([table.assign(time="measured"), expected.assign(time="predicted")])
-
-
 def published_times() -> pd.DataFrame:
     """Published times of gloo and NCCL on a node with up to six GPUs: the slowest rank's mean."""
     table = pd.read_csv(reference_directory() / "allreduce_gloo_nccl.csv").rename(columns={"size_mb": "n_bytes"})
@@ -199,7 +192,9 @@ LAB = Lab(
             measured="seconds",
             predicted="predicted_s",
             configuration=CONFIGURATION,
-            figure=Lines(source=predicted_lines, x="n_bytes", y="seconds", hue="algorithm", panel="time"),
+            figure=Lines(
+                source=RATIO, x="n_bytes", y="measured_over_predicted", hue="algorithm", panel="world_size", level=1
+            ),
         ),
         Compare(
             id="transports",

@@ -233,6 +233,7 @@ LAB = Lab(
         ),
         Compare(
             id="peak_memory",
+            is_expected=True,
             text="Does any implementation need less memory at its peak than naive attention?",
             metric=PEAK,
             baseline=EXPLICIT,
