@@ -1,4 +1,4 @@
-"""What comes before a time: whether an error is one that rounding explains, and the ranks' agreement on it."""
+"""Correctness checks before anything is timed: an error that rounding explains, and the ranks' agreement on it."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -9,39 +9,39 @@ from torch import Tensor
 
 
 def verdict(error: float, limit: float) -> str:
-    """ "ok", or what is wrong; a NaN is."""
+    """ "ok", or the error that is wrong; NaN is."""
     return "ok" if error <= limit else f"wrong: error {error:.1e}, at most {limit:.1e} expected"
 
 
 def largest(values: Tensor) -> float:
-    """The largest absolute value, found in one pass; NaN if there is one, 0 of none."""
+    """The largest absolute value, in one pass; NaN if there is one, 0 without values."""
     return float(torch.linalg.vector_norm(values, math.inf)) if values.numel() else 0.0
 
 
-def largest_difference(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
-    """Largest deviation over the largest expected value of its tensor; infinite for NaN and what one side lacks."""
-    if found.keys() != expected.keys():
+def largest_difference(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
+    """Largest deviation relative to the largest expected value of its tensor; infinite for NaN or missing tensors."""
+    if actual.keys() != expected.keys():
         return math.inf
     errors = [
-        float((found[name] - one).abs().max() / one.abs().max().clamp_min(1e-30)) for name, one in expected.items()
+        float((actual[name] - one).abs().max() / one.abs().max().clamp_min(1e-30)) for name, one in expected.items()
     ]
     return math.inf if any(map(math.isnan, errors)) else max(errors, default=0.0)
 
 
 def max_over_ranks(error: float) -> float:
-    """The largest error of any rank, on all ranks: they must agree on what gets no time. NaN counts as infinite."""
+    """The largest error of any rank, on all ranks, which must agree on what is timed. NaN counts as infinite."""
     finite_or_inf = math.inf if math.isnan(error) else error  # a maximum may pass over NaN
     largest = torch.tensor(finite_or_inf, dtype=torch.float64, device="cuda" if dist.get_backend() == "nccl" else "cpu")
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     return float(largest)
 
 
-def first_failing_rank(found: Sequence[float]) -> tuple[int, list[float]] | None:
-    """What the first rank found whose first number is not negative, and which rank; None if none did. A collective.
+def first_failing_rank(report: Sequence[float]) -> tuple[int, list[float]] | None:
+    """The first rank whose report begins with a number that is not negative, and its report; None if no rank's does.
 
-    All ranks give as many numbers, and all get the same: NaN and infinities stay what they are.
+    A collective: all ranks give as many numbers, and all get the same. NaN and infinities stay.
     """
-    own = torch.tensor(found, dtype=torch.float64, device="cuda" if dist.get_backend() == "nccl" else "cpu")
-    everybody = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(everybody, own)
-    return next(((rank, of_rank.tolist()) for rank, of_rank in enumerate(everybody) if of_rank[0] >= 0), None)
+    local = torch.tensor(report, dtype=torch.float64, device="cuda" if dist.get_backend() == "nccl" else "cpu")
+    reports = [torch.empty_like(local) for _ in range(dist.get_world_size())]
+    dist.all_gather(reports, local)
+    return next(((rank, numbers.tolist()) for rank, numbers in enumerate(reports) if numbers[0] >= 0), None)

@@ -1,20 +1,19 @@
-"""Whole numbers whose sum over ranks every float type holds exactly: is each rank's part in it, once, in its place?
+"""Checksums of sums over ranks: whole numbers whose sum every float type holds exactly.
 
 With t a fixed random sequence of PERIOD numbers, rank r adds to element i
 
     1 + (t_i + r) mod M          M (M + 1) / 2 <= 2 / eps, the largest whole number that the type counts up to
 
-for up to M - 1 ranks; more than that take turns, while the others add zeros. So, at each single element and in any
-order of additions, nothing is rounded; a part that is missing makes the sum too small and one that counts twice too
-large; one rank's part in place of another's is seen because no two are equal. The sum depends on t_i, so that a
-right sum in another element's place is wrong, too.
+for up to M - 1 ranks; more ranks add in batches, while the others add zeros. So nothing is rounded at any element, in
+any order of additions. A missing part makes the sum too small, one that counts twice too large, and no two ranks' parts
+are equal. The sum depends on t_i, so that a right sum in another element's place is wrong, too.
 
-    type        M      ranks in a turn
+    type        M      ranks per batch
     bfloat16    22     21
     float16     63     62
     others      128    127
 
-(Of the others so few that a mean is exact, too: gradients are these numbers times the number of ranks.)
+(Few enough in the other types that a mean is exact, too: gradients are these numbers times the number of ranks.)
 """
 
 import math
@@ -27,22 +26,21 @@ from torch import Tensor
 
 from labkit.bench.check import first_failing_rank
 
-PERIOD = 1021  # prime, so that chunks cut from round sizes do not begin at the same place in it
-ROWS_AT_ONCE = 64  # periods compared at a time, so that their float64 copies stay in cache
-MESSAGES = 256  # what ranks send one by one differs between so many neighbors; bfloat16 counts up to that
+PERIOD = 1021  # prime: chunks cut from round sizes do not begin at the same place in it
+ROWS_AT_ONCE = 64  # periods compared at a time: their float64 copies stay in cache
+MESSAGES = 256  # messages differ between so many neighbors; bfloat16 counts up to that
 
 
 def first_wrong(reduce: Callable[[Tensor], object], tensor: Tensor) -> str | None:
-    """ "wrong: rank 1, element 500: expected 96, got 48", of the first rank and element; None if the sum is right.
+    """ "wrong: rank 1, element 500: expected 96, got 48", for the first rank and element; None if the sum is right.
 
-    `reduce` should sum `tensor`, contiguous and of a float type, over all ranks in place; it is overwritten. All ranks
-    get the same.
+    `reduce` should sum `tensor`, contiguous and of a float type, over all ranks in place. All ranks get the same.
     """
     for members in rank_batches(dist.get_world_size(), tensor.dtype):
         fill_part(tensor, dist.get_rank(), members)
         reduce(tensor)
-        if found := first_failing_rank(first_deviation(tensor, members)):
-            rank, (element, expected, got) = found
+        if failure := first_failing_rank(first_deviation(tensor, members)):
+            rank, (element, expected, got) = failure
             where = f"rank {rank}, element {element:.0f}"
             return f"wrong: {where}: expected {expected:g}, got {got:g} in a sum of whole numbers, which none rounds"
     return None
@@ -51,7 +49,7 @@ def first_wrong(reduce: Callable[[Tensor], object], tensor: Tensor) -> str | Non
 def first_deviation(
     tensor: Tensor, members: range, *, starts: Iterable[int] = (0,), within: float = 0.0
 ) -> tuple[int, float, float]:
-    """The first element that is further than `within` from the sum of what `members` add, that sum, and what is there.
+    """The first element further than `within` from the sum of the `members`' parts, that sum, and the actual value.
 
     (-1, 0, 0) if there is none. Several `starts`: the sum over them, too.
     """
@@ -59,10 +57,10 @@ def first_deviation(
     period = torch.stack([_part(ranks, modulus, start).sum(0) for start in starts]).sum(0)
     at_once = ROWS_AT_ONCE * PERIOD
     exact = period.repeat(ROWS_AT_ONCE).to(tensor.device)
-    of_type = exact.to(tensor.dtype)
-    can_equal = torch.equal(of_type.double(), exact)
+    rounded = exact.to(tensor.dtype)
+    can_equal = torch.equal(rounded.double(), exact)
     for start, got in zip(range(0, tensor.numel(), at_once), tensor.view(-1).split(at_once), strict=True):
-        if can_equal and torch.equal(got, of_type[: len(got)]):  # a third of the time, and NaN equals nothing
+        if can_equal and torch.equal(got, rounded[: len(got)]):  # a third of the time, and NaN equals nothing
             continue
         is_right = (got.double() - exact[: len(got)]).abs() <= within  # NaN is not
         if not is_right.all():
@@ -72,13 +70,13 @@ def first_deviation(
 
 
 def rank_batches(ranks: int, dtype: torch.dtype) -> Iterator[range]:
-    """Which ranks add something, turn by turn; each does in one of them."""
+    """Batches of ranks that add something; each rank is in one."""
     at_once = _modulus(dtype) - 1
     return (range(first, min(first + at_once, ranks)) for first in range(0, ranks, at_once))
 
 
 def fill_part(tensor: Tensor, rank: int, members: range, *, start: int = 0, times: int = 1) -> None:
-    """Overwrite the tensor with what `rank` adds in the turn of `members`, from element `start` on, times a number."""
+    """Overwrite the tensor with the part of `rank` in the batch `members`, from element `start`, times a number."""
     if rank in members:
         _fill(tensor, _part(rank, _modulus(tensor.dtype), start) * times)
     else:
@@ -86,12 +84,12 @@ def fill_part(tensor: Tensor, rank: int, members: range, *, start: int = 0, time
 
 
 def fill_message(tensor: Tensor, sender: int) -> None:
-    """Overwrite the tensor with what tells `sender` from the 255 ranks around it, at each element."""
+    """Overwrite the tensor with numbers that tell `sender` from the 255 ranks around it, at each element."""
     _fill(tensor, _part(sender, MESSAGES))
 
 
 def is_message(tensor: Tensor, sender: int) -> bool:
-    """Whether each element is that of `fill_message`."""
+    """Whether each element is as `fill_message` left it."""
     expected = torch.empty_like(tensor)
     fill_message(expected, sender)
     return torch.equal(tensor, expected)

@@ -1,4 +1,4 @@
-"""What something does, operator by operator: products and bytes, of which a machine's rates make a time."""
+"""Operators of a call, with FLOPs and bytes: a machine's rates make a time of them."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -9,19 +9,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-# They read of their first tensor only what their indices say, or nothing at all.
+# They read only the indexed rows of their first tensor, or none of it.
 LOOKUPS = frozenset({"embedding", "gather", "index", "index_select", "nll_loss_forward"})
 ALLOCATIONS = ("empty", "new_empty")
-# They compute nothing and move nothing, as views do, without being declared as such.
+# They compute and move nothing, as views do, without being declared as such.
 FREE = frozenset({"_unsafe_view", "_reshape_alias", "lift_fresh", "resize_", "set_", "promote_types"})
-# What they write into is not read; nor is what an operator is given as `out`.
+# Their target is not read; nor is an argument `out`.
 OVERWRITES = frozenset({"copy_", "fill_", "zero_", "normal_", "uniform_", "random_", "exponential_", "bernoulli_"})
 FOREACH = "_foreach_"
 
 
 @dataclass(frozen=True)
 class OperatorCall:
-    """One call: FLOPs if it multiplies matrices, else 0; bytes of the tensors that it reads and writes."""
+    """One call: FLOPs of a matmul, else 0; bytes of the tensors that it reads and writes."""
 
     name: str
     flops: float
@@ -48,15 +48,15 @@ class OperatorRecord(TorchDispatchMode):
         if func.namespace == "aten" and not _moves_nothing(func, name):
             read, written = _read_and_written(func, args, kwargs or {})
             targets = {id(tensor) for tensor in written}
-            given, made = _tensors((args, kwargs)), [one for one in _tensors(result) if id(one) not in targets]
-            moved = [*given[1:], *made, *made] if name in LOOKUPS else [*read, *written, *made]
+            inputs, outputs = _tensors((args, kwargs)), [one for one in _tensors(result) if id(one) not in targets]
+            moved = [*inputs[1:], *outputs, *outputs] if name in LOOKUPS else [*read, *written, *outputs]
             count = flop_registry.get(func.overloadpacket)
             flops = count(*args, **(kwargs or {}), out_val=result) if count else 0
-            n_bytes = _bytes_of(moved)
-            dtype = str((given or made)[0].dtype).removeprefix("torch.") if given or made else ""
+            n_bytes = _total_bytes(moved)
+            dtype = str((inputs or outputs)[0].dtype).removeprefix("torch.") if inputs or outputs else ""
             self.calls.append(OperatorCall(name, float(flops), float(n_bytes), dtype))
         elif func.namespace == "c10d" and "allreduce" in name:
-            self.all_reduces.append(_bytes_of(_tensors(args)))
+            self.all_reduces.append(_total_bytes(_tensors(args)))
         return result
 
 
@@ -65,16 +65,16 @@ def _moves_nothing(func: Any, name: str) -> bool:
 
 
 def _read_and_written(func: Any, args: Any, kwargs: Any) -> tuple[list[Tensor], list[Tensor]]:
-    """The tensors that an operator is given, by what its schema says it does with them: some are in both lists."""
+    """The argument tensors that an operator reads, and those that it writes into, by its schema."""
     overwrites = func.overloadpacket.__name__.removeprefix(FOREACH) in OVERWRITES
     read, written = [], []
     for place, argument in enumerate(func._schema.arguments):
-        given = _tensors(args[place] if place < len(args) else kwargs.get(argument.name))
+        tensors = _tensors(args[place] if place < len(args) else kwargs.get(argument.name))
         is_written = argument.alias_info is not None and argument.alias_info.is_write
         if is_written:
-            written += given
+            written += tensors
         if not is_written or not (argument.is_out or overwrites):
-            read += given
+            read += tensors
     return read, written
 
 
@@ -82,7 +82,7 @@ def _tensors(values: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
-def _bytes_of(tensors: Iterable[Tensor]) -> int:
+def _total_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.numel() * tensor.itemsize for tensor in tensors)
 
 

@@ -15,7 +15,7 @@ from labkit.bench.check import verdict
 
 @dataclass(frozen=True)
 class Work:
-    """What runs, its FLOPs, the bytes that it reads and writes at least, and "ok" or what is wrong with its result."""
+    """An operation, its FLOPs, the least bytes that it reads and writes, and "ok" or the error of its result."""
 
     run: Callable[[], Any]
     flops: float
