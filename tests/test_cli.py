@@ -48,9 +48,7 @@ def test_help_comes_without_what_measuring_needs():
     assert result.stdout.splitlines()[-1] == "[]", result.stderr
 
 
-TWO_RANKS = ("world_sizes=[2]", "algorithms=['torch']", "backends=['gloo']")
-TWO_RANKS += ("many_world_sizes=[]", "transport_world_sizes=[]")
-TWO_RANKS += ("phase_sizes_bytes=[]", "scheduling_sizes_bytes=[]")
+TWO_RANKS = ("world_sizes=[2]", "algorithms=['ring']", "transports=[]", "scheduling_bytes=[]")
 
 
 def _set(many, *one_by_one):

@@ -20,10 +20,10 @@ from tests.commands import all_runs, runs_by
 
 MARK = "LABKIT_TEST_MARK"
 # Enough points that the run is still going when it is killed.
-COMMAND = ["measure", "all_reduce", "--profile", "smoke", "--set", "repeats=30", "--set", "backends=['gloo']"]
-for _setting in ("world_sizes=[2]", "many_world_sizes=[]", "transport_world_sizes=[]", "phase_sizes_bytes=[]"):
+COMMAND = ["measure", "all_reduce", "--profile", "smoke"]
+for _setting in ("repeats=30", "world_sizes=[2]", "transports=[]", "scheduling_bytes=[]"):
     COMMAND += ["--set", _setting]
-COMMAND += ["--set", "scheduling_sizes_bytes=[]", "--set", f"sizes_bytes={[64 * n for n in range(1, 13)]}"]
+COMMAND += ["--set", f"sizes_bytes={[64 * n for n in range(1, 13)]}"]
 
 
 def _until(condition, deadline_s=60.0):

@@ -18,8 +18,8 @@ def _torchrun(*arguments):
 
 def test_a_lab_is_measured_by_the_ranks_that_exist_and_a_run_resumed_by_them():
     arguments = ["measure", "all_reduce", "--profile", "smoke", "--set", "algorithms=['torch', 'ring']"]
-    for sizes in ("sizes_bytes", "transport_sizes_bytes", "phase_sizes_bytes"):
-        arguments += ["--set", f"{sizes}=[4096]"]
+    for setting in ("sizes_bytes=[4096]", "world_sizes=[2, 3]", "transports=[]", "scheduling_bytes=[]"):
+        arguments += ["--set", setting]
     before = all_runs()
     _torchrun(*arguments)
     (path,) = runs_by(arguments, before)
