@@ -27,7 +27,7 @@ SESSIONS_UP_TO_BYTES = MIB  # the times of longer tensors hardly differ between 
 Ranks = Annotated[int, Field(ge=1, le=64)]
 Bytes = Annotated[int, Field(ge=8, lt=2**48, multiple_of=8)]
 """Of the whole tensor; a multiple of every dtype's size."""
-Algorithm = Annotated[str, one_of(lambda: (*ALGORITHMS, AUTO))]
+Algorithm = Annotated[str, one_of(lambda: (TORCH, *ALGORITHMS, AUTO))]
 
 
 class AllReduceConfig(TimedConfig):
@@ -78,10 +78,11 @@ def points(config: AllReduceConfig, machine: Machine) -> Sequence[AllReducePoint
 
 def _points(config: AllReduceConfig, backend: str) -> Iterator[AllReducePoint]:
     over_transports = (TORCH, *(f"{AUTO}{OVER}{transport}" for transport in config.transports), FLOOR)
+    algorithms = tuple(dict.fromkeys((TORCH, *config.algorithms)))
     worlds = [world_size for world_size in dict.fromkeys(config.world_sizes) if world_size > 1]
     for world_size, n_bytes in product(worlds, dict.fromkeys(config.sizes_bytes)):
         common: dict[str, Any] = {"backend": backend, "world_size": world_size, "n_bytes": n_bytes}
-        yield AllReducePoint.of(config, sweep="sizes", **common | {"algorithms": (TORCH, *config.algorithms)})
+        yield AllReducePoint.of(config, sweep="sizes", **common | {"algorithms": algorithms})
         if backend == "gloo":
             yield AllReducePoint.of(config, sweep="transports", **common | {"algorithms": over_transports})
     if backend == "gloo":
@@ -165,7 +166,7 @@ LAB = Lab(
             text="How does the time of an all-reduce grow with its size and the number of ranks?",
             table=torch_times,
             configuration=CONFIGURATION,
-            says="Up to {flat_bytes} the size hardly matters; with {world_size} ranks, {n_bytes} take {seconds}.",
+            says="Up to {flat_bytes} the size hardly matters; {n_bytes} take {seconds}.",
             figure=Lines(
                 source=torch_times,
                 x="n_bytes",

@@ -227,7 +227,7 @@ LAB = Lab(
             table=matmuls,
             pick=best_matmul,
             configuration=("device", "dtype"),
-            says="Matmuls in {dtype} reach {flops_per_s}, at {dimensions}.",
+            says="Matmuls in {dtype} reach {flops_per_s} ({shape}).",
             figure=Lines(source=square_matmuls, x="rows", y="flops_per_s", hue="dtype", panel="device"),
         ),
         Report(
@@ -252,7 +252,7 @@ LAB = Lab(
             table=shortest_all_reduce,
             pick=gloo_between_two,
             configuration=("world_size", "way"),
-            says="Between {world_size} ranks over {way}, the shortest takes {seconds}; long ones move {bytes_per_s}.",
+            says="Between {world_size} ranks over {way}, the shortest takes {seconds}; bandwidth of long ones: {bytes_per_s}.",
             figure=Lines(source=EXCHANGE, x="n_bytes", panel="world_size"),
         ),
         Report(
@@ -270,7 +270,7 @@ LAB = Lab(
             table=against_itself,
             pick=lambda table: table["smallest_percent"].idxmax(),
             configuration=("operation",),
-            says="{smallest_percent}%, between two {operation}s: smaller differences go unseen.",
+            says="Between two {operation}s, differences below {smallest_percent}% go unseen.",
         ),
     ],
 )
