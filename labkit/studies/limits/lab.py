@@ -252,7 +252,7 @@ LAB = Lab(
             table=shortest_all_reduce,
             pick=gloo_between_two,
             configuration=("world_size", "way"),
-            says="Between {world_size} ranks over {way}, the shortest takes {seconds}; bandwidth of long ones: {bytes_per_s}.",
+            says="Between {world_size} ranks over {way}, the shortest takes {seconds}; long ones: {bytes_per_s}.",
             figure=Lines(source=EXCHANGE, x="n_bytes", panel="world_size"),
         ),
         Report(
