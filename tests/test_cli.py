@@ -111,7 +111,7 @@ MISTAKES = [
     (["measure", "all_reduce", "--set", "wrold_sizes=[2]"], ["'wrold_sizes'", "did you mean 'world_sizes'"]),
     (["report", "all_reduce", "--set", "wrold_sizes=[2]"], ["'wrold_sizes'", "did you mean 'world_sizes'"]),
     (["measure", "all_reduce", "--set", "world_sizes=2 4"], ["'world_sizes'", "list", "'2 4'"]),
-    (["report", "all_reduce", "--set", "sizes_bytes=[-1]"], ["'sizes_bytes'", "greater than or equal to 1", "-1"]),
+    (["report", "all_reduce", "--set", "sizes_bytes=[-1]"], ["'sizes_bytes'", "multiple of 8", "-1"]),
     (["report", "--resume", "no-such-run"], ["no-such-run", "in data/runs"]),
     (["report", "all_reduce", "attention", "--run", "RUN"], ["one lab", "got 2: all_reduce, attention"]),
     (["report", "all_reduce", "--resume", "RUN", "--profile", "smoke"], ["takes its parameters from the run"]),

@@ -304,7 +304,7 @@ def test_papermill_with_a_wrong_parameter_stops_before_measuring(refused):
     [
         ({"wrold_sizes": [2]}, ["unknown parameter 'wrold_sizes'", "did you mean 'world_sizes'"]),
         ({"world_sizes": "[2,4]"}, ["parameter 'world_sizes'", "valid list", "'[2,4]'"]),
-        ({"sizes_bytes": [-1]}, ["parameter 'sizes_bytes'", "greater than or equal to 1"]),
+        ({"sizes_bytes": [-1]}, ["parameter 'sizes_bytes'", "multiple of 8"]),
     ],
 )
 def test_the_cell_that_papermill_adds_is_checked_when_the_lab_is_opened(wrong, words):
