@@ -130,7 +130,8 @@ def by_context(results: Results) -> pd.DataFrame:
     table, keys = table.dropna(axis=1, how="all"), ["device", "size", "precision", "phase"]
     table = table[table.groupby(keys)["context_length"].transform("nunique") > 1].sort_values([*keys, "context_length"])
     shortest = table.groupby(keys)["peak_bytes"].transform("first")
-    return table.assign(times_the_shortest=table["peak_bytes"] / shortest).reset_index(drop=True)
+    kinds = table["phase"] + ", " + table["precision"]
+    return table.assign(times_the_shortest=table["peak_bytes"] / shortest, kind=kinds).reset_index(drop=True)
 
 
 def largest_full_step(table: pd.DataFrame) -> Any:
@@ -233,7 +234,7 @@ LAB = Lab(
             verdict="counted",
             configuration=("size", "precision", "batch", "context_length"),
             says="A full step of {size} peaks at {peak_bytes} with {context_length} tokens.",
-            figure=Lines(source=by_context, x="context_length", y="peak_bytes", hue="phase", panel="size", log="x"),
+            figure=Lines(source=by_context, x="context_length", y="peak_bytes", hue="kind", panel="size"),
         ),
         Report(
             id="where_it_goes",
