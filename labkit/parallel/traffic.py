@@ -4,8 +4,8 @@
         loss.backward()
     sum(each.sent_bytes for each in traffic if each.collective == "all_gather")
 
-All groups, transports and threads of the process count. Bytes are those that an algorithm hands to its transport; what a
-transport adds to a message, and collectives of `torch.distributed`, are not counted.
+All groups, transports and threads of the process count. Bytes are those that an algorithm hands to its transport; what
+a transport adds to a message, and collectives of `torch.distributed`, are not counted.
 """
 
 import os
