@@ -19,11 +19,6 @@ def left_behind(before: set[Path]) -> set[Path]:
     return {path for path in new if str(path) not in in_use} & names()
 
 
-def mapped_here() -> set[str]:
-    """Those that this process maps."""
-    return {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if f" {FOLDER}/" in line}
-
-
 def _in_use() -> set[str]:
     found = set()
     for process in Path("/proc").glob("[0-9]*"):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from labkit.parallel.traffic import watched
+from labkit.parallel.traffic import count_traffic
 from labkit.parallel.transport.base import Transport
 from labkit.parallel.transport.select_transport import find_transport
 
@@ -37,17 +37,17 @@ class InPlace:
         is_contiguous = tensor.is_contiguous()
         if not is_contiguous:
             _check_no_overlap(tensor)
-        found = find_transport(group, tensor.device, transport)
+        selected = find_transport(group, tensor.device, transport)
         if tensor.requires_grad:
             tensor = tensor.detach()
         self.copy_to: torch.Tensor | None = None
-        if is_contiguous and tensor.device == found.device:
+        if is_contiguous and tensor.device == selected.device:
             # One element may have any stride.
             self.vector = tensor if tensor.dim() == 1 < tensor.numel() else tensor.as_strided((tensor.numel(),), (1,))
         else:
             self.copy_to = tensor
-            self.vector = tensor.to(found.device).contiguous().view(-1)
-        self.transport = watched(found, name, by, self.vector)
+            self.vector = tensor.to(selected.device).contiguous().view(-1)
+        self.transport = count_traffic(selected, name, by, self.vector)
 
     def __enter__(self) -> Any:
         return self.vector, self.transport

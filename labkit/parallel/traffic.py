@@ -1,11 +1,11 @@
-"""What this rank sends, by collective: labkit's collectives within a block, each with its bytes and its times.
+"""Record the collectives of this rank: bytes sent and times of each call within a block.
 
     with recorded_traffic() as traffic:
         loss.backward()
     sum(each.sent_bytes for each in traffic if each.collective == "all_gather")
 
-Of all groups, transports and threads of the process. Bytes are those that an algorithm hands to its transport for other
-ranks; what a transport adds to a message, and collectives of `torch.distributed`, are not seen.
+All groups, transports and threads of the process count. Bytes are those that an algorithm hands to its transport; what
+a transport adds to a message, and collectives of `torch.distributed`, are not counted.
 """
 
 import os
@@ -25,41 +25,41 @@ from labkit.parallel.transport.base import Step, Transport
 
 OPEN_FILES = Path("/proc/self/fd")
 TCPI_BYTES_SENT = 200
-"""Where that is in Linux's `struct tcp_info`; behind it is how many of them were sent again."""
-SENT_AND_AGAIN = struct.Struct("QQ")
+"""Offset in Linux's `struct tcp_info` of the bytes sent, followed by the bytes retransmitted."""
+SENT_AND_RETRANSMITTED = struct.Struct("QQ")
 
 
 @dataclass
 class Collective:
-    """One call on this rank. Times are of `time.perf_counter`; on a GPU those of launching it."""
+    """One call on this rank. Times are those of `time.perf_counter`; on a GPU they end with the launch."""
 
     collective: str
-    """"all_reduce", "reduce_scatter" or "all_gather"."""
+    """"all_reduce", "reduce_scatter", "all_gather" or "exchange"."""
     algorithm: str
     dtype: str
     n_bytes: int
-    """Of the tensor."""
+    """Bytes of the tensor."""
     sent_bytes: int = 0
-    """To all other ranks."""
+    """Bytes sent to all other ranks."""
     start_s: float = field(default_factory=time.perf_counter)
     end_s: float = 0.0
     needed_s: float | None = None
-    """When somebody began to wait for it, of one in the background."""
+    """When the caller began to wait for a collective in the background."""
 
     @property
     def waited_s(self) -> float:
-        """How long its result was missing: all of its time, for one in the foreground."""
+        """Seconds that the caller waited: all of its time for a collective in the foreground."""
         since = self.start_s if self.needed_s is None else max(self.needed_s, self.start_s)
         return max(0.0, self.end_s - since)
 
 
-_records: list[list[Collective]] = []  # open ones
-_of_thread = threading.local()
+_records: list[list[Collective]] = []  # of the blocks that are open
+_thread = threading.local()
 
 
 @contextmanager
 def recorded_traffic() -> Iterator[list[Collective]]:
-    """A list that fills with the collectives that begin inside, in the order in which they do."""
+    """Yield a list to which the collectives that begin inside are added, in that order."""
     record: list[Collective] = []
     _records.append(record)
     try:
@@ -68,32 +68,31 @@ def recorded_traffic() -> Iterator[list[Collective]]:
         _records.remove(record)
 
 
-def watched(via: Transport, collective: str, algorithm: str, vector: Tensor) -> Transport:
-    """The transport, for one collective: one that counts, if anybody records."""
+def count_traffic(transport: Transport, collective: str, algorithm: str, vector: Tensor) -> Transport:
+    """Return the transport for one collective: one that counts, inside of `recorded_traffic`."""
     if not _records:
-        return via
+        return transport
     call = Collective(collective, algorithm, str(vector.dtype).removeprefix("torch."), vector.nbytes)
-    for record in (*_records, *getattr(_of_thread, "open", ())):
+    for record in (*_records, *getattr(_thread, "records", ())):
         record.append(call)
-    return _Counting(via, call)
+    return _Counting(transport, call)
 
 
 @contextmanager
 def calls_in_this_thread() -> Iterator[list[Collective]]:
-    """The same of one thread: nothing while nobody records."""
-    _of_thread.open = [[]]
+    """Yield the same for one thread; it stays empty outside of `recorded_traffic`."""
+    _thread.records = [[]]
     try:
-        yield _of_thread.open[0]
+        yield _thread.records[0]
     finally:
-        del _of_thread.open
+        del _thread.records
 
 
 def tcp_bytes_sent() -> int | None:
-    """Bytes that this process's open TCP connections have sent so far; None where the system does not say.
+    """Return the bytes that this process's open TCP connections have sent so far; None if the system does not say.
 
-    Without those that TCP sent a second time, as it does on a busy machine, where it takes a late answer for a loss.
-    Linux says both by connection (`tcp_info.tcpi_bytes_sent` and `tcpi_bytes_retrans`, since 4.19). A difference of two
-    counts is what was sent between them, if no connection was closed.
+    Bytes that TCP sent a second time do not count: it takes late answers on a busy machine for losses. Source: Linux's
+    `tcp_info.tcpi_bytes_sent` and `tcpi_bytes_retrans`, since 4.19.
     """
     if not hasattr(socket, "TCP_INFO") or not OPEN_FILES.is_dir():
         return None
@@ -105,22 +104,22 @@ def tcp_bytes_sent() -> int | None:
             continue
         with connection:
             if connection.type == socket.SOCK_STREAM and connection.family in (socket.AF_INET, socket.AF_INET6):
-                needed = TCPI_BYTES_SENT + SENT_AND_AGAIN.size
+                needed = TCPI_BYTES_SENT + SENT_AND_RETRANSMITTED.size
                 info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, needed)
                 if len(info) < needed:
                     return None
-                sent, again = SENT_AND_AGAIN.unpack_from(info, TCPI_BYTES_SENT)
-                total += sent - again
+                sent, retransmitted = SENT_AND_RETRANSMITTED.unpack_from(info, TCPI_BYTES_SENT)
+                total += sent - retransmitted
     return total
 
 
 def _socket_at(descriptor: int) -> socket.socket:
-    """A descriptor of its own of the same socket; OSError if that is none, or closed."""
-    own = os.dup(descriptor)
+    """Duplicate the descriptor as a socket; raise OSError if it is none, or closed."""
+    duplicate = os.dup(descriptor)
     try:
-        return socket.socket(fileno=own)
+        return socket.socket(fileno=duplicate)
     except OSError:
-        os.close(own)
+        os.close(duplicate)
         raise
 
 

@@ -109,5 +109,5 @@ def test_folders_that_others_can_write_to_or_that_forbid_execution_are_not_used(
     assert build._cache_folder().parent == temporary
     monkeypatch.setattr(os, "statvfs", lambda path: NoExec)
     reason = build.prepare()
-    assert "no private folder" in reason
+    assert "XDG_CACHE_HOME" in reason
     assert "\n" not in reason

@@ -35,7 +35,6 @@ from labkit.parallel.traffic import recorded_traffic
 from labkit.parallel.transport import POINT_TO_POINT, SHARED, build, find_transport, select_transport
 from labkit.parallel.transport.base import Step, Transport
 from labkit.parallel.transport.point_to_point import BatchTransport, StreamTransport
-from tests.cases import thinned
 
 pytestmark = pytest.mark.usefixtures("workers_travel_by_value")
 
@@ -93,9 +92,6 @@ def differing_between_ranks(results: dict[str, torch.Tensor], group: Any = None)
     return [f"{case}: differs between ranks" for case in sums if len({of[case] for of in by_rank}) > 1]
 
 
-# Values
-
-
 @pytest.mark.parametrize(
     ("world_size", "lengths"),
     [
@@ -134,12 +130,8 @@ def _check_exact(lengths: tuple[int, ...]) -> list[str]:
     return wrong + differing_between_ranks(results)
 
 
-@pytest.mark.parametrize("world_size", thinned([2, 3, 5, 8], lambda world_size: world_size in (3, 5)))
-def test_rounded_means_are_within_the_stated_bound_and_the_same_over_every_transport(world_size: int) -> None:
-    check_on_ranks(_check_bound, world_size=world_size)
-
-
 def _check_bound() -> list[str]:
+    """Rounded means are within the stated bound, and the same to the bit over every transport."""
     wrong = []
     results: dict[str, torch.Tensor] = {}
     rank, p = dist.get_rank(), dist.get_world_size()
@@ -167,11 +159,8 @@ def _check_bound() -> list[str]:
     return wrong + differing_between_ranks(results)
 
 
-def test_special_numbers_add_as_torch_adds_them() -> None:
-    check_on_ranks(_check_special, world_size=3)
-
-
 def _check_special() -> list[str]:
+    """Infinite, tiny and large numbers add as torch adds them."""
     wrong = []
     for dtype in EXACT_BELOW:
         tiny, large = torch.finfo(dtype).tiny, torch.finfo(dtype).max
@@ -190,9 +179,6 @@ def _check_special() -> list[str]:
             if not torch.allclose(y, x, rtol=1e-3):
                 wrong.append(f"{name}: float16 overflows on the way")
     return wrong
-
-
-# Messages
 
 
 class Lossy(Transport):
@@ -219,13 +205,8 @@ class Lossy(Transport):
         return step._replace(incoming=torch.zeros_like(step.incoming), into=None)
 
 
-@pytest.mark.parametrize("world_size", thinned([2, 3, 4, 5], lambda world_size: world_size in (3, 4)))
-def test_every_single_lost_message_makes_a_result_wrong(world_size: int) -> None:
-    check_on_ranks(_check_lost_messages, world_size=world_size)
-
-
 def _check_lost_messages() -> list[str]:
-    """The numbers of every rank and place differ, so no message can be missing unnoticed."""
+    """Every single lost message makes a result wrong: the numbers of all ranks and places differ."""
     wrong = []
     rank, p, length = dist.get_rank(), dist.get_world_size(), 3001
     inputs = [whole_numbers(r, length, torch.float64) + 1 for r in range(p)]
@@ -246,13 +227,8 @@ def _check_lost_messages() -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("world_size", thinned([2, 3, 4, 5], lambda world_size: world_size in (3, 4)))
-def test_bytes_sent_are_those_of_the_formulas(world_size: int) -> None:
-    check_on_ranks(_check_bytes, world_size=world_size)
-
-
 def _check_bytes() -> list[str]:
-    """To the byte, for the rank that sends most."""
+    """Bytes sent are those of the formulas, to the byte, for the rank that sends most."""
     wrong = []
     p, length = dist.get_world_size(), 60_000
     n_bytes = 4 * length
@@ -275,11 +251,8 @@ def _check_bytes() -> list[str]:
     return wrong
 
 
-def test_tensors_are_exchanged_between_pairs_and_around_a_ring() -> None:
-    check_on_ranks(_check_exchange, world_size=3)
-
-
 def _check_exchange() -> list[str]:
+    """Tensors are exchanged between pairs, and around a ring."""
     wrong = []
     rank, p = dist.get_rank(), dist.get_world_size()
     for by in TRANSPORTS:
@@ -306,15 +279,8 @@ def _check_exchange() -> list[str]:
     return wrong
 
 
-# Tensors
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_any_layout_is_reduced_in_place_and_autograd_sees_nothing(world_size: int) -> None:
-    check_on_ranks(_check_layouts, world_size=world_size)
-
-
 def _check_layouts() -> list[str]:
+    """Any layout is reduced in place, and autograd sees nothing."""
     wrong = []
     rank, p = dist.get_rank(), dist.get_world_size()
     base = torch.arange(240.0) + 1000 * rank
@@ -355,11 +321,8 @@ def _check_layouts() -> list[str]:
     return wrong
 
 
-def test_a_tensor_kept_for_backward_and_changed_by_a_collective_is_an_error_there() -> None:
-    check_on_ranks(_check_kept_for_backward, world_size=2)
-
-
 def _check_kept_for_backward() -> list[str]:
+    """A tensor kept for backward and changed by a collective is an error there."""
     wrong = []
     for by in TRANSPORTS:
         for name, call in {
@@ -379,11 +342,8 @@ def _check_kept_for_backward() -> list[str]:
     return wrong
 
 
-def test_tensors_of_inference_mode_are_refused_outside_of_it_and_scratch_memory_is_shared() -> None:
-    check_on_ranks(_check_inference_mode, world_size=3)
-
-
 def _check_inference_mode() -> list[str]:
+    """Tensors of inference mode are refused outside of it; scratch memory is shared."""
     wrong = []
     for name, function in FUNCTIONS.items():
         if "into" in name:
@@ -403,14 +363,8 @@ def _check_inference_mode() -> list[str]:
     return wrong
 
 
-# Order and groups
-
-
-def test_calls_follow_each_other_without_a_barrier_whatever_their_sizes() -> None:
-    check_on_ranks(_check_sequence, world_size=4)
-
-
 def _check_sequence() -> list[str]:
+    """Calls follow each other without a barrier, whatever their sizes."""
     wrong = []
     rank, p = dist.get_rank(), dist.get_world_size()
     other = torch.zeros(3)
@@ -429,11 +383,8 @@ def _check_sequence() -> list[str]:
     return wrong if other.tolist() == [float((rank - 1) % p)] * 3 else [*wrong, f"rank {rank}: the caller's message"]
 
 
-def test_groups_work_side_by_side_and_count_ranks_their_own_way() -> None:
-    check_on_ranks(_check_groups, world_size=5)
-
-
 def _check_groups() -> list[str]:
+    """Groups work side by side, and count ranks their own way."""
     wrong = []
     results: dict[str, torch.Tensor] = {}
     rank, layout = dist.get_rank(), [[3, 0], [4, 1, 2]]
@@ -454,15 +405,8 @@ def _check_groups() -> list[str]:
     return wrong + differing_between_ranks(results, groups[mine])
 
 
-# Scratch memory
-
-
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_scratch_memory_is_bounded_kept_and_given_back(world_size: int) -> None:
-    check_on_ranks(_check_scratch, world_size=world_size)
-
-
 def _check_scratch() -> list[str]:
+    """Scratch memory is bounded, kept, given back, and goes with its group."""
     wrong = [] if scratch_bytes() == 0 else ["before"]
     for name, algorithm in ALGORITHMS.items():
         for length in (1000, 4_000_000):
@@ -482,15 +426,8 @@ def _check_scratch() -> list[str]:
     return wrong if len(select_transport._selections) == before - 1 else [*wrong, "goes with its group"]
 
 
-# Batches, as NCCL needs them. gloo takes them too, and blocks where NCCL would: after each batch.
-
-
-@pytest.mark.parametrize("world_size", thinned([1, 2, 3, 4, 5], lambda world_size: world_size in (3, 4)))
-def test_every_algorithm_runs_in_batches_and_the_butterfly_with_all_messages_at_once(world_size: int) -> None:
-    check_on_ranks(_check_batches, world_size=world_size)
-
-
 def _check_batches() -> list[str]:
+    """Every algorithm runs in batches, and the butterfly with p-1 messages at once: what NCCL needs."""
     wrong = []
     rank, p = dist.get_rank(), dist.get_world_size()
     BatchTransport.scratch_limit_bytes = 4 * 4096
@@ -513,14 +450,8 @@ def _check_batches() -> list[str]:
     return wrong
 
 
-# Refusals, and the choice of an algorithm
-
-
-def test_what_cannot_be_reduced_is_refused_with_what_was_expected() -> None:
-    check_on_ranks(_check_refusals, world_size=2)
-
-
 def _check_refusals() -> list[str]:
+    """What cannot be reduced is refused with what was expected, before it is changed."""
     wrong = []
     half, outside = torch.ones(6, dtype=torch.float16), dist.GroupMember.NON_GROUP_MEMBER
     calls: list[tuple[str, Callable[[], Any]]] = [
@@ -549,6 +480,36 @@ def _check_refusals() -> list[str]:
             if expected not in str(error):
                 wrong.append(f"{expected}: {error}")
     return wrong + ([] if half.tolist() == [1.0] * 6 else ["changed before it was refused"])
+
+
+# Each check, on how many ranks; and in `make test-all`
+CHECKS = [
+    (_check_bound, (3, 5), (2, 8)),
+    (_check_special, (3,), ()),
+    (_check_lost_messages, (3, 4), (2, 5)),
+    (_check_bytes, (3, 4), (2, 5)),
+    (_check_exchange, (3,), ()),
+    (_check_layouts, (1, 3), ()),
+    (_check_kept_for_backward, (2,), ()),
+    (_check_inference_mode, (3,), ()),
+    (_check_sequence, (4,), ()),
+    (_check_groups, (5,), ()),
+    (_check_scratch, (2, 4), ()),
+    (_check_batches, (3, 4), (1, 2, 5)),
+    (_check_refusals, (2,), ()),
+]
+
+
+@pytest.mark.parametrize(
+    ("check", "world_size"),
+    [
+        pytest.param(check, p, marks=[pytest.mark.slow] if p in slow else [], id=f"{check.__name__[7:]} {p}")
+        for check, quick, slow in CHECKS
+        for p in quick + slow
+    ],
+)
+def test_on_ranks(check: Callable[..., list[str]], world_size: int) -> None:
+    check_on_ranks(check, world_size=world_size)
 
 
 def test_without_a_process_group_the_error_names_what_is_missing() -> None:

@@ -367,6 +367,14 @@ def _use_as_two_threads_would(wrap):
     return len(starts) == len(set(starts)) == len(model._buckets)
 
 
+def _frozen_on_rank_0(wrap):
+    model = wrap(plain())
+    model.module[2].weight.requires_grad_(dist.get_rank() == 1)
+    step(model)
+    if dist.get_rank():
+        raise RuntimeError("it is frozen on the other rank, which says so")
+
+
 def _in_float64(wrap):
     model = wrap(plain())
     model.double()
@@ -459,6 +467,7 @@ REFUSED = {
     "added": ("5.weight was added", after(_add)),
     "replaced": ("0.bias was added, replaced", after(_replace)),
     "unfrozen": ("2.weight was added, replaced or unfrozen", after(lambda model: model.requires_grad_(), frozen)),
+    "max_norm of an embedding": ("0 has max_norm", lambda wrap: wrap(nn.Sequential(nn.Embedding(4, 2, max_norm=1.0)))),
     "max_norm": ("in place", lambda wrap: averages(wrap(MaxNorm()))),
     "updated in backward": ("updated in backward", after(_step_in_backward)),
     "optimizer in backward": (
@@ -472,6 +481,7 @@ REFUSED = {
 }
 OF_ONE = {
     "twice": ("find_unused=True", "bucketed", lambda wrap: averages(wrap(TiedInsideAndOutside()), _both_heads)),
+    "frozen on rank 0": ("frozen", "bucketed", _frozen_on_rank_0),
     "another dtype": ("has changed", "overlapped", _in_float64),
     "bucket size": ("above 0 MB", "one bucket", lambda wrap: wrap(plain(), bucket_mb=0)),
     "bucket sizes": ("they differ", "one bucket", lambda wrap: wrap(plain(), bucket_mb=1 + dist.get_rank())),

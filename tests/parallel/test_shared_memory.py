@@ -42,9 +42,6 @@ def check_on_ranks(check: Callable[..., list[str]], *args: Any, world_size: int,
     assert [text for of_rank in wrong for text in of_rank] == []
 
 
-# Order
-
-
 @pytest.mark.parametrize(("world_size", "rounds"), thinned([*QUICK, *ROUNDS], lambda *case: case in QUICK))
 def test_no_message_is_read_before_it_is_written_or_written_before_it_is_read(world_size: int, rounds: int) -> None:
     check_on_ranks(_check_stress, STRESS_ROUNDS or rounds, world_size=world_size, threads=1, timeout_s=3000)
@@ -94,9 +91,6 @@ def _check_stress(rounds: int) -> list[str]:
     return wrong[:5]
 
 
-# Failures
-
-
 def _replace_process(transport: Any, rank: int) -> None:
     """Let a process that has ended stand in for a rank, which must live for the launcher's sake."""
     child = os.fork()
@@ -108,11 +102,8 @@ def _replace_process(transport: Any, rank: int) -> None:
     os.close(ended)
 
 
-def test_a_rank_that_dies_ends_the_wait_of_the_others_with_its_number() -> None:
-    check_on_ranks(_check_death, world_size=3)
-
-
 def _check_death() -> list[str]:
+    """A rank that dies ends the wait of the others with its number."""
     transport, wrong = find_transport(None, CPU, SHARED), []
     if dist.get_rank() < 2:
         _replace_process(transport, 2)
@@ -126,11 +117,8 @@ def _check_death() -> list[str]:
     return wrong
 
 
-def test_what_a_rank_sent_before_it_left_still_arrives() -> None:
-    check_on_ranks(_check_leaving, world_size=2)
-
-
 def _check_leaving() -> list[str]:
+    """What a rank sent before it left still arrives."""
     transport, received = find_transport(None, CPU, SHARED), torch.zeros(3)
     if dist.get_rank() == 0:
         transport.run([Step(torch.ones(3), 1, None, 0)])
@@ -142,11 +130,8 @@ def _check_leaving() -> list[str]:
     return [] if dist.get_rank() == 0 or received.tolist() == [1.0] * 3 else ["lost"]
 
 
-def test_a_rank_that_does_not_come_ends_the_wait_at_the_time_out() -> None:
-    check_on_ranks(_check_time_out, world_size=2)
-
-
 def _check_time_out() -> list[str]:
+    """A rank that does not come ends the wait at the time-out."""
     group = dist.group.WORLD
     assert group is not None
     transport, wrong = SharedTransport(group, 2.0), []
@@ -170,11 +155,8 @@ def _reduce_other_lengths(lengths: tuple[int, ...]) -> None:
     all_reduce(torch.ones(lengths[dist.get_rank()]), transport=SHARED)
 
 
-def test_parts_that_cannot_be_sent_are_refused_before_any_message() -> None:
-    check_on_ranks(_check_parts, world_size=2)
-
-
 def _check_parts() -> list[str]:
+    """Parts that cannot be sent are refused before any message."""
     transport, wrong = find_transport(None, CPU, SHARED), []
     other = 1 - transport.rank
     long, integers = torch.zeros(transport.piece_bytes(1) + 1, dtype=torch.uint8), torch.ones(3, dtype=torch.int32)
@@ -210,14 +192,8 @@ def test_a_program_that_ends_while_a_thread_waits_ends_with_its_status() -> None
     assert (result.returncode, result.stderr) == (3, "")
 
 
-# Memory
-
-
-def test_nothing_has_a_name_and_mappings_go_with_the_group() -> None:
-    check_on_ranks(_check_mappings, world_size=3)
-
-
 def _check_mappings() -> list[str]:
+    """Nothing has a name, and mappings go with the group."""
     group = dist.new_group([0, 1, 2])
     all_reduce(torch.ones(200_000), group, transport=SHARED)
     wrong = [line for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/shm/" in line]
@@ -231,7 +207,12 @@ def _count_mappings() -> int:
     return sum("memfd:labkit" in line for line in Path("/proc/self/maps").read_text().splitlines())
 
 
-# Falling back
+@pytest.mark.parametrize(
+    ("check", "world_size"),
+    [(_check_death, 3), (_check_leaving, 2), (_check_time_out, 2), (_check_parts, 2), (_check_mappings, 3)],
+)
+def test_on_ranks(check: Callable[..., list[str]], world_size: int) -> None:
+    check_on_ranks(check, world_size=world_size)
 
 
 @pytest.mark.parametrize("cause", ["library", "memory", "limit", "hosts", "open", "processes"])

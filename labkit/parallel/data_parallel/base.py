@@ -193,6 +193,8 @@ class DataParallel(nn.Module, UnevenInputs):
         if self.find_unused:  # last: every rank begins the same collectives in the same order
             self._clear_globally_unused(has_gradient)
         for index, gradient in before.items():
+            if (mean := parameters[index].grad) is not None and mean.any() and not self._join_config.enable:
+                raise RuntimeError(f"{self._names[index]} is frozen on this rank and trained on another")
             parameters[index].grad = gradient
         self._forget_pass()
 

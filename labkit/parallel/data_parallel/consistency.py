@@ -21,8 +21,9 @@ def check_module(module: nn.Module, device_ids: Sequence[int | torch.device] | N
     for name, part in module.named_modules():
         if hasattr(part, "no_sync"):
             raise ValueError(f"expected a model without a wrapper in it, got {_path(name)}, a {type(part).__name__}")
-        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
-            raise ValueError(f"expected dense gradients, and {_path(name)} has sparse=True: build it with sparse=False")
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and (part.sparse or part.max_norm is not None):
+            reason = "sparse=True" if part.sparse else "max_norm, which changes the rows that a rank sees"
+            raise ValueError(f"expected an embedding with dense gradients and updates, and {_path(name)} has {reason}")
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         if is_lazy(tensor):
             raise ValueError(

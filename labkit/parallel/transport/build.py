@@ -52,7 +52,7 @@ def load(patience_s: float = BUILD_S) -> ctypes.PyDLL:
 def prepare() -> str:
     """Build the library if needed; return "compiled", or "not available" with the reason."""
     try:
-        _find_or_build(BUILD_S)
+        ctypes.PyDLL(str(_find_or_build(BUILD_S)))
     except (OSError, SharedMemoryUnavailable) as error:
         return f"not available ({error})"
     return "compiled"
@@ -141,7 +141,8 @@ def _cache_folder() -> Path:
             is_executable = not os.statvfs(folder).f_flag & os.ST_NOEXEC
             if is_private and is_executable and os.access(folder, os.W_OK | os.X_OK):
                 return folder
-    raise SharedMemoryUnavailable(f"no private folder for executable files: {' or '.join(map(str, candidates))}")
+    tried = " and ".join(map(str, candidates))
+    raise SharedMemoryUnavailable(f"no private folder that may hold code: set XDG_CACHE_HOME to one (tried {tried})")
 
 
 @contextmanager
