@@ -109,7 +109,7 @@ def measure_point(point):
     if point.moment == WRITING:
         if faulty and point.action.startswith("SIG"):
             threading.Timer(0.02, act, [point.action]).start()
-        for _ in range(20 if faulty else 1):
+        for _ in range(5 if faulty else 1):
             yield {"value": [0.1] * 100_000}
         if faulty:
             act(point.action)
