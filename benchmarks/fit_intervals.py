@@ -54,7 +54,7 @@ def _fit_end(features: np.ndarray, distance: np.ndarray, table: np.ndarray) -> n
     for _ in range(ROUNDS):
         widths = _regress(features, distance, weight[table])
         covered = np.bincount(table, distance <= features @ widths + 1e-9) / count
-        weight = weight * np.exp(GAIN * np.clip(LEVEL + 0.01 - covered, 0, 0.5))
+        weight = weight * np.exp(GAIN * np.clip(LEVEL - covered, 0, 0.5))
     return widths
 
 

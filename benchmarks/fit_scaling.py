@@ -27,7 +27,7 @@ from labkit.scaling.intervals import factors
 from labkit.scaling.prediction import FITS_SHARE, UNSTABLE_SHARE, apply_bounds
 from labkit.scaling.published import Published, load_published
 from labkit.scaling.runs import Runs
-from labkit.scaling.step_time import predict_step_s
+from labkit.scaling.step_time import predict_step_s, slow_engine_s
 from labkit.scaling.tables import DATA
 
 NOISE = 0.08
@@ -112,12 +112,22 @@ def find_unstable(published: Published, values: Mapping[str, float]) -> np.ndarr
     return stages.peak_gib > UNSTABLE_SHARE * published.runs.memory_gib
 
 
+def without_slow_engine(published: Published, errors: Errors, values: Mapping[str, float]) -> Errors:
+    """The errors that an unstated slow engine does not explain: `apply_bounds` covers the others."""
+    runs, measured = published.runs.take(errors.row), published.step_s[errors.row]
+    slower = slow_engine_s(runs, from_values(read_constants(), values).rows(runs))
+    is_open = (runs.framework == "nanotron") & (runs.pp > 1) & (runs.nodes > 1) & ~runs.has("old_pipeline")
+    is_slow = is_open & (measured - measured / np.exp(errors.log_ratio) > 0.5 * slower)
+    return errors.take(np.flatnonzero(~is_slow))
+
+
 def unseen_ends(published: Published, errors: Errors, values: Mapping[str, float]) -> tuple[np.ndarray, np.ndarray]:
     """Both ends of every error's interval over the prediction, by widths that saw no row of its model."""
     part = model_parts(published)[errors.row]
     low, high = np.empty(len(part)), np.empty(len(part))
     for one in range(MODEL_PARTS):
-        widths = fit_widths(errors.take(np.flatnonzero(part != one)))
+        others = errors.take(np.flatnonzero(part != one))
+        widths = fit_widths(without_slow_engine(published, others, values))
         low[part == one], high[part == one] = factors(errors.features[part == one], widths)
     runs = published.runs.take(errors.row)
     predicted = published.step_s[errors.row] / np.exp(errors.log_ratio)
@@ -157,7 +167,7 @@ def write(
         fitted = [f"{x:g}" for x in (one.prior, one.spread, one.low, one.high)] if one.is_fitted else [""] * 4
         rows.append([one.quantity, one.key, f"{values.get(one.name, one.value):.5g}", *fitted, one.source])
     _write_table("constants", ["quantity", "key", "value", "prior", "spread", "low", "high", "source"], rows)
-    widths = fit_widths(errors)
+    widths = fit_widths(without_slow_engine(published, errors, values))
     pairs = zip(FEATURES, widths["low"], widths["high"], strict=True)
     _write_table("intervals", ["feature", "low", "high"], [[name, f"{a:.4f}", f"{b:.4f}"] for name, a, b in pairs])
     away, low, high = distance(errors.features), *ends

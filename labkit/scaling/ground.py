@@ -35,7 +35,7 @@ class Limits:
     """log2 of the models' parameters, sorted."""
     architectures: frozenset[str]
     kinds: frozenset[str]
-    """Shardings and precisions."""
+    """Shardings, and fp8 or 16 bits."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def _limits(runs: Runs) -> Limits:
         cp=float(runs.cp.max()),
         log_sizes=np.unique(np.log2(np.asarray(parameters(runs)))),
         architectures=frozenset(runs.architecture.tolist()),
-        kinds=frozenset(runs.shard.tolist()) | frozenset(runs.precision.tolist()),
+        kinds=frozenset(kind for row in range(len(runs)) for kind in _kinds(runs, row)),
     )
 
 
@@ -101,14 +101,16 @@ def features(runs: Runs, ground: Ground, unstable: Flags) -> Numbers:
         columns["engine"][rows] = columns["framework"][rows] * is_wide[rows]
         columns["gpus"][rows] = np.maximum(np.log2(runs.gpus[rows] / limits.gpus), 0.0)
         columns["size"][rows] = np.abs(sizes[rows][:, None] - limits.log_sizes[None, :]).min(axis=1)
-        columns["kind"][rows] = [
-            len({shard, precision} - limits.kinds)
-            for shard, precision in zip(runs.shard[rows].tolist(), runs.precision[rows].tolist(), strict=True)
-        ]
+        columns["kind"][rows] = [len(_kinds(runs, int(row)) - limits.kinds) for row in np.flatnonzero(rows)]
     longer = np.maximum(np.log2(runs.seq_len / everything.seq_len), 0.0)
     columns["length"] = longer + np.maximum(np.log2(runs.cp / everything.cp), 0.0)
     columns["architecture"] = (~np.isin(runs.architecture, sorted(everything.architectures))).astype(float)
     return np.stack([columns[name] for name in FEATURES], axis=1)
+
+
+def _kinds(runs: Runs, row: int) -> frozenset[str]:
+    """Sharding, and fp8; all 16-bit formats are one kind."""
+    return frozenset((str(runs.shard[row]), "fp8" if runs.precision[row] == "fp8" else "16 bits"))
 
 
 def distance(columns: Numbers) -> Numbers:
@@ -136,5 +138,5 @@ def extrapolations(runs: Runs, row: int, ground: Ground) -> Iterator[str]:
         yield f"extrapolated: {runs.cp[row]:.0f} context-parallel ranks, fitted up to {everything.cp:.0f}"
     if runs.architecture[row] not in everything.architectures:
         yield f"extrapolated: no published run on {runs.architecture[row]} GPUs"
-    for kind in sorted({str(runs.shard[row]), str(runs.precision[row])} - limits.kinds):
+    for kind in sorted(_kinds(runs, row) - limits.kinds):
         yield f"extrapolated: no published run{where} in {kind}"

@@ -4,6 +4,7 @@ Rates are dense (no structured sparsity); the rate of a link is that of one dire
 reach is a constant, by architecture.
 """
 
+import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -90,7 +91,9 @@ def find_hardware(name: str) -> Hardware:
     stems = (stem, f"rtx-{stem}")
     family = [card for declared, card in HARDWARE.items() if declared.lower().startswith(tuple(f"{s}-" for s in stems))]
     if not family:
-        raise ValueError(f"unknown GPU {name[:60]!r}; declared are {', '.join(HARDWARE)}")
+        declared = {one.lower(): one for one in HARDWARE}
+        near = [declared[one] for one in difflib.get_close_matches(words, declared, n=3, cutoff=0.4)]
+        raise ValueError(f"unknown GPU {name[:60]!r}; the nearest declared are {', '.join(near or HARDWARE)}")
     if memory is None:
         return family[-1] if stem in ("a100-sxm", "v100-sxm") else family[0]
     size = float(memory[1])
@@ -103,7 +106,9 @@ def find_hardware(name: str) -> Hardware:
 def _normalize(name: str) -> str:
     """Lower case with hyphens; `NVIDIA H100 80GB HBM3` and `A100 80GB PCIe` as this project writes them."""
     words = re.sub(r"[\s_]+", "-", name.lower())
-    words = re.sub(r"nvidia|amd|geforce|tesla|instinct|server-edition|workstation-edition", "", words)
+    words = re.sub(
+        r"nvidia|amd|geforce|quadro|tesla|instinct|server-edition|workstation-edition|-generation", "", words
+    )
     words = re.sub(r"-(hbm\d\w?|oam|server|ws)(?=-|$)", "", re.sub(r"sxm\d", "sxm", words))
     words = re.sub(r"-+", "-", words).strip("-")
     if form := re.fullmatch(r"(.+)-(\d+gb)-(pcie|sxm)", words):

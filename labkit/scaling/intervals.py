@@ -15,9 +15,11 @@ from labkit.scaling.model import Numbers
 from labkit.scaling.tables import read_table
 
 FLOORS: Mapping[str, float] = {
+    **{name: 0.05 for name in FEATURES if name.startswith("on_")},
     **{"gpus": 0.1, "size": 0.08, "length": 0.1, "framework": 0.1, "engine": 0.1, "architecture": 0.15, "kind": 0.1},
 }
-"""Least widening per doubling, or per kind without a measured run, in log units; declared, since folds are few."""
+"""Least widening in log units, declared since folds are few: per doubling, per kind without a measured run, and 5% for
+a run that is repeated elsewhere."""
 
 
 @cache

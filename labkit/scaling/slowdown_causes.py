@@ -138,7 +138,7 @@ def _causes(request: Request, expected: Prediction, unspecified: Collection[str]
     yield replace(float32, mfu=float32.mfu / FLOAT32_SLOWER)
     profile = Profile("unfused", request.framework, {"unfused_attention": 1.0})
     unfused = replace(request, constants=request.constants.with_profile(profile), framework=profile.name)
-    yield cause("attention that writes its scores to memory", "labkit report flash_attention", unfused)
+    yield cause("attention that writes its scores to memory", "labkit report attention", unfused)
     if request.gpus > 1:
         slower: dict[str, Any] = {"link_gb_s": min(hardware.link_gb_s, PCIE_GB_S)}
         name = "GPUs that talk over PCIe instead of NVLink"

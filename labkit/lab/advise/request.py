@@ -98,7 +98,7 @@ def _machine(options: Options) -> tuple[Hardware, int, str, float]:
     precision = _choice(options, "precision", PRECISIONS) or "bf16"
     if precision == "fp8" and hardware.fp8_ratio == 1:
         raise ValueError(f"{hardware.name} has no fp8 matmuls: expected --precision bf16 or fp16")
-    if precision == "bf16" and hardware.architecture == "volta":
+    if precision == "bf16" and hardware.architecture in ("volta", "turing"):
         raise ValueError(f"{hardware.name} has no bf16 matmuls: expected --precision fp16")
     reserve_gib = _number(options, "memory_reserve", unit="gib") or 0.0
     if reserve_gib >= hardware.memory_gib:
