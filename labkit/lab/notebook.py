@@ -18,6 +18,7 @@ from labkit.lab.answers import Answer, Check
 from labkit.lab.config import LabConfig, ParameterError, nearest
 from labkit.lab.declaration import Lab
 from labkit.lab.figures import Plot
+from labkit.lab.figures.declared import Figure
 from labkit.lab.guesses import check_guesses, with_guesses
 from labkit.lab.metric import Results
 from labkit.lab.pages import cards
@@ -184,8 +185,9 @@ class OpenLab:
         """Show a frame as an aligned table, values with their units."""
         display(cards.table(frame, caption))
 
-    def show(self, plot: Plot, name: str, caption: str = "") -> None:
+    def show(self, figure: Plot | Figure, name: str, caption: str = "") -> None:
         """Show a figure that belongs to no question; save it and its points under `figures/`."""
+        plot = figure.draw(self._results(), None) if isinstance(figure, Figure) else figure
         display(self._figure(plot, name, caption))
 
     def answer(self, question_id: str, **plots: Plot) -> None:
