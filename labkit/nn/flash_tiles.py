@@ -86,6 +86,13 @@ _HALF_BLACKWELL = _HALF_HOPPER | {
     ("grad_kv", 256): (Tile(16, 64, 4, 2), Tile(32, 64, 8, 2)),
     ("grad_q", 128): (Tile(128, 64, 8, 2), Tile(64, 64, 4, 2)),
 }
+_HALF_GEFORCE_BLACKWELL = _HALF_AMPERE | {
+    ("forward", 128): (Tile(128, 64, 8, 2), Tile(64, 32, 4, 3)),
+    ("grad_kv", 32): (Tile(32, 128, 4, 2), Tile(32, 64, 4, 2)),
+    ("grad_kv", 64): (Tile(64, 64, 4, 2), Tile(32, 64, 4, 2)),
+    ("grad_kv", 128): (Tile(64, 64, 8, 2), Tile(32, 64, 4, 2)),
+    ("grad_q", 128): (Tile(64, 64, 4, 2), Tile(64, 32, 4, 2)),
+}
 _FLOAT32_AMPERE: _Table = {
     ("forward", 32): (Tile(32, 32, 4, 2),),
     ("forward", 64): (Tile(32, 32, 4, 2),),
@@ -111,6 +118,7 @@ _FLOAT32_HOPPER: _Table = {
 _FLOAT32_BLACKWELL = _FLOAT32_AMPERE | {
     ("forward", 32): (Tile(128, 64, 8, 2),),
     ("forward", 64): (Tile(128, 32, 8, 2), Tile(64, 32, 4, 2)),
+    ("forward", 128): (Tile(16, 32, 4, 2),),
 }
 
 DELTA_TILE = Tile(64, 0, 4, 1)
@@ -127,10 +135,10 @@ INTERPRETER_TILES = {
 def tiles_for(kernel: str, *, dtype: torch.dtype, head_dim: int, capability: tuple[int, int]) -> tuple[Tile, ...]:
     """Tiles to autotune among; none for float32 above a head dimension of 128, where all spill.
 
-    Hopper (9.x) has wgmma and 227 KiB of shared memory, data center Blackwell (10.x) tensor memory, too.  Ampere and
-    Ada (8.x) and GeForce Blackwell (12.x) share tiles that fit the 99 KiB of the smaller chips.
+    Hopper (9.x) has wgmma and 227 KiB of shared memory, data center Blackwell (10.x) tensor memory, too.  Tiles for
+    Ampere and Ada (8.x) and GeForce Blackwell (12.x), whose registers are allotted differently, fit 99 KiB.
     """
-    half = {9: _HALF_HOPPER, 10: _HALF_BLACKWELL}.get(capability[0], _HALF_AMPERE)
+    half = {9: _HALF_HOPPER, 10: _HALF_BLACKWELL, 12: _HALF_GEFORCE_BLACKWELL}.get(capability[0], _HALF_AMPERE)
     single = {9: _FLOAT32_HOPPER, 10: _FLOAT32_BLACKWELL}.get(capability[0], _FLOAT32_AMPERE)
     return (single if dtype == torch.float32 else half).get((kernel, max(32, padded(head_dim))), ())
 
