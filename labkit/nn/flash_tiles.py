@@ -120,6 +120,10 @@ _FLOAT32_BLACKWELL = _FLOAT32_AMPERE | {
     ("forward", 64): (Tile(128, 32, 8, 2), Tile(64, 32, 4, 2)),
     ("forward", 128): (Tile(16, 32, 4, 2),),
 }
+_FLOAT32_GEFORCE_BLACKWELL = _FLOAT32_AMPERE | {
+    ("forward", 128): (Tile(16, 32, 4, 2),),
+    ("grad_kv", 128): (Tile(32, 16, 8, 2),),
+}
 
 DELTA_TILE = Tile(64, 0, 4, 1)
 """`delta_kernel` reads two tiles and adds: its size matters little."""
@@ -138,8 +142,12 @@ def tiles_for(kernel: str, *, dtype: torch.dtype, head_dim: int, capability: tup
     Hopper (9.x) has wgmma and 227 KiB of shared memory, data center Blackwell (10.x) tensor memory, too.  Tiles for
     Ampere and Ada (8.x) and GeForce Blackwell (12.x), whose registers are allotted differently, fit 99 KiB.
     """
-    half = {9: _HALF_HOPPER, 10: _HALF_BLACKWELL, 12: _HALF_GEFORCE_BLACKWELL}.get(capability[0], _HALF_AMPERE)
-    single = {9: _FLOAT32_HOPPER, 10: _FLOAT32_BLACKWELL}.get(capability[0], _FLOAT32_AMPERE)
+    tables = {
+        9: (_FLOAT32_HOPPER, _HALF_HOPPER),
+        10: (_FLOAT32_BLACKWELL, _HALF_BLACKWELL),
+        12: (_FLOAT32_GEFORCE_BLACKWELL, _HALF_GEFORCE_BLACKWELL),
+    }
+    single, half = tables.get(capability[0], (_FLOAT32_AMPERE, _HALF_AMPERE))
     return (single if dtype == torch.float32 else half).get((kernel, max(32, padded(head_dim))), ())
 
 
