@@ -86,7 +86,7 @@ _HALF_BLACKWELL = _HALF_HOPPER | {
     ("grad_kv", 256): (Tile(16, 64, 4, 2), Tile(32, 64, 8, 2)),
     ("grad_q", 128): (Tile(128, 64, 8, 2), Tile(64, 64, 4, 2)),
 }
-_HALF_GEFORCE_BLACKWELL = _HALF_AMPERE | {
+_HALF_SMALL = _HALF_AMPERE | {
     ("forward", 128): (Tile(128, 64, 8, 2), Tile(64, 32, 4, 3)),
     ("grad_kv", 32): (Tile(32, 128, 4, 2), Tile(32, 64, 4, 2)),
     ("grad_kv", 64): (Tile(64, 64, 4, 2), Tile(32, 64, 4, 2)),
@@ -120,7 +120,7 @@ _FLOAT32_BLACKWELL = _FLOAT32_AMPERE | {
     ("forward", 64): (Tile(128, 32, 8, 2), Tile(64, 32, 4, 2)),
     ("forward", 128): (Tile(16, 32, 4, 2),),
 }
-_FLOAT32_GEFORCE_BLACKWELL = _FLOAT32_AMPERE | {
+_FLOAT32_SMALL = _FLOAT32_AMPERE | {
     ("forward", 128): (Tile(16, 32, 4, 2),),
     ("grad_kv", 128): (Tile(32, 16, 8, 2),),
 }
@@ -139,15 +139,13 @@ INTERPRETER_TILES = {
 def tiles_for(kernel: str, *, dtype: torch.dtype, head_dim: int, capability: tuple[int, int]) -> tuple[Tile, ...]:
     """Tiles to autotune among; none for float32 above a head dimension of 128, where all spill.
 
-    Hopper (9.x) has wgmma and 227 KiB of shared memory, data center Blackwell (10.x) tensor memory, too.  Tiles for
-    Ampere and Ada (8.x) and GeForce Blackwell (12.x), whose registers are allotted differently, fit 99 KiB.
+    A100 (8.0), Hopper (9.x) and data center Blackwell (10.x) have tables of their own.  All other GPUs from 8.6 have
+    99 KiB of shared memory, and tensor cores so slow that smaller tiles reach their peak, too.
     """
-    tables = {
-        9: (_FLOAT32_HOPPER, _HALF_HOPPER),
-        10: (_FLOAT32_BLACKWELL, _HALF_BLACKWELL),
-        12: (_FLOAT32_GEFORCE_BLACKWELL, _HALF_GEFORCE_BLACKWELL),
-    }
-    single, half = tables.get(capability[0], (_FLOAT32_AMPERE, _HALF_AMPERE))
+    tables = {8: (_FLOAT32_AMPERE, _HALF_AMPERE), 9: (_FLOAT32_HOPPER, _HALF_HOPPER)}
+    tables |= {10: (_FLOAT32_BLACKWELL, _HALF_BLACKWELL)}
+    large = capability == (8, 0) or capability[0] in (9, 10)
+    single, half = tables[capability[0]] if large else (_FLOAT32_SMALL, _HALF_SMALL)
     return (single if dtype == torch.float32 else half).get((kernel, max(32, padded(head_dim))), ())
 
 
