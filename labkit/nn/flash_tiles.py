@@ -88,6 +88,7 @@ _HALF_BLACKWELL = _HALF_HOPPER | {
 }
 _HALF_SMALL = _HALF_AMPERE | {
     ("forward", 128): (Tile(128, 64, 8, 2), Tile(64, 32, 4, 3)),
+    ("forward", 256): (Tile(64, 32, 8, 2),),
     ("grad_kv", 32): (Tile(32, 128, 4, 2), Tile(32, 64, 4, 2)),
     ("grad_kv", 64): (Tile(64, 64, 4, 2), Tile(32, 64, 4, 2)),
     ("grad_kv", 128): (Tile(64, 64, 8, 2), Tile(32, 64, 4, 2)),
