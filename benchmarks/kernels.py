@@ -20,8 +20,9 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -66,10 +67,10 @@ class Chip:
 CHIPS = {
     80: Chip(164, 163, 2048, 2048, 2),
     86: Chip(100, 99, 1536, 1024, 1),
-    89: Chip(100, 99, 1536, 1024, 1),
+    89: Chip(100, 99, 1536, 512, 1),
     90: Chip(228, 227, 2048, 4096, 1),
     100: Chip(228, 227, 2048, 8192, 1),
-    120: Chip(100, 99, 1536, 1024, 1, alu_clocks=1),
+    120: Chip(100, 99, 1536, 512, 1, alu_clocks=1),
 }
 
 
@@ -89,9 +90,12 @@ class Resources:
 
     def faults(self, capability: int) -> list[str]:
         """Reasons against shipping this tile."""
-        found = [f"{self.spills_in_loops} spills in loops"] * (self.spills_in_loops > 0)
-        found += ["too much shared memory"] * (self.shared_bytes > CHIPS[capability].block_kib * 1024)
-        return found + ["too much tensor memory"] * (self.tensor_columns > TENSOR_COLUMNS)
+        faults = {
+            f"{self.spills_in_loops} spills in loops": self.spills_in_loops > 0,
+            "too much shared memory": self.shared_bytes > CHIPS[capability].block_kib * 1024,
+            "too much tensor memory": self.tensor_columns > TENSOR_COLUMNS,
+        }
+        return [fault for fault, is_true in faults.items() if is_true]
 
 
 def compile_tile(
@@ -132,13 +136,13 @@ def compile_tile(
 
 
 def _source(kernel: str, tile: Tile, constants: dict[str, Any], dtype: torch.dtype) -> ASTSource:
-    function, given = KERNELS[kernel], constants | tile.constants()
+    function, constants = KERNELS[kernel], constants | tile.constants()
     signature: dict[str, str] = {}
     for parameter in function.params:
         name = parameter.name
-        if name in given or parameter.has_default:
+        if name in constants or parameter.has_default:
             signature[name] = "constexpr"
-            given.setdefault(name, parameter.default)
+            constants.setdefault(name, parameter.default)
         elif name in ("logsumexp_ptr", "delta_ptr"):
             signature[name] = "*fp32"
         elif name.endswith("_ptr"):
@@ -147,7 +151,7 @@ def _source(kernel: str, tile: Tile, constants: dict[str, Any], dtype: torch.dty
             signature[name] = "fp32" if name == "scale" else "i32"
     # tensors from PyTorch's allocator are aligned; without saying so, loads are not pipelined
     aligned = {(index,): [["tt.divisibility", 16]] for index, name in enumerate(signature) if name.endswith("_ptr")}
-    return ASTSource(function, signature, {name: value for name, value in given.items() if name in signature}, aligned)
+    return ASTSource(function, signature, {name: constants[name] for name in signature if name in constants}, aligned)
 
 
 def _run(program: str, *arguments: str) -> str:
@@ -182,11 +186,11 @@ def _loops(code: list[tuple[str, int | None]]) -> list[set[int]]:
     sources, ends = np.array(edges).T
     graph = coo_array((np.ones(len(edges)), (sources, ends)), shape=(len(code), len(code)))
     _, parts = connected_components(graph.tocsr(), connection="strong")
-    found: dict[int, set[int]] = {}
+    members: dict[int, set[int]] = {}
     for index, part in enumerate(parts.tolist()):
-        found.setdefault(part, set()).add(index)
+        members.setdefault(part, set()).add(index)
     kinds = {"tensor", "special"}
-    return [loop for loop in found.values() if len(loop) > 1 and any(_kind(code[i][0]) in kinds for i in loop)]
+    return [loop for loop in members.values() if len(loop) > 1 and any(_kind(code[i][0]) in kinds for i in loop)]
 
 
 def _name(text: str) -> str:
@@ -258,25 +262,43 @@ def _blocks(chip: Chip, registers: int, shared_bytes: int, warps: int) -> int:
 # ------------------------------------------------------------------------------------------- table
 
 
+COLUMNS = [
+    "target",
+    "dtype",
+    "kernel",
+    "dim",
+    "tile",
+    "registers",
+    "in_loops",
+    "outside",
+    "KiB",
+    "tensor",
+    "blocks",
+    "instructions",
+    "bound",
+    "share",
+]
+WIDTHS = (7, 9, 8, 4, 22, 10, 9, 8, 5, 7, 7, 13, 8, 6)
+
+
 def main() -> int:
     options = _options()
-    print(f"{'target':7}{'dtype':9}{'kernel':8}{'dim':>4}  {'tile':20}{'registers':>9}  in loops  outside  "
-          f"KiB  columns  blocks  instructions  bound")  # fmt: skip
+    _print_row(COLUMNS)
     wrong = 0
     for capability, dtype, head_dim, kernel, tile in _selected(options):
         sizes: dict[str, Any] = {"head_dim": head_dim, "dtype": dtype, "capability": capability}
-        found = compile_tile(kernel, tile, causal=not options.full, **sizes)
-        faults = found.faults(capability)
+        resources = compile_tile(kernel, tile, causal=not options.full, **sizes)
+        faults = resources.faults(capability)
         wrong += bool(faults)
-        print(
-            f"sm_{capability:<4}{str(dtype).removeprefix('torch.'):9}{kernel:8}{head_dim:4}  {tile!s:20}"
-            f"{found.registers:9}{found.spills_in_loops:10}{found.spills_outside:9}{found.shared_bytes / 1024:5.0f}"
-            f"{found.tensor_columns:9}{found.blocks:8}{found.instructions:14}  {found.bound} {found.tensor_share:.2f}"
-            + "".join(f"  ! {fault}" for fault in faults),
-            flush=True,
-        )
+        problem = [f"sm_{capability}", str(dtype).removeprefix("torch."), kernel, head_dim, tile]
+        kib, share = round(resources.shared_bytes / 1024), round(resources.tensor_share, 2)
+        _print_row([*problem, *(replace(resources, shared_bytes=kib, tensor_share=share).__dict__.values()), *faults])
     print(f"{wrong} tiles spill in a loop or do not fit")
     return int(wrong > 0)
+
+
+def _print_row(cells: Sequence[object]) -> None:
+    print("".join(f"{cell!s:{width}}" for cell, width in zip_longest(cells, WIDTHS, fillvalue="")), flush=True)
 
 
 def _selected(options: argparse.Namespace) -> Iterator[tuple[int, torch.dtype, int, str, Tile]]:

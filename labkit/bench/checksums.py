@@ -28,7 +28,6 @@ from labkit.bench.check import first_failing_rank
 
 PERIOD = 1021  # prime: chunks cut from round sizes do not begin at the same place in it
 ROWS_AT_ONCE = 64  # periods compared at a time: their float64 copies stay in cache
-MESSAGES = 256  # messages differ between so many neighbors; bfloat16 counts up to that
 
 
 def first_wrong(reduce: Callable[[Tensor], object], tensor: Tensor) -> str | None:
@@ -81,18 +80,6 @@ def fill_part(tensor: Tensor, rank: int, members: range, *, start: int = 0, time
         _fill(tensor, _part(rank, _modulus(tensor.dtype), start) * times)
     else:
         tensor.zero_()
-
-
-def fill_message(tensor: Tensor, sender: int) -> None:
-    """Overwrite the tensor with numbers that tell `sender` from the 255 ranks around it, at each element."""
-    _fill(tensor, _part(sender, MESSAGES))
-
-
-def is_message(tensor: Tensor, sender: int) -> bool:
-    """Whether each element is as `fill_message` left it."""
-    expected = torch.empty_like(tensor)
-    fill_message(expected, sender)
-    return torch.equal(tensor, expected)
 
 
 def _modulus(dtype: torch.dtype) -> int:

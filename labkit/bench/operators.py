@@ -32,15 +32,13 @@ class OperatorCall:
 class OperatorRecord(TorchDispatchMode):
     """Records PyTorch's operators that run while it is entered, those of a backward pass included, in `calls`.
 
-    Whatever an operator does inside, it moves the tensors that it reads, those that its schema says it writes into, and
-    those that it makes. Views move nothing and are left out, and so are allocations. Works on fake tensors, too, where
-    nothing is computed. `all_reduces` are the bytes of each of torch.distributed's that begins.
+    An operator moves the tensors that it reads, that its schema says it writes into, and that it makes. Views and
+    allocations move nothing and are left out. Works on fake tensors, too, where nothing is computed.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[OperatorCall] = []
-        self.all_reduces: list[int] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -55,8 +53,6 @@ class OperatorRecord(TorchDispatchMode):
             n_bytes = _total_bytes(moved)
             dtype = str((inputs or outputs)[0].dtype).removeprefix("torch.") if inputs or outputs else ""
             self.calls.append(OperatorCall(name, float(flops), float(n_bytes), dtype))
-        elif func.namespace == "c10d" and "allreduce" in name:
-            self.all_reduces.append(_total_bytes(_tensors(args)))
         return result
 
 

@@ -5,6 +5,7 @@ are stored with the point (`machine.load.Load`), and `machine.load.busy_points` 
 """
 
 import time
+import timeit
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from statistics import median
@@ -47,9 +48,8 @@ def probe() -> dict[str, float]:
 
 
 def _ping_pong(rank: int) -> float:
-    """Mean seconds of a round trip; the mean, since a few late wake-ups among many are what load looks like."""
-    message = torch.zeros(1)
-    start = 0.0
+    """Mean seconds of a round trip: a few late wake-ups among many are what load looks like."""
+    message, start = torch.zeros(1), 0.0
     for trip in range(-5, ROUND_TRIPS):
         if trip == 0:
             start = time.perf_counter()
@@ -64,9 +64,5 @@ def _ping_pong(rank: int) -> float:
 def _copy() -> float:
     """Median seconds of a copy by one thread, into memory that was written before."""
     source, target = np.ones(COPY_BYTES, np.uint8), np.ones(COPY_BYTES, np.uint8)
-    seconds = []
-    for _ in range(COPIES):
-        start = time.perf_counter()
-        np.copyto(target, source)
-        seconds.append(time.perf_counter() - start)
-    return median(seconds)
+    times = timeit.repeat(lambda: np.copyto(target, source), number=1, repeat=COPIES)
+    return median(times)

@@ -12,7 +12,6 @@ from typing import Literal
 
 import numpy as np
 import pandas as pd
-from scipy.special import ndtr, ndtri
 from scipy.stats import false_discovery_control
 
 from labkit.bench.intervals import (
@@ -26,7 +25,6 @@ from labkit.bench.intervals import (
 
 __all__ = ["CONFIDENCE", "MIN_SAMPLES"]
 
-Bound = float | np.ndarray
 Verdict = Literal["faster", "slower", "no difference shown"]
 
 FALSE_DISCOVERY_RATE = 0.025
@@ -140,23 +138,6 @@ def adjust_p(p: np.ndarray) -> np.ndarray:
     if has_p.any():
         rates[has_p] = false_discovery_control(p[has_p])
     return rates
-
-
-def is_significant(p: np.ndarray) -> np.ndarray:
-    """Mark which comparisons that answer one question are significant, by the rule of `with_verdicts`."""
-    return adjust_p(p) <= FALSE_DISCOVERY_RATE
-
-
-def beyond_p(value: np.ndarray, low: np.ndarray, high: np.ndarray, least: Bound, most: Bound) -> np.ndarray:
-    """P-values of values outside `least` to `most`; 1 inside, NaN without an interval.
-
-    `low` and `high` bound 95%, or are the value itself where it is exact.
-    """
-    error = (high - low) / (2 * ndtri((1 + CONFIDENCE) / 2))
-    beyond = np.maximum(least - value, value - most)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        p = np.where(beyond > 0, 2 * ndtr(-beyond / error), 1.0)
-    return np.where(np.isnan(error), np.nan, p)
 
 
 def summarize_groups(frame: pd.DataFrame, value: str, by: Sequence[str]) -> pd.DataFrame:

@@ -72,11 +72,6 @@ class Profile:
         """As `read_events` has them."""
         return read_events(self.trace)
 
-    @property
-    def n_recorded(self) -> int:
-        """Everything the profiler wrote down, calls of the CUDA runtime included."""
-        return sum(event.get("ph") == "X" for event in self.trace["traceEvents"])
-
 
 def profile_call(action: Callable[[], Any], *, device: str = "cpu", before: Callable[[], Any] | None = None) -> Profile:
     """Run `action` once under the profiler; warming up is for the caller to do before.

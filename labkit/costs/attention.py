@@ -53,8 +53,3 @@ def explicit_peak(b: int, s: int, d: int, e: int, *, causal: bool) -> dict[str, 
     alive = explicit_saved(b, s, d, e, causal=causal)
     alive |= {"output": vector, "gradient of output": vector, "gradient of v": vector}
     return alive | {"gradient of probabilities": matrix, "gradient of scores": matrix}
-
-
-def visited_share(tiles: float) -> float:
-    """Causal: the share of all tiles of a square matrix, `tiles` on a side, that are on or below its diagonal."""
-    return (tiles + 1) / (2 * tiles)

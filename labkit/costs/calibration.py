@@ -84,9 +84,6 @@ class Rates:
         extra_s = operators * max(0.0, self.autograd.operator_s - self.call_s)
         return extra_s + self.autograd.begin_s if begin else extra_s
 
-    def copy_s(self, n_bytes: float) -> float:
-        return _seconds(self.copies, n_bytes)
-
     def flops_per_s(self, dtype: str = FULL) -> float:
         """Rate of the fastest matmul; NaN for a dtype that was not measured."""
         return max((flops / seconds for flops, seconds in self.products.get(dtype, ())), default=float("nan"))
@@ -221,21 +218,3 @@ def _seconds(curve: Curve, work: float) -> float:
     if work >= sizes[-1]:
         return float(times[-1] * work / sizes[-1])
     return float(np.exp(np.interp(np.log(max(work, sizes[0])), np.log(sizes), np.log(times))))
-
-
-def _any() -> Calibration:
-    """A machine that does a FLOP, a byte and a message per second in all dtypes on all devices."""
-    line: Curve = ((1.0, 1.0), (2.0, 2.0))
-    products = dict.fromkeys((FULL, "bfloat16", "float16", "float64"), line)
-    rates = (Rates(device=name, ranks=1, products=products, additions=line, copies=line) for name in (CPU, "cuda"))
-    transports = tuple(
-        Transport(way=way, what=what, ranks=2, alpha_s=1.0, beta_s_per_byte=1.0)
-        for way in ("gloo", "shared memory")
-        for what in (ALL_REDUCE, MESSAGE, BURST)
-    )
-    about = {"run": "any", "measured": datetime.min, "machine": "any"}
-    return Calibration(cores=1, threads=1, rates=tuple(rates), transports=transports, **about)  # type: ignore[arg-type]
-
-
-ANY = _any()
-"""Tells what lacks a calibration from what lacks rows: a prediction that it can make needs only a calibration."""

@@ -139,31 +139,11 @@ def fit_alpha_beta(costs: Sequence[MessageCost], seconds: Sequence[float]) -> Al
     return AlphaBeta(float(alpha), float(beta), float(np.median(errors)), float(errors.max()))
 
 
-def bucket_overhead(buckets: float, n_bytes: float) -> MessageCost:
-    """What a step waits for if the communication of all but the last of k equal buckets hides behind backward.
-
-    A call per bucket and the last bucket's bytes: k*o + s/(w*k) seconds for s bytes of gradients, w bytes/s and o
-    seconds per call. ValueError for fewer than one bucket.
-    """
-    if buckets < 1:
-        raise ValueError(f"expected one bucket or more, got {buckets}")
-    return MessageCost(buckets, n_bytes / buckets)
-
-
 def best_buckets(n_bytes: float, model: AlphaBeta) -> float:
-    """The k >= 1 that makes s/(w*k) + k*o smallest, sqrt(s/(o*w)); infinite if calls cost nothing."""
+    """Number k >= 1 of equal buckets that minimizes k alpha + n beta / k: a call each, and the last bucket's bytes.
+
+    Communication of all but the last bucket hides behind backward; sqrt(n beta / alpha), infinite if calls are free.
+    """
     if model.alpha_s <= 0:
         return math.inf
     return max(1.0, math.sqrt(n_bytes * model.beta_s_per_byte / model.alpha_s))
-
-
-def crossover_bytes(first: CostOf, second: CostOf, world_size: int, model: AlphaBeta) -> float | None:
-    """The size from which `second` is predicted to beat `first`, in bytes; None where it never does.
-
-    Both costs are linear in n, so the predicted times cross at most once.
-    """
-    of_first, of_second = first(world_size, 1), second(world_size, 1)
-    slower_per_byte = model.beta_s_per_byte * (of_first.n_bytes - of_second.n_bytes)
-    if slower_per_byte <= 0:
-        return None
-    return max(0.0, model.alpha_s * (of_second.messages - of_first.messages) / slower_per_byte)

@@ -25,11 +25,6 @@ def state_bytes(shape: TransformerShape) -> Mapping[str, int]:
     return {"parameters": FLOAT32 * n, "gradients": FLOAT32 * n, "optimizer": ADAMW_STATES * FLOAT32 * n}
 
 
-def residual_stream_bytes(shape: TransformerShape, batch: int, sequence: int) -> int:
-    """B*S*d float32 numbers: what a layer passes to the next. Autocast leaves it in float32."""
-    return FLOAT32 * batch * sequence * shape.d_model
-
-
 def saved_by_layer(
     shape: TransformerShape, batch: int, sequence: int, precision: str = "float32", *, device: str = "cpu"
 ) -> Mapping[str, int]:
@@ -80,7 +75,7 @@ def activation_bytes(
     """Bytes alive between forward and backward. With checkpointing, one residual stream a segment, and the head."""
     head = saved_by_head(shape, batch, sequence, precision)
     if checkpoint_segment:
-        kept = math.ceil(shape.n_layers / checkpoint_segment) * residual_stream_bytes(shape, batch, sequence)
+        kept = math.ceil(shape.n_layers / checkpoint_segment) * FLOAT32 * batch * sequence * shape.d_model
         return kept + head
     return head + shape.n_layers * sum(saved_by_layer(shape, batch, sequence, precision, device=device).values())
 
@@ -125,18 +120,6 @@ def peak_bytes(
     temporaries = states["parameters"] if _on_cuda(device) else 2 * FLOAT32 * largest
     optimizing = states["gradients"] + temporaries
     return resting + max(kept + 2 * logits, again, optimizing)
-
-
-def best_segment(
-    shape: TransformerShape, batch: int, sequence: int, precision: str = "float32", *, device: str = "cpu"
-) -> float:
-    """The segment length n that makes kept residual streams, L/n of them, and n layers computed again smallest.
-
-    L/n * residual + n * layer is smallest at n = sqrt(L * residual / layer): the textbook's sqrt(L) only if a layer
-    kept no more than what it passes on.
-    """
-    layer = sum(saved_by_layer(shape, batch, sequence, precision, device=device).values())
-    return math.sqrt(shape.n_layers * residual_stream_bytes(shape, batch, sequence) / layer)
 
 
 def _on_cuda(device: str) -> bool:

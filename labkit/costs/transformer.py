@@ -84,8 +84,3 @@ def forward_flops(shape: TransformerShape, batch: int, sequence: int) -> Mapping
 def backward_flops(shape: TransformerShape, batch: int, sequence: int) -> Mapping[str, int]:
     """FLOPs of one backward pass by part, without recomputation."""
     return {part: BACKWARD_OVER_FORWARD * n for part, n in forward_flops(shape, batch, sequence).items()}
-
-
-def softmax_flops(shape: TransformerShape, batch: int, sequence: int) -> int:
-    """Operations of all softmaxes, 5 an element: find the maximum, subtract, exponentiate, sum, divide."""
-    return shape.n_layers * 5 * batch * shape.n_heads * sequence**2

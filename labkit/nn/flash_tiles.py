@@ -86,6 +86,14 @@ _HALF_BLACKWELL = _HALF_HOPPER | {
     ("grad_kv", 256): (Tile(16, 64, 4, 2), Tile(32, 64, 8, 2)),
     ("grad_q", 128): (Tile(128, 64, 8, 2), Tile(64, 64, 4, 2)),
 }
+_HALF_SMALL = _HALF_AMPERE | {
+    ("forward", 128): (Tile(128, 64, 8, 2), Tile(64, 32, 4, 3)),
+    ("forward", 256): (Tile(64, 32, 8, 2),),
+    ("grad_kv", 32): (Tile(32, 128, 4, 2), Tile(32, 64, 4, 2)),
+    ("grad_kv", 64): (Tile(64, 64, 4, 2), Tile(32, 64, 4, 2)),
+    ("grad_kv", 128): (Tile(64, 64, 8, 2), Tile(32, 64, 4, 2)),
+    ("grad_q", 128): (Tile(64, 64, 4, 2), Tile(64, 32, 4, 2)),
+}
 _FLOAT32_AMPERE: _Table = {
     ("forward", 32): (Tile(32, 32, 4, 2),),
     ("forward", 64): (Tile(32, 32, 4, 2),),
@@ -111,6 +119,11 @@ _FLOAT32_HOPPER: _Table = {
 _FLOAT32_BLACKWELL = _FLOAT32_AMPERE | {
     ("forward", 32): (Tile(128, 64, 8, 2),),
     ("forward", 64): (Tile(128, 32, 8, 2), Tile(64, 32, 4, 2)),
+    ("forward", 128): (Tile(16, 32, 4, 2),),
+}
+_FLOAT32_SMALL = _FLOAT32_AMPERE | {
+    ("forward", 128): (Tile(16, 32, 4, 2),),
+    ("grad_kv", 128): (Tile(32, 16, 8, 2),),
 }
 
 DELTA_TILE = Tile(64, 0, 4, 1)
@@ -127,11 +140,13 @@ INTERPRETER_TILES = {
 def tiles_for(kernel: str, *, dtype: torch.dtype, head_dim: int, capability: tuple[int, int]) -> tuple[Tile, ...]:
     """Tiles to autotune among; none for float32 above a head dimension of 128, where all spill.
 
-    Hopper (9.x) has wgmma and 227 KiB of shared memory, data center Blackwell (10.x) tensor memory, too.  Ampere and
-    Ada (8.x) and GeForce Blackwell (12.x) share tiles that fit the 99 KiB of the smaller chips.
+    A100 (8.0), Hopper (9.x) and data center Blackwell (10.x) have tables of their own.  All other GPUs from 8.6 have
+    99 KiB of shared memory, and tensor cores so slow that smaller tiles reach their peak, too.
     """
-    half = {9: _HALF_HOPPER, 10: _HALF_BLACKWELL}.get(capability[0], _HALF_AMPERE)
-    single = {9: _FLOAT32_HOPPER, 10: _FLOAT32_BLACKWELL}.get(capability[0], _FLOAT32_AMPERE)
+    tables = {8: (_FLOAT32_AMPERE, _HALF_AMPERE), 9: (_FLOAT32_HOPPER, _HALF_HOPPER)}
+    tables |= {10: (_FLOAT32_BLACKWELL, _HALF_BLACKWELL)}
+    large = capability == (8, 0) or capability[0] in (9, 10)
+    single, half = tables[capability[0]] if large else (_FLOAT32_SMALL, _HALF_SMALL)
     return (single if dtype == torch.float32 else half).get((kernel, max(32, padded(head_dim))), ())
 
 

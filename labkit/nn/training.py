@@ -69,11 +69,11 @@ class TrainingStep:
                     raise ValueError(f"expected batch >= 1, got {batch}")
                 options: dict[str, Any] = {"attention": attention, "checkpoint_segment": checkpoint_segment}
                 model = Transformer(source, context_length=context_length, **options)
-                made = Trained(model, *random_tokens(source, batch, context_length), language_model_loss)
+                training = Trained(model, *random_tokens(source, batch, context_length), language_model_loss)
             else:
-                made = source()
-        self.model: Any = made.model
-        self.inputs, self.targets, self._loss_of = made[1:]
+                training = source()
+        self.model: Any = training.model
+        self.inputs, self.targets, self._loss_of = training[1:]
         self.call: Callable[[Any], Any] = self.model
         if compiled:
             self.call = torch.compile(self.model, dynamic=False)

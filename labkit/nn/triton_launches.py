@@ -20,7 +20,7 @@ def has_triton() -> bool:
 
 @functools.cache
 def no_launch_reason() -> str | None:
-    """One line, or None if it can: asked by having Triton build its driver, or load what it built another time."""
+    """Why Triton cannot launch kernels, or None: builds its driver, or loads the one it built before."""
     if not has_triton():
         return NO_TRITON
     from triton.runtime import driver
@@ -28,8 +28,8 @@ def no_launch_reason() -> str | None:
     try:
         driver.active.utils  # noqa: B018 the property builds it
     except Exception as error:  # of several types, by what fails
-        said = str(error).partition("\n")[0] or type(error).__name__
-        return f"Triton's driver cannot be built: {missing_build_tool() or said}"
+        message = str(error).partition("\n")[0] or type(error).__name__
+        return f"Triton's driver cannot be built: {missing_build_tool() or message}"
     return None
 
 

@@ -2,11 +2,10 @@
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Variable
 
 
@@ -32,16 +31,17 @@ class BackwardPass:
         self._end = None
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors in a model's inputs or outputs: sequences, mappings and dataclasses are looked into."""
+def tensors_in(value: Any, depth: int = 4) -> Iterator[Tensor]:
+    """The tensors in a model's inputs or outputs: containers and attributes of objects are looked into, so deep."""
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, Mapping):
-        for each in value.values():
-            yield from tensors_in(each)
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from tensors_in(each)
-    elif is_dataclass(value):
-        for field in fields(value):
-            yield from tensors_in(getattr(value, field.name, None))
+    elif depth and not isinstance(value, str | bytes | int | float | nn.Module | type | None):
+        if isinstance(value, Mapping):
+            parts = list(value.values())
+        elif isinstance(value, list | tuple | set | frozenset):
+            parts = list(value)
+        else:
+            slots = [getattr(value, name, None) for name in getattr(type(value), "__slots__", ())]
+            parts = [*getattr(value, "__dict__", {}).values(), *slots]
+        for part in parts:
+            yield from tensors_in(part, depth - 1)

@@ -30,6 +30,7 @@ class InPlace:
         self, tensor: torch.Tensor, group: dist.ProcessGroup | None, transport: str | Transport, name: str, by: str
     ) -> None:
         """`name`, `by`: the collective and its algorithm, for `recorded_traffic`."""
+        tensor = getattr(tensor, "_local_tensor", tensor)  # a DTensor: what this rank has of it
         if tensor.layout is not torch.strided:
             raise ValueError(f"tensor must be dense, got {tensor.layout}")
         if tensor.is_inference() and not torch.is_inference_mode_enabled():

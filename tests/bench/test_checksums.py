@@ -9,7 +9,7 @@ from itertools import product
 import pytest
 import torch
 
-from labkit.bench.checksums import PERIOD, fill_message, fill_part, first_deviation, is_message, rank_batches
+from labkit.bench.checksums import PERIOD, fill_part, first_deviation, rank_batches
 from tests.cases import thinned
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
@@ -86,11 +86,3 @@ def test_each_rank_adds_something_in_one_turn_and_nothing_in_the_others():
     tensor = torch.full((2,), math.nan, dtype=torch.bfloat16)
     fill_part(tensor, 3, range(21, 32))
     assert tensor.tolist() == [0, 0]
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_message_says_who_sent_it(dtype):
-    message = torch.empty(3, dtype=dtype)
-    fill_message(message, 7)
-    assert [sender for sender in range(256) if is_message(message, sender)] == [7]
-    assert not is_message(message * math.nan, 7)

@@ -8,10 +8,7 @@ import torch
 from labkit.costs.memory import (
     PHASES,
     activation_bytes,
-    best_segment,
     peak_bytes,
-    residual_stream_bytes,
-    saved_by_layer,
     state_bytes,
 )
 from labkit.costs.transformer import TransformerShape, n_parameters
@@ -58,7 +55,6 @@ def test_on_cuda_autocast_keeps_the_softmax_in_float32_and_a_copy():
     assert 0 <= _activations(counted) - expected <= 16
     assert expected > activation_bytes(SHAPE, 2, 24, "bfloat16")
     assert activation_bytes(SHAPE, 2, 24, device="cuda") == activation_bytes(SHAPE, 2, 24)
-    assert best_segment(SHAPE, 2, 24, "bfloat16", device="cuda") < best_segment(SHAPE, 2, 24, "bfloat16")
     long = {"batch": 4, "sequence": 512, "precision": "bfloat16"}
     peak = _count(
         precision="bfloat16", source=shape_named("nano"), batch=4, context_length=512, attention=_softmax_in_float32
@@ -95,12 +91,6 @@ def test_predicted_peaks_with_checkpointing_are_near_the_counted_ones(segment):
         "full_step"
     )
     assert peak_bytes(shape, 4, 512, checkpoint_segment=segment) == pytest.approx(counted.n_bytes, rel=0.1)
-
-
-def test_the_best_segment_is_the_root_of_the_layers_where_a_layer_keeps_what_it_passes_on():
-    shape = shape_named("xl")
-    ratio = residual_stream_bytes(shape, 4, 512) / sum(saved_by_layer(shape, 4, 512).values())
-    assert best_segment(shape, 4, 512) == pytest.approx((shape.n_layers * ratio) ** 0.5)
 
 
 def test_an_unknown_phase_is_named():

@@ -130,12 +130,12 @@ def test_the_archive_is_fetched_once_with_its_checksum_and_progress(server, tmp_
     folder, address = server
     path = write_archive(folder / "x.tar.gz")
     monkeypatch.setattr(datasets, "CIFAR100_MD5", datasets.file_md5(path))
-    said = []
-    fetched = fetch_cifar100(tmp_path / "datasets", said.append, f"{address}/x.tar.gz")
+    messages = []
+    fetched = fetch_cifar100(tmp_path / "datasets", messages.append, f"{address}/x.tar.gz")
     assert fetched.read_bytes() == path.read_bytes()
-    assert said[-1].startswith("fetching CIFAR-100: 100%")
+    assert messages[-1].startswith("fetching CIFAR-100: 100%")
     path.unlink()
-    assert fetch_cifar100(tmp_path / "datasets", said.append, f"{address}/x.tar.gz") == fetched
+    assert fetch_cifar100(tmp_path / "datasets", messages.append, f"{address}/x.tar.gz") == fetched
 
 
 def test_another_file_than_the_published_one_is_not_kept(server, tmp_path):

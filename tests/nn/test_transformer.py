@@ -78,13 +78,13 @@ def _reference_loss(weights, shape, tokens, targets):
         return (gate / (1 + torch.exp(-gate)) * up) @ weights[f"{prefix}.down.weight"].T
 
     losses = []
-    for sequence, wanted in zip(tokens, targets, strict=True):
+    for sequence, target_row in zip(tokens, targets, strict=True):
         x = weights["embedding.weight"][sequence]
         for i in range(shape.n_layers):
             x = x + attend(norm(x, weights[f"layers.{i}.attention_norm.gain"]), f"layers.{i}.attention")
             x = x + feed_forward(norm(x, weights[f"layers.{i}.feed_forward_norm.gain"]), f"layers.{i}.feed_forward")
         logits = norm(x, weights["norm.gain"]) @ weights["output.weight"].T
-        losses += [-(row[token] - torch.logsumexp(row, 0)) for row, token in zip(logits, wanted, strict=True)]
+        losses += [-(row[token] - torch.logsumexp(row, 0)) for row, token in zip(logits, target_row, strict=True)]
     return torch.stack(losses).mean()
 
 

@@ -10,7 +10,7 @@ LOADED = (1, 1, 64, 0, 1024)  # module, function, registers, spills, most thread
 
 
 class Driver:
-    """What Triton asks of the driver of an sm_90 with `SHARED_BYTES`; `launches` is what it was told to start."""
+    """The driver interface of Triton for an sm_90 with `SHARED_BYTES`; `launches` records every launch."""
 
     def __init__(self) -> None:
         self.launches: list[tuple[str, tuple[int, int, int]]] = []

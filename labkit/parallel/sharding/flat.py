@@ -1,204 +1,166 @@
-"""Parameters of one unit and one kind, end to end in one vector, of which a rank keeps a part.
+"""A unit of FSDP: modules whose parameters are whole at the same time, in one vector per dtype.
 
-    shards   what the optimizer sees: this rank's part, in the parameters' own dtype; always there
-    full     what the unit computes with: whole parameters in the compute dtype, views of one vector whose memory comes
-             with `gather` and goes with `release`
+    shards   what the optimizer sees: this rank's rows, in the parameters' dtype; always there
+    whole    what the unit computes with: parameters in the compute dtype, views of one vector whose memory comes with
+             `gather` and goes with `release`
 
-Autograd keeps `full`, or views of it, for the backward pass. They name memory that is given back and gathered again
-in between, so that nothing of it has to be told to autograd. What is read while it is away is an error, not a guess:
-`release` counts up the tensors' versions, as if they had been changed in place, and `gather` counts them back.
-
-Parameters that are replicated take the same way without a message: their part is the whole.
+Autograd keeps `whole`, or views of it, for the backward pass. They name memory that is given back and gathered again
+in between, so that autograd need not know. Reading it while it is away is an error: `release` counts up the tensors'
+versions, as if they had been changed in place, and `gather` counts them back.
 """
 
+import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from labkit.parallel.background_comm import Channel, Wait
-from labkit.parallel.collectives import all_gather, reduce_scatter
-from labkit.parallel.data_parallel.layout import flat_view, gradient_in_layout, strides_like
-from labkit.parallel.sharding.partition import Piece
+from labkit.parallel.background_comm import Wait
+from labkit.parallel.collectives import all_gather
+from labkit.parallel.sharding.gradients import Bucket, Line
+from labkit.parallel.sharding.layout import Layout, Sharded, shard_parameter
+from labkit.parallel.sharding.units import Slot
 
 _resize = torch.ops.inductor.resize_storage_bytes_  # an operator, which a ledger of memory sees
 
 
-@dataclass
-class Slot:
-    """A parameter: under which names modules have it, and how it looks when it is whole."""
+class Flat(Bucket):
+    """Parameters of one dtype of a unit."""
 
-    names: list[str]
-    owners: list[tuple[nn.Module, str]]
-    like: Tensor = field(repr=False)
-    """On the meta device: shape, strides, dtype, without memory."""
-    is_trained: bool = True
+    def __init__(self, place: str, slots: Sequence[Slot], mesh: DeviceMesh, dtype: torch.dtype, reduce: torch.dtype):
+        self.slots = list(slots)
+        like = [slot.parameter.detach() for slot in slots]
+        shards = [shard_parameter(slot.parameter, mesh, copy=True) for slot in slots]
+        self._memory = torch.empty(sum(each.numel() for each in like), dtype=dtype, device=like[0].device)
+        self._views = _views(self._memory, like)
+        whole = [nn.Parameter(view, requires_grad=False) for view in _views(self._memory.data, like)]
+        for parameter, shard in zip(whole, shards, strict=True):
+            parameter.__dict__.update(shard.__dict__)
+        super().__init__(place, whole, shards, Layout(like, mesh))
+        self.reduce_dtype = reduce
+        self.attach(whole=False)
+        _resize(self._memory, 0)
 
     @property
-    def numel(self) -> int:
-        return self.like.numel()
+    def gathered_bytes(self) -> int:
+        """Bytes that travel to make the parameters whole, p - 1 parts of p of them to each rank."""
+        return self.layout.numel * self._memory.itemsize
 
+    def gather(self, line: Line, buffer: Tensor) -> Wait:
+        """Begin to make the parameters whole, by way of the buffer, bytes. A collective."""
+        _resize(self._memory, self._memory.nbytes)
+        torch._C._autograd._unsafe_set_version_counter(tuple(self.whole), (0,) * len(self.whole))
+        return line.start(self.place, partial(self._gather, line, buffer))
 
-class Flat:
-    """Some parameters of one dtype, all trained or none; `pieces` by rank say who keeps what, None: everybody all."""
-
-    def __init__(
-        self,
-        slots: Sequence[Slot],
-        values: Sequence[Tensor],
-        pieces: Sequence[Sequence[Piece]] | None,
-        rank: int,
-        compute_dtype: torch.dtype,
-    ):
-        """`values` are the whole parameters, in the order of the slots."""
-        self.slots, self.is_replicated, self.is_trained = list(slots), pieces is None, slots[0].is_trained
-        whole = [Piece(number, 0, slot.numel) for number, slot in enumerate(slots)]
-        self.pieces = [whole] if pieces is None else [list(of_rank) for of_rank in pieces]
-        self.dtype, self.compute_dtype = values[0].dtype, compute_dtype
-        self.sizes = [sum(piece.stop - piece.start for piece in of_rank) for of_rank in self.pieces]
-        self.own_pieces = self.pieces[0 if pieces is None else rank]
-        own = 0 if pieces is None else rank
-        self.own = slice(sum(self.sizes[:own]), sum(self.sizes[: own + 1]))
-        self._starts: dict[int, int] = {}
-        at = 0
-        for of_rank in self.pieces:
-            for piece in of_rank:
-                self._starts.setdefault(piece.parameter, at)
-                at += piece.stop - piece.start
-        self.numel = at
-        device = values[0].device
-        parts = [flat_view(values[piece.parameter])[piece.start : piece.stop] for piece in self.own_pieces]
-        memory = torch.cat(parts) if parts else torch.empty(0, dtype=self.dtype, device=device)
-        self.shards = [self._shard(number, memory) for number in range(len(slots))]
-        self._is_alias = not self.numel or (self.is_replicated and compute_dtype == self.dtype)
-        self.memory = memory if self._is_alias else torch.empty(self.numel, dtype=compute_dtype, device=device)
-        self.is_freed = False
-        self.full = [nn.Parameter(view, self.is_trained) for view in self.views(self.memory.data)]
-        self.unreduced: dict[int, Tensor] = {}
-        """Gradients of passes under `no_sync`, by number of the parameter, whole, in the parameters' own dtype."""
-        self.results: list[Tensor] = []
-        """Of this rank's part, (sizes[rank],): gradients of this pass that have been averaged."""
-        self.release()
-
-    def _shard(self, number: int, memory: Tensor) -> nn.Parameter:
-        """This rank's part of a parameter: a vector, or in its own shape if it is all of it; without elements if none.
-
-        Not even its number of dimensions tells then: some optimizers look at it (Muon).
-        """
-        like, at = self.slots[number].like, 0
-        for piece in self.own_pieces:
-            length = piece.stop - piece.start
-            if piece.parameter == number:
-                part = memory[at : at + length]
-                if length == like.numel():
-                    part = part.as_strided(like.shape, like.stride())
-                return nn.Parameter(part, self.is_trained)
-            at += length
-        shape = (0, *like.shape[1:])
-        return nn.Parameter(torch.empty(shape, dtype=memory.dtype, device=memory.device), self.is_trained)
-
-    def views(self, vector: Tensor) -> list[Tensor]:
-        """The whole parameters in a vector of all of them, (numel,)."""
-        offset = vector.storage_offset()
-        return [
-            vector.as_strided(slot.like.shape, slot.like.stride(), offset + self._starts[number])
-            for number, slot in enumerate(self.slots)
-        ]
-
-    def own_views(self, part: Tensor) -> list[Tensor]:
-        """This rank's pieces in a vector of its part, (sizes[rank],), in the order of `own_pieces`."""
-        return list(part.split([piece.stop - piece.start for piece in self.own_pieces]))
-
-    def own_shards(self) -> list[Tensor]:
-        """The same of the shards, as vectors."""
-        return [flat_view(self.shards[piece.parameter].detach()) for piece in self.own_pieces]
-
-    # Parameters
-
-    def gather(self, channel: Channel) -> Wait | None:
-        """Begin to make the parameters whole; None if nobody has to wait. A collective unless they are replicated."""
-        if not self.is_freed:
-            return None
-        self.is_freed = False
-        _resize(self.memory, self.numel * self.compute_dtype.itemsize)
-        torch._C._autograd._unsafe_set_version_counter(tuple(self.full), (0,) * len(self.full))
-        self.fill(self.memory)
-        if self.is_replicated or channel.transport.world_size == 1:
-            return None
-        return channel.start(partial(channel.call, all_gather, self.memory, sizes=self.sizes))
-
-    @torch.no_grad()
-    def fill(self, vector: Tensor) -> None:
-        """This rank's part of a vector of all parameters."""
-        if self.own_pieces:
-            torch._foreach_copy_(self.own_views(vector[self.own]), self.own_shards())
+    def _gather(self, line: Line, buffer: Tensor) -> None:
+        vector = buffer[: self.gathered_bytes].view(self._memory.dtype)
+        own = self.layout.own_views(self.layout.own_part(vector))
+        torch._foreach_copy_(own, [shard._local_tensor for shard in self.shards])
+        line.call(all_gather, vector)
+        self.layout.unpack(vector, self._views)
 
     def release(self) -> None:
         """Give the memory of whole parameters back."""
-        if not self.is_freed and not self._is_alias:
-            self._free()
+        _resize(self._memory, 0)
+        torch.autograd.graph.increment_version(self.whole)
 
-    def _free(self) -> None:
-        self.is_freed = True
-        _resize(self.memory, 0)
-        torch.autograd.graph.increment_version(self.full)
+    def attach(self, *, whole: bool) -> None:
+        """Modules have whole parameters, or shards."""
+        for slot, parameter in zip(self.slots, self.whole if whole else self.shards, strict=True):
+            for module, name in slot.owners:
+                module._parameters[name] = parameter
 
-    # Gradients
+    def follow(self) -> None:
+        """What users have frozen or thawed is so for whole parameters; ValueError for what cannot be followed."""
+        for slot, shard, whole in zip(self.slots, self.shards, self.whole, strict=True):
+            if any(module._parameters.get(name) is not shard for module, name in slot.owners):
+                raise ValueError(f"{slot.names[0]} was replaced or removed: change the model before wrapping it")
+            if type(shard) is not Sharded:
+                raise ValueError(f"{slot.names[0]} was moved or cast: put the model where it is to be before wrapping")
+            if whole.requires_grad != shard.requires_grad:
+                whole.requires_grad_(shard.requires_grad)
 
-    def keep(self, number: int) -> None:
-        """The gradient of a whole parameter is for a later pass to average."""
-        gradient = self.full[number].grad
-        assert gradient is not None
-        self.full[number].grad = None
-        if number in self.unreduced:
-            self.unreduced[number].add_(gradient)
-        else:
-            self.unreduced[number] = gradient.to(self.dtype)
 
-    def has_gradient(self, number: int) -> bool:
-        """One that is not averaged yet."""
-        return self.full[number].grad is not None or number in self.unreduced
+def _views(vector: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Tensors in a vector, end to end, shaped and laid out as these."""
+    views, start = [], 0
+    for each in like:
+        views.append(vector.as_strided(each.shape, torch.empty_like(each, device="meta").stride(), start))
+        start += each.numel()
+    return views
 
-    def pack(self, vector: Tensor) -> None:
-        """All gradients that are not averaged yet, zeros for those that are missing, into a vector, (numel,)."""
-        views = self.views(vector)
-        for number, (view, full) in enumerate(zip(views, self.full, strict=True)):
-            kept = self.unreduced.pop(number, None)
-            if full.grad is not None:
-                view.copy_(full.grad if kept is None else kept.add_(full.grad))
-            elif kept is not None:
-                view.copy_(kept)
-            else:
-                view.zero_()
-            full.grad = None
 
-    def reduce(self, vector: Tensor, channel: Channel) -> None:
-        """Carry out the collective, and keep this rank's part."""
-        own = vector.new_empty(self.own.stop - self.own.start)
-        channel.call(reduce_scatter, vector, "mean", sizes=self.sizes, into=own)
-        self.results.append(own.to(self.dtype))
+class Token:
+    """An input that a unit's backward waits for; gone when the graph is."""
 
-    def assign(self, used: Sequence[bool]) -> None:
-        """Averaged gradients for the shards of parameters that are `used`, added to what they have."""
-        results, self.results = self.results, []
-        if not results:
-            return
-        total = results[0]
-        for other in results[1:]:
-            total.add_(other)
-        for piece, part in zip(self.own_pieces, self.own_views(total), strict=True):
-            shard = self.shards[piece.parameter]
-            if not used[piece.parameter]:
-                continue
-            if shard.grad is None:
-                shard.grad = part.as_strided(shard.shape, strides_like(shard), part.storage_offset())
-            else:
-                flat_view(gradient_in_layout(shard)).add_(part)
 
-    def forget(self) -> None:
-        """Gradients of a pass that an exception has ended."""
-        self.results.clear()
-        for full in self.full:
-            full.grad = None
+class Unit:
+    """Modules whose parameters are whole at the same time; `name` is in the model."""
+
+    def __init__(self, name: str, module: nn.Module, modules: Sequence[nn.Module], flats: Sequence[Flat]):
+        self.name, self.module, self.modules, self.flats = name, module, list(modules), list(flats)
+        self._waits: list[Wait] = []
+        self._versions: list[tuple[int, int]] = []
+        self.is_whole = False
+        """Gathered, or being gathered."""
+        self.is_attached = False
+        """Modules have whole parameters."""
+        self.is_held = False
+        """Kept whole until a graph that autograd has made of a backward pass has been used."""
+        self.in_backward = False
+        """The backward pass has come here."""
+        self.depth = 0
+        """How many calls of its module are under way."""
+        self.waits_for: weakref.WeakSet[Token] = weakref.WeakSet()
+        self.reached: weakref.WeakSet[Token] = weakref.WeakSet()
+
+    @property
+    def has_frozen(self) -> bool:
+        return any(not p.requires_grad for flat in self.flats for p in flat.whole)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether backward needs its parameters no more: each gradient comes after all uses of the parameter."""
+        is_complete = all(flat.is_complete and not flat.is_last for flat in self.flats)
+        return is_complete and not self.is_held and not (self.has_frozen and self.waits_for)
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether shards have changed since they were gathered."""
+        return self._versions != self._current_versions()
+
+    def _current_versions(self) -> list[tuple[int, int]]:
+        return [(s._local_tensor.data_ptr(), s._local_tensor._version) for flat in self.flats for s in flat.shards]
+
+    def start_gathering(self, line: Line, buffer: Tensor) -> None:
+        if not self.is_whole:
+            self.is_whole, self._versions = True, self._current_versions()
+            self._waits = [flat.gather(line, buffer) for flat in self.flats]
+
+    def finish_gathering(self) -> None:
+        waits, self._waits = self._waits, []
+        for wait in waits:
+            wait()
+
+    def attach(self, *, whole: bool) -> None:
+        """Modules have whole parameters, or shards."""
+        if whole != self.is_attached:
+            self.is_attached = whole
+            for flat in self.flats:
+                flat.attach(whole=whole)
+
+    def release(self) -> None:
+        """Give whole parameters back."""
+        self.attach(whole=False)
+        if self.is_whole:
+            self.finish_gathering()
+            self.is_whole = self.is_held = False
+            for flat in self.flats:
+                flat.release()
+
+    def leave_pass(self) -> None:
+        self.in_backward = False
+        self.waits_for |= self.reached  # a graph may be gone through again
+        self.reached.clear()

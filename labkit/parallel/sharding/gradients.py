@@ -1,119 +1,213 @@
-"""Gradients of units, averaged over ranks: what is complete at once, the rest when the backward pass is over.
+"""Gradients averaged over ranks: each rank gets the mean of its rows, as soon as a bucket has all its gradients.
 
-Units are averaged in the order in which backward comes to them, each waiting for those before it, but for units around
-others, which are complete last and averaged at the end. So every rank begins the same collectives in the same order,
-even if a parameter gets no gradient on some of them.
+Buckets are averaged in the order in which backward comes to them, each waiting for those before it. What is incomplete
+when the pass is over follows then: ranks first exchange which parameters have a gradient on any of them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from labkit.parallel.background_comm import Channel, Wait
-from labkit.parallel.collectives import all_reduce
-from labkit.parallel.sharding.unit import Unit
+from labkit.parallel.collectives import all_gather, all_reduce, reduce_scatter
+from labkit.parallel.sharding.layout import Layout, Sharded, gradient_rows
+from labkit.parallel.transport.select_transport import member_group
 
-TRACE_MODULUS = 1_000_003
-"""Of the number that stands for an order of units: its square is exact in float64."""
-
-
-def next_trace(trace: int, unit: int) -> int:
-    """The number that stands for an order of units, one unit longer."""
-    return (trace * 31 + unit + 1) % TRACE_MODULUS
+END_OF_PASS = "the end of backward"
 
 
-class Gradients:
-    """Those of all units; `gathers` is idle when a pass is over, and then carries what ranks tell one another."""
+class Line:
+    """Collectives in the background, one after the other, each after a check that all ranks begin the same one.
 
-    def __init__(self, units: Sequence[Unit], gathers: Channel, reductions: Channel):
-        """A collective."""
-        self._units, self._gathers, self._reductions = list(units), gathers, reductions
-        flats = [flat for unit in units for flat in unit.flats]
-        n_bytes = [flat.numel * flat.compute_dtype.itemsize for unit in units for flat in unit.reduced_flats]
-        self._buffer = torch.empty(max(n_bytes, default=0), dtype=torch.uint8, device=flats[0].memory.device)
+    A rank that does something else would wait for the others forever, or mix up their tensors. On a CPU ranks compare
+    8 bytes each before a collective; on a GPU that would wait for the device, and nothing is compared.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device, transport: str, places: Sequence[str]):
+        """`places`: all that can be begun here, alike on all ranks."""
+        self.channel, self._places = Channel(group, device, transport), [END_OF_PASS, *places]
+        members = member_group(group)
+        self._rank, self._p, self._is_checked = members.rank(), members.size(), device.type == "cpu"
+        self._error: RuntimeError | None = None
+
+    def start(self, place: str, action: Callable[[], None]) -> Wait:
+        """Begin; call what is returned to wait for the end."""
+        return self.channel.start(partial(self._run, place, action))
+
+    def call(self, collective: Callable[..., None], vector: Tensor, *args: object, **options: object) -> None:
+        """`collective(vector, ...)`, within an action."""
+        self.channel.call(collective, vector, *args, **options)
+
+    def _run(self, place: str, action: Callable[[], None]) -> None:
+        if self._error is not None:
+            raise self._error
+        if self._is_checked and self._p > 1:
+            numbers = torch.zeros(self._p, dtype=torch.float64)
+            numbers[self._rank] = self._places.index(place)
+            self.channel.call(all_gather, numbers)
+            if len(set(numbers.tolist())) > 1:
+                at = ", ".join(f"rank {rank} at {self._places[int(n)]}" for rank, n in enumerate(numbers.tolist()))
+                self._error = RuntimeError(f"expected all ranks to run the same units in the same order; got {at}")
+                raise self._error
+        action()
+
+
+class Bucket:
+    """Parameters of one dtype: `whole` get gradients from autograd, `holders` the mean of this rank's rows."""
+
+    is_last = False
+    """Complete at the end of a pass only."""
+
+    def __init__(self, place: str, whole: Sequence[nn.Parameter], shards: Sequence[Any], layout: Layout):
+        self.place, self.whole, self.shards, self.layout = place, list(whole), list(shards), layout
+        self.holders: list[Any] = self.shards
+        self.reduce_dtype = whole[0].dtype
+        self.heard: set[nn.Parameter] = set()
+        """Parameters that have got a gradient, and may not get another one."""
+        self.used: set[nn.Parameter] = set()
+        """Parameters that have got a gradient in this pass."""
+        self.is_reduced = False
+        self._results: list[Tensor] = []
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every trained parameter has a gradient."""
+        return len(self.heard) == sum(p.requires_grad for p in self.whole)
+
+    def hear(self, parameter: nn.Parameter) -> None:
+        """The parameter has a gradient."""
+        if has_whole_gradient(parameter) and parameter.grad.layout is not torch.strided:  # type: ignore[union-attr]
+            raise ValueError(f"expected dense gradients, got a sparse one in {self.place}")
+        self.heard.add(parameter)
+        self.used.add(parameter)
+
+    def reduce(self, line: Line, vector: Tensor) -> Wait:
+        """Begin to average, by way of the vector. A collective."""
+        self.is_reduced = True
+        gradients = [p.grad.detach() if has_whole_gradient(p) else None for p in self.whole]  # type: ignore[union-attr]
+        self.layout.pack(vector, gradients)
+        self.clear()
+        return line.start(self.place, partial(self._reduce, line, vector))
+
+    def _reduce(self, line: Line, vector: Tensor) -> None:
+        part = vector.new_empty(self.layout.part)
+        line.call(reduce_scatter, vector, "mean", into=part)
+        self._results.append(part.to(self.shards[0].dtype))
+
+    def assign(self, used: Sequence[bool]) -> None:
+        """Averaged rows for the holders of parameters that are used, added to what they have."""
+        for result in self._results:
+            rows = self.layout.own_views(result)
+            for holder, shard, own, is_used in zip(self.holders, self.shards, rows, used, strict=True):
+                if is_used:
+                    _give_gradient(holder, gradient_rows(own, shard))
+        self._results = []
+
+    def clear(self) -> None:
+        """Drop whole gradients."""
+        for p in self.whole:
+            if has_whole_gradient(p):
+                p.grad = None
+
+    def leave_pass(self) -> None:
+        self._results, self.is_reduced = [], False
+        self.heard.clear()
+        self.used.clear()
+
+
+def has_whole_gradient(parameter: nn.Parameter) -> bool:
+    """Whether there is a gradient that is not averaged yet."""
+    return parameter.grad is not None and not isinstance(parameter.grad, DTensor)
+
+
+def _give_gradient(holder: Any, gradient: Any) -> None:
+    """Accumulate as autograd does; it does not see shards, so the hooks that users have left on them run here."""
+    is_shard = isinstance(holder, Sharded)
+    for hook in (holder._backward_hooks or {}).values() if is_shard else ():
+        changed = hook(gradient)
+        gradient = gradient if changed is None else changed
+    if holder.grad is None:
+        holder.grad = gradient
+    else:
+        holder.grad.add_(gradient)
+    for hook in (holder._post_accumulate_grad_hooks or {}).values() if is_shard else ():
+        hook(holder)
+
+
+class Averager:
+    """Averages the gradients of all buckets; `control` is where ranks exchange which parameters have some."""
+
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        control: Line,
+        line: Line,
+        device: torch.device,
+        replicated: Sequence[nn.Parameter] = (),
+    ):
+        """`replicated`: parameters that every rank has whole, whose gradients are averaged at the end of a pass."""
+        self._buckets, self._control, self._line, self._device = list(buckets), control, line, device
+        self._replicated = list(replicated)
+        n_bytes = max((bucket.layout.numel * bucket.reduce_dtype.itemsize for bucket in buckets), default=0)
+        self._buffer = torch.empty(n_bytes, dtype=torch.uint8, device=device)
         self._waits: list[Wait] = []
         self._begun = 0
 
-    def reduce_complete(self, entered: Sequence[Unit]) -> None:
-        """Begin with units that have all their gradients; `entered`: those that backward has come to, in order."""
-        queue = [unit for unit in entered if not unit.holds_units]
+    def reduce_complete(self, queue: Sequence[Bucket]) -> None:
+        """Begin with buckets that have all their gradients; `queue`: those that backward has come to, in order."""
+        queue = [bucket for bucket in queue if not bucket.is_last]
         while self._begun < len(queue) and queue[self._begun].is_complete:
-            if not queue[self._begun].is_reduced:
+            if queue[self._begun].used and not queue[self._begun].is_reduced:  # what is frozen has none
                 self._reduce(queue[self._begun])
             self._begun += 1
 
-    def finish(self, entered: Sequence[Unit], trace: int) -> None:
-        """Average all the rest, and hand it over to the shards. A collective.
-
-        RuntimeError, on all ranks, if they have not run the same units in the same order, of which `trace` is told.
-        """
-        has_gradient, again = self._compare_notes(trace)
-        for unit in sorted(entered, key=lambda unit: unit.holds_units):
-            if not unit.is_reduced and any(any(has_gradient[id(flat)]) for flat in unit.reduced_flats):
-                self._reduce(unit)
-        for unit in self._units:
-            if again[unit.number]:
-                self._reduce(unit)
-        self._average_replicated(has_gradient)
+    def finish(self, queue: Sequence[Bucket]) -> None:
+        """Average all the rest, and hand it over. A collective."""
+        used, late, replicated = self._exchange()
+        for bucket in sorted(dict.fromkeys([*queue, *self._buckets]), key=lambda bucket: bucket.is_last):
+            if not bucket.is_reduced and any(used[bucket]):
+                self._reduce(bucket)
+        for bucket in late:
+            self._reduce(bucket)
+        for p in replicated:
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+            self._waits.append(self._line.start(END_OF_PASS, partial(self._line.call, all_reduce, p.grad, "mean")))
         self._wait()
-        for unit in self._units:
-            for at in dict.fromkeys(at for at, _ in unit.trained()):
-                unit.flats[at].assign(has_gradient[id(unit.flats[at])])
+        for bucket in self._buckets:
+            bucket.assign(used[bucket])
+            bucket.leave_pass()
 
     def forget(self) -> None:
-        """Of a pass that an exception has ended, once its collectives are over."""
+        """Drop a pass that an exception has ended, once its collectives are over."""
         self._wait()
-        for unit in self._units:
-            for flat in unit.flats:
-                flat.forget()
+        for bucket in self._buckets:
+            bucket.clear()
+            bucket.leave_pass()
 
     def _wait(self) -> None:
         waits, self._waits, self._begun = self._waits, [], 0
         for wait in waits:
             wait()
 
-    def _reduce(self, unit: Unit) -> None:
-        unit.is_reduced = True
-        for flat in unit.reduced_flats:
-            for wait in self._waits[-1:]:
-                wait()  # there is one buffer
-            vector = self._buffer[: flat.numel * flat.compute_dtype.itemsize].view(flat.compute_dtype)
-            flat.pack(vector)
-            self._waits.append(self._reductions.start(partial(flat.reduce, vector, self._reductions)))
+    def _reduce(self, bucket: Bucket) -> None:
+        for wait in self._waits[-1:]:
+            wait()  # there is one buffer
+        n_bytes = bucket.layout.numel * bucket.reduce_dtype.itemsize
+        self._waits.append(bucket.reduce(self._line, self._buffer[:n_bytes].view(bucket.reduce_dtype)))
 
-    def _compare_notes(self, trace: int) -> tuple[dict[int, list[bool]], list[bool]]:
-        """Which parameters have a gradient on any rank, by flat; which units have one on any that is still to average.
-
-        Still to average: from an earlier pass, or one that came when the unit had been complete.
-        """
-        trained = [(unit, *each) for unit in self._units for each in unit.trained()]
-        of_gradients, of_units = [0.0] * len(trained), [0.0] * len(self._units)
-        for place, (unit, at, number) in enumerate(trained):
-            is_pending = unit.flats[at].has_gradient(number)
-            of_gradients[place] = is_pending or (at, number) in unit.heard
-            if is_pending and not unit.flats[at].is_replicated and (unit.is_reduced or not unit.in_backward):
-                of_units[unit.number] = 1
-        notes = torch.tensor([*of_gradients, *of_units, trace, trace**2], dtype=torch.float64)
-        self._gathers.start(partial(self._gathers.call, all_reduce, notes, "sum"))()
-        found = notes.tolist()
-        if self._gathers.transport.world_size * found[-1] != found[-2] ** 2:  # equal numbers, and only these
-            raise RuntimeError("expected all ranks to run the same units in the same order, since all gather a unit")
-        has_gradient: dict[int, list[bool]] = {id(flat): [] for unit in self._units for flat in unit.flats}
-        for (unit, at, _), flag in zip(trained, found, strict=False):
-            has_gradient[id(unit.flats[at])].append(flag > 0)
-        return has_gradient, [flag > 0 for flag in found[len(trained) : -2]]
-
-    def _average_replicated(self, has_gradient: dict[int, list[bool]]) -> None:
-        """All gradients of replicated parameters of a dtype together."""
-        flats = [flat for unit in self._units for flat in unit.flats if flat.is_replicated]
-        flats = [flat for flat in flats if any(has_gradient[id(flat)])]
-        for dtype in dict.fromkeys(flat.compute_dtype for flat in flats):
-            together = [flat for flat in flats if flat.compute_dtype == dtype]
-            vector = torch.empty(sum(flat.numel for flat in together), dtype=dtype, device=together[0].memory.device)
-            parts = vector.split([flat.numel for flat in together])
-            for flat, part in zip(together, parts, strict=True):
-                flat.pack(part)
-            self._reductions.start(partial(self._reductions.call, all_reduce, vector, "mean"))()
-            for flat, part in zip(together, parts, strict=True):
-                flat.results.append(part.to(flat.dtype, copy=True))
+    def _exchange(self) -> tuple[dict[Bucket, list[bool]], list[Bucket], list[nn.Parameter]]:
+        """What has a gradient on any rank: parameters by bucket, buckets that got one late, replicated parameters."""
+        flags = [p in bucket.used or has_whole_gradient(p) for bucket in self._buckets for p in bucket.whole]
+        flags += [bucket.is_reduced and any(map(has_whole_gradient, bucket.whole)) for bucket in self._buckets]
+        flags += [p.grad is not None for p in self._replicated]
+        notes = torch.tensor(flags, dtype=torch.float64, device=self._device)
+        self._control.start(END_OF_PASS, partial(self._control.call, all_reduce, notes, "sum"))()
+        found = iter([flag > 0 for flag in notes.tolist()])
+        used = {bucket: [next(found) for _ in bucket.whole] for bucket in self._buckets}
+        late = [bucket for bucket in self._buckets if next(found)]
+        return used, late, [p for p in self._replicated if next(found)]

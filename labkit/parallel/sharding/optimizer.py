@@ -3,40 +3,43 @@
     model = BucketedDDP(model)                          gradients become the mean over ranks
     optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
     ...
-    optimizer.step()                                    each rank updates its share, then all get all of it
+    optimizer.step()                                    each rank updates its rows, then all get all of them
 
 Every rank has all parameters and all gradients, which must be the same everywhere when `step` is called. Of the
-optimizer's state, two values a parameter for AdamW, it has 1/p. A step moves (p-1)/p of the parameters' bytes per rank
-beyond what averaging gradients does, and spares (p-1)/p of the update.
+optimizer's state, two values per parameter for AdamW, it has 1/p. A step moves (p-1)/p of the parameters' bytes per
+rank beyond what averaging gradients does, and spares (p-1)/p of the update. To the optimizer, rows are DTensors: what
+it does with norms and products of parameters, it does with whole ones.
 
 Source: Rajbhandari, Rasley, Ruwase & He 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
 arXiv:1910.02054, section 5.1 (P_os) and, for what is sent, 7.2. The paper reduce-scatters gradients for it; here they
-have been averaged by a wrapper, or by whoever. A `ReduceScatterDDP` does as the paper, and makes ZeRO-2 of it.
+have been averaged by a wrapper. A `ReduceScatterDDP` does as the paper, and makes ZeRO-2 of it.
 """
 
-import itertools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, optim
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from labkit.parallel.collectives import all_gather
 from labkit.parallel.data_parallel.consistency import check_same_on_all_ranks, device_of
-from labkit.parallel.sharding.checkpoint import State, gather_states, part_of_state
-from labkit.parallel.sharding.checks import check, check_parameters, describe_group, describe_parameter
-from labkit.parallel.sharding.gathering import Gathering
-from labkit.parallel.sharding.norms import clip_by_global_norm
-from labkit.parallel.sharding.reduce_scatter_ddp import ReduceScatterDDP
-from labkit.parallel.sharding.share import Share
-from labkit.parallel.sharding.splitting import is_elementwise, refuse_coupled
+from labkit.parallel.sharding.layout import Layout, gradient_rows, own_rows, shard_parameter
+from labkit.parallel.sharding.reduce_scatter_ddp import MIB, ReduceScatterDDP, fill_buckets
+from labkit.parallel.sharding.state_dicts import consolidate, state_rows
 from labkit.parallel.transport import AUTO
 from labkit.parallel.transport.select_transport import find_transport, member_group
 
-MIB = 2**20
-OF_PARAMETERS = ("params", "param_names")  # of a parameter group; all else is a setting
+NO_SETTINGS = ("params", "param_names", "foreach")  # of a parameter group
 SHARD = "shard"  # in a state_dict: which one it is
+REFUSED: Mapping[type[Optimizer], str] = {
+    optim.LBFGS: "its search direction depends on all parameters together",
+    optim.SparseAdam: "it is made for sparse gradients",
+    optim.Adafactor: "torch's DTensor does not know its means over rows and columns",
+}
 
 
 class ShardedOptimizer(Optimizer):
@@ -44,29 +47,20 @@ class ShardedOptimizer(Optimizer):
 
     Args:
         params: parameters, or groups of them, as for any optimizer; the same on all ranks, on one device, dense.
-        optimizer_cls: any optimizer that does not need all parameters at once. Where it updates every element by itself
-            (AdamW, SGD, ...), state is shared out evenly to the element; where it needs whole parameters (Adafactor,
-            Muon, ...), by parameters, as evenly as these allow.
-        wrapper: a `ReduceScatterDDP`, which hands each rank the gradients of its share only (ZeRO-2), in
-            `backward()`; until `zero_grad()`, the optimizer has them. All its trained parameters are given at first.
-        group: the process group; None: all ranks, or the wrapper's.
-        elementwise: whether it does update every element by itself. None: known for torch's, tried out for others.
-        bucket_mb: updated parameters travel in buckets of about so many MiB; one bucket's memory is kept. Small ones
-            stay in the cache while they are packed, gathered and copied out: a step is 3 % shorter than with 25.
+        optimizer_cls: the optimizer, which gets this rank's rows of each parameter.
+        wrapper: a `ReduceScatterDDP`, whose group it takes.
+        group: the process group; None: all ranks.
+        bucket_mb: updated parameters travel in buckets of about so many MiB.
         transport: as for `labkit.parallel.collectives.all_gather`.
         settings: those of `optimizer_cls`.
 
-    `param_groups` are of whole parameters and may be changed at any time, by schedulers, say. `state` is that of
-    this rank's share. A parameter that is frozen now costs nothing until it no longer is. With bfloat16 and float16
-    parameters a result may differ from the unsharded one in the last bit, since torch rounds differently at the end of
-    a vector; in float64 and float32 it is the same.
+    `param_groups` are of whole parameters and may be changed at any time, by schedulers, say. A parameter that is
+    frozen from the start costs nothing. State dicts are torch's, with DTensors of this rank's rows.
 
     Raises ValueError, on all ranks of the group, for an optimizer that cannot be sharded, for parameters it cannot
     take, and for arguments that differ between ranks; on a rank that is not of the group; in `step` for sparse
     gradients.
     """
-
-    _share: Share
 
     def __init__(
         self,
@@ -75,60 +69,57 @@ class ShardedOptimizer(Optimizer):
         *,
         wrapper: ReduceScatterDDP | None = None,
         group: dist.ProcessGroup | None = None,
-        elementwise: bool | None = None,
         bucket_mb: float = 4.0,
         transport: str = AUTO,
         **settings: Any,
     ):
         group = group if wrapper is None else wrapper.group
         members = member_group(group)
-        self._group, self._transport, self._bucket_mb, self._wrapper = group, transport, bucket_mb, wrapper
+        self._group, self._transport, self._bucket_bytes = group, transport, bucket_mb * MIB
         self._inner: Optimizer | None = None
-        self._gathering: Gathering | None = None
-        self._awake: list[bool] = []
+        self._shards: dict[Tensor, Any] = {}
+        """This rank's rows of each parameter, views of its memory, as the inner optimizer has them."""
+        self._gathered: list[Any] = []
+        """Parameters that have been trained at any time."""
 
         def prepare() -> None:
             super(ShardedOptimizer, self).__init__(params, {})
-            check(bucket_mb > 0, f"expected a bucket size above 0 MB, got {bucket_mb}")
-            check_parameters(self._parameters)
-            refuse_coupled(optimizer_cls)
-            is_cut = is_elementwise(optimizer_cls, settings, self._device) if elementwise is None else elementwise
-            self._share = Share(members.rank(), members.size(), is_cut, wrapper)
-            self._inner = optimizer_cls([self._share_of_group(group) for group in self.param_groups], **settings)
-            self.defaults, self.state = self._inner.defaults, self._inner.state
-            _copy_settings(self._inner.param_groups, self.param_groups)
+            for refused, reason in REFUSED.items():
+                if isinstance(optimizer_cls, type) and issubclass(optimizer_cls, refused):
+                    raise ValueError(f"{optimizer_cls.__name__} cannot be sharded: {reason}")
+            if bucket_mb <= 0:
+                raise ValueError(f"expected a bucket size above 0 MB, got {bucket_mb}")
+            self._check_parameters()
+            self._mesh = DeviceMesh.from_group(members, self._device.type)
+            self._inner = optimizer_cls([self._shard_group(each) for each in self.param_groups], **settings)
+            self.defaults = self._inner.defaults
+            self._adopt_settings()
 
         arguments = {"class": getattr(optimizer_cls, "__name__", ""), "bucket_mb": bucket_mb, "transport": transport}
-        arguments["wrapped"] = wrapper is not None
         self._on_all_ranks(prepare, arguments)
+        self._which = f"rank {members.rank()} of {members.size()}"
         if members.size() > 1:
             find_transport(group, self._device, transport)  # ValueError now, not at the first step
-        if wrapper is not None:
-            self._share.connect(self._parameters)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """One more group of parameters. A collective; ValueError, on all ranks, as for those given at first."""
-        if self._inner is None:  # the base class collects what it is made with
+        if (inner := self._inner) is None:  # the base class collects what it is made with
             super().add_param_group(param_group)
             return
-        if self._wrapper is not None:
-            raise ValueError("expected all parameters at first: the wrapper has shared their gradients out")
-        number, share, inner = len(self.param_groups), self._share, self._inner
+        number = len(self.param_groups)
 
         def add() -> None:
             super(ShardedOptimizer, self).add_param_group(param_group)
-            check_parameters(self._parameters)
-            self._share = share.copy()
-            inner.add_param_group(self._share_of_group(self.param_groups[number]))
+            self._check_parameters()
+            inner.add_param_group(self._shard_group(self.param_groups[number]))
 
         try:
             self._on_all_ranks(add, {})
         except BaseException:  # whatever it was, the optimizer is as before
             del self.param_groups[number:], inner.param_groups[number:]
-            self._share = share
+            self._shards = {p: self._shards[p] for p in self._parameters}
             raise
-        _copy_settings(inner.param_groups, self.param_groups)
-        self._gathering = None
+        self._adopt_settings()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -138,56 +129,54 @@ class ShardedOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         assert self._inner is not None
-        parameters = self._parameters
-        if any(p.grad is not None and p.grad.layout is not torch.strided for p in parameters):
+        if any(p.grad is not None and p.grad.layout is not torch.strided for p in self._parameters):
             raise ValueError("expected dense gradients, got a sparse one")
-        self._share.take_gradients(parameters, self._inner)
-        _copy_settings(self.param_groups, self._inner.param_groups)
+        for p, shard in self._shards.items():
+            shard._local_tensor = own_rows(p.detach(), self._mesh)  # the parameter's data may have been replaced
+            if p.grad is not None:
+                local = p.grad._local_tensor if isinstance(p.grad, DTensor) else own_rows(p.grad.detach(), self._mesh)
+                shard.grad = gradient_rows(local, shard)
+        self._hand_settings_over()
         try:
             self._inner.step()
         finally:
-            self._share.release_gradients(parameters)
-        _copy_settings(self._inner.param_groups, self.param_groups)
+            for p, shard in self._shards.items():
+                shard.grad, own = None, own_rows(p.detach(), self._mesh)
+                if shard._local_tensor.data_ptr() != own.data_ptr():  # it has replaced the shard's data
+                    own.copy_(shard._local_tensor)
+        self._adopt_settings()
         self.gather_parameters()
         return loss
 
+    @torch.no_grad()
     def gather_parameters(self) -> None:
-        """Every parameter as the rank has it that updates it: what a step ends with. A collective.
+        """Every parameter as the ranks have its rows: what a step ends with. A collective.
 
         Not those that have been frozen from the start.
         """
-        if self._share.world_size == 1:
+        if self._mesh.size() == 1:
             return
-        parameters = self._parameters
-        known = [*self._awake, *[False] * (len(parameters) - len(self._awake))]
-        awake = [parameter.requires_grad or before for parameter, before in zip(parameters, known, strict=True)]
-        if self._gathering is None or awake != self._awake:
-            self._awake = awake
-            pieces = [[piece for piece in of_rank if awake[piece.parameter]] for of_rank in self._share.pieces]
-            self._gathering = Gathering(parameters, pieces, int(self._bucket_mb * MIB), self._group, self._transport)
-        self._gathering.run()
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Of the parameters, and what a wrapper has handed out."""
-        super().zero_grad(set_to_none)
-        if self._wrapper is not None:
-            self._share.zero_grad()
+        known = set(self._gathered)
+        self._gathered = [p for p in self._parameters if p.requires_grad or p in known]
+        for bucket in fill_buckets(self._gathered, self._bucket_bytes, self._bucket_bytes):
+            layout = Layout(bucket, self._mesh)
+            vector = bucket[0].new_empty(layout.numel)
+            own = layout.own_views(layout.own_part(vector))
+            torch._foreach_copy_(own, [own_rows(p, self._mesh) for p in bucket])
+            all_gather(vector, self._group, transport=self._transport)
+            layout.unpack(vector, bucket)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """`torch.nn.utils.clip_grad_norm_` of all gradients, wherever they are: the norm before, float64, a scalar.
-
-        A collective.
-        """
-        own = [t.grad for t in self._share.tensors.values() if t.grad is not None] if self._wrapper else []
-        common = [p.grad for p in self._parameters if p.grad is not None] if not self._wrapper else []
-        return clip_by_global_norm(own, common, max_norm, norm_type, self._group, self._device)
+        """`torch.nn.utils.clip_grad_norm_`: the norm before, a scalar. A collective if gradients are in rows."""
+        norm = torch.nn.utils.clip_grad_norm_(self._parameters, max_norm, norm_type)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's shard: for a checkpoint that as many ranks go on from, each with its own."""
+        """torch's layout, with this rank's rows as DTensors: for as many ranks to go on from, each with its own."""
         assert self._inner is not None
-        pieces = [list(piece) for piece in self._share.own]
-        shard = {"rank": self._share.rank, "world_size": self._share.world_size, "pieces": pieces}
-        return {"state": self._share.states(self._inner), "param_groups": self._numbered_groups(), SHARD: shard}
+        inner = self._inner.state
+        self.state.update({p: dict(inner[shard]) for p, shard in self._shards.items() if shard in inner})
+        return {**super().state_dict(), SHARD: self._which}
 
     def consolidated_state_dict(self, *, to: int | None = 0) -> dict[str, Any] | None:
         """torch's own layout, as `optimizer_cls` without shards would give it, on group rank `to` or on all (None).
@@ -195,46 +184,46 @@ class ShardedOptimizer(Optimizer):
         A collective; None on the other ranks. Tensors are on the CPU. It loads into a plain optimizer, and into a
         sharded one on any number of ranks; so does a plain optimizer's `state_dict`.
         """
-        assert self._inner is not None
-        own = self._share.states(self._inner)
-        found = gather_states(own, self._parameters, self._share.pieces, self._group, to, device=self._device)
-        return None if found is None else {"state": found, "param_groups": self._numbered_groups()}
+        state = {name: value for name, value in self.state_dict().items() if name != SHARD}
+        whole: dict[str, Any] | None = consolidate(state, to in (None, self._mesh.get_local_rank()))
+        return whole
 
     @torch.no_grad()
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """This rank's own shard, or a state in torch's own layout, of which this rank takes its share.
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """A `state_dict()` of this rank, or a state in torch's own layout, of which this rank takes its rows.
 
         ValueError for the shard of another rank, or of another number of ranks, and for other parameter groups.
         """
-        saved, share, parameters = state_dict["param_groups"], self._share, self._parameters
-        lengths = [[len(group["params"]) for group in groups] for groups in (saved, self.param_groups)]
-        check(lengths[0] == lengths[1], f"expected groups of {lengths[1]} parameters, got {lengths[0]}")
-        names = [name for group in saved for name in group["params"]]
-        states: Mapping[Any, State] = state_dict["state"]
-        shard = state_dict.get(SHARD)
-        if shard is None:
-            states = {
-                piece.parameter: part_of_state(states[name], parameters[piece.parameter], piece)
-                for piece in share.own
-                if (name := names[piece.parameter]) in states
-            }
-        elif shard["pieces"] != [list(piece) for piece in share.own]:
-            raise ValueError(
-                f"expected the shard of rank {share.rank} of {share.world_size}, or what consolidated_state_dict() "
-                f"returns; got the shard of rank {shard['rank']} of {shard['world_size']}"
-            )
-        self._load(states, saved)
+        assert self._inner is not None
+        if (which := state_dict.get(SHARD, self._which)) != self._which:
+            raise ValueError(f"expected the shard of {self._which} or a whole state, got the shard of {which}")
+        super().load_state_dict(state_dict)
+        self._inner.state.clear()
+        for p, shard in self._shards.items():
+            if p in self.state:
+                state = self.state[p].items()
+                self._inner.state[shard] = {name: state_rows(value, shard) for name, value in state}
+        self._hand_settings_over()
 
     def __getstate__(self) -> NoReturn:
         raise TypeError("a sharded optimizer is one with those of other processes: save its state_dict()")
 
     @property
-    def _parameters(self) -> list[Tensor]:
+    def _parameters(self) -> list[Any]:
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
     @property
     def _device(self) -> torch.device:
-        return self._parameters[0].device
+        return torch.device(self._parameters[0].device)
+
+    def _check_parameters(self) -> None:
+        """ValueError for parameters that an optimizer in shards cannot take."""
+        parameters = self._parameters
+        if not parameters or len({p.device for p in parameters}) != 1 or len(set(parameters)) != len(parameters):
+            raise ValueError("expected one parameter or more, on one device, each once")
+        for p in parameters:
+            if isinstance(p, DTensor) or p.layout is not torch.strided or torch._debug_has_internal_overlap(p) == 1:
+                raise ValueError("expected parameters that are whole and dense, each element with memory of its own")
 
     def _on_all_ranks(self, action: Callable[[], None], settings: dict[str, object]) -> None:
         """Do it on this rank, and see that all have done the same; whatever is wrong on one rank, all raise."""
@@ -247,45 +236,31 @@ class ShardedOptimizer(Optimizer):
         except Exception as error:
             refused = error
         groups = [] if refused else self.param_groups
-        described = [describe_parameter(parameter) for group in groups for parameter in group["params"]]
-        settings["groups"] = [describe_group(group) for group in groups]
+        plain = (bool, int, float, str, tuple)
+        described = [f"{tuple(p.shape)}, {p.dtype}, {p.requires_grad}" for group in groups for p in group["params"]]
+        described += [f"{k}: {v}" for group in groups for k, v in _settings(group).items() if isinstance(v, plain)]
         device = self._device if described else device_of(self._group)
         check_same_on_all_ranks("optimizer", settings, described, device, self._group, refused)
 
-    def _share_of_group(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        """Share out the parameters of a group; what the inner optimizer gets of it."""
-        before = itertools.takewhile(lambda each: each is not group, self.param_groups)
-        first = sum(len(each["params"]) for each in before)
-        return {"params": self._share.add(group["params"], first), **_settings_of(group)}
+    def _shard_group(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        """What the inner optimizer gets of a group."""
+        self._shards |= {p: shard_parameter(p, self._mesh, copy=False) for p in group["params"]}
+        return {**group, "params": [self._shards[p] for p in group["params"]]}
 
-    def _load(self, states: Mapping[int, State], saved: list[dict[str, Any]]) -> None:
-        """These states of this rank's pieces, by number of the parameter; settings from the saved groups."""
+    def _hand_settings_over(self) -> None:
         assert self._inner is not None
-        tensors = [tensor for group in self._inner.param_groups for tensor in group["params"]]
-        place = {id(tensor): number for number, tensor in enumerate(tensors)}
-        owned = self._share.tensors.items()
-        by_place = {place[id(tensor)]: states[p.parameter] for p, tensor in owned if p.parameter in states}
-        groups = [
-            {**_settings_of(group), "params": [place[id(tensor)] for tensor in inner["params"]]}
-            for group, inner in zip(saved, self._inner.param_groups, strict=True)
-        ]
-        self._inner.load_state_dict({"state": by_place, "param_groups": groups})
-        self.state = self._inner.state
-        for group, loaded in zip(self.param_groups, saved, strict=True):
-            kept = {name: group[name] for name in OF_PARAMETERS if name in group}
-            group.clear()
-            group.update(_settings_of(loaded) | kept)
+        for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
+            inner.update(_settings(group))
+            if "foreach" in inner:  # a call per operator of DTensors, not one per parameter
+                is_chosen = group["foreach"] is not None or group.get("fused") or group.get("differentiable")
+                inner["foreach"] = group["foreach"] if is_chosen else True
 
-    def _numbered_groups(self) -> list[dict[str, Any]]:
-        """The groups, with numbers in place of parameters, as torch saves them."""
-        numbers = iter(range(len(self._parameters)))
-        return [{**group, "params": [next(numbers) for _ in group["params"]]} for group in self.param_groups]
+    def _adopt_settings(self) -> None:
+        assert self._inner is not None
+        for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
+            group.update(_settings(inner))
+            group.setdefault("foreach", inner["foreach"]) if "foreach" in inner else None
 
 
-def _settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in group.items() if name not in OF_PARAMETERS}
-
-
-def _copy_settings(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
-    for of_source, of_target in zip(source, target, strict=True):
-        of_target.update(_settings_of(of_source))
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name not in NO_SETTINGS}

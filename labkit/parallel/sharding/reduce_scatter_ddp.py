@@ -1,10 +1,9 @@
-"""ZeRO-2: gradients averaged by reduce-scatter, so that each rank gets, and keeps, the mean of its share only.
+"""ZeRO-2: gradients averaged by reduce-scatter, so that each rank gets, and keeps, the mean of its rows only.
 
     model = ReduceScatterDDP(model)
-    optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW, wrapper=model, lr=1e-3)
-    loss = criterion(model(inputs), targets)
-    loss.backward()             each rank has the mean gradient of what it updates; `p.grad` is given back
-    optimizer.step()            each rank updates its share, then all get all of it
+    optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
+    loss.backward()             `p.grad` is a DTensor of this rank's rows of the mean gradient
+    optimizer.step()            each rank updates its rows, then all get all of them
 
 With Psi bytes of parameters, each rank sends 2 Psi (p-1)/p bytes a step, as an all-reduce of the gradients does:
 here they are averaged by the first half of one, and the second half moves updated parameters. A whole gradient lives
@@ -13,44 +12,46 @@ until it has been put into its bucket.
 Source: Rajbhandari et al. 2020, arXiv:1910.02054, section 5.2 (P_os+g) and 7.2.
 """
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
-from labkit.parallel.background_comm import Channel, Wait
-from labkit.parallel.collectives import reduce_scatter
-from labkit.parallel.data_parallel.base import DataParallel
-from labkit.parallel.data_parallel.layout import flat_view, gradient_in_layout
-from labkit.parallel.data_parallel.overlapped import assign_to_buckets
-from labkit.parallel.data_parallel.reducer import LabkitReducer
-from labkit.parallel.sharding.partition import Piece
+from labkit.parallel.backward_pass import BackwardPass
+from labkit.parallel.data_parallel.consistency import broadcast, check_module, check_replicas
+from labkit.parallel.disable_compile import disable_compile
+from labkit.parallel.prepare import FLOAT_TYPES
+from labkit.parallel.sharding.gradients import Averager, Bucket, Line
+from labkit.parallel.sharding.layout import Layout, shard_parameter
 from labkit.parallel.transport import AUTO
+from labkit.parallel.transport.select_transport import member_group
+
+MIB = 2**20
+HOOKS = ("_put_rows_aside", "_gradient_ready")  # before and after autograd adds a gradient
 
 
-class Layout(NamedTuple):
-    """How a bucket travels: of how many elements each rank's part is, this rank's pieces, and where all others go."""
-
-    sizes: list[int]
-    own: list[Piece]
-    places: dict[int, list[tuple[Piece, int]]]
-    """By parameter: its pieces, and at which element of the bucket each begins."""
-
-
-class ReduceScatterDDP(DataParallel):
-    """One reduce-scatter a bucket, begun as soon as the bucket's last gradient is there. For a `ShardedOptimizer`.
+class ReduceScatterDDP(nn.Module):
+    """One reduce-scatter per bucket, begun as soon as the bucket's last gradient is there. For a `ShardedOptimizer`.
 
     Args:
-        bucket_mb: a bucket is full from so many MiB of gradients on.
-        first_bucket_mb: the same for the first bucket.
-        all_reduce: the transport, of labkit's; torch's own reduce-scatter knows no uneven shares.
+        module: the same on all ranks but for its values, which become those of rank 0.
+        bucket_mb, first_bucket_mb: a bucket, or the first one, is full from so many MiB of gradients up.
+        broadcast_buffers: before each forward pass that is trained, buffers become those of rank 0.
+        find_unused: for code written for other wrappers; here parameters may be unused in any pass.
+        group: the process group; None: all ranks.
+        transport: as for `labkit.parallel.collectives.reduce_scatter`.
 
-    Other arguments as `DataParallel`; ValueError for sizes that are not positive, and as there. RuntimeError for a
-    backward pass before there is the optimizer that says which rank needs which gradients.
-
-    Clip by `ShardedOptimizer.clip_grad_norm_`: no rank has all gradients.
+    A gradient has the shape of its parameter and knows where its rows are: torch's clipping and `GradScaler` see all of
+    it. A parameter without a gradient on any rank gets none. ValueError, on all ranks, for arguments and models that
+    cannot work or differ; in a forward pass, for parameters that came or went since, and for hooks too early for means.
     """
 
     def __init__(
@@ -59,162 +60,144 @@ class ReduceScatterDDP(DataParallel):
         *,
         bucket_mb: float = 25.0,
         first_bucket_mb: float = 1.0,
-        all_reduce: str = AUTO,
-        **options: Any,
+        broadcast_buffers: bool = True,
+        find_unused: bool = True,
+        group: dist.ProcessGroup | None = None,
+        transport: str = AUTO,
     ):
-        self._sizes_mb = (bucket_mb, first_bucket_mb)
-        super().__init__(module, all_reduce=all_reduce, **options)
-        if not isinstance(self._reducer, LabkitReducer):
-            raise ValueError("expected one of labkit's transports: torch's reduce-scatter knows no uneven shares")
-        self._buckets = assign_to_buckets(self._parameters_in_order, *self._sizes_mb)
-        self._bucket_of = {index: number for number, bucket in enumerate(self._buckets) for index in bucket}
-        self._layouts: list[Layout] | None = None
-        self._shares: Mapping[Piece, Tensor] = {}
-        self._memory: dict[torch.device, Tensor] = {}
-        self._averages: list[Tensor] = []
-        self._forget_pass()
+        members = member_group(group)
+        super().__init__()
+        self.module, self.group, self._broadcasts = module, group, broadcast_buffers
+        settings = {"buckets": (bucket_mb, first_bucket_mb), "broadcast": broadcast_buffers, "transport": transport}
+        refused = ValueError("expected bucket sizes above 0 MB") if min(bucket_mb, first_bucket_mb) <= 0 else None
+        check_replicas(module, settings, group, refused or _unsuitable(module))
+        broadcast([*module.parameters(), *module.buffers()], group)
+        self._known = list(module.parameters())
+        parameters = [p for p in reversed(self._known) if p.dtype in FLOAT_TYPES]
+        device = parameters[0].device
+        mesh = DeviceMesh.from_group(members, device.type)
+        trained, frozen = ([p for p in parameters if p.requires_grad is is_trained] for is_trained in (True, False))
+        sizes = bucket_mb * MIB, first_bucket_mb * MIB
+        filled = [*fill_buckets(trained, *sizes), *fill_buckets(frozen, *sizes)]
+        self._buckets = [_bucket(f"bucket {number}", each, mesh) for number, each in enumerate(filled)]
+        places = [bucket.place for bucket in self._buckets]
+        self._control, line = (Line(group, device, transport, places) for _ in range(2))
+        self._averager = Averager(self._buckets, self._control, line, device)
+        self._lock = threading.Lock()  # autograd calls hooks in one thread per device
+        self._pass, self._is_open = BackwardPass(), False
+        self._kept: dict[nn.Parameter, Tensor] = {}
+        """Rows of earlier passes, while a pass adds whole gradients."""
+        self._hooked: set[nn.Parameter] = set()
 
-    def _settings(self) -> dict[str, object]:
-        return super()._settings() | {"bucket_mb, first_bucket_mb": self._sizes_mb}
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's."""
+        self._before_forward()
+        return self.module(*args, **kwargs)
 
-    @property
-    def parameters_in_order(self) -> list[nn.Parameter]:
-        """Trained parameters, in the order in which they have numbers here."""
-        return list(self._parameters_in_order)
+    @disable_compile
+    def _before_forward(self) -> None:
+        if not torch.is_grad_enabled() or self._pass.is_running:
+            return
+        self._leave_unfinished_pass()
+        if [*map(id, self._known)] != [*map(id, self.module.parameters())]:
+            raise ValueError("parameters were added, replaced or removed: change the model before wrapping it")
+        for number, bucket in enumerate(self._buckets):
+            for at, p in enumerate(bucket.whole):
+                self._hook(p, number, at)
+        if self._broadcasts and (buffers := list(self.module.buffers())):
+            broadcast(buffers, self.group)
 
-    def bucket_of(self, parameter: Tensor) -> int:
-        """The number of the bucket; -1 for what is in none."""
-        numbers = (index for index, known in enumerate(self._parameters_in_order) if known is parameter)
-        return self._bucket_of.get(next(numbers, -1), -1)
+    def _hook(self, p: Any, *place: int) -> None:
+        if p.requires_grad and p not in self._hooked:
+            self._hooked.add(p)
+            before, after = (partial(_call_alive, weakref.ref(self), hook, *place) for hook in HOOKS)
+            p.register_hook(before)
+            p.register_post_accumulate_grad_hook(after)
+        if len(p._post_accumulate_grad_hooks or ()) > 1:
+            raise ValueError("hooks after a gradient's accumulation would run before it is averaged: remove them")
 
-    def share_out(self, pieces: Sequence[Sequence[Piece]], shares: Mapping[Piece, Tensor]) -> None:
-        """From now on rank r gets the gradients of `pieces[r]`; this rank as `grad` of its `shares`. A collective.
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """For code that accumulates gradients with DDP: they are averaged at once, since no rank keeps whole ones."""
+        yield
 
-        Pieces count parameters as `parameters_in_order` does, and cover each of them once.
-        """
-        layouts = [self._layout(bucket, pieces) for bucket in self._buckets]
-        longest: dict[torch.device, int] = {}
-        for bucket, layout in zip(self._buckets, layouts, strict=True):
-            first = self._parameters_in_order[bucket[0]]
-            longest[first.device] = max(longest.get(first.device, 0), sum(layout.sizes) * first.itemsize)
-        self._memory = {
-            device: torch.empty(n_bytes, dtype=torch.uint8, device=device) for device, n_bytes in longest.items()
-        }
-        self._averages = [
-            self._parameters_in_order[bucket[0]].detach().new_empty(layout.sizes[self._rank])
-            for bucket, layout in zip(self._buckets, layouts, strict=True)
-        ]
-        self._layouts, self._shares = layouts, shares
+    def finish_gradient_synchronization(self) -> None:
+        """For code that waits for gradients after `backward()`, which has averaged them when it returns."""
 
-    def _layout(self, bucket: Sequence[int], pieces: Sequence[Sequence[Piece]]) -> Layout:
-        places: dict[int, list[tuple[Piece, int]]] = {index: [] for index in bucket}
-        inside = [[piece for piece in of_rank if piece.parameter in places] for of_rank in pieces]
-        at = 0
-        for piece in (piece for of_rank in inside for piece in of_rank):
-            places[piece.parameter].append((piece, at))
-            at += piece.stop - piece.start
-        sizes = [sum(piece.stop - piece.start for piece in of_rank) for of_rank in inside]
-        return Layout(sizes, inside[self._rank], places)
+    def _put_rows_aside(self, bucket: Bucket, parameter: nn.Parameter) -> None:
+        self._begin_pass()
+        if isinstance(parameter.grad, DTensor):
+            self._kept[parameter], parameter.grad = parameter.grad, None
 
-    @property
-    def _overlaps(self) -> bool:
-        return not self.find_unused
+    @torch.no_grad()
+    def _gradient_ready(self, bucket: Bucket, parameter: nn.Parameter) -> None:
+        bucket.hear(parameter)
+        self._averager.reduce_complete(self._buckets)
 
-    def _gradient_ready(self, index: int) -> None:
-        self._here[self._bucket_of[index]].append(index)
-        self._go_on()
+    def _begin_pass(self) -> None:
+        if not self._pass.is_running:
+            self._leave_unfinished_pass()
+            self._is_open = True
+            self._pass.begin(self._end_pass)
 
-    def _finish(self, pending: list[int]) -> None:
-        for index in pending:
-            self._here[self._bucket_of[index]].append(index)
-        self._go_on()
-        self._abandon()
-        if not self.find_unused:
-            self._assign([True] * len(self._parameters_in_order))
+    @torch.no_grad()
+    def _end_pass(self) -> None:
+        try:
+            self._averager.finish(self._buckets)
+        finally:
+            self._leave_pass()
 
-    def _clear_globally_unused(self, has_gradient: list[bool]) -> None:
-        self._assign(self._sync_used_flags(has_gradient))
+    def _leave_unfinished_pass(self) -> None:
+        """Forget a pass that an exception has ended, and what it was to be added to, once its collectives are over."""
+        if self._is_open:
+            self._averager.forget()
+            self._kept = {}
+            self._leave_pass()
 
-    def _go_on(self) -> None:
-        """Fill buckets and begin those that are full, in their order: every rank must begin them in the same one.
+    def _leave_pass(self) -> None:
+        kept, self._kept, self._is_open = self._kept, {}, False
+        for p, rows in kept.items():
+            p.grad = rows if p.grad is None else rows.add_(p.grad)
+        self._pass.forget()
 
-        There is one vector: while it travels, gradients wait where they are, and backward for it only if a bucket is
-        full meanwhile. Those of later buckets wait, too.
-        """
-        if self._layouts is None:
-            raise RuntimeError("expected a ShardedOptimizer(..., wrapper=this) before the first backward pass")
-        while (number := len(self._waits)) < len(self._buckets):
-            here = self._here[number]
-            if not self._is_free and len(here) < self._missing:
-                return
-            for wait in self._waits[-1:]:
-                wait()
-            for index in here:
-                self._put(index, number, self._layouts[number])
-            self._missing -= len(here)
-            here.clear()
-            if self._missing:
-                return
-            self._begin(number, self._layouts[number])
+    def __getstate__(self) -> NoReturn:
+        raise TypeError("a wrapper is one with those of other processes: save its `module`")
 
-    def _put(self, index: int, number: int, layout: Layout) -> None:
-        """The gradient, divided by the number of ranks, into its bucket: now, while it is in the cache."""
-        vector, parameter = self._vector_of(number, layout), self._parameters_in_order[index]
-        gradient = None if parameter.grad is None else flat_view(gradient_in_layout(parameter))
-        for piece, at in layout.places[index]:
-            part = vector[at : at + piece.stop - piece.start]
-            if gradient is None:
-                part.zero_()
-            else:
-                torch.div(gradient[piece.start : piece.stop], self.world_size, out=part)
-        parameter.grad = None
 
-    def _vector_of(self, number: int, layout: Layout) -> Tensor:
-        first = self._parameters_in_order[self._buckets[number][0]]
-        return self._memory[first.device][: sum(layout.sizes) * first.itemsize].view(first.dtype)
+def fill_buckets(parameters: Sequence[nn.Parameter], size: float, first_size: float) -> list[list[nn.Parameter]]:
+    """Parameters in their order, in buckets of one dtype that are full from so many bytes up."""
+    buckets: list[list[nn.Parameter]] = []
+    for p in parameters:
+        n_bytes = sum(each.nbytes for each in buckets[-1]) if buckets else 0
+        if not buckets or n_bytes >= (first_size if len(buckets) == 1 else size) or p.dtype != buckets[-1][0].dtype:
+            buckets.append([])
+        buckets[-1].append(p)
+    return buckets
 
-    def _begin(self, number: int, layout: Layout) -> None:
-        assert isinstance(self._reducer, LabkitReducer)
-        vector = self._vector_of(number, layout)
-        has_gradients = any(self._shares[piece].grad is not None for piece in layout.own)
-        average = torch.empty_like(self._averages[number]) if has_gradients else self._averages[number]
-        channel = self._reducer.channels[vector.device]
-        self._results.append(average)
-        self._is_free = False
-        self._waits.append(channel.start(partial(self._reduce, vector, layout, channel, average)))
-        if number + 1 < len(self._buckets):
-            self._missing = len(self._buckets[number + 1])
 
-    def _reduce(self, vector: Tensor, layout: Layout, channel: Channel, average: Tensor) -> None:
-        channel.call(reduce_scatter, vector, "sum", sizes=layout.sizes, into=average)
-        self._is_free = True
+def _bucket(place: str, parameters: Sequence[nn.Parameter], mesh: DeviceMesh) -> Bucket:
+    shards = [shard_parameter(p, mesh, copy=False) for p in parameters]
+    bucket = Bucket(place, parameters, shards, Layout(parameters, mesh))
+    bucket.holders = list(parameters)
+    return bucket
 
-    def _assign(self, used: Sequence[bool]) -> None:
-        """Averaged gradients for this rank's shares, added to what they have."""
-        assert self._layouts is not None, "there is one by the time a bucket begins"
-        for layout, average in zip(self._layouts, self._results, strict=True):
-            for piece, part in zip(layout.own, average.split([p.stop - p.start for p in layout.own]), strict=True):
-                share = self._shares[piece]
-                if not used[piece.parameter]:
-                    continue
-                if share.grad is None:
-                    share.grad = part.as_strided(share.shape, share.stride(), part.storage_offset())
-                else:
-                    flat_view(share.grad).add_(part)
 
-    @property
-    def _rank(self) -> int:
-        assert isinstance(self._reducer, LabkitReducer)
-        return next(iter(self._reducer.channels.values())).transport.rank
+def _unsuitable(module: nn.Module) -> Exception | None:
+    try:
+        check_module(module, None)
+    except ValueError as error:
+        return error
+    for name, p in module.named_parameters():
+        if isinstance(p, DTensor) or p.layout is not torch.strided:
+            return ValueError(f"expected parameters that are whole and dense; {name} is not")
+        if p.requires_grad and p.dtype not in FLOAT_TYPES:
+            return ValueError(f"labkit adds real floating-point numbers only; {name} is trained and {p.dtype}")
+    return None
 
-    def _abandon(self) -> None:
-        for wait in self._waits:
-            wait()
 
-    def _forget_pass(self) -> None:
-        super()._forget_pass()
-        self._waits: list[Wait] = []
-        self._results: list[Tensor] = []
-        self._here: list[list[int]] = [[] for _ in self._buckets]  # gradients that are in no bucket yet
-        self._missing = len(self._buckets[0])  # of the bucket that is being filled
-        self._is_free = True  # the vector: nothing in it travels
+def _call_alive(wrapper: "weakref.ref[ReduceScatterDDP]", hook: str, *place: Any) -> None:
+    """The hook of a wrapper, if there still is one: what autograd keeps must not keep the model alive."""
+    if (alive := wrapper()) is not None:
+        with alive._lock:
+            bucket = alive._buckets[place[0]]
+            getattr(alive, hook)(bucket, bucket.whole[place[1]])

@@ -1,278 +1,284 @@
-"""When units are gathered, given back and averaged: what happens around forward passes and in backward passes.
+"""When units are gathered, given back and averaged: around calls of their modules, and in backward passes.
 
-    forward    before a unit: gather it, and begin to gather those that came next in the pass before; after it: give
-               it back
-    backward   when its output gets a gradient: gather it again, and begin to gather those that went before it;
-               when all its parameters have gradients: begin to average these; when its inputs have, too: give it back
-    the end    what the ranks tell one another about parameters without gradients; the rest is averaged
+    a call     before it: gather the unit, and begin to gather those that came next in the pass before; its hooks see
+               whole parameters; after it: give it back
+    backward   when an output of the unit gets a gradient: gather it again, and begin to gather those before it; when
+               all its parameters have gradients: begin to average these, and give the unit back
+    the end    ranks exchange which parameters have gradients; the rest is averaged
 
-Ranks have to begin collectives in one order. Gathers have a channel of their own, and follow the units' passes, which
-must come in the same order on all ranks: at the end of a backward pass they compare notes. Gradients have another,
-and are averaged in the order in which backward comes to the units, each waiting for those before it; so ranks may
-differ in which parameters of a unit are used.
-
-A forward pass inside of a backward pass (checkpointing) is part of it: what it gathers stays until it has gradients.
+A call inside of a backward pass (checkpointing) is part of it: what it gathers stays until it has gradients. A
+backward pass inside of a forward pass (`torch.autograd.grad`) averages nothing; what a graph of it (`create_graph`)
+needs stays until the next backward pass is over.
 """
 
-import functools
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
-from torch.utils._pytree import tree_map
+from torch.distributed.utils import _apply_to_tensors
 
-from labkit.parallel.background_comm import Channel
 from labkit.parallel.backward_pass import BackwardPass, tensors_in
 from labkit.parallel.disable_compile import disable_compile
-from labkit.parallel.sharding.gradients import Gradients, next_trace
-from labkit.parallel.sharding.unit import Unit
+from labkit.parallel.sharding.flat import Flat, Token, Unit
+from labkit.parallel.sharding.gradients import Averager, Line
+
+
+def cast(value: Any, dtype: torch.dtype | None) -> Any:
+    """The same with floating-point tensors in another dtype, wherever they are in it; None: as they are."""
+    if dtype is None:
+        return value
+    return _apply_to_tensors(lambda each: each.to(dtype) if each.is_floating_point() else each, value)
+
+
+def keep_dtype(module: nn.Module, compute_dtype: torch.dtype) -> None:
+    """Let a module compute in the dtype of its parameters and statistics, and return the compute dtype."""
+    own = next((each.dtype for each in (*module.parameters(), *module.buffers()) if each.is_floating_point()), None)
+    call = module._call_impl
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = cast((args, kwargs), own)
+        return cast(call(*args, **kwargs), compute_dtype)
+
+    module._call_impl = run  # type: ignore[method-assign]
 
 
 class Schedule:
-    """Runs the units of a model; gradients are averaged once `finish` has returned."""
+    """Runs the units of a model, the last of which is the model itself."""
 
     def __init__(
         self,
         units: Sequence[Unit],
-        gathers: Channel,
-        reductions: Channel,
+        gathers: Line,
+        reductions: Line,
+        device: torch.device,
         *,
         compute_dtype: torch.dtype | None,
         reshard_after_forward: bool,
         prefetch: int,
-        finish_in_backward: bool,
+        replicated: Sequence[nn.Parameter],
     ):
-        self.units, self.gathers = list(units), gathers
-        self._gradients = Gradients(units, gathers, reductions)
-        self.compute_dtype, self.reshard_after_forward, self.prefetch = compute_dtype, reshard_after_forward, prefetch
-        self.finish_in_backward = finish_in_backward
-        self.synchronize = True
-        self._synchronize_this_pass = True
+        self._units, self._gathers = list(units), gathers
+        self._compute_dtype, self._reshard, self._prefetch = compute_dtype, reshard_after_forward, prefetch
+        flats = [flat for unit in units for flat in unit.flats]
+        self._averager = Averager(flats, gathers, reductions, device, replicated)
+        n_bytes = max((flat.gathered_bytes for flat in flats), default=0)
+        self._buffer = torch.empty(n_bytes, dtype=torch.uint8, device=device)
         self._lock = threading.RLock()  # autograd calls hooks in one thread per device
         self._pass = BackwardPass()
+        self._is_inner = False
+        """The backward pass is inside of a forward pass."""
+        self._depth = 0
         self._entered: list[Unit] = []
+        self._queue: list[Flat] = []
         self._order: list[Unit] = []
         self._order_before: list[Unit] = []
-        self._trace = 0
-        self._is_differentiable = self._keeps = False
-        for unit in self.units:
-            self._wrap(unit)
-            for at, number in unit.trained():
-                hook = partial(_gradient_hook, weakref.ref(self), unit.number, at, number)
-                unit.flats[at].full[number].register_post_accumulate_grad_hook(hook)
-
-    def _wrap(self, unit: Unit) -> None:
-        original = unit.module.forward
-
-        @functools.wraps(original)
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            args, kwargs = self._before_forward(unit, args, kwargs)
-            outputs = None
-            try:
-                outputs = original(*args, **kwargs)
-            finally:
-                self._after_forward(unit, outputs)
-            return outputs
-
-        unit.module.forward = forward
+        self._hooked: set[nn.Parameter] = set()
+        for unit in units:  # an attribute of the module: so that the unit is whole for all of its hooks
+            unit.module._call_impl = partial(self._run, unit, unit.module._call_impl)  # type: ignore[method-assign]
 
     # Forward
 
+    def _run(self, unit: Unit, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The unit's module is called."""
+        self._before(unit)
+        try:
+            args, kwargs = cast((args, kwargs), self._compute_dtype)
+            inputs = self._watch_inputs(unit, (args, kwargs))
+            outputs = call(*args, **kwargs)
+            self._watch_outputs(unit, outputs, inputs)
+            return outputs
+        finally:
+            self._after(unit)
+
     @disable_compile
-    def begin_forward(self) -> None:
-        """Before a forward pass of the model."""
-        if self._pass.is_running:
-            return
+    def _before(self, unit: Unit) -> None:
+        if not self._depth and not self._pass.is_running:
+            self._begin_forward()
+        if not unit.is_attached:
+            self._follow(unit)
+        if self._is_recomputing:
+            for flat in unit.flats:
+                flat.heard.clear()
+            self._enter(unit)
+        else:
+            self._gather(unit)
+            at = len(self._order)
+            self._order.append(unit)
+            if self._order_before[at : at + 1] == [unit]:
+                self._gather_ahead(self._order_before[at + 1 :])
+        self._depth += 1
+        unit.depth += 1
+        unit.attach(whole=True)
+
+    @disable_compile
+    def _after(self, unit: Unit) -> None:
+        unit.depth -= 1
+        self._depth -= 1
+        if not unit.depth and not unit.in_backward:
+            unit.attach(whole=False)
+            is_kept = not self._reshard and torch.is_grad_enabled()
+            for each in [unit] if self._depth or self._pass.is_running else self._units:  # and what was gathered ahead
+                if not is_kept and not each.is_held:
+                    each.release()
+
+    def _begin_forward(self) -> None:
         if torch.is_grad_enabled():
             self._leave_unfinished_pass()
-            self._synchronize_this_pass = self.synchronize
         self._order_before, self._order = self._order, []
-        for unit in self.units:  # the optimizer may have changed the shards since
-            unit.release()
-            unit.waits_for.clear()
-
-    @disable_compile
-    def end_forward(self) -> None:
-        """After it, or after an exception in it."""
-        if not self._pass.is_running and (self.reshard_after_forward or not torch.is_grad_enabled()):
-            for unit in self.units:
+        for unit in self._units:
+            if unit.is_whole and (unit.is_stale or not unit.is_held):
                 unit.release()
 
-    @disable_compile
-    def _before_forward(self, unit: Unit, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        if self.compute_dtype is not None:
-            args, kwargs = tree_map(self._cast, (args, kwargs))
-        if self._is_recomputing():
-            self._enter(unit)
-            return args, kwargs
-        self._gather(unit)
-        at = len(self._order)
-        self._order.append(unit)
-        if self._order_before[at : at + 1] == [unit]:
-            self._start_gathering(self._order_before[at + 1 :])
-        if torch.is_grad_enabled():
-            for tensor in tensors_in((args, kwargs)):
-                if tensor.requires_grad:
-                    node = get_gradient_edge(tensor).node
-                    number = node._sequence_nr()
-                    unit.waits_for.add(number)
-                    node.register_prehook(partial(_input_hook, weakref.ref(self), number))
-        return args, kwargs
+    def _follow(self, unit: Unit) -> None:
+        for number, flat in enumerate(unit.flats):
+            flat.follow()
+            for p in flat.whole:
+                if p.requires_grad and p not in self._hooked:
+                    self._hooked.add(p)
+                    p.register_post_accumulate_grad_hook(self._hook("_gradient_ready", unit, number))
+
+    def _hook(self, name: str, unit: Unit, *args: object) -> Callable[..., None]:
+        """A hook for autograd, which does not keep the model alive."""
+        return partial(_call_alive, weakref.ref(self), name, self._units.index(unit), *args)
 
     @disable_compile
-    def _after_forward(self, unit: Unit, outputs: Any) -> None:
-        if unit.in_backward:
-            return
+    def _watch_inputs(self, unit: Unit, inputs: Any) -> set[Any]:
+        """Where autograd comes when the unit's inputs have gradients."""
+        if not torch.is_grad_enabled():
+            return set()
+        nodes = {get_gradient_edge(each).node for each in _tensors(inputs, unit) if each.requires_grad}
+        for node in nodes if unit.has_frozen and not self._is_recomputing else ():
+            unit.waits_for.add(token := Token())
+            node.register_prehook(
+                partial(_call_alive, weakref.ref(self), "_input_reached", self._units.index(unit), token)
+            )
+        return nodes
+
+    @disable_compile
+    def _watch_outputs(self, unit: Unit, outputs: Any, inputs: set[Any]) -> None:
         if torch.is_grad_enabled():
-            for node in {tensor.grad_fn for tensor in tensors_in(outputs) if tensor.grad_fn is not None}:
-                node.register_prehook(partial(_output_hook, weakref.ref(self), unit.number, node._sequence_nr()))
-        if self.reshard_after_forward or not torch.is_grad_enabled():
-            unit.release()
+            for node in {*_nodes(_tensors(outputs, unit))} - inputs:
+                node.register_prehook(
+                    partial(_call_alive, weakref.ref(self), "_output_reached", self._units.index(unit))
+                )
 
-    def _cast(self, value: Any) -> Any:
-        return value.to(self.compute_dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
-
+    @property
     def _is_recomputing(self) -> bool:
-        return self._pass.is_running and torch.is_grad_enabled()
+        return self._pass.is_running and not self._is_inner and torch.is_grad_enabled()
 
     def _gather(self, unit: Unit) -> None:
-        self._start(unit)
+        unit.start_gathering(self._gathers, self._buffer)
         unit.finish_gathering()
 
-    def _start(self, unit: Unit) -> None:
-        if not unit.is_whole:
-            unit.start_gathering(self.gathers)
-            self._trace = next_trace(self._trace, unit.number)
+    def _gather_ahead(self, following: Sequence[Unit]) -> None:
+        for unit in [unit for unit in following if unit.flats][: self._prefetch]:
+            unit.start_gathering(self._gathers, self._buffer)
 
-    def _start_gathering(self, following: Sequence[Unit]) -> None:
-        """Begin with the next units that take a collective."""
-        for unit in [unit for unit in following if unit.is_sharded][: self.prefetch]:
-            self._start(unit)
+    # Backward: hooks, each in the lock
 
-    # Backward
+    def _output_reached(self, unit: Unit, gradients: Any) -> None:
+        self._begin_pass()
+        self._enter(unit)
+        if torch.is_grad_enabled():  # a graph of this pass reads the parameters again
+            for each in self._entered:
+                each.is_held = True
 
-    def output_reached(self, unit: Unit, node: int) -> None:
-        """A unit's output has its gradient: so have the inputs of those that took it."""
-        with self._lock:
-            if torch.is_grad_enabled():  # this pass is differentiated, too, by one that reads the parameters again
-                self._is_differentiable = self._keeps = True
-            self._begin_pass()
-            self.input_reached(node)
-            self._enter(unit)
+    def _input_reached(self, unit: Unit, token: Token, gradients: Any) -> None:
+        unit.waits_for.discard(token)
+        unit.reached.add(token)
+        self._release_if_over(unit)
 
-    def input_reached(self, node: int) -> None:
-        """The inputs that this node of autograd made have their gradients."""
-        with self._lock:
-            for unit in self._entered:
-                if node in unit.waits_for:
-                    unit.waits_for.discard(node)
-                    self._release_if_over(unit)
-
-    def gradient_ready(self, unit: Unit, at: int, number: int) -> None:
-        """A whole parameter, of the flat at `at`, has its gradient on this rank."""
-        flat = unit.flats[at]
-        gradient = flat.full[number].grad
-        if gradient is not None and gradient.is_sparse:
-            raise ValueError(f"expected dense gradients, got a sparse one for {flat.slots[number].names[0]}")
-        with self._lock, torch.no_grad():
-            self._begin_pass()
-            self._note(unit)
-            unit.heard.add((at, number))
-            if self._synchronize_this_pass:
-                self._gradients.reduce_complete(self._entered)
-            else:
-                flat.keep(number)
-            self._release_if_over(unit)
+    @torch.no_grad()
+    def _gradient_ready(self, unit: Unit, flat: int, parameter: nn.Parameter) -> None:
+        self._begin_pass()
+        self._note(unit)
+        unit.flats[flat].hear(parameter)
+        if not self._is_inner:
+            self._averager.reduce_complete(self._queue)
+        self._release_if_over(unit)
 
     def _begin_pass(self) -> None:
         if not self._pass.is_running:
-            self._leave_unfinished_pass()
+            self._is_inner = self._depth > 0
+            if not self._is_inner:
+                self._leave_unfinished_pass()
             self._pass.begin(self._end_pass)
 
     def _enter(self, unit: Unit) -> None:
         is_new = not unit.in_backward
         self._note(unit)
         self._gather(unit)
+        unit.attach(whole=True)  # for checkpoints of a part of it
         if is_new:
             order = list(dict.fromkeys(reversed(self._order)))
             at = order.index(unit) if unit in order else len(order)
-            self._start_gathering([other for other in order[at + 1 :] if not other.in_backward])
+            self._gather_ahead([other for other in order[at + 1 :] if not other.in_backward])
 
     def _note(self, unit: Unit) -> None:
         if not unit.in_backward:
             unit.in_backward = True
             self._entered.append(unit)
-            self._trace = next_trace(self._trace, unit.number)
+            self._queue += unit.flats
 
     def _release_if_over(self, unit: Unit) -> None:
-        if unit.is_over and not self._keeps:
+        if unit.in_backward and not unit.depth and unit.is_over:
             unit.release()
 
-    def _end_pass(self) -> None:
-        if self.finish_in_backward or not self._synchronize_this_pass:
-            self.finish()
-        else:
-            self._release_all()
-
-    def _release_all(self) -> None:
-        for unit in self.units:
-            if self._is_differentiable:
-                unit.detach()
-            else:
-                unit.release()
-        self._keeps, self._is_differentiable = self._is_differentiable, False
-
     @torch.no_grad()
-    def finish(self) -> None:
-        """Average what is not averaged yet of the last backward pass. A collective, if there is such a pass."""
-        if not self._entered:
-            return
+    def _end_pass(self) -> None:
         try:
-            if self._synchronize_this_pass:
-                trace, self._trace = self._trace, 0
-                self._gradients.finish(self._entered, trace)
+            if not self._is_inner:
+                used = {unit for unit in self._units if any(flat.used for flat in unit.flats)}
+                self._averager.finish(self._queue)
+                for unit in used:
+                    unit.is_held = False
         finally:
-            self._release_all()
             self._leave_pass()
 
     def _leave_unfinished_pass(self) -> None:
-        """Before a new pass: one that an exception ended is forgotten, once its collectives are over.
-
-        RuntimeError if it is unfinished because nobody finished it.
-        """
-        if not self._entered:
-            return
-        if not self.finish_in_backward:
-            raise RuntimeError("call finish_gradient_synchronization() after each backward pass")
-        self._gradients.forget()
-        for unit in self.units:
-            unit.release()
-        self._trace = 0
-        self._leave_pass()
+        """Forget a pass that an exception has ended, once its collectives are over."""
+        if self._entered:
+            self._averager.forget()
+            self._leave_pass()
 
     def _leave_pass(self) -> None:
-        for unit in self._entered:
-            unit.leave_backward()
-        self._entered = []
+        for unit in self._units:
+            unit.leave_pass()
+            if not unit.depth:
+                unit.attach(whole=False)
+                if not unit.is_held:
+                    unit.release()
+        self._entered, self._queue, self._is_inner = [], [], False
         self._pass.forget()
 
 
-def _gradient_hook(schedule: "weakref.ref[Schedule]", unit: int, at: int, number: int, parameter: Tensor) -> None:
-    """The hook on a whole parameter; `Schedule.gradient_ready`, if there still is one."""
+def _call_alive(schedule: "weakref.ref[Schedule]", hook: str, unit: int, *args: Any) -> None:
+    """The hook of a schedule, if there still is one."""
     if (alive := schedule()) is not None:
-        alive.gradient_ready(alive.units[unit], at, number)
+        with alive._lock:
+            getattr(alive, hook)(alive._units[unit], *args)
 
 
-def _output_hook(schedule: "weakref.ref[Schedule]", unit: int, node: int, gradients: Any) -> None:
-    if (alive := schedule()) is not None:
-        alive.output_reached(alive.units[unit], node)
+def _nodes(tensors: Iterator[Tensor]) -> Iterator[Any]:
+    """Where autograd comes first on its way to what made these tensors.
+
+    A view that is changed in place later gets another node; what it is a view of keeps its.
+    """
+    for tensor in tensors:
+        for each in (tensor, tensor._base):
+            if each is not None and each.grad_fn is not None:
+                yield each.grad_fn
 
 
-def _input_hook(schedule: "weakref.ref[Schedule]", node: int, gradients: Any) -> None:
-    if (alive := schedule()) is not None:
-        alive.input_reached(node)
+def _tensors(value: Any, unit: Unit) -> Iterator[Tensor]:
+    """The tensors in what goes into a unit or comes out of it, and those that its modules have as attributes."""
+    yield from tensors_in(value)
+    for module in unit.modules:
+        for name, attribute in vars(module).items():
+            if not name.startswith("_") and isinstance(attribute, Tensor | list | tuple | dict):
+                yield from tensors_in(attribute)
