@@ -81,6 +81,8 @@ class ShardedOptimizer(Optimizer):
         """This rank's rows of each parameter, views of its memory, as the inner optimizer has them."""
         self._gathered: list[Any] = []
         """Parameters that have been trained at any time."""
+        self._buckets: list[tuple[Layout, list[Any]]] = []
+        self._buffer = torch.empty(0, dtype=torch.uint8)
 
         def prepare() -> None:
             super(ShardedOptimizer, self).__init__(params, {})
@@ -157,10 +159,14 @@ class ShardedOptimizer(Optimizer):
         if self._mesh.size() == 1:
             return
         known = set(self._gathered)
-        self._gathered = [p for p in self._parameters if p.requires_grad or p in known]
-        for bucket in fill_buckets(self._gathered, self._bucket_bytes, self._bucket_bytes):
-            layout = Layout(bucket, self._mesh)
-            vector = bucket[0].new_empty(layout.numel)
+        gathered = [p for p in self._parameters if p.requires_grad or p in known]
+        if len(gathered) != len(known):
+            filled = fill_buckets(gathered, self._bucket_bytes, self._bucket_bytes)
+            self._gathered, self._buckets = gathered, [(Layout(bucket, self._mesh), bucket) for bucket in filled]
+            n_bytes = max(layout.numel * bucket[0].itemsize for layout, bucket in self._buckets)
+            self._buffer = torch.empty(n_bytes, dtype=torch.uint8, device=self._device)
+        for layout, bucket in self._buckets:
+            vector = self._buffer[: layout.numel * bucket[0].itemsize].view(bucket[0].dtype)
             own = layout.own_views(layout.own_part(vector))
             torch._foreach_copy_(own, [own_rows(p, self._mesh) for p in bucket])
             all_gather(vector, self._group, transport=self._transport)
