@@ -96,8 +96,9 @@ def growth(results: Results) -> pd.DataFrame:
     """Time of both passes by length, how often that of half the length, and the useful FLOP/s."""
     table = TIME.medians(results.frame)
     keys = [*(name for name in CONFIGURATION if name != "sequence"), "implementation"]
-    is_double = table.groupby(keys)["sequence"].pct_change() == 1.0
-    ratio = table.groupby(keys)["seconds"].pct_change() + 1
+    before = table.groupby(keys, dropna=False)[["sequence", "seconds"]].shift()
+    is_double = table["sequence"] == 2 * before["sequence"]
+    ratio = table["seconds"] / before["seconds"]
     causal = bool(results.frame["causal"].iloc[0]) if len(table) else True
     sizes = table[["batch", "sequence", "head_dim"]].to_numpy()
     flops = [(1 + BACKWARD_OVER_FORWARD) * forward_flops(*size, causal=causal) for size in sizes]
