@@ -92,8 +92,13 @@ class Metric:
         table = summarize_groups(samples, self.value, self.columns)
         if samples["session"].nunique() > 1:
             sessions = summarize_groups(samples, self.value, [*self.columns, "session"])
-            ends = sessions.groupby(self.columns, dropna=False).agg(low=("low", "min"), high=("high", "max"))
-            table = table.assign(low=np.fmin(table["low"], ends["low"]), high=np.fmax(table["high"], ends["high"]))
+            groups = sessions.groupby(self.columns, dropna=False, sort=False)
+            ends = groups.agg(first_low=("low", "min"), last_high=("high", "max")).reset_index()
+            table = table.merge(ends, on=self.columns)
+            table["low"], table["high"] = (
+                table[["low", "first_low"]].min(axis=1),
+                table[["high", "last_high"]].max(axis=1),
+            )
         return table.rename(columns={"median": self.value})[[*self.columns, self.value, "low", "high", "n"]]
 
     def largest(self, frame: pd.DataFrame) -> pd.DataFrame:
