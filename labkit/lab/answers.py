@@ -17,7 +17,7 @@ from labkit.lab.columns import format_value, label
 from labkit.lab.figures.declared import Figure
 from labkit.lab.metric import Metric, Results, Table
 from labkit.lab.units import counted, format_factor
-from labkit.lab.wording import capitalize, describe_region, describe_regions, describe_scope, phrasing, quotable
+from labkit.lab.wording import describe_region, describe_regions, describe_scope, phrasing, quotable
 
 Verdict = Literal[
     "yes", "no", "it depends", "no clear difference", "undecided", "measured", "counted", "predicted", "not measured"
@@ -117,17 +117,15 @@ class Compare(Question):
     """How sentences name alternatives, where their column's value is not the name."""
 
     def find(self, results: Results) -> Answer | None:
-        metric, notes = self.metric, self.metric.failures(results.frame)
+        metric, notes = self.metric, (*self.metric.failures(results.frame, self._compared()), *results.missing)
         table = metric.ratios_to(self.baseline, results.frame, self.among)
         if table.empty:
-            return (
-                Answer("not measured", f"Not measured: {NO_ROWS}", notes=(*notes, *results.missing)) if notes else None
-            )
+            return Answer("not measured", f"Not measured: {NO_ROWS}", notes=notes) if notes else None
         best = metric.best(table)
         rows = table if best is None else table[table[metric.compare] == best]
         summary = _summarize(rows, metric)
         words = self._words(summary, best, table)
-        headline = capitalize(_HEADLINES[summary.kind].format_map(words))
+        headline = _HEADLINES[summary.kind].format_map(words)
         advice = self.keep
         if summary.verdict in ("yes", "it depends"):
             is_safe = len(summary.better) > len(summary.worse)
@@ -143,6 +141,10 @@ class Compare(Question):
             scope=f"{summary.counts(words)}: {describe_scope(rows, metric.configuration)}",
             notes=notes,
         )
+
+    def _compared(self) -> set[Any] | None:
+        """The alternatives of this question; None: all."""
+        return None if self.among is None else {self.baseline, *self.among}
 
     def _words(self, summary: "_Summary", best: Any, table: pd.DataFrame) -> dict[str, Any]:
         metric, phrases = self.metric, phrasing(self.metric.value)
@@ -247,12 +249,15 @@ class Check(Question):
     """What it is compared with."""
     configuration: tuple[str, ...] = ()
     """Columns that say of what the table speaks."""
+    needs_calibration: bool = False
+    """Whether the prediction is made of the machine's calibration."""
 
     def find(self, results: Results) -> Answer | None:
         table = self.table(results).dropna(subset=[self.measured, self.predicted])
         if table.empty:
             return None
         ratios = (table[self.measured] / table[self.predicted]).astype(float)
+        ratios = ratios.mask(table[self.measured] == table[self.predicted], 1.0)
         factors = np.maximum(ratios, 1 / ratios).where(ratios > 0, np.inf)
         n_close = int((factors <= self.within).sum())
         verdict: Verdict = "yes" if n_close == len(factors) else "it depends" if 2 * n_close >= len(factors) else "no"
@@ -270,7 +275,7 @@ class Check(Question):
     def _headline(self, verdict: Verdict, ratios: pd.Series, factors: pd.Series, n_close: int) -> str:
         if verdict == "yes":
             is_exact = factors.max() < 1.0005
-            amount = "exactly" if is_exact else f"within {100 * (factors.max() - 1):.2g}% of the prediction"
+            amount = "exactly" if is_exact else f"within {100 * (factors.max() - 1):.2g}% of"
             return f"Yes: all {self.subject} are {amount} {self.reference}."
         start = "Partly" if verdict == "it depends" else "No"
         close = f"{n_close} of {len(ratios)} {self.subject} are within a factor of {self.within:g}"
@@ -279,7 +284,7 @@ class Check(Question):
         )
 
     def _lack(self, results: Results) -> str:
-        return NO_CALIBRATION if results.calibration is None else NO_ROWS
+        return NO_CALIBRATION if self.needs_calibration and results.calibration is None else NO_ROWS
 
 
 @dataclass(frozen=True, kw_only=True)

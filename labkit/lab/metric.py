@@ -1,6 +1,6 @@
 """What a lab measures: the results of a run, and metrics, which make samples, medians and ratios of its rows."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -155,15 +155,18 @@ class Metric:
         leaders = standing[standing["wins"] == standing["wins"].max()]
         return leaders.index[leaders["log"] <= leaders["log"].min() + np.log1p(MIN_RELEVANT_DIFFERENCE)][0]
 
-    def failures(self, frame: pd.DataFrame) -> tuple[str, ...]:
-        """Notes on alternatives without a value: wrong results first, then failures, then refusals."""
+    def failures(self, frame: pd.DataFrame, among: Collection[Any] | None = None) -> tuple[str, ...]:
+        """Notes on alternatives (or those `among`) without a value: wrong results, failures, refusals, in this order."""
         rows = self.select(frame, with_missing=True)
+        rows = rows if among is None else rows[rows[self.compare].isin(among)]
         rows = rows.reindex(columns=[self.compare, "check", "not_measured"])
         bad = rows[rows["check"].astype(object).fillna("ok") != "ok"]
         is_wrong = bad["check"].astype(str).str.startswith("wrong")
+        is_slow = bad["check"].astype(str).str.startswith("right")
         kinds = (
             ("WRONG RESULTS, not timed", bad[is_wrong], "check"),
-            ("Failed", bad[~is_wrong], "check"),
+            ("Failed", bad[~is_wrong & ~is_slow], "check"),
+            ("Not timed", bad[is_slow], "check"),
             ("Not measured", rows.dropna(subset="not_measured"), "not_measured"),
         )
         return tuple(

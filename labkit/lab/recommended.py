@@ -13,6 +13,7 @@ from typing import Any
 import pandas as pd
 
 from labkit.costs.transformer import SIZES, n_parameters
+from labkit.lab.columns import label
 from labkit.lab.metric import Metric
 from labkit.lab.project import recorded_directory, runs_directory
 from labkit.lab.runs.store import Run, RunFileError
@@ -72,7 +73,7 @@ class _Topic:
         best = faster[faster[self.metric.compare] == self.metric.best(table)]
         row = (best if len(best) else faster).sort_values("ratio").iloc[0]
         name, place = row[self.metric.compare], row[self.near]
-        reason = f"{name} takes {row['ratio']:.2f} times as long as {self.baseline} with {place}"
+        reason = f"{name} takes {row['ratio']:.2f} times as long as {self.baseline} with {label(self.near, place)}"
         bounds = (float(row[bound]) for bound in ("ratio", "low", "high"))
         return Recommendation(self.field, self.lab, self.value(name), reason, *bounds)
 
@@ -91,21 +92,36 @@ TOPICS = (
     _Topic(
         "precision",
         "precision",
-        Metric("seconds", "precision", ("model",), where={"part": "speed", "mode": "forward and backward"}),
+        Metric(
+            "seconds",
+            "precision",
+            ("model", "batch", "context_length"),
+            where={"part": "speed", "mode": "forward and backward"},
+        ),
         "float32",
         "model",
     ),
     _Topic(
         "attention",
         "attention",
-        Metric("seconds", "implementation", ("sequence",), where={"phase": "forward and backward", "dtype": "float32"}),
+        Metric(
+            "seconds",
+            "implementation",
+            ("sequence", "head_dim", "batch"),
+            where={"phase": "forward and backward", "dtype": "float32"},
+        ),
         "explicit",
         "sequence",
     ),
     _Topic(
         "compiled",
         "training_step",
-        Metric("seconds", "implementation", ("size",), where={"sweep": "compile", "precision": "float32"}),
+        Metric(
+            "seconds",
+            "implementation",
+            ("size", "batch", "context_length"),
+            where={"sweep": "compile", "precision": "float32"},
+        ),
         "eager",
         "size",
         lambda name: name == "compiled",
@@ -116,7 +132,7 @@ TOPICS = (
         Metric(
             "seconds",
             "implementation",
-            ("workload",),
+            ("workload", "batch", "context_length"),
             where={"sweep": "wrappers", "phase": "backward", "world_size": 2},
             without=("local",),
         ),

@@ -23,7 +23,7 @@ class Phrasing:
     less: str
     """For a share: "takes {n} less time than"."""
     fraction: str
-    """For less than half, as `amount_of_fraction` gives the amount."""
+    """For less than half, as the factor the other way round."""
     more: str
     multiple: str
     better: str
@@ -123,9 +123,11 @@ def describe_regions(table: pd.DataFrame, rows: pd.DataFrame, along: Sequence[st
 
 
 def _label_several(name: str, values: Sequence[Any]) -> str:
-    """ "4 and 6 ranks", "float32"."""
+    """ "4 and 6 ranks", "float32"; a unit that all share is said once."""
     *first, last = [label(name, value) for value in values]
-    return join_words([*(text.partition(" ")[0] for text in first), last])
+    number, _, unit = last.partition(" ")
+    is_shared = number[:1].isdigit() and all(text[:1].isdigit() and text.partition(" ")[2] == unit for text in first)
+    return join_words([*(text.partition(" ")[0] if is_shared else text for text in first), last])
 
 
 def describe_scope(table: pd.DataFrame, columns: Sequence[str]) -> str:

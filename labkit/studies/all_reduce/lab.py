@@ -188,6 +188,7 @@ LAB = Lab(
         ),
         Check(
             id="alpha_beta",
+            needs_calibration=True,
             text="Do the cost of a message and of a byte predict how long an all-reduce takes?",
             table=predictions,
             measured="seconds",

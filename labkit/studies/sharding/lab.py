@@ -119,7 +119,8 @@ def points(config: ShardingConfig, machine: Machine) -> Iterator[ShardingPoint]:
 def parts(results: Results) -> pd.DataFrame:
     """Medians of the parts of a step of the largest model, for the figure."""
     table = PARTS_OF_STEP.medians(results.frame).drop(columns=["low", "high"])
-    table = table[table["size"] == table["size"].iloc[-1:].squeeze()]
+    largest = max(table["size"], key=lambda size: n_parameters(SIZES[size]), default="")
+    table = table[table["size"] == largest]
     panels = zip(table["optimizer"], table["transport"], table["world_size"], strict=True)
     return table.assign(panel=[f"{optimizer}, {transport}, {ranks} ranks" for optimizer, transport, ranks in panels])
 
@@ -215,7 +216,7 @@ LAB = Lab(
         "warmup": 2,
     },
     worker=measure,
-    points=lambda config, machine: list(points(config, machine)),
+    points=points,
     plugin_parameter="implementations",
     register=register,
     model_parameters=("sizes",),

@@ -178,9 +178,9 @@ def time_guarded(
 def timed_rows(
     rows: Mapping[str, dict[str, Any]], actions: Mapping[str, Callable[[], Any]], **options: Any
 ) -> Iterator[dict[str, Any]]:
-    """The row of each alternative: of one that is right, with the `seconds` of its action, or why it failed.
+    """Yield the row of each alternative: with the `seconds` of its action, or the reason of its failure.
 
-    Of those with an action the ones whose `gate` is "ok", or that have none, take turns; `options` are those of
+    Of those with an action the ones whose `check` is "ok", or that have none, take turns; `options` are those of
     `time_guarded`.
     """
     for row in timed_phases(rows, {name: {"": action} for name, action in actions.items()}, "", **options):

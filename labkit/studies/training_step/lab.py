@@ -246,6 +246,7 @@ LAB = Lab(
         ),
         Check(
             id="predicted",
+            needs_calibration=True,
             text="Do the machine's rates of matmuls, memory and calls predict how long each part takes?",
             table=predictions,
             measured="seconds",
