@@ -156,7 +156,7 @@ class Metric:
         return leaders.index[leaders["log"] <= leaders["log"].min() + np.log1p(MIN_RELEVANT_DIFFERENCE)][0]
 
     def failures(self, frame: pd.DataFrame, among: Collection[Any] | None = None) -> tuple[str, ...]:
-        """Notes on alternatives (or those `among`) without a value: wrong results, failures, refusals, in this order."""
+        """Notes on alternatives (or those `among`) without a value: wrong results, failures, refusals."""
         rows = self.select(frame, with_missing=True)
         rows = rows if among is None else rows[rows[self.compare].isin(among)]
         rows = rows.reindex(columns=[self.compare, "check", "not_measured"])

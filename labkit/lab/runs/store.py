@@ -135,7 +135,7 @@ class Run:
         reasons = self.coverage().query("status != 'ok'")["reason"].dropna().value_counts()
         missing = [f"{reason} ({count} points)" if count > 1 else str(reason) for reason, count in reasons.items()]
         machine = self.header.machine
-        memory = machine.memory_of(machine.device("auto"))
+        memory = machine.memory_of(machine.device(self.header.config.get("device") or "auto"))
         return Results(self._frame, self.header.calibration, tuple(missing[:MAX_REASONS]), memory)
 
     def sampled(self) -> list[str]:

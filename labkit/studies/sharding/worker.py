@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
+from labkit.bench.check import max_over_ranks
 from labkit.bench.memory import peak_memory_growth, return_memory_when_freed
 from labkit.costs.sharding import PARTS, STAGES, moved_bytes, state_bytes
 from labkit.costs.transformer import SIZES, n_parameters
@@ -249,19 +250,24 @@ def _memory_of(name: str, point: ShardingPoint, device: str) -> list[dict[str, A
         AFTER_STEP: _total(resting, before.kept_bytes, after.growth_bytes),
     }
     formula = _formula_bytes(name, trainer.model) if name in STAGES else {}
-    seen = {moment: _seen_peak(peaks[moment], sum(held[moment].values())) for moment in held}
+    reasons = [_unseen_reason(peaks[moment], sum(held[moment].values())) for moment in held]
+    reason = next(filter(None, reasons), None)
+    # The largest of the other ranks or moments would be too low.
+    is_unseen = max_over_ranks(float(reason is not None)) > 0
+    missing: dict[str, Any] = {"not_measured": reason or "another rank has no peak"}
+    seen = {moment: missing if is_unseen else {"peak_bytes": peaks[moment]} for moment in held}
     rows = [{"moment": moment, **parts, **seen[moment]} for moment, parts in held.items()]
     rows[-1] |= formula
     return rows
 
 
-def _seen_peak(peak: int | None, held: int) -> dict[str, Any]:
-    """The peak, unless the system cannot have seen all of it: it may take memory back between two looks."""
+def _unseen_reason(peak: int | None, held: int) -> str | None:
+    """Why a peak is none: the system may take memory back between two looks, and does not see small tensors."""
     if held < MIN_HELD_BYTES or peak is None:
-        return {}
+        return "the system sees no peak of a model so small"
     if peak < MIN_PEAK_SHARE * held:
-        return {"not_measured": "the system counted less memory at the peak than the rank's tensors hold"}
-    return {"peak_bytes": peak}
+        return "the system counted less memory at the peak than the rank's tensors hold"
+    return None
 
 
 def _formula_bytes(name: str, model: nn.Module) -> dict[str, float]:
