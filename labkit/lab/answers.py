@@ -209,7 +209,7 @@ class _Summary:
         """ "faster in 10 of 12 configurations, slower in 1"; "all 6 configurations" if they agree."""
         n = len(self.rows)
         if n in (len(self.better), len(self.worse)) or not len(self.better) + len(self.worse):
-            return "the only configuration" if n == 1 else f"all {n} configurations"
+            return {1: "the only configuration", 2: "both configurations"}.get(n, f"all {n} configurations")
         parts = [f"{words[name]} in {len(rows)}" for name, rows in (("better", self.better), ("worse", self.worse))]
         first, *others = [part for part in parts if not part.endswith(" in 0")]
         return ", ".join([f"{first} of {n} configurations", *others])
