@@ -216,7 +216,7 @@ LAB = Lab(
             baseline="default",
             names=NAMES,
             topic="scheduling",
-            advice="Run CPU ranks under SCHED_BATCH{where}: labkit's are, others by chrt -b 0.",
+            advice="Run CPU ranks under SCHED_BATCH{where}: labkit's are, others by `chrt -b 0`.",
             figure=Lines(source=RATIO, x="n_bytes", hue="algorithm", panel="world_size", level=1),
         ),
     ],
