@@ -88,6 +88,7 @@ def execute(lab: str, shell: InteractiveShell, notebook: Path) -> None:
 def main(folder: Path, labs: list[str]) -> None:
     Plot.png = lambda plot, title=None: b""
     os.environ["LABKIT_HOME"] = str(folder / "home")
+    os.environ["PYTHONPATH"] = str(Path(__file__).parents[1])  # of the fork server, which loads tests.small_nano
     program = sys.modules["__main__"]
     shell = _Shell.instance(config=Config(HistoryManager={"enabled": False}))
     (folder / "notebooks").mkdir(parents=True)

@@ -184,6 +184,8 @@ def top_operators(results: Results) -> pd.DataFrame:
     rows = OPERATORS.select(results.frame)
     rows = rows[(rows["profiled"] == STEP) & (rows["operator"] != OTHERS)]
     keys = ["device", "size", "operator"]
+    if rows.empty:
+        return rows[[*keys, "self_s"]]
     sums = rows.groupby([*keys, "repeat"])[["self_s", "calls"]].sum().groupby(keys).median().reset_index()
     return sums.sort_values(["size", "self_s"], ascending=False).groupby("size").head(5)
 
