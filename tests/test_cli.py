@@ -18,11 +18,13 @@ from labkit import __version__
 from labkit.lab.pages import report
 from labkit.lab.pages.report import LabResult
 from labkit.lab.project import path_from_here, recorded_directory
+from labkit.lab.runs.measure import measure
 from labkit.lab.runs.store import Run, RunFileError
 from labkit.machine.source import describe_source
 from labkit.studies import LABS
 from tests.cases import thinned
 from tests.commands import all_runs, labkit, runs_by
+from tests.lab.fake_lab import FAKE, FakeConfig
 
 
 def test_list_names_every_lab_from_any_directory(command, tmp_path, monkeypatch):
@@ -204,13 +206,14 @@ def test_paths_are_told_as_they_can_be_opened_from_here(tmp_path, monkeypatch):
     assert path_from_here(elsewhere) == str(elsewhere)
 
 
-def test_measure_says_why_points_were_skipped_and_they_are_no_failure(command, monkeypatch):
-    (recorded,) = (recorded_directory() / "all_reduce").glob("*.jsonl")
-    monkeypatch.setattr("labkit.lab.runs.measure.measure", lambda *_, **__: Run.load(recorded))
+def test_measure_says_why_points_were_skipped_and_they_are_no_failure(command, monkeypatch, tmp_path):
+    config = FakeConfig(actions=["fine", "skip"], world_size=1)
+    run = measure(FAKE, config, profile="smoke", directory=tmp_path)
+    monkeypatch.setattr("labkit.lab.runs.measure.measure", lambda *_, **__: run)
     status, said, complaints = command("measure", "all_reduce", "--profile", "smoke")
     assert status == 0
     assert "skipped" in said
-    assert re.search(r"^  \d+ skipped: NCCL needs a GPU", complaints, re.MULTILINE)
+    assert re.search(r"^  1 skipped: needs what this machine has not", complaints, re.MULTILINE)
 
 
 def test_a_table_of_runs_that_is_not_there_is_one_line(command):

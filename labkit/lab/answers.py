@@ -154,8 +154,7 @@ class Compare(Question):
         region = describe_region(summary.rows, summary.better, metric.configuration) if len(summary.better) else None
         where = describe_regions(summary.rows, summary.better, metric.configuration) if len(summary.better) else None
         is_everywhere = len(summary.better) == len(summary.rows)
-        n = counted(len(summary.rows.groupby(list(metric.configuration), dropna=False)), "configuration")
-        some = f"in {len(summary.better)} of {n}"
+        some = "in most configurations" if 2 * len(summary.better) > len(summary.rows) else "in some configurations"
         return {
             "name": name if name is not None else f"any of {len(alternatives)} alternatives",
             "baseline": self._name(self.baseline),
@@ -163,11 +162,7 @@ class Compare(Question):
             "better": phrases.better,
             "worse": phrases.worse,
             "noun": phrases.noun,
-            "n": n,
-            "in_all": "" if n.startswith("1 ") else f" in {n}",
-            "n_better": len(summary.better),
-            "n_worse": len(summary.worse),
-            "region": region or some,
+            "region": region if region and len(re.findall(r"\d+", region)) <= 1 else some,
             "where": "" if is_everywhere else f" {where}" if where else f" ({phrases.better} {some})",
         }
 
@@ -186,11 +181,11 @@ _HEADLINES = {
     "all better": "Yes: {name} {change} {baseline}.",
     "mostly better": "Yes, {region}: {name} {change} {baseline}.",
     "partly better": "Only {region}: {name} {change} {baseline}.",
-    "both": "It depends: {name} {change} {baseline} {region}, and is {worse} in {n_worse}.",
+    "both": "It depends: {name} {change} {baseline} {region}, and is {worse} in others.",
     "all worse": "No: {name} {change} {baseline}.",
-    "partly worse": "No: {name} is never measurably {better} than {baseline}, and {worse} in {n_worse} of {n}.",
+    "partly worse": "No: {name} is never measurably {better} than {baseline}, and {worse} in some configurations.",
     "none better": "No: none is measurably {better} than {baseline}.",
-    "no difference": "No clear difference in {noun} between {name} and {baseline}{in_all}.",
+    "no difference": "No clear difference in {noun} between {name} and {baseline}.",
     "undecided": "Too few repeats to compare {name} with {baseline}.",
 }
 
@@ -266,9 +261,7 @@ class Check(Question):
             self._headline(verdict, ratios, factors, n_close),
             table.assign(measured_over_predicted=ratios),
             effect=float(ratios.median()),
-            scope=f"{counted(len(table), 'comparison')}: {describe_scope(table, self.configuration)}".removesuffix(
-                ": "
-            ),
+            scope=f"{n_close} of {counted(len(table), 'comparison')}: {describe_scope(table, self.configuration)}",
             notes=results.missing,
         )
 
@@ -277,10 +270,11 @@ class Check(Question):
             is_exact = factors.max() < 1.0005
             amount = "exactly" if is_exact else f"within {100 * (factors.max() - 1):.2g}% of"
             return f"Yes: all {self.subject} are {amount} {self.reference}."
-        start = "Partly" if verdict == "it depends" else "No"
-        close = f"{n_close} of {len(ratios)} {self.subject} are within a factor of {self.within:g}"
+        start = "Partly: most" if verdict == "it depends" else "No: few" if n_close else "No: no"
+        worst = format_factor(float(ratios[factors.idxmax()]))
         return (
-            f"{start}: {close}; the worst is {format_factor(float(ratios[factors.idxmax()]))} times {self.reference}."
+            f"{start} {self.subject} are within a factor of {self.within:g} of {self.reference}; "
+            f"the worst is {worst} times that."
         )
 
     def _lack(self, results: Results) -> str:

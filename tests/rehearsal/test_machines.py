@@ -21,7 +21,7 @@ PLANNING = [lab for lab in LABS if lab != "tuned_step"]
 
 def _plan(study, machine, profile):
     """Points that can be measured there, and the reasons of the others."""
-    points = study.points(study.profiles[profile], machine)
+    points = list(study.points(study.profiles[profile], machine))
     assert len({point.id for point in points}) == len(points)
     reasons = {point.id: study.skip_reason(point, machine) for point in points}
     assert all(reason is None or (reason.strip() and "\n" not in reason) for reason in reasons.values())

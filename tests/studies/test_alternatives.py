@@ -93,5 +93,5 @@ def test_a_collective_that_all_ranks_left_halfway_costs_no_later_alternative():
     }
     assert found["out_of_memory"] == found["out_of_memory_later"] == "out of memory: no more"
     assert found["next_message"] == [1.0] * 4
-    assert re.match(r"failed: RuntimeError: rank \d sent \d+ bytes", found["halfway"])
+    assert re.match(r"failed: RuntimeError: .*rank \d sent \d+ bytes", found["halfway"])
     assert found["right"] == [0.5] * 4

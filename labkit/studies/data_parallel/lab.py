@@ -60,7 +60,7 @@ ACCUMULATION = Metric(
 PEAK = Metric("peak_bytes", "implementation", CONFIGURATION, where={"sweep": "memory"}, exact=True)
 NAMES = {
     TORCH: "torch's DDP",
-    DEFAULT_BUCKETS: "the default (25 MiB, the first one 1 MiB)",
+    DEFAULT_BUCKETS: "the default size",
     EVERY: "averaging after every micro-batch",
     LAST: "a step under no_sync",
 }
