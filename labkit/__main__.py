@@ -262,12 +262,13 @@ app.command("advise")(advise)
 
 
 def _calibrate(studies: "Sequence[Lab]", profile: str) -> None:
-    """Measure what the first of these labs predicts from, if this machine has nothing of this source and day."""
+    """Measure this machine's limits if one of these labs predicts, and there are none of this source and day."""
     from labkit.lab.calibration import FRESH, LIMITS, newest_calibration
     from labkit.lab.runs.measure import measure as measure_run
     from labkit.machine import describe_machine
 
-    is_wanted = any(getattr(study, "predicted", True) for study in studies) and studies[0].name != LIMITS
+    predicts = any(getattr(question, "needs_calibration", False) for lab in studies for question in lab.questions)
+    is_wanted = predicts and studies[0].name != LIMITS
     if not is_wanted or profile == "smoke" or "WORLD_SIZE" in os.environ:  # smoke is to be quick; a job's ranks wait
         return
     machine = describe_machine()
