@@ -20,9 +20,9 @@ class Work:
     run: Callable[[], Any]
     flops: float
     n_bytes: float
-    gate: str = "ok"
+    check: str = "ok"
     error: float = 0.0
-    """Relative, where the gate has measured it."""
+    """Relative, where the check has measured it."""
 
 
 def matrix_product(device: str, dtype: torch.dtype, m: int, k: int, n: int, *, batch: int = 1) -> Work:

@@ -4,7 +4,7 @@ To add a lab: that file, its `worker.py`, a notebook `notebooks/<number>_<lab>.i
 `labkit/studies/__init__.py`.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -89,11 +89,3 @@ class Lab:
         if identifier not in questions:
             raise ParameterError(f"no question {identifier!r}{nearest(identifier, questions)}")
         return questions[identifier]
-
-    def skip_reason(self, point: Point, machine: Machine) -> str | None:
-        """Why this machine cannot measure the point ("needs 51 GiB, 22 GiB available"), or None."""
-        return point.skip_reason(machine)
-
-    def series(self, point: Point) -> tuple[Hashable, float] | None:
-        """(series, size): after one of a series runs out of memory or takes far too long, larger ones are skipped."""
-        return point.series

@@ -55,11 +55,6 @@ def format_number(value: float) -> str:
     return f"{value:,.0f}" if 1000 <= abs(value) < 1e12 else f"{value:.3g}"
 
 
-def format_share(share: float) -> str:
-    """0.53 -> "53 %"."""
-    return f"{100 * share:.0f} %"
-
-
 def format_factor(value: float) -> str:
     """1.25 -> "1.2", 3.0 -> "3", 47.3 -> "47"; "many" of what is zero or less."""
     if math.isinf(value):

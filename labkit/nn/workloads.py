@@ -4,7 +4,7 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 
 from labkit.costs.transformer import TransformerShape
 from labkit.nn.training import Trained, random_tokens
-from labkit.nn.transformer import Transformer, language_model_loss, shape_named
+from labkit.nn.transformer import Transformer, language_model_loss
 from labkit.nn.vision import ResNet50
 
 RESNET50 = "resnet50"
@@ -30,11 +30,6 @@ class Workload:
     def copied(self) -> "Workload":
         """The same, whose models are copies of one that is built now: drawing parameters takes ten times as long."""
         return replace(self, build=partial(copy.deepcopy, self.build()))
-
-
-def workload_named(name: str, **options: Any) -> Workload:
-    """`workload_of` ResNet-50, or a Transformer of a named size. ValueError for a name that is none."""
-    return workload_of(ResNet50 if name == RESNET50 else shape_named(name), **options)
 
 
 def workload_of(

@@ -47,11 +47,11 @@ def test_ranks_agree_on_what_any_of_them_found():
 def test_a_matmul_is_right_and_knows_its_arithmetic_and_traffic(dtype, batch, monkeypatch):
     work = rates.matrix_product("cpu", dtype, 8, 4, 2, batch=batch)
     expected = ("ok", 2 * batch * 8 * 4 * 2, batch * (8 * 4 + 4 * 2 + 8 * 2) * dtype.itemsize)
-    assert (work.gate, work.flops, work.n_bytes) == expected
+    assert (work.check, work.flops, work.n_bytes) == expected
     right = torch.mm
     for wrong in (math.nan, 2.0**-12):  # as far off as TF32 is
         monkeypatch.setattr(rates.torch, "mm", lambda a, b, out, wrong=wrong: right(a, b, out=out).mul_(1 + wrong))
-        assert rates.matrix_product("cpu", torch.float32, 64, 64, 64).gate.startswith("wrong: error")
+        assert rates.matrix_product("cpu", torch.float32, 64, 64, 64).check.startswith("wrong: error")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -32,7 +32,7 @@ def _points(lab):
     for point in study.points(study.profiles["smoke"], machine):
         kind = next((getattr(point, name) for name in KIND_OF_POINT if hasattr(point, name)), "point")
         is_there = getattr(point, "device", "cpu") == "cuda" and point.backend != "nccl"
-        if is_there and kind not in OF_A_REAL_GPU and study.skip_reason(point, machine) is None:
+        if is_there and kind not in OF_A_REAL_GPU and point.skip_reason(machine) is None:
             kinds.setdefault(kind, _without_torchs(lab, point))
     return groupby(kinds.values(), key=lambda point: (point.world_size, point.backend))
 

@@ -95,7 +95,7 @@ def _measure_group(
                 tally.tell(points[ended].title())
             reason, is_larger = _why_no_larger(point, event, rows_s)
             rows_s.clear()
-            if reason and (series := study.series(point)) is not None:
+            if reason and (series := point.series) is not None:
                 size = math.nextafter(series[1], math.inf) if is_larger else series[1]
                 size_limits[series[0]] = min((size, reason), size_limits.get(series[0], (math.inf, "")))
                 if not is_job_rank():  # the ranks of a torchrun job all go on to the next point
@@ -150,7 +150,7 @@ def _skip(study: Lab, points: list[Point], size_limits: SizeLimits) -> tuple[lis
     machine = describe_machine()
     remaining, skipped = [], []
     for point in points:
-        reason = study.skip_reason(point, machine) or _size_limits_reason(study, point, size_limits)
+        reason = point.skip_reason(machine) or _size_limits_reason(study, point, size_limits)
         if point.fresh_ranks and is_job_rank():
             reason = "needs new processes, and the ranks of a torchrun job are there already"
         if reason is None and not is_job_rank():
@@ -178,7 +178,7 @@ def _why_no_larger(point: Point, end: PointEnd, rows_s: list[float]) -> tuple[st
 
 def _size_limits_reason(study: Lab, point: Point, size_limits: SizeLimits) -> str | None:
     size, reason = math.inf, None
-    if (series := study.series(point)) is not None:
+    if (series := point.series) is not None:
         size, reason = size_limits.get(series[0], (math.inf, None))
     return reason if series is not None and series[1] >= size else None
 

@@ -130,7 +130,7 @@ def _prepare(study: Lab, config: LabConfig, points: list[Point], on_progress: Sh
 
     def prepare() -> str | None:
         machine = describe_machine()
-        if all(study.skip_reason(point, machine) for point in points):
+        if all(point.skip_reason(machine) for point in points):
             return None
         return study.prepare(config, lambda text: on_progress(Progress(0, 1, text)))
 

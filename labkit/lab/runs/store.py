@@ -138,11 +138,6 @@ class Run:
         memory = machine.memory_of(machine.device(self.header.config.get("device") or "auto"))
         return Results(self._frame, self.header.calibration, tuple(missing[:MAX_REASONS]), memory)
 
-    def sampled(self) -> list[str]:
-        """Names of values that were recorded as samples, one a repeat; others were recorded once."""
-        rows = (row["values"].items() for row in self._rows)
-        return list(dict.fromkeys(name for values in rows for name, value in values if isinstance(value, list)))
-
     def coverage(self) -> pd.DataFrame:
         """One row per planned point: its fields, status ("pending" if it has not ended), reason, elapsed_s."""
         pending = {"status": "pending", "reason": None, "elapsed_s": float("nan")}

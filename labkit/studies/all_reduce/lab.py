@@ -20,7 +20,7 @@ from labkit.parallel.collectives import ALGORITHMS
 from labkit.parallel.transport import POINT_TO_POINT, SHARED
 from labkit.studies.all_reduce.worker import AUTO, FLOOR, OVER, TORCH, AllReducePoint, measure, register
 
-KIB, MIB, GIB = 2**10, 2**20, 2**30
+KIB, MIB = 2**10, 2**20
 FLAT_RATIO = 1.25  # times of short tensors are not known better than this
 SESSIONS_UP_TO_BYTES = MIB  # the times of longer tensors hardly differ between processes
 

@@ -168,7 +168,7 @@ def published_eager() -> pd.DataFrame:
     """Published times of naive attention, and bytes held between its passes: batch 8, one head, no mask, an H100."""
     table = pd.read_csv(reference_directory() / "attention_eager.csv").rename(columns={"seq_len": "sequence"})
     table = table[table["head_dim"] == 64]
-    seconds = {f"{name}_s": pd.to_numeric(table[f"{name}_ms"], errors="coerce") / 1e3 for name in PASS_NAMES}
+    seconds = {f"{name}_s": pd.to_numeric(table[f"{name}_ms"], errors="coerce") / 1e3 for name in (FORWARD, BACKWARD)}
     saved = pd.to_numeric(table["memory_gib"], errors="coerce") * 2**30
     return table[["sequence"]].assign(**seconds, saved_bytes=saved)
 
@@ -183,7 +183,6 @@ def published_flash() -> pd.DataFrame:
     return table[["dtype", "sequence", "implementation", "ratio"]].dropna()
 
 
-PASS_NAMES = ("forward", "backward")
 LAB = Lab(
     name="attention",
     title="Attention",

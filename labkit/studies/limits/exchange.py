@@ -54,9 +54,9 @@ def exchange(point: TimedPoint, sizes: Sequence[int], device: str) -> Iterator[d
             prepare=partial(_zero, tensor),
             **timing,
         )
-        for way, gate in checks.items():
-            if gate != "ok":
-                yield {"way": way, "what": ALL_REDUCE, "n_bytes": n_bytes, "check": gate}
+        for way, check in checks.items():
+            if check != "ok":
+                yield {"way": way, "what": ALL_REDUCE, "n_bytes": n_bytes, "check": check}
         for name, (way, what) in names.items():
             timed = {"check": failed[way]} if way in failed else {"check": "ok", "seconds": samples[name][CALLS]}
             yield {"way": way, "what": what, "n_bytes": n_bytes} | timed

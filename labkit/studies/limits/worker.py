@@ -68,7 +68,7 @@ def measure(point: LimitPoint) -> Iterator[dict[str, Any]]:
 
 def _timed(point: LimitPoint, calls: dict[str, Work], name: str, **options: Any) -> Iterator[dict[str, Any]]:
     """A row per call under the column `name`; a sample is the mean of as many in a row as make it long enough."""
-    right = {key: call for key, call in calls.items() if call.gate == "ok"}
+    right = {key: call for key, call in calls.items() if call.check == "ok"}
     once, failed = time_guarded(
         {key: {CALLS: call.run} for key, call in right.items()}, device=point.device, warmup=1, repeats=1, seed=point.id
     )
@@ -81,7 +81,7 @@ def _timed(point: LimitPoint, calls: dict[str, Work], name: str, **options: Any)
     )
     failed |= failed_later
     for key, call in calls.items():
-        row = {name: key, "flops": call.flops, "bytes": call.n_bytes, "check": failed.get(key, call.gate)}
+        row = {name: key, "flops": call.flops, "bytes": call.n_bytes, "check": failed.get(key, call.check)}
         yield row | ({"seconds": [s / number[key] for s in samples[key][CALLS]]} if key in samples else {})
 
 
@@ -177,8 +177,8 @@ def _there_and_back(n: int, device: str, is_pinned: bool) -> tuple[Work, Work]:
     to_gpu()
     from_gpu()
     torch.cuda.synchronize()
-    gate = "ok" if torch.equal(here, back) else "what came back is not what was sent"
-    return Work(to_gpu, 0, 4.0 * n, gate), Work(from_gpu, 0, 4.0 * n, gate)
+    check = "ok" if torch.equal(here, back) else "wrong: the copy back from the GPU differs from the original"
+    return Work(to_gpu, 0, 4.0 * n, check), Work(from_gpu, 0, 4.0 * n, check)
 
 
 def _together(point: LimitPoint) -> dict[str, Any]:
@@ -228,14 +228,14 @@ def _itself(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
     size, n_bytes = point.sizes
     if point.world_size > 1:
         tensor = torch.zeros(max(1, n_bytes // 4))
-        gate = first_wrong(dist.all_reduce, tensor) or "ok"
-        calls = {"all-reduce": Work(partial(dist.all_reduce, tensor), 0, tensor.nbytes, gate)}
+        check = first_wrong(dist.all_reduce, tensor) or "ok"
+        calls = {"all-reduce": Work(partial(dist.all_reduce, tensor), 0, tensor.nbytes, check)}
     else:
         product = matrix_product(device, getattr(torch, point.dtype), size, size, size)
         calls = {"product": product, "addition": _elementwise(n_bytes, device)["add"]}
     for operation, call in calls.items():
-        about = {"operation": operation, "flops": call.flops, "bytes": call.n_bytes, "check": call.gate}
-        if call.gate != "ok":
+        about = {"operation": operation, "flops": call.flops, "bytes": call.n_bytes, "check": call.check}
+        if call.check != "ok":
             yield about
             continue
         timing = point.rounds | {"seed": f"{point.id} {operation}", "device": point.device} | _together(point)

@@ -1,4 +1,4 @@
-"""The gate of gradients: are a wrapper's the mean over ranks, complete? Nothing is timed before it is right.
+"""The check of gradients: are a wrapper's the mean over ranks, complete? Nothing is timed before it is right.
 
 Two looks. The first is at the gradients of the model, as they are: how far are they from the mean of the local ones?
 What rounding does to them, and to the largest of a tensor, hides what is missing of a small one. So the second puts

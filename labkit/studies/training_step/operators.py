@@ -16,11 +16,6 @@ from labkit.nn.training import TrainingStep, adamw
 
 INFERENCE, FORWARD, BACKWARD, OPTIMIZER = "inference", "forward", "backward", "optimizer"
 Phases = Mapping[str, tuple[OperatorCall, ...]]
-UNCOUNTED = (
-    "Calibrated are square products, additions and calls: products of other shapes, exponentials, roots, what is no "
-    "longer in a cache and memory fresh from the system take longer."
-)
-"""Why operators take longer than the machine's rates say."""
 
 
 @cache
