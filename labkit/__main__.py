@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
+from labkit.check.command import check
 from labkit.lab.advise.command import advise
 from labkit.lab.commands.console import err, out, plain, print_output, progress, require_device, tell_of_load
 from labkit.lab.config import PROFILES, ParameterError, parse_assignments
@@ -259,6 +260,7 @@ def predict_command(
 
 
 app.command("advise")(advise)
+app.command("check")(check)
 
 
 def _calibrate(studies: "Sequence[Lab]", profile: str) -> None:

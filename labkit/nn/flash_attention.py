@@ -44,7 +44,7 @@ PROBE_QUERIES, PROBE_KEYS = 300, 333  # full, diagonal and ragged blocks of ever
 
 INTERPRETED = not isinstance(flash_kernels.forward_kernel, triton.JITFunction)
 
-_KERNELS: dict[str, Any] = {
+KERNELS: dict[str, Any] = {
     "forward": flash_kernels.forward_kernel,
     "grad_kv": flash_backward_kernels.grad_kv_kernel,
     "grad_q": flash_backward_kernels.grad_q_kernel,
@@ -181,7 +181,7 @@ def _launch(name: str, tensors: tuple[Tensor, ...], causal: bool, scale: float |
             _autotuned(name, tiles, tuning)[grid](*arguments, **constants)
         else:
             tile = tile or INTERPRETER_TILES[name]
-            _KERNELS[name][grid](*arguments, **constants, **tile.launch_options())
+            KERNELS[name][grid](*arguments, **constants, **tile.launch_options())
 
 
 @functools.cache
@@ -191,7 +191,7 @@ def _autotuned(name: str, tiles: tuple[Tile, ...], tuning: tuple[int, int]) -> A
     It times each tile once per mask, head dimension, group and dtype.
     """
     configs = [triton.Config(tile.constants(), num_warps=tile.warps, num_stages=tile.stages) for tile in tiles]
-    return triton.autotune(configs, key=["CAUSAL", "HEAD_DIM", "GROUP"])(_KERNELS[name])
+    return triton.autotune(configs, key=["CAUSAL", "HEAD_DIM", "GROUP"])(KERNELS[name])
 
 
 def _bucket(size: int, smallest: int, largest: int) -> int:

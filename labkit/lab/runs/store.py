@@ -154,6 +154,12 @@ class Run:
         loads = {point: Load.model_validate(end["load"]) for point, end in self._ends.items() if end.get("load")}
         return busy_points(loads, self.header.machine.cores)
 
+    def failures(self) -> Iterator[tuple[str, str, str]]:
+        """Yield point, reason and details (traceback, last output) of each point that ended neither ok nor skipped."""
+        for point, end in self._ends.items():
+            if end["status"] not in ("ok", "skipped"):
+                yield point, f"{end['status']}: {end.get('reason') or ''}", end.get("details", "")
+
     def facts(self) -> dict[str, dict[str, Any]]:
         """What the ranks said of themselves (threads, scheduling, start method), by point id."""
         return {point: end.get("facts", {}) for point, end in self._ends.items()}

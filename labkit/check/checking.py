@@ -1,0 +1,170 @@
+"""The course of a check: correctness of every implementation first, then the fixed set, then the baseline."""
+
+import hashlib
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pandas as pd
+
+from labkit.check.comparison import LEAST_SESSIONS, Change, circumstances, compare, lost_hardware
+from labkit.check.declaration import CHECK, correctness_labs
+from labkit.lab.config import ParameterError
+from labkit.lab.declaration import Lab
+from labkit.lab.project import check_writable, project_root, runs_directory, write_file
+from labkit.lab.runs.measure import measure
+from labkit.lab.runs.progress import Progress, ShowProgress
+from labkit.lab.runs.store import Run, find_run
+from labkit.machine import Machine, describe_machine
+from labkit.machine.load import other_measurements
+
+ALTERNATIVES = ("implementation", "algorithm", "alternative")
+"""Columns by which labs name what is checked."""
+TOLERANCE = 0.05
+
+
+@dataclass(frozen=True)
+class Correctness:
+    """One implementation at one place: "ok", "not measured", or what is wrong."""
+
+    lab: str
+    device: str
+    ranks: int
+    name: str
+    verdict: str
+    reason: str | None = None
+
+    @property
+    def is_bad(self) -> bool:
+        return self.verdict not in ("ok", "not measured")
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """What a check has found of this machine."""
+
+    run: Run
+    baseline: Run | None
+    correctness: list[Correctness]
+    changes: list[Change]
+    circumstances: list[str] = field(default_factory=list)
+    tolerance: float = TOLERANCE
+
+    @property
+    def slower(self) -> list[Change]:
+        """Quantities slower than the baseline by more than the tolerance."""
+        return [one for one in self.changes if one.verdict == "slower" and (one.ratio or 0) > 1 + self.tolerance]
+
+    @property
+    def status(self) -> int:
+        """Exit status: 1 if a result is wrong or missing, 3 if the machine lost speed, cores or GPUs, else 0."""
+        if any(one.is_bad for one in self.correctness):
+            return 1
+        has_lost = self.baseline is not None and lost_hardware(self.baseline, self.run)
+        return 3 if has_lost or self.slower else 0
+
+
+def check_machine(
+    baseline: Run | None,
+    show: ShowProgress,
+    on_output: Callable[[str], None] | None = None,
+    *,
+    tolerance: float = TOLERANCE,
+    sessions: int | None = None,
+) -> CheckResult:
+    """Check what is right, then measure the fixed set and compare it with the baseline.
+
+    ParameterError while another measurement runs on this machine.
+    """
+    if other := other_measurements():
+        raise ParameterError(f"labkit measures here already ({other}): check this machine when that has ended")
+    check_writable(checks_directory())
+    correctness = list(check_correctness(show, on_output))
+    config = CHECK.configure("quick", {"sessions": sessions})
+    run = measure(CHECK, config, profile="quick", directory=checks_directory(), on_progress=show, on_output=on_output)
+    notes = list(circumstances(baseline, run)) if baseline is not None else []
+    return CheckResult(run, baseline, correctness, compare(baseline, run), notes, tolerance)
+
+
+def check_correctness(show: ShowProgress, on_output: Callable[[str], None] | None) -> Iterator[Correctness]:
+    """Yield each implementation of the labs on every device and transport of this machine."""
+    devices = ["cpu", *(["cuda"] if describe_machine().gpus else [])]
+    labs = [(device, *pair) for device in devices for pair in correctness_labs(device)]
+    folder = Path(tempfile.mkdtemp(prefix="labkit-check-"))
+    try:
+        for index, (device, lab, config) in enumerate(labs):
+            show(Progress(index, len(labs), f"correct? {lab.name}, {device}"))
+            yield from _verdicts(lab, measure(lab, config, profile="smoke", directory=folder, on_output=on_output))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _verdicts(lab: Lab, run: Run) -> Iterator[Correctness]:
+    """Yield a verdict per alternative, device, ranks and transport; and per point that did not end well."""
+    frame = run.frame()
+    name = next((column for column in ALTERNATIVES if column in frame), None)
+    if name is not None:
+        rows = frame.reindex(columns=[name, "transport", "backend", "device", "world_size", "check", "not_measured"])
+        rows["device"] = rows["device"].fillna(rows["backend"].map({"nccl": "cuda"}).fillna("cpu"))
+        rows["transport"] = rows["transport"].fillna("")
+        for (device, ranks, transport, one), group in rows.groupby(["device", "world_size", "transport", name]):
+            over = f" over {transport}" if transport not in ("", one) else ""
+            verdict, reason = _worst(group)
+            yield Correctness(lab.name, str(device), int(ranks), f"{one}{over}", verdict, reason)
+    coverage = run.coverage()
+    for point in coverage[~coverage["status"].isin(["ok", "skipped"])].to_dict("records"):
+        device = str(point.get("device") or "cpu")
+        yield Correctness(lab.name, device, int(point["world_size"]), "all", str(point["status"]), point["reason"])
+
+
+def _worst(rows: pd.DataFrame) -> tuple[str, str | None]:
+    """The verdict of the first row that is not ok, if any; "not measured" with the reason if none was checked."""
+    checks = rows["check"].dropna()
+    if len(bad := checks[checks != "ok"]):
+        verdict, _, reason = str(bad.iloc[0]).partition(": ")
+        return verdict, reason or None
+    if len(checks):
+        return "ok", None
+    reasons = rows["not_measured"].dropna()
+    return "not measured", str(reasons.iloc[0]) if len(reasons) else "it has no check"
+
+
+def checks_directory() -> Path:
+    """Runs of the fixed set."""
+    return runs_directory() / CHECK.name
+
+
+def baseline_path(machine: Machine) -> Path:
+    """Where the baseline of machines of this processor, with these GPUs, is kept; a host's name may change."""
+    kind = hashlib.sha256(repr((machine.cpu, [gpu.name for gpu in machine.gpus])).encode()).hexdigest()[:8]
+    return project_root() / "data" / "baselines" / f"{kind}.jsonl"
+
+
+def load_baseline(against: str | None) -> Run | None:
+    """The run that `--against` names, or this machine's baseline; None if there is none.
+
+    RunFileError, which names the file, if it is damaged; ParameterError if it is of a lab.
+    """
+    if against is not None:
+        path = find_run([checks_directory(), baseline_path(describe_machine()).parent], against)
+    elif not (path := baseline_path(describe_machine())).exists():
+        return None
+    run = Run.load(path)
+    if run.header.lab != CHECK.name:
+        raise ParameterError(f"{path.name}: a run of {run.header.lab}; expected one that `labkit check` wrote")
+    return run
+
+
+def save_baseline(run: Run) -> Path:
+    """Keep a run as this machine's baseline. ParameterError if it was disturbed."""
+    points = [point for point in run.header.planned if point not in run.busy and point not in run.pending]
+    places = {point: (fields["device"], fields["world_size"]) for point, fields in run.header.planned.items()}
+    undisturbed = pd.Series([places[point] for point in points], dtype=object).value_counts()
+    if any(undisturbed.get(place, 0) < LEAST_SESSIONS for place in set(places.values())):
+        reason = next(iter(run.busy.values()), "points are missing")
+        raise ParameterError(f"no baseline was saved: {reason}; save it while the machine is quiet")
+    path = baseline_path(run.header.machine)
+    write_file(path, run.path.read_bytes())
+    return path

@@ -1,0 +1,230 @@
+"""Which quantities of a machine have changed since its baseline, by how much, and what change would have been seen.
+
+A session is one number per quantity: the logarithm of a short sample (`QUANTILE`) of the slowest rank. Sessions are
+other processes at another time, so their variance within each run is what a restart does. With few sessions, each
+quantity's variance is shrunk towards the typical one of all (moderated t-statistics: Smyth 2004, section 3). Bounds
+hold for all quantities of a check together (Bonferroni).
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import numpy as np
+import pandas as pd
+from scipy.special import fdtri, stdtrit
+
+from labkit.bench.statistics import MIN_RELEVANT_DIFFERENCE
+from labkit.check.worker import AGAIN, FIRST, THREADS
+from labkit.lab.runs.store import Run
+from labkit.lab.units import counted, join_words
+from labkit.machine import Machine
+
+PLACE = ["device", "world_size"]
+QUANTITY = [*PLACE, "quantity"]
+QUANTILE = 0.25
+"""Of a session's samples: other programs only add time, and the very shortest is luck."""
+FALSE_ALARMS = 0.01
+"""Checks of an unchanged machine in which any quantity counts as changed."""
+LEAST_SESSIONS = 3
+"""Undisturbed sessions, in baseline and check, that a quantity needs."""
+PRIOR_FREEDOM = 4.0
+"""How alike the variances of quantities are assumed to be, in degrees of freedom."""
+
+Verdict = Literal["slower", "faster", "no change shown", "not comparable"]
+
+
+@dataclass(frozen=True)
+class Change:
+    """What became of one quantity since the baseline. Ratios are of seconds, now over then: above 1 is slower."""
+
+    device: str
+    ranks: int
+    quantity: str
+    verdict: Verdict
+    seconds: float | None = None
+    """Of one sample now."""
+    rate: float | None = None
+    """Work per second now, in `unit`; None where only the time counts."""
+    unit: str = "s"
+    ratio: float | None = None
+    low: float | None = None
+    high: float | None = None
+    smallest_seen: float | None = None
+    """The smallest ratio above 1 that would have counted as a change."""
+    reason: str | None = None
+    """Why it is not comparable."""
+
+    @property
+    def place(self) -> str:
+        return f"{counted(self.ranks, 'rank')}, {self.device}"
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def compare(baseline: Run | None, now: Run) -> list[Change]:
+    """Each quantity of `now`, and those that only the baseline has. Without a baseline none is comparable."""
+    then, here = (_Quantities(run) for run in (baseline, now))
+    reason = "there is no baseline" if baseline is None else different_set(baseline, now)
+    names = list(dict.fromkeys([*here.logs, *then.logs]))
+    spreads = {name: _spread(then.sessions(name), here.sessions(name)) for name in names}
+    changes = []
+    for name in names:
+        described = dict(zip(("device", "ranks", "quantity"), name, strict=True)) | here.speed(name)
+        if why := reason or here.too_few(name) or (f"{old}, in the baseline" if (old := then.too_few(name)) else ""):
+            changes.append(Change(**described, verdict="not comparable", reason=why))
+            continue
+        others = [spread for other, spread in spreads.items() if other != name and spread[1] > 0]
+        judged = _judge(then.sessions(name), here.sessions(name), spreads[name], others, here.noise(name), len(names))
+        changes.append(Change(**described, **judged))
+    return changes
+
+
+class _Quantities:
+    """The quantities of a run, or of none: logarithms of seconds by quantity, turn and undisturbed session."""
+
+    def __init__(self, run: Run | None) -> None:
+        self._run = run
+        self.logs: dict[tuple[Any, ...], pd.Series] = {}
+        if run is None or (frame := timed(run)).empty:
+            return
+        keys = [*QUANTITY, "point", "session", "turn"]
+        self._rows = frame
+        self._slowest = frame.groupby([*keys, "repeat"], sort=False)["seconds"].max()
+        quick = np.log(self._slowest).groupby(keys, sort=False).quantile(QUANTILE)
+        self.logs = {name: group.droplevel(QUANTITY) for name, group in quick.groupby(QUANTITY, sort=False)}
+
+    def sessions(self, name: tuple[Any, ...]) -> np.ndarray:
+        """One logarithm per undisturbed session."""
+        if name not in self.logs or self._run is None:
+            return np.empty(0)
+        logs = self.logs[name]
+        logs = logs[~logs.index.get_level_values("point").isin(list(self._run.busy))]
+        return logs.groupby("session").mean().to_numpy()
+
+    def noise(self, name: tuple[Any, ...]) -> float:
+        """How far apart the two turns are over all sessions: nothing smaller can be a change."""
+        turns = self.logs[name].groupby("turn").mean()
+        return abs(float(turns[FIRST] - turns[AGAIN]))
+
+    def speed(self, name: tuple[Any, ...]) -> dict[str, Any]:
+        """Seconds of a sample, and the rate of its work."""
+        if name not in self.logs:
+            return {}
+        seconds = float(self._slowest.xs(name, level=QUANTITY).quantile(QUANTILE))
+        first = self._rows[(self._rows[QUANTITY] == list(name)).all(axis=1)].iloc[0]
+        rate = float(first["work"]) / seconds if first["unit"] != "s" else None
+        return {"seconds": seconds, "rate": rate, "unit": str(first["unit"])}
+
+    def too_few(self, name: tuple[Any, ...]) -> str | None:
+        """Why there are too few undisturbed sessions, or None."""
+        if self._run is None or len(self.sessions(name)) >= LEAST_SESSIONS:
+            return None
+        points = self._run.coverage()
+        points = points[(points["device"] == name[0]) & (points["world_size"] == name[1])]
+        busy = [self._run.busy[point] for point in points["point"] if point in self._run.busy]
+        reasons = points.loc[points["status"] != "ok", "reason"].dropna().tolist()
+        return f"busy: {busy[0]}" if busy else reasons[0] if reasons else "it was not measured"
+
+
+def different_set(baseline: Run, now: Run) -> str | None:
+    """Why nothing of these runs is comparable: another set, processor, number of cores or GPUs, or torch; or None."""
+    then, here = baseline.header.machine, now.header.machine
+    numbers = [{point.get("number") for point in run.header.planned.values()} for run in (baseline, now)]
+    differences = [
+        f"{name}: {old} in the baseline, {new} now"
+        for name, old, new in (
+            ("set of quantities", *(max(filter(None, each), default=0) for each in numbers)),
+            ("processor", then.cpu, here.cpu),
+            ("cores", _cores(then), _cores(here)),
+            ("GPUs", _gpus(then), _gpus(here)),
+            ("torch", then.versions.get("torch"), here.versions.get("torch")),
+        )
+        if old != new
+    ]
+    return join_words(differences) or None
+
+
+def lost_hardware(baseline: Run, now: Run) -> bool:
+    """Whether the machine has fewer cores or GPUs than it had."""
+    then, here = baseline.header.machine, now.header.machine
+    quotas = [machine.cpu_quota or machine.cores for machine in (then, here)]
+    return here.cores < then.cores or quotas[1] < quotas[0] or len(here.gpus) < len(then.gpus)
+
+
+def circumstances(baseline: Run, now: Run) -> Iterator[str]:
+    """Yield what else is not as it was, and may be the cause of a change; times are compared all the same."""
+    then, here = baseline.header.machine, now.header.machine
+    names = [*then.versions, *(name for name in here.versions if name not in then.versions)]
+    pairs: dict[str, tuple[Any, Any]] = {
+        name: (then.versions.get(name), here.versions.get(name)) for name in names if name != "torch"
+    }
+    pairs |= {
+        "host": (then.host, here.host),
+        "system": (then.system, here.system),
+        "Python": (then.python, here.python),
+        "labkit": (str(then.source), str(here.source)),
+        "links of GPUs": (then.gpu_links, here.gpu_links),
+        "threads of one rank": (_threads(baseline), _threads(now)),
+    }
+    for name, (old, new) in pairs.items():
+        if old != new:
+            note = f" ({THREADS})" if name.startswith("threads") else ""
+            yield f"{name}{note}: {old or 'none'} in the baseline, {new or 'none'} now"
+
+
+def _threads(run: Run) -> int | None:
+    frame = timed(run)
+    return int(frame.loc[frame["world_size"] == 1, "threads"].min()) if len(frame) else None
+
+
+def _cores(machine: Machine) -> str:
+    return f"{machine.cores}" if machine.cpu_quota is None else f"{machine.cores} (quota {machine.cpu_quota:g})"
+
+
+def _gpus(machine: Machine) -> str:
+    counts = [f"{count}x {gpu.name}" for count, gpu in machine.gpu_counts]
+    return ", ".join(counts) or machine.no_gpu_reason or "none"
+
+
+def timed(run: Run) -> pd.DataFrame:
+    """The rows that have times."""
+    columns = [*QUANTITY, "turn", "session", "repeat", "point", "rank", "seconds", "unit", "work", "threads"]
+    return run.frame().reindex(columns=columns).dropna(subset="seconds")
+
+
+def _spread(then: np.ndarray, here: np.ndarray) -> tuple[float, int]:
+    """Pooled variance of a session within each run, and its degrees of freedom."""
+    freedom = sum(max(0, len(logs) - 1) for logs in (then, here))
+    squares = sum(float(((logs - logs.mean()) ** 2).sum()) for logs in (then, here) if len(logs))
+    return (squares / freedom if freedom else 0.0), freedom
+
+
+def _judge(
+    then: np.ndarray,
+    here: np.ndarray,
+    spread: tuple[float, int],
+    others: list[tuple[float, int]],
+    noise: float,
+    comparisons: int,
+) -> dict[str, Any]:
+    """Verdict and interval of one quantity; `noise` is how far apart its two turns are, as a logarithm."""
+    variance, freedom = spread
+    if others:
+        typical = float(np.median([value / float(fdtri(of, PRIOR_FREEDOM, 0.5)) for value, of in others]))
+        variance = (PRIOR_FREEDOM * typical + freedom * variance) / (PRIOR_FREEDOM + freedom)
+        freedom_in_all = PRIOR_FREEDOM + freedom
+    else:
+        freedom_in_all = float(freedom)
+    error = math.sqrt(variance * (1 / len(then) + 1 / len(here)))
+    reach = float(stdtrit(freedom_in_all, 1 - FALSE_ALARMS / comparisons / 2)) * error
+    difference = float(here.mean() - then.mean())
+    least = max(math.log1p(MIN_RELEVANT_DIFFERENCE), noise)
+    verdict = "no change shown"
+    if abs(difference) > max(reach, least):
+        verdict = "slower" if difference > 0 else "faster"
+    ends = (difference, difference - reach, difference + reach, max(reach, least))
+    ratio, low, high, smallest = (math.exp(end) for end in ends)
+    return {"verdict": verdict, "ratio": ratio, "low": low, "high": high, "smallest_seen": smallest}

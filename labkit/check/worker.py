@@ -1,0 +1,144 @@
+"""The fixed small set of quantities that a check times: alone on a device, and by all ranks together.
+
+Every quantity is timed twice in every round, as "first" and "again": how far the two are apart is noise. A session is
+a group of new processes. The set never depends on a parameter, or a baseline would be of other quantities.
+"""
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from labkit.bench.clock import time_interleaved
+from labkit.costs.transformer import SIZES
+from labkit.lab.point import SessionPoint
+from labkit.nn.attention_implementations import attention_named
+from labkit.nn.attention_problem import AttentionProblem
+from labkit.nn.training import TrainingStep
+from labkit.nn.workloads import workload_of
+from labkit.parallel.collectives import all_reduce
+from labkit.parallel.data_parallel.overlapped import BucketedDDP
+from labkit.parallel.ranks.worker import use_device
+from labkit.parallel.transport import POINT_TO_POINT, SHARED, transport_in_use
+
+SET = 1
+"""Number of the set: a baseline of another one is not comparable."""
+FIRST, AGAIN = "first", "again"
+THREADS = "OMP_NUM_THREADS"
+CALLS = 1000  # of an operator on one element, and a tenth of it of a short all-reduce
+SHORT_BYTES, LONG_BYTES = 4096, 4 * 2**20
+FLOPS, BYTES = "FLOP/s", "B/s"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckPoint(SessionPoint):
+    """The set of one place: a single rank, or all of them, on a device."""
+
+    device: str = "cpu"
+    number: int = SET
+
+    def title(self) -> str:
+        return f"{super().title()}, {self.device}, session {self.session}"
+
+
+class Quantity(NamedTuple):
+    """What is called, how often for one sample, and the work of one sample."""
+
+    action: Callable[[], Any]
+    calls: int = 1
+    work: float = 0.0
+    unit: str = "s"
+    """Of work per second; "s": only the time counts."""
+
+    def sample(self) -> None:
+        for _ in range(self.calls):
+            self.action()
+
+
+def measure(point: CheckPoint) -> Iterator[dict[str, Any]]:
+    """One row per quantity and turn: seconds of each sample on this rank, and its work."""
+    device = use_device(point.device)
+    if limit := os.environ.get(THREADS):  # labkit sets the threads of its ranks; other programs obey this variable
+        torch.set_num_threads(max(1, min(torch.get_num_threads(), int(limit))))
+    quantities = _alone(device) if point.world_size == 1 else dict(_together(device))
+    turns = {(name, turn): quantity for name, quantity in quantities.items() for turn in (FIRST, AGAIN)}
+    samples = time_interleaved(
+        {f"{name} {turn}": quantity.sample for (name, turn), quantity in turns.items()},
+        device=device,
+        before=dist.barrier if point.world_size > 1 else None,
+        **point.rounds,
+    )
+    for (name, turn), quantity in turns.items():
+        row: dict[str, Any] = {"quantity": name, "turn": turn, "unit": quantity.unit, "work": quantity.work}
+        yield row | {"threads": torch.get_num_threads(), "seconds": samples[f"{name} {turn}"]}
+    if device != "cpu" and point.session == 1:
+        yield from kernel_rows()
+
+
+def kernel_rows() -> Iterator[dict[str, Any]]:
+    """One row per Triton kernel of labkit that this process has compiled: registers, and spilled bytes per thread."""
+    from labkit.nn.flash_attention import KERNELS  # needs Triton, which not every machine has
+
+    for name, function in KERNELS.items():
+        for compiled, *_ in function.device_caches.values():
+            for kernel in compiled.values():
+                yield {"kernel": name, "registers": kernel.n_regs, "spills": kernel.n_spills}
+
+
+def _alone(device: str) -> Mapping[str, Quantity]:
+    """Quantities of one process: products by dtype, a copy, the cost of a call, attention, a training step."""
+    is_gpu = device != "cpu"
+    size, heads, sequence = (8192, 32, 4096) if is_gpu else (512, 4, 512)
+    n_bytes = 2**30 if is_gpu else 64_000_000
+    source, target = (torch.ones(n_bytes // 4, device=device) for _ in range(2))
+    one = torch.ones(1, device=device)
+    problem = AttentionProblem((heads, sequence, 64), torch.bfloat16 if is_gpu else torch.float32, device, causal=True)
+    passes = problem.passes(attention_named("flash" if is_gpu else "tiled").attend)
+    shape = SIZES["small" if is_gpu else "nano"]
+    step = TrainingStep(shape, batch=8 if is_gpu else 2, context_length=512 if is_gpu else 32, device=device)
+
+    def attend() -> None:
+        passes.forward()
+        passes.backward()
+
+    return {
+        **{f"matmul {dtype}": _product(device, dtype, size) for dtype in ("float32", "bfloat16")},
+        "copy": Quantity(partial(target.copy_, source), work=2.0 * n_bytes, unit=BYTES),
+        "call": Quantity(partial(torch.add, one, 1), CALLS),
+        "attention": Quantity(attend),
+        "training step": Quantity(step.run),
+    }
+
+
+def _product(device: str, dtype: str, size: int) -> Quantity:
+    if device == "cpu" and dtype == "bfloat16":
+        size //= 2  # many processors have no units for it
+    a, b = (torch.randn(size, size, device=device, dtype=getattr(torch, dtype)) for _ in range(2))
+    return Quantity(partial(torch.mm, a, b), work=2.0 * size**3, unit=FLOPS)
+
+
+def _together(device: str) -> Iterator[tuple[str, Quantity]]:
+    """Quantities of all ranks: all-reduces short and long by transport, and a training step under a wrapper."""
+    ways: dict[str, Callable[[torch.Tensor], Any]] = {f"torch {dist.get_backend()}": dist.all_reduce}
+    if device == "cpu":
+        ways["point to point"] = partial(all_reduce, op="sum", transport=POINT_TO_POINT)
+        if transport_in_use()[0] == SHARED:
+            ways["shared memory"] = partial(all_reduce, op="sum", transport=SHARED)
+    for way, reduce in ways.items():
+        for kind, n_bytes, calls in (("short", SHORT_BYTES, CALLS // 50), ("long", LONG_BYTES, 1)):
+            tensor = torch.zeros(n_bytes // 4, device=device)
+            yield f"all-reduce {kind}, {way}", Quantity(partial(reduce, tensor), calls, float(n_bytes * calls), BYTES)
+    workload = workload_of(SIZES["nano"], batch=2, context_length=32, device=device, seed=dist.get_rank())
+    model = BucketedDDP(workload.build())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+
+    def step() -> None:
+        workload.loss(model).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    yield "training step, all ranks", Quantity(step)
