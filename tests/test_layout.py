@@ -27,7 +27,7 @@ ALLOWED = {
     "studies": {"studies", "lab", "nn", "parallel", "scaling", "bench", "costs", "machine"},
     "lab": {"lab", "nn", "parallel", "scaling", "bench", "costs", "machine"},
     "nn": {"nn", "machine", "costs"},
-    "parallel": {"parallel", "machine", "costs"},
+    "parallel": {"parallel", "nn", "machine", "costs"},
     "scaling": {"scaling", "costs"},
     "bench": {"bench"},
     "costs": {"costs"},
