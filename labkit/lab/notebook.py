@@ -17,8 +17,7 @@ from labkit.costs.calibration import Calibration
 from labkit.lab.answers import Answer, Check
 from labkit.lab.config import LabConfig, ParameterError, nearest
 from labkit.lab.declaration import Lab
-from labkit.lab.figures import Plot
-from labkit.lab.figures.declared import Figure
+from labkit.lab.figures import Figure, Plot
 from labkit.lab.guesses import check_guesses, with_guesses
 from labkit.lab.metric import Results
 from labkit.lab.pages import cards

@@ -11,7 +11,7 @@ from labkit.costs.communication import algorithm_bandwidth, bus_bandwidth
 from labkit.lab.answers import Check, Compare, Report
 from labkit.lab.config import Sessions, TimedConfig, TimeoutSeconds, one_of
 from labkit.lab.declaration import Lab
-from labkit.lab.figures.declared import RATIO, Lines
+from labkit.lab.figures import RATIO, Lines
 from labkit.lab.metric import Metric, Results
 from labkit.lab.point import repeat_in_sessions
 from labkit.lab.project import reference_directory

@@ -10,7 +10,7 @@ from pydantic import Field, field_validator, model_validator
 from labkit.lab.answers import Check, Compare, Report
 from labkit.lab.config import Count, Device, LabConfig, ParameterError, Seed, one_of
 from labkit.lab.declaration import Lab
-from labkit.lab.figures.declared import Bars, Lines
+from labkit.lab.figures import Bars, Lines
 from labkit.lab.metric import Metric, Results
 from labkit.lab.project import datasets_directory, kind_of_path, reference_directory
 from labkit.lab.units import format_seconds

@@ -14,7 +14,7 @@ from labkit.lab.answers import Compare, Report
 from labkit.lab.calibration import transports
 from labkit.lab.config import Count, Device, TimedConfig, TimeoutSeconds, one_of
 from labkit.lab.declaration import Lab
-from labkit.lab.figures.declared import Lines
+from labkit.lab.figures import Lines
 from labkit.lab.metric import Metric, Results
 from labkit.machine import Machine
 from labkit.studies.limits.worker import LimitPoint, measure

@@ -11,7 +11,7 @@ from labkit.costs.transformer import SIZES
 from labkit.lab.answers import Check, Compare, Report
 from labkit.lab.config import Device, TimedConfig, TimeoutSeconds, one_of
 from labkit.lab.declaration import Lab
-from labkit.lab.figures.declared import RATIO, Areas, Bars, Lines
+from labkit.lab.figures import RATIO, Areas, Bars, Lines
 from labkit.lab.metric import Metric, Results
 from labkit.lab.project import reference_directory
 from labkit.lab.user_models import model_names, shape_of, user_model_names

@@ -11,7 +11,7 @@ from labkit.costs.transformer import SIZES
 from labkit.lab.answers import Compare, Report
 from labkit.lab.config import Count, Device, TimedConfig, TimeoutSeconds, one_of
 from labkit.lab.declaration import Lab
-from labkit.lab.figures.declared import RATIO, Lines
+from labkit.lab.figures import RATIO, Lines
 from labkit.lab.metric import Metric, Results
 from labkit.lab.project import reference_directory
 from labkit.machine import Machine

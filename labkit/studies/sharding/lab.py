@@ -13,7 +13,7 @@ from labkit.costs.transformer import SIZES, n_parameters
 from labkit.lab.answers import Check, Compare, Report
 from labkit.lab.config import Count, Device, TimedConfig, TimeoutSeconds, one_of
 from labkit.lab.declaration import Lab
-from labkit.lab.figures.declared import Bars
+from labkit.lab.figures import Bars
 from labkit.lab.metric import Metric, Results
 from labkit.lab.project import reference_directory
 from labkit.machine import Machine

@@ -12,7 +12,7 @@ from labkit.costs.transformer import SIZES, backward_flops, forward_flops
 from labkit.lab.answers import Check, Compare, Report
 from labkit.lab.config import Count, Device, Repeats, TimedConfig, TimeoutSeconds, one_of
 from labkit.lab.declaration import Lab
-from labkit.lab.figures.declared import RATIO, Bars, Lines
+from labkit.lab.figures import RATIO, Bars, Lines
 from labkit.lab.metric import Metric, Results
 from labkit.lab.project import reference_directory
 from labkit.lab.user_models import model_names, recorded_shapes, shape_of
@@ -236,7 +236,7 @@ LAB = Lab(
             pick=largest_backward,
             configuration=CONFIGURATION,
             says="With {size}, the backward pass takes {seconds}, {of_step_percent}% of a training step.",
-            figure=Bars(source=step_times, x="size", y="seconds", hue="phase", log=True),
+            figure=Lines(source=step_times, x="size", y="seconds", hue="phase", log="y"),
         ),
         Report(
             id="shares",
