@@ -146,7 +146,7 @@ class OpenLab:
         numbers by the names of rows, which the answers of predictions show next to what was measured.
         The frame is long: one row per (point, rank, repeat), units in the column names.
         """
-        self._guess = check_guesses(guess or {})
+        self._guess, self._interrupted = check_guesses(guess or {}), None
         check_writable(figures_directory() / self.study.name)
         if self.parameters.run is not None:
             if alternatives or models:

@@ -325,6 +325,23 @@ def test_an_interrupted_measurement_goes_on_in_its_notebook(monkeypatch, tmp_pat
         lab.resume()
 
 
+def test_a_run_that_was_interrupted_is_not_taken_for_a_later_one(monkeypatch, tmp_path):
+    monkeypatch.setenv("LABKIT_HOME", str(tmp_path))
+    lab = OpenLab(FAKE, Parameters("smoke", None, FAKE.profiles["smoke"].model_copy(update={"actions": ["fine"] * 2})))
+    monkeypatch.setattr(notebook, "progress_line", _InterruptedLine)
+    with pytest.raises(KeyboardInterrupt, match=r"lab\.resume"):
+        lab.measure()
+
+    def interrupt(config, say):
+        raise KeyboardInterrupt
+
+    lab.study = replace(FAKE, check_inputs=interrupt)
+    with pytest.raises(KeyboardInterrupt, match="^interrupted$"):
+        lab.measure()
+    with pytest.raises(ValueError, match="nothing was interrupted"):
+        lab.resume()
+
+
 def test_what_was_interrupted_with_alternatives_of_ones_own_goes_on_in_its_notebook_alone(monkeypatch, tmp_path):
     monkeypatch.setenv("LABKIT_HOME", str(tmp_path))
     study = replace(FAKE, plugin_parameter="actions", register=lambda name, alternative: {name: alternative})
