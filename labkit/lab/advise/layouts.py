@@ -21,8 +21,7 @@ from labkit.lab.advise.report import (
 )
 from labkit.lab.advise.request import AdviceRequest
 from labkit.lab.units import counted, format_bytes, format_seconds
-from labkit.scaling.advice import Advice, Change, has_room
-from labkit.scaling.bucket import bucket_bytes
+from labkit.scaling.advice import Advice, Change, bucket_bytes, has_room
 from labkit.scaling.layout import RECOMPUTE
 from labkit.scaling.memory import PARTS as MEMORY
 from labkit.scaling.prediction import FITS_SHARE, Prediction

@@ -10,8 +10,7 @@ from labkit.scaling.advice import round_batch
 from labkit.scaling.calibration import calibrate
 from labkit.scaling.hardware import Hardware, find_hardware
 from labkit.scaling.model import Model, parameters
-from labkit.scaling.model_config import read_model
-from labkit.scaling.named_models import find_model, is_bare_size
+from labkit.scaling.named_models import find_model, is_bare_size, read_model
 from labkit.scaling.published import frameworks
 from labkit.scaling.runs import Run
 from labkit.scaling.search import Request
