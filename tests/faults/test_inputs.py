@@ -42,7 +42,7 @@ def test_every_parameter_with_every_wrong_value_stops_by_name_or_is_planned(lab)
         for value in WRONG:
             said, config = refusal(lab, study, {name: value})
             if said is None:
-                points = study.points(config, machine)
+                points = study.plan(config, machine)
                 assert all(point.describe() for point in points)
                 planned += 1
             else:

@@ -48,7 +48,7 @@ def measure(
         folder = directory or runs_directory() / study.name
         _on_first_rank(lambda: check_writable(folder))
         _check_inputs(study, config, on_progress)
-        points = list(study.points(config, describe_machine()))
+        points = study.plan(config, describe_machine())
         unavailable = _prepare(study, config, points, on_progress)
         header = _plan(study, config, profile, points)
         if job_rank() > 0:  # under torchrun the first rank writes; the others only take part
@@ -104,11 +104,9 @@ def resume(
 
 
 def _plan(study: Lab, config: LabConfig, profile: str, points: list[Point]) -> RunHeader:
-    """The header of a new run. ValueError if two points are equal."""
+    """The header of a new run."""
     machine, hosts = describe_machine(), ranks_by_host()
     planned = {point.id: point.describe() for point in points}
-    if len(planned) != len(points):
-        raise ValueError(f"{study.name}: the plan names a point twice")
     return RunHeader(
         lab=study.name,
         profile=profile,
@@ -186,7 +184,7 @@ def _configure_again(study: Lab, run: Run) -> LabConfig:
 
 def _plan_again(study: Lab, run: Run, config: LabConfig) -> list[Point]:
     """The points of a run, planned again from its config. RunFileError if they are not the ones in its header."""
-    points, then = list(study.points(config, run.header.machine)), run.header.planned
+    points, then = study.plan(config, run.header.machine), run.header.planned
     now = {point.id: point.describe() for point in points}
     if now == then:
         return points
