@@ -156,6 +156,25 @@ def tensor_parallel_calls(
     return [*halves, Calls("all_reduce", shape.d_model * itemsize, blocks), loss]
 
 
+def pipeline_calls(
+    activation_bytes: float, ranks: int, rank: int, micro_batches: int, *, chunks: int = 1, tied_bytes: float = 0
+) -> list[Calls]:
+    """List the messages that a rank sends in a step of a pipeline.
+
+    Every micro-batch's activations to the next stage, their gradients to the stage before, the gradients of parameters
+    that one other rank has, too, and the loss, in float64. `chunks`: stages per rank. Source: arXiv:2104.04473.
+    """
+    stages = [] if ranks == 1 else range(rank, chunks * ranks, ranks)
+    neighbors = sum((stage > 0) + (stage < chunks * ranks - 1) for stage in stages)
+    messages = Calls("exchange", activation_bytes, neighbors * micro_batches)
+    return [messages, Calls("exchange", tied_bytes, 1), Calls("all_reduce", 8, 1)]
+
+
+def pipeline_idle_share(ranks: int, micro_batches: int, *, chunks: int = 1) -> float:
+    """Share of a step that each rank of a pipeline idles if stages take equally long and messages no time."""
+    return (ranks - 1) / (chunks * micro_batches + ranks - 1)
+
+
 def algorithm_bandwidth(n_bytes: float, seconds: float) -> float:
     """algbw in bytes/s: the tensor's bytes over the time of the all-reduce."""
     return n_bytes / seconds

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from labkit.parallel.collectives import all_gather
 from labkit.parallel.transport import AUTO, find_transport
+from labkit.parallel.transport.base import Transport
 
 NOTE_BYTES = 16
 """Bytes that a rank sends to each other rank, as int64."""
@@ -20,7 +21,7 @@ def agree(
     *,
     device: torch.device,
     refusal: ValueError | None = None,
-    transport: str = AUTO,
+    transport: str | Transport = AUTO,
 ) -> None:
     """Raise ValueError on every rank of the group unless all pass the same description of `what`, and no refusal.
 
